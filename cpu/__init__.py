@@ -1,0 +1,35 @@
+"""Multicore CPU kernels (numba, LLVM vector IR), each with a numpy reference beside it.
+
+Importing this package points numba's on-disk cache at a folder of the user's cache directory that
+is named after the text of every kernel file. numba keys its own cache on the file that defines a
+function only, so an edit of a file that the function merely calls would otherwise go unnoticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+
+def _kernel_cache_folder() -> Path:
+    """Folder for this version of the kernels; those of other versions beside it are removed."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsekv-cli"
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    folder = base / f"numba-{digest.hexdigest()[:16]}"
+    if not folder.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in sorted(base.glob("numba-*"), key=lambda path: path.stat().st_mtime)[:-3]:
+            shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+if "NUMBA_CACHE_DIR" not in os.environ:
+    try:
+        os.environ["NUMBA_CACHE_DIR"] = str(_kernel_cache_folder())
+    except OSError:
+        pass  # no writable home: numba falls back to __pycache__ or compiles in memory
+os.environ.setdefault("NUMBA_THREADING_LAYER_PRIORITY", "omp tbb workqueue")

@@ -1,0 +1,152 @@
+"""Small helpers that write LLVM vector IR; the kernels in this package are built from them.
+
+Everything is plain LLVM (no CPU names): a <16 x float> becomes one AVX-512 register, two AVX2
+registers or four NEON registers, as the machine that compiles it has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+LANES = 16
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+F16, F32 = ir.HalfType(), ir.FloatType()
+VF = ir.VectorType(F32, LANES)
+VI = ir.VectorType(I32, LANES)
+
+
+def vec(element: ir.Type, count: int = LANES) -> ir.VectorType:
+    return ir.VectorType(element, count)
+
+
+def const(element: ir.Type, value: float, count: int = LANES) -> ir.Constant:
+    """A vector constant whose lanes all hold ``value``."""
+    return ir.Constant(vec(element, count), [value] * count)
+
+
+def offset(builder: ir.IRBuilder, address: ir.Value, n_bytes: Any) -> ir.Value:
+    """``address + n_bytes`` (i64 addresses; ``n_bytes`` an int or an i64)."""
+    if isinstance(n_bytes, int):
+        if n_bytes == 0:
+            return address
+        n_bytes = I64(n_bytes)
+    return builder.add(address, n_bytes)
+
+
+def load(builder: ir.IRBuilder, type_: ir.Type, address: ir.Value, n_bytes: Any = 0) -> ir.Value:
+    """An unaligned load of ``type_`` at ``address + n_bytes``."""
+    pointer = builder.inttoptr(offset(builder, address, n_bytes), type_.as_pointer())
+    return builder.load(pointer, align=1)
+
+
+def store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, n_bytes: Any = 0) -> None:
+    pointer = builder.inttoptr(offset(builder, address, n_bytes), value.type.as_pointer())
+    builder.store(value, pointer, align=1)
+
+
+def splat(builder: ir.IRBuilder, scalar: ir.Value, count: int = LANES) -> ir.Value:
+    """A vector with ``scalar`` in every lane."""
+    type_ = vec(scalar.type, count)
+    one = builder.insert_element(ir.Constant(type_, ir.Undefined), scalar, I32(0))
+    zeros = ir.Constant(vec(I32, count), [0] * count)
+    return builder.shuffle_vector(one, ir.Constant(type_, ir.Undefined), zeros)
+
+
+def shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Sequence[int]) -> ir.Value:
+    return builder.shuffle_vector(a, b, ir.Constant(vec(I32, len(lanes)), list(lanes)))
+
+
+def call_named(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
+    """A call of the LLVM intrinsic ``name``, declared in the module on first use."""
+    function = builder.module.globals.get(name)
+    if function is None:
+        type_ = ir.FunctionType(result, [arg.type for arg in args])
+        function = ir.Function(builder.module, type_, name)
+    return builder.call(function, args)
+
+
+def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    """a * b + c, rounded once; floats or float vectors."""
+    lanes = f"v{a.type.count}" if isinstance(a.type, ir.VectorType) else ""
+    return call_named(builder, f"llvm.fma.{lanes}f32", a.type, a, b, c)
+
+
+def half_to_float(builder: ir.IRBuilder, address: ir.Value, n_bytes: Any = 0) -> ir.Value:
+    return builder.fpext(load(builder, F16, address, n_bytes), F32)
+
+
+def load_half_lanes(builder: ir.IRBuilder, address: ir.Value, n_bytes: Any = 0) -> ir.Value:
+    """Sixteen consecutive f16 as <16 x float>."""
+    return builder.fpext(load(builder, vec(F16), address, n_bytes), VF)
+
+
+def sum_lanes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """The sum of a float vector's lanes, pairwise."""
+    count = value.type.count
+    while count > 1:
+        count //= 2
+        low = shuffle(builder, value, value, range(count))
+        high = shuffle(builder, value, value, range(count, 2 * count))
+        value = builder.fadd(low, high)
+    return builder.extract_element(value, I32(0))
+
+
+def sum_many(builder: ir.IRBuilder, values: Sequence[ir.Value]) -> ir.Value:
+    """Lane i of the result is the sum of the lanes of ``values[i]``; 16 vectors of 16 lanes.
+
+    A binary tree of interleaves: 15 additions for 16 sums, where reducing each vector by itself
+    costs 64.
+    """
+    assert len(values) == LANES
+    level = list(values)
+    width = 1
+    while len(level) > 1:
+        stride = LANES // (2 * width)  # lanes between the two partial sums to add
+        first_lanes = [lane for lane in range(LANES) if not (lane // stride) & 1]
+        second_lanes = [lane for lane in range(LANES) if (lane // stride) & 1]
+        paired = []
+        for a, b in zip(level[0::2], level[1::2], strict=True):
+            first = shuffle(builder, a, b, first_lanes + [LANES + i for i in first_lanes])
+            second = shuffle(builder, a, b, second_lanes + [LANES + i for i in second_lanes])
+            paired.append(builder.fadd(first, second))
+        level = paired
+        width *= 2
+    return level[0]
+
+
+def loop(
+    builder: ir.IRBuilder,
+    start: ir.Value,
+    stop: ir.Value,
+    step: int,
+    carried: Sequence[ir.Value],
+    body: Callable[[ir.Value, list[ir.Value]], Sequence[ir.Value]],
+) -> list[ir.Value]:
+    """``for i in range(start, stop, step)`` with values carried in registers; returns the last."""
+    before = builder.block
+    head = builder.append_basic_block("head")
+    inside = builder.append_basic_block("body")
+    after = builder.append_basic_block("after")
+    builder.branch(head)
+    builder.position_at_end(head)
+    index = builder.phi(I64)
+    index.add_incoming(start, before)
+    phis = []
+    for value in carried:
+        phi = builder.phi(value.type)
+        phi.add_incoming(value, before)
+        phis.append(phi)
+    builder.cbranch(builder.icmp_signed("<", index, stop), inside, after)
+    builder.position_at_end(inside)
+    results = body(index, list(phis))
+    following = builder.add(index, I64(step))
+    last = builder.block
+    index.add_incoming(following, last)
+    for phi, value in zip(phis, results, strict=True):
+        phi.add_incoming(value, last)
+    builder.branch(head)
+    builder.position_at_end(after)
+    return list(phis)

@@ -1,0 +1,245 @@
+"""Matrix-vector products and dequantisation over weights as they lie in the file.
+
+``rows_dot(code, ...)`` is compiled once a weight format and reached through its address, so that
+the fused layer (layer.py) is compiled once for all models: it sees a table of (kernel address,
+weight address, row bytes, rows, columns) and never a format.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.extending import intrinsic
+
+from sparsekv_cli.cpu import emit
+from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE, PLAIN_FLOATS, BlockFormat
+from sparsekv_cli.cpu.emit import F16, F32, I16, I32, I64, LANES, VF, VI, const, load
+
+ACCUMULATORS = 4  # independent sums in flight, enough to hide the latency of one fma
+TO_F32, TO_BF16, TO_F16 = 0, 1, 2
+TARGET_BYTES = {TO_F32: 4, TO_BF16: 2, TO_F16: 2}
+
+
+def _scalar_weight(b: ir.IRBuilder, format_: BlockFormat, address: ir.Value) -> ir.Value:
+    """One element of a plain float format as f32 (the tail of a row)."""
+    raw = load(b, PLAIN_FLOATS[format_.name], address)
+    if format_.name == "F16":
+        return b.fpext(raw, F32)
+    if format_.name == "BF16":
+        return b.bitcast(b.shl(b.zext(raw, I32), I32(16)), F32)
+    return raw
+
+
+def _emit_row_dot(b: ir.IRBuilder, format_: BlockFormat, w: ir.Value, x: ir.Value, n: ir.Value):
+    n_blocks = b.sdiv(n, I64(format_.n_elements))
+
+    def body(block: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+        p = b.add(w, b.mul(block, I64(format_.n_bytes)))
+        at = b.add(x, b.mul(block, I64(4 * format_.n_elements)))
+        for i, values in enumerate(format_.decode(b, p)):
+            sums[i % ACCUMULATORS] = emit.fma(
+                b, values, load(b, VF, at, 4 * LANES * i), sums[i % ACCUMULATORS]
+            )
+        return sums
+
+    zero = const(F32, 0.0)
+    sums = emit.loop(b, I64(0), n_blocks, 1, [zero] * ACCUMULATORS, body)
+    total = emit.sum_lanes(b, b.fadd(b.fadd(sums[0], sums[1]), b.fadd(sums[2], sums[3])))
+    if format_.name not in PLAIN_FLOATS:
+        return total
+    size = format_.n_bytes // LANES
+
+    def tail(i: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+        value = _scalar_weight(b, format_, b.add(w, b.mul(i, I64(size))))
+        return [emit.fma(b, value, load(b, F32, b.add(x, b.mul(i, I64(4)))), carried[0])]
+
+    done = b.mul(n_blocks, I64(LANES))
+    return emit.loop(b, done, n, 1, [total], tail)[0]
+
+
+def _narrow(b: ir.IRBuilder, values: ir.Value, target: int) -> ir.Value:
+    """f32 lanes (or one f32) to the target's bits, rounding to nearest even."""
+    if target == TO_F32:
+        return values
+    is_vector = isinstance(values.type, ir.VectorType)
+    if target == TO_F16:
+        return b.fptrunc(values, emit.vec(F16) if is_vector else F16)
+    if not is_vector:
+        return b.extract_element(_narrow(b, emit.splat(b, values), target), I32(0))
+    bits = b.bitcast(values, VI)
+    odd = b.and_(b.lshr(bits, const(I32, 16)), const(I32, 1))
+    rounded = b.add(bits, b.add(odd, const(I32, 0x7FFF)))
+    return b.trunc(b.lshr(rounded, const(I32, 16)), emit.vec(I16))
+
+
+@intrinsic
+def _row_dot(typingctx, code, w, x, n):
+    """sum_i weight_i x_i over one row: ``code`` a literal, addresses of weights and f32 x."""
+    if not isinstance(code, types.IntegerLiteral):
+        return None
+
+    def codegen(context, builder, signature, args):
+        format_ = FORMAT_OF_CODE[signature.args[0].literal_value]
+        return _emit_row_dot(builder, format_, args[1], args[2], args[3])
+
+    return types.float32(code, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def _row_dequantize(typingctx, code, target, w, out, n):
+    """Writes one row's ``n`` elements at ``out`` as f32, bf16 or f16 (literal ``target``)."""
+    if not isinstance(code, types.IntegerLiteral) or not isinstance(target, types.IntegerLiteral):
+        return None
+
+    def codegen(context, b, signature, args):
+        format_ = FORMAT_OF_CODE[signature.args[0].literal_value]
+        target_ = signature.args[1].literal_value
+        _, _, w, out, n = args
+        size = TARGET_BYTES[target_]
+        n_blocks = b.sdiv(n, I64(format_.n_elements))
+
+        def body(block: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+            p = b.add(w, b.mul(block, I64(format_.n_bytes)))
+            at = b.add(out, b.mul(block, I64(size * format_.n_elements)))
+            for i, values in enumerate(format_.decode(b, p)):
+                emit.store(b, _narrow(b, values, target_), at, size * LANES * i)
+            return []
+
+        emit.loop(b, I64(0), n_blocks, 1, [], body)
+        if format_.name in PLAIN_FLOATS:
+
+            def tail(i: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+                p = b.add(w, b.mul(i, I64(format_.n_bytes // LANES)))
+                value = _scalar_weight(b, format_, p)
+                emit.store(b, _narrow(b, value, target_), b.add(out, b.mul(i, I64(size))))
+                return []
+
+            emit.loop(b, b.mul(n_blocks, I64(LANES)), n, 1, [], tail)
+        return context.get_dummy_value()
+
+    return types.void(code, target, types.int64, types.int64, types.int64), codegen
+
+
+@njit(cache=True, nogil=True)
+def rows_dot(code, w, row_bytes, n_columns, x, out, first, last):
+    """out[r] = weight row r . x for first <= r < last (addresses; f32 x and out)."""
+    for row in range(first, last):
+        total = _row_dot(code, w + row * row_bytes, x, n_columns)
+        _store_f32(out + 4 * row, total)
+
+
+@njit(cache=True, nogil=True)
+def rows_dequantize(code, target, w, row_bytes, n_columns, out, out_row_bytes, first, last):
+    """Dequantises rows first..last of a weight into ``out`` (row r at out + r out_row_bytes)."""
+    for row in range(first, last):
+        _row_dequantize(code, target, w + row * row_bytes, out + row * out_row_bytes, n_columns)
+
+
+@intrinsic
+def _store_f32(typingctx, address, value):
+    def codegen(context, builder, signature, args):
+        emit.store(builder, args[1], args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), codegen
+
+
+@intrinsic
+def call_rows(typingctx, kernel, w, row_bytes, n_columns, x, out, first, last):
+    """Calls a ``rows_dot`` kernel through its address (see ``kernel_address``)."""
+
+    def codegen(context, builder, signature, args):
+        function_type = ir.FunctionType(ir.VoidType(), [I64] * 8)
+        pointer = builder.inttoptr(args[0], function_type.as_pointer())
+        builder.call(pointer, [I64(0), *args[1:]])  # the literal format still takes a place
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 8), codegen
+
+
+@lru_cache(maxsize=None)
+def kernel_address(code: int) -> int:
+    """Address of ``rows_dot`` compiled for the format ``code`` (from the disk cache if there)."""
+    return _address(rows_dot, (types.literal(code),) + (types.int64,) * 7)
+
+
+@lru_cache(maxsize=None)
+def dequantize_address(code: int, target: int) -> int:
+    """Address of ``rows_dequantize`` for a format and a target (TO_F32, TO_BF16, TO_F16)."""
+    signature = (types.literal(code), types.literal(target)) + (types.int64,) * 7
+    return _address(rows_dequantize, signature)
+
+
+def _address(dispatcher, signature: tuple) -> int:
+    dispatcher.compile(signature)
+    compiled = dispatcher.overloads[signature]
+    return compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name)
+
+
+@intrinsic
+def _call_dequantize(typingctx, kernel, w, row_bytes, n_columns, out, out_row_bytes, first, last):
+    def codegen(context, builder, signature, args):
+        function_type = ir.FunctionType(ir.VoidType(), [I64] * 9)
+        pointer = builder.inttoptr(args[0], function_type.as_pointer())
+        builder.call(pointer, [I64(0), I64(0), *args[1:]])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 8), codegen
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _dequantize_parallel(kernel, w, row_bytes, n_columns, out, out_row_bytes, n_rows, n_parts):
+    for part in prange(n_parts):
+        first, last = part * n_rows // n_parts, (part + 1) * n_rows // n_parts
+        _call_dequantize(kernel, w, row_bytes, n_columns, out, out_row_bytes, first, last)
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _matvec_parallel(kernel, w, row_bytes, n_columns, x, out, n_rows, n_parts):
+    for part in prange(n_parts):
+        first, last = part * n_rows // n_parts, (part + 1) * n_rows // n_parts
+        call_rows(kernel, w, row_bytes, n_columns, x, out, first, last)
+
+
+def address(array: np.ndarray) -> int:
+    """The address of an array's first element; the caller keeps the array alive."""
+    return array.__array_interface__["data"][0]
+
+
+def matvec(code: int, w: np.ndarray, n_columns: int, x: np.ndarray, n_parts: int = 1) -> np.ndarray:
+    """W x. w uint8 (rows, row_bytes) in format ``code``; x f32 (n_columns,) -> f32 (rows,)."""
+    assert x.dtype == np.float32 and x.shape == (n_columns,) and x.flags.c_contiguous
+    out = np.empty(w.shape[0], np.float32)
+    _matvec_parallel(
+        kernel_address(code), address(w), w.strides[0], n_columns, address(x), address(out),
+        w.shape[0], n_parts,
+    )  # fmt: skip
+    return out
+
+
+def dequantize_into(code: int, w: np.ndarray, n_columns: int, out_address: int,
+                    out_row_bytes: int, target: int, n_parts: int = 1) -> None:
+    """Dequantises w, uint8 (rows, row_bytes), to rows at ``out_address`` in a TO_* type."""
+    _dequantize_parallel(
+        dequantize_address(code, target), address(w), w.strides[0], n_columns, out_address,
+        out_row_bytes, w.shape[0], n_parts,
+    )  # fmt: skip
+
+
+def dequantize(code: int, w: np.ndarray, n_columns: int) -> np.ndarray:
+    """f32 (rows, n_columns) of w, uint8 (rows, row_bytes) in format ``code``."""
+    out = np.empty((w.shape[0], n_columns), np.float32)
+    dequantize_into(code, w, n_columns, address(out), out.strides[0], TO_F32)
+    return out
+
+
+def matvec_ref(code: int, w: np.ndarray, n_columns: int, x: np.ndarray) -> np.ndarray:
+    """numpy reference of ``matvec`` on gguf's own dequantisation, summed in f64."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize as gguf_dequantize
+
+    weights = gguf_dequantize(w.reshape(-1), GGMLQuantizationType(code)).reshape(-1, n_columns)
+    return (weights.astype(np.float64) @ x).astype(np.float32)

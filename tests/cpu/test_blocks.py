@@ -1,0 +1,89 @@
+"""Every weight format against gguf's own dequantisation, on random bytes with sane scales."""
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import dequantize as gguf_dequantize
+
+from sparsekv_cli.cpu import matvec
+from sparsekv_cli.cpu.blocks import FORMATS
+
+# Byte offsets of the f16 scales of each block format (MXFP4 has an 8-bit exponent instead).
+HALF_SCALES = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),
+    "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
+}  # fmt: skip
+
+
+def random_rows(name: str, n_rows: int, n_columns: int, seed: int = 0) -> np.ndarray:
+    """uint8 (n_rows, row_bytes): every bit pattern of the quants, finite scales."""
+    rng = np.random.default_rng(seed)
+    format_ = FORMATS[name]
+    if name in ("F32", "F16", "BF16"):
+        values = rng.standard_normal((n_rows, n_columns)).astype(np.float32)
+        if name == "F32":
+            return values.view(np.uint8)
+        if name == "F16":
+            return values.astype(np.float16).view(np.uint8)
+        return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    n_blocks = n_columns // format_.n_elements
+    blocks = rng.integers(0, 256, (n_rows, n_blocks, format_.n_bytes), dtype=np.uint8)
+    for at in HALF_SCALES.get(name, ()):
+        scale = (rng.standard_normal((n_rows, n_blocks)) * 0.1).astype(np.float16)
+        blocks[:, :, at : at + 2] = scale[..., None].view(np.uint8)
+    if name == "MXFP4":
+        blocks[:, :, 0] = rng.integers(118, 132, (n_rows, n_blocks))
+        blocks[0, 0, 0] = 1  # a subnormal scale
+    return blocks.reshape(n_rows, -1)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_table_equals_gguf_constants(name):
+    format_ = FORMATS[name]
+    assert GGMLQuantizationType[name] == format_.code
+    n_elements, n_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    assert format_.n_elements * n_bytes == format_.n_bytes * n_elements
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_dequantize_is_bit_exact(name):
+    w = random_rows(name, 5, 768)
+    expected = gguf_dequantize(w.reshape(-1), GGMLQuantizationType[name]).reshape(5, 768)
+    found = matvec.dequantize(FORMATS[name].code, w, 768)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("n_columns", [1, 63, 80])
+def test_plain_floats_of_awkward_width(name, n_columns):
+    w = random_rows(name, 3, n_columns)
+    x = np.random.default_rng(1).standard_normal(n_columns).astype(np.float32)
+    code = FORMATS[name].code
+    expected = matvec.matvec_ref(code, w, n_columns, x)
+    np.testing.assert_allclose(matvec.matvec(code, w, n_columns, x), expected, atol=1e-5)
+    dense = gguf_dequantize(w.reshape(-1), GGMLQuantizationType[name]).reshape(3, n_columns)
+    np.testing.assert_array_equal(matvec.dequantize(code, w, n_columns), dense)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("n_parts", [1, 3])
+def test_matvec_equals_reference(name, n_parts):
+    w = random_rows(name, 7, 1536)
+    x = np.random.default_rng(1).standard_normal(1536).astype(np.float32)
+    code = FORMATS[name].code
+    expected = matvec.matvec_ref(code, w, 1536, x)
+    found = matvec.matvec(code, w, 1536, x, n_parts)
+    np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max() * 10)
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "F32"])
+@pytest.mark.parametrize("target", [matvec.TO_BF16, matvec.TO_F16])
+def test_narrow_targets_round_to_nearest_even(name, target):
+    torch = pytest.importorskip("torch")
+    w = random_rows(name, 4, 512)
+    dense = torch.from_numpy(matvec.dequantize(FORMATS[name].code, w, 512))
+    dtype = torch.bfloat16 if target == matvec.TO_BF16 else torch.float16
+    out = torch.empty(4, 512, dtype=dtype)
+    matvec.dequantize_into(FORMATS[name].code, w, 512, out.data_ptr(), 1024, target)
+    assert torch.equal(out, dense.to(dtype))

@@ -1,0 +1,217 @@
+"""A plain float32 decoder to compare with: dense causal attention on dequantised weights.
+
+It shares no code with the package: the file is read by gguf.GGUFReader, the weights are dequantised
+by gguf.quants, and RoPE is written in each architecture's own pairing (nothing is permuted), so an
+error of the package's loader or rotary code cannot hide here. Letters: T rows, H query heads,
+G kv heads, d head dim, E embedding, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFReader
+from gguf.quants import dequantize
+
+PAIRING = {"llama": "norm", "qwen2": "neox", "qwen3": "neox"}
+
+
+def reference_logits(path: str | Path, ids: Sequence[int], *, kv_f16: bool = False) -> np.ndarray:
+    """Logits (T, V) f32 of the tokens at positions 0..T-1.
+
+    kv_f16: round keys (after RoPE) and values to f16, as an f16 KV cache does.
+    """
+    model = ReferenceModel.open(path)
+    hidden = model.embed(ids)  # (T, E)
+    cos, sin = model.rotation(len(ids))  # (T, d/2)
+    for layer in range(model.n_layer):
+        hidden = hidden + attention(model, layer, hidden, cos, sin, kv_f16)
+        hidden = hidden + feed_forward(model, layer, hidden)
+    hidden = rms_norm(hidden, model.tensor("output_norm.weight"), model.epsilon)
+    head = "output.weight" if "output.weight" in model.tensors else "token_embd.weight"
+    return hidden @ model.tensor(head).T  # (T, V)
+
+
+def attention(
+    model: ReferenceModel,
+    layer: int,
+    hidden: np.ndarray,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    kv_f16: bool,
+) -> np.ndarray:
+    """The attention block's output (T, E) for hidden (T, E)."""
+    n_rows = len(hidden)
+    x = rms_norm(hidden, model.tensor(f"blk.{layer}.attn_norm.weight"), model.epsilon)
+    q = model.project(layer, "attn_q", x).reshape(n_rows, model.n_head, model.head_dim)
+    k = model.project(layer, "attn_k", x).reshape(n_rows, model.n_head_kv, model.head_dim)
+    v = model.project(layer, "attn_v", x).reshape(n_rows, model.n_head_kv, -1)
+    if model.arch == "qwen3":
+        q = rms_norm(q, model.tensor(f"blk.{layer}.attn_q_norm.weight"), model.epsilon)
+        k = rms_norm(k, model.tensor(f"blk.{layer}.attn_k_norm.weight"), model.epsilon)
+    q, k = (rotate(rows, cos, sin, PAIRING[model.arch]) for rows in (q, k))
+    if kv_f16:
+        k, v = (rows.astype(np.float16).astype(np.float32) for rows in (k, v))
+    future = np.triu(np.ones((n_rows, n_rows), bool), 1)
+    group = model.n_head // model.n_head_kv
+    heads = []
+    for head in range(model.n_head):
+        scores = q[:, head] @ k[:, head // group].T / np.float32(math.sqrt(model.head_dim))
+        scores[future] = -np.inf
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        heads.append(weights @ v[:, head // group])  # (T, d)
+    return model.project(layer, "attn_output", np.concatenate(heads, axis=-1))
+
+
+def feed_forward(model: ReferenceModel, layer: int, hidden: np.ndarray) -> np.ndarray:
+    """SwiGLU: down(silu(gate(x)) * up(x)), (T, E) -> (T, E)."""
+    x = rms_norm(hidden, model.tensor(f"blk.{layer}.ffn_norm.weight"), model.epsilon)
+    gate = model.project(layer, "ffn_gate", x)
+    up = model.project(layer, "ffn_up", x)
+    return model.project(layer, "ffn_down", gate / (1 + np.exp(-gate)) * up)
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
+    """x / rms(x) * weight over the last axis."""
+    mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
+    return x / np.sqrt(mean_square + np.float32(epsilon)) * weight
+
+
+def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, pairing: str) -> np.ndarray:
+    """RoPE on the first 2 * n_pairs values of each head; x (T, heads, d), cos and sin (T, n_pairs).
+
+    norm pairs (2i, 2i+1); neox pairs (i, i + n_pairs).
+    """
+    n_pairs = cos.shape[-1]
+    if pairing == "norm":
+        first, second = slice(0, 2 * n_pairs, 2), slice(1, 2 * n_pairs, 2)
+    else:
+        first, second = slice(0, n_pairs), slice(n_pairs, 2 * n_pairs)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    out = x.copy()
+    out[..., first] = x[..., first] * cos - x[..., second] * sin
+    out[..., second] = x[..., first] * sin + x[..., second] * cos
+    return out
+
+
+@dataclass(frozen=True)
+class ReferenceModel:
+    """What the decoder needs of a file; tensors stay quantised until they are asked for."""
+
+    reader: GGUFReader
+    tensors: dict
+    arch: str
+    n_layer: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    n_rot: int
+    epsilon: float
+
+    @classmethod
+    def open(cls, path: str | Path) -> ReferenceModel:
+        """Read the hyper-parameters that shape the computation."""
+        reader = GGUFReader(path)
+        arch = reader.fields["general.architecture"].contents()
+        if arch not in PAIRING:
+            raise ValueError(f"{path}: architecture {arch!r} is not one of {sorted(PAIRING)}")
+
+        def value(name: str, default=None):
+            field = reader.fields.get(f"{arch}.{name}")
+            return default if field is None else field.contents()
+
+        n_head = value("attention.head_count")
+        head_dim = value("attention.key_length", value("embedding_length") // n_head)
+        return cls(
+            reader=reader,
+            tensors={tensor.name: tensor for tensor in reader.tensors},
+            arch=arch,
+            n_layer=value("block_count"),
+            n_head=n_head,
+            n_head_kv=value("attention.head_count_kv", n_head),
+            head_dim=head_dim,
+            n_rot=value("rope.dimension_count", head_dim),
+            epsilon=value("attention.layer_norm_rms_epsilon"),
+        )
+
+    def tensor(self, name: str) -> np.ndarray:
+        """A tensor by name as f32, (n_out, n_in) or (n,)."""
+        tensor = self.tensors[name]
+        if tensor.tensor_type == GGMLQuantizationType.F32:
+            return np.asarray(tensor.data, np.float32)
+        return dequantize(tensor.data, tensor.tensor_type)
+
+    def embed(self, ids: Sequence[int]) -> np.ndarray:
+        """Token embeddings (T, E)."""
+        return self.tensor("token_embd.weight")[np.asarray(ids)]
+
+    def project(self, layer: int, name: str, x: np.ndarray) -> np.ndarray:
+        """x (T, n_in) through blk.<layer>.<name>, its bias added when there is one: (T, n_out)."""
+        out = x @ self.tensor(f"blk.{layer}.{name}.weight").T
+        bias = f"blk.{layer}.{name}.bias"
+        return out + self.tensor(bias) if bias in self.tensors else out
+
+    def rotation(self, n_rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """cos and sin (T, n_rot/2) f32 with the scaling of ggml's rope (rope_yarn in ggml-cpu)."""
+        base = self.key("rope.freq_base", 10000.0)
+        context = self.key("rope.scaling.original_context_length", self.key("context_length", 0))
+        kind = self.key("rope.scaling.type", "none")
+        factor = self.key("rope.scaling.factor", 1.0) if kind != "none" else 1.0
+        i = np.arange(self.n_rot // 2, dtype=np.float64)
+        frequency = base ** (-2.0 * i / self.n_rot)
+        if "rope_freqs.weight" in self.tensors:
+            frequency = frequency / self.tensor("rope_freqs.weight")
+        scale = 1.0
+        if kind == "linear":
+            frequency = frequency / factor
+        elif kind == "yarn":
+            low, high = self.yarn_bounds(base, context)
+            keep = 1.0 - np.clip((i - low) / max(0.001, high - low), 0.0, 1.0)
+            frequency = frequency / factor * (1.0 - keep) + frequency * keep
+            scale = 1.0 + 0.1 * math.log(factor)
+        elif kind != "none":
+            raise ValueError(f"rope.scaling.type = {kind!r}: must be none, linear or yarn")
+        scale *= self.key("rope.scaling.attn_factor", 1.0)
+        angle = np.arange(n_rows)[:, None] * frequency
+        return (np.cos(angle) * scale).astype(np.float32), (np.sin(angle) * scale).astype(
+            np.float32
+        )
+
+    def yarn_bounds(self, base: float, context: int) -> tuple[float, float]:
+        """Pair indices between which YaRN blends from kept to interpolated frequencies."""
+
+        def pair(turns: float) -> float:
+            return self.n_rot * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+        fast = self.key("rope.scaling.yarn_beta_fast", 32.0)
+        slow = self.key("rope.scaling.yarn_beta_slow", 1.0)
+        return max(0, math.floor(pair(fast))), min(self.n_rot - 1, math.ceil(pair(slow)))
+
+    def key(self, name: str, default):
+        """One of the architecture's metadata values."""
+        field = self.reader.fields.get(f"{self.arch}.{name}")
+        return default if field is None else field.contents()
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities over the last axis, in the precision given."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.sum(np.exp(shifted), axis=-1, keepdims=True))
+
+
+def kl_divergences(expected: np.ndarray, actual: np.ndarray) -> Iterator[float]:
+    """KL(expected || actual) of each row of two arrays of logits (T, V), in nats and float64."""
+    for one, other in zip(expected, actual, strict=True):
+        p, q = log_softmax(one.astype(np.float64)), log_softmax(other.astype(np.float64))
+        yield float(np.sum(np.exp(p) * (p - q)))
+
+
+def nmse(expected: np.ndarray, actual: np.ndarray) -> float:
+    """Mean squared error over the mean square of the expected values."""
+    expected, actual = expected.astype(np.float64), actual.astype(np.float64)
+    return float(np.mean((expected - actual) ** 2) / np.mean(expected**2))

@@ -1,0 +1,322 @@
+"""Small GGUF models with random weights, written in a moment, for tests of every shape and type.
+
+Quantised tensors are random valid blocks (random bits for the quants and the packed scales, chosen
+f16 scales), so no quantiser is needed and every bit pattern occurs. Each tensor draws from its own
+generator, seeded by the model's seed and the tensor's name: an option that adds a tensor leaves the
+others alone. ``RandomState`` is used because numpy freezes its streams across versions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType, TokenType
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+WEIGHT_STD = 0.05
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+EOS_ID, BOS_ID = 0, 1
+
+
+class BlockLayout(NamedTuple):
+    """Where a block keeps its f16 scales, and what it holds when they are 1.
+
+    d_offset, m_offset: byte offsets of the scale and of the minimum; -1 where there is none.
+    unit_std: standard deviation of the values of random blocks with d = 1 and m = m_ratio.
+    m_ratio: minimum over scale that centres the values on zero.
+    """
+
+    d_offset: int
+    m_offset: int
+    unit_std: float
+    m_ratio: float
+
+
+BLOCK_LAYOUTS = {
+    "Q4_0": BlockLayout(0, -1, 4.64, 0.0),
+    "Q4_1": BlockLayout(0, 2, 4.61, -7.5),
+    "Q5_0": BlockLayout(0, -1, 9.25, 0.0),
+    "Q5_1": BlockLayout(0, 2, 9.23, -15.5),
+    "Q8_0": BlockLayout(0, -1, 73.9, 0.0),
+    "Q2_K": BlockLayout(80, 82, 13.9, 1.5),
+    "Q3_K": BlockLayout(108, -1, 43.3, 0.0),
+    "Q4_K": BlockLayout(0, 2, 254.0, 7.5),
+    "Q5_K": BlockLayout(0, 2, 522.0, 15.5),
+    "Q6_K": BlockLayout(208, -1, 1366.0, 0.0),
+    "IQ4_NL": BlockLayout(0, -1, 69.0, 0.0),
+    "IQ4_XS": BlockLayout(0, -1, 1275.0, 0.0),
+}
+MXFP4_EXPONENTS = (118, 123)  # half-open; 2**(e - 128) times quants of std 5.85 is about 0.05
+WEIGHT_TYPES = ("F32", "F16", "BF16", *BLOCK_LAYOUTS, "MXFP4")
+FILE_TYPES = {
+    "F32": "ALL_F32",
+    "Q3_K": "MOSTLY_Q3_K_M",
+    "Q4_K": "MOSTLY_Q4_K_M",
+    "Q5_K": "MOSTLY_Q5_K_M",
+    "MXFP4": "MOSTLY_MXFP4_MOE",
+}
+
+
+def make_model(
+    path: str | Path,
+    *,
+    arch: str = "llama",
+    wtype: str = "F32",
+    seed: int = 0,
+    n_layer: int = 2,
+    n_embd: int = 256,
+    n_head: int = 4,
+    n_head_kv: int = 2,
+    head_dim: int | None = None,
+    n_ff: int = 512,
+    n_vocab: int = 512,
+    n_ctx: int = 2048,
+    tied: bool = True,
+    biases: bool | None = None,
+    rope_freqs: bool = False,
+    rope_scaling: tuple[str, float] | tuple[str, float, int] | None = None,
+    freq_base: float = 10000.0,
+    attention_gain: float = 2.0,
+    wtypes: Mapping[str, str] | None = None,
+    chat_template: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    omit: Collection[str] = (),
+) -> Path:
+    """Write a deterministic GGUF that llama.cpp loads; returns its path.
+
+    wtype: type of every matrix, token_embd (and output, when not tied) included; norms and biases
+        stay F32. wtypes overrides it for single tensors by full name (``blk.0.attn_q.weight``).
+    head_dim: width of a head; None is n_embd // n_head, and writes no key_length but for qwen3.
+    biases: q/k/v biases; None writes them for qwen2 only.
+    rope_freqs: write Llama 3's rope_freqs.weight (llama only).
+    rope_scaling: ("linear", factor) or ("yarn", factor, original context length).
+    attention_gain: how many times WEIGHT_STD the q and k weights are; 2 makes attention uneven, so
+        that RoPE matters; less damps rounding errors.
+    metadata: further keys, str, bool, int or float; they come last.
+    omit: names of tensors to leave out, for tests of broken files.
+    """
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"arch = {arch!r}: must be one of {', '.join(ARCHITECTURES)}")
+    width = n_embd // n_head if head_dim is None else head_dim
+    wtypes = wtypes or {}
+    biases = arch == "qwen2" if biases is None else biases
+
+    writer = GGUFWriter(path, arch)
+    writer.add_name(f"tiny {arch} {wtype}")
+    writer.add_file_type(LlamaFileType[FILE_TYPES.get(wtype, f"MOSTLY_{wtype}")])
+    writer.add_block_count(n_layer)
+    writer.add_context_length(n_ctx)
+    writer.add_embedding_length(n_embd)
+    writer.add_feed_forward_length(n_ff)
+    writer.add_head_count(n_head)
+    writer.add_head_count_kv(n_head_kv)
+    writer.add_layer_norm_rms_eps(1e-5 if arch == "llama" else 1e-6)
+    writer.add_rope_freq_base(freq_base)
+    writer.add_vocab_size(n_vocab)
+    if head_dim is not None or arch == "qwen3":
+        writer.add_key_length(width)
+        writer.add_value_length(width)
+        if arch == "llama":
+            writer.add_rope_dimension_count(width)
+    if rope_scaling is not None:
+        writer.add_string(f"{arch}.rope.scaling.type", rope_scaling[0])
+        writer.add_rope_scaling_factor(rope_scaling[1])
+        if len(rope_scaling) == 3:
+            writer.add_rope_scaling_orig_ctx_len(rope_scaling[2])
+    add_tokenizer(writer, n_vocab, chat_template)
+    for key, value in (metadata or {}).items():
+        add_value(writer, key, value)
+
+    def matrix(name: str, n_out: int, n_in: int, gain: float = 1.0) -> None:
+        """One weight matrix (n_out, n_in) of standard deviation gain * WEIGHT_STD."""
+        if name in omit:
+            return
+        kind = wtypes.get(name, wtype)
+        data = random_rows(tensor_rng(seed, name), kind, n_out, n_in, gain * WEIGHT_STD)
+        writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[kind])
+
+    def vector(name: str, size: int, mean: float, std: float) -> None:
+        """One F32 vector: a norm's weight (mean 1) or a bias (mean 0)."""
+        if name not in omit:
+            values = mean + std * tensor_rng(seed, name).standard_normal(size)
+            writer.add_tensor(name, values.astype(np.float32))
+
+    matrix("token_embd.weight", n_vocab, n_embd)
+    vector("output_norm.weight", n_embd, 1.0, 0.1)
+    if not tied:
+        matrix("output.weight", n_vocab, n_embd)
+    if rope_freqs and "rope_freqs.weight" not in omit:
+        writer.add_tensor("rope_freqs.weight", llama3_factors(width, freq_base))
+    for layer in range(n_layer):
+        prefix = f"blk.{layer}."
+        vector(prefix + "attn_norm.weight", n_embd, 1.0, 0.1)
+        matrix(prefix + "attn_q.weight", n_head * width, n_embd, attention_gain)
+        matrix(prefix + "attn_k.weight", n_head_kv * width, n_embd, attention_gain)
+        matrix(prefix + "attn_v.weight", n_head_kv * width, n_embd)
+        if biases:
+            vector(prefix + "attn_q.bias", n_head * width, 0.0, 0.5)
+            vector(prefix + "attn_k.bias", n_head_kv * width, 0.0, 2.0)
+            vector(prefix + "attn_v.bias", n_head_kv * width, 0.0, 0.2)
+        if arch == "qwen3":
+            vector(prefix + "attn_q_norm.weight", width, 1.0, 0.3)
+            vector(prefix + "attn_k_norm.weight", width, 1.0, 0.3)
+        matrix(prefix + "attn_output.weight", n_embd, n_head * width)
+        vector(prefix + "ffn_norm.weight", n_embd, 1.0, 0.1)
+        matrix(prefix + "ffn_gate.weight", n_ff, n_embd)
+        matrix(prefix + "ffn_up.weight", n_ff, n_embd)
+        matrix(prefix + "ffn_down.weight", n_embd, n_ff)
+
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Path(path)
+
+
+def fingerprint(path: str | Path) -> str:
+    """sha256 over names, types, shapes and bytes of all tensors: what decides a model's logits."""
+    digest = hashlib.sha256()
+    for tensor in sorted(GGUFReader(path).tensors, key=lambda tensor: tensor.name):
+        shape = tuple(int(size) for size in tensor.shape)
+        digest.update(f"{tensor.name} {tensor.tensor_type.name} {shape}\n".encode())
+        digest.update(np.ascontiguousarray(tensor.data).tobytes())
+    return digest.hexdigest()
+
+
+def tensor_rng(seed: int, name: str) -> np.random.RandomState:
+    """The generator of one tensor."""
+    return np.random.RandomState([seed, zlib.crc32(name.encode())])
+
+
+def random_rows(
+    rng: np.random.RandomState, wtype: str, n_rows: int, n_columns: int, std: float
+) -> np.ndarray:
+    """Rows of a weight type with values of standard deviation std: bytes, or f32/f16 values."""
+    if wtype in ("F32", "F16", "BF16"):
+        values = (std * rng.standard_normal((n_rows, n_columns))).astype(np.float32)
+        if wtype == "BF16":
+            bits = values.view(np.uint32) >> np.uint32(16)  # truncation: any bf16 will do
+            return bits.astype(np.uint16).view(np.uint8)
+        return values.astype(np.float16) if wtype == "F16" else values
+    size = 256 if wtype.endswith("_K") or wtype == "IQ4_XS" else 32
+    if n_columns % size:
+        raise ValueError(f"{wtype}: a row of {n_columns} is not a multiple of {size}")
+    return random_blocks(rng, wtype, n_rows * n_columns // size, std).reshape(n_rows, -1)
+
+
+def random_blocks(rng: np.random.RandomState, wtype: str, n_blocks: int, std: float) -> np.ndarray:
+    """(n_blocks, block bytes) u8: random bits everywhere, but for scales of a sensible size."""
+    n_bytes = BLOCK_BYTES[wtype]
+    blocks = rng.randint(0, 256, (n_blocks, n_bytes), dtype=np.uint8)
+    if wtype == "MXFP4":
+        shift = round(float(np.log2(std / WEIGHT_STD)))
+        low, high = MXFP4_EXPONENTS
+        blocks[:, 0] = rng.randint(low + shift, high + shift, n_blocks)
+        return blocks
+    layout = BLOCK_LAYOUTS[wtype]
+    scale = rng.uniform(0.6, 1.4, n_blocks) * std / layout.unit_std
+    if layout.m_offset < 0:
+        scale *= rng.choice([-1.0, 1.0], n_blocks)  # symmetric types may carry a negative scale
+    else:
+        minimum = scale * layout.m_ratio * rng.uniform(0.8, 1.2, n_blocks)
+        blocks[:, layout.m_offset : layout.m_offset + 2] = half_bytes(minimum)
+    blocks[:, layout.d_offset : layout.d_offset + 2] = half_bytes(scale)
+    return blocks
+
+
+BLOCK_BYTES = {
+    "Q4_0": 18,
+    "Q4_1": 20,
+    "Q5_0": 22,
+    "Q5_1": 24,
+    "Q8_0": 34,
+    "Q2_K": 84,
+    "Q3_K": 110,
+    "Q4_K": 144,
+    "Q5_K": 176,
+    "Q6_K": 210,
+    "IQ4_NL": 18,
+    "IQ4_XS": 136,
+    "MXFP4": 17,
+}
+
+
+def half_bytes(values: np.ndarray) -> np.ndarray:
+    """(n,) float -> (n, 2) u8: little-endian f16."""
+    return values.astype("<f2").view(np.uint8).reshape(-1, 2)
+
+
+def llama3_factors(head_dim: int, freq_base: float) -> np.ndarray:
+    """rope_freqs.weight (head_dim // 2,) as Llama 3.1's converter writes it: factor 8, context 64.
+
+    High frequencies keep 1, low ones are divided by 8, those between are blended. The original
+    context is 64 positions here, so that all three cases occur in a small head.
+    """
+    factor, low, high, context = 8.0, 1.0, 4.0, 64.0
+    frequencies = freq_base ** -(np.arange(0, head_dim, 2) / head_dim)
+    turns = context * frequencies / (2 * np.pi)
+    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return (1.0 / ((1.0 - smooth) / factor + smooth)).astype(np.float32)
+
+
+def byte_characters() -> list[str]:
+    """GPT-2's 256 printable stand-ins for the bytes, in byte order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    shown = {byte: chr(byte) for byte in printable}
+    shown |= {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return [shown[byte] for byte in range(256)]
+
+
+def tiny_vocabulary(n_vocab: int) -> tuple[list[str], list[int], list[str]]:
+    """(tokens, types, merges): specials, 256 bytes, common merges, then unused padding."""
+    words = ("t h", "i n", "a n", "th e", "in g", "an d", "Ġ the", "Ġ and", "Ġ th", "Ġ a")
+    letters = "Ġetaoinshrdlucm"
+    pairs = [f"{left} {right}" for left in letters for right in letters if right != "Ġ"]
+    merges = list(dict.fromkeys([*words, *pairs]))
+    tokens = [*SPECIAL_TOKENS, *byte_characters()]
+    if n_vocab < len(tokens):
+        raise ValueError(f"n_vocab = {n_vocab}: must be {len(tokens)} or more")
+    merges = merges[: n_vocab - len(tokens)]
+    tokens += [merge.replace(" ", "") for merge in merges]
+    types = [int(TokenType.NORMAL)] * len(tokens)
+    types[: len(SPECIAL_TOKENS)] = [int(TokenType.CONTROL)] * len(SPECIAL_TOKENS)
+    n_unused = n_vocab - len(tokens)
+    tokens += [f"[PAD{i}]" for i in range(n_unused)]
+    types += [int(TokenType.UNUSED)] * n_unused
+    return tokens, types, merges
+
+
+def add_tokenizer(writer: GGUFWriter, n_vocab: int, chat_template: str | None) -> None:
+    """A byte-level BPE tokenizer; BOS is added, EOS is 0, and <|im_end|> ends a turn."""
+    tokens, types, merges = tiny_vocabulary(n_vocab)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(BOS_ID)
+    writer.add_eos_token_id(EOS_ID)
+    writer.add_eot_token_id(SPECIAL_TOKENS.index("<|im_end|>"))
+    writer.add_add_bos_token(True)
+    if chat_template is not None:
+        writer.add_chat_template(chat_template)
+
+
+def add_value(writer: GGUFWriter, key: str, value: Any) -> None:
+    """One metadata value by its Python type."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_int32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        raise ValueError(f"metadata {key}: {type(value).__name__} is not str, bool, int or float")
