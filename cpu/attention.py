@@ -183,9 +183,7 @@ def exp_in_place(typingctx, scores, count, peak):
             emit.store(b, y, at)
             return [b.fadd(sums[0], y)]
 
-        return emit.sum_lanes(
-            b, emit.loop(b, I64(0), count, LANES, [const(F32, 0.0)], body)[0]
-        )
+        return emit.sum_lanes(b, emit.loop(b, I64(0), count, LANES, [const(F32, 0.0)], body)[0])
 
     return types.float32(types.int64, types.int64, types.float32), codegen
 

@@ -7,7 +7,7 @@ weight address, row bytes, rows, columns) and never a format.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 from llvmlite import ir
@@ -160,13 +160,13 @@ def call_rows(typingctx, kernel, w, row_bytes, n_columns, x, out, first, last):
     return types.void(*[types.int64] * 8), codegen
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernel_address(code: int) -> int:
     """Address of ``rows_dot`` compiled for the format ``code`` (from the disk cache if there)."""
     return _address(rows_dot, (types.literal(code),) + (types.int64,) * 7)
 
 
-@lru_cache(maxsize=None)
+@cache
 def dequantize_address(code: int, target: int) -> int:
     """Address of ``rows_dequantize`` for a format and a target (TO_F32, TO_BF16, TO_F16)."""
     signature = (types.literal(code), types.literal(target)) + (types.int64,) * 7
@@ -220,8 +220,15 @@ def matvec(code: int, w: np.ndarray, n_columns: int, x: np.ndarray, n_parts: int
     return out
 
 
-def dequantize_into(code: int, w: np.ndarray, n_columns: int, out_address: int,
-                    out_row_bytes: int, target: int, n_parts: int = 1) -> None:
+def dequantize_into(
+    code: int,
+    w: np.ndarray,
+    n_columns: int,
+    out_address: int,
+    out_row_bytes: int,
+    target: int,
+    n_parts: int = 1,
+) -> None:
     """Dequantises w, uint8 (rows, row_bytes), to rows at ``out_address`` in a TO_* type."""
     _dequantize_parallel(
         dequantize_address(code, target), address(w), w.strides[0], n_columns, out_address,

@@ -1,4 +1,4 @@
-"""Looks for NaN and infinity where a tensor type keeps its floats: values, or the blocks' scales."""
+"""Looks for NaN and infinity where a tensor keeps its floats: values, or the scales of blocks."""
 
 from __future__ import annotations
 
@@ -84,7 +84,10 @@ def check_tensors(file: GGUFFile) -> CheckResult:
 
 
 def non_finite_blocks(kind: GGMLType, blocks: np.ndarray) -> np.ndarray | None:
-    """(n,) bool: which blocks of (n, block bytes) uint8 have a non-finite float; None: no floats."""
+    """Which of n blocks, (n, block bytes) uint8, have a non-finite float: (n,) bool.
+
+    None for integer types, which have no floats.
+    """
     if kind in _EXPONENTS:
         dtype, exponent = _EXPONENTS[kind]
         return (blocks.view(dtype)[:, 0] & exponent) == exponent

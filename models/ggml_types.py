@@ -59,6 +59,8 @@ class GGMLType(IntEnum):
     TQ1_0 = 34, 256, 54, ((52, 1),)
     TQ2_0 = 35, 256, 66, ((64, 1),)
     MXFP4 = 39, 32, 17  # one E8M0 byte (no infinity; 255 is NaN), 16 nibble bytes
+    NVFP4 = 40, 64, 36
+    Q1_0 = 41, 128, 18
 
     def row_bytes(self, n_elements: int) -> int:
         """Bytes of a row of ``n_elements`` (a multiple of ``block``)."""

@@ -8,6 +8,7 @@ may take at most ``MAX_HEADER_BYTES``, and tensors must lie one after the other 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import stat
@@ -19,6 +20,8 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.ggml_types import DECODABLE_TYPES, REMOVED_TYPES, GGMLType
 from sparsekv_cli.models.gguf_foreign import describe_foreign
 from sparsekv_cli.models.gguf_header import (
@@ -30,8 +33,6 @@ from sparsekv_cli.models.gguf_header import (
     StringArray,
     show,
 )
-
-from sparsekv_cli.errors import SparseKVError
 
 __all__ = ["DECODABLE_TYPES", "GGMLType", "GGUFFile", "StringArray", "TensorInfo", "open_gguf"]
 
@@ -82,6 +83,8 @@ class GGUFFile:
         self.path = path
         self.size = size
         self._descriptor: int | None = descriptor
+        self._map: mmap.mmap | None = None
+        self._bytes = np.empty(0, np.uint8)
         try:
             self._map = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
@@ -133,10 +136,15 @@ class GGUFFile:
                 )
 
     def close(self) -> None:
-        """Close the file; the map itself goes with the last array that views it."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        """Close the file; arrays that view the map keep it until they are gone."""
+        if self._descriptor is None:
+            return
+        os.close(self._descriptor)
+        self._descriptor = None
+        self._bytes = np.empty(0, np.uint8)
+        if self._map is not None:
+            with contextlib.suppress(BufferError):  # raised while arrays view the map
+                self._map.close()
 
     def __enter__(self) -> GGUFFile:
         return self
@@ -153,7 +161,7 @@ def _read_counts(cursor: HeaderCursor) -> tuple[int, int, int]:
     """Version, number of tensors, number of keys."""
     start = cursor.buffer[: min(cursor.size, 512)]
     if start[:4] != b"GGUF":
-        raise cursor.fail(f"not a GGUF file: {describe_foreign(start, cursor.size)}")
+        raise cursor.fail(f"not a GGUF file: {describe_foreign(start)}")
     if cursor.size < HEADER_BYTES:
         raise cursor.fail(f"is {cursor.size} bytes long; a GGUF header takes {HEADER_BYTES}")
     cursor.take(4, "the magic")
@@ -301,15 +309,15 @@ def open_gguf(path: str | os.PathLike[str], *, vocab_only_ok: bool = False) -> G
     file = GGUFFile(path, descriptor, size)
     if not vocab_only_ok:
         try:
-            _check_whole_model(file)
+            check_whole_model(file)
         except SparseKVError:
             file.close()
             raise
     return file
 
 
-def _check_whole_model(file: GGUFFile) -> None:
-    """Refuse what is a valid file but no whole model, by name."""
+def check_whole_model(file: GGUFFile) -> None:
+    """Raise SparseKVError for parts of split models, adapters, projectors and vocabularies."""
     parts = file.metadata.get("split.count", 0)
     if not isinstance(parts, int):
         found = file.value_types["split.count"]

@@ -27,14 +27,14 @@ _STARTS: tuple[tuple[bytes, str], ...] = (
 )
 
 
-def describe_foreign(start: bytes, size: int) -> str:
-    """One phrase about a file of ``size`` bytes that begins with ``start`` (512 bytes will do)."""
+def describe_foreign(start: bytes) -> str:
+    """One phrase about a file that begins with ``start`` (512 bytes will do)."""
     for magic, description in _STARTS:
         if start.startswith(magic):
             return f"it looks like {description}"
     if len(start) >= 9 and start[8:9] == b"{":
         (header,) = struct.unpack_from("<Q", start)
-        if 2 <= header <= min(size, 100 << 20):
+        if 2 <= header <= 100 << 20:  # the largest that safetensors allows
             return "it looks like safetensors (convert the model to GGUF)"
     if start[257:262] == b"ustar":
         return "it looks like a tar archive (unpack it first)"

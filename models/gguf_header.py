@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from array import array as compact_array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -177,29 +178,25 @@ class HeaderCursor:
                 f"{what} brings the strings in arrays to {self.n_strings}; "
                 f"at most {MAXSTRINGS} are allowed"
             )
-        buffer, length_at, base, position = (
-            self.buffer,
-            _U64.unpack_from,
-            self.position,
-            self.position,
-        )
-        ends: list[int] = []
+        buffer, length_at, base = self.buffer, _U64.unpack_from, self.position
+        position = base
+        ends = compact_array("q")
         append = ends.append
         try:
             for _ in range(count):
                 position += 8 + length_at(buffer, position)[0]
                 append(position)
-        except (struct.error, OverflowError):
-            position = self.size + 1  # a length leads out of the file
+        except (struct.error, OverflowError):  # a length leads out of the file
+            position = self.size + 1
+        end_positions = np.frombuffer(ends, np.int64)
         if position > self.end:
-            bad = int(np.searchsorted(np.array(ends, np.float64), self.end, side="right"))
-            at = ends[bad - 1] if bad else base
+            bad = int(np.searchsorted(end_positions, self.end, side="right"))
+            self.position = ends[bad - 1] if bad else base
             message = f"string {bad} of the array in {what}"
-            self.position = at
-            if at + 8 > self.end:
+            if self.position + 8 > self.end:
                 raise self.past_end(8, message)
-            raise self.past_end(8 + length_at(buffer, at)[0], message)
-        end_positions = np.array(ends, np.int64) - base
+            raise self.past_end(8 + length_at(buffer, self.position)[0], message)
+        end_positions = end_positions - base
         starts = np.empty_like(end_positions)
         starts[:1] = 8
         starts[1:] = end_positions[:-1] + 8

@@ -22,6 +22,10 @@ MAX_WIDTH = 1 << 24  # of an embedding, a feed-forward layer or a head
 MAX_TOKENS = 1 << 31  # of a context or a vocabulary; llama.cpp counts both in i32
 
 
+class UnsupportedModelError(SparseKVError):
+    """The file is in order, but this program cannot run such a model."""
+
+
 @dataclass(frozen=True)
 class RopeParams:
     """Rotary embedding as the file states it; the decoder turns this into angles.
@@ -108,10 +112,10 @@ def read_architecture(file: GGUFFile) -> str:
 
 
 def check_architecture(name: str, supported: Collection[str]) -> None:
-    """SparseKVError unless ``name`` is one of ``supported``."""
+    """UnsupportedModelError unless ``name`` is one of ``supported``."""
     if name not in supported:
         shown = repr(name if len(name) <= 80 else name[:77] + "...")
-        raise SparseKVError(
+        raise UnsupportedModelError(
             f"architecture {shown} is not supported; supported are {', '.join(sorted(supported))}"
         )
 
@@ -119,7 +123,8 @@ def check_architecture(name: str, supported: Collection[str]) -> None:
 def read_hparams(file: GGUFFile) -> HParams:
     """Hyper-parameters of a decoder of any architecture that uses llama.cpp's common keys.
 
-    Raises SparseKVError for a missing, mistyped or impossible value, naming key and value.
+    Raises SparseKVError for a missing, mistyped or impossible value, naming key and value;
+    UnsupportedModelError for experts, bidirectional attention and other kinds of rotary scaling.
     """
     architecture = read_architecture(file)
     keys = _Keys(file, architecture)
@@ -173,6 +178,9 @@ class _Keys:
 
     def fail(self, name: str, message: str) -> SparseKVError:
         return SparseKVError(f"{self.file.path}: {self.architecture}.{name} {message}")
+
+    def unsupported(self, name: str, message: str) -> UnsupportedModelError:
+        return UnsupportedModelError(str(self.fail(name, message)))
 
     def get(self, name: str) -> Any:
         key = f"{self.architecture}.{name}"
@@ -229,9 +237,12 @@ class _Keys:
 def _refuse_what_is_no_plain_decoder(keys: _Keys) -> None:
     experts = keys.integer("expert_count", 0, MAX_TOKENS, default=0)
     if experts:
-        raise keys.fail("expert_count", f"is {experts}: mixtures of experts are not supported")
-    if "attention.causal" in keys and keys.get("attention.causal") is not True:
-        raise keys.fail("attention.causal", "is not true: this is an embedding model, not a chat")
+        raise keys.unsupported("expert_count", f"is {experts}: no mixture of experts can be run")
+    causal = keys.get("attention.causal") if "attention.causal" in keys else True
+    if not isinstance(causal, bool):
+        raise keys.mistyped("attention.causal", "bool")
+    if not causal:
+        raise keys.unsupported("attention.causal", "is false: an embedding model cannot be run")
 
 
 def _head_size(keys: _Keys, name: str, n_embd: int, n_head: tuple[int, ...]) -> int:
@@ -253,7 +264,7 @@ def _read_rope(keys: _Keys, n_ctx_train: int) -> RopeParams:
     if not isinstance(scaling, str):
         raise keys.mistyped(name, "string")
     if scaling not in ("none", "linear", "yarn"):
-        raise keys.fail(name, f"is {scaling[:40]!r}; supported are none, linear and yarn")
+        raise keys.unsupported(name, f"is {scaling[:40]!r}; supported are none, linear and yarn")
     old_key = "rope.scale_linear"
     name = "rope.scaling.factor" if "rope.scaling.factor" in keys else old_key
     factor = keys.number(name, low=0.0, default=0.0)

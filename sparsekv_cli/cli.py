@@ -1,4 +1,4 @@
-"""The command group: finds sub-commands lazily and turns every failure into a line and an exit code.
+"""The command group: finds sub-commands lazily, turns failures into a line and an exit code.
 
 Nothing heavy is imported here: ``--help`` and ``--version`` read the table below and load no
 command module.
@@ -17,6 +17,7 @@ import click
 
 from sparsekv_cli import __version__
 from sparsekv_cli.commands.options import Invocation, verbose_option
+from sparsekv_cli.commands.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError
 
 PROGRAM = "sparsekv-cli"
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _invoke(arguments: list[str]) -> int:
-    """Runs the group; returns the exit code. Only BrokenPipeError and KeyboardInterrupt leave it."""
+    """Runs the group; returns the exit code, raises BrokenPipeError and KeyboardInterrupt."""
     invocation = Invocation()
     try:
         with cli.make_context(PROGRAM, arguments, obj=invocation) as context:
@@ -102,7 +103,7 @@ def _invoke(arguments: list[str]) -> int:
     except Exception as error:
         if invocation.verbose:
             traceback.print_exc()
-        click.echo(f"error: {describe(error)}", err=True)
+        say(f"error: {describe(error)}")
         _discard_unwritten_output()
         return EXIT_FAILED
 
@@ -120,12 +121,6 @@ def describe(error: Exception) -> str:
     else:
         text = f"unexpected {type(error).__name__}: {error} (-v shows where)"
     return one_line(text)
-
-
-def one_line(text: str) -> str:
-    """``text`` on one line, with control characters (a file may hold any) shown as escapes."""
-    joined = " ".join(part.strip() for part in text.splitlines() if part.strip())
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in joined)
 
 
 def _is_torch_out_of_memory(error: Exception) -> bool:

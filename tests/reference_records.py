@@ -21,12 +21,14 @@ SMOLLM2_LLAMA_FILE = DATA / "logits" / "smollm2_llama.npz"
 SMOLLM2_REFERENCE_FILE = DATA / "logits" / "smollm2_reference.npz"
 PROSE_FILE = DATA / "text" / "tide_mill.txt"
 
-REFERENCE_IDS = (1, 262, 280, 17, 310, 99, 266, 4, 401, 267, 35, 511)
-REFERENCE_IDS += (263, 81, 198, 350, 35, 172, 280, 280, 444, 60, 299, 310)
+_IDS = """
+    1 262 280 17 310 99 266 4 401 267 35 511 263 81 198 350 35 172 280 280 444 60 299 310
+"""
+REFERENCE_IDS = tuple(int(token) for token in _IDS.split())
 REFERENCE_ROWS = 8  # logits kept: those of the last positions
 
-# Arguments of tiny_models.make_model. Weight types are compared on one layer with mild attention:
-# llama.cpp rounds activations to 8 bits, and more layers would only amplify that.
+# Arguments of tiny_models.make_model. Weight types are compared on one small layer with mild
+# attention: llama.cpp rounds activations to 8 bits, and a larger model only amplifies that.
 ARCHITECTURE_CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama_untied": {"tied": False},
@@ -46,7 +48,14 @@ ARCHITECTURE_CASES: dict[str, dict[str, Any]] = {
     "qwen3_linear": {"arch": "qwen3", "head_dim": 32, "rope_scaling": ("linear", 2.0)},
 }
 WEIGHT_CASES: dict[str, dict[str, Any]] = {
-    f"llama_{wtype}": {"wtype": wtype, "n_layer": 1, "attention_gain": 1.0, "tied": False}
+    f"llama_{wtype}": {
+        "wtype": wtype,
+        "seed": 4,
+        "n_layer": 1,
+        "n_ff": 256,
+        "attention_gain": 1.0,
+        "tied": False,
+    }
     for wtype in WEIGHT_TYPES
 }
 REFERENCE_CASES = {**ARCHITECTURE_CASES, **WEIGHT_CASES}

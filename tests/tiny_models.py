@@ -143,7 +143,7 @@ def make_model(
     def vector(name: str, size: int, mean: float, std: float) -> None:
         """One F32 vector: a norm's weight (mean 1) or a bias (mean 0)."""
         if name not in omit:
-            values = mean + std * tensor_rng(seed, name).standard_normal(size)
+            values = mean + std * bell(tensor_rng(seed, name), (size,))
             writer.add_tensor(name, values.astype(np.float32))
 
     matrix("token_embd.weight", n_vocab, n_embd)
@@ -193,12 +193,20 @@ def tensor_rng(seed: int, name: str) -> np.random.RandomState:
     return np.random.RandomState([seed, zlib.crc32(name.encode())])
 
 
+def bell(rng: np.random.RandomState, shape: tuple[int, ...]) -> np.ndarray:
+    """Nearly normal values of mean 0 and standard deviation 1, equal to the last bit everywhere:
+    sums of three uniform ones (a normal generator calls the platform's logarithm)."""
+    return (
+        2.0 * (rng.random_sample(shape) + rng.random_sample(shape) + rng.random_sample(shape)) - 3
+    )
+
+
 def random_rows(
     rng: np.random.RandomState, wtype: str, n_rows: int, n_columns: int, std: float
 ) -> np.ndarray:
     """Rows of a weight type with values of standard deviation std: bytes, or f32/f16 values."""
     if wtype in ("F32", "F16", "BF16"):
-        values = (std * rng.standard_normal((n_rows, n_columns))).astype(np.float32)
+        values = (std * bell(rng, (n_rows, n_columns))).astype(np.float32)
         if wtype == "BF16":
             bits = values.view(np.uint32) >> np.uint32(16)  # truncation: any bf16 will do
             return bits.astype(np.uint16).view(np.uint8)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from sparsekv_cli.session import Session
 
 STOP_EOS, STOP_LENGTH, STOP_TEXT, STOP_INTERRUPT = "eos", "length", "stop", "interrupt"
+
+# Tokens that are prefilled again after the cache was cut: a method begins its index with the last
+# queries of a prefill, and none looks back at more of them.
+N_REFRESH = 64
 
 Sample = Callable[[Any, Sequence[int]], int]
 
@@ -73,7 +77,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class Interrupt:
-    """Ctrl-C as a question: the first one sets ``requested``, a second one raises KeyboardInterrupt.
+    """Ctrl-C as a question: the first sets ``requested``, the second raises KeyboardInterrupt.
 
     Stopping between two tokens leaves the KV cache whole, which an exception in the middle of a
     layer would not.
@@ -102,7 +106,7 @@ class Interrupt:
 
 
 class PrefillInterrupted(Exception):
-    """Ctrl-C between two chunks of a prefill; the session's cache holds part of the prompt."""
+    """Ctrl-C between two chunks of a prefill."""
 
 
 def stream_answer(
@@ -113,17 +117,18 @@ def stream_answer(
     stops: Sequence[str],
     write: Callable[[str], None],
 ) -> Answer:
-    """Generates after ``ids`` (the whole sequence) and hands every piece of text to ``write``.
+    """Prefills ``ids`` after what the session holds, generates, hands every text to ``write``.
 
     n_predict: most tokens to generate; negative: until the end of the answer or the context.
-    Raises PrefillInterrupted when Ctrl-C comes before the first token.
+    Raises PrefillInterrupted when Ctrl-C comes before the first token; the session then holds what
+    it held before.
     """
-    from sparsekv_cli.models.tokenizer import StreamDecoder
-
-    decoder = StreamDecoder(session.tokenizer)
+    tokenizer = session.tokenizer
+    # Not StreamDecoder: a completion keeps the space before its first word.
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     matcher = StopStrings(stops)
     answer = Answer("", [], STOP_LENGTH)
-    end_ids = frozenset(session.tokenizer.eog_ids)
+    end_ids = frozenset(tokenizer.eog_ids)
 
     def emit(text: str) -> None:
         if text:
@@ -137,15 +142,15 @@ def stream_answer(
                 raise PrefillInterrupted
             bar(done, total)
 
-        limit = session.n_ctx if n_predict < 0 else n_predict
-        tokens = session.generate(ids, sample, limit, progress=progress)
+        tokens = session.generate(ids, sample, n_predict, progress=progress)
         with contextlib.closing(tokens):
             for token in tokens:
                 if token in end_ids:
                     answer.stop_reason = STOP_EOS
                     break
                 answer.tokens.append(token)
-                emit(matcher.push(decoder.push(token)))
+                piece = tokenizer.token_bytes(token) if tokenizer.is_shown(token) else b""
+                emit(matcher.push(decoder.decode(piece)))
                 if matcher.found:
                     answer.stop_reason = STOP_TEXT
                     break
@@ -153,7 +158,7 @@ def stream_answer(
                     answer.stop_reason = STOP_INTERRUPT
                     break
     if not matcher.found:
-        emit(matcher.push(decoder.flush()))
+        emit(matcher.push(decoder.decode(b"", final=True)))
         if matcher.found:
             answer.stop_reason = STOP_TEXT
         else:
@@ -161,10 +166,14 @@ def stream_answer(
     return answer
 
 
-def write_text(text: str) -> None:
-    """Text to stdout, at once."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many ids two sequences have in common at their beginning."""
+    n_common = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        n_common += 1
+    return n_common
 
 
 def speed(count: int, seconds: float) -> float:
@@ -185,12 +194,12 @@ def timing_line(session: Session) -> str:
     return " | ".join(parts) or "nothing was computed"
 
 
-def ledger_line(session: Session) -> str:
+def ledger_line(session: Session, method: str) -> str:
     """One line about the KV rows that decoding touched and the memory they take."""
     ledger = session.ledger.as_dict()
     total = ledger["rows_total"] or 1
     text = (
-        f"{session.method_name}: {len(session.tokens)} of {session.n_ctx} tokens in the cache, "
+        f"{method}: {len(session.tokens)} of {session.n_ctx} tokens in the cache, "
         f"{100 * ledger['rows_scored'] / total:.1f}% of rows scored, "
         f"{100 * ledger['rows_attended'] / total:.1f}% attended, "
         f"{ledger['bytes_host'] / 2**20:.1f} MiB host"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -9,15 +11,16 @@ from typing import TYPE_CHECKING
 import click
 
 from sparsekv_cli.commands.answer import (
+    N_REFRESH,
     STOP_INTERRUPT,
     STOP_LENGTH,
     Answer,
     PrefillInterrupted,
     Sample,
+    common_prefix,
     ledger_line,
     stream_answer,
     timing_line,
-    write_text,
 )
 from sparsekv_cli.commands.options import Invocation, ModelOptions, model_options, open_session
 from sparsekv_cli.commands.prompt import CHATML_END, chat_template, check_utf8, encode_messages
@@ -27,11 +30,14 @@ from sparsekv_cli.commands.sampling_options import (
     sampling_options,
     stop_option,
 )
+from sparsekv_cli.commands.terminal import one_line, say, write_text
 from sparsekv_cli.errors import SparseKVError
 
 if TYPE_CHECKING:
     from sparsekv_cli.session import Session
 
+# "/word" alone or before other words; a path such as /etc/hosts is something to say.
+COMMAND = re.compile(r"/\w+(\s|$)")
 HELP = """\
 /clear  forget the conversation      /regen  answer the last message again
 /exit   leave (also /quit, Ctrl-D)   Ctrl-C  stop the answer; at the prompt: leave"""
@@ -75,17 +81,18 @@ def command(
     conversation = Conversation(session, new_sampler(session, sampling, options.seed), system)
     conversation.n_predict = n_predict
     conversation.stops = stop if conversation.template else (*stop, CHATML_END)
-    show_stats = stats or context.ensure_object(Invocation).verbose
+    if stats or context.ensure_object(Invocation).verbose:
+        conversation.stats_of = options.method
     interactive = sys.stdin.isatty()
     if interactive:
         say(f"{options.method} attention, {session.n_ctx} tokens of context; /help for help")
     messages = read_terminal() if interactive else read_lines()
     if prompt is not None:
-        respond(conversation, lambda: conversation.send(prompt), show_stats)
+        respond(conversation, lambda: conversation.send(prompt))
     for message in messages:
         if message.strip() in ("/exit", "/quit"):
             break
-        handle(conversation, message, show_stats)
+        handle(conversation, message)
 
 
 class Conversation:
@@ -96,6 +103,7 @@ class Conversation:
         self.sample = sample
         self.template = chat_template(session.gguf.metadata)
         self.n_predict = -1
+        self.stats_of: str | None = None  # the method whose statistics follow an answer
         self.stops: Sequence[str] = ()
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self._opening)
@@ -123,15 +131,13 @@ class Conversation:
                 "/clear forgets it, -c N makes a larger context"
             )
         session.timings.reset()
-        # At least the last id is computed again: its logits begin the answer.
-        session.rewind(min(common_prefix(ids, session.tokens), len(ids) - 1))
-        try:
-            answer = stream_answer(
-                session, ids, self.sample, self.n_predict, self.stops, write_text
-            )
-        except PrefillInterrupted:
-            session.rewind(0)
-            raise
+        n_common = common_prefix(ids, session.tokens)
+        if n_common < len(session.tokens) or n_common == len(ids):
+            session.rewind(min(n_common, max(0, len(ids) - N_REFRESH)))
+        new_ids = ids[len(session.tokens) :]
+        answer = stream_answer(
+            session, new_ids, self.sample, self.n_predict, self.stops, write_text
+        )
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         return answer
 
@@ -140,17 +146,7 @@ class Conversation:
         return answer.stop_reason == STOP_LENGTH and len(answer.tokens) != self.n_predict
 
 
-def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many ids two sequences have in common at their beginning."""
-    n_common = 0
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            break
-        n_common += 1
-    return n_common
-
-
-def handle(conversation: Conversation, message: str, show_stats: bool) -> None:
+def handle(conversation: Conversation, message: str) -> None:
     """One line of the user: a command, or something to say to the model."""
     word = message.strip()
     if not word:
@@ -159,21 +155,21 @@ def handle(conversation: Conversation, message: str, show_stats: bool) -> None:
         conversation.clear()
         say("the conversation is forgotten")
     elif word == "/regen":
-        respond(conversation, conversation.regenerate, show_stats)
+        respond(conversation, conversation.regenerate)
     elif word == "/help":
         say(HELP)
-    elif word.startswith("/") and " " not in word:
+    elif COMMAND.match(word):
         say(f"{word}: no such command; /help lists them")
     else:
-        respond(conversation, lambda: conversation.send(message), show_stats)
+        respond(conversation, lambda: conversation.send(message))
 
 
-def respond(conversation: Conversation, generate: Callable[[], Answer], show_stats: bool) -> None:
+def respond(conversation: Conversation, generate: Callable[[], Answer]) -> None:
     """Streams one answer; what cannot be answered becomes a line, and the conversation goes on."""
     try:
         answer = generate()
     except SparseKVError as error:
-        say(f"error: {error}")
+        say(f"error: {one_line(str(error))}")
         return
     except PrefillInterrupted:
         say("stopped before the answer began; the message is taken back")
@@ -184,22 +180,15 @@ def respond(conversation: Conversation, generate: Callable[[], Answer], show_sta
         say("stopped")
     elif conversation.ended_by_full_context(answer):
         say("the context is full: /clear forgets the conversation, -c N makes a larger context")
-    if show_stats:
+    if conversation.stats_of is not None:
         say(timing_line(conversation.session))
-        say(ledger_line(conversation.session))
-
-
-def say(text: str) -> None:
-    """A remark to the user, apart from what the model says."""
-    click.echo(text, err=True)
+        say(ledger_line(conversation.session, conversation.stats_of))
 
 
 def read_terminal() -> Iterator[str]:
     """Messages typed at a prompt, with line editing and history, until Ctrl-D."""
-    try:
+    with contextlib.suppress(ImportError):  # Windows has no such module
         import readline  # noqa: F401  (input() then edits lines and remembers them)
-    except ImportError:  # no such module on Windows
-        pass
     while True:
         if not sys.stdout.isatty():
             click.echo("> ", err=True, nl=False)  # stdout carries the answers only

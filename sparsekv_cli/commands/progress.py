@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+SECONDS_BEFORE_BAR = 0.3
+
 
 class PrefillProgress:
-    """A bar that appears with the first unfinished chunk and goes when the last one is done.
+    """A bar that appears when a prefill takes a moment and goes when it is done.
 
     Call it with (done tokens, total tokens); use it as a context manager so that the bar is taken
     off the screen when an exception ends the prefill.
@@ -20,6 +23,7 @@ class PrefillProgress:
     def __init__(self, label: str = "prefill") -> None:
         self.label = label
         self.enabled = sys.stderr.isatty()
+        self._start: float | None = None
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
@@ -28,6 +32,10 @@ class PrefillProgress:
             return
         if done >= total:
             self.close()
+            return
+        if self._start is None:
+            self._start = time.monotonic()
+        if time.monotonic() - self._start < SECONDS_BEFORE_BAR:
             return
         if self._bar is None:
             self._bar = _new_bar()
@@ -38,6 +46,7 @@ class PrefillProgress:
 
     def close(self) -> None:
         """Takes the bar off the screen; a later call starts a new one."""
+        self._start = None
         if self._bar is not None:
             self._bar.stop()
             self._bar = self._task = None

@@ -17,10 +17,10 @@ CHATML_END = "<|im_end|>"
 
 
 def read_prompt(text: str | None, file: str | None) -> str:
-    """The prompt: the file's or the piped text, a blank line, then ``text``; either may be missing.
+    """The prompt: a file's or the piped text, a blank line, then ``text``; either may be missing.
 
-    file: a path, or ``-`` for stdin. Without one, stdin is read when it is no terminal. One trailing
-    newline of a file or of stdin is dropped; nothing else is changed and no escape is interpreted.
+    file: a path, or ``-`` for stdin. Without one, stdin is read when it is no terminal. One
+    trailing newline of a file or of stdin is dropped; nothing else is changed.
     Raises SparseKVError for an empty prompt and for bytes that are not UTF-8, OSError for a file
     that cannot be read.
     """

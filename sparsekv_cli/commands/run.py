@@ -16,7 +16,6 @@ from sparsekv_cli.commands.answer import (
     speed,
     stream_answer,
     timing_line,
-    write_text,
 )
 from sparsekv_cli.commands.options import Invocation, ModelOptions, model_options, open_session
 from sparsekv_cli.commands.prompt import (
@@ -32,6 +31,7 @@ from sparsekv_cli.commands.sampling_options import (
     sampling_options,
     stop_option,
 )
+from sparsekv_cli.commands.terminal import say, write_text
 from sparsekv_cli.errors import SparseKVError
 
 if TYPE_CHECKING:
@@ -93,9 +93,9 @@ def command(
     else:
         if sys.stdout.isatty() and not answer.text.endswith("\n"):
             write_text("\n")
-        click.echo(timing_line(session), err=True)
+        say(timing_line(session))
         if context.ensure_object(Invocation).verbose:
-            click.echo(ledger_line(session), err=True)
+            say(ledger_line(session, options.method))
     if answer.stop_reason == STOP_INTERRUPT:
         raise KeyboardInterrupt
 

@@ -1,0 +1,87 @@
+"""The host backend: the operations that methods call, on numpy arrays and f16 KV stores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sparsekv_cli.cpu import attention
+
+
+def dense_prefill(store: Any, x: Any, spec: Any) -> Any:
+    """Causal attention of a chunk whose K and V are the last T rows of ``store``.
+
+    x.q torch (H, T, d) -> torch (H, T, d_v) in q's type. Rows before the chunk need no mask: a kv
+    head's queries are folded into one long list there, and the two softmaxes are merged by their
+    log-sum-exp, so nothing of size T x n is ever held.
+    """
+    import torch
+
+    n, n_new = store.n, x.q.shape[1]
+    n_past = n - n_new
+    n_kv, group = spec.n_head_kv, spec.group
+    scale = float(spec.scale)
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    width = max(spec.head_dim, spec.value_dim)  # a torch kernel wants one head size
+    pad = torch.nn.functional.pad
+    # The stored f16 rows, so that prefill and decode see the same keys and values.
+    k = pad(
+        torch.from_numpy(store.k[:, :n, : spec.head_dim]).to(x.q.dtype), (0, width - spec.head_dim)
+    )
+    v = pad(
+        torch.from_numpy(store.v[:, :n, : spec.value_dim]).to(x.q.dtype),
+        (0, width - spec.value_dim),
+    )
+    q = pad(x.q, (0, width - spec.head_dim))[None]  # (1, H, T, width)
+    new_k, new_v = (t[:, n_past:].repeat_interleave(group, 0)[None] for t in (k, v))
+    out, lse = attend(q, new_k, new_v, 0.0, True, scale=scale)  # (1, H, T, width), (1, H, T)
+    out, lse = out[0], lse[0]
+    if n_past:
+        folded = q[0].reshape(1, n_kv, group * n_new, width)
+        past, past_lse = attend(
+            folded, k[None, :, :n_past], v[None, :, :n_past], 0.0, False, scale=scale
+        )
+        past = past[0].reshape(out.shape)
+        past_lse = past_lse[0].reshape(lse.shape)
+        weight = torch.sigmoid(past_lse - lse)[..., None]  # of the past in both together
+        out = (out.float() * (1 - weight) + past.float() * weight).to(out.dtype)
+    return out[..., : spec.value_dim]
+
+
+def append_row(store: Any, x: Any) -> None:
+    """Adds the one row of a decode step."""
+    store.reserve(store.n + 1)
+    attention.append_row(x.k[:, 0], x.v[:, 0], *store.addresses, *store.strides, store.n)
+    store.n += 1
+
+
+def attend_dense(store: Any, q: np.ndarray, spec: Any) -> np.ndarray:
+    """Attention over all rows: q f32 (H, d) -> f32 (H, d_v)."""
+    out = np.empty((q.shape[0], store.v.shape[2]), np.float32)
+    attention.attend_dense(
+        q, *store.addresses, *store.strides, store.n, spec.n_head_kv, spec.scale, out,
+        spec.n_threads,
+    )  # fmt: skip
+    return out
+
+
+def attend_rows(
+    store: Any, q: np.ndarray, idx: np.ndarray, counts: np.ndarray, spec: Any
+) -> np.ndarray:
+    """Attention over listed rows: idx int32 (H or G, m), counts int64 -> f32 (H, d_v)."""
+    out = np.empty((q.shape[0], store.v.shape[2]), np.float32)
+    attention.attend_rows(
+        q, *store.addresses, *store.strides, idx, counts, spec.n_head_kv, spec.scale, out
+    )
+    return out
+
+
+def score_rows(store: Any, q: np.ndarray, spec: Any) -> np.ndarray:
+    """q . k / sqrt(d) for all rows: f32 (H, n + padding)."""
+    out = np.empty((q.shape[0], store.n + attention.PAD), np.float32)
+    attention.score_rows(
+        q, store.addresses[0], store.strides[0], store.strides[2], store.n, spec.n_head_kv,
+        spec.scale, out, spec.n_threads,
+    )  # fmt: skip
+    return out

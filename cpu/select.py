@@ -1,0 +1,96 @@
+"""Exact selection of the k largest scores without sorting or moving them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+
+LOWEST = np.int32(-(2**31))
+
+
+@njit(cache=True, nogil=True)
+def order_keys(scores, keys, n):
+    """keys[j] int32 with the order of scores[j] f32 (no NaN): a signed-magnitude flip."""
+    bits = scores.view(np.int32)
+    for j in range(n):
+        b = bits[j]
+        keys[j] = b ^ ((b >> np.int32(31)) & np.int32(0x7FFFFFFF))
+
+
+@njit(cache=True, nogil=True)
+def kth_largest(keys, n, k):
+    """The k-th largest of keys[:n] int32, 1 <= k <= n, by bisection of the value range.
+
+    At most 32 counting passes, each a vector compare and add; nothing is moved or allocated.
+    """
+    low, high = np.int64(keys[0]), np.int64(keys[0])
+    for j in range(n):
+        low, high = min(low, np.int64(keys[j])), max(high, np.int64(keys[j]))
+    while low < high:
+        middle = (low + high + 1) >> 1
+        pivot = np.int32(middle)
+        count = np.int32(0)
+        for j in range(n):
+            count += np.int32(keys[j] >= pivot)
+        if count >= k:
+            low = middle
+        else:
+            high = middle - 1
+    return np.int32(low)
+
+
+@njit(cache=True, nogil=True)
+def select_largest(keys, n, k, out):
+    """out[:k] = positions of the k largest of keys[:n], ascending; ties go to the first."""
+    if k <= 0:
+        return
+    if k >= n:
+        for j in range(n):
+            out[j] = j
+        return
+    threshold = kth_largest(keys, n, k)
+    above = 0
+    for j in range(n):
+        above += keys[j] > threshold
+    ties = k - above
+    at = 0
+    for j in range(n):
+        if keys[j] > threshold:
+            out[at] = j
+            at += 1
+        elif keys[j] == threshold and ties > 0:
+            out[at] = j
+            at += 1
+            ties -= 1
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def select_rows(scores, n, n_sinks, n_recent, k, out):
+    """Per list: the first n_sinks rows, the last n_recent and the k - n_recent best in between.
+
+    scores f32 (U, >= n); out int32 (U, n_sinks + k), rows ascending except that the recent ones
+    come before the best.
+    """
+    n_middle = n - n_sinks - n_recent
+    for unit in prange(scores.shape[0]):
+        keys = np.empty(n_middle, np.int32)
+        order_keys(scores[unit, n_sinks : n_sinks + n_middle], keys, n_middle)
+        for j in range(n_sinks):
+            out[unit, j] = j
+        for j in range(n_recent):
+            out[unit, n_sinks + j] = n - n_recent + j
+        best = out[unit, n_sinks + n_recent :]
+        select_largest(keys, n_middle, k - n_recent, best)
+        for j in range(k - n_recent):
+            best[j] += n_sinks
+
+
+def select_rows_ref(scores, n, n_sinks, n_recent, k):
+    """numpy reference: the same sets, as one sorted array a list."""
+    middle = np.arange(n_sinks, n - n_recent)
+    rows = []
+    for row in scores:
+        best = middle[np.argsort(-row[middle], kind="stable")[: k - n_recent]]
+        forced = np.concatenate([np.arange(n_sinks), np.arange(n - n_recent, n)])
+        rows.append(np.sort(np.concatenate([forced, best])))
+    return np.stack(rows)

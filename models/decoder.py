@@ -1,0 +1,277 @@
+"""The decoder, twice: a readable torch path for chunks of rows, and fused CPU calls for one row.
+
+``forward`` is the reference and the prefill: it walks layer by layer over the whole prompt, so each
+layer's weights are dequantised once, into a scratch of one layer's size. ``decode`` runs the numba
+kernels of cpu/layer.py on the quantised weights. tests/models/test_decoder.py holds the two
+together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch.nn.functional import linear, silu
+
+from sparsekv_cli.cache import AttnInput, LayerCache, LayerSpec, padded
+from sparsekv_cli.cpu import layer as fused
+from sparsekv_cli.cpu import matvec
+from sparsekv_cli.models.architectures import Architecture
+from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.rope import RopeTable
+from sparsekv_cli.models.weights import LayerWeights, Linear, Weights
+
+Progress = Callable[[int, int], None]
+
+
+def cpu_prefill_dtype() -> torch.dtype:
+    """bf16 where the CPU multiplies it in hardware (AMX, AVX-512 BF16, Arm BF16), otherwise f32."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported() and (
+        (capability.startswith("AVX512") and torch.cpu._is_avx512_bf16_supported())
+        or "NEON" in capability or "SVE" in capability
+    )  # fmt: skip
+    return torch.bfloat16 if has_bf16 else torch.float32
+
+
+class Decoder:
+    """A model's forward pass; it holds weights and scratch, never a sequence's state."""
+
+    def __init__(
+        self,
+        hparams: HParams,
+        architecture: Architecture,
+        weights: Weights,
+        *,
+        n_threads: int,
+        prefill_dtype: torch.dtype,
+        chunk: int,
+    ) -> None:
+        self.hparams = hparams
+        self.architecture = architecture
+        self.weights = weights
+        self.n_threads = n_threads
+        self.dtype = prefill_dtype
+        self.chunk = chunk
+        self.rope = RopeTable(hparams, weights.rope_freqs)
+        self._fused = [_FusedLayer(self, i) for i in range(hparams.n_layer)]
+        self._output_table = fused.matrix_table([weights.output])
+        self._eps = np.float32(hparams.norm_eps)
+        self._normed = np.empty(max(hparams.n_embd, padded(hparams.n_embd)), np.float32)
+
+    def layer_specs(self) -> list[LayerSpec]:
+        h = self.hparams
+        return [
+            LayerSpec(
+                layer=i,
+                n_layer=h.n_layer,
+                n_head=h.n_head[i],
+                n_head_kv=h.n_head_kv[i],
+                head_dim=h.head_dim,
+                value_dim=h.value_dim,
+                n_threads=self.n_threads,
+            )
+            for i in range(h.n_layer)
+        ]
+
+    # --- one row, fused -------------------------------------------------------------------------
+
+    def decode(self, token: int, pos: int, caches: Sequence[LayerCache]) -> np.ndarray:
+        """Logits f32 (n_vocab,) after ``token`` at position ``pos``; adds a row to every cache."""
+        self.rope.reserve(pos + 1)
+        cos, sin = self.rope.cos[pos], self.rope.sin[pos]
+        x = self._embed_row(token)
+        for layer, cache in zip(self._fused, caches, strict=True):
+            layer.finish(cache.decode(layer.project(x, cos, sin, pos)), x)
+        logits = np.empty(self.hparams.n_vocab, np.float32)
+        fused.output_logits(
+            x, self.weights.output_norm, self._eps, self._output_table, self._normed, logits,
+            self.n_threads,
+        )  # fmt: skip
+        return logits
+
+    def _embed_row(self, token: int) -> np.ndarray:
+        embedding = self.weights.token_embd
+        row = embedding.data[token : token + 1]
+        return matvec.dequantize(embedding.code, row, embedding.n_columns)[0]
+
+    # --- many rows, layer by layer ----------------------------------------------------------------
+
+    def forward(
+        self,
+        ids: Sequence[int],
+        pos: int,
+        caches: Sequence[LayerCache],
+        *,
+        progress: Progress | None = None,
+        all_logits: bool = False,
+    ) -> np.ndarray:
+        """Dense forward of T rows starting at ``pos``: logits f32 (n_vocab,), or (T, n_vocab).
+
+        Every cache gets the rows in chunks, then ``finish_prefill``.
+        """
+        n = len(ids)
+        self.rope.reserve(pos + n)
+        x = self._embed(ids)  # (T, n_embd) f32
+        starts = range(0, n, self.chunk)
+        n_layer = self.hparams.n_layer
+        for i, cache in enumerate(caches):
+            weights = self._dequantize_layer(self.weights.layers[i])
+            for start in starts:
+                stop = min(n, start + self.chunk)
+                self._forward_chunk(i, weights, x[start:stop], pos + start, cache)
+                if progress is not None:
+                    progress((i * n + stop) // n_layer, n)
+            cache.finish_prefill()
+        rows = x if all_logits else x[-1:]
+        logits = self._logits(self._norm(rows, self.weights.output_norm))
+        return logits if all_logits else logits[0]
+
+    def _forward_chunk(
+        self, i: int, weights: dict[str, torch.Tensor], x: torch.Tensor, pos: int, cache: LayerCache
+    ) -> None:
+        """One layer over a chunk: x f32 (T, n_embd), updated in place."""
+        layer, h = self.weights.layers[i], self.hparams
+        n_head, n_kv = h.n_head[i], h.n_head_kv[i]
+        normed = self._norm(x, layer.attn_norm).to(self.dtype)
+        q, k, v = linear(normed, weights["qkv"]).split(
+            [n_head * h.head_dim, n_kv * h.head_dim, n_kv * h.value_dim], dim=1
+        )
+        q_nope = self._heads(q, layer.q, layer.q_norm, n_head)
+        k_nope = self._heads(k, layer.k, layer.k_norm, n_kv)
+        q, k = self._rotate(q_nope, pos), self._rotate(k_nope, pos)
+        v = _add_bias(v, layer.v).reshape(-1, n_kv, h.value_dim).transpose(0, 1)
+        inputs = AttnInput(*(t.to(self.dtype) for t in (q, k, v, q_nope, k_nope)), pos)
+        attended = cache.prefill(inputs).transpose(0, 1).reshape(len(x), n_head * h.value_dim)
+        x += linear(attended, weights["o"])
+        normed = self._norm(x, layer.ffn_norm).to(self.dtype)
+        gate, up = linear(normed, weights["gate_up"]).chunk(2, dim=1)
+        x += linear(silu(gate).mul_(up), weights["down"])
+
+    def _norm(self, x: torch.Tensor, weight: np.ndarray) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(
+            x, (x.shape[-1],), torch.from_numpy(weight), self.hparams.norm_eps
+        )
+
+    def _heads(
+        self, rows: torch.Tensor, projection: Linear, norm: np.ndarray | None, n_head: int
+    ) -> torch.Tensor:
+        """(T, heads d) -> f32 (heads, T, d) with bias and norm, in half-split order."""
+        n_rot, d = self.hparams.n_rot, self.hparams.head_dim
+        heads = _add_bias(rows.float(), projection).reshape(-1, n_head, d)
+        if norm is not None:
+            heads = self._norm(heads, norm)
+        if self.architecture.rope_interleaved:
+            pairs = heads[..., :n_rot].unflatten(-1, (n_rot // 2, 2)).transpose(-1, -2).flatten(-2)
+            heads = torch.cat([pairs, heads[..., n_rot:]], dim=-1)
+        return heads.transpose(0, 1)
+
+    def _rotate(self, heads: torch.Tensor, pos: int) -> torch.Tensor:
+        """f32 (heads, T, d) half-split -> rotated."""
+        half = self.hparams.n_rot // 2
+        rows = slice(pos, pos + heads.shape[1])
+        cos, sin = (torch.from_numpy(t[rows]) for t in (self.rope.cos, self.rope.sin))  # (T, half)
+        a, b = heads[..., :half], heads[..., half : 2 * half]
+        return torch.cat([a * cos - b * sin, a * sin + b * cos, heads[..., 2 * half :]], dim=-1)
+
+    def _embed(self, ids: Sequence[int]) -> torch.Tensor:
+        embedding = self.weights.token_embd
+        rows = np.ascontiguousarray(embedding.data[np.asarray(ids)])
+        return torch.from_numpy(matvec.dequantize(embedding.code, rows, embedding.n_columns))
+
+    def _logits(self, normed: torch.Tensor) -> np.ndarray:
+        """f32 (T, n_embd) -> f32 (T, n_vocab); few rows use the quantised weights as they lie."""
+        head = self.weights.output
+        if len(normed) <= 4:
+            rows = [
+                matvec.matvec(head.code, head.data, head.n_columns, row.numpy(), self.n_threads)
+                for row in normed.contiguous()
+            ]
+            return np.stack(rows)
+        step = 8192  # vocabulary rows dequantised at a time
+        out = np.empty((len(normed), head.n_rows), np.float32)
+        for start in range(0, head.n_rows, step):
+            part = head.data[start : start + step]
+            weight = torch.from_numpy(matvec.dequantize(head.code, part, head.n_columns))
+            out[:, start : start + step] = linear(normed, weight).numpy()
+        return out
+
+    def _dequantize_layer(self, layer: LayerWeights) -> dict[str, torch.Tensor]:
+        """One layer's matrices in the compute type, those that share an input stacked."""
+        stacks = {
+            "qkv": (layer.q, layer.k, layer.v),
+            "o": (layer.o,),
+            "gate_up": (layer.gate, layer.up),
+            "down": (layer.down,),
+        }
+        target = matvec.TO_BF16 if self.dtype == torch.bfloat16 else matvec.TO_F32
+        out = {}
+        for name, parts in stacks.items():
+            n_columns = parts[0].n_columns
+            stack = torch.empty(sum(p.n_rows for p in parts), n_columns, dtype=self.dtype)
+            row_bytes = n_columns * stack.element_size()
+            at = stack.data_ptr()
+            for part in parts:
+                matvec.dequantize_into(
+                    part.code, part.data, n_columns, at, row_bytes, target, self.n_threads
+                )
+                at += part.n_rows * row_bytes
+            out[name] = stack
+        return out
+
+
+def _add_bias(rows: torch.Tensor, projection: Linear) -> torch.Tensor:
+    if projection.bias is None:
+        return rows
+    return rows + torch.from_numpy(projection.bias)
+
+
+class _FusedLayer:
+    """Tables and scratch of one layer for the fused calls."""
+
+    def __init__(self, decoder: Decoder, i: int) -> None:
+        h, weights = decoder.hparams, decoder.weights.layers[i]
+        self._decoder, self._weights = decoder, weights
+        self._qkv = fused.matrix_table([weights.q, weights.k, weights.v])
+        self._o = fused.matrix_table([weights.o])
+        self._ff = fused.matrix_table([weights.gate, weights.up])
+        self._down = fused.matrix_table([weights.down])
+        n_head, n_kv, d, d_v = h.n_head[i], h.n_head_kv[i], h.head_dim, h.value_dim
+        zeros = np.zeros
+        self._q, self._q_nope = (zeros((n_head, padded(d)), np.float32) for _ in range(2))
+        self._k, self._k_nope = (zeros((n_kv, padded(d)), np.float32) for _ in range(2))
+        self._v = zeros((n_kv, padded(d_v)), np.float32)
+        width = max(h.n_embd, n_head * d_v)
+        self._normed = zeros(padded(width), np.float32)
+        self._packed = zeros(padded(n_head * d_v), np.float32)
+        self._raw = zeros((n_head + n_kv) * d + n_kv * d_v, np.float32)
+        self._hidden = zeros(2 * h.n_ff[i] + 16, np.float32)
+        none = fused.NO_BIAS
+        self._biases = tuple(
+            none if w.bias is None else w.bias for w in (weights.q, weights.k, weights.v)
+        )
+        self._norms = tuple(none if w is None else w for w in (weights.q_norm, weights.k_norm))
+        self._eps = np.float32(h.norm_eps)
+        self._interleaved = decoder.architecture.rope_interleaved
+        self._views = tuple(
+            a[:, None] for a in (self._q, self._k, self._v, self._q_nope, self._k_nope)
+        )
+
+    def project(self, x: np.ndarray, cos: np.ndarray, sin: np.ndarray, pos: int) -> AttnInput:
+        """Norm, q/k/v and rotation of x f32 (n_embd,)."""
+        h = self._decoder.hparams
+        fused.project_qkv(
+            x, self._weights.attn_norm, self._eps, self._qkv, *self._biases, *self._norms, cos, sin,
+            self._interleaved, h.head_dim, h.value_dim, self._normed, self._raw, self._q, self._k,
+            self._v, self._q_nope, self._k_nope, self._decoder.n_threads,
+        )  # fmt: skip
+        return AttnInput(*self._views, pos)
+
+    def finish(self, attended: np.ndarray, x: np.ndarray) -> None:
+        """Output projection and feed-forward; updates x in place."""
+        fused.finish_layer(
+            attended, self._decoder.hparams.value_dim, self._o, self._weights.ffn_norm, self._eps,
+            self._ff, self._down, x, self._packed, self._normed, self._hidden,
+            self._decoder.n_threads,
+        )  # fmt: skip

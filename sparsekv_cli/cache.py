@@ -1,0 +1,331 @@
+"""What a KV-cache method is: the interface of one layer's cache, and the parts methods share.
+
+Letters: T new rows, H query heads, G kv heads, d head size, n context. Data flows one way: the
+decoder hands a layer's q, k, v to its LayerCache and gets the attention's output back.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+
+ROW_ALIGNMENT = 16  # elements; rows of K and V are padded to whole vectors
+N_SINKS = 4  # METHODS.md: the first tokens, always attended
+
+
+def padded(d: int) -> int:
+    """``d`` rounded up to whole vectors."""
+    return -(-d // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+class AttnInput(NamedTuple):
+    """One layer, T new rows of one sequence.
+
+    Prefill: torch tensors (heads, T, d) in the compute type. Decode (T = 1): numpy f32 views
+    (heads, 1, d padded to 16), valid during the call only.
+    """
+
+    q: Any  # (H, T, d), rotated
+    k: Any  # (G, T, d), rotated
+    v: Any  # (G, T, d_v)
+    q_nope: Any  # (H, T, d), before RoPE (after bias and q/k norm)
+    k_nope: Any  # (G, T, d)
+    pos: int  # absolute position of the first row
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Sizes of one layer, and how many threads its kernels may use."""
+
+    layer: int
+    n_layer: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    value_dim: int
+    n_threads: int
+
+    @property
+    def group(self) -> int:
+        """Query heads a kv head."""
+        return self.n_head // self.n_head_kv
+
+    @property
+    def scale(self) -> np.float32:
+        """Softmax scale 1/sqrt(d)."""
+        return np.float32(self.head_dim**-0.5)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Resident bytes of one layer's cache, by place; ``index`` is what the method adds."""
+
+    host: int = 0
+    device: int = 0
+    index: int = 0
+
+
+class Ledger:
+    """What really happened, counted where it happens. Rows are (query head, key) pairs."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def step(self, rows: int, scored: int, attended: int, n_bytes: int, sparse: bool) -> None:
+        """One decode step of one layer: rows in context, rows scored, rows attended, KV bytes."""
+        counts = self.counts
+        counts["rows_total"] += rows
+        counts["rows_scored"] += scored
+        counts["rows_attended"] += attended
+        counts["bytes_read"] += n_bytes
+        if sparse:
+            counts["sparse_rows_total"] += rows
+            counts["sparse_rows_scored"] += scored
+            counts["sparse_rows_attended"] += attended
+
+
+class KVStore:
+    """K and V of one layer as f16 in host memory: (G, capacity, row), growing in steps.
+
+    Rows are padded to whole vectors with zeros, which add nothing to a dot product.
+    """
+
+    def __init__(self, spec: LayerSpec) -> None:
+        self._d, self._d_v = spec.head_dim, spec.value_dim
+        self.k = np.zeros((spec.n_head_kv, 0, padded(spec.head_dim)), np.float16)
+        self.v = np.zeros((spec.n_head_kv, 0, padded(spec.value_dim)), np.float16)
+        self.n = 0
+        self._grown()
+
+    @property
+    def capacity(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's K and V in one kv head."""
+        return self.k.strides[1] + self.v.strides[1]
+
+    def reserve(self, n: int) -> None:
+        """Room for ``n`` rows: exactly that much when asked in advance, an eighth more in decode."""
+        if n <= self.capacity:
+            return
+        capacity = n if self.n == 0 else max(n, self.capacity + self.capacity // 8 + 256)
+        for name in ("k", "v"):
+            old = getattr(self, name)
+            new = np.empty((old.shape[0], capacity, old.shape[2]), np.float16)
+            new[:, : self.n] = old[:, : self.n]
+            setattr(self, name, new)
+        self._grown()
+
+    def _grown(self) -> None:
+        """Remembers what the kernels take: addresses and strides in bytes."""
+        k, v = self.k, self.v
+        self.addresses = tuple(a.__array_interface__["data"][0] for a in (k, v))
+        self.strides = (k.strides[0], v.strides[0], k.strides[1], v.strides[1])
+
+    def append(self, k: Any, v: Any) -> None:
+        """Adds T rows: k torch (G, T, d), v torch (G, T, d_v)."""
+        n_new = k.shape[1]
+        self.reserve(self.n + n_new)
+        for target, d, source in ((self.k, self._d, k), (self.v, self._d_v, v)):
+            rows = target[:, self.n : self.n + n_new]
+            rows[..., :d] = source.half().numpy()
+            rows[..., d:] = 0
+        self.n += n_new
+
+    def truncate(self, n: int) -> None:
+        self.n = min(self.n, n)
+
+
+class Backend(Protocol):
+    """The operations that methods call by name; cpu/ops.py on the host."""
+
+    def dense_prefill(self, store: KVStore, x: AttnInput, spec: LayerSpec) -> Any: ...
+    def append_row(self, store: KVStore, x: AttnInput) -> None: ...
+    def attend_dense(self, store: KVStore, q: np.ndarray, spec: LayerSpec) -> np.ndarray: ...
+    def attend_rows(
+        self, store: KVStore, q: np.ndarray, idx: np.ndarray, counts: np.ndarray, spec: LayerSpec
+    ) -> np.ndarray: ...
+    def score_rows(self, store: KVStore, q: np.ndarray, spec: LayerSpec) -> np.ndarray: ...
+
+
+class LayerCache(ABC):
+    """The mutable state of one layer of one sequence."""
+
+    def __init__(self, spec: LayerSpec, backend: Backend) -> None:
+        self.spec = spec
+        self.backend = backend
+        self.store = KVStore(spec)
+        self.ledger = Ledger()
+        self.traced = False  # whether ``attended`` must be kept
+        # Rows of the last decode step, int32 (H or G, m) with counts int64; None: all of them.
+        self.attended: tuple[np.ndarray, np.ndarray] | None = None
+
+    def prefill(self, x: AttnInput) -> Any:
+        """Stores a chunk's K and V and returns its dense causal attention, torch (H, T, d_v)."""
+        self.store.append(x.k, x.v)
+        return self.backend.dense_prefill(self.store, x, self.spec)
+
+    def finish_prefill(self) -> None:  # noqa: B027 - most methods have nothing to do here
+        """Called once after the last chunk: build indexes, evict, compress."""
+
+    @abstractmethod
+    def decode(self, x: AttnInput) -> np.ndarray:
+        """Adds one row and returns its attention, f32 (H, >= d_v), valid until the next call."""
+
+    def reserve(self, n: int) -> None:
+        """Announces that ``n`` rows in all are coming."""
+        self.store.reserve(n)
+
+    def truncate(self, n: int) -> int:
+        """Forgets all but the first n rows if it can; returns how many are kept (n or 0).
+
+        The caller prefills at least one row before it decodes again, which rebuilds the index.
+        """
+        self.store.truncate(n)
+        return self.store.n
+
+    def memory(self) -> Memory:
+        return Memory(host=self.store.nbytes)
+
+    def counters(self) -> Mapping[str, int]:
+        """The ledger's counts so far."""
+        return self.ledger.counts
+
+
+class DenseCache(LayerCache):
+    """Attends to every row: the method ``full``, and the dense layers of every other method."""
+
+    def decode(self, x: AttnInput) -> np.ndarray:
+        store, spec = self.store, self.spec
+        self.backend.append_row(store, x)
+        rows = spec.n_head * store.n
+        self.ledger.step(rows, rows, rows, spec.n_head_kv * store.n * store.row_bytes, False)
+        return self.backend.attend_dense(store, x.q[:, 0], spec)
+
+
+class SelectingCache(LayerCache):
+    """append -> select -> attend over the selected rows; a method writes ``select`` only."""
+
+    def decode(self, x: AttnInput) -> np.ndarray:
+        store, spec = self.store, self.spec
+        self.backend.append_row(store, x)
+        q, n = x.q[:, 0], store.n
+        rows = spec.n_head * n
+        if self.selects_all(n):
+            n_bytes = spec.n_head_kv * n * store.row_bytes
+            self.ledger.step(rows, rows, rows, n_bytes, True)
+            self.attended = None
+            return self.backend.attend_dense(store, q, spec)
+        idx, counts, scored = self.select(q, n)
+        self.attended = (idx, counts)
+        attended = int(counts.sum()) * (spec.n_head // len(counts))
+        read = int(counts.sum()) * store.row_bytes + self.bytes_to_select(n)
+        self.ledger.step(rows, scored, attended, read, True)
+        return self.backend.attend_rows(store, q, idx, counts, spec)
+
+    @abstractmethod
+    def selects_all(self, n: int) -> bool:
+        """Whether the budget covers a context of n rows, so that attention is dense."""
+
+    @abstractmethod
+    def select(self, q: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """Rows for q f32 (H, d) among n: idx int32 (U, m), counts int64 (U,), rows scored.
+
+        U is H (a list a query head) or G (a list a kv head); rows in any order, without repeats.
+        """
+
+    def bytes_to_select(self, n: int) -> int:
+        """Bytes that one ``select`` reads."""
+        return 0
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Tokens attended a step: a number, or a share of the context. ``512`` or ``5%``."""
+
+    tokens: int | None = None
+    share: float | None = None
+
+    @staticmethod
+    def parse(text: str) -> Budget:
+        """ValueError unless ``text`` is a whole number >= 1 or a percentage in (0, 100]."""
+        wrong = ValueError(f"budget = {text!r}: must be a number of tokens or a share such as 5%")
+        try:
+            if text.endswith("%"):
+                share = float(text[:-1]) / 100
+                if not 0 < share <= 1:
+                    raise wrong
+                return Budget(share=share)
+            if int(text) < 1:
+                raise wrong
+            return Budget(tokens=int(text))
+        except ValueError:
+            raise wrong from None
+
+    def rows(self, n: int) -> int:
+        """Rows of a context of n that may be attended, at least 1."""
+        if self.tokens is not None:
+            return self.tokens
+        assert self.share is not None
+        return max(1, round(self.share * n))
+
+    def __str__(self) -> str:
+        return f"{100 * self.share:g}%" if self.share is not None else str(self.tokens)
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """``0,1``, ``none`` or empty -> layer numbers; negative ones count from the last layer."""
+    if text.strip() in ("", "none"):
+        return ()
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"dense_layers = {text!r}: must be layer numbers such as 0,1 or -1, or none"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Method(ABC):
+    """An immutable KV-cache method; its fields are its options, checked in __post_init__."""
+
+    paper: ClassVar[str]
+    summary: ClassVar[str]
+    needs: ClassVar[str] = ""  # what must exist before it runs, such as a calibration
+
+    dense_layers: tuple[int, ...] = (0, 1)
+
+    def layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
+        """The cache of one layer: dense if the user or the default says so."""
+        dense = {i % spec.n_layer for i in self.dense_layers if -spec.n_layer <= i < spec.n_layer}
+        if spec.layer in dense:
+            return DenseCache(spec, backend)
+        return self.sparse_layer(spec, backend)
+
+    @abstractmethod
+    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
+        """The method's own cache of one layer."""
+
+    def options(self) -> dict[str, Any]:
+        """The options as JSON-able values."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {k: str(v) if isinstance(v, Budget) else v for k, v in values.items()}
+
+
+def total_counters(caches: Iterable[LayerCache]) -> Counter[str]:
+    """The counts of all layers together."""
+    total: Counter[str] = Counter()
+    for cache in caches:
+        total.update(cache.counters())
+    return total

@@ -1,0 +1,292 @@
+"""``sparsekv-cli bench``: prefill and decode speed at any depth, in llama-bench's shape."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sparsekv_cli.commands.answer import N_REFRESH, common_prefix
+from sparsekv_cli.commands.bench_report import REPORTS, BenchModel, BenchResult, BenchTest
+from sparsekv_cli.commands.options import (
+    ModelOptions,
+    build_method,
+    find_model,
+    load_session,
+    model_options,
+    number_list,
+)
+from sparsekv_cli.commands.progress import PrefillProgress
+from sparsekv_cli.commands.terminal import write_text
+
+if TYPE_CHECKING:
+    from sparsekv_cli.cache import Method
+    from sparsekv_cli.models.gguf import GGUFFile
+    from sparsekv_cli.session import Session
+
+DEFAULT_SEED = 0
+# Counters of the ledger that say how much there is now; the others add up over steps.
+LEDGER_STATES = frozenset({"bytes_host", "bytes_device", "index_bytes"})
+
+
+def _pairs(
+    _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
+) -> list[tuple[int, int]]:
+    pairs = []
+    for value in values:
+        prompt, comma, gen = value.partition(",")
+        if not (comma and prompt.isdecimal() and gen.isdecimal() and int(prompt) and int(gen)):
+            raise click.BadParameter(f"{value!r} is not PROMPT,GEN with two numbers above 0")
+        pairs.append((int(prompt), int(gen)))
+    return pairs
+
+
+def _names(_context: click.Context, _parameter: click.Parameter, value: str) -> list[str]:
+    names = [name.strip() for name in value.split(",")]
+    if not all(names):
+        raise click.BadParameter(f"{value!r} has an empty name")
+    return names
+
+
+@click.command(short_help="Measure prefill and decode speed at any depth.")
+@click.option(
+    "-p",
+    "--n-prompt",
+    "n_prompts",
+    metavar="LIST",
+    default="512",
+    callback=number_list,
+    help="Prefill this many tokens; 0 leaves the test out. [default: 512]",
+)
+@click.option(
+    "-n",
+    "--n-gen",
+    "n_gens",
+    metavar="LIST",
+    default="128",
+    callback=number_list,
+    help="Decode this many tokens; 0 leaves the test out. [default: 128]",
+)
+@click.option(
+    "-pg",
+    "pairs",
+    metavar="PROMPT,GEN",
+    multiple=True,
+    callback=_pairs,
+    help="Prefill and decode, timed together; repeatable.",
+)
+@click.option(
+    "-d",
+    "--n-depth",
+    "n_depths",
+    metavar="LIST",
+    default="0",
+    callback=number_list,
+    help="Tokens in the KV cache before the test begins (not timed). [default: 0]",
+)
+@click.option(
+    "--method",
+    "methods",
+    metavar="LIST",
+    default="full",
+    callback=_names,
+    help="KV-cache methods, with commas between. [default: full]",
+)
+@click.option(
+    "-r",
+    "--repetitions",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=5,
+    help="Times each test is run. [default: 5]",
+)
+@click.option(
+    "-O",
+    "--output",
+    type=click.Choice(list(REPORTS)),
+    default="md",
+    help="Format on stdout. [default: md]",
+)
+@model_options(bench=True)
+@click.pass_context
+def command(
+    context: click.Context,
+    options: ModelOptions,
+    n_prompts: list[int],
+    n_gens: list[int],
+    pairs: list[tuple[int, int]],
+    n_depths: list[int],
+    methods: list[str],
+    repetitions: int,
+    output: str,
+) -> None:
+    """Measure the speed of prefill (pp) and decode (tg), in llama-bench's shape.
+
+    Tokens are random, with a fixed seed. Loading, warming up and filling the cache up to the depth
+    are not timed. An option given with -o goes to those of the methods that have it.
+    """
+    shapes = [(n, 0) for n in n_prompts if n] + [(0, n) for n in n_gens if n] + pairs
+    tests = [BenchTest(prompt, gen, depth) for depth in n_depths for prompt, gen in shapes]
+    if not tests:
+        raise click.UsageError("nothing to measure: -p and -n are 0 and there is no -pg", context)
+    built = [(name, build_for_bench(name, methods, options)) for name in methods]
+    path = find_model(options.model)
+    config = replace(options.config, ctx_size=context_size(tests))
+    seed = DEFAULT_SEED if options.seed is None else options.seed
+    report = REPORTS[output](write_text)
+    try:
+        for name, method in built:
+            session = load_session(path, method, config)
+            model = describe_model(session, config.chunk)
+            for test, samples, ledger in run_tests(session, tests, repetitions, seed):
+                report.row(
+                    BenchResult(
+                        model=model,
+                        test=test,
+                        method=name,
+                        method_options=session.method_options(),
+                        budget=str(session.method_options().get("budget", "")) or None,
+                        samples_ns=samples,
+                        ledger=ledger,
+                    )
+                )
+            del session  # its memory goes before the next method's is taken
+    finally:
+        report.close()
+
+
+def context_size(tests: Sequence[BenchTest]) -> int:
+    """Tokens that the largest test leaves in the cache, and one more for decoding at depth 0."""
+    return max(test.n_depth + test.n_tokens for test in tests) + 1
+
+
+def build_for_bench(name: str, names: Sequence[str], options: ModelOptions) -> Method:
+    """Method ``name`` with those of the options, ``--budget`` among them, that it has.
+
+    Raises click.UsageError for an option that none of ``names`` has.
+    """
+    from sparsekv_cli.methods import describe_methods
+
+    known = {
+        method["name"]: {option["name"] for option in method["options"]}
+        for method in describe_methods()
+    }
+    known_somewhere = {key for other in names for key in known.get(other, ())}
+
+    def concerns(key: str) -> bool:
+        return key in known.get(name, ()) or key not in known_somewhere
+
+    return build_method(
+        name,
+        {key: value for key, value in options.method_options.items() if concerns(key)},
+        budget=options.budget if concerns("budget") else None,
+        dense_layers=options.dense_layers if concerns("dense_layers") else None,
+    )
+
+
+def run_tests(
+    session: Session, tests: Sequence[BenchTest], repetitions: int, seed: int
+) -> Iterator[tuple[BenchTest, list[int], dict[str, Any]]]:
+    """Runs every test; yields it with its nanoseconds and the ledger of its timed parts."""
+    import numpy as np
+
+    generator = np.random.default_rng(seed)
+    ids = generator.integers(0, session.hparams.n_vocab, size=session.n_ctx).tolist()
+    warm_up(session, ids, max(test.n_prompt for test in tests))
+    for test in tests:
+        samples, ledger = [], {}
+        for _ in range(repetitions):
+            go_to_depth(session, ids, test)
+            before = dict(session.ledger.as_dict())
+            samples.append(time_once(session, ids, test))
+            ledger = add_ledger(ledger, before, session.ledger.as_dict())
+        yield test, samples, ledger
+
+
+def warm_up(session: Session, ids: Sequence[int], n_prompt: int) -> None:
+    """Compiles and touches everything once: the longest prompt and a few decode steps."""
+    n_prompt = max(1, min(n_prompt, session.n_ctx - 1))
+    session.prefill(ids[:n_prompt])
+    for token in ids[n_prompt : n_prompt + 3]:
+        session.decode(token)
+
+
+def go_to_depth(session: Session, ids: Sequence[int], test: BenchTest) -> None:
+    """Leaves the test's depth in the cache, as a prefill leaves it: indexes and histories are new.
+
+    A test that decodes only has its last token decoded, so that what a method does once, at its
+    first decode step, is not timed; and at depth 0 it begins with one token, because a method sees
+    a prefill before it decodes.
+    """
+    decodes_only = test.n_prompt == 0
+    decode_last = decodes_only and test.n_depth > 1
+    n_prefill = test.n_depth - 1 if decode_last else max(test.n_depth, int(decodes_only))
+    session.rewind(min(max(0, n_prefill - N_REFRESH), common_prefix(ids, session.tokens)))
+    missing = ids[len(session.tokens) : n_prefill]
+    if missing:
+        with PrefillProgress(f"depth {test.n_depth}") as bar:
+            session.prefill(missing, progress=bar)
+    if decode_last:
+        session.decode(ids[n_prefill])
+
+
+def time_once(session: Session, ids: Sequence[int], test: BenchTest) -> int:
+    """Nanoseconds of one repetition, from the depth at which the session is."""
+    start = len(session.tokens)
+    prompt = ids[start : start + test.n_prompt]
+    generated = ids[start + test.n_prompt : start + test.n_tokens]
+    begin = time.perf_counter_ns()
+    if prompt:
+        session.prefill(prompt)
+    for token in generated:
+        session.decode(token)
+    return time.perf_counter_ns() - begin
+
+
+def add_ledger(
+    total: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``total`` and what was counted between ``before`` and ``after``; states as they are now."""
+    return {
+        key: value if key in LEDGER_STATES else total.get(key, 0) + value - before.get(key, 0)
+        for key, value in after.items()
+    }
+
+
+def describe_model(session: Session, n_batch: int) -> BenchModel:
+    """The fields of a row that belong to the model and the machine."""
+    file = session.gguf
+    n_params = sum(tensor.n_elements for tensor in file.tensors.values())
+    return BenchModel(
+        path=file.path,
+        type=model_type(file, n_params),
+        size=sum(tensor.n_bytes for tensor in file.tensors.values()),
+        n_params=n_params,
+        n_threads=session.n_threads,
+        n_batch=n_batch,
+    )
+
+
+def model_type(file: GGUFFile, n_params: int) -> str:
+    """Such as ``llama 135M Q4_1``: architecture, size, and the type of most of the weights."""
+    from gguf import LlamaFileType
+
+    size = file.metadata.get("general.size_label")
+    if not isinstance(size, str):
+        size = f"{n_params / 1e9:.1f}B" if n_params >= 1e9 else f"{n_params / 1e6:.0f}M"
+    number = file.metadata.get("general.file_type")
+    try:
+        kind = LlamaFileType(number).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    except ValueError:
+        kind = _commonest_type(file)
+    return f"{file.metadata['general.architecture']} {size} {kind}"
+
+
+def _commonest_type(file: GGUFFile) -> str:
+    n_bytes: dict[str, int] = {}
+    for tensor in file.tensors.values():
+        n_bytes[tensor.type.name] = n_bytes.get(tensor.type.name, 0) + tensor.n_bytes
+    return max(n_bytes, key=lambda name: n_bytes[name])

@@ -1,0 +1,239 @@
+"""What ``bench`` prints: llama-bench's fields in its order, ours after them, in four formats."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from sparsekv_cli import __version__
+
+# Left out of CSV as llama-bench does: a list has no place in a cell.
+SAMPLE_FIELDS = ("samples_ns", "samples_ts")
+MARKDOWN_NUMBERS = frozenset({"size", "params", "threads", "test", "t/s"})
+
+
+@dataclass(frozen=True)
+class BenchTest:
+    """One thing to time: n_prompt tokens of prefill and then n_gen of decode, after n_depth."""
+
+    n_prompt: int
+    n_gen: int
+    n_depth: int
+
+    @property
+    def label(self) -> str:
+        """As llama-bench writes it: pp512, tg128, pp512+tg128, with `` @ d8192`` at a depth."""
+        prompt, gen = f"pp{self.n_prompt}", f"tg{self.n_gen}"
+        label = "+".join(p for p, n in ((prompt, self.n_prompt), (gen, self.n_gen)) if n)
+        return f"{label} @ d{self.n_depth}" if self.n_depth else label
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that are timed."""
+        return self.n_prompt + self.n_gen
+
+
+@dataclass(frozen=True)
+class BenchModel:
+    """What is the same in every row: the model and the machine.
+
+    size: bytes of all tensors; n_params: their elements; gpu: empty when there is none in use.
+    """
+
+    path: Path
+    type: str
+    size: int
+    n_params: int
+    n_threads: int
+    n_batch: int
+    gpu: str = ""
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """One row: a test with a method and the nanoseconds that each repetition took."""
+
+    model: BenchModel
+    test: BenchTest
+    method: str
+    method_options: Mapping[str, Any]
+    budget: str | None
+    samples_ns: Sequence[int]
+    ledger: Mapping[str, Any]
+    test_time: str = field(
+        default_factory=lambda: datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    )
+
+    @property
+    def samples_ts(self) -> list[float]:
+        """Tokens a second of each repetition."""
+        return [1e9 * self.test.n_tokens / max(ns, 1) for ns in self.samples_ns]
+
+    def fields(self) -> dict[str, Any]:
+        """Every field, in llama-bench's order, ours at the end."""
+        model, rates = self.model, self.samples_ts
+        return {
+            "build_commit": f"sparsekv-cli-{__version__}",
+            "build_number": 0,
+            "cpu_info": cpu_name(),
+            "gpu_info": model.gpu,
+            "backends": "CUDA" if model.gpu else "CPU",
+            "model_filename": str(model.path),
+            "model_type": model.type,
+            "model_size": model.size,
+            "model_n_params": model.n_params,
+            "n_batch": model.n_batch,
+            "n_ubatch": model.n_batch,
+            "n_threads": model.n_threads,
+            "type_k": "f16",
+            "type_v": "f16",
+            "n_gpu_layers": -1 if model.gpu else 0,
+            "n_prompt": self.test.n_prompt,
+            "n_gen": self.test.n_gen,
+            "n_depth": self.test.n_depth,
+            "test_time": self.test_time,
+            "avg_ns": round(statistics.fmean(self.samples_ns)),
+            "stddev_ns": round(deviation(self.samples_ns)),
+            "avg_ts": statistics.fmean(rates),
+            "stddev_ts": deviation(rates),
+            "samples_ns": list(self.samples_ns),
+            "samples_ts": rates,
+            "method": self.method,
+            "method_options": dict(self.method_options),
+            "budget": self.budget,
+            "ledger": dict(self.ledger),
+        }
+
+    def columns(self) -> dict[str, str]:
+        """The cells of the markdown table."""
+        rates = self.samples_ts
+        cells = {
+            "model": self.model.type,
+            "size": _binary_size(self.model.size),
+            "params": _decimal_size(self.model.n_params),
+            "backend": "CUDA" if self.model.gpu else "CPU",
+            "threads": str(self.model.n_threads),
+            "method": self.method if self.budget is None else f"{self.method} {self.budget}",
+            "test": self.test.label,
+            "t/s": f"{statistics.fmean(rates):.2f} ± {deviation(rates):.2f}",
+        }
+        return cells
+
+
+def deviation(samples: Sequence[float]) -> float:
+    """Sample standard deviation; 0 for a single sample."""
+    return statistics.stdev(samples) if len(samples) > 1 else 0.0
+
+
+class Report:
+    """Writes results as they come. Subclasses are the formats of ``-O``."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self.write = write
+        self.n_rows = 0
+
+    def row(self, result: BenchResult) -> None:
+        """Writes one result (and what goes before the first)."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Writes what goes after the last."""
+
+
+class MarkdownReport(Report):
+    """A table for people: a row of fixed column widths a result, as wide as its first row needs."""
+
+    def row(self, result: BenchResult) -> None:
+        cells = result.columns()
+        if self.n_rows == 0:
+            self.widths = {name: max(len(name), len(cell)) for name, cell in cells.items()}
+            for name, least in {"method": 12, "test": 16, "t/s": 20}.items():
+                self.widths[name] = max(self.widths[name], least)
+            self._line({name: name for name in cells})
+            rules = {}
+            for name, width in self.widths.items():
+                rules[name] = "-" * (width - 1) + (":" if name in MARKDOWN_NUMBERS else "-")
+            self._line(rules)
+        self._line(cells)
+        self.n_rows += 1
+
+    def _line(self, cells: Mapping[str, str]) -> None:
+        padded = []
+        for name, cell in cells.items():
+            width = self.widths[name]
+            padded.append(cell.rjust(width) if name in MARKDOWN_NUMBERS else cell.ljust(width))
+        self.write("| " + " | ".join(padded) + " |\n")
+
+
+class JsonReport(Report):
+    """One array of objects; complete even when an error ends the run early."""
+
+    def row(self, result: BenchResult) -> None:
+        self.write("[\n" if self.n_rows == 0 else ",\n")
+        text = json.dumps(result.fields(), indent=2)
+        self.write("\n".join("  " + line for line in text.splitlines()))
+        self.n_rows += 1
+
+    def close(self) -> None:
+        self.write("\n]\n" if self.n_rows else "[]\n")
+
+
+class JsonLinesReport(Report):
+    """One object a line."""
+
+    def row(self, result: BenchResult) -> None:
+        self.write(json.dumps(result.fields()) + "\n")
+
+
+class CsvReport(Report):
+    """A header and a line a result; method_options and ledger are JSON inside their cells."""
+
+    def row(self, result: BenchResult) -> None:
+        fields = {k: v for k, v in result.fields().items() if k not in SAMPLE_FIELDS}
+        if self.n_rows == 0:
+            self._line(list(fields))
+        self._line([json.dumps(v) if isinstance(v, dict) else v for v in fields.values()])
+        self.n_rows += 1
+
+    def _line(self, cells: Sequence[Any]) -> None:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerow(cells)
+        self.write(text.getvalue())
+
+
+REPORTS: dict[str, type[Report]] = {
+    "md": MarkdownReport,
+    "json": JsonReport,
+    "jsonl": JsonLinesReport,
+    "csv": CsvReport,
+}
+
+
+def cpu_name() -> str:
+    """The processor's name as the system tells it."""
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                key, _, value = line.partition(":")
+                if key.strip() in ("model name", "Model", "cpu model") and value.strip():
+                    return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _binary_size(n_bytes: int) -> str:
+    if n_bytes >= 1 << 30:
+        return f"{n_bytes / (1 << 30):.2f} GiB"
+    return f"{n_bytes / (1 << 20):.2f} MiB"
+
+
+def _decimal_size(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"

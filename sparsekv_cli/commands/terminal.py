@@ -1,0 +1,24 @@
+"""Words to the user: what the program says goes to stderr, what the model says to stdout."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+
+def one_line(text: str) -> str:
+    """``text`` on one line, with control characters (a file may hold any) shown as escapes."""
+    joined = " ".join(part.strip() for part in text.splitlines() if part.strip())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in joined)
+
+
+def say(text: str) -> None:
+    """A remark of the program, on stderr."""
+    click.echo(text, err=True)
+
+
+def write_text(text: str) -> None:
+    """Text of the model, on stdout, at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,19 @@
+"""Dense attention: every query attends to every key (Vaswani et al., arXiv:1706.03762)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sparsekv_cli.cache import Backend, DenseCache, LayerCache, LayerSpec, Method
+
+
+@dataclass(frozen=True)
+class Full(Method):
+    """The baseline of every comparison."""
+
+    paper: ClassVar[str] = "arXiv:1706.03762"
+    summary: ClassVar[str] = "dense attention over the whole cache"
+
+    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
+        return DenseCache(spec, backend)

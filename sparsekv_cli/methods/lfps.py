@@ -1,0 +1,216 @@
+"""LFPS: "Learn from the Past: Fast Sparse Indexing for Large Language Model Decoding" (Yao, Wang).
+
+A head's past attention predicts its next: one table by position (vertical pattern), one by distance
+(slash pattern). Each step takes candidates from the tables, scores only those exactly, attends to
+the best, and feeds the weights back.
+
+| paper | here |
+|---|---|
+| eq 4, initial tables from the last s prefill queries | cpu/history.py lfps_init |
+| eq 5, 6, high-sparsity test (sink, global, local mass) | _bypass |
+| eq 7, 8, candidates C0 above tau = a mean / kappa | threshold, _mark_vertical, _mark_slash |
+| eq 9, expansion by {-1, 0, 1, 2} to C1 | _expand, _filter_expansion |
+| Algorithm 1 line 10, top-k of C1 by exact q . k | _attend_candidates |
+| eq 10, decay and update of the tables | lfps_step, _add (lazily: u = Phi / g) |
+
+Departures. (1) A bypassed head returns the softmax-weighted mean of sinks, local keys and the mean
+value, with the masses of the test; Algorithm 1's mean value alone is the largest error of all.
+(2) The slash table is indexed by distance, so that nothing is shifted and skipped steps keep it
+aligned. (3) Defaults differ from the paper's (``preset=paper``): neighbours are not filtered, more
+recent tokens, the variance of a score from the keys' covariance, layers 0 and 1 dense.
+(4) ``tables=group`` (``preset=fast``) shares the tables in a kv group: half the key rows read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from sparsekv_cli.cache import (
+    N_SINKS,
+    AttnInput,
+    Backend,
+    Budget,
+    LayerCache,
+    LayerSpec,
+    Memory,
+    Method,
+    padded,
+)
+from sparsekv_cli.cpu import history
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class LFPS(Method):
+    """Options of LFPS; symbols as in the paper."""
+
+    paper: ClassVar[str] = "arXiv:2506.15704"
+    summary: ClassVar[str] = "candidates from tables of past attention (vertical and slash)"
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "tuned": {},
+        "fast": {"tables": "group"},
+        "paper": {"expand": "filtered", "recent": 8, "sigma": "ratio", "dense_layers": ()},
+    }
+
+    preset: str = _option("tuned", "tuned, fast or paper; other options change it")
+    budget: Budget = _option(Budget(share=0.05), "rows attended a head, k: N or P%")
+    tables: str = _option("head", "tables a query 'head' or shared by a kv 'group'")
+    expand: str = _option("plain", "neighbours of candidates: 'plain' or 'filtered' (eq 9)")
+    recent: int = _option(32, "R: most recent rows always candidates (at most half the budget)")
+    a: float = _option(0.2, "factor of the candidate threshold (eq 8)")
+    decay: float = _option(0.95, "r: decay of the tables a step (eq 10)")
+    window: int = _option(32, "s: prefill queries that start the tables (eq 4)")
+    epsilon: float = _option(0.85, "sink share above which a head is bypassed; 1 = never (eq 6)")
+    sigma: str = _option("cov", "variance of scores: 'cov' (q' C q) or 'ratio' (of the last query)")
+
+    def __post_init__(self) -> None:
+        choices = {
+            "preset": tuple(self.presets),
+            "tables": ("head", "group"),
+            "expand": ("plain", "filtered"),
+            "sigma": ("cov", "ratio"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                listed = " or ".join(allowed)
+                raise ValueError(f"{name} = {getattr(self, name)!r}: must be {listed}")
+        for name in ("recent", "window"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be 1 or more")
+        for name, low, high in (("a", 0, 1e9), ("decay", 0, 1), ("epsilon", 0, 1e9)):
+            if not low < getattr(self, name) <= high or (name == "decay" and self.decay == 1):
+                below = "below 1" if name == "decay" else "finite"
+                raise ValueError(f"{name} = {getattr(self, name)}: must be above 0 and {below}")
+
+    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
+        return LFPSCache(spec, backend, self)
+
+
+class LFPSCache(LayerCache):
+    """Tables, prefill statistics and K/V of one layer."""
+
+    def __init__(self, spec: LayerSpec, backend: Backend, method: LFPS) -> None:
+        super().__init__(spec, backend)
+        self.method = method
+        self._n_unit = spec.n_head if method.tables == "head" else spec.n_head_kv
+        self._queries: list[Any] = []  # the last prefill queries, torch (H, T, d) a chunk
+        width = padded(spec.head_dim)
+        self._mean_k = np.zeros((spec.n_head_kv, width), np.float32)
+        self._mean_v = np.zeros((spec.n_head_kv, padded(spec.value_dim)), np.float32)
+        self._covariance = np.zeros((spec.n_head_kv, 0, 0), np.float32)
+        self._ratio = np.zeros(spec.n_head, np.float32)
+        self._sums = np.zeros((self._n_unit, 2, 4))
+        self._gain = np.ones(self._n_unit)
+        self._statistics = np.zeros((self._n_unit, history.N_STATISTICS), np.int64)
+        self._allocate(0)
+        self._indexed = False
+
+    def _allocate(self, capacity: int) -> None:
+        """Tables of ``capacity`` entries, what they hold kept; new entries are 0."""
+        self._tables = [_grown(t, self._n_unit, capacity) for t in getattr(self, "_tables", (0, 0))]
+        blocks = -(-capacity // history.BLOCK)
+        self._bounds = [_grown(t, self._n_unit, blocks) for t in getattr(self, "_bounds", (0, 0))]
+
+    def prefill(self, x: AttnInput) -> Any:
+        window = self.method.window
+        self._queries.append(x.q[:, -window:].float())
+        while sum(q.shape[1] for q in self._queries[1:]) >= window:
+            self._queries.pop(0)
+        self._indexed = False
+        return super().prefill(x)
+
+    def finish_prefill(self) -> None:
+        """Eq 4 and the constants of eq 6, from the rows that this prefill ended with."""
+        import torch
+
+        store, spec = self.store, self.spec
+        queries = torch.cat(self._queries, dim=1)[:, -self.method.window :]
+        self._queries = []
+        self._indexed = store.n > N_SINKS + 1
+        if not self._indexed:
+            return
+        keys = torch.from_numpy(store.k[:, N_SINKS : store.n]).float()  # (G, nn, d)
+        values = torch.from_numpy(store.v[:, N_SINKS : store.n])
+        self._mean_k[:] = keys.mean(1).numpy()
+        self._mean_v[:] = values.mean(1, dtype=torch.float32).numpy()
+        if self.method.sigma == "cov":
+            centred = keys - keys.mean(1, keepdim=True)
+            self._covariance = (centred.transpose(1, 2) @ centred / keys.shape[1]).numpy()
+        else:
+            last = queries[:, -1].reshape(spec.n_head_kv, spec.group, -1)  # (G, H/G, d)
+            scores = last @ keys[..., : spec.head_dim].transpose(1, 2)
+            variance = scores.var(-1, correction=0)
+            self._ratio[:] = (variance / (last**2).sum(-1)).reshape(-1).numpy()
+        self._allocate(max(store.capacity, store.n + 256))
+        q = np.zeros((spec.n_head, queries.shape[1], padded(spec.head_dim)), np.float32)
+        q[..., : spec.head_dim] = queries.numpy()
+        history.lfps_init(
+            q, store.addresses[0], store.strides[0], store.strides[2], store.n, spec.n_head_kv,
+            spec.scale, self.method.decay, *self._tables, *self._bounds, self._sums, self._gain,
+        )  # fmt: skip
+
+    def decode(self, x: AttnInput) -> np.ndarray:
+        store, spec, method = self.store, self.spec, self.method
+        self.backend.append_row(store, x)
+        n, q = store.n, x.q[:, 0]
+        k = method.budget.rows(n)
+        if k + N_SINKS >= n or not self._indexed:
+            rows = spec.n_head * n
+            self.ledger.step(rows, rows, rows, spec.n_head_kv * n * store.row_bytes, True)
+            self.attended = None
+            return self.backend.attend_dense(store, q, spec)
+        if n > self._tables[0].shape[1]:
+            self._allocate(n + n // 8 + 256)
+        out = np.empty((spec.n_head, store.v.shape[2]), np.float32)
+        attended = np.empty((spec.n_head, k + N_SINKS if self.traced else 0), np.int32)
+        counts = np.zeros(spec.n_head, np.int64)
+        history.lfps_step(
+            q, *store.addresses, *store.strides, n, spec.n_head_kv, spec.scale, k, method.recent,
+            method.a, method.decay, method.epsilon, method.expand == "filtered", *self._tables,
+            *self._bounds, self._sums, self._gain, self._mean_k, self._mean_v, self._covariance,
+            self._ratio, self._statistics, attended, counts, out,
+        )  # fmt: skip
+        if self.traced:
+            self.attended = (attended, counts)
+        self.ledger.step(spec.n_head * n, 0, 0, 0, True)
+        return out
+
+    def truncate(self, n: int) -> int:
+        self._indexed = False
+        return super().truncate(n)
+
+    def memory(self) -> Memory:
+        index = sum(table.nbytes for table in (*self._tables, *self._bounds))
+        index += self._covariance.nbytes + self._mean_k.nbytes + self._mean_v.nbytes
+        return Memory(host=self.store.nbytes, index=index)
+
+    def counters(self) -> Mapping[str, int]:
+        """The steps counted by the kernel, added to the dense ones."""
+        total = self._statistics.sum(0)
+        scored, attended = int(total[history.SCORED]), int(total[history.ATTENDED])
+        counts = self.ledger.counts.copy()
+        for prefix in ("", "sparse_"):
+            counts[f"{prefix}rows_scored"] += scored
+            counts[f"{prefix}rows_attended"] += attended
+        counts["bytes_read"] += scored * self.store.strides[2] + attended * self.store.strides[3]
+        counts["heads_stepped"] += int(total[history.HEAD_STEPS])
+        counts["heads_bypassed"] += int(total[history.BYPASSED])
+        counts["bounds_read"] += int(total[history.BOUNDS_READ])
+        counts["entries_read"] += int(total[history.ENTRIES_READ])
+        return counts
+
+
+def _grown(old: Any, n_rows: int, n_columns: int) -> np.ndarray:
+    """f32 zeros (n_rows, n_columns) with ``old``, an array or nothing, in front."""
+    new = np.zeros((n_rows, n_columns), np.float32)
+    if isinstance(old, np.ndarray):
+        kept = min(old.shape[1], n_columns)
+        new[:, :kept] = old[:, :kept]
+    return new

@@ -1,0 +1,63 @@
+"""Exact top-k: the k keys with the largest q . k, per query head.
+
+The oracle that index methods are measured against: it scores every key, so it saves the value rows
+only. Sinks and the most recent rows are always attended; sinks are not counted in the budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from sparsekv_cli.cache import (
+    N_SINKS,
+    Backend,
+    Budget,
+    LayerCache,
+    LayerSpec,
+    Method,
+    SelectingCache,
+)
+from sparsekv_cli.cpu.select import select_rows
+
+
+@dataclass(frozen=True)
+class TopK(Method):
+    """Options of exact top-k."""
+
+    paper: ClassVar[str] = "exact top-k (oracle)"
+    summary: ClassVar[str] = "scores every key, attends to the best"
+
+    budget: Budget = field(
+        default=Budget(share=0.05), metadata={"help": "rows attended a head: N or P%"}
+    )
+    recent: int = field(default=16, metadata={"help": "most recent rows always attended"})
+
+    def __post_init__(self) -> None:
+        if self.recent < 1:
+            raise ValueError(f"recent = {self.recent}: must be 1 or more")
+
+    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
+        return _TopKCache(spec, backend, self)
+
+
+class _TopKCache(SelectingCache):
+    def __init__(self, spec: LayerSpec, backend: Backend, method: TopK) -> None:
+        super().__init__(spec, backend)
+        self.method = method
+
+    def selects_all(self, n: int) -> bool:
+        return self.method.budget.rows(n) + N_SINKS >= n
+
+    def select(self, q: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
+        k = self.method.budget.rows(n)
+        scores = self.backend.score_rows(self.store, q, self.spec)
+        idx = np.empty((len(q), N_SINKS + k), np.int32)
+        recent = min(self.method.recent, max(1, k // 2))
+        select_rows(scores, n, N_SINKS, recent, k, idx)
+        return idx, np.full(len(q), idx.shape[1]), len(q) * n
+
+    def bytes_to_select(self, n: int) -> int:
+        return self.spec.n_head_kv * n * self.store.k.strides[1]

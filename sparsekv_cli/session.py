@@ -1,0 +1,245 @@
+"""A session: one model, one method, one sequence. Prefill, decode, rewind; token ids only."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparsekv_cli.cache import Method, total_counters
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.architectures import Architecture, architecture_of
+from sparsekv_cli.models.gguf import GGUFFile, open_gguf
+from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
+from sparsekv_cli.models.weights import Weights, read_weights
+
+Progress = Callable[[int, int], None]
+Sample = Callable[[np.ndarray, Sequence[int]], int]
+
+
+@dataclass
+class Timings:
+    """Seconds and tokens so far; ``reset`` keeps the load time."""
+
+    load_s: float = 0.0
+    prefill_s: float = 0.0
+    prefill_tokens: int = 0
+    decode_s: float = 0.0
+    decode_tokens: int = 0
+
+    def reset(self) -> None:
+        self.prefill_s = self.decode_s = 0.0
+        self.prefill_tokens = self.decode_tokens = 0
+
+
+class SessionLedger:
+    """Counts of all layers together, in the words of the JSON contract."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def as_dict(self) -> dict[str, int]:
+        caches = self._session.caches
+        counts = total_counters(caches)
+        memory = [cache.memory() for cache in caches]
+        result = {name: int(counts.pop(name, 0)) for name in LEDGER_ROWS}
+        result["bytes_host"] = sum(m.host for m in memory)
+        result["bytes_device"] = sum(m.device for m in memory)
+        result["bytes_moved"] = int(counts.pop("bytes_moved", 0))
+        result["index_bytes"] = sum(m.index for m in memory)
+        result.update((name, int(count)) for name, count in sorted(counts.items()))
+        return result
+
+
+LEDGER_ROWS = ("rows_total", "rows_scored", "rows_attended")
+
+
+class Session:
+    """Use ``load_session``. Positions are absolute; ``tokens`` are those whose rows are cached."""
+
+    def __init__(
+        self,
+        file: GGUFFile,
+        architecture: Architecture,
+        hparams: HParams,
+        weights: Weights,
+        method: Method,
+        config: SessionConfig,
+    ) -> None:
+        import numba
+        import torch
+
+        from sparsekv_cli.cpu import ops
+        from sparsekv_cli.models.decoder import Decoder, cpu_prefill_dtype
+
+        self.gguf = file
+        self.hparams = hparams
+        self.method = method
+        self.config = config
+        self.n_threads = min(config.threads or physical_cores(), numba.config.NUMBA_NUM_THREADS)
+        self.n_ctx = config.ctx_size or hparams.n_ctx_train
+        numba.set_num_threads(self.n_threads)
+        torch.set_num_threads(self.n_threads)
+        torch.set_grad_enabled(False)
+        dtypes = {"f32": torch.float32, "bf16": torch.bfloat16}
+        self.decoder = Decoder(
+            hparams,
+            architecture,
+            weights,
+            n_threads=self.n_threads,
+            prefill_dtype=dtypes.get(config.prefill_dtype) or cpu_prefill_dtype(),
+            chunk=config.chunk,
+        )
+        self._backend = ops
+        self.timings = Timings()
+        self.ledger = SessionLedger(self)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the sequence."""
+        self.tokens: list[int] = []
+        self.caches = [
+            self.method.layer(spec, self._backend) for spec in self.decoder.layer_specs()
+        ]
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from sparsekv_cli.models.tokenizer import load_tokenizer
+
+        return load_tokenizer(self.gguf.metadata)
+
+    def method_options(self) -> dict[str, Any]:
+        return self.method.options()
+
+    def prefill(
+        self, ids: Sequence[int], progress: Progress | None = None, *, all_logits: bool = False
+    ) -> np.ndarray:
+        """Adds ``ids`` densely; logits f32 (n_vocab,) after the last, or (T, n_vocab) of all.
+
+        SparseKVError for no tokens or more than the context holds; nothing is added then, nor when
+        it is interrupted.
+        """
+        n = len(ids)
+        if n == 0:
+            raise SparseKVError("the prompt is empty: give at least one token")
+        self._check_room(n)
+        self._check_ids(ids)
+        self.gguf.check_intact()
+        started = time.perf_counter()
+        n_past = len(self.tokens)
+        try:
+            for cache in self.caches:
+                cache.reserve(n_past + n)
+            logits = self.decoder.forward(
+                ids, n_past, self.caches, progress=progress, all_logits=all_logits
+            )
+        except BaseException:
+            self.rewind(n_past)
+            raise
+        self.tokens.extend(int(token) for token in ids)
+        self.timings.prefill_s += time.perf_counter() - started
+        self.timings.prefill_tokens += n
+        return logits
+
+    def decode(self, token: int) -> np.ndarray:
+        """Adds one token with the method; logits f32 (n_vocab,) after it."""
+        self._check_room(1)
+        self._check_ids((token,))
+        self.gguf.check_intact()
+        started = time.perf_counter()
+        logits = self.decoder.decode(token, len(self.tokens), self.caches)
+        self.tokens.append(int(token))
+        self.timings.decode_s += time.perf_counter() - started
+        self.timings.decode_tokens += 1
+        return logits
+
+    def generate(
+        self,
+        ids: Sequence[int],
+        sample: Sample,
+        n_predict: int,
+        progress: Progress | None = None,
+    ) -> Iterator[int]:
+        """Prefills ``ids`` and yields sampled tokens, each before it is decoded.
+
+        Ends after ``n_predict`` tokens (negative: never) or when the context is full. The caller
+        stops at an end-of-generation token by closing the iterator; what was yielded last is then
+        not in ``tokens``.
+        """
+        logits = self.prefill(ids, progress)
+        produced = 0
+        while produced != n_predict:
+            token = sample(logits, self.tokens)
+            yield token
+            produced += 1
+            if produced == n_predict or len(self.tokens) >= self.n_ctx:
+                return
+            logits = self.decode(token)
+
+    def rewind(self, n: int) -> None:
+        """Keeps at most the first n tokens; a method that cannot go back keeps none."""
+        if n >= len(self.tokens) and all(cache.store.n <= n for cache in self.caches):
+            return
+        kept = [cache.truncate(n) for cache in self.caches]
+        if n == 0 or min(kept) < n:
+            self.reset()
+        else:
+            del self.tokens[n:]
+
+    def _check_room(self, n: int) -> None:
+        have = len(self.tokens)
+        if have + n > self.n_ctx:
+            what = f"{have} tokens in the cache and {n} new ones" if have else f"{n} tokens"
+            raise SparseKVError(
+                f"{what} do not fit the context of {self.n_ctx}: shorten the prompt or raise "
+                f"--ctx-size (the model was trained for {self.hparams.n_ctx_train})"
+            )
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self.hparams.n_vocab:
+            bad = low if low < 0 else high
+            raise SparseKVError(
+                f"token id {bad} is not in the vocabulary of {self.hparams.n_vocab}"
+            )
+
+
+def load_session(model_path: Path, method: Method, config: SessionConfig) -> Session:
+    """Opens and checks a model and builds a session; SparseKVError says what is wrong."""
+    started = time.perf_counter()
+    if config.device == "cuda":
+        raise SparseKVError(
+            "--device cuda: this version computes on the CPU only; use --device cpu"
+        )
+    file = open_gguf(model_path)
+    try:
+        architecture = architecture_of(read_architecture(file))
+        hparams = read_hparams(file)
+        weights = read_weights(file, hparams, architecture)
+        session = Session(file, architecture, hparams, weights, method, config)
+    except BaseException:
+        file.close()
+        raise
+    session.timings.load_s = time.perf_counter() - started
+    return session
+
+
+def physical_cores() -> int:
+    """Physical cores that this process may run on (hyper-threads share a core's vector units)."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    cores = set()
+    try:
+        for cpu in allowed or ():
+            topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+            package = (topology / "physical_package_id").read_text().strip()
+            cores.add((package, (topology / "core_id").read_text().strip()))
+    except OSError:
+        cores.clear()
+    return len(cores) or len(allowed or ()) or os.cpu_count() or 1

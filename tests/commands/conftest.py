@@ -1,0 +1,166 @@
+"""A session that answers from a script, so that the commands are tested without a model."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+
+from sparsekv_cli.cli import main
+from sparsekv_cli.commands import chat as chat_module
+from sparsekv_cli.commands import run as run_module
+
+EOS_ID, BOS_ID = 256, 257
+
+
+class ByteTokenizer:
+    """A token a byte; <eos> and <bos> are special."""
+
+    bos_id: int | None = None
+    eos_id = EOS_ID
+    eog_ids = frozenset({EOS_ID})
+    n_vocab = 258
+    specials: ClassVar = {"<eos>": EOS_ID, "<bos>": BOS_ID}
+
+    def encode(
+        self, text: str, *, add_bos: bool | None = None, parse_special: bool = True
+    ) -> list[int]:
+        ids = [BOS_ID] if self.bos_id is not None and add_bos is not False else []
+        while text:
+            name = next((s for s in self.specials if parse_special and text.startswith(s)), None)
+            if name is None:
+                ids += text[0].encode()
+                text = text[1:]
+            else:
+                ids.append(self.specials[name])
+                text = text.removeprefix(name)
+        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        names = {number: name for name, number in self.specials.items()}
+        return names[token_id].encode() if token_id in names else bytes([token_id])
+
+    def is_shown(self, token_id: int) -> bool:
+        return token_id < 256
+
+
+class FakeSession:
+    """Keeps the books of a session; answers come from ``script``, one text a generation.
+
+    In a text, ``<eos>`` ends the answer. ``on_token`` is called before a token is handed out.
+    """
+
+    def __init__(self, script: Sequence[str] = (), n_ctx: int = 4096) -> None:
+        self.script = list(script)
+        self.n_ctx = n_ctx
+        self.n_threads = 2
+        self.metadata: dict[str, Any] = {"general.architecture": "llama"}
+        self.gguf = SimpleNamespace(metadata=self.metadata, path=Path("fake.gguf"), tensors={})
+        self.hparams = SimpleNamespace(n_vocab=258)
+        self.tokenizer = ByteTokenizer()
+        self.tokens: list[int] = []
+        self.timings = SimpleNamespace(
+            load_s=0.5,
+            prefill_s=0.0,
+            prefill_tokens=0,
+            decode_s=0.0,
+            decode_tokens=0,
+            reset=lambda: None,
+        )
+        self.counts = {"rows_total": 0, "rows_scored": 0, "rows_attended": 0, "bytes_moved": 0}
+        self.ledger = SimpleNamespace(as_dict=self.ledger_dict)
+        self.prompts: list[list[int]] = []  # what each generation began with
+        self.prefilled: list[int] = []  # how many ids each prefill computed
+        self.decoded: list[int] = []
+        self.on_token: Callable[[int], None] = lambda n: None
+        self.on_prefill: Callable[[], None] = lambda: None
+        self.closed = 0
+        self.can_rewind_within = True
+        self.rewinds: list[int] = []
+
+    def ledger_dict(self) -> dict[str, int]:
+        return {**self.counts, "bytes_host": 10, "bytes_device": 0, "index_bytes": 1}
+
+    def method_options(self) -> dict[str, Any]:
+        return {"budget": "5%"}
+
+    def prefill(self, ids: Sequence[int], progress: Any = None) -> None:
+        assert len(ids) and len(self.tokens) + len(ids) <= self.n_ctx
+        self.on_prefill()
+        if progress is not None:
+            progress(len(ids) // 2, len(ids))
+            progress(len(ids), len(ids))
+        self.tokens += ids
+        self.prefilled.append(len(ids))
+        self.timings.prefill_tokens += len(ids)
+        self.timings.prefill_s += 0.5
+
+    def decode(self, token: int) -> None:
+        assert len(self.tokens) < self.n_ctx and self.tokens, "decode comes after a prefill"
+        self.tokens.append(token)
+        self.decoded.append(token)
+        self.timings.decode_tokens += 1
+        self.timings.decode_s += 0.1
+        self.counts["rows_total"] += len(self.tokens)
+        self.counts["rows_attended"] += 1
+
+    def rewind(self, n: int) -> None:
+        self.rewinds.append(n)
+        if n < len(self.tokens):
+            del self.tokens[n if self.can_rewind_within else 0 :]
+
+    def generate(
+        self, ids: Sequence[int], sample: Any, n_predict: int, progress: Any = None
+    ) -> Iterator[int]:
+        self.prompts.append([*self.tokens, *ids])
+        self.prefill(ids, progress)
+        answer = self.tokenizer.encode(self.script.pop(0))
+        try:
+            for n, token in enumerate(answer[: None if n_predict < 0 else n_predict]):
+                self.on_token(n)
+                yield token
+                if n + 1 == n_predict or len(self.tokens) == self.n_ctx:
+                    return
+                self.decode(token)
+        finally:
+            self.closed += 1
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
+    """A fake session in place of what ``run`` and ``chat`` would open."""
+    session = FakeSession()
+    for module in (run_module, chat_module):
+        monkeypatch.setattr(module, "open_session", lambda options: session)
+        monkeypatch.setattr(module, "new_sampler", lambda *arguments: None)
+    return session
+
+
+class Result(NamedTuple):
+    """What one command line printed, and its exit code."""
+
+    out: str
+    err: str
+    code: int
+
+
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Invoke:
+    """Runs ``main`` with arguments and bytes on stdin in this process."""
+
+    def run(*arguments: str, stdin: bytes = b"") -> Result:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        with pytest.raises(SystemExit) as exit_info:
+            main(list(arguments))
+        captured = capfd.readouterr()
+        return Result(captured.out, captured.err, int(exit_info.value.code or 0))
+
+    return run

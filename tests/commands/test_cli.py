@@ -1,0 +1,159 @@
+"""The group: help without heavy imports, and failures as a line and an exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparsekv_cli import __version__, cli
+from sparsekv_cli.commands import run as run_module
+from sparsekv_cli.commands.terminal import one_line
+from sparsekv_cli.errors import SparseKVError
+
+PROGRAM = [sys.executable, "-m", "sparsekv_cli"]
+HEAVY = ("torch", "numba", "gguf", "rich", "numpy", "jinja2", "tokenizers", "sentencepiece")
+
+
+def test_help_lists_every_command_and_imports_none(invoke: Callable[..., Any]) -> None:
+    result = invoke("--help")
+    assert result.code == 0
+    for name, (_, short) in cli.COMMANDS.items():
+        assert name in result.out and short in result.out
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_listed_command_has_help(name: str, invoke: Callable[..., Any]) -> None:
+    result = invoke(name, "--help")
+    assert result.code == 0 and f"sparsekv-cli {name}" in result.out
+    assert "--verbose" in result.out
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version"])
+def test_help_and_version_are_light(argument: str) -> None:
+    code = (
+        "import sys\nfrom sparsekv_cli.cli import main\n"
+        f"try:\n    main([{argument!r}])\nexcept SystemExit as error:\n    assert not error.code\n"
+        f"print([m for m in {HEAVY} if m in sys.modules])\n"
+        "print([m for m in sys.modules if m.startswith('sparsekv_cli.commands.run')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-2:] == ["[]", "[]"]
+
+
+def test_version_is_quick() -> None:
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run([*PROGRAM, "--version"], capture_output=True, text=True, check=True)
+        best = min(best, time.perf_counter() - start)
+    assert __version__ in done.stdout
+    assert best < 0.3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nonsense"], "run, chat"),
+        (["run", "--nonsense"], "--nonsense"),
+        (["run", "-n", "-5"], "-5"),
+        (["run", "-o", "budget"], "KEY=VALUE"),
+        (["run", "-o", "a=1", "-o", "a=2"], "twice"),
+        (["run", "--device", "tpu"], "tpu"),
+        (["run", "-p", "x", "--top-p", "7"], "top_p"),
+        (["run", "-p", "x", "--temp", "nan"], "temp"),
+        (["run", "-p", "x", "-l", "12"], "ID+BIAS"),
+        (["run", "-p", "x", "--samplers", "top_k;magic"], "magic"),
+        (["run", "-p", "x", "-r", ""], "empty"),
+        (["run", "-p", "x", "--raw", "-sys", "y"], "--raw"),
+        (["run", "-p", "x", "--method", "nonsense"], "streaming"),
+        (["run", "-p", "x", "--method", "topk", "-o", "nonsense=1"], "budget"),
+        (["run", "-p", "x", "--method", "topk", "--budget", "200%"], "200%"),
+        (["bench", "-p", "0", "-n", "0"], "nothing to measure"),
+        (["bench", "-d", "1,x"], "1,x"),
+        (["bench", "-pg", "5"], "PROMPT,GEN"),
+    ],
+)
+def test_usage_errors_exit_with_2(
+    arguments: list[str], words: str, invoke: Callable[..., Any]
+) -> None:
+    result = invoke(*arguments)
+    assert result.code == 2, result.err
+    assert words in result.err and "Traceback" not in result.err
+    assert result.out == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (SparseKVError("found this,\n  expected that"), "error: found this, expected that"),
+        (MemoryError(), "error: out of memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), "error: out of mem"),
+        (FileNotFoundError(2, "No such file or directory", "x.gguf"), "error: x.gguf: No such"),
+        (TypeError("odd"), "error: unexpected TypeError: odd"),
+    ],
+)
+@pytest.mark.parametrize("verbose", [(), ("-v",)])
+def test_failures_are_one_line_with_exit_code_1(
+    error: Exception,
+    line: str,
+    verbose: tuple[str, ...],
+    invoke: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(run_module, "open_session", fail)
+    for arguments in ((*verbose, "run", "-p", "x"), ("run", "-p", "x", *verbose)):
+        result = invoke(*arguments)
+        assert result.code == 1 and result.out == ""
+        *trace, last = result.err.splitlines()
+        assert last.startswith(line)
+        assert any("Traceback" in part for part in trace) == bool(verbose)
+        assert verbose or not trace
+
+
+def test_ctrl_c_exits_with_130(invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "open_session", interrupt)
+    result = invoke("run", "-p", "x")
+    assert (result.code, result.out, result.err) == (130, "", "")
+
+
+def test_control_characters_of_a_file_do_not_reach_the_terminal() -> None:
+    assert one_line("bad \x1b[31mname\x07\nnext") == "bad \\x1b[31mname\\x07 next"
+
+
+def test_closed_stdout_ends_quietly() -> None:
+    command = " ".join(PROGRAM)
+    done = subprocess.run(
+        ["bash", "-c", f"{{ sleep 0.5; {command} run --help; echo $? >&2; }} | true"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr == "0\n"
+
+
+def test_stdout_closed_from_the_start() -> None:
+    command = " ".join(PROGRAM)
+    done = subprocess.run(
+        ["bash", "-c", f"{command} --version >&-"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_a_line() -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{' '.join(PROGRAM)} run --help >/dev/full"], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr == "error: No space left on device\n"

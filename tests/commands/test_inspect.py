@@ -1,0 +1,206 @@
+"""The command ``inspect``, through the program's entry point."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from sparsekv_cli.cli import main
+
+
+def write_model(
+    path: Path,
+    *,
+    nan: bool = False,
+    tensors: bool = True,
+    head_count: int = 2,
+    architecture: str = "llama",
+    extra_type: gguf.GGMLQuantizationType | None = None,
+) -> Path:
+    """A tiny file with a tokenizer; its name tries to be markup and a terminal escape."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("[bold]tiny[/bold]\x1b[31m\nmodel")
+    writer.add_context_length(128)
+    writer.add_embedding_length(64)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(head_count)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_float32("llama.odd", float("nan"))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(["<|end|>", "a", "b", "ab"])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(0)
+    writer.add_uint32("tokenizer.ggml.bos_token_id", 99)
+    writer.add_chat_template("{{ messages }}")
+    if tensors:
+        values = np.ones((4, 64), np.float32)
+        quantised = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+        if nan:
+            quantised[2, 34:36] = 0xFF
+        writer.add_tensor("token_embd.weight", quantised, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        writer.add_tensor("output_norm.weight", values[0])
+    if extra_type is not None:
+        row = gguf.quants.quantize(np.ones((1, 256), np.float32), extra_type)
+        writer.add_tensor("extra", row, raw_dtype=extra_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def inspect(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(["inspect", *map(str, arguments)])
+    code = caught.value.code
+    return code if isinstance(code, int) else 0
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "tiny.gguf")
+
+
+def read_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    captured = capsys.readouterr()
+    assert captured.err == ""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(captured.out, parse_constant=refuse)
+
+
+def test_json(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect(model, "--json", "--tensors", "--check-tensors") == 0
+    summary = read_json(capsys)
+    assert summary["architecture"] == "llama"
+    assert summary["file_bytes"] == model.stat().st_size
+    assert summary["parameters"] == 4 * 64 + 64
+    assert summary["tensor_bytes"] == 4 * 68 + 256
+    assert summary["bits_per_weight"] == round(8 * (272 + 256) / 320, 3)
+    assert summary["types"] == [
+        {"type": "Q8_0", "tensors": 1, "parameters": 256, "bytes": 272},
+        {"type": "F32", "tensors": 1, "parameters": 64, "bytes": 256},
+    ]
+    assert summary["hyperparameters"]["n_head"] == 2
+    assert summary["hyperparameters"]["head_dim"] == 32
+    assert summary["hyperparameters"]["n_vocab"] == 4
+    assert summary["rope"]["freq_base"] == 10000.0
+    assert summary["context_length"] == 128
+    assert summary["problem"] is None
+    assert summary["tokenizer"]["model"] == "gpt2"
+    assert summary["tokenizer"]["pre"] == "smollm"
+    assert summary["tokenizer"]["n_tokens"] == 4
+    assert summary["tokenizer"]["n_merges"] == 1
+    assert summary["tokenizer"]["has_chat_template"] is True
+    assert summary["tokenizer"]["special"] == {
+        "eos": {"id": 0, "text": "<|end|>"},
+        "bos": {"id": 99, "text": None},
+    }
+    assert summary["metadata"]["llama.odd"] == "nan"
+    assert [one["name"] for one in summary["tensors"]] == [
+        "token_embd.weight",
+        "output_norm.weight",
+    ]
+    assert summary["tensors"][0]["shape"] == [4, 64]
+    assert summary["check"] == {"tensors": 2, "bad": 0, "unchecked_types": []}
+
+
+def test_tables(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect("-m", model, "--tensors", "--metadata") == 0
+    captured = capsys.readouterr()
+    assert "\x1b" not in captured.out
+    assert r"[bold]tiny[/bold]\x1b[31m\nmodel" in captured.out
+    for text in ("320 in 2 tensors", "Q8_0", "token_embd.weight", "4 x 64", "smollm", "llama.odd"):
+        assert text in captured.out
+    assert "0 '<|end|>'" in captured.out
+
+
+def test_environment_names_the_model(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARSEKV_MODEL", str(model))
+    assert inspect("--json") == 0
+    assert read_json(capsys)["path"] == str(model)
+
+
+def test_vocabulary_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_model(tmp_path / "vocab.gguf", tensors=False)
+    assert inspect(path, "--json") == 0
+    summary = read_json(capsys)
+    assert summary["vocabulary_only"] is True
+    assert summary["bits_per_weight"] is None
+    assert "vocabulary only" in summary["problem"]
+    assert summary["types"] == []
+    assert inspect(path) == 0
+    assert "none (vocabulary only)" in capsys.readouterr().out
+
+
+def test_a_broken_hyper_parameter_is_shown_and_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_model(tmp_path / "odd.gguf", head_count=3)
+    assert inspect(path, "--json") == 1
+    captured = capsys.readouterr()
+    summary = json.loads(captured.out)
+    assert summary["hyperparameters"] is None
+    assert "not a multiple of head_count = 3" in summary["problem"]
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert inspect(path) == 1
+    assert "cannot run" in capsys.readouterr().out
+
+
+def test_an_unsupported_architecture_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_model(tmp_path / "other.gguf", architecture="mamba")
+    assert inspect(path, "--json") == 0
+    summary = read_json(capsys)
+    assert summary["architecture"] == "mamba"
+    assert "'mamba' is not supported; supported are llama" in summary["problem"]
+    assert summary["parameters"] == 320
+
+
+def test_an_unsupported_type_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_model(tmp_path / "other.gguf", extra_type=gguf.GGMLQuantizationType.TQ2_0)
+    assert inspect(path, "--json", "--check-tensors") == 0
+    summary = read_json(capsys)
+    assert "has type TQ2_0, which is not supported" in summary["problem"]
+    assert summary["hyperparameters"]["n_layer"] == 2
+
+
+def test_damaged_scales(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_model(tmp_path / "nan.gguf", nan=True)
+    assert inspect(path) == 0
+    capsys.readouterr()
+    assert inspect(path, "--check-tensors", "--json") == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert "'token_embd.weight' (Q8_0): 1 of 8 blocks, from row 2 on" in captured.err
+
+
+def test_failures(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SPARSEKV_MODEL", raising=False)
+    assert inspect(model.parent / "missing.gguf") == 1
+    assert "No such file" in capsys.readouterr().err
+    assert inspect() == 1
+    assert "no model" in capsys.readouterr().err
+    assert inspect(model, "-m", model) == 2
+    assert "given twice" in capsys.readouterr().err
+    model.write_bytes(model.read_bytes()[:-300])
+    assert inspect(model) == 1
+    error = capsys.readouterr().err
+    assert "bytes are missing" in error
+    assert error.count("\n") == 1

@@ -1,0 +1,333 @@
+"""Hyper-parameters: defaults, per-layer values, scaling, and every value that must be refused."""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+
+import pytest
+from gguf_bytes import (
+    BOOL,
+    FLOAT32,
+    INT32,
+    UINT32,
+    UINT64,
+    Builder,
+    Tensor,
+    array,
+    float32,
+    pair,
+    string,
+    strings,
+    uint32,
+)
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.gguf import open_gguf
+from sparsekv_cli.models.hparams import (
+    HParams,
+    RopeParams,
+    UnsupportedModelError,
+    check_architecture,
+    read_architecture,
+    read_hparams,
+)
+
+BASE = {
+    "general.architecture": string("general.architecture", "llama"),
+    "context_length": uint32("llama.context_length", 4096),
+    "embedding_length": uint32("llama.embedding_length", 64),
+    "block_count": uint32("llama.block_count", 3),
+    "feed_forward_length": uint32("llama.feed_forward_length", 128),
+    "attention.head_count": uint32("llama.attention.head_count", 4),
+    "attention.layer_norm_rms_epsilon": float32("llama.attention.layer_norm_rms_epsilon", 1e-5),
+    "vocab_size": uint32("llama.vocab_size", 1000),
+}
+
+
+def read(folder: Path, without: str = "", /, **changes: bytes) -> HParams:
+    """Hyper-parameters of BASE with pairs replaced or added; a key's dots are written ``__``."""
+    pairs = dict(BASE)
+    pairs.pop(without, None)
+    pairs.update({name.replace("__", "."): value for name, value in changes.items()})
+    return read_hparams(open_gguf(Builder(list(pairs.values())).write(folder)))
+
+
+def failure(folder: Path, without: str = "", /, **changes: bytes) -> str:
+    with pytest.raises(SparseKVError) as caught:
+        read(folder, without, **changes)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(folder) in message
+    return message
+
+
+def test_defaults(tmp_path: Path) -> None:
+    hparams = read(tmp_path)
+    assert hparams == HParams(
+        architecture="llama",
+        n_layer=3,
+        n_ctx_train=4096,
+        n_embd=64,
+        n_head=(4, 4, 4),
+        n_head_kv=(4, 4, 4),
+        n_ff=(128, 128, 128),
+        head_dim=16,
+        value_dim=16,
+        n_rot=16,
+        norm_eps=struct.unpack("<f", struct.pack("<f", 1e-5))[0],
+        rope=RopeParams(n_ctx_original=4096),
+        n_vocab=1000,
+    )
+    assert hparams.uniform
+    assert hparams.rope.freq_scale == 1.0
+    assert hparams.rope.magnitude == 1.0
+
+
+def test_stated_values(tmp_path: Path) -> None:
+    hparams = read(
+        tmp_path,
+        kv=uint32("llama.attention.head_count_kv", 2),
+        key=uint32("llama.attention.key_length", 32),
+        value=uint32("llama.attention.value_length", 24),
+        rot=uint32("llama.rope.dimension_count", 8),
+        base=float32("llama.rope.freq_base", 500000.0),
+        causal=pair("llama.attention.causal", BOOL, b"\1"),
+        experts=uint32("llama.expert_count", 0),
+    )
+    assert hparams.n_head_kv == (2, 2, 2)
+    assert (hparams.head_dim, hparams.value_dim, hparams.n_rot) == (32, 24, 8)
+    assert hparams.rope.freq_base == 500000.0
+
+
+def test_any_integer_type_is_taken(tmp_path: Path) -> None:
+    hparams = read(
+        tmp_path,
+        block_count=pair("llama.block_count", UINT64, struct.pack("<Q", 2)),
+        context_length=pair("llama.context_length", INT32, struct.pack("<i", 77)),
+    )
+    assert (hparams.n_layer, hparams.n_ctx_train) == (2, 77)
+
+
+def test_per_layer_arrays(tmp_path: Path) -> None:
+    hparams = read(
+        tmp_path,
+        heads=array("llama.attention.head_count_kv", INT32, 3, struct.pack("<3i", 4, 2, 1)),
+        feed_forward_length=array(
+            "llama.feed_forward_length", UINT32, 3, struct.pack("<3I", 32, 64, 96)
+        ),
+    )
+    assert hparams.n_head_kv == (4, 2, 1)
+    assert hparams.n_ff == (32, 64, 96)
+    assert not hparams.uniform
+
+
+def test_vocabulary_size(tmp_path: Path) -> None:
+    tokens = strings("tokenizer.ggml.tokens", ["a", "b"])
+    assert read(tmp_path, tokens=tokens).n_vocab == 2
+    assert "llama.vocab_size is missing" in failure(tmp_path, "vocab_size")
+    pairs = [value for name, value in BASE.items() if name != "vocab_size"]
+    embedding = Tensor("token_embd.weight", (8, 5), data=bytes(160))
+    file = open_gguf(Builder(pairs, [embedding]).write(tmp_path))
+    assert read_hparams(file).n_vocab == 5
+
+
+def test_linear_scaling(tmp_path: Path) -> None:
+    rope = read(tmp_path, factor=float32("llama.rope.scaling.factor", 4.0)).rope
+    assert (rope.scaling, rope.factor, rope.freq_scale, rope.ext_factor) == ("linear", 4.0, 0.25, 0)
+    assert rope.magnitude == 1.0
+    old = read(tmp_path, factor=float32("llama.rope.scale_linear", 2.0)).rope
+    assert old.freq_scale == 0.5
+    assert read(tmp_path, factor=float32("llama.rope.scaling.factor", 0.0)).rope.factor == 1.0
+    none = read(
+        tmp_path,
+        scaling=string("llama.rope.scaling.type", "none"),
+        factor=float32("llama.rope.scaling.factor", 4.0),
+    ).rope
+    assert none.freq_scale == 1.0
+
+
+def test_yarn(tmp_path: Path) -> None:
+    yarn = {
+        "scaling": string("llama.rope.scaling.type", "yarn"),
+        "factor": float32("llama.rope.scaling.factor", 4.0),
+        "original": uint32("llama.rope.scaling.original_context_length", 1024),
+    }
+    rope = read(tmp_path, **yarn).rope
+    assert rope == RopeParams(
+        scaling="yarn", factor=4.0, n_ctx_original=1024, ext_factor=1.0, beta_fast=32, beta_slow=1
+    )
+    assert rope.magnitude == pytest.approx(1 + 0.1 * math.log(4))
+    rope = read(
+        tmp_path,
+        **yarn,
+        attn=float32("llama.rope.scaling.attn_factor", 0.5),
+        ext=float32("llama.rope.scaling.yarn_ext_factor", -1.0),
+        ignored=float32("llama.rope.scaling.yarn_attn_factor", 7.0),
+        fast=float32("llama.rope.scaling.yarn_beta_fast", 16.0),
+        slow=float32("llama.rope.scaling.yarn_beta_slow", 2.0),
+    ).rope
+    assert (rope.ext_factor, rope.beta_fast, rope.beta_slow) == (1.0, 16.0, 2.0)
+    assert rope.magnitude == pytest.approx(0.5 * (1 + 0.1 * math.log(4)))
+    rope = read(
+        tmp_path,
+        **yarn,
+        ext=float32("llama.rope.scaling.yarn_ext_factor", 0.0),
+        attn=float32("llama.rope.scaling.yarn_attn_factor", 1.5),
+    ).rope
+    assert (rope.ext_factor, rope.magnitude) == (0.0, 1.5)
+
+
+def test_architecture(tmp_path: Path) -> None:
+    file = open_gguf(Builder([string("general.name", "x")]).write(tmp_path))
+    with pytest.raises(SparseKVError, match=r"has no general\.architecture"):
+        read_architecture(file)
+    file = open_gguf(Builder([uint32("general.architecture", 1)]).write(tmp_path))
+    with pytest.raises(SparseKVError, match="is of type uint32, not string"):
+        read_architecture(file)
+    file = open_gguf(Builder([string("general.architecture", "")]).write(tmp_path))
+    with pytest.raises(SparseKVError, match="is empty"):
+        read_architecture(file)
+    file = open_gguf(Builder([string("general.architecture", "mamba")]).write(tmp_path))
+    assert read_architecture(file) == "mamba"
+    check_architecture("qwen2", {"llama", "qwen2"})
+    with pytest.raises(SparseKVError, match="'mamba' is not supported; supported are llama, qwen2"):
+        check_architecture("mamba", {"qwen2", "llama"})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "context_length",
+        "embedding_length",
+        "block_count",
+        "feed_forward_length",
+        "attention.head_count",
+        "attention.layer_norm_rms_epsilon",
+    ],
+)
+def test_missing_and_mistyped(tmp_path: Path, name: str) -> None:
+    assert f"llama.{name} is missing" in failure(tmp_path, name)
+    changes = {name: string(f"llama.{name}", "3")}
+    assert f"llama.{name} is of type string; it must be" in failure(tmp_path, **changes)
+    changes = {name: pair(f"llama.{name}", BOOL, b"\1")}
+    assert f"llama.{name} is of type bool; it must be" in failure(tmp_path, **changes)
+    changes = {name: strings(f"llama.{name}", ["3", "4", "5"])}
+    assert f"llama.{name} is of type array; it must be" in failure(tmp_path, **changes)
+    wrong = uint32 if name.endswith("epsilon") else float32
+    changes = {name: wrong(f"llama.{name}", 3)}
+    assert f"llama.{name} is of type {wrong.__name__}" in failure(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("count", [0, 513, 2**32 - 1])
+def test_number_of_layers(tmp_path: Path, count: int) -> None:
+    message = failure(tmp_path, block_count=uint32("llama.block_count", count))
+    assert f"llama.block_count is {count}; it must be 1 to 512" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("context_length", 0, "is 0; it must be 1 to"),
+        ("embedding_length", 0, "is 0; it must be 1 to"),
+        ("embedding_length", 2**31, "it must be 1 to 16777216"),
+        ("feed_forward_length", 0, "is 0; it must be 1 to"),
+        ("attention.head_count", 0, "is 0; it must be 1 to"),
+        ("attention.head_count", 2**31, "it must be 1 to 4096"),
+        ("attention.head_count_kv", 0, "is 0; it must be 1 to"),
+        ("attention.key_length", 0, "is 0; it must be 1 to"),
+        ("attention.value_length", 0, "is 0; it must be 1 to"),
+        ("vocab_size", 0, "is 0; it must be 1 to"),
+        ("rope.dimension_count", 0, "is 0; it must be 1 to"),
+        ("rope.dimension_count", 7, "is 7; it must be even and at most 16"),
+        ("rope.dimension_count", 18, "is 18; it must be even and at most 16"),
+        ("rope.scaling.original_context_length", 0, "is 0; it must be 1 to"),
+        ("expert_count", 8, "is 8: no mixture of experts can be run"),
+    ],
+)
+def test_out_of_range(tmp_path: Path, name: str, value: int, says: str) -> None:
+    message = failure(tmp_path, **{name: uint32(f"llama.{name}", value)})
+    assert f"llama.{name}" in message
+    assert says in message
+
+
+def test_head_counts_that_do_not_divide(tmp_path: Path) -> None:
+    message = failure(tmp_path, kv=uint32("llama.attention.head_count_kv", 3))
+    assert "head_count is 4 in layer 0, not a multiple of head_count_kv = 3" in message
+    kv = array("llama.attention.head_count_kv", INT32, 3, struct.pack("<3i", 4, 2, 8))
+    assert "is 4 in layer 2, not a multiple of head_count_kv = 8" in failure(tmp_path, kv=kv)
+    message = failure(tmp_path, embedding_length=uint32("llama.embedding_length", 66))
+    assert "is 66, not a multiple of head_count = 4" in message
+    odd = failure(tmp_path, key=uint32("llama.attention.key_length", 15))
+    assert "rope.dimension_count is 15; it must be even" in odd
+
+
+@pytest.mark.parametrize("count", [0, 2, 4])
+def test_per_layer_array_of_the_wrong_length(tmp_path: Path, count: int) -> None:
+    name = "llama.attention.head_count"
+    heads = array(name, INT32, count, struct.pack(f"<{count}i", *[4] * count))
+    message = failure(tmp_path, **{"attention.head_count": heads})
+    assert f"has {count} values for 3 layers" in message
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_per_layer_value_out_of_range(tmp_path: Path, value: int) -> None:
+    heads = array("llama.attention.head_count_kv", INT32, 3, struct.pack("<3i", 4, value, 4))
+    assert f"is {value} in layer 1; it must be" in failure(tmp_path, kv=heads)
+
+
+def test_per_layer_array_of_floats(tmp_path: Path) -> None:
+    heads = array("llama.attention.head_count_kv", FLOAT32, 3, struct.pack("<3f", 4, 4, 4))
+    assert "is of type array; it must be an integer or" in failure(tmp_path, kv=heads)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention.layer_norm_rms_epsilon",
+        "rope.freq_base",
+        "rope.scaling.factor",
+        "rope.scale_linear",
+        "rope.scaling.attn_factor",
+        "rope.scaling.yarn_attn_factor",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+    ],
+)
+def test_non_finite_and_negative_numbers(tmp_path: Path, name: str, value: float) -> None:
+    message = failure(tmp_path, **{name: float32(f"llama.{name}", value)})
+    assert f"llama.{name} is {value:g}; it must be" in message
+
+
+def test_other_numbers(tmp_path: Path) -> None:
+    assert "freq_base is 0" in failure(tmp_path, base=float32("llama.rope.freq_base", 0.0))
+    ext = float32("llama.rope.scaling.yarn_ext_factor", math.nan)
+    assert "yarn_ext_factor is nan" in failure(tmp_path, ext=ext)
+    tiny = float32("llama.rope.scaling.factor", 1e-42)
+    assert "rope.scaling.factor is" in failure(tmp_path, factor=tiny)
+
+
+def test_what_is_no_plain_decoder(tmp_path: Path) -> None:
+    for scaling in ("longrope", "dynamic", ""):
+        message = failure(tmp_path, scaling=string("llama.rope.scaling.type", scaling))
+        assert f"is {scaling!r}; supported are none, linear and yarn" in message
+    message = failure(tmp_path, scaling=uint32("llama.rope.scaling.type", 2))
+    assert "is of type uint32; it must be string" in message
+    message = failure(tmp_path, causal=pair("llama.attention.causal", BOOL, b"\0"))
+    assert "embedding model" in message
+    message = failure(tmp_path, causal=uint32("llama.attention.causal", 1))
+    assert "is of type uint32; it must be bool" in message
+
+
+def test_unsupported_is_told_from_broken(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError):
+        read(tmp_path, experts=uint32("llama.expert_count", 8))
+    with pytest.raises(UnsupportedModelError):
+        read(tmp_path, scaling=string("llama.rope.scaling.type", "longrope"))
+    with pytest.raises(UnsupportedModelError):
+        check_architecture("mamba", {"llama"})
+    with pytest.raises(SparseKVError) as caught:
+        read(tmp_path, block_count=uint32("llama.block_count", 0))
+    assert not isinstance(caught.value, UnsupportedModelError)
