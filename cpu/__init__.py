@@ -7,6 +7,7 @@ function only, so an edit of a file that the function merely calls would otherwi
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -28,8 +29,6 @@ def _kernel_cache_folder() -> Path:
 
 
 if "NUMBA_CACHE_DIR" not in os.environ:
-    try:
+    with contextlib.suppress(OSError):  # no writable home: numba chooses a place itself
         os.environ["NUMBA_CACHE_DIR"] = str(_kernel_cache_folder())
-    except OSError:
-        pass  # no writable home: numba falls back to __pycache__ or compiles in memory
 os.environ.setdefault("NUMBA_THREADING_LAYER_PRIORITY", "omp tbb workqueue")

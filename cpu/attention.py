@@ -199,14 +199,7 @@ def max_of(typingctx, scores, count):
             value = load(b, VF, b.add(scores, b.mul(j, I64(4))))
             return [emit.call_named(b, "llvm.maxnum.v16f32", VF, best[0], value)]
 
-        best = emit.loop(b, I64(0), count, LANES, [const(F32, -np.inf)], body)[0]
-        width = LANES
-        while width > 1:
-            width //= 2
-            high = emit.shuffle(b, best, best, range(width, 2 * width))
-            low = emit.shuffle(b, best, best, range(width))
-            best = emit.call_named(b, f"llvm.maxnum.v{width}f32", low.type, low, high)
-        return b.extract_element(best, I32(0))
+        return emit.max_lanes(b, emit.loop(b, I64(0), count, LANES, [const(F32, -np.inf)], body)[0])
 
     return types.float32(types.int64, types.int64), codegen
 
@@ -330,7 +323,7 @@ def attend_dense(q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, out
     head h belongs to kv head h // (H / G). Keys are split between threads when the kv heads alone
     would leave some idle; the pieces are merged by their peaks and masses.
     """
-    n_head, d = q.shape
+    n_head = q.shape[0]
     d_v = out.shape[1]
     group = n_head // n_kv_head
     n_split = n_key_splits(n, n_kv_head, n_threads)
@@ -374,7 +367,7 @@ def attend_rows(q, k, v, k_head, v_head, k_row, v_row, idx, counts, n_kv_head, s
 
     U is the number of lists: H (one a query head) or G (one a kv head, shared by its group).
     """
-    n_head, d = q.shape
+    n_head = q.shape[0]
     n_list = idx.shape[0]
     heads_a_list = n_head // n_list
     group = n_head // n_kv_head

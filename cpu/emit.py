@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 LANES = 16
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -94,6 +96,17 @@ def sum_lanes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.extract_element(value, I32(0))
 
 
+def max_lanes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """The largest of a float vector's lanes."""
+    count = value.type.count
+    while count > 1:
+        count //= 2
+        low = shuffle(builder, value, value, range(count))
+        high = shuffle(builder, value, value, range(count, 2 * count))
+        value = call_named(builder, f"llvm.maxnum.v{count}f32", low.type, low, high)
+    return builder.extract_element(value, I32(0))
+
+
 def sum_many(builder: ir.IRBuilder, values: Sequence[ir.Value]) -> ir.Value:
     """Lane i of the result is the sum of the lanes of ``values[i]``; 16 vectors of 16 lanes.
 
@@ -150,3 +163,14 @@ def loop(
     builder.branch(head)
     builder.position_at_end(after)
     return list(phis)
+
+
+@intrinsic
+def store_f32(typingctx, address, value):
+    """Writes one float at an address (numba code)."""
+
+    def codegen(context, builder, signature, args):
+        store(builder, args[1], args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), codegen

@@ -13,47 +13,60 @@ from numba.extending import intrinsic
 
 from sparsekv_cli.cpu import emit
 from sparsekv_cli.cpu.attention import _exp_lanes
+from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE
 from sparsekv_cli.cpu.emit import F32, I64, LANES, VF, const, load
+from sparsekv_cli.cpu.integer import quantize_activations
 from sparsekv_cli.cpu.matvec import address, call_rows, kernel_address
 
-# Columns of a matrix table (int64, one row a matrix).
-KERNEL, WEIGHTS, ROW_BYTES, ROWS, COLUMNS = range(5)
+# Columns of a matrix table (int64, one row a matrix). INTEGER: the kernel takes quantised inputs.
+KERNEL, WEIGHTS, ROW_BYTES, ROWS, COLUMNS, INTEGER = range(6)
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 NO_BIAS = np.empty(0, np.float32)
 
 
 def matrix_table(linears) -> np.ndarray:
-    """int64 (matrices, 5) that the kernels read; the caller keeps the weights alive.
+    """int64 (matrices, 6) that the kernels read; the caller keeps the weights alive.
 
-    linears: objects with code, data uint8 (rows, row bytes) and n_columns.
+    linears: objects with code, data uint8 (rows, row bytes) and n_columns. Block formats take the
+    integer kernels, which are faster for all of them (README, measured results).
     """
-    return np.array(
-        [
-            (
-                kernel_address(w.code),
-                address(w.data),
-                w.data.strides[0],
-                w.data.shape[0],
-                w.n_columns,
-            )
-            for w in linears
-        ],
-        np.int64,
-    )
+    rows = []
+    for w in linears:
+        integer = FORMAT_OF_CODE[w.code].decode is not None
+        kernel = kernel_address(w.code, integer)
+        rows.append(
+            (kernel, address(w.data), w.data.strides[0], w.data.shape[0], w.n_columns, integer)
+        )
+    return np.array(rows, np.int64)
 
 
 @njit(cache=True, nogil=True)
-def _matrices_part(table, x, out, part, n_parts):
-    """Part ``part`` of the rows of all matrices of a table, one after another in ``out``."""
+def _quantized(table, x):
+    """The block form of a table's input x, or an empty array where no matrix takes it."""
+    if not table[:, INTEGER].any():
+        return np.empty(0, np.uint8)
+    n = table[0, COLUMNS]
+    out = np.empty(2 * n + n // 8 + n // 4, np.uint8)  # integer.quantized_bytes(n)
+    quantize_activations(x.ctypes.data, out.ctypes.data, n)
+    return out
+
+
+@njit(cache=True, nogil=True)
+def _matrices_part(table, x, quantized, out, part, n_parts):
+    """Part ``part`` of the rows of all matrices of a table, one after another in ``out``.
+
+    x f32 (columns,) and its ``_quantized`` form.
+    """
     total = table[:, ROWS].sum()
     first, last = part * total // n_parts, (part + 1) * total // n_parts
     start = 0
     for m in range(table.shape[0]):
         low, high = max(first, start), min(last, start + table[m, ROWS])
         if low < high:
+            source = quantized.ctypes.data if table[m, INTEGER] else x.ctypes.data
             call_rows(
                 table[m, KERNEL], table[m, WEIGHTS], table[m, ROW_BYTES], table[m, COLUMNS],
-                x.ctypes.data, out.ctypes.data + 4 * start, low - start, high - start,
+                source, out.ctypes.data + 4 * start, low - start, high - start,
             )  # fmt: skip
         start += table[m, ROWS]
 
@@ -109,8 +122,9 @@ def project_qkv(
     table: q, k, v; biases and q/k norms may be empty; cos, sin f32 (n_rot/2,) of this position.
     """
     rms_norm(x, norm, eps, normed)
+    quantized = _quantized(table, normed)
     for part in prange(n_threads):
-        _matrices_part(table, normed, raw, part, n_threads)
+        _matrices_part(table, normed, quantized, raw, part, n_threads)
     n_q, n_k = table[0, ROWS], table[1, ROWS]
     raw_q = raw[:n_q].reshape(n_q // head_dim, head_dim)
     raw_k = raw[n_q : n_q + n_k].reshape(n_k // head_dim, head_dim)
@@ -170,18 +184,21 @@ def finish_layer(
     for h in range(attended.shape[0]):
         for c in range(value_dim):
             packed[h * value_dim + c] = attended[h, c]
+    packed_quantized = _quantized(o_table, packed)
     for part in prange(n_threads):
-        _matrices_part(o_table, packed, normed, part, n_threads)
+        _matrices_part(o_table, packed, packed_quantized, normed, part, n_threads)
     for i in range(x.shape[0]):
         x[i] += normed[i]
     rms_norm(x, norm, eps, normed)
+    normed_quantized = _quantized(ff_table, normed)
     for part in prange(n_threads):
-        _matrices_part(ff_table, normed, hidden, part, n_threads)
+        _matrices_part(ff_table, normed, normed_quantized, hidden, part, n_threads)
     n_ff = ff_table[0, ROWS]
     gate = hidden.ctypes.data
     _silu_multiply(gate, gate + 4 * n_ff, gate, n_ff)
+    hidden_quantized = _quantized(down_table, hidden)
     for part in prange(n_threads):
-        _matrices_part(down_table, hidden, normed, part, n_threads)
+        _matrices_part(down_table, hidden, hidden_quantized, normed, part, n_threads)
     for i in range(x.shape[0]):
         x[i] += normed[i]
 
@@ -190,5 +207,6 @@ def finish_layer(
 def output_logits(x, norm, eps, table, normed, logits, n_threads):
     """logits = W_out norm(x), f32 (n_vocab,)."""
     rms_norm(x, norm, eps, normed)
+    quantized = _quantized(table, normed)
     for part in prange(n_threads):
-        _matrices_part(table, normed, logits, part, n_threads)
+        _matrices_part(table, normed, quantized, logits, part, n_threads)

@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 from sparsekv_cli.cpu import emit
 from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE, PLAIN_FLOATS, BlockFormat
 from sparsekv_cli.cpu.emit import F16, F32, I16, I32, I64, LANES, VF, VI, const, load
+from sparsekv_cli.cpu.integer import quantize, rows_dot_integer
 
 ACCUMULATORS = 4  # independent sums in flight, enough to hide the latency of one fma
 TO_F32, TO_BF16, TO_F16 = 0, 1, 2
@@ -39,7 +40,7 @@ def _emit_row_dot(b: ir.IRBuilder, format_: BlockFormat, w: ir.Value, x: ir.Valu
     def body(block: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
         p = b.add(w, b.mul(block, I64(format_.n_bytes)))
         at = b.add(x, b.mul(block, I64(4 * format_.n_elements)))
-        for i, values in enumerate(format_.decode(b, p)):
+        for i, values in enumerate(format_.floats(b, p)):
             sums[i % ACCUMULATORS] = emit.fma(
                 b, values, load(b, VF, at, 4 * LANES * i), sums[i % ACCUMULATORS]
             )
@@ -104,7 +105,7 @@ def _row_dequantize(typingctx, code, target, w, out, n):
         def body(block: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
             p = b.add(w, b.mul(block, I64(format_.n_bytes)))
             at = b.add(out, b.mul(block, I64(size * format_.n_elements)))
-            for i, values in enumerate(format_.decode(b, p)):
+            for i, values in enumerate(format_.floats(b, p)):
                 emit.store(b, _narrow(b, values, target_), at, size * LANES * i)
             return []
 
@@ -128,7 +129,7 @@ def rows_dot(code, w, row_bytes, n_columns, x, out, first, last):
     """out[r] = weight row r . x for first <= r < last (addresses; f32 x and out)."""
     for row in range(first, last):
         total = _row_dot(code, w + row * row_bytes, x, n_columns)
-        _store_f32(out + 4 * row, total)
+        emit.store_f32(out + 4 * row, total)
 
 
 @njit(cache=True, nogil=True)
@@ -136,15 +137,6 @@ def rows_dequantize(code, target, w, row_bytes, n_columns, out, out_row_bytes, f
     """Dequantises rows first..last of a weight into ``out`` (row r at out + r out_row_bytes)."""
     for row in range(first, last):
         _row_dequantize(code, target, w + row * row_bytes, out + row * out_row_bytes, n_columns)
-
-
-@intrinsic
-def _store_f32(typingctx, address, value):
-    def codegen(context, builder, signature, args):
-        emit.store(builder, args[1], args[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float32), codegen
 
 
 @intrinsic
@@ -161,9 +153,10 @@ def call_rows(typingctx, kernel, w, row_bytes, n_columns, x, out, first, last):
 
 
 @cache
-def kernel_address(code: int) -> int:
-    """Address of ``rows_dot`` compiled for the format ``code`` (from the disk cache if there)."""
-    return _address(rows_dot, (types.literal(code),) + (types.int64,) * 7)
+def kernel_address(code: int, integer: bool = False) -> int:
+    """Address of a ``rows_dot`` compiled for the format ``code`` (from the disk cache if there)."""
+    kernel = rows_dot_integer if integer else rows_dot
+    return _address(kernel, (types.literal(code),) + (types.int64,) * 7)
 
 
 @cache
@@ -209,13 +202,22 @@ def address(array: np.ndarray) -> int:
     return array.__array_interface__["data"][0]
 
 
-def matvec(code: int, w: np.ndarray, n_columns: int, x: np.ndarray, n_parts: int = 1) -> np.ndarray:
+def matvec(
+    code: int,
+    w: np.ndarray,
+    n_columns: int,
+    x: np.ndarray,
+    n_parts: int = 1,
+    *,
+    integer: bool = False,
+) -> np.ndarray:
     """W x. w uint8 (rows, row_bytes) in format ``code``; x f32 (n_columns,) -> f32 (rows,)."""
     assert x.dtype == np.float32 and x.shape == (n_columns,) and x.flags.c_contiguous
     out = np.empty(w.shape[0], np.float32)
+    inputs = quantize(x) if integer else x
     _matvec_parallel(
-        kernel_address(code), address(w), w.strides[0], n_columns, address(x), address(out),
-        w.shape[0], n_parts,
+        kernel_address(code, integer), address(w), w.strides[0], n_columns, address(inputs),
+        address(out), w.shape[0], n_parts,
     )  # fmt: skip
     return out
 

@@ -14,7 +14,8 @@ from jinja2 import TemplateSyntaxError
 from jinja2.exceptions import SecurityError
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.models.chat_sandbox import BoundedEnvironment, LimitError
+from sparsekv_cli.models.chat_limits import LimitError, Limits
+from sparsekv_cli.models.chat_sandbox import BoundedEnvironment, RefusalError
 
 MAX_TEMPLATE_CHARS = 1 << 17  # the longest known is about a quarter of this
 SPARE_CHARS = 1 << 20  # of output, on top of a multiple of what the conversation holds
@@ -62,18 +63,21 @@ def render(
         "eos_token": eos_token,
         **{name: value for name, value in variables.items() if value is not None},
     }
-    limit = SPARE_CHARS + CHARS_PER_INPUT_CHAR * count_chars(given)
-    environment = BoundedEnvironment(limit)
+    limits = Limits(SPARE_CHARS + CHARS_PER_INPUT_CHAR * count_chars(given))
     try:
         parts, n_chars = [], 0
-        for part in environment.from_string(source).generate(given):
+        for part in BoundedEnvironment(limits).from_string(source).generate(given):
             n_chars += len(part)
-            environment.fits(n_chars)
+            limits.fits(n_chars)
             parts.append(part)
         return "".join(parts)
     except TemplateSyntaxError as error:
         raise SparseKVError(
             f"chat template: syntax error at line {error.lineno}: {one_line(error)}"
+        ) from None
+    except RefusalError as error:
+        raise SparseKVError(
+            f"chat template: does not take this conversation: {one_line(error)}"
         ) from None
     except SecurityError as error:
         raise SparseKVError(f"chat template: not allowed: {one_line(error)}") from None

@@ -94,7 +94,11 @@ def _invoke(arguments: list[str]) -> int:
         sys.stdout.flush()
         return error.exit_code
     except click.UsageError as error:
-        error.show()
+        if arguments:
+            command = error.ctx.command_path if error.ctx is not None else PROGRAM
+            say(f"error: {one_line(error.format_message())} ('{command} --help' shows the usage)")
+        else:
+            error.show()  # no command at all: click shows the help
         return EXIT_USAGE
     except (KeyboardInterrupt, click.Abort):
         raise KeyboardInterrupt from None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import codecs
 import contextlib
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sparsekv_cli.commands.progress import PrefillProgress
 
@@ -142,7 +142,8 @@ def stream_answer(
                 raise PrefillInterrupted
             bar(done, total)
 
-        tokens = session.generate(ids, sample, n_predict, progress=progress)
+        generated = session.generate(ids, sample, n_predict, progress=progress)
+        tokens = cast(Generator[int, None, None], generated)
         with contextlib.closing(tokens):
             for token in tokens:
                 if token in end_ids:

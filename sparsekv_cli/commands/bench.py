@@ -197,7 +197,8 @@ def run_tests(
     ids = generator.integers(0, session.hparams.n_vocab, size=session.n_ctx).tolist()
     warm_up(session, ids, max(test.n_prompt for test in tests))
     for test in tests:
-        samples, ledger = [], {}
+        samples: list[int] = []
+        ledger: dict[str, Any] = {}
         for _ in range(repetitions):
             go_to_depth(session, ids, test)
             before = dict(session.ledger.as_dict())
@@ -278,10 +279,9 @@ def model_type(file: GGUFFile, n_params: int) -> str:
     if not isinstance(size, str):
         size = f"{n_params / 1e9:.1f}B" if n_params >= 1e9 else f"{n_params / 1e6:.0f}M"
     number = file.metadata.get("general.file_type")
-    try:
-        kind = LlamaFileType(number).name.removeprefix("MOSTLY_").removeprefix("ALL_")
-    except ValueError:
-        kind = _commonest_type(file)
+    known = [kind.name for kind in LlamaFileType if isinstance(number, int) and kind == number]
+    name = known[0] if known else _commonest_type(file)
+    kind = name.removeprefix("MOSTLY_").removeprefix("ALL_")
     return f"{file.metadata['general.architecture']} {size} {kind}"
 
 

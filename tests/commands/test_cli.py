@@ -84,8 +84,14 @@ def test_usage_errors_exit_with_2(
 ) -> None:
     result = invoke(*arguments)
     assert result.code == 2, result.err
-    assert words in result.err and "Traceback" not in result.err
+    assert words in result.err and result.err.startswith("error: ")
+    assert result.err.count("\n") == 1 and "--help" in result.err
     assert result.out == ""
+
+
+def test_no_command_shows_the_help(invoke: Callable[..., Any]) -> None:
+    result = invoke()
+    assert result.code == 2 and "Commands:" in result.err and result.out == ""
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from gguf import GGMLQuantizationType
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize as gguf_dequantize
 
-from sparsekv_cli.cpu import matvec
+from sparsekv_cli.cpu import integer, matvec
 from sparsekv_cli.cpu.blocks import FORMATS
 
 # Byte offsets of the f16 scales of each block format (MXFP4 has an 8-bit exponent instead).
@@ -87,3 +87,26 @@ def test_narrow_targets_round_to_nearest_even(name, target):
     out = torch.empty(4, 512, dtype=dtype)
     matvec.dequantize_into(FORMATS[name].code, w, 512, out.data_ptr(), 1024, target)
     assert torch.equal(out, dense.to(dtype))
+
+
+def test_quantize_equals_reference():
+    x = np.random.default_rng(2).standard_normal(320).astype(np.float32)
+    x[64:96] = 0  # a block without a scale
+    values, scales, sums = integer.quantize_ref(x)
+    found = integer.quantize(x)
+    n = len(x)
+    np.testing.assert_array_equal(found[: 2 * n].view(np.int16), values)
+    np.testing.assert_array_equal(found[2 * n :][: n // 8].view(np.float32), scales)
+    np.testing.assert_allclose(found[2 * n + n // 8 :].view(np.float32), sums, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, f in FORMATS.items() if f.decode])
+@pytest.mark.parametrize("n_columns", [256, 768, 1536])
+def test_integer_matvec_is_within_sixteen_bits(name, n_columns):
+    w = random_rows(name, 7, n_columns)
+    x = np.random.default_rng(1).standard_normal(n_columns).astype(np.float32)
+    code = FORMATS[name].code
+    expected = matvec.matvec_ref(code, w, n_columns, x)
+    found = matvec.matvec(code, w, n_columns, x, 2, integer=True)
+    error = np.sum((found - expected) ** 2) / np.sum(expected**2)
+    assert error < 1e-8  # 8-bit activations give about 1e-4

@@ -1,0 +1,90 @@
+"""``tokenize``: the token ids of a text, as the model sees it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from sparsekv_cli.commands.options import MODEL_OPTION, find_model, verbose_option
+from sparsekv_cli.commands.prompt import check_utf8, read_stdin
+from sparsekv_cli.commands.terminal import write_text
+from sparsekv_cli.errors import SparseKVError
+
+
+@click.command("tokenize")
+@click.argument("text", required=False, metavar="[TEXT]")
+@MODEL_OPTION
+@click.option("-p", "--prompt", metavar="TEXT", help="The text.")
+@click.option("-f", "--file", metavar="FILE", help="File with the text, every byte; - is stdin.")
+@click.option("--ids", "ids_only", is_flag=True, help="Print a list of ids: [1, 2].")
+@click.option("--json", "as_json", is_flag=True, help='Print {"ids": [...], "tokens": [...]}.')
+@click.option("--no-bos", is_flag=True, help="Do not add BOS or EOS, even if the model wants them.")
+@click.option(
+    "--no-parse-special",
+    is_flag=True,
+    help="Take special tokens in the text, such as <|im_end|>, as plain text.",
+)
+@verbose_option
+def command(
+    text: str | None,
+    model: str | None,
+    prompt: str | None,
+    file: str | None,
+    ids_only: bool,
+    as_json: bool,
+    no_bos: bool,
+    no_parse_special: bool,
+) -> None:
+    """Turn text into token ids, one line a token.
+
+    The text is TEXT, -p TEXT, a file, or what is piped to stdin. Nothing is added to it and
+    nothing taken away. A file with a vocabulary and no weights will do as a model.
+    """
+    if len([source for source in (text, prompt, file) if source is not None]) > 1:
+        raise click.UsageError("the text is given more than once: use TEXT, -p or -f")
+    if ids_only and as_json:
+        raise click.UsageError("--ids and --json exclude each other")
+    path = find_model(model)
+    source = read_text(text if text is not None else prompt, file)
+
+    from sparsekv_cli.models.gguf import open_gguf
+    from sparsekv_cli.models.tokenizer import load_tokenizer
+
+    with open_gguf(path, vocab_only_ok=True) as gguf:
+        tokenizer = load_tokenizer(gguf.metadata)
+    ids = tokenizer.encode(
+        source, add_bos=False if no_bos else None, parse_special=not no_parse_special
+    )
+    if ids_only:
+        write_text(f"{ids}\n")
+        return
+    pieces = [tokenizer.token_bytes(i).decode("utf-8", errors="replace") for i in ids]
+    if as_json:
+        write_text(json.dumps({"ids": ids, "tokens": pieces}, ensure_ascii=False) + "\n")
+    else:  # llama-tokenize's lines
+        write_text("".join(f"{i:6d} -> '{piece}'\n" for i, piece in zip(ids, pieces, strict=True)))
+
+
+def read_text(text: str | None, file: str | None) -> str:
+    """The text to tokenize, to the byte.
+
+    Raises SparseKVError for what is not UTF-8, OSError for a file that cannot be read.
+    """
+    if text is not None:
+        return check_utf8(text, "the text")
+    if file is None and sys.stdin.isatty():
+        raise click.UsageError("no text: give TEXT, -p TEXT, -f FILE, or pipe it to stdin")
+    if file is None or file == "-":
+        name, data = "stdin", read_stdin()
+    else:
+        name, data = file, Path(file).read_bytes()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SparseKVError(
+            f"{name} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}; "
+            "convert it first, for example with iconv"
+        ) from None

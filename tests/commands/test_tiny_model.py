@@ -1,0 +1,128 @@
+"""The commands on a real, tiny model: the whole way from the command line to the kernels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import make_model
+
+from sparsekv_cli.commands import chat as chat_module
+from sparsekv_cli.commands import run as run_module
+from sparsekv_cli.commands.options import open_session
+
+Invoke = Callable[..., Any]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LONG = "the quick brown fox jumps over the lazy dog and runs away " * 12
+GREEDY = ["--temp", "0", "--ignore-eos", "--prefill-dtype", "f32"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    return str(make_model(path, wtype="Q8_0", chat_template=TEMPLATE))
+
+
+@pytest.fixture
+def sessions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The sessions that ``chat`` and ``run`` open."""
+    opened: list[Any] = []
+
+    def remember(options: Any) -> Any:
+        opened.append(open_session(options))
+        return opened[-1]
+
+    monkeypatch.setattr(chat_module, "open_session", remember)
+    monkeypatch.setattr(run_module, "open_session", remember)
+    yield opened
+
+
+def run_json(invoke: Invoke, model: str, *arguments: str) -> dict[str, Any]:
+    result = invoke("run", "-m", model, "--json", *GREEDY, *arguments)
+    assert result.code == 0, result.err
+    return json.loads(result.out)
+
+
+def test_run_with_every_method(model: str, invoke: Invoke) -> None:
+    full = run_json(invoke, model, "-p", LONG, "-n", "8")
+    assert full["generated_tokens"] == len(full["tokens"]) == 8
+    assert full["stop_reason"] == "length" and full["prompt_tokens"] > 100
+    assert full["timings"]["decode_tps"] > 0 and full["ledger"]["rows_total"] > 0
+    for method in ("topk", "streaming", "lfps"):
+        arguments = ["-p", LONG, "-n", "8", "--method", method]
+        everything = run_json(invoke, model, *arguments, "--budget", "100%")
+        assert everything["tokens"] == full["tokens"]
+        assert everything["method"]["options"]["budget"] == "100%"
+        sparse = run_json(invoke, model, *arguments, "--budget", "10%", "--dense-layers", "none")
+        ledger = sparse["ledger"]
+        assert 0 < ledger["rows_attended"] < 0.5 * ledger["rows_total"]
+
+
+def test_text_is_the_streamed_text(model: str, invoke: Invoke) -> None:
+    arguments = ["-p", "Hi", "-n", "12", "-s", "3", "--temp", "1.5", "--ignore-eos"]
+    as_json = invoke("run", "-m", model, *arguments, "--json")
+    streamed = invoke("run", "-m", model, *arguments)
+    assert json.loads(as_json.out)["text"] == streamed.out
+    other = invoke("run", "-m", model, "-p", "Hi", "-n", "12", "-s", "4", "--temp", "1.5")
+    assert other.out != streamed.out
+
+
+def test_chat_continues_as_a_new_run_would(
+    model: str, invoke: Invoke, sessions: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefilled: list[int] = []
+    real = chat_module.stream_answer
+
+    def count(session: Any, ids: Any, *arguments: Any) -> Any:
+        prefilled.append(len(ids))
+        return real(session, ids, *arguments)
+
+    monkeypatch.setattr(chat_module, "stream_answer", count)
+    options = ["-m", model, *GREEDY, "-n", "6", "-sys", LONG]
+    result = invoke("chat", *options, stdin=b"One\nTwo\n")
+    assert result.code == 0, result.err
+    first = run_json(invoke, model, "-p", "One", "-n", "6", "-sys", LONG)
+    (chat, run) = sessions
+    assert prefilled[0] == first["prompt_tokens"] > 100
+    assert prefilled[1] < 64  # the second turn computes the new message only
+    assert chat.tokens[: len(run.tokens)] == run.tokens
+    assert result.out.startswith(first["text"])
+
+
+def test_bench(model: str, invoke: Invoke) -> None:
+    arguments = ["-p", "16", "-n", "4", "-d", "0,96", "-r", "2", "-O", "jsonl"]
+    methods = ["--method", "full,lfps", "--budget", "10%"]
+    result = invoke("bench", "-m", model, *arguments, *methods)
+    assert result.code == 0, result.err
+    rows = [json.loads(line) for line in result.out.splitlines()]
+    assert len(rows) == 8 and all(row["avg_ts"] > 0 for row in rows)
+    assert rows[0]["model_type"].startswith("llama ") and rows[0]["model_type"].endswith(" Q8_0")
+    deep = [row for row in rows if row["n_depth"] == 96 and row["n_gen"]]
+    assert [row["method"] for row in deep] == ["full", "lfps"]
+    full, lfps = (row["ledger"] for row in deep)
+    # 2 repetitions of 4 steps, each with its own token: 97 to 100 rows, 2 layers, 4 heads.
+    assert full["rows_total"] == full["rows_attended"] == 2 * sum(range(97, 101)) * 2 * 4
+    assert lfps["rows_total"] == full["rows_total"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-p", "x", "-c", "4"], "do not fit the context of 4"),
+        (["-p", "x", "-m", "missing.gguf"], "missing.gguf"),
+        (["-p", "x", "--device", "cuda"], "cuda"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    model: str, arguments: list[str], words: str, invoke: Invoke
+) -> None:
+    result = invoke("run", "-m", model, *arguments)
+    assert (result.code, result.out) == (1, "")
+    assert result.err.startswith("error: ") and result.err.count("\n") == 1
+    assert words in result.err

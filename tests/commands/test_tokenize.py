@@ -1,0 +1,117 @@
+"""The command ``tokenize``, through the program's entry point, on a vocabulary-only file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+from sparsekv_cli.models.tokenizer_bpe import byte_symbols
+
+
+@pytest.fixture
+def vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """256 bytes, ``hi`` = 256, <|im_end|> = 257, <bos> = 258; BOS wanted; no tensors."""
+    path = tmp_path / "vocabulary.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list([*byte_symbols(), "hi", "<|im_end|>", "<bos>"])
+    writer.add_token_types([1] * 257 + [3, 3])
+    writer.add_token_merges(["h i"])
+    writer.add_bos_token_id(258)
+    writer.add_eos_token_id(257)
+    writer.add_add_bos_token(True)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    monkeypatch.setenv("SPARSEKV_MODEL", str(path))
+    return path
+
+
+def byte_ids(text: str) -> list[int]:
+    """The ids of ``text`` where nothing merges: token n is byte n."""
+    return list(text.encode())
+
+
+def test_lines(vocabulary: Path, invoke: Any) -> None:
+    result = invoke("tokenize", "-m", str(vocabulary), "-p", "hi\u00e9<|im_end|>")
+    assert (result.code, result.err) == (0, "")
+    assert result.out == (
+        "   258 -> '<bos>'\n   256 -> 'hi'\n   195 -> '\ufffd'\n   169 -> '\ufffd'\n"
+        "   257 -> '<|im_end|>'\n"
+    )
+
+
+def test_ids(vocabulary: Path, invoke: Any) -> None:
+    assert invoke("tokenize", "--ids", "hi").out == "[258, 256]\n"
+    assert invoke("tokenize", "--ids", "--no-bos", "hi").out == "[256]\n"
+    assert invoke("tokenize", "--ids", "--no-bos", "").out == "[]\n"
+
+
+def test_json(vocabulary: Path, invoke: Any) -> None:
+    out = invoke("tokenize", "--json", "hi<|im_end|>\n").out
+    assert out == '{"ids": [258, 256, 257, 10], "tokens": ["<bos>", "hi", "<|im_end|>", "\\n"]}\n'
+
+
+def test_special_tokens_as_text(vocabulary: Path, invoke: Any) -> None:
+    out = invoke("tokenize", "--json", "--no-bos", "--no-parse-special", "<|im_end|>").out
+    assert json.loads(out) == {"ids": byte_ids("<|im_end|>"), "tokens": list("<|im_end|>")}
+
+
+@pytest.mark.parametrize("data", [b"", b"\n", b"a\r\nb\n\n", b" \xc3\xa9\x00\n"])
+def test_every_byte_counts(vocabulary: Path, tmp_path: Path, invoke: Any, data: bytes) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(data)
+    expected = f"{list(data)}\n"
+    assert invoke("tokenize", "--ids", "--no-bos", "-f", str(path)).out == expected
+    assert invoke("tokenize", "--ids", "--no-bos", stdin=data).out == expected
+    assert invoke("tokenize", "--ids", "--no-bos", "-f", "-", stdin=data).out == expected
+
+
+def test_not_utf8(vocabulary: Path, tmp_path: Path, invoke: Any) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(b"ab\xff")
+    for result in (
+        invoke("tokenize", "-f", str(path)),
+        invoke("tokenize", stdin=b"ab\xff"),
+    ):
+        assert result.code == 1 and result.out == ""
+        assert "is not UTF-8: byte 0xff at offset 2" in result.err and result.err.count("\n") == 1
+    result = invoke("tokenize", "ab\udcff")
+    assert result.code == 1 and "not UTF-8 at character 2" in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("a", "-p", "b"), "given more than once"),
+        (("-p", "a", "-f", "b"), "given more than once"),
+        (("--ids", "--json", "a"), "exclude each other"),
+        (("--no-such-option",), "No such option"),
+    ],
+)
+def test_usage(vocabulary: Path, invoke: Any, arguments: tuple[str, ...], message: str) -> None:
+    result = invoke("tokenize", *arguments)
+    assert result.code == 2 and message in result.err and result.out == ""
+
+
+def test_missing_files(vocabulary: Path, tmp_path: Path, invoke: Any) -> None:
+    for arguments in (("-f", str(tmp_path / "none")), ("-m", str(tmp_path / "none"), "a")):
+        result = invoke("tokenize", *arguments)
+        assert result.code == 1 and "No such file" in result.err and result.err.count("\n") == 1
+
+
+def test_unknown_pre_tokenizer(tmp_path: Path, invoke: Any) -> None:
+    path = tmp_path / "odd.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("odd")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    result = invoke("tokenize", "-m", str(path), "a")
+    assert result.code == 1 and "tokenizer.ggml.pre is 'odd'" in result.err

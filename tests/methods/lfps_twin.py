@@ -1,0 +1,197 @@
+"""LFPS step by step as METHODS.md numbers it, in numpy f64: slow, literal, no shared code.
+
+Whole tables decay every step; there is no lazy scale, no bound, no bitmap, no running power sum.
+Letters: H query heads, G kv heads, n keys, d head size, U units (H, or G for shared tables).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+SINKS, LOCAL = 4, 6
+
+
+@dataclass(frozen=True)
+class TwinOptions:
+    """The options that change what is computed, as in the method."""
+
+    budget: int
+    tables: str = "head"
+    expand: str = "plain"
+    sigma: str = "cov"
+    recent: int = 32
+    a: float = 0.2
+    decay: float = 0.95
+    window: int = 32
+    epsilon: float = 0.85
+
+
+@dataclass
+class HeadChoice:
+    """What one head does in a step."""
+
+    bypassed: bool
+    rho: float
+    attended: np.ndarray  # row numbers, ascending: sinks and (unless bypassed) C2
+    scores: np.ndarray  # (n,) scaled
+    candidates: np.ndarray = field(default_factory=lambda: np.empty(0, int))  # C1
+    cut: float = -np.inf  # lowest score that got into C2 beside the recents, if others did not
+    distance: float = np.inf  # of the nearest table entry to its threshold, relative to it
+
+
+class LFPSTwin:
+    """One layer: ``start`` after the prefill, then ``choose`` and ``finish`` for every token."""
+
+    def __init__(self, options: TwinOptions, n_head: int, n_head_kv: int) -> None:
+        self.options, self.n_head, self.group = options, n_head, n_head // n_head_kv
+        self.heads_a_unit = 1 if options.tables == "head" else self.group
+
+    def start(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+        """Steps 2 and 3: k (G, n, d), v (G, n, d_v) of the context, q (H, m, d) of its last rows."""
+        self.k, self.v = k.astype(np.float64), v.astype(np.float64)
+        q = q.astype(np.float64)
+        n, d = k.shape[1:]
+        s, r = min(self.options.window, q.shape[1]), self.options.decay
+        self.scale = 1 / np.sqrt(d)
+        n_unit = self.n_head // self.heads_a_unit
+        self.ver, self.dist = np.zeros((n_unit, n)), np.zeros((n_unit, n))
+        for h in range(self.n_head):
+            unit = h // self.heads_a_unit
+            for j in range(1, s + 1):
+                position = n - j
+                rows = np.arange(SINKS, position + 1)
+                if not len(rows):
+                    continue
+                weights = softmax(self.k[h // self.group, rows] @ q[h, -j] * self.scale)
+                weights /= 2 * s * (1 - r) * self.heads_a_unit
+                self.ver[unit, rows] += weights
+                self.dist[unit, position - rows] += weights
+        keys, values = self.k[:, SINKS:], self.v[:, SINKS:]
+        self.mean_k, self.mean_v = keys.mean(1), values.mean(1)
+        if self.options.sigma == "cov":
+            centred = keys - self.mean_k[:, None]
+            self.covariance = np.einsum("gni,gnj->gij", centred, centred) / keys.shape[1]
+        else:
+            last = q[:, -1]
+            self.ratio = np.array(
+                [
+                    np.var(keys[h // self.group] @ last[h] * self.scale) / (last[h] @ last[h])
+                    for h in range(self.n_head)
+                ]
+            )
+
+    def choose(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> list[HeadChoice]:
+        """Steps 4 to 8 for a token: q (H, d), k (G, d), v (G, d_v); its row is added first."""
+        self.k = np.concatenate([self.k, k[:, None].astype(np.float64)], axis=1)
+        self.v = np.concatenate([self.v, v[:, None].astype(np.float64)], axis=1)
+        new = np.zeros((len(self.ver), 1))  # step 10
+        self.ver = np.concatenate([self.ver, new], axis=1)
+        self.dist = np.concatenate([self.dist, new], axis=1)
+        self.q = q.astype(np.float64)
+        n = self.k.shape[1]
+        candidates = [self.candidates(unit) for unit in range(len(self.ver))]
+        choices = []
+        for h in range(self.n_head):
+            scores = self.k[h // self.group] @ self.q[h] * self.scale
+            rho = self.sink_share(h, scores)
+            if rho > self.options.epsilon:
+                near = [*range(SINKS), *range(max(SINKS, n - 1 - LOCAL), n)]
+                choices.append(HeadChoice(True, rho, np.array(near), scores))
+                continue
+            c1, distance = candidates[h // self.heads_a_unit]
+            n_recent = self.n_recent()
+            recents, others = np.arange(n - n_recent, n), c1[c1 < n - n_recent]
+            best = others[np.argsort(-scores[others], kind="stable")]
+            best = best[: self.options.budget - n_recent]
+            cut = scores[best].min() if 0 < len(best) < len(others) else -np.inf
+            rows = np.sort(np.concatenate([np.arange(SINKS), best, recents]))
+            choices.append(HeadChoice(False, rho, rows, scores, c1, cut, distance))
+        return choices
+
+    def n_recent(self) -> int:
+        return min(self.options.recent, self.options.budget // 2)
+
+    def sink_share(self, h: int, scores: np.ndarray) -> float:
+        """Step 4: rho."""
+        n = len(scores)
+        peak = scores.max()
+        ws = np.exp(scores[:SINKS] - peak).sum()
+        wl = np.exp(scores[max(SINKS, n - 1 - LOCAL) : n - 1] - peak).sum()
+        return ws / (ws + np.exp(self.log_global(h, n) - peak) + wl)
+
+    def log_global(self, h: int, n: int) -> float:
+        """ln of nn exp(q.Kbar/sqrt d + Var/2), the mass of all keys but the sinks."""
+        q, g = self.q[h], h // self.group
+        d = len(q)
+        if self.options.sigma == "cov":
+            variance = q @ self.covariance[g] @ q / d
+        else:
+            variance = (q @ q) * self.ratio[h]
+        return np.log(n - SINKS) + q @ self.mean_k[g] * self.scale + variance / 2
+
+    def candidates(self, unit: int) -> tuple[np.ndarray, float]:
+        """Steps 5 to 7: C1, ascending, the recents included; and how near a comparison was."""
+        n = self.ver.shape[1]
+        known = np.arange(SINKS, n)
+        ver = self.ver[unit, known]  # by row
+        dist = self.dist[unit, n - 1 - known]
+        tau_v, tau_s = self.threshold(ver), self.threshold(dist)
+        c0 = set(known[(ver > tau_v) | (dist > tau_s)].tolist())
+        above_mean = set(known[(ver > ver.mean()) | (dist > dist.mean())].tolist())
+        c1 = set(c0)
+        for step in (-1, 1, 2):
+            neighbours = {i + step for i in c0 if SINKS <= i + step < n}
+            c1 |= neighbours if self.options.expand == "plain" else neighbours & above_mean
+        c1 |= set(range(n - self.n_recent(), n))
+        borders = [(ver, tau_v), (dist, tau_s)]
+        if self.options.expand == "filtered":
+            borders += [(ver, ver.mean()), (dist, dist.mean())]
+        distance = min(np.abs(table / border - 1).min() for table, border in borders)
+        return np.array(sorted(c1)), distance
+
+    def threshold(self, table: np.ndarray) -> float:
+        """Step 5: a mu / kappa."""
+        n = len(table)
+        centred = table - table.mean()
+        m2, m4 = (centred**2).sum(), (centred**4).sum()
+        kappa = 1 / n
+        if m2 > 1e-12 * (table**2).sum():
+            kappa = np.clip(m4 / m2**2, 1 / n, 1)
+        return self.options.a * table.mean() / kappa
+
+    def finish(self, choices: list[HeadChoice]) -> np.ndarray:
+        """Outputs (H, d_v) of the rows in ``choices``, and steps 9: the update of the tables."""
+        out = np.stack([self.output(h, choice) for h, choice in enumerate(choices)])
+        n, r = self.k.shape[1], self.options.decay
+        for unit in range(len(self.ver)):
+            heads = range(unit * self.heads_a_unit, (unit + 1) * self.heads_a_unit)
+            active = [choices[h] for h in heads if not choices[h].bypassed]
+            if not active:
+                continue
+            self.ver[unit] *= r
+            self.dist[unit] *= r
+            for choice in active:
+                c2 = choice.attended[choice.attended >= SINKS]
+                delta = (softmax(choice.scores[c2]) - 1 / (2 * len(c2))) / len(active)
+                self.ver[unit, c2] += delta
+                self.dist[unit, n - 1 - c2] += delta
+        return out
+
+    def output(self, h: int, choice: HeadChoice) -> np.ndarray:
+        """Exact attention over the rows; a bypassed head adds the mean value with mass wg."""
+        values = self.v[h // self.group, choice.attended]
+        scores = choice.scores[choice.attended]
+        if not choice.bypassed:
+            return softmax(scores) @ values
+        log_global = self.log_global(h, self.k.shape[1])
+        peak = max(scores.max(), log_global)
+        weights, wide = np.exp(scores - peak), np.exp(log_global - peak)
+        total = weights.sum() + wide
+        return (weights @ values + wide * self.mean_v[h // self.group]) / total
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    weights = np.exp(scores - scores.max())
+    return weights / weights.sum()

@@ -1,0 +1,327 @@
+"""The fast LFPS against its literal twin over hundreds of steps: sets, outputs, tables, sums."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import numba
+import numpy as np
+import pytest
+import torch
+from lfps_twin import SINKS, HeadChoice, LFPSTwin, TwinOptions
+
+from sparsekv_cli.cache import AttnInput, Budget, LayerSpec, padded
+from sparsekv_cli.cpu import ops
+from sparsekv_cli.cpu.attention import attend_dense_ref
+from sparsekv_cli.methods.lfps import LFPS, LFPSCache
+
+N_STEPS = 300
+TIE = 1e-5  # f32 tables and scores against f64: nearer than this to a border is a tie
+
+
+@dataclass(frozen=True)
+class Geometry:
+    n_head: int
+    n_head_kv: int
+    d: int
+    n_prefill: int
+
+    def __str__(self) -> str:
+        return f"H{self.n_head}-G{self.n_head_kv}-d{self.d}-n{self.n_prefill}"
+
+
+class Stream:
+    """Random attention with structure: drifting queries, heavy keys, sinks, a slash pattern."""
+
+    def __init__(self, geometry: Geometry, seed: int, sink_strength: float = 3.0) -> None:
+        g = self.geometry = geometry
+        rng = self.rng = np.random.default_rng(seed)
+        self.directions = rng.standard_normal((g.n_head_kv, 6, g.d))
+        self.directions /= np.linalg.norm(self.directions, axis=-1, keepdims=True)
+        self.sink = sink_strength
+        self.q_walk = rng.standard_normal((g.n_head, g.d))
+        self.period = rng.integers(11, 29, g.n_head_kv)
+        self.position = 0
+
+    def next(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """q (H, d), k (G, d), v (G, d) of one token, K and V representable in f16."""
+        g, rng, p = self.geometry, self.rng, self.position
+        root = np.sqrt(g.d)
+        self.q_walk = 0.97 * self.q_walk + 0.25 * rng.standard_normal(self.q_walk.shape)
+        q = self.q_walk.copy()
+        k = 0.6 * rng.standard_normal((g.n_head_kv, g.d))
+        for h in range(g.n_head):
+            kv = h // (g.n_head // g.n_head_kv)
+            heavy = self.directions[kv]
+            topic = (p // 40 + h) % 3
+            q[h] += 1.2 * root**0.5 * heavy[topic]
+            q[h] += self.sink * (1 + np.sin(p / 9 + 2 * h)) / 2 * root**0.5 * heavy[5]
+            phase = 2 * np.pi * p / self.period[kv]
+            q[h] += 1.6 * (np.cos(phase) * heavy[3] + np.sin(phase) * heavy[4]) * root**0.5
+        for kv in range(g.n_head_kv):
+            heavy = self.directions[kv]
+            phase = 2 * np.pi * p / self.period[kv]
+            k[kv] += 1.6 * (np.cos(phase) * heavy[3] + np.sin(phase) * heavy[4]) * root**0.5
+            if rng.random() < 0.06:
+                k[kv] += 3.0 * root**0.5 * heavy[rng.integers(3)]
+            if p < SINKS:
+                k[kv] = self.sink * root**0.5 * heavy[5]
+        v = rng.standard_normal((g.n_head_kv, g.d))
+        self.position += 1
+        return q.astype(np.float32), half(k), half(v)
+
+    def prompt(self, n: int) -> tuple[np.ndarray, ...]:
+        """q (H, n, d), k (G, n, d), v (G, n, d)."""
+        rows = [self.next() for _ in range(n)]
+        return tuple(np.stack([row[i] for row in rows], axis=1) for i in range(3))
+
+
+def half(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float16).astype(np.float32)
+
+
+def make_cache(geometry: Geometry, options: TwinOptions) -> LFPSCache:
+    values = asdict(options) | {"budget": Budget(tokens=options.budget)}
+    g = geometry
+    spec = LayerSpec(
+        layer=2, n_layer=4, n_head=g.n_head, n_head_kv=g.n_head_kv, head_dim=g.d, value_dim=g.d,
+        n_threads=1,
+    )  # fmt: skip
+    cache = LFPS(**values).layer(spec, ops)
+    assert isinstance(cache, LFPSCache)
+    cache.traced = True
+    return cache
+
+
+def prefill(cache: LFPSCache, q, k, v, pos: int = 0, chunk: int = 64):
+    for start in range(0, q.shape[1], chunk):
+        part = (torch.from_numpy(x[:, start : start + chunk].copy()) for x in (q, k, v))
+        q_part, k_part, v_part = part
+        cache.prefill(AttnInput(q_part, k_part, v_part, q_part, k_part, pos + start))
+    cache.finish_prefill()
+
+
+def row_input(q, k, v, pos: int) -> AttnInput:
+    def widen(x):
+        wide = np.zeros((len(x), 1, padded(x.shape[1])), np.float32)
+        wide[:, 0, : x.shape[1]] = x
+        return wide
+
+    q, k, v = widen(q), widen(k), widen(v)
+    return AttnInput(q, k, v, q, k, pos)
+
+
+def reconcile(twin: LFPSTwin, choice: HeadChoice, actual: np.ndarray) -> bool:
+    """Makes a choice that differs only by a tie equal to ``actual``; AssertionError if it is none.
+
+    A tie: a score next to the lowest one that was chosen, or a table entry next to its threshold.
+    Returns whether there was one.
+    """
+    expected, got = set(choice.attended.tolist()), set(actual.tolist())
+    assert len(got) == len(actual), "a row is attended twice"
+    if got == expected:
+        return False
+    n = len(choice.scores)
+    assert abs(choice.rho - twin.options.epsilon) > TIE, "the bypass test ties: take another seed"
+    assert not choice.bypassed
+    assert got >= {*range(SINKS), *range(n - twin.n_recent(), n)}
+    scores = choice.scores[sorted(expected ^ got)]
+    near_cut = (abs(scores - choice.cut) < TIE * (1 + abs(choice.cut))).all()
+    assert near_cut or choice.distance < TIE, f"rows {sorted(expected ^ got)} of {n} are no tie"
+    choice.attended = np.array(sorted(got))
+    return True
+
+
+def follow(cache: LFPSCache, twin: LFPSTwin, stream: Stream, n_steps: int) -> dict[str, int]:
+    """Decodes n_steps tokens in both and compares everything; counts what occurred."""
+    seen = {"bypassed": 0, "active": 0, "mixed": 0, "ties": 0, "beyond": 0, "short": 0}
+    for _ in range(n_steps):
+        q, k, v = stream.next()
+        n = cache.store.n + 1
+        out = cache.decode(row_input(q, k, v, n - 1))
+        choices = twin.choose(q, k, v)
+        assert cache.attended is not None
+        rows, counts = cache.attended
+        for h, choice in enumerate(choices):
+            seen["ties"] += reconcile(twin, choice, rows[h, : counts[h]])
+            seen["bypassed" if choice.bypassed else "active"] += 1
+            seen["beyond"] += len(choice.candidates) > twin.options.budget
+            seen["short"] += 0 < len(choice.candidates) < twin.options.budget
+        for first in range(0, twin.n_head, twin.heads_a_unit):
+            unit = {c.bypassed for c in choices[first : first + twin.heads_a_unit]}
+            seen["mixed"] += len(unit) == 2
+        expected = twin.finish(choices)
+        np.testing.assert_allclose(out[:, : expected.shape[1]], expected, atol=2e-4)
+    return seen
+
+
+def compare_tables(cache: LFPSCache, twin: LFPSTwin) -> None:
+    """Tables times gain, their sums and their power sums."""
+    n = cache.store.n
+    for which, (table, expected) in enumerate(
+        zip(cache._tables, (twin.ver, twin.dist), strict=True)
+    ):
+        actual = table[:, :n].astype(np.float64) * cache._gain[:, None]
+        np.testing.assert_allclose(actual, expected, atol=2e-5)
+        assert not table[:, n:].any()
+        np.testing.assert_allclose(expected.sum(1), 0.5 / (1 - twin.options.decay), rtol=1e-9)
+        np.testing.assert_allclose(actual.sum(1), 0.5 / (1 - twin.options.decay), rtol=1e-4)
+        for power in range(1, 5):
+            exact = (table[:, :n].astype(np.float64) ** power).sum(1)
+            scale = (np.abs(table[:, :n].astype(np.float64)) ** power).sum(1)
+            np.testing.assert_array_less(
+                np.abs(cache._sums[:, which, power - 1] - exact), 1e-9 * scale + 1e-12
+            )
+        bounds = cache._bounds[which]
+        for block in range(-(-n // 64)):
+            entries = table[:, 64 * block : min(n, 64 * block + 64)]
+            assert (bounds[:, block] >= entries.max(1)).all()
+
+
+def run_both(geometry, options, seed, sink_strength=3.0, n_steps=N_STEPS):
+    stream = Stream(geometry, seed, sink_strength)
+    q, k, v = stream.prompt(geometry.n_prefill)
+    cache = make_cache(geometry, options)
+    twin = LFPSTwin(options, geometry.n_head, geometry.n_head_kv)
+    prefill(cache, q, k, v)
+    capacities = cache._tables[0].shape[1], cache.store.capacity
+    twin.start(q, k, v)
+    compare_tables(cache, twin)
+    seen = follow(cache, twin, stream, n_steps)
+    compare_tables(cache, twin)
+    if n_steps == N_STEPS:  # both have grown on the way
+        assert cache._tables[0].shape[1] > capacities[0]
+        assert cache.store.capacity > capacities[1]
+    return cache, twin, seen
+
+
+GEOMETRIES = [
+    Geometry(4, 4, 64, 150),
+    Geometry(9, 3, 64, 250),
+    Geometry(8, 2, 80, 191),
+    Geometry(8, 1, 128, 320),
+]
+VARIANTS = {
+    "tuned": {},
+    "fast": {"tables": "group"},
+    "paper": {"expand": "filtered", "recent": 8, "sigma": "ratio"},
+    "paper-group": {"expand": "filtered", "recent": 8, "sigma": "ratio", "tables": "group"},
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Short kernels wait for each other's threads on a busy machine; one test uses them all."""
+    numba.set_num_threads(1)
+    torch.set_num_threads(1)
+    yield
+    numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_lfps_equals_its_twin(geometry, variant):
+    options = TwinOptions(budget=24, epsilon=0.7, **VARIANTS[variant])
+    cache, twin, seen = run_both(geometry, options, seed=1)
+    assert min(seen["bypassed"], seen["active"]) > 50 and seen["beyond"] > 500
+    assert seen["ties"] <= 2
+    if twin.heads_a_unit > 1:
+        assert seen["mixed"] > 50, "some heads of a group bypassed, others not"
+    counters = cache.counters()
+    assert counters["heads_bypassed"] == seen["bypassed"]
+    assert counters["heads_stepped"] == geometry.n_head * N_STEPS
+
+
+@pytest.mark.parametrize("tables", ["head", "group"])
+@pytest.mark.parametrize("decay", [0.9, 0.95])
+def test_rescaling_changes_nothing(decay, tables):
+    """g passes 1e-6 after 132 steps of .9 and after 270 of .95."""
+    options = TwinOptions(budget=40, epsilon=1.0, decay=decay, tables=tables)
+    cache, _, seen = run_both(Geometry(6, 2, 64, 190), options, seed=5)
+    assert seen["bypassed"] == 0 and seen["ties"] <= 2
+    n_since = (N_STEPS % 132) if decay == 0.9 else N_STEPS - 270
+    np.testing.assert_allclose(cache._gain, decay**n_since, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("options", "occurs"),
+    [
+        (TwinOptions(budget=90, a=3.0, epsilon=1.0), "short"),
+        (TwinOptions(budget=90, a=3.0, epsilon=0.7, tables="group"), "short"),
+        (TwinOptions(budget=60, a=0.02, recent=200, expand="filtered"), "beyond"),
+        (TwinOptions(budget=25, window=200, epsilon=0.7), "beyond"),
+        (TwinOptions(budget=2, epsilon=1.0), "beyond"),
+        (TwinOptions(budget=1, epsilon=1.0), "beyond"),
+    ],
+    ids=str,
+)
+def test_unusual_options(options, occurs):
+    _, _, seen = run_both(Geometry(6, 2, 64, 127), options, seed=2, n_steps=120)
+    assert seen[occurs] > 100
+
+
+def test_all_threads():
+    numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
+    try:
+        options = TwinOptions(budget=24, epsilon=0.7, tables="group")
+        run_both(Geometry(9, 3, 64, 250), options, seed=1, n_steps=40)
+    finally:
+        numba.set_num_threads(1)
+
+
+@pytest.mark.parametrize("sigma", ["cov", "ratio"])
+def test_heads_that_are_always_bypassed_leave_the_tables_alone(sigma):
+    options = TwinOptions(budget=20, epsilon=1e-9, sigma=sigma)
+    cache, _, seen = run_both(Geometry(3, 1, 80, 100), options, seed=3, n_steps=30)
+    assert seen["active"] == 0
+    np.testing.assert_array_equal(cache._gain, 1.0)
+
+
+def test_a_later_turn_starts_the_tables_again():
+    geometry = Geometry(6, 2, 64, 150)
+    options = TwinOptions(budget=24, epsilon=0.7)
+    cache, stream = make_cache(geometry, options), Stream(geometry, 4)
+    twin = LFPSTwin(options, geometry.n_head, geometry.n_head_kv)
+    turns = [stream.prompt(150)]
+    prefill(cache, *turns[0])
+    twin.start(*turns[0])
+    follow(cache, twin, stream, 30)
+    for n_new in (20, 70, 1):  # fewer rows than the window, more, and one
+        q, k, v = stream.prompt(n_new)
+        prefill(cache, q, k, v, pos=cache.store.n)
+        twin.start(q, np.concatenate([twin.k, k], axis=1), np.concatenate([twin.v, v], axis=1))
+        compare_tables(cache, twin)
+        follow(cache, twin, stream, 30)
+        compare_tables(cache, twin)
+
+
+def test_decode_without_an_index_is_dense():
+    """After ``truncate`` the tables are stale: attention is dense until the next prefill."""
+    geometry = Geometry(4, 2, 64, 150)
+    cache, stream = make_cache(geometry, TwinOptions(budget=24)), Stream(geometry, 0)
+    q, k, v = stream.prompt(150)
+    prefill(cache, q, k, v)
+    assert cache.truncate(120) == 120
+    q_row, k_row, v_row = stream.next()
+    out = cache.decode(row_input(q_row, k_row, v_row, 120))
+    assert cache.attended is None
+    keys, values = (
+        np.concatenate([x[:, :120], new[:, None]], 1) for x, new in ((k, k_row), (v, v_row))
+    )
+    np.testing.assert_allclose(
+        out, attend_dense_ref(q_row, keys, values, geometry.d**-0.5), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("n_prefill", [1, 4, 5, 6, 7, 12])
+def test_tiny_contexts(n_prefill):
+    """From fewer rows than there are sinks: dense at first, then sparse, always finite."""
+    geometry = Geometry(4, 2, 64, n_prefill)
+    options = TwinOptions(budget=3, epsilon=0.7)
+    cache, stream = make_cache(geometry, options), Stream(geometry, 0)
+    prefill(cache, *stream.prompt(n_prefill))
+    for step in range(20):
+        out = cache.decode(row_input(*stream.next(), n_prefill + step))
+        assert np.isfinite(out).all()
+        if n_prefill > SINKS + 1 and n_prefill + step + 1 > 3 + SINKS:
+            assert cache.attended is not None and (cache.attended[1] <= 3 + SINKS + 5).all()

@@ -1,0 +1,208 @@
+"""The decoder against a plain f32 decoder and llama.cpp's recorded logits; its two paths together.
+
+Tiny random models of every architecture and weight type, then the default model where installed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from reference_decoder import kl_divergences, log_softmax, nmse, reference_logits
+from reference_records import (
+    REFERENCE_CASES,
+    REFERENCE_IDS,
+    REFERENCE_ROWS,
+    compact_kl,
+    smollm2_record,
+    smollm2_tokens,
+    tiny_reference,
+    top1_agreement,
+)
+from tiny_models import fingerprint, make_model
+
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.methods.full import Full
+from sparsekv_cli.models.locate import resolve_model
+from sparsekv_cli.session import Session, load_session
+
+N_DECODED = 64  # positions of the default model that go through the fused path
+
+
+def open_model(path, *, prefill_dtype="f32", threads=1, chunk=512) -> Session:
+    config = SessionConfig(prefill_dtype=prefill_dtype, threads=threads, chunk=chunk)
+    return load_session(path, Full(), config)
+
+
+def decode_all(session: Session, ids) -> np.ndarray:
+    """Logits (T, V), every token but the first through the fused path."""
+    session.reset()
+    rows = [session.prefill(ids[:1])]
+    rows += [session.decode(token) for token in ids[1:]]
+    return np.stack(rows)
+
+
+# --- tiny models ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=REFERENCE_CASES)
+def tiny(request, tmp_path_factory):
+    """(case, path, logits of forward, logits of decode); prompts in chunks of 7."""
+    path = tmp_path_factory.mktemp("tiny") / f"{request.param}.gguf"
+    make_model(path, **REFERENCE_CASES[request.param])
+    session = open_model(path, chunk=7)
+    forward = session.prefill(REFERENCE_IDS, all_logits=True)
+    yield request.param, path, forward, decode_all(session, REFERENCE_IDS)
+    session.gguf.close()
+    path.unlink()
+
+
+def test_tiny_model_equals_the_reference_decoder(tiny):
+    _, path, forward, decoded = tiny
+    rounded = reference_logits(path, REFERENCE_IDS, kv_f16=True)
+    exact = reference_logits(path, REFERENCE_IDS)
+    for logits in (forward, decoded):
+        assert nmse(rounded, logits) < 2e-7  # a last bit of an f16 key may round the other way
+        assert nmse(exact, logits) < 2e-6  # what f16 keys and values cost
+    assert nmse(forward, decoded) < 2e-7
+
+
+def test_tiny_model_agrees_with_llama_cpp(tiny):
+    case, path, forward, decoded = tiny
+    expected = tiny_reference(case)
+    assert fingerprint(path) == expected.fingerprint, "run scripts/make_references again"
+    limit = 1e-6 if REFERENCE_CASES[case].get("wtype", "F32") == "F32" else 1e-3
+    for logits in (forward, decoded):
+        assert nmse(expected.logits, logits[-REFERENCE_ROWS:]) < limit
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("chunk", [1, 5, 22, 23, 512])
+def test_chunks_and_threads_change_nothing(chunk, threads, tmp_path):
+    path = make_model(tmp_path / "model.gguf", n_head=6, n_embd=192, n_head_kv=2)
+    session = open_model(path, threads=threads, chunk=chunk)
+    logits = session.prefill(REFERENCE_IDS, all_logits=True)
+    assert nmse(reference_logits(path, REFERENCE_IDS, kv_f16=True), logits) < 2e-7
+    session.reset()
+    np.testing.assert_allclose(session.prefill(REFERENCE_IDS), logits[-1], atol=1e-4)
+
+
+def test_output_of_many_rows_crosses_the_vocabulary_step(tmp_path):
+    """Logits of more than four rows come from dequantised slices of 8192 tokens."""
+    path = make_model(
+        tmp_path / "model.gguf", n_layer=1, n_vocab=8192 + 77, n_embd=64, n_ff=64, wtype="Q8_0"
+    )
+    session = open_model(path)
+    logits = session.prefill(REFERENCE_IDS, all_logits=True)
+    assert nmse(reference_logits(path, REFERENCE_IDS, kv_f16=True), logits) < 2e-7
+    session.reset()
+    few = session.prefill(REFERENCE_IDS[:3], all_logits=True)
+    np.testing.assert_allclose(few, logits[:3], atol=1e-4)
+
+
+def test_mixed_weight_types_and_partial_rotation(tmp_path):
+    kinds = {"blk.0.attn_v.weight": "Q6_K", "blk.0.attn_q.weight": "Q4_K", "output.weight": "Q6_K"}
+    path = make_model(
+        tmp_path / "model.gguf",
+        wtype="Q5_0",
+        tied=False,
+        wtypes=kinds,
+        metadata={"llama.rope.dimension_count": 32},
+    )
+    session = open_model(path, chunk=9)
+    assert session.hparams.n_rot == 32 and session.hparams.head_dim == 64
+    expected = reference_logits(path, REFERENCE_IDS, kv_f16=True)
+    assert nmse(expected, session.prefill(REFERENCE_IDS, all_logits=True)) < 2e-7
+    assert nmse(expected, decode_all(session, REFERENCE_IDS)) < 2e-7
+
+
+def test_decode_returns_logits_of_its_own(tmp_path):
+    session = open_model(make_model(tmp_path / "model.gguf"))
+    session.prefill(REFERENCE_IDS[:4])
+    first = session.decode(5)
+    kept = first.copy()
+    session.decode(6)
+    np.testing.assert_array_equal(first, kept)
+
+
+def test_progress_ends_at_the_prompt_length(tmp_path):
+    session = open_model(make_model(tmp_path / "model.gguf", n_layer=3), chunk=5)
+    seen: list[tuple[int, int]] = []
+    session.prefill(REFERENCE_IDS, progress=lambda done, total: seen.append((done, total)))
+    done = [step for step, _ in seen]
+    assert done == sorted(done) and done[-1] == len(REFERENCE_IDS)
+    assert {total for _, total in seen} == {len(REFERENCE_IDS)}
+
+
+# --- the default model ----------------------------------------------------------------------------
+
+
+def default_model():
+    try:
+        return resolve_model("smollm2")
+    except SparseKVError as error:
+        pytest.skip(str(error))
+
+
+class DefaultModel:
+    """Logits of the 512 recorded tokens: forward in f32, and the last ones decoded."""
+
+    def __init__(self) -> None:
+        self.ids = smollm2_tokens().tolist()
+        self.session = open_model(default_model())
+        self.forward = self.session.prefill(self.ids, all_logits=True)
+        self.session.rewind(len(self.ids) - N_DECODED)
+        self.decoded = np.stack([self.session.decode(t) for t in self.ids[-N_DECODED:]])
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    model = DefaultModel()
+    yield model
+    model.session.gguf.close()
+
+
+def test_default_model_agrees_with_llama_cpp(smollm2):
+    record = smollm2_record("llama")
+    assert compact_kl(record, smollm2.forward).mean() < 5e-3
+    assert top1_agreement(record, smollm2.forward) >= 0.96
+
+
+def test_default_model_equals_the_reference_decoder(smollm2):
+    record = smollm2_record("reference")
+    divergence = compact_kl(record, smollm2.forward)
+    assert divergence.mean() < 1e-4 and divergence.max() < 2e-3
+    assert top1_agreement(record, smollm2.forward) >= 0.995
+
+
+def test_default_model_decodes_what_it_prefills(smollm2):
+    tail = slice(-N_DECODED, None)
+    divergence = np.array(list(kl_divergences(smollm2.forward[tail], smollm2.decoded)))
+    assert divergence.mean() < 1e-6 and divergence.max() < 1e-5
+    for source, limit in (("llama", 5e-3), ("reference", 1e-4)):
+        whole = smollm2_record(source)
+        record = type(whole)(*(array[tail] for array in whole))
+        assert compact_kl(record, smollm2.decoded).mean() < limit
+
+
+def test_repeated_text_is_predicted(smollm2):
+    """A wrong rotary pairing still writes fluent text, but cannot copy from far back."""
+    text = smollm2.ids[1:181]
+    session = smollm2.session
+    session.reset()
+    logits = session.prefill([smollm2.ids[0], *text, *text], all_logits=True)
+    surprise = -np.take_along_axis(log_softmax(logits[:-1]), np.array([*text, *text])[:, None], 1)
+    first, second = (float(np.exp(half.mean())) for half in np.split(surprise, 2))
+    assert second < 1.5 and first > 4 * second
+
+
+def test_bf16_prefill_stays_close(smollm2):
+    """bf16 has 8 bits: KLD below 1e-2 and 95% of the f32 path's choices. Emulated on older CPUs."""
+    ids = smollm2.ids[:256]
+    session = open_model(smollm2.session.gguf.path, prefill_dtype="bf16")
+    logits = session.prefill(ids, all_logits=True)
+    expected = smollm2.forward[: len(ids)]
+    assert np.mean(list(kl_divergences(expected, logits))) < 1e-2
+    assert np.mean(logits.argmax(-1) == expected.argmax(-1)) >= 0.95
+    assert not np.array_equal(logits, expected)
+    session.gguf.close()
