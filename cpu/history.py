@@ -293,7 +293,7 @@ def lfps_step(
     heads = n_head // n_unit
     group = n_head // n_kv_head
     n_words = (n + BLOCK - 1) // BLOCK
-    n_recent = min(recent, k_budget // 2)
+    n_recent = max(1, min(recent, k_budget // 2))  # the current row is always a candidate
     first_local = max(SINKS, n - 1 - LOCAL)
     n_near = SINKS + n - first_local
     for unit in prange(n_unit):

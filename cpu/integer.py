@@ -19,6 +19,7 @@ from sparsekv_cli.cpu.emit import F32, I16, I32, I64, LANES, VF, VI, const, load
 
 BLOCK = 32
 LARGEST = 32767.0
+SMALLEST = 1e-30
 ACCUMULATORS = 4
 
 
@@ -43,7 +44,8 @@ def quantize_activations(typingctx, x, out, n):
             halves = [load(b, VF, b.add(x, b.mul(i, I64(4))), 4 * LANES * h) for h in range(2)]
             sizes = [emit.call_named(b, "llvm.fabs.v16f32", VF, half) for half in halves]
             peak = emit.max_lanes(b, emit.call_named(b, "llvm.maxnum.v16f32", VF, *sizes))
-            is_zero = b.fcmp_ordered("==", peak, F32(0.0))
+            # Below, 1 / scale would overflow to infinity; such a block counts as zeros.
+            is_zero = b.fcmp_ordered("<", peak, F32(SMALLEST))
             scale = b.fdiv(peak, F32(LARGEST))
             inverse = b.select(is_zero, F32(0.0), b.fdiv(F32(LARGEST), peak))
             emit.store(b, scale, b.add(scales, b.sdiv(b.mul(i, I64(4)), I64(BLOCK))))
@@ -120,7 +122,8 @@ def _emit_block(
 def _emit_row(
     b: ir.IRBuilder, format_: BlockFormat, w: ir.Value, x: ir.Value, n: ir.Value
 ) -> ir.Value:
-    assert format_.decode is not None
+    decode = format_.decode
+    assert decode is not None
     n_blocks = b.sdiv(n, I64(format_.n_elements))
     scales = b.add(x, b.mul(n, I64(2)))
     sums = b.add(scales, b.mul(b.sdiv(n, I64(BLOCK)), I64(4)))
@@ -134,13 +137,16 @@ def _emit_row(
             block = b.add(start, I64(u))
             p = b.add(w, b.mul(block, I64(format_.n_bytes)))
             small = b.mul(block, I64(a_block))
-            places = [b.add(base, b.mul(small, I64(size))) for base, size in (
-                (x, 2 * BLOCK), (scales, 4), (sums, 8))]  # fmt: skip
-            groups = format_.decode(b, p)
+            values = b.add(x, b.mul(small, I64(2 * BLOCK)))
+            scale_at = b.add(scales, b.mul(small, I64(4)))
+            sum_at = b.add(sums, b.mul(small, I64(8)))
+            groups = decode(b, p)
             for at in range(a_block):
                 pair = (next(groups), next(groups))
                 i = turn % ACCUMULATORS
-                totals[i], offsets[i] = _emit_block(b, pair, at, *places, totals[i], offsets[i])
+                totals[i], offsets[i] = _emit_block(
+                    b, pair, at, values, scale_at, sum_at, totals[i], offsets[i]
+                )
                 turn += 1
         return [*totals, *offsets]
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from llvmlite import binding
 from torch.nn.functional import linear, silu
 
 from sparsekv_cli.cache import AttnInput, LayerCache, LayerSpec, padded
@@ -27,11 +28,8 @@ Progress = Callable[[int, int], None]
 
 def cpu_prefill_dtype() -> torch.dtype:
     """bf16 where the CPU multiplies it in hardware (AMX, AVX-512 BF16, Arm BF16), otherwise f32."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported() and (
-        (capability.startswith("AVX512") and torch.cpu._is_avx512_bf16_supported())
-        or "NEON" in capability or "SVE" in capability
-    )  # fmt: skip
+    features = binding.get_host_cpu_features()
+    has_bf16 = any(features.get(name) for name in ("avx512bf16", "amx-bf16", "bf16"))
     return torch.bfloat16 if has_bf16 else torch.float32
 
 
@@ -142,7 +140,8 @@ class Decoder:
         k_nope = self._heads(k, layer.k, layer.k_norm, n_kv)
         q, k = self._rotate(q_nope, pos), self._rotate(k_nope, pos)
         v = _add_bias(v, layer.v).reshape(-1, n_kv, h.value_dim).transpose(0, 1)
-        inputs = AttnInput(*(t.to(self.dtype) for t in (q, k, v, q_nope, k_nope)), pos)
+        q, k, v, q_nope, k_nope = (t.to(self.dtype) for t in (q, k, v, q_nope, k_nope))
+        inputs = AttnInput(q, k, v, q_nope, k_nope, pos)
         attended = cache.prefill(inputs).transpose(0, 1).reshape(len(x), n_head * h.value_dim)
         x += linear(attended, weights["o"])
         normed = self._norm(x, layer.ffn_norm).to(self.dtype)
@@ -254,9 +253,8 @@ class _FusedLayer:
         self._norms = tuple(none if w is None else w for w in (weights.q_norm, weights.k_norm))
         self._eps = np.float32(h.norm_eps)
         self._interleaved = decoder.architecture.rope_interleaved
-        self._views = tuple(
-            a[:, None] for a in (self._q, self._k, self._v, self._q_nope, self._k_nope)
-        )
+        buffers = (self._q, self._k, self._v, self._q_nope, self._k_nope)
+        self._inputs = AttnInput(*[a[:, None] for a in buffers], pos=0)
 
     def project(self, x: np.ndarray, cos: np.ndarray, sin: np.ndarray, pos: int) -> AttnInput:
         """Norm, q/k/v and rotation of x f32 (n_embd,)."""
@@ -266,7 +264,7 @@ class _FusedLayer:
             self._interleaved, h.head_dim, h.value_dim, self._normed, self._raw, self._q, self._k,
             self._v, self._q_nope, self._k_nope, self._decoder.n_threads,
         )  # fmt: skip
-        return AttnInput(*self._views, pos)
+        return self._inputs._replace(pos=pos)
 
     def finish(self, attended: np.ndarray, x: np.ndarray) -> None:
         """Output projection and feed-forward; updates x in place."""

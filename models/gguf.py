@@ -262,7 +262,7 @@ def _read_tensor(cursor: HeaderCursor, what: str) -> TensorInfo:
         n_elements *= length
     number = cursor.u32(f"the type of {what}")
     try:
-        kind = GGMLType(number)
+        kind = GGMLType(number)  # type: ignore[call-arg]
     except ValueError:
         if number in REMOVED_TYPES:
             detail = f"{number} ({REMOVED_TYPES[number]}), which llama.cpp has removed"

@@ -1,4 +1,4 @@
-"""The tensors of a decoder as views on the memory-mapped file, named, checked and still quantised."""
+"""The tensors of a decoder: views on the memory-mapped file, named, checked, still quantised."""
 
 from __future__ import annotations
 

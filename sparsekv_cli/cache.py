@@ -116,7 +116,7 @@ class KVStore:
         return self.k.strides[1] + self.v.strides[1]
 
     def reserve(self, n: int) -> None:
-        """Room for ``n`` rows: exactly that much when asked in advance, an eighth more in decode."""
+        """Room for ``n`` rows: just that at first, an eighth more than before when growing."""
         if n <= self.capacity:
             return
         capacity = n if self.n == 0 else max(n, self.capacity + self.capacity // 8 + 256)
@@ -252,10 +252,15 @@ class SelectingCache(LayerCache):
 
 @dataclass(frozen=True)
 class Budget:
-    """Tokens attended a step: a number, or a share of the context. ``512`` or ``5%``."""
+    """Tokens attended a step: a number, or a share of the context. ``512`` or ``5%``.
+
+    floor: fewest rows of a share; defaults have one so that short chats stay coherent, while a
+    share that the user states is taken as stated.
+    """
 
     tokens: int | None = None
     share: float | None = None
+    floor: int = 1
 
     @staticmethod
     def parse(text: str) -> Budget:
@@ -278,10 +283,15 @@ class Budget:
         if self.tokens is not None:
             return self.tokens
         assert self.share is not None
-        return max(1, round(self.share * n))
+        return max(self.floor, round(self.share * n))
 
     def __str__(self) -> str:
-        return f"{100 * self.share:g}%" if self.share is not None else str(self.tokens)
+        if self.share is None:
+            return str(self.tokens)
+        return f"{100 * self.share:g}%" + (f" (at least {self.floor})" if self.floor > 1 else "")
+
+
+DEFAULT_BUDGET = Budget(share=0.05, floor=64)
 
 
 def parse_layers(text: str) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsekv_cli import warmup
 from sparsekv_cli.cache import Method, total_counters
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
@@ -19,6 +20,7 @@ from sparsekv_cli.models.architectures import Architecture, architecture_of
 from sparsekv_cli.models.gguf import GGUFFile, open_gguf
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.weights import Weights, read_weights
+from sparsekv_cli.warmup import Report
 
 Progress = Callable[[int, int], None]
 Sample = Callable[[np.ndarray, Sequence[int]], int]
@@ -72,11 +74,12 @@ class Session:
         weights: Weights,
         method: Method,
         config: SessionConfig,
+        on_compile: Report | None = None,
     ) -> None:
         import numba
         import torch
 
-        from sparsekv_cli.cpu import ops
+        from sparsekv_cli.cpu import matvec, ops
         from sparsekv_cli.models.decoder import Decoder, cpu_prefill_dtype
 
         self.gguf = file
@@ -89,17 +92,21 @@ class Session:
         torch.set_num_threads(self.n_threads)
         torch.set_grad_enabled(False)
         dtypes = {"f32": torch.float32, "bf16": torch.bfloat16}
+        dtype = dtypes.get(config.prefill_dtype) or cpu_prefill_dtype()
+        target = matvec.TO_BF16 if dtype == torch.bfloat16 else matvec.TO_F32
+        warmup.compile_weight_kernels(weights, target, on_compile)
         self.decoder = Decoder(
             hparams,
             architecture,
             weights,
             n_threads=self.n_threads,
-            prefill_dtype=dtypes.get(config.prefill_dtype) or cpu_prefill_dtype(),
+            prefill_dtype=dtype,
             chunk=config.chunk,
         )
         self._backend = ops
         self.timings = Timings()
         self.ledger = SessionLedger(self)
+        warmup.compile_method_kernels(self, on_compile)
         self.reset()
 
     def reset(self) -> None:
@@ -154,7 +161,12 @@ class Session:
         self._check_ids((token,))
         self.gguf.check_intact()
         started = time.perf_counter()
-        logits = self.decoder.decode(token, len(self.tokens), self.caches)
+        n_past = len(self.tokens)
+        try:
+            logits = self.decoder.decode(token, n_past, self.caches)
+        except BaseException:
+            self.rewind(n_past)  # some layers have the row already
+            raise
         self.tokens.append(int(token))
         self.timings.decode_s += time.perf_counter() - started
         self.timings.decode_tokens += 1
@@ -211,8 +223,13 @@ class Session:
             )
 
 
-def load_session(model_path: Path, method: Method, config: SessionConfig) -> Session:
-    """Opens and checks a model and builds a session; SparseKVError says what is wrong."""
+def load_session(
+    model_path: Path, method: Method, config: SessionConfig, on_compile: Report | None = None
+) -> Session:
+    """Opens and checks a model and builds a session; SparseKVError says what is wrong.
+
+    on_compile: told what is being compiled the first time (see warmup.py).
+    """
     started = time.perf_counter()
     if config.device == "cuda":
         raise SparseKVError(
@@ -223,7 +240,7 @@ def load_session(model_path: Path, method: Method, config: SessionConfig) -> Ses
         architecture = architecture_of(read_architecture(file))
         hparams = read_hparams(file)
         weights = read_weights(file, hparams, architecture)
-        session = Session(file, architecture, hparams, weights, method, config)
+        session = Session(file, architecture, hparams, weights, method, config, on_compile)
     except BaseException:
         file.close()
         raise

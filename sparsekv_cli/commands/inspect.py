@@ -181,8 +181,9 @@ def _tokenizer(gguf: GGUFFile) -> dict[str, Any] | None:
     special: dict[str, dict[str, Any]] = {}
     for key, value in metadata.items():
         if key.startswith(prefix) and key.endswith(SPECIAL_ID_SUFFIX):
-            known = isinstance(tokens, StringArray) and isinstance(value, int)
-            text = tokens[value] if known and 0 <= value < len(tokens) else None
+            text = None
+            if isinstance(tokens, StringArray) and isinstance(value, int):
+                text = tokens[value] if 0 <= value < len(tokens) else None
             name = key.removeprefix(prefix).removesuffix(SPECIAL_ID_SUFFIX)
             special[name] = {"id": _plain(value), "text": text}
     return {

@@ -235,5 +235,7 @@ def open_session(options: ModelOptions) -> Session:
 def load_session(path: Path, method: Method, config: SessionConfig) -> Session:
     """A loaded model; imports torch and numba, so it comes after all that can be refused before."""
     from sparsekv_cli import session
+    from sparsekv_cli.commands.progress import CompileProgress
 
-    return session.load_session(path, method, config)
+    with CompileProgress() as progress:
+        return session.load_session(path, method, config, progress)

@@ -1,4 +1,4 @@
-"""Progress of a prefill on stderr; nothing at all when stderr is no terminal."""
+"""Progress on stderr: of a prefill (on a terminal only) and of compiling the kernels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PrefillProgress:
         if time.monotonic() - self._start < SECONDS_BEFORE_BAR:
             return
         if self._bar is None:
-            self._bar = _new_bar()
+            self._bar = _new_bar("tokens")
             self._task = self._bar.add_task(self.label, total=total)
             self._bar.start()
         assert self._task is not None
@@ -63,7 +63,39 @@ class PrefillProgress:
         self.close()
 
 
-def _new_bar() -> Progress:
+class CompileProgress:
+    """Says once that kernels are being compiled, with a bar on a terminal.
+
+    Call it with (what, steps done, steps in all); use it as a context manager.
+    """
+
+    def __init__(self) -> None:
+        self._said = False
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if not self._said:
+            self._said = True
+            print("compiling kernels for this CPU (first run only)", file=sys.stderr, flush=True)
+        if not sys.stderr.isatty():
+            return
+        if self._bar is None:
+            self._bar = _new_bar("steps")
+            self._task = self._bar.add_task("compile", total=total)
+            self._bar.start()
+        assert self._task is not None
+        self._bar.update(self._task, completed=done, total=total, description=f"compile {what}")
+
+    def __enter__(self) -> CompileProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _new_bar(unit: str) -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -71,7 +103,7 @@ def _new_bar() -> Progress:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("tokens"),
+        TextColumn(unit),
         TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,

@@ -30,6 +30,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sparsekv_cli.cache import (
+    DEFAULT_BUDGET,
     N_SINKS,
     AttnInput,
     Backend,
@@ -60,7 +61,7 @@ class LFPS(Method):
     }
 
     preset: str = _option("tuned", "tuned, fast or paper; other options change it")
-    budget: Budget = _option(Budget(share=0.05), "rows attended a head, k: N or P%")
+    budget: Budget = _option(DEFAULT_BUDGET, "rows attended a head, k: N or P%")
     tables: str = _option("head", "tables a query 'head' or shared by a kv 'group'")
     expand: str = _option("plain", "neighbours of candidates: 'plain' or 'filtered' (eq 9)")
     recent: int = _option(32, "R: most recent rows always candidates (at most half the budget)")
@@ -169,7 +170,8 @@ class LFPSCache(LayerCache):
         if n > self._tables[0].shape[1]:
             self._allocate(n + n // 8 + 256)
         out = np.empty((spec.n_head, store.v.shape[2]), np.float32)
-        attended = np.empty((spec.n_head, k + N_SINKS if self.traced else 0), np.int32)
+        width = N_SINKS + max(k, history.LOCAL + 1)  # a bypassed head lists its local rows
+        attended = np.empty((spec.n_head, width if self.traced else 0), np.int32)
         counts = np.zeros(spec.n_head, np.int64)
         history.lfps_step(
             q, *store.addresses, *store.strides, n, spec.n_head_kv, spec.scale, k, method.recent,
@@ -183,6 +185,7 @@ class LFPSCache(LayerCache):
         return out
 
     def truncate(self, n: int) -> int:
+        self._queries = []  # of a prefill that was interrupted
         self._indexed = False
         return super().truncate(n)
 

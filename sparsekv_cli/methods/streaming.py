@@ -14,6 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from sparsekv_cli.cache import (
+    DEFAULT_BUDGET,
     N_SINKS,
     Backend,
     Budget,
@@ -32,7 +33,7 @@ class Streaming(Method):
     summary: ClassVar[str] = "attention sinks and the most recent rows"
 
     budget: Budget = field(
-        default=Budget(share=0.05), metadata={"help": "recent rows attended: N or P%"}
+        default=DEFAULT_BUDGET, metadata={"help": "recent rows attended: N or P%"}
     )
     sinks: int = field(default=N_SINKS, metadata={"help": "first rows always attended"})
 

@@ -12,6 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from sparsekv_cli.cache import (
+    DEFAULT_BUDGET,
     N_SINKS,
     Backend,
     Budget,
@@ -31,7 +32,7 @@ class TopK(Method):
     summary: ClassVar[str] = "scores every key, attends to the best"
 
     budget: Budget = field(
-        default=Budget(share=0.05), metadata={"help": "rows attended a head: N or P%"}
+        default=DEFAULT_BUDGET, metadata={"help": "rows attended a head: N or P%"}
     )
     recent: int = field(default=16, metadata={"help": "most recent rows always attended"})
 

@@ -49,7 +49,7 @@ class LFPSTwin:
         self.heads_a_unit = 1 if options.tables == "head" else self.group
 
     def start(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-        """Steps 2 and 3: k (G, n, d), v (G, n, d_v) of the context, q (H, m, d) of its last rows."""
+        """Steps 2, 3: k (G, n, d), v (G, n, d_v) of the context, q (H, m, d) of its last rows."""
         self.k, self.v = k.astype(np.float64), v.astype(np.float64)
         q = q.astype(np.float64)
         n, d = k.shape[1:]
@@ -111,7 +111,7 @@ class LFPSTwin:
         return choices
 
     def n_recent(self) -> int:
-        return min(self.options.recent, self.options.budget // 2)
+        return max(1, min(self.options.recent, self.options.budget // 2))
 
     def sink_share(self, h: int, scores: np.ndarray) -> float:
         """Step 4: rho."""

@@ -127,6 +127,7 @@ def reconcile(twin: LFPSTwin, choice: HeadChoice, actual: np.ndarray) -> bool:
     assert got >= {*range(SINKS), *range(n - twin.n_recent(), n)}
     scores = choice.scores[sorted(expected ^ got)]
     near_cut = (abs(scores - choice.cut) < TIE * (1 + abs(choice.cut))).all()
+    near_cut = near_cut and len(expected) == len(got)
     assert near_cut or choice.distance < TIE, f"rows {sorted(expected ^ got)} of {n} are no tie"
     choice.attended = np.array(sorted(got))
     return True
@@ -164,8 +165,9 @@ def compare_tables(cache: LFPSCache, twin: LFPSTwin) -> None:
         actual = table[:, :n].astype(np.float64) * cache._gain[:, None]
         np.testing.assert_allclose(actual, expected, atol=2e-5)
         assert not table[:, n:].any()
-        np.testing.assert_allclose(expected.sum(1), 0.5 / (1 - twin.options.decay), rtol=1e-9)
-        np.testing.assert_allclose(actual.sum(1), 0.5 / (1 - twin.options.decay), rtol=1e-4)
+        np.testing.assert_allclose(actual.sum(1), expected.sum(1), rtol=1e-5)
+        if twin.options.window <= 32:  # otherwise the first queries, which see sinks only, count
+            np.testing.assert_allclose(actual.sum(1), 0.5 / (1 - twin.options.decay), rtol=1e-5)
         for power in range(1, 5):
             exact = (table[:, :n].astype(np.float64) ** power).sum(1)
             scale = (np.abs(table[:, :n].astype(np.float64)) ** power).sum(1)
@@ -251,7 +253,8 @@ def test_rescaling_changes_nothing(decay, tables):
         (TwinOptions(budget=60, a=0.02, recent=200, expand="filtered"), "beyond"),
         (TwinOptions(budget=25, window=200, epsilon=0.7), "beyond"),
         (TwinOptions(budget=2, epsilon=1.0), "beyond"),
-        (TwinOptions(budget=1, epsilon=1.0), "beyond"),
+        (TwinOptions(budget=1, epsilon=0.7), "beyond"),
+        (TwinOptions(budget=1, epsilon=1.0, a=1e6), "active"),  # nothing is above the threshold
     ],
     ids=str,
 )
@@ -324,4 +327,5 @@ def test_tiny_contexts(n_prefill):
         out = cache.decode(row_input(*stream.next(), n_prefill + step))
         assert np.isfinite(out).all()
         if n_prefill > SINKS + 1 and n_prefill + step + 1 > 3 + SINKS:
-            assert cache.attended is not None and (cache.attended[1] <= 3 + SINKS + 5).all()
+            assert cache.attended is not None
+            assert (cache.attended[1] <= SINKS + 7).all()
