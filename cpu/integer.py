@@ -197,7 +197,7 @@ def quantize_ref(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     blocks = x.reshape(-1, BLOCK)
     peak = np.abs(blocks).max(1)
     scale = peak / np.float32(LARGEST)
-    inverse = np.divide(np.float32(LARGEST), peak, out=np.zeros_like(peak), where=peak > 0)
+    inverse = np.divide(np.float32(LARGEST), peak, out=np.zeros_like(peak), where=peak >= SMALLEST)
     rounded = np.rint(blocks * inverse[:, None])
     sums = rounded.reshape(-1, LANES).sum(1) * np.repeat(scale, 2)
     return rounded.astype(np.int16).reshape(-1), scale, sums.astype(np.float32)

@@ -69,6 +69,7 @@ class Decoder:
                 head_dim=h.head_dim,
                 value_dim=h.value_dim,
                 n_threads=self.n_threads,
+                theta=self.rope.theta,
             )
             for i in range(h.n_layer)
         ]
@@ -254,7 +255,7 @@ class _FusedLayer:
         self._eps = np.float32(h.norm_eps)
         self._interleaved = decoder.architecture.rope_interleaved
         buffers = (self._q, self._k, self._v, self._q_nope, self._k_nope)
-        self._inputs = AttnInput(*[a[:, None] for a in buffers], pos=0)
+        self._inputs = AttnInput._make([*(a[:, None] for a in buffers), 0])
 
     def project(self, x: np.ndarray, cos: np.ndarray, sin: np.ndarray, pos: int) -> AttnInput:
         """Norm, q/k/v and rotation of x f32 (n_embd,)."""

@@ -43,7 +43,7 @@ class RopeTable:
     """cos and sin f32 (positions, n_rot/2), extended as positions are asked for."""
 
     def __init__(self, hparams: HParams, freq_factors: np.ndarray | None) -> None:
-        self._theta = inverse_frequencies(hparams.n_rot, hparams.rope, freq_factors)
+        self.theta = inverse_frequencies(hparams.n_rot, hparams.rope, freq_factors)
         self._magnitude = hparams.rope.magnitude
         self.cos = np.empty((0, hparams.n_rot // 2), np.float32)
         self.sin = self.cos
@@ -54,7 +54,7 @@ class RopeTable:
         if n_positions <= have:
             return
         stop = max(n_positions, have + have // 4, 512)
-        angles = np.outer(np.arange(have, stop, dtype=np.float64), self._theta)
+        angles = np.outer(np.arange(have, stop, dtype=np.float64), self.theta)
         cos = (np.cos(angles) * self._magnitude).astype(np.float32)
         sin = (np.sin(angles) * self._magnitude).astype(np.float32)
         self.cos = np.concatenate([self.cos, cos])

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from sparsekv_cli.errors import SparseKVError
+
 DATA = Path(__file__).resolve().parent / "data"
 TEXT_FILES = (DATA / "accuracy_prose.txt", DATA / "accuracy_mixed.txt")
 
@@ -64,7 +66,7 @@ def read_texts() -> list[str]:
 def needle_prompt(needle: Needle, text: str, n_tokens: int, count: Callable[[str], int]) -> str:
     """A user message of nearly ``n_tokens``: as many whole paragraphs of ``text`` as fit.
 
-    count: tokens of a string. ValueError when the text is shorter than that.
+    count: tokens of a string. SparseKVError when the text is shorter than that.
     """
     question = f"{needle.question} Answer in one sentence."
     room = n_tokens - count(f"\n\n{needle.fact}\n\n{question}")
@@ -75,6 +77,6 @@ def needle_prompt(needle: Needle, text: str, n_tokens: int, count: Callable[[str
             break
         paragraphs.append(paragraph)
     else:
-        raise ValueError(f"{n_tokens} tokens do not fit a text that is {room} tokens shorter")
+        raise SparseKVError(f"needle prompt of {n_tokens} tokens: the text is {room} too short")
     paragraphs.insert(round(needle.depth * len(paragraphs)), needle.fact)
     return "\n\n".join([*paragraphs, question])

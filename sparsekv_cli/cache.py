@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -40,7 +40,10 @@ class AttnInput(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Sizes of one layer, and how many threads its kernels may use."""
+    """Sizes of one layer, and how many threads its kernels may use.
+
+    theta: rotation in radians a position of each RoPE pair (i, i + n_rot/2), f64 (n_rot/2,).
+    """
 
     layer: int
     n_layer: int
@@ -49,6 +52,7 @@ class LayerSpec:
     head_dim: int
     value_dim: int
     n_threads: int
+    theta: np.ndarray = field(default_factory=lambda: np.empty(0), compare=False)
 
     @property
     def group(self) -> int:
@@ -254,13 +258,15 @@ class SelectingCache(LayerCache):
 class Budget:
     """Tokens attended a step: a number, or a share of the context. ``512`` or ``5%``.
 
-    floor: fewest rows of a share; defaults have one so that short chats stay coherent, while a
-    share that the user states is taken as stated.
+    floor, ceiling: least and most rows of a share. Defaults have them, so that short chats stay
+    coherent and the work of a step stops growing with the context; a share that the user states is
+    taken as stated.
     """
 
     tokens: int | None = None
     share: float | None = None
     floor: int = 1
+    ceiling: int = 1 << 62
 
     @staticmethod
     def parse(text: str) -> Budget:
@@ -283,15 +289,16 @@ class Budget:
         if self.tokens is not None:
             return self.tokens
         assert self.share is not None
-        return max(self.floor, round(self.share * n))
+        return min(self.ceiling, max(self.floor, round(self.share * n)))
 
     def __str__(self) -> str:
         if self.share is None:
             return str(self.tokens)
-        return f"{100 * self.share:g}%" + (f" (at least {self.floor})" if self.floor > 1 else "")
+        limits = f" ({self.floor} to {self.ceiling} rows)" if self.floor > 1 else ""
+        return f"{100 * self.share:g}%{limits}"
 
 
-DEFAULT_BUDGET = Budget(share=0.05, floor=64)
+DEFAULT_BUDGET = Budget(share=0.05, floor=64, ceiling=512)
 
 
 def parse_layers(text: str) -> tuple[int, ...]:

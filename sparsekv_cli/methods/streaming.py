@@ -1,21 +1,23 @@
 """StreamingLLM (Xiao et al., arXiv:2309.17453): the first tokens and the most recent ones.
 
-Attends to the sinks and the last k rows at their absolute positions. Departure: the paper
-renumbers positions within the cache; with absolute positions the rows need no second rotation, and
-contexts here stay within what the model was trained on. Old rows stay in memory, so that a later
-prefill can still attend to them.
+Attends to the sinks and the last k rows. Departure: positions stay absolute by default, because
+contexts stay within what the model was trained on; ``reposition=true`` numbers the rows within the
+cache as the paper does (section 3.2), which only changes the distance to the sinks: their keys are
+turned forward by as much as was left out. Old rows stay in memory, so that a later prefill can
+still attend to them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from sparsekv_cli.cache import (
     DEFAULT_BUDGET,
     N_SINKS,
+    AttnInput,
     Backend,
     Budget,
     LayerCache,
@@ -36,6 +38,7 @@ class Streaming(Method):
         default=DEFAULT_BUDGET, metadata={"help": "recent rows attended: N or P%"}
     )
     sinks: int = field(default=N_SINKS, metadata={"help": "first rows always attended"})
+    reposition: bool = field(default=False, metadata={"help": "positions within the cache"})
 
     def __post_init__(self) -> None:
         if self.sinks < 0:
@@ -49,12 +52,32 @@ class _StreamingCache(SelectingCache):
     def __init__(self, spec: LayerSpec, backend: Backend, method: Streaming) -> None:
         super().__init__(spec, backend)
         self.method = method
+        self._sink_keys: np.ndarray | None = None  # (G, sinks, d) as prefilled, while turned
+
+    def prefill(self, x: AttnInput) -> Any:
+        if self._sink_keys is not None:
+            self.store.k[:, : self.method.sinks] = self._sink_keys
+            self._sink_keys = None
+        return super().prefill(x)
 
     def selects_all(self, n: int) -> bool:
         return self.method.budget.rows(n) + self.method.sinks >= n
 
     def select(self, q: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
         k, sinks = self.method.budget.rows(n), self.method.sinks
+        if self.method.reposition:
+            self._turn_sinks(n - sinks - k)
         rows = np.concatenate([np.arange(sinks), np.arange(n - k, n)]).astype(np.int32)
         n_kv = self.spec.n_head_kv
         return np.tile(rows, (n_kv, 1)), np.full(n_kv, len(rows)), 0
+
+    def _turn_sinks(self, n_left_out: int) -> None:
+        """Rotates the stored sink keys by the positions that the cache leaves out."""
+        sinks, half = self.method.sinks, len(self.spec.theta)
+        if self._sink_keys is None:
+            self._sink_keys = self.store.k[:, :sinks].copy()
+        cos, sin = np.cos(n_left_out * self.spec.theta), np.sin(n_left_out * self.spec.theta)
+        a = self._sink_keys[..., :half].astype(np.float32)
+        b = self._sink_keys[..., half : 2 * half].astype(np.float32)
+        self.store.k[:, :sinks, :half] = a * cos - b * sin
+        self.store.k[:, :sinks, half : 2 * half] = a * sin + b * cos

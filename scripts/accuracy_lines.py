@@ -1,0 +1,132 @@
+"""What is expected of a method in scripts/accuracy, and the table that says whether it is met.
+
+The figures and the acceptance lines are in data/accuracy_figures.json, by method text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accuracy_texts import DATA
+
+from sparsekv_cli.cache import Method
+from sparsekv_cli.methods import METHODS, build_method
+
+EXPECTED = json.loads((DATA / "accuracy_figures.json").read_text(encoding="utf-8"))
+Figures = Mapping[tuple[str, int], Mapping[str, Any]]  # by method text and length
+
+
+def parse_methods(text: str) -> dict[str, Method]:
+    """``lfps,topk:budget=2%`` -> methods by their text; ValueError says what is wrong.
+
+    Options follow a colon, separated by ``;`` or ``,``. ``full`` comes first, given or not.
+    """
+    specs: list[str] = ["full"]
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, colon, _ = part.partition(":")
+        if not colon and "=" in part and len(specs) > 1:
+            specs[-1] += (";" if ":" in specs[-1] else ":") + part
+        elif not colon and part.lstrip("-").isdigit() and "=" in specs[-1]:
+            specs[-1] += "," + part  # dense_layers=0,1
+        elif name not in METHODS:
+            raise ValueError(f"unknown method {name!r}: choose from {', '.join(METHODS)}")
+        else:
+            specs.append(part)
+    return {spec: build_spec(spec) for spec in specs}
+
+
+def build_spec(spec: str) -> Method:
+    """``lfps:preset=paper;a=0.4`` -> the method."""
+    name, _, options = spec.partition(":")
+    pairs = [option.partition("=") for option in options.split(";") if option]
+    return build_method(name, {key.strip(): value.strip() for key, _, value in pairs})
+
+
+def expected(method: Method, length: int) -> dict[str, dict[str, float]]:
+    """What is known of ``method`` at about ``length`` tokens: measured, at_most, at_least."""
+    near = [i for i, known in enumerate(EXPECTED["lengths"]) if abs(length - known) <= known / 10]
+    for spec, kinds in EXPECTED["methods"].items():
+        if near and build_spec(spec) == method:
+            return {
+                kind: {column: values[near[0]] for column, values in columns.items()}
+                for kind, columns in kinds.items()
+            }
+    return {}
+
+
+def broken_lines(row: Mapping[str, Any], known: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """The acceptance lines of a method and length that ``row`` breaks, as text."""
+    return [
+        f"FAIL {column} {row[column]:.3f}, {kind.replace('_', ' ')} {limit}"
+        for kind, sign in (("at_most", 1), ("at_least", -1))
+        for column, limit in known.get(kind, {}).items()
+        if row[column] is not None and sign * (row[column] - limit) > 0
+    ]
+
+
+def lines_across(methods: Mapping[str, Method], figures: Figures) -> list[str]:
+    """The lines about several rows, with their verdict: order of KLD, needles over all lengths."""
+
+    def named(spec: str) -> str:
+        """What the user called this method; empty if it was not asked for."""
+        return next((name for name in methods if methods[name] == build_spec(spec)), "")
+
+    lines = []
+    lengths = sorted({length for _, length in figures})
+    for low, high in ((named(a), named(b)) for a, b in EXPECTED["kld_below"]):
+        for length in lengths if low and high else ():
+            a, b = (figures[name, length]["kld"] for name in (low, high))
+            if a is not None:
+                verdict = "pass" if a < b else "FAIL"
+                lines.append(f"{verdict}: KLD {low} {a:.3f} < {high} {b:.3f} at {length}")
+    for name, allowed in ((named(s), n) for s, n in EXPECTED["needles_missed"].items()):
+        found = [
+            pair
+            for length in (lengths if name else ())
+            for pair in zip(*(figures[n, length]["found"] for n in ("full", name)), strict=True)
+        ]
+        dense, both = sum(full for full, _ in found), sum(full and own for full, own in found)
+        if found:
+            verdict = "pass" if dense - both <= allowed else "FAIL"
+            lines.append(f"{verdict}: {name} finds {both} of {dense} needles that full finds")
+    return lines
+
+
+COLUMNS = ("kld", "top1", "needles", "overlap", "mass", "dots", "attended")
+TITLES = (
+    "method",
+    "tokens",
+    "KLD",
+    "top-1",
+    "needles",
+    "overlap",
+    "mass",
+    "dots %",
+    "attended %",
+    "lines",
+)
+
+
+def markdown(methods: Mapping[str, Method], lengths: Sequence[int], figures: Figures) -> str:
+    """One row a method and length, the prototype's figure in brackets; then the lines across."""
+    lines = ["| " + " | ".join(TITLES) + " |", "|---" * len(TITLES) + "|"]
+    for name, method in methods.items():
+        for length in lengths:
+            row, known = figures[name, length], expected(method, length)
+            cells = [cell(c, row[c], known.get("measured", {}).get(c)) for c in COLUMNS]
+            verdict = "pass" if "at_most" in known else ""
+            cells.append("; ".join(broken_lines(row, known)) or verdict)
+            lines.append(f"| {name} | {length} | {' | '.join(cells)} |")
+    across = [f"- {line}" for line in lines_across(methods, figures)]
+    return "\n".join([*lines, *([""] if across else []), *across])
+
+
+def cell(column: str, value: float | None, known: float | None) -> str:
+    """``0.094 (0.094)``; a dash for what was not measured."""
+    digits = {"kld": 3, "needles": 0, "dots": 1, "attended": 1}.get(column, 2)
+    texts = ["-" if value is None else f"{value:.{digits}f}"]
+    if known is not None:
+        texts.append(f"({known:.{digits}f})")
+    return " ".join(texts)

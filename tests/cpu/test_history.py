@@ -1,0 +1,218 @@
+"""The parts of LFPS' kernels against plain numpy, above all at the borders of 64 entries."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sparsekv_cli.cpu import history
+from sparsekv_cli.cpu.attention import attend_dense_ref
+from sparsekv_cli.cpu.history import BLOCK, N_STATISTICS, SINKS
+from sparsekv_cli.cpu.matvec import address
+
+SIZES = [5, 63, 64, 65, 127, 128, 129, 200]
+
+
+def sums_of(table: np.ndarray) -> np.ndarray:
+    return np.array([(table.astype(np.float64) ** power).sum() for power in (1, 2, 3, 4)])
+
+
+def bits(words: np.ndarray) -> set[int]:
+    return {64 * w + b for w, word in enumerate(words) for b in range(64) if int(word) >> b & 1}
+
+
+def words_of(rows, n: int) -> np.ndarray:
+    words = np.zeros((n + BLOCK - 1) // BLOCK + 1, np.uint64)
+    for i in rows:
+        words[i // 64] |= np.uint64(1 << (i % 64))
+    return words
+
+
+def bounds_of(table: np.ndarray, slack: float = 0.0) -> np.ndarray:
+    n_blocks = -(-len(table) // BLOCK)
+    parts = (table[BLOCK * b : BLOCK * (b + 1)].max() + slack for b in range(n_blocks))
+    return np.array(list(parts), np.float32)
+
+
+@pytest.mark.parametrize("n", [2, 10, 1000])
+def test_threshold(n):
+    table = np.random.default_rng(n).standard_exponential(n)
+    centred = table - table.mean()
+    kappa = np.clip((centred**4).sum() / (centred**2).sum() ** 2, 1 / n, 1)
+    expected = 0.3 * table.mean() / kappa
+    assert history.threshold(sums_of(table), n, 0.3) == pytest.approx(expected, rel=1e-9)
+
+
+def test_threshold_of_a_flat_table_and_of_one_peak():
+    flat, peak = np.full(50, 0.2), np.zeros(50)
+    peak[7] = 10
+    assert history.threshold(sums_of(flat), 50, 0.5) == pytest.approx(0.5 * 0.2 * 50)
+    centred = peak - 0.2
+    kappa = (centred**4).sum() / (centred**2).sum() ** 2
+    assert history.threshold(sums_of(peak), 50, 0.5) == pytest.approx(0.5 * 0.2 / kappa)
+
+
+@pytest.mark.parametrize("slack", [0.0, 0.5])
+@pytest.mark.parametrize("n", SIZES)
+def test_marks_are_the_entries_above_the_threshold(n, slack):
+    """Loose bounds cost time only, and are exact after a scan."""
+    rng = np.random.default_rng(n)
+    table = rng.random(n + 100).astype(np.float32)
+    table[n:] = 9  # beyond the context: not looked at
+    statistics = np.zeros(N_STATISTICS, np.int64)
+    bounds = bounds_of(table[:n], slack)
+    words = words_of((), n)
+    history._mark_vertical(table, bounds, n, 0.8, words, statistics)
+    assert bits(words) == set(np.flatnonzero(table[:n] > 0.8).tolist())
+    scanned = bounds_of(table[:n], slack) > 0.8
+    np.testing.assert_array_equal(bounds[scanned], bounds_of(table[:n])[scanned])
+
+    count = n - SINKS
+    bounds = bounds_of(table[:count], slack)
+    words = words_of((), n)
+    history._mark_slash(table, bounds, n, 0.8, words, statistics)
+    assert bits(words) == {n - 1 - int(i) for i in np.flatnonzero(table[:count] > 0.8)}
+    assert min(bits(words), default=SINKS) >= SINKS
+
+
+def test_blocks_below_the_threshold_are_not_read():
+    table = np.zeros(640, np.float32)
+    table[130] = 1
+    statistics = np.zeros(N_STATISTICS, np.int64)
+    words = words_of((), 640)
+    history._mark_vertical(table, bounds_of(table), 640, 0.5, words, statistics)
+    assert bits(words) == {130}
+    assert statistics[history.ENTRIES_READ] == 64 and statistics[history.BOUNDS_READ] == 10
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_expansion_crosses_words(n):
+    rng = np.random.default_rng(n)
+    chosen = set(np.flatnonzero(rng.random(n) < 0.08).tolist()) | {n - 1, min(63, n - 1)}
+    words = words_of(chosen, n)
+    n_words = (n + 63) // 64
+    history._expand(words, n_words)
+    expected = {i + step for i in chosen for step in (-1, 0, 1, 2)}
+    assert {i for i in bits(words) if i < n} == {i for i in expected if 0 <= i < n}
+    rows = history._extract(words, n_words, n)
+    np.testing.assert_array_equal(rows, sorted(i for i in expected if SINKS <= i < n))
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_filtered_expansion_keeps_neighbours_above_the_mean(n):
+    rng = np.random.default_rng(n)
+    ver, dist = (rng.random(n).astype(np.float32) for _ in range(2))
+    chosen = set(np.flatnonzero(rng.random(n) < 0.1).tolist())
+    words = words_of(chosen, n)
+    before, n_words = words.copy(), (n + 63) // 64
+    history._expand(words, n_words)
+    history._filter_expansion(words, before, n_words, ver, dist, n, 0.6, 0.7)
+    expected = set(chosen)
+    for i in {i + step for i in chosen for step in (-1, 1, 2)} & set(range(n)):
+        if ver[i] > 0.6 or dist[n - 1 - i] > 0.7:
+            expected.add(i)
+    assert bits(words) == expected
+
+
+def test_bit_index():
+    assert [history._bit_index(np.uint64(1 << b)) for b in range(64)] == list(range(64))
+
+
+def test_adding_keeps_sums_and_bounds():
+    rng = np.random.default_rng(0)
+    table = rng.random(200).astype(np.float32)
+    bounds, sums = bounds_of(table), sums_of(table)
+    for _ in range(500):
+        history._add(table, bounds, sums, int(rng.integers(200)), float(rng.normal()) * 10)
+    np.testing.assert_allclose(sums, sums_of(table), rtol=1e-9)
+    assert (bounds >= bounds_of(table)).all()
+
+
+def test_rescaling_multiplies_the_gain_out():
+    rng = np.random.default_rng(0)
+    table = rng.normal(0, 1e6, 200).astype(np.float32)
+    expected = table.copy()
+    expected[:150] *= np.float32(1e-6)
+    bounds, sums = np.full(4, 7, np.float32), np.full(4, 3.0)
+    history._rescale(table, bounds, sums, 1e-6, 150)
+    np.testing.assert_array_equal(table, expected)
+    np.testing.assert_allclose(sums, sums_of(table[:150]), rtol=1e-12)
+    np.testing.assert_array_equal(bounds[:3], bounds_of(table[:150]))
+
+
+class Layer:
+    """Arguments of ``lfps_step`` for random keys: every entry of the tables is above tau."""
+
+    def __init__(self, n_head: int, n_head_kv: int, d: int, n: int, n_unit: int) -> None:
+        rng = np.random.default_rng(n)
+        self.q = (2 * rng.standard_normal((n_head, d))).astype(np.float32)
+        self.k, self.v = (
+            rng.standard_normal((n_head_kv, n + 9, d)).astype(np.float16) for _ in range(2)
+        )
+        self.n, self.n_kv, self.scale = n, n_head_kv, np.float32(d**-0.5)
+        self.tables = [np.zeros((n_unit, n + 40), np.float32) for _ in range(2)]
+        self.bounds = [np.zeros((n_unit, -(-(n + 40) // BLOCK)), np.float32) for _ in range(2)]
+        self.sums, self.gain = np.zeros((n_unit, 2, 4)), np.ones(n_unit)
+        self.statistics = np.zeros((n_unit, N_STATISTICS), np.int64)
+        self.attended = np.zeros((n_head, n + 1), np.int32)
+        self.counts = np.zeros(n_head, np.int64)
+        self.out = np.empty_like(self.q)
+
+    def init(self, q: np.ndarray, decay: float = 0.95) -> None:
+        """q f32 (H, s, d)."""
+        k = self.k
+        history.lfps_init(
+            q, address(k), k.strides[0], k.strides[1], self.n, self.n_kv, self.scale, decay,
+            *self.tables, *self.bounds, self.sums, self.gain,
+        )  # fmt: skip
+
+    def step(self, k_budget: int, a: float, epsilon: float = 1.0) -> None:
+        k, v, (n_head, d) = self.k, self.v, self.q.shape
+        mean = [np.zeros((self.n_kv, d), np.float32) for _ in range(2)]
+        history.lfps_step(
+            self.q, address(k), address(v), k.strides[0], v.strides[0], k.strides[1], v.strides[1],
+            self.n, self.n_kv, self.scale, k_budget, 32, a, 0.95, epsilon, False, *self.tables,
+            *self.bounds, self.sums, self.gain, *mean, np.zeros((self.n_kv, 0, 0), np.float32),
+            np.zeros(n_head, np.float32), self.statistics, self.attended, self.counts, self.out,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("n_head", "n_kv", "d"), [(3, 3, 64), (9, 3, 64), (8, 1, 80), (4, 2, 128)])
+@pytest.mark.parametrize("n", [64, 65, 100, 700])
+@pytest.mark.parametrize("shared", [False, True])
+def test_all_candidates_equal_dense_attention(n_head, n_kv, d, n, shared):
+    layer = Layer(n_head, n_kv, d, n, n_kv if shared else n_head)
+    layer.init(np.repeat(layer.q[:, None], 5, axis=1))
+    layer.step(k_budget=n - SINKS, a=-1e9)  # a threshold far below zero
+    expected = attend_dense_ref(layer.q, layer.k[:, :n], layer.v[:, :n], layer.scale)
+    np.testing.assert_allclose(layer.out, expected, atol=1e-5)
+    np.testing.assert_array_equal(layer.counts, n)
+    rows = np.sort(layer.attended[:, :n], axis=1)
+    np.testing.assert_array_equal(rows, np.tile(np.arange(n), (n_head, 1)))
+    scored = layer.statistics[:, history.SCORED].sum()
+    assert scored == layer.statistics[:, history.ATTENDED].sum() == n_head * n
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("s", [1, 32, 90])
+def test_init_sums_to_ten(s, shared):
+    layer = Layer(6, 2, 64, 150, 2 if shared else 6)
+    layer.init(np.repeat(layer.q[:, None], s, axis=1))
+    for which, table in enumerate(layer.tables):
+        np.testing.assert_allclose(table.sum(1), 10, rtol=1e-5)
+        np.testing.assert_allclose(layer.sums[:, which, 0], 10, rtol=1e-5)
+        assert (table >= 0).all() and not table[:, 150:].any()
+        assert not table[:, :SINKS].any() or which == 1
+    assert not layer.tables[1][:, 150 - SINKS :].any()  # no distance reaches a sink
+
+
+def test_huge_scores_stay_finite():
+    layer = Layer(4, 2, 64, 200, 4)
+    layer.k[:, 100] = 500
+    layer.k[:, 0] = -500
+    layer.init(np.repeat(layer.q[:, None], 8, axis=1))
+    for epsilon in (1.0, 0.5):
+        layer.step(k_budget=30, a=0.2, epsilon=epsilon)
+        assert np.isfinite(layer.out).all()
+        assert all(np.isfinite(table).all() for table in layer.tables)
+        assert np.isfinite(layer.sums).all()

@@ -1,0 +1,129 @@
+"""The table of methods against the files, and what text on the command line becomes."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import FrozenInstanceError, fields, is_dataclass
+from pathlib import Path
+
+import pytest
+
+import sparsekv_cli.methods as registry
+from sparsekv_cli.cache import Budget, Method, parse_layers
+from sparsekv_cli.methods import METHODS, build_method, describe_methods, method_class
+
+FILES = {p.stem for p in Path(registry.__file__).parent.glob("*.py")} - {"__init__"}
+
+
+def test_every_file_is_in_the_table_and_every_entry_has_its_file():
+    assert {entry.partition(":")[0] for entry in METHODS.values()} == FILES
+    assert len(set(METHODS.values())) == len(METHODS)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_describes_itself(name):
+    cls = method_class(name)
+    assert issubclass(cls, Method) and is_dataclass(cls)
+    assert cls.paper.strip() and cls.summary.strip()
+    method = build_method(name, {})
+    with pytest.raises(FrozenInstanceError):
+        method.dense_layers = (3,)
+    for field in fields(cls):
+        if field.name != "dense_layers":
+            assert field.metadata.get("help"), f"{field.name} needs a help text"
+    documentation = __import__(cls.__module__, fromlist=["x"]).__doc__
+    assert documentation and len(documentation) > 40
+
+
+def test_descriptions_are_json():
+    described = json.loads(json.dumps(describe_methods()))
+    assert [entry["name"] for entry in described] == list(METHODS)
+    for entry in described:
+        assert {"name", "paper", "summary", "needs", "options"} <= set(entry)
+        assert {"name", "type", "default", "help"} <= set(entry["options"][0])
+        json.dumps(build_method(entry["name"], {}).options())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_unknown_option_lists_the_known_ones(name):
+    with pytest.raises(ValueError, match="no option 'bogus'") as error:
+        build_method(name, {"bogus": "1"})
+    for field in fields(method_class(name)):
+        assert field.name in str(error.value)
+
+
+def test_an_unknown_method_lists_the_names():
+    with pytest.raises(ValueError, match="unknown method 'lfsp'") as error:
+        build_method("lfsp", {})
+    assert all(name in str(error.value) for name in METHODS)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        *[("topk", "budget", v) for v in ("0", "-3", "0%", "101%", "-1%", "nan%", "many", "", "%")],
+        *[("topk", "budget", v) for v in ("1e3", "2.5", "inf%")],
+        *[("topk", "recent", v) for v in ("0", "-1", "two", "1.5")],
+        ("streaming", "sinks", "-1"),
+        ("full", "dense_layers", "0;1"),
+        ("topk", "dense_layers", "all"),
+        *[("lfps", "decay", v) for v in ("0", "1", "-0.5", "1.5", "nan", "x")],
+        *[("lfps", "a", v) for v in ("0", "-1", "nan", "inf")],
+        *[("lfps", "epsilon", v) for v in ("0", "nan", "x")],
+        *[("lfps", name, v) for name in ("recent", "window") for v in ("0", "-1", "x")],
+        ("lfps", "tables", "heads"),
+        ("lfps", "expand", "yes"),
+        ("lfps", "sigma", "pi"),
+        ("lfps", "preset", "fastest"),
+    ],
+)
+def test_a_bad_value_names_the_option(name, option, value):
+    with pytest.raises(ValueError, match=re.escape(option)) as error:
+        build_method(name, {option: value})
+    message = str(error.value)
+    assert "\n" not in message and (value in message)
+
+
+def test_values_become_what_the_fields_want():
+    method = build_method(
+        "lfps", {"recent": "8", "a": "0.4", "tables": "group"}, budget="2.5%", dense_layers="0,-1"
+    )
+    values = {f.name: getattr(method, f.name) for f in fields(method)}
+    assert values["recent"] == 8 and values["a"] == 0.4 and values["tables"] == "group"
+    assert values["budget"] == Budget(share=0.025) and values["dense_layers"] == (0, -1)
+    assert build_method("topk", {"budget": "77"}).options()["budget"] == "77"
+
+
+def test_budget_and_dense_layers_may_be_given_once():
+    for option, value in (("budget", "5%"), ("dense_layers", "0")):
+        with pytest.raises(ValueError, match=f"{option} is given twice"):
+            build_method("topk", {option: value}, **{option: value})
+
+
+def test_presets_come_before_other_options():
+    paper = build_method("lfps", {"recent": "9", "preset": "paper"}).options()
+    assert (paper["recent"], paper["expand"], paper["sigma"]) == (9, "filtered", "ratio")
+    assert tuple(paper["dense_layers"]) == () and paper["preset"] == "paper"
+    fast = build_method("lfps", {"preset": "fast"}).options()
+    assert fast["tables"] == "group" and tuple(fast["dense_layers"]) == (0, 1)
+    tuned = build_method("lfps", {}).options()
+    assert tuned["tables"] == "head" and tuned["expand"] == "plain" and tuned["sigma"] == "cov"
+
+
+@pytest.mark.parametrize(
+    ("text", "n", "rows"),
+    [("5%", 1000, 50), ("5%", 3, 1), ("100%", 77, 77), ("64", 10, 64), ("0.1%", 100, 1)],
+)
+def test_budget_rows(text, n, rows):
+    assert Budget.parse(text).rows(n) == rows
+
+
+@pytest.mark.parametrize("text", ["5%", "12.5%", "512"])
+def test_budget_text_survives(text):
+    assert str(Budget.parse(text)) == text
+
+
+def test_layer_lists():
+    assert parse_layers("none") == parse_layers(" ") == ()
+    assert parse_layers("0, 1,-1") == (0, 1, -1)

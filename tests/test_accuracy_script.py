@@ -1,0 +1,184 @@
+"""scripts/accuracy on a tiny model: what it measures, and what it makes of the acceptance lines."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import make_model
+
+from sparsekv_cli.cache import padded
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.methods import build_method
+from sparsekv_cli.session import load_session
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "accuracy"
+LENGTH, STEPS = 150, 6
+CONFIG = SessionConfig(threads=1, prefill_dtype="f32", chunk=64)
+
+
+def load_script():
+    """The script as a module; the modules beside it are found as when it is run."""
+    sys.path.insert(0, str(SCRIPT.parent))
+    loader = SourceFileLoader("accuracy_script", str(SCRIPT))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[loader.name] = module  # its dataclasses look themselves up there
+    loader.exec_module(module)
+    return module
+
+
+accuracy = load_script()
+lines = sys.modules["accuracy_lines"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return make_model(
+        tmp_path_factory.mktemp("tiny") / "model.gguf", n_layer=3, chat_template=template
+    )
+
+
+@pytest.fixture(scope="module")
+def session(model):
+    return load_session(model, build_method("full", {}), CONFIG)
+
+
+def random_ids(n):
+    return np.random.RandomState(0).randint(3, 512, n).tolist()
+
+
+def test_shared_prefill_decodes_as_a_session_of_its_own(model, session):
+    ids = random_ids(LENGTH + STEPS)
+    names = ["full", "lfps:budget=20%", "streaming:budget=10%"]
+    methods = [lines.build_spec(name) for name in names]
+    logits, caches = accuracy.prefill_all(session, methods, ids[:LENGTH])
+    for method, layers in zip(methods, caches, strict=True):
+        own = load_session(model, method, CONFIG)
+        np.testing.assert_array_equal(own.prefill(ids[:LENGTH]), logits)
+        accuracy.resume(session, ids[:LENGTH], layers)
+        for token in ids[LENGTH:]:
+            np.testing.assert_array_equal(own.decode(token), session.decode(token))
+
+
+def test_measured_figures_of_dense_exact_and_recent_rows(session):
+    names = ["full", "topk:budget=100%", "topk:budget=20%;recent=1", "streaming:budget=20%"]
+    methods = {name: lines.build_spec(name) for name in names}
+    results = {name: accuracy.Result() for name in names}
+    accuracy.measure_text(session, methods, random_ids(LENGTH + STEPS), LENGTH, STEPS, results)
+    full, everything, best, recent = (results[name].summary() for name in names)
+    assert full["kld"] == 0 and full["top1"] == 1 and full["mass"] is None
+    assert everything["kld"] == 0 and everything["mass"] == 1 and everything["overlap"] is None
+    assert everything["attended"] == 100
+    assert best["dots"] == 100 and best["attended"] == pytest.approx(22.6, abs=0.5)
+    assert 0.95 < best["overlap"] <= 1  # one recent row is forced
+    assert recent["dots"] == 0 and 0 < recent["overlap"] < 0.5
+    assert recent["mass"] < best["mass"] < 1 and best["kld"] > 0
+
+
+def test_compare_rows_against_a_plain_computation():
+    rng = np.random.RandomState(1)
+    n, d = 40, 10
+    q = np.zeros((4, padded(d)), np.float32)
+    k = np.zeros((2, n, padded(d)), np.float16)
+    q[:, :d], k[..., :d] = rng.standard_normal((4, d)), rng.standard_normal((2, n, d))
+    idx = np.stack([rng.permutation(n)[:20] for _ in range(4)]).astype(np.int32)
+    counts = np.array([20, 11, 15, 12])
+    overlap, mass = accuracy.compare_rows(q, k, (idx, counts), 0.5, 11)
+    expected = []
+    for head in range(4):
+        scores = 0.5 * k[head // 2].astype(np.float64) @ q[head]
+        rows = idx[head, : counts[head]]
+        weights = np.exp(scores) / np.exp(scores).sum()
+        assert mass[head] == pytest.approx(weights[rows].sum(), rel=1e-5)
+        chosen = {row for row in rows if row >= 4}
+        best = set((np.argsort(-scores[4:])[: len(chosen)] + 4).tolist())
+        if counts[head] > 11:  # otherwise the head was bypassed
+            expected.append(len(chosen & best) / len(chosen))
+    assert overlap == pytest.approx(expected)
+    shared, mass = accuracy.compare_rows(q, k, (idx[:2], counts[:1].repeat(2)), 0.5)
+    assert len(shared) == len(mass) == 4  # one list a kv head serves its two query heads
+
+
+def test_method_texts():
+    methods = lines.parse_methods("topk, lfps:preset=paper;a=0.4,streaming:sinks=2,budget=64")
+    assert list(methods) == [
+        "full",
+        "topk",
+        "lfps:preset=paper;a=0.4",
+        "streaming:sinks=2;budget=64",
+    ]
+    assert methods["lfps:preset=paper;a=0.4"] == build_method(
+        "lfps", {"preset": "paper", "a": "0.4"}
+    )
+    dense = lines.parse_methods("topk:dense_layers=0,-1,full")
+    assert dense["topk:dense_layers=0,-1"].dense_layers == (0, -1) and "full" in dense
+    for wrong in ("fulll", "lfps:preset=slow", "topk:a=1", "2"):
+        with pytest.raises(ValueError):
+            lines.parse_methods(wrong)
+
+
+def row(**figures):
+    names = ("kld", "top1", "needles", "found", "overlap", "mass", "dots", "attended")
+    return {**dict.fromkeys(names), "found": [], **figures}
+
+
+def test_acceptance_lines():
+    methods = lines.parse_methods("topk,streaming,lfps,lfps:preset=paper")
+    good = row(kld=0.1, top1=0.9, mass=0.9, dots=9.0, found=[True] * 4)
+    known = lines.expected(methods["lfps"], 1650)
+    assert known["measured"]["kld"] == 0.094
+    assert lines.broken_lines(good, known) == []
+    assert len(lines.broken_lines({**good, "kld": 0.14, "mass": 0.82}, known)) == 2
+    assert lines.expected(methods["lfps"], 2400) == {}
+    figures = {
+        ("full", 1700): row(kld=0, found=[True, True, True, False]),
+        ("topk", 1700): row(kld=0.2),
+        ("streaming", 1700): row(kld=0.3),
+        ("lfps", 1700): {**good, "found": [True, False, False, True]},
+        ("lfps:preset=paper", 1700): row(kld=0.4),
+    }
+    verdicts = [line[:4] for line in lines.lines_across(methods, figures)]
+    assert verdicts == ["FAIL", "pass", "pass", "FAIL"]  # topk is worse; two needles are missed
+    table = lines.markdown(methods, [1700], figures)
+    assert "| lfps | 1700 | 0.100 (0.094) | 0.90 (0.82) |" in table
+
+
+def test_texts_and_needles_are_long_enough_and_distinct():
+    texts = accuracy.read_texts()
+    assert all(len(text.split()) > 4000 for text in texts)
+    values = [needle.value for needle in accuracy.NEEDLES]
+    assert len(set(values)) == len(values)
+    for needle in accuracy.NEEDLES:
+        assert needle.value in needle.fact
+        assert not any(needle.value in text for text in texts)
+    first = accuracy.NEEDLES[0]
+    prompt = accuracy.needle_prompt(first, texts[0], 1200, lambda text: len(text.split()))
+    assert 1000 < len(prompt.split()) <= 1200 and prompt.count(first.fact) == 1
+    with pytest.raises(SparseKVError, match="too short"):
+        accuracy.needle_prompt(first, "one\n\ntwo", 1200, len)
+
+
+def test_command_line(model, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"the sand and the thing {i} in an inn" for i in range(90)))
+    common = ["-m", str(model), "--text-file", str(text), "--threads", "1", "--texts", "1"]
+    common += ["--steps", "3", "--needles", "1", "--methods", "streaming"]
+    code = accuracy.main([*common, "--lengths", "400", "--json", str(tmp_path / "out.json")])
+    assert code == 0 and "| streaming | 400 |" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "out.json").read_text())
+    assert [r["method"] for r in rows] == ["full", "streaming"] and rows[1]["kld"] > 0
+    assert accuracy.main([*common, "--lengths", "9000"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("error: length 9000")
+    with pytest.raises(SystemExit) as stopped:
+        accuracy.main([*common[:-1], "dense", "--lengths", "400"])
+    assert stopped.value.code == 2

@@ -1,0 +1,152 @@
+"""The arrows of the design: commands -> session -> decoder -> cache and methods -> kernels.
+
+Every import of ours, at the top of a file or inside a function, is looked at; those under
+``if TYPE_CHECKING`` are not, since they never run.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "sparsekv_cli"
+FOLDERS = {"": "sparsekv_cli", "cpu": "cpu", "kernels": "kernels", "models": "models"}
+SETTINGS = {"errors", "config"}
+
+# Part -> parts that it may import beside itself. A part is a package or a module of sparsekv_cli;
+# the empty name is sparsekv_cli/__init__.py, which holds the version only.
+SAMPLING = {"dry", "sampling_params", "sampler"}
+ALLOWED: dict[str, set[str]] = {
+    "": set(),
+    "errors": set(),
+    "config": set(),
+    "cpu": set(),
+    "kernels": set(),
+    "cache": {"errors"},
+    "methods": {"errors", "cache", "cpu", "kernels"},
+    "models": {"errors", "cache", "cpu"},
+    "dry": {"errors"},
+    "sampling_params": {"errors"},
+    "sampler": {"errors", "dry", "sampling_params"},
+    "warmup": {"errors", "cache", "cpu", "kernels", "models"},
+    "session": {*SETTINGS, "cache", "methods", "cpu", "kernels", "models", "warmup"},
+}
+EVERYTHING_BELOW = {*ALLOWED, "session"}
+ALLOWED["commands"] = EVERYTHING_BELOW
+ALLOWED["cli"] = {"", "errors", "commands"}
+ALLOWED["__main__"] = {"cli"}
+
+
+def root() -> Path:
+    """The folder that holds sparsekv_cli/, cpu/, kernels/ and models/."""
+    spec = importlib.util.find_spec(PACKAGE)
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent.parent
+
+
+def sources() -> list[tuple[str, Path]]:
+    """(module name, file) of everything that is installed."""
+    found = []
+    for name, folder in FOLDERS.items():
+        base = root() / folder
+        for path in sorted(base.rglob("*.py")):
+            parts = [PACKAGE, *filter(None, [name]), *path.relative_to(base).with_suffix("").parts]
+            if parts[-1] == "__init__":
+                parts.pop()
+            found.append((".".join(parts), path))
+    return found
+
+
+SOURCES = sources()
+MODULES = {name for name, _ in SOURCES}
+
+
+def part_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """(module, line) of every import that can run; ``from p import m`` is p.m if m is a module."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from imports(ast.Module(body=node.orelse, type_ignores=[]))
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: import by the full name"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield (inner if inner in MODULES else str(node.module)), node.lineno
+        else:
+            yield from imports(node)
+
+
+@pytest.mark.parametrize(("module", "path"), SOURCES, ids=[name for name, _ in SOURCES])
+def test_imports_follow_the_arrows(module, path):
+    part = part_of(module)
+    assert part in ALLOWED, f"{module}: give it a line in ALLOWED"
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for imported, line in imports(tree):
+        top = imported.split(".")[0]
+        at = f"{path.name}:{line} imports {imported}"
+        assert top not in ("cpu", "kernels", "models"), f"{at}: use {PACKAGE}.{top}"
+        if top != PACKAGE:
+            continue
+        assert imported in MODULES, f"{at}, which does not exist"
+        assert part_of(imported) in {part, *ALLOWED[part]}, f"{at}: the arrow runs back"
+
+
+def test_the_walk_sees_imports_wherever_they_are():
+    source = """
+import os, cpu.ops
+from sparsekv_cli import session, __version__
+if TYPE_CHECKING:
+    from sparsekv_cli.cli import main
+else:
+    import sparsekv_cli.cache
+def f():
+    class C:
+        with x:
+            from sparsekv_cli.methods import lfps
+"""
+    found = {name for name, _ in imports(ast.parse(source))}
+    assert found == {
+        "os",
+        "cpu.ops",
+        "sparsekv_cli",
+        "sparsekv_cli.session",
+        "sparsekv_cli.cache",
+        "sparsekv_cli.methods.lfps",
+    }
+
+
+def test_kernels_import_nothing_that_imports_torch():
+    """Numba kernels must not pull in torch: it alone takes a second."""
+    for module, path in SOURCES:
+        if part_of(module) != "cpu" or module.endswith(".ops"):
+            continue
+        found = {name.split(".")[0] for name, _ in imports(ast.parse(path.read_text("utf-8")))}
+        assert "torch" not in found, module
+
+
+@pytest.mark.parametrize(
+    "module", ["sparsekv_cli.cli", "sparsekv_cli.commands.run", "sparsekv_cli.commands.chat"]
+)
+def test_the_command_line_starts_without_heavy_imports(module):
+    heavy = ("torch", "numba", "llvmlite", "tokenizers", "sentencepiece")
+    code = f"import sys, {module}; print(*[m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == ""
+
+
+def test_all_parts_of_the_table_exist():
+    assert {part_of(module) for module in MODULES} == set(ALLOWED)

@@ -1,0 +1,280 @@
+"""Sessions: limits, growth of the KV store, timings, and what is refused."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import make_model
+
+from sparsekv_cli.cache import KVStore, LayerSpec
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.methods import build_method
+from sparsekv_cli.session import load_session, physical_cores
+
+N_VOCAB = 512
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(
+        tmp_path_factory.mktemp("model") / "model.gguf", n_embd=128, n_ff=128, n_ctx=300
+    )
+
+
+@pytest.fixture
+def session(model):
+    session = load_session(
+        model, build_method("full", {}), SessionConfig(ctx_size=40, threads=1, prefill_dtype="f32")
+    )
+    yield session
+    session.gguf.close()
+
+
+def ids(n: int) -> list[int]:
+    return [3 + i % 200 for i in range(n)]
+
+
+def greedy(logits, _tokens) -> int:
+    return int(np.argmax(logits))
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def refused(call) -> str:
+    with pytest.raises(SparseKVError) as error:
+        call()
+    message = str(error.value)
+    assert message and "\n" not in message
+    return message
+
+
+def test_empty_prompt(session):
+    assert "empty" in refused(lambda: session.prefill([]))
+    assert session.tokens == []
+
+
+def test_prompt_longer_than_the_context(session):
+    message = refused(lambda: session.prefill(ids(41)))
+    assert "41" in message and "40" in message and "--ctx-size" in message and "300" in message
+    assert session.tokens == [] and all(cache.store.n == 0 for cache in session.caches)
+    assert session.prefill(ids(40)).shape == (N_VOCAB,)
+
+
+def test_a_later_prompt_that_does_not_fit(session):
+    session.prefill(ids(30))
+    message = refused(lambda: session.prefill(ids(11)))
+    assert "30" in message and "11" in message and "40" in message
+    assert len(session.tokens) == 30
+    session.prefill(ids(10))
+
+
+@pytest.mark.parametrize("token", [-1, N_VOCAB, 10**6])
+def test_token_out_of_range(session, token):
+    assert str(token) in refused(lambda: session.prefill([5, token, 6]))
+    assert session.tokens == []
+    session.prefill([5])
+    assert str(token) in refused(lambda: session.decode(token))
+    assert session.tokens == [5] and all(cache.store.n == 1 for cache in session.caches)
+    session.decode(N_VOCAB - 1)
+
+
+def test_decode_beyond_the_context(session):
+    session.prefill(ids(39))
+    session.decode(5)
+    assert "40" in refused(lambda: session.decode(5))
+    assert len(session.tokens) == 40
+
+
+def test_missing_file_and_wrong_device(model, tmp_path):
+    method = build_method("full", {})
+    absent = tmp_path / "absent.gguf"
+    assert "absent.gguf" in refused(lambda: load_session(absent, method, SessionConfig()))
+    assert "cuda" in refused(lambda: load_session(model, method, SessionConfig(device="cuda")))
+
+
+def test_file_that_is_cut_while_in_use(tmp_path):
+    path = make_model(tmp_path / "model.gguf", n_layer=1, n_embd=64, n_ff=64)
+    session = load_session(path, build_method("full", {}), SessionConfig(threads=1))
+    session.prefill(ids(3))
+    os.truncate(path, path.stat().st_size - 64)
+    assert "model.gguf" in refused(lambda: session.decode(5))
+    assert "model.gguf" in refused(lambda: session.prefill(ids(2)))
+    assert len(session.tokens) == 3
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("ctx_size", -1),
+        ("threads", -2),
+        ("chunk", 0),
+        ("device", "gpu"),
+        ("prefill_dtype", "f16"),
+    ],
+)
+def test_configuration_names_the_field(field, value):
+    with pytest.raises(ValueError, match=field) as error:
+        SessionConfig(**{field: value})
+    assert str(value) in str(error.value)
+
+
+# --- generation -----------------------------------------------------------------------------------
+
+
+def test_generate_stops_at_the_context(session):
+    produced = list(session.generate(ids(30), greedy, -1))
+    assert len(session.tokens) == 40
+    assert len(produced) == 11  # the last needs no row
+    assert session.tokens == ids(30) + produced[:-1]
+
+
+@pytest.mark.parametrize("n_predict", [0, 1, 5])
+def test_generate_counts(session, n_predict):
+    produced = list(session.generate(ids(10), greedy, n_predict))
+    assert len(produced) == n_predict
+    assert len(session.tokens) == 10 + max(0, n_predict - 1)
+
+
+def test_generate_is_what_decode_says(session):
+    produced = list(session.generate(ids(10), greedy, 6))
+    session.reset()
+    expected = [greedy(session.prefill(ids(10)), [])]
+    while len(expected) < 6:
+        expected.append(greedy(session.decode(expected[-1]), []))
+    assert produced == expected
+
+
+def test_closing_the_iterator_leaves_the_last_token_out(session):
+    stream = session.generate(ids(10), greedy, 20)
+    first, second = next(stream), next(stream)
+    stream.close()
+    assert session.tokens == [*ids(10), first] and isinstance(second, int)
+
+
+def test_the_sampler_sees_the_tokens_so_far(session):
+    seen = []
+
+    def sample(logits, tokens):
+        seen.append(list(tokens))
+        return 7
+
+    list(session.generate(ids(3), sample, 3))
+    assert seen == [ids(3), [*ids(3), 7], [*ids(3), 7, 7]]
+
+
+# --- state ----------------------------------------------------------------------------------------
+
+
+def test_rewind(session):
+    session.prefill(ids(20))
+    session.rewind(25)
+    assert len(session.tokens) == 20
+    session.rewind(12)
+    assert session.tokens == ids(12) and all(cache.store.n == 12 for cache in session.caches)
+    session.rewind(0)
+    assert session.tokens == [] and all(cache.store.n == 0 for cache in session.caches)
+    np.testing.assert_array_equal(session.prefill(ids(5)), _fresh(session, ids(5)))
+
+
+def _fresh(session, tokens):
+    session.reset()
+    return session.prefill(tokens)
+
+
+def test_timings(session):
+    assert session.timings.load_s > 0 and session.timings.prefill_tokens == 0
+    session.prefill(ids(20))
+    session.decode(5)
+    session.decode(6)
+    timings = session.timings
+    assert (timings.prefill_tokens, timings.decode_tokens) == (20, 2)
+    assert timings.prefill_s > 0 and timings.decode_s > 0
+    loaded = timings.load_s
+    timings.reset()
+    assert timings.prefill_s == timings.decode_s == 0.0 and timings.load_s == loaded
+    assert timings.prefill_tokens == timings.decode_tokens == 0
+
+
+def test_ledger_speaks_the_contract(session):
+    session.prefill(ids(20))
+    session.decode(5)
+    counts = session.ledger.as_dict()
+    contract = ["rows_total", "rows_scored", "rows_attended", "bytes_host", "bytes_device"]
+    assert list(counts)[:7] == [*contract, "bytes_moved", "index_bytes"]
+    assert counts["rows_total"] == 2 * 4 * 21 and all(isinstance(v, int) for v in counts.values())
+
+
+def test_defaults_come_from_the_model_and_the_machine(model):
+    session = load_session(model, build_method("full", {}), SessionConfig(threads=10**6))
+    assert session.n_ctx == 300
+    assert 1 <= session.n_threads <= (os.cpu_count() or 1)
+    assert session.tokenizer is session.tokenizer
+    session.gguf.close()
+    assert 1 <= physical_cores() <= (os.cpu_count() or 1)
+
+
+# --- the KV store ---------------------------------------------------------------------------------
+
+SPEC = LayerSpec(
+    layer=0, n_layer=1, n_head=4, n_head_kv=2, head_dim=40, value_dim=24, n_threads=1
+)  # fmt: skip
+
+
+def rows(n: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(2, n, 40, generator=generator),
+        torch.randn(2, n, 24, generator=generator),
+    )
+
+
+def test_store_takes_what_is_announced_and_grows_in_steps():
+    store = KVStore(SPEC)
+    store.reserve(1000)
+    assert store.capacity == 1000
+    k, v = rows(1000)
+    store.append(k, v)
+    assert store.capacity == 1000
+    capacities = {store.capacity}
+    for _ in range(2000):
+        store.reserve(store.n + 1)
+        store.n += 1
+        capacities.add(store.capacity)
+    assert len(capacities) <= 7, "decoding must not reallocate for every token"
+    assert max(capacities) < 1.2 * 3000 + 300, "growth must not double what is held"
+
+
+def test_store_keeps_its_rows_and_pads_with_zeros():
+    store = KVStore(SPEC)
+    (k, v), (k2, v2) = rows(5), rows(300, 1)
+    store.append(k, v)
+    before = store.addresses
+    store.append(k2, v2)
+    assert store.addresses != before and store.n == 305
+    assert store.k.shape[2] == 48 and store.v.shape[2] == 32
+    for array, parts, d in ((store.k, (k, k2), 40), (store.v, (v, v2), 24)):
+        expected = torch.cat(parts, 1).half().numpy()
+        np.testing.assert_array_equal(array[:, :305, :d], expected)
+        assert not array[:, :305, d:].any()
+    assert store.addresses == tuple(a.ctypes.data for a in (store.k, store.v))
+    assert store.strides == (
+        store.k.strides[0], store.v.strides[0], store.k.strides[1], store.v.strides[1],
+    )  # fmt: skip
+    assert store.nbytes == store.capacity * 2 * (48 + 32) * 2
+
+
+def test_truncate_forgets_the_last_rows():
+    store = KVStore(SPEC)
+    store.append(*rows(10))
+    store.truncate(20)
+    assert store.n == 10
+    store.truncate(4)
+    k, v = rows(3, 2)
+    store.append(k, v)
+    assert store.n == 7
+    np.testing.assert_array_equal(store.k[:, 4:7, :40], k.half().numpy())
