@@ -32,3 +32,7 @@ if "NUMBA_CACHE_DIR" not in os.environ:
     with contextlib.suppress(OSError):  # no writable home: numba chooses a place itself
         os.environ["NUMBA_CACHE_DIR"] = str(_kernel_cache_folder())
 os.environ.setdefault("NUMBA_THREADING_LAYER_PRIORITY", "omp tbb workqueue")
+# How long an idle worker of libgomp spins before it sleeps: some tens of microseconds bridge the
+# calls of a decode step. libgomp's own default, milliseconds, makes torch's and numba's pools wait
+# for each other in prefill, and costs a scheduler slice at every barrier when the machine is busy.
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")

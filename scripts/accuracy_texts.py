@@ -42,8 +42,8 @@ NEEDLES = (
         0.4,
     ),
     Needle(
-        "The password of the blue cabinet is 90467.",
-        "What is the password of the blue cabinet?",
+        "The licence number of Captain Moreno is 90467.",
+        "What is the licence number of Captain Moreno?",
         "90467",
         0,
         0.6,
