@@ -18,6 +18,7 @@ from sparsekv_cli.cpu.emit import F32, I32, I64, LANES, VF, VI, const, load, spl
 
 BLOCK = 256  # keys whose scores are kept at a time: K and V of a block stay in the L2 cache
 PAD = 32  # floats that a score buffer needs behind its last score
+AHEAD = 48  # rows between a load and its prefetch
 TILE = 4  # query heads that share a loaded row
 NEGATIVE_INFINITY = np.float32(-np.inf)
 
@@ -55,7 +56,11 @@ def tile_scores(typingctx, tile, gather, q, k, row_bytes, idx, count, d, out, ou
                 at = b.select(b.icmp_signed("<", at, last), at, last)
                 rows.append(_row_address(b, k, row_bytes, idx, at, gather_))
 
+            ahead = _rows_ahead(b, k, row_bytes, idx, j, n_keys, last, gather_)
+
             def dims(c, sums):
+                for row in ahead:
+                    emit.prefetch(b, b.add(row, b.mul(c, I64(2))))
                 keys = [emit.load_half_lanes(b, b.add(row, b.mul(c, I64(2)))) for row in rows]
                 new = []
                 for t in range(tile_):
@@ -117,7 +122,12 @@ def tile_values(typingctx, tile, gather, p, p_stride, v, row_bytes, idx, count, 
 
             size = len(acc_at)
 
+            last = b.sub(count, I64(1))
+
             def keys(j, sums):
+                for row in _rows_ahead(b, v, row_bytes, idx, j, unroll, last, gather_):
+                    for line in range(0, 2 * LANES * n_vectors, 64):
+                        emit.prefetch(b, b.add(row, b.mul(b.add(c, I64(line // 2)), I64(2))))
                 new = []
                 for u in range(unroll):
                     new += key(b.add(j, I64(u)), sums[u * size : (u + 1) * size])
@@ -220,6 +230,17 @@ def store_halves(typingctx, source, target, count):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), codegen
+
+
+def _rows_ahead(b, base, row_bytes, idx, j, n_rows, last, gather):
+    """Addresses of rows j + AHEAD ... j + AHEAD + n_rows, at most row ``last`` of a list."""
+    rows = []
+    for i in range(n_rows):
+        at = b.add(j, I64(AHEAD + i))
+        if gather:
+            at = b.select(b.icmp_signed("<", at, last), at, last)
+        rows.append(_row_address(b, base, row_bytes, idx, at, gather))
+    return rows
 
 
 # --- one tile of heads over one list of rows ------------------------------------------------------

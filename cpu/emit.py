@@ -76,6 +76,15 @@ def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Valu
     return call_named(builder, f"llvm.fma.{lanes}f32", a.type, a, b, c)
 
 
+def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Asks for the cache line of ``address`` ahead of its use; any address is allowed."""
+    pointer = builder.inttoptr(address, ir.PointerType())
+    type_ = ir.FunctionType(ir.VoidType(), [ir.PointerType(), I32, I32, I32])
+    name = "llvm.prefetch.p0"
+    function = builder.module.globals.get(name) or ir.Function(builder.module, type_, name)
+    builder.call(function, [pointer, I32(0), I32(3), I32(1)])  # read, keep, data
+
+
 def half_to_float(builder: ir.IRBuilder, address: ir.Value, n_bytes: Any = 0) -> ir.Value:
     return builder.fpext(load(builder, F16, address, n_bytes), F32)
 
