@@ -1,10 +1,10 @@
 """The GGUF weight formats as data: block sizes, and how a block becomes small integers and scales.
 
-``decode`` of a quantised format writes LLVM IR that turns one block into groups of sixteen
-elements, in order: q (<16 x i8>), a scale and, for the asymmetric formats, an offset; an element is
-q * scale + offset. The f32 and the integer dot products and the dequantisation of every format come
-from that one description. Layouts: FORMAT.md section 3; the values equal ``gguf.quants.dequantize``
-bit for bit (tests/cpu/test_blocks.py).
+``decode`` of a quantised format writes LLVM IR that turns one block into its integers, sixteen at a
+time (<16 x i8>), and a vector of scales (and, for the asymmetric formats, of offsets), one for each
+16 or 32 elements: an element is q * scale + offset. The f32 and the integer dot products and the
+dequantisation of every format come from that one description. Layouts: FORMAT.md section 3; the
+values equal ``gguf.quants.dequantize`` bit for bit (tests/cpu/test_blocks.py).
 """
 
 from __future__ import annotations
@@ -16,30 +16,35 @@ from typing import NamedTuple
 from llvmlite import binding, ir
 
 from sparsekv_cli.cpu import emit
-from sparsekv_cli.cpu.emit import F16, F32, I8, I16, I32, LANES, VF, VI, const, load, splat, vec
+from sparsekv_cli.cpu.emit import F16, F32, I8, I16, I32, LANES, VF, VI, const, load, shuffle, vec
 
 # Element values of the non-linear 4-bit formats (ggml-common.h: kvalues_iq4nl, kvalues_mxfp4).
 IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
-class Group(NamedTuple):
-    """Sixteen elements: q * scale + offset. Groups with one scale hold the same IR value."""
+class Block(NamedTuple):
+    """One decoded block; all members but ``signed`` are IR values."""
 
-    q: ir.Value  # <16 x i8>
+    q: list[ir.Value]  # <16 x i8> each, in order of the elements
     signed: bool  # whether q is signed
-    scale: ir.Value  # float
-    offset: ir.Value | None = None  # float; None: 0
+    scales: ir.Value  # <k x float>, each for 16 len(q) / k elements
+    offsets: ir.Value | None = None  # <k x float>; None: 0
 
-    def floats(self, b: ir.IRBuilder) -> ir.Value:
-        """<16 x float>. q * scale is exact in f32 for every format, so this rounds once."""
-        q = b.sitofp(self.q, VF) if self.signed else b.uitofp(self.q, VF)
-        if self.offset is None:
-            return b.fmul(q, splat(b, self.scale))
-        return emit.fma(b, q, splat(b, self.scale), splat(b, self.offset))
+    def floats(self, b: ir.IRBuilder) -> Iterator[ir.Value]:
+        """<16 x float> vectors. q * scale is exact in f32 for every format: this rounds once."""
+        a_scale = len(self.q) // self.scales.type.count
+        for i, q in enumerate(self.q):
+            values = b.sitofp(q, VF) if self.signed else b.uitofp(q, VF)
+            lanes = [i // a_scale] * LANES
+            scale = shuffle(b, self.scales, self.scales, lanes)
+            if self.offsets is None:
+                yield b.fmul(values, scale)
+            else:
+                yield emit.fma(b, values, scale, shuffle(b, self.offsets, self.offsets, lanes))
 
 
-Decode = Callable[[ir.IRBuilder, ir.Value], Iterator[Group]]
+Decode = Callable[[ir.IRBuilder, ir.Value], Block]
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,7 @@ class BlockFormat:
         if self.decode is None:
             yield _plain_floats(b, p, self.name)
         else:
-            for group in self.decode(b, p):
-                yield group.floats(b)
+            yield from self.decode(b, p).floats(b)
 
 
 def _plain_floats(b: ir.IRBuilder, p: ir.Value, name: str) -> ir.Value:
@@ -97,16 +101,28 @@ def _lookup16(b: ir.IRBuilder, table: tuple[int, ...], idx: ir.Value) -> ir.Valu
     return result
 
 
-def _q4_0(b: ir.IRBuilder, p: ir.Value) -> Iterator[Group]:
-    d = emit.half_to_float(b, p)
-    for q in _nibbles(b, load(b, vec(I8), p, 2)):
-        yield Group(b.sub(q, const(I8, 8)), True, d)
+def _halves(b: ir.IRBuilder, p: ir.Value, at: int, count: int = 1) -> tuple[ir.Value, ...]:
+    """``count`` consecutive f16 scales as <1 x float> each."""
+    floats = b.fpext(load(b, vec(F16, count), p, at), vec(F32, count))
+    if count == 1:
+        return (floats,)
+    return tuple(shuffle(b, floats, floats, [i]) for i in range(count))
 
 
-def _q4_1(b: ir.IRBuilder, p: ir.Value) -> Iterator[Group]:
-    d, m = (emit.half_to_float(b, p, at) for at in (0, 2))
-    for q in _nibbles(b, load(b, vec(I8), p, 4)):
-        yield Group(q, False, d, m)
+def _times(b: ir.IRBuilder, d: ir.Value, integers: ir.Value) -> ir.Value:
+    """<k x float> d * integers, for d <1 x float> and integers already <k x float>."""
+    return b.fmul(shuffle(b, d, d, [0] * integers.type.count), integers)
+
+
+def _q4_0(b: ir.IRBuilder, p: ir.Value) -> Block:
+    (d,) = _halves(b, p, 0)
+    q = [b.sub(q, const(I8, 8)) for q in _nibbles(b, load(b, vec(I8), p, 2))]
+    return Block(q, True, d)
+
+
+def _q4_1(b: ir.IRBuilder, p: ir.Value) -> Block:
+    d, m = _halves(b, p, 0, 2)
+    return Block(list(_nibbles(b, load(b, vec(I8), p, 4))), False, d, m)
 
 
 def _five_bits(b: ir.IRBuilder, p: ir.Value, qh_at: int, qs_at: int) -> Iterator[ir.Value]:
@@ -115,130 +131,130 @@ def _five_bits(b: ir.IRBuilder, p: ir.Value, qh_at: int, qs_at: int) -> Iterator
         yield b.or_(q, high)
 
 
-def _q5_0(b: ir.IRBuilder, p: ir.Value) -> Iterator[Group]:
-    d = emit.half_to_float(b, p)
-    for q in _five_bits(b, p, 2, 6):
-        yield Group(b.sub(q, const(I8, 16)), True, d)
+def _q5_0(b: ir.IRBuilder, p: ir.Value) -> Block:
+    (d,) = _halves(b, p, 0)
+    return Block([b.sub(q, const(I8, 16)) for q in _five_bits(b, p, 2, 6)], True, d)
 
 
-def _q5_1(b: ir.IRBuilder, p: ir.Value) -> Iterator[Group]:
-    d, m = (emit.half_to_float(b, p, at) for at in (0, 2))
-    for q in _five_bits(b, p, 4, 8):
-        yield Group(q, False, d, m)
+def _q5_1(b: ir.IRBuilder, p: ir.Value) -> Block:
+    d, m = _halves(b, p, 0, 2)
+    return Block(list(_five_bits(b, p, 4, 8)), False, d, m)
 
 
-def _q8_0(b: ir.IRBuilder, p: ir.Value) -> Iterator[Group]:
-    d = emit.half_to_float(b, p)
-    for half in range(2):
-        yield Group(load(b, vec(I8), p, 2 + 16 * half), True, d)
+def _q8_0(b: ir.IRBuilder, p: ir.Value) -> Block:
+    (d,) = _halves(b, p, 0)
+    return Block([load(b, vec(I8), p, 2 + 16 * half) for half in range(2)], True, d)
 
 
-def _q2_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[Group]:
-    d, dmin = (emit.half_to_float(b, p, at) for at in (80, 82))
+def _q2_k(b: ir.IRBuilder, p: ir.Value) -> Block:
+    d, dmin = _halves(b, p, 80, 2)
+    scales, minimums = _nibbles(b, load(b, vec(I8), p))
+    q = []
     for group in range(16):
         n, shift, half = group // 8, group // 2 % 4, group % 2
-        scale = load(b, I8, p, group)
-        dl = b.fmul(d, b.uitofp(b.and_(scale, I8(15)), F32))
-        ml = b.fmul(dmin, b.uitofp(b.lshr(scale, I8(4)), F32))
-        q = load(b, vec(I8), p, 16 + 32 * n + 16 * half)
-        q = b.and_(b.lshr(q, const(I8, 2 * shift)), const(I8, 3))
-        yield Group(q, False, dl, b.fneg(ml))
+        bits = load(b, vec(I8), p, 16 + 32 * n + 16 * half)
+        q.append(b.and_(b.lshr(bits, const(I8, 2 * shift)), const(I8, 3)))
+    offsets = b.fneg(_times(b, dmin, b.uitofp(minimums, VF)))
+    return Block(q, False, _times(b, d, b.uitofp(scales, VF)), offsets)
 
 
-def _q3_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[Group]:
-    d = emit.half_to_float(b, p, 108)
+def _q3_k(b: ir.IRBuilder, p: ir.Value) -> Block:
+    (d,) = _halves(b, p, 108)
+    eight, four = load(b, vec(I8, 8), p, 96), load(b, vec(I8, 4), p, 104)
+    low = shuffle(b, b.and_(eight, const(I8, 15, 8)), b.lshr(eight, const(I8, 4, 8)), range(LANES))
+    shifts = ir.Constant(vec(I8), [2 * (i // 4) for i in range(LANES)])
+    high = b.lshr(shuffle(b, four, four, [i % 4 for i in range(LANES)]), shifts)
+    high = b.shl(b.and_(high, const(I8, 3)), const(I8, 4))
+    scales = b.sub(b.or_(low, high), const(I8, 32))
+    q = []
     for group in range(16):
         n, shift, half = group // 8, group // 2 % 4, group % 2
-        low = load(b, I8, p, 96 + group % 8)
-        low = b.and_(low, I8(15)) if group < 8 else b.lshr(low, I8(4))
-        high = b.and_(b.lshr(load(b, I8, p, 104 + group % 4), I8(2 * (group // 4))), I8(3))
-        scale = b.sub(b.or_(low, b.shl(high, I8(4))), I8(32))
-        dl = b.fmul(d, b.sitofp(scale, F32))
-        q = load(b, vec(I8), p, 32 + 32 * n + 16 * half)
-        q = b.and_(b.lshr(q, const(I8, 2 * shift)), const(I8, 3))
+        bits = load(b, vec(I8), p, 32 + 32 * n + 16 * half)
+        bits = b.and_(b.lshr(bits, const(I8, 2 * shift)), const(I8, 3))
         mask = b.and_(load(b, vec(I8), p, 16 * half), const(I8, 1 << (4 * n + shift)))
         is_set = b.icmp_unsigned("!=", mask, const(I8, 0))
-        yield Group(b.sub(q, b.select(is_set, const(I8, 0), const(I8, 4))), True, dl)
+        q.append(b.sub(bits, b.select(is_set, const(I8, 0), const(I8, 4))))
+    return Block(q, True, _times(b, d, b.sitofp(scales, VF)))
 
 
-def _k_scale_min(b: ir.IRBuilder, p: ir.Value, group: int) -> tuple[ir.Value, ir.Value]:
-    """6-bit scale and min (i8) of sub-block ``group`` of Q4_K and Q5_K; 12 bytes at offset 4."""
-    if group < 4:
-        scale = b.and_(load(b, I8, p, 4 + group), I8(63))
-        minimum = b.and_(load(b, I8, p, 8 + group), I8(63))
-        return scale, minimum
-    both = load(b, I8, p, 8 + group)
-    scale_high = b.lshr(load(b, I8, p, group), I8(6))
-    min_high = b.lshr(load(b, I8, p, 4 + group), I8(6))
-    scale = b.or_(b.and_(both, I8(15)), b.shl(scale_high, I8(4)))
-    minimum = b.or_(b.lshr(both, I8(4)), b.shl(min_high, I8(4)))
-    return scale, minimum
+def _k_affine(b: ir.IRBuilder, p: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Scales and offsets <8 x float> of Q4_K and Q5_K: 6-bit pairs in 12 bytes at offset 4."""
+    d, dmin = _halves(b, p, 0, 2)
+    first, second, third = (load(b, vec(I8, 4), p, at) for at in (4, 8, 12))
+
+    def six_bits(low: ir.Value, nibble: ir.Value) -> ir.Value:
+        top = b.shl(b.lshr(low, const(I8, 6, 4)), const(I8, 4, 4))
+        parts = b.and_(low, const(I8, 63, 4)), b.or_(nibble, top)
+        return b.uitofp(shuffle(b, *parts, range(8)), vec(F32, 8))
+
+    scales = six_bits(first, b.and_(third, const(I8, 15, 4)))
+    minimums = six_bits(second, b.lshr(third, const(I8, 4, 4)))
+    return _times(b, d, scales), b.fneg(_times(b, dmin, minimums))
 
 
-def _k_affine(b: ir.IRBuilder, p: ir.Value, group: int) -> tuple[ir.Value, ir.Value]:
-    """Scale and offset of sub-block ``group`` of Q4_K and Q5_K."""
-    d, dmin = (emit.half_to_float(b, p, at) for at in (0, 2))
-    scale, minimum = _k_scale_min(b, p, group)
-    return b.fmul(d, b.uitofp(scale, F32)), b.fneg(b.fmul(dmin, b.uitofp(minimum, F32)))
+def _q4_k(b: ir.IRBuilder, p: ir.Value) -> Block:
+    q = []
+    for pair in range(4):
+        halves = [_nibbles(b, load(b, vec(I8), p, 16 + 32 * pair + 16 * h)) for h in range(2)]
+        q += [halves[h][nibble] for nibble in range(2) for h in range(2)]
+    return Block(q, False, *_k_affine(b, p))
 
 
-def _q4_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[Group]:
+def _q5_k(b: ir.IRBuilder, p: ir.Value) -> Block:
+    high = [load(b, vec(I8), p, 16 + 16 * half) for half in range(2)]
+    q = []
     for group in range(8):
-        dl, ml = _k_affine(b, p, group)
-        for half in range(2):
-            bytes_ = load(b, vec(I8), p, 16 + 32 * (group // 2) + 16 * half)
-            yield Group(_nibbles(b, bytes_)[group % 2], False, dl, ml)
-
-
-def _q5_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[Group]:
-    for group in range(8):
-        dl, ml = _k_affine(b, p, group)
         for half in range(2):
             bytes_ = load(b, vec(I8), p, 48 + 32 * (group // 2) + 16 * half)
-            high = b.lshr(load(b, vec(I8), p, 16 + 16 * half), const(I8, group))
-            high = b.shl(b.and_(high, const(I8, 1)), const(I8, 4))
-            yield Group(b.or_(_nibbles(b, bytes_)[group % 2], high), False, dl, ml)
+            bit = b.and_(b.lshr(high[half], const(I8, group)), const(I8, 1))
+            q.append(b.or_(_nibbles(b, bytes_)[group % 2], b.shl(bit, const(I8, 4))))
+    return Block(q, False, *_k_affine(b, p))
 
 
-def _q6_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[Group]:
-    d = emit.half_to_float(b, p, 208)
+def _q6_k(b: ir.IRBuilder, p: ir.Value) -> Block:
+    (d,) = _halves(b, p, 208)
+    q = []
     for group in range(16):
-        dl = b.fmul(d, b.sitofp(load(b, I8, p, 192 + group), F32))
         n, quarter, half = group // 8, group // 2 % 4, group % 2
         low_at = 64 * n + 32 * (quarter % 2) + 16 * half
         low = _nibbles(b, load(b, vec(I8), p, low_at))[quarter // 2]
         high = b.lshr(load(b, vec(I8), p, 128 + 32 * n + 16 * half), const(I8, 2 * quarter))
-        q = b.or_(low, b.shl(b.and_(high, const(I8, 3)), const(I8, 4)))
-        yield Group(b.sub(q, const(I8, 32)), True, dl)
+        bits = b.or_(low, b.shl(b.and_(high, const(I8, 3)), const(I8, 4)))
+        q.append(b.sub(bits, const(I8, 32)))
+    return Block(q, True, _times(b, d, b.sitofp(load(b, vec(I8), p, 192), VF)))
 
 
-def _iq4_nl(b: ir.IRBuilder, p: ir.Value) -> Iterator[Group]:
-    d = emit.half_to_float(b, p)
-    for q in _nibbles(b, load(b, vec(I8), p, 2)):
-        yield Group(_lookup16(b, IQ4_NL_VALUES, q), True, d)
+def _iq4_nl(b: ir.IRBuilder, p: ir.Value) -> Block:
+    (d,) = _halves(b, p, 0)
+    q = [_lookup16(b, IQ4_NL_VALUES, q) for q in _nibbles(b, load(b, vec(I8), p, 2))]
+    return Block(q, True, d)
 
 
-def _iq4_xs(b: ir.IRBuilder, p: ir.Value) -> Iterator[Group]:
-    d = emit.half_to_float(b, p)
-    scales_high = load(b, I16, p, 2)
+def _iq4_xs(b: ir.IRBuilder, p: ir.Value) -> Block:
+    (d,) = _halves(b, p, 0)
+    four = load(b, vec(I8, 4), p, 4)
+    low = shuffle(
+        b, b.and_(four, const(I8, 15, 4)), b.lshr(four, const(I8, 4, 4)), [0, 4, 1, 5, 2, 6, 3, 7]
+    )
+    shifts = ir.Constant(vec(I16, 8), [2 * i for i in range(8)])
+    high = b.lshr(emit.splat(b, load(b, I16, p, 2), 8), shifts)
+    high = b.shl(b.and_(b.trunc(high, vec(I8, 8)), const(I8, 3, 8)), const(I8, 4, 8))
+    scales = b.sub(b.or_(low, high), const(I8, 32, 8))
+    q = []
     for group in range(8):
-        low = b.lshr(load(b, I8, p, 4 + group // 2), I8(4 * (group % 2)))
-        high = b.trunc(b.lshr(scales_high, I16(2 * group)), I8)
-        scale = b.or_(b.and_(low, I8(15)), b.shl(b.and_(high, I8(3)), I8(4)))
-        dl = b.fmul(d, b.sitofp(b.sub(scale, I8(32)), F32))
-        for q in _nibbles(b, load(b, vec(I8), p, 8 + 16 * group)):
-            yield Group(_lookup16(b, IQ4_NL_VALUES, q), True, dl)
+        for bits in _nibbles(b, load(b, vec(I8), p, 8 + 16 * group)):
+            q.append(_lookup16(b, IQ4_NL_VALUES, bits))
+    return Block(q, True, _times(b, d, b.sitofp(scales, vec(F32, 8))))
 
 
-def _mxfp4(b: ir.IRBuilder, p: ir.Value) -> Iterator[Group]:
+def _mxfp4(b: ir.IRBuilder, p: ir.Value) -> Block:
     # Half of the E8M0 scale 2^(e - 127): the table holds doubled values. e < 2 is subnormal.
     exponent = b.zext(load(b, I8, p), I32)
     normal = b.shl(b.sub(exponent, I32(1)), I32(23))
     tiny = b.shl(I32(0x00200000), exponent)
     bits = b.select(b.icmp_unsigned("<", exponent, I32(2)), tiny, normal)
-    d = b.bitcast(bits, F32)
-    for q in _nibbles(b, load(b, vec(I8), p, 1)):
-        yield Group(_lookup16(b, MXFP4_VALUES, q), True, d)
+    q = [_lookup16(b, MXFP4_VALUES, q) for q in _nibbles(b, load(b, vec(I8), p, 1))]
+    return Block(q, True, emit.splat(b, b.bitcast(bits, F32), 1))
 
 
 # Plain floats are read as blocks of 16; rows that are no multiple of 16 have a scalar tail.

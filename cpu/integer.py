@@ -8,27 +8,31 @@ converts every weight. With 16 bits the rounding is about 2^-16 of a block's lar
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from llvmlite import binding, ir
 from numba import njit, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu import emit
-from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE, BlockFormat, Group
+from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE, BlockFormat
 from sparsekv_cli.cpu.emit import F32, I16, I32, I64, LANES, VF, VI, const, load, splat, vec
 
+VF8 = vec(F32, 8)
 BLOCK = 32
 LARGEST = 32767.0
 SMALLEST = 1e-30
-ACCUMULATORS = 4
+ACCUMULATORS = 4  # sums in flight
 
 
 def quantized_bytes(n: int) -> int:
     """Bytes of ``quantize_activations``' output for n elements, a multiple of 32.
 
-    Layout: i16 values (n,), f32 scales (n / 32,), f32 sums of scale * value (n / 16,).
+    Layout: i16 values (n,), f32 scales (n / 32,), f32 sums of scale * value over 16 (n / 16,) and
+    over 32 (n / 32,) elements.
     """
-    return 2 * n + 4 * (n // BLOCK) + 4 * (n // LANES)
+    return 2 * n + 8 * (n // BLOCK) + 4 * (n // LANES)
 
 
 @intrinsic
@@ -38,7 +42,9 @@ def quantize_activations(typingctx, x, out, n):
     def codegen(context, b, signature, args):
         x, out, n = args
         scales = b.add(out, b.mul(n, I64(2)))
-        sums = b.add(scales, b.sdiv(b.mul(n, I64(4)), I64(BLOCK)))
+        small = b.sdiv(b.mul(n, I64(4)), I64(BLOCK))
+        sums = b.add(scales, small)
+        sums32 = b.add(sums, b.mul(small, I64(2)))
 
         def body(i, carried):
             halves = [load(b, VF, b.add(x, b.mul(i, I64(4))), 4 * LANES * h) for h in range(2)]
@@ -49,6 +55,7 @@ def quantize_activations(typingctx, x, out, n):
             scale = b.fdiv(peak, F32(LARGEST))
             inverse = b.select(is_zero, F32(0.0), b.fdiv(F32(LARGEST), peak))
             emit.store(b, scale, b.add(scales, b.sdiv(b.mul(i, I64(4)), I64(BLOCK))))
+            both = []
             for h, half in enumerate(halves):
                 scaled = b.fmul(half, splat(b, inverse))
                 rounded = emit.call_named(b, "llvm.rint.v16f32", VF, scaled)
@@ -57,6 +64,9 @@ def quantize_activations(typingctx, x, out, n):
                 total = b.fmul(emit.sum_lanes(b, rounded), scale)
                 at = b.add(sums, b.sdiv(b.mul(i, I64(4)), I64(LANES)))
                 emit.store(b, total, at, 4 * h)
+                both.append(total)
+            at = b.add(sums32, b.sdiv(b.mul(i, I64(4)), I64(BLOCK)))
+            emit.store(b, b.fadd(*both), at)
             return []
 
         emit.loop(b, I64(0), n, BLOCK, [], body)
@@ -70,94 +80,88 @@ def _has(feature: str) -> bool:
 
 
 def _pair_products(b: ir.IRBuilder, w: ir.Value, x: ir.Value) -> ir.Value:
-    """<32 x i16> w, x -> <16 x i32> of w[2i] x[2i] + w[2i+1] x[2i+1]."""
-    if _has("avx512bw"):
-        return emit.call_named(b, "llvm.x86.avx512.pmaddw.d.512", VI, w, x)
+    """<16 x i16> w, x -> <8 x i32> of w[2i] x[2i] + w[2i+1] x[2i+1]."""
     if _has("avx2"):
-        parts = []
-        for h in range(2):
-            lanes = range(LANES * h, LANES * (h + 1))
-            a, c = emit.shuffle(b, w, w, lanes), emit.shuffle(b, x, x, lanes)
-            parts.append(emit.call_named(b, "llvm.x86.avx2.pmadd.wd", vec(I32, 8), a, c))
-        return emit.shuffle(b, parts[0], parts[1], range(LANES))
-    wide = vec(I32, BLOCK)
+        return emit.call_named(b, "llvm.x86.avx2.pmadd.wd", vec(I32, 8), w, x)
+    wide = vec(I32, LANES)
     products = b.mul(b.sext(w, wide), b.sext(x, wide))
-    even = emit.shuffle(b, products, products, range(0, BLOCK, 2))
-    odd = emit.shuffle(b, products, products, range(1, BLOCK, 2))
+    even = emit.shuffle(b, products, products, range(0, LANES, 2))
+    odd = emit.shuffle(b, products, products, range(1, LANES, 2))
     return b.add(even, odd)
 
 
 def _emit_block(
-    b: ir.IRBuilder,
-    groups: tuple[Group, Group],
-    at: int,
-    x: ir.Value,
-    scales: ir.Value,
-    sums: ir.Value,
-    total: ir.Value,
-    offsets: ir.Value,
-) -> tuple[ir.Value, ir.Value]:
-    """Adds 32 elements: total <16 x float>, offsets float. ``at``: their block within this one."""
-    first, second = groups
-    q = emit.shuffle(b, first.q, second.q, range(BLOCK))
-    w = b.sext(q, vec(I16, BLOCK)) if first.signed else b.zext(q, vec(I16, BLOCK))
-    products = b.sitofp(_pair_products(b, w, load(b, vec(I16, BLOCK), x, 2 * BLOCK * at)), VF)
-    x_scale = load(b, F32, scales, 4 * at)
-    if first.scale is second.scale:
-        scale = splat(b, b.fmul(first.scale, x_scale))
-    else:
-        low, high = (splat(b, b.fmul(g.scale, x_scale)) for g in groups)
-        scale = emit.shuffle(b, low, high, [*range(8), *range(24, 32)])
-    total = emit.fma(b, products, scale, total)
-    if first.offset is not None:
-        parts = [load(b, F32, sums, 4 * (2 * at + h)) for h in range(2)]
-        if first.offset is second.offset:
-            offsets = emit.fma(b, first.offset, b.fadd(*parts), offsets)
-        else:
-            for group, part in zip(groups, parts, strict=True):
-                offsets = emit.fma(b, group.offset, part, offsets)
-    return total, offsets
+    b: ir.IRBuilder, format_: BlockFormat, p: ir.Value, inputs: Inputs, sums: Sums
+) -> Sums:
+    """Adds the block at p, whose activations begin at ``inputs``, to the running sums."""
+    assert format_.decode is not None
+    block = format_.decode(b, p)
+    n_scales, n_blocks = block.scales.type.count, format_.n_elements // BLOCK
+    x_scales = load(b, vec(F32, n_blocks), inputs.scales)
+    lanes = [i * n_blocks // n_scales for i in range(n_scales)]
+    scales = b.fmul(block.scales, emit.shuffle(b, x_scales, x_scales, lanes))
+    totals, offset = list(sums.totals), sums.offset
+    products = []
+    for i, q in enumerate(block.q):
+        w = b.sext(q, vec(I16)) if block.signed else b.zext(q, vec(I16))
+        products.append(_pair_products(b, w, load(b, vec(I16), inputs.values, 2 * LANES * i)))
+    a_scale = len(products) // n_scales  # 1 or 2 vectors of 16 elements under one scale
+    for i in range(n_scales):
+        part = products[i * a_scale]
+        if a_scale == 2:
+            part = b.add(part, products[2 * i + 1])
+        turn = i % ACCUMULATORS
+        scale = emit.shuffle(b, scales, scales, [i] * 8)
+        totals[turn] = emit.fma(b, b.sitofp(part, VF8), scale, totals[turn])
+    if block.offsets is not None:
+        x_sums = load(b, vec(F32, n_scales), inputs.sums32 if a_scale == 2 else inputs.sums16)
+        offset = b.fadd(offset, emit.sum_lanes(b, b.fmul(block.offsets, x_sums)))
+    return Sums([*totals[1:], totals[0]] if n_scales == 1 else totals, offset)
+
+
+class Inputs(NamedTuple):
+    """Addresses of the activations of one block."""
+
+    values: ir.Value
+    scales: ir.Value
+    sums16: ir.Value
+    sums32: ir.Value
+
+
+class Sums(NamedTuple):
+    """A row's running sums: <8 x float> accumulators in turn, and the offsets' share."""
+
+    totals: list[ir.Value]
+    offset: ir.Value
 
 
 def _emit_row(
     b: ir.IRBuilder, format_: BlockFormat, w: ir.Value, x: ir.Value, n: ir.Value
 ) -> ir.Value:
-    decode = format_.decode
-    assert decode is not None
     n_blocks = b.sdiv(n, I64(format_.n_elements))
-    scales = b.add(x, b.mul(n, I64(2)))
-    sums = b.add(scales, b.mul(b.sdiv(n, I64(BLOCK)), I64(4)))
-    a_block = format_.n_elements // BLOCK
-    unroll = max(1, ACCUMULATORS // a_block)
+    sizes = [format_.n_elements // BLOCK * size for size in (2 * BLOCK, 4, 8, 4)]  # per block
+    small = b.mul(b.sdiv(n, I64(BLOCK)), I64(4))
+    starts = [x, b.add(x, b.mul(n, I64(2)))]
+    starts += [b.add(starts[1], small), b.add(starts[1], b.mul(small, I64(3)))]
+    unroll = ACCUMULATORS if format_.n_elements == BLOCK else 1
 
     def blocks(start: ir.Value, count: int, carried: list[ir.Value]) -> list[ir.Value]:
-        totals, offsets = carried[:ACCUMULATORS], carried[ACCUMULATORS:]
-        turn = 0
+        sums = Sums(carried[:-1], carried[-1])
         for u in range(count):
-            block = b.add(start, I64(u))
-            p = b.add(w, b.mul(block, I64(format_.n_bytes)))
-            small = b.mul(block, I64(a_block))
-            values = b.add(x, b.mul(small, I64(2 * BLOCK)))
-            scale_at = b.add(scales, b.mul(small, I64(4)))
-            sum_at = b.add(sums, b.mul(small, I64(8)))
-            groups = decode(b, p)
-            for at in range(a_block):
-                pair = (next(groups), next(groups))
-                i = turn % ACCUMULATORS
-                totals[i], offsets[i] = _emit_block(
-                    b, pair, at, values, scale_at, sum_at, totals[i], offsets[i]
-                )
-                turn += 1
-        return [*totals, *offsets]
+            i = b.add(start, I64(u))
+            places = (
+                b.add(at, b.mul(i, I64(size))) for at, size in zip(starts, sizes, strict=True)
+            )
+            p = b.add(w, b.mul(i, I64(format_.n_bytes)))
+            sums = _emit_block(b, format_, p, Inputs(*places), sums)
+        return [*sums.totals, sums.offset]
 
-    start = [const(F32, 0.0)] * ACCUMULATORS + [F32(0.0)] * ACCUMULATORS
+    start = [const(F32, 0.0, 8)] * ACCUMULATORS + [F32(0.0)]
     whole = b.sub(n_blocks, b.srem(n_blocks, I64(unroll)))
     carried = emit.loop(b, I64(0), whole, unroll, start, lambda i, c: blocks(i, unroll, c))
     carried = emit.loop(b, whole, n_blocks, 1, carried, lambda i, c: blocks(i, 1, c))
-    totals, offsets = carried[:ACCUMULATORS], carried[ACCUMULATORS:]
-    vector = b.fadd(b.fadd(totals[0], totals[1]), b.fadd(totals[2], totals[3]))
-    scalar = b.fadd(b.fadd(offsets[0], offsets[1]), b.fadd(offsets[2], offsets[3]))
-    return b.fadd(emit.sum_lanes(b, vector), scalar)
+    vector = b.fadd(b.fadd(carried[0], carried[1]), b.fadd(carried[2], carried[3]))
+    return b.fadd(emit.sum_lanes(b, vector), carried[-1])
 
 
 @intrinsic

@@ -46,7 +46,7 @@ def _quantized(table, x):
     if not table[:, INTEGER].any():
         return np.empty(0, np.uint8)
     n = table[0, COLUMNS]
-    out = np.empty(2 * n + n // 8 + n // 4, np.uint8)  # integer.quantized_bytes(n)
+    out = np.empty(2 * n + n // 2, np.uint8)  # integer.quantized_bytes(n)
     quantize_activations(x.ctypes.data, out.ctypes.data, n)
     return out
 

@@ -97,7 +97,7 @@ def test_quantize_equals_reference():
     n = len(x)
     np.testing.assert_array_equal(found[: 2 * n].view(np.int16), values)
     np.testing.assert_array_equal(found[2 * n :][: n // 8].view(np.float32), scales)
-    np.testing.assert_allclose(found[2 * n + n // 8 :].view(np.float32), sums, rtol=1e-5)
+    np.testing.assert_allclose(found[2 * n + n // 8 :][: n // 4].view(np.float32), sums, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name, f in FORMATS.items() if f.decode])
