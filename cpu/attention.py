@@ -14,11 +14,11 @@ from numba import njit, prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu import emit
-from sparsekv_cli.cpu.emit import F32, I32, I64, LANES, VF, VI, const, load, splat
+from sparsekv_cli.cpu.emit import F32, I32, I64, LANES, VF, VI, const, load, next_task, splat
 
 BLOCK = 256  # keys whose scores are kept at a time: K and V of a block stay in the L2 cache
 PAD = 32  # floats that a score buffer needs behind its last score
-AHEAD = 48  # rows between a load and its prefetch
+AHEAD_SCAN, AHEAD_GATHER = 96, 24  # rows between a load and its prefetch
 TILE = 4  # query heads that share a loaded row
 NEGATIVE_INFINITY = np.float32(-np.inf)
 
@@ -233,10 +233,10 @@ def store_halves(typingctx, source, target, count):
 
 
 def _rows_ahead(b, base, row_bytes, idx, j, n_rows, last, gather):
-    """Addresses of rows j + AHEAD ... j + AHEAD + n_rows, at most row ``last`` of a list."""
+    """Addresses of n_rows rows from j + AHEAD on; in a list, of its row ``last`` at most."""
     rows = []
     for i in range(n_rows):
-        at = b.add(j, I64(AHEAD + i))
+        at = b.add(j, I64((AHEAD_GATHER if gather else AHEAD_SCAN) + i))
         if gather:
             at = b.select(b.icmp_signed("<", at, last), at, last)
         rows.append(_row_address(b, base, row_bytes, idx, at, gather))
@@ -330,10 +330,10 @@ def attend_tile(q, k, v, k_row, v_row, gather, idx, count, peak, mass, acc, scor
 
 @njit(cache=True, nogil=True)
 def n_key_splits(n, n_kv_head, n_threads):
-    """Pieces that a kv head's keys are cut into so that all threads have equal work."""
-    if n_kv_head % n_threads == 0 or n < 2 * BLOCK:
+    """Pieces that a kv head's keys are cut into, so that threads can share the work evenly."""
+    if n_threads == 1:
         return 1
-    return min(max(1, n // BLOCK), 4 * n_threads)
+    return min(max(1, n // BLOCK), -(-4 * n_threads // n_kv_head))
 
 
 @njit(cache=True, nogil=True, parallel=True)
@@ -351,18 +351,22 @@ def attend_dense(q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, out
     peak = np.full((n_split, n_head), NEGATIVE_INFINITY, np.float32)
     mass = np.zeros((n_split, n_head), np.float32)
     acc = np.zeros((n_split, n_head, d_v), np.float32)
-    for task in prange(n_kv_head * n_split):
-        kv_head, split = task // n_split, task % n_split
-        first, last = split * n // n_split, (split + 1) * n // n_split
+    counter = np.zeros(1, np.int64)
+    for _thread in prange(n_threads):
         scores = np.empty((TILE, BLOCK + PAD), np.float32)
-        for h in range(kv_head * group, (kv_head + 1) * group, TILE):
-            end = min(h + TILE, (kv_head + 1) * group)
-            attend_tile(
-                q[h:end] * scale,
-                k + kv_head * k_head + first * k_row, v + kv_head * v_head + first * v_row,
-                k_row, v_row, 0, 0, last - first,
-                peak[split, h:end], mass[split, h:end], acc[split, h:end], scores,
-            )  # fmt: skip
+        task = next_task(counter)
+        while task < n_kv_head * n_split:
+            kv_head, split = task // n_split, task % n_split
+            first, last = split * n // n_split, (split + 1) * n // n_split
+            for h in range(kv_head * group, (kv_head + 1) * group, TILE):
+                end = min(h + TILE, (kv_head + 1) * group)
+                attend_tile(
+                    q[h:end] * scale,
+                    k + kv_head * k_head + first * k_row, v + kv_head * v_head + first * v_row,
+                    k_row, v_row, 0, 0, last - first,
+                    peak[split, h:end], mass[split, h:end], acc[split, h:end], scores,
+                )  # fmt: skip
+            task = next_task(counter)
     for h in range(n_head):
         _merge(peak[:, h], mass[:, h], acc[:, h], out[h])
 
@@ -383,30 +387,35 @@ def _merge(peak, mass, acc, out):
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def attend_rows(q, k, v, k_head, v_head, k_row, v_row, idx, counts, n_kv_head, scale, out):
+def attend_rows(
+    q, k, v, k_head, v_head, k_row, v_row, idx, counts, n_kv_head, scale, out, n_threads
+):
     """Attention of one token over listed rows: idx int32 (U, m), counts int64 (U,).
 
     U is the number of lists: H (one a query head) or G (one a kv head, shared by its group).
     """
-    n_head = q.shape[0]
     n_list = idx.shape[0]
-    heads_a_list = n_head // n_list
-    group = n_head // n_kv_head
-    for unit in prange(n_list):
+    heads_a_list = q.shape[0] // n_list
+    group = q.shape[0] // n_kv_head
+    counter = np.zeros(1, np.int64)
+    for _thread in prange(n_threads):
         scores = np.empty((TILE, BLOCK + PAD), np.float32)
-        for h in range(unit * heads_a_list, (unit + 1) * heads_a_list, TILE):
-            end = min(h + TILE, (unit + 1) * heads_a_list)
-            kv_head = h // group
-            peak = np.full(end - h, NEGATIVE_INFINITY, np.float32)
-            mass = np.zeros(end - h, np.float32)
-            acc = np.zeros((end - h, out.shape[1]), np.float32)
-            attend_tile(
-                q[h:end] * scale, k + kv_head * k_head, v + kv_head * v_head, k_row, v_row,
-                1, idx[unit].ctypes.data, counts[unit], peak, mass, acc, scores,
-            )  # fmt: skip
-            for t in range(end - h):
-                for c in range(out.shape[1]):
-                    out[h + t, c] = acc[t, c] / mass[t]
+        unit = next_task(counter)
+        while unit < n_list:
+            for h in range(unit * heads_a_list, (unit + 1) * heads_a_list, TILE):
+                end = min(h + TILE, (unit + 1) * heads_a_list)
+                kv_head = h // group
+                peak = np.full(end - h, NEGATIVE_INFINITY, np.float32)
+                mass = np.zeros(end - h, np.float32)
+                acc = np.zeros((end - h, out.shape[1]), np.float32)
+                attend_tile(
+                    q[h:end] * scale, k + kv_head * k_head, v + kv_head * v_head, k_row, v_row,
+                    1, idx[unit].ctypes.data, counts[unit], peak, mass, acc, scores,
+                )  # fmt: skip
+                for t in range(end - h):
+                    for c in range(out.shape[1]):
+                        out[h + t, c] = acc[t, c] / mass[t]
+            unit = next_task(counter)
 
 
 @njit(cache=True, nogil=True)
@@ -425,21 +434,25 @@ def score_rows(q, k, k_head, k_row, n, n_kv_head, scale, out, n_threads):
     n_head, d = q.shape
     group = n_head // n_kv_head
     n_split = n_key_splits(n, n_kv_head, n_threads)
-    for task in prange(n_kv_head * n_split):
-        kv_head, split = task // n_split, task % n_split
-        first, last = split * n // n_split, (split + 1) * n // n_split
+    counter = np.zeros(1, np.int64)
+    for _thread in prange(n_threads):
         part = np.empty((TILE, BLOCK + PAD), np.float32)
-        for h in range(kv_head * group, (kv_head + 1) * group, TILE):
-            end = min(h + TILE, (kv_head + 1) * group)
-            scaled = q[h:end] * scale
-            for start in range(first, last, BLOCK):
-                size = min(BLOCK, last - start)
-                at = k + kv_head * k_head + start * k_row
-                scores_any(
-                    end - h, 0, scaled.ctypes.data, at, k_row, 0, size, d, part.ctypes.data,
-                    part.shape[1],
-                )  # fmt: skip
-                out[h:end, start : start + size] = part[: end - h, :size]
+        task = next_task(counter)
+        while task < n_kv_head * n_split:
+            kv_head, split = task // n_split, task % n_split
+            first, last = split * n // n_split, (split + 1) * n // n_split
+            for h in range(kv_head * group, (kv_head + 1) * group, TILE):
+                end = min(h + TILE, (kv_head + 1) * group)
+                scaled = q[h:end] * scale
+                for start in range(first, last, BLOCK):
+                    size = min(BLOCK, last - start)
+                    at = k + kv_head * k_head + start * k_row
+                    scores_any(
+                        end - h, 0, scaled.ctypes.data, at, k_row, 0, size, d, part.ctypes.data,
+                        part.shape[1],
+                    )  # fmt: skip
+                    out[h:end, start : start + size] = part[: end - h, :size]
+            task = next_task(counter)
 
 
 # --- numpy references -----------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from sparsekv_cli.cpu.attention import (
     tile_scores,
     tile_values,
 )
-from sparsekv_cli.cpu.emit import LANES
+from sparsekv_cli.cpu.emit import LANES, next_task, set_bits, trailing_zeros
 from sparsekv_cli.cpu.select import order_keys, select_largest
 
 SINKS = 4
@@ -46,8 +46,9 @@ def threshold(sums, n, a):
 
 
 @njit(cache=True, nogil=True)
-def _mark_vertical(table, bounds, n, tau, words, statistics):
-    """Sets bit i of ``words`` where table[i] > tau."""
+def _mark_vertical(table, bounds, n, tau, words):
+    """Sets bit i of ``words`` where table[i] > tau; returns how many entries it read."""
+    n_read = 0
     for block in range((n + BLOCK - 1) // BLOCK):
         if bounds[block] <= tau:
             continue
@@ -61,13 +62,17 @@ def _mark_vertical(table, bounds, n, tau, words, statistics):
             word |= np.uint64(value > tau) << np.uint64(i - start)
         words[block] |= word
         bounds[block] = peak
-        statistics[ENTRIES_READ] += stop - start
-    statistics[BOUNDS_READ] += (n + BLOCK - 1) // BLOCK
+        n_read += stop - start
+    return n_read
 
 
 @njit(cache=True, nogil=True)
-def _mark_slash(table, bounds, n, tau, words, statistics):
-    """Sets bit p - delta of ``words`` where table[delta] > tau; p = n - 1, delta <= p - SINKS."""
+def _mark_slash(table, bounds, n, tau, words):
+    """Sets bit p - delta of ``words`` where table[delta] > tau; p = n - 1, delta <= p - SINKS.
+
+    Returns how many entries it read.
+    """
+    n_read = 0
     count = n - SINKS
     for block in range((count + BLOCK - 1) // BLOCK):
         if bounds[block] <= tau:
@@ -82,8 +87,8 @@ def _mark_slash(table, bounds, n, tau, words, statistics):
                 i = np.uint64(n - 1 - delta)
                 words[i >> np.uint64(6)] |= np.uint64(1) << (i & np.uint64(63))
         bounds[block] = peak
-        statistics[ENTRIES_READ] += stop - start
-    statistics[BOUNDS_READ] += (count + BLOCK - 1) // BLOCK
+        n_read += stop - start
+    return n_read
 
 
 @njit(cache=True, nogil=True)
@@ -107,21 +112,11 @@ def _filter_expansion(words, before, n_words, ver, dist, n, ver_mean, dist_mean)
     for w in range(n_words):
         added = words[w] & ~before[w]
         while added:
+            i = w * BLOCK + trailing_zeros(added)
             lowest = added & (~added + np.uint64(1))
             added ^= lowest
-            i = w * BLOCK + _bit_index(lowest)
             if i >= n or not (ver[i] > ver_mean or dist[n - 1 - i] > dist_mean):
                 words[w] ^= lowest
-
-
-@njit(cache=True, nogil=True)
-def _bit_index(lowest):
-    """Position of the only set bit."""
-    i = 0
-    for shift in (32, 16, 8, 4, 2, 1):
-        if lowest >> np.uint64(shift + i):
-            i += shift
-    return i
 
 
 @njit(cache=True, nogil=True)
@@ -139,19 +134,15 @@ def _extract(words, n_words, n):
         words[n_words - 1] &= (np.uint64(1) << np.uint64(tail)) - np.uint64(1)
     count = 0
     for w in range(n_words):
-        word = words[w]
-        while word:
-            word &= word - np.uint64(1)
-            count += 1
+        count += set_bits(words[w])
     rows = np.empty(count, np.int32)
     at = 0
     for w in range(n_words):
         word = words[w]
         while word:
-            lowest = word & (~word + np.uint64(1))
-            rows[at] = w * BLOCK + _bit_index(lowest)
+            rows[at] = w * BLOCK + trailing_zeros(word)
             at += 1
-            word ^= lowest
+            word &= word - np.uint64(1)
     return rows
 
 
@@ -278,7 +269,7 @@ def _attend_candidates(q, sinks, rows, scores, k_budget, n_recent, n, v, v_row, 
 def lfps_step(
     q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, a, decay,
     epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, mean_k, mean_v, covariance,
-    ratio, statistics, attended, n_attended, out,
+    ratio, statistics, attended, n_attended, out, n_threads,
 ):  # fmt: skip
     """One decode step of a layer (Algorithm 1); row n - 1 is the current token's, already stored.
 
@@ -296,104 +287,111 @@ def lfps_step(
     n_recent = max(1, min(recent, k_budget // 2))  # the current row is always a candidate
     first_local = max(SINKS, n - 1 - LOCAL)
     n_near = SINKS + n - first_local
-    for unit in prange(n_unit):
-        h0 = unit * heads
-        kv_head = h0 // group
-        k_at, v_at = k + kv_head * k_head, v + kv_head * v_head
-        scaled = q[h0 : h0 + heads] * scale
-        near = np.empty((heads, SINKS + LOCAL + 1 + PAD), np.float32)
-        active = np.zeros(heads, np.bool_)
-        n_active = 0
-        for t in range(heads):
-            at = near[t].ctypes.data
-            query = scaled[t].ctypes.data
-            tile_scores(1, 0, query, k_at, k_row, 0, SINKS, d, at, 0)
-            tile_scores(
-                1, 0, query, k_at + first_local * k_row, k_row, 0, n - first_local, d,
-                at + 4 * SINKS, 0,
-            )  # fmt: skip
-            spread = _half_variance(scaled[t], covariance[kv_head], ratio[h0 + t])
-            active[t] = not _bypass(
-                scaled[t], near[t], n_near, mean_k[kv_head], spread, mean_v[kv_head], v_at, v_row,
-                first_local, n, epsilon, out[h0 + t],
-            )  # fmt: skip
-            n_active += active[t]
-            if not active[t] and attended.shape[1]:
-                n_attended[h0 + t] = n_near
-                for j in range(n_near):
-                    near_row = j if j < SINKS else first_local + j - SINKS
-                    attended[h0 + t, j] = near_row
-        statistics[unit, SCORED] += heads * n_near
-        statistics[unit, HEAD_STEPS] += heads
-        statistics[unit, BYPASSED] += heads - n_active
-        statistics[unit, ATTENDED] += (heads - n_active) * n_near
-        if n_active == 0:
-            continue
-
-        n_known = n - SINKS
-        words = np.zeros(n_words + 1, np.uint64)
-        tau_ver = threshold(sums[unit, 0], n_known, a)
-        tau_dist = threshold(sums[unit, 1], n_known, a)
-        _mark_vertical(ver[unit], ver_bounds[unit], n, tau_ver, words, statistics[unit])
-        _mark_slash(dist[unit], dist_bounds[unit], n, tau_dist, words, statistics[unit])
-        if filtered:
-            before = words.copy()
-            _expand(words, n_words)
-            _filter_expansion(
-                words, before, n_words, ver[unit], dist[unit], n, sums[unit, 0, 0] / n_known,
-                sums[unit, 1, 0] / n_known,
-            )  # fmt: skip
-        else:
-            _expand(words, n_words)
-        _set_range(words, n - n_recent, n)
-        rows = _extract(words, n_words, n)
-        count = rows.shape[0]
-
-        stride = count + PAD
-        scores = np.empty((heads, stride), np.float32)
-        keys = np.empty(count, np.int32)
-        chosen = np.empty(min(count, k_budget), np.int32)
-        if n_active == heads:
-            for t in range(0, heads, 4):
-                scores_any(
-                    min(4, heads - t), 1, scaled[t].ctypes.data, k_at, k_row, rows.ctypes.data,
-                    count, d, scores[t].ctypes.data, stride,
-                )  # fmt: skip
-        else:
+    counter = np.zeros(1, np.int64)
+    for _thread in prange(n_threads):
+        while True:
+            unit = next_task(counter)
+            if unit >= n_unit:
+                break
+            h0 = unit * heads
+            kv_head = h0 // group
+            k_at, v_at = k + kv_head * k_head, v + kv_head * v_head
+            scaled = q[h0 : h0 + heads] * scale
+            near = np.empty((heads, SINKS + LOCAL + 1 + PAD), np.float32)
+            active = np.zeros(heads, np.bool_)
+            n_active = 0
             for t in range(heads):
-                if active[t]:
-                    tile_scores(
-                        1, 1, scaled[t].ctypes.data, k_at, k_row, rows.ctypes.data, count, d,
-                        scores[t].ctypes.data, stride,
-                    )  # fmt: skip
-        statistics[unit, SCORED] += n_active * (count - min(count, n_near - SINKS))
-        gain[unit] *= decay
-        part = 1.0 / (gain[unit] * n_active)
-        for t in range(heads):
-            if not active[t]:
+                at = near[t].ctypes.data
+                query = scaled[t].ctypes.data
+                tile_scores(1, 0, query, k_at, k_row, 0, SINKS, d, at, 0)
+                tile_scores(
+                    1, 0, query, k_at + first_local * k_row, k_row, 0, n - first_local, d,
+                    at + 4 * SINKS, 0,
+                )  # fmt: skip
+                spread = _half_variance(scaled[t], covariance[kv_head], ratio[h0 + t])
+                active[t] = not _bypass(
+                    scaled[t], near[t], n_near, mean_k[kv_head], spread, mean_v[kv_head], v_at,
+                    v_row, first_local, n, epsilon, out[h0 + t],
+                )  # fmt: skip
+                n_active += active[t]
+                if not active[t] and attended.shape[1]:
+                    n_attended[h0 + t] = n_near
+                    for j in range(n_near):
+                        near_row = j if j < SINKS else first_local + j - SINKS
+                        attended[h0 + t, j] = near_row
+            statistics[unit, SCORED] += heads * n_near
+            statistics[unit, HEAD_STEPS] += heads
+            statistics[unit, BYPASSED] += heads - n_active
+            statistics[unit, ATTENDED] += (heads - n_active) * n_near
+            if n_active == 0:
                 continue
-            weights = _attend_candidates(
-                scaled[t], near[t], rows, scores[t], k_budget, n_recent, n, v_at, v_row, keys,
-                chosen, out[h0 + t],
-            )  # fmt: skip
-            m = min(count, k_budget)
-            statistics[unit, ATTENDED] += m + SINKS
-            if attended.shape[1]:
-                n_attended[h0 + t] = m + SINKS
-                for j in range(SINKS):
-                    attended[h0 + t, j] = j
-            mean = 0.5 / m
-            for j in range(m):
-                i = rows[chosen[j]]
+
+            n_known = n - SINKS
+            words = np.zeros(n_words + 1, np.uint64)
+            tau_ver = threshold(sums[unit, 0], n_known, a)
+            tau_dist = threshold(sums[unit, 1], n_known, a)
+            n_read = _mark_vertical(ver[unit], ver_bounds[unit], n, tau_ver, words)
+            n_read += _mark_slash(dist[unit], dist_bounds[unit], n, tau_dist, words)
+            statistics[unit, ENTRIES_READ] += n_read
+            statistics[unit, BOUNDS_READ] += 2 * n_words
+            if filtered:
+                before = words.copy()
+                _expand(words, n_words)
+                _filter_expansion(
+                    words, before, n_words, ver[unit], dist[unit], n, sums[unit, 0, 0] / n_known,
+                    sums[unit, 1, 0] / n_known,
+                )  # fmt: skip
+            else:
+                _expand(words, n_words)
+            _set_range(words, n - n_recent, n)
+            rows = _extract(words, n_words, n)
+            count = rows.shape[0]
+
+            stride = count + PAD
+            scores = np.empty((heads, stride), np.float32)
+            keys = np.empty(count, np.int32)
+            chosen = np.empty(min(count, k_budget), np.int32)
+            if n_active == heads:
+                for t in range(0, heads, 4):
+                    scores_any(
+                        min(4, heads - t), 1, scaled[t].ctypes.data, k_at, k_row, rows.ctypes.data,
+                        count, d, scores[t].ctypes.data, stride,
+                    )  # fmt: skip
+            else:
+                for t in range(heads):
+                    if active[t]:
+                        tile_scores(
+                            1, 1, scaled[t].ctypes.data, k_at, k_row, rows.ctypes.data, count, d,
+                            scores[t].ctypes.data, stride,
+                        )  # fmt: skip
+            statistics[unit, SCORED] += n_active * (count - min(count, n_near - SINKS))
+            gain[unit] *= decay
+            part = 1.0 / (gain[unit] * n_active)
+            for t in range(heads):
+                if not active[t]:
+                    continue
+                weights = _attend_candidates(
+                    scaled[t], near[t], rows, scores[t], k_budget, n_recent, n, v_at, v_row, keys,
+                    chosen, out[h0 + t],
+                )  # fmt: skip
+                m = min(count, k_budget)
+                statistics[unit, ATTENDED] += m + SINKS
                 if attended.shape[1]:
-                    attended[h0 + t, SINKS + j] = i
-                delta = (weights[j] - mean) * part
-                _add(ver[unit], ver_bounds[unit], sums[unit, 0], i, delta)
-                _add(dist[unit], dist_bounds[unit], sums[unit, 1], n - 1 - i, delta)
-        if gain[unit] < RESCALE_BELOW:
-            _rescale(ver[unit], ver_bounds[unit], sums[unit, 0], gain[unit], n)
-            _rescale(dist[unit], dist_bounds[unit], sums[unit, 1], gain[unit], n)
-            gain[unit] = 1.0
+                    n_attended[h0 + t] = m + SINKS
+                    for j in range(SINKS):
+                        attended[h0 + t, j] = j
+                mean = 0.5 / m
+                for j in range(m):
+                    i = rows[chosen[j]]
+                    if attended.shape[1]:
+                        attended[h0 + t, SINKS + j] = i
+                    delta = (weights[j] - mean) * part
+                    _add(ver[unit], ver_bounds[unit], sums[unit, 0], i, delta)
+                    _add(dist[unit], dist_bounds[unit], sums[unit, 1], n - 1 - i, delta)
+            if gain[unit] < RESCALE_BELOW:
+                _rescale(ver[unit], ver_bounds[unit], sums[unit, 0], gain[unit], n)
+                _rescale(dist[unit], dist_bounds[unit], sums[unit, 1], gain[unit], n)
+                gain[unit] = 1.0
 
 
 @njit(cache=True, nogil=True)

@@ -72,8 +72,9 @@ def attend_rows(
     """Attention over listed rows: idx int32 (H or G, m), counts int64 -> f32 (H, d_v)."""
     out = np.empty((q.shape[0], store.v.shape[2]), np.float32)
     attention.attend_rows(
-        q, *store.addresses, *store.strides, idx, counts, spec.n_head_kv, spec.scale, out
-    )
+        q, *store.addresses, *store.strides, idx, counts, spec.n_head_kv, spec.scale, out,
+        spec.n_threads,
+    )  # fmt: skip
     return out
 
 

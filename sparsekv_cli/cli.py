@@ -30,6 +30,10 @@ COMMANDS = {
     "inspect": ("sparsekv_cli.commands.inspect", "Show what a GGUF file holds."),
     "tokenize": ("sparsekv_cli.commands.tokenize", "Turn text into token ids."),
     "methods": ("sparsekv_cli.commands.methods", "List the KV-cache methods and their options."),
+    "warmup": (
+        "sparsekv_cli.commands.warmup",
+        "Compile all kernels now, so that later runs start at once.",
+    ),
 }
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130

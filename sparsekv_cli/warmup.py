@@ -1,19 +1,19 @@
 """Compiling the CPU kernels ahead of their first use, with a word about it.
 
-numba compiles a kernel when it is first called and keeps it on disk. A marker beside that cache
-tells whether the kernels that a session needs are there, so that a first run can say what takes so
-long and every other run starts at once.
+numba compiles a kernel when it is first called and keeps it on disk. Markers beside that cache
+tell which kernels are there, so that a first run can say what takes so long and every other run
+starts at once. ``sparsekv-cli warmup`` takes all steps of this file; a session those it needs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sparsekv_cli.cache import Budget, Method
 
@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 
 Report = Callable[[str, int, int], None]  # what is compiled now, steps done, steps in all
 N_PROMPT = 48  # rows of the trial sequence: more than any method keeps at its smallest budget
+
+
+class Step(NamedTuple):
+    """One thing to compile. Steps with the same marker are done when all of them are."""
+
+    marker: str
+    what: str
+    call: Callable[[], object]
 
 
 def _marker(name: str) -> Path | None:
@@ -37,39 +45,63 @@ def _marker(name: str) -> Path | None:
 
 
 def compile_weight_kernels(weights: Weights, target: int, report: Report | None) -> None:
-    """Compiles the dot product and the dequantisation of every weight format of a model."""
+    """Compiles the dot product and the dequantisation of every weight format of a model.
+
+    target: the type that the prefill computes in, a TO_* of cpu/matvec.py.
+    """
+    from sparsekv_cli.cpu import matvec
+
+    linears = [linear for layer in weights.layers for linear in layer.linears()]
+    codes = {linear.code for linear in [*linears, weights.output, weights.token_embd]}
+    _run(list(_format_steps(codes, {target, matvec.TO_F32})), report)
+
+
+def compile_common_kernels(report: Report | None) -> int:
+    """Compiles what needs no model: every weight format, dequantised to every type that a prefill
+    computes in, and the probe of ``bench``. Returns how many steps were not done before.
+    """
+    import numpy as np
+
+    from sparsekv_cli.cpu import bandwidth, matvec
+    from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE
+
+    probe = partial(bandwidth.sum_parts, np.ones(16, np.float32), 1)
+    steps = [
+        *_format_steps(FORMAT_OF_CODE, {matvec.TO_F32, matvec.TO_BF16}),
+        Step("bandwidth", "bandwidth", probe),
+    ]
+    return _run(steps, report)
+
+
+def _format_steps(codes: Collection[int], targets: Collection[int]) -> Iterator[Step]:
+    """Dot products and dequantisation to ``targets`` (TO_*) of formats by ggml type number."""
     from sparsekv_cli.cpu import matvec
     from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE
 
-    linears = [linear for layer in weights.layers for linear in layer.linears()]
-    codes = sorted({linear.code for linear in [*linears, weights.output, weights.token_embd]})
-
-    def steps() -> Iterator[tuple[str, Callable[[], object]]]:
-        for code in codes:
-            format_ = FORMAT_OF_CODE[code]
-            for to in {target, matvec.TO_F32}:
-                yield format_.name, partial(matvec.dequantize_address, code, to)
-            for integer in {False, format_.decode is not None}:
-                yield format_.name, partial(matvec.kernel_address, code, integer)
-
-    names = "-".join(str(code) for code in codes)
-    _run(f"weights-{names}-{target}", list(steps()), report)
+    for code in sorted(codes):
+        format_ = FORMAT_OF_CODE[code]
+        for integer in {False, format_.decode is not None}:
+            call = partial(matvec.kernel_address, code, integer)
+            yield Step(f"format-{code}", format_.name, call)
+        for to in sorted(targets):
+            call = partial(matvec.dequantize_address, code, to)
+            yield Step(f"format-{code}-to-{to}", format_.name, call)
 
 
-def compile_method_kernels(session: Session, report: Report | None) -> None:
+def compile_method_kernels(session: Session, report: Report | None) -> int:
     """Compiles what a prefill and a decode step with the session's method call, by a trial run."""
     from sparsekv_cli.cpu import ops
 
     method = _smallest_budget(session.method)
     caches = [method.layer(spec, ops) for spec in session.decoder.layer_specs()]
     prompt = [token % session.hparams.n_vocab for token in range(N_PROMPT)]
-    steps: list[tuple[str, Callable[[], object]]] = [
-        ("prefill", lambda: session.decoder.forward(prompt, 0, caches)),
-        ("decode", lambda: session.decoder.decode(0, N_PROMPT, caches)),
-        ("decode", lambda: session.decoder.decode(0, N_PROMPT + 1, caches)),
+    decoder, marker = session.decoder, f"method-{type(method).__name__}"
+    trial = [
+        Step(marker, "prefill", lambda: decoder.forward(prompt, 0, caches)),
+        Step(marker, "decode", lambda: decoder.decode(0, N_PROMPT, caches)),
+        Step(marker, "decode", lambda: decoder.decode(0, N_PROMPT + 1, caches)),
     ]
-    biased = session.decoder.weights.layers[0].q.bias is not None
-    _run(f"method-{type(method).__name__}-{biased}", steps, report)
+    return _run(trial, report)
 
 
 def _smallest_budget(method: Method) -> Method:
@@ -79,17 +111,20 @@ def _smallest_budget(method: Method) -> Method:
     return method
 
 
-def _run(name: str, steps: list[tuple[str, Callable[[], object]]], report: Report | None) -> None:
-    marker = _marker(name)
-    if marker is not None and marker.exists():
-        return
-    for i, (what, step) in enumerate(steps):
+def _run(steps: Sequence[Step], report: Report | None) -> int:
+    """Takes the steps whose marker is not there yet, then sets it; returns how many those are."""
+    markers = {name: _marker(name) for name in dict.fromkeys(step.marker for step in steps)}
+    done = {name for name, path in markers.items() if path is not None and path.exists()}
+    missing = [step for step in steps if step.marker not in done]
+    for i, step in enumerate(missing):
         if report is not None:
-            report(what, i, len(steps))
-        step()
-    if report is not None:
-        report("done", len(steps), len(steps))
-    if marker is not None:
-        with contextlib.suppress(OSError):
-            marker.parent.mkdir(parents=True, exist_ok=True)
-            marker.touch()
+            report(step.what, i, len(missing))
+        step.call()
+    if missing and report is not None:
+        report("done", len(missing), len(missing))
+    for name, path in markers.items():
+        if path is not None and name not in done:
+            with contextlib.suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch()
+    return len(missing)

@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "sampling_params": {"errors"},
     "sampler": {"errors", "dry", "sampling_params"},
     "warmup": {"errors", "cache", "cpu", "kernels", "models"},
+    "roofline": {"cpu"},
     "session": {*SETTINGS, "cache", "methods", "cpu", "kernels", "models", "warmup"},
 }
 EVERYTHING_BELOW = {*ALLOWED, "session"}

@@ -21,6 +21,7 @@ from sparsekv_cli.commands.options import (
 )
 from sparsekv_cli.commands.progress import PrefillProgress
 from sparsekv_cli.commands.terminal import write_text
+from sparsekv_cli.roofline import Roofline, decode_roofline, measure_bandwidth
 
 if TYPE_CHECKING:
     from sparsekv_cli.cache import Method
@@ -126,7 +127,8 @@ def command(
     """Measure the speed of prefill (pp) and decode (tg), in llama-bench's shape.
 
     Tokens are random, with a fixed seed. Loading, warming up and filling the cache up to the depth
-    are not timed. An option given with -o goes to those of the methods that have it.
+    are not timed. An option given with -o goes to those of the methods that have it. What memory
+    allows (the roofline) is told for tests that only decode.
     """
     shapes = [(n, 0) for n in n_prompts if n] + [(0, n) for n in n_gens if n] + pairs
     tests = [BenchTest(prompt, gen, depth) for depth in n_depths for prompt, gen in shapes]
@@ -137,10 +139,13 @@ def command(
     config = replace(options.config, ctx_size=context_size(tests))
     seed = DEFAULT_SEED if options.seed is None else options.seed
     report = REPORTS[output](write_text)
+    bandwidth: float | None = None
     try:
         for name, method in built:
             session = load_session(path, method, config)
             model = describe_model(session, config.chunk)
+            if bandwidth is None and any(decodes_only(test) for test in tests):
+                bandwidth = measure_bandwidth(session.n_threads)
             for test, samples, ledger in run_tests(session, tests, repetitions, seed):
                 report.row(
                     BenchResult(
@@ -151,6 +156,7 @@ def command(
                         budget=str(session.method_options().get("budget", "")) or None,
                         samples_ns=samples,
                         ledger=ledger,
+                        roofline=roofline_of(session, test, repetitions, ledger, bandwidth),
                     )
                 )
             del session  # its memory goes before the next method's is taken
@@ -222,9 +228,8 @@ def go_to_depth(session: Session, ids: Sequence[int], test: BenchTest) -> None:
     first decode step, is not timed; and at depth 0 it begins with one token, because a method sees
     a prefill before it decodes.
     """
-    decodes_only = test.n_prompt == 0
-    decode_last = decodes_only and test.n_depth > 1
-    n_prefill = test.n_depth - 1 if decode_last else max(test.n_depth, int(decodes_only))
+    decode_last = decodes_only(test) and test.n_depth > 1
+    n_prefill = test.n_depth - 1 if decode_last else max(test.n_depth, int(decodes_only(test)))
     session.rewind(min(max(0, n_prefill - N_REFRESH), common_prefix(ids, session.tokens)))
     missing = ids[len(session.tokens) : n_prefill]
     if missing:
@@ -255,6 +260,24 @@ def add_ledger(
         key: value if key in LEDGER_STATES else total.get(key, 0) + value - before.get(key, 0)
         for key, value in after.items()
     }
+
+
+def decodes_only(test: BenchTest) -> bool:
+    return test.n_prompt == 0
+
+
+def roofline_of(
+    session: Session,
+    test: BenchTest,
+    repetitions: int,
+    ledger: Mapping[str, Any],
+    bandwidth: float | None,
+) -> Roofline | None:
+    """What bounds a test that only decodes; its ledger is that of all repetitions."""
+    if bandwidth is None or not decodes_only(test):
+        return None
+    weight_bytes = session.decoder.weights.n_bytes
+    return decode_roofline(weight_bytes, ledger, repetitions * test.n_gen, bandwidth)
 
 
 def describe_model(session: Session, n_batch: int) -> BenchModel:

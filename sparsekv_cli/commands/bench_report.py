@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv_cli import __version__
+from sparsekv_cli.roofline import Roofline
 
 # Left out of CSV as llama-bench does: a list has no place in a cell.
 SAMPLE_FIELDS = ("samples_ns", "samples_ts")
@@ -60,7 +61,10 @@ class BenchModel:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """One row: a test with a method and the nanoseconds that each repetition took."""
+    """One row: a test with a method and the nanoseconds that each repetition took.
+
+    roofline: what bounds a test that decodes only; None for others.
+    """
 
     model: BenchModel
     test: BenchTest
@@ -69,6 +73,7 @@ class BenchResult:
     budget: str | None
     samples_ns: Sequence[int]
     ledger: Mapping[str, Any]
+    roofline: Roofline | None = None
     test_time: str = field(
         default_factory=lambda: datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     )
@@ -80,7 +85,7 @@ class BenchResult:
 
     def fields(self) -> dict[str, Any]:
         """Every field, in llama-bench's order, ours at the end."""
-        model, rates = self.model, self.samples_ts
+        model, rates, roofline = self.model, self.samples_ts, self.roofline
         return {
             "build_commit": f"sparsekv-cli-{__version__}",
             "build_number": 0,
@@ -111,6 +116,10 @@ class BenchResult:
             "method_options": dict(self.method_options),
             "budget": self.budget,
             "ledger": dict(self.ledger),
+            "roofline_bytes": roofline and roofline.n_bytes,
+            "bandwidth": roofline and roofline.bandwidth,
+            "bound_ts": roofline and roofline.bound_ts,
+            "fraction": roofline and roofline.fraction(statistics.fmean(rates)),
         }
 
     def columns(self) -> dict[str, str]:
@@ -150,11 +159,15 @@ class Report:
 
 
 class MarkdownReport(Report):
-    """A table for people: a row of fixed column widths a result, as wide as its first row needs."""
+    """A table for people: a row of fixed column widths a result, as wide as its first row needs.
+
+    A line about the roofline of each test that decodes follows the table.
+    """
 
     def row(self, result: BenchResult) -> None:
         cells = result.columns()
         if self.n_rows == 0:
+            self.rooflines: list[str] = []
             self.widths = {name: max(len(name), len(cell)) for name, cell in cells.items()}
             for name, least in {"method": 12, "test": 16, "t/s": 20}.items():
                 self.widths[name] = max(self.widths[name], least)
@@ -165,6 +178,14 @@ class MarkdownReport(Report):
             self._line(rules)
         self._line(cells)
         self.n_rows += 1
+        if result.roofline is not None:
+            what = f"{result.test.label} {result.method}"
+            rate = statistics.fmean(result.samples_ts)
+            self.rooflines.append(result.roofline.line(what, rate))
+
+    def close(self) -> None:
+        if self.n_rows and self.rooflines:
+            self.write("\n" + "\n".join(self.rooflines) + "\n")
 
     def _line(self, cells: Mapping[str, str]) -> None:
         padded = []

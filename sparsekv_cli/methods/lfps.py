@@ -178,6 +178,7 @@ class LFPSCache(LayerCache):
             method.a, method.decay, method.epsilon, method.expand == "filtered", *self._tables,
             *self._bounds, self._sums, self._gain, self._mean_k, self._mean_v, self._covariance,
             self._ratio, self._statistics, attended, counts, out,
+            spec.n_threads,
         )  # fmt: skip
         if self.traced:
             self.attended = (attended, counts)

@@ -24,6 +24,8 @@ test_time avg_ns stddev_ns avg_ts stddev_ts samples_ns samples_ts
 """
 LLAMA_BENCH_ORDER = LLAMA_BENCH_TEXT.split()
 OURS = ["method", "method_options", "budget", "ledger"]
+OURS += ["roofline_bytes", "bandwidth", "bound_ts", "fraction"]
+BANDWIDTH = 6.2e6  # bytes a second; the fake model has 3000 bytes and reads 100 of KV a token
 
 
 @pytest.fixture
@@ -38,16 +40,26 @@ def sessions(monkeypatch: pytest.MonkeyPatch, fake: Any) -> list[Any]:
         session.metadata["general.size_label"] = "1K"
         session.method, session.config = method, config
         session.method_options = method.options
+        session.counts["bytes_read"] = 0
+        decode = session.decode
+
+        def decode_reading(token: int) -> None:
+            decode(token)
+            session.counts["bytes_read"] += 100
+
+        session.decode = decode_reading
         opened.append(session)
         return session
 
     monkeypatch.setattr(bench, "load_session", load)
     monkeypatch.setattr(bench, "find_model", lambda name: Path("fake.gguf"))
+    monkeypatch.setattr(bench, "measure_bandwidth", lambda n_threads: BANDWIDTH)
     return opened
 
 
 def test_json_fields_and_order(sessions: list[Any], invoke: Invoke) -> None:
-    result = invoke("bench", "-p", "8", "-n", "4", "-r", "2", "-O", "json", "--method", "topk")
+    arguments = ["-p", "8", "-n", "4", "-r", "2", "--method", "topk", "--budget", "5%"]
+    result = invoke("bench", *arguments, "-O", "json")
     assert result.code == 0, result.err
     rows = json.loads(result.out)
     assert [list(row) for row in rows] == [LLAMA_BENCH_ORDER + OURS] * 2
@@ -67,17 +79,16 @@ def test_json_fields_and_order(sessions: list[Any], invoke: Invoke) -> None:
 
 def test_order_of_tests_and_labels(sessions: list[Any], invoke: Invoke) -> None:
     arguments = ["-p", "8,16", "-n", "4", "-pg", "8,4", "-d", "0,32", "--method", "full,topk"]
-    result = invoke("bench", *arguments, "-r", "1")
-    header, rule, *rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in result.out.splitlines()
-    ]
+    result = invoke("bench", *arguments, "-r", "1", "--budget", "5%")
+    table = [line for line in result.out.splitlines() if line.startswith("|")]
+    header, rule, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     assert header[-3:] == ["method", "test", "t/s"] and set("".join(rule)) == {"-", ":"}
     labels = ["pp8", "pp16", "tg4", "pp8+tg4"]
     labels += [f"{label} @ d32" for label in labels]
     assert [row[-2] for row in rows] == labels * 2
     assert [row[-3] for row in rows] == ["full"] * 8 + ["topk 5%"] * 8
     assert all(re.fullmatch(r"\d+\.\d\d ± \d+\.\d\d", row[-1]) for row in rows)
-    assert len({len(line) for line in result.out.splitlines()}) == 1
+    assert len({len(line) for line in table}) == 1
     assert len(sessions) == 2
     assert sessions[0].n_ctx == 32 + 16 + 1
 
@@ -125,6 +136,23 @@ def test_options_go_to_the_methods_that_have_them(sessions: list[Any], invoke: I
     assert result.code == 2 and "budget" in result.err
     result = invoke("bench", "--method", "full,nonsense")
     assert result.code == 2 and "streaming" in result.err
+
+
+def test_roofline_of_tests_that_decode(sessions: list[Any], invoke: Invoke) -> None:
+    arguments = ["bench", "-p", "8", "-n", "4", "-pg", "8,4", "-d", "0,32", "-r", "3"]
+    result = invoke(*arguments, "--method", "full,topk")
+    lines = [line for line in result.out.splitlines() if line and not line.startswith("|")]
+    what = "0.0 MB weights + 0.0 MB KV a token, 0.0 GB/s measured, bound 2000 t/s, reached"
+    assert [line.rpartition(" ")[0] for line in lines] == [
+        f"roofline {test} {method}: {what}"
+        for method in ("full", "topk")
+        for test in ("tg4", "tg4 @ d32")
+    ]
+    prompt, gen, both = json.loads(invoke(*arguments[:7], "-r", "3", "-O", "json").out)
+    for row in (prompt, both):
+        assert [row[name] for name in OURS[-4:]] == [None] * 4
+    assert (gen["roofline_bytes"], gen["bandwidth"], gen["bound_ts"]) == (3100, BANDWIDTH, 2000)
+    assert gen["fraction"] == pytest.approx(gen["avg_ts"] / 2000)
 
 
 def test_csv_and_json_lines(sessions: list[Any], invoke: Invoke) -> None:

@@ -43,7 +43,7 @@ def test_attend_rows(n_head, n_kv_head, d, per_head):
     idx = np.stack([rng.permutation(n) for _ in range(n_list)]).astype(np.int32)
     out = np.empty_like(q)
     scale = np.float32(d**-0.5)
-    attention.attend_rows(q, *arguments(k, v), idx, counts, n_kv_head, scale, out)
+    attention.attend_rows(q, *arguments(k, v), idx, counts, n_kv_head, scale, out, 2)
     rows = [idx[h * n_list // n_head, : counts[h * n_list // n_head]] for h in range(n_head)]
     np.testing.assert_allclose(out, attention.attend_rows_ref(q, k, v, rows, scale), atol=1e-5)
 

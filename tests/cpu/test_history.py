@@ -59,10 +59,9 @@ def test_marks_are_the_entries_above_the_threshold(n, slack):
     rng = np.random.default_rng(n)
     table = rng.random(n + 100).astype(np.float32)
     table[n:] = 9  # beyond the context: not looked at
-    statistics = np.zeros(N_STATISTICS, np.int64)
     bounds = bounds_of(table[:n], slack)
     words = words_of((), n)
-    history._mark_vertical(table, bounds, n, 0.8, words, statistics)
+    history._mark_vertical(table, bounds, n, 0.8, words)
     assert bits(words) == set(np.flatnonzero(table[:n] > 0.8).tolist())
     scanned = bounds_of(table[:n], slack) > 0.8
     np.testing.assert_array_equal(bounds[scanned], bounds_of(table[:n])[scanned])
@@ -70,7 +69,7 @@ def test_marks_are_the_entries_above_the_threshold(n, slack):
     count = n - SINKS
     bounds = bounds_of(table[:count], slack)
     words = words_of((), n)
-    history._mark_slash(table, bounds, n, 0.8, words, statistics)
+    history._mark_slash(table, bounds, n, 0.8, words)
     assert bits(words) == {n - 1 - int(i) for i in np.flatnonzero(table[:count] > 0.8)}
     assert min(bits(words), default=SINKS) >= SINKS
 
@@ -78,11 +77,9 @@ def test_marks_are_the_entries_above_the_threshold(n, slack):
 def test_blocks_below_the_threshold_are_not_read():
     table = np.zeros(640, np.float32)
     table[130] = 1
-    statistics = np.zeros(N_STATISTICS, np.int64)
     words = words_of((), 640)
-    history._mark_vertical(table, bounds_of(table), 640, 0.5, words, statistics)
+    assert history._mark_vertical(table, bounds_of(table), 640, 0.5, words) == 64
     assert bits(words) == {130}
-    assert statistics[history.ENTRIES_READ] == 64 and statistics[history.BOUNDS_READ] == 10
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -112,10 +109,6 @@ def test_filtered_expansion_keeps_neighbours_above_the_mean(n):
         if ver[i] > 0.6 or dist[n - 1 - i] > 0.7:
             expected.add(i)
     assert bits(words) == expected
-
-
-def test_bit_index():
-    assert [history._bit_index(np.uint64(1 << b)) for b in range(64)] == list(range(64))
 
 
 def test_adding_keeps_sums_and_bounds():
@@ -174,6 +167,7 @@ class Layer:
             self.n, self.n_kv, self.scale, k_budget, 32, a, 0.95, epsilon, False, *self.tables,
             *self.bounds, self.sums, self.gain, *mean, np.zeros((self.n_kv, 0, 0), np.float32),
             np.zeros(n_head, np.float32), self.statistics, self.attended, self.counts, self.out,
+            2,
         )  # fmt: skip
 
 

@@ -1,0 +1,33 @@
+"""Reading memory as fast as it goes: the probe behind the roofline lines of ``bench``."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from numba import njit, prange
+
+
+def sum_parts_ref(data: np.ndarray, n_parts: int) -> np.ndarray:
+    """numpy reference: f32 (n_parts,) sums of the parts of ``data``, f32 (n,)."""
+    bounds = [part * len(data) // n_parts for part in range(n_parts + 1)]
+    return np.array([data[a:b].sum() for a, b in pairwise(bounds)], np.float32)
+
+
+@njit(cache=True, nogil=True, fastmath={"reassoc", "nsz"})
+def _sum(data):
+    """Sum of f32 (n,); reassociated, so that the loads are vectors."""
+    total = np.float32(0)
+    for i in range(data.shape[0]):
+        total += data[i]
+    return total
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def sum_parts(data, n_parts):
+    """f32 (n_parts,): the sums of ``n_parts`` equal parts of data, f32 (n,), one a thread."""
+    out = np.empty(n_parts, np.float32)
+    for part in prange(n_parts):
+        first, last = part * data.shape[0] // n_parts, (part + 1) * data.shape[0] // n_parts
+        out[part] = _sum(data[first:last])
+    return out

@@ -1,0 +1,197 @@
+"""One program of scripts/bench_peer in a process of its own: it does what its parent asks, in turn.
+
+The two programs do not share a process, because both would share one OpenMP library and so its
+settings, its pool of threads and a peak of memory. A worker that is not asked sleeps in a read; the
+parent waits until its threads have gone to sleep too. All timing happens in here, so that neither
+the pipe nor Python's start is part of it.
+
+Protocol, a JSON object a line. In: {"run": [n_prompt, n_gen, n_depth]}, {"fill": n_depth} or
+{"peak": true}. Out: {"ns": ...}, {"filled": n}, {"bytes": ...}, or {"error": "..."}; first of all
+{"ready": {...}} about the program.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+N_BATCH = 512  # rows a batch of a prefill, in both programs
+N_WARM = 3  # tokens decoded before anything is timed
+PAUSE = 0.05  # seconds before a timed part: spinning threads of the other program go to sleep
+
+
+class Program(Protocol):
+    """What is compared. Tokens are ``random_ids``; position p always holds the same one."""
+
+    def about(self) -> dict[str, Any]: ...
+    def warm_up(self) -> None: ...
+    def go_to(self, n_prompt: int, n_gen: int, n_depth: int) -> None: ...
+    def run(self, n_prompt: int, n_gen: int) -> int: ...
+
+
+def random_ids(n_vocab: int, n: int, seed: int) -> list[int]:
+    """The same ids in every worker."""
+    import numpy as np
+
+    return np.random.default_rng(seed).integers(0, n_vocab, size=n).tolist()
+
+
+class Ours:
+    """sparsekv-cli with one method: what ``sparsekv-cli bench`` does, call by call."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        from sparsekv_cli.commands import bench
+        from sparsekv_cli.commands.bench_report import BenchTest
+        from sparsekv_cli.commands.options import load_session
+        from sparsekv_cli.config import SessionConfig
+        from sparsekv_cli.methods import build_method
+
+        self._bench, self._test = bench, BenchTest
+        method = build_method(setup["method"], setup["options"])
+        config = SessionConfig(ctx_size=setup["n_ctx"], threads=setup["threads"], chunk=N_BATCH)
+        self._session = load_session(Path(setup["model"]), method, config)
+        n_vocab = self._session.hparams.n_vocab
+        self._ids = random_ids(n_vocab, setup["n_ctx"], setup["seed"])
+
+    def about(self) -> dict[str, Any]:
+        options = self._session.method_options()
+        return {"version": version("sparsekv-cli"), "method_options": options}
+
+    def warm_up(self) -> None:
+        self._bench.warm_up(self._session, self._ids, N_BATCH)
+
+    def go_to(self, n_prompt: int, n_gen: int, n_depth: int) -> None:
+        self._bench.go_to_depth(self._session, self._ids, self._test(n_prompt, n_gen, n_depth))
+
+    def run(self, n_prompt: int, n_gen: int) -> int:
+        return self._bench.time_once(self._session, self._ids, self._test(n_prompt, n_gen, 0))
+
+
+class LlamaCpp:
+    """llama.cpp through its C interface: the calls of its own llama-bench, and no others.
+
+    Flash attention, f16 KV cache, batches of 512, logits of the last token only.
+    """
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        import llama_cpp
+
+        self._api = api = llama_cpp
+        self._quiet = api.llama_log_callback(lambda *_: None)  # kept alive: C calls it
+        api.llama_log_set(self._quiet, ctypes.c_void_p(0))
+        api.llama_backend_init()
+        model_params = api.llama_model_default_params()
+        model_params.n_gpu_layers = 0
+        self._model = api.llama_model_load_from_file(setup["model"].encode(), model_params)
+        if not self._model:
+            raise RuntimeError(f"llama.cpp cannot load {setup['model']}")
+        params = api.llama_context_default_params()
+        params.n_ctx = setup["n_ctx"]
+        params.n_batch = params.n_ubatch = N_BATCH
+        params.n_threads = params.n_threads_batch = setup["threads"]
+        params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        params.type_k = params.type_v = api.GGML_TYPE_F16
+        params.no_perf = True
+        self._context = api.llama_init_from_model(self._model, params)
+        if not self._context:
+            raise RuntimeError(f"llama.cpp cannot make a context of {setup['n_ctx']} tokens")
+        self._memory = api.llama_get_memory(self._context)
+        n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
+        ids = random_ids(n_vocab, setup["n_ctx"], setup["seed"])
+        self._ids = (api.llama_token * len(ids))(*ids)
+        self._n_past = 0
+
+    def about(self) -> dict[str, Any]:
+        system = self._api.llama_print_system_info().decode().strip()
+        return {"version": version("llama-cpp-python"), "system": system}
+
+    def warm_up(self) -> None:
+        self._decode(min(N_BATCH, len(self._ids) - N_WARM), N_BATCH)
+        self._decode(N_WARM, 1)
+
+    def go_to(self, n_prompt: int, n_gen: int, n_depth: int) -> None:
+        """Ours decodes after one token at least, so that is the smallest depth of decoding."""
+        n_depth = max(n_depth, 0 if n_prompt else 1)
+        if self._n_past > n_depth:
+            if not self._api.llama_memory_seq_rm(self._memory, 0, n_depth, -1):
+                raise RuntimeError(f"llama.cpp cannot go back to {n_depth} tokens")
+            self._n_past = n_depth
+        if self._n_past < n_depth:
+            self._decode(n_depth - self._n_past, N_BATCH)
+
+    def run(self, n_prompt: int, n_gen: int) -> int:
+        begin = time.perf_counter_ns()
+        self._decode(n_prompt, N_BATCH)
+        self._decode(n_gen, 1)
+        return time.perf_counter_ns() - begin
+
+    def _decode(self, n: int, n_batch: int) -> None:
+        """Decodes the next n tokens, ``n_batch`` at a time, as llama-bench does."""
+        api, start = self._api, ctypes.addressof(self._ids)
+        stop = self._n_past + n
+        while self._n_past < stop:
+            step = min(n_batch, stop - self._n_past)
+            tokens = ctypes.cast(start + 4 * self._n_past, ctypes.POINTER(api.llama_token))
+            result = api.llama_decode(self._context, api.llama_batch_get_one(tokens, step))
+            if result != 0:
+                raise RuntimeError(f"llama_decode gave {result} at {self._n_past} tokens")
+            api.llama_synchronize(self._context)
+            self._n_past += step
+
+
+def peak_bytes() -> int:
+    """Most memory this process ever had resident (VmHWM), in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return 1024 * int(line.split()[1])
+    raise RuntimeError("/proc/self/status has no VmHWM, so peak memory cannot be told")
+
+
+def serve(program: Program, requests: TextIO, replies: TextIO) -> None:
+    """Answers requests until there are no more."""
+
+    def reply(**values: Any) -> None:
+        replies.write(json.dumps(values) + "\n")
+        replies.flush()
+
+    reply(ready=program.about())
+    for line in requests:
+        request = json.loads(line)
+        if "run" in request:
+            n_prompt, n_gen, n_depth = request["run"]
+            program.go_to(n_prompt, n_gen, n_depth)
+            time.sleep(PAUSE)
+            reply(ns=program.run(n_prompt, n_gen))
+        elif "fill" in request:
+            program.go_to(0, 1, request["fill"])
+            reply(filled=request["fill"])
+        else:
+            reply(bytes=peak_bytes())
+
+
+def main() -> None:
+    """The setup is the only argument, as JSON. Whoever else prints, prints to stderr."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: the parent says what there is to say
+    setup = json.loads(sys.argv[1])
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    try:
+        program: Program = Ours(setup) if setup["method"] else LlamaCpp(setup)
+        program.warm_up()
+        serve(program, sys.stdin, replies)
+    except Exception as error:
+        text = " ".join(str(error).split()) or type(error).__name__
+        replies.write(json.dumps({"error": text}) + "\n")
+        replies.flush()
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

