@@ -125,13 +125,14 @@ class BenchResult:
     def columns(self) -> dict[str, str]:
         """The cells of the markdown table."""
         rates = self.samples_ts
+        budget = None if self.budget is None else self.budget.partition(" (")[0]  # no limits
         cells = {
             "model": self.model.type,
             "size": _binary_size(self.model.size),
             "params": _decimal_size(self.model.n_params),
             "backend": "CUDA" if self.model.gpu else "CPU",
             "threads": str(self.model.n_threads),
-            "method": self.method if self.budget is None else f"{self.method} {self.budget}",
+            "method": self.method if budget is None else f"{self.method} {budget}",
             "test": self.test.label,
             "t/s": f"{statistics.fmean(rates):.2f} ± {deviation(rates):.2f}",
         }

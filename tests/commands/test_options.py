@@ -1,0 +1,21 @@
+"""Loading switches the garbage collector off, and always on again."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from sparsekv_cli.commands.options import collecting_no_garbage
+
+
+def test_collector_is_off_within_and_on_after() -> None:
+    try:
+        with collecting_no_garbage():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        with pytest.raises(RuntimeError), collecting_no_garbage():
+            raise RuntimeError
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()
