@@ -15,11 +15,13 @@ from numba.extending import intrinsic
 
 from sparsekv_cli.cpu import emit
 from sparsekv_cli.cpu.emit import F32, I32, I64, LANES, VF, VI, const, load, next_task, splat
+from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 
 BLOCK = 256  # keys whose scores are kept at a time: K and V of a block stay in the L2 cache
 PAD = 32  # floats that a score buffer needs behind its last score
 AHEAD_SCAN, AHEAD_GATHER = 96, 24  # rows between a load and its prefetch
 TILE = 4  # query heads that share a loaded row
+ONE_THREAD_BELOW = 160  # rows under which starting threads costs more than they save
 NEGATIVE_INFINITY = np.float32(-np.inf)
 
 
@@ -291,6 +293,12 @@ def values_any(tile, gather, p, p_stride, v, row_bytes, idx, count, d, acc):
 
 
 @njit(cache=True, nogil=True)
+def scaled_copy(q, scale):
+    """q * scale in a new array (numba keeps array expressions out of prange loops)."""
+    return q * scale
+
+
+@njit(cache=True, nogil=True)
 def attend_tile(q, k, v, k_row, v_row, gather, idx, count, peak, mass, acc, scores):
     """Folds ``count`` rows into the running softmax of a tile of heads.
 
@@ -336,57 +344,100 @@ def n_key_splits(n, n_kv_head, n_threads):
     return min(max(1, n // BLOCK), -(-4 * n_threads // n_kv_head))
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True)
+def _attend_piece(
+    q, k, v, k_row, v_row, gather, idx, count, scale, whole, target, peak_out, mass_out, scores
+):
+    """A tile of heads over one list of rows, in memory of this thread until the end.
+
+    target f32 (tile, d_v): the output (``whole``: these are all rows), or numerators with respect
+    to the peaks and masses written at peak_out, mass_out f32 (tile,).
+    """
+    tile, d_v = target.shape
+    peak = np.full(tile, NEGATIVE_INFINITY, np.float32)
+    mass = np.zeros(tile, np.float32)
+    acc = np.zeros((tile, d_v), np.float32)
+    scaled = scaled_copy(q, scale)
+    attend_tile(scaled, k, v, k_row, v_row, gather, idx, count, peak, mass, acc, scores)
+    for t in range(tile):
+        factor = np.float32(1) / mass[t] if whole else np.float32(1)
+        for c in range(d_v):
+            target[t, c] = acc[t, c] * factor
+        if not whole:
+            peak_out[t] = peak[t]
+            mass_out[t] = mass[t]
+
+
+@njit(cache=True, nogil=True)
+def _attend_pieces(
+    counter, q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, n_split, peak, mass, acc
+):
+    """Takes (kv head, split) tasks until there are none; see ``attend_dense``."""
+    group = q.shape[0] // n_kv_head
+    scores = np.empty((TILE, BLOCK + PAD), np.float32)
+    task = next_task(counter)
+    while task < n_kv_head * n_split:
+        kv_head, split = task // n_split, task % n_split
+        first, last = split * n // n_split, (split + 1) * n // n_split
+        for h in range(kv_head * group, (kv_head + 1) * group, TILE):
+            end = min(h + TILE, (kv_head + 1) * group)
+            _attend_piece(
+                q[h:end], k + kv_head * k_head + first * k_row,
+                v + kv_head * v_head + first * v_row, k_row, v_row, 0, 0, last - first, scale,
+                n_split == 1, acc[split, h:end], peak[split, h:end], mass[split, h:end], scores,
+            )  # fmt: skip
+        task = next_task(counter)
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def attend_dense(q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, out, n_threads):
     """Attention of one token over rows 0..n of every kv head.
 
     q f32 (H, d); k, v: addresses; k_head, v_head: bytes between kv heads; out f32 (H, d_v). Query
-    head h belongs to kv head h // (H / G). Keys are split between threads when the kv heads alone
-    would leave some idle; the pieces are merged by their peaks and masses.
+    head h belongs to kv head h // (H / G). Keys are split between threads so that they share the
+    work evenly; the pieces are merged by their peaks and masses. Short contexts stay on one thread.
     """
-    n_head = q.shape[0]
-    d_v = out.shape[1]
-    group = n_head // n_kv_head
+    n_head, d_v = out.shape
+    if n < ONE_THREAD_BELOW:
+        n_threads = 1
     n_split = n_key_splits(n, n_kv_head, n_threads)
-    peak = np.full((n_split, n_head), NEGATIVE_INFINITY, np.float32)
-    mass = np.zeros((n_split, n_head), np.float32)
-    acc = np.zeros((n_split, n_head, d_v), np.float32)
+    peak = np.empty((n_split, n_head), np.float32)
+    mass = np.empty((n_split, n_head), np.float32)
+    acc = out.reshape(1, n_head, d_v)
+    if n_split > 1:
+        acc = np.empty((n_split, n_head, d_v), np.float32)
     counter = np.zeros(1, np.int64)
-    for _thread in prange(n_threads):
-        scores = np.empty((TILE, BLOCK + PAD), np.float32)
-        task = next_task(counter)
-        while task < n_kv_head * n_split:
-            kv_head, split = task // n_split, task % n_split
-            first, last = split * n // n_split, (split + 1) * n // n_split
-            for h in range(kv_head * group, (kv_head + 1) * group, TILE):
-                end = min(h + TILE, (kv_head + 1) * group)
-                attend_tile(
-                    q[h:end] * scale,
-                    k + kv_head * k_head + first * k_row, v + kv_head * v_head + first * v_row,
-                    k_row, v_row, 0, 0, last - first,
-                    peak[split, h:end], mass[split, h:end], acc[split, h:end], scores,
-                )  # fmt: skip
-            task = next_task(counter)
-    for h in range(n_head):
-        _merge(peak[:, h], mass[:, h], acc[:, h], out[h])
+    if n_threads == 1:
+        _attend_pieces(
+            counter, q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, n_split, peak,
+            mass, acc,
+        )  # fmt: skip
+    else:
+        for _thread in prange(n_threads):
+            _attend_pieces(
+                counter, q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, n_split, peak,
+                mass, acc,
+            )  # fmt: skip
+    if n_split > 1:
+        for h in range(n_head):
+            _merge(peak[:, h], mass[:, h], acc[:, h], out[h])
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, fastmath={"contract", "nsz"})
 def _merge(peak, mass, acc, out):
     """The softmax-weighted mean from pieces: peak, mass (S,), acc (S, d_v) -> out (d_v,)."""
     top = peak.max()
     total = np.float32(0)
+    for split in range(peak.shape[0]):
+        total += np.float32(np.exp(peak[split] - top)) * mass[split]
     out[:] = 0
     for split in range(peak.shape[0]):
-        weight = np.float32(np.exp(peak[split] - top))
-        total += weight * mass[split]
+        weight = np.float32(np.exp(peak[split] - top)) / total
         for c in range(out.shape[0]):
             out[c] += weight * acc[split, c]
-    for c in range(out.shape[0]):
-        out[c] /= total
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def attend_rows(
     q, k, v, k_head, v_head, k_row, v_row, idx, counts, n_kv_head, scale, out, n_threads
 ):
@@ -405,16 +456,11 @@ def attend_rows(
             for h in range(unit * heads_a_list, (unit + 1) * heads_a_list, TILE):
                 end = min(h + TILE, (unit + 1) * heads_a_list)
                 kv_head = h // group
-                peak = np.full(end - h, NEGATIVE_INFINITY, np.float32)
-                mass = np.zeros(end - h, np.float32)
-                acc = np.zeros((end - h, out.shape[1]), np.float32)
-                attend_tile(
-                    q[h:end] * scale, k + kv_head * k_head, v + kv_head * v_head, k_row, v_row,
-                    1, idx[unit].ctypes.data, counts[unit], peak, mass, acc, scores,
+                _attend_piece(
+                    q[h:end], k + kv_head * k_head, v + kv_head * v_head, k_row, v_row, 1,
+                    idx[unit].ctypes.data, counts[unit], scale, True, out[h:end], out[0], out[0],
+                    scores,
                 )  # fmt: skip
-                for t in range(end - h):
-                    for c in range(out.shape[1]):
-                        out[h + t, c] = acc[t, c] / mass[t]
             unit = next_task(counter)
 
 
@@ -428,7 +474,7 @@ def append_row(k_new, v_new, k, v, k_head, v_head, k_row, v_row, position):
         store_halves(v_new[kv_head].ctypes.data, at, v_new.shape[1])
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def score_rows(q, k, k_head, k_row, n, n_kv_head, scale, out, n_threads):
     """out[h, j] = scale q[h] . k[j] for j < n; q f32 (H, d), out f32 (H, >= n + PAD)."""
     n_head, d = q.shape
@@ -443,7 +489,7 @@ def score_rows(q, k, k_head, k_row, n, n_kv_head, scale, out, n_threads):
             first, last = split * n // n_split, (split + 1) * n // n_split
             for h in range(kv_head * group, (kv_head + 1) * group, TILE):
                 end = min(h + TILE, (kv_head + 1) * group)
-                scaled = q[h:end] * scale
+                scaled = scaled_copy(q[h:end], scale)
                 for start in range(first, last, BLOCK):
                     size = min(BLOCK, last - start)
                     at = k + kv_head * k_head + start * k_row

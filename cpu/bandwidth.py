@@ -7,6 +7,8 @@ from itertools import pairwise
 import numpy as np
 from numba import njit, prange
 
+from sparsekv_cli.cpu.parallel import PRANGE_ONLY
+
 
 def sum_parts_ref(data: np.ndarray, n_parts: int) -> np.ndarray:
     """numpy reference: f32 (n_parts,) sums of the parts of ``data``, f32 (n,)."""
@@ -23,7 +25,7 @@ def _sum(data):
     return total
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def sum_parts(data, n_parts):
     """f32 (n_parts,): the sums of ``n_parts`` equal parts of data, f32 (n,), one a thread."""
     out = np.empty(n_parts, np.float32)

@@ -17,11 +17,13 @@ from sparsekv_cli.cpu.attention import (
     NEGATIVE_INFINITY,
     PAD,
     exp_in_place,
+    scaled_copy,
     scores_any,
     tile_scores,
     tile_values,
 )
 from sparsekv_cli.cpu.emit import LANES, next_task, set_bits, trailing_zeros
+from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 from sparsekv_cli.cpu.select import order_keys, select_largest
 
 SINKS = 4
@@ -265,11 +267,157 @@ def _attend_candidates(q, sinks, rows, scores, k_budget, n_recent, n, v, v_row, 
     return weights
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True)
+def _step_unit(
+    unit,
+    q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, a, decay,
+    epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, mean_k, mean_v,
+    covariance, ratio, statistics, attended, n_attended, out,
+):  # fmt: skip
+    """``lfps_step`` of one unit."""
+    n_head, d = q.shape
+    n_unit = ver.shape[0]
+    heads = n_head // n_unit
+    group = n_head // n_kv_head
+    n_words = (n + BLOCK - 1) // BLOCK
+    n_recent = max(1, min(recent, k_budget // 2))  # the current row is always a candidate
+    first_local = max(SINKS, n - 1 - LOCAL)
+    n_near = SINKS + n - first_local
+    h0 = unit * heads
+    kv_head = h0 // group
+    k_at, v_at = k + kv_head * k_head, v + kv_head * v_head
+    scaled = scaled_copy(q[h0 : h0 + heads], scale)
+    near = np.empty((heads, SINKS + LOCAL + 1 + PAD), np.float32)
+    active = np.zeros(heads, np.bool_)
+    n_active = 0
+    for t in range(heads):
+        at = near[t].ctypes.data
+        query = scaled[t].ctypes.data
+        tile_scores(1, 0, query, k_at, k_row, 0, SINKS, d, at, 0)
+        tile_scores(
+            1, 0, query, k_at + first_local * k_row, k_row, 0, n - first_local, d,
+            at + 4 * SINKS, 0,
+        )  # fmt: skip
+        spread = _half_variance(scaled[t], covariance[kv_head], ratio[h0 + t])
+        active[t] = not _bypass(
+            scaled[t], near[t], n_near, mean_k[kv_head], spread, mean_v[kv_head], v_at,
+            v_row, first_local, n, epsilon, out[h0 + t],
+        )  # fmt: skip
+        n_active += active[t]
+        if not active[t] and attended.shape[1]:
+            n_attended[h0 + t] = n_near
+            for j in range(n_near):
+                near_row = j if j < SINKS else first_local + j - SINKS
+                attended[h0 + t, j] = near_row
+    statistics[unit, SCORED] += heads * n_near
+    statistics[unit, HEAD_STEPS] += heads
+    statistics[unit, BYPASSED] += heads - n_active
+    statistics[unit, ATTENDED] += (heads - n_active) * n_near
+    if n_active == 0:
+        return
+
+    n_known = n - SINKS
+    words = np.zeros(n_words + 1, np.uint64)
+    tau_ver = threshold(sums[unit, 0], n_known, a)
+    tau_dist = threshold(sums[unit, 1], n_known, a)
+    n_read = _mark_vertical(ver[unit], ver_bounds[unit], n, tau_ver, words)
+    n_read += _mark_slash(dist[unit], dist_bounds[unit], n, tau_dist, words)
+    statistics[unit, ENTRIES_READ] += n_read
+    statistics[unit, BOUNDS_READ] += 2 * n_words
+    if filtered:
+        before = words.copy()
+        _expand(words, n_words)
+        _filter_expansion(
+            words, before, n_words, ver[unit], dist[unit], n, sums[unit, 0, 0] / n_known,
+            sums[unit, 1, 0] / n_known,
+        )  # fmt: skip
+    else:
+        _expand(words, n_words)
+    _set_range(words, n - n_recent, n)
+    rows = _extract(words, n_words, n)
+    count = rows.shape[0]
+
+    stride = count + PAD
+    scores = np.empty((heads, stride), np.float32)
+    keys = np.empty(count, np.int32)
+    chosen = np.empty(min(count, k_budget), np.int32)
+    if n_active == heads:
+        for t in range(0, heads, 4):
+            scores_any(
+                min(4, heads - t), 1, scaled[t].ctypes.data, k_at, k_row, rows.ctypes.data,
+                count, d, scores[t].ctypes.data, stride,
+            )  # fmt: skip
+    else:
+        for t in range(heads):
+            if active[t]:
+                tile_scores(
+                    1, 1, scaled[t].ctypes.data, k_at, k_row, rows.ctypes.data, count, d,
+                    scores[t].ctypes.data, stride,
+                )  # fmt: skip
+    statistics[unit, SCORED] += n_active * (count - min(count, n_near - SINKS))
+    gain[unit] *= decay
+    part = 1.0 / (gain[unit] * n_active)
+    for t in range(heads):
+        if not active[t]:
+            continue
+        weights = _attend_candidates(
+            scaled[t], near[t], rows, scores[t], k_budget, n_recent, n, v_at, v_row, keys,
+            chosen, out[h0 + t],
+        )  # fmt: skip
+        m = min(count, k_budget)
+        statistics[unit, ATTENDED] += m + SINKS
+        if attended.shape[1]:
+            n_attended[h0 + t] = m + SINKS
+            for j in range(SINKS):
+                attended[h0 + t, j] = j
+        mean = 0.5 / m
+        for j in range(m):
+            i = rows[chosen[j]]
+            if attended.shape[1]:
+                attended[h0 + t, SINKS + j] = i
+            delta = (weights[j] - mean) * part
+            _add(ver[unit], ver_bounds[unit], sums[unit, 0], i, delta)
+            _add(dist[unit], dist_bounds[unit], sums[unit, 1], n - 1 - i, delta)
+    if gain[unit] < RESCALE_BELOW:
+        _rescale(ver[unit], ver_bounds[unit], sums[unit, 0], gain[unit], n)
+        _rescale(dist[unit], dist_bounds[unit], sums[unit, 1], gain[unit], n)
+        gain[unit] = 1.0
+
+
+@njit(cache=True, nogil=True)
+def _step_units(
+    counter,
+    q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, a, decay,
+    epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, mean_k, mean_v,
+    covariance, ratio, statistics, attended, n_attended, out, n_threads,
+):  # fmt: skip
+    """Takes tasks until there are none: whole kv groups, whose heads share key rows in this
+    thread's cache, while every thread can have one; then single units.
+    """
+    n_unit = ver.shape[0]
+    a_group = n_unit // n_kv_head
+    n_whole = n_kv_head // n_threads * n_threads
+    task = next_task(counter)
+    while task < n_whole + (n_kv_head - n_whole) * a_group:
+        first, last = task * a_group, (task + 1) * a_group
+        if task >= n_whole:
+            first = n_whole * a_group + task - n_whole
+            last = first + 1
+        for unit in range(first, last):
+            _step_unit(
+                unit,
+                q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, a,
+                decay, epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, mean_k,
+                mean_v, covariance, ratio, statistics, attended, n_attended, out,
+            )  # fmt: skip
+        task = next_task(counter)
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def lfps_step(
     q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, a, decay,
-    epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, mean_k, mean_v, covariance,
-    ratio, statistics, attended, n_attended, out, n_threads,
+    epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, mean_k, mean_v,
+    covariance, ratio, statistics, attended, n_attended, out, n_threads,
 ):  # fmt: skip
     """One decode step of a layer (Algorithm 1); row n - 1 is the current token's, already stored.
 
@@ -279,119 +427,14 @@ def lfps_step(
     statistics int64 (U, N_STATISTICS), added to. attended int32 (H, m), n_attended int64 (H,): the
     rows that each head attended to, sinks first; m = 0 leaves them out. out f32 (H, d_v).
     """
-    n_head, d = q.shape
-    n_unit = ver.shape[0]
-    heads = n_head // n_unit
-    group = n_head // n_kv_head
-    n_words = (n + BLOCK - 1) // BLOCK
-    n_recent = max(1, min(recent, k_budget // 2))  # the current row is always a candidate
-    first_local = max(SINKS, n - 1 - LOCAL)
-    n_near = SINKS + n - first_local
     counter = np.zeros(1, np.int64)
     for _thread in prange(n_threads):
-        while True:
-            unit = next_task(counter)
-            if unit >= n_unit:
-                break
-            h0 = unit * heads
-            kv_head = h0 // group
-            k_at, v_at = k + kv_head * k_head, v + kv_head * v_head
-            scaled = q[h0 : h0 + heads] * scale
-            near = np.empty((heads, SINKS + LOCAL + 1 + PAD), np.float32)
-            active = np.zeros(heads, np.bool_)
-            n_active = 0
-            for t in range(heads):
-                at = near[t].ctypes.data
-                query = scaled[t].ctypes.data
-                tile_scores(1, 0, query, k_at, k_row, 0, SINKS, d, at, 0)
-                tile_scores(
-                    1, 0, query, k_at + first_local * k_row, k_row, 0, n - first_local, d,
-                    at + 4 * SINKS, 0,
-                )  # fmt: skip
-                spread = _half_variance(scaled[t], covariance[kv_head], ratio[h0 + t])
-                active[t] = not _bypass(
-                    scaled[t], near[t], n_near, mean_k[kv_head], spread, mean_v[kv_head], v_at,
-                    v_row, first_local, n, epsilon, out[h0 + t],
-                )  # fmt: skip
-                n_active += active[t]
-                if not active[t] and attended.shape[1]:
-                    n_attended[h0 + t] = n_near
-                    for j in range(n_near):
-                        near_row = j if j < SINKS else first_local + j - SINKS
-                        attended[h0 + t, j] = near_row
-            statistics[unit, SCORED] += heads * n_near
-            statistics[unit, HEAD_STEPS] += heads
-            statistics[unit, BYPASSED] += heads - n_active
-            statistics[unit, ATTENDED] += (heads - n_active) * n_near
-            if n_active == 0:
-                continue
-
-            n_known = n - SINKS
-            words = np.zeros(n_words + 1, np.uint64)
-            tau_ver = threshold(sums[unit, 0], n_known, a)
-            tau_dist = threshold(sums[unit, 1], n_known, a)
-            n_read = _mark_vertical(ver[unit], ver_bounds[unit], n, tau_ver, words)
-            n_read += _mark_slash(dist[unit], dist_bounds[unit], n, tau_dist, words)
-            statistics[unit, ENTRIES_READ] += n_read
-            statistics[unit, BOUNDS_READ] += 2 * n_words
-            if filtered:
-                before = words.copy()
-                _expand(words, n_words)
-                _filter_expansion(
-                    words, before, n_words, ver[unit], dist[unit], n, sums[unit, 0, 0] / n_known,
-                    sums[unit, 1, 0] / n_known,
-                )  # fmt: skip
-            else:
-                _expand(words, n_words)
-            _set_range(words, n - n_recent, n)
-            rows = _extract(words, n_words, n)
-            count = rows.shape[0]
-
-            stride = count + PAD
-            scores = np.empty((heads, stride), np.float32)
-            keys = np.empty(count, np.int32)
-            chosen = np.empty(min(count, k_budget), np.int32)
-            if n_active == heads:
-                for t in range(0, heads, 4):
-                    scores_any(
-                        min(4, heads - t), 1, scaled[t].ctypes.data, k_at, k_row, rows.ctypes.data,
-                        count, d, scores[t].ctypes.data, stride,
-                    )  # fmt: skip
-            else:
-                for t in range(heads):
-                    if active[t]:
-                        tile_scores(
-                            1, 1, scaled[t].ctypes.data, k_at, k_row, rows.ctypes.data, count, d,
-                            scores[t].ctypes.data, stride,
-                        )  # fmt: skip
-            statistics[unit, SCORED] += n_active * (count - min(count, n_near - SINKS))
-            gain[unit] *= decay
-            part = 1.0 / (gain[unit] * n_active)
-            for t in range(heads):
-                if not active[t]:
-                    continue
-                weights = _attend_candidates(
-                    scaled[t], near[t], rows, scores[t], k_budget, n_recent, n, v_at, v_row, keys,
-                    chosen, out[h0 + t],
-                )  # fmt: skip
-                m = min(count, k_budget)
-                statistics[unit, ATTENDED] += m + SINKS
-                if attended.shape[1]:
-                    n_attended[h0 + t] = m + SINKS
-                    for j in range(SINKS):
-                        attended[h0 + t, j] = j
-                mean = 0.5 / m
-                for j in range(m):
-                    i = rows[chosen[j]]
-                    if attended.shape[1]:
-                        attended[h0 + t, SINKS + j] = i
-                    delta = (weights[j] - mean) * part
-                    _add(ver[unit], ver_bounds[unit], sums[unit, 0], i, delta)
-                    _add(dist[unit], dist_bounds[unit], sums[unit, 1], n - 1 - i, delta)
-            if gain[unit] < RESCALE_BELOW:
-                _rescale(ver[unit], ver_bounds[unit], sums[unit, 0], gain[unit], n)
-                _rescale(dist[unit], dist_bounds[unit], sums[unit, 1], gain[unit], n)
-                gain[unit] = 1.0
+        _step_units(
+            counter,
+            q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, a, decay,
+            epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, mean_k, mean_v,
+            covariance, ratio, statistics, attended, n_attended, out, n_threads,
+        )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)
@@ -413,7 +456,7 @@ def _rescale(table, bounds, sums, gain, n):
         bounds[block] = peak
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def lfps_init(
     q, k, k_head, k_row, n, n_kv_head, scale, decay, ver, dist, ver_bounds, dist_bounds, sums, gain
 ):
@@ -437,7 +480,7 @@ def lfps_init(
                 count = position + 1 - SINKS
                 if count < 1:
                     continue
-                scaled = q[h, j] * scale
+                scaled = scaled_copy(q[h, j], scale)
                 tile_scores(
                     1, 0, scaled.ctypes.data, k_at, k_row, 0, count, d, scores.ctypes.data, 0
                 )

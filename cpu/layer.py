@@ -17,6 +17,7 @@ from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE
 from sparsekv_cli.cpu.emit import F32, I64, LANES, VF, const, load
 from sparsekv_cli.cpu.integer import quantize_activations
 from sparsekv_cli.cpu.matvec import address, call_rows, kernel_address
+from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 
 # Columns of a matrix table (int64, one row a matrix). INTEGER: the kernel takes quantised inputs.
 KERNEL, WEIGHTS, ROW_BYTES, ROWS, COLUMNS, INTEGER = range(6)
@@ -112,7 +113,7 @@ def _rotate_heads(raw, bias, norm, eps, cos, sin, interleaved, out_nope, out):
             out[h, i + half] = a * sin[i] + b * cos[i]
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def project_qkv(
     x, norm, eps, table, q_bias, k_bias, v_bias, q_norm, k_norm, cos, sin, interleaved,
     head_dim, value_dim, normed, raw, q, k, v, q_nope, k_nope, n_threads,
@@ -162,7 +163,7 @@ def _silu_multiply(typingctx, gate, up, out, count):
     return types.void(*[types.int64] * 4), codegen
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def finish_layer(
     attended,
     value_dim,
@@ -203,7 +204,7 @@ def finish_layer(
         x[i] += normed[i]
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def output_logits(x, norm, eps, table, normed, logits, n_threads):
     """logits = W_out norm(x), f32 (n_vocab,)."""
     rms_norm(x, norm, eps, normed)

@@ -18,6 +18,7 @@ from sparsekv_cli.cpu import emit
 from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE, PLAIN_FLOATS, BlockFormat
 from sparsekv_cli.cpu.emit import F16, F32, I16, I32, I64, LANES, VF, VI, const, load
 from sparsekv_cli.cpu.integer import quantize, rows_dot_integer
+from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 
 ACCUMULATORS = 4  # independent sums in flight, enough to hide the latency of one fma
 TO_F32, TO_BF16, TO_F16 = 0, 1, 2
@@ -183,14 +184,14 @@ def _call_dequantize(typingctx, kernel, w, row_bytes, n_columns, out, out_row_by
     return types.void(*[types.int64] * 8), codegen
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def _dequantize_parallel(kernel, w, row_bytes, n_columns, out, out_row_bytes, n_rows, n_parts):
     for part in prange(n_parts):
         first, last = part * n_rows // n_parts, (part + 1) * n_rows // n_parts
         _call_dequantize(kernel, w, row_bytes, n_columns, out, out_row_bytes, first, last)
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def _matvec_parallel(kernel, w, row_bytes, n_columns, x, out, n_rows, n_parts):
     for part in prange(n_parts):
         first, last = part * n_rows // n_parts, (part + 1) * n_rows // n_parts

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
+from sparsekv_cli.cpu.parallel import PRANGE_ONLY
+
 LOWEST = np.int32(-(2**31))
 
 
@@ -68,7 +70,7 @@ def select_largest(keys, n, k, out):
             ties -= 1
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def select_rows(scores, n, n_sinks, n_recent, k, out):
     """Per list: the first n_sinks rows, the last n_recent and the k - n_recent best in between.
 
