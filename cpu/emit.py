@@ -199,6 +199,16 @@ def trailing_zeros(typingctx, word):
 
 
 @intrinsic
+def reversed_bits(typingctx, word):
+    """A u64 with its bits in reverse order (numba code)."""
+
+    def codegen(context, builder, signature, args):
+        return call_named(builder, "llvm.bitreverse.i64", I64, args[0])
+
+    return types.uint64(types.uint64), codegen
+
+
+@intrinsic
 def set_bits(typingctx, word):
     """Number of set bits of a u64 (numba code)."""
 

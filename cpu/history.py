@@ -1,38 +1,27 @@
-"""LFPS on the CPU: history tables of attention, candidates from them, and their lazy update.
+"""History tables of LFPS: entries, thresholds and candidates, without touching what is cold.
 
 A unit is a query head, or a kv group that shares its tables. Two tables a unit: ``ver[i]`` by
 position and ``dist[delta]`` by distance, both f32, kept as u = Phi / g so that the decay of eq 10
 is one multiplication of g a step. Next to them: power sums S1..S4 (f64) for the thresholds of
 eq 8, and upper bounds of each block of 64 entries, which are raised on a write and made exact
 whenever a scan enters the block. A step's work is the bounds, the blocks that hold a candidate,
-and the candidates: not the context.
+and the candidates (cpu/lfps.py): not the context. The literal reference of a whole step is
+tests/methods/lfps_twin.py.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import njit, types
+from numba.extending import intrinsic
 
-from sparsekv_cli.cpu.attention import (
-    NEGATIVE_INFINITY,
-    PAD,
-    exp_in_place,
-    scaled_copy,
-    scores_any,
-    tile_scores,
-    tile_values,
-)
-from sparsekv_cli.cpu.emit import LANES, next_task, set_bits, trailing_zeros
-from sparsekv_cli.cpu.parallel import PRANGE_ONLY
-from sparsekv_cli.cpu.select import order_keys, select_largest
+from sparsekv_cli.cpu import emit
+from sparsekv_cli.cpu.emit import LANES, reversed_bits, set_bits, trailing_zeros
+from sparsekv_cli.cpu.tiles import max_of
 
 SINKS = 4
-LOCAL = 6  # keys before the current one in the local mass of the bypass test (eq 6)
 BLOCK = 64  # table entries under one bound: one word of the candidate bitmap
 RESCALE_BELOW = 1e-6  # smallest g before the tables are multiplied out
-# Columns of the statistics (int64, one row a unit).
-SCORED, ATTENDED, BYPASSED, HEAD_STEPS, BOUNDS_READ, ENTRIES_READ = range(6)
-N_STATISTICS = 6
 
 
 @njit(cache=True, nogil=True)
@@ -47,54 +36,80 @@ def threshold(sums, n, a):
     return a * mean / kappa
 
 
+@intrinsic
+def _mask_above(typingctx, entries, tau):
+    """Bit j of the u64 is set where entries[j] > tau, j < 64; entries: address of f32."""
+
+    def codegen(context, b, signature, args):
+        limit = emit.splat(b, args[1])
+        word = emit.I64(0)
+        for part in range(BLOCK // LANES):
+            values = emit.load(b, emit.VF, args[0], 4 * LANES * part)
+            bits = b.bitcast(b.fcmp_ordered(">", values, limit), emit.I16)
+            word = b.or_(word, b.shl(b.zext(bits, emit.I64), emit.I64(LANES * part)))
+        return word
+
+    return types.uint64(types.int64, types.float32), codegen
+
+
 @njit(cache=True, nogil=True)
-def _mark_vertical(table, bounds, n, tau, words):
+def _scan_block(table, bounds, block, count, tau):
+    """Bits of the entries of a block above tau; makes its bound exact. Entries end at count."""
+    start = block * BLOCK
+    if start + BLOCK <= count:
+        at = table.ctypes.data + 4 * start
+        bounds[block] = max_of(at, BLOCK)
+        return _mask_above(at, tau)
+    word = np.uint64(0)
+    peak = table[start]
+    for i in range(start, count):
+        peak = max(peak, table[i])
+        word |= np.uint64(table[i] > tau) << np.uint64(i - start)
+    bounds[block] = peak
+    return word
+
+
+@njit(cache=True, nogil=True)
+def mark_vertical(table, bounds, n, tau, words):
     """Sets bit i of ``words`` where table[i] > tau; returns how many entries it read."""
+    tau = np.float32(tau)
     n_read = 0
     for block in range((n + BLOCK - 1) // BLOCK):
-        if bounds[block] <= tau:
-            continue
-        start = block * BLOCK
-        stop = min(n, start + BLOCK)
-        word = np.uint64(0)
-        peak = table[start]
-        for i in range(start, stop):
-            value = table[i]
-            peak = max(peak, value)
-            word |= np.uint64(value > tau) << np.uint64(i - start)
-        words[block] |= word
-        bounds[block] = peak
-        n_read += stop - start
+        if bounds[block] > tau:
+            words[block] |= _scan_block(table, bounds, block, n, tau)
+            n_read += min(BLOCK, n - block * BLOCK)
     return n_read
 
 
 @njit(cache=True, nogil=True)
-def _mark_slash(table, bounds, n, tau, words):
+def mark_slash(table, bounds, n, tau, words):
     """Sets bit p - delta of ``words`` where table[delta] > tau; p = n - 1, delta <= p - SINKS.
 
     Returns how many entries it read.
     """
+    tau = np.float32(tau)
     n_read = 0
     count = n - SINKS
     for block in range((count + BLOCK - 1) // BLOCK):
         if bounds[block] <= tau:
             continue
-        start = block * BLOCK
-        stop = min(count, start + BLOCK)
-        peak = table[start]
-        for delta in range(start, stop):
-            value = table[delta]
-            peak = max(peak, value)
-            if value > tau:
-                i = np.uint64(n - 1 - delta)
-                words[i >> np.uint64(6)] |= np.uint64(1) << (i & np.uint64(63))
-        bounds[block] = peak
-        n_read += stop - start
+        word = _scan_block(table, bounds, block, count, tau)
+        n_read += min(BLOCK, count - block * BLOCK)
+        # Reversed, bit j stands for position first + j; the last block may begin below 0.
+        first = n - 1 - block * BLOCK - (BLOCK - 1)
+        word = reversed_bits(word)
+        if first < 0:
+            words[0] |= word >> np.uint64(-first)
+            continue
+        shift = np.uint64(first & 63)
+        words[first >> 6] |= word << shift
+        if shift:
+            words[(first >> 6) + 1] |= word >> (np.uint64(64) - shift)
     return n_read
 
 
 @njit(cache=True, nogil=True)
-def _expand(words, n_words):
+def expand(words, n_words):
     """Adds the neighbours {-1, +1, +2} of every set bit, across word borders (eq 9, unfiltered)."""
     one, two = np.uint64(1), np.uint64(2)
     previous = np.uint64(0)
@@ -109,7 +124,7 @@ def _expand(words, n_words):
 
 
 @njit(cache=True, nogil=True)
-def _filter_expansion(words, before, n_words, ver, dist, n, ver_mean, dist_mean):
+def filter_expansion(words, before, n_words, ver, dist, n, ver_mean, dist_mean):
     """Drops added neighbours whose two entries are both at most the mean (eq 9 as printed)."""
     for w in range(n_words):
         added = words[w] & ~before[w]
@@ -122,13 +137,13 @@ def _filter_expansion(words, before, n_words, ver, dist, n, ver_mean, dist_mean)
 
 
 @njit(cache=True, nogil=True)
-def _set_range(words, first, last):
+def set_range(words, first, last):
     for i in range(first, last):
         words[i >> 6] |= np.uint64(1) << np.uint64(i & 63)
 
 
 @njit(cache=True, nogil=True)
-def _extract(words, n_words, n):
+def extract_rows(words, n_words, n):
     """Positions of the set bits SINKS <= i < n, ascending, int32 (count,)."""
     words[0] &= ~np.uint64((1 << SINKS) - 1)
     tail = n & 63
@@ -149,7 +164,7 @@ def _extract(words, n_words, n):
 
 
 @njit(cache=True, nogil=True)
-def _add(table, bounds, sums, i, delta):
+def add_entry(table, bounds, sums, i, delta):
     """table[i] += delta, with its power sums and bound."""
     old = np.float64(table[i])
     table[i] = np.float32(old + delta)
@@ -163,282 +178,7 @@ def _add(table, bounds, sums, i, delta):
 
 
 @njit(cache=True, nogil=True)
-def _bypass(q, near, n_near, mean_k, spread, mean_v, v, v_row, first_local, n, epsilon, out):
-    """The high-sparsity test (eq 6) and, where it holds, the head's output. q is scaled.
-
-    near: scores of the sinks (4), then of the keys first_local..n-1. spread: variance of a score,
-    over 2. Returns whether the head was bypassed.
-    """
-    log_global = np.float64(0)
-    for c in range(mean_k.shape[0]):
-        log_global += q[c] * mean_k[c]
-    log_global += spread + np.log(n - SINKS)
-    peak = log_global
-    for j in range(n_near):
-        peak = max(peak, np.float64(near[j]))
-    weights = np.empty(n_near, np.float32)
-    sinks, local = 0.0, 0.0
-    for j in range(n_near):
-        weight = np.exp(near[j] - peak)
-        weights[j] = weight
-        if j < SINKS:
-            sinks += weight
-        elif j < n_near - 1:
-            local += weight
-    wide = np.exp(log_global - peak)
-    if sinks <= epsilon * (sinks + wide + local):
-        return False
-    total = sinks + wide + local + weights[n_near - 1]
-    for c in range(out.shape[0]):
-        out[c] = wide * mean_v[c]
-    tile_values(1, 0, weights.ctypes.data, 0, v, v_row, 0, SINKS, out.shape[0], out.ctypes.data)
-    tile_values(
-        1, 0, weights[SINKS:].ctypes.data, 0, v + first_local * v_row, v_row, 0, n_near - SINKS,
-        out.shape[0], out.ctypes.data,
-    )  # fmt: skip
-    for c in range(out.shape[0]):
-        out[c] /= total
-    return True
-
-
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
-def _half_variance(q, covariance, ratio):
-    """Half the variance of q . k (q scaled): q^T C q / 2, or |q|^2 ratio / 2 without C."""
-    total = np.float32(0)
-    if covariance.shape[0] == 0:
-        for c in range(q.shape[0]):
-            total += q[c] * q[c]
-        return 0.5 * total * ratio
-    for i in range(covariance.shape[0]):
-        row = np.float32(0)
-        for j in range(covariance.shape[0]):
-            row += covariance[i, j] * q[j]
-        total += q[i] * row
-    return 0.5 * total
-
-
-@njit(cache=True, nogil=True)
-def _attend_candidates(q, sinks, rows, scores, k_budget, n_recent, n, v, v_row, keys, chosen, out):
-    """C2 = the recents and the best of C1 by exact score; attends sinks and C2.
-
-    scores f32 (count + PAD,) of C1 ``rows`` ascending, whose last n_recent are the recents. Fills
-    chosen[:m] with places in C1, and scores' copy of their softmax over C2 alone into the returned
-    array (m + PAD,).
-    """
-    count = rows.shape[0]
-    m = min(count, k_budget)
-    n_old = count - n_recent
-    if m < count:
-        order_keys(scores, keys, n_old)
-        select_largest(keys, n_old, m - n_recent, chosen)
-        for j in range(n_recent):
-            chosen[m - n_recent + j] = n_old + j
-    else:
-        for j in range(m):
-            chosen[j] = j
-    picked = np.empty(m, np.int32)
-    weights = np.empty(m + PAD, np.float32)
-    peak = NEGATIVE_INFINITY
-    for j in range(m):
-        picked[j] = rows[chosen[j]]
-        weights[j] = scores[chosen[j]]
-        peak = max(peak, weights[j])
-    for j in range(m, m + LANES):
-        weights[j] = NEGATIVE_INFINITY
-    sink_weights = np.empty(SINKS, np.float32)
-    for j in range(SINKS):
-        peak = max(peak, sinks[j])
-    sink_mass = np.float32(0)
-    for j in range(SINKS):
-        sink_weights[j] = np.exp(sinks[j] - peak)
-        sink_mass += sink_weights[j]
-    mass = exp_in_place(weights.ctypes.data, m, peak)
-    d_v = out.shape[0]
-    out[:] = 0
-    tile_values(1, 0, sink_weights.ctypes.data, 0, v, v_row, 0, SINKS, d_v, out.ctypes.data)
-    tile_values(1, 1, weights.ctypes.data, 0, v, v_row, picked.ctypes.data, m, d_v, out.ctypes.data)
-    for c in range(d_v):
-        out[c] /= sink_mass + mass
-    if mass > 0:
-        for j in range(m):
-            weights[j] /= mass
-    else:  # the sinks' scores are so far above that C2's masses vanish: no information
-        weights[:m] = np.float32(1.0 / m)
-    return weights
-
-
-@njit(cache=True, nogil=True)
-def _step_unit(
-    unit,
-    q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, a, decay,
-    epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, mean_k, mean_v,
-    covariance, ratio, statistics, attended, n_attended, out,
-):  # fmt: skip
-    """``lfps_step`` of one unit."""
-    n_head, d = q.shape
-    n_unit = ver.shape[0]
-    heads = n_head // n_unit
-    group = n_head // n_kv_head
-    n_words = (n + BLOCK - 1) // BLOCK
-    n_recent = max(1, min(recent, k_budget // 2))  # the current row is always a candidate
-    first_local = max(SINKS, n - 1 - LOCAL)
-    n_near = SINKS + n - first_local
-    h0 = unit * heads
-    kv_head = h0 // group
-    k_at, v_at = k + kv_head * k_head, v + kv_head * v_head
-    scaled = scaled_copy(q[h0 : h0 + heads], scale)
-    near = np.empty((heads, SINKS + LOCAL + 1 + PAD), np.float32)
-    active = np.zeros(heads, np.bool_)
-    n_active = 0
-    for t in range(heads):
-        at = near[t].ctypes.data
-        query = scaled[t].ctypes.data
-        tile_scores(1, 0, query, k_at, k_row, 0, SINKS, d, at, 0)
-        tile_scores(
-            1, 0, query, k_at + first_local * k_row, k_row, 0, n - first_local, d,
-            at + 4 * SINKS, 0,
-        )  # fmt: skip
-        spread = _half_variance(scaled[t], covariance[kv_head], ratio[h0 + t])
-        active[t] = not _bypass(
-            scaled[t], near[t], n_near, mean_k[kv_head], spread, mean_v[kv_head], v_at,
-            v_row, first_local, n, epsilon, out[h0 + t],
-        )  # fmt: skip
-        n_active += active[t]
-        if not active[t] and attended.shape[1]:
-            n_attended[h0 + t] = n_near
-            for j in range(n_near):
-                near_row = j if j < SINKS else first_local + j - SINKS
-                attended[h0 + t, j] = near_row
-    statistics[unit, SCORED] += heads * n_near
-    statistics[unit, HEAD_STEPS] += heads
-    statistics[unit, BYPASSED] += heads - n_active
-    statistics[unit, ATTENDED] += (heads - n_active) * n_near
-    if n_active == 0:
-        return
-
-    n_known = n - SINKS
-    words = np.zeros(n_words + 1, np.uint64)
-    tau_ver = threshold(sums[unit, 0], n_known, a)
-    tau_dist = threshold(sums[unit, 1], n_known, a)
-    n_read = _mark_vertical(ver[unit], ver_bounds[unit], n, tau_ver, words)
-    n_read += _mark_slash(dist[unit], dist_bounds[unit], n, tau_dist, words)
-    statistics[unit, ENTRIES_READ] += n_read
-    statistics[unit, BOUNDS_READ] += 2 * n_words
-    if filtered:
-        before = words.copy()
-        _expand(words, n_words)
-        _filter_expansion(
-            words, before, n_words, ver[unit], dist[unit], n, sums[unit, 0, 0] / n_known,
-            sums[unit, 1, 0] / n_known,
-        )  # fmt: skip
-    else:
-        _expand(words, n_words)
-    _set_range(words, n - n_recent, n)
-    rows = _extract(words, n_words, n)
-    count = rows.shape[0]
-
-    stride = count + PAD
-    scores = np.empty((heads, stride), np.float32)
-    keys = np.empty(count, np.int32)
-    chosen = np.empty(min(count, k_budget), np.int32)
-    if n_active == heads:
-        for t in range(0, heads, 4):
-            scores_any(
-                min(4, heads - t), 1, scaled[t].ctypes.data, k_at, k_row, rows.ctypes.data,
-                count, d, scores[t].ctypes.data, stride,
-            )  # fmt: skip
-    else:
-        for t in range(heads):
-            if active[t]:
-                tile_scores(
-                    1, 1, scaled[t].ctypes.data, k_at, k_row, rows.ctypes.data, count, d,
-                    scores[t].ctypes.data, stride,
-                )  # fmt: skip
-    statistics[unit, SCORED] += n_active * (count - min(count, n_near - SINKS))
-    gain[unit] *= decay
-    part = 1.0 / (gain[unit] * n_active)
-    for t in range(heads):
-        if not active[t]:
-            continue
-        weights = _attend_candidates(
-            scaled[t], near[t], rows, scores[t], k_budget, n_recent, n, v_at, v_row, keys,
-            chosen, out[h0 + t],
-        )  # fmt: skip
-        m = min(count, k_budget)
-        statistics[unit, ATTENDED] += m + SINKS
-        if attended.shape[1]:
-            n_attended[h0 + t] = m + SINKS
-            for j in range(SINKS):
-                attended[h0 + t, j] = j
-        mean = 0.5 / m
-        for j in range(m):
-            i = rows[chosen[j]]
-            if attended.shape[1]:
-                attended[h0 + t, SINKS + j] = i
-            delta = (weights[j] - mean) * part
-            _add(ver[unit], ver_bounds[unit], sums[unit, 0], i, delta)
-            _add(dist[unit], dist_bounds[unit], sums[unit, 1], n - 1 - i, delta)
-    if gain[unit] < RESCALE_BELOW:
-        _rescale(ver[unit], ver_bounds[unit], sums[unit, 0], gain[unit], n)
-        _rescale(dist[unit], dist_bounds[unit], sums[unit, 1], gain[unit], n)
-        gain[unit] = 1.0
-
-
-@njit(cache=True, nogil=True)
-def _step_units(
-    counter,
-    q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, a, decay,
-    epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, mean_k, mean_v,
-    covariance, ratio, statistics, attended, n_attended, out, n_threads,
-):  # fmt: skip
-    """Takes tasks until there are none: whole kv groups, whose heads share key rows in this
-    thread's cache, while every thread can have one; then single units.
-    """
-    n_unit = ver.shape[0]
-    a_group = n_unit // n_kv_head
-    n_whole = n_kv_head // n_threads * n_threads
-    task = next_task(counter)
-    while task < n_whole + (n_kv_head - n_whole) * a_group:
-        first, last = task * a_group, (task + 1) * a_group
-        if task >= n_whole:
-            first = n_whole * a_group + task - n_whole
-            last = first + 1
-        for unit in range(first, last):
-            _step_unit(
-                unit,
-                q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, a,
-                decay, epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, mean_k,
-                mean_v, covariance, ratio, statistics, attended, n_attended, out,
-            )  # fmt: skip
-        task = next_task(counter)
-
-
-@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def lfps_step(
-    q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, a, decay,
-    epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, mean_k, mean_v,
-    covariance, ratio, statistics, attended, n_attended, out, n_threads,
-):  # fmt: skip
-    """One decode step of a layer (Algorithm 1); row n - 1 is the current token's, already stored.
-
-    q f32 (H, d); k, v: addresses, then bytes between kv heads and rows. k_budget = |C2|; recent =
-    R. Tables f32 (U, capacity), bounds f32 (U, capacity / 64), sums f64 (U, 2, 4), gain f64 (U,):
-    U = H or G. mean_k (G, d), mean_v (G, d_v), covariance (G, d, d) or (G, 0, 0), ratio f32 (H,).
-    statistics int64 (U, N_STATISTICS), added to. attended int32 (H, m), n_attended int64 (H,): the
-    rows that each head attended to, sinks first; m = 0 leaves them out. out f32 (H, d_v).
-    """
-    counter = np.zeros(1, np.int64)
-    for _thread in prange(n_threads):
-        _step_units(
-            counter,
-            q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, a, decay,
-            epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, mean_k, mean_v,
-            covariance, ratio, statistics, attended, n_attended, out, n_threads,
-        )  # fmt: skip
-
-
-@njit(cache=True, nogil=True)
-def _rescale(table, bounds, sums, gain, n):
+def rescale(table, bounds, sums, gain, n):
     """Multiplies the lazy scale out and recomputes what was accumulated beside the table."""
     sums[:] = 0
     for block in range((n + BLOCK - 1) // BLOCK):
@@ -454,43 +194,3 @@ def _rescale(table, bounds, sums, gain, n):
             sums[2] += square * value
             sums[3] += square * square
         bounds[block] = peak
-
-
-@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def lfps_init(
-    q, k, k_head, k_row, n, n_kv_head, scale, decay, ver, dist, ver_bounds, dist_bounds, sums, gain
-):
-    """Tables from the last s prefill queries (eq 4): q f32 (H, s, d), the last at position n - 1.
-
-    Each query's weights are its causal softmax without the sinks, averaged over the unit's heads;
-    every table sums to 1 / (2 (1 - decay)).
-    """
-    n_head, s, d = q.shape
-    heads = n_head // ver.shape[0]
-    group = n_head // n_kv_head
-    for unit in prange(ver.shape[0]):
-        ver[unit, :] = 0
-        dist[unit, :] = 0
-        scores = np.empty(n + PAD, np.float32)
-        for t in range(heads):
-            h = unit * heads + t
-            k_at = k + (h // group) * k_head + SINKS * k_row
-            for j in range(s):
-                position = n - s + j
-                count = position + 1 - SINKS
-                if count < 1:
-                    continue
-                scaled = scaled_copy(q[h, j], scale)
-                tile_scores(
-                    1, 0, scaled.ctypes.data, k_at, k_row, 0, count, d, scores.ctypes.data, 0
-                )
-                scores[count : count + LANES] = NEGATIVE_INFINITY
-                peak = scores[:count].max()
-                mass = exp_in_place(scores.ctypes.data, count, peak)
-                c = np.float32(1.0 / (2 * s * (1 - decay) * heads)) / mass
-                for i in range(count):
-                    ver[unit, SINKS + i] += c * scores[i]
-                    dist[unit, position - SINKS - i] += c * scores[i]
-        gain[unit] = 1.0
-        _rescale(ver[unit], ver_bounds[unit], sums[unit, 0], 1.0, n)
-        _rescale(dist[unit], dist_bounds[unit], sums[unit, 1], 1.0, n)

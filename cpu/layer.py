@@ -12,12 +12,12 @@ from numba import njit, prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu import emit
-from sparsekv_cli.cpu.attention import _exp_lanes
 from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE
 from sparsekv_cli.cpu.emit import F32, I64, LANES, VF, const, load
 from sparsekv_cli.cpu.integer import quantize_activations
 from sparsekv_cli.cpu.matvec import address, call_rows, kernel_address
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
+from sparsekv_cli.cpu.tiles import exp_lanes
 
 # Columns of a matrix table (int64, one row a matrix). INTEGER: the kernel takes quantised inputs.
 KERNEL, WEIGHTS, ROW_BYTES, ROWS, COLUMNS, INTEGER = range(6)
@@ -150,7 +150,7 @@ def _silu_multiply(typingctx, gate, up, out, count):
         def body(j, carried):
             at = b.mul(j, I64(4))
             g, u = load(b, VF, b.add(gate, at)), load(b, VF, b.add(up, at))
-            e = _exp_lanes(b, b.fneg(emit.call_named(b, "llvm.fabs.v16f32", VF, g)))
+            e = exp_lanes(b, b.fneg(emit.call_named(b, "llvm.fabs.v16f32", VF, g)))
             positive = b.fcmp_ordered(">=", g, const(F32, 0.0))
             top = b.select(positive, const(F32, 1.0), e)
             sigmoid = b.fdiv(top, b.fadd(const(F32, 1.0), e))

@@ -6,12 +6,12 @@ the best, and feeds the weights back.
 
 | paper | here |
 |---|---|
-| eq 4, initial tables from the last s prefill queries | cpu/history.py lfps_init |
-| eq 5, 6, high-sparsity test (sink, global, local mass) | _bypass |
-| eq 7, 8, candidates C0 above tau = a mean / kappa | threshold, _mark_vertical, _mark_slash |
-| eq 9, expansion by {-1, 0, 1, 2} to C1 | _expand, _filter_expansion |
-| Algorithm 1 line 10, top-k of C1 by exact q . k | _attend_candidates |
-| eq 10, decay and update of the tables | lfps_step, _add (lazily: u = Phi / g) |
+| eq 4, initial tables from the last s prefill queries | cpu/lfps.py lfps_init |
+| eq 5, 6, high-sparsity test (sink, global, local mass) | cpu/lfps.py _bypass |
+| eq 7, 8, candidates C0 above tau = a mean / kappa | threshold, mark_vertical, mark_slash |
+| eq 9, expansion by {-1, 0, 1, 2} to C1 | expand, filter_expansion (cpu/history.py) |
+| Algorithm 1 line 10, top-k of C1 by exact q . k | cpu/lfps.py _attend_candidates |
+| eq 10, decay and update of the tables | cpu/lfps.py _step_unit, add_entry (lazily: u = Phi / g) |
 
 Departures. (1) A bypassed head returns the softmax-weighted mean of sinks, local keys and the mean
 value, with the masses of the test; Algorithm 1's mean value alone is the largest error of all.
@@ -42,6 +42,7 @@ from sparsekv_cli.cache import (
     padded,
 )
 from sparsekv_cli.cpu import history
+from sparsekv_cli.cpu import lfps as kernels
 
 
 def _option(default: Any, text: str) -> Any:
@@ -109,7 +110,7 @@ class LFPSCache(LayerCache):
         self._ratio = np.zeros(spec.n_head, np.float32)
         self._sums = np.zeros((self._n_unit, 2, 4))
         self._gain = np.ones(self._n_unit)
-        self._statistics = np.zeros((self._n_unit, history.N_STATISTICS), np.int64)
+        self._statistics = np.zeros((self._n_unit, kernels.N_STATISTICS), np.int64)
         self._allocate(0)
         self._indexed = False
 
@@ -152,7 +153,7 @@ class LFPSCache(LayerCache):
         self._allocate(max(store.capacity, store.n + 256))
         q = np.zeros((spec.n_head, queries.shape[1], padded(spec.head_dim)), np.float32)
         q[..., : spec.head_dim] = queries.numpy()
-        history.lfps_init(
+        kernels.lfps_init(
             q, store.addresses[0], store.strides[0], store.strides[2], store.n, spec.n_head_kv,
             spec.scale, self.method.decay, *self._tables, *self._bounds, self._sums, self._gain,
         )  # fmt: skip
@@ -170,10 +171,10 @@ class LFPSCache(LayerCache):
         if n > self._tables[0].shape[1]:
             self._allocate(n + n // 8 + 256)
         out = np.empty((spec.n_head, store.v.shape[2]), np.float32)
-        width = N_SINKS + max(k, history.LOCAL + 1)  # a bypassed head lists its local rows
+        width = N_SINKS + max(k, kernels.LOCAL + 1)  # a bypassed head lists its local rows
         attended = np.empty((spec.n_head, width if self.traced else 0), np.int32)
         counts = np.zeros(spec.n_head, np.int64)
-        history.lfps_step(
+        kernels.lfps_step(
             q, *store.addresses, *store.strides, n, spec.n_head_kv, spec.scale, k, method.recent,
             method.a, method.decay, method.epsilon, method.expand == "filtered", *self._tables,
             *self._bounds, self._sums, self._gain, self._mean_k, self._mean_v, self._covariance,
@@ -198,16 +199,16 @@ class LFPSCache(LayerCache):
     def counters(self) -> Mapping[str, int]:
         """The steps counted by the kernel, added to the dense ones."""
         total = self._statistics.sum(0)
-        scored, attended = int(total[history.SCORED]), int(total[history.ATTENDED])
+        scored, attended = int(total[kernels.SCORED]), int(total[kernels.ATTENDED])
         counts = self.ledger.counts.copy()
         for prefix in ("", "sparse_"):
             counts[f"{prefix}rows_scored"] += scored
             counts[f"{prefix}rows_attended"] += attended
         counts["bytes_read"] += scored * self.store.strides[2] + attended * self.store.strides[3]
-        counts["heads_stepped"] += int(total[history.HEAD_STEPS])
-        counts["heads_bypassed"] += int(total[history.BYPASSED])
-        counts["bounds_read"] += int(total[history.BOUNDS_READ])
-        counts["entries_read"] += int(total[history.ENTRIES_READ])
+        counts["heads_stepped"] += int(total[kernels.HEAD_STEPS])
+        counts["heads_bypassed"] += int(total[kernels.BYPASSED])
+        counts["bounds_read"] += int(total[kernels.BOUNDS_READ])
+        counts["entries_read"] += int(total[kernels.ENTRIES_READ])
         return counts
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sparsekv_cli.cpu import history
+from sparsekv_cli.cpu import history, lfps
 from sparsekv_cli.cpu.attention import attend_dense_ref
-from sparsekv_cli.cpu.history import BLOCK, N_STATISTICS, SINKS
+from sparsekv_cli.cpu.history import BLOCK, SINKS
 from sparsekv_cli.cpu.matvec import address
 
 SIZES = [5, 63, 64, 65, 127, 128, 129, 200]
@@ -61,7 +61,7 @@ def test_marks_are_the_entries_above_the_threshold(n, slack):
     table[n:] = 9  # beyond the context: not looked at
     bounds = bounds_of(table[:n], slack)
     words = words_of((), n)
-    history._mark_vertical(table, bounds, n, 0.8, words)
+    history.mark_vertical(table, bounds, n, 0.8, words)
     assert bits(words) == set(np.flatnonzero(table[:n] > 0.8).tolist())
     scanned = bounds_of(table[:n], slack) > 0.8
     np.testing.assert_array_equal(bounds[scanned], bounds_of(table[:n])[scanned])
@@ -69,7 +69,7 @@ def test_marks_are_the_entries_above_the_threshold(n, slack):
     count = n - SINKS
     bounds = bounds_of(table[:count], slack)
     words = words_of((), n)
-    history._mark_slash(table, bounds, n, 0.8, words)
+    history.mark_slash(table, bounds, n, 0.8, words)
     assert bits(words) == {n - 1 - int(i) for i in np.flatnonzero(table[:count] > 0.8)}
     assert min(bits(words), default=SINKS) >= SINKS
 
@@ -78,7 +78,7 @@ def test_blocks_below_the_threshold_are_not_read():
     table = np.zeros(640, np.float32)
     table[130] = 1
     words = words_of((), 640)
-    assert history._mark_vertical(table, bounds_of(table), 640, 0.5, words) == 64
+    assert history.mark_vertical(table, bounds_of(table), 640, 0.5, words) == 64
     assert bits(words) == {130}
 
 
@@ -88,10 +88,10 @@ def test_expansion_crosses_words(n):
     chosen = set(np.flatnonzero(rng.random(n) < 0.08).tolist()) | {n - 1, min(63, n - 1)}
     words = words_of(chosen, n)
     n_words = (n + 63) // 64
-    history._expand(words, n_words)
+    history.expand(words, n_words)
     expected = {i + step for i in chosen for step in (-1, 0, 1, 2)}
     assert {i for i in bits(words) if i < n} == {i for i in expected if 0 <= i < n}
-    rows = history._extract(words, n_words, n)
+    rows = history.extract_rows(words, n_words, n)
     np.testing.assert_array_equal(rows, sorted(i for i in expected if SINKS <= i < n))
 
 
@@ -102,8 +102,8 @@ def test_filtered_expansion_keeps_neighbours_above_the_mean(n):
     chosen = set(np.flatnonzero(rng.random(n) < 0.1).tolist())
     words = words_of(chosen, n)
     before, n_words = words.copy(), (n + 63) // 64
-    history._expand(words, n_words)
-    history._filter_expansion(words, before, n_words, ver, dist, n, 0.6, 0.7)
+    history.expand(words, n_words)
+    history.filter_expansion(words, before, n_words, ver, dist, n, 0.6, 0.7)
     expected = set(chosen)
     for i in {i + step for i in chosen for step in (-1, 1, 2)} & set(range(n)):
         if ver[i] > 0.6 or dist[n - 1 - i] > 0.7:
@@ -116,7 +116,7 @@ def test_adding_keeps_sums_and_bounds():
     table = rng.random(200).astype(np.float32)
     bounds, sums = bounds_of(table), sums_of(table)
     for _ in range(500):
-        history._add(table, bounds, sums, int(rng.integers(200)), float(rng.normal()) * 10)
+        history.add_entry(table, bounds, sums, int(rng.integers(200)), float(rng.normal()) * 10)
     np.testing.assert_allclose(sums, sums_of(table), rtol=1e-9)
     assert (bounds >= bounds_of(table)).all()
 
@@ -127,7 +127,7 @@ def test_rescaling_multiplies_the_gain_out():
     expected = table.copy()
     expected[:150] *= np.float32(1e-6)
     bounds, sums = np.full(4, 7, np.float32), np.full(4, 3.0)
-    history._rescale(table, bounds, sums, 1e-6, 150)
+    history.rescale(table, bounds, sums, 1e-6, 150)
     np.testing.assert_array_equal(table, expected)
     np.testing.assert_allclose(sums, sums_of(table[:150]), rtol=1e-12)
     np.testing.assert_array_equal(bounds[:3], bounds_of(table[:150]))
@@ -146,7 +146,7 @@ class Layer:
         self.tables = [np.zeros((n_unit, n + 40), np.float32) for _ in range(2)]
         self.bounds = [np.zeros((n_unit, -(-(n + 40) // BLOCK)), np.float32) for _ in range(2)]
         self.sums, self.gain = np.zeros((n_unit, 2, 4)), np.ones(n_unit)
-        self.statistics = np.zeros((n_unit, N_STATISTICS), np.int64)
+        self.statistics = np.zeros((n_unit, lfps.N_STATISTICS), np.int64)
         self.attended = np.zeros((n_head, n + 1), np.int32)
         self.counts = np.zeros(n_head, np.int64)
         self.out = np.empty_like(self.q)
@@ -154,7 +154,7 @@ class Layer:
     def init(self, q: np.ndarray, decay: float = 0.95) -> None:
         """q f32 (H, s, d)."""
         k = self.k
-        history.lfps_init(
+        lfps.lfps_init(
             q, address(k), k.strides[0], k.strides[1], self.n, self.n_kv, self.scale, decay,
             *self.tables, *self.bounds, self.sums, self.gain,
         )  # fmt: skip
@@ -162,7 +162,7 @@ class Layer:
     def step(self, k_budget: int, a: float, epsilon: float = 1.0) -> None:
         k, v, (n_head, d) = self.k, self.v, self.q.shape
         mean = [np.zeros((self.n_kv, d), np.float32) for _ in range(2)]
-        history.lfps_step(
+        lfps.lfps_step(
             self.q, address(k), address(v), k.strides[0], v.strides[0], k.strides[1], v.strides[1],
             self.n, self.n_kv, self.scale, k_budget, 32, a, 0.95, epsilon, False, *self.tables,
             *self.bounds, self.sums, self.gain, *mean, np.zeros((self.n_kv, 0, 0), np.float32),
@@ -183,8 +183,8 @@ def test_all_candidates_equal_dense_attention(n_head, n_kv, d, n, shared):
     np.testing.assert_array_equal(layer.counts, n)
     rows = np.sort(layer.attended[:, :n], axis=1)
     np.testing.assert_array_equal(rows, np.tile(np.arange(n), (n_head, 1)))
-    scored = layer.statistics[:, history.SCORED].sum()
-    assert scored == layer.statistics[:, history.ATTENDED].sum() == n_head * n
+    scored = layer.statistics[:, lfps.SCORED].sum()
+    assert scored == layer.statistics[:, lfps.ATTENDED].sum() == n_head * n
 
 
 @pytest.mark.parametrize("shared", [False, True])
