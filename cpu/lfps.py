@@ -34,8 +34,8 @@ from sparsekv_cli.cpu.tiles import (
 
 LOCAL = 6  # keys before the current one in the local mass of the bypass test (eq 6)
 # Columns of the statistics (int64, one row a unit).
-SCORED, ATTENDED, BYPASSED, HEAD_STEPS, BOUNDS_READ, ENTRIES_READ = range(6)
-N_STATISTICS = 6
+SCORED, ATTENDED, BYPASSED, HEAD_STEPS, BOUNDS_READ, ENTRIES_READ, KEYS_READ = range(7)
+N_STATISTICS = 7
 
 
 @njit(cache=True, nogil=True)
@@ -186,6 +186,7 @@ def _step_unit(
                 near_row = j if j < SINKS else first_local + j - SINKS
                 attended[h0 + t, j] = near_row
     statistics[unit, SCORED] += heads * n_near
+    statistics[unit, KEYS_READ] += heads * n_near
     statistics[unit, HEAD_STEPS] += heads
     statistics[unit, BYPASSED] += heads - n_active
     statistics[unit, ATTENDED] += (heads - n_active) * n_near
@@ -217,13 +218,15 @@ def _step_unit(
     scores = np.empty((heads, stride), np.float32)
     keys = np.empty(count, np.int32)
     chosen = np.empty(min(count, k_budget), np.int32)
-    if n_active == heads:
+    if n_active == heads:  # a tile of heads shares each key row
+        statistics[unit, KEYS_READ] += count * ((heads + 3) // 4)
         for t in range(0, heads, 4):
             scores_any(
                 min(4, heads - t), 1, scaled[t].ctypes.data, k_at, k_row, rows.ctypes.data,
                 count, d, scores[t].ctypes.data, stride,
             )  # fmt: skip
     else:
+        statistics[unit, KEYS_READ] += count * n_active
         for t in range(heads):
             if active[t]:
                 tile_scores(

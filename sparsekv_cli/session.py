@@ -239,6 +239,7 @@ def load_session(
     try:
         architecture = architecture_of(read_architecture(file))
         hparams = read_hparams(file)
+        _check_dense_layers(method, hparams.n_layer)
         weights = read_weights(file, hparams, architecture)
         session = Session(file, architecture, hparams, weights, method, config, on_compile)
     except BaseException:
@@ -246,6 +247,17 @@ def load_session(
         raise
     session.timings.load_s = time.perf_counter() - started
     return session
+
+
+def _check_dense_layers(method: Method, n_layer: int) -> None:
+    """SparseKVError for a layer that the user names and the model lacks; defaults may name more."""
+    if method.dense_layers == Method.dense_layers:
+        return
+    for layer in method.dense_layers:
+        if not -n_layer <= layer < n_layer:
+            raise SparseKVError(
+                f"--dense-layers names layer {layer}, but the model's layers are 0 to {n_layer - 1}"
+            )
 
 
 def physical_cores() -> int:

@@ -204,7 +204,8 @@ class LFPSCache(LayerCache):
         for prefix in ("", "sparse_"):
             counts[f"{prefix}rows_scored"] += scored
             counts[f"{prefix}rows_attended"] += attended
-        counts["bytes_read"] += scored * self.store.strides[2] + attended * self.store.strides[3]
+        counts["bytes_read"] += int(total[kernels.KEYS_READ]) * self.store.strides[2]
+        counts["bytes_read"] += attended * self.store.strides[3]
         counts["heads_stepped"] += int(total[kernels.HEAD_STEPS])
         counts["heads_bypassed"] += int(total[kernels.BYPASSED])
         counts["bounds_read"] += int(total[kernels.BOUNDS_READ])

@@ -11,6 +11,7 @@ from sparsekv_cli.cache import N_SINKS, AttnInput, Budget, DenseCache, LayerSpec
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.attention import attend_dense_ref
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.session import Session, load_session
 
@@ -149,6 +150,12 @@ def test_all_layers_dense_is_full(name, layers, session_of):
 def test_which_layers_are_dense(name, layers, dense, session_of):
     session = session_of(name, dense_layers=layers)
     assert {i for i, c in enumerate(session.caches) if isinstance(c, DenseCache)} == dense
+
+
+@pytest.mark.parametrize("layers", ["4", "0,-5"])
+def test_a_dense_layer_that_the_model_lacks_is_refused(layers, session_of):
+    with pytest.raises(SparseKVError, match="the model's layers are 0 to 3"):
+        session_of("lfps", dense_layers=layers)
 
 
 # --- turns, rewinding, interruption ---------------------------------------------------------------
