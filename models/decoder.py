@@ -137,10 +137,12 @@ class Decoder:
         q, k, v = linear(normed, weights["qkv"]).split(
             [n_head * h.head_dim, n_kv * h.head_dim, n_kv * h.value_dim], dim=1
         )
-        q_nope, q = self._rotate(self._heads(q, layer.q, layer.q_norm, n_head), pos)
-        k_nope, k = self._rotate(self._heads(k, layer.k, layer.k_norm, n_kv), pos)
+        q_nope = self._heads(q, layer.q, layer.q_norm, n_head)
+        k_nope = self._heads(k, layer.k, layer.k_norm, n_kv)
+        q, k = self._rotate(q_nope, pos), self._rotate(k_nope, pos)
         v = _add_bias(v, layer.v).reshape(-1, n_kv, h.value_dim).transpose(0, 1)
-        inputs = AttnInput(q, k, v.to(self.dtype), q_nope, k_nope, pos)
+        q, k, v, q_nope, k_nope = (t.to(self.dtype) for t in (q, k, v, q_nope, k_nope))
+        inputs = AttnInput(q, k, v, q_nope, k_nope, pos)
         attended = cache.prefill(inputs).transpose(0, 1).reshape(len(x), n_head * h.value_dim)
         x += linear(attended, weights["o"])
         normed = self._norm(x, layer.ffn_norm).to(self.dtype)
@@ -155,40 +157,23 @@ class Decoder:
     def _heads(
         self, rows: torch.Tensor, projection: Linear, norm: np.ndarray | None, n_head: int
     ) -> torch.Tensor:
-        """(T, heads d) -> f32 (T, heads, d) with bias and norm, in the order of the file."""
-        heads = _add_bias(rows.float(), projection).reshape(-1, n_head, self.hparams.head_dim)
-        return heads if norm is None else self._norm(heads, norm)
-
-    def _rotate(self, heads: torch.Tensor, pos: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """f32 (T, heads, d) -> before and after rotation, (heads, T, d) in the compute type.
-
-        Both come out in half-split order, pairs (i, i + n_rot/2). Where the file pairs neighbours,
-        a pair is one complex number and the rotation one multiplication.
-        """
-        n_rot = self.hparams.n_rot
-        rows = slice(pos, pos + len(heads))
-        cos, sin = (torch.from_numpy(t[rows]) for t in (self.rope.cos, self.rope.sin))  # (T, half)
-        pairs, rest = heads[..., :n_rot], heads[..., n_rot:]
+        """(T, heads d) -> f32 (heads, T, d) with bias and norm, in half-split order."""
+        n_rot, d = self.hparams.n_rot, self.hparams.head_dim
+        heads = _add_bias(rows.float(), projection).reshape(-1, n_head, d)
+        if norm is not None:
+            heads = self._norm(heads, norm)
         if self.architecture.rope_interleaved:
-            pairs = pairs.unflatten(-1, (n_rot // 2, 2)).contiguous()  # (T, heads, half, 2)
-            turn = torch.complex(cos, sin)[:, None]
-            turned = torch.view_as_real(torch.view_as_complex(pairs) * turn)
-            pairs, turned = pairs.transpose(-1, -2), turned.transpose(-1, -2)
-        else:
-            pairs = pairs.unflatten(-1, (2, n_rot // 2))  # (T, heads, 2, half)
-            a, b = pairs.unbind(-2)
-            cos, sin = cos[:, None], sin[:, None]
-            turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-2)
-        before, after = (self._by_head(halves, rest) for halves in (pairs, turned))
-        return before, after
+            pairs = heads[..., :n_rot].unflatten(-1, (n_rot // 2, 2)).transpose(-1, -2).flatten(-2)
+            heads = torch.cat([pairs, heads[..., n_rot:]], dim=-1)
+        return heads.transpose(0, 1)
 
-    def _by_head(self, halves: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-        """(T, heads, 2, half) and what is not rotated -> contiguous (heads, T, d)."""
-        swapped = halves.transpose(0, 1).to(self.dtype, memory_format=torch.contiguous_format)
-        flat = swapped.flatten(-2)
-        if rest.shape[-1] == 0:
-            return flat
-        return torch.cat([flat, rest.transpose(0, 1).to(self.dtype)], dim=-1)
+    def _rotate(self, heads: torch.Tensor, pos: int) -> torch.Tensor:
+        """f32 (heads, T, d) half-split -> rotated."""
+        half = self.hparams.n_rot // 2
+        rows = slice(pos, pos + heads.shape[1])
+        cos, sin = (torch.from_numpy(t[rows]) for t in (self.rope.cos, self.rope.sin))  # (T, half)
+        a, b = heads[..., :half], heads[..., half : 2 * half]
+        return torch.cat([a * cos - b * sin, a * sin + b * cos, heads[..., 2 * half :]], dim=-1)
 
     def _embed(self, ids: Sequence[int]) -> torch.Tensor:
         embedding = self.weights.token_embd
