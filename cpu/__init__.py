@@ -29,7 +29,9 @@ def _kernel_cache_folder() -> Path:
 
 
 if "NUMBA_CACHE_DIR" not in os.environ:
-    with contextlib.suppress(OSError):  # no writable home: numba chooses a place itself
+    with contextlib.suppress(
+        OSError, RuntimeError
+    ):  # no writable home: numba chooses a place itself
         os.environ["NUMBA_CACHE_DIR"] = str(_kernel_cache_folder())
 os.environ.setdefault("NUMBA_THREADING_LAYER_PRIORITY", "omp tbb workqueue")
 # How long an idle worker of libgomp spins before it sleeps: some tens of microseconds bridge the

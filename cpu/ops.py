@@ -25,7 +25,7 @@ def dense_prefill(store: Any, x: Any, spec: Any) -> Any:
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     width = max(spec.head_dim, spec.value_dim)  # a torch kernel wants one head size
     pad = torch.nn.functional.pad
-    # The stored f16 rows, so that prefill and decode see the same keys and values.
+    # The stored f16 rows: with an f32 prefill, decode sees the very same keys and values.
     k = pad(
         torch.from_numpy(store.k[:, :n, : spec.head_dim]).to(x.q.dtype), (0, width - spec.head_dim)
     )

@@ -275,7 +275,7 @@ def _read_rope(keys: _Keys, n_ctx_train: int) -> RopeParams:
     if "rope.scaling.yarn_ext_factor" in keys:
         stated = keys.number("rope.scaling.yarn_ext_factor", low=-math.inf)
         ext_factor = stated if stated >= 0.0 else ext_factor  # negative: not set
-    return RopeParams(
+    rope = RopeParams(
         freq_base=keys.number("rope.freq_base", low=1.0, default=10000.0),
         scaling=scaling,
         factor=factor or 1.0,  # llama.cpp: 0 means not set
@@ -288,6 +288,13 @@ def _read_rope(keys: _Keys, n_ctx_train: int) -> RopeParams:
         beta_fast=keys.number("rope.scaling.yarn_beta_fast", low=0.0, default=32.0),
         beta_slow=keys.number("rope.scaling.yarn_beta_slow", low=0.0, default=1.0),
     )
+    if rope.ext_factor and not (rope.freq_base > 1 and rope.beta_fast > 0 and rope.beta_slow > 0):
+        raise keys.fail(
+            "rope.freq_base",
+            f"is {rope.freq_base:g} with yarn betas {rope.beta_fast:g} and {rope.beta_slow:g}; "
+            "YaRN needs a base above 1 and betas above 0",
+        )
+    return rope
 
 
 def _read_n_vocab(keys: _Keys) -> int:

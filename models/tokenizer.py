@@ -79,12 +79,18 @@ class Tokenizer:
         self.eog_ids = vocabulary.eog_ids
 
     def encode(
-        self, text: str, *, add_bos: bool | None = None, parse_special: bool = True
+        self,
+        text: str,
+        *,
+        add_bos: bool | None = None,
+        add_eos: bool = True,
+        parse_special: bool = True,
     ) -> list[int]:
         """The token ids of ``text``.
 
         add_bos: None does what the model wants, BOS and EOS; False adds neither; True puts BOS
         first, and EOS last if the model wants it.
+        add_eos: False never adds EOS (a prompt that is to be continued).
         parse_special: ``<|im_end|>`` in the text is that token, not its letters.
         Raises SparseKVError for text that is not Unicode (lone surrogates) and for BOS without one.
         """
@@ -104,7 +110,7 @@ class Tokenizer:
                 fragment = " " + fragment
             ids += self._encode_plain(fragment)
             after_special = False
-        if self.add_eos and add_bos is not False:
+        if self.add_eos and add_eos and add_bos is not False:
             if self.eos_id is None:
                 raise SparseKVError(f"no EOS token: {PREFIX}eos_token_id is missing")
             ids.append(self.eos_id)

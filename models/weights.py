@@ -100,14 +100,17 @@ class _Reader:
             "F32, F16 or BF16"
         )
 
-    def linear(self, name: str, n_rows: int, n_columns: int, *, bias: bool = False) -> Linear:
+    def linear(self, name: str, n_rows: int, n_columns: int, *, bias: bool | None = None) -> Linear:
+        """bias: True: must be there, False: may be there, None: has no place in the decoder (a
+        file that brings one is refused as having a tensor that is not used).
+        """
         self.shape(f"{name}.weight", (n_rows, n_columns))
         info = self.file.tensors[f"{name}.weight"]
         return Linear(
             code=int(info.type),
             data=self.file.data(info),
             n_columns=n_columns,
-            bias=self.vector(f"{name}.bias", n_rows, required=bias),
+            bias=None if bias is None else self.vector(f"{name}.bias", n_rows, required=bias),
         )
 
     def qkv(self, prefix: str, rows: tuple[int, int, int], n_columns: int, bias: bool):
@@ -158,6 +161,8 @@ def read_weights(file: GGUFFile, hparams: HParams, architecture: Architecture) -
     rope_freqs = reader.vector("rope_freqs.weight", hparams.n_rot // 2, required=False)
     token_embd = reader.linear("token_embd", hparams.n_vocab, n_embd)
     tied = "output.weight" not in file.tensors
+    if rope_freqs is not None and not (np.isfinite(rope_freqs).all() and (rope_freqs > 0).all()):
+        raise SparseKVError(f"{file.path}: rope_freqs.weight holds values that are not above 0")
     weights = Weights(
         token_embd=token_embd,
         layers=tuple(layers),

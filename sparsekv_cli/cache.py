@@ -75,7 +75,12 @@ class Memory:
 
 
 class Ledger:
-    """What really happened, counted where it happens. Rows are (query head, key) pairs."""
+    """What really happened, counted where it happens. Rows are (query head, key) pairs.
+
+    rows_scored: pairs whose q . k was computed in order to choose rows; dense attention, which
+    chooses none, counts all it attends to. bytes_read: KV and index bytes that the kernels load; a
+    row that several query heads choose for themselves counts for each.
+    """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -124,11 +129,12 @@ class KVStore:
         if n <= self.capacity:
             return
         capacity = n if self.n == 0 else max(n, self.capacity + self.capacity // 8 + 256)
-        for name in ("k", "v"):
-            old = getattr(self, name)
+        grown = []
+        for old in (self.k, self.v):
             new = np.empty((old.shape[0], capacity, old.shape[2]), np.float16)
             new[:, : self.n] = old[:, : self.n]
-            setattr(self, name, new)
+            grown.append(new)
+        self.k, self.v = grown  # both or, where memory ran out, neither
         self._grown()
 
     def _grown(self) -> None:

@@ -61,6 +61,7 @@ class SessionLedger:
 
 
 LEDGER_ROWS = ("rows_total", "rows_scored", "rows_attended")
+N_HEADROOM = 512  # rows that a prefill makes room for beyond its own, so that an answer fits
 
 
 class Session:
@@ -143,7 +144,7 @@ class Session:
         n_past = len(self.tokens)
         try:
             for cache in self.caches:
-                cache.reserve(n_past + n)
+                cache.reserve(min(self.n_ctx, n_past + n + N_HEADROOM))
             logits = self.decoder.forward(
                 ids, n_past, self.caches, progress=progress, all_logits=all_logits
             )

@@ -92,7 +92,10 @@ def compile_method_kernels(session: Session, report: Report | None) -> int:
     """Compiles what a prefill and a decode step with the session's method call, by a trial run."""
     from sparsekv_cli.cpu import ops
 
-    method = _smallest_budget(session.method)
+    # Layer 0 dense, the others not, whatever the user's layers are: both kinds get compiled.
+    method = replace(_smallest_budget(session.method), dense_layers=(0,))
+    if session.hparams.n_layer == 1:
+        method = replace(method, dense_layers=())
     caches = [method.layer(spec, ops) for spec in session.decoder.layer_specs()]
     prompt = [token % session.hparams.n_vocab for token in range(N_PROMPT)]
     decoder, marker = session.decoder, f"method-{type(method).__name__}"

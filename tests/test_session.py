@@ -278,3 +278,25 @@ def test_truncate_forgets_the_last_rows():
     store.append(k, v)
     assert store.n == 7
     np.testing.assert_array_equal(store.k[:, 4:7, :40], k.half().numpy())
+
+
+def test_kv_store_stays_whole_when_memory_runs_out(monkeypatch):
+    spec = LayerSpec(
+        layer=0, n_layer=1, n_head=1, n_head_kv=1, head_dim=16, value_dim=16, n_threads=1
+    )
+    store = KVStore(spec)
+    store.reserve(10)
+    before = store.addresses
+    empty, calls = np.empty, []
+
+    def fail_second(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise MemoryError
+        return empty(*args)
+
+    monkeypatch.setattr(np, "empty", fail_second)
+    with pytest.raises(MemoryError):
+        store.reserve(1000)
+    assert store.capacity == 10 == store.v.shape[1]
+    assert store.addresses == before

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 STOP_EOS, STOP_LENGTH, STOP_TEXT, STOP_INTERRUPT = "eos", "length", "stop", "interrupt"
 
 # Tokens that are prefilled again after the cache was cut: a method begins its index with the last
-# queries of a prefill, and none looks back at more of them.
+# queries of a prefill (32 by default).
 N_REFRESH = 64
 
 Sample = Callable[[Any, Sequence[int]], int]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -160,6 +161,8 @@ def command(
                     )
                 )
             del session  # its memory goes before the next method's is taken
+            gc.unfreeze()
+            gc.collect()
     finally:
         report.close()
 

@@ -88,7 +88,7 @@ def encode_messages(
     bos, eos = (token_text(tokenizer, tokenizer.bos_id), token_text(tokenizer, tokenizer.eos_id))
     text = render(template, messages, add_generation_prompt=True, bos_token=bos, eos_token=eos)
     add_bos = False if bos and text.startswith(bos) else None
-    return tokenizer.encode(text, add_bos=add_bos, parse_special=True)
+    return tokenizer.encode(text, add_bos=add_bos, add_eos=False, parse_special=True)
 
 
 def token_text(tokenizer: Tokenizer, token: int | None) -> str:

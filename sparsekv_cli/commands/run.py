@@ -112,7 +112,7 @@ def _prompt_ids(session: Session, text: str, system: str | None, raw: bool) -> l
                 "this model has no chat template, so there is no place for a system message: "
                 "leave out -sys and put it into the prompt"
             )
-        return session.tokenizer.encode(text, parse_special=True)
+        return session.tokenizer.encode(text, add_eos=False, parse_special=True)
     return encode_messages(session.tokenizer, template, messages_of(system, text))
 
 

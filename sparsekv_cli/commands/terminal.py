@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import click
@@ -14,8 +15,9 @@ def one_line(text: str) -> str:
 
 
 def say(text: str) -> None:
-    """A remark of the program, on stderr."""
-    click.echo(text, err=True)
+    """A remark of the program, on stderr; nobody hears it where stderr is closed."""
+    with contextlib.suppress(BrokenPipeError):
+        click.echo(text, err=True)
 
 
 def write_text(text: str) -> None:

@@ -132,12 +132,16 @@ class LFPSCache(LayerCache):
         """Eq 4 and the constants of eq 6, from the rows that this prefill ended with."""
         import torch
 
-        store, spec = self.store, self.spec
         queries = torch.cat(self._queries, dim=1)[:, -self.method.window :]
         self._queries = []
-        self._indexed = store.n > N_SINKS + 1
-        if not self._indexed:
-            return
+        if self.store.n > N_SINKS + 1:
+            self._index(queries)
+
+    def _index(self, queries: Any) -> None:
+        """Tables and constants from all stored rows; queries torch (H, s, d) of the last s rows."""
+        import torch
+
+        store, spec = self.store, self.spec
         keys = torch.from_numpy(store.k[:, N_SINKS : store.n]).float()  # (G, nn, d)
         values = torch.from_numpy(store.v[:, N_SINKS : store.n])
         self._mean_k[:] = keys.mean(1).numpy()
@@ -157,17 +161,22 @@ class LFPSCache(LayerCache):
             q, store.addresses[0], store.strides[0], store.strides[2], store.n, spec.n_head_kv,
             spec.scale, self.method.decay, *self._tables, *self._bounds, self._sums, self._gain,
         )  # fmt: skip
+        self._indexed = True
 
     def decode(self, x: AttnInput) -> np.ndarray:
         store, spec, method = self.store, self.spec, self.method
         self.backend.append_row(store, x)
         n, q = store.n, x.q[:, 0]
         k = method.budget.rows(n)
-        if k + N_SINKS >= n or not self._indexed:
+        if k + N_SINKS >= n:
             rows = spec.n_head * n
             self.ledger.step(rows, rows, rows, spec.n_head_kv * n * store.row_bytes, True)
             self.attended = None
             return self.backend.attend_dense(store, q, spec)
+        if not self._indexed:  # after a rewind, or a prompt too short to start from
+            import torch
+
+            self._index(torch.from_numpy(x.q[..., : spec.head_dim]))
         if n > self._tables[0].shape[1]:
             self._allocate(n + n // 8 + 256)
         out = np.empty((spec.n_head, store.v.shape[2]), np.float32)
@@ -206,6 +215,9 @@ class LFPSCache(LayerCache):
             counts[f"{prefix}rows_attended"] += attended
         counts["bytes_read"] += int(total[kernels.KEYS_READ]) * self.store.strides[2]
         counts["bytes_read"] += attended * self.store.strides[3]
+        a_head = 4 * self.spec.head_dim * (self.spec.head_dim if self.method.sigma == "cov" else 1)
+        entries = int(total[kernels.BOUNDS_READ] + total[kernels.ENTRIES_READ])
+        counts["bytes_read"] += 4 * entries + a_head * int(total[kernels.HEAD_STEPS])
         counts["heads_stepped"] += int(total[kernels.HEAD_STEPS])
         counts["heads_bypassed"] += int(total[kernels.BYPASSED])
         counts["bounds_read"] += int(total[kernels.BOUNDS_READ])

@@ -28,7 +28,12 @@ class ByteTokenizer:
     specials: ClassVar = {"<eos>": EOS_ID, "<bos>": BOS_ID}
 
     def encode(
-        self, text: str, *, add_bos: bool | None = None, parse_special: bool = True
+        self,
+        text: str,
+        *,
+        add_bos: bool | None = None,
+        add_eos: bool = True,
+        parse_special: bool = True,
     ) -> list[int]:
         ids = [BOS_ID] if self.bos_id is not None and add_bos is not False else []
         while text:

@@ -152,6 +152,15 @@ def test_which_layers_are_dense(name, layers, dense, session_of):
     assert {i for i, c in enumerate(session.caches) if isinstance(c, DenseCache)} == dense
 
 
+@pytest.mark.parametrize("n_prompt", [1, 5])
+def test_lfps_starts_by_itself_after_a_tiny_prompt(n_prompt, session_of):
+    session = session_of("lfps", budget="8", dense_layers="none")
+    session.prefill(tokens(n_prompt))
+    assert np.isfinite(decode(session, tokens(60, 1))).all()
+    counts = session.ledger.as_dict()
+    assert counts["sparse_rows_attended"] < counts["sparse_rows_total"] / 2
+
+
 @pytest.mark.parametrize("layers", ["4", "0,-5"])
 def test_a_dense_layer_that_the_model_lacks_is_refused(layers, session_of):
     with pytest.raises(SparseKVError, match="the model's layers are 0 to 3"):

@@ -12,7 +12,6 @@ from lfps_twin import SINKS, HeadChoice, LFPSTwin, TwinOptions
 
 from sparsekv_cli.cache import AttnInput, Budget, LayerSpec, padded
 from sparsekv_cli.cpu import ops
-from sparsekv_cli.cpu.attention import attend_dense_ref
 from sparsekv_cli.methods.lfps import LFPS, LFPSCache
 
 N_STEPS = 300
@@ -298,22 +297,24 @@ def test_a_later_turn_starts_the_tables_again():
         compare_tables(cache, twin)
 
 
-def test_decode_without_an_index_is_dense():
-    """After ``truncate`` the tables are stale: attention is dense until the next prefill."""
+def test_decode_after_truncate_starts_new_tables():
+    """The tables that went with the rows are replaced by the first query's: as a prefill of one."""
     geometry = Geometry(4, 2, 64, 150)
-    cache, stream = make_cache(geometry, TwinOptions(budget=24)), Stream(geometry, 0)
+    options = TwinOptions(budget=24, epsilon=1.0)
+    cut, fresh = make_cache(geometry, options), make_cache(geometry, options)
+    stream = Stream(geometry, 0)
     q, k, v = stream.prompt(150)
-    prefill(cache, q, k, v)
-    assert cache.truncate(120) == 120
+    prefill(cut, q, k, v)
+    assert cut.truncate(120) == 120
     q_row, k_row, v_row = stream.next()
-    out = cache.decode(row_input(q_row, k_row, v_row, 120))
-    assert cache.attended is None
-    keys, values = (
-        np.concatenate([x[:, :120], new[:, None]], 1) for x, new in ((k, k_row), (v, v_row))
-    )
-    np.testing.assert_allclose(
-        out, attend_dense_ref(q_row, keys, values, geometry.d**-0.5), atol=1e-5
-    )
+    out = cut.decode(row_input(q_row, k_row, v_row, 120)).copy()
+    assert cut.attended is not None and (cut.attended[1] == 24 + SINKS).all()
+
+    prefill(fresh, q[:, :120], k[:, :120], v[:, :120])
+    fresh.truncate(120)
+    np.testing.assert_array_equal(fresh.decode(row_input(q_row, k_row, v_row, 120)), out)
+    for table in cut._tables:
+        np.testing.assert_allclose(table.sum(1) * cut._gain, 10, rtol=1e-4)
 
 
 @pytest.mark.parametrize("n_prefill", [1, 4, 5, 6, 7, 12])

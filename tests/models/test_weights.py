@@ -124,6 +124,14 @@ def test_norms_may_be_of_half_precision(kind, tmp_path):
             lambda t: t.update({"blk.0.attn_extra.weight": t["blk.0.attn_norm.weight"]}),
             "attn_extra",
         ),
+        (
+            lambda t: t.update({"blk.0.attn_output.bias": t["blk.0.attn_norm.weight"]}),
+            "blk.0.attn_output.bias is no part of architecture",
+        ),
+        (
+            lambda t: t.update({"rope_freqs.weight": (np.zeros(32, np.float32), None)}),
+            "rope_freqs.weight holds values that are not above 0",
+        ),
         (lambda t: t.update({"blk.2.attn_norm.weight": t["blk.0.attn_norm.weight"]}), "blk.2."),
         (
             lambda t: t.update({"blk.0.attn_q.weight": t["blk.0.attn_k.weight"]}),
@@ -137,7 +145,18 @@ def test_norms_may_be_of_half_precision(kind, tmp_path):
             "output_norm.weight has type Q8_0",
         ),
     ],
-    ids=["ffn", "norm", "bias", "unknown", "extra layer", "shape", "rope_freqs", "type"],
+    ids=[
+        "ffn",
+        "norm",
+        "bias",
+        "unknown",
+        "output bias",
+        "zero freqs",
+        "extra layer",
+        "shape",
+        "rope_freqs",
+        "type",
+    ],
 )
 def test_what_is_refused(edit, found, tmp_path):
     path = copy_with(
