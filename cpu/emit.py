@@ -88,10 +88,6 @@ def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
     builder.call(function, [pointer, I32(0), I32(2), I32(1)])  # read, into L2, data
 
 
-def half_to_float(builder: ir.IRBuilder, address: ir.Value, n_bytes: Any = 0) -> ir.Value:
-    return builder.fpext(load(builder, F16, address, n_bytes), F32)
-
-
 def load_half_lanes(builder: ir.IRBuilder, address: ir.Value, n_bytes: Any = 0) -> ir.Value:
     """Sixteen consecutive f16 as <16 x float>."""
     return builder.fpext(load(builder, vec(F16), address, n_bytes), VF)

@@ -26,7 +26,8 @@ SMALLEST = 1e-30
 ACCUMULATORS = 4  # sums in flight
 
 
-def quantized_bytes(n: int) -> int:
+@njit(cache=True, nogil=True)
+def quantized_bytes(n):
     """Bytes of ``quantize_activations``' output for n elements, a multiple of 32.
 
     Layout: i16 values (n,), f32 scales (n / 32,), f32 sums of scale * value over 16 (n / 16,) and

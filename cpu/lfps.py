@@ -94,7 +94,7 @@ def _half_variance(q, covariance, ratio):
 
 
 @njit(cache=True, nogil=True)
-def _attend_candidates(q, sinks, rows, scores, k_budget, n_recent, n, v, v_row, keys, chosen, out):
+def _attend_candidates(sinks, rows, scores, k_budget, n_recent, v, v_row, keys, chosen, out):
     """C2 = the recents and the best of C1 by exact score; attends sinks and C2.
 
     scores f32 (count + PAD,) of C1 ``rows`` ascending, whose last n_recent are the recents. Fills
@@ -240,8 +240,7 @@ def _step_unit(
         if not active[t]:
             continue
         weights = _attend_candidates(
-            scaled[t], near[t], rows, scores[t], k_budget, n_recent, n, v_at, v_row, keys,
-            chosen, out[h0 + t],
+            near[t], rows, scores[t], k_budget, n_recent, v_at, v_row, keys, chosen, out[h0 + t],
         )  # fmt: skip
         m = min(count, k_budget)
         statistics[unit, ATTENDED] += m + SINKS

@@ -7,8 +7,6 @@ from numba import njit, prange
 
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 
-LOWEST = np.int32(-(2**31))
-
 
 @njit(cache=True, nogil=True)
 def order_keys(scores, keys, n):

@@ -200,7 +200,7 @@ class LayerCache(ABC):
     def truncate(self, n: int) -> int:
         """Forgets all but the first n rows if it can; returns how many are kept (n or 0).
 
-        The caller prefills at least one row before it decodes again, which rebuilds the index.
+        The index goes with the rows: the next prefill, or else the next decode, builds a new one.
         """
         self.store.truncate(n)
         return self.store.n

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -144,18 +145,18 @@ def deviation(samples: Sequence[float]) -> float:
     return statistics.stdev(samples) if len(samples) > 1 else 0.0
 
 
-class Report:
+class Report(ABC):
     """Writes results as they come. Subclasses are the formats of ``-O``."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self.write = write
         self.n_rows = 0
 
+    @abstractmethod
     def row(self, result: BenchResult) -> None:
         """Writes one result (and what goes before the first)."""
-        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a format may need nothing here
         """Writes what goes after the last."""
 
 
