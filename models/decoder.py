@@ -70,6 +70,7 @@ class Decoder:
                 value_dim=h.value_dim,
                 n_threads=self.n_threads,
                 theta=self.rope.theta,
+                rope_scale=self.rope.magnitude,
             )
             for i in range(h.n_layer)
         ]

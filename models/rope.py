@@ -44,7 +44,7 @@ class RopeTable:
 
     def __init__(self, hparams: HParams, freq_factors: np.ndarray | None) -> None:
         self.theta = inverse_frequencies(hparams.n_rot, hparams.rope, freq_factors)
-        self._magnitude = hparams.rope.magnitude
+        self.magnitude = hparams.rope.magnitude
         self.cos = np.empty((0, hparams.n_rot // 2), np.float32)
         self.sin = self.cos
 
@@ -55,7 +55,7 @@ class RopeTable:
             return
         stop = max(n_positions, have + have // 4, 512)
         angles = np.outer(np.arange(have, stop, dtype=np.float64), self.theta)
-        cos = (np.cos(angles) * self._magnitude).astype(np.float32)
-        sin = (np.sin(angles) * self._magnitude).astype(np.float32)
+        cos = (np.cos(angles) * self.magnitude).astype(np.float32)
+        sin = (np.sin(angles) * self.magnitude).astype(np.float32)
         self.cos = np.concatenate([self.cos, cos])
         self.sin = np.concatenate([self.sin, sin])

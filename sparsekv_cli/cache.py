@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -43,6 +43,8 @@ class LayerSpec:
     """Sizes of one layer, and how many threads its kernels may use.
 
     theta: rotation in radians a position of each RoPE pair (i, i + n_rot/2), f64 (n_rot/2,).
+    rope_scale: factor of the rotated dims (YaRN's magnitude). calibration: this layer's tensors of
+    the method's sidecar, by name (see calibration.py); empty for methods that need none.
     """
 
     layer: int
@@ -53,6 +55,8 @@ class LayerSpec:
     value_dim: int
     n_threads: int
     theta: np.ndarray = field(default_factory=lambda: np.empty(0), compare=False)
+    rope_scale: float = 1.0
+    calibration: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
 
     @property
     def group(self) -> int:
@@ -180,6 +184,11 @@ class LayerCache(ABC):
         self.traced = False  # whether ``attended`` must be kept
         # Rows of the last decode step, int32 (H or G, m) with counts int64; None: all of them.
         self.attended: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def n(self) -> int:
+        """Rows of the sequence that the cache holds, in whatever form."""
+        return self.store.n
 
     def prefill(self, x: AttnInput) -> Any:
         """Stores a chunk's K and V and returns its dense causal attention, torch (H, T, d_v)."""
@@ -319,6 +328,26 @@ def parse_layers(text: str) -> tuple[int, ...]:
         ) from None
 
 
+CALIBRATION = "calibration"  # Method.needs of methods that read a sidecar
+
+
+@dataclass(frozen=True)
+class CalibrationRun:
+    """What a method gets to calibrate itself: a model, a text, and a way to run one over it.
+
+    specs: one a layer, ``calibration`` empty. ids: the text. forward(ids, pos, caches, all_logits):
+    a dense forward pass of rows from ``pos`` on through one LayerCache a layer, which may be of the
+    method's own making and keep what they are shown; logits f32 (n_vocab,), or (T, n_vocab).
+    progress: told the share that is done, 0 to 1.
+    """
+
+    specs: Sequence[LayerSpec]
+    backend: Backend
+    ids: Sequence[int]
+    forward: Callable[[Sequence[int], int, Sequence[LayerCache], bool], np.ndarray]
+    progress: Callable[[float], None]
+
+
 @dataclass(frozen=True)
 class Method(ABC):
     """An immutable KV-cache method; its fields are its options, checked in __post_init__."""
@@ -339,6 +368,14 @@ class Method(ABC):
     @abstractmethod
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
         """The method's own cache of one layer."""
+
+    def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
+        """What every layer's ``spec.calibration`` is to hold: arrays (n_layer, ...) by name.
+
+        Called for methods whose ``needs`` is CALIBRATION. The arrays must not depend on the
+        method's options: one sidecar serves them all.
+        """
+        raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
         """The options as JSON-able values."""

@@ -198,7 +198,7 @@ class Session:
 
     def rewind(self, n: int) -> None:
         """Keeps at most the first n tokens; a method that cannot go back keeps none."""
-        if n >= len(self.tokens) and all(cache.store.n <= n for cache in self.caches):
+        if n >= len(self.tokens) and all(cache.n <= n for cache in self.caches):
             return
         kept = [cache.truncate(n) for cache in self.caches]
         if n == 0 or min(kept) < n:
