@@ -1,9 +1,10 @@
 """Integer dot products: activations rounded once a layer input to 16 bits a value, blocks of 32.
 
-A block's 32 products of small weight integers and i16 activations are summed exactly in i32 (one
-vpmaddwd on AVX2 and AVX-512, widening multiply-adds on NEON) and scaled once, where the f32 path
-converts every weight. With 16 bits the rounding is about 2^-16 of a block's largest activation,
-256 times finer than llama.cpp's 8 bits: logits stay within f32 noise of the f32 path.
+A block's 32 products of small weight integers and i16 activations are summed exactly in i32 and
+scaled once, where the f32 path converts every weight. CPUs with byte products take vnni.py, others
+what is here: one vpmaddwd on AVX2 and AVX-512, widening multiply-adds on NEON. With 16 bits the
+rounding is about 2^-16 of a block's largest activation, 256 times finer than llama.cpp's 8 bits:
+logits stay within f32 noise of the f32 path.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from llvmlite import binding, ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from sparsekv_cli.cpu import emit
+from sparsekv_cli.cpu import emit, vnni
 from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE, BlockFormat
-from sparsekv_cli.cpu.emit import F32, I16, I32, I64, LANES, VF, VI, const, load, splat, vec
+from sparsekv_cli.cpu.emit import F32, I8, I16, I32, I64, LANES, VF, VI, const, load, splat, vec
 
 VF8 = vec(F32, 8)
 BLOCK = 32
-LARGEST = 32767.0
+LARGEST = 127 * 256 + 127.0  # two signed bytes hold it
 SMALLEST = 1e-30
 ACCUMULATORS = 4  # sums in flight
 
@@ -30,8 +31,8 @@ ACCUMULATORS = 4  # sums in flight
 def quantized_bytes(n):
     """Bytes of ``quantize_activations``' output for n elements, a multiple of 32.
 
-    Layout: i16 values (n,), f32 scales (n / 32,), f32 sums of scale * value over 16 (n / 16,) and
-    over 32 (n / 32,) elements.
+    Layout: i16 values (n,), or for vnni.py their high bytes (n,) and low bytes (n,), both signed;
+    f32 scales (n / 32,); f32 sums of scale * value over 16 (n / 16,) and over 32 (n / 32,).
     """
     return 2 * n + 8 * (n // BLOCK) + 4 * (n // LANES)
 
@@ -60,8 +61,7 @@ def quantize_activations(typingctx, x, out, n):
             for h, half in enumerate(halves):
                 scaled = b.fmul(half, splat(b, inverse))
                 rounded = emit.call_named(b, "llvm.rint.v16f32", VF, scaled)
-                q = b.fptosi(rounded, VI)
-                emit.store(b, b.trunc(q, vec(I16)), b.add(out, b.mul(i, I64(2))), 2 * LANES * h)
+                _store_values(b, b.fptosi(rounded, VI), out, n, b.add(i, I64(LANES * h)))
                 total = b.fmul(emit.sum_lanes(b, rounded), scale)
                 at = b.add(sums, b.sdiv(b.mul(i, I64(4)), I64(LANES)))
                 emit.store(b, total, at, 4 * h)
@@ -74,6 +74,17 @@ def quantize_activations(typingctx, x, out, n):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), codegen
+
+
+def _store_values(b: ir.IRBuilder, q: ir.Value, out: ir.Value, n: ir.Value, i: ir.Value) -> None:
+    """Values i .. i + 16, <16 x i32>, in the layout that the dot products read."""
+    if not vnni.is_available():
+        emit.store(b, b.trunc(q, vec(I16)), b.add(out, b.mul(i, I64(2))))
+        return
+    low = b.trunc(q, vec(I8))
+    high = b.ashr(b.sub(q, b.sext(low, VI)), const(I32, 8))
+    emit.store(b, b.trunc(high, vec(I8)), b.add(out, i))
+    emit.store(b, low, b.add(b.add(out, n), i))
 
 
 def _has(feature: str) -> bool:
@@ -172,7 +183,8 @@ def _row_dot_integer(typingctx, code, w, x, n):
 
     def codegen(context, builder, signature, args):
         format_ = FORMAT_OF_CODE[signature.args[0].literal_value]
-        return _emit_row(builder, format_, args[1], args[2], args[3])
+        emit_row = vnni.emit_row if vnni.is_available() else _emit_row
+        return emit_row(builder, format_, args[1], args[2], args[3])
 
     return types.float32(code, types.int64, types.int64, types.int64), codegen
 
@@ -195,6 +207,14 @@ def quantize(x: np.ndarray) -> np.ndarray:
     out = np.empty(quantized_bytes(len(x)), np.uint8)
     _quantize(x, out)
     return out
+
+
+def values_of(quantized: np.ndarray, n: int) -> np.ndarray:
+    """The i16 values (n,) of ``quantize``'s output, whichever layout this CPU takes."""
+    if not vnni.is_available():
+        return quantized[: 2 * n].view(np.int16)
+    high, low = (quantized[part : part + n].view(np.int8).astype(np.int16) for part in (0, n))
+    return 256 * high + low
 
 
 def quantize_ref(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -16,7 +16,7 @@ from sparsekv_cli.cpu import emit
 from sparsekv_cli.cpu.emit import F32, I32, I64, LANES, VF, VI, const, load, splat
 
 PAD = 32  # floats that a score buffer needs behind its last score
-AHEAD_SCAN, AHEAD_GATHER = 96, 24  # rows between a load and its prefetch
+AHEAD_SCAN, AHEAD_GATHER = 96, 40  # rows between a load and its prefetch
 NEGATIVE_INFINITY = np.float32(-np.inf)
 
 

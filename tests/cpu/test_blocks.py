@@ -5,8 +5,9 @@ import pytest
 from gguf import GGMLQuantizationType
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize as gguf_dequantize
+from numba import njit, types
 
-from sparsekv_cli.cpu import integer, matvec
+from sparsekv_cli.cpu import integer, matvec, vnni
 from sparsekv_cli.cpu.blocks import FORMATS
 
 # Byte offsets of the f16 scales of each block format (MXFP4 has an 8-bit exponent instead).
@@ -95,12 +96,15 @@ def test_quantize_equals_reference():
     values, scales, sums = integer.quantize_ref(x)
     found = integer.quantize(x)
     n = len(x)
-    np.testing.assert_array_equal(found[: 2 * n].view(np.int16), values)
+    np.testing.assert_array_equal(integer.values_of(found, n), values)
     np.testing.assert_array_equal(found[2 * n :][: n // 8].view(np.float32), scales)
     np.testing.assert_allclose(found[2 * n + n // 8 :][: n // 4].view(np.float32), sums, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name, f in FORMATS.items() if f.decode])
+BLOCK_FORMATS = [name for name, f in FORMATS.items() if f.decode]
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
 @pytest.mark.parametrize("n_columns", [256, 768, 1536])
 def test_integer_matvec_is_within_sixteen_bits(name, n_columns):
     w = random_rows(name, 7, n_columns)
@@ -110,3 +114,29 @@ def test_integer_matvec_is_within_sixteen_bits(name, n_columns):
     found = matvec.matvec(code, w, n_columns, x, 2, integer=True)
     error = np.sum((found - expected) ** 2) / np.sum(expected**2)
     assert error < 1e-8  # 8-bit activations give about 1e-4
+
+
+@pytest.mark.parametrize("n_columns", [32, 64, 96, 128, 224, 576])
+@pytest.mark.parametrize("name", [n for n in BLOCK_FORMATS if FORMATS[n].n_elements == 32])
+def test_integer_matvec_of_few_blocks(name, n_columns):
+    """Every remainder of the groups of four blocks."""
+    test_integer_matvec_is_within_sixteen_bits(name, n_columns)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q2_K", "Q4_K", "Q6_K", "IQ4_NL"])
+def test_integer_products_without_vnni(name, monkeypatch):
+    """The path of CPUs without byte products, compiled here for this test."""
+    monkeypatch.setattr(vnni, "is_available", lambda: False)
+    quantize = njit(integer._quantize.py_func)
+    w = random_rows(name, 7, 768)
+    x = np.random.default_rng(1).standard_normal(768).astype(np.float32)
+    code = FORMATS[name].code
+    quantized, found = np.empty(integer.quantized_bytes(768), np.uint8), np.empty(7, np.float32)
+    quantize(x, quantized)
+    np.testing.assert_array_equal(integer.values_of(quantized, 768), integer.quantize_ref(x)[0])
+    signature = (types.literal(code),) + (types.int64,) * 7
+    kernel = matvec._address(njit(integer.rows_dot_integer.py_func), signature)
+    places = [matvec.address(array) for array in (w, quantized, found)]
+    matvec._matvec_parallel(kernel, places[0], w.strides[0], 768, *places[1:], 7, 1)
+    expected = matvec.matvec_ref(code, w, 768, x)
+    assert np.sum((found - expected) ** 2) / np.sum(expected**2) < 1e-8

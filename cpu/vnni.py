@@ -1,0 +1,136 @@
+"""Integer dot products where the CPU multiplies bytes (VNNI): vpdpbusd sums u8 x i8 into i32.
+
+An activation of 16 bits is two bytes, x = 256 hi + lo with both signed, so two instructions take 64
+weights where integer.py's pairs of i16 take four and four widenings. The integers are the same.
+Weights have to be unsigned: signed ones get 128 added, which the offsets take off again.
+"""
+
+from __future__ import annotations
+
+from llvmlite import binding, ir
+
+from sparsekv_cli.cpu import emit
+from sparsekv_cli.cpu.blocks import Block, BlockFormat
+from sparsekv_cli.cpu.emit import F32, I8, I32, I64, LANES, VF, VI, const, load, shuffle, vec
+
+BLOCK = 32  # activations under one scale
+BYTES = 64  # weights an instruction
+ACCUMULATORS = 4  # sums in flight
+
+
+def is_available() -> bool:
+    """Whether the CPU has vpdpbusd, on 64 bytes (AVX-512) or on 32 (AVX-VNNI)."""
+    features = binding.get_host_cpu_features()
+    return any(features.get(name, False) for name in ("avx512vnni", "avxvnni"))
+
+
+def _dot_bytes(b: ir.IRBuilder, total: ir.Value, w: ir.Value, x: ir.Value) -> ir.Value:
+    """total <16 x i32> + sums of four products of w <64 x u8> and x <64 x i8>."""
+    w, x = b.bitcast(w, VI), b.bitcast(x, VI)
+    if binding.get_host_cpu_features().get("avx512vnni", False):
+        return emit.call_named(b, "llvm.x86.avx512.vpdpbusd.512", VI, total, w, x)
+    halves = []
+    for lanes in (range(8), range(8, 16)):
+        parts = (shuffle(b, part, part, lanes) for part in (total, w, x))
+        halves.append(emit.call_named(b, "llvm.x86.avx512.vpdpbusd.256", vec(I32, 8), *parts))
+    return shuffle(b, *halves, range(LANES))
+
+
+def _concatenated(b: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
+    while len(parts) > 1:
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        parts = [shuffle(b, low, high, range(2 * low.type.count)) for low, high in pairs]
+    return parts[0]
+
+
+def _decode(b: ir.IRBuilder, format_: BlockFormat, p: ir.Value, n_blocks: int) -> Block:
+    """``n_blocks`` blocks at p (1, 2 or 4) as one, with q unsigned in vectors of 64.
+
+    A lone block of 32 is followed by zeros, whose scale is its own.
+    """
+    assert format_.decode is not None
+    if n_blocks == 4 and format_.decode_four is not None:
+        block = format_.decode_four(b, p)
+        q, offsets = block.q, block.offsets
+    else:
+        addresses = [b.add(p, I64(i * format_.n_bytes)) for i in range(n_blocks)]
+        blocks = [format_.decode(b, address) for address in addresses]
+        parts = [part for block in blocks for part in block.q]
+        if len(parts) == 2:
+            parts += [const(I8, 0)] * 2
+        q = [_concatenated(b, parts[i : i + 4]) for i in range(0, len(parts), 4)]
+        scales = _concatenated(b, [block.scales for block in blocks])
+        given = [block.offsets for block in blocks if block.offsets is not None]
+        offsets = _concatenated(b, given) if given else None
+        block = Block(q, blocks[0].signed, scales, offsets)
+    if block.signed:
+        q = [b.xor(part, const(I8, -128, BYTES)) for part in q]
+        offsets = b.fmul(block.scales, const(F32, -128.0, block.scales.type.count))
+    return Block(q, False, block.scales, offsets)
+
+
+def emit_row(
+    b: ir.IRBuilder, format_: BlockFormat, w: ir.Value, x: ir.Value, n: ir.Value
+) -> ir.Value:
+    """The dot product of one row at w with the ``n`` quantised activations at x, float.
+
+    x: i8 hi (n,), i8 lo (n,), then scales and sums as integer.py's ``quantized_bytes`` says.
+    """
+    n_blocks = b.sdiv(n, I64(format_.n_elements))
+    small = b.mul(b.sdiv(n, I64(BLOCK)), I64(4))
+    low = b.add(x, n)
+    x_scales = b.add(x, b.mul(n, I64(2)))
+    sums16 = b.add(x_scales, small)
+    sums32 = b.add(sums16, b.mul(small, I64(2)))
+
+    def add_blocks(i: ir.Value, count: int, carried: list[ir.Value]) -> list[ir.Value]:
+        """Adds ``count`` blocks from block i on."""
+        *totals, offset = carried
+        block = _decode(b, format_, b.add(w, b.mul(i, I64(format_.n_bytes))), count)
+        n_elements, n_scales = count * format_.n_elements, block.scales.type.count
+        at = b.mul(i, I64(format_.n_elements))  # element
+        n_small = n_elements // BLOCK
+        scales = load(b, vec(F32, n_small), b.add(x_scales, b.sdiv(at, I64(BLOCK // 4))))
+        lanes = [j * n_small // n_scales for j in range(n_scales)]
+        scales = b.fmul(block.scales, shuffle(b, scales, scales, lanes))
+        a_scale = n_elements // n_scales
+        for c, q in enumerate(block.q):
+            x_type = vec(I8, min(BYTES, n_elements))
+            hi, lo = (load(b, x_type, b.add(part, at), BYTES * c) for part in (x, low))
+            if n_elements < BYTES:
+                zeros = const(I8, 0, n_elements)
+                hi, lo = (shuffle(b, part, zeros, range(BYTES)) for part in (hi, lo))
+            dots = b.shl(_dot_bytes(b, const(I32, 0), q, hi), const(I32, 8))
+            dots = b.sitofp(_dot_bytes(b, dots, q, lo), VF)
+            lanes = [min((BYTES * c + 4 * i) // a_scale, n_scales - 1) for i in range(LANES)]
+            turn = c % ACCUMULATORS
+            totals[turn] = emit.fma(b, dots, shuffle(b, scales, scales, lanes), totals[turn])
+        if block.offsets is not None:
+            sums = sums32 if a_scale == BLOCK else sums16
+            sums = load(b, vec(F32, n_scales), b.add(sums, b.sdiv(at, I64(a_scale // 4))))
+            offset = _add_lanes(b, offset, b.fmul(block.offsets, sums))
+        if len(block.q) < ACCUMULATORS:  # other sums next time
+            totals = totals[len(block.q) :] + totals[: len(block.q)]
+        return [*totals, offset]
+
+    carried = [const(F32, 0.0)] * (ACCUMULATORS + 1)
+    done: ir.Value = I64(0)
+    for size in (4, 2, 1) if format_.n_elements == BLOCK else (1,):
+        end = b.sub(n_blocks, b.srem(b.sub(n_blocks, done), I64(size)))
+
+        def body(i: ir.Value, now: list[ir.Value], size: int = size) -> list[ir.Value]:
+            return add_blocks(i, size, now)
+
+        carried = emit.loop(b, done, end, size, carried, body)
+        done = end
+    total = b.fadd(b.fadd(carried[0], carried[1]), b.fadd(carried[2], carried[3]))
+    return emit.sum_lanes(b, b.fadd(total, carried[4]))
+
+
+def _add_lanes(b: ir.IRBuilder, total: ir.Value, part: ir.Value) -> ir.Value:
+    """total <16 x float> + part, whose up to 16 lanes are followed by zeros."""
+    n = part.type.count
+    if n < LANES:
+        zeros = const(F32, 0.0, n)
+        part = shuffle(b, part, zeros, [min(i, n) for i in range(LANES)])
+    return b.fadd(total, part)

@@ -1,0 +1,84 @@
+"""The threads of parallel loops: every task once, whoever asks, however many at a time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from numba import njit, prange
+
+from sparsekv_cli.cpu import pool
+from sparsekv_cli.cpu.parallel import PRANGE_ONLY
+
+
+@njit(nogil=True)
+def _count(out, task, spins):
+    for _ in range(spins):
+        out[task] += 1
+
+
+@njit(nogil=True, parallel=PRANGE_ONLY)
+def count_up(out, n_tasks, n_loops, spins):
+    for _loop in range(n_loops):
+        for task in prange(n_tasks):
+            _count(out, task, spins)
+
+
+@njit(nogil=True, parallel=PRANGE_ONLY)
+def nested(out, n_tasks):
+    for task in prange(n_tasks):
+        count_up(out[task], 3, 2, 1)
+
+
+def test_the_pool_is_installed():
+    assert pool.install()  # a second time, without effect
+
+
+@pytest.mark.parametrize("n_tasks", [0, 1, 2, 3, 17, 1000])
+def test_every_task_runs_once_a_loop(n_tasks):
+    out = np.zeros((n_tasks + 1,), np.int64)
+    count_up(out, n_tasks, 200, 1)
+    np.testing.assert_array_equal(out[:n_tasks], 200)
+    assert out[n_tasks] == 0
+
+
+def test_workers_wake_up_after_a_rest():
+    out = np.zeros(2, np.int64)
+    for rest in (0, 0.01, 0.2):
+        time.sleep(rest)
+        count_up(out, 2, 50, 10)
+    np.testing.assert_array_equal(out, 3 * 50 * 10)
+
+
+def test_a_loop_inside_a_loop():
+    out = np.zeros((5, 3), np.int64)
+    nested(out, 5)
+    np.testing.assert_array_equal(out, 2)
+
+
+def test_loops_of_several_threads_at_once():
+    outs = [np.zeros(4, np.int64) for _ in range(4)]
+    threads = [threading.Thread(target=count_up, args=(out, 4, 2000, 3)) for out in outs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    np.testing.assert_array_equal(outs, 6000)
+
+
+def test_a_process_ends_with_its_workers_asleep_or_awake():
+    code = (
+        "import numpy as np, time\n"
+        "from sparsekv_cli.cpu import matvec\n"
+        "w = np.ones((64, 32), np.float32)\n"
+        "for _ in range(3):\n"
+        "    out = matvec.matvec(0, w.view(np.uint8), 32, np.ones(32, np.float32), 2)\n"
+        "    assert (out == 32).all()\n"
+        "    time.sleep(0.1)\n"
+        "matvec.matvec(0, w.view(np.uint8), 32, np.ones(32, np.float32), 2)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
