@@ -164,17 +164,29 @@ def extract_rows(words, n_words, n):
 
 
 @njit(cache=True, nogil=True)
-def add_entry(table, bounds, sums, i, delta):
-    """table[i] += delta, with its power sums and bound."""
-    old = np.float64(table[i])
-    table[i] = np.float32(old + delta)
-    new = np.float64(table[i])
-    sums[0] += new - old
-    sums[1] += new * new - old * old
-    sums[2] += new**3 - old**3
-    sums[3] += new**4 - old**4
-    if table[i] > bounds[i // BLOCK]:
-        bounds[i // BLOCK] = table[i]
+def add_entries(table, bounds, sums, start, step, rows, weights, mean, part):
+    """table[start + step rows[j]] += part (weights[j] - mean) (eq 10), with sums and bounds.
+
+    rows int32 (m,) without repeats; weights f32 (>= m,). step: 1 by position, -1 by distance.
+    """
+    s1, s2, s3, s4 = 0.0, 0.0, 0.0, 0.0
+    for j in range(rows.shape[0]):
+        i = start + step * rows[j]
+        old = np.float64(table[i])
+        value = np.float32(old + part * (weights[j] - mean))
+        table[i] = value
+        if value > bounds[i // BLOCK]:
+            bounds[i // BLOCK] = value
+        new = np.float64(value)
+        old2, new2 = old * old, new * new
+        s1 += new - old
+        s2 += new2 - old2
+        s3 += new2 * new - old2 * old
+        s4 += new2 * new2 - old2 * old2
+    sums[0] += s1
+    sums[1] += s2
+    sums[2] += s3
+    sums[3] += s4
 
 
 @njit(cache=True, nogil=True)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import njit, prange, types
+from numba.extending import intrinsic
 
+from sparsekv_cli.cpu import emit
 from sparsekv_cli.cpu.attention import scaled_copy
 from sparsekv_cli.cpu.emit import LANES, next_task
 from sparsekv_cli.cpu.history import (
     BLOCK,
     RESCALE_BELOW,
     SINKS,
-    add_entry,
+    add_entries,
     expand,
     extract_rows,
     filter_expansion,
@@ -36,6 +38,21 @@ LOCAL = 6  # keys before the current one in the local mass of the bypass test (e
 # Columns of the statistics (int64, one row a unit).
 SCORED, ATTENDED, BYPASSED, HEAD_STEPS, BOUNDS_READ, ENTRIES_READ, KEYS_READ = range(7)
 N_STATISTICS = 7
+
+
+@intrinsic
+def prefetch_row(typingctx, address, n_bytes):
+    """Asks for the cache lines of ``n_bytes`` at ``address``."""
+
+    def codegen(context, b, signature, args):
+        def line(i, carried):
+            emit.prefetch(b, b.add(args[0], i))
+            return []
+
+        emit.loop(b, emit.I64(0), args[1], 64, [], line)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
 
 
 @njit(cache=True, nogil=True)
@@ -97,9 +114,9 @@ def _half_variance(q, covariance, ratio):
 def _attend_candidates(sinks, rows, scores, k_budget, n_recent, v, v_row, keys, chosen, out):
     """C2 = the recents and the best of C1 by exact score; attends sinks and C2.
 
-    scores f32 (count + PAD,) of C1 ``rows`` ascending, whose last n_recent are the recents. Fills
-    chosen[:m] with places in C1, and scores' copy of their softmax over C2 alone into the returned
-    array (m + PAD,).
+    scores f32 (count + PAD,) of C1 ``rows`` ascending, whose last n_recent are the recents.
+    keys, chosen: int32 scratch. Returns C2's rows int32 (m,) and their softmax over C2 alone, f32
+    (m + PAD,).
     """
     count = rows.shape[0]
     m = min(count, k_budget)
@@ -117,6 +134,7 @@ def _attend_candidates(sinks, rows, scores, k_budget, n_recent, v, v_row, keys, 
     peak = NEGATIVE_INFINITY
     for j in range(m):
         picked[j] = rows[chosen[j]]
+        prefetch_row(v + picked[j] * v_row, v_row)
         weights[j] = scores[chosen[j]]
         peak = max(peak, weights[j])
     for j in range(m, m + LANES):
@@ -140,7 +158,7 @@ def _attend_candidates(sinks, rows, scores, k_budget, n_recent, v, v_row, keys, 
             weights[j] /= mass
     else:  # the sinks' scores are so far above that C2's masses vanish: no information
         weights[:m] = np.float32(1.0 / m)
-    return weights
+    return picked, weights
 
 
 @njit(cache=True, nogil=True)
@@ -239,7 +257,7 @@ def _step_unit(
     for t in range(heads):
         if not active[t]:
             continue
-        weights = _attend_candidates(
+        picked, weights = _attend_candidates(
             near[t], rows, scores[t], k_budget, n_recent, v_at, v_row, keys, chosen, out[h0 + t],
         )  # fmt: skip
         m = min(count, k_budget)
@@ -248,14 +266,15 @@ def _step_unit(
             n_attended[h0 + t] = m + SINKS
             for j in range(SINKS):
                 attended[h0 + t, j] = j
+            for j in range(m):
+                attended[h0 + t, SINKS + j] = picked[j]
         mean = 0.5 / m
-        for j in range(m):
-            i = rows[chosen[j]]
-            if attended.shape[1]:
-                attended[h0 + t, SINKS + j] = i
-            delta = (weights[j] - mean) * part
-            add_entry(ver[unit], ver_bounds[unit], sums[unit, 0], i, delta)
-            add_entry(dist[unit], dist_bounds[unit], sums[unit, 1], n - 1 - i, delta)
+        add_entries(
+            ver[unit], ver_bounds[unit], sums[unit, 0], 0, 1, picked, weights, mean, part
+        )
+        add_entries(
+            dist[unit], dist_bounds[unit], sums[unit, 1], n - 1, -1, picked, weights, mean, part
+        )
     if gain[unit] < RESCALE_BELOW:
         rescale(ver[unit], ver_bounds[unit], sums[unit, 0], gain[unit], n)
         rescale(dist[unit], dist_bounds[unit], sums[unit, 1], gain[unit], n)

@@ -115,8 +115,13 @@ def test_adding_keeps_sums_and_bounds():
     rng = np.random.default_rng(0)
     table = rng.random(200).astype(np.float32)
     bounds, sums = bounds_of(table), sums_of(table)
-    for _ in range(500):
-        history.add_entry(table, bounds, sums, int(rng.integers(200)), float(rng.normal()) * 10)
+    expected = table.copy()
+    for start, step in ((0, 1), (199, -1)) * 10:
+        rows = rng.permutation(200)[: rng.integers(1, 100)].astype(np.int32)
+        weights = rng.normal(0, 10, len(rows)).astype(np.float32)
+        history.add_entries(table, bounds, sums, start, step, rows, weights, 0.25, 1.5)
+        expected[start + step * rows] += np.float32(1.5) * (weights - np.float32(0.25))
+    np.testing.assert_allclose(table, expected, atol=1e-5)
     np.testing.assert_allclose(sums, sums_of(table), rtol=1e-9)
     assert (bounds >= bounds_of(table)).all()
 
