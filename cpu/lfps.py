@@ -111,6 +111,45 @@ def _half_variance(q, covariance, ratio):
 
 
 @njit(cache=True, nogil=True)
+def _candidates(
+    unit, n, n_recent, limit, a, filtered, ver, dist, ver_bounds, dist_bounds, sums, raised,
+    statistics,
+):  # fmt: skip
+    """C1, ascending: rows above a threshold, their neighbours and the recents (eq 8, 9).
+
+    While more than ``limit`` rows pass, both thresholds are doubled; ``raised`` f64 (U,) remembers
+    by how much, and a step begins with half of it.
+    """
+    n_words = (n + BLOCK - 1) // BLOCK
+    n_known = n - SINKS
+    words = np.empty(n_words + 1, np.uint64)
+    tau_ver = threshold(sums[unit, 0], n_known, a)
+    tau_dist = threshold(sums[unit, 1], n_known, a)
+    factor = max(1.0, 0.5 * raised[unit])
+    while True:
+        words[:] = 0
+        n_read = mark_vertical(ver[unit], ver_bounds[unit], n, factor * tau_ver, words)
+        n_read += mark_slash(dist[unit], dist_bounds[unit], n, factor * tau_dist, words)
+        statistics[unit, ENTRIES_READ] += n_read
+        statistics[unit, BOUNDS_READ] += 2 * n_words
+        if filtered:
+            before = words.copy()
+            expand(words, n_words)
+            filter_expansion(
+                words, before, n_words, ver[unit], dist[unit], n, sums[unit, 0, 0] / n_known,
+                sums[unit, 1, 0] / n_known,
+            )  # fmt: skip
+        else:
+            expand(words, n_words)
+        set_range(words, n - n_recent, n)
+        rows = extract_rows(words, n_words, n)
+        if rows.shape[0] <= limit or factor > 1e9:
+            raised[unit] = factor
+            return rows
+        factor *= 2.0
+
+
+@njit(cache=True, nogil=True)
 def _attend_candidates(sinks, rows, scores, k_budget, n_recent, v, v_row, keys, chosen, out):
     """C2 = the recents and the best of C1 by exact score; attends sinks and C2.
 
@@ -164,8 +203,8 @@ def _attend_candidates(sinks, rows, scores, k_budget, n_recent, v, v_row, keys, 
 @njit(cache=True, nogil=True)
 def _step_unit(
     unit,
-    q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, a, decay,
-    epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, mean_k, mean_v,
+    q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, limit, a, decay,
+    epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, raised, mean_k, mean_v,
     covariance, ratio, statistics, attended, n_attended, out,
 ):  # fmt: skip
     """``lfps_step`` of one unit."""
@@ -173,7 +212,6 @@ def _step_unit(
     n_unit = ver.shape[0]
     heads = n_head // n_unit
     group = n_head // n_kv_head
-    n_words = (n + BLOCK - 1) // BLOCK
     n_recent = max(1, min(recent, k_budget // 2))  # the current row is always a candidate
     first_local = max(SINKS, n - 1 - LOCAL)
     n_near = SINKS + n - first_local
@@ -211,25 +249,10 @@ def _step_unit(
     if n_active == 0:
         return
 
-    n_known = n - SINKS
-    words = np.zeros(n_words + 1, np.uint64)
-    tau_ver = threshold(sums[unit, 0], n_known, a)
-    tau_dist = threshold(sums[unit, 1], n_known, a)
-    n_read = mark_vertical(ver[unit], ver_bounds[unit], n, tau_ver, words)
-    n_read += mark_slash(dist[unit], dist_bounds[unit], n, tau_dist, words)
-    statistics[unit, ENTRIES_READ] += n_read
-    statistics[unit, BOUNDS_READ] += 2 * n_words
-    if filtered:
-        before = words.copy()
-        expand(words, n_words)
-        filter_expansion(
-            words, before, n_words, ver[unit], dist[unit], n, sums[unit, 0, 0] / n_known,
-            sums[unit, 1, 0] / n_known,
-        )  # fmt: skip
-    else:
-        expand(words, n_words)
-    set_range(words, n - n_recent, n)
-    rows = extract_rows(words, n_words, n)
+    rows = _candidates(
+        unit, n, n_recent, limit, a, filtered, ver, dist, ver_bounds, dist_bounds, sums, raised,
+        statistics,
+    )  # fmt: skip
     count = rows.shape[0]
 
     stride = count + PAD
@@ -269,9 +292,7 @@ def _step_unit(
             for j in range(m):
                 attended[h0 + t, SINKS + j] = picked[j]
         mean = 0.5 / m
-        add_entries(
-            ver[unit], ver_bounds[unit], sums[unit, 0], 0, 1, picked, weights, mean, part
-        )
+        add_entries(ver[unit], ver_bounds[unit], sums[unit, 0], 0, 1, picked, weights, mean, part)
         add_entries(
             dist[unit], dist_bounds[unit], sums[unit, 1], n - 1, -1, picked, weights, mean, part
         )
@@ -284,8 +305,8 @@ def _step_unit(
 @njit(cache=True, nogil=True)
 def _step_units(
     counter,
-    q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, a, decay,
-    epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, mean_k, mean_v,
+    q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, limit, a, decay,
+    epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, raised, mean_k, mean_v,
     covariance, ratio, statistics, attended, n_attended, out, n_threads,
 ):  # fmt: skip
     """Takes tasks until there are none: whole kv groups, whose heads share key rows in this
@@ -303,8 +324,9 @@ def _step_units(
         for unit in range(first, last):
             _step_unit(
                 unit,
-                q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, a,
-                decay, epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, mean_k,
+                q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, limit,
+                a, decay, epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, raised,
+                mean_k,
                 mean_v, covariance, ratio, statistics, attended, n_attended, out,
             )  # fmt: skip
         task = next_task(counter)
@@ -312,15 +334,16 @@ def _step_units(
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def lfps_step(
-    q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, a, decay,
-    epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, mean_k, mean_v,
+    q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, limit, a, decay,
+    epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, raised, mean_k, mean_v,
     covariance, ratio, statistics, attended, n_attended, out, n_threads,
 ):  # fmt: skip
     """One decode step of a layer (Algorithm 1); row n - 1 is the current token's, already stored.
 
     q f32 (H, d); k, v: addresses, then bytes between kv heads and rows. k_budget = |C2|; recent =
-    R. Tables f32 (U, capacity), bounds f32 (U, capacity / 64), sums f64 (U, 2, 4), gain f64 (U,):
-    U = H or G. mean_k (G, d), mean_v (G, d_v), covariance (G, d, d) or (G, 0, 0), ratio f32 (H,).
+    R; limit: most rows of C1, at least R. Tables f32 (U, capacity), bounds f32 (U, capacity / 64),
+    sums f64 (U, 2, 4), gain, raised f64 (U,): U = H or G. mean_k (G, d), mean_v (G, d_v),
+    covariance (G, d, d) or (G, 0, 0), ratio f32 (H,).
     statistics int64 (U, N_STATISTICS), added to. attended int32 (H, m), n_attended int64 (H,): the
     rows that each head attended to, sinks first; m = 0 leaves them out. out f32 (H, d_v).
     """
@@ -328,9 +351,9 @@ def lfps_step(
     for _thread in prange(n_threads):
         _step_units(
             counter,
-            q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, a, decay,
-            epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, mean_k, mean_v,
-            covariance, ratio, statistics, attended, n_attended, out, n_threads,
+            q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, limit, a,
+            decay, epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, raised,
+            mean_k, mean_v, covariance, ratio, statistics, attended, n_attended, out, n_threads,
         )  # fmt: skip
 
 

@@ -8,10 +8,10 @@ the best, and feeds the weights back.
 |---|---|
 | eq 4, initial tables from the last s prefill queries | cpu/lfps.py lfps_init |
 | eq 5, 6, high-sparsity test (sink, global, local mass) | cpu/lfps.py _bypass |
-| eq 7, 8, candidates C0 above tau = a mean / kappa | threshold, mark_vertical, mark_slash |
-| eq 9, expansion by {-1, 0, 1, 2} to C1 | expand, filter_expansion (cpu/history.py) |
+| eq 7, 8, candidates C0 above tau = a mean / kappa | cpu/lfps.py _candidates |
+| eq 9, expansion by {-1, 0, 1, 2} to C1 | cpu/history.py expand, filter_expansion |
 | Algorithm 1 line 10, top-k of C1 by exact q . k | cpu/lfps.py _attend_candidates |
-| eq 10, decay and update of the tables | cpu/lfps.py _step_unit, add_entry (lazily: u = Phi / g) |
+| eq 10, decay and update of the tables | cpu/history.py add_entries (lazily: u = Phi / g) |
 
 Departures. (1) A bypassed head returns the softmax-weighted mean of sinks, local keys and the mean
 value, with the masses of the test; Algorithm 1's mean value alone is the largest error of all.
@@ -19,6 +19,8 @@ value, with the masses of the test; Algorithm 1's mean value alone is the larges
 aligned. (3) Defaults differ from the paper's (``preset=paper``): neighbours are not filtered, more
 recent tokens, the variance of a score from the keys' covariance, layers 0 and 1 dense.
 (4) ``tables=group`` (``preset=fast``) shares the tables in a kv group: half the key rows read.
+(5) At most ``candidates`` budgets of rows are scored a head: where more pass, both thresholds are
+doubled until they do not, so that a step's cost has a bound at any depth.
 """
 
 from __future__ import annotations
@@ -58,7 +60,13 @@ class LFPS(Method):
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},
         "fast": {"tables": "group"},
-        "paper": {"expand": "filtered", "recent": 8, "sigma": "ratio", "dense_layers": ()},
+        "paper": {
+            "expand": "filtered",
+            "recent": 8,
+            "candidates": 0,
+            "sigma": "ratio",
+            "dense_layers": (),
+        },
     }
 
     preset: str = _option("tuned", "tuned, fast or paper; other options change it")
@@ -66,6 +74,7 @@ class LFPS(Method):
     tables: str = _option("head", "tables a query 'head' or shared by a kv 'group'")
     expand: str = _option("plain", "neighbours of candidates: 'plain' or 'filtered' (eq 9)")
     recent: int = _option(32, "R: most recent rows always candidates (at most half the budget)")
+    candidates: int = _option(8, "most rows scored a head, in budgets; 0 = as many as pass")
     a: float = _option(0.2, "factor of the candidate threshold (eq 8)")
     decay: float = _option(0.95, "r: decay of the tables a step (eq 10)")
     window: int = _option(32, "s: prefill queries that start the tables (eq 4)")
@@ -83,6 +92,8 @@ class LFPS(Method):
             if getattr(self, name) not in allowed:
                 listed = " or ".join(allowed)
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be {listed}")
+        if self.candidates < 0:
+            raise ValueError(f"candidates = {self.candidates}: must be 0 or more")
         for name in ("recent", "window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 1 or more")
@@ -110,6 +121,7 @@ class LFPSCache(LayerCache):
         self._ratio = np.zeros(spec.n_head, np.float32)
         self._sums = np.zeros((self._n_unit, 2, 4))
         self._gain = np.ones(self._n_unit)
+        self._raised = np.ones(self._n_unit)
         self._statistics = np.zeros((self._n_unit, kernels.N_STATISTICS), np.int64)
         self._allocate(0)
         self._indexed = False
@@ -161,6 +173,7 @@ class LFPSCache(LayerCache):
             q, store.addresses[0], store.strides[0], store.strides[2], store.n, spec.n_head_kv,
             spec.scale, self.method.decay, *self._tables, *self._bounds, self._sums, self._gain,
         )  # fmt: skip
+        self._raised[:] = 1.0
         self._indexed = True
 
     def decode(self, x: AttnInput) -> np.ndarray:
@@ -183,11 +196,12 @@ class LFPSCache(LayerCache):
         width = N_SINKS + max(k, kernels.LOCAL + 1)  # a bypassed head lists its local rows
         attended = np.empty((spec.n_head, width if self.traced else 0), np.int32)
         counts = np.zeros(spec.n_head, np.int64)
+        limit = method.candidates * k or n
         kernels.lfps_step(
             q, *store.addresses, *store.strides, n, spec.n_head_kv, spec.scale, k, method.recent,
-            method.a, method.decay, method.epsilon, method.expand == "filtered", *self._tables,
-            *self._bounds, self._sums, self._gain, self._mean_k, self._mean_v, self._covariance,
-            self._ratio, self._statistics, attended, counts, out,
+            limit, method.a, method.decay, method.epsilon, method.expand == "filtered",
+            *self._tables, *self._bounds, self._sums, self._gain, self._raised, self._mean_k,
+            self._mean_v, self._covariance, self._ratio, self._statistics, attended, counts, out,
             spec.n_threads,
         )  # fmt: skip
         if self.traced:

@@ -150,7 +150,8 @@ class Layer:
         self.n, self.n_kv, self.scale = n, n_head_kv, np.float32(d**-0.5)
         self.tables = [np.zeros((n_unit, n + 40), np.float32) for _ in range(2)]
         self.bounds = [np.zeros((n_unit, -(-(n + 40) // BLOCK)), np.float32) for _ in range(2)]
-        self.sums, self.gain = np.zeros((n_unit, 2, 4)), np.ones(n_unit)
+        self.sums = np.zeros((n_unit, 2, 4))
+        self.gain, self.raised = np.ones(n_unit), np.ones(n_unit)
         self.statistics = np.zeros((n_unit, lfps.N_STATISTICS), np.int64)
         self.attended = np.zeros((n_head, n + 1), np.int32)
         self.counts = np.zeros(n_head, np.int64)
@@ -164,13 +165,14 @@ class Layer:
             *self.tables, *self.bounds, self.sums, self.gain,
         )  # fmt: skip
 
-    def step(self, k_budget: int, a: float, epsilon: float = 1.0) -> None:
+    def step(self, k_budget: int, a: float, epsilon: float = 1.0, limit: int | None = None) -> None:
         k, v, (n_head, d) = self.k, self.v, self.q.shape
         mean = [np.zeros((self.n_kv, d), np.float32) for _ in range(2)]
         lfps.lfps_step(
             self.q, address(k), address(v), k.strides[0], v.strides[0], k.strides[1], v.strides[1],
-            self.n, self.n_kv, self.scale, k_budget, 32, a, 0.95, epsilon, False, *self.tables,
-            *self.bounds, self.sums, self.gain, *mean, np.zeros((self.n_kv, 0, 0), np.float32),
+            self.n, self.n_kv, self.scale, k_budget, 32,
+            limit or self.n, a, 0.95, epsilon, False, *self.tables, *self.bounds, self.sums,
+            self.gain, self.raised, *mean, np.zeros((self.n_kv, 0, 0), np.float32),
             np.zeros(n_head, np.float32), self.statistics, self.attended, self.counts, self.out,
             2,
         )  # fmt: skip
@@ -190,6 +192,19 @@ def test_all_candidates_equal_dense_attention(n_head, n_kv, d, n, shared):
     np.testing.assert_array_equal(rows, np.tile(np.arange(n), (n_head, 1)))
     scored = layer.statistics[:, lfps.SCORED].sum()
     assert scored == layer.statistics[:, lfps.ATTENDED].sum() == n_head * n
+
+
+@pytest.mark.parametrize("limit", [64, 150, 300])
+def test_no_more_candidates_than_the_limit(limit):
+    layer, free = (Layer(6, 2, 64, 700, 6) for _ in range(2))
+    for each in (layer, free):
+        each.init(np.repeat(each.q[:, None], 5, axis=1))
+    free.step(k_budget=40, a=0.01)
+    assert (free.statistics[:, lfps.SCORED] > limit + SINKS).all()
+    layer.step(k_budget=40, a=0.01, limit=limit)
+    assert (layer.statistics[:, lfps.SCORED] <= limit + SINKS).all()
+    assert (layer.raised > 1).all() and (free.raised == 1).all()
+    np.testing.assert_array_equal(layer.counts, 40 + SINKS)
 
 
 @pytest.mark.parametrize("shared", [False, True])

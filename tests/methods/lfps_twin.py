@@ -22,6 +22,7 @@ class TwinOptions:
     expand: str = "plain"
     sigma: str = "cov"
     recent: int = 32
+    candidates: int = 0
     a: float = 0.2
     decay: float = 0.95
     window: int = 32
@@ -68,6 +69,7 @@ class LFPSTwin:
                 weights /= 2 * s * (1 - r) * self.heads_a_unit
                 self.ver[unit, rows] += weights
                 self.dist[unit, position - rows] += weights
+        self.raised = np.ones(len(self.ver))
         keys, values = self.k[:, SINKS:], self.v[:, SINKS:]
         self.mean_k, self.mean_v = keys.mean(1), values.mean(1)
         if self.options.sigma == "cov":
@@ -91,7 +93,7 @@ class LFPSTwin:
         self.dist = np.concatenate([self.dist, new], axis=1)
         self.q = q.astype(np.float64)
         n = self.k.shape[1]
-        candidates = [self.candidates(unit) for unit in range(len(self.ver))]
+        candidates: dict[int, tuple[np.ndarray, float]] = {}
         choices = []
         for h in range(self.n_head):
             scores = self.k[h // self.group] @ self.q[h] * self.scale
@@ -100,7 +102,10 @@ class LFPSTwin:
                 near = [*range(SINKS), *range(max(SINKS, n - 1 - LOCAL), n)]
                 choices.append(HeadChoice(True, rho, np.array(near), scores))
                 continue
-            c1, distance = candidates[h // self.heads_a_unit]
+            unit = h // self.heads_a_unit
+            if unit not in candidates:
+                candidates[unit] = self.candidates(unit)
+            c1, distance = candidates[unit]
             n_recent = self.n_recent()
             recents, others = np.arange(n - n_recent, n), c1[c1 < n - n_recent]
             best = others[np.argsort(-scores[others], kind="stable")]
@@ -137,19 +142,26 @@ class LFPSTwin:
         known = np.arange(SINKS, n)
         ver = self.ver[unit, known]  # by row
         dist = self.dist[unit, n - 1 - known]
-        tau_v, tau_s = self.threshold(ver), self.threshold(dist)
-        c0 = set(known[(ver > tau_v) | (dist > tau_s)].tolist())
         above_mean = set(known[(ver > ver.mean()) | (dist > dist.mean())].tolist())
-        c1 = set(c0)
-        for step in (-1, 1, 2):
-            neighbours = {i + step for i in c0 if SINKS <= i + step < n}
-            c1 |= neighbours if self.options.expand == "plain" else neighbours & above_mean
-        c1 |= set(range(n - self.n_recent(), n))
-        borders = [(ver, tau_v), (dist, tau_s)]
-        if self.options.expand == "filtered":
-            borders += [(ver, ver.mean()), (dist, dist.mean())]
-        distance = min(np.abs(table / border - 1).min() for table, border in borders)
-        return np.array(sorted(c1)), distance
+        limit = self.options.candidates * self.options.budget or n
+        factor, distance = max(1.0, self.raised[unit] / 2), np.inf
+        while True:
+            tau_v, tau_s = factor * self.threshold(ver), factor * self.threshold(dist)
+            c0 = set(known[(ver > tau_v) | (dist > tau_s)].tolist())
+            c1 = set(c0)
+            for step in (-1, 1, 2):
+                neighbours = {i + step for i in c0 if SINKS <= i + step < n}
+                c1 |= neighbours if self.options.expand == "plain" else neighbours & above_mean
+            c1 |= set(range(n - self.n_recent(), n))
+            borders = [(ver, tau_v), (dist, tau_s)]
+            if self.options.expand == "filtered":
+                borders += [(ver, ver.mean()), (dist, dist.mean())]
+            nearest = min(np.abs(table / border - 1).min() for table, border in borders)
+            distance = min(distance, nearest)
+            if len(c1) <= limit:
+                self.raised[unit] = factor
+                return np.array(sorted(c1)), distance
+            factor *= 2
 
     def threshold(self, table: np.ndarray) -> float:
         """Step 5: a mu / kappa."""
