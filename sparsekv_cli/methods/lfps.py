@@ -19,8 +19,8 @@ value, with the masses of the test; Algorithm 1's mean value alone is the larges
 aligned. (3) Defaults differ from the paper's (``preset=paper``): neighbours are not filtered, more
 recent tokens, the variance of a score from the keys' covariance, layers 0 and 1 dense.
 (4) ``tables=group`` (``preset=fast``) shares the tables in a kv group: half the key rows read.
-(5) At most ``candidates`` budgets of rows are scored a head: where more pass, both thresholds are
-doubled until they do not, so that a step's cost has a bound at any depth.
+(5) At most ``candidates`` rows are scored a head (twice the budget, if that is more): where more
+pass, both thresholds are doubled until they do not, so that a step's cost has a bound at any depth.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class LFPS(Method):
     tables: str = _option("head", "tables a query 'head' or shared by a kv 'group'")
     expand: str = _option("plain", "neighbours of candidates: 'plain' or 'filtered' (eq 9)")
     recent: int = _option(32, "R: most recent rows always candidates (at most half the budget)")
-    candidates: int = _option(8, "most rows scored a head, in budgets; 0 = as many as pass")
+    candidates: int = _option(1536, "most rows scored a head, or twice the budget; 0 = no limit")
     a: float = _option(0.2, "factor of the candidate threshold (eq 8)")
     decay: float = _option(0.95, "r: decay of the tables a step (eq 10)")
     window: int = _option(32, "s: prefill queries that start the tables (eq 4)")
@@ -196,7 +196,7 @@ class LFPSCache(LayerCache):
         width = N_SINKS + max(k, kernels.LOCAL + 1)  # a bypassed head lists its local rows
         attended = np.empty((spec.n_head, width if self.traced else 0), np.int32)
         counts = np.zeros(spec.n_head, np.int64)
-        limit = method.candidates * k or n
+        limit = max(method.candidates, 2 * k) if method.candidates else n
         kernels.lfps_step(
             q, *store.addresses, *store.strides, n, spec.n_head_kv, spec.scale, k, method.recent,
             limit, method.a, method.decay, method.epsilon, method.expand == "filtered",

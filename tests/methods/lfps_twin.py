@@ -143,7 +143,9 @@ class LFPSTwin:
         ver = self.ver[unit, known]  # by row
         dist = self.dist[unit, n - 1 - known]
         above_mean = set(known[(ver > ver.mean()) | (dist > dist.mean())].tolist())
-        limit = self.options.candidates * self.options.budget or n
+        limit = n
+        if self.options.candidates:
+            limit = max(self.options.candidates, 2 * self.options.budget)
         factor, distance = max(1.0, self.raised[unit] / 2), np.inf
         while True:
             tau_v, tau_s = factor * self.threshold(ver), factor * self.threshold(dist)
