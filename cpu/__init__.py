@@ -22,7 +22,7 @@ def _kernel_cache_folder() -> Path:
     texts = {path.stem: path.read_bytes() for path in Path(__file__).parent.glob("*.py")}
     importing = re.compile(rb"^from sparsekv_cli\.cpu(?:\.(\w+) import| import ([\w, ]+))", re.M)
     digest = hashlib.sha256()
-    shared = set()
+    shared: set[str] = set()
     for text in texts.values():
         for module, modules in importing.findall(text):
             shared.update(name.decode().strip() for name in (module or modules).split(b","))

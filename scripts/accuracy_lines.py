@@ -12,36 +12,10 @@ from typing import Any
 from accuracy_texts import DATA
 
 from sparsekv_cli.cache import Method
-from sparsekv_cli.methods import METHODS, build_method
+from sparsekv_cli.comparison import build_spec
 
 EXPECTED = json.loads((DATA / "accuracy_figures.json").read_text(encoding="utf-8"))
 Figures = Mapping[tuple[str, int], Mapping[str, Any]]  # by method text and length
-
-
-def parse_methods(text: str) -> dict[str, Method]:
-    """``lfps,topk:budget=2%`` -> methods by their text; ValueError says what is wrong.
-
-    Options follow a colon, separated by ``;`` or ``,``. ``full`` comes first, given or not.
-    """
-    specs: list[str] = ["full"]
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, colon, _ = part.partition(":")
-        if not colon and "=" in part and len(specs) > 1:
-            specs[-1] += (";" if ":" in specs[-1] else ":") + part
-        elif not colon and part.lstrip("-").isdigit() and "=" in specs[-1]:
-            specs[-1] += "," + part  # dense_layers=0,1
-        elif name not in METHODS:
-            raise ValueError(f"unknown method {name!r}: choose from {', '.join(METHODS)}")
-        else:
-            specs.append(part)
-    return {spec: build_spec(spec) for spec in specs}
-
-
-def build_spec(spec: str) -> Method:
-    """``lfps:preset=paper;a=0.4`` -> the method."""
-    name, _, options = spec.partition(":")
-    pairs = [option.partition("=") for option in options.split(";") if option]
-    return build_method(name, {key.strip(): value.strip() for key, _, value in pairs})
 
 
 def expected(method: Method, length: int) -> dict[str, dict[str, float]]:
@@ -50,7 +24,11 @@ def expected(method: Method, length: int) -> dict[str, dict[str, float]]:
     for spec, kinds in EXPECTED["methods"].items():
         if near and build_spec(spec) == method:
             return {
-                kind: {column: values[near[0]] for column, values in columns.items()}
+                kind: {
+                    column: values[near[0]]
+                    for column, values in columns.items()
+                    if values[near[0]] is not None
+                }
                 for kind, columns in kinds.items()
             }
     return {}
@@ -67,7 +45,10 @@ def broken_lines(row: Mapping[str, Any], known: Mapping[str, Mapping[str, float]
 
 
 def lines_across(methods: Mapping[str, Method], figures: Figures) -> list[str]:
-    """The lines about several rows, with their verdict: order of KLD, needles over all lengths."""
+    """The lines about several rows, with their verdict: order of KLD, needles over all lengths.
+
+    A line about KLD says that it is below another method's, or within a factor of it.
+    """
 
     def named(spec: str) -> str:
         """What the user called this method; empty if it was not asked for."""
@@ -75,12 +56,14 @@ def lines_across(methods: Mapping[str, Method], figures: Figures) -> list[str]:
 
     lines = []
     lengths = sorted({length for _, length in figures})
-    for low, high in ((named(a), named(b)) for a, b in EXPECTED["kld_below"]):
+    pairs = [(*pair, 1.0) for pair in EXPECTED["kld_below"]] + EXPECTED["kld_within"]
+    for low, high, factor in ((named(a), named(b), factor) for a, b, factor in pairs):
         for length in lengths if low and high else ():
             a, b = (figures[name, length]["kld"] for name in (low, high))
             if a is not None:
-                verdict = "pass" if a < b else "FAIL"
-                lines.append(f"{verdict}: KLD {low} {a:.3f} < {high} {b:.3f} at {length}")
+                verdict = "pass" if a < factor * b else "FAIL"
+                times = "" if factor == 1 else f"{factor} x "
+                lines.append(f"{verdict}: KLD {low} {a:.3f} < {times}{high} {b:.3f} at {length}")
     for name, allowed in ((named(s), n) for s, n in EXPECTED["needles_missed"].items()):
         found = [
             pair
@@ -116,7 +99,7 @@ def markdown(methods: Mapping[str, Method], lengths: Sequence[int], figures: Fig
         for length in lengths:
             row, known = figures[name, length], expected(method, length)
             cells = [cell(c, row[c], known.get("measured", {}).get(c)) for c in COLUMNS]
-            verdict = "pass" if "at_most" in known else ""
+            verdict = "pass" if known.get("at_most") or known.get("at_least") else ""
             cells.append("; ".join(broken_lines(row, known)) or verdict)
             lines.append(f"| {name} | {length} | {' | '.join(cells)} |")
     across = [f"- {line}" for line in lines_across(methods, figures)]

@@ -174,7 +174,13 @@ class Backend(Protocol):
 
 
 class LayerCache(ABC):
-    """The mutable state of one layer of one sequence."""
+    """The mutable state of one layer of one sequence.
+
+    selects: whether a step attends to some rows exactly and leaves the others out, so that it can
+    be asked which (``attended``). Not so in a cache that attends to all, exactly or roughly.
+    """
+
+    selects: ClassVar[bool] = True
 
     def __init__(self, spec: LayerSpec, backend: Backend) -> None:
         self.spec = spec
@@ -224,6 +230,8 @@ class LayerCache(ABC):
 
 class DenseCache(LayerCache):
     """Attends to every row: the method ``full``, and the dense layers of every other method."""
+
+    selects = False
 
     def decode(self, x: AttnInput) -> np.ndarray:
         store, spec = self.store, self.spec

@@ -27,6 +27,11 @@ COMMANDS = {
     "run": ("sparsekv_cli.commands.run", "Complete one prompt; made for pipelines."),
     "chat": ("sparsekv_cli.commands.chat", "Talk to a model; the KV cache is kept across turns."),
     "bench": ("sparsekv_cli.commands.bench", "Measure prefill and decode speed at any depth."),
+    "compare": ("sparsekv_cli.commands.compare", "Compare methods on one prompt."),
+    "calibrate": (
+        "sparsekv_cli.commands.calibrate",
+        "Measure what some methods must know about a model.",
+    ),
     "inspect": ("sparsekv_cli.commands.inspect", "Show what a GGUF file holds."),
     "tokenize": ("sparsekv_cli.commands.tokenize", "Turn text into token ids."),
     "methods": ("sparsekv_cli.commands.methods", "List the KV-cache methods and their options."),

@@ -14,6 +14,7 @@ class SessionConfig:
     device: ``auto``, ``cpu`` or ``cuda``.
     prefill_dtype: ``auto`` (bf16 where the CPU multiplies it in hardware), ``f32`` or ``bf16``.
     chunk: prompt tokens per prefill chunk.
+    calibration: sidecar to read instead of the one that belongs to the model; empty: that one.
     """
 
     ctx_size: int = 0
@@ -21,6 +22,7 @@ class SessionConfig:
     device: str = "auto"
     prefill_dtype: str = "auto"
     chunk: int = 512
+    calibration: str = ""
 
     def __post_init__(self) -> None:
         for field in ("ctx_size", "threads"):

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv_cli import warmup
-from sparsekv_cli.cache import Method, total_counters
+from sparsekv_cli import calibration, warmup
+from sparsekv_cli.cache import LayerSpec, Method, total_counters
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.architectures import Architecture, architecture_of
@@ -76,6 +76,7 @@ class Session:
         method: Method,
         config: SessionConfig,
         on_compile: Report | None = None,
+        on_calibrate: calibration.Report | None = None,
     ) -> None:
         import numba
         import torch
@@ -104,18 +105,35 @@ class Session:
             prefill_dtype=dtype,
             chunk=config.chunk,
         )
+        self.calibrations = calibration.Calibrations(
+            file,
+            hparams,
+            self.decoder,
+            ops,
+            lambda text: self.tokenizer.encode(text, add_eos=False, parse_special=False),
+            Path(config.calibration) if config.calibration else None,
+        )
         self._backend = ops
         self.timings = Timings()
         self.ledger = SessionLedger(self)
-        warmup.compile_method_kernels(self, on_compile)
+        self._specs = self.prepare(method, on_compile, on_calibrate)
         self.reset()
+
+    def prepare(
+        self,
+        method: Method,
+        on_compile: Report | None = None,
+        on_calibrate: calibration.Report | None = None,
+    ) -> list[LayerSpec]:
+        """What ``method`` makes its caches from; calibrates and compiles it first if need be."""
+        specs = self.calibrations.specs(method, on_calibrate)
+        warmup.compile_method_kernels(self.decoder, method, specs, on_compile)
+        return specs
 
     def reset(self) -> None:
         """Forgets the sequence."""
         self.tokens: list[int] = []
-        self.caches = [
-            self.method.layer(spec, self._backend) for spec in self.decoder.layer_specs()
-        ]
+        self.caches = [self.method.layer(spec, self._backend) for spec in self._specs]
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -225,11 +243,16 @@ class Session:
 
 
 def load_session(
-    model_path: Path, method: Method, config: SessionConfig, on_compile: Report | None = None
+    model_path: Path,
+    method: Method,
+    config: SessionConfig,
+    on_compile: Report | None = None,
+    on_calibrate: calibration.Report | None = None,
 ) -> Session:
     """Opens and checks a model and builds a session; SparseKVError says what is wrong.
 
-    on_compile: told what is being compiled the first time (see warmup.py).
+    on_compile: told what is being compiled the first time (see warmup.py); on_calibrate: what is
+    being calibrated (see calibration.py).
     """
     started = time.perf_counter()
     if config.device == "cuda":
@@ -242,7 +265,9 @@ def load_session(
         hparams = read_hparams(file)
         _check_dense_layers(method, hparams.n_layer)
         weights = read_weights(file, hparams, architecture)
-        session = Session(file, architecture, hparams, weights, method, config, on_compile)
+        session = Session(
+            file, architecture, hparams, weights, method, config, on_compile, on_calibrate
+        )
     except BaseException:
         file.close()
         raise
@@ -252,7 +277,7 @@ def load_session(
 
 def _check_dense_layers(method: Method, n_layer: int) -> None:
     """SparseKVError for a layer that the user names and the model lacks; defaults may name more."""
-    if method.dense_layers == Method.dense_layers:
+    if method.dense_layers == type(method).dense_layers:
         return
     for layer in method.dense_layers:
         if not -n_layer <= layer < n_layer:

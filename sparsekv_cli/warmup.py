@@ -15,14 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from sparsekv_cli.cache import Budget, Method
+from sparsekv_cli.cache import AttnInput, Budget, LayerCache, LayerSpec, Method, padded
 
 if TYPE_CHECKING:
+    import torch
+
+    from sparsekv_cli.models.decoder import Decoder
     from sparsekv_cli.models.weights import Weights
-    from sparsekv_cli.session import Session
 
 Report = Callable[[str, int, int], None]  # what is compiled now, steps done, steps in all
-N_PROMPT = 48  # rows of the trial sequence: more than any method keeps at its smallest budget
+N_PROMPT = 256  # rows of the trial sequence: more than any method keeps at its smallest budget
 
 
 class Step(NamedTuple):
@@ -88,23 +90,61 @@ def _format_steps(codes: Collection[int], targets: Collection[int]) -> Iterator[
             yield Step(f"format-{code}-to-{to}", format_.name, call)
 
 
-def compile_method_kernels(session: Session, report: Report | None) -> int:
-    """Compiles what a prefill and a decode step with the session's method call, by a trial run."""
-    from sparsekv_cli.cpu import ops
+def compile_method_kernels(
+    decoder: Decoder, method: Method, specs: Sequence[LayerSpec], report: Report | None
+) -> int:
+    """Compiles what a prefill and a decode step with ``method`` call, by a trial run.
 
-    # Layer 0 dense, the others not, whatever the user's layers are: both kinds get compiled.
-    method = replace(_smallest_budget(session.method), dense_layers=(0,))
-    if session.hparams.n_layer == 1:
-        method = replace(method, dense_layers=())
-    caches = [method.layer(spec, ops) for spec in session.decoder.layer_specs()]
-    prompt = [token % session.hparams.n_vocab for token in range(N_PROMPT)]
-    decoder, marker = session.decoder, f"method-{type(method).__name__}"
+    specs: the decoder's layers, calibrated if the method needs that.
+    """
+    caches = trial_caches(method, specs)
+    prompt = [token % decoder.hparams.n_vocab for token in range(N_PROMPT)]
+    marker = f"method-{type(method).__name__}"
     trial = [
         Step(marker, "prefill", lambda: decoder.forward(prompt, 0, caches)),
         Step(marker, "decode", lambda: decoder.decode(0, N_PROMPT, caches)),
         Step(marker, "decode", lambda: decoder.decode(0, N_PROMPT + 1, caches)),
     ]
     return _run(trial, report)
+
+
+def load_method_kernels(method: Method, spec: LayerSpec, dtype: torch.dtype) -> None:
+    """Lets this process load what ``compile_method_kernels`` has put on disk, with one layer of
+    random rows, so that the time of a method's first step is its own. dtype: of the prefill.
+    """
+    import numpy as np
+    import torch
+
+    (cache,) = trial_caches(method, [spec])
+    rng, n = np.random.default_rng(0), N_PROMPT
+    rows = []
+    for heads, d in (
+        (spec.n_head, spec.head_dim),
+        (spec.n_head_kv, spec.head_dim),
+        (spec.n_head_kv, spec.value_dim),
+    ):
+        rows.append(np.zeros((heads, n + 2, padded(d)), np.float32))
+        rows[-1][..., :d] = rng.standard_normal((heads, n + 2, d))
+    q, k, v = (
+        torch.from_numpy(array[:, :n, :d]).to(dtype)
+        for array, d in zip(rows, (spec.head_dim, spec.head_dim, spec.value_dim), strict=True)
+    )
+    cache.prefill(AttnInput(q, k, v, q, k, 0))
+    cache.finish_prefill()
+    for pos in (n, n + 1):
+        q, k, v = (array[:, pos : pos + 1].copy() for array in rows)
+        cache.decode(AttnInput(q, k, v, q, k, pos))
+
+
+def trial_caches(method: Method, specs: Sequence[LayerSpec]) -> list[LayerCache]:
+    """Caches of the method at its smallest budget, so that a short trial leaves rows out.
+
+    Layer 0 is dense, the others are not, whatever the user's layers are: both kinds get compiled.
+    """
+    from sparsekv_cli.cpu import ops
+
+    method = replace(_smallest_budget(method), dense_layers=(0,) if len(specs) > 1 else ())
+    return [method.layer(spec, ops) for spec in specs]
 
 
 def _smallest_budget(method: Method) -> Method:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tiny_models import make_model
 
-from sparsekv_cli.cache import padded
+from sparsekv_cli.comparison import build_spec, parse_methods
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
@@ -56,22 +56,9 @@ def random_ids(n):
     return np.random.RandomState(0).randint(3, 512, n).tolist()
 
 
-def test_shared_prefill_decodes_as_a_session_of_its_own(model, session):
-    ids = random_ids(LENGTH + STEPS)
-    names = ["full", "lfps:budget=20%", "streaming:budget=10%"]
-    methods = [lines.build_spec(name) for name in names]
-    logits, caches = accuracy.prefill_all(session, methods, ids[:LENGTH])
-    for method, layers in zip(methods, caches, strict=True):
-        own = load_session(model, method, CONFIG)
-        np.testing.assert_array_equal(own.prefill(ids[:LENGTH]), logits)
-        accuracy.resume(session, ids[:LENGTH], layers)
-        for token in ids[LENGTH:]:
-            np.testing.assert_array_equal(own.decode(token), session.decode(token))
-
-
 def test_measured_figures_of_dense_exact_and_recent_rows(session):
     names = ["full", "topk:budget=100%", "topk:budget=20%;recent=1", "streaming:budget=20%"]
-    methods = {name: lines.build_spec(name) for name in names}
+    methods = {name: build_spec(name) for name in names}
     results = {name: accuracy.Result() for name in names}
     accuracy.measure_text(session, methods, random_ids(LENGTH + STEPS), LENGTH, STEPS, results)
     full, everything, best, recent = (results[name].summary() for name in names)
@@ -84,55 +71,13 @@ def test_measured_figures_of_dense_exact_and_recent_rows(session):
     assert recent["mass"] < best["mass"] < 1 and best["kld"] > 0
 
 
-def test_compare_rows_against_a_plain_computation():
-    rng = np.random.RandomState(1)
-    n, d = 40, 10
-    q = np.zeros((4, padded(d)), np.float32)
-    k = np.zeros((2, n, padded(d)), np.float16)
-    q[:, :d], k[..., :d] = rng.standard_normal((4, d)), rng.standard_normal((2, n, d))
-    idx = np.stack([rng.permutation(n)[:20] for _ in range(4)]).astype(np.int32)
-    counts = np.array([20, 11, 15, 12])
-    overlap, mass = accuracy.compare_rows(q, k, (idx, counts), 0.5, 11)
-    expected = []
-    for head in range(4):
-        scores = 0.5 * k[head // 2].astype(np.float64) @ q[head]
-        rows = idx[head, : counts[head]]
-        weights = np.exp(scores) / np.exp(scores).sum()
-        assert mass[head] == pytest.approx(weights[rows].sum(), rel=1e-5)
-        chosen = {row for row in rows if row >= 4}
-        best = set((np.argsort(-scores[4:])[: len(chosen)] + 4).tolist())
-        if counts[head] > 11:  # otherwise the head was bypassed
-            expected.append(len(chosen & best) / len(chosen))
-    assert overlap == pytest.approx(expected)
-    shared, mass = accuracy.compare_rows(q, k, (idx[:2], counts[:1].repeat(2)), 0.5)
-    assert len(shared) == len(mass) == 4  # one list a kv head serves its two query heads
-
-
-def test_method_texts():
-    methods = lines.parse_methods("topk, lfps:preset=paper;a=0.4,streaming:sinks=2,budget=64")
-    assert list(methods) == [
-        "full",
-        "topk",
-        "lfps:preset=paper;a=0.4",
-        "streaming:sinks=2;budget=64",
-    ]
-    assert methods["lfps:preset=paper;a=0.4"] == build_method(
-        "lfps", {"preset": "paper", "a": "0.4"}
-    )
-    dense = lines.parse_methods("topk:dense_layers=0,-1,full")
-    assert dense["topk:dense_layers=0,-1"].dense_layers == (0, -1) and "full" in dense
-    for wrong in ("fulll", "lfps:preset=slow", "topk:a=1", "2"):
-        with pytest.raises(ValueError):
-            lines.parse_methods(wrong)
-
-
 def row(**figures):
     names = ("kld", "top1", "needles", "found", "overlap", "mass", "dots", "attended")
     return {**dict.fromkeys(names), "found": [], **figures}
 
 
 def test_acceptance_lines():
-    methods = lines.parse_methods("topk,streaming,lfps,lfps:preset=paper")
+    methods = parse_methods("topk,streaming,lfps,lfps:preset=paper")
     good = row(kld=0.1, top1=0.9, mass=0.9, dots=9.0, found=[True] * 4)
     known = lines.expected(methods["lfps"], 1650)
     assert known["measured"]["kld"] == 0.094
@@ -150,6 +95,47 @@ def test_acceptance_lines():
     assert verdicts == ["FAIL", "pass", "pass", "FAIL"]  # topk is worse; two needles are missed
     table = lines.markdown(methods, [1700], figures)
     assert "| lfps | 1700 | 0.100 (0.094) | 0.90 (0.82) |" in table
+
+
+def test_the_figures_are_of_methods_that_exist():
+    known = lines.EXPECTED
+    assert set(known["default"]) <= set(known["methods"])
+    methods = {spec: build_spec(spec) for spec in known["methods"]}
+    assert len({*map(repr, methods.values())}) == len(methods), "one method, two names"
+    for spec, kinds in known["methods"].items():
+        for kind, columns in kinds.items():
+            assert kind in ("measured", "at_most", "at_least"), spec
+            for column, values in columns.items():
+                assert column in lines.COLUMNS and len(values) == len(known["lengths"]), spec
+    across = [*known["needles_missed"], *(s for a, b in known["kld_below"] for s in (a, b))]
+    across += [s for a, b, _ in known["kld_within"] for s in (a, b)]
+    assert set(across) <= set(methods)
+    assert accuracy.named_methods("lfps,topk") == "lfps,topk"
+    for word, chosen in (("default", known["default"]), ("all", known["methods"])):
+        parsed = parse_methods(accuracy.named_methods(word))
+        assert list(parsed.values()) == [methods[spec] for spec in chosen]
+
+
+def test_lines_within_a_factor_and_at_some_lengths(monkeypatch):
+    known = {
+        "lengths": [1700, 3300, 6500],
+        "methods": {
+            "topk": {"at_most": {"kld": [0.1, None, 0.3]}, "at_least": {"top1": [None] * 3}}
+        },
+        "needles_missed": {},
+        "kld_below": [],
+        "kld_within": [["topk", "streaming", 1.1]],
+    }
+    monkeypatch.setattr(lines, "EXPECTED", known)
+    methods = parse_methods("topk,streaming")
+    found = [lines.expected(methods["topk"], n) for n in known["lengths"]]
+    assert [f["at_most"].get("kld") for f in found] == [0.1, None, 0.3]
+    assert not any(f["at_least"] for f in found)
+    figures = {(n, t): row() for n in methods for t in (1700, 3300)}
+    for length, kld in ((1700, 0.109), (3300, 0.111)):
+        figures["topk", length]["kld"], figures["streaming", length]["kld"] = kld, 0.1
+    verdicts = lines.lines_across(methods, figures)
+    assert [line[:4] for line in verdicts] == ["pass", "FAIL"] and "1.1 x streaming" in verdicts[0]
 
 
 def test_texts_and_needles_are_long_enough_and_distinct():

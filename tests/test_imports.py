@@ -29,14 +29,20 @@ ALLOWED: dict[str, set[str]] = {
     "cpu": set(),
     "kernels": set(),
     "cache": {"errors"},
-    "methods": {"errors", "cache", "cpu", "kernels"},
+    "eviction": {"errors", "cache"},
+    "methods": {"errors", "cache", "cpu", "kernels", "eviction"},
     "models": {"errors", "cache", "cpu"},
     "dry": {"errors"},
     "sampling_params": {"errors"},
     "sampler": {"errors", "dry", "sampling_params"},
     "warmup": {"errors", "cache", "cpu", "kernels", "models"},
     "roofline": {"cpu"},
-    "session": {*SETTINGS, "cache", "methods", "cpu", "kernels", "models", "warmup"},
+    "sidecar": {"", "errors", "models"},
+    "calibration": {"errors", "cache", "methods", "models", "sidecar"},
+    "session": {*SETTINGS, "cache", "methods", "cpu", "kernels", "models", "warmup", "calibration"},
+    "shared_prefill": {"cache", "cpu"},
+    "observer": {"cache"},
+    "comparison": {"errors", "cache", "methods", "warmup", "shared_prefill", "observer"},
 }
 EVERYTHING_BELOW = {*ALLOWED, "session"}
 ALLOWED["commands"] = EVERYTHING_BELOW

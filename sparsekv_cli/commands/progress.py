@@ -1,4 +1,4 @@
-"""Progress on stderr: of a prefill (on a terminal only) and of compiling the kernels."""
+"""Progress on stderr: of a prefill (on a terminal only), of compiling, of calibrating."""
 
 from __future__ import annotations
 
@@ -86,23 +86,79 @@ class CompileProgress:
             self._bar.start()
         assert self._task is not None
         self._bar.update(self._task, completed=done, total=total, description=f"compile {what}")
+        if done >= total:
+            self.close()
+
+    def close(self) -> None:
+        """Takes the bar off the screen; a later call starts a new one."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = self._task = None
 
     def __enter__(self) -> CompileProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class CalibrationProgress:
+    """Says that a method is being calibrated and where that is kept, with a bar on a terminal.
+
+    Call it with (method, share done, remark at the end); use it as a context manager.
+    """
+
+    def __init__(self) -> None:
+        self._method = ""
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __call__(self, method: str, share: float, note: str) -> None:
+        if method != self._method:
+            self.close()
+            self._method = method
+            line = f"calibrating {method} for this model (once)"
+            print(line, file=sys.stderr, flush=True)
+        if note:
+            self.close()
+            print(f"calibration of {method}: {note}", file=sys.stderr, flush=True)
+        elif sys.stderr.isatty():
+            if self._bar is None:
+                self._bar = _new_bar("")
+                self._task = self._bar.add_task(f"calibrate {method}", total=1.0)
+                self._bar.start()
+            assert self._task is not None
+            self._bar.update(self._task, completed=share)
+
+    def close(self) -> None:
+        """Takes the bar off the screen; a later call starts a new one."""
         if self._bar is not None:
             self._bar.stop()
+            self._bar = self._task = None
+
+    def __enter__(self) -> CalibrationProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _new_bar(unit: str) -> Progress:
+    """A bar that counts ``unit``; without one, it shows per cent."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
 
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        MofNCompleteColumn() if unit else TaskProgressColumn(),
         TextColumn(unit),
         TimeElapsedColumn(),
         console=Console(stderr=True),

@@ -9,12 +9,12 @@ from pathlib import Path
 import click
 
 from sparsekv_cli.commands.options import MODEL_OPTION, find_model, verbose_option
-from sparsekv_cli.commands.progress import CompileProgress
+from sparsekv_cli.commands.progress import CalibrationProgress, CompileProgress
 from sparsekv_cli.commands.terminal import say
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 
-TRIAL_CONTEXT = 64  # tokens: more than the trial sequence of warmup.py
+TRIAL_CONTEXT = 64  # tokens; the trial sequence of warmup.py does not pass through the session
 
 
 @click.command(short_help="Compile all kernels now, so that later runs start at once.")
@@ -24,19 +24,22 @@ def command(model: str | None) -> None:
     """Compile the kernels of every weight format and every method for this CPU.
 
     They are kept on disk; a run that finds them starts at once. Methods are tried on a model: -m,
-    SPARSEKV_MODEL or smollm2 if that is installed; which one makes no difference.
+    SPARSEKV_MODEL or smollm2 if that is installed; which one makes no difference to the kernels.
+    Methods that must be calibrated are calibrated for this model, if that was not done before.
     """
     from sparsekv_cli import session, warmup
     from sparsekv_cli.methods import METHODS, build_method
 
     path = trial_model(model)
     begin = time.perf_counter()
-    with CompileProgress() as progress:
+    with CompileProgress() as progress, CalibrationProgress() as calibrating:
         n_compiled = warmup.compile_common_kernels(progress)
         if path is not None:
             config = SessionConfig(ctx_size=TRIAL_CONTEXT)
             for name in METHODS:
-                loaded = session.load_session(path, build_method(name, {}), config, progress)
+                loaded = session.load_session(
+                    path, build_method(name, {}), config, progress, calibrating
+                )
                 loaded.gguf.close()
     seconds = time.perf_counter() - begin
     say(f"kernels of all weight formats: ready, {n_compiled} compiled")

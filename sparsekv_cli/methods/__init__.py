@@ -15,7 +15,12 @@ METHODS = {
     "full": "full:Full",
     "topk": "topk:TopK",
     "streaming": "streaming:Streaming",
+    "quest": "quest:Quest",
+    "snapkv": "snapkv:SnapKV",
+    "h2o": "h2o:H2O",
     "lfps": "lfps:LFPS",
+    "fasa": "fasa:FASA",
+    "freekv": "freekv:FreeKV",
 }
 
 

@@ -122,3 +122,21 @@ def test_a_model_that_is_named_must_exist(
     monkeypatch.setenv("SPARSEKV_MODEL", "neither-this")
     result = invoke("warmup")
     assert result.code == 1 and "neither-this" in result.err
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "full"])
+def test_a_trial_reaches_the_sparse_kernels(model: Path, name: str) -> None:
+    """Both of them: rows are left out, or the step would end in the dense kernels."""
+    method = build_method(name, {})
+    loaded = session.load_session(model, method, SessionConfig(threads=1))
+    specs = loaded.prepare(method)
+    caches = warmup.trial_caches(method, specs)
+    loaded.decoder.forward(list(range(warmup.N_PROMPT)), 0, caches)
+    for step in range(2):
+        loaded.decoder.decode(0, warmup.N_PROMPT + step, caches)
+    loaded.gguf.close()
+    counts = caches[-1].counters()
+    assert counts["rows_total"] == counts["sparse_rows_total"] > 0
+    if caches[-1].selects:
+        assert 0 < counts["sparse_rows_attended"] < 0.7 * counts["sparse_rows_total"]
+    warmup.load_method_kernels(method, specs[-1], loaded.decoder.dtype)  # takes the same way

@@ -15,7 +15,8 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.session import Session, load_session
 
-SPARSE_METHODS = ("topk", "streaming", "lfps")
+EVICTING_METHODS = ("snapkv", "h2o")  # they cannot go back behind what they dropped
+SPARSE_METHODS = ("topk", "streaming", "quest", "lfps", *EVICTING_METHODS)
 METHODS = ("full", *SPARSE_METHODS)
 N_LAYER, N_HEAD, N_KV = 4, 6, 2
 CHUNK = 16  # prompts that are split at multiples of it are computed alike to the last bit
@@ -94,11 +95,20 @@ class AllButSinks(Budget):
         return n - N_SINKS
 
 
-@pytest.mark.parametrize("name", ["topk", "streaming"])
-def test_selecting_every_row_equals_dense(name, session_of, monkeypatch):
+class AllRows(Budget):
+    """Every row; the first of Quest's pages takes the sinks' rows into account."""
+
+    def rows(self, n: int) -> int:
+        return n
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"), [("topk", AllButSinks), ("streaming", AllButSinks), ("quest", AllRows)]
+)
+def test_selecting_every_row_equals_dense(name, budget, session_of, monkeypatch):
     """The sparse path itself, layer by layer; LFPS' is in tests/cpu/test_history.py."""
     full, sparse = session_of("full"), session_of(name, dense_layers="none")
-    object.__setattr__(sparse.method, "budget", AllButSinks(share=1.0))
+    object.__setattr__(sparse.method, "budget", budget(share=1.0))
     cache_type = type(sparse.caches[0])
     select_and_attend = cache_type.decode
     errors = []
@@ -184,18 +194,20 @@ def test_turns_equal_one_forward(session_of):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_rewound_session_equals_a_fresh_one(name, session_of):
-    """To the end of the prompt, into the prompt, and to nothing."""
+    """To the end of the prompt, into the prompt, and to nothing; or it has to start again."""
     prompt, question, answer = tokens(4 * CHUNK), tokens(7, 1), tokens(10, 2)
     used = session_of(name, budget="12")
     for keep in (4 * CHUNK, 2 * CHUNK, 0):
+        lost = name == "h2o" or (name == "snapkv" and keep < len(prompt))
+        kept = 0 if lost else keep
         fresh = session_of(name, budget="12")
-        if keep:
-            fresh.prefill(prompt[:keep])
+        if kept:
+            fresh.prefill(prompt[:kept])
         used.rewind(0)
         used.prefill(prompt)
         decode(used, tokens(12, 3))
         used.rewind(keep)
-        assert used.tokens == prompt[:keep]
+        assert used.tokens == prompt[:kept]
         np.testing.assert_array_equal(used.prefill(question), fresh.prefill(question))
         np.testing.assert_array_equal(decode(used, answer), decode(fresh, answer))
 
@@ -203,7 +215,10 @@ def test_a_rewound_session_equals_a_fresh_one(name, session_of):
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("calls", range(1, 9))
 def test_an_interrupted_prefill_adds_nothing(name, calls, session_of):
-    """Progress is reported after each chunk of each layer: 2 chunks, 4 layers."""
+    """Progress is reported after each chunk of each layer: 2 chunks, 4 layers.
+
+    Once a layer has dropped rows, the sequence is lost: it has to be read again.
+    """
 
     def interrupt(done: int, total: int) -> None:
         nonlocal left
@@ -216,11 +231,13 @@ def test_an_interrupted_prefill_adds_nothing(name, calls, session_of):
     for each in (session, other):
         each.prefill(prompt)
         decode(each, answer)
-    left, before = calls, list(session.tokens)
+    if name in EVICTING_METHODS and calls > 6:  # layer 2, the first that is not dense, is done
+        other.rewind(0)
+    left, before = calls, list(other.tokens)
     with pytest.raises(KeyboardInterrupt):
         session.prefill(tokens(2 * CHUNK, 5), interrupt)
     assert left == 0 and session.tokens == before
-    assert {cache.store.n for cache in session.caches} == {len(before)}
+    assert {cache.n for cache in session.caches} == {len(before)}
     np.testing.assert_array_equal(session.prefill(question), other.prefill(question))
     np.testing.assert_array_equal(decode(session, answer), decode(other, answer))
 
@@ -232,7 +249,9 @@ def test_an_interrupted_decode_adds_nothing(name, session_of, monkeypatch):
     for each in (session, other):
         each.prefill(prompt)
         decode(each, answer)
-    before = list(session.tokens)
+    if name == "h2o":  # a layer before the last has dropped a row
+        other.rewind(0)
+    before = list(other.tokens)
     last = session.caches[-1]
 
     def interrupt(x):
@@ -242,7 +261,7 @@ def test_an_interrupted_decode_adds_nothing(name, session_of, monkeypatch):
         patch.setattr(last, "decode", interrupt)
         session.decode(5)
     assert session.tokens == before
-    assert {cache.store.n for cache in session.caches} == {len(before)}
+    assert {cache.n for cache in session.caches} == {len(before)}
     np.testing.assert_array_equal(session.prefill(question), other.prefill(question))
     np.testing.assert_array_equal(decode(session, answer), decode(other, answer))
 
@@ -257,7 +276,7 @@ def test_generation_as_long_as_the_prompt(name, session_of):
     produced = list(session.generate(prompt, greedy, 150))
     assert len(produced) == 150
     assert session.tokens == prompt + produced[:-1]  # the last one is not decoded
-    assert {cache.store.n for cache in session.caches} == {299}
+    assert {cache.n for cache in session.caches} == {299}
     again = list(session_of(name, budget="10%").generate(prompt, greedy, 150))
     assert again == produced
 
@@ -307,7 +326,22 @@ def test_ledger_of_lfps(preset, session_of):
     assert counts["index_bytes"] > 0 and counts["bounds_read"] > 0
 
 
-@pytest.mark.parametrize("name", ["topk", "streaming"])
+@pytest.mark.parametrize("name", EVICTING_METHODS)
+def test_evicting_methods_hold_less_however_long_the_answer(name, session_of):
+    """Less than the prompt's rows, in memory and in what a step reads."""
+    full, session = session_of("full"), session_of(name, budget="10", dense_layers="none")
+    for each in (full, session):
+        each.prefill(tokens(1900))
+        decode(each, tokens(100, 1))
+    whole, counts = full.ledger.as_dict(), session.ledger.as_dict()
+    assert counts["bytes_host"] < 0.2 * whole["bytes_host"]
+    assert counts["bytes_read"] < 0.1 * whole["bytes_read"]
+    n_held = {cache.store.n for cache in session.caches}
+    assert n_held == {46 + 100 if name == "snapkv" else 13}
+    assert counts["rows_dropped"] == N_LAYER * N_KV * (2000 - n_held.pop())
+
+
+@pytest.mark.parametrize("name", ["topk", "streaming", "quest", *EVICTING_METHODS])
 def test_bytes_read_shrink_with_the_budget(name, session_of):
     full = counts_after(session_of("full"), 300, 5)["bytes_read"]
     small = counts_after(session_of(name, budget="5%", dense_layers="none"), 300, 5)["bytes_read"]

@@ -1,0 +1,54 @@
+"""Which frequency chunks of a kv head rank its keys as the whole head does (FASA's calibration).
+
+Chunk i of C is the pair of dims that RoPE turns together, i and i + C; dims from 2 C on are not
+turned and belong to no chunk. Tensors are torch's, f32; their methods are all that is used of it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def query_positions(n, n_query):
+    """At most n_query positions spread evenly over [n/4, n), ascending."""
+    step = 0.75 * n / n_query
+    return sorted({int(n / 4 + (i + 0.5) * step) for i in range(n_query)})
+
+
+def judge_chunks(q, position, keys, n_chunk, top_k):
+    """How far each chunk's scores resemble the head's, for one query: var and ca, torch (H, C).
+
+    var: variance over the keys of the chunk's scores. ca, contextual agreement: the part of the
+    head's top_k keys that are among the chunk's (FASA eq 4). q torch (H, d) at ``position``, keys
+    torch (G, d, n), both rotated; keys after the position are not looked at.
+    """
+    n = position + 1
+    products = q.reshape(len(keys), -1, q.shape[1], 1) * keys[:, None, :, :n]  # (G, H/G, d, n)
+    products = products.flatten(0, 1)  # (H, d, n)
+    scores = products[:, :n_chunk] + products[:, n_chunk : 2 * n_chunk]  # (H, C, n)
+    k = min(top_k, n)
+    is_top = scores.new_zeros(len(scores), n)
+    is_top.scatter_(1, products.sum(1).topk(k, sorted=False).indices, 1)
+    own = scores.topk(k, sorted=False).indices  # (H, C, k)
+    agreement = is_top[:, None].expand_as(scores).gather(2, own).mean(2)
+    return scores.var(2, correction=0), agreement
+
+
+def rank_chunks(score, n_kv_head):
+    """score f32 (H, C) -> u8 (G, C): each kv head's chunks, best first, so any number is a prefix.
+
+    The heads of a group count alike: their scores are normalised to sum 1 before they are added.
+    """
+    total = score.sum(1, keepdims=True, dtype=np.float64)
+    share = score / np.where(total > 0, total, 1)
+    group = share.reshape(n_kv_head, -1, score.shape[1]).sum(1)
+    return np.argsort(-group, axis=1, kind="stable").astype(np.uint8)
+
+
+def order_dims(rank, n_tip, d):
+    """rank (G, C) -> int32 (G, d): the dims of the first n_tip chunks, then the others."""
+    n_chunk = rank.shape[1]
+    first = rank[:, :n_tip].astype(np.int32)
+    dominant = np.stack([first, first + n_chunk], axis=2).reshape(len(rank), -1)
+    others = [np.setdiff1d(np.arange(d, dtype=np.int32), dims) for dims in dominant]
+    return np.concatenate([dominant, np.stack(others)], axis=1)

@@ -1,0 +1,149 @@
+"""``calibrate``: measures what some methods must know about a model, and writes the sidecar."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sparsekv_cli.commands.options import (
+    MACHINE_OPTIONS,
+    MODEL_OPTION,
+    apply_options,
+    build_method,
+    find_model,
+    load_session,
+    verbose_option,
+)
+from sparsekv_cli.commands.progress import CalibrationProgress
+from sparsekv_cli.commands.prompt import read_prompt
+from sparsekv_cli.commands.terminal import say, write_text
+from sparsekv_cli.config import SessionConfig
+
+if TYPE_CHECKING:
+    from sparsekv_cli.sidecar import Entry
+
+ALL = "all"
+
+
+def _machine_options(function: Any) -> Any:
+    return apply_options(function, MACHINE_OPTIONS)
+
+
+@click.command(short_help="Measure what some methods must know about a model.")
+@MODEL_OPTION
+@click.option(
+    "--method",
+    metavar="LIST",
+    default=ALL,
+    help="The methods, with commas between, or all that need it. [default: all]",
+)
+@click.option(
+    "-f",
+    "--file",
+    metavar="FILE",
+    help="Measure on this text instead of the built-in one; - is stdin.",
+)
+@click.option(
+    "--tokens",
+    "n_tokens",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Use the first N tokens of the text. [default: 4096]",
+)
+@click.option(
+    "--output",
+    metavar="FILE",
+    help="Write here; runs find it with --calibration FILE. [default: beside the model, or in the "
+    "user's cache directory where that cannot be written]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@_machine_options
+@verbose_option
+def command(
+    model: str | None,
+    method: str,
+    file: str | None,
+    n_tokens: int | None,
+    output: str | None,
+    as_json: bool,
+    threads: int,
+    device: str,
+    prefill_dtype: str,
+) -> None:
+    """Calibrate methods for a model and store the result in its sidecar, a GGUF file.
+
+    A method that needs a calibration makes it by itself when it is first used. This command makes
+    it again, beforehand, or on another text; what other methods have stored is kept.
+    """
+    config = SessionConfig(threads=threads, device=device, prefill_dtype=prefill_dtype)
+    names = choose_methods(method)
+    path = find_model(model)
+    text = None if file is None else read_prompt(None, file)
+    from sparsekv_cli.calibration import DEFAULT_TOKENS, CalibrationText, built_in_text
+    from sparsekv_cli.sidecar import check_place, write_entry
+
+    source = built_in_text() if text is None else CalibrationText(str(file), text)
+    session = load_session(path, _method("full"), config)
+    calibrations = session.calibrations
+    place = calibrations.place_to_write() if output is None else Path(output)
+    check_place(place)
+    rows = []
+    with CalibrationProgress() as progress:
+        for name in names:
+            begin = time.perf_counter()
+            entry = calibrations.calibrate(
+                _method(name), source, n_tokens or DEFAULT_TOKENS, progress
+            )
+            write_entry(place, name, calibrations.identity, entry)
+            seconds = time.perf_counter() - begin
+            progress(name, 1.0, f"{entry.n_tokens} tokens, {seconds:.1f} s, stored in {place}")
+            rows.append(describe(name, entry, seconds))
+    size = place.stat().st_size
+    if as_json:
+        result = {"model": str(path), "path": str(place), "bytes": size, "methods": rows}
+        write_text(json.dumps(result, indent=2) + "\n")
+    else:
+        say(f"{place}: {size / 2**20:.1f} MiB")
+
+
+def choose_methods(text: str) -> list[str]:
+    """The names in ``text``, or all; a usage error for one that needs no calibration."""
+    from sparsekv_cli.calibration import calibrated_methods
+
+    known = calibrated_methods()
+    listed = ", ".join(known) or "none"
+    if text == ALL:
+        if not known:
+            raise click.UsageError("no method needs a calibration")
+        return known
+    names = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in names:
+        if name not in known:
+            raise click.UsageError(
+                f"method {name!r} is none that needs a calibration; those are {listed}"
+            )
+    return names
+
+
+def _method(name: str) -> Any:
+    return build_method(name, {}, budget=None, dense_layers=None)
+
+
+def describe(name: str, entry: Entry, seconds: float) -> Mapping[str, Any]:
+    """What ``--json`` says about one method."""
+    return {
+        "name": name,
+        "tokens": entry.n_tokens,
+        "text": entry.text_name,
+        "text_sha256": entry.text_hash,
+        "seconds": seconds,
+        "tensors": [
+            {"name": key, "type": array.dtype.name, "shape": list(array.shape)}
+            for key, array in entry.tensors.items()
+        ],
+    }

@@ -1,0 +1,293 @@
+"""FASA: "Frequency-Aware Sparse Attention" (Wang et al., AMAP Alibaba and others).
+
+RoPE turns the dims of a head in pairs, the frequency chunks. A few of them, found once by
+calibration, rank the keys nearly as the whole head does. Each step scores all keys by the dominant
+chunks of their kv head, and each query head attends exactly to its best N_fac keys.
+
+| paper | here |
+|---|---|
+| eq 4, Algorithm 1: contextual agreement (CA) of a chunk | judge_chunks (cpu/dominance.py) |
+| eq 5, the N_tip dominant chunks | rank_chunks, order_dims (cpu/dominance.py) |
+| section 4.1, scores by dominant chunks, top N_fac | score_chunks, choose_rows (cpu/chunks.py) |
+| eq 6, 7, focused attention at original positions | attend_split_rows (cpu/chunks.py) |
+| section 4.3, D.1, FASA-C and FASA-M | variant=c and variant=m of one storage, SplitStore |
+
+Departures. (1) ``metric=var`` ranks chunks by the variance of their scores over the keys: cheaper
+than CA, and better. (2) The query heads of a kv head share one set of chunks, because its keys are
+stored once. (3) The first 4 and the last 16 rows are always among the N_fac (``force=none``: they
+need not be). (4) The dominant part of an attended key's score is not computed twice. (5) A context
+within N_fac is stored and attended to as ``full`` does; K is split when the context outgrows N_fac,
+and whole during a prefill. ``preset=paper``: CA, d/4 chunks, nothing forced, no dense layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from sparsekv_cli.cache import (
+    CALIBRATION,
+    N_SINKS,
+    AttnInput,
+    Backend,
+    Budget,
+    CalibrationRun,
+    KVStore,
+    LayerCache,
+    LayerSpec,
+    Memory,
+    Method,
+    padded,
+)
+from sparsekv_cli.cpu import chunks, dominance, split
+from sparsekv_cli.errors import SparseKVError
+
+N_FAC = Budget(tokens=256)  # paper, section 5.1
+N_RECENT = 16  # METHODS.md: last rows that are always attended
+N_QUERIES, TOP_K = 16, 64  # METHODS.md: queries that judge the chunks, K of CA
+CHOICES = {
+    "preset": ("tuned", "paper"),
+    "metric": ("var", "ca"),
+    "force": ("default", "none"),
+    "variant": ("c", "m"),
+}
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class FASA(Method):
+    """Options of FASA; symbols as in the paper."""
+
+    paper: ClassVar[str] = "FASA: Frequency-Aware Sparse Attention (Wang et al.)"
+    summary: ClassVar[str] = "scores keys by the dominant RoPE frequencies, attends to the best"
+    needs: ClassVar[str] = CALIBRATION
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "tuned": {},
+        "paper": {"metric": "ca", "force": "none", "dense_layers": ()},
+    }
+
+    preset: str = _option("tuned", "tuned or paper; other options change it")
+    budget: Budget = _option(N_FAC, "rows attended a head, N_fac: N or P%")
+    n_fac: int = _option(0, "the budget in rows, by the paper's name; 0 = as budget says")
+    n_tip: int = _option(0, "dominant chunks of a kv head; 0 = d/8 with var, d/4 with ca")
+    metric: str = _option("var", "what ranks chunks: 'var' (of their scores) or 'ca' (eq 4)")
+    force: str = _option("default", "'default': 4 first and 16 last rows always, or 'none'")
+    variant: str = _option("c", "'c', or 'm': reports what a device could leave to its host")
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                listed = " or ".join(allowed)
+                raise ValueError(f"{name} = {getattr(self, name)!r}: must be {listed}")
+        for name in ("n_tip", "n_fac"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be 0 or more")
+        if self.n_fac:
+            if self.budget not in (N_FAC, Budget(tokens=self.n_fac)):
+                raise ValueError(f"n_fac = {self.n_fac}: budget = {self.budget} is given as well")
+            # The budget alone from here on, so that replacing it has its effect.
+            object.__setattr__(self, "budget", Budget(tokens=self.n_fac))
+            object.__setattr__(self, "n_fac", 0)
+
+    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
+        return FASACache(spec, backend, self)
+
+    def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
+        """Both metrics of every chunk, and each kv head's chunks by rank, the best first.
+
+        score_var, score_ca f32 (L, H, C); dom_var, dom_ca u8 (L, G, C); C = n_rot/2, which is d/2
+        where all dims are rotated. Layers with fewer heads than others end in zeros.
+        """
+        specs, n_chunk = run.specs, len(run.specs[0].theta)
+        positions = dominance.query_positions(len(run.ids), N_QUERIES)
+        n_head, n_kv = (max(getattr(s, f) for s in specs) for f in ("n_head", "n_head_kv"))
+        tensors = {}
+        for metric in CHOICES["metric"]:
+            tensors[f"score_{metric}"] = np.zeros((len(specs), n_head, n_chunk), np.float32)
+            tensors[f"dom_{metric}"] = np.zeros((len(specs), n_kv, n_chunk), np.uint8)
+
+        def keep(spec: LayerSpec, scores: dict[str, np.ndarray]) -> None:
+            for metric, score in scores.items():
+                rank = dominance.rank_chunks(score, spec.n_head_kv)
+                tensors[f"score_{metric}"][spec.layer, : spec.n_head] = score
+                tensors[f"dom_{metric}"][spec.layer, : spec.n_head_kv] = rank
+            run.progress((spec.layer + 1) / len(specs))
+
+        caches = [_JudgingCache(spec, run.backend, positions, keep) for spec in specs]
+        run.forward(run.ids, 0, caches, False)
+        return tensors
+
+
+class _JudgingCache(LayerCache):
+    """Judges a layer's chunks at the end of the calibration's prefill, and keeps nothing."""
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        backend: Backend,
+        positions: Sequence[int],
+        keep: Callable[[LayerSpec, dict[str, np.ndarray]], None],
+    ) -> None:
+        super().__init__(spec, backend)
+        self._positions, self._keep = positions, keep
+        self._queries: list[Any] = []  # torch f32 (H, d), one a position
+
+    def prefill(self, x: AttnInput) -> Any:
+        inside = [t - x.pos for t in self._positions if 0 <= t - x.pos < x.q.shape[1]]
+        self._queries += [x.q[:, t].float() for t in inside]
+        return super().prefill(x)
+
+    def finish_prefill(self) -> None:
+        import torch
+
+        spec, store = self.spec, self.store
+        keys = torch.from_numpy(store.k[:, : store.n, : spec.head_dim]).float()
+        keys = keys.transpose(1, 2).contiguous()  # (G, d, n)
+        judged = [
+            dominance.judge_chunks(q, t, keys, len(spec.theta), TOP_K)
+            for q, t in zip(self._queries, self._positions, strict=True)
+        ]
+        means = [torch.stack(values).mean(0).numpy() for values in zip(*judged, strict=True)]
+        self.store, self._queries = KVStore(spec), []
+        self._keep(spec, dict(zip(CHOICES["metric"], means, strict=True)))
+
+    def decode(self, x: AttnInput) -> np.ndarray:
+        raise AssertionError("a calibration only prefills")
+
+
+class SplitStore(KVStore):
+    """K and V of one layer; K is whole, or in two parts: Kdom is ``dom`` then, and Krest ``k``."""
+
+    def __init__(self, spec: LayerSpec, dims: np.ndarray, n_dom: int) -> None:
+        self.dims, self._n_dom = dims, n_dom  # int32 (G, d), the n_dom dominant ones first
+        self.dom: np.ndarray | None = None  # f16 as u16 (G, blocks, n_dom, 16); None: K is whole
+        super().__init__(spec)
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + (0 if self.dom is None else self.dom.nbytes)
+
+    def reserve(self, n: int) -> None:
+        if self.dom is not None and self.dom.shape[1] * chunks.BLOCK < n:
+            old, self.dom = self.dom, self._blocks(n + n // 8 + 256)
+            self.dom[:, : old.shape[1]] = old
+        super().reserve(n)
+
+    def _blocks(self, capacity: int) -> np.ndarray:
+        n_block = -(-capacity // chunks.BLOCK)
+        return np.zeros((len(self.dims), n_block, self._n_dom, chunks.BLOCK), np.uint16)
+
+    def _grown(self) -> None:
+        super()._grown()
+        self.halves = self.k.view(np.uint16), self.v.view(np.uint16)  # as kernels take f16
+
+    def split(self) -> np.ndarray:
+        """K in two parts, if it is not; returns Kdom."""
+        if self.dom is None:
+            n_rest = padded(self._d - self._n_dom)
+            rest = np.empty((*self.k.shape[:2], n_rest), np.float16)
+            dom = self._blocks(self.capacity)
+            split.split_keys(self.halves[0], self.n, self.dims, dom, rest.view(np.uint16))
+            self.dom, self.k = dom, rest
+            self._grown()
+        return self.dom
+
+    def join(self) -> None:
+        """K whole, if it is not, bit for bit as it was."""
+        if self.dom is not None:
+            k = self.whole_keys(self.capacity, padded(self._d))
+            self.dom, self.k = None, k
+            self._grown()
+
+    def whole_keys(self, capacity: int, width: int) -> np.ndarray:
+        """A copy of K, f16 (G, capacity, width), zeros from n and d on."""
+        k = np.zeros((len(self.dims), capacity, width), np.float16)
+        if self.dom is None:
+            k[:, : self.n, : self._d] = self.k[:, : self.n, : self._d]
+        else:
+            split.join_keys(self.dom, self.halves[0], self.n, self.dims, k.view(np.uint16))
+        return k
+
+
+class FASACache(LayerCache):
+    """The split K, and V, of one layer."""
+
+    store: SplitStore
+
+    def __init__(self, spec: LayerSpec, backend: Backend, method: FASA) -> None:
+        super().__init__(spec, backend)
+        self.method = method
+        n_chunk = len(spec.theta)
+        rank = spec.calibration[f"dom_{method.metric}"][: spec.n_head_kv]  # (G, C)
+        if rank.shape[1] != n_chunk or (np.sort(rank) != np.arange(n_chunk)).any():
+            raise SparseKVError(f"calibration of fasa: layer {spec.layer} ranks other chunks")
+        share = 8 if method.metric == "var" else 4
+        n_tip = method.n_tip or min(n_chunk, max(1, spec.head_dim // share))
+        if n_tip > n_chunk:
+            raise SparseKVError(f"n_tip = {n_tip}: this model's heads have {n_chunk} chunks")
+        dims = dominance.order_dims(rank, n_tip, spec.head_dim)
+        self.store = SplitStore(spec, dims, 2 * n_tip)
+
+    def prefill(self, x: AttnInput) -> Any:
+        self.store.join()
+        return super().prefill(x)
+
+    def finish_prefill(self) -> None:
+        n = self.store.n + 1
+        if self.method.budget.rows(n) < n:
+            self.store.split()
+
+    def decode(self, x: AttnInput) -> np.ndarray:
+        store, spec, q = self.store, self.spec, x.q[:, 0]
+        n = store.n + 1
+        n_fac = self.method.budget.rows(n)
+        n_pairs = spec.n_head * n
+        if n_fac >= n:
+            store.join()  # it was split if a rewind has made the context as short as this
+            self.backend.append_row(store, x)
+            n_bytes = spec.n_head_kv * n * store.row_bytes
+            self.ledger.step(n_pairs, n_pairs, n_pairs, n_bytes, True)
+            self.attended = None
+            return self.backend.attend_dense(store, q, spec)
+        store.reserve(n)
+        dom = store.split()
+        n_recent = n_sinks = 0
+        if self.method.force == "default":
+            n_recent = min(N_RECENT, max(1, n_fac // 2))
+            n_sinks = min(N_SINKS, n_fac - n_recent)
+        rows = np.empty((spec.n_head, n_fac), np.int32)
+        out = np.empty((spec.n_head, store.v.shape[2]), np.float32)
+        chunks.fasa_step(
+            q, x.k[:, 0], x.v[:, 0], n, store.dims, dom, *store.halves, spec.scale, n_sinks,
+            n_recent, rows, out, spec.n_threads,
+        )  # fmt: skip
+        store.n = n
+        self.attended = rows, np.full(spec.n_head, n_fac)
+        row_bytes = 2 * (store.k.shape[2] + store.v.shape[2])  # of Krest and V
+        n_again = spec.n_head * chunks.n_blocks_opened(n, n_sinks, n_recent, n_fac)
+        n_scored = spec.n_head_kv * n + n_again * chunks.BLOCK  # rows of Kdom
+        n_bytes = 2 * dom.shape[2] * n_scored + rows.size * row_bytes
+        self.ledger.step(n_pairs, n_pairs, rows.size, n_bytes, True)
+        if self.method.variant == "m":
+            n_moved = chunks.count_distinct(rows, spec.group, n)
+            self.ledger.counts["bytes_moved"] += n_moved * row_bytes
+        return out
+
+    def memory(self) -> Memory:
+        """Variant m: Kdom counts as the device's, Krest and V as its host's.
+
+        So it would be with a device; here all of it is host memory. Likewise bytes_moved: Krest and
+        V of the rows that a step attends to, once a kv head. A context within N_fac counts as the
+        device's whole.
+        """
+        store = self.store
+        if self.method.variant == "c":
+            return Memory(host=store.nbytes)
+        device = store.nbytes if store.dom is None else store.dom.nbytes
+        return Memory(host=store.nbytes - device, device=device)

@@ -1,0 +1,339 @@
+"""FreeKV: "Boosting KV Cache Retrieval for Efficient LLM Inference" (Liu et al.).
+
+Attention reads sinks, a window and a few pages between them, chosen with the query of the step
+before, so that choosing and fetching them is done ahead. Where a query has turned away from the one
+before, its kv head chooses again, with the query itself. All other pages lie in a pool.
+
+| paper | here |
+|---|---|
+| 3.2 page summaries (min-max pooled keys), page scores | cpu/pages.py |
+| 3.2 group-consistent selection, mean of softmax(P) | cpu/recall.py choose_pages |
+| 3.2 speculative retrieval for the next step | recall_ahead, on a thread of its own (overlap) |
+| 3.3 query-based identification, C_i < tau; head-wise correction | mean_cosine, recall_step |
+| 4.2 hybrid layouts, NHD and HND; offloading | cpu/page_cache.py, offload_pages |
+| 4.2 streamed recall | recall_pages |
+
+Departures. (1) Pages are summarised by mean + std and mean - std and hold 16 rows
+(``preset=paper``: min-max, 32), which takes a third of the KLD. (2) The window starts at a page,
+so it holds W to W + p - 1 rows; pages are candidates from the step on at which they leave it, also
+in a choice made a step ahead. (3) Recalled pages stay in an LRU cache of twice the pages that are
+chosen, which saves most recalls. (4) A recall converts as it copies: two buffers gain nothing where
+there is no transfer to wait for. (5) Without a core to spare (``overlap``) nothing is done ahead: a
+kv head chooses once a step, with the older query unless it is corrected, to the same end. (6) Sinks
+and window take a quarter of the budget each at most; B, S and W are smaller than the paper's 2048,
+128 to 512. (7) While all rows are within the budget, or no page has left the window, attention is
+dense. On a CPU the device's memory is the host's: a recall is a copy within it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from sparsekv_cli.cache import (
+    AttnInput,
+    Backend,
+    Budget,
+    KVStore,
+    LayerCache,
+    LayerSpec,
+    Memory,
+    Method,
+    padded,
+)
+from sparsekv_cli.cpu import recall
+from sparsekv_cli.cpu.cores import physical_cores
+from sparsekv_cli.cpu.page_cache import (
+    ATTENDED,
+    CORRECTED,
+    HIT,
+    N_STATISTICS,
+    OFFLOADED,
+    RECALLED,
+    SCORED,
+    STEPPED,
+    PageCache,
+)
+
+MOST = 1 << 30  # of sizes that are options
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+class Plan(NamedTuple):
+    """The pages that a step attends to."""
+
+    n_sink: int  # how many pages hold the sinks
+    n_best: int  # how many are chosen, k
+    window: int  # the first page of the window
+
+
+@dataclass(frozen=True)
+class FreeKV(Method):
+    """Options of FreeKV; symbols as in the paper."""
+
+    paper: ClassVar[str] = "arXiv:2505.13109"
+    summary: ClassVar[str] = "pages recalled a step ahead, and corrected where the query turns"
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "tuned": {},
+        "paper": {"page": 32, "summaries": "minmax"},
+    }
+
+    dense_layers: tuple[int, ...] = (0,)
+    preset: str = _option("tuned", "tuned or paper; other options change it")
+    budget: Budget = _option(Budget(tokens=512), "rows attended a head, B, with S and W: N or P%")
+    page: int = _option(16, "p: rows of a page")
+    summaries: str = _option("meanstd", "of a page's keys: 'meanstd' or 'minmax'")
+    tau: float = _option(0.8, "cosine of successive queries below which a kv head is corrected")
+    sinks: int = _option(64, "S: first rows, always attended (whole pages; at most B/4)")
+    window: int = _option(64, "W: most recent rows, always attended (at most B/4)")
+    speculate: bool = _option(True, "choose with the query of the step before")
+    correct: bool = _option(True, "choose again where the query has turned away")
+    cache_pages: float = _option(2.0, "size of the cache of recalled pages, in selections")
+    overlap: str = _option(
+        "auto", "choose on a thread of its own: auto (a core is free), true, false"
+    )
+
+    def __post_init__(self) -> None:
+        choices = {
+            "preset": tuple(self.presets),
+            "summaries": ("meanstd", "minmax"),
+            "overlap": ("auto", "true", "false"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                listed = " or ".join(allowed)
+                raise ValueError(f"{name} = {getattr(self, name)!r}: must be {listed}")
+        for name, least in (("page", 1), ("sinks", 0), ("window", 1), ("cache_pages", 1)):
+            if not least <= getattr(self, name) <= MOST:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be {least} or more")
+        if not math.isfinite(self.tau):
+            raise ValueError(f"tau = {self.tau}: must be finite")
+
+    def plan(self, n: int, n_sink: int | None = None) -> Plan | None:
+        """What a step of n rows, its own included, attends to; None: everything.
+
+        n_sink: the sinks' pages if they are settled already. A budget that is a share grows with
+        the context, and the window and the chosen pages with it.
+        """
+        budget, page = self.budget.rows(n), self.page
+        if n_sink is None:
+            n_sink = min(-(-self.sinks // page), max(1, budget // (4 * page)))
+        recent = min(self.window, max(1, budget // 4))
+        window = (n - recent) // page
+        if budget >= n or window <= n_sink:
+            return None
+        return Plan(n_sink, max(1, (budget - n_sink * page - recent) // page), window)
+
+    def slots(self, plan: Plan) -> int:
+        """Pages a kv head that the cache of recalled pages holds."""
+        return max(plan.n_best, round(self.cache_pages * plan.n_best))
+
+    @property
+    def threshold(self) -> float:
+        """tau, made safe against rounding of the cosine at its ends."""
+        if not self.correct or self.tau <= -1:
+            return -math.inf
+        return math.inf if self.tau > 1 else self.tau
+
+    def overlaps(self, n_threads: int) -> bool:
+        """Whether to choose on a thread beside those of the decoder."""
+        if not self.speculate or self.threshold == math.inf or self.overlap == "false":
+            return False
+        return self.overlap == "true" or self._n_core > n_threads
+
+    @cached_property
+    def _n_core(self) -> int:
+        return physical_cores()
+
+    @cached_property
+    def worker(self) -> ThreadPoolExecutor:
+        """The thread that chooses ahead for all layers; it ends when the method is let go."""
+        return ThreadPoolExecutor(1, "freekv")
+
+    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
+        return FreeKVCache(spec, backend, self)
+
+
+class FreeKVCache(LayerCache):
+    """One layer: a KVStore while attention is dense, and in prefill; otherwise a PageCache."""
+
+    def __init__(self, spec: LayerSpec, backend: Backend, method: FreeKV) -> None:
+        super().__init__(spec, backend)
+        self.method = method
+        self._cache: PageCache | None = None
+        self._overlaps = method.overlaps(spec.n_threads)
+        # The choice for the next step, under way, and the first page of that step's window.
+        self._ahead: tuple[Future[None], int] | None = None
+        self._reserved = 0
+        self._last: Any = None  # the last query of a prefill, torch (H, d)
+        self._previous = np.zeros((spec.n_head, padded(spec.head_dim)), np.float32)
+        self._previous_n = 0  # rows in context when that query was the current one
+        self._statistics = np.zeros((spec.n_head_kv, N_STATISTICS), np.int64)
+
+    @property
+    def n(self) -> int:
+        return self.store.n if self._cache is None else self._cache.n
+
+    def reserve(self, n: int) -> None:
+        self._reserved = n
+        if self._cache is None:
+            self.store.reserve(n)
+
+    # --- prefill ----------------------------------------------------------------------------------
+
+    def prefill(self, x: AttnInput) -> Any:
+        self._leave_pages()
+        self._last = x.q[:, -1]
+        return super().prefill(x)
+
+    def finish_prefill(self) -> None:
+        self._previous[:, : self.spec.head_dim] = self._last.float().numpy()
+        self._previous_n, self._last = self.n, None
+        plan = self.method.plan(self.n + 1)
+        if plan is not None:
+            cache = self._enter_pages(plan)
+            if self.method.speculate:
+                self._recall_ahead(cache, background=False)
+
+    def _enter_pages(self, plan: Plan) -> PageCache:
+        """Moves all rows from the store to pages."""
+        method = self.method
+        self._cache = cache = PageCache(
+            self.store, self._statistics, page=method.page, n_sink=plan.n_sink,
+            n_ring=-(-(method.window + method.page - 1) // method.page), n_slot=method.slots(plan),
+            window=plan.window, meanstd=method.summaries == "meanstd",
+        )  # fmt: skip
+        self.store = KVStore(self.spec)
+        return cache
+
+    def _leave_pages(self) -> None:
+        """Moves all rows back to a store, bit for bit."""
+        self._wait()
+        if self._cache is not None:
+            store = KVStore(self.spec)
+            store.reserve(max(self._cache.n, self._reserved))
+            self._cache.to_store(store)
+            self.store, self._cache = store, None
+
+    # --- decode -----------------------------------------------------------------------------------
+
+    def decode(self, x: AttnInput) -> np.ndarray:
+        self._wait()
+        spec, method, cache = self.spec, self.method, self._cache
+        n, q, rows = self.n + 1, x.q[:, 0], spec.n_head * (self.n + 1)
+        plan = method.plan(n, None if cache is None else cache.n_sink)
+        if plan is None:
+            return self._decode_dense(x)
+        if cache is None:
+            cache = self._enter_pages(plan)
+        cache.make_room(plan.window, method.slots(plan))
+        width = (plan.n_sink + plan.n_best) * method.page + n - plan.window * method.page
+        attended = np.empty((spec.n_head_kv, width if self.traced else 0), np.int32)
+        counts = np.empty(spec.n_head_kv, np.int64)
+        out = np.empty((spec.n_head, padded(spec.value_dim)), np.float32)
+        current = not method.speculate or self._previous_n != n - 1
+        recall.recall_step(
+            cache.pages, q, self._previous, x.k[:, 0], x.v[:, 0], n, plan.window, cache.offloaded,
+            plan.n_best, method.threshold, current, spec.scale, cache.n_sink, cache.n_ring,
+            cache.meanstd, attended, counts, out, spec.n_threads,
+        )  # fmt: skip
+        cache.offloaded, cache.n = plan.window, n
+        self._remember(q, n)
+        if self.traced:
+            self.attended = (attended, counts)
+        self.ledger.step(rows, 0, 0, 0, True)
+        if self._overlaps:
+            self._recall_ahead(cache, background=True)
+        return out
+
+    def _decode_dense(self, x: AttnInput) -> np.ndarray:
+        """A step that attends to all rows."""
+        self._leave_pages()
+        store, spec = self.store, self.spec
+        self.backend.append_row(store, x)
+        rows = spec.n_head * store.n
+        self.ledger.step(rows, rows, rows, spec.n_head_kv * store.n * store.row_bytes, True)
+        self.attended = None
+        self._remember(x.q[:, 0], store.n)
+        return self.backend.attend_dense(store, x.q[:, 0], spec)
+
+    def _remember(self, q: np.ndarray, n: int) -> None:
+        self._previous_n = 0  # none, should this be interrupted
+        self._previous[:] = q
+        self._previous_n = n
+
+    def _recall_ahead(self, cache: PageCache, *, background: bool) -> None:
+        """Chooses and recalls the next step's pages with the query of this one."""
+        n = cache.n + 1
+        plan = self.method.plan(n, cache.n_sink)
+        if plan is None:
+            return
+        cache.make_room(plan.window, self.method.slots(plan))
+        arguments = (
+            cache.pages, self._previous, n, plan.window, cache.offloaded, plan.n_best,
+            self.spec.scale, cache.n_sink, cache.n_ring, cache.meanstd,
+        )  # fmt: skip
+        if background:
+            future = self.method.worker.submit(recall.recall_ahead, *arguments)
+            self._ahead = future, plan.window
+        else:
+            recall.recall_ahead(*arguments)
+            cache.offloaded = plan.window
+
+    def _wait(self) -> None:
+        """Until nothing works on the pages any more; raises what went wrong there, once."""
+        if self._ahead is None:
+            return
+        future, window = self._ahead
+        try:
+            future.result()
+        except Exception:
+            self._ahead = None
+            raise
+        if self._cache is not None:
+            self._cache.offloaded = window
+        self._ahead = None
+
+    # --- the rest ---------------------------------------------------------------------------------
+
+    def truncate(self, n: int) -> int:
+        if n < self.n:
+            self._leave_pages()
+            self.store.truncate(n)
+        return self.n
+
+    def memory(self) -> Memory:
+        host, cache = self.store.nbytes, self._cache
+        if cache is None:
+            return Memory(host=host)
+        index = cache.index_bytes + self._previous.nbytes
+        return Memory(host=host + cache.pool_bytes, device=cache.resident_bytes, index=index)
+
+    def counters(self) -> Mapping[str, int]:
+        """The steps counted by the kernels, added to the dense ones."""
+        self._wait()
+        total = [int(count) for count in self._statistics.sum(0)]
+        group, width = self.spec.group, padded(self.spec.head_dim)
+        row_bytes = 2 * (width + padded(self.spec.value_dim))
+        counts = self.ledger.counts.copy()
+        for prefix in ("", "sparse_"):
+            counts[f"{prefix}rows_scored"] += 2 * total[SCORED] * group  # hi and lo
+            counts[f"{prefix}rows_attended"] += total[ATTENDED] * group
+        moved = (total[RECALLED] + total[OFFLOADED]) * self.method.page * row_bytes
+        counts["bytes_moved"] += moved
+        counts["bytes_read"] += total[ATTENDED] * row_bytes + total[SCORED] * 4 * width + moved
+        for name, column in (
+            ("pages_hit", HIT), ("pages_recalled", RECALLED), ("pages_offloaded", OFFLOADED),
+            ("heads_corrected", CORRECTED), ("heads_stepped", STEPPED),
+        ):  # fmt: skip
+            counts[name] += total[column]
+        return counts

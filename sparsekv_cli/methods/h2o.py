@@ -1,0 +1,160 @@
+"""H2O: "Heavy-Hitter Oracle for Efficient Generative Inference" (Zhang et al., arXiv:2306.14048).
+
+Every key collects the attention that queries pay to it. A cache of fixed size keeps the keys that
+have collected most and the most recent ones, half of each; a step that adds a row drops another for
+good, so memory and work of a step are those of the budget however long the text becomes.
+
+| paper | here |
+|---|---|
+| section 4, F_score: attention accumulated, in prefill and decode | cpu/evict.py add_attention |
+| Algorithm 1, lines 4 to 8: the row to drop | cpu/evict.py least_attended |
+| section 5, half heavy hitters and half recent rows | H2O.limits |
+
+Departures. (1) The query heads of a kv head share one choice, by the sum of their scores: the
+paper's models have no groups, and rows are stored for a kv head. (2) Sinks are kept beside the
+budget. (3) A row is dropped behind the step that makes it too many, so that the next step's row is
+within the budget. (4) ``window`` sums only the last queries of a prefill. (5) A later prefill, a
+turn of a chat, is dense over the rows that are left and its own. (6) A sequence that is cut has to
+be read again, because attention that was summed up cannot be taken back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from sparsekv_cli.cache import (
+    DEFAULT_BUDGET,
+    N_SINKS,
+    AttnInput,
+    Backend,
+    Budget,
+    LayerCache,
+    LayerSpec,
+    Memory,
+    Method,
+)
+from sparsekv_cli.cpu import evict
+from sparsekv_cli.cpu.select import select_rows
+from sparsekv_cli.eviction import EvictingCache, LastQueries, by_kv_head
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class H2O(Method):
+    """Options of H2O."""
+
+    paper: ClassVar[str] = "arXiv:2306.14048"
+    summary: ClassVar[str] = "keeps what has been attended to most and what is recent, drops others"
+
+    budget: Budget = _option(DEFAULT_BUDGET, "rows held a head, half of them recent: N or P%")
+    window: int = _option(0, "last queries of a prefill whose attention counts; 0 = all")
+
+    def __post_init__(self) -> None:
+        if self.window < 0:
+            raise ValueError(f"window = {self.window}: must be 0 or more")
+
+    def limits(self, n: int) -> tuple[int, int]:
+        """Most rows to hold when n have been seen, and the position from which rows are recent.
+
+        Both leave a place for row n, which comes with the next step.
+        """
+        budget = self.budget.rows(n + 1)
+        return N_SINKS + budget - 1, n + 1 - max(1, budget // 2)
+
+    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
+        return H2OCache(spec, backend, self)
+
+
+class H2OCache(EvictingCache):
+    """The rows of one layer, in any order, and the attention that each has received."""
+
+    def __init__(self, spec: LayerSpec, backend: Backend, method: H2O) -> None:
+        super().__init__(spec, backend)
+        self.method = method
+        self._queries = LastQueries(method.window)
+        shape = (spec.n_head_kv, 0)
+        # By row of the store, (G, rows): position, attention received, and in this prefill.
+        self._positions = np.empty(shape, np.int32)
+        self._mass, self._new_mass = np.empty(shape, np.float32), np.empty(shape, np.float32)
+
+    def positions(self) -> np.ndarray:
+        return self._positions[:, : self.store.n]
+
+    def prefill(self, x: AttnInput) -> Any:
+        out = super().prefill(x)
+        if self.method.window:
+            self._queries.add(x.q)
+        else:
+            self._add(by_kv_head(x.q, self.spec))
+        return out
+
+    def _add(self, queries: np.ndarray) -> None:
+        """The attention of prefill queries (G, R, d) of the last rows."""
+        store, spec = self.store, self.spec
+        self._new_mass = _widened(self._new_mass, store.n)
+        evict.add_attention(
+            queries, store.addresses[0], store.strides[0], store.strides[2], store.n, spec.group,
+            spec.scale, self._new_mass, spec.n_threads,
+        )  # fmt: skip
+
+    def finish_prefill(self) -> None:
+        n_settled, n, n_seen = self._n_settled, self.store.n, self.n
+        n_old = n_settled - self._n_dropped
+        self._n_settled = n_seen  # from here on an interruption cannot be undone
+        if self.method.window:
+            self._add(self._queries.take(self.spec))
+        self._positions = _widened(self._positions[:, :n_old], n)
+        self._positions[:, n_old:] = np.arange(n_settled, n_seen)
+        self._mass = _widened(self._mass[:, :n_old], n)
+        self._mass += self._new_mass
+        self._new_mass = self._new_mass[:, :0]
+        limit, first_recent = self.method.limits(n_seen)
+        if n > limit:
+            forced = (self._positions < N_SINKS) | (self._positions >= first_recent)
+            scores = np.where(forced, np.float32(np.inf), self._mass)
+            slots = np.empty((len(scores), limit), np.int32)
+            select_rows(scores, n, 0, 0, limit, slots)
+            self._positions = np.take_along_axis(self._positions, slots, 1)
+            self._mass = np.take_along_axis(self._mass, slots, 1)
+            self.keep(slots, 1)
+
+    def decode(self, x: AttnInput) -> np.ndarray:
+        spec, n, n_seen = self.spec, self.store.n + 1, self.n + 1
+        if n > self._mass.shape[1]:
+            self.store.reserve(n)
+            self._positions = _widened(self._positions, self.store.capacity)
+            self._mass = _widened(self._mass, self.store.capacity)
+        self._positions[:, n - 1], self._mass[:, n - 1] = n_seen - 1, 0
+        out = self.attend_held(x, chooses=True)
+        limit, first_recent = self.method.limits(n_seen)
+        store, self._n_settled = self.store, n_seen
+        evict.heavy_hitter_step(
+            x.q.reshape(spec.n_head_kv, spec.group, -1), *store.addresses, *store.strides, n,
+            spec.scale, n > limit, N_SINKS, first_recent, self._positions, self._mass,
+            spec.n_threads,
+        )  # fmt: skip
+        if n > limit:
+            store.truncate(n - 1)
+            self._n_dropped += 1
+        return out
+
+    def truncate(self, n: int) -> int:
+        self._queries.clear()
+        self._new_mass = self._new_mass[:, :0]
+        return super().truncate(n)
+
+    def memory(self) -> Memory:
+        return Memory(host=self.store.nbytes, index=self._positions.nbytes + self._mass.nbytes)
+
+
+def _widened(old: np.ndarray, n: int) -> np.ndarray:
+    """``old`` (G, m) with zeros behind, (G, n)."""
+    new = np.zeros((len(old), n), old.dtype)
+    new[:, : old.shape[1]] = old
+    return new

@@ -1,0 +1,134 @@
+"""Quest: "Query-Aware Sparsity for Efficient Long-Context LLM Inference" (Tang et al., 2024).
+
+Rows are read in pages. A page keeps the smallest and largest key element of every channel, which
+bound what any of its keys can score; a step reads the pages whose bounds are highest, whole.
+
+| paper | here |
+|---|---|
+| 3.3 min and max of a page's keys, kept as pages fill | cpu/pages.py page_summaries |
+| 3.3 criticality of a page, sum_c max(q_c min_c, q_c max_c) | cpu/pages.py page_scores |
+| 3.4 top-k pages, then attention over their rows | cpu/pages.py select_pages, attend_rows |
+
+Departures. (1) The query heads of a kv head share its pages, chosen by the group's largest score:
+the paper's models have no groups, and rows are stored for a kv head. (2) Sinks are attended to
+beside the budget, and page 0 is summarised without them: their outlying keys would make it critical
+to every query. (3) The page of the current token is always read, as in the authors' code, and
+counts in the budget; what is left of the budget is rounded down to whole pages. (4)
+``summaries=meanstd`` scores q . mean + |q| . std instead of a bound. (5) While all rows are within
+the budget, attention is dense.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from sparsekv_cli.cache import (
+    DEFAULT_BUDGET,
+    N_SINKS,
+    Backend,
+    Budget,
+    LayerCache,
+    LayerSpec,
+    Memory,
+    Method,
+    SelectingCache,
+    padded,
+)
+from sparsekv_cli.cpu import pages
+
+SUMMARIES = ("minmax", "meanstd")
+LARGEST_PAGE = 4096
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Quest(Method):
+    """Options of Quest."""
+
+    paper: ClassVar[str] = "arXiv:2406.10774"
+    summary: ClassVar[str] = "whole pages, chosen by bounds of what their keys can score"
+
+    budget: Budget = _option(DEFAULT_BUDGET, "rows attended a head, in whole pages: N or P%")
+    page: int = _option(16, "rows of a page, more than the sinks")
+    summaries: str = _option("minmax", "of a page's keys: 'minmax' (the bound) or 'meanstd'")
+
+    def __post_init__(self) -> None:
+        if not N_SINKS < self.page <= LARGEST_PAGE:
+            raise ValueError(f"page = {self.page}: must be {N_SINKS + 1} to {LARGEST_PAGE}")
+        if self.summaries not in SUMMARIES:
+            raise ValueError(f"summaries = {self.summaries!r}: must be {' or '.join(SUMMARIES)}")
+
+    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
+        return _QuestCache(spec, backend, self)
+
+
+class _QuestCache(SelectingCache):
+    def __init__(self, spec: LayerSpec, backend: Backend, method: Quest) -> None:
+        super().__init__(spec, backend)
+        self.method = method
+        self._n_page = 0  # whole pages that have their summaries
+        # Summaries as f16 bits, (G, pages, d).
+        shape = (spec.n_head_kv, 0, padded(spec.head_dim))
+        self._hi, self._lo = np.empty(shape, np.uint16), np.empty(shape, np.uint16)
+
+    def finish_prefill(self) -> None:
+        if not self.selects_all(self.store.n + 1):
+            self._summarise((self.store.n - 1) // self.method.page)
+
+    def _summarise(self, n_page: int) -> None:
+        """Brings the summaries up to the first ``n_page`` pages, which are whole."""
+        if n_page <= self._n_page:
+            return
+        store, spec, page = self.store, self.spec, self.method.page
+        if n_page > self._hi.shape[1]:
+            self._grow(max(n_page, store.capacity // page))
+        pages.page_summaries(
+            store.addresses[0], store.strides[0], store.strides[2], self._n_page, n_page, page,
+            spec.n_head_kv, self._hi.shape[2], self.method.summaries == "meanstd", self._hi,
+            self._lo, N_SINKS,
+        )  # fmt: skip
+        self._n_page = n_page
+
+    def _grow(self, n_page: int) -> None:
+        """Room for the summaries of ``n_page`` pages."""
+        n_kv_head, _, width = self._hi.shape
+        grown = []
+        for old in (self._hi, self._lo):
+            new = np.empty((n_kv_head, n_page, width), np.uint16)
+            new[:, : self._n_page] = old[:, : self._n_page]
+            grown.append(new)
+        self._hi, self._lo = grown
+
+    def selects_all(self, n: int) -> bool:
+        return self.method.budget.rows(n) + N_SINKS >= n
+
+    def select(self, q: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
+        spec, page = self.spec, self.method.page
+        n_page = (n - 1) // page  # whole pages before that of the current token
+        self._summarise(n_page)
+        n_best = min(n_page, max(0, (self.method.budget.rows(n) - (n - n_page * page)) // page))
+        scores = np.empty((spec.n_head, n_page), np.float32)
+        pages.page_scores(
+            q, self._hi, self._lo, n_page, spec.n_head_kv, spec.scale, scores, spec.n_threads
+        )
+        idx = np.empty((spec.n_head_kv, N_SINKS + n_best * page + n - n_page * page), np.int32)
+        counts = np.empty(spec.n_head_kv, np.int64)
+        pages.select_pages(scores, n_page, n_best, page, n, N_SINKS, idx, counts)
+        return idx, counts, 2 * spec.n_head * n_page  # two summary vectors a page
+
+    def bytes_to_select(self, n: int) -> int:
+        n_page = (n - 1) // self.method.page
+        return self.spec.n_head_kv * n_page * (self._hi.strides[1] + self._lo.strides[1])
+
+    def truncate(self, n: int) -> int:
+        self._n_page = min(self._n_page, n // self.method.page)
+        return super().truncate(n)
+
+    def memory(self) -> Memory:
+        return Memory(host=self.store.nbytes, index=self._hi.nbytes + self._lo.nbytes)

@@ -1,0 +1,116 @@
+"""SnapKV: "LLM Knows What You are Looking for Before Generation" (Li et al., arXiv:2404.14469).
+
+When a prompt has been read, each kv head keeps the rows that its last queries attended to most, and
+drops the others for good: decoding reads and stores the rest only.
+
+| paper | here |
+|---|---|
+| section 4, attention of the observation window, summed | cpu/evict.py add_attention |
+| section 4, pooling, so that neighbours are kept together | cpu/evict.py max_pool |
+| section 4, top-k of the prefix, and the window itself | finish_prefill |
+
+Departures. (1) The query heads of a kv head share one choice, by the sum of their scores: the
+paper's models have no groups, and rows are stored for a kv head. (2) Budget counts rows of the
+prefix, of the context's length when the choice is made; the window and the sinks are kept beside
+it, and generated rows always. (3) A later prefill, a turn of a chat, is dense over the rows that
+are left and its own, and then all held rows, generated ones too, are chosen among again. Neighbours
+are then those in the cache. What a turn asks about may be gone: SnapKV drops what the question
+before did not need. (4) A sequence that is cut before its last choice has to be read again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from sparsekv_cli.cache import (
+    DEFAULT_BUDGET,
+    N_SINKS,
+    AttnInput,
+    Backend,
+    Budget,
+    LayerCache,
+    LayerSpec,
+    Memory,
+    Method,
+)
+from sparsekv_cli.cpu import evict
+from sparsekv_cli.cpu.select import select_rows
+from sparsekv_cli.eviction import EvictingCache, LastQueries
+
+N_ROOM = 256  # generated rows that fit before the store grows
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class SnapKV(Method):
+    """Options of SnapKV."""
+
+    paper: ClassVar[str] = "arXiv:2404.14469"
+    summary: ClassVar[str] = "keeps what the end of the prompt attends to, drops the rest"
+
+    budget: Budget = _option(DEFAULT_BUDGET, "rows of the prompt kept beside the window: N or P%")
+    window: int = _option(32, "last prompt queries that choose, and whose rows are kept")
+    kernel: int = _option(7, "width of the max-pooling of scores, odd")
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"window = {self.window}: must be 1 or more")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(f"kernel = {self.kernel}: must be an odd number, 1 or more")
+
+    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
+        return SnapKVCache(spec, backend, self)
+
+
+class SnapKVCache(EvictingCache):
+    """The kept rows of one layer, ascending, and all rows since the last choice."""
+
+    def __init__(self, spec: LayerSpec, backend: Backend, method: SnapKV) -> None:
+        super().__init__(spec, backend)
+        self.method = method
+        self._queries = LastQueries(method.window)
+        self._kept = np.empty((spec.n_head_kv, 0), np.int32)  # positions of the chosen rows
+
+    def positions(self) -> np.ndarray:
+        since = np.arange(self._n_settled, self.n, dtype=np.int32)
+        return np.hstack([self._kept, np.tile(since, (self.spec.n_head_kv, 1))])
+
+    def prefill(self, x: AttnInput) -> Any:
+        self._queries.add(x.q)
+        return super().prefill(x)
+
+    def finish_prefill(self) -> None:
+        store, spec, method = self.store, self.spec, self.method
+        queries, n = self._queries.take(spec), store.n
+        n_kept = N_SINKS + method.budget.rows(self.n) + method.window
+        if n_kept >= n:
+            return
+        received = np.zeros((spec.n_head_kv, n), np.float32)
+        evict.add_attention(
+            queries, store.addresses[0], store.strides[0], store.strides[2], n, spec.group,
+            spec.scale, received, spec.n_threads,
+        )  # fmt: skip
+        scores = np.full((spec.n_head_kv, n), np.inf, np.float32)
+        evict.max_pool(received, n - method.window, method.kernel, scores)
+        scores[:, :N_SINKS] = np.inf
+        slots = np.empty((spec.n_head_kv, n_kept), np.int32)
+        select_rows(scores, n, 0, 0, n_kept, slots)
+        kept = np.take_along_axis(self.positions(), slots, 1)
+        self.keep(slots, N_ROOM)
+        self._kept = kept
+
+    def decode(self, x: AttnInput) -> np.ndarray:
+        return self.attend_held(x, chooses=False)
+
+    def truncate(self, n: int) -> int:
+        self._queries.clear()
+        return super().truncate(n)
+
+    def memory(self) -> Memory:
+        return Memory(host=self.store.nbytes, index=self._kept.nbytes)

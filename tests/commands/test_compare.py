@@ -1,0 +1,128 @@
+"""``compare`` on a tiny model: the JSON of the contract, the table, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import calibrated_method
+import pytest
+from tiny_models import make_model
+
+Invoke = Callable[..., Any]
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+TEXT = "the quick brown fox jumps over the lazy dog and runs away " * 8
+CONTRACT = {
+    "name", "options", "kld_mean", "top1_agreement", "attn_mass_recall", "topk_overlap",
+    "rows_attended_mean", "rows_scored_mean", "bytes_host", "bytes_device", "decode_tps", "ttft_s",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    make_model(path, n_layer=3, n_embd=128, n_ff=128, chat_template=TEMPLATE, n_ctx=700)
+    return str(path)
+
+
+def compare(invoke: Invoke, model: str, *arguments: str, stdin: bytes = b"") -> dict[str, Any]:
+    base = ["-m", model, "-t", "1", "--prefill-dtype", "f32", "--json"]
+    result = invoke("compare", *base, *arguments, stdin=stdin)
+    assert result.code == 0, result.err
+    return json.loads(result.out)
+
+
+def refused(invoke: Invoke, code: int, *arguments: str) -> str:
+    result = invoke("compare", *arguments)
+    assert (result.code, result.out) == (code, ""), result.err
+    assert result.err.startswith("error: ") and result.err.count("\n") == 1
+    return result.err
+
+
+def test_json(model: str, invoke: Invoke) -> None:
+    methods = "full,topk:budget=10%,lfps:preset=fast;budget=10%,streaming"
+    found = compare(
+        invoke, model, "-p", TEXT, "--methods", methods, "--steps", "8", "--budget", "20%"
+    )
+    assert found["context"] > 200 and set(found) == {"context", "methods"}
+    full, topk, lfps, streaming = found["methods"]
+    for row in found["methods"]:
+        assert set(row) >= CONTRACT and row["decode_tps"] > 0 and row["ttft_s"] > 0
+    assert [row["name"] for row in found["methods"]] == ["full", "topk", "lfps", "streaming"]
+    assert (full["kld_mean"], full["top1_agreement"], full["topk_overlap"]) == (0, 1, None)
+    assert topk["options"]["budget"] == "10%" and streaming["options"]["budget"] == "20%"
+    assert lfps["options"]["tables"] == "group" and lfps["spec"] == "lfps:preset=fast;budget=10%"
+    assert topk["kld_mean"] > 0 and 0 < topk["attn_mass_recall"] < 1
+    assert topk["rows_attended_mean"] < streaming["rows_attended_mean"]
+    assert streaming["rows_attended_mean"] < full["rows_attended_mean"]
+    assert topk["rows_scored_mean"] == full["rows_scored_mean"]
+
+
+def test_prompts(model: str, invoke: Invoke, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(TEXT + "\n")
+    common = ["--methods", "topk", "--steps", "4"]
+    contexts = [
+        compare(invoke, model, *common, "-f", str(file))["context"],
+        compare(invoke, model, *common, "-f", "-", stdin=file.read_bytes())["context"],
+        compare(invoke, model, *common, stdin=file.read_bytes())["context"],
+        compare(invoke, model, *common, "-p", TEXT)["context"],
+        compare(invoke, model, *common, "-p", TEXT, "--raw")["context"],
+    ]
+    # The template adds <|im_start|> and <|im_end|>; BOS is <|im_start|> as well.
+    assert contexts[:4] == [contexts[4] + 1] * 4
+
+
+def test_continuation(model: str, invoke: Invoke, tmp_path: Path) -> None:
+    file = tmp_path / "next.txt"
+    file.write_text("and then it sleeps in the inn")
+    common = ["-p", TEXT, "--methods", "streaming"]
+    given = compare(invoke, model, *common, "--continuation", str(file))
+    n_steps = given["methods"][0]["rows_attended_mean"] - given["context"]
+    assert 5 < 2 * n_steps - 1 < 40  # as many steps as the text has tokens
+    fewer = compare(invoke, model, *common, "--continuation", str(file), "--steps", "4")
+    assert fewer["methods"][0]["rows_attended_mean"] == fewer["context"] + 2.5
+    own = compare(invoke, model, *common, "--steps", "4")
+    assert own["methods"][1]["kld_mean"] != fewer["methods"][1]["kld_mean"]
+    arguments = ["-m", model, *common, "--continuation", str(file)]
+    assert "too few for 400 steps" in refused(invoke, 1, *arguments, "--steps", "400")
+    file.write_text("a")
+    assert "too few for 4 steps" in refused(invoke, 1, *arguments)
+
+
+def test_table(model: str, invoke: Invoke) -> None:
+    result = invoke("compare", "-m", model, "-p", TEXT, "--methods", "lfps", "--steps", "6")
+    assert result.code == 0
+    lines = result.out.splitlines()
+    assert "6 steps" in lines[0] and max(len(line) for line in lines) <= 160
+    (head,) = [line.split() for line in lines if "KLD" in line]
+    assert head[:3] == ["method", "KLD", "top-1"]
+    rows = {line.split()[0]: line.split() for line in lines if line.split()[:1] > ["a"]}
+    assert rows["full"][1:5] == ["0.0000", "100%", "-", "-"] and rows["lfps"][3].endswith("%")
+
+
+def test_a_calibrated_method(model: str, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = calibrated_method.install(monkeypatch)
+    arguments = ["-m", model, "-p", TEXT, "--methods", "fake", "--steps", "4"]
+    first = invoke("compare", *arguments)
+    assert first.code == 0 and "calibrating fake" in first.err and "stored in" in first.err
+    assert "fake" in first.out
+    again = invoke("compare", *arguments)
+    assert again.code == 0 and "calibrat" not in again.err and len(fake.runs) == 1
+
+
+def test_what_cannot_be_done(model: str, invoke: Invoke, tmp_path: Path) -> None:
+    base = ["-m", model, "-p", TEXT]
+    assert "choose from" in refused(invoke, 2, *base, "--methods", "fulll")
+    assert "its options" in refused(invoke, 2, *base, "--methods", "topk:a=1")
+    assert "'tables'" in refused(invoke, 2, *base, "--methods", "topk", "-o", "tables=group")
+    twice = ["-o", "budget=3", "--budget", "4"]
+    assert "given twice" in refused(invoke, 2, *base, *twice)
+    assert "--steps" in refused(invoke, 2, *base, "--steps", "3")
+    assert "do not fit" in refused(invoke, 1, *base, "-c", "100")
+    assert "do not fit" in refused(invoke, 1, *base, "--steps", "600")
+    missing = str(tmp_path / "missing.txt")
+    assert "missing.txt" in refused(invoke, 1, *base, "--continuation", missing)
+    assert "missing.gguf" in refused(invoke, 1, "-m", "missing.gguf", "-p", TEXT)
