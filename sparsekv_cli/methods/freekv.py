@@ -14,7 +14,7 @@ before, its kv head chooses again, with the query itself. All other pages lie in
 | 4.2 streamed recall | recall_pages |
 
 Departures. (1) Pages are summarised by mean + std and mean - std and hold 16 rows
-(``preset=paper``: min-max, 32), which takes a third of the KLD. (2) The window starts at a page,
+(``preset=paper``: min-max, 32): a third of the KLD. (2) The window starts at a page,
 so it holds W to W + p - 1 rows; pages are candidates from the step on at which they leave it, also
 in a choice made a step ahead. (3) Recalled pages stay in an LRU cache of twice the pages that are
 chosen, which saves most recalls. (4) A recall converts as it copies: two buffers gain nothing where
@@ -31,7 +31,7 @@ import math
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -278,15 +278,14 @@ class FreeKVCache(LayerCache):
         if plan is None:
             return
         cache.make_room(plan.window, self.method.slots(plan))
-        arguments = (
-            cache.pages, self._previous, n, plan.window, cache.offloaded, plan.n_best,
-            self.spec.scale, cache.n_sink, cache.n_ring, cache.meanstd,
+        choose = partial(
+            recall.recall_ahead, cache.pages, self._previous, n, plan.window, cache.offloaded,
+            plan.n_best, self.spec.scale, cache.n_sink, cache.n_ring, cache.meanstd,
         )  # fmt: skip
         if background:
-            future = self.method.worker.submit(recall.recall_ahead, *arguments)
-            self._ahead = future, plan.window
+            self._ahead = self.method.worker.submit(choose), plan.window
         else:
-            recall.recall_ahead(*arguments)
+            choose()
             cache.offloaded = plan.window
 
     def _wait(self) -> None:
