@@ -361,7 +361,7 @@ class Method(ABC):
     """An immutable KV-cache method; its fields are its options, checked in __post_init__."""
 
     paper: ClassVar[str]
-    summary: ClassVar[str]
+    description: ClassVar[str]
     needs: ClassVar[str] = ""  # what must exist before it runs, such as a calibration
 
     dense_layers: tuple[int, ...] = (0, 1)

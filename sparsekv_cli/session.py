@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -82,6 +81,7 @@ class Session:
         import torch
 
         from sparsekv_cli.cpu import matvec, ops
+        from sparsekv_cli.cpu.cores import physical_cores
         from sparsekv_cli.models.decoder import Decoder, cpu_prefill_dtype
 
         self.gguf = file
@@ -284,17 +284,3 @@ def _check_dense_layers(method: Method, n_layer: int) -> None:
             raise SparseKVError(
                 f"--dense-layers names layer {layer}, but the model's layers are 0 to {n_layer - 1}"
             )
-
-
-def physical_cores() -> int:
-    """Physical cores that this process may run on (hyper-threads share a core's vector units)."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    cores = set()
-    try:
-        for cpu in allowed or ():
-            topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
-            package = (topology / "physical_package_id").read_text().strip()
-            cores.add((package, (topology / "core_id").read_text().strip()))
-    except OSError:
-        cores.clear()
-    return len(cores) or len(allowed or ()) or os.cpu_count() or 1

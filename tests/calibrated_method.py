@@ -30,7 +30,7 @@ class Fake(Method):
     """Sinks, and every ``stride``-th of the other rows; stride was found by calibration."""
 
     paper: ClassVar[str] = "none"
-    summary: ClassVar[str] = "every n-th row"
+    description: ClassVar[str] = "every n-th row"
     needs: ClassVar[str] = CALIBRATION
     runs: ClassVar[list[list[int]]] = []  # the ids of every calibration
 

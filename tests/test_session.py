@@ -11,9 +11,10 @@ from tiny_models import make_model
 
 from sparsekv_cli.cache import KVStore, LayerSpec
 from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.cpu.cores import physical_cores
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
-from sparsekv_cli.session import load_session, physical_cores
+from sparsekv_cli.session import load_session
 
 N_VOCAB = 512
 

@@ -117,7 +117,7 @@ def describe_methods() -> list[dict[str, Any]]:
             {
                 "name": name,
                 "paper": cls.paper,
-                "summary": cls.summary,
+                "summary": cls.description,
                 "needs": cls.needs,
                 "options": options,
             }

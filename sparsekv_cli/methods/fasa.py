@@ -65,7 +65,7 @@ class FASA(Method):
     """Options of FASA; symbols as in the paper."""
 
     paper: ClassVar[str] = "FASA: Frequency-Aware Sparse Attention (Wang et al.)"
-    summary: ClassVar[str] = "scores keys by the dominant RoPE frequencies, attends to the best"
+    description: ClassVar[str] = "scores keys by the dominant RoPE frequencies, attends to the best"
     needs: ClassVar[str] = CALIBRATION
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},

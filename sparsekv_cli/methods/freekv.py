@@ -81,17 +81,17 @@ class FreeKV(Method):
     """Options of FreeKV; symbols as in the paper."""
 
     paper: ClassVar[str] = "arXiv:2505.13109"
-    summary: ClassVar[str] = "pages recalled a step ahead, and corrected where the query turns"
+    description: ClassVar[str] = "pages recalled a step ahead, and corrected where the query turns"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},
-        "paper": {"page": 32, "summaries": "minmax"},
+        "paper": {"page": 32, "summary": "minmax"},
     }
 
     dense_layers: tuple[int, ...] = (0,)
     preset: str = _option("tuned", "tuned or paper; other options change it")
     budget: Budget = _option(Budget(tokens=512), "rows attended a head, B, with S and W: N or P%")
     page: int = _option(16, "p: rows of a page")
-    summaries: str = _option("meanstd", "of a page's keys: 'meanstd' or 'minmax'")
+    summary: str = _option("meanstd", "of a page's keys: 'meanstd' or 'minmax'")
     tau: float = _option(0.8, "cosine of successive queries below which a kv head is corrected")
     sinks: int = _option(64, "S: first rows, always attended (whole pages; at most B/4)")
     window: int = _option(64, "W: most recent rows, always attended (at most B/4)")
@@ -105,7 +105,7 @@ class FreeKV(Method):
     def __post_init__(self) -> None:
         choices = {
             "preset": tuple(self.presets),
-            "summaries": ("meanstd", "minmax"),
+            "summary": ("meanstd", "minmax"),
             "overlap": ("auto", "true", "false"),
         }
         for name, allowed in choices.items():
@@ -210,7 +210,7 @@ class FreeKVCache(LayerCache):
         self._cache = cache = PageCache(
             self.store, self._statistics, page=method.page, n_sink=plan.n_sink,
             n_ring=-(-(method.window + method.page - 1) // method.page), n_slot=method.slots(plan),
-            window=plan.window, meanstd=method.summaries == "meanstd",
+            window=plan.window, meanstd=method.summary == "meanstd",
         )  # fmt: skip
         self.store = KVStore(self.spec)
         return cache

@@ -13,7 +13,7 @@ class Full(Method):
     """The baseline of every comparison."""
 
     paper: ClassVar[str] = "arXiv:1706.03762"
-    summary: ClassVar[str] = "dense attention over the whole cache"
+    description: ClassVar[str] = "dense attention over the whole cache"
 
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
         return DenseCache(spec, backend)

@@ -56,7 +56,7 @@ class LFPS(Method):
     """Options of LFPS; symbols as in the paper."""
 
     paper: ClassVar[str] = "arXiv:2506.15704"
-    summary: ClassVar[str] = "candidates from tables of past attention (vertical and slash)"
+    description: ClassVar[str] = "candidates from tables of past attention (vertical and slash)"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},
         "fast": {"tables": "group"},

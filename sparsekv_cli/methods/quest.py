@@ -14,7 +14,7 @@ the paper's models have no groups, and rows are stored for a kv head. (2) Sinks 
 beside the budget, and page 0 is summarised without them: their outlying keys would make it critical
 to every query. (3) The page of the current token is always read, as in the authors' code, and
 counts in the budget; what is left of the budget is rounded down to whole pages. (4)
-``summaries=meanstd`` scores q . mean + |q| . std instead of a bound. (5) While all rows are within
+``summary=meanstd`` scores q . mean + |q| . std instead of a bound. (5) While all rows are within
 the budget, attention is dense.
 """
 
@@ -52,17 +52,17 @@ class Quest(Method):
     """Options of Quest."""
 
     paper: ClassVar[str] = "arXiv:2406.10774"
-    summary: ClassVar[str] = "whole pages, chosen by bounds of what their keys can score"
+    description: ClassVar[str] = "whole pages, chosen by bounds of what their keys can score"
 
     budget: Budget = _option(DEFAULT_BUDGET, "rows attended a head, in whole pages: N or P%")
     page: int = _option(16, "rows of a page, more than the sinks")
-    summaries: str = _option("minmax", "of a page's keys: 'minmax' (the bound) or 'meanstd'")
+    summary: str = _option("minmax", "of a page's keys: 'minmax' (the bound) or 'meanstd'")
 
     def __post_init__(self) -> None:
         if not N_SINKS < self.page <= LARGEST_PAGE:
             raise ValueError(f"page = {self.page}: must be {N_SINKS + 1} to {LARGEST_PAGE}")
-        if self.summaries not in SUMMARIES:
-            raise ValueError(f"summaries = {self.summaries!r}: must be {' or '.join(SUMMARIES)}")
+        if self.summary not in SUMMARIES:
+            raise ValueError(f"summary = {self.summary!r}: must be {' or '.join(SUMMARIES)}")
 
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
         return _QuestCache(spec, backend, self)
@@ -90,7 +90,7 @@ class _QuestCache(SelectingCache):
             self._grow(max(n_page, store.capacity // page))
         pages.page_summaries(
             store.addresses[0], store.strides[0], store.strides[2], self._n_page, n_page, page,
-            spec.n_head_kv, self._hi.shape[2], self.method.summaries == "meanstd", self._hi,
+            spec.n_head_kv, self._hi.shape[2], self.method.summary == "meanstd", self._hi,
             self._lo, N_SINKS,
         )  # fmt: skip
         self._n_page = n_page

@@ -52,7 +52,7 @@ class SnapKV(Method):
     """Options of SnapKV."""
 
     paper: ClassVar[str] = "arXiv:2404.14469"
-    summary: ClassVar[str] = "keeps what the end of the prompt attends to, drops the rest"
+    description: ClassVar[str] = "keeps what the end of the prompt attends to, drops the rest"
 
     budget: Budget = _option(DEFAULT_BUDGET, "rows of the prompt kept beside the window: N or P%")
     window: int = _option(32, "last prompt queries that choose, and whose rows are kept")

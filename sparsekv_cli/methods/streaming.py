@@ -32,7 +32,7 @@ class Streaming(Method):
     """Options of StreamingLLM."""
 
     paper: ClassVar[str] = "arXiv:2309.17453"
-    summary: ClassVar[str] = "attention sinks and the most recent rows"
+    description: ClassVar[str] = "attention sinks and the most recent rows"
 
     budget: Budget = field(
         default=DEFAULT_BUDGET, metadata={"help": "recent rows attended: N or P%"}

@@ -29,7 +29,7 @@ class TopK(Method):
     """Options of exact top-k."""
 
     paper: ClassVar[str] = "exact top-k (oracle)"
-    summary: ClassVar[str] = "scores every key, attends to the best"
+    description: ClassVar[str] = "scores every key, attends to the best"
 
     budget: Budget = field(
         default=DEFAULT_BUDGET, metadata={"help": "rows attended a head: N or P%"}

@@ -21,7 +21,7 @@ class TwinOptions:
     sinks: int = 64
     window: int = 64
     page: int = 16
-    summaries: str = "meanstd"
+    summary: str = "meanstd"
     tau: float = 0.8
     speculate: bool = True
     correct: bool = True
@@ -93,7 +93,7 @@ class FreeKVTwin:
         """Steps 1, 2 and 4: q (H, d) -> the mean over kv head g's queries of softmax(scores)."""
         p = self.options.page
         keys = np.stack([self.k[g, j * p : (j + 1) * p] for j in pages])
-        if self.options.summaries == "minmax":
+        if self.options.summary == "minmax":
             hi, lo = keys.max(1), keys.min(1)
         else:
             mean, std = keys.mean(1), keys.std(1)

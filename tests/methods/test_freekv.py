@@ -415,7 +415,7 @@ def test_generation_as_long_as_the_prompt(session_of):
         ({"cache_pages": "nan"}, "cache_pages = nan: must be 1 or more"),
         ({"tau": "nan"}, "tau = nan: must be finite"),
         ({"overlap": "maybe"}, "overlap = 'maybe': must be auto or true or false"),
-        ({"summaries": "mean"}, "summaries = 'mean': must be meanstd or minmax"),
+        ({"summary": "mean"}, "summary = 'mean': must be meanstd or minmax"),
         ({"preset": "best"}, "preset = 'best'"),
     ],
     ids=str,
@@ -428,5 +428,5 @@ def test_wrong_options_are_named(options, message):
 def test_presets():
     tuned, paper = (build_method("freekv", {"preset": name}) for name in ("tuned", "paper"))
     assert tuned == FreeKV() and tuned.dense_layers == paper.dense_layers == (0,)
-    assert paper == FreeKV(preset="paper", page=32, summaries="minmax")
+    assert paper == FreeKV(preset="paper", page=32, summary="minmax")
     assert str(tuned.options()["budget"]) == "512"

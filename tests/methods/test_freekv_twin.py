@@ -51,7 +51,7 @@ class AllButOne(Budget):
 VARIANTS = {
     "tuned": {},
     "overlap": {"overlap": "true"},
-    "minmax": {"summaries": "minmax", "page": 32, "sinks": 32},
+    "minmax": {"summary": "minmax", "page": 32, "sinks": 32},
     "no speculation": {"speculate": False},
     "speculation only": {"correct": False},
     "overlap, speculation only": {"correct": False, "overlap": "true"},
@@ -145,7 +145,7 @@ def test_options_that_must_not_matter(options, same_as):
         ({}, {"speculate": False}),
         ({}, {"correct": False}),
         ({"tau": 0.9}, {"tau": 0.7}),
-        ({}, {"summaries": "minmax"}),
+        ({}, {"summary": "minmax"}),
         ({}, {"page": 8}),
     ],
     ids=str,

@@ -27,7 +27,7 @@ class QuestTwin:
         self.v = np.concatenate([self.v, rows[2]], axis=1)
 
     def page_score(self, q: np.ndarray, keys: np.ndarray) -> float:
-        if self.method.summaries == "minmax":
+        if self.method.summary == "minmax":
             return float(np.maximum(q * keys.min(0), q * keys.max(0)).sum())
         mean, std = keys.mean(0), keys.std(0)
         hi, lo = (x.astype(np.float16).astype(float) for x in (mean + std, mean - std))
@@ -90,7 +90,7 @@ def follow(cache, twin: QuestTwin, stream: Stream, n_steps: int) -> dict[str, in
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 @pytest.mark.parametrize(
-    "options", [{}, {"summaries": "meanstd"}, {"page": 5}, {"page": 48}], ids=str
+    "options", [{}, {"summary": "meanstd"}, {"page": 5}, {"page": 48}], ids=str
 )
 def test_quest_equals_its_twin(geometry, options):
     method = Quest(budget=Budget(tokens=64), **options)
@@ -202,7 +202,7 @@ def test_bytes_read_are_summaries_and_whole_pages():
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("page", "4"), ("page", "0"), ("page", "5000"), ("summaries", "mean")]
+    ("option", "value"), [("page", "4"), ("page", "0"), ("page", "5000"), ("summary", "mean")]
 )
 def test_options_are_checked(option, value):
     with pytest.raises(ValueError, match=f"{option} = .*{value}"):

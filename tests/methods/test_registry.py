@@ -25,7 +25,7 @@ def test_every_file_is_in_the_table_and_every_entry_has_its_file():
 def test_a_method_describes_itself(name):
     cls = method_class(name)
     assert issubclass(cls, Method) and is_dataclass(cls)
-    assert cls.paper.strip() and cls.summary.strip()
+    assert cls.paper.strip() and cls.description.strip()
     method = build_method(name, {})
     with pytest.raises(FrozenInstanceError):
         method.dense_layers = (3,)
