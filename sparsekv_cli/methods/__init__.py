@@ -20,6 +20,8 @@ METHODS = {
     "h2o": "h2o:H2O",
     "lfps": "lfps:LFPS",
     "fasa": "fasa:FASA",
+    "sals": "sals:SALS",
+    "faedkv": "faedkv:FAEDKV",
     "freekv": "freekv:FreeKV",
 }
 

@@ -50,9 +50,7 @@ class H2O(Method):
     """Options of H2O."""
 
     paper: ClassVar[str] = "arXiv:2306.14048"
-    description: ClassVar[str] = (
-        "keeps what was attended to most and what is recent, drops others"
-    )
+    description: ClassVar[str] = "keeps what was attended to most and what is recent, drops others"
 
     budget: Budget = _option(DEFAULT_BUDGET, "rows held a head, half of them recent: N or P%")
     window: int = _option(0, "last queries of a prefill whose attention counts; 0 = all")

@@ -1,0 +1,76 @@
+"""Which frequencies FAEDKV keeps: chunks by importance, and a share of the budget a layer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+N_CHUNKS = 22  # paper, section 5.5
+LEVELS = (0.001, 0.0625, 0.25, 0.5, 1.0)  # METHODS.md: shares at which layers are calibrated
+
+
+def chunk_borders(n_bins: int) -> np.ndarray:
+    """int64 (N_CHUNKS + 1,): chunk c holds the bins from borders[c] to borders[c + 1]."""
+    return np.arange(N_CHUNKS + 1) * n_bins // N_CHUNKS
+
+
+def kept_bins(n: int, share: float, importance: np.ndarray) -> np.ndarray:
+    """The bins of an rfft over n tokens that are kept: int64, ascending.
+
+    The most important chunks, the last of them cut so that ``share`` of all bins remain. The lowest
+    level keeps one bin, which is the mean if the lowest chunk is the most important.
+    """
+    n_bins = n // 2 + 1
+    borders = chunk_borders(n_bins)
+    left = 1 if share <= LEVELS[0] else max(1, round(share * n_bins))
+    kept: list[np.ndarray] = []
+    for c in np.argsort(-importance, kind="stable"):
+        bins = np.arange(borders[c], borders[c + 1])[:left]
+        kept.append(bins)
+        left -= len(bins)
+    return np.sort(np.concatenate(kept))
+
+
+def runs(bins: np.ndarray) -> np.ndarray:
+    """Ascending bins as (first, number) pairs of neighbours: int64 (runs, 2)."""
+    starts = np.flatnonzero(np.diff(bins, prepend=-2) != 1)
+    return np.stack([bins[starts], np.diff(starts, append=len(bins))], axis=1).astype(np.int64)
+
+
+def without_bins(x: np.ndarray, dropped: np.ndarray) -> np.ndarray:
+    """x f32 (G, n, d) with some bins of its spectrum along n set to 0 (eq 6, then eq 5)."""
+    spectrum = np.fft.rfft(x, axis=1)
+    spectrum[:, dropped] = 0
+    return np.fft.irfft(spectrum, n=x.shape[1], axis=1).astype(np.float32)
+
+
+def budgets_of_levels(layer_kld: np.ndarray) -> np.ndarray:
+    """Between which budgets of the whole model a layer has each level: f32 (L, levels, 2).
+
+    layer_kld (L, levels): what compressing one layer alone costs. All layers start at the lowest
+    level; the budget then buys, again and again, the rise of one layer that saves the most KLD a
+    share. While it is being bought, a layer's share grows linearly, so that every budget is used
+    up. A level that is skipped is had for a moment.
+    """
+    n_layer, levels = len(layer_kld), np.array(LEVELS)
+    rises = []  # (saved KLD a share, layer, from, to)
+    for layer, kld in enumerate(layer_kld):
+        low = 0
+        while low < len(levels) - 1:
+            gains = (kld[low] - kld[low + 1 :]) / (levels[low + 1 :] - levels[low])
+            high = low + 1 + int(np.argmax(gains))
+            rises.append((float(gains[high - low - 1]), layer, low, high))
+            low = high
+    budgets = np.zeros((*layer_kld.shape, 2))
+    budgets[:, -1] = 1
+    spent = levels[0]
+    for _, layer, low, high in sorted(rises, key=lambda rise: -rise[0]):
+        reached = spent + (levels[low : high + 1] - levels[low]) / n_layer
+        budgets[layer, low, 1] = spent
+        budgets[layer, low + 1 : high] = reached[1:-1, None]
+        budgets[layer, high, 0] = spent = reached[-1]
+    return np.minimum(budgets, 1).astype(np.float32)
+
+
+def layer_share(budget: float, budgets: np.ndarray) -> float:
+    """A layer's share when the whole model has ``budget``; its row of ``budgets_of_levels``."""
+    return float(np.interp(budget, budgets.ravel(), np.repeat(LEVELS, 2)))

@@ -1,0 +1,203 @@
+"""The frequency ablation study of FAEDKV (paper, section 3.2), many variants to a forward pass.
+
+A window of text is a prefix, whose K and V are computed once, and some scored rows behind it. In a
+trial one layer's K and V of the prefix, between sinks and recent rows, lack some frequencies. One
+forward pass takes the scored rows once a trial: a layer's cache turns each copy back to its true
+positions, and shows it the prefix that belongs to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sparsekv_cli.cache import (
+    AttnInput,
+    Backend,
+    CalibrationRun,
+    DenseCache,
+    KVStore,
+    LayerCache,
+    LayerSpec,
+)
+from sparsekv_cli.cpu import bands
+from sparsekv_cli.errors import SparseKVError
+
+N_PREFIX, N_SCORED, N_WINDOWS = 1024, 48, 2  # rows of a window; windows
+ROWS_AT_ONCE = 512  # rows of a forward pass: bounds the logits, which are held for all of them
+
+
+class Trial(NamedTuple):
+    """What is left out: bins of the spectrum of K and V in one layer."""
+
+    layer: int
+    dropped: np.ndarray  # int64
+
+
+class Window:
+    """A prefix and the rows behind it; ``score`` says what trials do to the answers of the rows."""
+
+    def __init__(
+        self, run: CalibrationRun, ids: Sequence[int], n_scored: int, middle: slice
+    ) -> None:
+        """ids: prefix, n_scored rows, the token that follows; middle: rows that trials change."""
+        import torch
+
+        self._run, self._middle = run, middle
+        self._n_prefix = len(ids) - n_scored - 1
+        self._rows = list(ids[self._n_prefix : -1])
+        self._following = torch.tensor(ids[self._n_prefix + 1 :])
+        caches: list[LayerCache] = [DenseCache(spec, run.backend) for spec in run.specs]
+        run.forward(ids[: self._n_prefix], 0, caches, False)
+        self._stores = [cache.store for cache in caches]
+        self._expected = self._log_probabilities([Trial(-1, np.empty(0, np.int64))])[0]
+        self.nll = self._negative_log_likelihood(self._expected)
+
+    def score(
+        self, trials: Sequence[Trial], advance: Callable[[int], None] = lambda count: None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """KLD(full || trial) and negative log-likelihood, means over the rows: f64 (trials,).
+
+        advance: told how many trials are done, again and again.
+        """
+        klds, nlls = [], []
+        step = max(1, ROWS_AT_ONCE // len(self._rows))
+        for i in range(0, len(trials), step):
+            for actual in self._log_probabilities(trials[i : i + step]):
+                kld = (self._expected.exp() * (self._expected - actual)).sum(-1).mean()
+                klds.append(float(kld))
+                nlls.append(self._negative_log_likelihood(actual))
+            advance(len(trials[i : i + step]))
+        return np.array(klds), np.array(nlls)
+
+    def _log_probabilities(self, trials: Sequence[Trial]) -> Any:
+        """torch f32 (trials, rows, n_vocab)"""
+        import torch
+
+        run = self._run
+        caches: list[LayerCache] = [
+            _TrialCache(spec, run.backend, store, self._n_prefix, len(self._rows), trials,
+                        self._middle)
+            for spec, store in zip(run.specs, self._stores, strict=True)
+        ]  # fmt: skip
+        logits = run.forward(self._rows * len(trials), self._n_prefix, caches, True)
+        return torch.from_numpy(logits).view(len(trials), len(self._rows), -1).log_softmax(-1)
+
+    def _negative_log_likelihood(self, log_probabilities: Any) -> float:
+        return -float(log_probabilities.gather(1, self._following[:, None]).mean())
+
+
+class _TrialCache(LayerCache):
+    """One layer for all trials of a forward pass: rows come trial by trial, behind each other."""
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        backend: Backend,
+        prefix: KVStore,
+        n_prefix: int,
+        n_rows: int,
+        trials: Sequence[Trial],
+        middle: slice,
+    ) -> None:
+        super().__init__(spec, backend)
+        self._prefix, self._n_prefix, self._n_rows = prefix, n_prefix, n_rows
+        self._trials, self._middle = trials, middle
+
+    def prefill(self, x: AttnInput) -> Any:
+        import torch
+
+        out, done = [], 0
+        while done < x.q.shape[1]:
+            trial, first = divmod(x.pos - self._n_prefix + done, self._n_rows)
+            count = min(self._n_rows - first, x.q.shape[1] - done)
+            rows = slice(done, done + count)
+            if first == 0:
+                self.store = self._prefix_of(self._trials[trial])
+            position = self._n_prefix + first
+            q, k = (self._rotated(each[:, rows], position) for each in (x.q_nope, x.k_nope))
+            part = AttnInput(q, k, x.v[:, rows], x.q_nope[:, rows], x.k_nope[:, rows], position)
+            out.append(super().prefill(part))
+            done += count
+        return torch.cat(out, dim=1)
+
+    def _prefix_of(self, trial: Trial) -> KVStore:
+        """The stored prefix, or for the trial's own layer a copy without the dropped bins."""
+        self._prefix.truncate(self._n_prefix)
+        if trial.layer != self.spec.layer:
+            return self._prefix
+        changed = KVStore(self.spec)
+        changed.reserve(self._n_prefix + self._n_rows)
+        for target, source in ((changed.k, self._prefix.k), (changed.v, self._prefix.v)):
+            target[:, : self._n_prefix] = source[:, : self._n_prefix]
+            middle = source[:, self._middle].astype(np.float32)
+            target[:, self._middle] = bands.without_bins(middle, trial.dropped)
+        changed.n = self._n_prefix
+        return changed
+
+    def _rotated(self, heads: Any, position: int) -> Any:
+        """torch (heads, T, d) before RoPE -> rotated to ``position`` and on."""
+        import torch
+
+        positions = torch.arange(position, position + heads.shape[1], dtype=torch.float64)
+        angles = positions[:, None] * torch.from_numpy(self.spec.theta)  # (T, n_rot/2)
+        cos, sin = (self.spec.rope_scale * t(angles).float() for t in (torch.cos, torch.sin))
+        half = angles.shape[1]
+        a, b = heads[..., :half].float(), heads[..., half : 2 * half].float()
+        rest = heads[..., 2 * half :].float()
+        return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], dim=-1).to(heads.dtype)
+
+    def decode(self, x: AttnInput) -> np.ndarray:
+        raise AssertionError("a calibration only prefills")
+
+
+def study_frequencies(run: CalibrationRun, n_sinks: int, n_recent: int) -> dict[str, np.ndarray]:
+    """What leaving out frequencies does to the answers, chunk by chunk, layer by layer.
+
+    imp_kld, imp_ppl f32 (L, C): KLD, and rise of the perplexity over itself (eq 7), without a chunk
+    of one layer; layer_kld f32 (L, levels): KLD with one layer at each share of bands.LEVELS, by
+    imp_kld; layer_budget f32 (L, levels, 2): see ``bands.budgets_of_levels``. SparseKVError for a
+    text without enough tokens between the exact rows.
+    """
+    n_ids, n_layer = len(run.ids), len(run.specs)
+    n_scored = min(N_SCORED, n_ids // 4)
+    n_prefix = min(N_PREFIX, n_ids - n_scored - 1)
+    middle = slice(n_sinks, n_prefix - n_recent)
+    n = middle.stop - middle.start
+    if n < 2 * bands.N_CHUNKS:
+        raise SparseKVError(f"calibration of faedkv: a text of {n_ids} tokens is too short")
+    starts = np.linspace(0, n_ids - n_prefix - n_scored - 1, N_WINDOWS).astype(int)
+    windows = [
+        Window(run, run.ids[start : start + n_prefix + n_scored + 1], n_scored, middle)
+        for start in starts
+    ]
+    levels, borders = bands.LEVELS[:-1], bands.chunk_borders(n // 2 + 1)
+    n_trials = len(windows) * n_layer * (bands.N_CHUNKS + len(levels))
+    n_done = 0
+
+    def advance(count: int) -> None:
+        nonlocal n_done
+        n_done += count
+        run.progress(n_done / n_trials)
+
+    chunks = [np.arange(*borders[c : c + 2]) for c in range(bands.N_CHUNKS)]
+    trials = [Trial(layer, chunk) for layer in range(n_layer) for chunk in chunks]
+    scored = [window.score(trials, advance) for window in windows]
+    kld = np.mean([klds for klds, _ in scored], axis=0).reshape(n_layer, -1)
+    rises = [nlls - window.nll for window, (_, nlls) in zip(windows, scored, strict=True)]
+    trials = [
+        Trial(layer, np.setdiff1d(np.arange(n // 2 + 1), bands.kept_bins(n, level, kld[layer])))
+        for layer in range(n_layer)
+        for level in levels
+    ]
+    layer_kld = np.zeros((n_layer, len(bands.LEVELS)))  # nothing is lost at the last level
+    klds = [window.score(trials, advance)[0] for window in windows]
+    layer_kld[:, :-1] = np.mean(klds, axis=0).reshape(n_layer, -1)
+    return {
+        "imp_kld": kld.astype(np.float32),
+        "imp_ppl": np.expm1(np.mean(rises, axis=0)).reshape(n_layer, -1).astype(np.float32),
+        "layer_kld": layer_kld.astype(np.float32),
+        "layer_budget": bands.budgets_of_levels(layer_kld),
+    }

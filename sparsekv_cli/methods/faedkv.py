@@ -1,0 +1,286 @@
+"""FAEDKV: "Infinite-Window Fourier Transform for Unbiased KV Cache Compression" (Li et al.).
+
+Between the sinks and the recent tokens, K and V live on as some of their frequencies along the
+tokens: the coefficients are their only copy. Which frequencies a layer keeps, and how many, comes
+from an ablation study that is done once a model.
+
+| paper | here |
+|---|---|
+| eq 4, DFT of the middle segment | Basis.coefficients (cpu/spectrum.py) |
+| section 3.2, eq 6, 7: importance of chunks | study_frequencies (sparsekv_cli/ablation.py) |
+| section 4.2.1, the chunks B* that are kept | kept_bins (cpu/bands.py) |
+| eq 9, 12, IWDFT update of aged tokens | Spectrum.append, Spectrum.add (cpu/spectrum.py) |
+| eq 5, 11, 13, sparse IDFT and attention | attend_spectrum (cpu/fourier.py), without either |
+
+Departures. (1) Eq 9 as printed turns time around, puts new tokens on the indices of old ones and
+weighs early tokens more. ``update=additive`` adds X[k] += x_n e^(-2 pi i k n / N) in a basis of
+fixed length N, and begins a new one when it is full; ``update=block`` (default) keeps aged tokens
+exact until a block of them can be transformed at once, so that rows can be f16: additive needs f32,
+twice the bytes. Additive takes aged tokens eight at a time, which changes no sum. (2) Eq 13's
+second K~ is V~. (3) rfft bins, so that conjugate pairs stay together, in N_CHUNKS chunks.
+(4) ``importance=kld`` ranks chunks by what leaving them out does to the distribution, not to the
+perplexity of one text, which is mostly noise. (5) ``allocation=layers`` gives each layer its own
+share: a few stay whole, most keep their mean. It covers all layers, so none is dense by default;
+layers that the user makes dense are not counted. (6) A share of 100% transforms nothing.
+(7) Segments of a transform have lengths that an FFT likes; up to a block of tokens waits, exact.
+``preset=paper``: ppl, uniform, additive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from sparsekv_cli.ablation import study_frequencies
+from sparsekv_cli.cache import (
+    CALIBRATION,
+    AttnInput,
+    Backend,
+    Budget,
+    CalibrationRun,
+    KVStore,
+    LayerCache,
+    LayerSpec,
+    Memory,
+    Method,
+    padded,
+)
+from sparsekv_cli.cpu import bands, fft
+from sparsekv_cli.cpu.fourier import attend_spectrum
+from sparsekv_cli.cpu.spectrum import DIRECT_BELOW, Basis, Spectrum
+
+SINKS, RECENT = 10, 50  # paper, section 5.1
+AGED_TOGETHER = 8  # tokens of an additive update: coefficients are read and written once for all
+CHOICES = {
+    "preset": ("tuned", "paper"),
+    "importance": ("kld", "ppl"),
+    "allocation": ("layers", "uniform"),
+    "update": ("block", "additive"),
+}
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class FAEDKV(Method):
+    """Options of FAEDKV; symbols as in the paper."""
+
+    paper: ClassVar[str] = "FAEDKV: Infinite-Window Fourier Transform (Li et al.)"
+    description: ClassVar[str] = "K and V as some of their frequencies along the tokens"
+    needs: ClassVar[str] = CALIBRATION
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "tuned": {},
+        "paper": {"importance": "ppl", "allocation": "uniform", "update": "additive"},
+    }
+
+    dense_layers: tuple[int, ...] = ()
+    preset: str = _option("tuned", "tuned or paper; other options change it")
+    budget: Budget = _option(
+        Budget(share=0.25), "r: share of the frequencies kept, P%; N: N/M of M tokens transformed"
+    )
+    importance: str = _option("kld", "what ranks frequencies: 'kld' or 'ppl' (eq 7)")
+    allocation: str = _option("layers", "shares of the 'layers' by calibration, or 'uniform'")
+    update: str = _option("block", "aged tokens: transformed by the 'block', or 'additive' (eq 9)")
+    block: int = _option(128, "tokens of a block, and of room in an additive basis: 16 to 256")
+    sinks: int = _option(SINKS, "S: first tokens kept exact")
+    recent: int = _option(RECENT, "R: most recent tokens kept exact")
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                listed = " or ".join(allowed)
+                raise ValueError(f"{name} = {getattr(self, name)!r}: must be {listed}")
+        for name, low, high in (("block", 16, 256), ("sinks", 0, 1 << 20), ("recent", 1, 1 << 20)):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be {low} to {high}")
+
+    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
+        return FAEDKVCache(spec, backend, self)
+
+    def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
+        """The ablation study; its exact rows are the paper's, whatever the options."""
+        return study_frequencies(run, SINKS, RECENT)
+
+
+class FAEDKVCache(LayerCache):
+    """Exact rows in ``store`` (sinks, then waiting and recent ones) and the spectrum between."""
+
+    selects: ClassVar[bool] = False
+
+    def __init__(self, spec: LayerSpec, backend: Backend, method: FAEDKV) -> None:
+        super().__init__(spec, backend)
+        self.method = method
+        self._importance = spec.calibration[f"imp_{method.importance}"]  # (C,)
+        self._share = method.budget.share or 0.0  # r of this layer; 0: not known yet
+        if self._share and method.allocation == "layers":
+            self._share = self._share_of_layer(self._share)
+        self.spectrum: Spectrum | None = None  # None: all rows are exact
+        self._whole: KVStore | None = None  # all rows, during a prefill that follows on a spectrum
+        self._expected = 0  # rows that are coming, as announced
+
+    def _share_of_layer(self, share: float) -> float:
+        return bands.layer_share(share, self.spec.calibration["layer_budget"])
+
+    @property
+    def n(self) -> int:
+        if self._whole is not None:
+            return self._whole.n
+        return self.store.n + (0 if self.spectrum is None else self.spectrum.n_tokens)
+
+    def reserve(self, n: int) -> None:
+        self._expected = n
+        if self.spectrum is None:
+            super().reserve(n)
+
+    # --- prefill ------------------------------------------------------------------------------
+
+    def prefill(self, x: AttnInput) -> Any:
+        """Dense; tokens that are in the spectrum take part as it remembers them."""
+        if self.spectrum is None:
+            return super().prefill(x)
+        if self._whole is None:
+            self._whole = self._reconstructed(self.spectrum)
+        self._whole.append(x.k, x.v)
+        return self.backend.dense_prefill(self._whole, x, self.spec)
+
+    def _reconstructed(self, spectrum: Spectrum) -> KVStore:
+        """All rows in the time domain, and room for those that were announced."""
+        whole, n_sinks = KVStore(self.spec), self.method.sinks
+        whole.reserve(max(self.n, self._expected))
+        first_exact = n_sinks + spectrum.n_tokens
+        for target, exact, tokens in zip(
+            (whole.k, whole.v), (self.store.k, self.store.v), spectrum.tokens(), strict=True
+        ):
+            target[:, :n_sinks] = exact[:, :n_sinks]
+            target[:, n_sinks:first_exact] = tokens
+            target[:, first_exact : self.n] = exact[:, n_sinks : self.store.n]
+        whole.n = self.n
+        return whole
+
+    def finish_prefill(self) -> None:
+        rows = self.store if self._whole is None else self._whole
+        n_before = 0 if self.spectrum is None else self.spectrum.n_tokens
+        self._whole = None
+        self._absorb(rows, self.method.sinks + n_before)
+
+    # --- aging --------------------------------------------------------------------------------
+
+    def _absorb(self, rows: KVStore, first: int) -> None:
+        """Moves what has aged into the spectrum, and leaves the other exact rows in ``store``.
+
+        first: the first row of ``rows`` that is neither a sink nor in the spectrum.
+        """
+        method, n_sinks = self.method, self.method.sinks
+        taken = self._transform(rows, first, rows.n - method.recent - first)
+        if self.spectrum is None or (rows is self.store and not taken):
+            return
+        n = rows.n - first - taken
+        store = self.store
+        if rows is not store or store.capacity > self._most_exact_rows():
+            store = KVStore(self.spec)
+            store.reserve(max(self._most_exact_rows(), n_sinks + n))
+        for target, source in ((store.k, rows.k), (store.v, rows.v)):
+            target[:, :n_sinks] = source[:, :n_sinks]
+            target[:, n_sinks : n_sinks + n] = source[:, first + taken : rows.n].copy()
+        store.n = n_sinks + n
+        self.store = store
+
+    def _most_exact_rows(self) -> int:
+        return self.method.sinks + self.method.recent + self._most_waiting() + 1
+
+    def _most_waiting(self) -> int:
+        return self.method.block if self.method.update == "block" else AGED_TOGETHER
+
+    def _transform(self, rows: KVStore, first: int, n_aged: int) -> int:
+        """Takes as many of the n_aged rows from ``first`` on as it can; returns how many."""
+        method, block = self.method, self.method.block
+        if n_aged < self._most_waiting() or not self._may_transform(n_aged):
+            return 0
+        if self.spectrum is None:
+            widths = padded(self.spec.head_dim), padded(self.spec.value_dim)
+            self.spectrum = Spectrum(
+                self.spec.n_head_kv, *widths, self._basis(block), method.update == "block"
+            )
+        spectrum, taken = self.spectrum, 0
+        while (left := n_aged - taken) >= (block if method.update == "block" else 1):
+            length = count = block
+            if method.update == "additive" and spectrum.room:
+                length, count = 0, min(left, spectrum.room)
+            elif left >= DIRECT_BELOW:
+                length = count = fft.length_below(left)
+                if method.update == "additive":
+                    length, count = fft.length_above(left + block), left
+            count = min(count, left)
+            part = slice(first + taken, first + taken + count)
+            k, v = (each[:, part].astype(np.float32) for each in (rows.k, rows.v))
+            if length:
+                basis = spectrum.block if length == block else self._basis(length)
+                spectrum.append(k, v, basis)
+            else:
+                spectrum.add(k, v)
+            taken += count
+        return taken
+
+    def _may_transform(self, n_aged: int) -> bool:
+        """Whether some frequencies are to be left out; settles the share of a budget in tokens."""
+        tokens = self.method.budget.tokens
+        if tokens is not None and not self._share:
+            if n_aged < 2 * tokens:  # else a share near 1 would stay for good
+                return False
+            self._share = tokens / n_aged
+            if self.method.allocation == "layers":
+                self._share = self._share_of_layer(self._share)
+        return self._share < 1
+
+    def _basis(self, n: int) -> Basis:
+        return Basis(n, bands.kept_bins(n, self._share, self._importance))
+
+    # --- decode -------------------------------------------------------------------------------
+
+    def decode(self, x: AttnInput) -> np.ndarray:
+        spec, n_sinks = self.spec, self.method.sinks
+        self.backend.append_row(self.store, x)
+        self._absorb(self.store, n_sinks)
+        store, spectrum = self.store, self.spectrum
+        n_bytes = spec.n_head_kv * store.n * store.row_bytes
+        if spectrum is None:
+            rows = spec.n_head * store.n
+            self.ledger.step(rows, rows, rows, n_bytes, True)
+            return self.backend.attend_dense(store, x.q[:, 0], spec)
+        out = np.empty((spec.n_head, store.v.shape[2]), np.float32)
+        attend_spectrum(
+            x.q[:, 0], *store.addresses, *store.strides, store.n, *spectrum.arguments,
+            spectrum.n_rows, spectrum.table, spectrum.gains, spectrum.block.matrix, spec.scale, out,
+            spec.n_threads,
+        )  # fmt: skip
+        rows = spec.n_head * (store.n + spectrum.n_rows)
+        n_bytes += spec.n_head_kv * spectrum.n_rows * spectrum.row_bytes
+        self.ledger.step(spec.n_head * self.n, rows, rows, n_bytes, True)
+        return out
+
+    def truncate(self, n: int) -> int:
+        """Rows that are still exact can go; what has been transformed cannot be taken out."""
+        self._whole = None
+        n_transformed = 0 if self.spectrum is None else self.spectrum.n_tokens
+        if n < n_transformed + self.method.sinks and n_transformed:
+            self.spectrum, self.store = None, KVStore(self.spec)
+            return 0
+        self.store.truncate(n - n_transformed)
+        return self.n
+
+    def memory(self) -> Memory:
+        index = 0 if self.spectrum is None else self.spectrum.nbytes
+        whole = 0 if self._whole is None else self._whole.nbytes
+        return Memory(host=self.store.nbytes + whole + index)
+
+    def counters(self) -> Mapping[str, int]:
+        counts = self.ledger.counts.copy()
+        if self.spectrum is not None:
+            counts["tokens_transformed"] += self.spectrum.n_tokens
+            counts["coefficient_rows"] += self.spectrum.n_rows
+        return counts

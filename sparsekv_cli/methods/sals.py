@@ -1,0 +1,339 @@
+"""SALS: "Sparse Attention in Latent Space for KV Cache Compression" (Mu et al.).
+
+Pre-RoPE keys of all kv heads of a token become one latent of rank r; values become 4 or 2 bits. A
+step scores the first r* columns of all latents, reconstructs the best rows with RoPE at their
+position, and attends to them, to the sinks and to the recent window, which stay exact.
+
+| paper | here |
+|---|---|
+| section 4.2, C = K'K, its eigenvectors U | SALS.calibrate; encode_rows (cpu/latent.py) |
+| section 5.1, quantised values | cpu/quantized_values.py |
+| section 4.3, s_j = q~[:r*] . k~_j[:r*] | score_chunk, summed_query (cpu/sals.py) |
+| Algorithm 1 lines 5 to 7, top-k, reconstruction, RoPE | select_largest, reconstruct_rows |
+| eq 5, softmax over the selected rows and their values | _attend_pieces, _merge (cpu/sals.py) |
+
+Departures. (1) ``basis=diag`` weighs each RoPE pair of a kv head by the size of its queries before
+the eigenvectors are taken; the weights are alike within a pair, so they commute with RoPE.
+(2) ``score=brope``: latents are scored in blocks of 32 tokens with queries turned to the block's
+distance, a softmax a head, summed over heads; its sums include the exact rows. (3) Sinks stay exact
+(``exact_sinks``): position 0 is an outlier. (4) Values are quantised per token in groups of 32
+channels; per channel costs more than it saves. (5) The window is exact, not half compressed.
+(6) While budget, sinks and window cover the context, it stays as it is. ``preset=paper`` undoes 1
+to 3. A later prefill attends to all rows: latents are reconstructed for it and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from sparsekv_cli.cache import (
+    CALIBRATION,
+    AttnInput,
+    Backend,
+    Budget,
+    CalibrationRun,
+    KVStore,
+    LayerCache,
+    LayerSpec,
+    Memory,
+    Method,
+)
+from sparsekv_cli.cpu import attention, latent, sals
+from sparsekv_cli.cpu.quantized_values import BITS
+from sparsekv_cli.errors import SparseKVError
+
+UNDO = 16  # rows by which a rewind costs no exact row: an interrupted step, a changed last token
+CHOICES = {
+    "preset": ("tuned", "paper"),
+    "basis": ("diag", "pca"),
+    "score": ("brope", "paper"),
+    "bits": BITS,
+}
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class SALS(Method):
+    """Options of SALS; symbols as in the paper."""
+
+    paper: ClassVar[str] = "SALS: Sparse Attention in Latent Space (Mu et al., 2025)"
+    description: ClassVar[str] = "low-rank keys and 4-bit values, scored as latents"
+    needs: ClassVar[str] = CALIBRATION
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "tuned": {},
+        "paper": {"basis": "pca", "score": "paper", "exact_sinks": False},
+    }
+
+    dense_layers: tuple[int, ...] = (0, 1, -1)
+    preset: str = _option("tuned", "tuned or paper; other options change it")
+    budget: Budget = _option(Budget(tokens=432), "critical tokens, y: N or P%")
+    rank: int = _option(0, "r: columns of a latent; 0 = a quarter of all kv heads' dims")
+    score_rank: int = _option(0, "r*: columns that are scored; 0 = half the rank")
+    bits: int = _option(4, "bits of a value: 4, 2, or 16 (f16)")
+    basis: str = _option("diag", "of the latents: 'diag' (weighted by queries) or 'pca'")
+    score: str = _option("brope", "'brope' (RoPE by blocks, per head) or 'paper' (no RoPE, summed)")
+    sinks: int = _option(16, "x: first tokens that are always attended")
+    exact_sinks: bool = _option(True, "whether the sinks are kept as they are")
+    window: int = _option(64, "z: most recent tokens, always attended and kept as they are")
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                listed = " or ".join(str(value) for value in allowed)
+                raise ValueError(f"{name} = {getattr(self, name)!r}: must be {listed}")
+        for name, least in (("rank", 0), ("score_rank", 0), ("sinks", 0), ("window", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be {least} or more")
+        if self.rank and self.score_rank > self.rank:
+            raise ValueError(f"score_rank = {self.score_rank}: must be at most the rank")
+
+    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
+        return SALSCache(spec, backend, self)
+
+    def covers(self, n: int) -> bool:
+        """Whether all of n rows may be attended."""
+        return n <= self.sinks + self.window + self.budget.rows(n)
+
+    def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
+        """Both bases of every layer, from the pre-RoPE keys and queries of the text.
+
+        weights f32 (L, G d): w, kv-head-major. vectors_diag, vectors_pca f32 (L, G d, G d): U of
+        W C W and of C, columns by falling eigenvalue, all of them, so that any rank is a prefix;
+        eigenvalues_* f32 (L, G d). E = w U and D = U / w; for pca w = 1.
+        """
+        width = max(spec.n_head_kv * spec.head_dim for spec in run.specs)
+        tensors = {"weights": np.zeros((len(run.specs), width), np.float32)}
+        for basis in CHOICES["basis"]:
+            shape = (len(run.specs), width, width)
+            tensors[f"vectors_{basis}"] = np.zeros(shape, np.float32)
+            tensors[f"eigenvalues_{basis}"] = np.zeros(shape[:2], np.float32)
+
+        def keep(spec: LayerSpec, covariance: np.ndarray, weights: np.ndarray) -> None:
+            size = len(weights)
+            tensors["weights"][spec.layer, :size] = weights
+            for basis, w in (("diag", weights), ("pca", np.ones(size))):
+                values, vectors = np.linalg.eigh(w[:, None] * covariance * w)
+                tensors[f"eigenvalues_{basis}"][spec.layer, :size] = values[::-1]
+                tensors[f"vectors_{basis}"][spec.layer, :size, :size] = vectors[:, ::-1]
+            run.progress((spec.layer + 1) / spec.n_layer)
+
+        run.forward(run.ids, 0, [_StatisticsCache(s, run.backend, keep) for s in run.specs], False)
+        return tensors
+
+
+class _StatisticsCache(LayerCache):
+    """Sums up a layer's keys and queries during the calibration's prefill, and keeps no rows."""
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        backend: Backend,
+        keep: Callable[[LayerSpec, np.ndarray, np.ndarray], None],
+    ) -> None:
+        super().__init__(spec, backend)
+        self._keep = keep
+        size = spec.n_head_kv * spec.head_dim
+        self._products = np.zeros((size, size))  # K'K
+        self._energy = np.zeros((spec.n_head_kv, spec.head_dim))  # squared queries
+
+    def prefill(self, x: AttnInput) -> Any:
+        keys = x.k_nope.float().transpose(0, 1).flatten(1)  # (T, G d)
+        self._products += (keys.T @ keys).double().numpy()
+        queries = x.q_nope.float().unflatten(0, (self.spec.n_head_kv, self.spec.group))
+        self._energy += queries.square().sum((1, 2)).double().numpy()
+        return super().prefill(x)
+
+    def finish_prefill(self) -> None:
+        spec, n = self.spec, self.store.n
+        self.store = KVStore(spec)
+        energy, half = self._energy / (n * spec.group), len(spec.theta)
+        pairs = (energy[:, :half] + energy[:, half : 2 * half]) / 2 * spec.rope_scale**4
+        energy[:, : 2 * half] = np.tile(pairs, 2)
+        weights = np.sqrt(energy.reshape(-1))
+        # A common factor cancels; with this one latents are as large as keys, which fit f16.
+        weights = np.maximum(weights, 1e-4 * weights.max() + 1e-30)
+        weights /= np.exp(np.log(weights).mean())
+        self._keep(spec, self._products / n, weights)
+
+    def decode(self, x: AttnInput) -> np.ndarray:
+        raise AssertionError("a calibration only prefills")
+
+
+class SALSCache(LayerCache):
+    """Latents, exact rows and bases of one layer.
+
+    ``store`` holds the whole context as long as that may be attended, and again during a later
+    prefill. Otherwise: sinks and the last rows in ``_exact``, the rows between in ``_latents``.
+    """
+
+    def __init__(self, spec: LayerSpec, backend: Backend, method: SALS) -> None:
+        super().__init__(spec, backend)
+        self.method = method
+        size = spec.n_head_kv * spec.head_dim
+        self._rank = min(method.rank or max(1, round(size / 4)), size)
+        self._score_rank = min(method.score_rank or -(-self._rank // 2), self._rank)
+        if f"vectors_{method.basis}" not in spec.calibration:
+            raise SparseKVError(f"sals: layer {spec.layer} has no calibration")
+        weights = spec.calibration["weights"][:size]
+        self._basis = latent.make_basis(
+            spec.calibration[f"vectors_{method.basis}"][:size, : self._rank],
+            weights if method.basis == "diag" else np.ones_like(weights),
+            spec.theta, spec.rope_scale, spec.n_head_kv, spec.value_dim,
+        )  # fmt: skip
+        self._basis_bytes = self._basis.encode.nbytes + self._basis.decode.nbytes
+        self._damp = sals.damping(spec.theta, sals.ROPE_BLOCK) * np.float32(spec.rope_scale)
+        self._first = method.sinks if method.exact_sinks else 0
+        self._sinks = np.arange(self._first, dtype=np.int32)
+        self._ring = method.window + UNDO
+        self._slots = self._first + np.arange(2 * self._ring, dtype=np.int32) % self._ring
+        self._announced = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """No rows, in no form."""
+        self.store = KVStore(self.spec)
+        self._latents: latent.LatentStore | None = None
+        self._exact = KVStore(self.spec)
+        self._n = 0  # rows in latents and exact rows
+        self._ring_from = 0  # position of the oldest row in the ring
+
+    @property
+    def n(self) -> int:
+        return max(self.store.n, self._n)
+
+    def reserve(self, n: int) -> None:
+        self._announced = n
+        if self._latents is None and self.store.n:
+            self.store.reserve(n)
+
+    def prefill(self, x: AttnInput) -> Any:
+        if self.store.n == 0:
+            self.store.reserve(max(self._n + x.k.shape[1], self._announced))
+            if self._latents is not None:
+                self._restore(self._latents)
+        return super().prefill(x)
+
+    def finish_prefill(self) -> None:
+        if self._latents is not None or not self.method.covers(self.store.n):
+            self._compress()
+
+    def _rows(self, store: KVStore) -> latent.Rows:
+        return latent.Rows(*store.addresses, *store.strides)
+
+    def _slots_of(self, start: int, stop: int) -> np.ndarray:
+        """Rows of ``_exact`` that hold the positions start .. stop, at most the ring's size."""
+        at = start % self._ring
+        return self._slots[at : at + stop - start]
+
+    def _compress(self) -> None:
+        """Moves the rows of ``store`` to latents and exact rows; keeps the latents there are."""
+        store, n, first, latents = self.store, self.store.n, self._first, self._latents
+        if latents is None:
+            latents = latent.LatentStore(
+                self._rank, self._score_rank, self.method.bits, first, self._basis
+            )
+            self._exact.reserve(first + self._ring)
+            self._ring_from = first
+        done = first + latents.n
+        count = max(0, n - self.method.window - done)
+        latents.reserve(max(latents.n + count, self._announced - first - self.method.window))
+        latent.encode_range(
+            self._rows(store), done, done, count, self._basis, latents.table, latents.n
+        )
+        self._ring_from = max(self._ring_from, n - self._ring)
+        slots = self._slots_of(self._ring_from, n)
+        for target, source in ((self._exact.k, store.k), (self._exact.v, store.v)):
+            target[:, :first] = source[:, :first]
+            target[:, slots] = source[:, self._ring_from : n]
+        latents.n += count
+        self._latents, self._n, self.store = latents, n, KVStore(self.spec)
+        self.ledger.counts["rows_encoded"] += count
+
+    def _restore(self, latents: latent.LatentStore) -> None:
+        """Fills ``store`` with all rows: exact where they are, reconstructed where not."""
+        store, n, first = self.store, self._n, self._first
+        latent.reconstruct_range(latents.n, self._basis, latents.table, self._rows(store), first)
+        slots = self._slots_of(self._ring_from, n)
+        for target, source in ((store.k, self._exact.k), (store.v, self._exact.v)):
+            target[:, :first] = source[:, :first]
+            target[:, self._ring_from : n] = source[:, slots]
+        store.n = n
+        self.ledger.counts["rows_restored"] += latents.n
+
+    def decode(self, x: AttnInput) -> np.ndarray:
+        if self._latents is None:
+            if self.method.covers(self.store.n + 1):
+                return self._decode_dense(x)
+            self._compress()
+        assert self._latents is not None
+        spec, method, latents, exact = self.spec, self.method, self._latents, self._exact
+        n, first = self._n + 1, self._first
+        self._ring_from = max(self._ring_from, n - self._ring)
+        slot = int(self._slots[self._n % self._ring])
+        attention.append_row(x.k[:, 0], x.v[:, 0], *exact.addresses, *exact.strides, slot)
+        n_latent, leaving = latents.n, -1
+        if first + n_latent < n - method.window:  # a row leaves the window
+            leaving = int(self._slots[(first + n_latent) % self._ring])
+            n_latent += 1
+            latents.reserve(n_latent)
+            self.ledger.counts["rows_encoded"] += 1
+        start = first + n_latent  # of the exact rows behind the latents
+        exact_rows = np.concatenate([self._sinks, self._slots_of(start, n)])
+        n_front = min(method.sinks - first, n_latent)
+        n_back = max(0, start - max(first, n - method.window))
+        n_critical = method.budget.rows(n)
+        chosen = np.empty(min(n_latent, n_front + n_back + n_critical), np.int32)
+        out = np.empty((spec.n_head, exact.v.shape[2]), np.float32)
+        by_head = method.score == "brope"
+        sals.sals_step(
+            x.q[:, 0], x.q_nope[:, 0], spec.scale, self._rows(exact), exact_rows, leaving,
+            self._basis, self._damp, latents.table, n_latent, n_front, n_back, n_critical, by_head,
+            chosen, out, spec.n_threads,
+        )  # fmt: skip
+        latents.n, self._n = n_latent, n
+        if self.traced:
+            rows = np.concatenate([self._sinks, first + chosen, np.arange(start, n)])
+            self.attended = rows.astype(np.int32)[None], np.array([len(rows)])
+        n_bytes = n_latent * 2 * self._score_rank + len(chosen) * latents.row_bytes
+        n_bytes += len(exact_rows) * spec.n_head_kv * exact.row_bytes + self._basis_bytes
+        scored = n_latent * (spec.n_head if by_head else 1)
+        attended = spec.n_head * (len(exact_rows) + len(chosen))
+        self.ledger.step(spec.n_head * n, scored, attended, n_bytes, True)
+        self.ledger.counts["rows_reconstructed"] += len(chosen)
+        return out
+
+    def _decode_dense(self, x: AttnInput) -> np.ndarray:
+        """The whole context, which is still as ``full`` keeps it."""
+        store, spec = self.store, self.spec
+        self.backend.append_row(store, x)
+        rows = spec.n_head * store.n
+        self.ledger.step(rows, rows, rows, spec.n_head_kv * store.n * store.row_bytes, True)
+        self.attended = None
+        return self.backend.attend_dense(store, x.q[:, 0], spec)
+
+    def truncate(self, n: int) -> int:
+        """Exact to the bit within the last UNDO rows; earlier, rows of the window stay latents."""
+        if self._latents is None:
+            return super().truncate(n)
+        self.store = KVStore(self.spec)  # of a prefill that was interrupted
+        n = min(n, self._n)
+        if n <= self._first:
+            self._forget()
+            return 0
+        exact_from = max(self._ring_from, n - self.method.window, self._first)
+        self._latents.n = min(self._latents.n, exact_from - self._first, n - self._first)
+        self._n, self._ring_from = n, min(self._ring_from, n)
+        return n
+
+    def memory(self) -> Memory:
+        """Rows in every form; ``index`` is E and D."""
+        host = self.store.nbytes + self._exact.nbytes
+        host += self._latents.nbytes if self._latents else 0
+        return Memory(host, index=self._basis_bytes)
