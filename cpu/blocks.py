@@ -112,7 +112,8 @@ def _lookup16(b: ir.IRBuilder, table: tuple[int, ...], idx: ir.Value) -> ir.Valu
             wide = ir.Constant(vec(I8, n), [value & 255 for value in table] * (n // LANES))
             return emit.call_named(b, "llvm.x86.avx512.pshuf.b.512", idx.type, wide, idx)
         halves = (shuffle(b, idx, idx, lanes) for lanes in (range(n // 2), range(n // 2, n)))
-        return shuffle(b, *(_lookup16(b, table, half) for half in halves), range(n))
+        low, high = (_lookup16(b, table, half) for half in halves)
+        return shuffle(b, low, high, range(n))
     table_vec = ir.Constant(vec(I8), [value & 255 for value in table])
     triple = binding.get_default_triple()
     name = {"x86_64": "llvm.x86.ssse3.pshuf.b.128", "aarch64": "llvm.aarch64.neon.tbl1.v16i8"}.get(
@@ -157,9 +158,8 @@ def _words_of_four(b: ir.IRBuilder, p: ir.Value, n_bytes: int, words: list[int])
     Two overlapping 64-byte loads hold all four blocks, and a shuffle of two registers picks.
     """
     second = (4 * n_bytes - 64) // 2  # first word of the second load
-    parts = [load(b, vec(I16, 32), p), load(b, vec(I16, 32), p, 2 * second)]
     lanes = [w if w < 32 else 32 + w - second for w in words]
-    return shuffle(b, *parts, lanes)
+    return shuffle(b, load(b, vec(I16, 32), p), load(b, vec(I16, 32), p, 2 * second), lanes)
 
 
 def _four_nibbles(b: ir.IRBuilder, p: ir.Value, n_bytes: int) -> list[ir.Value]:

@@ -104,6 +104,7 @@ class LatentStore:
         self._shape = rank, score_rank, bits
         self._head_bytes = head_bytes(basis.d_v, bits)
         self._row = basis.n_kv * self._head_bytes
+        self._arrays: tuple[np.ndarray, ...] = ()
         self._allocate(0)
 
     def _allocate(self, capacity: int) -> None:
@@ -119,11 +120,11 @@ class LatentStore:
         if self.n:
             tiles = -(-self.n // LANES) * LANES
             sizes = (tiles * score_rank, self.n * n_rest, self.n * self._row)
-            for new, old, size in zip(arrays, self._arrays, sizes, strict=True):
-                new[:size] = old[:size]
+            for i, size in enumerate(sizes):
+                arrays[i][:size] = self._arrays[i][:size]
         self.capacity, self._arrays = capacity, arrays
-        addresses = (a.__array_interface__["data"][0] for a in arrays)
-        self.table = Latents(*addresses, *self._shape, self._head_bytes, self.first)
+        first, rest, values = (a.__array_interface__["data"][0] for a in arrays)
+        self.table = Latents(first, rest, values, *self._shape, self._head_bytes, self.first)
 
     @property
     def nbytes(self) -> int:

@@ -33,7 +33,7 @@ def _dot_bytes(b: ir.IRBuilder, total: ir.Value, w: ir.Value, x: ir.Value) -> ir
     for lanes in (range(8), range(8, 16)):
         parts = (shuffle(b, part, part, lanes) for part in (total, w, x))
         halves.append(emit.call_named(b, "llvm.x86.avx512.vpdpbusd.256", vec(I32, 8), *parts))
-    return shuffle(b, *halves, range(LANES))
+    return shuffle(b, halves[0], halves[1], range(LANES))
 
 
 def _concatenated(b: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:

@@ -225,7 +225,7 @@ class SALSCache(LayerCache):
             self._compress()
 
     def _rows(self, store: KVStore) -> latent.Rows:
-        return latent.Rows(*store.addresses, *store.strides)
+        return latent.Rows._make((*store.addresses, *store.strides))
 
     def _slots_of(self, start: int, stop: int) -> np.ndarray:
         """Rows of ``_exact`` that hold the positions start .. stop, at most the ring's size."""
