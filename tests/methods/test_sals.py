@@ -30,7 +30,7 @@ from sparsekv_cli.methods.sals import SALS, UNDO, SALSCache
 from sparsekv_cli.session import Session, load_session
 
 N_STEPS = 300
-TOLERANCE = 4e-3  # of outputs: a reconstructed key may be rounded to the neighbouring f16
+TOLERANCE = 2e-3  # of outputs: a reconstructed key may be rounded to the neighbouring f16
 TIE = 1e-4  # f32 sums against f64, relative: nearer than this to the cut is a tie
 
 
@@ -59,8 +59,8 @@ class Stream:
         self.layer, self.position = layer, 0
         rng = self.rng = np.random.default_rng(seed)
         size = layer.n_kv * layer.d
-        self.mean = rng.standard_normal(size)
-        self.directions = rng.standard_normal((12, size)) / np.sqrt(layer.d) * 4
+        self.mean = 0.5 * rng.standard_normal(size)
+        self.directions = rng.standard_normal((12, size)) * 2 / np.sqrt(layer.d)
         self.walk = rng.standard_normal((layer.n_head, layer.d))
 
     def next(self) -> tuple[np.ndarray, ...]:
@@ -342,7 +342,7 @@ def test_everything_kept_and_attended_equals_full(layer, basis, monkeypatch):
         token = stream.next()
         errors.append(np.abs(decode(cache, token) - decode(full, token)).max())
     assert cache.attended is not None and cache.attended[0].shape[1] == 190
-    assert max(errors) < 8e-3 and np.mean(errors) < 2e-3
+    assert max(errors) < 4e-3 and np.mean(errors) < 5e-4
 
 
 def test_a_budget_that_covers_the_context_changes_no_bit():
@@ -377,6 +377,9 @@ def test_resident_bytes(bits, rank, row_bytes):
 
     x = torch.from_numpy(rng.standard_normal((3, 1024, 64)).astype(np.float32))
     method = SALS(bits=bits, rank=rank)
+    stream = Stream(layer)
+    stream.position = n
+    token = stream.next()
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     cache = method.layer(calibrated, NoAttention())
@@ -385,9 +388,7 @@ def test_resident_bytes(bits, rank, row_bytes):
         cache.prefill(AttnInput(x, x, x, x, x, start))
     peak = tracemalloc.get_traced_memory()[1] - before
     cache.finish_prefill()
-    stream = Stream(layer)
-    stream.position = n
-    decode(cache, stream.next())
+    decode(cache, token)
     held = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
 
@@ -396,7 +397,7 @@ def test_resident_bytes(bits, rank, row_bytes):
     memory = cache.memory()
     assert row_bytes == 2 * rank + 3 * head_bytes(64, bits)
     assert abs(memory.host - formula) < 0.1 * formula
-    assert abs(held - memory.host - memory.index) < 0.04 * held
+    assert abs(held - memory.host - memory.index) < 0.02 * held
     assert memory.index == 4 * (192 * padded(rank) + rank * (192 + 16))
     assert memory.host < 0.35 * n * 768 and peak > n * 768
 
