@@ -14,10 +14,11 @@ from sparsekv_cli.cache import N_SINKS, AttnInput, Budget, LayerSpec
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.attention import attend_dense_ref
+from sparsekv_cli.cpu.pages import page_summaries_ref
 from sparsekv_cli.methods import METHODS, build_method, describe_methods, method_class
 from sparsekv_cli.session import Session, load_session
 
-SPARSE_METHODS = ("topk", "streaming", "lfps")
+SPARSE_METHODS = ("topk", "streaming", "quest", "lfps")
 Q8_0_METHODS = ("full", *SPARSE_METHODS)
 TYPES = [("q8_0", "q8_0"), ("q8_0", "f16"), ("f16", "q8_0")]
 CHUNK = 16
@@ -89,12 +90,21 @@ class AllButSinks(Budget):
         return n - N_SINKS
 
 
+class AllRows(Budget):
+    """Every row; the first of Quest's pages takes the sinks' rows into account."""
+
+    def rows(self, n: int) -> int:
+        return n
+
+
 @pytest.mark.parametrize("types", TYPES)
-@pytest.mark.parametrize("name", ["topk", "streaming"])
-def test_selecting_every_row_equals_dense(name, types, session_of, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "budget"), [("topk", AllButSinks), ("streaming", AllButSinks), ("quest", AllRows)]
+)
+def test_selecting_every_row_equals_dense(name, budget, types, session_of, monkeypatch):
     """The sparse path itself, layer by layer; LFPS' is in tests/cpu/test_history.py."""
     sparse = session_of(name, types, dense_layers="none")
-    object.__setattr__(sparse.method, "budget", AllButSinks(share=1.0))
+    object.__setattr__(sparse.method, "budget", budget(share=1.0))
     cache_type = type(sparse.caches[0])
     select_and_attend, errors = cache_type.decode, []
 
@@ -207,6 +217,28 @@ def test_repositioned_sinks_are_turned_and_turned_back(types):
     q, k, v = (torch.from_numpy(x) for x in rows(5))
     cache.prefill(AttnInput(q, k, v, q, k, 61))
     np.testing.assert_array_equal(cache.store.k[:, :60], before)
+
+
+@pytest.mark.parametrize("summary", ["minmax", "meanstd"])
+def test_quest_summarises_the_stored_keys(summary):
+    """From a prefill, page by page in decode, and after a second prefill."""
+    geometry = GEOMETRIES[2]
+    options = {"summary": summary, "dense_layers": "none"}
+    method = build_method("quest", options, budget="40", cache_type_k="q8_0")
+    cache, stream = make_cache(method, geometry), Stream(geometry)
+    for n, by_prefill in ((150, True), (40, False), (50, True), (20, False)):
+        rows = stream.rows(n)
+        if by_prefill:
+            prefill(cache, rows)
+        else:
+            for i in range(n):
+                decode(cache, rows, i)
+        n_page = cache._n_page
+        assert n_page == (cache.n - 1) // 16
+        expected = page_summaries_ref(cache.store.keys().numpy(), 16, summary == "meanstd", N_SINKS)
+        for bits, values in zip((cache._hi, cache._lo), expected, strict=True):
+            found = bits[:, :n_page].view(np.float16).astype(np.float32)
+            np.testing.assert_allclose(found, values[:, :n_page], rtol=1.5e-3, atol=2e-3)
 
 
 # --- memory and counts ----------------------------------------------------------------------------
