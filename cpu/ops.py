@@ -60,9 +60,11 @@ def _fused_prefill(store: Any, x: Any, spec: Any) -> Any:
     v = torch.from_numpy(store.v[:, :n, : spec.value_dim]).bfloat16().contiguous()
     n_head, n_new = x.q.shape[:2]  # out's rows lie by token, as the output projection reads them
     out = torch.empty(n_new, n_head, spec.value_dim, dtype=torch.bfloat16).transpose(0, 1)
-    q, v, target = (t.view(torch.int16).numpy().view(np.uint16) for t in (x.q.contiguous(), v, out))
+    halves = [t.view(torch.int16).numpy().view(np.uint16) for t in (x.q.contiguous(), v, out)]
     pairs = k.view(torch.int32).numpy().view(np.uint32)
-    prefill_attention.attend_causal(q, pairs, v, spec.scale, target, spec.n_threads)
+    prefill_attention.attend_causal(
+        halves[0], pairs, halves[1], spec.scale, halves[2], spec.n_threads
+    )
     return out
 
 

@@ -64,7 +64,7 @@ class TorchRows:
         k_nope = self._ordered(k, layer.k, layer.k_norm, n_kv)
         q, k = self._rotate(q_nope, pos), self._rotate(k_nope, pos)
         v = _add_bias(v, layer.v).reshape(-1, n_kv, h.value_dim).transpose(0, 1)
-        return AttnInput(*(t.to(self._dtype) for t in (q, k, v, q_nope, k_nope)), pos)
+        return AttnInput._make((*(t.to(self._dtype) for t in (q, k, v, q_nope, k_nope)), pos))
 
     def _ordered(
         self, rows: torch.Tensor, projection: Linear, norm: np.ndarray | None, n_head: int
@@ -129,7 +129,7 @@ class FusedRows:
             self._rope.sin[pos : pos + n_rows], self._interleaved, *map(bits, outs),
             self._n_threads,
         )  # fmt: skip
-        return AttnInput(*outs, pos)
+        return AttnInput._make((*outs, pos))
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         out = torch.empty(len(gate_up), gate_up.shape[1] // 2, dtype=torch.bfloat16)
