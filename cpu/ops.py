@@ -50,9 +50,8 @@ def _fused_prefill(store: Any, x: Any, spec: Any) -> Any:
     """``dense_prefill`` in bf16 by our own kernel."""
     import torch
 
-    n = store.n
-    k = torch.from_numpy(store.k[:, :n, : spec.head_dim]).bfloat16().contiguous()
-    v = torch.from_numpy(store.v[:, :n, : spec.value_dim]).bfloat16().contiguous()
+    k = store.keys()[..., : spec.head_dim].bfloat16().contiguous()
+    v = store.values()[..., : spec.value_dim].bfloat16().contiguous()
     n_head, n_new = x.q.shape[:2]  # out's rows lie by token, as the output projection reads them
     out = torch.empty(n_new, n_head, spec.value_dim, dtype=torch.bfloat16).transpose(0, 1)
     halves = [t.view(torch.int16).numpy().view(np.uint16) for t in (x.q.contiguous(), v, out)]
