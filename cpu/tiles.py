@@ -438,3 +438,29 @@ def values_of(tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
         values_quantized(tile, mode & GATHER, p, p_stride, v, row_bytes, idx, count, d, acc)
     else:
         values_any(tile, mode & GATHER, p, p_stride, v, row_bytes, idx, count, d, acc)
+
+
+@njit(cache=True, nogil=True)
+def scores_of_head(mode, q, k, row_bytes, idx, count, d, out):
+    """``scores_of`` for a tile of one head, in a quarter of the code: q f32 (d,), out f32."""
+    if mode == GATHER:
+        tile_scores(1, 1, q, k, row_bytes, idx, count, d, out, 0)
+    elif mode == Q8_0:
+        tile_scores(1, 2, q, k, row_bytes, idx, count, d, out, 0)
+    elif mode == Q8_0 | GATHER:
+        tile_scores(1, 3, q, k, row_bytes, idx, count, d, out, 0)
+    else:
+        tile_scores(1, 0, q, k, row_bytes, idx, count, d, out, 0)
+
+
+@njit(cache=True, nogil=True)
+def values_of_head(mode, p, v, row_bytes, idx, count, d, acc):
+    """``values_of`` for a tile of one head: p f32 (count,), acc f32 (d,)."""
+    if mode == GATHER:
+        tile_values(1, 1, p, 0, v, row_bytes, idx, count, d, acc)
+    elif mode == Q8_0:
+        tile_values(1, 2, p, 0, v, row_bytes, idx, count, d, acc)
+    elif mode == Q8_0 | GATHER:
+        tile_values(1, 3, p, 0, v, row_bytes, idx, count, d, acc)
+    else:
+        tile_values(1, 0, p, 0, v, row_bytes, idx, count, d, acc)
