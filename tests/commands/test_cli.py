@@ -77,7 +77,7 @@ def test_version_is_quick() -> None:
         (["run", "-p", "x", "--cache-type-k", "q4_0"], "q8_0"),
         (["run", "-p", "x", "-m", "missing.gguf", "-ctk", "q8_0", "--method", "h2o"], "h2o"),
         (["run", "-p", "x", "-ctv", "f16", "-o", "cache_type_v=f16"], "twice"),
-        (["bench", "--method", "full,quest", "-ctv", "q8_0"], "quest"),
+        (["bench", "--method", "full,snapkv", "-ctv", "q8_0"], "snapkv"),
         (["bench", "-p", "0", "-n", "0"], "nothing to measure"),
         (["bench", "-d", "1,x"], "1,x"),
         (["bench", "-pg", "5"], "PROMPT,GEN"),
