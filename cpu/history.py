@@ -69,6 +69,30 @@ def _scan_block(table, bounds, block, count, tau):
     return word
 
 
+@intrinsic
+def prefetch_row(typingctx, address, n_bytes):
+    """Asks for the cache lines of ``n_bytes`` at ``address``."""
+
+    def codegen(context, b, signature, args):
+        def line(i, carried):
+            emit.prefetch(b, b.add(args[0], i))
+            return []
+
+        emit.loop(b, emit.I64(0), args[1], 64, [], line)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@njit(cache=True, nogil=True)
+def prefetch_above(table, bounds, n, tau):
+    """Asks for the blocks that a scan of n entries for those above tau will enter."""
+    tau = np.float32(tau)
+    for block in range((n + BLOCK - 1) // BLOCK):
+        if bounds[block] > tau:
+            prefetch_row(table.ctypes.data + 4 * BLOCK * block, 4 * BLOCK)
+
+
 @njit(cache=True, nogil=True)
 def mark_vertical(table, bounds, n, tau, words):
     """Sets bit i of ``words`` where table[i] > tau; returns how many entries it read."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange, types
-from numba.extending import intrinsic
+from numba import njit, prange
 
-from sparsekv_cli.cpu import emit
 from sparsekv_cli.cpu.attention import scaled_copy
 from sparsekv_cli.cpu.emit import LANES, next_task
 from sparsekv_cli.cpu.history import (
@@ -19,6 +17,8 @@ from sparsekv_cli.cpu.history import (
     filter_expansion,
     mark_slash,
     mark_vertical,
+    prefetch_above,
+    prefetch_row,
     rescale,
     set_range,
     threshold,
@@ -38,21 +38,6 @@ LOCAL = 6  # keys before the current one in the local mass of the bypass test (e
 # Columns of the statistics (int64, one row a unit).
 SCORED, ATTENDED, BYPASSED, HEAD_STEPS, BOUNDS_READ, ENTRIES_READ, KEYS_READ = range(7)
 N_STATISTICS = 7
-
-
-@intrinsic
-def prefetch_row(typingctx, address, n_bytes):
-    """Asks for the cache lines of ``n_bytes`` at ``address``."""
-
-    def codegen(context, b, signature, args):
-        def line(i, carried):
-            emit.prefetch(b, b.add(args[0], i))
-            return []
-
-        emit.loop(b, emit.I64(0), args[1], 64, [], line)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
 
 
 @njit(cache=True, nogil=True)
@@ -128,6 +113,8 @@ def _candidates(
     factor = max(1.0, 0.5 * raised[unit])
     while True:
         words[:] = 0
+        prefetch_above(ver[unit], ver_bounds[unit], n, factor * tau_ver)
+        prefetch_above(dist[unit], dist_bounds[unit], n_known, factor * tau_dist)
         n_read = mark_vertical(ver[unit], ver_bounds[unit], n, factor * tau_ver, words)
         n_read += mark_slash(dist[unit], dist_bounds[unit], n, factor * tau_dist, words)
         statistics[unit, ENTRIES_READ] += n_read
@@ -150,12 +137,14 @@ def _candidates(
 
 
 @njit(cache=True, nogil=True)
-def _attend_candidates(sinks, rows, scores, k_budget, n_recent, v, v_row, keys, chosen, out):
+def _attend_candidates(
+    sinks, rows, scores, k_budget, n_recent, v, v_row, ver, dist, n, keys, chosen, out
+):
     """C2 = the recents and the best of C1 by exact score; attends sinks and C2.
 
     scores f32 (count + PAD,) of C1 ``rows`` ascending, whose last n_recent are the recents.
-    keys, chosen: int32 scratch. Returns C2's rows int32 (m,) and their softmax over C2 alone, f32
-    (m + PAD,).
+    ver, dist: the unit's tables. keys, chosen: int32 scratch. Returns C2's rows int32 (m,) and
+    their softmax over C2 alone, f32 (m + PAD,).
     """
     count = rows.shape[0]
     m = min(count, k_budget)
@@ -174,6 +163,8 @@ def _attend_candidates(sinks, rows, scores, k_budget, n_recent, v, v_row, keys, 
     for j in range(m):
         picked[j] = rows[chosen[j]]
         prefetch_row(v + picked[j] * v_row, v_row)
+        prefetch_row(ver.ctypes.data + 4 * picked[j], 4)  # its entries are written afterwards
+        prefetch_row(dist.ctypes.data + 4 * (n - 1 - picked[j]), 4)
         weights[j] = scores[chosen[j]]
         peak = max(peak, weights[j])
     for j in range(m, m + LANES):
@@ -281,7 +272,8 @@ def _step_unit(
         if not active[t]:
             continue
         picked, weights = _attend_candidates(
-            near[t], rows, scores[t], k_budget, n_recent, v_at, v_row, keys, chosen, out[h0 + t],
+            near[t], rows, scores[t], k_budget, n_recent, v_at, v_row, ver[unit], dist[unit], n,
+            keys, chosen, out[h0 + t],
         )  # fmt: skip
         m = min(count, k_budget)
         statistics[unit, ATTENDED] += m + SINKS

@@ -56,16 +56,14 @@ def select_largest(keys, n, k, out):
     above = 0
     for j in range(n):
         above += keys[j] > threshold
-    ties = k - above
-    at = 0
-    for j in range(n):
-        if keys[j] > threshold:
-            out[at] = j
-            at += 1
-        elif keys[j] == threshold and ties > 0:
-            out[at] = j
-            at += 1
-            ties -= 1
+    at, ties = 0, k - above
+    for j in range(n):  # no branch that depends on the keys: half of them would be guessed wrong
+        if at == k:
+            return
+        out[at] = j
+        is_tie = (keys[j] == threshold) & (ties > 0)
+        ties -= is_tie
+        at += (keys[j] > threshold) | is_tie
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)

@@ -13,15 +13,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from llvmlite import binding
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
 from sparsekv_cli.cache import AttnInput, LayerCache, LayerSpec, padded
 from sparsekv_cli.cpu import layer as fused
 from sparsekv_cli.cpu import matvec
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.prefill_rows import FusedRows, Rows, TorchRows, rms_norm
 from sparsekv_cli.models.rope import RopeTable
-from sparsekv_cli.models.weights import LayerWeights, Linear, Weights
+from sparsekv_cli.models.weights import LayerWeights, Weights
 
 Progress = Callable[[int, int], None]
 
@@ -53,6 +54,13 @@ class Decoder:
         self.dtype = prefill_dtype
         self.chunk = chunk
         self.rope = RopeTable(hparams, weights.rope_freqs)
+        fused_rows = prefill_dtype == torch.bfloat16
+        interleaved = architecture.rope_interleaved
+        self._rows: Rows = (
+            FusedRows(hparams, self.rope, interleaved, n_threads)
+            if fused_rows
+            else TorchRows(hparams, self.rope, interleaved, prefill_dtype)
+        )
         self._fused = [_FusedLayer(self, i) for i in range(hparams.n_layer)]
         self._output_table = fused.matrix_table([weights.output])
         self._eps = np.float32(hparams.norm_eps)
@@ -125,56 +133,20 @@ class Decoder:
                     progress((i * n + stop) // n_layer, n)
             cache.finish_prefill()
         rows = x if all_logits else x[-1:]
-        logits = self._logits(self._norm(rows, self.weights.output_norm))
+        logits = self._logits(rms_norm(rows, self.weights.output_norm, self.hparams.norm_eps))
         return logits if all_logits else logits[0]
 
     def _forward_chunk(
         self, i: int, weights: dict[str, torch.Tensor], x: torch.Tensor, pos: int, cache: LayerCache
     ) -> None:
         """One layer over a chunk: x f32 (T, n_embd), updated in place."""
-        layer, h = self.weights.layers[i], self.hparams
-        n_head, n_kv = h.n_head[i], h.n_head_kv[i]
-        normed = self._norm(x, layer.attn_norm).to(self.dtype)
-        q, k, v = linear(normed, weights["qkv"]).split(
-            [n_head * h.head_dim, n_kv * h.head_dim, n_kv * h.value_dim], dim=1
-        )
-        q_nope = self._heads(q, layer.q, layer.q_norm, n_head)
-        k_nope = self._heads(k, layer.k, layer.k_norm, n_kv)
-        q, k = self._rotate(q_nope, pos), self._rotate(k_nope, pos)
-        v = _add_bias(v, layer.v).reshape(-1, n_kv, h.value_dim).transpose(0, 1)
-        q, k, v, q_nope, k_nope = (t.to(self.dtype) for t in (q, k, v, q_nope, k_nope))
-        inputs = AttnInput(q, k, v, q_nope, k_nope, pos)
-        attended = cache.prefill(inputs).transpose(0, 1).reshape(len(x), n_head * h.value_dim)
-        x += linear(attended, weights["o"])
-        normed = self._norm(x, layer.ffn_norm).to(self.dtype)
-        gate, up = linear(normed, weights["gate_up"]).chunk(2, dim=1)
-        x += linear(silu(gate).mul_(up), weights["down"])
-
-    def _norm(self, x: torch.Tensor, weight: np.ndarray) -> torch.Tensor:
-        return torch.nn.functional.rms_norm(
-            x, (x.shape[-1],), torch.from_numpy(weight), self.hparams.norm_eps
-        )
-
-    def _heads(
-        self, rows: torch.Tensor, projection: Linear, norm: np.ndarray | None, n_head: int
-    ) -> torch.Tensor:
-        """(T, heads d) -> f32 (heads, T, d) with bias and norm, in half-split order."""
-        n_rot, d = self.hparams.n_rot, self.hparams.head_dim
-        heads = _add_bias(rows.float(), projection).reshape(-1, n_head, d)
-        if norm is not None:
-            heads = self._norm(heads, norm)
-        if self.architecture.rope_interleaved:
-            pairs = heads[..., :n_rot].unflatten(-1, (n_rot // 2, 2)).transpose(-1, -2).flatten(-2)
-            heads = torch.cat([pairs, heads[..., n_rot:]], dim=-1)
-        return heads.transpose(0, 1)
-
-    def _rotate(self, heads: torch.Tensor, pos: int) -> torch.Tensor:
-        """f32 (heads, T, d) half-split -> rotated."""
-        half = self.hparams.n_rot // 2
-        rows = slice(pos, pos + heads.shape[1])
-        cos, sin = (torch.from_numpy(t[rows]) for t in (self.rope.cos, self.rope.sin))  # (T, half)
-        a, b = heads[..., :half], heads[..., half : 2 * half]
-        return torch.cat([a * cos - b * sin, a * sin + b * cos, heads[..., 2 * half :]], dim=-1)
+        layer, h, rows = self.weights.layers[i], self.hparams, self._rows
+        raw = linear(rows.norm(x, layer.attn_norm), weights["qkv"])
+        attended = cache.prefill(rows.heads(raw, layer, h.n_head[i], h.n_head_kv[i], pos))
+        attended = attended.transpose(0, 1).reshape(len(x), h.n_head[i] * h.value_dim)
+        rows.add(x, linear(attended, weights["o"]))
+        gate_up = linear(rows.norm(x, layer.ffn_norm), weights["gate_up"])
+        rows.add(x, linear(rows.gate(gate_up), weights["down"]))
 
     def _embed(self, ids: Sequence[int]) -> torch.Tensor:
         embedding = self.weights.token_embd
@@ -220,12 +192,6 @@ class Decoder:
                 at += part.n_rows * row_bytes
             out[name] = stack
         return out
-
-
-def _add_bias(rows: torch.Tensor, projection: Linear) -> torch.Tensor:
-    if projection.bias is None:
-        return rows
-    return rows + torch.from_numpy(projection.bias)
 
 
 class _FusedLayer:

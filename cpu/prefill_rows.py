@@ -1,0 +1,190 @@
+"""What a prefilled chunk needs between its matrix products, fused, on bf16 rows.
+
+A dozen torch operations a layer read and write the chunk each; these make one pass: RMS norm to
+bf16; bias, norm and rotation of q/k/v into heads; gated SiLU; the residual sum. bf16 is a uint16
+here: the upper half of an f32. Arithmetic is in f32, rounded once at the end, to nearest even.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.extending import intrinsic
+
+from sparsekv_cli.cpu import emit
+from sparsekv_cli.cpu.emit import F32, I16, I32, I64, LANES, VF, VI, const, load, vec
+from sparsekv_cli.cpu.parallel import PRANGE_ONLY
+from sparsekv_cli.cpu.tiles import exp_lanes
+
+FAST = {"reassoc", "contract", "arcp", "nsz"}
+
+
+def _narrowed(b: ir.IRBuilder, values: ir.Value) -> ir.Value:
+    """<16 x float> or float -> its bf16 bits, rounded to nearest even."""
+    is_vector = isinstance(values.type, ir.VectorType)
+    one, half = (const(I32, x) if is_vector else I32(x) for x in (1, 0x7FFF))
+    sixteen = const(I32, 16) if is_vector else I32(16)
+    bits = b.bitcast(values, VI if is_vector else I32)
+    rounded = b.add(bits, b.add(b.and_(b.lshr(bits, sixteen), one), half))
+    return b.trunc(b.lshr(rounded, sixteen), vec(I16) if is_vector else I16)
+
+
+@intrinsic
+def narrow(typingctx, value):
+    """bf16 bits (uint16) of a finite f32, to nearest even (numba code)."""
+
+    def codegen(context, builder, signature, args):
+        return _narrowed(builder, args[0])
+
+    return types.uint16(types.float32), codegen
+
+
+@intrinsic
+def widen(typingctx, bits):
+    """The f32 of bf16 bits (numba code)."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(builder.shl(builder.zext(args[0], I32), I32(16)), F32)
+
+    return types.float32(types.uint16), codegen
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY, fastmath=FAST)
+def norm_rows(x, weight, eps, out, n_threads):
+    """out bf16 (T, n) = x / sqrt(mean(x^2) + eps) * weight; x f32 (T, n)."""
+    n_rows, n = x.shape
+    for part in prange(n_threads):
+        for row in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
+            total = np.float32(0)
+            for c in range(n):
+                total += x[row, c] * x[row, c]
+            scale = np.float32(1) / np.sqrt(total / np.float32(n) + eps)
+            for c in range(n):
+                out[row, c] = narrow(x[row, c] * scale * weight[c])
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def add_rows(x, y, n_threads):
+    """x += y; x f32 (T, n), y bf16 (T, n)."""
+    n_rows, n = x.shape
+    for part in prange(n_threads):
+        for row in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
+            for c in range(n):
+                x[row, c] += widen(y[row, c])
+
+
+@njit(cache=True, nogil=True, fastmath=FAST)
+def _head(raw, bias, norm, eps, cos, sin, interleaved, work, out_nope, out):
+    """Bias, norm and rotation of one head of one token: raw bf16 (d,) -> out_nope, out bf16 (d,).
+
+    work f32 (2, d) scratch; out_nope and out in half-split order.
+    """
+    d, half = raw.shape[0], cos.shape[0]
+    values, ordered = work[0], work[1]
+    for c in range(d):
+        values[c] = widen(raw[c])
+    if bias.shape[0]:
+        for c in range(d):
+            values[c] += bias[c]
+    if norm.shape[0]:
+        total = np.float32(0)
+        for c in range(d):
+            total += values[c] * values[c]
+        scale = np.float32(1) / np.sqrt(total / np.float32(d) + eps)
+        for c in range(d):
+            values[c] *= scale * norm[c]
+    if interleaved:
+        for i in range(half):
+            ordered[i] = values[2 * i]
+            ordered[half + i] = values[2 * i + 1]
+        for c in range(2 * half, d):
+            ordered[c] = values[c]
+    else:
+        ordered[:] = values
+    for c in range(d):
+        out_nope[c] = narrow(ordered[c])
+    for i in range(half):
+        a, b = ordered[i], ordered[half + i]
+        out[i] = narrow(a * cos[i] - b * sin[i])
+        out[half + i] = narrow(a * sin[i] + b * cos[i])
+    for c in range(2 * half, d):
+        out[c] = narrow(ordered[c])
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def split_heads(
+    raw, q_bias, k_bias, v_bias, q_norm, k_norm, eps, cos, sin, interleaved, q, k, v, q_nope,
+    k_nope, n_threads,
+):  # fmt: skip
+    """A chunk's q/k/v as the projection gives them, into heads, with bias, norm and rotation.
+
+    raw bf16 (T, H d + G d + G d_v); biases f32 as wide or empty, norms f32 (d,) or empty; cos, sin
+    f32 (T, n_rot / 2). q, q_nope bf16 (H, T, d), k, k_nope (G, T, d), v (G, T, d_v).
+    """
+    n_head, n_rows, d = q.shape
+    n_kv, d_v = v.shape[0], v.shape[2]
+    for part in prange(n_threads):
+        work = np.empty((2, d), np.float32)
+        for t in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
+            for h in range(n_head):
+                bias = q_bias[h * d : (h + 1) * d]
+                _head(
+                    raw[t, h * d : (h + 1) * d], bias, q_norm, eps, cos[t], sin[t], interleaved,
+                    work, q_nope[h, t], q[h, t],
+                )  # fmt: skip
+            at = n_head * d
+            for g in range(n_kv):
+                bias = k_bias[g * d : (g + 1) * d]
+                _head(
+                    raw[t, at : at + d], bias, k_norm, eps, cos[t], sin[t], interleaved,
+                    work, k_nope[g, t], k[g, t],
+                )  # fmt: skip
+                at += d
+            for g in range(n_kv):
+                for c in range(d_v):
+                    value = widen(raw[t, at + c])
+                    if v_bias.shape[0]:
+                        value += v_bias[g * d_v + c]
+                    v[g, t, c] = narrow(value)
+                at += d_v
+
+
+@intrinsic
+def _gate_lanes(typingctx, gate, up, out, count):
+    """out[i] = up[i] gate[i] / (1 + e^-gate[i]), i < count, a multiple of 16; bf16, addresses."""
+
+    def codegen(context, b, signature, args):
+        gate, up, out, count = args
+
+        def wide(address, at):
+            bits = b.zext(load(b, vec(I16), b.add(address, at)), VI)
+            return b.bitcast(b.shl(bits, const(I32, 16)), VF)
+
+        def body(j, carried):
+            at = b.mul(j, I64(2))
+            g, u = wide(gate, at), wide(up, at)
+            e = exp_lanes(b, b.fneg(emit.call_named(b, "llvm.fabs.v16f32", VF, g)))
+            top = b.select(b.fcmp_ordered(">=", g, const(F32, 0.0)), const(F32, 1.0), e)
+            sigmoid = b.fdiv(top, b.fadd(const(F32, 1.0), e))
+            emit.store(b, _narrowed(b, b.fmul(b.fmul(g, sigmoid), u)), b.add(out, at))
+            return []
+
+        emit.loop(b, I64(0), count, LANES, [], body)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def gate_rows(gate_up, out, n_threads):
+    """out = silu(gate) * up; gate_up bf16 (T, 2 n): gate, then up; out bf16 (T, n)."""
+    n_rows, n = out.shape
+    whole = n // LANES * LANES
+    for part in prange(n_threads):
+        for row in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
+            gate, up = gate_up[row], gate_up[row, n:]
+            _gate_lanes(gate.ctypes.data, up.ctypes.data, out[row].ctypes.data, whole)
+            for c in range(whole, n):
+                g = widen(gate[c])
+                out[row, c] = narrow(g / (np.float32(1) + np.exp(-g)) * widen(up[c]))

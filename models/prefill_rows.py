@@ -1,0 +1,150 @@
+"""A prefilled chunk between its matrix products: readable torch, and the fused bf16 kernels.
+
+``TorchRows`` is the reference, for any type; ``FusedRows`` runs cpu/prefill_rows.py on bf16. Both
+take x f32 (T, n_embd), the residual stream, and hand the products rows of the compute type.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.nn.functional import silu
+
+from sparsekv_cli.cache import AttnInput
+from sparsekv_cli.cpu import prefill_rows as kernels
+from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.rope import RopeTable
+from sparsekv_cli.models.weights import LayerWeights, Linear
+
+NONE = np.empty(0, np.float32)
+
+
+class Rows(Protocol):
+    """T rows of a chunk; weights are f32 arrays of the model."""
+
+    def norm(self, x: torch.Tensor, weight: np.ndarray) -> torch.Tensor:
+        """RMS norm of x in the compute type."""
+
+    def heads(
+        self, raw: torch.Tensor, layer: LayerWeights, n_head: int, n_kv: int, pos: int
+    ) -> AttnInput:
+        """raw (T, H d + G d + G d_v), q, k and v as projected, with bias, norm and rotation."""
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up of (T, 2 n_ff), the gate first."""
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """x += y."""
+
+
+def rms_norm(x: torch.Tensor, weight: np.ndarray, eps: float) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x, (x.shape[-1],), torch.from_numpy(weight), eps)
+
+
+class TorchRows:
+    """Step by step, as the formulas are written."""
+
+    def __init__(
+        self, hparams: HParams, rope: RopeTable, interleaved: bool, dtype: torch.dtype
+    ) -> None:
+        self._hparams, self._rope = hparams, rope
+        self._interleaved, self._dtype = interleaved, dtype
+
+    def norm(self, x: torch.Tensor, weight: np.ndarray) -> torch.Tensor:
+        return rms_norm(x, weight, self._hparams.norm_eps).to(self._dtype)
+
+    def heads(
+        self, raw: torch.Tensor, layer: LayerWeights, n_head: int, n_kv: int, pos: int
+    ) -> AttnInput:
+        h = self._hparams
+        q, k, v = raw.split([n_head * h.head_dim, n_kv * h.head_dim, n_kv * h.value_dim], dim=1)
+        q_nope = self._ordered(q, layer.q, layer.q_norm, n_head)
+        k_nope = self._ordered(k, layer.k, layer.k_norm, n_kv)
+        q, k = self._rotate(q_nope, pos), self._rotate(k_nope, pos)
+        v = _add_bias(v, layer.v).reshape(-1, n_kv, h.value_dim).transpose(0, 1)
+        return AttnInput._make((*(t.to(self._dtype) for t in (q, k, v, q_nope, k_nope)), pos))
+
+    def _ordered(
+        self, rows: torch.Tensor, projection: Linear, norm: np.ndarray | None, n_head: int
+    ) -> torch.Tensor:
+        """(T, heads d) -> f32 (heads, T, d) with bias and norm, in half-split order."""
+        n_rot, d = self._hparams.n_rot, self._hparams.head_dim
+        heads = _add_bias(rows.float(), projection).reshape(-1, n_head, d)
+        if norm is not None:
+            heads = rms_norm(heads, norm, self._hparams.norm_eps)
+        if self._interleaved:
+            pairs = heads[..., :n_rot].unflatten(-1, (n_rot // 2, 2)).transpose(-1, -2).flatten(-2)
+            heads = torch.cat([pairs, heads[..., n_rot:]], dim=-1)
+        return heads.transpose(0, 1)
+
+    def _rotate(self, heads: torch.Tensor, pos: int) -> torch.Tensor:
+        """f32 (heads, T, d) half-split -> rotated."""
+        half = self._hparams.n_rot // 2
+        rows = slice(pos, pos + heads.shape[1])
+        cos, sin = (torch.from_numpy(t[rows]) for t in (self._rope.cos, self._rope.sin))
+        a, b = heads[..., :half], heads[..., half : 2 * half]
+        return torch.cat([a * cos - b * sin, a * sin + b * cos, heads[..., 2 * half :]], dim=-1)
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=1)
+        return silu(gate).mul_(up)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        x += y
+
+
+def _add_bias(rows: torch.Tensor, projection: Linear) -> torch.Tensor:
+    if projection.bias is None:
+        return rows
+    return rows + torch.from_numpy(projection.bias)
+
+
+class FusedRows:
+    """The same in one pass a step over bf16, each result rounded once."""
+
+    def __init__(
+        self, hparams: HParams, rope: RopeTable, interleaved: bool, n_threads: int
+    ) -> None:
+        self._hparams, self._rope = hparams, rope
+        self._interleaved, self._n_threads = interleaved, n_threads
+        self._eps = np.float32(hparams.norm_eps)
+
+    def norm(self, x: torch.Tensor, weight: np.ndarray) -> torch.Tensor:
+        out = torch.empty(x.shape, dtype=torch.bfloat16)
+        kernels.norm_rows(x.numpy(), weight, self._eps, bits(out), self._n_threads)
+        return out
+
+    def heads(
+        self, raw: torch.Tensor, layer: LayerWeights, n_head: int, n_kv: int, pos: int
+    ) -> AttnInput:
+        h, n_rows = self._hparams, len(raw)
+        heads, dims = (n_head, n_kv, n_kv, n_head, n_kv), (h.head_dim, h.head_dim, h.value_dim)
+        shapes = [(n, n_rows, d) for n, d in zip(heads, (*dims, *dims[:2]), strict=True)]
+        outs = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
+        kernels.split_heads(
+            bits(raw), *(given(w.bias) for w in (layer.q, layer.k, layer.v)), given(layer.q_norm),
+            given(layer.k_norm), self._eps, self._rope.cos[pos : pos + n_rows],
+            self._rope.sin[pos : pos + n_rows], self._interleaved, *map(bits, outs),
+            self._n_threads,
+        )  # fmt: skip
+        return AttnInput._make((*outs, pos))
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(len(gate_up), gate_up.shape[1] // 2, dtype=torch.bfloat16)
+        kernels.gate_rows(bits(gate_up), bits(out), self._n_threads)
+        return out
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        kernels.add_rows(x.numpy(), bits(y), self._n_threads)
+
+
+def given(array: np.ndarray | None) -> np.ndarray:
+    """A weight, or the empty array that tells the kernels that there is none."""
+    return NONE if array is None else array
+
+
+def bits(tensor: torch.Tensor) -> Any:
+    """The same memory as uint16, which is how numba sees bf16."""
+    return tensor.view(torch.int16).numpy().view(np.uint16)
