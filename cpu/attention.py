@@ -1,8 +1,8 @@
-"""Decode attention over an f16 KV cache: all rows, or rows listed by index, with online softmax.
+"""Decode attention over a KV cache: all rows, or rows listed by index, with online softmax.
 
-K and V of one layer lie as f16 (kv head, capacity, row) with rows padded to a multiple of 16
-elements, so that one row is a few whole vectors wherever it is: a scan streams and a subset reads
-only what it selected. The arithmetic on rows is in tiles.py.
+K and V of one layer lie as (kv head, capacity, row), each as f16 or q8_0 (rows.py), with rows
+padded to a multiple of 16 elements, so that one row is a few whole vectors wherever it is: a scan
+streams and a subset reads only what it selected. The arithmetic on rows is in tiles.py.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from numba import njit, prange
 
 from sparsekv_cli.cpu.emit import LANES, next_task
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
+from sparsekv_cli.cpu.rows import GATHER, K_HEAD, K_KIND, K_ROW, Q8_0, V_HEAD, V_KIND, V_ROW, K, V
 from sparsekv_cli.cpu.tiles import (
     NEGATIVE_INFINITY,
     PAD,
     exp_in_place,
     max_of,
-    scores_any,
-    store_halves,
-    values_any,
+    scores_of,
+    store_row,
+    values_of,
 )
 
 BLOCK = 256  # keys whose scores are kept at a time: K and V of a block stay in the L2 cache
@@ -34,24 +35,30 @@ def scaled_copy(q, scale):
 
 
 @njit(cache=True, nogil=True)
-def attend_tile(q, k, v, k_row, v_row, gather, idx, count, peak, mass, acc, scores):
+def layout_mode(layout):
+    """The mode of ``attend_tile`` for a layout's rows: kind of K, kind of V times 2."""
+    return layout[K_KIND] | layout[V_KIND] << 1
+
+
+@njit(cache=True, nogil=True)
+def attend_tile(q, k, v, k_row, v_row, mode, idx, count, peak, mass, acc, scores):
     """Folds ``count`` rows into the running softmax of a tile of heads.
 
-    q f32 (tile, d) scaled by 1/sqrt(d); k, v: addresses of f16 rows of k_row, v_row bytes; idx:
-    address of int32 row numbers (``gather``), else rows 0..count. State: peak, mass f32 (tile,),
-    acc f32 (tile, d_v), the numerators with respect to peak. scores: f32 (tile, BLOCK + PAD).
+    q f32 (tile, d) scaled by 1/sqrt(d); k, v: addresses of rows of k_row, v_row bytes; mode: see
+    ``layout_mode``, + GATHER: the rows are int32 numbers at the address idx, else 0..count. State:
+    peak, mass f32 (tile,), acc f32 (tile, d_v), the numerators with respect to peak. scores: f32
+    (tile, BLOCK + PAD).
     """
     tile, d = q.shape
+    k_mode, v_mode = mode & (Q8_0 | GATHER), (mode & GATHER) | (mode >> 1 & Q8_0)
     stride = scores.shape[1]
     for start in range(0, count, BLOCK):
         size = min(BLOCK, count - start)
         at = idx + 4 * start
         k_at, v_at = k, v
-        if not gather:
+        if not mode & GATHER:
             k_at, v_at = k + start * k_row, v + start * v_row
-        scores_any(
-            tile, gather, q.ctypes.data, k_at, k_row, at, size, d, scores.ctypes.data, stride
-        )
+        scores_of(tile, k_mode, q.ctypes.data, k_at, k_row, at, size, d, scores.ctypes.data, stride)
         for t in range(tile):
             for j in range(size, size + LANES):
                 scores[t, j] = NEGATIVE_INFINITY
@@ -62,8 +69,8 @@ def attend_tile(q, k, v, k_row, v_row, gather, idx, count, peak, mass, acc, scor
             peak[t] = new_peak
             for c in range(acc.shape[1]):
                 acc[t, c] *= old
-        values_any(
-            tile, gather, scores.ctypes.data, stride, v_at, v_row, at, size, acc.shape[1],
+        values_of(
+            tile, v_mode, scores.ctypes.data, stride, v_at, v_row, at, size, acc.shape[1],
             acc.ctypes.data,
         )  # fmt: skip
 
@@ -78,7 +85,7 @@ def n_key_splits(n, n_kv_head, n_threads):
 
 @njit(cache=True, nogil=True)
 def _attend_piece(
-    q, k, v, k_row, v_row, gather, idx, count, scale, whole, target, peak_out, mass_out, scores
+    q, k, v, k_row, v_row, mode, idx, count, scale, whole, target, peak_out, mass_out, scores
 ):
     """A tile of heads over one list of rows, in memory of this thread until the end.
 
@@ -90,7 +97,7 @@ def _attend_piece(
     mass = np.zeros(tile, np.float32)
     acc = np.zeros((tile, d_v), np.float32)
     scaled = scaled_copy(q, scale)
-    attend_tile(scaled, k, v, k_row, v_row, gather, idx, count, peak, mass, acc, scores)
+    attend_tile(scaled, k, v, k_row, v_row, mode, idx, count, peak, mass, acc, scores)
     for t in range(tile):
         factor = np.float32(1) / mass[t] if whole else np.float32(1)
         for c in range(d_v):
@@ -101,10 +108,9 @@ def _attend_piece(
 
 
 @njit(cache=True, nogil=True)
-def _attend_pieces(
-    counter, q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, n_split, peak, mass, acc
-):
+def _attend_pieces(counter, q, layout, n, n_kv_head, scale, n_split, peak, mass, acc):
     """Takes (kv head, split) tasks until there are none; see ``attend_dense``."""
+    k_row, v_row = layout[K_ROW], layout[V_ROW]
     group = q.shape[0] // n_kv_head
     scores = np.empty((TILE, BLOCK + PAD), np.float32)
     task = next_task(counter)
@@ -114,19 +120,20 @@ def _attend_pieces(
         for h in range(kv_head * group, (kv_head + 1) * group, TILE):
             end = min(h + TILE, (kv_head + 1) * group)
             _attend_piece(
-                q[h:end], k + kv_head * k_head + first * k_row,
-                v + kv_head * v_head + first * v_row, k_row, v_row, 0, 0, last - first, scale,
-                n_split == 1, acc[split, h:end], peak[split, h:end], mass[split, h:end], scores,
+                q[h:end], layout[K] + kv_head * layout[K_HEAD] + first * k_row,
+                layout[V] + kv_head * layout[V_HEAD] + first * v_row, k_row, v_row,
+                layout_mode(layout), 0, last - first, scale, n_split == 1, acc[split, h:end],
+                peak[split, h:end], mass[split, h:end], scores,
             )  # fmt: skip
         task = next_task(counter)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def attend_dense(q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, out, n_threads):
+def attend_dense(q, layout, n, n_kv_head, scale, out, n_threads):
     """Attention of one token over rows 0..n of every kv head.
 
-    q f32 (H, d); k, v: addresses; k_head, v_head: bytes between kv heads; out f32 (H, d_v). Query
-    head h belongs to kv head h // (H / G). Keys are split between threads so that they share the
+    q f32 (H, d); layout int64 (8,), see rows.py; out f32 (H, d_v). Query head h belongs to kv head
+    h // (H / G). Keys are split between threads so that they share the
     work evenly; the pieces are merged by their peaks and masses. Short contexts stay on one thread.
     """
     n_head, d_v = out.shape
@@ -140,16 +147,10 @@ def attend_dense(q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, out
         acc = np.empty((n_split, n_head, d_v), np.float32)
     counter = np.zeros(1, np.int64)
     if n_threads == 1:
-        _attend_pieces(
-            counter, q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, n_split, peak,
-            mass, acc,
-        )  # fmt: skip
+        _attend_pieces(counter, q, layout, n, n_kv_head, scale, n_split, peak, mass, acc)
     else:
         for _thread in prange(n_threads):
-            _attend_pieces(
-                counter, q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, n_split, peak,
-                mass, acc,
-            )  # fmt: skip
+            _attend_pieces(counter, q, layout, n, n_kv_head, scale, n_split, peak, mass, acc)
     if n_split > 1:
         for h in range(n_head):
             _merge(peak[:, h], mass[:, h], acc[:, h], out[h])
@@ -170,9 +171,7 @@ def _merge(peak, mass, acc, out):
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def attend_rows(
-    q, k, v, k_head, v_head, k_row, v_row, idx, counts, n_kv_head, scale, out, n_threads
-):
+def attend_rows(q, layout, idx, counts, n_kv_head, scale, out, n_threads):
     """Attention of one token over listed rows: idx int32 (U, m), counts int64 (U,).
 
     U is the number of lists: H (one a query head) or G (one a kv head, shared by its group).
@@ -189,26 +188,30 @@ def attend_rows(
                 end = min(h + TILE, (unit + 1) * heads_a_list)
                 kv_head = h // group
                 _attend_piece(
-                    q[h:end], k + kv_head * k_head, v + kv_head * v_head, k_row, v_row, 1,
-                    idx[unit].ctypes.data, counts[unit], scale, True, out[h:end], out[0], out[0],
-                    scores,
+                    q[h:end], layout[K] + kv_head * layout[K_HEAD],
+                    layout[V] + kv_head * layout[V_HEAD], layout[K_ROW], layout[V_ROW],
+                    GATHER | layout_mode(layout), idx[unit].ctypes.data, counts[unit], scale, True,
+                    out[h:end], out[0], out[0], scores,
                 )  # fmt: skip
             unit = next_task(counter)
 
 
 @njit(cache=True, nogil=True)
-def append_row(k_new, v_new, k, v, k_head, v_head, k_row, v_row, position):
-    """Writes one token's K and V, f32 (G, d), as f16 rows at ``position``; d multiples of 16."""
+def append_row(k_new, v_new, layout, position):
+    """Writes one token's K and V, f32 (G, d), as rows at ``position``; d multiples of 16."""
     for kv_head in range(k_new.shape[0]):
-        at = k + kv_head * k_head + position * k_row
-        store_halves(k_new[kv_head].ctypes.data, at, k_new.shape[1])
-        at = v + kv_head * v_head + position * v_row
-        store_halves(v_new[kv_head].ctypes.data, at, v_new.shape[1])
+        at = layout[K] + kv_head * layout[K_HEAD] + position * layout[K_ROW]
+        store_row(layout[K_KIND], k_new[kv_head].ctypes.data, at, k_new.shape[1])
+        at = layout[V] + kv_head * layout[V_HEAD] + position * layout[V_ROW]
+        store_row(layout[V_KIND], v_new[kv_head].ctypes.data, at, v_new.shape[1])
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def score_rows(q, k, k_head, k_row, n, n_kv_head, scale, out, n_threads):
-    """out[h, j] = scale q[h] . k[j] for j < n; q f32 (H, d), out f32 (H, >= n + PAD)."""
+def score_rows(q, k, k_head, k_row, k_kind, n, n_kv_head, scale, out, n_threads):
+    """out[h, j] = scale q[h] . k[j] for j < n; q f32 (H, d), out f32 (H, >= n + PAD).
+
+    k: address; k_head, k_row: bytes between kv heads and rows; k_kind: of the rows.
+    """
     n_head, d = q.shape
     group = n_head // n_kv_head
     n_split = n_key_splits(n, n_kv_head, n_threads)
@@ -225,9 +228,9 @@ def score_rows(q, k, k_head, k_row, n, n_kv_head, scale, out, n_threads):
                 for start in range(first, last, BLOCK):
                     size = min(BLOCK, last - start)
                     at = k + kv_head * k_head + start * k_row
-                    scores_any(
-                        end - h, 0, scaled.ctypes.data, at, k_row, 0, size, d, part.ctypes.data,
-                        part.shape[1],
+                    scores_of(
+                        end - h, k_kind, scaled.ctypes.data, at, k_row, 0, size, d,
+                        part.ctypes.data, part.shape[1],
                     )  # fmt: skip
                     out[h:end, start : start + size] = part[: end - h, :size]
             task = next_task(counter)

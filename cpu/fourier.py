@@ -23,6 +23,7 @@ from sparsekv_cli.cpu.attention import TILE, n_key_splits, scaled_copy, score_ro
 from sparsekv_cli.cpu.emit import I64, next_task
 from sparsekv_cli.cpu.fft import SIZE, ends_in_y, fft
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
+from sparsekv_cli.cpu.rows import F16
 from sparsekv_cli.cpu.tiles import NEGATIVE_INFINITY, PAD, exp_in_place, max_of, values_any
 
 # Columns of a table of segments, int64, a row each. LENGTH: of the basis; FILLED: tokens in it;
@@ -329,10 +330,10 @@ def attend_spectrum(
     mass = np.empty(n_head, np.float32)
     n_split = n_key_splits(n_exact + n_rows, n_kv_head, n_threads)
     acc = np.zeros((n_split, n_head, out.shape[1]), np.float32)
-    score_rows(q, k, k_head, k_row, n_exact, n_kv_head, scale, scores, n_threads)
+    score_rows(q, k, k_head, k_row, F16, n_exact, n_kv_head, scale, scores, n_threads)
     if half_k:
         score_rows(
-            q, half_k, half_strides[0], half_strides[2], n_rows, n_kv_head, scale, z, n_threads
+            q, half_k, half_strides[0], half_strides[2], F16, n_rows, n_kv_head, scale, z, n_threads
         )
     counter = np.zeros(3, np.int64)
     if n_threads == 1:

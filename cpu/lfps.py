@@ -24,14 +24,15 @@ from sparsekv_cli.cpu.history import (
     threshold,
 )
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
+from sparsekv_cli.cpu.rows import GATHER, K_HEAD, K_KIND, K_ROW, V_HEAD, V_KIND, V_ROW, K, V
 from sparsekv_cli.cpu.select import order_keys, select_largest
 from sparsekv_cli.cpu.tiles import (
     NEGATIVE_INFINITY,
     PAD,
     exp_in_place,
-    scores_any,
-    tile_scores,
-    tile_values,
+    scores_of,
+    scores_of_head,
+    values_of_head,
 )
 
 LOCAL = 6  # keys before the current one in the local mass of the bypass test (eq 6)
@@ -41,11 +42,13 @@ N_STATISTICS = 7
 
 
 @njit(cache=True, nogil=True)
-def _bypass(q, near, n_near, mean_k, spread, mean_v, v, v_row, first_local, n, epsilon, out):
+def _bypass(
+    q, near, n_near, mean_k, spread, mean_v, v, v_row, v_kind, first_local, n, epsilon, out
+):
     """The high-sparsity test (eq 6) and, where it holds, the head's output. q is scaled.
 
     near: scores of the sinks (4), then of the keys first_local..n-1. spread: variance of a score,
-    over 2. Returns whether the head was bypassed.
+    over 2. v: address of rows of v_kind, v_row bytes apart. Returns whether the head was bypassed.
     """
     log_global = np.float64(0)
     for c in range(mean_k.shape[0]):
@@ -69,11 +72,10 @@ def _bypass(q, near, n_near, mean_k, spread, mean_v, v, v_row, first_local, n, e
     total = sinks + wide + local + weights[n_near - 1]
     for c in range(out.shape[0]):
         out[c] = wide * mean_v[c]
-    tile_values(1, 0, weights.ctypes.data, 0, v, v_row, 0, SINKS, out.shape[0], out.ctypes.data)
-    tile_values(
-        1, 0, weights[SINKS:].ctypes.data, 0, v + first_local * v_row, v_row, 0, n_near - SINKS,
-        out.shape[0], out.ctypes.data,
-    )  # fmt: skip
+    d_v, to = out.shape[0], out.ctypes.data
+    values_of_head(v_kind, weights.ctypes.data, v, v_row, 0, SINKS, d_v, to)
+    v_local = v + first_local * v_row
+    values_of_head(v_kind, weights[SINKS:].ctypes.data, v_local, v_row, 0, n_near - SINKS, d_v, to)
     for c in range(out.shape[0]):
         out[c] /= total
     return True
@@ -138,7 +140,7 @@ def _candidates(
 
 @njit(cache=True, nogil=True)
 def _attend_candidates(
-    sinks, rows, scores, k_budget, n_recent, v, v_row, ver, dist, n, keys, chosen, out
+    sinks, rows, scores, k_budget, n_recent, v, v_row, v_kind, ver, dist, n, keys, chosen, out
 ):
     """C2 = the recents and the best of C1 by exact score; attends sinks and C2.
 
@@ -179,8 +181,10 @@ def _attend_candidates(
     mass = exp_in_place(weights.ctypes.data, m, peak)
     d_v = out.shape[0]
     out[:] = 0
-    tile_values(1, 0, sink_weights.ctypes.data, 0, v, v_row, 0, SINKS, d_v, out.ctypes.data)
-    tile_values(1, 1, weights.ctypes.data, 0, v, v_row, picked.ctypes.data, m, d_v, out.ctypes.data)
+    values_of_head(v_kind, sink_weights.ctypes.data, v, v_row, 0, SINKS, d_v, out.ctypes.data)
+    values_of_head(
+        v_kind | GATHER, weights.ctypes.data, v, v_row, picked.ctypes.data, m, d_v, out.ctypes.data
+    )
     for c in range(d_v):
         out[c] /= sink_mass + mass
     if mass > 0:
@@ -194,7 +198,7 @@ def _attend_candidates(
 @njit(cache=True, nogil=True)
 def _step_unit(
     unit,
-    q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, limit, a, decay,
+    q, layout, n, n_kv_head, scale, k_budget, recent, limit, a, decay,
     epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, raised, mean_k, mean_v,
     covariance, ratio, statistics, attended, n_attended, out,
 ):  # fmt: skip
@@ -208,7 +212,9 @@ def _step_unit(
     n_near = SINKS + n - first_local
     h0 = unit * heads
     kv_head = h0 // group
-    k_at, v_at = k + kv_head * k_head, v + kv_head * v_head
+    k_row, v_row, k_kind, v_kind = layout[K_ROW], layout[V_ROW], layout[K_KIND], layout[V_KIND]
+    k_at = layout[K] + kv_head * layout[K_HEAD]
+    v_at = layout[V] + kv_head * layout[V_HEAD]
     scaled = scaled_copy(q[h0 : h0 + heads], scale)
     near = np.empty((heads, SINKS + LOCAL + 1 + PAD), np.float32)
     active = np.zeros(heads, np.bool_)
@@ -216,15 +222,14 @@ def _step_unit(
     for t in range(heads):
         at = near[t].ctypes.data
         query = scaled[t].ctypes.data
-        tile_scores(1, 0, query, k_at, k_row, 0, SINKS, d, at, 0)
-        tile_scores(
-            1, 0, query, k_at + first_local * k_row, k_row, 0, n - first_local, d,
-            at + 4 * SINKS, 0,
-        )  # fmt: skip
+        scores_of_head(k_kind, query, k_at, k_row, 0, SINKS, d, at)
+        scores_of_head(
+            k_kind, query, k_at + first_local * k_row, k_row, 0, n - first_local, d, at + 4 * SINKS
+        )
         spread = _half_variance(scaled[t], covariance[kv_head], ratio[h0 + t])
         active[t] = not _bypass(
             scaled[t], near[t], n_near, mean_k[kv_head], spread, mean_v[kv_head], v_at,
-            v_row, first_local, n, epsilon, out[h0 + t],
+            v_row, v_kind, first_local, n, epsilon, out[h0 + t],
         )  # fmt: skip
         n_active += active[t]
         if not active[t] and attended.shape[1]:
@@ -253,17 +258,17 @@ def _step_unit(
     if n_active == heads:  # a tile of heads shares each key row
         statistics[unit, KEYS_READ] += count * ((heads + 3) // 4)
         for t in range(0, heads, 4):
-            scores_any(
-                min(4, heads - t), 1, scaled[t].ctypes.data, k_at, k_row, rows.ctypes.data,
-                count, d, scores[t].ctypes.data, stride,
+            scores_of(
+                min(4, heads - t), k_kind | GATHER, scaled[t].ctypes.data, k_at, k_row,
+                rows.ctypes.data, count, d, scores[t].ctypes.data, stride,
             )  # fmt: skip
     else:
         statistics[unit, KEYS_READ] += count * n_active
         for t in range(heads):
             if active[t]:
-                tile_scores(
-                    1, 1, scaled[t].ctypes.data, k_at, k_row, rows.ctypes.data, count, d,
-                    scores[t].ctypes.data, stride,
+                scores_of_head(
+                    k_kind | GATHER, scaled[t].ctypes.data, k_at, k_row, rows.ctypes.data, count,
+                    d, scores[t].ctypes.data,
                 )  # fmt: skip
     statistics[unit, SCORED] += n_active * (count - min(count, n_near - SINKS))
     gain[unit] *= decay
@@ -272,8 +277,8 @@ def _step_unit(
         if not active[t]:
             continue
         picked, weights = _attend_candidates(
-            near[t], rows, scores[t], k_budget, n_recent, v_at, v_row, ver[unit], dist[unit], n,
-            keys, chosen, out[h0 + t],
+            near[t], rows, scores[t], k_budget, n_recent, v_at, v_row, v_kind, ver[unit],
+            dist[unit], n, keys, chosen, out[h0 + t],
         )  # fmt: skip
         m = min(count, k_budget)
         statistics[unit, ATTENDED] += m + SINKS
@@ -297,7 +302,7 @@ def _step_unit(
 @njit(cache=True, nogil=True)
 def _step_units(
     counter,
-    q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, limit, a, decay,
+    q, layout, n, n_kv_head, scale, k_budget, recent, limit, a, decay,
     epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, raised, mean_k, mean_v,
     covariance, ratio, statistics, attended, n_attended, out, n_threads,
 ):  # fmt: skip
@@ -316,7 +321,7 @@ def _step_units(
         for unit in range(first, last):
             _step_unit(
                 unit,
-                q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, limit,
+                q, layout, n, n_kv_head, scale, k_budget, recent, limit,
                 a, decay, epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, raised,
                 mean_k,
                 mean_v, covariance, ratio, statistics, attended, n_attended, out,
@@ -326,14 +331,14 @@ def _step_units(
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def lfps_step(
-    q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, limit, a, decay,
+    q, layout, n, n_kv_head, scale, k_budget, recent, limit, a, decay,
     epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, raised, mean_k, mean_v,
     covariance, ratio, statistics, attended, n_attended, out, n_threads,
 ):  # fmt: skip
     """One decode step of a layer (Algorithm 1); row n - 1 is the current token's, already stored.
 
-    q f32 (H, d); k, v: addresses, then bytes between kv heads and rows. k_budget = |C2|; recent =
-    R; limit: most rows of C1, at least R. Tables f32 (U, capacity), bounds f32 (U, capacity / 64),
+    q f32 (H, d); layout int64 (8,), see rows.py. k_budget = |C2|; recent = R; limit: most
+    rows of C1, at least R. Tables f32 (U, capacity), bounds f32 (U, capacity / 64),
     sums f64 (U, 2, 4), gain, raised f64 (U,): U = H or G. mean_k (G, d), mean_v (G, d_v),
     covariance (G, d, d) or (G, 0, 0), ratio f32 (H,).
     statistics int64 (U, N_STATISTICS), added to. attended int32 (H, m), n_attended int64 (H,): the
@@ -343,7 +348,7 @@ def lfps_step(
     for _thread in prange(n_threads):
         _step_units(
             counter,
-            q, k, v, k_head, v_head, k_row, v_row, n, n_kv_head, scale, k_budget, recent, limit, a,
+            q, layout, n, n_kv_head, scale, k_budget, recent, limit, a,
             decay, epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, raised,
             mean_k, mean_v, covariance, ratio, statistics, attended, n_attended, out, n_threads,
         )  # fmt: skip
@@ -351,7 +356,7 @@ def lfps_step(
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def lfps_init(
-    q, k, k_head, k_row, n, n_kv_head, scale, decay, ver, dist, ver_bounds, dist_bounds, sums, gain
+    q, layout, n, n_kv_head, scale, decay, ver, dist, ver_bounds, dist_bounds, sums, gain
 ):
     """Tables from the last s prefill queries (eq 4): q f32 (H, s, d), the last at position n - 1.
 
@@ -361,22 +366,24 @@ def lfps_init(
     n_head, s, d = q.shape
     heads = n_head // ver.shape[0]
     group = n_head // n_kv_head
+    k_row = layout[K_ROW]
     for unit in prange(ver.shape[0]):
         ver[unit, :] = 0
         dist[unit, :] = 0
         scores = np.empty(n + PAD, np.float32)
         for t in range(heads):
             h = unit * heads + t
-            k_at = k + (h // group) * k_head + SINKS * k_row
+            k_at = layout[K] + (h // group) * layout[K_HEAD] + SINKS * k_row
             for j in range(s):
                 position = n - s + j
                 count = position + 1 - SINKS
                 if count < 1:
                     continue
                 scaled = scaled_copy(q[h, j], scale)
-                tile_scores(
-                    1, 0, scaled.ctypes.data, k_at, k_row, 0, count, d, scores.ctypes.data, 0
-                )
+                scores_of_head(
+                    layout[K_KIND], scaled.ctypes.data, k_at, k_row, 0, count, d,
+                    scores.ctypes.data,
+                )  # fmt: skip
                 scores[count : count + LANES] = NEGATIVE_INFINITY
                 peak = scores[:count].max()
                 mass = exp_in_place(scores.ctypes.data, count, peak)

@@ -1,4 +1,4 @@
-"""The host backend: the operations that methods call, on numpy arrays and f16 KV stores."""
+"""The host backend: the operations that methods call, on numpy arrays and KV stores."""
 
 from __future__ import annotations
 
@@ -27,14 +27,9 @@ def dense_prefill(store: Any, x: Any, spec: Any) -> Any:
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     width = max(spec.head_dim, spec.value_dim)  # a torch kernel wants one head size
     pad = torch.nn.functional.pad
-    # The stored f16 rows: with an f32 prefill, decode sees the very same keys and values.
-    k = pad(
-        torch.from_numpy(store.k[:, :n, : spec.head_dim]).to(x.q.dtype), (0, width - spec.head_dim)
-    )
-    v = pad(
-        torch.from_numpy(store.v[:, :n, : spec.value_dim]).to(x.q.dtype),
-        (0, width - spec.value_dim),
-    )
+    # The rows as they are stored: with an f32 prefill, decode sees the very same keys and values.
+    k = pad(store.keys()[..., : spec.head_dim].to(x.q.dtype), (0, width - spec.head_dim))
+    v = pad(store.values()[..., : spec.value_dim].to(x.q.dtype), (0, width - spec.value_dim))
     q = pad(x.q, (0, width - spec.head_dim))[None]  # (1, H, T, width)
     new_k, new_v = (t[:, n_past:].repeat_interleave(group, 0)[None] for t in (k, v))
     out, lse = attend(q, new_k, new_v, 0.0, True, scale=scale)  # (1, H, T, width), (1, H, T)
@@ -55,9 +50,8 @@ def _fused_prefill(store: Any, x: Any, spec: Any) -> Any:
     """``dense_prefill`` in bf16 by our own kernel."""
     import torch
 
-    n = store.n
-    k = torch.from_numpy(store.k[:, :n, : spec.head_dim]).bfloat16().contiguous()
-    v = torch.from_numpy(store.v[:, :n, : spec.value_dim]).bfloat16().contiguous()
+    k = store.keys()[..., : spec.head_dim].bfloat16().contiguous()
+    v = store.values()[..., : spec.value_dim].bfloat16().contiguous()
     n_head, n_new = x.q.shape[:2]  # out's rows lie by token, as the output projection reads them
     out = torch.empty(n_new, n_head, spec.value_dim, dtype=torch.bfloat16).transpose(0, 1)
     halves = [t.view(torch.int16).numpy().view(np.uint16) for t in (x.q.contiguous(), v, out)]
@@ -71,17 +65,16 @@ def _fused_prefill(store: Any, x: Any, spec: Any) -> Any:
 def append_row(store: Any, x: Any) -> None:
     """Adds the one row of a decode step."""
     store.reserve(store.n + 1)
-    attention.append_row(x.k[:, 0], x.v[:, 0], *store.addresses, *store.strides, store.n)
+    attention.append_row(x.k[:, 0], x.v[:, 0], store.layout, store.n)
     store.n += 1
 
 
 def attend_dense(store: Any, q: np.ndarray, spec: Any) -> np.ndarray:
     """Attention over all rows: q f32 (H, d) -> f32 (H, d_v)."""
-    out = np.empty((q.shape[0], store.v.shape[2]), np.float32)
+    out = np.empty((q.shape[0], store.v_type.width), np.float32)
     attention.attend_dense(
-        q, *store.addresses, *store.strides, store.n, spec.n_head_kv, spec.scale, out,
-        spec.n_threads,
-    )  # fmt: skip
+        q, store.layout, store.n, spec.n_head_kv, spec.scale, out, spec.n_threads
+    )
     return out
 
 
@@ -89,11 +82,10 @@ def attend_rows(
     store: Any, q: np.ndarray, idx: np.ndarray, counts: np.ndarray, spec: Any
 ) -> np.ndarray:
     """Attention over listed rows: idx int32 (H or G, m), counts int64 -> f32 (H, d_v)."""
-    out = np.empty((q.shape[0], store.v.shape[2]), np.float32)
+    out = np.empty((q.shape[0], store.v_type.width), np.float32)
     attention.attend_rows(
-        q, *store.addresses, *store.strides, idx, counts, spec.n_head_kv, spec.scale, out,
-        spec.n_threads,
-    )  # fmt: skip
+        q, store.layout, idx, counts, spec.n_head_kv, spec.scale, out, spec.n_threads
+    )
     return out
 
 
@@ -101,7 +93,7 @@ def score_rows(store: Any, q: np.ndarray, spec: Any) -> np.ndarray:
     """q . k / sqrt(d) for all rows: f32 (H, n + padding)."""
     out = np.empty((q.shape[0], store.n + attention.PAD), np.float32)
     attention.score_rows(
-        q, store.addresses[0], store.strides[0], store.strides[2], store.n, spec.n_head_kv,
-        spec.scale, out, spec.n_threads,
+        q, store.addresses[0], store.strides[0], store.strides[2], store.k_type.kind, store.n,
+        spec.n_head_kv, spec.scale, out, spec.n_threads,
     )  # fmt: skip
     return out

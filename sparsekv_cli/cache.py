@@ -9,18 +9,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-ROW_ALIGNMENT = 16  # elements; rows of K and V are padded to whole vectors
+from sparsekv_cli.kv_store import CACHE_TYPES, KVStore
+from sparsekv_cli.kv_store import padded as padded
+
 N_SINKS = 4  # METHODS.md: the first tokens, always attended
-
-
-def padded(d: int) -> int:
-    """``d`` rounded up to whole vectors."""
-    return -(-d // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 class AttnInput(NamedTuple):
@@ -45,6 +42,7 @@ class LayerSpec:
     theta: rotation in radians a position of each RoPE pair (i, i + n_rot/2), f64 (n_rot/2,).
     rope_scale: factor of the rotated dims (YaRN's magnitude). calibration: this layer's tensors of
     the method's sidecar, by name (see calibration.py); empty for methods that need none.
+    cache_type_k, cache_type_v: types of the rows, as in kv_store.py.
     """
 
     layer: int
@@ -57,6 +55,8 @@ class LayerSpec:
     theta: np.ndarray = field(default_factory=lambda: np.empty(0), compare=False)
     rope_scale: float = 1.0
     calibration: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
+    cache_type_k: str = "f16"
+    cache_type_v: str = "f16"
 
     @property
     def group(self) -> int:
@@ -100,65 +100,6 @@ class Ledger:
             counts["sparse_rows_total"] += rows
             counts["sparse_rows_scored"] += scored
             counts["sparse_rows_attended"] += attended
-
-
-class KVStore:
-    """K and V of one layer as f16 in host memory: (G, capacity, row), growing in steps.
-
-    Rows are padded to whole vectors with zeros, which add nothing to a dot product.
-    """
-
-    def __init__(self, spec: LayerSpec) -> None:
-        self._d, self._d_v = spec.head_dim, spec.value_dim
-        self.k = np.zeros((spec.n_head_kv, 0, padded(spec.head_dim)), np.float16)
-        self.v = np.zeros((spec.n_head_kv, 0, padded(spec.value_dim)), np.float16)
-        self.n = 0
-        self._grown()
-
-    @property
-    def capacity(self) -> int:
-        return self.k.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one token's K and V in one kv head."""
-        return self.k.strides[1] + self.v.strides[1]
-
-    def reserve(self, n: int) -> None:
-        """Room for ``n`` rows: just that at first, an eighth more than before when growing."""
-        if n <= self.capacity:
-            return
-        capacity = n if self.n == 0 else max(n, self.capacity + self.capacity // 8 + 256)
-        grown = []
-        for old in (self.k, self.v):
-            new = np.empty((old.shape[0], capacity, old.shape[2]), np.float16)
-            new[:, : self.n] = old[:, : self.n]
-            grown.append(new)
-        self.k, self.v = grown  # both or, where memory ran out, neither
-        self._grown()
-
-    def _grown(self) -> None:
-        """Remembers what the kernels take: addresses and strides in bytes."""
-        k, v = self.k, self.v
-        self.addresses = tuple(a.__array_interface__["data"][0] for a in (k, v))
-        self.strides = (k.strides[0], v.strides[0], k.strides[1], v.strides[1])
-
-    def append(self, k: Any, v: Any) -> None:
-        """Adds T rows: k torch (G, T, d), v torch (G, T, d_v)."""
-        n_new = k.shape[1]
-        self.reserve(self.n + n_new)
-        for target, d, source in ((self.k, self._d, k), (self.v, self._d_v, v)):
-            rows = target[:, self.n : self.n + n_new]
-            rows[..., :d] = source.half().numpy()
-            rows[..., d:] = 0
-        self.n += n_new
-
-    def truncate(self, n: int) -> None:
-        self.n = min(self.n, n)
 
 
 class Backend(Protocol):
@@ -356,6 +297,9 @@ class CalibrationRun:
     progress: Callable[[float], None]
 
 
+_CACHE_TYPE_HELP = "type of {} in the cache: f16, or q8_0 with methods that read it"
+
+
 @dataclass(frozen=True)
 class Method(ABC):
     """An immutable KV-cache method; its fields are its options, checked in __post_init__."""
@@ -363,11 +307,25 @@ class Method(ABC):
     paper: ClassVar[str]
     description: ClassVar[str]
     needs: ClassVar[str] = ""  # what must exist before it runs, such as a calibration
+    cache_types: ClassVar[tuple[str, ...]] = ("f16",)  # of K and of V that it can read
 
     dense_layers: tuple[int, ...] = (0, 1)
+    cache_type_k: str = field(default="f16", metadata={"help": _CACHE_TYPE_HELP.format("K")})
+    cache_type_v: str = field(default="f16", metadata={"help": _CACHE_TYPE_HELP.format("V")})
+
+    def check_cache_types(self, name: str) -> None:
+        """ValueError for a type that does not exist, or that this method, ``name``, cannot read."""
+        for key in ("cache_type_k", "cache_type_v"):
+            value = getattr(self, key)
+            if value not in CACHE_TYPES:
+                raise ValueError(f"{key} = {value!r}: must be {' or '.join(CACHE_TYPES)}")
+            if value not in self.cache_types:
+                only = " or ".join(self.cache_types)
+                raise ValueError(f"{key} = {value!r}: method {name} keeps its rows as {only} only")
 
     def layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
         """The cache of one layer: dense if the user or the default says so."""
+        spec = replace(spec, cache_type_k=self.cache_type_k, cache_type_v=self.cache_type_v)
         dense = {i % spec.n_layer for i in self.dense_layers if -spec.n_layer <= i < spec.n_layer}
         if spec.layer in dense:
             return DenseCache(spec, backend)

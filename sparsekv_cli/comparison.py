@@ -30,7 +30,8 @@ def parse_methods(text: str, common: Mapping[str, str] | None = None) -> dict[st
     """``lfps,topk:budget=2%`` -> methods by their text; ValueError says what is wrong.
 
     Options follow a colon, separated by ``;`` or ``,``. ``full`` comes first, given or not; ``all``
-    stands for every method. common: options for every method that has them and is not given them.
+    stands for every method. common: options for every method that has them and is not given them;
+    but ``full`` itself, what the others are compared with, keeps its rows as f16.
     """
     specs: list[str] = ["full"]
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -50,7 +51,8 @@ def parse_methods(text: str, common: Mapping[str, str] | None = None) -> dict[st
     for option in common:
         if option not in known:
             raise ValueError(f"none of the methods has an option {option!r}")
-    return {spec: build_spec(spec, common) for spec in specs}
+    exact = {key: text for key, text in common.items() if not key.startswith("cache_type_")}
+    return {spec: build_spec(spec, exact if spec == "full" else common) for spec in specs}
 
 
 def option_names(spec: str) -> list[str]:

@@ -18,7 +18,10 @@ Progress = Callable[[int, int], None]
 
 
 class SharedAttention:
-    """The host backend, but a chunk's dense attention is computed once for all caches."""
+    """The host backend, but a chunk's dense attention is computed once for all caches.
+
+    It reads the rows of the first cache, whatever types the others store theirs in.
+    """
 
     def __init__(self, backend: Any) -> None:
         # Copied, so that a decode step finds what it calls as fast as in the backend itself.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -267,6 +268,23 @@ def test_store_keeps_its_rows_and_pads_with_zeros():
         store.k.strides[0], store.v.strides[0], store.k.strides[1], store.v.strides[1],
     )  # fmt: skip
     assert store.nbytes == store.capacity * 2 * (48 + 32) * 2
+
+
+def test_store_of_q8_0_rows():
+    store = KVStore(replace(SPEC, cache_type_k="q8_0", cache_type_v="q8_0"))
+    (k, v), (k2, v2) = rows(5), rows(300, 1)
+    store.append(k, v)
+    store.append(k2, v2)
+    assert store.k.dtype == store.v.dtype == np.uint8
+    assert store.k.shape[2] == 48 + 2 * 2 and store.v.shape[2] == 32 + 2
+    assert store.nbytes == store.capacity * 2 * store.row_bytes == store.capacity * 2 * 86
+    assert store.layout.tolist() == [*store.addresses, *store.strides, 2, 2]
+    for read, parts, d in ((store.keys, (k, k2), 40), (store.values, (v, v2), 24)):
+        expected = torch.cat(parts, 1)
+        for first in (0, 100):
+            got = read(first)
+            torch.testing.assert_close(got[..., :d], expected[:, first:], atol=0.02, rtol=0)
+            assert not got[..., d:].any()
 
 
 def test_truncate_forgets_the_last_rows():

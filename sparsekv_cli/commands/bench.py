@@ -191,8 +191,7 @@ def build_for_bench(name: str, names: Sequence[str], options: ModelOptions) -> M
     return build_method(
         name,
         {key: value for key, value in options.method_options.items() if concerns(key)},
-        budget=options.budget if concerns("budget") else None,
-        dense_layers=options.dense_layers if concerns("dense_layers") else None,
+        {key: value for key, value in options.named.items() if concerns(key)},
     )
 
 

@@ -84,6 +84,11 @@ class BenchResult:
         """Tokens a second of each repetition."""
         return [1e9 * self.test.n_tokens / max(ns, 1) for ns in self.samples_ns]
 
+    @property
+    def cache_types(self) -> dict[str, str]:
+        """Types of K and V in the cache, by llama-bench's names."""
+        return {f"type_{x}": self.method_options.get(f"cache_type_{x}", "f16") for x in "kv"}
+
     def fields(self) -> dict[str, Any]:
         """Every field, in llama-bench's order, ours at the end."""
         model, rates, roofline = self.model, self.samples_ts, self.roofline
@@ -100,8 +105,7 @@ class BenchResult:
             "n_batch": model.n_batch,
             "n_ubatch": model.n_batch,
             "n_threads": model.n_threads,
-            "type_k": "f16",
-            "type_v": "f16",
+            **self.cache_types,
             "n_gpu_layers": -1 if model.gpu else 0,
             "n_prompt": self.test.n_prompt,
             "n_gen": self.test.n_gen,
@@ -133,6 +137,7 @@ class BenchResult:
             "params": _decimal_size(self.model.n_params),
             "backend": "CUDA" if self.model.gpu else "CPU",
             "threads": str(self.model.n_threads),
+            **{key: name for key, name in self.cache_types.items() if name != "f16"},
             "method": self.method if budget is None else f"{self.method} {budget}",
             "test": self.test.label,
             "t/s": f"{statistics.fmean(rates):.2f} ± {deviation(rates):.2f}",

@@ -131,7 +131,7 @@ def choose_methods(text: str) -> list[str]:
 
 
 def _method(name: str) -> Any:
-    return build_method(name, {}, budget=None, dense_layers=None)
+    return build_method(name, {})
 
 
 def describe(name: str, entry: Entry, seconds: float) -> Mapping[str, Any]:

@@ -74,7 +74,9 @@ def command(
     that exact top-k of the same size would take; both are measured on the layers that choose rows,
     in the first half of the steps. Speed is measured in the second half. Attended and scored are
     rows a head, layer and step. Options such as --budget hold for every method that has them and
-    does not state its own.
+    does not state its own. The first row, full, is the reference and always has its cache in f16;
+    what a cache type costs by itself, full:cache_type_k=q8_0;cache_type_v=q8_0 tells. The prompt is
+    read with f16, too, and only stored in the type.
     """
     chosen = parse(methods, options)
     text = read_prompt(prompt, file)
@@ -106,7 +108,7 @@ def parse(text: str, options: ModelOptions) -> dict[str, Method]:
     from sparsekv_cli.comparison import parse_methods
 
     common = dict(options.method_options)
-    for key, value in (("budget", options.budget), ("dense_layers", options.dense_layers)):
+    for key, value in options.named.items():
         if value is not None:
             if key in common:
                 raise click.UsageError(f"{key} is given twice, as an option and with -o")

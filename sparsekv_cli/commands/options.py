@@ -40,6 +40,14 @@ class ModelOptions:
     method_options: Mapping[str, str] = field(default_factory=dict)
     budget: str | None = None
     dense_layers: str | None = None
+    cache_type_k: str | None = None
+    cache_type_v: str | None = None
+
+    @property
+    def named(self) -> dict[str, str | None]:
+        """The options of methods that have a name of their own on the command line."""
+        keys = ("budget", "dense_layers", "cache_type_k", "cache_type_v")
+        return {key: getattr(self, key) for key in keys}
 
 
 def verbose_option(function: Function) -> Function:
@@ -142,6 +150,18 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
         help="Layers that attend to everything, such as 0,1 or none.",
     ),
     click.option(
+        "-ctk",
+        "--cache-type-k",
+        type=click.Choice(["f16", "q8_0"]),
+        help="Type of K in the cache; q8_0 takes about half the memory. [default: f16]",
+    ),
+    click.option(
+        "-ctv",
+        "--cache-type-v",
+        type=click.Choice(["f16", "q8_0"]),
+        help="Type of V in the cache. [default: f16]",
+    ),
+    click.option(
         "--calibration",
         metavar="FILE",
         help="Calibration of the method to use, written by 'calibrate --output FILE'.",
@@ -207,17 +227,19 @@ def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
         method_options=values.pop("method_options"),
         budget=values.pop("budget"),
         dense_layers=values.pop("dense_layers"),
+        cache_type_k=values.pop("cache_type_k"),
+        cache_type_v=values.pop("cache_type_v"),
     )
 
 
 def build_method(
-    name: str, options: Mapping[str, str], *, budget: str | None, dense_layers: str | None
+    name: str, options: Mapping[str, str], named: Mapping[str, str | None] | None = None
 ) -> Method:
-    """The method, or a usage error that lists what there is."""
+    """The method, or a usage error that lists what there is; named: as ``ModelOptions.named``."""
     from sparsekv_cli import methods
 
     try:
-        return methods.build_method(name, options, budget=budget, dense_layers=dense_layers)
+        return methods.build_method(name, options, **(named or {}))
     except ValueError as error:
         raise click.UsageError(str(error), click.get_current_context(silent=True)) from None
 
@@ -247,12 +269,7 @@ def open_session(options: ModelOptions) -> Session:
     model that cannot be used.
     """
     with collecting_no_garbage():
-        method = build_method(
-            options.method,
-            options.method_options,
-            budget=options.budget,
-            dense_layers=options.dense_layers,
-        )
+        method = build_method(options.method, options.method_options, options.named)
     return load_session(find_model(options.model), method, options.config)
 
 

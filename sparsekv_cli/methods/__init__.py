@@ -40,6 +40,8 @@ def build_method(
     *,
     budget: str | None = None,
     dense_layers: str | None = None,
+    cache_type_k: str | None = None,
+    cache_type_v: str | None = None,
 ) -> Method:
     """A method from command-line text; ValueError names what is wrong and lists the options.
 
@@ -47,7 +49,13 @@ def build_method(
     """
     cls = method_class(name)
     given = dict(options)
-    for key, value in (("budget", budget), ("dense_layers", dense_layers)):
+    named = {
+        "budget": budget,
+        "dense_layers": dense_layers,
+        "cache_type_k": cache_type_k,
+        "cache_type_v": cache_type_v,
+    }
+    for key, value in named.items():
         if value is not None:
             if key in given:
                 raise ValueError(f"{key} is given twice, as an option and with -o")
@@ -68,7 +76,9 @@ def build_method(
             listed = ", ".join(known) if known else "none"
             raise ValueError(f"method {name} has no option {key!r}; its options: {listed}")
         values[key] = _parse(key, text, kinds[key])
-    return cls(**values)
+    method = cls(**values)
+    method.check_cache_types(name)
+    return method
 
 
 def _parse(key: str, text: str, kind: Any) -> Any:
@@ -121,6 +131,7 @@ def describe_methods() -> list[dict[str, Any]]:
                 "paper": cls.paper,
                 "summary": cls.description,
                 "needs": cls.needs,
+                "cache_types": list(cls.cache_types),
                 "options": options,
             }
         )

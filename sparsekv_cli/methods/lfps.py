@@ -57,6 +57,7 @@ class LFPS(Method):
 
     paper: ClassVar[str] = "arXiv:2506.15704"
     description: ClassVar[str] = "candidates from tables of past attention (vertical and slash)"
+    cache_types: ClassVar[tuple[str, ...]] = ("f16", "q8_0")
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},
         "fast": {"tables": "group"},
@@ -154,8 +155,7 @@ class LFPSCache(LayerCache):
         import torch
 
         store, spec = self.store, self.spec
-        keys = torch.from_numpy(store.k[:, N_SINKS : store.n]).float()  # (G, nn, d)
-        values = torch.from_numpy(store.v[:, N_SINKS : store.n])
+        keys, values = store.keys(N_SINKS).float(), store.values(N_SINKS)  # (G, nn, d)
         self._mean_k[:] = keys.mean(1).numpy()
         self._mean_v[:] = values.mean(1, dtype=torch.float32).numpy()
         if self.method.sigma == "cov":
@@ -170,8 +170,8 @@ class LFPSCache(LayerCache):
         q = np.zeros((spec.n_head, queries.shape[1], padded(spec.head_dim)), np.float32)
         q[..., : spec.head_dim] = queries.numpy()
         kernels.lfps_init(
-            q, store.addresses[0], store.strides[0], store.strides[2], store.n, spec.n_head_kv,
-            spec.scale, self.method.decay, *self._tables, *self._bounds, self._sums, self._gain,
+            q, store.layout, store.n, spec.n_head_kv, spec.scale, self.method.decay, *self._tables,
+            *self._bounds, self._sums, self._gain,
         )  # fmt: skip
         self._raised[:] = 1.0
         self._indexed = True
@@ -192,13 +192,13 @@ class LFPSCache(LayerCache):
             self._index(torch.from_numpy(x.q[..., : spec.head_dim]))
         if n > self._tables[0].shape[1]:
             self._allocate(n + n // 8 + 256)
-        out = np.empty((spec.n_head, store.v.shape[2]), np.float32)
+        out = np.empty((spec.n_head, store.v_type.width), np.float32)
         width = N_SINKS + max(k, kernels.LOCAL + 1)  # a bypassed head lists its local rows
         attended = np.empty((spec.n_head, width if self.traced else 0), np.int32)
         counts = np.zeros(spec.n_head, np.int64)
         limit = max(method.candidates, 2 * k) if method.candidates else n
         kernels.lfps_step(
-            q, *store.addresses, *store.strides, n, spec.n_head_kv, spec.scale, k, method.recent,
+            q, store.layout, n, spec.n_head_kv, spec.scale, k, method.recent,
             limit, method.a, method.decay, method.epsilon, method.expand == "filtered",
             *self._tables, *self._bounds, self._sums, self._gain, self._raised, self._mean_k,
             self._mean_v, self._covariance, self._ratio, self._statistics, attended, counts, out,

@@ -15,7 +15,7 @@ beside the budget, and page 0 is summarised without them: their outlying keys wo
 to every query. (3) The page of the current token is always read, as in the authors' code, and
 counts in the budget; what is left of the budget is rounded down to whole pages. (4)
 ``summary=meanstd`` scores q . mean + |q| . std instead of a bound. (5) While all rows are within
-the budget, attention is dense.
+the budget, attention is dense. (6) Keys stored as q8_0 are rounded to f16 for the summaries.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Quest(Method):
 
     paper: ClassVar[str] = "arXiv:2406.10774"
     description: ClassVar[str] = "whole pages, chosen by bounds of what their keys can score"
+    cache_types: ClassVar[tuple[str, ...]] = ("f16", "q8_0")
 
     budget: Budget = _option(DEFAULT_BUDGET, "rows attended a head, in whole pages: N or P%")
     page: int = _option(16, "rows of a page, more than the sinks")
@@ -88,10 +89,14 @@ class _QuestCache(SelectingCache):
         store, spec, page = self.store, self.spec, self.method.page
         if n_page > self._hi.shape[1]:
             self._grow(max(n_page, store.capacity // page))
+        keys, first = store.k, 0
+        if spec.cache_type_k != "f16":  # an f16 copy of the new pages' keys
+            first = self._n_page * page
+            keys = store.keys(first).half().numpy()
+        at = keys.__array_interface__["data"][0] - first * keys.strides[1]
         pages.page_summaries(
-            store.addresses[0], store.strides[0], store.strides[2], self._n_page, n_page, page,
-            spec.n_head_kv, self._hi.shape[2], self.method.summary == "meanstd", self._hi,
-            self._lo, N_SINKS,
+            at, keys.strides[0], keys.strides[1], self._n_page, n_page, page, spec.n_head_kv,
+            self._hi.shape[2], self.method.summary == "meanstd", self._hi, self._lo, N_SINKS,
         )  # fmt: skip
         self._n_page = n_page
 

@@ -217,7 +217,7 @@ class SALSCache(LayerCache):
         n, first = self._n + 1, self._first
         self._ring_from = max(self._ring_from, n - self._ring)
         slot = int(self._slots[self._n % self._ring])
-        attention.append_row(x.k[:, 0], x.v[:, 0], *exact.addresses, *exact.strides, slot)
+        attention.append_row(x.k[:, 0], x.v[:, 0], exact.layout, slot)
         n_latent, leaving = latents.n, -1
         if first + n_latent < n - method.window:  # a row leaves the window
             leaving = int(self._slots[(first + n_latent) % self._ring])

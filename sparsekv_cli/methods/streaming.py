@@ -33,6 +33,7 @@ class Streaming(Method):
 
     paper: ClassVar[str] = "arXiv:2309.17453"
     description: ClassVar[str] = "attention sinks and the most recent rows"
+    cache_types: ClassVar[tuple[str, ...]] = ("f16", "q8_0")
 
     budget: Budget = field(
         default=DEFAULT_BUDGET, metadata={"help": "recent rows attended: N or P%"}
@@ -52,7 +53,7 @@ class _StreamingCache(SelectingCache):
     def __init__(self, spec: LayerSpec, backend: Backend, method: Streaming) -> None:
         super().__init__(spec, backend)
         self.method = method
-        self._sink_keys: np.ndarray | None = None  # (G, sinks, d) as prefilled, while turned
+        self._sink_keys: np.ndarray | None = None  # (G, sinks, row) as stored, while turned
 
     def prefill(self, x: AttnInput) -> Any:
         if self._sink_keys is not None:
@@ -73,11 +74,14 @@ class _StreamingCache(SelectingCache):
 
     def _turn_sinks(self, n_left_out: int) -> None:
         """Rotates the stored sink keys by the positions that the cache leaves out."""
-        sinks, half = self.method.sinks, len(self.spec.theta)
+        import torch
+
+        store, sinks, half = self.store, self.method.sinks, len(self.spec.theta)
         if self._sink_keys is None:
-            self._sink_keys = self.store.k[:, :sinks].copy()
-        cos, sin = np.cos(n_left_out * self.spec.theta), np.sin(n_left_out * self.spec.theta)
-        a = self._sink_keys[..., :half].astype(np.float32)
-        b = self._sink_keys[..., half : 2 * half].astype(np.float32)
-        self.store.k[:, :sinks, :half] = a * cos - b * sin
-        self.store.k[:, :sinks, half : 2 * half] = a * sin + b * cos
+            self._sink_keys = store.k[:, :sinks].copy()
+        angles = n_left_out * torch.from_numpy(self.spec.theta)  # f64 (half,)
+        cos, sin = angles.cos(), angles.sin()
+        keys = store.k_type.read(self._sink_keys)[..., : self.spec.head_dim].double()
+        a, b = keys[..., :half], keys[..., half : 2 * half]
+        turned = torch.cat([a * cos - b * sin, a * sin + b * cos, keys[..., 2 * half :]], dim=-1)
+        store.k_type.write(store.k[:, :sinks], turned)

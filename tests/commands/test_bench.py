@@ -138,6 +138,17 @@ def test_options_go_to_the_methods_that_have_them(sessions: list[Any], invoke: I
     assert result.code == 2 and "streaming" in result.err
 
 
+def test_cache_types(sessions: list[Any], invoke: Invoke) -> None:
+    arguments = ["bench", "-p", "4", "-n", "0", "-r", "1", "--method", "full,topk"]
+    result = invoke(*arguments, "-ctk", "q8_0", "--cache-type-v", "f16", "-O", "json")
+    rows = json.loads(result.out)
+    assert [(row["type_k"], row["type_v"]) for row in rows] == 2 * [("q8_0", "f16")]
+    assert [s.method.options()["cache_type_k"] for s in sessions] == ["q8_0", "q8_0"]
+    table = invoke(*arguments, "-ctk", "q8_0").out
+    assert " type_k " in table and " q8_0 " in table and "type_v" not in table
+    assert "type_k" not in invoke(*arguments).out
+
+
 def test_roofline_of_tests_that_decode(sessions: list[Any], invoke: Invoke) -> None:
     arguments = ["bench", "-p", "8", "-n", "4", "-pg", "8,4", "-d", "0,32", "-r", "3"]
     result = invoke(*arguments, "--method", "full,topk")

@@ -113,6 +113,22 @@ def test_a_calibrated_method(model: str, invoke: Invoke, monkeypatch: pytest.Mon
     assert again.code == 0 and "calibrat" not in again.err and len(fake.runs) == 1
 
 
+def test_cache_types(model: str, invoke: Invoke) -> None:
+    """The reference keeps f16, whatever the others have."""
+    methods = "full:cache_type_k=q8_0,topk:cache_type_v=f16"
+    types = ["-ctk", "q8_0", "-ctv", "q8_0"]
+    found = compare(invoke, model, "-p", TEXT, "--methods", methods, "--steps", "8", *types)
+    rows = found["methods"]
+    options = [(o["cache_type_k"], o["cache_type_v"]) for o in (row["options"] for row in rows)]
+    assert options == [("f16", "f16"), ("q8_0", "q8_0"), ("q8_0", "f16")]
+    exact, full, topk = rows
+    assert 0 == exact["kld_mean"] < full["kld_mean"] < topk["kld_mean"]
+    assert full["bytes_host"] < topk["bytes_host"] < exact["bytes_host"]
+    assert "h2o" in refused(
+        invoke, 2, "-m", model, "-p", TEXT, "--methods", "full,h2o", "-ctk", "q8_0"
+    )
+
+
 def test_what_cannot_be_done(model: str, invoke: Invoke, tmp_path: Path) -> None:
     base = ["-m", model, "-p", TEXT]
     assert "choose from" in refused(invoke, 2, *base, "--methods", "fulll")

@@ -64,6 +64,17 @@ def test_run_with_every_method(model: str, invoke: Invoke) -> None:
         assert 0 < ledger["rows_attended"] < 0.5 * ledger["rows_total"]
 
 
+def test_run_with_cache_types(model: str, invoke: Invoke) -> None:
+    arguments = ["-p", LONG, "-n", "8"]
+    half = run_json(invoke, model, *arguments)
+    both = run_json(invoke, model, *arguments, "-ctk", "q8_0", "--cache-type-v", "q8_0")
+    options = both["method"]["options"]
+    assert (options["cache_type_k"], options["cache_type_v"]) == ("q8_0", "q8_0")
+    assert half["method"]["options"]["cache_type_k"] == "f16"
+    assert both["ledger"]["bytes_host"] < 0.6 * half["ledger"]["bytes_host"]
+    assert both["ledger"]["rows_total"] == half["ledger"]["rows_total"]
+
+
 def test_text_is_the_streamed_text(model: str, invoke: Invoke) -> None:
     arguments = ["-p", "Hi", "-n", "12", "-s", "3", "--temp", "1.5", "--ignore-eos"]
     as_json = invoke("run", "-m", model, *arguments, "--json")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from stored_rows import KINDS, layout, store
 
 from sparsekv_cli.cpu import history, lfps
 from sparsekv_cli.cpu.attention import attend_dense_ref
 from sparsekv_cli.cpu.history import BLOCK, SINKS
-from sparsekv_cli.cpu.matvec import address
+from sparsekv_cli.cpu.rows import F16
 
 SIZES = [5, 63, 64, 65, 127, 128, 129, 200]
 
@@ -141,12 +142,13 @@ def test_rescaling_multiplies_the_gain_out():
 class Layer:
     """Arguments of ``lfps_step`` for random keys: every entry of the tables is above tau."""
 
-    def __init__(self, n_head: int, n_head_kv: int, d: int, n: int, n_unit: int) -> None:
+    def __init__(
+        self, n_head: int, n_head_kv: int, d: int, n: int, n_unit: int, kinds=(F16, F16)
+    ) -> None:
         rng = np.random.default_rng(n)
         self.q = (2 * rng.standard_normal((n_head, d))).astype(np.float32)
-        self.k, self.v = (
-            rng.standard_normal((n_head_kv, n + 9, d)).astype(np.float16) for _ in range(2)
-        )
+        self.stored = [store(rng.standard_normal((n_head_kv, n + 9, d)), kind) for kind in kinds]
+        self.k, self.v = (rows.exact for rows in self.stored)
         self.n, self.n_kv, self.scale = n, n_head_kv, np.float32(d**-0.5)
         self.tables = [np.zeros((n_unit, n + 40), np.float32) for _ in range(2)]
         self.bounds = [np.zeros((n_unit, -(-(n + 40) // BLOCK)), np.float32) for _ in range(2)]
@@ -159,18 +161,16 @@ class Layer:
 
     def init(self, q: np.ndarray, decay: float = 0.95) -> None:
         """q f32 (H, s, d)."""
-        k = self.k
         lfps.lfps_init(
-            q, address(k), k.strides[0], k.strides[1], self.n, self.n_kv, self.scale, decay,
-            *self.tables, *self.bounds, self.sums, self.gain,
+            q, layout(*self.stored), self.n, self.n_kv, self.scale, decay, *self.tables,
+            *self.bounds, self.sums, self.gain,
         )  # fmt: skip
 
     def step(self, k_budget: int, a: float, epsilon: float = 1.0, limit: int | None = None) -> None:
-        k, v, (n_head, d) = self.k, self.v, self.q.shape
+        n_head, d = self.q.shape
         mean = [np.zeros((self.n_kv, d), np.float32) for _ in range(2)]
         lfps.lfps_step(
-            self.q, address(k), address(v), k.strides[0], v.strides[0], k.strides[1], v.strides[1],
-            self.n, self.n_kv, self.scale, k_budget, 32,
+            self.q, layout(*self.stored), self.n, self.n_kv, self.scale, k_budget, 32,
             limit or self.n, a, 0.95, epsilon, False, *self.tables, *self.bounds, self.sums,
             self.gain, self.raised, *mean, np.zeros((self.n_kv, 0, 0), np.float32),
             np.zeros(n_head, np.float32), self.statistics, self.attended, self.counts, self.out,
@@ -181,8 +181,9 @@ class Layer:
 @pytest.mark.parametrize(("n_head", "n_kv", "d"), [(3, 3, 64), (9, 3, 64), (8, 1, 80), (4, 2, 128)])
 @pytest.mark.parametrize("n", [64, 65, 100, 700])
 @pytest.mark.parametrize("shared", [False, True])
-def test_all_candidates_equal_dense_attention(n_head, n_kv, d, n, shared):
-    layer = Layer(n_head, n_kv, d, n, n_kv if shared else n_head)
+@pytest.mark.parametrize("kinds", KINDS)
+def test_all_candidates_equal_dense_attention(n_head, n_kv, d, n, shared, kinds):
+    layer = Layer(n_head, n_kv, d, n, n_kv if shared else n_head, kinds)
     layer.init(np.repeat(layer.q[:, None], 5, axis=1))
     layer.step(k_budget=n - SINKS, a=-1e9)  # a threshold far below zero
     expected = attend_dense_ref(layer.q, layer.k[:, :n], layer.v[:, :n], layer.scale)
@@ -222,8 +223,8 @@ def test_init_sums_to_ten(s, shared):
 
 def test_huge_scores_stay_finite():
     layer = Layer(4, 2, 64, 200, 4)
-    layer.k[:, 100] = 500
-    layer.k[:, 0] = -500
+    layer.stored[0].array[:, 100] = 500
+    layer.stored[0].array[:, 0] = -500
     layer.init(np.repeat(layer.q[:, None], 8, axis=1))
     for epsilon in (1.0, 0.5):
         layer.step(k_budget=30, a=0.2, epsilon=epsilon)

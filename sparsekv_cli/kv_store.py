@@ -1,0 +1,168 @@
+"""K and V of one layer in memory, and the types that their rows can have: f16, or q8_0.
+
+q8_0 takes 8.5 bits an element, 32 elements sharing a scale; name and rounding are llama.cpp's. Rows
+are padded with zeros to whole vectors. The kernels' side of this is cpu/rows.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from sparsekv_cli.cpu import rows
+
+if TYPE_CHECKING:
+    from sparsekv_cli.cache import LayerSpec
+
+ROW_ALIGNMENT = 16  # elements; rows of K and V are padded to whole vectors
+
+
+def padded(d: int) -> int:
+    """``d`` rounded up to whole vectors."""
+    return -(-d // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+class RowType(ABC):
+    """Rows of d elements, padded to ``width``, as arrays (..., n_items) of ``dtype``."""
+
+    kind: ClassVar[int]  # of cpu/rows.py
+    dtype: ClassVar[Any]
+
+    def __init__(self, d: int) -> None:
+        self.d, self.width = d, padded(d)
+        self.n_items = rows.row_bytes(self.kind, self.width) // np.dtype(self.dtype).itemsize
+
+    @abstractmethod
+    def write(self, target: np.ndarray, x: Any) -> None:
+        """Stores x, torch (..., d), in ``target``, rows of this type."""
+
+    @abstractmethod
+    def read(self, stored: np.ndarray) -> Any:
+        """Rows of this type -> torch (..., width), exactly: f16 (the same memory) or f32."""
+
+
+class HalfRows(RowType):
+    """f16."""
+
+    kind = rows.F16
+    dtype = np.float16
+
+    def write(self, target: np.ndarray, x: Any) -> None:
+        target[..., : self.d] = x.half().numpy()
+        target[..., self.d :] = 0
+
+    def read(self, stored: np.ndarray) -> Any:
+        import torch
+
+        return torch.from_numpy(stored)
+
+
+class QuantizedRows(RowType):
+    """q8_0, as bytes."""
+
+    kind = rows.Q8_0
+    dtype = np.uint8
+
+    def write(self, target: np.ndarray, x: Any) -> None:
+        """To the bit what the kernel does with a row of a decode step (``store_quantized``)."""
+        import torch
+
+        size = rows.QUANT_BLOCK
+        whole = -(-self.d // size) * size
+        blocks = torch.nn.functional.pad(x.float(), (0, whole - self.d)).unflatten(-1, (-1, size))
+        scale = blocks.abs().amax(-1, keepdim=True) / 127  # (..., blocks, 1)
+        half = scale.half()
+        inverse = torch.where(half == 0, 0.0, 1 / scale)
+        quants = (blocks * inverse).round().to(torch.int8).flatten(-2)
+        target[..., : self.width] = quants[..., : self.width].numpy().view(np.uint8)
+        n_scale = half.shape[-2]
+        target[..., self.width : self.width + 2 * n_scale] = half[..., 0].numpy().view(np.uint8)
+
+    def read(self, stored: np.ndarray) -> Any:
+        import torch
+
+        quants = torch.from_numpy(stored[..., : self.width].view(np.int8))
+        scales = torch.from_numpy(stored[..., self.width :].view(np.float16)).float()
+        out = torch.empty(quants.shape)
+        for i in range(scales.shape[-1]):
+            block = slice(rows.QUANT_BLOCK * i, rows.QUANT_BLOCK * (i + 1))
+            torch.mul(quants[..., block], scales[..., i : i + 1], out=out[..., block])
+        return out
+
+
+CACHE_TYPES: dict[str, type[RowType]] = {"f16": HalfRows, "q8_0": QuantizedRows}
+
+
+class KVStore:
+    """K and V of one layer in host memory: (G, capacity, row), growing in steps.
+
+    k, v: rows of the types that ``spec`` names. layout: where they are, int64 (8,), for kernels
+    that read every type; addresses, strides: the same in bytes, for kernels that read f16.
+    """
+
+    def __init__(self, spec: LayerSpec) -> None:
+        self._d, self._d_v = spec.head_dim, spec.value_dim
+        self.k_type = CACHE_TYPES[spec.cache_type_k](spec.head_dim)
+        self.v_type = CACHE_TYPES[spec.cache_type_v](spec.value_dim)
+        self.k, self.v = (
+            np.zeros((spec.n_head_kv, 0, each.n_items), each.dtype)
+            for each in (self.k_type, self.v_type)
+        )
+        self.n = 0
+        self._grown()
+
+    @property
+    def capacity(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's K and V in one kv head."""
+        return self.k.strides[1] + self.v.strides[1]
+
+    def reserve(self, n: int) -> None:
+        """Room for ``n`` rows: just that at first, an eighth more than before when growing."""
+        if n <= self.capacity:
+            return
+        capacity = n if self.n == 0 else max(n, self.capacity + self.capacity // 8 + 256)
+        grown = []
+        for old in (self.k, self.v):
+            new = np.empty((old.shape[0], capacity, old.shape[2]), old.dtype)
+            new[:, : self.n] = old[:, : self.n]
+            grown.append(new)
+        self.k, self.v = grown  # both or, where memory ran out, neither
+        self._grown()
+
+    def _grown(self) -> None:
+        """Remembers what the kernels take."""
+        k, v = self.k, self.v
+        self.addresses = tuple(a.__array_interface__["data"][0] for a in (k, v))
+        self.strides = (k.strides[0], v.strides[0], k.strides[1], v.strides[1])
+        kinds = self.k_type.kind, self.v_type.kind
+        self.layout = np.array([*self.addresses, *self.strides, *kinds], np.int64)
+
+    def append(self, k: Any, v: Any) -> None:
+        """Adds T rows: k torch (G, T, d), v torch (G, T, d_v)."""
+        n_new = k.shape[1]
+        self.reserve(self.n + n_new)
+        new = slice(self.n, self.n + n_new)
+        self.k_type.write(self.k[:, new], k)
+        self.v_type.write(self.v[:, new], v)
+        self.n += n_new
+
+    def keys(self, first: int = 0) -> Any:
+        """Rows ``first`` to n of K as they are stored, torch (G, n - first, padded d) f16, f32."""
+        return self.k_type.read(self.k[:, first : self.n])
+
+    def values(self, first: int = 0) -> Any:
+        """The same of V."""
+        return self.v_type.read(self.v[:, first : self.n])
+
+    def truncate(self, n: int) -> None:
+        self.n = min(self.n, n)

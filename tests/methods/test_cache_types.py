@@ -1,0 +1,319 @@
+"""Rows of K and V as q8_0: the same guarantees as with f16, and refusals where it is not read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from layer_stream import GEOMETRIES, Stream, decode, make_cache, prefill
+from tiny_models import make_model
+
+from sparsekv_cli.cache import N_SINKS, AttnInput, Budget, LayerSpec
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.cpu import ops
+from sparsekv_cli.cpu.attention import attend_dense_ref
+from sparsekv_cli.cpu.pages import page_summaries_ref
+from sparsekv_cli.methods import METHODS, build_method, describe_methods, method_class
+from sparsekv_cli.session import Session, load_session
+
+SPARSE_METHODS = ("topk", "streaming", "quest", "lfps")
+Q8_0_METHODS = ("full", *SPARSE_METHODS)
+TYPES = [("q8_0", "q8_0"), ("q8_0", "f16"), ("f16", "q8_0")]
+CHUNK = 16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(
+        tmp_path_factory.mktemp("model") / "model.gguf",
+        n_layer=3,
+        n_head=6,
+        n_head_kv=2,
+        head_dim=64,
+        n_embd=128,
+        n_ff=128,
+        attention_gain=4.0,
+    )
+
+
+@pytest.fixture
+def session_of(model):
+    """Opens sessions on the tiny model: name, types of K and V, then as on the command line."""
+    opened: list[Session] = []
+
+    def open_session(name, types=("q8_0", "q8_0"), budget=None, dense_layers=None) -> Session:
+        method = build_method(
+            name,
+            {},
+            budget=None if name == "full" else budget,
+            dense_layers=dense_layers,
+            cache_type_k=types[0],
+            cache_type_v=types[1],
+        )
+        config = SessionConfig(threads=1, prefill_dtype="f32", chunk=CHUNK)
+        opened.append(load_session(model, method, config))
+        return opened[-1]
+
+    yield open_session
+    for session in opened:
+        session.gguf.close()
+
+
+def tokens(n: int, seed: int = 0) -> list[int]:
+    return np.random.RandomState(seed).randint(3, 512, n).tolist()
+
+
+def decoded(session: Session, ids) -> np.ndarray:
+    return np.stack([session.decode(token) for token in ids])
+
+
+# --- exactness ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("name", SPARSE_METHODS)
+def test_a_budget_of_the_context_changes_no_bit(name, types, session_of):
+    prompt, text = tokens(80), tokens(20, 1)
+    full, sparse = session_of("full", types), session_of(name, types, "100%", "none")
+    np.testing.assert_array_equal(full.prefill(prompt), sparse.prefill(prompt))
+    np.testing.assert_array_equal(decoded(full, text), decoded(sparse, text))
+    counts = sparse.ledger.as_dict()
+    assert counts["sparse_rows_attended"] == counts["sparse_rows_total"] > 0
+
+
+class AllButSinks(Budget):
+    """Every row that is no sink."""
+
+    def rows(self, n: int) -> int:
+        return n - N_SINKS
+
+
+class AllRows(Budget):
+    """Every row; the first of Quest's pages takes the sinks' rows into account."""
+
+    def rows(self, n: int) -> int:
+        return n
+
+
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize(
+    ("name", "budget"), [("topk", AllButSinks), ("streaming", AllButSinks), ("quest", AllRows)]
+)
+def test_selecting_every_row_equals_dense(name, budget, types, session_of, monkeypatch):
+    """The sparse path itself, layer by layer; LFPS' is in tests/cpu/test_history.py."""
+    sparse = session_of(name, types, dense_layers="none")
+    object.__setattr__(sparse.method, "budget", budget(share=1.0))
+    cache_type = type(sparse.caches[0])
+    select_and_attend, errors = cache_type.decode, []
+
+    def compare(cache, x):
+        out = select_and_attend(cache, x)
+        dense = cache.backend.attend_dense(cache.store, x.q[:, 0], cache.spec)
+        errors.append(np.abs(out - dense).max())
+        return out
+
+    monkeypatch.setattr(cache_type, "decode", compare)
+    monkeypatch.setattr(cache_type, "selects_all", lambda self, n: False)
+    sparse.prefill(tokens(80))
+    decoded(sparse, tokens(20, 1))
+    assert len(errors) == 20 * 3 and max(errors) < 1e-5
+
+
+@pytest.mark.parametrize("name", Q8_0_METHODS)
+def test_types_change_the_answer_a_little(name, session_of):
+    """Each type by itself, and both; less than leaving out most rows does."""
+    half = ("f16", "f16")
+    sessions = [session_of(name, types, "100%", "none") for types in (half, *TYPES)]
+    sessions.append(session_of("streaming", half, "10", "none"))
+    for session in sessions:
+        session.prefill(tokens(80))
+    exact, *others = (decoded(session, tokens(20, 1)) for session in sessions)
+    *errors, of_streaming = (np.abs(other - exact).mean() for other in others)
+    assert all(1e-5 < error < 0.2 * of_streaming for error in errors), (errors, of_streaming)
+
+
+@pytest.mark.parametrize("name", Q8_0_METHODS)
+def test_a_rewound_session_equals_a_fresh_one(name, session_of):
+    prompt, question, answer = tokens(4 * CHUNK), tokens(7, 1), tokens(10, 2)
+    used = session_of(name, budget="12")
+    for keep in (4 * CHUNK, 2 * CHUNK, 0):
+        fresh = session_of(name, budget="12")
+        if keep:
+            fresh.prefill(prompt[:keep])
+        used.rewind(0)
+        used.prefill(prompt)
+        decoded(used, tokens(12, 3))
+        used.rewind(keep)
+        np.testing.assert_array_equal(used.prefill(question), fresh.prefill(question))
+        np.testing.assert_array_equal(decoded(used, answer), decoded(fresh, answer))
+
+
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_prefill_and_decode_attend_to_the_stored_rows(geometry, types):
+    """Chunks, decode steps and a second prefill, against f64 attention over what is stored."""
+    method = build_method("full", {}, cache_type_k=types[0], cache_type_v=types[1])
+    cache, stream = make_cache(method, geometry), Stream(geometry)
+    scale = geometry.d**-0.5
+    for n, by_prefill in ((100, True), (30, False), (40, True)):
+        rows = stream.rows(n)
+        first = cache.n
+        if by_prefill:
+            out = prefill(cache, rows, chunk=33)
+        else:
+            out = np.stack([decode(cache, rows, i) for i in range(n)], axis=1)
+        k, v = (x.float().numpy()[..., : geometry.d] for x in (_keys(cache), _values(cache)))
+        assert k.shape[1] == first + n
+        for i in range(n):
+            seen = first + i + 1
+            expected = attend_dense_ref(rows[0][:, i], k[:, :seen], v[:, :seen], scale)
+            np.testing.assert_allclose(out[:, i], expected, atol=2e-5)
+        for stored, given in ((k, rows[1]), (v, rows[2])):
+            step = np.abs(given).max() / 127
+            assert np.abs(stored[:, first:] - given).max() <= 0.51 * step
+
+
+def _keys(cache):
+    return cache.store.keys()
+
+
+def _values(cache):
+    return cache.store.values()
+
+
+@pytest.mark.parametrize("types", TYPES)
+def test_repositioned_sinks_are_turned_and_turned_back(types):
+    d, n_kv, sinks, budget = 64, 2, 3, 20
+    theta = 1e4 ** (-np.arange(d // 2) / (d // 2))
+    spec = LayerSpec(
+        layer=0, n_layer=1, n_head=4, n_head_kv=n_kv, head_dim=d, value_dim=d, n_threads=1,
+        theta=theta,
+    )  # fmt: skip
+    options = {"reposition": "true", "sinks": str(sinks), "dense_layers": "none"}
+    cache = build_method(
+        "streaming", options, budget=str(budget), cache_type_k=types[0], cache_type_v=types[1]
+    ).layer(spec, ops)
+    rng = np.random.default_rng(0)
+
+    def rows(n: int) -> list[np.ndarray]:
+        return [rng.standard_normal((heads, n, d)).astype(np.float32) for heads in (4, n_kv, n_kv)]
+
+    q, k, v = (torch.from_numpy(x) for x in rows(60))
+    cache.prefill(AttnInput(q, k, v, q, k, 0))
+    cache.finish_prefill()
+    before, keys = cache.store.k[:, :60].copy(), cache.store.keys().float().numpy()
+    q, k, v = rows(1)
+    cache.decode(AttnInput(q, k, v, q, k, 60))
+    angles = (61 - sinks - budget) * theta
+    a, b = keys[:, :sinks, : d // 2], keys[:, :sinks, d // 2 :]
+    expected = np.concatenate(
+        [a * np.cos(angles) - b * np.sin(angles), a * np.sin(angles) + b * np.cos(angles)], axis=-1
+    )
+    turned = cache.store.keys().float().numpy()[:, :sinks]
+    assert np.abs(turned - keys[:, :sinks]).max() > 1
+    np.testing.assert_allclose(turned, expected, atol=0.51 * np.abs(expected).max() / 127)
+    q, k, v = (torch.from_numpy(x) for x in rows(5))
+    cache.prefill(AttnInput(q, k, v, q, k, 61))
+    np.testing.assert_array_equal(cache.store.k[:, :60], before)
+
+
+@pytest.mark.parametrize("summary", ["minmax", "meanstd"])
+def test_quest_summarises_the_stored_keys(summary):
+    """From a prefill, page by page in decode, and after a second prefill."""
+    geometry = GEOMETRIES[2]
+    options = {"summary": summary, "dense_layers": "none"}
+    method = build_method("quest", options, budget="40", cache_type_k="q8_0")
+    cache, stream = make_cache(method, geometry), Stream(geometry)
+    for n, by_prefill in ((150, True), (40, False), (50, True), (20, False)):
+        rows = stream.rows(n)
+        if by_prefill:
+            prefill(cache, rows)
+        else:
+            for i in range(n):
+                decode(cache, rows, i)
+        n_page = cache._n_page
+        assert n_page == (cache.n - 1) // 16
+        expected = page_summaries_ref(cache.store.keys().numpy(), 16, summary == "meanstd", N_SINKS)
+        for bits, values in zip((cache._hi, cache._lo), expected, strict=True):
+            found = bits[:, :n_page].view(np.float16).astype(np.float32)
+            np.testing.assert_allclose(found, values[:, :n_page], rtol=1.5e-3, atol=2e-3)
+
+
+# --- memory and counts ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("types", "row_bytes"),
+    [
+        (("f16", "f16"), 256),
+        (("q8_0", "q8_0"), 136),
+        (("q8_0", "f16"), 196),
+        (("f16", "q8_0"), 196),
+    ],
+)
+@pytest.mark.parametrize("name", Q8_0_METHODS)
+def test_bytes(name, types, row_bytes, session_of):
+    session = session_of(name, types, "100%", "none")
+    session.prefill(tokens(90))
+    decoded(session, tokens(5, 1))
+    counts = session.ledger.as_dict()
+    capacity = session.caches[0].store.capacity
+    assert counts["bytes_host"] == 3 * 2 * capacity * row_bytes
+    assert counts["bytes_read"] == 3 * 2 * sum(range(91, 96)) * row_bytes
+
+
+def test_bytes_that_choosing_methods_read(session_of):
+    """topk reads every key and the values of its rows; lfps less than that."""
+    both = {}
+    for name in ("topk", "lfps"):
+        for types in (("f16", "f16"), ("q8_0", "q8_0")):
+            session = session_of(name, types, "10", "none")
+            session.prefill(tokens(300))
+            session.decode(1)
+            both[name, types[0]] = session.ledger.as_dict()
+    n_bytes = {key: counts["bytes_read"] for key, counts in both.items()}
+    for size, name in ((128, "f16"), (68, "q8_0")):
+        # 3 layers: keys of 2 kv heads, then K and V of 14 rows for each of 6 heads.
+        assert n_bytes["topk", name] == 3 * (2 * 301 + 6 * 14 * 2) * size
+    index = 4 * (both["lfps", "q8_0"]["bounds_read"] + both["lfps", "q8_0"]["entries_read"])
+    index += 4 * 64 * 64 * both["lfps", "q8_0"]["heads_stepped"]
+    rows = both["lfps", "q8_0"]["rows_attended"]
+    assert n_bytes["lfps", "q8_0"] >= index + 68 * rows
+    assert n_bytes["lfps", "q8_0"] < n_bytes["lfps", "f16"]
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["cache_type_k", "cache_type_v"])
+@pytest.mark.parametrize("name", METHODS)
+def test_types_that_a_method_cannot_read_are_refused_by_name(name, key):
+    assert getattr(build_method(name, {}, **{key: "f16"}), key) == "f16"
+    if name in Q8_0_METHODS:
+        assert build_method(name, {}, **{key: "q8_0"}).options()[key] == "q8_0"
+    else:
+        with pytest.raises(ValueError, match=f"{key} = 'q8_0': method {name} keeps .* f16 only"):
+            build_method(name, {}, **{key: "q8_0"})
+        with pytest.raises(ValueError, match=f"method {name}"):
+            build_method(name, {key: "q8_0"})
+    with pytest.raises(ValueError, match=f"{key} = 'q4_0': must be f16 or q8_0"):
+        build_method(name, {}, **{key: "q4_0"})
+
+
+def test_descriptions_say_which_types_a_method_reads():
+    described = {method["name"]: method["cache_types"] for method in describe_methods()}
+    assert {name for name, types in described.items() if "q8_0" in types} == set(Q8_0_METHODS)
+    assert all(tuple(types) == method_class(name).cache_types for name, types in described.items())
+
+
+def test_a_method_gives_its_types_to_every_layer():
+    method = build_method("topk", {}, cache_type_k="q8_0")
+    spec = LayerSpec(
+        layer=0, n_layer=4, n_head=2, n_head_kv=1, head_dim=80, value_dim=80, n_threads=1
+    )
+    for layer in range(4):  # dense ones and others
+        cache = method.layer(replace(spec, layer=layer), ops)
+        assert (cache.store.k.shape[2], cache.store.v.shape[2]) == (86, 80)
+        assert (cache.store.k.dtype, cache.store.v.dtype) == (np.uint8, np.float16)
