@@ -76,7 +76,10 @@ class Decoder:
 
     def decode(self, token: int, pos: int, caches: Sequence[LayerCache]) -> np.ndarray:
         """Logits f32 (n_vocab,) after ``token`` at position ``pos``; adds a row to every cache."""
-        return self.decode_batch([token], [pos], [caches])[0]
+        step = self._begin([token], [pos])
+        for i, (cache, rows) in enumerate(zip(caches, step.inputs, strict=True)):
+            step.finish(i, cache.decode(AttnInput(*rows[0], pos)), 1)
+        return step.logits(1)[0]
 
     def decode_batch(
         self,
@@ -84,11 +87,20 @@ class Decoder:
         positions: Sequence[int],
         caches: Sequence[Sequence[LayerCache]],
     ) -> np.ndarray:
-        """One step of B sequences, which share every weight that is loaded: logits (B, n_vocab).
+        """``decode`` of B sequences, which share every weight that is loaded: logits (B, n_vocab).
 
-        caches: those of all layers for each sequence, all different; each gets a row. A sequence's
-        logits are the same bits as by itself.
+        caches: those of all layers for each sequence, all different. A sequence's logits are the
+        same bits as by itself.
         """
+        step, n_rows = self._begin(tokens, positions), len(tokens)
+        for i, layer_caches in enumerate(zip(*caches, strict=True)):
+            rows = zip(layer_caches, step.inputs[i][:n_rows], positions, strict=True)
+            attended = [cache.decode(AttnInput(*row, pos)) for cache, row, pos in rows]
+            step.finish(i, np.concatenate(attended), n_rows)
+        return step.logits(n_rows)
+
+    def _begin(self, tokens: Sequence[int], positions: Sequence[int]) -> DecodeStep:
+        """A step whose ``inputs`` of layer 0 are those of the tokens."""
         n_rows = len(tokens)
         if n_rows > self._step.capacity:
             self._step = self._new_step(n_rows)
@@ -98,13 +110,7 @@ class Decoder:
             self._embed_row(token, step.x[b])
             step.cos[b], step.sin[b] = self.rope.cos[pos], self.rope.sin[pos]
         step.project(n_rows)
-        for i, layer_caches in enumerate(zip(*caches, strict=True)):
-            attended = [
-                cache.decode(AttnInput(*row, pos))
-                for cache, row, pos in zip(layer_caches, step.inputs[i], positions, strict=False)
-            ]
-            step.finish(i, attended[0] if n_rows == 1 else np.concatenate(attended), n_rows)
-        return step.logits(n_rows)
+        return step
 
     def _new_step(self, n_rows: int) -> DecodeStep:
         interleaved = self.architecture.rope_interleaved
