@@ -15,6 +15,7 @@ from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.weights import LayerWeights, Weights
 
 CACHE_LINE = 64
+Inputs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 class DecodeStep:
@@ -50,7 +51,7 @@ class DecodeStep:
             "hidden": self._rows(2 * max(h.n_ff) + fused.LANES),
             "quantized": self._quantized,
         }
-        self.inputs: list[list[tuple[np.ndarray, ...]]] = []
+        self.inputs: list[list[Inputs]] = []
         self._tables: list[np.ndarray] = []
         self._layers = np.zeros(h.n_layer, fused.LAYER)
         for i, layer in enumerate(weights.layers):
@@ -79,7 +80,8 @@ class DecodeStep:
             name: self._rows(heads * width).reshape(self.capacity, heads, 1, width)
             for name, (heads, width) in shapes.items()
         }
-        self.inputs.append([tuple(a[b] for a in results.values()) for b in range(self.capacity)])
+        q, k, v, q_nope, k_nope = results.values()
+        self.inputs.append([(q[b], k[b], v[b], q_nope[b], k_nope[b]) for b in range(self.capacity)])
         table = fused.matrix_table(weights.linears())
         self._tables.append(table)
         vectors = {
