@@ -85,11 +85,25 @@ def prefetch_row(typingctx, address, n_bytes):
 
 
 @njit(cache=True, nogil=True)
+def _blocks_above(bounds, first, n_blocks, tau):
+    """Bit b of the u64 is set where bounds[first + b] > tau, for the up to 64 blocks that exist."""
+    if first + BLOCK <= n_blocks:
+        return _mask_above(bounds.ctypes.data + 4 * first, tau)
+    word = np.uint64(0)
+    for block in range(first, n_blocks):
+        word |= np.uint64(bounds[block] > tau) << np.uint64(block - first)
+    return word
+
+
+@njit(cache=True, nogil=True)
 def prefetch_above(table, bounds, n, tau):
     """Asks for the blocks that a scan of n entries for those above tau will enter."""
-    tau = np.float32(tau)
-    for block in range((n + BLOCK - 1) // BLOCK):
-        if bounds[block] > tau:
+    n_blocks = (n + BLOCK - 1) // BLOCK
+    for first in range(0, n_blocks, BLOCK):
+        found = _blocks_above(bounds, first, n_blocks, np.float32(tau))
+        while found:
+            block = first + trailing_zeros(found)
+            found &= found - np.uint64(1)
             prefetch_row(table.ctypes.data + 4 * BLOCK * block, 4 * BLOCK)
 
 
@@ -97,9 +111,12 @@ def prefetch_above(table, bounds, n, tau):
 def mark_vertical(table, bounds, n, tau, words):
     """Sets bit i of ``words`` where table[i] > tau; returns how many entries it read."""
     tau = np.float32(tau)
-    n_read = 0
-    for block in range((n + BLOCK - 1) // BLOCK):
-        if bounds[block] > tau:
+    n_read, n_blocks = 0, (n + BLOCK - 1) // BLOCK
+    for first in range(0, n_blocks, BLOCK):
+        found = _blocks_above(bounds, first, n_blocks, tau)
+        while found:
+            block = first + trailing_zeros(found)
+            found &= found - np.uint64(1)
             words[block] |= _scan_block(table, bounds, block, n, tau)
             n_read += min(BLOCK, n - block * BLOCK)
     return n_read
@@ -112,24 +129,33 @@ def mark_slash(table, bounds, n, tau, words):
     Returns how many entries it read.
     """
     tau = np.float32(tau)
-    n_read = 0
     count = n - SINKS
-    for block in range((count + BLOCK - 1) // BLOCK):
-        if bounds[block] <= tau:
-            continue
-        word = _scan_block(table, bounds, block, count, tau)
-        n_read += min(BLOCK, count - block * BLOCK)
-        # Reversed, bit j stands for position first + j; the last block may begin below 0.
-        first = n - 1 - block * BLOCK - (BLOCK - 1)
-        word = reversed_bits(word)
-        if first < 0:
-            words[0] |= word >> np.uint64(-first)
-            continue
-        shift = np.uint64(first & 63)
-        words[first >> 6] |= word << shift
-        if shift:
-            words[(first >> 6) + 1] |= word >> (np.uint64(64) - shift)
+    n_read, n_blocks = 0, (count + BLOCK - 1) // BLOCK
+    for first in range(0, n_blocks, BLOCK):
+        found = _blocks_above(bounds, first, n_blocks, tau)
+        while found:
+            block = first + trailing_zeros(found)
+            found &= found - np.uint64(1)
+            word = _scan_block(table, bounds, block, count, tau)
+            n_read += min(BLOCK, count - block * BLOCK)
+            _mark_reversed(word, n - 1 - block * BLOCK - (BLOCK - 1), words)
     return n_read
+
+
+@njit(cache=True, nogil=True)
+def _mark_reversed(word, lowest, words):
+    """Sets in ``words`` the bits of a block of distances: its bit 63 stands for ``lowest``.
+
+    The last block may begin below position 0.
+    """
+    word = reversed_bits(word)
+    if lowest < 0:
+        words[0] |= word >> np.uint64(-lowest)
+        return
+    shift = np.uint64(lowest & 63)
+    words[lowest >> 6] |= word << shift
+    if shift:
+        words[(lowest >> 6) + 1] |= word >> (np.uint64(64) - shift)
 
 
 @njit(cache=True, nogil=True)

@@ -9,6 +9,7 @@ logits stay within f32 noise of the f32 path.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu import emit, vnni
-from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE, BlockFormat
+from sparsekv_cli.cpu.blocks import BlockFormat
 from sparsekv_cli.cpu.emit import F32, I8, I16, I32, I64, LANES, VF, VI, const, load, splat, vec
 
 VF8 = vec(F32, 8)
@@ -35,6 +36,12 @@ def quantized_bytes(n):
     f32 scales (n / 32,); f32 sums of scale * value over 16 (n / 16,) and over 32 (n / 32,).
     """
     return 2 * n + 8 * (n // BLOCK) + 4 * (n // LANES)
+
+
+@njit(cache=True, nogil=True)
+def quantized_stride(n):
+    """Bytes from one row of quantised activations to the next: whole cache lines."""
+    return (quantized_bytes(n) + 63) // 64 * 64
 
 
 @intrinsic
@@ -102,35 +109,6 @@ def _pair_products(b: ir.IRBuilder, w: ir.Value, x: ir.Value) -> ir.Value:
     return b.add(even, odd)
 
 
-def _emit_block(
-    b: ir.IRBuilder, format_: BlockFormat, p: ir.Value, inputs: Inputs, sums: Sums
-) -> Sums:
-    """Adds the block at p, whose activations begin at ``inputs``, to the running sums."""
-    assert format_.decode is not None
-    block = format_.decode(b, p)
-    n_scales, n_blocks = block.scales.type.count, format_.n_elements // BLOCK
-    x_scales = load(b, vec(F32, n_blocks), inputs.scales)
-    lanes = [i * n_blocks // n_scales for i in range(n_scales)]
-    scales = b.fmul(block.scales, emit.shuffle(b, x_scales, x_scales, lanes))
-    totals, offset = list(sums.totals), sums.offset
-    products = []
-    for i, q in enumerate(block.q):
-        w = b.sext(q, vec(I16)) if block.signed else b.zext(q, vec(I16))
-        products.append(_pair_products(b, w, load(b, vec(I16), inputs.values, 2 * LANES * i)))
-    a_scale = len(products) // n_scales  # 1 or 2 vectors of 16 elements under one scale
-    for i in range(n_scales):
-        part = products[i * a_scale]
-        if a_scale == 2:
-            part = b.add(part, products[2 * i + 1])
-        turn = i % ACCUMULATORS
-        scale = emit.shuffle(b, scales, scales, [i] * 8)
-        totals[turn] = emit.fma(b, b.sitofp(part, VF8), scale, totals[turn])
-    if block.offsets is not None:
-        x_sums = load(b, vec(F32, n_scales), inputs.sums32 if a_scale == 2 else inputs.sums16)
-        offset = b.fadd(offset, emit.sum_lanes(b, b.fmul(block.offsets, x_sums)))
-    return Sums([*totals[1:], totals[0]] if n_scales == 1 else totals, offset)
-
-
 class Inputs(NamedTuple):
     """Addresses of the activations of one block."""
 
@@ -147,66 +125,96 @@ class Sums(NamedTuple):
     offset: ir.Value
 
 
-def _emit_row(
-    b: ir.IRBuilder, format_: BlockFormat, w: ir.Value, x: ir.Value, n: ir.Value
-) -> ir.Value:
+def _emit_block(
+    b: ir.IRBuilder, format_: BlockFormat, p: ir.Value, rows: Sequence[Inputs], old: Sequence[Sums]
+) -> list[Sums]:
+    """Adds the block at p, whose activations begin at ``rows``, to the running sums of each."""
+    assert format_.decode is not None
+    block = format_.decode(b, p)
+    weights = [b.sext(q, vec(I16)) if block.signed else b.zext(q, vec(I16)) for q in block.q]
+    n_scales, n_blocks = block.scales.type.count, format_.n_elements // BLOCK
+    a_scale = len(weights) // n_scales  # 1 or 2 vectors of 16 elements under one scale
+    lanes = [i * n_blocks // n_scales for i in range(n_scales)]
+    new = []
+    for inputs, sums in zip(rows, old, strict=True):
+        x_scales = load(b, vec(F32, n_blocks), inputs.scales)
+        scales = b.fmul(block.scales, emit.shuffle(b, x_scales, x_scales, lanes))
+        totals, offset = list(sums.totals), sums.offset
+        products = [
+            _pair_products(b, w, load(b, vec(I16), inputs.values, 2 * LANES * i))
+            for i, w in enumerate(weights)
+        ]
+        for i in range(n_scales):
+            part = products[i * a_scale]
+            if a_scale == 2:
+                part = b.add(part, products[2 * i + 1])
+            turn = i % ACCUMULATORS
+            scale = emit.shuffle(b, scales, scales, [i] * 8)
+            totals[turn] = emit.fma(b, b.sitofp(part, VF8), scale, totals[turn])
+        if block.offsets is not None:
+            x_sums = load(b, vec(F32, n_scales), inputs.sums32 if a_scale == 2 else inputs.sums16)
+            offset = b.fadd(offset, emit.sum_lanes(b, b.fmul(block.offsets, x_sums)))
+        new.append(Sums([*totals[1:], totals[0]] if n_scales == 1 else totals, offset))
+    return new
+
+
+def emit_row(
+    b: ir.IRBuilder, format_: BlockFormat, w: ir.Value, xs: Sequence[ir.Value], n: ir.Value
+) -> list[ir.Value]:
+    """The dot products, floats, of one row at w with each of ``xs``: see vnni.py's, which stands
+    in where the CPU has byte products.
+    """
+    if vnni.is_available():
+        return vnni.emit_row(b, format_, w, xs, n)
     n_blocks = b.sdiv(n, I64(format_.n_elements))
     sizes = [format_.n_elements // BLOCK * size for size in (2 * BLOCK, 4, 8, 4)]  # per block
     small = b.mul(b.sdiv(n, I64(BLOCK)), I64(4))
-    starts = [x, b.add(x, b.mul(n, I64(2)))]
-    starts += [b.add(starts[1], small), b.add(starts[1], b.mul(small, I64(3)))]
+    starts = []
+    for x in xs:
+        scales = b.add(x, b.mul(n, I64(2)))
+        starts.append([x, scales, b.add(scales, small), b.add(scales, b.mul(small, I64(3)))])
     unroll = ACCUMULATORS if format_.n_elements == BLOCK else 1
+    width = ACCUMULATORS + 1
 
     def blocks(start: ir.Value, count: int, carried: list[ir.Value]) -> list[ir.Value]:
-        sums = Sums(carried[:-1], carried[-1])
+        parts = [carried[i : i + width] for i in range(0, len(carried), width)]
+        sums = [Sums(part[:-1], part[-1]) for part in parts]
         for u in range(count):
             i = b.add(start, I64(u))
-            places = (
-                b.add(at, b.mul(i, I64(size))) for at, size in zip(starts, sizes, strict=True)
-            )
-            p = b.add(w, b.mul(i, I64(format_.n_bytes)))
-            sums = _emit_block(b, format_, p, Inputs(*places), sums)
-        return [*sums.totals, sums.offset]
+            rows = [
+                Inputs(*(b.add(at, b.mul(i, I64(s))) for at, s in zip(row, sizes, strict=True)))
+                for row in starts
+            ]
+            sums = _emit_block(b, format_, b.add(w, b.mul(i, I64(format_.n_bytes))), rows, sums)
+        return [value for each in sums for value in (*each.totals, each.offset)]
 
-    start = [const(F32, 0.0, 8)] * ACCUMULATORS + [F32(0.0)]
+    start = ([const(F32, 0.0, 8)] * ACCUMULATORS + [F32(0.0)]) * len(xs)
     whole = b.sub(n_blocks, b.srem(n_blocks, I64(unroll)))
     carried = emit.loop(b, I64(0), whole, unroll, start, lambda i, c: blocks(i, unroll, c))
     carried = emit.loop(b, whole, n_blocks, 1, carried, lambda i, c: blocks(i, 1, c))
-    vector = b.fadd(b.fadd(carried[0], carried[1]), b.fadd(carried[2], carried[3]))
-    return b.fadd(emit.sum_lanes(b, vector), carried[-1])
-
-
-@intrinsic
-def _row_dot_integer(typingctx, code, w, x, n):
-    if not isinstance(code, types.IntegerLiteral):
-        return None
-
-    def codegen(context, builder, signature, args):
-        format_ = FORMAT_OF_CODE[signature.args[0].literal_value]
-        emit_row = vnni.emit_row if vnni.is_available() else _emit_row
-        return emit_row(builder, format_, args[1], args[2], args[3])
-
-    return types.float32(code, types.int64, types.int64, types.int64), codegen
-
-
-@njit(cache=True, nogil=True)
-def rows_dot_integer(code, w, row_bytes, n_columns, x, out, first, last):
-    """``matvec.rows_dot`` with x an address of quantised activations."""
-    for row in range(first, last):
-        total = _row_dot_integer(code, w + row * row_bytes, x, n_columns)
-        emit.store_f32(out + 4 * row, total)
+    dots = []
+    for j in range(0, len(carried), width):
+        first, second, third, fourth, offset = carried[j : j + width]
+        vector = b.fadd(b.fadd(first, second), b.fadd(third, fourth))
+        dots.append(b.fadd(emit.sum_lanes(b, vector), offset))
+    return dots
 
 
 @njit(cache=True, nogil=True)
 def _quantize(x, out):
-    quantize_activations(x.ctypes.data, out.ctypes.data, x.shape[0])
+    for i in range(x.shape[0]):
+        quantize_activations(x[i].ctypes.data, out[i].ctypes.data, x.shape[1])
 
 
 def quantize(x: np.ndarray) -> np.ndarray:
-    """x f32 (n,), n a multiple of 32 -> the block form, uint8 (quantized_bytes(n),)."""
-    out = np.empty(quantized_bytes(len(x)), np.uint8)
-    _quantize(x, out)
-    return out
+    """x f32 (n,), n a multiple of 32 -> the block form, uint8 (quantized_bytes(n),).
+
+    Or x f32 (B, n) -> uint8 (B, quantized_stride(n)).
+    """
+    n = x.shape[-1]
+    out = np.empty((x.size // n, quantized_stride(n)), np.uint8)
+    _quantize(x.reshape(-1, n), out)
+    return out[0, : quantized_bytes(n)] if x.ndim == 1 else out
 
 
 def values_of(quantized: np.ndarray, n: int) -> np.ndarray:

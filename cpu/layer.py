@@ -1,28 +1,59 @@
-"""One decode step of a layer in two calls around the attention, over weights as they lie.
+"""Decode steps of a layer over weights as they lie: two stages around the attention.
 
 ``project_qkv``: RMS norm, q/k/v, biases, q/k norm, rotation. ``finish_layer``: output projection,
-residual, RMS norm, gated SiLU feed-forward, residual. Rows of all matrices that share an input are
-divided evenly between the threads, one parallel loop a stage.
+residual, RMS norm, gated SiLU feed-forward, residual. ``next_layer`` is one layer's second stage
+and the next one's first in a single call, since handing a call its arguments takes microseconds;
+for the same reason everything that stays is in a record of ``LAYER`` that the kernels look up.
+A step has one or several rows (sequences), which share every weight that is loaded.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange, types
+from numba import carray, njit, prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu import emit
 from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE
 from sparsekv_cli.cpu.emit import F32, I64, LANES, VF, const, load
-from sparsekv_cli.cpu.integer import quantize_activations, quantized_bytes
+from sparsekv_cli.cpu.integer import quantize_activations, quantized_stride
 from sparsekv_cli.cpu.matvec import address, call_rows, kernel_address
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 from sparsekv_cli.cpu.tiles import exp_lanes
 
 # Columns of a matrix table (int64, one row a matrix). INTEGER: the kernel takes quantised inputs.
 KERNEL, WEIGHTS, ROW_BYTES, ROWS, COLUMNS, INTEGER = range(6)
+N_MATRICES = 7  # of a layer, in the order q, k, v, o, gate, up, down
 FAST = {"reassoc", "contract", "arcp", "nsz"}
-NO_BIAS = np.empty(0, np.float32)
+
+# One layer. All but eps are int64: sizes, and addresses of contiguous arrays (f32 unless said
+# otherwise), 0 for vectors that the layer lacks. B: rows of the step; d' = d padded to 16.
+LAYER = np.dtype(
+    [
+        *(
+            (name, np.int64)
+            for name in (
+                *("n_embd", "n_head", "n_head_kv", "head_dim", "value_dim", "n_ff", "n_rot"),
+                "interleaved",  # whether q and k come as pairs (0, 1), (2, 3) ... of a rotation
+                *("attn_norm", "ffn_norm"),  # (n_embd,)
+                *("q_bias", "k_bias", "v_bias"),  # (rows of the matrix,)
+                *("q_norm", "k_norm"),  # (d,)
+                "matrices",  # int64 (N_MATRICES, 6): a matrix table
+                "x",  # (B, n_embd): the residual stream
+                *("cos", "sin"),  # (B, n_rot / 2): the rotation of each row's position
+                *("q", "q_nope"),  # (B, H, d')
+                *("k", "k_nope"),  # (B, G, d')
+                "v",  # (B, G, d_v')
+                "normed",  # scratch (B, n_embd)
+                "projected",  # scratch (B, H d + G d + G d_v)
+                "packed",  # scratch (B, H d_v)
+                "hidden",  # scratch (B, 2 n_ff + 16)
+                "quantized",  # scratch uint8 (B, quantized_stride of the widest input)
+            )
+        ),
+        ("eps", np.float64),
+    ]
+)
 
 
 def matrix_table(linears) -> np.ndarray:
@@ -41,35 +72,72 @@ def matrix_table(linears) -> np.ndarray:
     return np.array(rows, np.int64)
 
 
-@njit(cache=True, nogil=True)
-def _quantized(table, x):
-    """The block form of a table's input x, or an empty array where no matrix takes it."""
-    if not table[:, INTEGER].any():
-        return np.empty(0, np.uint8)
-    n = table[0, COLUMNS]
-    out = np.empty(quantized_bytes(n), np.uint8)
-    quantize_activations(x.ctypes.data, out.ctypes.data, n)
-    return out
+@intrinsic
+def _float_pointer(typingctx, address):
+    def codegen(context, b, signature, args):
+        return b.inttoptr(args[0], F32.as_pointer())
+
+    return types.CPointer(types.float32)(types.int64), codegen
+
+
+@intrinsic
+def _integer_pointer(typingctx, address):
+    def codegen(context, b, signature, args):
+        return b.inttoptr(args[0], I64.as_pointer())
+
+    return types.CPointer(types.int64)(types.int64), codegen
 
 
 @njit(cache=True, nogil=True)
-def _matrices_part(table, x, quantized, out, part, n_parts):
-    """Part ``part`` of the rows of all matrices of a table, one after another in ``out``.
+def _floats(address, n):
+    """The f32 array (n,) at an address; empty for address 0."""
+    return carray(_float_pointer(address), n if address else 0)
 
-    x f32 (columns,) and its ``_quantized`` form.
-    """
+
+@njit(cache=True, nogil=True)
+def _float_rows(address, n_rows, n):
+    """The f32 array (n_rows, n) at an address."""
+    return carray(_float_pointer(address), (n_rows, n))
+
+
+@njit(cache=True, nogil=True)
+def _padded(d):
+    return (d + LANES - 1) // LANES * LANES
+
+
+@njit(cache=True, nogil=True)
+def _matrices_part(table, x, x_row, quantized, quantized_row, out, out_row, n_rows, part, n_parts):
+    """Part ``part`` of the rows of all matrices of a table; see ``multiply``."""
     total = table[:, ROWS].sum()
     first, last = part * total // n_parts, (part + 1) * total // n_parts
     start = 0
     for m in range(table.shape[0]):
         low, high = max(first, start), min(last, start + table[m, ROWS])
         if low < high:
-            source = quantized.ctypes.data if table[m, INTEGER] else x.ctypes.data
+            source, source_row = x, x_row
+            if table[m, INTEGER]:
+                source, source_row = quantized, quantized_row
             call_rows(
                 table[m, KERNEL], table[m, WEIGHTS], table[m, ROW_BYTES], table[m, COLUMNS],
-                source, out.ctypes.data + 4 * start, low - start, high - start,
+                source, source_row, n_rows, out + 4 * start, out_row, low - start, high - start,
             )  # fmt: skip
         start += table[m, ROWS]
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def multiply(table, x, x_row, n_rows, quantized, out, out_row, n_threads):
+    """The products of all matrices of a table with x[b], b < n_rows, one after another in out[b].
+
+    table int64 (matrices, 6), all of as many columns; x, out: addresses of f32 rows x_row, out_row
+    bytes apart; quantized: address of scratch, a ``quantized_stride`` a row.
+    """
+    n = table[0, COLUMNS]
+    stride = quantized_stride(n)
+    if table[:, INTEGER].any():
+        for b in range(n_rows):
+            quantize_activations(x + b * x_row, quantized + b * stride, n)
+    for part in prange(n_threads):
+        _matrices_part(table, x, x_row, quantized, stride, out, out_row, n_rows, part, n_threads)
 
 
 @njit(cache=True, nogil=True, fastmath=FAST)
@@ -113,31 +181,49 @@ def _rotate_heads(raw, bias, norm, eps, cos, sin, interleaved, out_nope, out):
             out[h, i + half] = a * sin[i] + b * cos[i]
 
 
-@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def project_qkv(
-    x, norm, eps, table, q_bias, k_bias, v_bias, q_norm, k_norm, cos, sin, interleaved,
-    head_dim, value_dim, normed, raw, q, k, v, q_nope, k_nope, n_threads,
-):  # fmt: skip
-    """x f32 (n_embd,) -> q, q_nope (H, d'), k, k_nope (G, d'), v (G, d_v'); d' = d padded to 16.
-
-    table: q, k, v; biases and q/k norms may be empty; cos, sin f32 (n_rot/2,) of this position.
-    """
-    rms_norm(x, norm, eps, normed)
-    quantized = _quantized(table, normed)
-    for part in prange(n_threads):
-        _matrices_part(table, normed, quantized, raw, part, n_threads)
-    n_q, n_k = table[0, ROWS], table[1, ROWS]
-    raw_q = raw[:n_q].reshape(n_q // head_dim, head_dim)
-    raw_k = raw[n_q : n_q + n_k].reshape(n_k // head_dim, head_dim)
-    _rotate_heads(raw_q, q_bias, q_norm, eps, cos, sin, interleaved, q_nope, q)
-    _rotate_heads(raw_k, k_bias, k_norm, eps, cos, sin, interleaved, k_nope, k)
-    at = n_q + n_k
-    for g in range(v.shape[0]):
-        for c in range(value_dim):
-            v[g, c] = raw[at + g * value_dim + c]
-        if v_bias.shape[0]:
-            for c in range(value_dim):
-                v[g, c] += v_bias[g * value_dim + c]
+@njit(cache=True, nogil=True)
+def project_qkv(layers, i, n_rows, n_threads):
+    """q, k, v, q_nope, k_nope of layer i from x for n_rows rows. layers: records of ``LAYER``."""
+    layer = layers[i]
+    n_embd, d, d_v, eps = layer.n_embd, layer.head_dim, layer.value_dim, np.float32(layer.eps)
+    n_head, n_kv = layer.n_head, layer.n_head_kv
+    x, normed = _float_rows(layer.x, n_rows, n_embd), _float_rows(layer.normed, n_rows, n_embd)
+    norm = _floats(layer.attn_norm, n_embd)
+    for b in range(n_rows):
+        rms_norm(x[b], norm, eps, normed[b])
+    table = carray(_integer_pointer(layer.matrices), (N_MATRICES, 6))[0:3]
+    n_q, n_k, n_v = n_head * d, n_kv * d, n_kv * d_v
+    width = n_q + n_k + n_v
+    multiply(
+        table, layer.normed, 4 * n_embd, n_rows, layer.quantized, layer.projected, 4 * width,
+        n_threads,
+    )  # fmt: skip
+    q_bias, k_bias = _floats(layer.q_bias, n_q), _floats(layer.k_bias, n_k)
+    v_bias = _floats(layer.v_bias, n_v)
+    q_norm, k_norm = _floats(layer.q_norm, d), _floats(layer.k_norm, d)
+    half, interleaved = layer.n_rot // 2, layer.interleaved != 0
+    d_out, d_v_out = _padded(d), _padded(d_v)
+    for b in range(n_rows):
+        cos, sin = _floats(layer.cos + 4 * b * half, half), _floats(layer.sin + 4 * b * half, half)
+        raw = layer.projected + 4 * b * width
+        at = 4 * b * n_head * d_out
+        _rotate_heads(
+            _float_rows(raw, n_head, d), q_bias, q_norm, eps, cos, sin, interleaved,
+            _float_rows(layer.q_nope + at, n_head, d_out), _float_rows(layer.q + at, n_head, d_out),
+        )  # fmt: skip
+        at = 4 * b * n_kv * d_out
+        _rotate_heads(
+            _float_rows(raw + 4 * n_q, n_kv, d), k_bias, k_norm, eps, cos, sin, interleaved,
+            _float_rows(layer.k_nope + at, n_kv, d_out), _float_rows(layer.k + at, n_kv, d_out),
+        )  # fmt: skip
+        raw_v = _float_rows(raw + 4 * (n_q + n_k), n_kv, d_v)
+        v = _float_rows(layer.v + 4 * b * n_kv * d_v_out, n_kv, d_v_out)
+        for g in range(n_kv):
+            for c in range(d_v):
+                v[g, c] = raw_v[g, c]
+            if v_bias.shape[0]:
+                for c in range(d_v):
+                    v[g, c] += v_bias[g * d_v + c]
 
 
 @intrinsic
@@ -163,51 +249,64 @@ def _silu_multiply(typingctx, gate, up, out, count):
     return types.void(*[types.int64] * 4), codegen
 
 
-@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def finish_layer(
-    attended,
-    value_dim,
-    o_table,
-    norm,
-    eps,
-    ff_table,
-    down_table,
-    x,
-    packed,
-    normed,
-    hidden,
-    n_threads,
-):
-    """x += W_o attended; x += W_down (silu(W_gate h) * W_up h), h = norm(x). In place on x.
+@njit(cache=True, nogil=True)
+def finish_layer(layers, i, attended, n_rows, n_threads):
+    """x += W_o attended; x += W_down (silu(W_gate h) * W_up h), h = norm(x), for n_rows rows.
 
-    attended f32 (H, >= value_dim); ff_table: gate, up; hidden f32 (2 n_ff + 16,) scratch.
+    attended f32 (n_rows H, >= d_v), the heads of one row after another's.
     """
-    for h in range(attended.shape[0]):
-        for c in range(value_dim):
-            packed[h * value_dim + c] = attended[h, c]
-    packed_quantized = _quantized(o_table, packed)
-    for part in prange(n_threads):
-        _matrices_part(o_table, packed, packed_quantized, normed, part, n_threads)
-    for i in range(x.shape[0]):
-        x[i] += normed[i]
-    rms_norm(x, norm, eps, normed)
-    normed_quantized = _quantized(ff_table, normed)
-    for part in prange(n_threads):
-        _matrices_part(ff_table, normed, normed_quantized, hidden, part, n_threads)
-    n_ff = ff_table[0, ROWS]
-    gate = hidden.ctypes.data
-    _silu_multiply(gate, gate + 4 * n_ff, gate, n_ff)
-    hidden_quantized = _quantized(down_table, hidden)
-    for part in prange(n_threads):
-        _matrices_part(down_table, hidden, hidden_quantized, normed, part, n_threads)
-    for i in range(x.shape[0]):
-        x[i] += normed[i]
+    layer = layers[i]
+    n_embd, n_head, d_v, n_ff = layer.n_embd, layer.n_head, layer.value_dim, layer.n_ff
+    table = carray(_integer_pointer(layer.matrices), (N_MATRICES, 6))
+    x, normed = _float_rows(layer.x, n_rows, n_embd), _float_rows(layer.normed, n_rows, n_embd)
+    packed = _float_rows(layer.packed, n_rows * n_head, d_v)
+    for h in range(n_rows * n_head):
+        for c in range(d_v):
+            packed[h, c] = attended[h, c]
+    multiply(
+        table[3:4], layer.packed, 4 * n_head * d_v, n_rows, layer.quantized, layer.normed,
+        4 * n_embd, n_threads,
+    )  # fmt: skip
+    norm, eps = _floats(layer.ffn_norm, n_embd), np.float32(layer.eps)
+    for b in range(n_rows):
+        for c in range(n_embd):
+            x[b, c] += normed[b, c]
+        rms_norm(x[b], norm, eps, normed[b])
+    hidden_row = 4 * (2 * n_ff + LANES)
+    multiply(
+        table[4:6], layer.normed, 4 * n_embd, n_rows, layer.quantized, layer.hidden, hidden_row,
+        n_threads,
+    )  # fmt: skip
+    for b in range(n_rows):
+        gate = layer.hidden + b * hidden_row
+        _silu_multiply(gate, gate + 4 * n_ff, gate, n_ff)
+    multiply(
+        table[6:7], layer.hidden, hidden_row, n_rows, layer.quantized, layer.normed, 4 * n_embd,
+        n_threads,
+    )  # fmt: skip
+    for b in range(n_rows):
+        for c in range(n_embd):
+            x[b, c] += normed[b, c]
 
 
-@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def output_logits(x, norm, eps, table, normed, logits, n_threads):
-    """logits = W_out norm(x), f32 (n_vocab,)."""
-    rms_norm(x, norm, eps, normed)
-    quantized = _quantized(table, normed)
-    for part in prange(n_threads):
-        _matrices_part(table, normed, quantized, logits, part, n_threads)
+@njit(cache=True, nogil=True)
+def next_layer(layers, i, attended, n_rows, n_threads):
+    """``finish_layer`` i, then ``project_qkv`` of the layer after it, if there is one."""
+    finish_layer(layers, i, attended, n_rows, n_threads)
+    if i + 1 < layers.shape[0]:
+        project_qkv(layers, i + 1, n_rows, n_threads)
+
+
+@njit(cache=True, nogil=True)
+def output_logits(x, norm, eps, table, normed, quantized, logits, n_threads):
+    """logits[b] = W_out norm(x[b]), f32 (B, n_vocab), for x f32 (>= B, n_embd).
+
+    Scratch: normed f32 (>= B, n_embd), quantized uint8 (>= B, quantized_stride(n_embd)).
+    """
+    n_rows, n_embd = logits.shape[0], x.shape[1]
+    for b in range(n_rows):
+        rms_norm(x[b], norm, eps, normed[b])
+    multiply(
+        table, normed.ctypes.data, 4 * n_embd, n_rows, quantized.ctypes.data, logits.ctypes.data,
+        4 * logits.shape[1], n_threads,
+    )  # fmt: skip

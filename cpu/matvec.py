@@ -7,6 +7,7 @@ weight address, row bytes, rows, columns) and never a format.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -17,10 +18,12 @@ from numba.extending import intrinsic
 from sparsekv_cli.cpu import emit
 from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE, PLAIN_FLOATS, BlockFormat
 from sparsekv_cli.cpu.emit import F16, F32, I16, I32, I64, LANES, VF, VI, const, load
-from sparsekv_cli.cpu.integer import quantize, rows_dot_integer
+from sparsekv_cli.cpu.integer import emit_row as integer_row
+from sparsekv_cli.cpu.integer import quantize
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 
 ACCUMULATORS = 4  # independent sums in flight, enough to hide the latency of one fma
+ROWS_A_PASS = 16  # rows of weights that stay in the L1 cache while all inputs take them
 TO_F32, TO_BF16, TO_F16 = 0, 1, 2
 TARGET_BYTES = {TO_F32: 4, TO_BF16: 2, TO_F16: 2}
 
@@ -35,31 +38,43 @@ def _scalar_weight(b: ir.IRBuilder, format_: BlockFormat, address: ir.Value) -> 
     return raw
 
 
-def _emit_row_dot(b: ir.IRBuilder, format_: BlockFormat, w: ir.Value, x: ir.Value, n: ir.Value):
+def _emit_row(
+    b: ir.IRBuilder, format_: BlockFormat, w: ir.Value, xs: Sequence[ir.Value], n: ir.Value
+) -> list[ir.Value]:
+    """The dot products, floats, of one row at w with each of ``xs``, addresses of n f32.
+
+    A block is decoded once for all of them; a product is the same bits whatever the others are.
+    """
     n_blocks = b.sdiv(n, I64(format_.n_elements))
 
     def body(block: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
         p = b.add(w, b.mul(block, I64(format_.n_bytes)))
-        at = b.add(x, b.mul(block, I64(4 * format_.n_elements)))
+        start = b.mul(block, I64(4 * format_.n_elements))
+        places = [b.add(x, start) for x in xs]
         for i, values in enumerate(format_.floats(b, p)):
-            sums[i % ACCUMULATORS] = emit.fma(
-                b, values, load(b, VF, at, 4 * LANES * i), sums[i % ACCUMULATORS]
-            )
+            for j, at in enumerate(places):
+                turn = ACCUMULATORS * j + i % ACCUMULATORS
+                sums[turn] = emit.fma(b, values, load(b, VF, at, 4 * LANES * i), sums[turn])
         return sums
 
-    zero = const(F32, 0.0)
-    sums = emit.loop(b, I64(0), n_blocks, 1, [zero] * ACCUMULATORS, body)
-    total = emit.sum_lanes(b, b.fadd(b.fadd(sums[0], sums[1]), b.fadd(sums[2], sums[3])))
+    zeros = [const(F32, 0.0)] * (ACCUMULATORS * len(xs))
+    sums = emit.loop(b, I64(0), n_blocks, 1, zeros, body)
+    totals = []
+    for j in range(0, len(sums), ACCUMULATORS):
+        pairs = b.fadd(sums[j], sums[j + 1]), b.fadd(sums[j + 2], sums[j + 3])
+        totals.append(emit.sum_lanes(b, b.fadd(*pairs)))
     if format_.name not in PLAIN_FLOATS:
-        return total
+        return totals
     size = format_.n_bytes // LANES
 
     def tail(i: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
         value = _scalar_weight(b, format_, b.add(w, b.mul(i, I64(size))))
-        return [emit.fma(b, value, load(b, F32, b.add(x, b.mul(i, I64(4)))), carried[0])]
+        return [
+            emit.fma(b, value, load(b, F32, b.add(x, b.mul(i, I64(4)))), total)
+            for x, total in zip(xs, carried, strict=True)
+        ]
 
-    done = b.mul(n_blocks, I64(LANES))
-    return emit.loop(b, done, n, 1, [total], tail)[0]
+    return emit.loop(b, b.mul(n_blocks, I64(LANES)), n, 1, totals, tail)
 
 
 def _narrow(b: ir.IRBuilder, values: ir.Value, target: int) -> ir.Value:
@@ -78,16 +93,25 @@ def _narrow(b: ir.IRBuilder, values: ir.Value, target: int) -> ir.Value:
 
 
 @intrinsic
-def _row_dot(typingctx, code, w, x, n):
-    """sum_i weight_i x_i over one row: ``code`` a literal, addresses of weights and f32 x."""
-    if not isinstance(code, types.IntegerLiteral):
+def _row_dots(typingctx, code, integer, count, w, x, x_row, n, out, out_row):
+    """sum_i weight_i x_i over one row for ``count`` inputs x_row bytes apart, written at ``out``.
+
+    code, integer, count: literals. Addresses of weights, of f32 or quantised x, and of f32 out.
+    """
+    literals = (code, integer, count)
+    if not all(isinstance(literal, types.IntegerLiteral) for literal in literals):
         return None
 
-    def codegen(context, builder, signature, args):
-        format_ = FORMAT_OF_CODE[signature.args[0].literal_value]
-        return _emit_row_dot(builder, format_, args[1], args[2], args[3])
+    def codegen(context, b, signature, args):
+        code_, integer_, count_ = (type_.literal_value for type_ in signature.args[:3])
+        w, x, x_row, n, out, out_row = args[3:]
+        emit_row = integer_row if integer_ else _emit_row
+        xs = [b.add(x, b.mul(I64(j), x_row)) for j in range(count_)]
+        for j, total in enumerate(emit_row(b, FORMAT_OF_CODE[code_], w, xs, n)):
+            emit.store(b, total, b.add(out, b.mul(I64(j), out_row)))
+        return context.get_dummy_value()
 
-    return types.float32(code, types.int64, types.int64, types.int64), codegen
+    return types.void(*literals, *[types.int64] * 6), codegen
 
 
 @intrinsic
@@ -126,11 +150,34 @@ def _row_dequantize(typingctx, code, target, w, out, n):
 
 
 @njit(cache=True, nogil=True)
-def rows_dot(code, w, row_bytes, n_columns, x, out, first, last):
-    """out[r] = weight row r . x for first <= r < last (addresses; f32 x and out)."""
-    for row in range(first, last):
-        total = _row_dot(code, w + row * row_bytes, x, n_columns)
-        emit.store_f32(out + 4 * row, total)
+def rows_dot(
+    code, integer, w, row_bytes, n_columns, x, x_row, n_inputs, out, out_row, first, last
+):  # fmt: skip
+    """out[i, r] = weight row r . x[i] for i < n_inputs and first <= r < last; addresses.
+
+    x[i] f32, or quantised where ``integer``, x_row bytes apart; out f32, rows out_row bytes apart.
+    Up to four inputs share a decoded row; for more, the few rows of a pass come from the L1 cache.
+    """
+    for start in range(first, last, ROWS_A_PASS):
+        stop = min(start + ROWS_A_PASS, last)
+        for i in range(0, n_inputs, 4):
+            source, target, count = x + i * x_row, out + i * out_row, n_inputs - i
+            if count == 1:
+                for r in range(start, stop):
+                    at, to = w + r * row_bytes, target + 4 * r
+                    _row_dots(code, integer, 1, at, source, x_row, n_columns, to, out_row)
+            elif count == 2:
+                for r in range(start, stop):
+                    at, to = w + r * row_bytes, target + 4 * r
+                    _row_dots(code, integer, 2, at, source, x_row, n_columns, to, out_row)
+            elif count == 3:
+                for r in range(start, stop):
+                    at, to = w + r * row_bytes, target + 4 * r
+                    _row_dots(code, integer, 3, at, source, x_row, n_columns, to, out_row)
+            else:
+                for r in range(start, stop):
+                    at, to = w + r * row_bytes, target + 4 * r
+                    _row_dots(code, integer, 4, at, source, x_row, n_columns, to, out_row)
 
 
 @njit(cache=True, nogil=True)
@@ -141,23 +188,25 @@ def rows_dequantize(code, target, w, row_bytes, n_columns, out, out_row_bytes, f
 
 
 @intrinsic
-def call_rows(typingctx, kernel, w, row_bytes, n_columns, x, out, first, last):
+def call_rows(
+    typingctx, kernel, w, row_bytes, n_columns, x, x_row, n_inputs, out, out_row, first, last
+):  # fmt: skip
     """Calls a ``rows_dot`` kernel through its address (see ``kernel_address``)."""
 
     def codegen(context, builder, signature, args):
-        function_type = ir.FunctionType(ir.VoidType(), [I64] * 8)
+        function_type = ir.FunctionType(ir.VoidType(), [I64] * 12)
         pointer = builder.inttoptr(args[0], function_type.as_pointer())
-        builder.call(pointer, [I64(0), *args[1:]])  # the literal format still takes a place
+        builder.call(pointer, [I64(0), I64(0), *args[1:]])  # the literals still take places
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 8), codegen
+    return types.void(*[types.int64] * 11), codegen
 
 
 @cache
 def kernel_address(code: int, integer: bool = False) -> int:
     """Address of a ``rows_dot`` compiled for the format ``code`` (from the disk cache if there)."""
-    kernel = rows_dot_integer if integer else rows_dot
-    return _address(kernel, (types.literal(code),) + (types.int64,) * 7)
+    literals = (types.literal(code), types.literal(int(integer)))
+    return _address(rows_dot, literals + (types.int64,) * 10)
 
 
 @cache
@@ -192,10 +241,14 @@ def _dequantize_parallel(kernel, w, row_bytes, n_columns, out, out_row_bytes, n_
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def _matvec_parallel(kernel, w, row_bytes, n_columns, x, out, n_rows, n_parts):
+def _matvec_parallel(
+    kernel, w, row_bytes, n_columns, x, x_row, n_inputs, out, out_row, n_rows, n_parts
+):  # fmt: skip
     for part in prange(n_parts):
         first, last = part * n_rows // n_parts, (part + 1) * n_rows // n_parts
-        call_rows(kernel, w, row_bytes, n_columns, x, out, first, last)
+        call_rows(
+            kernel, w, row_bytes, n_columns, x, x_row, n_inputs, out, out_row, first, last
+        )  # fmt: skip
 
 
 def address(array: np.ndarray) -> int:
@@ -212,15 +265,19 @@ def matvec(
     *,
     integer: bool = False,
 ) -> np.ndarray:
-    """W x. w uint8 (rows, row_bytes) in format ``code``; x f32 (n_columns,) -> f32 (rows,)."""
-    assert x.dtype == np.float32 and x.shape == (n_columns,) and x.flags.c_contiguous
-    out = np.empty(w.shape[0], np.float32)
-    inputs = quantize(x) if integer else x
+    """W x. w uint8 (rows, row_bytes) in format ``code``; x f32 (n_columns,) -> f32 (rows,).
+
+    Or x f32 (B, n_columns) -> f32 (B, rows), each row of it the same bits as by itself.
+    """
+    assert x.dtype == np.float32 and x.shape[-1] == n_columns and x.flags.c_contiguous
+    rows = np.atleast_2d(x)
+    out = np.empty((len(rows), w.shape[0]), np.float32)
+    inputs = quantize(rows) if integer else rows
     _matvec_parallel(
         kernel_address(code, integer), address(w), w.strides[0], n_columns, address(inputs),
-        address(out), w.shape[0], n_parts,
+        inputs.strides[0], len(rows), address(out), out.strides[0], w.shape[0], n_parts,
     )  # fmt: skip
-    return out
+    return out[0] if x.ndim == 1 else out
 
 
 def dequantize_into(

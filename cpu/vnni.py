@@ -7,6 +7,9 @@ Weights have to be unsigned: signed ones get 128 added, which the offsets take o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from llvmlite import binding, ir
 
 from sparsekv_cli.cpu import emit
@@ -69,51 +72,85 @@ def _decode(b: ir.IRBuilder, format_: BlockFormat, p: ir.Value, n_blocks: int) -
     return Block(q, False, block.scales, offsets)
 
 
-def emit_row(
-    b: ir.IRBuilder, format_: BlockFormat, w: ir.Value, x: ir.Value, n: ir.Value
-) -> ir.Value:
-    """The dot product of one row at w with the ``n`` quantised activations at x, float.
+class Inputs(NamedTuple):
+    """Addresses of one row of quantised activations (see integer.py's ``quantized_bytes``)."""
 
-    x: i8 hi (n,), i8 lo (n,), then scales and sums as integer.py's ``quantized_bytes`` says.
+    high: ir.Value  # i8 (n,)
+    low: ir.Value  # i8 (n,)
+    scales: ir.Value
+    sums16: ir.Value
+    sums32: ir.Value
+
+
+def _inputs(b: ir.IRBuilder, x: ir.Value, n: ir.Value) -> Inputs:
+    small = b.mul(b.sdiv(n, I64(BLOCK)), I64(4))
+    scales = b.add(x, b.mul(n, I64(2)))
+    sums16 = b.add(scales, small)
+    return Inputs(x, b.add(x, n), scales, sums16, b.add(sums16, b.mul(small, I64(2))))
+
+
+def _add_products(
+    b: ir.IRBuilder,
+    block: Block,
+    n_elements: int,
+    inputs: Inputs,
+    at: ir.Value,
+    carried: list[ir.Value],
+) -> list[ir.Value]:
+    """Adds the products of ``n_elements`` decoded weights with the activations from ``at`` on.
+
+    carried: ACCUMULATORS sums and the offsets' share, <16 x float> each.
+    """
+    *totals, offset = carried
+    n_scales = block.scales.type.count
+    n_small = n_elements // BLOCK
+    scales = load(b, vec(F32, n_small), b.add(inputs.scales, b.sdiv(at, I64(BLOCK // 4))))
+    lanes = [j * n_small // n_scales for j in range(n_scales)]
+    scales = b.fmul(block.scales, shuffle(b, scales, scales, lanes))
+    a_scale = n_elements // n_scales
+    for c, q in enumerate(block.q):
+        x_type = vec(I8, min(BYTES, n_elements))
+        hi, lo = (load(b, x_type, b.add(part, at), BYTES * c) for part in inputs[:2])
+        if n_elements < BYTES:
+            zeros = const(I8, 0, n_elements)
+            hi, lo = (shuffle(b, part, zeros, range(BYTES)) for part in (hi, lo))
+        dots = b.shl(_dot_bytes(b, const(I32, 0), q, hi), const(I32, 8))
+        dots = b.sitofp(_dot_bytes(b, dots, q, lo), VF)
+        lanes = [min((BYTES * c + 4 * i) // a_scale, n_scales - 1) for i in range(LANES)]
+        turn = c % ACCUMULATORS
+        totals[turn] = emit.fma(b, dots, shuffle(b, scales, scales, lanes), totals[turn])
+    if block.offsets is not None:
+        sums = inputs.sums32 if a_scale == BLOCK else inputs.sums16
+        sums = load(b, vec(F32, n_scales), b.add(sums, b.sdiv(at, I64(a_scale // 4))))
+        offset = _add_lanes(b, offset, b.fmul(block.offsets, sums))
+    if len(block.q) < ACCUMULATORS:  # other sums next time
+        totals = totals[len(block.q) :] + totals[: len(block.q)]
+    return [*totals, offset]
+
+
+def emit_row(
+    b: ir.IRBuilder, format_: BlockFormat, w: ir.Value, xs: Sequence[ir.Value], n: ir.Value
+) -> list[ir.Value]:
+    """The dot products, floats, of one row at w with each of ``xs``.
+
+    xs: addresses of n quantised activations each. A block is decoded once for all of them; a
+    product is the same bits whatever the others are.
     """
     n_blocks = b.sdiv(n, I64(format_.n_elements))
-    small = b.mul(b.sdiv(n, I64(BLOCK)), I64(4))
-    low = b.add(x, n)
-    x_scales = b.add(x, b.mul(n, I64(2)))
-    sums16 = b.add(x_scales, small)
-    sums32 = b.add(sums16, b.mul(small, I64(2)))
+    rows = [_inputs(b, x, n) for x in xs]
+    width = ACCUMULATORS + 1
 
     def add_blocks(i: ir.Value, count: int, carried: list[ir.Value]) -> list[ir.Value]:
         """Adds ``count`` blocks from block i on."""
-        *totals, offset = carried
         block = _decode(b, format_, b.add(w, b.mul(i, I64(format_.n_bytes))), count)
-        n_elements, n_scales = count * format_.n_elements, block.scales.type.count
         at = b.mul(i, I64(format_.n_elements))  # element
-        n_small = n_elements // BLOCK
-        scales = load(b, vec(F32, n_small), b.add(x_scales, b.sdiv(at, I64(BLOCK // 4))))
-        lanes = [j * n_small // n_scales for j in range(n_scales)]
-        scales = b.fmul(block.scales, shuffle(b, scales, scales, lanes))
-        a_scale = n_elements // n_scales
-        for c, q in enumerate(block.q):
-            x_type = vec(I8, min(BYTES, n_elements))
-            hi, lo = (load(b, x_type, b.add(part, at), BYTES * c) for part in (x, low))
-            if n_elements < BYTES:
-                zeros = const(I8, 0, n_elements)
-                hi, lo = (shuffle(b, part, zeros, range(BYTES)) for part in (hi, lo))
-            dots = b.shl(_dot_bytes(b, const(I32, 0), q, hi), const(I32, 8))
-            dots = b.sitofp(_dot_bytes(b, dots, q, lo), VF)
-            lanes = [min((BYTES * c + 4 * i) // a_scale, n_scales - 1) for i in range(LANES)]
-            turn = c % ACCUMULATORS
-            totals[turn] = emit.fma(b, dots, shuffle(b, scales, scales, lanes), totals[turn])
-        if block.offsets is not None:
-            sums = sums32 if a_scale == BLOCK else sums16
-            sums = load(b, vec(F32, n_scales), b.add(sums, b.sdiv(at, I64(a_scale // 4))))
-            offset = _add_lanes(b, offset, b.fmul(block.offsets, sums))
-        if len(block.q) < ACCUMULATORS:  # other sums next time
-            totals = totals[len(block.q) :] + totals[: len(block.q)]
-        return [*totals, offset]
+        sums = []
+        for j, inputs in enumerate(rows):
+            mine = carried[width * j : width * (j + 1)]
+            sums += _add_products(b, block, count * format_.n_elements, inputs, at, mine)
+        return sums
 
-    carried = [const(F32, 0.0)] * (ACCUMULATORS + 1)
+    carried = [const(F32, 0.0)] * (width * len(rows))
     done: ir.Value = I64(0)
     for size in (4, 2, 1) if format_.n_elements == BLOCK else (1,):
         end = b.sub(n_blocks, b.srem(b.sub(n_blocks, done), I64(size)))
@@ -123,8 +160,12 @@ def emit_row(
 
         carried = emit.loop(b, done, end, size, carried, body)
         done = end
-    total = b.fadd(b.fadd(carried[0], carried[1]), b.fadd(carried[2], carried[3]))
-    return emit.sum_lanes(b, b.fadd(total, carried[4]))
+    dots = []
+    for j in range(len(rows)):
+        first, second, third, fourth, offset = carried[width * j : width * (j + 1)]
+        total = b.fadd(b.fadd(first, second), b.fadd(third, fourth))
+        dots.append(emit.sum_lanes(b, b.fadd(total, offset)))
+    return dots
 
 
 def _add_lanes(b: ir.IRBuilder, total: ir.Value, part: ir.Value) -> ir.Value:

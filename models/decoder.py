@@ -2,8 +2,8 @@
 
 ``forward`` is the reference and the prefill: it walks layer by layer over the whole prompt, so each
 layer's weights are dequantised once, into a scratch of one layer's size. ``decode`` runs the numba
-kernels of cpu/layer.py on the quantised weights. tests/models/test_decoder.py holds the two
-together.
+kernels of cpu/layer.py on the quantised weights, for a row of one sequence or of each of several.
+tests/models/test_decoder.py holds the two together.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from llvmlite import binding
 from torch.nn.functional import linear
 
-from sparsekv_cli.cache import AttnInput, LayerCache, LayerSpec, padded
-from sparsekv_cli.cpu import layer as fused
+from sparsekv_cli.cache import AttnInput, LayerCache, LayerSpec
 from sparsekv_cli.cpu import matvec
 from sparsekv_cli.models.architectures import Architecture
+from sparsekv_cli.models.decode_step import DecodeStep
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.prefill_rows import FusedRows, Rows, TorchRows, rms_norm
 from sparsekv_cli.models.rope import RopeTable
@@ -61,10 +61,7 @@ class Decoder:
             if fused_rows
             else TorchRows(hparams, self.rope, interleaved, prefill_dtype)
         )
-        self._fused = [_FusedLayer(self, i) for i in range(hparams.n_layer)]
-        self._output_table = fused.matrix_table([weights.output])
-        self._eps = np.float32(hparams.norm_eps)
-        self._normed = np.empty(max(hparams.n_embd, padded(hparams.n_embd)), np.float32)
+        self._step = self._new_step(1)
 
     def layer_specs(self) -> list[LayerSpec]:
         h = self.hparams
@@ -83,26 +80,57 @@ class Decoder:
             for i in range(h.n_layer)
         ]
 
-    # --- one row, fused -------------------------------------------------------------------------
+    # --- a row a sequence, fused ----------------------------------------------------------------
 
     def decode(self, token: int, pos: int, caches: Sequence[LayerCache]) -> np.ndarray:
         """Logits f32 (n_vocab,) after ``token`` at position ``pos``; adds a row to every cache."""
-        self.rope.reserve(pos + 1)
-        cos, sin = self.rope.cos[pos], self.rope.sin[pos]
-        x = self._embed_row(token)
-        for layer, cache in zip(self._fused, caches, strict=True):
-            layer.finish(cache.decode(layer.project(x, cos, sin, pos)), x)
-        logits = np.empty(self.hparams.n_vocab, np.float32)
-        fused.output_logits(
-            x, self.weights.output_norm, self._eps, self._output_table, self._normed, logits,
-            self.n_threads,
-        )  # fmt: skip
-        return logits
+        step = self._begin([token], [pos])
+        for i, (cache, rows) in enumerate(zip(caches, step.inputs, strict=True)):
+            step.finish(i, cache.decode(AttnInput(*rows[0], pos)), 1)
+        return step.logits(1)[0]
 
-    def _embed_row(self, token: int) -> np.ndarray:
-        embedding = self.weights.token_embd
-        row = embedding.data[token : token + 1]
-        return matvec.dequantize(embedding.code, row, embedding.n_columns)[0]
+    def decode_batch(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        caches: Sequence[Sequence[LayerCache]],
+    ) -> np.ndarray:
+        """``decode`` of B sequences, which share every weight that is loaded: logits (B, n_vocab).
+
+        caches: those of all layers for each sequence, all different. A sequence's logits are the
+        same bits as by itself.
+        """
+        step, n_rows = self._begin(tokens, positions), len(tokens)
+        for i, layer_caches in enumerate(zip(*caches, strict=True)):
+            rows = zip(layer_caches, step.inputs[i][:n_rows], positions, strict=True)
+            attended = [cache.decode(AttnInput(*row, pos)) for cache, row, pos in rows]
+            step.finish(i, np.concatenate(attended), n_rows)
+        return step.logits(n_rows)
+
+    def _begin(self, tokens: Sequence[int], positions: Sequence[int]) -> DecodeStep:
+        """A step whose ``inputs`` of layer 0 are those of the tokens."""
+        n_rows = len(tokens)
+        if n_rows > self._step.capacity:
+            self._step = self._new_step(n_rows)
+        step = self._step
+        self.rope.reserve(max(positions) + 1)
+        for b, (token, pos) in enumerate(zip(tokens, positions, strict=True)):
+            self._embed_row(token, step.x[b])
+            step.cos[b], step.sin[b] = self.rope.cos[pos], self.rope.sin[pos]
+        step.project(n_rows)
+        return step
+
+    def _new_step(self, n_rows: int) -> DecodeStep:
+        interleaved = self.architecture.rope_interleaved
+        return DecodeStep(self.hparams, self.weights, interleaved, n_rows, self.n_threads)
+
+    def _embed_row(self, token: int, out: np.ndarray) -> None:
+        """The token's embedding, f32 (n_embd,)."""
+        table = self.weights.token_embd
+        row = table.data[token : token + 1]
+        matvec.dequantize_into(
+            table.code, row, table.n_columns, matvec.address(out), out.nbytes, matvec.TO_F32
+        )
 
     # --- many rows, layer by layer ----------------------------------------------------------------
 
@@ -157,11 +185,8 @@ class Decoder:
         """f32 (T, n_embd) -> f32 (T, n_vocab); few rows use the quantised weights as they lie."""
         head = self.weights.output
         if len(normed) <= 4:
-            rows = [
-                matvec.matvec(head.code, head.data, head.n_columns, row.numpy(), self.n_threads)
-                for row in normed.contiguous()
-            ]
-            return np.stack(rows)
+            rows = normed.contiguous().numpy()
+            return matvec.matvec(head.code, head.data, head.n_columns, rows, self.n_threads)
         step = 8192  # vocabulary rows dequantised at a time
         out = np.empty((len(normed), head.n_rows), np.float32)
         for start in range(0, head.n_rows, step):
@@ -192,52 +217,3 @@ class Decoder:
                 at += part.n_rows * row_bytes
             out[name] = stack
         return out
-
-
-class _FusedLayer:
-    """Tables and scratch of one layer for the fused calls."""
-
-    def __init__(self, decoder: Decoder, i: int) -> None:
-        h, weights = decoder.hparams, decoder.weights.layers[i]
-        self._decoder, self._weights = decoder, weights
-        self._qkv = fused.matrix_table([weights.q, weights.k, weights.v])
-        self._o = fused.matrix_table([weights.o])
-        self._ff = fused.matrix_table([weights.gate, weights.up])
-        self._down = fused.matrix_table([weights.down])
-        n_head, n_kv, d, d_v = h.n_head[i], h.n_head_kv[i], h.head_dim, h.value_dim
-        zeros = np.zeros
-        self._q, self._q_nope = (zeros((n_head, padded(d)), np.float32) for _ in range(2))
-        self._k, self._k_nope = (zeros((n_kv, padded(d)), np.float32) for _ in range(2))
-        self._v = zeros((n_kv, padded(d_v)), np.float32)
-        width = max(h.n_embd, n_head * d_v)
-        self._normed = zeros(padded(width), np.float32)
-        self._packed = zeros(padded(n_head * d_v), np.float32)
-        self._raw = zeros((n_head + n_kv) * d + n_kv * d_v, np.float32)
-        self._hidden = zeros(2 * h.n_ff[i] + 16, np.float32)
-        none = fused.NO_BIAS
-        self._biases = tuple(
-            none if w.bias is None else w.bias for w in (weights.q, weights.k, weights.v)
-        )
-        self._norms = tuple(none if w is None else w for w in (weights.q_norm, weights.k_norm))
-        self._eps = np.float32(h.norm_eps)
-        self._interleaved = decoder.architecture.rope_interleaved
-        buffers = (self._q, self._k, self._v, self._q_nope, self._k_nope)
-        self._inputs = AttnInput._make([*(a[:, None] for a in buffers), 0])
-
-    def project(self, x: np.ndarray, cos: np.ndarray, sin: np.ndarray, pos: int) -> AttnInput:
-        """Norm, q/k/v and rotation of x f32 (n_embd,)."""
-        h = self._decoder.hparams
-        fused.project_qkv(
-            x, self._weights.attn_norm, self._eps, self._qkv, *self._biases, *self._norms, cos, sin,
-            self._interleaved, h.head_dim, h.value_dim, self._normed, self._raw, self._q, self._k,
-            self._v, self._q_nope, self._k_nope, self._decoder.n_threads,
-        )  # fmt: skip
-        return self._inputs._replace(pos=pos)
-
-    def finish(self, attended: np.ndarray, x: np.ndarray) -> None:
-        """Output projection and feed-forward; updates x in place."""
-        fused.finish_layer(
-            attended, self._decoder.hparams.value_dim, self._o, self._weights.ffn_norm, self._eps,
-            self._ff, self._down, x, self._packed, self._normed, self._hidden,
-            self._decoder.n_threads,
-        )  # fmt: skip

@@ -43,6 +43,14 @@ def rms_norm(x: torch.Tensor, weight: np.ndarray, eps: float) -> torch.Tensor:
     return torch.nn.functional.rms_norm(x, (x.shape[-1],), torch.from_numpy(weight), eps)
 
 
+def rotate(heads: torch.Tensor, rope: RopeTable, n_rot: int, pos: int) -> torch.Tensor:
+    """f32 (heads, T, d) in half-split order -> rotated, the first row at ``pos``."""
+    half, rows = n_rot // 2, slice(pos, pos + heads.shape[1])
+    cos, sin = (torch.from_numpy(table[rows]) for table in (rope.cos, rope.sin))  # (T, half)
+    a, b = heads[..., :half], heads[..., half:n_rot]
+    return torch.cat([a * cos - b * sin, a * sin + b * cos, heads[..., n_rot:]], dim=-1)
+
+
 class TorchRows:
     """Step by step, as the formulas are written."""
 
@@ -62,7 +70,7 @@ class TorchRows:
         q, k, v = raw.split([n_head * h.head_dim, n_kv * h.head_dim, n_kv * h.value_dim], dim=1)
         q_nope = self._ordered(q, layer.q, layer.q_norm, n_head)
         k_nope = self._ordered(k, layer.k, layer.k_norm, n_kv)
-        q, k = self._rotate(q_nope, pos), self._rotate(k_nope, pos)
+        q, k = (rotate(x, self._rope, h.n_rot, pos) for x in (q_nope, k_nope))
         v = _add_bias(v, layer.v).reshape(-1, n_kv, h.value_dim).transpose(0, 1)
         return AttnInput._make((*(t.to(self._dtype) for t in (q, k, v, q_nope, k_nope)), pos))
 
@@ -78,14 +86,6 @@ class TorchRows:
             pairs = heads[..., :n_rot].unflatten(-1, (n_rot // 2, 2)).transpose(-1, -2).flatten(-2)
             heads = torch.cat([pairs, heads[..., n_rot:]], dim=-1)
         return heads.transpose(0, 1)
-
-    def _rotate(self, heads: torch.Tensor, pos: int) -> torch.Tensor:
-        """f32 (heads, T, d) half-split -> rotated."""
-        half = self._hparams.n_rot // 2
-        rows = slice(pos, pos + heads.shape[1])
-        cos, sin = (torch.from_numpy(t[rows]) for t in (self._rope.cos, self._rope.sin))
-        a, b = heads[..., :half], heads[..., half : 2 * half]
-        return torch.cat([a * cos - b * sin, a * sin + b * cos, heads[..., 2 * half :]], dim=-1)
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=1)

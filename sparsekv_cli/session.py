@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sparsekv_cli import calibration, warmup
-from sparsekv_cli.cache import LayerSpec, Method, total_counters
+from sparsekv_cli.cache import LayerCache, LayerSpec, Method, total_counters
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.architectures import Architecture, architecture_of
@@ -40,27 +40,38 @@ class Timings:
         self.prefill_tokens = self.decode_tokens = 0
 
 
+LEDGER_ROWS = ("rows_total", "rows_scored", "rows_attended")
+N_HEADROOM = 512  # rows that a prefill makes room for beyond its own, so that an answer fits
+
+
 class SessionLedger:
-    """Counts of all layers together, in the words of the JSON contract."""
+    """Counts of a session's sequence."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def as_dict(self) -> dict[str, int]:
-        caches = self._session.caches
-        counts = total_counters(caches)
-        memory = [cache.memory() for cache in caches]
-        result = {name: int(counts.pop(name, 0)) for name in LEDGER_ROWS}
-        result["bytes_host"] = sum(m.host for m in memory)
-        result["bytes_device"] = sum(m.device for m in memory)
-        result["bytes_moved"] = int(counts.pop("bytes_moved", 0))
-        result["index_bytes"] = sum(m.index for m in memory)
-        result.update((name, int(count)) for name, count in sorted(counts.items()))
-        return result
+        return ledger_of(self._session.caches)
 
 
-LEDGER_ROWS = ("rows_total", "rows_scored", "rows_attended")
-N_HEADROOM = 512  # rows that a prefill makes room for beyond its own, so that an answer fits
+def ledger_of(caches: Sequence[LayerCache]) -> dict[str, int]:
+    """The counts of ``caches`` together, in the words of the JSON contract."""
+    counts = total_counters(caches)
+    memory = [cache.memory() for cache in caches]
+    result = {name: int(counts.pop(name, 0)) for name in LEDGER_ROWS}
+    result["bytes_host"] = sum(m.host for m in memory)
+    result["bytes_device"] = sum(m.device for m in memory)
+    result["bytes_moved"] = int(counts.pop("bytes_moved", 0))
+    result["index_bytes"] = sum(m.index for m in memory)
+    result.update((name, int(count)) for name, count in sorted(counts.items()))
+    return result
+
+
+class SequenceState(NamedTuple):
+    """The tokens of a sequence, and its cache of every layer, which holds their rows."""
+
+    tokens: list[int]
+    caches: list[LayerCache]
 
 
 class Session:
@@ -155,7 +166,7 @@ class Session:
         n = len(ids)
         if n == 0:
             raise SparseKVError("the prompt is empty: give at least one token")
-        self._check_room(n)
+        self._check_room(n, len(self.tokens))
         self._check_ids(ids)
         self.gguf.check_intact()
         started = time.perf_counter()
@@ -176,7 +187,7 @@ class Session:
 
     def decode(self, token: int) -> np.ndarray:
         """Adds one token with the method; logits f32 (n_vocab,) after it."""
-        self._check_room(1)
+        self._check_room(1, len(self.tokens))
         self._check_ids((token,))
         self.gguf.check_intact()
         started = time.perf_counter()
@@ -189,6 +200,24 @@ class Session:
         self.tokens.append(int(token))
         self.timings.decode_s += time.perf_counter() - started
         self.timings.decode_tokens += 1
+        return logits
+
+    def decode_batch(self, tokens: Sequence[int], sequences: Sequence[SequenceState]) -> np.ndarray:
+        """Adds a token to each of B sequences of this session (batch.py): logits f32 (B, n_vocab).
+
+        After an exception from within, some of their layers have the row already.
+        """
+        for state in sequences:
+            self._check_room(1, len(state.tokens))
+        self._check_ids(tokens)
+        self.gguf.check_intact()
+        started = time.perf_counter()
+        positions = [len(state.tokens) for state in sequences]
+        logits = self.decoder.decode_batch(tokens, positions, [each.caches for each in sequences])
+        for token, state in zip(tokens, sequences, strict=True):
+            state.tokens.append(int(token))
+        self.timings.decode_s += time.perf_counter() - started
+        self.timings.decode_tokens += len(tokens)
         return logits
 
     def generate(
@@ -224,8 +253,7 @@ class Session:
         else:
             del self.tokens[n:]
 
-    def _check_room(self, n: int) -> None:
-        have = len(self.tokens)
+    def _check_room(self, n: int, have: int) -> None:
         if have + n > self.n_ctx:
             what = f"{have} tokens in the cache and {n} new ones" if have else f"{n} tokens"
             raise SparseKVError(

@@ -22,6 +22,7 @@ SETTINGS = {"errors", "config"}
 # Part -> parts that it may import beside itself. A part is a package or a module of sparsekv_cli;
 # the empty name is sparsekv_cli/__init__.py, which holds the version only.
 SAMPLING = {"dry", "sampling_params", "sampler"}
+STUDIES = {"ablation", "chunk_study", "key_study"}  # what methods calibrate
 ALLOWED: dict[str, set[str]] = {
     "": set(),
     "errors": set(),
@@ -31,8 +32,9 @@ ALLOWED: dict[str, set[str]] = {
     "kv_store": {"cpu"},
     "cache": {"errors", "kv_store"},
     "eviction": {"errors", "cache"},
-    "ablation": {"errors", "cache", "cpu"},
-    "methods": {"errors", "cache", "cpu", "kernels", "eviction", "ablation"},
+    "split_store": {"cache", "cpu"},
+    **{study: {"errors", "cache", "cpu"} for study in STUDIES},
+    "methods": {"errors", "cache", "cpu", "kernels", "eviction", "split_store", *STUDIES},
     "models": {"errors", "cache", "cpu"},
     "dry": {"errors"},
     "sampling_params": {"errors"},
@@ -46,6 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "observer": {"cache"},
     "comparison": {"errors", "cache", "methods", "warmup", "shared_prefill", "observer"},
 }
+ALLOWED["batch"] = {"session"}
 EVERYTHING_BELOW = {*ALLOWED, "session"}
 ALLOWED["commands"] = EVERYTHING_BELOW
 ALLOWED["cli"] = {"", "errors", "commands"}

@@ -120,8 +120,9 @@ def stream_answer(
     """Prefills ``ids`` after what the session holds, generates, hands every text to ``write``.
 
     n_predict: most tokens to generate; negative: until the end of the answer or the context.
-    Raises PrefillInterrupted when Ctrl-C comes before the first token; the session then holds what
-    it held before.
+    Raises PrefillInterrupted when Ctrl-C comes before the first token. The session then holds what
+    it held before; or nothing, if a method that drops rows for good (snapkv, h2o) had done so in
+    some layer by then: what it held has to be prefilled again.
     """
     tokenizer = session.tokenizer
     # Not StreamDecoder: a completion keeps the space before its first word.

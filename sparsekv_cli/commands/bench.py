@@ -25,6 +25,7 @@ from sparsekv_cli.commands.terminal import write_text
 from sparsekv_cli.roofline import Roofline, decode_roofline, measure_bandwidth
 
 if TYPE_CHECKING:
+    from sparsekv_cli.batch import Batch
     from sparsekv_cli.cache import Method
     from sparsekv_cli.models.gguf import GGUFFile
     from sparsekv_cli.session import Session
@@ -51,6 +52,13 @@ def _names(_context: click.Context, _parameter: click.Parameter, value: str) -> 
     if not all(names):
         raise click.BadParameter(f"{value!r} has an empty name")
     return names
+
+
+def _at_least_one(context: click.Context, parameter: click.Parameter, value: str) -> list[int]:
+    numbers = number_list(context, parameter, value)
+    if not all(numbers):
+        raise click.BadParameter(f"{value!r}: every number must be 1 or more")
+    return numbers
 
 
 @click.command(short_help="Measure prefill and decode speed at any depth.")
@@ -90,6 +98,16 @@ def _names(_context: click.Context, _parameter: click.Parameter, value: str) -> 
     help="Tokens in the KV cache before the test begins (not timed). [default: 0]",
 )
 @click.option(
+    "-b",
+    "--batch",
+    "n_seqs",
+    metavar="LIST",
+    default="1",
+    callback=_at_least_one,
+    help="Sequences that decode together, each with a cache of its own of that depth; t/s counts "
+    "the tokens of all. Tests of prefill alone take one. [default: 1]",
+)
+@click.option(
     "--method",
     "methods",
     metavar="LIST",
@@ -121,6 +139,7 @@ def command(
     n_gens: list[int],
     pairs: list[tuple[int, int]],
     n_depths: list[int],
+    n_seqs: list[int],
     methods: list[str],
     repetitions: int,
     output: str,
@@ -131,8 +150,10 @@ def command(
     are not timed. An option given with -o goes to those of the methods that have it. What memory
     allows (the roofline) is told for tests that only decode.
     """
-    shapes = [(n, 0) for n in n_prompts if n] + [(0, n) for n in n_gens if n] + pairs
-    tests = [BenchTest(prompt, gen, depth) for depth in n_depths for prompt, gen in shapes]
+    shapes = [(n, 0, 1) for n in n_prompts if n]
+    shapes += [(0, n, seqs) for n in n_gens if n for seqs in n_seqs]
+    shapes += [(prompt, gen, seqs) for prompt, gen in pairs for seqs in n_seqs]
+    tests = [BenchTest(prompt, gen, depth, n) for depth in n_depths for prompt, gen, n in shapes]
     if not tests:
         raise click.UsageError("nothing to measure: -p and -n are 0 and there is no -pg", context)
     built = [(name, build_for_bench(name, methods, options)) for name in methods]
@@ -201,17 +222,25 @@ def run_tests(
     """Runs every test; yields it with its nanoseconds and the ledger of its timed parts."""
     import numpy as np
 
+    from sparsekv_cli.batch import Batch
+
+    most = max(test.n_seqs for test in tests)
     generator = np.random.default_rng(seed)
-    ids = generator.integers(0, session.hparams.n_vocab, size=session.n_ctx).tolist()
-    warm_up(session, ids, max(test.n_prompt for test in tests))
+    ids = generator.integers(0, session.hparams.n_vocab, size=(most, session.n_ctx)).tolist()
+    warm_up(session, ids[0], max(test.n_prompt for test in tests))
+    batch = Batch(session, most)
     for test in tests:
         samples: list[int] = []
         ledger: dict[str, Any] = {}
         for _ in range(repetitions):
-            go_to_depth(session, ids, test)
-            before = dict(session.ledger.as_dict())
-            samples.append(time_once(session, ids, test))
-            ledger = add_ledger(ledger, before, session.ledger.as_dict())
+            for i in range(test.n_seqs):
+                go_to_depth(batch.use(i), ids[i], test)
+            before = batch.ledger(test.n_seqs)
+            if test.n_seqs == 1:
+                samples.append(time_once(session, ids[0], test))
+            else:
+                samples.append(time_batch(batch, ids, test))
+            ledger = add_ledger(ledger, before, batch.ledger(test.n_seqs))
         yield test, samples, ledger
 
 
@@ -254,6 +283,20 @@ def time_once(session: Session, ids: Sequence[int], test: BenchTest) -> int:
     return time.perf_counter_ns() - begin
 
 
+def time_batch(batch: Batch, ids: Sequence[Sequence[int]], test: BenchTest) -> int:
+    """``time_once`` of the first n_seqs sequences: each one's prefill, then all decode together."""
+    start = len(batch.use(0).tokens)
+    first = start + test.n_prompt
+    generated = [row[first : first + test.n_gen] for row in ids[: test.n_seqs]]
+    begin = time.perf_counter_ns()
+    if test.n_prompt:
+        for i in range(test.n_seqs):
+            batch.use(i).prefill(ids[i][start:first])
+    for tokens in zip(*generated, strict=True):
+        batch.decode(tokens)
+    return time.perf_counter_ns() - begin
+
+
 def add_ledger(
     total: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -275,11 +318,14 @@ def roofline_of(
     ledger: Mapping[str, Any],
     bandwidth: float | None,
 ) -> Roofline | None:
-    """What bounds a test that only decodes; its ledger is that of all repetitions."""
+    """What bounds a test that only decodes; its ledger is that of all repetitions.
+
+    Sequences that decode together read the weights once for all of them.
+    """
     if bandwidth is None or not decodes_only(test):
         return None
-    weight_bytes = session.decoder.weights.n_bytes
-    return decode_roofline(weight_bytes, ledger, repetitions * test.n_gen, bandwidth)
+    weight_bytes = session.decoder.weights.n_bytes // test.n_seqs
+    return decode_roofline(weight_bytes, ledger, repetitions * test.n_gen * test.n_seqs, bandwidth)
 
 
 def describe_model(session: Session, n_batch: int) -> BenchModel:

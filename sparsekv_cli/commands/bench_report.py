@@ -25,22 +25,31 @@ MARKDOWN_NUMBERS = frozenset({"size", "params", "threads", "test", "t/s"})
 
 @dataclass(frozen=True)
 class BenchTest:
-    """One thing to time: n_prompt tokens of prefill and then n_gen of decode, after n_depth."""
+    """One thing to time: n_prompt tokens of prefill and then n_gen of decode, after n_depth.
+
+    n_seqs: sequences that each do so, decoding together.
+    """
 
     n_prompt: int
     n_gen: int
     n_depth: int
+    n_seqs: int = 1
 
     @property
     def label(self) -> str:
-        """As llama-bench writes it: pp512, tg128, pp512+tg128, with `` @ d8192`` at a depth."""
+        """As llama-bench writes it: pp512, tg128, pp512+tg128, with `` @ d8192`` at a depth.
+
+        Before the depth, `` b4`` stands for four sequences.
+        """
         prompt, gen = f"pp{self.n_prompt}", f"tg{self.n_gen}"
         label = "+".join(p for p, n in ((prompt, self.n_prompt), (gen, self.n_gen)) if n)
+        if self.n_seqs > 1:
+            label += f" b{self.n_seqs}"
         return f"{label} @ d{self.n_depth}" if self.n_depth else label
 
     @property
     def n_tokens(self) -> int:
-        """Tokens that are timed."""
+        """Tokens of one sequence that are timed."""
         return self.n_prompt + self.n_gen
 
 
@@ -81,8 +90,9 @@ class BenchResult:
 
     @property
     def samples_ts(self) -> list[float]:
-        """Tokens a second of each repetition."""
-        return [1e9 * self.test.n_tokens / max(ns, 1) for ns in self.samples_ns]
+        """Tokens a second of each repetition, all sequences' together."""
+        n_tokens = self.test.n_seqs * self.test.n_tokens
+        return [1e9 * n_tokens / max(ns, 1) for ns in self.samples_ns]
 
     @property
     def cache_types(self) -> dict[str, str]:
@@ -125,6 +135,7 @@ class BenchResult:
             "bandwidth": roofline and roofline.bandwidth,
             "bound_ts": roofline and roofline.bound_ts,
             "fraction": roofline and roofline.fraction(statistics.fmean(rates)),
+            "n_seqs": self.test.n_seqs,
         }
 
     def columns(self) -> dict[str, str]:

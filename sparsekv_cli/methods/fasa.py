@@ -6,11 +6,11 @@ chunks of their kv head, and each query head attends exactly to its best N_fac k
 
 | paper | here |
 |---|---|
-| eq 4, Algorithm 1: contextual agreement (CA) of a chunk | judge_chunks (cpu/dominance.py) |
+| eq 4, Algorithm 1: contextual agreement of a chunk | judge_chunks (cpu/dominance.py) |
 | eq 5, the N_tip dominant chunks | rank_chunks, order_dims (cpu/dominance.py) |
 | section 4.1, scores by dominant chunks, top N_fac | score_chunks, choose_rows (cpu/chunks.py) |
 | eq 6, 7, focused attention at original positions | attend_split_rows (cpu/chunks.py) |
-| section 4.3, D.1, FASA-C and FASA-M | variant=c and variant=m of one storage, SplitStore |
+| section 4.3, D.1, FASA-C and FASA-M | variant=c and variant=m of one split_store.SplitStore |
 
 Departures. (1) ``metric=var`` ranks chunks by the variance of their scores over the keys: cheaper
 than CA, and better. (2) The query heads of a kv head share one set of chunks, because its keys are
@@ -22,7 +22,6 @@ and whole during a prefill. ``preset=paper``: CA, d/4 chunks, nothing forced, no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -35,22 +34,22 @@ from sparsekv_cli.cache import (
     Backend,
     Budget,
     CalibrationRun,
-    KVStore,
     LayerCache,
     LayerSpec,
     Memory,
     Method,
-    padded,
 )
-from sparsekv_cli.cpu import chunks, dominance, split
+from sparsekv_cli.chunk_study import METRICS, study_chunks
+from sparsekv_cli.cpu import chunks, dominance
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.split_store import SplitStore
 
 N_FAC = Budget(tokens=256)  # paper, section 5.1
 N_RECENT = 16  # METHODS.md: last rows that are always attended
 N_QUERIES, TOP_K = 16, 64  # METHODS.md: queries that judge the chunks, K of CA
 CHOICES = {
     "preset": ("tuned", "paper"),
-    "metric": ("var", "ca"),
+    "metric": METRICS,
     "force": ("default", "none"),
     "variant": ("c", "m"),
 }
@@ -95,124 +94,16 @@ class FASA(Method):
             object.__setattr__(self, "budget", Budget(tokens=self.n_fac))
             object.__setattr__(self, "n_fac", 0)
 
+    def covers(self, n: int) -> bool:
+        """Whether all of n rows may be attended."""
+        return n <= self.budget.rows(n)
+
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
         return FASACache(spec, backend, self)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
-        """Both metrics of every chunk, and each kv head's chunks by rank, the best first.
-
-        score_var, score_ca f32 (L, H, C); dom_var, dom_ca u8 (L, G, C); C = n_rot/2, which is d/2
-        where all dims are rotated. Layers with fewer heads than others end in zeros.
-        """
-        specs, n_chunk = run.specs, len(run.specs[0].theta)
-        positions = dominance.query_positions(len(run.ids), N_QUERIES)
-        n_head, n_kv = (max(getattr(s, f) for s in specs) for f in ("n_head", "n_head_kv"))
-        tensors = {}
-        for metric in CHOICES["metric"]:
-            tensors[f"score_{metric}"] = np.zeros((len(specs), n_head, n_chunk), np.float32)
-            tensors[f"dom_{metric}"] = np.zeros((len(specs), n_kv, n_chunk), np.uint8)
-
-        def keep(spec: LayerSpec, scores: dict[str, np.ndarray]) -> None:
-            for metric, score in scores.items():
-                rank = dominance.rank_chunks(score, spec.n_head_kv)
-                tensors[f"score_{metric}"][spec.layer, : spec.n_head] = score
-                tensors[f"dom_{metric}"][spec.layer, : spec.n_head_kv] = rank
-            run.progress((spec.layer + 1) / len(specs))
-
-        caches = [_JudgingCache(spec, run.backend, positions, keep) for spec in specs]
-        run.forward(run.ids, 0, caches, False)
-        return tensors
-
-
-class _JudgingCache(LayerCache):
-    """Judges a layer's chunks at the end of the calibration's prefill, and keeps nothing."""
-
-    def __init__(
-        self,
-        spec: LayerSpec,
-        backend: Backend,
-        positions: Sequence[int],
-        keep: Callable[[LayerSpec, dict[str, np.ndarray]], None],
-    ) -> None:
-        super().__init__(spec, backend)
-        self._positions, self._keep = positions, keep
-        self._queries: list[Any] = []  # torch f32 (H, d), one a position
-
-    def prefill(self, x: AttnInput) -> Any:
-        inside = [t - x.pos for t in self._positions if 0 <= t - x.pos < x.q.shape[1]]
-        self._queries += [x.q[:, t].float() for t in inside]
-        return super().prefill(x)
-
-    def finish_prefill(self) -> None:
-        import torch
-
-        spec, store = self.spec, self.store
-        keys = torch.from_numpy(store.k[:, : store.n, : spec.head_dim]).float()
-        keys = keys.transpose(1, 2).contiguous()  # (G, d, n)
-        judged = [
-            dominance.judge_chunks(q, t, keys, len(spec.theta), TOP_K)
-            for q, t in zip(self._queries, self._positions, strict=True)
-        ]
-        means = [torch.stack(values).mean(0).numpy() for values in zip(*judged, strict=True)]
-        self.store, self._queries = KVStore(spec), []
-        self._keep(spec, dict(zip(CHOICES["metric"], means, strict=True)))
-
-    def decode(self, x: AttnInput) -> np.ndarray:
-        raise AssertionError("a calibration only prefills")
-
-
-class SplitStore(KVStore):
-    """K and V of one layer; K is whole, or in two parts: Kdom is ``dom`` then, and Krest ``k``."""
-
-    def __init__(self, spec: LayerSpec, dims: np.ndarray, n_dom: int) -> None:
-        self.dims, self._n_dom = dims, n_dom  # int32 (G, d), the n_dom dominant ones first
-        self.dom: np.ndarray | None = None  # f16 as u16 (G, blocks, n_dom, 16); None: K is whole
-        super().__init__(spec)
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + (0 if self.dom is None else self.dom.nbytes)
-
-    def reserve(self, n: int) -> None:
-        if self.dom is not None and self.dom.shape[1] * chunks.BLOCK < n:
-            old, self.dom = self.dom, self._blocks(n + n // 8 + 256)
-            self.dom[:, : old.shape[1]] = old
-        super().reserve(n)
-
-    def _blocks(self, capacity: int) -> np.ndarray:
-        n_block = -(-capacity // chunks.BLOCK)
-        return np.zeros((len(self.dims), n_block, self._n_dom, chunks.BLOCK), np.uint16)
-
-    def _grown(self) -> None:
-        super()._grown()
-        self.halves = self.k.view(np.uint16), self.v.view(np.uint16)  # as kernels take f16
-
-    def split(self) -> np.ndarray:
-        """K in two parts, if it is not; returns Kdom."""
-        if self.dom is None:
-            n_rest = padded(self._d - self._n_dom)
-            rest = np.empty((*self.k.shape[:2], n_rest), np.float16)
-            dom = self._blocks(self.capacity)
-            split.split_keys(self.halves[0], self.n, self.dims, dom, rest.view(np.uint16))
-            self.dom, self.k = dom, rest
-            self._grown()
-        return self.dom
-
-    def join(self) -> None:
-        """K whole, if it is not, bit for bit as it was."""
-        if self.dom is not None:
-            k = self.whole_keys(self.capacity, padded(self._d))
-            self.dom, self.k = None, k
-            self._grown()
-
-    def whole_keys(self, capacity: int, width: int) -> np.ndarray:
-        """A copy of K, f16 (G, capacity, width), zeros from n and d on."""
-        k = np.zeros((len(self.dims), capacity, width), np.float16)
-        if self.dom is None:
-            k[:, : self.n, : self._d] = self.k[:, : self.n, : self._d]
-        else:
-            split.join_keys(self.dom, self.halves[0], self.n, self.dims, k.view(np.uint16))
-        return k
+        """Both metrics of every chunk, and each kv head's chunks by rank, whatever the options."""
+        return study_chunks(run, N_QUERIES, TOP_K)
 
 
 class FASACache(LayerCache):
@@ -239,8 +130,7 @@ class FASACache(LayerCache):
         return super().prefill(x)
 
     def finish_prefill(self) -> None:
-        n = self.store.n + 1
-        if self.method.budget.rows(n) < n:
+        if not self.method.covers(self.store.n + 1):
             self.store.split()
 
     def decode(self, x: AttnInput) -> np.ndarray:
@@ -248,7 +138,7 @@ class FASACache(LayerCache):
         n = store.n + 1
         n_fac = self.method.budget.rows(n)
         n_pairs = spec.n_head * n
-        if n_fac >= n:
+        if self.method.covers(n):
             store.join()  # it was split if a rewind has made the context as short as this
             self.backend.append_row(store, x)
             n_bytes = spec.n_head_kv * n * store.row_bytes

@@ -54,6 +54,18 @@ class ByteTokenizer:
         return token_id < 256
 
 
+class FakeCache(NamedTuple):
+    """All layers of a fake session, as the ledger sees them."""
+
+    counts: dict[str, int]
+
+    def counters(self) -> dict[str, int]:
+        return self.counts
+
+    def memory(self) -> SimpleNamespace:
+        return SimpleNamespace(host=10, device=0, index=1)
+
+
 class FakeSession:
     """Keeps the books of a session; answers come from ``script``, one text a generation.
 
@@ -80,6 +92,7 @@ class FakeSession:
         )
         self.counts = {"rows_total": 0, "rows_scored": 0, "rows_attended": 0, "bytes_moved": 0}
         self.ledger = SimpleNamespace(as_dict=self.ledger_dict)
+        self.caches: list[Any] = [FakeCache(self.counts)]
         self.prompts: list[list[int]] = []  # what each generation began with
         self.prefilled: list[int] = []  # how many ids each prefill computed
         self.decoded: list[int] = []

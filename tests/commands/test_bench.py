@@ -24,7 +24,8 @@ test_time avg_ns stddev_ns avg_ts stddev_ts samples_ns samples_ts
 """
 LLAMA_BENCH_ORDER = LLAMA_BENCH_TEXT.split()
 OURS = ["method", "method_options", "budget", "ledger"]
-OURS += ["roofline_bytes", "bandwidth", "bound_ts", "fraction"]
+ROOFLINE = ["roofline_bytes", "bandwidth", "bound_ts", "fraction"]
+OURS += [*ROOFLINE, "n_seqs"]
 BANDWIDTH = 6.2e6  # bytes a second; the fake model has 3000 bytes and reads 100 of KV a token
 
 
@@ -161,7 +162,7 @@ def test_roofline_of_tests_that_decode(sessions: list[Any], invoke: Invoke) -> N
     ]
     prompt, gen, both = json.loads(invoke(*arguments[:7], "-r", "3", "-O", "json").out)
     for row in (prompt, both):
-        assert [row[name] for name in OURS[-4:]] == [None] * 4
+        assert [row[name] for name in ROOFLINE] == [None] * 4
     assert (gen["roofline_bytes"], gen["bandwidth"], gen["bound_ts"]) == (3100, BANDWIDTH, 2000)
     assert gen["fraction"] == pytest.approx(gen["avg_ts"] / 2000)
 
@@ -209,3 +210,28 @@ def test_mean_of_rates() -> None:
     columns = result.columns()
     assert columns["t/s"] == "15.00 ± 7.07"
     assert (columns["size"], columns["params"]) == ("3.00 GiB", "2.50 B")
+
+
+def test_order_of_batches_and_their_rates(sessions: list[Any], invoke: Invoke) -> None:
+    arguments = ["-p", "8", "-n", "4", "-pg", "8,4", "-b", "1,3", "-d", "32"]
+    tests = []
+
+    def run_tests(session: Any, given: Any, repetitions: int, seed: int) -> Any:
+        tests.extend(given)
+        return ((test, [10**9], {}) for test in given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "run_tests", run_tests)
+        rows = json.loads(invoke("bench", *arguments, "-O", "json").out)
+    labels = ["pp8", "tg4", "tg4 b3", "pp8+tg4", "pp8+tg4 b3"]
+    assert [test.label for test in tests] == [f"{label} @ d32" for label in labels]
+    assert [row["n_seqs"] for row in rows] == [1, 1, 3, 1, 3]
+    assert [row["avg_ts"] for row in rows] == [8, 4, 12, 12, 36]
+    # A token's share of 3000 bytes of weights; nothing was counted as read of K and V.
+    assert [row["roofline_bytes"] for row in rows] == [None, 3000, 1000, None, None]
+
+
+@pytest.mark.parametrize("value", ["0", "1,0", "x", "-1", ""])
+def test_a_batch_has_sequences(value: str, sessions: list[Any], invoke: Invoke) -> None:
+    result = invoke("bench", f"--batch={value}")
+    assert result.code == 2 and "batch" in result.err and not sessions

@@ -75,6 +75,26 @@ def test_run_with_cache_types(model: str, invoke: Invoke) -> None:
     assert both["ledger"]["rows_total"] == half["ledger"]["rows_total"]
 
 
+def test_bench_of_batches_counts_every_sequence(model: str, invoke: Invoke) -> None:
+    arguments = ["-p", "0", "-n", "5", "-pg", "4,2", "-d", "0,40", "-r", "1", "--dense-layers", "0"]
+    methods = ["--method", "full,topk", "--budget", "8"]
+    result = invoke("bench", "-m", model, *arguments, *methods, "-b", "1,3", "-O", "json")
+    assert result.code == 0, result.err
+    rows = json.loads(result.out)
+    assert len(rows) == 2 * 2 * 4
+    for one, three in zip(rows[::2], rows[1::2], strict=True):
+        assert (one["n_seqs"], three["n_seqs"]) == (1, 3)
+        assert three["samples_ts"][0] * three["samples_ns"][0] == pytest.approx(
+            3 * one["samples_ts"][0] * one["samples_ns"][0]
+        )
+        # Three times the rows of one sequence are in the steps' contexts, and three caches held.
+        assert three["ledger"]["rows_total"] == 3 * one["ledger"]["rows_total"] > 0
+        assert three["ledger"]["bytes_host"] == 3 * one["ledger"]["bytes_host"] > 0
+        if one["method"] == "topk":
+            attended = three["ledger"]["rows_attended"]
+            assert attended == 3 * one["ledger"]["rows_attended"]
+
+
 def test_text_is_the_streamed_text(model: str, invoke: Invoke) -> None:
     arguments = ["-p", "Hi", "-n", "12", "-s", "3", "--temp", "1.5", "--ignore-eos"]
     as_json = invoke("run", "-m", model, *arguments, "--json")

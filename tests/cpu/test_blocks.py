@@ -123,20 +123,54 @@ def test_integer_matvec_of_few_blocks(name, n_columns):
     test_integer_matvec_is_within_sixteen_bits(name, n_columns)
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q2_K", "Q4_K", "Q6_K", "IQ4_NL"])
-def test_integer_products_without_vnni(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "n_inputs"),
+    [
+        ("Q4_0", 1), ("Q4_1", 3), ("Q5_0", 2), ("Q8_0", 6), ("Q2_K", 4), ("Q4_K", 3), ("Q6_K", 1),
+        ("IQ4_NL", 4),
+    ],
+)  # fmt: skip
+def test_integer_products_without_vnni(name, n_inputs, monkeypatch):
     """The path of CPUs without byte products, compiled here for this test."""
     monkeypatch.setattr(vnni, "is_available", lambda: False)
     quantize = njit(integer._quantize.py_func)
     w = random_rows(name, 7, 768)
-    x = np.random.default_rng(1).standard_normal(768).astype(np.float32)
+    x = np.random.default_rng(1).standard_normal((n_inputs, 768)).astype(np.float32)
     code = FORMATS[name].code
-    quantized, found = np.empty(integer.quantized_bytes(768), np.uint8), np.empty(7, np.float32)
+    quantized = np.empty((n_inputs, integer.quantized_stride(768)), np.uint8)
+    found = np.empty((n_inputs, 7), np.float32)
     quantize(x, quantized)
-    np.testing.assert_array_equal(integer.values_of(quantized, 768), integer.quantize_ref(x)[0])
-    signature = (types.literal(code),) + (types.int64,) * 7
-    kernel = matvec._address(njit(integer.rows_dot_integer.py_func), signature)
+    for row, values in zip(quantized, x, strict=True):
+        np.testing.assert_array_equal(integer.values_of(row, 768), integer.quantize_ref(values)[0])
+    signature = (types.literal(code), types.literal(1)) + (types.int64,) * 10
+    kernel = matvec._address(njit(matvec.rows_dot.py_func), signature)
     places = [matvec.address(array) for array in (w, quantized, found)]
-    matvec._matvec_parallel(kernel, places[0], w.strides[0], 768, *places[1:], 7, 1)
-    expected = matvec.matvec_ref(code, w, 768, x)
-    assert np.sum((found - expected) ** 2) / np.sum(expected**2) < 1e-8
+    matvec._matvec_parallel(
+        kernel, places[0], w.strides[0], 768, places[1], quantized.strides[0], len(x), places[2],
+        found.strides[0], 7, 1,
+    )  # fmt: skip
+    for row, values in zip(found, x, strict=True):
+        expected = matvec.matvec_ref(code, w, 768, values)
+        assert np.sum((row - expected) ** 2) / np.sum(expected**2) < 1e-8
+
+
+@pytest.mark.parametrize(
+    ("name", "integer_path"),
+    [*((name, False) for name in FORMATS), *((name, True) for name in BLOCK_FORMATS)],
+)
+def test_several_inputs_give_the_bits_of_each(name, integer_path):
+    """1 to 4 share a decoded row, more take passes; 19 rows of weights are two passes."""
+    format_ = FORMATS[name]
+    n_columns = 7 * 32 if format_.n_elements <= 32 else 768
+    n_columns += 3 if format_.decode is None else 0
+    w = random_rows(name, 19, n_columns)
+    x = np.random.default_rng(1).standard_normal((8, n_columns)).astype(np.float32)
+
+    def product(inputs):
+        return matvec.matvec(format_.code, w, n_columns, inputs, 2, integer=integer_path)
+
+    each = np.stack([product(row) for row in x])
+    expected = np.stack([matvec.matvec_ref(format_.code, w, n_columns, row) for row in x])
+    assert np.sum((each - expected) ** 2) / np.sum(expected**2) < 1e-8
+    for n in (1, 2, 3, 4, 5, 8):
+        np.testing.assert_array_equal(product(x[:n]), each[:n])

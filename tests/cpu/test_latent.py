@@ -157,8 +157,11 @@ def test_chosen_rows(chosen):
         assert (actual[:, len(idx) :] == 7).all()
 
 
-def test_a_basis_of_full_rank_loses_nothing():
-    case = Case(2, 64, 64, 128, 64)
+@pytest.mark.parametrize(
+    "case", [Case(2, 64, 64, 128, 64), Case(3, 80, 80, 240, 120), Case(1, 128, 128, 128, 64)]
+)
+def test_a_basis_of_full_rank_loses_nothing(case):
+    """METHODS.md: E^T D is the identity to 1e-5; as the kernels get them."""
     vectors, weights = bases(case)
     basis = latent.make_basis(vectors, weights, case.theta, 1.0, case.n_kv, case.d)
     product = basis.encode[:, : case.rank].T.astype(np.float64) @ basis.decode[:, :-16].T
@@ -176,12 +179,16 @@ def exact_scores(q_nope, position, k_nope, first, theta, rope_scale):
     return np.einsum("hd,hnd->hn", q, np.repeat(k, len(q) // len(k), axis=0))
 
 
-@pytest.mark.parametrize("case", [Case(3, 64, 64, 192, 192), Case(2, 80, 40, 160, 160)])
-def test_blocks_of_one_token_and_full_rank_score_exactly(case):
+@pytest.mark.parametrize(
+    "case",
+    [Case(3, 64, 64, 192, 192), Case(2, 80, 40, 160, 160), Case(1, 128, 128, 128, 128)],
+)
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+def test_blocks_of_one_token_and_full_rank_score_exactly(case, group):
     rng = np.random.default_rng(0)
     vectors, weights = (a.astype(np.float64) for a in bases(case))
     k_nope = rng.standard_normal((case.n_kv, 50, case.d))
-    q_nope = rng.standard_normal((2 * case.n_kv, case.d))
+    q_nope = rng.standard_normal((group * case.n_kv, case.d))
     latents = k_nope.transpose(1, 0, 2).reshape(50, -1) @ (weights[:, None] * vectors)
     decode = vectors / weights[:, None]
     scores = sals.brope_ref(q_nope, 80, latents, 7, decode, case.theta, ROPE_SCALE, 1)

@@ -134,9 +134,10 @@ def run(cache: LayerCache, geometry: Geometry) -> np.ndarray:
     ],
     ids=str,
 )
-def test_options_that_must_not_matter(options, same_as):
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_options_that_must_not_matter(geometry, options, same_as):
     """To the last bit; the last pair: every page is chosen, whichever query asks."""
-    np.testing.assert_array_equal(outputs(PLAIN, **options), outputs(PLAIN, **same_as))
+    np.testing.assert_array_equal(outputs(geometry, **options), outputs(geometry, **same_as))
 
 
 @pytest.mark.parametrize(

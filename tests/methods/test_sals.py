@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sals_twin import Choice, SALSTwin, TwinOptions
+from sals_twin import Choice, SALSTwin, TwinOptions, attention, softmax
 from tiny_models import make_model
 
 from sparsekv_cli.cache import (
@@ -322,27 +322,89 @@ def dense_cache(layer: Layer) -> DenseCache:
     return DenseCache(make_spec(layer), ops)
 
 
-@pytest.mark.parametrize(
-    "layer", [Layer(), Layer(8, 1, 80, 80), Layer(4, 4, 64, 48, 1.25)], ids=str
-)
-@pytest.mark.parametrize("basis", ["diag", "pca"])
-def test_everything_kept_and_attended_equals_full(layer, basis, monkeypatch):
-    """r = G d, values in f16, all latents critical: what remains is f16 rounding of latents."""
-    monkeypatch.setattr(SALS, "covers", lambda self, n: False)
-    size = layer.n_kv * layer.d
-    options = {"rank": size, "score_rank": size, "bits": 16, "budget": Budget(tokens=10**6)}
-    cache, full = make_cache(layer, basis=basis, **options), dense_cache(layer)
-    rows = Stream(layer).rows(150)
-    stream = Stream(layer, 1)
-    stream.position = 150
-    for each in (cache, full):
-        prefill(each, rows)
-    errors = []
+WHOLE_LAYERS = [Layer(), Layer(8, 1, 80, 80), Layer(4, 4, 64, 48, 1.25)]
+HALF_STEP = 2.0**-11 / np.sqrt(3)  # of f16: the largest standard deviation of relative rounding
+
+
+def rounding(twin: SALSTwin, q: np.ndarray, full: np.ndarray) -> np.ndarray:
+    """Standard deviation (H, d_v) of what f16 latents and f16 keys made of them do to ``full``.
+
+    To first order: each column of a latent and each dim of a key errs by itself, relative to its
+    size; the errors shift scores, and shifted scores exchange weight between values.
+    """
+    keys, values = np.stack(twin.k, 1), np.stack(twin.v, 1)  # (G, n, d)
+    n_head, d = q.shape
+    shift = np.zeros((n_head, twin.n))  # of scores, standard deviation
+    for i, latent in enumerate(twin.latents):
+        p = twin.first + i
+        turned = twin.rotate(q, -p, twin.rope_scale)
+        for h in range(n_head):
+            g = h * twin.n_kv // n_head
+            by_column = twin.decoder[g * d : (g + 1) * d].T @ turned[h] * latent
+            by_dim = q[h] * keys[g, p]
+            shift[h, p] = HALF_STEP * np.sqrt((by_column**2).sum() + (by_dim**2).sum())
+    out = np.empty_like(full)
+    for h in range(n_head):
+        g = h * twin.n_kv // n_head
+        weights = softmax(keys[g] @ q[h] / np.sqrt(d)) * shift[h] / np.sqrt(d)
+        out[h] = np.sqrt((weights**2) @ (values[g] - full[h]) ** 2)
+    return out
+
+
+def errors_of_everything(layer: Layer, rank: int, basis: str) -> tuple[np.ndarray, np.ndarray]:
+    """40 steps with all rows attended and values in f16: (steps, H, d_v) each.
+
+    What the step differs by from the twin, which has the same latents; and what it differs by from
+    attention over the keys that the latents were made of, in standard deviations of rounding.
+    """
+    options = {"rank": rank, "score_rank": rank, "bits": 16, "budget": Budget(tokens=10**6)}
+    cache = make_cache(layer, basis=basis, **options)
+    twin = make_twin(cache, layer, cache.method)
+    stream = Stream(layer)
+    rows = stream.rows(150)
+    prefill(cache, rows)
+    for t in range(150):
+        twin.add(rows[1][:, t], rows[2][:, t])
+    twin.compressed = True
+    follow_latents(cache, twin)
+    to_twin, to_full = [], []
     for _ in range(40):
         token = stream.next()
-        errors.append(np.abs(decode(cache, token) - decode(full, token)).max())
+        q, k, v, _, _ = token
+        out = decode(cache, token)
+        twin.add(k, v)
+        follow_latents(cache, twin)
+        chosen = twin.first + np.arange(len(twin.latents))
+        to_twin.append(out - twin.attend(q, chosen))
+        full = attention(q, np.stack(twin.k, 1), np.stack(twin.v, 1))
+        to_full.append((out - full) / (rounding(twin, q, full) + 1e-6))
     assert cache.attended is not None and cache.attended[0].shape[1] == 190
-    assert max(errors) < 4e-3 and np.mean(errors) < 5e-4
+    assert len(twin.latents) == 190 - 16 - 64
+    return np.array(to_twin), np.array(to_full)
+
+
+@pytest.mark.parametrize("layer", WHOLE_LAYERS, ids=str)
+@pytest.mark.parametrize("basis", ["diag", "pca"])
+def test_everything_kept_and_attended_equals_full(layer, basis, monkeypatch):
+    """r = G d, values in f16, all latents critical: what remains is f16 rounding of latents.
+
+    How much that is depends on the eigenvectors, of which LAPACK has other ones on another machine;
+    so it is held against what rounding does to these, not against a number.
+    """
+    monkeypatch.setattr(SALS, "covers", lambda self, n: False)
+    to_twin, to_full = errors_of_everything(layer, layer.n_kv * layer.d, basis)
+    assert np.abs(to_twin).max() < TOLERANCE
+    assert np.sqrt(np.mean(to_full**2)) < 1 and np.abs(to_full).max() < 6
+
+
+@pytest.mark.parametrize("layer", WHOLE_LAYERS, ids=str)
+@pytest.mark.parametrize("basis", ["diag", "pca"])
+def test_a_missing_column_is_more_than_rounding(layer, basis, monkeypatch):
+    """The smallest of all columns left out: the bound of the test above notices."""
+    monkeypatch.setattr(SALS, "covers", lambda self, n: False)
+    to_twin, to_full = errors_of_everything(layer, layer.n_kv * layer.d - 1, basis)
+    assert np.abs(to_twin).max() < TOLERANCE
+    assert np.sqrt(np.mean(to_full**2)) > 2 and np.abs(to_full).max() > 12
 
 
 def test_a_budget_that_covers_the_context_changes_no_bit():

@@ -125,6 +125,34 @@ def test_decode_returns_logits_of_its_own(tmp_path):
     np.testing.assert_array_equal(first, kept)
 
 
+@pytest.mark.parametrize("n_rows", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize(
+    ("wtype", "sizes"),
+    [
+        ("Q4_1", {"n_head": 6, "n_embd": 192, "n_head_kv": 2}),
+        ("F16", {"arch": "qwen2"}),
+        ("Q6_K", {"n_embd": 256}),
+    ],
+)
+def test_a_batch_gives_the_bits_of_each_sequence(wtype, sizes, n_rows, tmp_path):
+    session = open_model(make_model(tmp_path / "model.gguf", wtype=wtype, **sizes), threads=2)
+    prompts = [REFERENCE_IDS[b : 2 * b + 3] for b in range(n_rows)]  # of different lengths
+    following = [REFERENCE_IDS[b : b + 4] for b in range(n_rows)]
+    expected, caches = [], []
+    for prompt, tokens in zip(prompts, following, strict=True):
+        session.reset()
+        session.prefill(prompt)
+        expected.append([session.decode(token) for token in tokens])
+        session.reset()
+        session.prefill(prompt)
+        caches.append(session.caches)
+    for step, tokens in enumerate(zip(*following, strict=True)):
+        positions = [len(prompt) + step for prompt in prompts]
+        logits = session.decoder.decode_batch(tokens, positions, caches)
+        np.testing.assert_array_equal(logits, [rows[step] for rows in expected])
+    assert [cache[0].n for cache in caches] == [len(prompt) + 4 for prompt in prompts]
+
+
 def test_progress_ends_at_the_prompt_length(tmp_path):
     session = open_model(make_model(tmp_path / "model.gguf", n_layer=3), chunk=5)
     seen: list[tuple[int, int]] = []

@@ -1,0 +1,132 @@
+"""What the fused CPU kernels of a decode step work on: the layers' records and the buffers.
+
+A step has a row for each sequence. This is the one place that fills the records of cpu/layer.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sparsekv_cli.cache import padded
+from sparsekv_cli.cpu import layer as fused
+from sparsekv_cli.cpu.integer import BLOCK, quantized_stride
+from sparsekv_cli.cpu.matvec import address
+from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.weights import LayerWeights, Weights
+
+CACHE_LINE = 64
+Inputs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+class DecodeStep:
+    """Records and buffers for steps of up to ``capacity`` rows.
+
+    x: f32 (capacity, n_embd), the residual stream; cos, sin: f32 (capacity, n_rot / 2) of each
+    row's position. inputs[i][b]: q, k, v, q_nope, k_nope of layer i and row b, f32 views
+    (heads, 1, d padded to 16), in the order of AttnInput.
+    """
+
+    def __init__(
+        self, hparams: HParams, weights: Weights, interleaved: bool, capacity: int, n_threads: int
+    ) -> None:
+        h = hparams
+        self.capacity, self.n_threads = capacity, n_threads
+        n_attended = [n_head * h.value_dim for n_head in h.n_head]
+        n_projected = [
+            n_head * h.head_dim + n_kv * (h.head_dim + h.value_dim)
+            for n_head, n_kv in zip(h.n_head, h.n_head_kv, strict=True)
+        ]
+        widest = max(h.n_embd, *n_attended, *h.n_ff)
+        half = h.n_rot // 2
+        self.x, self.cos, self.sin = (self._rows(width) for width in (h.n_embd, half, half))
+        self._normed = self._rows(h.n_embd)
+        self._quantized = self._rows(quantized_stride(-(-widest // BLOCK) * BLOCK), np.uint8)
+        self._shared = {
+            "x": self.x,
+            "cos": self.cos,
+            "sin": self.sin,
+            "normed": self._normed,
+            "projected": self._rows(max(n_projected)),
+            "packed": self._rows(max(n_attended)),
+            "hidden": self._rows(2 * max(h.n_ff) + fused.LANES),
+            "quantized": self._quantized,
+        }
+        self.inputs: list[list[Inputs]] = []
+        self._tables: list[np.ndarray] = []
+        self._layers = np.zeros(h.n_layer, fused.LAYER)
+        for i, layer in enumerate(weights.layers):
+            self._fill(i, h, layer, interleaved)
+        self._output_norm, self._eps = weights.output_norm, np.float32(h.norm_eps)
+        self._output = fused.matrix_table([weights.output])
+
+    def _rows(self, width: int, dtype: type = np.float32) -> np.ndarray:
+        """Zeros (capacity, width) on whole cache lines: loads that straddle two take longer."""
+        n_bytes = self.capacity * width * np.dtype(dtype).itemsize
+        raw = np.zeros(n_bytes + CACHE_LINE, np.uint8)
+        start = -address(raw) % CACHE_LINE
+        return raw[start : start + n_bytes].view(dtype).reshape(self.capacity, width)
+
+    def _fill(self, i: int, h: HParams, weights: LayerWeights, interleaved: bool) -> None:
+        """The record of layer i, and the arrays that the attention gets from it."""
+        n_head, n_kv = h.n_head[i], h.n_head_kv[i]
+        shapes = {
+            "q": (n_head, padded(h.head_dim)),
+            "k": (n_kv, padded(h.head_dim)),
+            "v": (n_kv, padded(h.value_dim)),
+            "q_nope": (n_head, padded(h.head_dim)),
+            "k_nope": (n_kv, padded(h.head_dim)),
+        }
+        results = {
+            name: self._rows(heads * width).reshape(self.capacity, heads, 1, width)
+            for name, (heads, width) in shapes.items()
+        }
+        q, k, v, q_nope, k_nope = results.values()
+        self.inputs.append([(q[b], k[b], v[b], q_nope[b], k_nope[b]) for b in range(self.capacity)])
+        table = fused.matrix_table(weights.linears())
+        self._tables.append(table)
+        vectors = {
+            "attn_norm": weights.attn_norm,
+            "ffn_norm": weights.ffn_norm,
+            "q_bias": weights.q.bias,
+            "k_bias": weights.k.bias,
+            "v_bias": weights.v.bias,
+            "q_norm": weights.q_norm,
+            "k_norm": weights.k_norm,
+        }
+        fields = {
+            "n_embd": h.n_embd,
+            "n_head": n_head,
+            "n_head_kv": n_kv,
+            "head_dim": h.head_dim,
+            "value_dim": h.value_dim,
+            "n_ff": h.n_ff[i],
+            "n_rot": h.n_rot,
+            "interleaved": interleaved,
+            "eps": h.norm_eps,
+            "matrices": address(table),
+            **{name: 0 if a is None else address(a) for name, a in vectors.items()},
+            **{name: address(a) for name, a in (self._shared | results).items()},
+        }
+        assert fields.keys() == set(fused.LAYER.names or ())
+        for name, value in fields.items():
+            self._layers[i][name] = value
+
+    def project(self, n_rows: int) -> None:
+        """``inputs`` of layer 0 from the first ``n_rows`` rows of x."""
+        fused.project_qkv(self._layers, 0, n_rows, self.n_threads)
+
+    def finish(self, i: int, attended: np.ndarray, n_rows: int) -> None:
+        """Layer i behind its attention, and ``inputs`` of the next layer.
+
+        attended: f32 (n_rows H, >= d_v), the heads of one row after another's.
+        """
+        fused.next_layer(self._layers, i, attended, n_rows, self.n_threads)
+
+    def logits(self, n_rows: int) -> np.ndarray:
+        """f32 (n_rows, n_vocab), the caller's own."""
+        logits = np.empty((n_rows, self._output[0, fused.ROWS]), np.float32)
+        fused.output_logits(
+            self.x, self._output_norm, self._eps, self._output, self._normed, self._quantized,
+            logits, self.n_threads,
+        )  # fmt: skip
+        return logits

@@ -1,0 +1,46 @@
+"""Several sequences of one session, whose decode steps share every weight that is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sparsekv_cli.session import SequenceState, Session, ledger_of
+
+
+class Batch:
+    """``n`` sequences of a session's model and method, each with tokens and caches of its own.
+
+    The session works on one of them at a time, the first to begin with: see ``use``.
+    """
+
+    def __init__(self, session: Session, n: int) -> None:
+        self.session = session
+        self._current = 0
+        self._sequences = [SequenceState(session.tokens, session.caches)]
+        for _ in range(1, n):
+            session.reset()
+            self._sequences.append(SequenceState(session.tokens, session.caches))
+        session.tokens, session.caches = self._sequences[0]
+
+    def use(self, i: int) -> Session:
+        """The session, working on sequence i from now on."""
+        self._keep()
+        self.session.tokens, self.session.caches = self._sequences[i]
+        self._current = i
+        return self.session
+
+    def decode(self, tokens: Sequence[int]) -> np.ndarray:
+        """Adds a token to each of the first B sequences: logits f32 (B, n_vocab)."""
+        self._keep()
+        return self.session.decode_batch(tokens, self._sequences[: len(tokens)])
+
+    def ledger(self, n: int) -> dict[str, int]:
+        """What the first ``n`` sequences counted, and the memory that they take, together."""
+        self._keep()
+        return ledger_of([cache for state in self._sequences[:n] for cache in state.caches])
+
+    def _keep(self) -> None:
+        """Notes the lists of the sequence in use: a rewind of the session may make new ones."""
+        self._sequences[self._current] = SequenceState(self.session.tokens, self.session.caches)

@@ -1,0 +1,62 @@
+"""K and V of a layer where K may lie in two parts, dominant dims and the others (cpu/split.py)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sparsekv_cli.cache import KVStore, LayerSpec, padded
+from sparsekv_cli.cpu import chunks, split
+
+
+class SplitStore(KVStore):
+    """K and V of one layer; K is whole, or in two parts: Kdom is ``dom`` then, and Krest ``k``."""
+
+    def __init__(self, spec: LayerSpec, dims: np.ndarray, n_dom: int) -> None:
+        self.dims, self._n_dom = dims, n_dom  # int32 (G, d), the n_dom dominant ones first
+        self.dom: np.ndarray | None = None  # f16 as u16 (G, blocks, n_dom, 16); None: K is whole
+        super().__init__(spec)
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + (0 if self.dom is None else self.dom.nbytes)
+
+    def reserve(self, n: int) -> None:
+        if self.dom is not None and self.dom.shape[1] * chunks.BLOCK < n:
+            old, self.dom = self.dom, self._blocks(n + n // 8 + 256)
+            self.dom[:, : old.shape[1]] = old
+        super().reserve(n)
+
+    def _blocks(self, capacity: int) -> np.ndarray:
+        n_block = -(-capacity // chunks.BLOCK)
+        return np.zeros((len(self.dims), n_block, self._n_dom, chunks.BLOCK), np.uint16)
+
+    def _grown(self) -> None:
+        super()._grown()
+        self.halves = self.k.view(np.uint16), self.v.view(np.uint16)  # as kernels take f16
+
+    def split(self) -> np.ndarray:
+        """K in two parts, if it is not; returns Kdom."""
+        if self.dom is None:
+            n_rest = padded(self._d - self._n_dom)
+            rest = np.empty((*self.k.shape[:2], n_rest), np.float16)
+            dom = self._blocks(self.capacity)
+            split.split_keys(self.halves[0], self.n, self.dims, dom, rest.view(np.uint16))
+            self.dom, self.k = dom, rest
+            self._grown()
+        return self.dom
+
+    def join(self) -> None:
+        """K whole, if it is not, bit for bit as it was."""
+        if self.dom is not None:
+            k = self.whole_keys(self.capacity, padded(self._d))
+            self.dom, self.k = None, k
+            self._grown()
+
+    def whole_keys(self, capacity: int, width: int) -> np.ndarray:
+        """A copy of K, f16 (G, capacity, width), zeros from n and d on."""
+        k = np.zeros((len(self.dims), capacity, width), np.float16)
+        if self.dom is None:
+            k[:, : self.n, : self._d] = self.k[:, : self.n, : self._d]
+        else:
+            split.join_keys(self.dom, self.halves[0], self.n, self.dims, k.view(np.uint16))
+        return k

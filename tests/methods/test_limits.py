@@ -1,0 +1,156 @@
+"""What every method has to be in the limit, a layer at a time, over head counts and head sizes.
+
+A budget that covers the context changes no bit. And the sparse path itself, when all that it leaves
+out is a row that no query attends to, equals dense attention: that row's key points away from all
+queries, and its value is so large that it would be noticed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from layer_stream import GEOMETRIES, Geometry, Rows, Stream, attended_rows, decode, prefill
+
+from sparsekv_cli.cache import N_SINKS, Budget, DenseCache, LayerCache, LayerSpec, Method
+from sparsekv_cli.cpu import ops
+from sparsekv_cli.methods import METHODS, build_method, method_class
+from sparsekv_cli.methods.fasa import FASA
+from sparsekv_cli.methods.h2o import H2O
+from sparsekv_cli.methods.quest import Quest
+from sparsekv_cli.methods.sals import SALS
+from sparsekv_cli.methods.snapkv import SnapKV
+from sparsekv_cli.methods.streaming import Streaming
+from sparsekv_cli.methods.topk import TopK
+
+N_PREFILL, N_STEPS = 200, 40
+NOBODYS_ROW = 20
+
+
+def calibration_of(geometry: Geometry) -> dict[str, np.ndarray]:
+    """For all methods: any order of chunks; latents that are the keys; any order of frequencies."""
+    size = geometry.n_head_kv * geometry.d
+    order = np.tile(np.arange(geometry.d // 2, dtype=np.uint8), (geometry.n_head_kv, 1))
+    return {
+        "dom_var": order, "dom_ca": order,
+        "weights": np.ones(size, np.float32), "vectors_diag": np.eye(size, dtype=np.float32),
+        "vectors_pca": np.eye(size, dtype=np.float32),
+        "imp_kld": np.arange(22, 0, -1, dtype=np.float32),
+        "imp_ppl": np.arange(22, dtype=np.float32),
+        "layer_budget": np.linspace(0, 1, 10, dtype=np.float32).reshape(5, 2),
+    }  # fmt: skip
+
+
+def spec_of(geometry: Geometry) -> LayerSpec:
+    """Of a layer that rotates by nothing, so that latents can be exact."""
+    g = geometry
+    return LayerSpec(
+        layer=2, n_layer=4, n_head=g.n_head, n_head_kv=g.n_head_kv, head_dim=g.d, value_dim=g.d,
+        n_threads=1, theta=np.zeros(g.d // 2), calibration=calibration_of(g),
+    )  # fmt: skip
+
+
+def cache_of(method: Method, geometry: Geometry) -> LayerCache:
+    cache = method.sparse_layer(spec_of(geometry), ops)
+    cache.traced = True
+    return cache
+
+
+def rows_of(geometry: Geometry, nobodys: int) -> Rows:
+    q, k, v = Stream(geometry).rows(N_PREFILL + N_STEPS)
+    q[..., 0], k[..., 0] = 8, 0
+    k[:, nobodys, 0], v[:, nobodys] = -60, 100
+    return q, k, v
+
+
+def outputs(cache: LayerCache, rows: Rows) -> np.ndarray:
+    """f32 (N_STEPS, H, d)"""
+    prefill(cache, tuple(x[:, :N_PREFILL] for x in rows))
+    return np.stack([decode(cache, rows, N_PREFILL + i).copy() for i in range(N_STEPS)])
+
+
+# --- a budget that covers the context -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("budget", ["100%", "1000"])
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "full"])
+def test_a_budget_of_the_context_changes_no_bit(name, budget, geometry):
+    cache = cache_of(build_method(name, {}, budget=budget), geometry)
+    assert type(cache) is not DenseCache and cache.spec.calibration
+    rows = rows_of(geometry, NOBODYS_ROW)
+    dense = outputs(DenseCache(spec_of(geometry), ops), rows)
+    np.testing.assert_array_equal(outputs(cache, rows), dense)
+    counts = cache.counters()
+    assert counts["sparse_rows_attended"] == counts["sparse_rows_total"] > 0
+
+
+# --- the sparse path over all that counts ---------------------------------------------------------
+
+
+class AllBut(Budget):
+    """All rows but so many, however long the context; ``floor`` says how many."""
+
+    def rows(self, n: int) -> int:
+        return n - self.floor
+
+
+WHOLE_LATENTS = {"rank": 10**4, "score_rank": 10**4, "bits": 16}
+# Sinks, recent rows and windows count beside some methods' budgets.
+ALL_BUT_ONE: dict[str, tuple[Any, int]] = {
+    "topk": (lambda g: TopK(budget=AllBut(floor=1 + N_SINKS)), NOBODYS_ROW),
+    "streaming": (lambda g: Streaming(budget=AllBut(floor=1 + N_SINKS)), N_SINKS),
+    "fasa": (lambda g: FASA(budget=AllBut(floor=1)), NOBODYS_ROW),
+    "fasa, every chunk": (lambda g: FASA(budget=AllBut(floor=1), n_tip=g.d // 2), NOBODYS_ROW),
+    "snapkv": (
+        lambda g: SnapKV(budget=Budget(tokens=N_PREFILL - 1 - N_SINKS - 32), kernel=1),
+        NOBODYS_ROW,
+    ),
+    "h2o": (lambda g: H2O(budget=AllBut(floor=1 + N_SINKS)), NOBODYS_ROW),
+    "sals": (lambda g: SALS(budget=AllBut(floor=1 + 16 + 64), **WHOLE_LATENTS), NOBODYS_ROW),
+    "sals, pca": (
+        lambda g: SALS(
+            budget=AllBut(floor=1 + 16 + 64), basis="pca", score="paper", **WHOLE_LATENTS
+        ),
+        NOBODYS_ROW,
+    ),
+}
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("case", ALL_BUT_ONE)
+def test_leaving_out_nobodys_row_equals_dense(case, geometry):
+    make, nobodys = ALL_BUT_ONE[case]
+    cache, rows = cache_of(make(geometry), geometry), rows_of(geometry, nobodys)
+    out = outputs(cache, rows)
+    np.testing.assert_allclose(out, outputs(DenseCache(spec_of(geometry), ops), rows), atol=1e-5)
+    expected = [*range(nobodys), *range(nobodys + 1, N_PREFILL + N_STEPS)]
+    assert all(sorted(attended) == expected for attended in attended_rows(cache))
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"summary": "meanstd"}, {"page": 7}], ids=str)
+def test_every_page_of_quest_equals_dense(options, geometry, monkeypatch):
+    """Its pages in their order, gathered; freekv's are in test_freekv_twin.py."""
+    method = Quest(budget=AllBut(floor=0), **options)
+    cache, rows = cache_of(method, geometry), rows_of(geometry, NOBODYS_ROW)
+    monkeypatch.setattr(type(cache), "selects_all", lambda self, n: False)
+    out = outputs(cache, rows)
+    np.testing.assert_allclose(out, outputs(DenseCache(spec_of(geometry), ops), rows), atol=1e-5)
+    assert all(len(attended) == N_PREFILL + N_STEPS for attended in attended_rows(cache))
+
+
+def test_every_method_is_here():
+    """A new method needs a line above, or a reason in this list."""
+    elsewhere = {
+        "full": "is dense attention",
+        "quest": "by pages, above",
+        "freekv": "test_freekv_twin.py",
+        "lfps": "tests/cpu/test_history.py",
+        "faedkv": "test_faedkv.py, every bin",
+    }
+    here = {case.partition(",")[0] for case in ALL_BUT_ONE}
+    assert here | set(elsewhere) == set(METHODS) and not here & set(elsewhere)
+    for name in here:
+        assert type(ALL_BUT_ONE[name][0](GEOMETRIES[0])) is method_class(name)
