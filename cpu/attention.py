@@ -146,11 +146,8 @@ def attend_dense(q, layout, n, n_kv_head, scale, out, n_threads):
     if n_split > 1:
         acc = np.empty((n_split, n_head, d_v), np.float32)
     counter = np.zeros(1, np.int64)
-    if n_threads == 1:
+    for _thread in prange(n_threads):
         _attend_pieces(counter, q, layout, n, n_kv_head, scale, n_split, peak, mass, acc)
-    else:
-        for _thread in prange(n_threads):
-            _attend_pieces(counter, q, layout, n, n_kv_head, scale, n_split, peak, mass, acc)
     if n_split > 1:
         for h in range(n_head):
             _merge(peak[:, h], mass[:, h], acc[:, h], out[h])
