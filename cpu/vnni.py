@@ -18,7 +18,7 @@ from sparsekv_cli.cpu.emit import F32, I8, I32, I64, LANES, VF, VI, const, load,
 
 BLOCK = 32  # activations under one scale
 BYTES = 64  # weights an instruction
-ACCUMULATORS = 4  # sums in flight
+ACCUMULATORS = 2  # sums in flight a row of activations; four rows' sums fit the registers
 
 
 def is_available() -> bool:
@@ -162,9 +162,8 @@ def emit_row(
         done = end
     dots = []
     for j in range(len(rows)):
-        first, second, third, fourth, offset = carried[width * j : width * (j + 1)]
-        total = b.fadd(b.fadd(first, second), b.fadd(third, fourth))
-        dots.append(emit.sum_lanes(b, b.fadd(total, offset)))
+        first, second, offset = carried[width * j : width * (j + 1)]
+        dots.append(emit.sum_lanes(b, b.fadd(b.fadd(first, second), offset)))
     return dots
 
 

@@ -1,0 +1,74 @@
+"""Several sequences of one session: whose turn it is, what they share, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tiny_models import make_model
+
+from sparsekv_cli.batch import Batch
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.methods.full import Full
+from sparsekv_cli.session import Session, load_session
+
+PROMPTS = ([1, 262, 280], [5, 17, 310, 99, 266], [4, 401])
+
+
+@pytest.fixture
+def session(tmp_path) -> Session:
+    config = SessionConfig(prefill_dtype="f32", threads=1, ctx_size=8)
+    return load_session(make_model(tmp_path / "model.gguf", n_layer=1), Full(), config)
+
+
+def started(session: Session) -> Batch:
+    batch = Batch(session, len(PROMPTS))
+    for i, prompt in enumerate(PROMPTS):
+        batch.use(i).prefill(prompt)
+    return batch
+
+
+def test_sequences_are_those_that_a_session_would_have_alone(session):
+    expected, bytes_host = [], 0
+    for prompt in PROMPTS:
+        session.reset()
+        session.prefill(prompt)
+        expected.append([session.decode(7), session.decode(9)])
+        bytes_host += session.ledger.as_dict()["bytes_host"]
+    session.reset()
+    batch = started(session)
+    for step, token in enumerate((7, 9)):
+        logits = batch.decode([token] * 3)
+        np.testing.assert_array_equal(logits, [rows[step] for rows in expected])
+    for i, prompt in enumerate(PROMPTS):
+        assert batch.use(i).tokens == [*prompt, 7, 9]
+        assert session.caches[0].n == len(prompt) + 2
+    assert batch.ledger(3)["bytes_host"] == bytes_host > batch.ledger(2)["bytes_host"]
+    assert batch.ledger(3)["rows_total"] == 4 * sum(2 * len(p) + 3 for p in PROMPTS)  # 4 heads
+
+
+def test_a_sequence_goes_on_by_itself_and_back(session):
+    batch = started(session)
+    batch.decode([7, 7])  # the first two
+    batch.use(2).decode(11)
+    batch.use(1).rewind(0)
+    session.prefill([3, 4])
+    batch.use(0)
+    assert [list(batch.use(i).tokens) for i in range(3)] == [[1, 262, 280, 7], [3, 4], [4, 401, 11]]
+    again = batch.decode([2, 2, 2])[1]
+    session.reset()
+    session.prefill([3, 4])
+    np.testing.assert_array_equal(session.decode(2), again)
+
+
+def test_a_full_sequence_or_a_wrong_token_stops_the_step(session):
+    batch = started(session)
+    for tokens in ([7, -1, 7], [7, 512, 7]):
+        with pytest.raises(SparseKVError, match=r"token id (-1|512)"):
+            batch.decode(tokens)
+    for _ in range(3):
+        batch.decode([7, 7, 7])
+    with pytest.raises(SparseKVError, match="context of 8"):
+        batch.decode([7, 7, 7])
+    assert [len(batch.use(i).tokens) for i in range(3)] == [6, 8, 5]
+    batch.use(0).decode(7)
