@@ -3,7 +3,8 @@
 A window of text is a prefix, whose K and V are computed once, and some scored rows behind it. In a
 trial one layer's K and V of the prefix, between sinks and recent rows, lack some frequencies. One
 forward pass takes the scored rows once a trial: a layer's cache turns each copy back to its true
-positions, and shows it the prefix that belongs to it.
+positions, and shows it the prefix that belongs to it. Below the layer that a trial changes, copies
+are equal and share one attention.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from sparsekv_cli.errors import SparseKVError
 
 N_PREFIX, N_SCORED, N_WINDOWS = 1024, 48, 2  # rows of a window; windows
 ROWS_AT_ONCE = 512  # rows of a forward pass: bounds the logits, which are held for all of them
+MOST_CHANGE = 80.0  # of a logit: its exponential fits f32
 
 
 class Trial(NamedTuple):
@@ -48,12 +50,15 @@ class Window:
         self._run, self._middle = run, middle
         self._n_prefix = len(ids) - n_scored - 1
         self._rows = list(ids[self._n_prefix : -1])
-        self._following = torch.tensor(ids[self._n_prefix + 1 :])
+        self._following = torch.tensor(ids[self._n_prefix + 1 :])[:, None]
         caches: list[LayerCache] = [DenseCache(spec, run.backend) for spec in run.specs]
         run.forward(ids[: self._n_prefix], 0, caches, False)
         self._stores = [cache.store for cache in caches]
-        self._expected = self._log_probabilities([Trial(-1, np.empty(0, np.int64))])[0]
-        self.nll = self._negative_log_likelihood(self._expected)
+        self._logits = self._logits_of([Trial(-1, np.empty(0, np.int64))])[0]  # (rows, n_vocab)
+        full = self._logits.log_softmax(-1)
+        self._full = full.exp()
+        self._losses = -full.gather(1, self._following)[:, 0]
+        self.nll = float(self._losses.mean())
 
     def score(
         self, trials: Sequence[Trial], advance: Callable[[int], None] = lambda count: None
@@ -62,17 +67,14 @@ class Window:
 
         advance: told how many trials are done, again and again.
         """
-        klds, nlls = [], []
+        scored = []
         step = max(1, ROWS_AT_ONCE // len(self._rows))
         for i in range(0, len(trials), step):
-            for actual in self._log_probabilities(trials[i : i + step]):
-                kld = (self._expected.exp() * (self._expected - actual)).sum(-1).mean()
-                klds.append(float(kld))
-                nlls.append(self._negative_log_likelihood(actual))
+            scored += [self._compare(logits) for logits in self._logits_of(trials[i : i + step])]
             advance(len(trials[i : i + step]))
-        return np.array(klds), np.array(nlls)
+        return np.array([kld for kld, _ in scored]), np.array([nll for _, nll in scored])
 
-    def _log_probabilities(self, trials: Sequence[Trial]) -> Any:
+    def _logits_of(self, trials: Sequence[Trial]) -> Any:
         """torch f32 (trials, rows, n_vocab)"""
         import torch
 
@@ -83,10 +85,20 @@ class Window:
             for spec, store in zip(run.specs, self._stores, strict=True)
         ]  # fmt: skip
         logits = run.forward(self._rows * len(trials), self._n_prefix, caches, True)
-        return torch.from_numpy(logits).view(len(trials), len(self._rows), -1).log_softmax(-1)
+        return torch.from_numpy(logits).view(len(trials), len(self._rows), -1)
 
-    def _negative_log_likelihood(self, log_probabilities: Any) -> float:
-        return -float(log_probabilities.gather(1, self._following[:, None]).mean())
+    def _compare(self, logits: Any) -> tuple[float, float]:
+        """KLD and negative log-likelihood of a trial's logits (rows, n_vocab), which are used up.
+
+        With p the full model's probabilities and D the change of the logits, the normaliser rises
+        by log sum p e^D, and KLD is that less sum p D: exact for small changes too, and vocabulary
+        by vocabulary only a difference, a product and an exponential.
+        """
+        change = logits.sub_(self._logits).clamp_(max=MOST_CHANGE)
+        mean = (self._full * change).sum(-1)
+        change_of_next = change.gather(1, self._following)[:, 0]
+        rise = change.expm1_().mul_(self._full).sum(-1).log1p()
+        return float((rise - mean).mean()), float((self._losses + rise - change_of_next).mean())
 
 
 class _TrialCache(LayerCache):
@@ -105,6 +117,7 @@ class _TrialCache(LayerCache):
         super().__init__(spec, backend)
         self._prefix, self._n_prefix, self._n_rows = prefix, n_prefix, n_rows
         self._trials, self._middle = trials, middle
+        self._turns = _rotation(spec, n_prefix, n_rows)
 
     def prefill(self, x: AttnInput) -> Any:
         import torch
@@ -112,16 +125,28 @@ class _TrialCache(LayerCache):
         out, done = [], 0
         while done < x.q.shape[1]:
             trial, first = divmod(x.pos - self._n_prefix + done, self._n_rows)
-            count = min(self._n_rows - first, x.q.shape[1] - done)
-            rows = slice(done, done + count)
-            if first == 0:
-                self.store = self._prefix_of(self._trials[trial])
-            position = self._n_prefix + first
-            q, k = (self._rotated(each[:, rows], position) for each in (x.q_nope, x.k_nope))
-            part = AttnInput(q, k, x.v[:, rows], x.q_nope[:, rows], x.k_nope[:, rows], position)
-            out.append(super().prefill(part))
-            done += count
+            left = x.q.shape[1] - done
+            count = min(self._n_rows - first, left)
+            n_equal = self._n_equal(trial, left // self._n_rows) if first == 0 else 1
+            part = self._one_trial(x, slice(done, done + count), trial, first)
+            out.append(part.repeat(1, n_equal, 1) if n_equal > 1 else part)
+            done += n_equal * count
         return torch.cat(out, dim=1)
+
+    def _n_equal(self, trial: int, most: int) -> int:
+        """How many trials from this one on change later layers only, so that rows are equal."""
+        n = 0
+        while n < most and self._trials[trial + n].layer > self.spec.layer:
+            n += 1
+        return max(1, n)
+
+    def _one_trial(self, x: AttnInput, rows: slice, trial: int, first: int) -> Any:
+        """Attention of a trial's rows from row ``first`` on over the prefix that belongs to it."""
+        if first == 0:
+            self.store = self._prefix_of(self._trials[trial])
+        q, k = (self._rotated(each[:, rows], first) for each in (x.q_nope, x.k_nope))
+        v, q_nope, k_nope = (each[:, rows] for each in (x.v, x.q_nope, x.k_nope))
+        return super().prefill(AttnInput(q, k, v, q_nope, k_nope, self._n_prefix + first))
 
     def _prefix_of(self, trial: Trial) -> KVStore:
         """The stored prefix, or for the trial's own layer a copy without the dropped bins."""
@@ -137,20 +162,30 @@ class _TrialCache(LayerCache):
         changed.n = self._n_prefix
         return changed
 
-    def _rotated(self, heads: Any, position: int) -> Any:
-        """torch (heads, T, d) before RoPE -> rotated to ``position`` and on."""
+    def _rotated(self, heads: Any, first: int) -> Any:
+        """torch (heads, T, d) before RoPE, a trial's rows from ``first`` on -> rotated."""
         import torch
 
-        positions = torch.arange(position, position + heads.shape[1], dtype=torch.float64)
-        angles = positions[:, None] * torch.from_numpy(self.spec.theta)  # (T, n_rot/2)
-        cos, sin = (self.spec.rope_scale * t(angles).float() for t in (torch.cos, torch.sin))
-        half = angles.shape[1]
+        cos, sin = (turn[first : first + heads.shape[1]] for turn in self._turns)
+        half = cos.shape[1]
         a, b = heads[..., :half].float(), heads[..., half : 2 * half].float()
         rest = heads[..., 2 * half :].float()
         return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], dim=-1).to(heads.dtype)
 
     def decode(self, x: AttnInput) -> np.ndarray:
         raise AssertionError("a calibration only prefills")
+
+
+def _rotation(spec: LayerSpec, position: int, n: int) -> tuple[Any, Any]:
+    """Cosines and sines of n positions from ``position`` on, times RoPE's scale: torch f32."""
+    import torch
+
+    positions = torch.arange(position, position + n, dtype=torch.float64)
+    angles = positions[:, None] * torch.from_numpy(spec.theta)  # (n, n_rot/2)
+    return (
+        (spec.rope_scale * angles.cos()).float(),
+        (spec.rope_scale * angles.sin()).float(),
+    )
 
 
 def study_frequencies(run: CalibrationRun, n_sinks: int, n_recent: int) -> dict[str, np.ndarray]:

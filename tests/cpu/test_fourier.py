@@ -306,12 +306,13 @@ def test_f16_rows_are_scaled_to_their_range(scale):
 
 @pytest.mark.parametrize(("length", "share"), [(1620, 0.25), (1620, EVERY_BIN), (128, 0.4)])
 @pytest.mark.parametrize("at_once", [1, 8, 13])
-def test_adding_equals_transforming(length, share, at_once):
+@pytest.mark.parametrize(("n_head", "d"), [(2, 64), (6, 64), (8, 80), (16, 128)])
+def test_adding_equals_transforming(length, share, at_once, n_head, d):
     """METHODS.md, step 3: relative error of the coefficients below 1e-5."""
-    layer = Layer(2, 2, 64, 1, [], share, False, shuffled(1))
+    layer = Layer(n_head, 2, d, 1, [], share, False, shuffled(1))
     k, v = layer.random(length, 1.0), layer.random(length, 1.0)
     basis = layer.basis(length)
-    whole = Spectrum(2, 64, 64, layer.spectrum.block, False)
+    whole = Spectrum(2, padded(d), padded(d), layer.spectrum.block, False)
     whole.append(k, v, basis)
     grown, start = layer.spectrum, length - 104
     grown.append(k[:, :start], v[:, :start], basis)
