@@ -133,8 +133,8 @@ def attend_dense(q, layout, n, n_kv_head, scale, out, n_threads):
     """Attention of one token over rows 0..n of every kv head.
 
     q f32 (H, d); layout int64 (8,), see rows.py; out f32 (H, d_v). Query head h belongs to kv head
-    h // (H / G). Keys are split between threads so that they share the
-    work evenly; the pieces are merged by their peaks and masses. Short contexts stay on one thread.
+    h // (H / G). Keys are split between threads so that they share the work evenly; the pieces are
+    merged by their peaks and masses. Short contexts stay on one thread.
     """
     n_head, d_v = out.shape
     if n < ONE_THREAD_BELOW:

@@ -174,17 +174,6 @@ def loop(
 
 
 @intrinsic
-def store_f32(typingctx, address, value):
-    """Writes one float at an address (numba code)."""
-
-    def codegen(context, builder, signature, args):
-        store(builder, args[1], args[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float32), codegen
-
-
-@intrinsic
 def trailing_zeros(typingctx, word):
     """Position of the lowest set bit of a u64 that is not 0 (numba code)."""
 

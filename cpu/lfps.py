@@ -323,8 +323,7 @@ def _step_units(
                 unit,
                 q, layout, n, n_kv_head, scale, k_budget, recent, limit,
                 a, decay, epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, raised,
-                mean_k,
-                mean_v, covariance, ratio, statistics, attended, n_attended, out,
+                mean_k, mean_v, covariance, ratio, statistics, attended, n_attended, out,
             )  # fmt: skip
         task = next_task(counter)
 

@@ -2,7 +2,7 @@
 
 ``rows_dot(code, ...)`` is compiled once a weight format and reached through its address, so that
 the fused layer (layer.py) is compiled once for all models: it sees a table of (kernel address,
-weight address, row bytes, rows, columns) and never a format.
+weight address, row bytes, rows, columns, integer) and never a format.
 """
 
 from __future__ import annotations

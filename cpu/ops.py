@@ -19,7 +19,8 @@ def dense_prefill(store: Any, x: Any, spec: Any) -> Any:
     import torch
 
     n, n_new = store.n, x.q.shape[1]
-    if x.q.dtype == torch.bfloat16 and prefill_attention.is_available():
+    fits = x.q.dtype == torch.bfloat16 and spec.head_dim % 2 == 0
+    if fits and prefill_attention.is_available():
         return _fused_prefill(store, x, spec)
     n_past = n - n_new
     n_kv, group = spec.n_head_kv, spec.group

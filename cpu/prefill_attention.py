@@ -145,15 +145,18 @@ def _panel_max(typingctx, scores, count):
 
 
 def _exp2_lanes(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """2^x for x <= 0; 2^-126 below that."""
-    x = _larger(b, x, const(F32, -126.0))
+    """2^x for x <= 0; 2^-126 below -126, NaN of NaN."""
+    low = const(F32, -126.0)
+    is_number = b.fcmp_ordered("ord", x, x)
+    x = b.select(b.fcmp_ordered("<", x, low), low, x)
     n = emit.call_named(b, "llvm.rint.v16f32", VF, x)
     r = b.fsub(x, n)
     power = const(F32, EXP2[-1])
     for c in EXP2[-2::-1]:
         power = emit.fma(b, power, r, const(F32, c))
     exponent = b.shl(b.fptosi(n, VI), const(I32, 23))
-    return b.bitcast(b.add(b.bitcast(power, VI), exponent), VF)
+    result = b.bitcast(b.add(b.bitcast(power, VI), exponent), VF)
+    return b.select(is_number, result, const(F32, np.nan))
 
 
 @intrinsic

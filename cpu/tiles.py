@@ -289,6 +289,9 @@ def store_quantized(typingctx, source, target, count):
                     size = emit.call_named(b, "llvm.fabs.v16f32", VF, each)
                     peak = emit.call_named(b, "llvm.maxnum.v16f32", VF, peak, size)
                 scale = b.fdiv(emit.max_lanes(b, peak), F32(127.0))
+                for each in x:  # maxnum drops what is no number; a sum keeps it
+                    zeros = b.fmul(each, const(F32, 0.0))
+                    scale = b.fadd(scale, emit.sum_lanes(b, zeros))
                 half = b.fptrunc(scale, F16)
                 empty = b.fcmp_ordered("==", half, F16(0.0))
                 inverse = b.select(empty, F32(0.0), b.fdiv(F32(1.0), scale))

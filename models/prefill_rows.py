@@ -120,9 +120,8 @@ class FusedRows:
         self, raw: torch.Tensor, layer: LayerWeights, n_head: int, n_kv: int, pos: int
     ) -> AttnInput:
         h, n_rows = self._hparams, len(raw)
-        heads, dims = (n_head, n_kv, n_kv, n_head, n_kv), (h.head_dim, h.head_dim, h.value_dim)
-        shapes = [(n, n_rows, d) for n, d in zip(heads, (*dims, *dims[:2]), strict=True)]
-        outs = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
+        q, k, v = (n_head, h.head_dim), (n_kv, h.head_dim), (n_kv, h.value_dim)
+        outs = [torch.empty(n, n_rows, d, dtype=torch.bfloat16) for n, d in (q, k, v, q, k)]
         kernels.split_heads(
             bits(raw), *(given(w.bias) for w in (layer.q, layer.k, layer.v)), given(layer.q_norm),
             given(layer.k_norm), self._eps, self._rope.cos[pos : pos + n_rows],

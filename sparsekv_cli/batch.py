@@ -32,9 +32,22 @@ class Batch:
         return self.session
 
     def decode(self, tokens: Sequence[int]) -> np.ndarray:
-        """Adds a token to each of the first B sequences: logits f32 (B, n_vocab)."""
+        """Adds a token to each of the first B sequences: logits f32 (B, n_vocab).
+
+        ValueError unless 1 <= B <= n. After an exception from within a sequence is as it was, or
+        empty with a method that cannot go back.
+        """
+        if not 1 <= len(tokens) <= len(self._sequences):
+            raise ValueError(f"{len(tokens)} tokens: must be 1 to {len(self._sequences)}")
         self._keep()
-        return self.session.decode_batch(tokens, self._sequences[: len(tokens)])
+        states, current = self._sequences[: len(tokens)], self._current
+        try:
+            return self.session.decode_batch(tokens, states)
+        except BaseException:
+            for i, state in enumerate(states):
+                self.use(i).rewind(len(state.tokens))  # some layers have the row already
+            self.use(current)
+            raise
 
     def ledger(self, n: int) -> dict[str, int]:
         """What the first ``n`` sequences counted, and the memory that they take, together."""

@@ -325,6 +325,7 @@ class Method(ABC):
 
     def layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
         """The cache of one layer: dense if the user or the default says so."""
+        self.check_cache_types(type(self).__name__)
         spec = replace(spec, cache_type_k=self.cache_type_k, cache_type_v=self.cache_type_v)
         dense = {i % spec.n_layer for i in self.dense_layers if -spec.n_layer <= i < spec.n_layer}
         if spec.layer in dense:

@@ -52,6 +52,8 @@ def parse_methods(text: str, common: Mapping[str, str] | None = None) -> dict[st
         if option not in known:
             raise ValueError(f"none of the methods has an option {option!r}")
     exact = {key: text for key, text in common.items() if not key.startswith("cache_type_")}
+    if len(exact) < len(common) and set(specs) == {"full"}:
+        raise ValueError("cache types: full is the reference and stays f16; name another method")
     return {spec: build_spec(spec, exact if spec == "full" else common) for spec in specs}
 
 

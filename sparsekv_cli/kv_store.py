@@ -99,7 +99,8 @@ class KVStore:
     """K and V of one layer in host memory: (G, capacity, row), growing in steps.
 
     k, v: rows of the types that ``spec`` names. layout: where they are, int64 (8,), for kernels
-    that read every type; addresses, strides: the same in bytes, for kernels that read f16.
+    that read every type; addresses, strides: the same in bytes, for kernels that take them one by
+    one.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -140,7 +141,7 @@ class KVStore:
         self._grown()
 
     def _grown(self) -> None:
-        """Remembers what the kernels take."""
+        """Remembers what the kernels take: ``layout``, or its parts one by one."""
         k, v = self.k, self.v
         self.addresses = tuple(a.__array_interface__["data"][0] for a in (k, v))
         self.strides = (k.strides[0], v.strides[0], k.strides[1], v.strides[1])

@@ -205,7 +205,7 @@ class Session:
     def decode_batch(self, tokens: Sequence[int], sequences: Sequence[SequenceState]) -> np.ndarray:
         """Adds a token to each of B sequences of this session (batch.py): logits f32 (B, n_vocab).
 
-        After an exception from within, some of their layers have the row already.
+        After an exception from within, some of their layers have the row already: a Batch rewinds.
         """
         for state in sequences:
             self._check_room(1, len(state.tokens))

@@ -99,7 +99,7 @@ def compile_method_kernels(
     """
     caches = trial_caches(method, specs)
     prompt = [token % decoder.hparams.n_vocab for token in range(N_PROMPT)]
-    marker = f"method-{type(method).__name__}"
+    marker = f"method-{type(method).__name__}-{decoder.dtype}".replace("torch.", "")
     trial = [
         Step(marker, "prefill", lambda: decoder.forward(prompt, 0, caches)),
         Step(marker, "decode", lambda: decoder.decode(0, N_PROMPT, caches)),

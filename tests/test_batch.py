@@ -72,3 +72,23 @@ def test_a_full_sequence_or_a_wrong_token_stops_the_step(session):
         batch.decode([7, 7, 7])
     assert [len(batch.use(i).tokens) for i in range(3)] == [6, 8, 5]
     batch.use(0).decode(7)
+
+
+def test_a_step_that_fails_leaves_every_sequence_as_it_was(session, monkeypatch):
+    batch = started(session)
+    expected = batch.decode([7, 7, 7])
+    for i, prompt in enumerate(PROMPTS):
+        batch.use(i).rewind(len(prompt))
+    batch.use(1)
+    failing = batch.use(2).caches[0]
+    batch.use(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(failing, "decode", lambda x: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            batch.decode([7, 7, 7])
+    assert session.tokens == PROMPTS[1], "the session works on the same sequence"
+    assert [batch.use(i).caches[0].n for i in range(3)] == [len(p) for p in PROMPTS]
+    np.testing.assert_array_equal(batch.decode([7, 7, 7]), expected)
+    for tokens in ([], [7] * 4):
+        with pytest.raises(ValueError, match="must be 1 to 3"):
+            batch.decode(tokens)

@@ -71,3 +71,12 @@ def test_no_row_sees_a_later_key():
     after = attend(q, k, v, 0.2)
     np.testing.assert_array_equal(before[:, :100], after[:, :100])
     assert not np.isclose(before[:, 100:], after[:, 100:]).all(axis=2).any()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_no_number_shows(bad):
+    """A key that overflowed must not become a plausible weight."""
+    q, k, v = random(0, 1, 100, 64), random(1, 1, 300, 64), random(2, 1, 300, 64)
+    k[0, 250] = bad
+    out = attend(q, k, v, 0.1)
+    assert np.isfinite(out[:, :50]).all() and np.isnan(out[:, 50:]).all(axis=2).all()

@@ -175,6 +175,33 @@ def test_prefill_and_decode_attend_to_the_stored_rows(geometry, types):
             assert np.abs(stored[:, first:] - given).max() <= 0.51 * step
 
 
+@pytest.mark.parametrize("types", [("f16", "f16"), *TYPES])
+@pytest.mark.parametrize(("d", "d_v"), [(64, 64), (80, 80), (40, 24), (16, 16)])
+def test_a_bf16_prefill_attends_to_the_stored_rows(d, d_v, types):
+    """Over several chunks; the rows are as wide as they are, in a store of whole vectors."""
+    method = build_method("full", {}, cache_type_k=types[0], cache_type_v=types[1])
+    spec = LayerSpec(
+        layer=0, n_layer=1, n_head=6, n_head_kv=2, head_dim=d, value_dim=d_v, n_threads=2
+    )
+    cache, rng = method.layer(spec, ops), np.random.default_rng(0)
+    for n in (70, 1, 130):
+        q, k, v = (
+            torch.from_numpy(rng.standard_normal((heads, n, width)).astype(np.float32)).bfloat16()
+            for heads, width in ((6, d), (2, d), (2, d_v))
+        )
+        out = cache.prefill(AttnInput(q, k, v, q, k, cache.n)).float().numpy()
+        keys, values = (
+            x.float().numpy()[..., :width]
+            for x, width in ((_keys(cache), d), (_values(cache), d_v))
+        )
+        for i in range(n):
+            seen = cache.n - n + i + 1
+            expected = attend_dense_ref(
+                q[:, i].float().numpy(), keys[:, :seen], values[:, :seen], d**-0.5
+            )
+            np.testing.assert_allclose(out[:, i], expected, atol=0.03)
+
+
 def _keys(cache):
     return cache.store.keys()
 
