@@ -188,6 +188,17 @@ def _rotation(spec: LayerSpec, position: int, n: int) -> tuple[Any, Any]:
     )
 
 
+def _window(ids: Sequence[int], n_prefix: int, n_scored: int, middle: slice) -> list[int]:
+    """A prefix, n_scored rows and the token that follows: half of the rows go on with the text, the
+    others repeat a passage from the prefix, which asks for exact recall. Plain text hardly does, and
+    layers that only recall then count for nothing.
+    """
+    n_repeated = n_scored // 2
+    first = middle.start + (middle.stop - middle.start) // 3
+    passage = ids[first : first + n_repeated + 1]
+    return [*ids[: n_prefix + n_scored - n_repeated], *passage]
+
+
 def study_frequencies(run: CalibrationRun, n_sinks: int, n_recent: int) -> dict[str, np.ndarray]:
     """What leaving out frequencies does to the answers, chunk by chunk, layer by layer.
 
@@ -205,7 +216,7 @@ def study_frequencies(run: CalibrationRun, n_sinks: int, n_recent: int) -> dict[
         raise SparseKVError(f"calibration of faedkv: a text of {n_ids} tokens is too short")
     starts = np.linspace(0, n_ids - n_prefix - n_scored - 1, N_WINDOWS).astype(int)
     windows = [
-        Window(run, run.ids[start : start + n_prefix + n_scored + 1], n_scored, middle)
+        Window(run, _window(run.ids[start:], n_prefix, n_scored, middle), n_scored, middle)
         for start in starts
     ]
     levels, borders = bands.LEVELS[:-1], bands.chunk_borders(n // 2 + 1)

@@ -23,6 +23,8 @@ perplexity of one text, which is mostly noise. (5) ``allocation=layers`` gives e
 share: a few stay whole, most keep their mean. It covers all layers, so none is dense by default;
 layers that the user makes dense are not counted. (6) A share of 100% transforms nothing.
 (7) Segments of a transform have lengths that an FFT likes; up to a block of tokens waits, exact.
+(8) Half of the rows that the study scores repeat a passage of the prefix: with plain text alone the
+layers that recall were thought idle (KLD .29 instead of .07 at 1700 tokens, no needle found).
 ``preset=paper``: ppl, uniform, additive.
 """
 

@@ -130,7 +130,8 @@ def test_cache_types(model: str, invoke: Invoke) -> None:
 
 
 def test_what_cannot_be_done(model: str, invoke: Invoke, tmp_path: Path) -> None:
-    base = ["-m", model, "-p", TEXT]
+    compare(invoke, model, "-p", TEXT, "--steps", "4")  # compiles, with a word about it
+    base = ["-m", model, "-p", TEXT, "--prefill-dtype", "f32"]
     assert "choose from" in refused(invoke, 2, *base, "--methods", "fulll")
     assert "its options" in refused(invoke, 2, *base, "--methods", "topk:a=1")
     assert "'tables'" in refused(invoke, 2, *base, "--methods", "topk", "-o", "tables=group")
