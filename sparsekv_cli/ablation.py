@@ -189,9 +189,10 @@ def _rotation(spec: LayerSpec, position: int, n: int) -> tuple[Any, Any]:
 
 
 def _window(ids: Sequence[int], n_prefix: int, n_scored: int, middle: slice) -> list[int]:
-    """A prefix, n_scored rows and the token that follows: half of the rows go on with the text, the
-    others repeat a passage from the prefix, which asks for exact recall. Plain text hardly does, and
-    layers that only recall then count for nothing.
+    """A prefix, n_scored rows and the token that follows.
+
+    Half of the rows go on with the text, the others repeat a passage from the prefix, which asks
+    for exact recall. Plain text hardly does, and layers that only recall then count for nothing.
     """
     n_repeated = n_scored // 2
     first = middle.start + (middle.stop - middle.start) // 3
