@@ -58,12 +58,14 @@ class Window:
         full = self._logits.log_softmax(-1)
         self._full = full.exp()
         self._losses = -full.gather(1, self._following)[:, 0]
-        self.nll = float(self._losses.mean())
+        self._plain = slice(n_scored - n_scored // 2)  # rows that go on with the text
+        self.nll = float(self._losses[self._plain].mean())
 
     def score(
         self, trials: Sequence[Trial], advance: Callable[[int], None] = lambda count: None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """KLD(full || trial) and negative log-likelihood, means over the rows: f64 (trials,).
+        """KLD(full || trial), its mean over all rows, and negative log-likelihood, its mean over
+        those that go on with the text (as in the paper): f64 (trials,).
 
         advance: told how many trials are done, again and again.
         """
@@ -98,7 +100,8 @@ class Window:
         mean = (self._full * change).sum(-1)
         change_of_next = change.gather(1, self._following)[:, 0]
         rise = change.expm1_().mul_(self._full).sum(-1).log1p()
-        return float((rise - mean).mean()), float((self._losses + rise - change_of_next).mean())
+        losses = (self._losses + rise - change_of_next)[self._plain]
+        return float((rise - mean).mean()), float(losses.mean())
 
 
 class _TrialCache(LayerCache):
