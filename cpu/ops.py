@@ -55,12 +55,16 @@ def _fused_prefill(store: Any, x: Any, spec: Any) -> Any:
     v = store.values()[..., : spec.value_dim].bfloat16().contiguous()
     n_head, n_new = x.q.shape[:2]  # out's rows lie by token, as the output projection reads them
     out = torch.empty(n_new, n_head, spec.value_dim, dtype=torch.bfloat16).transpose(0, 1)
-    halves = [t.view(torch.int16).numpy().view(np.uint16) for t in (x.q.contiguous(), v, out)]
-    pairs = k.view(torch.int32).numpy().view(np.uint32)
-    prefill_attention.attend_causal(
-        halves[0], pairs, halves[1], spec.scale, halves[2], spec.n_threads
-    )
+    q, pairs = bits(x.q.contiguous()), bits(k).view(np.uint32)
+    prefill_attention.attend_causal(q, pairs, bits(v), spec.scale, bits(out), spec.n_threads)
     return out
+
+
+def bits(tensor: Any) -> np.ndarray:
+    """The memory of a bf16 tensor as uint16, which is how numba sees bf16."""
+    import torch
+
+    return tensor.view(torch.int16).numpy().view(np.uint16)
 
 
 def append_row(store: Any, x: Any) -> None:

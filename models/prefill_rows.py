@@ -6,7 +6,7 @@ take x f32 (T, n_embd), the residual stream, and hand the products rows of the c
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch.nn.functional import silu
 
 from sparsekv_cli.cache import AttnInput
 from sparsekv_cli.cpu import prefill_rows as kernels
+from sparsekv_cli.cpu.ops import bits
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.rope import RopeTable
 from sparsekv_cli.models.weights import LayerWeights, Linear
@@ -142,8 +143,3 @@ class FusedRows:
 def given(array: np.ndarray | None) -> np.ndarray:
     """A weight, or the empty array that tells the kernels that there is none."""
     return NONE if array is None else array
-
-
-def bits(tensor: torch.Tensor) -> Any:
-    """The same memory as uint16, which is how numba sees bf16."""
-    return tensor.view(torch.int16).numpy().view(np.uint16)

@@ -104,7 +104,6 @@ class KVStore:
     """
 
     def __init__(self, spec: LayerSpec) -> None:
-        self._d, self._d_v = spec.head_dim, spec.value_dim
         self.k_type = CACHE_TYPES[spec.cache_type_k](spec.head_dim)
         self.v_type = CACHE_TYPES[spec.cache_type_v](spec.value_dim)
         self.k, self.v = (

@@ -37,7 +37,7 @@ class SplitStore(KVStore):
     def split(self) -> np.ndarray:
         """K in two parts, if it is not; returns Kdom."""
         if self.dom is None:
-            n_rest = padded(self._d - self._n_dom)
+            n_rest = padded(self.k_type.d - self._n_dom)
             rest = np.empty((*self.k.shape[:2], n_rest), np.float16)
             dom = self._blocks(self.capacity)
             split.split_keys(self.halves[0], self.n, self.dims, dom, rest.view(np.uint16))
@@ -48,7 +48,7 @@ class SplitStore(KVStore):
     def join(self) -> None:
         """K whole, if it is not, bit for bit as it was."""
         if self.dom is not None:
-            k = self.whole_keys(self.capacity, padded(self._d))
+            k = self.whole_keys(self.capacity, padded(self.k_type.d))
             self.dom, self.k = None, k
             self._grown()
 
@@ -56,7 +56,7 @@ class SplitStore(KVStore):
         """A copy of K, f16 (G, capacity, width), zeros from n and d on."""
         k = np.zeros((len(self.dims), capacity, width), np.float16)
         if self.dom is None:
-            k[:, : self.n, : self._d] = self.k[:, : self.n, : self._d]
+            k[:, : self.n, : self.k_type.d] = self.k[:, : self.n, : self.k_type.d]
         else:
             split.join_keys(self.dom, self.halves[0], self.n, self.dims, k.view(np.uint16))
         return k

@@ -9,8 +9,9 @@ from tiny_models import make_model
 
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import prefill_rows as kernels
+from sparsekv_cli.cpu.ops import bits
 from sparsekv_cli.methods.full import Full
-from sparsekv_cli.models.prefill_rows import FusedRows, TorchRows, bits
+from sparsekv_cli.models.prefill_rows import FusedRows, TorchRows
 from sparsekv_cli.session import load_session
 
 ONE_STEP = 2**-7  # of bf16: both sides round, and may round apart
