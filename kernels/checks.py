@@ -1,0 +1,34 @@
+"""What launchers check of their arguments before a kernel gets bare pointers."""
+
+from __future__ import annotations
+
+import torch
+
+
+def check(
+    name: str,
+    x: torch.Tensor,
+    dtype: torch.dtype | tuple[torch.dtype, ...],
+    shape: tuple[int | None, ...],
+    device: torch.device,
+    *,
+    strided: bool = False,
+) -> None:
+    """ValueError unless ``x`` is of the type, shape (None: any size) and place expected.
+
+    strided: only the last dimension must be contiguous, otherwise all of it.
+    """
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    if x.dtype not in dtypes:
+        raise ValueError(f"{name} is {x.dtype}: expected {' or '.join(map(str, dtypes))}")
+    if x.dim() != len(shape) or any(
+        size is not None and size != found for size, found in zip(shape, x.shape, strict=True)
+    ):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} has shape {tuple(x.shape)}: expected ({wanted})")
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device}: expected {device}")
+    contiguous = x.shape[-1] < 2 or x.stride(-1) == 1 if strided else x.is_contiguous()
+    if not contiguous:
+        what = "in its last dimension" if strided else "throughout"
+        raise ValueError(f"{name} has strides {x.stride()}: expected contiguous {what}")

@@ -1,0 +1,73 @@
+"""Every Triton kernel compiles for sm_80, sm_89 and sm_90, without spills, within 99 KB of shared
+memory a block; no GPU is needed. The launches are listed in launches_NAME.py, one file a module of
+kernels/.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+LARGEST_SHARED = 99 * 1024  # a block's on sm_89, the least of the three
+REGISTERS = 65536  # of a multiprocessor
+
+
+def kernels_folder() -> Path:
+    spec = importlib.util.find_spec("sparsekv_cli.kernels")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def kernels_of(path: Path) -> set[str]:
+    """Names of the kernels that a module launches: its @triton.jit functions _NAME_kernel."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and node.name.endswith("_kernel")
+        and any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    }
+
+
+KERNELS = {
+    path.stem: found for path in kernels_folder().glob("*.py") if (found := kernels_of(path))
+}
+
+
+@pytest.mark.parametrize("module", sorted(KERNELS))
+def test_kernels_compile_for_every_capability(module, tmp_path):
+    pytest.importorskip("triton")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "compile_launches.py"), module],
+        capture_output=True, text=True, env={**environment, "PYTHONPATH": python_path()},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    for capability in (80, 89, 90):
+        compiled = {line["kernel"] for line in lines if line["capability"] == capability}
+        assert compiled >= KERNELS[module], f"not launched: {KERNELS[module] - compiled}"
+    for line in lines:
+        assert line["stack"] == line["local"] == 0, f"spills: {line}"
+        assert line["shared"] <= LARGEST_SHARED, line
+        assert line["registers"] * 32 * line["warps"] <= REGISTERS, line
+
+
+def python_path() -> str:
+    """For the child: its own folder for launches_NAME.py, and what this process was given."""
+    return os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def test_every_launches_file_is_of_a_module_with_kernels():
+    named = {path.stem.removeprefix("launches_") for path in HERE.glob("launches_*.py")}
+    assert named == set(KERNELS)
