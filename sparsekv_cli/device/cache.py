@@ -112,6 +112,10 @@ class DeviceCache(LayerCache):
         self.store.reserve(n_max)
         return self.store.capacity
 
+    def budget_rows(self, n: int) -> int:
+        """``Step.budget`` of a step at ``n`` rows."""
+        return n
+
     @abstractmethod
     def decode(self, x: Any) -> Any:
         """Adds the row of a DeviceInput; its attention f32 (1, H, d_v). Launches only."""
@@ -128,6 +132,9 @@ class DeviceDense(DeviceCache):
     """Attends to every row: the method ``full``, and the dense layers of every other method."""
 
     selects = False
+
+    def __init__(self, spec: LayerSpec, ops: Any, _method: Any = None) -> None:
+        super().__init__(spec, ops)
 
     def plan(self, n: int, n_max: int) -> Hashable:
         key = super().plan(n, n_max)
@@ -171,9 +178,7 @@ class DeviceSelecting(DeviceCache):
         store, scale = self.store, float(self.spec.scale)
         attention.append_rows(x.k, x.v, store.k, store.v, x.step.pos)
         if self._dense:
-            return attention.attend_dense(
-                x.q, store.k, store.v, x.step.n, scale, n_max=self._n_max
-            )
+            return attention.attend_dense(x.q, store.k, store.v, x.step.n, scale, n_max=self._n_max)
         idx, counts = self.select(x)
         return attention.attend_rows(x.q, store.k, store.v, idx, counts, scale)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,14 +29,18 @@ class Steps:
     def __init__(self, device: torch.device, *, capture: bool = True) -> None:
         self._capture = capture and device.type == "cuda"
         self._device = device
-        self._owner: object = None
+        self._owners: Sequence[object] = ()
+        self._pool: Any = None
         self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, list[Piece]] = {}
 
-    def run(self, owner: object, key: Hashable, program: Callable[[], Sequence[Piece]]) -> None:
-        """Runs ``program`` or its capture. owner: whose buffers they use; another one's are let go."""
-        if owner is not self._owner:
-            self._owner, self._graphs, self._seen = owner, {}, set()
+    def run(
+        self, owners: Sequence[object], key: Hashable, program: Callable[[], Sequence[Piece]]
+    ) -> None:
+        """Runs ``program`` or its capture. owners: whose buffers it uses; captures of others go."""
+        same = len(owners) == len(self._owners) and all(map(is_, owners, self._owners))
+        if not same:
+            self._owners, self._graphs, self._seen = owners, {}, set()
         pieces: Sequence[Piece]
         if not self._capture or key not in self._seen:
             self._seen.add(key)
@@ -54,8 +59,11 @@ class Steps:
     def _captured(self, piece: Piece) -> Piece:
         if piece.on_host:
             return piece
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # One pool for all: pieces run one after another, and nothing in it outlives its piece.
+        with torch.cuda.graph(graph, pool=self._pool):
             piece.call()
         return Piece(graph.replay, False)
 
