@@ -1,0 +1,42 @@
+"""Rearranged weights against gguf's own dequantisation, on random bytes with sane scales."""
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize as gguf_dequantize
+from quantized_rows import random_rows
+
+from sparsekv_cli.kernels import blocks
+
+
+@pytest.mark.parametrize("name", blocks.PACKABLE)
+@pytest.mark.parametrize(("n_rows", "n_columns"), [(1, 256), (5, 768), (33, 1536)])
+def test_no_bit_is_lost(name, n_rows, n_columns, monkeypatch):
+    monkeypatch.setattr(blocks, "ROWS_AT_ONCE", 4096)  # so that rows come in several parts
+    rows = random_rows(name, n_rows, n_columns)
+    expected = gguf_dequantize(rows.reshape(-1), GGMLQuantizationType[name])
+    matrix = blocks.repack(name, torch.from_numpy(rows), n_columns)
+    found = blocks.dequantize_ref(matrix).numpy()
+    np.testing.assert_array_equal(found, expected.reshape(n_rows, n_columns))
+    assert all(plane.is_contiguous() for plane in matrix.planes)
+    larger = {"Q4_K": 4 / 144, "Q5_K": 4 / 176}.get(name, 0)
+    assert matrix.nbytes == round(rows.nbytes * (1 + larger))
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "F16"])
+def test_widths_that_are_no_multiple_of_a_super_block(name):
+    rows = random_rows(name, 3, 96)
+    expected = gguf_dequantize(rows.reshape(-1), GGMLQuantizationType[name]).reshape(3, 96)
+    found = blocks.dequantize_ref(blocks.repack(name, torch.from_numpy(rows), 96))
+    np.testing.assert_array_equal(found.numpy(), expected)
+
+
+def test_what_cannot_be_packed_is_refused():
+    rows = torch.from_numpy(random_rows("Q4_0", 2, 64))
+    with pytest.raises(ValueError, match="format IQ2_S"):
+        blocks.repack("IQ2_S", rows, 64)
+    with pytest.raises(ValueError, match="rows of 36 bytes: expected 96 elements of Q4_0"):
+        blocks.repack("Q4_0", rows, 96)
+    with pytest.raises(ValueError, match="data is"):
+        blocks.repack("Q4_0", rows.int(), 64)

@@ -1,0 +1,94 @@
+"""Products with quantised matrices against gguf's own dequantisation."""
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize as gguf_dequantize
+from quantized_rows import random_rows
+
+blocks = pytest.importorskip("sparsekv_cli.kernels.blocks")
+matvec = pytest.importorskip("sparsekv_cli.kernels.matvec")
+
+
+def matrix(name, n_rows, n_columns, device):
+    """A packed matrix, and its weights f32 (rows, columns) as gguf reads them."""
+    rows = random_rows(name, n_rows, n_columns)
+    weights = gguf_dequantize(rows.reshape(-1), GGMLQuantizationType[name])
+    packed = blocks.repack(name, torch.from_numpy(rows).to(device), n_columns)
+    return packed, weights.reshape(n_rows, n_columns)
+
+
+def inputs(n_batch, n_columns):
+    x = np.random.default_rng(1).standard_normal((n_batch, n_columns)).astype(np.float32)
+    x[0] *= 1e6  # beyond f16
+    return x
+
+
+def assert_close(found, x, weights, limit):
+    """Errors within ``limit`` of the product of the sizes, row by row."""
+    expected = x.astype(np.float64) @ weights.T.astype(np.float64)
+    sizes = np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(weights, axis=1)
+    assert np.max(np.abs(found.cpu().numpy() - expected) / sizes) < limit
+
+
+@pytest.mark.parametrize("name", blocks.PACKABLE)
+@pytest.mark.parametrize(("n_batch", "n_rows", "n_columns"), [(1, 33, 768), (3, 5, 1536)])
+def test_matvec(name, n_batch, n_rows, n_columns, device):
+    packed, weights = matrix(name, n_rows, n_columns, device)
+    x = inputs(n_batch, n_columns)
+    out = torch.full((n_batch, n_rows), torch.nan, device=device)
+    found = matvec.matvec(packed, torch.from_numpy(x).to(device), out)
+    assert found is out
+    assert_close(found, x, weights, 1e-6)
+
+
+@pytest.mark.parametrize("name", blocks.PACKABLE)
+@pytest.mark.parametrize(("n_batch", "n_rows", "n_columns"), [(5, 70, 768), (16, 33, 512)])
+def test_matvec_of_many_vectors(name, n_batch, n_rows, n_columns, device):
+    packed, weights = matrix(name, n_rows, n_columns, device)
+    x = inputs(n_batch, n_columns)
+    scratch = matvec.matvec_scratch(packed, n_batch).fill_(torch.nan)
+    found = matvec.matvec(packed, torch.from_numpy(x).to(device), None, scratch)
+    assert_close(found, x, weights, 2e-4)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "F16"])
+@pytest.mark.parametrize("n_columns", [32, 96, 576])
+@pytest.mark.parametrize("n_batch", [1, 6])
+def test_awkward_widths(name, n_columns, n_batch, device):
+    packed, weights = matrix(name, 9, n_columns, device)
+    x = inputs(n_batch, n_columns)
+    wide = torch.full((n_batch, 16), torch.nan, device=device)
+    found = matvec.matvec(packed, torch.from_numpy(x).to(device), wide[:, :9])
+    assert_close(found, x, weights, 2e-4)
+    assert wide[:, 9:].isnan().all()
+
+
+@pytest.mark.parametrize("n_batch", [2, 7])
+def test_narrow_inputs(n_batch, device):
+    packed, weights = matrix("Q4_K", 17, 512, device)
+    x = torch.from_numpy(inputs(n_batch, 512)).bfloat16()
+    found = matvec.matvec(packed, x.to(device))
+    assert_close(found, x.float().numpy(), weights, 2e-4)
+
+
+@pytest.mark.parametrize("name", blocks.PACKABLE)
+def test_dequantize_rounds_once(name, device):
+    packed, weights = matrix(name, 7, 768, device)
+    for dtype in (torch.float32, torch.float16):
+        found = matvec.dequantize(packed, dtype)
+        assert torch.equal(found.cpu(), torch.from_numpy(weights).to(dtype))
+    found = matvec.dequantize(packed).cpu()  # Triton's interpreter cuts bf16 off
+    torch.testing.assert_close(found, torch.from_numpy(weights).bfloat16(), rtol=2**-7, atol=0)
+
+
+def test_wrong_arguments_are_refused(device):
+    packed, _ = matrix("Q4_0", 4, 64, device)
+    with pytest.raises(ValueError, match="x has shape"):
+        matvec.matvec(packed, torch.zeros(1, 32, device=device))
+    with pytest.raises(ValueError, match="x has 17 rows"):
+        matvec.matvec(packed, torch.zeros(17, 64, device=device))
+    with pytest.raises(ValueError, match="out is"):
+        out = torch.empty(1, 4, dtype=torch.float16, device=device)
+        matvec.matvec(packed, torch.zeros(1, 64, device=device), out)
