@@ -147,11 +147,12 @@ def _halves(q):
 
 @triton.jit(do_not_specialize=["n_split"])
 def _page_scores_kernel(
-    q_ptr, hi_ptr, lo_ptr, n_ptr, budget_ptr, out_ptr, peak_ptr, mass_ptr, n_page_ptr, n_best_ptr,
-    scale, first, recent, reserved, least, n_kv_head, n_split,
+    q_ptr, hi_ptr, lo_ptr, n_ptr, budget_ptr, wanted_ptr, out_ptr, peak_ptr, mass_ptr, n_page_ptr,
+    n_best_ptr, scale, first, recent, reserved, least, n_kv_head, n_split,
     stride_hb, stride_hg, stride_hn, stride_ob, stride_oh,
     PAGE: tl.constexpr, GROUP: tl.constexpr, TILE_H: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SOFTMAX: tl.constexpr,
+    SOME: tl.constexpr,
 ):  # fmt: skip
     """SOFTMAX: writes each head's scores, with the peak and mass of their softmax over the split;
     otherwise the largest of a group's scores."""
@@ -165,6 +166,8 @@ def _page_scores_kernel(
         n_best = tl.maximum((tl.load(budget_ptr + b) - kept) // PAGE, least)
         tl.store(n_page_ptr + b, n_page)
         tl.store(n_best_ptr + b, n_best)
+    if SOME:
+        n_page = tl.where(tl.load(wanted_ptr + unit) > 0, n_page, 0)
     chunk = tl.cdiv(tl.cdiv(n_page, n_split), BLOCK_N) * BLOCK_N
     last = tl.minimum((split + 1) * chunk, n_page)
     t, c = tl.arange(0, TILE_H), tl.arange(0, BLOCK_D)
@@ -207,13 +210,15 @@ def _page_scores_kernel(
 
 @triton.jit(do_not_specialize=["n_split"])
 def _pool_softmax_kernel(
-    scores_ptr, peak_ptr, mass_ptr, n_page_ptr, out_ptr, n_head, n_kv_head, n_split,
+    scores_ptr, peak_ptr, mass_ptr, n_page_ptr, wanted_ptr, out_ptr, n_kv_head, n_split,
     stride_sb, stride_sh, stride_ob, stride_og,
-    GROUP: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     chunk, unit = tl.program_id(0), tl.program_id(1)
     b, g = (unit // n_kv_head).to(tl.int64), (unit % n_kv_head).to(tl.int64)
     n_page = tl.load(n_page_ptr + b)
+    if SOME:
+        n_page = tl.where(tl.load(wanted_ptr + unit) > 0, n_page, 0)
     j = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
     s = tl.arange(0, BLOCK_S)
     pooled = tl.zeros([BLOCK_N], tl.float32)
@@ -282,6 +287,7 @@ def pool_pages(
     recent: int = 1,
     reserved: int | None = None,
     least: int = 0,
+    wanted: torch.Tensor | None = None,
     out: PooledPages | None = None,
     scratch: PageScratch | None = None,
 ) -> PooledPages:
@@ -292,6 +298,7 @@ def pool_pages(
     lo f16 (B, G, pages, d); n, budget int32 (B,): rows in context, and to attend to. Candidates are
     first..(n - recent) // page - 1, n_page_max of them at most; max(least, (budget - reserved) //
     page) are to be taken. reserved: rows attended beside, by default those behind the candidates.
+    wanted int32 (B, G), if given: the kv heads that choose; scores of others are not written.
     """
     n_batch, n_head, d = q.shape
     n_kv_head, device = hi.shape[1], q.device
@@ -300,6 +307,8 @@ def pool_pages(
     check("lo", lo, torch.float16, tuple(hi.shape), device, strided=True)
     check("n", n, torch.int32, (n_batch,), device)
     check("budget", budget, torch.int32, (n_batch,), device)
+    if wanted is not None:
+        check("wanted", wanted, torch.int32, (n_batch, n_kv_head), device)
     if n_head % n_kv_head:
         raise ValueError(f"q has {n_head} heads: expected a multiple of hi's {n_kv_head}")
     if hi.stride() != lo.stride():
@@ -320,16 +329,18 @@ def pool_pages(
         check("scratch.mass", mass, torch.float32, (n_split, n_batch, n_head), device)
     group = n_head // n_kv_head
     _page_scores_kernel[(n_split, n_batch * n_kv_head)](
-        q, hi, lo, n, budget, scores, peak, mass, out.n_page, out.n_best, scale, first, recent,
-        -1 if reserved is None else reserved, least, n_kv_head, n_split, *hi.stride()[:3],
+        q, hi, lo, n, budget, wanted, scores, peak, mass, out.n_page, out.n_best, scale, first,
+        recent, -1 if reserved is None else reserved, least, n_kv_head, n_split, *hi.stride()[:3],
         *scores.stride()[:2],
         PAGE=page, GROUP=group, TILE_H=max(TILE, triton.next_power_of_2(group)), D=d,
-        BLOCK_D=_width(d, d), BLOCK_N=block, SOFTMAX=softmax, num_warps=4, num_stages=3,
+        BLOCK_D=_width(d, d), BLOCK_N=block, SOFTMAX=softmax, SOME=wanted is not None,
+        num_warps=4, num_stages=3,
     )  # fmt: skip
     if softmax:
         _pool_softmax_kernel[(triton.cdiv(n_page_max, 256), n_batch * n_kv_head)](
-            scores, peak, mass, out.n_page, out.scores, n_head, n_kv_head, n_split,
+            scores, peak, mass, out.n_page, wanted, out.scores, n_kv_head, n_split,
             *scores.stride()[:2], *out.scores.stride()[:2],
-            GROUP=group, BLOCK_S=triton.next_power_of_2(n_split), BLOCK_N=256, num_warps=2,
+            GROUP=group, BLOCK_S=triton.next_power_of_2(n_split), BLOCK_N=256,
+            SOME=wanted is not None, num_warps=2,
         )  # fmt: skip
     return out
