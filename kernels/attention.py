@@ -234,13 +234,15 @@ def _attend(
     if lse is not None:
         check("lse", lse, torch.float32, (n_batch, n_head), device)
     block, n_split = _tiling(n_batch * n_list, n_max, _width(d, d_v))
+    if n_split == 1:
+        scratch = None
+    elif scratch is None:
+        scratch = attend_scratch(n_batch, n_head, n_list, d, d_v, n_max, device)
     pieces, pieces_lse = out, lse
-    if n_split > 1:
-        if scratch is None:
-            scratch = attend_scratch(n_batch, n_head, n_list, d, d_v, n_max, device)
-        check("scratch.out", scratch.out, torch.float32, (n_split, *out.shape), device)
-        check("scratch.lse", scratch.lse, torch.float32, (n_split, n_batch, n_head), device)
+    if scratch is not None:
         pieces, pieces_lse = scratch
+        check("scratch.out", pieces, torch.float32, (n_split, *out.shape), device)
+        check("scratch.lse", pieces_lse, torch.float32, (n_split, n_batch, n_head), device)
     _attend_kernel[(n_split, n_batch * n_list)](
         q, k, v, idx, n, pieces, pieces_lse, scale, n_head, n_list, n_split,
         *k.stride()[:3], *v.stride()[:3], *((0, 0) if idx is None else idx.stride()[:2]),
@@ -251,8 +253,8 @@ def _attend(
         # Row numbers must arrive before rows can be asked for: twice the stages, as much in flight.
         num_warps=4, num_stages=3 if idx is None else 5,
     )  # fmt: skip
-    if n_split > 1:
-        merge(pieces, scratch.lse, out, lse)
+    if scratch is not None:
+        merge(*scratch, out, lse)
     return out
 
 

@@ -82,6 +82,7 @@ class FreeKV(Method):
 
     paper: ClassVar[str] = "arXiv:2505.13109"
     description: ClassVar[str] = "pages recalled a step ahead, and corrected where the query turns"
+    device_cache: ClassVar[str] = "freekv:DeviceFreeKV"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},
         "paper": {"page": 32, "summary": "minmax"},
@@ -127,11 +128,15 @@ class FreeKV(Method):
         budget, page = self.budget.rows(n), self.page
         if n_sink is None:
             n_sink = min(-(-self.sinks // page), max(1, budget // (4 * page)))
-        recent = min(self.window, max(1, budget // 4))
+        recent = self.recent(budget)
         window = (n - recent) // page
         if budget >= n or window <= n_sink:
             return None
         return Plan(n_sink, max(1, (budget - n_sink * page - recent) // page), window)
+
+    def recent(self, budget: int) -> int:
+        """Rows that the window holds at least, within a budget of rows."""
+        return min(self.window, max(1, budget // 4))
 
     def slots(self, plan: Plan) -> int:
         """Pages a kv head that the cache of recalled pages holds."""
