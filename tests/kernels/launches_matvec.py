@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from gguf import GGMLQuantizationType
@@ -22,8 +23,8 @@ def launches() -> Iterator[Callable[[], object]]:
         w = empty_matrix(name, 8192, 4096)
         for n_batch in (1, 2, 16) if name in ("Q4_0", "Q4_K", "Q6_K", "F16") else (1,):
             x = torch.zeros(n_batch, 4096)
-            yield lambda: matvec.matvec(w, x)  # noqa: B023
+            yield partial(matvec.matvec, w, x)
     for name in ("Q4_0", "Q6_K"):  # one warp a row
         w = empty_matrix(name, 96, 768)
-        yield lambda: matvec.matvec(w, torch.zeros(1, 768))  # noqa: B023
-        yield lambda: matvec.dequantize(w)  # noqa: B023
+        yield partial(matvec.matvec, w, torch.zeros(1, 768))
+        yield partial(matvec.dequantize, w)
