@@ -18,6 +18,10 @@ from sparsekv_cli.cpu.emit import F32, I8, I32, I64, LANES, VF, VI, const, load,
 
 BLOCK = 32  # activations under one scale
 BYTES = 64  # weights an instruction
+LINE = 64
+# Bytes by which weights are fetched before their use; beyond a page, where the hardware's own
+# prefetching ends. One thread streams a model's weights 10% faster for it (Zen 5; 1 KB: slower).
+AHEAD = 4096
 ACCUMULATORS = 2  # sums in flight a row of activations; four rows' sums fit the registers
 
 
@@ -142,7 +146,10 @@ def emit_row(
 
     def add_blocks(i: ir.Value, count: int, carried: list[ir.Value]) -> list[ir.Value]:
         """Adds ``count`` blocks from block i on."""
-        block = _decode(b, format_, b.add(w, b.mul(i, I64(format_.n_bytes))), count)
+        p = b.add(w, b.mul(i, I64(format_.n_bytes)))
+        for offset in range(0, count * format_.n_bytes, LINE):
+            emit.prefetch(b, b.add(p, I64(AHEAD + offset)))
+        block = _decode(b, format_, p, count)
         at = b.mul(i, I64(format_.n_elements))  # element
         sums = []
         for j, inputs in enumerate(rows):

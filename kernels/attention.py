@@ -1,12 +1,24 @@
-"""Decode attention over a KV cache on the GPU: all rows, or rows listed by index."""
+"""Decode attention over a KV cache on the GPU: all rows, or rows listed by index.
+
+The keys of a sequence are split between programs, which is what fills a GPU when there are few
+sequences; the pieces are merged by their log-sum-exp. A program takes all query heads that share
+its rows, padded to the 16 rows of a tensor-core tile, so that a row is read once. Queries come as
+f32 and go into the dot product as two f16 halves: one alone would lose three digits of the scores.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from sparsekv_cli.kernels.checks import check
+
+QUERY_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+PROGRAMS = 792  # aimed at: six on each of 132 multiprocessors, so that none idles at the end
+TILE = 16  # least rows of a tile that tensor cores take
 
 
 @triton.jit
@@ -50,3 +62,265 @@ def append_rows(
         k_new, v_new, k, v, pos, n_kv_head, d, d_v, *k.stride()[:3], *v.stride()[:3],
         BLOCK=triton.next_power_of_2(max(d, d_v)), num_warps=1,
     )  # fmt: skip
+
+
+class AttendScratch(NamedTuple):
+    """What the pieces of one call leave for its merge: S splits."""
+
+    out: torch.Tensor  # f32 (S, B, H, d_v)
+    lse: torch.Tensor  # f32 (S, B, H)
+
+
+def _tiling(n_list: int, n_max: int, width: int) -> tuple[int, int]:
+    """Rows of a tile, and splits of a list of at most n_max rows; n_list: lists of all sequences.
+
+    width: padded head size. Short lists get smaller tiles rather than fewer programs.
+    """
+    largest = 64 if width <= 128 else 32
+    block = largest if n_list * triton.cdiv(n_max, largest) >= PROGRAMS // 3 else 32
+    return block, max(1, min(triton.cdiv(n_max, block), triton.cdiv(PROGRAMS, n_list)))
+
+
+def _width(d: int, d_v: int) -> int:
+    return max(triton.next_power_of_2(max(d, d_v)), TILE)
+
+
+def attend_scratch(
+    n_batch: int, n_head: int, n_list: int, d: int, d_v: int, n_max: int, device: torch.device
+) -> AttendScratch:
+    """Memory for ``attend_dense`` (n_list = G a sequence) or ``attend_rows`` (n_list = U)."""
+    _, n_split = _tiling(n_batch * n_list, n_max, _width(d, d_v))
+    return AttendScratch(
+        torch.empty(n_split, n_batch, n_head, d_v, dtype=torch.float32, device=device),
+        torch.empty(n_split, n_batch, n_head, dtype=torch.float32, device=device),
+    )
+
+
+@triton.jit(do_not_specialize=["n_split"])
+def _attend_kernel(
+    q_ptr, k_ptr, v_ptr, idx_ptr, n_ptr, out_ptr, lse_ptr, scale, n_head, n_list, n_split,
+    stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_ib, stride_iu,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, TILE_H: tl.constexpr, D: tl.constexpr,
+    D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    GATHER: tl.constexpr, HALVES: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    split, unit = tl.program_id(0), tl.program_id(1)
+    b, u = (unit // n_list).to(tl.int64), unit % n_list
+    n = tl.load(n_ptr + (unit if GATHER else b))
+    chunk = tl.cdiv(tl.cdiv(n, n_split), BLOCK_N) * BLOCK_N
+    first = split * chunk
+    last = tl.minimum(first + chunk, n)
+    t = tl.arange(0, TILE_H)
+    head = u * HEADS + t
+    is_head = t < HEADS
+    n_row = b * n_head + head  # of out, without the splits
+    piece = split.to(tl.int64) * tl.num_programs(1) * HEADS + n_row
+    c, c_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    q = tl.load(
+        q_ptr + n_row[:, None] * D + c[None, :], mask=is_head[:, None] & (c < D)[None, :], other=0.0
+    )
+    q_high = q.to(tl.float16)
+    q_low = (q.to(tl.float32) - q_high.to(tl.float32)).to(tl.float16)
+    peak = tl.full([TILE_H], float("-inf"), tl.float32)
+    mass = tl.zeros([TILE_H], tl.float32)
+    acc = tl.zeros([TILE_H, BLOCK_V], tl.float32)
+    kv_head = (u * HEADS // GROUP).to(tl.int64)
+    k_at = k_ptr + b * stride_kb + kv_head * stride_kg
+    v_at = v_ptr + b * stride_vb + kv_head * stride_vg
+    for start in range(first, last, BLOCK_N):
+        j = start + tl.arange(0, BLOCK_N)
+        is_row = j < last
+        row = j
+        if GATHER:
+            row = tl.load(idx_ptr + b * stride_ib + u * stride_iu + j, mask=is_row, other=0)
+        row = row.to(tl.int64)
+        k = tl.load(
+            k_at + row[:, None] * stride_kn + c[None, :],
+            mask=is_row[:, None] & (c < D)[None, :], other=0.0,
+        )  # fmt: skip
+        v = tl.load(
+            v_at + row[:, None] * stride_vn + c_v[None, :],
+            mask=is_row[:, None] & (c_v < D_V)[None, :], other=0.0,
+        )  # fmt: skip
+        scores = tl.dot(q_high, tl.trans(k))
+        if HALVES:
+            scores = tl.dot(q_low, tl.trans(k), acc=scores)
+        scores = tl.where(is_row[None, :], scores * (scale * 1.4426950408889634), float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        old = tl.exp2(peak - new_peak)
+        p = tl.exp2(scores - new_peak[:, None])
+        mass = mass * old + tl.sum(p, 1)
+        acc = tl.dot(p.to(tl.float16), v, acc=acc * old[:, None])
+        peak = new_peak
+    safe = tl.where(mass > 0, mass, 1.0)
+    acc = acc / safe[:, None]
+    if HAS_LSE:
+        lse = (peak + tl.log2(safe)) * 0.6931471805599453  # -inf without rows, as peak is
+        tl.store(lse_ptr + piece, lse, mask=is_head)
+    tl.store(
+        out_ptr + piece[:, None] * D_V + c_v[None, :], acc,
+        mask=is_head[:, None] & (c_v < D_V)[None, :],
+    )  # fmt: skip
+
+
+def attend_dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    n: torch.Tensor,
+    n_max: int,
+    scale: float,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    scratch: AttendScratch | None = None,
+) -> torch.Tensor:
+    """Attention of one token a sequence over rows 0..n[b] of every kv head -> out f32 (B, H, d_v).
+
+    q (B, H, d); k f16 (B, G, capacity, d), v f16 (B, G, capacity, d_v), any strides of rows; n
+    int32 (B,), n_max >= all of them. lse f32 (B, H), if given: log of the sum of exponentials of a
+    head's scores, with which ``merge`` joins results of disjoint rows.
+    """
+    check("n", n, torch.int32, (q.shape[0],), q.device)
+    return _attend(q, k, v, None, n, k.shape[1], n_max, scale, out, lse, scratch)
+
+
+def attend_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    idx: torch.Tensor,
+    counts: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    scratch: AttendScratch | None = None,
+) -> torch.Tensor:
+    """Attention over listed rows: idx int32 (B, U, m), of which the first counts int32 (B, U).
+
+    U is the number of lists: H (one a query head) or G (one a kv head, shared by its group). Else
+    as ``attend_dense``. A list without rows gives 0, and -inf as its lse.
+    """
+    n_batch, n_list, n_max = idx.shape
+    check("idx", idx, torch.int32, (n_batch, n_list, n_max), q.device, strided=True)
+    check("counts", counts, torch.int32, (n_batch, n_list), q.device)
+    if n_list not in (q.shape[1], k.shape[1]):
+        raise ValueError(f"idx has {n_list} lists: expected {q.shape[1]} or {k.shape[1]}")
+    return _attend(q, k, v, idx, counts, n_list, n_max, scale, out, lse, scratch)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    idx: torch.Tensor | None,
+    n: torch.Tensor,
+    n_list: int,
+    n_max: int,
+    scale: float,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    scratch: AttendScratch | None,
+) -> torch.Tensor:
+    n_batch, n_head, d = q.shape
+    n_kv_head, d_v, device = k.shape[1], v.shape[3], q.device
+    check("q", q, QUERY_TYPES, (None, None, None), device)
+    check("k", k, torch.float16, (n_batch, n_kv_head, None, d), device, strided=True)
+    check("v", v, torch.float16, (n_batch, n_kv_head, k.shape[2], d_v), device, strided=True)
+    if n_head % n_kv_head:
+        raise ValueError(f"q has {n_head} heads: expected a multiple of k's {n_kv_head}")
+    if out is None:
+        out = torch.empty(n_batch, n_head, d_v, dtype=torch.float32, device=device)
+    check("out", out, torch.float32, (n_batch, n_head, d_v), device)
+    if lse is not None:
+        check("lse", lse, torch.float32, (n_batch, n_head), device)
+    block, n_split = _tiling(n_batch * n_list, n_max, _width(d, d_v))
+    if n_split == 1:
+        scratch = None
+    elif scratch is None:
+        scratch = attend_scratch(n_batch, n_head, n_list, d, d_v, n_max, device)
+    pieces, pieces_lse = out, lse
+    if scratch is not None:
+        pieces, pieces_lse = scratch
+        check("scratch.out", pieces, torch.float32, (n_split, *out.shape), device)
+        check("scratch.lse", pieces_lse, torch.float32, (n_split, n_batch, n_head), device)
+    _attend_kernel[(n_split, n_batch * n_list)](
+        q, k, v, idx, n, pieces, pieces_lse, scale, n_head, n_list, n_split,
+        *k.stride()[:3], *v.stride()[:3], *((0, 0) if idx is None else idx.stride()[:2]),
+        GROUP=n_head // n_kv_head, HEADS=n_head // n_list,
+        TILE_H=max(TILE, triton.next_power_of_2(n_head // n_list)), D=d, D_V=d_v,
+        BLOCK_D=_width(d, d), BLOCK_V=_width(d_v, d_v), BLOCK_N=block, GATHER=idx is not None,
+        HALVES=q.dtype != torch.float16, HAS_LSE=pieces_lse is not None,
+        # Row numbers must arrive before rows can be asked for: twice the stages, as much in flight.
+        num_warps=4, num_stages=3 if idx is None else 5,
+    )  # fmt: skip
+    if scratch is not None:
+        merge(*scratch, out, lse)
+    return out
+
+
+def merge_ref(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain torch: outs (S, B, H, d_v), lses (S, B, H) -> out (B, H, d_v), lse (B, H), in f64."""
+    lse = torch.logsumexp(lses.double(), 0)
+    weight = torch.where(lse > -torch.inf, torch.exp(lses.double() - lse), 0)[..., None]
+    return torch.where(weight > 0, weight * outs.double(), 0).sum(0), lse
+
+
+@triton.jit(do_not_specialize=["n_piece"])
+def _merge_kernel(
+    outs_ptr, lses_ptr, out_ptr, lse_ptr, n_piece, n_row, D_V: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    peak = float("-inf")
+    for start in range(0, n_piece, BLOCK_S):
+        s = start + tl.arange(0, BLOCK_S)
+        lses = tl.load(lses_ptr + s * n_row + row, mask=s < n_piece, other=float("-inf"))
+        peak = tl.maximum(peak, tl.max(lses, 0))
+    top = tl.where(peak > float("-inf"), peak, 0.0)
+    mass = 0.0
+    acc = tl.zeros([BLOCK_V], tl.float32)
+    for start in range(0, n_piece, BLOCK_S):
+        s = start + tl.arange(0, BLOCK_S)
+        at = s * n_row + row
+        lses = tl.load(lses_ptr + at, mask=s < n_piece, other=float("-inf"))
+        weight = tl.exp2((lses - top) * 1.4426950408889634)
+        outs = tl.load(
+            outs_ptr + at[:, None] * D_V + c[None, :],
+            mask=(weight > 0)[:, None] & (c < D_V)[None, :], other=0.0,
+        )  # fmt: skip
+        mass += tl.sum(weight, 0)
+        acc += tl.sum(weight[:, None] * outs, 0)
+    safe = tl.where(mass > 0, mass, 1.0)
+    tl.store(out_ptr + row * D_V + c, acc / safe, mask=c < D_V)
+    if HAS_LSE:
+        lse = tl.where(mass > 0, top + tl.log(safe), float("-inf"))
+        tl.store(lse_ptr + row, lse, mask=tl.program_id(1) == 0)
+
+
+def merge(
+    outs: torch.Tensor,
+    lses: torch.Tensor,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention over the union of S disjoint sets of rows, from that over each -> (B, H, d_v).
+
+    outs f32 (S, B, H, d_v), lses f32 (S, B, H); an output whose lse is -inf is not looked at. lse
+    f32 (B, H), if given: that of the union.
+    """
+    n_piece, n_batch, n_head, d_v = outs.shape
+    device = outs.device
+    check("outs", outs, torch.float32, (None, None, None, None), device)
+    check("lses", lses, torch.float32, (n_piece, n_batch, n_head), device)
+    if out is None:
+        out = torch.empty(n_batch, n_head, d_v, dtype=torch.float32, device=device)
+    check("out", out, torch.float32, (n_batch, n_head, d_v), device)
+    if lse is not None:
+        check("lse", lse, torch.float32, (n_batch, n_head), device)
+    block = min(32, triton.next_power_of_2(d_v))
+    _merge_kernel[(n_batch * n_head, triton.cdiv(d_v, block))](
+        outs, lses, out, lse, n_piece, n_batch * n_head, D_V=d_v, BLOCK_S=64, BLOCK_V=block,
+        HAS_LSE=lse is not None, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,30 +1,29 @@
 """The decoder, twice: a readable torch path for chunks of rows, and fused CPU calls for one row.
 
-``forward`` is the reference and the prefill: it walks layer by layer over the whole prompt, so each
-layer's weights are dequantised once, into a scratch of one layer's size. ``decode`` runs the numba
-kernels of cpu/layer.py on the quantised weights, for a row of one sequence or of each of several.
-tests/models/test_decoder.py holds the two together.
+``forward`` (forward.py) is the reference and the prefill; each layer's weights are dequantised for
+it, into a scratch of one layer's size. ``decode`` runs the numba kernels of cpu/layer.py on the
+quantised weights, for a row of one sequence or of each of several. tests/models/test_decoder.py
+holds the two together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from llvmlite import binding
 from torch.nn.functional import linear
 
-from sparsekv_cli.cache import AttnInput, LayerCache, LayerSpec
+from sparsekv_cli.cache import AttnInput, LayerCache
 from sparsekv_cli.cpu import matvec
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.decode_step import DecodeStep
+from sparsekv_cli.models.forward import Forward
 from sparsekv_cli.models.hparams import HParams
-from sparsekv_cli.models.prefill_rows import FusedRows, Rows, TorchRows, rms_norm
+from sparsekv_cli.models.prefill_rows import FusedRows, Rows, TorchRows
 from sparsekv_cli.models.rope import RopeTable
-from sparsekv_cli.models.weights import LayerWeights, Weights
-
-Progress = Callable[[int, int], None]
+from sparsekv_cli.models.weights import Weights
 
 
 def cpu_prefill_dtype() -> torch.dtype:
@@ -34,8 +33,8 @@ def cpu_prefill_dtype() -> torch.dtype:
     return torch.bfloat16 if has_bf16 else torch.float32
 
 
-class Decoder:
-    """A model's forward pass; it holds weights and scratch, never a sequence's state."""
+class Decoder(Forward):
+    """The CPU's decoder."""
 
     def __init__(
         self,
@@ -56,29 +55,13 @@ class Decoder:
         self.rope = RopeTable(hparams, weights.rope_freqs)
         fused_rows = prefill_dtype == torch.bfloat16
         interleaved = architecture.rope_interleaved
-        self._rows: Rows = (
+        self.rows: Rows = (
             FusedRows(hparams, self.rope, interleaved, n_threads)
             if fused_rows
             else TorchRows(hparams, self.rope, interleaved, prefill_dtype)
         )
+        self.layers, self.output_norm = weights.layers, weights.output_norm
         self._step = self._new_step(1)
-
-    def layer_specs(self) -> list[LayerSpec]:
-        h = self.hparams
-        return [
-            LayerSpec(
-                layer=i,
-                n_layer=h.n_layer,
-                n_head=h.n_head[i],
-                n_head_kv=h.n_head_kv[i],
-                head_dim=h.head_dim,
-                value_dim=h.value_dim,
-                n_threads=self.n_threads,
-                theta=self.rope.theta,
-                rope_scale=self.rope.magnitude,
-            )
-            for i in range(h.n_layer)
-        ]
 
     # --- a row a sequence, fused ----------------------------------------------------------------
 
@@ -134,55 +117,13 @@ class Decoder:
 
     # --- many rows, layer by layer ----------------------------------------------------------------
 
-    def forward(
-        self,
-        ids: Sequence[int],
-        pos: int,
-        caches: Sequence[LayerCache],
-        *,
-        progress: Progress | None = None,
-        all_logits: bool = False,
-    ) -> np.ndarray:
-        """Dense forward of T rows starting at ``pos``: logits f32 (n_vocab,), or (T, n_vocab).
-
-        Every cache gets the rows in chunks, then ``finish_prefill``.
-        """
-        n = len(ids)
-        self.rope.reserve(pos + n)
-        x = self._embed(ids)  # (T, n_embd) f32
-        starts = range(0, n, self.chunk)
-        n_layer = self.hparams.n_layer
-        for i, cache in enumerate(caches):
-            weights = self._dequantize_layer(self.weights.layers[i])
-            for start in starts:
-                stop = min(n, start + self.chunk)
-                self._forward_chunk(i, weights, x[start:stop], pos + start, cache)
-                if progress is not None:
-                    progress((i * n + stop) // n_layer, n)
-            cache.finish_prefill()
-        rows = x if all_logits else x[-1:]
-        logits = self._logits(rms_norm(rows, self.weights.output_norm, self.hparams.norm_eps))
-        return logits if all_logits else logits[0]
-
-    def _forward_chunk(
-        self, i: int, weights: dict[str, torch.Tensor], x: torch.Tensor, pos: int, cache: LayerCache
-    ) -> None:
-        """One layer over a chunk: x f32 (T, n_embd), updated in place."""
-        layer, h, rows = self.weights.layers[i], self.hparams, self._rows
-        raw = linear(rows.norm(x, layer.attn_norm), weights["qkv"])
-        attended = cache.prefill(rows.heads(raw, layer, h.n_head[i], h.n_head_kv[i], pos))
-        attended = attended.transpose(0, 1).reshape(len(x), h.n_head[i] * h.value_dim)
-        rows.add(x, linear(attended, weights["o"]))
-        gate_up = linear(rows.norm(x, layer.ffn_norm), weights["gate_up"])
-        rows.add(x, linear(rows.gate(gate_up), weights["down"]))
-
-    def _embed(self, ids: Sequence[int]) -> torch.Tensor:
+    def embed(self, ids: Sequence[int]) -> torch.Tensor:
         embedding = self.weights.token_embd
         rows = np.ascontiguousarray(embedding.data[np.asarray(ids)])
         return torch.from_numpy(matvec.dequantize(embedding.code, rows, embedding.n_columns))
 
-    def _logits(self, normed: torch.Tensor) -> np.ndarray:
-        """f32 (T, n_embd) -> f32 (T, n_vocab); few rows use the quantised weights as they lie."""
+    def output(self, normed: torch.Tensor) -> np.ndarray:
+        """Few rows use the quantised weights as they lie."""
         head = self.weights.output
         if len(normed) <= 4:
             rows = normed.contiguous().numpy()
@@ -195,8 +136,8 @@ class Decoder:
             out[:, start : start + step] = linear(normed, weight).numpy()
         return out
 
-    def _dequantize_layer(self, layer: LayerWeights) -> dict[str, torch.Tensor]:
-        """One layer's matrices in the compute type, those that share an input stacked."""
+    def matrices(self, i: int) -> dict[str, torch.Tensor]:
+        layer = self.weights.layers[i]
         stacks = {
             "qkv": (layer.q, layer.k, layer.v),
             "o": (layer.o,),

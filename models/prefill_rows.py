@@ -6,7 +6,7 @@ take x f32 (T, n_embd), the residual stream, and hand the products rows of the c
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -40,20 +40,24 @@ class Rows(Protocol):
         """x += y."""
 
 
-def rms_norm(x: torch.Tensor, weight: np.ndarray, eps: float) -> torch.Tensor:
-    return torch.nn.functional.rms_norm(x, (x.shape[-1],), torch.from_numpy(weight), eps)
+def rms_norm(x: torch.Tensor, weight: Any, eps: float) -> torch.Tensor:
+    """weight: f32 (width,), an array or a tensor where x is."""
+    return torch.nn.functional.rms_norm(x, (x.shape[-1],), torch.as_tensor(weight), eps)
 
 
 def rotate(heads: torch.Tensor, rope: RopeTable, n_rot: int, pos: int) -> torch.Tensor:
     """f32 (heads, T, d) in half-split order -> rotated, the first row at ``pos``."""
     half, rows = n_rot // 2, slice(pos, pos + heads.shape[1])
-    cos, sin = (torch.from_numpy(table[rows]) for table in (rope.cos, rope.sin))  # (T, half)
+    cos, sin = (torch.as_tensor(table[rows]) for table in (rope.cos, rope.sin))  # (T, half)
     a, b = heads[..., :half], heads[..., half:n_rot]
     return torch.cat([a * cos - b * sin, a * sin + b * cos, heads[..., n_rot:]], dim=-1)
 
 
 class TorchRows:
-    """Step by step, as the formulas are written."""
+    """Step by step, as the formulas are written.
+
+    Weights and the tables of ``rope`` may be tensors on a device in place of arrays.
+    """
 
     def __init__(
         self, hparams: HParams, rope: RopeTable, interleaved: bool, dtype: torch.dtype
@@ -99,7 +103,7 @@ class TorchRows:
 def _add_bias(rows: torch.Tensor, projection: Linear) -> torch.Tensor:
     if projection.bias is None:
         return rows
-    return rows + torch.from_numpy(projection.bias)
+    return rows + torch.as_tensor(projection.bias)
 
 
 class FusedRows:

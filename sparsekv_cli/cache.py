@@ -308,6 +308,8 @@ class Method(ABC):
     description: ClassVar[str]
     needs: ClassVar[str] = ""  # what must exist before it runs, such as a calibration
     cache_types: ClassVar[tuple[str, ...]] = ("f16",)  # of K and of V that it can read
+    # Its cache on a GPU, module:class of device/; a method without one keeps its rows on the host.
+    device_cache: ClassVar[str] = ""
 
     dense_layers: tuple[int, ...] = (0, 1)
     cache_type_k: str = field(default="f16", metadata={"help": _CACHE_TYPE_HELP.format("K")})
@@ -323,14 +325,23 @@ class Method(ABC):
                 only = " or ".join(self.cache_types)
                 raise ValueError(f"{key} = {value!r}: method {name} keeps its rows as {only} only")
 
-    def layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
-        """The cache of one layer: dense if the user or the default says so."""
+    def layer_spec(self, spec: LayerSpec) -> LayerSpec:
+        """``spec`` with this method's types of the rows."""
         self.check_cache_types(type(self).__name__)
-        spec = replace(spec, cache_type_k=self.cache_type_k, cache_type_v=self.cache_type_v)
-        dense = {i % spec.n_layer for i in self.dense_layers if -spec.n_layer <= i < spec.n_layer}
-        if spec.layer in dense:
-            return DenseCache(spec, backend)
-        return self.sparse_layer(spec, backend)
+        return replace(spec, cache_type_k=self.cache_type_k, cache_type_v=self.cache_type_v)
+
+    def is_dense(self, spec: LayerSpec) -> bool:
+        """Whether the user or the default wants that layer dense."""
+        return spec.layer in {
+            i % spec.n_layer for i in self.dense_layers if -spec.n_layer <= i < spec.n_layer
+        }
+
+    def layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
+        """The cache of one layer."""
+        spec = self.layer_spec(spec)
+        return (
+            DenseCache(spec, backend) if self.is_dense(spec) else self.sparse_layer(spec, backend)
+        )
 
     @abstractmethod
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+CHOICES = {
+    "device": ("auto", "cpu", "cuda"),
+    "prefill_dtype": ("auto", "f32", "bf16"),
+    "kv": ("auto", "device", "host"),
+    "gpu_weights": ("auto", "quantized", "bf16"),
+}
+
 
 @dataclass(frozen=True)
 class SessionConfig:
@@ -15,6 +22,9 @@ class SessionConfig:
     prefill_dtype: ``auto`` (bf16 where the CPU multiplies it in hardware), ``f32`` or ``bf16``.
     chunk: prompt tokens per prefill chunk.
     calibration: sidecar to read instead of the one that belongs to the model; empty: that one.
+    kv: where a GPU's run keeps the KV cache: ``auto``, ``device`` or ``host``.
+    gpu_weights: as ``quantized`` as in the file, or ``bf16``; ``auto``: quantized.
+    vram_limit: GiB of the GPU's memory to use at most; 0: what is free.
     """
 
     ctx_size: int = 0
@@ -23,6 +33,9 @@ class SessionConfig:
     prefill_dtype: str = "auto"
     chunk: int = 512
     calibration: str = ""
+    kv: str = "auto"
+    gpu_weights: str = "auto"
+    vram_limit: float = 0.0
 
     def __post_init__(self) -> None:
         for field in ("ctx_size", "threads"):
@@ -30,7 +43,10 @@ class SessionConfig:
                 raise ValueError(f"{field} = {getattr(self, field)}: must be 0 or more")
         if self.chunk < 1:
             raise ValueError(f"chunk = {self.chunk}: must be 1 or more")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"device = {self.device!r}: must be auto, cpu or cuda")
-        if self.prefill_dtype not in ("auto", "f32", "bf16"):
-            raise ValueError(f"prefill_dtype = {self.prefill_dtype!r}: must be auto, f32 or bf16")
+        if not self.vram_limit >= 0:
+            raise ValueError(f"vram_limit = {self.vram_limit}: must be 0 or more")
+        for field, allowed in CHOICES.items():
+            value = getattr(self, field)
+            if value not in allowed:
+                listed = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+                raise ValueError(f"{field} = {value!r}: must be {listed}")

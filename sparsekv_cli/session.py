@@ -14,6 +14,7 @@ import numpy as np
 from sparsekv_cli import calibration, warmup
 from sparsekv_cli.cache import LayerCache, LayerSpec, Method, total_counters
 from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.engine import open_engine
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.architectures import Architecture, architecture_of
 from sparsekv_cli.models.gguf import GGUFFile, open_gguf
@@ -91,9 +92,8 @@ class Session:
         import numba
         import torch
 
-        from sparsekv_cli.cpu import matvec, ops
+        from sparsekv_cli.cpu import ops
         from sparsekv_cli.cpu.cores import physical_cores
-        from sparsekv_cli.models.decoder import Decoder, cpu_prefill_dtype
 
         self.gguf = file
         self.hparams = hparams
@@ -104,18 +104,10 @@ class Session:
         numba.set_num_threads(self.n_threads)
         torch.set_num_threads(self.n_threads)
         torch.set_grad_enabled(False)
-        dtypes = {"f32": torch.float32, "bf16": torch.bfloat16}
-        dtype = dtypes.get(config.prefill_dtype) or cpu_prefill_dtype()
-        target = matvec.TO_BF16 if dtype == torch.bfloat16 else matvec.TO_F32
-        warmup.compile_weight_kernels(weights, target, on_compile)
-        self.decoder = Decoder(
-            hparams,
-            architecture,
-            weights,
-            n_threads=self.n_threads,
-            prefill_dtype=dtype,
-            chunk=config.chunk,
+        self.engine = open_engine(
+            hparams, architecture, weights, method, config, self.n_threads, self.n_ctx, on_compile
         )
+        self.decoder = self.engine.decoder
         self.calibrations = calibration.Calibrations(
             file,
             hparams,
@@ -124,7 +116,6 @@ class Session:
             lambda text: self.tokenizer.encode(text, add_eos=False, parse_special=False),
             Path(config.calibration) if config.calibration else None,
         )
-        self._backend = ops
         self.timings = Timings()
         self.ledger = SessionLedger(self)
         self._specs = self.prepare(method, on_compile, on_calibrate)
@@ -138,13 +129,14 @@ class Session:
     ) -> list[LayerSpec]:
         """What ``method`` makes its caches from; calibrates and compiles it first if need be."""
         specs = self.calibrations.specs(method, on_calibrate)
-        warmup.compile_method_kernels(self.decoder, method, specs, on_compile)
+        if self.engine.decodes_on_host(method):
+            warmup.compile_method_kernels(self.decoder, method, specs, on_compile)
         return specs
 
     def reset(self) -> None:
         """Forgets the sequence."""
         self.tokens: list[int] = []
-        self.caches = [self.method.layer(spec, self._backend) for spec in self._specs]
+        self.caches = [self.engine.layer(self.method, spec) for spec in self._specs]
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -283,10 +275,6 @@ def load_session(
     being calibrated (see calibration.py).
     """
     started = time.perf_counter()
-    if config.device == "cuda":
-        raise SparseKVError(
-            "--device cuda: this version computes on the CPU only; use --device cpu"
-        )
     file = open_gguf(model_path)
     try:
         architecture = architecture_of(read_architecture(file))

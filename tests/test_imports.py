@@ -43,11 +43,13 @@ ALLOWED: dict[str, set[str]] = {
     "roofline": {"cpu"},
     "sidecar": {"", "errors", "models"},
     "calibration": {"errors", "cache", "methods", "models", "sidecar"},
-    "session": {*SETTINGS, "cache", "methods", "cpu", "kernels", "models", "warmup", "calibration"},
+    "session": {*SETTINGS, "cache", "methods", "cpu", "models", "warmup", "calibration", "engine"},
+    "engine": {*SETTINGS, "cache", "cpu", "models", "warmup", "device"},
     "shared_prefill": {"cache", "cpu"},
     "observer": {"cache"},
     "comparison": {"errors", "cache", "methods", "warmup", "shared_prefill", "observer"},
 }
+ALLOWED["device"] = {*SETTINGS, "cache", "cpu", "kernels", "models"}
 ALLOWED["batch"] = {"session"}
 EVERYTHING_BELOW = {*ALLOWED, "session"}
 ALLOWED["commands"] = EVERYTHING_BELOW

@@ -92,11 +92,14 @@ def test_decode_beyond_the_context(session):
     assert len(session.tokens) == 40
 
 
-def test_missing_file_and_wrong_device(model, tmp_path):
+def test_missing_file_and_wrong_device(model, tmp_path, monkeypatch):
     method = build_method("full", {})
     absent = tmp_path / "absent.gguf"
     assert "absent.gguf" in refused(lambda: load_session(absent, method, SessionConfig()))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "cuda" in refused(lambda: load_session(model, method, SessionConfig(device="cuda")))
+    load_session(model, method, SessionConfig(device="auto"))
 
 
 def test_file_that_is_cut_while_in_use(tmp_path):
@@ -117,6 +120,10 @@ def test_file_that_is_cut_while_in_use(tmp_path):
         ("chunk", 0),
         ("device", "gpu"),
         ("prefill_dtype", "f16"),
+        ("kv", "disk"),
+        ("gpu_weights", "q4"),
+        ("vram_limit", -1.0),
+        ("vram_limit", float("nan")),
     ],
 )
 def test_configuration_names_the_field(field, value):

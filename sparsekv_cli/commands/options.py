@@ -127,9 +127,33 @@ MACHINE_OPTIONS: list[Callable[[Any], Any]] = [
     ),
 ]
 
+GPU_OPTIONS: list[Callable[[Any], Any]] = [
+    click.option(
+        "--kv",
+        type=click.Choice(["auto", "device", "host"]),
+        default="auto",
+        help="Where a GPU's run keeps the KV cache; auto: on the GPU, if the method can and it "
+        "fits, otherwise on the host. [default: auto]",
+    ),
+    click.option(
+        "--gpu-weights",
+        type=click.Choice(["auto", "quantized", "bf16"]),
+        default="auto",
+        help="Weights in the GPU's memory; auto is quantized, as in the file. [default: auto]",
+    ),
+    click.option(
+        "--vram-limit",
+        metavar="GIB",
+        type=click.FloatRange(min=0),
+        default=0.0,
+        help="Most of the GPU's memory to use; 0 takes what is free. [default: 0]",
+    ),
+]
+
 MODEL_OPTIONS: list[Callable[[Any], Any]] = [
     MODEL_OPTION,
     *MACHINE_OPTIONS,
+    *GPU_OPTIONS,
     click.option(
         "-o",
         "--method-opt",
@@ -221,6 +245,9 @@ def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
             device=values.pop("device"),
             prefill_dtype=values.pop("prefill_dtype"),
             calibration=values.pop("calibration") or "",
+            kv=values.pop("kv"),
+            gpu_weights=values.pop("gpu_weights"),
+            vram_limit=values.pop("vram_limit"),
         ),
         seed=None if seed == -1 else seed,
         method=values.pop("method", "full"),
@@ -284,4 +311,7 @@ def load_session(path: Path, method: Method, config: SessionConfig) -> Session:
     ):
         from sparsekv_cli import session
 
-        return session.load_session(path, method, config, compiling, calibrating)
+        loaded = session.load_session(path, method, config, compiling, calibrating)
+    if loaded.engine.note:
+        click.echo(loaded.engine.note, err=True)
+    return loaded

@@ -15,6 +15,7 @@ class Full(Method):
     paper: ClassVar[str] = "arXiv:1706.03762"
     description: ClassVar[str] = "dense attention over the whole cache"
     cache_types: ClassVar[tuple[str, ...]] = ("f16", "q8_0")
+    device_cache: ClassVar[str] = "cache:DeviceDense"
 
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
         return DenseCache(spec, backend)

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
-from geometries import GEOMETRIES, ODD
 
 from sparsekv_cli.kernels import attention
 
 
 def launches() -> Iterator[Callable[[], object]]:
-    for geometry in (*GEOMETRIES, ODD):
-        n_kv, d = geometry.n_kv_head, geometry.d
-        new = torch.empty(2, n_kv, d)
-        cache = torch.empty(2, n_kv, 128, d, dtype=torch.float16)
-        pos = torch.zeros(2, dtype=torch.int32)
-        yield lambda: attention.append_rows(new, new, cache, cache, pos)  # noqa: B023
+    for n_head, n_kv, d in ((32, 8, 128), (32, 32, 128), (9, 3, 64), (6, 2, 80)):
+        for n_batch, capacity, m in ((1, 128, 64), (2, 32768, 8192)):
+            new = torch.empty(n_batch, n_kv, d)
+            cache = torch.empty(n_batch, n_kv, capacity, d, dtype=torch.float16)
+            n = torch.zeros(n_batch, dtype=torch.int32)
+            q = torch.empty(n_batch, n_head, d)
+            yield partial(attention.append_rows, new, new, cache, cache, n)
+            yield partial(attention.attend_dense, q, cache, cache, n, capacity, 1.0)
+            n_list = n_kv if d == 64 else n_head
+            idx = torch.zeros(n_batch, n_list, m, dtype=torch.int32)
+            counts = torch.zeros(n_batch, n_list, dtype=torch.int32)
+            lse = torch.empty(n_batch, n_head)
+            yield partial(attention.attend_rows, q, cache, cache, idx, counts, 1.0, lse=lse)
+    yield partial(attention.attend_dense, q.half(), cache, cache, n, capacity, 1.0)

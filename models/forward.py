@@ -1,0 +1,113 @@
+"""The dense forward pass of a chunk of rows, layer by layer: the reference, and every prefill.
+
+It walks over the whole prompt with one layer before it goes to the next, so that each layer's
+matrices are made ready once. The CPU's decoder and the device's share it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import linear
+
+from sparsekv_cli.cache import LayerCache, LayerSpec
+from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.prefill_rows import Rows, rms_norm
+from sparsekv_cli.models.rope import RopeTable
+
+Progress = Callable[[int, int], None]
+
+
+class Forward(ABC):
+    """A model's forward pass over rows; it holds weights and scratch, never a sequence's state.
+
+    layers: for each layer what ``rows`` takes of its weights; output_norm: f32 (n_embd,).
+    """
+
+    hparams: HParams
+    rope: RopeTable
+    n_threads: int
+    chunk: int
+    rows: Rows
+    layers: Sequence[Any]
+    output_norm: Any
+
+    @abstractmethod
+    def embed(self, ids: Sequence[int]) -> torch.Tensor:
+        """The tokens' embeddings, f32 (T, n_embd)."""
+
+    @abstractmethod
+    def matrices(self, i: int) -> Mapping[str, torch.Tensor]:
+        """Layer i's qkv, o, gate_up and down in the compute type, those of one input stacked."""
+
+    @abstractmethod
+    def output(self, normed: torch.Tensor) -> np.ndarray:
+        """f32 (T, n_embd) -> f32 (T, n_vocab)."""
+
+    def layer_specs(self) -> list[LayerSpec]:
+        h = self.hparams
+        return [
+            LayerSpec(
+                layer=i,
+                n_layer=h.n_layer,
+                n_head=h.n_head[i],
+                n_head_kv=h.n_head_kv[i],
+                head_dim=h.head_dim,
+                value_dim=h.value_dim,
+                n_threads=self.n_threads,
+                theta=self.rope.theta,
+                rope_scale=self.rope.magnitude,
+            )
+            for i in range(h.n_layer)
+        ]
+
+    def forward(
+        self,
+        ids: Sequence[int],
+        pos: int,
+        caches: Sequence[LayerCache],
+        *,
+        progress: Progress | None = None,
+        all_logits: bool = False,
+    ) -> np.ndarray:
+        """Dense forward of T rows starting at ``pos``: logits f32 (n_vocab,), or (T, n_vocab).
+
+        Every cache gets the rows in chunks, then ``finish_prefill``.
+        """
+        n = len(ids)
+        self.rope.reserve(pos + n)
+        x = self.embed(ids)  # (T, n_embd) f32
+        starts = range(0, n, self.chunk)
+        n_layer = self.hparams.n_layer
+        for i, cache in enumerate(caches):
+            weights = self.matrices(i)
+            for start in starts:
+                stop = min(n, start + self.chunk)
+                self._forward_chunk(i, weights, x[start:stop], pos + start, cache)
+                if progress is not None:
+                    progress((i * n + stop) // n_layer, n)
+            cache.finish_prefill()
+        rows = x if all_logits else x[-1:]
+        logits = self.output(rms_norm(rows, self.output_norm, self.hparams.norm_eps))
+        return logits if all_logits else logits[0]
+
+    def _forward_chunk(
+        self,
+        i: int,
+        weights: Mapping[str, torch.Tensor],
+        x: torch.Tensor,
+        pos: int,
+        cache: LayerCache,
+    ) -> None:
+        """One layer over a chunk: x f32 (T, n_embd), updated in place."""
+        layer, h, rows = self.layers[i], self.hparams, self.rows
+        raw = linear(rows.norm(x, layer.attn_norm), weights["qkv"])
+        attended = cache.prefill(rows.heads(raw, layer, h.n_head[i], h.n_head_kv[i], pos))
+        attended = attended.transpose(0, 1).reshape(len(x), h.n_head[i] * h.value_dim)
+        rows.add(x, linear(attended, weights["o"]))
+        gate_up = linear(rows.norm(x, layer.ffn_norm), weights["gate_up"])
+        rows.add(x, linear(rows.gate(gate_up), weights["down"]))

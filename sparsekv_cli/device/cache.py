@@ -1,0 +1,208 @@
+"""One layer's KV cache on a GPU: what it is asked, and the parts that methods share.
+
+A decode step is captured in a CUDA graph, so it is split in three. ``plan`` is the host's work
+before it: buffers grow there, and nowhere else. ``decode`` launches kernels and no more; whatever
+changes from step to step lies in device memory (``Step``). ``settle`` counts what was done. Letters
+as in sparsekv_cli/cache.py; kernels have a leading dimension of sequences, 1 here.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from sparsekv_cli.cache import LayerCache, LayerSpec, Memory
+from sparsekv_cli.kernels import attention
+
+
+class Step(NamedTuple):
+    """One sequence's numbers of a decode step, int32 (1,) each, in device memory."""
+
+    pos: torch.Tensor  # row of the new token, its position
+    n: torch.Tensor  # pos + 1, the rows that there are with it
+    budget: torch.Tensor  # method.budget.rows(n); n for a method without a budget
+
+
+class DeviceInput(NamedTuple):
+    """One layer's new row of one sequence in a decode step, f32 (1, heads, d), contiguous."""
+
+    q: torch.Tensor  # (1, H, d), rotated
+    k: torch.Tensor  # (1, G, d), rotated
+    v: torch.Tensor  # (1, G, d_v)
+    q_nope: torch.Tensor  # (1, H, d), before RoPE
+    k_nope: torch.Tensor  # (1, G, d)
+    step: Step
+
+
+class DeviceStore:
+    """K and V of one layer in device memory, f16 (1, G, capacity, d) and (1, G, capacity, d_v)."""
+
+    def __init__(self, spec: LayerSpec, device: torch.device) -> None:
+        self.n = 0
+        self._device = device
+        self.k = self._rows(spec.n_head_kv, 0, spec.head_dim)
+        self.v = self._rows(spec.n_head_kv, 0, spec.value_dim)
+
+    def _rows(self, n_kv: int, capacity: int, width: int) -> torch.Tensor:
+        return torch.zeros((1, n_kv, capacity, width), dtype=torch.float16, device=self._device)
+
+    @property
+    def capacity(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's K and V in one kv head."""
+        return 2 * (self.k.shape[3] + self.v.shape[3])
+
+    def reserve(self, n: int) -> None:
+        """Room for ``n`` rows: just that at first, an eighth more than before when growing."""
+        if n <= self.capacity:
+            return
+        capacity = n if self.n == 0 else max(n, self.capacity + self.capacity // 8 + 256)
+        grown = []
+        for old in (self.k, self.v):
+            new = self._rows(old.shape[1], capacity, old.shape[3])
+            new[:, :, : self.n] = old[:, :, : self.n]
+            grown.append(new)
+        self.k, self.v = grown
+
+    def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Adds T rows: k (G, T, d), v (G, T, d_v)."""
+        n_new = k.shape[1]
+        self.reserve(self.n + n_new)
+        new = slice(self.n, self.n + n_new)
+        self.k[0, :, new], self.v[0, :, new] = k, v
+        self.n += n_new
+
+    def keys(self) -> torch.Tensor:
+        """f16 (G, n, d)."""
+        return self.k[0, :, : self.n]
+
+    def values(self) -> torch.Tensor:
+        """f16 (G, n, d_v)."""
+        return self.v[0, :, : self.n]
+
+    def truncate(self, n: int) -> None:
+        self.n = min(self.n, n)
+
+
+class DeviceCache(LayerCache):
+    """The mutable state of one layer of one sequence, in device memory."""
+
+    store: Any  # a DeviceStore, or what a method has in its place
+
+    def __init__(self, spec: LayerSpec, backend: Any) -> None:
+        super().__init__(spec, backend)
+        self.store = DeviceStore(spec, backend.device)
+
+    def plan(self, n: int, n_max: int) -> Hashable:
+        """Prepares a step that brings the sequence to ``n`` rows; n_max >= n bounds grids.
+
+        While the returned key is the same, ``decode`` launches the same kernels with the same
+        arguments, so that a captured graph can be replayed.
+        """
+        self.store.reserve(n_max)
+        return self.store.capacity
+
+    def budget_rows(self, n: int) -> int:
+        """``Step.budget`` of a step at ``n`` rows."""
+        return n
+
+    @abstractmethod
+    def decode(self, x: Any) -> Any:
+        """Adds the row of a DeviceInput; its attention f32 (1, H, d_v). Launches only."""
+
+    @abstractmethod
+    def settle(self, n: int) -> None:
+        """Counts a step that brought the sequence to ``n`` rows."""
+
+    def memory(self) -> Memory:
+        return Memory(device=self.store.nbytes)
+
+
+class DeviceDense(DeviceCache):
+    """Attends to every row: the method ``full``, and the dense layers of every other method."""
+
+    selects = False
+
+    def __init__(self, spec: LayerSpec, ops: Any, _method: Any = None) -> None:
+        super().__init__(spec, ops)
+
+    def plan(self, n: int, n_max: int) -> Hashable:
+        key = super().plan(n, n_max)
+        self._n_max = n_max
+        return key, n_max
+
+    def decode(self, x: DeviceInput) -> torch.Tensor:
+        store = self.store
+        attention.append_rows(x.k, x.v, store.k, store.v, x.step.pos)
+        return attention.attend_dense(
+            x.q, store.k, store.v, x.step.n, float(self.spec.scale), n_max=self._n_max
+        )
+
+    def settle(self, n: int) -> None:
+        self.store.n = n
+        count_dense(self, n, sparse=False)
+
+
+def count_dense(cache: DeviceCache, n: int, *, sparse: bool) -> None:
+    """Counts a step over all of ``n`` rows; sparse: in a layer that may leave rows out."""
+    spec = cache.spec
+    rows = spec.n_head * n
+    cache.ledger.step(rows, rows, rows, spec.n_head_kv * n * cache.store.row_bytes, sparse)
+
+
+class DeviceSelecting(DeviceCache):
+    """append -> select -> attend over the selected rows; a method writes ``select`` and its like.
+
+    While the budget covers the context, attention is dense, to the bit that of ``full``.
+    """
+
+    def plan(self, n: int, n_max: int) -> Hashable:
+        key = super().plan(n, n_max)
+        self._n_max = n_max
+        self._dense = self.selects_all(n)
+        if self._dense:
+            return key, n_max, "dense"
+        return key, n_max, self.plan_selection(n, n_max)
+
+    def decode(self, x: DeviceInput) -> torch.Tensor:
+        store, scale = self.store, float(self.spec.scale)
+        attention.append_rows(x.k, x.v, store.k, store.v, x.step.pos)
+        if self._dense:
+            return attention.attend_dense(x.q, store.k, store.v, x.step.n, scale, n_max=self._n_max)
+        idx, counts = self.select(x)
+        return attention.attend_rows(x.q, store.k, store.v, idx, counts, scale)
+
+    def settle(self, n: int) -> None:
+        self.store.n = n
+        if self._dense:
+            count_dense(self, n, sparse=True)
+            return
+        spec = self.spec
+        scored, attended, n_bytes = self.count(n)
+        self.ledger.step(spec.n_head * n, scored, attended, n_bytes, True)
+
+    @abstractmethod
+    def selects_all(self, n: int) -> bool:
+        """Whether the budget covers a context of n rows, so that attention is dense."""
+
+    @abstractmethod
+    def plan_selection(self, n: int, n_max: int) -> Hashable:
+        """Host work of ``plan`` for a step that selects; the key of what ``select`` launches."""
+
+    @abstractmethod
+    def select(self, x: DeviceInput) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows, the new one among them: idx int32 (1, U, m), counts int32 (1, U); U is H or G."""
+
+    @abstractmethod
+    def count(self, n: int) -> tuple[int, int, int]:
+        """What a step at ``n`` rows came to: rows scored, rows attended, bytes read."""

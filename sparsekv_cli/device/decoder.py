@@ -1,0 +1,235 @@
+"""The decoder on the device: dense prefill by matrix products, decode by kernels over the weights.
+
+A decode step of B sequences is one program of launches, captured in CUDA graphs; layers whose cache
+lies on the host interrupt it. Letters as in sparsekv_cli/cache.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsekv_cli.cache import AttnInput, LayerCache
+from sparsekv_cli.cpu import matvec as host_matvec
+from sparsekv_cli.device.cache import DeviceCache, DeviceInput, Step
+from sparsekv_cli.device.graphs import Piece, Steps
+from sparsekv_cli.device.host import HostCache
+from sparsekv_cli.device.step import StepBuffers
+from sparsekv_cli.device.weights import DeviceWeights
+from sparsekv_cli.kernels import layer as kernels
+from sparsekv_cli.models.architectures import Architecture
+from sparsekv_cli.models.forward import Forward, Progress
+from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.prefill_rows import TorchRows
+from sparsekv_cli.models.rope import RopeTable
+from sparsekv_cli.models.weights import Weights
+
+
+class DeviceRope:
+    """RopeTable with cos, sin f32 (positions, n_rot / 2) on a device."""
+
+    def __init__(self, table: RopeTable, device: torch.device) -> None:
+        self._table, self._device = table, device
+        self.theta, self.magnitude = table.theta, table.magnitude
+        self.reserve(1)
+
+    def reserve(self, n_positions: int) -> None:
+        """Makes rows 0..n_positions valid; the tensors are new ones when they grow."""
+        self._table.reserve(n_positions)
+        if not hasattr(self, "cos") or len(self.cos) < len(self._table.cos):
+            self.cos = torch.from_numpy(self._table.cos).to(self._device)
+            self.sin = torch.from_numpy(self._table.sin).to(self._device)
+
+
+class DeviceDecoder(Forward):
+    """A model's forward pass on a device.
+
+    foreign: makes a cache that was not made for the device one that can be prefilled here.
+    """
+
+    foreign: Callable[[LayerCache], HostCache]
+
+    def __init__(
+        self,
+        hparams: HParams,
+        architecture: Architecture,
+        weights: Weights,
+        device_weights: DeviceWeights,
+        *,
+        n_threads: int,
+        chunk: int,
+        capture: bool = True,
+    ) -> None:
+        self.hparams = hparams
+        self.architecture = architecture
+        self.weights = weights
+        self.n_threads = n_threads
+        self.chunk = chunk
+        self.device = device_weights.device
+        self.dtype = device_weights.dtype
+        self._on_device = device_weights
+        self.rope: Any = DeviceRope(RopeTable(hparams, weights.rope_freqs), self.device)
+        self.layers = [layer.vectors for layer in device_weights.layers]
+        self.output_norm = device_weights.output_norm
+        interleaved = architecture.rope_interleaved
+        self.rows = TorchRows(hparams, self.rope, interleaved, self.dtype)
+        self._steps = Steps(self.device, capture=capture)
+        self._buffers = StepBuffers(hparams, 1, self.device)
+        self._positions: Sequence[int] = ()
+
+    # --- many rows, layer by layer ----------------------------------------------------------------
+
+    def forward(
+        self,
+        ids: Sequence[int],
+        pos: int,
+        caches: Sequence[LayerCache],
+        *,
+        progress: Progress | None = None,
+        all_logits: bool = False,
+    ) -> np.ndarray:
+        """Forward.forward; returns when every cache has its rows, on the host too."""
+        mine = [c if isinstance(c, DeviceCache | HostCache) else self.foreign(c) for c in caches]
+        logits = super().forward(ids, pos, mine, progress=progress, all_logits=all_logits)
+        for cache in mine:
+            if isinstance(cache, HostCache):
+                cache.wait()
+        return logits
+
+    def embed(self, ids: Sequence[int]) -> torch.Tensor:
+        table = self.weights.token_embd
+        rows = np.ascontiguousarray(table.data[np.asarray(ids)])
+        embedded = host_matvec.dequantize(table.code, rows, table.n_columns)
+        return torch.from_numpy(embedded).to(self.device)
+
+    def matrices(self, i: int) -> dict[str, torch.Tensor]:
+        return self._on_device.layers[i].dense(self.dtype)
+
+    def output(self, normed: torch.Tensor) -> np.ndarray:
+        step = 64  # rows at a time: a vocabulary is wide
+        parts = [self._on_device.output.apply(part).cpu() for part in normed.float().split(step)]
+        return torch.cat(parts).numpy()
+
+    # --- a row a sequence -------------------------------------------------------------------------
+
+    def decode(self, token: int, pos: int, caches: Sequence[LayerCache]) -> np.ndarray:
+        """Logits f32 (n_vocab,) after ``token`` at position ``pos``; adds a row to every cache."""
+        return self.decode_batch([token], [pos], [caches])[0]
+
+    def decode_batch(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        caches: Sequence[Sequence[LayerCache]],
+    ) -> np.ndarray:
+        """``decode`` of B sequences, which share every weight loaded: logits (B, n_vocab)."""
+        n_rows = len(tokens)
+        if n_rows != self._buffers.n_rows:
+            self._buffers = StepBuffers(self.hparams, n_rows, self.device)
+        buffers, self._positions = self._buffers, positions
+        self.rope.reserve(max(positions) + 1)
+        for b, (token, pos) in enumerate(zip(tokens, positions, strict=True)):
+            self._embed_row(token, buffers.host_x[b].numpy())
+            budgets = [c.budget_rows(pos + 1) for c in caches[b] if isinstance(c, DeviceCache)]
+            buffers.set_numbers(b, pos, min(budgets, default=pos + 1))
+        key = (len(self.rope.cos), *self._plan(positions, caches))
+        owners = [buffers, *(cache for layers in caches for cache in layers)]
+        self._steps.run(owners, key, lambda: list(self._program(caches)))
+        logits = buffers.logits()
+        for layers, pos in zip(caches, positions, strict=True):
+            for cache in layers:
+                if isinstance(cache, DeviceCache):
+                    cache.settle(pos + 1)
+        return logits
+
+    def _plan(
+        self, positions: Sequence[int], caches: Sequence[Sequence[LayerCache]]
+    ) -> Iterator[Hashable]:
+        """The caches' preparations for a step, and what tells its program from others."""
+        for layers, pos in zip(caches, positions, strict=True):
+            n_max = grid_bound(pos + 1)
+            for cache in layers:
+                if isinstance(cache, DeviceCache):
+                    yield cache.plan(pos + 1, n_max)
+
+    def _program(self, caches: Sequence[Sequence[LayerCache]]) -> Iterator[Piece]:
+        """A step: from the token's embedding in the buffers to the logits there."""
+        buffers, calls = self._buffers, [self._buffers.upload]
+        for i, layers in enumerate(zip(*caches, strict=True)):
+            calls.append(lambda i=i: self._project(i))
+            on_host = [b for b, cache in enumerate(layers) if not isinstance(cache, DeviceCache)]
+            for b, cache in enumerate(layers):
+                if b not in on_host:
+                    calls.append(lambda i=i, b=b, cache=cache: self._attend(i, b, cache))
+            if on_host:
+                yield Piece(_in_order([*calls, lambda i=i: buffers.download_inputs(i)]), False)
+                yield Piece(lambda i=i, layers=layers: self._attend_on_host(i, layers), True)
+                calls = [lambda i=i, on_host=on_host: buffers.upload_attended(i, on_host)]
+            calls.append(lambda i=i: self._finish(i))
+        yield Piece(_in_order([*calls, self._output]), False)
+
+    def _project(self, i: int) -> None:
+        """Layer i's q, k, v in the buffers, from the residual stream."""
+        h, layer, buffers = self.hparams, self._on_device.layers[i], self._buffers
+        vectors = layer.vectors
+        normed = kernels.rms_norm(buffers.x, vectors.attn_norm, h.norm_eps)
+        kernels.split_heads(
+            layer.qkv.apply(normed), buffers.inputs(i), buffers.pos, self.rope.cos, self.rope.sin,
+            biases=(vectors.q.bias, vectors.k.bias, vectors.v.bias),
+            norms=(vectors.q_norm, vectors.k_norm),
+            eps=h.norm_eps, interleaved=self.architecture.rope_interleaved,
+        )  # fmt: skip
+
+    def _attend(self, i: int, b: int, cache: DeviceCache) -> None:
+        """Row b's attention, in the buffers."""
+        buffers, row = self._buffers, slice(b, b + 1)
+        step = Step(buffers.pos[row], buffers.n[row], buffers.budget[row])
+        x = DeviceInput(*(t[row] for t in buffers.inputs(i)), step)
+        buffers.attended(i)[row] = cache.decode(x)
+
+    def _attend_on_host(self, i: int, layers: Sequence[LayerCache]) -> None:
+        """The same for all rows whose cache lies on the host."""
+        buffers = self._buffers
+        for b, (cache, pos) in enumerate(zip(layers, self._positions, strict=True)):
+            if not isinstance(cache, DeviceCache):
+                out = cache.decode(AttnInput(*buffers.host_inputs(i, b), pos))
+                buffers.host_attended(i)[b] = out[:, : self.hparams.value_dim]
+
+    def _finish(self, i: int) -> None:
+        """Layer i behind its attention."""
+        h, layer, buffers = self.hparams, self._on_device.layers[i], self._buffers
+        buffers.x += layer.o.apply(buffers.attended(i).flatten(1))
+        normed = kernels.rms_norm(buffers.x, layer.vectors.ffn_norm, h.norm_eps)
+        hidden = kernels.silu_multiply(layer.gate_up.apply(normed))
+        buffers.x += layer.down.apply(hidden)
+
+    def _output(self) -> None:
+        normed = kernels.rms_norm(self._buffers.x, self.output_norm, self.hparams.norm_eps)
+        self._buffers.download_logits(self._on_device.output.apply(normed))
+
+    def _embed_row(self, token: int, out: np.ndarray) -> None:
+        """The token's embedding, f32 (n_embd,)."""
+        table = self.weights.token_embd
+        row, at = table.data[token : token + 1], host_matvec.address(out)
+        host_matvec.dequantize_into(
+            table.code, row, table.n_columns, at, out.nbytes, host_matvec.TO_F32
+        )
+
+
+def _in_order(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    """All of ``calls`` as one."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def grid_bound(n: int) -> int:
+    """At least n rows, a quarter more at most (256 for few): what a graph's grids are made for."""
+    step = max(256, 1 << max(0, n.bit_length() - 3))
+    return -(-n // step) * step

@@ -1,0 +1,143 @@
+"""What a session computes with on a GPU: the device, the decoder, and where each cache lies."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from sparsekv_cli.cache import DenseCache, LayerCache, LayerSpec, Method
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.cpu import ops as host_ops
+from sparsekv_cli.device.cache import DeviceDense
+from sparsekv_cli.device.decoder import DeviceDecoder
+from sparsekv_cli.device.host import HostCache, HostOps, HostWorker
+from sparsekv_cli.device.ops import DeviceOps
+from sparsekv_cli.device.weights import DeviceWeights, resident_bytes
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.architectures import Architecture
+from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.weights import Weights
+
+GIB = 1 << 30
+CHUNK = 2048  # prompt tokens a chunk at least: a GPU wants more rows than a CPU
+SPARE = 0.05  # of the memory that is free: fragments, and the libraries' own
+
+
+def device_cache(method: Method) -> Any:
+    """The class of the method's cache on a device: (spec, ops, method) -> cache. None: no such."""
+    if not method.device_cache:
+        return None
+    module, _, name = method.device_cache.partition(":")
+    return getattr(import_module(f"sparsekv_cli.device.{module}"), name)
+
+
+class DeviceEngine:
+    """One GPU and its host.
+
+    on_host: whether all caches lie on the host; otherwise only those of methods that have none of
+    their own for a device. note: what the user should know.
+    """
+
+    def __init__(self, decoder: DeviceDecoder, *, on_host: bool, note: str = "") -> None:
+        self.decoder = decoder
+        self.note = note
+        self.on_host = on_host
+        self.ops = DeviceOps(decoder.device)
+        self._worker = HostWorker(decoder.device)
+        decoder.foreign = self._foreign
+
+    def layer(self, method: Method, spec: LayerSpec) -> LayerCache:
+        spec = method.layer_spec(spec)
+        dense = method.is_dense(spec)
+        own = device_cache(method)
+        if self.on_host or not (dense or own):
+            backend: Any = HostOps(host_ops, self.ops.device)
+            make = DenseCache if dense else method.sparse_layer
+            return HostCache(make(spec, backend), backend, self._worker, deferred=True)
+        if (spec.cache_type_k, spec.cache_type_v) != ("f16", "f16"):
+            raise SparseKVError(
+                f"--cache-type-k {spec.cache_type_k} and --cache-type-v {spec.cache_type_v}: "
+                "caches on a GPU are f16; use --kv host or --device cpu"
+            )
+        return DeviceDense(spec, self.ops) if dense else own(spec, self.ops, method)
+
+    def decodes_on_host(self, method: Method) -> bool:
+        return self.on_host or device_cache(method) is None
+
+    def _foreign(self, cache: LayerCache) -> HostCache:
+        """A cache of the host that may do as it likes in prefill, such as a calibration's."""
+        backend: Any = HostOps(host_ops, self.ops.device)
+        cache.backend = backend
+        return HostCache(cache, backend, self._worker, deferred=False)
+
+
+def open_device_engine(
+    device: torch.device,
+    hparams: HParams,
+    architecture: Architecture,
+    weights: Weights,
+    method: Method,
+    config: SessionConfig,
+    n_threads: int,
+    n_ctx: int,
+) -> DeviceEngine:
+    """Loads the weights and decides where the KV cache lies.
+
+    SparseKVError, with the numbers, for what does not fit; where ``config.kv`` leaves it open, a
+    KV cache that does not fit stays on the host, and the engine's note says so.
+    """
+    mode = "quantized" if config.gpu_weights == "auto" else config.gpu_weights
+    dtype = torch.float32 if config.prefill_dtype == "f32" else torch.bfloat16
+    chunk = max(config.chunk, CHUNK)
+    room = free_bytes(device, config.vram_limit)
+    on_host, note = config.kv == "host", ""
+    if room is not None:
+        fixed = resident_bytes(weights, mode) + scratch_bytes(hparams, chunk)
+        cache = 0 if on_host or device_cache(method) is None else kv_bytes(hparams, n_ctx)
+        parts = f"weights ({mode}) and scratch {fixed / GIB:.1f} GiB"
+        if fixed > room:
+            raise SparseKVError(
+                f"the GPU has {room / GIB:.1f} GiB to use, but {parts} are needed; use --device cpu"
+            )
+        if fixed + cache > room:
+            parts += f", KV cache of {n_ctx} tokens {cache / GIB:.1f} GiB"
+            if config.kv == "device":
+                raise SparseKVError(
+                    f"the GPU has {room / GIB:.1f} GiB to use, but {parts} are needed; use --kv "
+                    "host, or a smaller --ctx-size"
+                )
+            has = f"the GPU has {room / GIB:.1f} GiB to use"
+            note = f"the KV cache stays on the host: {has} ({parts})"
+            on_host = True
+    decoder = DeviceDecoder(
+        hparams, architecture, weights, DeviceWeights(weights, device, mode, dtype),
+        n_threads=n_threads, chunk=chunk,
+    )  # fmt: skip
+    return DeviceEngine(decoder, on_host=on_host, note=note)
+
+
+def free_bytes(device: torch.device, limit: float) -> int | None:
+    """Bytes of the device's memory that may be used; limit in GiB, 0: none. None: no device."""
+    if device.type != "cuda":
+        return int(limit * GIB) or None
+    free = int(torch.cuda.mem_get_info(device)[0] * (1 - SPARE))
+    return min(free, int(limit * GIB)) if limit else free
+
+
+def kv_bytes(hparams: HParams, n_ctx: int) -> int:
+    """K and V of n_ctx tokens in f16."""
+    return 2 * n_ctx * sum(hparams.n_head_kv) * (hparams.head_dim + hparams.value_dim)
+
+
+def scratch_bytes(hparams: HParams, chunk: int) -> int:
+    """About what a chunk takes beside weights and KV: a layer's matrices in bf16, and its rows."""
+    h = hparams
+    most = 0
+    for n_head, n_kv, n_ff in zip(h.n_head, h.n_head_kv, h.n_ff, strict=True):
+        heads = (n_head + n_kv) * (h.head_dim + h.value_dim)
+        matrices = 2 * h.n_embd * (heads + 3 * n_ff)
+        rows = 2 * chunk * (4 * h.n_embd + 3 * heads + 4 * n_ff)
+        most = max(most, matrices + rows)
+    return most

@@ -1,0 +1,115 @@
+"""The buffers through which a decode step on the device meets the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from sparsekv_cli.cache import padded
+from sparsekv_cli.models.hparams import HParams
+
+
+class StepBuffers:
+    """Tensors of a step of B sequences that stay where they are, as captured graphs need.
+
+    Those of the host are pinned where there is a GPU, so that copies run by themselves. x: f32
+    (B, n_embd), the residual stream; pos, n, budget: int32 (B,), see device/cache.py Step.
+    """
+
+    def __init__(self, hparams: HParams, n_rows: int, device: torch.device) -> None:
+        h = hparams
+        self.n_rows = n_rows
+        self._h = h
+        self._device = device
+        self.host_x, self.x = self._both((n_rows, h.n_embd), torch.float32)
+        self._host_numbers, numbers = self._both((3, n_rows), torch.int32)
+        self._numbers = numbers
+        self.pos, self.n, self.budget = numbers
+        sizes = {
+            n_head * h.head_dim * 2 + n_kv * (2 * h.head_dim + h.value_dim)
+            for n_head, n_kv in zip(h.n_head, h.n_head_kv, strict=True)
+        }
+        self._host_packed, self._packed = self._both((n_rows * max(sizes),), torch.float32)
+        widest = max(h.n_head) * h.value_dim
+        self._host_attended, self._attended = self._both((n_rows * widest,), torch.float32)
+        self._host_logits = self._on_host((n_rows, h.n_vocab), torch.float32)
+
+    def _on_host(self, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=kind, pin_memory=self._device.type == "cuda")
+
+    def _both(self, shape: tuple[int, ...], kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Zeros on the host and on the device."""
+        return self._on_host(shape, kind), torch.zeros(shape, dtype=kind, device=self._device)
+
+    def set_numbers(self, b: int, pos: int, budget: int) -> None:
+        """What ``upload`` gives sequence b."""
+        self._host_numbers[:, b] = torch.tensor([pos, pos + 1, budget], dtype=torch.int32)
+
+    def upload(self) -> None:
+        """The embeddings and numbers of a step."""
+        self.x.copy_(self.host_x, non_blocking=True)
+        self._numbers.copy_(self._host_numbers, non_blocking=True)
+
+    def _layer_inputs(self, packed: torch.Tensor, i: int) -> list[torch.Tensor]:
+        """q, k, v, q_nope, k_nope of layer i, f32 (B, heads, d), one after another."""
+        h, n_rows = self._h, self.n_rows
+        q, k, v = (
+            (h.n_head[i], h.head_dim),
+            (h.n_head_kv[i], h.head_dim),
+            (h.n_head_kv[i], h.value_dim),
+        )
+        parts, at = [], 0
+        for heads, width in (q, k, v, q, k):
+            size = n_rows * heads * width
+            parts.append(packed[at : at + size].view(n_rows, heads, width))
+            at += size
+        return parts
+
+    def inputs(self, i: int) -> list[torch.Tensor]:
+        return self._layer_inputs(self._packed, i)
+
+    def download_inputs(self, _layer: int) -> None:
+        self._host_packed.copy_(self._packed, non_blocking=True)
+
+    def host_inputs(self, i: int, b: int) -> list[np.ndarray]:
+        """Row b's inputs of layer i as an AttnInput of the host has them."""
+        rows = [part[b].numpy()[:, None] for part in self._layer_inputs(self._host_packed, i)]
+        return [_widened(row) for row in rows]
+
+    def _layer_attended(self, flat: torch.Tensor, i: int) -> torch.Tensor:
+        h = self._h
+        size = self.n_rows * h.n_head[i] * h.value_dim
+        return flat[:size].view(self.n_rows, h.n_head[i], h.value_dim)
+
+    def attended(self, i: int) -> torch.Tensor:
+        """What layer i's attention gave, f32 (B, H, d_v)."""
+        return self._layer_attended(self._attended, i)
+
+    def host_attended(self, i: int) -> np.ndarray:
+        """Where the host puts its part of it."""
+        return self._layer_attended(self._host_attended, i).numpy()
+
+    def upload_attended(self, i: int, rows: Sequence[int]) -> None:
+        """The host's part of layer i's attention: these rows."""
+        target, source = self.attended(i), self._layer_attended(self._host_attended, i)
+        for b in rows:
+            target[b].copy_(source[b], non_blocking=True)
+
+    def download_logits(self, logits: torch.Tensor) -> None:
+        self._host_logits.copy_(logits, non_blocking=True)
+
+    def logits(self) -> np.ndarray:
+        """f32 (B, n_vocab) of the step, the caller's own; waits for it."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return self._host_logits.numpy().copy()
+
+
+def _widened(rows: np.ndarray) -> np.ndarray:
+    """(heads, 1, d) with zeros up to whole vectors, as kernels of the host read them."""
+    width = rows.shape[-1]
+    if padded(width) == width:
+        return rows
+    return np.pad(rows, ((0, 0), (0, 0), (0, padded(width) - width)))

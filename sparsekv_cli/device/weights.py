@@ -1,0 +1,150 @@
+"""A model's weights in device memory: quantised as the file has them, or as bf16.
+
+A decode step reads every weight once, so quantised ones are faster there; the prefill's matrix
+products want bf16, and get a layer at a time from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsekv_cli.cpu import matvec as host_matvec
+from sparsekv_cli.kernels import matvec
+from sparsekv_cli.kernels.blocks import PACKABLE, PackedMatrix, repack
+from sparsekv_cli.models.ggml_types import GGMLType
+from sparsekv_cli.models.weights import LayerWeights, Linear, Weights
+
+MODES = ("auto", "quantized", "bf16")
+
+
+class Stack:
+    """Matrices that share an input, one above another: y = W x.
+
+    parts: one bf16 matrix, or the quantised ones.
+    """
+
+    def __init__(self, parts: Sequence[PackedMatrix]) -> None:
+        self.parts = tuple(parts)
+        self.n_rows = sum(part.n_rows for part in parts)
+        self.n_columns = parts[0].n_columns
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """f32 (B, columns) -> f32 (B, rows)."""
+        out = torch.empty(len(x), self.n_rows, dtype=torch.float32, device=x.device)
+        at = 0
+        for part in self.parts:
+            for start in range(0, len(x), matvec.MAX_BATCH):
+                some = slice(start, start + matvec.MAX_BATCH)
+                matvec.matvec(part, x[some], out[some, at : at + part.n_rows])
+            at += part.n_rows
+        return out
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """(rows, columns) in ``dtype``: itself if that is how it lies."""
+        if len(self.parts) == 1 and self.parts[0].low.dtype == dtype:
+            return self.parts[0].low
+        device = self.parts[0].low.device
+        out = torch.empty(self.n_rows, self.n_columns, dtype=dtype, device=device)
+        at = 0
+        for part in self.parts:
+            matvec.dequantize(part, out[at : at + part.n_rows])
+            at += part.n_rows
+        return out
+
+
+@dataclass(frozen=True)
+class DeviceLayer:
+    """One layer. vectors: norms and biases as tensors; the matrices in it stay the host's."""
+
+    vectors: LayerWeights
+    qkv: Stack
+    o: Stack
+    gate_up: Stack
+    down: Stack
+
+    def dense(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The matrices as the prefill multiplies them."""
+        names = ("qkv", "o", "gate_up", "down")
+        return {name: getattr(self, name).dense(dtype) for name in names}
+
+
+class DeviceWeights:
+    """All weights on a device. mode: ``bf16``, or ``quantized``, but formats without a kernel bf16.
+
+    dtype: of the prefill; bf16, or f32 for tests.
+    """
+
+    def __init__(
+        self, weights: Weights, device: torch.device, mode: str, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        self.device, self.dtype = device, dtype
+        self._quantized = mode == "quantized"
+        self.layers = tuple(self._layer(layer) for layer in weights.layers)
+        self.output = self._stack(weights.output)
+        self.output_norm = self._vector(weights.output_norm)
+
+    @property
+    def nbytes(self) -> int:
+        stacks = [s for each in self.layers for s in (each.qkv, each.o, each.gate_up, each.down)]
+        return sum(stack.nbytes for stack in [*stacks, self.output])
+
+    def _layer(self, layer: LayerWeights) -> DeviceLayer:
+        vectors: dict[str, Any] = {
+            name: self._vector(getattr(layer, name))
+            for name in ("attn_norm", "q_norm", "k_norm", "ffn_norm")
+        }
+        for name in ("q", "k", "v"):
+            linear = getattr(layer, name)
+            vectors[name] = replace(linear, bias=self._vector(linear.bias))
+        return DeviceLayer(
+            vectors=replace(layer, **vectors),
+            qkv=self._stack(layer.q, layer.k, layer.v),
+            o=self._stack(layer.o),
+            gate_up=self._stack(layer.gate, layer.up),
+            down=self._stack(layer.down),
+        )
+
+    def _vector(self, array: np.ndarray | None) -> Any:
+        return None if array is None else torch.from_numpy(array).to(self.device)
+
+    def _stack(self, *linears: Linear) -> Stack:
+        if self._quantized:
+            return Stack([self._packed(linear) for linear in linears])
+        whole = torch.cat([self._bf16(linear) for linear in linears])
+        return Stack([PackedMatrix("BF16", len(whole), whole.shape[1], whole)])
+
+    def _packed(self, linear: Linear) -> PackedMatrix:
+        name = GGMLType(linear.code).name
+        if name not in PACKABLE:
+            return PackedMatrix("BF16", linear.n_rows, linear.n_columns, self._bf16(linear))
+        data = torch.from_numpy(np.ascontiguousarray(linear.data)).to(self.device)
+        return repack(name, data, linear.n_columns)
+
+    def _bf16(self, linear: Linear) -> torch.Tensor:
+        """Dequantised by the host, bf16 (rows, columns) on the device."""
+        out = torch.empty(linear.n_rows, linear.n_columns, dtype=torch.bfloat16)
+        host_matvec.dequantize_into(
+            linear.code, linear.data, linear.n_columns, out.data_ptr(), 2 * linear.n_columns,
+            host_matvec.TO_BF16,
+        )  # fmt: skip
+        return out.to(self.device)
+
+
+def resident_bytes(weights: Weights, mode: str) -> int:
+    """About what ``DeviceWeights`` will take."""
+    linears = [linear for layer in weights.layers for linear in layer.linears()]
+    total = 0
+    for linear in [*linears, weights.output]:
+        packed = mode == "quantized" and GGMLType(linear.code).name in PACKABLE
+        # Unpacked scales make some formats up to 3% larger (kernels/blocks.py).
+        total += linear.data.nbytes * 103 // 100 if packed else 2 * linear.n_rows * linear.n_columns
+    return total
