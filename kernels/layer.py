@@ -1,12 +1,13 @@
 """The steps of a decoder layer between its matrix products, for B rows of one decode step each.
 
-``norm_rows``: residual sum and RMS norm. ``split_heads``: biases, q/k norm and rotation of what the
-projections gave. ``gate_rows``: silu(gate) * up. All in f32; the formulas are those of TorchRows
-(models/prefill_rows.py), which is their reference.
+``rms_norm``: residual sum and RMS norm. ``split_heads``: biases, q/k norm and rotation of what the
+projections gave. ``silu_multiply``: silu(gate) * up. All in f32; the formulas, and the reference,
+are those of TorchRows (models/prefill_rows.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from sparsekv_cli.kernels.checks import check
 
 
 @triton.jit
-def _norm_rows_kernel(
+def _rms_norm_kernel(
     x_ptr, y_ptr, weight_ptr, out_ptr, n, eps, stride_x, stride_y, stride_out,
     ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -33,7 +34,7 @@ def _norm_rows_kernel(
     tl.store(out_ptr + b * stride_out + c, normed, mask=c < n)
 
 
-def norm_rows(
+def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
@@ -55,7 +56,7 @@ def norm_rows(
     if y is not None:
         check("y", y, torch.float32, (n_batch, n), device, strided=True)
     block = triton.next_power_of_2(n)
-    _norm_rows_kernel[(n_batch,)](
+    _rms_norm_kernel[(n_batch,)](
         x, x if y is None else y, weight, out, n, eps, x.stride(0),
         0 if y is None else y.stride(0), out.stride(0), ADD=y is not None, BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
@@ -137,23 +138,25 @@ def _split_heads_kernel(
 
 def split_heads(
     raw: torch.Tensor,
-    biases: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-    norms: tuple[torch.Tensor | None, torch.Tensor | None],
-    eps: float,
+    out: Sequence[torch.Tensor],
+    pos: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    pos: torch.Tensor,
-    interleaved: bool,
-    out: Heads,
-) -> Heads:
-    """q, k and v as projected, raw f32 (B, H d + G d + G d_v) -> ``out``.
+    *,
+    biases: Sequence[torch.Tensor | None] = (None, None, None),
+    norms: Sequence[torch.Tensor | None] = (None, None),
+    eps: float = 0.0,
+    interleaved: bool = False,
+) -> None:
+    """q, k and v as projected, raw f32 (B, H d + G d + G d_v) -> ``out``, in the order of Heads.
 
-    biases: of q, k and v, f32 (rows,); norms: of q and k, f32 (d,). Those of q and k must be there
-    both or not at all. cos, sin f32 (positions, n_rot / 2), pos int32 (B,): each row's position.
-    interleaved: whether raw has its rotation pairs as (0, 1), (2, 3) ...
+    pos int32 (B,): each row's position in cos, sin f32 (positions, n_rot / 2). biases: of q, k and
+    v, f32 (rows,); norms: of q and k, f32 (d,), with ``eps``. Those of q and k must be there both
+    or not at all. interleaved: whether raw has its rotation pairs as (0, 1), (2, 3) ...
     """
-    n_batch, n_head, d = out.q.shape
-    n_kv_head, d_v = out.v.shape[1:]
+    heads = Heads._make(out)
+    n_batch, n_head, d = heads.q.shape
+    n_kv_head, d_v = heads.v.shape[1:]
     half, device = cos.shape[1], raw.device
     width = (n_head + n_kv_head) * d + n_kv_head * d_v
     check("raw", raw, torch.float32, (n_batch, width), device, strided=True)
@@ -163,7 +166,7 @@ def split_heads(
     if 2 * half > d:
         raise ValueError(f"cos has {half} pairs: expected at most {d // 2}")
     for name, x, shape in zip(
-        Heads._fields, out,
+        Heads._fields, heads,
         ((n_head, d), (n_kv_head, d), (n_kv_head, d_v), (n_head, d), (n_kv_head, d)), strict=True,
     ):  # fmt: skip
         check(f"out.{name}", x, torch.float32, (n_batch, *shape), device)
@@ -178,15 +181,14 @@ def split_heads(
             raise ValueError(f"q_{name} and k_{name}: expected both or none")
     given = [raw if vector is None else vector for vector in vectors.values()]
     _split_heads_kernel[(n_batch, n_head + 2 * n_kv_head)](
-        raw, *given, cos, sin, pos, *out, n_head, n_kv_head, d, d_v, half, eps, raw.stride(0),
+        raw, *given, cos, sin, pos, *heads, n_head, n_kv_head, d, d_v, half, eps, raw.stride(0),
         BIAS=biases[0] is not None, V_BIAS=biases[2] is not None, NORM=norms[0] is not None,
         INTERLEAVED=interleaved, BLOCK=triton.next_power_of_2(max(d, d_v)), num_warps=1,
     )  # fmt: skip
-    return out
 
 
 @triton.jit
-def _gate_rows_kernel(gate_up_ptr, out_ptr, n, stride_gate_up, stride_out, BLOCK: tl.constexpr):
+def _silu_multiply_kernel(gate_up_ptr, out_ptr, n, stride_gate_up, stride_out, BLOCK: tl.constexpr):
     b = tl.program_id(1)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up_ptr + b * stride_gate_up + c, mask=c < n, other=0)
@@ -196,7 +198,7 @@ def _gate_rows_kernel(gate_up_ptr, out_ptr, n, stride_gate_up, stride_out, BLOCK
     tl.store(out_ptr + b * stride_out + c, product.to(out_ptr.dtype.element_ty), mask=c < n)
 
 
-def gate_rows(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def silu_multiply(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """silu(gate) * up of f32 (B, 2 n_ff), the gate first -> (B, n_ff), f32, f16 or bf16."""
     n_batch, n = gate_up.shape[0], gate_up.shape[1] // 2
     device = gate_up.device
@@ -205,7 +207,7 @@ def gate_rows(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.T
     check("gate_up", gate_up, torch.float32, (n_batch, 2 * n), device, strided=True)
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     check("out", out, dtypes, (n_batch, n), device, strided=True)
-    _gate_rows_kernel[(triton.cdiv(n, 512), n_batch)](
+    _silu_multiply_kernel[(triton.cdiv(n, 512), n_batch)](
         gate_up, out, n, gate_up.stride(0), out.stride(0), BLOCK=512, num_warps=4
     )
     return out

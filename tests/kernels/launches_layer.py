@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from geometries import GEOMETRIES, ODD
 
 from sparsekv_cli.kernels import layer
 
@@ -14,11 +13,10 @@ from sparsekv_cli.kernels import layer
 def launches() -> Iterator[Callable[[], object]]:
     for n in (576, 4096):
         x, weight = torch.zeros(2, n), torch.zeros(n)
-        yield partial(layer.norm_rows, x, weight, 1e-5)
-        yield partial(layer.norm_rows, x, weight, 1e-5, x)
-    yield partial(layer.gate_rows, torch.zeros(2, 2 * 14336))
-    for geometry in (*GEOMETRIES, ODD):
-        n_head, n_kv, d = geometry.n_head, geometry.n_kv_head, geometry.d
+        yield partial(layer.rms_norm, x, weight, 1e-5)
+        yield partial(layer.rms_norm, x, weight, 1e-5, x)
+    yield partial(layer.silu_multiply, torch.zeros(2, 2 * 14336))
+    for n_head, n_kv, d in ((32, 8, 128), (32, 32, 128), (9, 3, 64), (6, 2, 80)):
         out = layer.empty_heads(2, n_head, n_kv, d, d, torch.device("cpu"))
         raw, table = torch.zeros(2, (n_head + 2 * n_kv) * d), torch.zeros(64, d // 2)
         pos, norm = torch.zeros(2, dtype=torch.int32), torch.zeros(d)
@@ -26,5 +24,6 @@ def launches() -> Iterator[Callable[[], object]]:
         none = (None, None, None)
         for given, norms, interleaved in ((none, none[:2], True), (biases, (norm, norm), False)):
             yield partial(
-                layer.split_heads, raw, given, norms, 1e-5, table, table, pos, interleaved, out
-            )
+                layer.split_heads, raw, out, pos, table, table, biases=given, norms=norms,
+                interleaved=interleaved,
+            )  # fmt: skip

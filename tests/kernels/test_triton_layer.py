@@ -31,13 +31,13 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("n", [1, 63, 576, 4096])
 @pytest.mark.parametrize("n_batch", [1, 3])
-def test_norm_rows(n, n_batch, device):
+def test_rms_norm(n, n_batch, device):
     x, y, weight = f32(0, n_batch, n) * 10, f32(1, n_batch, n), f32(2, n)
     rows = reference(64, 64, 64, False)
-    close(layer.norm_rows(x.to(device), weight.to(device), EPS), rows.norm(x, weight.numpy()))
+    close(layer.rms_norm(x.to(device), weight.to(device), EPS), rows.norm(x, weight.numpy()))
     out = torch.full((n_batch, n + 5), torch.nan, device=device)
     on_device = x.clone().to(device)
-    layer.norm_rows(on_device, weight.to(device), EPS, y.to(device), out[:, :n])
+    layer.rms_norm(on_device, weight.to(device), EPS, y.to(device), out[:, :n])
     close(on_device, x + y)
     close(out[:, :n], rows.norm(x + y, weight.numpy()))
     assert out[:, n:].isnan().all()
@@ -73,10 +73,12 @@ def test_split_heads(n_head, n_kv_head, d, d_v, n_rot, interleaved, extras, devi
     for x in out:
         x.fill_(torch.nan)
     cos, sin = (torch.from_numpy(x).to(device) for x in (rows._rope.cos, rows._rope.sin))
+    biases, norms = (
+        [None if x is None else x.to(device) for x in part] for part in (biases, norms[:2])
+    )
     layer.split_heads(
-        raw.to(device), *(tuple(None if x is None else x.to(device) for x in part)
-        for part in (biases, norms[:2])), EPS, cos, sin,
-        torch.tensor(pos, dtype=torch.int32, device=device), interleaved, out,
+        raw.to(device), list(out), torch.tensor(pos, dtype=torch.int32, device=device), cos, sin,
+        biases=biases, norms=norms, eps=EPS, interleaved=interleaved,
     )  # fmt: skip
     for b, position in enumerate(pos):
         expected = rows.heads(raw[b : b + 1], of_layer, n_head, n_kv_head, position)
@@ -85,16 +87,16 @@ def test_split_heads(n_head, n_kv_head, d, d_v, n_rot, interleaved, extras, devi
 
 
 @pytest.mark.parametrize("n", [1, 63, 1536])
-def test_gate_rows(n, device):
+def test_silu_multiply(n, device):
     gate_up = f32(0, 3, 2 * n) * 20
     gate_up[0, 0], gate_up[1, 0] = -200, 200  # exponentials that overflow
     expected = reference(64, 64, 64, False).gate(gate_up)
-    close(layer.gate_rows(gate_up.to(device)), expected)
+    close(layer.silu_multiply(gate_up.to(device)), expected)
 
 
 def test_wrong_arguments_are_refused(device):
     x = torch.zeros(2, 8, device=device)
     with pytest.raises(ValueError, match="weight has shape"):
-        layer.norm_rows(x, torch.ones(9, device=device), EPS)
+        layer.rms_norm(x, torch.ones(9, device=device), EPS)
     with pytest.raises(ValueError, match="out is"):
-        layer.gate_rows(x, torch.zeros(2, 4, dtype=torch.int32, device=device))
+        layer.silu_multiply(x, torch.zeros(2, 4, dtype=torch.int32, device=device))
