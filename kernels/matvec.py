@@ -397,12 +397,15 @@ def _matmul(w: PackedMatrix, x: torch.Tensor, scratch: torch.Tensor) -> int:
     return n_part
 
 
-def dequantize(w: PackedMatrix, out: torch.Tensor | None = None) -> torch.Tensor:
-    """W (rows, columns) as f32, f16 or bf16 (the default), rounded once: for the prefill."""
-    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+def dequantize(
+    w: PackedMatrix, dtype: torch.dtype = torch.bfloat16, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """W (rows, columns) as ``dtype``, f32, f16 or bf16, each weight rounded once, for prefill."""
     if out is None:
-        out = torch.empty(w.n_rows, w.n_columns, dtype=torch.bfloat16, device=w.low.device)
-    check("out", out, dtypes, (w.n_rows, w.n_columns), w.low.device, strided=True)
+        out = torch.empty(w.n_rows, w.n_columns, dtype=dtype, device=w.low.device)
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"dtype is {dtype}: expected float32, float16 or bfloat16")
+    check("out", out, dtype, (w.n_rows, w.n_columns), w.low.device, strided=True)
     if w.name in FLOATS:
         return out.copy_(w.low)
     n_unit = w.low.shape[1] // 4
