@@ -25,11 +25,13 @@ BLOCK_N = 256  # tokens of a tile: 512 bytes of each dim
 GATHERED = 32  # rows that a program fetches from the host
 
 
-def build_chunks(k: torch.Tensor, n: int, dims: torch.Tensor, dom: torch.Tensor) -> None:
-    """dom[:, :, :, :n] of the rows 0..n of k f16 (B, G, capacity, d): the dims int32 (G, C)."""
+def build_chunks(
+    k: torch.Tensor, first: int, stop: int, dims: torch.Tensor, dom: torch.Tensor
+) -> None:
+    """dom[..., first:stop] of these rows of k f16 (B, G, capacity, d): the dims int32 (G, C)."""
     n_batch, n_kv_head = k.shape[:2]
-    wide = dims.long()[None, :, None].expand(n_batch, n_kv_head, n, -1)
-    dom[..., :n] = k[:, :, :n].gather(3, wide).transpose(2, 3)
+    wide = dims.long()[None, :, None].expand(n_batch, n_kv_head, stop - first, -1)
+    dom[..., first:stop] = k[:, :, first:stop].gather(3, wide).transpose(2, 3)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ def test_score_chunks(n_head, n_kv_head, d, n_dim, ns, device):
     q, k, _, order, n = layer(n_head, n_kv_head, d, n_dim, capacity, ns, device)
     dims = order[:, :n_dim]
     dom = torch.full((len(ns), n_kv_head, n_dim, capacity), torch.nan, device=device).half()
-    chunks.build_chunks(k, max(ns) - 1, dims, dom)
+    chunks.build_chunks(k, 0, max(ns) - 1, dims, dom)
     rows = torch.arange(len(ns), device=device)
     chunks.append_chunks(k[rows, :, n.long() - 1].float().contiguous(), dims, dom, n - 1)
     out = torch.full((len(ns), n_head, n_max), torch.nan, device=device)
@@ -73,7 +73,7 @@ def test_rows_of_the_host_are_attended_as_whole_ones(n_head, n_kv_head, d, n_dim
     q, k, v, order, _ = layer(n_head, n_kv_head, d, n_dim, capacity, ns, device)
     pinned = device != "cpu"
     dom = torch.full((2, n_kv_head, n_dim, capacity), torch.nan, device=device).half()
-    chunks.build_chunks(k, max(ns), order[:, :n_dim], dom)
+    chunks.build_chunks(k, 0, max(ns), order[:, :n_dim], dom)
     rest = torch.full((2, n_kv_head, capacity, d - n_dim), torch.nan, pin_memory=pinned).half()
     values = torch.full((2, n_kv_head, capacity, d), torch.nan, pin_memory=pinned).half()
     if pinned:
