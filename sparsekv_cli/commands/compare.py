@@ -82,7 +82,12 @@ def command(
     text = read_prompt(prompt, file)
     following = None if continuation is None else read_prompt(None, continuation)
     path = find_model(options.model)
-    session = load_session(path, chosen["full"], options.config)
+    if options.config.device == "cuda":
+        raise click.UsageError(
+            "methods are compared on the CPU: leave --device away, or say --device cpu", context
+        )
+    config = replace(options.config, device="cpu")
+    session = load_session(path, chosen["full"], config)
     from sparsekv_cli.comparison import compare
 
     ids = prompt_ids(session, text, raw)
