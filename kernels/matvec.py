@@ -20,27 +20,34 @@ from sparsekv_cli.kernels.blocks import FLOATS, PACKINGS, PackedMatrix
 from sparsekv_cli.kernels.checks import check
 
 MAX_BATCH = 16
-MAX_FUSED = 4  # vectors above which the tensor cores take fewer instructions
+MAX_FUSED = 2  # vectors above which the tensor cores take fewer instructions
 MATMUL_ROWS = 64  # rows of a program of the tensor-core kernel: they share its inputs
+MATMUL_UNITS = 4  # units of a step of that kernel: more do not fit the registers
+EXPONENT = 0x4B000000  # bits of 2^23 as f32
 PROGRAMS = 512  # wanted at least, a few for each multiprocessor
 
 
 @triton.jit
-def _times_field(low, high, x, K: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr,
-                 ZERO: tl.constexpr):  # fmt: skip
-    """(q - ZERO) x, f32, for field K of the words ``low`` (u32) and ``high`` (i32 or absent)."""
+def _times_field(
+    low, high, x, exponent,
+    K: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, ZERO: tl.constexpr,
+):  # fmt: skip
+    """(q - ZERO) x, f32, for field K of the words ``low`` and ``high``, u32.
+
+    exponent: the bits of 2^23, as a value that the compiler does not know: for two constants in
+    one operation it spends another one.
+    """
+    # Fields stay below bit 23, where the mantissa ends; a field at bit 0 is not shifted there, as
+    # that takes an instruction more.
+    last: tl.constexpr = 4 if LOW_BITS == 4 else 1
+    shift: tl.constexpr = 0 if last >= K else (16 if LOW_BITS == 4 else 8 * K - 8)
+    at: tl.constexpr = LOW_BITS * K - shift
+    q = (low >> shift) & ((2**LOW_BITS - 1) << at)
     if HIGH_BITS > 0:
-        shift: tl.constexpr = 0
-        at: tl.constexpr = 0
-        q = (low >> (4 * K)) & 15
-        q |= (((high >> (HIGH_BITS * K)) & (2**HIGH_BITS - 1)) << 4).to(tl.uint32)
-    else:
-        # Fields stay below bit 23, where the mantissa ends.
-        last: tl.constexpr = 4 if LOW_BITS == 4 else 1
-        shift: tl.constexpr = 0 if last >= K else LOW_BITS * (last + 1)
-        at: tl.constexpr = LOW_BITS * K - shift
-        q = (low >> shift) & ((2**LOW_BITS - 1) << at)
-    value = (q | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO * 2**at)
+        left: tl.constexpr = at + 4 - HIGH_BITS * K
+        moved = high << left if left >= 0 else high >> -left
+        q |= moved & ((2**HIGH_BITS - 1) << (at + 4))
+    value = (q | exponent).to(tl.float32, bitcast=True) - (8388608.0 + ZERO * 2**at)
     return value * (x * (1.0 / 2**at))
 
 
@@ -59,7 +66,7 @@ def _group_values(scale_ptr, super_ptr, row, group, half, n_group, mask, SUPER: 
 @triton.jit
 def _matvec_kernel(
     low_ptr, high_ptr, scale_ptr, minimum_ptr, super_scale_ptr, super_minimum_ptr, x_ptr, out_ptr,
-    n_batch, n_rows, n_unit, stride_xb, stride_ob,
+    n_batch, n_rows, n_unit, stride_xb, stride_ob, exponent,
     BATCH: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, LOW_BITS: tl.constexpr,
     HIGH_BITS: tl.constexpr, ZERO: tl.constexpr, HALVES: tl.constexpr, MINIMUM: tl.constexpr,
     SUPER: tl.constexpr,
@@ -76,12 +83,13 @@ def _matvec_kernel(
         has_word = start + word // 4 < n_unit
         mask = has_word & (row < n_rows)
         at = row * (4 * n_unit) + start * 4 + word
-        low = tl.load(low_ptr + at, mask=mask, other=0, eviction_policy="evict_first")
+        # Words without a value need no zeros: any bits are finite, and their inputs are 0.
+        low = tl.load(low_ptr + at, mask=mask, eviction_policy="evict_first")
         low = low.to(tl.uint32, bitcast=True)
         high = low
-        if HIGH_BITS > 0:
-            high = tl.load(high_ptr + at, mask=mask, other=0, eviction_policy="evict_first")
-            high = high.to(tl.int32)
+        if HIGH_BITS > 0:  # laid out as ``low`` is, four a thread
+            at = tl.max_contiguous(at, [1, 1, 4])
+            high = tl.load(high_ptr + at, mask=mask, eviction_policy="evict_first").to(tl.uint32)
         x_at = x_ptr + batch * stride_xb + (start + word // 4) * (4 * FIELDS) + word % 4
         group = (start + unit) // SPLIT
         of_rows = (start + unit < n_unit) & (row < n_rows)
@@ -94,7 +102,7 @@ def _matvec_kernel(
                 )
                 x = x.to(tl.float32)
                 products += _times_field(
-                    low, high, x, half * PER_HALF + i, LOW_BITS, HIGH_BITS, ZERO
+                    low, high, x, exponent, half * PER_HALF + i, LOW_BITS, HIGH_BITS, ZERO
                 )
                 if MINIMUM:
                     x_sum += x
@@ -143,7 +151,7 @@ def _rounded(x):
 @triton.jit
 def _matmul_kernel(
     low_ptr, high_ptr, scale_ptr, minimum_ptr, super_scale_ptr, super_minimum_ptr, x_ptr, parts_ptr,
-    n_batch, n_rows, n_unit, units_a_part, stride_xb,
+    n_batch, n_rows, n_unit, units_a_part, stride_xb, exponent,
     BATCH: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, LOW_BITS: tl.constexpr,
     HIGH_BITS: tl.constexpr, ZERO: tl.constexpr, HALVES: tl.constexpr, MINIMUM: tl.constexpr,
     SUPER: tl.constexpr,
@@ -164,7 +172,7 @@ def _matmul_kernel(
         low = tl.load(low_ptr + at, mask=mask, other=0).to(tl.uint32, bitcast=True)
         high = low
         if HIGH_BITS > 0:
-            high = tl.load(high_ptr + at, mask=mask, other=0).to(tl.int32)
+            high = tl.load(high_ptr + at, mask=mask, other=0).to(tl.uint32)
         group = (start + word // 4) // SPLIT
         minimum = tl.zeros((ROWS, 4 * UNITS), tl.float32)
         if MINIMUM:
@@ -182,7 +190,9 @@ def _matmul_kernel(
             )
             for i in tl.static_range(PER_HALF):
                 w = (
-                    _times_field(low, high, scale, half * PER_HALF + i, LOW_BITS, HIGH_BITS, ZERO)
+                    _times_field(
+                        low, high, scale, exponent, half * PER_HALF + i, LOW_BITS, HIGH_BITS, ZERO
+                    )
                     + minimum
                 )
                 x = tl.load(x_at + 4 * (half * PER_HALF + i), mask=x_mask, other=0).to(tl.float32)
@@ -224,7 +234,7 @@ def _add_parts_kernel(parts_ptr, out_ptr, n, n_row, n_part, stride_ob, BLOCK: tl
 @triton.jit
 def _dequantize_kernel(
     low_ptr, high_ptr, scale_ptr, minimum_ptr, super_scale_ptr, super_minimum_ptr, out_ptr,
-    n_rows, n_unit, stride_o,
+    n_rows, n_unit, stride_o, exponent,
     ROWS: tl.constexpr, UNITS: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr,
     ZERO: tl.constexpr, HALVES: tl.constexpr, MINIMUM: tl.constexpr, SUPER: tl.constexpr,
 ):  # fmt: skip
@@ -238,7 +248,7 @@ def _dequantize_kernel(
     low = tl.load(low_ptr + at, mask=mask, other=0).to(tl.uint32, bitcast=True)
     high = low
     if HIGH_BITS > 0:
-        high = tl.load(high_ptr + at, mask=mask, other=0).to(tl.int32)
+        high = tl.load(high_ptr + at, mask=mask, other=0).to(tl.uint32)
     unit = word // 4
     group, n_group = unit // SPLIT, n_unit // SPLIT
     minimum = tl.zeros((ROWS, 4 * UNITS), tl.float32)
@@ -255,7 +265,9 @@ def _dequantize_kernel(
         )
         for i in tl.static_range(PER_HALF):
             w = (
-                _times_field(low, high, scale, half * PER_HALF + i, LOW_BITS, HIGH_BITS, ZERO)
+                _times_field(
+                    low, high, scale, exponent, half * PER_HALF + i, LOW_BITS, HIGH_BITS, ZERO
+                )
                 + minimum
             )
             tl.store(out_at + 4 * (half * PER_HALF + i), w.to(out_ptr.dtype.element_ty), mask=mask)
@@ -282,9 +294,9 @@ def _warps_along(n: int, a_warp: int) -> int:
     return next(warps for warps in padded if 10 * padded[warps] <= 11 * min(padded.values()))
 
 
-def _rows_a_program(n_rows: int, n_batch: int) -> int:
+def _rows_a_program(n_rows: int) -> int:
     """Rows that share the inputs a thread has loaded, as long as there are programs enough."""
-    most = 8 if n_batch == 1 else 4
+    most = 4
     while most > 1 and n_rows < PROGRAMS * most:
         most //= 2
     return most
@@ -308,7 +320,7 @@ def matvec_scratch(w: PackedMatrix, n_batch: int) -> torch.Tensor:
 
 def _step_columns(w: PackedMatrix) -> int:
     """Columns of a step of the tensor-core kernels."""
-    return 64 if w.name in FLOATS else 8 * 128 // PACKINGS[w.name].low_bits
+    return 64 if w.name in FLOATS else MATMUL_UNITS * 128 // PACKINGS[w.name].low_bits
 
 
 def matvec(
@@ -344,7 +356,7 @@ def matvec(
 
 
 def _matvec_fused(w: PackedMatrix, x: torch.Tensor, out: torch.Tensor) -> None:
-    n_batch, rows = x.shape[0], _rows_a_program(w.n_rows, x.shape[0])
+    n_batch, rows = x.shape[0], _rows_a_program(w.n_rows)
     batch = triton.next_power_of_2(n_batch)
     grid = (triton.cdiv(w.n_rows, rows),)
     if w.name in FLOATS:
@@ -359,7 +371,7 @@ def _matvec_fused(w: PackedMatrix, x: torch.Tensor, out: torch.Tensor) -> None:
     warps = _warps_along(n_unit, 32)
     _matvec_kernel[grid](
         *_planes_of(w), x, out, n_batch, w.n_rows, n_unit, x.stride(0), out.stride(0),
-        BATCH=batch, ROWS=rows, UNITS=32 * warps, **_constants(w), num_warps=warps,
+        EXPONENT, BATCH=batch, ROWS=rows, UNITS=32 * warps, **_constants(w), num_warps=warps,
     )  # fmt: skip
 
 
@@ -376,10 +388,11 @@ def _matmul(w: PackedMatrix, x: torch.Tensor, scratch: torch.Tensor) -> int:
         )  # fmt: skip
         return n_part
     n_unit = w.low.shape[1] // 4
-    units = 8
+    units = MATMUL_UNITS
     _matmul_kernel[grid](
         *_planes_of(w), x, scratch, n_batch, w.n_rows, n_unit, steps * units, x.stride(0),
-        BATCH=16, ROWS=MATMUL_ROWS, UNITS=units, **_constants(w), num_warps=4, num_stages=3,
+        EXPONENT, BATCH=16, ROWS=MATMUL_ROWS, UNITS=units, **_constants(w), num_warps=4,
+        num_stages=3,
     )  # fmt: skip
     return n_part
 
@@ -387,17 +400,18 @@ def _matmul(w: PackedMatrix, x: torch.Tensor, scratch: torch.Tensor) -> int:
 def dequantize(
     w: PackedMatrix, dtype: torch.dtype = torch.bfloat16, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """W (rows, columns) as ``dtype`` f32, f16 or bf16, each weight rounded once, for prefill."""
-    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    """W (rows, columns) as ``dtype``, f32, f16 or bf16, each weight rounded once, for prefill."""
     if out is None:
         out = torch.empty(w.n_rows, w.n_columns, dtype=dtype, device=w.low.device)
-    check("out", out, dtypes, (w.n_rows, w.n_columns), w.low.device, strided=True)
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"dtype is {dtype}: expected float32, float16 or bfloat16")
+    check("out", out, dtype, (w.n_rows, w.n_columns), w.low.device, strided=True)
     if w.name in FLOATS:
         return out.copy_(w.low)
     n_unit = w.low.shape[1] // 4
     grid = (triton.cdiv(w.n_rows, 4), triton.cdiv(n_unit, 32))
     _dequantize_kernel[grid](
-        *_planes_of(w), out, w.n_rows, n_unit, out.stride(0), ROWS=4, UNITS=32, **_constants(w),
-        num_warps=4,
+        *_planes_of(w), out, w.n_rows, n_unit, out.stride(0), EXPONENT, ROWS=4, UNITS=32,
+        **_constants(w), num_warps=4,
     )  # fmt: skip
     return out

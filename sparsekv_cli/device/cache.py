@@ -145,7 +145,7 @@ class DeviceDense(DeviceCache):
         store = self.store
         attention.append_rows(x.k, x.v, store.k, store.v, x.step.pos)
         return attention.attend_dense(
-            x.q, store.k, store.v, x.step.n, float(self.spec.scale), n_max=self._n_max
+            x.q, store.k, store.v, x.step.n, self._n_max, float(self.spec.scale)
         )
 
     def settle(self, n: int) -> None:
@@ -178,7 +178,7 @@ class DeviceSelecting(DeviceCache):
         store, scale = self.store, float(self.spec.scale)
         attention.append_rows(x.k, x.v, store.k, store.v, x.step.pos)
         if self._dense:
-            return attention.attend_dense(x.q, store.k, store.v, x.step.n, scale, n_max=self._n_max)
+            return attention.attend_dense(x.q, store.k, store.v, x.step.n, self._n_max, scale)
         idx, counts = self.select(x)
         return attention.attend_rows(x.q, store.k, store.v, idx, counts, scale)
 

@@ -66,6 +66,7 @@ class FASA(Method):
     paper: ClassVar[str] = "FASA: Frequency-Aware Sparse Attention (Wang et al.)"
     description: ClassVar[str] = "scores keys by the dominant RoPE frequencies, attends to the best"
     needs: ClassVar[str] = CALIBRATION
+    device_cache: ClassVar[str] = "fasa:make_cache"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},
         "paper": {"metric": "ca", "force": "none", "dense_layers": ()},
@@ -77,7 +78,7 @@ class FASA(Method):
     n_tip: int = _option(0, "dominant chunks of a kv head; 0 = d/8 with var, d/4 with ca")
     metric: str = _option("var", "what ranks chunks: 'var' (of their scores) or 'ca' (eq 4)")
     force: str = _option("default", "'default': 4 first and 16 last rows always, or 'none'")
-    variant: str = _option("c", "'c', or 'm': reports what a device could leave to its host")
+    variant: str = _option("c", "'c', or 'm': a device leaves V and most of K to its host")
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
@@ -98,6 +99,25 @@ class FASA(Method):
         """Whether all of n rows may be attended."""
         return n <= self.budget.rows(n)
 
+    def forced(self, n_fac: int) -> tuple[int, int]:
+        """How many first and last rows are among the n_fac of every head."""
+        if self.force == "none":
+            return 0, 0
+        n_recent = min(N_RECENT, max(1, n_fac // 2))
+        return min(N_SINKS, n_fac - n_recent), n_recent
+
+    def dominant_dims(self, spec: LayerSpec) -> tuple[np.ndarray, int]:
+        """A layer's dims by its calibration, int32 (G, d), of which the first n_dom dominate."""
+        n_chunk = len(spec.theta)
+        rank = spec.calibration[f"dom_{self.metric}"][: spec.n_head_kv]  # (G, C)
+        if rank.shape[1] != n_chunk or (np.sort(rank) != np.arange(n_chunk)).any():
+            raise SparseKVError(f"calibration of fasa: layer {spec.layer} ranks other chunks")
+        share = 8 if self.metric == "var" else 4
+        n_tip = self.n_tip or min(n_chunk, max(1, spec.head_dim // share))
+        if n_tip > n_chunk:
+            raise SparseKVError(f"n_tip = {n_tip}: this model's heads have {n_chunk} chunks")
+        return dominance.order_dims(rank, n_tip, spec.head_dim), 2 * n_tip
+
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
         return FASACache(spec, backend, self)
 
@@ -114,16 +134,7 @@ class FASACache(LayerCache):
     def __init__(self, spec: LayerSpec, backend: Backend, method: FASA) -> None:
         super().__init__(spec, backend)
         self.method = method
-        n_chunk = len(spec.theta)
-        rank = spec.calibration[f"dom_{method.metric}"][: spec.n_head_kv]  # (G, C)
-        if rank.shape[1] != n_chunk or (np.sort(rank) != np.arange(n_chunk)).any():
-            raise SparseKVError(f"calibration of fasa: layer {spec.layer} ranks other chunks")
-        share = 8 if method.metric == "var" else 4
-        n_tip = method.n_tip or min(n_chunk, max(1, spec.head_dim // share))
-        if n_tip > n_chunk:
-            raise SparseKVError(f"n_tip = {n_tip}: this model's heads have {n_chunk} chunks")
-        dims = dominance.order_dims(rank, n_tip, spec.head_dim)
-        self.store = SplitStore(spec, dims, 2 * n_tip)
+        self.store = SplitStore(spec, *method.dominant_dims(spec))
 
     def prefill(self, x: AttnInput) -> Any:
         self.store.join()
@@ -147,10 +158,7 @@ class FASACache(LayerCache):
             return self.backend.attend_dense(store, q, spec)
         store.reserve(n)
         dom = store.split()
-        n_recent = n_sinks = 0
-        if self.method.force == "default":
-            n_recent = min(N_RECENT, max(1, n_fac // 2))
-            n_sinks = min(N_SINKS, n_fac - n_recent)
+        n_sinks, n_recent = self.method.forced(n_fac)
         rows = np.empty((spec.n_head, n_fac), np.int32)
         out = np.empty((spec.n_head, store.v.shape[2]), np.float32)
         chunks.fasa_step(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from gguf import GGMLQuantizationType
 from gguf.constants import GGML_QUANT_SIZES
 
 from sparsekv_cli.kernels import blocks, matvec
-
-SIZES = ((8192, 4096), (96, 768))  # rows and columns: several warps a row, and one
 
 
 def empty_matrix(name: str, n_rows: int, n_columns: int) -> blocks.PackedMatrix:
@@ -21,9 +20,11 @@ def empty_matrix(name: str, n_rows: int, n_columns: int) -> blocks.PackedMatrix:
 
 def launches() -> Iterator[Callable[[], object]]:
     for name in blocks.PACKABLE:
-        for n_rows, n_columns in SIZES:
-            w = empty_matrix(name, n_rows, n_columns)
-            for n_batch in (1, 4, 16) if n_rows == SIZES[0][0] else (1,):
-                x = torch.zeros(n_batch, n_columns)
-                yield lambda: matvec.matvec(w, x)  # noqa: B023
-        yield lambda: matvec.dequantize(w)  # noqa: B023
+        w = empty_matrix(name, 8192, 4096)
+        for n_batch in (1, 2, 16) if name in ("Q4_0", "Q4_K", "Q6_K", "F16") else (1,):
+            x = torch.zeros(n_batch, 4096)
+            yield partial(matvec.matvec, w, x)
+    for name in ("Q4_0", "Q6_K"):  # one warp a row
+        w = empty_matrix(name, 96, 768)
+        yield partial(matvec.matvec, w, torch.zeros(1, 768))
+        yield partial(matvec.dequantize, w)

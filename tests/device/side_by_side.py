@@ -1,0 +1,136 @@
+"""One layer twice, in a method's cache on the host and in that on the device, fed the same rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsekv_cli.cache import AttnInput, LayerSpec, Method, padded
+from sparsekv_cli.cpu import ops
+from sparsekv_cli.cpu.latent import rotate_ref
+from sparsekv_cli.device.cache import DeviceCache, DeviceInput, Step
+from sparsekv_cli.device.decoder import grid_bound
+from sparsekv_cli.device.engine import device_cache
+from sparsekv_cli.device.ops import DeviceOps
+
+Rows = tuple[np.ndarray, ...]  # q, k, v, q_nope, k_nope: f32 (heads, T, d)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    n_head: int
+    n_head_kv: int
+    d: int
+    d_v: int
+    n_rot: int
+
+    def __str__(self) -> str:
+        return f"H{self.n_head}-G{self.n_head_kv}-d{self.d}-dv{self.d_v}-rot{self.n_rot}"
+
+
+GEOMETRIES = [
+    Geometry(2, 2, 64, 64, 64),
+    Geometry(9, 3, 64, 64, 64),
+    Geometry(8, 2, 80, 80, 80),
+    Geometry(4, 1, 128, 128, 128),
+    Geometry(6, 2, 80, 64, 40),
+]
+
+
+class SideBySide:
+    """Queries that drift, keys of which some are heavy; K and V are representable in f16.
+
+    host, device: the two caches, of one ``spec`` and ``method``.
+    """
+
+    def __init__(
+        self, geometry: Geometry, method: Method, calibration: dict[str, np.ndarray], device: str
+    ) -> None:
+        g, self.geometry = geometry, geometry
+        self.rng = np.random.default_rng(0)
+        self.spec = LayerSpec(
+            layer=2, n_layer=4, n_head=g.n_head, n_head_kv=g.n_head_kv, head_dim=g.d,
+            value_dim=g.d_v, n_threads=1, theta=1e4 ** (-np.arange(g.n_rot // 2) / (g.n_rot // 2)),
+            calibration=calibration,
+        )  # fmt: skip
+        self.method = method
+        self.host = method.layer(self.spec, ops)
+        self.host.traced = True
+        self.device: DeviceCache = device_cache(method)(
+            self.spec, DeviceOps(torch.device(device)), method
+        )
+        self.walk = self.rng.standard_normal((g.n_head, g.d))
+        self.topics = self.rng.standard_normal((g.n_head_kv, 4, g.d))
+
+    def rows(self, n: int) -> Rows:
+        """The next n rows."""
+        g, start = self.geometry, self.host.n
+        queries, keys = [], []
+        for _ in range(n):
+            self.walk = 0.9 * self.walk + 0.4 * self.rng.standard_normal(self.walk.shape)
+            key = self.rng.standard_normal((g.n_head_kv, g.d))
+            if self.rng.random() < 0.2:
+                key += self.topics[:, self.rng.integers(4)]
+            queries.append(self.walk + np.repeat(self.topics[:, 1], g.n_head // g.n_head_kv, 0))
+            keys.append(key)
+        q_nope, k_nope = (np.stack(x, axis=1) for x in (queries, keys))
+        at, theta = np.arange(start, start + n), self.spec.theta
+        q, k = (rotate_ref(x, at, theta, self.spec.rope_scale) for x in (q_nope, k_nope))
+        v = self.rng.standard_normal((g.n_head_kv, n, g.d_v))
+        k, v = (x.astype(np.float16) for x in (k, v))
+        return tuple(x.astype(np.float32) for x in (q, k, v, q_nope, k_nope))
+
+    def prefill(self, n: int, chunk: int = 64) -> None:
+        """n rows into both, whose dense outputs must be alike."""
+        rows, pos = self.rows(n), self.host.n
+        for start in range(0, n, chunk):
+            parts = [torch.from_numpy(x[:, start : start + chunk].copy()) for x in rows]
+            outs = []
+            for cache, device in ((self.host, "cpu"), (self.device, self.device.backend.device)):
+                outs.append(
+                    cache.prefill(AttnInput(*(x.to(device) for x in parts), pos + start)).cpu()
+                )
+            torch.testing.assert_close(outs[1], outs[0], rtol=0, atol=5e-3)
+        for cache in (self.host, self.device):
+            cache.finish_prefill()
+            assert cache.n == pos + n
+
+    def decode(self) -> tuple[np.ndarray, np.ndarray]:
+        """A row into both: outputs f32 (H, d_v) of the host and of the device."""
+        rows, n = self.rows(1), self.host.n + 1
+        wide = [_widened(x) for x in rows]
+        expected = self.host.decode(AttnInput(*wide, n - 1))[:, : self.geometry.d_v].copy()
+        return expected, self.decode_on_device(rows, n)
+
+    def decode_on_device(self, rows: Rows, n: int) -> np.ndarray:
+        cache, device = self.device, self.device.backend.device
+        cache.plan(n, grid_bound(n))
+        numbers = (n - 1, n, cache.budget_rows(n))
+        step = Step(*(torch.tensor([x], dtype=torch.int32, device=device) for x in numbers))
+        inputs = [torch.from_numpy(x[:, 0].copy())[None].to(device) for x in rows]
+        out = cache.decode(DeviceInput(*inputs, step))
+        cache.settle(n)
+        assert cache.n == n
+        return out[0].cpu().numpy()
+
+
+def watch(cache: Any, name: str) -> list[Any]:
+    """What calls of the cache's method ``name`` return from now on, the latest last."""
+    results: list[Any] = []
+    call = getattr(cache, name)
+
+    def kept(*args: Any) -> Any:
+        results.append(call(*args))
+        return results[-1]
+
+    setattr(cache, name, kept)
+    return results
+
+
+def _widened(x: np.ndarray) -> np.ndarray:
+    wide = np.zeros((len(x), 1, padded(x.shape[2])), np.float32)
+    wide[..., : x.shape[2]] = x
+    return wide

@@ -1,0 +1,86 @@
+"""FASA on a device against FASA on the host, step by step."""
+
+import numpy as np
+import pytest
+from side_by_side import GEOMETRIES, SideBySide, watch
+
+from sparsekv_cli.cache import Budget, padded
+from sparsekv_cli.methods.fasa import FASA
+
+pytest.importorskip("triton")
+
+
+def make(geometry, device, **options) -> SideBySide:
+    rng, n_chunk = np.random.default_rng(5), geometry.n_rot // 2
+    rank = np.stack([rng.permutation(n_chunk) for _ in range(geometry.n_head_kv)]).astype(np.uint8)
+    return SideBySide(geometry, FASA(**options), {"dom_var": rank, "dom_ca": rank}, device)
+
+
+def follow(pair: SideBySide, n_steps: int) -> int:
+    """n_steps tokens in both; how many rows of how many lists were chosen by one side only."""
+    selected = watch(pair.device, "select")
+    ties = 0
+    for _ in range(n_steps):
+        expected, found = pair.decode()
+        np.testing.assert_allclose(found, expected, atol=2e-3)
+        if pair.host.attended is None:
+            continue
+        idx, counts = (x[0].cpu().numpy() for x in selected[-1])
+        wanted, _ = pair.host.attended
+        for h, rows in enumerate(wanted):
+            assert counts[h] == len(rows)
+            ties += len(set(rows.tolist()) - set(idx[h, : counts[h]].tolist()))
+    del pair.device.select  # no longer watched
+    return ties
+
+
+VARIANTS = {
+    "c": {},
+    "m": {"variant": "m"},
+    "share": {"budget": Budget(share=0.3), "n_tip": 3},
+    "m share": {"variant": "m", "budget": Budget(share=0.3), "force": "none"},
+}
+
+
+# The interpreter takes half a second a step, so one case is followed for long.
+CASES = [(0, "c", 62), (1, "m", 8), (2, "share", 8), (3, "m share", 8), (4, "m", 8), (1, "c", 8)]
+
+
+@pytest.mark.parametrize(("geometry", "variant", "n_steps"), CASES)
+def test_device_and_host_choose_alike(geometry, variant, n_steps, device):
+    """Dense at first, sparse from 50 rows on, another prompt, and a rewind to a dense context."""
+    options = {"budget": Budget(tokens=50), **VARIANTS[variant]}
+    pair = make(GEOMETRIES[geometry], device, **options)
+    pair.prefill(48)
+    ties = follow(pair, n_steps)
+    pair.prefill(70)
+    ties += follow(pair, 2)
+    for n in (110, 30):
+        for cache in (pair.host, pair.device):
+            assert cache.truncate(n) == n
+        ties += follow(pair, 2)
+    assert ties <= 2
+    host, found = dict(pair.host.counters()), dict(pair.device.counters())
+    if pair.method.variant == "m":  # rows fetched: the host pads them
+        rest, d_v = (
+            GEOMETRIES[geometry].d - pair.device._dom_dims.shape[1],
+            GEOMETRIES[geometry].d_v,
+        )
+        host["bytes_moved"] //= padded(rest) + padded(d_v)
+        found["bytes_moved"] //= rest + d_v
+    for name in ("rows_total", "rows_scored", "rows_attended", "bytes_moved"):
+        assert host.get(name, 0) == pytest.approx(found.get(name, 0), rel=0.01), name
+
+
+def test_memory_of_the_variants(device):
+    c, m = (make(GEOMETRIES[1], device, budget=Budget(tokens=50), variant=v) for v in "cm")
+    for pair in (c, m):
+        pair.prefill(300)
+        follow(pair, 1)
+    capacity, room = c.device.store.capacity, m.device._dom.shape[3]
+    dominant = 2 * 3 * 16
+    assert c.device.memory().device == 2 * 3 * 128 * capacity
+    assert c.device.memory().index == dominant * c.device._dom.shape[3]
+    memory = m.device.memory()
+    assert memory.device == dominant * room
+    assert memory.host == 2 * 3 * (48 + 64) * m.device._host.capacity
