@@ -241,7 +241,7 @@ class DeviceFreeKV(DeviceCache):
         )  # fmt: skip
         select.select_largest(
             work.pooled.scores, work.pooled.n_page, n_page, work.pooled.n_best, m,
-            idx=work.fresh, counts=work.sizes, scratch=work.selection,
+            wanted=work.wanted, idx=work.fresh, counts=work.sizes, scratch=work.selection,
         )  # fmt: skip
 
     def join(self) -> None:
