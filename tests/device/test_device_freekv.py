@@ -17,6 +17,7 @@ from sparsekv_cli.cache import AttnInput, Budget, LayerSpec
 from sparsekv_cli.device.cache import DeviceInput, Step
 from sparsekv_cli.device.freekv import DeviceFreeKV
 from sparsekv_cli.device.ops import DeviceOps
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.kernels import page_cache
 from sparsekv_cli.methods.freekv import FreeKV
 
@@ -127,6 +128,7 @@ def test_follows_the_host_for_many_pages():
         {"tau": 2.0},
         {"correct": False},
         {"speculate": False},
+        {"overlap": "false"},
         {"budget": Budget(share=0.4)},
     ],
     ids="-".join,
@@ -193,3 +195,31 @@ def test_a_step_under_one_key_allocates_nothing_that_stays():
         decode(cache, stream.rows(1), n_max=120)
     assert keys[0] == keys[1] == keys[2] and places[0] == places[1] == places[2]
     assert cache.plan(cache.n + 1, 400) != keys[0]
+
+
+def test_recall_by_copies_is_the_same():
+    geometry = Geometry(4, 2, 16)
+    caches = [make_on_device(FreeKV(**SMALL, recall=how), geometry) for how in ("gather", "copy")]
+    stream = Stream(geometry, seed=6)
+    rows = stream.rows(90)
+    for cache in caches:
+        prefill(cache, rows)
+    keys = set()
+    for _ in range(9):
+        row = stream.rows(1)
+        outs = [decode(cache, row) for cache in caches]
+        np.testing.assert_array_equal(*outs)
+        keys.add(caches[1].plan(caches[1].n + 1, 130))
+    assert len(keys) == 9  # a step that is run anew each time
+    names = *ALWAYS, *CACHE
+    assert counts_of(caches[0], *names) == counts_of(caches[1], *names)
+    for name in ("k", "v"):
+        a, b = (getattr(cache._pages.arrays, name) for cache in caches)
+        assert (a == b).all()
+
+
+def test_how_a_gpu_recalls_is_no_option_without_one():
+    with pytest.raises(
+        SparseKVError, match="-o recall=copy: only where the KV cache lies on a GPU"
+    ):
+        make_on_host(FreeKV(recall="copy"), Geometry(4, 2, 16))
