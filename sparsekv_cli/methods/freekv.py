@@ -183,9 +183,7 @@ class FreeKV(Method):
 
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
         if self.recall != "auto":
-            raise ValueError(
-                f"recall = {self.recall!r}: is of a GPU; without one it must be 'auto'"
-            )
+            raise SparseKVError(f"-o recall={self.recall}: only where the KV cache lies on a GPU")
         return FreeKVCache(spec, backend, self)
 
 
