@@ -372,12 +372,12 @@ def select_largest(
     _select_kernel[(n_row,)](
         scores, n, k, wanted, scratch.sizes, scratch.keys, scratch.rows, idx, counts, n_list,
         n_first, n_last, n_chunk, *strides, n_max, *idx.stride()[:2],
-        BLOCK=block, PIECE=min(block, 2048), BLOCK_C=block_c, COLLECTED=collected, SOME=some,
-        num_warps=_warps(block),
+        BLOCK=block, PIECE=min(block, 1024 if block > 2048 else 512), BLOCK_C=block_c,
+        COLLECTED=collected, SOME=some, num_warps=_warps(block),
     )  # fmt: skip
     return idx, counts
 
 
 def _warps(block: int) -> int:
-    """Sixteen keys a thread or fewer, within what a program may have."""
-    return max(1, min(16, block // 256))
+    """Eight keys a thread if there are few, so that a sum over all is soon done; 32 at most."""
+    return max(1, min(8, block // 256))

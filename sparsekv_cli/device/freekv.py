@@ -3,7 +3,7 @@
 | paper | here |
 |---|---|
 | 3.2 speculative retrieval for the next step | _recall_ahead, on a stream beside the step's |
-| 3.3 query-based identification, head-wise correction | kernels/recall.py enter_row |
+| 3.3 query-based identification, head-wise correction | kernels/correction.py enter_row |
 | 4.2 hybrid layouts, NHD and HND; offloading | kernels/page_cache.py, offload_pages |
 | 4.2 streamed recall | kernels/recall.py fetch_pages; as in the paper: copies.py |
 
@@ -27,7 +27,7 @@ from sparsekv_cli.device.cache import DeviceCache, DeviceInput, DeviceStore, cou
 from sparsekv_cli.device.copies import CopyRecall
 from sparsekv_cli.device.pages import DevicePages
 from sparsekv_cli.device.side import SideStream
-from sparsekv_cli.kernels import attention, page_cache, pages, recall, select
+from sparsekv_cli.kernels import attention, correction, page_cache, pages, recall, select
 from sparsekv_cli.kernels.page_cache import Layout
 from sparsekv_cli.methods.freekv import FreeKV, Plan
 
@@ -35,7 +35,7 @@ from sparsekv_cli.methods.freekv import FreeKV, Plan
 class Workspace(NamedTuple):
     """What the launches of a choice hand on; made anew only when something grows."""
 
-    wanted: torch.Tensor  # int32 (1, G): see recall.enter_row
+    wanted: torch.Tensor  # int32 (1, G): see correction.enter_row
     query: torch.Tensor  # f32 (1, H, d)
     pooled: pages.PooledPages
     scores: pages.PageScratch
@@ -190,7 +190,7 @@ class DeviceFreeKV(DeviceCache):
         reserved = layout.n_sink * self.method.page + recent
         if not self._ahead:
             recall.offload_pages(arrays, layout, n, recent)
-        recall.enter_row(
+        correction.enter_row(
             arrays, layout, x.q, self._previous, x.k, x.v, n, budget, recent, reserved,
             self.method.threshold, current=self._current, wanted=work.wanted, query=work.query,
         )  # fmt: skip

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from sparsekv_cli.cpu.pages import page_summaries_ref
 from sparsekv_cli.cpu.recall import mean_cosine_ref
-from sparsekv_cli.kernels import page_cache, recall
+from sparsekv_cli.kernels import correction, page_cache, recall
 
 LAYOUT = page_cache.Layout(n_sink=2, n_ring=3, meanstd=True)
 SIZES = [(1, 64, 64, 4), (3, 80, 48, 5), (2, 16, 16, 24)]  # (G, d, d_v, p)
@@ -91,7 +91,7 @@ def test_enter_row(n_kv, d, d_v, page, group, device):
     wanted = torch.full((2, n_kv), 7, dtype=torch.int32, device=device)
     query = torch.full_like(q, torch.nan, device=device)
     args = pages, LAYOUT, q.to(device), previous.to(device), k, v, n, budget, recent, reserved, tau
-    recall.enter_row(*args, current=False, wanted=wanted, query=query)
+    correction.enter_row(*args, current=False, wanted=wanted, query=query)
     for b in range(2):
         row = int(n[b]) - 1
         at = LAYOUT.n_sink + row // page % LAYOUT.n_ring, row % page
@@ -104,7 +104,7 @@ def test_enter_row(n_kv, d, d_v, page, group, device):
             assert wanted[b, g] == (1 if turned else 0 if b else 2)
             assert (query[b, heads].cpu() == (q if turned else previous)[b, heads]).all()
             assert pages.statistics[b, g, page_cache.CORRECTED.value] == turned
-    recall.enter_row(*args, current=True, wanted=wanted, query=query)
+    correction.enter_row(*args, current=True, wanted=wanted, query=query)
     assert (wanted == 1).all() and (query.cpu() == q).all()
 
 
