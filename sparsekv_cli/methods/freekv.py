@@ -72,6 +72,7 @@ from sparsekv_cli.cpu.page_cache import (
     STEPPED,
     PageCache,
 )
+from sparsekv_cli.errors import SparseKVError
 
 MOST = 1 << 30  # of sizes that are options
 
@@ -114,12 +115,16 @@ class FreeKV(Method):
     overlap: str = _option(
         "auto", "choose on a thread of its own: auto (a core is free), true, false"
     )
+    recall: str = _option(
+        "auto", "on a GPU: gather (a kernel reads the host's memory), copy (copy engine, 2 buffers)"
+    )
 
     def __post_init__(self) -> None:
         choices = {
             "preset": tuple(self.presets),
             "summary": ("meanstd", "minmax"),
             "overlap": ("auto", "true", "false"),
+            "recall": ("auto", "gather", "copy"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -177,6 +182,8 @@ class FreeKV(Method):
         return ThreadPoolExecutor(1, "freekv")
 
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
+        if self.recall != "auto":
+            raise SparseKVError(f"-o recall={self.recall}: only where the KV cache lies on a GPU")
         return FreeKVCache(spec, backend, self)
 
 

@@ -19,14 +19,11 @@ def launches() -> Iterator[Callable[[], object]]:
         pages = page_cache.empty_pages(
             1, n_kv, d, d, page, 100, 2 * m, m, layout, torch.device("cpu")
         )
-        q, new = torch.empty(1, n_head, d), torch.empty(1, n_kv, d)
+        q = torch.empty(1, n_head, d)
         heads, lists = torch.zeros(1, n_kv, dtype=torch.int32), torch.zeros(1, n_kv, 8192).int()
         leave = partial(recall.offload_pages, pages, layout, n, 64)
         yield leave
         yield partial(leave, ahead=1, budget=n, reserved=9, wanted=heads)
-        enter = partial(recall.enter_row, pages, layout, q, q, new, new, n, n, 64, 128, 0.8)
-        for current in (False, True):
-            yield partial(enter, current=current, wanted=heads, query=q)
         assign = partial(recall.assign_slots, pages, layout, lists, heads, heads, n, n, 64, 128)
         yield assign
         yield partial(assign, q=q, previous=q)
