@@ -1,14 +1,14 @@
 """The decoder, twice: a readable torch path for chunks of rows, and fused CPU calls for one row.
 
-``forward`` is the reference and the prefill: it walks layer by layer over the whole prompt, so each
-layer's weights are dequantised once, into a scratch of one layer's size. ``decode`` runs the numba
-kernels of cpu/layer.py on the quantised weights, for a row of one sequence or of each of several.
+``forward`` is the reference and the prefill: it walks layer by layer over thousands of rows, so a
+layer's weights are dequantised seldom, into a scratch of one layer's size. ``decode`` runs the
+numba kernels of cpu/layer.py on the quantised weights, for a row of one sequence or of several.
 tests/models/test_decoder.py holds the two together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from sparsekv_cli.models.rope import RopeTable
 from sparsekv_cli.models.weights import LayerWeights, Weights
 
 Progress = Callable[[int, int], None]
+ROWS_AT_ONCE = 4096  # of a prompt, through all layers; dequantising takes 1 to 2 % of their time
 
 
 def cpu_prefill_dtype() -> torch.dtype:
@@ -145,24 +146,35 @@ class Decoder:
     ) -> np.ndarray:
         """Dense forward of T rows starting at ``pos``: logits f32 (n_vocab,), or (T, n_vocab).
 
-        Every cache gets the rows in chunks, then ``finish_prefill``.
+        Every cache gets the rows in chunks, then ``finish_prefill``. A long prompt takes the layers
+        in parts, so that its residual stream is never there as a whole; but not if a cache would
+        wait with many rows for its end, or if all of the stream is wanted.
         """
-        n = len(ids)
+        n, n_layer = len(ids), self.hparams.n_layer
         self.rope.reserve(pos + n)
-        x = self._embed(ids)  # (T, n_embd) f32
-        starts = range(0, n, self.chunk)
-        n_layer = self.hparams.n_layer
-        for i, cache in enumerate(caches):
-            weights = self._dequantize_layer(self.weights.layers[i])
-            for start in starts:
-                stop = min(n, start + self.chunk)
-                self._forward_chunk(i, weights, x[start:stop], pos + start, cache)
-                if progress is not None:
-                    progress((i * n + stop) // n_layer, n)
-            cache.finish_prefill()
+        size = n
+        if not all_logits and all(cache.keeps_rows for cache in caches):
+            size = max(1, ROWS_AT_ONCE // self.chunk) * self.chunk
+        for first in range(0, n, size):
+            x = self._embed(ids[first : first + size])  # (T, n_embd) f32
+            for i, cache in enumerate(caches):
+                before = first * n_layer + i * len(x)  # rows times layers
+                for done in self._forward_layer(i, x, pos + first, cache):
+                    if progress is not None:
+                        progress((before + done) // n_layer, n)
+                if first + size >= n:
+                    cache.finish_prefill()
         rows = x if all_logits else x[-1:]
         logits = self._logits(rms_norm(rows, self.weights.output_norm, self.hparams.norm_eps))
         return logits if all_logits else logits[0]
+
+    def _forward_layer(self, i: int, x: torch.Tensor, pos: int, cache: LayerCache) -> Iterator[int]:
+        """One layer over x f32 (T, n_embd), updated in place; yields how many rows are done."""
+        weights = self._dequantize_layer(self.weights.layers[i])
+        for start in range(0, len(x), self.chunk):
+            stop = min(len(x), start + self.chunk)
+            self._forward_chunk(i, weights, x[start:stop], pos + start, cache)
+            yield stop
 
     def _forward_chunk(
         self, i: int, weights: dict[str, torch.Tensor], x: torch.Tensor, pos: int, cache: LayerCache

@@ -110,6 +110,8 @@ class LFPS(Method):
 class LFPSCache(LayerCache):
     """Tables, prefill statistics and K/V of one layer."""
 
+    keeps_rows = True
+
     def __init__(self, spec: LayerSpec, backend: Backend, method: LFPS) -> None:
         super().__init__(spec, backend)
         self.method = method
