@@ -61,12 +61,17 @@ def _fused_prefill(store: Any, x: Any, spec: Any) -> Any:
     step = -(-TASKS_A_THREAD * spec.n_threads // tasks_a_head)
     for first in range(0, spec.n_head_kv, step):
         heads, own = (slice(m * first, m * (first + step)) for m in (1, spec.group))
-        k = store.keys(heads=heads)[..., : spec.head_dim].bfloat16().contiguous()
-        v = store.values(heads=heads)[..., : spec.value_dim].bfloat16().contiguous()
         prefill_attention.attend_causal(
-            q[own], bits(k).view(np.uint32), bits(v), spec.scale, written[own], spec.n_threads
-        )
+            q[own], _bf16_bits(store.keys(heads=heads), spec.head_dim).view(np.uint32),
+            _bf16_bits(store.values(heads=heads), spec.value_dim), spec.scale, written[own],
+            spec.n_threads,
+        )  # fmt: skip
     return out
+
+
+def _bf16_bits(rows: Any, d: int) -> np.ndarray:
+    """The first d elements of rows, torch (G, n, >= d), as bf16: uint16 (G, n, d)."""
+    return bits(rows[..., :d].bfloat16().contiguous())
 
 
 def bits(tensor: Any) -> np.ndarray:

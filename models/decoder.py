@@ -164,7 +164,8 @@ class Decoder:
                         progress((before + done) // n_layer, n)
                 if first + size >= n:
                     cache.finish_prefill()
-        rows = x if all_logits else x[-1:]
+            rows = x if all_logits else x[-1:].clone()
+            del x  # before the next part comes
         logits = self._logits(rms_norm(rows, self.weights.output_norm, self.hparams.norm_eps))
         return logits if all_logits else logits[0]
 
