@@ -96,7 +96,7 @@ class FreeKV(Method):
     description: ClassVar[str] = "pages recalled a step ahead, and corrected where the query turns"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},
-        "paper": {"page": 32, "summary": "minmax", "sinks": 64},
+        "paper": {"page": 32, "summary": "minmax", "sinks": 64, "tau": 0.8},
     }
 
     dense_layers: tuple[int, ...] = (0,)
@@ -104,7 +104,7 @@ class FreeKV(Method):
     budget: Budget = _option(Budget(tokens=512), "rows attended a head, B, with S and W: N or P%")
     page: int = _option(8, "p: rows of a page")
     summary: str = _option("meanstd", "of a page's keys: 'meanstd' or 'minmax'")
-    tau: float = _option(0.8, "cosine of successive queries below which a kv head is corrected")
+    tau: float = _option(0.9, "cosine of successive queries below which a kv head is corrected")
     sinks: int = _option(16, "S: first rows, always attended (whole pages; at most B/4)")
     window: int = _option(64, "W: most recent rows, always attended (at most B/4)")
     speculate: bool = _option(True, "choose with the query of the step before")
