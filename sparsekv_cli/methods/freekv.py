@@ -22,13 +22,13 @@ choosing included:
 
 | pages | tau | S | 1700 | 3300 | 6500 | index | time |
 |---|---|---|---|---|---|---|---|
-| minmax, 32 (paper) | .8 | 64 | .091 | .125 | .232 | 1/32 | |
+| minmax, 32 (paper) | .8 | 64 | .091 | .125 | .232 | 1/32 | .9 |
 | meanstd, 16 | .8 | 64 | .032 | .057 | .120 | 1/16 | 1, 1 |
 | meanstd, 16 | .9 | 64 | .025 | .054 | .116 | 1/16 | |
-| meanstd, 8 | .8 | 16 | .013 | .032 | .051 | 1/8 | 1.2, 1.5 |
-| meanstd, 8 (default) | .9 | 16 | .011 | .029 | .040 | 1/8 | |
+| meanstd, 8 | .8 | 16 | .013 | .032 | .051 | 1/8 | 1.3, 1.5 |
+| meanstd, 8 (default) | .9 | 16 | .011 | .029 | .040 | 1/8 | 1.3 |
 | meanstd, 4 | .8 | 16 | .008 | .024 | .024 | 1/4 | 1.7, 2.1 |
-| meanstd, 4 | .9 | 16 | .005 | .013 | .019 | 1/4 | |
+| meanstd, 4 | .9 | 16 | .005 | .013 | .019 | 1/4 | 1.8 |
 
 (2) The window starts at a page, so it holds W to W + p - 1 rows; pages are candidates from the step
 on at which they leave it, also in a choice made a step ahead. (3) Recalled pages stay in an LRU
