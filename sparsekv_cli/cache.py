@@ -119,9 +119,12 @@ class LayerCache(ABC):
 
     selects: whether a step attends to some rows exactly and leaves the others out, so that it can
     be asked which (``attended``). Not so in a cache that attends to all, exactly or roughly.
+    keeps_rows: whether the rows of a prefill take as much memory before ``finish_prefill`` as after
+    it. A prompt then takes the layers in parts; otherwise a layer is finished before the next.
     """
 
     selects: ClassVar[bool] = True
+    keeps_rows: ClassVar[bool] = False
 
     def __init__(self, spec: LayerSpec, backend: Backend) -> None:
         self.spec = spec
@@ -173,6 +176,7 @@ class DenseCache(LayerCache):
     """Attends to every row: the method ``full``, and the dense layers of every other method."""
 
     selects = False
+    keeps_rows = True
 
     def decode(self, x: AttnInput) -> np.ndarray:
         store, spec = self.store, self.spec
@@ -184,6 +188,8 @@ class DenseCache(LayerCache):
 
 class SelectingCache(LayerCache):
     """append -> select -> attend over the selected rows; a method writes ``select`` only."""
+
+    keeps_rows = True
 
     def decode(self, x: AttnInput) -> np.ndarray:
         store, spec = self.store, self.spec
