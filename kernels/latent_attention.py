@@ -101,18 +101,21 @@ def _attend_latents_kernel(
         scores = tl.where(is_row[None, :], scores * scale, float("-inf"))
         # Values.
         values_at = ((row * n_kv + g) * HEAD_BYTES)[:, None]
-        mask = is_row[:, None] & (c_v < D_V)
         if BITS == 16:
+            mask = is_row[:, None] & (c_v < D_V)
             v = tl.load(halves_ptr + values_at // 2 + c_v, mask=mask, other=0.0)
         else:
             BYTES: tl.constexpr = 4 * BITS
-            group_at = values_at + c_v // 32 * (4 + BYTES)
+            group = tl.arange(0, BLOCK_V // 32)[None, :, None]
+            channel = tl.arange(0, 32)[None, None, :]
+            group_at = values_at[:, :, None] + group * (4 + BYTES)
+            mask = is_row[:, None, None] & (group * 32 < D_V)
             step = tl.load(halves_ptr + group_at // 2, mask=mask, other=0.0).to(tl.float32)
             low = tl.load(halves_ptr + group_at // 2 + 1, mask=mask, other=0.0).to(tl.float32)
-            byte = c_v % 32 % BYTES
-            codes = tl.load(values_ptr + group_at + 4 + byte, mask=mask, other=0).to(tl.int32)
-            codes = (codes >> (BITS * (c_v % 32 // BYTES))) & (2**BITS - 1)
-            v = (low + step * codes.to(tl.float32)).to(tl.float16)
+            at_code = group_at + (4 + channel % BYTES)
+            codes = tl.load(values_ptr + at_code, mask=mask, other=0).to(tl.int32)
+            codes = (codes >> (BITS * (channel // BYTES))) & (2**BITS - 1)
+            v = tl.reshape((low + step * codes.to(tl.float32)).to(tl.float16), (ROWS, BLOCK_V))
         peak = tl.max(scores, axis=1)
         p = tl.exp(scores - peak[:, None])
         mass = tl.sum(p, axis=1)
@@ -176,6 +179,6 @@ def attend_latents(
         TILE_H=max(16, triton.next_power_of_2(group)),
         BLOCK_H=max(16, triton.next_power_of_2(half)),
         BLOCK_REST=max(16, triton.next_power_of_2(max(1, d - 2 * half))),
-        BLOCK_V=max(16, triton.next_power_of_2(d_v)), BLOCK_C=32, ROWS=rows, BITS=bits,
-        HEAD_BYTES=size, num_warps=4, num_stages=3,
+        BLOCK_V=max(32, triton.next_power_of_2(d_v)), BLOCK_C=32, ROWS=rows, BITS=bits,
+        HEAD_BYTES=size, num_warps=8 if rows > 32 else 4, num_stages=3,
     )  # fmt: skip

@@ -16,8 +16,8 @@ CPU = torch.device("cpu")
 def launches() -> Iterator[Callable[[], object]]:
     m = 432
     for n_batch, n_head, n_kv, d, n_rot, rank, bits in (
-        (1, 32, 8, 128, 128, 256, 4), (1, 32, 32, 128, 128, 1024, 4), (16, 32, 32, 128, 128, 512, 2),
-        (1, 9, 3, 64, 64, 48, 4), (1, 6, 2, 80, 40, 40, 16),
+        (1, 32, 8, 128, 128, 256, 4), (2, 32, 8, 128, 128, 256, 4), (1, 32, 32, 128, 128, 1024, 4),
+        (16, 32, 32, 128, 128, 512, 2), (1, 9, 3, 64, 64, 48, 4), (1, 6, 2, 80, 40, 40, 16),
     ):  # fmt: skip
         ones, theta = np.ones(n_kv * d), np.ones(n_rot // 2)
         basis = latent.make_basis(np.ones((n_kv * d, rank)), ones, theta, 1.0, n_kv, CPU)
