@@ -18,9 +18,9 @@ from sparsekv_cli.cpu.tiles import (
     PAD,
     exp_in_place,
     max_of,
-    scores_of,
     store_row,
-    values_of,
+    tile_scores,
+    tile_values,
 )
 
 BLOCK = 256  # keys whose scores are kept at a time: K and V of a block stay in the L2 cache
@@ -58,7 +58,9 @@ def attend_tile(q, k, v, k_row, v_row, mode, idx, count, peak, mass, acc, scores
         k_at, v_at = k, v
         if not mode & GATHER:
             k_at, v_at = k + start * k_row, v + start * v_row
-        scores_of(tile, k_mode, q.ctypes.data, k_at, k_row, at, size, d, scores.ctypes.data, stride)
+        tile_scores(
+            tile, k_mode, q.ctypes.data, k_at, k_row, at, size, d, scores.ctypes.data, stride
+        )
         for t in range(tile):
             for j in range(size, size + LANES):
                 scores[t, j] = NEGATIVE_INFINITY
@@ -69,7 +71,7 @@ def attend_tile(q, k, v, k_row, v_row, mode, idx, count, peak, mass, acc, scores
             peak[t] = new_peak
             for c in range(acc.shape[1]):
                 acc[t, c] *= old
-        values_of(
+        tile_values(
             tile, v_mode, scores.ctypes.data, stride, v_at, v_row, at, size, acc.shape[1],
             acc.ctypes.data,
         )  # fmt: skip
@@ -225,7 +227,7 @@ def score_rows(q, k, k_head, k_row, k_kind, n, n_kv_head, scale, out, n_threads)
                 for start in range(first, last, BLOCK):
                     size = min(BLOCK, last - start)
                     at = k + kv_head * k_head + start * k_row
-                    scores_of(
+                    tile_scores(
                         end - h, k_kind, scaled.ctypes.data, at, k_row, 0, size, d,
                         part.ctypes.data, part.shape[1],
                     )  # fmt: skip

@@ -16,7 +16,7 @@ from sparsekv_cli.cpu import emit
 from sparsekv_cli.cpu.attention import TILE, scaled_copy
 from sparsekv_cli.cpu.emit import I64, LANES, next_task
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
-from sparsekv_cli.cpu.tiles import NEGATIVE_INFINITY, PAD, exp_in_place, max_of, scores_any
+from sparsekv_cli.cpu.tiles import NEGATIVE_INFINITY, PAD, exp_in_place, max_of, tile_scores
 
 N_PART = 8  # pieces that the queries of a kv head are cut into
 ROWS_A_PART = 64  # at least
@@ -42,7 +42,9 @@ def _add_columns(q, first, last, k, k_row, n_past, group, scale, sums):
         tile = min(TILE, last - row)
         longest = n_past + (row + tile - 1) // group + 1
         scaled = scaled_copy(q[row : row + tile], scale)
-        scores_any(tile, 0, scaled.ctypes.data, k, k_row, 0, longest, d, scores.ctypes.data, stride)
+        tile_scores(
+            tile, 0, scaled.ctypes.data, k, k_row, 0, longest, d, scores.ctypes.data, stride
+        )
         for t in range(tile):
             visible = n_past + (row + t) // group + 1
             for j in range(visible, visible + LANES):

@@ -24,7 +24,7 @@ from sparsekv_cli.cpu.emit import I64, next_task
 from sparsekv_cli.cpu.fft import SIZE, ends_in_y, fft
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 from sparsekv_cli.cpu.rows import F16
-from sparsekv_cli.cpu.tiles import NEGATIVE_INFINITY, PAD, exp_in_place, max_of, values_any
+from sparsekv_cli.cpu.tiles import NEGATIVE_INFINITY, PAD, exp_in_place, max_of, tile_values
 
 # Columns of a table of segments, int64, a row each. LENGTH: of the basis; FILLED: tokens in it;
 # FIRST: its first row; N_KEEP: bins. RUNS: address of N_RUNS int64 pairs (first bin, number of
@@ -279,12 +279,12 @@ def _value_pieces(
         for h in range(g * group, (g + 1) * group, TILE):
             tile = min(TILE, (g + 1) * group - h)
             target = acc[split, h].ctypes.data
-            values_any(
+            tile_values(
                 tile, 0, p[h, from_exact:].ctypes.data, p.shape[1],
                 exact + g * v_head + from_exact * v_row, v_row, 0, to_exact - from_exact, d, target,
             )  # fmt: skip
             if half:
-                values_any(
+                tile_values(
                     tile, 0, w[h, first:].ctypes.data, w.shape[1],
                     half + g * half_head + first * half_row, half_row, 0, last - first, d, target,
                 )  # fmt: skip

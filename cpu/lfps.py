@@ -30,9 +30,8 @@ from sparsekv_cli.cpu.tiles import (
     NEGATIVE_INFINITY,
     PAD,
     exp_in_place,
-    scores_of,
-    scores_of_head,
-    values_of_head,
+    tile_scores,
+    tile_values,
 )
 
 LOCAL = 6  # keys before the current one in the local mass of the bypass test (eq 6)
@@ -73,9 +72,10 @@ def _bypass(
     for c in range(out.shape[0]):
         out[c] = wide * mean_v[c]
     d_v, to = out.shape[0], out.ctypes.data
-    values_of_head(v_kind, weights.ctypes.data, v, v_row, 0, SINKS, d_v, to)
+    tile_values(1, v_kind, weights.ctypes.data, 0, v, v_row, 0, SINKS, d_v, to)
     v_local = v + first_local * v_row
-    values_of_head(v_kind, weights[SINKS:].ctypes.data, v_local, v_row, 0, n_near - SINKS, d_v, to)
+    at = weights[SINKS:].ctypes.data
+    tile_values(1, v_kind, at, 0, v_local, v_row, 0, n_near - SINKS, d_v, to)
     for c in range(out.shape[0]):
         out[c] /= total
     return True
@@ -181,10 +181,11 @@ def _attend_candidates(
     mass = exp_in_place(weights.ctypes.data, m, peak)
     d_v = out.shape[0]
     out[:] = 0
-    values_of_head(v_kind, sink_weights.ctypes.data, v, v_row, 0, SINKS, d_v, out.ctypes.data)
-    values_of_head(
-        v_kind | GATHER, weights.ctypes.data, v, v_row, picked.ctypes.data, m, d_v, out.ctypes.data
-    )
+    tile_values(1, v_kind, sink_weights.ctypes.data, 0, v, v_row, 0, SINKS, d_v, out.ctypes.data)
+    tile_values(
+        1, v_kind | GATHER, weights.ctypes.data, 0, v, v_row, picked.ctypes.data, m, d_v,
+        out.ctypes.data,
+    )  # fmt: skip
     for c in range(d_v):
         out[c] /= sink_mass + mass
     if mass > 0:
@@ -222,10 +223,11 @@ def _step_unit(
     for t in range(heads):
         at = near[t].ctypes.data
         query = scaled[t].ctypes.data
-        scores_of_head(k_kind, query, k_at, k_row, 0, SINKS, d, at)
-        scores_of_head(
-            k_kind, query, k_at + first_local * k_row, k_row, 0, n - first_local, d, at + 4 * SINKS
-        )
+        tile_scores(1, k_kind, query, k_at, k_row, 0, SINKS, d, at, 0)
+        tile_scores(
+            1, k_kind, query, k_at + first_local * k_row, k_row, 0, n - first_local, d,
+            at + 4 * SINKS, 0,
+        )  # fmt: skip
         spread = _half_variance(scaled[t], covariance[kv_head], ratio[h0 + t])
         active[t] = not _bypass(
             scaled[t], near[t], n_near, mean_k[kv_head], spread, mean_v[kv_head], v_at,
@@ -258,7 +260,7 @@ def _step_unit(
     if n_active == heads:  # a tile of heads shares each key row
         statistics[unit, KEYS_READ] += count * ((heads + 3) // 4)
         for t in range(0, heads, 4):
-            scores_of(
+            tile_scores(
                 min(4, heads - t), k_kind | GATHER, scaled[t].ctypes.data, k_at, k_row,
                 rows.ctypes.data, count, d, scores[t].ctypes.data, stride,
             )  # fmt: skip
@@ -266,9 +268,9 @@ def _step_unit(
         statistics[unit, KEYS_READ] += count * n_active
         for t in range(heads):
             if active[t]:
-                scores_of_head(
-                    k_kind | GATHER, scaled[t].ctypes.data, k_at, k_row, rows.ctypes.data, count,
-                    d, scores[t].ctypes.data,
+                tile_scores(
+                    1, k_kind | GATHER, scaled[t].ctypes.data, k_at, k_row, rows.ctypes.data,
+                    count, d, scores[t].ctypes.data, 0,
                 )  # fmt: skip
     statistics[unit, SCORED] += n_active * (count - min(count, n_near - SINKS))
     gain[unit] *= decay
@@ -379,9 +381,9 @@ def lfps_init(
                 if count < 1:
                     continue
                 scaled = scaled_copy(q[h, j], scale)
-                scores_of_head(
-                    layout[K_KIND], scaled.ctypes.data, k_at, k_row, 0, count, d,
-                    scores.ctypes.data,
+                tile_scores(
+                    1, layout[K_KIND], scaled.ctypes.data, k_at, k_row, 0, count, d,
+                    scores.ctypes.data, 0,
                 )  # fmt: skip
                 scores[count : count + LANES] = NEGATIVE_INFINITY
                 peak = scores[:count].max()

@@ -19,7 +19,7 @@ from sparsekv_cli.cpu.attention import BLOCK, ONE_THREAD_BELOW, TILE, n_key_spli
 from sparsekv_cli.cpu.emit import F16, F32, I64, LANES, VF, const, next_task
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 from sparsekv_cli.cpu.select import order_keys, select_largest
-from sparsekv_cli.cpu.tiles import PAD, scores_any
+from sparsekv_cli.cpu.tiles import PAD, tile_scores
 
 
 def _store_half_lanes(b: ir.IRBuilder, value: ir.Value, address: ir.Value) -> None:
@@ -145,11 +145,11 @@ def _score_pieces(counter, q, hi, lo, n_page, n_kv_head, scale, out, n_split):
             positive, negative = _by_sign(q[h : h + tile], scale)
             for start in range(first, last, BLOCK):
                 size = min(BLOCK, last - start)
-                scores_any(
+                tile_scores(
                     tile, 0, positive.ctypes.data, hi[kv_head, start].ctypes.data, row_bytes, 0,
                     size, d, of_hi.ctypes.data, stride,
                 )  # fmt: skip
-                scores_any(
+                tile_scores(
                     tile, 0, negative.ctypes.data, lo[kv_head, start].ctypes.data, row_bytes, 0,
                     size, d, of_lo.ctypes.data, stride,
                 )  # fmt: skip

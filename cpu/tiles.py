@@ -4,22 +4,34 @@ K and V rows are f16 or q8_0 (rows.py), padded to a multiple of 16 elements. A r
 widened once for a tile of up to four query heads of its GQA group, and the dot products of a tile
 are summed across lanes together (emit.sum_many). Rows are consecutive, or listed by int32 numbers.
 A ``mode`` says both: the kind of the rows, + GATHER for listed ones; so 0 and 1 are modes of f16.
+
+There is code for every tile and mode, a lot to compile. So it is compiled once, when this file is
+imported, and the linker gets it as a symbol: a kernel holds a call, not a copy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
+from llvmlite import binding, ir
+from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu import emit
 from sparsekv_cli.cpu.emit import F16, F32, I8, I32, I64, LANES, VF, VI, const, load, splat, vec
+from sparsekv_cli.cpu.rows import F16 as F16_ROWS
 from sparsekv_cli.cpu.rows import GATHER, Q8_0, QUANT_BLOCK
 
 PAD = 32  # floats that a score buffer needs behind its last score
 AHEAD_SCAN, AHEAD_GATHER = 96, 40  # rows between a load and its prefetch
 NEGATIVE_INFINITY = np.float32(-np.inf)
+MAX_TILE = 4  # query heads
+MODES = (F16_ROWS, F16_ROWS | GATHER, Q8_0, Q8_0 | GATHER)
+SCORES, VALUES = "sparsekv_tile_scores", "sparsekv_tile_values"
+_TEN_NUMBERS = types.void(*[types.int64] * 10)
 
 
 def _row_address(b, base, row_bytes, idx, j, mode):
@@ -27,6 +39,17 @@ def _row_address(b, base, row_bytes, idx, j, mode):
     if mode & GATHER:
         j = b.sext(load(b, I32, b.add(idx, b.mul(j, I64(4)))), I64)
     return b.add(base, b.mul(j, row_bytes))
+
+
+def _rows_ahead(b, base, row_bytes, idx, j, n_rows, last, mode):
+    """Addresses of n_rows rows from j + AHEAD on; in a list, of its row ``last`` at most."""
+    rows = []
+    for i in range(n_rows):
+        at = b.add(j, I64((AHEAD_GATHER if mode & GATHER else AHEAD_SCAN) + i))
+        if mode & GATHER:
+            at = b.select(b.icmp_signed("<", at, last), at, last)
+        rows.append(_row_address(b, base, row_bytes, idx, at, mode))
+    return rows
 
 
 def _row_lanes(b, mode, row, d, c, n_vectors):
@@ -54,149 +77,200 @@ def _element_bytes(mode):
     return 1 if mode & Q8_0 else 2
 
 
+def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
+    """The code of ``tile_scores`` for one tile and mode, ints."""
+    n_keys = LANES // tile
+    last = b.sub(count, I64(1))
+
+    def group(j, carried):
+        rows = []
+        for i in range(n_keys):
+            at = b.add(j, I64(i))
+            at = b.select(b.icmp_signed("<", at, last), at, last)
+            rows.append(_row_address(b, k, row_bytes, idx, at, mode))
+
+        ahead = _rows_ahead(b, k, row_bytes, idx, j, n_keys, last, mode)
+
+        if mode & Q8_0:
+            for row in ahead:
+                emit.prefetch(b, b.add(row, d))  # the scales
+
+        def dims(n_vectors):
+            """Adds the products of 16 n_vectors dims from c on."""
+
+            def body(c, sums):
+                for row in ahead:
+                    emit.prefetch(b, b.add(row, b.mul(c, I64(_element_bytes(mode)))))
+                keys = [_row_lanes(b, mode, row, d, c, n_vectors) for row in rows]
+                for vector in range(n_vectors):
+                    new = []
+                    for t in range(tile):
+                        at = b.add(b.add(b.mul(I64(t), d), c), I64(LANES * vector))
+                        query = load(b, VF, b.add(q, b.mul(at, I64(4))))
+                        for i in range(n_keys):
+                            dot = sums[t * n_keys + i]
+                            new.append(emit.fma(b, keys[i][vector], query, dot))
+                    sums = new
+                return sums
+
+            return body
+
+        zero = const(F32, 0.0)
+        sums = [zero] * (tile * n_keys)
+        if mode & Q8_0:
+            whole = b.sub(d, b.urem(d, I64(QUANT_BLOCK)))
+            sums = emit.loop(b, I64(0), whole, QUANT_BLOCK, sums, dims(QUANT_BLOCK // LANES))
+            sums = emit.loop(b, whole, d, LANES, sums, dims(1))
+        else:
+            sums = emit.loop(b, I64(0), d, LANES, sums, dims(1))
+        sums += [zero] * (LANES - len(sums))
+        dots = emit.sum_many(b, sums)
+        for t in range(tile):
+            at = b.add(out, b.mul(b.add(b.mul(I64(t), out_stride), j), I64(4)))
+            part = emit.shuffle(b, dots, dots, range(t * n_keys, (t + 1) * n_keys))
+            emit.store(b, part, at)
+        return []
+
+    emit.loop(b, I64(0), count, n_keys, [], group)
+
+
+def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
+    """The code of ``tile_values`` for one tile and mode, ints."""
+    size = _element_bytes(mode)
+
+    def chunk(c, n_vectors):
+        """Accumulates dims c .. c + 16 n_vectors."""
+        unroll = max(1, 8 // (tile * n_vectors))
+        acc_at = [
+            b.add(acc, b.mul(b.add(b.add(b.mul(I64(t), d), c), I64(LANES * i)), I64(4)))
+            for t in range(tile)
+            for i in range(n_vectors)
+        ]
+
+        def key(j, sums):
+            row = _row_address(b, v, row_bytes, idx, j, mode)
+            values = _row_lanes(b, mode, row, d, c, n_vectors)
+            new = []
+            for t in range(tile):
+                weight_at = b.add(p, b.mul(b.add(b.mul(I64(t), p_stride), j), I64(4)))
+                weight = splat(b, load(b, F32, weight_at))
+                for i in range(n_vectors):
+                    new.append(emit.fma(b, values[i], weight, sums[t * n_vectors + i]))
+            return new
+
+        n_sums = len(acc_at)
+        last = b.sub(count, I64(1))
+
+        def keys(j, sums):
+            for row in _rows_ahead(b, v, row_bytes, idx, j, unroll, last, mode):
+                first = b.add(row, b.mul(c, I64(size)))
+                for line in range(0, size * LANES * n_vectors, 64):
+                    emit.prefetch(b, b.add(first, I64(line)))
+                if mode & Q8_0:
+                    emit.prefetch(b, b.add(row, d))  # the scales
+            new = []
+            for u in range(unroll):
+                new += key(b.add(j, I64(u)), sums[u * n_sums : (u + 1) * n_sums])
+            return new
+
+        zero = const(F32, 0.0)
+        whole = b.sub(count, b.srem(count, I64(unroll)))
+        start = [load(b, VF, at) for at in acc_at] + [zero] * (n_sums * (unroll - 1))
+        sums = emit.loop(b, I64(0), whole, unroll, start, keys)
+        for u in range(1, unroll):
+            sums[:n_sums] = [b.fadd(sums[i], sums[u * n_sums + i]) for i in range(n_sums)]
+        sums = emit.loop(b, whole, count, 1, sums[:n_sums], key)
+        for at, value in zip(acc_at, sums, strict=True):
+            emit.store(b, value, at)
+
+    def wide(c, carried):
+        chunk(c, 4)
+        return []
+
+    def narrow(c, carried):
+        chunk(c, 1)
+        return []
+
+    whole = b.sub(d, b.srem(d, I64(64)))
+    emit.loop(b, I64(0), whole, 64, [], wide)
+    emit.loop(b, whole, d, LANES, [], narrow)
+
+
+def _for_every_tile(emit_tile: Callable[..., None]) -> Any:
+    """An intrinsic's type and code: ``emit_tile`` for whatever tile and mode it is called with."""
+
+    def codegen(context, b, signature, args):
+        wrong, after = b.append_basic_block("wrong"), b.append_basic_block("after")
+        switch = b.switch(b.add(b.mul(args[1], I64(MAX_TILE)), args[0]), wrong)
+        for tile, mode in product(range(1, MAX_TILE + 1), MODES):
+            block = b.append_basic_block(f"tile_{tile}_{mode}")
+            switch.add_case(I64(mode * MAX_TILE + tile), block)
+            b.position_at_end(block)
+            emit_tile(b, tile, mode, *args[2:])
+            b.branch(after)
+        b.position_at_end(wrong)
+        emit.call_named(b, "llvm.trap", ir.VoidType())
+        b.unreachable()
+        b.position_at_end(after)
+        return context.get_dummy_value()
+
+    return _TEN_NUMBERS, codegen
+
+
+@intrinsic
+def _any_scores(typingctx, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
+    return _for_every_tile(_emit_scores)
+
+
+@intrinsic
+def _any_values(typingctx, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
+    return _for_every_tile(_emit_values)
+
+
+def _scores(tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
+    _any_scores(tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
+
+
+def _values(tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
+    _any_values(tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc)
+
+
+def _call(symbol: str) -> Any:
+    """An intrinsic's type and code: a call of the function that the linker knows as ``symbol``."""
+
+    def codegen(context, b, signature, args):
+        emit.call_named(b, symbol, ir.VoidType(), *args)
+        return context.get_dummy_value()
+
+    return _TEN_NUMBERS, codegen
+
+
 @intrinsic
 def tile_scores(typingctx, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
     """out[t, j] = q[t] . k[row j], t < tile, j < count; q f32 (tile, d), k rows, out f32.
 
-    Addresses are i64; ``out_stride`` in floats. ``mode``: see above; with GATHER, row j is idx[j]
-    (int32). Writes up to 15 floats behind out[t, count). d is a multiple of 16.
+    Addresses are i64; tile: 1 to 4; ``out_stride`` in floats. ``mode``: see above; with GATHER, row
+    j is idx[j] (int32). Writes up to 15 floats behind out[t, count). d is a multiple of 16.
     """
-    if not isinstance(tile, types.IntegerLiteral) or not isinstance(mode, types.IntegerLiteral):
-        return None
-
-    def codegen(context, b, signature, args):
-        tile_, mode_ = (signature.args[i].literal_value for i in (0, 1))
-        _, _, q, k, row_bytes, idx, count, d, out, out_stride = args
-        n_keys = LANES // tile_
-        last = b.sub(count, I64(1))
-
-        def group(j, carried):
-            rows = []
-            for i in range(n_keys):
-                at = b.add(j, I64(i))
-                at = b.select(b.icmp_signed("<", at, last), at, last)
-                rows.append(_row_address(b, k, row_bytes, idx, at, mode_))
-
-            ahead = _rows_ahead(b, k, row_bytes, idx, j, n_keys, last, mode_)
-
-            if mode_ & Q8_0:
-                for row in ahead:
-                    emit.prefetch(b, b.add(row, d))  # the scales
-
-            def dims(n_vectors):
-                """Adds the products of 16 n_vectors dims from c on."""
-
-                def body(c, sums):
-                    for row in ahead:
-                        emit.prefetch(b, b.add(row, b.mul(c, I64(_element_bytes(mode_)))))
-                    keys = [_row_lanes(b, mode_, row, d, c, n_vectors) for row in rows]
-                    for vector in range(n_vectors):
-                        new = []
-                        for t in range(tile_):
-                            at = b.add(b.add(b.mul(I64(t), d), c), I64(LANES * vector))
-                            query = load(b, VF, b.add(q, b.mul(at, I64(4))))
-                            for i in range(n_keys):
-                                dot = sums[t * n_keys + i]
-                                new.append(emit.fma(b, keys[i][vector], query, dot))
-                        sums = new
-                    return sums
-
-                return body
-
-            zero = const(F32, 0.0)
-            sums = [zero] * (tile_ * n_keys)
-            if mode_ & Q8_0:
-                whole = b.sub(d, b.urem(d, I64(QUANT_BLOCK)))
-                sums = emit.loop(b, I64(0), whole, QUANT_BLOCK, sums, dims(QUANT_BLOCK // LANES))
-                sums = emit.loop(b, whole, d, LANES, sums, dims(1))
-            else:
-                sums = emit.loop(b, I64(0), d, LANES, sums, dims(1))
-            sums += [zero] * (LANES - len(sums))
-            dots = emit.sum_many(b, sums)
-            for t in range(tile_):
-                at = b.add(out, b.mul(b.add(b.mul(I64(t), out_stride), j), I64(4)))
-                part = emit.shuffle(b, dots, dots, range(t * n_keys, (t + 1) * n_keys))
-                emit.store(b, part, at)
-            return []
-
-        emit.loop(b, I64(0), count, n_keys, [], group)
-        return context.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(tile, mode, i64, i64, i64, i64, i64, i64, i64, i64), codegen
+    return _call(SCORES)
 
 
 @intrinsic
 def tile_values(typingctx, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
     """acc[t] += sum over j < count of p[t, j] v[row j]; acc f32 (tile, d), addresses as i64."""
-    if not isinstance(tile, types.IntegerLiteral) or not isinstance(mode, types.IntegerLiteral):
-        return None
+    return _call(VALUES)
 
-    def codegen(context, b, signature, args):
-        tile_, mode_ = (signature.args[i].literal_value for i in (0, 1))
-        _, _, p, p_stride, v, row_bytes, idx, count, d, acc = args
-        size = _element_bytes(mode_)
 
-        def chunk(c, n_vectors):
-            """Accumulates dims c .. c + 16 n_vectors."""
-            unroll = max(1, 8 // (tile_ * n_vectors))
-            acc_at = [
-                b.add(acc, b.mul(b.add(b.add(b.mul(I64(t), d), c), I64(LANES * i)), I64(4)))
-                for t in range(tile_)
-                for i in range(n_vectors)
-            ]
+def _install() -> tuple[Any, ...]:
+    """Compiles the tiles, or loads them from the disk, before a kernel that calls them."""
+    functions = {SCORES: _scores, VALUES: _values}
+    compiled = {name: cfunc(_TEN_NUMBERS, cache=True)(f) for name, f in functions.items()}
+    for name, function in compiled.items():
+        binding.add_symbol(name, function.address)
+    return tuple(compiled.values())
 
-            def key(j, sums):
-                row = _row_address(b, v, row_bytes, idx, j, mode_)
-                values = _row_lanes(b, mode_, row, d, c, n_vectors)
-                new = []
-                for t in range(tile_):
-                    weight_at = b.add(p, b.mul(b.add(b.mul(I64(t), p_stride), j), I64(4)))
-                    weight = splat(b, load(b, F32, weight_at))
-                    for i in range(n_vectors):
-                        new.append(emit.fma(b, values[i], weight, sums[t * n_vectors + i]))
-                return new
 
-            n_sums = len(acc_at)
-            last = b.sub(count, I64(1))
-
-            def keys(j, sums):
-                for row in _rows_ahead(b, v, row_bytes, idx, j, unroll, last, mode_):
-                    first = b.add(row, b.mul(c, I64(size)))
-                    for line in range(0, size * LANES * n_vectors, 64):
-                        emit.prefetch(b, b.add(first, I64(line)))
-                    if mode_ & Q8_0:
-                        emit.prefetch(b, b.add(row, d))  # the scales
-                new = []
-                for u in range(unroll):
-                    new += key(b.add(j, I64(u)), sums[u * n_sums : (u + 1) * n_sums])
-                return new
-
-            zero = const(F32, 0.0)
-            whole = b.sub(count, b.srem(count, I64(unroll)))
-            start = [load(b, VF, at) for at in acc_at] + [zero] * (n_sums * (unroll - 1))
-            sums = emit.loop(b, I64(0), whole, unroll, start, keys)
-            for u in range(1, unroll):
-                sums[:n_sums] = [b.fadd(sums[i], sums[u * n_sums + i]) for i in range(n_sums)]
-            sums = emit.loop(b, whole, count, 1, sums[:n_sums], key)
-            for at, value in zip(acc_at, sums, strict=True):
-                emit.store(b, value, at)
-
-        def wide(c, carried):
-            chunk(c, 4)
-            return []
-
-        def narrow(c, carried):
-            chunk(c, 1)
-            return []
-
-        whole = b.sub(d, b.srem(d, I64(64)))
-        emit.loop(b, I64(0), whole, 64, [], wide)
-        emit.loop(b, whole, d, LANES, [], narrow)
-        return context.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(tile, mode, i64, i64, i64, i64, i64, i64, i64, i64), codegen
+_KEPT = _install()  # used to the end of the process
 
 
 def exp_lanes(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
@@ -321,149 +395,3 @@ def store_row(kind, source, target, count):
         store_quantized(source, target, count)
     else:
         store_halves(source, target, count)
-
-
-def _rows_ahead(b, base, row_bytes, idx, j, n_rows, last, mode):
-    """Addresses of n_rows rows from j + AHEAD on; in a list, of its row ``last`` at most."""
-    rows = []
-    for i in range(n_rows):
-        at = b.add(j, I64((AHEAD_GATHER if mode & GATHER else AHEAD_SCAN) + i))
-        if mode & GATHER:
-            at = b.select(b.icmp_signed("<", at, last), at, last)
-        rows.append(_row_address(b, base, row_bytes, idx, at, mode))
-    return rows
-
-
-@njit(cache=True, nogil=True)
-def scores_any(tile, gather, q, k, row_bytes, idx, count, d, out, out_stride):
-    """``tile_scores`` of f16 rows for a tile of 1 to 4 heads that is known at run time only."""
-    if gather:
-        if tile == 1:
-            tile_scores(1, 1, q, k, row_bytes, idx, count, d, out, out_stride)
-        elif tile == 2:
-            tile_scores(2, 1, q, k, row_bytes, idx, count, d, out, out_stride)
-        elif tile == 3:
-            tile_scores(3, 1, q, k, row_bytes, idx, count, d, out, out_stride)
-        else:
-            tile_scores(4, 1, q, k, row_bytes, idx, count, d, out, out_stride)
-    elif tile == 1:
-        tile_scores(1, 0, q, k, row_bytes, idx, count, d, out, out_stride)
-    elif tile == 2:
-        tile_scores(2, 0, q, k, row_bytes, idx, count, d, out, out_stride)
-    elif tile == 3:
-        tile_scores(3, 0, q, k, row_bytes, idx, count, d, out, out_stride)
-    else:
-        tile_scores(4, 0, q, k, row_bytes, idx, count, d, out, out_stride)
-
-
-@njit(cache=True, nogil=True)
-def values_any(tile, gather, p, p_stride, v, row_bytes, idx, count, d, acc):
-    """``tile_values`` of f16 rows for a tile of 1 to 4 heads that is known at run time only."""
-    if gather:
-        if tile == 1:
-            tile_values(1, 1, p, p_stride, v, row_bytes, idx, count, d, acc)
-        elif tile == 2:
-            tile_values(2, 1, p, p_stride, v, row_bytes, idx, count, d, acc)
-        elif tile == 3:
-            tile_values(3, 1, p, p_stride, v, row_bytes, idx, count, d, acc)
-        else:
-            tile_values(4, 1, p, p_stride, v, row_bytes, idx, count, d, acc)
-    elif tile == 1:
-        tile_values(1, 0, p, p_stride, v, row_bytes, idx, count, d, acc)
-    elif tile == 2:
-        tile_values(2, 0, p, p_stride, v, row_bytes, idx, count, d, acc)
-    elif tile == 3:
-        tile_values(3, 0, p, p_stride, v, row_bytes, idx, count, d, acc)
-    else:
-        tile_values(4, 0, p, p_stride, v, row_bytes, idx, count, d, acc)
-
-
-@njit(cache=True, nogil=True)
-def scores_quantized(tile, gather, q, k, row_bytes, idx, count, d, out, out_stride):
-    """``tile_scores`` of q8_0 rows for a tile of 1 to 4 heads that is known at run time only."""
-    if gather:
-        if tile == 1:
-            tile_scores(1, 3, q, k, row_bytes, idx, count, d, out, out_stride)
-        elif tile == 2:
-            tile_scores(2, 3, q, k, row_bytes, idx, count, d, out, out_stride)
-        elif tile == 3:
-            tile_scores(3, 3, q, k, row_bytes, idx, count, d, out, out_stride)
-        else:
-            tile_scores(4, 3, q, k, row_bytes, idx, count, d, out, out_stride)
-    elif tile == 1:
-        tile_scores(1, 2, q, k, row_bytes, idx, count, d, out, out_stride)
-    elif tile == 2:
-        tile_scores(2, 2, q, k, row_bytes, idx, count, d, out, out_stride)
-    elif tile == 3:
-        tile_scores(3, 2, q, k, row_bytes, idx, count, d, out, out_stride)
-    else:
-        tile_scores(4, 2, q, k, row_bytes, idx, count, d, out, out_stride)
-
-
-@njit(cache=True, nogil=True)
-def values_quantized(tile, gather, p, p_stride, v, row_bytes, idx, count, d, acc):
-    """``tile_values`` of q8_0 rows for a tile of 1 to 4 heads that is known at run time only."""
-    if gather:
-        if tile == 1:
-            tile_values(1, 3, p, p_stride, v, row_bytes, idx, count, d, acc)
-        elif tile == 2:
-            tile_values(2, 3, p, p_stride, v, row_bytes, idx, count, d, acc)
-        elif tile == 3:
-            tile_values(3, 3, p, p_stride, v, row_bytes, idx, count, d, acc)
-        else:
-            tile_values(4, 3, p, p_stride, v, row_bytes, idx, count, d, acc)
-    elif tile == 1:
-        tile_values(1, 2, p, p_stride, v, row_bytes, idx, count, d, acc)
-    elif tile == 2:
-        tile_values(2, 2, p, p_stride, v, row_bytes, idx, count, d, acc)
-    elif tile == 3:
-        tile_values(3, 2, p, p_stride, v, row_bytes, idx, count, d, acc)
-    else:
-        tile_values(4, 2, p, p_stride, v, row_bytes, idx, count, d, acc)
-
-
-@njit(cache=True, nogil=True)
-def scores_of(tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
-    """``tile_scores`` for a tile and a mode that are known at run time only.
-
-    Kernels that read f16 alone call ``scores_any``, so as not to be compiled for other rows too.
-    """
-    if mode & Q8_0:
-        scores_quantized(tile, mode & GATHER, q, k, row_bytes, idx, count, d, out, out_stride)
-    else:
-        scores_any(tile, mode & GATHER, q, k, row_bytes, idx, count, d, out, out_stride)
-
-
-@njit(cache=True, nogil=True)
-def values_of(tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
-    """``tile_values`` for a tile and a mode that are known at run time only."""
-    if mode & Q8_0:
-        values_quantized(tile, mode & GATHER, p, p_stride, v, row_bytes, idx, count, d, acc)
-    else:
-        values_any(tile, mode & GATHER, p, p_stride, v, row_bytes, idx, count, d, acc)
-
-
-@njit(cache=True, nogil=True)
-def scores_of_head(mode, q, k, row_bytes, idx, count, d, out):
-    """``scores_of`` for a tile of one head, in a quarter of the code: q f32 (d,), out f32."""
-    if mode == GATHER:
-        tile_scores(1, 1, q, k, row_bytes, idx, count, d, out, 0)
-    elif mode == Q8_0:
-        tile_scores(1, 2, q, k, row_bytes, idx, count, d, out, 0)
-    elif mode == Q8_0 | GATHER:
-        tile_scores(1, 3, q, k, row_bytes, idx, count, d, out, 0)
-    else:
-        tile_scores(1, 0, q, k, row_bytes, idx, count, d, out, 0)
-
-
-@njit(cache=True, nogil=True)
-def values_of_head(mode, p, v, row_bytes, idx, count, d, acc):
-    """``values_of`` for a tile of one head: p f32 (count,), acc f32 (d,)."""
-    if mode == GATHER:
-        tile_values(1, 1, p, 0, v, row_bytes, idx, count, d, acc)
-    elif mode == Q8_0:
-        tile_values(1, 2, p, 0, v, row_bytes, idx, count, d, acc)
-    elif mode == Q8_0 | GATHER:
-        tile_values(1, 3, p, 0, v, row_bytes, idx, count, d, acc)
-    else:
-        tile_values(1, 0, p, 0, v, row_bytes, idx, count, d, acc)

@@ -1,9 +1,8 @@
-"""Pages of the KV cache on the GPU: summaries, scores, pooling over a group, and rows of pages.
+"""Pages of the KV cache on the GPU: summaries, and scores pooled over a group of heads.
 
-What a summary and its score are is told in cpu/pages.py. A sequence of n rows has its candidates in
-pages first..(n - recent) // page - 1; ``recent`` rows at least are left to a window that is always
-attended. The scores of a group's heads are pooled into one a kv head: their largest (Quest), or the
-mean of their softmax (FreeKV), which needs every split's peak and mass of a head.
+What a summary and its score are is told in cpu/pages.py. The scores of a group's heads are pooled
+into one a kv head: their largest (Quest), or the mean of their softmax over all candidates
+(FreeKV).
 """
 
 from __future__ import annotations
@@ -148,18 +147,29 @@ def _halves(q):
 
 @triton.jit(do_not_specialize=["n_split"])
 def _page_scores_kernel(
-    q_ptr, hi_ptr, lo_ptr, n_ptr, out_ptr, peak_ptr, mass_ptr, scale, first, recent, n_kv_head,
-    n_split, stride_hb, stride_hg, stride_hn, stride_ob, stride_oh,
+    q_ptr, hi_ptr, lo_ptr, n_ptr, budget_ptr, wanted_ptr, out_ptr, peak_ptr, mass_ptr, n_page_ptr,
+    n_best_ptr, scale, first, recent, reserved, least, n_kv_head, n_split,
+    stride_hb, stride_hg, stride_hn, stride_ob, stride_oh,
     PAGE: tl.constexpr, GROUP: tl.constexpr, TILE_H: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, POOL: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SOFTMAX: tl.constexpr,
+    SOME: tl.constexpr,
 ):  # fmt: skip
-    """POOL: writes the largest of a group's scores, f32 (B, G, n); otherwise each head's, with the
-    peak and mass of its softmax over the split."""
+    """SOFTMAX: writes each head's scores, with the peak and mass of their softmax over the split;
+    otherwise the largest of a group's scores."""
     split, unit = tl.program_id(0), tl.program_id(1)
     b, g = (unit // n_kv_head).to(tl.int64), (unit % n_kv_head).to(tl.int64)
-    n = tl.maximum((tl.load(n_ptr + b) - recent) // PAGE - first, 0)  # candidates
-    chunk = tl.cdiv(tl.cdiv(n, n_split), BLOCK_N) * BLOCK_N
-    last = tl.minimum((split + 1) * chunk, n)
+    n = tl.load(n_ptr + b)
+    end = (n - recent) // PAGE
+    n_page = tl.maximum(end - first, 0)
+    if (split == 0) & (g == 0):
+        kept = tl.where(reserved < 0, n - end * PAGE, reserved)
+        n_best = tl.maximum((tl.load(budget_ptr + b) - kept) // PAGE, least)
+        tl.store(n_page_ptr + b, n_page)
+        tl.store(n_best_ptr + b, n_best)
+    if SOME:
+        n_page = tl.where(tl.load(wanted_ptr + unit) > 0, n_page, 0)
+    chunk = tl.cdiv(tl.cdiv(n_page, n_split), BLOCK_N) * BLOCK_N
+    last = tl.minimum((split + 1) * chunk, n_page)
     t, c = tl.arange(0, TILE_H), tl.arange(0, BLOCK_D)
     head = unit.to(tl.int64) * GROUP + t
     q = tl.load(
@@ -181,10 +191,7 @@ def _page_scores_kernel(
         scores = tl.dot(up_low, tl.trans(hi), acc=scores)
         scores = tl.dot(down_high, tl.trans(lo), acc=scores)
         scores = tl.dot(down_low, tl.trans(lo), acc=scores) * scale
-        if POOL:
-            best = tl.max(tl.where((t < GROUP)[:, None], scores, float("-inf")), 0)
-            tl.store(out_ptr + b * stride_ob + g * stride_oh + j, best, mask=j < last)
-        else:
+        if SOFTMAX:
             out_at = out_ptr + b * stride_ob + (g * GROUP + t)[:, None] * stride_oh + j[None, :]
             tl.store(out_at, scores, mask=(t < GROUP)[:, None] & (j < last)[None, :])
             scores = tl.where((j < last)[None, :], scores, float("-inf"))
@@ -192,14 +199,55 @@ def _page_scores_kernel(
             p = tl.exp2((scores - new_peak[:, None]) * 1.4426950408889634)
             mass = mass * tl.exp2((peak - new_peak) * 1.4426950408889634) + tl.sum(p, 1)
             peak = new_peak
-    if not POOL:
-        piece = split * tl.num_programs(1) * GROUP + unit * GROUP + t
+        else:
+            best = tl.max(tl.where((t < GROUP)[:, None], scores, float("-inf")), 0)
+            tl.store(out_ptr + b * stride_ob + g * stride_oh + j, best, mask=j < last)
+    if SOFTMAX:
+        piece = (split * tl.num_programs(1) + unit) * GROUP + t
         tl.store(peak_ptr + piece, peak, mask=t < GROUP)
         tl.store(mass_ptr + piece, mass, mask=t < GROUP)
 
 
+@triton.jit(do_not_specialize=["n_split"])
+def _pool_softmax_kernel(
+    scores_ptr, peak_ptr, mass_ptr, n_page_ptr, wanted_ptr, out_ptr, n_kv_head, n_split,
+    stride_sb, stride_sh, stride_ob, stride_og,
+    GROUP: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, SOME: tl.constexpr,
+):  # fmt: skip
+    chunk, unit = tl.program_id(0), tl.program_id(1)
+    b, g = (unit // n_kv_head).to(tl.int64), (unit % n_kv_head).to(tl.int64)
+    n_page = tl.load(n_page_ptr + b)
+    if SOME:
+        n_page = tl.where(tl.load(wanted_ptr + unit) > 0, n_page, 0)
+    j = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
+    s = tl.arange(0, BLOCK_S)
+    pooled = tl.zeros([BLOCK_N], tl.float32)
+    if chunk * BLOCK_N < n_page:
+        for t in tl.static_range(GROUP):
+            head = g * GROUP + t
+            at = s * tl.num_programs(1) * GROUP + unit * GROUP + t
+            peaks = tl.load(peak_ptr + at, mask=s < n_split, other=float("-inf"))
+            masses = tl.load(mass_ptr + at, mask=s < n_split, other=0.0)
+            peak = tl.max(peaks, 0)
+            mass = tl.sum(masses * tl.exp2((peaks - peak) * 1.4426950408889634), 0)
+            scores = tl.load(
+                scores_ptr + b * stride_sb + head * stride_sh + j, mask=j < n_page,
+                other=float("-inf"),
+            )  # fmt: skip
+            pooled += tl.exp2((scores - peak) * 1.4426950408889634) / (mass * GROUP)
+        tl.store(out_ptr + b * stride_ob + g * stride_og + j, pooled, mask=j < n_page)
+
+
+class PooledPages(NamedTuple):
+    """Candidates of B sequences, and how many of them a kv head takes."""
+
+    scores: torch.Tensor  # f32 (B, G, n_page_max), of the pages from the first candidate on
+    n_page: torch.Tensor  # int32 (B,): candidates
+    n_best: torch.Tensor  # int32 (B,)
+
+
 class PageScratch(NamedTuple):
-    """What ``pool_pages`` keeps of one call for its second launch: S splits."""
+    """What ``pool_pages`` leaves for its second launch: S splits. Nothing but for softmax."""
 
     scores: torch.Tensor  # f32 (B, H, n_page_max)
     peak: torch.Tensor  # f32 (S, B, H)
@@ -209,72 +257,90 @@ class PageScratch(NamedTuple):
 def page_scratch(
     n_batch: int, n_head: int, n_kv_head: int, d: int, n_page_max: int, device: torch.device
 ) -> PageScratch:
-    """Memory for ``pool_pages`` of softmax."""
+    """Memory for ``pool_pages`` with softmax."""
     _, n_split = _tiling(n_batch * n_kv_head, n_page_max, _width(d, d))
     shapes = (n_batch, n_head, n_page_max), (n_split, n_batch, n_head), (n_split, n_batch, n_head)
     return PageScratch(*(torch.empty(s, dtype=torch.float32, device=device) for s in shapes))
 
 
-def page_scores(
+def pooled_pages(
+    n_batch: int, n_kv_head: int, n_page_max: int, device: torch.device
+) -> PooledPages:
+    """Memory for the result of ``pool_pages``."""
+    n_page, n_best = torch.zeros(2, n_batch, dtype=torch.int32, device=device)
+    shape = (n_batch, n_kv_head, n_page_max)
+    return PooledPages(torch.empty(shape, dtype=torch.float32, device=device), n_page, n_best)
+
+
+def pool_pages(
     q: torch.Tensor,
     hi: torch.Tensor,
     lo: torch.Tensor,
     n: torch.Tensor,
+    budget: torch.Tensor,
     n_page_max: int,
     page: int,
     scale: float,
+    *,
+    softmax: bool,
     first: int = 0,
     recent: int = 1,
+    reserved: int | None = None,
+    least: int = 0,
+    wanted: torch.Tensor | None = None,
+    out: PooledPages | None = None,
     scratch: PageScratch | None = None,
-) -> PageScratch:
-    """Scores of the candidates, scale (relu(q) . hi - relu(-q) . lo): scores[b, h, j] of page first + j.
+) -> PooledPages:
+    """Scores of the candidates, pooled over each kv head's group, and how many are to be taken.
 
-    q (B, H, d); hi, lo f16 (B, G, >= first + n_page_max, d); n int32 (B,). n_page_max bounds the
-    candidates (n[b] - recent) // page - first. peak, mass of the result: of the softmax over each
-    split's candidates.
+    A head's score of a page is scale (relu(q) . hi - relu(-q) . lo); pooled is the largest of the
+    group, or with ``softmax`` the mean of each head's softmax over the candidates. q (B, H, d); hi,
+    lo f16 (B, G, pages, d); n, budget int32 (B,): rows in context, and to attend to. Candidates are
+    first..(n - recent) // page - 1, n_page_max of them at most; max(least, (budget - reserved) //
+    page) are to be taken. reserved: rows attended beside, by default those behind the candidates.
+    wanted int32 (B, G), if given: the kv heads that choose; scores of others are not written.
     """
     n_batch, n_head, d = q.shape
-    if scratch is None:
-        scratch = page_scratch(n_batch, n_head, hi.shape[1], d, n_page_max, q.device)
-    check("scratch.scores", scratch.scores, torch.float32, (n_batch, n_head, n_page_max), q.device)
-    _score(q, hi, lo, n, n_page_max, page, scale, first, recent, scratch.scores, scratch)
-    return scratch
-
-
-def _score(
-    q: torch.Tensor,
-    hi: torch.Tensor,
-    lo: torch.Tensor,
-    n: torch.Tensor,
-    n_page_max: int,
-    page: int,
-    scale: float,
-    first: int,
-    recent: int,
-    out: torch.Tensor,
-    scratch: PageScratch | None,
-) -> None:
-    """Launches ``_page_scores_kernel``; without scratch the group's largest score goes to out."""
-    n_batch, n_head, d = q.shape
-    n_kv_head = hi.shape[1]
-    check("q", q, QUERY_TYPES, (None, None, None), q.device)
-    check("hi", hi, torch.float16, (n_batch, None, None, d), q.device, strided=True)
-    check("lo", lo, torch.float16, tuple(hi.shape), q.device, strided=True)
-    check("n", n, torch.int32, (n_batch,), q.device)
+    n_kv_head, device = hi.shape[1], q.device
+    check("q", q, QUERY_TYPES, (None, None, None), device)
+    check("hi", hi, torch.float16, (n_batch, None, None, d), device, strided=True)
+    check("lo", lo, torch.float16, tuple(hi.shape), device, strided=True)
+    check("n", n, torch.int32, (n_batch,), device)
+    check("budget", budget, torch.int32, (n_batch,), device)
+    if wanted is not None:
+        check("wanted", wanted, torch.int32, (n_batch, n_kv_head), device)
     if n_head % n_kv_head:
         raise ValueError(f"q has {n_head} heads: expected a multiple of hi's {n_kv_head}")
     if hi.stride() != lo.stride():
         raise ValueError(f"lo has strides {lo.stride()}: expected hi's, {hi.stride()}")
-    group = n_head // n_kv_head
+    if out is None:
+        out = pooled_pages(n_batch, n_kv_head, n_page_max, device)
+    check("out.scores", out.scores, torch.float32, (n_batch, n_kv_head, n_page_max), device)
+    check("out.n_page", out.n_page, torch.int32, (n_batch,), device)
+    check("out.n_best", out.n_best, torch.int32, (n_batch,), device)
     block, n_split = _tiling(n_batch * n_kv_head, n_page_max, _width(d, d))
-    peak = mass = None
-    if scratch is not None:
-        peak, mass = scratch.peak, scratch.mass
-        for name, x in (("peak", peak), ("mass", mass)):
-            check(f"scratch.{name}", x, torch.float32, (n_split, n_batch, n_head), q.device)
+    scores, peak, mass = out.scores, None, None
+    if softmax:
+        if scratch is None:
+            scratch = page_scratch(n_batch, n_head, n_kv_head, d, n_page_max, device)
+        scores, peak, mass = scratch
+        check("scratch.scores", scores, torch.float32, (n_batch, n_head, n_page_max), device)
+        check("scratch.peak", peak, torch.float32, (n_split, n_batch, n_head), device)
+        check("scratch.mass", mass, torch.float32, (n_split, n_batch, n_head), device)
+    group = n_head // n_kv_head
     _page_scores_kernel[(n_split, n_batch * n_kv_head)](
-        q, hi, lo, n, out, peak, mass, scale, first, recent, n_kv_head, n_split,
-        *hi.stride()[:3], *out.stride()[:2],
+        q, hi, lo, n, budget, wanted, scores, peak, mass, out.n_page, out.n_best, scale, first,
+        recent, -1 if reserved is None else reserved, least, n_kv_head, n_split, *hi.stride()[:3],
+        *scores.stride()[:2],
         PAGE=page, GROUP=group, TILE_H=max(TILE, triton.next_power_of_2(group)), D=d,
-        BLOCK_D=_width(d, d), BLOCK_N=block, POOL=scratch is None, num_warps=4, num_stages=3,
+        BLOCK_D=_width(d, d), BLOCK_N=block, SOFTMAX=softmax, SOME=wanted is not None,
+        num_warps=4, num_stages=3,
     )  # fmt: skip
+    if softmax:
+        _pool_softmax_kernel[(triton.cdiv(n_page_max, 256), n_batch * n_kv_head)](
+            scores, peak, mass, out.n_page, wanted, out.scores, n_kv_head, n_split,
+            *scores.stride()[:2], *out.scores.stride()[:2],
+            GROUP=group, BLOCK_S=triton.next_power_of_2(n_split), BLOCK_N=256,
+            SOME=wanted is not None, num_warps=2,
+        )  # fmt: skip
+    return out

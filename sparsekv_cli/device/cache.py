@@ -120,6 +120,9 @@ class DeviceCache(LayerCache):
     def decode(self, x: Any) -> Any:
         """Adds the row of a DeviceInput; its attention f32 (1, H, d_v). Launches only."""
 
+    def join(self) -> None:
+        """Called at the end of a step's launches: joins what ``decode`` has launched beside it."""
+
     @abstractmethod
     def settle(self, n: int) -> None:
         """Counts a step that brought the sequence to ``n`` rows."""

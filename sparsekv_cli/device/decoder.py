@@ -169,7 +169,8 @@ class DeviceDecoder(Forward):
                 yield Piece(lambda i=i, layers=layers: self._attend_on_host(i, layers), True)
                 calls = [lambda i=i, on_host=on_host: buffers.upload_attended(i, on_host)]
             calls.append(lambda i=i: self._finish(i))
-        yield Piece(_in_order([*calls, self._output]), False)
+        joins = [c.join for layers in caches for c in layers if isinstance(c, DeviceCache)]
+        yield Piece(_in_order([*calls, self._output, *joins]), False)
 
     def _project(self, i: int) -> None:
         """Layer i's q, k, v in the buffers, from the residual stream."""

@@ -56,7 +56,7 @@ class Stack:
         out = torch.empty(self.n_rows, self.n_columns, dtype=dtype, device=device)
         at = 0
         for part in self.parts:
-            matvec.dequantize(part, out[at : at + part.n_rows])
+            matvec.dequantize(part, dtype, out[at : at + part.n_rows])
             at += part.n_rows
         return out
 
@@ -126,7 +126,7 @@ class DeviceWeights:
         name = GGMLType(linear.code).name
         if name not in PACKABLE:
             return PackedMatrix("BF16", linear.n_rows, linear.n_columns, self._bf16(linear))
-        data = torch.from_numpy(np.ascontiguousarray(linear.data)).to(self.device)
+        data = torch.from_numpy(linear.data.copy()).to(self.device)
         return repack(name, data, linear.n_columns)
 
     def _bf16(self, linear: Linear) -> torch.Tensor:

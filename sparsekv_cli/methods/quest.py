@@ -54,6 +54,7 @@ class Quest(Method):
     paper: ClassVar[str] = "arXiv:2406.10774"
     description: ClassVar[str] = "whole pages, chosen by bounds of what their keys can score"
     cache_types: ClassVar[tuple[str, ...]] = ("f16", "q8_0")
+    device_cache: ClassVar[str] = "quest:DeviceQuest"
 
     budget: Budget = _option(DEFAULT_BUDGET, "rows attended a head, in whole pages: N or P%")
     page: int = _option(16, "rows of a page, more than the sinks")

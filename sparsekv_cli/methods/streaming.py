@@ -34,6 +34,7 @@ class Streaming(Method):
     paper: ClassVar[str] = "arXiv:2309.17453"
     description: ClassVar[str] = "attention sinks and the most recent rows"
     cache_types: ClassVar[tuple[str, ...]] = ("f16", "q8_0")
+    device_cache: ClassVar[str] = "streaming:DeviceStreaming"
 
     budget: Budget = field(
         default=DEFAULT_BUDGET, metadata={"help": "recent rows attended: N or P%"}

@@ -31,6 +31,7 @@ class TopK(Method):
     paper: ClassVar[str] = "exact top-k (oracle)"
     description: ClassVar[str] = "scores every key, attends to the best"
     cache_types: ClassVar[tuple[str, ...]] = ("f16", "q8_0")
+    device_cache: ClassVar[str] = "topk:DeviceTopK"
 
     budget: Budget = field(
         default=DEFAULT_BUDGET, metadata={"help": "rows attended a head: N or P%"}

@@ -36,7 +36,7 @@ GEOMETRIES = [
     Geometry(6, 2, 72, 263, 40),  # rows are padded, values are of another size
 ]
 PLAIN = Geometry(9, 3, 64, 300)
-SMALL = {"budget": Budget(tokens=144), "sinks": 16, "window": 32}
+SMALL = {"budget": Budget(tokens=144), "sinks": 16, "window": 32, "page": 16}
 
 
 class Stream:

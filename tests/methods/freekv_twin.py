@@ -18,9 +18,9 @@ class TwinOptions:
     """The options that change what is computed. ``budget``: B of a context of n rows."""
 
     budget: Callable[[int], int]
-    sinks: int = 64
+    sinks: int = 16
     window: int = 64
-    page: int = 16
+    page: int = 8
     summary: str = "meanstd"
     tau: float = 0.8
     speculate: bool = True

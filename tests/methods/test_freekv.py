@@ -50,24 +50,25 @@ def one_thread():
 def test_plan_of_the_defaults():
     method = FreeKV()
     assert method.plan(512) is None
-    assert method.plan(1700) == (4, 24, (1700 - 64) // 16)
+    assert method.plan(1700) == (2, 54, (1700 - 64) // 8)
     assert build_method("freekv", {"preset": "paper"}).plan(1700) == (2, 12, (1700 - 64) // 32)
     paper = {"preset": "paper", "sinks": "512", "window": "512"}
     assert build_method("freekv", paper, budget="2048").plan(9000) == (16, 32, (9000 - 512) // 32)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 8, 17, 64, 100, 200])
-def test_plan_of_small_budgets(budget):
+@pytest.mark.parametrize("p", [8, 16])
+def test_plan_of_small_budgets(budget, p):
     """Never less than a page of each kind, and never much more than the budget."""
-    method = FreeKV(budget=Budget(tokens=budget))
+    method = FreeKV(budget=Budget(tokens=budget), page=p, sinks=64)
     for n in range(1, 400):
         plan = method.plan(n)
         if plan is None:
-            assert n <= max(budget, 2 * 16 + max(1, budget // 4) - 1)
+            assert n <= max(budget, 2 * p + max(1, budget // 4) - 1)
             continue
-        rows = (plan.n_sink + plan.n_best) * 16 + n - plan.window * 16
-        assert plan.n_sink >= 1 and plan.n_best >= 1 and n > plan.window * 16
-        assert rows <= max(budget, 2 * 16 + max(1, budget // 4)) + 15
+        rows = (plan.n_sink + plan.n_best) * p + n - plan.window * p
+        assert plan.n_sink >= 1 and plan.n_best >= 1 and n > plan.window * p
+        assert rows <= max(budget, 2 * p + max(1, budget // 4)) + p - 1
 
 
 def test_the_window_never_moves_back():
@@ -198,7 +199,7 @@ def test_decode_after_truncate(kept):
         for _ in range(60):
             assert np.isfinite(decode_row(cache, stream.rows(1))).all()
         return
-    twin = FreeKVTwin(TwinOptions(lambda n: 144, sinks=16, window=32), 9, 3)
+    twin = FreeKVTwin(TwinOptions(lambda n: 144, sinks=16, window=32, page=16), 9, 3)
     row = stream.rows(1)
     twin.start(row[0][:, 0], *(x[:, :kept] for x in rows[1:]))  # as if the query had not turned
     choices = twin.choose(*(x[:, 0] for x in row))
@@ -428,5 +429,5 @@ def test_wrong_options_are_named(options, message):
 def test_presets():
     tuned, paper = (build_method("freekv", {"preset": name}) for name in ("tuned", "paper"))
     assert tuned == FreeKV() and tuned.dense_layers == paper.dense_layers == (0,)
-    assert paper == FreeKV(preset="paper", page=32, summary="minmax")
+    assert paper == FreeKV(preset="paper", page=32, summary="minmax", sinks=64)
     assert str(tuned.options()["budget"]) == "512"

@@ -1,0 +1,152 @@
+"""Models and caches for scripts/bench_gpu: random weights in known shapes, rows without a prefill.
+
+All layers of a model share one layer's random numbers on the host, so that a shape of 8 billion
+weights is there in seconds; on the device each layer has its own copy, as in a real model.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsekv_cli.cache import AttnInput, LayerCache, LayerSpec, Method
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.device.engine import DeviceEngine, open_device_engine
+from sparsekv_cli.device.host import HostCache
+from sparsekv_cli.methods import build_method
+from sparsekv_cli.models.architectures import Architecture, architecture_of
+from sparsekv_cli.models.gguf import open_gguf
+from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
+from sparsekv_cli.models.weights import Weights, read_weights
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from tiny_models import make_model
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": {
+        "n_layer": 16, "n_embd": 2048, "n_head": 32, "n_head_kv": 8, "n_ff": 8192,
+        "n_vocab": 128256,
+    },
+    "llama-3.1-8b": {
+        "n_layer": 32, "n_embd": 4096, "n_head": 32, "n_head_kv": 8, "n_ff": 14336,
+        "n_vocab": 128256,
+    },
+    "tiny": {
+        "n_layer": 3, "n_embd": 64, "n_head": 2, "n_head_kv": 1, "n_ff": 64, "n_vocab": 259,
+    },
+}  # fmt: skip
+FILL_ROWS = 8192  # rows that a cache is given at a time
+
+
+@dataclass(frozen=True)
+class Model:
+    """What an engine is made of."""
+
+    name: str
+    hparams: HParams
+    architecture: Architecture
+    weights: Weights
+
+
+def random_model(name: str) -> Model:
+    """Random weights in a shape of SHAPES: Q4_K (F32 for ``tiny``), the output Q6_K."""
+    shape = dict(SHAPES[name])
+    n_layer = shape.pop("n_layer")
+    kinds = {"wtype": "Q4_K", "wtypes": {"token_embd.weight": "Q6_K"}} if name != "tiny" else {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = make_model(
+            Path(folder) / "model.gguf", n_layer=1, n_ctx=1 << 18, freq_base=5e5,
+            attention_gain=1.0, **kinds, **shape,
+        )  # fmt: skip
+        file = open_gguf(path)
+        one = read_hparams(file)
+        architecture = architecture_of(read_architecture(file))
+        weights = read_weights(file, one, architecture)
+    many = {field: getattr(one, field) * n_layer for field in ("n_head", "n_head_kv", "n_ff")}
+    return Model(
+        name,
+        replace(one, n_layer=n_layer, **many),
+        architecture,
+        replace(weights, layers=weights.layers * n_layer),
+    )
+
+
+def open_engine(
+    model: Model, device: torch.device, n_threads: int, kv: str, gpu_weights: str = "auto"
+) -> DeviceEngine:
+    """An engine for any method, without a session: no prompt and no tokenizer are needed."""
+    config = SessionConfig(kv=kv, gpu_weights=gpu_weights)
+    return open_device_engine(
+        device, model.hparams, model.architecture, model.weights, build_method("full", {}), config,
+        n_threads, n_ctx=1,
+    )  # fmt: skip
+
+
+def random_calibration(spec: LayerSpec, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
+    """A layer's tensors for every method that reads some: of the right form, saying nothing."""
+    size, n_chunk = spec.n_head_kv * spec.head_dim, len(spec.theta)
+    rank = np.stack([rng.permutation(n_chunk) for _ in range(spec.n_head_kv)]).astype(np.uint8)
+    basis = np.linalg.qr(rng.standard_normal((size, size)))[0].astype(np.float32)
+    return {
+        "dom_var": rank,
+        "dom_ca": rank,
+        "vectors_diag": basis,
+        "vectors_pca": basis,
+        "weights": np.ones(size, np.float32),
+    }
+
+
+@contextmanager
+def without_attention(engine: DeviceEngine) -> Iterator[None]:
+    """Prefills inside store their rows, but their attention is not computed."""
+    ops = engine.ops
+    ops.dense_prefill = lambda store, x, spec: x.q  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del ops.dense_prefill
+
+
+def filled_caches(
+    engine: DeviceEngine, method: Method, n: int, n_more: int
+) -> Sequence[LayerCache]:
+    """A cache of every layer with n random rows and room for n_more, as a prefill leaves it."""
+    generator = torch.Generator(device=engine.ops.device).manual_seed(0)
+    calibration = random_calibration(engine.decoder.layer_specs()[0], np.random.default_rng(0))
+    caches = []
+    with without_attention(engine):
+        for spec in engine.decoder.layer_specs():
+            cache = engine.layer(method, replace(spec, calibration=calibration))
+            cache.reserve(n + n_more)
+            fill(cache, spec, n, generator)
+            caches.append(cache)
+    return caches
+
+
+def fill(cache: Any, spec: LayerSpec, n: int, generator: torch.Generator) -> None:
+    """Prefills n random rows."""
+    inner = cache.cache if isinstance(cache, HostCache) else cache
+    if inner is not cache:
+        inner.backend.ahead = True
+    for pos in range(0, n, FILL_ROWS):
+        rows = min(FILL_ROWS, n - pos)
+
+        def heads(count: int, width: int, rows: int = rows) -> torch.Tensor:
+            made = torch.randn(count, rows, width, generator=generator, device=generator.device)
+            return made.half() if inner is cache else made.half().cpu()
+
+        q, k = heads(spec.n_head, spec.head_dim), heads(spec.n_head_kv, spec.head_dim)
+        v = heads(spec.n_head_kv, spec.value_dim)
+        inner.prefill(AttnInput(q, k, v, q, k, pos))
+    inner.finish_prefill()
+    if inner is not cache:
+        inner.backend.ahead = False

@@ -1,0 +1,108 @@
+"""The attention operators of scripts/bench_gpu: one layer's decode step, B sequences at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from sparsekv_cli.kernels import attention, chunks, pages, select
+from sparsekv_cli.kernels.page_rows import page_rows
+
+BUDGET = 512  # rows that the methods attend to
+N_TIP = 16  # FASA: dominant chunks of 64
+PAGE = 16
+
+
+class Shape(NamedTuple):
+    """Heads of one layer."""
+
+    name: str
+    n_head: int
+    n_head_kv: int
+    d: int
+
+
+SHAPES = (Shape("llama-3.1-8b", 32, 8, 128), Shape("llama-2-7b", 32, 32, 128))
+
+
+class Operator(NamedTuple):
+    """run: the operator's launches. n_bytes: the fewest that it must move through device memory."""
+
+    name: str
+    run: Callable[[], Any]
+    n_bytes: int
+
+
+class Rows:
+    """K and V of B sequences of n random rows, a query each, and what the methods keep of them."""
+
+    def __init__(self, shape: Shape, n_batch: int, n: int, device: torch.device) -> None:
+        self.shape, self.n_batch, self.n_rows = shape, n_batch, n
+        _, n_head, n_kv, d = shape
+        self.q = torch.randn(n_batch, n_head, d, device=device)
+        self.k, self.v = (
+            torch.randn(n_batch, n_kv, n, d, device=device, dtype=torch.float16) for _ in range(2)
+        )
+        self.n = torch.full((n_batch,), n, dtype=torch.int32, device=device)
+        self.budget = torch.full_like(self.n, BUDGET)
+        self.scale = d**-0.5
+        self.row_bytes = 2 * 2 * d
+        self.dom_dims = torch.arange(2 * N_TIP, dtype=torch.int32, device=device).repeat(n_kv, 1)
+        capacity = -(-n // 16) * 16
+        self.dom = torch.empty(
+            n_batch, n_kv, 2 * N_TIP, capacity, dtype=torch.float16, device=device
+        )
+        self.dom[..., :n] = self.k[..., : 2 * N_TIP].transpose(2, 3)
+        n_page = n // PAGE
+        shape_of_pages = (n_batch, n_kv, n_page, d)
+        self.hi, self.lo = (
+            torch.empty(shape_of_pages, dtype=torch.float16, device=device) for _ in range(2)
+        )
+        pages.page_summaries(self.k, self.hi, self.lo, PAGE, False, 0, n_page)
+
+    def full(self) -> torch.Tensor:
+        return attention.attend_dense(self.q, self.k, self.v, self.n, self.n_rows, self.scale)
+
+    def sdpa(self) -> torch.Tensor:
+        """torch's own: FlashAttention or what it takes for one query."""
+        gqa = self.shape.n_head != self.shape.n_head_kv
+        q = self.q.half()[:, :, None]
+        return scaled_dot_product_attention(q, self.k, self.v, scale=self.scale, enable_gqa=gqa)
+
+    def _attend_best(self, scores: torch.Tensor) -> torch.Tensor:
+        idx, counts = select.select_largest(scores, self.n, self.n_rows, self.budget, BUDGET, 4, 16)
+        return attention.attend_rows(self.q, self.k, self.v, idx, counts, self.scale)
+
+    def topk(self) -> torch.Tensor:
+        return self._attend_best(select.score_rows(self.q, self.k, self.n, self.n_rows, self.scale))
+
+    def fasa(self) -> torch.Tensor:
+        return self._attend_best(
+            chunks.score_chunks(self.q, self.dom_dims, self.dom, self.n, self.n_rows)
+        )
+
+    def quest(self) -> torch.Tensor:
+        n_page = self.hi.shape[2]
+        pooled = pages.pool_pages(
+            self.q, self.hi, self.lo, self.n, self.budget, n_page, PAGE, self.scale, softmax=False
+        )
+        chosen, sizes = select.select_largest(
+            pooled.scores, pooled.n_page, n_page, pooled.n_best, BUDGET // PAGE
+        )
+        idx, counts = page_rows(chosen, sizes, self.n, PAGE, 4)
+        return attention.attend_rows(self.q, self.k, self.v, idx, counts, self.scale)
+
+    def operators(self) -> Iterator[Operator]:
+        n_head, n_kv, d = self.shape[1:]
+        units = self.n_batch * n_kv
+        chosen = self.n_batch * n_head * BUDGET * self.row_bytes
+        everything = units * self.n_rows * self.row_bytes
+        yield Operator("full", self.full, everything)
+        yield Operator("torch sdpa", self.sdpa, everything)
+        yield Operator("topk", self.topk, units * self.n_rows * 2 * d + chosen)
+        yield Operator("fasa-c", self.fasa, units * self.n_rows * 4 * N_TIP + chosen)
+        summaries = units * (self.n_rows // PAGE) * 4 * d
+        yield Operator("quest", self.quest, summaries + units * BUDGET * self.row_bytes)

@@ -1,0 +1,84 @@
+"""Timing of GPU work for scripts/bench_gpu: replays of captured graphs, medians, bandwidth."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+Call = Callable[[], object]
+MIB = 1 << 20
+
+
+class Timed(NamedTuple):
+    """Milliseconds of a call: the median, the least and the most."""
+
+    median: float
+    least: float
+    most: float
+
+
+def time_calls(calls: Sequence[Call], device: torch.device, n_times: int = 20) -> Timed:
+    """Each of ``calls`` does the same on inputs of its own, taken in turn so that the caches of the
+    device hold none of them. On a GPU each is captured and its replays are timed by events.
+    """
+    if device.type != "cuda":  # interpreted: there to see that it runs
+        calls[0]()
+        begin = time.perf_counter()
+        calls[-1]()
+        elapsed = 1e3 * (time.perf_counter() - begin)
+        return Timed(elapsed, elapsed, elapsed)
+    graphs = []
+    for call in calls:
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        graphs.append(graph)
+    samples = []
+    for i in range(n_times + 3):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graphs[i % len(graphs)].replay()
+        stop.record()
+        torch.cuda.synchronize()
+        samples.append(start.elapsed_time(stop))
+    samples = samples[3:]
+    return Timed(statistics.median(samples), min(samples), max(samples))
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """GB/s of a large copy within the device, bytes read and bytes written both counted."""
+    n_bytes = (2048 if device.type == "cuda" else 4) * MIB
+    source = torch.randint(0, 255, (n_bytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timed = time_calls([lambda: target.copy_(source)], device)
+    return 2 * n_bytes / timed.median / 1e6
+
+
+def link_bandwidth(device: torch.device) -> float:
+    """GB/s from pinned memory of the host to the device by the copy engine."""
+    n_bytes = (512 if device.type == "cuda" else 4) * MIB
+    source = torch.randint(0, 255, (n_bytes,), dtype=torch.uint8)
+    if device.type == "cuda":
+        source = source.pin_memory()
+    target = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+    timed = time_calls([lambda: target.copy_(source, non_blocking=True)], device)
+    return n_bytes / timed.median / 1e6
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table; numbers with three digits."""
+
+    def text(value: object) -> str:
+        if isinstance(value, float):
+            return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+        return "" if value is None else str(value)
+
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(map(text, row)) + " |" for row in rows]
+    return "\n".join(lines)

@@ -1,0 +1,297 @@
+"""FreeKV on a device and its host; the method is told in methods/freekv.py.
+
+| paper | here |
+|---|---|
+| 3.2 speculative retrieval for the next step | _recall_ahead, on a stream beside the step's |
+| 3.3 query-based identification, head-wise correction | kernels/recall.py enter_row |
+| 4.2 hybrid layouts, NHD and HND; offloading | kernels/page_cache.py, offload_pages |
+| 4.2 streamed recall | kernels/recall.py fetch_pages |
+
+A step is launches only: which kv heads choose again, what they choose and which pages are to be
+fetched for it is decided on the device, and a kernel reads those from pinned host memory. A kv head
+that need not choose skips the work, not the launch. While all rows are within the budget, or no
+page has left the window, they lie in a store and attention is dense.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from sparsekv_cli.cache import AttnInput, LayerSpec, Memory
+from sparsekv_cli.device.cache import DeviceCache, DeviceInput, DeviceStore, count_dense
+from sparsekv_cli.device.pages import DevicePages
+from sparsekv_cli.device.side import SideStream
+from sparsekv_cli.kernels import attention, page_cache, pages, recall, select
+from sparsekv_cli.kernels.page_cache import Layout
+from sparsekv_cli.methods.freekv import FreeKV, Plan
+
+
+class Workspace(NamedTuple):
+    """What the launches of a choice hand on; made anew only when something grows."""
+
+    wanted: torch.Tensor  # int32 (1, G): see recall.enter_row
+    query: torch.Tensor  # f32 (1, H, d)
+    pooled: pages.PooledPages
+    scores: pages.PageScratch
+    selection: select.SelectScratch
+    fresh: torch.Tensor  # int32 (1, G, m): candidates chosen
+    sizes: torch.Tensor  # int32 (1, G)
+    idx: torch.Tensor  # int32 (1, G, rows): resident rows attended to
+    counts: torch.Tensor  # int32 (1, G)
+
+
+class Recent(NamedTuple):
+    """Rows that a window holds at least, in this step and in the next."""
+
+    now: int
+    ahead: int
+
+
+class DeviceFreeKV(DeviceCache):
+    """One layer: a DeviceStore while attention is dense, and in prefill; otherwise DevicePages."""
+
+    def __init__(self, spec: LayerSpec, ops: Any, method: FreeKV) -> None:
+        super().__init__(spec, ops)
+        self.method = method
+        self._device = ops.device
+        self._pages: DevicePages | None = None
+        self._n = 0  # rows, while they lie in pages
+        self._side = SideStream(ops.device)
+        self._ahead = method.speculate and method.threshold != math.inf
+        self._last: Any = None  # the last query of a prefill (H, d)
+        self._previous = torch.zeros(1, spec.n_head, spec.head_dim, device=ops.device)
+        self._previous_n = 0  # rows in context when that query was the current one
+        self._statistics = torch.zeros(
+            1, spec.n_head_kv, page_cache.N_STATISTICS.value, dtype=torch.int64, device=ops.device
+        )
+        self._grown = 0  # how often buffers have been replaced
+        self._n_max = 0
+
+    @property
+    def n(self) -> int:
+        return self.store.n if self._pages is None else self._n
+
+    def budget_rows(self, n: int) -> int:
+        return self.method.budget.rows(n)
+
+    def reserve(self, n: int) -> None:
+        if self._pages is None:
+            self.store.reserve(n)
+
+    # --- prefill ----------------------------------------------------------------------------------
+
+    def prefill(self, x: AttnInput) -> Any:
+        self._leave_pages()
+        self._last = x.q[:, -1]
+        return super().prefill(x)
+
+    def finish_prefill(self) -> None:
+        self._previous.copy_(self._last[None])
+        n = self._previous_n = self.n
+        self._last = None
+        plan = self.method.plan(n + 1)
+        if plan is None:
+            return
+        self._enter_pages(plan, n + 1)
+        if self._ahead:
+            self._recent = self._recent_of(n)
+            numbers = [[n], [self.budget_rows(n + 1)]]
+            self._recall_ahead(*torch.tensor(numbers, dtype=torch.int32, device=self._device))
+            self.join()
+
+    def _layout(self, n_sink: int) -> Layout:
+        method = self.method
+        n_ring = -(-(method.window + method.page - 1) // method.page)
+        return Layout(n_sink, n_ring, method.summary == "meanstd")
+
+    def _recent_of(self, n: int) -> Recent:
+        return Recent(*(self.method.recent(self.budget_rows(n + i)) for i in range(2)))
+
+    def _enter_pages(self, plan: Plan, n_max: int) -> None:
+        """Moves all rows from the store to pages, with room for n_max."""
+        method = self.method
+        self._n = self.store.n
+        self._pages = DevicePages(
+            self.store, self._statistics, self._layout(plan.n_sink), page=method.page,
+            window=plan.window, n_page=(n_max + 1) // method.page, n_slot=method.slots(plan),
+            n_best=plan.n_best,
+        )  # fmt: skip
+        self.store = DeviceStore(self.spec, self._device)
+        self._make_workspace()
+
+    def _make_workspace(self) -> None:
+        assert self._pages is not None
+        spec, device, arrays = self.spec, self._device, self._pages.arrays
+        n_sink, n_ring, _ = self._pages.layout
+        n_kv, n_page, m = spec.n_head_kv, arrays.pool.shape[1], arrays.chosen.shape[2]
+
+        def numbers(*shape: int) -> torch.Tensor:
+            return torch.zeros(1, n_kv, *shape, dtype=torch.int32, device=device)
+
+        self._grown += 1
+        self._work = Workspace(
+            wanted=numbers(),
+            query=torch.zeros_like(self._previous),
+            pooled=pages.pooled_pages(1, n_kv, n_page, device),
+            scores=pages.page_scratch(1, spec.n_head, n_kv, spec.head_dim, n_page, device),
+            selection=select.select_scratch(n_kv, n_page, m, device),
+            fresh=numbers(m),
+            sizes=numbers(),
+            idx=numbers((n_sink + m + n_ring) * self.method.page),
+            counts=numbers(),
+        )
+
+    def _leave_pages(self) -> None:
+        """Moves all rows back to a store, bit for bit."""
+        if self._pages is not None:
+            store = DeviceStore(self.spec, self._device)
+            self._pages.to_store(store, self._n)
+            self.store, self._pages = store, None
+            del self._work
+
+    # --- decode -----------------------------------------------------------------------------------
+
+    def plan(self, n: int, n_max: int) -> Hashable:
+        method = self.method
+        plan = method.plan(n, None if self._pages is None else self._pages.layout.n_sink)
+        self._n_max = n_max
+        if plan is None:
+            self._leave_pages()
+            return super().plan(n, n_max), n_max
+        if self._pages is None:
+            self._enter_pages(plan, n_max)
+        assert self._pages is not None
+        largest = method.plan(n_max, plan.n_sink)
+        assert largest is not None
+        n_page = (n_max + 1) // method.page
+        if self._pages.make_room(n_page, method.slots(largest), largest.n_best):
+            self._make_workspace()
+        self._recent = self._recent_of(n)
+        self._current = not method.speculate or self._previous_n != n - 1
+        return self._grown, self._recent, self._current
+
+    def decode(self, x: DeviceInput) -> torch.Tensor:
+        if self._pages is None:
+            return self._decode_dense(x)
+        arrays, layout, work = self._pages.arrays, self._pages.layout, self._work
+        n, budget = x.step.n, x.step.budget
+        recent = self._recent.now
+        reserved = layout.n_sink * self.method.page + recent
+        if not self._ahead:
+            recall.offload_pages(arrays, layout, n, recent)
+        recall.enter_row(
+            arrays, layout, x.q, self._previous, x.k, x.v, n, budget, recent, reserved,
+            self.method.threshold, current=self._current, wanted=work.wanted, query=work.query,
+        )  # fmt: skip
+        self._choose(work.query, n, budget, recent, reserved)
+        recall.assign_slots(
+            arrays, layout, work.fresh, work.sizes, work.wanted, n, budget, recent, reserved,
+            q=x.q, previous=self._previous,
+        )  # fmt: skip
+        recall.fetch_pages(arrays, layout, n, recent, work.idx, work.counts)
+        scale = float(self.spec.scale)
+        out = attention.attend_rows(x.q, *self._pages.rows(), work.idx, work.counts, scale)
+        if self._ahead:
+            self._recall_ahead(n, budget)
+        return out
+
+    def _decode_dense(self, x: DeviceInput) -> torch.Tensor:
+        """A step that attends to all rows."""
+        store, scale = self.store, float(self.spec.scale)
+        attention.append_rows(x.k, x.v, store.k, store.v, x.step.pos)
+        self._previous.copy_(x.q)
+        return attention.attend_dense(x.q, store.k, store.v, x.step.n, self._n_max, scale)
+
+    def _recall_ahead(self, n: torch.Tensor, budget: torch.Tensor) -> None:
+        """Chooses and recalls the next step's pages with the query of this one, beside the rest.
+
+        n, budget int32 (1,) of this step: kv heads whose number of pages the next step's budget
+        changes choose again then.
+        """
+        assert self._pages is not None
+        arrays, layout, work = self._pages.arrays, self._pages.layout, self._work
+        recent = self._recent.ahead
+        reserved = layout.n_sink * self.method.page + recent
+        with self._side.fork():
+            recall.offload_pages(
+                arrays, layout, n, recent, ahead=1, budget=budget, reserved=reserved,
+                wanted=work.wanted,
+            )  # fmt: skip
+            self._choose(self._previous, n, budget, recent - 1, reserved)
+            recall.assign_slots(
+                arrays, layout, work.fresh, work.sizes, work.wanted, n, budget, recent, reserved
+            )
+            recall.fetch_pages(arrays, layout)
+
+    def _choose(
+        self, query: torch.Tensor, n: torch.Tensor, budget: torch.Tensor, recent: int, reserved: int
+    ) -> None:
+        """The best candidates of the kv heads in ``work.wanted``, numbered from the first one."""
+        assert self._pages is not None
+        arrays, work = self._pages.arrays, self._work
+        n_page, m = arrays.pool.shape[1], arrays.chosen.shape[2]
+        pages.pool_pages(
+            query, arrays.hi, arrays.lo, n, budget, n_page, self.method.page,
+            float(self.spec.scale), softmax=True, first=self._pages.layout.n_sink, recent=recent,
+            reserved=reserved, least=1, wanted=work.wanted, out=work.pooled, scratch=work.scores,
+        )  # fmt: skip
+        select.select_largest(
+            work.pooled.scores, work.pooled.n_page, n_page, work.pooled.n_best, m,
+            idx=work.fresh, counts=work.sizes, scratch=work.selection,
+        )  # fmt: skip
+
+    def join(self) -> None:
+        self._side.join()
+
+    def settle(self, n: int) -> None:
+        self._previous_n = n
+        if self._pages is None:
+            self.store.n = n
+            count_dense(self, n, sparse=True)
+        else:
+            self._n = n
+            self.ledger.step(self.spec.n_head * n, 0, 0, 0, True)
+
+    # --- the rest ---------------------------------------------------------------------------------
+
+    def truncate(self, n: int) -> int:
+        if n < self.n:
+            self._leave_pages()
+            self.store.truncate(n)
+        return self.n
+
+    def memory(self) -> Memory:
+        if self._pages is None:
+            return super().memory()
+        index = self._pages.index_bytes + self._previous.nbytes + _bytes(self._work)
+        return Memory(host=self._pages.pool_bytes, device=self._pages.resident_bytes, index=index)
+
+    def counters(self) -> Mapping[str, int]:
+        """The steps counted by the kernels, added to the dense ones."""
+        spec = self.spec
+        hit, recalled, sent, scored, corrected, stepped, attended = (
+            self._statistics[0].sum(0).tolist()
+        )
+        row_bytes = 2 * (spec.head_dim + spec.value_dim)
+        counts = self.ledger.counts.copy()
+        for prefix in ("", "sparse_"):
+            counts[f"{prefix}rows_scored"] += 2 * scored * spec.group  # hi and lo
+            counts[f"{prefix}rows_attended"] += attended * spec.group
+        moved = (recalled + sent) * self.method.page * row_bytes
+        counts["bytes_moved"] += moved
+        counts["bytes_read"] += attended * row_bytes + scored * 4 * spec.head_dim + moved
+        counts.update(
+            pages_hit=hit, pages_recalled=recalled, pages_offloaded=sent,
+            heads_corrected=corrected, heads_stepped=stepped,
+        )  # fmt: skip
+        return counts
+
+
+def _bytes(work: Workspace) -> int:
+    """Of all tensors of a workspace."""
+    parts = [part if isinstance(part, tuple) else (part,) for part in work]
+    return sum(tensor.nbytes for part in parts for tensor in part)

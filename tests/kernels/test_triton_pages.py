@@ -1,0 +1,182 @@
+"""Page summaries, pooled scores and rows of pages in Triton against numpy, on awkward sizes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from sparsekv_cli.cpu.pages import page_scores_ref, page_summaries_ref, select_pages_ref
+from sparsekv_cli.cpu.recall import choose_pages_ref
+from sparsekv_cli.kernels import page_rows, pages, select
+
+GEOMETRIES = [(1, 1, 64), (9, 3, 64), (4, 1, 80), (8, 1, 128)]
+
+
+def ints(values, device):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def empty_summaries(n_batch, n_kv_head, n_page, d, device):
+    shape = (n_batch, n_kv_head, n_page, d)
+    return [torch.full(shape, 7.0, device=device).half() for _ in range(2)]
+
+
+@pytest.mark.parametrize(("n_kv_head", "d"), [(1, 64), (3, 80)])
+@pytest.mark.parametrize("page", [1, 16, 48])
+@pytest.mark.parametrize("meanstd", [False, True])
+def test_page_summaries(n_kv_head, d, page, meanstd, device):
+    n = 3 * page + page // 2
+    k = (random(2, n, n_kv_head, d) + 1).half().to(device).transpose(1, 2)
+    for n_sinks in {0, page // 4}:
+        hi, lo = empty_summaries(2, n_kv_head, 5, d, device)
+        pages.page_summaries(k, hi, lo, page, meanstd, 1, 3, n_sinks)
+        pages.page_summaries(k, hi, lo, page, meanstd, 0, 1, n_sinks)
+        for b in range(2):
+            keys = k[b].cpu().numpy()
+            expected = page_summaries_ref(keys, page, meanstd, n_sinks)
+            for actual, wanted in zip((hi, lo), expected, strict=True):
+                tolerance = {"rtol": 1e-3, "atol": 1e-3} if meanstd else {"rtol": 0}
+                np.testing.assert_allclose(actual[b, :, :3].cpu(), wanted, **tolerance)
+        assert (hi[:, :, 3:] == 7).all() and (lo[:, :, 3:] == 7).all()
+
+
+@pytest.mark.parametrize("meanstd", [False, True])
+def test_summaries_step_by_step_equal_those_at_once(meanstd, device):
+    k = random(2, 2, 70, 64).half().to(device)
+    at_once, stepped = (empty_summaries(2, 2, 9, 64, device) for _ in range(2))
+    pages.page_summaries(k, *at_once, 8, meanstd, 0, 8, 3)
+    k[:, :, 64:] = torch.nan
+    for n in range(1, 66):
+        pages.page_summaries_step(k, ints([n, max(1, n - 5)], device), *stepped, 8, meanstd, 3)
+    for whole, grown in zip(at_once, stepped, strict=True):
+        assert (whole[0] == grown[0]).all()
+        assert (whole[1, :, :7] == grown[1, :, :7]).all() and (grown[1, :, 7:] == 7).all()
+
+
+def test_deviations_of_large_keys_do_not_cancel(device):
+    k = (random(1, 1, 16, 64) + 1000).half().to(device)
+    hi, lo = empty_summaries(1, 1, 1, 64, device)
+    pages.page_summaries(k, hi, lo, 16, True, 0, 1)
+    expected = page_summaries_ref(k[0].cpu().numpy(), 16, True)
+    np.testing.assert_allclose((hi - lo)[0].cpu(), expected[0] - expected[1], atol=1)
+
+
+def scored(n_head, n_kv_head, d, sizes, page, device):
+    """q, hi, lo with NaN behind each sequence's whole pages."""
+    n_page = max(sizes) // page + 3
+    q = 2 * random(len(sizes), n_head, d)
+    hi = random(len(sizes), n_kv_head, n_page, d, seed=1).half()
+    lo = hi - random(len(sizes), n_kv_head, n_page, d, seed=2).half().abs()
+    for b, n in enumerate(sizes):
+        hi[b, :, n // page :] = lo[b, :, n // page :] = torch.nan
+    return q.to(device), hi.to(device), lo.to(device)
+
+
+def as_numpy(*tensors):
+    return [x.float().cpu().numpy() for x in tensors]
+
+
+@pytest.mark.parametrize(("n_head", "n_kv_head", "d"), GEOMETRIES)
+@pytest.mark.parametrize("sizes", [[2], [64, 1030, 333]])
+def test_pooled_by_the_largest_score(n_head, n_kv_head, d, sizes, device):
+    page, scale = 4, d**-0.5
+    q, hi, lo = scored(n_head, n_kv_head, d, sizes, page, device)
+    budget = ints([60 + b for b in range(len(sizes))], device)
+    n_page_max = max(sizes) // page + 5
+    out = pages.pooled_pages(len(sizes), n_kv_head, n_page_max, q.device)
+    out.scores.fill_(7)
+    pages.pool_pages(
+        q, hi, lo, ints(sizes, device), budget, n_page_max, page, scale, softmax=False, out=out
+    )
+    for b, n in enumerate(sizes):
+        n_page = (n - 1) // page
+        assert out.n_page[b] == n_page
+        assert out.n_best[b] == (60 + b - (n - n_page * page)) // page
+        qb, hb, lb = as_numpy(q[b], hi[b, :, :n_page], lo[b, :, :n_page])
+        wanted = (
+            page_scores_ref(qb, hb, lb, scale)
+            .reshape(n_kv_head, n_head // n_kv_head, n_page)
+            .max(1)
+        )
+        np.testing.assert_allclose(out.scores[b, :, :n_page].cpu(), wanted, atol=1e-4)
+        assert (out.scores[b, :, n_page:] == 7).all()
+
+
+@pytest.mark.parametrize(("n_head", "n_kv_head", "d"), GEOMETRIES)
+@pytest.mark.parametrize("sizes", [[30], [64, 1030, 333]])
+def test_pooled_by_softmax(n_head, n_kv_head, d, sizes, device):
+    page, scale, first, recent = 4, d**-0.5, 2, 11
+    q, hi, lo = scored(n_head, n_kv_head, d, sizes, page, device)
+    n_page_max = max(sizes) // page + 5
+    out = pages.pool_pages(
+        q, hi, lo, ints(sizes, device), ints([20] * len(sizes), device), n_page_max, page, scale,
+        softmax=True, first=first, recent=recent, reserved=first * page + recent, least=1,
+    )  # fmt: skip
+    group = n_head // n_kv_head
+    for b, n in enumerate(sizes):
+        end = (n - recent) // page
+        assert out.n_page[b] == end - first and out.n_best[b] == 1
+        for g in range(n_kv_head):
+            qg, hg, lg = as_numpy(q[b, g * group : (g + 1) * group], hi[b, g], lo[b, g])
+            _, wanted = choose_pages_ref(qg, hg, lg, first, end, 1, scale)
+            pooled = out.scores[b, g, : end - first].cpu()
+            np.testing.assert_allclose(pooled, wanted, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("budget", [0, 9, 24, 1000])
+@pytest.mark.parametrize("least", [0, 1])
+def test_how_many_pages_are_taken(budget, least, device):
+    q, hi, lo = scored(2, 1, 64, [40], 4, device)
+    args = q, hi, lo, ints([40], device), ints([budget], device), 16, 4, 1.0
+    out = pages.pool_pages(*args, softmax=False, recent=3, least=least)
+    assert out.n_page == 9 and out.n_best == max(least, (budget - 4) // 4)
+    out = pages.pool_pages(*args, softmax=False, recent=3, reserved=11, least=least)
+    assert out.n_best == max(least, (budget - 11) // 4)
+
+
+def test_no_candidates(device):
+    q, hi, lo = scored(2, 1, 64, [40], 4, device)
+    args = q, hi, lo, ints([5], device), ints([20], device), 16, 4, 1.0
+    for softmax in (False, True):
+        assert pages.pool_pages(*args, softmax=softmax, first=3, recent=2).n_page == 0
+
+
+@pytest.mark.parametrize(("n_head", "n_kv_head"), [(2, 2), (6, 2)])
+@pytest.mark.parametrize("page", [5, 16])
+@pytest.mark.parametrize("n", [1, 6, 17, 65])
+def test_selected_rows_are_those_of_the_host(n_head, n_kv_head, page, n, device):
+    """Pooling, selection and rows of pages together, as Quest uses them."""
+    n_page, n_page_max = (n - 1) // page, 60
+    rng = np.random.default_rng(n)
+    scores = rng.integers(0, 6, (n_head, n_page)).astype(np.float32)  # many ties
+    pooled = torch.full((1, n_kv_head, n_page_max), torch.nan)
+    pooled[0, :, :n_page] = (
+        torch.from_numpy(scores).view(n_kv_head, n_head // n_kv_head, n_page).amax(1)
+    )
+    for n_best in (0, 3, 100):
+        chosen, sizes = select.select_largest(
+            pooled.to(device), ints([n_page], device), n_page_max, ints([n_best], device), 100
+        )
+        for n_sinks in (0, 4, 2 * page + 1):
+            idx, counts = page_rows.page_rows(chosen, sizes, ints([n], device), page, n_sinks)
+            wanted = select_pages_ref(scores, n_kv_head, n_best, page, n, n_sinks)
+            for g in range(n_kv_head):
+                np.testing.assert_array_equal(idx[0, g, : counts[0, g]].cpu(), wanted[g])
+
+
+def test_wrong_arguments_are_named(device):
+    k = torch.zeros(1, 2, 64, 64, device=device).half()
+    hi, lo = empty_summaries(1, 2, 4, 64, device)
+    with pytest.raises(ValueError, match="hi has room for 4 pages: expected 5"):
+        pages.page_summaries(k, hi, lo, 16, True, 0, 5)
+    with pytest.raises(ValueError, match="n_sinks = 16: expected 0 to page - 1 = 15"):
+        pages.page_summaries(k, hi, lo, 16, True, 0, 4, 16)
+    with pytest.raises(ValueError, match="last_page = 4: k has 60 rows"):
+        pages.page_summaries(k[:, :, :60], hi, lo, 16, True, 0, 4)
