@@ -60,8 +60,9 @@ def make_basis(
     parts = (np.mod(theta / (4 * np.pi), 1) * 2.0**64).tolist()
     turns = [(int(part) + 2**63) % 2**64 - 2**63 for part in parts]
     half_turns = torch.tensor(turns, dtype=torch.int64, device=device)
-    contiguous = (half.contiguous() for half in halves)
-    return Basis(*contiguous, *factors, half_turns, rope_scale, n_kv, vectors.shape[0] // n_kv)
+    encode, decode = (half.contiguous() for half in halves)
+    d = vectors.shape[0] // n_kv
+    return Basis(encode, decode, factors[0], factors[1], half_turns, rope_scale, n_kv, d)
 
 
 @triton.jit

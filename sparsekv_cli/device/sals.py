@@ -33,9 +33,10 @@ class DeviceSALS(DeviceCache):
         self._basis = latent.make_basis(
             vectors, weights, spec.theta, spec.rope_scale, spec.n_head_kv, self._device
         )
-        self._encode = PackedMatrix("F16", *self._basis.encode.shape, self._basis.encode)
+        size = spec.n_head_kv * spec.head_dim
         scored = self._basis.decode[: self._score_rank]
-        self._score = PackedMatrix("F16", *scored.shape, scored)
+        self._encode = PackedMatrix("F16", self._rank, size, self._basis.encode)
+        self._score = PackedMatrix("F16", self._score_rank, size, scored)
         damp = damping(spec.theta, ROPE_BLOCK) * spec.rope_scale
         self._damp = torch.from_numpy(damp.astype("f4")).to(self._device)
         self._first = method.sinks if method.exact_sinks else 0
@@ -165,7 +166,7 @@ class DeviceSALS(DeviceCache):
         """Position of the first row behind the latents, at ``n`` rows."""
         return max(n - self.method.window, self._ring_from, self._first)
 
-    def decode(self, x: DeviceInput) -> torch.Tensor:
+    def decode(self, x: Any) -> Any:
         spec, step, scale = self.spec, x.step, float(self.spec.scale)
         if not self._is_compressed:
             store = self.store
