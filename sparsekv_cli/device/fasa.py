@@ -222,7 +222,7 @@ class DeviceFASAM(DeviceFASA):
         self._host = HostRows(self.spec.n_head_kv, (rest.shape[2], v.shape[2]), self._device)
         self._n_split += 1
 
-    def decode(self, x: DeviceInput) -> torch.Tensor:
+    def decode(self, x: Any) -> Any:
         if self._dense:
             return super().decode(x)
         host, pos = self._host, x.step.pos
