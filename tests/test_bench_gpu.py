@@ -32,6 +32,7 @@ def test_without_a_gpu_it_says_so():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, SCRIPT, "--only", "memory"],
-        env={**environment, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=300,
+        env={**environment, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 1 and done.stderr.startswith("error: --device cuda")
