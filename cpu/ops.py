@@ -8,6 +8,8 @@ import numpy as np
 
 from sparsekv_cli.cpu import attention, prefill_attention
 
+TASKS_A_THREAD = 8  # of a prefill's attention, so that threads end together
+
 
 def dense_prefill(store: Any, x: Any, spec: Any) -> Any:
     """Causal attention of a chunk whose K and V are the last T rows of ``store``.
@@ -51,13 +53,25 @@ def _fused_prefill(store: Any, x: Any, spec: Any) -> Any:
     """``dense_prefill`` in bf16 by our own kernel."""
     import torch
 
-    k = store.keys()[..., : spec.head_dim].bfloat16().contiguous()
-    v = store.values()[..., : spec.value_dim].bfloat16().contiguous()
     n_head, n_new = x.q.shape[:2]  # out's rows lie by token, as the output projection reads them
     out = torch.empty(n_new, n_head, spec.value_dim, dtype=torch.bfloat16).transpose(0, 1)
-    q, pairs = bits(x.q.contiguous()), bits(k).view(np.uint32)
-    prefill_attention.attend_causal(q, pairs, bits(v), spec.scale, bits(out), spec.n_threads)
+    q, written = bits(x.q.contiguous()), bits(out)
+    # As few kv heads at a time as keep the threads busy: their rows are copied twice.
+    tasks_a_head = spec.group * -(-n_new // prefill_attention.TASK_ROWS)
+    step = -(-TASKS_A_THREAD * spec.n_threads // tasks_a_head)
+    for first in range(0, spec.n_head_kv, step):
+        heads, own = (slice(m * first, m * (first + step)) for m in (1, spec.group))
+        prefill_attention.attend_causal(
+            q[own], _bf16_bits(store.keys(heads=heads), spec.head_dim).view(np.uint32),
+            _bf16_bits(store.values(heads=heads), spec.value_dim), spec.scale, written[own],
+            spec.n_threads,
+        )  # fmt: skip
     return out
+
+
+def _bf16_bits(rows: Any, d: int) -> np.ndarray:
+    """The first d elements of rows, torch (G, n, >= d), as bf16: uint16 (G, n, d)."""
+    return bits(rows[..., :d].bfloat16().contiguous())
 
 
 def bits(tensor: Any) -> np.ndarray:

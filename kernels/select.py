@@ -17,8 +17,8 @@ import triton.language as tl
 
 from sparsekv_cli.kernels.attention import QUERY_TYPES, TILE, _tiling, _width
 from sparsekv_cli.kernels.checks import check
+from sparsekv_cli.kernels.threshold import LEAST, order_keys, threshold_of_row, threshold_of_tile
 
-LEAST = tl.constexpr(-(2**31))  # below the key of every number
 CHUNK = 2048  # entries of a row that one program reads
 ONE_PROGRAM = 8192  # entries up to which one program does the whole row, in registers
 REGISTERS = 8192  # keys that one program can hold
@@ -94,54 +94,6 @@ def score_rows(
 
 
 @triton.jit
-def _order_keys(scores):
-    """int32 keys with the order of f32 scores (no NaN): a signed-magnitude flip."""
-    bits = scores.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _middle(low, high):
-    """(low + high) / 2, up, of int32 whose sum may not fit: the bits that both have, and half of
-    those that differ."""
-    return (low | high) - ((low ^ high) >> 1)
-
-
-@triton.jit
-def _threshold_of_tile(keys, is_key, k):
-    """t such that >= k of the keys are >= t, and <= k are > t; 1 <= k <= number of keys."""
-    low = tl.min(tl.where(is_key, keys, 0x7FFFFFFF), 0)
-    high = tl.max(tl.where(is_key, keys, LEAST), 0)
-    while low < high:
-        middle = _middle(low, high)
-        count = tl.sum((is_key & (keys >= middle)).to(tl.int32), 0)
-        low = tl.where(count >= k, middle, low)
-        high = tl.where(count == k, middle, tl.where(count > k, high, middle - 1))
-    return low
-
-
-@triton.jit
-def _threshold_of_row(at, n, k, BLOCK: tl.constexpr):
-    """``_threshold_of_tile`` of n int32 keys in memory, more than fit a tile."""
-    low = tl.full([], 0x7FFFFFFF, tl.int32)
-    high = tl.full([], LEAST, tl.int32)
-    for start in range(0, n, BLOCK):
-        j = start + tl.arange(0, BLOCK)
-        low = tl.minimum(low, tl.min(tl.load(at + j, mask=j < n, other=0x7FFFFFFF), 0))
-        high = tl.maximum(high, tl.max(tl.load(at + j, mask=j < n, other=LEAST), 0))
-    while low < high:
-        middle = _middle(low, high)
-        count = tl.zeros([BLOCK], tl.int32)
-        for start in range(0, n, BLOCK):
-            j = start + tl.arange(0, BLOCK)
-            count += (tl.load(at + j, mask=j < n, other=LEAST) >= middle).to(tl.int32)
-        total = tl.sum(count, 0)
-        low = tl.where(total >= k, middle, low)
-        high = tl.where(total == k, middle, tl.where(total > k, high, middle - 1))
-    return low
-
-
-@triton.jit
 def _middle_of(n_ptr, k_ptr, b, n_first, n_last):
     """Where the rows to choose from begin and end, and how many of them are chosen."""
     n = tl.load(n_ptr + b)
@@ -152,16 +104,19 @@ def _middle_of(n_ptr, k_ptr, b, n_first, n_last):
 
 @triton.jit
 def _tops_kernel(
-    scores_ptr, n_ptr, k_ptr, tops_ptr, n_list, n_first, n_last, stride_sb, stride_su,
-    CHUNK: tl.constexpr, GROUPS: tl.constexpr,
+    scores_ptr, n_ptr, k_ptr, wanted_ptr, tops_ptr, n_list, n_first, n_last, stride_sb, stride_su,
+    CHUNK: tl.constexpr, GROUPS: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if SOME:  # noqa: SIM102 - decided when the kernel is compiled
+        if tl.load(wanted_ptr + row) == 0:
+            return
     b, u = row // n_list, row % n_list
     begin, end, _ = _middle_of(n_ptr, k_ptr, b, n_first, n_last)
     j = chunk * CHUNK + tl.arange(0, CHUNK)
     is_key = (j >= begin) & (j < end)
     scores = tl.load(scores_ptr + b * stride_sb + u * stride_su + j, mask=is_key, other=0.0)
-    keys = tl.where(is_key, _order_keys(scores), LEAST)
+    keys = tl.where(is_key, order_keys(scores), LEAST)
     # Neighbours lie in different groups: large scores come side by side.
     tops = tl.max(tl.reshape(keys, [CHUNK // GROUPS, GROUPS]), 0)
     at = (row * tl.num_programs(0) + chunk) * GROUPS
@@ -170,38 +125,44 @@ def _tops_kernel(
 
 @triton.jit
 def _bound_kernel(
-    n_ptr, k_ptr, tops_ptr, bound_ptr, n_list, n_first, n_last, n_top, BLOCK: tl.constexpr,
-    IN_REGISTERS: tl.constexpr,
+    n_ptr, k_ptr, wanted_ptr, tops_ptr, bound_ptr, n_list, n_first, n_last, n_top,
+    BLOCK: tl.constexpr, IN_REGISTERS: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    if SOME:  # noqa: SIM102 - decided when the kernel is compiled
+        if tl.load(wanted_ptr + row) == 0:
+            return
     _, _, k = _middle_of(n_ptr, k_ptr, row // n_list, n_first, n_last)
     bound = tl.where(k > 0, LEAST, 0x7FFFFFFF)
     if (k > 0) & (k <= n_top):
         if IN_REGISTERS:
             j = tl.arange(0, BLOCK)
             tops = tl.load(tops_ptr + row * n_top + j, mask=j < n_top, other=LEAST)
-            bound = _threshold_of_tile(tops, j < n_top, k)
+            bound = threshold_of_tile(tops, j < n_top, k)
         else:
-            bound = _threshold_of_row(tops_ptr + row * n_top, n_top, k, BLOCK)
+            bound = threshold_of_row(tops_ptr + row * n_top, n_top, k, BLOCK)
     tl.store(bound_ptr + row, bound)
 
 
 @triton.jit
 def _collect_kernel(
-    scores_ptr, n_ptr, k_ptr, bound_ptr, sizes_ptr, keys_ptr, rows_ptr, n_list, n_first, n_last,
-    n_chunk, stride_sb, stride_su, stride_c,
-    CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, COUNT: tl.constexpr,
+    scores_ptr, n_ptr, k_ptr, wanted_ptr, bound_ptr, sizes_ptr, keys_ptr, rows_ptr, n_list, n_first,
+    n_last, n_chunk, stride_sb, stride_su, stride_c,
+    CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, COUNT: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     """COUNT: how many entries of a chunk reach the bound; otherwise writes them behind those of the
     chunks before it."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if SOME:  # noqa: SIM102 - decided when the kernel is compiled
+        if tl.load(wanted_ptr + row) == 0:
+            return
     b, u = row // n_list, row % n_list
     begin, end, _ = _middle_of(n_ptr, k_ptr, b, n_first, n_last)
     bound = tl.load(bound_ptr + row)
     j = chunk * CHUNK + tl.arange(0, CHUNK)
     is_key = (j >= begin) & (j < end)
     scores = tl.load(scores_ptr + b * stride_sb + u * stride_su + j, mask=is_key, other=0.0)
-    keys = _order_keys(scores)
+    keys = order_keys(scores)
     is_wanted = (is_key & (keys >= bound)).to(tl.int32)
     if COUNT:
         tl.store(sizes_ptr + row * n_chunk + chunk, tl.sum(is_wanted, 0))
@@ -215,12 +176,16 @@ def _collect_kernel(
 
 @triton.jit
 def _select_kernel(
-    scores_ptr, n_ptr, k_ptr, sizes_ptr, keys_ptr, rows_ptr, idx_ptr, counts_ptr, n_list, n_first,
-    n_last, n_chunk, stride_sb, stride_su, stride_c, stride_ib, stride_iu,
+    scores_ptr, n_ptr, k_ptr, wanted_ptr, sizes_ptr, keys_ptr, rows_ptr, idx_ptr, counts_ptr,
+    n_list, n_first, n_last, n_chunk, stride_sb, stride_su, stride_c, stride_ib, stride_iu,
     BLOCK: tl.constexpr, PIECE: tl.constexpr, BLOCK_C: tl.constexpr, COLLECTED: tl.constexpr,
+    SOME: tl.constexpr,
 ):  # fmt: skip
     """One program a row: the threshold of its entries, or those collected, and what passes it."""
     row = tl.program_id(0).to(tl.int64)
+    if SOME:  # noqa: SIM102 - decided when the kernel is compiled
+        if tl.load(wanted_ptr + row) == 0:
+            return
     b, u = row // n_list, row % n_list
     begin, end, k = _middle_of(n_ptr, k_ptr, b, n_first, n_last)
     scores_at = scores_ptr + b * stride_sb + u * stride_su + begin
@@ -234,14 +199,14 @@ def _select_kernel(
         )
         keys = tl.load(keys_ptr + row * stride_c + lane, mask=lane < size, other=LEAST)
     else:
-        keys = _order_keys(tl.load(scores_at + lane, mask=lane < size, other=0.0))
+        keys = order_keys(tl.load(scores_at + lane, mask=lane < size, other=0.0))
     threshold = tl.where(k > 0, LEAST, 0x7FFFFFFF)  # all, or none
     if (k > 0) & (k < size):
         if size <= BLOCK:
-            threshold = _threshold_of_tile(keys, lane < size, k)
+            threshold = threshold_of_tile(keys, lane < size, k)
         else:
             if COLLECTED:
-                threshold = _threshold_of_row(keys_ptr + row * stride_c, size, k, BLOCK)
+                threshold = threshold_of_row(keys_ptr + row * stride_c, size, k, BLOCK)
     n_above = tl.sum(((lane < size) & (keys > threshold)).to(tl.int32), 0)
     if COLLECTED:
         for start in range(BLOCK, size, BLOCK):
@@ -257,7 +222,7 @@ def _select_kernel(
             piece = tl.load(keys_ptr + row * stride_c + j, mask=j < size, other=LEAST)
             rows = tl.load(rows_ptr + row * stride_c + j, mask=j < size, other=0)
         else:
-            piece = _order_keys(tl.load(scores_at + j, mask=j < size, other=0.0))
+            piece = order_keys(tl.load(scores_at + j, mask=j < size, other=0.0))
             rows = begin + j
         is_above = ((j < size) & (piece > threshold)).to(tl.int32)
         is_tie = ((j < size) & (piece == threshold)).to(tl.int32)
@@ -331,6 +296,7 @@ def select_largest(
     k_max: int,
     n_first: int = 0,
     n_last: int = 0,
+    wanted: torch.Tensor | None = None,
     idx: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
     scratch: SelectScratch | None = None,
@@ -340,13 +306,17 @@ def select_largest(
     scores f32 (B, U, >= n_max), no NaN among the first n int32 (B,) of a row, n_max >= all n. k
     int32 (B,), k_max >= all k: rows chosen beside the first n_first, the last n_last among them,
     which are chosen even if k is less. Ties go to the first. Returns idx int32 (B, U, n_first +
-    max(k_max, n_last)), of which counts int32 (B, U) are filled, and counts.
+    max(k_max, n_last)), of which counts int32 (B, U) are filled, and counts. wanted int32 (B, U),
+    if given: lists whose entry is 0 are left as they are.
     """
     n_batch, n_list = scores.shape[:2]
     device, n_row = scores.device, n_batch * n_list
     check("scores", scores, torch.float32, (None, None, None), device, strided=True)
     check("n", n, torch.int32, (n_batch,), device)
     check("k", k, torch.int32, (n_batch,), device)
+    if wanted is not None:
+        check("wanted", wanted, torch.int32, (n_batch, n_list), device)
+    some = wanted is not None
     if scores.shape[2] < n_max:
         raise ValueError(f"scores has {scores.shape[2]} a row: expected {n_max} or more")
     width = n_first + max(k_max, n_last)
@@ -374,29 +344,40 @@ def select_largest(
         of_rows = (n_list, n_first, n_last)
         tops, bound, sizes, keys, rows = scratch
         _tops_kernel[(n_chunk, n_row)](
-            scores, n, k, tops, *of_rows, *strides, CHUNK=CHUNK, GROUPS=groups, num_warps=4
+            scores,
+            n,
+            k,
+            wanted,
+            tops,
+            *of_rows,
+            *strides,
+            CHUNK=CHUNK,
+            GROUPS=groups,
+            SOME=some,
+            num_warps=4,
         )
         block = min(REGISTERS, triton.next_power_of_2(n_top))
         _bound_kernel[(n_row,)](
-            n, k, tops, bound, *of_rows, n_top, BLOCK=block, IN_REGISTERS=n_top <= block,
-            num_warps=_warps(block),
+            n, k, wanted, tops, bound, *of_rows, n_top, BLOCK=block, IN_REGISTERS=n_top <= block,
+            SOME=some, num_warps=_warps(block),
         )  # fmt: skip
         for count in (True, False):
             _collect_kernel[(n_chunk, n_row)](
-                scores, n, k, bound, sizes, keys, rows, *of_rows, n_chunk, *strides, n_max,
-                CHUNK=CHUNK, BLOCK_C=block_c, COUNT=count, num_warps=4,
+                scores, n, k, wanted, bound, sizes, keys, rows, *of_rows, n_chunk, *strides, n_max,
+                CHUNK=CHUNK, BLOCK_C=block_c, COUNT=count, SOME=some, num_warps=4,
             )  # fmt: skip
         block = min(REGISTERS, max(1024, triton.next_power_of_2(2 * k_max)))
     else:
         block = max(64, triton.next_power_of_2(n_max))
     _select_kernel[(n_row,)](
-        scores, n, k, scratch.sizes, scratch.keys, scratch.rows, idx, counts, n_list, n_first,
-        n_last, n_chunk, *strides, n_max, *idx.stride()[:2], BLOCK=block, PIECE=min(block, 2048),
-        BLOCK_C=block_c, COLLECTED=collected, num_warps=_warps(block),
+        scores, n, k, wanted, scratch.sizes, scratch.keys, scratch.rows, idx, counts, n_list,
+        n_first, n_last, n_chunk, *strides, n_max, *idx.stride()[:2],
+        BLOCK=block, PIECE=min(block, 1024 if block > 2048 else 512), BLOCK_C=block_c,
+        COLLECTED=collected, SOME=some, num_warps=_warps(block),
     )  # fmt: skip
     return idx, counts
 
 
 def _warps(block: int) -> int:
-    """Sixteen keys a thread or fewer, within what a program may have."""
-    return max(1, min(16, block // 256))
+    """Eight keys a thread if there are few, so that a sum over all is soon done; 32 at most."""
+    return max(1, min(8, block // 256))

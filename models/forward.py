@@ -1,13 +1,13 @@
 """The dense forward pass of a chunk of rows, layer by layer: the reference, and every prefill.
 
-It walks over the whole prompt with one layer before it goes to the next, so that each layer's
-matrices are made ready once. The CPU's decoder and the device's share it.
+It walks over thousands of rows with one layer before it goes to the next, so that a layer's
+matrices are made ready seldom. The CPU's decoder and the device's share it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,9 @@ from torch.nn.functional import linear
 from sparsekv_cli.cache import LayerCache, LayerSpec
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.prefill_rows import Rows, rms_norm
-from sparsekv_cli.models.rope import RopeTable
 
 Progress = Callable[[int, int], None]
+ROWS_AT_ONCE = 4096  # of a prompt, through all layers; dequantising takes 1 to 2 % of their time
 
 
 class Forward(ABC):
@@ -29,7 +29,7 @@ class Forward(ABC):
     """
 
     hparams: HParams
-    rope: RopeTable
+    rope: Any  # a RopeTable, or one with tensors
     n_threads: int
     chunk: int
     rows: Rows
@@ -76,24 +76,36 @@ class Forward(ABC):
     ) -> np.ndarray:
         """Dense forward of T rows starting at ``pos``: logits f32 (n_vocab,), or (T, n_vocab).
 
-        Every cache gets the rows in chunks, then ``finish_prefill``.
+        Every cache gets the rows in chunks, then ``finish_prefill``. A long prompt takes the layers
+        in parts, so that its residual stream is never there as a whole; but not if a cache would
+        wait with many rows for its end, or if all of the stream is wanted.
         """
-        n = len(ids)
+        n, n_layer = len(ids), self.hparams.n_layer
         self.rope.reserve(pos + n)
-        x = self.embed(ids)  # (T, n_embd) f32
-        starts = range(0, n, self.chunk)
-        n_layer = self.hparams.n_layer
-        for i, cache in enumerate(caches):
-            weights = self.matrices(i)
-            for start in starts:
-                stop = min(n, start + self.chunk)
-                self._forward_chunk(i, weights, x[start:stop], pos + start, cache)
-                if progress is not None:
-                    progress((i * n + stop) // n_layer, n)
-            cache.finish_prefill()
-        rows = x if all_logits else x[-1:]
+        size = n
+        if not all_logits and all(cache.keeps_rows for cache in caches):
+            size = max(1, ROWS_AT_ONCE // self.chunk) * self.chunk
+        for first in range(0, n, size):
+            x = self.embed(ids[first : first + size])  # (T, n_embd) f32
+            for i, cache in enumerate(caches):
+                before = first * n_layer + i * len(x)  # rows times layers
+                for done in self._forward_layer(i, x, pos + first, cache):
+                    if progress is not None:
+                        progress((before + done) // n_layer, n)
+                if first + size >= n:
+                    cache.finish_prefill()
+            rows = x if all_logits else x[-1:].clone()
+            del x  # before the next part comes
         logits = self.output(rms_norm(rows, self.output_norm, self.hparams.norm_eps))
         return logits if all_logits else logits[0]
+
+    def _forward_layer(self, i: int, x: torch.Tensor, pos: int, cache: LayerCache) -> Iterator[int]:
+        """One layer over x f32 (T, n_embd), updated in place; yields how many rows are done."""
+        weights = self.matrices(i)
+        for start in range(0, len(x), self.chunk):
+            stop = min(len(x), start + self.chunk)
+            self._forward_chunk(i, weights, x[start:stop], pos + start, cache)
+            yield stop
 
     def _forward_chunk(
         self,

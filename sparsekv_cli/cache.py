@@ -119,9 +119,12 @@ class LayerCache(ABC):
 
     selects: whether a step attends to some rows exactly and leaves the others out, so that it can
     be asked which (``attended``). Not so in a cache that attends to all, exactly or roughly.
+    keeps_rows: whether the rows of a prefill take as much memory before ``finish_prefill`` as after
+    it. A prompt then takes the layers in parts; otherwise a layer is finished before the next.
     """
 
     selects: ClassVar[bool] = True
+    keeps_rows: ClassVar[bool] = False
 
     def __init__(self, spec: LayerSpec, backend: Backend) -> None:
         self.spec = spec
@@ -146,8 +149,11 @@ class LayerCache(ABC):
         """Called once after the last chunk: build indexes, evict, compress."""
 
     @abstractmethod
-    def decode(self, x: AttnInput) -> np.ndarray:
-        """Adds one row and returns its attention, f32 (H, >= d_v), valid until the next call."""
+    def decode(self, x: Any) -> Any:
+        """Adds the row of an AttnInput; its attention f32 (H, >= d_v), valid until the next call.
+
+        A cache on a device takes and gives what device/cache.py says.
+        """
 
     def reserve(self, n: int) -> None:
         """Announces that ``n`` rows in all are coming."""
@@ -173,6 +179,7 @@ class DenseCache(LayerCache):
     """Attends to every row: the method ``full``, and the dense layers of every other method."""
 
     selects = False
+    keeps_rows = True
 
     def decode(self, x: AttnInput) -> np.ndarray:
         store, spec = self.store, self.spec
@@ -184,6 +191,8 @@ class DenseCache(LayerCache):
 
 class SelectingCache(LayerCache):
     """append -> select -> attend over the selected rows; a method writes ``select`` only."""
+
+    keeps_rows = True
 
     def decode(self, x: AttnInput) -> np.ndarray:
         store, spec = self.store, self.spec

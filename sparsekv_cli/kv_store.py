@@ -16,6 +16,7 @@ from sparsekv_cli.cpu import rows
 if TYPE_CHECKING:
     from sparsekv_cli.cache import LayerSpec
 
+ALL = slice(None)
 ROW_ALIGNMENT = 16  # elements; rows of K and V are padded to whole vectors
 
 
@@ -156,13 +157,15 @@ class KVStore:
         self.v_type.write(self.v[:, new], v)
         self.n += n_new
 
-    def keys(self, first: int = 0) -> Any:
-        """Rows ``first`` to n of K as they are stored, torch (G, n - first, padded d) f16, f32."""
-        return self.k_type.read(self.k[:, first : self.n])
+    def keys(self, first: int = 0, heads: slice = ALL) -> Any:
+        """Rows ``first`` to n of K as they are stored, torch (G, n - first, padded d) f16, f32;
+        of all kv heads or some.
+        """
+        return self.k_type.read(self.k[heads, first : self.n])
 
-    def values(self, first: int = 0) -> Any:
+    def values(self, first: int = 0, heads: slice = ALL) -> Any:
         """The same of V."""
-        return self.v_type.read(self.v[:, first : self.n])
+        return self.v_type.read(self.v[heads, first : self.n])
 
     def truncate(self, n: int) -> None:
         self.n = min(self.n, n)

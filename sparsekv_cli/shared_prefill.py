@@ -46,6 +46,8 @@ class FanOut:
     own_s: seconds that each method spends on itself, such as on its index; added to.
     """
 
+    keeps_rows = False  # a method may drop or compress its rows in ``finish_prefill``
+
     def __init__(
         self, caches: Sequence[LayerCache], backend: SharedAttention, own_s: list[float]
     ) -> None:

@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "observer": {"cache"},
     "comparison": {"errors", "cache", "methods", "warmup", "shared_prefill", "observer"},
 }
-ALLOWED["device"] = {*SETTINGS, "cache", "cpu", "kernels", "models"}
+ALLOWED["device"] = {*SETTINGS, "cache", "methods", "cpu", "kernels", "models"}
 ALLOWED["batch"] = {"session"}
 EVERYTHING_BELOW = {*ALLOWED, "session"}
 ALLOWED["commands"] = EVERYTHING_BELOW

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -78,11 +78,16 @@ def command(
     what a cache type costs by itself, full:cache_type_k=q8_0;cache_type_v=q8_0 tells. The prompt is
     read with f16, too, and only stored in the type.
     """
+    if options.config.device == "cuda":
+        raise click.UsageError(
+            "methods are compared on the CPU: leave --device away, or say --device cpu"
+        )
+    config = replace(options.config, device="cpu")
     chosen = parse(methods, options)
     text = read_prompt(prompt, file)
     following = None if continuation is None else read_prompt(None, continuation)
     path = find_model(options.model)
-    session = load_session(path, chosen["full"], options.config)
+    session = load_session(path, chosen["full"], config)
     from sparsekv_cli.comparison import compare
 
     ids = prompt_ids(session, text, raw)

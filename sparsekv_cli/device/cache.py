@@ -135,6 +135,7 @@ class DeviceDense(DeviceCache):
     """Attends to every row: the method ``full``, and the dense layers of every other method."""
 
     selects = False
+    keeps_rows = True
 
     def __init__(self, spec: LayerSpec, ops: Any, _method: Any = None) -> None:
         super().__init__(spec, ops)
@@ -168,6 +169,8 @@ class DeviceSelecting(DeviceCache):
 
     While the budget covers the context, attention is dense, to the bit that of ``full``.
     """
+
+    keeps_rows = True
 
     def plan(self, n: int, n_max: int) -> Hashable:
         key = super().plan(n, n_max)

@@ -151,6 +151,8 @@ class DeviceFASAM(DeviceFASA):
     copy, the others and V in ``_host``.
     """
 
+    keeps_rows = False
+
     def __init__(self, spec: LayerSpec, ops: Any, method: Any) -> None:
         super().__init__(spec, ops, method)
         n_dom = self._dom_dims.shape[1]

@@ -3,14 +3,15 @@
 | paper | here |
 |---|---|
 | 3.2 speculative retrieval for the next step | _recall_ahead, on a stream beside the step's |
-| 3.3 query-based identification, head-wise correction | kernels/recall.py enter_row |
+| 3.3 query-based identification, head-wise correction | kernels/correction.py enter_row |
 | 4.2 hybrid layouts, NHD and HND; offloading | kernels/page_cache.py, offload_pages |
-| 4.2 streamed recall | kernels/recall.py fetch_pages |
+| 4.2 streamed recall | kernels/recall.py fetch_pages; as in the paper: copies.py |
 
 A step is launches only: which kv heads choose again, what they choose and which pages are to be
 fetched for it is decided on the device, and a kernel reads those from pinned host memory. A kv head
 that need not choose skips the work, not the launch. While all rows are within the budget, or no
-page has left the window, they lie in a store and attention is dense.
+page has left the window, they lie in a store and attention is dense. With ``recall=copy`` the host
+issues the copies, waiting for every choice, and steps are not captured.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ import torch
 
 from sparsekv_cli.cache import AttnInput, LayerSpec, Memory
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, DeviceStore, count_dense
+from sparsekv_cli.device.copies import CopyRecall
 from sparsekv_cli.device.pages import DevicePages
 from sparsekv_cli.device.side import SideStream
-from sparsekv_cli.kernels import attention, page_cache, pages, recall, select
+from sparsekv_cli.kernels import attention, correction, page_cache, pages, recall, select
 from sparsekv_cli.kernels.page_cache import Layout
 from sparsekv_cli.methods.freekv import FreeKV, Plan
 
@@ -33,7 +35,7 @@ from sparsekv_cli.methods.freekv import FreeKV, Plan
 class Workspace(NamedTuple):
     """What the launches of a choice hand on; made anew only when something grows."""
 
-    wanted: torch.Tensor  # int32 (1, G): see recall.enter_row
+    wanted: torch.Tensor  # int32 (1, G): see correction.enter_row
     query: torch.Tensor  # f32 (1, H, d)
     pooled: pages.PooledPages
     scores: pages.PageScratch
@@ -61,7 +63,11 @@ class DeviceFreeKV(DeviceCache):
         self._pages: DevicePages | None = None
         self._n = 0  # rows, while they lie in pages
         self._side = SideStream(ops.device)
-        self._ahead = method.speculate and method.threshold != math.inf
+        self._ahead = (
+            method.speculate and method.threshold != math.inf and method.overlap != "false"
+        )
+        unit = method.page * (spec.head_dim + spec.value_dim)
+        self._copies = CopyRecall(unit, ops.device) if method.recall == "copy" else None
         self._last: Any = None  # the last query of a prefill (H, d)
         self._previous = torch.zeros(1, spec.n_head, spec.head_dim, device=ops.device)
         self._previous_n = 0  # rows in context when that query was the current one
@@ -172,7 +178,8 @@ class DeviceFreeKV(DeviceCache):
             self._make_workspace()
         self._recent = self._recent_of(n)
         self._current = not method.speculate or self._previous_n != n - 1
-        return self._grown, self._recent, self._current
+        # By the host's copies no two steps are the same.
+        return self._grown, self._recent, self._current, n if self._copies else None
 
     def decode(self, x: DeviceInput) -> torch.Tensor:
         if self._pages is None:
@@ -183,7 +190,7 @@ class DeviceFreeKV(DeviceCache):
         reserved = layout.n_sink * self.method.page + recent
         if not self._ahead:
             recall.offload_pages(arrays, layout, n, recent)
-        recall.enter_row(
+        correction.enter_row(
             arrays, layout, x.q, self._previous, x.k, x.v, n, budget, recent, reserved,
             self.method.threshold, current=self._current, wanted=work.wanted, query=work.query,
         )  # fmt: skip
@@ -192,7 +199,11 @@ class DeviceFreeKV(DeviceCache):
             arrays, layout, work.fresh, work.sizes, work.wanted, n, budget, recent, reserved,
             q=x.q, previous=self._previous,
         )  # fmt: skip
-        recall.fetch_pages(arrays, layout, n, recent, work.idx, work.counts)
+        if self._copies:
+            self._copies.fetch(arrays, layout)
+        recall.fetch_pages(
+            arrays, layout, n, recent, work.idx, work.counts, fetch=self._copies is None
+        )
         scale = float(self.spec.scale)
         out = attention.attend_rows(x.q, *self._pages.rows(), work.idx, work.counts, scale)
         if self._ahead:
@@ -225,7 +236,10 @@ class DeviceFreeKV(DeviceCache):
             recall.assign_slots(
                 arrays, layout, work.fresh, work.sizes, work.wanted, n, budget, recent, reserved
             )
-            recall.fetch_pages(arrays, layout)
+            if self._copies:
+                self._copies.fetch(arrays, layout)
+            else:
+                recall.fetch_pages(arrays, layout)
 
     def _choose(
         self, query: torch.Tensor, n: torch.Tensor, budget: torch.Tensor, recent: int, reserved: int
@@ -241,7 +255,7 @@ class DeviceFreeKV(DeviceCache):
         )  # fmt: skip
         select.select_largest(
             work.pooled.scores, work.pooled.n_page, n_page, work.pooled.n_best, m,
-            idx=work.fresh, counts=work.sizes, scratch=work.selection,
+            wanted=work.wanted, idx=work.fresh, counts=work.sizes, scratch=work.selection,
         )  # fmt: skip
 
     def join(self) -> None:

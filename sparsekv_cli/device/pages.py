@@ -37,8 +37,10 @@ class DevicePages:
         )  # fmt: skip
         self.arrays = arrays._replace(statistics=statistics)
         pages.page_summaries(store.k, arrays.hi, arrays.lo, page, layout.meanstd, 0, window)
-        for theirs, ours in self._places(store, window, store.n):
+        for theirs, ours in self._resident(store, window, store.n):
             ours.copy_(theirs)
+        for k, v, units in self._pooled(store, window):
+            units.copy_(torch.cat((k, v), dim=2).transpose(0, 1))
         arrays.state[..., page_cache.OFFLOADED.value] = window
         page_cache.check_pages(self.arrays, layout)
 
@@ -50,32 +52,45 @@ class DevicePages:
     def to_store(self, store: DeviceStore, n: int) -> None:
         """Writes all n rows into an empty store, bit for bit as they came."""
         store.reserve(n)
-        for theirs, ours in self._places(store, self.offloaded, n):
+        offloaded = self.offloaded
+        for theirs, ours in self._resident(store, offloaded, n):
             theirs.copy_(ours)
+        for k, v, units in self._pooled(store, offloaded):
+            of_head = units.to(k.device).transpose(0, 1)
+            k.copy_(of_head[..., : k.shape[2]])
+            v.copy_(of_head[..., k.shape[2] :])
         store.n = n
 
-    def _places(
+    def _resident(
         self, store: DeviceStore, offloaded: int, n: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of the same rows: in the store and here, with dimensions in the same order."""
-        p, (n_sink, n_ring, _), arrays = self.page, self.layout, self.arrays
+        """The rows of sinks and window, in the store and here: views (rows, G, d)."""
+        p, (n_sink, n_ring, _) = self.page, self.layout
         blocks = [(0, n_sink * p, 0)]  # first row, rows, first resident row
         for j in range(offloaded, -(-n // p)):
             blocks.append((j * p, p, (n_sink + j % n_ring) * p))
-        of_unit = 0
-        for rows, resident in ((store.k[0], arrays.k), (store.v[0], arrays.v)):
-            n_kv, _, d = rows.shape
-            nhd = resident.view(-1, n_kv, d)
+        for rows, ours in ((store.k, self.arrays.k), (store.v, self.arrays.v)):
+            resident = ours[0].flatten(0, 1)
             for start, size, at in blocks:
                 size = min(size, n - start)
-                yield rows[:, start : start + size].transpose(0, 1), nhd[at : at + size]
-            step = max(1, COPIED // (2 * n_kv * p * d))
-            for first in range(n_sink, offloaded, step):
-                last = min(first + step, offloaded)
-                paged = rows[:, first * p : last * p].view(n_kv, last - first, p, d)
-                hnd = arrays.pool[0, first - n_sink : last - n_sink, :, of_unit : of_unit + p * d]
-                yield paged.transpose(0, 1), hnd.view(last - first, n_kv, p, d)
-            of_unit += p * d
+                yield rows[0, :, start : start + size].transpose(0, 1), resident[at : at + size]
+
+    def _pooled(
+        self, store: DeviceStore, offloaded: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """The pages in the pool, some at a time: K in the store (G, pages, p d), V in the store
+        (G, pages, p d_v), and both here (pages, G, p (d + d_v)), which is one run of bytes.
+        """
+        p, n_sink, pool = self.page, self.layout.n_sink, self.arrays.pool[0]
+        n_kv = pool.shape[1]
+        step = max(1, COPIED // (2 * n_kv * pool.shape[2]))
+        for first in range(n_sink, offloaded, step):
+            last = min(first + step, offloaded)
+            k, v = (
+                x[0, :, first * p : last * p].unflatten(1, (last - first, p)).flatten(2)
+                for x in (store.k, store.v)
+            )
+            yield k, v, pool[first - n_sink : last - n_sink]
 
     def make_room(self, n_page: int, n_slot: int, n_best: int) -> bool:
         """Room for pages before ``n_page`` (an eighth more than before when it grows), n_slot

@@ -14,17 +14,21 @@ before, its kv head chooses again, with the query itself. All other pages lie in
 | 4.2 streamed recall | recall_pages |
 
 Departures. (1) Pages are summarised by mean + std and mean - std and hold 8 rows
-(``preset=paper``: min-max, 32). What a long page's summary hides is a single key, such as that of a
-rare word's one earlier use, among its other rows. KLD(full || freekv) at B = 512, W = 64 on
-SmolLM2-135M, mean of 6 texts x 48 steps; attention time at 8192 tokens relative to pages of 16:
+(``preset=paper``: min-max, 32), and tau is .9 (the paper's for long generations; else .8). What a
+long page's summary hides is a single key, such as that of a rare word's one earlier use, among its
+other rows. KLD(full || freekv) at B = 512, W = 64 on SmolLM2-135M, mean of 6 texts x 48 steps, by
+prompt tokens; index as a share of K and V; attention time at 8192 and 32768 tokens, one thread,
+choosing included:
 
-| pages | S | 1700 | 3300 | 6500 | index | time |
-|---|---|---|---|---|---|---|
-| minmax, 32 (paper) | 64 | .091 | .125 | .232 | 1/32 of K and V | |
-| meanstd, 16 | 64 | .032 | .057 | .120 | 1/16 | 1 |
-| meanstd, 16 | 16 | .030 | .053 | .112 | 1/16 | |
-| meanstd, 8 (default) | 16 | .013 | .032 | .051 | 1/8 | 1.2 |
-| meanstd, 4 | 16 | .008 | .024 | .024 | 1/4 | 1.7 |
+| pages | tau | S | 1700 | 3300 | 6500 | index | time |
+|---|---|---|---|---|---|---|---|
+| minmax, 32 (paper) | .8 | 64 | .091 | .125 | .232 | 1/32 | .9 |
+| meanstd, 16 | .8 | 64 | .032 | .057 | .120 | 1/16 | 1, 1 |
+| meanstd, 16 | .9 | 64 | .025 | .054 | .116 | 1/16 | |
+| meanstd, 8 | .8 | 16 | .013 | .032 | .051 | 1/8 | 1.3, 1.5 |
+| meanstd, 8 (default) | .9 | 16 | .011 | .029 | .040 | 1/8 | 1.3 |
+| meanstd, 4 | .8 | 16 | .008 | .024 | .024 | 1/4 | 1.7, 2.1 |
+| meanstd, 4 | .9 | 16 | .005 | .013 | .019 | 1/4 | 1.8 |
 
 (2) The window starts at a page, so it holds W to W + p - 1 rows; pages are candidates from the step
 on at which they leave it, also in a choice made a step ahead. (3) Recalled pages stay in an LRU
@@ -72,6 +76,7 @@ from sparsekv_cli.cpu.page_cache import (
     STEPPED,
     PageCache,
 )
+from sparsekv_cli.errors import SparseKVError
 
 MOST = 1 << 30  # of sizes that are options
 
@@ -97,7 +102,7 @@ class FreeKV(Method):
     device_cache: ClassVar[str] = "freekv:DeviceFreeKV"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},
-        "paper": {"page": 32, "summary": "minmax", "sinks": 64},
+        "paper": {"page": 32, "summary": "minmax", "sinks": 64, "tau": 0.8},
     }
 
     dense_layers: tuple[int, ...] = (0,)
@@ -105,7 +110,7 @@ class FreeKV(Method):
     budget: Budget = _option(Budget(tokens=512), "rows attended a head, B, with S and W: N or P%")
     page: int = _option(8, "p: rows of a page")
     summary: str = _option("meanstd", "of a page's keys: 'meanstd' or 'minmax'")
-    tau: float = _option(0.8, "cosine of successive queries below which a kv head is corrected")
+    tau: float = _option(0.9, "cosine of successive queries below which a kv head is corrected")
     sinks: int = _option(16, "S: first rows, always attended (whole pages; at most B/4)")
     window: int = _option(64, "W: most recent rows, always attended (at most B/4)")
     speculate: bool = _option(True, "choose with the query of the step before")
@@ -114,12 +119,16 @@ class FreeKV(Method):
     overlap: str = _option(
         "auto", "choose on a thread of its own: auto (a core is free), true, false"
     )
+    recall: str = _option(
+        "auto", "on a GPU: gather (a kernel reads the host's memory), copy (copy engine, 2 buffers)"
+    )
 
     def __post_init__(self) -> None:
         choices = {
             "preset": tuple(self.presets),
             "summary": ("meanstd", "minmax"),
             "overlap": ("auto", "true", "false"),
+            "recall": ("auto", "gather", "copy"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -177,6 +186,8 @@ class FreeKV(Method):
         return ThreadPoolExecutor(1, "freekv")
 
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
+        if self.recall != "auto":
+            raise SparseKVError(f"-o recall={self.recall}: only where the KV cache lies on a GPU")
         return FreeKVCache(spec, backend, self)
 
 

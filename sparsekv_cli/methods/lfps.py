@@ -110,6 +110,8 @@ class LFPS(Method):
 class LFPSCache(LayerCache):
     """Tables, prefill statistics and K/V of one layer."""
 
+    keeps_rows = True
+
     def __init__(self, spec: LayerSpec, backend: Backend, method: LFPS) -> None:
         super().__init__(spec, backend)
         self.method = method
@@ -159,7 +161,7 @@ class LFPSCache(LayerCache):
         self._mean_k[:] = keys.mean(1).numpy()
         self._mean_v[:] = values.mean(1, dtype=torch.float32).numpy()
         if self.method.sigma == "cov":
-            centred = keys - keys.mean(1, keepdim=True)
+            centred = keys.sub_(keys.mean(1, keepdim=True))
             self._covariance = (centred.transpose(1, 2) @ centred / keys.shape[1]).numpy()
         else:
             last = queries[:, -1].reshape(spec.n_head_kv, spec.group, -1)  # (G, H/G, d)

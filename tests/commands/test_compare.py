@@ -143,3 +143,8 @@ def test_what_cannot_be_done(model: str, invoke: Invoke, tmp_path: Path) -> None
     missing = str(tmp_path / "missing.txt")
     assert "missing.txt" in refused(invoke, 1, *base, "--continuation", missing)
     assert "missing.gguf" in refused(invoke, 1, "-m", "missing.gguf", "-p", TEXT)
+
+
+def test_methods_are_not_compared_on_a_gpu(model: str, invoke: Invoke) -> None:
+    result = invoke("compare", "-m", model, "-p", "x", "--device", "cuda")
+    assert result.code == 2 and "--device cpu" in result.err

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from sparsekv_cli.cache import AttnInput, KVStore, LayerSpec
+from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu import prefill_attention as kernels
 
 pytestmark = pytest.mark.skipif(
@@ -62,6 +64,28 @@ def test_large_scores_and_a_late_peak():
 def test_threads_change_no_bit():
     q, k, v = random(0, 6, 300, 64), random(1, 2, 700, 64), random(2, 2, 700, 64)
     np.testing.assert_array_equal(attend(q, k, v, 0.1, 1), attend(q, k, v, 0.1, 2))
+
+
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+def test_heads_at_a_time_change_no_bit(cache_type):
+    """With few threads a kv head by itself, with many of them all together."""
+    n_kv, group, n, n_new, d = 3, 2, 300, 250, 48
+    outs = []
+    for n_threads in (1, 2, 64):
+        spec = LayerSpec(
+            0, 1, n_kv * group, n_kv, d, d, n_threads,
+            cache_type_k=cache_type, cache_type_v=cache_type,
+        )  # fmt: skip
+        store = KVStore(spec)
+        store.append(random(1, n_kv, n, d), random(2, n_kv, n, d))
+        q = random(0, n_kv * group, n_new, d)
+        x = AttnInput(q, None, None, None, None, n - n_new)
+        outs.append(ops.dense_prefill(store, x, spec).float().numpy())
+    rows = (t.float().numpy()[..., :d] for t in (q, store.keys(), store.values()))
+    ref = kernels.attend_causal_ref(*rows, d**-0.5)
+    np.testing.assert_allclose(outs[0], ref, atol=0.02)
+    np.testing.assert_array_equal(outs[1], outs[0])
+    np.testing.assert_array_equal(outs[2], outs[0])
 
 
 def test_no_row_sees_a_later_key():

@@ -12,16 +12,20 @@ from layer_stream import Geometry, Stream, attended_rows
 from layer_stream import decode as decode_on_host
 from layer_stream import make_cache as make_on_host
 from layer_stream import prefill as prefill_on_host
+from tiny_models import make_model
 
 from sparsekv_cli.cache import AttnInput, Budget, LayerSpec
+from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.device.cache import DeviceInput, Step
 from sparsekv_cli.device.freekv import DeviceFreeKV
 from sparsekv_cli.device.ops import DeviceOps
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.kernels import page_cache
 from sparsekv_cli.methods.freekv import FreeKV
+from sparsekv_cli.session import load_session
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SMALL = {"budget": Budget(tokens=48), "page": 4, "sinks": 8, "window": 12}
+SMALL = {"budget": Budget(tokens=44), "page": 8, "sinks": 8, "window": 10, "overlap": "true"}
 
 
 class Traced(DeviceFreeKV):
@@ -93,27 +97,153 @@ def follow(on_host, on_device, stream, method, n_steps):
     return n_partial
 
 
-@pytest.mark.parametrize("geometry", [Geometry(9, 3, 64), Geometry(2, 2, 80)], ids=str)
+def run_both(geometry, n_steps, **options):
+    method = FreeKV(**{**SMALL, **options})
+    stream = Stream(geometry, seed=1)
+    on_host, on_device = make_on_host(method, geometry), make_on_device(method, geometry)
+    rows = stream.rows(100)
+    prefill_on_host(on_host, rows)
+    prefill(on_device, rows)
+    assert follow(on_host, on_device, stream, method, n_steps) >= n_steps
+    return on_host, on_device, stream, method
+
+
+def counts_of(cache, *names):
+    counters = cache.counters()
+    return {name: counters[name] for name in names}
+
+
+ALWAYS = ("pages_offloaded", "heads_stepped", "rows_attended", "sparse_rows_total")
+CACHE = ("pages_hit", "pages_recalled", "heads_corrected", "rows_scored", "bytes_moved")
+
+
+def test_follows_the_host_for_many_pages():
+    on_host, on_device, *_ = run_both(Geometry(2, 1, 16), 104)
+    expected = counts_of(on_host, *ALWAYS, *CACHE)
+    assert counts_of(on_device, *ALWAYS, *CACHE) == expected
+    assert all(expected.values())
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"summary": "minmax", "page": 6, "cache_pages": 1},
         {"tau": 2.0},
         {"correct": False},
         {"speculate": False},
+        {"overlap": "false"},
         {"budget": Budget(share=0.4)},
     ],
-    ids=lambda options: "-".join(options) or "defaults",
+    ids="-".join,
 )
-def test_follows_the_host(geometry, options):
-    method = FreeKV(**{**SMALL, "overlap": "true", **options})
-    stream = Stream(geometry, seed=1)
+def test_follows_the_host_with_other_options(options):
+    on_host, on_device, *_ = run_both(Geometry(6, 2, 24), 9, **options)
+    assert counts_of(on_device, *ALWAYS) == counts_of(on_host, *ALWAYS)
+    corrected = counts_of(on_device, "heads_corrected")
+    assert corrected == counts_of(on_host, "heads_corrected")
+    assert (corrected["heads_corrected"] > 0) == (
+        options.get("speculate", True) and "correct" not in options
+    )
+
+
+def test_dense_to_pages_and_back():
+    """From a short prompt through the border of the budget, back for a second prompt, and on."""
+    geometry = Geometry(2, 1, 16)
+    method = FreeKV(**SMALL)
+    stream = Stream(geometry, seed=3)
     on_host, on_device = make_on_host(method, geometry), make_on_device(method, geometry)
-    rows = stream.rows(130)
+    rows = stream.rows(40)
     prefill_on_host(on_host, rows)
     prefill(on_device, rows)
-    assert follow(on_host, on_device, stream, method, 110) > 100
-    theirs, ours = on_host.counters(), on_device.counters()
-    for name in ("pages_offloaded", "heads_corrected", "heads_stepped", "rows_attended"):
-        assert ours[name] == theirs[name] > 0 or name == "heads_corrected"
+    assert on_device.memory().host == 0
+    follow(on_host, on_device, stream, method, 9)
+    assert on_device.memory().host > 0 and on_device.n == on_host.n == 49
+    rows = stream.rows(27)
+    prefill_on_host(on_host, rows)
+    prefill(on_device, rows)
+    follow(on_host, on_device, stream, method, 3)
+    for cache in (on_host, on_device):
+        assert cache.truncate(70) == 70
+    follow(on_host, on_device, stream, method, 3)
+    assert counts_of(on_device, *ALWAYS) == counts_of(on_host, *ALWAYS)
+
+
+def test_rows_come_back_from_pages_bit_for_bit():
+    geometry = Geometry(2, 2, 16)
+    cache = make_on_device(FreeKV(**SMALL), geometry)
+    stream = Stream(geometry, seed=4)
+    rows = stream.rows(90)
+    prefill(cache, rows)
+    parts = [rows, *(stream.rows(1) for _ in range(9))]
+    for row in parts[1:]:
+        decode(cache, row)
+    k, v = (np.concatenate([part[i] for part in parts], axis=1) for i in (1, 2))
+    cache.truncate(98)
+    np.testing.assert_array_equal(cache.store.keys().float().cpu(), k[:, :98])
+    np.testing.assert_array_equal(cache.store.values().float().cpu(), v[:, :98])
+
+
+def test_a_step_under_one_key_allocates_nothing_that_stays():
+    """The buffers of a key stay where they are, as a captured graph needs; growth changes it."""
+    geometry = Geometry(2, 1, 16)
+    cache = make_on_device(FreeKV(**SMALL), geometry)
+    stream = Stream(geometry, seed=5)
+    prefill(cache, stream.rows(90))
+    keys, places = [], []
+    for _ in range(3):
+        keys.append(cache.plan(cache.n + 1, 120))
+        places.append(
+            [x.data_ptr() for x in (*cache._pages.arrays, *cache._work.pooled, cache._work.idx)]
+        )
+        decode(cache, stream.rows(1), n_max=120)
+    assert keys[0] == keys[1] == keys[2] and places[0] == places[1] == places[2]
+    assert cache.plan(cache.n + 1, 400) != keys[0]
+
+
+def test_recall_by_copies_is_the_same():
+    geometry = Geometry(4, 2, 16)
+    caches = [make_on_device(FreeKV(**SMALL, recall=how), geometry) for how in ("gather", "copy")]
+    stream = Stream(geometry, seed=6)
+    rows = stream.rows(90)
+    for cache in caches:
+        prefill(cache, rows)
+    keys = set()
+    for _ in range(5):
+        row = stream.rows(1)
+        outs = [decode(cache, row) for cache in caches]
+        np.testing.assert_array_equal(*outs)
+        keys.add(caches[1].plan(caches[1].n + 1, 130))
+    assert len(keys) == 5  # a step that is run anew each time
+    names = *ALWAYS, *CACHE
+    assert counts_of(caches[0], *names) == counts_of(caches[1], *names)
+    for name in ("k", "v"):
+        a, b = (getattr(cache._pages.arrays, name) for cache in caches)
+        assert (a == b).all()
+
+
+def test_how_a_gpu_recalls_is_no_option_without_one():
+    with pytest.raises(
+        SparseKVError, match="-o recall=copy: only where the KV cache lies on a GPU"
+    ):
+        make_on_host(FreeKV(recall="copy"), Geometry(4, 2, 16))
+
+
+def test_a_session_on_the_device_counts_what_one_on_the_host_does(tmp_path):
+    path = make_model(
+        tmp_path / "m.gguf", wtype="F32", n_embd=64, n_ff=64, n_vocab=259, head_dim=32
+    )
+    prompt = [int(token) for token in np.random.default_rng(0).integers(3, 259, 60)]
+    sessions = []
+    for device in ("cpu", "cuda"):
+        config = SessionConfig(threads=1, device=device, prefill_dtype="f32")
+        sessions.append(load_session(path, FreeKV(**SMALL), config))
+    expected, actual = (session.prefill(prompt) for session in sessions)
+    for _ in range(2):
+        np.testing.assert_allclose(actual, expected, atol=4e-3)
+        expected, actual = (session.decode(int(expected.argmax())) for session in sessions)
+    host, device = (session.ledger.as_dict() for session in sessions)
+    places = {"bytes_host", "bytes_device", "index_bytes"}
+    assert {k: host[k] for k in host.keys() - places} == {
+        k: device[k] for k in device.keys() - places
+    }
+    assert device["pages_recalled"] > 0 and device["bytes_host"] > 0

@@ -13,20 +13,17 @@ from sparsekv_cli.kernels import page_cache, recall
 def launches() -> Iterator[Callable[[], object]]:
     n = torch.zeros(1, dtype=torch.int32)
     for n_head, n_kv, d, page, m in (
-        (32, 8, 128, 32, 128), (32, 32, 128, 16, 24), (9, 3, 64, 16, 24), (6, 2, 80, 5, 3)
+        (32, 8, 128, 32, 128), (32, 32, 128, 8, 54), (9, 3, 64, 8, 54), (6, 2, 80, 5, 3)
     ):  # fmt: skip
         layout = page_cache.Layout(4, 5, meanstd=page != 32)
         pages = page_cache.empty_pages(
             1, n_kv, d, d, page, 100, 2 * m, m, layout, torch.device("cpu")
         )
-        q, new = torch.empty(1, n_head, d), torch.empty(1, n_kv, d)
+        q = torch.empty(1, n_head, d)
         heads, lists = torch.zeros(1, n_kv, dtype=torch.int32), torch.zeros(1, n_kv, 8192).int()
         leave = partial(recall.offload_pages, pages, layout, n, 64)
         yield leave
         yield partial(leave, ahead=1, budget=n, reserved=9, wanted=heads)
-        enter = partial(recall.enter_row, pages, layout, q, q, new, new, n, n, 64, 128, 0.8)
-        for current in (False, True):
-            yield partial(enter, current=current, wanted=heads, query=q)
         assign = partial(recall.assign_slots, pages, layout, lists, heads, heads, n, n, 64, 128)
         yield assign
         yield partial(assign, q=q, previous=q)

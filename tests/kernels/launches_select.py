@@ -17,6 +17,14 @@ def launches() -> Iterator[Callable[[], object]]:
         q = torch.empty(2, n_head, d)
         for n_max in (64, 32768):
             yield partial(select.score_rows, q, k, n, n_max, 1.0)
-    for n_max, k_max in ((8, 2), (1000, 40), (8192, 512), (32768, 512), (131072, 32768)):
+    for n_max, k_max in (
+        (8, 2),
+        (1000, 40),
+        (3000, 256),
+        (8192, 512),
+        (32768, 512),
+        (131072, 32768),
+    ):
         scores = torch.empty(2, 8, n_max)
-        yield partial(select.select_largest, scores, n, n_max, n, k_max, 4, 16)
+        wanted = torch.ones(2, 8, dtype=torch.int32) if n_max == 8192 else None
+        yield partial(select.select_largest, scores, n, n_max, n, k_max, 4, 16, wanted=wanted)

@@ -116,6 +116,19 @@ def test_few_rows_under_the_bound_of_many(n, device):
     largest(rows_of(scores, [n], device, slack=9000), [n], [100], device, 4, 16, n_max=8500 + n)
 
 
+@pytest.mark.parametrize("n", [50, 8300])
+def test_only_wanted_lists_are_written(n, device):
+    scores = np.random.default_rng(n).standard_normal((1, 3, n)).astype(np.float32)
+    rows, size = rows_of(scores, [n], device), torch.tensor([n], dtype=torch.int32, device=device)
+    idx = torch.full((1, 3, 5), -7, dtype=torch.int32, device=device)
+    counts = torch.full((1, 3), -7, dtype=torch.int32, device=device)
+    wanted = torch.tensor([[0, 2, 0]], dtype=torch.int32, device=device)
+    k = torch.tensor([5], dtype=torch.int32, device=device)
+    select.select_largest(rows, size, n, k, 5, wanted=wanted, idx=idx, counts=counts)
+    assert counts.tolist() == [[-7, 5, -7]] and (idx[0, ::2] == -7).all()
+    assert idx[0, 1].tolist() == select.select_largest_ref(rows, size, k)[0][1]
+
+
 def test_what_does_not_fit_the_registers_is_read_again(device, monkeypatch):
     monkeypatch.setattr(select, "REGISTERS", 1024)
     sizes = [9500]

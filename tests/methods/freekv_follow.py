@@ -36,7 +36,7 @@ GEOMETRIES = [
     Geometry(6, 2, 72, 263, 40),  # rows are padded, values are of another size
 ]
 PLAIN = Geometry(9, 3, 64, 300)
-SMALL = {"budget": Budget(tokens=144), "sinks": 16, "window": 32, "page": 16}
+SMALL = {"budget": Budget(tokens=144), "sinks": 16, "window": 32, "page": 16, "tau": 0.8}
 
 
 class Stream:
@@ -145,7 +145,7 @@ def run_both(geometry, seed=1, n_steps=N_STEPS, n_threads=1, budget=None, **opti
     budget = budget or Budget(tokens=144)
     stream = Stream(geometry, seed)
     q, k, v = rows = stream.rows(geometry.n_prefill)
-    defaults = {"sinks": 16, "window": 32, "page": 16, "overlap": "false"}
+    defaults = {"sinks": 16, "window": 32, "page": 16, "tau": 0.8, "overlap": "false"}
     options = defaults | options
     cache = make_cache(geometry, n_threads, budget=budget, **options)
     options.pop("overlap")

@@ -22,7 +22,7 @@ class TwinOptions:
     window: int = 64
     page: int = 8
     summary: str = "meanstd"
-    tau: float = 0.8
+    tau: float = 0.9
     speculate: bool = True
     correct: bool = True
     cache_pages: float = 2.0

@@ -199,7 +199,7 @@ def test_decode_after_truncate(kept):
         for _ in range(60):
             assert np.isfinite(decode_row(cache, stream.rows(1))).all()
         return
-    twin = FreeKVTwin(TwinOptions(lambda n: 144, sinks=16, window=32, page=16), 9, 3)
+    twin = FreeKVTwin(TwinOptions(lambda n: 144, sinks=16, window=32, page=16, tau=0.8), 9, 3)
     row = stream.rows(1)
     twin.start(row[0][:, 0], *(x[:, :kept] for x in rows[1:]))  # as if the query had not turned
     choices = twin.choose(*(x[:, 0] for x in row))
@@ -429,5 +429,5 @@ def test_wrong_options_are_named(options, message):
 def test_presets():
     tuned, paper = (build_method("freekv", {"preset": name}) for name in ("tuned", "paper"))
     assert tuned == FreeKV() and tuned.dense_layers == paper.dense_layers == (0,)
-    assert paper == FreeKV(preset="paper", page=32, summary="minmax", sinks=64)
+    assert paper == FreeKV(preset="paper", page=32, summary="minmax", sinks=64, tau=0.8)
     assert str(tuned.options()["budget"]) == "512"

@@ -52,7 +52,7 @@ VARIANTS = {
     "tuned": {},
     "overlap": {"overlap": "true"},
     "minmax": {"summary": "minmax", "page": 32, "sinks": 32},
-    "pages of 8": {"page": 8, "overlap": "true"},
+    "pages of 8": {"page": 8, "tau": 0.9, "overlap": "true"},
     "no speculation": {"speculate": False},
     "speculation only": {"correct": False},
     "overlap, speculation only": {"correct": False, "overlap": "true"},
@@ -193,7 +193,7 @@ def test_from_dense_to_pages_while_decoding():
         decode(cache, row)
         rows = tuple(np.concatenate(pair, 1) for pair in zip(rows, row, strict=True))
         assert cache.attended is None and cache.memory().device == 0
-    twin = FreeKVTwin(TwinOptions(lambda n: budget, sinks=16, window=32, page=16), 6, 2)
+    twin = FreeKVTwin(TwinOptions(lambda n: budget, sinks=16, window=32, page=16, tau=0.8), 6, 2)
     twin.start(rows[0][:, -1], *rows[1:])
     assert follow(cache, twin, stream, 100)["left out"] > 100
     assert cache.memory().device > 0 and cache.store.capacity == 0

@@ -20,9 +20,12 @@ from reference_records import (
 )
 from tiny_models import fingerprint, make_model
 
+from sparsekv_cli.cache import DenseCache
 from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.cpu import ops
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.full import Full
+from sparsekv_cli.models import forward
 from sparsekv_cli.models.locate import resolve_model
 from sparsekv_cli.session import Session, load_session
 
@@ -151,6 +154,45 @@ def test_a_batch_gives_the_bits_of_each_sequence(wtype, sizes, n_rows, tmp_path)
         logits = session.decoder.decode_batch(tokens, positions, caches)
         np.testing.assert_array_equal(logits, [rows[step] for rows in expected])
     assert [cache[0].n for cache in caches] == [len(prompt) + 4 for prompt in prompts]
+
+
+@pytest.mark.parametrize("keeps_rows", [True, False])
+def test_a_long_prompt_takes_the_layers_in_parts(keeps_rows, tmp_path, monkeypatch):
+    """But not where a cache waits for the end; and it changes no bit."""
+    session = open_model(make_model(tmp_path / "model.gguf", n_layer=3), chunk=5)
+    ids = [token % session.hparams.n_vocab for token in range(33)]
+    whole = session.prefill(ids)
+    calls, progress = [], []
+
+    class Recording(DenseCache):
+        def prefill(self, x):
+            calls.append((self.spec.layer, x.pos))
+            return super().prefill(x)
+
+        def finish_prefill(self):
+            calls.append((self.spec.layer, "end"))
+
+    class Waiting(Recording):
+        keeps_rows = False
+
+    monkeypatch.setattr(forward, "ROWS_AT_ONCE", 12)  # two chunks
+    specs = session.decoder.layer_specs()
+    caches = [Recording(spec, ops) for spec in specs]
+    if not keeps_rows:
+        caches[1] = Waiting(specs[1], ops)
+    logits = session.decoder.forward(ids, 0, caches, progress=lambda *at: progress.append(at))
+    np.testing.assert_array_equal(logits, whole)
+    assert progress == sorted(progress) and progress[-1] == (33, 33)
+    parts = [range(0, 10, 5), range(10, 20, 5), range(20, 30, 5), range(30, 33, 5)]
+    if not keeps_rows:
+        parts = [range(0, 33, 5)]
+    expected = []
+    for part in parts:
+        for layer in range(3):
+            expected += [(layer, pos) for pos in part]
+            expected += [(layer, "end")] if part is parts[-1] else []
+    assert calls == expected
+    session.gguf.close()
 
 
 def test_progress_ends_at_the_prompt_length(tmp_path):

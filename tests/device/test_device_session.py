@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from tiny_models import make_model
 
+from sparsekv_cli.batch import Batch
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.session import load_session
 
-PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, 259, 90)]
-SIZES = {"n_embd": 64, "n_ff": 64, "n_vocab": 259, "head_dim": 32}  # the interpreter is slow
+PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, 400, 300)]
+SIZES = {"n_embd": 64, "n_ff": 64, "n_vocab": 400, "head_dim": 32}  # the interpreter is slow
 
 
 def sessions(path, method, **options):
@@ -33,7 +34,7 @@ def sessions(path, method, **options):
 def test_host_caches_are_filled_as_on_the_cpu(tmp_path, method):
     path = make_model(tmp_path / "m.gguf", wtype="F32", **SIZES)
     expected, actual = sessions(path, method, kv="host")
-    for part in (PROMPT[:70], PROMPT[70:]):
+    for part in (PROMPT[:70], PROMPT[70:90]):
         a, b = expected.prefill(part), actual.prefill(part)
         np.testing.assert_allclose(b, a, atol=2e-3)
     for ours, theirs in zip(actual.caches, expected.caches, strict=True):
@@ -46,9 +47,27 @@ def test_host_caches_are_filled_as_on_the_cpu(tmp_path, method):
 def test_decode(tmp_path, method, kv):
     path = make_model(tmp_path / "m.gguf", wtype="F32", **SIZES)
     expected, actual = sessions(path, method, kv=kv)
-    a, b = (session.prefill(PROMPT) for session in (expected, actual))
-    for _ in range(5):
+    a, b = (session.prefill(PROMPT[:90]) for session in (expected, actual))
+    for _ in range(2):
         np.testing.assert_allclose(b, a, atol=4e-3)
         token = int(a.argmax())
         a, b = (session.decode(token) for session in (expected, actual))
     assert expected.ledger.as_dict()["rows_attended"] == actual.ledger.as_dict()["rows_attended"]
+
+
+def test_calibration_and_batch_on_the_device(tmp_path, monkeypatch):
+    """A method that is calibrated through the device's prefill, and two sequences at once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = make_model(tmp_path / "m.gguf", n_ctx=512, **SIZES)
+    config = SessionConfig(threads=1, device="cuda", prefill_dtype="f32")
+    method = build_method("fasa", {"n_fac": "24", "dense_layers": "0"})
+    session = load_session(path, method, config)
+    batch = Batch(session, 2)
+    for i, n in enumerate((40, 60)):
+        batch.use(i).prefill(PROMPT[:n])
+    together = batch.decode([5, 6])
+    ledger = batch.ledger(2)
+    assert ledger["bytes_device"] > 0 and ledger["sparse_rows_attended"] == 2 * 4 * 24
+    session = load_session(path, method, config)
+    session.prefill(PROMPT[:60])
+    np.testing.assert_allclose(session.decode(6), together[1], atol=1e-4)
