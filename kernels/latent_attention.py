@@ -179,6 +179,6 @@ def attend_latents(
         TILE_H=max(16, triton.next_power_of_2(group)),
         BLOCK_H=max(16, triton.next_power_of_2(half)),
         BLOCK_REST=max(16, triton.next_power_of_2(max(1, d - 2 * half))),
-        BLOCK_V=max(32, triton.next_power_of_2(d_v)), BLOCK_C=32, ROWS=rows, BITS=bits,
-        HEAD_BYTES=size, num_warps=8 if rows > 32 else 4, num_stages=3,
+        BLOCK_V=max(32, triton.next_power_of_2(d_v)), BLOCK_C=64 if r >= 256 else 32, ROWS=rows,
+        BITS=bits, HEAD_BYTES=size, num_warps=8 if rows > 32 else 4, num_stages=4,
     )  # fmt: skip

@@ -18,12 +18,13 @@ from sparsekv_cli.kernels.latent import ROPE_BLOCK, Basis, _cos_sin
 
 BLOCKS_A_PROGRAM = 4  # blocks of 32 tokens that one program scores
 QUERY_TILE = 64  # blocks whose queries one program projects
+PROGRAMS = 264  # wanted of the projections: two on each of 132 multiprocessors
 IMPORTANCE_TILE = 512  # tokens whose weights one program adds up
 
 
 @triton.jit
 def _block_queries_kernel(
-    q_ptr, damp_ptr, turns_ptr, decode_ptr, n_ptr, out_ptr, scale, first, n_head, n_kv,
+    q_ptr, damp_ptr, turns_ptr, decode_ptr, n_ptr, out_ptr, scale, first, n_head, n_kv, span,
     D: tl.constexpr, HALF: tl.constexpr, R_STAR: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_REST: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -32,10 +33,8 @@ def _block_queries_kernel(
     n_block = tl.cdiv(tl.load(n_ptr + b), 32)
     first_block = tl.program_id(0) * BLOCK_B
     if first_block < n_block:
-        g = h // (n_head // n_kv)
         i = tl.arange(0, BLOCK_H)
         block = first_block + tl.arange(0, BLOCK_B)
-        c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
         q_at = q_ptr + unit * D
         damp = tl.load(damp_ptr + i, mask=i < HALF, other=0.0) * scale
         x = (tl.load(q_at + i, mask=i < HALF, other=0.0) * damp)[None, :]
@@ -43,24 +42,27 @@ def _block_queries_kernel(
         half_turns = tl.load(turns_ptr + i, mask=i < HALF, other=0)
         twice = (2 * first + 31 + 64 * block).to(tl.int64)  # the centre lies between two tokens
         cos, sin = _cos_sin(twice[:, None] * half_turns[None, :])
-        is_column = (c < R_STAR)[None, :]
-        decode_at = decode_ptr + c[None, :] * (n_kv * D) + g * D
-        mask = is_column & (i < HALF)[:, None]
-        d1 = tl.load(decode_at + i[:, None], mask=mask, other=0.0)
-        d2 = tl.load(decode_at + HALF + i[:, None], mask=mask, other=0.0)
-        projected = tl.dot((x * cos + y * sin).to(tl.float16), d1)
-        projected = tl.dot((y * cos - x * sin).to(tl.float16), d2, acc=projected)
-        if D > 2 * HALF:
-            j = 2 * HALF + tl.arange(0, BLOCK_REST)
-            rest = tl.load(q_at + j, mask=j < D, other=0.0) * scale
-            d3 = tl.load(decode_at + j[:, None], mask=is_column & (j < D)[:, None], other=0.0)
-            projected += tl.sum(rest[:, None] * d3.to(tl.float32), axis=0)[None, :]
+        turned1 = (x * cos + y * sin).to(tl.float16)
+        turned2 = (y * cos - x * sin).to(tl.float16)
+        j = 2 * HALF + tl.arange(0, BLOCK_REST)
+        rest = tl.load(q_at + j, mask=j < D, other=0.0) * scale
         n_block_max = tl.num_programs(0) * BLOCK_B
-        at = ((b.to(tl.int64) * n_block_max + block) * n_head + h) * R_STAR
-        tl.store(
-            out_ptr + at[:, None] + c[None, :], projected.to(tl.float16),
-            mask=is_column & (block < n_block)[:, None],
-        )  # fmt: skip
+        out_at = out_ptr + (((b.to(tl.int64) * n_block_max + block) * n_head + h) * R_STAR)[:, None]
+        decode_at = decode_ptr + h // (n_head // n_kv) * D
+        start = tl.program_id(1) * span
+        for column in range(start, tl.minimum(start + span, R_STAR), BLOCK_C):
+            c = column + tl.arange(0, BLOCK_C)[None, :]
+            c_at = decode_at + c * (n_kv * D)
+            mask = (c < R_STAR) & (i < HALF)[:, None]
+            d1 = tl.load(c_at + i[:, None], mask=mask, other=0.0)
+            d2 = tl.load(c_at + HALF + i[:, None], mask=mask, other=0.0)
+            projected = tl.dot(turned2, d2, acc=tl.dot(turned1, d1))
+            if D > 2 * HALF:
+                mask = (c < R_STAR) & (j < D)[:, None]
+                d3 = tl.load(c_at + j[:, None], mask=mask, other=0.0)
+                projected += tl.sum(rest[:, None] * d3.to(tl.float32), axis=0)[None, :]
+            mask = (c < R_STAR) & (block < n_block)[:, None]
+            tl.store(out_at + c, projected.to(tl.float16), mask=mask)
 
 
 @triton.jit
@@ -171,13 +173,15 @@ def score_latents(
     n_tile = triton.cdiv(n_max, ROPE_BLOCK * QUERY_TILE)
     shape = n_batch, n_tile * QUERY_TILE, n_head, score_rank
     queries = torch.empty(shape, dtype=torch.float16, device=device)
-    columns = min(64, triton.next_power_of_2(score_rank))
-    columns = max(16, columns)
-    _block_queries_kernel[(n_tile, triton.cdiv(score_rank, columns), n_batch * n_head)](
+    columns = max(16, min(64, triton.next_power_of_2(score_rank)))
+    # A head's angles are found once for all columns, unless there were too few programs then.
+    n_span = max(1, min(triton.cdiv(score_rank, columns), PROGRAMS // (n_tile * n_batch * n_head)))
+    span = triton.cdiv(triton.cdiv(score_rank, columns), n_span) * columns
+    _block_queries_kernel[(n_tile, triton.cdiv(score_rank, span), n_batch * n_head)](
         q, damp, basis.half_turns, basis.decode, n, queries, scale, first, n_head, basis.n_kv,
-        D=d, HALF=half, R_STAR=score_rank, BLOCK_H=max(16, triton.next_power_of_2(half)),
+        span, D=d, HALF=half, R_STAR=score_rank, BLOCK_H=max(16, triton.next_power_of_2(half)),
         BLOCK_REST=triton.next_power_of_2(max(1, d - 2 * half)), BLOCK_B=QUERY_TILE,
-        BLOCK_C=columns, num_warps=4,
+        BLOCK_C=columns, num_warps=4, num_stages=3,
     )  # fmt: skip
     n_chunk = triton.cdiv(n_max, ROPE_BLOCK * BLOCKS_A_PROGRAM)
     scores = torch.empty(n_batch, n_head, n_max, dtype=torch.float32, device=device)

@@ -41,6 +41,7 @@ class DeviceSALS(DeviceCache):
         self._damp = torch.from_numpy(damp.astype("f4")).to(self._device)
         self._first = method.sinks if method.exact_sinks else 0
         self._ring = method.window + method.undo
+        self._announced = 0  # rows that are coming in all
         self._made = 0  # how often rows were compressed: buffers are other ones each time
         self._forget()
 
@@ -58,6 +59,7 @@ class DeviceSALS(DeviceCache):
         return max(self.store.n, self._n)
 
     def reserve(self, n: int) -> None:
+        self._announced = n
         if not self._is_compressed:
             self.store.reserve(n)
 
@@ -65,7 +67,7 @@ class DeviceSALS(DeviceCache):
 
     def prefill(self, x: AttnInput) -> Any:
         if self._is_compressed and self.store.n == 0:
-            self._restore(self._n + x.k.shape[1])
+            self._restore(max(self._n + x.k.shape[1], self._announced))
         return super().prefill(x)
 
     def finish_prefill(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from sparsekv_cli.cpu import matvec as host_matvec
 from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE
 from sparsekv_cli.kernels import matvec
-from sparsekv_cli.kernels.blocks import PACKABLE, PackedMatrix, repack
+from sparsekv_cli.kernels.blocks import PACKABLE, PackedMatrix, merge_alike, repack
 from sparsekv_cli.models.weights import LayerWeights, Linear, Weights
 
 MODES = ("auto", "quantized", "bf16")
@@ -118,7 +118,7 @@ class DeviceWeights:
 
     def _stack(self, *linears: Linear) -> Stack:
         if self._quantized:
-            return Stack([self._packed(linear) for linear in linears])
+            return Stack(merge_alike([self._packed(linear) for linear in linears]))
         whole = torch.cat([self._bf16(linear) for linear in linears])
         return Stack([PackedMatrix("BF16", len(whole), whole.shape[1], whole)])
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from side_by_side import GEOMETRIES, SideBySide, watch
+from side_by_side import GEOMETRIES, SideBySide, assert_sessions_agree, watch
 
 from sparsekv_cli.cache import Budget
 from sparsekv_cli.methods.sals import SALS
@@ -95,3 +95,9 @@ def test_old_rows_have_one_copy(device):
     exact = 2 * 3 * (4 + 20 + 16) * (64 + 64)
     assert cache.memory().device == capacity * (2 * 48 + 3 * 40) + exact
     assert cache.truncate(3) == 0 and cache.memory().device == 0
+
+
+def test_sessions_agree(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    options = {"dense_layers": "0", "sinks": "4", "window": "16", "budget": "30"}
+    assert_sessions_agree(tmp_path, "sals", options, n_prompt=70, n_steps=2)
