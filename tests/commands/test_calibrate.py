@@ -108,7 +108,9 @@ def test_a_damaged_sidecar_is_named_and_made_again(model: Path, fake: Any, invok
     assert invoke("run", "-m", str(model), "--method", "fake", *RUN).code == 0
 
 
-def test_what_cannot_be_done(model: Path, fake: Any, invoke: Invoke, tmp_path: Path) -> None:
+def test_what_cannot_be_done(
+    model: Path, fake: Any, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = ["calibrate", "-m", str(model)]
     for name in ("topk", "nothing", "fake,", ""):
         assert "those are fake" in refused(invoke, 2, *base, "--method", name)
@@ -122,6 +124,8 @@ def test_what_cannot_be_done(model: Path, fake: Any, invoke: Invoke, tmp_path: P
     below = str(short / "x.gguf")
     assert "cannot be written" in refused(invoke, 1, *base, "--output", below)
     assert "no-such.txt" in refused(invoke, 1, *base, "-f", str(tmp_path / "no-such.txt"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "cuda" in refused(invoke, 1, *base, "--device", "cuda")
 
 
