@@ -149,12 +149,14 @@ def test_bench(model: str, invoke: Invoke) -> None:
     [
         (["-p", "x", "-c", "4"], "do not fit the context of 4"),
         (["-p", "x", "-m", "missing.gguf"], "missing.gguf"),
-        (["-p", "x", "--device", "cuda"], "cuda"),
+        (["-p", "x", "--device", "cuda"], "no CUDA device"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(
-    model: str, arguments: list[str], words: str, invoke: Invoke
+    model: str, arguments: list[str], words: str, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     result = invoke("run", "-m", model, *arguments)
     assert (result.code, result.out) == (1, "")
     assert result.err.startswith("error: ") and result.err.count("\n") == 1
