@@ -12,8 +12,10 @@ other formats stay as large as in the file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import groupby
+from typing import Any
 
 import torch
 
@@ -212,6 +214,26 @@ def repack(name: str, data: torch.Tensor, n_columns: int) -> PackedMatrix:
     parts = [_planes(data[i : i + at_once], packing) for i in range(0, n_rows, at_once)]
     planes = {plane: torch.cat([part[plane] for part in parts]) for plane in parts[0]}
     return PackedMatrix(name, n_rows, n_columns, **planes)
+
+
+def merge_alike(matrices: Sequence[PackedMatrix]) -> list[PackedMatrix]:
+    """The same rows in as few matrices as they can: neighbours of one format become one.
+
+    Matrices that share an input are one launch then, and fill the GPU better.
+    """
+    merged: list[PackedMatrix] = []
+    for _, group in groupby(matrices, lambda matrix: (matrix.name, matrix.n_columns)):
+        parts = list(group)
+        first = parts[0]
+        if len(parts) > 1:
+            planes: dict[str, Any] = {
+                f.name: torch.cat([getattr(part, f.name) for part in parts])
+                for f in fields(first)
+                if isinstance(getattr(first, f.name), torch.Tensor)
+            }
+            first = replace(first, n_rows=sum(part.n_rows for part in parts), **planes)
+        merged.append(first)
+    return merged
 
 
 def dequantize_ref(matrix: PackedMatrix) -> torch.Tensor:

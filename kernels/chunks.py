@@ -21,7 +21,7 @@ from sparsekv_cli.kernels.attention import QUERY_TYPES, TILE
 from sparsekv_cli.kernels.checks import check
 
 PROGRAMS = 1056  # aimed at in a scan: eight on each of 132 multiprocessors
-BLOCK_N = 256  # tokens of a tile: 512 bytes of each dim
+TILE_BYTES = 16384  # of a scan: in each dim at least 256 bytes side by side
 GATHERED = 32  # rows that a program fetches from the host
 
 
@@ -139,11 +139,13 @@ def score_chunks(
         raise ValueError(f"out has room for {out.shape[2]} scores: expected {n_max}")
     group = n_head // n_kv_head
     n_unit = n_batch * n_kv_head
-    n_split = max(1, min(triton.cdiv(n_max, BLOCK_N), triton.cdiv(PROGRAMS, n_unit)))
+    block_c = max(16, triton.next_power_of_2(n_dim))
+    block_n = max(128, TILE_BYTES // (2 * block_c))
+    n_split = max(1, min(triton.cdiv(n_max, block_n), triton.cdiv(PROGRAMS, n_unit)))
     _score_chunks_kernel[(n_split, n_unit)](
         q, dims, dom, n, out, n_kv_head, n_split, *dom.stride()[:3], dims.stride(0),
         *out.stride()[:2], GROUP=group, TILE_H=max(TILE, triton.next_power_of_2(group)), D=d,
-        C=n_dim, BLOCK_C=max(16, triton.next_power_of_2(n_dim)), BLOCK_N=BLOCK_N, num_warps=4,
+        C=n_dim, BLOCK_C=block_c, BLOCK_N=block_n, num_warps=4,
         num_stages=3,
     )  # fmt: skip
     return out

@@ -17,7 +17,6 @@ from torch.nn.functional import linear
 from sparsekv_cli.cache import LayerCache, LayerSpec
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.prefill_rows import Rows, rms_norm
-from sparsekv_cli.models.rope import RopeTable
 
 Progress = Callable[[int, int], None]
 ROWS_AT_ONCE = 4096  # of a prompt, through all layers; dequantising takes 1 to 2 % of their time
@@ -30,7 +29,7 @@ class Forward(ABC):
     """
 
     hparams: HParams
-    rope: RopeTable
+    rope: Any  # a RopeTable, or one with tensors
     n_threads: int
     chunk: int
     rows: Rows

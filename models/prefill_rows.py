@@ -45,7 +45,7 @@ def rms_norm(x: torch.Tensor, weight: Any, eps: float) -> torch.Tensor:
     return torch.nn.functional.rms_norm(x, (x.shape[-1],), torch.as_tensor(weight), eps)
 
 
-def rotate(heads: torch.Tensor, rope: RopeTable, n_rot: int, pos: int) -> torch.Tensor:
+def rotate(heads: torch.Tensor, rope: Any, n_rot: int, pos: int) -> torch.Tensor:
     """f32 (heads, T, d) in half-split order -> rotated, the first row at ``pos``."""
     half, rows = n_rot // 2, slice(pos, pos + heads.shape[1])
     cos, sin = (torch.as_tensor(table[rows]) for table in (rope.cos, rope.sin))  # (T, half)
@@ -56,12 +56,10 @@ def rotate(heads: torch.Tensor, rope: RopeTable, n_rot: int, pos: int) -> torch.
 class TorchRows:
     """Step by step, as the formulas are written.
 
-    Weights and the tables of ``rope`` may be tensors on a device in place of arrays.
+    Weights and the tables of ``rope``, a RopeTable, may be tensors on a device in place of arrays.
     """
 
-    def __init__(
-        self, hparams: HParams, rope: RopeTable, interleaved: bool, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, hparams: HParams, rope: Any, interleaved: bool, dtype: torch.dtype) -> None:
         self._hparams, self._rope = hparams, rope
         self._interleaved, self._dtype = interleaved, dtype
 

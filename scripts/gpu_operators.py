@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from gpu_models import fill, random_calibration
 from torch.nn.functional import scaled_dot_product_attention
 
+from sparsekv_cli.cache import Budget, LayerSpec
+from sparsekv_cli.comparison import build_spec
+from sparsekv_cli.device.cache import DeviceInput, Step
+from sparsekv_cli.device.decoder import grid_bound
+from sparsekv_cli.device.engine import device_cache
+from sparsekv_cli.device.ops import DeviceOps
 from sparsekv_cli.kernels import attention, chunks, pages, select
 from sparsekv_cli.kernels.page_rows import page_rows
 
@@ -106,3 +116,58 @@ class Rows:
         yield Operator("fasa-c", self.fasa, units * self.n_rows * 4 * N_TIP + chosen)
         summaries = units * (self.n_rows // PAGE) * 4 * d
         yield Operator("quest", self.quest, summaries + units * BUDGET * self.row_bytes)
+
+
+def cache_operators(shape: Shape, n_batch: int, n: int, device: torch.device) -> Iterator[Operator]:
+    """sals and freekv: the decode of B layer caches, one after another, as ``bench -b`` runs them.
+
+    A replay takes the same step again, so freekv finds all its pages; whole tokens tell what recall
+    costs.
+    """
+    spec = LayerSpec(
+        layer=2, n_layer=4, n_head=shape.n_head, n_head_kv=shape.n_head_kv, head_dim=shape.d,
+        value_dim=shape.d, n_threads=1, theta=5e5 ** (-np.arange(shape.d // 2) / (shape.d // 2)),
+    )  # fmt: skip
+    spec = replace(spec, calibration=random_calibration(spec, np.random.default_rng(0)))
+    generator = torch.Generator(device=device).manual_seed(0)
+    ops = DeviceOps(device)
+    ops.dense_prefill = lambda store, x, spec: x.q  # type: ignore[method-assign]
+    for name in ("sals", "freekv"):
+        method: Any = build_spec(name)
+        if name == "freekv":
+            method = replace(method, budget=Budget(tokens=BUDGET))
+        calls, n_bytes = [], 0
+        for _ in range(n_batch):
+            cache = device_cache(method)(spec, ops, method)
+            cache.reserve(n + 2)
+            fill(cache, spec, n, generator)
+            for rows in (n + 1, n + 2):  # the first step chooses ahead for the second
+                cache.plan(rows, grid_bound(rows))
+                call = partial(_step, cache, _input(spec, rows, cache.budget_rows(rows), device))
+                if rows == n + 1:
+                    before = cache.counters().get("bytes_read", 0)
+                    call()
+                    cache.settle(rows)
+                    n_bytes += cache.counters()["bytes_read"] - before
+            calls.append(call)
+        yield Operator(name, partial(_all, calls), n_bytes)
+
+
+def _input(spec: LayerSpec, n: int, budget: int, device: torch.device) -> DeviceInput:
+    """A random row, the last of n of one sequence."""
+    heads = [
+        torch.randn(1, count, spec.head_dim, device=device)
+        for count in (spec.n_head, spec.n_head_kv, spec.n_head_kv, spec.n_head, spec.n_head_kv)
+    ]
+    numbers = torch.tensor([[n - 1], [n], [budget]], dtype=torch.int32, device=device)
+    return DeviceInput._make((*heads, Step(*numbers)))
+
+
+def _step(cache: Any, x: DeviceInput) -> None:
+    cache.decode(x)
+    cache.join()
+
+
+def _all(calls: list[Callable[[], None]]) -> None:
+    for call in calls:
+        call()

@@ -149,8 +149,11 @@ class LayerCache(ABC):
         """Called once after the last chunk: build indexes, evict, compress."""
 
     @abstractmethod
-    def decode(self, x: AttnInput) -> np.ndarray:
-        """Adds one row and returns its attention, f32 (H, >= d_v), valid until the next call."""
+    def decode(self, x: Any) -> Any:
+        """Adds the row of an AttnInput; its attention f32 (H, >= d_v), valid until the next call.
+
+        A cache on a device takes and gives what device/cache.py says.
+        """
 
     def reserve(self, n: int) -> None:
         """Announces that ``n`` rows in all are coming."""

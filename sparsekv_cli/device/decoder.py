@@ -7,6 +7,7 @@ lies on the host interrupt it. Letters as in sparsekv_cli/cache.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,12 +35,12 @@ class DeviceRope:
     def __init__(self, table: RopeTable, device: torch.device) -> None:
         self._table, self._device = table, device
         self.theta, self.magnitude = table.theta, table.magnitude
-        self.reserve(1)
+        self.cos = self.sin = torch.empty(0, device=device)
 
     def reserve(self, n_positions: int) -> None:
         """Makes rows 0..n_positions valid; the tensors are new ones when they grow."""
         self._table.reserve(n_positions)
-        if not hasattr(self, "cos") or len(self.cos) < len(self._table.cos):
+        if len(self.cos) < len(self._table.cos):
             self.cos = torch.from_numpy(self._table.cos).to(self._device)
             self.sin = torch.from_numpy(self._table.sin).to(self._device)
 
@@ -71,7 +72,7 @@ class DeviceDecoder(Forward):
         self.device = device_weights.device
         self.dtype = device_weights.dtype
         self._on_device = device_weights
-        self.rope: Any = DeviceRope(RopeTable(hparams, weights.rope_freqs), self.device)
+        self.rope = DeviceRope(RopeTable(hparams, weights.rope_freqs), self.device)
         self.layers = [layer.vectors for layer in device_weights.layers]
         self.output_norm = device_weights.output_norm
         interleaved = architecture.rope_interleaved
@@ -157,25 +158,26 @@ class DeviceDecoder(Forward):
 
     def _program(self, caches: Sequence[Sequence[LayerCache]]) -> Iterator[Piece]:
         """A step: from the token's embedding in the buffers to the logits there."""
-        buffers, calls = self._buffers, [self._buffers.upload]
+        buffers = self._buffers
+        calls: list[Callable[[], None]] = [buffers.upload]
         for i, layers in enumerate(zip(*caches, strict=True)):
-            calls.append(lambda i=i: self._project(i))
+            calls.append(partial(self._project, i))
             on_host = [b for b, cache in enumerate(layers) if not isinstance(cache, DeviceCache)]
             for b, cache in enumerate(layers):
-                if b not in on_host:
-                    calls.append(lambda i=i, b=b, cache=cache: self._attend(i, b, cache))
+                if isinstance(cache, DeviceCache):
+                    calls.append(partial(self._attend, i, b, cache))
             if on_host:
-                yield Piece(_in_order([*calls, lambda i=i: buffers.download_inputs(i)]), False)
-                yield Piece(lambda i=i, layers=layers: self._attend_on_host(i, layers), True)
-                calls = [lambda i=i, on_host=on_host: buffers.upload_attended(i, on_host)]
-            calls.append(lambda i=i: self._finish(i))
+                yield Piece(_in_order([*calls, buffers.download_inputs]), False)
+                yield Piece(partial(self._attend_on_host, i, layers), True)
+                calls = [partial(buffers.upload_attended, i, on_host)]
+            calls.append(partial(self._finish, i))
         joins = [c.join for layers in caches for c in layers if isinstance(c, DeviceCache)]
         yield Piece(_in_order([*calls, self._output, *joins]), False)
 
     def _project(self, i: int) -> None:
         """Layer i's q, k, v in the buffers, from the residual stream."""
         h, layer, buffers = self.hparams, self._on_device.layers[i], self._buffers
-        vectors = layer.vectors
+        vectors: Any = layer.vectors  # tensors
         normed = kernels.rms_norm(buffers.x, vectors.attn_norm, h.norm_eps)
         kernels.split_heads(
             layer.qkv.apply(normed), buffers.inputs(i), buffers.pos, self.rope.cos, self.rope.sin,
@@ -188,7 +190,7 @@ class DeviceDecoder(Forward):
         """Row b's attention, in the buffers."""
         buffers, row = self._buffers, slice(b, b + 1)
         step = Step(buffers.pos[row], buffers.n[row], buffers.budget[row])
-        x = DeviceInput(*(t[row] for t in buffers.inputs(i)), step)
+        x = DeviceInput._make((*(t[row] for t in buffers.inputs(i)), step))
         buffers.attended(i)[row] = cache.decode(x)
 
     def _attend_on_host(self, i: int, layers: Sequence[LayerCache]) -> None:
@@ -196,14 +198,15 @@ class DeviceDecoder(Forward):
         buffers = self._buffers
         for b, (cache, pos) in enumerate(zip(layers, self._positions, strict=True)):
             if not isinstance(cache, DeviceCache):
-                out = cache.decode(AttnInput(*buffers.host_inputs(i, b), pos))
+                out = cache.decode(AttnInput._make((*buffers.host_inputs(i, b), pos)))
                 buffers.host_attended(i)[b] = out[:, : self.hparams.value_dim]
 
     def _finish(self, i: int) -> None:
         """Layer i behind its attention."""
         h, layer, buffers = self.hparams, self._on_device.layers[i], self._buffers
         buffers.x += layer.o.apply(buffers.attended(i).flatten(1))
-        normed = kernels.rms_norm(buffers.x, layer.vectors.ffn_norm, h.norm_eps)
+        ffn_norm: Any = layer.vectors.ffn_norm
+        normed = kernels.rms_norm(buffers.x, ffn_norm, h.norm_eps)
         hidden = kernels.silu_multiply(layer.gate_up.apply(normed))
         buffers.x += layer.down.apply(hidden)
 

@@ -162,10 +162,16 @@ class DeviceFASAM(DeviceFASA):
         self._row_bytes = 2 * sum(sizes)  # of the host's part
         # The order of q's dims that fits K as it is put together: (1, H, d).
         self._order = self._dims.long().repeat_interleave(spec.group, 0)[None]
+        self._announced = 0  # rows that are coming in all
         self._is_split = False
         self._n_split = 0  # how often rows were split: buffers are other ones each time
         self._seen = torch.empty(0, dtype=torch.int32)
         self._moved = torch.zeros(1, dtype=torch.int64, device=self._device)  # rows fetched
+
+    def reserve(self, n: int) -> None:
+        self._announced = n
+        if not self._is_split:
+            super().reserve(n)
 
     def prefill(self, x: AttnInput) -> Any:
         self._join()
@@ -216,13 +222,14 @@ class DeviceFASAM(DeviceFASA):
         parts = torch.cat([self._dom[0, :, :, :n].transpose(1, 2), rest], dim=2)  # (G, n, d)
         places = self._dims.long()[:, None].expand(-1, n, -1)
         store.n = 0
+        store.reserve(max(n, self._announced))
         store.append(torch.empty_like(parts).scatter_(2, places, parts), v)
         self._is_split = False
         self._forget_copy()
         self._host = HostRows(self.spec.n_head_kv, (rest.shape[2], v.shape[2]), self._device)
         self._n_split += 1
 
-    def decode(self, x: DeviceInput) -> torch.Tensor:
+    def decode(self, x: Any) -> Any:
         if self._dense:
             return super().decode(x)
         host, pos = self._host, x.step.pos

@@ -70,7 +70,7 @@ class StepBuffers:
     def inputs(self, i: int) -> list[torch.Tensor]:
         return self._layer_inputs(self._packed, i)
 
-    def download_inputs(self, _layer: int) -> None:
+    def download_inputs(self) -> None:
         self._host_packed.copy_(self._packed, non_blocking=True)
 
     def host_inputs(self, i: int, b: int) -> list[np.ndarray]:

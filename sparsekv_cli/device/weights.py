@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from sparsekv_cli.cpu import matvec as host_matvec
+from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE
 from sparsekv_cli.kernels import matvec
-from sparsekv_cli.kernels.blocks import PACKABLE, PackedMatrix, repack
-from sparsekv_cli.models.ggml_types import GGMLType
+from sparsekv_cli.kernels.blocks import PACKABLE, PackedMatrix, merge_alike, repack
 from sparsekv_cli.models.weights import LayerWeights, Linear, Weights
 
 MODES = ("auto", "quantized", "bf16")
@@ -118,12 +118,12 @@ class DeviceWeights:
 
     def _stack(self, *linears: Linear) -> Stack:
         if self._quantized:
-            return Stack([self._packed(linear) for linear in linears])
+            return Stack(merge_alike([self._packed(linear) for linear in linears]))
         whole = torch.cat([self._bf16(linear) for linear in linears])
         return Stack([PackedMatrix("BF16", len(whole), whole.shape[1], whole)])
 
     def _packed(self, linear: Linear) -> PackedMatrix:
-        name = GGMLType(linear.code).name
+        name = FORMAT_OF_CODE[linear.code].name
         if name not in PACKABLE:
             return PackedMatrix("BF16", linear.n_rows, linear.n_columns, self._bf16(linear))
         data = torch.from_numpy(linear.data.copy()).to(self.device)
@@ -144,7 +144,7 @@ def resident_bytes(weights: Weights, mode: str) -> int:
     linears = [linear for layer in weights.layers for linear in layer.linears()]
     total = 0
     for linear in [*linears, weights.output]:
-        packed = mode == "quantized" and GGMLType(linear.code).name in PACKABLE
+        packed = mode == "quantized" and FORMAT_OF_CODE[linear.code].name in PACKABLE
         # Unpacked scales make some formats up to 3% larger (kernels/blocks.py).
         total += linear.data.nbytes * 103 // 100 if packed else 2 * linear.n_rows * linear.n_columns
     return total

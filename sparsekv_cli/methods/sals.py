@@ -66,6 +66,8 @@ class SALS(Method):
     paper: ClassVar[str] = "SALS: Sparse Attention in Latent Space (Mu et al., 2025)"
     description: ClassVar[str] = "low-rank keys and 4-bit values, scored as latents"
     needs: ClassVar[str] = CALIBRATION
+    device_cache: ClassVar[str] = "sals:DeviceSALS"
+    undo: ClassVar[int] = UNDO
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},
         "paper": {"basis": "pca", "score": "paper", "exact_sinks": False},
@@ -94,6 +96,21 @@ class SALS(Method):
         if self.rank and self.score_rank > self.rank:
             raise ValueError(f"score_rank = {self.score_rank}: must be at most the rank")
 
+    def ranks(self, spec: LayerSpec) -> tuple[int, int]:
+        """Columns of a layer's latents, and how many of them are scored."""
+        size = spec.n_head_kv * spec.head_dim
+        rank = min(self.rank or max(1, round(size / 4)), size)
+        return rank, min(self.score_rank or -(-rank // 2), rank)
+
+    def basis_of(self, spec: LayerSpec) -> tuple[np.ndarray, np.ndarray]:
+        """A layer's vectors U (G d, r) and weights w (G d,) by its calibration: E = w U."""
+        size = spec.n_head_kv * spec.head_dim
+        if f"vectors_{self.basis}" not in spec.calibration:
+            raise SparseKVError(f"sals: layer {spec.layer} has no calibration")
+        weights = spec.calibration["weights"][:size]
+        vectors = spec.calibration[f"vectors_{self.basis}"][:size, : self.ranks(spec)[0]]
+        return vectors, weights if self.basis == "diag" else np.ones_like(weights)
+
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
         return SALSCache(spec, backend, self)
 
@@ -116,17 +133,10 @@ class SALSCache(LayerCache):
     def __init__(self, spec: LayerSpec, backend: Backend, method: SALS) -> None:
         super().__init__(spec, backend)
         self.method = method
-        size = spec.n_head_kv * spec.head_dim
-        self._rank = min(method.rank or max(1, round(size / 4)), size)
-        self._score_rank = min(method.score_rank or -(-self._rank // 2), self._rank)
-        if f"vectors_{method.basis}" not in spec.calibration:
-            raise SparseKVError(f"sals: layer {spec.layer} has no calibration")
-        weights = spec.calibration["weights"][:size]
+        self._rank, self._score_rank = method.ranks(spec)
         self._basis = latent.make_basis(
-            spec.calibration[f"vectors_{method.basis}"][:size, : self._rank],
-            weights if method.basis == "diag" else np.ones_like(weights),
-            spec.theta, spec.rope_scale, spec.n_head_kv, spec.value_dim,
-        )  # fmt: skip
+            *method.basis_of(spec), spec.theta, spec.rope_scale, spec.n_head_kv, spec.value_dim
+        )
         self._basis_bytes = self._basis.encode.nbytes + self._basis.decode.nbytes
         self._damp = sals.damping(spec.theta, sals.ROPE_BLOCK) * np.float32(spec.rope_scale)
         self._first = method.sinks if method.exact_sinks else 0

@@ -1,20 +1,25 @@
-"""One layer twice, in a method's cache on the host and in that on the device, fed the same rows."""
+"""A method twice, on the host and on the device, fed the same: one layer, or a tiny model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from tiny_models import make_model
 
 from sparsekv_cli.cache import AttnInput, LayerSpec, Method, padded
+from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.latent import rotate_ref
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, Step
 from sparsekv_cli.device.decoder import grid_bound
 from sparsekv_cli.device.engine import device_cache
 from sparsekv_cli.device.ops import DeviceOps
+from sparsekv_cli.methods import build_method
+from sparsekv_cli.session import load_session
 
 Rows = tuple[np.ndarray, ...]  # q, k, v, q_nope, k_nope: f32 (heads, T, d)
 
@@ -134,3 +139,32 @@ def _widened(x: np.ndarray) -> np.ndarray:
     wide = np.zeros((len(x), 1, padded(x.shape[2])), np.float32)
     wide[..., : x.shape[2]] = x
     return wide
+
+
+def assert_sessions_agree(
+    folder: Path, method: str, options: dict[str, str], n_prompt: int, n_steps: int
+) -> None:
+    """A tiny model on the host and on the device: logits of a prompt, of steps, of a second prompt
+    and of one more step."""
+    path = make_model(
+        folder / "m.gguf", n_ctx=512, n_embd=64, n_ff=64, n_vocab=400, head_dim=32, wtype="F32"
+    )
+    prompt = [int(token) for token in np.random.default_rng(0).integers(3, 400, n_prompt + 40)]
+    sessions = [
+        load_session(
+            path, build_method(method, options),
+            SessionConfig(threads=1, device=device, prefill_dtype="f32", chunk=64),
+        )
+        for device in ("cpu", "cuda")
+    ]  # fmt: skip
+    logits = [session.prefill(prompt[:n_prompt]) for session in sessions]
+    for step in range(n_steps + 1):
+        if step == n_steps:
+            logits = [session.prefill(prompt[n_prompt:]) for session in sessions]
+        np.testing.assert_allclose(logits[1], logits[0], atol=5e-3)
+        token = int(logits[0].argmax())
+        logits = [session.decode(token) for session in sessions]
+    np.testing.assert_allclose(logits[1], logits[0], atol=5e-3)
+    host, device = (session.ledger.as_dict() for session in sessions)
+    assert host["sparse_rows_attended"] == device["sparse_rows_attended"] > 0
+    assert device["bytes_device"] > 0

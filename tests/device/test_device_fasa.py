@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from side_by_side import GEOMETRIES, SideBySide, watch
+from side_by_side import GEOMETRIES, SideBySide, assert_sessions_agree, watch
 
 from sparsekv_cli.cache import Budget, padded
 from sparsekv_cli.methods.fasa import FASA
@@ -84,3 +84,9 @@ def test_memory_of_the_variants(device):
     memory = m.device.memory()
     assert memory.device == dominant * room
     assert memory.host == 2 * 3 * (48 + 64) * m.device._host.capacity
+
+
+def test_sessions_agree(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    options = {"dense_layers": "0", "variant": "m", "budget": "30"}
+    assert_sessions_agree(tmp_path, "fasa", options, n_prompt=70, n_steps=2)

@@ -40,3 +40,20 @@ def test_what_cannot_be_packed_is_refused():
         blocks.repack("Q4_0", rows, 96)
     with pytest.raises(ValueError, match="data is"):
         blocks.repack("Q4_0", rows.int(), 64)
+
+
+def test_neighbours_of_one_format_become_one_matrix():
+    names, rows = ("Q4_K", "Q4_K", "Q6_K", "F16", "F16", "Q4_K"), (3, 5, 2, 1, 4, 2)
+    parts = [
+        blocks.repack(name, torch.from_numpy(random_rows(name, n, 512, i)), 512)
+        for i, (name, n) in enumerate(zip(names, rows, strict=True))
+    ]
+    merged = blocks.merge_alike(parts)
+    assert [(m.name, m.n_rows) for m in merged] == [
+        ("Q4_K", 8), ("Q6_K", 2), ("F16", 5), ("Q4_K", 2)
+    ]  # fmt: skip
+    expected, found = (
+        torch.cat([blocks.dequantize_ref(m) for m in each]) for each in (parts, merged)
+    )
+    assert torch.equal(found, expected)
+    assert sum(m.nbytes for m in merged) == sum(m.nbytes for m in parts)

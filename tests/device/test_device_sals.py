@@ -1,0 +1,103 @@
+"""SALS on a device against SALS on the host, step by step."""
+
+import numpy as np
+import pytest
+from side_by_side import GEOMETRIES, SideBySide, assert_sessions_agree, watch
+
+from sparsekv_cli.cache import Budget
+from sparsekv_cli.methods.sals import SALS
+
+pytest.importorskip("triton")
+
+SMALL = {"sinks": 4, "window": 20, "budget": Budget(tokens=24)}  # all rows up to 48
+TIE = 0.02  # of an importance: what block queries in f16 make of it
+
+
+def make(geometry, device, **options) -> SideBySide:
+    rng, size = np.random.default_rng(5), geometry.n_head_kv * geometry.d
+    vectors = np.linalg.qr(rng.standard_normal((size, size)))[0].astype(np.float32)
+    calibration = {"vectors_diag": vectors, "vectors_pca": vectors}
+    calibration["weights"] = rng.uniform(0.5, 2, size).astype(np.float32)
+    return SideBySide(geometry, SALS(**{**SMALL, **options}), calibration, device)
+
+
+def follow(pair: SideBySide, n_steps: int) -> int:
+    """n_steps tokens in both; in how many of them rows of nearly equal importance were swapped."""
+    importances, choices = (watch(pair.device, name) for name in ("_importance", "_choose"))
+    swaps = 0
+    for _ in range(n_steps):
+        expected, found = pair.decode()
+        if pair.host.attended is None:
+            assert not choices
+        elif differing := differing_latents(pair, importances[-1], *choices[-1]):
+            cut, at = differing
+            assert (np.abs(at - cut) <= TIE * cut).all()
+            swaps += 1
+            continue
+        np.testing.assert_allclose(found, expected, atol=2e-3)
+    for name in ("_importance", "_choose"):
+        delattr(pair.device, name)  # no longer watched
+    return swaps
+
+
+def differing_latents(pair: SideBySide, importance, idx, counts) -> tuple[float, np.ndarray] | None:
+    """The least importance that the host chose, and those that one side only chose, if any."""
+    chosen = idx[0, 0, : int(counts[0, 0])].cpu().numpy()
+    first, start = pair.device._first, pair.device._exact_from(pair.host.n)
+    rows = pair.host.attended[0][0]
+    wanted = rows[(rows >= first) & (rows < start)] - first
+    assert len(chosen) == len(wanted)
+    differing = sorted(set(wanted.tolist()) ^ set(chosen.tolist()))
+    importance = importance[0, 0].cpu().numpy()
+    return (importance[wanted].min(), importance[differing]) if differing else None
+
+
+VARIANTS = {
+    "tuned": {},
+    "paper": {"preset": "paper", "basis": "pca", "score": "paper", "exact_sinks": False},
+    "2 bits": {"bits": 2, "budget": Budget(share=0.3)},
+    "16 bits": {"bits": 16, "sinks": 0},
+}
+# The interpreter takes a second a step, so one case is followed for long.
+CASES = [(0, "tuned", 62), (1, "tuned", 5), (2, "2 bits", 5), (3, "16 bits", 5), (4, "paper", 5)]
+
+
+@pytest.mark.parametrize(("geometry", "variant", "n_steps"), CASES)
+def test_device_and_host_choose_alike(geometry, variant, n_steps, device):
+    """Whole at first, as latents from 49 rows on, another prompt, and rewinds within and beyond
+    what the ring holds."""
+    pair = make(GEOMETRIES[geometry], device, **VARIANTS[variant])
+    pair.prefill(46)
+    swaps = follow(pair, n_steps)
+    pair.prefill(90)
+    swaps += follow(pair, 3)
+    total = n_steps + 3
+    for back in (7, 30):
+        n = pair.host.n - back
+        for cache in (pair.host, pair.device):
+            assert cache.truncate(n) == n
+        swaps += follow(pair, 3)
+        total += 3
+    assert swaps <= total // 4
+    host, found = pair.host.counters(), pair.device.counters()
+    for name in ("rows_total", "rows_scored", "rows_attended", "rows_reconstructed"):
+        assert host[name] == found[name], name
+
+
+def test_old_rows_have_one_copy(device):
+    """Latents and packed values, and what the ring holds; K and V are gone."""
+    pair = make(GEOMETRIES[1], device)
+    pair.prefill(200)
+    follow(pair, 1)
+    cache = pair.device
+    assert cache.store.nbytes == 0
+    capacity = cache._latents.shape[1]
+    exact = 2 * 3 * (4 + 20 + 16) * (64 + 64)
+    assert cache.memory().device == capacity * (2 * 48 + 3 * 40) + exact
+    assert cache.truncate(3) == 0 and cache.memory().device == 0
+
+
+def test_sessions_agree(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    options = {"dense_layers": "0", "sinks": "4", "window": "16", "budget": "30"}
+    assert_sessions_agree(tmp_path, "sals", options, n_prompt=70, n_steps=2)
