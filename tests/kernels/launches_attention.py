@@ -9,7 +9,6 @@ import torch
 
 from sparsekv_cli.kernels import attention
 
-
 # (H, G, d), (B, capacity, rows listed): few small tiles, or many large ones.
 CASES = (
     ((32, 8, 128), (1, 128, 64)),
