@@ -24,6 +24,6 @@ def launches() -> Iterator[Callable[[], object]]:
         for meanstd in (False, True):
             yield partial(pages.page_summaries, k, hi, hi, page, meanstd, 0, 100)
             yield partial(pages.page_summaries_step, k, n, hi, hi, page, meanstd, 4)
-            for n_page_max in (64, 8192):
+            for n_page_max in (64, 8192) if n_head == 32 > n_kv else (8192,):
                 pool = partial(pages.pool_pages, q, hi, hi, n, n, n_page_max, page, 1.0)
                 yield partial(pool, softmax=meanstd)
