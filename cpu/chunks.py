@@ -312,6 +312,7 @@ def attend_split_rows(q_rest, rest, v, rows, scores, scale, out):
         1, 1, dots.ctypes.data, 0, v.ctypes.data, v.strides[0], rows.ctypes.data, count,
         out.shape[0], out.ctypes.data,
     )  # fmt: skip
+    emit.keep(dots)
     for c in range(out.shape[0]):
         out[c] /= mass
 

@@ -216,3 +216,16 @@ def next_task(typingctx, counter):
         return builder.atomic_rmw("add", array.data, I64(1), "monotonic")
 
     return types.int64(counter), codegen
+
+
+@intrinsic
+def keep(typingctx, array):
+    """Does nothing; but numba frees an array after its last use, and a use of its address is none.
+
+    To be called behind a call that is given an address only.
+    """
+
+    def codegen(context, builder, signature, args):
+        return context.get_dummy_value()
+
+    return types.void(array), codegen

@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 
 from sparsekv_cli.cpu import emit
 from sparsekv_cli.cpu.attention import TILE, scaled_copy
-from sparsekv_cli.cpu.emit import I64, LANES, next_task
+from sparsekv_cli.cpu.emit import I64, LANES, keep, next_task
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 from sparsekv_cli.cpu.tiles import NEGATIVE_INFINITY, PAD, exp_in_place, max_of, tile_scores
 
@@ -45,6 +45,7 @@ def _add_columns(q, first, last, k, k_row, n_past, group, scale, sums):
         tile_scores(
             tile, 0, scaled.ctypes.data, k, k_row, 0, longest, d, scores.ctypes.data, stride
         )
+        keep(scaled)
         for t in range(tile):
             visible = n_past + (row + t) // group + 1
             for j in range(visible, visible + LANES):

@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit, prange
 
 from sparsekv_cli.cpu.attention import scaled_copy
-from sparsekv_cli.cpu.emit import LANES, next_task
+from sparsekv_cli.cpu.emit import LANES, keep, next_task
 from sparsekv_cli.cpu.history import (
     BLOCK,
     RESCALE_BELOW,
@@ -76,6 +76,7 @@ def _bypass(
     v_local = v + first_local * v_row
     at = weights[SINKS:].ctypes.data
     tile_values(1, v_kind, at, 0, v_local, v_row, 0, n_near - SINKS, d_v, to)
+    keep(weights)
     for c in range(out.shape[0]):
         out[c] /= total
     return True
@@ -186,6 +187,7 @@ def _attend_candidates(
         1, v_kind | GATHER, weights.ctypes.data, 0, v, v_row, picked.ctypes.data, m, d_v,
         out.ctypes.data,
     )  # fmt: skip
+    keep(sink_weights)
     for c in range(d_v):
         out[c] /= sink_mass + mass
     if mass > 0:
@@ -385,6 +387,7 @@ def lfps_init(
                     1, layout[K_KIND], scaled.ctypes.data, k_at, k_row, 0, count, d,
                     scores.ctypes.data, 0,
                 )  # fmt: skip
+                keep(scaled)
                 scores[count : count + LANES] = NEGATIVE_INFINITY
                 peak = scores[:count].max()
                 mass = exp_in_place(scores.ctypes.data, count, peak)

@@ -21,6 +21,8 @@ from numba import cfunc, config, njit, types
 from numba.extending import intrinsic
 from numba.np.ufunc.parallel import _launch_threads
 
+from sparsekv_cli.cpu.emit import keep
+
 I64 = ir.IntType(64)
 # The control block, int64; what different threads write lies on different cache lines.
 TICKET, DONE, BUSY, JOB, ASLEEP, LOCK, SIGNAL, SIZE = 0, 16, 32, 48, 64, 80, 96, 112
@@ -285,9 +287,10 @@ def parallel_for(function, args, dimensions, steps, data, n_inner, n_arrays, n_t
     if shared and _compare_and_swap(control + 8 * BUSY, 0, 1):
         _run_job(control, job.ctypes.data, n_tasks)
         _atomic_store(control + 8 * BUSY, 0)
-        return
-    for task in range(n_tasks):
-        _run_task(job.ctypes.data, task)
+    else:
+        for task in range(n_tasks):
+            _run_task(job.ctypes.data, task)
+    keep(job)
 
 
 def install() -> bool:

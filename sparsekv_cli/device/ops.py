@@ -34,9 +34,14 @@ def attend_causal(
     """
     kind = torch.float32 if q.dtype == torch.float32 else torch.float16
     width = max(spec.head_dim, spec.value_dim)  # the fused kernels want one head size
-    wide_q, wide_k, wide_v = (pad(t.to(kind), (0, width - t.shape[-1]))[None] for t in (q, k, v))
+    wide_q, wide_k, wide_v = (_widened(t.to(kind), width)[None] for t in (q, k, v))
     mask: Any = causal_lower_right(q.shape[1], k.shape[1])
     out = scaled_dot_product_attention(
         wide_q, wide_k, wide_v, attn_mask=mask, scale=float(spec.scale), enable_gqa=spec.group > 1
     )
     return out[0, :, :, : spec.value_dim].to(q.dtype)
+
+
+def _widened(rows: torch.Tensor, width: int) -> torch.Tensor:
+    """Rows with zeros up to ``width``; themselves if they are as wide (``pad`` would copy them)."""
+    return rows if rows.shape[-1] == width else pad(rows, (0, width - rows.shape[-1]))
