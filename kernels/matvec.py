@@ -2,8 +2,8 @@
 
 A decode step reads every weight once, so what counts is bytes in flight and instructions a weight:
 at 4.5 bits a weight a GPU has four instructions for each at the speed of its memory (fields.py).
-Scales are applied to sums of 16 or 32 products. Up to ``MAX_FUSED`` vectors share those floats; more
-go to the tensor cores, with weights and inputs in TF32 and sums in f32. Layout: see blocks.py.
+Scales are applied to sums of 16 or 32 products. Up to ``MAX_FUSED`` vectors share those floats;
+more go to the tensor cores, with weights and inputs in TF32 and sums in f32. Layout: blocks.py.
 """
 
 from __future__ import annotations
