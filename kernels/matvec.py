@@ -1,16 +1,12 @@
 """Products of quantised matrices with a few vectors, and their dequantisation, on the GPU.
 
 A decode step reads every weight once, so what counts is bytes in flight and instructions a weight:
-at 4.5 bits a weight a GPU has four instructions for each at the speed of its memory. An integer
-becomes a float by writing it into the mantissa of 2^23 (one logic operation) and subtracting 2^23
-and the zero point (one addition); fields are not shifted down but their inputs scaled, and scales
-are applied to sums of 16 or 32 products. Up to ``MAX_FUSED`` vectors share those floats; more go to
-the tensor cores, with weights and inputs in TF32 and sums in f32. Layout: see blocks.py.
+at 4.5 bits a weight a GPU has four instructions for each at the speed of its memory (fields.py).
+Scales are applied to sums of 16 or 32 products. Up to ``MAX_FUSED`` vectors share those floats;
+more go to the tensor cores, with weights and inputs in TF32 and sums in f32. Layout: blocks.py.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -18,49 +14,19 @@ import triton.language as tl
 
 from sparsekv_cli.kernels.blocks import FLOATS, PACKINGS, PackedMatrix
 from sparsekv_cli.kernels.checks import check
+from sparsekv_cli.kernels.fields import (
+    EXPONENT,
+    constants_of,
+    group_values,
+    planes_of,
+    times_field,
+)
 
 MAX_BATCH = 16
 MAX_FUSED = 2  # vectors above which the tensor cores take fewer instructions
 MATMUL_ROWS = 64  # rows of a program of the tensor-core kernel: they share its inputs
 MATMUL_UNITS = 4  # units of a step of that kernel: more do not fit the registers
-EXPONENT = 0x4B000000  # bits of 2^23 as f32
 PROGRAMS = 512  # wanted at least, a few for each multiprocessor
-
-
-@triton.jit
-def _times_field(
-    low, high, x, exponent,
-    K: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, ZERO: tl.constexpr,
-):  # fmt: skip
-    """(q - ZERO) x, f32, for field K of the words ``low`` and ``high``, u32.
-
-    exponent: the bits of 2^23, as a value that the compiler does not know: for two constants in
-    one operation it spends another one.
-    """
-    # Fields stay below bit 23, where the mantissa ends; a field at bit 0 is not shifted there, as
-    # that takes an instruction more.
-    last: tl.constexpr = 4 if LOW_BITS == 4 else 1
-    shift: tl.constexpr = 0 if last >= K else (16 if LOW_BITS == 4 else 8 * K - 8)
-    at: tl.constexpr = LOW_BITS * K - shift
-    q = (low >> shift) & ((2**LOW_BITS - 1) << at)
-    if HIGH_BITS > 0:
-        left: tl.constexpr = at + 4 - HIGH_BITS * K
-        moved = high << left if left >= 0 else high >> -left
-        q |= moved & ((2**HIGH_BITS - 1) << (at + 4))
-    value = (q | exponent).to(tl.float32, bitcast=True) - (8388608.0 + ZERO * 2**at)
-    return value * (x * (1.0 / 2**at))
-
-
-@triton.jit
-def _group_values(scale_ptr, super_ptr, row, group, half, n_group, mask, SUPER: tl.constexpr,
-                  HALVES: tl.constexpr):  # fmt: skip
-    """Scales (or minima) f32 of the groups of 32, or of their first or second 16 elements."""
-    at = row * (n_group * HALVES) + half * n_group + group
-    value = tl.load(scale_ptr + at, mask=mask, other=0).to(tl.float32)
-    if SUPER:
-        at = row * (n_group // 8) + group // 8
-        value *= tl.load(super_ptr + at, mask=mask, other=0).to(tl.float32)
-    return value
 
 
 @triton.jit
@@ -101,17 +67,17 @@ def _matvec_kernel(
                     x_at + 4 * (half * PER_HALF + i), mask=has_word & (batch < n_batch), other=0
                 )
                 x = x.to(tl.float32)
-                products += _times_field(
+                products += times_field(
                     low, high, x, exponent, half * PER_HALF + i, LOW_BITS, HIGH_BITS, ZERO
                 )
                 if MINIMUM:
                     x_sum += x
-            scale = _group_values(
+            scale = group_values(
                 scale_ptr, super_scale_ptr, row, group, half, n_group, of_rows, SUPER, HALVES
             )
             sums += tl.sum(tl.reshape(products, (BATCH, ROWS, UNITS, 4)), axis=3) * scale
         if MINIMUM:
-            minimum = _group_values(
+            minimum = group_values(
                 minimum_ptr, super_minimum_ptr, row, group, 0, n_group, of_rows, SUPER, 1
             )
             if SUPER:
@@ -176,7 +142,7 @@ def _matmul_kernel(
         group = (start + word // 4) // SPLIT
         minimum = tl.zeros((ROWS, 4 * UNITS), tl.float32)
         if MINIMUM:
-            minimum = _group_values(
+            minimum = group_values(
                 minimum_ptr, super_minimum_ptr, row, group, 0, n_group, mask, SUPER, 1
             )
             if SUPER:
@@ -185,12 +151,12 @@ def _matmul_kernel(
         x_at += (start + word_of_x // 4) * (4 * FIELDS) + word_of_x % 4
         x_mask = (start + word_of_x // 4 < stop) & (batch[None, :] < n_batch)
         for half in tl.static_range(HALVES):
-            scale = _group_values(
+            scale = group_values(
                 scale_ptr, super_scale_ptr, row, group, half, n_group, mask, SUPER, HALVES
             )
             for i in tl.static_range(PER_HALF):
                 w = (
-                    _times_field(
+                    times_field(
                         low, high, scale, exponent, half * PER_HALF + i, LOW_BITS, HIGH_BITS, ZERO
                     )
                     + minimum
@@ -253,39 +219,24 @@ def _dequantize_kernel(
     group, n_group = unit // SPLIT, n_unit // SPLIT
     minimum = tl.zeros((ROWS, 4 * UNITS), tl.float32)
     if MINIMUM:
-        minimum = _group_values(
+        minimum = group_values(
             minimum_ptr, super_minimum_ptr, row, group, 0, n_group, mask, SUPER, 1
         )
         if SUPER:
             minimum = -minimum
     out_at = out_ptr + row * stride_o + unit * (4 * FIELDS) + word % 4
     for half in tl.static_range(HALVES):
-        scale = _group_values(
+        scale = group_values(
             scale_ptr, super_scale_ptr, row, group, half, n_group, mask, SUPER, HALVES
         )
         for i in tl.static_range(PER_HALF):
             w = (
-                _times_field(
+                times_field(
                     low, high, scale, exponent, half * PER_HALF + i, LOW_BITS, HIGH_BITS, ZERO
                 )
                 + minimum
             )
             tl.store(out_at + 4 * (half * PER_HALF + i), w.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-def _planes_of(w: PackedMatrix) -> tuple[torch.Tensor, ...]:
-    """The kernels' first six arguments; a plane that is absent is not read."""
-    planes = (w.low, w.high, w.scale, w.minimum, w.super_scale, w.super_minimum)
-    return tuple(w.low if plane is None else plane for plane in planes)
-
-
-def _constants(w: PackedMatrix) -> dict[str, Any]:
-    packing = PACKINGS[w.name]
-    return {
-        "LOW_BITS": packing.low_bits, "HIGH_BITS": packing.high_bits, "ZERO": packing.zero,
-        "HALVES": 2 if w.scale is not None and w.scale.dim() == 3 else 1,
-        "MINIMUM": w.minimum is not None, "SUPER": w.super_scale is not None,
-    }  # fmt: skip
 
 
 def _warps_along(n: int, a_warp: int) -> int:
@@ -370,8 +321,8 @@ def _matvec_fused(w: PackedMatrix, x: torch.Tensor, out: torch.Tensor) -> None:
     n_unit = w.low.shape[1] // 4
     warps = _warps_along(n_unit, 32)
     _matvec_kernel[grid](
-        *_planes_of(w), x, out, n_batch, w.n_rows, n_unit, x.stride(0), out.stride(0),
-        EXPONENT, BATCH=batch, ROWS=rows, UNITS=32 * warps, **_constants(w), num_warps=warps,
+        *planes_of(w), x, out, n_batch, w.n_rows, n_unit, x.stride(0), out.stride(0),
+        EXPONENT, BATCH=batch, ROWS=rows, UNITS=32 * warps, **constants_of(w), num_warps=warps,
     )  # fmt: skip
 
 
@@ -390,8 +341,8 @@ def _matmul(w: PackedMatrix, x: torch.Tensor, scratch: torch.Tensor) -> int:
     n_unit = w.low.shape[1] // 4
     units = MATMUL_UNITS
     _matmul_kernel[grid](
-        *_planes_of(w), x, scratch, n_batch, w.n_rows, n_unit, steps * units, x.stride(0),
-        EXPONENT, BATCH=16, ROWS=MATMUL_ROWS, UNITS=units, **_constants(w), num_warps=4,
+        *planes_of(w), x, scratch, n_batch, w.n_rows, n_unit, steps * units, x.stride(0),
+        EXPONENT, BATCH=16, ROWS=MATMUL_ROWS, UNITS=units, **constants_of(w), num_warps=4,
         num_stages=3,
     )  # fmt: skip
     return n_part
@@ -411,7 +362,7 @@ def dequantize(
     n_unit = w.low.shape[1] // 4
     grid = (triton.cdiv(w.n_rows, 4), triton.cdiv(n_unit, 32))
     _dequantize_kernel[grid](
-        *_planes_of(w), out, w.n_rows, n_unit, out.stride(0), EXPONENT, ROWS=4, UNITS=32,
-        **_constants(w), num_warps=4,
+        *planes_of(w), out, w.n_rows, n_unit, out.stride(0), EXPONENT, ROWS=4, UNITS=32,
+        **constants_of(w), num_warps=4,
     )  # fmt: skip
     return out

@@ -1,0 +1,47 @@
+"""The products with quantised weights of scripts/bench_gpu, at the sizes of Llama-3.1-8B."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from gpu_timing import time_calls
+
+from sparsekv_cli.kernels import matvec
+from sparsekv_cli.kernels.blocks import FLOATS, PACKINGS, PackedMatrix, repack
+
+FORMATS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "BF16")
+SIZES = (("k", 1024, 4096), ("o", 4096, 4096), ("gate, up", 28672, 4096), ("down", 4096, 14336))
+BATCHES = (1, 2, 4, 16)
+MOVED = 400 << 20  # bytes of several matrices together, so that no cache holds them
+
+
+def random_matrix(name: str, n_rows: int, n_columns: int, device: torch.device) -> PackedMatrix:
+    """Random bits: the scales may be anything, which takes as long."""
+    if name in FLOATS:
+        n_bytes = n_columns * FLOATS[name].itemsize
+    else:
+        n_bytes = n_columns // PACKINGS[name].n_elements * PACKINGS[name].n_bytes
+    rows = torch.randint(0, 256, (n_rows, n_bytes), dtype=torch.uint8, device=device)
+    return repack(name, rows, n_columns)
+
+
+def weight_rows(device: torch.device, tiny: bool, bandwidth: float) -> Iterator[dict[str, Any]]:
+    """A row a format, size and number of vectors; bandwidth in GB/s."""
+    for name in FORMATS:
+        for label, n_rows, n_columns in (("tiny", 64, 512),) if tiny else SIZES:
+            first = random_matrix(name, n_rows, n_columns, device)
+            more = 0 if tiny else min(15, math.ceil(MOVED / first.nbytes) - 1)
+            copies = [random_matrix(name, n_rows, n_columns, device) for _ in range(more)]
+            for n_batch in (1, 3) if tiny else BATCHES:
+                x = torch.randn(n_batch, n_columns, device=device)
+                calls = [partial(matvec.matvec, w, x) for w in (first, *copies)]
+                ms = time_calls(calls, device).median
+                moved = first.nbytes / ms / 1e6
+                yield {
+                    "weights": label, "format": name, "B": n_batch, "ms": ms, "GB/s": moved,
+                    "of bandwidth": moved / bandwidth,
+                }  # fmt: skip
