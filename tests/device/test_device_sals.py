@@ -59,7 +59,7 @@ VARIANTS = {
     "16 bits": {"bits": 16, "sinks": 0},
 }
 # The interpreter takes a second a step, so one case is followed for long.
-CASES = [(0, "tuned", 62), (1, "tuned", 5), (2, "2 bits", 5), (3, "16 bits", 5), (4, "paper", 5)]
+CASES = [(0, "tuned", 40), (1, "tuned", 5), (2, "2 bits", 5), (3, "16 bits", 5), (4, "paper", 5)]
 
 
 @pytest.mark.parametrize(("geometry", "variant", "n_steps"), CASES)
