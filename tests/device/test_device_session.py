@@ -8,6 +8,8 @@ from tiny_models import make_model
 
 from sparsekv_cli.batch import Batch
 from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.device.host import HostCache
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.session import load_session
 
@@ -71,3 +73,26 @@ def test_calibration_and_batch_on_the_device(tmp_path, monkeypatch):
     session = load_session(path, method, config)
     session.prefill(PROMPT[:60])
     np.testing.assert_allclose(session.decode(6), together[1], atol=1e-4)
+
+
+def test_what_does_not_fit_goes_to_the_host_or_is_refused(tmp_path):
+    path = make_model(tmp_path / "m.gguf", **SIZES)
+
+    def opened(method="full", **options):
+        config = SessionConfig(threads=1, device="cuda", ctx_size=1_000_000, **options)
+        return load_session(path, build_method(method, {}), config)
+
+    session = opened(vram_limit=0.1)
+    assert "KV cache stays on the host" in session.engine.note
+    assert all(isinstance(cache, HostCache) for cache in session.caches)
+    session = opened(vram_limit=2.0)
+    assert session.engine.note == ""
+    assert not any(isinstance(cache, HostCache) for cache in session.caches)
+    with pytest.raises(SparseKVError, match=r"0\.1 GiB to use.*KV cache of 1000000.*--kv host"):
+        opened(vram_limit=0.1, kv="device")
+    with pytest.raises(SparseKVError, match=r"0\.0 GiB to use.*--device cpu"):
+        opened(vram_limit=0.001)
+    with pytest.raises(SparseKVError, match="caches on a GPU are f16"):
+        load_session(
+            path, build_method("topk", {}, cache_type_k="q8_0"), SessionConfig(device="cuda")
+        )
