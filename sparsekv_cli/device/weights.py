@@ -19,8 +19,6 @@ from sparsekv_cli.kernels import matvec
 from sparsekv_cli.kernels.blocks import PACKABLE, PackedMatrix, merge_alike, repack
 from sparsekv_cli.models.weights import LayerWeights, Linear, Weights
 
-MODES = ("auto", "quantized", "bf16")
-
 
 class Stack:
     """Matrices that share an input, one above another: y = W x.
