@@ -98,7 +98,7 @@ class Decoder(Forward):
         step = self._step
         self.rope.reserve(max(positions) + 1)
         for b, (token, pos) in enumerate(zip(tokens, positions, strict=True)):
-            self._embed_row(token, step.x[b])
+            self.embed_row(token, step.x[b])
             step.cos[b], step.sin[b] = self.rope.cos[pos], self.rope.sin[pos]
         step.project(n_rows)
         return step
@@ -107,20 +107,7 @@ class Decoder(Forward):
         interleaved = self.architecture.rope_interleaved
         return DecodeStep(self.hparams, self.weights, interleaved, n_rows, self.n_threads)
 
-    def _embed_row(self, token: int, out: np.ndarray) -> None:
-        """The token's embedding, f32 (n_embd,)."""
-        table = self.weights.token_embd
-        row = table.data[token : token + 1]
-        matvec.dequantize_into(
-            table.code, row, table.n_columns, matvec.address(out), out.nbytes, matvec.TO_F32
-        )
-
     # --- many rows, layer by layer ----------------------------------------------------------------
-
-    def embed(self, ids: Sequence[int]) -> torch.Tensor:
-        embedding = self.weights.token_embd
-        rows = np.ascontiguousarray(embedding.data[np.asarray(ids)])
-        return torch.from_numpy(matvec.dequantize(embedding.code, rows, embedding.n_columns))
 
     def output(self, normed: torch.Tensor) -> np.ndarray:
         """Few rows use the quantised weights as they lie."""

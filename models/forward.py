@@ -15,8 +15,10 @@ import torch
 from torch.nn.functional import linear
 
 from sparsekv_cli.cache import LayerCache, LayerSpec
+from sparsekv_cli.cpu import matvec
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.prefill_rows import Rows, rms_norm
+from sparsekv_cli.models.weights import Weights
 
 Progress = Callable[[int, int], None]
 ROWS_AT_ONCE = 4096  # of a prompt, through all layers; dequantising takes 1 to 2 % of their time
@@ -29,6 +31,7 @@ class Forward(ABC):
     """
 
     hparams: HParams
+    weights: Weights
     rope: Any  # a RopeTable, or one with tensors
     n_threads: int
     chunk: int
@@ -37,16 +40,26 @@ class Forward(ABC):
     output_norm: Any
 
     @abstractmethod
-    def embed(self, ids: Sequence[int]) -> torch.Tensor:
-        """The tokens' embeddings, f32 (T, n_embd)."""
-
-    @abstractmethod
     def matrices(self, i: int) -> Mapping[str, torch.Tensor]:
         """Layer i's qkv, o, gate_up and down in the compute type, those of one input stacked."""
 
     @abstractmethod
     def output(self, normed: torch.Tensor) -> np.ndarray:
         """f32 (T, n_embd) -> f32 (T, n_vocab)."""
+
+    def embed(self, ids: Sequence[int]) -> torch.Tensor:
+        """The tokens' embeddings, f32 (T, n_embd)."""
+        embedding = self.weights.token_embd
+        rows = np.ascontiguousarray(embedding.data[np.asarray(ids)])
+        return torch.from_numpy(matvec.dequantize(embedding.code, rows, embedding.n_columns))
+
+    def embed_row(self, token: int, out: np.ndarray) -> None:
+        """Writes one token's embedding, f32 (n_embd,), to ``out``."""
+        table = self.weights.token_embd
+        row = table.data[token : token + 1]
+        matvec.dequantize_into(
+            table.code, row, table.n_columns, matvec.address(out), out.nbytes, matvec.TO_F32
+        )
 
     def layer_specs(self) -> list[LayerSpec]:
         h = self.hparams

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from sparsekv_cli.cache import AttnInput, LayerCache
-from sparsekv_cli.cpu import matvec as host_matvec
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, Step
 from sparsekv_cli.device.graphs import Piece, Steps
 from sparsekv_cli.device.host import HostCache
@@ -101,10 +100,7 @@ class DeviceDecoder(Forward):
         return logits
 
     def embed(self, ids: Sequence[int]) -> torch.Tensor:
-        table = self.weights.token_embd
-        rows = np.ascontiguousarray(table.data[np.asarray(ids)])
-        embedded = host_matvec.dequantize(table.code, rows, table.n_columns)
-        return torch.from_numpy(embedded).to(self.device)
+        return super().embed(ids).to(self.device)
 
     def matrices(self, i: int) -> dict[str, torch.Tensor]:
         return self._on_device.layers[i].dense(self.dtype)
@@ -133,7 +129,7 @@ class DeviceDecoder(Forward):
         buffers, self._positions = self._buffers, positions
         self.rope.reserve(max(positions) + 1)
         for b, (token, pos) in enumerate(zip(tokens, positions, strict=True)):
-            self._embed_row(token, buffers.host_x[b].numpy())
+            self.embed_row(token, buffers.host_x[b].numpy())
             budgets = [c.budget_rows(pos + 1) for c in caches[b] if isinstance(c, DeviceCache)]
             buffers.set_numbers(b, pos, min(budgets, default=pos + 1))
         key = (len(self.rope.cos), *self._plan(positions, caches))
@@ -213,14 +209,6 @@ class DeviceDecoder(Forward):
     def _output(self) -> None:
         normed = kernels.rms_norm(self._buffers.x, self.output_norm, self.hparams.norm_eps)
         self._buffers.download_logits(self._on_device.output.apply(normed))
-
-    def _embed_row(self, token: int, out: np.ndarray) -> None:
-        """The token's embedding, f32 (n_embd,)."""
-        table = self.weights.token_embd
-        row, at = table.data[token : token + 1], host_matvec.address(out)
-        host_matvec.dequantize_into(
-            table.code, row, table.n_columns, at, out.nbytes, host_matvec.TO_F32
-        )
 
 
 def _in_order(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
