@@ -159,18 +159,19 @@ def _mark_reversed(word, lowest, words):
 
 
 @njit(cache=True, nogil=True)
-def expand(words, n_words):
-    """Adds the neighbours {-1, +1, +2} of every set bit, across word borders (eq 9, unfiltered)."""
-    one, two = np.uint64(1), np.uint64(2)
-    previous = np.uint64(0)
-    current = words[0]
-    for w in range(n_words):
-        following = words[w + 1] if w + 1 < n_words else np.uint64(0)
-        right = (current << one) | (previous >> np.uint64(63))
-        right2 = (current << two) | (previous >> np.uint64(62))
-        left = (current >> one) | (following << np.uint64(63))
-        words[w] = current | right | right2 | left
-        previous, current = current, following
+def expand(words, wide, n_words):
+    """wide = ``words`` and the neighbours {-1, +1, +2} of every set bit (eq 9, unfiltered).
+
+    words uint64 (> n_words,), 0 from n_words on. A row's neighbours may lie in the next word.
+    """
+    one, two, last, last_two = np.uint64(1), np.uint64(2), np.uint64(63), np.uint64(62)
+    now = words[0]
+    wide[0] = now | (now << one) | (now << two) | (now >> one) | (words[1] << last)
+    for w in range(1, n_words):
+        before, now, after = words[w - 1], words[w], words[w + 1]
+        right = (now << one) | (before >> last)
+        right_two = (now << two) | (before >> last_two)
+        wide[w] = now | right | right_two | (now >> one) | (after << last)
 
 
 @njit(cache=True, nogil=True)
@@ -193,8 +194,8 @@ def set_range(words, first, last):
 
 
 @njit(cache=True, nogil=True)
-def extract_rows(words, n_words, n):
-    """Positions of the set bits SINKS <= i < n, ascending, int32 (count,)."""
+def count_rows(words, n_words, n):
+    """Drops the bits that are no row (SINKS <= i < n) and returns how many there are."""
     words[0] &= ~np.uint64((1 << SINKS) - 1)
     tail = n & 63
     if tail:
@@ -202,6 +203,12 @@ def extract_rows(words, n_words, n):
     count = 0
     for w in range(n_words):
         count += set_bits(words[w])
+    return count
+
+
+@njit(cache=True, nogil=True)
+def extract_rows(words, n_words, count):
+    """Positions of the ``count`` set bits, ascending, int32 (count,)."""
     rows = np.empty(count, np.int32)
     at = 0
     for w in range(n_words):
@@ -214,25 +221,34 @@ def extract_rows(words, n_words, n):
 
 
 @njit(cache=True, nogil=True)
-def add_entries(table, bounds, sums, start, step, rows, weights, mean, part):
+def add_entries(table, bounds, sums, start, step, rows, weights, mean, part, old, new):
     """table[start + step rows[j]] += part (weights[j] - mean) (eq 10), with sums and bounds.
 
-    rows int32 (m,) without repeats; weights f32 (>= m,). step: 1 by position, -1 by distance.
+    rows int32 (m,) without repeats; weights f32 (>= m,). step: 1 by position, -1 by distance. old,
+    new: scratch f32 (>= m,).
     """
-    s1, s2, s3, s4 = 0.0, 0.0, 0.0, 0.0
     for j in range(rows.shape[0]):
         i = start + step * rows[j]
-        old = np.float64(table[i])
-        value = np.float32(old + part * (weights[j] - mean))
+        old[j] = table[i]
+        value = np.float32(old[j] + part * (weights[j] - mean))
+        new[j] = value
         table[i] = value
         if value > bounds[i // BLOCK]:
             bounds[i // BLOCK] = value
-        new = np.float64(value)
-        old2, new2 = old * old, new * new
-        s1 += new - old
-        s2 += new2 - old2
-        s3 += new2 * new - old2 * old
-        s4 += new2 * new2 - old2 * old2
+    _replace_powers(sums, old, new, rows.shape[0])
+
+
+@njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
+def _replace_powers(sums, old, new, n):
+    """sums[p - 1] += sum over j < n of new[j]^p - old[j]^p, in f64."""
+    s1, s2, s3, s4 = 0.0, 0.0, 0.0, 0.0
+    for j in range(n):
+        before, after = np.float64(old[j]), np.float64(new[j])
+        before2, after2 = before * before, after * after
+        s1 += after - before
+        s2 += after2 - before2
+        s3 += after2 * after - before2 * before
+        s4 += after2 * after2 - before2 * before2
     sums[0] += s1
     sums[1] += s2
     sums[2] += s3

@@ -12,6 +12,7 @@ from sparsekv_cli.cpu.history import (
     RESCALE_BELOW,
     SINKS,
     add_entries,
+    count_rows,
     expand,
     extract_rows,
     filter_expansion,
@@ -36,26 +37,55 @@ from sparsekv_cli.cpu.tiles import (
 
 LOCAL = 6  # keys before the current one in the local mass of the bypass test (eq 6)
 # Columns of the statistics (int64, one row a unit).
-SCORED, ATTENDED, BYPASSED, HEAD_STEPS, BOUNDS_READ, ENTRIES_READ, KEYS_READ = range(7)
-N_STATISTICS = 7
+ROWS, SCORED, ATTENDED, BYPASSED, HEAD_STEPS, BOUNDS_READ, ENTRIES_READ, KEYS_READ = range(8)
+N_STATISTICS = 8
+RAISE = 1.5  # factor of the thresholds where too many rows pass
+
+
+@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+def _half_variance(q, covariance, ratio):
+    """Half the variance of q . k (q scaled): q^T C q / 2, or |q|^2 ratio / 2 without C."""
+    total = np.float32(0)
+    if covariance.shape[0] == 0:
+        for c in range(q.shape[0]):
+            total += q[c] * q[c]
+        return 0.5 * total * ratio
+    for i in range(covariance.shape[0]):
+        row = np.float32(0)
+        for j in range(covariance.shape[0]):
+            row += covariance[i, j] * q[j]
+        total += q[i] * row
+    return 0.5 * total
 
 
 @njit(cache=True, nogil=True)
 def _bypass(
-    q, near, n_near, mean_k, spread, mean_v, v, v_row, v_kind, first_local, n, epsilon, out
-):
+    q, near, n_near, mean_k, covariance, ratio, mean_v, v, v_row, v_kind, first_local, n, epsilon,
+    out,
+):  # fmt: skip
     """The high-sparsity test (eq 6) and, where it holds, the head's output. q is scaled.
 
-    near: scores of the sinks (4), then of the keys first_local..n-1. spread: variance of a score,
-    over 2. v: address of rows of v_kind, v_row bytes apart. Returns whether the head was bypassed.
+    near: scores of the sinks (4), then of the keys first_local..n-1. covariance, ratio: see
+    ``_half_variance``. v: address of rows of v_kind, v_row bytes apart. Returns whether the head
+    was bypassed. Most heads fail the test whatever the global mass, which is not computed then.
     """
+    peak = np.float64(near[0])
+    for j in range(n_near):
+        peak = max(peak, np.float64(near[j]))
+    sinks, local = 0.0, 0.0
+    for j in range(n_near - 1):
+        weight = np.exp(near[j] - peak)
+        if j < SINKS:
+            sinks += weight
+        else:
+            local += weight
+    if sinks <= epsilon * (sinks + local):
+        return False
     log_global = np.float64(0)
     for c in range(mean_k.shape[0]):
         log_global += q[c] * mean_k[c]
-    log_global += spread + np.log(n - SINKS)
-    peak = log_global
-    for j in range(n_near):
-        peak = max(peak, np.float64(near[j]))
+    log_global += _half_variance(q, covariance, ratio) + np.log(n - SINKS)
+    peak = max(peak, log_global)
     weights = np.empty(n_near, np.float32)
     sinks, local = 0.0, 0.0
     for j in range(n_near):
@@ -82,22 +112,6 @@ def _bypass(
     return True
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
-def _half_variance(q, covariance, ratio):
-    """Half the variance of q . k (q scaled): q^T C q / 2, or |q|^2 ratio / 2 without C."""
-    total = np.float32(0)
-    if covariance.shape[0] == 0:
-        for c in range(q.shape[0]):
-            total += q[c] * q[c]
-        return 0.5 * total * ratio
-    for i in range(covariance.shape[0]):
-        row = np.float32(0)
-        for j in range(covariance.shape[0]):
-            row += covariance[i, j] * q[j]
-        total += q[i] * row
-    return 0.5 * total
-
-
 @njit(cache=True, nogil=True)
 def _candidates(
     unit, n, n_recent, limit, a, filtered, ver, dist, ver_bounds, dist_bounds, sums, raised,
@@ -105,49 +119,56 @@ def _candidates(
 ):  # fmt: skip
     """C1, ascending: rows above a threshold, their neighbours and the recents (eq 8, 9).
 
-    While more than ``limit`` rows pass, both thresholds are doubled; ``raised`` f64 (U,) remembers
-    by how much, and a step begins with half of it.
+    While more than ``limit`` rows pass, both thresholds are raised by RAISE; ``raised`` f64 (U,)
+    remembers how far, and comes down again when less than half of the limit passes.
     """
     n_words = (n + BLOCK - 1) // BLOCK
     n_known = n - SINKS
-    words = np.empty(n_words + 1, np.uint64)
+    words, wide = np.empty(n_words + 1, np.uint64), np.empty(n_words, np.uint64)
     tau_ver = threshold(sums[unit, 0], n_known, a)
     tau_dist = threshold(sums[unit, 1], n_known, a)
-    factor = max(1.0, 0.5 * raised[unit])
+    factor = raised[unit]
     while True:
         words[:] = 0
-        prefetch_above(ver[unit], ver_bounds[unit], n, factor * tau_ver)
-        prefetch_above(dist[unit], dist_bounds[unit], n_known, factor * tau_dist)
         n_read = mark_vertical(ver[unit], ver_bounds[unit], n, factor * tau_ver, words)
         n_read += mark_slash(dist[unit], dist_bounds[unit], n, factor * tau_dist, words)
         statistics[unit, ENTRIES_READ] += n_read
         statistics[unit, BOUNDS_READ] += 2 * n_words
+        expand(words, wide, n_words)
         if filtered:
-            before = words.copy()
-            expand(words, n_words)
             filter_expansion(
-                words, before, n_words, ver[unit], dist[unit], n, sums[unit, 0, 0] / n_known,
+                wide, words, n_words, ver[unit], dist[unit], n, sums[unit, 0, 0] / n_known,
                 sums[unit, 1, 0] / n_known,
             )  # fmt: skip
-        else:
-            expand(words, n_words)
-        set_range(words, n - n_recent, n)
-        rows = extract_rows(words, n_words, n)
-        if rows.shape[0] <= limit or factor > 1e9:
-            raised[unit] = factor
-            return rows
-        factor *= 2.0
+        set_range(wide, n - n_recent, n)
+        count = count_rows(wide, n_words, n)
+        if count <= limit or factor > 1e9:
+            calm = 2 * count < limit
+            raised[unit] = max(1.0, factor / RAISE) if calm else factor
+            return extract_rows(wide, n_words, count)
+        factor *= RAISE
+
+
+@njit(cache=True, nogil=True)
+def _prefetch_tables(unit, n, a, ver, dist, ver_bounds, dist_bounds, sums, raised):
+    """Asks for the entries that ``_candidates`` of a unit will read."""
+    n_known = n - SINKS
+    tau_ver = raised[unit] * threshold(sums[unit, 0], n_known, a)
+    tau_dist = raised[unit] * threshold(sums[unit, 1], n_known, a)
+    prefetch_above(ver[unit], ver_bounds[unit], n, tau_ver)
+    prefetch_above(dist[unit], dist_bounds[unit], n_known, tau_dist)
 
 
 @njit(cache=True, nogil=True)
 def _attend_candidates(
-    sinks, rows, scores, k_budget, n_recent, v, v_row, v_kind, ver, dist, n, keys, chosen, out
-):
-    """C2 = the recents and the best of C1 by exact score; attends sinks and C2.
+    sinks, rows, scores, k_budget, n_recent, v, v_row, v_kind, ver, dist, ver_bounds, dist_bounds,
+    sums, part, n, keys, chosen, out,
+):  # fmt: skip
+    """C2 = the recents and the best of C1 by exact score; attends sinks and C2, learns C2 (eq 10).
 
     scores f32 (count + PAD,) of C1 ``rows`` ascending, whose last n_recent are the recents.
-    ver, dist: the unit's tables. keys, chosen: int32 scratch. Returns C2's rows int32 (m,) and
-    their softmax over C2 alone, f32 (m + PAD,).
+    ver, dist, their bounds and sums: the unit's tables, to which ``part`` times the softmax over C2
+    alone less its halved mean is added. keys, chosen: int32 scratch. Returns C2's rows int32 (m,).
     """
     count = rows.shape[0]
     m = min(count, k_budget)
@@ -165,9 +186,9 @@ def _attend_candidates(
     peak = NEGATIVE_INFINITY
     for j in range(m):
         picked[j] = rows[chosen[j]]
-        prefetch_row(v + picked[j] * v_row, v_row)
-        prefetch_row(ver.ctypes.data + 4 * picked[j], 4)  # its entries are written afterwards
+        prefetch_row(ver.ctypes.data + 4 * picked[j], 4)
         prefetch_row(dist.ctypes.data + 4 * (n - 1 - picked[j]), 4)
+        prefetch_row(v + picked[j] * v_row, v_row)
         weights[j] = scores[chosen[j]]
         peak = max(peak, weights[j])
     for j in range(m, m + LANES):
@@ -180,32 +201,39 @@ def _attend_candidates(
         sink_weights[j] = np.exp(sinks[j] - peak)
         sink_mass += sink_weights[j]
     mass = exp_in_place(weights.ctypes.data, m, peak)
+    total = sink_mass + mass
     d_v = out.shape[0]
     out[:] = 0
     tile_values(1, v_kind, sink_weights.ctypes.data, 0, v, v_row, 0, SINKS, d_v, out.ctypes.data)
-    tile_values(
-        1, v_kind | GATHER, weights.ctypes.data, 0, v, v_row, picked.ctypes.data, m, d_v,
-        out.ctypes.data,
-    )  # fmt: skip
     keep(sink_weights)
-    for c in range(d_v):
-        out[c] /= sink_mass + mass
+    learned = np.float64(mass)
+    if mass == 0:  # the sinks' scores are so far above that C2's masses vanish: no information
+        weights[:m] = 1
+        learned = np.float64(m)
+    # The tables learn first: meanwhile the values arrive.
+    old, new = np.empty(m, np.float32), np.empty(m, np.float32)
+    mean, part = 0.5 * learned / m, part / learned
+    add_entries(ver, ver_bounds, sums[0], 0, 1, picked, weights, mean, part, old, new)
+    add_entries(dist, dist_bounds, sums[1], n - 1, -1, picked, weights, mean, part, old, new)
     if mass > 0:
-        for j in range(m):
-            weights[j] /= mass
-    else:  # the sinks' scores are so far above that C2's masses vanish: no information
-        weights[:m] = np.float32(1.0 / m)
-    return picked, weights
+        tile_values(
+            1, v_kind | GATHER, weights.ctypes.data, 0, v, v_row, picked.ctypes.data, m, d_v,
+            out.ctypes.data,
+        )  # fmt: skip
+    keep(weights)
+    for c in range(d_v):
+        out[c] /= total
+    return picked
 
 
 @njit(cache=True, nogil=True)
 def _step_unit(
-    unit,
+    unit, following,
     q, layout, n, n_kv_head, scale, k_budget, recent, limit, a, decay,
     epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, raised, mean_k, mean_v,
     covariance, ratio, statistics, attended, n_attended, out,
 ):  # fmt: skip
-    """``lfps_step`` of one unit."""
+    """``lfps_step`` of one unit; following: the next one of this thread, or -1."""
     n_head, d = q.shape
     n_unit = ver.shape[0]
     heads = n_head // n_unit
@@ -230,10 +258,9 @@ def _step_unit(
             1, k_kind, query, k_at + first_local * k_row, k_row, 0, n - first_local, d,
             at + 4 * SINKS, 0,
         )  # fmt: skip
-        spread = _half_variance(scaled[t], covariance[kv_head], ratio[h0 + t])
         active[t] = not _bypass(
-            scaled[t], near[t], n_near, mean_k[kv_head], spread, mean_v[kv_head], v_at,
-            v_row, v_kind, first_local, n, epsilon, out[h0 + t],
+            scaled[t], near[t], n_near, mean_k[kv_head], covariance[kv_head], ratio[h0 + t],
+            mean_v[kv_head], v_at, v_row, v_kind, first_local, n, epsilon, out[h0 + t],
         )  # fmt: skip
         n_active += active[t]
         if not active[t] and attended.shape[1]:
@@ -241,6 +268,7 @@ def _step_unit(
             for j in range(n_near):
                 near_row = j if j < SINKS else first_local + j - SINKS
                 attended[h0 + t, j] = near_row
+    statistics[unit, ROWS] += heads * n
     statistics[unit, SCORED] += heads * n_near
     statistics[unit, KEYS_READ] += heads * n_near
     statistics[unit, HEAD_STEPS] += heads
@@ -277,12 +305,15 @@ def _step_unit(
     statistics[unit, SCORED] += n_active * (count - min(count, n_near - SINKS))
     gain[unit] *= decay
     part = 1.0 / (gain[unit] * n_active)
+    if following >= 0:
+        _prefetch_tables(following, n, a, ver, dist, ver_bounds, dist_bounds, sums, raised)
     for t in range(heads):
         if not active[t]:
             continue
-        picked, weights = _attend_candidates(
+        picked = _attend_candidates(
             near[t], rows, scores[t], k_budget, n_recent, v_at, v_row, v_kind, ver[unit],
-            dist[unit], n, keys, chosen, out[h0 + t],
+            dist[unit], ver_bounds[unit], dist_bounds[unit], sums[unit], part, n, keys, chosen,
+            out[h0 + t],
         )  # fmt: skip
         m = min(count, k_budget)
         statistics[unit, ATTENDED] += m + SINKS
@@ -292,11 +323,6 @@ def _step_unit(
                 attended[h0 + t, j] = j
             for j in range(m):
                 attended[h0 + t, SINKS + j] = picked[j]
-        mean = 0.5 / m
-        add_entries(ver[unit], ver_bounds[unit], sums[unit, 0], 0, 1, picked, weights, mean, part)
-        add_entries(
-            dist[unit], dist_bounds[unit], sums[unit, 1], n - 1, -1, picked, weights, mean, part
-        )
     if gain[unit] < RESCALE_BELOW:
         rescale(ver[unit], ver_bounds[unit], sums[unit, 0], gain[unit], n)
         rescale(dist[unit], dist_bounds[unit], sums[unit, 1], gain[unit], n)
@@ -322,9 +348,10 @@ def _step_units(
         if task >= n_whole:
             first = n_whole * a_group + task - n_whole
             last = first + 1
+        _prefetch_tables(first, n, a, ver, dist, ver_bounds, dist_bounds, sums, raised)
         for unit in range(first, last):
             _step_unit(
-                unit,
+                unit, unit + 1 if unit + 1 < last else -1,
                 q, layout, n, n_kv_head, scale, k_budget, recent, limit,
                 a, decay, epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, raised,
                 mean_k, mean_v, covariance, ratio, statistics, attended, n_attended, out,

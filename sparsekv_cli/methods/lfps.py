@@ -20,7 +20,7 @@ aligned. (3) Defaults differ from the paper's (``preset=paper``): neighbours are
 recent tokens, the variance of a score from the keys' covariance, layers 0 and 1 dense.
 (4) ``tables=group`` (``preset=fast``) shares the tables in a kv group: half the key rows read.
 (5) At most ``candidates`` rows are scored a head (twice the budget, if that is more): where more
-pass, both thresholds are doubled until they do not, so that a step's cost has a bound at any depth.
+pass, both thresholds are raised until they do not, so that a step's cost has a bound at any depth.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ class LFPSCache(LayerCache):
         self._gain = np.ones(self._n_unit)
         self._raised = np.ones(self._n_unit)
         self._statistics = np.zeros((self._n_unit, kernels.N_STATISTICS), np.int64)
+        self._untraced = np.empty((spec.n_head, 0), np.int32), np.zeros(spec.n_head, np.int64)
         self._allocate(0)
         self._indexed = False
 
@@ -195,9 +196,11 @@ class LFPSCache(LayerCache):
         if n > self._tables[0].shape[1]:
             self._allocate(n + n // 8 + 256)
         out = np.empty((spec.n_head, store.v_type.width), np.float32)
-        width = N_SINKS + max(k, kernels.LOCAL + 1)  # a bypassed head lists its local rows
-        attended = np.empty((spec.n_head, width if self.traced else 0), np.int32)
-        counts = np.zeros(spec.n_head, np.int64)
+        attended, counts = self._untraced
+        if self.traced:
+            width = N_SINKS + max(k, kernels.LOCAL + 1)  # a bypassed head lists its local rows
+            attended = np.empty((spec.n_head, width), np.int32)
+            counts = np.zeros(spec.n_head, np.int64)
         limit = max(method.candidates, 2 * k) if method.candidates else n
         kernels.lfps_step(
             q, store.layout, n, spec.n_head_kv, spec.scale, k, method.recent,
@@ -208,7 +211,6 @@ class LFPSCache(LayerCache):
         )  # fmt: skip
         if self.traced:
             self.attended = (attended, counts)
-        self.ledger.step(spec.n_head * n, 0, 0, 0, True)
         return out
 
     def truncate(self, n: int) -> int:
@@ -227,6 +229,7 @@ class LFPSCache(LayerCache):
         scored, attended = int(total[kernels.SCORED]), int(total[kernels.ATTENDED])
         counts = self.ledger.counts.copy()
         for prefix in ("", "sparse_"):
+            counts[f"{prefix}rows_total"] += int(total[kernels.ROWS])
             counts[f"{prefix}rows_scored"] += scored
             counts[f"{prefix}rows_attended"] += attended
         counts["bytes_read"] += int(total[kernels.KEYS_READ]) * self.store.strides[2]

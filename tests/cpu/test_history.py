@@ -89,10 +89,11 @@ def test_expansion_crosses_words(n):
     chosen = set(np.flatnonzero(rng.random(n) < 0.08).tolist()) | {n - 1, min(63, n - 1)}
     words = words_of(chosen, n)
     n_words = (n + 63) // 64
-    history.expand(words, n_words)
+    wide = np.full(n_words, 7, np.uint64)
+    history.expand(words, wide, n_words)
     expected = {i + step for i in chosen for step in (-1, 0, 1, 2)}
-    assert {i for i in bits(words) if i < n} == {i for i in expected if 0 <= i < n}
-    rows = history.extract_rows(words, n_words, n)
+    assert {i for i in bits(wide) if i < n} == {i for i in expected if 0 <= i < n}
+    rows = history.extract_rows(wide, n_words, history.count_rows(wide, n_words, n))
     np.testing.assert_array_equal(rows, sorted(i for i in expected if SINKS <= i < n))
 
 
@@ -102,14 +103,15 @@ def test_filtered_expansion_keeps_neighbours_above_the_mean(n):
     ver, dist = (rng.random(n).astype(np.float32) for _ in range(2))
     chosen = set(np.flatnonzero(rng.random(n) < 0.1).tolist())
     words = words_of(chosen, n)
-    before, n_words = words.copy(), (n + 63) // 64
-    history.expand(words, n_words)
-    history.filter_expansion(words, before, n_words, ver, dist, n, 0.6, 0.7)
+    n_words = (n + 63) // 64
+    wide = np.empty(n_words, np.uint64)
+    history.expand(words, wide, n_words)
+    history.filter_expansion(wide, words, n_words, ver, dist, n, 0.6, 0.7)
     expected = set(chosen)
     for i in {i + step for i in chosen for step in (-1, 1, 2)} & set(range(n)):
         if ver[i] > 0.6 or dist[n - 1 - i] > 0.7:
             expected.add(i)
-    assert bits(words) == expected
+    assert bits(wide) == expected
 
 
 def test_adding_keeps_sums_and_bounds():
@@ -120,7 +122,8 @@ def test_adding_keeps_sums_and_bounds():
     for start, step in ((0, 1), (199, -1)) * 10:
         rows = rng.permutation(200)[: rng.integers(1, 100)].astype(np.int32)
         weights = rng.normal(0, 10, len(rows)).astype(np.float32)
-        history.add_entries(table, bounds, sums, start, step, rows, weights, 0.25, 1.5)
+        scratch = np.empty((2, len(rows)), np.float32)
+        history.add_entries(table, bounds, sums, start, step, rows, weights, 0.25, 1.5, *scratch)
         expected[start + step * rows] += np.float32(1.5) * (weights - np.float32(0.25))
     np.testing.assert_allclose(table, expected, atol=1e-5)
     np.testing.assert_allclose(sums, sums_of(table), rtol=1e-9)
@@ -206,6 +209,9 @@ def test_no_more_candidates_than_the_limit(limit):
     assert (layer.statistics[:, lfps.SCORED] <= limit + SINKS).all()
     assert (layer.raised > 1).all() and (free.raised == 1).all()
     np.testing.assert_array_equal(layer.counts, 40 + SINKS)
+    for _ in range(40):
+        layer.step(k_budget=40, a=1e9, limit=limit)
+    assert (layer.raised == 1).all()  # comes down again when few rows pass
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -146,7 +146,7 @@ class LFPSTwin:
         limit = n
         if self.options.candidates:
             limit = max(self.options.candidates, 2 * self.options.budget)
-        factor, distance = max(1.0, self.raised[unit] / 2), np.inf
+        factor, distance = self.raised[unit], np.inf
         while True:
             tau_v, tau_s = factor * self.threshold(ver), factor * self.threshold(dist)
             c0 = set(known[(ver > tau_v) | (dist > tau_s)].tolist())
@@ -161,9 +161,10 @@ class LFPSTwin:
             nearest = min(np.abs(table / border - 1).min() for table, border in borders)
             distance = min(distance, nearest)
             if len(c1) <= limit:
-                self.raised[unit] = factor
+                calm = 2 * len(c1) < limit
+                self.raised[unit] = max(1.0, factor / 1.5) if calm else factor
                 return np.array(sorted(c1)), distance
-            factor *= 2
+            factor *= 1.5
 
     def threshold(self, table: np.ndarray) -> float:
         """Step 5: a mu / kappa."""
