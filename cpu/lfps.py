@@ -28,6 +28,7 @@ from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 from sparsekv_cli.cpu.rows import GATHER, K_HEAD, K_KIND, K_ROW, V_HEAD, V_KIND, V_ROW, K, V
 from sparsekv_cli.cpu.select import order_keys, select_largest
 from sparsekv_cli.cpu.tiles import (
+    AHEAD_GATHER,
     NEGATIVE_INFINITY,
     PAD,
     exp_in_place,
@@ -246,6 +247,8 @@ def _step_unit(
     k_row, v_row, k_kind, v_kind = layout[K_ROW], layout[V_ROW], layout[K_KIND], layout[V_KIND]
     k_at = layout[K] + kv_head * layout[K_HEAD]
     v_at = layout[V] + kv_head * layout[V_HEAD]
+    prefetch_row(k_at, SINKS * k_row)
+    prefetch_row(k_at + first_local * k_row, (n - first_local) * k_row)
     scaled = scaled_copy(q[h0 : h0 + heads], scale)
     near = np.empty((heads, SINKS + LOCAL + 1 + PAD), np.float32)
     active = np.zeros(heads, np.bool_)
@@ -282,6 +285,8 @@ def _step_unit(
         statistics,
     )  # fmt: skip
     count = rows.shape[0]
+    for j in range(min(count, AHEAD_GATHER)):  # the others are asked for as the scores proceed
+        prefetch_row(k_at + rows[j] * k_row, k_row)
 
     stride = count + PAD
     scores = np.empty((heads, stride), np.float32)
