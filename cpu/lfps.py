@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from sparsekv_cli.cpu.attention import scaled_copy
+from sparsekv_cli.cpu.attention import append_row, scaled_copy
 from sparsekv_cli.cpu.emit import LANES, keep, next_task
 from sparsekv_cli.cpu.history import (
     BLOCK,
@@ -366,24 +366,26 @@ def _step_units(
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def lfps_step(
-    q, layout, n, n_kv_head, scale, k_budget, recent, limit, a, decay,
+    q, k, v, layout, n, n_kv_head, scale, k_budget, recent, limit, a, decay,
     epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, raised, mean_k, mean_v,
     covariance, ratio, statistics, attended, n_attended, out, n_threads,
 ):  # fmt: skip
-    """One decode step of a layer (Algorithm 1); row n - 1 is the current token's, already stored.
+    """One decode step of a layer (Algorithm 1): stores the current token as row n - 1, and attends.
 
-    q f32 (H, d); layout int64 (8,), see rows.py. k_budget = |C2|; recent = R; limit: most
+    q f32 (H, 1, d), k (G, 1, d), v (G, 1, d_v); layout int64 (8,), see rows.py. k_budget = |C2|; recent = R; limit: most
     rows of C1, at least R. Tables f32 (U, capacity), bounds f32 (U, capacity / 64),
     sums f64 (U, 2, 4), gain, raised f64 (U,): U = H or G. mean_k (G, d), mean_v (G, d_v),
     covariance (G, d, d) or (G, 0, 0), ratio f32 (H,).
     statistics int64 (U, N_STATISTICS), added to. attended int32 (H, m), n_attended int64 (H,): the
     rows that each head attended to, sinks first; m = 0 leaves them out. out f32 (H, d_v).
     """
+    append_row(k[:, 0], v[:, 0], layout, n - 1)
+    queries = q[:, 0]
     counter = np.zeros(1, np.int64)
     for _thread in prange(n_threads):
         _step_units(
             counter,
-            q, layout, n, n_kv_head, scale, k_budget, recent, limit, a,
+            queries, layout, n, n_kv_head, scale, k_budget, recent, limit, a,
             decay, epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, raised,
             mean_k, mean_v, covariance, ratio, statistics, attended, n_attended, out, n_threads,
         )  # fmt: skip

@@ -181,17 +181,19 @@ class LFPSCache(LayerCache):
 
     def decode(self, x: AttnInput) -> np.ndarray:
         store, spec, method = self.store, self.spec, self.method
-        self.backend.append_row(store, x)
-        n, q = store.n, x.q[:, 0]
+        n = store.n + 1
         k = method.budget.rows(n)
         if k + N_SINKS >= n:
+            self.backend.append_row(store, x)
             rows = spec.n_head * n
             self.ledger.step(rows, rows, rows, spec.n_head_kv * n * store.row_bytes, True)
             self.attended = None
-            return self.backend.attend_dense(store, q, spec)
+            return self.backend.attend_dense(store, x.q[:, 0], spec)
+        store.reserve(n)
         if not self._indexed:  # after a rewind, or a prompt too short to start from
             import torch
 
+            self.backend.append_row(store, x)  # the tables start from all rows, this one too
             self._index(torch.from_numpy(x.q[..., : spec.head_dim]))
         if n > self._tables[0].shape[1]:
             self._allocate(n + n // 8 + 256)
@@ -203,12 +205,13 @@ class LFPSCache(LayerCache):
             counts = np.zeros(spec.n_head, np.int64)
         limit = max(method.candidates, 2 * k) if method.candidates else n
         kernels.lfps_step(
-            q, store.layout, n, spec.n_head_kv, spec.scale, k, method.recent,
+            x.q, x.k, x.v, store.layout, n, spec.n_head_kv, spec.scale, k, method.recent,
             limit, method.a, method.decay, method.epsilon, method.expand == "filtered",
             *self._tables, *self._bounds, self._sums, self._gain, self._raised, self._mean_k,
             self._mean_v, self._covariance, self._ratio, self._statistics, attended, counts, out,
             spec.n_threads,
         )  # fmt: skip
+        store.n = n
         if self.traced:
             self.attended = (attended, counts)
         return out
