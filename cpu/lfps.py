@@ -372,12 +372,12 @@ def lfps_step(
 ):  # fmt: skip
     """One decode step of a layer (Algorithm 1): stores the current token as row n - 1, and attends.
 
-    q f32 (H, 1, d), k (G, 1, d), v (G, 1, d_v); layout int64 (8,), see rows.py. k_budget = |C2|; recent = R; limit: most
-    rows of C1, at least R. Tables f32 (U, capacity), bounds f32 (U, capacity / 64),
-    sums f64 (U, 2, 4), gain, raised f64 (U,): U = H or G. mean_k (G, d), mean_v (G, d_v),
-    covariance (G, d, d) or (G, 0, 0), ratio f32 (H,).
-    statistics int64 (U, N_STATISTICS), added to. attended int32 (H, m), n_attended int64 (H,): the
-    rows that each head attended to, sinks first; m = 0 leaves them out. out f32 (H, d_v).
+    q f32 (H, 1, d), k (G, 1, d), v (G, 1, d_v); layout int64 (8,), see rows.py. k_budget = |C2|;
+    recent = R; limit: most rows of C1, at least R. Tables f32 (U, capacity), bounds f32 (U,
+    capacity / 64), sums f64 (U, 2, 4), gain, raised f64 (U,): U = H or G. mean_k (G, d), mean_v
+    (G, d_v), covariance (G, d, d) or (G, 0, 0), ratio f32 (H,). statistics int64
+    (U, N_STATISTICS), added to. attended int32 (H, m), n_attended int64 (H,): the rows that each
+    head attended to, sinks first; m = 0 leaves them out. out f32 (H, d_v).
     """
     append_row(k[:, 0], v[:, 0], layout, n - 1)
     queries = q[:, 0]

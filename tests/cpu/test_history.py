@@ -174,8 +174,8 @@ class Layer:
         mean = [np.zeros((self.n_kv, d), np.float32) for _ in range(2)]
         k, v = (rows[:, self.n - 1, None] for rows in (self.k, self.v))  # stored as it is already
         lfps.lfps_step(
-            self.q[:, None], k, v, layout(*self.stored), self.n, self.n_kv, self.scale, k_budget, 32,
-            limit or self.n, a, 0.95, epsilon, False, *self.tables, *self.bounds, self.sums,
+            self.q[:, None], k, v, layout(*self.stored), self.n, self.n_kv, self.scale, k_budget,
+            32, limit or self.n, a, 0.95, epsilon, False, *self.tables, *self.bounds, self.sums,
             self.gain, self.raised, *mean, np.zeros((self.n_kv, 0, 0), np.float32),
             np.zeros(n_head, np.float32), self.statistics, self.attended, self.counts, self.out,
             2,
