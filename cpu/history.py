@@ -11,6 +11,8 @@ tests/methods/lfps_twin.py.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
@@ -22,6 +24,17 @@ from sparsekv_cli.cpu.tiles import max_of
 SINKS = 4
 BLOCK = 64  # table entries under one bound: one word of the candidate bitmap
 RESCALE_BELOW = 1e-6  # smallest g before the tables are multiplied out
+
+
+class Tables(NamedTuple):
+    """The history of U units, query heads or kv groups."""
+
+    ver: np.ndarray  # f32 (U, capacity)
+    dist: np.ndarray  # f32 (U, capacity)
+    ver_bounds: np.ndarray  # f32 (U, capacity / 64)
+    dist_bounds: np.ndarray  # f32 (U, capacity / 64)
+    sums: np.ndarray  # f64 (U, 2, 4): power sums of ver and dist
+    gain: np.ndarray  # f64 (U,)
 
 
 @njit(cache=True, nogil=True)
@@ -105,6 +118,16 @@ def prefetch_above(table, bounds, n, tau):
             block = first + trailing_zeros(found)
             found &= found - np.uint64(1)
             prefetch_row(table.ctypes.data + 4 * BLOCK * block, 4 * BLOCK)
+
+
+@njit(cache=True, nogil=True)
+def prefetch_tables(unit, n, rules, tables, raised):
+    """Asks for the entries that a search of a unit for candidates will read."""
+    n_known = n - SINKS
+    tau_ver = raised[unit] * threshold(tables.sums[unit, 0], n_known, rules.a)
+    tau_dist = raised[unit] * threshold(tables.sums[unit, 1], n_known, rules.a)
+    prefetch_above(tables.ver[unit], tables.ver_bounds[unit], n, tau_ver)
+    prefetch_above(tables.dist[unit], tables.dist_bounds[unit], n_known, tau_dist)
 
 
 @njit(cache=True, nogil=True)
@@ -272,3 +295,10 @@ def rescale(table, bounds, sums, gain, n):
             sums[2] += square * value
             sums[3] += square * square
         bounds[block] = peak
+
+
+@njit(cache=True, nogil=True)
+def rescale_tables(unit, tables, gain, n):
+    """``rescale`` of both tables of a unit, of which ``gain`` is the scale."""
+    rescale(tables.ver[unit], tables.ver_bounds[unit], tables.sums[unit, 0], gain, n)
+    rescale(tables.dist[unit], tables.dist_bounds[unit], tables.sums[unit, 1], gain, n)

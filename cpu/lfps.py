@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit, prange
 
 from sparsekv_cli.cpu.attention import append_row, scaled_copy
+from sparsekv_cli.cpu.bypass import bypass
 from sparsekv_cli.cpu.emit import LANES, keep, next_task
 from sparsekv_cli.cpu.history import (
     BLOCK,
@@ -18,9 +21,9 @@ from sparsekv_cli.cpu.history import (
     filter_expansion,
     mark_slash,
     mark_vertical,
-    prefetch_above,
     prefetch_row,
-    rescale,
+    prefetch_tables,
+    rescale_tables,
     set_range,
     threshold,
 )
@@ -43,81 +46,20 @@ N_STATISTICS = 8
 RAISE = 1.5  # factor of the thresholds where too many rows pass
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
-def _half_variance(q, covariance, ratio):
-    """Half the variance of q . k (q scaled): q^T C q / 2, or |q|^2 ratio / 2 without C."""
-    total = np.float32(0)
-    if covariance.shape[0] == 0:
-        for c in range(q.shape[0]):
-            total += q[c] * q[c]
-        return 0.5 * total * ratio
-    for i in range(covariance.shape[0]):
-        row = np.float32(0)
-        for j in range(covariance.shape[0]):
-            row += covariance[i, j] * q[j]
-        total += q[i] * row
-    return 0.5 * total
+class Rules(NamedTuple):
+    """Options of a step; symbols as in the paper."""
+
+    scale: float
+    n_kv_head: int
+    recent: int  # R
+    a: float
+    decay: float  # r
+    epsilon: float
+    filtered: bool  # whether neighbours must be above the mean (eq 9)
 
 
 @njit(cache=True, nogil=True)
-def _bypass(
-    q, near, n_near, mean_k, covariance, ratio, mean_v, v, v_row, v_kind, first_local, n, epsilon,
-    out,
-):  # fmt: skip
-    """The high-sparsity test (eq 6) and, where it holds, the head's output. q is scaled.
-
-    near: scores of the sinks (4), then of the keys first_local..n-1. covariance, ratio: see
-    ``_half_variance``. v: address of rows of v_kind, v_row bytes apart. Returns whether the head
-    was bypassed. Most heads fail the test whatever the global mass, which is not computed then.
-    """
-    peak = np.float64(near[0])
-    for j in range(n_near):
-        peak = max(peak, np.float64(near[j]))
-    sinks, local = 0.0, 0.0
-    for j in range(n_near - 1):
-        weight = np.exp(near[j] - peak)
-        if j < SINKS:
-            sinks += weight
-        else:
-            local += weight
-    if sinks <= epsilon * (sinks + local):
-        return False
-    log_global = np.float64(0)
-    for c in range(mean_k.shape[0]):
-        log_global += q[c] * mean_k[c]
-    log_global += _half_variance(q, covariance, ratio) + np.log(n - SINKS)
-    peak = max(peak, log_global)
-    weights = np.empty(n_near, np.float32)
-    sinks, local = 0.0, 0.0
-    for j in range(n_near):
-        weight = np.exp(near[j] - peak)
-        weights[j] = weight
-        if j < SINKS:
-            sinks += weight
-        elif j < n_near - 1:
-            local += weight
-    wide = np.exp(log_global - peak)
-    if sinks <= epsilon * (sinks + wide + local):
-        return False
-    total = sinks + wide + local + weights[n_near - 1]
-    for c in range(out.shape[0]):
-        out[c] = wide * mean_v[c]
-    d_v, to = out.shape[0], out.ctypes.data
-    tile_values(1, v_kind, weights.ctypes.data, 0, v, v_row, 0, SINKS, d_v, to)
-    v_local = v + first_local * v_row
-    at = weights[SINKS:].ctypes.data
-    tile_values(1, v_kind, at, 0, v_local, v_row, 0, n_near - SINKS, d_v, to)
-    keep(weights)
-    for c in range(out.shape[0]):
-        out[c] /= total
-    return True
-
-
-@njit(cache=True, nogil=True)
-def _candidates(
-    unit, n, n_recent, limit, a, filtered, ver, dist, ver_bounds, dist_bounds, sums, raised,
-    statistics,
-):  # fmt: skip
+def _candidates(unit, n, n_recent, limit, rules, tables, raised, statistics):
     """C1, ascending: rows above a threshold, their neighbours and the recents (eq 8, 9).
 
     While more than ``limit`` rows pass, both thresholds are raised by RAISE; ``raised`` f64 (U,)
@@ -126,21 +68,19 @@ def _candidates(
     n_words = (n + BLOCK - 1) // BLOCK
     n_known = n - SINKS
     words, wide = np.empty(n_words + 1, np.uint64), np.empty(n_words, np.uint64)
-    tau_ver = threshold(sums[unit, 0], n_known, a)
-    tau_dist = threshold(sums[unit, 1], n_known, a)
+    ver, dist, sums = tables.ver[unit], tables.dist[unit], tables.sums[unit]
+    tau_ver, tau_dist = threshold(sums[0], n_known, rules.a), threshold(sums[1], n_known, rules.a)
     factor = raised[unit]
     while True:
         words[:] = 0
-        n_read = mark_vertical(ver[unit], ver_bounds[unit], n, factor * tau_ver, words)
-        n_read += mark_slash(dist[unit], dist_bounds[unit], n, factor * tau_dist, words)
+        n_read = mark_vertical(ver, tables.ver_bounds[unit], n, factor * tau_ver, words)
+        n_read += mark_slash(dist, tables.dist_bounds[unit], n, factor * tau_dist, words)
         statistics[unit, ENTRIES_READ] += n_read
         statistics[unit, BOUNDS_READ] += 2 * n_words
         expand(words, wide, n_words)
-        if filtered:
-            filter_expansion(
-                wide, words, n_words, ver[unit], dist[unit], n, sums[unit, 0, 0] / n_known,
-                sums[unit, 1, 0] / n_known,
-            )  # fmt: skip
+        if rules.filtered:
+            means = sums[0, 0] / n_known, sums[1, 0] / n_known
+            filter_expansion(wide, words, n_words, ver, dist, n, means[0], means[1])
         set_range(wide, n - n_recent, n)
         count = count_rows(wide, n_words, n)
         if count <= limit or factor > 1e9:
@@ -151,26 +91,17 @@ def _candidates(
 
 
 @njit(cache=True, nogil=True)
-def _prefetch_tables(unit, n, a, ver, dist, ver_bounds, dist_bounds, sums, raised):
-    """Asks for the entries that ``_candidates`` of a unit will read."""
-    n_known = n - SINKS
-    tau_ver = raised[unit] * threshold(sums[unit, 0], n_known, a)
-    tau_dist = raised[unit] * threshold(sums[unit, 1], n_known, a)
-    prefetch_above(ver[unit], ver_bounds[unit], n, tau_ver)
-    prefetch_above(dist[unit], dist_bounds[unit], n_known, tau_dist)
-
-
-@njit(cache=True, nogil=True)
 def _attend_candidates(
-    sinks, rows, scores, k_budget, n_recent, v, v_row, v_kind, ver, dist, ver_bounds, dist_bounds,
-    sums, part, n, keys, chosen, out,
+    unit, sinks, rows, scores, k_budget, n_recent, v, v_row, v_kind, tables, part, n, keys, chosen,
+    out,
 ):  # fmt: skip
     """C2 = the recents and the best of C1 by exact score; attends sinks and C2, learns C2 (eq 10).
 
-    scores f32 (count + PAD,) of C1 ``rows`` ascending, whose last n_recent are the recents.
-    ver, dist, their bounds and sums: the unit's tables, to which ``part`` times the softmax over C2
-    alone less its halved mean is added. keys, chosen: int32 scratch. Returns C2's rows int32 (m,).
+    scores f32 (count + PAD,) of C1 ``rows`` ascending, whose last n_recent are the recents. To the
+    unit's tables ``part`` times the softmax over C2 alone less its halved mean is added. keys,
+    chosen: int32 scratch. Returns C2's rows int32 (m,).
     """
+    ver, dist, sums = tables.ver[unit], tables.dist[unit], tables.sums[unit]
     count = rows.shape[0]
     m = min(count, k_budget)
     n_old = count - n_recent
@@ -214,8 +145,9 @@ def _attend_candidates(
     # The tables learn first: meanwhile the values arrive.
     old, new = np.empty(m, np.float32), np.empty(m, np.float32)
     mean, part = 0.5 * learned / m, part / learned
-    add_entries(ver, ver_bounds, sums[0], 0, 1, picked, weights, mean, part, old, new)
-    add_entries(dist, dist_bounds, sums[1], n - 1, -1, picked, weights, mean, part, old, new)
+    bounds = tables.ver_bounds[unit], tables.dist_bounds[unit]
+    add_entries(ver, bounds[0], sums[0], 0, 1, picked, weights, mean, part, old, new)
+    add_entries(dist, bounds[1], sums[1], n - 1, -1, picked, weights, mean, part, old, new)
     if mass > 0:
         tile_values(
             1, v_kind | GATHER, weights.ctypes.data, 0, v, v_row, picked.ctypes.data, m, d_v,
@@ -229,17 +161,14 @@ def _attend_candidates(
 
 @njit(cache=True, nogil=True)
 def _step_unit(
-    unit, following,
-    q, layout, n, n_kv_head, scale, k_budget, recent, limit, a, decay,
-    epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, raised, mean_k, mean_v,
-    covariance, ratio, statistics, attended, n_attended, out,
+    unit, following, q, layout, n, k_budget, limit, rules, tables, raised, constants, statistics,
+    attended, n_attended, out,
 ):  # fmt: skip
     """``lfps_step`` of one unit; following: the next one of this thread, or -1."""
     n_head, d = q.shape
-    n_unit = ver.shape[0]
-    heads = n_head // n_unit
-    group = n_head // n_kv_head
-    n_recent = max(1, min(recent, k_budget // 2))  # the current row is always a candidate
+    heads = n_head // tables.gain.shape[0]
+    group = n_head // rules.n_kv_head
+    n_recent = max(1, min(rules.recent, k_budget // 2))  # the current row is always a candidate
     first_local = max(SINKS, n - 1 - LOCAL)
     n_near = SINKS + n - first_local
     h0 = unit * heads
@@ -249,7 +178,7 @@ def _step_unit(
     v_at = layout[V] + kv_head * layout[V_HEAD]
     prefetch_row(k_at, SINKS * k_row)
     prefetch_row(k_at + first_local * k_row, (n - first_local) * k_row)
-    scaled = scaled_copy(q[h0 : h0 + heads], scale)
+    scaled = scaled_copy(q[h0 : h0 + heads], np.float32(rules.scale))
     near = np.empty((heads, SINKS + LOCAL + 1 + PAD), np.float32)
     active = np.zeros(heads, np.bool_)
     n_active = 0
@@ -261,9 +190,9 @@ def _step_unit(
             1, k_kind, query, k_at + first_local * k_row, k_row, 0, n - first_local, d,
             at + 4 * SINKS, 0,
         )  # fmt: skip
-        active[t] = not _bypass(
-            scaled[t], near[t], n_near, mean_k[kv_head], covariance[kv_head], ratio[h0 + t],
-            mean_v[kv_head], v_at, v_row, v_kind, first_local, n, epsilon, out[h0 + t],
+        active[t] = not bypass(
+            scaled[t], near[t], n_near, constants, kv_head, constants.ratio[h0 + t], v_at, v_row,
+            v_kind, first_local, n, rules.epsilon, out[h0 + t],
         )  # fmt: skip
         n_active += active[t]
         if not active[t] and attended.shape[1]:
@@ -280,10 +209,7 @@ def _step_unit(
     if n_active == 0:
         return
 
-    rows = _candidates(
-        unit, n, n_recent, limit, a, filtered, ver, dist, ver_bounds, dist_bounds, sums, raised,
-        statistics,
-    )  # fmt: skip
+    rows = _candidates(unit, n, n_recent, limit, rules, tables, raised, statistics)
     count = rows.shape[0]
     for j in range(min(count, AHEAD_GATHER)):  # the others are asked for as the scores proceed
         prefetch_row(k_at + rows[j] * k_row, k_row)
@@ -308,17 +234,16 @@ def _step_unit(
                     count, d, scores[t].ctypes.data, 0,
                 )  # fmt: skip
     statistics[unit, SCORED] += n_active * (count - min(count, n_near - SINKS))
-    gain[unit] *= decay
-    part = 1.0 / (gain[unit] * n_active)
+    gain = tables.gain[unit] * rules.decay
+    part = 1.0 / (gain * n_active)
     if following >= 0:
-        _prefetch_tables(following, n, a, ver, dist, ver_bounds, dist_bounds, sums, raised)
+        prefetch_tables(following, n, rules, tables, raised)
     for t in range(heads):
         if not active[t]:
             continue
         picked = _attend_candidates(
-            near[t], rows, scores[t], k_budget, n_recent, v_at, v_row, v_kind, ver[unit],
-            dist[unit], ver_bounds[unit], dist_bounds[unit], sums[unit], part, n, keys, chosen,
-            out[h0 + t],
+            unit, near[t], rows, scores[t], k_budget, n_recent, v_at, v_row, v_kind, tables, part,
+            n, keys, chosen, out[h0 + t],
         )  # fmt: skip
         m = min(count, k_budget)
         statistics[unit, ATTENDED] += m + SINKS
@@ -328,24 +253,22 @@ def _step_unit(
                 attended[h0 + t, j] = j
             for j in range(m):
                 attended[h0 + t, SINKS + j] = picked[j]
-    if gain[unit] < RESCALE_BELOW:
-        rescale(ver[unit], ver_bounds[unit], sums[unit, 0], gain[unit], n)
-        rescale(dist[unit], dist_bounds[unit], sums[unit, 1], gain[unit], n)
-        gain[unit] = 1.0
+    if gain < RESCALE_BELOW:
+        rescale_tables(unit, tables, gain, n)
+        gain = 1.0
+    tables.gain[unit] = gain
 
 
 @njit(cache=True, nogil=True)
 def _step_units(
-    counter,
-    q, layout, n, n_kv_head, scale, k_budget, recent, limit, a, decay,
-    epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, raised, mean_k, mean_v,
-    covariance, ratio, statistics, attended, n_attended, out, n_threads,
+    counter, q, layout, n, k_budget, limit, rules, tables, raised, constants, statistics, attended,
+    n_attended, out, n_threads,
 ):  # fmt: skip
     """Takes tasks until there are none: whole kv groups, whose heads share key rows in this
     thread's cache, while every thread can have one; then single units.
     """
-    n_unit = ver.shape[0]
-    a_group = n_unit // n_kv_head
+    n_kv_head = rules.n_kv_head
+    a_group = tables.gain.shape[0] // n_kv_head
     n_whole = n_kv_head // n_threads * n_threads
     task = next_task(counter)
     while task < n_whole + (n_kv_head - n_whole) * a_group:
@@ -353,82 +276,79 @@ def _step_units(
         if task >= n_whole:
             first = n_whole * a_group + task - n_whole
             last = first + 1
-        _prefetch_tables(first, n, a, ver, dist, ver_bounds, dist_bounds, sums, raised)
+        prefetch_tables(first, n, rules, tables, raised)
         for unit in range(first, last):
             _step_unit(
-                unit, unit + 1 if unit + 1 < last else -1,
-                q, layout, n, n_kv_head, scale, k_budget, recent, limit,
-                a, decay, epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, raised,
-                mean_k, mean_v, covariance, ratio, statistics, attended, n_attended, out,
+                unit, unit + 1 if unit + 1 < last else -1, q, layout, n, k_budget, limit, rules,
+                tables, raised, constants, statistics, attended, n_attended, out,
             )  # fmt: skip
         task = next_task(counter)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def lfps_step(
-    q, k, v, layout, n, n_kv_head, scale, k_budget, recent, limit, a, decay,
-    epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, raised, mean_k, mean_v,
-    covariance, ratio, statistics, attended, n_attended, out, n_threads,
+    q, k, v, layout, n, k_budget, limit, rules, tables, raised, constants, statistics, attended,
+    n_attended, out, n_threads,
 ):  # fmt: skip
     """One decode step of a layer (Algorithm 1): stores the current token as row n - 1, and attends.
 
     q f32 (H, 1, d), k (G, 1, d), v (G, 1, d_v); layout int64 (8,), see rows.py. k_budget = |C2|;
-    recent = R; limit: most rows of C1, at least R. Tables f32 (U, capacity), bounds f32 (U,
-    capacity / 64), sums f64 (U, 2, 4), gain, raised f64 (U,): U = H or G. mean_k (G, d), mean_v
-    (G, d_v), covariance (G, d, d) or (G, 0, 0), ratio f32 (H,). statistics int64
-    (U, N_STATISTICS), added to. attended int32 (H, m), n_attended int64 (H,): the rows that each
-    head attended to, sinks first; m = 0 leaves them out. out f32 (H, d_v).
+    limit: most rows of C1, at least R; raised f64 (U,): by how much it has raised the thresholds.
+    tables: history.py; constants: bypass.py. statistics int64 (U, N_STATISTICS), added to. attended
+    int32 (H, m), n_attended int64 (H,): the rows that each head attended to, sinks first; m = 0
+    leaves them out. out f32 (H, d_v).
     """
     append_row(k[:, 0], v[:, 0], layout, n - 1)
     queries = q[:, 0]
     counter = np.zeros(1, np.int64)
     for _thread in prange(n_threads):
         _step_units(
-            counter,
-            queries, layout, n, n_kv_head, scale, k_budget, recent, limit, a,
-            decay, epsilon, filtered, ver, dist, ver_bounds, dist_bounds, sums, gain, raised,
-            mean_k, mean_v, covariance, ratio, statistics, attended, n_attended, out, n_threads,
+            counter, queries, layout, n, k_budget, limit, rules, tables, raised, constants,
+            statistics, attended, n_attended, out, n_threads,
         )  # fmt: skip
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def lfps_init(
-    q, layout, n, n_kv_head, scale, decay, ver, dist, ver_bounds, dist_bounds, sums, gain
-):
+def lfps_init(q, layout, n, rules, tables):
     """Tables from the last s prefill queries (eq 4): q f32 (H, s, d), the last at position n - 1.
 
     Each query's weights are its causal softmax without the sinks, averaged over the unit's heads;
     every table sums to 1 / (2 (1 - decay)).
     """
+    for unit in prange(tables.gain.shape[0]):
+        _init_unit(unit, q, layout, n, rules, tables)
+
+
+@njit(cache=True, nogil=True)
+def _init_unit(unit, q, layout, n, rules, tables):
+    """``lfps_init`` of one unit."""
     n_head, s, d = q.shape
-    heads = n_head // ver.shape[0]
-    group = n_head // n_kv_head
+    ver, dist = tables.ver[unit], tables.dist[unit]
+    heads = n_head // tables.gain.shape[0]
+    group = n_head // rules.n_kv_head
     k_row = layout[K_ROW]
-    for unit in prange(ver.shape[0]):
-        ver[unit, :] = 0
-        dist[unit, :] = 0
-        scores = np.empty(n + PAD, np.float32)
-        for t in range(heads):
-            h = unit * heads + t
-            k_at = layout[K] + (h // group) * layout[K_HEAD] + SINKS * k_row
-            for j in range(s):
-                position = n - s + j
-                count = position + 1 - SINKS
-                if count < 1:
-                    continue
-                scaled = scaled_copy(q[h, j], scale)
-                tile_scores(
-                    1, layout[K_KIND], scaled.ctypes.data, k_at, k_row, 0, count, d,
-                    scores.ctypes.data, 0,
-                )  # fmt: skip
-                keep(scaled)
-                scores[count : count + LANES] = NEGATIVE_INFINITY
-                peak = scores[:count].max()
-                mass = exp_in_place(scores.ctypes.data, count, peak)
-                c = np.float32(1.0 / (2 * s * (1 - decay) * heads)) / mass
-                for i in range(count):
-                    ver[unit, SINKS + i] += c * scores[i]
-                    dist[unit, position - SINKS - i] += c * scores[i]
-        gain[unit] = 1.0
-        rescale(ver[unit], ver_bounds[unit], sums[unit, 0], 1.0, n)
-        rescale(dist[unit], dist_bounds[unit], sums[unit, 1], 1.0, n)
+    ver[:] = 0
+    dist[:] = 0
+    scores = np.empty(n + PAD, np.float32)
+    for h in range(unit * heads, (unit + 1) * heads):
+        k_at = layout[K] + (h // group) * layout[K_HEAD] + SINKS * k_row
+        for j in range(s):
+            position = n - s + j
+            count = position + 1 - SINKS
+            if count < 1:
+                continue
+            scaled = scaled_copy(q[h, j], np.float32(rules.scale))
+            tile_scores(
+                1, layout[K_KIND], scaled.ctypes.data, k_at, k_row, 0, count, d,
+                scores.ctypes.data, 0,
+            )  # fmt: skip
+            keep(scaled)
+            scores[count : count + LANES] = NEGATIVE_INFINITY
+            peak = scores[:count].max()
+            mass = exp_in_place(scores.ctypes.data, count, peak)
+            c = np.float32(1.0 / (2 * s * (1 - rules.decay) * heads)) / mass
+            for i in range(count):
+                ver[SINKS + i] += c * scores[i]
+                dist[position - SINKS - i] += c * scores[i]
+    tables.gain[unit] = 1.0
+    rescale_tables(unit, tables, 1.0, n)

@@ -7,7 +7,7 @@ the best, and feeds the weights back.
 | paper | here |
 |---|---|
 | eq 4, initial tables from the last s prefill queries | cpu/lfps.py lfps_init |
-| eq 5, 6, high-sparsity test (sink, global, local mass) | cpu/lfps.py _bypass |
+| eq 5, 6, high-sparsity test (sink, global, local mass) | cpu/bypass.py bypass |
 | eq 7, 8, candidates C0 above tau = a mean / kappa | cpu/lfps.py _candidates |
 | eq 9, expansion by {-1, 0, 1, 2} to C1 | cpu/history.py expand, filter_expansion |
 | Algorithm 1 line 10, top-k of C1 by exact q . k | cpu/lfps.py _attend_candidates |
@@ -45,6 +45,8 @@ from sparsekv_cli.cache import (
 )
 from sparsekv_cli.cpu import history
 from sparsekv_cli.cpu import lfps as kernels
+from sparsekv_cli.cpu.bypass import Constants
+from sparsekv_cli.cpu.history import Tables
 
 
 def _option(default: Any, text: str) -> Any:
@@ -117,24 +119,35 @@ class LFPSCache(LayerCache):
         self.method = method
         self._n_unit = spec.n_head if method.tables == "head" else spec.n_head_kv
         self._queries: list[Any] = []  # the last prefill queries, torch (H, T, d) a chunk
-        width = padded(spec.head_dim)
-        self._mean_k = np.zeros((spec.n_head_kv, width), np.float32)
-        self._mean_v = np.zeros((spec.n_head_kv, padded(spec.value_dim)), np.float32)
-        self._covariance = np.zeros((spec.n_head_kv, 0, 0), np.float32)
-        self._ratio = np.zeros(spec.n_head, np.float32)
-        self._sums = np.zeros((self._n_unit, 2, 4))
-        self._gain = np.ones(self._n_unit)
+        n_kv, width = spec.n_head_kv, padded(spec.head_dim)
+        size = width if method.sigma == "cov" else 0
+        self._constants = Constants(
+            mean_k=np.zeros((n_kv, width), np.float32),
+            mean_v=np.zeros((n_kv, padded(spec.value_dim)), np.float32),
+            covariance=np.zeros((n_kv, size, size), np.float32),
+            ratio=np.zeros(spec.n_head, np.float32),
+        )
+        self._rules = kernels.Rules(
+            float(spec.scale), n_kv, method.recent, method.a, method.decay, method.epsilon,
+            method.expand == "filtered",
+        )  # fmt: skip
+        none = np.zeros((self._n_unit, 0), np.float32)
+        sums, gain = np.zeros((self._n_unit, 2, 4)), np.ones(self._n_unit)
+        self._tables = Tables(none, none, none, none, sums, gain)
         self._raised = np.ones(self._n_unit)
         self._statistics = np.zeros((self._n_unit, kernels.N_STATISTICS), np.int64)
         self._untraced = np.empty((spec.n_head, 0), np.int32), np.zeros(spec.n_head, np.int64)
-        self._allocate(0)
         self._indexed = False
 
     def _allocate(self, capacity: int) -> None:
         """Tables of ``capacity`` entries, what they hold kept; new entries are 0."""
-        self._tables = [_grown(t, self._n_unit, capacity) for t in getattr(self, "_tables", (0, 0))]
-        blocks = -(-capacity // history.BLOCK)
-        self._bounds = [_grown(t, self._n_unit, blocks) for t in getattr(self, "_bounds", (0, 0))]
+        old, blocks = self._tables, -(-capacity // history.BLOCK)
+        self._tables = old._replace(
+            ver=_grown(old.ver, capacity),
+            dist=_grown(old.dist, capacity),
+            ver_bounds=_grown(old.ver_bounds, blocks),
+            dist_bounds=_grown(old.dist_bounds, blocks),
+        )
 
     def prefill(self, x: AttnInput) -> Any:
         window = self.method.window
@@ -159,23 +172,21 @@ class LFPSCache(LayerCache):
 
         store, spec = self.store, self.spec
         keys, values = store.keys(N_SINKS).float(), store.values(N_SINKS)  # (G, nn, d)
-        self._mean_k[:] = keys.mean(1).numpy()
-        self._mean_v[:] = values.mean(1, dtype=torch.float32).numpy()
+        constants = self._constants
+        constants.mean_k[:] = keys.mean(1).numpy()
+        constants.mean_v[:] = values.mean(1, dtype=torch.float32).numpy()
         if self.method.sigma == "cov":
             centred = keys.sub_(keys.mean(1, keepdim=True))
-            self._covariance = (centred.transpose(1, 2) @ centred / keys.shape[1]).numpy()
+            constants.covariance[:] = (centred.transpose(1, 2) @ centred / keys.shape[1]).numpy()
         else:
             last = queries[:, -1].reshape(spec.n_head_kv, spec.group, -1)  # (G, H/G, d)
             scores = last @ keys[..., : spec.head_dim].transpose(1, 2)
             variance = scores.var(-1, correction=0)
-            self._ratio[:] = (variance / (last**2).sum(-1)).reshape(-1).numpy()
+            constants.ratio[:] = (variance / (last**2).sum(-1)).reshape(-1).numpy()
         self._allocate(max(store.capacity, store.n + 256))
         q = np.zeros((spec.n_head, queries.shape[1], padded(spec.head_dim)), np.float32)
         q[..., : spec.head_dim] = queries.numpy()
-        kernels.lfps_init(
-            q, store.layout, store.n, spec.n_head_kv, spec.scale, self.method.decay, *self._tables,
-            *self._bounds, self._sums, self._gain,
-        )  # fmt: skip
+        kernels.lfps_init(q, store.layout, store.n, self._rules, self._tables)
         self._raised[:] = 1.0
         self._indexed = True
 
@@ -195,7 +206,7 @@ class LFPSCache(LayerCache):
 
             self.backend.append_row(store, x)  # the tables start from all rows, this one too
             self._index(torch.from_numpy(x.q[..., : spec.head_dim]))
-        if n > self._tables[0].shape[1]:
+        if n > self._tables.ver.shape[1]:
             self._allocate(n + n // 8 + 256)
         out = np.empty((spec.n_head, store.v_type.width), np.float32)
         attended, counts = self._untraced
@@ -205,11 +216,8 @@ class LFPSCache(LayerCache):
             counts = np.zeros(spec.n_head, np.int64)
         limit = max(method.candidates, 2 * k) if method.candidates else n
         kernels.lfps_step(
-            x.q, x.k, x.v, store.layout, n, spec.n_head_kv, spec.scale, k, method.recent,
-            limit, method.a, method.decay, method.epsilon, method.expand == "filtered",
-            *self._tables, *self._bounds, self._sums, self._gain, self._raised, self._mean_k,
-            self._mean_v, self._covariance, self._ratio, self._statistics, attended, counts, out,
-            spec.n_threads,
+            x.q, x.k, x.v, store.layout, n, k, limit, self._rules, self._tables, self._raised,
+            self._constants, self._statistics, attended, counts, out, spec.n_threads,
         )  # fmt: skip
         store.n = n
         if self.traced:
@@ -222,8 +230,7 @@ class LFPSCache(LayerCache):
         return super().truncate(n)
 
     def memory(self) -> Memory:
-        index = sum(table.nbytes for table in (*self._tables, *self._bounds))
-        index += self._covariance.nbytes + self._mean_k.nbytes + self._mean_v.nbytes
+        index = sum(array.nbytes for array in (*self._tables, *self._constants))
         return Memory(host=self.store.nbytes, index=index)
 
     def counters(self) -> Mapping[str, int]:
@@ -247,10 +254,9 @@ class LFPSCache(LayerCache):
         return counts
 
 
-def _grown(old: Any, n_rows: int, n_columns: int) -> np.ndarray:
-    """f32 zeros (n_rows, n_columns) with ``old``, an array or nothing, in front."""
-    new = np.zeros((n_rows, n_columns), np.float32)
-    if isinstance(old, np.ndarray):
-        kept = min(old.shape[1], n_columns)
-        new[:, :kept] = old[:, :kept]
+def _grown(old: np.ndarray, n_columns: int) -> np.ndarray:
+    """f32 zeros (rows of ``old``, n_columns) with ``old`` in front, cut where it is longer."""
+    new = np.zeros((len(old), n_columns), np.float32)
+    kept = min(old.shape[1], n_columns)
+    new[:, :kept] = old[:, :kept]
     return new

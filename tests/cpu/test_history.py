@@ -8,7 +8,8 @@ from stored_rows import KINDS, layout, store
 
 from sparsekv_cli.cpu import history, lfps
 from sparsekv_cli.cpu.attention import attend_dense_ref
-from sparsekv_cli.cpu.history import BLOCK, SINKS
+from sparsekv_cli.cpu.bypass import Constants
+from sparsekv_cli.cpu.history import BLOCK, SINKS, Tables
 from sparsekv_cli.cpu.rows import F16
 
 SIZES = [5, 63, 64, 65, 127, 128, 129, 200]
@@ -153,10 +154,11 @@ class Layer:
         self.stored = [store(rng.standard_normal((n_head_kv, n + 9, d)), kind) for kind in kinds]
         self.k, self.v = (rows.exact for rows in self.stored)
         self.n, self.n_kv, self.scale = n, n_head_kv, np.float32(d**-0.5)
-        self.tables = [np.zeros((n_unit, n + 40), np.float32) for _ in range(2)]
-        self.bounds = [np.zeros((n_unit, -(-(n + 40) // BLOCK)), np.float32) for _ in range(2)]
-        self.sums = np.zeros((n_unit, 2, 4))
-        self.gain, self.raised = np.ones(n_unit), np.ones(n_unit)
+        blocks = -(-(n + 40) // BLOCK)
+        widths = (n + 40, n + 40, blocks, blocks)
+        arrays = [np.zeros((n_unit, width), np.float32) for width in widths]
+        self.tables = Tables(*arrays, np.zeros((n_unit, 2, 4)), np.ones(n_unit))
+        self.raised = np.ones(n_unit)
         self.statistics = np.zeros((n_unit, lfps.N_STATISTICS), np.int64)
         self.attended = np.zeros((n_head, n + 1), np.int32)
         self.counts = np.zeros(n_head, np.int64)
@@ -164,21 +166,21 @@ class Layer:
 
     def init(self, q: np.ndarray, decay: float = 0.95) -> None:
         """q f32 (H, s, d)."""
-        lfps.lfps_init(
-            q, layout(*self.stored), self.n, self.n_kv, self.scale, decay, *self.tables,
-            *self.bounds, self.sums, self.gain,
-        )  # fmt: skip
+        lfps.lfps_init(q, layout(*self.stored), self.n, self.rules(0.2, 1.0, decay), self.tables)
+
+    def rules(self, a: float, epsilon: float, decay: float = 0.95) -> lfps.Rules:
+        return lfps.Rules(float(self.scale), self.n_kv, 32, a, decay, epsilon, False)
 
     def step(self, k_budget: int, a: float, epsilon: float = 1.0, limit: int | None = None) -> None:
         n_head, d = self.q.shape
-        mean = [np.zeros((self.n_kv, d), np.float32) for _ in range(2)]
+        means = [np.zeros((self.n_kv, d), np.float32) for _ in range(2)]
+        none = np.zeros((self.n_kv, 0, 0), np.float32)
+        constants = Constants(*means, none, np.zeros(n_head, np.float32))
         k, v = (rows[:, self.n - 1, None] for rows in (self.k, self.v))  # stored as it is already
         lfps.lfps_step(
-            self.q[:, None], k, v, layout(*self.stored), self.n, self.n_kv, self.scale, k_budget,
-            32, limit or self.n, a, 0.95, epsilon, False, *self.tables, *self.bounds, self.sums,
-            self.gain, self.raised, *mean, np.zeros((self.n_kv, 0, 0), np.float32),
-            np.zeros(n_head, np.float32), self.statistics, self.attended, self.counts, self.out,
-            2,
+            self.q[:, None], k, v, layout(*self.stored), self.n, k_budget, limit or self.n,
+            self.rules(a, epsilon), self.tables, self.raised, constants, self.statistics,
+            self.attended, self.counts, self.out, 2,
         )  # fmt: skip
 
 
@@ -220,9 +222,9 @@ def test_no_more_candidates_than_the_limit(limit):
 def test_init_sums_to_ten(s, shared):
     layer = Layer(6, 2, 64, 150, 2 if shared else 6)
     layer.init(np.repeat(layer.q[:, None], s, axis=1))
-    for which, table in enumerate(layer.tables):
+    for which, table in enumerate(layer.tables[:2]):
         np.testing.assert_allclose(table.sum(1), 10, rtol=1e-5)
-        np.testing.assert_allclose(layer.sums[:, which, 0], 10, rtol=1e-5)
+        np.testing.assert_allclose(layer.tables.sums[:, which, 0], 10, rtol=1e-5)
         assert (table >= 0).all() and not table[:, 150:].any()
         assert not table[:, :SINKS].any() or which == 1
     assert not layer.tables[1][:, 150 - SINKS :].any()  # no distance reaches a sink
@@ -236,5 +238,5 @@ def test_huge_scores_stay_finite():
     for epsilon in (1.0, 0.5):
         layer.step(k_budget=30, a=0.2, epsilon=epsilon)
         assert np.isfinite(layer.out).all()
-        assert all(np.isfinite(table).all() for table in layer.tables)
-        assert np.isfinite(layer.sums).all()
+        assert all(np.isfinite(table).all() for table in layer.tables[:2])
+        assert np.isfinite(layer.tables.sums).all()

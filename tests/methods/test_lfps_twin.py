@@ -159,9 +159,9 @@ def compare_tables(cache: LFPSCache, twin: LFPSTwin) -> None:
     """Tables times gain, their sums and their power sums."""
     n = cache.store.n
     for which, (table, expected) in enumerate(
-        zip(cache._tables, (twin.ver, twin.dist), strict=True)
+        zip(cache._tables[:2], (twin.ver, twin.dist), strict=True)
     ):
-        actual = table[:, :n].astype(np.float64) * cache._gain[:, None]
+        actual = table[:, :n].astype(np.float64) * cache._tables.gain[:, None]
         np.testing.assert_allclose(actual, expected, atol=2e-5)
         assert not table[:, n:].any()
         np.testing.assert_allclose(actual.sum(1), expected.sum(1), rtol=1e-5)
@@ -171,9 +171,9 @@ def compare_tables(cache: LFPSCache, twin: LFPSTwin) -> None:
             exact = (table[:, :n].astype(np.float64) ** power).sum(1)
             scale = (np.abs(table[:, :n].astype(np.float64)) ** power).sum(1)
             np.testing.assert_array_less(
-                np.abs(cache._sums[:, which, power - 1] - exact), 1e-9 * scale + 1e-12
+                np.abs(cache._tables.sums[:, which, power - 1] - exact), 1e-9 * scale + 1e-12
             )
-        bounds = cache._bounds[which]
+        bounds = cache._tables[2 + which]
         for block in range(-(-n // 64)):
             entries = table[:, 64 * block : min(n, 64 * block + 64)]
             assert (bounds[:, block] >= entries.max(1)).all()
@@ -185,13 +185,13 @@ def run_both(geometry, options, seed, sink_strength=3.0, n_steps=N_STEPS):
     cache = make_cache(geometry, options)
     twin = LFPSTwin(options, geometry.n_head, geometry.n_head_kv)
     prefill(cache, q, k, v)
-    capacities = cache._tables[0].shape[1], cache.store.capacity
+    capacities = cache._tables.ver.shape[1], cache.store.capacity
     twin.start(q, k, v)
     compare_tables(cache, twin)
     seen = follow(cache, twin, stream, n_steps)
     compare_tables(cache, twin)
     if n_steps == N_STEPS:  # both have grown on the way
-        assert cache._tables[0].shape[1] > capacities[0]
+        assert cache._tables.ver.shape[1] > capacities[0]
         assert cache.store.capacity > capacities[1]
     return cache, twin, seen
 
@@ -241,7 +241,7 @@ def test_rescaling_changes_nothing(decay, tables):
     cache, _, seen = run_both(Geometry(6, 2, 64, 190), options, seed=5)
     assert seen["bypassed"] == 0 and seen["ties"] <= 2
     n_since = (N_STEPS % 132) if decay == 0.9 else N_STEPS - 270
-    np.testing.assert_allclose(cache._gain, decay**n_since, rtol=1e-9)
+    np.testing.assert_allclose(cache._tables.gain, decay**n_since, rtol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_heads_that_are_always_bypassed_leave_the_tables_alone(sigma):
     options = TwinOptions(budget=20, epsilon=1e-9, sigma=sigma)
     cache, _, seen = run_both(Geometry(3, 1, 80, 100), options, seed=3, n_steps=30)
     assert seen["active"] == 0
-    np.testing.assert_array_equal(cache._gain, 1.0)
+    np.testing.assert_array_equal(cache._tables.gain, 1.0)
 
 
 def test_a_later_turn_starts_the_tables_again():
@@ -324,8 +324,8 @@ def test_decode_after_truncate_starts_new_tables():
     prefill(fresh, q[:, :120], k[:, :120], v[:, :120])
     fresh.truncate(120)
     np.testing.assert_array_equal(fresh.decode(row_input(q_row, k_row, v_row, 120)), out)
-    for table in cut._tables:
-        np.testing.assert_allclose(table.sum(1) * cut._gain, 10, rtol=1e-4)
+    for table in cut._tables[:2]:
+        np.testing.assert_allclose(table.sum(1) * cut._tables.gain, 10, rtol=1e-4)
 
 
 @pytest.mark.parametrize("n_prefill", [1, 4, 5, 6, 7, 12])
