@@ -37,6 +37,12 @@ class DeviceInput(NamedTuple):
     step: Step
 
 
+def grid_bound(n: int) -> int:
+    """At least n rows, a quarter more at most (256 for few): what a graph's grids are made for."""
+    step = max(256, 1 << max(0, n.bit_length() - 3))
+    return -(-n // step) * step
+
+
 class DeviceStore:
     """K and V of one layer in device memory, f16 (1, G, capacity, d) and (1, G, capacity, d_v)."""
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from sparsekv_cli.cache import AttnInput, LayerCache
-from sparsekv_cli.device.cache import DeviceCache, DeviceInput, Step
+from sparsekv_cli.device.cache import DeviceCache, DeviceInput, Step, grid_bound
 from sparsekv_cli.device.graphs import Piece, Steps
 from sparsekv_cli.device.host import HostCache
 from sparsekv_cli.device.step import StepBuffers
@@ -78,7 +78,9 @@ class DeviceDecoder(Forward):
         self.rows = TorchRows(hparams, self.rope, interleaved, self.dtype)
         self._steps = Steps(self.device, capture=capture)
         self._buffers = StepBuffers(hparams, 1, self.device)
+        # Of the step that runs: of each sequence, the position and the caches.
         self._positions: Sequence[int] = ()
+        self._caches: Sequence[Sequence[LayerCache]] = ()
 
     # --- many rows, layer by layer ----------------------------------------------------------------
 
@@ -126,7 +128,7 @@ class DeviceDecoder(Forward):
         n_rows = len(tokens)
         if n_rows != self._buffers.n_rows:
             self._buffers = StepBuffers(self.hparams, n_rows, self.device)
-        buffers, self._positions = self._buffers, positions
+        buffers, self._positions, self._caches = self._buffers, positions, caches
         self.rope.reserve(max(positions) + 1)
         for b, (token, pos) in enumerate(zip(tokens, positions, strict=True)):
             self.embed_row(token, buffers.host_x[b].numpy())
@@ -136,6 +138,7 @@ class DeviceDecoder(Forward):
         owners = [buffers, *(cache for layers in caches for cache in layers)]
         self._steps.run(owners, key, lambda: list(self._program(caches)))
         logits = buffers.logits()
+        self._caches = ()
         for layers, pos in zip(caches, positions, strict=True):
             for cache in layers:
                 if isinstance(cache, DeviceCache):
@@ -164,7 +167,7 @@ class DeviceDecoder(Forward):
                     calls.append(partial(self._attend, i, b, cache))
             if on_host:
                 yield Piece(_in_order([*calls, buffers.download_inputs]), False)
-                yield Piece(partial(self._attend_on_host, i, layers), True)
+                yield Piece(partial(self._attend_on_host, i), True)
                 calls = [partial(buffers.upload_attended, i, on_host)]
             calls.append(partial(self._finish, i))
         joins = [c.join for layers in caches for c in layers if isinstance(c, DeviceCache)]
@@ -189,10 +192,11 @@ class DeviceDecoder(Forward):
         x = DeviceInput._make((*(t[row] for t in buffers.inputs(i)), step))
         buffers.attended(i)[row] = cache.decode(x)
 
-    def _attend_on_host(self, i: int, layers: Sequence[LayerCache]) -> None:
+    def _attend_on_host(self, i: int) -> None:
         """The same for all rows whose cache lies on the host."""
         buffers = self._buffers
-        for b, (cache, pos) in enumerate(zip(layers, self._positions, strict=True)):
+        for b, (caches, pos) in enumerate(zip(self._caches, self._positions, strict=True)):
+            cache = caches[i]
             if not isinstance(cache, DeviceCache):
                 out = cache.decode(AttnInput._make((*buffers.host_inputs(i, b), pos)))
                 buffers.host_attended(i)[b] = out[:, : self.hparams.value_dim]
@@ -219,9 +223,3 @@ def _in_order(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
             call()
 
     return run
-
-
-def grid_bound(n: int) -> int:
-    """At least n rows, a quarter more at most (256 for few): what a graph's grids are made for."""
-    step = max(256, 1 << max(0, n.bit_length() - 3))
-    return -(-n // step) * step

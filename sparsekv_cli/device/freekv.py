@@ -23,7 +23,13 @@ from typing import Any, NamedTuple
 import torch
 
 from sparsekv_cli.cache import AttnInput, LayerSpec, Memory
-from sparsekv_cli.device.cache import DeviceCache, DeviceInput, DeviceStore, count_dense
+from sparsekv_cli.device.cache import (
+    DeviceCache,
+    DeviceInput,
+    DeviceStore,
+    count_dense,
+    grid_bound,
+)
 from sparsekv_cli.device.copies import CopyRecall
 from sparsekv_cli.device.pages import DevicePages
 from sparsekv_cli.device.side import SideStream
@@ -102,7 +108,7 @@ class DeviceFreeKV(DeviceCache):
         plan = self.method.plan(n + 1)
         if plan is None:
             return
-        self._enter_pages(plan, n + 1)
+        self._enter_pages(plan, grid_bound(n + 1))  # what the first step asks for
         if self._ahead:
             self._recent = self._recent_of(n)
             numbers = [[n], [self.budget_rows(n + 1)]]

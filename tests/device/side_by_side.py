@@ -14,8 +14,7 @@ from sparsekv_cli.cache import AttnInput, LayerSpec, Method, padded
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.latent import rotate_ref
-from sparsekv_cli.device.cache import DeviceCache, DeviceInput, Step
-from sparsekv_cli.device.decoder import grid_bound
+from sparsekv_cli.device.cache import DeviceCache, DeviceInput, Step, grid_bound
 from sparsekv_cli.device.engine import device_cache
 from sparsekv_cli.device.ops import DeviceOps
 from sparsekv_cli.methods import build_method
