@@ -41,7 +41,7 @@ ABLATION = (
     "freekv:cache_pages=1", "freekv:recall=copy", "freekv:preset=paper",
     "freekv:preset=paper;recall=copy", "freekv:preset=paper;speculate=false",
 )  # fmt: skip
-COUNTERS = ("pages_recalled", "pages_hit", "heads_corrected")
+COUNTERS = ("pages_recalled", "pages_hit", "heads_corrected", "us_waited")
 
 
 class Bench:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sparsekv_cli.cache import LayerCache, LayerSpec, Memory
+from sparsekv_cli.device.side import SideStream, join_all
 from sparsekv_cli.kernels import attention
 
 
@@ -104,6 +105,7 @@ class DeviceCache(LayerCache):
     """The mutable state of one layer of one sequence, in device memory."""
 
     store: Any  # a DeviceStore, or what a method has in its place
+    side: SideStream | None = None  # of a cache that launches work beside the steps
 
     def __init__(self, spec: LayerSpec, backend: Any) -> None:
         super().__init__(spec, backend)
@@ -127,7 +129,9 @@ class DeviceCache(LayerCache):
         """Adds the row of a DeviceInput; its attention f32 (1, H, d_v). Launches only."""
 
     def join(self) -> None:
-        """Called at the end of a step's launches: joins what ``decode`` has launched beside it."""
+        """Joins what ``decode`` has launched beside the step: before the step ends."""
+        if self.side is not None:
+            join_all([self.side])
 
     @abstractmethod
     def settle(self, n: int) -> None:

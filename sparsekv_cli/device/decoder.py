@@ -17,6 +17,7 @@ from sparsekv_cli.cache import AttnInput, LayerCache
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, Step, grid_bound
 from sparsekv_cli.device.graphs import Piece, Steps
 from sparsekv_cli.device.host import HostCache
+from sparsekv_cli.device.side import join_all
 from sparsekv_cli.device.step import StepBuffers
 from sparsekv_cli.device.weights import DeviceWeights
 from sparsekv_cli.kernels import layer as kernels
@@ -170,8 +171,9 @@ class DeviceDecoder(Forward):
                 yield Piece(partial(self._attend_on_host, i), True)
                 calls = [partial(buffers.upload_attended, i, on_host)]
             calls.append(partial(self._finish, i))
-        joins = [c.join for layers in caches for c in layers if isinstance(c, DeviceCache)]
-        yield Piece(_in_order([*calls, self._output, *joins]), False)
+        on_device = [c for layers in caches for c in layers if isinstance(c, DeviceCache)]
+        join = partial(join_all, [c.side for c in on_device if c.side is not None])
+        yield Piece(_in_order([*calls, self._output, join]), False)
 
     def _project(self, i: int) -> None:
         """Layer i's q, k, v in the buffers, from the residual stream."""
