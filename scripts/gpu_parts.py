@@ -34,14 +34,20 @@ LOGITS_OF = (
     "snapkv", "h2o",
 )  # fmt: skip
 WHOLE_OF = ("topk", "streaming", "quest", "fasa", "fasa:variant=m", "freekv")
-TOKENS_OF = ("full", "fasa", "sals", "freekv", "quest", "topk", "fasa:variant=m", "streaming")
+TOKENS_OF = (
+    "full", "fasa", "sals", "freekv", "fasa:variant=m",
+    "fasa:variant=m;prefetch=true", "quest", "topk", "streaming",
+)  # fmt: skip
 LARGEST_KLD = 1e-3
 ABLATION = (
     "freekv", "freekv:speculate=false", "freekv:correct=false", "freekv:tau=0.8",
     "freekv:cache_pages=1", "freekv:recall=copy", "freekv:preset=paper",
     "freekv:preset=paper;recall=copy", "freekv:preset=paper;speculate=false",
 )  # fmt: skip
-COUNTERS = ("pages_recalled", "pages_hit", "heads_corrected", "us_waited")
+COUNTERS = (
+    "pages_recalled", "pages_hit", "heads_corrected", "us_waited", "rows_hit",
+    "rows_recalled", "rows_prefetched",
+)  # fmt: skip
 
 
 class Bench:

@@ -128,6 +128,18 @@ class DeviceCache(LayerCache):
     def decode(self, x: Any) -> Any:
         """Adds the row of a DeviceInput; its attention f32 (1, H, d_v). Launches only."""
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether ``fetch_ahead`` is to be called in the step that was planned."""
+        return False
+
+    def fetch_ahead(self, q: torch.Tensor, step: Step) -> None:
+        """Launches that prepare ``decode`` of the same step by a guess of its query.
+
+        q f32 (1, H, d), rotated. They run beside other layers' launches, and end before ``decode``.
+        """
+        raise NotImplementedError
+
     def join(self) -> None:
         """Joins what ``decode`` has launched beside the step: before the step ends."""
         if self.side is not None:

@@ -17,7 +17,7 @@ from sparsekv_cli.cache import AttnInput, LayerCache
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, Step, grid_bound
 from sparsekv_cli.device.graphs import Piece, Steps
 from sparsekv_cli.device.host import HostCache
-from sparsekv_cli.device.side import join_all
+from sparsekv_cli.device.side import SideStream, join_all
 from sparsekv_cli.device.step import StepBuffers
 from sparsekv_cli.device.weights import DeviceWeights
 from sparsekv_cli.kernels import layer as kernels
@@ -52,6 +52,7 @@ class DeviceDecoder(Forward):
     """
 
     foreign: Callable[[LayerCache], HostCache]
+    _guessed_from: torch.Tensor  # kept because the other stream reads it
 
     def __init__(
         self,
@@ -79,6 +80,7 @@ class DeviceDecoder(Forward):
         self.rows = TorchRows(hparams, self.rope, interleaved, self.dtype)
         self._steps = Steps(self.device, capture=capture)
         self._buffers = StepBuffers(hparams, 1, self.device)
+        self._beside = SideStream(self.device)
         # Of the step that runs: of each sequence, the position and the caches.
         self._positions: Sequence[int] = ()
         self._caches: Sequence[Sequence[LayerCache]] = ()
@@ -162,6 +164,8 @@ class DeviceDecoder(Forward):
         calls: list[Callable[[], None]] = [buffers.upload]
         for i, layers in enumerate(zip(*caches, strict=True)):
             calls.append(partial(self._project, i))
+            calls.append(self._beside.join)
+            calls.append(partial(self._look_ahead, i + 1, caches))
             on_host = [b for b, cache in enumerate(layers) if not isinstance(cache, DeviceCache)]
             for b, cache in enumerate(layers):
                 if isinstance(cache, DeviceCache):
@@ -177,21 +181,48 @@ class DeviceDecoder(Forward):
 
     def _project(self, i: int) -> None:
         """Layer i's q, k, v in the buffers, from the residual stream."""
+        self._split(i, self._normed(i), self._buffers.inputs(i))
+
+    def _look_ahead(self, i: int, caches: Sequence[Sequence[LayerCache]]) -> None:
+        """Lets caches of layer i fetch by a guess of its query, from the residual stream as it is
+        before the layer below it; beside what follows, until layer i begins.
+        """
+        if i == self.hparams.n_layer:
+            return
+        of_layer = [(b, layers[i]) for b, layers in enumerate(caches)]
+        looking = [(b, c) for b, c in of_layer if isinstance(c, DeviceCache) and c.looks_ahead]
+        if not looking:
+            return
+        self._guessed_from = self._normed(i)
+        guessed = self._buffers.guessed(i)
+        with self._beside.fork():
+            self._split(i, self._guessed_from, guessed)
+            for b, cache in looking:
+                cache.fetch_ahead(guessed[0][b : b + 1], self._step(b))
+
+    def _normed(self, i: int) -> torch.Tensor:
+        vectors: Any = self._on_device.layers[i].vectors  # tensors
+        return kernels.rms_norm(self._buffers.x, vectors.attn_norm, self.hparams.norm_eps)
+
+    def _split(self, i: int, normed: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+        """Layer i's projections of ``normed`` f32 (B, n_embd) as q, k, v, q_nope, k_nope."""
         h, layer, buffers = self.hparams, self._on_device.layers[i], self._buffers
         vectors: Any = layer.vectors  # tensors
-        normed = kernels.rms_norm(buffers.x, vectors.attn_norm, h.norm_eps)
         kernels.split_heads(
-            layer.qkv.apply(normed), buffers.inputs(i), buffers.pos, self.rope.cos, self.rope.sin,
+            layer.qkv.apply(normed), inputs, buffers.pos, self.rope.cos, self.rope.sin,
             biases=(vectors.q.bias, vectors.k.bias, vectors.v.bias),
             norms=(vectors.q_norm, vectors.k_norm),
             eps=h.norm_eps, interleaved=self.architecture.rope_interleaved,
         )  # fmt: skip
 
+    def _step(self, b: int) -> Step:
+        buffers, row = self._buffers, slice(b, b + 1)
+        return Step(buffers.pos[row], buffers.n[row], buffers.budget[row])
+
     def _attend(self, i: int, b: int, cache: DeviceCache) -> None:
         """Row b's attention, in the buffers."""
         buffers, row = self._buffers, slice(b, b + 1)
-        step = Step(buffers.pos[row], buffers.n[row], buffers.budget[row])
-        x = DeviceInput._make((*(t[row] for t in buffers.inputs(i)), step))
+        x = DeviceInput._make((*(t[row] for t in buffers.inputs(i)), self._step(b)))
         buffers.attended(i)[row] = cache.decode(x)
 
     def _attend_on_host(self, i: int) -> None:
