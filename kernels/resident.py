@@ -17,7 +17,7 @@ import triton.language as tl
 
 from sparsekv_cli.kernels.checks import check, check_on_host
 
-FETCHED = 32  # rows that a program fetches from the host
+FETCHED = 16  # rows that a program fetches from the host
 # Columns of ``state``: launches of ``place_rows`` so far, that of the last step itself, the slot
 # whose turn it is, and how many are to be filled.
 CLOCK, LAST_STEP, HAND, N_MISSING, N_STATE = (tl.constexpr(i) for i in range(5))
@@ -54,7 +54,7 @@ def empty_resident(
         v=torch.zeros(*heads, n_slot, d_v, dtype=torch.float16, device=device),
         slot_of=numbers(capacity, fill=-1),
         row_in=numbers(n_slot, fill=-1),
-        used=numbers(n_slot),
+        used=numbers(n_slot, fill=-1),
         free=numbers(n_slot),
         missing=numbers(n_slot),
         state=numbers(N_STATE.value),
@@ -81,8 +81,8 @@ def _place_rows_kernel(
         keep = tl.load(state_at + LAST_STEP)
     else:  # what a step that was broken off has left of the newest row is another row
         newest = tl.load(n_ptr + b) - 1
-        slot = tl.load(slot_of_at + newest)
-        tl.store(row_in_at + tl.maximum(slot, 0), NO_ROW, mask=slot >= 0)
+        stale = tl.load(slot_of_at + newest)
+        tl.store(row_in_at + tl.maximum(stale, 0), NO_ROW, mask=stale >= 0)
         tl.store(slot_of_at + newest, NO_ROW)
         tl.debug_barrier()
     for t in range(GROUP):
@@ -171,7 +171,7 @@ def place_rows(
         raise ValueError(f"k has {n_slot} slots: expected {min(group * m, capacity)}")
     if places is not None:
         check("places", places, torch.int32, (n_batch, n_head, m), device)
-    block, block_s = (min(1024, max(32, triton.next_power_of_2(size))) for size in (m, n_slot))
+    block, block_s = (min(512, max(32, triton.next_power_of_2(size))) for size in (m, n_slot))
     _place_rows_kernel[(n_batch * n_kv_head,)](
         idx, counts, n, *resident[2:], places, m, n_slot, capacity, n_kv_head, *idx.stride()[:2],
         GROUP=group, BLOCK=block, BLOCK_S=block_s, IS_AHEAD=places is None, num_warps=4,
