@@ -166,7 +166,8 @@ def _input(spec: LayerSpec, n: int, budget: int, device: torch.device) -> Device
 
 def _step(cache: Any, x: DeviceInput) -> None:
     cache.decode(x)
-    cache.join()
+    if cache.side is not None:
+        cache.side.join()
 
 
 def _all(calls: list[Callable[[], None]]) -> None:

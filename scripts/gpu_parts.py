@@ -171,21 +171,27 @@ class Bench:
 
     def tokens(self) -> Iterator[Task]:
         """Decode and prefill with random weights; lfps and full with K and V on the host too."""
-        for name in ("tiny",) if self.tiny else ("llama-3.1-8b", "llama-3.2-1b"):
-            model = random_model(name)
-            auto, host = (
-                open_engine(model, self.device, self.n_threads, kv) for kv in ("auto", "host")
-            )
-            for n in (150,) if self.tiny else (32768, 8192):
-                prefill = partial(self._prefill_speed, model, auto, n)
+        names = ("tiny",) if self.tiny else ("llama-3.1-8b", "llama-3.2-1b")
+        large, small = names[0], names[-1]
+        models = {name: random_model(name) for name in names}
+        engines = {
+            (name, kv): open_engine(model, self.device, self.n_threads, kv)
+            for name, model in models.items() for kv in ("auto", "host")
+        }  # fmt: skip
+        # What takes minutes to fill comes last.
+        depths = [(large, 32768), (large, 8192), (small, 32768), (small, 8192), (small, 131072),
+                  (large, 131072)]  # fmt: skip
+        for name, n in [("tiny", 150)] if self.tiny else depths:
+            model, engine = models[name], engines[name, "auto"]
+            if n < 131072:
+                prefill = partial(self._prefill_speed, model, engine, n)
                 yield Task(f"prefill, {name}", str(n), prefill)
-            for n in (150,) if self.tiny else (32768, 131072, 8192):
-                for spec in TOKENS_OF:
-                    decode = partial(self._decode_speed, model, auto, spec, n, "auto")
-                    yield Task(f"tokens, {name}", f"{spec} {n}", decode)
-                for spec in ("lfps", "full"):
-                    decode = partial(self._decode_speed, model, host, spec, n, "host")
-                    yield Task(f"tokens, {name}", f"{spec} {n}, K and V on the host", decode)
+            for spec in TOKENS_OF:
+                decode = partial(self._decode_speed, model, engine, spec, n, "auto")
+                yield Task(f"tokens, {name}", f"{spec} {n}", decode)
+            for spec in ("lfps", "full"):
+                on_host = partial(self._decode_speed, model, engines[name, "host"], spec, n, "host")
+                yield Task(f"tokens, {name}", f"{spec} {n}, K and V on the host", on_host)
 
     def _prefill_speed(self, model: Model, engine: DeviceEngine, n: int) -> Iterator[Row]:
         ids = np.random.default_rng(0).integers(0, model.hparams.n_vocab, n).tolist()

@@ -37,6 +37,7 @@ class Report:
         self._path, self._about, self._match = path, about, match
         self._end = time.monotonic() + seconds
         self._tables: dict[str, list[Row]] = {}
+        self._printing = ""  # the table that is being printed
         self.errors: list[str] = []
         self.left_out: list[str] = []
 
@@ -71,9 +72,12 @@ class Report:
     def _add(self, table: str, row: Row) -> None:
         """Prints and keeps a row; the columns are those of the table's first one."""
         rows = self._tables.setdefault(table, [])
-        if not rows:
-            print(f"\n## {table}\n\n{_line(list(row))}\n|{'---|' * len(row)}")
         rows.append(row)
+        if table != self._printing:
+            self._printing = table
+            print(f"\n## {table}\n\n{_line(list(rows[0]))}\n|{'---|' * len(rows[0])}")
+        if row.get("ok") is False:
+            self.errors.append(f"{table}: not ok: {_line(list(row.values()))}")
         print(_line([row.get(column) for column in rows[0]]), flush=True)
         self.save()
 
