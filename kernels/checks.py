@@ -32,3 +32,10 @@ def check(
     if not contiguous:
         what = "in its last dimension" if strided else "throughout"
         raise ValueError(f"{name} has strides {x.stride()}: expected contiguous {what}")
+
+
+def check_on_host(name: str, x: torch.Tensor, shape: tuple[int | None, ...]) -> None:
+    """ValueError unless ``x`` is f16 host memory that a device reaches, if there is a device."""
+    check(name, x, torch.float16, shape, torch.device("cpu"), strided=True)
+    if torch.cuda.is_available() and not x.is_pinned():
+        raise ValueError(f"{name} is pageable: expected pinned memory")

@@ -41,7 +41,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "n_vocab": 128256,
     },
     "tiny": {
-        "n_layer": 3, "n_embd": 64, "n_head": 2, "n_head_kv": 1, "n_ff": 64, "n_vocab": 259,
+        "n_layer": 2, "n_embd": 64, "n_head": 2, "n_head_kv": 1, "n_ff": 64, "n_vocab": 259,
     },
 }  # fmt: skip
 FILL_ROWS = 8192  # rows that a cache is given at a time
@@ -80,6 +80,13 @@ def random_model(name: str) -> Model:
     )
 
 
+def tiny_model(folder: str) -> Path:
+    """A file with random weights for a run without a GPU."""
+    return make_model(
+        Path(folder) / "tiny.gguf", n_ctx=512, n_embd=64, n_ff=64, n_vocab=400, head_dim=32
+    )
+
+
 def open_engine(
     model: Model, device: torch.device, n_threads: int, kv: str, gpu_weights: str = "auto"
 ) -> DeviceEngine:
@@ -95,7 +102,7 @@ def random_calibration(spec: LayerSpec, rng: np.random.Generator) -> Mapping[str
     """A layer's tensors for every method that reads some: of the right form, saying nothing."""
     size, n_chunk = spec.n_head_kv * spec.head_dim, len(spec.theta)
     rank = np.stack([rng.permutation(n_chunk) for _ in range(spec.n_head_kv)]).astype(np.uint8)
-    basis = np.linalg.qr(rng.standard_normal((size, size)))[0].astype(np.float32)
+    basis = np.eye(size, dtype=np.float32)[rng.permutation(size)]
     return {
         "dom_var": rank,
         "dom_ca": rank,

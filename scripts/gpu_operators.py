@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,8 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparsekv_cli.cache import Budget, LayerSpec
 from sparsekv_cli.comparison import build_spec
-from sparsekv_cli.device.cache import DeviceInput, Step
-from sparsekv_cli.device.decoder import grid_bound
+from sparsekv_cli.device.cache import DeviceInput, Step, grid_bound
 from sparsekv_cli.device.engine import device_cache
 from sparsekv_cli.device.ops import DeviceOps
 from sparsekv_cli.kernels import attention, chunks, pages, select
@@ -118,7 +117,9 @@ class Rows:
         yield Operator("quest", self.quest, summaries + units * BUDGET * self.row_bytes)
 
 
-def cache_operators(shape: Shape, n_batch: int, n: int, device: torch.device) -> Iterator[Operator]:
+def cache_operators(
+    names: Sequence[str], shape: Shape, n_batch: int, n: int, device: torch.device
+) -> Iterator[Operator]:
     """sals and freekv: the decode of B layer caches, one after another, as ``bench -b`` runs them.
 
     A replay takes the same step again, so freekv finds all its pages; whole tokens tell what recall
@@ -132,7 +133,7 @@ def cache_operators(shape: Shape, n_batch: int, n: int, device: torch.device) ->
     generator = torch.Generator(device=device).manual_seed(0)
     ops = DeviceOps(device)
     ops.dense_prefill = lambda store, x, spec: x.q  # type: ignore[method-assign]
-    for name in ("sals", "freekv"):
+    for name in names:
         method: Any = build_spec(name)
         if name == "freekv":
             method = replace(method, budget=Budget(tokens=BUDGET))
@@ -165,7 +166,8 @@ def _input(spec: LayerSpec, n: int, budget: int, device: torch.device) -> Device
 
 def _step(cache: Any, x: DeviceInput) -> None:
     cache.decode(x)
-    cache.join()
+    if cache.side is not None:
+        cache.side.join()
 
 
 def _all(calls: list[Callable[[], None]]) -> None:

@@ -69,16 +69,3 @@ def link_bandwidth(device: torch.device) -> float:
     target = torch.empty(n_bytes, dtype=torch.uint8, device=device)
     timed = time_calls([lambda: target.copy_(source, non_blocking=True)], device)
     return n_bytes / timed.median / 1e6
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table; numbers with three digits."""
-
-    def text(value: object) -> str:
-        if isinstance(value, float):
-            return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-        return "" if value is None else str(value)
-
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join(map(text, row)) + " |" for row in rows]
-    return "\n".join(lines)

@@ -94,7 +94,7 @@ def open_engine(
         from sparsekv_cli.device.engine import open_device_engine
 
         return open_device_engine(
-            device, hparams, architecture, weights, method, config, n_threads, n_ctx
+            device, hparams, architecture, weights, method, config, n_threads, n_ctx, on_compile
         )
     from sparsekv_cli.cpu import matvec
     from sparsekv_cli.models.decoder import Decoder, cpu_prefill_dtype

@@ -208,4 +208,9 @@ def ledger_line(session: Session, method: str) -> str:
     )
     if ledger["bytes_device"]:
         text += f", {ledger['bytes_device'] / 2**20:.1f} MiB device"
+    if "pages_recalled" in ledger:
+        text += (
+            f", {ledger['pages_recalled']} pages recalled ({ledger['us_waited'] / 1000:.1f} ms "
+            f"waited), {ledger['heads_corrected']} of {ledger['heads_stepped']} heads corrected"
+        )
     return text

@@ -66,19 +66,22 @@ class PrefillProgress:
 class CompileProgress:
     """Says once that kernels are being compiled, with a bar on a terminal.
 
-    Call it with (what, steps done, steps in all); use it as a context manager.
+    Call it with (what, steps done, steps in all), the GPU's with 0 steps in all, whose number
+    nobody knows; use it as a context manager.
     """
 
     def __init__(self) -> None:
-        self._said = False
+        self._said: set[str] = set()
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        if not self._said:
-            self._said = True
-            print("compiling kernels for this CPU (first run only)", file=sys.stderr, flush=True)
-        if not sys.stderr.isatty():
+        place = "CPU" if total else "GPU"
+        if place not in self._said:
+            self._said.add(place)
+            line = f"compiling kernels for this {place} (first run only)"
+            print(line, file=sys.stderr, flush=True)
+        if not total or not sys.stderr.isatty():
             return
         if self._bar is None:
             self._bar = _new_bar("steps")

@@ -14,24 +14,37 @@ from sparsekv_cli.commands.terminal import say
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 
+GPU_PROMPT, GPU_STEPS = 1100, 3
 TRIAL_CONTEXT = 64  # tokens; the trial sequence of warmup.py does not pass through the session
 
 
 @click.command(short_help="Compile all kernels now, so that later runs start at once.")
 @MODEL_OPTION
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True,
+    help="What to compile for; cuda: what the model needs on this GPU.",
+)  # fmt: skip
 @verbose_option
-def command(model: str | None) -> None:
+def command(model: str | None, device: str) -> None:
     """Compile the kernels of every weight format and every method for this CPU.
 
     They are kept on disk; a run that finds them starts at once. Methods are tried on a model: -m,
     SPARSEKV_MODEL or smollm2 if that is installed; which one makes no difference to the kernels.
     Methods that must be calibrated are calibrated for this model, if that was not done before.
+
+    With --device cuda it is the kernels for this GPU, which depend on the model: those that a
+    prompt and some tokens with each method take.
     """
     from sparsekv_cli import session, warmup
     from sparsekv_cli.methods import METHODS, build_method
 
     path = trial_model(model)
     begin = time.perf_counter()
+    if device == "cuda":
+        try_on_gpu(find_model(model) if path is None else path)
+        say(f"kernels of the methods {', '.join(METHODS)} on the GPU: ready")
+        say(f"{time.perf_counter() - begin:.1f} s; kept where Triton keeps them")
+        return
     with CompileProgress() as progress, CalibrationProgress() as calibrating:
         n_compiled = warmup.compile_common_kernels(progress)
         if path is not None:
@@ -51,6 +64,24 @@ def command(model: str | None) -> None:
     else:
         say(f"kernels of the methods {', '.join(METHODS)}: ready, tried on {path.name}")
     say(f"{seconds:.1f} s; kept in {os.environ.get('NUMBA_CACHE_DIR', 'a place numba chose')}")
+
+
+def try_on_gpu(path: Path) -> None:
+    """A prompt longer than any budget, and some tokens, with every method as it is by default."""
+    from sparsekv_cli import session
+    from sparsekv_cli.methods import METHODS, build_method
+
+    config = SessionConfig(device="cuda", ctx_size=GPU_PROMPT + GPU_STEPS)
+    with CompileProgress() as progress, CalibrationProgress() as calibrating:
+        for name in METHODS:
+            loaded = session.load_session(
+                path, build_method(name, {}), config, progress, calibrating
+            )
+            ids = [token % loaded.hparams.n_vocab for token in range(GPU_PROMPT)]
+            loaded.prefill(ids)
+            for token in ids[:GPU_STEPS]:
+                loaded.decode(token)
+            loaded.gguf.close()
 
 
 def trial_model(name: str | None) -> Path | None:

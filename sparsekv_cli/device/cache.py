@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sparsekv_cli.cache import LayerCache, LayerSpec, Memory
+from sparsekv_cli.device.side import SideStream, join_all
 from sparsekv_cli.kernels import attention
 
 
@@ -35,6 +36,12 @@ class DeviceInput(NamedTuple):
     q_nope: torch.Tensor  # (1, H, d), before RoPE
     k_nope: torch.Tensor  # (1, G, d)
     step: Step
+
+
+def grid_bound(n: int) -> int:
+    """At least n rows, a quarter more at most (256 for few): what a graph's grids are made for."""
+    step = max(256, 1 << max(0, n.bit_length() - 3))
+    return -(-n // step) * step
 
 
 class DeviceStore:
@@ -98,6 +105,7 @@ class DeviceCache(LayerCache):
     """The mutable state of one layer of one sequence, in device memory."""
 
     store: Any  # a DeviceStore, or what a method has in its place
+    side: SideStream | None = None  # of a cache that launches work beside the steps
 
     def __init__(self, spec: LayerSpec, backend: Any) -> None:
         super().__init__(spec, backend)
@@ -120,8 +128,22 @@ class DeviceCache(LayerCache):
     def decode(self, x: Any) -> Any:
         """Adds the row of a DeviceInput; its attention f32 (1, H, d_v). Launches only."""
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether ``fetch_ahead`` is to be called in the step that was planned."""
+        return False
+
+    def fetch_ahead(self, q: torch.Tensor, step: Step) -> None:
+        """Launches that prepare ``decode`` of the same step by a guess of its query.
+
+        q f32 (1, H, d), rotated. They run beside other layers' launches, and end before ``decode``.
+        """
+        raise NotImplementedError
+
     def join(self) -> None:
-        """Called at the end of a step's launches: joins what ``decode`` has launched beside it."""
+        """Joins what ``decode`` has launched beside the step: before the step ends."""
+        if self.side is not None:
+            join_all([self.side])
 
     @abstractmethod
     def settle(self, n: int) -> None:

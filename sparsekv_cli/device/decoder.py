@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from sparsekv_cli.cache import AttnInput, LayerCache
-from sparsekv_cli.device.cache import DeviceCache, DeviceInput, Step
+from sparsekv_cli.device.cache import DeviceCache, DeviceInput, Step, grid_bound
 from sparsekv_cli.device.graphs import Piece, Steps
 from sparsekv_cli.device.host import HostCache
+from sparsekv_cli.device.side import SideStream, join_all
 from sparsekv_cli.device.step import StepBuffers
 from sparsekv_cli.device.weights import DeviceWeights
 from sparsekv_cli.kernels import layer as kernels
@@ -51,6 +52,7 @@ class DeviceDecoder(Forward):
     """
 
     foreign: Callable[[LayerCache], HostCache]
+    _guessed_from: torch.Tensor  # kept because the other stream reads it
 
     def __init__(
         self,
@@ -78,7 +80,10 @@ class DeviceDecoder(Forward):
         self.rows = TorchRows(hparams, self.rope, interleaved, self.dtype)
         self._steps = Steps(self.device, capture=capture)
         self._buffers = StepBuffers(hparams, 1, self.device)
+        self._beside = SideStream(self.device)
+        # Of the step that runs: of each sequence, the position and the caches.
         self._positions: Sequence[int] = ()
+        self._caches: Sequence[Sequence[LayerCache]] = ()
 
     # --- many rows, layer by layer ----------------------------------------------------------------
 
@@ -126,7 +131,7 @@ class DeviceDecoder(Forward):
         n_rows = len(tokens)
         if n_rows != self._buffers.n_rows:
             self._buffers = StepBuffers(self.hparams, n_rows, self.device)
-        buffers, self._positions = self._buffers, positions
+        buffers, self._positions, self._caches = self._buffers, positions, caches
         self.rope.reserve(max(positions) + 1)
         for b, (token, pos) in enumerate(zip(tokens, positions, strict=True)):
             self.embed_row(token, buffers.host_x[b].numpy())
@@ -136,6 +141,7 @@ class DeviceDecoder(Forward):
         owners = [buffers, *(cache for layers in caches for cache in layers)]
         self._steps.run(owners, key, lambda: list(self._program(caches)))
         logits = buffers.logits()
+        self._caches = ()
         for layers, pos in zip(caches, positions, strict=True):
             for cache in layers:
                 if isinstance(cache, DeviceCache):
@@ -158,41 +164,72 @@ class DeviceDecoder(Forward):
         calls: list[Callable[[], None]] = [buffers.upload]
         for i, layers in enumerate(zip(*caches, strict=True)):
             calls.append(partial(self._project, i))
+            calls.append(self._beside.join)
+            calls.append(partial(self._look_ahead, i + 1, caches))
             on_host = [b for b, cache in enumerate(layers) if not isinstance(cache, DeviceCache)]
             for b, cache in enumerate(layers):
                 if isinstance(cache, DeviceCache):
                     calls.append(partial(self._attend, i, b, cache))
             if on_host:
                 yield Piece(_in_order([*calls, buffers.download_inputs]), False)
-                yield Piece(partial(self._attend_on_host, i, layers), True)
+                yield Piece(partial(self._attend_on_host, i), True)
                 calls = [partial(buffers.upload_attended, i, on_host)]
             calls.append(partial(self._finish, i))
-        joins = [c.join for layers in caches for c in layers if isinstance(c, DeviceCache)]
-        yield Piece(_in_order([*calls, self._output, *joins]), False)
+        on_device = [c for layers in caches for c in layers if isinstance(c, DeviceCache)]
+        join = partial(join_all, [c.side for c in on_device if c.side is not None])
+        yield Piece(_in_order([*calls, self._output, join]), False)
 
     def _project(self, i: int) -> None:
         """Layer i's q, k, v in the buffers, from the residual stream."""
+        self._split(i, self._normed(i), self._buffers.inputs(i))
+
+    def _look_ahead(self, i: int, caches: Sequence[Sequence[LayerCache]]) -> None:
+        """Lets caches of layer i fetch by a guess of its query, from the residual stream as it is
+        before the layer below it; beside what follows, until layer i begins.
+        """
+        if i == self.hparams.n_layer:
+            return
+        of_layer = [(b, layers[i]) for b, layers in enumerate(caches)]
+        looking = [(b, c) for b, c in of_layer if isinstance(c, DeviceCache) and c.looks_ahead]
+        if not looking:
+            return
+        self._guessed_from = self._normed(i)
+        guessed = self._buffers.guessed(i)
+        with self._beside.fork():
+            self._split(i, self._guessed_from, guessed)
+            for b, cache in looking:
+                cache.fetch_ahead(guessed[0][b : b + 1], self._step(b))
+
+    def _normed(self, i: int) -> torch.Tensor:
+        vectors: Any = self._on_device.layers[i].vectors  # tensors
+        return kernels.rms_norm(self._buffers.x, vectors.attn_norm, self.hparams.norm_eps)
+
+    def _split(self, i: int, normed: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+        """Layer i's projections of ``normed`` f32 (B, n_embd) as q, k, v, q_nope, k_nope."""
         h, layer, buffers = self.hparams, self._on_device.layers[i], self._buffers
         vectors: Any = layer.vectors  # tensors
-        normed = kernels.rms_norm(buffers.x, vectors.attn_norm, h.norm_eps)
         kernels.split_heads(
-            layer.qkv.apply(normed), buffers.inputs(i), buffers.pos, self.rope.cos, self.rope.sin,
+            layer.qkv.apply(normed), inputs, buffers.pos, self.rope.cos, self.rope.sin,
             biases=(vectors.q.bias, vectors.k.bias, vectors.v.bias),
             norms=(vectors.q_norm, vectors.k_norm),
             eps=h.norm_eps, interleaved=self.architecture.rope_interleaved,
         )  # fmt: skip
 
+    def _step(self, b: int) -> Step:
+        buffers, row = self._buffers, slice(b, b + 1)
+        return Step(buffers.pos[row], buffers.n[row], buffers.budget[row])
+
     def _attend(self, i: int, b: int, cache: DeviceCache) -> None:
         """Row b's attention, in the buffers."""
         buffers, row = self._buffers, slice(b, b + 1)
-        step = Step(buffers.pos[row], buffers.n[row], buffers.budget[row])
-        x = DeviceInput._make((*(t[row] for t in buffers.inputs(i)), step))
+        x = DeviceInput._make((*(t[row] for t in buffers.inputs(i)), self._step(b)))
         buffers.attended(i)[row] = cache.decode(x)
 
-    def _attend_on_host(self, i: int, layers: Sequence[LayerCache]) -> None:
+    def _attend_on_host(self, i: int) -> None:
         """The same for all rows whose cache lies on the host."""
         buffers = self._buffers
-        for b, (cache, pos) in enumerate(zip(layers, self._positions, strict=True)):
+        for b, (caches, pos) in enumerate(zip(self._caches, self._positions, strict=True)):
+            cache = caches[i]
             if not isinstance(cache, DeviceCache):
                 out = cache.decode(AttnInput._make((*buffers.host_inputs(i, b), pos)))
                 buffers.host_attended(i)[b] = out[:, : self.hparams.value_dim]
@@ -219,9 +256,3 @@ def _in_order(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
             call()
 
     return run
-
-
-def grid_bound(n: int) -> int:
-    """At least n rows, a quarter more at most (256 for few): what a graph's grids are made for."""
-    step = max(256, 1 << max(0, n.bit_length() - 3))
-    return -(-n // step) * step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -11,6 +12,7 @@ from sparsekv_cli.cache import DenseCache, LayerCache, LayerSpec, Method
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops as host_ops
 from sparsekv_cli.device.cache import DeviceDense
+from sparsekv_cli.device.compiling import report_compiling
 from sparsekv_cli.device.decoder import DeviceDecoder
 from sparsekv_cli.device.host import HostCache, HostOps, HostWorker
 from sparsekv_cli.device.ops import DeviceOps
@@ -82,8 +84,9 @@ def open_device_engine(
     config: SessionConfig,
     n_threads: int,
     n_ctx: int,
+    on_compile: Callable[[str, int, int], None] | None = None,
 ) -> DeviceEngine:
-    """Loads the weights and decides where the KV cache lies.
+    """Loads the weights and decides where the KV cache lies. on_compile: see device/compiling.py.
 
     SparseKVError, with the numbers, for what does not fit; where ``config.kv`` leaves it open, a
     KV cache that does not fit stays on the host, and the engine's note says so.
@@ -111,6 +114,8 @@ def open_device_engine(
             has = f"the GPU has {room / GIB:.1f} GiB to use"
             note = f"the KV cache stays on the host: {has} ({parts})"
             on_host = True
+    if on_compile is not None:
+        report_compiling(on_compile)
     decoder = DeviceDecoder(
         hparams, architecture, weights, DeviceWeights(weights, device, mode, dtype),
         n_threads=n_threads, chunk=chunk,

@@ -2,7 +2,14 @@
 
 Variant c keeps K and V whole in device memory beside a copy of the dominant dims (kernels/chunks.py
 says why). Variant m keeps the dominant dims only; V and the other dims of K lie in pinned memory of
-the host, and the rows that a step attends to are fetched from there, once a kv head.
+the host. Rows that a step attends to are fetched from there, once a kv head, and stay on the device
+until others need their place (kernels/resident.py), so that only new ones cross the bus.
+
+``prefetch``: while a layer attends and goes through its FFN, a second stream guesses the query of
+the next layer from the residual stream as it was before this one, chooses with that, and fetches.
+The step then chooses with the query as it is and fetches what lacks: results are the same to the
+bit. Off by default: to guess a query reads a layer's projections once more, which costs about as
+much time as the few new rows of a step take over the bus.
 """
 
 from __future__ import annotations
@@ -13,8 +20,8 @@ from typing import Any
 import torch
 
 from sparsekv_cli.cache import AttnInput, LayerSpec, Memory
-from sparsekv_cli.device.cache import DeviceInput, DeviceSelecting
-from sparsekv_cli.kernels import attention, chunks, select
+from sparsekv_cli.device.cache import DeviceInput, DeviceSelecting, Step, grid_bound
+from sparsekv_cli.kernels import attention, chunks, resident, select
 
 ALIGNMENT = 16  # tokens: what kernels/chunks.py asks of a capacity
 
@@ -83,13 +90,18 @@ class DeviceFASA(DeviceSelecting):
         return self._n_sinks, self._n_recent, self._k_max
 
     def select(self, x: DeviceInput) -> tuple[torch.Tensor, torch.Tensor]:
-        step, n_max = x.step, self._n_max
-        chunks.append_chunks(x.k, self._dom_dims, self._dom, step.pos)
-        scores = chunks.score_chunks(x.q, self._dom_dims, self._dom, step.n, n_max)
-        k = step.budget - self._n_sinks
+        chunks.append_chunks(x.k, self._dom_dims, self._dom, x.step.pos)
+        return self._choose(x.q, x.step.n, x.step.budget)
+
+    def _choose(
+        self, q: torch.Tensor, n: torch.Tensor, budget: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best of the first n rows by their dominant dims: idx (1, H, m), counts (1, H)."""
+        scores = chunks.score_chunks(q, self._dom_dims, self._dom, n, self._n_max)
         return select.select_largest(
-            scores, step.n, n_max, k, self._k_max, self._n_sinks, self._n_recent
-        )
+            scores, n, self._n_max, budget - self._n_sinks, self._k_max, self._n_sinks,
+            self._n_recent,
+        )  # fmt: skip
 
     def settle(self, n: int) -> None:
         super().settle(n)
@@ -164,9 +176,13 @@ class DeviceFASAM(DeviceFASA):
         self._order = self._dims.long().repeat_interleave(spec.group, 0)[None]
         self._announced = 0  # rows that are coming in all
         self._is_split = False
-        self._n_split = 0  # how often rows were split: buffers are other ones each time
-        self._seen = torch.empty(0, dtype=torch.int32)
-        self._moved = torch.zeros(1, dtype=torch.int64, device=self._device)  # rows fetched
+        self._n_made = 0  # how often buffers were made: they are other ones each time
+        self._slots: resident.Resident | None = None
+        # Of all steps, whatever becomes of the slots: see kernels/resident.py.
+        self._statistics = torch.zeros(
+            1, spec.n_head_kv, resident.N_STATISTICS.value, dtype=torch.int64, device=self._device
+        )
+        self._under_way = False  # a step that has been planned and not settled
 
     def reserve(self, n: int) -> None:
         self._announced = n
@@ -178,8 +194,9 @@ class DeviceFASAM(DeviceFASA):
         return super().prefill(x)
 
     def finish_prefill(self) -> None:
-        if not self.method.covers(self.store.n + 1):
-            self._split()
+        n = self.store.n + 1
+        if not self.method.covers(n):
+            self._split(grid_bound(n))  # what the first step asks for
 
     def plan(self, n: int, n_max: int) -> Hashable:
         self._n_max = n_max
@@ -187,29 +204,42 @@ class DeviceFASAM(DeviceFASA):
         if self._dense:
             self._join()
             return super().plan(n, n_max)
-        self._split()
+        self._split(n_max)
         self._reserve_copy(n_max)
         self._host.reserve(n_max, self.store.n)
-        shape = (1, self.spec.n_head_kv, self._dom.shape[3])
-        if self._seen.shape != shape:
-            self._seen = torch.full(shape, -1, dtype=torch.int32, device=self._device)
-        key = self._dom.shape[3], self._host.capacity, self._n_split
-        return "split", n_max, *key, *self._plan_budget(n, n_max)
+        key = "split", n_max, *self._plan_budget(n, n_max)
+        if self._under_way:  # it was broken off: slots may lack what they are said to hold
+            self._slots = None
+        self._reserve_slots(self._n_sinks + max(self._k_max, self._n_recent))
+        self._under_way = True
+        return *key, self._dom.shape[3], self._host.capacity, self._n_made
 
-    def _split(self) -> None:
-        """K and V to their two places, if they are not there."""
+    def _reserve_slots(self, width: int) -> None:
+        """A slot for each row that the heads of a group can choose, ``width`` rows each."""
+        spec, capacity = self.spec, self._dom.shape[3]
+        n_slot = min(capacity, spec.group * width)
+        slots = self._slots
+        if slots and (slots.slot_of.shape[2], slots.k.shape[2]) == (capacity, n_slot):
+            return
+        self._slots = resident.empty_resident(
+            1, spec.n_head_kv, n_slot, spec.head_dim, spec.value_dim, capacity, self._device
+        )._replace(statistics=self._statistics)
+        self._n_made += 1
+
+    def _split(self, n_max: int) -> None:
+        """K and V to their two places, with room for n_max rows, if they are not there."""
         if self._is_split:
             return
         store, n = self.store, self.store.n
-        self._reserve_copy(n)
+        self._reserve_copy(n_max)
         self._build_copy()
-        self._host.reserve(n, 0)
+        self._host.reserve(n_max, 0)
         wide = self._rest_dims.long()[:, None].expand(-1, n, -1)
         self._host.rest[0, :, :n] = store.keys().gather(2, wide).cpu()
         self._host.v[0, :, :n] = store.values().cpu()
         store.k, store.v = store.k[:, :, :0].clone(), store.v[:, :, :0].clone()
         self._is_split = True
-        self._n_split += 1
+        self._n_made += 1
 
     def _join(self) -> None:
         """K and V whole on the device, if they are not, bit for bit as they were."""
@@ -227,24 +257,41 @@ class DeviceFASAM(DeviceFASA):
         self._is_split = False
         self._forget_copy()
         self._host = HostRows(self.spec.n_head_kv, (rest.shape[2], v.shape[2]), self._device)
-        self._n_split += 1
+        self._slots = None
+        self._n_made += 1
+
+    @property
+    def looks_ahead(self) -> bool:
+        return self.method.prefetch and not self._dense
+
+    def fetch_ahead(self, q: torch.Tensor, step: Step) -> None:
+        assert self._slots is not None
+        idx, counts = self._choose(q, step.pos, step.budget)  # the new row is yet to come
+        resident.place_rows(self._slots, idx, counts, step.pos)
+        resident.fetch_rows(self._slots, self._dom, self._host.rest, self._host.v)
 
     def decode(self, x: Any) -> Any:
         if self._dense:
             return super().decode(x)
-        host, pos = self._host, x.step.pos
-        chunks.append_rest(x.k, x.v, self._rest_dims, host.rest, host.v, pos)
+        host, slots = self._host, self._slots
+        assert slots is not None
+        chunks.append_rest(x.k, x.v, self._rest_dims, host.rest, host.v, x.step.pos)
         idx, counts = self.select(x)
-        union = chunks.unite_rows(idx, counts, self._seen)
-        self._moved += union.counts.sum()
-        shape = union.rows.shape
-        k, v = (
-            torch.empty(*shape, size, dtype=torch.float16, device=self._device)
-            for size in (self.spec.head_dim, self.spec.value_dim)
-        )
-        chunks.gather_split_rows(union, self._dom, host.rest, host.v, k, v)
+        places = torch.empty_like(idx)
+        resident.place_rows(slots, idx, counts, x.step.n, places)
+        resident.fetch_rows(slots, self._dom, host.rest, host.v)
         q = x.q.gather(2, self._order)
-        return attention.attend_rows(q, k, v, union.places, counts, float(self.spec.scale))
+        scale = float(self.spec.scale)
+        return attention.attend_rows(q, slots.k, slots.v, places, counts, scale)
+
+    def settle(self, n: int) -> None:
+        super().settle(n)
+        self._under_way = False
+
+    def truncate(self, n: int) -> int:
+        if n < self.n:
+            self._slots = None
+        return super().truncate(n)
 
     def count(self, n: int) -> tuple[int, int, int]:
         spec = self.spec
@@ -254,13 +301,21 @@ class DeviceFASAM(DeviceFASA):
         return spec.n_head * n, attended, scan + attended * row_bytes
 
     def counters(self) -> Mapping[str, int]:
-        """The ledger's counts; bytes_moved are of rows that came from the host, once a kv head."""
-        moved = int(self._moved) * self._row_bytes
-        if moved:
-            self.ledger.counts["bytes_moved"] = moved
-        return self.ledger.counts
+        """The ledger's counts, and rows that steps attended to, once a kv head: those that were on
+        the device or had to be recalled from the host, and how many were fetched ahead."""
+        counts = self.ledger.counts.copy()
+        hit, recalled, ahead = self._statistics[0].sum(0).tolist()
+        counts["bytes_moved"] += (recalled + ahead) * self._row_bytes
+        counts.update(rows_hit=hit, rows_recalled=recalled, rows_prefetched=ahead)
+        return counts
 
     def memory(self) -> Memory:
+        """``index``: which rows have which slots."""
         if not self._is_split:
             return Memory(device=self.store.nbytes)
-        return Memory(self._host.nbytes, self._dom.nbytes, index=self._seen.nbytes)
+        device, index = self._dom.nbytes, 0
+        if self._slots is not None:
+            rows = self._slots.k.nbytes + self._slots.v.nbytes
+            device += rows
+            index = sum(part.nbytes for part in self._slots) - rows
+        return Memory(self._host.nbytes, device, index)

@@ -23,7 +23,13 @@ from typing import Any, NamedTuple
 import torch
 
 from sparsekv_cli.cache import AttnInput, LayerSpec, Memory
-from sparsekv_cli.device.cache import DeviceCache, DeviceInput, DeviceStore, count_dense
+from sparsekv_cli.device.cache import (
+    DeviceCache,
+    DeviceInput,
+    DeviceStore,
+    count_dense,
+    grid_bound,
+)
 from sparsekv_cli.device.copies import CopyRecall
 from sparsekv_cli.device.pages import DevicePages
 from sparsekv_cli.device.side import SideStream
@@ -56,13 +62,15 @@ class Recent(NamedTuple):
 class DeviceFreeKV(DeviceCache):
     """One layer: a DeviceStore while attention is dense, and in prefill; otherwise DevicePages."""
 
+    side: SideStream
+
     def __init__(self, spec: LayerSpec, ops: Any, method: FreeKV) -> None:
         super().__init__(spec, ops)
         self.method = method
         self._device = ops.device
         self._pages: DevicePages | None = None
         self._n = 0  # rows, while they lie in pages
-        self._side = SideStream(ops.device)
+        self.side = SideStream(ops.device)
         self._ahead = (
             method.speculate and method.threshold != math.inf and method.overlap != "false"
         )
@@ -102,12 +110,12 @@ class DeviceFreeKV(DeviceCache):
         plan = self.method.plan(n + 1)
         if plan is None:
             return
-        self._enter_pages(plan, n + 1)
+        self._enter_pages(plan, grid_bound(n + 1))  # what the first step asks for
         if self._ahead:
             self._recent = self._recent_of(n)
             numbers = [[n], [self.budget_rows(n + 1)]]
             self._recall_ahead(*torch.tensor(numbers, dtype=torch.int32, device=self._device))
-            self.join()
+            self.side.join()
 
     def _layout(self, n_sink: int) -> Layout:
         method = self.method
@@ -227,7 +235,7 @@ class DeviceFreeKV(DeviceCache):
         arrays, layout, work = self._pages.arrays, self._pages.layout, self._work
         recent = self._recent.ahead
         reserved = layout.n_sink * self.method.page + recent
-        with self._side.fork():
+        with self.side.fork():
             recall.offload_pages(
                 arrays, layout, n, recent, ahead=1, budget=budget, reserved=reserved,
                 wanted=work.wanted,
@@ -257,9 +265,6 @@ class DeviceFreeKV(DeviceCache):
             work.pooled.scores, work.pooled.n_page, n_page, work.pooled.n_best, m,
             wanted=work.wanted, idx=work.fresh, counts=work.sizes, scratch=work.selection,
         )  # fmt: skip
-
-    def join(self) -> None:
-        self._side.join()
 
     def settle(self, n: int) -> None:
         self._previous_n = n
@@ -300,7 +305,7 @@ class DeviceFreeKV(DeviceCache):
         counts["bytes_read"] += attended * row_bytes + scored * 4 * spec.head_dim + moved
         counts.update(
             pages_hit=hit, pages_recalled=recalled, pages_offloaded=sent,
-            heads_corrected=corrected, heads_stepped=stepped,
+            heads_corrected=corrected, heads_stepped=stepped, us_waited=self.side.us_waited,
         )  # fmt: skip
         return counts
 

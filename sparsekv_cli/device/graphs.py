@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from operator import is_
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 
@@ -29,7 +29,8 @@ class Steps:
     def __init__(self, device: torch.device, *, capture: bool = True) -> None:
         self._capture = capture and device.type == "cuda"
         self._device = device
-        self._owners: Sequence[object] = ()
+        # Not kept alive: a cache that is let go of frees its memory before the next step.
+        self._owners: list[ref[object]] = []
         self._pool: Any = None
         self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, list[Piece]] = {}
@@ -37,10 +38,13 @@ class Steps:
     def run(
         self, owners: Sequence[object], key: Hashable, program: Callable[[], Sequence[Piece]]
     ) -> None:
-        """Runs ``program`` or its capture. owners: whose buffers it uses; captures of others go."""
-        same = len(owners) == len(self._owners) and all(map(is_, owners, self._owners))
-        if not same:
-            self._owners, self._graphs, self._seen = owners, {}, set()
+        """Runs ``program`` or its capture. owners: whose buffers it uses; captures of others go.
+
+        What a piece on the host holds is kept while its capture is: not the owners.
+        """
+        known = [owner() for owner in self._owners]
+        if len(owners) != len(known) or any(a is not b for a, b in zip(owners, known, strict=True)):
+            self._owners, self._graphs, self._seen = [ref(owner) for owner in owners], {}, set()
         pieces: Sequence[Piece]
         if not self._capture or key not in self._seen:
             self._seen.add(key)

@@ -32,6 +32,7 @@ class StepBuffers:
             for n_head, n_kv in zip(h.n_head, h.n_head_kv, strict=True)
         }
         self._host_packed, self._packed = self._both((n_rows * max(sizes),), torch.float32)
+        self._guessed = torch.zeros_like(self._packed)
         widest = max(h.n_head) * h.value_dim
         self._host_attended, self._attended = self._both((n_rows * widest,), torch.float32)
         self._host_logits = self._on_host((n_rows, h.n_vocab), torch.float32)
@@ -69,6 +70,10 @@ class StepBuffers:
 
     def inputs(self, i: int) -> list[torch.Tensor]:
         return self._layer_inputs(self._packed, i)
+
+    def guessed(self, i: int) -> list[torch.Tensor]:
+        """Where a guess of layer i's inputs goes."""
+        return self._layer_inputs(self._guessed, i)
 
     def download_inputs(self) -> None:
         self._host_packed.copy_(self._packed, non_blocking=True)

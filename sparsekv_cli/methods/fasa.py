@@ -79,12 +79,15 @@ class FASA(Method):
     metric: str = _option("var", "what ranks chunks: 'var' (of their scores) or 'ca' (eq 4)")
     force: str = _option("default", "'default': 4 first and 16 last rows always, or 'none'")
     variant: str = _option("c", "'c', or 'm': a device leaves V and most of K to its host")
+    prefetch: bool = _option(False, "variant=m on a GPU: fetch rows ahead by a guess of the query")
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 listed = " or ".join(allowed)
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be {listed}")
+        if self.prefetch and self.variant != "m":
+            raise ValueError(f"prefetch = {self.prefetch}: variant={self.variant} fetches no rows")
         for name in ("n_tip", "n_fac"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 0 or more")
@@ -119,6 +122,8 @@ class FASA(Method):
         return dominance.order_dims(rank, n_tip, spec.head_dim), 2 * n_tip
 
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
+        if self.prefetch:
+            raise SparseKVError("-o prefetch=true: only where the KV cache lies on a GPU")
         return FASACache(spec, backend, self)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
@@ -181,8 +186,8 @@ class FASACache(LayerCache):
         """Variant m: Kdom counts as the device's, Krest and V as its host's.
 
         So it would be with a device; here all of it is host memory. Likewise bytes_moved: Krest and
-        V of the rows that a step attends to, once a kv head. A context within N_fac counts as the
-        device's whole.
+        V of the rows that a step attends to, once a kv head, of which device/fasa.py keeps some. A
+        context within N_fac counts as the device's whole.
         """
         store = self.store
         if self.method.variant == "c":

@@ -44,6 +44,7 @@ is a copy within it.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -206,6 +207,7 @@ class FreeKVCache(LayerCache):
         self._previous = np.zeros((spec.n_head, padded(spec.head_dim)), np.float32)
         self._previous_n = 0  # rows in context when that query was the current one
         self._statistics = np.zeros((spec.n_head_kv, N_STATISTICS), np.int64)
+        self._waited = 0  # ns that steps have waited for the thread that chooses ahead
 
     @property
     def n(self) -> int:
@@ -321,11 +323,13 @@ class FreeKVCache(LayerCache):
         if self._ahead is None:
             return
         future, window = self._ahead
+        begin = time.perf_counter_ns()
         try:
             future.result()
         except Exception:
             self._ahead = None
             raise
+        self._waited += time.perf_counter_ns() - begin
         if self._cache is not None:
             self._cache.offloaded = window
         self._ahead = None
@@ -363,4 +367,5 @@ class FreeKVCache(LayerCache):
             ("heads_corrected", CORRECTED), ("heads_stepped", STEPPED),
         ):  # fmt: skip
             counts[name] += total[column]
+        counts["us_waited"] += self._waited // 1000
         return counts

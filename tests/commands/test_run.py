@@ -7,11 +7,12 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sparsekv_cli.commands.answer import StopStrings
+from sparsekv_cli.commands.answer import StopStrings, ledger_line
 
 Invoke = Callable[..., Any]
 TEMPLATE = (
@@ -245,3 +246,12 @@ def test_held_back_text_is_as_short_as_possible() -> None:
     assert matcher.push("Hello </") == "Hello "
     assert matcher.push("b> Us") == "</b> "
     assert matcher.push("ed") == "Used"
+
+
+def test_verbose_tells_how_long_recalls_were_waited_for():
+    ledger = {"rows_total": 10, "rows_scored": 5, "rows_attended": 2, "bytes_host": 0,
+              "bytes_device": 0, "pages_recalled": 7, "us_waited": 1500, "heads_corrected": 1,
+              "heads_stepped": 4}  # fmt: skip
+    session = SimpleNamespace(ledger=SimpleNamespace(as_dict=lambda: ledger), tokens=[1], n_ctx=8)
+    line = ledger_line(session, "freekv")
+    assert line.endswith("7 pages recalled (1.5 ms waited), 1 of 4 heads corrected")

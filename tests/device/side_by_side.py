@@ -14,8 +14,7 @@ from sparsekv_cli.cache import AttnInput, LayerSpec, Method, padded
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.latent import rotate_ref
-from sparsekv_cli.device.cache import DeviceCache, DeviceInput, Step
-from sparsekv_cli.device.decoder import grid_bound
+from sparsekv_cli.device.cache import DeviceCache, DeviceInput, Step, grid_bound
 from sparsekv_cli.device.engine import device_cache
 from sparsekv_cli.device.ops import DeviceOps
 from sparsekv_cli.methods import build_method
@@ -110,12 +109,15 @@ class SideBySide:
         expected = self.host.decode(AttnInput(*wide, n - 1))[:, : self.geometry.d_v].copy()
         return expected, self.decode_on_device(rows, n)
 
-    def decode_on_device(self, rows: Rows, n: int) -> np.ndarray:
+    def decode_on_device(self, rows: Rows, n: int, guess: np.ndarray | None = None) -> np.ndarray:
+        """guess (H, d): what the cache is told of the query before the step."""
         cache, device = self.device, self.device.backend.device
         cache.plan(n, grid_bound(n))
         numbers = (n - 1, n, cache.budget_rows(n))
         step = Step(*(torch.tensor([x], dtype=torch.int32, device=device) for x in numbers))
         inputs = [torch.from_numpy(x[:, 0].copy())[None].to(device) for x in rows]
+        if guess is not None:
+            cache.fetch_ahead(torch.from_numpy(guess).float()[None].to(device), step)
         out = cache.decode(DeviceInput(*inputs, step))
         cache.settle(n)
         assert cache.n == n

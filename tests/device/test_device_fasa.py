@@ -3,11 +3,17 @@
 import numpy as np
 import pytest
 from side_by_side import GEOMETRIES, SideBySide, assert_sessions_agree, watch
+from tiny_models import make_model
 
+from sparsekv_cli.batch import Batch
 from sparsekv_cli.cache import Budget, padded
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.fasa import FASA
+from sparsekv_cli.session import load_session
 
-pytest.importorskip("triton")
+resident = pytest.importorskip("sparsekv_cli.kernels.resident")
 
 
 def make(geometry, device, **options) -> SideBySide:
@@ -61,15 +67,36 @@ def test_device_and_host_choose_alike(geometry, variant, n_steps, device):
         ties += follow(pair, 2)
     assert ties <= 2
     host, found = dict(pair.host.counters()), dict(pair.device.counters())
-    if pair.method.variant == "m":  # rows fetched: the host pads them
-        rest, d_v = (
-            GEOMETRIES[geometry].d - pair.device._dom_dims.shape[1],
-            GEOMETRIES[geometry].d_v,
-        )
-        host["bytes_moved"] //= padded(rest) + padded(d_v)
-        found["bytes_moved"] //= rest + d_v
-    for name in ("rows_total", "rows_scored", "rows_attended", "bytes_moved"):
+    if pair.method.variant == "m":  # the host pads its rows, and fetches all of them each time
+        rest = GEOMETRIES[geometry].d - pair.device._dom_dims.shape[1]
+        d_v = GEOMETRIES[geometry].d_v
+        n_fetched = host["bytes_moved"] / (2 * (padded(rest) + padded(d_v)))
+        assert n_fetched == pytest.approx(found["rows_hit"] + found["rows_recalled"], rel=0.01)
+        assert found["rows_hit"] > found["rows_recalled"] > 0
+        assert found["bytes_moved"] == found["rows_recalled"] * 2 * (rest + d_v)
+    for name in ("rows_total", "rows_scored", "rows_attended"):
         assert host.get(name, 0) == pytest.approx(found.get(name, 0), rel=0.01), name
+
+
+def test_a_step_that_was_broken_off_leaves_no_trace(device, monkeypatch):
+    """It has given slots to rows that were not fetched, and to a row that becomes another."""
+    pairs = [make(GEOMETRIES[1], device, variant="m", budget=Budget(tokens=50)) for _ in range(2)]
+    for pair in pairs:
+        pair.prefill(100)
+        pair.decode()
+    broken, whole = pairs
+    other = whole.rows(1)  # the same as broken's next rows would be: both have one seed
+    broken.rows(1)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(resident, "fetch_rows", interrupt)
+        broken.decode_on_device(tuple(x + 1 for x in other), 102)
+    for _ in range(3):
+        expected, found = whole.decode(), broken.decode()
+        np.testing.assert_array_equal(found[1], expected[1])
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
 
 
 def test_memory_of_the_variants(device):
@@ -78,11 +105,11 @@ def test_memory_of_the_variants(device):
         pair.prefill(300)
         follow(pair, 1)
     capacity, room = c.device.store.capacity, m.device._dom.shape[3]
-    dominant = 2 * 3 * 16
+    dominant, n_slot = 2 * 3 * 16, 3 * 50
     assert c.device.memory().device == 2 * 3 * 128 * capacity
     assert c.device.memory().index == dominant * c.device._dom.shape[3]
     memory = m.device.memory()
-    assert memory.device == dominant * room
+    assert memory.device == dominant * room + 2 * 3 * 128 * n_slot
     assert memory.host == 2 * 3 * (48 + 64) * m.device._host.capacity
 
 
@@ -90,3 +117,52 @@ def test_sessions_agree(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     options = {"dense_layers": "0", "variant": "m", "budget": "30"}
     assert_sessions_agree(tmp_path, "fasa", options, n_prompt=70, n_steps=2)
+
+
+def test_rows_that_are_fetched_ahead_change_nothing(device):
+    """A guess that is about right, and one that is wrong."""
+    pairs = [make(GEOMETRIES[1], device, variant="m", budget=Budget(tokens=50)) for _ in range(2)]
+    for pair in pairs:
+        pair.prefill(150)
+    without, ahead = pairs
+    for step in range(6):
+        rows, n = without.rows(1), without.device.n + 1
+        guess = rows[0][:, 0] + (step % 3) * ahead.rng.standard_normal(rows[0][:, 0].shape)
+        expected = without.decode_on_device(rows, n)
+        np.testing.assert_array_equal(ahead.decode_on_device(rows, n, guess), expected)
+    counts, other = (pair.device.counters() for pair in pairs)
+    assert counts["rows_prefetched"] == 0 < other["rows_prefetched"]
+    assert other["rows_recalled"] < counts["rows_recalled"]
+    found = other["rows_hit"] + other["rows_recalled"]
+    assert found == counts["rows_hit"] + counts["rows_recalled"]
+
+
+def test_the_decoder_looks_ahead(tmp_path, monkeypatch):
+    """Two sequences at once, so that one guess serves both."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = make_model(tmp_path / "m.gguf", n_ctx=512, n_embd=64, n_ff=64, n_vocab=400, head_dim=32)
+    prompts = np.random.default_rng(0).integers(3, 400, (2, 80)).tolist()
+    outs, ledgers = [], []
+    for prefetch in ("false", "true"):
+        options = {"dense_layers": "0", "variant": "m", "budget": "30", "prefetch": prefetch}
+        config = SessionConfig(threads=1, device="cuda", prefill_dtype="f32")
+        batch = Batch(load_session(path, build_method("fasa", options), config), 2)
+        for i, prompt in enumerate(prompts):
+            batch.use(i).prefill(prompt)
+        outs.append(batch.decode([5, 9]))
+        ledgers.append(batch.ledger(2))
+    np.testing.assert_array_equal(*outs)
+    without, ahead = ledgers
+    assert without["rows_prefetched"] == 0 < ahead["rows_prefetched"]
+    assert ahead["rows_recalled"] < without["rows_recalled"]
+    for name in ("rows_attended", "rows_scored"):
+        assert ahead[name] == without[name]
+    found = ahead["rows_hit"] + ahead["rows_recalled"]
+    assert found == without["rows_hit"] + without["rows_recalled"]
+
+
+def test_who_has_nothing_to_fetch_is_told(device):
+    with pytest.raises(ValueError, match="variant=c fetches no rows"):
+        FASA(prefetch=True)
+    with pytest.raises(SparseKVError, match="only where the KV cache lies on a GPU"):
+        make(GEOMETRIES[1], device, variant="m", prefetch=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 from tiny_models import make_model
@@ -55,6 +58,18 @@ def test_decode(tmp_path, method, kv):
         token = int(a.argmax())
         a, b = (session.decode(token) for session in (expected, actual))
     assert expected.ledger.as_dict()["rows_attended"] == actual.ledger.as_dict()["rows_attended"]
+
+
+@pytest.mark.parametrize("method", ["full", "lfps"])
+def test_a_sequence_that_is_forgotten_leaves_no_cache_behind(tmp_path, method):
+    path = make_model(tmp_path / "m.gguf", wtype="F32", **SIZES)
+    _, session = sessions(path, method)
+    session.prefill(PROMPT[:90])
+    session.decode(5)
+    caches = [weakref.ref(cache) for cache in session.caches]
+    session.reset()
+    gc.collect()
+    assert [cache() for cache in caches] == [None] * len(caches)
 
 
 def test_calibration_and_batch_on_the_device(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from sparsekv_cli.kernels import chunks
 
 
 def launches() -> Iterator[Callable[[], object]]:
-    capacity, m = 4096, 256
+    capacity = 4096
     # The last two: N_tip = d/4, and sizes that are no powers of two.
     for n_head, n_kv, d, n_dim in ((32, 8, 128, 32), (32, 32, 128, 32), (9, 3, 64, 16),
                                    (32, 8, 128, 64), (6, 2, 80, 20)):  # fmt: skip
@@ -24,12 +24,3 @@ def launches() -> Iterator[Callable[[], object]]:
         yield partial(chunks.append_chunks, new, dims[:, :n_dim], dom, n)
         yield partial(chunks.score_chunks, q, dims[:, :n_dim], dom, n, capacity)
         yield partial(chunks.append_rest, new, new, dims[:, n_dim:], rest, v, n)
-        idx = torch.zeros(2, n_head, m, dtype=torch.int32)
-        counts = torch.zeros(2, n_head, dtype=torch.int32)
-        seen = torch.full((2, n_kv, capacity), -1, dtype=torch.int32)
-        yield partial(chunks.unite_rows, idx, counts, seen)
-        union = chunks.empty_union(2, n_head, n_kv, m, torch.device("cpu"))
-        room = union.rows.shape[2]
-        k_rows = torch.zeros(2, n_kv, room, d, dtype=torch.float16)
-        v_rows = torch.zeros(2, n_kv, room, d, dtype=torch.float16)
-        yield partial(chunks.gather_split_rows, union, dom, rest, v, k_rows, v_rows)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-attention = pytest.importorskip("sparsekv_cli.kernels.attention")
 chunks = pytest.importorskip("sparsekv_cli.kernels.chunks")
 
 GEOMETRIES = [(2, 2, 64, 16), (9, 3, 64, 20), (8, 2, 80, 20), (8, 1, 128, 64), (3, 1, 80, 80)]
@@ -43,59 +42,6 @@ def test_score_chunks(n_head, n_kv_head, d, n_dim, ns, device):
         # and the copy is K's
         wide = k[b].gather(2, dims.long()[:, None].expand(-1, capacity, -1)).transpose(1, 2)
         assert torch.equal(dom[b, :, :, :n_b], wide[:, :, :n_b])
-
-
-@pytest.mark.parametrize(("n_head", "n_kv_head", "m"), [(2, 2, 5), (9, 3, 64), (8, 1, 33)])
-def test_unite_rows(n_head, n_kv_head, m, device):
-    torch.manual_seed(1)
-    n_batch, capacity = 2, 90
-    idx = torch.stack([torch.randperm(capacity)[:m] for _ in range(n_batch * n_head)]).int()
-    idx = idx.view(n_batch, n_head, m).to(device)
-    counts = torch.randint(1, m + 1, (n_batch, n_head)).int()
-    counts[0, 0], counts[1, 1] = m, 0
-    seen = torch.full((n_batch, n_kv_head, capacity), -1, dtype=torch.int32, device=device)
-    found = chunks.unite_rows(idx, counts.to(device), seen)
-    assert (seen == -1).all()
-    expected = chunks.unite_rows_ref(idx.cpu(), counts, n_kv_head)
-    assert found.counts.flatten().tolist() == [len(rows) for rows in expected]
-    for rows, wanted in zip(found.rows.flatten(0, 1).tolist(), expected, strict=True):
-        assert rows[: len(wanted)] == wanted
-    for b in range(n_batch):
-        for h in range(n_head):
-            places = found.places[b, h, : counts[b, h]].long()
-            united = found.rows[b, h * n_kv_head // n_head]
-            assert torch.equal(united[places], idx[b, h, : counts[b, h]])
-
-
-@pytest.mark.parametrize(("n_head", "n_kv_head", "d", "n_dim"), GEOMETRIES)
-def test_rows_of_the_host_are_attended_as_whole_ones(n_head, n_kv_head, d, n_dim, device):
-    ns, capacity, m = [70, 33], 128, 21
-    q, k, v, order, _ = layer(n_head, n_kv_head, d, n_dim, capacity, ns, device)
-    pinned = device != "cpu"
-    dom = torch.full((2, n_kv_head, n_dim, capacity), torch.nan, device=device).half()
-    chunks.build_chunks(k, 0, max(ns), order[:, :n_dim], dom)
-    rest = torch.full((2, n_kv_head, capacity, d - n_dim), torch.nan, pin_memory=pinned).half()
-    values = torch.full((2, n_kv_head, capacity, d), torch.nan, pin_memory=pinned).half()
-    if pinned:
-        rest, values = rest.pin_memory(), values.pin_memory()
-    for j in range(max(ns)):
-        rows = k[:, :, j].float().contiguous(), v[:, :, j].float().contiguous()
-        pos = torch.full((2,), j, dtype=torch.int32, device=device)
-        chunks.append_rest(*rows, order[:, n_dim:], rest, values, pos)
-    lists = [torch.randperm(n_b)[:m] for n_b in ns for _ in range(n_head)]
-    idx = torch.stack(lists).int().view(2, n_head, m).to(device)
-    counts = torch.full((2, n_head), m, dtype=torch.int32, device=device)
-    seen = torch.full((2, n_kv_head, capacity), -1, dtype=torch.int32, device=device)
-    union = chunks.unite_rows(idx, counts, seen)
-    room = union.rows.shape[2]
-    k_rows, v_rows = (
-        torch.full((2, n_kv_head, room, d), torch.nan, device=device).half() for _ in range(2)
-    )
-    chunks.gather_split_rows(union, dom, rest, values, k_rows, v_rows)
-    turned = q.gather(2, order.long().repeat_interleave(n_head // n_kv_head, 0).expand(2, -1, -1))
-    found = attention.attend_rows(turned, k_rows, v_rows, union.places, counts, d**-0.5)
-    expected = attention.attend_rows(q, k, v, idx, counts, d**-0.5)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_wrong_arguments_are_refused(device):

@@ -1,0 +1,278 @@
+"""The parts of scripts/bench_gpu: what each of them measures, row by row of its tables."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_models import Model, filled_caches, open_engine, random_model, tiny_model
+from gpu_operators import SHAPES, Rows, Shape, cache_operators
+from gpu_report import Row, Task
+from gpu_timing import copy_bandwidth, link_bandwidth, time_calls
+from gpu_weights import FORMATS, weight_rows
+
+from sparsekv_cli.cache import Budget
+from sparsekv_cli.comparison import build_spec
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.cpu.cores import physical_cores
+from sparsekv_cli.device.engine import DeviceEngine, device_cache, kv_bytes
+from sparsekv_cli.models.locate import resolve_model
+from sparsekv_cli.observer import Measured
+from sparsekv_cli.session import Session, ledger_of, load_session
+
+TEXT = Path(__file__).resolve().parent / "data" / "accuracy_mixed.txt"
+LOGITS_OF = (
+    "full", "topk", "streaming", "quest", "fasa", "fasa:variant=m", "sals", "freekv", "lfps",
+    "snapkv", "h2o",
+)  # fmt: skip
+WHOLE_OF = ("topk", "streaming", "quest", "fasa", "fasa:variant=m", "freekv")
+TOKENS_OF = (
+    "full", "fasa", "sals", "freekv", "fasa:variant=m",
+    "fasa:variant=m;prefetch=true", "quest", "topk", "streaming",
+)  # fmt: skip
+LARGEST_KLD = 1e-3
+ABLATION = (
+    "freekv", "freekv:speculate=false", "freekv:correct=false", "freekv:tau=0.8",
+    "freekv:cache_pages=1", "freekv:recall=copy", "freekv:preset=paper",
+    "freekv:preset=paper;recall=copy", "freekv:preset=paper;speculate=false",
+)  # fmt: skip
+COUNTERS = (
+    "pages_recalled", "pages_hit", "heads_corrected", "us_waited", "rows_hit",
+    "rows_recalled", "rows_prefetched",
+)  # fmt: skip
+
+
+class Bench:
+    """Where to measure, and how large.
+
+    tiny: sizes for Triton's interpreter, to see that it runs. model: a GGUF file for ``logits``.
+    """
+
+    def __init__(self, device: torch.device, tiny: bool, model: str | None) -> None:
+        self.device, self.tiny, self._model = device, tiny, model
+        self.n_threads = physical_cores()
+        self._budget = Budget(tokens=64 if tiny else 512)
+
+    @cached_property
+    def bandwidth(self) -> float:
+        """GB/s of copies within the device."""
+        return copy_bandwidth(self.device)
+
+    @cached_property
+    def link(self) -> float:
+        """GB/s from the host."""
+        return link_bandwidth(self.device)
+
+    # --- logits: the device against the CPU -------------------------------------------------------
+
+    def logits(self) -> Iterator[Task]:
+        """KLD(CPU || device) of every method over the same tokens; KLD(full || method) of those
+        whose budget holds the context, on the device."""
+        with tempfile.TemporaryDirectory() as folder:
+            use_tiny = self.tiny and not self._model
+            path = tiny_model(folder) if use_tiny else resolve_model(self._model)
+            for name in LOGITS_OF:
+                yield Task("logits", name, partial(self._logits_of, path, name))
+            for name in WHOLE_OF:
+                yield Task("whole budget", name, partial(self._whole_budget_of, path, name))
+
+    def _session(self, path: Path, spec: str, device: str, common: dict[str, str]) -> Session:
+        config = SessionConfig(threads=self.n_threads, ctx_size=4096, device=device)
+        if self.tiny:
+            config = replace(config, ctx_size=256)
+        return load_session(path, build_spec(spec, common), config)
+
+    def _ids(self, session: Session, n: int) -> list[int]:
+        if self.tiny:
+            return np.random.default_rng(0).integers(3, session.hparams.n_vocab, n).tolist()
+        return list(session.tokenizer.encode(TEXT.read_text(encoding="utf-8")))[:n]
+
+    def _logits_of(self, path: Path, spec: str) -> Iterator[Row]:
+        n_prompt, n_steps = (100, 1) if self.tiny else (2000, 16)
+        common = {"budget": "40", "dense_layers": "0"} if self.tiny else {}
+        cpu, gpu = (self._session(path, spec, device, common) for device in ("cpu", "cuda"))
+        at_prompt, kld, top1 = _compare(cpu, gpu, self._ids(cpu, n_prompt), n_steps)
+        yield {
+            "method": spec, "KLD": kld, "top-1": top1, "KLD of prefill": at_prompt,
+            "ok": kld < LARGEST_KLD, "cache": "device" if device_cache(cpu.method) else "host",
+        }  # fmt: skip
+
+    def _whole_budget_of(self, path: Path, spec: str) -> Iterator[Row]:
+        n_prompt, n_steps = (40, 1) if self.tiny else (600, 4)
+        whole = {"budget": "4096", **({"dense_layers": "0"} if self.tiny else {})}
+        full, method = (self._session(path, s, "cuda", whole) for s in ("full", spec))
+        at_prompt, kld, top1 = _compare(full, method, self._ids(full, n_prompt), n_steps)
+        yield {
+            "method": spec, "KLD": kld, "top-1": top1, "KLD of prefill": at_prompt,
+            "ok": kld < 1e-6,
+        }  # fmt: skip
+
+    # --- one layer --------------------------------------------------------------------------------
+
+    def weights(self) -> Iterator[Task]:
+        """Products with quantised matrices."""
+        for name in FORMATS:
+            rows = partial(weight_rows, name, self.device, self.tiny, self.bandwidth)
+            yield Task("weights", name, rows)
+
+    def operators(self) -> Iterator[Task]:
+        """Attention of one layer; the shapes and depths that are claimed first."""
+        shapes: Sequence[Shape] = [Shape("tiny", 4, 2, 64)] if self.tiny else SHAPES
+        for n in (200,) if self.tiny else (32768, 131072, 4096, 16384):
+            for n_batch in (2,) if self.tiny else (1, 8, 16):
+                for shape in shapes:
+                    name = f"{shape.name} B={n_batch} {n}"
+                    yield Task("operators", name, partial(self._operators_at, shape, n_batch, n))
+
+    def _operators_at(self, shape: Shape, n_batch: int, n: int) -> Iterator[Row]:
+        """A row an operator; none where the rows do not fit."""
+        n_bytes = 4 * n_batch * shape.n_head_kv * n * shape.d
+        if not self._fits(1.6 * n_bytes):
+            return
+        # Several sets of inputs where one might stay in the device's cache.
+        n_set = max(1, min(8, (400 << 20) // n_bytes)) if self.device.type == "cuda" else 1
+        sets = [Rows(shape, n_batch, n, self.device) for _ in range(n_set)]
+        base = 0.0
+        for together in zip(*(each.operators() for each in sets), strict=True):
+            first = together[0]
+            ms = time_calls([operator.run for operator in together], self.device).median
+            base = ms if first.name == "torch sdpa" else base
+            yield self._operator_row(shape, n_batch, n, first.name, ms, base, first.n_bytes)
+        del sets, together, first
+        # To pin more memory of the host than that takes longer than all the measuring.
+        names = ("sals", "freekv") if n_bytes <= 4 << 30 else ("sals",)
+        for operator in cache_operators(names, shape, n_batch, n, self.device):
+            ms = time_calls([operator.run], self.device).median
+            yield self._operator_row(shape, n_batch, n, operator.name, ms, base, operator.n_bytes)
+
+    def _operator_row(
+        self, shape: Shape, n_batch: int, n: int, name: str, ms: float, base: float, n_bytes: int
+    ) -> Row:
+        return {
+            "shape": shape.name, "B": n_batch, "context": n, "operator": name, "ms": ms,
+            "over sdpa": base / ms, "MB": n_bytes / 1e6,
+            "of bandwidth": n_bytes / ms / 1e6 / self.bandwidth,
+        }  # fmt: skip
+
+    def _fits(self, n_bytes: float) -> bool:
+        if self.device.type != "cuda":
+            return True
+        return n_bytes < torch.cuda.mem_get_info(self.device)[0]
+
+    # --- whole tokens -----------------------------------------------------------------------------
+
+    def tokens(self) -> Iterator[Task]:
+        """Decode and prefill with random weights; lfps and full with K and V on the host too."""
+        names = ("tiny",) if self.tiny else ("llama-3.1-8b", "llama-3.2-1b")
+        large, small = names[0], names[-1]
+        models = {name: random_model(name) for name in names}
+        engines = {
+            (name, kv): open_engine(model, self.device, self.n_threads, kv)
+            for name, model in models.items() for kv in ("auto", "host")
+        }  # fmt: skip
+        # What takes minutes to fill comes last.
+        depths = [(large, 32768), (large, 8192), (small, 32768), (small, 8192), (small, 131072),
+                  (large, 131072)]  # fmt: skip
+        for name, n in [("tiny", 150)] if self.tiny else depths:
+            model, engine = models[name], engines[name, "auto"]
+            if n < 131072:
+                prefill = partial(self._prefill_speed, model, engine, n)
+                yield Task(f"prefill, {name}", str(n), prefill)
+            for spec in TOKENS_OF:
+                decode = partial(self._decode_speed, model, engine, spec, n, "auto")
+                yield Task(f"tokens, {name}", f"{spec} {n}", decode)
+            for spec in ("lfps", "full"):
+                on_host = partial(self._decode_speed, model, engines[name, "host"], spec, n, "host")
+                yield Task(f"tokens, {name}", f"{spec} {n}, K and V on the host", on_host)
+
+    def _prefill_speed(self, model: Model, engine: DeviceEngine, n: int) -> Iterator[Row]:
+        ids = np.random.default_rng(0).integers(0, model.hparams.n_vocab, n).tolist()
+        seconds = []
+        for _ in range(2):  # the first compiles
+            caches = [engine.layer(build_spec("full"), s) for s in engine.decoder.layer_specs()]
+            for cache in caches:
+                cache.reserve(n)
+            begin = time.perf_counter()
+            engine.decoder.forward(ids, 0, caches)
+            seconds.append(time.perf_counter() - begin)
+        yield {"tokens": n, "t/s": n / seconds[-1], "s": seconds[-1]}
+
+    def _decode_speed(
+        self, model: Model, engine: DeviceEngine, spec: str, n: int, kv: str
+    ) -> Iterator[Row]:
+        if kv == "auto" and not self._fits(1.4 * kv_bytes(model.hparams, n)):
+            return
+        method: Any = build_spec(spec)
+        if hasattr(method, "budget") and not spec.startswith("sals"):
+            method = replace(method, budget=self._budget)
+        if self.tiny:  # it has two layers
+            method = replace(method, dense_layers=(0,))
+        # The first steps are compiled, captured, and replayed once.
+        n_first, n_steps = (0, 1) if self.tiny else (3, 16)
+        caches = filled_caches(engine, method, n, n_first + n_steps)
+        samples, before = [], ledger_of(caches)
+        for step in range(n_first + n_steps):
+            if step == n_first:
+                before = ledger_of(caches)
+            begin = time.perf_counter()
+            engine.decoder.decode(1, n + step, caches)
+            samples.append(1e3 * (time.perf_counter() - begin))
+        ms = statistics.median(samples[n_first:])
+        after = ledger_of(caches)
+        a_token = {k: (after[k] - before.get(k, 0)) / n_steps for k in ("bytes_moved", *COUNTERS)
+                   if k in after}  # fmt: skip
+        yield {
+            "method": spec, "context": n, "K and V": kv, "ms": ms, "t/s": 1e3 / ms,
+            "device MB": after["bytes_device"] / 1e6, "host MB": after["bytes_host"] / 1e6,
+            "MB moved a token": a_token.pop("bytes_moved") / 1e6, **a_token,
+        }  # fmt: skip
+
+    def freekv(self) -> Iterator[Task]:
+        """FreeKV's parts switched on and off."""
+        model = random_model("tiny" if self.tiny else "llama-3.1-8b")
+        engine = open_engine(model, self.device, self.n_threads, "auto")
+        n = 150 if self.tiny else 32768
+        for spec in ABLATION:
+            decode = partial(self._decode_speed, model, engine, spec, n, "auto")
+            yield Task("freekv", spec, decode)
+
+    def memory(self) -> Iterator[Task]:
+        """What caches hold beside full's."""
+        model = random_model("tiny" if self.tiny else "llama-3.2-1b")
+        engine = open_engine(model, self.device, self.n_threads, "auto")
+        n = 300 if self.tiny else 32768
+        for spec in ("full", "fasa", "fasa:variant=m", "sals", "freekv", "quest"):
+            yield Task("memory", spec, partial(self._memory_of, model, engine, spec, n))
+
+    def _memory_of(self, model: Model, engine: DeviceEngine, spec: str, n: int) -> Iterator[Row]:
+        method = replace(build_spec(spec), dense_layers=())
+        held = ledger_of(filled_caches(engine, method, n, 4))
+        yield {
+            "method": spec, "context": n, "device": held["bytes_device"] / 1e6,
+            "host": held["bytes_host"] / 1e6, "index": held["index_bytes"] / 1e6,
+            "device of full": held["bytes_device"] / kv_bytes(model.hparams, n + 4),
+        }  # fmt: skip
+
+
+def _compare(
+    one: Session, other: Session, ids: Sequence[int], n_steps: int
+) -> tuple[float, float, float]:
+    """KLD(one || other) after ``ids``, and its mean and the shared top-1 of steps, in which both
+    get what ``one`` predicts."""
+    measured = Measured()
+    expected, found = one.prefill(ids), other.prefill(ids)
+    measured.add_step(expected, found)
+    at_prompt = measured.kld.pop()
+    for _ in range(n_steps):
+        token = int(expected.argmax())
+        expected, found = one.decode(token), other.decode(token)
+        measured.add_step(expected, found)
+    return at_prompt, statistics.mean(measured.kld), statistics.mean(measured.same_top1[1:])
