@@ -1,0 +1,60 @@
+"""scripts/memory_cost on a tiny model: what is said is what is held, and what the formula says."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+
+import pytest
+from tiny_models import make_model
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "memory_cost"
+FASA, SALS = "fasa:variant=m;budget=64", "sals:budget=64;rank=24"
+FREEKV = "freekv:budget=160;page=8;dense_layers=none"
+METHODS = ("full", FASA, SALS, FREEKV)
+
+
+def load_script():
+    """The script as a module; the modules beside it are found as when it is run."""
+    sys.path.insert(0, str(SCRIPT.parent))
+    loader = SourceFileLoader("memory_cost_script", str(SCRIPT))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """The figures of all METHODS, a prompt of 1500 tokens."""
+    folder = tmp_path_factory.mktemp("tiny")
+    model = make_model(folder / "model.gguf", n_layer=4, n_ctx=2048)
+    told = folder / "told.json"
+    arguments = ["-m", str(model), "--depth", "1500", "--tokens", "4", "--threads", "1"]
+    assert (
+        load_script().main([*arguments, "--methods", ",".join(METHODS), "--json", str(told)]) == 0
+    )
+    return json.loads(told.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_caches_hold_what_they_say_and_what_the_formula_says(rows, name):
+    row = rows[name]
+    said, expected = row["said"], row["formula"]
+    assert sum(said.values()) == pytest.approx(row["traced"], rel=0.03, abs=60_000)
+    for place in ("host", "device"):
+        assert said[place] == pytest.approx(expected[place], rel=0.05, abs=20_000)
+    assert row["rows"] == 1504 * 4 * 2 * 2 * (64 + 64)
+
+
+def test_what_lies_where(rows):
+    assert rows["full"]["said"]["device"] == rows[SALS]["said"]["device"] == 0
+    assert rows["full"]["formula"]["host"] == rows["full"]["rows"]
+    # Two of four layers are sparse; 8 of a head's 32 chunks are 16 of its 128 dims of K and V.
+    assert rows[FASA]["formula"]["device"] == rows["full"]["rows"] // 2 * 16 // 128
+    # One of four layers is sparse: latents of 24 columns, 40 bytes a head of values, 80 rows exact.
+    assert rows[SALS]["formula"]["host"] == 3 * 1504 * 512 + 80 * 512 + 1424 * 128
