@@ -9,6 +9,7 @@ holds the two together.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,6 +63,7 @@ class Decoder(Forward):
         )
         self.layers, self.output_norm = weights.layers, weights.output_norm
         self._step = self._new_step(1)
+        self._scratch: dict[str, torch.Tensor] = {}  # a layer's matrices during ``forward``
 
     # --- a row a sequence, fused ----------------------------------------------------------------
 
@@ -109,6 +111,12 @@ class Decoder(Forward):
 
     # --- many rows, layer by layer ----------------------------------------------------------------
 
+    def forward(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self._scratch = {}
+
     def output(self, normed: torch.Tensor) -> np.ndarray:
         """Few rows use the quantised weights as they lie."""
         head = self.weights.output
@@ -135,7 +143,7 @@ class Decoder(Forward):
         out = {}
         for name, parts in stacks.items():
             n_columns = parts[0].n_columns
-            stack = torch.empty(sum(p.n_rows for p in parts), n_columns, dtype=self.dtype)
+            stack = self._room(name, sum(p.n_rows for p in parts), n_columns)
             row_bytes = n_columns * stack.element_size()
             at = stack.data_ptr()
             for part in parts:
@@ -145,3 +153,12 @@ class Decoder(Forward):
                 at += part.n_rows * row_bytes
             out[name] = stack
         return out
+
+    def _room(self, name: str, n_rows: int, n_columns: int) -> torch.Tensor:
+        """An uninitialised matrix in the scratch, which all layers use: fresh memory costs more to
+        get from the system than dequantising takes.
+        """
+        size = n_rows * n_columns
+        if name not in self._scratch or self._scratch[name].numel() < size:
+            self._scratch[name] = torch.empty(size, dtype=self.dtype)
+        return self._scratch[name][:size].view(n_rows, n_columns)
