@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import njit, prange, types
+from numba.extending import intrinsic
 
+from sparsekv_cli.cpu import emit
+from sparsekv_cli.cpu.emit import LANES, trailing_zeros
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
+
+WORD = 64  # keys that are compared at a time
 
 
 @njit(cache=True, nogil=True)
@@ -43,6 +48,25 @@ def threshold_of_largest(keys, n, k):
     return np.int32(low)
 
 
+@intrinsic
+def _compare(typingctx, keys, pivot, equal):
+    """Bit j of the u64 is set where keys[j] > pivot (``equal``: == pivot), j < 64; an address."""
+    if not isinstance(equal, types.BooleanLiteral):
+        return None
+
+    def codegen(context, b, signature, args):
+        sign = "==" if signature.args[2].literal_value else ">"
+        limit = emit.splat(b, args[1])
+        word = emit.I64(0)
+        for part in range(WORD // LANES):
+            lanes = emit.load(b, emit.VI, args[0], 4 * LANES * part)
+            bits = b.bitcast(b.icmp_signed(sign, lanes, limit), emit.I16)
+            word = b.or_(word, b.shl(b.zext(bits, emit.I64), emit.I64(LANES * part)))
+        return word
+
+    return types.uint64(types.int64, types.int32, equal), codegen
+
+
 @njit(cache=True, nogil=True)
 def select_largest(keys, n, k, out):
     """out[:k] = positions of the k largest of keys[:n], ascending; ties go to the first."""
@@ -57,13 +81,27 @@ def select_largest(keys, n, k, out):
     for j in range(n):
         above += keys[j] > threshold
     at, ties = 0, k - above
-    for j in range(n):  # no branch that depends on the keys: half of them would be guessed wrong
-        if at == k:
-            return
-        out[at] = j
+    whole = n - n % WORD
+    for start in range(0, whole, WORD):  # where few of many are chosen, most words are empty
+        address = keys.ctypes.data + 4 * start
+        word = _compare(address, threshold, False)
+        if ties:
+            equal = _compare(address, threshold, True)
+            while equal and ties:
+                others = equal & (equal - np.uint64(1))
+                word |= equal ^ others
+                equal = others
+                ties -= 1
+        while word:
+            out[at] = start + trailing_zeros(word)
+            at += 1
+            word &= word - np.uint64(1)
+    for j in range(whole, n):
         is_tie = (keys[j] == threshold) & (ties > 0)
-        ties -= is_tie
-        at += (keys[j] > threshold) | is_tie
+        if keys[j] > threshold or is_tie:
+            out[at] = j
+            at += 1
+            ties -= is_tie
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)

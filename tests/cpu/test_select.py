@@ -61,7 +61,7 @@ def test_threshold_over_the_whole_range_of_keys():
         assert_separates(keys, k)
 
 
-@pytest.mark.parametrize("n", [1, 5, 63, 500])
+@pytest.mark.parametrize("n", [1, 5, 63, 64, 65, 127, 500])
 @pytest.mark.parametrize("values", [3, 10**6])
 def test_select_largest_takes_the_first_of_equals(n, values):
     scores = np.random.default_rng(n).integers(0, values, n)
