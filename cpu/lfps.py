@@ -43,7 +43,8 @@ LOCAL = 6  # keys before the current one in the local mass of the bypass test (e
 # Columns of the statistics (int64, one row a unit).
 ROWS, SCORED, ATTENDED, BYPASSED, HEAD_STEPS, BOUNDS_READ, ENTRIES_READ, KEYS_READ = range(8)
 N_STATISTICS = 8
-RAISE = 1.5  # factor of the thresholds where too many rows pass
+RAISE = 1.25  # factor of the thresholds where too many rows pass
+CALM = 0.7  # share of the limit below which the thresholds come down again
 
 
 class Rules(NamedTuple):
@@ -63,7 +64,7 @@ def _candidates(unit, n, n_recent, limit, rules, tables, raised, statistics):
     """C1, ascending: rows above a threshold, their neighbours and the recents (eq 8, 9).
 
     While more than ``limit`` rows pass, both thresholds are raised by RAISE; ``raised`` f64 (U,)
-    remembers how far, and comes down again when less than half of the limit passes.
+    remembers how far, and comes down again when fewer than CALM of them pass.
     """
     n_words = (n + BLOCK - 1) // BLOCK
     n_known = n - SINKS
@@ -84,7 +85,7 @@ def _candidates(unit, n, n_recent, limit, rules, tables, raised, statistics):
         set_range(wide, n - n_recent, n)
         count = count_rows(wide, n_words, n)
         if count <= limit or factor > 1e9:
-            calm = 2 * count < limit
+            calm = count < CALM * limit
             raised[unit] = max(1.0, factor / RAISE) if calm else factor
             return extract_rows(wide, n_words, count)
         factor *= RAISE

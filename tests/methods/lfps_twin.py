@@ -161,10 +161,10 @@ class LFPSTwin:
             nearest = min(np.abs(table / border - 1).min() for table, border in borders)
             distance = min(distance, nearest)
             if len(c1) <= limit:
-                calm = 2 * len(c1) < limit
-                self.raised[unit] = max(1.0, factor / 1.5) if calm else factor
+                calm = len(c1) < 0.7 * limit
+                self.raised[unit] = max(1.0, factor / 1.25) if calm else factor
                 return np.array(sorted(c1)), distance
-            factor *= 1.5
+            factor *= 1.25
 
     def threshold(self, table: np.ndarray) -> float:
         """Step 5: a mu / kappa."""
