@@ -75,6 +75,7 @@ def test_what_no_time_is_left_for_is_named(tmp_path):
     figures, done = run(tmp_path, "--only", "weights", "--seconds", "0")
     assert "weights, Q8_0: no time left" in figures["left out"]
     assert "left out: weights, Q8_0: no time left" in done.stderr
+    assert "leaked" not in done.stderr
 
 
 def test_without_a_gpu_it_says_so():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -287,6 +289,14 @@ def collecting_no_garbage() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+        atexit.unregister(_unfreeze)
+        atexit.register(_unfreeze)
+
+
+def _unfreeze() -> None:
+    """Triton's bindings complain on stderr, at the end, of objects that no collection has seen."""
+    if "triton" in sys.modules:
+        gc.unfreeze()
 
 
 def open_session(options: ModelOptions) -> Session:

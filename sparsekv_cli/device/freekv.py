@@ -83,6 +83,7 @@ class DeviceFreeKV(DeviceCache):
             1, spec.n_head_kv, page_cache.N_STATISTICS.value, dtype=torch.int64, device=ops.device
         )
         self._grown = 0  # how often buffers have been replaced
+        self._under_way = False  # a step that has been planned and not settled
         self._n_max = 0
 
     @property
@@ -171,6 +172,11 @@ class DeviceFreeKV(DeviceCache):
 
     def plan(self, n: int, n_max: int) -> Hashable:
         method = self.method
+        if self._under_way:  # it was broken off: slots may lack the pages they are said to hold
+            self.side.join()
+            self._leave_pages()
+            self._previous_n = 0
+        self._under_way = True
         plan = method.plan(n, None if self._pages is None else self._pages.layout.n_sink)
         self._n_max = n_max
         if plan is None:
@@ -267,6 +273,7 @@ class DeviceFreeKV(DeviceCache):
         )  # fmt: skip
 
     def settle(self, n: int) -> None:
+        self._under_way = False
         self._previous_n = n
         if self._pages is None:
             self.store.n = n

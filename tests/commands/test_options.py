@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 import pytest
 
@@ -19,3 +21,13 @@ def test_collector_is_off_within_and_on_after() -> None:
         assert gc.isenabled()
     finally:
         gc.unfreeze()
+
+
+def test_triton_does_not_complain_at_the_end() -> None:
+    pytest.importorskip("triton")
+    program = (
+        "from sparsekv_cli.commands.options import collecting_no_garbage\n"
+        "with collecting_no_garbage():\n    import triton\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -20,7 +20,7 @@ from sparsekv_cli.device.cache import DeviceInput, Step
 from sparsekv_cli.device.freekv import DeviceFreeKV
 from sparsekv_cli.device.ops import DeviceOps
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.kernels import page_cache
+from sparsekv_cli.kernels import page_cache, recall
 from sparsekv_cli.methods.freekv import FreeKV
 from sparsekv_cli.session import load_session
 
@@ -183,6 +183,28 @@ def test_rows_come_back_from_pages_bit_for_bit():
     np.testing.assert_array_equal(cache.store.values().float().cpu(), v[:, :98])
 
 
+def test_a_step_that_was_broken_off_leaves_no_trace(monkeypatch):
+    """It has given slots to pages that were not fetched, and its query is no earlier one."""
+    geometry = Geometry(4, 2, 16)
+    caches = [make_on_device(FreeKV(**SMALL, tau=2.0), geometry) for _ in range(2)]
+    stream = Stream(geometry, seed=7)
+    rows = stream.rows(90)
+    for cache in caches:
+        prefill(cache, rows)
+    whole, broken = caches
+    for _ in range(3):
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(recall, "fetch_pages", interrupt)
+            decode(broken, stream.rows(1))
+        row = stream.rows(1)
+        np.testing.assert_array_equal(decode(broken, row), decode(whole, row))
+    assert broken.n == whole.n == 93
+
+
+def interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
 def test_a_step_under_one_key_allocates_nothing_that_stays():
     """The buffers of a key stay where they are, as a captured graph needs; growth changes it."""
     geometry = Geometry(2, 1, 16)
@@ -192,6 +214,7 @@ def test_a_step_under_one_key_allocates_nothing_that_stays():
     keys, places = [], []
     for _ in range(3):
         keys.append(cache.plan(cache.n + 1, 120))
+        cache._under_way = False
         places.append(
             [x.data_ptr() for x in (*cache._pages.arrays, *cache._work.pooled, cache._work.idx)]
         )
@@ -213,6 +236,7 @@ def test_recall_by_copies_is_the_same():
         outs = [decode(cache, row) for cache in caches]
         np.testing.assert_array_equal(*outs)
         keys.add(caches[1].plan(caches[1].n + 1, 130))
+        caches[1]._under_way = False
     assert len(keys) == 5  # a step that is run anew each time
     names = *ALWAYS, *CACHE
     assert counts_of(caches[0], *names) == counts_of(caches[1], *names)
