@@ -35,8 +35,9 @@ def study_keys(
     """Both bases of every layer, from the pre-RoPE keys and queries of the text, and what ranks do.
 
     rank_kld f32 (L, shares): KLD(full || one layer's keys cut to a share of the columns of its
-    latents), the last one not measured; rank_budget f32 (L, shares, 2): see ``bands.budgets_of_levels``. Layers that are dense
-    by the method's default are not cut and have the share that all have on average.
+    latents), the last one not measured; rank_budget f32 (L, shares, 2): see
+    ``bands.budgets_of_levels``. Layers that are dense by the method's default are not cut and have
+    the share that all have on average.
     """
     tensors = study_directions(run)
     specs = [spec for spec in run.specs if not method.is_dense(spec)]
