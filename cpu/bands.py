@@ -1,6 +1,11 @@
-"""Which frequencies FAEDKV keeps: chunks by importance, and a share of the budget a layer."""
+"""Which frequencies FAEDKV keeps: chunks by importance, and a share of the budget a layer.
+
+The shares are for SALS' ranks, too.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -43,15 +48,15 @@ def without_bins(x: np.ndarray, dropped: np.ndarray) -> np.ndarray:
     return np.fft.irfft(spectrum, n=x.shape[1], axis=1).astype(np.float32)
 
 
-def budgets_of_levels(layer_kld: np.ndarray) -> np.ndarray:
+def budgets_of_levels(layer_kld: np.ndarray, shares: Sequence[float] = LEVELS) -> np.ndarray:
     """Between which budgets of the whole model a layer has each level: f32 (L, levels, 2).
 
-    layer_kld (L, levels): what compressing one layer alone costs. All layers start at the lowest
-    level; the budget then buys, again and again, the rise of one layer that saves the most KLD a
-    share. While it is being bought, a layer's share grows linearly, so that every budget is used
-    up. A level that is skipped is had for a moment.
+    layer_kld (L, levels): what compressing one layer alone to these ``shares`` costs, of which the
+    last is 1. All layers start at the lowest; the budget then buys, again and again, the rise of
+    one layer that saves the most KLD a share. While it is being bought, a layer's share grows
+    linearly, so that every budget is used up. A level that is skipped is had for a moment.
     """
-    n_layer, levels = len(layer_kld), np.array(LEVELS)
+    n_layer, levels = len(layer_kld), np.array(shares)
     rises = []  # (saved KLD a share, layer, from, to)
     for layer, kld in enumerate(layer_kld):
         low = 0
@@ -71,6 +76,6 @@ def budgets_of_levels(layer_kld: np.ndarray) -> np.ndarray:
     return np.minimum(budgets, 1).astype(np.float32)
 
 
-def layer_share(budget: float, budgets: np.ndarray) -> float:
+def layer_share(budget: float, budgets: np.ndarray, shares: Sequence[float] = LEVELS) -> float:
     """A layer's share when the whole model has ``budget``; its row of ``budgets_of_levels``."""
-    return float(np.interp(budget, budgets.ravel(), np.repeat(LEVELS, 2)))
+    return float(np.interp(budget, budgets.ravel(), np.repeat(shares, 2)))

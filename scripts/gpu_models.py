@@ -21,6 +21,7 @@ from sparsekv_cli.cache import AttnInput, LayerCache, LayerSpec, Method
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.device.engine import DeviceEngine, open_device_engine
 from sparsekv_cli.device.host import HostCache
+from sparsekv_cli.key_study import even_budgets
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.models.architectures import Architecture, architecture_of
 from sparsekv_cli.models.gguf import open_gguf
@@ -108,6 +109,7 @@ def random_calibration(spec: LayerSpec, rng: np.random.Generator) -> Mapping[str
         "dom_ca": rank,
         "vectors_diag": basis,
         "vectors_pca": basis,
+        "rank_budget": even_budgets(),
         "weights": np.ones(size, np.float32),
     }
 

@@ -1,7 +1,8 @@
-"""The frequency ablation study of FAEDKV (paper, section 3.2), many variants to a forward pass.
+"""What changing one layer's K and V does to the answers, many variants to a forward pass.
 
+So FAEDKV's ablation study (paper, section 3.2) leaves out frequencies, and SALS columns of latents.
 A window of text is a prefix, whose K and V are computed once, and some scored rows behind it. In a
-trial one layer's K and V of the prefix, between sinks and recent rows, lack some frequencies. One
+trial one layer's K and V of the prefix, between sinks and recent rows, are changed. One
 forward pass takes the scored rows once a trial: a layer's cache turns each copy back to its true
 positions, and shows it the prefix that belongs to it. Below the layer that a trial changes, copies
 are equal and share one attention.
@@ -31,11 +32,29 @@ ROWS_AT_ONCE = 512  # rows of a forward pass: bounds the logits, which are held 
 MOST_CHANGE = 80.0  # of a logit: its exponential fits f32
 
 
+# Changes rows of K and V in place: f16 (G, rows, padded d).
+Change = Callable[[np.ndarray, np.ndarray], None]
+
+
 class Trial(NamedTuple):
-    """What is left out: bins of the spectrum of K and V in one layer."""
+    """A change of one layer; -1: of none."""
 
     layer: int
-    dropped: np.ndarray  # int64
+    change: Change
+
+
+def unchanged(k: np.ndarray, v: np.ndarray) -> None:
+    """No change."""
+
+
+def without(dropped: np.ndarray) -> Change:
+    """K and V without these bins of their spectrum along the rows, int64."""
+
+    def change(k: np.ndarray, v: np.ndarray) -> None:
+        for rows in (k, v):
+            rows[:] = bands.without_bins(rows.astype(np.float32), dropped)
+
+    return change
 
 
 class Window:
@@ -54,7 +73,7 @@ class Window:
         caches: list[LayerCache] = [DenseCache(spec, run.backend) for spec in run.specs]
         run.forward(ids[: self._n_prefix], 0, caches, False)
         self._stores = [cache.store for cache in caches]
-        self._logits = self._logits_of([Trial(-1, np.empty(0, np.int64))])[0]  # (rows, n_vocab)
+        self._logits = self._logits_of([Trial(-1, unchanged)])[0]  # (rows, n_vocab)
         full = self._logits.log_softmax(-1)
         self._full = full.exp()
         self._losses = -full.gather(1, self._following)[:, 0]
@@ -152,7 +171,7 @@ class _TrialCache(LayerCache):
         return super().prefill(AttnInput(q, k, v, q_nope, k_nope, self._n_prefix + first))
 
     def _prefix_of(self, trial: Trial) -> KVStore:
-        """The stored prefix, or for the trial's own layer a copy without the dropped bins."""
+        """The stored prefix, or for the trial's own layer a changed copy."""
         self._prefix.truncate(self._n_prefix)
         if trial.layer != self.spec.layer:
             return self._prefix
@@ -160,8 +179,7 @@ class _TrialCache(LayerCache):
         changed.reserve(self._n_prefix + self._n_rows)
         for target, source in ((changed.k, self._prefix.k), (changed.v, self._prefix.v)):
             target[:, : self._n_prefix] = source[:, : self._n_prefix]
-            middle = source[:, self._middle].astype(np.float32)
-            target[:, self._middle] = bands.without_bins(middle, trial.dropped)
+        trial.change(changed.k[:, self._middle], changed.v[:, self._middle])
         changed.n = self._n_prefix
         return changed
 
@@ -203,6 +221,23 @@ def _window(ids: Sequence[int], n_prefix: int, n_scored: int, middle: slice) -> 
     return [*ids[: n_prefix + n_scored - n_repeated], *passage]
 
 
+def middle_rows(n_ids: int, n_sinks: int, n_recent: int) -> slice:
+    """The rows of a window's prefix that trials change, in a text of n_ids tokens."""
+    n_scored = min(N_SCORED, n_ids // 4)
+    return slice(n_sinks, min(N_PREFIX, n_ids - n_scored - 1) - n_recent)
+
+
+def windows_of(run: CalibrationRun, middle: slice, n_recent: int) -> list[Window]:
+    """Windows spread over the text; middle: as ``middle_rows`` says."""
+    n_ids, n_prefix = len(run.ids), middle.stop + n_recent
+    n_scored = min(N_SCORED, n_ids // 4)
+    starts = np.linspace(0, n_ids - n_prefix - n_scored - 1, N_WINDOWS).astype(int)
+    return [
+        Window(run, _window(run.ids[start:], n_prefix, n_scored, middle), n_scored, middle)
+        for start in starts
+    ]
+
+
 def study_frequencies(run: CalibrationRun, n_sinks: int, n_recent: int) -> dict[str, np.ndarray]:
     """What leaving out frequencies does to the answers, chunk by chunk, layer by layer.
 
@@ -211,18 +246,12 @@ def study_frequencies(run: CalibrationRun, n_sinks: int, n_recent: int) -> dict[
     imp_kld; layer_budget f32 (L, levels, 2): see ``bands.budgets_of_levels``. SparseKVError for a
     text without enough tokens between the exact rows.
     """
-    n_ids, n_layer = len(run.ids), len(run.specs)
-    n_scored = min(N_SCORED, n_ids // 4)
-    n_prefix = min(N_PREFIX, n_ids - n_scored - 1)
-    middle = slice(n_sinks, n_prefix - n_recent)
+    n_layer = len(run.specs)
+    middle = middle_rows(len(run.ids), n_sinks, n_recent)
     n = middle.stop - middle.start
     if n < 2 * bands.N_CHUNKS:
-        raise SparseKVError(f"calibration of faedkv: a text of {n_ids} tokens is too short")
-    starts = np.linspace(0, n_ids - n_prefix - n_scored - 1, N_WINDOWS).astype(int)
-    windows = [
-        Window(run, _window(run.ids[start:], n_prefix, n_scored, middle), n_scored, middle)
-        for start in starts
-    ]
+        raise SparseKVError(f"calibration of faedkv: a text of {len(run.ids)} tokens is too short")
+    windows = windows_of(run, middle, n_recent)
     levels, borders = bands.LEVELS[:-1], bands.chunk_borders(n // 2 + 1)
     n_trials = len(windows) * n_layer * (bands.N_CHUNKS + len(levels))
     n_done = 0
@@ -233,14 +262,14 @@ def study_frequencies(run: CalibrationRun, n_sinks: int, n_recent: int) -> dict[
         run.progress(n_done / n_trials)
 
     chunks = [np.arange(*borders[c : c + 2]) for c in range(bands.N_CHUNKS)]
-    trials = [Trial(layer, chunk) for layer in range(n_layer) for chunk in chunks]
+    trials = [Trial(layer, without(chunk)) for layer in range(n_layer) for chunk in chunks]
     scored = [window.score(trials, advance) for window in windows]
     kld = np.mean([klds for klds, _ in scored], axis=0).reshape(n_layer, -1)
     rises = [nlls - window.nll for window, (_, nlls) in zip(windows, scored, strict=True)]
     trials = [
-        Trial(layer, np.setdiff1d(np.arange(n // 2 + 1), bands.kept_bins(n, level, kld[layer])))
+        Trial(layer, without(np.setdiff1d(np.arange(n // 2 + 1), kept)))
         for layer in range(n_layer)
-        for level in levels
+        for kept in (bands.kept_bins(n, level, kld[layer]) for level in levels)
     ]
     layer_kld = np.zeros((n_layer, len(bands.LEVELS)))  # nothing is lost at the last level
     klds = [window.score(trials, advance)[0] for window in windows]

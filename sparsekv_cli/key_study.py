@@ -1,4 +1,9 @@
-"""SALS' calibration: in which directions the pre-RoPE keys of a text lie."""
+"""SALS' calibration: in which directions the pre-RoPE keys of a text lie, and how many matter.
+
+How much of its keys a layer must keep differs more than their eigenvalues tell: most layers of the
+default model answer alike with an eighth of the columns, a few need half. So every layer is cut to
+some ranks by itself (ablation.py), and the columns go where they save the most KLD.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,99 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv_cli.cache import AttnInput, Backend, CalibrationRun, KVStore, LayerCache, LayerSpec
+from sparsekv_cli.ablation import Change, Trial, middle_rows, windows_of
+from sparsekv_cli.cache import (
+    AttnInput,
+    Backend,
+    CalibrationRun,
+    KVStore,
+    LayerCache,
+    LayerSpec,
+    Method,
+)
+from sparsekv_cli.cpu import bands, latent
 
 BASES = ("diag", "pca")  # weighted by queries, and not
+SHARES = (1 / 8, 1 / 6, 1 / 4, 3 / 8, 1 / 2, 1.0)  # of all columns, at which layers are cut
+STATISTICS_SHARE = 0.2  # of the time of a calibration
 
 
-def study_keys(run: CalibrationRun) -> dict[str, np.ndarray]:
-    """Both bases of every layer, from the pre-RoPE keys and queries of the text.
+def study_keys(
+    run: CalibrationRun, method: Method, n_sinks: int, n_recent: int
+) -> dict[str, np.ndarray]:
+    """Both bases of every layer, from the pre-RoPE keys and queries of the text, and what ranks do.
+
+    rank_kld f32 (L, shares): KLD(full || one layer's keys cut to a share of the columns of its
+    latents), the last one not measured; rank_budget f32 (L, shares, 2): see
+    ``bands.budgets_of_levels``. Layers that are dense by the method's default are not cut and have
+    the share that all have on average.
+    """
+    tensors = study_directions(run)
+    specs = [spec for spec in run.specs if not method.is_dense(spec)]
+    n_layer = len(run.specs)
+    kld = np.zeros((n_layer, len(SHARES)))
+    budgets = np.tile(even_budgets(), (n_layer, 1, 1))
+    if specs:
+        middle = middle_rows(len(run.ids), n_sinks, n_recent)
+        trials = [
+            Trial(spec.layer, _cut(spec, tensors, middle, share))
+            for spec in specs
+            for share in SHARES[:-1]
+        ]
+        windows, done = windows_of(run, middle, n_recent), 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            share = done / (len(windows) * len(trials))
+            run.progress(STATISTICS_SHARE + (1 - STATISTICS_SHARE) * share)
+
+        klds = np.mean([window.score(trials, advance)[0] for window in windows], axis=0)
+        layers = [spec.layer for spec in specs]
+        kld[layers, :-1] = klds.reshape(len(specs), -1)
+        # Half of the columns are as good as all: there the KLD is little more than that of rounding
+        # (0.0002 in bf16), which no column takes away.
+        kld[layers, -1] = kld[layers, -2]
+        budgets[layers] = bands.budgets_of_levels(kld[layers], SHARES)
+    tensors["rank_kld"] = kld.astype(np.float32)
+    tensors["rank_budget"] = budgets.astype(np.float32)
+    return tensors
+
+
+def even_budgets() -> np.ndarray:
+    """A row of ``rank_budget`` of a layer that has the share that all have: f32 (shares, 2)."""
+    return np.repeat(np.array(SHARES, np.float32), 2).reshape(-1, 2)
+
+
+def rank_of(mean_rank: int, size: int, budgets: np.ndarray) -> int:
+    """A layer's rank where all have ``mean_rank`` of ``size`` columns on average.
+
+    budgets: its row of ``rank_budget``. Below the least share that was studied, all have the mean.
+    """
+    if mean_rank <= SHARES[0] * size:
+        return mean_rank
+    return max(1, round(size * bands.layer_share(mean_rank / size, budgets, SHARES)))
+
+
+def _cut(spec: LayerSpec, tensors: dict[str, np.ndarray], middle: slice, share: float) -> Change:
+    """Keys of these rows become what the first columns of their latents (diag) make of them."""
+    size, d = spec.n_head_kv * spec.head_dim, spec.head_dim
+    weights = tensors["weights"][spec.layer, :size]
+    vectors = tensors["vectors_diag"][spec.layer, :size, : max(1, round(share * size))]
+    positions = np.arange(middle.start, middle.stop)
+
+    def change(k: np.ndarray, v: np.ndarray) -> None:
+        encode, decode = weights[:, None] * vectors, vectors / weights[:, None]
+        rows = latent.encode_ref(k[..., :d], positions, encode, spec.theta, spec.rope_scale)
+        k[..., :d] = latent.reconstruct_ref(
+            rows, positions, decode, spec.theta, spec.rope_scale, spec.n_head_kv
+        )
+
+    return change
+
+
+def study_directions(run: CalibrationRun) -> dict[str, np.ndarray]:
+    """Both bases of every layer.
 
     weights f32 (L, G d): w, kv-head-major. vectors_diag, vectors_pca f32 (L, G d, G d): U of W C W
     and of C, columns by falling eigenvalue, all of them, so that any rank is a prefix;
@@ -33,7 +124,7 @@ def study_keys(run: CalibrationRun) -> dict[str, np.ndarray]:
             values, vectors = np.linalg.eigh(w[:, None] * covariance * w)
             tensors[f"eigenvalues_{basis}"][spec.layer, :size] = values[::-1]
             tensors[f"vectors_{basis}"][spec.layer, :size, :size] = vectors[:, ::-1]
-        run.progress((spec.layer + 1) / spec.n_layer)
+        run.progress(STATISTICS_SHARE * (spec.layer + 1) / spec.n_layer)
 
     run.forward(run.ids, 0, [_StatisticsCache(s, run.backend, keep) for s in run.specs], False)
     return tensors

@@ -18,8 +18,10 @@ the eigenvectors are taken; the weights are alike within a pair, so they commute
 distance, a softmax a head, summed over heads; its sums include the exact rows. (3) Sinks stay exact
 (``exact_sinks``): position 0 is an outlier. (4) Values are quantised per token in groups of 32
 channels; per channel costs more than it saves. (5) The window is exact, not half compressed.
-(6) While budget, sinks and window cover the context, it stays as it is. ``preset=paper`` undoes 1
-to 3. A later prefill attends to all rows: latents are reconstructed for it and kept.
+(6) While budget, sinks and window cover the context, it stays as it is. (7) Layers have ranks of
+their own, with the same sum (``allocation``): what cutting one costs differs by a hundred times.
+``preset=paper`` undoes 1 to 3 and 7. A later prefill attends to all rows: latents are
+reconstructed for it and kept.
 """
 
 from __future__ import annotations
@@ -44,14 +46,16 @@ from sparsekv_cli.cache import (
 from sparsekv_cli.cpu import attention, latent, sals
 from sparsekv_cli.cpu.quantized_values import BITS
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.key_study import BASES, study_keys
+from sparsekv_cli.key_study import BASES, rank_of, study_keys
 
+SINKS, WINDOW = 16, 64  # METHODS.md: rows kept as they are
 UNDO = 16  # rows by which a rewind costs no exact row: an interrupted step, a changed last token
 CHOICES = {
     "preset": ("tuned", "paper"),
     "basis": BASES,
     "score": ("brope", "paper"),
     "bits": BITS,
+    "allocation": ("layers", "uniform"),
 }
 
 
@@ -70,20 +74,26 @@ class SALS(Method):
     undo: ClassVar[int] = UNDO
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},
-        "paper": {"basis": "pca", "score": "paper", "exact_sinks": False},
+        "paper": {
+            "basis": "pca",
+            "score": "paper",
+            "exact_sinks": False,
+            "allocation": "uniform",
+        },
     }
 
     dense_layers: tuple[int, ...] = (0, 1, -1)
     preset: str = _option("tuned", "tuned or paper; other options change it")
     budget: Budget = _option(Budget(tokens=432), "critical tokens, y: N or P%")
-    rank: int = _option(0, "r: columns of a latent; 0 = a quarter of all kv heads' dims")
+    rank: int = _option(0, "r: columns of a latent, on average; 0 = 1/4 of all kv heads' dims")
     score_rank: int = _option(0, "r*: columns that are scored; 0 = half the rank")
+    allocation: str = _option("layers", "ranks of the 'layers' by calibration, or 'uniform'")
     bits: int = _option(4, "bits of a value: 4, 2, or 16 (f16)")
     basis: str = _option("diag", "of the latents: 'diag' (weighted by queries) or 'pca'")
     score: str = _option("brope", "'brope' (RoPE by blocks, per head) or 'paper' (no RoPE, summed)")
-    sinks: int = _option(16, "x: first tokens that are always attended")
+    sinks: int = _option(SINKS, "x: first tokens that are always attended")
     exact_sinks: bool = _option(True, "whether the sinks are kept as they are")
-    window: int = _option(64, "z: most recent tokens, always attended and kept as they are")
+    window: int = _option(WINDOW, "z: most recent tokens, always attended and kept as they are")
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
@@ -100,15 +110,15 @@ class SALS(Method):
         """Columns of a layer's latents, and how many of them are scored."""
         size = spec.n_head_kv * spec.head_dim
         rank = min(self.rank or max(1, round(size / 4)), size)
+        if self.allocation == "layers":
+            rank = rank_of(rank, size, _calibrated(spec, "rank_budget"))
         return rank, min(self.score_rank or -(-rank // 2), rank)
 
     def basis_of(self, spec: LayerSpec) -> tuple[np.ndarray, np.ndarray]:
         """A layer's vectors U (G d, r) and weights w (G d,) by its calibration: E = w U."""
         size = spec.n_head_kv * spec.head_dim
-        if f"vectors_{self.basis}" not in spec.calibration:
-            raise SparseKVError(f"sals: layer {spec.layer} has no calibration")
-        weights = spec.calibration["weights"][:size]
-        vectors = spec.calibration[f"vectors_{self.basis}"][:size, : self.ranks(spec)[0]]
+        weights = _calibrated(spec, "weights")[:size]
+        vectors = _calibrated(spec, f"vectors_{self.basis}")[:size, : self.ranks(spec)[0]]
         return vectors, weights if self.basis == "diag" else np.ones_like(weights)
 
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
@@ -119,8 +129,14 @@ class SALS(Method):
         return n <= self.sinks + self.window + self.budget.rows(n)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
-        """Both bases of every layer, whatever the options."""
-        return study_keys(run)
+        """Both bases of every layer, and what ranks do to its answers, whatever the options."""
+        return study_keys(run, SALS(), SINKS, WINDOW)
+
+
+def _calibrated(spec: LayerSpec, name: str) -> np.ndarray:
+    if name not in spec.calibration:
+        raise SparseKVError(f"sals: layer {spec.layer} has no calibration")
+    return spec.calibration[name]
 
 
 class SALSCache(LayerCache):

@@ -5,6 +5,7 @@ import pytest
 from side_by_side import GEOMETRIES, SideBySide, assert_sessions_agree, watch
 
 from sparsekv_cli.cache import Budget
+from sparsekv_cli.key_study import even_budgets
 from sparsekv_cli.methods.sals import SALS
 
 pytest.importorskip("triton")
@@ -17,6 +18,7 @@ def make(geometry, device, **options) -> SideBySide:
     rng, size = np.random.default_rng(5), geometry.n_head_kv * geometry.d
     vectors = np.linalg.qr(rng.standard_normal((size, size)))[0].astype(np.float32)
     calibration = {"vectors_diag": vectors, "vectors_pca": vectors}
+    calibration["rank_budget"] = even_budgets()
     calibration["weights"] = rng.uniform(0.5, 2, size).astype(np.float32)
     return SideBySide(geometry, SALS(**{**SMALL, **options}), calibration, device)
 

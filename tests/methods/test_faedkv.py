@@ -12,7 +12,7 @@ from faedkv_twin import FAEDKVTwin, TwinOptions
 from layer_stream import Geometry, Stream, decode, prefill
 from tiny_models import make_model
 
-from sparsekv_cli.ablation import Trial, Window, _window
+from sparsekv_cli.ablation import Trial, Window, _window, unchanged, without
 from sparsekv_cli.cache import AttnInput, Budget, CalibrationRun, DenseCache, LayerSpec, padded
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import bands, ops
@@ -439,9 +439,11 @@ def test_a_trial_equals_one_by_itself(session):
     """Eleven copies of 30 rows in chunks of 100 against one forward on changed K and V."""
     run, middle = run_of(session, tokens(231)), slice(10, 150)
     window = Window(run, run.ids, 30, middle)
-    trials = [Trial(0, np.empty(0, np.int64)), Trial(-1, np.arange(71))]
-    trials += [Trial(layer, np.arange(a, 71, 2)) for layer in range(3) for a in (0, 1, 40)]
+    changes = [(0, np.empty(0, np.int64)), (-1, np.arange(71))]
+    changes += [(layer, np.arange(a, 71, 2)) for layer in range(3) for a in (0, 1, 40)]
+    trials = [Trial(layer, without(dropped)) for layer, dropped in changes]
     klds, nlls = window.score(trials)
+    assert window.score([Trial(0, unchanged)])[0] == [0]
     assert klds[0] < 1e-4 and abs(nlls[0] - window.nll) < 1e-3  # an FFT there and back
     assert klds[1] == 0 and nlls[1] == pytest.approx(window.nll, abs=1e-6)
     assert klds[2:].min() > 5 * klds[0]
@@ -456,8 +458,8 @@ def test_a_trial_equals_one_by_itself(session):
         return torch.from_numpy(logits).log_softmax(-1)
 
     full = log_probabilities(-1, None)
-    for trial, kld, nll in zip(trials, klds, nlls, strict=True):
-        actual = log_probabilities(*trial)
+    for change, kld, nll in zip(changes, klds, nlls, strict=True):
+        actual = log_probabilities(*change)
         assert kld == pytest.approx(float((full.exp() * (full - actual)).sum(-1).mean()), abs=2e-4)
         target = torch.tensor(run.ids[201:231])[:, None]
         plain = actual.gather(1, target)[:15]  # the rows before those that repeat a passage

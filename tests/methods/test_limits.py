@@ -15,6 +15,7 @@ from layer_stream import GEOMETRIES, Geometry, Rows, Stream, attended_rows, deco
 
 from sparsekv_cli.cache import N_SINKS, Budget, DenseCache, LayerCache, LayerSpec, Method
 from sparsekv_cli.cpu import ops
+from sparsekv_cli.key_study import even_budgets
 from sparsekv_cli.methods import METHODS, build_method, method_class
 from sparsekv_cli.methods.fasa import FASA
 from sparsekv_cli.methods.h2o import H2O
@@ -36,6 +37,7 @@ def calibration_of(geometry: Geometry) -> dict[str, np.ndarray]:
         "dom_var": order, "dom_ca": order,
         "weights": np.ones(size, np.float32), "vectors_diag": np.eye(size, dtype=np.float32),
         "vectors_pca": np.eye(size, dtype=np.float32),
+        "rank_budget": even_budgets(),
         "imp_kld": np.arange(22, 0, -1, dtype=np.float32),
         "imp_ppl": np.arange(22, dtype=np.float32),
         "layer_budget": np.linspace(0, 1, 10, dtype=np.float32).reshape(5, 2),

@@ -12,6 +12,7 @@ import torch
 from sals_twin import Choice, SALSTwin, TwinOptions, attention, softmax
 from tiny_models import make_model
 
+from sparsekv_cli import key_study
 from sparsekv_cli.cache import (
     AttnInput,
     Budget,
@@ -25,6 +26,7 @@ from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.quantized_values import head_bytes
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.key_study import SHARES, even_budgets, rank_of, study_keys
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.sals import SALS, UNDO, SALSCache
 from sparsekv_cli.session import Session, load_session
@@ -97,7 +99,7 @@ def make_calibration(layer: Layer, seed: int = 0) -> dict[str, np.ndarray]:
     half = layer.n_rot // 2
     weights[:, half : 2 * half] = weights[:, :half]
     weights = weights.reshape(-1)
-    tensors = {"weights": weights.astype(np.float32)}
+    tensors = {"weights": weights.astype(np.float32), "rank_budget": even_budgets()}
     for basis, w in (("diag", weights), ("pca", np.ones_like(weights))):
         vectors = np.linalg.eigh(w[:, None] * covariance * w)[1][:, ::-1]
         tensors[f"vectors_{basis}"] = vectors.astype(np.float32)
@@ -603,6 +605,7 @@ def test_presets():
     assert build_method("sals", {}).dense_layers == (0, 1, -1)
     paper = build_method("sals", {"preset": "paper", "rank": "24"}).options()
     assert (paper["basis"], paper["score"], paper["exact_sinks"]) == ("pca", "paper", False)
+    assert paper["allocation"] == "uniform" and SALS().allocation == "layers"
     assert paper["rank"] == 24 and tuple(paper["dense_layers"]) == (0, 1, -1)
     assert build_method("sals", {}, budget="20%").covers(100)
     assert not build_method("sals", {}, budget="20%").covers(101)
@@ -668,6 +671,8 @@ def test_calibration(session, calibration):
         "weights": (4, size),
         **{f"vectors_{basis}": (4, size, size) for basis in ("diag", "pca")},
         **{f"eigenvalues_{basis}": (4, size) for basis in ("diag", "pca")},
+        "rank_kld": (4, len(SHARES)),
+        "rank_budget": (4, len(SHARES), 2),
     }
     assert all(a.dtype == np.float32 for a in calibration.values())
     for layer in range(4):
@@ -681,6 +686,44 @@ def test_calibration(session, calibration):
             assert abs(encode.T @ decode - np.eye(size)).max() < 1e-5
             values = calibration[f"eigenvalues_{basis}"][layer]
             assert (np.diff(values) <= 1e-6 * values[0]).all()
+
+
+def test_ranks_go_where_they_save_most(session):
+    """One dense layer of four: the others have the sum of columns, where a column saves most."""
+    ids = np.random.RandomState(0).randint(3, 512, 400).tolist()
+    run, shares = run_of(session, ids), []
+    method = SALS(dense_layers=(0,))
+    tensors = study_keys(replace(run, progress=shares.append), method, 16, 64)
+    kld, budgets = tensors["rank_kld"], tensors["rank_budget"]
+    assert shares == sorted(shares) and shares[-1] == pytest.approx(1)
+    assert not kld[0].any()
+    np.testing.assert_array_equal(kld[:, -1], kld[:, -2])
+    assert (kld[1:, 0] > kld[1:, -2]).all() and (kld[1:, :-1] > 0).all()
+    np.testing.assert_array_equal(budgets[0], even_budgets())
+    for rank in (16, 20, 32, 48, 100, 128):
+        ranks = [rank_of(rank, 128, budget) for budget in budgets]
+        assert ranks[0] == rank and abs(sum(ranks[1:]) - 3 * rank) <= 1
+    ranks = np.array([rank_of(48, 128, budget) for budget in budgets[1:]])
+    costs = [np.interp(ranks, 128 * np.array(SHARES), row) for row in kld[1:]]
+    assert np.trace(costs) <= sum(np.interp(48, 128 * np.array(SHARES), row) for row in kld[1:])
+    assert [rank_of(10, 128, budget) for budget in budgets] == [10] * 4  # below what was studied
+
+    # What is studied is what a cache keeps of the keys before window and undo rows.
+    spec = replace(run.specs[2], calibration={k: v[2] for k, v in tensors.items()})
+    caches = [DenseCache(each, ops) for each in run.specs]
+    run.forward(ids[:200], 0, caches, False)
+    k = caches[2].store.k[:, 16:150].copy()
+    key_study._cut(run.specs[2], tensors, slice(16, 150), 1 / 4)(k, k)
+    cache = SALS(rank=32, allocation="uniform", bits=16, sinks=0, window=34).layer(spec, ops)
+    cache.store.reserve(200)
+    cache.store.k[:, :200], cache.store.v[:, :200] = (
+        each[:, :200] for each in (caches[2].store.k, caches[2].store.v)
+    )
+    cache.store.n = 200
+    cache._compress()
+    cache.store.reserve(200)
+    cache._restore(cache._latents)
+    assert abs(cache.store.k[:, 16:150].astype("f4") - k.astype("f4")).max() < 0.02 * abs(k).max()
 
 
 def test_calibration_measures_keys_and_queries(session, calibration):
