@@ -42,14 +42,10 @@ def _half_variance(q, covariance, ratio):
 
 
 @njit(cache=True, nogil=True)
-def bypass(
-    q, near, n_near, constants, kv_head, ratio, v, v_row, v_kind, first_local, n, epsilon, out
-):
-    """The high-sparsity test (eq 6) and, where it holds, the head's output. q is scaled.
+def may_bypass(near, n_near, epsilon):
+    """Whether the test could hold at the best, if the global mass were 0; mostly it could not.
 
-    near: scores of the sinks (4), then of the keys first_local..n-1. v: address of rows of v_kind,
-    v_row bytes apart. Returns whether the head was bypassed. Most heads fail the test whatever the
-    global mass, which is not computed then.
+    near: see ``bypass``.
     """
     peak = np.float64(near[0])
     for j in range(n_near):
@@ -61,13 +57,25 @@ def bypass(
             sinks += weight
         else:
             local += weight
-    if sinks <= epsilon * (sinks + local):
-        return False
+    return sinks > epsilon * (sinks + local)
+
+
+@njit(cache=True, nogil=True)
+def bypass(
+    q, near, n_near, constants, kv_head, ratio, v, v_row, v_kind, first_local, n, epsilon, out
+):
+    """The high-sparsity test (eq 6) and, where it holds, the head's output. q is scaled.
+
+    near: scores of the sinks (4), then of the keys first_local..n-1. v: address of rows of v_kind,
+    v_row bytes apart. Returns whether the head was bypassed.
+    """
     mean_k, mean_v = constants.mean_k[kv_head], constants.mean_v[kv_head]
     log_global = _half_variance(q, constants.covariance[kv_head], ratio) + np.log(n - SINKS)
     for c in range(mean_k.shape[0]):
         log_global += q[c] * mean_k[c]
-    peak = max(peak, log_global)
+    peak = log_global
+    for j in range(n_near):
+        peak = max(peak, np.float64(near[j]))
     weights = np.empty(n_near, np.float32)
     sinks, local = 0.0, 0.0
     for j in range(n_near):

@@ -121,11 +121,11 @@ def prefetch_above(table, bounds, n, tau):
 
 
 @njit(cache=True, nogil=True)
-def prefetch_tables(unit, n, rules, tables, raised):
+def prefetch_tables(unit, n, a, tables, raised):
     """Asks for the entries that a search of a unit for candidates will read."""
     n_known = n - SINKS
-    tau_ver = raised[unit] * threshold(tables.sums[unit, 0], n_known, rules.a)
-    tau_dist = raised[unit] * threshold(tables.sums[unit, 1], n_known, rules.a)
+    tau_ver = raised[unit] * threshold(tables.sums[unit, 0], n_known, a)
+    tau_dist = raised[unit] * threshold(tables.sums[unit, 1], n_known, a)
     prefetch_above(tables.ver[unit], tables.ver_bounds[unit], n, tau_ver)
     prefetch_above(tables.dist[unit], tables.dist_bounds[unit], n_known, tau_dist)
 

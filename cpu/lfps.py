@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit, prange
 
 from sparsekv_cli.cpu.attention import append_row, scaled_copy
-from sparsekv_cli.cpu.bypass import bypass
+from sparsekv_cli.cpu.bypass import bypass, may_bypass
 from sparsekv_cli.cpu.emit import LANES, keep, next_task
 from sparsekv_cli.cpu.history import (
     BLOCK,
@@ -41,8 +41,9 @@ from sparsekv_cli.cpu.tiles import (
 
 LOCAL = 6  # keys before the current one in the local mass of the bypass test (eq 6)
 # Columns of the statistics (int64, one row a unit).
-ROWS, SCORED, ATTENDED, BYPASSED, HEAD_STEPS, BOUNDS_READ, ENTRIES_READ, KEYS_READ = range(8)
-N_STATISTICS = 8
+ROWS, SCORED, ATTENDED, TESTED, BYPASSED, HEAD_STEPS = range(6)
+BOUNDS_READ, ENTRIES_READ, KEYS_READ = range(6, 9)
+N_STATISTICS = 9
 RAISE = 1.25  # factor of the thresholds where too many rows pass
 CALM = 0.7  # share of the limit below which the thresholds come down again
 
@@ -191,10 +192,13 @@ def _step_unit(
             1, k_kind, query, k_at + first_local * k_row, k_row, 0, n - first_local, d,
             at + 4 * SINKS, 0,
         )  # fmt: skip
-        active[t] = not bypass(
-            scaled[t], near[t], n_near, constants, kv_head, constants.ratio[h0 + t], v_at, v_row,
-            v_kind, first_local, n, rules.epsilon, out[h0 + t],
-        )  # fmt: skip
+        active[t] = True
+        if may_bypass(near[t], n_near, rules.epsilon):
+            statistics[unit, TESTED] += 1
+            active[t] = not bypass(
+                scaled[t], near[t], n_near, constants, kv_head, constants.ratio[h0 + t], v_at,
+                v_row, v_kind, first_local, n, rules.epsilon, out[h0 + t],
+            )  # fmt: skip
         n_active += active[t]
         if not active[t] and attended.shape[1]:
             n_attended[h0 + t] = n_near
@@ -238,7 +242,7 @@ def _step_unit(
     gain = tables.gain[unit] * rules.decay
     part = 1.0 / (gain * n_active)
     if following >= 0:
-        prefetch_tables(following, n, rules, tables, raised)
+        prefetch_tables(following, n, rules.a, tables, raised)
     for t in range(heads):
         if not active[t]:
             continue
@@ -277,7 +281,7 @@ def _step_units(
         if task >= n_whole:
             first = n_whole * a_group + task - n_whole
             last = first + 1
-        prefetch_tables(first, n, rules, tables, raised)
+        prefetch_tables(first, n, rules.a, tables, raised)
         for unit in range(first, last):
             _step_unit(
                 unit, unit + 1 if unit + 1 < last else -1, q, layout, n, k_budget, limit, rules,

@@ -246,7 +246,7 @@ class LFPSCache(LayerCache):
         counts["bytes_read"] += attended * self.store.strides[3]
         a_head = 4 * self.spec.head_dim * (self.spec.head_dim if self.method.sigma == "cov" else 1)
         entries = int(total[kernels.BOUNDS_READ] + total[kernels.ENTRIES_READ])
-        counts["bytes_read"] += 4 * entries + a_head * int(total[kernels.HEAD_STEPS])
+        counts["bytes_read"] += 4 * entries + a_head * int(total[kernels.TESTED])
         counts["heads_stepped"] += int(total[kernels.HEAD_STEPS])
         counts["heads_bypassed"] += int(total[kernels.BYPASSED])
         counts["bounds_read"] += int(total[kernels.BOUNDS_READ])
