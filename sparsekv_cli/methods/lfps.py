@@ -248,6 +248,7 @@ class LFPSCache(LayerCache):
         entries = int(total[kernels.BOUNDS_READ] + total[kernels.ENTRIES_READ])
         counts["bytes_read"] += 4 * entries + a_head * int(total[kernels.TESTED])
         counts["heads_stepped"] += int(total[kernels.HEAD_STEPS])
+        counts["heads_tested"] += int(total[kernels.TESTED])
         counts["heads_bypassed"] += int(total[kernels.BYPASSED])
         counts["bounds_read"] += int(total[kernels.BOUNDS_READ])
         counts["entries_read"] += int(total[kernels.ENTRIES_READ])

@@ -305,7 +305,7 @@ def test_bytes_that_choosing_methods_read(session_of):
         # 3 layers: keys of 2 kv heads, then K and V of 14 rows for each of 6 heads.
         assert n_bytes["topk", name] == 3 * (2 * 301 + 6 * 14 * 2) * size
     index = 4 * (both["lfps", "q8_0"]["bounds_read"] + both["lfps", "q8_0"]["entries_read"])
-    index += 4 * 64 * 64 * both["lfps", "q8_0"]["heads_stepped"]
+    index += 4 * 64 * 64 * both["lfps", "q8_0"]["heads_tested"]
     rows = both["lfps", "q8_0"]["rows_attended"]
     assert n_bytes["lfps", "q8_0"] >= index + 68 * rows
     assert n_bytes["lfps", "q8_0"] < n_bytes["lfps", "f16"]
