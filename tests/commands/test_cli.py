@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,18 @@ def test_help_and_version_are_light(argument: str) -> None:
     assert done.stdout.splitlines()[-2:] == ["[]", "[]"]
 
 
+def _children_seconds() -> float:
+    """CPU time of the children that have ended; other programs on the machine do not change it."""
+    used = os.times()
+    return used.children_user + used.children_system
+
+
 def test_version_is_quick() -> None:
     best = float("inf")
     for _ in range(3):
-        start = time.perf_counter()
+        start = _children_seconds()
         done = subprocess.run([*PROGRAM, "--version"], capture_output=True, text=True, check=True)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, _children_seconds() - start)
     assert __version__ in done.stdout
     assert best < 0.3
 

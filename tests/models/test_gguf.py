@@ -163,7 +163,7 @@ def test_types_table_is_that_of_the_gguf_package() -> None:
 def test_large_vocabulary_opens_fast(tmp_path: Path) -> None:
     values = [f"token {i}" for i in range(300_000)]
     path = Builder([strings("tokenizer.ggml.tokens", values)], []).write(tmp_path)
-    start = time.perf_counter()
+    start = time.thread_time()
     tokens = open_gguf(path, vocab_only_ok=True).metadata["tokenizer.ggml.tokens"].tolist()
-    assert time.perf_counter() - start < 1.5  # 0.15 s on an idle machine
+    assert time.thread_time() - start < 1.5  # CPU time; 0.15 s
     assert tokens == values

