@@ -15,7 +15,16 @@ from numba.extending import intrinsic
 
 from sparsekv_cli.cpu import emit
 from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE
-from sparsekv_cli.cpu.emit import F32, I64, LANES, VF, const, load
+from sparsekv_cli.cpu.emit import (
+    F32,
+    I64,
+    LANES,
+    VF,
+    const,
+    float_pointer,
+    integer_pointer,
+    load,
+)
 from sparsekv_cli.cpu.integer import quantize_activations, quantized_stride
 from sparsekv_cli.cpu.matvec import address, call_rows, kernel_address
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
@@ -46,6 +55,7 @@ LAYER = np.dtype(
                 "v",  # (B, G, d_v')
                 "normed",  # scratch (B, n_embd)
                 "projected",  # scratch (B, H d + G d + G d_v)
+                "attended",  # (B, H, d_v'): the attention's output, of layers in a chain (chain.py)
                 "packed",  # scratch (B, H d_v)
                 "hidden",  # scratch (B, 2 n_ff + 16)
                 "quantized",  # scratch uint8 (B, quantized_stride of the widest input)
@@ -72,36 +82,20 @@ def matrix_table(linears) -> np.ndarray:
     return np.array(rows, np.int64)
 
 
-@intrinsic
-def _float_pointer(typingctx, address):
-    def codegen(context, b, signature, args):
-        return b.inttoptr(args[0], F32.as_pointer())
-
-    return types.CPointer(types.float32)(types.int64), codegen
-
-
-@intrinsic
-def _integer_pointer(typingctx, address):
-    def codegen(context, b, signature, args):
-        return b.inttoptr(args[0], I64.as_pointer())
-
-    return types.CPointer(types.int64)(types.int64), codegen
-
-
 @njit(cache=True, nogil=True)
 def _floats(address, n):
     """The f32 array (n,) at an address; empty for address 0."""
-    return carray(_float_pointer(address), n if address else 0)
+    return carray(float_pointer(address), n if address else 0)
 
 
 @njit(cache=True, nogil=True)
-def _float_rows(address, n_rows, n):
+def float_rows(address, n_rows, n):
     """The f32 array (n_rows, n) at an address."""
-    return carray(_float_pointer(address), (n_rows, n))
+    return carray(float_pointer(address), (n_rows, n))
 
 
 @njit(cache=True, nogil=True)
-def _padded(d):
+def padded(d):
     return (d + LANES - 1) // LANES * LANES
 
 
@@ -187,11 +181,11 @@ def project_qkv(layers, i, n_rows, n_threads):
     layer = layers[i]
     n_embd, d, d_v, eps = layer.n_embd, layer.head_dim, layer.value_dim, np.float32(layer.eps)
     n_head, n_kv = layer.n_head, layer.n_head_kv
-    x, normed = _float_rows(layer.x, n_rows, n_embd), _float_rows(layer.normed, n_rows, n_embd)
+    x, normed = float_rows(layer.x, n_rows, n_embd), float_rows(layer.normed, n_rows, n_embd)
     norm = _floats(layer.attn_norm, n_embd)
     for b in range(n_rows):
         rms_norm(x[b], norm, eps, normed[b])
-    table = carray(_integer_pointer(layer.matrices), (N_MATRICES, 6))[0:3]
+    table = carray(integer_pointer(layer.matrices), (N_MATRICES, 6))[0:3]
     n_q, n_k, n_v = n_head * d, n_kv * d, n_kv * d_v
     width = n_q + n_k + n_v
     multiply(
@@ -202,22 +196,22 @@ def project_qkv(layers, i, n_rows, n_threads):
     v_bias = _floats(layer.v_bias, n_v)
     q_norm, k_norm = _floats(layer.q_norm, d), _floats(layer.k_norm, d)
     half, interleaved = layer.n_rot // 2, layer.interleaved != 0
-    d_out, d_v_out = _padded(d), _padded(d_v)
+    d_out, d_v_out = padded(d), padded(d_v)
     for b in range(n_rows):
         cos, sin = _floats(layer.cos + 4 * b * half, half), _floats(layer.sin + 4 * b * half, half)
         raw = layer.projected + 4 * b * width
         at = 4 * b * n_head * d_out
         _rotate_heads(
-            _float_rows(raw, n_head, d), q_bias, q_norm, eps, cos, sin, interleaved,
-            _float_rows(layer.q_nope + at, n_head, d_out), _float_rows(layer.q + at, n_head, d_out),
+            float_rows(raw, n_head, d), q_bias, q_norm, eps, cos, sin, interleaved,
+            float_rows(layer.q_nope + at, n_head, d_out), float_rows(layer.q + at, n_head, d_out),
         )  # fmt: skip
         at = 4 * b * n_kv * d_out
         _rotate_heads(
-            _float_rows(raw + 4 * n_q, n_kv, d), k_bias, k_norm, eps, cos, sin, interleaved,
-            _float_rows(layer.k_nope + at, n_kv, d_out), _float_rows(layer.k + at, n_kv, d_out),
+            float_rows(raw + 4 * n_q, n_kv, d), k_bias, k_norm, eps, cos, sin, interleaved,
+            float_rows(layer.k_nope + at, n_kv, d_out), float_rows(layer.k + at, n_kv, d_out),
         )  # fmt: skip
-        raw_v = _float_rows(raw + 4 * (n_q + n_k), n_kv, d_v)
-        v = _float_rows(layer.v + 4 * b * n_kv * d_v_out, n_kv, d_v_out)
+        raw_v = float_rows(raw + 4 * (n_q + n_k), n_kv, d_v)
+        v = float_rows(layer.v + 4 * b * n_kv * d_v_out, n_kv, d_v_out)
         for g in range(n_kv):
             for c in range(d_v):
                 v[g, c] = raw_v[g, c]
@@ -257,9 +251,9 @@ def finish_layer(layers, i, attended, n_rows, n_threads):
     """
     layer = layers[i]
     n_embd, n_head, d_v, n_ff = layer.n_embd, layer.n_head, layer.value_dim, layer.n_ff
-    table = carray(_integer_pointer(layer.matrices), (N_MATRICES, 6))
-    x, normed = _float_rows(layer.x, n_rows, n_embd), _float_rows(layer.normed, n_rows, n_embd)
-    packed = _float_rows(layer.packed, n_rows * n_head, d_v)
+    table = carray(integer_pointer(layer.matrices), (N_MATRICES, 6))
+    x, normed = float_rows(layer.x, n_rows, n_embd), float_rows(layer.normed, n_rows, n_embd)
+    packed = float_rows(layer.packed, n_rows * n_head, d_v)
     for h in range(n_rows * n_head):
         for c in range(d_v):
             packed[h, c] = attended[h, c]

@@ -206,17 +206,18 @@ def call_rows(
 def kernel_address(code: int, integer: bool = False) -> int:
     """Address of a ``rows_dot`` compiled for the format ``code`` (from the disk cache if there)."""
     literals = (types.literal(code), types.literal(int(integer)))
-    return _address(rows_dot, literals + (types.int64,) * 10)
+    return function_address(rows_dot, literals + (types.int64,) * 10)
 
 
 @cache
 def dequantize_address(code: int, target: int) -> int:
     """Address of ``rows_dequantize`` for a format and a target (TO_F32, TO_BF16, TO_F16)."""
     signature = (types.literal(code), types.literal(target)) + (types.int64,) * 7
-    return _address(rows_dequantize, signature)
+    return function_address(rows_dequantize, signature)
 
 
-def _address(dispatcher, signature: tuple) -> int:
+def function_address(dispatcher, signature: tuple) -> int:
+    """Address of a numba function compiled for ``signature``, which its dispatcher keeps alive."""
     dispatcher.compile(signature)
     compiled = dispatcher.overloads[signature]
     return compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name)

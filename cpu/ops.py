@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from sparsekv_cli.cpu import attention, prefill_attention
+from sparsekv_cli.cpu.chain import DenseStep
 
 TASKS_A_THREAD = 8  # of a prefill's attention, so that threads end together
 
@@ -95,6 +96,11 @@ def attend_dense(store: Any, q: np.ndarray, spec: Any) -> np.ndarray:
         q, store.layout, store.n, spec.n_head_kv, spec.scale, out, spec.n_threads
     )
     return out
+
+
+def dense_step(store: Any, spec: Any) -> DenseStep:
+    """``append_row`` and ``attend_dense`` as compiled code."""
+    return DenseStep(store, spec)
 
 
 def attend_rows(

@@ -5,9 +5,12 @@ A step has a row for each sequence. This is the one place that fills the records
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from sparsekv_cli.cache import padded
+from sparsekv_cli.cache import LayerCache, padded
+from sparsekv_cli.cpu import chain
 from sparsekv_cli.cpu import layer as fused
 from sparsekv_cli.cpu.integer import BLOCK, quantized_stride
 from sparsekv_cli.cpu.matvec import address
@@ -47,6 +50,7 @@ class DecodeStep:
             "sin": self.sin,
             "normed": self._normed,
             "projected": self._rows(max(n_projected)),
+            "attended": self._rows(max(h.n_head) * padded(h.value_dim)),
             "packed": self._rows(max(n_attended)),
             "hidden": self._rows(2 * max(h.n_ff) + fused.LANES),
             "quantized": self._quantized,
@@ -54,6 +58,7 @@ class DecodeStep:
         self.inputs: list[list[Inputs]] = []
         self._tables: list[np.ndarray] = []
         self._layers = np.zeros(h.n_layer, fused.LAYER)
+        self._steps = np.zeros((h.n_layer, 2), np.int64)
         for i, layer in enumerate(weights.layers):
             self._fill(i, h, layer, interleaved)
         self._output_norm, self._eps = weights.output_norm, np.float32(h.norm_eps)
@@ -114,6 +119,22 @@ class DecodeStep:
     def project(self, n_rows: int) -> None:
         """``inputs`` of layer 0 from the first ``n_rows`` rows of x."""
         fused.project_qkv(self._layers, 0, n_rows, self.n_threads)
+
+    def begin(self, first: int, caches: Sequence[LayerCache]) -> int:
+        """Begins the steps of ``caches`` from ``first`` on that are compiled code; returns where
+        that ends. Wrappers of a cache have none: they want to see its ``decode``.
+        """
+        for i in range(first, len(caches)):
+            cache = caches[i]
+            step = cache.begin() if isinstance(cache, LayerCache) else None
+            if step is None:
+                return i
+            self._steps[i] = step
+        return len(caches)
+
+    def run(self, first: int, last: int) -> None:
+        """Layers first..last, which have begun, and ``inputs`` of the next."""
+        chain.run_layers(self._layers, self._steps, first, last, self.n_threads)
 
     def finish(self, i: int, attended: np.ndarray, n_rows: int) -> None:
         """Layer i behind its attention, and ``inputs`` of the next layer.

@@ -70,8 +70,17 @@ class Decoder(Forward):
     def decode(self, token: int, pos: int, caches: Sequence[LayerCache]) -> np.ndarray:
         """Logits f32 (n_vocab,) after ``token`` at position ``pos``; adds a row to every cache."""
         step = self._begin([token], [pos])
-        for i, (cache, rows) in enumerate(zip(caches, step.inputs, strict=True)):
-            step.finish(i, cache.decode(AttnInput(*rows[0], pos)), 1)
+        i = 0
+        while i < len(caches):
+            last = step.begin(i, caches)
+            if last > i:
+                step.run(i, last)
+                for cache in caches[i:last]:
+                    cache.end()
+            else:
+                last = i + 1
+                step.finish(i, caches[i].decode(AttnInput(*step.inputs[i][0], pos)), 1)
+            i = last
         return step.logits(1)[0]
 
     def decode_batch(

@@ -112,6 +112,7 @@ class Backend(Protocol):
         self, store: KVStore, q: np.ndarray, idx: np.ndarray, counts: np.ndarray, spec: LayerSpec
     ) -> np.ndarray: ...
     def score_rows(self, store: KVStore, q: np.ndarray, spec: LayerSpec) -> np.ndarray: ...
+    def dense_step(self, store: KVStore, spec: LayerSpec) -> Any: ...
 
 
 class LayerCache(ABC):
@@ -155,6 +156,16 @@ class LayerCache(ABC):
         A cache on a device takes and gives what device/cache.py says.
         """
 
+    def begin(self) -> tuple[int, int] | None:
+        """The next step as compiled code (cpu/chain.py), where it needs no Python; else ``decode``.
+
+        What a caller sees does not change before ``end``, which follows if the code has run.
+        """
+        return None
+
+    def end(self) -> None:  # noqa: B027 - nothing has begun
+        """The step of ``begin`` is done."""
+
     def reserve(self, n: int) -> None:
         """Announces that ``n`` rows in all are coming."""
         self.store.reserve(n)
@@ -181,12 +192,29 @@ class DenseCache(LayerCache):
     selects = False
     keeps_rows = True
 
+    def __init__(self, spec: LayerSpec, backend: Backend) -> None:
+        super().__init__(spec, backend)
+        self._step: Any = None  # made when it is wanted
+
     def decode(self, x: AttnInput) -> np.ndarray:
+        self.backend.append_row(self.store, x)
+        self._count()
+        return self.backend.attend_dense(self.store, x.q[:, 0], self.spec)
+
+    def begin(self) -> tuple[int, int]:
+        self.store.reserve(self.store.n + 1)
+        if self._step is None:
+            self._step = self.backend.dense_step(self.store, self.spec)
+        return self._step.at(self.store)
+
+    def end(self) -> None:
+        self.store.n += 1
+        self._count()
+
+    def _count(self) -> None:
         store, spec = self.store, self.spec
-        self.backend.append_row(store, x)
         rows = spec.n_head * store.n
         self.ledger.step(rows, rows, rows, spec.n_head_kv * store.n * store.row_bytes, False)
-        return self.backend.attend_dense(store, x.q[:, 0], spec)
 
 
 class SelectingCache(LayerCache):

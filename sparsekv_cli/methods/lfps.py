@@ -47,6 +47,7 @@ from sparsekv_cli.cpu import history
 from sparsekv_cli.cpu import lfps as kernels
 from sparsekv_cli.cpu.bypass import Constants
 from sparsekv_cli.cpu.history import Tables
+from sparsekv_cli.cpu.lfps_chain import LFPSStep
 
 
 def _option(default: Any, text: str) -> Any:
@@ -138,6 +139,7 @@ class LFPSCache(LayerCache):
         self._statistics = np.zeros((self._n_unit, kernels.N_STATISTICS), np.int64)
         self._untraced = np.empty((spec.n_head, 0), np.int32), np.zeros(spec.n_head, np.int64)
         self._indexed = False
+        self._step: LFPSStep | None = None  # made when it is wanted
 
     def _allocate(self, capacity: int) -> None:
         """Tables of ``capacity`` entries, what they hold kept; new entries are 0."""
@@ -148,6 +150,8 @@ class LFPSCache(LayerCache):
             ver_bounds=_grown(old.ver_bounds, blocks),
             dist_bounds=_grown(old.dist_bounds, blocks),
         )
+        if self._step is not None:
+            self._step.use_tables(self._tables)
 
     def prefill(self, x: AttnInput) -> Any:
         window = self.method.window
@@ -200,21 +204,18 @@ class LFPSCache(LayerCache):
             self.ledger.step(rows, rows, rows, spec.n_head_kv * n * store.row_bytes, True)
             self.attended = None
             return self.backend.attend_dense(store, x.q[:, 0], spec)
-        store.reserve(n)
         if not self._indexed:  # after a rewind, or a prompt too short to start from
             import torch
 
             self.backend.append_row(store, x)  # the tables start from all rows, this one too
             self._index(torch.from_numpy(x.q[..., : spec.head_dim]))
-        if n > self._tables.ver.shape[1]:
-            self._allocate(n + n // 8 + 256)
+        limit = self._prepare(n, k)
         out = np.empty((spec.n_head, store.v_type.width), np.float32)
         attended, counts = self._untraced
         if self.traced:
             width = N_SINKS + max(k, kernels.LOCAL + 1)  # a bypassed head lists its local rows
             attended = np.empty((spec.n_head, width), np.int32)
             counts = np.zeros(spec.n_head, np.int64)
-        limit = max(method.candidates, 2 * k) if method.candidates else n
         kernels.lfps_step(
             x.q, x.k, x.v, store.layout, n, k, limit, self._rules, self._tables, self._raised,
             self._constants, self._statistics, attended, counts, out, spec.n_threads,
@@ -223,6 +224,30 @@ class LFPSCache(LayerCache):
         if self.traced:
             self.attended = (attended, counts)
         return out
+
+    def begin(self) -> tuple[int, int] | None:
+        n = self.store.n + 1
+        k = self.method.budget.rows(n)
+        if k + N_SINKS >= n or not self._indexed or self.traced:
+            return None
+        limit = self._prepare(n, k)
+        if self._step is None:
+            self._step = LFPSStep(
+                self.spec.n_head, self._rules, self._constants, self._raised, self._statistics,
+                self.spec.n_threads,
+            )  # fmt: skip
+            self._step.use_tables(self._tables)
+        return self._step.at(self.store.layout, n, k, limit)
+
+    def end(self) -> None:
+        self.store.n += 1
+
+    def _prepare(self, n: int, k: int) -> int:
+        """Room for n rows and their entries; returns how many candidates a head may score."""
+        self.store.reserve(n)
+        if n > self._tables.ver.shape[1]:
+            self._allocate(n + n // 8 + 256)
+        return max(self.method.candidates, 2 * k) if self.method.candidates else n
 
     def truncate(self, n: int) -> int:
         self._queries = []  # of a prefill that was interrupted

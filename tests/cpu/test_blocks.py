@@ -143,7 +143,7 @@ def test_integer_products_without_vnni(name, n_inputs, monkeypatch):
     for row, values in zip(quantized, x, strict=True):
         np.testing.assert_array_equal(integer.values_of(row, 768), integer.quantize_ref(values)[0])
     signature = (types.literal(code), types.literal(1)) + (types.int64,) * 10
-    kernel = matvec._address(njit(matvec.rows_dot.py_func), signature)
+    kernel = matvec.function_address(njit(matvec.rows_dot.py_func), signature)
     places = [matvec.address(array) for array in (w, quantized, found)]
     matvec._matvec_parallel(
         kernel, places[0], w.strides[0], 768, places[1], quantized.strides[0], len(x), places[2],

@@ -1,0 +1,107 @@
+"""Consecutive layers of a decode step in one call, where their attention is compiled code.
+
+Streaming a layer's weights drives code and objects of the interpreter out of the CPU's caches, so
+what Python does between two layers costs four times what it costs in a loop of its own: 15 to 20 us
+a layer. A cache that can (LayerCache.begin) gives the address of a function instead, and of int64
+words that say all the function needs beside the layer's q, k and v.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+from sparsekv_cli.cpu.attention import append_row, attend_dense
+from sparsekv_cli.cpu.emit import I64, double_pointer, integer_pointer
+from sparsekv_cli.cpu.layer import float_rows, next_layer, padded
+from sparsekv_cli.cpu.matvec import address, function_address
+
+FUNCTION, WORDS = 0, 1  # columns of a table of steps, int64 (layers, 2)
+N_LAYOUT = 8  # words of a KV store's layout (rows.py)
+
+
+@intrinsic
+def _call_step(typingctx, function, words, q, k, v, out):
+    """Calls a step through its address."""
+
+    def codegen(context, builder, signature, args):
+        type_ = ir.FunctionType(ir.VoidType(), [I64] * 5)
+        builder.call(builder.inttoptr(args[0], type_.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), codegen
+
+
+@njit(cache=True, nogil=True)
+def run_layers(layers, steps, first, last, n_threads):
+    """Layers first..last of a step of one row, and ``inputs`` of layer ``last`` if there is one.
+
+    layers: records of layer.py; steps int64 (>= last, 2), of each layer the function, void(words,
+    q, k, v, out) of addresses, and its words.
+    """
+    for i in range(first, last):
+        layer = layers[i]
+        _call_step(
+            steps[i, FUNCTION], steps[i, WORDS], layer.q, layer.k, layer.v, layer.attended
+        )  # fmt: skip
+        attended = float_rows(layer.attended, layer.n_head, padded(layer.value_dim))
+        next_layer(layers, i, attended, 1, n_threads)
+
+
+class CompiledStep:
+    """A function for ``run_layers`` and its words, int64 (n_words,), as ``LayerCache.begin`` gives
+    them: ``step`` is the pair of addresses.
+    """
+
+    def __init__(self, function: Any, n_words: int) -> None:
+        self.words = np.zeros(n_words, np.int64)
+        self.step = function_address(function, (types.int64,) * 5), address(self.words)
+
+
+# --- dense attention ----------------------------------------------------------------------------
+
+# Words behind the layout.
+N, N_HEAD, N_HEAD_KV, K_WIDTH, V_WIDTH, SCALE, N_THREADS = range(N_LAYOUT, N_LAYOUT + 7)
+N_DENSE = N_LAYOUT + 7
+
+
+@njit(cache=True, nogil=True)
+def dense_step(words, q, k, v, out):
+    """Stores the row as row N - 1 and attends to all N. q f32 (H, d), k (G, d), v (G, d_v)."""
+    word = carray(integer_pointer(words), N_DENSE)
+    layout, n = word[:N_LAYOUT], word[N]
+    k_width, v_width = word[K_WIDTH], word[V_WIDTH]
+    append_row(
+        float_rows(k, word[N_HEAD_KV], k_width), float_rows(v, word[N_HEAD_KV], v_width), layout,
+        n - 1,
+    )  # fmt: skip
+    scale = np.float32(carray(double_pointer(words), N_DENSE)[SCALE])
+    attend_dense(
+        float_rows(q, word[N_HEAD], k_width), layout, n, word[N_HEAD_KV], scale,
+        float_rows(out, word[N_HEAD], v_width), word[N_THREADS],
+    )  # fmt: skip
+
+
+class DenseStep(CompiledStep):
+    """``dense_step`` over a KV store, for a LayerSpec."""
+
+    def __init__(self, store: Any, spec: Any) -> None:
+        super().__init__(dense_step, N_DENSE)
+        self._layout: np.ndarray | None = None
+        self.words[N_HEAD : V_WIDTH + 1] = (
+            spec.n_head, spec.n_head_kv, store.k_type.width, store.v_type.width
+        )  # fmt: skip
+        self.words.view(np.float64)[SCALE] = spec.scale
+        self.words[N_THREADS] = spec.n_threads
+
+    def at(self, store: Any) -> tuple[int, int]:
+        """``step`` that adds a row to ``store``."""
+        if store.layout is not self._layout:  # it has grown
+            self._layout = store.layout
+            self.words[:N_LAYOUT] = store.layout
+        self.words[N] = store.n + 1
+        return self.step
