@@ -48,6 +48,8 @@ from sparsekv_cli.cpu import lfps as kernels
 from sparsekv_cli.cpu.bypass import Constants
 from sparsekv_cli.cpu.history import Tables
 
+ALL = np.float32(1e30)  # a log-sum-exp beside which no other rows count
+
 
 def _option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
@@ -138,6 +140,15 @@ class LFPSCache(LayerCache):
         self._statistics = np.zeros((self._n_unit, kernels.N_STATISTICS), np.int64)
         self._untraced = np.empty((spec.n_head, 0), np.int32), np.zeros(spec.n_head, np.int64)
         self._indexed = False
+        self.lse = np.empty(0, np.float32)  # see ``leave_sinks``
+
+    def leave_sinks(self) -> None:
+        """From now on ``decode`` leaves the values of the sinks out, for others to take in.
+
+        ``lse`` f32 (H,) is then the log of the sum of exponentials of the scores that its output
+        covers: ALL after a step that was dense, whose output has the sinks.
+        """
+        self.lse = np.empty(self.spec.n_head, np.float32)
 
     def _allocate(self, capacity: int) -> None:
         """Tables of ``capacity`` entries, what they hold kept; new entries are 0."""
@@ -199,6 +210,7 @@ class LFPSCache(LayerCache):
             rows = spec.n_head * n
             self.ledger.step(rows, rows, rows, spec.n_head_kv * n * store.row_bytes, True)
             self.attended = None
+            self.lse[:] = ALL
             return self.backend.attend_dense(store, x.q[:, 0], spec)
         store.reserve(n)
         if not self._indexed:  # after a rewind, or a prompt too short to start from
@@ -217,7 +229,7 @@ class LFPSCache(LayerCache):
         limit = max(method.candidates, 2 * k) if method.candidates else n
         kernels.lfps_step(
             x.q, x.k, x.v, store.layout, n, k, limit, self._rules, self._tables, self._raised,
-            self._constants, self._statistics, attended, counts, out, spec.n_threads,
+            self._constants, self._statistics, attended, counts, self.lse, out, spec.n_threads,
         )  # fmt: skip
         store.n = n
         if self.traced:
@@ -243,7 +255,8 @@ class LFPSCache(LayerCache):
             counts[f"{prefix}rows_scored"] += scored
             counts[f"{prefix}rows_attended"] += attended
         counts["bytes_read"] += int(total[kernels.KEYS_READ]) * self.store.strides[2]
-        counts["bytes_read"] += attended * self.store.strides[3]
+        left_out = N_SINKS * int(total[kernels.HEAD_STEPS]) if len(self.lse) else 0
+        counts["bytes_read"] += (attended - left_out) * self.store.strides[3]
         a_head = 4 * self.spec.head_dim * (self.spec.head_dim if self.method.sigma == "cov" else 1)
         entries = int(total[kernels.BOUNDS_READ] + total[kernels.ENTRIES_READ])
         counts["bytes_read"] += 4 * entries + a_head * int(total[kernels.TESTED])
