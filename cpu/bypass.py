@@ -62,12 +62,13 @@ def may_bypass(near, n_near, epsilon):
 
 @njit(cache=True, nogil=True)
 def bypass(
-    q, near, n_near, constants, kv_head, ratio, v, v_row, v_kind, first_local, n, epsilon, out
-):
+    q, near, n_near, constants, kv_head, ratio, v, v_row, v_kind, first_local, n, epsilon, lse, out
+):  # fmt: skip
     """The high-sparsity test (eq 6) and, where it holds, the head's output. q is scaled.
 
     near: scores of the sinks (4), then of the keys first_local..n-1. v: address of rows of v_kind,
-    v_row bytes apart. Returns whether the head was bypassed.
+    v_row bytes apart. lse: f32 (1,), if the sinks are left out of the output, or (0,): see
+    ``lfps_step``. Returns whether the head was bypassed.
     """
     mean_k, mean_v = constants.mean_k[kv_head], constants.mean_v[kv_head]
     log_global = _half_variance(q, constants.covariance[kv_head], ratio) + np.log(n - SINKS)
@@ -92,7 +93,11 @@ def bypass(
     for c in range(out.shape[0]):
         out[c] = wide * mean_v[c]
     d_v, to = out.shape[0], out.ctypes.data
-    tile_values(1, v_kind, weights.ctypes.data, 0, v, v_row, 0, SINKS, d_v, to)
+    if lse.shape[0]:
+        total = max(wide + local + weights[n_near - 1], 1e-300)  # not 0: it divides
+        lse[0] = peak + np.log(total)
+    else:
+        tile_values(1, v_kind, weights.ctypes.data, 0, v, v_row, 0, SINKS, d_v, to)
     v_local = v + first_local * v_row
     at = weights[SINKS:].ctypes.data
     tile_values(1, v_kind, at, 0, v_local, v_row, 0, n_near - SINKS, d_v, to)

@@ -95,13 +95,14 @@ def _candidates(unit, n, n_recent, limit, rules, tables, raised, statistics):
 @njit(cache=True, nogil=True)
 def _attend_candidates(
     unit, sinks, rows, scores, k_budget, n_recent, v, v_row, v_kind, tables, part, n, keys, chosen,
-    out,
+    lse, out,
 ):  # fmt: skip
     """C2 = the recents and the best of C1 by exact score; attends sinks and C2, learns C2 (eq 10).
 
     scores f32 (count + PAD,) of C1 ``rows`` ascending, whose last n_recent are the recents. To the
     unit's tables ``part`` times the softmax over C2 alone less its halved mean is added. keys,
-    chosen: int32 scratch. Returns C2's rows int32 (m,).
+    chosen: int32 scratch. lse: f32 (1,), if only C2 is attended, or (0,). Returns C2's rows int32
+    (m,).
     """
     ver, dist, sums = tables.ver[unit], tables.dist[unit], tables.sums[unit]
     count = rows.shape[0]
@@ -138,7 +139,13 @@ def _attend_candidates(
     total = sink_mass + mass
     d_v = out.shape[0]
     out[:] = 0
-    tile_values(1, v_kind, sink_weights.ctypes.data, 0, v, v_row, 0, SINKS, d_v, out.ctypes.data)
+    if lse.shape[0]:
+        lse[0] = peak + np.log(mass)
+        total = mass if mass > 0 else np.float32(1)  # without mass nothing looks at the output
+    else:
+        tile_values(
+            1, v_kind, sink_weights.ctypes.data, 0, v, v_row, 0, SINKS, d_v, out.ctypes.data
+        )
     keep(sink_weights)
     learned = np.float64(mass)
     if mass == 0:  # the sinks' scores are so far above that C2's masses vanish: no information
@@ -164,7 +171,7 @@ def _attend_candidates(
 @njit(cache=True, nogil=True)
 def _step_unit(
     unit, following, q, layout, n, k_budget, limit, rules, tables, raised, constants, statistics,
-    attended, n_attended, out,
+    attended, n_attended, lse, out,
 ):  # fmt: skip
     """``lfps_step`` of one unit; following: the next one of this thread, or -1."""
     n_head, d = q.shape
@@ -197,7 +204,7 @@ def _step_unit(
             statistics[unit, TESTED] += 1
             active[t] = not bypass(
                 scaled[t], near[t], n_near, constants, kv_head, constants.ratio[h0 + t], v_at,
-                v_row, v_kind, first_local, n, rules.epsilon, out[h0 + t],
+                v_row, v_kind, first_local, n, rules.epsilon, lse[h0 + t : h0 + t + 1], out[h0 + t],
             )  # fmt: skip
         n_active += active[t]
         if not active[t] and attended.shape[1]:
@@ -248,7 +255,7 @@ def _step_unit(
             continue
         picked = _attend_candidates(
             unit, near[t], rows, scores[t], k_budget, n_recent, v_at, v_row, v_kind, tables, part,
-            n, keys, chosen, out[h0 + t],
+            n, keys, chosen, lse[h0 + t : h0 + t + 1], out[h0 + t],
         )  # fmt: skip
         m = min(count, k_budget)
         statistics[unit, ATTENDED] += m + SINKS
@@ -267,7 +274,7 @@ def _step_unit(
 @njit(cache=True, nogil=True)
 def _step_units(
     counter, q, layout, n, k_budget, limit, rules, tables, raised, constants, statistics, attended,
-    n_attended, out, n_threads,
+    n_attended, lse, out, n_threads,
 ):  # fmt: skip
     """Takes tasks until there are none: whole kv groups, whose heads share key rows in this
     thread's cache, while every thread can have one; then single units.
@@ -285,7 +292,7 @@ def _step_units(
         for unit in range(first, last):
             _step_unit(
                 unit, unit + 1 if unit + 1 < last else -1, q, layout, n, k_budget, limit, rules,
-                tables, raised, constants, statistics, attended, n_attended, out,
+                tables, raised, constants, statistics, attended, n_attended, lse, out,
             )  # fmt: skip
         task = next_task(counter)
 
@@ -293,7 +300,7 @@ def _step_units(
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def lfps_step(
     q, k, v, layout, n, k_budget, limit, rules, tables, raised, constants, statistics, attended,
-    n_attended, out, n_threads,
+    n_attended, lse, out, n_threads,
 ):  # fmt: skip
     """One decode step of a layer (Algorithm 1): stores the current token as row n - 1, and attends.
 
@@ -301,7 +308,8 @@ def lfps_step(
     limit: most rows of C1, at least R; raised f64 (U,): by how much it has raised the thresholds.
     tables: history.py; constants: bypass.py. statistics int64 (U, N_STATISTICS), added to. attended
     int32 (H, m), n_attended int64 (H,): the rows that each head attended to, sinks first; m = 0
-    leaves them out. out f32 (H, d_v).
+    leaves them out. out f32 (H, d_v). lse f32 (H,): the sinks are left out of ``out``, and this is
+    the log of the sum of exponentials of the scores that it covers; (0,): they are in it.
     """
     append_row(k[:, 0], v[:, 0], layout, n - 1)
     queries = q[:, 0]
@@ -309,7 +317,7 @@ def lfps_step(
     for _thread in prange(n_threads):
         _step_units(
             counter, queries, layout, n, k_budget, limit, rules, tables, raised, constants,
-            statistics, attended, n_attended, out, n_threads,
+            statistics, attended, n_attended, lse, out, n_threads,
         )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def _compiled_step(words, q, k, v, out):
         word[:N_LAYOUT], word[N], word[K_BUDGET], word[LIMIT], rules, tables,
         carray(double_pointer(word[RAISED]), n_unit), constants,
         carray(integer_pointer(word[STATISTICS]), (n_unit, N_STATISTICS)),
-        np.empty((n_head, 0), np.int32), np.empty(n_head, np.int64),
+        np.empty((n_head, 0), np.int32), np.empty(n_head, np.int64), np.empty(0, np.float32),
         carray(float_pointer(out), (n_head, v_width)), word[N_THREADS],
     )  # fmt: skip
 

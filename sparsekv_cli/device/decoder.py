@@ -17,10 +17,12 @@ from sparsekv_cli.cache import AttnInput, LayerCache
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, Step, grid_bound
 from sparsekv_cli.device.graphs import Piece, Steps
 from sparsekv_cli.device.host import HostCache
+from sparsekv_cli.device.lfps import HostLFPS
 from sparsekv_cli.device.side import SideStream, join_all
 from sparsekv_cli.device.step import StepBuffers
 from sparsekv_cli.device.weights import DeviceWeights
 from sparsekv_cli.kernels import layer as kernels
+from sparsekv_cli.kernels.attention import Attended
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.forward import Forward, Progress
 from sparsekv_cli.models.hparams import HParams
@@ -157,6 +159,8 @@ class DeviceDecoder(Forward):
             for cache in layers:
                 if isinstance(cache, DeviceCache):
                     yield cache.plan(pos + 1, n_max)
+                elif isinstance(cache, HostLFPS):
+                    cache.plan()
 
     def _program(self, caches: Sequence[Sequence[LayerCache]]) -> Iterator[Piece]:
         """A step: from the token's embedding in the buffers to the logits there."""
@@ -166,14 +170,12 @@ class DeviceDecoder(Forward):
             calls.append(partial(self._project, i))
             calls.append(self._beside.join)
             calls.append(partial(self._look_ahead, i + 1, caches))
-            on_host = [b for b, cache in enumerate(layers) if not isinstance(cache, DeviceCache)]
-            for b, cache in enumerate(layers):
-                if isinstance(cache, DeviceCache):
-                    calls.append(partial(self._attend, i, b, cache))
-            if on_host:
+            if isinstance(layers[0], DeviceCache):  # and so are the others, of the same method
+                calls += [partial(self._attend, i, b, cache) for b, cache in enumerate(layers)]
+            else:
                 yield Piece(_in_order([*calls, buffers.download_inputs]), False)
                 yield Piece(partial(self._attend_on_host, i), True)
-                calls = [partial(buffers.upload_attended, i, on_host)]
+                calls = [partial(self._take_in, i, layers)]
             calls.append(partial(self._finish, i))
         on_device = [c for layers in caches for c in layers if isinstance(c, DeviceCache)]
         join = partial(join_all, [c.side for c in on_device if c.side is not None])
@@ -226,13 +228,26 @@ class DeviceDecoder(Forward):
         buffers.attended(i)[row] = cache.decode(x)
 
     def _attend_on_host(self, i: int) -> None:
-        """The same for all rows whose cache lies on the host."""
-        buffers = self._buffers
+        """The attention of all rows by caches on the host, in the host's buffers."""
+        attended, lse = (x.numpy() for x in self._buffers.from_host(i))
         for b, (caches, pos) in enumerate(zip(self._caches, self._positions, strict=True)):
             cache = caches[i]
-            if not isinstance(cache, DeviceCache):
-                out = cache.decode(AttnInput._make((*buffers.host_inputs(i, b), pos)))
-                buffers.host_attended(i)[b] = out[:, : self.hparams.value_dim]
+            out = cache.decode(AttnInput._make((*self._buffers.host_inputs(i, b), pos)))
+            attended[b] = out[:, : self.hparams.value_dim]
+            if isinstance(cache, HostLFPS):
+                lse[b] = cache.lse
+
+    def _take_in(self, i: int, caches: Sequence[LayerCache]) -> None:
+        """What the host gave for layer i; sinks that lie here are added to it."""
+        buffers = self._buffers
+        if not isinstance(caches[0], HostLFPS):
+            buffers.upload_attended(i)
+            return
+        q, out, seen = buffers.inputs(i)[0], buffers.attended(i), buffers.upload_part(i)
+        for b, cache in enumerate(caches):
+            assert isinstance(cache, HostLFPS)
+            row = slice(b, b + 1)
+            cache.add_sinks(q[row], Attended(seen.out[row], seen.lse[row]), out[row])
 
     def _finish(self, i: int) -> None:
         """Layer i behind its attention."""

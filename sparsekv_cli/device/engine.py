@@ -15,9 +15,11 @@ from sparsekv_cli.device.cache import DeviceDense
 from sparsekv_cli.device.compiling import report_compiling
 from sparsekv_cli.device.decoder import DeviceDecoder
 from sparsekv_cli.device.host import HostCache, HostOps, HostWorker
+from sparsekv_cli.device.lfps import HostLFPS
 from sparsekv_cli.device.ops import DeviceOps
 from sparsekv_cli.device.weights import DeviceWeights, resident_bytes
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.methods.lfps import LFPSCache
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.weights import Weights
@@ -56,8 +58,10 @@ class DeviceEngine:
         own = device_cache(method)
         if self.on_host or not (dense or own):
             backend: Any = HostOps(host_ops, self.ops.device)
-            make = DenseCache if dense else method.sparse_layer
-            return HostCache(make(spec, backend), backend, self._worker, deferred=True)
+            cache = DenseCache(spec, backend) if dense else method.sparse_layer(spec, backend)
+            if isinstance(cache, LFPSCache):
+                return HostLFPS(cache, backend, self._worker)
+            return HostCache(cache, backend, self._worker, deferred=True)
         if (spec.cache_type_k, spec.cache_type_v) != ("f16", "f16"):
             raise SparseKVError(
                 f"--cache-type-k {spec.cache_type_k} and --cache-type-v {spec.cache_type_v}: "

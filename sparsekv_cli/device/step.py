@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
 from sparsekv_cli.cache import padded
+from sparsekv_cli.kernels.attention import Attended
 from sparsekv_cli.models.hparams import HParams
 
 
@@ -33,8 +32,9 @@ class StepBuffers:
         }
         self._host_packed, self._packed = self._both((n_rows * max(sizes),), torch.float32)
         self._guessed = torch.zeros_like(self._packed)
-        widest = max(h.n_head) * h.value_dim
-        self._host_attended, self._attended = self._both((n_rows * widest,), torch.float32)
+        most = n_rows * max(h.n_head)
+        self._attended = torch.zeros(most * h.value_dim, dtype=torch.float32, device=device)
+        self._from_host, self._received = self._both((most * (h.value_dim + 1),), torch.float32)
         self._host_logits = self._on_host((n_rows, h.n_vocab), torch.float32)
 
     def _on_host(self, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
@@ -83,24 +83,34 @@ class StepBuffers:
         rows = [part[b].numpy()[:, None] for part in self._layer_inputs(self._host_packed, i)]
         return [_widened(row) for row in rows]
 
-    def _layer_attended(self, flat: torch.Tensor, i: int) -> torch.Tensor:
-        h = self._h
-        size = self.n_rows * h.n_head[i] * h.value_dim
-        return flat[:size].view(self.n_rows, h.n_head[i], h.value_dim)
-
     def attended(self, i: int) -> torch.Tensor:
         """What layer i's attention gave, f32 (B, H, d_v)."""
-        return self._layer_attended(self._attended, i)
+        h = self._h
+        size = self.n_rows * h.n_head[i] * h.value_dim
+        return self._attended[:size].view(self.n_rows, h.n_head[i], h.value_dim)
 
-    def host_attended(self, i: int) -> np.ndarray:
-        """Where the host puts its part of it."""
-        return self._layer_attended(self._host_attended, i).numpy()
+    def _part(self, flat: torch.Tensor, i: int) -> Attended:
+        """Layer i's attention and log-sum-exp in ``flat``, one behind the other."""
+        h = self._h
+        n = self.n_rows * h.n_head[i]
+        out, lse = flat[: n * (h.value_dim + 1)].split((n * h.value_dim, n))
+        return Attended(
+            out.view(self.n_rows, h.n_head[i], h.value_dim), lse.view(self.n_rows, h.n_head[i])
+        )
 
-    def upload_attended(self, i: int, rows: Sequence[int]) -> None:
-        """The host's part of layer i's attention: these rows."""
-        target, source = self.attended(i), self._layer_attended(self._host_attended, i)
-        for b in rows:
-            target[b].copy_(source[b], non_blocking=True)
+    def from_host(self, i: int) -> Attended:
+        """Where the host puts what it gives for layer i."""
+        return self._part(self._from_host, i)
+
+    def upload_attended(self, i: int) -> None:
+        """What the host gave is layer i's attention."""
+        self.attended(i).copy_(self.from_host(i).out, non_blocking=True)
+
+    def upload_part(self, i: int) -> Attended:
+        """What the host gave is a part of it, which is put here with its log-sum-exp."""
+        size = self.n_rows * self._h.n_head[i] * (self._h.value_dim + 1)
+        self._received[:size].copy_(self._from_host[:size], non_blocking=True)
+        return self._part(self._received, i)
 
     def download_logits(self, logits: torch.Tensor) -> None:
         self._host_logits.copy_(logits, non_blocking=True)

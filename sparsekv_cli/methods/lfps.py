@@ -49,6 +49,8 @@ from sparsekv_cli.cpu.bypass import Constants
 from sparsekv_cli.cpu.history import Tables
 from sparsekv_cli.cpu.lfps_chain import LFPSStep
 
+ALL = np.float32(1e30)  # a log-sum-exp beside which no other rows count
+
 
 def _option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
@@ -140,6 +142,15 @@ class LFPSCache(LayerCache):
         self._untraced = np.empty((spec.n_head, 0), np.int32), np.zeros(spec.n_head, np.int64)
         self._indexed = False
         self._step: LFPSStep | None = None  # made when it is wanted
+        self.lse = np.empty(0, np.float32)  # see ``leave_sinks``
+
+    def leave_sinks(self) -> None:
+        """From now on ``decode`` leaves the values of the sinks out, for others to take in.
+
+        ``lse`` f32 (H,) is then the log of the sum of exponentials of the scores that its output
+        covers: ALL after a step that was dense, whose output has the sinks.
+        """
+        self.lse = np.empty(self.spec.n_head, np.float32)
 
     def _allocate(self, capacity: int) -> None:
         """Tables of ``capacity`` entries, what they hold kept; new entries are 0."""
@@ -203,6 +214,7 @@ class LFPSCache(LayerCache):
             rows = spec.n_head * n
             self.ledger.step(rows, rows, rows, spec.n_head_kv * n * store.row_bytes, True)
             self.attended = None
+            self.lse[:] = ALL
             return self.backend.attend_dense(store, x.q[:, 0], spec)
         if not self._indexed:  # after a rewind, or a prompt too short to start from
             import torch
@@ -218,7 +230,7 @@ class LFPSCache(LayerCache):
             counts = np.zeros(spec.n_head, np.int64)
         kernels.lfps_step(
             x.q, x.k, x.v, store.layout, n, k, limit, self._rules, self._tables, self._raised,
-            self._constants, self._statistics, attended, counts, out, spec.n_threads,
+            self._constants, self._statistics, attended, counts, self.lse, out, spec.n_threads,
         )  # fmt: skip
         store.n = n
         if self.traced:
@@ -228,7 +240,7 @@ class LFPSCache(LayerCache):
     def begin(self) -> tuple[int, int] | None:
         n = self.store.n + 1
         k = self.method.budget.rows(n)
-        if k + N_SINKS >= n or not self._indexed or self.traced:
+        if k + N_SINKS >= n or not self._indexed or self.traced or self.lse.size:
             return None
         limit = self._prepare(n, k)
         if self._step is None:
@@ -268,7 +280,8 @@ class LFPSCache(LayerCache):
             counts[f"{prefix}rows_scored"] += scored
             counts[f"{prefix}rows_attended"] += attended
         counts["bytes_read"] += int(total[kernels.KEYS_READ]) * self.store.strides[2]
-        counts["bytes_read"] += attended * self.store.strides[3]
+        left_out = N_SINKS * int(total[kernels.HEAD_STEPS]) if len(self.lse) else 0
+        counts["bytes_read"] += (attended - left_out) * self.store.strides[3]
         a_head = 4 * self.spec.head_dim * (self.spec.head_dim if self.method.sigma == "cov" else 1)
         entries = int(total[kernels.BOUNDS_READ] + total[kernels.ENTRIES_READ])
         counts["bytes_read"] += 4 * entries + a_head * int(total[kernels.TESTED])

@@ -27,6 +27,8 @@ def launches() -> Iterator[Callable[[], object]]:
         q = torch.empty(n_batch, n_head, d)
         yield partial(attention.append_rows, new, new, cache, cache, n)
         yield partial(attention.attend_dense, q, cache, cache, n, capacity, 1.0)
+        seen = attention.Attended(torch.empty(n_batch, n_head, d), torch.empty(n_batch, n_head))
+        yield partial(attention.attend_dense, q, cache, cache, n, 4, 1.0, seen=seen)
         n_list = n_kv if d == 64 else n_head
         idx = torch.zeros(n_batch, n_list, m, dtype=torch.int32)
         counts = torch.zeros(n_batch, n_list, dtype=torch.int32)

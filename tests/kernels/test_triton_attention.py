@@ -114,6 +114,31 @@ def test_programs_that_loop_over_many_tiles(programs, device, monkeypatch):
     assert_close(out, expected_of(q, k, v, lists, 0.125)[0])
 
 
+@pytest.mark.parametrize(("n_head", "n_kv_head", "d", "d_v"), GEOMETRIES)
+@pytest.mark.parametrize("sizes", [[4], [0, 3], [257, 63]])
+def test_what_was_attended_elsewhere_is_taken_in(n_head, n_kv_head, d, d_v, sizes, device):
+    """Some heads have seen rows elsewhere, some none, and one so much that these do not count."""
+    k, v = cache_of([size + 40 for size in sizes], n_kv_head, d, d_v, device)
+    q = queries(len(sizes), n_head, d, device)
+    n = torch.tensor(sizes, dtype=torch.int32, device=device)
+    elsewhere = [[np.arange(size, size + 40)] * n_head for size in sizes]
+    lists = [[np.arange(size + 40)] * n_head for size in sizes]
+    out, lse = (torch.from_numpy(x).float() for x in expected_of(q, k, v, elsewhere, d**-0.5))
+    wanted, wanted_lse = expected_of(q, k, v, lists, d**-0.5)
+    lse[0, 0] = 1e30
+    wanted[0, 0], wanted_lse[0, 0] = out[0, 0], 1e30
+    if n_head > 1 and sizes[0]:
+        lse[0, 1], out[0, 1] = -torch.inf, torch.nan
+        only = expected_of(q[:1], k[:1], v[:1], [[np.arange(sizes[0])] * n_head], d**-0.5)
+        wanted[0, 1], wanted_lse[0, 1] = only[0][0, 1], only[1][0, 1]
+    seen = attention.Attended(out.to(device), lse.to(device))
+    both = filled(len(sizes), n_head, device=device)
+    found = attention.attend_dense(q, k, v, n, max(*sizes, 4), d**-0.5, lse=both, seen=seen)
+    assert_close(found, wanted)
+    assert_close(both, wanted_lse, 1e-4)
+    assert (found[0, 0] == seen.out[0, 0]).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_queries(dtype, device):
     k, v = cache_of([100], 2, 64, 64, device)

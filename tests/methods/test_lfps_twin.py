@@ -79,8 +79,8 @@ def half(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float16).astype(np.float32)
 
 
-def make_cache(geometry: Geometry, options: TwinOptions) -> LFPSCache:
-    values = asdict(options) | {"budget": Budget(tokens=options.budget)}
+def make_cache(geometry: Geometry, options: TwinOptions, **others: str) -> LFPSCache:
+    values = asdict(options) | {"budget": Budget(tokens=options.budget)} | others
     g = geometry
     spec = LayerSpec(
         layer=2, n_layer=4, n_head=g.n_head, n_head_kv=g.n_head_kv, head_dim=g.d, value_dim=g.d,
@@ -288,6 +288,39 @@ def test_heads_that_are_always_bypassed_leave_the_tables_alone(sigma):
     cache, _, seen = run_both(Geometry(3, 1, 80, 100), options, seed=3, n_steps=30)
     assert seen["active"] == 0
     np.testing.assert_array_equal(cache._tables.gain, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "types"), [*zip(GEOMETRIES, ["f16", "q8_0"] * 2, strict=True)]
+)
+def test_sinks_that_are_attended_elsewhere(geometry, types):
+    """What is left out and what others give for the sinks make up the whole, by log-sum-exp."""
+    options = TwinOptions(budget=24, epsilon=0.7)
+    whole, rest = (make_cache(geometry, options, cache_type_k=types, cache_type_v=types)
+                   for _ in range(2))  # fmt: skip
+    rest.leave_sinks()
+    stream = Stream(geometry, 1)
+    prompt = stream.prompt(geometry.n_prefill)
+    for cache in (whole, rest):
+        prefill(cache, *prompt)
+    group = geometry.n_head // geometry.n_head_kv
+    for n in range(geometry.n_prefill, geometry.n_prefill + 40):
+        x = row_input(*stream.next(), n)
+        expected, out = whole.decode(x), rest.decode(x)
+        k, v = (
+            rows[:, :SINKS].float().numpy() for rows in (rest.store.keys(), rest.store.values())
+        )
+        for h in range(geometry.n_head):
+            scores = k[h // group] @ x.q[h, 0] * float(rest.spec.scale)
+            lse = np.logaddexp.reduce([*scores, rest.lse[h]])
+            out[h] = np.exp(rest.lse[h] - lse) * out[h] + np.exp(scores - lse) @ v[h // group]
+        np.testing.assert_allclose(out, expected, atol=2e-5)
+    for a, b in zip(whole._tables, rest._tables, strict=True):
+        np.testing.assert_array_equal(a, b)
+    counted, fewer = whole.counters(), rest.counters()
+    assert counted["heads_bypassed"] == fewer["heads_bypassed"] > 20
+    sink_values = 40 * geometry.n_head * SINKS * whole.store.strides[3]
+    assert counted["bytes_read"] - fewer["bytes_read"] == sink_values
 
 
 def test_a_later_turn_starts_the_tables_again():
