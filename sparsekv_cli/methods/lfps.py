@@ -185,19 +185,21 @@ class LFPSCache(LayerCache):
         """Tables and constants from all stored rows; queries torch (H, s, d) of the last s rows."""
         import torch
 
-        store, spec = self.store, self.spec
-        keys, values = store.keys(N_SINKS).float(), store.values(N_SINKS)  # (G, nn, d)
-        constants = self._constants
-        constants.mean_k[:] = keys.mean(1).numpy()
-        constants.mean_v[:] = values.mean(1, dtype=torch.float32).numpy()
-        if self.method.sigma == "cov":
-            centred = keys.sub_(keys.mean(1, keepdim=True))
-            constants.covariance[:] = (centred.transpose(1, 2) @ centred / keys.shape[1]).numpy()
-        else:
-            last = queries[:, -1].reshape(spec.n_head_kv, spec.group, -1)  # (G, H/G, d)
-            scores = last @ keys[..., : spec.head_dim].transpose(1, 2)
-            variance = scores.var(-1, correction=0)
-            constants.ratio[:] = (variance / (last**2).sum(-1)).reshape(-1).numpy()
+        store, spec, constants = self.store, self.spec, self._constants
+        group = spec.group
+        for g in range(spec.n_head_kv):  # one at a time: as f32 the rows take twice their memory
+            keys = store.keys(N_SINKS, slice(g, g + 1))[0].float()  # (nn, d)
+            values = store.values(N_SINKS, slice(g, g + 1))[0]
+            constants.mean_k[g] = keys.mean(0).numpy()
+            constants.mean_v[g] = values.mean(0, dtype=torch.float32).numpy()
+            if self.method.sigma == "cov":
+                centred = keys.sub_(keys.mean(0))
+                constants.covariance[g] = (centred.T @ centred / len(keys)).numpy()
+            else:
+                last = queries[g * group : (g + 1) * group, -1]  # (H/G, d)
+                variance = (last @ keys[:, : spec.head_dim].T).var(-1, correction=0)
+                ratio = variance / (last**2).sum(-1)
+                constants.ratio[g * group : (g + 1) * group] = ratio.numpy()
         self._allocate(max(store.capacity, store.n + 256))
         q = np.zeros((spec.n_head, queries.shape[1], padded(spec.head_dim)), np.float32)
         q[..., : spec.head_dim] = queries.numpy()
