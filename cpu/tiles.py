@@ -100,7 +100,8 @@ def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
 
             def body(c, sums):
                 for row in ahead:
-                    emit.prefetch(b, b.add(row, b.mul(c, I64(_element_bytes(mode)))))
+                    at = b.add(row, b.mul(c, I64(_element_bytes(mode))))
+                    emit.prefetch(b, at, once=not mode & GATHER)
                 keys = [_row_lanes(b, mode, row, d, c, n_vectors) for row in rows]
                 for vector in range(n_vectors):
                     new = []
@@ -165,7 +166,7 @@ def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
             for row in _rows_ahead(b, v, row_bytes, idx, j, unroll, last, mode):
                 first = b.add(row, b.mul(c, I64(size)))
                 for line in range(0, size * LANES * n_vectors, 64):
-                    emit.prefetch(b, b.add(first, I64(line)))
+                    emit.prefetch(b, b.add(first, I64(line)), once=not mode & GATHER)
                 if mode & Q8_0:
                     emit.prefetch(b, b.add(row, d))  # the scales
             new = []

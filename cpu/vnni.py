@@ -148,7 +148,7 @@ def emit_row(
         """Adds ``count`` blocks from block i on."""
         p = b.add(w, b.mul(i, I64(format_.n_bytes)))
         for offset in range(0, count * format_.n_bytes, LINE):
-            emit.prefetch(b, b.add(p, I64(AHEAD + offset)))
+            emit.prefetch(b, b.add(p, I64(AHEAD + offset)), once=True)
         block = _decode(b, format_, p, count)
         at = b.mul(i, I64(format_.n_elements))  # element
         sums = []
