@@ -1,4 +1,6 @@
-"""What scripts/accuracy reads to the model: two long texts, and questions hidden in them.
+"""What scripts/accuracy reads to the model: four long texts, and questions hidden in them.
+
+A story; minutes, code and letters; the transcript of a hearing; the manual of a machine.
 
 Texts and facts are ours. A needle prompt is a text with one fact put between two of its paragraphs,
 followed by a question about it, all as one user message.
@@ -13,7 +15,9 @@ from typing import NamedTuple
 from sparsekv_cli.errors import SparseKVError
 
 DATA = Path(__file__).resolve().parent / "data"
-TEXT_FILES = (DATA / "accuracy_prose.txt", DATA / "accuracy_mixed.txt")
+TEXT_FILES = tuple(
+    DATA / f"accuracy_{name}.txt" for name in ("prose", "mixed", "hearing", "manual")
+)
 
 
 class Needle(NamedTuple):
@@ -54,6 +58,34 @@ NEEDLES = (
         "61583",
         1,
         0.8,
+    ),
+    Needle(
+        "The account number of Widow Pettersen is 35867.",
+        "What is the account number of Widow Pettersen?",
+        "35867",
+        2,
+        0.3,
+    ),
+    Needle(
+        "The combination of the safe in the cellar is 82915.",
+        "What is the combination of the safe in the cellar?",
+        "82915",
+        3,
+        0.5,
+    ),
+    Needle(
+        "The ticket number of Professor Amundsen is 17294.",
+        "What is the ticket number of Professor Amundsen?",
+        "17294",
+        2,
+        0.7,
+    ),
+    Needle(
+        "The password of the night watchman is 59046.",
+        "What is the password of the night watchman?",
+        "59046",
+        3,
+        0.9,
     ),
 )
 

@@ -32,7 +32,8 @@ class Measured:
     def add_step(self, reference: np.ndarray, logits: np.ndarray) -> None:
         """KLD(full || method) and top-1 of one step; logits f32 (n_vocab,)."""
         expected, actual = log_softmax(reference), log_softmax(logits)
-        self.kld.append(float(np.exp(expected) @ (expected - actual)))
+        # Not as a dot product: BLAS' threads would wait for each other far longer than it takes.
+        self.kld.append(float((np.exp(expected) * (expected - actual)).sum()))
         self.same_top1.append(bool(expected.argmax() == actual.argmax()))
 
 
@@ -77,8 +78,9 @@ class Observer:
         out = self._cache.decode(x)
         cache, tail = self._cache, self._tail[:, : self._n_tail]
         overlap, mass = compare_rows(
-            q, self._keys, cache.attended, float(cache.spec.scale), self._ignored, tail
-        )
+            q, self._keys, cache.attended, float(cache.spec.scale), self._ignored, tail,
+            cache.spec.n_threads,
+        )  # fmt: skip
         self._result.overlap.extend(overlap)
         self._result.mass.extend(mass)
         return out
@@ -94,35 +96,29 @@ def compare_rows(
     scale: float,
     ignored: int = 0,
     tail: np.ndarray | None = None,
+    n_threads: int = 1,
 ) -> tuple[list[float], list[float]]:
     """Overlap with exact top-k, and softmax mass, of each head's attended rows.
 
-    q f32 (H, d), k f16 (G, n, d), tail f16 (G, m, d): rows behind those of k; attended: rows int
+    q f32 (H, d), k f16 (G, n, d), tail f16 (G, m, d): rows behind those of k; attended: rows int32
     (U, m) and their counts (U,), U = H, G or 1; None: every row, which has no overlap to speak of.
     A head of at most ``ignored`` rows has mass and no overlap. Sinks do not count in the overlap.
     """
-    import torch
+    from sparsekv_cli.cpu.attended import rate_rows
 
     if attended is None:
         return [], [1.0] * len(q)
-    queries = torch.from_numpy(q).reshape(len(k), -1, q.shape[1])
-    parts = [k] if tail is None else [k, tail]
-    scores = torch.cat(
-        [queries @ torch.from_numpy(part).float().transpose(1, 2) for part in parts], dim=2
-    )
-    scores = (scores * scale).reshape(len(q), -1)  # (H, n + m)
-    weights = scores.softmax(-1).numpy()
-    overlap, mass = [], []
+    tail = k[:, :0] if tail is None else tail
     idx, counts = attended
-    for head in range(len(q)):
-        unit = head * len(counts) // len(q)
-        rows = idx[unit, : counts[unit]]
-        mass.append(float(weights[head, rows].sum()))
-        chosen = rows[rows >= N_SINKS]
-        if len(rows) <= ignored or not len(chosen):
-            continue
-        best = scores[head, N_SINKS:].topk(len(chosen), sorted=False).indices.numpy() + N_SINKS
-        is_best = np.zeros(scores.shape[1], np.bool_)
-        is_best[best] = True
-        overlap.append(float(is_best[chosen].mean()))
-    return overlap, mass
+    n_chosen, n_best = np.empty((2, len(q)), np.int64)
+    mass = np.empty(len(q))
+    (k_at, k_head), (tail_at, tail_head) = (
+        (keys.__array_interface__["data"][0], keys.strides[0]) for keys in (k, tail)
+    )
+    rate_rows(
+        q, k_at, k_head, k.shape[1], tail_at, tail_head, tail.shape[1], k.strides[1], len(k), scale,
+        np.ascontiguousarray(idx), counts, N_SINKS, n_chosen, n_best, mass, n_threads,
+    )  # fmt: skip
+    rows = counts.repeat(len(q) // len(counts))
+    rated = (n_chosen > 0) & (rows > ignored)
+    return (n_best[rated] / n_chosen[rated]).tolist(), mass.tolist()

@@ -71,9 +71,27 @@ def test_measured_figures_of_dense_exact_and_recent_rows(session):
     assert recent["mass"] < best["mass"] < 1 and best["kld"] > 0
 
 
+def test_texts_are_measured_apart_and_together(session):
+    """Two texts: figures of each, and of both that are their mean."""
+    methods = {name: build_spec(name) for name in ("full", "streaming:budget=20%")}
+    both = {name: accuracy.Result() for name in methods}
+    apart = []
+    for seed in (0, 1):
+        ids = np.random.RandomState(seed).randint(3, 512, LENGTH + STEPS).tolist()
+        results = {name: accuracy.Result() for name in methods}
+        accuracy.measure_text(session, methods, ids, LENGTH, STEPS, results)
+        apart.append(results["streaming:budget=20%"].summary())
+        for name, result in results.items():
+            both[name].add_text(result)
+    pooled = both["streaming:budget=20%"].summary()
+    assert pooled["texts"] == apart and apart[0]["kld"] != apart[1]["kld"]
+    for name in ("kld", "top1", "mass", "overlap", "attended"):
+        assert pooled[name] == pytest.approx((apart[0][name] + apart[1][name]) / 2)
+
+
 def row(**figures):
     names = ("kld", "top1", "needles", "found", "overlap", "mass", "dots", "attended")
-    return {**dict.fromkeys(names), "found": [], **figures}
+    return {**dict.fromkeys(names), "found": [], "texts": [], **figures}
 
 
 def test_acceptance_lines():
@@ -93,7 +111,15 @@ def test_acceptance_lines():
     }
     verdicts = [line[:4] for line in lines.lines_across(methods, figures)]
     assert verdicts == ["FAIL", "pass", "pass", "FAIL"]  # topk is worse; two needles are missed
+    shares = {1: "FAIL", 10: "pass", 9: "FAIL"}  # of 11 that full finds, at least 10/11
+    for n, verdict in shares.items():
+        figures["full", 1700] = row(kld=0, found=[True] * 11)
+        figures["lfps", 1700] = {**good, "found": [True] * n + [False] * (11 - n)}
+        needles = lines.lines_across(methods, figures)[-1]
+        assert needles.startswith(f"{verdict}: lfps finds {n} of 11 needles that full finds")
+    figures["lfps", 1700]["texts"] = [row(kld=0.25, top1=0.75), row(kld=0.125, top1=0.5)]
     table = lines.markdown(methods, [1700], figures)
+    assert "| 0.250 / 0.125 | 0.75 / 0.50 |" in table
     assert "| lfps | 1700 | 0.100 (0.094) | 0.90 (0.82) |" in table
 
 
@@ -107,7 +133,7 @@ def test_the_figures_are_of_methods_that_exist():
             assert kind in ("measured", "at_most", "at_least"), spec
             for column, values in columns.items():
                 assert column in lines.COLUMNS and len(values) == len(known["lengths"]), spec
-    across = [*known["needles_missed"], *(s for a, b in known["kld_below"] for s in (a, b))]
+    across = [*known["needles_share"], *(s for a, b in known["kld_below"] for s in (a, b))]
     across += [s for a, b, _ in known["kld_within"] for s in (a, b)]
     assert set(across) <= set(methods)
     assert accuracy.named_methods("lfps,topk") == "lfps,topk"
@@ -122,7 +148,7 @@ def test_lines_within_a_factor_and_at_some_lengths(monkeypatch):
         "methods": {
             "topk": {"at_most": {"kld": [0.1, None, 0.3]}, "at_least": {"top1": [None] * 3}}
         },
-        "needles_missed": {},
+        "needles_share": {},
         "kld_below": [],
         "kld_within": [["topk", "streaming", 1.1]],
     }
@@ -140,7 +166,8 @@ def test_lines_within_a_factor_and_at_some_lengths(monkeypatch):
 
 def test_texts_and_needles_are_long_enough_and_distinct():
     texts = accuracy.read_texts()
-    assert all(len(text.split()) > 4000 for text in texts)
+    assert len(texts) == 4 and all(len(text.split()) > 4000 for text in texts)
+    assert {needle.text for needle in accuracy.NEEDLES} == {0, 1, 2, 3}
     values = [needle.value for needle in accuracy.NEEDLES]
     assert len(set(values)) == len(values)
     for needle in accuracy.NEEDLES:

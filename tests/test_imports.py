@@ -47,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "session": {*SETTINGS, "cache", "methods", "cpu", "models", "warmup", "calibration", "engine"},
     "engine": {*SETTINGS, "cache", "cpu", "models", "warmup", "device"},
     "shared_prefill": {"cache", "cpu"},
-    "observer": {"cache"},
+    "observer": {"cache", "cpu"},
     "comparison": {"errors", "cache", "methods", "warmup", "shared_prefill", "observer"},
 }
 ALLOWED["device"] = {*SETTINGS, "cache", "methods", "cpu", "kernels", "models"}

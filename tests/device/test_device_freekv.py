@@ -128,6 +128,7 @@ def test_follows_the_host_for_many_pages():
     "options",
     [
         {"summary": "minmax", "page": 6, "cache_pages": 1},
+        {"page": 4},
         {"tau": 2.0},
         {"correct": False},
         {"speculate": False},

@@ -13,7 +13,7 @@ from sparsekv_cli.kernels import page_cache, recall
 def launches() -> Iterator[Callable[[], object]]:
     n = torch.zeros(1, dtype=torch.int32)
     for n_head, n_kv, d, page, m in (
-        (32, 8, 128, 32, 128), (32, 32, 128, 8, 54), (9, 3, 64, 8, 54), (6, 2, 80, 5, 3)
+        (32, 8, 128, 32, 128), (32, 32, 128, 8, 54), (9, 3, 64, 4, 108), (6, 2, 80, 5, 3)
     ):  # fmt: skip
         layout = page_cache.Layout(4, 5, meanstd=page != 32)
         pages = page_cache.empty_pages(
