@@ -34,8 +34,10 @@ def check(
         raise ValueError(f"{name} has strides {x.stride()}: expected contiguous {what}")
 
 
-def check_on_host(name: str, x: torch.Tensor, shape: tuple[int | None, ...]) -> None:
-    """ValueError unless ``x`` is f16 host memory that a device reaches, if there is a device."""
+def check_on_host(
+    name: str, x: torch.Tensor, shape: tuple[int | None, ...], device: torch.device
+) -> None:
+    """ValueError unless ``x`` is f16 host memory that ``device`` reaches."""
     check(name, x, torch.float16, shape, torch.device("cpu"), strided=True)
-    if torch.cuda.is_available() and not x.is_pinned():
+    if device.type == "cuda" and x.numel() and not x.is_pinned():  # none is pinned that is empty
         raise ValueError(f"{name} is pageable: expected pinned memory")

@@ -187,8 +187,8 @@ def append_rest(
     check("k_new", k_new, torch.float32, (None, None, None), device)
     check("v_new", v_new, torch.float32, (n_batch, n_kv_head, d_v), device)
     check("dims", dims, torch.int32, (n_kv_head, None), device, strided=True)
-    check_on_host("rest", rest, (n_batch, n_kv_head, None, n_rest))
-    check_on_host("v", v, (n_batch, n_kv_head, None, d_v))
+    check_on_host("rest", rest, (n_batch, n_kv_head, None, n_rest), device)
+    check_on_host("v", v, (n_batch, n_kv_head, None, d_v), device)
     check("pos", pos, torch.int32, (n_batch,), device)
     _append_rest_kernel[(n_batch, n_kv_head)](
         k_new, v_new, dims, rest, v, pos, n_kv_head, d, n_rest, d_v, dims.stride(0),

@@ -220,8 +220,8 @@ def fetch_rows(resident: Resident, dom: torch.Tensor, rest: torch.Tensor, v: tor
     n_batch, n_kv_head, n_slot, d = resident.k.shape
     n_dim, n_rest, d_v, device = dom.shape[2], rest.shape[3], v.shape[3], dom.device
     check("dom", dom, torch.float16, (n_batch, n_kv_head, d - n_rest, None), device, strided=True)
-    check_on_host("rest", rest, (n_batch, n_kv_head, None, n_rest))
-    check_on_host("v", v, (n_batch, n_kv_head, None, d_v))
+    check_on_host("rest", rest, (n_batch, n_kv_head, None, n_rest), device)
+    check_on_host("v", v, (n_batch, n_kv_head, None, d_v), device)
     check("resident.k", resident.k, torch.float16, (n_batch, n_kv_head, n_slot, d), device)
     check("resident.v", resident.v, torch.float16, (n_batch, n_kv_head, n_slot, d_v), device)
     _fetch_rows_kernel[(triton.cdiv(n_slot, FETCHED), n_batch * n_kv_head)](

@@ -2,7 +2,8 @@
 
 The prompt is prefilled once for all methods. Then each method decodes the same continuation, and
 its logits are compared with those of ``full``, which comes first. Sparse layers are watched while
-they do it; since that takes time, speed is measured on steps that nobody watches.
+they do it; since that takes time, speed is measured on steps that nobody watches. On a GPU each
+method has a prefill of its own, and nothing is watched.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sparsekv_cli.cache import LayerCache, Memory, Method, total_counters
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import METHODS, build_method, method_class
 from sparsekv_cli.observer import Measured, Observer, mean
-from sparsekv_cli.shared_prefill import Keys, Progress, exact_keys, prefill_all, resume
+from sparsekv_cli.shared_prefill import Keys, Progress, exact_keys, prefills, resume
 
 if TYPE_CHECKING:
     from sparsekv_cli.session import Session
@@ -88,10 +89,12 @@ def decode_tokens(
     watched: the steps whose attended rows are compared with exact attention. Layers that do not
     choose rows are never watched; after the last watched step, none is.
     """
-    observers = [
-        Observer(cache, k, result) if cache.selects and watched else cache
-        for cache, k in zip(layers, keys, strict=True)
-    ]
+    observers: list[Any] = list(layers)
+    if watched:
+        observers = [
+            Observer(cache, k, result) if cache.selects else cache
+            for cache, k in zip(layers, keys, strict=True)
+        ]
     resume(session, prompt, observers)
     for step, token in enumerate(tokens):
         for observer in observers:
@@ -126,7 +129,7 @@ class Row:
     """One method of a comparison, in the words of the JSON contract.
 
     rows_*_mean: rows a query head, layer and step, dense layers included. mass and overlap: None
-    for methods that do not choose rows, or never had to.
+    for methods that do not choose rows, or never had to, and on a GPU.
     """
 
     spec: str
@@ -171,20 +174,23 @@ def compare(
             f"{len(ids)} tokens and {n_steps} steps do not fit the context of {session.n_ctx}: "
             "shorten the prompt, or raise --ctx-size"
         )
-    for method in methods.values():
-        last_layer = session.calibrations.specs(method)[-1]
-        warmup.load_method_kernels(method, last_layer, session.decoder.dtype)
-    prefill = prefill_all(
-        session, list(methods.values()), ids, n_steps=n_steps, progress=on_prefill
-    )
-    keys = exact_keys(prefill.caches[0], len(ids))
+    shared = session.engine.shares_prefill
+    if shared:
+        for method in methods.values():
+            last_layer = session.calibrations.specs(method)[-1]
+            warmup.load_method_kernels(method, last_layer, session.decoder.dtype)
+    keys: Keys = ()
     watched, timed = split_steps(n_steps)
     reference: list[np.ndarray] = []
     tokens: list[int] = list(continuation or ())[:n_steps]
-    rows = []
-    for i, (spec, method) in enumerate(methods.items()):
+    rows: list[Row] = []
+    started = prefills(session, list(methods.values()), ids, n_steps=n_steps, progress=on_prefill)
+    for logits, layers, seconds in started:
+        i = len(rows)
+        spec, method = list(methods.items())[i]
         result = Measured()
-        layers, prefill.caches[i] = prefill.caches[i], []
+        if shared and not keys:
+            keys = exact_keys(layers, len(ids))
 
         def see(logits: np.ndarray, i: int = i, result: Measured = result) -> None:
             if i == 0:
@@ -197,9 +203,11 @@ def compare(
         following: Iterable[int] = tokens
         if not tokens:
             eog_ids = session.tokenizer.eog_ids
-            following = _kept(greedy_tokens(prefill.logits, reference, n_steps, eog_ids), tokens)
-        decode_tokens(session, ids, layers, following, result, keys, watched, see)
-        rows.append(_row(spec, method, layers, result, prefill.seconds[i], timed))
+            following = _kept(greedy_tokens(logits, reference, n_steps, eog_ids), tokens)
+        decode_tokens(session, ids, layers, following, result, keys, watched if shared else (), see)
+        rows.append(_row(spec, method, layers, result, seconds, timed))
+        del layers  # gone before the next method has its own
+        session.caches = []
     session.reset()
     return rows
 

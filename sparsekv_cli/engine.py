@@ -24,6 +24,7 @@ class Engine(Protocol):
 
     decoder: Any  # of models/decoder.py, or one with its methods
     note: str  # what the user should know of how it runs
+    shares_prefill: bool  # whether one can fill caches of several methods (shared_prefill.py)
 
     def layer(self, method: Method, spec: LayerSpec) -> LayerCache:
         """The cache of one layer."""
@@ -40,6 +41,7 @@ class HostEngine:
 
         self.decoder = decoder
         self.note = ""
+        self.shares_prefill = True
         self._ops = ops
 
     def layer(self, method: Method, spec: LayerSpec) -> LayerCache:

@@ -1,4 +1,4 @@
-"""One dense prefill that fills the caches of several methods."""
+"""One dense prefill that fills the caches of several methods, or one each on a GPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from sparsekv_cli.cache import LayerCache, Method, padded
 if TYPE_CHECKING:
     from sparsekv_cli.session import Session
 
+N_TRIAL = 1100  # tokens of a prompt that kernels are tried on: more than any default budget
+N_TRIAL_STEPS = 3  # a graph is captured and replayed by then
 Keys = Sequence[np.ndarray]  # one a layer: the prompt's keys, f16 (G, n, row)
 Progress = Callable[[int, int], None]
 
@@ -112,6 +114,59 @@ def prefill_all(
     logits = session.decoder.forward(ids, 0, layers, progress=progress)
     shared = time.perf_counter() - begin - sum(own_s)
     return Prefill(logits, caches, [shared + own for own in own_s])
+
+
+class Prefilled(NamedTuple):
+    """What one method starts to decode from."""
+
+    logits: np.ndarray  # f32 (n_vocab,) after the prompt
+    caches: list[LayerCache]  # one a layer
+    seconds: float
+
+
+def prefills(
+    session: Session,
+    methods: Sequence[Method],
+    ids: Sequence[int],
+    *,
+    n_steps: int,
+    progress: Progress | None = None,
+) -> Iterator[Prefilled]:
+    """``prefill_all`` for one method after another, or a prefill each where caches are a GPU's.
+
+    There, each method's kernels are tried first, and its caches are to be gone when the next one's
+    turn comes. A method that cannot run there is refused before any does.
+    """
+    if session.engine.shares_prefill:
+        together = prefill_all(session, methods, ids, n_steps=n_steps, progress=progress)
+        for i, seconds in enumerate(together.seconds):
+            layers, together.caches[i] = together.caches[i], []
+            yield Prefilled(together.logits, layers, seconds)
+            del layers
+        return
+
+    def new_caches(method: Method) -> list[LayerCache]:
+        return [session.engine.layer(method, spec) for spec in session.calibrations.specs(method)]
+
+    def try_kernels(method: Method) -> None:
+        layers, trial = new_caches(method), ids[:N_TRIAL]
+        session.decoder.forward(trial, 0, layers)
+        for pos in range(len(trial), len(trial) + N_TRIAL_STEPS):
+            session.decoder.decode(ids[0], pos, layers)
+
+    def prefilled(method: Method) -> Prefilled:
+        layers = new_caches(method)
+        for cache in layers:
+            cache.reserve(len(ids) + n_steps)
+        begin = time.perf_counter()
+        logits = session.decoder.forward(ids, 0, layers, progress=progress)
+        return Prefilled(logits, layers, time.perf_counter() - begin)
+
+    for method in methods:
+        new_caches(method)
+    for method in methods:
+        try_kernels(method)
+        yield prefilled(method)
 
 
 def batches(

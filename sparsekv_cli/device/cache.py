@@ -69,6 +69,11 @@ class DeviceStore:
         """Bytes of one token's K and V in one kv head."""
         return 2 * (self.k.shape[3] + self.v.shape[3])
 
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """What kernels are told of it: another store of the same size lies elsewhere."""
+        return self.capacity, self.k.data_ptr(), self.v.data_ptr()
+
     def reserve(self, n: int) -> None:
         """Room for ``n`` rows: just that at first, an eighth more than before when growing."""
         if n <= self.capacity:
@@ -118,7 +123,7 @@ class DeviceCache(LayerCache):
         arguments, so that a captured graph can be replayed.
         """
         self.store.reserve(n_max)
-        return self.store.capacity
+        return self.store.place
 
     def budget_rows(self, n: int) -> int:
         """``Step.budget`` of a step at ``n`` rows."""

@@ -47,6 +47,7 @@ class DeviceEngine:
     def __init__(self, decoder: DeviceDecoder, *, on_host: bool, note: str = "") -> None:
         self.decoder = decoder
         self.note = note
+        self.shares_prefill = False
         self.on_host = on_host
         self.ops = DeviceOps(decoder.device)
         self._worker = HostWorker(decoder.device)

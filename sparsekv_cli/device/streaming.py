@@ -22,6 +22,7 @@ class DeviceStreaming(DeviceSelecting):
                 "streaming: reposition=true turns keys on the host; use --kv host or --device cpu"
             )
         self.method = method
+        self._places = torch.empty(0, dtype=torch.int32, device=ops.device)
 
     def budget_rows(self, n: int) -> int:
         return self.method.budget.rows(n)
@@ -31,8 +32,9 @@ class DeviceStreaming(DeviceSelecting):
 
     def plan_selection(self, n: int, n_max: int) -> Hashable:
         width = self.method.sinks + self.budget_rows(n_max)
-        self._places = torch.arange(width, dtype=torch.int32, device=self.store.k.device)
-        return width
+        if width != len(self._places):
+            self._places = torch.arange(width, dtype=torch.int32, device=self._places.device)
+        return self._places.data_ptr(), width
 
     def select(self, x: DeviceInput) -> tuple[torch.Tensor, torch.Tensor]:
         sinks, step, n_kv = self.method.sinks, x.step, self.spec.n_head_kv

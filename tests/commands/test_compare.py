@@ -11,6 +11,8 @@ import calibrated_method
 import pytest
 from tiny_models import make_model
 
+from sparsekv_cli import shared_prefill
+
 Invoke = Callable[..., Any]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 TEXT = "the quick brown fox jumps over the lazy dog and runs away " * 8
@@ -86,7 +88,7 @@ def test_continuation(model: str, invoke: Invoke, tmp_path: Path) -> None:
     assert fewer["methods"][0]["rows_attended_mean"] == fewer["context"] + 2.5
     own = compare(invoke, model, *common, "--steps", "4")
     assert own["methods"][1]["kld_mean"] != fewer["methods"][1]["kld_mean"]
-    arguments = ["-m", model, *common, "--continuation", str(file)]
+    arguments = ["-m", model, *common, "--continuation", str(file), "--prefill-dtype", "f32"]
     assert "too few for 400 steps" in refused(invoke, 1, *arguments, "--steps", "400")
     file.write_text("a")
     assert "too few for 4 steps" in refused(invoke, 1, *arguments)
@@ -145,6 +147,15 @@ def test_what_cannot_be_done(model: str, invoke: Invoke, tmp_path: Path) -> None
     assert "missing.gguf" in refused(invoke, 1, "-m", "missing.gguf", "-p", TEXT)
 
 
-def test_methods_are_not_compared_on_a_gpu(model: str, invoke: Invoke) -> None:
-    result = invoke("compare", "-m", model, "-p", "x", "--device", "cuda")
-    assert result.code == 2 and "--device cpu" in result.err
+def test_on_a_gpu(tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from sparsekv_cli.kernels import matvec
+
+    monkeypatch.setattr(matvec, "PROGRAMS", 1)  # the interpreter is slow
+    monkeypatch.setattr(shared_prefill, "N_TRIAL_STEPS", 1)
+    path = tmp_path / "m.gguf"
+    make_model(path, n_layer=1, n_embd=32, n_ff=32, n_vocab=270, head_dim=32, wtype="F32")
+    arguments = ["-p", "a quick fox", "--raw", "--methods", "topk", "--steps", "4"]
+    full, topk = compare(invoke, str(path), *arguments, "--device", "cuda")["methods"]
+    assert full["bytes_device"] == topk["bytes_device"] > 0
+    assert topk["kld_mean"] == 0 and topk["attn_mass_recall"] is None

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from sparsekv_cli.kernels.checks import check_on_host
+
 attention = pytest.importorskip("sparsekv_cli.kernels.attention")
 chunks = pytest.importorskip("sparsekv_cli.kernels.chunks")
 resident = pytest.importorskip("sparsekv_cli.kernels.resident")
@@ -124,3 +126,15 @@ def test_wrong_arguments_are_refused(device):
         resident.place_rows(layer.slots, idx, counts, layer.n, wide)
     with pytest.raises(ValueError, match="dom has shape"):
         resident.fetch_rows(layer.slots, layer.dom[:, :, :8], layer.rest, layer.values)
+
+
+def test_memory_of_the_host_is_pinned_for_a_gpu_only(monkeypatch):
+    """Interpreted kernels read any, and of none at all there is nothing to pin."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    rows = torch.zeros(1, 2, 5, 8, dtype=torch.float16)
+    shape, gpu = (1, 2, None, None), torch.device("cuda")
+    check_on_host("v", rows, shape, torch.device("cpu"))
+    check_on_host("v", rows[..., :0], shape, gpu)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: False)
+    with pytest.raises(ValueError, match="v is pageable"):
+        check_on_host("v", rows, shape, gpu)

@@ -1,0 +1,75 @@
+"""``compare`` on a device: the figures that the CPU has, but what only the CPU watches."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from tiny_models import make_model
+
+from sparsekv_cli import shared_prefill
+from sparsekv_cli.comparison import compare, parse_methods
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.methods import build_method
+from sparsekv_cli.session import load_session
+
+pytest.importorskip("triton")
+
+IDS = [int(token) for token in np.random.default_rng(0).integers(3, 270, 84)]
+METHODS = "topk:budget=24,lfps:budget=24"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny") / "m.gguf"
+    sizes = {"n_layer": 3, "n_embd": 32, "n_ff": 32, "n_vocab": 270, "head_dim": 32, "n_ctx": 512}
+    return make_model(path, wtype="F32", **sizes)
+
+
+def session_on(model, device):
+    config = SessionConfig(threads=1, device=device, prefill_dtype="f32", chunk=64)
+    return load_session(model, build_method("full", {}), config)
+
+
+def test_figures_are_those_of_the_cpu(model, monkeypatch):
+    """And no method's caches are there any more when the next one's are made."""
+    monkeypatch.setattr(shared_prefill, "N_TRIAL", 10)
+    monkeypatch.setattr(shared_prefill, "N_TRIAL_STEPS", 1)
+    methods = parse_methods("topk:budget=24,lfps:budget=24")
+    sessions = [session_on(model, where) for where in ("cpu", "cuda")]
+    caches: list[weakref.ref] = []
+    full_ones = []
+    real = sessions[1].engine.layer
+
+    def kept(cache):
+        full_ones.append(sum(ref() is not None and ref().n > 20 for ref in caches))
+        caches.append(weakref.ref(cache))
+        return cache
+
+    monkeypatch.setattr(sessions[1].engine, "layer", lambda *given: kept(real(*given)))
+    host, device = (compare(session, methods, IDS[:80], 3, IDS[80:]) for session in sessions)
+    assert len(caches) == 3 * (3 * 3 + 1) and max(full_ones) == 0
+    assert [row.name for row in device] == ["full", "topk", "lfps"]
+    for expected, found in zip(host, device, strict=True):
+        assert found.kld_mean == pytest.approx(expected.kld_mean, abs=2e-3)
+        assert found.rows_attended_mean == pytest.approx(expected.rows_attended_mean, rel=0.01)
+        assert found.attn_mass_recall is None and found.topk_overlap is None
+        assert found.decode_tps > 0 and found.ttft_s > 0
+    full, topk, lfps = device
+    assert full.kld_mean == 0 and min(topk.kld_mean, lfps.kld_mean) > 0
+    assert full.bytes_device == topk.bytes_device > lfps.bytes_device > 0
+    assert full.bytes_host == topk.bytes_host == 0 < lfps.bytes_host
+    json.dumps([asdict(row) for row in device])
+
+
+def test_what_cannot_run_is_refused_first(model):
+    session = session_on(model, "cuda")
+    steps = []
+    session.decoder.forward = lambda *_, **__: steps.append(1)
+    with pytest.raises(SparseKVError, match="caches on a GPU are f16"):
+        compare(session, parse_methods("topk,quest:cache_type_k=q8_0"), IDS[:80], 4)
+    assert not steps
