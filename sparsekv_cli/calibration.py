@@ -25,6 +25,7 @@ from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.sidecar import (
     Entry,
     ModelIdentity,
+    OutdatedError,
     check_tensors,
     identify,
     read_entry,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from sparsekv_cli.models.decoder import Decoder
 
 DEFAULT_TOKENS = 4096
+BUILT_IN = "built-in"  # name of the text that comes with the program
 MIN_TOKENS = 256  # below, statistics of keys and queries say little
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")  # belong to pip, not to us
 
@@ -53,7 +55,7 @@ class CalibrationText(NamedTuple):
 def built_in_text() -> CalibrationText:
     """Prose, code and dialogue, a good 5,000 tokens of an English vocabulary."""
     path = files("sparsekv_cli") / "data" / "calibration.txt"
-    return CalibrationText("built-in", path.read_text(encoding="utf-8"))
+    return CalibrationText(BUILT_IN, path.read_text(encoding="utf-8"))
 
 
 def method_name(method: Method) -> str:
@@ -127,7 +129,7 @@ class Calibrations:
     def _tensors(self, method: Method, report: Report | None) -> Mapping[str, np.ndarray]:
         name = method_name(method)
         if name not in self._loaded:
-            entry = self.find(name)
+            entry = self.find(name, report)
             if entry is None:
                 entry = self.calibrate(method, built_in_text(), DEFAULT_TOKENS, report)
                 note = self._store(name, entry)
@@ -136,11 +138,22 @@ class Calibrations:
             self._loaded[name] = entry.tensors
         return self._loaded[name]
 
-    def find(self, name: str) -> Entry | None:
-        """The stored calibration of a method; SparseKVError for a sidecar that is unusable."""
+    def find(self, name: str, report: Report | None = None) -> Entry | None:
+        """The stored calibration of a method; SparseKVError for a sidecar that is unusable.
+
+        None, and a word about it, for one in the cache directory that an older version made by
+        itself.
+        """
         places = self.places() if self._sidecar is None else (self._sidecar,)
         for path in places:
-            entry = read_entry(path, name, self.identity)
+            try:
+                entry = read_entry(path, name, self.identity)
+            except OutdatedError as error:
+                if path != self.places()[1] or error.text_name != BUILT_IN:
+                    raise
+                if report is not None:
+                    report(name, 0.0, f"{path} is an older version's, a new one is made")
+                continue
             if entry is not None:
                 return entry
         if self._sidecar is not None:

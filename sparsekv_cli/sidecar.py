@@ -120,10 +120,19 @@ def model_hash(file: GGUFFile) -> str:
     return digest.hexdigest()[:32]
 
 
+class OutdatedError(SparseKVError):
+    """A calibration that an older version of this program made; text_name: of what text."""
+
+    def __init__(self, message: str, text_name: str) -> None:
+        super().__init__(message)
+        self.text_name = text_name
+
+
 def read_entry(path: Path, method: str, identity: ModelIdentity) -> Entry | None:
     """The calibration of ``method``; None if there is no such file or it has none of this method.
 
-    SparseKVError for a file that is damaged, of another model or of another format.
+    SparseKVError for a file that is damaged or of another model or format, OutdatedError for one
+    of an older format.
     """
     if not os.path.lexists(path):
         return None
@@ -171,9 +180,12 @@ def _check(file: GGUFFile, method: str, identity: ModelIdentity) -> None:
     """SparseKVError unless format and model are those that are expected."""
     version = file.metadata[f"{method}.format"]
     if version != FORMAT_VERSION:
-        raise _unusable(
+        error = _unusable(
             file.path, method, f"has format {version}, but this version reads {FORMAT_VERSION}"
         )
+        if isinstance(version, int) and version < FORMAT_VERSION:
+            error = OutdatedError(str(error), str(file.metadata.get(f"{method}.text")))
+        raise error
     for key, (words, expected) in identity.fields().items():
         found = _plain(file.metadata.get(f"{method}.{key}"))
         if found != expected:

@@ -299,6 +299,12 @@ def load(model, method="fake", reports=None, **changes):
     return session
 
 
+def calibration_path(model):
+    """Where it lies in the cache directory."""
+    folder = Path(os.environ["XDG_CACHE_HOME"]) / "sparsekv-cli" / "calibration"
+    return folder / f"{identity_of(model).model_hash}.gguf"
+
+
 def test_first_use_calibrates_and_says_so(model, fake):
     reports = []
     session = load(model, reports=reports)
@@ -353,10 +359,34 @@ def test_the_folder_of_a_package_is_not_written_to(model, fake):
     load(installed, reports=reports)
     cached = Path(os.environ["XDG_CACHE_HOME"]) / "sparsekv-cli" / "calibration"
     path = cached / f"{identity_of(installed).model_hash}.gguf"
+    assert path == calibration_path(installed)
     assert reports[-1][2] == f"stored in {path}" and list(folder.iterdir()) == [installed]
     load(installed)
     load(model)  # the same model elsewhere
     assert len(fake.runs) == 1
+
+
+def test_an_older_one_in_the_cache_is_made_anew(model, fake, monkeypatch):
+    """With a word about it; not so one beside the model, or of a text that somebody chose."""
+    folder = model.parent / "site-packages"
+    folder.mkdir()
+    installed = Path(shutil.copy(model, folder))
+    load(installed)
+    load(model)  # finds that one
+    monkeypatch.setattr(sidecar, "FORMAT_VERSION", sidecar.FORMAT_VERSION + 1)
+    reports = []
+    load(installed, reports=reports)
+    assert "older version's" in reports[0][2] and reports[-1][2].startswith("stored in")
+    load(installed)
+    assert len(fake.runs) == 2
+    cached = calibration_path(installed)
+    entry = read_entry(cached, "fake", identity_of(installed))
+    write_entry(cached, "fake", identity_of(installed), replace(entry, text_name="mine"))
+    monkeypatch.setattr(sidecar, "FORMAT_VERSION", sidecar.FORMAT_VERSION + 1)
+    assert "has format" in refused(lambda: load(installed))
+    shutil.move(cached, model.with_name("model.calibration.gguf"))
+    assert "has format" in refused(lambda: load(model))
+    assert len(fake.runs) == 2
 
 
 def test_a_folder_that_cannot_be_written(model, fake, monkeypatch):

@@ -88,7 +88,8 @@ def command(
     text = read_prompt(prompt, file)
     following = None if continuation is None else read_prompt(None, continuation)
     path = find_model(options.model)
-    session = load_session(path, chosen["full"], config)
+    compiling = CompileProgress()
+    session = load_session(path, chosen["full"], config, compiling)
     from sparsekv_cli.comparison import compare
 
     ids = prompt_ids(session, text, raw)
@@ -98,7 +99,7 @@ def command(
             following, add_bos=False, add_eos=False, parse_special=False
         )
     steps = count_steps(n_steps, tokens)
-    with CompileProgress() as compiling, CalibrationProgress() as calibrating:
+    with compiling, CalibrationProgress() as calibrating:
         for method in chosen.values():
             session.prepare(method, compiling, calibrating)
     with PrefillProgress() as prefilling, PrefillProgress("decode") as decoding:

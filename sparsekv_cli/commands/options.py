@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sparsekv_cli.cache import Method
+    from sparsekv_cli.commands.progress import CompileProgress
     from sparsekv_cli.session import Session
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -310,14 +311,19 @@ def open_session(options: ModelOptions) -> Session:
     return load_session(find_model(options.model), method, options.config)
 
 
-def load_session(path: Path, method: Method, config: SessionConfig) -> Session:
-    """A loaded model; imports torch and numba, so it comes after all that can be refused before."""
-    from sparsekv_cli.commands.progress import CalibrationProgress, CompileProgress
+def load_session(
+    path: Path, method: Method, config: SessionConfig, compiling: CompileProgress | None = None
+) -> Session:
+    """A loaded model; imports torch and numba, so it comes after all that can be refused before.
+
+    compiling: told what is compiled, by a command that goes on to compile more.
+    """
+    from sparsekv_cli.commands import progress
 
     with (
         collecting_no_garbage(),
-        CompileProgress() as compiling,
-        CalibrationProgress() as calibrating,
+        compiling or progress.CompileProgress() as compiling,
+        progress.CalibrationProgress() as calibrating,
     ):
         from sparsekv_cli import session
 

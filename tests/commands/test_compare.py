@@ -11,7 +11,7 @@ import calibrated_method
 import pytest
 from tiny_models import make_model
 
-from sparsekv_cli import shared_prefill
+from sparsekv_cli import shared_prefill, warmup
 
 Invoke = Callable[..., Any]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
@@ -145,6 +145,22 @@ def test_what_cannot_be_done(model: str, invoke: Invoke, tmp_path: Path) -> None
     missing = str(tmp_path / "missing.txt")
     assert "missing.txt" in refused(invoke, 1, *base, "--continuation", missing)
     assert "missing.gguf" in refused(invoke, 1, "-m", "missing.gguf", "-p", TEXT)
+
+
+def test_compiling_is_said_once(
+    model: str, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though kernels are compiled for the model, and then for each method."""
+    real = warmup._run
+
+    def run(steps: Any, report: Any) -> int:
+        if report is not None:
+            report("something", 0, 1)
+        return real(steps, report)
+
+    monkeypatch.setattr(warmup, "_run", run)
+    result = invoke("compare", "-m", model, "-p", TEXT, "--methods", "topk", "--steps", "4")
+    assert result.code == 0 and result.err.count("compiling kernels") == 1
 
 
 def test_on_a_gpu(tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
