@@ -1,9 +1,9 @@
 """Consecutive layers of a decode step in one call, where their attention is compiled code.
 
 Streaming a layer's weights drives code and objects of the interpreter out of the CPU's caches, so
-what Python does between two layers costs four times what it costs in a loop of its own: 15 to 20 us
-a layer. A cache that can (LayerCache.begin) gives the address of a function instead, and of int64
-words that say all the function needs beside the layer's q, k and v.
+what Python does between two layers takes 20 us where it takes 5 in a loop of its own. A cache that
+can (LayerCache.begin) gives the address of a function instead, and of int64 words that say all the
+function needs beside the layer's q, k and v: 2 to 5% off a token.
 """
 
 from __future__ import annotations

@@ -159,7 +159,8 @@ class LayerCache(ABC):
     def begin(self) -> tuple[int, int] | None:
         """The next step as compiled code (cpu/chain.py), where it needs no Python; else ``decode``.
 
-        What a caller sees does not change before ``end``, which follows if the code has run.
+        What a caller sees does not change before ``end``, which follows if the code has run. A
+        class that changes ``decode`` must change both.
         """
         return None
 
