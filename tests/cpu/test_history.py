@@ -180,7 +180,7 @@ class Layer:
         lfps.lfps_step(
             self.q[:, None], k, v, layout(*self.stored), self.n, k_budget, limit or self.n,
             self.rules(a, epsilon), self.tables, self.raised, constants, self.statistics,
-            self.attended, self.counts, self.out, 2,
+            self.attended, self.counts, np.empty(0, np.float32), self.out, 2,
         )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def one_thread():
 def test_plan_of_the_defaults():
     method = FreeKV()
     assert method.plan(512) is None
-    assert method.plan(1700) == (2, 54, (1700 - 64) // 8)
+    assert method.plan(1700) == (4, 108, (1700 - 64) // 4)
     assert build_method("freekv", {"preset": "paper"}).plan(1700) == (2, 12, (1700 - 64) // 32)
     paper = {"preset": "paper", "sinks": "512", "window": "512"}
     assert build_method("freekv", paper, budget="2048").plan(9000) == (16, 32, (9000 - 512) // 32)
