@@ -91,17 +91,14 @@ class DenseStep(CompiledStep):
 
     def __init__(self, store: Any, spec: Any) -> None:
         super().__init__(dense_step, N_DENSE)
-        self._layout: np.ndarray | None = None
         self.words[N_HEAD : V_WIDTH + 1] = (
             spec.n_head, spec.n_head_kv, store.k_type.width, store.v_type.width
         )  # fmt: skip
         self.words.view(np.float64)[SCALE] = spec.scale
         self.words[N_THREADS] = spec.n_threads
 
-    def at(self, store: Any) -> tuple[int, int]:
-        """``step`` that adds a row to ``store``."""
-        if store.layout is not self._layout:  # it has grown
-            self._layout = store.layout
-            self.words[:N_LAYOUT] = store.layout
-        self.words[N] = store.n + 1
+    def at(self, layout: np.ndarray, n: int) -> tuple[int, int]:
+        """``step`` to n rows of a store of that layout."""
+        self.words[:N_LAYOUT] = layout
+        self.words[N] = n
         return self.step

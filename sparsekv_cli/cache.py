@@ -203,10 +203,11 @@ class DenseCache(LayerCache):
         return self.backend.attend_dense(self.store, x.q[:, 0], self.spec)
 
     def begin(self) -> tuple[int, int]:
-        self.store.reserve(self.store.n + 1)
+        store, n = self.store, self.store.n + 1
+        store.reserve(n)
         if self._step is None:
-            self._step = self.backend.dense_step(self.store, self.spec)
-        return self._step.at(self.store)
+            self._step = self.backend.dense_step(store, self.spec)
+        return self._step.at(store.layout, n)
 
     def end(self) -> None:
         self.store.n += 1
