@@ -104,7 +104,7 @@ def _bits_of_i16(b: ir.IRBuilder, mask: ir.Value, value: int) -> ir.Value:
     return b.select(lanes, const(I8, value), const(I8, 0))
 
 
-def _lookup16(b: ir.IRBuilder, table: tuple[int, ...], idx: ir.Value) -> ir.Value:
+def lookup16(b: ir.IRBuilder, table: tuple[int, ...], idx: ir.Value) -> ir.Value:
     """table[idx] for i8 indices 0..15, by the byte shuffle of the CPU where it has one."""
     n = idx.type.count
     if n > LANES:
@@ -112,7 +112,7 @@ def _lookup16(b: ir.IRBuilder, table: tuple[int, ...], idx: ir.Value) -> ir.Valu
             wide = ir.Constant(vec(I8, n), [value & 255 for value in table] * (n // LANES))
             return emit.call_named(b, "llvm.x86.avx512.pshuf.b.512", idx.type, wide, idx)
         halves = (shuffle(b, idx, idx, lanes) for lanes in (range(n // 2), range(n // 2, n)))
-        low, high = (_lookup16(b, table, half) for half in halves)
+        low, high = (lookup16(b, table, half) for half in halves)
         return shuffle(b, low, high, range(n))
     table_vec = ir.Constant(vec(I8), [value & 255 for value in table])
     triple = binding.get_default_triple()
@@ -216,7 +216,7 @@ def _four_q5_1(b: ir.IRBuilder, p: ir.Value) -> Block:
 
 
 def _four_iq4_nl(b: ir.IRBuilder, p: ir.Value) -> Block:
-    q = [_lookup16(b, IQ4_NL_VALUES, part) for part in _four_nibbles(b, p, 18)]
+    q = [lookup16(b, IQ4_NL_VALUES, part) for part in _four_nibbles(b, p, 18)]
     return Block(q, True, *_four_halves(b, p, 18, 1))
 
 
@@ -321,7 +321,7 @@ def _q6_k(b: ir.IRBuilder, p: ir.Value) -> Block:
 
 def _iq4_nl(b: ir.IRBuilder, p: ir.Value) -> Block:
     (d,) = _halves(b, p, 0)
-    q = [_lookup16(b, IQ4_NL_VALUES, q) for q in _nibbles(b, load(b, vec(I8), p, 2))]
+    q = [lookup16(b, IQ4_NL_VALUES, q) for q in _nibbles(b, load(b, vec(I8), p, 2))]
     return Block(q, True, d)
 
 
@@ -338,7 +338,7 @@ def _iq4_xs(b: ir.IRBuilder, p: ir.Value) -> Block:
     q = []
     for group in range(8):
         for bits in _nibbles(b, load(b, vec(I8), p, 8 + 16 * group)):
-            q.append(_lookup16(b, IQ4_NL_VALUES, bits))
+            q.append(lookup16(b, IQ4_NL_VALUES, bits))
     return Block(q, True, _times(b, d, b.sitofp(scales, vec(F32, 8))))
 
 
@@ -348,7 +348,7 @@ def _mxfp4(b: ir.IRBuilder, p: ir.Value) -> Block:
     normal = b.shl(b.sub(exponent, I32(1)), I32(23))
     tiny = b.shl(I32(0x00200000), exponent)
     bits = b.select(b.icmp_unsigned("<", exponent, I32(2)), tiny, normal)
-    q = [_lookup16(b, MXFP4_VALUES, q) for q in _nibbles(b, load(b, vec(I8), p, 1))]
+    q = [lookup16(b, MXFP4_VALUES, q) for q in _nibbles(b, load(b, vec(I8), p, 1))]
     return Block(q, True, emit.splat(b, b.bitcast(bits, F32), 1))
 
 

@@ -28,6 +28,7 @@ from sparsekv_cli.cpu.emit import (
 from sparsekv_cli.cpu.integer import quantize_activations, quantized_stride
 from sparsekv_cli.cpu.matvec import address, call_rows, kernel_address
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
+from sparsekv_cli.cpu.repack import GROUP
 from sparsekv_cli.cpu.tiles import exp_lanes
 
 # Columns of a matrix table (int64, one row a matrix). INTEGER: the kernel takes quantised inputs.
@@ -69,13 +70,13 @@ LAYER = np.dtype(
 def matrix_table(linears) -> np.ndarray:
     """int64 (matrices, 6) that the kernels read; the caller keeps the weights alive.
 
-    linears: objects with code, data uint8 (rows, row bytes) and n_columns. Block formats take the
-    integer kernels: 1.3 (Q5_1) to 1.7 (Q4_K) times the f32 ones on one AVX-512 thread.
+    linears: objects with code, data uint8 (rows, row bytes), n_columns and repacked. Block formats
+    take the integer kernels: 1.3 (Q5_1) to 1.7 (Q4_K) times the f32 ones on one AVX-512 thread.
     """
     rows = []
     for w in linears:
         integer = FORMAT_OF_CODE[w.code].decode is not None
-        kernel = kernel_address(w.code, integer)
+        kernel = kernel_address(w.code, integer, w.repacked)
         rows.append(
             (kernel, address(w.data), w.data.strides[0], w.data.shape[0], w.n_columns, integer)
         )
@@ -101,21 +102,25 @@ def padded(d):
 
 @njit(cache=True, nogil=True)
 def _matrices_part(table, x, x_row, quantized, quantized_row, out, out_row, n_rows, part, n_parts):
-    """Part ``part`` of the rows of all matrices of a table; see ``multiply``."""
+    """Part ``part`` of the rows of all matrices of a table, in whole groups of repacked rows where a
+    matrix is cut; see ``multiply``.
+    """
     total = table[:, ROWS].sum()
     first, last = part * total // n_parts, (part + 1) * total // n_parts
     start = 0
     for m in range(table.shape[0]):
-        low, high = max(first, start), min(last, start + table[m, ROWS])
+        n = table[m, ROWS]
+        low = max(0, first - start) // GROUP * GROUP if first - start < n else n
+        high = max(0, last - start) // GROUP * GROUP if last - start < n else n
         if low < high:
             source, source_row = x, x_row
             if table[m, INTEGER]:
                 source, source_row = quantized, quantized_row
             call_rows(
                 table[m, KERNEL], table[m, WEIGHTS], table[m, ROW_BYTES], table[m, COLUMNS],
-                source, source_row, n_rows, out + 4 * start, out_row, low - start, high - start,
+                source, source_row, n_rows, out + 4 * start, out_row, low, high,
             )  # fmt: skip
-        start += table[m, ROWS]
+        start += n
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)

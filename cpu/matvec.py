@@ -21,6 +21,7 @@ from sparsekv_cli.cpu.emit import F16, F32, I16, I32, I64, LANES, VF, VI, const,
 from sparsekv_cli.cpu.integer import emit_row as integer_row
 from sparsekv_cli.cpu.integer import quantize
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
+from sparsekv_cli.cpu.repack import groups_dot
 
 ACCUMULATORS = 4  # independent sums in flight, enough to hide the latency of one fma
 ROWS_A_PASS = 16  # rows of weights that stay in the L1 cache while all inputs take them
@@ -203,10 +204,13 @@ def call_rows(
 
 
 @cache
-def kernel_address(code: int, integer: bool = False) -> int:
-    """Address of a ``rows_dot`` compiled for the format ``code`` (from the disk cache if there)."""
+def kernel_address(code: int, integer: bool = False, repacked: bool = False) -> int:
+    """Address of a ``rows_dot`` compiled for the format ``code`` (from the disk cache if there), or
+    of a ``groups_dot`` for repacked weights, which takes quantised inputs.
+    """
     literals = (types.literal(code), types.literal(int(integer)))
-    return function_address(rows_dot, literals + (types.int64,) * 10)
+    kernel = groups_dot if repacked else rows_dot
+    return function_address(kernel, literals + (types.int64,) * 10)
 
 
 @cache

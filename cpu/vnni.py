@@ -31,7 +31,7 @@ def is_available() -> bool:
     return any(features.get(name, False) for name in ("avx512vnni", "avxvnni"))
 
 
-def _dot_bytes(b: ir.IRBuilder, total: ir.Value, w: ir.Value, x: ir.Value) -> ir.Value:
+def dot_bytes(b: ir.IRBuilder, total: ir.Value, w: ir.Value, x: ir.Value) -> ir.Value:
     """total <16 x i32> + sums of four products of w <64 x u8> and x <64 x i8>."""
     w, x = b.bitcast(w, VI), b.bitcast(x, VI)
     if binding.get_host_cpu_features().get("avx512vnni", False):
@@ -86,7 +86,8 @@ class Inputs(NamedTuple):
     sums32: ir.Value
 
 
-def _inputs(b: ir.IRBuilder, x: ir.Value, n: ir.Value) -> Inputs:
+def inputs_at(b: ir.IRBuilder, x: ir.Value, n: ir.Value) -> Inputs:
+    """The parts of n quantised activations at x."""
     small = b.mul(b.sdiv(n, I64(BLOCK)), I64(4))
     scales = b.add(x, b.mul(n, I64(2)))
     sums16 = b.add(scales, small)
@@ -118,8 +119,8 @@ def _add_products(
         if n_elements < BYTES:
             zeros = const(I8, 0, n_elements)
             hi, lo = (shuffle(b, part, zeros, range(BYTES)) for part in (hi, lo))
-        dots = b.shl(_dot_bytes(b, const(I32, 0), q, hi), const(I32, 8))
-        dots = b.sitofp(_dot_bytes(b, dots, q, lo), VF)
+        dots = b.shl(dot_bytes(b, const(I32, 0), q, hi), const(I32, 8))
+        dots = b.sitofp(dot_bytes(b, dots, q, lo), VF)
         lanes = [min((BYTES * c + 4 * i) // a_scale, n_scales - 1) for i in range(LANES)]
         turn = c % ACCUMULATORS
         totals[turn] = emit.fma(b, dots, shuffle(b, scales, scales, lanes), totals[turn])
@@ -141,7 +142,7 @@ def emit_row(
     product is the same bits whatever the others are.
     """
     n_blocks = b.sdiv(n, I64(format_.n_elements))
-    rows = [_inputs(b, x, n) for x in xs]
+    rows = [inputs_at(b, x, n) for x in xs]
     width = ACCUMULATORS + 1
 
     def add_blocks(i: ir.Value, count: int, carried: list[ir.Value]) -> list[ir.Value]:

@@ -23,6 +23,7 @@ from sparsekv_cli.models.decode_step import DecodeStep
 from sparsekv_cli.models.forward import Forward
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.prefill_rows import FusedRows, Rows, TorchRows
+from sparsekv_cli.models.repacked import repack_weights, wants_repacking
 from sparsekv_cli.models.rope import RopeTable
 from sparsekv_cli.models.weights import Weights
 
@@ -46,7 +47,9 @@ class Decoder(Forward):
         n_threads: int,
         prefill_dtype: torch.dtype,
         chunk: int,
+        repack: str = "auto",
     ) -> None:
+        """repack: ``auto``, ``on`` or ``off``, of the weights that ``decode`` reads."""
         self.hparams = hparams
         self.architecture = architecture
         self.weights = weights
@@ -62,6 +65,8 @@ class Decoder(Forward):
             else TorchRows(hparams, self.rope, interleaved, prefill_dtype)
         )
         self.layers, self.output_norm = weights.layers, weights.output_norm
+        self._is_repacked = wants_repacking(weights, repack)
+        self._decode_weights = repack_weights(weights) if self._is_repacked else weights
         self._step = self._new_step(1)
         self._scratch: dict[str, torch.Tensor] = {}  # a layer's matrices during ``forward``
 
@@ -116,7 +121,7 @@ class Decoder(Forward):
 
     def _new_step(self, n_rows: int) -> DecodeStep:
         interleaved = self.architecture.rope_interleaved
-        return DecodeStep(self.hparams, self.weights, interleaved, n_rows, self.n_threads)
+        return DecodeStep(self.hparams, self._decode_weights, interleaved, n_rows, self.n_threads)
 
     # --- many rows, layer by layer ----------------------------------------------------------------
 
@@ -160,6 +165,8 @@ class Decoder(Forward):
                     part.code, part.data, n_columns, at, row_bytes, target, self.n_threads
                 )
                 at += part.n_rows * row_bytes
+                if self._is_repacked:  # decode does not read them
+                    self.weights.file.release(part.data)
             out[name] = stack
         return out
 

@@ -114,6 +114,19 @@ class GGUFFile:
         row_bytes = info.type.row_bytes(info.shape[-1])
         return self._bytes[info.offset : info.offset + info.n_bytes].reshape(-1, row_bytes)
 
+    def release(self, data: np.ndarray) -> None:
+        """Takes the pages of ``data``, a view on the map, out of this process' memory.
+
+        They come back from the file, or the system's cache of it, when they are read again.
+        """
+        if self._map is None or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        first = data.__array_interface__["data"][0] - self._bytes.__array_interface__["data"][0]
+        start, stop = -(-first // mmap.PAGESIZE), (first + data.nbytes) // mmap.PAGESIZE
+        if first >= 0 and start < stop:
+            length = (stop - start) * mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, start * mmap.PAGESIZE, length)
+
     def check_intact(self) -> None:
         """Raise SparseKVError if the file has become shorter: reading on would kill the process."""
         if self._descriptor is None:

@@ -14,12 +14,16 @@ from sparsekv_cli.models.hparams import HParams
 
 @dataclass(frozen=True)
 class Linear:
-    """y = W x + b. data: uint8 (rows, bytes a row) in ggml type ``code``; bias f32 (rows,)."""
+    """y = W x + b. data: uint8 (rows, bytes a row) in ggml type ``code``; bias f32 (rows,).
+
+    repacked: the data have the layout of cpu/repack.py, which only its dot products read.
+    """
 
     code: int
     data: np.ndarray
     n_columns: int
     bias: np.ndarray | None = None
+    repacked: bool = False
 
     @property
     def n_rows(self) -> int:
@@ -50,6 +54,7 @@ class LayerWeights:
 class Weights:
     """All tensors. output is token_embd where the file has none (tied embeddings)."""
 
+    file: GGUFFile
     token_embd: Linear
     layers: tuple[LayerWeights, ...]
     output_norm: np.ndarray
@@ -164,6 +169,7 @@ def read_weights(file: GGUFFile, hparams: HParams, architecture: Architecture) -
     if rope_freqs is not None and not (np.isfinite(rope_freqs).all() and (rope_freqs > 0).all()):
         raise SparseKVError(f"{file.path}: rope_freqs.weight holds values that are not above 0")
     weights = Weights(
+        file=file,
         token_embd=token_embd,
         layers=tuple(layers),
         output_norm=_present(reader.vector("output_norm.weight", n_embd)),

@@ -9,6 +9,7 @@ CHOICES = {
     "prefill_dtype": ("auto", "f32", "bf16"),
     "kv": ("auto", "device", "host"),
     "gpu_weights": ("auto", "quantized", "bf16"),
+    "repack": ("auto", "on", "off"),
 }
 
 
@@ -24,6 +25,8 @@ class SessionConfig:
     calibration: sidecar to read instead of the one that belongs to the model; empty: that one.
     kv: where a GPU's run keeps the KV cache: ``auto``, ``device`` or ``host``.
     gpu_weights: as ``quantized`` as in the file, or ``bf16``; ``auto``: quantized.
+    repack: whether the CPU's decode reads a copy of the weights in a faster layout; ``auto``: if
+        they take at most a quarter of the machine's memory.
     vram_limit: GiB of the GPU's memory to use at most; 0: what is free.
     """
 
@@ -35,6 +38,7 @@ class SessionConfig:
     calibration: str = ""
     kv: str = "auto"
     gpu_weights: str = "auto"
+    repack: str = "auto"
     vram_limit: float = 0.0
 
     def __post_init__(self) -> None:

@@ -113,5 +113,6 @@ def open_engine(
             n_threads=n_threads,
             prefill_dtype=dtype,
             chunk=config.chunk,
+            repack=config.repack,
         )
     )
