@@ -102,8 +102,8 @@ def padded(d):
 
 @njit(cache=True, nogil=True)
 def _matrices_part(table, x, x_row, quantized, quantized_row, out, out_row, n_rows, part, n_parts):
-    """Part ``part`` of the rows of all matrices of a table, in whole groups of repacked rows where a
-    matrix is cut; see ``multiply``.
+    """Part ``part`` of the rows of all matrices of a table; see ``multiply``. A matrix is cut
+    between groups of repacked rows.
     """
     total = table[:, ROWS].sum()
     first, last = part * total // n_parts, (part + 1) * total // n_parts

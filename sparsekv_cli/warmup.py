@@ -77,7 +77,9 @@ def compile_common_kernels(report: Report | None) -> int:
 
 def _format_steps(codes: Collection[int], targets: Collection[int]) -> Iterator[Step]:
     """Dot products and dequantisation to ``targets`` (TO_*) of formats by ggml type number."""
-    from sparsekv_cli.cpu import matvec
+    import numpy as np
+
+    from sparsekv_cli.cpu import matvec, repack
     from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE
 
     for code in sorted(codes):
@@ -85,6 +87,11 @@ def _format_steps(codes: Collection[int], targets: Collection[int]) -> Iterator[
         for integer in {False, format_.decode is not None}:
             call = partial(matvec.kernel_address, code, integer)
             yield Step(f"format-{code}", format_.name, call)
+        if repack.can_repack(code, repack.GROUP):
+            call = partial(matvec.kernel_address, code, True, True)
+            yield Step(f"format-{code}-repacked", format_.name, call)
+            one = np.zeros((repack.GROUP, format_.n_bytes), np.uint8)
+            yield Step("repacking", "repacking", partial(repack.repack, code, one, one.copy()))
         for to in sorted(targets):
             call = partial(matvec.dequantize_address, code, to)
             yield Step(f"format-{code}-to-{to}", format_.name, call)

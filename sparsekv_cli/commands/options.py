@@ -156,6 +156,13 @@ GPU_OPTIONS: list[Callable[[Any], Any]] = [
 MODEL_OPTIONS: list[Callable[[Any], Any]] = [
     MODEL_OPTION,
     *MACHINE_OPTIONS,
+    click.option(
+        "--repack",
+        type=click.Choice(["auto", "on", "off"]),
+        default="auto",
+        help="Decode on the CPU from a copy of 4- and 5-bit weights in a faster layout; auto: if "
+        "the weights take at most a quarter of the memory. [default: auto]",
+    ),
     *GPU_OPTIONS,
     click.option(
         "-o",
@@ -250,6 +257,7 @@ def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
             calibration=values.pop("calibration") or "",
             kv=values.pop("kv"),
             gpu_weights=values.pop("gpu_weights"),
+            repack=values.pop("repack"),
             vram_limit=values.pop("vram_limit"),
         ),
         seed=None if seed == -1 else seed,
