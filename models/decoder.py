@@ -8,6 +8,8 @@ holds the two together.
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +35,13 @@ def cpu_prefill_dtype() -> torch.dtype:
     features = binding.get_host_cpu_features()
     has_bf16 = any(features.get(name) for name in ("avx512bf16", "amx-bf16", "bf16"))
     return torch.bfloat16 if has_bf16 else torch.float32
+
+
+def give_back_memory() -> None:
+    """Hands what was freed back to the system, which glibc keeps for later in part."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
 
 
 class Decoder(Forward):
@@ -125,14 +134,10 @@ class Decoder(Forward):
 
     # --- many rows, layer by layer ----------------------------------------------------------------
 
-    def forward(self, *args: Any, **kwargs: Any) -> np.ndarray:
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            self._scratch = {}
-
     def output(self, normed: torch.Tensor) -> np.ndarray:
         """Few rows use the quantised weights as they lie."""
+        self._scratch = {}  # the layers are done, and the peak of a long prompt's memory is now
+        give_back_memory()
         head = self.weights.output
         if len(normed) <= 4:
             rows = normed.contiguous().numpy()

@@ -100,6 +100,8 @@ class Forward(ABC):
             size = max(1, ROWS_AT_ONCE // self.chunk) * self.chunk
         for first in range(0, n, size):
             x = self.embed(ids[first : first + size])  # (T, n_embd) f32
+            if len(x) > self.chunk:  # many rows of the table, which the layers do not need
+                self.weights.file.release(self.weights.token_embd.data)
             for i, cache in enumerate(caches):
                 before = first * n_layer + i * len(x)  # rows times layers
                 for done in self._forward_layer(i, x, pos + first, cache):

@@ -82,6 +82,7 @@ def _format_steps(codes: Collection[int], targets: Collection[int]) -> Iterator[
     from sparsekv_cli.cpu import matvec, repack
     from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE
 
+    repacking = None
     for code in sorted(codes):
         format_ = FORMAT_OF_CODE[code]
         for integer in {False, format_.decode is not None}:
@@ -90,11 +91,13 @@ def _format_steps(codes: Collection[int], targets: Collection[int]) -> Iterator[
         if repack.can_repack(code, repack.GROUP):
             call = partial(matvec.kernel_address, code, True, True)
             yield Step(f"format-{code}-repacked", format_.name, call)
-            one = np.zeros((repack.GROUP, format_.n_bytes), np.uint8)
-            yield Step("repacking", "repacking", partial(repack.repack, code, one, one.copy()))
+            group = np.zeros((repack.GROUP, format_.n_bytes), np.uint8)
+            repacking = partial(repack.repack, code, group, group.copy())
         for to in sorted(targets):
             call = partial(matvec.dequantize_address, code, to)
             yield Step(f"format-{code}-to-{to}", format_.name, call)
+    if repacking is not None:  # the same for all formats
+        yield Step("repacking", "repacking", repacking)
 
 
 def compile_method_kernels(

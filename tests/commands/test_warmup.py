@@ -12,7 +12,7 @@ from tiny_models import make_model
 from sparsekv_cli import session, warmup
 from sparsekv_cli.commands import warmup as warmup_command
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.cpu import matvec
+from sparsekv_cli.cpu import matvec, repack, vnni
 from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import METHODS, build_method
@@ -50,8 +50,10 @@ def test_every_format_and_type(markers: Path, compiled: list[tuple[Any, ...]]) -
         expected.add(("kernel_address", code, False))
         if format_.decode is not None:
             expected.add(("kernel_address", code, True))
+        if repack.can_repack(code, repack.GROUP):
+            expected.add(("kernel_address", code, True, True))
     assert set(compiled) == expected and len(compiled) == len(expected)
-    assert n_steps == len(expected) + 1  # the bandwidth probe
+    assert n_steps == len(expected) + 1 + vnni.is_available()  # the bandwidth probe, repacking
     assert [done for _, done, _ in reports] == list(range(n_steps + 1))
     assert {total for _, _, total in reports} == {n_steps} and reports[-1][0] == "done"
     del compiled[:]
