@@ -119,7 +119,7 @@ class GGUFFile:
 
         They come back from the file, or the system's cache of it, when they are read again.
         """
-        if self._map is None or not hasattr(mmap, "MADV_DONTNEED"):
+        if self._descriptor is None or self._map is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
         first = data.__array_interface__["data"][0] - self._bytes.__array_interface__["data"][0]
         start, stop = -(-first // mmap.PAGESIZE), (first + data.nbytes) // mmap.PAGESIZE

@@ -227,7 +227,7 @@ class FreeKVCache(LayerCache):
 
     def prefill(self, x: AttnInput) -> Any:
         self._leave_pages()
-        self._last = x.q[:, -1]
+        self._last = x.q[:, -1].clone()  # not all of x
         return super().prefill(x)
 
     def finish_prefill(self) -> None:

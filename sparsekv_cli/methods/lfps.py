@@ -182,8 +182,10 @@ class LFPSCache(LayerCache):
             self._step.use_tables(self._tables)
 
     def prefill(self, x: AttnInput) -> Any:
+        import torch
+
         window = self.method.window
-        self._queries.append(x.q[:, -window:].float())
+        self._queries.append(x.q[:, -window:].to(torch.float32, copy=True))  # not all of x
         while sum(q.shape[1] for q in self._queries[1:]) >= window:
             self._queries.pop(0)
         self._indexed = False
