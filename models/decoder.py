@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch

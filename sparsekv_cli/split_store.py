@@ -41,16 +41,19 @@ class SplitStore(KVStore):
             rest = np.empty((*self.k.shape[:2], n_rest), np.float16)
             dom = self._blocks(self.capacity)
             split.split_keys(self.halves[0], self.n, self.dims, dom, rest.view(np.uint16))
-            self.dom, self.k = dom, rest
-            self._grown()
+            self._replace_keys(dom, rest)
         return self.dom
 
     def join(self) -> None:
         """K whole, if it is not, bit for bit as it was."""
         if self.dom is not None:
             k = self.whole_keys(self.capacity, padded(self.k_type.d))
-            self.dom, self.k = None, k
-            self._grown()
+            self._replace_keys(None, k)
+
+    def _replace_keys(self, dom: np.ndarray | None, k: np.ndarray) -> None:
+        self.dom, self.k = dom, k
+        self.v = self.v.copy()  # out of the block that it shares with the keys of before
+        self._grown()
 
     def whole_keys(self, capacity: int, width: int) -> np.ndarray:
         """A copy of K, f16 (G, capacity, width), zeros from n and d on."""
