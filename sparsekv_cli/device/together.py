@@ -65,13 +65,17 @@ def _move_together(caches: Sequence[DeviceCache]) -> None:
 def _are_together(parts: Sequence[torch.Tensor]) -> bool:
     """Whether the parts follow each other in one tensor."""
     first = parts[0]
-    step, at, offset = first.stride(0), first.data_ptr(), first.storage_offset()
-    return all(
-        part.shape == first.shape
-        and (part.storage_offset() == offset + b * step or not part.numel())
-        and (part.data_ptr() == at + b * step * part.element_size() or not part.numel())
-        for b, part in enumerate(parts)
-    )
+    step = first.stride(0) if first.numel() else 0  # nothing lies nowhere
+    n_bytes = step * first.element_size()
+    at, offset, shape = first.data_ptr(), first.storage_offset(), first.shape
+    for part in parts:
+        if part.data_ptr() != at or part.shape != shape:
+            return False
+        # Of two tensors that happen to be neighbours in memory, both begin at offset 0.
+        if step and part.storage_offset() != offset:
+            return False
+        at, offset = at + n_bytes, offset + step
+    return True
 
 
 def _common(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -96,7 +96,7 @@ def prefill(cache: DeviceCache, rows: list[torch.Tensor]) -> None:
 def test_sequences_in_one_launch_are_what_they_are_alone(name, device):
     """Of several lengths, beyond the room that they came with, two of three, and after a rewind."""
     generator = torch.Generator().manual_seed(0)
-    # Products of several rows with a matrix, here the encoder, round the rows to f16.
+    # Products of three rows with a matrix, here the encoder, round both to 11 bits.
     rounding = 1e-3 if name == "sals" else 0
     alone, together = ([make(name, device) for _ in LENGTHS] for _ in range(2))
 
