@@ -10,7 +10,7 @@ one, and decodes for the sequences behind it too if they are in common tensors (
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -108,6 +108,9 @@ class DeviceCache(LayerCache):
 
     store: Any  # a DeviceStore, or what a method has in its place
     side: SideStream | None = None  # of a cache that launches work beside the steps
+    # Called behind ``decode`` with its input: steps of a cache that has one are not captured. Where
+    # ``traced``, ``attended`` holds the rows of the step then: idx int32 (B, U, m), counts (B, U).
+    on_step: Callable[[Any], None] | None = None
 
     def __init__(self, spec: LayerSpec, backend: Any) -> None:
         super().__init__(spec, backend)
@@ -176,6 +179,12 @@ class DeviceCache(LayerCache):
         if self.side is not None:
             join_all([self.side])
 
+    def note(self, idx: torch.Tensor, counts: torch.Tensor) -> None:
+        """Keeps the rows that a step attends to, if they are asked for."""
+        if self.traced:
+            rows: Any = idx, counts
+            self.attended = rows
+
     @abstractmethod
     def settle(self, n: int) -> None:
         """Counts a step that brought the sequence to ``n`` rows."""
@@ -234,9 +243,11 @@ class DeviceSelecting(DeviceCache):
         k, v, *index = self.of_batch(len(x.q))
         scale = float(self.spec.scale)
         attention.append_rows(x.k, x.v, k, v, x.step.pos)
+        self.attended = None
         if self._dense:
             return attention.attend_dense(x.q, k, v, x.step.n, self._n_max, scale)
         idx, counts = self.select(x, k, *index)
+        self.note(idx, counts)
         return attention.attend_rows(x.q, k, v, idx, counts, scale)
 
     def settle(self, n: int) -> None:

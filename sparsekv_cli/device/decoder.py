@@ -144,7 +144,9 @@ class DeviceDecoder(Forward):
         key = (len(self.rope.cos), *(launches for launches, _ in plans))
         owners = [buffers, *(cache for layers in caches for cache in layers)]
         together = [of_layer for _, of_layer in plans]
-        self._steps.run(owners, key, lambda: list(self._program(caches, together)))
+        on_device = (c for layers in caches for c in layers if isinstance(c, DeviceCache))
+        watched = any(cache.on_step is not None for cache in on_device)
+        self._steps.run(owners, key, lambda: list(self._program(caches, together)), watched=watched)
         logits = buffers.logits()
         self._caches = ()
         for layers, pos in zip(caches, positions, strict=True):
@@ -239,6 +241,8 @@ class DeviceDecoder(Forward):
         buffers, rows = self._buffers, slice(run.first, run.last)
         x = DeviceInput._make((*(t[rows] for t in buffers.inputs(i)), self._step(rows)))
         buffers.attended(i)[rows] = run.cache.decode(x)
+        if run.cache.on_step is not None:
+            run.cache.on_step(x)
 
     def _attend_on_host(self, i: int) -> None:
         """The attention of all rows by caches on the host, in the host's buffers."""

@@ -294,6 +294,7 @@ class DeviceFASAM(DeviceFASA):
         assert slots is not None
         chunks.append_rest(x.k, x.v, self._rest_dims, host.rest, host.v, x.step.pos)
         idx, counts = self.select(x, slots.k, self._dom)
+        self.note(idx, counts)
         places = torch.empty_like(idx)
         resident.place_rows(slots, idx, counts, x.step.n, places)
         resident.fetch_rows(slots, self._dom, host.rest, host.v)

@@ -250,6 +250,8 @@ class DeviceFreeKV(DeviceCache):
         )
         scale = float(self.spec.scale)
         out = attention.attend_rows(x.q, *resident_rows(arrays), work.idx, work.counts, scale)
+        if self.traced:
+            self._note_positions(arrays, int(n[0]))
         if self._ahead:
             self._recall_ahead(arrays, previous, n, budget)
         return out
@@ -258,9 +260,24 @@ class DeviceFreeKV(DeviceCache):
         self, x: DeviceInput, k: torch.Tensor, v: torch.Tensor, previous: torch.Tensor
     ) -> torch.Tensor:
         """A step that attends to all rows."""
+        self.attended = None
         attention.append_rows(x.k, x.v, k, v, x.step.pos)
         previous.copy_(x.q)
         return attention.attend_dense(x.q, k, v, x.step.n, self._n_max, float(self.spec.scale))
+
+    def _note_positions(self, arrays: Pages, n: int) -> None:
+        """``note`` of a step at n rows of one sequence, before the next step's pages are chosen."""
+        assert self._pages is not None
+        p, n_sink = self.method.page, self._pages.layout.n_sink
+        plan = self.method.plan(n, n_sink)
+        assert plan is not None
+        always = [*range(n_sink * p), *range(plan.window * p, n)]
+        n_chosen = arrays.state[..., page_cache.N_CHOSEN.value]  # (1, G)
+        in_page = torch.arange(p, dtype=torch.int32, device=self._device)
+        chosen = (arrays.chosen[..., None] * p + in_page).flatten(2)  # (1, G, m p)
+        rows = torch.tensor(always, dtype=torch.int32, device=self._device)
+        rows = rows.expand(1, chosen.shape[1], -1)
+        self.note(torch.cat([rows, chosen], dim=2), len(always) + n_chosen * p)
 
     def _recall_ahead(
         self, arrays: Pages, previous: torch.Tensor, n: torch.Tensor, budget: torch.Tensor

@@ -181,6 +181,7 @@ class DeviceSALS(DeviceCache):
     def decode(self, x: Any) -> Any:
         spec, step, scale = self.spec, x.step, float(self.spec.scale)
         tensors = self.of_batch(len(x.q))
+        self.attended = None
         if not self._is_compressed:
             k, v = tensors
             attention.append_rows(x.k, x.v, k, v, step.pos)
@@ -200,11 +201,19 @@ class DeviceSALS(DeviceCache):
             x.q, exact.k, exact.v, exact.listed, exact.counts, scale, pieces.out[-1], pieces.lse[-1]
         )
         idx, counts = self._choose(self._importance(x, latents, exact, pieces.lse[-1]), exact)
+        if self.traced:
+            self._note_positions(idx, counts, int(step.n[0]))
         latent_attention.attend_latents(
             x.q, idx, counts, latents, values, basis, bits, spec.value_dim, scale, self._first,
             pieces,
         )  # fmt: skip
         return attention.merge(*pieces)
+
+    def _note_positions(self, idx: torch.Tensor, counts: torch.Tensor, n: int) -> None:
+        """``note`` of latents chosen, and of rows kept as they are, at n rows of one sequence."""
+        exact = [*range(min(self._first, n)), *range(self._exact_from(n), n)]
+        rows = torch.tensor([[exact]], dtype=torch.int32, device=self._device)
+        self.note(torch.cat([rows, idx + self._first], dim=2), counts + len(exact))
 
     def _importance(
         self, x: DeviceInput, latents: torch.Tensor, exact: latent.Exact, exact_lse: torch.Tensor
