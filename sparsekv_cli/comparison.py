@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparsekv_cli import warmup
-from sparsekv_cli.cache import LayerCache, Memory, Method, total_counters
+from sparsekv_cli.cache import LayerCache, Memory, Method
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.ledger import total_counters
 from sparsekv_cli.methods import METHODS, build_method, method_class
 from sparsekv_cli.observer import Measured, Observer, mean
 from sparsekv_cli.shared_prefill import Keys, Progress, exact_keys, prefills, resume
