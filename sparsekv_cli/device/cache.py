@@ -20,6 +20,8 @@ from sparsekv_cli.device.side import SideStream, join_all
 from sparsekv_cli.device.together import spread
 from sparsekv_cli.kernels import attention
 
+AHEAD = 64  # rows that a bound leaves for steps to come, at least
+
 
 class Step(NamedTuple):
     """Each sequence's numbers of a decode step, int32 (B,), in device memory."""
@@ -41,7 +43,11 @@ class DeviceInput(NamedTuple):
 
 
 def grid_bound(n: int) -> int:
-    """At least n rows, a quarter more at most (256 for few): what a graph's grids are made for."""
+    """Some more than n rows, by about a quarter at most (256 for few): what a graph's grids are
+    made for. Those of the next steps are the same just before a power of two, where contexts that
+    are measured begin.
+    """
+    n += AHEAD
     step = max(256, 1 << max(0, n.bit_length() - 3))
     return -(-n // step) * step
 
