@@ -40,7 +40,7 @@ def _runs(caches: Sequence[DeviceCache], keys: Sequence[Hashable]) -> Iterator[R
     for _, group in groupby(range(len(caches)), key=lambda b: keys[b]):
         members = list(group)
         first, last = members[0], members[-1] + 1
-        if all(caches[b].moves for b in members):
+        if last - first > 1 and all(caches[b].moves for b in members):
             _move_together(caches[first:last])
             yield Run(first, last, caches[first])
         else:
