@@ -154,8 +154,8 @@ class DeviceCache(LayerCache):
         """Where ``tensors`` lie."""
         return tuple((x.data_ptr(), x.shape) for x in self.tensors())
 
-    def lead(self, n: int) -> None:
-        """Prepares ``decode`` of n sequences, when their tensors lie together."""
+    def lead(self, caches: Sequence[Any]) -> None:
+        """Prepares ``decode`` of these caches' sequences, itself first, which lie together."""
 
     def budget_rows(self, n: int) -> int:
         """``Step.budget`` of a step at ``n`` rows."""

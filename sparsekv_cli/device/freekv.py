@@ -84,6 +84,7 @@ class DeviceFreeKV(DeviceCache):
         )
         self._made = 0  # how often the workspace was made
         self._sizes: tuple[int, ...] = ()  # what it was made for
+        self._pools: torch.Tensor | None = None  # see kernels/recall.py check_pools
         self._under_way = False  # a step that has been planned and not settled
         self._n_max = 0
 
@@ -115,10 +116,10 @@ class DeviceFreeKV(DeviceCache):
         self._enter_pages(plan, grid_bound(n + 1))  # what the first step asks for
         if self._ahead:
             self._recent = self._recent_of(n)
-            self.lead(1)
+            self.lead([self])
             *rows, previous = self.tensors()
             numbers = torch.tensor([[n], [self.budget_rows(n + 1)]], dtype=torch.int32)
-            self._recall_ahead(Pages(*rows), previous, *numbers.to(self._device))
+            self._recall_ahead(self._arrays(rows), previous, *numbers.to(self._device))
             self.side.join()
 
     def _layout(self, n_sink: int) -> Layout:
@@ -141,8 +142,13 @@ class DeviceFreeKV(DeviceCache):
         self.store = DeviceStore(self.spec, self._device)
 
     def tensors(self) -> list[torch.Tensor]:
-        rows = super().tensors() if self._pages is None else self._pages.arrays
+        """All but the pool, which stays where it is: see kernels/recall.py check_pools."""
+        rows = super().tensors() if self._pages is None else self._pages.arrays[1:]
         return [*rows, self._previous]
+
+    def _arrays(self, tensors: Sequence[torch.Tensor]) -> Pages:
+        assert self._pages is not None
+        return Pages(self._pages.arrays.pool, *tensors)
 
     @property
     def moves(self) -> bool:
@@ -154,28 +160,34 @@ class DeviceFreeKV(DeviceCache):
         if self._pages is None:
             super().put(rows)
         else:
-            self._pages.arrays = Pages(*rows)
+            self._pages.arrays = self._arrays(rows)
             self._statistics = self._pages.arrays.statistics
 
     @property
     def places(self) -> Hashable:
         return super().places, self._made
 
-    def lead(self, n: int) -> None:
-        """Makes the workspace for n sequences, if it is another than there is."""
+    def lead(self, caches: Sequence[DeviceFreeKV]) -> None:
+        """Makes the workspace for these sequences, if it is another than there is."""
         if self._pages is None:
             return
-        spec, device, arrays = self.spec, self._device, self._pages.arrays
+        spec, device, arrays, n = self.spec, self._device, self._pages.arrays, len(caches)
         n_sink, n_ring, _ = self._pages.layout
-        n_kv, n_page, m = spec.n_head_kv, arrays.pool.shape[1], arrays.chosen.shape[2]
-        if self._sizes == (n, n_page, m, n_sink):
+        n_kv, n_page, m = spec.n_head_kv, arrays.hi.shape[2] - n_sink, arrays.chosen.shape[2]
+        pools = [cache._pages.arrays.pool.data_ptr() for cache in caches if cache._pages]
+        sizes = n_page, m, n_sink, *pools
+        if self._sizes == sizes:
             return
 
         def numbers(*shape: int) -> torch.Tensor:
             return torch.zeros(n, n_kv, *shape, dtype=torch.int32, device=device)
 
         self._made += 1
-        self._sizes = (n, n_page, m, n_sink)
+        self._sizes = sizes
+        self._pools = None
+        if n > 1:
+            apart = [(pool - pools[0]) // arrays.pool.element_size() for pool in pools]
+            self._pools = torch.tensor(apart, dtype=torch.int64, device=device)
         self._work = Workspace(
             wanted=numbers(),
             query=torch.zeros(n, spec.n_head, spec.head_dim, device=device),
@@ -228,12 +240,12 @@ class DeviceFreeKV(DeviceCache):
         if self._pages is None:
             k, v = rows
             return self._decode_dense(x, k, v, previous)
-        arrays, layout, work = Pages(*rows), self._pages.layout, self._work
+        arrays, layout, work = self._arrays(rows), self._pages.layout, self._work
         n, budget = x.step.n, x.step.budget
         recent = self._recent.now
         reserved = layout.n_sink * self.method.page + recent
         if not self._ahead:
-            recall.offload_pages(arrays, layout, n, recent)
+            recall.offload_pages(arrays, layout, n, recent, pools=self._pools)
         correction.enter_row(
             arrays, layout, x.q, previous, x.k, x.v, n, budget, recent, reserved,
             self.method.threshold, current=self._current, wanted=work.wanted, query=work.query,
@@ -246,8 +258,9 @@ class DeviceFreeKV(DeviceCache):
         if self._copies:
             self._copies.fetch(arrays, layout)
         recall.fetch_pages(
-            arrays, layout, n, recent, work.idx, work.counts, fetch=self._copies is None
-        )
+            arrays, layout, n, recent, work.idx, work.counts, fetch=self._copies is None,
+            pools=self._pools,
+        )  # fmt: skip
         scale = float(self.spec.scale)
         out = attention.attend_rows(x.q, *resident_rows(arrays), work.idx, work.counts, scale)
         if self.traced:
@@ -294,7 +307,7 @@ class DeviceFreeKV(DeviceCache):
         with self.side.fork():
             recall.offload_pages(
                 arrays, layout, n, recent, ahead=1, budget=budget, reserved=reserved,
-                wanted=work.wanted,
+                wanted=work.wanted, pools=self._pools,
             )  # fmt: skip
             self._choose(arrays, previous, n, budget, recent - 1, reserved)
             recall.assign_slots(
@@ -303,7 +316,7 @@ class DeviceFreeKV(DeviceCache):
             if self._copies:
                 self._copies.fetch(arrays, layout)
             else:
-                recall.fetch_pages(arrays, layout)
+                recall.fetch_pages(arrays, layout, pools=self._pools)
 
     def _choose(
         self, arrays: Pages, query: torch.Tensor, n: torch.Tensor, budget: torch.Tensor,
@@ -312,7 +325,7 @@ class DeviceFreeKV(DeviceCache):
         """The best candidates of the kv heads in ``work.wanted``, numbered from the first one."""
         assert self._pages is not None
         work = self._work
-        n_page, m = arrays.pool.shape[1], arrays.chosen.shape[2]
+        n_page, m = work.pooled.scores.shape[2], arrays.chosen.shape[2]
         pages.pool_pages(
             query, arrays.hi, arrays.lo, n, budget, n_page, self.method.page,
             float(self.spec.scale), softmax=True, first=self._pages.layout.n_sink, recent=recent,

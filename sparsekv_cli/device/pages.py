@@ -98,7 +98,7 @@ class DevicePages:
         """
         a, n_sink = self.arrays, self.layout.n_sink
         old = a
-        have = a.hi.shape[2]
+        have = n_sink + a.pool.shape[1]  # tables are wider where they lie with those of others
         if n_page > have:
             n_page = max(n_page, have + have // 8 + 16)
             if a.k.device.type == "cuda":  # it writes to the pool
@@ -144,7 +144,9 @@ def resident_rows(pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _grown(old: torch.Tensor, dim: int, size: int, fill: int = 0) -> torch.Tensor:
-    """``old`` with ``size`` entries along a dimension, new ones holding ``fill``."""
+    """``old`` with at least ``size`` entries along a dimension, new ones holding ``fill``."""
+    if size <= old.shape[dim]:
+        return old
     shape = list(old.shape)
     shape[dim] = size
     new = torch.full(shape, fill, dtype=old.dtype, device=old.device, pin_memory=old.is_pinned())

@@ -32,7 +32,7 @@ def prepare_runs(caches: Sequence[DeviceCache], keys: Sequence[Hashable]) -> lis
     """
     runs = list(_runs(caches, keys))
     for run in runs:
-        run.cache.lead(run.last - run.first)
+        run.cache.lead(caches[run.first : run.last])
     return runs
 
 
@@ -83,13 +83,9 @@ def _common(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     integers, which number rows and places: none.
     """
     sizes = [max(of_all) for of_all in zip(*(part.shape for part in parts), strict=True)]
-    one, pinned = parts[0], any(part.is_pinned() for part in parts)
-    if pinned:  # the device may still be writing there
-        torch.cuda.synchronize()
-    common = torch.full(
-        (len(parts), *sizes[1:]), 0 if one.is_floating_point() or one.dtype == torch.uint8 else -1,
-        dtype=one.dtype, device=one.device, pin_memory=pinned,
-    )  # fmt: skip
+    one = parts[0]
+    fill = 0 if one.is_floating_point() or one.dtype == torch.uint8 else -1
+    common = one.new_full((len(parts), *sizes[1:]), fill)
     for b, part in enumerate(parts):
         common[b : b + 1][tuple(slice(size) for size in part.shape)] = part
     return common
