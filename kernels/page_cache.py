@@ -107,8 +107,10 @@ def check_pages(pages: Pages, layout: Layout) -> None:
     }
     for name, (dtype, shape) in expected.items():
         check(name, getattr(pages, name), dtype, shape, device)
-    shape = (n_batch, n_page - layout.n_sink, n_kv, page * (d + d_v))
-    check("pool", pages.pool, f16, shape, pages.pool.device)
+    n_pool = pages.pool.shape[1]
+    check("pool", pages.pool, f16, (n_batch, n_pool, n_kv, page * (d + d_v)), pages.pool.device)
+    if n_pool > n_page - layout.n_sink:
+        raise ValueError(f"hi has room for {n_page} pages: expected {layout.n_sink + n_pool}")
     if device.type == "cuda" and not pages.pool.is_pinned():
         raise ValueError("pool is pageable: expected pinned host memory")
     if n_slot < m:

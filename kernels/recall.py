@@ -35,15 +35,27 @@ from sparsekv_cli.kernels.page_cache import (
 from sparsekv_cli.kernels.pages import summarise_rows
 
 
+@triton.jit
+def _pool_at(pool_ptr, pools_ptr, b, n_unit, APART: tl.constexpr, SIZE: tl.constexpr):
+    """Where sequence b's pool of n_unit pages of SIZE elements, counted by kv heads, begins."""
+    if APART:
+        # The hint keeps loads and stores at 16 bytes each.
+        return pool_ptr + tl.multiple_of(tl.load(pools_ptr + b), 8)
+    else:
+        return pool_ptr + b * n_unit * SIZE
+
+
 @triton.jit(do_not_specialize=["ahead", "recent"])
 def _offload_pages_kernel(
-    pool_ptr, k_ptr, v_ptr, hi_ptr, lo_ptr, state_ptr, statistics_ptr, n_ptr, budget_ptr,
-    wanted_ptr, ahead, recent, reserved, n_sink, n_ring, n_kv_head, n_resident, n_page_max,
+    pool_ptr, pools_ptr, k_ptr, v_ptr, hi_ptr, lo_ptr, state_ptr, statistics_ptr, n_ptr, budget_ptr,
+    wanted_ptr, ahead, recent, reserved, n_sink, n_ring, n_kv_head, n_resident, n_pool, n_page_max,
     PAGE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, ROWS: tl.constexpr, MEANSTD: tl.constexpr, WANT: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     unit = tl.program_id(0)
     b, g = (unit // n_kv_head).to(tl.int64), (unit % n_kv_head).to(tl.int64)
+    pool_at = _pool_at(pool_ptr, pools_ptr, b, n_pool * n_kv_head, APART, PAGE * (D + D_V))
     state_at = state_ptr + unit * N_STATE
     n = tl.load(n_ptr + b) + ahead
     window = (n - recent) // PAGE
@@ -51,16 +63,16 @@ def _offload_pages_kernel(
     c, c_v, r = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, ROWS)
     for j in range(first, window):
         row = (b * n_resident + n_sink + j % n_ring) * PAGE * n_kv_head + g
-        place = ((b * (n_page_max - n_sink) + j - n_sink) * n_kv_head + g) * PAGE * (D + D_V)
+        place = ((j - n_sink) * n_kv_head + g) * PAGE * (D + D_V)
         for start in tl.static_range(0, PAGE, ROWS):
             rows = start + r
             is_k = (rows < PAGE)[:, None] & (c < D)[None, :]
             from_k = k_ptr + (row + rows * n_kv_head)[:, None] * D + c[None, :]
-            to_k = pool_ptr + place + rows[:, None] * D + c[None, :]
+            to_k = pool_at + place + rows[:, None] * D + c[None, :]
             tl.store(to_k, tl.load(from_k, mask=is_k, other=0.0), mask=is_k)
             is_v = (rows < PAGE)[:, None] & (c_v < D_V)[None, :]
             from_v = v_ptr + (row + rows * n_kv_head)[:, None] * D_V + c_v[None, :]
-            to_v = pool_ptr + place + PAGE * D + rows[:, None] * D_V + c_v[None, :]
+            to_v = pool_at + place + PAGE * D + rows[:, None] * D_V + c_v[None, :]
             tl.store(to_v, tl.load(from_v, mask=is_v, other=0.0), mask=is_v)
         high, low = summarise_rows(
             k_ptr + row * D, n_kv_head * D, c, c < D, tl.full([], 0, tl.int32), PAGE, MEANSTD
@@ -89,12 +101,14 @@ def offload_pages(
     budget: torch.Tensor | None = None,
     reserved: int = 0,
     wanted: torch.Tensor | None = None,
+    pools: torch.Tensor | None = None,
 ) -> None:
     """Copies pages that have left the window into the pool and summarises them.
 
     The window of n[b] + ahead rows begins at page (n[b] + ahead - recent) // p. With ``wanted``
     int32 (B, G): also tells which kv heads have not yet chosen for that many rows with the query of
     the row before, among candidates up to that window, max(1, (budget - reserved) // p) of them.
+    pools: see ``check_pools``.
     """
     n_batch, n_resident, page, n_kv, d = pages.k.shape
     d_v, device = pages.v.shape[4], pages.k.device
@@ -103,12 +117,26 @@ def offload_pages(
         assert budget is not None
         check("wanted", wanted, torch.int32, (n_batch, n_kv), device)
         check("budget", budget, torch.int32, (n_batch,), device)
+    check_pools(pages, pools)
     _offload_pages_kernel[(n_batch * n_kv,)](
-        pages.pool, pages.k, pages.v, pages.hi, pages.lo, pages.state, pages.statistics, n, budget,
-        wanted, ahead, recent, reserved, layout.n_sink, layout.n_ring, n_kv, n_resident,
-        pages.hi.shape[2], PAGE=page, D=d, D_V=d_v, BLOCK_D=_width(d, d), BLOCK_V=_width(d_v, d_v),
-        ROWS=_rows(page), MEANSTD=layout.meanstd, WANT=wanted is not None, num_warps=4,
+        pages.pool, pools, pages.k, pages.v, pages.hi, pages.lo, pages.state, pages.statistics, n,
+        budget, wanted, ahead, recent, reserved, layout.n_sink, layout.n_ring, n_kv, n_resident,
+        pages.pool.shape[1], pages.hi.shape[2], PAGE=page, D=d, D_V=d_v, BLOCK_D=_width(d, d),
+        BLOCK_V=_width(d_v, d_v), ROWS=_rows(page), MEANSTD=layout.meanstd,
+        WANT=wanted is not None, APART=pools is not None, num_warps=4,
     )  # fmt: skip
+
+
+def check_pools(pages: Pages, pools: torch.Tensor | None) -> None:
+    """ValueError unless ``pools`` is None or says where each sequence's pool lies.
+
+    int64 (B,): elements from the beginning of pages.pool, the first sequence's, a multiple of 8. So
+    pinned memory, of which there is much, need not be moved for sequences to be in one launch.
+    """
+    if pools is not None:
+        check("pools", pools, torch.int64, (len(pages.k),), pages.k.device)
+    elif len(pages.pool) != len(pages.k):
+        raise ValueError(f"pool is of {len(pages.pool)} sequences: expected {len(pages.k)}")
 
 
 def _rows(page: int) -> int:
@@ -235,10 +263,11 @@ def assign_slots(
 
 @triton.jit(do_not_specialize=["recent"])
 def _fetch_pages_kernel(
-    pool_ptr, k_ptr, v_ptr, chosen_ptr, slots_ptr, missing_ptr, state_ptr, n_ptr, idx_ptr,
-    counts_ptr, recent, n_sink, n_ring, n_kv_head, n_resident, n_pool, m, stride_i,
+    pool_ptr, pools_ptr, k_ptr, v_ptr, chosen_ptr, slots_ptr, missing_ptr, state_ptr, n_ptr,
+    idx_ptr, counts_ptr, recent, n_sink, n_ring, n_kv_head, n_resident, n_pool, m, stride_i,
     PAGE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, ROWS: tl.constexpr, FETCH: tl.constexpr, LIST: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     """FETCH: copies the missing pages; LIST: writes the rows that a step attends to."""
     i, unit = tl.program_id(0), tl.program_id(1)
@@ -257,8 +286,9 @@ def _fetch_pages_kernel(
         if FETCH:  # noqa: SIM102 - decided when the kernel is compiled
             if tl.load(missing_ptr + unit * m + i) > 0:
                 c, c_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-                of_unit = (b * n_pool + page - n_sink) * n_kv_head + g
-                unit_at = pool_ptr + of_unit * PAGE * (D + D_V)
+                size: tl.constexpr = PAGE * (D + D_V)
+                pool_at = _pool_at(pool_ptr, pools_ptr, b, n_pool * n_kv_head, APART, size)
+                unit_at = pool_at + ((page - n_sink) * n_kv_head + g) * size
                 row = (b * n_resident + resident) * PAGE * n_kv_head + g
                 for start in tl.static_range(0, PAGE, ROWS):
                     rows = start + r
@@ -296,11 +326,13 @@ def fetch_pages(
     counts: torch.Tensor | None = None,
     *,
     fetch: bool = True,
+    pools: torch.Tensor | None = None,
 ) -> None:
     """Copies the chosen pages that are missing from the pool to their slots.
 
     With idx int32 (B, G, >= (n_sink + m + n_ring) p), counts int32 (B, G) and n int32 (B,): lists
     the resident rows that a step of n rows attends to, in order of position. fetch False: only so.
+    pools: see ``check_pools``.
     """
     n_batch, n_resident, page, n_kv, d = pages.k.shape
     d_v, m, device = pages.v.shape[4], pages.chosen.shape[2], pages.k.device
@@ -312,10 +344,11 @@ def fetch_pages(
         check("n", n, torch.int32, (n_batch,), device)
         if idx.shape[2] < width:
             raise ValueError(f"idx has room for {idx.shape[2]} rows: expected {width}")
+    check_pools(pages, pools)
     _fetch_pages_kernel[(m + (idx is not None), n_batch * n_kv)](
-        pages.pool, pages.k, pages.v, pages.chosen, pages.slots, pages.missing, pages.state, n, idx,
-        counts, recent, layout.n_sink, layout.n_ring, n_kv, n_resident, pages.pool.shape[1], m,
-        0 if idx is None else idx.stride(1),
+        pages.pool, pools, pages.k, pages.v, pages.chosen, pages.slots, pages.missing, pages.state,
+        n, idx, counts, recent, layout.n_sink, layout.n_ring, n_kv, n_resident,
+        pages.pool.shape[1], m, 0 if idx is None else idx.stride(1),
         PAGE=page, D=d, D_V=d_v, BLOCK_D=_width(d, d), BLOCK_V=_width(d_v, d_v), ROWS=_rows(page),
-        FETCH=fetch, LIST=idx is not None, num_warps=4,
+        FETCH=fetch, LIST=idx is not None, APART=pools is not None, num_warps=4,
     )  # fmt: skip

@@ -69,8 +69,9 @@ def _place_rows_kernel(
     GROUP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr, IS_AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One program a kv head takes its lists one after another."""
-    unit = tl.program_id(0).to(tl.int64)
-    b, g = unit // n_kv_head, unit % n_kv_head
+    unit = tl.program_id(0)
+    b, g = (unit // n_kv_head).to(tl.int64), unit % n_kv_head
+    unit = unit.to(tl.int64)
     slot_of_at, row_in_at = slot_of_ptr + unit * capacity, row_in_ptr + unit * n_slot
     used_at, free_at = used_ptr + unit * n_slot, free_ptr + unit * n_slot
     state_at, statistics_at = state_ptr + unit * N_STATE, statistics_ptr + unit * N_STATISTICS
@@ -175,6 +176,7 @@ def place_rows(
     _place_rows_kernel[(n_batch * n_kv_head,)](
         idx, counts, n, *resident[2:], places, m, n_slot, capacity, n_kv_head, *idx.stride()[:2],
         GROUP=group, BLOCK=block, BLOCK_S=block_s, IS_AHEAD=places is None, num_warps=4,
+        maxnreg=96,  # programs are few: none need be saved by a spill, as Triton 3.6's ptxas does
     )  # fmt: skip
 
 

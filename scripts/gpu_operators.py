@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ from sparsekv_cli.comparison import build_spec
 from sparsekv_cli.device.cache import DeviceInput, Step, grid_bound
 from sparsekv_cli.device.engine import device_cache
 from sparsekv_cli.device.ops import DeviceOps
+from sparsekv_cli.device.together import prepare_runs
 from sparsekv_cli.kernels import attention, chunks, pages, select
 from sparsekv_cli.kernels.page_rows import page_rows
 
@@ -120,7 +120,7 @@ class Rows:
 def cache_operators(
     names: Sequence[str], shape: Shape, n_batch: int, n: int, device: torch.device
 ) -> Iterator[Operator]:
-    """sals and freekv: the decode of B layer caches, one after another, as ``bench -b`` runs them.
+    """sals and freekv: the decode of B layer caches, in common launches, as ``bench -b`` runs them.
 
     A replay takes the same step again, so freekv finds all its pages; whole tokens tell what recall
     costs.
@@ -137,39 +137,38 @@ def cache_operators(
         method: Any = build_spec(name)
         if name == "freekv":
             method = replace(method, budget=Budget(tokens=BUDGET))
-        calls, n_bytes = [], 0
-        for _ in range(n_batch):
-            cache = device_cache(method)(spec, ops, method)
+        caches = [device_cache(method)(spec, ops, method) for _ in range(n_batch)]
+        for cache in caches:
             cache.reserve(n + 2)
             fill(cache, spec, n, generator)
-            for rows in (n + 1, n + 2):  # the first step chooses ahead for the second
-                cache.plan(rows, grid_bound(rows))
-                call = partial(_step, cache, _input(spec, rows, cache.budget_rows(rows), device))
-                if rows == n + 1:
-                    before = cache.counters().get("bytes_read", 0)
-                    call()
-                    cache.settle(rows)
-                    n_bytes += cache.counters()["bytes_read"] - before
-            calls.append(call)
-        yield Operator(name, partial(_all, calls), n_bytes)
+        launch = _planned(caches, spec, n + 1)
+        before = _bytes_read(caches)
+        launch()  # a first step, which chooses ahead for the second
+        for cache in caches:
+            cache.settle(n + 1)
+        n_bytes = _bytes_read(caches) - before
+        yield Operator(name, _planned(caches, spec, n + 2), n_bytes)
 
 
-def _input(spec: LayerSpec, n: int, budget: int, device: torch.device) -> DeviceInput:
-    """A random row, the last of n of one sequence."""
+def _planned(caches: Sequence[Any], spec: LayerSpec, n: int) -> Callable[[], None]:
+    """The launches of a step that brings all of the caches to n rows, with random ones."""
+    keys = [cache.plan(n, grid_bound(n)) for cache in caches]
+    (run,) = prepare_runs(caches, keys)
+    leader, device, n_batch = run.cache, run.cache.backend.device, len(caches)
     heads = [
-        torch.randn(1, count, spec.head_dim, device=device)
+        torch.randn(n_batch, count, spec.head_dim, device=device)
         for count in (spec.n_head, spec.n_head_kv, spec.n_head_kv, spec.n_head, spec.n_head_kv)
     ]
-    numbers = torch.tensor([[n - 1], [n], [budget]], dtype=torch.int32, device=device)
-    return DeviceInput._make((*heads, Step(*numbers)))
+    numbers = torch.tensor([n - 1, n, leader.budget_rows(n)], dtype=torch.int32, device=device)
+    x = DeviceInput._make((*heads, Step(*numbers[:, None].repeat(1, n_batch))))
+
+    def launch() -> None:
+        leader.decode(x)
+        if leader.side is not None:
+            leader.side.join()
+
+    return launch
 
 
-def _step(cache: Any, x: DeviceInput) -> None:
-    cache.decode(x)
-    if cache.side is not None:
-        cache.side.join()
-
-
-def _all(calls: list[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
+def _bytes_read(caches: Sequence[Any]) -> int:
+    return sum(cache.counters().get("bytes_read", 0) for cache in caches)

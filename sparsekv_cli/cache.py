@@ -7,8 +7,7 @@ decoder hands a layer's q, k, v to its LayerCache and gets the attention's outpu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -16,6 +15,7 @@ import numpy as np
 
 from sparsekv_cli.kv_store import CACHE_TYPES, KVStore
 from sparsekv_cli.kv_store import padded as padded
+from sparsekv_cli.ledger import Ledger
 
 N_SINKS = 4  # METHODS.md: the first tokens, always attended
 
@@ -76,30 +76,6 @@ class Memory:
     host: int = 0
     device: int = 0
     index: int = 0
-
-
-class Ledger:
-    """What really happened, counted where it happens. Rows are (query head, key) pairs.
-
-    rows_scored: pairs whose q . k was computed in order to choose rows; dense attention, which
-    chooses none, counts all it attends to. bytes_read: KV and index bytes that the kernels load; a
-    row that several query heads choose for themselves counts for each.
-    """
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-
-    def step(self, rows: int, scored: int, attended: int, n_bytes: int, sparse: bool) -> None:
-        """One decode step of one layer: rows in context, rows scored, rows attended, KV bytes."""
-        counts = self.counts
-        counts["rows_total"] += rows
-        counts["rows_scored"] += scored
-        counts["rows_attended"] += attended
-        counts["bytes_read"] += n_bytes
-        if sparse:
-            counts["sparse_rows_total"] += rows
-            counts["sparse_rows_scored"] += scored
-            counts["sparse_rows_attended"] += attended
 
 
 class Backend(Protocol):
@@ -398,11 +374,3 @@ class Method(ABC):
         """The options as JSON-able values."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {k: str(v) if isinstance(v, Budget) else v for k, v in values.items()}
-
-
-def total_counters(caches: Iterable[LayerCache]) -> Counter[str]:
-    """The counts of all layers together."""
-    total: Counter[str] = Counter()
-    for cache in caches:
-        total.update(cache.counters())
-    return total

@@ -3,7 +3,7 @@
 The prompt is prefilled once for all methods. Then each method decodes the same continuation, and
 its logits are compared with those of ``full``, which comes first. Sparse layers are watched while
 they do it; since that takes time, speed is measured on steps that nobody watches. On a GPU each
-method has a prefill of its own, and nothing is watched.
+method has a prefill of its own.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparsekv_cli import warmup
-from sparsekv_cli.cache import LayerCache, Memory, Method, total_counters
+from sparsekv_cli.cache import LayerCache, Memory, Method
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.ledger import total_counters
 from sparsekv_cli.methods import METHODS, build_method, method_class
 from sparsekv_cli.observer import Measured, Observer, mean
 from sparsekv_cli.shared_prefill import Keys, Progress, exact_keys, prefills, resume
@@ -24,6 +25,7 @@ from sparsekv_cli.shared_prefill import Keys, Progress, exact_keys, prefills, re
 if TYPE_CHECKING:
     from sparsekv_cli.session import Session
 
+UNTIMED = 2  # steps behind watched ones on a GPU, in which a graph is captured
 LEAST_STEPS = 4  # the first for the time to the first token, then some watched and some timed
 
 
@@ -89,19 +91,26 @@ def decode_tokens(
     watched: the steps whose attended rows are compared with exact attention. Layers that do not
     choose rows are never watched; after the last watched step, none is.
     """
-    observers: list[Any] = list(layers)
-    if watched:
-        observers = [
+    caches: list[Any] = list(layers)
+    observers: list[Observer] = []
+    if watched and session.engine.shares_prefill:
+        caches = [
             Observer(cache, k, result) if cache.selects else cache
             for cache, k in zip(layers, keys, strict=True)
         ]
-    resume(session, prompt, observers)
+        observers = [cache for cache in caches if isinstance(cache, Observer)]
+    elif watched:
+        from sparsekv_cli.device import observing
+
+        observers = list(observing.observe(layers, keys, result))
+    resume(session, prompt, caches)
     for step, token in enumerate(tokens):
         for observer in observers:
-            if isinstance(observer, Observer):
-                observer.active = step in watched
+            observer.active = step in watched
         if observers and step > max(watched, default=-1):
             session.caches, observers = list(layers), []
+            if not session.engine.shares_prefill:
+                observing.leave_alone(layers)
         before = session.timings.decode_s
         logits = session.decode(token)
         result.step_s.append(session.timings.decode_s - before)
@@ -129,7 +138,7 @@ class Row:
     """One method of a comparison, in the words of the JSON contract.
 
     rows_*_mean: rows a query head, layer and step, dense layers included. mass and overlap: None
-    for methods that do not choose rows, or never had to, and on a GPU.
+    for methods that do not choose rows, or never had to.
     """
 
     spec: str
@@ -148,10 +157,13 @@ class Row:
     ttft_s: float
 
 
-def split_steps(n: int) -> tuple[range, range]:
-    """Which of n decode steps are watched, and which are timed; the first is neither."""
+def split_steps(n: int, n_between: int = 0) -> tuple[range, range]:
+    """Which of n decode steps are watched, and which are timed; the first is neither.
+
+    n_between: steps between them that are neither, as far as some are left to watch.
+    """
     n_timed = n // 2
-    return range(1, n - n_timed), range(n - n_timed, n)
+    return range(1, max(2, n - n_timed - n_between)), range(n - n_timed, n)
 
 
 def compare(
@@ -180,7 +192,7 @@ def compare(
             last_layer = session.calibrations.specs(method)[-1]
             warmup.load_method_kernels(method, last_layer, session.decoder.dtype)
     keys: Keys = ()
-    watched, timed = split_steps(n_steps)
+    watched, timed = split_steps(n_steps, 0 if shared else UNTIMED)
     reference: list[np.ndarray] = []
     tokens: list[int] = list(continuation or ())[:n_steps]
     rows: list[Row] = []
@@ -189,8 +201,12 @@ def compare(
         i = len(rows)
         spec, method = list(methods.items())[i]
         result = Measured()
-        if shared and not keys:
+        if not keys and shared:
             keys = exact_keys(layers, len(ids))
+        elif not keys:
+            from sparsekv_cli.device import observing
+
+            keys = observing.exact_keys(layers, len(ids))
 
         def see(logits: np.ndarray, i: int = i, result: Measured = result) -> None:
             if i == 0:
@@ -204,7 +220,7 @@ def compare(
         if not tokens:
             eog_ids = session.tokenizer.eog_ids
             following = _kept(greedy_tokens(logits, reference, n_steps, eog_ids), tokens)
-        decode_tokens(session, ids, layers, following, result, keys, watched if shared else (), see)
+        decode_tokens(session, ids, layers, following, result, keys, watched, see)
         rows.append(_row(spec, method, layers, result, seconds, timed))
         del layers  # gone before the next method has its own
         session.caches = []

@@ -25,6 +25,7 @@ class Engine(Protocol):
     decoder: Any  # of models/decoder.py, or one with its methods
     note: str  # what the user should know of how it runs
     shares_prefill: bool  # whether one can fill caches of several methods (shared_prefill.py)
+    first_steps: int  # of a sequence's decode steps, those that take longer than later ones
 
     def layer(self, method: Method, spec: LayerSpec) -> LayerCache:
         """The cache of one layer."""
@@ -42,6 +43,7 @@ class HostEngine:
         self.decoder = decoder
         self.note = ""
         self.shares_prefill = True
+        self.first_steps = 1
         self._ops = ops
 
     def layer(self, method: Method, spec: LayerSpec) -> LayerCache:

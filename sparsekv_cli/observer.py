@@ -60,6 +60,10 @@ class Observer:
         self._ignored = MAX_BYPASS_ROWS if "heads_bypassed" in cache.counters() else 0
 
     @property
+    def cache(self) -> LayerCache:
+        return self._cache
+
+    @property
     def active(self) -> bool:
         return self._cache.traced
 
@@ -68,22 +72,29 @@ class Observer:
         self._cache.traced = value
 
     def decode(self, x: Any) -> np.ndarray:
-        if self._n_tail == self._tail.shape[1]:
-            self._tail = np.concatenate([self._tail, np.empty_like(self._tail)], axis=1)
-        self._tail[:, self._n_tail] = x.k[:, 0]
-        self._n_tail += 1
+        self.keep_key(x.k[:, 0])
         if not self.active:
             return self._cache.decode(x)
         q = x.q[:, 0].copy()
         out = self._cache.decode(x)
-        cache, tail = self._cache, self._tail[:, : self._n_tail]
+        self.rate(q, self._cache.attended)
+        return out
+
+    def keep_key(self, k: np.ndarray) -> None:
+        """Notes the key of a decoded row, (G, d)."""
+        if self._n_tail == self._tail.shape[1]:
+            self._tail = np.concatenate([self._tail, np.empty_like(self._tail)], axis=1)
+        self._tail[:, self._n_tail] = k
+        self._n_tail += 1
+
+    def rate(self, q: np.ndarray, attended: tuple[np.ndarray, np.ndarray] | None) -> None:
+        """Measures a step of query f32 (H, d); attended as in ``compare_rows``."""
+        spec, tail = self._cache.spec, self._tail[:, : self._n_tail]
         overlap, mass = compare_rows(
-            q, self._keys, cache.attended, float(cache.spec.scale), self._ignored, tail,
-            cache.spec.n_threads,
-        )  # fmt: skip
+            q, self._keys, attended, float(spec.scale), self._ignored, tail, spec.n_threads
+        )
         self._result.overlap.extend(overlap)
         self._result.mass.extend(mass)
-        return out
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)

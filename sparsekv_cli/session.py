@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparsekv_cli import calibration, warmup
-from sparsekv_cli.cache import LayerCache, LayerSpec, Method, total_counters
+from sparsekv_cli.cache import LayerCache, LayerSpec, Method
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.engine import open_engine
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.ledger import total_counters
 from sparsekv_cli.models.architectures import Architecture, architecture_of
 from sparsekv_cli.models.gguf import GGUFFile, open_gguf
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams

@@ -233,8 +233,15 @@ def run_tests(
         samples: list[int] = []
         ledger: dict[str, Any] = {}
         for _ in range(repetitions):
-            for i in range(test.n_seqs):
-                go_to_depth(batch.use(i), ids[i], test)
+            n_last = session.engine.first_steps
+            if test.n_seqs == 1:
+                go_to_depth(batch.use(0), ids[0], test, n_last)
+            else:
+                left = [
+                    prefill_to_depth(batch.use(i), ids[i], test, n_last) for i in range(test.n_seqs)
+                ]
+                for tokens in zip(*left, strict=True):
+                    batch.decode(tokens)
             before = batch.ledger(test.n_seqs)
             if test.n_seqs == 1:
                 samples.append(time_once(session, ids[0], test))
@@ -252,22 +259,29 @@ def warm_up(session: Session, ids: Sequence[int], n_prompt: int) -> None:
         session.decode(token)
 
 
-def go_to_depth(session: Session, ids: Sequence[int], test: BenchTest) -> None:
+def go_to_depth(session: Session, ids: Sequence[int], test: BenchTest, n_last: int = 1) -> None:
     """Leaves the test's depth in the cache, as a prefill leaves it: indexes and histories are new.
 
-    A test that decodes only has its last token decoded, so that what a method does once, at its
-    first decode step, is not timed; and at depth 0 it begins with one token, because a method sees
+    A test that decodes only has its last n_last tokens decoded, so that what is done once, at the
+    first decode steps, is not timed; and at depth 0 it begins with one token, because a method sees
     a prefill before it decodes.
     """
-    decode_last = decodes_only(test) and test.n_depth > 1
-    n_prefill = test.n_depth - 1 if decode_last else max(test.n_depth, int(decodes_only(test)))
+    for token in prefill_to_depth(session, ids, test, n_last):
+        session.decode(token)
+
+
+def prefill_to_depth(
+    session: Session, ids: Sequence[int], test: BenchTest, n_last: int
+) -> Sequence[int]:
+    """``go_to_depth`` without the tokens that are to be decoded, which it returns."""
+    n_decoded = min(n_last, test.n_depth - 1) if decodes_only(test) and test.n_depth > 1 else 0
+    n_prefill = max(test.n_depth - n_decoded, int(decodes_only(test)))
     session.rewind(min(max(0, n_prefill - N_REFRESH), common_prefix(ids, session.tokens)))
     missing = ids[len(session.tokens) : n_prefill]
     if missing:
         with PrefillProgress(f"depth {test.n_depth}") as bar:
             session.prefill(missing, progress=bar)
-    if decode_last:
-        session.decode(ids[n_prefill])
+    return ids[n_prefill : n_prefill + n_decoded]
 
 
 def time_once(session: Session, ids: Sequence[int], test: BenchTest) -> int:

@@ -79,7 +79,7 @@ def command(
     read with f16, too, and only stored in the type.
 
     This runs on the CPU. With --device cuda each method has a prefill of its own there, after a
-    short trial, and mass and overlap are not measured.
+    short trial.
     """
     config = options.config
     if config.device == "auto":

@@ -3,24 +3,28 @@
 A decode step is captured in a CUDA graph, so it is split in three. ``plan`` is the host's work
 before it: buffers grow there, and nowhere else. ``decode`` launches kernels and no more; whatever
 changes from step to step lies in device memory (``Step``). ``settle`` counts what was done. Letters
-as in sparsekv_cli/cache.py; kernels have a leading dimension of sequences, 1 here.
+as in sparsekv_cli/cache.py; tensors have a leading dimension of B sequences. A cache keeps those of
+one, and decodes for the sequences behind it too if they are in common tensors (together.py).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from sparsekv_cli.cache import LayerCache, LayerSpec, Memory
 from sparsekv_cli.device.side import SideStream, join_all
+from sparsekv_cli.device.together import spread
 from sparsekv_cli.kernels import attention
+
+AHEAD = 64  # rows that a bound leaves for steps to come, at least
 
 
 class Step(NamedTuple):
-    """One sequence's numbers of a decode step, int32 (1,) each, in device memory."""
+    """Each sequence's numbers of a decode step, int32 (B,), in device memory."""
 
     pos: torch.Tensor  # row of the new token, its position
     n: torch.Tensor  # pos + 1, the rows that there are with it
@@ -28,18 +32,22 @@ class Step(NamedTuple):
 
 
 class DeviceInput(NamedTuple):
-    """One layer's new row of one sequence in a decode step, f32 (1, heads, d), contiguous."""
+    """One layer's new row of each sequence in a decode step, f32 (B, heads, d), contiguous."""
 
-    q: torch.Tensor  # (1, H, d), rotated
-    k: torch.Tensor  # (1, G, d), rotated
-    v: torch.Tensor  # (1, G, d_v)
-    q_nope: torch.Tensor  # (1, H, d), before RoPE
-    k_nope: torch.Tensor  # (1, G, d)
+    q: torch.Tensor  # (B, H, d), rotated
+    k: torch.Tensor  # (B, G, d), rotated
+    v: torch.Tensor  # (B, G, d_v)
+    q_nope: torch.Tensor  # (B, H, d), before RoPE
+    k_nope: torch.Tensor  # (B, G, d)
     step: Step
 
 
 def grid_bound(n: int) -> int:
-    """At least n rows, a quarter more at most (256 for few): what a graph's grids are made for."""
+    """Some more than n rows, by about a quarter at most (256 for few): what a graph's grids are
+    made for. Those of the next steps are the same just before a power of two, where contexts that
+    are measured begin.
+    """
+    n += AHEAD
     step = max(256, 1 << max(0, n.bit_length() - 3))
     return -(-n // step) * step
 
@@ -68,11 +76,6 @@ class DeviceStore:
     def row_bytes(self) -> int:
         """Bytes of one token's K and V in one kv head."""
         return 2 * (self.k.shape[3] + self.v.shape[3])
-
-    @property
-    def place(self) -> tuple[int, int, int]:
-        """What kernels are told of it: another store of the same size lies elsewhere."""
-        return self.capacity, self.k.data_ptr(), self.v.data_ptr()
 
     def reserve(self, n: int) -> None:
         """Room for ``n`` rows: just that at first, an eighth more than before when growing."""
@@ -111,6 +114,9 @@ class DeviceCache(LayerCache):
 
     store: Any  # a DeviceStore, or what a method has in its place
     side: SideStream | None = None  # of a cache that launches work beside the steps
+    # Called behind ``decode`` with its input: steps of a cache that has one are not captured. Where
+    # ``traced``, ``attended`` holds the rows of the step then: idx int32 (B, U, m), counts (B, U).
+    on_step: Callable[[Any], None] | None = None
 
     def __init__(self, spec: LayerSpec, backend: Any) -> None:
         super().__init__(spec, backend)
@@ -119,11 +125,37 @@ class DeviceCache(LayerCache):
     def plan(self, n: int, n_max: int) -> Hashable:
         """Prepares a step that brings the sequence to ``n`` rows; n_max >= n bounds grids.
 
-        While the returned key is the same, ``decode`` launches the same kernels with the same
-        arguments, so that a captured graph can be replayed.
+        While the returned key and ``places`` are the same, ``decode`` launches the same kernels
+        with the same arguments, so that a captured graph can be replayed. Caches of a layer whose
+        keys are equal can decode together.
         """
         self.store.reserve(n_max)
-        return self.store.place
+        return n_max
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What ``decode`` has of the sequence, (1, ...) each: if ``moves``, all that it has."""
+        return [self.store.k, self.store.v]
+
+    @property
+    def moves(self) -> bool:
+        """Whether ``put`` is allowed now, so that the cache can decode with others."""
+        return True
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Takes others, of the same contents, in place of ``tensors``."""
+        self.store.k, self.store.v = tensors
+
+    def of_batch(self, n: int) -> list[torch.Tensor]:
+        """``tensors`` of n sequences, from this one on, (n, ...) each."""
+        return [spread(x, n) for x in self.tensors()]
+
+    @property
+    def places(self) -> Hashable:
+        """Where ``tensors`` lie."""
+        return tuple((x.data_ptr(), x.shape) for x in self.tensors())
+
+    def lead(self, caches: Sequence[Any]) -> None:
+        """Prepares ``decode`` of these caches' sequences, itself first, which lie together."""
 
     def budget_rows(self, n: int) -> int:
         """``Step.budget`` of a step at ``n`` rows."""
@@ -131,7 +163,10 @@ class DeviceCache(LayerCache):
 
     @abstractmethod
     def decode(self, x: Any) -> Any:
-        """Adds the row of a DeviceInput; its attention f32 (1, H, d_v). Launches only."""
+        """Adds the rows of a DeviceInput; their attention f32 (B, H, d_v). Launches only.
+
+        The sequences are this cache's and, if B > 1, those that lie behind it in common tensors.
+        """
 
     @property
     def looks_ahead(self) -> bool:
@@ -141,7 +176,7 @@ class DeviceCache(LayerCache):
     def fetch_ahead(self, q: torch.Tensor, step: Step) -> None:
         """Launches that prepare ``decode`` of the same step by a guess of its query.
 
-        q f32 (1, H, d), rotated. They run beside other layers' launches, and end before ``decode``.
+        q f32 (B, H, d), rotated. They run beside other layers' launches, and end before ``decode``.
         """
         raise NotImplementedError
 
@@ -149,6 +184,12 @@ class DeviceCache(LayerCache):
         """Joins what ``decode`` has launched beside the step: before the step ends."""
         if self.side is not None:
             join_all([self.side])
+
+    def note(self, idx: torch.Tensor, counts: torch.Tensor) -> None:
+        """Keeps the rows that a step attends to, if they are asked for."""
+        if self.traced:
+            rows: Any = idx, counts
+            self.attended = rows
 
     @abstractmethod
     def settle(self, n: int) -> None:
@@ -168,16 +209,13 @@ class DeviceDense(DeviceCache):
         super().__init__(spec, ops)
 
     def plan(self, n: int, n_max: int) -> Hashable:
-        key = super().plan(n, n_max)
         self._n_max = n_max
-        return key, n_max
+        return super().plan(n, n_max)
 
     def decode(self, x: DeviceInput) -> torch.Tensor:
-        store = self.store
-        attention.append_rows(x.k, x.v, store.k, store.v, x.step.pos)
-        return attention.attend_dense(
-            x.q, store.k, store.v, x.step.n, self._n_max, float(self.spec.scale)
-        )
+        k, v = self.of_batch(len(x.q))
+        attention.append_rows(x.k, x.v, k, v, x.step.pos)
+        return attention.attend_dense(x.q, k, v, x.step.n, self._n_max, float(self.spec.scale))
 
     def settle(self, n: int) -> None:
         self.store.n = n
@@ -204,16 +242,19 @@ class DeviceSelecting(DeviceCache):
         self._n_max = n_max
         self._dense = self.selects_all(n)
         if self._dense:
-            return key, n_max, "dense"
-        return key, n_max, self.plan_selection(n, n_max)
+            return key, "dense"
+        return key, self.plan_selection(n, n_max)
 
     def decode(self, x: DeviceInput) -> torch.Tensor:
-        store, scale = self.store, float(self.spec.scale)
-        attention.append_rows(x.k, x.v, store.k, store.v, x.step.pos)
+        k, v, *index = self.of_batch(len(x.q))
+        scale = float(self.spec.scale)
+        attention.append_rows(x.k, x.v, k, v, x.step.pos)
+        self.attended = None
         if self._dense:
-            return attention.attend_dense(x.q, store.k, store.v, x.step.n, self._n_max, scale)
-        idx, counts = self.select(x)
-        return attention.attend_rows(x.q, store.k, store.v, idx, counts, scale)
+            return attention.attend_dense(x.q, k, v, x.step.n, self._n_max, scale)
+        idx, counts = self.select(x, k, *index)
+        self.note(idx, counts)
+        return attention.attend_rows(x.q, k, v, idx, counts, scale)
 
     def settle(self, n: int) -> None:
         self.store.n = n
@@ -230,11 +271,16 @@ class DeviceSelecting(DeviceCache):
 
     @abstractmethod
     def plan_selection(self, n: int, n_max: int) -> Hashable:
-        """Host work of ``plan`` for a step that selects; the key of what ``select`` launches."""
+        """Host work of ``plan`` for a step that selects; its part of the key."""
 
     @abstractmethod
-    def select(self, x: DeviceInput) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows, the new one among them: idx int32 (1, U, m), counts int32 (1, U); U is H or G."""
+    def select(
+        self, x: DeviceInput, k: torch.Tensor, *index: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows, the new one among them: idx int32 (B, U, m), counts int32 (B, U); U is H or G.
+
+        k: the B sequences' keys; index: their ``tensors`` behind K and V.
+        """
 
     @abstractmethod
     def count(self, n: int) -> tuple[int, int, int]:

@@ -20,6 +20,7 @@ from sparsekv_cli.device.host import HostCache
 from sparsekv_cli.device.lfps import HostLFPS
 from sparsekv_cli.device.side import SideStream, join_all
 from sparsekv_cli.device.step import StepBuffers
+from sparsekv_cli.device.together import Run, prepare_runs
 from sparsekv_cli.device.weights import DeviceWeights
 from sparsekv_cli.kernels import layer as kernels
 from sparsekv_cli.kernels.attention import Attended
@@ -139,9 +140,13 @@ class DeviceDecoder(Forward):
             self.embed_row(token, buffers.host_x[b].numpy())
             budgets = [c.budget_rows(pos + 1) for c in caches[b] if isinstance(c, DeviceCache)]
             buffers.set_numbers(b, pos, min(budgets, default=pos + 1))
-        key = (len(self.rope.cos), *self._plan(positions, caches))
+        plans = list(self._plan(positions, caches))
+        key = (len(self.rope.cos), *(launches for launches, _ in plans))
         owners = [buffers, *(cache for layers in caches for cache in layers)]
-        self._steps.run(owners, key, lambda: list(self._program(caches)))
+        together = [of_layer for _, of_layer in plans]
+        on_device = (c for layers in caches for c in layers if isinstance(c, DeviceCache))
+        watched = any(cache.on_step is not None for cache in on_device)
+        self._steps.run(owners, key, lambda: list(self._program(caches, together)), watched=watched)
         logits = buffers.logits()
         self._caches = ()
         for layers, pos in zip(caches, positions, strict=True):
@@ -152,26 +157,36 @@ class DeviceDecoder(Forward):
 
     def _plan(
         self, positions: Sequence[int], caches: Sequence[Sequence[LayerCache]]
-    ) -> Iterator[Hashable]:
-        """The caches' preparations for a step, and what tells its program from others."""
-        for layers, pos in zip(caches, positions, strict=True):
-            n_max = grid_bound(pos + 1)
-            for cache in layers:
+    ) -> Iterator[tuple[Hashable, list[Run]]]:
+        """The caches' preparations for a step, layer by layer: what tells its launches from others,
+        and which sequences launch together.
+        """
+        n_max = grid_bound(max(positions) + 1)
+        for layers in zip(*caches, strict=True):
+            keys = []
+            for cache, pos in zip(layers, positions, strict=True):
                 if isinstance(cache, DeviceCache):
-                    yield cache.plan(pos + 1, n_max)
+                    keys.append(cache.plan(pos + 1, n_max))
                 elif isinstance(cache, HostLFPS):
                     cache.plan()
+            of_layer = prepare_runs(layers, keys) if keys else []
+            yield tuple((run.last, keys[run.first], run.cache.places) for run in of_layer), of_layer
 
-    def _program(self, caches: Sequence[Sequence[LayerCache]]) -> Iterator[Piece]:
-        """A step: from the token's embedding in the buffers to the logits there."""
+    def _program(
+        self, caches: Sequence[Sequence[LayerCache]], together: Sequence[Sequence[Run]]
+    ) -> Iterator[Piece]:
+        """A step: from the token's embedding in the buffers to the logits there.
+
+        together: the runs of each layer, none where caches lie on the host.
+        """
         buffers = self._buffers
         calls: list[Callable[[], None]] = [buffers.upload]
         for i, layers in enumerate(zip(*caches, strict=True)):
             calls.append(partial(self._project, i))
             calls.append(self._beside.join)
             calls.append(partial(self._look_ahead, i + 1, caches))
-            if isinstance(layers[0], DeviceCache):  # and so are the others, of the same method
-                calls += [partial(self._attend, i, b, cache) for b, cache in enumerate(layers)]
+            if together[i]:
+                calls += [partial(self._attend, i, run) for run in together[i]]
             else:
                 yield Piece(_in_order([*calls, buffers.download_inputs]), False)
                 yield Piece(partial(self._attend_on_host, i), True)
@@ -200,7 +215,7 @@ class DeviceDecoder(Forward):
         with self._beside.fork():
             self._split(i, self._guessed_from, guessed)
             for b, cache in looking:
-                cache.fetch_ahead(guessed[0][b : b + 1], self._step(b))
+                cache.fetch_ahead(guessed[0][b : b + 1], self._step(slice(b, b + 1)))
 
     def _normed(self, i: int) -> torch.Tensor:
         vectors: Any = self._on_device.layers[i].vectors  # tensors
@@ -217,15 +232,17 @@ class DeviceDecoder(Forward):
             eps=h.norm_eps, interleaved=self.architecture.rope_interleaved,
         )  # fmt: skip
 
-    def _step(self, b: int) -> Step:
-        buffers, row = self._buffers, slice(b, b + 1)
-        return Step(buffers.pos[row], buffers.n[row], buffers.budget[row])
+    def _step(self, rows: slice) -> Step:
+        buffers = self._buffers
+        return Step(buffers.pos[rows], buffers.n[rows], buffers.budget[rows])
 
-    def _attend(self, i: int, b: int, cache: DeviceCache) -> None:
-        """Row b's attention, in the buffers."""
-        buffers, row = self._buffers, slice(b, b + 1)
-        x = DeviceInput._make((*(t[row] for t in buffers.inputs(i)), self._step(b)))
-        buffers.attended(i)[row] = cache.decode(x)
+    def _attend(self, i: int, run: Run) -> None:
+        """The attention of a run's rows, in the buffers."""
+        buffers, rows = self._buffers, slice(run.first, run.last)
+        x = DeviceInput._make((*(t[rows] for t in buffers.inputs(i)), self._step(rows)))
+        buffers.attended(i)[rows] = run.cache.decode(x)
+        if run.cache.on_step is not None:
+            run.cache.on_step(x)
 
     def _attend_on_host(self, i: int) -> None:
         """The attention of all rows by caches on the host, in the host's buffers."""

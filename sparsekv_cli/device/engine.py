@@ -48,6 +48,7 @@ class DeviceEngine:
         self.decoder = decoder
         self.note = note
         self.shares_prefill = False
+        self.first_steps = 3  # run as it is, captured, replayed for the first time
         self.on_host = on_host
         self.ops = DeviceOps(decoder.device)
         self._worker = HostWorker(decoder.device)

@@ -15,7 +15,7 @@ default: a guess reads a layer's projections once more, which may cost as much a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ class DeviceFASA(DeviceSelecting):
     def plan_selection(self, n: int, n_max: int) -> Hashable:
         self._reserve_copy(n_max)
         self._build_copy()
-        return self._dom.shape[3], *self._plan_budget(n, n_max)
+        return self._plan_budget(n, n_max)
 
     def _plan_budget(self, n: int, n_max: int) -> tuple[int, int, int]:
         """Rows that are always attended, first and last; and how many more than the first ones."""
@@ -90,15 +90,25 @@ class DeviceFASA(DeviceSelecting):
         self._k_max = rows(n_max) - self._n_sinks
         return self._n_sinks, self._n_recent, self._k_max
 
-    def select(self, x: DeviceInput) -> tuple[torch.Tensor, torch.Tensor]:
-        chunks.append_chunks(x.k, self._dom_dims, self._dom, x.step.pos)
-        return self._choose(x.q, x.step.n, x.step.budget)
+    def tensors(self) -> list[torch.Tensor]:
+        return [*super().tensors(), self._dom]
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().put(tensors[:2])
+        (self._dom,) = tensors[2:]
+
+    def select(
+        self, x: DeviceInput, k: torch.Tensor, *index: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        (dom,) = index
+        chunks.append_chunks(x.k, self._dom_dims, dom, x.step.pos)
+        return self._choose(x.q, dom, x.step.n, x.step.budget)
 
     def _choose(
-        self, q: torch.Tensor, n: torch.Tensor, budget: torch.Tensor
+        self, q: torch.Tensor, dom: torch.Tensor, n: torch.Tensor, budget: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The best of the first n rows by their dominant dims: idx (1, H, m), counts (1, H)."""
-        scores = chunks.score_chunks(q, self._dom_dims, self._dom, n, self._n_max)
+        """The best of the first n rows by their dominant dims: idx (B, H, m), counts (B, H)."""
+        scores = chunks.score_chunks(q, self._dom_dims, dom, n, self._n_max)
         return select.select_largest(
             scores, n, self._n_max, budget - self._n_sinks, self._k_max, self._n_sinks,
             self._n_recent,
@@ -262,12 +272,18 @@ class DeviceFASAM(DeviceFASA):
         self._n_made += 1
 
     @property
+    def moves(self) -> bool:
+        """Not while rows lie on the host, where slots follow each sequence's own choices."""
+        return not self._is_split
+
+    @property
     def looks_ahead(self) -> bool:
         return self.method.prefetch and not self._dense
 
     def fetch_ahead(self, q: torch.Tensor, step: Step) -> None:
         assert self._slots is not None
-        idx, counts = self._choose(q, step.pos, step.budget)  # the new row is yet to come
+        # The new row is yet to come.
+        idx, counts = self._choose(q, self._dom, step.pos, step.budget)
         resident.place_rows(self._slots, idx, counts, step.pos)
         resident.fetch_rows(self._slots, self._dom, self._host.rest, self._host.v)
 
@@ -277,7 +293,8 @@ class DeviceFASAM(DeviceFASA):
         host, slots = self._host, self._slots
         assert slots is not None
         chunks.append_rest(x.k, x.v, self._rest_dims, host.rest, host.v, x.step.pos)
-        idx, counts = self.select(x)
+        idx, counts = self.select(x, slots.k, self._dom)
+        self.note(idx, counts)
         places = torch.empty_like(idx)
         resident.place_rows(slots, idx, counts, x.step.n, places)
         resident.fetch_rows(slots, self._dom, host.rest, host.v)

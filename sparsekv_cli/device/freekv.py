@@ -17,7 +17,7 @@ issues the copies, waiting for every choice, and steps are not captured.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,25 +31,25 @@ from sparsekv_cli.device.cache import (
     grid_bound,
 )
 from sparsekv_cli.device.copies import CopyRecall
-from sparsekv_cli.device.pages import DevicePages
+from sparsekv_cli.device.pages import DevicePages, resident_rows
 from sparsekv_cli.device.side import SideStream
 from sparsekv_cli.kernels import attention, correction, page_cache, pages, recall, select
-from sparsekv_cli.kernels.page_cache import Layout
+from sparsekv_cli.kernels.page_cache import Layout, Pages
 from sparsekv_cli.methods.freekv import FreeKV, Plan
 
 
 class Workspace(NamedTuple):
     """What the launches of a choice hand on; made anew only when something grows."""
 
-    wanted: torch.Tensor  # int32 (1, G): see correction.enter_row
-    query: torch.Tensor  # f32 (1, H, d)
+    wanted: torch.Tensor  # int32 (B, G): see correction.enter_row
+    query: torch.Tensor  # f32 (B, H, d)
     pooled: pages.PooledPages
     scores: pages.PageScratch
     selection: select.SelectScratch
-    fresh: torch.Tensor  # int32 (1, G, m): candidates chosen
-    sizes: torch.Tensor  # int32 (1, G)
-    idx: torch.Tensor  # int32 (1, G, rows): resident rows attended to
-    counts: torch.Tensor  # int32 (1, G)
+    fresh: torch.Tensor  # int32 (B, G, m): candidates chosen
+    sizes: torch.Tensor  # int32 (B, G)
+    idx: torch.Tensor  # int32 (B, G, rows): resident rows attended to
+    counts: torch.Tensor  # int32 (B, G)
 
 
 class Recent(NamedTuple):
@@ -82,7 +82,9 @@ class DeviceFreeKV(DeviceCache):
         self._statistics = torch.zeros(
             1, spec.n_head_kv, page_cache.N_STATISTICS.value, dtype=torch.int64, device=ops.device
         )
-        self._grown = 0  # how often buffers have been replaced
+        self._made = 0  # how often the workspace was made
+        self._sizes: tuple[int, ...] = ()  # what it was made for
+        self._pools: torch.Tensor | None = None  # see kernels/recall.py check_pools
         self._under_way = False  # a step that has been planned and not settled
         self._n_max = 0
 
@@ -114,8 +116,10 @@ class DeviceFreeKV(DeviceCache):
         self._enter_pages(plan, grid_bound(n + 1))  # what the first step asks for
         if self._ahead:
             self._recent = self._recent_of(n)
-            numbers = [[n], [self.budget_rows(n + 1)]]
-            self._recall_ahead(*torch.tensor(numbers, dtype=torch.int32, device=self._device))
+            self.lead([self])
+            *rows, previous = self.tensors()
+            numbers = torch.tensor([[n], [self.budget_rows(n + 1)]], dtype=torch.int32)
+            self._recall_ahead(self._arrays(rows), previous, *numbers.to(self._device))
             self.side.join()
 
     def _layout(self, n_sink: int) -> Layout:
@@ -136,24 +140,60 @@ class DeviceFreeKV(DeviceCache):
             n_best=plan.n_best,
         )  # fmt: skip
         self.store = DeviceStore(self.spec, self._device)
-        self._make_workspace()
 
-    def _make_workspace(self) -> None:
+    def tensors(self) -> list[torch.Tensor]:
+        """All but the pool, which stays where it is: see kernels/recall.py check_pools."""
+        rows = super().tensors() if self._pages is None else self._pages.arrays[1:]
+        return [*rows, self._previous]
+
+    def _arrays(self, tensors: Sequence[torch.Tensor]) -> Pages:
         assert self._pages is not None
-        spec, device, arrays = self.spec, self._device, self._pages.arrays
+        return Pages(self._pages.arrays.pool, *tensors)
+
+    @property
+    def moves(self) -> bool:
+        """Not by the host's copies, which are of one sequence."""
+        return self._copies is None
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> None:
+        *rows, self._previous = tensors
+        if self._pages is None:
+            super().put(rows)
+        else:
+            self._pages.arrays = self._arrays(rows)
+            self._statistics = self._pages.arrays.statistics
+
+    @property
+    def places(self) -> Hashable:
+        return super().places, self._made
+
+    def lead(self, caches: Sequence[DeviceFreeKV]) -> None:
+        """Makes the workspace for these sequences, if it is another than there is."""
+        if self._pages is None:
+            return
+        spec, device, arrays, n = self.spec, self._device, self._pages.arrays, len(caches)
         n_sink, n_ring, _ = self._pages.layout
-        n_kv, n_page, m = spec.n_head_kv, arrays.pool.shape[1], arrays.chosen.shape[2]
+        n_kv, n_page, m = spec.n_head_kv, arrays.hi.shape[2] - n_sink, arrays.chosen.shape[2]
+        pools = [cache._pages.arrays.pool.data_ptr() for cache in caches if cache._pages]
+        sizes = n_page, m, n_sink, *pools
+        if self._sizes == sizes:
+            return
 
         def numbers(*shape: int) -> torch.Tensor:
-            return torch.zeros(1, n_kv, *shape, dtype=torch.int32, device=device)
+            return torch.zeros(n, n_kv, *shape, dtype=torch.int32, device=device)
 
-        self._grown += 1
+        self._made += 1
+        self._sizes = sizes
+        self._pools = None
+        if n > 1:
+            apart = [(pool - pools[0]) // arrays.pool.element_size() for pool in pools]
+            self._pools = torch.tensor(apart, dtype=torch.int64, device=device)
         self._work = Workspace(
             wanted=numbers(),
-            query=torch.zeros_like(self._previous),
-            pooled=pages.pooled_pages(1, n_kv, n_page, device),
-            scores=pages.page_scratch(1, spec.n_head, n_kv, spec.head_dim, n_page, device),
-            selection=select.select_scratch(n_kv, n_page, m, device),
+            query=torch.zeros(n, spec.n_head, spec.head_dim, device=device),
+            pooled=pages.pooled_pages(n, n_kv, n_page, device),
+            scores=pages.page_scratch(n, spec.n_head, n_kv, spec.head_dim, n_page, device),
+            selection=select.select_scratch(n * n_kv, n_page, m, device),
             fresh=numbers(m),
             sizes=numbers(),
             idx=numbers((n_sink + m + n_ring) * self.method.page),
@@ -165,7 +205,7 @@ class DeviceFreeKV(DeviceCache):
         if self._pages is not None:
             store = DeviceStore(self.spec, self._device)
             self._pages.to_store(store, self._n)
-            self.store, self._pages = store, None
+            self.store, self._pages, self._sizes = store, None, ()
             del self._work
 
     # --- decode -----------------------------------------------------------------------------------
@@ -181,87 +221,111 @@ class DeviceFreeKV(DeviceCache):
         self._n_max = n_max
         if plan is None:
             self._leave_pages()
-            return super().plan(n, n_max), n_max
+            return "dense", super().plan(n, n_max)
         if self._pages is None:
             self._enter_pages(plan, n_max)
         assert self._pages is not None
         largest = method.plan(n_max, plan.n_sink)
         assert largest is not None
         n_page = (n_max + 1) // method.page
-        if self._pages.make_room(n_page, method.slots(largest), largest.n_best):
-            self._make_workspace()
+        self._pages.make_room(n_page, method.slots(largest), largest.n_best)
         self._recent = self._recent_of(n)
         self._current = not method.speculate or self._previous_n != n - 1
         # By the host's copies no two steps are the same.
-        return self._grown, self._recent, self._current, n if self._copies else None
+        by_host = n if self._copies else None
+        return self._pages.layout, self._recent, self._current, by_host
 
     def decode(self, x: DeviceInput) -> torch.Tensor:
+        *rows, previous = self.of_batch(len(x.q))
         if self._pages is None:
-            return self._decode_dense(x)
-        arrays, layout, work = self._pages.arrays, self._pages.layout, self._work
+            k, v = rows
+            return self._decode_dense(x, k, v, previous)
+        arrays, layout, work = self._arrays(rows), self._pages.layout, self._work
         n, budget = x.step.n, x.step.budget
         recent = self._recent.now
         reserved = layout.n_sink * self.method.page + recent
         if not self._ahead:
-            recall.offload_pages(arrays, layout, n, recent)
+            recall.offload_pages(arrays, layout, n, recent, pools=self._pools)
         correction.enter_row(
-            arrays, layout, x.q, self._previous, x.k, x.v, n, budget, recent, reserved,
+            arrays, layout, x.q, previous, x.k, x.v, n, budget, recent, reserved,
             self.method.threshold, current=self._current, wanted=work.wanted, query=work.query,
         )  # fmt: skip
-        self._choose(work.query, n, budget, recent, reserved)
+        self._choose(arrays, work.query, n, budget, recent, reserved)
         recall.assign_slots(
             arrays, layout, work.fresh, work.sizes, work.wanted, n, budget, recent, reserved,
-            q=x.q, previous=self._previous,
+            q=x.q, previous=previous,
         )  # fmt: skip
         if self._copies:
             self._copies.fetch(arrays, layout)
         recall.fetch_pages(
-            arrays, layout, n, recent, work.idx, work.counts, fetch=self._copies is None
-        )
+            arrays, layout, n, recent, work.idx, work.counts, fetch=self._copies is None,
+            pools=self._pools,
+        )  # fmt: skip
         scale = float(self.spec.scale)
-        out = attention.attend_rows(x.q, *self._pages.rows(), work.idx, work.counts, scale)
+        out = attention.attend_rows(x.q, *resident_rows(arrays), work.idx, work.counts, scale)
+        if self.traced:
+            self._note_positions(arrays, int(n[0]))
         if self._ahead:
-            self._recall_ahead(n, budget)
+            self._recall_ahead(arrays, previous, n, budget)
         return out
 
-    def _decode_dense(self, x: DeviceInput) -> torch.Tensor:
+    def _decode_dense(
+        self, x: DeviceInput, k: torch.Tensor, v: torch.Tensor, previous: torch.Tensor
+    ) -> torch.Tensor:
         """A step that attends to all rows."""
-        store, scale = self.store, float(self.spec.scale)
-        attention.append_rows(x.k, x.v, store.k, store.v, x.step.pos)
-        self._previous.copy_(x.q)
-        return attention.attend_dense(x.q, store.k, store.v, x.step.n, self._n_max, scale)
+        self.attended = None
+        attention.append_rows(x.k, x.v, k, v, x.step.pos)
+        previous.copy_(x.q)
+        return attention.attend_dense(x.q, k, v, x.step.n, self._n_max, float(self.spec.scale))
 
-    def _recall_ahead(self, n: torch.Tensor, budget: torch.Tensor) -> None:
+    def _note_positions(self, arrays: Pages, n: int) -> None:
+        """``note`` of a step at n rows of one sequence, before the next step's pages are chosen."""
+        assert self._pages is not None
+        p, n_sink = self.method.page, self._pages.layout.n_sink
+        plan = self.method.plan(n, n_sink)
+        assert plan is not None
+        always = [*range(n_sink * p), *range(plan.window * p, n)]
+        n_chosen = arrays.state[..., page_cache.N_CHOSEN.value]  # (1, G)
+        in_page = torch.arange(p, dtype=torch.int32, device=self._device)
+        chosen = (arrays.chosen[..., None] * p + in_page).flatten(2)  # (1, G, m p)
+        rows = torch.tensor(always, dtype=torch.int32, device=self._device)
+        rows = rows.expand(1, chosen.shape[1], -1)
+        self.note(torch.cat([rows, chosen], dim=2), len(always) + n_chosen * p)
+
+    def _recall_ahead(
+        self, arrays: Pages, previous: torch.Tensor, n: torch.Tensor, budget: torch.Tensor
+    ) -> None:
         """Chooses and recalls the next step's pages with the query of this one, beside the rest.
 
-        n, budget int32 (1,) of this step: kv heads whose number of pages the next step's budget
-        changes choose again then.
+        previous f32 (B, H, d): that query. n, budget int32 (B,) of this step: kv heads whose number
+        of pages the next step's budget changes choose again then.
         """
         assert self._pages is not None
-        arrays, layout, work = self._pages.arrays, self._pages.layout, self._work
+        layout, work = self._pages.layout, self._work
         recent = self._recent.ahead
         reserved = layout.n_sink * self.method.page + recent
         with self.side.fork():
             recall.offload_pages(
                 arrays, layout, n, recent, ahead=1, budget=budget, reserved=reserved,
-                wanted=work.wanted,
+                wanted=work.wanted, pools=self._pools,
             )  # fmt: skip
-            self._choose(self._previous, n, budget, recent - 1, reserved)
+            self._choose(arrays, previous, n, budget, recent - 1, reserved)
             recall.assign_slots(
                 arrays, layout, work.fresh, work.sizes, work.wanted, n, budget, recent, reserved
             )
             if self._copies:
                 self._copies.fetch(arrays, layout)
             else:
-                recall.fetch_pages(arrays, layout)
+                recall.fetch_pages(arrays, layout, pools=self._pools)
 
     def _choose(
-        self, query: torch.Tensor, n: torch.Tensor, budget: torch.Tensor, recent: int, reserved: int
-    ) -> None:
+        self, arrays: Pages, query: torch.Tensor, n: torch.Tensor, budget: torch.Tensor,
+        recent: int, reserved: int,
+    ) -> None:  # fmt: skip
         """The best candidates of the kv heads in ``work.wanted``, numbered from the first one."""
         assert self._pages is not None
-        arrays, work = self._pages.arrays, self._work
-        n_page, m = arrays.pool.shape[1], arrays.chosen.shape[2]
+        work = self._work
+        n_page, m = work.pooled.scores.shape[2], arrays.chosen.shape[2]
         pages.pool_pages(
             query, arrays.hi, arrays.lo, n, budget, n_page, self.method.page,
             float(self.spec.scale), softmax=True, first=self._pages.layout.n_sink, recent=recent,

@@ -36,17 +36,23 @@ class Steps:
         self._graphs: dict[Hashable, list[Piece]] = {}
 
     def run(
-        self, owners: Sequence[object], key: Hashable, program: Callable[[], Sequence[Piece]]
+        self,
+        owners: Sequence[object],
+        key: Hashable,
+        program: Callable[[], Sequence[Piece]],
+        *,
+        watched: bool = False,
     ) -> None:
         """Runs ``program`` or its capture. owners: whose buffers it uses; captures of others go.
 
+        watched: whether pieces do more this time than launch, so that ``program`` runs as it is.
         What a piece on the host holds is kept while its capture is: not the owners.
         """
         known = [owner() for owner in self._owners]
         if len(owners) != len(known) or any(a is not b for a, b in zip(owners, known, strict=True)):
             self._owners, self._graphs, self._seen = [ref(owner) for owner in owners], {}, set()
         pieces: Sequence[Piece]
-        if not self._capture or key not in self._seen:
+        if watched or not self._capture or key not in self._seen:
             self._seen.add(key)
             pieces = program()
         elif key in self._graphs:

@@ -92,13 +92,13 @@ class DevicePages:
             )
             yield k, v, pool[first - n_sink : last - n_sink]
 
-    def make_room(self, n_page: int, n_slot: int, n_best: int) -> bool:
+    def make_room(self, n_page: int, n_slot: int, n_best: int) -> None:
         """Room for pages before ``n_page`` (an eighth more than before when it grows), n_slot
-        cached pages and n_best chosen ones a kv head. Whether anything had to grow.
+        cached pages and n_best chosen ones a kv head.
         """
         a, n_sink = self.arrays, self.layout.n_sink
         old = a
-        have = a.hi.shape[2]
+        have = n_sink + a.pool.shape[1]  # tables are wider where they lie with those of others
         if n_page > have:
             n_page = max(n_page, have + have // 8 + 16)
             if a.k.device.type == "cuda":  # it writes to the pool
@@ -120,16 +120,9 @@ class DevicePages:
         if n_best > a.chosen.shape[2]:
             names = ("chosen", "slots", "missing")
             a = a._replace(**{name: _grown(getattr(a, name), 2, n_best) for name in names})
-        if a is old:
-            return False
-        page_cache.check_pages(a, self.layout)
-        self.arrays = a
-        return True
-
-    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The resident rows as attention takes them: k (1, G, rows, d), v (1, G, rows, d_v)."""
-        k, v = self.arrays.k, self.arrays.v
-        return k.flatten(1, 2).transpose(1, 2), v.flatten(1, 2).transpose(1, 2)
+        if a is not old:
+            page_cache.check_pages(a, self.layout)
+            self.arrays = a
 
     @property
     def pool_bytes(self) -> int:
@@ -145,8 +138,15 @@ class DevicePages:
         return sum(x.nbytes for x in self.arrays[Pages._fields.index("hi") :])
 
 
+def resident_rows(pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
+    """The resident rows as attention takes them: k (B, G, rows, d), v (B, G, rows, d_v)."""
+    return pages.k.flatten(1, 2).transpose(1, 2), pages.v.flatten(1, 2).transpose(1, 2)
+
+
 def _grown(old: torch.Tensor, dim: int, size: int, fill: int = 0) -> torch.Tensor:
-    """``old`` with ``size`` entries along a dimension, new ones holding ``fill``."""
+    """``old`` with at least ``size`` entries along a dimension, new ones holding ``fill``."""
+    if size <= old.shape[dim]:
+        return old
     shape = list(old.shape)
     shape[dim] = size
     new = torch.full(shape, fill, dtype=old.dtype, device=old.device, pin_memory=old.is_pinned())

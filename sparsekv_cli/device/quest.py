@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -67,12 +67,22 @@ class DeviceQuest(DeviceSelecting):
         if n_max // page > self._hi.shape[2]:
             self._grow(n_max // page)
         self._k_max = max(1, self.budget_rows(n_max) // page)
-        return self._hi.shape[2], self._k_max
+        return self._k_max
 
-    def select(self, x: DeviceInput) -> tuple[torch.Tensor, torch.Tensor]:
-        page, step, hi = self.method.page, x.step, self._hi
+    def tensors(self) -> list[torch.Tensor]:
+        return [*super().tensors(), self._hi, self._lo]
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().put(tensors[:2])
+        self._hi, self._lo = tensors[2:]
+
+    def select(
+        self, x: DeviceInput, k: torch.Tensor, *index: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        page, step = self.method.page, x.step
+        hi, lo = index
         pooled = pages.pool_pages(
-            x.q, hi, self._lo, step.n, step.budget, hi.shape[2], page, float(self.spec.scale),
+            x.q, hi, lo, step.n, step.budget, hi.shape[2], page, float(self.spec.scale),
             softmax=False,
         )  # fmt: skip
         chosen, sizes = select.select_largest(

@@ -7,7 +7,7 @@ sinks and the last rows are kept as they are besides, in a ring.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,6 @@ class DeviceSALS(DeviceCache):
         self._first = method.sinks if method.exact_sinks else 0
         self._ring = method.window + method.undo
         self._announced = 0  # rows that are coming in all
-        self._made = 0  # how often rows were compressed: buffers are other ones each time
         self._forget()
 
     def _forget(self) -> None:
@@ -92,7 +91,6 @@ class DeviceSALS(DeviceCache):
         for new, old in zip(grown, (self._latents, self._values), strict=True):
             new[:, : self._n] = old[:, : self._n]
         self._latents, self._values = grown
-        self._made += 1
 
     def _compress(self) -> None:
         """Moves the rows of ``store`` to latents and exact rows; keeps the latents there are."""
@@ -103,7 +101,6 @@ class DeviceSALS(DeviceCache):
                 1, self.spec.n_head_kv, sizes, first, self.method.window, self._ring, self._device
             )
             self._ring_from = first
-            self._made += 1
         self._reserve_latents(n)
         for start in range(self._n, n, ENCODED_AT_ONCE):
             rows = slice(start, min(n, start + ENCODED_AT_ONCE))
@@ -154,7 +151,7 @@ class DeviceSALS(DeviceCache):
     def plan(self, n: int, n_max: int) -> Hashable:
         self._n_max = n_max
         if not self._is_compressed and self.method.covers(n):
-            return "dense", n_max, super().plan(n, n_max)
+            return "dense", super().plan(n, n_max)
         if not self._is_compressed:
             self._compress()
         self._reserve_latents(n_max)
@@ -162,7 +159,20 @@ class DeviceSALS(DeviceCache):
         self._n_back = max(0, start - max(self._first, n - self.method.window))
         self._n_front = self.method.sinks - self._first
         self._k_max = self.method.budget.rows(n_max) + self._n_back
-        return "latents", n_max, self._made, self._n_back, self._k_max
+        return "latents", n_max, self._n_back, self._k_max
+
+    def tensors(self) -> list[torch.Tensor]:
+        if not self._is_compressed:
+            return super().tensors()
+        assert self._exact is not None
+        return [self._latents, self._values, *self._exact]
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> None:
+        if not self._is_compressed:
+            super().put(tensors)
+            return
+        self._latents, self._values, *exact = tensors
+        self._exact = latent.Exact(*exact)
 
     def _exact_from(self, n: int) -> int:
         """Position of the first row behind the latents, at ``n`` rows."""
@@ -170,48 +180,58 @@ class DeviceSALS(DeviceCache):
 
     def decode(self, x: Any) -> Any:
         spec, step, scale = self.spec, x.step, float(self.spec.scale)
+        tensors = self.of_batch(len(x.q))
+        self.attended = None
         if not self._is_compressed:
-            store = self.store
-            attention.append_rows(x.k, x.v, store.k, store.v, step.pos)
-            return attention.attend_dense(x.q, store.k, store.v, step.n, self._n_max, scale)
-        exact, basis, bits = self._exact, self._basis, self.method.bits
-        assert exact is not None
+            k, v = tensors
+            attention.append_rows(x.k, x.v, k, v, step.pos)
+            return attention.attend_dense(x.q, k, v, step.n, self._n_max, scale)
+        latents, values, *parts = tensors
+        exact, basis, bits = latent.Exact(*parts), self._basis, self.method.bits
         latent.append_latent(
             matvec.matvec(self._encode, x.k_nope.flatten(1)), x.k, x.v, step.pos, step.budget,
-            self._latents, self._values, exact, basis.encode_factor, bits, self._first,
+            latents, values, exact, basis.encode_factor, bits, self._first,
             self.method.window, self._n_back,
         )  # fmt: skip
         m = self._n_front + self._k_max
         pieces = latent_attention.empty_pieces(
-            1, spec.n_head, spec.n_head_kv, spec.value_dim, m, self._device
+            len(x.q), spec.n_head, spec.n_head_kv, spec.value_dim, m, self._device
         )
         attention.attend_rows(
             x.q, exact.k, exact.v, exact.listed, exact.counts, scale, pieces.out[-1], pieces.lse[-1]
         )
-        idx, counts = self._choose(self._importance(x, exact, pieces.lse[-1]), exact)
+        idx, counts = self._choose(self._importance(x, latents, exact, pieces.lse[-1]), exact)
+        if self.traced:
+            self._note_positions(idx, counts, int(step.n[0]))
         latent_attention.attend_latents(
-            x.q, idx, counts, self._latents, self._values, basis, bits, spec.value_dim, scale,
-            self._first, pieces,
+            x.q, idx, counts, latents, values, basis, bits, spec.value_dim, scale, self._first,
+            pieces,
         )  # fmt: skip
         return attention.merge(*pieces)
 
+    def _note_positions(self, idx: torch.Tensor, counts: torch.Tensor, n: int) -> None:
+        """``note`` of latents chosen, and of rows kept as they are, at n rows of one sequence."""
+        exact = [*range(min(self._first, n)), *range(self._exact_from(n), n)]
+        rows = torch.tensor([[exact]], dtype=torch.int32, device=self._device)
+        self.note(torch.cat([rows, idx + self._first], dim=2), counts + len(exact))
+
     def _importance(
-        self, x: DeviceInput, exact: latent.Exact, exact_lse: torch.Tensor
+        self, x: DeviceInput, latents: torch.Tensor, exact: latent.Exact, exact_lse: torch.Tensor
     ) -> torch.Tensor:
-        """What each latent is chosen by, f32 (1, 1, n_max)."""
+        """What each latent is chosen by, f32 (B, 1, n_max)."""
         if self.method.score == "brope":
             return sals.score_latents(
-                x.q, self._damp, self._basis, self._latents, self._score_rank, exact.n_latent,
+                x.q, self._damp, self._basis, latents, self._score_rank, exact.n_latent,
                 self._n_max, float(self.spec.scale), self._first, exact_lse,
             )  # fmt: skip
-        summed = x.q_nope.unflatten(1, (self.spec.n_head_kv, -1)).sum(2).flatten(1)  # (1, G d)
+        summed = x.q_nope.unflatten(1, (self.spec.n_head_kv, -1)).sum(2).flatten(1)  # (B, G d)
         query = matvec.matvec(self._score, summed)
-        return sals.score_summed(query, self._latents, exact.n_latent, self._n_max, self._first)
+        return sals.score_summed(query, latents, exact.n_latent, self._n_max, self._first)
 
     def _choose(
         self, importance: torch.Tensor, exact: latent.Exact
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The latents to attend to, counted from the first one: idx int32 (1, 1, m), counts."""
+        """The latents to attend to, counted from the first one: idx int32 (B, 1, m), counts."""
         return select.select_largest(
             importance, exact.n_latent, self._n_max, exact.k_latent, self._k_max, self._n_front,
             self._n_back,

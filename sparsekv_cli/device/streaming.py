@@ -22,7 +22,6 @@ class DeviceStreaming(DeviceSelecting):
                 "streaming: reposition=true turns keys on the host; use --kv host or --device cpu"
             )
         self.method = method
-        self._places = torch.empty(0, dtype=torch.int32, device=ops.device)
 
     def budget_rows(self, n: int) -> int:
         return self.method.budget.rows(n)
@@ -31,19 +30,19 @@ class DeviceStreaming(DeviceSelecting):
         return self.budget_rows(n) + self.method.sinks >= n
 
     def plan_selection(self, n: int, n_max: int) -> Hashable:
-        width = self.method.sinks + self.budget_rows(n_max)
-        if width != len(self._places):
-            self._places = torch.arange(width, dtype=torch.int32, device=self._places.device)
-        return self._places.data_ptr(), width
+        self._width = self.method.sinks + self.budget_rows(n_max)
+        return self._width
 
-    def select(self, x: DeviceInput) -> tuple[torch.Tensor, torch.Tensor]:
-        sinks, step, n_kv = self.method.sinks, x.step, self.spec.n_head_kv
+    def select(
+        self, x: DeviceInput, k: torch.Tensor, *_: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        sinks, n_kv = self.method.sinks, self.spec.n_head_kv
+        n, budget = x.step.n[:, None], x.step.budget[:, None]  # (B, 1)
+        places = torch.arange(self._width, dtype=torch.int32, device=k.device)
         # The i-th row attended to: a sink, or one of the last ``budget``.
-        rows = torch.where(
-            self._places < sinks, self._places, self._places - sinks + step.n - step.budget
-        )
-        counts = (sinks + step.budget).int().expand(1, n_kv).contiguous()
-        return rows.int().expand(1, n_kv, -1), counts
+        rows = torch.where(places < sinks, places, places - sinks + n - budget)  # (B, width)
+        counts = (sinks + budget).expand(-1, n_kv).contiguous()
+        return rows[:, None].expand(-1, n_kv, -1), counts
 
     def count(self, n: int) -> tuple[int, int, int]:
         rows = self.method.sinks + self.budget_rows(n)

@@ -30,9 +30,11 @@ class DeviceTopK(DeviceSelecting):
         self._k_max = self.budget_rows(n_max)
         return self._recent, self._k_max
 
-    def select(self, x: DeviceInput) -> tuple[torch.Tensor, torch.Tensor]:
+    def select(
+        self, x: DeviceInput, k: torch.Tensor, *_: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         n, n_max = x.step.n, self._n_max
-        scores = select.score_rows(x.q, self.store.k, n, n_max, float(self.spec.scale))
+        scores = select.score_rows(x.q, k, n, n_max, float(self.spec.scale))
         return select.select_largest(
             scores, n, n_max, x.step.budget, self._k_max, N_SINKS, self._recent
         )

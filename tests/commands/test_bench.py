@@ -94,6 +94,7 @@ def test_order_of_tests_and_labels(sessions: list[Any], invoke: Invoke) -> None:
     assert sessions[0].n_ctx == 32 + 16 + 1
 
 
+@pytest.mark.parametrize("n_last", [1, 3])
 @pytest.mark.parametrize("can_rewind_within", [True, False])
 @pytest.mark.parametrize(
     ("test", "before"),
@@ -107,13 +108,15 @@ def test_order_of_tests_and_labels(sessions: list[Any], invoke: Invoke) -> None:
     ],
 )
 def test_depth_of_what_is_timed(
-    test: BenchTest, before: int, can_rewind_within: bool, fake: Any
+    test: BenchTest, before: int, can_rewind_within: bool, n_last: int, fake: Any
 ) -> None:
     fake.n_ctx = bench.context_size([test])
     fake.can_rewind_within = can_rewind_within
     ids = list(range(fake.n_ctx))
     for _ in range(3):
-        bench.go_to_depth(fake, ids, test)
+        n_before = len(fake.decoded)
+        bench.go_to_depth(fake, ids, test, n_last)
+        assert len(fake.decoded) - n_before == (n_last if test == BenchTest(0, 4, 200) else 0)
         assert fake.tokens == ids[:before]
         n_prefilled, n_decoded = len(fake.prefilled), len(fake.decoded)
         bench.time_once(fake, ids, test)

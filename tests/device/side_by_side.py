@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from sparsekv_cli.cpu.latent import rotate_ref
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, Step, grid_bound
 from sparsekv_cli.device.engine import device_cache
 from sparsekv_cli.device.ops import DeviceOps
+from sparsekv_cli.device.together import prepare_runs
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.session import load_session
 
@@ -112,7 +114,7 @@ class SideBySide:
     def decode_on_device(self, rows: Rows, n: int, guess: np.ndarray | None = None) -> np.ndarray:
         """guess (H, d): what the cache is told of the query before the step."""
         cache, device = self.device, self.device.backend.device
-        cache.plan(n, grid_bound(n))
+        prepare(cache, n, grid_bound(n))
         numbers = (n - 1, n, cache.budget_rows(n))
         step = Step(*(torch.tensor([x], dtype=torch.int32, device=device) for x in numbers))
         inputs = [torch.from_numpy(x[:, 0].copy())[None].to(device) for x in rows]
@@ -122,6 +124,13 @@ class SideBySide:
         cache.settle(n)
         assert cache.n == n
         return out[0].cpu().numpy()
+
+
+def prepare(cache: DeviceCache, n: int, n_max: int) -> Hashable:
+    """Readies a cache for a step by itself to n rows; what tells its launches from others."""
+    key = cache.plan(n, n_max)
+    prepare_runs([cache], [key])
+    return key, cache.places
 
 
 def watch(cache: Any, name: str) -> list[Any]:

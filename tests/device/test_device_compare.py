@@ -1,4 +1,4 @@
-"""``compare`` on a device: the figures that the CPU has, but what only the CPU watches."""
+"""``compare`` on a device: the figures that the CPU has."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_figures_are_those_of_the_cpu(model, monkeypatch):
     for expected, found in zip(host, device, strict=True):
         assert found.kld_mean == pytest.approx(expected.kld_mean, abs=2e-3)
         assert found.rows_attended_mean == pytest.approx(expected.rows_attended_mean, rel=0.01)
-        assert found.attn_mass_recall is None and found.topk_overlap is None
+        assert found.attn_mass_recall == pytest.approx(expected.attn_mass_recall, abs=0.02)
+        assert found.topk_overlap == pytest.approx(expected.topk_overlap, abs=0.05)
         assert found.decode_tps > 0 and found.ttft_s > 0
     full, topk, lfps = device
     assert full.kld_mean == 0 and min(topk.kld_mean, lfps.kld_mean) > 0

@@ -12,6 +12,7 @@ from layer_stream import Geometry, Stream, attended_rows
 from layer_stream import decode as decode_on_host
 from layer_stream import make_cache as make_on_host
 from layer_stream import prefill as prefill_on_host
+from side_by_side import prepare
 from tiny_models import make_model
 
 from sparsekv_cli.cache import AttnInput, Budget, LayerSpec
@@ -39,10 +40,10 @@ class Traced(DeviceFreeKV):
             self._keep()
         return out
 
-    def _recall_ahead(self, n, budget):
+    def _recall_ahead(self, arrays, previous, n, budget):
         if self.n:
             self._keep()
-        super()._recall_ahead(n, budget)
+        super()._recall_ahead(arrays, previous, n, budget)
 
     def _keep(self):
         arrays = self._pages.arrays
@@ -69,7 +70,7 @@ def prefill(cache, rows, chunk=64):
 
 def decode(cache, rows, n_max=None):
     n = cache.n + 1
-    cache.plan(n, n_max or n + 7)
+    prepare(cache, n, n_max or n + 7)
     numbers = torch.tensor([n - 1, n, cache.budget_rows(n)], dtype=torch.int32, device=DEVICE)
     q, k, v = (torch.from_numpy(x[None, :, 0].copy()).to(DEVICE) for x in rows)
     x = DeviceInput(q=q, k=k, v=v, q_nope=q, k_nope=k, step=Step(*numbers[:, None]))
@@ -214,14 +215,14 @@ def test_a_step_under_one_key_allocates_nothing_that_stays():
     prefill(cache, stream.rows(90))
     keys, places = [], []
     for _ in range(3):
-        keys.append(cache.plan(cache.n + 1, 120))
+        keys.append(prepare(cache, cache.n + 1, 120))
         cache._under_way = False
         places.append(
             [x.data_ptr() for x in (*cache._pages.arrays, *cache._work.pooled, cache._work.idx)]
         )
         decode(cache, stream.rows(1), n_max=120)
     assert keys[0] == keys[1] == keys[2] and places[0] == places[1] == places[2]
-    assert cache.plan(cache.n + 1, 400) != keys[0]
+    assert prepare(cache, cache.n + 1, 400) != keys[0]
 
 
 def test_recall_by_copies_is_the_same():
@@ -236,7 +237,7 @@ def test_recall_by_copies_is_the_same():
         row = stream.rows(1)
         outs = [decode(cache, row) for cache in caches]
         np.testing.assert_array_equal(*outs)
-        keys.add(caches[1].plan(caches[1].n + 1, 130))
+        keys.add(prepare(caches[1], caches[1].n + 1, 130))
         caches[1]._under_way = False
     assert len(keys) == 5  # a step that is run anew each time
     names = *ALWAYS, *CACHE

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import side_by_side
 import torch
 from side_by_side import GEOMETRIES, SideBySide
 
 from sparsekv_cli.cache import Budget
+from sparsekv_cli.device.cache import DeviceCache
 from sparsekv_cli.key_study import even_budgets
 from sparsekv_cli.methods.fasa import FASA
 from sparsekv_cli.methods.freekv import FreeKV
@@ -57,18 +59,18 @@ def test_nothing_moves_under_one_key(name, device, monkeypatch):
         "rank_budget": even_budgets(), "weights": np.ones(size, np.float32),
     }  # fmt: skip
     pair = SideBySide(geometry, METHODS[name], calibration, device)
-    cache, places, kept = pair.device, {}, []
-    plan = cache.plan
+    places, kept = {}, []
+    prepare = side_by_side.prepare
 
-    def watched(n: int, n_max: int) -> Any:
-        key = plan(n, n_max)
+    def watched(cache: DeviceCache, n: int, n_max: int) -> Any:
+        key = prepare(cache, n, n_max)
         found = dict(tensors(cache.store if n < 40 else cache))  # dense steps read no more
         kept.extend(found.values())  # so that no later tensor gets their memory
         now = {path: x.data_ptr() for path, x in found.items()}
         assert places.setdefault(key, now) == now
         return key
 
-    monkeypatch.setattr(cache, "plan", watched)
+    monkeypatch.setattr(side_by_side, "prepare", watched)
     pair.prefill(30)
     for n_steps, n_prompt in ((2, 90), (1, 88)):  # to 124 rows both times
         for _ in range(n_steps):

@@ -11,6 +11,7 @@ from tiny_models import make_model
 
 from sparsekv_cli.batch import Batch
 from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.device.cache import DeviceDense
 from sparsekv_cli.device.host import HostCache
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
@@ -88,6 +89,38 @@ def test_calibration_and_batch_on_the_device(tmp_path, monkeypatch):
     session = load_session(path, method, config)
     session.prefill(PROMPT[:60])
     np.testing.assert_allclose(session.decode(6), together[1], atol=1e-4)
+
+
+def test_a_batch_is_decoded_in_common_launches(tmp_path, monkeypatch):
+    """Once a layer, for sequences of any lengths; one that comes to them later joins them."""
+    path = make_model(tmp_path / "m.gguf", n_ctx=512, wtype="F32", **SIZES)
+    session = load_session(
+        path, build_method("full", {}), SessionConfig(device="cuda", prefill_dtype="f32")
+    )
+    expected, lengths = [], (30, 70, 50)
+    for i, n in enumerate(lengths):
+        session.reset()
+        session.prefill(PROMPT[i : i + n])
+        expected.append([session.decode(5), session.decode(7)])
+    session.reset()
+    launched, decode = [], DeviceDense.decode
+
+    def watched(cache, x):
+        launched.append(len(x.q))
+        return decode(cache, x)
+
+    monkeypatch.setattr(DeviceDense, "decode", watched)
+    batch = Batch(session, 3)
+    for i, n in enumerate(lengths):
+        batch.use(i).prefill(PROMPT[i : i + n])
+    two = batch.decode([5, 5])
+    batch.use(2).decode(5)
+    three = batch.decode([7, 7, 7])
+    n_layer = session.hparams.n_layer
+    assert launched == [2] * n_layer + [1] * n_layer + [3] * n_layer
+    np.testing.assert_allclose(two, [rows[0] for rows in expected[:2]], atol=1e-4)
+    # From three rows on, products with weights round both to 11 bits.
+    np.testing.assert_allclose(three, [rows[1] for rows in expected], atol=4e-3)
 
 
 def test_what_does_not_fit_goes_to_the_host_or_is_refused(tmp_path):

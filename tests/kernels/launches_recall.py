@@ -27,6 +27,9 @@ def launches() -> Iterator[Callable[[], object]]:
         assign = partial(recall.assign_slots, pages, layout, lists, heads, heads, n, n, 64, 128)
         yield assign
         yield partial(assign, q=q, previous=q)
+        apart = torch.zeros(1, dtype=torch.int64)
+        yield partial(leave, pools=apart)
+        yield partial(recall.fetch_pages, pages, layout, pools=apart)
         yield partial(recall.fetch_pages, pages, layout)
         yield partial(recall.fetch_pages, pages, layout, n, 64, lists, heads)
         yield partial(recall.fetch_pages, pages, layout, n, 64, lists, heads, fetch=False)

@@ -210,6 +210,35 @@ def test_fetch_pages(n_kv, d, d_v, page, device):
     assert (pages.k[0, n_sink + n_ring + 4, 0, 0] == pool[0, 0, 0, :d]).all()
 
 
+@pytest.mark.parametrize(("n_kv", "d", "d_v", "page"), SIZES)
+def test_pools_that_lie_apart(n_kv, d, d_v, page, device):
+    """Each sequence's own, with as many pages or more, do what one tensor does."""
+    together, apart = (make(n_kv, d, d_v, page, device) for _ in range(2))
+    pools = [torch.nn.functional.pad(together.pool[b : b + 1], (0, 0, 0, 0, 0, b)) for b in (0, 1)]
+    if torch.device(device).type == "cuda":
+        pools = [pool.pin_memory() for pool in pools]
+    offsets = [(pool.data_ptr() - pools[0].data_ptr()) // 2 for pool in pools]
+    table = torch.tensor(offsets, dtype=torch.int64, device=device)
+    apart = apart._replace(pool=pools[0])
+    n = ints([6 * page + 3, 5 * page + 7], device)
+    for pages, where in ((together, None), (apart, table)):
+        pages.state[..., OFFLOADED] = 4
+        pages.state[..., page_cache.N_CHOSEN.value] = 2
+        pages.chosen[..., :2] = ints([LAYOUT.n_sink, LAYOUT.n_sink + 1], device)
+        pages.slots[..., :2], pages.missing[..., :2] = ints([3, 1], device), 1
+        recall.offload_pages(pages, LAYOUT, n, 4, pools=where)
+        recall.fetch_pages(pages, LAYOUT, pools=where)
+    assert together.state[0, 0, OFFLOADED] > 4
+    for b, pool in enumerate(pools):
+        assert (pool[0, : together.pool.shape[1]] == together.pool[b]).all()
+    for name in ("k", "v", "missing"):
+        a, b = (getattr(pages, name) for pages in (together, apart))
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    assert not together.k[:, -3].isnan().any()  # slot 3 of 6
+    with pytest.raises(ValueError, match="pool is of 1 sequences"):
+        recall.fetch_pages(apart, LAYOUT)
+
+
 def test_arrays_that_do_not_fit_are_named(device):
     pages = make(2, 16, 16, 4, device)
     with pytest.raises(ValueError, match=r"lo has shape .*: expected \(2, 2, 11, 16\)"):

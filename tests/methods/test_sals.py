@@ -20,13 +20,13 @@ from sparsekv_cli.cache import (
     DenseCache,
     LayerSpec,
     padded,
-    total_counters,
 )
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.quantized_values import head_bytes
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.key_study import SHARES, even_budgets, rank_of, study_keys
+from sparsekv_cli.ledger import total_counters
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.sals import SALS, UNDO, SALSCache
 from sparsekv_cli.session import Session, load_session

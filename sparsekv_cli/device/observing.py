@@ -1,0 +1,74 @@
+"""Watching which rows the caches of a decoder on the device attend to; see observer.py.
+
+A step that is watched is not captured: rows and queries come to the host layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsekv_cli.cache import LayerCache, padded
+from sparsekv_cli.device.cache import DeviceCache, DeviceInput
+from sparsekv_cli.device.host import HostCache
+from sparsekv_cli.observer import Measured, Observer
+
+
+class DeviceObserver(Observer):
+    """Called with each step's input of ``cache``, which is one sequence's."""
+
+    def __init__(self, cache: DeviceCache, keys: np.ndarray, result: Measured) -> None:
+        super().__init__(cache, keys, result)
+        cache.on_step = self.see
+
+    def see(self, x: DeviceInput) -> None:
+        self.keep_key(_on_host(x.k[0]))
+        if self.active:
+            attended = self._cache.attended
+            if attended is not None:
+                idx, counts = (part[0].cpu().numpy() for part in attended)
+                attended = idx, counts.astype(np.int64)
+            self.rate(_on_host(x.q[0]), attended)
+
+
+def observe(
+    layers: Sequence[LayerCache], keys: Sequence[np.ndarray], result: Measured
+) -> Iterator[Observer]:
+    """Begins to watch the caches of layers that choose rows, on the device or on the host."""
+    for cache, of_layer in zip(layers, keys, strict=True):
+        if isinstance(cache, HostCache):
+            if cache.cache.selects:
+                observer: Any = Observer(cache.cache, of_layer, result)
+                cache.cache = observer
+                yield observer
+        elif isinstance(cache, DeviceCache) and cache.selects:
+            yield DeviceObserver(cache, of_layer, result)
+
+
+def leave_alone(layers: Sequence[LayerCache]) -> None:
+    """Ends ``observe``."""
+    for cache in layers:
+        if isinstance(cache, HostCache) and isinstance(cache.cache, Observer):
+            cache.cache = cache.cache.cache
+        elif isinstance(cache, DeviceCache):
+            cache.on_step = None
+
+
+def exact_keys(layers: Sequence[LayerCache], n: int) -> list[np.ndarray]:
+    """The keys of the first ``n`` rows in the caches of ``full``, f16 (G, n, d), on the host."""
+    keys = []
+    for cache in layers:
+        if isinstance(cache, HostCache):
+            keys.append(cache.cache.store.k[:, :n])
+        elif isinstance(cache, DeviceCache):
+            keys.append(_on_host(cache.store.k[0, :, :n]))
+    return keys
+
+
+def _on_host(rows: torch.Tensor) -> np.ndarray:
+    """(..., d) with zeros up to whole vectors, as kernels of the host read them."""
+    d = rows.shape[-1]
+    return torch.nn.functional.pad(rows, (0, padded(d) - d)).cpu().numpy()

@@ -1,0 +1,135 @@
+"""Several sequences in one launch a kernel, against each of them alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from side_by_side import Geometry
+
+from sparsekv_cli.cache import AttnInput, Budget, LayerSpec
+from sparsekv_cli.device.cache import DeviceCache, DeviceDense, DeviceInput, Step, grid_bound
+from sparsekv_cli.device.engine import device_cache
+from sparsekv_cli.device.ops import DeviceOps
+from sparsekv_cli.device.together import prepare_runs
+from sparsekv_cli.key_study import even_budgets
+from sparsekv_cli.methods.fasa import FASA
+from sparsekv_cli.methods.freekv import FreeKV
+from sparsekv_cli.methods.quest import Quest
+from sparsekv_cli.methods.sals import SALS
+from sparsekv_cli.methods.streaming import Streaming
+from sparsekv_cli.methods.topk import TopK
+
+pytest.importorskip("triton")
+
+BUDGET = {"budget": Budget(tokens=40)}
+METHODS = {
+    "full": None,
+    "topk": TopK(**BUDGET),
+    "streaming": Streaming(**BUDGET),
+    "quest": Quest(**BUDGET, page=8),
+    "fasa": FASA(**BUDGET),
+    "fasa-m": FASA(**BUDGET, variant="m"),
+    "sals": SALS(sinks=4, window=20, budget=Budget(tokens=24)),
+    "freekv": FreeKV(budget=Budget(tokens=64), page=8, sinks=8, window=16),
+}
+GEOMETRY = Geometry(4, 2, 32, 32, 32)  # the interpreter is slow
+LENGTHS = (38, 120, 64)  # the first is dense for a while
+
+
+def calibration_of(g: Geometry) -> dict[str, np.ndarray]:
+    rng, size = np.random.default_rng(5), g.n_head_kv * g.d
+    rank = np.stack([rng.permutation(g.d // 2) for _ in range(g.n_head_kv)]).astype(np.uint8)
+    vectors = np.linalg.qr(rng.standard_normal((size, size)))[0].astype(np.float32)
+    return {
+        "dom_var": rank, "dom_ca": rank, "vectors_diag": vectors, "vectors_pca": vectors,
+        "rank_budget": even_budgets(), "weights": np.ones(size, np.float32),
+    }  # fmt: skip
+
+
+def make(name: str, device: str) -> DeviceCache:
+    g, method, ops = GEOMETRY, METHODS[name], DeviceOps(torch.device(device))
+    spec = LayerSpec(
+        layer=2, n_layer=4, n_head=g.n_head, n_head_kv=g.n_head_kv, head_dim=g.d,
+        value_dim=g.d_v, n_threads=1, theta=1e4 ** (-np.arange(g.n_rot // 2) / (g.n_rot // 2)),
+        calibration=calibration_of(g),
+    )  # fmt: skip
+    return device_cache(method)(spec, ops, method) if method else DeviceDense(spec, ops)
+
+
+def rows_of(cache: DeviceCache, generator: torch.Generator, n: int) -> list[torch.Tensor]:
+    """q, k, v, q_nope, k_nope of n rows: f32 (heads, n, d)."""
+    spec = cache.spec
+    sizes = [(spec.n_head, spec.head_dim), (spec.n_head_kv, spec.head_dim)]
+    sizes += [(spec.n_head_kv, spec.value_dim), *sizes]
+    device = cache.backend.device
+    return [torch.randn(h, n, d, generator=generator).to(device) for h, d in sizes]
+
+
+def step(caches: list[DeviceCache], rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, int]:
+    """A row for each: the outputs (B, H, d_v), and in how many runs they were computed."""
+    ns = [cache.n + 1 for cache in caches]
+    n_max = grid_bound(max(ns))
+    keys = [cache.plan(n, n_max) for cache, n in zip(caches, ns, strict=True)]
+    runs, outs = prepare_runs(caches, keys), []
+    for first, last, leader in runs:
+        of_run = range(first, last)
+        budgets = [caches[b].budget_rows(ns[b]) for b in of_run]
+        numbers = [[ns[b] - 1 for b in of_run], [ns[b] for b in of_run], budgets]
+        numbers = torch.tensor(numbers, dtype=torch.int32, device=rows[0][0].device)
+        heads = [
+            torch.stack([x[:, 0] for x in of_all]) for of_all in zip(*rows[first:last], strict=True)
+        ]
+        outs.append(leader.decode(DeviceInput(*heads, Step(*numbers))))
+        leader.join()
+    for cache, n in zip(caches, ns, strict=True):
+        cache.settle(n)
+    return torch.cat(outs), len(runs)
+
+
+def prefill(cache: DeviceCache, rows: list[torch.Tensor]) -> None:
+    cache.prefill(AttnInput(*rows, cache.n))
+    cache.finish_prefill()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_sequences_in_one_launch_are_what_they_are_alone(name, device):
+    """Of several lengths, beyond the room that they came with, two of three, and after a rewind."""
+    generator = torch.Generator().manual_seed(0)
+    # Products of three rows with a matrix, here the encoder, round both to 11 bits.
+    rounding = 1e-3 if name == "sals" else 0
+    alone, together = ([make(name, device) for _ in LENGTHS] for _ in range(2))
+
+    def feed(b: int, n: int) -> None:
+        rows = rows_of(alone[b], generator, n)
+        for cache in (alone[b], together[b]):
+            prefill(cache, rows)
+
+    def follow(members: tuple[int, ...], n_steps: int) -> list[int]:
+        """In how many runs each of the steps was computed."""
+        counts = []
+        for _ in range(n_steps):
+            rows = [rows_of(alone[b], generator, 1) for b in members]
+            parts = [step([alone[b]], [row])[0] for b, row in zip(members, rows, strict=True)]
+            found, n_run = step([together[b] for b in members], rows)
+            torch.testing.assert_close(found, torch.cat(parts), rtol=0, atol=rounding)
+            counts.append(n_run)
+        return counts
+
+    for b, n in enumerate(LENGTHS):
+        feed(b, n)
+    n_run = 3 if name == "fasa-m" else 1
+    dense_alone = 1 if name == "full" else 2
+    assert follow((0, 1, 2), 1) == [max(n_run, dense_alone)]
+    feed(0, 30)
+    feed(1, 70)  # to 191, so that the second step needs more room
+    assert follow((0, 1, 2), 3)[-1] == n_run
+    for cache in (alone[2], together[2]):
+        assert cache.truncate(55) == 55
+    follow((1, 2), 1)
+    follow((0, 1, 2), 1)  # what is special behind a rewind may be a run of its own
+    for a, b in zip(alone, together, strict=True):
+        if n_run == 1:  # fasa-m's slots are made anew when the bound changes, which others may do
+            expected, found = dict(a.counters()), dict(b.counters())
+            assert expected.pop("us_waited", 0) >= 0 <= found.pop("us_waited", 0)
+            assert found == expected
