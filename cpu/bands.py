@@ -1,6 +1,6 @@
 """Which frequencies FAEDKV keeps: chunks by importance, and a share of the budget a layer.
 
-The shares are for SALS' ranks, too.
+The shares are for SALS' ranks and FASA's chunks, too.
 """
 
 from __future__ import annotations
@@ -79,3 +79,20 @@ def budgets_of_levels(layer_kld: np.ndarray, shares: Sequence[float] = LEVELS) -
 def layer_share(budget: float, budgets: np.ndarray, shares: Sequence[float] = LEVELS) -> float:
     """A layer's share when the whole model has ``budget``; its row of ``budgets_of_levels``."""
     return float(np.interp(budget, budgets.ravel(), np.repeat(shares, 2)))
+
+
+def even_budgets(shares: Sequence[float]) -> np.ndarray:
+    """A row of ``budgets_of_levels`` of a layer that has the share that all have: (shares, 2)."""
+    return np.repeat(np.array(shares, np.float32), 2).reshape(-1, 2)
+
+
+def layer_count(
+    mean_count: int, size: int, budgets: np.ndarray, shares: Sequence[float] = LEVELS
+) -> int:
+    """A layer's part of ``size`` things where all layers have ``mean_count`` on average.
+
+    budgets: its row of ``budgets_of_levels``. Below the least share all layers have the mean.
+    """
+    if mean_count <= shares[0] * size:
+        return mean_count
+    return max(1, round(size * layer_share(mean_count / size, budgets, shares)))

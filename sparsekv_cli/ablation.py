@@ -1,6 +1,7 @@
 """What changing one layer's K and V does to the answers, many variants to a forward pass.
 
-So FAEDKV's ablation study (paper, section 3.2) leaves out frequencies, and SALS columns of latents.
+So FAEDKV's ablation study (paper, section 3.2) leaves out frequencies, SALS columns of latents, and
+FASA chunks of the scores that choose rows.
 A window of text is a prefix, whose K and V are computed once, and some scored rows behind it. In a
 trial one layer's K and V of the prefix, between sinks and recent rows, are changed. One
 forward pass takes the scored rows once a trial: a layer's cache turns each copy back to its true
@@ -23,6 +24,7 @@ from sparsekv_cli.cache import (
     KVStore,
     LayerCache,
     LayerSpec,
+    Method,
 )
 from sparsekv_cli.cpu import bands
 from sparsekv_cli.errors import SparseKVError
@@ -34,13 +36,16 @@ MOST_CHANGE = 80.0  # of a logit: its exponential fits f32
 
 # Changes rows of K and V in place: f16 (G, rows, padded d).
 Change = Callable[[np.ndarray, np.ndarray], None]
+# What rows of an AttnInput, which are the last of a store, take from it: torch (H, T, d_v).
+Attend = Callable[[KVStore, AttnInput], Any]
 
 
 class Trial(NamedTuple):
-    """A change of one layer; -1: of none."""
+    """A change of one layer, -1: of none; and how its scored rows attend, if not to everything."""
 
     layer: int
     change: Change
+    attend: Attend | None = None
 
 
 def unchanged(k: np.ndarray, v: np.ndarray) -> None:
@@ -164,11 +169,16 @@ class _TrialCache(LayerCache):
 
     def _one_trial(self, x: AttnInput, rows: slice, trial: int, first: int) -> Any:
         """Attention of a trial's rows from row ``first`` on over the prefix that belongs to it."""
+        attend = self._trials[trial].attend
         if first == 0:
             self.store = self._prefix_of(self._trials[trial])
         q, k = (self._rotated(each[:, rows], first) for each in (x.q_nope, x.k_nope))
         v, q_nope, k_nope = (each[:, rows] for each in (x.v, x.q_nope, x.k_nope))
-        return super().prefill(AttnInput(q, k, v, q_nope, k_nope, self._n_prefix + first))
+        own = AttnInput(q, k, v, q_nope, k_nope, self._n_prefix + first)
+        if attend is None or self._trials[trial].layer != self.spec.layer:
+            return super().prefill(own)
+        self.store.append(k, v)
+        return attend(self.store, own)
 
     def _prefix_of(self, trial: Trial) -> KVStore:
         """The stored prefix, or for the trial's own layer a changed copy."""
@@ -236,6 +246,43 @@ def windows_of(run: CalibrationRun, middle: slice, n_recent: int) -> list[Window
         Window(run, _window(run.ids[start:], n_prefix, n_scored, middle), n_scored, middle)
         for start in starts
     ]
+
+
+def study_shares(
+    run: CalibrationRun,
+    method: Method,
+    trial_of: Callable[[LayerSpec, float], Trial],
+    shares: Sequence[float],
+    middle: slice,
+    n_recent: int,
+    progress: Callable[[float], None],
+) -> tuple[np.ndarray, np.ndarray]:
+    """What ``shares`` of something cost, layer by layer, and how a budget of it is shared out.
+
+    trial_of: what one layer with a share is. KLD(full || trial) f32 (L, shares), and f32 (L,
+    shares, 2) as ``bands.budgets_of_levels`` has it. The last share, 1, counts as the one before,
+    which should be as good: what is left there is rounding, or what no share takes away. Layers
+    that are dense by the method's default have no trials, and the share that all have on average.
+    """
+    specs = [spec for spec in run.specs if not method.is_dense(spec)]
+    n_layer = len(run.specs)
+    kld = np.zeros((n_layer, len(shares)))
+    budgets = np.tile(bands.even_budgets(shares), (n_layer, 1, 1))
+    if specs:
+        trials = [trial_of(spec, share) for spec in specs for share in shares[:-1]]
+        windows, done = windows_of(run, middle, n_recent), 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            progress(done / (len(windows) * len(trials)))
+
+        klds = np.mean([window.score(trials, advance)[0] for window in windows], axis=0)
+        layers = [spec.layer for spec in specs]
+        kld[layers, :-1] = klds.reshape(len(specs), -1)
+        kld[layers, -1] = kld[layers, -2]
+        budgets[layers] = bands.budgets_of_levels(kld[layers], shares)
+    return kld.astype(np.float32), budgets.astype(np.float32)
 
 
 def study_frequencies(run: CalibrationRun, n_sinks: int, n_recent: int) -> dict[str, np.ndarray]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv_cli.ablation import Change, Trial, middle_rows, windows_of
+from sparsekv_cli.ablation import Change, Trial, middle_rows, study_shares
 from sparsekv_cli.cache import (
     AttnInput,
     Backend,
@@ -40,40 +40,25 @@ def study_keys(
     the share that all have on average.
     """
     tensors = study_directions(run)
-    specs = [spec for spec in run.specs if not method.is_dense(spec)]
-    n_layer = len(run.specs)
-    kld = np.zeros((n_layer, len(SHARES)))
-    budgets = np.tile(even_budgets(), (n_layer, 1, 1))
-    if specs:
-        middle = middle_rows(len(run.ids), n_sinks, n_recent)
-        trials = [
-            Trial(spec.layer, _cut(spec, tensors, middle, share))
-            for spec in specs
-            for share in SHARES[:-1]
-        ]
-        windows, done = windows_of(run, middle, n_recent), 0
+    middle = middle_rows(len(run.ids), n_sinks, n_recent)
 
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            share = done / (len(windows) * len(trials))
-            run.progress(STATISTICS_SHARE + (1 - STATISTICS_SHARE) * share)
+    def cut(spec: LayerSpec, share: float) -> Trial:
+        return Trial(spec.layer, _cut(spec, tensors, middle, share))
 
-        klds = np.mean([window.score(trials, advance)[0] for window in windows], axis=0)
-        layers = [spec.layer for spec in specs]
-        kld[layers, :-1] = klds.reshape(len(specs), -1)
-        # Half of the columns are as good as all: there the KLD is little more than that of rounding
-        # (0.0002 in bf16), which no column takes away.
-        kld[layers, -1] = kld[layers, -2]
-        budgets[layers] = bands.budgets_of_levels(kld[layers], SHARES)
-    tensors["rank_kld"] = kld.astype(np.float32)
-    tensors["rank_budget"] = budgets.astype(np.float32)
+    def progress(share: float) -> None:
+        run.progress(STATISTICS_SHARE + (1 - STATISTICS_SHARE) * share)
+
+    # Half of the columns are as good as all: there the KLD is little more than that of rounding
+    # (0.0002 in bf16), which no column takes away.
+    tensors["rank_kld"], tensors["rank_budget"] = study_shares(
+        run, method, cut, SHARES, middle, n_recent, progress
+    )
     return tensors
 
 
 def even_budgets() -> np.ndarray:
     """A row of ``rank_budget`` of a layer that has the share that all have: f32 (shares, 2)."""
-    return np.repeat(np.array(SHARES, np.float32), 2).reshape(-1, 2)
+    return bands.even_budgets(SHARES)
 
 
 def rank_of(mean_rank: int, size: int, budgets: np.ndarray) -> int:
@@ -81,9 +66,7 @@ def rank_of(mean_rank: int, size: int, budgets: np.ndarray) -> int:
 
     budgets: its row of ``rank_budget``. Below the least share that was studied, all have the mean.
     """
-    if mean_rank <= SHARES[0] * size:
-        return mean_rank
-    return max(1, round(size * bands.layer_share(mean_rank / size, budgets, SHARES)))
+    return bands.layer_count(mean_rank, size, budgets, SHARES)
 
 
 def _cut(spec: LayerSpec, tensors: dict[str, np.ndarray], middle: slice, share: float) -> Change:

@@ -23,7 +23,7 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.gguf import MAX_DIMS, MAX_NAME_BYTES, GGUFFile, StringArray, open_gguf
 from sparsekv_cli.models.hparams import HParams
 
-FORMAT_VERSION = 2  # raised when the layout changes, or the arrays of a method or their meaning
+FORMAT_VERSION = 3  # raised when the layout changes, or the arrays of a method or their meaning
 ARCHITECTURE = "sparsekv-calibration"
 PAIRING = "half-split"  # RoPE pairs (i, i + n_rot/2), as the decoder gives q and k to the methods
 SAMPLE_BYTES = 256  # of a tensor, at its beginning, middle and end

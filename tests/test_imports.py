@@ -34,7 +34,9 @@ ALLOWED: dict[str, set[str]] = {
     "eviction": {"errors", "cache"},
     "split_store": {"cache", "cpu"},
     **{study: {"errors", "cache", "cpu"} for study in STUDIES},
-    "key_study": {"errors", "cache", "cpu", "ablation"},  # it cuts keys in ablation's trials
+    # They try a share of columns or chunks in ablation's trials.
+    "key_study": {"errors", "cache", "cpu", "ablation"},
+    "chunk_study": {"errors", "cache", "cpu", "ablation"},
     "methods": {"errors", "cache", "cpu", "kernels", "eviction", "split_store", *STUDIES},
     "models": {"errors", "cache", "cpu"},
     "dry": {"errors"},

@@ -17,7 +17,9 @@ than CA, and better. (2) The query heads of a kv head share one set of chunks, b
 stored once. (3) The first 4 and the last 16 rows are always among the N_fac (``force=none``: they
 need not be). (4) The dominant part of an attended key's score is not computed twice. (5) A context
 within N_fac is stored and attended to as ``full`` does; K is split when the context outgrows N_fac,
-and whole during a prefill. ``preset=paper``: CA, d/4 chunks, nothing forced, no dense layers.
+and whole during a prefill. (6) Layers have numbers of chunks of their own, with the same sum
+(``allocation``): one layer that recalls is most of what 8 chunks everywhere lose. ``preset=paper``:
+CA, d/4 chunks in all layers, nothing forced, no dense layers.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from sparsekv_cli.cache import (
     Memory,
     Method,
 )
-from sparsekv_cli.chunk_study import METRICS, study_chunks
+from sparsekv_cli.chunk_study import METRICS, study_chunks, tips_of
 from sparsekv_cli.cpu import chunks, dominance
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.split_store import SplitStore
@@ -51,6 +53,7 @@ CHOICES = {
     "preset": ("tuned", "paper"),
     "metric": METRICS,
     "force": ("default", "none"),
+    "allocation": ("layers", "uniform"),
     "variant": ("c", "m"),
 }
 
@@ -69,13 +72,19 @@ class FASA(Method):
     device_cache: ClassVar[str] = "fasa:make_cache"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},
-        "paper": {"metric": "ca", "force": "none", "dense_layers": ()},
+        "paper": {
+            "metric": "ca",
+            "force": "none",
+            "allocation": "uniform",
+            "dense_layers": (),
+        },
     }
 
     preset: str = _option("tuned", "tuned or paper; other options change it")
     budget: Budget = _option(N_FAC, "rows attended a head, N_fac: N or P%")
     n_fac: int = _option(0, "the budget in rows, by the paper's name; 0 = as budget says")
-    n_tip: int = _option(0, "dominant chunks of a kv head; 0 = d/8 with var, d/4 with ca")
+    n_tip: int = _option(0, "dominant chunks of a kv head, on average; 0 = d/8 (var), d/4 (ca)")
+    allocation: str = _option("layers", "chunks of the 'layers' by calibration, or 'uniform'")
     metric: str = _option("var", "what ranks chunks: 'var' (of their scores) or 'ca' (eq 4)")
     force: str = _option("default", "'default': 4 first and 16 last rows always, or 'none'")
     variant: str = _option("c", "'c', or 'm': a device leaves V and most of K to its host")
@@ -119,6 +128,8 @@ class FASA(Method):
         n_tip = self.n_tip or min(n_chunk, max(1, spec.head_dim // share))
         if n_tip > n_chunk:
             raise SparseKVError(f"n_tip = {n_tip}: this model's heads have {n_chunk} chunks")
+        if self.allocation == "layers":
+            n_tip = tips_of(n_tip, n_chunk, spec.calibration["tip_budget"])
         return dominance.order_dims(rank, n_tip, spec.head_dim), 2 * n_tip
 
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
@@ -127,8 +138,8 @@ class FASA(Method):
         return FASACache(spec, backend, self)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
-        """Both metrics of every chunk, and each kv head's chunks by rank, whatever the options."""
-        return study_chunks(run, N_QUERIES, TOP_K)
+        """What chunks are worth, and what a layer loses with some of them, whatever the options."""
+        return study_chunks(run, FASA(), N_QUERIES, TOP_K, N_SINKS, N_RECENT)
 
 
 class FASACache(LayerCache):

@@ -7,6 +7,7 @@ from tiny_models import make_model
 
 from sparsekv_cli.batch import Batch
 from sparsekv_cli.cache import Budget, padded
+from sparsekv_cli.chunk_study import even_budgets
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
@@ -19,7 +20,8 @@ resident = pytest.importorskip("sparsekv_cli.kernels.resident")
 def make(geometry, device, **options) -> SideBySide:
     rng, n_chunk = np.random.default_rng(5), geometry.n_rot // 2
     rank = np.stack([rng.permutation(n_chunk) for _ in range(geometry.n_head_kv)]).astype(np.uint8)
-    return SideBySide(geometry, FASA(**options), {"dom_var": rank, "dom_ca": rank}, device)
+    calibration = {"dom_var": rank, "dom_ca": rank, "tip_budget": even_budgets()}
+    return SideBySide(geometry, FASA(**options), calibration, device)
 
 
 def follow(pair: SideBySide, n_steps: int) -> int:
