@@ -30,7 +30,8 @@ ALLOWED: dict[str, set[str]] = {
     "cpu": set(),
     "kernels": set(),
     "kv_store": {"cpu"},
-    "cache": {"errors", "kv_store"},
+    "ledger": set(),
+    "cache": {"errors", "kv_store", "ledger"},
     "eviction": {"errors", "cache"},
     "split_store": {"cache", "cpu"},
     **{study: {"errors", "cache", "cpu"} for study in STUDIES},
@@ -46,13 +47,25 @@ ALLOWED: dict[str, set[str]] = {
     "roofline": {"cpu"},
     "sidecar": {"", "errors", "models"},
     "calibration": {"errors", "cache", "methods", "models", "sidecar"},
-    "session": {*SETTINGS, "cache", "methods", "cpu", "models", "warmup", "calibration", "engine"},
+    "session": {
+        *SETTINGS,
+        "cache",
+        "ledger",
+        "methods",
+        "cpu",
+        "models",
+        "warmup",
+        "calibration",
+        "engine",
+    },
     "engine": {*SETTINGS, "cache", "cpu", "models", "warmup", "device"},
     "shared_prefill": {"cache", "cpu"},
     "observer": {"cache", "cpu"},
-    "comparison": {"errors", "cache", "methods", "warmup", "shared_prefill", "observer"},
+    "comparison": {
+        *("errors", "cache", "ledger", "methods", "warmup", "shared_prefill", "observer"),
+    },
 }
-ALLOWED["device"] = {*SETTINGS, "cache", "methods", "cpu", "kernels", "models"}
+ALLOWED["device"] = {*SETTINGS, "cache", "methods", "cpu", "kernels", "models", "observer"}
 ALLOWED["batch"] = {"session"}
 EVERYTHING_BELOW = {*ALLOWED, "session"}
 ALLOWED["commands"] = EVERYTHING_BELOW
