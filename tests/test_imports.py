@@ -62,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
     "shared_prefill": {"cache", "cpu"},
     "observer": {"cache", "cpu"},
     "comparison": {
-        *("errors", "cache", "ledger", "methods", "warmup", "shared_prefill", "observer"),
+        *("errors", "cache", "ledger", "methods", "warmup", "device", "shared_prefill", "observer"),
     },
 }
 ALLOWED["device"] = {*SETTINGS, "cache", "methods", "cpu", "kernels", "models", "observer"}
