@@ -36,13 +36,14 @@ class SplitStore(KVStore):
 
     def split(self) -> np.ndarray:
         """K in two parts, if it is not; returns Kdom."""
-        if self.dom is None:
-            n_rest = padded(self.k_type.d - self._n_dom)
-            rest = np.empty((*self.k.shape[:2], n_rest), np.float16)
-            dom = self._blocks(self.capacity)
-            split.split_keys(self.halves[0], self.n, self.dims, dom, rest.view(np.uint16))
-            self._replace_keys(dom, rest)
-        return self.dom
+        if self.dom is not None:
+            return self.dom
+        n_rest = padded(self.k_type.d - self._n_dom)
+        rest = np.empty((*self.k.shape[:2], n_rest), np.float16)
+        dom = self._blocks(self.capacity)
+        split.split_keys(self.halves[0], self.n, self.dims, dom, rest.view(np.uint16))
+        self._replace_keys(dom, rest)
+        return dom
 
     def join(self) -> None:
         """K whole, if it is not, bit for bit as it was."""
