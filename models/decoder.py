@@ -73,8 +73,8 @@ class Decoder(Forward):
             else TorchRows(hparams, self.rope, interleaved, prefill_dtype)
         )
         self.layers, self.output_norm = weights.layers, weights.output_norm
-        self._is_repacked = wants_repacking(weights, repack)
-        self._decode_weights = repack_weights(weights) if self._is_repacked else weights
+        repacks = wants_repacking(weights, repack)
+        self._decode_weights = repack_weights(weights) if repacks else weights
         self._step = self._new_step(1)
         self._scratch: dict[str, torch.Tensor] = {}  # a layer's matrices during ``forward``
 
@@ -169,9 +169,11 @@ class Decoder(Forward):
                     part.code, part.data, n_columns, at, row_bytes, target, self.n_threads
                 )
                 at += part.n_rows * row_bytes
-                if self._is_repacked:  # decode does not read them
-                    self.weights.file.release(part.data)
             out[name] = stack
+        decoded = self._decode_weights.layers[i]
+        for in_file, copy in zip(layer.linears(), decoded.linears(), strict=True):
+            if copy.repacked:  # which is what decode reads
+                self.weights.file.release(in_file.data)
         return out
 
     def _room(self, name: str, n_rows: int, n_columns: int) -> torch.Tensor:
