@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparsekv_cli import chunk_study, key_study
 from sparsekv_cli.cache import AttnInput, LayerCache, LayerSpec, Method
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.device.engine import DeviceEngine, open_device_engine
 from sparsekv_cli.device.host import HostCache
-from sparsekv_cli.key_study import even_budgets
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.models.architectures import Architecture, architecture_of
 from sparsekv_cli.models.gguf import open_gguf
@@ -107,9 +107,10 @@ def random_calibration(spec: LayerSpec, rng: np.random.Generator) -> Mapping[str
     return {
         "dom_var": rank,
         "dom_ca": rank,
+        "tip_budget": chunk_study.even_budgets(),
         "vectors_diag": basis,
         "vectors_pca": basis,
-        "rank_budget": even_budgets(),
+        "rank_budget": key_study.even_budgets(),
         "weights": np.ones(size, np.float32),
     }
 
