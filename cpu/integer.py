@@ -94,13 +94,13 @@ def _store_values(b: ir.IRBuilder, q: ir.Value, out: ir.Value, n: ir.Value, i: i
     emit.store(b, low, b.add(b.add(out, n), i))
 
 
-def _has(feature: str) -> bool:
+def has_feature(feature: str) -> bool:
     return binding.get_host_cpu_features().get(feature, False)
 
 
-def _pair_products(b: ir.IRBuilder, w: ir.Value, x: ir.Value) -> ir.Value:
+def pair_products(b: ir.IRBuilder, w: ir.Value, x: ir.Value) -> ir.Value:
     """<16 x i16> w, x -> <8 x i32> of w[2i] x[2i] + w[2i+1] x[2i+1]."""
-    if _has("avx2"):
+    if has_feature("avx2"):
         return emit.call_named(b, "llvm.x86.avx2.pmadd.wd", vec(I32, 8), w, x)
     wide = vec(I32, LANES)
     products = b.mul(b.sext(w, wide), b.sext(x, wide))
@@ -141,7 +141,7 @@ def _emit_block(
         scales = b.fmul(block.scales, emit.shuffle(b, x_scales, x_scales, lanes))
         totals, offset = list(sums.totals), sums.offset
         products = [
-            _pair_products(b, w, load(b, vec(I16), inputs.values, 2 * LANES * i))
+            pair_products(b, w, load(b, vec(I16), inputs.values, 2 * LANES * i))
             for i, w in enumerate(weights)
         ]
         for i in range(n_scales):

@@ -3,12 +3,14 @@
 As weights lie in a file, a row's dot product ends with a sum over lanes, scales have to be spread
 over lanes, and vectors straddle cache lines: in rows of a few hundred columns that takes most of
 the time. With a row a lane none of it is left: 2.4 to 3.2 times the products a second in cache, and
-a token of the default model at depth 0 takes .82 to .96 of the time (two threads; .78 with one). It
-takes a copy of the weights of the same size. Q8_0 and the K formats were tried and gain nothing:
-the memory is as slow as their products.
+a token of the default model at depth 0 takes .82 to .96 of the time (two threads; .78 with one;
+.67 on AVX2 without byte products). It takes a copy of the weights of the same size. Q8_0 and the K
+formats were tried and gain nothing: the memory is as slow as their products.
 
 Layout: block i of the 16 rows of a group follows block i - 1; in it come the f16 scales, 16 of a
-kind (32 bytes), then the block's other bytes in their order, four of each row (64 bytes).
+kind (32 bytes), then the block's other bytes, four of each row (64 bytes). With byte products
+(vnni.py) the four keep their order. Without, the second and third change places: even bytes and odd
+bytes, as i16, are then pairs of neighbours, and go into vpmaddwd with pairs of activations.
 """
 
 from __future__ import annotations
@@ -23,7 +25,22 @@ from numba.extending import intrinsic
 
 from sparsekv_cli.cpu import emit, vnni
 from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE, FORMATS, IQ4_NL_VALUES, lookup16
-from sparsekv_cli.cpu.emit import F16, F32, I8, I32, I64, LANES, VF, VI, const, load, vec
+from sparsekv_cli.cpu.emit import (
+    F16,
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    LANES,
+    VF,
+    VI,
+    const,
+    load,
+    shuffle,
+    vec,
+)
+from sparsekv_cli.cpu.integer import has_feature, pair_products
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 from sparsekv_cli.cpu.vnni import BLOCK, BYTES, LINE, Inputs
 
@@ -31,10 +48,14 @@ GROUP = LANES  # rows side by side
 AHEAD = 8192  # bytes by which weights are fetched before their use
 
 
+HAS_BYTES = vnni.is_available()
+ORDER = (0, 1, 2, 3) if HAS_BYTES else (0, 2, 1, 3)  # of four bytes of a row
+
+
 class Block(NamedTuple):
     """A block of 32 elements of each of 16 rows; an element is q * scale + offset."""
 
-    q: list[ir.Value]  # eight <16 x i32>: four consecutive elements of every row, unsigned bytes
+    q: list[ir.Value]  # eight <16 x i32>: four elements of every row, unsigned bytes, in ORDER
     scale: ir.Value  # <16 x float>
     offset: ir.Value
 
@@ -61,8 +82,10 @@ def _with_fifth(b: ir.IRBuilder, q: Sequence[ir.Value], bits: ir.Value) -> list[
     """q with bit i of ``bits`` as the fifth of element i."""
     result = []
     for i, nibble in enumerate(q):
-        four = b.and_(b.lshr(bits, const(I32, 4 * i)), const(I32, 15))
-        spread = b.mul(four, const(I32, 0x00204081))  # bit j of four to bit 8 j, and elsewhere
+        shift = 8 * ORDER[i // 2] + 4 * (i % 2)
+        four = b.and_(b.lshr(bits, const(I32, shift)), const(I32, 15))
+        # Bit j of four goes to bit 0 of its byte (and elsewhere).
+        spread = b.mul(four, const(I32, sum(1 << (8 * ORDER[j] - j) for j in range(4))))
         fifth = b.shl(b.and_(spread, const(I32, 0x01010101)), const(I32, 4))
         result.append(b.or_(nibble, fifth))
     return result
@@ -94,7 +117,8 @@ def _q5_1(b: ir.IRBuilder, p: ir.Value) -> Block:
 def _iq4_nl(b: ir.IRBuilder, p: ir.Value) -> Block:
     table = tuple(value + 128 for value in IQ4_NL_VALUES)
     nibbles = (b.bitcast(word, vec(I8, BYTES)) for word in _nibbles(b, _words(b, p, 1, 4)))
-    return _around(b, [lookup16(b, table, q) for q in nibbles], _scale(b, p, 0), 128)
+    q = [b.bitcast(lookup16(b, table, part), VI) for part in nibbles]
+    return _around(b, q, _scale(b, p, 0), 128)
 
 
 class Repacking(NamedTuple):
@@ -118,31 +142,39 @@ REPACKED: dict[int, Repacking] = {
 
 def can_repack(code: int, n_rows: int) -> bool:
     """Whether this CPU gains by repacking a matrix of ggml type ``code``."""
-    return code in REPACKED and n_rows % GROUP == 0 and vnni.is_available()
+    return code in REPACKED and n_rows % GROUP == 0 and (HAS_BYTES or has_feature("avx2"))
 
 
 # --- repacking ------------------------------------------------------------------------------------
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def _repack(rows, n_words, n_scales, out):
-    """rows uint16 (n, words a row) in blocks of n_words -> out uint16 (n / GROUP, GROUP * ...)."""
+def _repack(rows, n_words, n_scales, swap, out):
+    """rows uint16 (n, words a row) in blocks of n_words -> out uint16 (n / GROUP, GROUP * ...).
+
+    swap: whether the middle two of four bytes change places.
+    """
     for group in prange(out.shape[0]):
         for i in range(rows.shape[1] // n_words):
             at = i * GROUP * n_words
-            for word in range(n_words):
-                to, step = at + word * GROUP, 1
-                if word >= n_scales:  # two words of a row, then the next row's
-                    to, step = to - (word - n_scales) % 2 * (GROUP - 1), 2
-                for r in range(GROUP):
-                    out[group, to + r * step] = rows[group * GROUP + r, i * n_words + word]
+            for r in range(GROUP):
+                row = rows[group * GROUP + r, i * n_words : (i + 1) * n_words]
+                for word in range(n_scales):
+                    out[group, at + word * GROUP + r] = row[word]
+                for word in range(n_scales, n_words, 2):
+                    first, second = row[word], row[word + 1]
+                    if swap:
+                        low, high = first & 255 | (second & 255) << 8, first >> 8 | second & 0xFF00
+                        first, second = low, high
+                    out[group, at + word * GROUP + 2 * r] = first
+                    out[group, at + word * GROUP + 2 * r + 1] = second
 
 
 def repack(code: int, w: np.ndarray, out: np.ndarray) -> None:
     """Repacks w, uint8 (rows, row bytes) in format ``code``, to ``out`` of the same shape."""
     n_words = FORMAT_OF_CODE[code].n_bytes // 2
     words = out.reshape(len(w) // GROUP, -1).view(np.uint16)
-    _repack(w.view(np.uint16), n_words, REPACKED[code].n_scales, words)
+    _repack(w.view(np.uint16), n_words, REPACKED[code].n_scales, not HAS_BYTES, words)
 
 
 def repack_ref(code: int, w: np.ndarray) -> np.ndarray:
@@ -150,29 +182,52 @@ def repack_ref(code: int, w: np.ndarray) -> np.ndarray:
     n_bytes, end = FORMAT_OF_CODE[code].n_bytes, 2 * REPACKED[code].n_scales
     blocks = w.reshape(len(w) // GROUP, GROUP, -1, n_bytes)
 
-    def planes(part: np.ndarray, size: int) -> np.ndarray:
-        units = part.reshape(*blocks.shape[:3], -1, size)  # group, row, block, unit, byte
-        return units.transpose(0, 2, 3, 1, 4).reshape(len(blocks), blocks.shape[2], -1)
+    def planes(part: np.ndarray, order: Sequence[int]) -> np.ndarray:
+        units = part.reshape(*blocks.shape[:3], -1, len(order))  # group, row, block, unit, byte
+        moved = units[..., order].transpose(0, 2, 3, 1, 4)
+        return moved.reshape(len(blocks), blocks.shape[2], -1)
 
-    parts = planes(blocks[..., :end], 2), planes(blocks[..., end:], 4)
+    parts = planes(blocks[..., :end], (0, 1)), planes(blocks[..., end:], ORDER)
     return np.concatenate(parts, -1).reshape(w.shape)
 
 
 # --- dot products ---------------------------------------------------------------------------------
 
 
+def _byte_dots(b: ir.IRBuilder, qs: list[ir.Value], inputs: Inputs, at: ir.Value) -> ir.Value:
+    """<16 x i32>: a row's 32 integers times the activations from ``at`` on."""
+    sums = []
+    for plane in (inputs.high, inputs.low):
+        dots = const(I32, 0)
+        for i, q in enumerate(qs):
+            four = emit.splat(b, load(b, I32, b.add(plane, at), 4 * i))
+            dots = vnni.dot_bytes(b, dots, q, four)
+        sums.append(dots)
+    return b.add(b.shl(sums[0], const(I32, 8)), sums[1])
+
+
+def _pair_dots(b: ir.IRBuilder, qs: list[ir.Value], inputs: Inputs, at: ir.Value) -> ir.Value:
+    """The same from activations as i16 (integer.py), for AVX2."""
+    values = b.add(inputs.high, b.mul(at, I64(2)))
+    even = const(I32, 0x00FF00FF)
+    halves = [const(I32, 0, 8)] * 2
+    for i, q in enumerate(qs):
+        for odd in range(2):
+            pairs = b.bitcast(b.and_(b.lshr(q, const(I32, 8 * odd)), even), vec(I16, 32))
+            two = emit.splat(b, load(b, I32, values, 8 * i + 4 * odd), 8)
+            two = b.bitcast(two, vec(I16, 16))
+            for half in range(2):
+                w = shuffle(b, pairs, pairs, range(16 * half, 16 * half + 16))
+                halves[half] = b.add(halves[half], pair_products(b, w, two))
+    return shuffle(b, *halves, range(LANES))
+
+
 def _add_block(
     b: ir.IRBuilder, block: Block, inputs: Inputs, at: ir.Value, total: ir.Value
 ) -> ir.Value:
     """total <16 x float> + the products of the block with 32 activations from ``at`` on."""
-    sums = []
-    for plane in (inputs.high, inputs.low):
-        dots = const(I32, 0)
-        for i, q in enumerate(block.q):
-            four = emit.splat(b, load(b, I32, b.add(plane, at), 4 * i))
-            dots = vnni.dot_bytes(b, dots, q, four)
-        sums.append(dots)
-    dots = b.sitofp(b.add(b.shl(sums[0], const(I32, 8)), sums[1]), VF)
+    dots = _byte_dots if HAS_BYTES else _pair_dots
+    dots = b.sitofp(dots(b, block.q, inputs, at), VF)
     number = b.sdiv(at, I64(BLOCK // 4))
     scale, known = (
         emit.splat(b, load(b, F32, b.add(part, number))) for part in (inputs.scales, inputs.sums32)

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from test_blocks import random_rows
 
-from sparsekv_cli.cpu import integer, layer, matvec, repack, vnni
+from sparsekv_cli.cpu import integer, layer, matvec, repack
 from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE, FORMATS
 from sparsekv_cli.models.weights import Linear
 
 NAMES = [FORMAT_OF_CODE[code].name for code in repack.REPACKED]
-needs_byte_products = pytest.mark.skipif(
-    not vnni.is_available(), reason="only CPUs with byte products (VNNI) repack"
+repacks = pytest.mark.skipif(
+    not repack.can_repack(FORMATS["Q4_1"].code, repack.GROUP), reason="this CPU does not repack"
 )
 
 
@@ -39,7 +39,7 @@ def products(linears, x: np.ndarray, n_threads: int) -> np.ndarray:
     return out
 
 
-@needs_byte_products
+@repacks
 @pytest.mark.parametrize("n_columns", [32, 64, 96, 224, 576])
 @pytest.mark.parametrize("name", NAMES)
 def test_products_are_within_sixteen_bits(name, n_columns):
@@ -54,7 +54,7 @@ def test_products_are_within_sixteen_bits(name, n_columns):
         np.testing.assert_array_equal(found, alone[:n_inputs])
 
 
-@needs_byte_products
+@repacks
 @pytest.mark.parametrize("n_threads", [1, 2, 3, 7])
 def test_matrices_are_cut_between_groups(n_threads):
     """Repacked and other matrices in one table, whose parts begin anywhere."""
@@ -69,7 +69,7 @@ def test_matrices_are_cut_between_groups(n_threads):
     np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max())
 
 
-@needs_byte_products
+@repacks
 def test_rows_that_fill_no_group_stay_as_they_lie():
     assert repack.can_repack(FORMATS["Q4_1"].code, 32)
     assert not repack.can_repack(FORMATS["Q4_1"].code, 40)
