@@ -91,9 +91,11 @@ def prefetch(builder: ir.IRBuilder, address: ir.Value, *, once: bool = False) ->
     builder.call(function, [pointer, I32(0), I32(locality), I32(1)])  # read, data
 
 
-def load_half_lanes(builder: ir.IRBuilder, address: ir.Value, n_bytes: Any = 0) -> ir.Value:
-    """Sixteen consecutive f16 as <16 x float>."""
-    return builder.fpext(load(builder, vec(F16), address, n_bytes), VF)
+def load_half_lanes(
+    builder: ir.IRBuilder, address: ir.Value, n_bytes: Any = 0, count: int = LANES
+) -> ir.Value:
+    """Sixteen (or ``count``) consecutive f16 as <16 x float>."""
+    return builder.fpext(load(builder, vec(F16, count), address, n_bytes), vec(F32, count))
 
 
 def sum_lanes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
@@ -119,22 +121,23 @@ def max_lanes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 
 def sum_many(builder: ir.IRBuilder, values: Sequence[ir.Value]) -> ir.Value:
-    """Lane i of the result is the sum of the lanes of ``values[i]``; 16 vectors of 16 lanes.
+    """Lane i of the result is the sum of the lanes of ``values[i]``; n vectors of n lanes.
 
     A binary tree of interleaves: 15 additions for 16 sums, where reducing each vector by itself
     costs 64.
     """
-    assert len(values) == LANES
+    n = len(values)
+    assert n == values[0].type.count
     level = list(values)
     width = 1
     while len(level) > 1:
-        stride = LANES // (2 * width)  # lanes between the two partial sums to add
-        first_lanes = [lane for lane in range(LANES) if not (lane // stride) & 1]
-        second_lanes = [lane for lane in range(LANES) if (lane // stride) & 1]
+        stride = n // (2 * width)  # lanes between the two partial sums to add
+        first_lanes = [lane for lane in range(n) if not (lane // stride) & 1]
+        second_lanes = [lane for lane in range(n) if (lane // stride) & 1]
         paired = []
         for a, b in zip(level[0::2], level[1::2], strict=True):
-            first = shuffle(builder, a, b, first_lanes + [LANES + i for i in first_lanes])
-            second = shuffle(builder, a, b, second_lanes + [LANES + i for i in second_lanes])
+            first = shuffle(builder, a, b, first_lanes + [n + i for i in first_lanes])
+            second = shuffle(builder, a, b, second_lanes + [n + i for i in second_lanes])
             paired.append(builder.fadd(first, second))
         level = paired
         width *= 2

@@ -5,6 +5,10 @@ widened once for a tile of up to four query heads of its GQA group, and the dot 
 are summed across lanes together (emit.sum_many). Rows are consecutive, or listed by int32 numbers.
 A ``mode`` says both: the kind of the rows, + GATHER for listed ones; so 0 and 1 are modes of f16.
 
+Sums are as wide as the CPU's vectors, and as many as its registers hold: 16 of 16 lanes with
+AVX-512, 8 of 8 elsewhere (AVX2 has 16 registers; with twice the sums attention took three times as
+long there).
+
 There is code for every tile and mode, a lot to compile. So it is compiled once, when this file is
 imported, and the linker gets it as a symbol: a kernel holds a call, not a copy.
 """
@@ -30,6 +34,10 @@ AHEAD_SCAN, AHEAD_GATHER = 96, 40  # rows between a load and its prefetch
 NEGATIVE_INFINITY = np.float32(-np.inf)
 MAX_TILE = 4  # query heads
 MODES = (F16_ROWS, F16_ROWS | GATHER, Q8_0, Q8_0 | GATHER)
+WIDTH = LANES if binding.get_host_cpu_features().get("avx512f", False) else 8
+VW = vec(F32, WIDTH)
+# Dims of a tile's values that registers sum at a time, a multiple of 16.
+WIDE_DIMS = dict.fromkeys(range(1, 5), 64) if WIDTH == LANES else {1: 64, 2: 32, 3: 32, 4: 16}
 SCORES, VALUES = "sparsekv_tile_scores", "sparsekv_tile_values"
 _TEN_NUMBERS = types.void(*[types.int64] * 10)
 
@@ -52,24 +60,20 @@ def _rows_ahead(b, base, row_bytes, idx, j, n_rows, last, mode):
     return rows
 
 
-def _row_lanes(b, mode, row, d, c, n_vectors):
-    """Elements c .. c + 16 n_vectors of the row at an address, as <16 x float> each.
-
-    c is a multiple of 16; of 32 where several vectors of a q8_0 row are taken. d: of the row.
-    """
+def _row_scale(b, mode, row, d, c):
+    """The scale of a q8_0 row's block that element c is in, a vector; d: of the row."""
     if not mode & Q8_0:
-        return [
-            emit.load_half_lanes(b, b.add(row, b.mul(b.add(c, I64(LANES * i)), I64(2))))
-            for i in range(n_vectors)
-        ]
-    scales = b.add(b.add(row, d), b.mul(b.udiv(c, I64(QUANT_BLOCK)), I64(2)))
-    lanes, a_block = [], QUANT_BLOCK // LANES
-    for i in range(n_vectors):
-        if i % a_block == 0:
-            scale = splat(b, b.fpext(load(b, F16, scales, 2 * (i // a_block)), F32))
-        quants = load(b, vec(I8), b.add(row, c), LANES * i)
-        lanes.append(b.fmul(b.sitofp(b.sext(quants, VI), VF), scale))
-    return lanes
+        return None
+    at = b.add(b.add(row, d), b.mul(b.udiv(c, I64(QUANT_BLOCK)), I64(2)))
+    return splat(b, b.fpext(load(b, F16, at), F32), WIDTH)
+
+
+def _row_vector(b, mode, row, c, scale):
+    """Elements c .. c + WIDTH of the row at an address, as a vector; scale: ``_row_scale``."""
+    if scale is None:
+        return emit.load_half_lanes(b, b.add(row, b.mul(c, I64(2))), 0, WIDTH)
+    quants = b.sext(load(b, vec(I8, WIDTH), b.add(row, c)), vec(I32, WIDTH))
+    return b.fmul(b.sitofp(quants, VW), scale)
 
 
 def _element_bytes(mode):
@@ -79,7 +83,7 @@ def _element_bytes(mode):
 
 def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
     """The code of ``tile_scores`` for one tile and mode, ints."""
-    n_keys = LANES // tile
+    n_keys = WIDTH // tile
     last = b.sub(count, I64(1))
 
     def group(j, carried):
@@ -96,35 +100,38 @@ def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
                 emit.prefetch(b, b.add(row, d))  # the scales
 
         def dims(n_vectors):
-            """Adds the products of 16 n_vectors dims from c on."""
+            """Adds the products of n_vectors vectors of dims from c on."""
 
             def body(c, sums):
                 for row in ahead:
                     at = b.add(row, b.mul(c, I64(_element_bytes(mode))))
                     emit.prefetch(b, at, once=not mode & GATHER)
-                keys = [_row_lanes(b, mode, row, d, c, n_vectors) for row in rows]
+                scales = [_row_scale(b, mode, row, d, c) for row in rows]
                 for vector in range(n_vectors):
-                    new = []
-                    for t in range(tile):
-                        at = b.add(b.add(b.mul(I64(t), d), c), I64(LANES * vector))
-                        query = load(b, VF, b.add(q, b.mul(at, I64(4))))
-                        for i in range(n_keys):
+                    at = b.add(c, I64(WIDTH * vector))
+                    queries = [
+                        load(b, VW, b.add(q, b.mul(b.add(b.mul(I64(t), d), at), I64(4))))
+                        for t in range(tile)
+                    ]
+                    sums = list(sums)
+                    for i, (row, scale) in enumerate(zip(rows, scales, strict=True)):
+                        key = _row_vector(b, mode, row, at, scale)
+                        for t, query in enumerate(queries):
                             dot = sums[t * n_keys + i]
-                            new.append(emit.fma(b, keys[i][vector], query, dot))
-                    sums = new
+                            sums[t * n_keys + i] = emit.fma(b, key, query, dot)
                 return sums
 
             return body
 
-        zero = const(F32, 0.0)
+        zero = const(F32, 0.0, WIDTH)
         sums = [zero] * (tile * n_keys)
         if mode & Q8_0:
             whole = b.sub(d, b.urem(d, I64(QUANT_BLOCK)))
-            sums = emit.loop(b, I64(0), whole, QUANT_BLOCK, sums, dims(QUANT_BLOCK // LANES))
-            sums = emit.loop(b, whole, d, LANES, sums, dims(1))
+            sums = emit.loop(b, I64(0), whole, QUANT_BLOCK, sums, dims(QUANT_BLOCK // WIDTH))
+            sums = emit.loop(b, whole, d, LANES, sums, dims(LANES // WIDTH))
         else:
-            sums = emit.loop(b, I64(0), d, LANES, sums, dims(1))
-        sums += [zero] * (LANES - len(sums))
+            sums = emit.loop(b, I64(0), d, LANES, sums, dims(LANES // WIDTH))
+        sums += [zero] * (WIDTH - len(sums))
         dots = emit.sum_many(b, sums)
         for t in range(tile):
             at = b.add(out, b.mul(b.add(b.mul(I64(t), out_stride), j), I64(4)))
@@ -140,23 +147,28 @@ def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
     size = _element_bytes(mode)
 
     def chunk(c, n_vectors):
-        """Accumulates dims c .. c + 16 n_vectors."""
+        """Accumulates dims c .. c + WIDTH n_vectors."""
         unroll = max(1, 8 // (tile * n_vectors))
         acc_at = [
-            b.add(acc, b.mul(b.add(b.add(b.mul(I64(t), d), c), I64(LANES * i)), I64(4)))
+            b.add(acc, b.mul(b.add(b.add(b.mul(I64(t), d), c), I64(WIDTH * i)), I64(4)))
             for t in range(tile)
             for i in range(n_vectors)
         ]
 
         def key(j, sums):
             row = _row_address(b, v, row_bytes, idx, j, mode)
-            values = _row_lanes(b, mode, row, d, c, n_vectors)
-            new = []
+            weights = []
             for t in range(tile):
                 weight_at = b.add(p, b.mul(b.add(b.mul(I64(t), p_stride), j), I64(4)))
-                weight = splat(b, load(b, F32, weight_at))
-                for i in range(n_vectors):
-                    new.append(emit.fma(b, values[i], weight, sums[t * n_vectors + i]))
+                weights.append(splat(b, load(b, F32, weight_at), WIDTH))
+            new = list(sums)
+            for i in range(n_vectors):
+                at = b.add(c, I64(WIDTH * i))
+                if WIDTH * i % QUANT_BLOCK == 0:
+                    scale = _row_scale(b, mode, row, d, at)
+                values = _row_vector(b, mode, row, at, scale)
+                for t, weight in enumerate(weights):
+                    new[t * n_vectors + i] = emit.fma(b, values, weight, new[t * n_vectors + i])
             return new
 
         n_sums = len(acc_at)
@@ -165,7 +177,7 @@ def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
         def keys(j, sums):
             for row in _rows_ahead(b, v, row_bytes, idx, j, unroll, last, mode):
                 first = b.add(row, b.mul(c, I64(size)))
-                for line in range(0, size * LANES * n_vectors, 64):
+                for line in range(0, size * WIDTH * n_vectors, 64):
                     emit.prefetch(b, b.add(first, I64(line)), once=not mode & GATHER)
                 if mode & Q8_0:
                     emit.prefetch(b, b.add(row, d))  # the scales
@@ -174,9 +186,9 @@ def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
                 new += key(b.add(j, I64(u)), sums[u * n_sums : (u + 1) * n_sums])
             return new
 
-        zero = const(F32, 0.0)
+        zero = const(F32, 0.0, WIDTH)
         whole = b.sub(count, b.srem(count, I64(unroll)))
-        start = [load(b, VF, at) for at in acc_at] + [zero] * (n_sums * (unroll - 1))
+        start = [load(b, VW, at) for at in acc_at] + [zero] * (n_sums * (unroll - 1))
         sums = emit.loop(b, I64(0), whole, unroll, start, keys)
         for u in range(1, unroll):
             sums[:n_sums] = [b.fadd(sums[i], sums[u * n_sums + i]) for i in range(n_sums)]
@@ -184,16 +196,18 @@ def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
         for at, value in zip(acc_at, sums, strict=True):
             emit.store(b, value, at)
 
+    dims = WIDE_DIMS[tile]
+
     def wide(c, carried):
-        chunk(c, 4)
+        chunk(c, dims // WIDTH)
         return []
 
     def narrow(c, carried):
-        chunk(c, 1)
+        chunk(c, LANES // WIDTH)
         return []
 
-    whole = b.sub(d, b.srem(d, I64(64)))
-    emit.loop(b, I64(0), whole, 64, [], wide)
+    whole = b.sub(d, b.srem(d, I64(dims)))
+    emit.loop(b, I64(0), whole, dims, [], wide)
     emit.loop(b, whole, d, LANES, [], narrow)
 
 
