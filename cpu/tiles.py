@@ -34,10 +34,12 @@ AHEAD_SCAN, AHEAD_GATHER = 96, 40  # rows between a load and its prefetch
 NEGATIVE_INFINITY = np.float32(-np.inf)
 MAX_TILE = 4  # query heads
 MODES = (F16_ROWS, F16_ROWS | GATHER, Q8_0, Q8_0 | GATHER)
-WIDTH = LANES if binding.get_host_cpu_features().get("avx512f", False) else 8
-VW = vec(F32, WIDTH)
+VECTOR_LANES = LANES if binding.get_host_cpu_features().get("avx512f", False) else 8
+VW = vec(F32, VECTOR_LANES)
 # Dims of a tile's values that registers sum at a time, a multiple of 16.
-WIDE_DIMS = dict.fromkeys(range(1, 5), 64) if WIDTH == LANES else {1: 64, 2: 32, 3: 32, 4: 16}
+WIDE_DIMS = (
+    dict.fromkeys(range(1, 5), 64) if VECTOR_LANES == LANES else {1: 64, 2: 32, 3: 32, 4: 16}
+)
 SCORES, VALUES = "sparsekv_tile_scores", "sparsekv_tile_values"
 _TEN_NUMBERS = types.void(*[types.int64] * 10)
 
@@ -60,19 +62,19 @@ def _rows_ahead(b, base, row_bytes, idx, j, n_rows, last, mode):
     return rows
 
 
-def _row_scale(b, mode, row, d, c):
+def row_scale(b, mode, row, d, c):
     """The scale of a q8_0 row's block that element c is in, a vector; d: of the row."""
     if not mode & Q8_0:
         return None
     at = b.add(b.add(row, d), b.mul(b.udiv(c, I64(QUANT_BLOCK)), I64(2)))
-    return splat(b, b.fpext(load(b, F16, at), F32), WIDTH)
+    return splat(b, b.fpext(load(b, F16, at), F32), VECTOR_LANES)
 
 
-def _row_vector(b, mode, row, c, scale):
-    """Elements c .. c + WIDTH of the row at an address, as a vector; scale: ``_row_scale``."""
+def row_vector(b, mode, row, c, scale):
+    """Elements c .. c + VECTOR_LANES of the row at an address, as a vector; scale: ``row_scale``."""
     if scale is None:
-        return emit.load_half_lanes(b, b.add(row, b.mul(c, I64(2))), 0, WIDTH)
-    quants = b.sext(load(b, vec(I8, WIDTH), b.add(row, c)), vec(I32, WIDTH))
+        return emit.load_half_lanes(b, b.add(row, b.mul(c, I64(2))), 0, VECTOR_LANES)
+    quants = b.sext(load(b, vec(I8, VECTOR_LANES), b.add(row, c)), vec(I32, VECTOR_LANES))
     return b.fmul(b.sitofp(quants, VW), scale)
 
 
@@ -83,7 +85,7 @@ def _element_bytes(mode):
 
 def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
     """The code of ``tile_scores`` for one tile and mode, ints."""
-    n_keys = WIDTH // tile
+    n_keys = VECTOR_LANES // tile
     last = b.sub(count, I64(1))
 
     def group(j, carried):
@@ -106,16 +108,16 @@ def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
                 for row in ahead:
                     at = b.add(row, b.mul(c, I64(_element_bytes(mode))))
                     emit.prefetch(b, at, once=not mode & GATHER)
-                scales = [_row_scale(b, mode, row, d, c) for row in rows]
+                scales = [row_scale(b, mode, row, d, c) for row in rows]
                 for vector in range(n_vectors):
-                    at = b.add(c, I64(WIDTH * vector))
+                    at = b.add(c, I64(VECTOR_LANES * vector))
                     queries = [
                         load(b, VW, b.add(q, b.mul(b.add(b.mul(I64(t), d), at), I64(4))))
                         for t in range(tile)
                     ]
                     sums = list(sums)
                     for i, (row, scale) in enumerate(zip(rows, scales, strict=True)):
-                        key = _row_vector(b, mode, row, at, scale)
+                        key = row_vector(b, mode, row, at, scale)
                         for t, query in enumerate(queries):
                             dot = sums[t * n_keys + i]
                             sums[t * n_keys + i] = emit.fma(b, key, query, dot)
@@ -123,15 +125,15 @@ def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
 
             return body
 
-        zero = const(F32, 0.0, WIDTH)
+        zero = const(F32, 0.0, VECTOR_LANES)
         sums = [zero] * (tile * n_keys)
         if mode & Q8_0:
             whole = b.sub(d, b.urem(d, I64(QUANT_BLOCK)))
-            sums = emit.loop(b, I64(0), whole, QUANT_BLOCK, sums, dims(QUANT_BLOCK // WIDTH))
-            sums = emit.loop(b, whole, d, LANES, sums, dims(LANES // WIDTH))
+            sums = emit.loop(b, I64(0), whole, QUANT_BLOCK, sums, dims(QUANT_BLOCK // VECTOR_LANES))
+            sums = emit.loop(b, whole, d, LANES, sums, dims(LANES // VECTOR_LANES))
         else:
-            sums = emit.loop(b, I64(0), d, LANES, sums, dims(LANES // WIDTH))
-        sums += [zero] * (WIDTH - len(sums))
+            sums = emit.loop(b, I64(0), d, LANES, sums, dims(LANES // VECTOR_LANES))
+        sums += [zero] * (VECTOR_LANES - len(sums))
         dots = emit.sum_many(b, sums)
         for t in range(tile):
             at = b.add(out, b.mul(b.add(b.mul(I64(t), out_stride), j), I64(4)))
@@ -147,10 +149,10 @@ def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
     size = _element_bytes(mode)
 
     def chunk(c, n_vectors):
-        """Accumulates dims c .. c + WIDTH n_vectors."""
+        """Accumulates dims c .. c + VECTOR_LANES n_vectors."""
         unroll = max(1, 8 // (tile * n_vectors))
         acc_at = [
-            b.add(acc, b.mul(b.add(b.add(b.mul(I64(t), d), c), I64(WIDTH * i)), I64(4)))
+            b.add(acc, b.mul(b.add(b.add(b.mul(I64(t), d), c), I64(VECTOR_LANES * i)), I64(4)))
             for t in range(tile)
             for i in range(n_vectors)
         ]
@@ -160,13 +162,13 @@ def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
             weights = []
             for t in range(tile):
                 weight_at = b.add(p, b.mul(b.add(b.mul(I64(t), p_stride), j), I64(4)))
-                weights.append(splat(b, load(b, F32, weight_at), WIDTH))
+                weights.append(splat(b, load(b, F32, weight_at), VECTOR_LANES))
             new = list(sums)
             for i in range(n_vectors):
-                at = b.add(c, I64(WIDTH * i))
-                if WIDTH * i % QUANT_BLOCK == 0:
-                    scale = _row_scale(b, mode, row, d, at)
-                values = _row_vector(b, mode, row, at, scale)
+                at = b.add(c, I64(VECTOR_LANES * i))
+                if VECTOR_LANES * i % QUANT_BLOCK == 0:
+                    scale = row_scale(b, mode, row, d, at)
+                values = row_vector(b, mode, row, at, scale)
                 for t, weight in enumerate(weights):
                     new[t * n_vectors + i] = emit.fma(b, values, weight, new[t * n_vectors + i])
             return new
@@ -177,7 +179,7 @@ def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
         def keys(j, sums):
             for row in _rows_ahead(b, v, row_bytes, idx, j, unroll, last, mode):
                 first = b.add(row, b.mul(c, I64(size)))
-                for line in range(0, size * WIDTH * n_vectors, 64):
+                for line in range(0, size * VECTOR_LANES * n_vectors, 64):
                     emit.prefetch(b, b.add(first, I64(line)), once=not mode & GATHER)
                 if mode & Q8_0:
                     emit.prefetch(b, b.add(row, d))  # the scales
@@ -186,7 +188,7 @@ def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
                 new += key(b.add(j, I64(u)), sums[u * n_sums : (u + 1) * n_sums])
             return new
 
-        zero = const(F32, 0.0, WIDTH)
+        zero = const(F32, 0.0, VECTOR_LANES)
         whole = b.sub(count, b.srem(count, I64(unroll)))
         start = [load(b, VW, at) for at in acc_at] + [zero] * (n_sums * (unroll - 1))
         sums = emit.loop(b, I64(0), whole, unroll, start, keys)
@@ -199,11 +201,11 @@ def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
     dims = WIDE_DIMS[tile]
 
     def wide(c, carried):
-        chunk(c, dims // WIDTH)
+        chunk(c, dims // VECTOR_LANES)
         return []
 
     def narrow(c, carried):
-        chunk(c, LANES // WIDTH)
+        chunk(c, LANES // VECTOR_LANES)
         return []
 
     whole = b.sub(d, b.srem(d, I64(dims)))
