@@ -52,7 +52,7 @@ def _rows_ahead(b, base, row_bytes, idx, j, n_rows, last, mode):
     return rows
 
 
-def _row_lanes(b, mode, row, d, c, n_vectors):
+def row_lanes(b, mode, row, d, c, n_vectors):
     """Elements c .. c + 16 n_vectors of the row at an address, as <16 x float> each.
 
     c is a multiple of 16; of 32 where several vectors of a q8_0 row are taken. d: of the row.
@@ -102,7 +102,7 @@ def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
                 for row in ahead:
                     at = b.add(row, b.mul(c, I64(_element_bytes(mode))))
                     emit.prefetch(b, at, once=not mode & GATHER)
-                keys = [_row_lanes(b, mode, row, d, c, n_vectors) for row in rows]
+                keys = [row_lanes(b, mode, row, d, c, n_vectors) for row in rows]
                 for vector in range(n_vectors):
                     new = []
                     for t in range(tile):
@@ -150,7 +150,7 @@ def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
 
         def key(j, sums):
             row = _row_address(b, v, row_bytes, idx, j, mode)
-            values = _row_lanes(b, mode, row, d, c, n_vectors)
+            values = row_lanes(b, mode, row, d, c, n_vectors)
             new = []
             for t in range(tile):
                 weight_at = b.add(p, b.mul(b.add(b.mul(I64(t), p_stride), j), I64(4)))
