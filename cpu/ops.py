@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv_cli.cpu import attention, prefill_attention
+from sparsekv_cli.cpu import attention, prefill_attention, prefill_attention_f32
 from sparsekv_cli.cpu.chain import DenseStep
 
 TASKS_A_THREAD = 8  # of a prefill's attention, so that threads end together
@@ -15,23 +15,40 @@ TASKS_A_THREAD = 8  # of a prefill's attention, so that threads end together
 def dense_prefill(store: Any, x: Any, spec: Any) -> Any:
     """Causal attention of a chunk whose K and V are the last T rows of ``store``.
 
-    x.q torch (H, T, d) -> torch (H, T, d_v) in q's type. Rows before the chunk need no mask: a kv
-    head's queries are folded into one long list there, and the two softmaxes are merged by their
-    log-sum-exp, so nothing of size T x n is ever held.
+    x.q torch (H, T, d) -> torch (H, T, d_v) in q's type. f32 goes over the rows as they are stored:
+    decode sees the very same keys and values.
+    """
+    import torch
+
+    if x.q.dtype == torch.float32:
+        # The output's rows lie by token, as its projection reads them.
+        out = torch.empty(x.q.shape[1], spec.n_head, spec.value_dim)
+        prefill_attention_f32.attend_causal(
+            x.q.contiguous().numpy(), store.layout, spec.n_head_kv, store.n, spec.scale,
+            out.numpy(), spec.n_threads,
+        )  # fmt: skip
+        return out.transpose(0, 1)
+    fits = x.q.dtype == torch.bfloat16 and spec.head_dim % 2 == 0
+    if fits and prefill_attention.is_available():
+        return _fused_prefill(store, x, spec)
+    return _torch_prefill(store, x, spec)
+
+
+def _torch_prefill(store: Any, x: Any, spec: Any) -> Any:
+    """``dense_prefill`` by torch, for bf16 where that is fast (AMX, Arm) or was asked for.
+
+    Rows before the chunk need no mask: a kv head's queries are folded into one long list there, and
+    the two softmaxes are merged by their log-sum-exp, so nothing of size T x n is ever held.
     """
     import torch
 
     n, n_new = store.n, x.q.shape[1]
-    fits = x.q.dtype == torch.bfloat16 and spec.head_dim % 2 == 0
-    if fits and prefill_attention.is_available():
-        return _fused_prefill(store, x, spec)
     n_past = n - n_new
     n_kv, group = spec.n_head_kv, spec.group
     scale = float(spec.scale)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     width = max(spec.head_dim, spec.value_dim)  # a torch kernel wants one head size
     pad = torch.nn.functional.pad
-    # The rows as they are stored: with an f32 prefill, decode sees the very same keys and values.
     k = pad(store.keys()[..., : spec.head_dim].to(x.q.dtype), (0, width - spec.head_dim))
     v = pad(store.values()[..., : spec.value_dim].to(x.q.dtype), (0, width - spec.value_dim))
     q = pad(x.q, (0, width - spec.head_dim))[None]  # (1, H, T, width)

@@ -71,7 +71,7 @@ def row_scale(b, mode, row, d, c):
 
 
 def row_vector(b, mode, row, c, scale):
-    """Elements c .. c + VECTOR_LANES of the row at an address, as a vector; scale: ``row_scale``."""
+    """Elements c .. c + VECTOR_LANES of the row at an address; scale: its ``row_scale`` there."""
     if scale is None:
         return emit.load_half_lanes(b, b.add(row, b.mul(c, I64(2))), 0, VECTOR_LANES)
     quants = b.sext(load(b, vec(I8, VECTOR_LANES), b.add(row, c)), vec(I32, VECTOR_LANES))
