@@ -210,16 +210,16 @@ def _pair_dots(b: ir.IRBuilder, qs: list[ir.Value], inputs: Inputs, at: ir.Value
     """The same from activations as i16 (integer.py), for AVX2."""
     values = b.add(inputs.high, b.mul(at, I64(2)))
     even = const(I32, 0x00FF00FF)
-    halves = [const(I32, 0, 8)] * 2
+    low = high = const(I32, 0, 8)
     for i, q in enumerate(qs):
         for odd in range(2):
             pairs = b.bitcast(b.and_(b.lshr(q, const(I32, 8 * odd)), even), vec(I16, 32))
             two = emit.splat(b, load(b, I32, values, 8 * i + 4 * odd), 8)
             two = b.bitcast(two, vec(I16, 16))
-            for half in range(2):
-                w = shuffle(b, pairs, pairs, range(16 * half, 16 * half + 16))
-                halves[half] = b.add(halves[half], pair_products(b, w, two))
-    return shuffle(b, *halves, range(LANES))
+            first, second = (shuffle(b, pairs, pairs, range(lane, lane + 16)) for lane in (0, 16))
+            low = b.add(low, pair_products(b, first, two))
+            high = b.add(high, pair_products(b, second, two))
+    return shuffle(b, low, high, range(LANES))
 
 
 def _add_block(
