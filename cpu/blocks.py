@@ -108,7 +108,7 @@ def lookup16(b: ir.IRBuilder, table: tuple[int, ...], idx: ir.Value) -> ir.Value
     """table[idx] for i8 indices 0..15, by the byte shuffle of the CPU where it has one."""
     n = idx.type.count
     if n > LANES:
-        if n == 64 and binding.get_host_cpu_features().get("avx512bw", False):
+        if n == 64 and emit.has_feature("avx512bw"):
             wide = ir.Constant(vec(I8, n), [value & 255 for value in table] * (n // LANES))
             return emit.call_named(b, "llvm.x86.avx512.pshuf.b.512", idx.type, wide, idx)
         halves = (shuffle(b, idx, idx, lanes) for lanes in (range(n // 2), range(n // 2, n)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic
 
@@ -18,6 +18,11 @@ I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 VF = ir.VectorType(F32, LANES)
 VI = ir.VectorType(I32, LANES)
+
+
+def has_feature(name: str) -> bool:
+    """Whether this CPU has a feature, by LLVM's name for it."""
+    return binding.get_host_cpu_features().get(name, False)
 
 
 def vec(element: ir.Type, count: int = LANES) -> ir.VectorType:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
@@ -94,13 +94,9 @@ def _store_values(b: ir.IRBuilder, q: ir.Value, out: ir.Value, n: ir.Value, i: i
     emit.store(b, low, b.add(b.add(out, n), i))
 
 
-def has_feature(feature: str) -> bool:
-    return binding.get_host_cpu_features().get(feature, False)
-
-
 def pair_products(b: ir.IRBuilder, w: ir.Value, x: ir.Value) -> ir.Value:
     """<16 x i16> w, x -> <8 x i32> of w[2i] x[2i] + w[2i+1] x[2i+1]."""
-    if has_feature("avx2"):
+    if emit.has_feature("avx2"):
         return emit.call_named(b, "llvm.x86.avx2.pmadd.wd", vec(I32, 8), w, x)
     wide = vec(I32, LANES)
     products = b.mul(b.sext(w, wide), b.sext(x, wide))

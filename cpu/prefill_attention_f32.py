@@ -13,14 +13,13 @@ from __future__ import annotations
 from functools import partial, reduce
 
 import numpy as np
-from llvmlite import binding
 from numba import njit, prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu import emit
 from sparsekv_cli.cpu.emit import F32, I32, I64, LANES, const, keep, load, next_task, splat, vec
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
-from sparsekv_cli.cpu.prefill_attention import LOG2_E
+from sparsekv_cli.cpu.prefill_attention import LOG2_E, larger
 from sparsekv_cli.cpu.rows import F16 as F16_ROWS
 from sparsekv_cli.cpu.rows import (
     K_HEAD,
@@ -37,7 +36,7 @@ from sparsekv_cli.cpu.rows import (
 from sparsekv_cli.cpu.tiles import NEGATIVE_INFINITY, VECTOR_LANES, row_scale, row_vector
 
 # A product's sums fill the registers: 12 of AVX2's 16, 24 of AVX-512's 32 (NEON: 24 of 32).
-ROWS, WIDTH = (12, 32) if binding.get_host_cpu_features().get("avx512f") else (6, 16)
+ROWS, WIDTH = (12, 32) if emit.has_feature("avx512f") else (6, 16)
 BLOCK = 192  # keys between two updates of the running softmax, a multiple of ROWS
 UNROLL = 8
 TASK_FLOATS = 1 << 16  # most floats of q and of sums that a task keeps
@@ -72,11 +71,6 @@ def _products(b, count, wide, wide_step, columns):
     return emit.loop(b, whole, count, 1, sums, steps(1))
 
 
-def _larger(b, x, y):
-    """The larger of two numbers; NaN if y is."""
-    return b.select(b.fcmp_ordered(">", x, y), x, y)
-
-
 @intrinsic
 def _score(typingctx, q, d, k, row_bytes, start, free, count, seen, out, peak):
     """out[j] = sum of k[j, c] q[c] over c < d, j < count rounded up to ROWS.
@@ -109,8 +103,8 @@ def _score(typingctx, q, d, k, row_bytes, start, free, count, seen, out, peak):
                 at = b.add(out, b.mul(j, I64(4 * WIDTH)))
                 for r, score in enumerate(scores):
                     emit.store(b, score, at, 4 * WIDTH * r)
-                top = reduce(partial(_larger, b), scores)
-                emit.store(b, _larger(b, load(b, WIDE, peak), top), peak)
+                top = reduce(partial(larger, b), scores)
+                emit.store(b, larger(b, load(b, WIDE, peak), top), peak)
                 return []
 
             return body

@@ -40,14 +40,12 @@ from sparsekv_cli.cpu.emit import (
     shuffle,
     vec,
 )
-from sparsekv_cli.cpu.integer import has_feature, pair_products
+from sparsekv_cli.cpu.integer import pair_products
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 from sparsekv_cli.cpu.vnni import BLOCK, BYTES, LINE, Inputs
 
 GROUP = LANES  # rows side by side
 AHEAD = 8192  # bytes by which weights are fetched before their use
-
-
 HAS_BYTES = vnni.is_available()
 ORDER = (0, 1, 2, 3) if HAS_BYTES else (0, 2, 1, 3)  # of four bytes of a row
 
@@ -142,7 +140,7 @@ REPACKED: dict[int, Repacking] = {
 
 def can_repack(code: int, n_rows: int) -> bool:
     """Whether this CPU gains by repacking a matrix of ggml type ``code``."""
-    return code in REPACKED and n_rows % GROUP == 0 and (HAS_BYTES or has_feature("avx2"))
+    return code in REPACKED and n_rows % GROUP == 0 and (HAS_BYTES or emit.has_feature("avx2"))
 
 
 # --- repacking ------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ AHEAD_SCAN, AHEAD_GATHER = 96, 40  # rows between a load and its prefetch
 NEGATIVE_INFINITY = np.float32(-np.inf)
 MAX_TILE = 4  # query heads
 MODES = (F16_ROWS, F16_ROWS | GATHER, Q8_0, Q8_0 | GATHER)
-VECTOR_LANES = LANES if binding.get_host_cpu_features().get("avx512f", False) else 8
+VECTOR_LANES = LANES if emit.has_feature("avx512f") else 8
 VW = vec(F32, VECTOR_LANES)
 # Dims of a tile's values that registers sum at a time, a multiple of 16.
 WIDE_DIMS = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from llvmlite import binding, ir
+from llvmlite import ir
 
 from sparsekv_cli.cpu import emit
 from sparsekv_cli.cpu.blocks import Block, BlockFormat
@@ -27,14 +27,13 @@ ACCUMULATORS = 2  # sums in flight a row of activations; four rows' sums fit the
 
 def is_available() -> bool:
     """Whether the CPU has vpdpbusd, on 64 bytes (AVX-512) or on 32 (AVX-VNNI)."""
-    features = binding.get_host_cpu_features()
-    return any(features.get(name, False) for name in ("avx512vnni", "avxvnni"))
+    return emit.has_feature("avx512vnni") or emit.has_feature("avxvnni")
 
 
 def dot_bytes(b: ir.IRBuilder, total: ir.Value, w: ir.Value, x: ir.Value) -> ir.Value:
     """total <16 x i32> + sums of four products of w <64 x u8> and x <64 x i8>."""
     w, x = b.bitcast(w, VI), b.bitcast(x, VI)
-    if binding.get_host_cpu_features().get("avx512vnni", False):
+    if emit.has_feature("avx512vnni"):
         return emit.call_named(b, "llvm.x86.avx512.vpdpbusd.512", VI, total, w, x)
     halves = []
     for lanes in (range(8), range(8, 16)):

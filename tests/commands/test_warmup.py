@@ -13,7 +13,7 @@ from sparsekv_cli import session, warmup
 from sparsekv_cli.commands import warmup as warmup_command
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import matvec, repack
-from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE
+from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE, FORMATS
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import METHODS, build_method
 
@@ -53,7 +53,7 @@ def test_every_format_and_type(markers: Path, compiled: list[tuple[Any, ...]]) -
         if repack.can_repack(code, repack.GROUP):
             expected.add(("kernel_address", code, True, True))
     assert set(compiled) == expected and len(compiled) == len(expected)
-    repacks = repack.can_repack(2, repack.GROUP)
+    repacks = repack.can_repack(FORMATS["Q4_1"].code, repack.GROUP)
     assert n_steps == len(expected) + 1 + repacks  # the bandwidth probe, repacking
     assert [done for _, done, _ in reports] == list(range(n_steps + 1))
     assert {total for _, _, total in reports} == {n_steps} and reports[-1][0] == "done"

@@ -11,6 +11,7 @@ from tiny_models import make_model
 
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import repack
+from sparsekv_cli.cpu.blocks import FORMATS
 from sparsekv_cli.methods.full import Full
 from sparsekv_cli.models import repacked
 from sparsekv_cli.session import load_session
@@ -23,7 +24,9 @@ def open_model(path, choice: str):
     return load_session(path, Full(), SessionConfig(prefill_dtype="f32", threads=2, repack=choice))
 
 
-@pytest.mark.skipif(not repack.can_repack(2, repack.GROUP), reason="this CPU does not repack")
+@pytest.mark.skipif(
+    not repack.can_repack(FORMATS["Q4_1"].code, repack.GROUP), reason="this CPU does not repack"
+)
 @pytest.mark.parametrize("wtype", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL"])
 def test_decode_is_the_same_but_for_rounding(wtype, tmp_path):
     path = tmp_path / "tiny.gguf"
