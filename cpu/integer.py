@@ -44,6 +44,29 @@ def quantized_stride(n):
     return (quantized_bytes(n) + 63) // 64 * 64
 
 
+class Rounded(NamedTuple):
+    """A block of activations as integers."""
+
+    halves: list[ir.Value]  # two <16 x float>
+    scale: ir.Value
+    sums: list[ir.Value]  # of scale * integer over each half
+
+
+def round_block(b: ir.IRBuilder, x: ir.Value, largest: float) -> Rounded:
+    """32 f32 at address x as integers up to ``largest``."""
+    halves = [load(b, VF, x, 4 * LANES * h) for h in range(2)]
+    sizes = [emit.call_named(b, "llvm.fabs.v16f32", VF, half) for half in halves]
+    peak = emit.max_lanes(b, emit.call_named(b, "llvm.maxnum.v16f32", VF, *sizes))
+    # Below, 1 / scale would overflow to infinity; such a block counts as zeros.
+    is_zero = b.fcmp_ordered("<", peak, F32(SMALLEST))
+    scale = b.fdiv(peak, F32(largest))
+    inverse = splat(b, b.select(is_zero, F32(0.0), b.fdiv(F32(largest), peak)))
+    scaled = (b.fmul(half, inverse) for half in halves)
+    rounded = [emit.call_named(b, "llvm.rint.v16f32", VF, half) for half in scaled]
+    sums = [b.fmul(emit.sum_lanes(b, half), scale) for half in rounded]
+    return Rounded(rounded, scale, sums)
+
+
 @intrinsic
 def quantize_activations(typingctx, x, out, n):
     """x f32 (n,) -> i16 blocks at ``out`` (addresses; n a multiple of 32; see quantized_bytes)."""
@@ -56,25 +79,14 @@ def quantize_activations(typingctx, x, out, n):
         sums32 = b.add(sums, b.mul(small, I64(2)))
 
         def body(i, carried):
-            halves = [load(b, VF, b.add(x, b.mul(i, I64(4))), 4 * LANES * h) for h in range(2)]
-            sizes = [emit.call_named(b, "llvm.fabs.v16f32", VF, half) for half in halves]
-            peak = emit.max_lanes(b, emit.call_named(b, "llvm.maxnum.v16f32", VF, *sizes))
-            # Below, 1 / scale would overflow to infinity; such a block counts as zeros.
-            is_zero = b.fcmp_ordered("<", peak, F32(SMALLEST))
-            scale = b.fdiv(peak, F32(LARGEST))
-            inverse = b.select(is_zero, F32(0.0), b.fdiv(F32(LARGEST), peak))
-            emit.store(b, scale, b.add(scales, b.sdiv(b.mul(i, I64(4)), I64(BLOCK))))
-            both = []
-            for h, half in enumerate(halves):
-                scaled = b.fmul(half, splat(b, inverse))
-                rounded = emit.call_named(b, "llvm.rint.v16f32", VF, scaled)
-                _store_values(b, b.fptosi(rounded, VI), out, n, b.add(i, I64(LANES * h)))
-                total = b.fmul(emit.sum_lanes(b, rounded), scale)
+            block = round_block(b, b.add(x, b.mul(i, I64(4))), LARGEST)
+            for h, half in enumerate(block.halves):
+                _store_values(b, b.fptosi(half, VI), out, n, b.add(i, I64(LANES * h)))
                 at = b.add(sums, b.sdiv(b.mul(i, I64(4)), I64(LANES)))
-                emit.store(b, total, at, 4 * h)
-                both.append(total)
-            at = b.add(sums32, b.sdiv(b.mul(i, I64(4)), I64(BLOCK)))
-            emit.store(b, b.fadd(*both), at)
+                emit.store(b, block.sums[h], at, 4 * h)
+            at = b.sdiv(b.mul(i, I64(4)), I64(BLOCK))
+            emit.store(b, block.scale, b.add(scales, at))
+            emit.store(b, b.fadd(*block.sums), b.add(sums32, at))
             return []
 
         emit.loop(b, I64(0), n, BLOCK, [], body)

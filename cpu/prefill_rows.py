@@ -1,8 +1,8 @@
-"""What a prefilled chunk needs between its matrix products, fused, on bf16 rows.
+"""What a prefilled chunk needs between its matrix products, fused, on rows of bf16 or f32.
 
-A dozen torch operations a layer read and write the chunk each; these make one pass: RMS norm to
-bf16; bias, norm and rotation of q/k/v into heads; gated SiLU; the residual sum. bf16 is a uint16
-here: the upper half of an f32. Arithmetic is in f32, rounded once at the end, to nearest even.
+A dozen torch operations a layer read and write the chunk each; these make one pass: RMS norm;
+bias, norm and rotation of q/k/v into heads; gated SiLU; the residual sum. bf16 is a uint16 here:
+the upper half of an f32. Arithmetic is in f32, rounded once at the end, to nearest even.
 """
 
 from __future__ import annotations
@@ -31,28 +31,30 @@ def _narrowed(b: ir.IRBuilder, values: ir.Value) -> ir.Value:
 
 
 @intrinsic
-def narrow(typingctx, value):
-    """bf16 bits (uint16) of a finite f32, to nearest even (numba code)."""
+def rounded(typingctx, out, value):
+    """A finite f32 as the array ``out`` holds it: itself, or bf16 bits, to nearest even."""
 
     def codegen(context, builder, signature, args):
-        return _narrowed(builder, args[0])
+        return _narrowed(builder, args[1]) if signature.return_type == types.uint16 else args[1]
 
-    return types.uint16(types.float32), codegen
+    return out.dtype(out, types.float32), codegen
 
 
 @intrinsic
-def widen(typingctx, bits):
-    """The f32 of bf16 bits (numba code)."""
+def widen(typingctx, value):
+    """The f32 of bf16 bits, or of an f32 (numba code)."""
 
     def codegen(context, builder, signature, args):
+        if signature.args[0] == types.float32:
+            return args[0]
         return builder.bitcast(builder.shl(builder.zext(args[0], I32), I32(16)), F32)
 
-    return types.float32(types.uint16), codegen
+    return types.float32(value), codegen
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY, fastmath=FAST)
 def norm_rows(x, weight, eps, out, n_threads):
-    """out bf16 (T, n) = x / sqrt(mean(x^2) + eps) * weight; x f32 (T, n)."""
+    """out (T, n) = x / sqrt(mean(x^2) + eps) * weight; x f32 (T, n)."""
     n_rows, n = x.shape
     for part in prange(n_threads):
         for row in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
@@ -61,12 +63,12 @@ def norm_rows(x, weight, eps, out, n_threads):
                 total += x[row, c] * x[row, c]
             scale = np.float32(1) / np.sqrt(total / np.float32(n) + eps)
             for c in range(n):
-                out[row, c] = narrow(x[row, c] * scale * weight[c])
+                out[row, c] = rounded(out, x[row, c] * scale * weight[c])
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def add_rows(x, y, n_threads):
-    """x += y; x f32 (T, n), y bf16 (T, n)."""
+    """x += y; x f32 (T, n)."""
     n_rows, n = x.shape
     for part in prange(n_threads):
         for row in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
@@ -76,7 +78,7 @@ def add_rows(x, y, n_threads):
 
 @njit(cache=True, nogil=True, fastmath=FAST)
 def _head(raw, bias, norm, eps, cos, sin, interleaved, work, out_nope, out):
-    """Bias, norm and rotation of one head of one token: raw bf16 (d,) -> out_nope, out bf16 (d,).
+    """Bias, norm and rotation of one head of one token: raw (d,) -> out_nope, out (d,).
 
     work f32 (2, d) scratch; out_nope and out in half-split order.
     """
@@ -103,13 +105,13 @@ def _head(raw, bias, norm, eps, cos, sin, interleaved, work, out_nope, out):
     else:
         ordered[:] = values
     for c in range(d):
-        out_nope[c] = narrow(ordered[c])
+        out_nope[c] = rounded(out_nope, ordered[c])
     for i in range(half):
         a, b = ordered[i], ordered[half + i]
-        out[i] = narrow(a * cos[i] - b * sin[i])
-        out[half + i] = narrow(a * sin[i] + b * cos[i])
+        out[i] = rounded(out, a * cos[i] - b * sin[i])
+        out[half + i] = rounded(out, a * sin[i] + b * cos[i])
     for c in range(2 * half, d):
-        out[c] = narrow(ordered[c])
+        out[c] = rounded(out, ordered[c])
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
@@ -119,8 +121,8 @@ def split_heads(
 ):  # fmt: skip
     """A chunk's q/k/v as the projection gives them, into heads, with bias, norm and rotation.
 
-    raw bf16 (T, H d + G d + G d_v); biases f32 as wide or empty, norms f32 (d,) or empty; cos, sin
-    f32 (T, n_rot / 2). q, q_nope bf16 (H, T, d), k, k_nope (G, T, d), v (G, T, d_v).
+    raw (T, H d + G d + G d_v); biases f32 as wide or empty, norms f32 (d,) or empty; cos, sin
+    f32 (T, n_rot / 2). q, q_nope (H, T, d), k, k_nope (G, T, d), v (G, T, d_v).
     """
     n_head, n_rows, d = q.shape
     n_kv, d_v = v.shape[0], v.shape[2]
@@ -146,45 +148,53 @@ def split_heads(
                     value = widen(raw[t, at + c])
                     if v_bias.shape[0]:
                         value += v_bias[g * d_v + c]
-                    v[g, t, c] = narrow(value)
+                    v[g, t, c] = rounded(v, value)
                 at += d_v
 
 
 @intrinsic
-def _gate_lanes(typingctx, gate, up, out, count):
-    """out[i] = up[i] gate[i] / (1 + e^-gate[i]), i < count, a multiple of 16; bf16, addresses."""
+def _gate_lanes(typingctx, rows, gate, up, out, count):
+    """out[i] = up[i] gate[i] / (1 + e^-gate[i]), i < count, a multiple of 16; addresses.
+
+    rows: an array of the type of all three.
+    """
 
     def codegen(context, b, signature, args):
-        gate, up, out, count = args
+        _, gate, up, out, count = args
+        in_bf16 = signature.args[0].dtype == types.uint16
+        size = 2 if in_bf16 else 4
 
         def wide(address, at):
+            if not in_bf16:
+                return load(b, VF, b.add(address, at))
             bits = b.zext(load(b, vec(I16), b.add(address, at)), VI)
             return b.bitcast(b.shl(bits, const(I32, 16)), VF)
 
         def body(j, carried):
-            at = b.mul(j, I64(2))
+            at = b.mul(j, I64(size))
             g, u = wide(gate, at), wide(up, at)
             e = exp_lanes(b, b.fneg(emit.call_named(b, "llvm.fabs.v16f32", VF, g)))
             top = b.select(b.fcmp_ordered(">=", g, const(F32, 0.0)), const(F32, 1.0), e)
             sigmoid = b.fdiv(top, b.fadd(const(F32, 1.0), e))
-            emit.store(b, _narrowed(b, b.fmul(b.fmul(g, sigmoid), u)), b.add(out, at))
+            result = b.fmul(b.fmul(g, sigmoid), u)
+            emit.store(b, _narrowed(b, result) if in_bf16 else result, b.add(out, at))
             return []
 
         emit.loop(b, I64(0), count, LANES, [], body)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 4), codegen
+    return types.void(rows, *[types.int64] * 4), codegen
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def gate_rows(gate_up, out, n_threads):
-    """out = silu(gate) * up; gate_up bf16 (T, 2 n): gate, then up; out bf16 (T, n)."""
+    """out = silu(gate) * up; gate_up (T, 2 n): gate, then up; out (T, n)."""
     n_rows, n = out.shape
     whole = n // LANES * LANES
     for part in prange(n_threads):
         for row in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
             gate, up = gate_up[row], gate_up[row, n:]
-            _gate_lanes(gate.ctypes.data, up.ctypes.data, out[row].ctypes.data, whole)
+            _gate_lanes(out, gate.ctypes.data, up.ctypes.data, out[row].ctypes.data, whole)
             for c in range(whole, n):
                 g = widen(gate[c])
-                out[row, c] = narrow(g / (np.float32(1) + np.exp(-g)) * widen(up[c]))
+                out[row, c] = rounded(out, g / (np.float32(1) + np.exp(-g)) * widen(up[c]))

@@ -1,16 +1,15 @@
 """The decoder, twice: a readable torch path for chunks of rows, and fused CPU calls for one row.
 
-``forward`` (forward.py) is the reference and the prefill; each layer's weights are dequantised for
-it, into a scratch of one layer's size. ``decode`` runs the numba kernels of cpu/layer.py on the
-quantised weights, for a row of one sequence or of each of several. tests/models/test_decoder.py
-holds the two together.
+``forward`` (forward.py) is the prefill, and in f32 the reference; products.py multiplies for it.
+``decode`` runs the numba kernels of cpu/layer.py on the quantised weights, for a row of one
+sequence or of each of several. tests/models/test_decoder.py holds the two together.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -18,22 +17,26 @@ from llvmlite import binding
 from torch.nn.functional import linear
 
 from sparsekv_cli.cache import AttnInput, LayerCache
-from sparsekv_cli.cpu import matvec
+from sparsekv_cli.cpu import matvec, prefill_tiles
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.decode_step import DecodeStep
-from sparsekv_cli.models.forward import Forward
+from sparsekv_cli.models.forward import Forward, Product
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.prefill_rows import FusedRows, Rows, TorchRows
+from sparsekv_cli.models.products import IntegerProducts, Products
 from sparsekv_cli.models.repacked import repack_weights, wants_repacking
 from sparsekv_cli.models.rope import RopeTable
 from sparsekv_cli.models.weights import Weights
 
 
 def cpu_prefill_dtype() -> torch.dtype:
-    """bf16 where the CPU multiplies it in hardware (AMX, AVX-512 BF16, Arm BF16), otherwise f32."""
+    """bf16 where the CPU multiplies it in hardware (AMX, AVX-512 BF16, Arm BF16), otherwise int8
+    where the CPU has byte products, otherwise f32.
+    """
     features = binding.get_host_cpu_features()
-    has_bf16 = any(features.get(name) for name in ("avx512bf16", "amx-bf16", "bf16"))
-    return torch.bfloat16 if has_bf16 else torch.float32
+    if any(features.get(name) for name in ("avx512bf16", "amx-bf16", "bf16")):
+        return torch.bfloat16
+    return torch.int8 if prefill_tiles.is_available() else torch.float32
 
 
 def give_back_memory() -> None:
@@ -57,26 +60,29 @@ class Decoder(Forward):
         chunk: int,
         repack: str = "auto",
     ) -> None:
-        """repack: ``auto``, ``on`` or ``off``, of the weights that ``decode`` reads."""
+        """prefill_dtype: of the products: f32, bf16, or int8, whose other arithmetic is f32.
+        repack: ``auto``, ``on`` or ``off``, of the weights that ``decode`` reads.
+        """
         self.hparams = hparams
         self.architecture = architecture
         self.weights = weights
         self.n_threads = n_threads
-        self.dtype = prefill_dtype
+        self.prefill_dtype = prefill_dtype
+        in_integers = prefill_dtype == torch.int8
+        self.dtype = torch.float32 if in_integers else prefill_dtype  # of a prefill's rows
         self.chunk = chunk
         self.rope = RopeTable(hparams, weights.rope_freqs)
-        fused_rows = prefill_dtype == torch.bfloat16
-        interleaved = architecture.rope_interleaved
-        self.rows: Rows = (
-            FusedRows(hparams, self.rope, interleaved, n_threads)
-            if fused_rows
-            else TorchRows(hparams, self.rope, interleaved, prefill_dtype)
+        model = (hparams, self.rope, architecture.rope_interleaved)
+        self.rows: Rows = TorchRows(*model, self.dtype)
+        if prefill_dtype != torch.float32:
+            self.rows = FusedRows(*model, self.dtype, n_threads)
+        self._products = (
+            IntegerProducts(n_threads) if in_integers else Products(self.dtype, n_threads)
         )
         self.layers, self.output_norm = weights.layers, weights.output_norm
         repacks = wants_repacking(weights, repack)
         self._decode_weights = repack_weights(weights) if repacks else weights
         self._step = self._new_step(1)
-        self._scratch: dict[str, torch.Tensor] = {}  # a layer's matrices during ``forward``
 
     # --- a row a sequence, fused ----------------------------------------------------------------
 
@@ -135,7 +141,7 @@ class Decoder(Forward):
 
     def output(self, normed: torch.Tensor) -> np.ndarray:
         """Few rows use the quantised weights as they lie."""
-        self._scratch = {}  # the layers are done, and the peak of a long prompt's memory is now
+        self._products.clear()  # the layers are done, and the peak of a long prompt is now
         give_back_memory()
         head = self.weights.output
         if len(normed) <= 4:
@@ -149,38 +155,11 @@ class Decoder(Forward):
             out[:, start : start + step] = linear(normed, weight).numpy()
         return out
 
-    def matrices(self, i: int) -> dict[str, torch.Tensor]:
-        layer = self.weights.layers[i]
-        stacks = {
-            "qkv": (layer.q, layer.k, layer.v),
-            "o": (layer.o,),
-            "gate_up": (layer.gate, layer.up),
-            "down": (layer.down,),
-        }
-        target = matvec.TO_BF16 if self.dtype == torch.bfloat16 else matvec.TO_F32
-        out = {}
-        for name, parts in stacks.items():
-            n_columns = parts[0].n_columns
-            stack = self._room(name, sum(p.n_rows for p in parts), n_columns)
-            row_bytes = n_columns * stack.element_size()
-            at = stack.data_ptr()
-            for part in parts:
-                matvec.dequantize_into(
-                    part.code, part.data, n_columns, at, row_bytes, target, self.n_threads
-                )
-                at += part.n_rows * row_bytes
-            out[name] = stack
-        decoded = self._decode_weights.layers[i]
-        for in_file, copy in zip(layer.linears(), decoded.linears(), strict=True):
+    def products(self, i: int) -> Mapping[str, Product]:
+        return self._products.of_layer(self.weights.layers[i])
+
+    def end_layer(self, i: int) -> None:
+        decoded = self._decode_weights.layers[i].linears()
+        for in_file, copy in zip(self.weights.layers[i].linears(), decoded, strict=True):
             if copy.repacked:  # which is what decode reads
                 self.weights.file.release(in_file.data)
-        return out
-
-    def _room(self, name: str, n_rows: int, n_columns: int) -> torch.Tensor:
-        """An uninitialised matrix in the scratch, which all layers use: fresh memory costs more to
-        get from the system than dequantising takes.
-        """
-        size = n_rows * n_columns
-        if name not in self._scratch or self._scratch[name].numel() < size:
-            self._scratch[name] = torch.empty(size, dtype=self.dtype)
-        return self._scratch[name][:size].view(n_rows, n_columns)

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import linear
 
 from sparsekv_cli.cache import LayerCache, LayerSpec
 from sparsekv_cli.cpu import matvec
@@ -21,13 +20,15 @@ from sparsekv_cli.models.prefill_rows import Rows, rms_norm
 from sparsekv_cli.models.weights import Weights
 
 Progress = Callable[[int, int], None]
+Product = Callable[[torch.Tensor], torch.Tensor]
 ROWS_AT_ONCE = 4096  # of a prompt, through all layers; dequantising takes 1 to 2 % of their time
 
 
 class Forward(ABC):
     """A model's forward pass over rows; it holds weights and scratch, never a sequence's state.
 
-    layers: for each layer what ``rows`` takes of its weights; output_norm: f32 (n_embd,).
+    prefill_dtype: of the products. layers: for each layer what ``rows`` takes of its weights;
+    output_norm: f32 (n_embd,).
     """
 
     hparams: HParams
@@ -35,13 +36,22 @@ class Forward(ABC):
     rope: Any  # a RopeTable, or one with tensors
     n_threads: int
     chunk: int
+    prefill_dtype: torch.dtype
     rows: Rows
     layers: Sequence[Any]
     output_norm: Any
 
     @abstractmethod
-    def matrices(self, i: int) -> Mapping[str, torch.Tensor]:
-        """Layer i's qkv, o, gate_up and down in the compute type, those of one input stacked."""
+    def products(self, i: int) -> Mapping[str, Product]:
+        """Layer i's qkv, o, gate_up and down, those of one input stacked; until the next layer's.
+
+        A product takes rows of the compute type, (T, columns) -> (T, rows of the matrix), which
+        are valid until it is called again.
+        """
+
+    @abstractmethod
+    def end_layer(self, i: int) -> None:
+        """Called when the last row has gone through layer i."""
 
     @abstractmethod
     def output(self, normed: torch.Tensor) -> np.ndarray:
@@ -116,25 +126,26 @@ class Forward(ABC):
 
     def _forward_layer(self, i: int, x: torch.Tensor, pos: int, cache: LayerCache) -> Iterator[int]:
         """One layer over x f32 (T, n_embd), updated in place; yields how many rows are done."""
-        weights = self.matrices(i)
+        products = self.products(i)
         for start in range(0, len(x), self.chunk):
             stop = min(len(x), start + self.chunk)
-            self._forward_chunk(i, weights, x[start:stop], pos + start, cache)
+            self._forward_chunk(i, products, x[start:stop], pos + start, cache)
             yield stop
+        self.end_layer(i)
 
     def _forward_chunk(
         self,
         i: int,
-        weights: Mapping[str, torch.Tensor],
+        products: Mapping[str, Product],
         x: torch.Tensor,
         pos: int,
         cache: LayerCache,
     ) -> None:
         """One layer over a chunk: x f32 (T, n_embd), updated in place."""
         layer, h, rows = self.layers[i], self.hparams, self.rows
-        raw = linear(rows.norm(x, layer.attn_norm), weights["qkv"])
+        raw = products["qkv"](rows.norm(x, layer.attn_norm))
         attended = cache.prefill(rows.heads(raw, layer, h.n_head[i], h.n_head_kv[i], pos))
         attended = attended.transpose(0, 1).reshape(len(x), h.n_head[i] * h.value_dim)
-        rows.add(x, linear(attended, weights["o"]))
-        gate_up = linear(rows.norm(x, layer.ffn_norm), weights["gate_up"])
-        rows.add(x, linear(rows.gate(gate_up), weights["down"]))
+        rows.add(x, products["o"](attended))
+        gate_up = products["gate_up"](rows.norm(x, layer.ffn_norm))
+        rows.add(x, products["down"](rows.gate(gate_up)))

@@ -1,7 +1,7 @@
-"""A prefilled chunk between its matrix products: readable torch, and the fused bf16 kernels.
+"""A prefilled chunk between its matrix products: readable torch, and the fused kernels.
 
-``TorchRows`` is the reference, for any type; ``FusedRows`` runs cpu/prefill_rows.py on bf16. Both
-take x f32 (T, n_embd), the residual stream, and hand the products rows of the compute type.
+``TorchRows`` is the reference, for any type; ``FusedRows`` runs cpu/prefill_rows.py. Both take
+x f32 (T, n_embd), the residual stream, and hand the products rows of the compute type.
 """
 
 from __future__ import annotations
@@ -105,18 +105,23 @@ def _add_bias(rows: torch.Tensor, projection: Linear) -> torch.Tensor:
 
 
 class FusedRows:
-    """The same in one pass a step over bf16, each result rounded once."""
+    """The same in one pass a step over bf16 or f32, each result rounded once."""
 
     def __init__(
-        self, hparams: HParams, rope: RopeTable, interleaved: bool, n_threads: int
+        self,
+        hparams: HParams,
+        rope: RopeTable,
+        interleaved: bool,
+        dtype: torch.dtype,
+        n_threads: int,
     ) -> None:
-        self._hparams, self._rope = hparams, rope
+        self._hparams, self._rope, self._dtype = hparams, rope, dtype
         self._interleaved, self._n_threads = interleaved, n_threads
         self._eps = np.float32(hparams.norm_eps)
 
     def norm(self, x: torch.Tensor, weight: np.ndarray) -> torch.Tensor:
-        out = torch.empty(x.shape, dtype=torch.bfloat16)
-        kernels.norm_rows(x.numpy(), weight, self._eps, bits(out), self._n_threads)
+        out = torch.empty(x.shape, dtype=self._dtype)
+        kernels.norm_rows(x.numpy(), weight, self._eps, seen(out), self._n_threads)
         return out
 
     def heads(
@@ -124,22 +129,27 @@ class FusedRows:
     ) -> AttnInput:
         h, n_rows = self._hparams, len(raw)
         q, k, v = (n_head, h.head_dim), (n_kv, h.head_dim), (n_kv, h.value_dim)
-        outs = [torch.empty(n, n_rows, d, dtype=torch.bfloat16) for n, d in (q, k, v, q, k)]
+        outs = [torch.empty(n, n_rows, d, dtype=self._dtype) for n, d in (q, k, v, q, k)]
         kernels.split_heads(
-            bits(raw), *(given(w.bias) for w in (layer.q, layer.k, layer.v)), given(layer.q_norm),
+            seen(raw), *(given(w.bias) for w in (layer.q, layer.k, layer.v)), given(layer.q_norm),
             given(layer.k_norm), self._eps, self._rope.cos[pos : pos + n_rows],
-            self._rope.sin[pos : pos + n_rows], self._interleaved, *map(bits, outs),
+            self._rope.sin[pos : pos + n_rows], self._interleaved, *map(seen, outs),
             self._n_threads,
         )  # fmt: skip
         return AttnInput._make((*outs, pos))
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(len(gate_up), gate_up.shape[1] // 2, dtype=torch.bfloat16)
-        kernels.gate_rows(bits(gate_up), bits(out), self._n_threads)
+        out = torch.empty(len(gate_up), gate_up.shape[1] // 2, dtype=self._dtype)
+        kernels.gate_rows(seen(gate_up), seen(out), self._n_threads)
         return out
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        kernels.add_rows(x.numpy(), bits(y), self._n_threads)
+        kernels.add_rows(x.numpy(), seen(y), self._n_threads)
+
+
+def seen(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's memory as the kernels take it: f32, or the bits of bf16."""
+    return bits(tensor) if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 def given(array: np.ndarray | None) -> np.ndarray:

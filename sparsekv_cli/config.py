@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 CHOICES = {
     "device": ("auto", "cpu", "cuda"),
-    "prefill_dtype": ("auto", "f32", "bf16"),
+    "prefill_dtype": ("auto", "f32", "bf16", "int8"),
     "kv": ("auto", "device", "host"),
     "gpu_weights": ("auto", "quantized", "bf16"),
     "repack": ("auto", "on", "off"),
@@ -20,7 +20,9 @@ class SessionConfig:
     ctx_size: most tokens the KV cache may hold; 0 takes the model's context length.
     threads: decode threads; 0 takes the physical cores.
     device: ``auto``, ``cpu`` or ``cuda``.
-    prefill_dtype: ``auto`` (bf16 where the CPU multiplies it in hardware), ``f32`` or ``bf16``.
+    prefill_dtype: of the prefill's products: ``f32``, ``bf16``, or ``int8``: sums of integers over
+        inputs rounded to 8 bits (CPU); ``auto``: bf16 on a GPU and where the CPU multiplies it in
+        hardware, otherwise int8 on x86 with AVX2, otherwise f32.
     chunk: prompt tokens per prefill chunk.
     calibration: sidecar to read instead of the one that belongs to the model; empty: that one.
     kv: where a GPU's run keeps the KV cache: ``auto``, ``device`` or ``host``.

@@ -100,13 +100,11 @@ def open_engine(
         return open_device_engine(
             device, hparams, architecture, weights, method, config, n_threads, n_ctx, on_compile
         )
-    from sparsekv_cli.cpu import matvec
     from sparsekv_cli.models.decoder import Decoder, cpu_prefill_dtype
 
-    dtypes = {"f32": torch.float32, "bf16": torch.bfloat16}
+    dtypes = {"f32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
     dtype = dtypes.get(config.prefill_dtype) or cpu_prefill_dtype()
-    target = matvec.TO_BF16 if dtype == torch.bfloat16 else matvec.TO_F32
-    warmup.compile_weight_kernels(weights, target, on_compile)
+    warmup.compile_weight_kernels(weights, dtype, on_compile)
     return HostEngine(
         Decoder(
             hparams,

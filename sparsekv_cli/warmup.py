@@ -46,16 +46,16 @@ def _marker(name: str) -> Path | None:
     return Path(folder) / f"warm-{name}-{numba.__version__}-{binding.get_host_cpu_name()}"
 
 
-def compile_weight_kernels(weights: Weights, target: int, report: Report | None) -> None:
+def compile_weight_kernels(weights: Weights, dtype: torch.dtype, report: Report | None) -> None:
     """Compiles the dot product and the dequantisation of every weight format of a model.
 
-    target: the type that the prefill computes in, a TO_* of cpu/matvec.py.
+    dtype: of the prefill's products, f32, bf16 or int8.
     """
-    from sparsekv_cli.cpu import matvec
+    import torch
 
     linears = [linear for layer in weights.layers for linear in layer.linears()]
     codes = {linear.code for linear in [*linears, weights.output, weights.token_embd]}
-    _run(list(_format_steps(codes, {target, matvec.TO_F32})), report)
+    _run(list(_format_steps(codes, {dtype, torch.float32})), report)
 
 
 def compile_common_kernels(report: Report | None) -> int:
@@ -63,23 +63,26 @@ def compile_common_kernels(report: Report | None) -> int:
     computes in, and the probe of ``bench``. Returns how many steps were not done before.
     """
     import numpy as np
+    import torch
 
-    from sparsekv_cli.cpu import bandwidth, matvec
+    from sparsekv_cli.cpu import bandwidth
     from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE
+    from sparsekv_cli.models.decoder import cpu_prefill_dtype
 
     probe = partial(bandwidth.sum_parts, np.ones(16, np.float32), 1)
     steps = [
-        *_format_steps(FORMAT_OF_CODE, {matvec.TO_F32, matvec.TO_BF16}),
+        *_format_steps(FORMAT_OF_CODE, {torch.float32, torch.bfloat16, cpu_prefill_dtype()}),
         Step("bandwidth", "bandwidth", probe),
     ]
     return _run(steps, report)
 
 
-def _format_steps(codes: Collection[int], targets: Collection[int]) -> Iterator[Step]:
-    """Dot products and dequantisation to ``targets`` (TO_*) of formats by ggml type number."""
+def _format_steps(codes: Collection[int], dtypes: Collection[torch.dtype]) -> Iterator[Step]:
+    """Dot products of formats by ggml type number, and what prefills in ``dtypes`` take."""
     import numpy as np
+    import torch
 
-    from sparsekv_cli.cpu import matvec, repack
+    from sparsekv_cli.cpu import matvec, prefill_products, repack
     from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE
 
     repacking = None
@@ -93,9 +96,14 @@ def _format_steps(codes: Collection[int], targets: Collection[int]) -> Iterator[
             yield Step(f"format-{code}-repacked", format_.name, call)
             group = np.zeros((repack.GROUP, format_.n_bytes), np.uint8)
             repacking = partial(repack.repack, code, group, group.copy())
-        for to in sorted(targets):
-            call = partial(matvec.dequantize_address, code, to)
-            yield Step(f"format-{code}-to-{to}", format_.name, call)
+        targets = {torch.float32: matvec.TO_F32, torch.bfloat16: matvec.TO_BF16}
+        for dtype, to in targets.items():
+            if dtype in dtypes:
+                call = partial(matvec.dequantize_address, code, to)
+                yield Step(f"format-{code}-to-{to}", format_.name, call)
+        if torch.int8 in dtypes and prefill_products.can_multiply(code):
+            call = partial(prefill_products.kernel_addresses, code)
+            yield Step(f"format-{code}-products", format_.name, call)
     if repacking is not None:  # the same for all formats
         yield Step("repacking", "repacking", repacking)
 
@@ -109,7 +117,7 @@ def compile_method_kernels(
     """
     caches = trial_caches(method, specs)
     prompt = [token % decoder.hparams.n_vocab for token in range(N_PROMPT)]
-    marker = f"method-{type(method).__name__}-{decoder.dtype}".replace("torch.", "")
+    marker = f"method-{type(method).__name__}-{decoder.prefill_dtype}".replace("torch.", "")
     trial = [
         Step(marker, "prefill", lambda: decoder.forward(prompt, 0, caches)),
         Step(marker, "decode", lambda: decoder.decode(0, N_PROMPT, caches)),

@@ -124,9 +124,10 @@ MACHINE_OPTIONS: list[Callable[[Any], Any]] = [
     ),
     click.option(
         "--prefill-dtype",
-        type=click.Choice(["auto", "f32", "bf16"]),
+        type=click.Choice(["auto", "f32", "bf16", "int8"]),
         default="auto",
-        help="Arithmetic of the prefill; auto is bf16 where the CPU has it. [default: auto]",
+        help="Products of the prefill; auto is bf16 where the CPU or GPU has it, otherwise int8: "
+        "integer sums over inputs rounded to 8 bits. [default: auto]",
     ),
 ]
 

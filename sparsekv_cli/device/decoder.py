@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import linear
 
 from sparsekv_cli.cache import AttnInput, LayerCache
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, Step, grid_bound
@@ -25,7 +26,7 @@ from sparsekv_cli.device.weights import DeviceWeights
 from sparsekv_cli.kernels import layer as kernels
 from sparsekv_cli.kernels.attention import Attended
 from sparsekv_cli.models.architectures import Architecture
-from sparsekv_cli.models.forward import Forward, Progress
+from sparsekv_cli.models.forward import Forward, Product, Progress
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.prefill_rows import TorchRows
 from sparsekv_cli.models.rope import RopeTable
@@ -74,7 +75,7 @@ class DeviceDecoder(Forward):
         self.n_threads = n_threads
         self.chunk = chunk
         self.device = device_weights.device
-        self.dtype = device_weights.dtype
+        self.dtype = self.prefill_dtype = device_weights.dtype
         self._on_device = device_weights
         self.rope = DeviceRope(RopeTable(hparams, weights.rope_freqs), self.device)
         self.layers = [layer.vectors for layer in device_weights.layers]
@@ -110,8 +111,12 @@ class DeviceDecoder(Forward):
     def embed(self, ids: Sequence[int]) -> torch.Tensor:
         return super().embed(ids).to(self.device)
 
-    def matrices(self, i: int) -> dict[str, torch.Tensor]:
-        return self._on_device.layers[i].dense(self.dtype)
+    def products(self, i: int) -> dict[str, Product]:
+        matrices = self._on_device.layers[i].dense(self.dtype)
+        return {name: partial(linear, weight=matrix) for name, matrix in matrices.items()}
+
+    def end_layer(self, i: int) -> None:
+        """Nothing to do: the weights stay on the device."""
 
     def output(self, normed: torch.Tensor) -> np.ndarray:
         step = 64  # rows at a time: a vocabulary is wide

@@ -97,6 +97,8 @@ def open_device_engine(
     SparseKVError, with the numbers, for what does not fit; where ``config.kv`` leaves it open, a
     KV cache that does not fit stays on the host, and the engine's note says so.
     """
+    if config.prefill_dtype == "int8":
+        raise SparseKVError("--prefill-dtype int8 is of the CPU; a GPU's are f32 and bf16")
     mode = "quantized" if config.gpu_weights == "auto" else config.gpu_weights
     dtype = torch.float32 if config.prefill_dtype == "f32" else torch.bfloat16
     chunk = max(config.chunk, CHUNK)

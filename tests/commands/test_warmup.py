@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_models import make_model
 
 from sparsekv_cli import session, warmup
 from sparsekv_cli.commands import warmup as warmup_command
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.cpu import matvec, repack
+from sparsekv_cli.cpu import matvec, prefill_products, repack
 from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE, FORMATS
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import METHODS, build_method
+from sparsekv_cli.models.decoder import cpu_prefill_dtype
 
 Invoke = Callable[..., Any]
 
@@ -29,10 +31,14 @@ def markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What is asked of matvec.py, which compiles nothing here."""
+    """What is asked of matvec.py and prefill_products.py, which compile nothing here."""
     asked: list[tuple[Any, ...]] = []
-    for name in ("kernel_address", "dequantize_address"):
-        monkeypatch.setattr(matvec, name, lambda *key, name=name: asked.append((name, *key)))
+    for module, name in (
+        (matvec, "kernel_address"),
+        (matvec, "dequantize_address"),
+        (prefill_products, "kernel_addresses"),
+    ):
+        monkeypatch.setattr(module, name, lambda *key, name=name: asked.append((name, *key)))
     return asked
 
 
@@ -50,6 +56,8 @@ def test_every_format_and_type(markers: Path, compiled: list[tuple[Any, ...]]) -
         expected.add(("kernel_address", code, False))
         if format_.decode is not None:
             expected.add(("kernel_address", code, True))
+        if cpu_prefill_dtype() == torch.int8 and prefill_products.can_multiply(code):
+            expected.add(("kernel_addresses", code))
         if repack.can_repack(code, repack.GROUP):
             expected.add(("kernel_address", code, True, True))
     assert set(compiled) == expected and len(compiled) == len(expected)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -11,10 +13,11 @@ from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import prefill_rows as kernels
 from sparsekv_cli.cpu.ops import bits
 from sparsekv_cli.methods.full import Full
-from sparsekv_cli.models.prefill_rows import FusedRows, TorchRows
+from sparsekv_cli.models.prefill_rows import FusedRows, TorchRows, seen
 from sparsekv_cli.session import load_session
 
-ONE_STEP = 2**-7  # of bf16: both sides round, and may round apart
+# One step of bf16, as both sides round, and may round apart; and some of f32
+TOLERANCE = {torch.bfloat16: 2**-7, torch.float32: 4e-6}
 
 
 def f32(seed: int, *shape: int) -> torch.Tensor:
@@ -23,7 +26,8 @@ def f32(seed: int, *shape: int) -> torch.Tensor:
 
 
 def close(got: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(got.float(), expected.float(), rtol=ONE_STEP, atol=1e-6)
+    assert got.dtype in TOLERANCE
+    torch.testing.assert_close(got.float(), expected.float(), rtol=TOLERANCE[got.dtype], atol=1e-6)
 
 
 def test_narrowing_and_widening_are_torchs():
@@ -44,52 +48,55 @@ def test_narrowing_and_widening_are_torchs():
     assert torch.equal(heads[2][0, 0], expected)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=product(["llama", "qwen2", "qwen3"], TOLERANCE))
 def rows(request, tmp_path_factory):
     """(session, torch rows, fused rows) of a tiny model: rotation by pairs, biases, q/k norms."""
     path = tmp_path_factory.mktemp("rows") / "tiny.gguf"
-    make_model(path, arch=request.param)
+    arch, dtype = request.param
+    make_model(path, arch=arch)
     session = load_session(path, Full(), SessionConfig(prefill_dtype="f32", threads=1))
     decoder = session.decoder
     decoder.rope.reserve(400)
     model = (session.hparams, decoder.rope, decoder.architecture.rope_interleaved)
-    yield session, TorchRows(*model, torch.bfloat16), FusedRows(*model, 2)
+    yield session, TorchRows(*model, dtype), FusedRows(*model, dtype, 2)
     session.gguf.close()
 
 
 @pytest.mark.parametrize("n_rows", [1, 2, 63])
 def test_rows_of_a_layer(rows, n_rows):
     session, plain, fused = rows
+    dtype = fused.norm(f32(0, 1, session.hparams.n_embd), session.decoder.output_norm).dtype
     h, layer = session.hparams, session.decoder.weights.layers[1]
     x = f32(0, n_rows, h.n_embd)
     close(fused.norm(x, layer.attn_norm), plain.norm(x, layer.attn_norm))
 
     n_head, n_kv = h.n_head[1], h.n_head_kv[1]
     width = (n_head + n_kv) * h.head_dim + n_kv * h.value_dim
-    raw = f32(1, n_rows, width).bfloat16()
+    raw = f32(1, n_rows, width).to(dtype)
     got = fused.heads(raw, layer, n_head, n_kv, 300)
     expected = plain.heads(raw, layer, n_head, n_kv, 300)
     assert got.pos == expected.pos == 300
     for a, b in zip(got[:5], expected[:5], strict=True):
         assert a.shape == b.shape
         # a rotation may cancel; what f32 loses there is a step of its terms, not of the result
-        torch.testing.assert_close(a.float(), b.float(), rtol=ONE_STEP, atol=1e-5)
+        torch.testing.assert_close(a.float(), b.float(), rtol=TOLERANCE[dtype], atol=1e-5)
 
-    gate_up = 3 * f32(2, n_rows, 2 * h.n_ff[1]).bfloat16()
+    gate_up = 3 * f32(2, n_rows, 2 * h.n_ff[1]).to(dtype)
     gate, up = gate_up.float().chunk(2, dim=1)
     close(fused.gate(gate_up), torch.nn.functional.silu(gate) * up)
 
-    y = f32(3, n_rows, h.n_embd).bfloat16()
+    y = f32(3, n_rows, h.n_embd).to(dtype)
     other = x.clone()
     fused.add(x, y)
     plain.add(other, y)
     assert torch.equal(x, other)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("n", [1, 15, 17, 100])
-def test_gate_of_widths_that_fill_no_vector(n):
-    gate_up = torch.cat([100 * f32(0, 4, n), f32(1, 4, n)], dim=1).bfloat16()
-    out = torch.empty(4, n, dtype=torch.bfloat16)
-    kernels.gate_rows(bits(gate_up), bits(out), 2)
+def test_gate_of_widths_that_fill_no_vector(n, dtype):
+    gate_up = torch.cat([100 * f32(0, 4, n), f32(1, 4, n)], dim=1).to(dtype)
+    out = torch.empty(4, n, dtype=dtype)
+    kernels.gate_rows(seen(gate_up), seen(out), 2)
     gate, up = gate_up.float().chunk(2, dim=1)
     close(out, torch.nn.functional.silu(gate) * up)

@@ -22,7 +22,7 @@ from tiny_models import fingerprint, make_model
 
 from sparsekv_cli.cache import DenseCache
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.cpu import ops
+from sparsekv_cli.cpu import ops, prefill_tiles
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.full import Full
 from sparsekv_cli.models import forward
@@ -58,6 +58,17 @@ def tiny(request, tmp_path_factory):
     yield request.param, path, forward, decode_all(session, REFERENCE_IDS)
     session.gguf.close()
     path.unlink()
+
+
+@pytest.mark.skipif(not prefill_tiles.is_available(), reason="needs byte products (AVX2)")
+def test_int8_products_give_the_same_but_for_rounding(tiny):
+    """Products of every format, or of torch for plain floats, in chunks of 7; one row of logits."""
+    _, path, forward, _ = tiny
+    session = open_model(path, prefill_dtype="int8", threads=2, chunk=7)
+    assert nmse(forward, session.prefill(REFERENCE_IDS, all_logits=True)) < 1e-3
+    session.reset()
+    assert nmse(forward[-1:], session.prefill(REFERENCE_IDS)[None]) < 1e-3
+    session.gguf.close()
 
 
 def test_tiny_model_equals_the_reference_decoder(tiny):
@@ -266,10 +277,13 @@ def test_repeated_text_is_predicted(smollm2):
     assert second < 1.5 and first > 4 * second
 
 
-def test_bf16_prefill_stays_close(smollm2):
-    """bf16 has 8 bits: KLD below 1e-2 and 95% of the f32 path's choices. Emulated on older CPUs."""
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_prefill_of_eight_bits_stays_close(smollm2, dtype):
+    """KLD below 1e-2 and 95% of the f32 path's choices. bf16 is emulated on older CPUs."""
+    if dtype == "int8" and not prefill_tiles.is_available():
+        pytest.skip("needs byte products (AVX2)")
     ids = smollm2.ids[:256]
-    session = open_model(smollm2.session.gguf.path, prefill_dtype="bf16")
+    session = open_model(smollm2.session.gguf.path, prefill_dtype=dtype, threads=2)
     logits = session.prefill(ids, all_logits=True)
     expected = smollm2.forward[: len(ids)]
     assert np.mean(list(kl_divergences(expected, logits))) < 1e-2
