@@ -13,6 +13,10 @@ from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic
 
+from sparsekv_cli.cpu import kernel_cache
+
+kernel_cache.install()  # every kernel imports this module
+
 LANES = 16
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()

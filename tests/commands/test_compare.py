@@ -163,11 +163,9 @@ def test_compiling_is_said_once(
     assert result.code == 0 and result.err.count("compiling kernels") == 1
 
 
-def test_on_a_gpu(tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    from sparsekv_cli.kernels import matvec
-
-    monkeypatch.setattr(matvec, "PROGRAMS", 1)  # the interpreter is slow
+def test_on_a_gpu(
+    tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch, few_programs: None
+) -> None:
     monkeypatch.setattr(shared_prefill, "N_TRIAL_STEPS", 1)
     path = tmp_path / "m.gguf"
     make_model(path, n_layer=1, n_embd=32, n_ff=32, n_vocab=270, head_dim=32, wtype="F32")

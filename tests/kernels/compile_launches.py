@@ -1,9 +1,10 @@
 """Compiles every launch of tests/kernels/launches_NAME.py for GPUs that need not be there.
 
-Run as a program: NAME. The launchers are called as they are, on CPU tensors; what a launch would do
-is replaced by Triton's own warm-up, told by a driver that a GPU of each capability is present, so
-that types, alignment and options are specialised as in a real launch. One JSON line a kernel and
-capability: name, capability, registers a thread, bytes of stack and local memory, shared bytes.
+Run as a program: NAME... The launchers are called as they are, on CPU tensors; what a launch would
+do is replaced by Triton's own warm-up, told by a driver that a GPU of each capability is present,
+so that types, alignment and options are specialised as in a real launch. One JSON line a kernel and
+capability: module (its NAME), kernel, capability, registers a thread, bytes of stack and local
+memory, shared bytes; for a module that fails, a line with its error.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -52,20 +54,22 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {name: int(value) for name, value in pairs if name.isupper()}
 
 
-def compile_all(name: str) -> None:
+def compile_all(names: list[str]) -> None:
     launch_now = triton.runtime.JITFunction.run
     seen = set()
+    name = ""
 
     def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         for capability in CAPABILITIES:
             driver.set_active(AbsentGpu(capability))  # type: ignore[arg-type]
             kernel = launch_now(self, *args, grid=grid, warmup=True, **kwargs)
-            key = self.fn.__name__, capability, kernel.hash
+            key = name, self.fn.__name__, capability, kernel.hash
             if key in seen:
                 continue
             seen.add(key)
             used = resources(kernel.asm["cubin"])
             line = {
+                "module": name,
                 "kernel": self.fn.__name__,
                 "capability": capability,
                 "registers": used["REG"],
@@ -80,9 +84,13 @@ def compile_all(name: str) -> None:
             print(json.dumps(line), flush=True)
 
     triton.runtime.JITFunction.run = warm_up
-    for launch in importlib.import_module(f"launches_{name}").launches():
-        launch()
+    for name in names:
+        try:
+            for launch in importlib.import_module(f"launches_{name}").launches():
+                launch()
+        except Exception:
+            print(json.dumps({"module": name, "error": traceback.format_exc()}), flush=True)
 
 
 if __name__ == "__main__":
-    compile_all(sys.argv[1])
+    compile_all(sys.argv[1:])
