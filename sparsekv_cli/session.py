@@ -21,6 +21,7 @@ from sparsekv_cli.models.architectures import Architecture, architecture_of
 from sparsekv_cli.models.gguf import GGUFFile, open_gguf
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.weights import Weights, read_weights
+from sparsekv_cli.resident import release_code
 from sparsekv_cli.warmup import Report
 
 Progress = Callable[[int, int], None]
@@ -164,6 +165,8 @@ class Session:
         self.gguf.check_intact()
         started = time.perf_counter()
         n_past = len(self.tokens)
+        if n > self.config.chunk:  # a prompt whose rows take much memory, and which takes long
+            release_code()
         try:
             for cache in self.caches:
                 cache.reserve(min(self.n_ctx, n_past + n + N_HEADROOM))

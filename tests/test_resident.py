@@ -1,0 +1,26 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsekv_cli.resident import MAPS, large_code, release_code
+
+
+def resident(start: int) -> int:
+    """Bytes in memory of the mapping at that address."""
+    lines = iter(Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines())
+    next(line for line in lines if line.startswith(f"{start:x}-"))
+    return 1024 * int(next(line for line in lines if line.startswith("Rss:")).split()[1])
+
+
+@pytest.mark.skipif(not MAPS.exists(), reason="needs Linux' /proc/self/maps")
+def test_release_code() -> None:
+    a, b = torch.randn(64, 64), torch.randn(64, 64)
+    product = a @ b
+    starts = [start for start, _ in large_code()]
+    before = sum(map(resident, starts))
+    release_code()
+    after = sum(map(resident, starts))
+    assert before > 20 << 20  # torch's at least
+    assert after < before / 2
+    assert torch.equal(a @ b, product)
