@@ -44,6 +44,9 @@ def quicken_interpreter() -> None:
     """
     from triton.runtime import interpreter
 
+    if not all(hasattr(interpreter, name) for name in ("_patch_lang", "_get_np_dtype")):
+        return  # another version of Triton, which takes its time
+
     exchange, type_of = interpreter._patch_lang, cache(interpreter._get_np_dtype)
     done: set[str] = set()
 
