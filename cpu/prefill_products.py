@@ -46,7 +46,7 @@ from sparsekv_cli.cpu.prefill_tiles import (
     tile_bytes,
 )
 
-PANEL_COLUMNS = 768  # at most, or one block of a format: 18 KiB
+PANEL_COLUMNS = 768  # at most, and three blocks of the largest formats: 18 KiB
 TASK_ROWS = 86 * TILE  # inputs of a task at most
 TASKS_A_THREAD = 6
 
@@ -66,7 +66,6 @@ UNSIGNED: dict[int, tuple[int, int]] = {
         ("MXFP4", 24, 12),
     )
 }
-LARGEST_BLOCK = max(FORMAT_OF_CODE[code].n_elements for code in UNSIGNED)
 
 
 def can_multiply(code: int) -> bool:
@@ -227,7 +226,7 @@ def _multiply_group(matrix, first, tiles, n, scratch, sums):
     n_rows = min(GROUP, matrix[ROWS] - first)
     values, panel, scales, panel_scales = scratch
     sums[: TILE * len(tiles)] = 0
-    n_blocks, most = n // size, max(1, PANEL_COLUMNS // size)
+    n_blocks, most = n // size, PANEL_COLUMNS // size
     n_parts = (n_blocks + most - 1) // most
     for part in range(n_parts):
         begin, end = part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts
@@ -252,7 +251,7 @@ def _multiply_group(matrix, first, tiles, n, scratch, sums):
 def _multiply_tasks(counter, table, tiles, n, n_groups, n_parts, out):
     """Takes (part of the inputs, GROUP rows of a matrix) tasks until there are none."""
     n_inputs, n_tiles = out.shape[0], len(tiles)
-    width = max(PANEL_COLUMNS, LARGEST_BLOCK)
+    width = PANEL_COLUMNS
     values, panel = np.empty((GROUP, width), np.uint8), np.empty(GROUP * width, np.uint8)
     scales = np.empty((2 * GROUP, width // 16), np.float32)
     scratch = values, panel, scales, np.empty((width // 16, 2 * GROUP), np.float32)

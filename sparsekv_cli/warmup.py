@@ -102,8 +102,8 @@ def _format_steps(codes: Collection[int], dtypes: Collection[torch.dtype]) -> It
                 call = partial(matvec.dequantize_address, code, to)
                 yield Step(f"format-{code}-to-{to}", format_.name, call)
         if torch.int8 in dtypes and prefill_products.can_multiply(code):
-            call = partial(prefill_products.kernel_addresses, code)
-            yield Step(f"format-{code}-products", format_.name, call)
+            products = partial(prefill_products.kernel_addresses, code)
+            yield Step(f"format-{code}-products", format_.name, products)
     if repacking is not None:  # the same for all formats
         yield Step("repacking", "repacking", repacking)
 
