@@ -211,6 +211,9 @@ def test_serving_in_order() -> None:
         def about(self) -> dict[str, Any]:
             return {"version": "1"}
 
+        def fill(self, n_depth: int) -> None:
+            self.calls.append(("fill", n_depth))
+
         def go_to(self, *shape: int) -> None:
             self.calls.append(("go", *shape))
 
@@ -224,7 +227,37 @@ def test_serving_in_order() -> None:
     lines = [json.loads(line) for line in replies.getvalue().splitlines()]
     assert lines[:3] == [{"ready": {"version": "1"}}, {"filled": 9}, {"ns": 42}]
     assert lines[3]["bytes"] > 1 << 20
-    assert Program.calls == [("go", 0, 1, 9), ("go", 0, 4, 9), ("run", 0, 4)]
+    assert Program.calls == [("fill", 9), ("go", 0, 4, 9), ("run", 0, 4)]
+
+
+@pytest.mark.parametrize(("n_past", "depth", "expected"), [
+    (0, 100, ["prefill 100"]),
+    (5, 16, ["prefill 11"]),
+    (0, 35, ["prefill 16", "double 16", "prefill 3"]),
+    (16, 64, ["double 16", "double 32"]),
+    (20, 30, ["prefill 10"]),
+    (40, 20, []),
+])  # fmt: skip
+def test_llama_cpps_deep_rows_are_copies(monkeypatch, n_past, depth, expected) -> None:
+    done: list[str] = []
+
+    class Fake(worker.LlamaCpp):
+        def __init__(self) -> None:
+            self._n_past = n_past
+
+        def go_to(self, n_prompt: int, n_gen: int, n_depth: int) -> None:
+            if n_depth > self._n_past:
+                done.append(f"prefill {n_depth - self._n_past}")
+            self._n_past = n_depth
+
+        def _double(self) -> None:
+            done.append(f"double {self._n_past}")
+            self._n_past *= 2
+
+    monkeypatch.setattr(worker, "COPIED_FROM", 16 if depth < 100 else 8192)
+    fake = Fake()
+    fake.fill(depth)
+    assert done == expected and fake._n_past == depth
 
 
 def test_help_runs_without_a_model() -> None:

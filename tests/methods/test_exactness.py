@@ -21,7 +21,8 @@ SELECTING_METHODS = ("topk", "streaming", "quest", "lfps", "fasa", "freekv")
 TRANSFORMING_METHODS = ("sals", "faedkv")
 SPARSE_METHODS = (*SELECTING_METHODS, *EVICTING_METHODS, *TRANSFORMING_METHODS)
 METHODS = ("full", *SPARSE_METHODS)
-DENSE_LAYERS = {"freekv": {0}, "sals": {0, 1, 3}, "faedkv": set()}  # by default; others: 0 and 1
+# By default; others: 0 and 1.
+DENSE_LAYERS = {"lfps": {0}, "freekv": {0}, "sals": {0, 1, 3}, "faedkv": set()}
 N_LAYER, N_HEAD, N_KV = 4, 6, 2
 CHUNK = 16  # prompts that are split at multiples of it are computed alike to the last bit
 
@@ -326,7 +327,7 @@ def test_ledger_of_topk(session_of):
 def test_ledger_of_lfps(preset, session_of):
     session = session_of("lfps", {"preset": preset}, budget="10%")
     counts = counts_after(session, 300, 10)
-    n_sparse = 4 if preset == "paper" else 2
+    n_sparse = {"tuned": 3, "fast": 2, "paper": 4}[preset]
     limit = sum(max(round(0.1 * n), 7) + N_SINKS for n in range(301, 311))
     assert 0 < counts["sparse_rows_attended"] <= n_sparse * N_HEAD * limit
     assert 0 < counts["sparse_rows_scored"] < 0.9 * counts["sparse_rows_total"]
