@@ -126,8 +126,11 @@ class LlamaCpp:
         """``go_to``, but what a decode step takes does not depend on what the rows hold, and to
         prefill 32768 tokens takes a quarter of an hour: far rows are copies of the first ones.
         """
-        self.go_to(0, 1, min(n_depth, max(self._n_past, COPIED_FROM)))
-        while COPIED_FROM <= self._n_past <= n_depth // 2:
+        first = n_depth
+        while first > COPIED_FROM:
+            first //= 2
+        self.go_to(0, 1, first)
+        while 2 * self._n_past <= n_depth:
             self._double()
         self.go_to(0, 1, n_depth)
 

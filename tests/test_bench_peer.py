@@ -231,12 +231,12 @@ def test_serving_in_order() -> None:
 
 
 @pytest.mark.parametrize(("n_past", "depth", "expected"), [
-    (0, 100, ["prefill 100"]),
+    (0, 16, ["prefill 16"]),
     (5, 16, ["prefill 11"]),
-    (0, 35, ["prefill 16", "double 16", "prefill 3"]),
-    (16, 64, ["double 16", "double 32"]),
-    (20, 30, ["prefill 10"]),
-    (40, 20, []),
+    (0, 35, ["prefill 8", "double 8", "double 16", "prefill 3"]),
+    (20, 32, ["double 16"]),
+    (33, 64, ["double 16", "double 32"]),
+    (40, 10, []),
 ])  # fmt: skip
 def test_llama_cpps_deep_rows_are_copies(monkeypatch, n_past, depth, expected) -> None:
     done: list[str] = []
@@ -254,7 +254,7 @@ def test_llama_cpps_deep_rows_are_copies(monkeypatch, n_past, depth, expected) -
             done.append(f"double {self._n_past}")
             self._n_past *= 2
 
-    monkeypatch.setattr(worker, "COPIED_FROM", 16 if depth < 100 else 8192)
+    monkeypatch.setattr(worker, "COPIED_FROM", 16)
     fake = Fake()
     fake.fill(depth)
     assert done == expected and fake._n_past == depth
