@@ -45,8 +45,8 @@ class Forward(ABC):
     def products(self, i: int) -> Mapping[str, Product]:
         """Layer i's qkv, o, gate_up and down, those of one input stacked; until the next layer's.
 
-        A product takes rows of the compute type, (T, columns) -> (T, rows of the matrix), which
-        are valid until it is called again.
+        A product takes rows of the compute type, (T, columns) -> (T, rows of the matrix); its
+        result is valid until it is called again.
         """
 
     @abstractmethod

@@ -22,22 +22,21 @@ recent tokens, the variance of a score from the keys' covariance, layer 0 dense.
 (5) At most ``candidates`` rows are scored a head (twice the budget, if that is more): where more
 pass, both thresholds are raised until they do not, so that a step's cost has a bound at any depth.
 (6) a is .32 (the other presets: .2, the paper's): higher thresholds for all heads cost less than a
-low limit for the few that score most. (7) Of the layers only 0 is dense
-(before: 0 and 1, with a = .35): what that took is had back by a little less a, and a dense layer is
-what grows with the context. KLD(full || lfps),
-top-1 agreement and rows scored in % of the context on SmolLM2-135M, 4 texts x 64 steps at 1700,
-3300 and 6500 tokens (``scripts/accuracy``; the first rows with an int8 prefill, the others with
-f32; layers 0 and 1 dense where no others are named; - where not measured):
+low limit for the few that score most. (7) Of the layers only 0 is dense (before: 0 and 1, with
+a = .35): what that took is had back by a little less a, and a dense layer is what grows with the
+context. KLD(full || lfps), top-1 agreement and rows scored in % of the context on SmolLM2-135M,
+4 texts x 64 steps at 1700, 3300 and 6500 tokens (``scripts/accuracy``; layers 0 and 1 dense where
+no others are named; - where not measured; the first six rows with an int8 prefill, the rest f32):
 
 | a, candidates | KLD | top-1 | rows scored % |
 |---|---|---|---|
 | .32, 2048, layer 0 dense (default) | .094 .078 .140 | .85 .82 .84 | 13.8 12.5 8.1 |
 | .3, 2048, layer 0 dense | - .071 .137 | - .84 .86 | - 13.0 8.3 |
 | .35, 2048, layer 0 dense | - .082 .143 | - .82 .86 | - 11.9 7.8 |
-| .35, 2048 | .091 .081 .139 | .82 .82 .86 | 13.2 12.0 7.9 |
+| .35, 2048 (int8) | .091 .081 .139 | .82 .82 .86 | 13.1 12.0 7.8 |
 | .35, 2048, none dense | .127 .091 .156 | .82 .81 .83 | 12.9 11.7 7.7 |
 | .3, 2048, none dense | .125 .087 .151 | .83 .80 .84 | 13.9 12.7 8.3 |
-| .35, 2048 | .095 .085 .136 | .82 .84 .84 | 13.2 12.0 7.9 |
+| .35, 2048 (f32) | .095 .085 .136 | .82 .84 .84 | 13.2 12.0 7.9 |
 | .3, 2048 | .092 .070 .138 | .83 .83 .84 | 14.2 13.1 8.4 |
 | .25, none | - - .113 | - - .86 | - - 9.6 |
 | .25, 1536 | - .065 - | - .84 - | - 13.9 - |
