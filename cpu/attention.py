@@ -13,12 +13,12 @@ from numba import njit, prange
 from sparsekv_cli.cpu.emit import LANES, next_task
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 from sparsekv_cli.cpu.rows import GATHER, K_HEAD, K_KIND, K_ROW, Q8_0, V_HEAD, V_KIND, V_ROW, K, V
+from sparsekv_cli.cpu.store_rows import store_row
 from sparsekv_cli.cpu.tiles import (
     NEGATIVE_INFINITY,
     PAD,
     exp_in_place,
     max_of,
-    store_row,
     tile_scores,
     tile_values,
 )

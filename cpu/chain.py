@@ -11,14 +11,18 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
+from sparsekv_cli.cpu.addresses import (
+    address,
+    call_through,
+    double_pointer,
+    function_address,
+    integer_pointer,
+)
 from sparsekv_cli.cpu.attention import append_row, attend_dense
-from sparsekv_cli.cpu.emit import I64, double_pointer, integer_pointer
 from sparsekv_cli.cpu.layer import float_rows, next_layer, padded
-from sparsekv_cli.cpu.matvec import address, function_address
 
 FUNCTION, WORDS = 0, 1  # columns of a table of steps, int64 (layers, 2)
 N_LAYOUT = 8  # words of a KV store's layout (rows.py)
@@ -27,13 +31,7 @@ N_LAYOUT = 8  # words of a KV store's layout (rows.py)
 @intrinsic
 def _call_step(typingctx, function, words, q, k, v, out):
     """Calls a step through its address."""
-
-    def codegen(context, builder, signature, args):
-        type_ = ir.FunctionType(ir.VoidType(), [I64] * 5)
-        builder.call(builder.inttoptr(args[0], type_.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 6), codegen
+    return call_through(5)
 
 
 @njit(cache=True, nogil=True)

@@ -15,12 +15,12 @@ from sparsekv_cli.cpu.attention import TILE, n_key_splits
 from sparsekv_cli.cpu.emit import F32, I64, LANES, const, load, next_task, splat
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 from sparsekv_cli.cpu.select import order_keys, select_largest
+from sparsekv_cli.cpu.store_rows import store_halves
 from sparsekv_cli.cpu.tiles import (
     NEGATIVE_INFINITY,
     PAD,
     exp_in_place,
     max_of,
-    store_halves,
     tile_scores,
     tile_values,
 )

@@ -189,36 +189,6 @@ def loop(
 
 
 @intrinsic
-def float_pointer(typingctx, address):
-    """An address as ``carray`` takes it, of f32 (numba code)."""
-
-    def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], F32.as_pointer())
-
-    return types.CPointer(types.float32)(types.int64), codegen
-
-
-@intrinsic
-def double_pointer(typingctx, address):
-    """The same of f64."""
-
-    def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], ir.DoubleType().as_pointer())
-
-    return types.CPointer(types.float64)(types.int64), codegen
-
-
-@intrinsic
-def integer_pointer(typingctx, address):
-    """The same of int64."""
-
-    def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], I64.as_pointer())
-
-    return types.CPointer(types.int64)(types.int64), codegen
-
-
-@intrinsic
 def trailing_zeros(typingctx, word):
     """Position of the lowest set bit of a u64 that is not 0 (numba code)."""
 

@@ -38,15 +38,19 @@ class Tables(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def threshold(sums, n, a):
-    """tau = a mean / kappa of a table from its power sums (eq 8); kappa within [1/n, 1]."""
+def threshold(sums, n, a, horizon):
+    """tau = a mean / kappa of a table from its power sums (eq 8); kappa within [1/n, 1].
+
+    The mean is the sum over n, or over ``horizon`` if that is less: of two tables with the same
+    entries beside zeros the longer one would else have the lower threshold.
+    """
     mean = sums[0] / n
     m2 = sums[1] - n * mean * mean
     m4 = sums[3] - 4 * mean * sums[2] + 6 * mean * mean * sums[1] - 3 * n * mean**4
     kappa = 1.0 / n
     if m2 > 1e-12 * sums[1]:
         kappa = min(1.0, max(1.0 / n, m4 / (m2 * m2)))
-    return a * mean / kappa
+    return a * sums[0] / min(n, horizon) / kappa
 
 
 @intrinsic
@@ -121,11 +125,12 @@ def prefetch_above(table, bounds, n, tau):
 
 
 @njit(cache=True, nogil=True)
-def prefetch_tables(unit, n, a, tables, raised):
-    """Asks for the entries that a search of a unit for candidates will read."""
+def prefetch_tables(unit, n, rules, tables, raised):
+    """Asks for the entries that a search of a unit for candidates will read; rules: lfps.Rules."""
     n_known = n - SINKS
-    tau_ver = raised[unit] * threshold(tables.sums[unit, 0], n_known, a)
-    tau_dist = raised[unit] * threshold(tables.sums[unit, 1], n_known, a)
+    a, horizon = raised[unit] * rules.a, rules.horizon
+    tau_ver = threshold(tables.sums[unit, 0], n_known, a, horizon)
+    tau_dist = threshold(tables.sums[unit, 1], n_known, a, horizon)
     prefetch_above(tables.ver[unit], tables.ver_bounds[unit], n, tau_ver)
     prefetch_above(tables.dist[unit], tables.dist_bounds[unit], n_known, tau_dist)
 

@@ -27,7 +27,7 @@ from sparsekv_cli.cpu.lanes import (
 )
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 from sparsekv_cli.cpu.quantized_values import head_bytes, quantize_head, read_head
-from sparsekv_cli.cpu.tiles import store_halves
+from sparsekv_cli.cpu.store_rows import store_halves
 
 PIECE = 32  # rows that are reconstructed at a time: they stay in the L1 cache
 

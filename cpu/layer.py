@@ -14,19 +14,11 @@ from numba import carray, njit, prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu import emit
+from sparsekv_cli.cpu.addresses import address, float_pointer, integer_pointer
 from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE
-from sparsekv_cli.cpu.emit import (
-    F32,
-    I64,
-    LANES,
-    VF,
-    const,
-    float_pointer,
-    integer_pointer,
-    load,
-)
+from sparsekv_cli.cpu.emit import F32, I64, LANES, VF, const, load
 from sparsekv_cli.cpu.integer import quantize_activations, quantized_stride
-from sparsekv_cli.cpu.matvec import address, call_rows, kernel_address
+from sparsekv_cli.cpu.matvec import call_rows, kernel_address
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 from sparsekv_cli.cpu.repack import GROUP
 from sparsekv_cli.cpu.tiles import exp_lanes

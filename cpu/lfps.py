@@ -55,6 +55,7 @@ class Rules(NamedTuple):
     n_kv_head: int
     recent: int  # R
     a: float
+    horizon: int  # most entries that the mean of the thresholds is over
     decay: float  # r
     epsilon: float
     filtered: bool  # whether neighbours must be above the mean (eq 9)
@@ -71,7 +72,8 @@ def _candidates(unit, n, n_recent, limit, rules, tables, raised, statistics):
     n_known = n - SINKS
     words, wide = np.empty(n_words + 1, np.uint64), np.empty(n_words, np.uint64)
     ver, dist, sums = tables.ver[unit], tables.dist[unit], tables.sums[unit]
-    tau_ver, tau_dist = threshold(sums[0], n_known, rules.a), threshold(sums[1], n_known, rules.a)
+    tau_ver = threshold(sums[0], n_known, rules.a, rules.horizon)
+    tau_dist = threshold(sums[1], n_known, rules.a, rules.horizon)
     factor = raised[unit]
     while True:
         words[:] = 0
@@ -249,7 +251,7 @@ def _step_unit(
     gain = tables.gain[unit] * rules.decay
     part = 1.0 / (gain * n_active)
     if following >= 0:
-        prefetch_tables(following, n, rules.a, tables, raised)
+        prefetch_tables(following, n, rules, tables, raised)
     for t in range(heads):
         if not active[t]:
             continue
@@ -288,7 +290,7 @@ def _step_units(
         if task >= n_whole:
             first = n_whole * a_group + task - n_whole
             last = first + 1
-        prefetch_tables(first, n, rules.a, tables, raised)
+        prefetch_tables(first, n, rules, tables, raised)
         for unit in range(first, last):
             _step_unit(
                 unit, unit + 1 if unit + 1 < last else -1, q, layout, n, k_budget, limit, rules,

@@ -7,22 +7,21 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
+from sparsekv_cli.cpu.addresses import address, double_pointer, float_pointer, integer_pointer
 from sparsekv_cli.cpu.bypass import Constants
 from sparsekv_cli.cpu.chain import N_LAYOUT, CompiledStep
-from sparsekv_cli.cpu.emit import double_pointer, float_pointer, integer_pointer
 from sparsekv_cli.cpu.history import Tables
 from sparsekv_cli.cpu.lfps import N_STATISTICS, Rules, lfps_step
-from sparsekv_cli.cpu.matvec import address
 
 # Words behind the layout: what a step changes, sizes (C: entries of a table, B: its blocks, E:
 # width of the covariance), the rules, addresses.
 N, K_BUDGET, LIMIT = range(N_LAYOUT, N_LAYOUT + 3)
 N_HEAD, N_UNIT, K_WIDTH, V_WIDTH, N_ENTRIES, N_BLOCKS, N_COVARIANCE, N_THREADS = range(11, 19)
-SCALE, N_HEAD_KV, RECENT, A, DECAY, EPSILON, FILTERED = range(19, 26)  # in the order of Rules
-VER, DIST, VER_BOUNDS, DIST_BOUNDS, SUMS, GAIN = range(26, 32)  # in the order of Tables
-MEAN_K, MEAN_V, COVARIANCE, RATIO = range(32, 36)  # in the order of Constants
-RAISED, STATISTICS = 36, 37
-N_WORDS = 38
+SCALE, N_HEAD_KV, RECENT, A, HORIZON, DECAY, EPSILON, FILTERED = range(19, 27)  # as in Rules
+VER, DIST, VER_BOUNDS, DIST_BOUNDS, SUMS, GAIN = range(27, 33)  # in the order of Tables
+MEAN_K, MEAN_V, COVARIANCE, RATIO = range(33, 37)  # in the order of Constants
+RAISED, STATISTICS = 37, 38
+N_WORDS = 39
 
 
 @njit(cache=True, nogil=True)
@@ -32,8 +31,9 @@ def _compiled_step(words, q, k, v, out):
     n_head, n_unit, n_kv = word[N_HEAD], word[N_UNIT], word[N_HEAD_KV]
     k_width, v_width, size = word[K_WIDTH], word[V_WIDTH], word[N_COVARIANCE]
     rules = Rules(
-        real[SCALE], n_kv, word[RECENT], real[A], real[DECAY], real[EPSILON], word[FILTERED] != 0
-    )
+        real[SCALE], n_kv, word[RECENT], real[A], word[HORIZON], real[DECAY], real[EPSILON],
+        word[FILTERED] != 0,
+    )  # fmt: skip
     entries, blocks = (n_unit, word[N_ENTRIES]), (n_unit, word[N_BLOCKS])
     tables = Tables(
         carray(float_pointer(word[VER]), entries),

@@ -16,6 +16,7 @@ from numba import njit, prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu import emit
+from sparsekv_cli.cpu.addresses import address, call_through, function_address
 from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE, PLAIN_FLOATS, BlockFormat
 from sparsekv_cli.cpu.emit import F16, F32, I16, I32, I64, LANES, VF, VI, const, load
 from sparsekv_cli.cpu.integer import emit_row as integer_row
@@ -193,14 +194,7 @@ def call_rows(
     typingctx, kernel, w, row_bytes, n_columns, x, x_row, n_inputs, out, out_row, first, last
 ):  # fmt: skip
     """Calls a ``rows_dot`` kernel through its address (see ``kernel_address``)."""
-
-    def codegen(context, builder, signature, args):
-        function_type = ir.FunctionType(ir.VoidType(), [I64] * 12)
-        pointer = builder.inttoptr(args[0], function_type.as_pointer())
-        builder.call(pointer, [I64(0), I64(0), *args[1:]])  # the literals still take places
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 11), codegen
+    return call_through(10, n_literals=2)
 
 
 @cache
@@ -220,22 +214,9 @@ def dequantize_address(code: int, target: int) -> int:
     return function_address(rows_dequantize, signature)
 
 
-def function_address(dispatcher, signature: tuple) -> int:
-    """Address of a numba function compiled for ``signature``, which its dispatcher keeps alive."""
-    dispatcher.compile(signature)
-    compiled = dispatcher.overloads[signature]
-    return compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name)
-
-
 @intrinsic
 def _call_dequantize(typingctx, kernel, w, row_bytes, n_columns, out, out_row_bytes, first, last):
-    def codegen(context, builder, signature, args):
-        function_type = ir.FunctionType(ir.VoidType(), [I64] * 9)
-        pointer = builder.inttoptr(args[0], function_type.as_pointer())
-        builder.call(pointer, [I64(0), I64(0), *args[1:]])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 8), codegen
+    return call_through(7, n_literals=2)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
@@ -254,11 +235,6 @@ def _matvec_parallel(
         call_rows(
             kernel, w, row_bytes, n_columns, x, x_row, n_inputs, out, out_row, first, last
         )  # fmt: skip
-
-
-def address(array: np.ndarray) -> int:
-    """The address of an array's first element; the caller keeps the array alive."""
-    return array.__array_interface__["data"][0]
 
 
 def matvec(

@@ -18,6 +18,7 @@ from numba import njit, prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu import emit
+from sparsekv_cli.cpu.addresses import address, call_through, function_address
 from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE, FORMATS
 from sparsekv_cli.cpu.emit import (
     F32,
@@ -32,7 +33,7 @@ from sparsekv_cli.cpu.emit import (
     shuffle,
     vec,
 )
-from sparsekv_cli.cpu.matvec import address, function_address, matvec_ref
+from sparsekv_cli.cpu.matvec import matvec_ref
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 from sparsekv_cli.cpu.prefill_tiles import (
     GROUP,
@@ -209,13 +210,7 @@ def n_rows(table: np.ndarray) -> int:
 def _call_decoder(
     typingctx, decoder, w, row_bytes, n_rows, n_blocks, values, row, scales, small_row
 ):
-    def codegen(context, builder, signature, args):
-        function_type = ir.FunctionType(ir.VoidType(), [I64] * 9)
-        pointer = builder.inttoptr(args[0], function_type.as_pointer())
-        builder.call(pointer, [I64(0), *args[1:]])  # the literal still takes a place
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 9), codegen
+    return call_through(8, n_literals=1)
 
 
 @njit(cache=True, nogil=True)

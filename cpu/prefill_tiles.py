@@ -17,9 +17,9 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu import emit
+from sparsekv_cli.cpu.addresses import call_through, function_address
 from sparsekv_cli.cpu.emit import F32, I8, I16, I32, I64, LANES, const, load, splat, vec
 from sparsekv_cli.cpu.integer import BLOCK, pair_products, round_block
-from sparsekv_cli.cpu.matvec import function_address
 
 GROUP = LANES  # weight rows side by side, in vectors of 8
 WIDTH = 8
@@ -201,10 +201,4 @@ def product_address(span: int, room: int) -> int:
 def call_product(
     typingctx, kernel, panel, scales, n_spans, tiles, tile_row, n, column, n_tiles, sums
 ):  # fmt: skip
-    def codegen(context, builder, signature, args):
-        function_type = ir.FunctionType(ir.VoidType(), [I64] * 11)
-        pointer = builder.inttoptr(args[0], function_type.as_pointer())
-        builder.call(pointer, [I64(0), I64(0), *args[1:]])  # the literals still take places
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 10), codegen
+    return call_through(9, n_literals=2)

@@ -31,7 +31,8 @@ from sparsekv_cli.cpu.page_cache import (
 from sparsekv_cli.cpu.pages import page_scores, page_summaries
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 from sparsekv_cli.cpu.select import order_keys, select_largest
-from sparsekv_cli.cpu.tiles import NEGATIVE_INFINITY, PAD, exp_in_place, max_of, store_halves
+from sparsekv_cli.cpu.store_rows import store_halves
+from sparsekv_cli.cpu.tiles import NEGATIVE_INFINITY, PAD, exp_in_place, max_of
 
 
 @njit(cache=True, nogil=True)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparsekv_cli.cpu.matvec import address
+from sparsekv_cli.cpu.addresses import address
 from sparsekv_cli.cpu.rows import F16, Q8_0, dequantize_rows_ref, quantize_rows_ref
 
 KINDS = [(F16, F16), (Q8_0, Q8_0), (F16, Q8_0), (Q8_0, F16)]  # of K and V

@@ -74,6 +74,7 @@ from sparsekv_cli.cpu.history import Tables
 from sparsekv_cli.cpu.lfps_chain import LFPSStep
 
 ALL = np.float32(1e30)  # a log-sum-exp beside which no other rows count
+NO_HORIZON = 1 << 62
 
 
 def _option(default: Any, text: str) -> Any:
@@ -95,6 +96,7 @@ class LFPS(Method):
             "recent": 8,
             "candidates": 0,
             "a": 0.2,
+            "horizon": 0,
             "sigma": "ratio",
             "dense_layers": (),
         },
@@ -108,6 +110,7 @@ class LFPS(Method):
     recent: int = _option(32, "R: most recent rows always candidates (at most half the budget)")
     candidates: int = _option(2048, "most rows scored a head, or twice the budget; 0 = no limit")
     a: float = _option(0.32, "factor of the candidate threshold (eq 8)")
+    horizon: int = _option(8192, "most entries that eq 8 takes the mean over; 0 = all")
     decay: float = _option(0.95, "r: decay of the tables a step (eq 10)")
     window: int = _option(32, "s: prefill queries that start the tables (eq 4)")
     epsilon: float = _option(0.85, "sink share above which a head is bypassed; 1 = never (eq 6)")
@@ -124,8 +127,9 @@ class LFPS(Method):
             if getattr(self, name) not in allowed:
                 listed = " or ".join(allowed)
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be {listed}")
-        if self.candidates < 0:
-            raise ValueError(f"candidates = {self.candidates}: must be 0 or more")
+        for name in ("candidates", "horizon"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be 0 or more")
         for name in ("recent", "window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 1 or more")
@@ -157,8 +161,8 @@ class LFPSCache(LayerCache):
             ratio=np.zeros(spec.n_head, np.float32),
         )
         self._rules = kernels.Rules(
-            float(spec.scale), n_kv, method.recent, method.a, method.decay, method.epsilon,
-            method.expand == "filtered",
+            float(spec.scale), n_kv, method.recent, method.a, method.horizon or NO_HORIZON,
+            method.decay, method.epsilon, method.expand == "filtered",
         )  # fmt: skip
         none = np.zeros((self._n_unit, 0), np.float32)
         sums, gain = np.zeros((self._n_unit, 2, 4)), np.ones(self._n_unit)

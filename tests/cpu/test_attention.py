@@ -5,7 +5,7 @@ import pytest
 from stored_rows import KINDS, layout, store
 
 from sparsekv_cli.cpu import attention
-from sparsekv_cli.cpu.matvec import address
+from sparsekv_cli.cpu.addresses import address
 from sparsekv_cli.cpu.rows import F16, Q8_0
 
 GEOMETRIES = [

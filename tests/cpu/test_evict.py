@@ -5,7 +5,7 @@ import pytest
 
 from sparsekv_cli.cache import padded
 from sparsekv_cli.cpu import evict
-from sparsekv_cli.cpu.matvec import address
+from sparsekv_cli.cpu.addresses import address
 
 GEOMETRIES = [(1, 1, 64), (9, 3, 64), (8, 2, 80), (8, 1, 128), (4, 4, 128), (5, 1, 24)]
 

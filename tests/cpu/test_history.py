@@ -36,22 +36,30 @@ def bounds_of(table: np.ndarray, slack: float = 0.0) -> np.ndarray:
     return np.array(list(parts), np.float32)
 
 
+@pytest.mark.parametrize("horizon", [1, 300, 5000])
 @pytest.mark.parametrize("n", [2, 10, 1000])
-def test_threshold(n):
+def test_threshold(n, horizon):
     table = np.random.default_rng(n).standard_exponential(n)
     centred = table - table.mean()
     kappa = np.clip((centred**4).sum() / (centred**2).sum() ** 2, 1 / n, 1)
-    expected = 0.3 * table.mean() / kappa
-    assert history.threshold(sums_of(table), n, 0.3) == pytest.approx(expected, rel=1e-9)
+    expected = 0.3 * table.sum() / min(n, horizon) / kappa
+    assert history.threshold(sums_of(table), n, 0.3, horizon) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_longer_context_does_not_lower_the_threshold_of_the_same_entries():
+    table = np.zeros(40000)
+    table[:9] = [4, 2, 1, 1, 0.5, 0.5, 0.5, 0.3, 0.2]
+    near, far = (history.threshold(sums_of(table[:n]), n, 0.3, 8192) for n in (8192, 40000))
+    assert far == pytest.approx(near, rel=0.01)
 
 
 def test_threshold_of_a_flat_table_and_of_one_peak():
     flat, peak = np.full(50, 0.2), np.zeros(50)
     peak[7] = 10
-    assert history.threshold(sums_of(flat), 50, 0.5) == pytest.approx(0.5 * 0.2 * 50)
+    assert history.threshold(sums_of(flat), 50, 0.5, 50) == pytest.approx(0.5 * 0.2 * 50)
     centred = peak - 0.2
     kappa = (centred**4).sum() / (centred**2).sum() ** 2
-    assert history.threshold(sums_of(peak), 50, 0.5) == pytest.approx(0.5 * 0.2 / kappa)
+    assert history.threshold(sums_of(peak), 50, 0.5, 50) == pytest.approx(0.5 * 0.2 / kappa)
 
 
 @pytest.mark.parametrize("slack", [0.0, 0.5])
@@ -169,7 +177,7 @@ class Layer:
         lfps.lfps_init(q, layout(*self.stored), self.n, self.rules(0.2, 1.0, decay), self.tables)
 
     def rules(self, a: float, epsilon: float, decay: float = 0.95) -> lfps.Rules:
-        return lfps.Rules(float(self.scale), self.n_kv, 32, a, decay, epsilon, False)
+        return lfps.Rules(float(self.scale), self.n_kv, 32, a, 1 << 62, decay, epsilon, False)
 
     def step(self, k_budget: int, a: float, epsilon: float = 1.0, limit: int | None = None) -> None:
         n_head, d = self.q.shape

@@ -7,7 +7,7 @@ import pytest
 from numba import njit
 
 from sparsekv_cli.cpu import lanes
-from sparsekv_cli.cpu.matvec import address
+from sparsekv_cli.cpu.addresses import address
 
 
 @njit

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sparsekv_cli.cpu import latent, sals
-from sparsekv_cli.cpu.matvec import address
+from sparsekv_cli.cpu.addresses import address
 
 ROPE_SCALE = 1.2
 

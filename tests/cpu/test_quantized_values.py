@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sparsekv_cli.cpu.matvec import address
+from sparsekv_cli.cpu.addresses import address
 from sparsekv_cli.cpu.quantized_values import (
     dequantize_ref,
     head_bytes,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparsekv_cli.cpu.matvec import address
+from sparsekv_cli.cpu.addresses import address
 from sparsekv_cli.cpu.rows import (
     F16,
     Q8_0,
@@ -13,7 +13,7 @@ from sparsekv_cli.cpu.rows import (
     quantize_rows_ref,
     row_bytes,
 )
-from sparsekv_cli.cpu.tiles import store_row
+from sparsekv_cli.cpu.store_rows import store_row
 from sparsekv_cli.kv_store import CACHE_TYPES, padded
 
 

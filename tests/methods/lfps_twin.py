@@ -24,6 +24,7 @@ class TwinOptions:
     recent: int = 32
     candidates: int = 0
     a: float = 0.2
+    horizon: int = 0
     decay: float = 0.95
     window: int = 32
     epsilon: float = 0.85
@@ -174,7 +175,7 @@ class LFPSTwin:
         kappa = 1 / n
         if m2 > 1e-12 * (table**2).sum():
             kappa = np.clip(m4 / m2**2, 1 / n, 1)
-        return self.options.a * table.mean() / kappa
+        return self.options.a * table.sum() / min(n, self.options.horizon or n) / kappa
 
     def finish(self, choices: list[HeadChoice]) -> np.ndarray:
         """Outputs (H, d_v) of the rows in ``choices``, and steps 9: the update of the tables."""

@@ -251,6 +251,7 @@ def test_rescaling_changes_nothing(decay, tables):
         (TwinOptions(budget=90, a=3.0, epsilon=0.7, tables="group"), "short"),
         (TwinOptions(budget=60, a=0.02, recent=200, expand="filtered"), "beyond"),
         (TwinOptions(budget=25, window=200, epsilon=0.7), "beyond"),
+        (TwinOptions(budget=25, a=0.05, horizon=30, epsilon=0.7), "beyond"),
         (TwinOptions(budget=2, epsilon=1.0), "beyond"),
         (TwinOptions(budget=1, epsilon=0.7), "beyond"),
         (TwinOptions(budget=1, epsilon=1.0, a=1e6), "active"),  # nothing is above the threshold
