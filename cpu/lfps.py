@@ -31,7 +31,6 @@ from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 from sparsekv_cli.cpu.rows import GATHER, K_HEAD, K_KIND, K_ROW, V_HEAD, V_KIND, V_ROW, K, V
 from sparsekv_cli.cpu.select import order_keys, select_largest
 from sparsekv_cli.cpu.tiles import (
-    AHEAD_GATHER,
     NEGATIVE_INFINITY,
     PAD,
     exp_in_place,
@@ -45,6 +44,7 @@ ROWS, SCORED, ATTENDED, TESTED, BYPASSED, HEAD_STEPS = range(6)
 BOUNDS_READ, ENTRIES_READ, KEYS_READ = range(6, 9)
 N_STATISTICS = 9
 RAISE = 1.25  # factor of the thresholds where too many rows pass
+AHEAD_SEARCH = 1024  # candidates whose keys are asked for when they are found
 CALM = 0.7  # share of the limit below which the thresholds come down again
 
 
@@ -170,20 +170,30 @@ def _attend_candidates(
     return picked
 
 
+class Search(NamedTuple):
+    """What a unit's heads look for, before any candidate is scored."""
+
+    queries: np.ndarray  # f32 (heads, d), scaled
+    near: np.ndarray  # f32 (heads, >= n_near): scores of the sinks and of the local rows
+    active: np.ndarray  # bool (heads,): not bypassed
+    n_active: int
+    rows: np.ndarray  # int32: C1, ascending; empty where no head is active
+
+
 @njit(cache=True, nogil=True)
-def _step_unit(
-    unit, following, q, layout, n, k_budget, limit, rules, tables, raised, constants, statistics,
-    attended, n_attended, lse, out,
+def _search_unit(
+    unit, q, layout, n, n_recent, limit, rules, tables, raised, constants, statistics, attended,
+    n_attended, lse, out,
 ):  # fmt: skip
-    """``lfps_step`` of one unit; following: the next one of this thread, or -1."""
+    """The bypass tests of a unit's heads, with the outputs of those bypassed, and C1 of the others,
+    whose first keys are asked for.
+    """
     n_head, d = q.shape
     heads = n_head // tables.gain.shape[0]
-    group = n_head // rules.n_kv_head
-    n_recent = max(1, min(rules.recent, k_budget // 2))  # the current row is always a candidate
     first_local = max(SINKS, n - 1 - LOCAL)
     n_near = SINKS + n - first_local
     h0 = unit * heads
-    kv_head = h0 // group
+    kv_head = h0 // (n_head // rules.n_kv_head)
     k_row, v_row, k_kind, v_kind = layout[K_ROW], layout[V_ROW], layout[K_KIND], layout[V_KIND]
     k_at = layout[K] + kv_head * layout[K_HEAD]
     v_at = layout[V] + kv_head * layout[V_HEAD]
@@ -221,43 +231,60 @@ def _step_unit(
     statistics[unit, BYPASSED] += heads - n_active
     statistics[unit, ATTENDED] += (heads - n_active) * n_near
     if n_active == 0:
-        return
-
+        return Search(scaled, near, active, n_active, np.empty(0, np.int32))
     rows = _candidates(unit, n, n_recent, limit, rules, tables, raised, statistics)
     count = rows.shape[0]
-    for j in range(min(count, AHEAD_GATHER)):  # the others are asked for as the scores proceed
+    statistics[unit, SCORED] += n_active * (count - min(count, n_near - SINKS))
+    for j in range(min(count, AHEAD_SEARCH)):  # the others are asked for as the scores proceed
         prefetch_row(k_at + rows[j] * k_row, k_row)
+    return Search(scaled, near, active, n_active, rows)
 
+
+@njit(cache=True, nogil=True)
+def _score_candidates(search, k_at, k_row, k_kind, reads):
+    """Scores f32 (heads, count + PAD) of the candidates; reads, int64 (1,), counts the keys."""
+    heads, d = search.queries.shape
+    rows = search.rows
+    count = rows.shape[0]
     stride = count + PAD
     scores = np.empty((heads, stride), np.float32)
-    keys = np.empty(count, np.int32)
-    chosen = np.empty(min(count, k_budget), np.int32)
-    if n_active == heads:  # a tile of heads shares each key row
-        statistics[unit, KEYS_READ] += count * ((heads + 3) // 4)
+    if search.n_active == heads:  # a tile of heads shares each key row
+        reads[0] += count * ((heads + 3) // 4)
         for t in range(0, heads, 4):
             tile_scores(
-                min(4, heads - t), k_kind | GATHER, scaled[t].ctypes.data, k_at, k_row,
+                min(4, heads - t), k_kind | GATHER, search.queries[t].ctypes.data, k_at, k_row,
                 rows.ctypes.data, count, d, scores[t].ctypes.data, stride,
             )  # fmt: skip
     else:
-        statistics[unit, KEYS_READ] += count * n_active
+        reads[0] += count * search.n_active
         for t in range(heads):
-            if active[t]:
+            if search.active[t]:
                 tile_scores(
-                    1, k_kind | GATHER, scaled[t].ctypes.data, k_at, k_row, rows.ctypes.data,
-                    count, d, scores[t].ctypes.data, 0,
+                    1, k_kind | GATHER, search.queries[t].ctypes.data, k_at, k_row,
+                    rows.ctypes.data, count, d, scores[t].ctypes.data, 0,
                 )  # fmt: skip
-    statistics[unit, SCORED] += n_active * (count - min(count, n_near - SINKS))
-    gain = tables.gain[unit] * rules.decay
-    part = 1.0 / (gain * n_active)
-    if following >= 0:
-        prefetch_tables(following, n, rules, tables, raised)
+    return scores
+
+
+@njit(cache=True, nogil=True)
+def _attend_unit(
+    unit, search, scores, k_budget, n_recent, v_at, v_row, v_kind, n, decay, tables, statistics,
+    attended, n_attended, lse, out,
+):  # fmt: skip
+    """Attention and learning of a unit's active heads."""
+    heads = search.active.shape[0]
+    h0 = unit * heads
+    count = search.rows.shape[0]
+    keys = np.empty(count, np.int32)
+    chosen = np.empty(min(count, k_budget), np.int32)
+    gain = tables.gain[unit] * decay
+    part = 1.0 / (gain * search.n_active)
     for t in range(heads):
-        if not active[t]:
+        if not search.active[t]:
             continue
         picked = _attend_candidates(
-            unit, near[t], rows, scores[t], k_budget, n_recent, v_at, v_row, v_kind, tables, part,
-            n, keys, chosen, lse[h0 + t : h0 + t + 1], out[h0 + t],
+            unit, search.near[t], search.rows, scores[t], k_budget, n_recent, v_at, v_row, v_kind,
+            tables, part, n, keys, chosen, lse[h0 + t : h0 + t + 1], out[h0 + t],
         )  # fmt: skip
         m = min(count, k_budget)
         statistics[unit, ATTENDED] += m + SINKS
@@ -280,10 +307,15 @@ def _step_units(
 ):  # fmt: skip
     """Takes tasks until there are none: whole kv groups, whose heads share key rows in this
     thread's cache, while every thread can have one; then single units.
+
+    A unit's candidates are searched, and their keys asked for, before the unit in front of it
+    attends: that works mostly in the caches.
     """
-    n_kv_head = rules.n_kv_head
-    a_group = tables.gain.shape[0] // n_kv_head
+    n_kv_head, n_unit = rules.n_kv_head, tables.gain.shape[0]
+    a_group = n_unit // n_kv_head
     n_whole = n_kv_head // n_threads * n_threads
+    n_recent = max(1, min(rules.recent, k_budget // 2))  # the current row is always a candidate
+    k_row, v_row, k_kind, v_kind = layout[K_ROW], layout[V_ROW], layout[K_KIND], layout[V_KIND]
     task = next_task(counter)
     while task < n_whole + (n_kv_head - n_whole) * a_group:
         first, last = task * a_group, (task + 1) * a_group
@@ -291,11 +323,30 @@ def _step_units(
             first = n_whole * a_group + task - n_whole
             last = first + 1
         prefetch_tables(first, n, rules, tables, raised)
+        search = _search_unit(
+            first, q, layout, n, n_recent, limit, rules, tables, raised, constants, statistics,
+            attended, n_attended, lse, out,
+        )  # fmt: skip
         for unit in range(first, last):
-            _step_unit(
-                unit, unit + 1 if unit + 1 < last else -1, q, layout, n, k_budget, limit, rules,
-                tables, raised, constants, statistics, attended, n_attended, lse, out,
-            )  # fmt: skip
+            kv_head = unit // a_group
+            k_at = layout[K] + kv_head * layout[K_HEAD]
+            v_at = layout[V] + kv_head * layout[V_HEAD]
+            now = search
+            if unit + 1 < last:
+                prefetch_tables(unit + 1, n, rules, tables, raised)
+            scores = _score_candidates(
+                now, k_at, k_row, k_kind, statistics[unit, KEYS_READ : KEYS_READ + 1]
+            )
+            if unit + 1 < last:
+                search = _search_unit(
+                    unit + 1, q, layout, n, n_recent, limit, rules, tables, raised, constants,
+                    statistics, attended, n_attended, lse, out,
+                )  # fmt: skip
+            if now.n_active:
+                _attend_unit(
+                    unit, now, scores, k_budget, n_recent, v_at, v_row, v_kind, n, rules.decay,
+                    tables, statistics, attended, n_attended, lse, out,
+                )  # fmt: skip
         task = next_task(counter)
 
 

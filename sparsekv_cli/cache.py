@@ -100,7 +100,7 @@ class LayerCache(ABC):
     it. A prompt then takes the layers in parts; otherwise a layer is finished before the next.
     """
 
-    selects: ClassVar[bool] = True
+    selects: bool = True
     keeps_rows: ClassVar[bool] = False
 
     def __init__(self, spec: LayerSpec, backend: Backend) -> None:
@@ -178,7 +178,7 @@ class DenseCache(LayerCache):
         self._count()
         return self.backend.attend_dense(self.store, x.q[:, 0], self.spec)
 
-    def begin(self) -> tuple[int, int]:
+    def begin(self) -> tuple[int, int] | None:
         store, n = self.store, self.store.n + 1
         store.reserve(n)
         if self._step is None:
@@ -323,6 +323,7 @@ class Method(ABC):
     description: ClassVar[str]
     needs: ClassVar[str] = ""  # what must exist before it runs, such as a calibration
     cache_types: ClassVar[tuple[str, ...]] = ("f16",)  # of K and of V that it can read
+    uses: ClassVar[tuple[str, ...]] = ()  # other methods whose kernels it calls
     # Its cache on a GPU, module:class of device/; a method without one keeps its rows on the host.
     device_cache: ClassVar[str] = ""
 
@@ -354,9 +355,12 @@ class Method(ABC):
     def layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
         """The cache of one layer."""
         spec = self.layer_spec(spec)
-        return (
-            DenseCache(spec, backend) if self.is_dense(spec) else self.sparse_layer(spec, backend)
-        )
+        make = self.dense_layer if self.is_dense(spec) else self.sparse_layer
+        return make(spec, backend)
+
+    def dense_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
+        """The cache of a dense layer on the host."""
+        return DenseCache(spec, backend)
 
     @abstractmethod
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:

@@ -113,8 +113,11 @@ def compile_method_kernels(
 ) -> int:
     """Compiles what a prefill and a decode step with ``method`` call, by a trial run.
 
-    specs: the decoder's layers, calibrated if the method needs that.
+    specs: the decoder's layers, calibrated if the method needs that. Returns how many steps were
+    not done before.
     """
+    used = (compile_method_kernels(decoder, each, specs, report) for each in used_by(method))
+    n_done = sum(used)
     caches = trial_caches(method, specs)
     prompt = [token % decoder.hparams.n_vocab for token in range(N_PROMPT)]
     marker = f"method-{type(method).__name__}-{decoder.prefill_dtype}".replace("torch.", "")
@@ -123,7 +126,14 @@ def compile_method_kernels(
         Step(marker, "decode", lambda: decoder.decode(0, N_PROMPT, caches)),
         Step(marker, "decode", lambda: decoder.decode(0, N_PROMPT + 1, caches)),
     ]
-    return _run(trial, report)
+    return n_done + _run(trial, report)
+
+
+def used_by(method: Method) -> list[Method]:
+    """The methods whose kernels ``method`` calls too, such as for some of its layers."""
+    from sparsekv_cli.methods import build_method
+
+    return [build_method(name, {}) for name in method.uses]
 
 
 def load_method_kernels(method: Method, spec: LayerSpec, dtype: torch.dtype) -> None:
@@ -133,6 +143,8 @@ def load_method_kernels(method: Method, spec: LayerSpec, dtype: torch.dtype) -> 
     import numpy as np
     import torch
 
+    for each in used_by(method):
+        load_method_kernels(each, spec, dtype)
     (cache,) = trial_caches(method, [spec])
     rng, n = np.random.default_rng(0), N_PROMPT
     rows = []

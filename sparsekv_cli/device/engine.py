@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sparsekv_cli.cache import DenseCache, LayerCache, LayerSpec, Method
+from sparsekv_cli.cache import LayerCache, LayerSpec, Method
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops as host_ops
 from sparsekv_cli.device.cache import DeviceDense
@@ -60,7 +60,7 @@ class DeviceEngine:
         own = device_cache(method)
         if self.on_host or not (dense or own):
             backend: Any = HostOps(host_ops, self.ops.device)
-            cache = DenseCache(spec, backend) if dense else method.sparse_layer(spec, backend)
+            cache = (method.dense_layer if dense else method.sparse_layer)(spec, backend)
             if isinstance(cache, LFPSCache):
                 return HostLFPS(cache, backend, self._worker)
             return HostCache(cache, backend, self._worker, deferred=True)

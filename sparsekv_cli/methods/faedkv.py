@@ -112,7 +112,7 @@ class FAEDKV(Method):
 class FAEDKVCache(LayerCache):
     """Exact rows in ``store`` (sinks, then waiting and recent ones) and the spectrum between."""
 
-    selects: ClassVar[bool] = False
+    selects = False
 
     def __init__(self, spec: LayerSpec, backend: Backend, method: FAEDKV) -> None:
         super().__init__(spec, backend)

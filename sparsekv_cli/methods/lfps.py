@@ -50,7 +50,7 @@ no others are named; - where not measured; the first six rows with an int8 prefi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -61,6 +61,7 @@ from sparsekv_cli.cache import (
     AttnInput,
     Backend,
     Budget,
+    DenseCache,
     LayerCache,
     LayerSpec,
     Memory,
@@ -72,9 +73,12 @@ from sparsekv_cli.cpu import lfps as kernels
 from sparsekv_cli.cpu.bypass import Constants
 from sparsekv_cli.cpu.history import Tables
 from sparsekv_cli.cpu.lfps_chain import LFPSStep
+from sparsekv_cli.methods.quest import Quest, QuestCache
 
 ALL = np.float32(1e30)  # a log-sum-exp beside which no other rows count
 NO_HORIZON = 1 << 62
+PAGES = Quest(page=32, budget=Budget(tokens=1024))  # of dense layers from ``dense_rows`` on
+BUDGET = replace(DEFAULT_BUDGET, ceiling=256)
 
 
 def _option(default: Any, text: str) -> Any:
@@ -92,6 +96,7 @@ class LFPS(Method):
         "tuned": {},
         "fast": {"tables": "group", "candidates": 1536, "a": 0.2, "dense_layers": (0, 1)},
         "paper": {
+            "budget": DEFAULT_BUDGET,
             "expand": "filtered",
             "recent": 8,
             "candidates": 0,
@@ -101,16 +106,18 @@ class LFPS(Method):
             "dense_layers": (),
         },
     }
+    uses: ClassVar[tuple[str, ...]] = ("quest",)
 
     dense_layers: tuple[int, ...] = (0,)
+    dense_rows: int = _option(4096, "rows from which dense layers choose pages; 0 = never")
     preset: str = _option("tuned", "tuned, fast or paper; other options change it")
-    budget: Budget = _option(DEFAULT_BUDGET, "rows attended a head, k: N or P%")
+    budget: Budget = _option(BUDGET, "rows attended a head, k: N or P%")
     tables: str = _option("head", "tables a query 'head' or shared by a kv 'group'")
     expand: str = _option("plain", "neighbours of candidates: 'plain' or 'filtered' (eq 9)")
     recent: int = _option(32, "R: most recent rows always candidates (at most half the budget)")
     candidates: int = _option(2048, "most rows scored a head, or twice the budget; 0 = no limit")
     a: float = _option(0.32, "factor of the candidate threshold (eq 8)")
-    horizon: int = _option(8192, "most entries that eq 8 takes the mean over; 0 = all")
+    horizon: int = _option(6144, "most entries that eq 8 takes the mean over; 0 = all")
     decay: float = _option(0.95, "r: decay of the tables a step (eq 10)")
     window: int = _option(32, "s: prefill queries that start the tables (eq 4)")
     epsilon: float = _option(0.85, "sink share above which a head is bypassed; 1 = never (eq 6)")
@@ -127,7 +134,7 @@ class LFPS(Method):
             if getattr(self, name) not in allowed:
                 listed = " or ".join(allowed)
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be {listed}")
-        for name in ("candidates", "horizon"):
+        for name in ("candidates", "horizon", "dense_rows"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 0 or more")
         for name in ("recent", "window"):
@@ -140,6 +147,36 @@ class LFPS(Method):
 
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
         return LFPSCache(spec, backend, self)
+
+    def dense_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
+        if not self.dense_rows:
+            return super().dense_layer(spec, backend)
+        return PageCache(spec, backend, PAGES, self.dense_rows)
+
+
+class PageCache(QuestCache, DenseCache):
+    """A layer that the past does not predict: dense while that costs less than to choose pages."""
+
+    def __init__(self, spec: LayerSpec, backend: Backend, pages: Quest, dense_rows: int) -> None:
+        super().__init__(spec, backend, pages)
+        self._dense_rows = dense_rows
+        self.selects = False
+
+    def selects_all(self, n: int) -> bool:
+        return n <= self._dense_rows
+
+    def finish_prefill(self) -> None:
+        super().finish_prefill()
+        self.selects = not self.selects_all(self.store.n + 1)
+
+    def decode(self, x: AttnInput) -> np.ndarray:
+        if not self.selects_all(self.store.n + 1):
+            return super().decode(x)
+        self.attended = None
+        return DenseCache.decode(self, x)
+
+    def begin(self) -> tuple[int, int] | None:
+        return DenseCache.begin(self) if self.selects_all(self.store.n + 1) else None
 
 
 class LFPSCache(LayerCache):

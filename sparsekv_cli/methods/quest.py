@@ -67,10 +67,10 @@ class Quest(Method):
             raise ValueError(f"summary = {self.summary!r}: must be {' or '.join(SUMMARIES)}")
 
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
-        return _QuestCache(spec, backend, self)
+        return QuestCache(spec, backend, self)
 
 
-class _QuestCache(SelectingCache):
+class QuestCache(SelectingCache):
     def __init__(self, spec: LayerSpec, backend: Backend, method: Quest) -> None:
         super().__init__(spec, backend)
         self.method = method

@@ -12,7 +12,8 @@ from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.attention import attend_dense_ref
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.methods import build_method
+from sparsekv_cli.methods import build_method, lfps
+from sparsekv_cli.methods.quest import Quest
 from sparsekv_cli.session import Session, load_session
 
 EVICTING_METHODS = ("snapkv", "h2o")  # they cannot go back behind what they dropped
@@ -178,6 +179,26 @@ def test_lfps_starts_by_itself_after_a_tiny_prompt(n_prompt, session_of):
     assert np.isfinite(decode(session, tokens(60, 1))).all()
     counts = session.ledger.as_dict()
     assert counts["sparse_rows_attended"] < counts["sparse_rows_total"] / 2
+
+
+def test_dense_layers_of_lfps_choose_pages_when_the_context_is_long(session_of, monkeypatch):
+    """Dense until then, and from then on as Quest, whose pages are those of all rows before."""
+    monkeypatch.setattr(lfps, "PAGES", Quest(page=8, budget=Budget(tokens=24)))
+    options = {"dense_rows": "70"}
+    paged = session_of("lfps", options, dense_layers="0,1,2,3")
+    full = session_of("full")
+    quest = session_of("quest", {"page": "8"}, budget="24", dense_layers="none")
+    for session in (paged, full, quest):
+        session.prefill(tokens(60))
+    text = tokens(10, 1)
+    np.testing.assert_array_equal(decode(paged, text), decode(full, text))
+    assert paged.ledger.as_dict().get("sparse_rows_total", 0) == 0
+    for session in (paged, quest):
+        session.rewind(0)
+        session.prefill(tokens(90))
+    np.testing.assert_array_equal(decode(paged, text), decode(quest, text))
+    counts = paged.ledger.as_dict()
+    assert 0 < counts["sparse_rows_attended"] < counts["sparse_rows_total"] / 2
 
 
 @pytest.mark.parametrize("layers", ["4", "0,-5"])

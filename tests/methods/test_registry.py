@@ -72,6 +72,7 @@ def test_an_unknown_method_lists_the_names():
         *[("lfps", "a", v) for v in ("0", "-1", "nan", "inf")],
         *[("lfps", "epsilon", v) for v in ("0", "nan", "x")],
         *[("lfps", name, v) for name in ("recent", "window") for v in ("0", "-1", "x")],
+        *[("lfps", name, "-1") for name in ("candidates", "horizon", "dense_rows")],
         ("lfps", "tables", "heads"),
         ("lfps", "expand", "yes"),
         ("lfps", "sigma", "pi"),

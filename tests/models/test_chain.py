@@ -19,6 +19,7 @@ METHODS = {
     "full": ("full", {}),
     "full q8_0": ("full", {"cache_type_k": "q8_0"}),
     "lfps": ("lfps", {"budget": "12"}),
+    "lfps pages": ("lfps", {"budget": "12", "dense_rows": "200"}),
     "lfps fast": ("lfps", {"budget": "12", "preset": "fast"}),
     "lfps paper": ("lfps", {"budget": "5%", "preset": "paper"}),  # all rows at first
     "lfps q8_0": ("lfps", {"budget": "12", "cache_type_v": "q8_0", "epsilon": "0.1"}),
