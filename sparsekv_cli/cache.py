@@ -95,7 +95,8 @@ class LayerCache(ABC):
     """The mutable state of one layer of one sequence.
 
     selects: whether a step attends to some rows exactly and leaves the others out, so that it can
-    be asked which (``attended``). Not so in a cache that attends to all, exactly or roughly.
+    be asked which (``attended``). Not so in a cache that attends to all, exactly or roughly. What
+    it is after a prefill holds for the steps that follow.
     keeps_rows: whether the rows of a prefill take as much memory before ``finish_prefill`` as after
     it. A prompt then takes the layers in parts; otherwise a layer is finished before the next.
     """
@@ -270,6 +271,12 @@ class Budget:
         assert self.share is not None
         return min(self.ceiling, max(self.floor, round(self.share * n)))
 
+    def at_least(self, n: int) -> Budget:
+        """The same, of n rows where it is less."""
+        if self.tokens is not None:
+            return Budget(tokens=max(self.tokens, n))
+        return replace(self, floor=max(self.floor, n), ceiling=max(self.ceiling, n))
+
     def __str__(self) -> str:
         if self.share is None:
             return str(self.tokens)
@@ -323,7 +330,6 @@ class Method(ABC):
     description: ClassVar[str]
     needs: ClassVar[str] = ""  # what must exist before it runs, such as a calibration
     cache_types: ClassVar[tuple[str, ...]] = ("f16",)  # of K and of V that it can read
-    uses: ClassVar[tuple[str, ...]] = ()  # other methods whose kernels it calls
     # Its cache on a GPU, module:class of device/; a method without one keeps its rows on the host.
     device_cache: ClassVar[str] = ""
 
@@ -347,7 +353,7 @@ class Method(ABC):
         return replace(spec, cache_type_k=self.cache_type_k, cache_type_v=self.cache_type_v)
 
     def is_dense(self, spec: LayerSpec) -> bool:
-        """Whether the user or the default wants that layer dense."""
+        """Whether the user or the default wants that layer dense (see ``dense_layer``)."""
         return spec.layer in {
             i % spec.n_layer for i in self.dense_layers if -spec.n_layer <= i < spec.n_layer
         }
@@ -359,12 +365,16 @@ class Method(ABC):
         return make(spec, backend)
 
     def dense_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
-        """The cache of a dense layer on the host."""
+        """The cache of a dense layer on the host; a method may have its own for long contexts."""
         return DenseCache(spec, backend)
 
     @abstractmethod
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
         """The method's own cache of one layer."""
+
+    def used(self) -> Sequence[Method]:
+        """Other methods whose kernels it calls, to be compiled with its own."""
+        return ()
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
         """What every layer's ``spec.calibration`` is to hold: arrays (n_layer, ...) by name.

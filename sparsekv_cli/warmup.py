@@ -116,7 +116,7 @@ def compile_method_kernels(
     specs: the decoder's layers, calibrated if the method needs that. Returns how many steps were
     not done before.
     """
-    used = (compile_method_kernels(decoder, each, specs, report) for each in used_by(method))
+    used = (compile_method_kernels(decoder, each, specs, report) for each in method.used())
     n_done = sum(used)
     caches = trial_caches(method, specs)
     prompt = [token % decoder.hparams.n_vocab for token in range(N_PROMPT)]
@@ -129,13 +129,6 @@ def compile_method_kernels(
     return n_done + _run(trial, report)
 
 
-def used_by(method: Method) -> list[Method]:
-    """The methods whose kernels ``method`` calls too, such as for some of its layers."""
-    from sparsekv_cli.methods import build_method
-
-    return [build_method(name, {}) for name in method.uses]
-
-
 def load_method_kernels(method: Method, spec: LayerSpec, dtype: torch.dtype) -> None:
     """Lets this process load what ``compile_method_kernels`` has put on disk, with one layer of
     random rows, so that the time of a method's first step is its own. dtype: of the prefill.
@@ -143,7 +136,7 @@ def load_method_kernels(method: Method, spec: LayerSpec, dtype: torch.dtype) -> 
     import numpy as np
     import torch
 
-    for each in used_by(method):
+    for each in method.used():
         load_method_kernels(each, spec, dtype)
     (cache,) = trial_caches(method, [spec])
     rng, n = np.random.default_rng(0), N_PROMPT

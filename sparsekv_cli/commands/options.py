@@ -182,7 +182,7 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
     click.option(
         "--dense-layers",
         metavar="LIST",
-        help="Layers that attend to everything, such as 0,1 or none.",
+        help="Layers that attend to everything, such as 0,1 or none; lfps: see its dense_rows.",
     ),
     click.option(
         "-ctk",

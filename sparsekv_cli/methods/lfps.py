@@ -49,7 +49,7 @@ no others are named; - where not measured; the first six rows with an int8 prefi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -77,7 +77,7 @@ from sparsekv_cli.methods.quest import Quest, QuestCache
 
 ALL = np.float32(1e30)  # a log-sum-exp beside which no other rows count
 NO_HORIZON = 1 << 62
-PAGES = Quest(page=32, budget=Budget(tokens=1024))  # of dense layers from ``dense_rows`` on
+PAGES = Quest(page=32, budget=Budget(tokens=1024))  # of dense layers beyond ``dense_rows``
 BUDGET = replace(DEFAULT_BUDGET, ceiling=256)
 
 
@@ -97,6 +97,7 @@ class LFPS(Method):
         "fast": {"tables": "group", "candidates": 1536, "a": 0.2, "dense_layers": (0, 1)},
         "paper": {
             "budget": DEFAULT_BUDGET,
+            "dense_rows": 0,
             "expand": "filtered",
             "recent": 8,
             "candidates": 0,
@@ -106,10 +107,9 @@ class LFPS(Method):
             "dense_layers": (),
         },
     }
-    uses: ClassVar[tuple[str, ...]] = ("quest",)
 
     dense_layers: tuple[int, ...] = (0,)
-    dense_rows: int = _option(4096, "rows from which dense layers choose pages; 0 = never")
+    dense_rows: int = _option(4096, "rows beyond which dense layers choose pages; 0 = never")
     preset: str = _option("tuned", "tuned, fast or paper; other options change it")
     budget: Budget = _option(BUDGET, "rows attended a head, k: N or P%")
     tables: str = _option("head", "tables a query 'head' or shared by a kv 'group'")
@@ -151,10 +151,14 @@ class LFPS(Method):
     def dense_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
         if not self.dense_rows:
             return super().dense_layer(spec, backend)
-        return PageCache(spec, backend, PAGES, self.dense_rows)
+        pages = replace(PAGES, budget=self.budget.at_least(PAGES.budget.rows(1)))
+        return DenseThenPages(spec, backend, pages, self.dense_rows)
+
+    def used(self) -> Sequence[Method]:
+        return (PAGES,)
 
 
-class PageCache(QuestCache, DenseCache):
+class DenseThenPages(QuestCache, DenseCache):
     """A layer that the past does not predict: dense while that costs less than to choose pages."""
 
     def __init__(self, spec: LayerSpec, backend: Backend, pages: Quest, dense_rows: int) -> None:
@@ -163,7 +167,7 @@ class PageCache(QuestCache, DenseCache):
         self.selects = False
 
     def selects_all(self, n: int) -> bool:
-        return n <= self._dense_rows
+        return n <= self._dense_rows or super().selects_all(n)
 
     def finish_prefill(self) -> None:
         super().finish_prefill()
@@ -177,6 +181,10 @@ class PageCache(QuestCache, DenseCache):
 
     def begin(self) -> tuple[int, int] | None:
         return DenseCache.begin(self) if self.selects_all(self.store.n + 1) else None
+
+    def end(self) -> None:
+        self.attended = None
+        DenseCache.end(self)
 
 
 class LFPSCache(LayerCache):

@@ -135,6 +135,14 @@ def test_a_model_that_is_named_must_exist(
     assert result.code == 1 and "neither-this" in result.err
 
 
+def test_a_session_compiles_what_its_method_uses_of_others(markers: Path, model: Path) -> None:
+    loaded = session.load_session(model, build_method("lfps", {}), SessionConfig(threads=1))
+    loaded.gguf.close()
+    done = [path.name for path in markers.iterdir()]
+    for used in ("LFPS", "Quest"):
+        assert any(name.startswith(f"warm-method-{used}-") for name in done)
+
+
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "full"])
 def test_a_trial_reaches_the_sparse_kernels(model: Path, name: str) -> None:
     """Both of them: rows are left out, or the step would end in the dense kernels."""

@@ -185,7 +185,7 @@ def test_dense_layers_of_lfps_choose_pages_when_the_context_is_long(session_of, 
     """Dense until then, and from then on as Quest, whose pages are those of all rows before."""
     monkeypatch.setattr(lfps, "PAGES", Quest(page=8, budget=Budget(tokens=24)))
     options = {"dense_rows": "70"}
-    paged = session_of("lfps", options, dense_layers="0,1,2,3")
+    paged = session_of("lfps", options, budget="5", dense_layers="0,1,2,3")
     full = session_of("full")
     quest = session_of("quest", {"page": "8"}, budget="24", dense_layers="none")
     for session in (paged, full, quest):
@@ -199,6 +199,21 @@ def test_dense_layers_of_lfps_choose_pages_when_the_context_is_long(session_of, 
     np.testing.assert_array_equal(decode(paged, text), decode(quest, text))
     counts = paged.ledger.as_dict()
     assert 0 < counts["sparse_rows_attended"] < counts["sparse_rows_total"] / 2
+    for session in (paged, full):
+        session.rewind(0)
+        session.prefill(tokens(60))
+    np.testing.assert_array_equal(decode(paged, text), decode(full, text))
+    assert all(cache.attended is None for cache in paged.caches)
+
+
+@pytest.mark.parametrize("budget", ["100%", "200"])
+def test_pages_of_lfps_keep_to_its_budget(budget, session_of):
+    """They never have less than the other layers: a budget of the context changes no bit."""
+    full = session_of("full")
+    paged = session_of("lfps", {"dense_rows": "20"}, budget=budget, dense_layers="0,1")
+    for session in (full, paged):
+        session.prefill(tokens(80))
+    np.testing.assert_array_equal(decode(full, tokens(20, 1)), decode(paged, tokens(20, 1)))
 
 
 @pytest.mark.parametrize("layers", ["4", "0,-5"])

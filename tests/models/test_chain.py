@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from tiny_models import make_model
 
+from sparsekv_cli.cache import Budget
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import chain
-from sparsekv_cli.methods import build_method
+from sparsekv_cli.methods import build_method, lfps
+from sparsekv_cli.methods.quest import Quest
 from sparsekv_cli.session import Session, load_session
 
 N_PROMPT, N_STEPS = 60, 560  # a session makes room for 512 rows beyond its prompt
@@ -70,6 +72,7 @@ def test_a_chain_changes_nothing(model, name, monkeypatch):
     """Long enough for stores and tables to grow; then after a rewind."""
     lengths = []
     run_layers = chain.run_layers
+    monkeypatch.setattr(lfps, "PAGES", Quest(page=8, budget=Budget(tokens=64)))
 
     def counted(layers, steps, first, last, n_threads):
         lengths.append(last - first)
