@@ -60,7 +60,7 @@ class DeviceEngine:
         own = device_cache(method)
         if self.on_host or not (dense or own):
             backend: Any = HostOps(host_ops, self.ops.device)
-            cache = (method.dense_layer if dense else method.sparse_layer)(spec, backend)
+            cache = method.layer(spec, backend)
             if isinstance(cache, LFPSCache):
                 return HostLFPS(cache, backend, self._worker)
             return HostCache(cache, backend, self._worker, deferred=True)
