@@ -8,6 +8,7 @@ import numpy as np
 
 from sparsekv_cli.cpu import attention, prefill_attention, prefill_attention_f32
 from sparsekv_cli.cpu.chain import DenseStep
+from sparsekv_cli.cpu.tensors import bits, load_torch
 
 TASKS_A_THREAD = 8  # of a prefill's attention, so that threads end together
 
@@ -15,19 +16,20 @@ TASKS_A_THREAD = 8  # of a prefill's attention, so that threads end together
 def dense_prefill(store: Any, x: Any, spec: Any) -> Any:
     """Causal attention of a chunk whose K and V are the last T rows of ``store``.
 
-    x.q torch (H, T, d) -> torch (H, T, d_v) in q's type. f32 goes over the rows as they are stored:
-    decode sees the very same keys and values.
+    x.q (H, T, d) -> (H, T, d_v), both f32 arrays or tensors of one type. f32 goes over the rows as
+    they are stored: decode sees the very same keys and values.
     """
-    import torch
-
-    if x.q.dtype == torch.float32:
+    if isinstance(x.q, np.ndarray):
         # The output's rows lie by token, as its projection reads them.
-        out = torch.empty(x.q.shape[1], spec.n_head, spec.value_dim)
+        out = np.empty((x.q.shape[1], spec.n_head, spec.value_dim), np.float32)
         prefill_attention_f32.attend_causal(
-            x.q.contiguous().numpy(), store.layout, spec.n_head_kv, store.n, spec.scale,
-            out.numpy(), spec.n_threads,
+            np.ascontiguousarray(x.q), store.layout, spec.n_head_kv, store.n, spec.scale, out,
+            spec.n_threads,
         )  # fmt: skip
-        return out.transpose(0, 1)
+        return out.swapaxes(0, 1)
+    torch = load_torch()
+    if x.q.dtype == torch.float32:
+        return torch.from_numpy(dense_prefill(store, x._replace(q=x.q.numpy()), spec))
     fits = x.q.dtype == torch.bfloat16 and spec.head_dim % 2 == 0
     if fits and prefill_attention.is_available():
         return _fused_prefill(store, x, spec)
@@ -40,8 +42,7 @@ def _torch_prefill(store: Any, x: Any, spec: Any) -> Any:
     Rows before the chunk need no mask: a kv head's queries are folded into one long list there, and
     the two softmaxes are merged by their log-sum-exp, so nothing of size T x n is ever held.
     """
-    import torch
-
+    torch = load_torch()
     n, n_new = store.n, x.q.shape[1]
     n_past = n - n_new
     n_kv, group = spec.n_head_kv, spec.group
@@ -69,8 +70,7 @@ def _torch_prefill(store: Any, x: Any, spec: Any) -> Any:
 
 def _fused_prefill(store: Any, x: Any, spec: Any) -> Any:
     """``dense_prefill`` in bf16 by our own kernel."""
-    import torch
-
+    torch = load_torch()
     n_head, n_new = x.q.shape[:2]  # out's rows lie by token, as the output projection reads them
     out = torch.empty(n_new, n_head, spec.value_dim, dtype=torch.bfloat16).transpose(0, 1)
     q, written = bits(x.q.contiguous()), bits(out)
@@ -90,13 +90,6 @@ def _fused_prefill(store: Any, x: Any, spec: Any) -> Any:
 def _bf16_bits(rows: Any, d: int) -> np.ndarray:
     """The first d elements of rows, torch (G, n, >= d), as bf16: uint16 (G, n, d)."""
     return bits(rows[..., :d].bfloat16().contiguous())
-
-
-def bits(tensor: Any) -> np.ndarray:
-    """The memory of a bf16 tensor as uint16, which is how numba sees bf16."""
-    import torch
-
-    return tensor.view(torch.int16).numpy().view(np.uint16)
 
 
 def append_row(store: Any, x: Any) -> None:

@@ -1,6 +1,7 @@
-"""The decoder, twice: a readable torch path for chunks of rows, and fused CPU calls for one row.
+"""The decoder, twice: layer by layer for chunks of rows, and fused CPU calls for one row.
 
-``forward`` (forward.py) is the prefill, and in f32 the reference; products.py multiplies for it.
+``forward`` (forward.py) is the prefill, and in f32 the reference, in readable torch; products.py
+and torch_products.py multiply for it.
 ``decode`` runs the numba kernels of cpu/layer.py on the quantised weights, for a row of one
 sequence or of each of several. tests/models/test_decoder.py holds the two together.
 """
@@ -10,33 +11,33 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
-import torch
 from llvmlite import binding
-from torch.nn.functional import linear
 
 from sparsekv_cli.cache import AttnInput, LayerCache
 from sparsekv_cli.cpu import matvec, prefill_tiles
+from sparsekv_cli.cpu.tensors import load_torch
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.decode_step import DecodeStep
 from sparsekv_cli.models.forward import Forward, Product
 from sparsekv_cli.models.hparams import HParams
-from sparsekv_cli.models.prefill_rows import FusedRows, Rows, TorchRows
-from sparsekv_cli.models.products import IntegerProducts, Products
+from sparsekv_cli.models.prefill_rows import FusedBF16Rows, FusedRows, Rows
+from sparsekv_cli.models.products import IntegerProducts
 from sparsekv_cli.models.repacked import repack_weights, wants_repacking
 from sparsekv_cli.models.rope import RopeTable
 from sparsekv_cli.models.weights import Weights
 
 
-def cpu_prefill_dtype() -> torch.dtype:
+def cpu_prefill_dtype() -> str:
     """bf16 where the CPU multiplies it in hardware (AMX, AVX-512 BF16, Arm BF16), otherwise int8
     where the CPU has byte products, otherwise f32.
     """
     features = binding.get_host_cpu_features()
     if any(features.get(name) for name in ("avx512bf16", "amx-bf16", "bf16")):
-        return torch.bfloat16
-    return torch.int8 if prefill_tiles.is_available() else torch.float32
+        return "bf16"
+    return "int8" if prefill_tiles.is_available() else "f32"
 
 
 def give_back_memory() -> None:
@@ -56,33 +57,40 @@ class Decoder(Forward):
         weights: Weights,
         *,
         n_threads: int,
-        prefill_dtype: torch.dtype,
+        prefill_dtype: str,
         chunk: int,
         repack: str = "auto",
     ) -> None:
-        """prefill_dtype: of the products: f32, bf16, or int8, whose other arithmetic is f32.
-        repack: ``auto``, ``on`` or ``off``, of the weights that ``decode`` reads.
+        """prefill_dtype: of the products: ``f32``, ``bf16``, or ``int8``, whose other arithmetic is
+        f32 and which needs no torch for the formats that it knows. repack: ``auto``, ``on`` or
+        ``off``, of the weights that ``decode`` reads.
         """
         self.hparams = hparams
         self.architecture = architecture
         self.weights = weights
         self.n_threads = n_threads
         self.prefill_dtype = prefill_dtype
-        in_integers = prefill_dtype == torch.int8
-        self.dtype = torch.float32 if in_integers else prefill_dtype  # of a prefill's rows
         self.chunk = chunk
         self.rope = RopeTable(hparams, weights.rope_freqs)
-        model = (hparams, self.rope, architecture.rope_interleaved)
-        self.rows: Rows = TorchRows(*model, self.dtype)
-        if prefill_dtype != torch.float32:
-            self.rows = FusedRows(*model, self.dtype, n_threads)
-        self._products = (
-            IntegerProducts(n_threads) if in_integers else Products(self.dtype, n_threads)
-        )
+        self.rows, self._products = self._new_prefill()
         self.layers, self.output_norm = weights.layers, weights.output_norm
         repacks = wants_repacking(weights, repack)
         self._decode_weights = repack_weights(weights) if repacks else weights
         self._step = self._new_step(1)
+
+    def _new_prefill(self) -> tuple[Rows, Any]:
+        """What computes between the products of a prefill, and the products."""
+        n_threads = self.n_threads
+        model = (self.hparams, self.rope, self.architecture.rope_interleaved)
+        if self.prefill_dtype == "int8":
+            return FusedRows(*model, n_threads), IntegerProducts(n_threads)
+        from sparsekv_cli.models.torch_products import TorchProducts
+        from sparsekv_cli.models.torch_rows import TorchRows
+
+        torch = load_torch()
+        if self.prefill_dtype == "bf16":
+            return FusedBF16Rows(*model, n_threads), TorchProducts(torch.bfloat16, n_threads)
+        return TorchRows(*model, torch.float32), TorchProducts(torch.float32, n_threads)
 
     # --- a row a sequence, fused ----------------------------------------------------------------
 
@@ -139,20 +147,20 @@ class Decoder(Forward):
 
     # --- many rows, layer by layer ----------------------------------------------------------------
 
-    def output(self, normed: torch.Tensor) -> np.ndarray:
+    def output(self, normed: Any) -> np.ndarray:
         """Few rows use the quantised weights as they lie."""
         self._products.clear()  # the layers are done, and the peak of a long prompt is now
         give_back_memory()
-        head = self.weights.output
-        if len(normed) <= 4:
-            rows = normed.contiguous().numpy()
+        head, rows = self.weights.output, np.ascontiguousarray(normed)
+        if len(rows) <= 4:
             return matvec.matvec(head.code, head.data, head.n_columns, rows, self.n_threads)
+        torch = load_torch()
         step = 8192  # vocabulary rows dequantised at a time
-        out = np.empty((len(normed), head.n_rows), np.float32)
+        out = np.empty((len(rows), head.n_rows), np.float32)
         for start in range(0, head.n_rows, step):
             part = head.data[start : start + step]
             weight = torch.from_numpy(matvec.dequantize(head.code, part, head.n_columns))
-            out[:, start : start + step] = linear(normed, weight).numpy()
+            out[:, start : start + step] = (torch.from_numpy(rows) @ weight.T).numpy()
         return out
 
     def products(self, i: int) -> Mapping[str, Product]:

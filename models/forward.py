@@ -11,24 +11,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from sparsekv_cli.cache import LayerCache, LayerSpec
 from sparsekv_cli.cpu import matvec
 from sparsekv_cli.models.hparams import HParams
-from sparsekv_cli.models.prefill_rows import Rows, rms_norm
+from sparsekv_cli.models.prefill_rows import Rows
 from sparsekv_cli.models.weights import Weights
 
 Progress = Callable[[int, int], None]
-Product = Callable[[torch.Tensor], torch.Tensor]
+Product = Callable[[Any], Any]
 ROWS_AT_ONCE = 4096  # of a prompt, through all layers; dequantising takes 1 to 2 % of their time
 
 
 class Forward(ABC):
     """A model's forward pass over rows; it holds weights and scratch, never a sequence's state.
 
-    prefill_dtype: of the products. layers: for each layer what ``rows`` takes of its weights;
-    output_norm: f32 (n_embd,).
+    prefill_dtype: of the products, f32, bf16 or int8. layers: for each layer what ``rows`` takes of
+    its weights; output_norm: f32 (n_embd,). Rows are tensors, or f32 arrays, as ``rows`` has them.
     """
 
     hparams: HParams
@@ -36,7 +35,7 @@ class Forward(ABC):
     rope: Any  # a RopeTable, or one with tensors
     n_threads: int
     chunk: int
-    prefill_dtype: torch.dtype
+    prefill_dtype: str
     rows: Rows
     layers: Sequence[Any]
     output_norm: Any
@@ -54,14 +53,14 @@ class Forward(ABC):
         """Called when the last row has gone through layer i."""
 
     @abstractmethod
-    def output(self, normed: torch.Tensor) -> np.ndarray:
+    def output(self, normed: Any) -> np.ndarray:
         """f32 (T, n_embd) -> f32 (T, n_vocab)."""
 
-    def embed(self, ids: Sequence[int]) -> torch.Tensor:
-        """The tokens' embeddings, f32 (T, n_embd)."""
+    def embed(self, ids: Sequence[int]) -> Any:
+        """The tokens' embeddings, f32 (T, n_embd), as ``rows`` takes them."""
         embedding = self.weights.token_embd
         rows = np.ascontiguousarray(embedding.data[np.asarray(ids)])
-        return torch.from_numpy(matvec.dequantize(embedding.code, rows, embedding.n_columns))
+        return self.rows.stream(matvec.dequantize(embedding.code, rows, embedding.n_columns))
 
     def embed_row(self, token: int, out: np.ndarray) -> None:
         """Writes one token's embedding, f32 (n_embd,), to ``out``."""
@@ -119,12 +118,12 @@ class Forward(ABC):
                         progress((before + done) // n_layer, n)
                 if first + size >= n:
                     cache.finish_prefill()
-            rows = x if all_logits else x[-1:].clone()
+            normed = self.rows.last_norm(x if all_logits else x[-1:], self.output_norm)
             del x  # before the next part comes
-        logits = self.output(rms_norm(rows, self.output_norm, self.hparams.norm_eps))
+        logits = self.output(normed)
         return logits if all_logits else logits[0]
 
-    def _forward_layer(self, i: int, x: torch.Tensor, pos: int, cache: LayerCache) -> Iterator[int]:
+    def _forward_layer(self, i: int, x: Any, pos: int, cache: LayerCache) -> Iterator[int]:
         """One layer over x f32 (T, n_embd), updated in place; yields how many rows are done."""
         products = self.products(i)
         for start in range(0, len(x), self.chunk):
@@ -137,7 +136,7 @@ class Forward(ABC):
         self,
         i: int,
         products: Mapping[str, Product],
-        x: torch.Tensor,
+        x: Any,
         pos: int,
         cache: LayerCache,
     ) -> None:
@@ -145,7 +144,7 @@ class Forward(ABC):
         layer, h, rows = self.layers[i], self.hparams, self.rows
         raw = products["qkv"](rows.norm(x, layer.attn_norm))
         attended = cache.prefill(rows.heads(raw, layer, h.n_head[i], h.n_head_kv[i], pos))
-        attended = attended.transpose(0, 1).reshape(len(x), h.n_head[i] * h.value_dim)
+        attended = attended.swapaxes(0, 1).reshape(len(x), h.n_head[i] * h.value_dim)
         rows.add(x, products["o"](attended))
         gate_up = products["gate_up"](rows.norm(x, layer.ffn_norm))
         rows.add(x, products["down"](rows.gate(gate_up)))

@@ -1,7 +1,6 @@
-"""A prefilled chunk between its matrix products: readable torch, and the fused kernels.
+"""A prefilled chunk between its matrix products, in fused passes (cpu/prefill_rows.py).
 
-``TorchRows`` is the reference, for any type; ``FusedRows`` runs cpu/prefill_rows.py. Both take
-x f32 (T, n_embd), the residual stream, and hand the products rows of the compute type.
+``Rows`` says what a forward pass asks for; models/torch_rows.py has the same in readable torch.
 """
 
 from __future__ import annotations
@@ -9,127 +8,73 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import numpy as np
-import torch
-from torch.nn.functional import silu
 
 from sparsekv_cli.cache import AttnInput
 from sparsekv_cli.cpu import prefill_rows as kernels
-from sparsekv_cli.cpu.ops import bits
+from sparsekv_cli.cpu.tensors import load_torch, seen
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.rope import RopeTable
-from sparsekv_cli.models.weights import LayerWeights, Linear
+from sparsekv_cli.models.weights import LayerWeights
 
 NONE = np.empty(0, np.float32)
 
 
 class Rows(Protocol):
-    """T rows of a chunk; weights are f32 arrays of the model."""
+    """T rows of a chunk, as arrays or tensors; weights are f32 arrays of the model.
 
-    def norm(self, x: torch.Tensor, weight: np.ndarray) -> torch.Tensor:
+    x f32 (T, n_embd) is the residual stream; products give and take rows of the compute type.
+    """
+
+    def stream(self, x: np.ndarray) -> Any:
+        """Embeddings f32 (T, n_embd) as the residual stream; the same memory."""
+
+    def norm(self, x: Any, weight: np.ndarray) -> Any:
         """RMS norm of x in the compute type."""
 
-    def heads(
-        self, raw: torch.Tensor, layer: LayerWeights, n_head: int, n_kv: int, pos: int
-    ) -> AttnInput:
+    def last_norm(self, x: Any, weight: np.ndarray) -> Any:
+        """RMS norm of x in f32, for the output head."""
+
+    def heads(self, raw: Any, layer: LayerWeights, n_head: int, n_kv: int, pos: int) -> AttnInput:
         """raw (T, H d + G d + G d_v), q, k and v as projected, with bias, norm and rotation."""
 
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gate(self, gate_up: Any) -> Any:
         """silu(gate) * up of (T, 2 n_ff), the gate first."""
 
-    def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
+    def add(self, x: Any, y: Any) -> None:
         """x += y."""
 
 
-def rms_norm(x: torch.Tensor, weight: Any, eps: float) -> torch.Tensor:
-    """weight: f32 (width,), an array or a tensor where x is."""
-    return torch.nn.functional.rms_norm(x, (x.shape[-1],), torch.as_tensor(weight), eps)
-
-
-def rotate(heads: torch.Tensor, rope: Any, n_rot: int, pos: int) -> torch.Tensor:
-    """f32 (heads, T, d) in half-split order -> rotated, the first row at ``pos``."""
-    half, rows = n_rot // 2, slice(pos, pos + heads.shape[1])
-    cos, sin = (torch.as_tensor(table[rows]) for table in (rope.cos, rope.sin))  # (T, half)
-    a, b = heads[..., :half], heads[..., half:n_rot]
-    return torch.cat([a * cos - b * sin, a * sin + b * cos, heads[..., n_rot:]], dim=-1)
-
-
-class TorchRows:
-    """Step by step, as the formulas are written.
-
-    Weights and the tables of ``rope``, a RopeTable, may be tensors on a device in place of arrays.
-    """
-
-    def __init__(self, hparams: HParams, rope: Any, interleaved: bool, dtype: torch.dtype) -> None:
-        self._hparams, self._rope = hparams, rope
-        self._interleaved, self._dtype = interleaved, dtype
-
-    def norm(self, x: torch.Tensor, weight: np.ndarray) -> torch.Tensor:
-        return rms_norm(x, weight, self._hparams.norm_eps).to(self._dtype)
-
-    def heads(
-        self, raw: torch.Tensor, layer: LayerWeights, n_head: int, n_kv: int, pos: int
-    ) -> AttnInput:
-        h = self._hparams
-        q, k, v = raw.split([n_head * h.head_dim, n_kv * h.head_dim, n_kv * h.value_dim], dim=1)
-        q_nope = self._ordered(q, layer.q, layer.q_norm, n_head)
-        k_nope = self._ordered(k, layer.k, layer.k_norm, n_kv)
-        q, k = (rotate(x, self._rope, h.n_rot, pos) for x in (q_nope, k_nope))
-        v = _add_bias(v, layer.v).reshape(-1, n_kv, h.value_dim).transpose(0, 1)
-        return AttnInput._make((*(t.to(self._dtype) for t in (q, k, v, q_nope, k_nope)), pos))
-
-    def _ordered(
-        self, rows: torch.Tensor, projection: Linear, norm: np.ndarray | None, n_head: int
-    ) -> torch.Tensor:
-        """(T, heads d) -> f32 (heads, T, d) with bias and norm, in half-split order."""
-        n_rot, d = self._hparams.n_rot, self._hparams.head_dim
-        heads = _add_bias(rows.float(), projection).reshape(-1, n_head, d)
-        if norm is not None:
-            heads = rms_norm(heads, norm, self._hparams.norm_eps)
-        if self._interleaved:
-            pairs = heads[..., :n_rot].unflatten(-1, (n_rot // 2, 2)).transpose(-1, -2).flatten(-2)
-            heads = torch.cat([pairs, heads[..., n_rot:]], dim=-1)
-        return heads.transpose(0, 1)
-
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=1)
-        return silu(gate).mul_(up)
-
-    def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        x += y
-
-
-def _add_bias(rows: torch.Tensor, projection: Linear) -> torch.Tensor:
-    if projection.bias is None:
-        return rows
-    return rows + torch.as_tensor(projection.bias)
-
-
 class FusedRows:
-    """The same in one pass a step over bf16 or f32, each result rounded once."""
+    """One pass a step over f32 arrays, each result rounded once."""
 
     def __init__(
-        self,
-        hparams: HParams,
-        rope: RopeTable,
-        interleaved: bool,
-        dtype: torch.dtype,
-        n_threads: int,
+        self, hparams: HParams, rope: RopeTable, interleaved: bool, n_threads: int
     ) -> None:
-        self._hparams, self._rope, self._dtype = hparams, rope, dtype
+        self._hparams, self._rope = hparams, rope
         self._interleaved, self._n_threads = interleaved, n_threads
         self._eps = np.float32(hparams.norm_eps)
 
-    def norm(self, x: torch.Tensor, weight: np.ndarray) -> torch.Tensor:
-        out = torch.empty(x.shape, dtype=self._dtype)
-        kernels.norm_rows(x.numpy(), weight, self._eps, seen(out), self._n_threads)
+    def _new(self, *shape: int) -> Any:
+        """Uninitialised rows of the compute type."""
+        return np.empty(shape, np.float32)
+
+    def stream(self, x: np.ndarray) -> np.ndarray:
+        return x
+
+    def norm(self, x: np.ndarray, weight: np.ndarray) -> Any:
+        out = self._new(*x.shape)
+        kernels.norm_rows(x, weight, self._eps, seen(out), self._n_threads)
         return out
 
-    def heads(
-        self, raw: torch.Tensor, layer: LayerWeights, n_head: int, n_kv: int, pos: int
-    ) -> AttnInput:
+    def last_norm(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        out = np.empty_like(x)
+        kernels.norm_rows(x, weight, self._eps, out, self._n_threads)
+        return out
+
+    def heads(self, raw: Any, layer: LayerWeights, n_head: int, n_kv: int, pos: int) -> AttnInput:
         h, n_rows = self._hparams, len(raw)
         q, k, v = (n_head, h.head_dim), (n_kv, h.head_dim), (n_kv, h.value_dim)
-        outs = [torch.empty(n, n_rows, d, dtype=self._dtype) for n, d in (q, k, v, q, k)]
+        outs = [self._new(n, n_rows, d) for n, d in (q, k, v, q, k)]
         kernels.split_heads(
             seen(raw), *(given(w.bias) for w in (layer.q, layer.k, layer.v)), given(layer.q_norm),
             given(layer.k_norm), self._eps, self._rope.cos[pos : pos + n_rows],
@@ -138,18 +83,21 @@ class FusedRows:
         )  # fmt: skip
         return AttnInput._make((*outs, pos))
 
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(len(gate_up), gate_up.shape[1] // 2, dtype=self._dtype)
+    def gate(self, gate_up: Any) -> Any:
+        out = self._new(len(gate_up), gate_up.shape[1] // 2)
         kernels.gate_rows(seen(gate_up), seen(out), self._n_threads)
         return out
 
-    def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        kernels.add_rows(x.numpy(), seen(y), self._n_threads)
+    def add(self, x: np.ndarray, y: Any) -> None:
+        kernels.add_rows(x, seen(y), self._n_threads)
 
 
-def seen(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor's memory as the kernels take it: f32, or the bits of bf16."""
-    return bits(tensor) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+class FusedBF16Rows(FusedRows):
+    """The same in bf16, which is torch's: numpy has none."""
+
+    def _new(self, *shape: int) -> Any:
+        torch = load_torch()
+        return torch.empty(shape, dtype=torch.bfloat16)
 
 
 def given(array: np.ndarray | None) -> np.ndarray:

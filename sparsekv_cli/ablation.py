@@ -27,6 +27,7 @@ from sparsekv_cli.cache import (
     Method,
 )
 from sparsekv_cli.cpu import bands
+from sparsekv_cli.cpu.tensors import load_torch
 from sparsekv_cli.errors import SparseKVError
 
 N_PREFIX, N_SCORED, N_WINDOWS = 1024, 48, 2  # rows of a window; windows
@@ -69,8 +70,7 @@ class Window:
         self, run: CalibrationRun, ids: Sequence[int], n_scored: int, middle: slice
     ) -> None:
         """ids: prefix, n_scored rows, the token that follows; middle: rows that trials change."""
-        import torch
-
+        torch = load_torch()
         self._run, self._middle = run, middle
         self._n_prefix = len(ids) - n_scored - 1
         self._rows = list(ids[self._n_prefix : -1])
@@ -102,8 +102,7 @@ class Window:
 
     def _logits_of(self, trials: Sequence[Trial]) -> Any:
         """torch f32 (trials, rows, n_vocab)"""
-        import torch
-
+        torch = load_torch()
         run = self._run
         caches: list[LayerCache] = [
             _TrialCache(spec, run.backend, store, self._n_prefix, len(self._rows), trials,
@@ -147,9 +146,7 @@ class _TrialCache(LayerCache):
         self._turns = _rotation(spec, n_prefix, n_rows)
 
     def prefill(self, x: AttnInput) -> Any:
-        import torch
-
-        out, done = [], 0
+        x, out, done = x.in_torch(), [], 0
         while done < x.q.shape[1]:
             trial, first = divmod(x.pos - self._n_prefix + done, self._n_rows)
             left = x.q.shape[1] - done
@@ -158,7 +155,7 @@ class _TrialCache(LayerCache):
             part = self._one_trial(x, slice(done, done + count), trial, first)
             out.append(part.repeat(1, n_equal, 1) if n_equal > 1 else part)
             done += n_equal * count
-        return torch.cat(out, dim=1)
+        return load_torch().cat(out, dim=1)
 
     def _n_equal(self, trial: int, most: int) -> int:
         """How many trials from this one on change later layers only, so that rows are equal."""
@@ -195,8 +192,7 @@ class _TrialCache(LayerCache):
 
     def _rotated(self, heads: Any, first: int) -> Any:
         """torch (heads, T, d) before RoPE, a trial's rows from ``first`` on -> rotated."""
-        import torch
-
+        torch = load_torch()
         cos, sin = (turn[first : first + heads.shape[1]] for turn in self._turns)
         half = cos.shape[1]
         a, b = heads[..., :half].float(), heads[..., half : 2 * half].float()
@@ -209,8 +205,7 @@ class _TrialCache(LayerCache):
 
 def _rotation(spec: LayerSpec, position: int, n: int) -> tuple[Any, Any]:
     """Cosines and sines of n positions from ``position`` on, times RoPE's scale: torch f32."""
-    import torch
-
+    torch = load_torch()
     positions = torch.arange(position, position + n, dtype=torch.float64)
     angles = positions[:, None] * torch.from_numpy(spec.theta)  # (n, n_rot/2)
     return (

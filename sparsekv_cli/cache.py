@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
+from sparsekv_cli.cpu.tensors import load_torch
 from sparsekv_cli.kv_store import CACHE_TYPES, KVStore
 from sparsekv_cli.kv_store import padded as padded
 from sparsekv_cli.ledger import Ledger
@@ -23,7 +24,8 @@ N_SINKS = 4  # METHODS.md: the first tokens, always attended
 class AttnInput(NamedTuple):
     """One layer, T new rows of one sequence.
 
-    Prefill: torch tensors (heads, T, d) in the compute type. Decode (T = 1): numpy f32 views
+    Prefill: (heads, T, d), torch tensors of the compute type or f32 arrays; ``in_torch`` is for
+    whom this is not all one. Decode (T = 1): numpy f32 views
     (heads, 1, d padded to 16), valid during the call only.
     """
 
@@ -33,6 +35,10 @@ class AttnInput(NamedTuple):
     q_nope: Any  # (H, T, d), before RoPE (after bias and q/k norm)
     k_nope: Any  # (G, T, d)
     pos: int  # absolute position of the first row
+
+    def in_torch(self) -> AttnInput:
+        """The same as tensors, which share the memory of arrays."""
+        return AttnInput._make((*map(load_torch().as_tensor, self[:5]), self.pos))
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ class LayerCache(ABC):
         return self.store.n
 
     def prefill(self, x: AttnInput) -> Any:
-        """Stores a chunk's K and V and returns its dense causal attention, torch (H, T, d_v)."""
+        """Stores a chunk's K and V; returns its dense causal attention (H, T, d_v), as x.q is."""
         self.store.append(x.k, x.v)
         return self.backend.dense_prefill(self.store, x, self.spec)
 

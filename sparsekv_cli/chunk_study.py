@@ -23,6 +23,7 @@ from sparsekv_cli.cache import (
     Method,
 )
 from sparsekv_cli.cpu import bands, dominance
+from sparsekv_cli.cpu.tensors import load_torch
 
 METRICS = ("var", "ca")  # as dominance.judge_chunks returns them
 SHARES = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 1.0)  # of all chunks, at which layers choose rows
@@ -75,8 +76,7 @@ def _attend_best(spec: LayerSpec, dims: np.ndarray, n_sinks: int, n_recent: int)
     """Attention to the first and last rows, and the best of the others by ``dims`` (G, m)."""
 
     def attend(store: KVStore, x: AttnInput) -> Any:
-        import torch
-
+        torch = load_torch()
         n, n_new = store.n, x.q.shape[1]
         k = torch.from_numpy(store.k[:, None, :n, : spec.head_dim]).float()  # (G, 1, n, d)
         v = torch.from_numpy(store.v[:, None, :n, : spec.value_dim]).float()
@@ -138,13 +138,13 @@ class _JudgingCache(LayerCache):
         self._queries: list[Any] = []  # torch f32 (H, d), one a position
 
     def prefill(self, x: AttnInput) -> Any:
+        x = x.in_torch()
         inside = [t - x.pos for t in self._positions if 0 <= t - x.pos < x.q.shape[1]]
         self._queries += [x.q[:, t].float() for t in inside]
         return super().prefill(x)
 
     def finish_prefill(self) -> None:
-        import torch
-
+        torch = load_torch()
         spec, store = self.spec, self.store
         keys = torch.from_numpy(store.k[:, : store.n, : spec.head_dim]).float()
         keys = keys.transpose(1, 2).contiguous()  # (G, d, n)

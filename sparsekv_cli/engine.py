@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sparsekv_cli import warmup
 from sparsekv_cli.cache import LayerCache, LayerSpec, Method
 from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.cpu.tensors import load_torch
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.hparams import HParams
@@ -53,16 +55,24 @@ class HostEngine:
         return True
 
 
+def _has_driver() -> bool:
+    """Whether NVIDIA's driver is installed, without which torch finds no device."""
+    try:
+        ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
 def find_device(name: str) -> Any:
     """The GPU that ``auto``, ``cpu`` or ``cuda`` stands for, a torch.device; None: the CPU.
 
     SparseKVError for cuda where there is none. With TRITON_INTERPRET=1, cuda is the CPU with
     interpreted kernels, which is slow and there to look for errors.
     """
-    if name == "cpu":
+    if name == "cpu" or (name == "auto" and not _has_driver()):
         return None
-    import torch
-
+    torch = load_torch()
     has_triton = find_spec("triton") is not None
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if has_triton and torch.cuda.is_available() and not interpreted:
@@ -91,8 +101,6 @@ def open_engine(
     on_compile: Report | None,
 ) -> Engine:
     """The engine that ``config.device`` names; SparseKVError where there is none or no room."""
-    import torch
-
     device = find_device(config.device)
     if device is not None:
         from sparsekv_cli.device.engine import open_device_engine
@@ -102,8 +110,9 @@ def open_engine(
         )
     from sparsekv_cli.models.decoder import Decoder, cpu_prefill_dtype
 
-    dtypes = {"f32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
-    dtype = dtypes.get(config.prefill_dtype) or cpu_prefill_dtype()
+    dtype = config.prefill_dtype
+    if dtype == "auto":
+        dtype = cpu_prefill_dtype()
     warmup.compile_weight_kernels(weights, dtype, on_compile)
     return HostEngine(
         Decoder(

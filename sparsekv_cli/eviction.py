@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from sparsekv_cli.cache import AttnInput, Backend, KVStore, LayerCache, LayerSpec, padded
+from sparsekv_cli.cpu.tensors import as_f32
 
 
 class EvictingCache(LayerCache):
@@ -87,29 +88,27 @@ class LastQueries:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._chunks: list[Any] = []  # torch (H, T, d)
+        self._chunks: list[np.ndarray] = []  # f32 (H, T, d)
 
     def add(self, q: Any) -> None:
-        """q torch (H, T, d) of the next chunk."""
-        self._chunks.append(q[:, -self._size :].float())
+        """q (H, T, d) of the next chunk, as AttnInput has it."""
+        self._chunks.append(as_f32(q[:, -self._size :]).copy())  # not all of q
         while sum(chunk.shape[1] for chunk in self._chunks[1:]) >= self._size:
             self._chunks.pop(0)
 
-    def take(self, spec: LayerSpec) -> np.ndarray:
-        """``by_kv_head`` of the queries; forgets them."""
-        import torch
-
-        q = torch.cat(self._chunks, dim=1)[:, -self._size :]
+    def take(self) -> np.ndarray:
+        """The queries, f32 (H, size or fewer, d); forgets them."""
+        q = np.concatenate(self._chunks, axis=1)[:, -self._size :]
         self.clear()
-        return by_kv_head(q, spec)
+        return q
 
     def clear(self) -> None:
         self._chunks = []
 
 
 def by_kv_head(q: Any, spec: LayerSpec) -> np.ndarray:
-    """Queries torch (H, T, d) as f32 (G, T H/G, padded d), position by position."""
+    """Queries (H, T, d), as AttnInput has them, as f32 (G, T H/G, padded d), by position."""
     n_head_kv, n_position, d = spec.n_head_kv, q.shape[1], spec.head_dim
     rows = np.zeros((n_head_kv, n_position, spec.group, padded(d)), np.float32)
-    rows[..., :d] = q.float().reshape(n_head_kv, spec.group, n_position, d).transpose(1, 2).numpy()
+    rows[..., :d] = as_f32(q).reshape(n_head_kv, spec.group, n_position, d).swapaxes(1, 2)
     return rows.reshape(n_head_kv, -1, rows.shape[-1])

@@ -129,6 +129,7 @@ class _StatisticsCache(LayerCache):
         self._energy = np.zeros((spec.n_head_kv, spec.head_dim))  # squared queries
 
     def prefill(self, x: AttnInput) -> Any:
+        x = x.in_torch()
         keys = x.k_nope.float().transpose(0, 1).flatten(1)  # (T, G d)
         self._products += (keys.T @ keys).double().numpy()
         queries = x.q_nope.float().unflatten(0, (self.spec.n_head_kv, self.spec.group))

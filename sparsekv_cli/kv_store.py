@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from sparsekv_cli.cpu import rows
+from sparsekv_cli.cpu.tensors import load_torch, seen
 
 if TYPE_CHECKING:
     from sparsekv_cli.cache import LayerSpec
@@ -37,9 +38,16 @@ class RowType(ABC):
         self.d, self.width = d, padded(d)
         self.n_items = rows.row_bytes(self.kind, self.width) // np.dtype(self.dtype).itemsize
 
-    @abstractmethod
-    def write(self, target: np.ndarray, x: Any) -> None:
-        """Stores x, torch (..., d), in ``target``, rows of this type."""
+    def write(self, target: np.ndarray, x: Any, n_threads: int = 1) -> None:
+        """Stores x (heads, T, d), an f32 array or a tensor of f32 or bf16, in ``target`` (heads, T,
+        n_items), rows of this type.
+        """
+        from sparsekv_cli.cpu.prefill_store import store_rows
+
+        store_rows(
+            seen(x), self.kind, target.__array_interface__["data"][0], *target.strides[:2],
+            self.width, n_threads,
+        )  # fmt: skip
 
     @abstractmethod
     def read(self, stored: np.ndarray) -> Any:
@@ -52,14 +60,8 @@ class HalfRows(RowType):
     kind = rows.F16
     dtype = np.float16
 
-    def write(self, target: np.ndarray, x: Any) -> None:
-        target[..., : self.d] = x.half().numpy()
-        target[..., self.d :] = 0
-
     def read(self, stored: np.ndarray) -> Any:
-        import torch
-
-        return torch.from_numpy(stored)
+        return load_torch().from_numpy(stored)
 
 
 class QuantizedRows(RowType):
@@ -68,24 +70,8 @@ class QuantizedRows(RowType):
     kind = rows.Q8_0
     dtype = np.uint8
 
-    def write(self, target: np.ndarray, x: Any) -> None:
-        """To the bit what the kernel does with a row of a decode step (``store_quantized``)."""
-        import torch
-
-        size = rows.QUANT_BLOCK
-        whole = -(-self.d // size) * size
-        blocks = torch.nn.functional.pad(x.float(), (0, whole - self.d)).unflatten(-1, (-1, size))
-        scale = blocks.abs().amax(-1, keepdim=True) / 127  # (..., blocks, 1)
-        half = scale.half()
-        inverse = torch.where(half == 0, 0.0, 1 / scale)
-        quants = (blocks * inverse).round().to(torch.int8).flatten(-2)
-        target[..., : self.width] = quants[..., : self.width].numpy().view(np.uint8)
-        n_scale = half.shape[-2]
-        target[..., self.width : self.width + 2 * n_scale] = half[..., 0].numpy().view(np.uint8)
-
     def read(self, stored: np.ndarray) -> Any:
-        import torch
-
+        torch = load_torch()
         quants = torch.from_numpy(stored[..., : self.width].view(np.int8))
         scales = torch.from_numpy(stored[..., self.width :].view(np.float16)).float()
         out = torch.empty(quants.shape)
@@ -114,6 +100,7 @@ class KVStore:
             for each in (self.k_type, self.v_type)
         )
         self.n = 0
+        self._n_threads = spec.n_threads
         self._grown()
 
     @property
@@ -155,12 +142,12 @@ class KVStore:
         self.layout = np.array([*self.addresses, *self.strides, *kinds], np.int64)
 
     def append(self, k: Any, v: Any) -> None:
-        """Adds T rows: k torch (G, T, d), v torch (G, T, d_v)."""
+        """Adds T rows: k (G, T, d), v (G, T, d_v) as ``RowType.write`` takes them."""
         n_new = k.shape[1]
         self.reserve(self.n + n_new)
         new = slice(self.n, self.n + n_new)
-        self.k_type.write(self.k[:, new], k)
-        self.v_type.write(self.v[:, new], v)
+        self.k_type.write(self.k[:, new], k, self._n_threads)
+        self.v_type.write(self.v[:, new], v, self._n_threads)
         self.n += n_new
 
     def keys(self, first: int = 0, heads: slice = ALL) -> Any:

@@ -92,10 +92,10 @@ class Session:
         on_calibrate: calibration.Report | None = None,
     ) -> None:
         import numba
-        import torch
 
         from sparsekv_cli.cpu import ops
         from sparsekv_cli.cpu.cores import physical_cores
+        from sparsekv_cli.cpu.tensors import limit_torch
 
         self.gguf = file
         self.hparams = hparams
@@ -104,8 +104,7 @@ class Session:
         self.n_threads = min(config.threads or physical_cores(), numba.config.NUMBA_NUM_THREADS)
         self.n_ctx = config.ctx_size or hparams.n_ctx_train
         numba.set_num_threads(self.n_threads)
-        torch.set_num_threads(self.n_threads)
-        torch.set_grad_enabled(False)
+        limit_torch(self.n_threads)
         self.engine = open_engine(
             hparams, architecture, weights, method, config, self.n_threads, self.n_ctx, on_compile
         )

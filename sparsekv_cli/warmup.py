@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparsekv_cli.cache import AttnInput, Budget, LayerCache, LayerSpec, Method, padded
 
 if TYPE_CHECKING:
-    import torch
+    import numpy as np
 
     from sparsekv_cli.models.decoder import Decoder
     from sparsekv_cli.models.weights import Weights
@@ -46,16 +46,14 @@ def _marker(name: str) -> Path | None:
     return Path(folder) / f"warm-{name}-{numba.__version__}-{binding.get_host_cpu_name()}"
 
 
-def compile_weight_kernels(weights: Weights, dtype: torch.dtype, report: Report | None) -> None:
+def compile_weight_kernels(weights: Weights, dtype: str, report: Report | None) -> None:
     """Compiles the dot product and the dequantisation of every weight format of a model.
 
     dtype: of the prefill's products, f32, bf16 or int8.
     """
-    import torch
-
     linears = [linear for layer in weights.layers for linear in layer.linears()]
     codes = {linear.code for linear in [*linears, weights.output, weights.token_embd]}
-    _run(list(_format_steps(codes, {dtype, torch.float32})), report)
+    _run(list(_format_steps(codes, {dtype, "f32"})), report)
 
 
 def compile_common_kernels(report: Report | None) -> int:
@@ -63,7 +61,6 @@ def compile_common_kernels(report: Report | None) -> int:
     computes in, and the probe of ``bench``. Returns how many steps were not done before.
     """
     import numpy as np
-    import torch
 
     from sparsekv_cli.cpu import bandwidth
     from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE
@@ -71,16 +68,15 @@ def compile_common_kernels(report: Report | None) -> int:
 
     probe = partial(bandwidth.sum_parts, np.ones(16, np.float32), 1)
     steps = [
-        *_format_steps(FORMAT_OF_CODE, {torch.float32, torch.bfloat16, cpu_prefill_dtype()}),
+        *_format_steps(FORMAT_OF_CODE, {"f32", "bf16", cpu_prefill_dtype()}),
         Step("bandwidth", "bandwidth", probe),
     ]
     return _run(steps, report)
 
 
-def _format_steps(codes: Collection[int], dtypes: Collection[torch.dtype]) -> Iterator[Step]:
+def _format_steps(codes: Collection[int], dtypes: Collection[str]) -> Iterator[Step]:
     """Dot products of formats by ggml type number, and what prefills in ``dtypes`` take."""
     import numpy as np
-    import torch
 
     from sparsekv_cli.cpu import matvec, prefill_products, repack
     from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE
@@ -96,12 +92,12 @@ def _format_steps(codes: Collection[int], dtypes: Collection[torch.dtype]) -> It
             yield Step(f"format-{code}-repacked", format_.name, call)
             group = np.zeros((repack.GROUP, format_.n_bytes), np.uint8)
             repacking = partial(repack.repack, code, group, group.copy())
-        targets = {torch.float32: matvec.TO_F32, torch.bfloat16: matvec.TO_BF16}
+        targets = {"f32": matvec.TO_F32, "bf16": matvec.TO_BF16}
         for dtype, to in targets.items():
             if dtype in dtypes:
                 call = partial(matvec.dequantize_address, code, to)
                 yield Step(f"format-{code}-to-{to}", format_.name, call)
-        if torch.int8 in dtypes and prefill_products.can_multiply(code):
+        if "int8" in dtypes and prefill_products.can_multiply(code):
             products = partial(prefill_products.kernel_addresses, code)
             yield Step(f"format-{code}-products", format_.name, products)
     if repacking is not None:  # the same for all formats
@@ -120,7 +116,7 @@ def compile_method_kernels(
     n_done = sum(used)
     caches = trial_caches(method, specs)
     prompt = [token % decoder.hparams.n_vocab for token in range(N_PROMPT)]
-    marker = f"method-{type(method).__name__}-{decoder.prefill_dtype}".replace("torch.", "")
+    marker = f"method-{type(method).__name__}-{decoder.prefill_dtype}"
     trial = [
         Step(marker, "prefill", lambda: decoder.forward(prompt, 0, caches)),
         Step(marker, "decode", lambda: decoder.decode(0, N_PROMPT, caches)),
@@ -129,15 +125,14 @@ def compile_method_kernels(
     return n_done + _run(trial, report)
 
 
-def load_method_kernels(method: Method, spec: LayerSpec, dtype: torch.dtype) -> None:
+def load_method_kernels(method: Method, spec: LayerSpec, prefill_dtype: str) -> None:
     """Lets this process load what ``compile_method_kernels`` has put on disk, with one layer of
-    random rows, so that the time of a method's first step is its own. dtype: of the prefill.
+    random rows, so that the time of a method's first step is its own.
     """
     import numpy as np
-    import torch
 
     for each in method.used():
-        load_method_kernels(each, spec, dtype)
+        load_method_kernels(each, spec, prefill_dtype)
     (cache,) = trial_caches(method, [spec])
     rng, n = np.random.default_rng(0), N_PROMPT
     rows = []
@@ -149,7 +144,7 @@ def load_method_kernels(method: Method, spec: LayerSpec, dtype: torch.dtype) -> 
         rows.append(np.zeros((heads, n + 2, padded(d)), np.float32))
         rows[-1][..., :d] = rng.standard_normal((heads, n + 2, d))
     q, k, v = (
-        torch.from_numpy(array[:, :n, :d]).to(dtype)
+        _as_prefilled(array[:, :n, :d].copy(), prefill_dtype)
         for array, d in zip(rows, (spec.head_dim, spec.head_dim, spec.value_dim), strict=True)
     )
     cache.prefill(AttnInput(q, k, v, q, k, 0))
@@ -157,6 +152,16 @@ def load_method_kernels(method: Method, spec: LayerSpec, dtype: torch.dtype) -> 
     for pos in (n, n + 1):
         q, k, v = (array[:, pos : pos + 1].copy() for array in rows)
         cache.decode(AttnInput(q, k, v, q, k, pos))
+
+
+def _as_prefilled(rows: np.ndarray, prefill_dtype: str) -> Any:
+    """Rows as a prefill of the CPU hands them to a cache."""
+    from sparsekv_cli.cpu.tensors import load_torch
+
+    if prefill_dtype == "int8":
+        return rows
+    tensor = load_torch().from_numpy(rows)
+    return tensor.bfloat16() if prefill_dtype == "bf16" else tensor
 
 
 def trial_caches(method: Method, specs: Sequence[LayerSpec]) -> list[LayerCache]:

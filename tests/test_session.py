@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +14,8 @@ from tiny_models import make_model
 
 from sparsekv_cli.cache import KVStore, LayerSpec
 from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.cpu import prefill_tiles
+from sparsekv_cli.cpu.attention import append_row
 from sparsekv_cli.cpu.cores import physical_cores
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
@@ -234,6 +238,34 @@ SPEC = LayerSpec(
 )  # fmt: skip
 
 
+WITHOUT_TORCH = """
+import sys
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.methods import build_method
+from sparsekv_cli.session import load_session
+
+path, *methods = sys.argv[1:]
+for name in methods:
+    method = build_method(name, {"budget": "16"} if name != "full" else {})
+    session = load_session(path, method, SessionConfig(threads=1, prefill_dtype="int8", chunk=64))
+    session.prefill([i % 500 for i in range(150)])
+    for token in (1, 2):
+        session.decode(token)
+    print(name, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.skipif(not prefill_tiles.is_available(), reason="no products of bytes on this CPU")
+def test_a_session_in_integers_imports_no_torch(tmp_path):
+    """Which would double the time to the first token."""
+    path = make_model(tmp_path / "q4.gguf", wtype="Q4_0", n_ctx=300)
+    methods = ["full", "topk", "streaming", "quest", "snapkv", "h2o", "lfps", "freekv"]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(path), *methods], capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == [f"{name} False" for name in methods], done.stderr
+
+
 def rows(n: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return (
@@ -275,6 +307,23 @@ def test_store_keeps_its_rows_and_pads_with_zeros():
         store.k.strides[0], store.v.strides[0], store.k.strides[1], store.v.strides[1],
     )  # fmt: skip
     assert store.nbytes == store.capacity * 2 * (48 + 32) * 2
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+def test_a_store_takes_arrays_and_tensors_as_a_decode_step_its_row(kind):
+    spec = replace(SPEC, cache_type_k=kind, cache_type_v=kind, n_threads=2)
+    k, v = (x.bfloat16() for x in rows(37))
+    tensors, arrays, one_by_one = KVStore(spec), KVStore(spec), KVStore(spec)
+    tensors.append(k, v)
+    arrays.append(k.float().numpy(), v.float().numpy())
+    one_by_one.reserve(37)
+    for t in range(37):
+        row = np.zeros((2, 48), np.float32), np.zeros((2, 32), np.float32)
+        row[0][:, :40], row[1][:, :24] = k[:, t].float(), v[:, t].float()
+        append_row(*row, one_by_one.layout, t)
+    for store in (tensors, arrays):
+        np.testing.assert_array_equal(store.k[:, :37], one_by_one.k[:, :37])
+        np.testing.assert_array_equal(store.v[:, :37], one_by_one.v[:, :37])
 
 
 def test_store_of_q8_0_rows():

@@ -28,8 +28,8 @@ from sparsekv_cli.kernels.attention import Attended
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.forward import Forward, Product, Progress
 from sparsekv_cli.models.hparams import HParams
-from sparsekv_cli.models.prefill_rows import TorchRows
 from sparsekv_cli.models.rope import RopeTable
+from sparsekv_cli.models.torch_rows import TorchRows
 from sparsekv_cli.models.weights import Weights
 
 
@@ -75,7 +75,8 @@ class DeviceDecoder(Forward):
         self.n_threads = n_threads
         self.chunk = chunk
         self.device = device_weights.device
-        self.dtype = self.prefill_dtype = device_weights.dtype
+        self.dtype = device_weights.dtype
+        self.prefill_dtype = "f32" if self.dtype == torch.float32 else "bf16"
         self._on_device = device_weights
         self.rope = DeviceRope(RopeTable(hparams, weights.rope_freqs), self.device)
         self.layers = [layer.vectors for layer in device_weights.layers]

@@ -82,6 +82,7 @@ from sparsekv_cli.cpu.page_cache import (
     STEPPED,
     PageCache,
 )
+from sparsekv_cli.cpu.tensors import as_f32
 from sparsekv_cli.errors import SparseKVError
 
 MOST = 1 << 30  # of sizes that are options
@@ -208,7 +209,7 @@ class FreeKVCache(LayerCache):
         # The choice for the next step, under way, and the first page of that step's window.
         self._ahead: tuple[Future[None], int] | None = None
         self._reserved = 0
-        self._last: Any = None  # the last query of a prefill, torch (H, d)
+        self._last = np.empty(0, np.float32)  # the last query of a prefill (H, d)
         self._previous = np.zeros((spec.n_head, padded(spec.head_dim)), np.float32)
         self._previous_n = 0  # rows in context when that query was the current one
         self._statistics = np.zeros((spec.n_head_kv, N_STATISTICS), np.int64)
@@ -227,12 +228,12 @@ class FreeKVCache(LayerCache):
 
     def prefill(self, x: AttnInput) -> Any:
         self._leave_pages()
-        self._last = x.q[:, -1].clone()  # not all of x
+        self._last = as_f32(x.q[:, -1]).copy()  # not all of x
         return super().prefill(x)
 
     def finish_prefill(self) -> None:
-        self._previous[:, : self.spec.head_dim] = self._last.float().numpy()
-        self._previous_n, self._last = self.n, None
+        self._previous[:, : self.spec.head_dim] = self._last
+        self._previous_n = self.n
         plan = self.method.plan(self.n + 1)
         if plan is not None:
             cache = self._enter_pages(plan)

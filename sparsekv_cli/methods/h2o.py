@@ -108,7 +108,7 @@ class H2OCache(EvictingCache):
         n_old = n_settled - self._n_dropped
         self._n_settled = n_seen  # from here on an interruption cannot be undone
         if self.method.window:
-            self._add(self._queries.take(self.spec))
+            self._add(by_kv_head(self._queries.take(), self.spec))
         self._positions = _widened(self._positions[:, :n_old], n)
         self._positions[:, n_old:] = np.arange(n_settled, n_seen)
         self._mass = _widened(self._mass[:, :n_old], n)

@@ -93,6 +93,8 @@ from sparsekv_cli.cpu import lfps as kernels
 from sparsekv_cli.cpu.bypass import Constants
 from sparsekv_cli.cpu.history import Tables
 from sparsekv_cli.cpu.lfps_chain import LFPSStep
+from sparsekv_cli.cpu.moments import row_moments
+from sparsekv_cli.eviction import LastQueries
 from sparsekv_cli.methods.quest import Quest, QuestCache
 
 ALL = np.float32(1e30)  # a log-sum-exp beside which no other rows count
@@ -216,7 +218,7 @@ class LFPSCache(LayerCache):
         super().__init__(spec, backend)
         self.method = method
         self._n_unit = spec.n_head if method.tables == "head" else spec.n_head_kv
-        self._queries: list[Any] = []  # the last prefill queries, torch (H, T, d) a chunk
+        self._queries = LastQueries(method.window)
         n_kv, width = spec.n_head_kv, padded(spec.head_dim)
         size = width if method.sigma == "cov" else 0
         self._constants = Constants(
@@ -260,46 +262,35 @@ class LFPSCache(LayerCache):
             self._step.use_tables(self._tables)
 
     def prefill(self, x: AttnInput) -> Any:
-        import torch
-
-        window = self.method.window
-        self._queries.append(x.q[:, -window:].to(torch.float32, copy=True))  # not all of x
-        while sum(q.shape[1] for q in self._queries[1:]) >= window:
-            self._queries.pop(0)
+        self._queries.add(x.q)
         self._indexed = False
         return super().prefill(x)
 
     def finish_prefill(self) -> None:
         """Eq 4 and the constants of eq 6, from the rows that this prefill ended with."""
-        import torch
-
-        queries = torch.cat(self._queries, dim=1)[:, -self.method.window :]
-        self._queries = []
+        queries = self._queries.take()
         if self.store.n > N_SINKS + 1:
             self._index(queries)
 
-    def _index(self, queries: Any) -> None:
-        """Tables and constants from all stored rows; queries torch (H, s, d) of the last s rows."""
-        import torch
-
+    def _index(self, queries: np.ndarray) -> None:
+        """Tables and constants from all stored rows; queries f32 (H, s, d) of the last s rows."""
         store, spec, constants = self.store, self.spec, self._constants
-        group = spec.group
-        for g in range(spec.n_head_kv):  # one at a time: as f32 the rows take twice their memory
-            keys = store.keys(N_SINKS, slice(g, g + 1))[0].float()  # (nn, d)
-            values = store.values(N_SINKS, slice(g, g + 1))[0]
-            constants.mean_k[g] = keys.mean(0).numpy()
-            constants.mean_v[g] = values.mean(0, dtype=torch.float32).numpy()
-            if self.method.sigma == "cov":
-                centred = keys.sub_(keys.mean(0))
-                constants.covariance[g] = (centred.T @ centred / len(keys)).numpy()
-            else:
-                last = queries[g * group : (g + 1) * group, -1]  # (H/G, d)
-                variance = (last @ keys[:, : spec.head_dim].T).var(-1, correction=0)
-                ratio = variance / (last**2).sum(-1)
-                constants.ratio[g * group : (g + 1) * group] = ratio.numpy()
-        self._allocate(max(store.capacity, store.n + 256))
+        n, (k_at, v_at) = store.n - N_SINKS, store.addresses
+        k_head, v_head, k_row, v_row = store.strides
+        k_kind, v_kind = store.k_type.kind, store.v_type.kind
+        unwanted = np.empty((spec.n_head_kv, 0, 0), np.float32)
+        row_moments(
+            k_at + N_SINKS * k_row, k_head, k_row, k_kind, n, constants.mean_k, constants.covariance
+        )
+        row_moments(v_at + N_SINKS * v_row, v_head, v_row, v_kind, n, constants.mean_v, unwanted)
         q = np.zeros((spec.n_head, queries.shape[1], padded(spec.head_dim)), np.float32)
-        q[..., : spec.head_dim] = queries.numpy()
+        q[..., : spec.head_dim] = queries
+        if self.method.sigma != "cov":
+            last = q[:, -1]
+            scores = self.backend.score_rows(store, last, spec)[:, N_SINKS : store.n]
+            norm = np.square(spec.scale * last).sum(-1)
+            constants.ratio[:] = scores.var(-1, dtype=np.float64) / norm
+        self._allocate(max(store.capacity, store.n + 256))
         kernels.lfps_init(q, store.layout, store.n, self._rules, self._tables)
         self._raised[:] = 1.0
         self._indexed = True
@@ -316,10 +307,8 @@ class LFPSCache(LayerCache):
             self.lse[:] = ALL
             return self.backend.attend_dense(store, x.q[:, 0], spec)
         if not self._indexed:  # after a rewind, or a prompt too short to start from
-            import torch
-
             self.backend.append_row(store, x)  # the tables start from all rows, this one too
-            self._index(torch.from_numpy(x.q[..., : spec.head_dim]))
+            self._index(x.q[..., : spec.head_dim])
         limit = self._prepare(n, k)
         out = np.empty((spec.n_head, store.v_type.width), np.float32)
         attended, counts = self._untraced
@@ -361,7 +350,7 @@ class LFPSCache(LayerCache):
         return max(self.method.candidates, 2 * k) if self.method.candidates else n
 
     def truncate(self, n: int) -> int:
-        self._queries = []  # of a prefill that was interrupted
+        self._queries.clear()  # of a prefill that was interrupted
         self._indexed = False
         return super().truncate(n)
 

@@ -38,7 +38,7 @@ from sparsekv_cli.cache import (
 )
 from sparsekv_cli.cpu import evict
 from sparsekv_cli.cpu.select import select_rows
-from sparsekv_cli.eviction import EvictingCache, LastQueries
+from sparsekv_cli.eviction import EvictingCache, LastQueries, by_kv_head
 
 N_ROOM = 256  # generated rows that fit before the store grows
 
@@ -87,7 +87,7 @@ class SnapKVCache(EvictingCache):
 
     def finish_prefill(self) -> None:
         store, spec, method = self.store, self.spec, self.method
-        queries, n = self._queries.take(spec), store.n
+        queries, n = by_kv_head(self._queries.take(), spec), store.n
         n_kept = N_SINKS + method.budget.rows(self.n) + method.window
         if n_kept >= n:
             return

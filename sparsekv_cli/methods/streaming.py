@@ -25,6 +25,7 @@ from sparsekv_cli.cache import (
     Method,
     SelectingCache,
 )
+from sparsekv_cli.cpu.tensors import load_torch
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,7 @@ class _StreamingCache(SelectingCache):
 
     def _turn_sinks(self, n_left_out: int) -> None:
         """Rotates the stored sink keys by the positions that the cache leaves out."""
-        import torch
-
+        torch = load_torch()
         store, sinks, half = self.store, self.method.sinks, len(self.spec.theta)
         if self._sink_keys is None:
             self._sink_keys = store.k[:, :sinks].copy()
@@ -85,4 +85,4 @@ class _StreamingCache(SelectingCache):
         keys = store.k_type.read(self._sink_keys)[..., : self.spec.head_dim].double()
         a, b = keys[..., :half], keys[..., half : 2 * half]
         turned = torch.cat([a * cos - b * sin, a * sin + b * cos, keys[..., 2 * half :]], dim=-1)
-        store.k_type.write(store.k[:, :sinks], turned)
+        store.k_type.write(store.k[:, :sinks], turned.float())

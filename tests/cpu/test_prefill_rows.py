@@ -11,9 +11,10 @@ from tiny_models import make_model
 
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import prefill_rows as kernels
-from sparsekv_cli.cpu.ops import bits
+from sparsekv_cli.cpu.tensors import bits, seen
 from sparsekv_cli.methods.full import Full
-from sparsekv_cli.models.prefill_rows import FusedRows, TorchRows, seen
+from sparsekv_cli.models.prefill_rows import FusedBF16Rows, FusedRows
+from sparsekv_cli.models.torch_rows import TorchRows
 from sparsekv_cli.session import load_session
 
 # One step of bf16, as both sides round, and may round apart; and some of f32
@@ -58,36 +59,49 @@ def rows(request, tmp_path_factory):
     decoder = session.decoder
     decoder.rope.reserve(400)
     model = (session.hparams, decoder.rope, decoder.architecture.rope_interleaved)
-    yield session, TorchRows(*model, dtype), FusedRows(*model, dtype, 2)
+    fused = FusedBF16Rows if dtype == torch.bfloat16 else FusedRows
+    yield session, TorchRows(*model, dtype), fused(*model, 2)
     session.gguf.close()
+
+
+def given(rows: torch.Tensor, dtype: torch.dtype):
+    """Rows of the compute type as the fused passes take them."""
+    return rows.bfloat16() if dtype == torch.bfloat16 else rows.numpy()
 
 
 @pytest.mark.parametrize("n_rows", [1, 2, 63])
 def test_rows_of_a_layer(rows, n_rows):
     session, plain, fused = rows
-    dtype = fused.norm(f32(0, 1, session.hparams.n_embd), session.decoder.output_norm).dtype
     h, layer = session.hparams, session.decoder.weights.layers[1]
     x = f32(0, n_rows, h.n_embd)
-    close(fused.norm(x, layer.attn_norm), plain.norm(x, layer.attn_norm))
+    expected = plain.norm(x, layer.attn_norm)
+    dtype = expected.dtype
+    stream = fused.stream(x.numpy())
+    close(torch.as_tensor(fused.norm(stream, layer.attn_norm)), expected)
+    close(
+        torch.as_tensor(fused.last_norm(stream, layer.attn_norm)),
+        plain.last_norm(plain.stream(x.numpy()), layer.attn_norm),
+    )
 
     n_head, n_kv = h.n_head[1], h.n_head_kv[1]
     width = (n_head + n_kv) * h.head_dim + n_kv * h.value_dim
     raw = f32(1, n_rows, width).to(dtype)
-    got = fused.heads(raw, layer, n_head, n_kv, 300)
+    got = fused.heads(given(raw, dtype), layer, n_head, n_kv, 300).in_torch()
     expected = plain.heads(raw, layer, n_head, n_kv, 300)
     assert got.pos == expected.pos == 300
     for a, b in zip(got[:5], expected[:5], strict=True):
-        assert a.shape == b.shape
+        assert a.shape == b.shape and a.dtype == dtype
         # a rotation may cancel; what f32 loses there is a step of its terms, not of the result
         torch.testing.assert_close(a.float(), b.float(), rtol=TOLERANCE[dtype], atol=1e-5)
 
     gate_up = 3 * f32(2, n_rows, 2 * h.n_ff[1]).to(dtype)
     gate, up = gate_up.float().chunk(2, dim=1)
-    close(fused.gate(gate_up), torch.nn.functional.silu(gate) * up)
+    gated = torch.as_tensor(fused.gate(given(gate_up, dtype)))
+    close(gated, torch.nn.functional.silu(gate) * up)
 
     y = f32(3, n_rows, h.n_embd).to(dtype)
     other = x.clone()
-    fused.add(x, y)
+    fused.add(stream, given(y, dtype))
     plain.add(other, y)
     assert torch.equal(x, other)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparsekv_cli.models.prefill_rows import TorchRows
+from sparsekv_cli.models.torch_rows import TorchRows
 
 layer = pytest.importorskip("sparsekv_cli.kernels.layer")
 

@@ -1,0 +1,85 @@
+"""A prefilled chunk between its matrix products, step by step in torch: the reference, and what a
+prefill on a device runs. models/prefill_rows.py has the fused steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import silu
+
+from sparsekv_cli.cache import AttnInput
+from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.weights import LayerWeights, Linear
+
+
+def rms_norm(x: torch.Tensor, weight: Any, eps: float) -> torch.Tensor:
+    """weight: f32 (width,), an array or a tensor where x is."""
+    return torch.nn.functional.rms_norm(x, (x.shape[-1],), torch.as_tensor(weight), eps)
+
+
+def rotate(heads: torch.Tensor, rope: Any, n_rot: int, pos: int) -> torch.Tensor:
+    """f32 (heads, T, d) in half-split order -> rotated, the first row at ``pos``."""
+    half, rows = n_rot // 2, slice(pos, pos + heads.shape[1])
+    cos, sin = (torch.as_tensor(table[rows]) for table in (rope.cos, rope.sin))  # (T, half)
+    a, b = heads[..., :half], heads[..., half:n_rot]
+    return torch.cat([a * cos - b * sin, a * sin + b * cos, heads[..., n_rot:]], dim=-1)
+
+
+class TorchRows:
+    """Step by step, as the formulas are written.
+
+    Weights and the tables of ``rope``, a RopeTable, may be tensors on a device in place of arrays.
+    """
+
+    def __init__(self, hparams: HParams, rope: Any, interleaved: bool, dtype: torch.dtype) -> None:
+        self._hparams, self._rope = hparams, rope
+        self._interleaved, self._dtype = interleaved, dtype
+
+    def stream(self, x: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(x)
+
+    def norm(self, x: torch.Tensor, weight: np.ndarray) -> torch.Tensor:
+        return rms_norm(x, weight, self._hparams.norm_eps).to(self._dtype)
+
+    def last_norm(self, x: torch.Tensor, weight: np.ndarray) -> torch.Tensor:
+        return rms_norm(x, weight, self._hparams.norm_eps)
+
+    def heads(
+        self, raw: torch.Tensor, layer: LayerWeights, n_head: int, n_kv: int, pos: int
+    ) -> AttnInput:
+        h = self._hparams
+        q, k, v = raw.split([n_head * h.head_dim, n_kv * h.head_dim, n_kv * h.value_dim], dim=1)
+        q_nope = self._ordered(q, layer.q, layer.q_norm, n_head)
+        k_nope = self._ordered(k, layer.k, layer.k_norm, n_kv)
+        q, k = (rotate(x, self._rope, h.n_rot, pos) for x in (q_nope, k_nope))
+        v = _add_bias(v, layer.v).reshape(-1, n_kv, h.value_dim).transpose(0, 1)
+        return AttnInput._make((*(t.to(self._dtype) for t in (q, k, v, q_nope, k_nope)), pos))
+
+    def _ordered(
+        self, rows: torch.Tensor, projection: Linear, norm: np.ndarray | None, n_head: int
+    ) -> torch.Tensor:
+        """(T, heads d) -> f32 (heads, T, d) with bias and norm, in half-split order."""
+        n_rot, d = self._hparams.n_rot, self._hparams.head_dim
+        heads = _add_bias(rows.float(), projection).reshape(-1, n_head, d)
+        if norm is not None:
+            heads = rms_norm(heads, norm, self._hparams.norm_eps)
+        if self._interleaved:
+            pairs = heads[..., :n_rot].unflatten(-1, (n_rot // 2, 2)).transpose(-1, -2).flatten(-2)
+            heads = torch.cat([pairs, heads[..., n_rot:]], dim=-1)
+        return heads.transpose(0, 1)
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=1)
+        return silu(gate).mul_(up)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        x += y
+
+
+def _add_bias(rows: torch.Tensor, projection: Linear) -> torch.Tensor:
+    if projection.bias is None:
+        return rows
+    return rows + torch.as_tensor(projection.bias)
