@@ -7,6 +7,7 @@ registers or four NEON registers, as the machine that compiles it has them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from llvmlite import binding, ir
@@ -24,9 +25,14 @@ VF = ir.VectorType(F32, LANES)
 VI = ir.VectorType(I32, LANES)
 
 
+@cache
+def _features() -> dict[str, bool]:
+    return binding.get_host_cpu_features()  # some milliseconds
+
+
 def has_feature(name: str) -> bool:
     """Whether this CPU has a feature, by LLVM's name for it."""
-    return binding.get_host_cpu_features().get(name, False)
+    return _features().get(name, False)
 
 
 def vec(element: ir.Type, count: int = LANES) -> ir.VectorType:

@@ -44,8 +44,7 @@ def is_available() -> bool:
 
     LLVM's name for the product takes what it takes now since LLVM 16.
     """
-    features = binding.get_host_cpu_features()
-    has = features.get("avx512bf16", False) and not features.get("amx-bf16", False)
+    has = emit.has_feature("avx512bf16") and not emit.has_feature("amx-bf16")
     return has and binding.llvm_version_info >= (16, 0, 0)
 
 

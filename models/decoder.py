@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from llvmlite import binding
 
 from sparsekv_cli.cache import AttnInput, LayerCache
 from sparsekv_cli.cpu import matvec, prefill_tiles
+from sparsekv_cli.cpu.emit import has_feature
 from sparsekv_cli.cpu.tensors import load_torch
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.decode_step import DecodeStep
@@ -34,8 +34,7 @@ def cpu_prefill_dtype() -> str:
     """bf16 where the CPU multiplies it in hardware (AMX, AVX-512 BF16, Arm BF16), otherwise int8
     where the CPU has byte products, otherwise f32.
     """
-    features = binding.get_host_cpu_features()
-    if any(features.get(name) for name in ("avx512bf16", "amx-bf16", "bf16")):
+    if any(has_feature(name) for name in ("avx512bf16", "amx-bf16", "bf16")):
         return "bf16"
     return "int8" if prefill_tiles.is_available() else "f32"
 

@@ -10,6 +10,7 @@ from side_by_side import assert_sessions_agree
 from sparsekv_cli.cache import AttnInput, Budget, LayerSpec, padded
 from sparsekv_cli.cpu import ops
 from sparsekv_cli.methods.lfps import LFPS
+from sparsekv_cli.methods.quest import Quest
 
 pytest.importorskip("triton")
 
@@ -131,6 +132,14 @@ def test_sinks_are_not_attended_to_twice(device):
     for _ in range(5):
         expected, found = pair.decode()
         np.testing.assert_allclose(found, expected, atol=3e-3)
+
+
+def test_sessions_whose_dense_layer_chooses_pages(tmp_path, monkeypatch):
+    """It crosses over to pages in the steps, on the host behind a device as on the host alone."""
+    pages = Quest(page=8, budget=Budget(tokens=24))
+    monkeypatch.setattr("sparsekv_cli.methods.lfps.PAGES", pages)
+    options = {"budget": "20", "dense_layers": "0", "dense_rows": "63"}
+    assert_sessions_agree(tmp_path, "lfps", options, 60, 6)
 
 
 def test_sessions(tmp_path):

@@ -15,7 +15,8 @@ from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.attention import attend_dense_ref
 from sparsekv_cli.cpu.pages import page_summaries_ref
-from sparsekv_cli.methods import METHODS, build_method, describe_methods, method_class
+from sparsekv_cli.methods import METHODS, build_method, describe_methods, lfps, method_class
+from sparsekv_cli.methods.quest import Quest
 from sparsekv_cli.session import Session, load_session
 
 SPARSE_METHODS = ("topk", "streaming", "quest", "lfps")
@@ -43,10 +44,12 @@ def session_of(model):
     """Opens sessions on the tiny model: name, types of K and V, then as on the command line."""
     opened: list[Session] = []
 
-    def open_session(name, types=("q8_0", "q8_0"), budget=None, dense_layers=None) -> Session:
+    def open_session(
+        name, types=("q8_0", "q8_0"), budget=None, dense_layers=None, options=None
+    ) -> Session:
         method = build_method(
             name,
-            {},
+            options or {},
             budget=None if name == "full" else budget,
             dense_layers=dense_layers,
             cache_type_k=types[0],
@@ -81,6 +84,20 @@ def test_a_budget_of_the_context_changes_no_bit(name, types, session_of):
     np.testing.assert_array_equal(decoded(full, text), decoded(sparse, text))
     counts = sparse.ledger.as_dict()
     assert counts["sparse_rows_attended"] == counts["sparse_rows_total"] > 0
+
+
+@pytest.mark.parametrize("types", TYPES)
+def test_pages_of_dense_layers_read_the_rows_as_they_are(types, session_of, monkeypatch):
+    """Dense layers of LFPS that choose pages give what Quest gives."""
+    monkeypatch.setattr(lfps, "PAGES", Quest(budget=Budget(tokens=40)))
+    paged = session_of("lfps", types, "5", "0,1,2", options={"dense_rows": "70"})
+    quest = session_of("quest", types, "40", "none")
+    logits = [session.prefill(tokens(90)) for session in (paged, quest)]
+    np.testing.assert_array_equal(*logits)
+    text = tokens(6, 1)
+    np.testing.assert_array_equal(decoded(paged, text), decoded(quest, text))
+    counts = paged.ledger.as_dict()
+    assert 0 < counts["sparse_rows_attended"] < 0.6 * counts["sparse_rows_total"]
 
 
 class AllButSinks(Budget):
