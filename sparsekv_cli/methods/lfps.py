@@ -131,7 +131,9 @@ class LFPS(Method):
     }
 
     dense_layers: tuple[int, ...] = (0,)
-    dense_rows: int = _option(4096, "rows beyond which dense layers choose pages; 0 = never")
+    dense_rows: int = _option(
+        4096, "rows beyond which dense layers on the host choose pages; 0 = never"
+    )
     preset: str = _option("tuned", "tuned, fast or paper; other options change it")
     budget: Budget = _option(BUDGET, "rows attended a head, k: N or P%")
     tables: str = _option("head", "tables a query 'head' or shared by a kv 'group'")

@@ -153,7 +153,12 @@ def _widened(x: np.ndarray) -> np.ndarray:
 
 
 def assert_sessions_agree(
-    folder: Path, method: str, options: dict[str, str], n_prompt: int, n_steps: int
+    folder: Path,
+    method: str,
+    options: dict[str, str],
+    n_prompt: int,
+    n_steps: int,
+    kv: str = "auto",
 ) -> None:
     """A tiny model on the host and on the device: logits of a prompt, of steps, of a second prompt
     and of one more step."""
@@ -164,7 +169,7 @@ def assert_sessions_agree(
     sessions = [
         load_session(
             path, build_method(method, options),
-            SessionConfig(threads=1, device=device, prefill_dtype="f32", chunk=64),
+            SessionConfig(threads=1, device=device, prefill_dtype="f32", chunk=64, kv=kv),
         )
         for device in ("cpu", "cuda")
     ]  # fmt: skip
