@@ -16,24 +16,28 @@ TASKS_A_THREAD = 8  # of a prefill's attention, so that threads end together
 def dense_prefill(store: Any, x: Any, spec: Any) -> Any:
     """Causal attention of a chunk whose K and V are the last T rows of ``store``.
 
-    x.q (H, T, d) -> (H, T, d_v), both f32 arrays or tensors of one type. f32 goes over the rows as
-    they are stored: decode sees the very same keys and values.
+    x.q (H, T, d) -> (H, T, d_v), both f32 arrays or tensors of one type.
     """
     if isinstance(x.q, np.ndarray):
-        # The output's rows lie by token, as its projection reads them.
-        out = np.empty((x.q.shape[1], spec.n_head, spec.value_dim), np.float32)
-        prefill_attention_f32.attend_causal(
-            np.ascontiguousarray(x.q), store.layout, spec.n_head_kv, store.n, spec.scale, out,
-            spec.n_threads,
-        )  # fmt: skip
-        return out.swapaxes(0, 1)
+        return _dense_prefill_f32(store, x.q, spec)
     torch = load_torch()
     if x.q.dtype == torch.float32:
-        return torch.from_numpy(dense_prefill(store, x._replace(q=x.q.numpy()), spec))
+        return torch.from_numpy(_dense_prefill_f32(store, x.q.numpy(), spec))
     fits = x.q.dtype == torch.bfloat16 and spec.head_dim % 2 == 0
     if fits and prefill_attention.is_available():
         return _fused_prefill(store, x, spec)
     return _torch_prefill(store, x, spec)
+
+
+def _dense_prefill_f32(store: Any, q: np.ndarray, spec: Any) -> np.ndarray:
+    """``dense_prefill`` of f32: over the rows as they are stored, which decode sees too."""
+    # The output's rows lie by token, as its projection reads them.
+    out = np.empty((q.shape[1], spec.n_head, spec.value_dim), np.float32)
+    prefill_attention_f32.attend_causal(
+        np.ascontiguousarray(q), store.layout, spec.n_head_kv, store.n, spec.scale, out,
+        spec.n_threads,
+    )  # fmt: skip
+    return out.swapaxes(0, 1)
 
 
 def _torch_prefill(store: Any, x: Any, spec: Any) -> Any:

@@ -1,8 +1,8 @@
 """torch where it is needed, and its tensors as the kernels see them.
 
 To import torch takes as long as all else of a start and a short answer. Host code asks
-``load_torch`` for it where it computes with it, which a session of method ``full`` never does if
-its prefill is in integers. device/ imports it as usual.
+``load_torch`` for it where it computes with it: in most sessions only a prefill that multiplies in
+bf16 or f32. device/ imports it as usual.
 """
 
 from __future__ import annotations
@@ -12,22 +12,24 @@ from typing import Any
 
 import numpy as np
 
-_wanted_threads: list[int] = []  # what torch is to be told once it is there
+_n_threads = 0  # that torch is to have; 0: as it likes
 
 
 def limit_torch(n_threads: int) -> None:
     """From now on torch computes with ``n_threads`` threads, whenever it is imported."""
-    _wanted_threads[:] = [n_threads]
+    global _n_threads
+    _n_threads = n_threads
     if "torch" in sys.modules:
         load_torch()
 
 
 def load_torch() -> Any:
-    """The module torch, which keeps no gradients."""
+    """The module torch, which keeps no gradients in the thread that asks."""
     import torch
 
-    if _wanted_threads:
-        torch.set_num_threads(_wanted_threads.pop())
+    if _n_threads:
+        if torch.get_num_threads() != _n_threads:
+            torch.set_num_threads(_n_threads)
         torch.set_grad_enabled(False)
     return torch
 
@@ -43,7 +45,7 @@ def as_f32(x: Any) -> np.ndarray:
 
 
 def seen(x: Any) -> np.ndarray:
-    """Rows as the kernels take them: an array itself; a CPU tensor's memory, bf16 as its bits."""
-    if isinstance(x, np.ndarray):
-        return x
-    return bits(x) if x.dtype == load_torch().bfloat16 else x.numpy()
+    """Rows as kernels take them: an array itself, the bits of a bf16 tensor, others as f32."""
+    if not isinstance(x, np.ndarray) and x.dtype == load_torch().bfloat16:
+        return bits(x)
+    return as_f32(x)

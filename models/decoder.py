@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,17 @@ from sparsekv_cli.cpu.emit import has_feature
 from sparsekv_cli.cpu.tensors import load_torch
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.decode_step import DecodeStep
-from sparsekv_cli.models.forward import Forward, Product
+from sparsekv_cli.models.forward import Forward, Product, Progress
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.prefill_rows import FusedBF16Rows, FusedRows, Rows
-from sparsekv_cli.models.products import IntegerProducts
+from sparsekv_cli.models.products import FewRowsProducts, IntegerProducts, can_multiply
 from sparsekv_cli.models.repacked import repack_weights, wants_repacking
 from sparsekv_cli.models.rope import RopeTable
 from sparsekv_cli.models.weights import Weights
+
+# Up to so many rows a prompt that torch would multiply is computed in f32 with decode's products:
+# that takes about as long as to dequantise all weights for torch, and no second for its import.
+FEW_ROWS = 32
 
 
 def cpu_prefill_dtype() -> str:
@@ -60,9 +65,9 @@ class Decoder(Forward):
         chunk: int,
         repack: str = "auto",
     ) -> None:
-        """prefill_dtype: of the products: ``f32``, ``bf16``, or ``int8``, whose other arithmetic is
-        f32 and which needs no torch for the formats that it knows. repack: ``auto``, ``on`` or
-        ``off``, of the weights that ``decode`` reads.
+        """prefill_dtype: of the products: ``f32``, ``bf16`` (but see FEW_ROWS), or ``int8``, whose
+        other arithmetic is f32. repack: ``auto``, ``on`` or ``off``, of the weights that ``decode``
+        reads.
         """
         self.hparams = hparams
         self.architecture = architecture
@@ -71,25 +76,34 @@ class Decoder(Forward):
         self.prefill_dtype = prefill_dtype
         self.chunk = chunk
         self.rope = RopeTable(hparams, weights.rope_freqs)
-        self.rows, self._products = self._new_prefill()
+        self._model = (hparams, self.rope, architecture.rope_interleaved)
+        # Whether torch is needed where it is not the reference.
+        self._by_torch = prefill_dtype == "bf16" or (
+            prefill_dtype == "int8" and not can_multiply(weights)
+        )
         self.layers, self.output_norm = weights.layers, weights.output_norm
         repacks = wants_repacking(weights, repack)
         self._decode_weights = repack_weights(weights) if repacks else weights
         self._step = self._new_step(1)
 
-    def _new_prefill(self) -> tuple[Rows, Any]:
-        """What computes between the products of a prefill, and the products."""
+    @cached_property
+    def _few(self) -> tuple[Rows, Any]:
+        """What computes between the products of a prefill, and the products: of few rows."""
+        return FusedRows(*self._model, self.n_threads), FewRowsProducts(self.n_threads)
+
+    @cached_property
+    def _many(self) -> tuple[Rows, Any]:
+        """The same of any number of rows."""
         n_threads = self.n_threads
-        model = (self.hparams, self.rope, self.architecture.rope_interleaved)
         if self.prefill_dtype == "int8":
-            return FusedRows(*model, n_threads), IntegerProducts(n_threads)
+            return FusedRows(*self._model, n_threads), IntegerProducts(n_threads)
         from sparsekv_cli.models.torch_products import TorchProducts
         from sparsekv_cli.models.torch_rows import TorchRows
 
         torch = load_torch()
         if self.prefill_dtype == "bf16":
-            return FusedBF16Rows(*model, n_threads), TorchProducts(torch.bfloat16, n_threads)
-        return TorchRows(*model, torch.float32), TorchProducts(torch.float32, n_threads)
+            return FusedBF16Rows(*self._model, n_threads), TorchProducts(torch.bfloat16, n_threads)
+        return TorchRows(*self._model, torch.float32), TorchProducts(torch.float32, n_threads)
 
     # --- a row a sequence, fused ----------------------------------------------------------------
 
@@ -145,6 +159,24 @@ class Decoder(Forward):
         return DecodeStep(self.hparams, self._decode_weights, interleaved, n_rows, self.n_threads)
 
     # --- many rows, layer by layer ----------------------------------------------------------------
+
+    def prepare(self, n_rows: int) -> None:
+        """Few rows are for decode's products rather than for torch's."""
+        few = self._by_torch and n_rows <= FEW_ROWS
+        self.rows, self._products = self._few if few else self._many
+
+    def forward(
+        self,
+        ids: Sequence[int],
+        pos: int,
+        caches: Sequence[LayerCache],
+        *,
+        progress: Progress | None = None,
+        all_logits: bool = False,
+    ) -> np.ndarray:
+        """Forward.forward, after ``prepare``."""
+        self.prepare(len(ids))
+        return super().forward(ids, pos, caches, progress=progress, all_logits=all_logits)
 
     def output(self, normed: Any) -> np.ndarray:
         """Few rows use the quantised weights as they lie."""

@@ -20,7 +20,7 @@ NONE = np.empty(0, np.float32)
 
 
 class Rows(Protocol):
-    """T rows of a chunk, as arrays or tensors; weights are f32 arrays of the model.
+    """T rows of a chunk, and f32 weights, as arrays or tensors.
 
     x f32 (T, n_embd) is the residual stream; products give and take rows of the compute type.
     """

@@ -1,17 +1,17 @@
-"""The matrix products of a prefilled layer: which there are, and those in integers."""
+"""The matrix products of a prefilled layer: which there are, of few rows, and in integers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from sparsekv_cli.cpu import prefill_products
+from sparsekv_cli.cpu import matvec, prefill_products
 from sparsekv_cli.cpu.tensors import load_torch
 from sparsekv_cli.models.forward import Product
-from sparsekv_cli.models.weights import LayerWeights, Linear
+from sparsekv_cli.models.weights import LayerWeights, Linear, Weights
 
 
 def stacks(layer: LayerWeights) -> Iterator[tuple[str, Sequence[Linear]]]:
@@ -20,6 +20,32 @@ def stacks(layer: LayerWeights) -> Iterator[tuple[str, Sequence[Linear]]]:
     yield "o", (layer.o,)
     yield "gate_up", (layer.gate, layer.up)
     yield "down", (layer.down,)
+
+
+def can_multiply(weights: Weights) -> bool:
+    """Whether ``IntegerProducts`` knows the formats of all layers."""
+    linears = (linear for layer in weights.layers for linear in layer.linears())
+    return all(prefill_products.can_multiply(linear.code) for linear in linears)
+
+
+class FewRowsProducts:
+    """Products of some f32 rows with the weights as they lie: exact, and without torch."""
+
+    def __init__(self, n_threads: int) -> None:
+        self._n_threads = n_threads
+
+    def of_layer(self, layer: LayerWeights) -> dict[str, Product]:
+        """Products of f32 arrays by the names of ``stacks``."""
+        return {name: partial(self._multiply, parts) for name, parts in stacks(layer)}
+
+    def clear(self) -> None:
+        """Nothing is kept."""
+
+    def _multiply(self, parts: Sequence[Linear], rows: Any) -> np.ndarray:
+        rows = np.ascontiguousarray(rows)
+        return np.concatenate(
+            [matvec.matvec(w.code, w.data, w.n_columns, rows, self._n_threads) for w in parts], 1
+        )
 
 
 class IntegerProducts:
@@ -32,6 +58,7 @@ class IntegerProducts:
     def __init__(self, n_threads: int) -> None:
         self._n_threads = n_threads
         self._results: dict[str, np.ndarray] = {}
+        self._torch: Any = None  # TorchProducts, for formats that are not known
 
     def of_layer(self, layer: LayerWeights) -> dict[str, Product]:
         """Products of f32 arrays by the names of ``stacks``, until the next call."""
@@ -39,22 +66,22 @@ class IntegerProducts:
 
     def clear(self) -> None:
         """Frees what is kept between two layers."""
-        self._results = {}
-        self.__dict__.pop("_by_torch", None)
-
-    @cached_property
-    def _by_torch(self) -> Any:
-        from sparsekv_cli.models.torch_products import TorchProducts
-
-        return TorchProducts(load_torch().float32, self._n_threads)
+        self._results, self._torch = {}, None
 
     def _of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
         if not all(prefill_products.can_multiply(part.code) for part in parts):
-            multiply = self._by_torch.of_stack(name, parts)
-            from_numpy = load_torch().from_numpy
-            return lambda rows: multiply(from_numpy(np.ascontiguousarray(rows))).numpy()
+            return self._of_stack_by_torch(name, parts)
         table = prefill_products.product_table([(part.code, part.data) for part in parts])
         return partial(self._multiply, name, table)
+
+    def _of_stack_by_torch(self, name: str, parts: Sequence[Linear]) -> Product:
+        from sparsekv_cli.models.torch_products import TorchProducts
+
+        torch = load_torch()
+        if self._torch is None:
+            self._torch = TorchProducts(torch.float32, self._n_threads)
+        multiply = self._torch.of_stack(name, parts)
+        return lambda rows: multiply(torch.from_numpy(np.ascontiguousarray(rows))).numpy()
 
     def _multiply(self, name: str, table: np.ndarray, rows: Any) -> np.ndarray:
         shape = (len(rows), prefill_products.n_rows(table))

@@ -15,9 +15,7 @@ from sparsekv_cli.models.weights import LayerWeights, Linear
 
 
 class TorchProducts:
-    """Each matrix is dequantised to ``dtype``, f32 or bf16, into a scratch of
-    one layer's size.
-    """
+    """Each matrix is dequantised to ``dtype``, f32 or bf16, into a scratch of one layer's size."""
 
     def __init__(self, dtype: torch.dtype, n_threads: int) -> None:
         self._dtype, self._n_threads = dtype, n_threads

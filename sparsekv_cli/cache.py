@@ -24,9 +24,8 @@ N_SINKS = 4  # METHODS.md: the first tokens, always attended
 class AttnInput(NamedTuple):
     """One layer, T new rows of one sequence.
 
-    Prefill: (heads, T, d), torch tensors of the compute type or f32 arrays; ``in_torch`` is for
-    whom this is not all one. Decode (T = 1): numpy f32 views
-    (heads, 1, d padded to 16), valid during the call only.
+    Prefill: (heads, T, d), f32 arrays or torch tensors of the compute type; ``in_torch`` gives
+    tensors. Decode (T = 1): numpy f32 views (heads, 1, d padded to 16), valid during the call only.
     """
 
     q: Any  # (H, T, d), rotated

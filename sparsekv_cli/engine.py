@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sparsekv_cli import warmup
@@ -55,8 +56,13 @@ class HostEngine:
         return True
 
 
-def _has_driver() -> bool:
-    """Whether NVIDIA's driver is installed, without which torch finds no device."""
+GPU_FILES = ("nvidia*", "nvhost*", "dxg", "kfd")  # in /dev: NVIDIA's, its boards', WSL's, AMD's
+
+
+def may_have_device() -> bool:
+    """Whether there is a GPU's driver, without which there is no need to ask torch for a GPU."""
+    if any(found for name in GPU_FILES for found in Path("/dev").glob(name)):
+        return True
     try:
         ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
     except OSError:
@@ -70,7 +76,7 @@ def find_device(name: str) -> Any:
     SparseKVError for cuda where there is none. With TRITON_INTERPRET=1, cuda is the CPU with
     interpreted kernels, which is slow and there to look for errors.
     """
-    if name == "cpu" or (name == "auto" and not _has_driver()):
+    if name == "cpu" or (name == "auto" and not may_have_device()):
         return None
     torch = load_torch()
     has_triton = find_spec("triton") is not None

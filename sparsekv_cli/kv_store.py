@@ -39,19 +39,19 @@ class RowType(ABC):
         self.n_items = rows.row_bytes(self.kind, self.width) // np.dtype(self.dtype).itemsize
 
     def write(self, target: np.ndarray, x: Any, n_threads: int = 1) -> None:
-        """Stores x (heads, T, d), an f32 array or a tensor of f32 or bf16, in ``target`` (heads, T,
-        n_items), rows of this type.
+        """Stores x (heads, T, d), an f32 array or a CPU tensor, in ``target`` (heads, T, n_items),
+        rows of this type. ValueError for another shape.
         """
         from sparsekv_cli.cpu.prefill_store import store_rows
 
-        store_rows(
-            seen(x), self.kind, target.__array_interface__["data"][0], *target.strides[:2],
-            self.width, n_threads,
-        )  # fmt: skip
+        if x.shape != (*target.shape[:2], self.d):
+            raise ValueError(f"rows {tuple(x.shape)} for {target.shape[:2]} of {self.d} elements")
+        given, at = np.ascontiguousarray(seen(x)), target.__array_interface__["data"][0]
+        store_rows(given, self.kind, at, *target.strides[:2], self.width, n_threads)
 
     @abstractmethod
-    def read(self, stored: np.ndarray) -> Any:
-        """Rows of this type -> torch (..., width), exactly: f16 (the same memory) or f32."""
+    def read(self, stored: np.ndarray) -> np.ndarray:
+        """Rows of this type -> (..., width), exactly: f16 (the same memory) or f32."""
 
 
 class HalfRows(RowType):
@@ -60,8 +60,8 @@ class HalfRows(RowType):
     kind = rows.F16
     dtype = np.float16
 
-    def read(self, stored: np.ndarray) -> Any:
-        return load_torch().from_numpy(stored)
+    def read(self, stored: np.ndarray) -> np.ndarray:
+        return stored
 
 
 class QuantizedRows(RowType):
@@ -70,14 +70,13 @@ class QuantizedRows(RowType):
     kind = rows.Q8_0
     dtype = np.uint8
 
-    def read(self, stored: np.ndarray) -> Any:
-        torch = load_torch()
-        quants = torch.from_numpy(stored[..., : self.width].view(np.int8))
-        scales = torch.from_numpy(stored[..., self.width :].view(np.float16)).float()
-        out = torch.empty(quants.shape)
+    def read(self, stored: np.ndarray) -> np.ndarray:
+        quants = stored[..., : self.width].view(np.int8)
+        scales = stored[..., self.width :].view(np.float16).astype(np.float32)
+        out = np.empty(quants.shape, np.float32)
         for i in range(scales.shape[-1]):
             block = slice(rows.QUANT_BLOCK * i, rows.QUANT_BLOCK * (i + 1))
-            torch.mul(quants[..., block], scales[..., i : i + 1], out=out[..., block])
+            np.multiply(quants[..., block], scales[..., i : i + 1], out=out[..., block])
         return out
 
 
@@ -154,11 +153,11 @@ class KVStore:
         """Rows ``first`` to n of K as they are stored, torch (G, n - first, padded d) f16, f32;
         of all kv heads or some.
         """
-        return self.k_type.read(self.k[heads, first : self.n])
+        return load_torch().from_numpy(self.k_type.read(self.k[heads, first : self.n]))
 
     def values(self, first: int = 0, heads: slice = ALL) -> Any:
         """The same of V."""
-        return self.v_type.read(self.v[heads, first : self.n])
+        return load_torch().from_numpy(self.v_type.read(self.v[heads, first : self.n]))
 
     def truncate(self, n: int) -> None:
         self.n = min(self.n, n)

@@ -25,9 +25,9 @@ def large_code() -> Iterator[tuple[int, int]]:
 def release_code() -> None:
     """Takes the code of large libraries out of this process' memory; what runs comes back.
 
-    To open a session, torch registers thousands of operators and LLVM compiles: 120 MB of code, of
-    which prefill and decode run a small part. It comes back from the system's cache of the file, in
-    which it lies anyway as long as there is memory.
+    To open a session, LLVM compiles and torch, if it is needed, registers thousands of operators:
+    up to 120 MB of code, of which prefill and decode run a small part. It comes back from the
+    system's cache of the file, in which it lies anyway as long as there is memory.
     """
     if not hasattr(mmap, "MADV_DONTNEED"):
         return

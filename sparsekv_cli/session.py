@@ -163,6 +163,9 @@ class Session:
         self._check_ids(ids)
         self.gguf.check_intact()
         started = time.perf_counter()
+        self.decoder.prepare(n)
+        self.timings.load_s += time.perf_counter() - started
+        started = time.perf_counter()
         n_past = len(self.tokens)
         if n > self.config.chunk:  # a prompt whose rows take much memory, and which takes long
             release_code()

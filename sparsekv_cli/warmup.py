@@ -116,11 +116,12 @@ def compile_method_kernels(
     n_done = sum(used)
     caches = trial_caches(method, specs)
     prompt = [token % decoder.hparams.n_vocab for token in range(N_PROMPT)]
-    marker = f"method-{type(method).__name__}-{decoder.prefill_dtype}"
+    marker = f"method-{type(method).__name__}-{type(decoder).__name__}-{decoder.prefill_dtype}"
     trial = [
         Step(marker, "prefill", lambda: decoder.forward(prompt, 0, caches)),
-        Step(marker, "decode", lambda: decoder.decode(0, N_PROMPT, caches)),
+        Step(marker, "prefill", lambda: decoder.forward([0], N_PROMPT, caches)),  # a few rows
         Step(marker, "decode", lambda: decoder.decode(0, N_PROMPT + 1, caches)),
+        Step(marker, "decode", lambda: decoder.decode(0, N_PROMPT + 2, caches)),
     ]
     return n_done + _run(trial, report)
 

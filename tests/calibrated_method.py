@@ -58,7 +58,7 @@ class MeanKeys(LayerCache):
         self.mean = mean
 
     def prefill(self, x: Any) -> Any:
-        self.mean += x.k_nope.float().sum(1).numpy()
+        self.mean += x.in_torch().k_nope.float().sum(1).numpy()
         return super().prefill(x)
 
     def finish_prefill(self) -> None:

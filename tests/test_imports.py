@@ -167,8 +167,14 @@ def test_host_code_asks_for_torch_in_one_place():
     for module, path in SOURCES:
         if part_of(module) in ("device", "kernels"):
             continue
-        found = {name.split(".")[0] for name, _ in imports(ast.parse(path.read_text("utf-8")))}
+        tree = ast.parse(path.read_text("utf-8"))
+        found = {name.split(".")[0] for name, _ in imports(tree)}
         assert ("torch" in found) == (module.removeprefix(f"{PACKAGE}.") in TORCH), module
+        at_once = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        for name, line in imports(ast.Module(body=at_once, type_ignores=[])):
+            late = name.removeprefix(f"{PACKAGE}.")
+            assert late == "cpu.tensors" or late not in TORCH, f"{module}:{line}: within a function"
+            assert part_of(name) != "device", f"{module}:{line}: within a function"
 
 
 @pytest.mark.parametrize(

@@ -244,24 +244,32 @@ from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.session import load_session
 
-path, *methods = sys.argv[1:]
+path, dtype, n_prompt, *methods = sys.argv[1:]
 for name in methods:
     method = build_method(name, {"budget": "16"} if name != "full" else {})
-    session = load_session(path, method, SessionConfig(threads=1, prefill_dtype="int8", chunk=64))
-    session.prefill([i % 500 for i in range(150)])
+    config = SessionConfig(threads=1, device="cpu", prefill_dtype=dtype, chunk=64)
+    session = load_session(path, method, config)
+    session.prefill([i % 500 for i in range(int(n_prompt))])
     for token in (1, 2):
         session.decode(token)
     print(name, "torch" in sys.modules)
 """
 
 
-@pytest.mark.skipif(not prefill_tiles.is_available(), reason="no products of bytes on this CPU")
-def test_a_session_in_integers_imports_no_torch(tmp_path):
-    """Which would double the time to the first token."""
-    path = make_model(tmp_path / "q4.gguf", wtype="Q4_0", n_ctx=300)
+@pytest.mark.parametrize(
+    ("wtype", "dtype", "n_prompt"),
+    [("Q4_0", "int8", 150), ("Q4_0", "bf16", 32), ("Q8_0", "int8", 32)],
+)
+def test_torch_is_imported_only_where_it_multiplies(wtype, dtype, n_prompt, tmp_path):
+    """That would double the time to the first token."""
+    if dtype == "int8" and not prefill_tiles.is_available():
+        pytest.skip("no products of bytes on this CPU")
+    path = make_model(tmp_path / "model.gguf", wtype=wtype, n_ctx=300)
     methods = ["full", "topk", "streaming", "quest", "snapkv", "h2o", "lfps", "freekv"]
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, str(path), *methods], capture_output=True, text=True
+        [sys.executable, "-c", WITHOUT_TORCH, str(path), dtype, str(n_prompt), *methods],
+        capture_output=True,
+        text=True,
     )
     assert done.stdout.splitlines() == [f"{name} False" for name in methods], done.stderr
 
@@ -324,6 +332,19 @@ def test_a_store_takes_arrays_and_tensors_as_a_decode_step_its_row(kind):
     for store in (tensors, arrays):
         np.testing.assert_array_equal(store.k[:, :37], one_by_one.k[:, :37])
         np.testing.assert_array_equal(store.v[:, :37], one_by_one.v[:, :37])
+
+
+def test_a_store_takes_what_is_no_vector_and_refuses_other_shapes():
+    k, v = rows(6)
+    store, wide = KVStore(SPEC), KVStore(SPEC)
+    store.append(k, v)
+    wide.append(k.double().transpose(0, 1).contiguous().transpose(0, 1), v.half())
+    np.testing.assert_array_equal(wide.k[:, :6], store.k[:, :6])
+    np.testing.assert_array_equal(wide.v[:, :6], store.v[:, :6])
+    for wrong_k, wrong_v in ((k[:1], v), (k[..., :39], v), (k, v[:, :5]), (v, k)):
+        with pytest.raises(ValueError, match="elements"):
+            store.append(wrong_k, wrong_v)
+    assert store.n == 6
 
 
 def test_store_of_q8_0_rows():

@@ -52,7 +52,8 @@ class HostLFPS(HostCache):
                 (self._k, store.k, store.k_type),
                 (self._v, store.v, store.v_type),
             ):
-                ours[0] = kind.read(theirs[:, :N_SINKS])[..., : kind.d].to(ours.device)
+                sinks = kind.read(theirs[:, :N_SINKS])[..., : kind.d]
+                ours[0] = torch.from_numpy(sinks).to(ours.device)
 
     def add_sinks(self, q: torch.Tensor, seen: Attended, out: torch.Tensor) -> None:
         """Launches ``seen`` and the sinks' attention together -> out f32 (1, H, d_v).

@@ -282,15 +282,19 @@ class LFPSCache(LayerCache):
         k_kind, v_kind = store.k_type.kind, store.v_type.kind
         unwanted = np.empty((spec.n_head_kv, 0, 0), np.float32)
         row_moments(
-            k_at + N_SINKS * k_row, k_head, k_row, k_kind, n, constants.mean_k, constants.covariance
-        )
-        row_moments(v_at + N_SINKS * v_row, v_head, v_row, v_kind, n, constants.mean_v, unwanted)
+            k_at + N_SINKS * k_row, k_head, k_row, k_kind, n, constants.mean_k,
+            constants.covariance, spec.n_threads,
+        )  # fmt: skip
+        row_moments(
+            v_at + N_SINKS * v_row, v_head, v_row, v_kind, n, constants.mean_v, unwanted,
+            spec.n_threads,
+        )  # fmt: skip
         q = np.zeros((spec.n_head, queries.shape[1], padded(spec.head_dim)), np.float32)
         q[..., : spec.head_dim] = queries
         if self.method.sigma != "cov":
             last = q[:, -1]
             scores = self.backend.score_rows(store, last, spec)[:, N_SINKS : store.n]
-            norm = np.square(spec.scale * last).sum(-1)
+            norm = np.maximum(np.square(spec.scale * last).sum(-1), 1e-30)
             constants.ratio[:] = scores.var(-1, dtype=np.float64) / norm
         self._allocate(max(store.capacity, store.n + 256))
         kernels.lfps_init(q, store.layout, store.n, self._rules, self._tables)

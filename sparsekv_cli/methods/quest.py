@@ -93,7 +93,7 @@ class QuestCache(SelectingCache):
         keys, first = store.k, 0
         if spec.cache_type_k != "f16":  # an f16 copy of the new pages' keys
             first = self._n_page * page
-            keys = store.keys(first).half().numpy()
+            keys = store.k_type.read(store.k[:, first : store.n]).astype(np.float16)
         at = keys.__array_interface__["data"][0] - first * keys.strides[1]
         pages.page_summaries(
             at, keys.strides[0], keys.strides[1], self._n_page, n_page, page, spec.n_head_kv,

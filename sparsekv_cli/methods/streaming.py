@@ -25,7 +25,6 @@ from sparsekv_cli.cache import (
     Method,
     SelectingCache,
 )
-from sparsekv_cli.cpu.tensors import load_torch
 
 
 @dataclass(frozen=True)
@@ -76,13 +75,12 @@ class _StreamingCache(SelectingCache):
 
     def _turn_sinks(self, n_left_out: int) -> None:
         """Rotates the stored sink keys by the positions that the cache leaves out."""
-        torch = load_torch()
         store, sinks, half = self.store, self.method.sinks, len(self.spec.theta)
         if self._sink_keys is None:
             self._sink_keys = store.k[:, :sinks].copy()
-        angles = n_left_out * torch.from_numpy(self.spec.theta)  # f64 (half,)
-        cos, sin = angles.cos(), angles.sin()
-        keys = store.k_type.read(self._sink_keys)[..., : self.spec.head_dim].double()
+        angles = n_left_out * self.spec.theta  # f64 (half,)
+        cos, sin = np.cos(angles), np.sin(angles)
+        keys = store.k_type.read(self._sink_keys)[..., : self.spec.head_dim].astype(np.float64)
         a, b = keys[..., :half], keys[..., half : 2 * half]
-        turned = torch.cat([a * cos - b * sin, a * sin + b * cos, keys[..., 2 * half :]], dim=-1)
-        store.k_type.write(store.k[:, :sinks], turned.float())
+        turned = np.concatenate([a * cos - b * sin, a * sin + b * cos, keys[..., 2 * half :]], -1)
+        store.k_type.write(store.k[:, :sinks], turned.astype(np.float32))

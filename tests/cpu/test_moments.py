@@ -15,7 +15,7 @@ SPEC = LayerSpec(layer=0, n_layer=1, n_head=6, n_head_kv=3, head_dim=72, value_d
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
-@pytest.mark.parametrize("n", [1, 5, 256, 700])
+@pytest.mark.parametrize("n", [1, 5, 256, 703, 20000])
 def test_moments(n, kind):
     rng = np.random.default_rng(n)
     store = KVStore(replace(SPEC, cache_type_k=kind))
@@ -26,11 +26,11 @@ def test_moments(n, kind):
     mean[:] = covariance[:] = np.nan
     head, _, row, _ = store.strides
     at = store.addresses[0] + 2 * row
-    row_moments(at, head, row, store.k_type.kind, n, mean, covariance)
-    np.testing.assert_allclose(mean, expected_mean, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(covariance, expected, rtol=1e-4, atol=1e-4)
+    row_moments(at, head, row, store.k_type.kind, n, mean, covariance, 2)
+    np.testing.assert_allclose(mean, expected_mean, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(covariance, expected, rtol=2e-5, atol=1e-4)
     assert not covariance[:, 72:].any() and not covariance[:, :, 72:].any()
 
     alone = np.empty_like(mean)
-    row_moments(at, head, row, store.k_type.kind, n, alone, np.empty((3, 0, 0), np.float32))
+    row_moments(at, head, row, store.k_type.kind, n, alone, np.empty((3, 0, 0), np.float32), 1)
     np.testing.assert_array_equal(alone, mean)

@@ -1,4 +1,4 @@
-"""q8_0 rows: the rounding, and three implementations that agree to the bit."""
+"""q8_0 rows: the rounding, and the kernel against its reference, to the bit."""
 
 import numpy as np
 import pytest
@@ -72,7 +72,7 @@ def test_kernel_and_prefill_store_the_same_bytes(d):
     rows.write(by_prefill[:, 1:8], torch.from_numpy(x[..., :d].copy()))
     np.testing.assert_array_equal(by_prefill[:, 1:8], expected)
     assert (by_prefill[:, [0, 8]] == 255).all()
-    read = rows.read(by_prefill[:, 1:8]).numpy()
+    read = rows.read(by_prefill[:, 1:8])
     np.testing.assert_array_equal(read, dequantize_rows_ref(expected, padded(d)))
 
 
@@ -82,5 +82,5 @@ def test_rows_of_a_bf16_prefill():
         rows = CACHE_TYPES[name](64)
         stored = np.zeros((2, 5, rows.n_items), rows.dtype)
         rows.write(stored, x)
-        error = (rows.read(stored).float() - expected.float()).abs().max()
+        error = np.abs(rows.read(stored).astype(np.float32) - expected.float().numpy()).max()
         assert error == 0 if name == "f16" else 0 < error < 0.02

@@ -25,7 +25,7 @@ from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops, prefill_tiles
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.full import Full
-from sparsekv_cli.models import forward
+from sparsekv_cli.models import decoder, forward
 from sparsekv_cli.models.locate import resolve_model
 from sparsekv_cli.session import Session, load_session
 
@@ -61,13 +61,31 @@ def tiny(request, tmp_path_factory):
 
 
 @pytest.mark.skipif(not prefill_tiles.is_available(), reason="needs byte products (AVX2)")
-def test_int8_products_give_the_same_but_for_rounding(tiny):
+def test_int8_products_give_the_same_but_for_rounding(tiny, monkeypatch):
     """Products of every format, or of torch for plain floats, in chunks of 7; one row of logits."""
+    monkeypatch.setattr(decoder, "FEW_ROWS", 0)
     _, path, forward, _ = tiny
     session = open_model(path, prefill_dtype="int8", threads=2, chunk=7)
     assert nmse(forward, session.prefill(REFERENCE_IDS, all_logits=True)) < 1e-3
     session.reset()
     assert nmse(forward[-1:], session.prefill(REFERENCE_IDS)[None]) < 1e-3
+    session.gguf.close()
+
+
+def test_few_rows_are_exact_in_bf16(tiny, monkeypatch):
+    """And so are further ones behind more rows, which are not."""
+    _, path, forward, _ = tiny
+    n = len(REFERENCE_IDS)
+    monkeypatch.setattr(decoder, "FEW_ROWS", n)
+    session = open_model(path, prefill_dtype="bf16", threads=2, chunk=7)
+    few = session.prefill(REFERENCE_IDS, all_logits=True)
+    assert nmse(forward, few) < 2e-7
+    session.reset()
+    session.prefill(REFERENCE_IDS[:3])
+    assert nmse(forward[-1:], session.prefill(REFERENCE_IDS[3:])[None]) < 2e-7
+    monkeypatch.setattr(decoder, "FEW_ROWS", n - 1)
+    session.reset()
+    assert 1e-6 < nmse(forward, session.prefill(REFERENCE_IDS, all_logits=True)) < 1e-2
     session.gguf.close()
 
 
