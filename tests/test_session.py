@@ -266,11 +266,9 @@ def test_torch_is_imported_only_where_it_multiplies(wtype, dtype, n_prompt, tmp_
         pytest.skip("no products of bytes on this CPU")
     path = make_model(tmp_path / "model.gguf", wtype=wtype, n_ctx=300)
     methods = ["full", "topk", "streaming", "quest", "snapkv", "h2o", "lfps", "freekv"]
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, str(path), dtype, str(n_prompt), *methods],
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(path), dtype, str(n_prompt), *methods]
+    for _ in range(2):  # the first compiles, if need be by the trial of a longer prompt
+        done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout.splitlines() == [f"{name} False" for name in methods], done.stderr
 
 
