@@ -32,7 +32,7 @@ from sparsekv_cli.models.weights import Weights
 
 # Up to so many rows a prompt that torch would multiply is computed in f32 with decode's products:
 # that takes about as long as to dequantise all weights for torch, and no second for its import.
-FEW_ROWS = 32
+FEW_ROWS = 16
 
 
 def cpu_prefill_dtype() -> str:
@@ -77,7 +77,7 @@ class Decoder(Forward):
         self.chunk = chunk
         self.rope = RopeTable(hparams, weights.rope_freqs)
         self._model = (hparams, self.rope, architecture.rope_interleaved)
-        # Whether torch is needed where it is not the reference.
+        # Whether torch multiplies, and not as the reference, which it does with any number of rows.
         self._by_torch = prefill_dtype == "bf16" or (
             prefill_dtype == "int8" and not can_multiply(weights)
         )
@@ -95,6 +95,8 @@ class Decoder(Forward):
     def _many(self) -> tuple[Rows, Any]:
         """The same of any number of rows."""
         n_threads = self.n_threads
+        if self._by_torch:
+            load_torch()
         if self.prefill_dtype == "int8":
             return FusedRows(*self._model, n_threads), IntegerProducts(n_threads)
         from sparsekv_cli.models.torch_products import TorchProducts

@@ -258,7 +258,7 @@ for name in methods:
 
 @pytest.mark.parametrize(
     ("wtype", "dtype", "n_prompt"),
-    [("Q4_0", "int8", 150), ("Q4_0", "bf16", 32), ("Q8_0", "int8", 32)],
+    [("Q4_0", "int8", 150), ("Q4_0", "bf16", 16), ("Q8_0", "int8", 16)],
 )
 def test_torch_is_imported_only_where_it_multiplies(wtype, dtype, n_prompt, tmp_path):
     """That would double the time to the first token."""
