@@ -6,7 +6,7 @@ the best, and feeds the weights back.
 
 | paper | here |
 |---|---|
-| eq 4, initial tables from the last s prefill queries | cpu/lfps.py lfps_init |
+| eq 4, initial tables from the last s prefill queries | cpu/lfps_start.py lfps_init |
 | eq 5, 6, high-sparsity test (sink, global, local mass) | cpu/bypass.py bypass |
 | eq 7, 8, candidates C0 above tau = a mean / kappa | cpu/history.py threshold, mark_* |
 | eq 9, expansion by {-1, 0, 1, 2} to C1 | cpu/history.py expand, filter_expansion |
@@ -93,6 +93,7 @@ from sparsekv_cli.cpu import lfps as kernels
 from sparsekv_cli.cpu.bypass import Constants
 from sparsekv_cli.cpu.history import Tables
 from sparsekv_cli.cpu.lfps_chain import LFPSStep
+from sparsekv_cli.cpu.lfps_start import lfps_init
 from sparsekv_cli.cpu.moments import row_moments
 from sparsekv_cli.eviction import LastQueries
 from sparsekv_cli.methods.quest import Quest, QuestCache
@@ -297,7 +298,7 @@ class LFPSCache(LayerCache):
             norm = np.maximum(np.square(spec.scale * last).sum(-1), 1e-30)
             constants.ratio[:] = scores.var(-1, dtype=np.float64) / norm
         self._allocate(max(store.capacity, store.n + 256))
-        kernels.lfps_init(q, store.layout, store.n, self._rules, self._tables)
+        lfps_init(q, store.layout, store.n, self._rules, self._tables, spec.n_threads)
         self._raised[:] = 1.0
         self._indexed = True
 

@@ -10,6 +10,7 @@ from sparsekv_cli.cpu import history, lfps
 from sparsekv_cli.cpu.attention import attend_dense_ref
 from sparsekv_cli.cpu.bypass import Constants
 from sparsekv_cli.cpu.history import BLOCK, SINKS, Tables
+from sparsekv_cli.cpu.lfps_start import lfps_init
 from sparsekv_cli.cpu.rows import F16
 
 SIZES = [5, 63, 64, 65, 127, 128, 129, 200]
@@ -174,7 +175,7 @@ class Layer:
 
     def init(self, q: np.ndarray, decay: float = 0.95) -> None:
         """q f32 (H, s, d)."""
-        lfps.lfps_init(q, layout(*self.stored), self.n, self.rules(0.2, 1.0, decay), self.tables)
+        lfps_init(q, layout(*self.stored), self.n, self.rules(0.2, 1.0, decay), self.tables, 2)
 
     def rules(self, a: float, epsilon: float, decay: float = 0.95) -> lfps.Rules:
         return lfps.Rules(float(self.scale), self.n_kv, 32, a, 1 << 62, decay, epsilon, False)
