@@ -4,18 +4,19 @@ As weights lie in a file, a row's dot product ends with a sum over lanes, scales
 over lanes, and vectors straddle cache lines: in rows of a few hundred columns that takes most of
 the time. With a row a lane none of it is left: 2.4 to 3.2 times the products a second in cache, and
 a token of the default model at depth 0 takes .82 to .96 of the time (two threads; .78 with one;
-.67 on AVX2 without byte products). It takes a copy of the weights of the same size. Q8_0 and the K
-formats were tried and gain nothing: the memory is as slow as their products.
+.67 on AVX2 without byte products). It takes a copy of the weights of the same size. Q8_0 was tried
+and gains nothing: the memory is as slow as its products. So it is with the K formats where the CPU
+has byte products; without, their products are the slower.
 
 Layout: block i of the 16 rows of a group follows block i - 1; in it come the f16 scales, 16 of a
-kind (32 bytes), then the block's other bytes, four of each row (64 bytes). With byte products
+kind (32 bytes), then the block's other bytes, four of each row (64 bytes), in the order of use. With byte products
 (vnni.py) the four keep their order. Without, the second and third change places: even bytes and odd
 bytes, as i16, are then pairs of neighbours, and go into vpmaddwd with pairs of activations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -51,9 +52,9 @@ ORDER = (0, 1, 2, 3) if HAS_BYTES else (0, 2, 1, 3)  # of four bytes of a row
 
 
 class Block(NamedTuple):
-    """A block of 32 elements of each of 16 rows; an element is q * scale + offset."""
+    """32 or 16 elements of each of 16 rows; an element is q * scale + offset."""
 
-    q: list[ir.Value]  # eight <16 x i32>: four elements of every row, unsigned bytes, in ORDER
+    q: list[ir.Value]  # 8 or 4 <16 x i32>: four elements of every row, unsigned bytes, in ORDER
     scale: ir.Value  # <16 x float>
     offset: ir.Value
 
@@ -63,10 +64,13 @@ def _scale(b: ir.IRBuilder, p: ir.Value, i: int) -> ir.Value:
     return b.fpext(load(b, vec(F16), p, 2 * LANES * i), VF)
 
 
+def _word(b: ir.IRBuilder, p: ir.Value, n_scales: int, i: int) -> ir.Value:
+    """Word i of four bytes of every row behind the scales, <16 x i32>."""
+    return load(b, VI, p, 2 * LANES * n_scales + 4 * LANES * i)
+
+
 def _words(b: ir.IRBuilder, p: ir.Value, n_scales: int, count: int) -> list[ir.Value]:
-    """Words of four bytes behind the scales, <16 x i32> each."""
-    start = 2 * LANES * n_scales
-    return [load(b, VI, p, start + 4 * LANES * i) for i in range(count)]
+    return [_word(b, p, n_scales, i) for i in range(count)]
 
 
 def _nibbles(b: ir.IRBuilder, words: Sequence[ir.Value]) -> list[ir.Value]:
@@ -94,90 +98,186 @@ def _around(b: ir.IRBuilder, q: list[ir.Value], scale: ir.Value, zero: int) -> B
     return Block(q, scale, b.fmul(scale, const(F32, -float(zero))))
 
 
-def _q4_0(b: ir.IRBuilder, p: ir.Value) -> Block:
-    return _around(b, _nibbles(b, _words(b, p, 1, 4)), _scale(b, p, 0), 8)
+def _q4_0(b: ir.IRBuilder, p: ir.Value) -> Iterator[Block]:
+    yield _around(b, _nibbles(b, _words(b, p, 1, 4)), _scale(b, p, 0), 8)
 
 
-def _q4_1(b: ir.IRBuilder, p: ir.Value) -> Block:
-    return Block(_nibbles(b, _words(b, p, 2, 4)), _scale(b, p, 0), _scale(b, p, 1))
+def _q4_1(b: ir.IRBuilder, p: ir.Value) -> Iterator[Block]:
+    yield Block(_nibbles(b, _words(b, p, 2, 4)), _scale(b, p, 0), _scale(b, p, 1))
 
 
-def _q5_0(b: ir.IRBuilder, p: ir.Value) -> Block:
+def _q5_0(b: ir.IRBuilder, p: ir.Value) -> Iterator[Block]:
     bits, *words = _words(b, p, 1, 5)
-    return _around(b, _with_fifth(b, _nibbles(b, words), bits), _scale(b, p, 0), 16)
+    yield _around(b, _with_fifth(b, _nibbles(b, words), bits), _scale(b, p, 0), 16)
 
 
-def _q5_1(b: ir.IRBuilder, p: ir.Value) -> Block:
+def _q5_1(b: ir.IRBuilder, p: ir.Value) -> Iterator[Block]:
     bits, *words = _words(b, p, 2, 5)
-    return Block(_with_fifth(b, _nibbles(b, words), bits), _scale(b, p, 0), _scale(b, p, 1))
+    yield Block(_with_fifth(b, _nibbles(b, words), bits), _scale(b, p, 0), _scale(b, p, 1))
 
 
-def _iq4_nl(b: ir.IRBuilder, p: ir.Value) -> Block:
+def _iq4_nl(b: ir.IRBuilder, p: ir.Value) -> Iterator[Block]:
     table = tuple(value + 128 for value in IQ4_NL_VALUES)
     nibbles = (b.bitcast(word, vec(I8, BYTES)) for word in _nibbles(b, _words(b, p, 1, 4)))
     q = [b.bitcast(lookup16(b, table, part), VI) for part in nibbles]
-    return _around(b, q, _scale(b, p, 0), 128)
+    yield _around(b, q, _scale(b, p, 0), 128)
+
+
+def _byte(b: ir.IRBuilder, words: Sequence[ir.Value], i: int) -> ir.Value:
+    """Byte i of the bytes in ``words``, unsigned <16 x i32>."""
+    shifted = b.lshr(words[i // 4], const(I32, 8 * ORDER.index(i % 4)))
+    return b.and_(shifted, const(I32, 255))
+
+
+def _k_affine(b: ir.IRBuilder, p: ir.Value) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """Scale and offset of the eight parts of a block of Q4_K or Q5_K (see blocks.py)."""
+    d, dmin = _scale(b, p, 0), b.fneg(_scale(b, p, 1))
+    words = _words(b, p, 2, 3)
+    for i in range(8):
+        low, high = (_byte(b, words, at) for at in (i % 4, 4 + i % 4))
+        if i < 4:
+            scale, minimum = (b.and_(each, const(I32, 63)) for each in (low, high))
+        else:
+            rest = _byte(b, words, 4 + i)
+            tops = (b.shl(b.lshr(each, const(I32, 6)), const(I32, 4)) for each in (low, high))
+            nibbles = b.and_(rest, const(I32, 15)), b.lshr(rest, const(I32, 4))
+            scale, minimum = (b.or_(*pair) for pair in zip(nibbles, tops, strict=True))
+        yield b.fmul(d, b.sitofp(scale, VF)), b.fmul(dmin, b.sitofp(minimum, VF))
+
+
+def _half_bytes(b: ir.IRBuilder, words: Sequence[ir.Value], high: bool) -> list[ir.Value]:
+    """The low or high four bits of every byte."""
+    shifted = [b.lshr(word, const(I32, 4)) for word in words] if high else words
+    return [b.and_(word, const(I32, 0x0F0F0F0F)) for word in shifted]
+
+
+def _with_bits(
+    b: ir.IRBuilder, q: Sequence[ir.Value], words: Sequence[ir.Value], first: int, count: int
+) -> list[ir.Value]:
+    """q with ``count`` bits of every byte of ``words``, from bit ``first`` on, above its four."""
+    shift = b.shl if first <= 4 else b.lshr
+    every = const(I32, 0x10101010 * ((1 << count) - 1))
+    tops = (b.and_(shift(word, const(I32, abs(4 - first))), every) for word in words)
+    return [b.or_(low, top) for low, top in zip(q, tops, strict=True)]
+
+
+def _q4_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[Block]:
+    for i, (scale, offset) in enumerate(_k_affine(b, p)):
+        words = [_word(b, p, 2, 3 + 8 * (i // 2) + j) for j in range(8)]
+        yield Block(_half_bytes(b, words, i % 2 == 1), scale, offset)
+
+
+def _q5_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[Block]:
+    for i, (scale, offset) in enumerate(_k_affine(b, p)):
+        words = [_word(b, p, 2, 11 + 8 * (i // 2) + j) for j in range(8)]
+        bits = [_word(b, p, 2, 3 + j) for j in range(8)]
+        q = _with_bits(b, _half_bytes(b, words, i % 2 == 1), bits, i, 1)
+        yield Block(q, scale, offset)
+
+
+# Words of a block of Q6_K in the file: 32 of low halves, 16 of high bits, 4 of scales. As they are
+# used: the scales, then of each half of the elements 8 of high bits and 16 of low halves.
+Q6_K_ORDER = (*range(48, 52), *range(32, 40), *range(16), *range(40, 48), *range(16, 32))
+
+
+def _q6_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[Block]:
+    d = _scale(b, p, 0)
+    for i in range(16):  # 16 elements each
+        half, part, j = i // 8, i % 8 // 2, i % 2
+        start = 4 + 24 * half + 4 * j
+        bits = [_word(b, p, 1, start + k) for k in range(4)]
+        words = [_word(b, p, 1, start + 8 + 8 * (part % 2) + k) for k in range(4)]
+        q = _with_bits(b, _half_bytes(b, words, part >= 2), bits, 2 * part, 2)
+        left = const(I32, 24 - 8 * ORDER.index(i % 4))
+        signed = b.ashr(b.shl(_word(b, p, 1, i // 4), left), const(I32, 24))
+        yield _around(b, q, b.fmul(d, b.sitofp(signed, VF)), 32)
 
 
 class Repacking(NamedTuple):
-    """How many f16 numbers a format's blocks begin with, and how repacked ones are decoded."""
+    """How a format's blocks are repacked and decoded.
+
+    n_scales: f16 numbers, at ``scales_at`` (bytes), the start or the end. decode: gives the parts of
+    a block in turn. order: of its words of four bytes, if it changes. always: whether it pays where
+    the CPU has byte products, too.
+    """
 
     n_scales: int
-    decode: Callable[[ir.IRBuilder, ir.Value], Block]
+    decode: Callable[[ir.IRBuilder, ir.Value], Iterator[Block]]
+    scales_at: int = 0
+    order: tuple[int, ...] = ()
+    always: bool = True
 
 
 REPACKED: dict[int, Repacking] = {
-    FORMATS[name].code: Repacking(n_scales, decode)
-    for name, n_scales, decode in (
-        ("Q4_0", 1, _q4_0),
-        ("Q4_1", 2, _q4_1),
-        ("Q5_0", 1, _q5_0),
-        ("Q5_1", 2, _q5_1),
-        ("IQ4_NL", 1, _iq4_nl),
-    )
+    FORMATS[name].code: repacking
+    for name, repacking in {
+        "Q4_0": Repacking(1, _q4_0),
+        "Q4_1": Repacking(2, _q4_1),
+        "Q5_0": Repacking(1, _q5_0),
+        "Q5_1": Repacking(2, _q5_1),
+        "IQ4_NL": Repacking(1, _iq4_nl),
+        "Q4_K": Repacking(2, _q4_k, always=False),
+        "Q5_K": Repacking(2, _q5_k, always=False),
+        "Q6_K": Repacking(1, _q6_k, 208, Q6_K_ORDER, always=False),
+    }.items()
 }
+
+
+def word_order(code: int) -> tuple[int, ...]:
+    """Which word of a block in the file, its scales left out, comes where in the repacked one."""
+    repacking = REPACKED[code]
+    n_words = (FORMAT_OF_CODE[code].n_bytes - 2 * repacking.n_scales) // 4
+    return repacking.order or tuple(range(n_words))
 
 
 def can_repack(code: int, n_rows: int) -> bool:
     """Whether this CPU gains by repacking a matrix of ggml type ``code``."""
-    return code in REPACKED and n_rows % GROUP == 0 and (HAS_BYTES or emit.has_feature("avx2"))
+    if code not in REPACKED or n_rows % GROUP != 0:
+        return False
+    return REPACKED[code].always if HAS_BYTES else emit.has_feature("avx2")
 
 
 # --- repacking ------------------------------------------------------------------------------------
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def _repack(rows, n_words, n_scales, swap, out):
-    """rows uint16 (n, words a row) in blocks of n_words -> out uint16 (n / GROUP, GROUP * ...).
+def _repack(rows, n_scales, scales_at, order, swap, out):
+    """rows uint16 (n, units a row) in blocks -> out uint16 (n / GROUP, GROUP * ...).
 
-    swap: whether the middle two of four bytes change places.
+    A block has n_scales units at ``scales_at``, the start or the end, and words of two, which take
+    the ``order``. swap: whether the middle two of four bytes change places.
     """
+    n_units, rest_at = n_scales + 2 * len(order), 0 if scales_at > 0 else n_scales
     for group in prange(out.shape[0]):
-        for i in range(rows.shape[1] // n_words):
-            at = i * GROUP * n_words
+        for i in range(rows.shape[1] // n_units):
             for r in range(GROUP):
-                row = rows[group * GROUP + r, i * n_words : (i + 1) * n_words]
-                for word in range(n_scales):
-                    out[group, at + word * GROUP + r] = row[word]
-                for word in range(n_scales, n_words, 2):
-                    first, second = row[word], row[word + 1]
+                row = rows[group * GROUP + r, i * n_units : (i + 1) * n_units]
+                at = i * GROUP * n_units
+                for unit in range(n_scales):
+                    out[group, at + r] = row[scales_at + unit]
+                    at += GROUP
+                for word in order:
+                    first, second = row[rest_at + 2 * word], row[rest_at + 2 * word + 1]
                     if swap:
                         low, high = first & 255 | (second & 255) << 8, first >> 8 | second & 0xFF00
                         first, second = low, high
-                    out[group, at + word * GROUP + 2 * r] = first
-                    out[group, at + word * GROUP + 2 * r + 1] = second
+                    out[group, at + 2 * r] = first
+                    out[group, at + 2 * r + 1] = second
+                    at += 2 * GROUP
 
 
 def repack(code: int, w: np.ndarray, out: np.ndarray) -> None:
     """Repacks w, uint8 (rows, row bytes) in format ``code``, to ``out`` of the same shape."""
-    n_words = FORMAT_OF_CODE[code].n_bytes // 2
-    words = out.reshape(len(w) // GROUP, -1).view(np.uint16)
-    _repack(w.view(np.uint16), n_words, REPACKED[code].n_scales, not HAS_BYTES, words)
+    repacking, order = REPACKED[code], np.array(word_order(code))
+    units = out.reshape(len(w) // GROUP, -1).view(np.uint16)
+    scales_at = repacking.scales_at // 2
+    _repack(w.view(np.uint16), repacking.n_scales, scales_at, order, not HAS_BYTES, units)
 
 
 def repack_ref(code: int, w: np.ndarray) -> np.ndarray:
     """numpy reference of ``repack``: the layout above, said in reshapes."""
-    n_bytes, end = FORMAT_OF_CODE[code].n_bytes, 2 * REPACKED[code].n_scales
+    n_bytes, repacking = FORMAT_OF_CODE[code].n_bytes, REPACKED[code]
+    start, end = repacking.scales_at, repacking.scales_at + 2 * repacking.n_scales
     blocks = w.reshape(len(w) // GROUP, GROUP, -1, n_bytes)
 
     def planes(part: np.ndarray, order: Sequence[int]) -> np.ndarray:
@@ -185,7 +285,9 @@ def repack_ref(code: int, w: np.ndarray) -> np.ndarray:
         moved = units[..., order].transpose(0, 2, 3, 1, 4)
         return moved.reshape(len(blocks), blocks.shape[2], -1)
 
-    parts = planes(blocks[..., :end], (0, 1)), planes(blocks[..., end:], ORDER)
+    rest = np.concatenate([blocks[..., :start], blocks[..., end:]], -1)
+    places = [4 * word + byte for word in word_order(code) for byte in range(4)]
+    parts = planes(blocks[..., start:end], (0, 1)), planes(rest[..., places], ORDER)
     return np.concatenate(parts, -1).reshape(w.shape)
 
 
@@ -193,7 +295,7 @@ def repack_ref(code: int, w: np.ndarray) -> np.ndarray:
 
 
 def _byte_dots(b: ir.IRBuilder, qs: list[ir.Value], inputs: Inputs, at: ir.Value) -> ir.Value:
-    """<16 x i32>: a row's 32 integers times the activations from ``at`` on."""
+    """<16 x i32>: a row's integers times the activations from ``at`` on."""
     sums = []
     for plane in (inputs.high, inputs.low):
         dots = const(I32, 0)
@@ -223,12 +325,14 @@ def _pair_dots(b: ir.IRBuilder, qs: list[ir.Value], inputs: Inputs, at: ir.Value
 def _add_block(
     b: ir.IRBuilder, block: Block, inputs: Inputs, at: ir.Value, total: ir.Value
 ) -> ir.Value:
-    """total <16 x float> + the products of the block with 32 activations from ``at`` on."""
+    """total <16 x float> + the products of the block with the activations from ``at`` on."""
     dots = _byte_dots if HAS_BYTES else _pair_dots
     dots = b.sitofp(dots(b, block.q, inputs, at), VF)
-    number = b.sdiv(at, I64(BLOCK // 4))
+    n = 4 * len(block.q)
+    sums = inputs.sums32 if n == BLOCK else inputs.sums16
     scale, known = (
-        emit.splat(b, load(b, F32, b.add(part, number))) for part in (inputs.scales, inputs.sums32)
+        emit.splat(b, load(b, F32, b.add(part, b.mul(b.udiv(at, I64(size)), I64(4)))))
+        for part, size in ((inputs.scales, BLOCK), (sums, n))
     )
     total = emit.fma(b, dots, b.fmul(block.scale, scale), total)
     return emit.fma(b, block.offset, known, total)
@@ -247,22 +351,26 @@ def _group_dots(typingctx, code, count, w, x, x_row, n, out, out_row):
     def codegen(context, b, signature, args):
         code_, count_ = (type_.literal_value for type_ in signature.args[:2])
         w, x, x_row, n, out, out_row = args[2:]
-        block_bytes = GROUP * FORMAT_OF_CODE[code_].n_bytes
+        format_ = FORMAT_OF_CODE[code_]
+        block_bytes = GROUP * format_.n_bytes
         rows = [vnni.inputs_at(b, b.add(x, b.mul(I64(j), x_row)), n) for j in range(count_)]
 
         def body(i, totals):
             p = b.add(w, b.mul(i, I64(block_bytes)))
-            for line in range(0, block_bytes, LINE):
-                emit.prefetch(b, b.add(p, I64(AHEAD + line)), once=True)
-            block = REPACKED[code_].decode(b, p)
-            at = b.mul(i, I64(BLOCK))
-            return [
-                _add_block(b, block, inputs, at, total)
-                for inputs, total in zip(rows, totals, strict=True)
-            ]
+            at = b.mul(i, I64(format_.n_elements))
+            if format_.n_elements == BLOCK:  # the K formats' products are slower than the memory
+                for line in range(0, block_bytes, LINE):
+                    emit.prefetch(b, b.add(p, I64(AHEAD + line)), once=True)
+            for block in REPACKED[code_].decode(b, p):
+                totals = [
+                    _add_block(b, block, inputs, at, total)
+                    for inputs, total in zip(rows, totals, strict=True)
+                ]
+                at = b.add(at, I64(4 * len(block.q)))
+            return totals
 
         zeros = [const(F32, 0.0)] * count_
-        totals = emit.loop(b, I64(0), b.sdiv(n, I64(BLOCK)), 1, zeros, body)
+        totals = emit.loop(b, I64(0), b.sdiv(n, I64(format_.n_elements)), 1, zeros, body)
         for j, total in enumerate(totals):
             emit.store(b, total, b.add(out, b.mul(I64(j), out_row)))
         return context.get_dummy_value()
