@@ -5,13 +5,14 @@ over lanes, and vectors straddle cache lines: in rows of a few hundred columns t
 the time. With a row a lane none of it is left: 2.4 to 3.2 times the products a second in cache, and
 a token of the default model at depth 0 takes .82 to .96 of the time (two threads; .78 with one;
 .67 on AVX2 without byte products). It takes a copy of the weights of the same size. Q8_0 was tried
-and gains nothing: the memory is as slow as its products. So it is with the K formats where the CPU
-has byte products; without, their products are the slower.
+and gains nothing: the memory is as slow as its products. So it is with Q5_K, and with Q4_K and Q6_K
+where the CPU has byte products; without, these two have 1.7 and 1.3 times the products a second.
 
 Layout: block i of the 16 rows of a group follows block i - 1; in it come the f16 scales, 16 of a
-kind (32 bytes), then the block's other bytes, four of each row (64 bytes), in the order of use. With byte products
-(vnni.py) the four keep their order. Without, the second and third change places: even bytes and odd
-bytes, as i16, are then pairs of neighbours, and go into vpmaddwd with pairs of activations.
+kind (32 bytes), then the block's other bytes, four of each row (64 bytes), in the order of their
+use. With byte products (vnni.py) the four keep their order. Without, the second and third change
+places: even bytes and odd bytes, as i16, are then pairs of neighbours, and go into vpmaddwd with
+pairs of activations.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def _byte(b: ir.IRBuilder, words: Sequence[ir.Value], i: int) -> ir.Value:
 
 
 def _k_affine(b: ir.IRBuilder, p: ir.Value) -> Iterator[tuple[ir.Value, ir.Value]]:
-    """Scale and offset of the eight parts of a block of Q4_K or Q5_K (see blocks.py)."""
+    """Scale and offset of the eight parts of a block of Q4_K (see blocks.py)."""
     d, dmin = _scale(b, p, 0), b.fneg(_scale(b, p, 1))
     words = _words(b, p, 2, 3)
     for i in range(8):
@@ -167,14 +168,6 @@ def _q4_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[Block]:
         yield Block(_half_bytes(b, words, i % 2 == 1), scale, offset)
 
 
-def _q5_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[Block]:
-    for i, (scale, offset) in enumerate(_k_affine(b, p)):
-        words = [_word(b, p, 2, 11 + 8 * (i // 2) + j) for j in range(8)]
-        bits = [_word(b, p, 2, 3 + j) for j in range(8)]
-        q = _with_bits(b, _half_bytes(b, words, i % 2 == 1), bits, i, 1)
-        yield Block(q, scale, offset)
-
-
 # Words of a block of Q6_K in the file: 32 of low halves, 16 of high bits, 4 of scales. As they are
 # used: the scales, then of each half of the elements 8 of high bits and 16 of low halves.
 Q6_K_ORDER = (*range(48, 52), *range(32, 40), *range(16), *range(40, 48), *range(16, 32))
@@ -196,8 +189,8 @@ def _q6_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[Block]:
 class Repacking(NamedTuple):
     """How a format's blocks are repacked and decoded.
 
-    n_scales: f16 numbers, at ``scales_at`` (bytes), the start or the end. decode: gives the parts of
-    a block in turn. order: of its words of four bytes, if it changes. always: whether it pays where
+    n_scales: f16 numbers, at ``scales_at`` (bytes), the start or the end. decode: the parts of a
+    block in turn. order: of its words of four bytes, if it changes. always: whether it pays where
     the CPU has byte products, too.
     """
 
@@ -217,7 +210,6 @@ REPACKED: dict[int, Repacking] = {
         "Q5_1": Repacking(2, _q5_1),
         "IQ4_NL": Repacking(1, _iq4_nl),
         "Q4_K": Repacking(2, _q4_k, always=False),
-        "Q5_K": Repacking(2, _q5_k, always=False),
         "Q6_K": Repacking(1, _q6_k, 208, Q6_K_ORDER, always=False),
     }.items()
 }
