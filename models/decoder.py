@@ -22,7 +22,7 @@ from sparsekv_cli.cpu.emit import has_feature
 from sparsekv_cli.cpu.tensors import load_torch
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.decode_step import DecodeStep
-from sparsekv_cli.models.forward import Forward, Product, Progress
+from sparsekv_cli.models.forward import Forward, Product
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.prefill_rows import FusedBF16Rows, FusedRows, Rows
 from sparsekv_cli.models.products import FewRowsProducts, IntegerProducts, can_multiply
@@ -166,19 +166,6 @@ class Decoder(Forward):
         """Few rows are for decode's products rather than for torch's."""
         few = self._by_torch and n_rows <= FEW_ROWS
         self.rows, self._products = self._few if few else self._many
-
-    def forward(
-        self,
-        ids: Sequence[int],
-        pos: int,
-        caches: Sequence[LayerCache],
-        *,
-        progress: Progress | None = None,
-        all_logits: bool = False,
-    ) -> np.ndarray:
-        """Forward.forward, after ``prepare``."""
-        self.prepare(len(ids))
-        return super().forward(ids, pos, caches, progress=progress, all_logits=all_logits)
 
     def output(self, normed: Any) -> np.ndarray:
         """Few rows use the quantised weights as they lie."""

@@ -57,7 +57,7 @@ class Forward(ABC):
         """f32 (T, n_embd) -> f32 (T, n_vocab)."""
 
     def prepare(self, n_rows: int) -> None:  # noqa: B027 - most have all from the start
-        """Loads what ``forward`` of so many rows takes, so that it does not count as its time."""
+        """What ``forward`` of so many rows does first; before it, it does not count as its time."""
 
     def embed(self, ids: Sequence[int]) -> Any:
         """The tokens' embeddings, f32 (T, n_embd), as ``rows`` takes them."""
@@ -106,6 +106,7 @@ class Forward(ABC):
         wait with many rows for its end, or if all of the stream is wanted.
         """
         n, n_layer = len(ids), self.hparams.n_layer
+        self.prepare(n)
         self.rope.reserve(pos + n)
         size = n
         if not all_logits and all(cache.keeps_rows for cache in caches):

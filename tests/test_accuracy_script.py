@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
-from importlib.machinery import SourceFileLoader
-from pathlib import Path
 
 import numpy as np
 import pytest
+from scripts_as_modules import load_script
 from tiny_models import make_model
 
 from sparsekv_cli.comparison import build_spec, parse_methods
@@ -18,24 +16,11 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.session import load_session
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "accuracy"
 LENGTH, STEPS = 150, 6
 CONFIG = SessionConfig(threads=1, prefill_dtype="f32", chunk=64)
 
 
-def load_script():
-    """The script as a module; the modules beside it are found as when it is run."""
-    sys.path.insert(0, str(SCRIPT.parent))
-    loader = SourceFileLoader("accuracy_script", str(SCRIPT))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[loader.name] = module  # its dataclasses look themselves up there
-    loader.exec_module(module)
-    return module
-
-
-accuracy = load_script()
+accuracy = load_script("accuracy")
 lines = sys.modules["accuracy_lines"]
 
 

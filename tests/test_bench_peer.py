@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import os
 import subprocess
 import sys
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts_as_modules import FOLDER, load_script
 from tiny_models import make_model
 
-FOLDER = Path(__file__).resolve().parent.parent / "scripts"
-
-
-def load_script() -> Any:
-    """The script as a module; the modules beside it are found as when it is run."""
-    sys.path.insert(0, str(FOLDER))
-    loader = SourceFileLoader("bench_peer_script", str(FOLDER / "bench_peer"))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[loader.name] = module  # its dataclasses look themselves up there
-    loader.exec_module(module)
-    return module
-
-
-script = load_script()
+script = load_script("bench_peer")
 table, worker = sys.modules["peer_table"], sys.modules["peer_worker"]
 
 

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from importlib.machinery import SourceFileLoader
-from pathlib import Path
 
 import pytest
+from scripts_as_modules import load_script
 from tiny_models import make_model
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "memory_cost"
 FASA, SALS = "fasa:variant=m;budget=64", "sals:budget=64;rank=24"
 FREEKV = "freekv:budget=160;page=8;dense_layers=none"
 METHODS = ("full", FASA, SALS, FREEKV)
-
-
-def load_script():
-    """The script as a module; the modules beside it are found as when it is run."""
-    sys.path.insert(0, str(SCRIPT.parent))
-    loader = SourceFileLoader("memory_cost_script", str(SCRIPT))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +20,8 @@ def rows(tmp_path_factory):
     model = make_model(folder / "model.gguf", n_layer=4, n_ctx=2048)
     told = folder / "told.json"
     arguments = ["-m", str(model), "--depth", "1500", "--tokens", "4", "--threads", "1"]
-    assert (
-        load_script().main([*arguments, "--methods", ",".join(METHODS), "--json", str(told)]) == 0
-    )
+    arguments += ["--methods", ",".join(METHODS), "--json", str(told)]
+    assert load_script("memory_cost").main(arguments) == 0
     return json.loads(told.read_text(encoding="utf-8"))
 
 
