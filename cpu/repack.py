@@ -74,11 +74,15 @@ def _words(b: ir.IRBuilder, p: ir.Value, n_scales: int, count: int) -> list[ir.V
     return [_word(b, p, n_scales, i) for i in range(count)]
 
 
+def _half_bytes(b: ir.IRBuilder, words: Sequence[ir.Value], high: bool) -> list[ir.Value]:
+    """The low or high four bits of every byte."""
+    shifted = [b.lshr(word, const(I32, 4)) for word in words] if high else words
+    return [b.and_(word, const(I32, 0x0F0F0F0F)) for word in shifted]
+
+
 def _nibbles(b: ir.IRBuilder, words: Sequence[ir.Value]) -> list[ir.Value]:
     """32 four-bit integers, whose low halves come first."""
-    mask = const(I32, 0x0F0F0F0F)
-    low = [b.and_(word, mask) for word in words]
-    return low + [b.and_(b.lshr(word, const(I32, 4)), mask) for word in words]
+    return _half_bytes(b, words, False) + _half_bytes(b, words, True)
 
 
 def _with_fifth(b: ir.IRBuilder, q: Sequence[ir.Value], bits: ir.Value) -> list[ir.Value]:
@@ -144,12 +148,6 @@ def _k_affine(b: ir.IRBuilder, p: ir.Value) -> Iterator[tuple[ir.Value, ir.Value
             nibbles = b.and_(rest, const(I32, 15)), b.lshr(rest, const(I32, 4))
             scale, minimum = (b.or_(*pair) for pair in zip(nibbles, tops, strict=True))
         yield b.fmul(d, b.sitofp(scale, VF)), b.fmul(dmin, b.sitofp(minimum, VF))
-
-
-def _half_bytes(b: ir.IRBuilder, words: Sequence[ir.Value], high: bool) -> list[ir.Value]:
-    """The low or high four bits of every byte."""
-    shifted = [b.lshr(word, const(I32, 4)) for word in words] if high else words
-    return [b.and_(word, const(I32, 0x0F0F0F0F)) for word in shifted]
 
 
 def _with_bits(
