@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit, prange
 
+from sparsekv_cli.cpu.addresses import on_lines
 from sparsekv_cli.cpu.emit import LANES
 from sparsekv_cli.cpu.lanes import (
     MAX_ROWS,
@@ -113,9 +114,9 @@ class LatentStore:
         n_rest = rank - score_rank
         capacity = -(-capacity // LANES) * LANES
         arrays = (
-            np.empty(capacity * score_rank + LANES**2, np.float16),
-            np.empty(capacity * n_rest + LANES, np.float16),
-            np.empty(capacity * self._row, np.uint8),
+            on_lines(capacity * score_rank + LANES**2, np.float16),
+            on_lines(capacity * n_rest + LANES, np.float16),
+            on_lines(capacity * self._row, np.uint8),
         )
         if self.n:
             tiles = -(-self.n // LANES) * LANES

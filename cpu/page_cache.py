@@ -8,11 +8,13 @@ Nothing is held twice but the pages in slots. The kernels are in recall.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
+from sparsekv_cli.cpu.addresses import on_lines
 from sparsekv_cli.cpu.pages import page_summaries
 
 ELEMENTS = 4  # f16 elements in a uint64
@@ -67,11 +69,11 @@ class PageCache:
         n_page = max(window, -(-store.capacity // page))
         n_resident = n_sink + n_ring + n_slot
         self.pages = Pages(
-            pool=np.empty((n_page - n_sink, n_kv_head, page * (d + d_v) // ELEMENTS), np.uint64),
-            k=np.zeros((n_resident, page, n_kv_head, d // ELEMENTS), np.uint64),
-            v=np.zeros((n_resident, page, n_kv_head, d_v // ELEMENTS), np.uint64),
-            hi=np.zeros((n_kv_head, n_page, d), np.uint16),
-            lo=np.zeros((n_kv_head, n_page, d), np.uint16),
+            pool=on_lines((n_page - n_sink, n_kv_head, page * (d + d_v) // ELEMENTS), np.uint64),
+            k=_zeros((n_resident, page, n_kv_head, d // ELEMENTS), np.uint64),
+            v=_zeros((n_resident, page, n_kv_head, d_v // ELEMENTS), np.uint64),
+            hi=_zeros((n_kv_head, n_page, d), np.uint16),
+            lo=_zeros((n_kv_head, n_page, d), np.uint16),
             slot_of=np.full((n_kv_head, n_page), -1, np.int32),
             page_in=np.full((n_kv_head, n_slot), -1, np.int32),
             stamps=np.zeros((n_kv_head, n_slot), np.int64),
@@ -155,10 +157,14 @@ class PageCache:
         return sum(a.nbytes for a in self.pages[Pages._fields.index("hi") :])
 
 
+def _zeros(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
+    return on_lines(shape, dtype, zeros=True)
+
+
 def _grown(old: np.ndarray, axis: int, size: int, fill: int = 0) -> np.ndarray:
     """``old`` with ``size`` entries along an axis, new ones holding ``fill``."""
     shape = list(old.shape)
     shape[axis] = size
-    new = np.full(shape, fill, old.dtype) if fill else np.zeros(shape, old.dtype)
+    new = np.full(shape, fill, old.dtype) if fill else _zeros(shape, old.dtype)
     new[tuple(slice(n) for n in old.shape)] = old
     return new

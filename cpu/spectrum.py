@@ -14,6 +14,7 @@ from numba import njit
 
 from sparsekv_cli.cpu import bands, fft
 from sparsekv_cli.cpu import fourier as kernels
+from sparsekv_cli.cpu.addresses import on_lines
 
 DIRECT_BELOW = 512  # tokens of a segment under which a product with its waves is cheaper than FFTs
 
@@ -150,7 +151,7 @@ class Spectrum:
         capacity = max(n, capacity + capacity // 8 + 32 if capacity else 0)
         for name in ("k", "v"):
             old = getattr(self, name)
-            new = np.zeros((old.shape[0], capacity, old.shape[2]), self.dtype)
+            new = on_lines((old.shape[0], capacity, old.shape[2]), self.dtype, zeros=True)
             new[:, : self.n_rows] = old[:, : self.n_rows]
             setattr(self, name, new)
         self._grown()

@@ -127,12 +127,9 @@ def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
 
         zero = const(F32, 0.0, VECTOR_LANES)
         sums = [zero] * (tile * n_keys)
-        if mode & Q8_0:
-            whole = b.sub(d, b.urem(d, I64(QUANT_BLOCK)))
-            sums = emit.loop(b, I64(0), whole, QUANT_BLOCK, sums, dims(QUANT_BLOCK // VECTOR_LANES))
-            sums = emit.loop(b, whole, d, LANES, sums, dims(LANES // VECTOR_LANES))
-        else:
-            sums = emit.loop(b, I64(0), d, LANES, sums, dims(LANES // VECTOR_LANES))
+        whole = b.sub(d, b.urem(d, I64(QUANT_BLOCK)))
+        sums = emit.loop(b, I64(0), whole, QUANT_BLOCK, sums, dims(QUANT_BLOCK // VECTOR_LANES))
+        sums = emit.loop(b, whole, d, LANES, sums, dims(LANES // VECTOR_LANES))
         sums += [zero] * (VECTOR_LANES - len(sums))
         dots = emit.sum_many(b, sums)
         for t in range(tile):

@@ -12,12 +12,11 @@ import numpy as np
 from sparsekv_cli.cache import LayerCache, padded
 from sparsekv_cli.cpu import chain
 from sparsekv_cli.cpu import layer as fused
-from sparsekv_cli.cpu.addresses import address
+from sparsekv_cli.cpu.addresses import address, on_lines
 from sparsekv_cli.cpu.integer import BLOCK, quantized_stride
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.weights import LayerWeights, Weights
 
-CACHE_LINE = 64
 Inputs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -65,11 +64,8 @@ class DecodeStep:
         self._output = fused.matrix_table([weights.output])
 
     def _rows(self, width: int, dtype: type = np.float32) -> np.ndarray:
-        """Zeros (capacity, width) on whole cache lines: loads that straddle two take longer."""
-        n_bytes = self.capacity * width * np.dtype(dtype).itemsize
-        raw = np.zeros(n_bytes + CACHE_LINE, np.uint8)
-        start = -address(raw) % CACHE_LINE
-        return raw[start : start + n_bytes].view(dtype).reshape(self.capacity, width)
+        """Zeros (capacity, width)."""
+        return on_lines((self.capacity, width), dtype, zeros=True)
 
     def _fill(self, i: int, h: HParams, weights: LayerWeights, interleaved: bool) -> None:
         """The record of layer i, and the arrays that the attention gets from it."""

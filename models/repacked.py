@@ -7,11 +7,10 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from sparsekv_cli.cpu.addresses import address
+from sparsekv_cli.cpu.addresses import LINE, on_lines
 from sparsekv_cli.cpu.repack import can_repack, repack
 from sparsekv_cli.models.weights import LayerWeights, Linear, Weights
 
-LINE = 64
 SHARE = 4  # ``auto`` repacks weights that take at most 1 / SHARE of the machine's memory
 
 
@@ -36,8 +35,7 @@ def repack_weights(weights: Weights) -> Weights:
     linears = [linear for layer in weights.layers for linear in layer.linears()]
     chosen = [w for w in [*linears, weights.output] if can_repack(w.code, w.n_rows)]
     sizes = [-(-w.data.nbytes // LINE) * LINE for w in chosen]
-    room = np.empty(sum(sizes) + LINE, np.uint8)
-    at = -address(room) % LINE
+    room, at = on_lines(sum(sizes), np.uint8), 0
     copies: dict[int, Linear] = {}
     for linear, size in zip(chosen, sizes, strict=True):
         data = room[at : at + linear.data.nbytes].reshape(linear.data.shape)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from sparsekv_cli.cpu import rows
+from sparsekv_cli.cpu.addresses import LINE, on_lines
 from sparsekv_cli.cpu.tensors import load_torch, seen
 
 if TYPE_CHECKING:
     from sparsekv_cli.cache import LayerSpec
 
 ALL = slice(None)
-LINE = 64  # bytes, a cache line
 ROW_ALIGNMENT = 16  # elements; rows of K and V are padded to whole vectors
 
 
@@ -125,7 +125,7 @@ class KVStore:
         v_start = -(-k_bytes // LINE) * LINE
         # In one piece, as numpy asks for huge pages from 4 MB on: rows gathered from small pages
         # cost lfps 5% of a token at 8192.
-        block = np.empty(v_start + math.prod(v_shape) * self.v.itemsize, np.uint8)
+        block = on_lines(v_start + math.prod(v_shape) * self.v.itemsize, np.uint8)
         k = block[:k_bytes].view(self.k.dtype).reshape(k_shape)
         v = block[v_start:].view(self.v.dtype).reshape(v_shape)
         k[:, : self.n], v[:, : self.n] = self.k[:, : self.n], self.v[:, : self.n]

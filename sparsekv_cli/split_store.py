@@ -6,6 +6,7 @@ import numpy as np
 
 from sparsekv_cli.cache import KVStore, LayerSpec, padded
 from sparsekv_cli.cpu import chunks, split
+from sparsekv_cli.cpu.addresses import on_lines
 
 
 class SplitStore(KVStore):
@@ -28,7 +29,8 @@ class SplitStore(KVStore):
 
     def _blocks(self, capacity: int) -> np.ndarray:
         n_block = -(-capacity // chunks.BLOCK)
-        return np.zeros((len(self.dims), n_block, self._n_dom, chunks.BLOCK), np.uint16)
+        shape = len(self.dims), n_block, self._n_dom, chunks.BLOCK
+        return on_lines(shape, np.uint16, zeros=True)
 
     def _grown(self) -> None:
         super()._grown()
@@ -39,7 +41,7 @@ class SplitStore(KVStore):
         if self.dom is not None:
             return self.dom
         n_rest = padded(self.k_type.d - self._n_dom)
-        rest = np.empty((*self.k.shape[:2], n_rest), np.float16)
+        rest = on_lines((*self.k.shape[:2], n_rest), np.float16)
         dom = self._blocks(self.capacity)
         split.split_keys(self.halves[0], self.n, self.dims, dom, rest.view(np.uint16))
         self._replace_keys(dom, rest)
@@ -53,12 +55,14 @@ class SplitStore(KVStore):
 
     def _replace_keys(self, dom: np.ndarray | None, k: np.ndarray) -> None:
         self.dom, self.k = dom, k
-        self.v = self.v.copy()  # out of the block that it shares with the keys of before
+        v = on_lines(self.v.shape, self.v.dtype)  # out of the block shared with the keys of before
+        v[...] = self.v
+        self.v = v
         self._grown()
 
     def whole_keys(self, capacity: int, width: int) -> np.ndarray:
         """A copy of K, f16 (G, capacity, width), zeros from n and d on."""
-        k = np.zeros((len(self.dims), capacity, width), np.float16)
+        k = on_lines((len(self.dims), capacity, width), np.float16, zeros=True)
         if self.dom is None:
             k[:, : self.n, : self.k_type.d] = self.k[:, : self.n, : self.k_type.d]
         else:

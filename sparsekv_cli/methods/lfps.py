@@ -90,6 +90,7 @@ from sparsekv_cli.cache import (
 )
 from sparsekv_cli.cpu import history
 from sparsekv_cli.cpu import lfps as kernels
+from sparsekv_cli.cpu.addresses import on_lines
 from sparsekv_cli.cpu.bypass import Constants
 from sparsekv_cli.cpu.history import Tables
 from sparsekv_cli.cpu.lfps_chain import LFPSStep
@@ -253,11 +254,11 @@ class LFPSCache(LayerCache):
         self.lse = np.empty(self.spec.n_head, np.float32)
 
     def _allocate(self, capacity: int) -> None:
-        """Tables of ``capacity`` entries, what they hold kept; new entries are 0."""
+        """Tables of ``capacity`` entries or a block more, what they hold kept; new ones are 0."""
         old, blocks = self._tables, -(-capacity // history.BLOCK)
         self._tables = old._replace(
-            ver=_grown(old.ver, capacity),
-            dist=_grown(old.dist, capacity),
+            ver=_grown(old.ver, blocks * history.BLOCK),
+            dist=_grown(old.dist, blocks * history.BLOCK),
             ver_bounds=_grown(old.ver_bounds, blocks),
             dist_bounds=_grown(old.dist_bounds, blocks),
         )
@@ -390,7 +391,7 @@ class LFPSCache(LayerCache):
 
 def _grown(old: np.ndarray, n_columns: int) -> np.ndarray:
     """f32 zeros (rows of ``old``, n_columns) with ``old`` in front, cut where it is longer."""
-    new = np.zeros((len(old), n_columns), np.float32)
+    new = on_lines((len(old), n_columns), np.float32, zeros=True)
     kept = min(old.shape[1], n_columns)
     new[:, :kept] = old[:, :kept]
     return new

@@ -38,6 +38,7 @@ from sparsekv_cli.cache import (
     padded,
 )
 from sparsekv_cli.cpu import pages
+from sparsekv_cli.cpu.addresses import on_lines
 
 SUMMARIES = ("minmax", "meanstd")
 LARGEST_PAGE = 4096
@@ -106,7 +107,7 @@ class QuestCache(SelectingCache):
         n_kv_head, _, width = self._hi.shape
         grown = []
         for old in (self._hi, self._lo):
-            new = np.empty((n_kv_head, n_page, width), np.uint16)
+            new = on_lines((n_kv_head, n_page, width), np.uint16)
             new[:, : self._n_page] = old[:, : self._n_page]
             grown.append(new)
         self._hi, self._lo = grown
