@@ -196,10 +196,10 @@ def loop(
 
 @intrinsic
 def trailing_zeros(typingctx, word):
-    """Position of the lowest set bit of a u64 that is not 0 (numba code)."""
+    """Position of the lowest set bit of a u64, 64 for 0 (numba code)."""
 
     def codegen(context, builder, signature, args):
-        return builder.cttz(args[0], ir.IntType(1)(1))
+        return builder.cttz(args[0], ir.IntType(1)(0))
 
     return types.int64(types.uint64), codegen
 
@@ -237,6 +237,21 @@ def next_task(typingctx, counter):
         return builder.atomic_rmw("add", array.data, I64(1), "monotonic")
 
     return types.int64(counter), codegen
+
+
+@intrinsic
+def prefetch_lines(typingctx, address, n_bytes):
+    """Asks for the cache lines of ``n_bytes`` at ``address`` (numba code)."""
+
+    def codegen(context, b, signature, args):
+        def line(i, carried):
+            prefetch(b, b.add(args[0], i))
+            return []
+
+        loop(b, I64(0), args[1], 64, [], line)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
 
 
 @intrinsic

@@ -20,12 +20,14 @@ from sparsekv_cli.cpu.emit import F32, I64, LANES, VF, const, load
 from sparsekv_cli.cpu.integer import quantize_activations, quantized_stride
 from sparsekv_cli.cpu.matvec import call_rows, kernel_address
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
+from sparsekv_cli.cpu.pool import N_REGIONS, expect
 from sparsekv_cli.cpu.repack import GROUP
 from sparsekv_cli.cpu.tiles import exp_lanes
 
 # Columns of a matrix table (int64, one row a matrix). INTEGER: the kernel takes quantised inputs.
 KERNEL, WEIGHTS, ROW_BYTES, ROWS, COLUMNS, INTEGER = range(6)
 N_MATRICES = 7  # of a layer, in the order q, k, v, o, gate, up, down
+REGION = 16  # bytes of an address and a size
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 # One layer. All but eps are int64: sizes, and addresses of contiguous arrays (f32 unless said
@@ -41,6 +43,7 @@ LAYER = np.dtype(
                 *("q_bias", "k_bias", "v_bias"),  # (rows of the matrix,)
                 *("q_norm", "k_norm"),  # (d,)
                 "matrices",  # int64 (N_MATRICES, 6): a matrix table
+                "regions",  # of its matrices and of all that follow (see matrix_regions)
                 "x",  # (B, n_embd): the residual stream
                 *("cos", "sin"),  # (B, n_rot / 2): the rotation of each row's position
                 *("q", "q_nope"),  # (B, H, d')
@@ -73,6 +76,14 @@ def matrix_table(linears) -> np.ndarray:
             (kernel, address(w.data), w.data.strides[0], w.data.shape[0], w.n_columns, integer)
         )
     return np.array(rows, np.int64)
+
+
+def matrix_regions(tables) -> np.ndarray:
+    """int64 (matrices + N_REGIONS, 2): address and bytes of the matrices of ``tables``, in the
+    order of their use, and of the first ones again, so that N_REGIONS follow each (pool.expect).
+    """
+    pairs = [(row[WEIGHTS], row[ROW_BYTES] * row[ROWS]) for table in tables for row in table]
+    return np.array(pairs + pairs[:N_REGIONS], np.int64)
 
 
 @njit(cache=True, nogil=True)
@@ -183,6 +194,7 @@ def project_qkv(layers, i, n_rows, n_threads):
     for b in range(n_rows):
         rms_norm(x[b], norm, eps, normed[b])
     table = carray(integer_pointer(layer.matrices), (N_MATRICES, 6))[0:3]
+    expect(layer.regions + REGION * 3)
     n_q, n_k, n_v = n_head * d, n_kv * d, n_kv * d_v
     width = n_q + n_k + n_v
     multiply(
@@ -254,6 +266,7 @@ def finish_layer(layers, i, attended, n_rows, n_threads):
     for h in range(n_rows * n_head):
         for c in range(d_v):
             packed[h, c] = attended[h, c]
+    expect(layer.regions + REGION * 4)
     multiply(
         table[3:4], layer.packed, 4 * n_head * d_v, n_rows, layer.quantized, layer.normed,
         4 * n_embd, n_threads,
@@ -264,6 +277,7 @@ def finish_layer(layers, i, attended, n_rows, n_threads):
             x[b, c] += normed[b, c]
         rms_norm(x[b], norm, eps, normed[b])
     hidden_row = 4 * (2 * n_ff + LANES)
+    expect(layer.regions + REGION * 6)
     multiply(
         table[4:6], layer.normed, 4 * n_embd, n_rows, layer.quantized, layer.hidden, hidden_row,
         n_threads,
@@ -271,6 +285,7 @@ def finish_layer(layers, i, attended, n_rows, n_threads):
     for b in range(n_rows):
         gate = layer.hidden + b * hidden_row
         _silu_multiply(gate, gate + 4 * n_ff, gate, n_ff)
+    expect(layer.regions + REGION * 7)
     multiply(
         table[6:7], layer.hidden, hidden_row, n_rows, layer.quantized, layer.normed, 4 * n_embd,
         n_threads,
@@ -289,14 +304,16 @@ def next_layer(layers, i, attended, n_rows, n_threads):
 
 
 @njit(cache=True, nogil=True)
-def output_logits(x, norm, eps, table, normed, quantized, logits, n_threads):
+def output_logits(x, norm, eps, table, following, normed, quantized, logits, n_threads):
     """logits[b] = W_out norm(x[b]), f32 (B, n_vocab), for x f32 (>= B, n_embd).
 
-    Scratch: normed f32 (>= B, n_embd), quantized uint8 (>= B, quantized_stride(n_embd)).
+    following: address of the ``regions`` that the next step begins with. Scratch: normed f32
+    (>= B, n_embd), quantized uint8 (>= B, quantized_stride(n_embd)).
     """
     n_rows, n_embd = logits.shape[0], x.shape[1]
     for b in range(n_rows):
         rms_norm(x[b], norm, eps, normed[b])
+    expect(following)
     multiply(
         table, normed.ctypes.data, 4 * n_embd, n_rows, quantized.ctypes.data, logits.ctypes.data,
         4 * logits.shape[1], n_threads,

@@ -9,7 +9,7 @@ from numba import njit, prange
 
 from sparsekv_cli.cpu.attention import append_row, scaled_copy
 from sparsekv_cli.cpu.bypass import bypass, may_bypass
-from sparsekv_cli.cpu.emit import LANES, keep, next_task
+from sparsekv_cli.cpu.emit import LANES, keep, next_task, prefetch_lines
 from sparsekv_cli.cpu.history import (
     BLOCK,
     RESCALE_BELOW,
@@ -21,7 +21,6 @@ from sparsekv_cli.cpu.history import (
     filter_expansion,
     mark_slash,
     mark_vertical,
-    prefetch_row,
     prefetch_tables,
     rescale_tables,
     set_range,
@@ -34,6 +33,7 @@ from sparsekv_cli.cpu.tiles import (
     NEGATIVE_INFINITY,
     PAD,
     exp_in_place,
+    max_of,
     tile_scores,
     tile_values,
 )
@@ -44,7 +44,7 @@ ROWS, SCORED, ATTENDED, TESTED, BYPASSED, HEAD_STEPS = range(6)
 BOUNDS_READ, ENTRIES_READ, KEYS_READ = range(6, 9)
 N_STATISTICS = 9
 RAISE = 1.25  # factor of the thresholds where too many rows pass
-AHEAD_SEARCH = 1024  # candidates whose keys are asked for when they are found
+AHEAD_SEARCH = 64  # candidates whose keys are asked for when they are found
 CALM = 0.7  # share of the limit below which the thresholds come down again
 
 
@@ -106,7 +106,7 @@ def _attend_candidates(
     chosen: int32 scratch. lse: f32 (1,), if only C2 is attended, or (0,). Returns C2's rows int32
     (m,).
     """
-    ver, dist, sums = tables.ver[unit], tables.dist[unit], tables.sums[unit]
+    ver, dist = tables.ver[unit], tables.dist[unit]
     count = rows.shape[0]
     m = min(count, k_budget)
     n_old = count - n_recent
@@ -120,16 +120,16 @@ def _attend_candidates(
             chosen[j] = j
     picked = np.empty(m, np.int32)
     weights = np.empty(m + PAD, np.float32)
-    peak = NEGATIVE_INFINITY
     for j in range(m):
-        picked[j] = rows[chosen[j]]
-        prefetch_row(ver.ctypes.data + 4 * picked[j], 4)
-        prefetch_row(dist.ctypes.data + 4 * (n - 1 - picked[j]), 4)
-        prefetch_row(v + picked[j] * v_row, v_row)
-        weights[j] = scores[chosen[j]]
-        peak = max(peak, weights[j])
+        c = np.uint64(chosen[j])
+        i = rows[c]
+        picked[j] = i
+        prefetch_lines(ver.ctypes.data + 4 * i, 4)
+        prefetch_lines(dist.ctypes.data + 4 * (n - 1 - i), 4)
+        weights[j] = scores[c]
     for j in range(m, m + LANES):
         weights[j] = NEGATIVE_INFINITY
+    peak = max_of(weights.ctypes.data, m)
     sink_weights = np.empty(SINKS, np.float32)
     for j in range(SINKS):
         peak = max(peak, sinks[j])
@@ -154,11 +154,7 @@ def _attend_candidates(
         weights[:m] = 1
         learned = np.float64(m)
     # The tables learn first: meanwhile the values arrive.
-    old, new = np.empty(m, np.float32), np.empty(m, np.float32)
-    mean, part = 0.5 * learned / m, part / learned
-    bounds = tables.ver_bounds[unit], tables.dist_bounds[unit]
-    add_entries(ver, bounds[0], sums[0], 0, 1, picked, weights, mean, part, old, new)
-    add_entries(dist, bounds[1], sums[1], n - 1, -1, picked, weights, mean, part, old, new)
+    add_entries(unit, tables, n, picked, weights, 0.5 * learned / m, part / learned, v, v_row)
     if mass > 0:
         tile_values(
             1, v_kind | GATHER, weights.ctypes.data, 0, v, v_row, picked.ctypes.data, m, d_v,
@@ -197,8 +193,8 @@ def _search_unit(
     k_row, v_row, k_kind, v_kind = layout[K_ROW], layout[V_ROW], layout[K_KIND], layout[V_KIND]
     k_at = layout[K] + kv_head * layout[K_HEAD]
     v_at = layout[V] + kv_head * layout[V_HEAD]
-    prefetch_row(k_at, SINKS * k_row)
-    prefetch_row(k_at + first_local * k_row, (n - first_local) * k_row)
+    prefetch_lines(k_at, SINKS * k_row)
+    prefetch_lines(k_at + first_local * k_row, (n - first_local) * k_row)
     scaled = scaled_copy(q[h0 : h0 + heads], np.float32(rules.scale))
     near = np.empty((heads, SINKS + LOCAL + 1 + PAD), np.float32)
     active = np.zeros(heads, np.bool_)
@@ -236,7 +232,7 @@ def _search_unit(
     count = rows.shape[0]
     statistics[unit, SCORED] += n_active * (count - min(count, n_near - SINKS))
     for j in range(min(count, AHEAD_SEARCH)):  # the others are asked for as the scores proceed
-        prefetch_row(k_at + rows[j] * k_row, k_row)
+        prefetch_lines(k_at + rows[j] * k_row, k_row)
     return Search(scaled, near, active, n_active, rows)
 
 

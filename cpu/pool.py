@@ -5,7 +5,8 @@ in its place. The calling thread takes tasks itself until none is left, workers 
 there, and only tasks that a worker has begun are waited for. With OpenMP, whose loops end at a
 barrier of all threads, a token took seven times longer when another program kept a core busy;
 and a loop costs 0.6 us here against 1.6 us. Idle workers spin for some tens of microseconds, which
-bridges the calls of a step, and then sleep.
+bridges the calls of a step, and then sleep. A thread that waits asks for what will be read next, if
+it has been told (``expect``): 2 to 4% off a token of lfps, whose 9 heads two threads cannot halve.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from numba import cfunc, config, njit, types
 from numba.extending import intrinsic
 from numba.np.ufunc.parallel import _launch_threads
 
-from sparsekv_cli.cpu.emit import keep
+from sparsekv_cli.cpu.emit import keep, prefetch_lines
 
 I64 = ir.IntType(64)
 # The control block, int64; what different threads write lies on different cache lines.
-TICKET, DONE, BUSY, JOB, ASLEEP, LOCK, SIGNAL, SIZE = 0, 16, 32, 48, 64, 80, 96, 112
+TICKET, DONE, BUSY, JOB, ASLEEP, LOCK, SIGNAL, NEXT, EXPECTED, SIZE = range(0, 160, 16)
 # A job, from control[JOB] on: what numba passes (see ``_parallel_for``).
 FUNCTION, ARGS, DIMENSIONS, STEPS, DATA, N_INNER, N_ARRAYS, N_THREADS = range(8)
 # A ticket is (generation, number of tasks, next task); all three change in one atomic step.
@@ -33,6 +34,10 @@ COUNT_BITS = 20
 MASK = (1 << COUNT_BITS) - 1
 CONTROL = "sparsekv_pool_control"
 _KEPT: list[Any] = []  # the control block and the loop, which are used to the end of the process
+# What is expected, from control[EXPECTED] on: bytes in all, then address and bytes of each region.
+# control[NEXT] is how many bytes have been asked for.
+N_REGIONS = 4
+PIECE = 512  # bytes that a waiting thread asks for between two looks; prefetches too many are lost
 SPINS = 3000  # looks of an idle worker before it sleeps: 40 to 140 cycles each
 
 
@@ -194,6 +199,17 @@ def _intrinsic(b: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Type])
     return b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(result, args), name)
 
 
+@intrinsic
+def _control(typingctx):
+    """The address of the control block, which the linker knows as a symbol."""
+
+    def codegen(context, b, signature, args):
+        block = b.module.globals.get(CONTROL) or ir.GlobalVariable(b.module, I64, CONTROL)
+        return b.ptrtoint(block, I64)
+
+    return types.int64(), codegen
+
+
 @njit(nogil=True, cache=True)
 def _take_tasks(control, worker):
     """Runs tasks of the present job until all are taken; returns how many.
@@ -214,6 +230,42 @@ def _take_tasks(control, worker):
 
 
 @njit(nogil=True, cache=True)
+def _use_the_wait(control, worker):
+    """Asks for the next piece of what is expected, if any is left and the last job wanted this
+    thread, and pauses.
+    """
+    expected = control + 8 * EXPECTED
+    is_wanted = worker < _atomic_load(control + 8 * (JOB + N_THREADS))
+    if is_wanted and _atomic_load(control + 8 * NEXT) < _atomic_load(expected):
+        at = _atomic_add(control + 8 * NEXT, PIECE)
+        for i in range(N_REGIONS):
+            start, size = _atomic_load(expected + 8 + 16 * i), _atomic_load(expected + 16 + 16 * i)
+            if at < size:
+                prefetch_lines(start + at, PIECE)
+                break
+            at -= size
+    _pause()
+
+
+@njit(nogil=True, cache=True)
+def expect(regions):
+    """Says what is read after the work at hand: N_REGIONS pairs of address and bytes, int64, at the
+    address ``regions``. Threads that wait prefetch it; any address will do, it is never read.
+    """
+    control = _control()
+    expected = control + 8 * EXPECTED
+    _atomic_store(expected, 0)
+    total = 0
+    for i in range(2 * N_REGIONS):
+        word = _atomic_load(regions + 8 * i)
+        _atomic_store(expected + 8 + 8 * i, word)
+        if i % 2:
+            total += word
+    _atomic_store(control + 8 * NEXT, 0)
+    _atomic_store(expected, total)
+
+
+@njit(nogil=True, cache=True)
 def _work(control, worker):
     """What a worker does for ever: takes tasks, spins a while, sleeps."""
     n_idle = 0
@@ -222,7 +274,7 @@ def _work(control, worker):
             n_idle = 0
             continue
         n_idle += 1
-        _pause()
+        _use_the_wait(control, worker)
         if n_idle < SPINS:
             continue
         ticket = _atomic_load(control + 8 * TICKET)
@@ -252,21 +304,10 @@ def _run_job(control, job, n_tasks):
     _take_tasks(control, 0)
     n_looks = 0
     while _atomic_load(control + 8 * DONE) < n_tasks:
-        _pause()
+        _use_the_wait(control, 0)
         n_looks += 1
         if n_looks % 1024 == 0:
             _yield()
-
-
-@intrinsic
-def _control(typingctx):
-    """The address of the control block, which the linker knows as a symbol."""
-
-    def codegen(context, b, signature, args):
-        block = b.module.globals.get(CONTROL) or ir.GlobalVariable(b.module, I64, CONTROL)
-        return b.ptrtoint(block, I64)
-
-    return types.int64(), codegen
 
 
 @njit(nogil=True, cache=True)

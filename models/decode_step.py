@@ -55,13 +55,14 @@ class DecodeStep:
             "quantized": self._quantized,
         }
         self.inputs: list[list[Inputs]] = []
-        self._tables: list[np.ndarray] = []
+        self._tables = [fused.matrix_table(layer.linears()) for layer in weights.layers]
+        self._output = fused.matrix_table([weights.output])
+        self._regions = fused.matrix_regions([*self._tables, self._output])
         self._layers = np.zeros(h.n_layer, fused.LAYER)
         self._steps = np.zeros((h.n_layer, 2), np.int64)
         for i, layer in enumerate(weights.layers):
             self._fill(i, h, layer, interleaved)
         self._output_norm, self._eps = weights.output_norm, np.float32(h.norm_eps)
-        self._output = fused.matrix_table([weights.output])
 
     def _rows(self, width: int, dtype: type = np.float32) -> np.ndarray:
         """Zeros (capacity, width)."""
@@ -83,8 +84,6 @@ class DecodeStep:
         }
         q, k, v, q_nope, k_nope = results.values()
         self.inputs.append([(q[b], k[b], v[b], q_nope[b], k_nope[b]) for b in range(self.capacity)])
-        table = fused.matrix_table(weights.linears())
-        self._tables.append(table)
         vectors = {
             "attn_norm": weights.attn_norm,
             "ffn_norm": weights.ffn_norm,
@@ -104,7 +103,8 @@ class DecodeStep:
             "n_rot": h.n_rot,
             "interleaved": interleaved,
             "eps": h.norm_eps,
-            "matrices": address(table),
+            "matrices": address(self._tables[i]),
+            "regions": address(self._regions[i * fused.N_MATRICES :]),
             **{name: 0 if a is None else address(a) for name, a in vectors.items()},
             **{name: address(a) for name, a in (self._shared | results).items()},
         }
@@ -143,7 +143,8 @@ class DecodeStep:
         """f32 (n_rows, n_vocab), the caller's own."""
         logits = np.empty((n_rows, self._output[0, fused.ROWS]), np.float32)
         fused.output_logits(
-            self.x, self._output_norm, self._eps, self._output, self._normed, self._quantized,
+            self.x, self._output_norm, self._eps, self._output, address(self._regions),
+            self._normed, self._quantized,
             logits, self.n_threads,
         )  # fmt: skip
         return logits

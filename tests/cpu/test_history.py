@@ -126,18 +126,26 @@ def test_filtered_expansion_keeps_neighbours_above_the_mean(n):
 
 def test_adding_keeps_sums_and_bounds():
     rng = np.random.default_rng(0)
-    table = rng.random(200).astype(np.float32)
-    bounds, sums = bounds_of(table), sums_of(table)
-    expected = table.copy()
-    for start, step in ((0, 1), (199, -1)) * 10:
-        rows = rng.permutation(200)[: rng.integers(1, 100)].astype(np.int32)
+    n, unit = 200, 1
+    arrays = rng.random((2, 2, n)).astype(np.float32)  # table, unit
+    bounds = np.stack([[bounds_of(array) for array in table] for table in arrays])
+    sums = np.stack([[sums_of(array) for array in units] for units in arrays.swapaxes(0, 1)])
+    tables = history.Tables(*arrays, *bounds, sums, np.ones(2))
+    values = np.zeros((n, 16), np.float16)
+    expected = arrays.copy()
+    for _ in range(10):
+        rows = rng.permutation(n)[: rng.integers(1, 100)].astype(np.int32)
         weights = rng.normal(0, 10, len(rows)).astype(np.float32)
-        scratch = np.empty((2, len(rows)), np.float32)
-        history.add_entries(table, bounds, sums, start, step, rows, weights, 0.25, 1.5, *scratch)
-        expected[start + step * rows] += np.float32(1.5) * (weights - np.float32(0.25))
-    np.testing.assert_allclose(table, expected, atol=1e-5)
-    np.testing.assert_allclose(sums, sums_of(table), rtol=1e-9)
-    assert (bounds >= bounds_of(table)).all()
+        at = values.ctypes.data
+        history.add_entries(unit, tables, n, rows, weights, 0.25, 1.5, at, values.strides[0])
+        added = np.float32(1.5) * (weights - np.float32(0.25))
+        expected[0, unit, rows] += added
+        expected[1, unit, n - 1 - rows] += added
+    np.testing.assert_allclose(arrays, expected, atol=1e-5)
+    np.testing.assert_array_equal(arrays[:, 0], expected[:, 0])
+    for i in range(2):
+        np.testing.assert_allclose(sums[unit, i], sums_of(arrays[i, unit]), rtol=1e-9)
+        assert (bounds[i, unit] >= bounds_of(arrays[i, unit])).all()
 
 
 def test_rescaling_multiplies_the_gain_out():

@@ -76,8 +76,10 @@ class Layer:
             for name in ("q", "k", "v", "o", "gate", "up", "down")
         ]
         self.matrices = np.concatenate(tables)
+        self.regions = layer.matrix_regions([self.matrices])
         self.records = np.zeros(1, layer.LAYER)
         fields = h | {"eps": EPS, "matrices": matvec.address(self.matrices)}
+        fields["regions"] = matvec.address(self.regions)
         fields |= {name: matvec.address(array) for name, array in self.arrays.items()}
         for name, value in fields.items():
             self.records[0][name] = value
@@ -223,6 +225,15 @@ def test_rows_of_several_matrices_are_shared_out(n_threads, n_rows):
     np.testing.assert_allclose(multiplied(pairs, x, n_threads), expected, atol=1e-5)
 
 
+def test_regions_are_the_matrices_in_the_order_of_use_and_again():
+    names = ("q", "k", "v", "o", "gate", "up", "down")
+    linears = [linear(name, 16 * (i + 1), 32, "Q4_0")[0] for i, name in enumerate(names)]
+    head = linear("output", 48, 32)[0]
+    tables = [layer.matrix_table(linears), layer.matrix_table([head])]
+    expected = [(matvec.address(w.data), w.data.nbytes) for w in [*linears, head, *linears[:4]]]
+    np.testing.assert_array_equal(layer.matrix_regions(tables), expected)
+
+
 @pytest.mark.parametrize("n_rows", [1, 3])
 @pytest.mark.parametrize("wtype", ["F32", "Q6_K"])
 def test_output_logits(wtype, n_rows):
@@ -230,8 +241,10 @@ def test_output_logits(wtype, n_rows):
     x, norm = vector(0, 4 * 256).reshape(4, 256), vector(1, 256, 1)  # a row to spare
     logits = np.empty((n_rows, 333), np.float32)
     quantized = np.empty((4, integer.quantized_stride(256)), np.uint8)
+    table = layer.matrix_table([head])
+    following = layer.matrix_regions([table] * 4)
     layer.output_logits(
-        x, norm, EPS, layer.matrix_table([head]), np.zeros_like(x), quantized, logits, 2
+        x, norm, EPS, table, matvec.address(following), np.zeros_like(x), quantized, logits, 2
     )
     expected = norm_ref(x[:n_rows], norm) @ values.T
     np.testing.assert_allclose(logits, expected, atol=2e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import threading
@@ -9,7 +10,8 @@ import time
 
 import numpy as np
 import pytest
-from numba import njit, prange
+from llvmlite import binding
+from numba import config, njit, prange
 
 from sparsekv_cli.cpu import pool
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
@@ -68,6 +70,25 @@ def test_loops_of_several_threads_at_once():
     for thread in threads:
         thread.join()
     np.testing.assert_array_equal(outs, 6000)
+
+
+def asked_for() -> int:
+    """Bytes that waiting threads have asked for since ``expect``."""
+    control = binding.address_of_symbol(pool.CONTROL)
+    return ctypes.c_int64.from_address(control + 8 * pool.NEXT).value
+
+
+@pytest.mark.parametrize("address", [0, 1 << 46], ids=["null", "unmapped"])
+def test_who_waits_asks_for_what_is_expected_and_no_more(address):
+    sizes = 3 * pool.PIECE, 0, 10 * pool.PIECE + 1, 5
+    regions = np.array([(address, size) for size in sizes], np.int64)
+    pool.expect(regions.ctypes.data)
+    assert asked_for() <= sum(sizes) + pool.PIECE  # a worker may have been awake
+    out, deadline = np.zeros(2, np.int64), time.monotonic() + 30
+    while asked_for() < sum(sizes) and time.monotonic() < deadline:
+        count_up(out, 2, 1, 100_000)  # whoever ends first waits for the other
+    n_threads = config.NUMBA_NUM_THREADS
+    assert sum(sizes) <= asked_for() < sum(sizes) + n_threads * pool.PIECE
 
 
 def test_a_process_ends_with_its_workers_asleep_or_awake():
