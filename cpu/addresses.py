@@ -11,28 +11,13 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
-from numpy.typing import DTypeLike
 
 from sparsekv_cli.cpu.emit import F32, I64
-
-LINE = 64  # bytes, a cache line
 
 
 def address(array: np.ndarray) -> int:
     """The address of an array's first element; the caller keeps the array alive."""
     return array.__array_interface__["data"][0]
-
-
-def on_lines(shape: Any, dtype: DTypeLike, *, zeros: bool = False) -> np.ndarray:
-    """An array, uninitialised or of zeros, that begins on a cache line.
-
-    Large arrays of numpy's own begin 16 bytes behind one: a row of 128 bytes is on three lines
-    then instead of two, and gathering such rows from memory takes half as long again.
-    """
-    count, dtype = int(np.prod(shape, dtype=np.int64)), np.dtype(dtype)
-    room = (np.zeros if zeros else np.empty)(count * dtype.itemsize + LINE, np.uint8)
-    start = -address(room) % LINE
-    return room[start : start + count * dtype.itemsize].view(dtype).reshape(shape)
 
 
 def function_address(dispatcher, signature: tuple) -> int:

@@ -244,11 +244,11 @@ def prefetch_lines(typingctx, address, n_bytes):
     """Asks for the cache lines of ``n_bytes`` at ``address`` (numba code)."""
 
     def codegen(context, b, signature, args):
-        def line(i, carried):
-            prefetch(b, b.add(args[0], i))
+        def line(at, carried):
+            prefetch(b, at)
             return []
 
-        loop(b, I64(0), args[1], 64, [], line)
+        loop(b, b.and_(args[0], I64(-64)), b.add(*args), 64, [], line)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen

@@ -243,11 +243,11 @@ def extract_rows(words, n_words, count):
 
 @njit(cache=True, nogil=True)
 def add_entries(unit, tables, n, rows, weights, mean, part, at, row_bytes):
-    """Adds part (weights[j] - mean) to ver[i] and dist[n - 1 - i], i = rows[j] (eq 10), to the sums
-    of a unit's tables and to their bounds.
+    """Adds part (weights[j] - mean) to a unit's ver[i] and dist[n - 1 - i], i = rows[j] (eq 10);
+    their sums follow, and bounds that are too low are raised.
 
-    rows int32 (m,) without repeats; weights f32 (>= m,). Meanwhile asks for these rows of those at
-    the address ``at``, ``row_bytes`` each.
+    rows int32 (m,) without repeats; weights f32 (>= m,). Meanwhile prefetches what is used next:
+    ``row_bytes`` at each at + i row_bytes.
     """
     m = rows.shape[0]
     ver, dist = tables.ver[unit], tables.dist[unit]
@@ -257,9 +257,9 @@ def add_entries(unit, tables, n, rows, weights, mean, part, at, row_bytes):
         i = np.uint64(rows[j])
         delta = np.uint64(n - 1) - i
         prefetch_lines(at + np.int64(i) * row_bytes, row_bytes)
-        added = np.float32(part * (weights[j] - mean))
+        added = part * (weights[j] - mean)
         old[0, j], old[1, j] = ver[i], dist[delta]
-        value, slash = old[0, j] + added, old[1, j] + added
+        value, slash = np.float32(old[0, j] + added), np.float32(old[1, j] + added)
         new[0, j], new[1, j] = value, slash
         ver[i], dist[delta] = value, slash
         block = i // np.uint64(BLOCK)

@@ -252,21 +252,3 @@ def rounded_to_half(typingctx, value):
         return b.fpext(b.fptrunc(args[0], F16), F32)
 
     return types.float32(types.float32), codegen
-
-
-@intrinsic
-def prefetch(typingctx, address, n_bytes):
-    """Asks for the cache lines of address .. address + n_bytes."""
-
-    def codegen(context, b, signature, args):
-        address, n_bytes = args
-
-        def line(i, carried):
-            emit.prefetch(b, b.add(address, i))
-            return []
-
-        # The last byte may lie one line further than whole lines reach.
-        emit.loop(b, I64(0), b.add(n_bytes, I64(63)), 64, [], line)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen

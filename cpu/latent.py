@@ -14,14 +14,13 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit, prange
 
-from sparsekv_cli.cpu.addresses import on_lines
-from sparsekv_cli.cpu.emit import LANES
+from sparsekv_cli.cpu.arrays import on_lines
+from sparsekv_cli.cpu.emit import LANES, prefetch_lines
 from sparsekv_cli.cpu.lanes import (
     MAX_ROWS,
     cos_sin,
     gather_halves,
     multiply,
-    prefetch,
     rotate_row,
     scatter_halves,
     widen,
@@ -234,8 +233,8 @@ def prefetch_rows(chosen, basis, latents):
     values = basis.n_kv * latents.head_bytes
     for j in range(len(chosen)):
         i = np.int64(chosen[j])
-        prefetch(latents.rest + i * rest, rest)
-        prefetch(latents.values + i * values, values)
+        prefetch_lines(latents.rest + i * rest, rest)
+        prefetch_lines(latents.values + i * values, values)
 
 
 @njit(cache=True, nogil=True)

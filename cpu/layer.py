@@ -82,6 +82,7 @@ def matrix_regions(tables) -> np.ndarray:
     """int64 (matrices + N_REGIONS, 2): address and bytes of the matrices of ``tables``, in the
     order of their use, and of the first ones again, so that N_REGIONS follow each (pool.expect).
     """
+    assert sum(len(table) for table in tables) >= N_REGIONS
     pairs = [(row[WEIGHTS], row[ROW_BYTES] * row[ROWS]) for table in tables for row in table]
     return np.array(pairs + pairs[:N_REGIONS], np.int64)
 

@@ -304,8 +304,8 @@ def _step_units(
     """Takes tasks until there are none: whole kv groups, whose heads share key rows in this
     thread's cache, while every thread can have one; then single units.
 
-    Of a kv group's units the next one's candidates are searched, and their keys asked for, before
-    this one attends, which works mostly in the caches.
+    Of a kv group's units the next one's candidates are searched, and their first keys asked for,
+    before this one attends, which works mostly in the caches.
     """
     n_kv_head, n_unit = rules.n_kv_head, tables.gain.shape[0]
     a_group = n_unit // n_kv_head

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from sparsekv_cli.cpu.addresses import on_lines
+from sparsekv_cli.cpu.arrays import on_lines
 from sparsekv_cli.cpu.pages import page_summaries
 
 ELEMENTS = 4  # f16 elements in a uint64

@@ -6,7 +6,7 @@ there, and only tasks that a worker has begun are waited for. With OpenMP, whose
 barrier of all threads, a token took seven times longer when another program kept a core busy;
 and a loop costs 0.6 us here against 1.6 us. Idle workers spin for some tens of microseconds, which
 bridges the calls of a step, and then sleep. A thread that waits asks for what will be read next, if
-it has been told (``expect``): 2 to 4% off a token of lfps, whose 9 heads two threads cannot halve.
+it has been told (``expect``).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _KEPT: list[Any] = []  # the control block and the loop, which are used to the e
 # What is expected, from control[EXPECTED] on: bytes in all, then address and bytes of each region.
 # control[NEXT] is how many bytes have been asked for.
 N_REGIONS = 4
-PIECE = 512  # bytes that a waiting thread asks for between two looks; prefetches too many are lost
-SPINS = 3000  # looks of an idle worker before it sleeps: 40 to 140 cycles each
+PIECE = 512  # bytes that a waiting thread asks for between two looks
+SPINS = 3000  # looks of an idle worker before it sleeps: 40 to 140 cycles each, or a piece
 
 
 @intrinsic
@@ -235,8 +235,8 @@ def _use_the_wait(control, worker):
     thread, and pauses.
     """
     expected = control + 8 * EXPECTED
-    is_wanted = worker < _atomic_load(control + 8 * (JOB + N_THREADS))
-    if is_wanted and _atomic_load(control + 8 * NEXT) < _atomic_load(expected):
+    is_left = _atomic_load(control + 8 * NEXT) < _atomic_load(expected)
+    if is_left and worker < _atomic_load(control + 8 * (JOB + N_THREADS)):
         at = _atomic_add(control + 8 * NEXT, PIECE)
         for i in range(N_REGIONS):
             start, size = _atomic_load(expected + 8 + 16 * i), _atomic_load(expected + 16 + 16 * i)
@@ -249,8 +249,9 @@ def _use_the_wait(control, worker):
 
 @njit(nogil=True, cache=True)
 def expect(regions):
-    """Says what is read after the work at hand: N_REGIONS pairs of address and bytes, int64, at the
-    address ``regions``. Threads that wait prefetch it; any address will do, it is never read.
+    """Says what is read after the work at hand, for threads that wait to prefetch.
+
+    regions: address of N_REGIONS int64 pairs of address and bytes; nothing there is read.
     """
     control = _control()
     expected = control + 8 * EXPECTED
@@ -340,25 +341,26 @@ def install() -> bool:
     Returns whether it did: without POSIX threads numba keeps its own. Must come before any
     parallel kernel is compiled or loaded.
     """
+    if _KEPT:
+        return len(_KEPT) > 1
     _launch_threads()
+    block = np.zeros(SIZE + 16, np.int64)
+    start = block.ctypes.data + -block.ctypes.data % 128
+    binding.add_symbol(CONTROL, start)  # kernels that call ``expect`` are linked to it
+    _KEPT.append(block)
     libc = ctypes.CDLL(None) if os.name == "posix" else None
     names = ("pthread_mutex_lock", "pthread_mutex_unlock", "pthread_cond_wait",
              "pthread_cond_broadcast", "sched_yield")  # fmt: skip
     if libc is None or not all(hasattr(libc, name) for name in names):
         return False
-    if binding.address_of_symbol(CONTROL):
-        return True
     for name in names:
         binding.add_symbol(name, ctypes.cast(getattr(libc, name), ctypes.c_void_p).value)
-    block = np.zeros(SIZE + 16, np.int64)
-    start = block.ctypes.data + -block.ctypes.data % 128
     for name, at in (("pthread_mutex_init", LOCK), ("pthread_cond_init", SIGNAL)):
         if getattr(libc, name)(ctypes.c_void_p(start + 8 * at), None) != 0:
             return False
-    binding.add_symbol(CONTROL, start)
     entry = cfunc(types.void(*[types.int64] * 8), cache=True)(parallel_for)
     binding.add_symbol("numba_parallel_for", entry.address)
-    _KEPT.extend((block, entry))
+    _KEPT.append(entry)
     for worker in range(1, config.NUMBA_NUM_THREADS):
         threading.Thread(target=work, args=(worker,), name=f"decode-{worker}", daemon=True).start()
     return True

@@ -14,7 +14,7 @@ from numba import njit
 
 from sparsekv_cli.cpu import bands, fft
 from sparsekv_cli.cpu import fourier as kernels
-from sparsekv_cli.cpu.addresses import on_lines
+from sparsekv_cli.cpu.arrays import on_lines
 
 DIRECT_BELOW = 512  # tokens of a segment under which a product with its waves is cheaper than FFTs
 

@@ -12,7 +12,8 @@ import numpy as np
 from sparsekv_cli.cache import LayerCache, padded
 from sparsekv_cli.cpu import chain
 from sparsekv_cli.cpu import layer as fused
-from sparsekv_cli.cpu.addresses import address, on_lines
+from sparsekv_cli.cpu.addresses import address
+from sparsekv_cli.cpu.arrays import on_lines
 from sparsekv_cli.cpu.integer import BLOCK, quantized_stride
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.weights import LayerWeights, Weights

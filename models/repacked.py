@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from sparsekv_cli.cpu.addresses import LINE, on_lines
+from sparsekv_cli.cpu.arrays import LINE, on_lines
 from sparsekv_cli.cpu.repack import can_repack, repack
 from sparsekv_cli.models.weights import LayerWeights, Linear, Weights
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from sparsekv_cli.cpu import rows
-from sparsekv_cli.cpu.addresses import LINE, on_lines
+from sparsekv_cli.cpu.arrays import LINE, on_lines
 from sparsekv_cli.cpu.tensors import load_torch, seen
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import numpy as np
 
 from sparsekv_cli.cache import KVStore, LayerSpec, padded
 from sparsekv_cli.cpu import chunks, split
-from sparsekv_cli.cpu.addresses import on_lines
+from sparsekv_cli.cpu.arrays import on_lines
 
 
 class SplitStore(KVStore):

@@ -90,7 +90,7 @@ from sparsekv_cli.cache import (
 )
 from sparsekv_cli.cpu import history
 from sparsekv_cli.cpu import lfps as kernels
-from sparsekv_cli.cpu.addresses import on_lines
+from sparsekv_cli.cpu.arrays import on_lines
 from sparsekv_cli.cpu.bypass import Constants
 from sparsekv_cli.cpu.history import Tables
 from sparsekv_cli.cpu.lfps_chain import LFPSStep
@@ -254,7 +254,7 @@ class LFPSCache(LayerCache):
         self.lse = np.empty(self.spec.n_head, np.float32)
 
     def _allocate(self, capacity: int) -> None:
-        """Tables of ``capacity`` entries or a block more, what they hold kept; new ones are 0."""
+        """Tables of ``capacity`` entries, in whole blocks, what they hold kept; new ones are 0."""
         old, blocks = self._tables, -(-capacity // history.BLOCK)
         self._tables = old._replace(
             ver=_grown(old.ver, blocks * history.BLOCK),

@@ -38,7 +38,7 @@ from sparsekv_cli.cache import (
     padded,
 )
 from sparsekv_cli.cpu import pages
-from sparsekv_cli.cpu.addresses import on_lines
+from sparsekv_cli.cpu.arrays import on_lines
 
 SUMMARIES = ("minmax", "meanstd")
 LARGEST_PAGE = 4096

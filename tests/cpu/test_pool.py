@@ -8,10 +8,12 @@ import sys
 import threading
 import time
 
+import numba
 import numpy as np
 import pytest
 from llvmlite import binding
 from numba import config, njit, prange
+from tiny_models import make_model
 
 from sparsekv_cli.cpu import pool
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
@@ -78,16 +80,20 @@ def asked_for() -> int:
     return ctypes.c_int64.from_address(control + 8 * pool.NEXT).value
 
 
+@pytest.mark.skipif(config.NUMBA_NUM_THREADS < 2, reason="nobody waits")
 @pytest.mark.parametrize("address", [0, 1 << 46], ids=["null", "unmapped"])
 def test_who_waits_asks_for_what_is_expected_and_no_more(address):
     sizes = 3 * pool.PIECE, 0, 10 * pool.PIECE + 1, 5
     regions = np.array([(address, size) for size in sizes], np.int64)
     pool.expect(regions.ctypes.data)
-    assert asked_for() <= sum(sizes) + pool.PIECE  # a worker may have been awake
-    out, deadline = np.zeros(2, np.int64), time.monotonic() + 30
-    while asked_for() < sum(sizes) and time.monotonic() < deadline:
-        count_up(out, 2, 1, 100_000)  # whoever ends first waits for the other
     n_threads = config.NUMBA_NUM_THREADS
+    out, deadline, used = np.zeros(2, np.int64), time.monotonic() + 30, numba.get_num_threads()
+    numba.set_num_threads(n_threads)
+    try:
+        while asked_for() < sum(sizes) and time.monotonic() < deadline:
+            count_up(out, 2, 1, 100_000)  # whoever ends first waits for the other
+    finally:
+        numba.set_num_threads(used)
     assert sum(sizes) <= asked_for() < sum(sizes) + n_threads * pool.PIECE
 
 
@@ -103,3 +109,29 @@ def test_a_process_ends_with_its_workers_asleep_or_awake():
         "matvec.matvec(0, w.view(np.uint8), 32, np.ones(32, np.float32), 2)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_step_runs_where_the_pool_cannot(tmp_path):
+    """Kernels that call ``expect`` are linked, and numba's own threads run their loops."""
+    path = make_model(tmp_path / "model.gguf")
+    code = (
+        "import ctypes, sys\n"
+        "from pathlib import Path\n"
+        "import numba, numpy as np\n"
+        "real = ctypes.CDLL\n"
+        "ctypes.CDLL = lambda name, *rest: object() if name is None else real(name, *rest)\n"
+        "from sparsekv_cli.cpu import pool\n"
+        "assert not pool.install()\n"
+        "ctypes.CDLL = real\n"
+        "from sparsekv_cli.config import SessionConfig\n"
+        "from sparsekv_cli.methods import build_method\n"
+        "from sparsekv_cli.session import load_session\n"
+        "config = SessionConfig(threads=2, prefill_dtype='f32')\n"
+        "session = load_session(Path(sys.argv[1]), build_method('full', {}), config)\n"
+        "session.prefill([1, 2, 3])\n"
+        "assert np.isfinite(session.decode(4)).all()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
