@@ -251,7 +251,8 @@ def _use_the_wait(control, worker):
 def expect(regions):
     """Says what is read after the work at hand, for threads that wait to prefetch.
 
-    regions: address of N_REGIONS int64 pairs of address and bytes; nothing there is read.
+    regions: address of N_REGIONS int64 pairs of address and bytes. The pairs are copied; the memory
+    that they name is never read, so it may be gone by the time that a thread asks for it.
     """
     control = _control()
     expected = control + 8 * EXPECTED

@@ -80,7 +80,7 @@ def asked_for() -> int:
     return ctypes.c_int64.from_address(control + 8 * pool.NEXT).value
 
 
-@pytest.mark.skipif(config.NUMBA_NUM_THREADS < 2, reason="nobody waits")
+@pytest.mark.skipif(config.NUMBA_NUM_THREADS < 2, reason="with one thread nobody waits")
 @pytest.mark.parametrize("address", [0, 1 << 46], ids=["null", "unmapped"])
 def test_who_waits_asks_for_what_is_expected_and_no_more(address):
     sizes = 3 * pool.PIECE, 0, 10 * pool.PIECE + 1, 5
