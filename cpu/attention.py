@@ -79,10 +79,13 @@ def attend_tile(q, k, v, k_row, v_row, mode, idx, count, peak, mass, acc, scores
 
 @njit(cache=True, nogil=True)
 def n_key_splits(n, n_kv_head, n_threads):
-    """Pieces that a kv head's keys are cut into, so that threads can share the work evenly."""
+    """Pieces that a kv head's keys are cut into, so that every thread can take as many."""
     if n_threads == 1:
         return 1
-    return min(max(1, n // BLOCK), -(-4 * n_threads // n_kv_head))
+    n_split = -(-4 * n_threads // n_kv_head)
+    while n_kv_head * n_split % n_threads:
+        n_split += 1
+    return min(max(1, n // BLOCK), n_split)
 
 
 @njit(cache=True, nogil=True)

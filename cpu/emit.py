@@ -35,6 +35,9 @@ def has_feature(name: str) -> bool:
     return _features().get(name, False)
 
 
+ON_AMD = has_feature("sse4a")  # no other maker has it
+
+
 def vec(element: ir.Type, count: int = LANES) -> ir.VectorType:
     return ir.VectorType(element, count)
 
@@ -96,15 +99,34 @@ def prefetch(builder: ir.IRBuilder, address: ir.Value, *, once: bool = False) ->
 
     Into L2, which tracks more outstanding lines than L1: a gather of rows ran 1.5 times faster.
     once: the line is used once a token, as weights are, and need not drive out what is used more
-    often: on AMD's CPUs (sse4a is theirs alone) prefetchnta, 1 to 6% of a token. On Intel's that
-    goes to L1 only, by its few fill buffers: a third of the speed of asking for lines in L2.
+    often: on AMD's CPUs prefetchnta, 1 to 6% of a token. On Intel's that goes to L1 only, by its
+    few fill buffers: a third of the speed of asking for lines in L2.
     """
     pointer = builder.inttoptr(address, ir.PointerType())
     type_ = ir.FunctionType(ir.VoidType(), [ir.PointerType(), I32, I32, I32])
     name = "llvm.prefetch.p0"
     function = builder.module.globals.get(name) or ir.Function(builder.module, type_, name)
-    locality = 0 if once and has_feature("sse4a") else 2
+    locality = 0 if once and ON_AMD else 2
     builder.call(function, [pointer, I32(0), I32(locality), I32(1)])  # read, data
+
+
+class Prefetches:
+    """Lines to ask for one by one, evenly over ``n_steps`` of other work.
+
+    All at once they fill the core's queue, and loads wait behind them: on Intel's Granite Rapids
+    scores of keys ran at 12.3 GB/s so, at 13.7 spread, and weights at 23.4 and 27.8.
+    """
+
+    def __init__(self, addresses: Sequence[ir.Value], n_steps: int, *, once: bool = False):
+        self._addresses, self._n_steps, self._once = addresses, n_steps, once
+        self._step = self._n_asked = 0
+
+    def step(self, builder: ir.IRBuilder) -> None:
+        """To be called ``n_steps`` times (or more) between pieces of the work."""
+        due = -(-(self._step + 1) * len(self._addresses) // self._n_steps)
+        for address in self._addresses[self._n_asked : due]:
+            prefetch(builder, address, once=self._once)
+        self._step, self._n_asked = self._step + 1, due
 
 
 def load_half_lanes(

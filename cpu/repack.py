@@ -47,7 +47,7 @@ from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 from sparsekv_cli.cpu.vnni import BLOCK, BYTES, LINE, Inputs
 
 GROUP = LANES  # rows side by side
-AHEAD = 8192  # bytes by which weights are fetched before their use
+AHEAD = 8192 if emit.ON_AMD else 16384  # bytes by which weights are fetched before their use
 HAS_BYTES = vnni.is_available()
 ORDER = (0, 1, 2, 3) if HAS_BYTES else (0, 2, 1, 3)  # of four bytes of a row
 
@@ -284,25 +284,31 @@ def repack_ref(code: int, w: np.ndarray) -> np.ndarray:
 # --- dot products ---------------------------------------------------------------------------------
 
 
-def _byte_dots(b: ir.IRBuilder, qs: list[ir.Value], inputs: Inputs, at: ir.Value) -> ir.Value:
+def _byte_dots(
+    b: ir.IRBuilder, qs: list[ir.Value], inputs: Inputs, at: ir.Value, lines: emit.Prefetches
+) -> ir.Value:
     """<16 x i32>: a row's integers times the activations from ``at`` on."""
     sums = []
     for plane in (inputs.high, inputs.low):
         dots = const(I32, 0)
         for i, q in enumerate(qs):
+            lines.step(b)
             four = emit.splat(b, load(b, I32, b.add(plane, at), 4 * i))
             dots = vnni.dot_bytes(b, dots, q, four)
         sums.append(dots)
     return b.add(b.shl(sums[0], const(I32, 8)), sums[1])
 
 
-def _pair_dots(b: ir.IRBuilder, qs: list[ir.Value], inputs: Inputs, at: ir.Value) -> ir.Value:
+def _pair_dots(
+    b: ir.IRBuilder, qs: list[ir.Value], inputs: Inputs, at: ir.Value, lines: emit.Prefetches
+) -> ir.Value:
     """The same from activations as i16 (integer.py), for AVX2."""
     values = b.add(inputs.high, b.mul(at, I64(2)))
     even = const(I32, 0x00FF00FF)
     low = high = const(I32, 0, 8)
     for i, q in enumerate(qs):
         for odd in range(2):
+            lines.step(b)
             pairs = b.bitcast(b.and_(b.lshr(q, const(I32, 8 * odd)), even), vec(I16, 32))
             two = emit.splat(b, load(b, I32, values, 8 * i + 4 * odd), 8)
             two = b.bitcast(two, vec(I16, 16))
@@ -313,11 +319,16 @@ def _pair_dots(b: ir.IRBuilder, qs: list[ir.Value], inputs: Inputs, at: ir.Value
 
 
 def _add_block(
-    b: ir.IRBuilder, block: Block, inputs: Inputs, at: ir.Value, total: ir.Value
+    b: ir.IRBuilder,
+    block: Block,
+    inputs: Inputs,
+    at: ir.Value,
+    total: ir.Value,
+    lines: emit.Prefetches,
 ) -> ir.Value:
     """total <16 x float> + the products of the block with the activations from ``at`` on."""
     dots = _byte_dots if HAS_BYTES else _pair_dots
-    dots = b.sitofp(dots(b, block.q, inputs, at), VF)
+    dots = b.sitofp(dots(b, block.q, inputs, at, lines), VF)
     n = 4 * len(block.q)
     sums = inputs.sums32 if n == BLOCK else inputs.sums16
     scale, known = (
@@ -348,12 +359,13 @@ def _group_dots(typingctx, code, count, w, x, x_row, n, out, out_row):
         def body(i, totals):
             p = b.add(w, b.mul(i, I64(block_bytes)))
             at = b.mul(i, I64(format_.n_elements))
+            ahead = []
             if format_.n_elements == BLOCK:  # the K formats' products are slower than the memory
-                for line in range(0, block_bytes, LINE):
-                    emit.prefetch(b, b.add(p, I64(AHEAD + line)), once=True)
+                ahead = [b.add(p, I64(AHEAD + line)) for line in range(0, block_bytes, LINE)]
+            lines = emit.Prefetches(ahead, 2 * BLOCK // 4, once=True)
             for block in REPACKED[code_].decode(b, p):
                 totals = [
-                    _add_block(b, block, inputs, at, total)
+                    _add_block(b, block, inputs, at, total, lines)
                     for inputs, total in zip(rows, totals, strict=True)
                 ]
                 at = b.add(at, I64(4 * len(block.q)))

@@ -100,6 +100,7 @@ def _add_products(
     inputs: Inputs,
     at: ir.Value,
     carried: list[ir.Value],
+    lines: emit.Prefetches,
 ) -> list[ir.Value]:
     """Adds the products of ``n_elements`` decoded weights with the activations from ``at`` on.
 
@@ -118,7 +119,9 @@ def _add_products(
         if n_elements < BYTES:
             zeros = const(I8, 0, n_elements)
             hi, lo = (shuffle(b, part, zeros, range(BYTES)) for part in (hi, lo))
+        lines.step(b)
         dots = b.shl(dot_bytes(b, const(I32, 0), q, hi), const(I32, 8))
+        lines.step(b)
         dots = b.sitofp(dot_bytes(b, dots, q, lo), VF)
         lanes = [min((BYTES * c + 4 * i) // a_scale, n_scales - 1) for i in range(LANES)]
         turn = c % ACCUMULATORS
@@ -147,14 +150,14 @@ def emit_row(
     def add_blocks(i: ir.Value, count: int, carried: list[ir.Value]) -> list[ir.Value]:
         """Adds ``count`` blocks from block i on."""
         p = b.add(w, b.mul(i, I64(format_.n_bytes)))
-        for offset in range(0, count * format_.n_bytes, LINE):
-            emit.prefetch(b, b.add(p, I64(AHEAD + offset)), once=True)
         block = _decode(b, format_, p, count)
+        ahead = range(AHEAD, AHEAD + count * format_.n_bytes, LINE)
+        lines = emit.Prefetches([b.add(p, I64(n)) for n in ahead], 2 * len(block.q), once=True)
         at = b.mul(i, I64(format_.n_elements))  # element
         sums = []
         for j, inputs in enumerate(rows):
             mine = carried[width * j : width * (j + 1)]
-            sums += _add_products(b, block, count * format_.n_elements, inputs, at, mine)
+            sums += _add_products(b, block, count * format_.n_elements, inputs, at, mine, lines)
         return sums
 
     carried = [const(F32, 0.0)] * (width * len(rows))
