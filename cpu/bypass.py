@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from sparsekv_cli.cpu.emit import keep
+from sparsekv_cli.cpu.emit import keep, sum_squares
 from sparsekv_cli.cpu.history import SINKS
 from sparsekv_cli.cpu.tiles import tile_values
 
@@ -25,19 +25,18 @@ class Constants(NamedTuple):
     ratio: np.ndarray  # f32 (H,): variance of a score over |q|^2
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@njit(cache=True, nogil=True)
 def _half_variance(q, covariance, ratio):
     """Half the variance of q . k (q scaled): q^T C q / 2, or |q|^2 ratio / 2 without C."""
-    total = np.float32(0)
     if covariance.shape[0] == 0:
-        for c in range(q.shape[0]):
-            total += q[c] * q[c]
-        return 0.5 * total * ratio
+        return 0.5 * sum_squares(q) * ratio
+    weighted = np.zeros(q.shape[0], np.float32)  # q^T C, in an order that needs no fastmath
     for i in range(covariance.shape[0]):
-        row = np.float32(0)
         for j in range(covariance.shape[0]):
-            row += covariance[i, j] * q[j]
-        total += q[i] * row
+            weighted[j] += q[i] * covariance[i, j]
+    total = np.float32(0)
+    for j in range(covariance.shape[0]):
+        total += weighted[j] * q[j]
     return 0.5 * total
 
 

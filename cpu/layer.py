@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 from sparsekv_cli.cpu import emit
 from sparsekv_cli.cpu.addresses import address, float_pointer, integer_pointer
 from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE
-from sparsekv_cli.cpu.emit import F32, I64, LANES, VF, const, load
+from sparsekv_cli.cpu.emit import F32, I64, LANES, VF, const, load, sum_squares
 from sparsekv_cli.cpu.integer import quantize_activations, quantized_stride
 from sparsekv_cli.cpu.matvec import call_rows, kernel_address
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
@@ -28,7 +28,6 @@ from sparsekv_cli.cpu.tiles import exp_lanes
 KERNEL, WEIGHTS, ROW_BYTES, ROWS, COLUMNS, INTEGER = range(6)
 N_MATRICES = 7  # of a layer, in the order q, k, v, o, gate, up, down
 REGION = 16  # bytes of an address and a size
-FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 # One layer. All but eps are int64: sizes, and addresses of contiguous arrays (f32 unless said
 # otherwise), 0 for vectors that the layer lacks. B: rows of the step; d' = d padded to 16.
@@ -143,18 +142,15 @@ def multiply(table, x, x_row, n_rows, quantized, out, out_row, n_threads):
         _matrices_part(table, x, x_row, quantized, stride, out, out_row, n_rows, part, n_threads)
 
 
-@njit(cache=True, nogil=True, fastmath=FAST)
+@njit(cache=True, nogil=True)
 def rms_norm(x, weight, eps, out):
     """out = x / sqrt(mean(x^2) + eps) * weight, all f32 (n,)."""
-    total = np.float32(0)
-    for i in range(x.shape[0]):
-        total += x[i] * x[i]
-    scale = np.float32(1) / np.sqrt(total / np.float32(x.shape[0]) + eps)
+    scale = np.float32(1) / np.sqrt(sum_squares(x) / np.float32(x.shape[0]) + eps)
     for i in range(x.shape[0]):
         out[i] = x[i] * scale * weight[i]
 
 
-@njit(cache=True, nogil=True, fastmath=FAST)
+@njit(cache=True, nogil=True)
 def _rotate_heads(raw, bias, norm, eps, cos, sin, interleaved, out_nope, out):
     """Bias, norm and rotation of one token's heads.
 

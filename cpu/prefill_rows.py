@@ -13,11 +13,9 @@ from numba import njit, prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu import emit
-from sparsekv_cli.cpu.emit import F32, I16, I32, I64, LANES, VF, VI, const, load, vec
+from sparsekv_cli.cpu.emit import F32, I16, I32, I64, LANES, VF, VI, const, load, sum_squares, vec
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 from sparsekv_cli.cpu.tiles import exp_lanes
-
-FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 
 def _narrowed(b: ir.IRBuilder, values: ir.Value) -> ir.Value:
@@ -52,16 +50,13 @@ def widen(typingctx, value):
     return types.float32(value), codegen
 
 
-@njit(cache=True, nogil=True, parallel=PRANGE_ONLY, fastmath=FAST)
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def norm_rows(x, weight, eps, out, n_threads):
     """out (T, n) = x / sqrt(mean(x^2) + eps) * weight; x f32 (T, n)."""
     n_rows, n = x.shape
     for part in prange(n_threads):
         for row in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
-            total = np.float32(0)
-            for c in range(n):
-                total += x[row, c] * x[row, c]
-            scale = np.float32(1) / np.sqrt(total / np.float32(n) + eps)
+            scale = np.float32(1) / np.sqrt(sum_squares(x[row]) / np.float32(n) + eps)
             for c in range(n):
                 out[row, c] = rounded(out, x[row, c] * scale * weight[c])
 
@@ -76,7 +71,7 @@ def add_rows(x, y, n_threads):
                 x[row, c] += widen(y[row, c])
 
 
-@njit(cache=True, nogil=True, fastmath=FAST)
+@njit(cache=True, nogil=True)
 def _head(raw, bias, norm, eps, cos, sin, interleaved, work, out_nope, out):
     """Bias, norm and rotation of one head of one token: raw (d,) -> out_nope, out (d,).
 
@@ -90,10 +85,7 @@ def _head(raw, bias, norm, eps, cos, sin, interleaved, work, out_nope, out):
         for c in range(d):
             values[c] += bias[c]
     if norm.shape[0]:
-        total = np.float32(0)
-        for c in range(d):
-            total += values[c] * values[c]
-        scale = np.float32(1) / np.sqrt(total / np.float32(d) + eps)
+        scale = np.float32(1) / np.sqrt(sum_squares(values) / np.float32(d) + eps)
         for c in range(d):
             values[c] *= scale * norm[c]
     if interleaved:

@@ -22,6 +22,73 @@ def order_keys(scores, keys, n):
         keys[j] = b ^ ((b >> np.int32(31)) & np.int32(0x7FFFFFFF))
 
 
+@intrinsic
+def _extremes(typingctx, keys, count):
+    """The least and the largest of keys[:count], int32 at an address; count: 16, 32, 48 ..."""
+
+    def codegen(context, b, signature, args):
+        keys, count = args
+        names = ("smin", "smax")
+
+        def body(j, found):
+            lanes = emit.load(b, emit.VI, b.add(keys, b.mul(j, emit.I64(4))))
+            return [
+                emit.call_named(b, f"llvm.{name}.v16i32", emit.VI, known, lanes)
+                for name, known in zip(names, found, strict=True)
+            ]
+
+        start = [emit.load(b, emit.VI, keys)] * 2
+        found = emit.loop(b, emit.I64(0), count, LANES, start, body)
+        ends = [
+            emit.call_named(b, f"llvm.vector.reduce.{name}.v16i32", emit.I32, lanes)
+            for name, lanes in zip(names, found, strict=True)
+        ]
+        return context.make_tuple(b, signature.return_type, ends)
+
+    return types.UniTuple(types.int32, 2)(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _count_above(typingctx, keys, count, pivot):
+    """How many of keys[:count] are above pivot; int32 at an address, count a multiple of 16."""
+
+    def codegen(context, b, signature, args):
+        keys, count, pivot = args
+        limit = emit.splat(b, pivot)
+
+        def counting(n_vectors):
+            def body(j, sums):
+                at = b.add(keys, b.mul(j, emit.I64(4)))
+                new = []
+                for i in range(n_vectors):
+                    lanes = emit.load(b, emit.VI, at, 4 * LANES * i)
+                    found = b.sext(b.icmp_signed(">", lanes, limit), emit.VI)
+                    new.append(b.sub(sums[i], found))
+                return new + sums[n_vectors:]
+
+            return body
+
+        n_sums = WORD // LANES
+        whole = b.and_(count, emit.I64(-WORD))
+        sums = [emit.const(emit.I32, 0)] * n_sums
+        sums = emit.loop(b, emit.I64(0), whole, WORD, sums, counting(n_sums))
+        sums = emit.loop(b, whole, count, LANES, sums, counting(1))
+        total = b.add(b.add(sums[0], sums[1]), b.add(sums[2], sums[3]))
+        return emit.call_named(b, "llvm.vector.reduce.add.v16i32", emit.I32, total)
+
+    return types.int32(types.int64, types.int64, types.int32), codegen
+
+
+@njit(cache=True, nogil=True)
+def count_above(keys, n, pivot):
+    """How many of keys[:n] int32 are above pivot."""
+    whole = n - n % LANES
+    count = _count_above(keys.ctypes.data, whole, pivot)
+    for j in range(whole, n):
+        count += np.int32(keys[j] > pivot)
+    return count
+
+
 @njit(cache=True, nogil=True)
 def threshold_of_largest(keys, n, k):
     """A threshold for the k largest of keys[:n] int32, 1 <= k <= n: at most k keys are above it,
@@ -30,15 +97,16 @@ def threshold_of_largest(keys, n, k):
     Bisection of the value range: at most 32 counting passes, about 12 unless there are ties, each
     a vector compare and add; nothing is moved or allocated.
     """
-    low, high = np.int64(keys[0]), np.int64(keys[0])
-    for j in range(n):
-        low, high = min(low, np.int64(keys[j])), max(high, np.int64(keys[j]))
+    low, high = keys[0], keys[0]
+    whole = n - n % LANES
+    if whole:
+        low, high = _extremes(keys.ctypes.data, whole)
+    for j in range(whole, n):
+        low, high = min(low, keys[j]), max(high, keys[j])
+    low, high = np.int64(low), np.int64(high)
     while low < high:
         middle = (low + high + 1) >> 1
-        pivot = np.int32(middle)
-        count = np.int32(0)
-        for j in range(n):
-            count += np.int32(keys[j] >= pivot)
+        count = count_above(keys, n, np.int32(middle - 1))
         if count == k:
             return np.int32(middle - 1)
         if count > k:
@@ -77,10 +145,7 @@ def select_largest(keys, n, k, out):
             out[j] = j
         return
     threshold = threshold_of_largest(keys, n, k)
-    above = 0
-    for j in range(n):
-        above += keys[j] > threshold
-    at, ties = 0, k - above
+    at, ties = 0, k - count_above(keys, n, threshold)
     whole = n - n % WORD
     for start in range(0, whole, WORD):  # where few of many are chosen, most words are empty
         address = keys.ctypes.data + 4 * start
