@@ -218,10 +218,15 @@ class SelectingCache(LayerCache):
             return self.backend.attend_dense(store, q, spec)
         idx, counts, scored = self.select(q, n)
         self.attended = (idx, counts)
-        attended = int(counts.sum()) * (spec.n_head // len(counts))
-        read = int(counts.sum()) * store.row_bytes + self.bytes_to_select(n)
-        self.ledger.step(rows, scored, attended, read, True)
+        self._count_selected(counts, scored)
         return self.backend.attend_rows(store, q, idx, counts, spec)
+
+    def _count_selected(self, counts: np.ndarray, scored: int) -> None:
+        """Counts a step that attended to lists of ``counts`` rows, int64 (U,)."""
+        n, n_head = self.store.n, self.spec.n_head
+        attended = int(counts.sum()) * (n_head // len(counts))
+        read = int(counts.sum()) * self.store.row_bytes + self.bytes_to_select(n)
+        self.ledger.step(n_head * n, scored, attended, read, True)
 
     @abstractmethod
     def selects_all(self, n: int) -> bool:

@@ -206,11 +206,14 @@ class DenseThenPages(QuestCache, DenseCache):
         return DenseCache.decode(self, x)
 
     def begin(self) -> tuple[int, int] | None:
-        return DenseCache.begin(self) if self.selects_all(self.store.n + 1) else None
+        dense = self.selects_all(self.store.n + 1)
+        return DenseCache.begin(self) if dense else super().begin()
 
     def end(self) -> None:
+        if not self.selects_all(self.store.n + 1):
+            return super().end()
         self.attended = None
-        DenseCache.end(self)
+        return DenseCache.end(self)
 
 
 class LFPSCache(LayerCache):
