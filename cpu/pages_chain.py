@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import carray, njit
 
@@ -55,7 +57,7 @@ class PagesStep(CompiledStep):
     store, spec: a KVStore and a LayerSpec.
     """
 
-    def __init__(self, store, spec, page: int, n_sinks: int) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, store: Any, spec: Any, page: int, n_sinks: int) -> None:
         super().__init__(_compiled_step, N_WORDS)
         self.counts = np.zeros(spec.n_head_kv, np.int64)
         self.words[N_HEAD : N_THREADS + 1] = (
