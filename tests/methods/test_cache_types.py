@@ -10,7 +10,7 @@ import torch
 from layer_stream import GEOMETRIES, Stream, decode, make_cache, prefill
 from tiny_models import make_model
 
-from sparsekv_cli.cache import N_SINKS, AttnInput, Budget, LayerSpec
+from sparsekv_cli.cache import N_SINKS, AttnInput, Budget, LayerCache, LayerSpec
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.attention import attend_dense_ref
@@ -132,6 +132,7 @@ def test_selecting_every_row_equals_dense(name, budget, types, session_of, monke
         return out
 
     monkeypatch.setattr(cache_type, "decode", compare)
+    monkeypatch.setattr(cache_type, "begin", LayerCache.begin)  # so that it is called
     monkeypatch.setattr(cache_type, "selects_all", lambda self, n: False)
     sparse.prefill(tokens(80))
     decoded(sparse, tokens(20, 1))

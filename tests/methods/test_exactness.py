@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_models import make_model
 
-from sparsekv_cli.cache import N_SINKS, AttnInput, Budget, DenseCache, LayerSpec
+from sparsekv_cli.cache import N_SINKS, AttnInput, Budget, DenseCache, LayerCache, LayerSpec
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.attention import attend_dense_ref
@@ -128,6 +128,7 @@ def test_selecting_every_row_equals_dense(name, budget, session_of, monkeypatch)
         return out
 
     monkeypatch.setattr(cache_type, "decode", compare)
+    monkeypatch.setattr(cache_type, "begin", LayerCache.begin)  # so that it is called
     monkeypatch.setattr(cache_type, "selects_all", lambda self, n: False)
     for session in (full, sparse):
         session.prefill(tokens(80))

@@ -48,7 +48,8 @@ def test_decode_is_the_same_but_for_rounding(wtype, tmp_path):
         steps.append([first, *decoded])
     np.testing.assert_array_equal(steps[0][0], steps[1][0])
     for plain, repacked_ in zip(*steps, strict=True):
-        np.testing.assert_allclose(repacked_, plain, atol=2e-4 * np.abs(plain).max())
+        # What is rounded otherwise may round a key of the next layer to the neighbouring f16.
+        np.testing.assert_allclose(repacked_, plain, atol=1e-3 * np.abs(plain).max())
 
 
 def test_auto_repacks_what_is_small_beside_the_memory(tmp_path, monkeypatch):
