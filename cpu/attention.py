@@ -79,7 +79,10 @@ def attend_tile(q, k, v, k_row, v_row, mode, idx, count, peak, mass, acc, scores
 
 @njit(cache=True, nogil=True)
 def n_key_splits(n, n_kv_head, n_threads):
-    """Pieces that a kv head's keys are cut into, so that every thread can take as many."""
+    """Pieces that a kv head's keys are cut into, so that every thread can take as many.
+
+    At least BLOCK keys each (or one piece), which short contexts cannot cut evenly.
+    """
     if n_threads == 1:
         return 1
     n_split = -(-4 * n_threads // n_kv_head)

@@ -35,7 +35,7 @@ def has_feature(name: str) -> bool:
     return _features().get(name, False)
 
 
-ON_AMD = has_feature("sse4a")  # no other maker has it
+ON_AMD = has_feature("sse4a")  # or on a descendant of its cores; Intel has none
 
 
 def vec(element: ir.Type, count: int = LANES) -> ir.VectorType:

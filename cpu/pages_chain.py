@@ -26,6 +26,7 @@ N_WORDS = 23
 
 @njit(cache=True, nogil=True)
 def _compiled_step(words, q, k, v, out):
+    """Stores row N - 1, attends to the best pages. q f32 (H, d), k (G, d), v (G, d_v)."""
     word = carray(integer_pointer(words), N_WORDS)
     layout, n, n_page, n_best = word[:N_LAYOUT], word[N], word[N_PAGE], word[N_BEST]
     n_head, n_kv, page, n_sinks = word[N_HEAD], word[N_HEAD_KV], word[PAGE], word[N_SINKS]

@@ -26,6 +26,7 @@ METHODS = {
     "lfps paper": ("lfps", {"budget": "5%", "preset": "paper"}),  # all rows at first
     "lfps q8_0": ("lfps", {"budget": "12", "cache_type_v": "q8_0", "epsilon": "0.1"}),
     "quest": ("quest", {"budget": "32", "dense_layers": "1,3"}),
+    "quest q8_0": ("quest", {"budget": "32", "cache_type_k": "q8_0"}),
 }
 
 
