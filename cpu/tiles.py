@@ -185,7 +185,7 @@ def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
                 for line in range(0, size * VECTOR_LANES * n_vectors, 64):
                     addresses.append(b.add(first, I64(line)))
                 if mode & Q8_0:
-                    addresses.append(b.add(row, d))  # the scales
+                    emit.prefetch(b, b.add(row, d))  # the scales
             lines = emit.Prefetches(addresses, unroll * n_vectors, once=not mode & GATHER)
             new = []
             for u in range(unroll):
