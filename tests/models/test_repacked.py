@@ -38,18 +38,18 @@ def test_decode_is_the_same_but_for_rounding(wtype, tmp_path):
     for linear in [*linears, packed.output]:
         assert linear.repacked == repack.can_repack(linear.code, linear.n_rows)
     assert not packed.token_embd.repacked  # its rows are read one by one
-    steps = []
-    for session in sessions:
-        first = session.prefill(IDS)
-        decoded = [session.decode(token) for token in IDS]
+    first = [session.prefill(IDS) for session in sessions]
+    np.testing.assert_array_equal(*first)
+    for token in IDS:
+        plain, repacked_ = (session.decode(token) for session in sessions)
+        np.testing.assert_allclose(repacked_, plain, atol=2e-4 * np.abs(plain).max())
+        # Rounding flips some elements of a row to the next f16, which is not to add up.
+        for from_, to in zip(*(session.caches for session in sessions), strict=True):
+            to.store.k[:], to.store.v[:] = from_.store.k, from_.store.v
+    for session, before in zip(sessions, first, strict=True):
         session.rewind(0)
         again = session.prefill(IDS)  # from pages that were released
-        np.testing.assert_array_equal(first, again)
-        steps.append([first, *decoded])
-    np.testing.assert_array_equal(steps[0][0], steps[1][0])
-    for plain, repacked_ in zip(*steps, strict=True):
-        # What is rounded otherwise may round a key of the next layer to the neighbouring f16.
-        np.testing.assert_allclose(repacked_, plain, atol=1e-3 * np.abs(plain).max())
+        np.testing.assert_array_equal(before, again)
 
 
 def test_auto_repacks_what_is_small_beside_the_memory(tmp_path, monkeypatch):
