@@ -56,8 +56,14 @@ class CompiledStep:
     """
 
     def __init__(self, function: Any, n_words: int) -> None:
+        self._function = function
         self.words = np.zeros(n_words, np.int64)
         self.step = function_address(function, (types.int64,) * 5), address(self.words)
+
+    def run(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray) -> None:
+        """The step by itself: f32 q (H, 1, d), k (G, 1, d), v (G, 1, d_v), out (H, d_v)."""
+        arrays = [np.ascontiguousarray(x, np.float32) for x in (q, k, v)]
+        self._function(address(self.words), *(address(x) for x in arrays), address(out))
 
 
 # --- dense attention ----------------------------------------------------------------------------

@@ -113,17 +113,6 @@ def prefetch_above(table, bounds, n, tau):
 
 
 @njit(cache=True, nogil=True)
-def prefetch_tables(unit, n, rules, tables, raised):
-    """Asks for the entries that a search of a unit for candidates will read; rules: lfps.Rules."""
-    n_known = n - SINKS
-    a, horizon = raised[unit] * rules.a, rules.horizon
-    tau_ver = threshold(tables.sums[unit, 0], n_known, a, horizon)
-    tau_dist = threshold(tables.sums[unit, 1], n_known, a, horizon)
-    prefetch_above(tables.ver[unit], tables.ver_bounds[unit], n, tau_ver)
-    prefetch_above(tables.dist[unit], tables.dist_bounds[unit], n_known, tau_dist)
-
-
-@njit(cache=True, nogil=True)
 def mark_vertical(table, bounds, n, tau, words):
     """Sets bit i of ``words`` where table[i] > tau; returns how many entries it read."""
     tau = np.float32(tau)
@@ -223,13 +212,12 @@ def count_rows(words, n_words, n):
 
 
 @njit(cache=True, nogil=True)
-def extract_rows(words, n_words, count):
-    """Positions of the ``count`` set bits, ascending, int32 (count,).
+def extract_rows(words, n_words, rows):
+    """Positions of the set bits, ascending, into rows int32 (bits + AT_ONCE,).
 
     Bits are taken eight at a time, whether there are as many or not, and what is too much is
     written over: a branch a bit is mispredicted once a word.
     """
-    rows = np.empty(count + AT_ONCE, np.int32)
     at = 0
     for w in range(n_words):
         word = words[w]
@@ -240,21 +228,20 @@ def extract_rows(words, n_words, count):
                 word &= word - np.uint64(1)
             at += AT_ONCE
         at = after
-    return rows[:count]
 
 
 @njit(cache=True, nogil=True)
-def add_entries(unit, tables, n, rows, weights, mean, part, at, row_bytes):
+def add_entries(unit, tables, n, rows, weights, mean, part, at, row_bytes, changes):
     """Adds part (weights[j] - mean) to a unit's ver[i] and dist[n - 1 - i], i = rows[j] (eq 10);
     their sums follow, and bounds that are too low are raised.
 
-    rows int32 (m,) without repeats; weights f32 (>= m,). Meanwhile prefetches what is used next:
-    ``row_bytes`` at each at + i row_bytes.
+    rows int32 (m,) without repeats; weights f32 (>= m,); changes: scratch, f32 (4, >= m). Meanwhile
+    prefetches what is used next: ``row_bytes`` at each at + i row_bytes.
     """
     m = rows.shape[0]
     ver, dist = tables.ver[unit], tables.dist[unit]
     ver_bounds, dist_bounds = tables.ver_bounds[unit], tables.dist_bounds[unit]
-    old, new = np.empty((2, m), np.float32), np.empty((2, m), np.float32)
+    old, new = changes[:2], changes[2:]
     for j in range(m):
         i = np.uint64(rows[j])
         delta = np.uint64(n - 1) - i

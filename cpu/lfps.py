@@ -1,114 +1,80 @@
-"""One decode step of LFPS for a whole layer; lfps_start.py is how its tables begin."""
+"""The second half of a step of LFPS: candidates (lfps_search.py) are scored and attended to, and
+tables learn (how they begin: lfps_start.py). And how threads share a step.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
-from sparsekv_cli.cpu.attention import append_row, scaled_copy
-from sparsekv_cli.cpu.bypass import bypass, may_bypass
 from sparsekv_cli.cpu.emit import LANES, keep, next_task, prefetch_lines
-from sparsekv_cli.cpu.history import (
-    BLOCK,
-    RESCALE_BELOW,
-    SINKS,
-    add_entries,
-    count_rows,
-    expand,
-    extract_rows,
-    filter_expansion,
-    mark_slash,
-    mark_vertical,
-    prefetch_tables,
-    rescale_tables,
-    set_range,
-    threshold,
+from sparsekv_cli.cpu.history import RESCALE_BELOW, SINKS, add_entries, rescale_tables
+from sparsekv_cli.cpu.lfps_search import (
+    ATTENDED,
+    SCORES_DONE,
+    SEARCHED,
+    ask_for_entries,
+    merge_candidates,
+    n_active_heads,
+    search_unit,
 )
-from sparsekv_cli.cpu.parallel import PRANGE_ONLY
+from sparsekv_cli.cpu.pool import atomic_add, wait_for
 from sparsekv_cli.cpu.rows import GATHER, K_HEAD, K_KIND, K_ROW, V_HEAD, V_KIND, V_ROW, K, V
 from sparsekv_cli.cpu.select import order_keys, select_largest
 from sparsekv_cli.cpu.tiles import (
+    AHEAD_GATHER,
+    MAX_TILE,
     NEGATIVE_INFINITY,
-    PAD,
     exp_in_place,
     max_of,
     tile_scores,
     tile_values,
 )
 
-LOCAL = 6  # keys before the current one in the local mass of the bypass test (eq 6)
-# Columns of the statistics (int64, one row a unit).
-ROWS, SCORED, ATTENDED, TESTED, BYPASSED, HEAD_STEPS = range(6)
-BOUNDS_READ, ENTRIES_READ, KEYS_READ = range(6, 9)
-N_STATISTICS = 9
-RAISE = 1.25  # factor of the thresholds where too many rows pass
-AHEAD_SEARCH = 64  # candidates whose keys are asked for when they are found
-CALM = 0.7  # share of the limit below which the thresholds come down again
+SCORE_PIECE = 80  # rows of C1: a multiple of what tile_scores takes at a time, of every tile
 
 
-class Rules(NamedTuple):
-    """Options of a step; symbols as in the paper."""
-
-    scale: float
-    n_kv_head: int
-    recent: int  # R
-    a: float
-    horizon: int  # most entries that the mean of the thresholds is over
-    decay: float  # r
-    epsilon: float
-    filtered: bool  # whether neighbours must be above the mean (eq 9)
-
-
-@njit(cache=True, nogil=True)
-def _candidates(unit, n, n_recent, limit, rules, tables, raised, statistics):
-    """C1, ascending: rows above a threshold, their neighbours and the recents (eq 8, 9).
-
-    While more than ``limit`` rows pass, both thresholds are raised by RAISE; ``raised`` f64 (U,)
-    remembers how far, and comes down again when fewer than CALM of them pass.
-    """
-    n_words = (n + BLOCK - 1) // BLOCK
-    n_known = n - SINKS
-    words, wide = np.empty(n_words + 1, np.uint64), np.empty(n_words, np.uint64)
-    ver, dist, sums = tables.ver[unit], tables.dist[unit], tables.sums[unit]
-    tau_ver = threshold(sums[0], n_known, rules.a, rules.horizon)
-    tau_dist = threshold(sums[1], n_known, rules.a, rules.horizon)
-    factor = raised[unit]
-    while True:
-        words[:] = 0
-        n_read = mark_vertical(ver, tables.ver_bounds[unit], n, factor * tau_ver, words)
-        n_read += mark_slash(dist, tables.dist_bounds[unit], n, factor * tau_dist, words)
-        statistics[unit, ENTRIES_READ] += n_read
-        statistics[unit, BOUNDS_READ] += 2 * n_words
-        expand(words, wide, n_words)
-        if rules.filtered:
-            means = sums[0, 0] / n_known, sums[1, 0] / n_known
-            filter_expansion(wide, words, n_words, ver, dist, n, means[0], means[1])
-        set_range(wide, n - n_recent, n)
-        count = count_rows(wide, n_words, n)
-        if count <= limit or factor > 1e9:
-            calm = count < CALM * limit
-            raised[unit] = max(1.0, factor / RAISE) if calm else factor
-            return extract_rows(wide, n_words, count)
-        factor *= RAISE
+@njit(cache=True, nogil=True, forceinline=True)
+def _score_part(pool, part, n_parts, step):
+    """Scores of a part of C1 by the pool's active heads; a tile of heads shares each key row."""
+    work, layout, rules = step.work, step.layout, step.rules
+    (n_head, d), n_pool, count = step.q.shape, work.rows.shape[0], work.n_rows[pool]
+    piece = n_parts * SCORE_PIECE
+    size = (count + piece - 1) // piece * SCORE_PIECE
+    first, last = part * size, min(count, (part + 1) * size)
+    if first >= last:
+        return
+    h0, heads = pool * n_head // n_pool, n_head // n_pool
+    k_row, mode = layout[K_ROW], layout[K_KIND] | GATHER
+    k_at = layout[K] + h0 // (n_head // rules.n_kv_head) * layout[K_HEAD]
+    for j in range(first, min(last, first + AHEAD_GATHER)):  # the others as the scores proceed
+        prefetch_lines(k_at + work.rows[pool, j] * k_row, k_row)
+    n_active = work.active[h0 : h0 + heads].sum()
+    for t in range(0, n_active, MAX_TILE):
+        tile_scores(
+            min(MAX_TILE, n_active - t), mode, work.queries[h0 + t].ctypes.data, k_at, k_row,
+            work.rows[pool, first:].ctypes.data, last - first, d,
+            work.scores[pool, t, first:].ctypes.data, work.scores.shape[2],
+        )  # fmt: skip
 
 
-@njit(cache=True, nogil=True)
-def _attend_candidates(
-    unit, sinks, rows, scores, k_budget, n_recent, v, v_row, v_kind, tables, part, n, keys, chosen,
-    lse, out,
-):  # fmt: skip
+@njit(cache=True, nogil=True, forceinline=True)
+def _attend_head(h, unit, rows, scores, part, step):
     """C2 = the recents and the best of C1 by exact score; attends sinks and C2, learns C2 (eq 10).
 
     scores f32 (count + PAD,) of C1 ``rows`` ascending, whose last n_recent are the recents. To the
-    unit's tables ``part`` times the softmax over C2 alone less its halved mean is added. keys,
-    chosen: int32 scratch. lse: f32 (1,), if only C2 is attended, or (0,). Returns C2's rows int32
-    (m,).
+    unit's tables ``part`` times the softmax over C2 alone less its halved mean is added. Returns
+    C2's rows int32 (m,).
     """
+    tables, layout, n, n_recent = step.tables, step.layout, step.n, step.n_recent
+    sinks, out, lse = step.work.near[h], step.out[h], step.lse[h : h + 1]
+    v_row, v_kind = layout[V_ROW], layout[V_KIND]
+    v = layout[V] + h // (step.q.shape[0] // step.rules.n_kv_head) * layout[V_HEAD]
     ver, dist = tables.ver[unit], tables.dist[unit]
     count = rows.shape[0]
-    m = min(count, k_budget)
+    m = min(count, step.k_budget)
+    keys, chosen, weights = step.scratch.keys, step.scratch.chosen, step.scratch.weights
+    picked = step.scratch.picked[:m]
     n_old = count - n_recent
     if m < count:
         order_keys(scores, keys, n_old)
@@ -118,8 +84,6 @@ def _attend_candidates(
     else:
         for j in range(m):
             chosen[j] = j
-    picked = np.empty(m, np.int32)
-    weights = np.empty(m + PAD, np.float32)
     for j in range(m):
         c = np.uint64(chosen[j])
         i = rows[c]
@@ -154,217 +118,107 @@ def _attend_candidates(
         weights[:m] = 1
         learned = np.float64(m)
     # The tables learn first: meanwhile the values arrive.
-    add_entries(unit, tables, n, picked, weights, 0.5 * learned / m, part / learned, v, v_row)
+    add_entries(
+        unit, tables, n, picked, weights, 0.5 * learned / m, part / learned, v, v_row,
+        step.scratch.changes,
+    )  # fmt: skip
     if mass > 0:
         tile_values(
             1, v_kind | GATHER, weights.ctypes.data, 0, v, v_row, picked.ctypes.data, m, d_v,
             out.ctypes.data,
         )  # fmt: skip
-    keep(weights)
     for c in range(d_v):
         out[c] /= total
     return picked
 
 
-class Search(NamedTuple):
-    """What a unit's heads look for, before any candidate is scored."""
-
-    queries: np.ndarray  # f32 (heads, d), scaled
-    near: np.ndarray  # f32 (heads, >= n_near): scores of the sinks and of the local rows
-    active: np.ndarray  # bool (heads,): not bypassed
-    n_active: int
-    rows: np.ndarray  # int32: C1, ascending; empty where no head is active
-
-
-@njit(cache=True, nogil=True)
-def _search_unit(
-    unit, q, layout, n, n_recent, limit, rules, tables, raised, constants, statistics, attended,
-    n_attended, lse, out,
-):  # fmt: skip
-    """The bypass tests of a unit's heads, with the outputs of those bypassed, and C1 of the others,
-    whose first keys are asked for.
-    """
-    n_head, d = q.shape
-    heads = n_head // tables.gain.shape[0]
-    first_local = max(SINKS, n - 1 - LOCAL)
-    n_near = SINKS + n - first_local
-    h0 = unit * heads
-    kv_head = h0 // (n_head // rules.n_kv_head)
-    k_row, v_row, k_kind, v_kind = layout[K_ROW], layout[V_ROW], layout[K_KIND], layout[V_KIND]
-    k_at = layout[K] + kv_head * layout[K_HEAD]
-    v_at = layout[V] + kv_head * layout[V_HEAD]
-    prefetch_lines(k_at, SINKS * k_row)
-    prefetch_lines(k_at + first_local * k_row, (n - first_local) * k_row)
-    scaled = scaled_copy(q[h0 : h0 + heads], np.float32(rules.scale))
-    near = np.empty((heads, SINKS + LOCAL + 1 + PAD), np.float32)
-    active = np.zeros(heads, np.bool_)
-    n_active = 0
-    for t in range(heads):
-        at = near[t].ctypes.data
-        query = scaled[t].ctypes.data
-        tile_scores(1, k_kind, query, k_at, k_row, 0, SINKS, d, at, 0)
-        tile_scores(
-            1, k_kind, query, k_at + first_local * k_row, k_row, 0, n - first_local, d,
-            at + 4 * SINKS, 0,
-        )  # fmt: skip
-        active[t] = True
-        if may_bypass(near[t], n_near, rules.epsilon):
-            statistics[unit, TESTED] += 1
-            active[t] = not bypass(
-                scaled[t], near[t], n_near, constants, kv_head, constants.ratio[h0 + t], v_at,
-                v_row, v_kind, first_local, n, rules.epsilon, lse[h0 + t : h0 + t + 1], out[h0 + t],
-            )  # fmt: skip
-        n_active += active[t]
-        if not active[t] and attended.shape[1]:
-            n_attended[h0 + t] = n_near
-            for j in range(n_near):
-                near_row = j if j < SINKS else first_local + j - SINKS
-                attended[h0 + t, j] = near_row
-    statistics[unit, ROWS] += heads * n
-    statistics[unit, SCORED] += heads * n_near
-    statistics[unit, KEYS_READ] += heads * n_near
-    statistics[unit, HEAD_STEPS] += heads
-    statistics[unit, BYPASSED] += heads - n_active
-    statistics[unit, ATTENDED] += (heads - n_active) * n_near
-    if n_active == 0:
-        return Search(scaled, near, active, n_active, np.empty(0, np.int32))
-    rows = _candidates(unit, n, n_recent, limit, rules, tables, raised, statistics)
-    count = rows.shape[0]
-    statistics[unit, SCORED] += n_active * (count - min(count, n_near - SINKS))
-    for j in range(min(count, AHEAD_SEARCH)):  # the others are asked for as the scores proceed
-        prefetch_lines(k_at + rows[j] * k_row, k_row)
-    return Search(scaled, near, active, n_active, rows)
-
-
-@njit(cache=True, nogil=True)
-def _score_candidates(search, k_at, k_row, k_kind, reads):
-    """Scores f32 (heads, count + PAD) of the candidates; reads, int64 (1,), counts the keys."""
-    heads, d = search.queries.shape
-    rows = search.rows
-    count = rows.shape[0]
-    stride = count + PAD
-    scores = np.empty((heads, stride), np.float32)
-    if search.n_active == heads:  # a tile of heads shares each key row
-        reads[0] += count * ((heads + 3) // 4)
-        for t in range(0, heads, 4):
-            tile_scores(
-                min(4, heads - t), k_kind | GATHER, search.queries[t].ctypes.data, k_at, k_row,
-                rows.ctypes.data, count, d, scores[t].ctypes.data, stride,
-            )  # fmt: skip
-    else:
-        reads[0] += count * search.n_active
-        for t in range(heads):
-            if search.active[t]:
-                tile_scores(
-                    1, k_kind | GATHER, search.queries[t].ctypes.data, k_at, k_row,
-                    rows.ctypes.data, count, d, scores[t].ctypes.data, 0,
-                )  # fmt: skip
-    return scores
-
-
-@njit(cache=True, nogil=True)
-def _attend_unit(
-    unit, search, scores, k_budget, n_recent, v_at, v_row, v_kind, n, decay, tables, statistics,
-    attended, n_attended, lse, out,
-):  # fmt: skip
+@njit(cache=True, nogil=True, forceinline=True)
+def _attend_unit(unit, step):
     """Attention and learning of a unit's active heads."""
-    heads = search.active.shape[0]
-    h0 = unit * heads
-    count = search.rows.shape[0]
-    keys = np.empty(count, np.int32)
-    chosen = np.empty(min(count, k_budget), np.int32)
-    gain = tables.gain[unit] * decay
-    part = 1.0 / (gain * search.n_active)
-    for t in range(heads):
-        if not search.active[t]:
+    work, tables = step.work, step.tables
+    n_head, n_unit, n_pool = step.q.shape[0], tables.gain.shape[0], work.rows.shape[0]
+    n_active = n_active_heads(unit, step)
+    if n_active == 0:
+        return
+    pool = unit * n_pool // n_unit
+    first = pool * n_head // n_pool
+    rows = work.rows[pool, : work.n_rows[pool]]
+    count = rows.shape[0]
+    m = min(count, step.k_budget)
+    gain = tables.gain[unit] * step.rules.decay
+    part = 1.0 / (gain * n_active)
+    for h in range(unit * n_head // n_unit, (unit + 1) * n_head // n_unit):
+        if not work.active[h]:
             continue
-        picked = _attend_candidates(
-            unit, search.near[t], search.rows, scores[t], k_budget, n_recent, v_at, v_row, v_kind,
-            tables, part, n, keys, chosen, lse[h0 + t : h0 + t + 1], out[h0 + t],
-        )  # fmt: skip
-        m = min(count, k_budget)
-        statistics[unit, ATTENDED] += m + SINKS
-        if attended.shape[1]:
-            n_attended[h0 + t] = m + SINKS
+        scores = work.scores[pool, work.active[first:h].sum()]
+        picked = _attend_head(h, unit, rows, scores, part, step)
+        step.statistics[unit, ATTENDED] += m + SINKS
+        if step.attended.shape[1]:
+            step.n_attended[h] = m + SINKS
             for j in range(SINKS):
-                attended[h0 + t, j] = j
+                step.attended[h, j] = j
             for j in range(m):
-                attended[h0 + t, SINKS + j] = picked[j]
+                step.attended[h, SINKS + j] = picked[j]
     if gain < RESCALE_BELOW:
-        rescale_tables(unit, tables, gain, n)
+        rescale_tables(unit, tables, gain, step.n)
         gain = 1.0
     tables.gain[unit] = gain
 
 
-@njit(cache=True, nogil=True)
-def _step_units(
-    counter, q, layout, n, k_budget, limit, rules, tables, raised, constants, statistics, attended,
-    n_attended, lse, out, n_threads,
-):  # fmt: skip
-    """Takes tasks until there are none: whole kv groups, whose heads share key rows in this
-    thread's cache, while every thread can have one; then single units.
+@njit(cache=True, nogil=True, forceinline=True)
+def _run(task, pool, n_parts, step):
+    """A task of a pool: a search a unit, then the scores in ``n_parts``, then a unit's attention.
 
-    Of a kv group's units the next one's candidates are searched, and their first keys asked for,
-    before this one attends, which works mostly in the caches.
+    It waits for the tasks before it that others have taken.
     """
-    n_kv_head, n_unit = rules.n_kv_head, tables.gain.shape[0]
-    a_group = n_unit // n_kv_head
-    n_whole = n_kv_head // n_threads * n_threads
-    n_recent = max(1, min(rules.recent, k_budget // 2))  # the current row is always a candidate
-    k_row, v_row, k_kind, v_kind = layout[K_ROW], layout[V_ROW], layout[K_KIND], layout[V_KIND]
+    n_pool = step.work.rows.shape[0]
+    n_unit = step.tables.gain.shape[0] // n_pool
+    progress = step.work.progress[pool].ctypes.data
+    if task < n_unit:
+        search_unit(pool * n_unit + task, step)
+        if atomic_add(progress + 8 * SEARCHED, 1) == n_unit - 1:
+            merge_candidates(pool, step)
+            atomic_add(progress + 8 * SEARCHED, 1)
+    elif task < n_unit + n_parts:
+        wait_for(progress + 8 * SEARCHED, n_unit + 1)
+        _score_part(pool, task - n_unit, n_parts, step)
+        atomic_add(progress + 8 * SCORES_DONE, 1)
+    else:
+        wait_for(progress + 8 * SCORES_DONE, n_parts)
+        _attend_unit(pool * n_unit + task - n_unit - n_parts, step)
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def run_tasks(counter, n_threads, step):
+    """What a thread of a step does: takes tasks until there are none. First come whole pools, while
+    every thread can have as many; then the pools that are left over, whose tasks threads share: all
+    searches first, all attention last.
+
+    counter: int64 (1,), of the tasks taken.
+    """
+    n_pool = step.work.rows.shape[0]
+    n_unit = step.tables.gain.shape[0] // n_pool
+    a_thread, n_shared = n_pool // n_threads, n_pool % n_threads
+    n_whole = n_pool - n_shared
+    n_tasks = 2 * n_unit + n_threads  # of a shared pool
     task = next_task(counter)
-    while task < n_whole + (n_kv_head - n_whole) * a_group:
-        first, last = task * a_group, (task + 1) * a_group
-        if task >= n_whole:
-            first = n_whole * a_group + task - n_whole
-            last = first + 1
-        prefetch_tables(first, n, rules, tables, raised)
-        search = _search_unit(
-            first, q, layout, n, n_recent, limit, rules, tables, raised, constants, statistics,
-            attended, n_attended, lse, out,
-        )  # fmt: skip
-        for unit in range(first, last):
-            kv_head = unit // a_group
-            k_at = layout[K] + kv_head * layout[K_HEAD]
-            v_at = layout[V] + kv_head * layout[V_HEAD]
-            now = search
-            if unit + 1 < last:
-                prefetch_tables(unit + 1, n, rules, tables, raised)
-            scores = _score_candidates(
-                now, k_at, k_row, k_kind, statistics[unit, KEYS_READ : KEYS_READ + 1]
-            )
-            if unit + 1 < last:
-                search = _search_unit(
-                    unit + 1, q, layout, n, n_recent, limit, rules, tables, raised, constants,
-                    statistics, attended, n_attended, lse, out,
-                )  # fmt: skip
-            if now.n_active:
-                _attend_unit(
-                    unit, now, scores, k_budget, n_recent, v_at, v_row, v_kind, n, rules.decay,
-                    tables, statistics, attended, n_attended, lse, out,
-                )  # fmt: skip
+    while task < n_whole + n_shared * n_tasks:
+        if task < n_whole:  # a thread's are neighbours: heads of a kv group share key rows
+            pool = task % n_threads * a_thread + task // n_threads
+            for unit in range(pool * n_unit, (pool + 1) * n_unit):
+                ask_for_entries(unit, step)
+            first, last, n_parts = 0, 2 * n_unit + 1, 1
+        else:
+            first, of_stage = 0, task - n_whole
+            for width in (n_unit, n_threads, n_unit):  # searches, scores, attention
+                if of_stage < n_shared * width:
+                    break
+                of_stage -= n_shared * width
+                first += width
+            pool, first = n_whole + of_stage // width, first + of_stage % width
+            last, n_parts = first + 1, n_threads
+            if first < n_unit:
+                ask_for_entries(pool * n_unit + first, step)
+        for each in range(first, last):
+            _run(each, pool, n_parts, step)
         task = next_task(counter)
-
-
-@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def lfps_step(
-    q, k, v, layout, n, k_budget, limit, rules, tables, raised, constants, statistics, attended,
-    n_attended, lse, out, n_threads,
-):  # fmt: skip
-    """One decode step of a layer (Algorithm 1): stores the current token as row n - 1, and attends.
-
-    q f32 (H, 1, d), k (G, 1, d), v (G, 1, d_v); layout int64 (8,), see rows.py. k_budget = |C2|;
-    limit: most rows of C1, at least R; raised f64 (U,): by how much it has raised the thresholds.
-    tables: history.py; constants: bypass.py. statistics int64 (U, N_STATISTICS), added to. attended
-    int32 (H, m), n_attended int64 (H,): the rows that each head attended to, sinks first; m = 0
-    leaves them out. out f32 (H, d_v). lse f32 (H,): the sinks are left out of ``out``, and this is
-    the log of the sum of exponentials of the scores that it covers; (0,): they are in it.
-    """
-    append_row(k[:, 0], v[:, 0], layout, n - 1)
-    queries = q[:, 0]
-    counter = np.zeros(1, np.int64)
-    for _thread in prange(n_threads):
-        _step_units(
-            counter, queries, layout, n, k_budget, limit, rules, tables, raised, constants,
-            statistics, attended, n_attended, lse, out, n_threads,
-        )  # fmt: skip

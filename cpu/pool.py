@@ -59,7 +59,9 @@ def _atomic_store(typingctx, address, value):
 
 
 @intrinsic
-def _atomic_add(typingctx, address, value):
+def atomic_add(typingctx, address, value):
+    """Adds to the int64 at ``address``, whatever other threads do; returns what it was before."""
+
     def codegen(context, b, signature, args):
         return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), args[1], "acq_rel")
 
@@ -211,6 +213,19 @@ def _control(typingctx):
 
 
 @njit(nogil=True, cache=True)
+def wait_for(address, least):
+    """Waits until the int64 at ``address`` is at least ``least``, for what other tasks of the same
+    loop have yet to do; they must have begun.
+    """
+    n_looks = 0
+    while _atomic_load(address) < least:
+        _pause()
+        n_looks += 1
+        if n_looks % 1024 == 0:
+            _yield()
+
+
+@njit(nogil=True, cache=True)
 def _take_tasks(control, worker):
     """Runs tasks of the present job until all are taken; returns how many.
 
@@ -225,7 +240,7 @@ def _take_tasks(control, worker):
             return n_run
         if _compare_and_swap(control + 8 * TICKET, ticket, ticket + 1):
             _run_task(control + 8 * JOB, task)
-            _atomic_add(control + 8 * DONE, 1)
+            atomic_add(control + 8 * DONE, 1)
             n_run += 1
 
 
@@ -237,7 +252,7 @@ def _use_the_wait(control, worker):
     expected = control + 8 * EXPECTED
     is_left = _atomic_load(control + 8 * NEXT) < _atomic_load(expected)
     if is_left and worker < _atomic_load(control + 8 * (JOB + N_THREADS)):
-        at = _atomic_add(control + 8 * NEXT, PIECE)
+        at = atomic_add(control + 8 * NEXT, PIECE)
         for i in range(N_REGIONS):
             start, size = _atomic_load(expected + 8 + 16 * i), _atomic_load(expected + 16 + 16 * i)
             if at < size:
@@ -281,10 +296,10 @@ def _work(control, worker):
             continue
         ticket = _atomic_load(control + 8 * TICKET)
         _mutex(control + 8 * LOCK, 1)
-        _atomic_add(control + 8 * ASLEEP, 1)
+        atomic_add(control + 8 * ASLEEP, 1)
         while _atomic_load(control + 8 * TICKET) == ticket:
             _wait(control + 8 * SIGNAL, control + 8 * LOCK)
-        _atomic_add(control + 8 * ASLEEP, -1)
+        atomic_add(control + 8 * ASLEEP, -1)
         _mutex(control + 8 * LOCK, 0)
         n_idle = 0
 
@@ -299,7 +314,7 @@ def _run_job(control, job, n_tasks):
     generation = ((old >> (2 * COUNT_BITS)) + 1) & 0x7FFFFF
     ticket = (generation << (2 * COUNT_BITS)) | (n_tasks << COUNT_BITS)
     _atomic_store(control + 8 * TICKET, ticket)
-    if _atomic_add(control + 8 * ASLEEP, 0) > 0:  # an addition: no load passes the store above
+    if atomic_add(control + 8 * ASLEEP, 0) > 0:  # an addition: no load passes the store above
         _mutex(control + 8 * LOCK, 1)
         _wake_all(control + 8 * SIGNAL)
         _mutex(control + 8 * LOCK, 0)

@@ -10,7 +10,7 @@ the best, and feeds the weights back.
 | eq 5, 6, high-sparsity test (sink, global, local mass) | cpu/bypass.py bypass |
 | eq 7, 8, candidates C0 above tau = a mean / kappa | cpu/history.py threshold, mark_* |
 | eq 9, expansion by {-1, 0, 1, 2} to C1 | cpu/history.py expand, filter_expansion |
-| Algorithm 1 line 10, top-k of C1 by exact q . k | cpu/lfps.py _attend_candidates |
+| Algorithm 1 line 10, top-k of C1 by exact q . k | cpu/lfps.py _score_part, _attend_head |
 | eq 10, decay and update of the tables | cpu/history.py add_entries (lazily: u = Phi / g) |
 
 Departures. (1) A bypassed head returns the softmax-weighted mean of sinks, local keys and the mean
@@ -29,33 +29,29 @@ depends on the token, not on the past, and is so wide that pages find it as well
 (exact top-k of 5% does worse there: .171 at 6500 instead of .142). (8) The budget is at most 256
 rows. (9) The mean of eq 8 is over at most ``horizon`` (6144) entries. By the formula the same few
 heavy entries have thresholds that fall as 1/n, and ever lighter ones become candidates. (7) to (9)
-bound what grows with the context; the second table says what they cost.
+bound what grows with the context; the second table says what they cost. (10) Heads of a kv group
+score each other's candidates (``scored_by=group``), so that a key row is read and widened once for
+all of them. What one head has seen helps the others: a is multiplied by 1 + .75 for each other head
+(of two at most: SHARED), a head scores about as many rows, and a group reads a third fewer.
 
 KLD(full || lfps), top-1 agreement and rows scored in % of the context on SmolLM2-135M, 4 texts x 64
-steps at 1700, 3300 and 6500 tokens (``scripts/accuracy``; layers 0 and 1 dense where no others are
-named; - where not measured; the first seven rows with an int8 prefill, the rest f32; at 6500 rows
-scored include layer 0 where it chooses pages):
+steps at 1700, 3300 and 6500 tokens (``scripts/accuracy``, prefill in bf16, int8 or f32; - where not
+measured; at 6500 rows scored include layer 0 where it chooses pages):
 
-| a, candidates | KLD | top-1 | rows scored % |
+| scored_by: a, candidates | KLD | top-1 | rows scored % |
 |---|---|---|---|
-| .32, 2048, with (7) to (9) (default) | .094 .078 .149 | .85 .82 .86 | 13.8 12.5 8.0 |
-| .32, 2048, layer 0 dense, without (8), (9) | .094 .078 .140 | .85 .82 .84 | 13.8 12.5 8.1 |
-| .3, 2048, layer 0 dense | - .071 .137 | - .84 .86 | - 13.0 8.3 |
-| .35, 2048, layer 0 dense | - .082 .143 | - .82 .86 | - 11.9 7.8 |
-| .35, 2048 (int8) | .091 .081 .139 | .82 .82 .86 | 13.1 12.0 7.8 |
-| .35, 2048, none dense | .127 .091 .156 | .82 .81 .83 | 12.9 11.7 7.7 |
-| .3, 2048, none dense | .125 .087 .151 | .83 .80 .84 | 13.9 12.7 8.3 |
-| .35, 2048 (f32) | .095 .085 .136 | .82 .84 .84 | 13.2 12.0 7.9 |
-| .3, 2048 | .092 .070 .138 | .83 .83 .84 | 14.2 13.1 8.4 |
-| .25, none | - - .113 | - - .86 | - - 9.6 |
-| .25, 1536 | - .065 - | - .84 - | - 13.9 - |
-| .2, none | - - .102 | - - .87 | - - 10.7 |
-| .2, 2048 | - - .124 | - - .86 | - - 9.8 |
-| .2, 1536 | .080 .062 .168 | .85 .85 .83 | 17.3 15.2 8.8 |
-| .2, n / 4 | .123 .083 - | .84 .82 - | 11.9 11.5 - |
-| .2, n / 6 | .177 .150 .201 | .84 .79 .78 | 9.2 8.5 7.2 |
+| group: .32, 4096 (default) | .080 .087 .150 | .84 .83 .83 | 14.1 13.0 9.2 |
+| group: .32, 2048 | .080 .087 .181 | .84 .83 .80 | 14.1 13.0 9.1 |
+| group: .26, 6144 | .066 .073 .136 | .83 .83 .84 | 15.9 15.0 10.4 |
+| head: .32, 2048 (default before) | .097 .074 .146 | .86 .82 .85 | 13.8 12.5 8.0 |
+| head: .32, 2048, layer 0 dense, without (8), (9) | .094 .078 .140 | .85 .82 .84 | 13.8 12.5 8.1 |
+| head: .35, 2048, layers 0 and 1 dense | .095 .085 .136 | .82 .84 .84 | 13.2 12.0 7.9 |
+| head: .35, 2048, none dense | .127 .091 .156 | .82 .81 .83 | 12.9 11.7 7.7 |
+| head: .2, none, layers 0 and 1 dense | - - .102 | - - .87 | - - 10.7 |
+| head: .2, 2048, layers 0 and 1 dense | - - .124 | - - .86 | - - 9.8 |
+| head: .2, 1536, layers 0 and 1 dense | .080 .062 .168 | .85 .85 .83 | 17.3 15.2 8.8 |
 
-Beyond the model's 8192 tokens, with YaRN (our texts end to end, 64 steps):
+Beyond the model's 8192 tokens, with YaRN (our texts end to end, 64 steps, scored_by=head):
 
 | KLD / rows scored %, at | 16000 (factor 2) | 27000 (factor 4) |
 |---|---|---|
@@ -63,7 +59,7 @@ Beyond the model's 8192 tokens, with YaRN (our texts end to end, 64 steps):
 | the same with pages of 16 (512 rows) | .065 / 5.0 | .140 / 4.3 |
 | and horizon 8192 | .066 / 4.2 | .171 / 3.4 |
 | and 256 rows | .070 / 4.2 | .176 / 3.4 |
-| and horizon 6144 (default) | .074 / 3.8 | - |
+| and horizon 6144 | .074 / 3.8 | - |
 | streaming | .172 / 0 | .305 / 0 |
 """
 
@@ -89,7 +85,7 @@ from sparsekv_cli.cache import (
     padded,
 )
 from sparsekv_cli.cpu import history
-from sparsekv_cli.cpu import lfps as kernels
+from sparsekv_cli.cpu import lfps_search as search
 from sparsekv_cli.cpu.arrays import on_lines
 from sparsekv_cli.cpu.bypass import Constants
 from sparsekv_cli.cpu.history import Tables
@@ -103,6 +99,7 @@ ALL = np.float32(1e30)  # a log-sum-exp beside which no other rows count
 NO_HORIZON = 1 << 62
 PAGES = Quest(page=32, budget=Budget(tokens=1024))  # of dense layers beyond ``dense_rows``
 BUDGET = replace(DEFAULT_BUDGET, ceiling=256)
+SHARED = 0.75, 2  # what each other head that shares candidates adds to the factor of a; most such
 
 
 def _option(default: Any, text: str) -> Any:
@@ -122,6 +119,7 @@ class LFPS(Method):
         "paper": {
             "budget": DEFAULT_BUDGET,
             "dense_rows": 0,
+            "scored_by": "head",
             "expand": "filtered",
             "recent": 8,
             "candidates": 0,
@@ -139,9 +137,10 @@ class LFPS(Method):
     preset: str = _option("tuned", "tuned, fast or paper; other options change it")
     budget: Budget = _option(BUDGET, "rows attended a head, k: N or P%")
     tables: str = _option("head", "tables a query 'head' or shared by a kv 'group'")
+    scored_by: str = _option("group", "who scores candidates: their 'head' or its kv 'group'")
     expand: str = _option("plain", "neighbours of candidates: 'plain' or 'filtered' (eq 9)")
     recent: int = _option(32, "R: most recent rows always candidates (at most half the budget)")
-    candidates: int = _option(2048, "most rows scored a head, or twice the budget; 0 = no limit")
+    candidates: int = _option(4096, "most rows scored a head, or twice the budget; 0 = no limit")
     a: float = _option(0.32, "factor of the candidate threshold (eq 8)")
     horizon: int = _option(6144, "most entries that eq 8 takes the mean over; 0 = all")
     decay: float = _option(0.95, "r: decay of the tables a step (eq 10)")
@@ -153,6 +152,7 @@ class LFPS(Method):
         choices = {
             "preset": tuple(self.presets),
             "tables": ("head", "group"),
+            "scored_by": ("head", "group"),
             "expand": ("plain", "filtered"),
             "sigma": ("cov", "ratio"),
         }
@@ -234,18 +234,26 @@ class LFPSCache(LayerCache):
             covariance=np.zeros((n_kv, size, size), np.float32),
             ratio=np.zeros(spec.n_head, np.float32),
         )
-        self._rules = kernels.Rules(
-            float(spec.scale), n_kv, method.recent, method.a, method.horizon or NO_HORIZON,
-            method.decay, method.epsilon, method.expand == "filtered",
+        pooled = method.tables == "head" and method.scored_by == "group"
+        each, most = SHARED
+        a = method.a * (1 + each * min(spec.group - 1, most) * pooled)
+        self._rules = search.Rules(
+            float(spec.scale), n_kv, method.recent, float(a), method.horizon or NO_HORIZON,
+            float(method.decay), float(method.epsilon), method.expand == "filtered",
+            pooled,
         )  # fmt: skip
         none = np.zeros((self._n_unit, 0), np.float32)
         sums, gain = np.zeros((self._n_unit, 2, 4)), np.ones(self._n_unit)
         self._tables = Tables(none, none, none, none, sums, gain)
         self._raised = np.ones(self._n_unit)
-        self._statistics = np.zeros((self._n_unit, kernels.N_STATISTICS), np.int64)
+        self._statistics = np.zeros((self._n_unit, search.N_STATISTICS), np.int64)
         self._untraced = np.empty((spec.n_head, 0), np.int32), np.zeros(spec.n_head, np.int64)
         self._indexed = False
-        self._step: LFPSStep | None = None  # made when it is wanted
+        self._step = LFPSStep(
+            spec.n_head, self._rules, self._constants, self._raised, self._statistics,
+            spec.n_threads,
+        )  # fmt: skip
+        self._step.trace(*self._untraced)
         self.lse = np.empty(0, np.float32)  # see ``leave_sinks``
 
     def leave_sinks(self) -> None:
@@ -255,6 +263,7 @@ class LFPSCache(LayerCache):
         covers: ALL after a step that was dense, whose output has the sinks.
         """
         self.lse = np.empty(self.spec.n_head, np.float32)
+        self._step.leave_sinks(self.lse)
 
     def _allocate(self, capacity: int) -> None:
         """Tables of ``capacity`` entries, in whole blocks, what they hold kept; new ones are 0."""
@@ -265,8 +274,7 @@ class LFPSCache(LayerCache):
             ver_bounds=_grown(old.ver_bounds, blocks),
             dist_bounds=_grown(old.dist_bounds, blocks),
         )
-        if self._step is not None:
-            self._step.use_tables(self._tables)
+        self._step.use_tables(self._tables)
 
     def prefill(self, x: AttnInput) -> Any:
         self._queries.add(x.q)
@@ -320,20 +328,17 @@ class LFPSCache(LayerCache):
         if not self._indexed:  # after a rewind, or a prompt too short to start from
             self.backend.append_row(store, x)  # the tables start from all rows, this one too
             self._index(x.q[..., : spec.head_dim])
-        limit = self._prepare(n, k)
+        self._prepare(n, k)
         out = np.empty((spec.n_head, store.v_type.width), np.float32)
-        attended, counts = self._untraced
         if self.traced:
-            width = N_SINKS + max(k, kernels.LOCAL + 1)  # a bypassed head lists its local rows
+            width = N_SINKS + max(k, search.LOCAL + 1)  # a bypassed head lists its local rows
             attended = np.empty((spec.n_head, width), np.int32)
-            counts = np.zeros(spec.n_head, np.int64)
-        kernels.lfps_step(
-            x.q, x.k, x.v, store.layout, n, k, limit, self._rules, self._tables, self._raised,
-            self._constants, self._statistics, attended, counts, self.lse, out, spec.n_threads,
-        )  # fmt: skip
+            self.attended = (attended, np.zeros(spec.n_head, np.int64))
+            self._step.trace(*self.attended)
+        self._step.run(x.q, x.k, x.v, out)
         store.n = n
         if self.traced:
-            self.attended = (attended, counts)
+            self._step.trace(*self._untraced)
         return out
 
     def begin(self) -> tuple[int, int] | None:
@@ -341,24 +346,18 @@ class LFPSCache(LayerCache):
         k = self.method.budget.rows(n)
         if k + N_SINKS >= n or not self._indexed or self.traced or self.lse.size:
             return None
-        limit = self._prepare(n, k)
-        if self._step is None:
-            self._step = LFPSStep(
-                self.spec.n_head, self._rules, self._constants, self._raised, self._statistics,
-                self.spec.n_threads,
-            )  # fmt: skip
-            self._step.use_tables(self._tables)
-        return self._step.at(self.store.layout, n, k, limit)
+        return self._prepare(n, k)
 
     def end(self) -> None:
         self.store.n += 1
 
-    def _prepare(self, n: int, k: int) -> int:
-        """Room for n rows and their entries; returns how many candidates a head may score."""
+    def _prepare(self, n: int, k: int) -> tuple[int, int]:
+        """The step to n rows of which a head attends to k, with room for rows and entries."""
         self.store.reserve(n)
         if n > self._tables.ver.shape[1]:
             self._allocate(n + n // 8 + 256)
-        return max(self.method.candidates, 2 * k) if self.method.candidates else n
+        limit = max(self.method.candidates, 2 * k) if self.method.candidates else n
+        return self._step.at(self.store.layout, n, k, limit)
 
     def truncate(self, n: int) -> int:
         self._queries.clear()  # of a prefill that was interrupted
@@ -372,23 +371,23 @@ class LFPSCache(LayerCache):
     def counters(self) -> Mapping[str, int]:
         """The steps counted by the kernel, added to the dense ones."""
         total = self._statistics.sum(0)
-        scored, attended = int(total[kernels.SCORED]), int(total[kernels.ATTENDED])
+        scored, attended = int(total[search.SCORED]), int(total[search.ATTENDED])
         counts = self.ledger.counts.copy()
         for prefix in ("", "sparse_"):
-            counts[f"{prefix}rows_total"] += int(total[kernels.ROWS])
+            counts[f"{prefix}rows_total"] += int(total[search.ROWS])
             counts[f"{prefix}rows_scored"] += scored
             counts[f"{prefix}rows_attended"] += attended
-        counts["bytes_read"] += int(total[kernels.KEYS_READ]) * self.store.strides[2]
-        left_out = N_SINKS * int(total[kernels.HEAD_STEPS]) if len(self.lse) else 0
+        counts["bytes_read"] += int(total[search.KEYS_READ]) * self.store.strides[2]
+        left_out = N_SINKS * int(total[search.HEAD_STEPS]) if len(self.lse) else 0
         counts["bytes_read"] += (attended - left_out) * self.store.strides[3]
         a_head = 4 * self.spec.head_dim * (self.spec.head_dim if self.method.sigma == "cov" else 1)
-        entries = int(total[kernels.BOUNDS_READ] + total[kernels.ENTRIES_READ])
-        counts["bytes_read"] += 4 * entries + a_head * int(total[kernels.TESTED])
-        counts["heads_stepped"] += int(total[kernels.HEAD_STEPS])
-        counts["heads_tested"] += int(total[kernels.TESTED])
-        counts["heads_bypassed"] += int(total[kernels.BYPASSED])
-        counts["bounds_read"] += int(total[kernels.BOUNDS_READ])
-        counts["entries_read"] += int(total[kernels.ENTRIES_READ])
+        entries = int(total[search.BOUNDS_READ] + total[search.ENTRIES_READ])
+        counts["bytes_read"] += 4 * entries + a_head * int(total[search.TESTED])
+        counts["heads_stepped"] += int(total[search.HEAD_STEPS])
+        counts["heads_tested"] += int(total[search.TESTED])
+        counts["heads_bypassed"] += int(total[search.BYPASSED])
+        counts["bounds_read"] += int(total[search.BOUNDS_READ])
+        counts["entries_read"] += int(total[search.ENTRIES_READ])
         return counts
 
 

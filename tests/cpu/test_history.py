@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from stored_rows import KINDS, layout, store
 
-from sparsekv_cli.cpu import history, lfps
+from sparsekv_cli.cpu import history
+from sparsekv_cli.cpu import lfps_search as search
 from sparsekv_cli.cpu.attention import attend_dense_ref
 from sparsekv_cli.cpu.bypass import Constants
 from sparsekv_cli.cpu.history import BLOCK, SINKS, Tables
+from sparsekv_cli.cpu.lfps_chain import LFPSStep
 from sparsekv_cli.cpu.lfps_start import lfps_init
 from sparsekv_cli.cpu.rows import F16
 
@@ -103,8 +105,10 @@ def test_expansion_crosses_words(n):
     history.expand(words, wide, n_words)
     expected = {i + step for i in chosen for step in (-1, 0, 1, 2)}
     assert {i for i in bits(wide) if i < n} == {i for i in expected if 0 <= i < n}
-    rows = history.extract_rows(wide, n_words, history.count_rows(wide, n_words, n))
-    np.testing.assert_array_equal(rows, sorted(i for i in expected if SINKS <= i < n))
+    rows = np.full(n + history.AT_ONCE, -1, np.int32)
+    count = history.count_rows(wide, n_words, n)
+    history.extract_rows(wide, n_words, rows)
+    np.testing.assert_array_equal(rows[:count], sorted(i for i in expected if SINKS <= i < n))
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -137,7 +141,10 @@ def test_adding_keeps_sums_and_bounds():
         rows = rng.permutation(n)[: rng.integers(1, 100)].astype(np.int32)
         weights = rng.normal(0, 10, len(rows)).astype(np.float32)
         at = values.ctypes.data
-        history.add_entries(unit, tables, n, rows, weights, 0.25, 1.5, at, values.strides[0])
+        history.add_entries(
+            unit, tables, n, rows, weights, 0.25, 1.5, at, values.strides[0],
+            np.empty((4, len(rows)), np.float32),
+        )  # fmt: skip
         added = np.float32(1.5) * (weights - np.float32(0.25))
         expected[0, unit, rows] += added
         expected[1, unit, n - 1 - rows] += added
@@ -161,11 +168,13 @@ def test_rescaling_multiplies_the_gain_out():
 
 
 class Layer:
-    """Arguments of ``lfps_step`` for random keys: every entry of the tables is above tau."""
+    """Arguments of an LFPSStep for random keys: every entry of the tables is above tau."""
 
     def __init__(
-        self, n_head: int, n_head_kv: int, d: int, n: int, n_unit: int, kinds=(F16, F16)
-    ) -> None:
+        self, n_head: int, n_head_kv: int, d: int, n: int, n_unit: int, kinds=(F16, F16),
+        pooled: bool = False,
+    ) -> None:  # fmt: skip
+        self.pooled = pooled
         rng = np.random.default_rng(n)
         self.q = (2 * rng.standard_normal((n_head, d))).astype(np.float32)
         self.stored = [store(rng.standard_normal((n_head_kv, n + 9, d)), kind) for kind in kinds]
@@ -176,7 +185,7 @@ class Layer:
         arrays = [np.zeros((n_unit, width), np.float32) for width in widths]
         self.tables = Tables(*arrays, np.zeros((n_unit, 2, 4)), np.ones(n_unit))
         self.raised = np.ones(n_unit)
-        self.statistics = np.zeros((n_unit, lfps.N_STATISTICS), np.int64)
+        self.statistics = np.zeros((n_unit, search.N_STATISTICS), np.int64)
         self.attended = np.zeros((n_head, n + 1), np.int32)
         self.counts = np.zeros(n_head, np.int64)
         self.out = np.empty_like(self.q)
@@ -185,8 +194,10 @@ class Layer:
         """q f32 (H, s, d)."""
         lfps_init(q, layout(*self.stored), self.n, self.rules(0.2, 1.0, decay), self.tables, 2)
 
-    def rules(self, a: float, epsilon: float, decay: float = 0.95) -> lfps.Rules:
-        return lfps.Rules(float(self.scale), self.n_kv, 32, a, 1 << 62, decay, epsilon, False)
+    def rules(self, a: float, epsilon: float, decay: float = 0.95) -> search.Rules:
+        return search.Rules(
+            float(self.scale), self.n_kv, 32, a, 1 << 62, decay, epsilon, False, False
+        )
 
     def step(self, k_budget: int, a: float, epsilon: float = 1.0, limit: int | None = None) -> None:
         n_head, d = self.q.shape
@@ -194,19 +205,21 @@ class Layer:
         none = np.zeros((self.n_kv, 0, 0), np.float32)
         constants = Constants(*means, none, np.zeros(n_head, np.float32))
         k, v = (rows[:, self.n - 1, None] for rows in (self.k, self.v))  # stored as it is already
-        lfps.lfps_step(
-            self.q[:, None], k, v, layout(*self.stored), self.n, k_budget, limit or self.n,
-            self.rules(a, epsilon), self.tables, self.raised, constants, self.statistics,
-            self.attended, self.counts, np.empty(0, np.float32), self.out, 2,
-        )  # fmt: skip
+        rules = self.rules(a, epsilon)
+        step = LFPSStep(n_head, rules, constants, self.raised, self.statistics, 2)
+        step.use_tables(self.tables)
+        step.trace(self.attended, self.counts)
+        step.at(layout(*self.stored), self.n, k_budget, limit or self.n)
+        step.run(self.q[:, None], k, v, self.out)
 
 
 @pytest.mark.parametrize(("n_head", "n_kv", "d"), [(3, 3, 64), (9, 3, 64), (8, 1, 80), (4, 2, 128)])
 @pytest.mark.parametrize("n", [64, 65, 100, 700])
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", ["nothing", "tables", "candidates"])
 @pytest.mark.parametrize("kinds", KINDS)
 def test_all_candidates_equal_dense_attention(n_head, n_kv, d, n, shared, kinds):
-    layer = Layer(n_head, n_kv, d, n, n_kv if shared else n_head, kinds)
+    n_unit = n_kv if shared == "tables" else n_head
+    layer = Layer(n_head, n_kv, d, n, n_unit, kinds, shared == "candidates")
     layer.init(np.repeat(layer.q[:, None], 5, axis=1))
     layer.step(k_budget=n - SINKS, a=-1e9)  # a threshold far below zero
     expected = attend_dense_ref(layer.q, layer.k[:, :n], layer.v[:, :n], layer.scale)
@@ -214,19 +227,20 @@ def test_all_candidates_equal_dense_attention(n_head, n_kv, d, n, shared, kinds)
     np.testing.assert_array_equal(layer.counts, n)
     rows = np.sort(layer.attended[:, :n], axis=1)
     np.testing.assert_array_equal(rows, np.tile(np.arange(n), (n_head, 1)))
-    scored = layer.statistics[:, lfps.SCORED].sum()
-    assert scored == layer.statistics[:, lfps.ATTENDED].sum() == n_head * n
+    scored = layer.statistics[:, search.SCORED].sum()
+    assert scored == layer.statistics[:, search.ATTENDED].sum() == n_head * n
 
 
 @pytest.mark.parametrize("limit", [64, 150, 300])
-def test_no_more_candidates_than_the_limit(limit):
-    layer, free = (Layer(6, 2, 64, 700, 6) for _ in range(2))
+@pytest.mark.parametrize("pooled", [False, True])
+def test_no_more_candidates_than_the_limit(limit, pooled):
+    layer, free = (Layer(6, 2, 64, 700, 6, pooled=pooled) for _ in range(2))
     for each in (layer, free):
         each.init(np.repeat(each.q[:, None], 5, axis=1))
     free.step(k_budget=40, a=0.01)
-    assert (free.statistics[:, lfps.SCORED] > limit + SINKS).all()
+    assert (free.statistics[:, search.SCORED] > limit + SINKS).all()
     layer.step(k_budget=40, a=0.01, limit=limit)
-    assert (layer.statistics[:, lfps.SCORED] <= limit + SINKS).all()
+    assert (layer.statistics[:, search.SCORED] <= limit + SINKS).all()
     assert (layer.raised > 1).all() and (free.raised == 1).all()
     np.testing.assert_array_equal(layer.counts, 40 + SINKS)
     for _ in range(40):

@@ -19,6 +19,7 @@ class TwinOptions:
 
     budget: int
     tables: str = "head"
+    scored_by: str = "head"
     expand: str = "plain"
     sigma: str = "cov"
     recent: int = 32
@@ -49,6 +50,9 @@ class LFPSTwin:
     def __init__(self, options: TwinOptions, n_head: int, n_head_kv: int) -> None:
         self.options, self.n_head, self.group = options, n_head, n_head // n_head_kv
         self.heads_a_unit = 1 if options.tables == "head" else self.group
+        alone = "head" == options.tables == options.scored_by
+        self.heads_a_pool = 1 if alone else self.group
+        self.units_a_pool = self.heads_a_pool // self.heads_a_unit
 
     def start(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         """Steps 2, 3: k (G, n, d), v (G, n, d_v) of the context, q (H, m, d) of its last rows."""
@@ -94,26 +98,27 @@ class LFPSTwin:
         self.dist = np.concatenate([self.dist, new], axis=1)
         self.q = q.astype(np.float64)
         n = self.k.shape[1]
-        candidates: dict[int, tuple[np.ndarray, float]] = {}
+        scores = [self.k[h // self.group] @ self.q[h] * self.scale for h in range(self.n_head)]
+        rho = [self.sink_share(h, scores[h]) for h in range(self.n_head)]
         choices = []
-        for h in range(self.n_head):
-            scores = self.k[h // self.group] @ self.q[h] * self.scale
-            rho = self.sink_share(h, scores)
-            if rho > self.options.epsilon:
-                near = [*range(SINKS), *range(max(SINKS, n - 1 - LOCAL), n)]
-                choices.append(HeadChoice(True, rho, np.array(near), scores))
-                continue
-            unit = h // self.heads_a_unit
-            if unit not in candidates:
-                candidates[unit] = self.candidates(unit)
-            c1, distance = candidates[unit]
-            n_recent = self.n_recent()
-            recents, others = np.arange(n - n_recent, n), c1[c1 < n - n_recent]
-            best = others[np.argsort(-scores[others], kind="stable")]
-            best = best[: self.options.budget - n_recent]
-            cut = scores[best].min() if 0 < len(best) < len(others) else -np.inf
-            rows = np.sort(np.concatenate([np.arange(SINKS), best, recents]))
-            choices.append(HeadChoice(False, rho, rows, scores, c1, cut, distance))
+        for first in range(0, self.n_head, self.heads_a_pool):
+            heads = range(first, first + self.heads_a_pool)
+            active = [h for h in heads if rho[h] <= self.options.epsilon]
+            if active:
+                units = range(first // self.heads_a_unit, heads[-1] // self.heads_a_unit + 1)
+                c1, distance = self.candidates(units, {h // self.heads_a_unit for h in active})
+            for h in heads:
+                if h not in active:
+                    near = [*range(SINKS), *range(max(SINKS, n - 1 - LOCAL), n)]
+                    choices.append(HeadChoice(True, rho[h], np.array(near), scores[h]))
+                    continue
+                n_recent = self.n_recent()
+                recents, others = np.arange(n - n_recent, n), c1[c1 < n - n_recent]
+                best = others[np.argsort(-scores[h][others], kind="stable")]
+                best = best[: self.options.budget - n_recent]
+                cut = scores[h][best].min() if 0 < len(best) < len(others) else -np.inf
+                rows = np.sort(np.concatenate([np.arange(SINKS), best, recents]))
+                choices.append(HeadChoice(False, rho[h], rows, scores[h], c1, cut, distance))
         return choices
 
     def n_recent(self) -> int:
@@ -137,45 +142,55 @@ class LFPSTwin:
             variance = (q @ q) * self.ratio[h]
         return np.log(n - SINKS) + q @ self.mean_k[g] * self.scale + variance / 2
 
-    def candidates(self, unit: int) -> tuple[np.ndarray, float]:
-        """Steps 5 to 7: C1, ascending, the recents included; and how near a comparison was."""
+    def candidates(self, units: range, searched: set[int]) -> tuple[np.ndarray, float]:
+        """Steps 5 to 7: C1, ascending, of the units of a pool whose heads are not all bypassed, the
+        recents included; and how near a comparison was.
+        """
+        n = self.ver.shape[1]
+        limit = n
+        if self.options.candidates:
+            limit = max(self.options.candidates, 2 * self.options.budget)
+        factor, distance = self.raised[units[0]], np.inf
+        while True:
+            c1 = set(range(n - self.n_recent(), n))
+            for unit in searched:
+                of_unit, nearest = self.above_thresholds(unit, factor)
+                c1 |= of_unit
+                distance = min(distance, nearest)
+            if len(c1) <= limit:
+                calm = len(c1) < 0.7 * limit
+                self.raised[list(units)] = max(1.0, factor / 1.25) if calm else factor
+                return np.array(sorted(c1)), distance
+            factor *= 1.25
+
+    def above_thresholds(self, unit: int, factor: float) -> tuple[set[int], float]:
+        """The unit's C0 and their neighbours, thresholds raised by ``factor``; and how near."""
         n = self.ver.shape[1]
         known = np.arange(SINKS, n)
         ver = self.ver[unit, known]  # by row
         dist = self.dist[unit, n - 1 - known]
+        tau_v, tau_s = factor * self.threshold(ver), factor * self.threshold(dist)
+        c0 = set(known[(ver > tau_v) | (dist > tau_s)].tolist())
         above_mean = set(known[(ver > ver.mean()) | (dist > dist.mean())].tolist())
-        limit = n
-        if self.options.candidates:
-            limit = max(self.options.candidates, 2 * self.options.budget)
-        factor, distance = self.raised[unit], np.inf
-        while True:
-            tau_v, tau_s = factor * self.threshold(ver), factor * self.threshold(dist)
-            c0 = set(known[(ver > tau_v) | (dist > tau_s)].tolist())
-            c1 = set(c0)
-            for step in (-1, 1, 2):
-                neighbours = {i + step for i in c0 if SINKS <= i + step < n}
-                c1 |= neighbours if self.options.expand == "plain" else neighbours & above_mean
-            c1 |= set(range(n - self.n_recent(), n))
-            borders = [(ver, tau_v), (dist, tau_s)]
-            if self.options.expand == "filtered":
-                borders += [(ver, ver.mean()), (dist, dist.mean())]
-            nearest = min(np.abs(table / border - 1).min() for table, border in borders)
-            distance = min(distance, nearest)
-            if len(c1) <= limit:
-                calm = len(c1) < 0.7 * limit
-                self.raised[unit] = max(1.0, factor / 1.25) if calm else factor
-                return np.array(sorted(c1)), distance
-            factor *= 1.25
+        c1 = set(c0)
+        for step in (-1, 1, 2):
+            neighbours = {i + step for i in c0 if SINKS <= i + step < n}
+            c1 |= neighbours if self.options.expand == "plain" else neighbours & above_mean
+        borders = [(ver, tau_v), (dist, tau_s)]
+        if self.options.expand == "filtered":
+            borders += [(ver, ver.mean()), (dist, dist.mean())]
+        return c1, min(np.abs(table / border - 1).min() for table, border in borders)
 
     def threshold(self, table: np.ndarray) -> float:
-        """Step 5: a mu / kappa."""
+        """Step 5: a mu / kappa; a is higher where others' candidates are scored too."""
         n = len(table)
         centred = table - table.mean()
         m2, m4 = (centred**2).sum(), (centred**4).sum()
         kappa = 1 / n
         if m2 > 1e-12 * (table**2).sum():
             kappa = np.clip(m4 / m2**2, 1 / n, 1)
-        return self.options.a * table.sum() / min(n, self.options.horizon or n) / kappa
+        a = self.options.a * (0.25 + 0.75 * min(self.units_a_pool, 3))
+        return a * table.sum() / min(n, self.options.horizon or n) / kappa
 
     def finish(self, choices: list[HeadChoice]) -> np.ndarray:
         """Outputs (H, d_v) of the rows in ``choices``, and steps 9: the update of the tables."""

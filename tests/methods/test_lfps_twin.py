@@ -79,12 +79,14 @@ def half(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float16).astype(np.float32)
 
 
-def make_cache(geometry: Geometry, options: TwinOptions, **others: str) -> LFPSCache:
+def make_cache(
+    geometry: Geometry, options: TwinOptions, *, n_threads: int = 1, **others: str
+) -> LFPSCache:
     values = asdict(options) | {"budget": Budget(tokens=options.budget)} | others
     g = geometry
     spec = LayerSpec(
         layer=2, n_layer=4, n_head=g.n_head, n_head_kv=g.n_head_kv, head_dim=g.d, value_dim=g.d,
-        n_threads=1,
+        n_threads=n_threads,
     )  # fmt: skip
     cache = LFPS(**values).layer(spec, ops)
     assert isinstance(cache, LFPSCache)
@@ -203,10 +205,12 @@ GEOMETRIES = [
     Geometry(8, 1, 128, 320),
 ]
 VARIANTS = {
-    "tuned": {},
+    "tuned": {"scored_by": "group"},
+    "alone": {},
     "fast": {"tables": "group"},
     "paper": {"expand": "filtered", "recent": 8, "sigma": "ratio"},
     "paper-group": {"expand": "filtered", "recent": 8, "sigma": "ratio", "tables": "group"},
+    "paper-pooled": {"expand": "filtered", "recent": 8, "sigma": "ratio", "scored_by": "group"},
 }
 
 
@@ -264,21 +268,40 @@ def test_unusual_options(options, occurs):
 
 
 @pytest.mark.parametrize(("candidates", "expand"), [(1, "plain"), (120, "plain"), (1, "filtered")])
-@pytest.mark.parametrize("tables", ["head", "group"])
-def test_thresholds_rise_to_keep_the_limit(tables, expand, candidates):
+@pytest.mark.parametrize(
+    ("tables", "scored_by"), [("head", "head"), ("head", "group"), ("group", "head")]
+)
+def test_thresholds_rise_to_keep_the_limit(tables, scored_by, expand, candidates):
     options = TwinOptions(
-        budget=24, a=0.02, epsilon=0.7, tables=tables, expand=expand, candidates=candidates
-    )
+        budget=24, a=0.02, epsilon=0.7, tables=tables, scored_by=scored_by, expand=expand,
+        candidates=candidates,
+    )  # fmt: skip
     cache, twin, seen = run_both(Geometry(6, 2, 64, 300), options, seed=2, n_steps=120)
     np.testing.assert_array_equal(cache._raised, twin.raised)
     assert (cache._raised > 1).any() and seen["active"] > 100
 
 
-def test_all_threads():
+@pytest.mark.parametrize("others", [{"scored_by": "group"}, {}, {"tables": "group"}], ids=str)
+@pytest.mark.parametrize("geometry", GEOMETRIES[1:], ids=str)
+def test_any_number_of_threads(geometry, others):
+    """Whole pools a thread, pools that threads share, and more threads than there are to take."""
+    options = TwinOptions(budget=24, epsilon=0.7, **others)
     numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
     try:
-        options = TwinOptions(budget=24, epsilon=0.7, tables="group")
-        run_both(Geometry(9, 3, 64, 250), options, seed=1, n_steps=40)
+        caches = [make_cache(geometry, options, n_threads=n) for n in (1, 2, 3, 5)]
+        stream = Stream(geometry, 1)
+        prompt = stream.prompt(geometry.n_prefill)
+        for cache in caches:
+            prefill(cache, *prompt)
+        for n in range(geometry.n_prefill, geometry.n_prefill + 60):
+            x = row_input(*stream.next(), n)
+            first, *rest = (cache.decode(x) for cache in caches)
+            for out in rest:
+                np.testing.assert_array_equal(out, first)
+        for cache in caches[1:]:
+            for a, b in zip(cache._tables, caches[0]._tables, strict=True):
+                np.testing.assert_array_equal(a, b)
+            np.testing.assert_array_equal(cache._statistics, caches[0]._statistics)
     finally:
         numba.set_num_threads(1)
 

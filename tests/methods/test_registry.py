@@ -74,6 +74,7 @@ def test_an_unknown_method_lists_the_names():
         *[("lfps", name, v) for name in ("recent", "window") for v in ("0", "-1", "x")],
         *[("lfps", name, "-1") for name in ("candidates", "horizon", "dense_rows")],
         ("lfps", "tables", "heads"),
+        ("lfps", "scored_by", "all"),
         ("lfps", "expand", "yes"),
         ("lfps", "sigma", "pi"),
         ("lfps", "preset", "fastest"),
