@@ -8,12 +8,15 @@ microsecond each.
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, njit, prange, types
+from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.addresses import (
     address,
+    call_through,
     double_pointer,
     float_pointer,
+    function_address,
     index_pointer,
     integer_pointer,
     word_pointer,
@@ -44,8 +47,8 @@ N_HEAD, N_UNIT, K_WIDTH, V_WIDTH, N_ENTRIES, N_BLOCKS, N_COVARIANCE, N_THREADS =
 SCALE, N_HEAD_KV, RECENT, A, HORIZON, DECAY, EPSILON, FILTERED, POOLED = range(19, 28)  # Rules
 VER, DIST, VER_BOUNDS, DIST_BOUNDS, SUMS, GAIN = range(28, 34)  # in the order of Tables
 MEAN_K, MEAN_V, COVARIANCE, RATIO = range(34, 38)  # in the order of Constants
-RAISED, STATISTICS, ATTENDED, N_COLUMNS, N_ATTENDED, LSE = range(38, 44)
-N_WORDS = 44
+RAISED, STATISTICS, ATTENDED, N_COLUMNS, N_ATTENDED, LSE, OF_THREAD = range(38, 45)
+N_WORDS = 45
 
 
 @njit(cache=True, nogil=True)
@@ -141,10 +144,16 @@ def _run_thread(thread, words, q, out, counter, at):
     run_tasks(carray(integer_pointer(counter), 1), word[N_THREADS], step)
 
 
+@intrinsic
+def _call_thread(typingctx, function, thread, words, q, out, counter, at):
+    """Calls ``_run_thread`` through its address: it is optimised once, not in the loop again."""
+    return call_through(6)
+
+
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def _run_threads(n_threads, words, q, out, counter, at):
+def _run_threads(function, n_threads, words, q, out, counter, at):
     for thread in prange(n_threads):
-        _run_thread(thread, words, q, out, counter, at)
+        _call_thread(function, thread, words, q, out, counter, at)
 
 
 @njit(cache=True, nogil=True)
@@ -165,7 +174,7 @@ def lfps_step(words, q, k, v, out):
     block = np.empty((2 * 64 + shared + n_threads * of_thread) // 8, np.int64)
     counter = block.ctypes.data + -block.ctypes.data % 64
     carray(integer_pointer(counter), 8 + n_pool * N_PROGRESS)[:] = 0  # progress comes first
-    _run_threads(n_threads, words, q, out, counter, counter + 64)
+    _run_threads(word[OF_THREAD], n_threads, words, q, out, counter, counter + 64)
     keep(block)
 
 
@@ -195,6 +204,7 @@ class LFPSStep(CompiledStep):
             words.view(np.float64 if isinstance(value, float) else np.int64)[at] = value
         words[MEAN_K : RATIO + 1] = [address(array) for array in constants]
         words[RAISED], words[STATISTICS] = address(raised), address(statistics)
+        words[OF_THREAD] = function_address(_run_thread, (types.int64,) * 6)
 
     def use_tables(self, tables: Tables) -> None:
         self.words[VER : GAIN + 1] = [address(array) for array in tables]

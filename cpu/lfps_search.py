@@ -135,7 +135,8 @@ def _mark(unit, factor, step):
         filter_expansion(
             wide, words, n_words, ver, dist, n, sums[0, 0] / n_known, sums[1, 0] / n_known
         )
-        words[:n_words] = wide[:n_words]
+        for w in range(n_words):
+            words[w] = wide[w]
 
 
 @njit(cache=True, nogil=True, forceinline=True)
@@ -212,13 +213,14 @@ def merge_candidates(pool, step):
         for unit in range(first, last):
             of_unit = n_active_heads(unit, step)
             n_active += of_unit
-            if of_unit:
-                merged |= work.words[unit]
+            for w in range(n_words if of_unit else 0):
+                merged[w] |= work.words[unit, w]
         if n_active == 0:
             work.n_rows[pool] = 0
             return
         if step.rules.filtered:
-            wide[:] = merged
+            for w in range(n_words):
+                wide[w] = merged[w]
         else:
             expand(merged, wide, n_words)
         set_range(wide, n - step.n_recent, n)
@@ -229,7 +231,9 @@ def merge_candidates(pool, step):
         for unit in range(first, last):
             if n_active_heads(unit, step):
                 _mark(unit, factor, step)
-    step.raised[first:last] = max(1.0, factor / RAISE) if count < CALM * step.limit else factor
+    calm = count < CALM * step.limit
+    for unit in range(first, last):
+        step.raised[unit] = max(1.0, factor / RAISE) if calm else factor
     extract_rows(wide, n_words, work.rows[pool])
     work.n_rows[pool] = count
     n_scored = count - min(count, n - max(SINKS, n - 1 - LOCAL))  # beside the local rows
@@ -239,5 +243,6 @@ def merge_candidates(pool, step):
     slot = pool * n_head // n_pool
     for h in range(slot, (pool + 1) * n_head // n_pool):
         if work.active[h]:
-            work.queries[slot] = work.queries[h]
+            for c in range(work.queries.shape[1]):
+                work.queries[slot, c] = work.queries[h, c]
             slot += 1
