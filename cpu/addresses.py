@@ -61,6 +61,6 @@ def _pointer_to(element: Any, llvm_type: ir.Type) -> Any:
 float_pointer = _pointer_to(types.float32, F32)
 double_pointer = _pointer_to(types.float64, ir.DoubleType())
 integer_pointer = _pointer_to(types.int64, I64)
-word_pointer = _pointer_to(types.uint64, I64)
+bits_pointer = _pointer_to(types.uint64, I64)
 index_pointer = _pointer_to(types.int32, I32)
 half_pointer = _pointer_to(types.uint16, I16)  # f16 by their bits

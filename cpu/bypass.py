@@ -67,7 +67,7 @@ def bypass(
 
     near: scores of the sinks (4), then of the keys first_local..n-1. v: address of rows of v_kind,
     v_row bytes apart. lse: f32 (1,), if the sinks are left out of the output, or (0,): see
-    ``lfps_step``. Returns whether the head was bypassed.
+    ``LFPSStep.leave_sinks``. Returns whether the head was bypassed.
     """
     mean_k, mean_v = constants.mean_k[kv_head], constants.mean_v[kv_head]
     log_global = _half_variance(q, constants.covariance[kv_head], ratio) + np.log(n - SINKS)

@@ -8,6 +8,7 @@ function needs beside the layer's q, k and v: 2 to 5% off a token.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,10 @@ class CompiledStep:
     def __init__(self, function: Any, n_words: int) -> None:
         self._function = function
         self.words = np.zeros(n_words, np.int64)
-        self.step = function_address(function, (types.int64,) * 5), address(self.words)
+
+    @cached_property
+    def step(self) -> tuple[int, int]:  # not before it is wanted: it is compiled, or loaded
+        return function_address(self._function, (types.int64,) * 5), address(self.words)
 
     def run(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray) -> None:
         """The step by itself: f32 q (H, 1, d), k (G, 1, d), v (G, 1, d_v), out (H, d_v)."""

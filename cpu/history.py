@@ -5,7 +5,7 @@ position and ``dist[delta]`` by distance, both f32, kept as u = Phi / g so that 
 is one multiplication of g a step. Next to them: power sums S1..S4 (f64) for the thresholds of
 eq 8, and upper bounds of each block of 64 entries, which are raised on a write and made exact
 whenever a scan enters the block. A step's work is the bounds, the blocks that hold a candidate,
-and the candidates (cpu/lfps.py): not the context. The literal reference of a whole step is
+and the candidates (cpu/lfps_search.py): not the context. The literal reference of a whole step is
 tests/methods/lfps_twin.py.
 """
 

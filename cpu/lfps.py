@@ -35,26 +35,26 @@ SCORE_PIECE = 80  # rows of C1: a multiple of what tile_scores takes at a time, 
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def _score_part(pool, part, n_parts, step):
-    """Scores of a part of C1 by the pool's active heads; a tile of heads shares each key row."""
+def _score_part(team, part, n_parts, step):
+    """Scores of a part of C1 by the team's active heads; a tile of heads shares each key row."""
     work, layout, rules = step.work, step.layout, step.rules
-    (n_head, d), n_pool, count = step.q.shape, work.rows.shape[0], work.n_rows[pool]
+    (n_head, d), n_team, count = step.q.shape, work.rows.shape[0], work.n_rows[team]
     piece = n_parts * SCORE_PIECE
     size = (count + piece - 1) // piece * SCORE_PIECE
     first, last = part * size, min(count, (part + 1) * size)
     if first >= last:
         return
-    h0, heads = pool * n_head // n_pool, n_head // n_pool
+    h0, heads = team * n_head // n_team, n_head // n_team
     k_row, mode = layout[K_ROW], layout[K_KIND] | GATHER
     k_at = layout[K] + h0 // (n_head // rules.n_kv_head) * layout[K_HEAD]
     for j in range(first, min(last, first + AHEAD_GATHER)):  # the others as the scores proceed
-        prefetch_lines(k_at + work.rows[pool, j] * k_row, k_row)
+        prefetch_lines(k_at + work.rows[team, j] * k_row, k_row)
     n_active = work.active[h0 : h0 + heads].sum()
     for t in range(0, n_active, MAX_TILE):
         tile_scores(
             min(MAX_TILE, n_active - t), mode, work.queries[h0 + t].ctypes.data, k_at, k_row,
-            work.rows[pool, first:].ctypes.data, last - first, d,
-            work.scores[pool, t, first:].ctypes.data, work.scores.shape[2],
+            work.rows[team, first:].ctypes.data, last - first, d,
+            work.scores[team, t, first:].ctypes.data, work.scores.shape[2],
         )  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def _attend_head(h, unit, rows, scores, part, step):
 
     scores f32 (count + PAD,) of C1 ``rows`` ascending, whose last n_recent are the recents. To the
     unit's tables ``part`` times the softmax over C2 alone less its halved mean is added. Returns
-    C2's rows int32 (m,).
+    C2's rows int32 (m,), in the thread's scratch.
     """
     tables, layout, n, n_recent = step.tables, step.layout, step.n, step.n_recent
     sinks, out, lse = step.work.near[h], step.out[h], step.lse[h : h + 1]
@@ -136,13 +136,13 @@ def _attend_head(h, unit, rows, scores, part, step):
 def _attend_unit(unit, step):
     """Attention and learning of a unit's active heads."""
     work, tables = step.work, step.tables
-    n_head, n_unit, n_pool = step.q.shape[0], tables.gain.shape[0], work.rows.shape[0]
+    n_head, n_unit, n_team = step.q.shape[0], tables.gain.shape[0], work.rows.shape[0]
     n_active = n_active_heads(unit, step)
     if n_active == 0:
         return
-    pool = unit * n_pool // n_unit
-    first = pool * n_head // n_pool
-    rows = work.rows[pool, : work.n_rows[pool]]
+    team = unit * n_team // n_unit
+    first = team * n_head // n_team
+    rows = work.rows[team, : work.n_rows[team]]
     count = rows.shape[0]
     m = min(count, step.k_budget)
     gain = tables.gain[unit] * step.rules.decay
@@ -150,7 +150,7 @@ def _attend_unit(unit, step):
     for h in range(unit * n_head // n_unit, (unit + 1) * n_head // n_unit):
         if not work.active[h]:
             continue
-        scores = work.scores[pool, work.active[first:h].sum()]
+        scores = work.scores[team, work.active[first:h].sum()]
         picked = _attend_head(h, unit, rows, scores, part, step)
         step.statistics[unit, ATTENDED] += m + SINKS
         if step.attended.shape[1]:
@@ -166,59 +166,59 @@ def _attend_unit(unit, step):
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def _run(task, pool, n_parts, step):
-    """A task of a pool: a search a unit, then the scores in ``n_parts``, then a unit's attention.
+def _run(task, team, n_parts, step):
+    """A task of a team: a search a unit, then the scores in ``n_parts``, then a unit's attention.
 
     It waits for the tasks before it that others have taken.
     """
-    n_pool = step.work.rows.shape[0]
-    n_unit = step.tables.gain.shape[0] // n_pool
-    progress = step.work.progress[pool].ctypes.data
+    n_team = step.work.rows.shape[0]
+    n_unit = step.tables.gain.shape[0] // n_team
+    progress = step.work.progress[team].ctypes.data
     if task < n_unit:
-        search_unit(pool * n_unit + task, step)
+        search_unit(team * n_unit + task, step)
         if atomic_add(progress + 8 * SEARCHED, 1) == n_unit - 1:
-            merge_candidates(pool, step)
+            merge_candidates(team, step)
             atomic_add(progress + 8 * SEARCHED, 1)
     elif task < n_unit + n_parts:
         wait_for(progress + 8 * SEARCHED, n_unit + 1)
-        _score_part(pool, task - n_unit, n_parts, step)
+        _score_part(team, task - n_unit, n_parts, step)
         atomic_add(progress + 8 * SCORES_DONE, 1)
     else:
         wait_for(progress + 8 * SCORES_DONE, n_parts)
-        _attend_unit(pool * n_unit + task - n_unit - n_parts, step)
+        _attend_unit(team * n_unit + task - n_unit - n_parts, step)
 
 
 @njit(cache=True, nogil=True, forceinline=True)
 def run_tasks(counter, n_threads, step):
-    """What a thread of a step does: takes tasks until there are none. First come whole pools, while
-    every thread can have as many; then the pools that are left over, whose tasks threads share: all
+    """What a thread of a step does: takes tasks until there are none. First come whole teams, while
+    every thread can have as many; then the teams that are left over, whose tasks threads share: all
     searches first, all attention last.
 
     counter: int64 (1,), of the tasks taken.
     """
-    n_pool = step.work.rows.shape[0]
-    n_unit = step.tables.gain.shape[0] // n_pool
-    a_thread, n_shared = n_pool // n_threads, n_pool % n_threads
-    n_whole = n_pool - n_shared
-    n_tasks = 2 * n_unit + n_threads  # of a shared pool
+    n_team = step.work.rows.shape[0]
+    n_unit = step.tables.gain.shape[0] // n_team
+    a_thread, n_shared = n_team // n_threads, n_team % n_threads
+    n_whole = n_team - n_shared
+    n_tasks = 2 * n_unit + n_threads  # of a shared team
     task = next_task(counter)
     while task < n_whole + n_shared * n_tasks:
-        if task < n_whole:  # a thread's are neighbours: heads of a kv group share key rows
-            pool = task % n_threads * a_thread + task // n_threads
-            for unit in range(pool * n_unit, (pool + 1) * n_unit):
+        if task < n_whole:  # a thread's are neighbours: those of a kv group use the same key rows
+            team = task % n_threads * a_thread + task // n_threads
+            for unit in range(team * n_unit, (team + 1) * n_unit):
                 ask_for_entries(unit, step)
             first, last, n_parts = 0, 2 * n_unit + 1, 1
         else:
-            first, of_stage = 0, task - n_whole
+            before, of_stage = 0, task - n_whole
             for width in (n_unit, n_threads, n_unit):  # searches, scores, attention
                 if of_stage < n_shared * width:
                     break
                 of_stage -= n_shared * width
-                first += width
-            pool, first = n_whole + of_stage // width, first + of_stage % width
+                before += width
+            team, first = n_whole + of_stage // width, before + of_stage % width
             last, n_parts = first + 1, n_threads
             if first < n_unit:
-                ask_for_entries(pool * n_unit + first, step)
+                ask_for_entries(team * n_unit + first, step)
         for each in range(first, last):
-            _run(each, pool, n_parts, step)
+            _run(each, team, n_parts, step)
         task = next_task(counter)

@@ -13,13 +13,13 @@ from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.addresses import (
     address,
+    bits_pointer,
     call_through,
     double_pointer,
     float_pointer,
     function_address,
     index_pointer,
     integer_pointer,
-    word_pointer,
 )
 from sparsekv_cli.cpu.attention import append_row
 from sparsekv_cli.cpu.bypass import Constants
@@ -40,14 +40,13 @@ from sparsekv_cli.cpu.lfps_search import (
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 from sparsekv_cli.cpu.tiles import PAD
 
-# Words behind the layout: what a step changes, sizes (C: entries of a table, B: its blocks, E:
-# width of the covariance), the rules, addresses.
+# Words behind the layout: what a step changes, sizes, the rules, addresses.
 N, K_BUDGET, LIMIT = range(N_LAYOUT, N_LAYOUT + 3)
 N_HEAD, N_UNIT, K_WIDTH, V_WIDTH, N_ENTRIES, N_BLOCKS, N_COVARIANCE, N_THREADS = range(11, 19)
-SCALE, N_HEAD_KV, RECENT, A, HORIZON, DECAY, EPSILON, FILTERED, POOLED = range(19, 28)  # Rules
+SCALE, N_HEAD_KV, RECENT, A, HORIZON, DECAY, EPSILON, FILTERED, BY_GROUP = range(19, 28)  # Rules
 VER, DIST, VER_BOUNDS, DIST_BOUNDS, SUMS, GAIN = range(28, 34)  # in the order of Tables
 MEAN_K, MEAN_V, COVARIANCE, RATIO = range(34, 38)  # in the order of Constants
-RAISED, STATISTICS, ATTENDED, N_COLUMNS, N_ATTENDED, LSE, OF_THREAD = range(38, 45)
+RAISED, STATISTICS, TRACE, N_COLUMNS, N_ATTENDED, LSE, OF_THREAD = range(38, 45)
 N_WORDS = 45
 
 
@@ -57,11 +56,11 @@ def _lines(n_bytes):
 
 
 @njit(cache=True, nogil=True)
-def _work(at, n_head, d, n_unit, n_pool, n, limit):
+def _work(at, n_head, d, n_unit, n_team, n, limit):
     """A step's Work at an address, and the address behind it."""
     n_near, stride, n_words = SINKS + LOCAL + 1 + PAD, limit + PAD, n // BLOCK + 2
-    progress = carray(integer_pointer(at), (n_pool, N_PROGRESS))
-    at += _lines(8 * n_pool * N_PROGRESS)
+    progress = carray(integer_pointer(at), (n_team, N_PROGRESS))
+    at += _lines(8 * n_team * N_PROGRESS)
     queries = carray(float_pointer(at), (n_head, d))
     at += _lines(4 * n_head * d)
     near = carray(float_pointer(at), (n_head, n_near))
@@ -70,22 +69,22 @@ def _work(at, n_head, d, n_unit, n_pool, n, limit):
     at += _lines(8 * n_head)
     taus = carray(double_pointer(at), (n_unit, 2))
     at += _lines(16 * n_unit)
-    words = carray(word_pointer(at), (n_unit, n_words))
+    bits = carray(bits_pointer(at), (n_unit, n_words))
     at += _lines(8 * n_unit * n_words)
-    rows = carray(index_pointer(at), (n_pool, limit + AT_ONCE))
-    at += _lines(4 * n_pool * (limit + AT_ONCE))
-    n_rows = carray(integer_pointer(at), n_pool)
-    at += _lines(8 * n_pool)
-    scores = carray(float_pointer(at), (n_pool, n_head // n_pool, stride))
+    rows = carray(index_pointer(at), (n_team, limit + AT_ONCE))
+    at += _lines(4 * n_team * (limit + AT_ONCE))
+    n_rows = carray(integer_pointer(at), n_team)
+    at += _lines(8 * n_team)
+    scores = carray(float_pointer(at), (n_team, n_head // n_team, stride))
     at += _lines(4 * n_head * stride)
-    return Work(queries, near, active, taus, words, rows, n_rows, scores, progress), at
+    return Work(queries, near, active, taus, bits, rows, n_rows, scores, progress), at
 
 
 @njit(cache=True, nogil=True)
 def _scratch(at, n, k_budget, limit):
     """A thread's Scratch at an address, and the address behind it."""
     n_words = n // BLOCK + 2
-    words = carray(word_pointer(at), (2, n_words))
+    bits = carray(bits_pointer(at), (2, n_words))
     at += _lines(16 * n_words)
     keys = carray(index_pointer(at), limit)
     at += _lines(4 * limit)
@@ -97,7 +96,7 @@ def _scratch(at, n, k_budget, limit):
     at += _lines(4 * (k_budget + PAD))
     changes = carray(float_pointer(at), (4, k_budget))
     at += _lines(16 * k_budget)
-    return Scratch(words, keys, chosen, picked, weights, changes), at
+    return Scratch(bits, keys, chosen, picked, weights, changes), at
 
 
 @njit(cache=True, nogil=True)
@@ -110,7 +109,7 @@ def _run_thread(thread, words, q, out, counter, at):
     k_width, v_width, size = word[K_WIDTH], word[V_WIDTH], word[N_COVARIANCE]
     rules = Rules(
         real[SCALE], n_kv, word[RECENT], real[A], word[HORIZON], real[DECAY], real[EPSILON],
-        word[FILTERED] != 0, word[POOLED] != 0,
+        word[FILTERED] != 0, word[BY_GROUP] != 0,
     )  # fmt: skip
     entries, blocks = (n_unit, word[N_ENTRIES]), (n_unit, word[N_BLOCKS])
     tables = Tables(
@@ -127,16 +126,15 @@ def _run_thread(thread, words, q, out, counter, at):
         carray(float_pointer(word[COVARIANCE]), (n_kv, size, size)),
         carray(float_pointer(word[RATIO]), n_head),
     )
-    n_pool = n_kv if rules.pooled else n_unit
-    work, at = _work(at, n_head, k_width, n_unit, n_pool, n, limit)
-    scratch, end = _scratch(at, n, k_budget, limit)
-    scratch, end = _scratch(at + thread * (end - at), n, k_budget, limit)
+    n_team = n_kv if rules.by_group else n_unit
+    work, at = _work(at, n_head, k_width, n_unit, n_team, n, limit)
+    scratch, _ = _scratch(at + thread * _scratch(0, n, k_budget, limit)[1], n, k_budget, limit)
     step = Step(
         carray(float_pointer(q), (n_head, k_width)), word[:N_LAYOUT], n, k_budget,
         max(1, min(rules.recent, k_budget // 2)),  # the current row is always a candidate
         limit, rules, tables, carray(double_pointer(word[RAISED]), n_unit), constants,
         carray(integer_pointer(word[STATISTICS]), (n_unit, N_STATISTICS)),
-        carray(index_pointer(word[ATTENDED]), (n_head, word[N_COLUMNS])),
+        carray(index_pointer(word[TRACE]), (n_head, word[N_COLUMNS])),
         carray(integer_pointer(word[N_ATTENDED]), n_head),
         carray(float_pointer(word[LSE]), n_head if word[LSE] else 0),
         carray(float_pointer(out), (n_head, v_width)), work, scratch,
@@ -168,12 +166,12 @@ def lfps_step(words, q, k, v, out):
         float_rows(k, n_kv, k_width), float_rows(v, n_kv, word[V_WIDTH]), word[:N_LAYOUT], n - 1
     )
     n_unit, limit, n_threads = word[N_UNIT], word[LIMIT], word[N_THREADS]
-    n_pool = n_kv if word[POOLED] else n_unit
-    shared = _work(0, n_head, k_width, n_unit, n_pool, n, limit)[1]
+    n_team = n_kv if word[BY_GROUP] else n_unit
+    shared = _work(0, n_head, k_width, n_unit, n_team, n, limit)[1]
     of_thread = _scratch(0, n, word[K_BUDGET], limit)[1]
     block = np.empty((2 * 64 + shared + n_threads * of_thread) // 8, np.int64)
     counter = block.ctypes.data + -block.ctypes.data % 64
-    carray(integer_pointer(counter), 8 + n_pool * N_PROGRESS)[:] = 0  # progress comes first
+    carray(integer_pointer(counter), 8 + n_team * N_PROGRESS)[:] = 0  # progress comes first
     _run_threads(word[OF_THREAD], n_threads, words, q, out, counter, counter + 64)
     keep(block)
 
@@ -200,11 +198,10 @@ class LFPSStep(CompiledStep):
         words[N_HEAD], words[N_UNIT], words[N_THREADS] = n_head, len(raised), n_threads
         words[K_WIDTH], words[V_WIDTH] = constants.mean_k.shape[1], constants.mean_v.shape[1]
         words[N_COVARIANCE] = constants.covariance.shape[1]
-        for at, value in zip(range(SCALE, POOLED + 1), rules, strict=True):
-            words.view(np.float64 if isinstance(value, float) else np.int64)[at] = value
+        for at, value in zip(range(SCALE, BY_GROUP + 1), rules, strict=True):
+            words.view(np.float64 if at in (SCALE, A, DECAY, EPSILON) else np.int64)[at] = value
         words[MEAN_K : RATIO + 1] = [address(array) for array in constants]
         words[RAISED], words[STATISTICS] = address(raised), address(statistics)
-        words[OF_THREAD] = function_address(_run_thread, (types.int64,) * 6)
 
     def use_tables(self, tables: Tables) -> None:
         self.words[VER : GAIN + 1] = [address(array) for array in tables]
@@ -214,11 +211,14 @@ class LFPSStep(CompiledStep):
         )
 
     def trace(self, attended: np.ndarray, counts: np.ndarray) -> None:
-        """From now on steps list the rows that each head attended to, sinks first: int32 (H, m),
-        of which int64 (H,) are filled; m = 0 leaves them out.
+        """Until ``untrace`` steps list the rows that each head attended to, sinks first: int32
+        (H, m), of which int64 (H,) are filled.
         """
-        self.words[ATTENDED], self.words[N_COLUMNS] = address(attended), attended.shape[1]
+        self.words[TRACE], self.words[N_COLUMNS] = address(attended), attended.shape[1]
         self.words[N_ATTENDED] = address(counts)
+
+    def untrace(self) -> None:
+        self.words[N_COLUMNS] = 0
 
     def leave_sinks(self, lse: np.ndarray) -> None:
         """From now on steps leave the sinks out of their output, and say in lse, f32 (H,), the log
@@ -227,8 +227,13 @@ class LFPSStep(CompiledStep):
         self.words[LSE] = address(lse)
 
     def at(self, layout: np.ndarray, n: int, k_budget: int, limit: int) -> tuple[int, int]:
-        """``step`` to n rows; k_budget: |C2|; limit: most rows of C1, at least R."""
+        """``step`` to n rows; k_budget: |C2|; limit: most rows of C1, no less than the recent ones
+        that are always among them, or thresholds would rise for ever.
+        """
         words = self.words
+        assert limit >= max(1, min(int(words[RECENT]), k_budget // 2))
+        if not words[OF_THREAD]:
+            words[OF_THREAD] = function_address(_run_thread, (types.int64,) * 6)
         words[:N_LAYOUT] = layout
         words[N], words[K_BUDGET], words[LIMIT] = n, k_budget, limit
         return self.step

@@ -1,7 +1,7 @@
 """The first half of a step of LFPS: which heads are bypassed, and the candidates of the others.
 
-Heads that score the same candidates are a pool: a kv group (``pooled``, or with tables of a group),
-or a single head.
+Heads that score the same candidates are a team: a kv group (``by_group``, or with tables of a
+group), or a single head.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BOUNDS_READ, ENTRIES_READ, KEYS_READ = range(6, 9)
 N_STATISTICS = 9
 RAISE = 1.25  # factor of the thresholds where too many rows pass
 CALM = 0.7  # share of the limit below which the thresholds come down again
-# Columns of Work.progress, on lines of their own: a pool's searches that are done, one more when it
+# Columns of Work.progress, on lines of their own: a team's searches that are done, one more when it
 # has its candidates, and the parts of its scores.
 SEARCHED, SCORES_DONE, N_PROGRESS = 0, 8, 16
 
@@ -53,27 +53,27 @@ class Rules(NamedTuple):
     decay: float  # r
     epsilon: float
     filtered: bool  # whether neighbours must be above the mean (eq 9)
-    pooled: bool  # whether a kv group's heads score each other's candidates
+    by_group: bool  # whether a kv group's heads score each other's candidates
 
 
 class Work(NamedTuple):
-    """What the tasks of a step hand on; U units in P pools, whose heads score the same rows."""
+    """What the tasks of a step hand on; U units in T teams, whose heads score the same rows."""
 
-    queries: np.ndarray  # f32 (H, d), scaled; then, of a pool, those of its active heads first
+    queries: np.ndarray  # f32 (H, d), scaled; then, of a team, those of its active heads first
     near: np.ndarray  # f32 (H, >= n_near): scores of the sinks and of the local rows
     active: np.ndarray  # int64 (H,): 1, or 0 where bypassed
     taus: np.ndarray  # f64 (U, 2): thresholds of the two tables (eq 8), before they are raised
-    words: np.ndarray  # uint64 (U, > n / 64): rows above a threshold, a bit each
-    rows: np.ndarray  # int32 (P, >= limit + AT_ONCE): C1, ascending, in front
-    n_rows: np.ndarray  # int64 (P,); 0 where no head is active
-    scores: np.ndarray  # f32 (P, H / P, >= limit + PAD): of C1, by active heads
-    progress: np.ndarray  # int64 (P, N_PROGRESS)
+    bits: np.ndarray  # uint64 (U, n // 64 + 2): rows above a threshold, a bit each
+    rows: np.ndarray  # int32 (T, >= limit + AT_ONCE): C1, ascending, in front
+    n_rows: np.ndarray  # int64 (T,); 0 where no head is active
+    scores: np.ndarray  # f32 (T, H / T, >= limit + PAD): of C1, by active heads
+    progress: np.ndarray  # int64 (T, N_PROGRESS)
 
 
 class Scratch(NamedTuple):
     """Of one thread."""
 
-    words: np.ndarray  # uint64 (2, > n / 64)
+    bits: np.ndarray  # uint64 (2, n // 64 + 2)
     keys: np.ndarray  # int32 (limit,)
     chosen: np.ndarray  # int32 (k_budget,)
     picked: np.ndarray  # int32 (k_budget,)
@@ -120,23 +120,23 @@ def _mark(unit, factor, step):
     filtered, which depends on the unit (eq 9).
     """
     n, tables, statistics = step.n, step.tables, step.statistics
-    words, n_words = step.work.words[unit], (n + BLOCK - 1) // BLOCK
+    bits, n_words = step.work.bits[unit], (n + BLOCK - 1) // BLOCK
     ver, dist = tables.ver[unit], tables.dist[unit]
     tau_ver, tau_dist = step.work.taus[unit]
-    words[:] = 0
-    n_read = mark_vertical(ver, tables.ver_bounds[unit], n, factor * tau_ver, words)
-    n_read += mark_slash(dist, tables.dist_bounds[unit], n, factor * tau_dist, words)
+    bits[:] = 0
+    n_read = mark_vertical(ver, tables.ver_bounds[unit], n, factor * tau_ver, bits)
+    n_read += mark_slash(dist, tables.dist_bounds[unit], n, factor * tau_dist, bits)
     statistics[unit, ENTRIES_READ] += n_read
     statistics[unit, BOUNDS_READ] += 2 * n_words
     if step.rules.filtered:
         sums, n_known = tables.sums[unit], n - SINKS
-        wide = step.scratch.words[0]
-        expand(words, wide, n_words)
+        wide = step.scratch.bits[0]
+        expand(bits, wide, n_words)
         filter_expansion(
-            wide, words, n_words, ver, dist, n, sums[0, 0] / n_known, sums[1, 0] / n_known
+            wide, bits, n_words, ver, dist, n, sums[0, 0] / n_known, sums[1, 0] / n_known
         )
         for w in range(n_words):
-            words[w] = wide[w]
+            bits[w] = wide[w]
 
 
 @njit(cache=True, nogil=True, forceinline=True)
@@ -195,17 +195,18 @@ def search_unit(unit, step):
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def merge_candidates(pool, step):
-    """C1 of a pool, ascending: its units' C0, their neighbours and the recents (eq 9).
+def merge_candidates(team, step):
+    """C1 of a team, ascending: its units' C0, their neighbours and the recents (eq 9).
 
     While more than ``limit`` rows pass, its units' thresholds are raised by RAISE; ``raised`` f64
-    (U,) remembers how far, and comes down again when fewer than CALM of them pass.
+    (U,) remembers how far, and comes down again when fewer than CALM of them pass. The queries of
+    heads that are not bypassed move to the front of the team's.
     """
     n, work, statistics = step.n, step.work, step.statistics
-    n_head, n_unit, n_pool = step.q.shape[0], step.tables.gain.shape[0], work.rows.shape[0]
-    first, last = pool * n_unit // n_pool, (pool + 1) * n_unit // n_pool
+    n_head, n_unit, n_team = step.q.shape[0], step.tables.gain.shape[0], work.rows.shape[0]
+    first, last = team * n_unit // n_team, (team + 1) * n_unit // n_team
     n_words = (n + BLOCK - 1) // BLOCK
-    merged, wide = step.scratch.words
+    merged, wide = step.scratch.bits
     factor = step.raised[first]
     while True:
         merged[:] = 0
@@ -214,9 +215,9 @@ def merge_candidates(pool, step):
             of_unit = n_active_heads(unit, step)
             n_active += of_unit
             for w in range(n_words if of_unit else 0):
-                merged[w] |= work.words[unit, w]
+                merged[w] |= work.bits[unit, w]
         if n_active == 0:
-            work.n_rows[pool] = 0
+            work.n_rows[team] = 0
             return
         if step.rules.filtered:
             for w in range(n_words):
@@ -234,14 +235,14 @@ def merge_candidates(pool, step):
     calm = count < CALM * step.limit
     for unit in range(first, last):
         step.raised[unit] = max(1.0, factor / RAISE) if calm else factor
-    extract_rows(wide, n_words, work.rows[pool])
-    work.n_rows[pool] = count
+    extract_rows(wide, n_words, work.rows[team])
+    work.n_rows[team] = count
     n_scored = count - min(count, n - max(SINKS, n - 1 - LOCAL))  # beside the local rows
     for unit in range(first, last):
         statistics[unit, SCORED] += n_scored * n_active_heads(unit, step)
     statistics[first, KEYS_READ] += count * ((n_active + MAX_TILE - 1) // MAX_TILE)
-    slot = pool * n_head // n_pool
-    for h in range(slot, (pool + 1) * n_head // n_pool):
+    slot = team * n_head // n_team
+    for h in range(slot, (team + 1) * n_head // n_team):
         if work.active[h]:
             for c in range(work.queries.shape[1]):
                 work.queries[slot, c] = work.queries[h, c]

@@ -105,10 +105,11 @@ def _pause(typingctx):
 
 @intrinsic
 def _yield(typingctx):
-    """Lets another thread have the core (sched_yield)."""
+    """Lets another thread have the core (sched_yield, where there is one)."""
 
     def codegen(context, b, signature, args):
-        _call_c(b, "sched_yield")
+        if os.name == "posix":
+            _call_c(b, "sched_yield")
         return context.get_dummy_value()
 
     return types.void(), codegen

@@ -18,9 +18,9 @@ value, with the masses of the test; Algorithm 1's mean value alone is the larges
 (2) The slash table is indexed by distance, so that nothing is shifted and skipped steps keep it
 aligned. (3) Defaults differ from the paper's (``preset=paper``): neighbours are not filtered, more
 recent tokens, the variance of a score from the keys' covariance, layer 0 apart (7).
-(4) ``tables=group`` (``preset=fast``) shares the tables in a kv group: half the key rows read.
+(4) ``tables=group`` (``preset=fast``) shares the tables in a kv group, and so its candidates.
 (5) At most ``candidates`` rows are scored a head (twice the budget, if that is more): where more
-pass, both thresholds are raised until they do not, so that a step's cost has a bound at any depth.
+pass, the thresholds are raised until they do not, so that a step's cost has a bound at any depth.
 (6) a is .32 (the other presets: .2, the paper's): higher thresholds for all heads cost less than a
 low limit for the few that score most. (7) Of the layers only 0 is dense (before: 0 and 1, with
 a = .35): what that took is had back by a little less a. Beyond ``dense_rows`` (4096) it chooses
@@ -31,8 +31,8 @@ rows. (9) The mean of eq 8 is over at most ``horizon`` (6144) entries. By the fo
 heavy entries have thresholds that fall as 1/n, and ever lighter ones become candidates. (7) to (9)
 bound what grows with the context; the second table says what they cost. (10) Heads of a kv group
 score each other's candidates (``scored_by=group``), so that a key row is read and widened once for
-all of them. What one head has seen helps the others: a is multiplied by 1 + .75 for each other head
-(of two at most: SHARED), a head scores about as many rows, and a group reads a third fewer.
+all of them. What one head has seen helps the others, so a is multiplied by 1, and .75 more for each
+other head, of two at most (SHARED): a head scores about as many rows, a group reads a third fewer.
 
 KLD(full || lfps), top-1 agreement and rows scored in % of the context on SmolLM2-135M, 4 texts x 64
 steps at 1700, 3300 and 6500 tokens (``scripts/accuracy``, prefill in bf16, int8 or f32; - where not
@@ -234,26 +234,24 @@ class LFPSCache(LayerCache):
             covariance=np.zeros((n_kv, size, size), np.float32),
             ratio=np.zeros(spec.n_head, np.float32),
         )
-        pooled = method.tables == "head" and method.scored_by == "group"
+        by_group = method.tables == "head" and method.scored_by == "group"
         each, most = SHARED
-        a = method.a * (1 + each * min(spec.group - 1, most) * pooled)
+        a = method.a * (1 + each * min(spec.group - 1, most) * by_group)
         self._rules = search.Rules(
             float(spec.scale), n_kv, method.recent, float(a), method.horizon or NO_HORIZON,
             float(method.decay), float(method.epsilon), method.expand == "filtered",
-            pooled,
+            by_group,
         )  # fmt: skip
         none = np.zeros((self._n_unit, 0), np.float32)
         sums, gain = np.zeros((self._n_unit, 2, 4)), np.ones(self._n_unit)
         self._tables = Tables(none, none, none, none, sums, gain)
         self._raised = np.ones(self._n_unit)
         self._statistics = np.zeros((self._n_unit, search.N_STATISTICS), np.int64)
-        self._untraced = np.empty((spec.n_head, 0), np.int32), np.zeros(spec.n_head, np.int64)
         self._indexed = False
         self._step = LFPSStep(
             spec.n_head, self._rules, self._constants, self._raised, self._statistics,
             spec.n_threads,
         )  # fmt: skip
-        self._step.trace(*self._untraced)
         self.lse = np.empty(0, np.float32)  # see ``leave_sinks``
 
     def leave_sinks(self) -> None:
@@ -335,10 +333,11 @@ class LFPSCache(LayerCache):
             attended = np.empty((spec.n_head, width), np.int32)
             self.attended = (attended, np.zeros(spec.n_head, np.int64))
             self._step.trace(*self.attended)
-        self._step.run(x.q, x.k, x.v, out)
+        try:
+            self._step.run(x.q, x.k, x.v, out)
+        finally:
+            self._step.untrace()
         store.n = n
-        if self.traced:
-            self._step.trace(*self._untraced)
         return out
 
     def begin(self) -> tuple[int, int] | None:

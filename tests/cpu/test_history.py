@@ -172,9 +172,9 @@ class Layer:
 
     def __init__(
         self, n_head: int, n_head_kv: int, d: int, n: int, n_unit: int, kinds=(F16, F16),
-        pooled: bool = False,
+        by_group: bool = False,
     ) -> None:  # fmt: skip
-        self.pooled = pooled
+        self.by_group = by_group
         rng = np.random.default_rng(n)
         self.q = (2 * rng.standard_normal((n_head, d))).astype(np.float32)
         self.stored = [store(rng.standard_normal((n_head_kv, n + 9, d)), kind) for kind in kinds]
@@ -196,7 +196,7 @@ class Layer:
 
     def rules(self, a: float, epsilon: float, decay: float = 0.95) -> search.Rules:
         return search.Rules(
-            float(self.scale), self.n_kv, 32, a, 1 << 62, decay, epsilon, False, False
+            float(self.scale), self.n_kv, 32, a, 1 << 62, decay, epsilon, False, self.by_group
         )
 
     def step(self, k_budget: int, a: float, epsilon: float = 1.0, limit: int | None = None) -> None:
@@ -232,9 +232,9 @@ def test_all_candidates_equal_dense_attention(n_head, n_kv, d, n, shared, kinds)
 
 
 @pytest.mark.parametrize("limit", [64, 150, 300])
-@pytest.mark.parametrize("pooled", [False, True])
-def test_no_more_candidates_than_the_limit(limit, pooled):
-    layer, free = (Layer(6, 2, 64, 700, 6, pooled=pooled) for _ in range(2))
+@pytest.mark.parametrize("by_group", [False, True])
+def test_no_more_candidates_than_the_limit(limit, by_group):
+    layer, free = (Layer(6, 2, 64, 700, 6, by_group=by_group) for _ in range(2))
     for each in (layer, free):
         each.init(np.repeat(each.q[:, None], 5, axis=1))
     free.step(k_budget=40, a=0.01)

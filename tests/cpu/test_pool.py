@@ -50,6 +50,38 @@ def test_every_task_runs_once_a_loop(n_tasks):
     assert out[n_tasks] == 0
 
 
+@njit(nogil=True)
+def _publish(at, out):
+    pool.wait_for(at, 1)
+    for i in range(len(out)):
+        out[i] = i
+    pool.atomic_add(at, 1)
+
+
+@njit(nogil=True)
+def _sum_when_published(at, out):
+    pool.wait_for(at, 2)
+    return out.sum()
+
+
+def test_a_thread_waits_for_what_another_has_yet_to_write():
+    for array in (np.zeros(1, np.int64), np.zeros(1000, np.int64)):  # compiled before they race
+        flag = np.array([2])
+        _publish(flag.ctypes.data, array), _sum_when_published(flag.ctypes.data, array)
+    for _ in range(20):
+        flag, out, sums = np.zeros(1, np.int64), np.zeros(1000, np.int64), []
+        waiting = threading.Thread(
+            target=lambda flag=flag, out=out, sums=sums: sums.append(
+                _sum_when_published(flag.ctypes.data, out)
+            )
+        )
+        writing = threading.Thread(target=_publish, args=(flag.ctypes.data, out))
+        waiting.start(), writing.start()
+        flag[0] = 1  # only now may it be written
+        waiting.join(), writing.join()
+        assert sums == [999 * 500] and flag[0] == 2
+
+
 def test_workers_wake_up_after_a_rest():
     out = np.zeros(2, np.int64)
     for rest in (0, 0.01, 0.2):

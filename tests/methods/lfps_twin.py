@@ -19,7 +19,7 @@ class TwinOptions:
 
     budget: int
     tables: str = "head"
-    scored_by: str = "head"
+    scored_by: str = "group"
     expand: str = "plain"
     sigma: str = "cov"
     recent: int = 32
@@ -51,8 +51,8 @@ class LFPSTwin:
         self.options, self.n_head, self.group = options, n_head, n_head // n_head_kv
         self.heads_a_unit = 1 if options.tables == "head" else self.group
         alone = "head" == options.tables == options.scored_by
-        self.heads_a_pool = 1 if alone else self.group
-        self.units_a_pool = self.heads_a_pool // self.heads_a_unit
+        self.heads_a_team = 1 if alone else self.group
+        self.units_a_team = self.heads_a_team // self.heads_a_unit
 
     def start(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         """Steps 2, 3: k (G, n, d), v (G, n, d_v) of the context, q (H, m, d) of its last rows."""
@@ -101,8 +101,8 @@ class LFPSTwin:
         scores = [self.k[h // self.group] @ self.q[h] * self.scale for h in range(self.n_head)]
         rho = [self.sink_share(h, scores[h]) for h in range(self.n_head)]
         choices = []
-        for first in range(0, self.n_head, self.heads_a_pool):
-            heads = range(first, first + self.heads_a_pool)
+        for first in range(0, self.n_head, self.heads_a_team):
+            heads = range(first, first + self.heads_a_team)
             active = [h for h in heads if rho[h] <= self.options.epsilon]
             if active:
                 units = range(first // self.heads_a_unit, heads[-1] // self.heads_a_unit + 1)
@@ -143,7 +143,7 @@ class LFPSTwin:
         return np.log(n - SINKS) + q @ self.mean_k[g] * self.scale + variance / 2
 
     def candidates(self, units: range, searched: set[int]) -> tuple[np.ndarray, float]:
-        """Steps 5 to 7: C1, ascending, of the units of a pool whose heads are not all bypassed, the
+        """Steps 5 to 7: C1, ascending, of the units of a team whose heads are not all bypassed, the
         recents included; and how near a comparison was.
         """
         n = self.ver.shape[1]
@@ -189,7 +189,7 @@ class LFPSTwin:
         kappa = 1 / n
         if m2 > 1e-12 * (table**2).sum():
             kappa = np.clip(m4 / m2**2, 1 / n, 1)
-        a = self.options.a * (0.25 + 0.75 * min(self.units_a_pool, 3))
+        a = self.options.a * (0.25 + 0.75 * min(self.units_a_team, 3))
         return a * table.sum() / min(n, self.options.horizon or n) / kappa
 
     def finish(self, choices: list[HeadChoice]) -> np.ndarray:

@@ -205,12 +205,12 @@ GEOMETRIES = [
     Geometry(8, 1, 128, 320),
 ]
 VARIANTS = {
-    "tuned": {"scored_by": "group"},
-    "alone": {},
+    "tuned": {},
+    "alone": {"scored_by": "head"},
     "fast": {"tables": "group"},
-    "paper": {"expand": "filtered", "recent": 8, "sigma": "ratio"},
+    "paper": {"expand": "filtered", "recent": 8, "sigma": "ratio", "scored_by": "head"},
     "paper-group": {"expand": "filtered", "recent": 8, "sigma": "ratio", "tables": "group"},
-    "paper-pooled": {"expand": "filtered", "recent": 8, "sigma": "ratio", "scored_by": "group"},
+    "paper-teams": {"expand": "filtered", "recent": 8, "sigma": "ratio"},
 }
 
 
@@ -232,6 +232,7 @@ def test_lfps_equals_its_twin(geometry, variant):
     assert seen["ties"] <= 2
     if twin.heads_a_unit > 1:
         assert seen["mixed"] > 50, "some heads of a group bypassed, others not"
+    assert cache._rules.a == options.a * (0.25 + 0.75 * min(twin.units_a_team, 3))
     counters = cache.counters()
     assert counters["heads_bypassed"] == seen["bypassed"]
     assert counters["heads_stepped"] == geometry.n_head * N_STEPS
@@ -259,6 +260,8 @@ def test_rescaling_changes_nothing(decay, tables):
         (TwinOptions(budget=2, epsilon=1.0), "beyond"),
         (TwinOptions(budget=1, epsilon=0.7), "beyond"),
         (TwinOptions(budget=1, epsilon=1.0, a=1e6), "active"),  # nothing is above the threshold
+        (TwinOptions(budget=90, a=3.0, epsilon=1.0, scored_by="head"), "short"),
+        (TwinOptions(budget=60, a=0.02, recent=200, expand="filtered", scored_by="head"), "beyond"),
     ],
     ids=str,
 )
@@ -281,11 +284,21 @@ def test_thresholds_rise_to_keep_the_limit(tables, scored_by, expand, candidates
     assert (cache._raised > 1).any() and seen["active"] > 100
 
 
-@pytest.mark.parametrize("others", [{"scored_by": "group"}, {}, {"tables": "group"}], ids=str)
-@pytest.mark.parametrize("geometry", GEOMETRIES[1:], ids=str)
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"scored_by": "head"},
+        {"tables": "group"},
+        {"candidates": 60},
+        {"candidates": 60, "expand": "filtered"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("geometry", [*GEOMETRIES[1:], Geometry(3, 1, 64, 1500)], ids=str)
 def test_any_number_of_threads(geometry, others):
-    """Whole pools a thread, pools that threads share, and more threads than there are to take."""
-    options = TwinOptions(budget=24, epsilon=0.7, **others)
+    """Whole teams a thread, teams that threads share, and more threads than there are to take."""
+    options = TwinOptions(budget=24, a=0.02, epsilon=0.7, **others)
     numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
     try:
         caches = [make_cache(geometry, options, n_threads=n) for n in (1, 2, 3, 5)]
@@ -302,13 +315,15 @@ def test_any_number_of_threads(geometry, others):
             for a, b in zip(cache._tables, caches[0]._tables, strict=True):
                 np.testing.assert_array_equal(a, b)
             np.testing.assert_array_equal(cache._statistics, caches[0]._statistics)
+            np.testing.assert_array_equal(cache._raised, caches[0]._raised)
     finally:
         numba.set_num_threads(1)
 
 
 @pytest.mark.parametrize("sigma", ["cov", "ratio"])
-def test_heads_that_are_always_bypassed_leave_the_tables_alone(sigma):
-    options = TwinOptions(budget=20, epsilon=1e-9, sigma=sigma)
+@pytest.mark.parametrize("scored_by", ["head", "group"])
+def test_heads_that_are_always_bypassed_leave_the_tables_alone(scored_by, sigma):
+    options = TwinOptions(budget=20, epsilon=1e-9, sigma=sigma, scored_by=scored_by)
     cache, _, seen = run_both(Geometry(3, 1, 80, 100), options, seed=3, n_steps=30)
     assert seen["active"] == 0
     np.testing.assert_array_equal(cache._tables.gain, 1.0)
