@@ -1,7 +1,8 @@
 """The first half of a step of LFPS: which heads are bypassed, and the candidates of the others.
 
 Heads that score the same candidates are a team: a kv group (``by_group``, or with tables of a
-group), or a single head.
+group), or a single head. What is given a Step is inlined: to pass it by value takes .3 to
+.6 us a call.
 """
 
 from __future__ import annotations
