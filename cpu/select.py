@@ -16,12 +16,17 @@ LARGEST = np.float32(1e38)
 
 
 @njit(cache=True, nogil=True)
+def _ordered(bits):
+    """The order_keys key of an f32's bits, and the bits of a key: the same flip."""
+    return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
+
+
+@njit(cache=True, nogil=True)
 def order_keys(scores, keys, n):
     """keys[j] int32 with the order of scores[j] f32 (no NaN): a signed-magnitude flip."""
     bits = scores.view(np.int32)
     for j in range(n):
-        b = bits[j]
-        keys[j] = b ^ ((b >> np.int32(31)) & np.int32(0x7FFFFFFF))
+        keys[j] = _ordered(bits[j])
 
 
 @intrinsic
@@ -109,12 +114,6 @@ def _float_of(typingctx, bits):
         return b.bitcast(args[0], emit.F32)
 
     return types.float32(types.int32), codegen
-
-
-@njit(cache=True, nogil=True)
-def _ordered(bits):
-    """The order_keys key of an f32's bits, and the bits of a key: the same flip."""
-    return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
 
 
 @njit(cache=True, nogil=True)
