@@ -94,6 +94,16 @@ def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Valu
     return call_named(builder, f"llvm.fma.{lanes}f32", a.type, a, b, c)
 
 
+def add_in_order(b: ir.IRBuilder, total: ir.Value, part: ir.Value) -> ir.Value:
+    """Integers total + part (256 bits), in the order as written: LLVM would add several parts up
+    first, for which there are not enough registers. The fence, of floats only, costs nothing.
+    """
+    floats = vec(F32, 8)
+    value = b.bitcast(b.add(total, part), floats)
+    fenced = call_named(b, "llvm.arithmetic.fence.v8f32", floats, value)
+    return b.bitcast(fenced, total.type)
+
+
 def prefetch(builder: ir.IRBuilder, address: ir.Value, *, once: bool = False) -> None:
     """Asks for the cache line of ``address`` ahead of its use; any address is allowed.
 

@@ -26,6 +26,7 @@ BLOCK = 32
 LARGEST = 127 * 256 + 127.0  # two signed bytes hold it
 SMALLEST = 1e-30
 ACCUMULATORS = 4  # sums in flight
+BYTES_A_VALUE = 4 if vnni.bytes_are_beside() else 2
 
 
 @njit(cache=True, nogil=True)
@@ -33,9 +34,10 @@ def quantized_bytes(n):
     """Bytes of ``quantize_activations``' output for n elements, a multiple of 32.
 
     Layout: i16 values (n,), or for vnni.py their high bytes (n,) and low bytes (n,), both signed;
-    f32 scales (n / 32,); f32 sums of scale * value over 16 (n / 16,) and over 32 (n / 32,).
+    f32 scales (n / 32,); f32 sums of scale * value over 16 (n / 16,) and over 32 (n / 32,); with
+    AVX2, for repack.py, i16 values in front and the bytes at the end.
     """
-    return 2 * n + 8 * (n // BLOCK) + 4 * (n // LANES)
+    return BYTES_A_VALUE * n + 8 * (n // BLOCK) + 4 * (n // LANES)
 
 
 @njit(cache=True, nogil=True)
@@ -73,20 +75,17 @@ def quantize_activations(typingctx, x, out, n):
 
     def codegen(context, b, signature, args):
         x, out, n = args
-        scales = b.add(out, b.mul(n, I64(2)))
-        small = b.sdiv(b.mul(n, I64(4)), I64(BLOCK))
-        sums = b.add(scales, small)
-        sums32 = b.add(sums, b.mul(small, I64(2)))
+        places = vnni.inputs_at(b, out, n)
 
         def body(i, carried):
             block = round_block(b, b.add(x, b.mul(i, I64(4))), LARGEST)
             for h, half in enumerate(block.halves):
-                _store_values(b, b.fptosi(half, VI), out, n, b.add(i, I64(LANES * h)))
-                at = b.add(sums, b.sdiv(b.mul(i, I64(4)), I64(LANES)))
+                _store_values(b, b.fptosi(half, VI), places, b.add(i, I64(LANES * h)))
+                at = b.add(places.sums16, b.sdiv(b.mul(i, I64(4)), I64(LANES)))
                 emit.store(b, block.sums[h], at, 4 * h)
             at = b.sdiv(b.mul(i, I64(4)), I64(BLOCK))
-            emit.store(b, block.scale, b.add(scales, at))
-            emit.store(b, b.fadd(*block.sums), b.add(sums32, at))
+            emit.store(b, block.scale, b.add(places.scales, at))
+            emit.store(b, b.fadd(*block.sums), b.add(places.sums32, at))
             return []
 
         emit.loop(b, I64(0), n, BLOCK, [], body)
@@ -95,15 +94,20 @@ def quantize_activations(typingctx, x, out, n):
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
-def _store_values(b: ir.IRBuilder, q: ir.Value, out: ir.Value, n: ir.Value, i: ir.Value) -> None:
+def _store_values(b: ir.IRBuilder, q: ir.Value, places: vnni.Inputs, i: ir.Value) -> None:
     """Values i .. i + 16, <16 x i32>, in the layout that the dot products read."""
     if not vnni.is_available():
-        emit.store(b, b.trunc(q, vec(I16)), b.add(out, b.mul(i, I64(2))))
-        return
-    low = b.trunc(q, vec(I8))
-    high = b.ashr(b.sub(q, b.sext(low, VI)), const(I32, 8))
-    emit.store(b, b.trunc(high, vec(I8)), b.add(out, i))
-    emit.store(b, low, b.add(b.add(out, n), i))
+        emit.store(b, b.trunc(q, vec(I16)), b.add(places.values, b.mul(i, I64(2))))
+    if vnni.is_available() or vnni.bytes_are_beside():
+        low = b.trunc(q, vec(I8))
+        high = b.ashr(b.sub(q, b.sext(low, VI)), const(I32, 8))
+        emit.store(b, b.trunc(high, vec(I8)), b.add(places.high, i))
+        emit.store(b, low, b.add(places.low, i))
+
+
+def byte_products(b: ir.IRBuilder, w: ir.Value, x: ir.Value) -> ir.Value:
+    """w <32 x u8>, x <32 x i8> -> <16 x i16> of w[2i] x[2i] + w[2i+1] x[2i+1] (AVX2)."""
+    return emit.call_named(b, "llvm.x86.avx2.pmadd.ub.sw", vec(I16), w, x)
 
 
 def pair_products(b: ir.IRBuilder, w: ir.Value, x: ir.Value) -> ir.Value:
@@ -176,11 +180,10 @@ def emit_row(
         return vnni.emit_row(b, format_, w, xs, n)
     n_blocks = b.sdiv(n, I64(format_.n_elements))
     sizes = [format_.n_elements // BLOCK * size for size in (2 * BLOCK, 4, 8, 4)]  # per block
-    small = b.mul(b.sdiv(n, I64(BLOCK)), I64(4))
     starts = []
     for x in xs:
-        scales = b.add(x, b.mul(n, I64(2)))
-        starts.append([x, scales, b.add(scales, small), b.add(scales, b.mul(small, I64(3)))])
+        at = vnni.inputs_at(b, x, n)
+        starts.append([at.values, at.scales, at.sums16, at.sums32])
     unroll = ACCUMULATORS if format_.n_elements == BLOCK else 1
     width = ACCUMULATORS + 1
 

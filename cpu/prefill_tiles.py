@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 from sparsekv_cli.cpu import emit
 from sparsekv_cli.cpu.addresses import call_through, function_address
 from sparsekv_cli.cpu.emit import F32, I8, I16, I32, I64, LANES, const, load, splat, vec
-from sparsekv_cli.cpu.integer import BLOCK, pair_products, round_block
+from sparsekv_cli.cpu.integer import BLOCK, byte_products, pair_products, round_block
 
 GROUP = LANES  # weight rows side by side, in vectors of 8
 WIDTH = 8
@@ -85,22 +85,6 @@ def round_input(typingctx, x, tile, n):
 # --- products -------------------------------------------------------------------------------------
 
 
-def _byte_products(b: ir.IRBuilder, w: ir.Value, x: ir.Value) -> ir.Value:
-    """<32 x i8> w, unsigned, and x -> <16 x i16> of w[2i] x[2i] + w[2i+1] x[2i+1]."""
-    return emit.call_named(b, "llvm.x86.avx2.pmadd.ub.sw", vec(I16, 2 * WIDTH), w, x)
-
-
-def _plus(b: ir.IRBuilder, total: ir.Value, product: ir.Value) -> ir.Value:
-    """Integers total + product, in the order as written: LLVM would sum the products of several
-    columns first, for which there are not enough registers. The fence, of floats only, costs
-    nothing.
-    """
-    floats = vec(F32, WIDTH)
-    value = b.bitcast(b.add(total, product), floats)
-    fenced = emit.call_named(b, f"llvm.arithmetic.fence.v{WIDTH}f32", floats, value)
-    return b.bitcast(fenced, total.type)
-
-
 @intrinsic
 def _multiply_tile(typingctx, span, room, panel, scales, n_spans, tile, n, column, sums):
     """sums f32 (TILE, GROUP) += n_spans of a panel times inputs from ``column`` on; addresses.
@@ -129,9 +113,9 @@ def _multiply_tile(typingctx, span, room, panel, scales, n_spans, tile, n, colum
                 for t in range(TILE):
                     four = splat(b, load(b, I32, x, 4 * (TILE * step + t)), WIDTH)
                     four = b.bitcast(four, bytes_)
-                    products += [_byte_products(b, weight, four) for weight in weights]
+                    products += [byte_products(b, weight, four) for weight in weights]
                 totals = (
-                    [_plus(b, *pair) for pair in zip(totals, products, strict=True)]
+                    [emit.add_in_order(b, *pair) for pair in zip(totals, products, strict=True)]
                     if totals
                     else products
                 )

@@ -10,9 +10,9 @@ where the CPU has byte products; without, these two have 1.7 and 1.3 times the p
 
 Layout: block i of the 16 rows of a group follows block i - 1; in it come the f16 scales, 16 of a
 kind (32 bytes), then the block's other bytes, four of each row (64 bytes), in the order of their
-use. With byte products (vnni.py) the four keep their order. Without, the second and third change
-places: even bytes and odd bytes, as i16, are then pairs of neighbours, and go into vpmaddwd with
-pairs of activations.
+use. They are multiplied with four activations of 16 bits, as two bytes each: by vpdpbusd (vnni.py),
+else by vpmaddubsw, whose sums of two products are i16, of which some can be added before they are
+widened. IQ4_NL's integers are too large for that and become i16 first.
 """
 
 from __future__ import annotations
@@ -42,20 +42,18 @@ from sparsekv_cli.cpu.emit import (
     shuffle,
     vec,
 )
-from sparsekv_cli.cpu.integer import pair_products
+from sparsekv_cli.cpu.integer import byte_products, pair_products
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 from sparsekv_cli.cpu.vnni import BLOCK, BYTES, LINE, Inputs
 
 GROUP = LANES  # rows side by side
 AHEAD = 8192 if emit.ON_AMD else 16384  # bytes by which weights are fetched before their use
-HAS_BYTES = vnni.is_available()
-ORDER = (0, 1, 2, 3) if HAS_BYTES else (0, 2, 1, 3)  # of four bytes of a row
 
 
 class Block(NamedTuple):
     """32 or 16 elements of each of 16 rows; an element is q * scale + offset."""
 
-    q: list[ir.Value]  # 8 or 4 <16 x i32>: four elements of every row, unsigned bytes, in ORDER
+    q: list[ir.Value]  # 8 or 4 <16 x i32>: four elements of every row, unsigned bytes
     scale: ir.Value  # <16 x float>
     offset: ir.Value
 
@@ -89,10 +87,9 @@ def _with_fifth(b: ir.IRBuilder, q: Sequence[ir.Value], bits: ir.Value) -> list[
     """q with bit i of ``bits`` as the fifth of element i."""
     result = []
     for i, nibble in enumerate(q):
-        shift = 8 * ORDER[i // 2] + 4 * (i % 2)
-        four = b.and_(b.lshr(bits, const(I32, shift)), const(I32, 15))
-        # Bit j of four goes to bit 0 of its byte (and elsewhere).
-        spread = b.mul(four, const(I32, sum(1 << (8 * ORDER[j] - j) for j in range(4))))
+        four = b.and_(b.lshr(bits, const(I32, 4 * i)), const(I32, 15))
+        # Bit j of four goes to bit 0 of byte j (and elsewhere).
+        spread = b.mul(four, const(I32, sum(1 << 7 * j for j in range(4))))
         fifth = b.shl(b.and_(spread, const(I32, 0x01010101)), const(I32, 4))
         result.append(b.or_(nibble, fifth))
     return result
@@ -130,7 +127,7 @@ def _iq4_nl(b: ir.IRBuilder, p: ir.Value) -> Iterator[Block]:
 
 def _byte(b: ir.IRBuilder, words: Sequence[ir.Value], i: int) -> ir.Value:
     """Byte i of the bytes in ``words``, unsigned <16 x i32>."""
-    shifted = b.lshr(words[i // 4], const(I32, 8 * ORDER.index(i % 4)))
+    shifted = b.lshr(words[i // 4], const(I32, 8 * (i % 4)))
     return b.and_(shifted, const(I32, 255))
 
 
@@ -179,7 +176,7 @@ def _q6_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[Block]:
         bits = [_word(b, p, 1, start + k) for k in range(4)]
         words = [_word(b, p, 1, start + 8 + 8 * (part % 2) + k) for k in range(4)]
         q = _with_bits(b, _half_bytes(b, words, part >= 2), bits, 2 * part, 2)
-        left = const(I32, 24 - 8 * ORDER.index(i % 4))
+        left = const(I32, 24 - 8 * (i % 4))
         signed = b.ashr(b.shl(_word(b, p, 1, i // 4), left), const(I32, 24))
         yield _around(b, q, b.fmul(d, b.sitofp(signed, VF)), 32)
 
@@ -188,12 +185,13 @@ class Repacking(NamedTuple):
     """How a format's blocks are repacked and decoded.
 
     n_scales: f16 numbers, at ``scales_at`` (bytes), the start or the end. decode: the parts of a
-    block in turn. order: of its words of four bytes, if it changes. always: whether it pays where
-    the CPU has byte products, too.
+    block in turn, with integers up to ``largest``. order: of its words of four bytes, if it
+    changes. always: whether it pays where the CPU has vpdpbusd, too.
     """
 
     n_scales: int
     decode: Callable[[ir.IRBuilder, ir.Value], Iterator[Block]]
+    largest: int
     scales_at: int = 0
     order: tuple[int, ...] = ()
     always: bool = True
@@ -202,13 +200,13 @@ class Repacking(NamedTuple):
 REPACKED: dict[int, Repacking] = {
     FORMATS[name].code: repacking
     for name, repacking in {
-        "Q4_0": Repacking(1, _q4_0),
-        "Q4_1": Repacking(2, _q4_1),
-        "Q5_0": Repacking(1, _q5_0),
-        "Q5_1": Repacking(2, _q5_1),
-        "IQ4_NL": Repacking(1, _iq4_nl),
-        "Q4_K": Repacking(2, _q4_k, always=False),
-        "Q6_K": Repacking(1, _q6_k, 208, Q6_K_ORDER, always=False),
+        "Q4_0": Repacking(1, _q4_0, 15),
+        "Q4_1": Repacking(2, _q4_1, 15),
+        "Q5_0": Repacking(1, _q5_0, 31),
+        "Q5_1": Repacking(2, _q5_1, 31),
+        "IQ4_NL": Repacking(1, _iq4_nl, 241),
+        "Q4_K": Repacking(2, _q4_k, 15, always=False),
+        "Q6_K": Repacking(1, _q6_k, 63, 208, Q6_K_ORDER, always=False),
     }.items()
 }
 
@@ -224,18 +222,18 @@ def can_repack(code: int, n_rows: int) -> bool:
     """Whether this CPU gains by repacking a matrix of ggml type ``code``."""
     if code not in REPACKED or n_rows % GROUP != 0:
         return False
-    return REPACKED[code].always if HAS_BYTES else emit.has_feature("avx2")
+    return REPACKED[code].always if vnni.is_available() else emit.has_feature("avx2")
 
 
 # --- repacking ------------------------------------------------------------------------------------
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def _repack(rows, n_scales, scales_at, order, swap, out):
+def _repack(rows, n_scales, scales_at, order, out):
     """rows uint16 (n, units a row) in blocks -> out uint16 (n / GROUP, GROUP * ...).
 
     A block has n_scales units at ``scales_at``, the start or the end, and words of two, which take
-    the ``order``. swap: whether the middle two of four bytes change places.
+    the ``order``.
     """
     n_units, rest_at = n_scales + 2 * len(order), 0 if scales_at > 0 else n_scales
     for group in prange(out.shape[0]):
@@ -247,12 +245,8 @@ def _repack(rows, n_scales, scales_at, order, swap, out):
                     out[group, at + r] = row[scales_at + unit]
                     at += GROUP
                 for word in order:
-                    first, second = row[rest_at + 2 * word], row[rest_at + 2 * word + 1]
-                    if swap:
-                        low, high = first & 255 | (second & 255) << 8, first >> 8 | second & 0xFF00
-                        first, second = low, high
-                    out[group, at + 2 * r] = first
-                    out[group, at + 2 * r + 1] = second
+                    out[group, at + 2 * r] = row[rest_at + 2 * word]
+                    out[group, at + 2 * r + 1] = row[rest_at + 2 * word + 1]
                     at += 2 * GROUP
 
 
@@ -261,7 +255,7 @@ def repack(code: int, w: np.ndarray, out: np.ndarray) -> None:
     repacking, order = REPACKED[code], np.array(word_order(code))
     units = out.reshape(len(w) // GROUP, -1).view(np.uint16)
     scales_at = repacking.scales_at // 2
-    _repack(w.view(np.uint16), repacking.n_scales, scales_at, order, not HAS_BYTES, units)
+    _repack(w.view(np.uint16), repacking.n_scales, scales_at, order, units)
 
 
 def repack_ref(code: int, w: np.ndarray) -> np.ndarray:
@@ -270,21 +264,21 @@ def repack_ref(code: int, w: np.ndarray) -> np.ndarray:
     start, end = repacking.scales_at, repacking.scales_at + 2 * repacking.n_scales
     blocks = w.reshape(len(w) // GROUP, GROUP, -1, n_bytes)
 
-    def planes(part: np.ndarray, order: Sequence[int]) -> np.ndarray:
-        units = part.reshape(*blocks.shape[:3], -1, len(order))  # group, row, block, unit, byte
-        moved = units[..., order].transpose(0, 2, 3, 1, 4)
+    def planes(part: np.ndarray, size: int) -> np.ndarray:
+        units = part.reshape(*blocks.shape[:3], -1, size)  # group, row, block, unit, byte
+        moved = units.transpose(0, 2, 3, 1, 4)
         return moved.reshape(len(blocks), blocks.shape[2], -1)
 
     rest = np.concatenate([blocks[..., :start], blocks[..., end:]], -1)
     places = [4 * word + byte for word in word_order(code) for byte in range(4)]
-    parts = planes(blocks[..., start:end], (0, 1)), planes(rest[..., places], ORDER)
+    parts = planes(blocks[..., start:end], 2), planes(rest[..., places], 4)
     return np.concatenate(parts, -1).reshape(w.shape)
 
 
 # --- dot products ---------------------------------------------------------------------------------
 
 
-def _byte_dots(
+def _dots(
     b: ir.IRBuilder, qs: list[ir.Value], inputs: Inputs, at: ir.Value, lines: emit.Prefetches
 ) -> ir.Value:
     """<16 x i32>: a row's integers times the activations from ``at`` on."""
@@ -299,36 +293,86 @@ def _byte_dots(
     return b.add(b.shl(sums[0], const(I32, 8)), sums[1])
 
 
+def _short_dots(
+    b: ir.IRBuilder,
+    qs: list[ir.Value],
+    inputs: Inputs,
+    at: ir.Value,
+    lines: emit.Prefetches,
+    room: int,
+) -> ir.Value:
+    """The same with AVX2, of integers so small that ``room`` sums of two products fit i16."""
+    planes = ((inputs.high, 256), (inputs.low, 1))
+    dots = [const(I32, 0, 8)] * 2
+    for first in range(0, len(qs), room):
+        sums = [[const(I16, 0)] * 2 for _ in planes]
+        for i, q in enumerate(qs[first : first + room], first):
+            for (plane, _), of_plane in zip(planes, sums, strict=True):
+                lines.step(b)
+                four = emit.splat(b, load(b, I32, b.add(plane, at), 4 * i), 8)
+                for half, part in enumerate(_halves(b, q)):
+                    products = byte_products(b, part, b.bitcast(four, part.type))
+                    of_plane[half] = emit.add_in_order(b, of_plane[half], products)
+        for (_, unit), of_plane in zip(planes, sums, strict=True):
+            for half, total in enumerate(of_plane):
+                dots[half] = b.add(dots[half], pair_products(b, total, const(I16, unit)))
+    return shuffle(b, *dots, range(LANES))
+
+
 def _pair_dots(
     b: ir.IRBuilder, qs: list[ir.Value], inputs: Inputs, at: ir.Value, lines: emit.Prefetches
 ) -> ir.Value:
-    """The same from activations as i16 (integer.py), for AVX2."""
-    values = b.add(inputs.high, b.mul(at, I64(2)))
-    even = const(I32, 0x00FF00FF)
-    low = high = const(I32, 0, 8)
+    """The same with AVX2, of any bytes."""
+    values = b.add(inputs.values, b.mul(at, I64(2)))
+    zeros = const(I8, 0, 32)
+    # Of each half of the rows, what punpcklbw and punpckhbw make 16 bits of: rows 0, 1, 4 and 5,
+    # and the others, of each the sum of the first two products and that of the last two.
+    sums = [const(I32, 0, 8)] * 4
+    places = [[start + i for start in (first, first + 16) for i in range(8)] for first in (0, 8)]
     for i, q in enumerate(qs):
-        for odd in range(2):
-            lines.step(b)
-            pairs = b.bitcast(b.and_(b.lshr(q, const(I32, 8 * odd)), even), vec(I16, 32))
-            two = emit.splat(b, load(b, I32, values, 8 * i + 4 * odd), 8)
-            two = b.bitcast(two, vec(I16, 16))
-            first, second = (shuffle(b, pairs, pairs, range(lane, lane + 16)) for lane in (0, 16))
-            low = b.add(low, pair_products(b, first, two))
-            high = b.add(high, pair_products(b, second, two))
-    return shuffle(b, low, high, range(LANES))
+        four = b.bitcast(emit.splat(b, load(b, I64, values, 8 * i), 4), vec(I16))
+        wide = [
+            shuffle(b, half, zeros, [lane for place in each for lane in (place, 32)])
+            for half in _halves(b, q)
+            for each in places
+        ]
+        for part, pairs in enumerate(wide):
+            products = pair_products(b, b.bitcast(pairs, vec(I16)), four)
+            sums[part] = emit.add_in_order(b, sums[part], products)
+        lines.step(b)
+        lines.step(b)
+    even = [0, 2, 8, 10, 4, 6, 12, 14]
+    dots = [
+        b.add(shuffle(b, *pair, even), shuffle(b, *pair, [lane + 1 for lane in even]))
+        for pair in (sums[:2], sums[2:])
+    ]
+    return shuffle(b, *dots, range(LANES))
+
+
+def _halves(b: ir.IRBuilder, word: ir.Value) -> list[ir.Value]:
+    """The bytes of a word's first 8 rows and of the others, <32 x i8>."""
+    bytes_ = b.bitcast(word, vec(I8, BYTES))
+    return [shuffle(b, bytes_, bytes_, range(start, start + 32)) for start in (0, 32)]
 
 
 def _add_block(
     b: ir.IRBuilder,
     block: Block,
+    largest: int,
     inputs: Inputs,
     at: ir.Value,
     total: ir.Value,
     lines: emit.Prefetches,
 ) -> ir.Value:
     """total <16 x float> + the products of the block with the activations from ``at`` on."""
-    dots = _byte_dots if HAS_BYTES else _pair_dots
-    dots = b.sitofp(dots(b, block.q, inputs, at, lines), VF)
+    room = np.iinfo(np.int16).max // (2 * 128 * largest)
+    if vnni.is_available():
+        dots = _dots(b, block.q, inputs, at, lines)
+    elif room > 0:
+        dots = _short_dots(b, block.q, inputs, at, lines, room)
+    else:
+        dots = _pair_dots(b, block.q, inputs, at, lines)
+    dots = b.sitofp(dots, VF)
     n = 4 * len(block.q)
     sums = inputs.sums32 if n == BLOCK else inputs.sums16
     scale, known = (
@@ -352,7 +396,7 @@ def _group_dots(typingctx, code, count, w, x, x_row, n, out, out_row):
     def codegen(context, b, signature, args):
         code_, count_ = (type_.literal_value for type_ in signature.args[:2])
         w, x, x_row, n, out, out_row = args[2:]
-        format_ = FORMAT_OF_CODE[code_]
+        format_, repacking = FORMAT_OF_CODE[code_], REPACKED[code_]
         block_bytes = GROUP * format_.n_bytes
         rows = [vnni.inputs_at(b, b.add(x, b.mul(I64(j), x_row)), n) for j in range(count_)]
 
@@ -363,9 +407,9 @@ def _group_dots(typingctx, code, count, w, x, x_row, n, out, out_row):
             if format_.n_elements == BLOCK:  # the K formats' products are slower than the memory
                 ahead = [b.add(p, I64(AHEAD + line)) for line in range(0, block_bytes, LINE)]
             lines = emit.Prefetches(ahead, 2 * BLOCK // 4, once=True)
-            for block in REPACKED[code_].decode(b, p):
+            for block in repacking.decode(b, p):
                 totals = [
-                    _add_block(b, block, inputs, at, total, lines)
+                    _add_block(b, block, repacking.largest, inputs, at, total, lines)
                     for inputs, total in zip(rows, totals, strict=True)
                 ]
                 at = b.add(at, I64(4 * len(block.q)))

@@ -30,6 +30,11 @@ def is_available() -> bool:
     return emit.has_feature("avx512vnni") or emit.has_feature("avxvnni")
 
 
+def bytes_are_beside() -> bool:
+    """Whether activations come as i16 and as bytes, for CPUs with vpmaddubsw only (repack.py)."""
+    return emit.has_feature("avx2") and not is_available()
+
+
 def dot_bytes(b: ir.IRBuilder, total: ir.Value, w: ir.Value, x: ir.Value) -> ir.Value:
     """total <16 x i32> + sums of four products of w <64 x u8> and x <64 x i8>."""
     w, x = b.bitcast(w, VI), b.bitcast(x, VI)
@@ -78,6 +83,7 @@ def _decode(b: ir.IRBuilder, format_: BlockFormat, p: ir.Value, n_blocks: int) -
 class Inputs(NamedTuple):
     """Addresses of one row of quantised activations (see integer.py's ``quantized_bytes``)."""
 
+    values: ir.Value  # i16 (n,), where there are no byte products
     high: ir.Value  # i8 (n,)
     low: ir.Value  # i8 (n,)
     scales: ir.Value
@@ -90,7 +96,9 @@ def inputs_at(b: ir.IRBuilder, x: ir.Value, n: ir.Value) -> Inputs:
     small = b.mul(b.sdiv(n, I64(BLOCK)), I64(4))
     scales = b.add(x, b.mul(n, I64(2)))
     sums16 = b.add(scales, small)
-    return Inputs(x, b.add(x, n), scales, sums16, b.add(sums16, b.mul(small, I64(2))))
+    sums32 = b.add(sums16, b.mul(small, I64(2)))
+    high = b.add(sums32, small) if bytes_are_beside() else x
+    return Inputs(x, high, b.add(high, n), scales, sums16, sums32)
 
 
 def _add_products(

@@ -87,6 +87,62 @@ NEEDLES = (
         3,
         0.9,
     ),
+    Needle(
+        "The locker number of the choir master is 26738.",
+        "What is the locker number of the choir master?",
+        "26738",
+        1,
+        0.1,
+    ),
+    Needle(
+        "The serial number of the old ferry engine is 94105.",
+        "What is the serial number of the old ferry engine?",
+        "94105",
+        0,
+        0.35,
+    ),
+    Needle(
+        "The secret code of the chess club is 37260.",
+        "What is the secret code of the chess club?",
+        "37260",
+        2,
+        0.5,
+    ),
+    Needle(
+        "The special magic number for Reykjavik is 68419.",
+        "What is the special magic number for Reykjavik?",
+        "68419",
+        3,
+        0.65,
+    ),
+    Needle(
+        "The policy number of Madame Laurent is 50872.",
+        "What is the policy number of Madame Laurent?",
+        "50872",
+        0,
+        0.85,
+    ),
+    Needle(
+        "The room number of Inspector Halloran is 14936.",
+        "What is the room number of Inspector Halloran?",
+        "14936",
+        1,
+        0.55,
+    ),
+    Needle(
+        "The telephone number of the village bakery is 71604.",
+        "What is the telephone number of the village bakery?",
+        "71604",
+        3,
+        0.25,
+    ),
+    Needle(
+        "The registration number of the blue tractor is 83527.",
+        "What is the registration number of the blue tractor?",
+        "83527",
+        2,
+        0.9,
+    ),
 )
 
 

@@ -137,7 +137,7 @@ def test_integer_products_without_vnni(name, n_inputs, monkeypatch):
     w = random_rows(name, 7, 768)
     x = np.random.default_rng(1).standard_normal((n_inputs, 768)).astype(np.float32)
     code = FORMATS[name].code
-    quantized = np.empty((n_inputs, integer.quantized_stride(768)), np.uint8)
+    quantized = np.empty((n_inputs, integer.quantized_stride(2 * 768)), np.uint8)
     found = np.empty((n_inputs, 7), np.float32)
     quantize(x, quantized)
     for row, values in zip(quantized, x, strict=True):

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from numba import njit, types
 from test_blocks import random_rows
 
-from sparsekv_cli.cpu import integer, layer, matvec, repack
+from sparsekv_cli.cpu import emit, integer, layer, matvec, repack, vnni
 from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE, FORMATS
 from sparsekv_cli.models.weights import Linear
 
@@ -57,6 +58,47 @@ def test_products_are_within_sixteen_bits(name, n_columns):
     for n_inputs in range(2, 7):
         found = products([linear], x[:n_inputs], 2)
         np.testing.assert_array_equal(found, alone[:n_inputs])
+
+
+def largest_products(name: str, n_columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Weights whose integers are the largest, and activations whose bytes are."""
+    w, code = random_rows(name, 16, n_columns), FORMATS[name].code
+    repacking, blocks = repack.REPACKED[code], w.reshape(16, -1, FORMATS[name].n_bytes)
+    is_scale = np.zeros(blocks.shape[-1], bool)
+    is_scale[repacking.scales_at :][: 2 * repacking.n_scales] = True
+    blocks[:, :, ~is_scale] = 255
+    x = np.empty((3, n_columns), np.float32)
+    for row, value in zip(x, (127 * 256 + 127, 127 * 256 - 128, -126 * 256 - 128), strict=True):
+        row[:] = value / integer.LARGEST
+        row[::32] = 1  # so that these are the values
+    return w, x
+
+
+@pytest.mark.skipif(not emit.has_feature("avx2"), reason="products for CPUs with AVX2")
+@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_products_without_vnni(name, largest, monkeypatch):
+    """The path of CPUs without vpdpbusd, compiled here for this test."""
+    monkeypatch.setattr(vnni, "is_available", lambda: False)
+    monkeypatch.setattr(vnni, "bytes_are_beside", lambda: True)
+    code, n_columns = FORMATS[name].code, 768
+    w = random_rows(name, 16, n_columns)
+    x = np.random.default_rng(1).standard_normal((3, n_columns)).astype(np.float32)
+    if largest:
+        w, x = largest_products(name, n_columns)
+    quantized = np.empty((len(x), 4 * n_columns + 16 * n_columns // 32), np.uint8)
+    njit(integer._quantize.py_func)(x, quantized)
+    signature = (types.literal(code), types.literal(1)) + (types.int64,) * 10
+    kernel = matvec.function_address(njit(repack.groups_dot.py_func), signature)
+    packed, found = repacked(name, w), np.empty((len(x), 16), np.float32)
+    places = [matvec.address(array) for array in (packed, quantized, found)]
+    matvec._matvec_parallel(
+        kernel, places[0], w.strides[0], n_columns, places[1], quantized.strides[0], len(x),
+        places[2], found.strides[0], 16, 1,
+    )  # fmt: skip
+    for row, values in zip(found, x, strict=True):
+        expected = matvec.matvec_ref(code, w, n_columns, values)
+        assert np.sum((row - expected) ** 2) < 1e-8 * np.sum(expected**2)
 
 
 @repacks
