@@ -13,6 +13,7 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 
@@ -46,3 +47,5 @@ os.environ.setdefault("NUMBA_THREADING_LAYER_PRIORITY", "omp tbb workqueue")
 # calls of a decode step. libgomp's own default, milliseconds, makes torch's and numba's pools wait
 # for each other in prefill, and costs a scheduler slice at every barrier when the machine is busy.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+if "numba" in sys.modules:  # which has read these already
+    sys.modules["numba"].config.reload_config()

@@ -94,6 +94,22 @@ def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Valu
     return call_named(builder, f"llvm.fma.{lanes}f32", a.type, a, b, c)
 
 
+def transposed(b: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """A square of n vectors of n lanes, by Eklundh's exchange of ever smaller squares."""
+    n = len(rows)
+    distance = n // 2
+    while distance:
+        for i in range(n):
+            if not i & distance:
+                above, below = rows[i], rows[i + distance]
+                first = [lane if not lane & distance else n + lane - distance for lane in range(n)]
+                second = [lane + distance if not lane & distance else n + lane for lane in range(n)]
+                rows[i] = shuffle(b, above, below, first)
+                rows[i + distance] = shuffle(b, above, below, second)
+        distance //= 2
+    return rows
+
+
 def add_in_order(b: ir.IRBuilder, total: ir.Value, part: ir.Value) -> ir.Value:
     """Integers total + part (256 bits), in the order as written: LLVM would add several parts up
     first, for which there are not enough registers. The fence, of floats only, costs nothing.

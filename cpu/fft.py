@@ -209,20 +209,6 @@ def _butterflies(typingctx, radix, x_re, x_im, x_step, y_re, y_im, y_step, count
     return types.void(radix, i64, i64, i64, i64, i64, i64, i64, i64), codegen
 
 
-def _transposed(b: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
-    """16 vectors of 16 lanes, mirrored at the diagonal, in four rounds of exchanges."""
-    for width in (8, 4, 2, 1):
-        low = [lane if not lane & width else LANES + lane - width for lane in range(LANES)]
-        high = [lane + width if not lane & width else LANES + lane for lane in range(LANES)]
-        new = list(rows)
-        for i in range(LANES):
-            if not i & width:
-                new[i] = emit.shuffle(b, rows[i], rows[i + width], low)
-                new[i + width] = emit.shuffle(b, rows[i], rows[i + width], high)
-        rows = new
-    return rows
-
-
 @intrinsic
 def _turn_and_transpose(typingctx, n1, n2, x_re, x_im, turns, y_re, y_im):
     """y[j, i] = x[i, j] w[i, j]; x, w (n1, n2) and y (n2, n1) f32 by address; im w behind re w."""
@@ -245,7 +231,7 @@ def _turn_and_transpose(typingctx, n1, n2, x_re, x_im, turns, y_re, y_im):
                     )
                     rows.append(_multiply(b, x, w))
                 for part, y in enumerate((y_re, y_im)):
-                    for c, column in enumerate(_transposed(b, [row[part] for row in rows])):
+                    for c, column in enumerate(emit.transposed(b, [row[part] for row in rows])):
                         at = b.shl(b.add(b.mul(b.add(j, I64(c)), n1), i), I64(2))
                         emit.store(b, column, b.add(y, at))
                 return []

@@ -6,11 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv_cli.cpu import attention, prefill_attention, prefill_attention_f32
+from sparsekv_cli.cpu import attention, bf16, prefill_attention, prefill_attention_f32
 from sparsekv_cli.cpu.chain import DenseStep
 from sparsekv_cli.cpu.tensors import bits, load_torch
-
-TASKS_A_THREAD = 8  # of a prefill's attention, so that threads end together
 
 
 def dense_prefill(store: Any, x: Any, spec: Any) -> Any:
@@ -24,7 +22,7 @@ def dense_prefill(store: Any, x: Any, spec: Any) -> Any:
     if x.q.dtype == torch.float32:
         return torch.from_numpy(_dense_prefill_f32(store, x.q.numpy(), spec))
     fits = x.q.dtype == torch.bfloat16 and spec.head_dim % 2 == 0
-    if fits and prefill_attention.is_available():
+    if fits and bf16.is_available():
         return _fused_prefill(store, x, spec)
     return _torch_prefill(store, x, spec)
 
@@ -75,25 +73,13 @@ def _torch_prefill(store: Any, x: Any, spec: Any) -> Any:
 def _fused_prefill(store: Any, x: Any, spec: Any) -> Any:
     """``dense_prefill`` in bf16 by our own kernel."""
     torch = load_torch()
-    n_head, n_new = x.q.shape[:2]  # out's rows lie by token, as the output projection reads them
-    out = torch.empty(n_new, n_head, spec.value_dim, dtype=torch.bfloat16).transpose(0, 1)
-    q, written = bits(x.q.contiguous()), bits(out)
-    # As few kv heads at a time as keep the threads busy: their rows are copied twice.
-    tasks_a_head = spec.group * -(-n_new // prefill_attention.TASK_ROWS)
-    step = -(-TASKS_A_THREAD * spec.n_threads // tasks_a_head)
-    for first in range(0, spec.n_head_kv, step):
-        heads, own = (slice(m * first, m * (first + step)) for m in (1, spec.group))
-        prefill_attention.attend_causal(
-            q[own], _bf16_bits(store.keys(heads=heads), spec.head_dim).view(np.uint32),
-            _bf16_bits(store.values(heads=heads), spec.value_dim), spec.scale, written[own],
-            spec.n_threads,
-        )  # fmt: skip
-    return out
-
-
-def _bf16_bits(rows: Any, d: int) -> np.ndarray:
-    """The first d elements of rows, torch (G, n, >= d), as bf16: uint16 (G, n, d)."""
-    return bits(rows[..., :d].bfloat16().contiguous())
+    # The output's rows lie by token, as its projection reads them.
+    out = torch.empty(x.q.shape[1], spec.n_head, spec.value_dim, dtype=torch.bfloat16)
+    prefill_attention.attend_causal(
+        bits(x.q.contiguous()), store.layout, spec.n_head_kv, store.n, spec.scale, bits(out),
+        spec.n_threads,
+    )  # fmt: skip
+    return out.transpose(0, 1)
 
 
 def append_row(store: Any, x: Any) -> None:

@@ -1,20 +1,23 @@
-"""Causal attention of a prefilled chunk in bf16, for CPUs that multiply bf16 but have no AMX.
+"""Causal attention of a prefilled chunk in bf16, for CPUs that multiply bf16 (bf16.py).
 
-Flash attention on two small matrix products: a tile of ROWS query rows against panels of 64 keys,
-an online softmax, and the tile's weights (rounded to bf16) against the values. The operand that a
-tile shares is packed once a chunk into pairs, as the CPU's bf16 product (vdpbf16ps: two products a
-lane, summed in f32) reads them. On two Zen 5 cores, 512 queries of 9 heads of 64 over 4096 keys
-took torch's kernel 50 ms and this one 8 to 10. With AMX, torch's is the better one.
+Flash attention over the rows as they are stored (rows.py), as prefill_attention_f32.py has it. A
+task is some tokens of one kv head with all query heads of its group. It reads a block of keys, and
+of values transposed, as bf16 into its own scratch, in the L2 cache, and all its query rows attend
+to that, WIDTH of them at a time. These lie across the lanes of vectors: q in pairs, scores (keys,
+WIDTH), weights in pairs of keys, and sums of values (d_v, WIDTH). So maximum, exponential and
+rescaling need nothing across lanes, and both matrix products have the stored rows on the left.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import njit, prange, types
 from numba.extending import intrinsic
 
-from sparsekv_cli.cpu import emit
+from sparsekv_cli.cpu import bf16, emit
+from sparsekv_cli.cpu.arrays import on_lines
+from sparsekv_cli.cpu.bf16 import PAIRS, ROWS, multiply, narrowed
 from sparsekv_cli.cpu.emit import (
     F32,
     I16,
@@ -27,89 +30,27 @@ from sparsekv_cli.cpu.emit import (
     load,
     next_task,
     splat,
-    vec,
 )
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
-from sparsekv_cli.cpu.tiles import NEGATIVE_INFINITY
+from sparsekv_cli.cpu.rows import F16 as F16_ROWS
+from sparsekv_cli.cpu.rows import (
+    K_HEAD,
+    K_KIND,
+    K_ROW,
+    Q8_0,
+    V_HEAD,
+    V_KIND,
+    V_ROW,
+    K,
+    V,
+)
+from sparsekv_cli.cpu.tiles import NEGATIVE_INFINITY, row_scale, row_vector
 
-ROWS = 6  # query rows of a product: with 4 vectors of columns, 24 sums in 32 registers
-PANEL = 64  # keys packed together: 4 vectors
-BLOCK = 4 * PANEL  # keys between two updates of the running softmax
-TASK_ROWS = 16 * ROWS
-DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
-
-
-def is_available() -> bool:
-    """Whether this CPU is one for which this kernel is the faster one.
-
-    LLVM's name for the product takes what it takes now since LLVM 16.
-    """
-    has = emit.has_feature("avx512bf16") and not emit.has_feature("amx-bf16")
-    return has and binding.llvm_version_info >= (16, 0, 0)
-
-
-class _BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite does not know."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-BF16 = _BFloat()
-
-
-@intrinsic
-def _multiply(typingctx, n_vectors, a, a_row, b, b_row, n_pairs, c, c_row, add):
-    """c (ROWS, 16 n_vectors) f32 = a b, plus the old c where ``add``; addresses, rows in bytes.
-
-    a: bf16 rows of n_pairs pairs. b: n_pairs rows of 16 n_vectors pairs, a pair (2i, 2i + 1) of the
-    summed index in one 32-bit lane. n_vectors, add: literals.
-    """
-    if not isinstance(n_vectors, types.IntegerLiteral) or not isinstance(add, types.IntegerLiteral):
-        return None
-
-    def codegen(context, builder, signature, args):
-        n, adding = signature.args[0].literal_value, signature.args[8].literal_value
-        _, a, a_row, b, b_row, n_pairs, c, c_row, _ = args
-        pairs = vec(BF16, 2 * LANES)
-        a_rows = [builder.add(a, builder.mul(a_row, I64(i))) for i in range(ROWS)]
-        c_rows = [builder.add(c, builder.mul(c_row, I64(i))) for i in range(ROWS)]
-
-        def step(k, sums):
-            at = builder.add(b, builder.mul(k, b_row))
-            columns = [load(builder, pairs, at, 4 * LANES * j) for j in range(n)]
-            new = []
-            for i in range(ROWS):
-                word = load(builder, I32, builder.add(a_rows[i], builder.mul(k, I64(4))))
-                row = builder.bitcast(splat(builder, word), pairs)
-                new += [
-                    emit.call_named(builder, DOT, VF, sums[i * n + j], row, column)
-                    for j, column in enumerate(columns)
-                ]
-            return new
-
-        zero = const(F32, 0.0)
-        start = [
-            load(builder, VF, at, 4 * LANES * j) if adding else zero
-            for at in c_rows
-            for j in range(n)
-        ]
-        sums = emit.loop(builder, I64(0), n_pairs, 1, start, step)
-        for i, at in enumerate(c_rows):
-            for j in range(n):
-                emit.store(builder, sums[i * n + j], at, 4 * LANES * j)
-        return context.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(n_vectors, i64, i64, i64, i64, i64, i64, i64, add), codegen
-
-
+WIDTH = 4 * LANES  # query rows of a tile
+# Keys between two updates of the running softmax: a multiple of 32 and of ROWS.
+BLOCK = 512 if bf16.HAS_TILES else 192
+TASK_TILES = 12  # at most; a task reads all its keys anew
+TASKS_A_THREAD = 3  # at least, where there are enough rows: threads end together
 LOG2_E = np.float32(1.4426950408889634)
 # 2^r on [-1/2, 1/2], relative error 7e-6: coefficients of a Chebyshev fit
 EXP2 = (1.00000005, 0.693127263, 0.240222117, 0.0558755351, 0.00967076788)
@@ -120,212 +61,388 @@ def larger(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
+# --- a block of keys and values -------------------------------------------------------------------
+
+
 @intrinsic
-def _panel_max(typingctx, scores, count):
-    """The largest of scores[0 .. count) (f32); count a multiple of PANEL."""
+def _narrow(typingctx, kind, row, width, out):
+    """out bf16 (width,) = a row of ``kind``, a literal; addresses. width: a multiple of 16."""
+    if not isinstance(kind, types.IntegerLiteral):
+        return None
 
-    def codegen(context, builder, signature, args):
-        scores, count = args
+    def codegen(context, b, signature, args):
+        mode = signature.args[0].literal_value
+        _, row, width, out = args
 
-        def body(j, best):
-            at = builder.add(scores, builder.mul(j, I64(4)))
-            return [
-                larger(builder, load(builder, VF, at, 4 * LANES * i), value)
-                for i, value in enumerate(best)
+        def body(c, carried):
+            lanes = row_vector(b, mode, row, c, row_scale(b, mode, row, width, c))
+            emit.store(b, narrowed(b, lanes), b.add(out, b.mul(c, I64(2))))
+            return []
+
+        emit.loop(b, I64(0), width, LANES, [], body)
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(kind, i64, i64, i64), codegen
+
+
+@intrinsic
+def _narrow_transposed(typingctx, kind, rows, row_bytes, last, width, out, out_row):
+    """out bf16 (width, 32) = 32 rows of ``kind``, a literal, those behind ``last`` like it.
+
+    Addresses; out_row: bytes from one row of ``out`` to the next.
+    """
+    if not isinstance(kind, types.IntegerLiteral):
+        return None
+
+    def codegen(context, b, signature, args):
+        mode = signature.args[0].literal_value
+        _, rows, row_bytes, last, width, out, out_row = args
+        places = []
+        for j in range(2 * LANES):
+            behind = b.icmp_signed(">", I64(j), last)
+            places.append(b.add(rows, b.mul(row_bytes, b.select(behind, last, I64(j)))))
+
+        def body(c, carried):
+            words = [
+                b.zext(
+                    narrowed(b, row_vector(b, mode, at, c, row_scale(b, mode, at, width, c))), VI
+                )
+                for at in places
             ]
+            pairs = [
+                b.or_(low, b.shl(high, const(I32, 16)))
+                for low, high in zip(words[::2], words[1::2], strict=True)
+            ]
+            for i, column in enumerate(emit.transposed(b, pairs)):
+                emit.store(b, column, b.add(out, b.mul(b.add(c, I64(i)), out_row)))
+            return []
 
-        start = [const(F32, -np.inf)] * (PANEL // LANES)
-        best = emit.loop(builder, I64(0), count, PANEL, start, body)
-        while len(best) > 1:
-            best = [larger(builder, x, y) for x, y in zip(best[::2], best[1::2], strict=True)]
-        return emit.max_lanes(builder, best[0])
+        emit.loop(b, I64(0), width, LANES, [], body)
+        return context.get_dummy_value()
 
-    return types.float32(types.int64, types.int64), codegen
+    return types.void(kind, *[types.int64] * 6), codegen
+
+
+@njit(cache=True, nogil=True)
+def _read_block(layout, head, first, count, widths, keys, values):
+    """Rows first .. first + count of a kv head: keys bf16 (BLOCK, >= d), values (>= d_v, BLOCK).
+
+    widths: elements of a stored row of K and of V.
+    """
+    k = layout[K] + head * layout[K_HEAD] + first * layout[K_ROW]
+    v = layout[V] + head * layout[V_HEAD] + first * layout[V_ROW]
+    k_at, k_row = keys.ctypes.data, keys.strides[0]
+    v_at, v_row = values.ctypes.data, values.strides[0]
+    for j in range(count):
+        row, to = k + j * layout[K_ROW], k_at + j * k_row
+        if layout[K_KIND] == Q8_0:
+            _narrow(Q8_0, row, widths[0], to)
+        else:
+            _narrow(F16_ROWS, row, widths[0], to)
+    for j in range(0, count, 2 * LANES):
+        row, to, last = v + j * layout[V_ROW], v_at + 2 * j, count - 1 - j
+        if layout[V_KIND] == Q8_0:
+            _narrow_transposed(Q8_0, row, layout[V_ROW], last, widths[1], to, v_row)
+        else:
+            _narrow_transposed(F16_ROWS, row, layout[V_ROW], last, widths[1], to, v_row)
+
+
+# --- softmax --------------------------------------------------------------------------------------
+
+VECTORS = range(WIDTH // LANES)
+
+
+def _load_tile(b: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
+    return [load(b, VF, address, 4 * LANES * i) for i in VECTORS]
+
+
+def _store_tile(b: ir.IRBuilder, vectors: list[ir.Value], address: ir.Value) -> None:
+    for i, vector in enumerate(vectors):
+        emit.store(b, vector, address, 4 * LANES * i)
+
+
+@intrinsic
+def _hide_and_find_peaks(typingctx, scores, free, count, seen, top):
+    """top = the largest of top and of scores[j], j < count; lane i sees keys j < seen[i] only.
+
+    scores f32 (count, WIDTH), of which those that a lane does not see become -inf; all lanes see
+    the first ``free``. seen int32 (WIDTH,), top f32 (WIDTH,). Addresses.
+    """
+
+    def codegen(context, b, signature, args):
+        scores, free, count, seen, top = args
+        limits = [load(b, VI, seen, 4 * LANES * i) for i in VECTORS]
+
+        def found(best, row):
+            return [larger(b, x, value) for x, value in zip(row, best, strict=True)]
+
+        def seen_row(j, best):
+            return found(best, _load_tile(b, b.add(scores, b.mul(j, I64(4 * WIDTH)))))
+
+        def hidden_row(j, best):
+            at, key = b.add(scores, b.mul(j, I64(4 * WIDTH))), splat(b, b.trunc(j, I32))
+            row = [
+                b.select(b.icmp_signed("<", key, limit), x, const(F32, -np.inf))
+                for x, limit in zip(_load_tile(b, at), limits, strict=True)
+            ]
+            _store_tile(b, row, at)
+            return found(best, row)
+
+        best = emit.loop(b, I64(0), free, 1, _load_tile(b, top), seen_row)
+        _store_tile(b, emit.loop(b, free, count, 1, best, hidden_row), top)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
 
 
 def _exp2_lanes(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """2^x for x <= 0; 2^-126 below -126, NaN of NaN."""
-    low = const(F32, -126.0)
-    is_number = b.fcmp_ordered("ord", x, x)
-    x = b.select(b.fcmp_ordered("<", x, low), low, x)
+    """2^x for x <= 0, NaN of NaN."""
+    x = larger(b, const(F32, -200.0), x)  # its power is 0 too
     n = emit.call_named(b, "llvm.rint.v16f32", VF, x)
     r = b.fsub(x, n)
     power = const(F32, EXP2[-1])
     for c in EXP2[-2::-1]:
         power = emit.fma(b, power, r, const(F32, c))
-    exponent = b.shl(b.fptosi(n, VI), const(I32, 23))
-    result = b.bitcast(b.add(b.bitcast(power, VI), exponent), VF)
-    return b.select(is_number, result, const(F32, np.nan))
+    every, rounding = ir.Constant(I16, -1), I32(4)  # as the CPU is set to
+    name = "llvm.x86.avx512.mask.scalef.ps.512"
+    return emit.call_named(b, name, VF, power, n, power, every, rounding)
 
 
 @intrinsic
-def _exp2_to_bf16(typingctx, scores, count, scale, peak, out):
-    """out[j] = bf16 of 2^(scale scores[j] - peak), j < count, a multiple of PANEL; the f32 sum."""
+def _weigh(typingctx, scores, count, scale, peak, top, mass, old, weights):
+    """weights[j] = 2^(scale (scores[j] - top)), j < count; old = 2^(scale (peak - top)).
 
-    def codegen(context, builder, signature, args):
-        scores, count, scale, peak, out = args
-        scales, peaks = splat(builder, scale), splat(builder, builder.fneg(peak))
+    Then peak = top, and mass = mass old + the weights' sum. scores f32 (count, WIDTH); weights
+    bf16 in pairs of keys, (count / 2, 2 WIDTH); the others f32 (WIDTH,); addresses. Returns
+    whether any of old is not 1.
+    """
 
-        def body(j, sums):
-            at = builder.add(scores, builder.mul(j, I64(4)))
-            to = builder.add(out, builder.mul(j, I64(2)))
+    def codegen(context, b, signature, args):
+        scores, count, scale, peak, top, mass, old, weights = args
+        scales, tops = splat(b, scale), _load_tile(b, top)
+        lifts = [b.fneg(b.fmul(x, scales)) for x in tops]
+        half, high = const(I32, 0x8000), const(I32, -0x10000)
+
+        def pair(j, sums):
+            at = b.add(scores, b.mul(j, I64(4 * WIDTH)))
+            to = b.add(weights, b.mul(j, I64(2 * WIDTH)))
             new = []
-            for i, total in enumerate(sums):
-                x = load(builder, VF, at, 4 * LANES * i)
-                weight = _exp2_lanes(builder, emit.fma(builder, x, scales, peaks))
-                bits = builder.bitcast(builder.fptrunc(weight, vec(BF16)), vec(I16))
-                emit.store(builder, bits, to, 2 * LANES * i)
-                new.append(builder.fadd(total, weight))
+            for i, (lift, total) in enumerate(zip(lifts, sums, strict=True)):
+                rounded = []
+                for key in range(2):
+                    x = load(b, VF, at, 4 * WIDTH * key + 4 * LANES * i)
+                    weight = _exp2_lanes(b, emit.fma(b, x, scales, lift))
+                    total = b.fadd(total, weight)
+                    rounded.append(b.add(b.bitcast(weight, VI), half))
+                low = b.lshr(rounded[0], const(I32, 16))
+                emit.store(b, b.or_(low, b.and_(rounded[1], high)), to, 4 * LANES * i)
+                new.append(total)
             return new
 
-        start = [const(F32, 0.0)] * (PANEL // LANES)
-        sums = emit.loop(builder, I64(0), count, PANEL, start, body)
-        total = builder.fadd(builder.fadd(sums[0], sums[1]), builder.fadd(sums[2], sums[3]))
-        return emit.sum_lanes(builder, total)
+        sums = emit.loop(b, I64(0), count, 2, [const(F32, 0.0)] * len(VECTORS), pair)
+        olds = [
+            _exp2_lanes(b, emit.fma(b, x, scales, lift))
+            for x, lift in zip(_load_tile(b, peak), lifts, strict=True)
+        ]
+        masses = [emit.fma(b, *each) for each in zip(_load_tile(b, mass), olds, sums, strict=True)]
+        for vectors, place in ((olds, old), (masses, mass), (tops, peak)):
+            _store_tile(b, vectors, place)
+        moved = [b.fcmp_unordered("!=", x, const(F32, 1.0)) for x in olds]
+        while len(moved) > 1:
+            moved = [b.or_(*each) for each in zip(moved[::2], moved[1::2], strict=True)]
+        return b.zext(b.icmp_unsigned("!=", b.bitcast(moved[0], I16), I16(0)), I64)
 
-    i64, f32 = types.int64, types.float32
-    return f32(i64, i64, f32, f32, i64), codegen
+    i64 = types.int64
+    return i64(i64, i64, types.float32, *[i64] * 5), codegen
 
 
 @intrinsic
-def _times_to_bf16(typingctx, values, count, factor, out):
-    """out[j] = bf16 of factor values[j], j < count rounded up to 16; addresses."""
+def _shrink(typingctx, acc, n_rows, old):
+    """acc[c] *= old, f32 (n_rows, WIDTH) and (WIDTH,); addresses."""
 
-    def codegen(context, builder, signature, args):
-        values, count, factor, out = args
-        factors = splat(builder, factor)
+    def codegen(context, b, signature, args):
+        acc, n_rows, old = args
+        factors = _load_tile(b, old)
 
-        def body(j, carried):
-            value = load(builder, VF, builder.add(values, builder.mul(j, I64(4))))
-            narrow = builder.fptrunc(builder.fmul(value, factors), vec(BF16))
-            at = builder.add(out, builder.mul(j, I64(2)))
-            emit.store(builder, builder.bitcast(narrow, vec(I16)), at)
+        def body(c, carried):
+            at = b.add(acc, b.mul(c, I64(4 * WIDTH)))
+            row = zip(_load_tile(b, at), factors, strict=True)
+            _store_tile(b, [b.fmul(x, factor) for x, factor in row], at)
             return []
 
-        emit.loop(builder, I64(0), count, LANES, [], body)
+        emit.loop(b, I64(0), n_rows, 1, [], body)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.float32, types.int64), codegen
+    return types.void(*[types.int64] * 3), codegen
 
 
-@njit(cache=True, nogil=True)
-def _pack(k, v, first, last, keys, values):
-    """Keys and values first..last of one kv head, as ``attend_causal`` packs them."""
-    half = k.shape[1]
-    for j in range(first, last):
-        for c in range(half):
-            keys[j // PANEL, c, j % PANEL] = k[j, c]
-        row, shift = values[j // 2], np.uint32(16 * (j % 2))
-        for c in range(v.shape[1]):
-            if shift:
-                row[c] |= np.uint32(v[j, c]) << shift
-            else:
-                row[c] = np.uint32(v[j, c])
+@intrinsic
+def _divide(typingctx, acc, d_v, mass, out):
+    """out bf16 (WIDTH, d_v) = acc^T / mass, acc f32 (d_v, WIDTH), mass (WIDTH,); addresses.
 
-
-@njit(cache=True, nogil=True)
-def _attend_rows(q, count, keys, values, position, scale, scores, weights, acc, peak, mass):
-    """One task: the first ``count`` rows of q bf16 (TASK_ROWS, d), at ``position`` and after it.
-
-    acc f32 (TASK_ROWS, d_v), mass f32 (TASK_ROWS,): the sums of values and of weights at the end.
+    d_v: a multiple of 16.
     """
-    d_v = values.shape[1]
-    acc[:] = 0
+
+    def codegen(context, b, signature, args):
+        acc, d_v, mass, out = args
+        inverses = [b.fdiv(const(F32, 1.0), x) for x in _load_tile(b, mass)]
+
+        def body(c, carried):
+            for i in VECTORS:
+                at = b.add(acc, b.add(b.mul(c, I64(4 * WIDTH)), I64(4 * LANES * i)))
+                rows = [load(b, VF, at, 4 * WIDTH * r) for r in range(LANES)]
+                rows = [b.fmul(row, inverses[i]) for row in rows]
+                for lane, row in enumerate(emit.transposed(b, rows)):
+                    element = b.add(b.mul(d_v, I64(LANES * i + lane)), c)
+                    emit.store(b, narrowed(b, row), b.add(out, b.mul(element, I64(2))))
+            return []
+
+        emit.loop(b, I64(0), d_v, LANES, [], body)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+# --- tasks ----------------------------------------------------------------------------------------
+
+
+@njit(cache=True, nogil=True)
+def _attend_tiles(layout, head, widths, queries, seen, scale, scratch, mass, acc):
+    """One task: tiles of query rows over all the keys that they see.
+
+    queries bf16 in pairs, uint32 (tiles, pairs, WIDTH); seen int32 (tiles, WIDTH): keys that a row
+    sees, ascending; mass f32 (tiles, WIDTH); acc f32 (tiles, >= d_v, WIDTH): the sums of weights
+    and of values. scratch: keys, values, scores and weights of a block, peaks and a few vectors.
+    """
+    keys, values, scores, weights, peak, small, limits = scratch
+    n_tiles, n_pairs = queries.shape[:2]
+    n_sums = acc.shape[1]
+    top, old = small[0].ctypes.data, small[1].ctypes.data
+    key_bytes, value_bytes, tile_bytes = keys.strides[0], values.strides[0], 4 * WIDTH
+    peak[:n_tiles] = NEGATIVE_INFINITY
     mass[:] = 0
-    peak[:] = NEGATIVE_INFINITY
-    row_bytes, weight_bytes, acc_bytes = 4 * BLOCK, 2 * BLOCK, 4 * d_v
-    end = position + count
-    for start in range(0, end, BLOCK):
-        n_panels = (min(BLOCK, end - start) + PANEL - 1) // PANEL
-        size = n_panels * PANEL
-        for panel in range(n_panels):
-            b = keys[start // PANEL + panel].ctypes.data
-            for i in range(0, count, ROWS):
-                _multiply(
-                    4, q[i].ctypes.data, 2 * q.shape[1], b, 4 * PANEL, q.shape[1] // 2,
-                    scores[i, panel * PANEL :].ctypes.data, row_bytes, 0,
+    acc[:] = 0
+    for start in range(0, seen[-1, -1], BLOCK):
+        size = min(BLOCK, seen[-1, -1] - start)
+        _read_block(layout, head, start, size, widths, keys, values)
+        for t in range(n_tiles):
+            count = min(size, seen[t, -1] - start)
+            if count <= 0:
+                continue
+            whole = (count + 2 * PAIRS - 1) // (2 * PAIRS) * (2 * PAIRS)
+            free = max(0, min(count, seen[t, 0] - start))
+            for j in range(0, count, ROWS):
+                multiply(
+                    4, keys[j].ctypes.data, key_bytes, queries[t].ctypes.data, tile_bytes, n_pairs,
+                    scores[j].ctypes.data, tile_bytes, 0,
                 )  # fmt: skip
-        for i in range(count):
-            allowed = position + i + 1 - start  # keys of this block that row i may see
-            for j in range(max(0, allowed), size):
-                scores[i, j] = NEGATIVE_INFINITY
-            at = scores[i].ctypes.data
-            top = max(peak[i], scale * _panel_max(at, size))
-            old = np.float32(np.exp2(peak[i] - top))
-            mass[i] = mass[i] * old + _exp2_to_bf16(at, size, scale, top, weights[i].ctypes.data)
-            peak[i] = top
-            if old != 1:
-                for c in range(d_v):
-                    acc[i, c] *= old
-        for i in range(0, count, ROWS):
-            for c in range(0, d_v // 64 * 64, 64):
-                _multiply(
-                    4, weights[i].ctypes.data, weight_bytes, values[start // 2, c:].ctypes.data,
-                    acc_bytes, size // 2, acc[i, c:].ctypes.data, acc_bytes, 1,
-                )  # fmt: skip
-            for c in range(d_v // 64 * 64, d_v, LANES):
-                _multiply(
-                    1, weights[i].ctypes.data, weight_bytes, values[start // 2, c:].ctypes.data,
-                    acc_bytes, size // 2, acc[i, c:].ctypes.data, acc_bytes, 1,
+            for i in range(WIDTH):
+                limits[i] = seen[t, i] - start
+            small[0] = peak[t]
+            scores_at, weights_at = scores.ctypes.data, weights.ctypes.data
+            _hide_and_find_peaks(scores_at, free, whole, limits.ctypes.data, top)
+            moved = _weigh(
+                scores_at, whole, scale, peak[t].ctypes.data, top, mass[t].ctypes.data, old,
+                weights_at,
+            )  # fmt: skip
+            if moved:
+                _shrink(acc[t].ctypes.data, n_sums, old)
+            for c in range(0, n_sums, ROWS):
+                multiply(
+                    4, values[c].ctypes.data, value_bytes, weights_at, tile_bytes, whole // 2,
+                    acc[t, c].ctypes.data, tile_bytes, 1,
                 )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)
-def _attend_tasks(counter, q, keys, values, n, scale, out):
-    """Takes (query head, rows) tasks until there are none, the long ones first."""
+def _attend_tasks(counter, q, layout, n_kv, n, scale, queries, scratch, mass, acc, narrow, out):
+    """Takes tasks, (kv head, some tiles of its rows), until there are none, the long ones first.
+
+    The rows of a kv head are counted token by token: row r is of token r // group and of query head
+    r % group of its group.
+    """
     n_head, n_new, d = q.shape
-    group = n_head // keys.shape[0]
-    d_v = values.shape[2]
-    rows = np.zeros((TASK_ROWS, d), np.uint16)
-    scores = np.empty((TASK_ROWS, BLOCK), np.float32)
-    weights = np.zeros((TASK_ROWS, BLOCK), np.uint16)
-    acc = np.empty((TASK_ROWS, d_v), np.float32)
-    narrow = np.empty(d_v, np.uint16)
-    peak, mass = np.empty(TASK_ROWS, np.float32), np.empty(TASK_ROWS, np.float32)
-    n_blocks = (n_new + TASK_ROWS - 1) // TASK_ROWS
+    group, d_v = n_head // n_kv, out.shape[2]
+    n_rows = n_new * group
+    n_tiles, most_tiles = (n_rows + WIDTH - 1) // WIDTH, len(queries)
+    n_parts = (n_tiles + most_tiles - 1) // most_tiles
+    seen = np.empty((most_tiles, WIDTH), np.int32)
+    bf16.begin()
     task = next_task(counter)
-    while task < n_head * n_blocks:
-        h, block = task % n_head, n_blocks - 1 - task // n_head
-        first = block * TASK_ROWS
-        count = min(TASK_ROWS, n_new - first)
-        for i in range(count):
-            for c in range(d):
-                rows[i, c] = q[h, first + i, c]
-        kv_head = h // group
-        _attend_rows(
-            rows, count, keys[kv_head], values[kv_head], n - n_new + first, scale, scores, weights,
-            acc, peak, mass,
+    while task < n_kv * n_parts:
+        head, part = task % n_kv, n_parts - 1 - task // n_kv
+        first, last = part * n_tiles // n_parts, (part + 1) * n_tiles // n_parts
+        for t in range(last - first):
+            for i in range(WIDTH):
+                r = min((first + t) * WIDTH + i, n_rows - 1)
+                token, h = r // group, head * group + r % group
+                seen[t, i] = n - n_new + token + 1
+                for c in range(d // 2):
+                    pair = np.uint32(q[h, token, 2 * c + 1]) << np.uint32(16)
+                    queries[t, c, i] = pair | np.uint32(q[h, token, 2 * c])
+        tiles = last - first
+        widths = (d + LANES - 1) // LANES * LANES, narrow.shape[1]
+        _attend_tiles(
+            layout, head, widths, queries[:tiles], seen[:tiles], scale, scratch, mass[:tiles],
+            acc[:tiles],
         )  # fmt: skip
-        for i in range(count):
-            _times_to_bf16(acc[i].ctypes.data, d_v, np.float32(1) / mass[i], narrow.ctypes.data)
-            for c in range(out.shape[2]):
-                out[h, first + i, c] = narrow[c]
+        for t in range(tiles):
+            _divide(acc[t].ctypes.data, narrow.shape[1], mass[t].ctypes.data, narrow.ctypes.data)
+            for i in range(min(WIDTH, n_rows - (first + t) * WIDTH)):
+                r = (first + t) * WIDTH + i
+                target = out[r // group, head * group + r % group]
+                for c in range(d_v):
+                    target[c] = narrow[i, c]
         task = next_task(counter)
+    bf16.end()
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def attend_causal(q, k, v, scale, out, n_threads):
-    """Attention of the last T of n rows, each over the rows up to its own; bf16 bits as uint16.
-
-    q (H, T, d), d even; k uint32 (G, n, d / 2): pairs of bf16; v (G, n, d_v); out (H, T, d_v).
-    """
-    n_kv, n, half = k.shape
-    d_v = (v.shape[2] + LANES - 1) // LANES * LANES
-    n_panels = (n + PANEL - 1) // PANEL
-    keys = np.empty((n_kv, n_panels, half, PANEL), np.uint32)
-    values = np.empty((n_kv, n_panels * PANEL // 2, d_v), np.uint32)
-    n_parts = 4 * n_threads
-    for part in prange(n_kv * n_parts):
-        g, piece = part // n_parts, part % n_parts
-        first, last = piece * n_panels // n_parts, (piece + 1) * n_panels // n_parts
-        if last == n_panels:
-            keys[g, n_panels - 1, :, :] = 0
-        values[g, first * PANEL // 2 : last * PANEL // 2] = 0
-        _pack(k[g], v[g], first * PANEL, min(n, last * PANEL), keys[g], values[g])
+def _attend(q, layout, n_kv, n, scale, scratch, out, n_threads):
+    queries, keys, values, scores, weights, peak, small, limits, mass, acc, narrow = scratch
     counter = np.zeros(1, np.int64)
-    scale *= LOG2_E  # weights are powers of 2
-    for _thread in prange(n_threads):
-        _attend_tasks(counter, q, keys, values, n, scale, out)
+    for thread in prange(n_threads):
+        own = (
+            keys[thread], values[thread], scores[thread], weights[thread], peak[thread],
+            small[thread], limits[thread],
+        )  # fmt: skip
+        _attend_tasks(
+            counter, q, layout, n_kv, n, scale, queries[thread], own, mass[thread], acc[thread],
+            narrow[thread], out,
+        )  # fmt: skip
+
+
+def _rounded_up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit
+
+
+def attend_causal(q, layout, n_kv, n, scale, out, n_threads) -> None:
+    """Attention of the last T of n stored rows, each over the rows up to its own.
+
+    q bf16 bits, uint16 (H, T, d), d even; layout int64 (8,): where K and V lie, see rows.py; out
+    bf16 bits (T, H, d_v).
+    """
+    (n_head, n_new, d), d_v = q.shape, out.shape[2]
+    n_tiles = -(-n_new * (n_head // n_kv) // WIDTH)
+    tiles = max(1, min(TASK_TILES, n_kv * n_tiles // (TASKS_A_THREAD * n_threads)))
+    n_sums = _rounded_up(_rounded_up(d_v, LANES), ROWS)
+    k_width = max(_rounded_up(d, LANES), _rounded_up(d, 2 * PAIRS))
+    shapes = (
+        ((tiles, k_width // 2, WIDTH), np.uint32),  # queries
+        ((BLOCK, k_width), np.uint16),  # keys
+        ((n_sums, BLOCK), np.uint16),  # values
+        ((BLOCK, WIDTH), np.float32),  # scores
+        ((BLOCK // 2, WIDTH), np.uint32),  # weights
+        ((tiles, WIDTH), np.float32),  # peaks
+        ((2, WIDTH), np.float32),  # new peaks, what old sums shrink by
+        ((WIDTH,), np.int32),  # limits
+        ((tiles, WIDTH), np.float32),  # mass
+        ((tiles, n_sums, WIDTH), np.float32),  # acc
+        ((WIDTH, _rounded_up(d_v, LANES)), np.uint16),  # narrow
+    )
+    scratch = tuple(on_lines((n_threads, *shape), dtype, zeros=True) for shape, dtype in shapes)
+    _attend(q, layout, n_kv, n, np.float32(scale) * LOG2_E, scratch, out, n_threads)
 
 
 def attend_causal_ref(q, k, v, scale):

@@ -30,7 +30,6 @@ from sparsekv_cli.cpu.emit import (
     keep,
     load,
     next_task,
-    shuffle,
     vec,
 )
 from sparsekv_cli.cpu.matvec import matvec_ref
@@ -142,22 +141,6 @@ def kernel_addresses(code: int) -> tuple[int, int]:
     return decoder, product_address(*_format_traits(code))
 
 
-def _transposed(b: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
-    """A square of n vectors of n lanes, by Eklundh's exchange of ever smaller squares."""
-    n = len(rows)
-    distance = n // 2
-    while distance:
-        for i in range(n):
-            if not i & distance:
-                above, below = rows[i], rows[i + distance]
-                first = [lane if not lane & distance else n + lane - distance for lane in range(n)]
-                second = [lane + distance if not lane & distance else n + lane for lane in range(n)]
-                rows[i] = shuffle(b, above, below, first)
-                rows[i + distance] = shuffle(b, above, below, second)
-        distance //= 2
-    return rows
-
-
 @intrinsic
 def _pack(typingctx, n_columns, values, row, panel):
     """u8 (GROUP, n_columns), rows ``row`` bytes apart -> a panel; addresses, n_columns of 32."""
@@ -173,7 +156,7 @@ def _pack(typingctx, n_columns, values, row, panel):
                     load(b, vec(I32, WIDTH), b.add(start, column))
                     for start in starts[first : first + WIDTH]
                 ]
-                for i, lanes in enumerate(_transposed(b, rows)):
+                for i, lanes in enumerate(emit.transposed(b, rows)):
                     emit.store(b, lanes, place, 4 * GROUP * i + 4 * first)
             return []
 

@@ -123,7 +123,8 @@ def _add_products(
     a_scale = n_elements // n_scales
     for c, q in enumerate(block.q):
         x_type = vec(I8, min(BYTES, n_elements))
-        hi, lo = (load(b, x_type, b.add(part, at), BYTES * c) for part in inputs[:2])
+        planes = (inputs.high, inputs.low)
+        hi, lo = (load(b, x_type, b.add(plane, at), BYTES * c) for plane in planes)
         if n_elements < BYTES:
             zeros = const(I8, 0, n_elements)
             hi, lo = (shuffle(b, part, zeros, range(BYTES)) for part in (hi, lo))

@@ -7,27 +7,25 @@ import pytest
 import torch
 
 from sparsekv_cli.cache import AttnInput, KVStore, LayerSpec
-from sparsekv_cli.cpu import ops
+from sparsekv_cli.cpu import bf16, ops
 from sparsekv_cli.cpu import prefill_attention as kernels
+from sparsekv_cli.cpu.tensors import bits
 
 pytestmark = pytest.mark.skipif(
-    not kernels.is_available(), reason="this CPU has no bf16 products, or AMX: torch attends there"
+    not bf16.is_available(), reason="this CPU has no bf16 products: torch attends there"
 )
 
 
-def words(tensor: torch.Tensor, dtype: torch.dtype, to: type) -> np.ndarray:
-    return tensor.view(dtype).numpy().view(to)
-
-
 def attend(q, k, v, scale, n_threads=2):
-    """bf16 tensors -> f32 (H, T, d_v); the output lies by token, as the decoder wants it."""
-    out = torch.full((q.shape[1], q.shape[0], v.shape[2]), torch.nan).bfloat16().transpose(0, 1)
+    """bf16 tensors -> f32 (H, T, d_v), of keys and values in a store."""
+    spec = LayerSpec(0, 1, q.shape[0], k.shape[0], q.shape[2], v.shape[2], n_threads)
+    store = KVStore(spec)
+    store.append(k, v)
+    out = torch.full((q.shape[1], q.shape[0], v.shape[2]), torch.nan).bfloat16()
     kernels.attend_causal(
-        words(q, torch.int16, np.uint16), words(k, torch.int32, np.uint32),
-        words(v, torch.int16, np.uint16), np.float32(scale), words(out, torch.int16, np.uint16),
-        n_threads,
-    )  # fmt: skip
-    return out.float().numpy()
+        bits(q), store.layout, spec.n_head_kv, store.n, scale, bits(out), n_threads
+    )
+    return out.transpose(0, 1).float().numpy()
 
 
 def random(seed: int, *shape: int) -> torch.Tensor:
