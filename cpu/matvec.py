@@ -17,8 +17,9 @@ from numba.extending import intrinsic
 
 from sparsekv_cli.cpu import emit
 from sparsekv_cli.cpu.addresses import address, call_through, function_address
+from sparsekv_cli.cpu.bf16 import narrowed
 from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE, PLAIN_FLOATS, BlockFormat
-from sparsekv_cli.cpu.emit import F16, F32, I16, I32, I64, LANES, VF, VI, const, load
+from sparsekv_cli.cpu.emit import F16, F32, I32, I64, LANES, VF, const, load
 from sparsekv_cli.cpu.integer import emit_row as integer_row
 from sparsekv_cli.cpu.integer import quantize
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
@@ -83,15 +84,10 @@ def _narrow(b: ir.IRBuilder, values: ir.Value, target: int) -> ir.Value:
     """f32 lanes (or one f32) to the target's bits, rounding to nearest even."""
     if target == TO_F32:
         return values
-    is_vector = isinstance(values.type, ir.VectorType)
     if target == TO_F16:
+        is_vector = isinstance(values.type, ir.VectorType)
         return b.fptrunc(values, emit.vec(F16) if is_vector else F16)
-    if not is_vector:
-        return b.extract_element(_narrow(b, emit.splat(b, values), target), I32(0))
-    bits = b.bitcast(values, VI)
-    odd = b.and_(b.lshr(bits, const(I32, 16)), const(I32, 1))
-    rounded = b.add(bits, b.add(odd, const(I32, 0x7FFF)))
-    return b.trunc(b.lshr(rounded, const(I32, 16)), emit.vec(I16))
+    return narrowed(b, values)
 
 
 @intrinsic
@@ -215,7 +211,7 @@ def dequantize_address(code: int, target: int) -> int:
 
 
 @intrinsic
-def _call_dequantize(typingctx, kernel, w, row_bytes, n_columns, out, out_row_bytes, first, last):
+def call_dequantize(typingctx, kernel, w, row_bytes, n_columns, out, out_row_bytes, first, last):
     return call_through(7, n_literals=2)
 
 
@@ -223,7 +219,7 @@ def _call_dequantize(typingctx, kernel, w, row_bytes, n_columns, out, out_row_by
 def _dequantize_parallel(kernel, w, row_bytes, n_columns, out, out_row_bytes, n_rows, n_parts):
     for part in prange(n_parts):
         first, last = part * n_rows // n_parts, (part + 1) * n_rows // n_parts
-        _call_dequantize(kernel, w, row_bytes, n_columns, out, out_row_bytes, first, last)
+        call_dequantize(kernel, w, row_bytes, n_columns, out, out_row_bytes, first, last)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)

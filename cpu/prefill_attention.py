@@ -51,6 +51,7 @@ WIDTH = 4 * LANES  # query rows of a tile
 BLOCK = 512 if bf16.HAS_TILES else 192
 TASK_TILES = 12  # at most; a task reads all its keys anew
 TASKS_A_THREAD = 3  # at least, where there are enough rows: threads end together
+UNIT = 4 * PAIRS  # bytes
 LOG2_E = np.float32(1.4426950408889634)
 # 2^r on [-1/2, 1/2], relative error 7e-6: coefficients of a Chebyshev fit
 EXP2 = (1.00000005, 0.693127263, 0.240222117, 0.0558755351, 0.00967076788)
@@ -316,8 +317,7 @@ def _attend_tiles(layout, head, widths, queries, seen, scale, scratch, mass, acc
     and of values. scratch: keys, values, scores and weights of a block, peaks and a few vectors.
     """
     keys, values, scores, weights, peak, small, limits = scratch
-    n_tiles, n_pairs = queries.shape[:2]
-    n_sums = acc.shape[1]
+    n_tiles, n_units, n_sums = queries.shape[0], queries.shape[1] // PAIRS, acc.shape[1]
     top, old = small[0].ctypes.data, small[1].ctypes.data
     key_bytes, value_bytes, tile_bytes = keys.strides[0], values.strides[0], 4 * WIDTH
     peak[:n_tiles] = NEGATIVE_INFINITY
@@ -334,8 +334,8 @@ def _attend_tiles(layout, head, widths, queries, seen, scale, scratch, mass, acc
             free = max(0, min(count, seen[t, 0] - start))
             for j in range(0, count, ROWS):
                 multiply(
-                    4, keys[j].ctypes.data, key_bytes, queries[t].ctypes.data, tile_bytes, n_pairs,
-                    scores[j].ctypes.data, tile_bytes, 0,
+                    4, keys[j].ctypes.data, key_bytes, UNIT, queries[t].ctypes.data, tile_bytes,
+                    n_units, scores[j].ctypes.data, tile_bytes, 0,
                 )  # fmt: skip
             for i in range(WIDTH):
                 limits[i] = seen[t, i] - start
@@ -350,8 +350,8 @@ def _attend_tiles(layout, head, widths, queries, seen, scale, scratch, mass, acc
                 _shrink(acc[t].ctypes.data, n_sums, old)
             for c in range(0, n_sums, ROWS):
                 multiply(
-                    4, values[c].ctypes.data, value_bytes, weights_at, tile_bytes, whole // 2,
-                    acc[t, c].ctypes.data, tile_bytes, 1,
+                    4, values[c].ctypes.data, value_bytes, UNIT, weights_at, tile_bytes,
+                    whole // (2 * PAIRS), acc[t, c].ctypes.data, tile_bytes, 1,
                 )  # fmt: skip
 
 
@@ -427,7 +427,7 @@ def attend_causal(q, layout, n_kv, n, scale, out, n_threads) -> None:
     n_tiles = -(-n_new * (n_head // n_kv) // WIDTH)
     tiles = max(1, min(TASK_TILES, n_kv * n_tiles // (TASKS_A_THREAD * n_threads)))
     n_sums = _rounded_up(_rounded_up(d_v, LANES), ROWS)
-    k_width = max(_rounded_up(d, LANES), _rounded_up(d, 2 * PAIRS))
+    k_width = _rounded_up(d, 2 * PAIRS)
     shapes = (
         ((tiles, k_width // 2, WIDTH), np.uint32),  # queries
         ((BLOCK, k_width), np.uint16),  # keys

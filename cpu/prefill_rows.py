@@ -8,24 +8,14 @@ the upper half of an f32. Arithmetic is in f32, rounded once at the end, to near
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import ir
 from numba import njit, prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu import emit
+from sparsekv_cli.cpu.bf16 import narrowed
 from sparsekv_cli.cpu.emit import F32, I16, I32, I64, LANES, VF, VI, const, load, sum_squares, vec
 from sparsekv_cli.cpu.parallel import PRANGE_ONLY
 from sparsekv_cli.cpu.tiles import exp_lanes
-
-
-def _narrowed(b: ir.IRBuilder, values: ir.Value) -> ir.Value:
-    """<16 x float> or float -> its bf16 bits, rounded to nearest even."""
-    is_vector = isinstance(values.type, ir.VectorType)
-    one, half = (const(I32, x) if is_vector else I32(x) for x in (1, 0x7FFF))
-    sixteen = const(I32, 16) if is_vector else I32(16)
-    bits = b.bitcast(values, VI if is_vector else I32)
-    rounded = b.add(bits, b.add(b.and_(b.lshr(bits, sixteen), one), half))
-    return b.trunc(b.lshr(rounded, sixteen), vec(I16) if is_vector else I16)
 
 
 @intrinsic
@@ -33,7 +23,7 @@ def rounded(typingctx, out, value):
     """A finite f32 as the array ``out`` holds it: itself, or bf16 bits, to nearest even."""
 
     def codegen(context, builder, signature, args):
-        return _narrowed(builder, args[1]) if signature.return_type == types.uint16 else args[1]
+        return narrowed(builder, args[1]) if signature.return_type == types.uint16 else args[1]
 
     return out.dtype(out, types.float32), codegen
 
@@ -169,7 +159,7 @@ def _gate_lanes(typingctx, rows, gate, up, out, count):
             top = b.select(b.fcmp_ordered(">=", g, const(F32, 0.0)), const(F32, 1.0), e)
             sigmoid = b.fdiv(top, b.fadd(const(F32, 1.0), e))
             result = b.fmul(b.fmul(g, sigmoid), u)
-            emit.store(b, _narrowed(b, result) if in_bf16 else result, b.add(out, at))
+            emit.store(b, narrowed(b, result) if in_bf16 else result, b.add(out, at))
             return []
 
         emit.loop(b, I64(0), count, LANES, [], body)

@@ -316,7 +316,8 @@ def _short_dots(
         for (_, unit), of_plane in zip(planes, sums, strict=True):
             for half, total in enumerate(of_plane):
                 dots[half] = b.add(dots[half], pair_products(b, total, const(I16, unit)))
-    return shuffle(b, *dots, range(LANES))
+    low, high = dots
+    return shuffle(b, low, high, range(LANES))
 
 
 def _pair_dots(
@@ -342,11 +343,12 @@ def _pair_dots(
         lines.step(b)
         lines.step(b)
     even = [0, 2, 8, 10, 4, 6, 12, 14]
-    dots = [
-        b.add(shuffle(b, *pair, even), shuffle(b, *pair, [lane + 1 for lane in even]))
-        for pair in (sums[:2], sums[2:])
-    ]
-    return shuffle(b, *dots, range(LANES))
+    odd = [lane + 1 for lane in even]
+    low, high = (
+        b.add(shuffle(b, first, second, even), shuffle(b, first, second, odd))
+        for first, second in (sums[:2], sums[2:])
+    )
+    return shuffle(b, low, high, range(LANES))
 
 
 def _halves(b: ir.IRBuilder, word: ir.Value) -> list[ir.Value]:

@@ -1,8 +1,8 @@
 """torch where it is needed, and its tensors as the kernels see them.
 
-To import torch takes as long as all else of a start and a short answer. Host code asks
-``load_torch`` for it where it computes with it: in most sessions only a prefill that multiplies in
-bf16 or f32. device/ imports it as usual.
+To import torch takes as long as all else of a start and a short answer, and 180 MB. Host code asks
+``load_torch`` for it where it computes with it: in most sessions nowhere. device/ imports it as
+usual. Arrays of bf16, which numpy does not have, are of uint16: the upper halves of f32.
 """
 
 from __future__ import annotations
@@ -35,17 +35,29 @@ def load_torch() -> Any:
 
 
 def bits(tensor: Any) -> np.ndarray:
-    """The memory of a bf16 tensor as uint16, which is how numba sees bf16."""
+    """The memory of a bf16 tensor as an array."""
     return tensor.view(load_torch().int16).numpy().view(np.uint16)
 
 
+def as_tensor(x: Any) -> Any:
+    """An array, or a tensor already, as a tensor; the same memory."""
+    torch = load_torch()
+    if isinstance(x, np.ndarray) and x.dtype == np.uint16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.as_tensor(x)
+
+
 def as_f32(x: Any) -> np.ndarray:
-    """An f32 array, or a CPU tensor of any type, as an f32 array; may share its memory."""
-    return x if isinstance(x, np.ndarray) else x.float().numpy()
+    """An f32 or bf16 array, or a CPU tensor of any type, as an f32 array; may share its memory."""
+    if not isinstance(x, np.ndarray):
+        return x.float().numpy()
+    if x.dtype == np.uint16:
+        return (x.astype(np.uint32) << 16).view(np.float32)
+    return x
 
 
 def seen(x: Any) -> np.ndarray:
-    """Rows as kernels take them: an array itself, the bits of a bf16 tensor, others as f32."""
-    if not isinstance(x, np.ndarray) and x.dtype == load_torch().bfloat16:
-        return bits(x)
-    return as_f32(x)
+    """Rows as kernels take them: an array itself, the memory of a bf16 tensor, others as f32."""
+    if isinstance(x, np.ndarray):
+        return x
+    return bits(x) if x.dtype == load_torch().bfloat16 else as_f32(x)

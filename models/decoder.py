@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from sparsekv_cli.cache import AttnInput, LayerCache
-from sparsekv_cli.cpu import matvec, prefill_tiles
+from sparsekv_cli.cpu import bf16, matvec, prefill_tiles
 from sparsekv_cli.cpu.emit import has_feature
 from sparsekv_cli.cpu.tensors import load_torch
 from sparsekv_cli.models.architectures import Architecture
@@ -25,13 +25,18 @@ from sparsekv_cli.models.decode_step import DecodeStep
 from sparsekv_cli.models.forward import Forward, Product
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.prefill_rows import FusedBF16Rows, FusedRows, Rows
-from sparsekv_cli.models.products import FewRowsProducts, IntegerProducts, can_multiply
+from sparsekv_cli.models.products import (
+    BF16Products,
+    FewRowsProducts,
+    IntegerProducts,
+    can_multiply,
+)
 from sparsekv_cli.models.repacked import repack_weights, wants_repacking
 from sparsekv_cli.models.rope import RopeTable
 from sparsekv_cli.models.weights import Weights
 
-# Up to so many rows a prompt that torch would multiply is computed in f32 with decode's products:
-# that takes about as long as to dequantise all weights for torch, and no second for its import.
+# Up to so many rows a prompt in bf16, or one that torch would multiply, is computed in f32 with
+# decode's products: that takes about as long as to dequantise all weights.
 FEW_ROWS = 16
 
 
@@ -77,8 +82,8 @@ class Decoder(Forward):
         self.chunk = chunk
         self.rope = RopeTable(hparams, weights.rope_freqs)
         self._model = (hparams, self.rope, architecture.rope_interleaved)
-        # Whether torch multiplies, and not as the reference, which it does with any number of rows.
-        self._by_torch = prefill_dtype == "bf16" or (
+        # Not in f32, which is the reference with any number of rows.
+        self._takes_few = prefill_dtype == "bf16" or (
             prefill_dtype == "int8" and not can_multiply(weights)
         )
         self.layers, self.output_norm = weights.layers, weights.output_norm
@@ -95,16 +100,20 @@ class Decoder(Forward):
     def _many(self) -> tuple[Rows, Any]:
         """The same of any number of rows."""
         n_threads = self.n_threads
-        if self._by_torch:
-            load_torch()
         if self.prefill_dtype == "int8":
+            if not can_multiply(self.weights):
+                load_torch()
             return FusedRows(*self._model, n_threads), IntegerProducts(n_threads)
+        if self.prefill_dtype == "bf16":
+            fused = FusedBF16Rows(*self._model, n_threads)
+            if bf16.is_available():
+                return fused, BF16Products(n_threads)
         from sparsekv_cli.models.torch_products import TorchProducts
         from sparsekv_cli.models.torch_rows import TorchRows
 
         torch = load_torch()
         if self.prefill_dtype == "bf16":
-            return FusedBF16Rows(*self._model, n_threads), TorchProducts(torch.bfloat16, n_threads)
+            return fused, TorchProducts(torch.bfloat16, n_threads)
         return TorchRows(*self._model, torch.float32), TorchProducts(torch.float32, n_threads)
 
     # --- a row a sequence, fused ----------------------------------------------------------------
@@ -163,8 +172,8 @@ class Decoder(Forward):
     # --- many rows, layer by layer ----------------------------------------------------------------
 
     def prepare(self, n_rows: int) -> None:
-        """Few rows are for decode's products rather than for torch's."""
-        few = self._by_torch and n_rows <= FEW_ROWS
+        """Few rows are for decode's products."""
+        few = self._takes_few and n_rows <= FEW_ROWS
         self.rows, self._products = self._few if few else self._many
 
     def output(self, normed: Any) -> np.ndarray:

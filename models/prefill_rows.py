@@ -11,7 +11,8 @@ import numpy as np
 
 from sparsekv_cli.cache import AttnInput
 from sparsekv_cli.cpu import prefill_rows as kernels
-from sparsekv_cli.cpu.tensors import load_torch, seen
+from sparsekv_cli.cpu.arrays import on_lines
+from sparsekv_cli.cpu.tensors import seen
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.rope import RopeTable
 from sparsekv_cli.models.weights import LayerWeights
@@ -93,11 +94,10 @@ class FusedRows:
 
 
 class FusedBF16Rows(FusedRows):
-    """The same in bf16, which is torch's: numpy has none."""
+    """The same in bf16."""
 
     def _new(self, *shape: int) -> Any:
-        torch = load_torch()
-        return torch.empty(shape, dtype=torch.bfloat16)
+        return on_lines(shape, np.uint16)
 
 
 def given(array: np.ndarray | None) -> np.ndarray:

@@ -1,15 +1,16 @@
-"""The matrix products of a prefilled layer: which there are, of few rows, and in integers."""
+"""The matrix products of a prefilled layer: which there are, of few rows, in bf16, in integers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsekv_cli.cpu import matvec, prefill_products
-from sparsekv_cli.cpu.tensors import load_torch
+from sparsekv_cli.cpu import matvec, prefill_bf16, prefill_products
+from sparsekv_cli.cpu.arrays import on_lines
+from sparsekv_cli.cpu.tensors import load_torch, seen
 from sparsekv_cli.models.forward import Product
 from sparsekv_cli.models.weights import LayerWeights, Linear, Weights
 
@@ -48,25 +49,66 @@ class FewRowsProducts:
         )
 
 
-class IntegerProducts:
-    """cpu/prefill_products.py on the weights as they lie; formats that it does not know by torch.
+class _OwnProducts:
+    """Products by this program's kernels, on the weights as they lie.
 
     All results of one name have the same memory, which holds one until the next, or ``clear``: to
     get it anew from the system takes a tenth of a prefill.
     """
 
+    _dtype: ClassVar[Any]  # of the results
+
     def __init__(self, n_threads: int) -> None:
         self._n_threads = n_threads
         self._results: dict[str, np.ndarray] = {}
-        self._torch: Any = None  # TorchProducts, for formats that are not known
 
     def of_layer(self, layer: LayerWeights) -> dict[str, Product]:
-        """Products of f32 arrays by the names of ``stacks``, until the next call."""
+        """Products of arrays by the names of ``stacks``, until the next call."""
         return {name: self._of_stack(name, parts) for name, parts in stacks(layer)}
 
     def clear(self) -> None:
         """Frees what is kept between two layers."""
-        self._results, self._torch = {}, None
+        self._results = {}
+
+    def _of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
+        raise NotImplementedError
+
+    def _room(self, name: str, n_rows: int, n_columns: int) -> np.ndarray:
+        """Where the result of this name goes."""
+        size = n_rows * n_columns
+        if name not in self._results or len(self._results[name]) < size:
+            self._results[name] = on_lines(size, self._dtype)
+        return self._results[name][:size].reshape(n_rows, n_columns)
+
+
+class BF16Products(_OwnProducts):
+    """cpu/prefill_bf16.py, of rows in bf16."""
+
+    _dtype = np.uint16
+
+    def _of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
+        table = prefill_bf16.product_table([(part.code, part.data) for part in parts])
+        return partial(self._multiply, name, table)
+
+    def _multiply(self, name: str, table: np.ndarray, rows: Any) -> np.ndarray:
+        rows = np.ascontiguousarray(seen(rows))
+        out = self._room(name, len(rows), prefill_bf16.n_rows(table))
+        prefill_bf16.multiply_rows(table, rows, out, self._n_threads)
+        return out
+
+
+class IntegerProducts(_OwnProducts):
+    """cpu/prefill_products.py, of f32 rows; formats that it does not know by torch."""
+
+    _dtype = np.float32
+
+    def __init__(self, n_threads: int) -> None:
+        super().__init__(n_threads)
+        self._torch: Any = None  # TorchProducts, for formats that are not known
+
+    def clear(self) -> None:
+        super().clear()
+        self._torch = None
 
     def _of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
         if not all(prefill_products.can_multiply(part.code) for part in parts):
@@ -77,17 +119,12 @@ class IntegerProducts:
     def _of_stack_by_torch(self, name: str, parts: Sequence[Linear]) -> Product:
         from sparsekv_cli.models.torch_products import TorchProducts
 
-        torch = load_torch()
         if self._torch is None:
-            self._torch = TorchProducts(torch.float32, self._n_threads)
+            self._torch = TorchProducts(load_torch().float32, self._n_threads)
         multiply = self._torch.of_stack(name, parts)
-        return lambda rows: multiply(torch.from_numpy(np.ascontiguousarray(rows))).numpy()
+        return lambda rows: multiply(np.ascontiguousarray(rows))
 
     def _multiply(self, name: str, table: np.ndarray, rows: Any) -> np.ndarray:
-        shape = (len(rows), prefill_products.n_rows(table))
-        size = shape[0] * shape[1]
-        if name not in self._results or len(self._results[name]) < size:
-            self._results[name] = np.empty(size, np.float32)
-        out = self._results[name][:size].reshape(shape)
+        out = self._room(name, len(rows), prefill_products.n_rows(table))
         prefill_products.multiply(table, np.ascontiguousarray(rows), out, self._n_threads)
         return out

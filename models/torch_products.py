@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import linear
 
 from sparsekv_cli.cpu import matvec
+from sparsekv_cli.cpu.tensors import as_tensor, seen
 from sparsekv_cli.models.forward import Product
 from sparsekv_cli.models.products import stacks
 from sparsekv_cli.models.weights import LayerWeights, Linear
@@ -37,7 +40,12 @@ class TorchProducts:
                 part.code, part.data, n_columns, at, row_bytes, target, self._n_threads
             )
             at += part.n_rows * row_bytes
-        return partial(linear, weight=stack)
+        return partial(self._multiply, stack)
+
+    def _multiply(self, stack: torch.Tensor, rows: Any) -> Any:
+        """Arrays of arrays, tensors of tensors."""
+        out = linear(as_tensor(rows), stack)
+        return seen(out) if isinstance(rows, np.ndarray) else out
 
     def clear(self) -> None:
         """Frees what is kept between two layers."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from sparsekv_cli.cpu.tensors import load_torch
+from sparsekv_cli.cpu.tensors import as_tensor
 from sparsekv_cli.kv_store import CACHE_TYPES, KVStore
 from sparsekv_cli.kv_store import padded as padded
 from sparsekv_cli.ledger import Ledger
@@ -24,8 +24,9 @@ N_SINKS = 4  # METHODS.md: the first tokens, always attended
 class AttnInput(NamedTuple):
     """One layer, T new rows of one sequence.
 
-    Prefill: (heads, T, d), f32 arrays or torch tensors of the compute type; ``in_torch`` gives
-    tensors. Decode (T = 1): numpy f32 views (heads, 1, d padded to 16), valid during the call only.
+    Prefill: (heads, T, d), arrays of f32 or bf16 (cpu/tensors.py), or torch tensors; ``in_torch``
+    gives tensors. Decode (T = 1): numpy f32 views (heads, 1, d padded to 16), valid during the call
+    only.
     """
 
     q: Any  # (H, T, d), rotated
@@ -37,7 +38,7 @@ class AttnInput(NamedTuple):
 
     def in_torch(self) -> AttnInput:
         """The same as tensors, which share the memory of arrays."""
-        return AttnInput._make((*map(load_torch().as_tensor, self[:5]), self.pos))
+        return AttnInput._make((*map(as_tensor, self[:5]), self.pos))
 
 
 @dataclass(frozen=True)

@@ -157,12 +157,13 @@ def load_method_kernels(method: Method, spec: LayerSpec, prefill_dtype: str) -> 
 
 def _as_prefilled(rows: np.ndarray, prefill_dtype: str) -> Any:
     """Rows as a prefill of the CPU hands them to a cache."""
-    from sparsekv_cli.cpu.tensors import load_torch
+    import numpy as np
 
-    if prefill_dtype == "int8":
-        return rows
-    tensor = load_torch().from_numpy(rows)
-    return tensor.bfloat16() if prefill_dtype == "bf16" else tensor
+    from sparsekv_cli.cpu.tensors import as_tensor
+
+    if prefill_dtype == "bf16":
+        return (rows.view(np.uint32) >> 16).astype(np.uint16)
+    return as_tensor(rows) if prefill_dtype == "f32" else rows
 
 
 def trial_caches(method: Method, specs: Sequence[LayerSpec]) -> list[LayerCache]:

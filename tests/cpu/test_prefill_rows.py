@@ -11,7 +11,7 @@ from tiny_models import make_model
 
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import prefill_rows as kernels
-from sparsekv_cli.cpu.tensors import bits, seen
+from sparsekv_cli.cpu.tensors import as_tensor, bits, seen
 from sparsekv_cli.methods.full import Full
 from sparsekv_cli.models.prefill_rows import FusedBF16Rows, FusedRows
 from sparsekv_cli.models.torch_rows import TorchRows
@@ -77,9 +77,9 @@ def test_rows_of_a_layer(rows, n_rows):
     expected = plain.norm(x, layer.attn_norm)
     dtype = expected.dtype
     stream = fused.stream(x.numpy())
-    close(torch.as_tensor(fused.norm(stream, layer.attn_norm)), expected)
+    close(as_tensor(fused.norm(stream, layer.attn_norm)), expected)
     close(
-        torch.as_tensor(fused.last_norm(stream, layer.attn_norm)),
+        as_tensor(fused.last_norm(stream, layer.attn_norm)),
         plain.last_norm(plain.stream(x.numpy()), layer.attn_norm),
     )
 
@@ -96,7 +96,7 @@ def test_rows_of_a_layer(rows, n_rows):
 
     gate_up = 3 * f32(2, n_rows, 2 * h.n_ff[1]).to(dtype)
     gate, up = gate_up.float().chunk(2, dim=1)
-    gated = torch.as_tensor(fused.gate(given(gate_up, dtype)))
+    gated = as_tensor(fused.gate(given(gate_up, dtype)))
     close(gated, torch.nn.functional.silu(gate) * up)
 
     y = f32(3, n_rows, h.n_embd).to(dtype)
