@@ -226,6 +226,10 @@ class LFPSStep(CompiledStep):
         """
         self.words[LSE] = address(lse)
 
+    def share(self, by_group: bool, a: float) -> None:
+        """From now on the heads of a kv group score each other's candidates, or do not; a: eq 8."""
+        self.words[BY_GROUP], self.words.view(np.float64)[A] = by_group, a
+
     def at(self, layout: np.ndarray, n: int, k_budget: int, limit: int) -> tuple[int, int]:
         """``step`` to n rows; k_budget: |C2|; limit: most rows of C1, no less than the recent ones
         that are always among them, or thresholds would rise for ever.

@@ -29,22 +29,24 @@ depends on the token, not on the past, and is so wide that pages find it as well
 (exact top-k of 5% does worse there: .171 at 6500 instead of .142). (8) The budget is at most 256
 rows. (9) The mean of eq 8 is over at most ``horizon`` (6144) entries. By the formula the same few
 heavy entries have thresholds that fall as 1/n, and ever lighter ones become candidates. (7) to (9)
-bound what grows with the context; the second table says what they cost. (10) Heads of a kv group
-score each other's candidates (``scored_by=group``), so that a key row is read and widened once for
-all of them. What one head has seen helps the others, so a is multiplied by 1, and .77 more for each
-other head, of two at most (SHARED): a head scores about as many rows, a group reads a third fewer.
+bound what grows with the context; the second table says what they cost. (10) Beyond 8192 rows
+heads of a kv group score each other's candidates (``scored_by``), so that a key row is read and
+widened once for all of them. What one head has seen helps the others, so a is multiplied by 1, and
+.77 more for each other head, of two at most (SHARED): a head scores about as many rows, a group
+reads a third fewer. Where the rows are still in the cache that is 7% of a token's time (2048 rows;
+15% at 32768), and their own candidates are the better ones.
 
 KLD(full || lfps), top-1 agreement and rows scored in % of the context on SmolLM2-135M, 4 texts x 64
-steps at 1700, 3300 and 6500 tokens (``scripts/accuracy``, prefill in bf16, int8 or f32; - where not
-measured; at 6500 rows scored include layer 0 where it chooses pages):
+steps at 1700, 3300 and 6500 tokens (``scripts/accuracy``, means of a prefill in bf16, int8 and f32,
+or one of them; - where not measured; at 6500 rows scored include layer 0 where it chooses pages):
 
 | scored_by: a, candidates | KLD | top-1 | rows scored % |
 |---|---|---|---|
-| group: .32, 4096 (default) | .079 .092 .150 | .84 .84 .82 | 14.0 12.9 9.1 |
-| group: .315, 4096 | .080 .087 .150 | .84 .83 .83 | 14.1 13.0 9.2 |
-| group: .315, 2048 | .080 .087 .181 | .84 .83 .80 | 14.1 13.0 9.1 |
-| group: .256, 6144 | .066 .073 .136 | .83 .83 .84 | 15.9 15.0 10.4 |
-| head: .32, 2048 (default before) | .097 .074 .146 | .86 .82 .85 | 13.8 12.5 8.0 |
+| head: .32, 2048 (so far the default) | .096 .076 .153 | .86 .83 .85 | 13.8 12.5 8.0 |
+| group: .32, 2048 | .078 .098 .156 | .84 .81 .81 | 14.0 12.9 9.1 |
+| group: .29, 2048 | .071 .089 .152 | .84 .81 .83 | 14.7 13.8 9.7 |
+| group: .315, 1024 | .080 .087 .181 | .84 .83 .80 | 14.1 13.0 9.1 |
+| group: .256, 3072 | .066 .073 .136 | .83 .83 .84 | 15.9 15.0 10.4 |
 | head: .32, 2048, layer 0 dense, without (8), (9) | .094 .078 .140 | .85 .82 .84 | 13.8 12.5 8.1 |
 | head: .35, 2048, layers 0 and 1 dense | .095 .085 .136 | .82 .84 .84 | 13.2 12.0 7.9 |
 | head: .35, 2048, none dense | .127 .091 .156 | .82 .81 .83 | 12.9 11.7 7.7 |
@@ -100,6 +102,7 @@ ALL = np.float32(1e30)  # a log-sum-exp beside which no other rows count
 NO_HORIZON = 1 << 62
 PAGES = Quest(page=32, budget=Budget(tokens=1024))  # of dense layers beyond ``dense_rows``
 BUDGET = replace(DEFAULT_BUDGET, ceiling=256)
+GROUP_ROWS = 8192  # beyond so many a kv group scores its heads' candidates together
 SHARED = 0.77, 2  # what each other head that shares candidates adds to the factor of a; most such
 
 
@@ -138,10 +141,15 @@ class LFPS(Method):
     preset: str = _option("tuned", "tuned, fast or paper; other options change it")
     budget: Budget = _option(BUDGET, "rows attended a head, k: N or P%")
     tables: str = _option("head", "tables a query 'head' or shared by a kv 'group'")
-    scored_by: str = _option("group", "who scores candidates: their 'head' or its kv 'group'")
+    scored_by: str = _option(
+        "auto", "who scores candidates: their 'head', its kv 'group', auto: the group beyond 8192"
+    )
     expand: str = _option("plain", "neighbours of candidates: 'plain' or 'filtered' (eq 9)")
     recent: int = _option(32, "R: most recent rows always candidates (at most half the budget)")
-    candidates: int = _option(4096, "most rows scored a head, or twice the budget; 0 = no limit")
+    candidates: int = _option(
+        2048,
+        "most rows scored a head (a group's: twice that), or twice the budget; 0 = no limit",
+    )
     a: float = _option(0.32, "factor of the candidate threshold (eq 8)")
     horizon: int = _option(6144, "most entries that eq 8 takes the mean over; 0 = all")
     decay: float = _option(0.95, "r: decay of the tables a step (eq 10)")
@@ -153,7 +161,7 @@ class LFPS(Method):
         choices = {
             "preset": tuple(self.presets),
             "tables": ("head", "group"),
-            "scored_by": ("head", "group"),
+            "scored_by": ("auto", "head", "group"),
             "expand": ("plain", "filtered"),
             "sigma": ("cov", "ratio"),
         }
@@ -235,13 +243,12 @@ class LFPSCache(LayerCache):
             covariance=np.zeros((n_kv, size, size), np.float32),
             ratio=np.zeros(spec.n_head, np.float32),
         )
-        by_group = method.tables == "head" and method.scored_by == "group"
         each, most = SHARED
-        a = method.a * (1 + each * min(spec.group - 1, most) * by_group)
+        self._a_of_group = float(method.a * (1 + each * min(spec.group - 1, most)))
         self._rules = search.Rules(
-            float(spec.scale), n_kv, method.recent, float(a), method.horizon or NO_HORIZON,
+            float(spec.scale), n_kv, method.recent, float(method.a), method.horizon or NO_HORIZON,
             float(method.decay), float(method.epsilon), method.expand == "filtered",
-            by_group,
+            by_group=False,
         )  # fmt: skip
         none = np.zeros((self._n_unit, 0), np.float32)
         sums, gain = np.zeros((self._n_unit, 2, 4)), np.ones(self._n_unit)
@@ -356,8 +363,17 @@ class LFPSCache(LayerCache):
         self.store.reserve(n)
         if n > self._tables.ver.shape[1]:
             self._allocate(n + n // 8 + 256)
-        limit = max(self.method.candidates, 2 * k) if self.method.candidates else n
+        method, limit, by_group = self.method, n, self._scores_by_group(n)
+        if method.candidates:
+            limit = max(method.candidates * (2 if by_group else 1), 2 * k)
+        self._step.share(by_group, self._a_of_group if by_group else method.a)
         return self._step.at(self.store.layout, n, k, limit)
+
+    def _scores_by_group(self, n: int) -> bool:
+        """Whether the heads of a kv group score each other's candidates in a step to n rows."""
+        method = self.method
+        beyond = n > GROUP_ROWS if method.scored_by == "auto" else method.scored_by == "group"
+        return beyond and method.tables == "head"
 
     def truncate(self, n: int) -> int:
         self._queries.clear()  # of a prefill that was interrupted

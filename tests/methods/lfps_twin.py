@@ -149,7 +149,8 @@ class LFPSTwin:
         n = self.ver.shape[1]
         limit = n
         if self.options.candidates:
-            limit = max(self.options.candidates, 2 * self.options.budget)
+            shared = self.options.tables == "head" and self.options.scored_by == "group"
+            limit = max(self.options.candidates * (1 + shared), 2 * self.options.budget)
         factor, distance = self.raised[units[0]], np.inf
         while True:
             c1 = set(range(n - self.n_recent(), n))

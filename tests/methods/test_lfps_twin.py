@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numba
 import numpy as np
@@ -11,7 +11,8 @@ import torch
 from lfps_twin import SINKS, HeadChoice, LFPSTwin, TwinOptions
 
 from sparsekv_cli.cache import AttnInput, Budget, LayerSpec, padded
-from sparsekv_cli.cpu import ops
+from sparsekv_cli.cpu import lfps_chain, ops
+from sparsekv_cli.methods import lfps
 from sparsekv_cli.methods.lfps import LFPS, LFPSCache
 
 N_STEPS = 300
@@ -232,12 +233,34 @@ def test_lfps_equals_its_twin(geometry, variant):
     assert seen["ties"] <= 2
     if twin.heads_a_unit > 1:
         assert seen["mixed"] > 50, "some heads of a group bypassed, others not"
-    assert cache._rules.a == pytest.approx(
+    assert cache._step.words.view(np.float64)[lfps_chain.A] == pytest.approx(
         options.a * (0.23 + 0.77 * min(twin.units_a_team, 3)), rel=1e-12
     )
     counters = cache.counters()
     assert counters["heads_bypassed"] == seen["bypassed"]
     assert counters["heads_stepped"] == geometry.n_head * N_STEPS
+
+
+@pytest.mark.parametrize("tables", ["head", "group"])
+def test_groups_share_candidates_from_some_depth_on(tables, monkeypatch):
+    """``auto`` is the one, then the other, to the bit."""
+    monkeypatch.setattr(lfps, "GROUP_ROWS", 270)
+    geometry = Geometry(9, 3, 64, 250)
+    options = TwinOptions(budget=24, epsilon=0.7, candidates=60, tables=tables, scored_by="auto")
+    auto, by_hand = (make_cache(geometry, options) for _ in range(2))
+    stream = Stream(geometry, 1)
+    prompt = stream.prompt(geometry.n_prefill)
+    for cache in (auto, by_hand):
+        prefill(cache, *prompt)
+    for n in range(geometry.n_prefill, geometry.n_prefill + 40):
+        x = row_input(*stream.next(), n)
+        scored_by = "head" if n + 1 <= 270 else "group"
+        by_hand.method = replace(by_hand.method, scored_by=scored_by)
+        np.testing.assert_array_equal(auto.decode(x), by_hand.decode(x))
+    np.testing.assert_array_equal(auto._statistics, by_hand._statistics)
+    heads = make_cache(geometry, replace(options, scored_by="head"))
+    assert heads._scores_by_group(10**6) is False
+    assert auto._scores_by_group(271) is (tables == "head") and not auto._scores_by_group(270)
 
 
 @pytest.mark.parametrize("tables", ["head", "group"])
