@@ -21,7 +21,7 @@ recent tokens, the variance of a score from the keys' covariance, layer 0 apart 
 (4) ``tables=group`` (``preset=fast``) shares the tables in a kv group, and so its candidates.
 (5) At most ``candidates`` rows are scored a head (twice the budget, if that is more): where more
 pass, the thresholds are raised until they do not, so that a step's cost has a bound at any depth.
-(6) a is .32 (the other presets: .2, the paper's): higher thresholds for all heads cost less than a
+(6) a is .3 (the other presets: .2, the paper's): higher thresholds for all heads cost less than a
 low limit for the few that score most. (7) Of the layers only 0 is dense (before: 0 and 1, with
 a = .35): what that took is had back by a little less a. Beyond ``dense_rows`` (4096) it chooses
 1024 rows (or the budget, if that is more) in pages of 32, by Quest's bounds: what it attends to
@@ -32,7 +32,7 @@ heavy entries have thresholds that fall as 1/n, and ever lighter ones become can
 bound what grows with the context; the second table says what they cost. (10) Beyond 8192 rows
 heads of a kv group score each other's candidates (``scored_by``), so that a key row is read and
 widened once for all of them. What one head has seen helps the others, so a is multiplied by 1, and
-.77 more for each other head, of two at most (SHARED): a head scores about as many rows, a group
+.855 more for each other head, of two at most (SHARED): a head scores about as many rows, a group
 reads a third fewer. Where the rows are still in the cache that is 7% of a token's time (2048 rows;
 15% at 32768), and their own candidates are the better ones.
 
@@ -42,11 +42,12 @@ or one of them; - where not measured; at 6500 rows scored include layer 0 where 
 
 | scored_by: a, candidates | KLD | top-1 | rows scored % |
 |---|---|---|---|
-| head: .32, 2048 (so far the default) | .096 .076 .153 | .86 .83 .85 | 13.8 12.5 8.0 |
-| group: .32, 2048 | .078 .098 .156 | .84 .81 .81 | 14.0 12.9 9.1 |
-| group: .29, 2048 | .071 .089 .152 | .84 .81 .83 | 14.7 13.8 9.7 |
-| group: .315, 1024 | .080 .087 .181 | .84 .83 .80 | 14.1 13.0 9.1 |
-| group: .256, 3072 | .066 .073 .136 | .83 .83 .84 | 15.9 15.0 10.4 |
+| head: .3, 2048 (the default, there by head) | HEAD30 |
+| head: .32, 2048 | .096 .076 .153 | .86 .83 .85 | 13.8 12.5 8.0 |
+| group: .3, 2048 (before, by .32 and .77) | .078 .098 .156 | .84 .81 .81 | 14.0 12.9 9.1 |
+| group: .272, 2048 | .071 .089 .152 | .84 .81 .83 | 14.7 13.8 9.7 |
+| group: .295, 1024 | .080 .087 .181 | .84 .83 .80 | 14.1 13.0 9.1 |
+| group: .24, 3072 | .066 .073 .136 | .83 .83 .84 | 15.9 15.0 10.4 |
 | head: .32, 2048, layer 0 dense, without (8), (9) | .094 .078 .140 | .85 .82 .84 | 13.8 12.5 8.1 |
 | head: .35, 2048, layers 0 and 1 dense | .095 .085 .136 | .82 .84 .84 | 13.2 12.0 7.9 |
 | head: .35, 2048, none dense | .127 .091 .156 | .82 .81 .83 | 12.9 11.7 7.7 |
@@ -103,7 +104,7 @@ NO_HORIZON = 1 << 62
 PAGES = Quest(page=32, budget=Budget(tokens=1024))  # of dense layers beyond ``dense_rows``
 BUDGET = replace(DEFAULT_BUDGET, ceiling=256)
 GROUP_ROWS = 8192  # beyond so many a kv group scores its heads' candidates together
-SHARED = 0.77, 2  # what each other head that shares candidates adds to the factor of a; most such
+SHARED = 0.855, 2  # what each other head that shares candidates adds to the factor of a; most such
 
 
 def _option(default: Any, text: str) -> Any:
@@ -150,7 +151,7 @@ class LFPS(Method):
         2048,
         "most rows scored a head (a group's: twice that), or twice the budget; 0 = no limit",
     )
-    a: float = _option(0.32, "factor of the candidate threshold (eq 8)")
+    a: float = _option(0.3, "factor of the candidate threshold (eq 8)")
     horizon: int = _option(6144, "most entries that eq 8 takes the mean over; 0 = all")
     decay: float = _option(0.95, "r: decay of the tables a step (eq 10)")
     window: int = _option(32, "s: prefill queries that start the tables (eq 4)")

@@ -190,7 +190,7 @@ class LFPSTwin:
         kappa = 1 / n
         if m2 > 1e-12 * (table**2).sum():
             kappa = np.clip(m4 / m2**2, 1 / n, 1)
-        a = self.options.a * (0.23 + 0.77 * min(self.units_a_team, 3))
+        a = self.options.a * (0.145 + 0.855 * min(self.units_a_team, 3))
         return a * table.sum() / min(n, self.options.horizon or n) / kappa
 
     def finish(self, choices: list[HeadChoice]) -> np.ndarray:

@@ -234,7 +234,7 @@ def test_lfps_equals_its_twin(geometry, variant):
     if twin.heads_a_unit > 1:
         assert seen["mixed"] > 50, "some heads of a group bypassed, others not"
     assert cache._step.words.view(np.float64)[lfps_chain.A] == pytest.approx(
-        options.a * (0.23 + 0.77 * min(twin.units_a_team, 3)), rel=1e-12
+        options.a * (0.145 + 0.855 * min(twin.units_a_team, 3)), rel=1e-12
     )
     counters = cache.counters()
     assert counters["heads_bypassed"] == seen["bypassed"]
