@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -49,7 +50,7 @@ class FewRowsProducts:
         )
 
 
-class _OwnProducts:
+class _OwnProducts(ABC):
     """Products by this program's kernels, on the weights as they lie.
 
     All results of one name have the same memory, which holds one until the next, or ``clear``: to
@@ -70,8 +71,9 @@ class _OwnProducts:
         """Frees what is kept between two layers."""
         self._results = {}
 
+    @abstractmethod
     def _of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
-        raise NotImplementedError
+        """The product of matrices of one input, their rows one after another."""
 
     def _room(self, name: str, n_rows: int, n_columns: int) -> np.ndarray:
         """Where the result of this name goes."""
