@@ -19,7 +19,7 @@ def dense_prefill(store: Any, x: Any, spec: Any) -> Any:
     q = seen(x.q)
     if q.dtype == np.float32:
         out = _dense_prefill_f32(store, q, spec)
-    elif bf16.is_available():
+    elif bf16.is_available() and spec.head_dim % 2 == 0:
         out = _dense_prefill_bf16(store, q, spec)
     else:
         out = bits(_torch_prefill(store, as_tensor(q), spec))
