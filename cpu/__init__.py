@@ -1,9 +1,8 @@
 """Multicore CPU kernels (numba, LLVM vector IR), each with a numpy reference beside it.
 
 Importing this package points numba's on-disk cache at a folder of the user's cache directory that
-is named after the text of the kernel files that others import. numba keys its own cache on the file
-that defines a function only, so an edit of a file that the function merely calls would otherwise go
-unnoticed; edits of files that nobody imports, such as a method's kernels, it notices by itself.
+is named after the text of all kernel files. numba keys its own cache on the file that defines a
+function only, so an edit of a file that the function merely calls would otherwise go unnoticed.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -20,15 +18,10 @@ from pathlib import Path
 def _kernel_cache_folder() -> Path:
     """Folder for this version of the kernels; those of other versions beside it are removed."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsekv-cli"
-    texts = {path.stem: path.read_bytes() for path in Path(__file__).parent.glob("*.py")}
-    importing = re.compile(rb"^from sparsekv_cli\.cpu(?:\.(\w+) import| import ([\w, ]+))", re.M)
+    here = Path(__file__).parent
     digest = hashlib.sha256()
-    shared: set[str] = set()
-    for text in texts.values():
-        for module, modules in importing.findall(text):
-            shared.update(name.decode().strip() for name in (module or modules).split(b","))
-    for name in sorted(shared & texts.keys()):
-        digest.update(name.encode() + b"\0" + texts[name])
+    for path in sorted(here.rglob("*.py")):
+        digest.update(path.relative_to(here).as_posix().encode() + b"\0" + path.read_bytes())
     folder = base / f"numba-{digest.hexdigest()[:16]}"
     if not folder.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 from numba import njit, prange
 
-from sparsekv_cli.cpu.parallel import PRANGE_ONLY
+from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 
 def sum_parts_ref(data: np.ndarray, n_parts: int) -> np.ndarray:

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv_cli.cpu import attention, bf16, prefill_attention, prefill_attention_f32
-from sparsekv_cli.cpu.chain import DenseStep
-from sparsekv_cli.cpu.tensors import as_tensor, bits, load_torch, seen
+from sparsekv_cli.cpu.attention import decode, prefill_bf16, prefill_f32
+from sparsekv_cli.cpu.jit import bf16
+from sparsekv_cli.cpu.jit.floats import as_tensor, bits, load_torch, seen
+from sparsekv_cli.cpu.layer.chain import DenseStep
 
 
 def dense_prefill(store: Any, x: Any, spec: Any) -> Any:
@@ -30,7 +31,7 @@ def _dense_prefill_f32(store: Any, q: np.ndarray, spec: Any) -> np.ndarray:
     """``dense_prefill`` of f32: over the rows as they are stored, which decode sees too."""
     # The output's rows lie by token, as its projection reads them.
     out = np.empty((q.shape[1], spec.n_head, spec.value_dim), np.float32)
-    prefill_attention_f32.attend_causal(
+    prefill_f32.attend_causal(
         np.ascontiguousarray(q), store.layout, spec.n_head_kv, store.n, spec.scale, out,
         spec.n_threads,
     )  # fmt: skip
@@ -40,7 +41,7 @@ def _dense_prefill_f32(store: Any, q: np.ndarray, spec: Any) -> np.ndarray:
 def _dense_prefill_bf16(store: Any, q: np.ndarray, spec: Any) -> np.ndarray:
     """The same of bf16, by the CPU's own products."""
     out = np.empty((q.shape[1], spec.n_head, spec.value_dim), np.uint16)
-    prefill_attention.attend_causal(
+    prefill_bf16.attend_causal(
         np.ascontiguousarray(q), store.layout, spec.n_head_kv, store.n, spec.scale, out,
         spec.n_threads,
     )  # fmt: skip
@@ -82,16 +83,14 @@ def _torch_prefill(store: Any, q: Any, spec: Any) -> Any:
 def append_row(store: Any, x: Any) -> None:
     """Adds the one row of a decode step."""
     store.reserve(store.n + 1)
-    attention.append_row(x.k[:, 0], x.v[:, 0], store.layout, store.n)
+    decode.append_row(x.k[:, 0], x.v[:, 0], store.layout, store.n)
     store.n += 1
 
 
 def attend_dense(store: Any, q: np.ndarray, spec: Any) -> np.ndarray:
     """Attention over all rows: q f32 (H, d) -> f32 (H, d_v)."""
     out = np.empty((q.shape[0], store.v_type.width), np.float32)
-    attention.attend_dense(
-        q, store.layout, store.n, spec.n_head_kv, spec.scale, out, spec.n_threads
-    )
+    decode.attend_dense(q, store.layout, store.n, spec.n_head_kv, spec.scale, out, spec.n_threads)
     return out
 
 
@@ -105,7 +104,7 @@ def attend_rows(
 ) -> np.ndarray:
     """Attention over listed rows: idx int32 (H or G, m), counts int64 -> f32 (H, d_v)."""
     out = np.empty((q.shape[0], store.v_type.width), np.float32)
-    attention.attend_rows(
+    decode.attend_rows(
         q, store.layout, idx, counts, spec.n_head_kv, spec.scale, out, spec.n_threads
     )
     return out
@@ -113,8 +112,8 @@ def attend_rows(
 
 def score_rows(store: Any, q: np.ndarray, spec: Any) -> np.ndarray:
     """q . k / sqrt(d) for all rows: f32 (H, n + padding)."""
-    out = np.empty((q.shape[0], store.n + attention.PAD), np.float32)
-    attention.score_rows(
+    out = np.empty((q.shape[0], store.n + decode.PAD), np.float32)
+    decode.score_rows(
         q, store.addresses[0], store.strides[0], store.strides[2], store.k_type.kind, store.n,
         spec.n_head_kv, spec.scale, out, spec.n_threads,
     )  # fmt: skip

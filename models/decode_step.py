@@ -1,6 +1,7 @@
 """What the fused CPU kernels of a decode step work on: the layers' records and the buffers.
 
-A step has a row for each sequence. This is the one place that fills the records of cpu/layer.py.
+A step has a row for each sequence. This is the one place that fills the records of
+cpu/layer/decode.py.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sparsekv_cli.cache import LayerCache, padded
-from sparsekv_cli.cpu import chain
-from sparsekv_cli.cpu import layer as fused
-from sparsekv_cli.cpu.addresses import address
-from sparsekv_cli.cpu.arrays import on_lines
-from sparsekv_cli.cpu.integer import BLOCK, quantized_stride
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.store import padded
+from sparsekv_cli.cpu.jit.pointers import address, on_lines
+from sparsekv_cli.cpu.layer import chain
+from sparsekv_cli.cpu.layer import decode as fused
+from sparsekv_cli.cpu.weights.integer import BLOCK, quantized_stride
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.weights import LayerWeights, Weights
 

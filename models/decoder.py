@@ -1,8 +1,8 @@
 """The decoder, twice: layer by layer for chunks of rows, and fused CPU calls for one row.
 
-``forward`` (forward.py) is the prefill, and in f32 the reference, in readable torch; products.py
+``forward`` (forward.py) is the prefill, and in f32 the reference, in readable torch; matmul.py
 and torch_products.py multiply for it.
-``decode`` runs the numba kernels of cpu/layer.py on the quantised weights, for a row of one
+``decode`` runs the numba kernels of cpu/layer/decode.py on the quantised weights, for a row of one
 sequence or of each of several. tests/models/test_decoder.py holds the two together.
 """
 
@@ -16,23 +16,21 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv_cli.cache import AttnInput, LayerCache
-from sparsekv_cli.cpu import bf16, matvec, prefill_tiles
-from sparsekv_cli.cpu.emit import has_feature
-from sparsekv_cli.cpu.tensors import load_torch
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.spec import AttnInput
+from sparsekv_cli.cpu.jit import bf16
+from sparsekv_cli.cpu.jit.floats import load_torch
+from sparsekv_cli.cpu.jit.llvm import has_feature
+from sparsekv_cli.cpu.layer import tiles_int8
+from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.decode_step import DecodeStep
 from sparsekv_cli.models.forward import Forward, Product
 from sparsekv_cli.models.hparams import HParams
-from sparsekv_cli.models.prefill_rows import FusedBF16Rows, FusedRows, Rows
-from sparsekv_cli.models.products import (
-    BF16Products,
-    FewRowsProducts,
-    IntegerProducts,
-    can_multiply,
-)
-from sparsekv_cli.models.repacked import repack_weights, wants_repacking
+from sparsekv_cli.models.matmul import BF16Products, FewRowsProducts, IntegerProducts, can_multiply
+from sparsekv_cli.models.repack import repack_weights, wants_repacking
 from sparsekv_cli.models.rope import RopeTable
+from sparsekv_cli.models.rows import FusedBF16Rows, FusedRows, Rows
 from sparsekv_cli.models.weights import Weights
 
 # Up to so many rows a prompt in bf16, or one that torch would multiply, is computed in f32 with
@@ -46,7 +44,7 @@ def cpu_prefill_dtype() -> str:
     """
     if any(has_feature(name) for name in ("avx512bf16", "amx-bf16", "bf16")):
         return "bf16"
-    return "int8" if prefill_tiles.is_available() else "f32"
+    return "int8" if tiles_int8.is_available() else "f32"
 
 
 def give_back_memory() -> None:
@@ -182,13 +180,13 @@ class Decoder(Forward):
         give_back_memory()
         head, rows = self.weights.output, np.ascontiguousarray(normed)
         if len(rows) <= 4:
-            return matvec.matvec(head.code, head.data, head.n_columns, rows, self.n_threads)
+            return dot.matvec(head.code, head.data, head.n_columns, rows, self.n_threads)
         torch = load_torch()
         step = 8192  # vocabulary rows dequantised at a time
         out = np.empty((len(rows), head.n_rows), np.float32)
         for start in range(0, head.n_rows, step):
             part = head.data[start : start + step]
-            weight = torch.from_numpy(matvec.dequantize(head.code, part, head.n_columns))
+            weight = torch.from_numpy(dot.dequantize(head.code, part, head.n_columns))
             out[:, start : start + step] = (torch.from_numpy(rows) @ weight.T).numpy()
         return out
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv_cli.cache import LayerCache, LayerSpec
-from sparsekv_cli.cpu import matvec
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.spec import LayerSpec
+from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.models.hparams import HParams
-from sparsekv_cli.models.prefill_rows import Rows
+from sparsekv_cli.models.rows import Rows
 from sparsekv_cli.models.weights import Weights
 
 Progress = Callable[[int, int], None]
@@ -63,14 +64,14 @@ class Forward(ABC):
         """The tokens' embeddings, f32 (T, n_embd), as ``rows`` takes them."""
         embedding = self.weights.token_embd
         rows = np.ascontiguousarray(embedding.data[np.asarray(ids)])
-        return self.rows.stream(matvec.dequantize(embedding.code, rows, embedding.n_columns))
+        return self.rows.stream(dot.dequantize(embedding.code, rows, embedding.n_columns))
 
     def embed_row(self, token: int, out: np.ndarray) -> None:
         """Writes one token's embedding, f32 (n_embd,), to ``out``."""
         table = self.weights.token_embd
         row = table.data[token : token + 1]
-        matvec.dequantize_into(
-            table.code, row, table.n_columns, matvec.address(out), out.nbytes, matvec.TO_F32
+        dot.dequantize_into(
+            table.code, row, table.n_columns, dot.address(out), out.nbytes, dot.TO_F32
         )
 
     def layer_specs(self) -> list[LayerSpec]:

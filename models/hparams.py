@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.models.gguf import GGUFFile, StringArray
+from sparsekv_cli.models.gguf.file import GGUFFile, StringArray
 
 MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
 MAX_HEADS = 1 << 12

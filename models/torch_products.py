@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch.nn.functional import linear
 
-from sparsekv_cli.cpu import matvec
-from sparsekv_cli.cpu.tensors import as_tensor, seen
+from sparsekv_cli.cpu.jit.floats import as_tensor, seen
+from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.models.forward import Product
-from sparsekv_cli.models.products import stacks
+from sparsekv_cli.models.matmul import stacks
 from sparsekv_cli.models.weights import LayerWeights, Linear
 
 
@@ -30,13 +30,13 @@ class TorchProducts:
 
     def of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
         """The product of matrices of one input, their rows one after another."""
-        target = matvec.TO_BF16 if self._dtype == torch.bfloat16 else matvec.TO_F32
+        target = dot.TO_BF16 if self._dtype == torch.bfloat16 else dot.TO_F32
         n_columns = parts[0].n_columns
         stack = self._room(name, sum(part.n_rows for part in parts), n_columns)
         row_bytes = n_columns * stack.element_size()
         at = stack.data_ptr()
         for part in parts:
-            matvec.dequantize_into(
+            dot.dequantize_into(
                 part.code, part.data, n_columns, at, row_bytes, target, self._n_threads
             )
             at += part.n_rows * row_bytes

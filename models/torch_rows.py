@@ -1,5 +1,5 @@
 """A prefilled chunk between its matrix products, step by step in torch: the reference, and what a
-prefill on a device runs. models/prefill_rows.py has the fused steps.
+prefill on a device runs. models/rows.py has the fused steps.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn.functional import silu
 
-from sparsekv_cli.cache import AttnInput
+from sparsekv_cli.cache.spec import AttnInput
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.weights import LayerWeights, Linear
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.architectures import Architecture
-from sparsekv_cli.models.gguf import GGUFFile
+from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.models.hparams import HParams
 
 
@@ -16,7 +16,8 @@ from sparsekv_cli.models.hparams import HParams
 class Linear:
     """y = W x + b. data: uint8 (rows, bytes a row) in ggml type ``code``; bias f32 (rows,).
 
-    repacked: the data have the layout of cpu/repack.py, which only its dot products read.
+    repacked: the data have the layout of cpu/weights/interleaved.py, which only its dot products
+    read.
     """
 
     code: int

@@ -11,8 +11,8 @@ from typing import Any
 
 from accuracy_texts import DATA
 
-from sparsekv_cli.cache import Method
-from sparsekv_cli.comparison import build_spec
+from sparsekv_cli.evaluation.compare import build_spec
+from sparsekv_cli.methods.base import Method
 
 EXPECTED = json.loads((DATA / "accuracy_figures.json").read_text(encoding="utf-8"))
 Figures = Mapping[tuple[str, int], Mapping[str, Any]]  # by method text and length

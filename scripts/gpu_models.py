@@ -17,18 +17,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsekv_cli import chunk_study, key_study
-from sparsekv_cli.cache import AttnInput, LayerCache, LayerSpec, Method
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.spec import AttnInput, LayerSpec
+from sparsekv_cli.calibration import fasa, sals
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.device.engine import DeviceEngine, open_device_engine
 from sparsekv_cli.device.host import HostCache
 from sparsekv_cli.methods import build_method
+from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.architectures import Architecture, architecture_of
-from sparsekv_cli.models.gguf import open_gguf
+from sparsekv_cli.models.gguf.file import open_gguf
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.weights import Weights, read_weights
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
 from tiny_models import make_model
 
@@ -107,10 +109,10 @@ def random_calibration(spec: LayerSpec, rng: np.random.Generator) -> Mapping[str
     return {
         "dom_var": rank,
         "dom_ca": rank,
-        "tip_budget": chunk_study.even_budgets(),
+        "tip_budget": fasa.even_budgets(),
         "vectors_diag": basis,
         "vectors_pca": basis,
-        "rank_budget": key_study.even_budgets(),
+        "rank_budget": sals.even_budgets(),
         "weights": np.ones(size, np.float32),
     }
 

@@ -11,14 +11,16 @@ import torch
 from gpu_models import fill, random_calibration
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparsekv_cli.cache import Budget, LayerSpec
-from sparsekv_cli.comparison import build_spec
+from sparsekv_cli.cache.spec import Budget, LayerSpec
+from sparsekv_cli.device.batching import prepare_runs
 from sparsekv_cli.device.cache import DeviceInput, Step, grid_bound
 from sparsekv_cli.device.engine import device_cache
 from sparsekv_cli.device.ops import DeviceOps
-from sparsekv_cli.device.together import prepare_runs
-from sparsekv_cli.kernels import attention, chunks, pages, select
-from sparsekv_cli.kernels.page_rows import page_rows
+from sparsekv_cli.evaluation.compare import build_spec
+from sparsekv_cli.kernels.attention import decode, select
+from sparsekv_cli.kernels.fasa import chunks
+from sparsekv_cli.kernels.quest import pages
+from sparsekv_cli.kernels.quest.rows import page_rows
 
 BUDGET = 512  # rows that the methods attend to
 N_TIP = 16  # FASA: dominant chunks of 64
@@ -73,7 +75,7 @@ class Rows:
         pages.page_summaries(self.k, self.hi, self.lo, PAGE, False, 0, n_page)
 
     def full(self) -> torch.Tensor:
-        return attention.attend_dense(self.q, self.k, self.v, self.n, self.n_rows, self.scale)
+        return decode.attend_dense(self.q, self.k, self.v, self.n, self.n_rows, self.scale)
 
     def sdpa(self) -> torch.Tensor:
         """torch's own: FlashAttention or what it takes for one query."""
@@ -83,7 +85,7 @@ class Rows:
 
     def _attend_best(self, scores: torch.Tensor) -> torch.Tensor:
         idx, counts = select.select_largest(scores, self.n, self.n_rows, self.budget, BUDGET, 4, 16)
-        return attention.attend_rows(self.q, self.k, self.v, idx, counts, self.scale)
+        return decode.attend_rows(self.q, self.k, self.v, idx, counts, self.scale)
 
     def topk(self) -> torch.Tensor:
         return self._attend_best(select.score_rows(self.q, self.k, self.n, self.n_rows, self.scale))
@@ -102,7 +104,7 @@ class Rows:
             pooled.scores, pooled.n_page, n_page, pooled.n_best, BUDGET // PAGE
         )
         idx, counts = page_rows(chosen, sizes, self.n, PAGE, 4)
-        return attention.attend_rows(self.q, self.k, self.v, idx, counts, self.scale)
+        return decode.attend_rows(self.q, self.k, self.v, idx, counts, self.scale)
 
     def operators(self) -> Iterator[Operator]:
         n_head, n_kv, d = self.shape[1:]

@@ -19,13 +19,13 @@ from gpu_report import Row, Task
 from gpu_timing import copy_bandwidth, link_bandwidth, time_calls
 from gpu_weights import FORMATS, weight_rows
 
-from sparsekv_cli.cache import Budget
-from sparsekv_cli.comparison import build_spec
+from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.cpu.cores import physical_cores
+from sparsekv_cli.cpu.jit.threads import physical_cores
 from sparsekv_cli.device.engine import DeviceEngine, device_cache, kv_bytes
+from sparsekv_cli.evaluation.compare import build_spec
+from sparsekv_cli.evaluation.observer import Measured
 from sparsekv_cli.models.locate import resolve_model
-from sparsekv_cli.observer import Measured
 from sparsekv_cli.session import Session, ledger_of, load_session
 
 TEXT = Path(__file__).resolve().parent / "data" / "accuracy_mixed.txt"

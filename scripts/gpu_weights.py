@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from gpu_timing import time_calls
 
-from sparsekv_cli.kernels import matvec
-from sparsekv_cli.kernels.blocks import FLOATS, PACKINGS, PackedMatrix, repack
+from sparsekv_cli.kernels.weights import dot
+from sparsekv_cli.kernels.weights.packed import FLOATS, PACKINGS, PackedMatrix, repack
 
 FORMATS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "BF16")
 SIZES = (("k", 1024, 4096), ("o", 4096, 4096), ("gate, up", 28672, 4096), ("down", 4096, 14336))
@@ -39,7 +39,7 @@ def weight_rows(
         copies = [random_matrix(name, n_rows, n_columns, device) for _ in range(more)]
         for n_batch in (3,) if tiny else BATCHES:
             x = torch.randn(n_batch, n_columns, device=device)
-            calls = [partial(matvec.matvec, w, x) for w in (first, *copies)]
+            calls = [partial(dot.matvec, w, x) for w in (first, *copies)]
             ms = time_calls(calls, device).median
             moved = first.nbytes / ms / 1e6
             yield {

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sparsekv_cli import warmup
-from sparsekv_cli.cache import LayerCache, LayerSpec, Method
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.cpu.tensors import load_torch
+from sparsekv_cli.cpu.jit.floats import load_torch
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.weights import Weights
@@ -27,7 +29,7 @@ class Engine(Protocol):
 
     decoder: Any  # of models/decoder.py, or one with its methods
     note: str  # what the user should know of how it runs
-    shares_prefill: bool  # whether one can fill caches of several methods (shared_prefill.py)
+    shares_prefill: bool  # whether one can fill caches of several methods (evaluation/prefill.py)
     first_steps: int  # of a sequence's decode steps, those that take longer than later ones
 
     def layer(self, method: Method, spec: LayerSpec) -> LayerCache:

@@ -11,17 +11,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparsekv_cli import calibration, warmup
-from sparsekv_cli.cache import LayerCache, LayerSpec, Method
+from sparsekv_cli import warmup
+from sparsekv_cli.cache.counters import total_counters
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.spec import LayerSpec
+from sparsekv_cli.calibration import calibrations
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.engine import open_engine
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.ledger import total_counters
+from sparsekv_cli.memory import release_code
+from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.architectures import Architecture, architecture_of
-from sparsekv_cli.models.gguf import GGUFFile, open_gguf
+from sparsekv_cli.models.gguf.file import GGUFFile, open_gguf
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.weights import Weights, read_weights
-from sparsekv_cli.resident import release_code
 from sparsekv_cli.warmup import Report
 
 Progress = Callable[[int, int], None]
@@ -89,13 +92,13 @@ class Session:
         method: Method,
         config: SessionConfig,
         on_compile: Report | None = None,
-        on_calibrate: calibration.Report | None = None,
+        on_calibrate: calibrations.Report | None = None,
     ) -> None:
         import numba
 
         from sparsekv_cli.cpu import ops
-        from sparsekv_cli.cpu.cores import physical_cores
-        from sparsekv_cli.cpu.tensors import limit_torch
+        from sparsekv_cli.cpu.jit.floats import limit_torch
+        from sparsekv_cli.cpu.jit.threads import physical_cores
 
         self.gguf = file
         self.hparams = hparams
@@ -109,7 +112,7 @@ class Session:
             hparams, architecture, weights, method, config, self.n_threads, self.n_ctx, on_compile
         )
         self.decoder = self.engine.decoder
-        self.calibrations = calibration.Calibrations(
+        self.calibrations = calibrations.Calibrations(
             file,
             hparams,
             self.decoder,
@@ -126,7 +129,7 @@ class Session:
         self,
         method: Method,
         on_compile: Report | None = None,
-        on_calibrate: calibration.Report | None = None,
+        on_calibrate: calibrations.Report | None = None,
     ) -> list[LayerSpec]:
         """What ``method`` makes its caches from; calibrates and compiles it first if need be."""
         specs = self.calibrations.specs(method, on_calibrate)
@@ -141,7 +144,7 @@ class Session:
 
     @cached_property
     def tokenizer(self) -> Any:
-        from sparsekv_cli.models.tokenizer import load_tokenizer
+        from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer
 
         return load_tokenizer(self.gguf.metadata)
 
@@ -273,12 +276,12 @@ def load_session(
     method: Method,
     config: SessionConfig,
     on_compile: Report | None = None,
-    on_calibrate: calibration.Report | None = None,
+    on_calibrate: calibrations.Report | None = None,
 ) -> Session:
     """Opens and checks a model and builds a session; SparseKVError says what is wrong.
 
     on_compile: told what is being compiled the first time (see warmup.py); on_calibrate: what is
-    being calibrated (see calibration.py).
+    being calibrated (see calibration/calibrations.py).
     """
     started = time.perf_counter()
     file = open_gguf(model_path)

@@ -15,7 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sparsekv_cli.cache import AttnInput, Budget, LayerCache, LayerSpec, Method, padded
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
+from sparsekv_cli.cache.store import padded
+from sparsekv_cli.methods.base import Method
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,7 +66,7 @@ def compile_common_kernels(report: Report | None) -> int:
     import numpy as np
 
     from sparsekv_cli.cpu import bandwidth
-    from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE
+    from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
     from sparsekv_cli.models.decoder import cpu_prefill_dtype
 
     probe = partial(bandwidth.sum_parts, np.ones(16, np.float32), 1)
@@ -78,27 +81,28 @@ def _format_steps(codes: Collection[int], dtypes: Collection[str]) -> Iterator[S
     """Dot products of formats by ggml type number, and what prefills in ``dtypes`` take."""
     import numpy as np
 
-    from sparsekv_cli.cpu import matvec, prefill_products, repack
-    from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE
+    from sparsekv_cli.cpu.layer import matmul_int8
+    from sparsekv_cli.cpu.weights import dot, interleaved
+    from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
 
     repacking = None
     for code in sorted(codes):
         format_ = FORMAT_OF_CODE[code]
         for integer in {False, format_.decode is not None}:
-            call = partial(matvec.kernel_address, code, integer)
+            call = partial(dot.kernel_address, code, integer)
             yield Step(f"format-{code}", format_.name, call)
-        if repack.can_repack(code, repack.GROUP):
-            call = partial(matvec.kernel_address, code, True, True)
+        if interleaved.can_repack(code, interleaved.GROUP):
+            call = partial(dot.kernel_address, code, True, True)
             yield Step(f"format-{code}-repacked", format_.name, call)
-            group = np.zeros((repack.GROUP, format_.n_bytes), np.uint8)
-            repacking = partial(repack.repack, code, group, group.copy())
-        targets = {"f32": matvec.TO_F32, "bf16": matvec.TO_BF16}
+            group = np.zeros((interleaved.GROUP, format_.n_bytes), np.uint8)
+            repacking = partial(interleaved.repack, code, group, group.copy())
+        targets = {"f32": dot.TO_F32, "bf16": dot.TO_BF16}
         for dtype, to in targets.items():
             if dtype in dtypes:
-                call = partial(matvec.dequantize_address, code, to)
+                call = partial(dot.dequantize_address, code, to)
                 yield Step(f"format-{code}-to-{to}", format_.name, call)
-        if "int8" in dtypes and prefill_products.can_multiply(code):
-            products = partial(prefill_products.kernel_addresses, code)
+        if "int8" in dtypes and matmul_int8.can_multiply(code):
+            products = partial(matmul_int8.kernel_addresses, code)
             yield Step(f"format-{code}-products", format_.name, products)
     if repacking is not None:  # the same for all formats
         yield Step("repacking", "repacking", repacking)
@@ -159,7 +163,7 @@ def _as_prefilled(rows: np.ndarray, prefill_dtype: str) -> Any:
     """Rows as a prefill of the CPU hands them to a cache."""
     import numpy as np
 
-    from sparsekv_cli.cpu.tensors import as_tensor
+    from sparsekv_cli.cpu.jit.floats import as_tensor
 
     if prefill_dtype == "bf16":
         return (rows.view(np.uint32) >> 16).astype(np.uint16)

@@ -29,10 +29,10 @@ def device() -> str:
 def few_programs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes about as long for a program of one matrix row as for one of 64."""
     if device == "cpu":
-        from sparsekv_cli.kernels import matvec
+        from sparsekv_cli.kernels.weights import dot
 
-        monkeypatch.setattr(matvec, "PROGRAMS", 1)
-        monkeypatch.setattr(matvec, "_rows_a_program", lambda n_rows: 64)
+        monkeypatch.setattr(dot, "PROGRAMS", 1)
+        monkeypatch.setattr(dot, "_rows_a_program", lambda n_rows: 64)
 
 
 def quicken_interpreter() -> None:

@@ -12,11 +12,13 @@ import pytest
 import torch
 from tiny_models import make_model
 
-from sparsekv_cli.cache import KVStore, LayerSpec
+from sparsekv_cli.cache.spec import LayerSpec
+from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.cpu import bf16, prefill_tiles
-from sparsekv_cli.cpu.attention import append_row
-from sparsekv_cli.cpu.cores import physical_cores
+from sparsekv_cli.cpu.attention.decode import append_row
+from sparsekv_cli.cpu.jit import bf16
+from sparsekv_cli.cpu.jit.threads import physical_cores
+from sparsekv_cli.cpu.layer import tiles_int8
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.models.decoder import FEW_ROWS
@@ -265,7 +267,7 @@ def test_torch_is_imported_only_where_it_multiplies(wtype, dtype, n_prompt, tmp_
     """That would double the time to the first token."""
     if dtype == "bf16" and n_prompt > FEW_ROWS and not bf16.is_available():
         pytest.skip("no products of bf16 on this CPU")
-    if dtype == "int8" and not prefill_tiles.is_available():
+    if dtype == "int8" and not tiles_int8.is_available():
         pytest.skip("no products of bytes on this CPU")
     path = make_model(tmp_path / "model.gguf", wtype=wtype, n_ctx=300)
     methods = ["full", "topk", "streaming", "quest", "snapkv", "h2o", "lfps", "freekv"]

@@ -22,12 +22,12 @@ from sparsekv_cli.commands.options import (
 )
 from sparsekv_cli.commands.progress import PrefillProgress
 from sparsekv_cli.commands.terminal import write_text
-from sparsekv_cli.roofline import Roofline, decode_roofline, measure_bandwidth
+from sparsekv_cli.evaluation.roofline import Roofline, decode_roofline, measure_bandwidth
 
 if TYPE_CHECKING:
     from sparsekv_cli.batch import Batch
-    from sparsekv_cli.cache import Method
-    from sparsekv_cli.models.gguf import GGUFFile
+    from sparsekv_cli.methods.base import Method
+    from sparsekv_cli.models.gguf.file import GGUFFile
     from sparsekv_cli.session import Session
 
 DEFAULT_SEED = 0

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv_cli import __version__
-from sparsekv_cli.roofline import Roofline
+from sparsekv_cli.evaluation.roofline import Roofline
 
 # Left out of CSV as llama-bench does: a list has no place in a cell.
 SAMPLE_FIELDS = ("samples_ns", "samples_ts")

@@ -25,7 +25,7 @@ from sparsekv_cli.commands.terminal import say, write_text
 from sparsekv_cli.config import SessionConfig
 
 if TYPE_CHECKING:
-    from sparsekv_cli.sidecar import Entry
+    from sparsekv_cli.calibration.sidecar import Entry
 
 ALL = "all"
 
@@ -84,8 +84,8 @@ def command(
     names = choose_methods(method)
     path = find_model(model)
     text = None if file is None else read_prompt(None, file)
-    from sparsekv_cli.calibration import DEFAULT_TOKENS, CalibrationText, built_in_text
-    from sparsekv_cli.sidecar import check_place, write_entry
+    from sparsekv_cli.calibration.calibrations import DEFAULT_TOKENS, CalibrationText, built_in_text
+    from sparsekv_cli.calibration.sidecar import check_place, write_entry
 
     source = built_in_text() if text is None else CalibrationText(str(file), text)
     session = load_session(path, _method("full"), config)
@@ -113,7 +113,7 @@ def command(
 
 def choose_methods(text: str) -> list[str]:
     """The names in ``text``, or all; a usage error for one that needs no calibration."""
-    from sparsekv_cli.calibration import calibrated_methods
+    from sparsekv_cli.calibration.calibrations import calibrated_methods
 
     known = calibrated_methods()
     listed = ", ".join(known) or "none"

@@ -23,8 +23,8 @@ from sparsekv_cli.commands.terminal import write_text
 from sparsekv_cli.errors import SparseKVError
 
 if TYPE_CHECKING:
-    from sparsekv_cli.cache import Method
-    from sparsekv_cli.comparison import Row
+    from sparsekv_cli.evaluation.compare import Row
+    from sparsekv_cli.methods.base import Method
     from sparsekv_cli.session import Session
 
 DEFAULT_STEPS = 64
@@ -90,7 +90,7 @@ def command(
     path = find_model(options.model)
     compiling = CompileProgress()
     session = load_session(path, chosen["full"], config, compiling)
-    from sparsekv_cli.comparison import compare
+    from sparsekv_cli.evaluation.compare import compare
 
     ids = prompt_ids(session, text, raw)
     tokens = None
@@ -112,7 +112,7 @@ def command(
 
 def parse(text: str, options: ModelOptions) -> dict[str, Method]:
     """The methods by their text; a usage error says what is wrong."""
-    from sparsekv_cli.comparison import parse_methods
+    from sparsekv_cli.evaluation.compare import parse_methods
 
     common = dict(options.method_options)
     for key, value in options.named.items():
@@ -136,7 +136,7 @@ def prompt_ids(session: Session, text: str, raw: bool) -> list[int]:
 
 def count_steps(n_steps: int | None, continuation: Sequence[int] | None) -> int:
     """The steps asked for, or as many of the default as the continuation has tokens for."""
-    from sparsekv_cli.comparison import LEAST_STEPS
+    from sparsekv_cli.evaluation.compare import LEAST_STEPS
 
     if continuation is None:
         return n_steps or DEFAULT_STEPS

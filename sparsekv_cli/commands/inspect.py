@@ -16,7 +16,7 @@ from sparsekv_cli.errors import SparseKVError
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from sparsekv_cli.models.gguf import GGUFFile
+    from sparsekv_cli.models.gguf.file import GGUFFile
 
 SPECIAL_ID_SUFFIX = "_token_id"
 
@@ -49,8 +49,8 @@ def command(
     if file is not None and model is not None:
         raise click.UsageError("the file is given twice: as an argument and with -m")
     path = find_model(file if file is not None else model)
-    from sparsekv_cli.models.check_tensors import check_tensors as scan
-    from sparsekv_cli.models.gguf import open_gguf
+    from sparsekv_cli.models.gguf.check import check_tensors as scan
+    from sparsekv_cli.models.gguf.file import open_gguf
     from sparsekv_cli.models.hparams import UnsupportedModelError
 
     with open_gguf(path, vocab_only_ok=True) as gguf:
@@ -82,7 +82,7 @@ def command(
 def find_problem(gguf: GGUFFile) -> SparseKVError | None:
     """Why this model cannot be run: UnsupportedModelError if only this program is at fault."""
     from sparsekv_cli.models.architectures import ARCHITECTURES
-    from sparsekv_cli.models.gguf import check_whole_model
+    from sparsekv_cli.models.gguf.file import check_whole_model
     from sparsekv_cli.models.hparams import (
         UnsupportedModelError,
         check_architecture,
@@ -170,7 +170,7 @@ def _type_mix(gguf: GGUFFile) -> list[dict[str, Any]]:
 
 def _tokenizer(gguf: GGUFFile) -> dict[str, Any] | None:
     """Model, pre-tokenizer, sizes and special tokens; None when the file has no vocabulary."""
-    from sparsekv_cli.models.gguf import StringArray
+    from sparsekv_cli.models.gguf.file import StringArray
 
     metadata = gguf.metadata
     prefix = "tokenizer.ggml."

@@ -18,8 +18,8 @@ from sparsekv_cli.config import SessionConfig
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from sparsekv_cli.cache import Method
     from sparsekv_cli.commands.progress import CompileProgress
+    from sparsekv_cli.methods.base import Method
     from sparsekv_cli.session import Session
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sparsekv_cli.errors import SparseKVError
 
 if TYPE_CHECKING:
-    from sparsekv_cli.models.tokenizer import Tokenizer
+    from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
 
 TEMPLATE_KEY = "tokenizer.chat_template"
 CHATML_END = "<|im_end|>"
@@ -83,7 +83,7 @@ def encode_messages(
     tokenizer: Tokenizer, template: str | None, messages: Sequence[Mapping[str, str]]
 ) -> list[int]:
     """The ids of a conversation that the assistant is to continue; BOS is there at most once."""
-    from sparsekv_cli.models.chat_template import render
+    from sparsekv_cli.models.chat.template import render
 
     bos, eos = (token_text(tokenizer, tokenizer.bos_id), token_text(tokenizer, tokenizer.eos_id))
     text = render(template, messages, add_generation_prompt=True, bos_token=bos, eos_token=eos)

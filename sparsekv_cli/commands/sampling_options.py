@@ -13,7 +13,7 @@ import click
 
 from sparsekv_cli.commands.options import apply_options
 from sparsekv_cli.commands.prompt import check_utf8
-from sparsekv_cli.sampling_params import SAMPLER_ORDER, SamplingParams, params_from_metadata
+from sparsekv_cli.sampling.params import SAMPLER_ORDER, SamplingParams, params_from_metadata
 
 if TYPE_CHECKING:
     from sparsekv_cli.commands.answer import Sample
@@ -174,7 +174,7 @@ def new_sampler(session: Session, sampling: SamplingOptions, seed: int | None) -
 
     seed: None takes a random one.
     """
-    from sparsekv_cli.sampler import make_sampler
+    from sparsekv_cli.sampling.chain import make_sampler
 
     tokenizer = session.tokenizer
     explicit = dict(sampling.explicit)

@@ -50,8 +50,8 @@ def command(
     path = find_model(model)
     source = read_text(text if text is not None else prompt, file)
 
-    from sparsekv_cli.models.gguf import open_gguf
-    from sparsekv_cli.models.tokenizer import load_tokenizer
+    from sparsekv_cli.models.gguf.file import open_gguf
+    from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer
 
     with open_gguf(path, vocab_only_ok=True) as gguf:
         tokenizer = load_tokenizer(gguf.metadata)

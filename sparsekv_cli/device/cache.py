@@ -4,7 +4,7 @@ A decode step is captured in a CUDA graph, so it is split in three. ``plan`` is 
 before it: buffers grow there, and nowhere else. ``decode`` launches kernels and no more; whatever
 changes from step to step lies in device memory (``Step``). ``settle`` counts what was done. Letters
 as in sparsekv_cli/cache.py; tensors have a leading dimension of B sequences. A cache keeps those of
-one, and decodes for the sequences behind it too if they are in common tensors (together.py).
+one, and decodes for the sequences behind it too if they are in common tensors (batching.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparsekv_cli.cache import LayerCache, LayerSpec, Memory
-from sparsekv_cli.device.side import SideStream, join_all
-from sparsekv_cli.device.together import spread
-from sparsekv_cli.kernels import attention
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.spec import LayerSpec, Memory
+from sparsekv_cli.device.batching import spread
+from sparsekv_cli.device.streams import SideStream, join_all
+from sparsekv_cli.kernels.attention import decode as attention
 
 AHEAD = 64  # rows that a bound leaves for steps to come, at least
 
@@ -197,29 +198,6 @@ class DeviceCache(LayerCache):
 
     def memory(self) -> Memory:
         return Memory(device=self.store.nbytes)
-
-
-class DeviceDense(DeviceCache):
-    """Attends to every row: the method ``full``, and the dense layers of every other method."""
-
-    selects = False
-    keeps_rows = True
-
-    def __init__(self, spec: LayerSpec, ops: Any, _method: Any = None) -> None:
-        super().__init__(spec, ops)
-
-    def plan(self, n: int, n_max: int) -> Hashable:
-        self._n_max = n_max
-        return super().plan(n, n_max)
-
-    def decode(self, x: DeviceInput) -> torch.Tensor:
-        k, v = self.of_batch(len(x.q))
-        attention.append_rows(x.k, x.v, k, v, x.step.pos)
-        return attention.attend_dense(x.q, k, v, x.step.n, self._n_max, float(self.spec.scale))
-
-    def settle(self, n: int) -> None:
-        self.store.n = n
-        count_dense(self, n, sparse=False)
 
 
 def count_dense(cache: DeviceCache, n: int, *, sparse: bool) -> None:

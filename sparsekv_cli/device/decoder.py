@@ -14,17 +14,18 @@ import numpy as np
 import torch
 from torch.nn.functional import linear
 
-from sparsekv_cli.cache import AttnInput, LayerCache
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.spec import AttnInput
+from sparsekv_cli.device.batching import Run, prepare_runs
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, Step, grid_bound
 from sparsekv_cli.device.graphs import Piece, Steps
 from sparsekv_cli.device.host import HostCache
-from sparsekv_cli.device.lfps import HostLFPS
-from sparsekv_cli.device.side import SideStream, join_all
+from sparsekv_cli.device.methods.lfps import HostLFPS
 from sparsekv_cli.device.step import StepBuffers
-from sparsekv_cli.device.together import Run, prepare_runs
+from sparsekv_cli.device.streams import SideStream, join_all
 from sparsekv_cli.device.weights import DeviceWeights
-from sparsekv_cli.kernels import layer as kernels
-from sparsekv_cli.kernels.attention import Attended
+from sparsekv_cli.kernels.attention.decode import Attended
+from sparsekv_cli.kernels.layer import decode as kernels
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.forward import Forward, Product, Progress
 from sparsekv_cli.models.hparams import HParams

@@ -8,17 +8,19 @@ from typing import Any
 
 import torch
 
-from sparsekv_cli.cache import LayerCache, LayerSpec, Method
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops as host_ops
-from sparsekv_cli.device.cache import DeviceDense
 from sparsekv_cli.device.compiling import report_compiling
 from sparsekv_cli.device.decoder import DeviceDecoder
 from sparsekv_cli.device.host import HostCache, HostOps, HostWorker
-from sparsekv_cli.device.lfps import HostLFPS
+from sparsekv_cli.device.methods.full import DeviceDense
+from sparsekv_cli.device.methods.lfps import HostLFPS
 from sparsekv_cli.device.ops import DeviceOps
 from sparsekv_cli.device.weights import DeviceWeights, resident_bytes
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.methods.base import Method
 from sparsekv_cli.methods.lfps import LFPSCache
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.hparams import HParams
@@ -34,7 +36,7 @@ def device_cache(method: Method) -> Any:
     if not method.device_cache:
         return None
     module, _, name = method.device_cache.partition(":")
-    return getattr(import_module(f"sparsekv_cli.device.{module}"), name)
+    return getattr(import_module(f"sparsekv_cli.device.methods.{module}"), name)
 
 
 class DeviceEngine:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsekv_cli.cache import AttnInput, LayerCache, LayerSpec, Memory
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.spec import AttnInput, LayerSpec, Memory
 from sparsekv_cli.device.cache import DeviceStore
 from sparsekv_cli.device.ops import attend_causal
 

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsekv_cli.cache import LayerCache, padded
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.store import padded
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput
 from sparsekv_cli.device.host import HostCache
-from sparsekv_cli.observer import Measured, Observer
+from sparsekv_cli.evaluation.observer import Measured, Observer
 
 
 class DeviceObserver(Observer):

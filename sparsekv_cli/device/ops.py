@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from sparsekv_cli.cache import AttnInput, LayerSpec
+from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 
 
 class DeviceOps:

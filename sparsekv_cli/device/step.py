@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from sparsekv_cli.cache import padded
-from sparsekv_cli.kernels.attention import Attended
+from sparsekv_cli.cache.store import padded
+from sparsekv_cli.kernels.attention.decode import Attended
 from sparsekv_cli.models.hparams import HParams
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsekv_cli.cpu import matvec as host_matvec
-from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE
-from sparsekv_cli.kernels import matvec
-from sparsekv_cli.kernels.blocks import PACKABLE, PackedMatrix, merge_alike, repack
+from sparsekv_cli.cpu.weights import dot as host_matvec
+from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
+from sparsekv_cli.kernels.weights import dot
+from sparsekv_cli.kernels.weights.packed import PACKABLE, PackedMatrix, merge_alike, repack
 from sparsekv_cli.models.weights import LayerWeights, Linear, Weights
 
 
@@ -40,9 +40,9 @@ class Stack:
         out = torch.empty(len(x), self.n_rows, dtype=torch.float32, device=x.device)
         at = 0
         for part in self.parts:
-            for start in range(0, len(x), matvec.MAX_BATCH):
-                some = slice(start, start + matvec.MAX_BATCH)
-                matvec.matvec(part, x[some], out[some, at : at + part.n_rows])
+            for start in range(0, len(x), dot.MAX_BATCH):
+                some = slice(start, start + dot.MAX_BATCH)
+                dot.matvec(part, x[some], out[some, at : at + part.n_rows])
             at += part.n_rows
         return out
 
@@ -54,7 +54,7 @@ class Stack:
         out = torch.empty(self.n_rows, self.n_columns, dtype=dtype, device=device)
         at = 0
         for part in self.parts:
-            matvec.dequantize(part, dtype, out[at : at + part.n_rows])
+            dot.dequantize(part, dtype, out[at : at + part.n_rows])
             at += part.n_rows
         return out
 
@@ -143,6 +143,6 @@ def resident_bytes(weights: Weights, mode: str) -> int:
     total = 0
     for linear in [*linears, weights.output]:
         packed = mode == "quantized" and FORMAT_OF_CODE[linear.code].name in PACKABLE
-        # Unpacked scales make some formats up to 3% larger (kernels/blocks.py).
+        # Unpacked scales make some formats up to 3% larger (kernels/weights/packed.py).
         total += linear.data.nbytes * 103 // 100 if packed else 2 * linear.n_rows * linear.n_columns
     return total

@@ -9,7 +9,8 @@ from dataclasses import MISSING, fields
 from importlib import import_module
 from typing import Any
 
-from sparsekv_cli.cache import Budget, Method, parse_layers
+from sparsekv_cli.cache.spec import Budget, parse_layers
+from sparsekv_cli.methods.base import Method
 
 METHODS = {
     "full": "full:Full",

@@ -6,11 +6,11 @@ from an ablation study that is done once a model.
 
 | paper | here |
 |---|---|
-| eq 4, DFT of the middle segment | Basis.coefficients (cpu/spectrum.py) |
-| section 3.2, eq 6, 7: importance of chunks | study_frequencies (sparsekv_cli/ablation.py) |
-| section 4.2.1, the chunks B* that are kept | kept_bins (cpu/bands.py) |
-| eq 9, 12, IWDFT update of aged tokens | Spectrum.append, Spectrum.add (cpu/spectrum.py) |
-| eq 5, 11, 13, sparse IDFT and attention | attend_spectrum (cpu/fourier.py), without either |
+| eq 4, DFT of the middle segment | Basis.coefficients (cpu/faedkv/spectrum.py) |
+| section 3.2, eq 6, 7: importance of chunks | study_frequencies (calibration/trials.py) |
+| section 4.2.1, the chunks B* that are kept | kept_bins (cpu/faedkv/frequencies.py) |
+| eq 9, 12, IWDFT update of aged tokens | Spectrum.append, Spectrum.add (cpu/faedkv/spectrum.py) |
+| eq 5, 11, 13, sparse IDFT and attention | attend_spectrum (cpu/faedkv/attention.py) |
 
 Departures. (1) Eq 9 as printed turns time around, puts new tokens on the indices of old ones and
 weighs early tokens more. ``update=additive`` adds X[k] += x_n e^(-2 pi i k n / N) in a basis of
@@ -36,23 +36,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsekv_cli.ablation import study_frequencies
-from sparsekv_cli.cache import (
-    CALIBRATION,
-    AttnInput,
-    Backend,
-    Budget,
-    CalibrationRun,
-    KVStore,
-    LayerCache,
-    LayerSpec,
-    Memory,
-    Method,
-    padded,
-)
-from sparsekv_cli.cpu import bands, fft
-from sparsekv_cli.cpu.fourier import attend_spectrum
-from sparsekv_cli.cpu.spectrum import DIRECT_BELOW, Basis, Spectrum
+from sparsekv_cli.cache.layer import Backend, LayerCache
+from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec, Memory
+from sparsekv_cli.cache.store import KVStore, padded
+from sparsekv_cli.calibration.trials import study_frequencies
+from sparsekv_cli.cpu.faedkv import fft, frequencies
+from sparsekv_cli.cpu.faedkv.attention import attend_spectrum
+from sparsekv_cli.cpu.faedkv.spectrum import DIRECT_BELOW, Basis, Spectrum
+from sparsekv_cli.methods.base import CALIBRATION, CalibrationRun, Method
 
 SINKS, RECENT = 10, 50  # paper, section 5.1
 AGED_TOGETHER = 8  # tokens of an additive update: coefficients are read and written once for all
@@ -126,7 +117,7 @@ class FAEDKVCache(LayerCache):
         self._expected = 0  # rows that are coming, as announced
 
     def _share_of_layer(self, share: float) -> float:
-        return bands.layer_share(share, self.spec.calibration["layer_budget"])
+        return frequencies.layer_share(share, self.spec.calibration["layer_budget"])
 
     @property
     def n(self) -> int:
@@ -240,7 +231,7 @@ class FAEDKVCache(LayerCache):
         return self._share < 1
 
     def _basis(self, n: int) -> Basis:
-        return Basis(n, bands.kept_bins(n, self._share, self._importance))
+        return Basis(n, frequencies.kept_bins(n, self._share, self._importance))
 
     # --- decode -------------------------------------------------------------------------------
 

@@ -6,11 +6,11 @@ chunks of their kv head, and each query head attends exactly to its best N_fac k
 
 | paper | here |
 |---|---|
-| eq 4, Algorithm 1: contextual agreement of a chunk | judge_chunks (cpu/dominance.py) |
-| eq 5, the N_tip dominant chunks | rank_chunks, order_dims (cpu/dominance.py) |
-| section 4.1, scores by dominant chunks, top N_fac | score_chunks, choose_rows (cpu/chunks.py) |
-| eq 6, 7, focused attention at original positions | attend_split_rows (cpu/chunks.py) |
-| section 4.3, D.1, FASA-C and FASA-M | variant=c and variant=m of one split_store.SplitStore |
+| eq 4, Algorithm 1: contextual agreement of a chunk | judge_chunks (cpu/fasa/dominance.py) |
+| eq 5, the N_tip dominant chunks | rank_chunks, order_dims (cpu/fasa/dominance.py) |
+| section 4.1, scores by dominant chunks, top N_fac | score_chunks, choose_rows (the same) |
+| eq 6, 7, focused attention at original positions | attend_split_rows (cpu/fasa/chunks.py) |
+| section 4.3, D.1, FASA-C and FASA-M | variant=c and variant=m of SplitStore |
 
 Departures. (1) ``metric=var`` ranks chunks by the variance of their scores over the keys: cheaper
 than CA, and better. (2) The query heads of a kv head share one set of chunks, because its keys are
@@ -29,22 +29,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsekv_cli.cache import (
-    CALIBRATION,
-    N_SINKS,
-    AttnInput,
-    Backend,
-    Budget,
-    CalibrationRun,
-    LayerCache,
-    LayerSpec,
-    Memory,
-    Method,
-)
-from sparsekv_cli.chunk_study import METRICS, study_chunks, tips_of
-from sparsekv_cli.cpu import chunks, dominance
+from sparsekv_cli.cache.layer import Backend, LayerCache
+from sparsekv_cli.cache.spec import N_SINKS, AttnInput, Budget, LayerSpec, Memory
+from sparsekv_cli.cache.split_store import SplitStore
+from sparsekv_cli.calibration.fasa import METRICS, study_chunks, tips_of
+from sparsekv_cli.cpu.fasa import chunks, dominance
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.split_store import SplitStore
+from sparsekv_cli.methods.base import CALIBRATION, CalibrationRun, Method
 
 N_FAC = Budget(tokens=256)  # paper, section 5.1
 N_RECENT = 16  # METHODS.md: last rows that are always attended
@@ -197,8 +188,8 @@ class FASACache(LayerCache):
         """Variant m: Kdom counts as the device's, Krest and V as its host's.
 
         So it would be with a device; here all of it is host memory. Likewise bytes_moved: Krest and
-        V of the rows that a step attends to, once a kv head, of which device/fasa.py keeps some. A
-        context within N_fac counts as the device's whole.
+        V of the rows that a step attends to, once a kv head, of which device/methods/fasa.py keeps
+        some. A context within N_fac counts as the device's whole.
         """
         store = self.store
         if self.method.variant == "c":

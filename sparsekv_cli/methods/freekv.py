@@ -6,11 +6,11 @@ before, its kv head chooses again, with the query itself. All other pages lie in
 
 | paper | here |
 |---|---|
-| 3.2 page summaries (min-max pooled keys), page scores | cpu/pages.py |
-| 3.2 group-consistent selection, mean of softmax(P) | cpu/recall.py choose_pages |
+| 3.2 page summaries (min-max pooled keys), page scores | cpu/quest/pages.py |
+| 3.2 group-consistent selection, mean of softmax(P) | cpu/freekv/recall.py choose_pages |
 | 3.2 speculative retrieval for the next step | recall_ahead, on a thread of its own (overlap) |
 | 3.3 query-based identification, C_i < tau; head-wise correction | mean_cosine, recall_step |
-| 4.2 hybrid layouts, NHD and HND; offloading | cpu/page_cache.py, offload_pages |
+| 4.2 hybrid layouts, NHD and HND; offloading | cpu/freekv/pages.py, offload_pages |
 | 4.2 streamed recall | recall_pages |
 
 Departures. (1) Pages are summarised by mean + std and mean - std and hold 4 rows
@@ -58,20 +58,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from sparsekv_cli.cache import (
-    AttnInput,
-    Backend,
-    Budget,
-    KVStore,
-    LayerCache,
-    LayerSpec,
-    Memory,
-    Method,
-    padded,
-)
-from sparsekv_cli.cpu import recall
-from sparsekv_cli.cpu.cores import physical_cores
-from sparsekv_cli.cpu.page_cache import (
+from sparsekv_cli.cache.layer import Backend, LayerCache
+from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec, Memory
+from sparsekv_cli.cache.store import KVStore, padded
+from sparsekv_cli.cpu.freekv import recall
+from sparsekv_cli.cpu.freekv.pages import (
     ATTENDED,
     CORRECTED,
     HIT,
@@ -82,8 +73,10 @@ from sparsekv_cli.cpu.page_cache import (
     STEPPED,
     PageCache,
 )
-from sparsekv_cli.cpu.tensors import as_f32
+from sparsekv_cli.cpu.jit.floats import as_f32
+from sparsekv_cli.cpu.jit.threads import physical_cores
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.methods.base import Method
 
 MOST = 1 << 30  # of sizes that are options
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sparsekv_cli.cache import Backend, DenseCache, LayerCache, LayerSpec, Method
+from sparsekv_cli.cache.layer import Backend, DenseCache, LayerCache
+from sparsekv_cli.cache.spec import LayerSpec
+from sparsekv_cli.methods.base import Method
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,7 @@ class Full(Method):
     paper: ClassVar[str] = "arXiv:1706.03762"
     description: ClassVar[str] = "dense attention over the whole cache"
     cache_types: ClassVar[tuple[str, ...]] = ("f16", "q8_0")
-    device_cache: ClassVar[str] = "cache:DeviceDense"
+    device_cache: ClassVar[str] = "full:DeviceDense"
 
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
         return DenseCache(spec, backend)

@@ -6,8 +6,8 @@ good, so memory and work of a step are those of the budget however long the text
 
 | paper | here |
 |---|---|
-| section 4, F_score: attention accumulated, in prefill and decode | cpu/evict.py add_attention |
-| Algorithm 1, lines 4 to 8: the row to drop | cpu/evict.py least_attended |
+| section 4, F_score: attention accumulated | cpu/eviction/scores.py add_attention |
+| Algorithm 1, lines 4 to 8: the row to drop | cpu/eviction/scores.py least_attended |
 | section 5, half heavy hitters and half recent rows | H2O.limits |
 
 Departures. (1) The query heads of a kv head share one choice, by the sum of their scores: the
@@ -25,20 +25,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsekv_cli.cache import (
-    DEFAULT_BUDGET,
-    N_SINKS,
-    AttnInput,
-    Backend,
-    Budget,
-    LayerCache,
-    LayerSpec,
-    Memory,
-    Method,
-)
-from sparsekv_cli.cpu import evict
-from sparsekv_cli.cpu.select import select_rows
-from sparsekv_cli.eviction import EvictingCache, LastQueries, by_kv_head
+from sparsekv_cli.cache.evicting import EvictingCache, LastQueries, by_kv_head
+from sparsekv_cli.cache.layer import Backend, LayerCache
+from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, AttnInput, Budget, LayerSpec, Memory
+from sparsekv_cli.cpu.attention.select import select_rows
+from sparsekv_cli.cpu.eviction import scores as evict
+from sparsekv_cli.methods.base import Method
 
 
 def _option(default: Any, text: str) -> Any:

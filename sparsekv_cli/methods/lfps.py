@@ -6,12 +6,12 @@ the best, and feeds the weights back.
 
 | paper | here |
 |---|---|
-| eq 4, initial tables from the last s prefill queries | cpu/lfps_start.py lfps_init |
-| eq 5, 6, high-sparsity test (sink, global, local mass) | cpu/bypass.py bypass |
-| eq 7, 8, candidates C0 above tau = a mean / kappa | cpu/history.py threshold, mark_* |
-| eq 9, expansion by {-1, 0, 1, 2} to C1 | cpu/history.py expand, filter_expansion |
-| Algorithm 1 line 10, top-k of C1 by exact q . k | cpu/lfps.py _score_part, _attend_head |
-| eq 10, decay and update of the tables | cpu/history.py add_entries (lazily: u = Phi / g) |
+| eq 4, initial tables from the last s prefill queries | cpu/lfps/start.py lfps_init |
+| eq 5, 6, high-sparsity test (sink, global, local mass) | cpu/lfps/bypass.py bypass |
+| eq 7, 8, candidates C0 above tau = a mean / kappa | cpu/lfps/history.py threshold, mark_* |
+| eq 9, expansion by {-1, 0, 1, 2} to C1 | cpu/lfps/history.py expand, filter_expansion |
+| Algorithm 1 line 10, top-k of C1 by exact q . k | cpu/lfps/attend.py _score_part, _attend_head |
+| eq 10, decay and update of the tables | cpu/lfps/history.py add_entries (lazily: u = Phi / g) |
 
 Departures. (1) A bypassed head returns the softmax-weighted mean of sinks, local keys and the mean
 value, with the masses of the test; Algorithm 1's mean value alone is the largest error of all.
@@ -78,28 +78,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsekv_cli.cache import (
-    DEFAULT_BUDGET,
-    N_SINKS,
-    AttnInput,
-    Backend,
-    Budget,
-    DenseCache,
-    LayerCache,
-    LayerSpec,
-    Memory,
-    Method,
-    padded,
-)
-from sparsekv_cli.cpu import history
-from sparsekv_cli.cpu import lfps_search as search
-from sparsekv_cli.cpu.arrays import on_lines
-from sparsekv_cli.cpu.bypass import Constants
-from sparsekv_cli.cpu.history import Tables
-from sparsekv_cli.cpu.lfps_chain import LFPSStep
-from sparsekv_cli.cpu.lfps_start import lfps_init
-from sparsekv_cli.cpu.moments import row_moments
-from sparsekv_cli.eviction import LastQueries
+from sparsekv_cli.cache.evicting import LastQueries
+from sparsekv_cli.cache.layer import Backend, DenseCache, LayerCache
+from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, AttnInput, Budget, LayerSpec, Memory
+from sparsekv_cli.cache.store import padded
+from sparsekv_cli.cpu.jit.pointers import on_lines
+from sparsekv_cli.cpu.lfps import history, search
+from sparsekv_cli.cpu.lfps.bypass import Constants
+from sparsekv_cli.cpu.lfps.covariance import row_moments
+from sparsekv_cli.cpu.lfps.history import Tables
+from sparsekv_cli.cpu.lfps.start import lfps_init
+from sparsekv_cli.cpu.lfps.step import LFPSStep
+from sparsekv_cli.methods.base import Method
 from sparsekv_cli.methods.quest import Quest, QuestCache
 
 ALL = np.float32(1e30)  # a log-sum-exp beside which no other rows count

@@ -5,9 +5,9 @@ bound what any of its keys can score; a step reads the pages whose bounds are hi
 
 | paper | here |
 |---|---|
-| 3.3 min and max of a page's keys, kept as pages fill | cpu/pages.py page_summaries |
-| 3.3 criticality of a page, sum_c max(q_c min_c, q_c max_c) | cpu/pages.py page_scores |
-| 3.4 top-k pages, then attention over their rows | cpu/pages.py select_pages, attend_rows |
+| 3.3 min and max of a page's keys, kept as pages fill | cpu/quest/pages.py page_summaries |
+| 3.3 criticality of a page, sum_c max(q_c min_c, q_c max_c) | cpu/quest/pages.py page_scores |
+| 3.4 top-k pages, then attention over their rows | cpu/quest/pages.py select_pages, attend_rows |
 
 Departures. (1) The query heads of a kv head share its pages, chosen by the group's largest score:
 the paper's models have no groups, and rows are stored for a kv head. (2) Sinks are attended to
@@ -25,21 +25,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsekv_cli.cache import (
-    DEFAULT_BUDGET,
-    N_SINKS,
-    Backend,
-    Budget,
-    LayerCache,
-    LayerSpec,
-    Memory,
-    Method,
-    SelectingCache,
-    padded,
-)
-from sparsekv_cli.cpu import pages
-from sparsekv_cli.cpu.arrays import on_lines
-from sparsekv_cli.cpu.pages_chain import PagesStep
+from sparsekv_cli.cache.layer import Backend, LayerCache, SelectingCache
+from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, Budget, LayerSpec, Memory
+from sparsekv_cli.cache.store import padded
+from sparsekv_cli.cpu.jit.pointers import on_lines
+from sparsekv_cli.cpu.quest import pages
+from sparsekv_cli.cpu.quest.chain import PagesStep
+from sparsekv_cli.methods.base import Method
 
 SUMMARIES = ("minmax", "meanstd")
 LARGEST_PAGE = 4096

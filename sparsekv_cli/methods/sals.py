@@ -6,11 +6,11 @@ position, and attends to them, to the sinks and to the recent window, which stay
 
 | paper | here |
 |---|---|
-| section 4.2, C = K'K, its eigenvectors U | key_study.study_keys; encode_rows (cpu/latent.py) |
-| section 5.1, quantised values | cpu/quantized_values.py |
-| section 4.3, s_j = q~[:r*] . k~_j[:r*] | score_chunk, summed_query (cpu/sals.py) |
+| section 4.2, C = K'K, its eigenvectors U | study_keys; encode_rows (cpu/sals/latent.py) |
+| section 5.1, quantised values | cpu/sals/values.py |
+| section 4.3, s_j = q~[:r*] . k~_j[:r*] | score_chunk, summed_query (cpu/sals/step.py) |
 | Algorithm 1 lines 5 to 7, top-k, reconstruction, RoPE | select_largest, reconstruct_rows |
-| eq 5, softmax over the selected rows and their values | _attend_pieces, _merge (cpu/sals.py) |
+| eq 5, softmax over the selected rows | _attend_pieces, _merge (cpu/sals/step.py) |
 
 Departures. (1) ``basis=diag`` weighs each RoPE pair of a kv head by the size of its queries before
 the eigenvectors are taken; the weights are alike within a pair, so they commute with RoPE.
@@ -31,22 +31,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsekv_cli.cache import (
-    CALIBRATION,
-    AttnInput,
-    Backend,
-    Budget,
-    CalibrationRun,
-    KVStore,
-    LayerCache,
-    LayerSpec,
-    Memory,
-    Method,
-)
-from sparsekv_cli.cpu import attention, latent, sals
-from sparsekv_cli.cpu.quantized_values import BITS
+from sparsekv_cli.cache.layer import Backend, LayerCache
+from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec, Memory
+from sparsekv_cli.cache.store import KVStore
+from sparsekv_cli.calibration.sals import BASES, rank_of, study_keys
+from sparsekv_cli.cpu.attention import decode as attention
+from sparsekv_cli.cpu.sals import latent, step
+from sparsekv_cli.cpu.sals.values import BITS
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.key_study import BASES, rank_of, study_keys
+from sparsekv_cli.methods.base import CALIBRATION, CalibrationRun, Method
 
 SINKS, WINDOW = 16, 64  # METHODS.md: rows kept as they are
 UNDO = 16  # rows by which a rewind costs no exact row: an interrupted step, a changed last token
@@ -154,7 +147,7 @@ class SALSCache(LayerCache):
             *method.basis_of(spec), spec.theta, spec.rope_scale, spec.n_head_kv, spec.value_dim
         )
         self._basis_bytes = self._basis.encode.nbytes + self._basis.decode.nbytes
-        self._damp = sals.damping(spec.theta, sals.ROPE_BLOCK) * np.float32(spec.rope_scale)
+        self._damp = step.damping(spec.theta, step.ROPE_BLOCK) * np.float32(spec.rope_scale)
         self._first = method.sinks if method.exact_sinks else 0
         self._sinks = np.arange(self._first, dtype=np.int32)
         self._ring = method.window + UNDO
@@ -258,7 +251,7 @@ class SALSCache(LayerCache):
         chosen = np.empty(min(n_latent, n_front + n_back + n_critical), np.int32)
         out = np.empty((spec.n_head, exact.v.shape[2]), np.float32)
         by_head = method.score == "brope"
-        sals.sals_step(
+        step.sals_step(
             x.q[:, 0], x.q_nope[:, 0], spec.scale, self._rows(exact), exact_rows, leaving,
             self._basis, self._damp, latents.table, n_latent, n_front, n_back, n_critical, by_head,
             chosen, out, spec.n_threads,

@@ -5,8 +5,8 @@ drops the others for good: decoding reads and stores the rest only.
 
 | paper | here |
 |---|---|
-| section 4, attention of the observation window, summed | cpu/evict.py add_attention |
-| section 4, pooling, so that neighbours are kept together | cpu/evict.py max_pool |
+| section 4, attention of the observation window, summed | cpu/eviction/scores.py add_attention |
+| section 4, pooling, so that neighbours are kept together | cpu/eviction/scores.py max_pool |
 | section 4, top-k of the prefix, and the window itself | finish_prefill |
 
 Departures. (1) The query heads of a kv head share one choice, by the sum of their scores: the
@@ -25,20 +25,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsekv_cli.cache import (
-    DEFAULT_BUDGET,
-    N_SINKS,
-    AttnInput,
-    Backend,
-    Budget,
-    LayerCache,
-    LayerSpec,
-    Memory,
-    Method,
-)
-from sparsekv_cli.cpu import evict
-from sparsekv_cli.cpu.select import select_rows
-from sparsekv_cli.eviction import EvictingCache, LastQueries, by_kv_head
+from sparsekv_cli.cache.evicting import EvictingCache, LastQueries, by_kv_head
+from sparsekv_cli.cache.layer import Backend, LayerCache
+from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, AttnInput, Budget, LayerSpec, Memory
+from sparsekv_cli.cpu.attention.select import select_rows
+from sparsekv_cli.cpu.eviction import scores as evict
+from sparsekv_cli.methods.base import Method
 
 N_ROOM = 256  # generated rows that fit before the store grows
 

@@ -14,17 +14,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsekv_cli.cache import (
-    DEFAULT_BUDGET,
-    N_SINKS,
-    AttnInput,
-    Backend,
-    Budget,
-    LayerCache,
-    LayerSpec,
-    Method,
-    SelectingCache,
-)
+from sparsekv_cli.cache.layer import Backend, LayerCache, SelectingCache
+from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, AttnInput, Budget, LayerSpec
+from sparsekv_cli.methods.base import Method
 
 
 @dataclass(frozen=True)

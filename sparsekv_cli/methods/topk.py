@@ -11,17 +11,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from sparsekv_cli.cache import (
-    DEFAULT_BUDGET,
-    N_SINKS,
-    Backend,
-    Budget,
-    LayerCache,
-    LayerSpec,
-    Method,
-    SelectingCache,
-)
-from sparsekv_cli.cpu.select import select_rows
+from sparsekv_cli.cache.layer import Backend, LayerCache, SelectingCache
+from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, Budget, LayerSpec
+from sparsekv_cli.cpu.attention.select import select_rows
+from sparsekv_cli.methods.base import Method
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import calibrated_method
 import pytest
 from tiny_models import make_model
 
-from sparsekv_cli import calibration
+from sparsekv_cli.calibration import calibrations
 from sparsekv_cli.methods import METHODS
 
 Invoke = Callable[..., Any]
@@ -30,7 +30,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The only method that needs a calibration."""
-    for name in calibration.calibrated_methods():
+    for name in calibrations.calibrated_methods():
         monkeypatch.delitem(METHODS, name)
     return calibrated_method.install(monkeypatch)
 
@@ -54,7 +54,7 @@ def test_what_is_written_and_said(model: Path, fake: Any, invoke: Invoke) -> Non
     assert found["model"] == str(model) and found["path"] == str(beside)
     assert found["bytes"] == beside.stat().st_size
     (row,) = found["methods"]
-    text = calibration.built_in_text().text
+    text = calibrations.built_in_text().text
     assert (row["name"], row["tokens"], row["text"]) == ("fake", N_CTX, "built-in")
     assert row["text_sha256"] == hashlib.sha256(text.encode()).hexdigest() and row["seconds"] > 0
     assert row["tensors"] == [
@@ -130,7 +130,7 @@ def test_what_cannot_be_done(
 
 
 def test_nothing_to_calibrate(model: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in calibration.calibrated_methods():
+    for name in calibrations.calibrated_methods():
         monkeypatch.delitem(METHODS, name)
     assert "no method needs" in refused(invoke, 2, "calibrate", "-m", str(model))
 

@@ -11,7 +11,8 @@ import calibrated_method
 import pytest
 from tiny_models import make_model
 
-from sparsekv_cli import shared_prefill, warmup
+from sparsekv_cli import warmup
+from sparsekv_cli.evaluation import prefill
 
 Invoke = Callable[..., Any]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
@@ -166,7 +167,7 @@ def test_compiling_is_said_once(
 def test_on_a_gpu(
     tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch, few_programs: None
 ) -> None:
-    monkeypatch.setattr(shared_prefill, "N_TRIAL_STEPS", 1)
+    monkeypatch.setattr(prefill, "N_TRIAL_STEPS", 1)
     path = tmp_path / "m.gguf"
     make_model(path, n_layer=1, n_embd=32, n_ff=32, n_vocab=270, head_dim=32, wtype="F32")
     arguments = ["-p", "a quick fox", "--raw", "--methods", "topk", "--steps", "4"]

@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 import pytest
 
-from sparsekv_cli.models.tokenizer_bpe import byte_symbols
+from sparsekv_cli.models.tokenizer.bpe import byte_symbols
 
 
 @pytest.fixture

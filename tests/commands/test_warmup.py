@@ -12,8 +12,9 @@ from tiny_models import make_model
 from sparsekv_cli import session, warmup
 from sparsekv_cli.commands import warmup as warmup_command
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.cpu import matvec, prefill_products, repack
-from sparsekv_cli.cpu.blocks import FORMAT_OF_CODE, FORMATS
+from sparsekv_cli.cpu.layer import matmul_int8
+from sparsekv_cli.cpu.weights import dot, interleaved
+from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE, FORMATS
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import METHODS, build_method
 from sparsekv_cli.models.decoder import cpu_prefill_dtype
@@ -33,9 +34,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What is asked of matvec.py and prefill_products.py, which compile nothing here."""
     asked: list[tuple[Any, ...]] = []
     for module, name in (
-        (matvec, "kernel_address"),
-        (matvec, "dequantize_address"),
-        (prefill_products, "kernel_addresses"),
+        (dot, "kernel_address"),
+        (dot, "dequantize_address"),
+        (matmul_int8, "kernel_addresses"),
     ):
         monkeypatch.setattr(module, name, lambda *key, name=name: asked.append((name, *key)))
     return asked
@@ -51,16 +52,16 @@ def test_every_format_and_type(markers: Path, compiled: list[tuple[Any, ...]]) -
     n_steps = warmup.compile_common_kernels(lambda *report: reports.append(report))
     expected: set[tuple[Any, ...]] = set()
     for code, format_ in FORMAT_OF_CODE.items():
-        expected |= {("dequantize_address", code, to) for to in (matvec.TO_F32, matvec.TO_BF16)}
+        expected |= {("dequantize_address", code, to) for to in (dot.TO_F32, dot.TO_BF16)}
         expected.add(("kernel_address", code, False))
         if format_.decode is not None:
             expected.add(("kernel_address", code, True))
-        if cpu_prefill_dtype() == "int8" and prefill_products.can_multiply(code):
+        if cpu_prefill_dtype() == "int8" and matmul_int8.can_multiply(code):
             expected.add(("kernel_addresses", code))
-        if repack.can_repack(code, repack.GROUP):
+        if interleaved.can_repack(code, interleaved.GROUP):
             expected.add(("kernel_address", code, True, True))
     assert set(compiled) == expected and len(compiled) == len(expected)
-    repacks = repack.can_repack(FORMATS["Q4_1"].code, repack.GROUP)
+    repacks = interleaved.can_repack(FORMATS["Q4_1"].code, interleaved.GROUP)
     assert n_steps == len(expected) + 1 + repacks  # the bandwidth probe, repacking
     assert [done for _, done, _ in reports] == list(range(n_steps + 1))
     assert {total for _, _, total in reports} == {n_steps} and reports[-1][0] == "done"
@@ -75,7 +76,7 @@ def test_an_unfinished_step_is_taken_again(
     def fail(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(matvec, "dequantize_address", fail)
+    monkeypatch.setattr(dot, "dequantize_address", fail)
     with pytest.raises(KeyboardInterrupt):
         warmup.compile_common_kernels(None)
     assert not markers.exists() or not list(markers.iterdir())

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from tiny_models import make_model
 
-from sparsekv_cli import shared_prefill
-from sparsekv_cli.comparison import compare, parse_methods
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.evaluation import prefill
+from sparsekv_cli.evaluation.compare import compare, parse_methods
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.session import load_session
 
@@ -37,8 +37,8 @@ def session_on(model, device):
 
 def test_figures_are_those_of_the_cpu(model, monkeypatch):
     """And no method's caches are there any more when the next one's are made."""
-    monkeypatch.setattr(shared_prefill, "N_TRIAL", 10)
-    monkeypatch.setattr(shared_prefill, "N_TRIAL_STEPS", 1)
+    monkeypatch.setattr(prefill, "N_TRIAL", 10)
+    monkeypatch.setattr(prefill, "N_TRIAL_STEPS", 1)
     methods = parse_methods("topk:budget=24,lfps:budget=24")
     sessions = [session_on(model, where) for where in ("cpu", "cuda")]
     caches: list[weakref.ref] = []

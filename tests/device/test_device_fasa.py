@@ -6,15 +6,16 @@ from side_by_side import GEOMETRIES, SideBySide, assert_sessions_agree, watch
 from tiny_models import make_model
 
 from sparsekv_cli.batch import Batch
-from sparsekv_cli.cache import Budget, padded
-from sparsekv_cli.chunk_study import even_budgets
+from sparsekv_cli.cache.spec import Budget
+from sparsekv_cli.cache.store import padded
+from sparsekv_cli.calibration.fasa import even_budgets
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.fasa import FASA
 from sparsekv_cli.session import load_session
 
-resident = pytest.importorskip("sparsekv_cli.kernels.resident")
+resident = pytest.importorskip("sparsekv_cli.kernels.fasa.row_cache")
 
 
 def make(geometry, device, **options) -> SideBySide:

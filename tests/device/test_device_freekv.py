@@ -15,13 +15,14 @@ from layer_stream import prefill as prefill_on_host
 from side_by_side import prepare
 from tiny_models import make_model
 
-from sparsekv_cli.cache import AttnInput, Budget, LayerSpec
+from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.device.cache import DeviceInput, Step
-from sparsekv_cli.device.freekv import DeviceFreeKV
+from sparsekv_cli.device.methods.freekv import DeviceFreeKV
 from sparsekv_cli.device.ops import DeviceOps
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.kernels import page_cache, recall
+from sparsekv_cli.kernels.freekv import pages as page_cache
+from sparsekv_cli.kernels.freekv import recall
 from sparsekv_cli.methods.freekv import FreeKV
 from sparsekv_cli.session import load_session
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from side_by_side import GEOMETRIES, SideBySide, assert_sessions_agree, watch
 
-from sparsekv_cli.cache import Budget
-from sparsekv_cli.key_study import even_budgets
+from sparsekv_cli.cache.spec import Budget
+from sparsekv_cli.calibration.sals import even_budgets
 from sparsekv_cli.methods.sals import SALS
 
 pytest.importorskip("triton")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from side_by_side import GEOMETRIES, SideBySide
 
-from sparsekv_cli.cache import Budget
+from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.methods.quest import Quest
 from sparsekv_cli.methods.streaming import Streaming
 from sparsekv_cli.methods.topk import TopK

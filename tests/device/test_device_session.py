@@ -11,8 +11,8 @@ from tiny_models import make_model
 
 from sparsekv_cli.batch import Batch
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.device.cache import DeviceDense
 from sparsekv_cli.device.host import HostCache
+from sparsekv_cli.device.methods.full import DeviceDense
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.session import load_session

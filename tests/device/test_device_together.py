@@ -7,12 +7,13 @@ import pytest
 import torch
 from side_by_side import Geometry
 
-from sparsekv_cli import chunk_study, key_study
-from sparsekv_cli.cache import AttnInput, Budget, LayerSpec
-from sparsekv_cli.device.cache import DeviceCache, DeviceDense, DeviceInput, Step, grid_bound
+from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
+from sparsekv_cli.calibration import fasa, sals
+from sparsekv_cli.device.batching import prepare_runs
+from sparsekv_cli.device.cache import DeviceCache, DeviceInput, Step, grid_bound
 from sparsekv_cli.device.engine import device_cache
+from sparsekv_cli.device.methods.full import DeviceDense
 from sparsekv_cli.device.ops import DeviceOps
-from sparsekv_cli.device.together import prepare_runs
 from sparsekv_cli.methods.fasa import FASA
 from sparsekv_cli.methods.freekv import FreeKV
 from sparsekv_cli.methods.quest import Quest
@@ -43,7 +44,7 @@ def calibration_of(g: Geometry) -> dict[str, np.ndarray]:
     vectors = np.linalg.qr(rng.standard_normal((size, size)))[0].astype(np.float32)
     return {
         "dom_var": rank, "dom_ca": rank, "vectors_diag": vectors, "vectors_pca": vectors,
-        "tip_budget": chunk_study.even_budgets(), "rank_budget": key_study.even_budgets(),
+        "tip_budget": fasa.even_budgets(), "rank_budget": sals.even_budgets(),
         "weights": np.ones(size, np.float32),
     }  # fmt: skip
 

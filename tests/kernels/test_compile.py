@@ -40,7 +40,9 @@ def kernels_of(path: Path) -> set[str]:
 
 
 KERNELS = {
-    path.stem: found for path in kernels_folder().glob("*.py") if (found := kernels_of(path))
+    "_".join(path.relative_to(kernels_folder()).with_suffix("").parts): found
+    for path in kernels_folder().rglob("*.py")
+    if (found := kernels_of(path))
 }
 
 
@@ -78,8 +80,9 @@ def test_kernels_compile_for_every_capability(module, compiled):
 
 
 def python_path() -> str:
-    """For the child: its own folder for launches_NAME.py, and what this process was given."""
-    return os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    """For the child: launches_NAME.py, the helpers, and what this process was given."""
+    folders = [str(HERE), str(HERE.parent / "helpers")]
+    return os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def test_every_launches_file_is_of_a_module_with_kernels():

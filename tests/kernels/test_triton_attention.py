@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from sparsekv_cli.cpu.attention import attend_rows_ref
-from sparsekv_cli.kernels import attention
+from sparsekv_cli.cpu.attention.decode import attend_rows_ref
+from sparsekv_cli.kernels.attention import decode
 
 # (H, G, d, d_v)
 GEOMETRIES = [(1, 1, 64, 64), (9, 3, 64, 64), (4, 1, 80, 48), (8, 1, 128, 128)]
@@ -61,10 +61,10 @@ def test_attend_dense(n_head, n_kv_head, d, d_v, sizes, device):
     n_max = max(sizes) + 70  # grids are made for more rows than there are
     out = filled(len(sizes), n_head, d_v, device=device)
     lse = filled(len(sizes), n_head, device=device)
-    scratch = attention.attend_scratch(len(sizes), n_head, n_kv_head, d, d_v, n_max, q.device)
+    scratch = decode.attend_scratch(len(sizes), n_head, n_kv_head, d, d_v, n_max, q.device)
     for x in scratch:
         x.fill_(torch.nan)
-    attention.attend_dense(q, k, v, n, n_max, d**-0.5, out, lse, scratch)
+    decode.attend_dense(q, k, v, n, n_max, d**-0.5, out, lse, scratch)
     lists = [[np.arange(size)] * n_head for size in sizes]
     wanted, wanted_lse = expected_of(q, k, v, lists, d**-0.5)
     assert_close(out, wanted)
@@ -90,7 +90,7 @@ def test_attend_rows(n_head, n_kv_head, d, d_v, a_head, sizes, device):
             counts[b, u] = len(row)
         lists.append([rows[h * n_list // n_head] for h in range(n_head)])
     lse = filled(len(sizes), n_head, device=device)
-    out = attention.attend_rows(q, k, v, idx.to(device), counts.to(device), d**-0.5, lse=lse)
+    out = decode.attend_rows(q, k, v, idx.to(device), counts.to(device), d**-0.5, lse=lse)
     wanted, wanted_lse = expected_of(q, k, v, lists, d**-0.5)
     assert_close(out, wanted)
     assert_close(lse, wanted_lse, 1e-4)
@@ -98,18 +98,18 @@ def test_attend_rows(n_head, n_kv_head, d, d_v, a_head, sizes, device):
 
 @pytest.mark.parametrize("programs", [1, 7])
 def test_programs_that_loop_over_many_tiles(programs, device, monkeypatch):
-    monkeypatch.setattr(attention, "PROGRAMS", programs)
+    monkeypatch.setattr(decode, "PROGRAMS", programs)
     n_head, n_kv_head, d, sizes = 6, 2, 64, (1000, 130)
     k, v = cache_of(sizes, n_kv_head, d, d, device)
     q = queries(2, n_head, d, device)
     n = torch.tensor(sizes, dtype=torch.int32, device=device)
-    out = attention.attend_dense(q, k, v, n, 1000, 0.125)
+    out = decode.attend_dense(q, k, v, n, 1000, 0.125)
     assert_close(
         out, expected_of(q, k, v, [[np.arange(size)] * n_head for size in sizes], 0.125)[0]
     )
     rows = torch.arange(1000, dtype=torch.int32, device=device).flip(0).expand(2, 2, -1)
     counts = torch.tensor([[1000, 3], [0, 0]], dtype=torch.int32, device=device)
-    out = attention.attend_rows(q, k, v, rows.contiguous(), counts, 0.125)[:1]
+    out = decode.attend_rows(q, k, v, rows.contiguous(), counts, 0.125)[:1]
     lists = [[np.arange(1000)] * 3 + [np.arange(997, 1000)] * 3]
     assert_close(out, expected_of(q, k, v, lists, 0.125)[0])
 
@@ -131,9 +131,9 @@ def test_what_was_attended_elsewhere_is_taken_in(n_head, n_kv_head, d, d_v, size
         lse[0, 1], out[0, 1] = -torch.inf, torch.nan
         only = expected_of(q[:1], k[:1], v[:1], [[np.arange(sizes[0])] * n_head], d**-0.5)
         wanted[0, 1], wanted_lse[0, 1] = only[0][0, 1], only[1][0, 1]
-    seen = attention.Attended(out.to(device), lse.to(device))
+    seen = decode.Attended(out.to(device), lse.to(device))
     both = filled(len(sizes), n_head, device=device)
-    found = attention.attend_dense(q, k, v, n, max(*sizes, 4), d**-0.5, lse=both, seen=seen)
+    found = decode.attend_dense(q, k, v, n, max(*sizes, 4), d**-0.5, lse=both, seen=seen)
     assert_close(found, wanted)
     assert_close(both, wanted_lse, 1e-4)
     assert (found[0, 0] == seen.out[0, 0]).all()
@@ -144,7 +144,7 @@ def test_half_queries(dtype, device):
     k, v = cache_of([100], 2, 64, 64, device)
     q = queries(1, 4, 64, device).to(dtype)
     n = torch.tensor([100], dtype=torch.int32, device=device)
-    out = attention.attend_dense(q, k, v, n, 100, 0.125)
+    out = decode.attend_dense(q, k, v, n, 100, 0.125)
     assert_close(out, expected_of(q, k, v, [[np.arange(100)] * 4], 0.125)[0])
 
 
@@ -154,7 +154,7 @@ def test_large_scores_keep_their_digits(device):
     q = 20 * queries(1, 4, 128, device)
     n = torch.tensor([200], dtype=torch.int32, device=device)
     lse = filled(1, 4, device=device)
-    out = attention.attend_dense(q, k, v, n, 200, 1.0, lse=lse)
+    out = decode.attend_dense(q, k, v, n, 200, 1.0, lse=lse)
     wanted, wanted_lse = expected_of(q, k, v, [[np.arange(200)] * 4], 1.0)
     assert wanted_lse.max() > 1000
     assert_close(out, wanted, 2e-3)
@@ -174,13 +174,13 @@ def test_merge_is_attention_over_the_union(n_piece, device):
     for piece, part in enumerate(parts):
         rows = torch.from_numpy(part).int().to(device).expand(2, n_kv_head, -1).contiguous()
         counts = torch.full((2, n_kv_head), len(part), dtype=torch.int32, device=device)
-        attention.attend_rows(q, k, v, rows, counts, 0.125, outs[piece], lses[piece])
+        decode.attend_rows(q, k, v, rows, counts, 0.125, outs[piece], lses[piece])
     lse = filled(2, n_head, device=device)
-    out = attention.merge(outs, lses, lse=lse)
+    out = decode.merge(outs, lses, lse=lse)
     wanted, wanted_lse = expected_of(q, k, v, [[np.arange(n)] * n_head] * 2, 0.125)
     assert_close(out, wanted)
     assert_close(lse, wanted_lse, 1e-4)
-    by_reference, its_lse = attention.merge_ref(outs, lses)
+    by_reference, its_lse = decode.merge_ref(outs, lses)
     assert_close(out, by_reference.cpu().numpy(), 1e-5)
     assert_close(lse, its_lse.cpu().numpy(), 1e-5)
 
@@ -192,14 +192,14 @@ def test_pieces_without_rows_count_for_nothing(device):
     outs, lses = filled(2, 1, 2, 64, device=device), filled(2, 1, 2, device=device)
     for piece, count in enumerate((0, 30)):
         counts = torch.full((1, 1), count, dtype=torch.int32, device=device)
-        attention.attend_rows(q, k, v, idx, counts, 0.125, outs[piece], lses[piece])
+        decode.attend_rows(q, k, v, idx, counts, 0.125, outs[piece], lses[piece])
     assert (outs[0] == 0).all() and (lses[0] == -torch.inf).all()
     outs[0] = torch.nan
-    merged = attention.merge(outs, lses)
+    merged = decode.merge(outs, lses)
     torch.testing.assert_close(merged, outs[1])
-    torch.testing.assert_close(merged, attention.merge_ref(outs, lses)[0].float())
+    torch.testing.assert_close(merged, decode.merge_ref(outs, lses)[0].float())
     lse = filled(1, 2, device=device)
-    nothing = attention.merge(outs[:1], lses[:1], lse=lse)
+    nothing = decode.merge(outs[:1], lses[:1], lse=lse)
     assert (nothing == 0).all() and (lse == -torch.inf).all()
 
 
@@ -208,7 +208,7 @@ def test_append_rows(n_kv_head, d, d_v, device):
     k, v = (filled(3, n_kv_head, 70, width, device=device).half() for width in (d, d_v))
     new = queries(3, n_kv_head, d, device), queries(3, n_kv_head, d_v, device, seed=2)
     pos = [0, 69, 33]
-    attention.append_rows(*new, k, v, torch.tensor(pos, dtype=torch.int32, device=device))
+    decode.append_rows(*new, k, v, torch.tensor(pos, dtype=torch.int32, device=device))
     for cache, row in ((k, new[0]), (v, new[1])):
         for b in range(3):
             assert (cache[b, :, pos[b]] == row[b].half()).all()
@@ -222,12 +222,12 @@ def test_wrong_arguments_are_named(device):
     idx = torch.zeros(1, 3, 5, dtype=torch.int32, device=device)
     counts = torch.zeros(1, 3, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match=r"k is torch\.float32: expected torch\.float16"):
-        attention.attend_dense(q, k.float(), v, n, 20, 1.0)
+        decode.attend_dense(q, k.float(), v, n, 20, 1.0)
     with pytest.raises(ValueError, match=r"v has strides .* contiguous in its last dimension"):
-        attention.attend_dense(q, k, v[..., ::2], n, 20, 1.0)
+        decode.attend_dense(q, k, v[..., ::2], n, 20, 1.0)
     with pytest.raises(ValueError, match=r"n has shape \(1,\): expected \(2\)"):
-        attention.attend_dense(torch.cat([q, q]), k, v, n, 20, 1.0)
+        decode.attend_dense(torch.cat([q, q]), k, v, n, 20, 1.0)
     with pytest.raises(ValueError, match="idx has 3 lists: expected 4 or 2"):
-        attention.attend_rows(q, k, v, idx, counts, 1.0)
+        decode.attend_rows(q, k, v, idx, counts, 1.0)
     with pytest.raises(ValueError, match="q has 3 heads: expected a multiple of k's 2"):
-        attention.attend_dense(q[:, :3].contiguous(), k, v, n, 20, 1.0)
+        decode.attend_dense(q[:, :3].contiguous(), k, v, n, 20, 1.0)

@@ -8,9 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from sparsekv_cli.cpu.pages import page_scores_ref, page_summaries_ref, select_pages_ref
-from sparsekv_cli.cpu.recall import choose_pages_ref
-from sparsekv_cli.kernels import page_rows, pages, select
+from sparsekv_cli.cpu.freekv.recall import choose_pages_ref
+from sparsekv_cli.cpu.quest.pages import page_scores_ref, page_summaries_ref, select_pages_ref
+from sparsekv_cli.kernels.attention import select
+from sparsekv_cli.kernels.quest import pages, rows
 
 GEOMETRIES = [(1, 1, 64), (9, 3, 64), (4, 1, 80), (8, 1, 128)]
 
@@ -165,7 +166,7 @@ def test_selected_rows_are_those_of_the_host(n_head, n_kv_head, page, n, device)
             pooled.to(device), ints([n_page], device), n_page_max, ints([n_best], device), 100
         )
         for n_sinks in (0, 4, 2 * page + 1):
-            idx, counts = page_rows.page_rows(chosen, sizes, ints([n], device), page, n_sinks)
+            idx, counts = rows.page_rows(chosen, sizes, ints([n], device), page, n_sinks)
             wanted = select_pages_ref(scores, n_kv_head, n_best, page, n, n_sinks)
             for g in range(n_kv_head):
                 np.testing.assert_array_equal(idx[0, g, : counts[0, g]].cpu(), wanted[g])

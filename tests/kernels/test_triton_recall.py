@@ -8,9 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from sparsekv_cli.cpu.pages import page_summaries_ref
-from sparsekv_cli.cpu.recall import mean_cosine_ref
-from sparsekv_cli.kernels import correction, page_cache, recall
+from sparsekv_cli.cpu.freekv.recall import mean_cosine_ref
+from sparsekv_cli.cpu.quest.pages import page_summaries_ref
+from sparsekv_cli.kernels.freekv import correction, recall
+from sparsekv_cli.kernels.freekv import pages as page_cache
 
 LAYOUT = page_cache.Layout(n_sink=2, n_ring=3, meanstd=True)
 SIZES = [(1, 64, 64, 4), (3, 80, 48, 5), (2, 16, 16, 24)]  # (G, d, d_v, p)
@@ -109,7 +110,7 @@ def test_enter_row(n_kv, d, d_v, page, group, device):
 
 
 class Lru:
-    """The pages in slots, as cpu/recall.py recall_pages keeps them."""
+    """The pages in slots, as cpu/freekv/recall.py recall_pages keeps them."""
 
     def __init__(self, n_slot):
         self.pages, self.stamps, self.now = [-1] * n_slot, [0] * n_slot, 0

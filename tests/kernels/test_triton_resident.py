@@ -5,9 +5,9 @@ import torch
 
 from sparsekv_cli.kernels.checks import check_on_host
 
-attention = pytest.importorskip("sparsekv_cli.kernels.attention")
-chunks = pytest.importorskip("sparsekv_cli.kernels.chunks")
-resident = pytest.importorskip("sparsekv_cli.kernels.resident")
+attention = pytest.importorskip("sparsekv_cli.kernels.attention.decode")
+chunks = pytest.importorskip("sparsekv_cli.kernels.fasa.chunks")
+resident = pytest.importorskip("sparsekv_cli.kernels.fasa.row_cache")
 
 GEOMETRIES = [(2, 2, 64, 16), (9, 3, 64, 20), (8, 1, 128, 64), (3, 1, 80, 80)]
 

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from sparsekv_cli.cpu import quantized_values
-from sparsekv_cli.cpu.latent import encode_ref, reconstruct_ref
-from sparsekv_cli.cpu.sals import brope_ref, damping, summed_ref
+from sparsekv_cli.cpu.sals import values as quantized_values
+from sparsekv_cli.cpu.sals.latent import encode_ref, reconstruct_ref
+from sparsekv_cli.cpu.sals.step import brope_ref, damping, summed_ref
 
-attention = pytest.importorskip("sparsekv_cli.kernels.attention")
-latent = pytest.importorskip("sparsekv_cli.kernels.latent")
-latent_attention = pytest.importorskip("sparsekv_cli.kernels.latent_attention")
-sals = pytest.importorskip("sparsekv_cli.kernels.sals")
+attention = pytest.importorskip("sparsekv_cli.kernels.attention.decode")
+latent = pytest.importorskip("sparsekv_cli.kernels.sals.latent")
+latent_attention = pytest.importorskip("sparsekv_cli.kernels.sals.attention")
+sals = pytest.importorskip("sparsekv_cli.kernels.sals.scores")
 
 # n_head, n_kv_head, d, d_v, n_rot, rank, score rank
 GEOMETRIES = [

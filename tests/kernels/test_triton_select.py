@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from sparsekv_cli.cpu.select import select_rows_ref
-from sparsekv_cli.kernels import select
+from sparsekv_cli.cpu.attention.select import select_rows_ref
+from sparsekv_cli.kernels.attention import select
 
 
 def rows_of(scores, sizes, device, slack=3):

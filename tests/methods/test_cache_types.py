@@ -10,11 +10,12 @@ import torch
 from layer_stream import GEOMETRIES, Stream, decode, make_cache, prefill
 from tiny_models import make_model
 
-from sparsekv_cli.cache import N_SINKS, AttnInput, Budget, LayerCache, LayerSpec
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.spec import N_SINKS, AttnInput, Budget, LayerSpec
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops
-from sparsekv_cli.cpu.attention import attend_dense_ref
-from sparsekv_cli.cpu.pages import page_summaries_ref
+from sparsekv_cli.cpu.attention.decode import attend_dense_ref
+from sparsekv_cli.cpu.quest.pages import page_summaries_ref
 from sparsekv_cli.methods import METHODS, build_method, describe_methods, lfps, method_class
 from sparsekv_cli.methods.quest import Quest
 from sparsekv_cli.session import Session, load_session

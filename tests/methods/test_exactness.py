@@ -7,10 +7,11 @@ import pytest
 import torch
 from tiny_models import make_model
 
-from sparsekv_cli.cache import N_SINKS, AttnInput, Budget, DenseCache, LayerCache, LayerSpec
+from sparsekv_cli.cache.layer import DenseCache, LayerCache
+from sparsekv_cli.cache.spec import N_SINKS, AttnInput, Budget, LayerSpec
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops
-from sparsekv_cli.cpu.attention import attend_dense_ref
+from sparsekv_cli.cpu.attention.decode import attend_dense_ref
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method, lfps
 from sparsekv_cli.methods.quest import Quest

@@ -12,11 +12,15 @@ from faedkv_twin import FAEDKVTwin, TwinOptions
 from layer_stream import Geometry, Stream, decode, prefill
 from tiny_models import make_model
 
-from sparsekv_cli.ablation import Trial, Window, _window, unchanged, without
-from sparsekv_cli.cache import AttnInput, Budget, CalibrationRun, DenseCache, LayerSpec, padded
+from sparsekv_cli.cache.layer import DenseCache
+from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
+from sparsekv_cli.cache.store import padded
+from sparsekv_cli.calibration.trials import Trial, Window, _window, unchanged, without
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.cpu import bands, ops
+from sparsekv_cli.cpu import ops
+from sparsekv_cli.cpu.faedkv import frequencies
 from sparsekv_cli.methods import build_method
+from sparsekv_cli.methods.base import CalibrationRun
 from sparsekv_cli.methods.faedkv import FAEDKV, FAEDKVCache
 from sparsekv_cli.session import load_session
 
@@ -28,8 +32,8 @@ EVERY_BIN = Budget(share=0.99999)  # rounds to all bins; 100% transforms nothing
 
 def importance(seed: int = 0) -> np.ndarray:
     """The mean's chunk first, the others anyhow."""
-    order = np.random.default_rng(seed).permutation(bands.N_CHUNKS)
-    return np.where(np.arange(bands.N_CHUNKS) == 0, 99, order).astype(np.float32)
+    order = np.random.default_rng(seed).permutation(frequencies.N_CHUNKS)
+    return np.where(np.arange(frequencies.N_CHUNKS) == 0, 99, order).astype(np.float32)
 
 
 def calibration(n_layer: int = 4) -> dict[str, np.ndarray]:
@@ -39,7 +43,7 @@ def calibration(n_layer: int = 4) -> dict[str, np.ndarray]:
         "imp_kld": np.stack([importance(i) for i in range(n_layer)]),
         "imp_ppl": np.stack([importance(10 + i) for i in range(n_layer)]),
         "layer_kld": kld.astype(np.float32),
-        "layer_budget": bands.budgets_of_levels(kld),
+        "layer_budget": frequencies.budgets_of_levels(kld),
     }
 
 
@@ -401,7 +405,7 @@ def test_importance_chooses_the_ranking():
         cache = make_cache(uniform(0.25, importance=name), geometry)
         prefill(cache, rows)
         kept.append(cache.spectrum.block.bins)
-        expected = bands.kept_bins(128, 0.25, calibration()[f"imp_{name}"][2])
+        expected = frequencies.kept_bins(128, 0.25, calibration()[f"imp_{name}"][2])
         np.testing.assert_array_equal(kept[-1], expected)
     assert kept[0].tolist() != kept[1].tolist()
 
@@ -453,7 +457,9 @@ def test_a_trial_equals_one_by_itself(session):
         run.forward(run.ids[:200], 0, caches, False)
         if layer >= 0:
             for array in (caches[layer].store.k, caches[layer].store.v):
-                array[:, middle] = bands.without_bins(array[:, middle].astype(np.float32), dropped)
+                array[:, middle] = frequencies.without_bins(
+                    array[:, middle].astype(np.float32), dropped
+                )
         logits = run.forward(run.ids[200:230], 200, caches, True)
         return torch.from_numpy(logits).log_softmax(-1)
 

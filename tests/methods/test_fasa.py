@@ -11,14 +11,17 @@ import torch
 from fasa_twin import FASATwin, HeadChoice
 from tiny_models import make_model
 
-from sparsekv_cli import chunk_study
-from sparsekv_cli.cache import AttnInput, Budget, CalibrationRun, DenseCache, LayerSpec, padded
-from sparsekv_cli.chunk_study import SHARES, even_budgets, tips_of
+from sparsekv_cli.cache.layer import DenseCache
+from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
+from sparsekv_cli.cache.store import padded
+from sparsekv_cli.calibration import fasa
+from sparsekv_cli.calibration.fasa import SHARES, even_budgets, tips_of
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops
-from sparsekv_cli.cpu.attention import attend_rows_ref
+from sparsekv_cli.cpu.attention.decode import attend_rows_ref
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
+from sparsekv_cli.methods.base import CalibrationRun
 from sparsekv_cli.methods.fasa import FASA, FASACache
 from sparsekv_cli.methods.full import Full
 from sparsekv_cli.session import Session, load_session
@@ -613,7 +616,7 @@ def test_a_layer_has_the_chunks_that_its_calibration_says():
 def test_rows_of_a_trial_attend_as_a_step_does(geometry, monkeypatch):
     """What a share of the chunks is judged by is the method's own attention."""
     n_chosen = 40
-    monkeypatch.setattr(chunk_study, "N_CHOSEN", n_chosen)
+    monkeypatch.setattr(fasa, "N_CHOSEN", n_chosen)
     layer = Layer(geometry, n_fac=n_chosen, n_tip=4, metric="var")
     dims, n_dom = layer.method.dominant_dims(layer.spec)
     _, k, v = layer.prefill(90)
@@ -625,7 +628,7 @@ def test_rows_of_a_trial_attend_as_a_step_does(geometry, monkeypatch):
     store = DenseCache(layer.spec, ops).store
     for rows in ((k, v), new[1:]):
         store.append(*(torch.from_numpy(x.copy()) for x in rows))
-    attend = chunk_study._attend_best(layer.spec, dims[:, :n_dom], 4, 16)
+    attend = fasa._attend_best(layer.spec, dims[:, :n_dom], 4, 16)
     parts = [torch.from_numpy(x) for x in new]
     out = attend(store, AttnInput(*parts, parts[0], parts[1], 90))
     assert out.shape == (geometry.n_head, 7, geometry.d)

@@ -27,7 +27,8 @@ from layer_stream import decode as decode_row
 from layer_stream import prefill
 from tiny_models import make_model
 
-from sparsekv_cli.cache import AttnInput, Budget, KVStore
+from sparsekv_cli.cache.spec import AttnInput, Budget
+from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops
 from sparsekv_cli.methods import build_method
@@ -263,7 +264,7 @@ def test_a_failure_ahead_is_raised_and_loses_nothing(monkeypatch):
     for n in range(300, 360):
         row = stream.rows(1)
         with monkeypatch.context() as patch:
-            patch.setattr("sparsekv_cli.cpu.recall.recall_ahead", fail)
+            patch.setattr("sparsekv_cli.cpu.freekv.recall.recall_ahead", fail)
             out = decode_row(cache, row).copy()
         np.testing.assert_array_equal(out, decode_row(other, row))
         with pytest.raises(MemoryError, match="no memory"):

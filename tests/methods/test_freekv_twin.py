@@ -20,7 +20,8 @@ from freekv_follow import (
 from freekv_twin import FreeKVTwin, TwinOptions
 from layer_stream import decode, prefill
 
-from sparsekv_cli.cache import Budget, LayerCache
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.cpu import ops
 from sparsekv_cli.methods import build_method
 

@@ -15,7 +15,7 @@ from layer_stream import (
     softmax,
 )
 
-from sparsekv_cli.cache import N_SINKS, Budget
+from sparsekv_cli.cache.spec import N_SINKS, Budget
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.h2o import H2O
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from lfps_twin import SINKS, HeadChoice, LFPSTwin, TwinOptions
 
-from sparsekv_cli.cache import AttnInput, Budget, LayerSpec, padded
-from sparsekv_cli.cpu import lfps_chain, ops
+from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
+from sparsekv_cli.cache.store import padded
+from sparsekv_cli.cpu import ops
+from sparsekv_cli.cpu.lfps import step as lfps_chain
 from sparsekv_cli.methods import lfps
 from sparsekv_cli.methods.lfps import LFPS, LFPSCache
 

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from layer_stream import GEOMETRIES, Geometry, Rows, Stream, attended_rows, decode, prefill
 
-from sparsekv_cli import chunk_study, key_study
-from sparsekv_cli.cache import N_SINKS, Budget, DenseCache, LayerCache, LayerSpec, Method
+from sparsekv_cli.cache.layer import DenseCache, LayerCache
+from sparsekv_cli.cache.spec import N_SINKS, Budget, LayerSpec
+from sparsekv_cli.calibration import fasa, sals
 from sparsekv_cli.cpu import ops
 from sparsekv_cli.methods import METHODS, build_method, method_class
+from sparsekv_cli.methods.base import Method
 from sparsekv_cli.methods.fasa import FASA
 from sparsekv_cli.methods.h2o import H2O
 from sparsekv_cli.methods.quest import Quest
@@ -34,10 +36,10 @@ def calibration_of(geometry: Geometry) -> dict[str, np.ndarray]:
     size = geometry.n_head_kv * geometry.d
     order = np.tile(np.arange(geometry.d // 2, dtype=np.uint8), (geometry.n_head_kv, 1))
     return {
-        "dom_var": order, "dom_ca": order, "tip_budget": chunk_study.even_budgets(),
+        "dom_var": order, "dom_ca": order, "tip_budget": fasa.even_budgets(),
         "weights": np.ones(size, np.float32), "vectors_diag": np.eye(size, dtype=np.float32),
         "vectors_pca": np.eye(size, dtype=np.float32),
-        "rank_budget": key_study.even_budgets(),
+        "rank_budget": sals.even_budgets(),
         "imp_kld": np.arange(22, 0, -1, dtype=np.float32),
         "imp_ppl": np.arange(22, dtype=np.float32),
         "layer_budget": np.linspace(0, 1, 10, dtype=np.float32).reshape(5, 2),

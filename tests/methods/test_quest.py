@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from layer_stream import GEOMETRIES, Geometry, Stream, attended_rows, decode, make_cache, prefill
 
-from sparsekv_cli.cache import N_SINKS, Budget
-from sparsekv_cli.cpu.attention import attend_dense_ref, attend_rows_ref
+from sparsekv_cli.cache.spec import N_SINKS, Budget
+from sparsekv_cli.cpu.attention.decode import attend_dense_ref, attend_rows_ref
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.quest import Quest
 

@@ -12,22 +12,18 @@ import torch
 from sals_twin import Choice, SALSTwin, TwinOptions, attention, softmax
 from tiny_models import make_model
 
-from sparsekv_cli import key_study
-from sparsekv_cli.cache import (
-    AttnInput,
-    Budget,
-    CalibrationRun,
-    DenseCache,
-    LayerSpec,
-    padded,
-)
+from sparsekv_cli.cache.counters import total_counters
+from sparsekv_cli.cache.layer import DenseCache
+from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
+from sparsekv_cli.cache.store import padded
+from sparsekv_cli.calibration import sals
+from sparsekv_cli.calibration.sals import SHARES, even_budgets, rank_of, study_keys
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops
-from sparsekv_cli.cpu.quantized_values import head_bytes
+from sparsekv_cli.cpu.sals.values import head_bytes
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.key_study import SHARES, even_budgets, rank_of, study_keys
-from sparsekv_cli.ledger import total_counters
 from sparsekv_cli.methods import build_method
+from sparsekv_cli.methods.base import CalibrationRun
 from sparsekv_cli.methods.sals import SALS, UNDO, SALSCache
 from sparsekv_cli.session import Session, load_session
 
@@ -713,7 +709,7 @@ def test_ranks_go_where_they_save_most(session):
     caches = [DenseCache(each, ops) for each in run.specs]
     run.forward(ids[:200], 0, caches, False)
     k = caches[2].store.k[:, 16:150].copy()
-    key_study._cut(run.specs[2], tensors, slice(16, 150), 1 / 4)(k, k)
+    sals._cut(run.specs[2], tensors, slice(16, 150), 1 / 4)(k, k)
     cache = SALS(rank=32, allocation="uniform", bits=16, sinks=0, window=34).layer(spec, ops)
     cache.store.reserve(200)
     cache.store.k[:, :200], cache.store.v[:, :200] = (

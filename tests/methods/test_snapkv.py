@@ -15,8 +15,8 @@ from layer_stream import (
     softmax,
 )
 
-from sparsekv_cli.cache import N_SINKS, Budget
-from sparsekv_cli.cpu.attention import attend_dense_ref
+from sparsekv_cli.cache.spec import N_SINKS, Budget
+from sparsekv_cli.cpu.attention.decode import attend_dense_ref
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.snapkv import N_ROOM, SnapKV
 

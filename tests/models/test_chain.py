@@ -1,4 +1,4 @@
-"""Layers in one compiled call (cpu/chain.py): the same bits and counts as one layer a call."""
+"""Layers in one compiled call (layer/chain.py): the same bits and counts as one layer a call."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from tiny_models import make_model
 
-from sparsekv_cli.cache import Budget
+from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.cpu import chain
+from sparsekv_cli.cpu.layer import chain
 from sparsekv_cli.methods import build_method, lfps
 from sparsekv_cli.methods.quest import Quest
 from sparsekv_cli.session import Session, load_session

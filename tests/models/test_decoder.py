@@ -20,9 +20,10 @@ from reference_records import (
 )
 from tiny_models import fingerprint, make_model
 
-from sparsekv_cli.cache import DenseCache
+from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.cpu import ops, prefill_tiles
+from sparsekv_cli.cpu import ops
+from sparsekv_cli.cpu.layer import tiles_int8
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.full import Full
 from sparsekv_cli.models import decoder, forward
@@ -60,7 +61,7 @@ def tiny(request, tmp_path_factory):
     path.unlink()
 
 
-@pytest.mark.skipif(not prefill_tiles.is_available(), reason="needs byte products (AVX2)")
+@pytest.mark.skipif(not tiles_int8.is_available(), reason="needs byte products (AVX2)")
 def test_int8_products_give_the_same_but_for_rounding(tiny, monkeypatch):
     """Products of every format, or of torch for plain floats, in chunks of 7; one row of logits."""
     monkeypatch.setattr(decoder, "FEW_ROWS", 0)
@@ -299,7 +300,7 @@ def test_repeated_text_is_predicted(smollm2):
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_prefill_of_eight_bits_stays_close(smollm2, dtype):
     """KLD below 1e-2 and 95% of the f32 path's choices. bf16 is emulated on older CPUs."""
-    if dtype == "int8" and not prefill_tiles.is_available():
+    if dtype == "int8" and not tiles_int8.is_available():
         pytest.skip("needs byte products (AVX2)")
     ids = smollm2.ids[:256]
     session = open_model(smollm2.session.gguf.path, prefill_dtype=dtype, threads=2)

@@ -24,7 +24,7 @@ from gguf_bytes import (
 )
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.models.gguf import open_gguf
+from sparsekv_cli.models.gguf.file import open_gguf
 from sparsekv_cli.models.hparams import (
     HParams,
     RopeParams,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_models import llama3_factors, make_model
 
-from sparsekv_cli.models.gguf import open_gguf
+from sparsekv_cli.models.gguf.file import open_gguf
 from sparsekv_cli.models.hparams import RopeParams, read_hparams
 from sparsekv_cli.models.rope import RopeTable, inverse_frequencies
 

@@ -1,0 +1,1 @@
+"""Attention over stored rows: exact, selected, causal; and exact selection."""

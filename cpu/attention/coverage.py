@@ -1,0 +1,72 @@
+"""What the rows that a method attended to are worth, by exact attention over all rows."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+
+from sparsekv_cli.cpu.attention.decode import scaled_copy
+from sparsekv_cli.cpu.attention.rows import F16
+from sparsekv_cli.cpu.attention.select import order_keys, select_largest
+from sparsekv_cli.cpu.attention.tile import (
+    NEGATIVE_INFINITY,
+    PAD,
+    exp_in_place,
+    max_of,
+    tile_scores,
+)
+from sparsekv_cli.cpu.jit.llvm import LANES, keep, next_task
+from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+
+
+@njit(cache=True, nogil=True)
+def _rate_head(query, k, n, tail, n_tail, k_row, scale, rows, n_sinks):
+    """``rate_rows`` of one head: query f32 (1, d); k, tail: addresses of its kv head's rows."""
+    d, total = query.shape[1], n + n_tail
+    scores = np.empty((1, total + PAD), np.float32)
+    scaled = scaled_copy(query, np.float32(scale))
+    to, q = scores.ctypes.data, scaled.ctypes.data
+    tile_scores(1, F16, q, k, k_row, 0, n, d, to, 0)
+    tile_scores(1, F16, q, tail, k_row, 0, n_tail, d, to + 4 * n, 0)
+    keep(scaled)
+    n_other, chosen = total - n_sinks, 0
+    for row in rows:
+        chosen += row >= n_sinks
+    keys, best = np.empty(n_other, np.int32), np.empty(chosen, np.int32)
+    order_keys(scores[0, n_sinks:], keys, n_other)
+    select_largest(keys, n_other, chosen, best)
+    is_best = np.zeros(total, np.bool_)
+    for j in best:
+        is_best[n_sinks + j] = True
+    scores[0, total : total + LANES] = NEGATIVE_INFINITY
+    mass = exp_in_place(to, total, max_of(to, total))
+    attended, n_best = 0.0, 0
+    for row in rows:
+        attended += np.float64(scores[0, row])
+        n_best += is_best[row]
+    return chosen, n_best, attended / mass
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def rate_rows(
+    q, k, k_head, n, tail, tail_head, n_tail, k_row, n_kv_head, scale, idx, counts, n_sinks,
+    n_chosen, n_best, mass, n_threads,
+):  # fmt: skip
+    """Of each head's attended rows: how many there are, how many exact top-k has too, their mass.
+
+    q f32 (H, d). k, tail: addresses of f16 keys, n rows and n_tail behind them; k_head, tail_head,
+    k_row: bytes between kv heads and rows. idx int32 (U, m), counts int64 (U,): the rows, U = H, G
+    or 1. n_chosen, n_best int64 (H,): without the first n_sinks rows, which are always attended;
+    top-k takes n_chosen of the others. mass f64 (H,): of all attended rows in the softmax.
+    """
+    n_head = q.shape[0]
+    counter = np.zeros(1, np.int64)
+    for _thread in prange(n_threads):
+        head = next_task(counter)
+        while head < n_head:
+            unit, kv_head = head * len(counts) // n_head, head * n_kv_head // n_head
+            n_chosen[head], n_best[head], mass[head] = _rate_head(
+                q[head : head + 1], k + kv_head * k_head, n, tail + kv_head * tail_head, n_tail,
+                k_row, scale, idx[unit, : counts[unit]], n_sinks,
+            )  # fmt: skip
+            head = next_task(counter)

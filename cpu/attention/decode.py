@@ -1,0 +1,269 @@
+"""Decode attention over a KV cache: all rows, or rows listed by index, with online softmax.
+
+K and V of one layer lie as (kv head, capacity, row), each as f16 or q8_0 (attention/rows.py), with
+rows padded to a multiple of 16 elements, so that one row is a few whole vectors wherever it is: a
+scan streams and a subset reads only what it selected. The arithmetic on rows is in
+attention/tile.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+
+from sparsekv_cli.cpu.attention.rows import (
+    GATHER,
+    K_HEAD,
+    K_KIND,
+    K_ROW,
+    Q8_0,
+    V_HEAD,
+    V_KIND,
+    V_ROW,
+    K,
+    V,
+)
+from sparsekv_cli.cpu.attention.store import store_row
+from sparsekv_cli.cpu.attention.tile import (
+    NEGATIVE_INFINITY,
+    PAD,
+    exp_in_place,
+    max_of,
+    tile_scores,
+    tile_values,
+)
+from sparsekv_cli.cpu.jit.llvm import LANES, next_task
+from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+
+BLOCK = 256  # keys whose scores are kept at a time: K and V of a block stay in the L2 cache
+TILE = 4  # query heads that share a loaded row
+ONE_THREAD_BELOW = 160  # rows under which starting threads costs more than they save
+
+
+@njit(cache=True, nogil=True)
+def scaled_copy(q, scale):
+    """q * scale in a new array (numba keeps array expressions out of prange loops)."""
+    return q * scale
+
+
+@njit(cache=True, nogil=True)
+def layout_mode(layout):
+    """The mode of ``attend_tile`` for a layout's rows: kind of K, kind of V times 2."""
+    return layout[K_KIND] | layout[V_KIND] << 1
+
+
+@njit(cache=True, nogil=True)
+def attend_tile(q, k, v, k_row, v_row, mode, idx, count, peak, mass, acc, scores):
+    """Folds ``count`` rows into the running softmax of a tile of heads.
+
+    q f32 (tile, d) scaled by 1/sqrt(d); k, v: addresses of rows of k_row, v_row bytes; mode: see
+    ``layout_mode``, + GATHER: the rows are int32 numbers at the address idx, else 0..count. State:
+    peak, mass f32 (tile,), acc f32 (tile, d_v), the numerators with respect to peak. scores: f32
+    (tile, BLOCK + PAD).
+    """
+    tile, d = q.shape
+    k_mode, v_mode = mode & (Q8_0 | GATHER), (mode & GATHER) | (mode >> 1 & Q8_0)
+    stride = scores.shape[1]
+    for start in range(0, count, BLOCK):
+        size = min(BLOCK, count - start)
+        at = idx + 4 * start
+        k_at, v_at = k, v
+        if not mode & GATHER:
+            k_at, v_at = k + start * k_row, v + start * v_row
+        tile_scores(
+            tile, k_mode, q.ctypes.data, k_at, k_row, at, size, d, scores.ctypes.data, stride
+        )
+        for t in range(tile):
+            for j in range(size, size + LANES):
+                scores[t, j] = NEGATIVE_INFINITY
+            address = scores.ctypes.data + 4 * t * stride
+            new_peak = max(peak[t], max_of(address, size))
+            old = np.float32(np.exp(peak[t] - new_peak))
+            mass[t] = mass[t] * old + exp_in_place(address, size, new_peak)
+            peak[t] = new_peak
+            for c in range(acc.shape[1]):
+                acc[t, c] *= old
+        tile_values(
+            tile, v_mode, scores.ctypes.data, stride, v_at, v_row, at, size, acc.shape[1],
+            acc.ctypes.data,
+        )  # fmt: skip
+
+
+@njit(cache=True, nogil=True)
+def n_key_splits(n, n_kv_head, n_threads):
+    """Pieces that a kv head's keys are cut into, so that every thread can take as many.
+
+    At least BLOCK keys each (or one piece), which short contexts cannot cut evenly.
+    """
+    if n_threads == 1:
+        return 1
+    n_split = -(-4 * n_threads // n_kv_head)
+    while n_kv_head * n_split % n_threads:
+        n_split += 1
+    return min(max(1, n // BLOCK), n_split)
+
+
+@njit(cache=True, nogil=True)
+def _attend_piece(
+    q, k, v, k_row, v_row, mode, idx, count, scale, whole, target, peak_out, mass_out, scores
+):
+    """A tile of heads over one list of rows, in memory of this thread until the end.
+
+    target f32 (tile, d_v): the output (``whole``: these are all rows), or numerators with respect
+    to the peaks and masses written at peak_out, mass_out f32 (tile,).
+    """
+    tile, d_v = target.shape
+    peak = np.full(tile, NEGATIVE_INFINITY, np.float32)
+    mass = np.zeros(tile, np.float32)
+    acc = np.zeros((tile, d_v), np.float32)
+    scaled = scaled_copy(q, scale)
+    attend_tile(scaled, k, v, k_row, v_row, mode, idx, count, peak, mass, acc, scores)
+    for t in range(tile):
+        factor = np.float32(1) / mass[t] if whole else np.float32(1)
+        for c in range(d_v):
+            target[t, c] = acc[t, c] * factor
+        if not whole:
+            peak_out[t] = peak[t]
+            mass_out[t] = mass[t]
+
+
+@njit(cache=True, nogil=True)
+def _attend_pieces(counter, q, layout, n, n_kv_head, scale, n_split, peak, mass, acc):
+    """Takes (kv head, split) tasks until there are none; see ``attend_dense``."""
+    k_row, v_row = layout[K_ROW], layout[V_ROW]
+    group = q.shape[0] // n_kv_head
+    scores = np.empty((TILE, BLOCK + PAD), np.float32)
+    task = next_task(counter)
+    while task < n_kv_head * n_split:
+        kv_head, split = task // n_split, task % n_split
+        first, last = split * n // n_split, (split + 1) * n // n_split
+        for h in range(kv_head * group, (kv_head + 1) * group, TILE):
+            end = min(h + TILE, (kv_head + 1) * group)
+            _attend_piece(
+                q[h:end], layout[K] + kv_head * layout[K_HEAD] + first * k_row,
+                layout[V] + kv_head * layout[V_HEAD] + first * v_row, k_row, v_row,
+                layout_mode(layout), 0, last - first, scale, n_split == 1, acc[split, h:end],
+                peak[split, h:end], mass[split, h:end], scores,
+            )  # fmt: skip
+        task = next_task(counter)
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def attend_dense(q, layout, n, n_kv_head, scale, out, n_threads):
+    """Attention of one token over rows 0..n of every kv head.
+
+    q f32 (H, d); layout int64 (8,), see attention/rows.py; out f32 (H, d_v). Query head h belongs
+    to kv head h // (H / G). Keys are split between threads so that they share the work evenly; the
+    pieces are merged by their peaks and masses. Short contexts stay on one thread.
+    """
+    n_head, d_v = out.shape
+    if n < ONE_THREAD_BELOW:
+        n_threads = 1
+    n_split = n_key_splits(n, n_kv_head, n_threads)
+    peak = np.empty((n_split, n_head), np.float32)
+    mass = np.empty((n_split, n_head), np.float32)
+    acc = out.reshape(1, n_head, d_v)
+    if n_split > 1:
+        acc = np.empty((n_split, n_head, d_v), np.float32)
+    counter = np.zeros(1, np.int64)
+    for _thread in prange(n_threads):
+        _attend_pieces(counter, q, layout, n, n_kv_head, scale, n_split, peak, mass, acc)
+    if n_split > 1:
+        for h in range(n_head):
+            _merge(peak[:, h], mass[:, h], acc[:, h], out[h])
+
+
+@njit(cache=True, nogil=True, fastmath={"contract", "nsz"})
+def _merge(peak, mass, acc, out):
+    """The softmax-weighted mean from pieces: peak, mass (S,), acc (S, d_v) -> out (d_v,)."""
+    top = peak.max()
+    total = np.float32(0)
+    for split in range(peak.shape[0]):
+        total += np.float32(np.exp(peak[split] - top)) * mass[split]
+    out[:] = 0
+    for split in range(peak.shape[0]):
+        weight = np.float32(np.exp(peak[split] - top)) / total
+        for c in range(out.shape[0]):
+            out[c] += weight * acc[split, c]
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def attend_rows(q, layout, idx, counts, n_kv_head, scale, out, n_threads):
+    """Attention of one token over listed rows: idx int32 (U, m), counts int64 (U,).
+
+    U is the number of lists: H (one a query head) or G (one a kv head, shared by its group).
+    """
+    n_list = idx.shape[0]
+    heads_a_list = q.shape[0] // n_list
+    group = q.shape[0] // n_kv_head
+    counter = np.zeros(1, np.int64)
+    for _thread in prange(n_threads):
+        scores = np.empty((TILE, BLOCK + PAD), np.float32)
+        unit = next_task(counter)
+        while unit < n_list:
+            for h in range(unit * heads_a_list, (unit + 1) * heads_a_list, TILE):
+                end = min(h + TILE, (unit + 1) * heads_a_list)
+                kv_head = h // group
+                _attend_piece(
+                    q[h:end], layout[K] + kv_head * layout[K_HEAD],
+                    layout[V] + kv_head * layout[V_HEAD], layout[K_ROW], layout[V_ROW],
+                    GATHER | layout_mode(layout), idx[unit].ctypes.data, counts[unit], scale, True,
+                    out[h:end], out[0], out[0], scores,
+                )  # fmt: skip
+            unit = next_task(counter)
+
+
+@njit(cache=True, nogil=True)
+def append_row(k_new, v_new, layout, position):
+    """Writes one token's K and V, f32 (G, d), as rows at ``position``; d multiples of 16."""
+    for kv_head in range(k_new.shape[0]):
+        at = layout[K] + kv_head * layout[K_HEAD] + position * layout[K_ROW]
+        store_row(layout[K_KIND], k_new[kv_head].ctypes.data, at, k_new.shape[1])
+        at = layout[V] + kv_head * layout[V_HEAD] + position * layout[V_ROW]
+        store_row(layout[V_KIND], v_new[kv_head].ctypes.data, at, v_new.shape[1])
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def score_rows(q, k, k_head, k_row, k_kind, n, n_kv_head, scale, out, n_threads):
+    """out[h, j] = scale q[h] . k[j] for j < n; q f32 (H, d), out f32 (H, >= n + PAD).
+
+    k: address; k_head, k_row: bytes between kv heads and rows; k_kind: of the rows.
+    """
+    n_head, d = q.shape
+    group = n_head // n_kv_head
+    n_split = n_key_splits(n, n_kv_head, n_threads)
+    counter = np.zeros(1, np.int64)
+    for _thread in prange(n_threads):
+        part = np.empty((TILE, BLOCK + PAD), np.float32)
+        task = next_task(counter)
+        while task < n_kv_head * n_split:
+            kv_head, split = task // n_split, task % n_split
+            first, last = split * n // n_split, (split + 1) * n // n_split
+            for h in range(kv_head * group, (kv_head + 1) * group, TILE):
+                end = min(h + TILE, (kv_head + 1) * group)
+                scaled = scaled_copy(q[h:end], scale)
+                for start in range(first, last, BLOCK):
+                    size = min(BLOCK, last - start)
+                    at = k + kv_head * k_head + start * k_row
+                    tile_scores(
+                        end - h, k_kind, scaled.ctypes.data, at, k_row, 0, size, d,
+                        part.ctypes.data, part.shape[1],
+                    )  # fmt: skip
+                    out[h:end, start : start + size] = part[: end - h, :size]
+            task = next_task(counter)
+
+
+def attend_rows_ref(q, k, v, rows, scale):
+    """Softmax attention in f64: q (H, d), k (G, n, d), v (G, n, d_v), rows: one int list a head."""
+    group = q.shape[0] // k.shape[0]
+    out = np.empty((q.shape[0], v.shape[2]))
+    for h, row in enumerate(rows):
+        s = k[h // group, row].astype(np.float64) @ q[h].astype(np.float64) * scale
+        p = np.exp(s - s.max())
+        out[h] = p @ v[h // group, row].astype(np.float64) / p.sum()
+    return out
+
+
+def attend_dense_ref(q, k, v, scale):
+    """``attend_rows_ref`` over all rows."""
+    return attend_rows_ref(q, k, v, [np.arange(k.shape[1])] * q.shape[0], scale)

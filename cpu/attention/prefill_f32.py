@@ -1,0 +1,358 @@
+"""Causal attention of a prefilled chunk in f32, for CPUs that do not multiply bf16.
+
+Flash attention over the rows as they are stored (attention/rows.py). A task is some tokens of one
+kv head with all query heads of its group. It widens a block of keys and values into its own
+scratch, in the L2 cache, and all its query rows attend to that, WIDTH of them at a time. These lie
+across the lanes of a vector: q transposed, then scores (keys, WIDTH), weights, and sums of values
+(d_v, WIDTH). So maximum, exponential and rescaling need nothing across lanes, and both matrix
+products are the same: ROWS numbers of a row of K (of V), each against a vector of q (of weights).
+"""
+
+from __future__ import annotations
+
+from functools import partial, reduce
+
+import numpy as np
+from numba import njit, prange, types
+from numba.extending import intrinsic
+
+from sparsekv_cli.cpu.attention.prefill_bf16 import LOG2_E, larger
+from sparsekv_cli.cpu.attention.rows import F16 as F16_ROWS
+from sparsekv_cli.cpu.attention.rows import (
+    K_HEAD,
+    K_KIND,
+    K_ROW,
+    Q8_0,
+    QUANT_BLOCK,
+    V_HEAD,
+    V_KIND,
+    V_ROW,
+    K,
+    V,
+)
+from sparsekv_cli.cpu.attention.tile import NEGATIVE_INFINITY, VECTOR_LANES, row_scale, row_vector
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, const, keep, load, next_task, splat, vec
+from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+
+# A product's sums fill the registers: 12 of AVX2's 16, 24 of AVX-512's 32 (NEON: 24 of 32).
+ROWS, WIDTH = (12, 32) if llvm.has_feature("avx512f") else (6, 16)
+BLOCK = 192  # keys between two updates of the running softmax, a multiple of ROWS
+UNROLL = 8
+TASK_FLOATS = 1 << 16  # most floats of q and of sums that a task keeps
+TASKS_A_THREAD = 8  # at least, where there are enough rows: threads end together
+WIDE = vec(F32, WIDTH)
+# 2^r on [-1/2, 1/2], relative error 2e-7 in f32: coefficients of a minimax fit
+EXP2 = (1.00000012, 0.693146944, 0.240221202, 0.0555071309, 0.00967554096, 0.00132764725)
+ROUND = 1.5 * 2.0**23  # x + ROUND - ROUND is x rounded to a whole number
+
+
+def _products(b, count, wide, wide_step, columns):
+    """The sums over i < count of columns(i)[r] times vector i, r < ROWS: ROWS wide vectors.
+
+    wide: address of the vectors, wide_step bytes apart. columns(i): ROWS addresses of f32.
+    """
+
+    def steps(n):
+        def body(first, sums):
+            for i in (b.add(first, I64(j)) for j in range(n)):
+                vector = load(b, WIDE, b.add(wide, b.mul(i, I64(wide_step))))
+                sums = [
+                    llvm.fma(b, vector, splat(b, load(b, F32, at), WIDTH), total)
+                    for at, total in zip(columns(i), sums, strict=True)
+                ]
+            return sums
+
+        return body
+
+    whole = b.and_(count, I64(-UNROLL))
+    sums = [const(F32, 0.0, WIDTH)] * ROWS
+    sums = llvm.loop(b, I64(0), whole, UNROLL, sums, steps(UNROLL))
+    return llvm.loop(b, whole, count, 1, sums, steps(1))
+
+
+@intrinsic
+def _score(typingctx, q, d, k, row_bytes, start, free, count, seen, out, peak):
+    """out[j] = sum of k[j, c] q[c] over c < d, j < count rounded up to ROWS.
+
+    q (d, WIDTH), k rows of row_bytes, out (keys, WIDTH), f32. k[j] is key start + j of the context;
+    lane i sees the first seen[i] of these, int32 (WIDTH,), and scores -inf for the others. All
+    lanes see the first ``free`` keys here, a multiple of ROWS. peak (WIDTH,): raised to the largest
+    score. Addresses.
+    """
+
+    def codegen(context, b, signature, args):
+        q, d, k, row_bytes, start, free, count, seen, out, peak = args
+        limits = load(b, vec(I32, WIDTH), seen)
+
+        def hide(scores, j):
+            first = b.trunc(b.add(start, j), I32)
+            hidden = const(F32, -np.inf, WIDTH)
+            for r, score in enumerate(scores):
+                key = splat(b, b.add(first, I32(r)), WIDTH)
+                yield b.select(b.icmp_signed("<", key, limits), score, hidden)
+
+        def tile(masked):
+            def body(j, carried):
+                rows = [b.add(k, b.mul(b.add(j, I64(r)), row_bytes)) for r in range(ROWS)]
+                scores = _products(
+                    b, d, q, 4 * WIDTH, lambda c: [b.add(row, b.mul(c, I64(4))) for row in rows]
+                )
+                if masked:
+                    scores = list(hide(scores, j))
+                at = b.add(out, b.mul(j, I64(4 * WIDTH)))
+                for r, score in enumerate(scores):
+                    llvm.store(b, score, at, 4 * WIDTH * r)
+                top = reduce(partial(larger, b), scores)
+                llvm.store(b, larger(b, load(b, WIDE, peak), top), peak)
+                return []
+
+            return body
+
+        llvm.loop(b, I64(0), free, ROWS, [], tile(False))
+        llvm.loop(b, free, count, ROWS, [], tile(True))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 10), codegen
+
+
+def _exp2(b, x):
+    """2^x for x <= 0; 2^-126 below -126, NaN of NaN."""
+    low, whole = const(F32, -126.0, WIDTH), const(F32, ROUND, WIDTH)
+    x = b.select(b.fcmp_ordered("<", x, low), low, x)
+    shifted = b.fadd(x, whole)
+    r = b.fsub(x, b.fsub(shifted, whole))
+    power = const(F32, EXP2[-1], WIDTH)
+    for c in EXP2[-2::-1]:
+        power = llvm.fma(b, power, r, const(F32, c, WIDTH))
+    integers = vec(I32, WIDTH)  # the whole number is in the low bits of ``shifted``
+    exponent = b.shl(b.bitcast(shifted, integers), const(I32, 23, WIDTH))
+    return b.bitcast(b.add(b.bitcast(power, integers), exponent), WIDE)
+
+
+@intrinsic
+def _weigh(typingctx, scores, count, peak, top, old):
+    """scores[j] = 2^(scores[j] - top), j < count; old = 2^(peak - top), peak = top.
+
+    scores (count, WIDTH), the others f32 (WIDTH,); addresses. Sums with respect to the old peak
+    shrink by ``old``.
+    """
+
+    def codegen(context, b, signature, args):
+        scores, count, peak, top, old = args
+        new = load(b, WIDE, top)
+
+        def key(j, carried):
+            at = b.add(scores, b.mul(j, I64(4 * WIDTH)))
+            llvm.store(b, _exp2(b, b.fsub(load(b, WIDE, at), new)), at)
+            return []
+
+        llvm.loop(b, I64(0), count, 1, [], key)
+        llvm.store(b, _exp2(b, b.fsub(load(b, WIDE, peak), new)), old)
+        llvm.store(b, new, peak)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
+
+
+@intrinsic
+def _add_values(typingctx, weights, count, values, panel_bytes, n_panels, old, acc):
+    """acc[c] = acc[c] old + sum of values[j, c] weights[j] over j < count; c < ROWS n_panels.
+
+    values: panels of ROWS dims, (keys, ROWS) each, panel_bytes apart; acc (ROWS n_panels, WIDTH).
+    """
+
+    def codegen(context, b, signature, args):
+        weights, count, values, panel_bytes, n_panels, old, acc = args
+
+        def panel(p, carried):
+            first = b.add(values, b.mul(p, panel_bytes))
+
+            def columns(j):
+                row = b.add(first, b.mul(j, I64(4 * ROWS)))
+                return [b.add(row, I64(4 * r)) for r in range(ROWS)]
+
+            sums = _products(b, count, weights, 4 * WIDTH, columns)
+            shrink = load(b, WIDE, old)
+            at = b.add(acc, b.mul(p, I64(4 * WIDTH * ROWS)))
+            for r, total in enumerate(sums):
+                before = load(b, WIDE, at, 4 * WIDTH * r)
+                llvm.store(b, llvm.fma(b, before, shrink, total), at, 4 * WIDTH * r)
+            return []
+
+        llvm.loop(b, I64(0), n_panels, 1, [], panel)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 7), codegen
+
+
+@intrinsic
+def _widen(typingctx, kind, row, width, out):
+    """out f32 (width,) = the row of ``kind``, a literal, at an address; width: a multiple of 16."""
+    if not isinstance(kind, types.IntegerLiteral):
+        return None
+
+    def codegen(context, b, signature, args):
+        mode = signature.args[0].literal_value
+        _, row, width, out = args
+
+        def elements(n):
+            def body(c, carried):
+                scale = row_scale(b, mode, row, width, c)
+                for i in range(0, n, VECTOR_LANES):
+                    x = row_vector(b, mode, row, b.add(c, I64(i)), scale)
+                    llvm.store(b, x, b.add(out, b.mul(c, I64(4))), 4 * i)
+                return []
+
+            return body
+
+        whole = b.sub(width, b.urem(width, I64(QUANT_BLOCK)))
+        llvm.loop(b, I64(0), whole, QUANT_BLOCK, [], elements(QUANT_BLOCK))
+        llvm.loop(b, whole, width, LANES, [], elements(LANES))
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(kind, i64, i64, i64), codegen
+
+
+@njit(cache=True, nogil=True)
+def _widen_row(kind, row, width, out):
+    if kind == Q8_0:
+        _widen(Q8_0, row, width, out)
+    else:
+        _widen(F16_ROWS, row, width, out)
+
+
+@intrinsic
+def _spread(typingctx, row, n_panels, out, panel_bytes):
+    """out[p] = row[p ROWS .. (p + 1) ROWS), f32, p < n_panels, panel_bytes apart; addresses."""
+
+    def codegen(context, b, signature, args):
+        row, n_panels, out, panel_bytes = args
+
+        def panel(p, carried):
+            part = load(b, vec(F32, ROWS), b.add(row, b.mul(p, I64(4 * ROWS))))
+            llvm.store(b, part, b.add(out, b.mul(p, panel_bytes)))
+            return []
+
+        llvm.loop(b, I64(0), n_panels, 1, [], panel)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+@njit(cache=True, nogil=True)
+def _read_block(layout, head, first, count, d_v, row, keys, values):
+    """Rows first .. first + count of a kv head as f32, as the products take them.
+
+    keys (BLOCK, width); values (panels, BLOCK, ROWS), element d_v of a row is a 1; row f32
+    (>= ROWS panels,): scratch.
+    """
+    k_width, v_width = keys.shape[1], (d_v + LANES - 1) // LANES * LANES
+    k = layout[K] + head * layout[K_HEAD] + first * layout[K_ROW]
+    v = layout[V] + head * layout[V_HEAD] + first * layout[V_ROW]
+    k_at, v_at, row_at = keys.ctypes.data, values.ctypes.data, row.ctypes.data
+    for j in range(count):
+        _widen_row(layout[K_KIND], k + j * layout[K_ROW], k_width, k_at + 4 * j * k_width)
+        _widen_row(layout[V_KIND], v + j * layout[V_ROW], v_width, row_at)
+        _spread(row_at, values.shape[0], v_at + 4 * ROWS * j, 4 * ROWS * BLOCK)
+        values[d_v // ROWS, j, d_v % ROWS] = 1
+
+
+@njit(cache=True, nogil=True)
+def _attend_tiles(layout, head, d_v, queries, seen, row, keys, values, scores, peak, acc):
+    """One task: tiles of query rows over all the keys that they see.
+
+    queries f32 (tiles, d, WIDTH), scaled by log2(e); seen int32 (tiles, WIDTH): keys that a row
+    sees, ascending; peak f32 (tiles, WIDTH); acc f32 (tiles, ROWS panels, WIDTH): sums of values,
+    and of the ones behind them, which is the weights' own sum.
+    """
+    n_tiles, d = queries.shape[:2]
+    top, old = np.empty(WIDTH, np.float32), np.empty(WIDTH, np.float32)
+    peak[:] = NEGATIVE_INFINITY
+    acc[:] = 0
+    top_at, old_at, scores_at = top.ctypes.data, old.ctypes.data, scores.ctypes.data
+    for start in range(0, seen[-1, -1], BLOCK):
+        size = min(BLOCK, seen[-1, -1] - start)
+        _read_block(layout, head, start, size, d_v, row, keys, values)
+        for t in range(n_tiles):
+            count = min(size, seen[t, -1] - start)
+            if count <= 0:
+                continue
+            free = max(0, min(count, seen[t, 0] - start)) // ROWS * ROWS
+            top[:] = peak[t]
+            _score(
+                queries[t].ctypes.data, d, keys.ctypes.data, 4 * keys.shape[1], start, free, count,
+                seen[t].ctypes.data, scores_at, top_at,
+            )  # fmt: skip
+            _weigh(scores_at, count, peak[t].ctypes.data, top_at, old_at)
+            _add_values(
+                scores_at, count, values.ctypes.data, 4 * ROWS * BLOCK, values.shape[0], old_at,
+                acc[t].ctypes.data,
+            )  # fmt: skip
+    keep(top)
+    keep(old)
+
+
+@njit(cache=True, nogil=True)
+def _attend_tasks(counter, q, layout, n_kv, n, scale, most_tiles, out):
+    """Takes tasks, (kv head, some tiles of its rows), until there are none, the long ones first.
+
+    The rows of a kv head are counted token by token: row r is of token r // group and of query head
+    r % group of its group.
+    """
+    n_head, n_new, d = q.shape
+    group, d_v = n_head // n_kv, out.shape[2]
+    n_rows = n_new * group
+    n_tiles = (n_rows + WIDTH - 1) // WIDTH
+    n_parts = (n_tiles + most_tiles - 1) // most_tiles
+    n_panels = d_v // ROWS + 1  # with room for the ones
+    row = np.zeros(ROWS * n_panels + LANES, np.float32)
+    keys = np.empty((BLOCK, (d + LANES - 1) // LANES * LANES), np.float32)
+    values = np.empty((n_panels, BLOCK, ROWS), np.float32)
+    scores = np.empty((BLOCK, WIDTH), np.float32)
+    queries = np.empty((most_tiles, d, WIDTH), np.float32)
+    acc = np.empty((most_tiles, n_panels * ROWS, WIDTH), np.float32)
+    peak = np.empty((most_tiles, WIDTH), np.float32)
+    seen = np.empty((most_tiles, WIDTH), np.int32)
+    task = next_task(counter)
+    while task < n_kv * n_parts:
+        head, part = task % n_kv, n_parts - 1 - task // n_kv
+        first, last = part * n_tiles // n_parts, (part + 1) * n_tiles // n_parts
+        for t in range(last - first):
+            for i in range(WIDTH):
+                r = min((first + t) * WIDTH + i, n_rows - 1)
+                token, h = r // group, head * group + r % group
+                seen[t, i] = n - n_new + token + 1
+                for c in range(d):
+                    queries[t, c, i] = q[h, token, c] * scale
+        _attend_tiles(
+            layout, head, d_v, queries[: last - first], seen[: last - first], row, keys, values,
+            scores, peak, acc,
+        )  # fmt: skip
+        for t in range(last - first):
+            for i in range(min(WIDTH, n_rows - (first + t) * WIDTH)):
+                r = (first + t) * WIDTH + i
+                token, h = r // group, head * group + r % group
+                inverse = np.float32(1) / acc[t, d_v, i]
+                for c in range(d_v):
+                    out[token, h, c] = acc[t, c, i] * inverse
+        task = next_task(counter)
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def attend_causal(q, layout, n_kv, n, scale, out, n_threads):
+    """Attention of the last T of n stored rows, each over the rows up to its own.
+
+    q f32 (H, T, d); layout int64 (8,): where K and V lie, see attention/rows.py; out f32 (T, H,
+    d_v).
+    """
+    n_head, n_new, d = q.shape
+    n_tiles = (n_new * (n_head // n_kv) + WIDTH - 1) // WIDTH
+    fitting = TASK_FLOATS // (WIDTH * (d + out.shape[2]))
+    wanted = n_kv * n_tiles // (TASKS_A_THREAD * n_threads)
+    most_tiles = max(1, min(fitting, wanted))
+    counter = np.zeros(1, np.int64)
+    scale *= LOG2_E  # weights are powers of 2
+    for _thread in prange(n_threads):
+        _attend_tasks(counter, q, layout, n_kv, n, scale, most_tiles, out)

@@ -1,0 +1,250 @@
+"""Exact selection of the k largest scores without sorting or moving them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange, types
+from numba.extending import intrinsic
+
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.llvm import LANES, trailing_zeros
+from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+
+WORD = 64  # keys that are compared at a time
+N_GUESSES = 9  # passes of a search for a threshold that may be guesses
+LARGEST = np.float32(1e38)
+
+
+@njit(cache=True, nogil=True)
+def _ordered(bits):
+    """The order_keys key of an f32's bits, and the bits of a key: the same flip."""
+    return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
+
+
+@njit(cache=True, nogil=True)
+def order_keys(scores, keys, n):
+    """keys[j] int32 with the order of scores[j] f32 (no NaN): a signed-magnitude flip."""
+    bits = scores.view(np.int32)
+    for j in range(n):
+        keys[j] = _ordered(bits[j])
+
+
+@intrinsic
+def _extremes(typingctx, keys, count):
+    """The least and the largest of keys[:count], int32 at an address; count: 16, 32, 48 ..."""
+
+    def codegen(context, b, signature, args):
+        keys, count = args
+        names = ("smin", "smax")
+
+        def body(j, found):
+            lanes = llvm.load(b, llvm.VI, b.add(keys, b.mul(j, llvm.I64(4))))
+            return [
+                llvm.call_named(b, f"llvm.{name}.v16i32", llvm.VI, known, lanes)
+                for name, known in zip(names, found, strict=True)
+            ]
+
+        start = [llvm.load(b, llvm.VI, keys)] * 2
+        found = llvm.loop(b, llvm.I64(0), count, LANES, start, body)
+        ends = [
+            llvm.call_named(b, f"llvm.vector.reduce.{name}.v16i32", llvm.I32, lanes)
+            for name, lanes in zip(names, found, strict=True)
+        ]
+        return context.make_tuple(b, signature.return_type, ends)
+
+    return types.UniTuple(types.int32, 2)(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _count_above(typingctx, keys, count, pivot):
+    """How many of keys[:count] are above pivot; int32 at an address, count a multiple of 16."""
+
+    def codegen(context, b, signature, args):
+        keys, count, pivot = args
+        limit = llvm.splat(b, pivot)
+
+        def counting(n_vectors):
+            def body(j, sums):
+                at = b.add(keys, b.mul(j, llvm.I64(4)))
+                new = []
+                for i in range(n_vectors):
+                    lanes = llvm.load(b, llvm.VI, at, 4 * LANES * i)
+                    found = b.sext(b.icmp_signed(">", lanes, limit), llvm.VI)
+                    new.append(b.sub(sums[i], found))
+                return new + sums[n_vectors:]
+
+            return body
+
+        n_sums = WORD // LANES
+        whole = b.and_(count, llvm.I64(-WORD))
+        sums = [llvm.const(llvm.I32, 0)] * n_sums
+        sums = llvm.loop(b, llvm.I64(0), whole, WORD, sums, counting(n_sums))
+        sums = llvm.loop(b, whole, count, LANES, sums, counting(1))
+        total = b.add(b.add(sums[0], sums[1]), b.add(sums[2], sums[3]))
+        return llvm.call_named(b, "llvm.vector.reduce.add.v16i32", llvm.I32, total)
+
+    return types.int32(types.int64, types.int64, types.int32), codegen
+
+
+@njit(cache=True, nogil=True)
+def count_above(keys, n, pivot):
+    """How many of keys[:n] int32 are above pivot."""
+    whole = n - n % LANES
+    count = _count_above(keys.ctypes.data, whole, pivot)
+    for j in range(whole, n):
+        count += np.int32(keys[j] > pivot)
+    return count
+
+
+@intrinsic
+def _bits_of(typingctx, value):
+    """The bits of an f32, int32."""
+
+    def codegen(context, b, signature, args):
+        return b.bitcast(args[0], llvm.I32)
+
+    return types.int32(types.float32), codegen
+
+
+@intrinsic
+def _float_of(typingctx, bits):
+    """The f32 of given bits, int32."""
+
+    def codegen(context, b, signature, args):
+        return b.bitcast(args[0], llvm.F32)
+
+    return types.float32(types.int32), codegen
+
+
+@njit(cache=True, nogil=True)
+def _guess(low, high, n_low, n_high, k):
+    """A key in (low, high] that about k keys reach, by the scores that the two stand for, where
+    n_low keys reach low and n_high exceed high; the middle where one of them is no score.
+
+    Between them the root of the number of scores above a value is taken to fall in a line, which
+    is near the truth at the upper side of a bell.
+    """
+    a, b = _float_of(_ordered(np.int32(low))), _float_of(_ordered(np.int32(high)))
+    if not -LARGEST < a <= b < LARGEST:
+        return (low + high + 1) >> 1
+    root = np.sqrt(np.float64(n_low))
+    share = (root - np.sqrt(np.float64(k))) / (root - np.sqrt(np.float64(n_high)))
+    key = np.int64(_ordered(_bits_of(np.float32(a + (b - a) * share))))
+    return min(max(key, low + 1), high)
+
+
+@njit(cache=True, nogil=True)
+def threshold_of_largest(keys, n, k):
+    """A threshold for the k largest of keys[:n] int32, 1 <= k <= n: at most k keys are above it,
+    and keys equal to it fill up to k.
+
+    Counting passes, each a vector compare and add; nothing is moved or allocated. Guesses take
+    some 7 passes for bell-shaped scores, bisection of the keys' range, which follows, 16, and at
+    most 32.
+    """
+    low, high = keys[0], keys[0]
+    whole = n - n % LANES
+    if whole:
+        low, high = _extremes(keys.ctypes.data, whole)
+    for j in range(whole, n):
+        low, high = min(low, keys[j]), max(high, keys[j])
+    low, high = np.int64(low), np.int64(high)
+    n_low, n_high, n_passes = n, 0, 0
+    while low < high:
+        middle = (low + high + 1) >> 1
+        if n_passes < N_GUESSES and n_passes % 3 != 2:  # guesses on one side only get nowhere
+            middle = _guess(low, high, n_low, n_high, k)
+        n_passes += 1
+        count = count_above(keys, n, np.int32(middle - 1))
+        if count == k:
+            return np.int32(middle - 1)
+        if count > k:
+            low, n_low = middle, count
+        else:
+            high, n_high = middle - 1, count
+    return np.int32(low)
+
+
+@intrinsic
+def _compare(typingctx, keys, pivot, equal):
+    """Bit j of the u64 is set where keys[j] > pivot (``equal``: == pivot), j < 64; an address."""
+    if not isinstance(equal, types.BooleanLiteral):
+        return None
+
+    def codegen(context, b, signature, args):
+        sign = "==" if signature.args[2].literal_value else ">"
+        limit = llvm.splat(b, args[1])
+        word = llvm.I64(0)
+        for part in range(WORD // LANES):
+            lanes = llvm.load(b, llvm.VI, args[0], 4 * LANES * part)
+            bits = b.bitcast(b.icmp_signed(sign, lanes, limit), llvm.I16)
+            word = b.or_(word, b.shl(b.zext(bits, llvm.I64), llvm.I64(LANES * part)))
+        return word
+
+    return types.uint64(types.int64, types.int32, equal), codegen
+
+
+@njit(cache=True, nogil=True)
+def select_largest(keys, n, k, out):
+    """out[:k] = positions of the k largest of keys[:n], ascending; ties go to the first."""
+    if k <= 0:
+        return
+    if k >= n:
+        for j in range(n):
+            out[j] = j
+        return
+    threshold = threshold_of_largest(keys, n, k)
+    at, ties = 0, k - count_above(keys, n, threshold)
+    whole = n - n % WORD
+    for start in range(0, whole, WORD):  # where few of many are chosen, most words are empty
+        address = keys.ctypes.data + 4 * start
+        word = _compare(address, threshold, False)
+        if ties:
+            equal = _compare(address, threshold, True)
+            while equal and ties:
+                others = equal & (equal - np.uint64(1))
+                word |= equal ^ others
+                equal = others
+                ties -= 1
+        while word:
+            out[at] = start + trailing_zeros(word)
+            at += 1
+            word &= word - np.uint64(1)
+    for j in range(whole, n):
+        is_tie = (keys[j] == threshold) & (ties > 0)
+        if keys[j] > threshold or is_tie:
+            out[at] = j
+            at += 1
+            ties -= is_tie
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def select_rows(scores, n, n_sinks, n_recent, k, out):
+    """Per list: the first n_sinks rows, the last n_recent and the k - n_recent best in between.
+
+    scores f32 (U, >= n); out int32 (U, n_sinks + k), rows ascending except that the recent ones
+    come before the best.
+    """
+    n_middle = n - n_sinks - n_recent
+    for unit in prange(scores.shape[0]):
+        keys = np.empty(n_middle, np.int32)
+        order_keys(scores[unit, n_sinks : n_sinks + n_middle], keys, n_middle)
+        for j in range(n_sinks):
+            out[unit, j] = j
+        for j in range(n_recent):
+            out[unit, n_sinks + j] = n - n_recent + j
+        best = out[unit, n_sinks + n_recent :]
+        select_largest(keys, n_middle, k - n_recent, best)
+        for j in range(k - n_recent):
+            best[j] += n_sinks
+
+
+def select_rows_ref(scores, n, n_sinks, n_recent, k):
+    """numpy reference: the same sets, as one sorted array a list."""
+    middle = np.arange(n_sinks, n - n_recent)
+    rows = []
+    for row in scores:
+        best = middle[np.argsort(-row[middle], kind="stable")[: k - n_recent]]
+        forced = np.concatenate([np.arange(n_sinks), np.arange(n - n_recent, n)])
+        rows.append(np.sort(np.concatenate([forced, best])))
+    return np.stack(rows)

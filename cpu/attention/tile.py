@@ -1,0 +1,349 @@
+"""Attention on a tile of query heads, in vector IR: scores, exponentials and weighted values.
+
+K and V rows are f16 or q8_0 (attention/rows.py), padded to a multiple of 16 elements. A row is
+loaded and widened once for a tile of up to four query heads of its GQA group, and the dot products
+of a tile are summed across lanes together (emit.sum_many). Rows are consecutive, or listed by int32
+numbers. A ``mode`` says both: the kind of the rows, + GATHER for listed ones; so 0 and 1 are modes
+of f16.
+
+Sums are as wide as the CPU's vectors, and as many as its registers hold: 16 of 16 lanes with
+AVX-512, 8 of 8 elsewhere (AVX2 has 16 registers; with twice the sums attention took three times as
+long there).
+
+There is code for every tile and mode, a lot to compile. So it is compiled once, when this file is
+imported, and the linker gets it as a symbol: a kernel holds a call, not a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import numpy as np
+from llvmlite import binding, ir
+from numba import cfunc, types
+from numba.extending import intrinsic
+
+from sparsekv_cli.cpu.attention.rows import F16 as F16_ROWS
+from sparsekv_cli.cpu.attention.rows import GATHER, Q8_0, QUANT_BLOCK
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.llvm import F16, F32, I8, I32, I64, LANES, VF, VI, const, load, splat, vec
+
+PAD = 32  # floats that a score buffer needs behind its last score
+# Rows between a load and its prefetch; what is scanned goes into L1 on AMD's CPUs, else into L2.
+AHEAD_SCAN, AHEAD_GATHER = 96 if llvm.ON_AMD else 16, 40
+NEGATIVE_INFINITY = np.float32(-np.inf)
+MAX_TILE = 4  # query heads
+MODES = (F16_ROWS, F16_ROWS | GATHER, Q8_0, Q8_0 | GATHER)
+VECTOR_LANES = LANES if llvm.has_feature("avx512f") else 8
+VW = vec(F32, VECTOR_LANES)
+# Dims of a tile's values that registers sum at a time, a multiple of 16.
+WIDE_DIMS = (
+    dict.fromkeys(range(1, 5), 64) if VECTOR_LANES == LANES else {1: 64, 2: 32, 3: 32, 4: 16}
+)
+SCORES, VALUES = "sparsekv_tile_scores", "sparsekv_tile_values"
+_TEN_NUMBERS = types.void(*[types.int64] * 10)
+
+
+def _row_address(b, base, row_bytes, idx, j, mode):
+    """Address of row j (of row idx[j] when gathering; idx is the address of int32)."""
+    if mode & GATHER:
+        j = b.sext(load(b, I32, b.add(idx, b.mul(j, I64(4)))), I64)
+    return b.add(base, b.mul(j, row_bytes))
+
+
+def _rows_ahead(b, base, row_bytes, idx, j, n_rows, last, mode):
+    """Addresses of n_rows rows from j + AHEAD on; in a list, of its row ``last`` at most."""
+    rows = []
+    for i in range(n_rows):
+        at = b.add(j, I64((AHEAD_GATHER if mode & GATHER else AHEAD_SCAN) + i))
+        if mode & GATHER:
+            at = b.select(b.icmp_signed("<", at, last), at, last)
+        rows.append(_row_address(b, base, row_bytes, idx, at, mode))
+    return rows
+
+
+def row_scale(b, mode, row, d, c):
+    """The scale of a q8_0 row's block that element c is in, a vector; d: of the row."""
+    if not mode & Q8_0:
+        return None
+    at = b.add(b.add(row, d), b.mul(b.udiv(c, I64(QUANT_BLOCK)), I64(2)))
+    return splat(b, b.fpext(load(b, F16, at), F32), VECTOR_LANES)
+
+
+def row_vector(b, mode, row, c, scale):
+    """Elements c .. c + VECTOR_LANES of the row at an address; scale: its ``row_scale`` there."""
+    if scale is None:
+        return llvm.load_half_lanes(b, b.add(row, b.mul(c, I64(2))), 0, VECTOR_LANES)
+    quants = b.sext(load(b, vec(I8, VECTOR_LANES), b.add(row, c)), vec(I32, VECTOR_LANES))
+    return b.fmul(b.sitofp(quants, VW), scale)
+
+
+def _element_bytes(mode):
+    """Bytes between the elements of a row."""
+    return 1 if mode & Q8_0 else 2
+
+
+def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
+    """The code of ``tile_scores`` for one tile and mode, ints."""
+    n_keys = VECTOR_LANES // tile
+    last = b.sub(count, I64(1))
+
+    def group(j, carried):
+        rows = []
+        for i in range(n_keys):
+            at = b.add(j, I64(i))
+            at = b.select(b.icmp_signed("<", at, last), at, last)
+            rows.append(_row_address(b, k, row_bytes, idx, at, mode))
+
+        ahead = _rows_ahead(b, k, row_bytes, idx, j, n_keys, last, mode)
+
+        if mode & Q8_0:
+            for row in ahead:
+                llvm.prefetch(b, b.add(row, d))  # the scales
+
+        def dims(n_vectors):
+            """Adds the products of n_vectors vectors of dims from c on."""
+
+            def body(c, sums):
+                at = b.mul(c, I64(_element_bytes(mode)))
+                lines = llvm.Prefetches(
+                    [b.add(row, at) for row in ahead], n_keys * n_vectors, once=not mode & GATHER
+                )
+                scales = [row_scale(b, mode, row, d, c) for row in rows]
+                for vector in range(n_vectors):
+                    at = b.add(c, I64(VECTOR_LANES * vector))
+                    queries = [
+                        load(b, VW, b.add(q, b.mul(b.add(b.mul(I64(t), d), at), I64(4))))
+                        for t in range(tile)
+                    ]
+                    sums = list(sums)
+                    for i, (row, scale) in enumerate(zip(rows, scales, strict=True)):
+                        lines.step(b)
+                        key = row_vector(b, mode, row, at, scale)
+                        for t, query in enumerate(queries):
+                            dot = sums[t * n_keys + i]
+                            sums[t * n_keys + i] = llvm.fma(b, key, query, dot)
+                return sums
+
+            return body
+
+        zero = const(F32, 0.0, VECTOR_LANES)
+        sums = [zero] * (tile * n_keys)
+        whole = b.sub(d, b.urem(d, I64(QUANT_BLOCK)))
+        sums = llvm.loop(b, I64(0), whole, QUANT_BLOCK, sums, dims(QUANT_BLOCK // VECTOR_LANES))
+        sums = llvm.loop(b, whole, d, LANES, sums, dims(LANES // VECTOR_LANES))
+        sums += [zero] * (VECTOR_LANES - len(sums))
+        dots = llvm.sum_many(b, sums)
+        for t in range(tile):
+            at = b.add(out, b.mul(b.add(b.mul(I64(t), out_stride), j), I64(4)))
+            part = llvm.shuffle(b, dots, dots, range(t * n_keys, (t + 1) * n_keys))
+            llvm.store(b, part, at)
+        return []
+
+    llvm.loop(b, I64(0), count, n_keys, [], group)
+
+
+def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
+    """The code of ``tile_values`` for one tile and mode, ints."""
+    size = _element_bytes(mode)
+
+    def chunk(c, n_vectors):
+        """Accumulates dims c .. c + VECTOR_LANES n_vectors."""
+        unroll = max(1, 8 // (tile * n_vectors))
+        acc_at = [
+            b.add(acc, b.mul(b.add(b.add(b.mul(I64(t), d), c), I64(VECTOR_LANES * i)), I64(4)))
+            for t in range(tile)
+            for i in range(n_vectors)
+        ]
+
+        def key(j, sums, lines=None):
+            row = _row_address(b, v, row_bytes, idx, j, mode)
+            weights = []
+            for t in range(tile):
+                weight_at = b.add(p, b.mul(b.add(b.mul(I64(t), p_stride), j), I64(4)))
+                weights.append(splat(b, load(b, F32, weight_at), VECTOR_LANES))
+            new = list(sums)
+            for i in range(n_vectors):
+                if lines is not None:
+                    lines.step(b)
+                at = b.add(c, I64(VECTOR_LANES * i))
+                if VECTOR_LANES * i % QUANT_BLOCK == 0:
+                    scale = row_scale(b, mode, row, d, at)
+                values = row_vector(b, mode, row, at, scale)
+                for t, weight in enumerate(weights):
+                    new[t * n_vectors + i] = llvm.fma(b, values, weight, new[t * n_vectors + i])
+            return new
+
+        n_sums = len(acc_at)
+        last = b.sub(count, I64(1))
+
+        def keys(j, sums):
+            addresses = []
+            for row in _rows_ahead(b, v, row_bytes, idx, j, unroll, last, mode):
+                first = b.add(row, b.mul(c, I64(size)))
+                for line in range(0, size * VECTOR_LANES * n_vectors, 64):
+                    addresses.append(b.add(first, I64(line)))
+                if mode & Q8_0:
+                    llvm.prefetch(b, b.add(row, d))  # the scales
+            lines = llvm.Prefetches(addresses, unroll * n_vectors, once=not mode & GATHER)
+            new = []
+            for u in range(unroll):
+                new += key(b.add(j, I64(u)), sums[u * n_sums : (u + 1) * n_sums], lines)
+            return new
+
+        zero = const(F32, 0.0, VECTOR_LANES)
+        whole = b.sub(count, b.srem(count, I64(unroll)))
+        start = [load(b, VW, at) for at in acc_at] + [zero] * (n_sums * (unroll - 1))
+        sums = llvm.loop(b, I64(0), whole, unroll, start, keys)
+        for u in range(1, unroll):
+            sums[:n_sums] = [b.fadd(sums[i], sums[u * n_sums + i]) for i in range(n_sums)]
+        sums = llvm.loop(b, whole, count, 1, sums[:n_sums], key)
+        for at, value in zip(acc_at, sums, strict=True):
+            llvm.store(b, value, at)
+
+    dims = WIDE_DIMS[tile]
+
+    def wide(c, carried):
+        chunk(c, dims // VECTOR_LANES)
+        return []
+
+    def narrow(c, carried):
+        chunk(c, LANES // VECTOR_LANES)
+        return []
+
+    whole = b.sub(d, b.srem(d, I64(dims)))
+    llvm.loop(b, I64(0), whole, dims, [], wide)
+    llvm.loop(b, whole, d, LANES, [], narrow)
+
+
+def _for_every_tile(emit_tile: Callable[..., None]) -> Any:
+    """An intrinsic's type and code: ``emit_tile`` for whatever tile and mode it is called with."""
+
+    def codegen(context, b, signature, args):
+        wrong, after = b.append_basic_block("wrong"), b.append_basic_block("after")
+        switch = b.switch(b.add(b.mul(args[1], I64(MAX_TILE)), args[0]), wrong)
+        for tile, mode in product(range(1, MAX_TILE + 1), MODES):
+            block = b.append_basic_block(f"tile_{tile}_{mode}")
+            switch.add_case(I64(mode * MAX_TILE + tile), block)
+            b.position_at_end(block)
+            emit_tile(b, tile, mode, *args[2:])
+            b.branch(after)
+        b.position_at_end(wrong)
+        llvm.call_named(b, "llvm.trap", ir.VoidType())
+        b.unreachable()
+        b.position_at_end(after)
+        return context.get_dummy_value()
+
+    return _TEN_NUMBERS, codegen
+
+
+@intrinsic
+def _any_scores(typingctx, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
+    return _for_every_tile(_emit_scores)
+
+
+@intrinsic
+def _any_values(typingctx, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
+    return _for_every_tile(_emit_values)
+
+
+def _scores(tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
+    _any_scores(tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
+
+
+def _values(tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
+    _any_values(tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc)
+
+
+def _call(symbol: str) -> Any:
+    """An intrinsic's type and code: a call of the function that the linker knows as ``symbol``."""
+
+    def codegen(context, b, signature, args):
+        llvm.call_named(b, symbol, ir.VoidType(), *args)
+        return context.get_dummy_value()
+
+    return _TEN_NUMBERS, codegen
+
+
+@intrinsic
+def tile_scores(typingctx, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
+    """out[t, j] = q[t] . k[row j], t < tile, j < count; q f32 (tile, d), k rows, out f32.
+
+    Addresses are i64; tile: 1 to 4; ``out_stride`` in floats. ``mode``: see above; with GATHER, row
+    j is idx[j] (int32). Writes up to 15 floats behind out[t, count). d is a multiple of 16.
+    """
+    return _call(SCORES)
+
+
+@intrinsic
+def tile_values(typingctx, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
+    """acc[t] += sum over j < count of p[t, j] v[row j]; acc f32 (tile, d), addresses as i64."""
+    return _call(VALUES)
+
+
+def _install() -> tuple[Any, ...]:
+    """Compiles the tiles, or loads them from the disk, before a kernel that calls them."""
+    functions = {SCORES: _scores, VALUES: _values}
+    compiled = {name: cfunc(_TEN_NUMBERS, cache=True)(f) for name, f in functions.items()}
+    for name, function in compiled.items():
+        binding.add_symbol(name, function.address)
+    return tuple(compiled.values())
+
+
+_KEPT = _install()  # used to the end of the process
+
+
+def exp_lanes(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """e^x for x <= 0, <16 x float>, within 2 units in the last place; 0 below -87.
+
+    Cody-Waite reduction x = n ln 2 + r and a polynomial of degree 6 in r (Cephes' expf).
+    """
+    x = llvm.call_named(b, "llvm.maxnum.v16f32", VF, x, const(F32, -87.5))
+    n = llvm.fma(b, x, const(F32, 1.4426950408889634), const(F32, 0.5))
+    n = llvm.call_named(b, "llvm.floor.v16f32", VF, n)
+    r = llvm.fma(b, n, const(F32, -0.693359375), x)
+    r = llvm.fma(b, n, const(F32, 2.12194440e-4), r)
+    y = const(F32, 1.9875691500e-4)
+    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5):
+        y = llvm.fma(b, y, r, const(F32, c))
+    y = b.fadd(llvm.fma(b, y, b.fmul(r, r), r), const(F32, 1.0))
+    power = b.shl(b.add(b.fptosi(n, VI), const(I32, 127)), const(I32, 23))
+    y = b.fmul(y, b.bitcast(power, VF))
+    return b.select(b.fcmp_ordered(">", x, const(F32, -87.0)), y, const(F32, 0.0))
+
+
+@intrinsic
+def exp_in_place(typingctx, scores, count, peak):
+    """scores[j] = e^(scores[j] - peak), j < count rounded up to 16; returns their sum (f32)."""
+
+    def codegen(context, b, signature, args):
+        scores, count, peak = args
+        peak_lanes = splat(b, peak)
+
+        def body(j, sums):
+            at = b.add(scores, b.mul(j, I64(4)))
+            y = exp_lanes(b, b.fsub(load(b, VF, at), peak_lanes))
+            llvm.store(b, y, at)
+            return [b.fadd(sums[0], y)]
+
+        return llvm.sum_lanes(b, llvm.loop(b, I64(0), count, LANES, [const(F32, 0.0)], body)[0])
+
+    return types.float32(types.int64, types.int64, types.float32), codegen
+
+
+@intrinsic
+def max_of(typingctx, scores, count):
+    """The largest of scores[0 .. count rounded up to 16) (f32)."""
+
+    def codegen(context, b, signature, args):
+        scores, count = args
+
+        def body(j, best):
+            value = load(b, VF, b.add(scores, b.mul(j, I64(4))))
+            return [llvm.call_named(b, "llvm.maxnum.v16f32", VF, best[0], value)]
+
+        return llvm.max_lanes(b, llvm.loop(b, I64(0), count, LANES, [const(F32, -np.inf)], body)[0])
+
+    return types.float32(types.int64, types.int64), codegen

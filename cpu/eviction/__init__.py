@@ -1,0 +1,1 @@
+"""SnapKV and H2O: scores by which rows are dropped."""

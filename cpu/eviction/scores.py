@@ -1,0 +1,207 @@
+"""Scores by which caches drop rows for good: the attention that keys have received.
+
+The sums are columns of the causal softmax over the rows that a cache holds, one list a kv head:
+its query heads add to the same sums. f32; a thread never adds where another does, and the parts are
+merged in a fixed order, so that the number of threads changes no bit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.extending import intrinsic
+
+from sparsekv_cli.cpu.attention.decode import TILE, scaled_copy
+from sparsekv_cli.cpu.attention.tile import (
+    NEGATIVE_INFINITY,
+    PAD,
+    exp_in_place,
+    max_of,
+    tile_scores,
+)
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.llvm import I64, LANES, keep, next_task
+from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+
+N_PART = 8  # pieces that the queries of a kv head are cut into
+ROWS_A_PART = 64  # at least
+ONE_THREAD_BELOW = 1 << 14  # dot products under which threads cost more than they save
+
+
+@njit(cache=True, nogil=True, fastmath={"contract", "nsz"})
+def _add_weighted(target, source, n, factor):
+    """target[:n] += factor source[:n]."""
+    for j in range(n):
+        target[j] += factor * source[j]
+
+
+@njit(cache=True, nogil=True)
+def _add_columns(q, first, last, k, k_row, n_past, group, scale, sums):
+    """Adds the softmax of the queries q[first:last] of one kv head to sums f32 (n,)."""
+    if first == last:
+        return
+    d = q.shape[1]
+    scores = np.empty((TILE, n_past + (last - 1) // group + 1 + PAD), np.float32)
+    stride = scores.shape[1]
+    for row in range(first, last, TILE):
+        tile = min(TILE, last - row)
+        longest = n_past + (row + tile - 1) // group + 1
+        scaled = scaled_copy(q[row : row + tile], scale)
+        tile_scores(
+            tile, 0, scaled.ctypes.data, k, k_row, 0, longest, d, scores.ctypes.data, stride
+        )
+        keep(scaled)
+        for t in range(tile):
+            visible = n_past + (row + t) // group + 1
+            for j in range(visible, visible + LANES):
+                scores[t, j] = NEGATIVE_INFINITY
+            address = scores.ctypes.data + 4 * t * stride
+            mass = exp_in_place(address, visible, max_of(address, visible))
+            _add_weighted(sums, scores[t], visible, np.float32(1) / mass)
+
+
+@njit(cache=True, nogil=True)
+def _add_parts(counter, q, k, k_head, k_row, n_past, group, scale, parts):
+    """Takes (kv head, part) tasks until there are none; parts f32 (G, parts, n)."""
+    n_kv_head, n_part, _ = parts.shape
+    n_row = q.shape[1]
+    task = next_task(counter)
+    while task < n_kv_head * n_part:
+        kv_head, part = task // n_part, task % n_part
+        first, last = part * n_row // n_part, (part + 1) * n_row // n_part
+        _add_columns(
+            q[kv_head], first, last, k + kv_head * k_head, k_row, n_past, group, scale,
+            parts[kv_head, part],
+        )  # fmt: skip
+        task = next_task(counter)
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def add_attention(q, k, k_head, k_row, n, group, scale, sums, n_threads):
+    """sums[g, j] += softmax(scale q . k)[j], summed over the queries of the last positions.
+
+    q f32 (G, R, d): the ``group`` query heads of the first of R / group positions, then of the
+    next one; the last position sees n rows, each one before it one row less. k: address of f16
+    keys; k_head, k_row: bytes between kv heads and rows. sums f32 (G, >= n).
+    """
+    n_kv_head, n_row, _ = q.shape
+    n_past = n - n_row // group
+    n_part = min(N_PART, max(1, n_row // ROWS_A_PART))
+    parts = np.zeros((n_kv_head, n_part, n), np.float32)
+    counter = np.zeros(1, np.int64)
+    if n_threads == 1 or n_kv_head * n_row * n < ONE_THREAD_BELOW:
+        _add_parts(counter, q, k, k_head, k_row, n_past, group, scale, parts)
+    else:
+        for _thread in prange(n_threads):
+            _add_parts(counter, q, k, k_head, k_row, n_past, group, scale, parts)
+    for kv_head in range(n_kv_head):
+        for part in range(n_part):
+            _add_weighted(sums[kv_head], parts[kv_head, part], n, np.float32(1))
+
+
+def add_attention_ref(q, k, n, group, scale, sums):
+    """numpy reference in f64: q (G, R, d), k (G, >= n, d) -> sums + the columns (G, n)."""
+    total = sums[:, :n].astype(np.float64)
+    n_row = q.shape[1]
+    for g in range(len(q)):
+        for row in range(n_row):
+            visible = n - n_row // group + row // group + 1
+            s = k[g, :visible].astype(np.float64) @ q[g, row].astype(np.float64) * scale
+            p = np.exp(s - s.max())
+            total[g, :visible] += p / p.sum()
+    return total
+
+
+@njit(cache=True, nogil=True)
+def max_pool(scores, n, width, out):
+    """out[g, j] = the largest of scores[g, j - width // 2 .. j + width // 2] within 0..n - 1."""
+    half = width // 2
+    for g in range(scores.shape[0]):
+        for j in range(n):
+            best = scores[g, j]
+            for i in range(max(0, j - half), min(n, j + half + 1)):
+                best = max(best, scores[g, i])
+            out[g, j] = best
+
+
+def max_pool_ref(scores, width):
+    """numpy reference: scores (G, n) -> (G, n)."""
+    half = width // 2
+    padded = np.pad(scores, ((0, 0), (half, half)), constant_values=-np.inf)
+    return np.lib.stride_tricks.sliding_window_view(padded, width, axis=1).max(-1)
+
+
+@intrinsic
+def copy_halves(typingctx, source, target, count):
+    """Copies ``count`` f16 (a multiple of 16) from one address to another."""
+
+    def codegen(context, b: ir.IRBuilder, signature, args):
+        source, target, count = args
+
+        def body(j, carried):
+            at = b.mul(j, I64(2))
+            llvm.store(b, llvm.load(b, llvm.vec(llvm.I16), b.add(source, at)), b.add(target, at))
+            return []
+
+        llvm.loop(b, I64(0), count, LANES, [], body)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@njit(cache=True, nogil=True)
+def least_attended(positions, mass, n, first, last):
+    """The slot below n with the least mass among positions first..last - 1; of ties the oldest."""
+    found = -1
+    for j in range(n):
+        if first <= positions[j] < last and (
+            found < 0
+            or mass[j] < mass[found]
+            or (mass[j] == mass[found] and positions[j] < positions[found])
+        ):
+            found = j
+    return found
+
+
+@njit(cache=True, nogil=True)
+def drop_least_attended(
+    k, v, k_head, v_head, k_row, v_row, n, first, last, positions, mass
+):  # fmt: skip
+    """Every kv head drops one of its n rows; the last row moves to where it was.
+
+    k, v: addresses of f16 rows; positions int32, mass f32 (G, >= n). Dropped is the row with the
+    least mass among those at positions first..last - 1, of which there must be one.
+    """
+    for g in range(positions.shape[0]):
+        slot = least_attended(positions[g], mass[g], n, first, last)
+        k_base, v_base = k + g * k_head, v + g * v_head
+        copy_halves(k_base + (n - 1) * k_row, k_base + slot * k_row, k_row // 2)
+        copy_halves(v_base + (n - 1) * v_row, v_base + slot * v_row, v_row // 2)
+        positions[g, slot] = positions[g, n - 1]
+        mass[g, slot] = mass[g, n - 1]
+
+
+def drop_least_attended_ref(first, last, positions, mass):
+    """numpy reference: the slot that each kv head drops, of positions and mass (G, n)."""
+    slots = []
+    for position, weight in zip(positions, mass, strict=True):
+        among = np.flatnonzero((first <= position) & (position < last))
+        slots.append(among[np.lexsort((position[among], weight[among]))[0]])
+    return slots
+
+
+@njit(cache=True, nogil=True)
+def heavy_hitter_step(
+    q, k, v, k_head, v_head, k_row, v_row, n, scale, drops, first, last, positions, mass, n_threads
+):
+    """What H2O does behind the attention of a decode step, whose row is the last of n.
+
+    q f32 (G, group, d). Adds the attention of the step to mass and, if ``drops``, drops a row
+    of every kv head (``drop_least_attended``).
+    """
+    add_attention(q, k, k_head, k_row, n, q.shape[1], scale, mass, n_threads)
+    if drops:
+        drop_least_attended(
+            k, v, k_head, v_head, k_row, v_row, n, first, last, positions, mass
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""FAEDKV: attention over a transformed segment."""

@@ -1,0 +1,1 @@
+"""FASA: dominant frequency chunks of keys."""

@@ -1,0 +1,387 @@
+"""FASA's decode step: scan the dominant chunks of all keys, gather the rest of the best ones.
+
+K of a layer lies in two parts (see fasa/split.py), so that the scan reads the dominant dims only.
+All f16 are passed as u16, whose bits the vector code reads.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange, types
+from numba.extending import intrinsic
+
+from sparsekv_cli.cpu.attention.decode import TILE, n_key_splits
+from sparsekv_cli.cpu.attention.select import order_keys, select_largest
+from sparsekv_cli.cpu.attention.store import store_halves
+from sparsekv_cli.cpu.attention.tile import (
+    NEGATIVE_INFINITY,
+    PAD,
+    exp_in_place,
+    max_of,
+    tile_scores,
+    tile_values,
+)
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.llvm import F32, I64, LANES, const, load, next_task, splat
+from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+
+BLOCK = LANES  # tokens of a block of Kdom
+AT_ONCE = 32  # blocks that all query heads of a group score while they are in the L1 cache
+AHEAD_SCAN = 4096  # bytes between a block that is scanned and what is fetched meanwhile
+AHEAD_LISTED = 2  # blocks between a block of a list and the one that is fetched meanwhile
+
+
+@njit(cache=True, nogil=True)
+def append_split_row(k_new, v_new, position, dims, dom, rest, v):
+    """Writes one token's K and V, f32 (G, d padded to 16), as f16 at ``position``."""
+    n_dom, d = dom.shape[2], dims.shape[1]
+    halves = np.empty(k_new.shape[1], np.uint16)
+    for head in range(k_new.shape[0]):
+        store_halves(k_new[head].ctypes.data, halves.ctypes.data, k_new.shape[1])
+        for c in range(n_dom):
+            dom[head, position // BLOCK, c, position % BLOCK] = halves[dims[head, c]]
+        for c in range(d - n_dom):
+            rest[head, position, c] = halves[dims[head, n_dom + c]]
+        for c in range(d - n_dom, rest.shape[2]):
+            rest[head, position, c] = 0
+        store_halves(v_new[head].ctypes.data, v[head, position].ctypes.data, v_new.shape[1])
+
+
+# --- token importance: q . k over the dominant dims -----------------------------------------------
+
+
+def _block_sums(b, tile, q, at, n_dom, ahead):
+    """<16 x float> of q[t] . k for the 16 tokens of the block at address ``at``, t < tile.
+
+    One fma a dim in the order of the dims, whatever the tile: every caller gets the same bits.
+    Meanwhile the block at ``ahead`` is fetched.
+    """
+
+    def dim(c, sums):
+        at_dim = b.mul(c, I64(2 * BLOCK))
+        llvm.prefetch(b, b.add(ahead, at_dim))
+        keys = llvm.load_half_lanes(b, at, at_dim)
+        new = []
+        for t in range(tile):
+            query_at = b.add(q, b.mul(b.add(b.mul(I64(t), n_dom), c), I64(4)))
+            new.append(llvm.fma(b, keys, splat(b, load(b, F32, query_at)), sums[t]))
+        return new
+
+    return llvm.loop(b, I64(0), n_dom, 1, [const(F32, 0.0)] * tile, dim)
+
+
+@intrinsic
+def block_maxima(typingctx, tile, q, dom, n_dom, n_block, best, best_stride):
+    """best[t, i] = the largest q[t] . k of the 16 tokens of block i < n_block, t < tile.
+
+    q f32 (tile, n_dom), dom f16 (n_block, n_dom, 16), best f32. Addresses are i64, the stride in
+    floats.
+    """
+    if not isinstance(tile, types.IntegerLiteral):
+        return None
+
+    def codegen(context, b, signature, args):
+        tile_ = signature.args[0].literal_value
+        _, q, dom, n_dom, n_block, best, best_stride = args
+        n_bytes = b.mul(n_dom, I64(2 * BLOCK))
+
+        def block(i, carried):
+            at = b.add(dom, b.mul(i, n_bytes))
+            sums = _block_sums(b, tile_, q, at, n_dom, b.add(at, I64(AHEAD_SCAN)))
+            for t in range(tile_):
+                row = b.add(b.mul(I64(t), best_stride), i)
+                llvm.store(b, llvm.max_lanes(b, sums[t]), b.add(best, b.mul(row, I64(4))))
+            return []
+
+        llvm.loop(b, I64(0), n_block, 1, [], block)
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(tile, i64, i64, i64, i64, i64, i64), codegen
+
+
+@intrinsic
+def listed_scores(typingctx, q, dom, n_dom, blocks, count, out):
+    """out[16 i + j] = q . k of token j of block blocks[i] (int32), i < count; all are addresses."""
+
+    def codegen(context, b, signature, args):
+        q, dom, n_dom, blocks, count, out = args
+        n_bytes = b.mul(n_dom, I64(2 * BLOCK))
+        last = b.sub(count, I64(1))
+
+        def address(i):
+            i = b.select(b.icmp_signed("<", i, last), i, last)
+            number = b.sext(load(b, llvm.I32, b.add(blocks, b.mul(i, I64(4)))), I64)
+            return b.add(dom, b.mul(number, n_bytes))
+
+        def block(i, carried):
+            ahead = address(b.add(i, I64(AHEAD_LISTED)))
+            (scores,) = _block_sums(b, 1, q, address(i), n_dom, ahead)
+            llvm.store(b, scores, b.add(out, b.mul(i, I64(4 * BLOCK))))
+            return []
+
+        llvm.loop(b, I64(0), count, 1, [], block)
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(i64, i64, i64, i64, i64, i64), codegen
+
+
+@njit(cache=True, nogil=True)
+def _maxima_any(tile, q, dom, n_dom, n_block, best, best_stride):
+    """``block_maxima`` for a tile of 1 to 4 heads that is known at run time only."""
+    if tile == 1:
+        block_maxima(1, q, dom, n_dom, n_block, best, best_stride)
+    elif tile == 2:
+        block_maxima(2, q, dom, n_dom, n_block, best, best_stride)
+    elif tile == 3:
+        block_maxima(3, q, dom, n_dom, n_block, best, best_stride)
+    else:
+        block_maxima(4, q, dom, n_dom, n_block, best, best_stride)
+
+
+@njit(cache=True, nogil=True)
+def _score_pieces(counter, q, dom, n_split, best):
+    """Takes (kv head, part of the blocks) tasks until there are none; see ``score_chunks``."""
+    n_kv_head, n_block = dom.shape[0], best.shape[1]
+    group = q.shape[0] // n_kv_head
+    task = next_task(counter)
+    while task < n_kv_head * n_split:
+        head, part = task // n_split, task % n_split
+        first, last = part * n_block // n_split, (part + 1) * n_block // n_split
+        for start in range(first, last, AT_ONCE):
+            size = min(AT_ONCE, last - start)
+            for h in range(head * group, (head + 1) * group, TILE):
+                _maxima_any(
+                    min(TILE, (head + 1) * group - h), q[h].ctypes.data,
+                    dom[head, start].ctypes.data, dom.shape[2], size,
+                    best[h, start:].ctypes.data, best.shape[1],
+                )  # fmt: skip
+        task = next_task(counter)
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def score_chunks(q, dom, n, best, n_threads):
+    """Scores all n tokens by the dominant dims (not scaled), and keeps the best of each block.
+
+    q f32 (H, n_dom), dom u16 (G, >= n/16, n_dom, 16) holding f16, best f32 (H, ceil(n / 16)). What
+    the last block holds behind token n counts too.
+    """
+    n_split = n_key_splits(n, dom.shape[0], n_threads)
+    counter = np.zeros(1, np.int64)
+    for _thread in prange(n_threads):
+        _score_pieces(counter, q, dom, n_split, best)
+
+
+def score_chunks_ref(q, dom):
+    """numpy reference: q (H, n_dom), dom f16 (G, b, n_dom, 16) -> scores of all, f64 (H, 16 b)."""
+    n_kv_head = dom.shape[0]
+    keys = dom.astype(np.float64).swapaxes(2, 3).reshape(n_kv_head, -1, dom.shape[2])
+    keys = np.repeat(keys, q.shape[0] // n_kv_head, axis=0)
+    return np.einsum("hc,hnc->hn", q.astype(np.float64), keys)
+
+
+# --- selection ------------------------------------------------------------------------------------
+
+
+@njit(cache=True, nogil=True)
+def scores_of(q, dom, blocks):
+    """``listed_scores`` of one head in a new array, f32 (16 m,): blocks int32 (m,)."""
+    out = np.empty(BLOCK * blocks.shape[0], np.float32)
+    listed_scores(
+        q.ctypes.data, dom.ctypes.data, dom.shape[1], blocks.ctypes.data, blocks.shape[0],
+        out.ctypes.data,
+    )  # fmt: skip
+    return out
+
+
+@njit(cache=True, nogil=True)
+def bounds_of_blocks(n, n_sinks, n_recent):
+    """Blocks first to last - 1 hold the tokens between the n_sinks and the n_recent; blocks 0 to
+    first, and from ``back`` on, may hold others."""
+    first, last = n_sinks // BLOCK, (n - n_recent - 1) // BLOCK + 1
+    return first, last, max(first + 1, last - 1)
+
+
+@njit(cache=True, nogil=True)
+def n_blocks_opened(n, n_sinks, n_recent, k):
+    """How many blocks ``choose_rows`` scores again for a head."""
+    first, last, back = bounds_of_blocks(n, n_sinks, n_recent)
+    return first + 1 + (n + BLOCK - 1) // BLOCK - back + min(k - n_sinks - n_recent, last - first)
+
+
+@njit(cache=True, nogil=True)
+def choose_rows(q, dom, best, n, n_sinks, n_recent, rows, scores):
+    """rows int32 (k,), k <= n: the first n_sinks tokens, the last n_recent, and the k - n_sinks -
+    n_recent best of those between; ascending, ties go to the first. scores[:k] f32: theirs.
+
+    One head: q f32 (n_dom,), dom u16 (blocks, n_dom, 16), best f32 (ceil(n / 16),) as
+    ``score_chunks`` leaves it. The m best tokens lie in the m blocks with the best maxima, so only
+    those are scored again; to write down all scores would cost as much as to read the keys.
+    """
+    low, high, m = n_sinks, n - n_recent, rows.shape[0] - n_sinks - n_recent
+    first, last, back = bounds_of_blocks(n, n_sinks, n_recent)
+    edges = np.empty(first + 1 + best.shape[0] - back, np.int32)
+    for i in range(edges.shape[0]):
+        edges[i] = i if i <= first else back + i - first - 1
+    edge_scores = scores_of(q, dom, edges)
+    shift = BLOCK * (back - first - 1)  # token j lies at j - shift from the block ``back`` on
+    for j in range(n_sinks):
+        rows[j], scores[j] = j, edge_scores[j]
+    for j in range(n_recent):
+        row = high + j
+        rows[n_sinks + m + j] = row
+        scores[n_sinks + m + j] = edge_scores[row - shift if row >= BLOCK * back else row]
+    if m == 0:
+        return
+    maxima = best[first:last].copy()
+    for i in (first, last - 1):
+        maxima[i - first] = NEGATIVE_INFINITY
+        for j in range(max(low, BLOCK * i), min(high, BLOCK * (i + 1))):
+            score = edge_scores[j - shift if i >= back else j]
+            maxima[i - first] = max(maxima[i - first], score)
+    n_block = last - first
+    n_open = min(m, n_block)
+    keys = np.empty(max(n_block, BLOCK * n_open), np.int32)
+    order_keys(maxima, keys, n_block)
+    opened = np.empty(n_open, np.int32)
+    select_largest(keys, n_block, n_open, opened)
+    opened += first
+    candidates = scores_of(q, dom, opened)
+    for i in (0, n_open - 1):
+        for j in range(BLOCK):
+            if not low <= BLOCK * opened[i] + j < high:
+                candidates[BLOCK * i + j] = NEGATIVE_INFINITY
+    order_keys(candidates, keys, BLOCK * n_open)
+    chosen = rows[n_sinks : n_sinks + m]
+    select_largest(keys, BLOCK * n_open, m, chosen)
+    for j in range(m):
+        scores[n_sinks + j] = candidates[chosen[j]]
+        row = BLOCK * opened[chosen[j] // BLOCK] + chosen[j] % BLOCK
+        chosen[j] = min(max(row, low), high - 1)  # NaN scores have no order
+
+
+def choose_rows_ref(scores, n, n_sinks, n_recent, k):
+    """numpy reference for the scores (>= n,) of one head: the rows."""
+    middle = np.arange(n_sinks, n - n_recent)
+    best = middle[np.argsort(-scores[middle], kind="stable")[: k - n_sinks - n_recent]]
+    forced = [*range(n_sinks), *range(n - n_recent, n)]
+    return np.sort(np.concatenate([best, forced])).astype(np.int32)
+
+
+@njit(cache=True, nogil=True)
+def count_distinct(rows, n_list, n):
+    """How many row numbers < n there are, those of n_list lists after one another counted once.
+
+    rows int32 (U, k), U a multiple of n_list.
+    """
+    total = 0
+    for first in range(0, rows.shape[0], n_list):
+        seen = np.zeros(n, np.bool_)
+        for i in range(first, first + n_list):
+            for j in range(rows.shape[1]):
+                total += not seen[rows[i, j]]
+                seen[rows[i, j]] = True
+    return total
+
+
+# --- focused attention ----------------------------------------------------------------------------
+
+
+@njit(cache=True, nogil=True)
+def attend_split_rows(q_rest, rest, v, rows, scores, scale, out):
+    """Exact attention of one head over listed rows, whose dominant part of q . k ``scores`` holds.
+
+    q_rest f32 (d_rest padded,), rest u16 (n, d_rest padded), v u16 (n, d_v), rows int32 (k,),
+    scores f32 (k,), out f32 (d_v,).
+    """
+    count = rows.shape[0]
+    dots = np.empty(count + PAD, np.float32)
+    tile_scores(
+        1, 1, q_rest.ctypes.data, rest.ctypes.data, rest.strides[0], rows.ctypes.data, count,
+        q_rest.shape[0], dots.ctypes.data, 0,
+    )  # fmt: skip
+    for j in range(count):
+        dots[j] = scale * (dots[j] + scores[j])
+    for j in range(count, count + LANES):
+        dots[j] = NEGATIVE_INFINITY
+    peak = max_of(dots.ctypes.data, count)
+    mass = exp_in_place(dots.ctypes.data, count, peak)
+    out[:] = 0
+    tile_values(
+        1, 1, dots.ctypes.data, 0, v.ctypes.data, v.strides[0], rows.ctypes.data, count,
+        out.shape[0], out.ctypes.data,
+    )  # fmt: skip
+    llvm.keep(dots)
+    for c in range(out.shape[0]):
+        out[c] /= mass
+
+
+def attend_split_rows_ref(q, dom, rest, v, dims, rows, scale):
+    """numpy f64 reference of one kv head: K is put together again. q (d,), dom (blocks, n_dom, 16),
+    rest (n, d - n_dom), v (n, d_v)."""
+    dominant = dom.swapaxes(1, 2).reshape(-1, dom.shape[1])[rows]
+    keys = np.empty((len(rows), len(dims)))
+    keys[:, dims] = np.concatenate([dominant, rest[rows]], axis=1)
+    scores = keys @ q.astype(np.float64) * scale
+    weights = np.exp(scores - scores.max())
+    return weights @ v[rows].astype(np.float64) / weights.sum()
+
+
+# --- a decode step --------------------------------------------------------------------------------
+
+
+@njit(cache=True, nogil=True)
+def _split_queries(q, dims, q_dom, q_rest):
+    """q f32 (H, d) -> the dominant dims (H, n_dom) and the others (H, d_rest padded)."""
+    group = q.shape[0] // dims.shape[0]
+    n_dom = q_dom.shape[1]
+    for h in range(q.shape[0]):
+        order = dims[h // group]
+        for c in range(n_dom):
+            q_dom[h, c] = q[h, order[c]]
+        for c in range(q_rest.shape[1]):
+            q_rest[h, c] = q[h, order[n_dom + c]] if n_dom + c < order.shape[0] else 0
+
+
+@njit(cache=True, nogil=True)
+def _attend_heads(
+    counter, q_dom, q_rest, dom, rest, v, n, best, n_sinks, n_recent, scale, rows, out
+):
+    """Takes query heads until there are none: each chooses its rows and attends to them."""
+    n_head = q_rest.shape[0]
+    group = n_head // rest.shape[0]
+    scores = np.empty(rows.shape[1], np.float32)
+    h = next_task(counter)
+    while h < n_head:
+        kv = h // group
+        choose_rows(q_dom[h], dom[kv], best[h], n, n_sinks, n_recent, rows[h], scores)
+        attend_split_rows(q_rest[h], rest[kv], v[kv], rows[h], scores, scale, out[h])
+        h = next_task(counter)
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def fasa_step(
+    q, k_new, v_new, n, dims, dom, rest, v, scale, n_sinks, n_recent, rows, out, n_threads
+):
+    """One decode step of a layer: adds a token as row n - 1, scores all, attends to the best.
+
+    q f32 (H, d), k_new f32 (G, d), v_new f32 (G, d_v), all padded to 16. dims, dom, rest as in
+    ``split_keys``, v u16 (G, >= n, d_v). n_sinks, n_recent: the rows that every head attends to, of
+    the k that it may; fewer than n. rows int32 (H, k): filled with the rows attended, ascending;
+    out f32 (H, d_v).
+    """
+    append_split_row(k_new, v_new, n - 1, dims, dom, rest, v)
+    n_head = q.shape[0]
+    q_dom = np.empty((n_head, dom.shape[2]), np.float32)
+    q_rest = np.empty((n_head, rest.shape[2]), np.float32)
+    _split_queries(q, dims, q_dom, q_rest)
+    best = np.empty((n_head, (n + BLOCK - 1) // BLOCK), np.float32)
+    n_split = n_key_splits(n, dom.shape[0], n_threads)
+    pieces, heads = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    for _thread in prange(n_threads):
+        _score_pieces(pieces, q_dom, dom, n_split, best)
+    for _thread in prange(n_threads):
+        _attend_heads(
+            heads, q_dom, q_rest, dom, rest, v, n, best, n_sinks, n_recent, scale, rows, out
+        )

@@ -1,0 +1,1 @@
+"""FreeKV: pages and their recall."""

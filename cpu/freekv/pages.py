@@ -1,0 +1,170 @@
+"""The arrays of FreeKV: a layer's K and V in pages, in a pool and in what attention reads.
+
+    resident   sinks' pages, the window's ring, slots   NHD (page, p, kv head, d), K and V apart
+    pool       all pages between sinks and window       HND (page, kv head, K and V, p, d)
+
+Nothing is held twice but the pages in slots. The kernels are in freekv/recall.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from sparsekv_cli.cpu.jit.pointers import on_lines
+from sparsekv_cli.cpu.quest.pages import page_summaries
+
+ELEMENTS = 4  # f16 elements in a uint64
+# Columns of ``state``, a row a kv head: the LRU cache's time; how many pages are chosen, and for
+# what: rows in context when the query was current, end of the candidates, most pages to choose.
+CLOCK, N_CHOSEN, QUERY, END, BEST = range(5)
+N_STATE = 5
+# Columns of ``statistics``, a row a kv head: pages, then steps, then rows attended.
+HIT, RECALLED, OFFLOADED, SCORED, CORRECTED, STEPPED, ATTENDED = range(7)
+N_STATISTICS = 7
+
+
+class Pages(NamedTuple):
+    """What the kernels take; f16 rows as uint64 words of four elements. G kv heads, pages of p."""
+
+    pool: np.ndarray  # uint64 (n_pool, G, p (d + d_v) / 4): page n_sink + i at i
+    k: np.ndarray  # uint64 (n_resident, p, G, d / 4)
+    v: np.ndarray  # uint64 (n_resident, p, G, d_v / 4)
+    hi: np.ndarray  # uint16 (G, n_page, d): f16 bits, see quest/pages.py
+    lo: np.ndarray  # uint16 (G, n_page, d)
+    slot_of: np.ndarray  # int32 (G, n_page): the slot that holds a page, or -1
+    page_in: np.ndarray  # int32 (G, n_slot): the page in a slot, or -1
+    stamps: np.ndarray  # int64 (G, n_slot): when a slot was last used
+    chosen: np.ndarray  # int32 (G, n_slot): pages chosen, ascending
+    state: np.ndarray  # int64 (G, N_STATE)
+    statistics: np.ndarray  # int64 (G, N_STATISTICS)
+
+
+class PageCache:
+    """One layer's pages, made from the rows of a KVStore.
+
+    ``offloaded``: pages n_sink..offloaded - 1 are in the pool, later ones in the ring. n: rows.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        statistics: np.ndarray,
+        *,
+        page: int,
+        n_sink: int,
+        n_ring: int,
+        n_slot: int,
+        window: int,
+        meanstd: bool,
+    ) -> None:
+        """n_sink, n_ring, n_slot: numbers of pages; window: the first page of the window."""
+        n_kv_head, _, d = store.k.shape
+        d_v = store.v.shape[2]
+        self.page, self.n_sink, self.n_ring, self.meanstd = page, n_sink, n_ring, meanstd
+        self.offloaded, self.n = window, store.n
+        n_page = max(window, -(-store.capacity // page))
+        n_resident = n_sink + n_ring + n_slot
+        self.pages = Pages(
+            pool=on_lines((n_page - n_sink, n_kv_head, page * (d + d_v) // ELEMENTS), np.uint64),
+            k=_zeros((n_resident, page, n_kv_head, d // ELEMENTS), np.uint64),
+            v=_zeros((n_resident, page, n_kv_head, d_v // ELEMENTS), np.uint64),
+            hi=_zeros((n_kv_head, n_page, d), np.uint16),
+            lo=_zeros((n_kv_head, n_page, d), np.uint16),
+            slot_of=np.full((n_kv_head, n_page), -1, np.int32),
+            page_in=np.full((n_kv_head, n_slot), -1, np.int32),
+            stamps=np.zeros((n_kv_head, n_slot), np.int64),
+            chosen=np.zeros((n_kv_head, n_slot), np.int32),
+            state=np.zeros((n_kv_head, N_STATE), np.int64),
+            statistics=statistics,
+        )
+        page_summaries(
+            store.addresses[0], store.strides[0], store.strides[2], 0, window, page, n_kv_head, d,
+            meanstd, self.pages.hi, self.pages.lo,
+        )  # fmt: skip
+        for theirs, ours in self._places(store):
+            ours[...] = theirs
+
+    def to_store(self, store: Any) -> None:
+        """Writes all rows into an empty store, bit for bit as they came."""
+        store.reserve(self.n)
+        for theirs, ours in self._places(store):
+            theirs[...] = ours
+        store.n = self.n
+
+    def _places(self, store: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Views of the same rows: in the store, f16 (G, capacity, d) each, and here."""
+        p, n_sink = self.page, self.n_sink
+        n_pool = self.offloaded - n_sink
+        blocks = [(0, n_sink * p, 0)]  # first row, rows, first resident row
+        for j in range(self.offloaded, -(-self.n // p)):
+            blocks.append((j * p, p, (n_sink + j % self.n_ring) * p))
+        of_unit = 0
+        for rows, resident in ((store.k, self.pages.k), (store.v, self.pages.v)):
+            n_kv_head, _, d = rows.shape
+            nhd = resident.view(np.float16).reshape(-1, n_kv_head, d)
+            for start, size, at in blocks:
+                size = min(size, self.n - start)
+                yield rows[:, start : start + size].transpose(1, 0, 2), nhd[at : at + size]
+            in_pool = rows[:, n_sink * p : self.offloaded * p].reshape(n_kv_head, n_pool, p, d)
+            hnd = self.pages.pool.view(np.float16)[:n_pool, :, of_unit : of_unit + p * d]
+            yield in_pool.transpose(1, 0, 2, 3), hnd.reshape(n_pool, n_kv_head, p, d)
+            of_unit += p * d
+
+    def make_room(self, n_page: int, n_slot: int) -> None:
+        """Room for pages before ``n_page`` in the pool, an eighth more than before when it grows,
+        and for n_slot cached pages a kv head.
+        """
+        pages = self.pages
+        have = pages.hi.shape[1]
+        if n_page > have:
+            n_page = max(n_page, have + have // 8 + 16)
+            self.pages = pages = pages._replace(
+                pool=_grown(pages.pool, 0, n_page - self.n_sink),
+                hi=_grown(pages.hi, 1, n_page),
+                lo=_grown(pages.lo, 1, n_page),
+                slot_of=_grown(pages.slot_of, 1, n_page, -1),
+            )
+        if n_slot > pages.stamps.shape[1]:
+            n_resident = self.n_sink + self.n_ring + n_slot
+            self.pages = pages._replace(
+                k=_grown(pages.k, 0, n_resident),
+                v=_grown(pages.v, 0, n_resident),
+                page_in=_grown(pages.page_in, 1, n_slot, -1),
+                stamps=_grown(pages.stamps, 1, n_slot),
+                chosen=_grown(pages.chosen, 1, n_slot),
+            )
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a page's K and V in one kv head: what one recall copies."""
+        return self.pages.pool.strides[1]
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.pages.pool.nbytes
+
+    @property
+    def resident_bytes(self) -> int:
+        return self.pages.k.nbytes + self.pages.v.nbytes
+
+    @property
+    def index_bytes(self) -> int:
+        """Summaries and tables."""
+        return sum(a.nbytes for a in self.pages[Pages._fields.index("hi") :])
+
+
+def _zeros(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
+    return on_lines(shape, dtype, zeros=True)
+
+
+def _grown(old: np.ndarray, axis: int, size: int, fill: int = 0) -> np.ndarray:
+    """``old`` with ``size`` entries along an axis, new ones holding ``fill``."""
+    shape = list(old.shape)
+    shape[axis] = size
+    new = np.full(shape, fill, old.dtype) if fill else _zeros(shape, old.dtype)
+    new[tuple(slice(n) for n in old.shape)] = old
+    return new

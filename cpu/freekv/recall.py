@@ -1,0 +1,330 @@
+"""FreeKV's step on the host: pages leave the window for a pool, and chosen ones come back.
+
+Two tiers hold a layer's K and V in pages of p rows (freekv/pages.py has the arrays). What attention
+reads lies as NHD (page, p, kv head, d): the sinks' pages, a ring of window pages, and slots, an LRU
+cache of pages that each kv head has for itself. All pages between sinks and window lie in the pool
+as HND (page, kv head, K and V, p, d): what one kv head recalls is contiguous. A copy converts, in
+either direction. f16 rows go as uint64, four elements in one, because numba knows no f16 arrays.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+
+from sparsekv_cli.cpu.attention.decode import BLOCK, TILE, attend_tile, scaled_copy
+from sparsekv_cli.cpu.attention.select import order_keys, select_largest
+from sparsekv_cli.cpu.attention.store import store_halves
+from sparsekv_cli.cpu.attention.tile import NEGATIVE_INFINITY, PAD, exp_in_place, max_of
+from sparsekv_cli.cpu.freekv.pages import (
+    ATTENDED,
+    BEST,
+    CLOCK,
+    CORRECTED,
+    END,
+    HIT,
+    N_CHOSEN,
+    OFFLOADED,
+    QUERY,
+    RECALLED,
+    SCORED,
+    STEPPED,
+)
+from sparsekv_cli.cpu.jit.llvm import LANES, next_task
+from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.quest.pages import page_scores, page_summaries
+
+
+@njit(cache=True, nogil=True)
+def offload_pages(pages, first, last, n_sink, n_ring, meanstd):
+    """Copies the pages first..last - 1 from the window's ring into the pool and summarises them."""
+    page, n_kv_head, width = pages.k.shape[1:]
+    width_v = pages.v.shape[3]
+    row_bytes = 8 * n_kv_head * width
+    for j in range(first, last):
+        at = n_sink + j % n_ring
+        for g in range(n_kv_head):
+            unit = pages.pool[j - n_sink, g]
+            for r in range(page):
+                for c in range(width):
+                    unit[r * width + c] = pages.k[at, r, g, c]
+                for c in range(width_v):
+                    unit[page * width + r * width_v + c] = pages.v[at, r, g, c]
+            pages.statistics[g, OFFLOADED] += 1
+        ring = np.int64(pages.k.ctypes.data) + (at - j) * page * row_bytes
+        page_summaries(
+            ring, 8 * width, row_bytes, j, j + 1, page, n_kv_head, 4 * width, meanstd, pages.hi,
+            pages.lo,
+        )  # fmt: skip
+
+
+def offload_pages_ref(pages, first, last, n_sink, n_ring):
+    """The units that ``offload_pages`` writes: uint64 (last - first, G, unit)."""
+    at = [n_sink + j % n_ring for j in range(first, last)]
+    parts = [x[at].transpose(0, 2, 1, 3).reshape(len(at), x.shape[2], -1) for x in pages[1:3]]
+    return np.concatenate(parts, axis=2)
+
+
+@njit(cache=True, nogil=True)
+def choose_pages(q, hi, lo, first, end, n_best, scale, chosen):
+    """chosen[:m] = the best of the pages first..end - 1 for a kv head, ascending; returns m.
+
+    q f32 (group, d); hi, lo uint16 (1, n_page, d). A page's score is the mean over the group of
+    each head's softmax over these pages; ties go to the first.
+    """
+    n = end - first
+    if n_best >= n:
+        for j in range(n):
+            chosen[j] = first + j
+        return n
+    group = q.shape[0]
+    scores = np.empty((group, end + PAD), np.float32)
+    page_scores(q, hi, lo, end, 1, scale, scores)
+    pooled = np.zeros(n, np.float32)
+    for t in range(group):
+        row = scores[t, first:]
+        for j in range(n, n + LANES):
+            row[j] = NEGATIVE_INFINITY
+        address = row.ctypes.data
+        mass = exp_in_place(address, n, max_of(address, n))
+        share = np.float32(1) / (mass * np.float32(group))
+        for j in range(n):
+            pooled[j] += share * row[j]
+    keys = np.empty(n, np.int32)
+    order_keys(pooled, keys, n)
+    select_largest(keys, n, n_best, chosen)
+    for j in range(n_best):
+        chosen[j] += first
+    return n_best
+
+
+def choose_pages_ref(q, hi, lo, first, end, n_best, scale):
+    """numpy reference in f64: q (group, d), hi, lo (n_page, d) floats; also the pooled scores."""
+    q, hi, lo = (x.astype(np.float64) for x in (q, hi[first:end], lo[first:end]))
+    scores = scale * (np.maximum(q, 0) @ hi.T + np.minimum(q, 0) @ lo.T)
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    pooled = (weights / weights.sum(1, keepdims=True)).mean(0)
+    return first + np.sort(np.argsort(-pooled, kind="stable")[:n_best]), pooled
+
+
+@njit(cache=True, nogil=True)
+def _recall_unit(pages, g, unit, at):
+    """Writes one (page, kv head) unit of the pool into resident page ``at``, HND to NHD."""
+    page, _, width = pages.k.shape[1:]
+    width_v = pages.v.shape[3]
+    for r in range(page):
+        for c in range(width):
+            pages.k[at, r, g, c] = unit[r * width + c]
+        for c in range(width_v):
+            pages.v[at, r, g, c] = unit[page * width + r * width_v + c]
+
+
+def recall_unit_ref(pages, g, i):
+    """K f16 (p, d) and V (p, d_v) of kv head g's page i of the pool."""
+    page, _, width = pages.k.shape[1:]
+    k, v = np.split(pages.pool[i, g].view(np.float16), [4 * page * width])
+    return k.reshape(page, -1), v.reshape(page, -1)
+
+
+@njit(cache=True, nogil=True)
+def recall_pages(pages, g, n_chosen, n_sink, first_slot):
+    """Makes the chosen pages of kv head g resident; those longest unused make room.
+
+    There are at least as many slots as chosen pages, and the hits are marked first, so that no
+    chosen page can lose its slot.
+    """
+    slot_of, page_in, stamps = pages.slot_of[g], pages.page_in[g], pages.stamps[g]
+    chosen, statistics = pages.chosen[g], pages.statistics[g]
+    pages.state[g, CLOCK] += 1
+    now = pages.state[g, CLOCK]
+    n_hit = 0
+    for i in range(n_chosen):
+        slot = slot_of[chosen[i]]
+        if slot >= 0:
+            stamps[slot] = now
+            n_hit += 1
+    statistics[HIT] += n_hit
+    statistics[RECALLED] += n_chosen - n_hit
+    if n_hit == n_chosen:
+        return
+    for i in range(n_chosen):
+        j = chosen[i]
+        if slot_of[j] >= 0:
+            continue
+        slot = 0
+        for s in range(1, stamps.shape[0]):
+            if stamps[s] < stamps[slot]:
+                slot = s
+        if page_in[slot] >= 0:
+            slot_of[page_in[slot]] = -1
+        page_in[slot] = j
+        slot_of[j] = slot
+        stamps[slot] = now
+        _recall_unit(pages, g, pages.pool[j - n_sink, g], first_slot + slot)
+
+
+@njit(cache=True, nogil=True)
+def _select(pages, g, queries, query, end, n_best, scale, n_sink, first_slot):
+    """Chooses and recalls kv head g's pages. queries f32 (group, d), current at ``query`` rows."""
+    n_chosen = choose_pages(
+        queries, pages.hi[g : g + 1], pages.lo[g : g + 1], n_sink, end, n_best, scale,
+        pages.chosen[g],
+    )  # fmt: skip
+    recall_pages(pages, g, n_chosen, n_sink, first_slot)
+    state = pages.state[g]
+    state[N_CHOSEN], state[QUERY], state[END], state[BEST] = n_chosen, query, end, n_best
+    if end - n_sink > n_best:
+        pages.statistics[g, SCORED] += end
+
+
+@njit(cache=True, nogil=True)
+def recall_ahead(pages, previous, n, window, offloaded, n_best, scale, n_sink, n_ring, meanstd):
+    """Speculative retrieval for a step of n rows with the query before it, on the calling thread.
+
+    previous f32 (H, d), current at n - 1 rows. The window starts at page ``window``; the pages
+    offloaded..window - 1 go to the pool first. Kv heads that chose with that query are left alone.
+    """
+    offload_pages(pages, offloaded, window, n_sink, n_ring, meanstd)
+    n_kv_head = pages.state.shape[0]
+    group = previous.shape[0] // n_kv_head
+    for g in range(n_kv_head):
+        state = pages.state[g]
+        if state[QUERY] != n - 1 or state[END] != window or state[BEST] != n_best:
+            _select(
+                pages, g, previous[g * group : (g + 1) * group], n - 1, window, n_best, scale,
+                n_sink, n_sink + n_ring,
+            )  # fmt: skip
+
+
+@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+def mean_cosine(q, previous):
+    """Mean over rows of cos(q[t], previous[t]), f32 (group, d); 0 where one of them is 0."""
+    total = 0.0
+    for t in range(q.shape[0]):
+        dot, size, size_previous = np.float32(0), np.float32(0), np.float32(0)
+        for c in range(q.shape[1]):
+            dot += q[t, c] * previous[t, c]
+            size += q[t, c] * q[t, c]
+            size_previous += previous[t, c] * previous[t, c]
+        product = np.float64(size) * np.float64(size_previous)
+        if product > 0:
+            total += dot / np.sqrt(product)
+    return total / q.shape[0]
+
+
+def mean_cosine_ref(q, previous):
+    """numpy reference in f64."""
+    q, previous = q.astype(np.float64), previous.astype(np.float64)
+    sizes = np.linalg.norm(q, axis=1) * np.linalg.norm(previous, axis=1)
+    return ((q * previous).sum(1) / np.where(sizes > 0, sizes, 1)).mean()
+
+
+@njit(cache=True, nogil=True)
+def _resident_rows(pages, g, n, window, n_sink, n_ring, rows, positions):
+    """rows int32: where sinks, chosen pages and window are resident, in order of position; returns
+    how many. positions: their row numbers in the sequence, or empty.
+    """
+    page = pages.k.shape[1]
+    count = n_sink * page
+    for i in range(count):
+        rows[i] = i
+    for i in range(pages.state[g, N_CHOSEN]):
+        at = (n_sink + n_ring + pages.slot_of[g, pages.chosen[g, i]]) * page
+        for r in range(page):
+            rows[count + r] = at + r
+        count += page
+    n_window = n - window * page
+    for i in range(n_window):
+        j = window + i // page
+        rows[count + i] = (n_sink + j % n_ring) * page + i % page
+    if positions.shape[0]:
+        for i in range(n_sink * page):
+            positions[i] = i
+        for i in range(n_sink * page, count):
+            j = pages.chosen[g, i // page - n_sink]
+            positions[i] = j * page + i % page
+        for i in range(n_window):
+            positions[count + i] = window * page + i
+    return count + n_window
+
+
+@njit(cache=True, nogil=True)
+def _attend_head(pages, g, q, rows, count, scale, scores, out):
+    """Attention of a kv head's queries f32 (group, d) over resident rows -> f32 (group, d_v)."""
+    n_kv_head, width = pages.k.shape[2:]
+    width_v = pages.v.shape[3]
+    k = np.int64(pages.k.ctypes.data) + g * 8 * width
+    v = np.int64(pages.v.ctypes.data) + g * 8 * width_v
+    for t in range(0, q.shape[0], TILE):
+        tile = min(TILE, q.shape[0] - t)
+        peak = np.full(tile, NEGATIVE_INFINITY, np.float32)
+        mass = np.zeros(tile, np.float32)
+        acc = np.zeros((tile, out.shape[1]), np.float32)
+        attend_tile(
+            scaled_copy(q[t : t + tile], scale), k, v, n_kv_head * 8 * width,
+            n_kv_head * 8 * width_v, 1, np.int64(rows.ctypes.data), count, peak, mass, acc, scores,
+        )  # fmt: skip
+        for h in range(tile):
+            factor = np.float32(1) / mass[h]
+            for c in range(out.shape[1]):
+                out[t + h, c] = acc[h, c] * factor
+
+
+@njit(cache=True, nogil=True)
+def _step_heads(
+    counter, pages, q, previous, k_new, v_new, n, window, n_best, tau, current, scale, n_sink,
+    n_ring, attended, counts, out,
+):  # fmt: skip
+    """Takes kv heads until there are none; see ``recall_step``."""
+    page, n_kv_head, width = pages.k.shape[1:]
+    width_v = pages.v.shape[3]
+    group = q.shape[0] // n_kv_head
+    scores = np.empty((TILE, BLOCK + PAD), np.float32)
+    rows = np.empty((n_sink + n_best) * page + n - window * page, np.int32)
+    resident = n_sink + ((n - 1) // page) % n_ring
+    row = (resident * page + (n - 1) % page) * n_kv_head
+    k_row = np.int64(pages.k.ctypes.data) + row * 8 * width
+    v_row = np.int64(pages.v.ctypes.data) + row * 8 * width_v
+    g = next_task(counter)
+    while g < n_kv_head:
+        state, statistics = pages.state[g], pages.statistics[g]
+        store_halves(k_new[g].ctypes.data, k_row + g * 8 * width, 4 * width)
+        store_halves(v_new[g].ctypes.data, v_row + g * 8 * width_v, 4 * width_v)
+        first, last = g * group, (g + 1) * group
+        corrected = not current and mean_cosine(q[first:last], previous[first:last]) < tau
+        if current or corrected:
+            _select(pages, g, q[first:last], n, window, n_best, scale, n_sink, n_sink + n_ring)
+        elif state[QUERY] != n - 1 or state[END] != window or state[BEST] != n_best:
+            _select(
+                pages, g, previous[first:last], n - 1, window, n_best, scale, n_sink,
+                n_sink + n_ring,
+            )  # fmt: skip
+        count = _resident_rows(pages, g, n, window, n_sink, n_ring, rows, attended[g])
+        counts[g] = count
+        _attend_head(pages, g, q[first:last], rows, count, scale, scores, out[first:last])
+        statistics[CORRECTED] += corrected
+        statistics[STEPPED] += 1
+        statistics[ATTENDED] += count
+        g = next_task(counter)
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def recall_step(
+    pages, q, previous, k_new, v_new, n, window, offloaded, n_best, tau, current, scale, n_sink,
+    n_ring, meanstd, attended, counts, out, n_threads,
+):  # fmt: skip
+    """One decode step of a layer over n rows, the new one included.
+
+    q, previous f32 (H, d), k_new (G, d), v_new (G, d_v), padded. Attends to the sinks' pages, at
+    most n_best chosen pages and the rows from page ``window`` on; pages offloaded..window - 1 leave
+    the window first. A kv head chooses with q when ``current`` or when its queries' mean cosine is
+    below tau; else with ``previous``, unless ``recall_ahead`` did that. attended int32 (G, m): rows
+    attended to, m = 0 leaves them out; counts int64 (G,). out f32 (H, d_v).
+    """
+    offload_pages(pages, offloaded, window, n_sink, n_ring, meanstd)
+    counter = np.zeros(1, np.int64)
+    for _thread in prange(n_threads):
+        _step_heads(
+            counter, pages, q, previous, k_new, v_new, n, window, n_best, tau, current, scale,
+            n_sink, n_ring, attended, counts, out,
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""How kernels are compiled: vector IR, addresses, threads, the cache on disk."""

@@ -1,0 +1,81 @@
+"""Arrays on cache lines, and what compiled code is handed as an int64: addresses, and their use.
+
+A kernel that is called through its address is compiled by itself, once, whatever calls it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from numpy.typing import DTypeLike
+
+from sparsekv_cli.cpu.jit.llvm import F32, I16, I32, I64
+
+LINE = 64  # bytes, a cache line
+
+
+def on_lines(shape: Any, dtype: DTypeLike, *, zeros: bool = False) -> np.ndarray:
+    """An array, uninitialised or of zeros, that begins on a cache line.
+
+    numpy's own begin 16 bytes behind one where they are large (glibc): a row of 128 bytes is on
+    three lines then instead of two, and gathering such rows from memory takes half as long again.
+    """
+    count, dtype = int(np.prod(shape, dtype=np.int64)), np.dtype(dtype)
+    room = (np.zeros if zeros else np.empty)(count * dtype.itemsize + LINE, np.uint8)
+    start = -room.ctypes.data % LINE
+    return room[start : start + count * dtype.itemsize].view(dtype).reshape(shape)
+
+
+def address(array: np.ndarray) -> int:
+    """The address of an array's first element; the caller keeps the array alive."""
+    return array.__array_interface__["data"][0]
+
+
+def function_address(dispatcher, signature: tuple) -> int:
+    """Address of a numba function compiled for ``signature``, which its dispatcher keeps alive.
+
+    signature: first the literals that it is compiled for, then int64 only; it returns nothing.
+    """
+    dispatcher.compile(signature)
+    compiled = dispatcher.overloads[signature]
+    return compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name)
+
+
+def call_through(n_arguments: int, n_literals: int = 0) -> tuple[Any, Any]:
+    """What an intrinsic (function, *arguments) returns that calls a ``function_address``.
+
+    The function's literals are not among the arguments.
+    """
+
+    def codegen(context, builder, signature, args):
+        type_ = ir.FunctionType(ir.VoidType(), [I64] * (n_literals + n_arguments))
+        function = builder.inttoptr(args[0], type_.as_pointer())
+        builder.call(function, [I64(0)] * n_literals + list(args[1:]))  # literals still take places
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * (1 + n_arguments)), codegen
+
+
+def _pointer_to(element: Any, llvm_type: ir.Type) -> Any:
+    """Numba code: an address as ``carray`` takes it."""
+
+    @intrinsic
+    def pointer(typingctx, at):
+        def codegen(context, builder, signature, args):
+            return builder.inttoptr(args[0], llvm_type.as_pointer())
+
+        return types.CPointer(element)(types.int64), codegen
+
+    return pointer
+
+
+float_pointer = _pointer_to(types.float32, F32)
+double_pointer = _pointer_to(types.float64, ir.DoubleType())
+integer_pointer = _pointer_to(types.int64, I64)
+bits_pointer = _pointer_to(types.uint64, I64)
+index_pointer = _pointer_to(types.int32, I32)
+half_pointer = _pointer_to(types.uint16, I16)  # f16 by their bits

@@ -1,0 +1,317 @@
+"""Decode steps of a layer over weights as they lie: two stages around the attention.
+
+``project_qkv``: RMS norm, q/k/v, biases, q/k norm, rotation. ``finish_layer``: output projection,
+residual, RMS norm, gated SiLU feed-forward, residual. ``next_layer`` is one layer's second stage
+and the next one's first in a single call, since handing a call its arguments takes microseconds;
+for the same reason everything that stays is in a record of ``LAYER`` that the kernels look up.
+A step has one or several rows (sequences), which share every weight that is loaded.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, njit, prange, types
+from numba.extending import intrinsic
+
+from sparsekv_cli.cpu.attention.tile import exp_lanes
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.llvm import F32, I64, LANES, VF, const, load, sum_squares
+from sparsekv_cli.cpu.jit.pointers import address, float_pointer, integer_pointer
+from sparsekv_cli.cpu.jit.pool import N_REGIONS, expect
+from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.weights.dot import call_rows, kernel_address
+from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
+from sparsekv_cli.cpu.weights.integer import quantize_activations, quantized_stride
+from sparsekv_cli.cpu.weights.interleaved import GROUP
+
+# Columns of a matrix table (int64, one row a matrix). INTEGER: the kernel takes quantised inputs.
+KERNEL, WEIGHTS, ROW_BYTES, ROWS, COLUMNS, INTEGER = range(6)
+N_MATRICES = 7  # of a layer, in the order q, k, v, o, gate, up, down
+REGION = 16  # bytes of an address and a size
+
+# One layer. All but eps are int64: sizes, and addresses of contiguous arrays (f32 unless said
+# otherwise), 0 for vectors that the layer lacks. B: rows of the step; d' = d padded to 16.
+LAYER = np.dtype(
+    [
+        *(
+            (name, np.int64)
+            for name in (
+                *("n_embd", "n_head", "n_head_kv", "head_dim", "value_dim", "n_ff", "n_rot"),
+                "interleaved",  # whether q and k come as pairs (0, 1), (2, 3) ... of a rotation
+                *("attn_norm", "ffn_norm"),  # (n_embd,)
+                *("q_bias", "k_bias", "v_bias"),  # (rows of the matrix,)
+                *("q_norm", "k_norm"),  # (d,)
+                "matrices",  # int64 (N_MATRICES, 6): a matrix table
+                "regions",  # of its matrices and of all that follow (see matrix_regions)
+                "x",  # (B, n_embd): the residual stream
+                *("cos", "sin"),  # (B, n_rot / 2): the rotation of each row's position
+                *("q", "q_nope"),  # (B, H, d')
+                *("k", "k_nope"),  # (B, G, d')
+                "v",  # (B, G, d_v')
+                "normed",  # scratch (B, n_embd)
+                "projected",  # scratch (B, H d + G d + G d_v)
+                "attended",  # (B, H, d_v'): the attention's output, of layers in a chain
+                "packed",  # scratch (B, H d_v)
+                "hidden",  # scratch (B, 2 n_ff + 16)
+                "quantized",  # scratch uint8 (B, quantized_stride of the widest input)
+            )
+        ),
+        ("eps", np.float64),
+    ]
+)
+
+
+def matrix_table(linears) -> np.ndarray:
+    """int64 (matrices, 6) that the kernels read; the caller keeps the weights alive.
+
+    linears: objects with code, data uint8 (rows, row bytes), n_columns and repacked. Block formats
+    take the integer kernels: 1.3 (Q5_1) to 1.7 (Q4_K) times the f32 ones on one AVX-512 thread.
+    """
+    rows = []
+    for w in linears:
+        integer = FORMAT_OF_CODE[w.code].decode is not None
+        kernel = kernel_address(w.code, integer, w.repacked)
+        rows.append(
+            (kernel, address(w.data), w.data.strides[0], w.data.shape[0], w.n_columns, integer)
+        )
+    return np.array(rows, np.int64)
+
+
+def matrix_regions(tables) -> np.ndarray:
+    """int64 (matrices + N_REGIONS, 2): address and bytes of the matrices of ``tables``, in the
+    order of their use, and of the first ones again, so that N_REGIONS follow each (pool.expect).
+    """
+    assert sum(len(table) for table in tables) >= N_REGIONS
+    pairs = [(row[WEIGHTS], row[ROW_BYTES] * row[ROWS]) for table in tables for row in table]
+    return np.array(pairs + pairs[:N_REGIONS], np.int64)
+
+
+@njit(cache=True, nogil=True)
+def _floats(address, n):
+    """The f32 array (n,) at an address; empty for address 0."""
+    return carray(float_pointer(address), n if address else 0)
+
+
+@njit(cache=True, nogil=True)
+def float_rows(address, n_rows, n):
+    """The f32 array (n_rows, n) at an address."""
+    return carray(float_pointer(address), (n_rows, n))
+
+
+@njit(cache=True, nogil=True)
+def padded(d):
+    return (d + LANES - 1) // LANES * LANES
+
+
+@njit(cache=True, nogil=True)
+def _matrices_part(table, x, x_row, quantized, quantized_row, out, out_row, n_rows, part, n_parts):
+    """Part ``part`` of the rows of all matrices of a table; see ``multiply``. A matrix is cut
+    between groups of repacked rows.
+    """
+    total = table[:, ROWS].sum()
+    first, last = part * total // n_parts, (part + 1) * total // n_parts
+    start = 0
+    for m in range(table.shape[0]):
+        n = table[m, ROWS]
+        low = max(0, first - start) // GROUP * GROUP if first - start < n else n
+        high = max(0, last - start) // GROUP * GROUP if last - start < n else n
+        if low < high:
+            source, source_row = x, x_row
+            if table[m, INTEGER]:
+                source, source_row = quantized, quantized_row
+            call_rows(
+                table[m, KERNEL], table[m, WEIGHTS], table[m, ROW_BYTES], table[m, COLUMNS],
+                source, source_row, n_rows, out + 4 * start, out_row, low, high,
+            )  # fmt: skip
+        start += n
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def multiply(table, x, x_row, n_rows, quantized, out, out_row, n_threads):
+    """The products of all matrices of a table with x[b], b < n_rows, one after another in out[b].
+
+    table int64 (matrices, 6), all of as many columns; x, out: addresses of f32 rows x_row, out_row
+    bytes apart; quantized: address of scratch, a ``quantized_stride`` a row.
+    """
+    n = table[0, COLUMNS]
+    stride = quantized_stride(n)
+    if table[:, INTEGER].any():
+        for b in range(n_rows):
+            quantize_activations(x + b * x_row, quantized + b * stride, n)
+    for part in prange(n_threads):
+        _matrices_part(table, x, x_row, quantized, stride, out, out_row, n_rows, part, n_threads)
+
+
+@njit(cache=True, nogil=True)
+def rms_norm(x, weight, eps, out):
+    """out = x / sqrt(mean(x^2) + eps) * weight, all f32 (n,)."""
+    scale = np.float32(1) / np.sqrt(sum_squares(x) / np.float32(x.shape[0]) + eps)
+    for i in range(x.shape[0]):
+        out[i] = x[i] * scale * weight[i]
+
+
+@njit(cache=True, nogil=True)
+def _rotate_heads(raw, bias, norm, eps, cos, sin, interleaved, out_nope, out):
+    """Bias, norm and rotation of one token's heads.
+
+    raw f32 (heads, d) as the file orders it; out_nope, out f32 (heads, >= d) in half-split order.
+    """
+    d = raw.shape[1]
+    half = cos.shape[0]
+    for h in range(raw.shape[0]):
+        if bias.shape[0]:
+            for c in range(d):
+                raw[h, c] += bias[h * d + c]
+        if norm.shape[0]:
+            rms_norm(raw[h], norm, eps, raw[h])
+        if interleaved:
+            for i in range(half):
+                out_nope[h, i] = raw[h, 2 * i]
+                out_nope[h, i + half] = raw[h, 2 * i + 1]
+        else:
+            for i in range(2 * half):
+                out_nope[h, i] = raw[h, i]
+        for c in range(2 * half, d):
+            out_nope[h, c] = raw[h, c]
+            out[h, c] = raw[h, c]
+        for i in range(half):
+            a, b = out_nope[h, i], out_nope[h, i + half]
+            out[h, i] = a * cos[i] - b * sin[i]
+            out[h, i + half] = a * sin[i] + b * cos[i]
+
+
+@njit(cache=True, nogil=True)
+def project_qkv(layers, i, n_rows, n_threads):
+    """q, k, v, q_nope, k_nope of layer i from x for n_rows rows. layers: records of ``LAYER``."""
+    layer = layers[i]
+    n_embd, d, d_v, eps = layer.n_embd, layer.head_dim, layer.value_dim, np.float32(layer.eps)
+    n_head, n_kv = layer.n_head, layer.n_head_kv
+    x, normed = float_rows(layer.x, n_rows, n_embd), float_rows(layer.normed, n_rows, n_embd)
+    norm = _floats(layer.attn_norm, n_embd)
+    for b in range(n_rows):
+        rms_norm(x[b], norm, eps, normed[b])
+    table = carray(integer_pointer(layer.matrices), (N_MATRICES, 6))[0:3]
+    expect(layer.regions + REGION * 3)
+    n_q, n_k, n_v = n_head * d, n_kv * d, n_kv * d_v
+    width = n_q + n_k + n_v
+    multiply(
+        table, layer.normed, 4 * n_embd, n_rows, layer.quantized, layer.projected, 4 * width,
+        n_threads,
+    )  # fmt: skip
+    q_bias, k_bias = _floats(layer.q_bias, n_q), _floats(layer.k_bias, n_k)
+    v_bias = _floats(layer.v_bias, n_v)
+    q_norm, k_norm = _floats(layer.q_norm, d), _floats(layer.k_norm, d)
+    half, interleaved = layer.n_rot // 2, layer.interleaved != 0
+    d_out, d_v_out = padded(d), padded(d_v)
+    for b in range(n_rows):
+        cos, sin = _floats(layer.cos + 4 * b * half, half), _floats(layer.sin + 4 * b * half, half)
+        raw = layer.projected + 4 * b * width
+        at = 4 * b * n_head * d_out
+        _rotate_heads(
+            float_rows(raw, n_head, d), q_bias, q_norm, eps, cos, sin, interleaved,
+            float_rows(layer.q_nope + at, n_head, d_out), float_rows(layer.q + at, n_head, d_out),
+        )  # fmt: skip
+        at = 4 * b * n_kv * d_out
+        _rotate_heads(
+            float_rows(raw + 4 * n_q, n_kv, d), k_bias, k_norm, eps, cos, sin, interleaved,
+            float_rows(layer.k_nope + at, n_kv, d_out), float_rows(layer.k + at, n_kv, d_out),
+        )  # fmt: skip
+        raw_v = float_rows(raw + 4 * (n_q + n_k), n_kv, d_v)
+        v = float_rows(layer.v + 4 * b * n_kv * d_v_out, n_kv, d_v_out)
+        for g in range(n_kv):
+            for c in range(d_v):
+                v[g, c] = raw_v[g, c]
+            if v_bias.shape[0]:
+                for c in range(d_v):
+                    v[g, c] += v_bias[g * d_v + c]
+
+
+@intrinsic
+def _silu_multiply(typingctx, gate, up, out, count):
+    """out[i] = up[i] gate[i] / (1 + e^-gate[i]) for i < count rounded up to 16; addresses."""
+
+    def codegen(context, b, signature, args):
+        gate, up, out, count = args
+
+        def body(j, carried):
+            at = b.mul(j, I64(4))
+            g, u = load(b, VF, b.add(gate, at)), load(b, VF, b.add(up, at))
+            e = exp_lanes(b, b.fneg(llvm.call_named(b, "llvm.fabs.v16f32", VF, g)))
+            positive = b.fcmp_ordered(">=", g, const(F32, 0.0))
+            top = b.select(positive, const(F32, 1.0), e)
+            sigmoid = b.fdiv(top, b.fadd(const(F32, 1.0), e))
+            llvm.store(b, b.fmul(b.fmul(g, sigmoid), u), b.add(out, at))
+            return []
+
+        llvm.loop(b, I64(0), count, LANES, [], body)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+@njit(cache=True, nogil=True)
+def finish_layer(layers, i, attended, n_rows, n_threads):
+    """x += W_o attended; x += W_down (silu(W_gate h) * W_up h), h = norm(x), for n_rows rows.
+
+    attended f32 (n_rows H, >= d_v), the heads of one row after another's.
+    """
+    layer = layers[i]
+    n_embd, n_head, d_v, n_ff = layer.n_embd, layer.n_head, layer.value_dim, layer.n_ff
+    table = carray(integer_pointer(layer.matrices), (N_MATRICES, 6))
+    x, normed = float_rows(layer.x, n_rows, n_embd), float_rows(layer.normed, n_rows, n_embd)
+    packed = float_rows(layer.packed, n_rows * n_head, d_v)
+    for h in range(n_rows * n_head):
+        for c in range(d_v):
+            packed[h, c] = attended[h, c]
+    expect(layer.regions + REGION * 4)
+    multiply(
+        table[3:4], layer.packed, 4 * n_head * d_v, n_rows, layer.quantized, layer.normed,
+        4 * n_embd, n_threads,
+    )  # fmt: skip
+    norm, eps = _floats(layer.ffn_norm, n_embd), np.float32(layer.eps)
+    for b in range(n_rows):
+        for c in range(n_embd):
+            x[b, c] += normed[b, c]
+        rms_norm(x[b], norm, eps, normed[b])
+    hidden_row = 4 * (2 * n_ff + LANES)
+    expect(layer.regions + REGION * 6)
+    multiply(
+        table[4:6], layer.normed, 4 * n_embd, n_rows, layer.quantized, layer.hidden, hidden_row,
+        n_threads,
+    )  # fmt: skip
+    for b in range(n_rows):
+        gate = layer.hidden + b * hidden_row
+        _silu_multiply(gate, gate + 4 * n_ff, gate, n_ff)
+    expect(layer.regions + REGION * 7)
+    multiply(
+        table[6:7], layer.hidden, hidden_row, n_rows, layer.quantized, layer.normed, 4 * n_embd,
+        n_threads,
+    )  # fmt: skip
+    for b in range(n_rows):
+        for c in range(n_embd):
+            x[b, c] += normed[b, c]
+
+
+@njit(cache=True, nogil=True)
+def next_layer(layers, i, attended, n_rows, n_threads):
+    """``finish_layer`` i, then ``project_qkv`` of the layer after it, if there is one."""
+    finish_layer(layers, i, attended, n_rows, n_threads)
+    if i + 1 < layers.shape[0]:
+        project_qkv(layers, i + 1, n_rows, n_threads)
+
+
+@njit(cache=True, nogil=True)
+def output_logits(x, norm, eps, table, following, normed, quantized, logits, n_threads):
+    """logits[b] = W_out norm(x[b]), f32 (B, n_vocab), for x f32 (>= B, n_embd).
+
+    following: address of the ``regions`` that the next step begins with. Scratch: normed f32
+    (>= B, n_embd), quantized uint8 (>= B, quantized_stride(n_embd)).
+    """
+    n_rows, n_embd = logits.shape[0], x.shape[1]
+    for b in range(n_rows):
+        rms_norm(x[b], norm, eps, normed[b])
+    expect(following)
+    multiply(
+        table, normed.ctypes.data, 4 * n_embd, n_rows, quantized.ctypes.data, logits.ctypes.data,
+        4 * logits.shape[1], n_threads,
+    )  # fmt: skip

@@ -1,0 +1,219 @@
+"""Matrix products of a prefilled chunk in bf16, by the CPU's own instructions (jit/bf16.py).
+
+A task takes some times COLUMNS rows of the weights. It dequantises a block of columns of COLUMNS
+rows, lays them into a panel in its own scratch, in pairs of bf16 of one row, those of all rows side
+by side, and multiplies the chunk's rows with it; then the next COLUMNS rows, then the next block.
+So a block of the chunk stays in the L2 cache, a panel in L1, and there is never more than a panel
+of the weights as bf16. bf16 is a uint16 here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numba import njit, prange, types
+from numba.extending import intrinsic
+
+from sparsekv_cli.cpu.jit import bf16, llvm
+from sparsekv_cli.cpu.jit.bf16 import PAIRS, ROWS, multiply, narrowed
+from sparsekv_cli.cpu.jit.llvm import I64, LANES, VF, VI, load, next_task
+from sparsekv_cli.cpu.jit.pointers import address, on_lines
+from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.layer.prefill import rounded
+from sparsekv_cli.cpu.weights import dot
+from sparsekv_cli.cpu.weights.dot import call_dequantize
+from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
+
+VECTORS = 2 if bf16.HAS_TILES else 4  # of columns of a product
+COLUMNS = VECTORS * LANES  # weight rows of a panel
+BLOCK_COLUMNS = 288  # of the weights' columns at a time: a panel of them stays in the L1 cache
+TASK_TILES = 16  # of rows at a time
+TASK_PANELS = 8  # at most: with their sums of so many tiles, half a megabyte
+TASKS_A_THREAD = 4  # at least, where there are enough panels: threads end together
+
+# Columns of a table: what is known of a matrix.
+DECODER, WEIGHTS, ROW_BYTES, MATRIX_ROWS, ELEMENTS, BLOCK_BYTES = range(6)
+
+
+def product_table(matrices: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
+    """int64 (matrices, 6) of (ggml type, uint8 (rows, row bytes)), whose memory must stay."""
+    table = np.empty((len(matrices), 6), np.int64)
+    for row, (code, w) in zip(table, matrices, strict=True):
+        format_, decoder = FORMAT_OF_CODE[code], dot.dequantize_address(code, dot.TO_BF16)
+        row[:4] = decoder, address(w), w.strides[0], len(w)
+        row[4:] = format_.n_elements, format_.n_bytes
+    return table
+
+
+def n_rows(table: np.ndarray) -> int:
+    """Rows of all matrices of a table."""
+    return int(table[:, MATRIX_ROWS].sum())
+
+
+@intrinsic
+def _transpose_pairs(typingctx, rows, row_bytes, n_pairs, panel):
+    """panel uint32 (n_pairs, COLUMNS) = rows^T, uint32 (COLUMNS, n_pairs); addresses.
+
+    n_pairs: a multiple of 16.
+    """
+
+    def codegen(context, b, signature, args):
+        rows, row_bytes, n_pairs, panel = args
+
+        def body(c, carried):
+            for first in range(0, COLUMNS, LANES):
+                at = b.add(rows, b.mul(c, I64(4)))
+                square = [
+                    load(b, VI, b.add(at, b.mul(row_bytes, I64(first + i)))) for i in range(LANES)
+                ]
+                to = b.add(panel, b.mul(c, I64(4 * COLUMNS)))
+                for i, column in enumerate(llvm.transposed(b, square)):
+                    llvm.store(b, column, to, 4 * COLUMNS * i + 4 * first)
+            return []
+
+        llvm.loop(b, I64(0), n_pairs, LANES, [], body)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+@intrinsic
+def _store_rows(typingctx, sums, n_rows, out, out_row):
+    """out bf16 (n_rows, COLUMNS), rows out_row bytes apart, = f32 (n_rows, COLUMNS); addresses."""
+
+    def codegen(context, b, signature, args):
+        sums, n_rows, out, out_row = args
+
+        def body(r, carried):
+            at, to = b.add(sums, b.mul(r, I64(4 * COLUMNS))), b.add(out, b.mul(r, out_row))
+            for i in range(0, COLUMNS, 2 * LANES):  # whole cache lines
+                low, high = (narrowed(b, load(b, VF, at, 4 * (i + part))) for part in (0, LANES))
+                llvm.store(b, llvm.shuffle(b, low, high, range(2 * LANES)), to, 2 * i)
+            return []
+
+        llvm.loop(b, I64(0), n_rows, 1, [], body)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+@njit(cache=True, nogil=True)
+def _fill_panel(table, p, low, n_columns, rows, panel):
+    """Columns low to low + n_columns of the stacked matrices' rows p COLUMNS to (p + 1) COLUMNS;
+    rows behind the last one are as before.
+
+    rows: scratch uint16 (COLUMNS, > n_columns), zeros behind the matrices' own columns; panel
+    uint32 (pairs, COLUMNS).
+    """
+    at, row_bytes = rows.ctypes.data, rows.strides[0]
+    start = -p * COLUMNS  # row of the panel with which a matrix begins
+    for m in range(table.shape[0]):
+        first, last = max(0, -start), min(table[m, MATRIX_ROWS], COLUMNS - start)
+        if first < last:
+            block = low // table[m, ELEMENTS] * table[m, BLOCK_BYTES]
+            call_dequantize(
+                table[m, DECODER], table[m, WEIGHTS] + block, table[m, ROW_BYTES], n_columns,
+                at + start * row_bytes, row_bytes, first, last,
+            )  # fmt: skip
+        start += table[m, MATRIX_ROWS]
+    n_units = (n_columns + 2 * PAIRS - 1) // (2 * PAIRS)
+    _transpose_pairs(at, row_bytes, PAIRS * n_units, panel.ctypes.data)
+
+
+@njit(cache=True, nogil=True)
+def _multiply_panel(panel, x, low, begin, end, sums):
+    """Adds x[begin:end, low : low + units] times a panel to sums f32 (tiles, ROWS, COLUMNS); in
+    block 0 they begin.
+    """
+    n_units, panel_row = panel.shape[0] // PAIRS, 4 * COLUMNS
+    unit_bytes, row_bytes, at = x.strides[1], x.strides[2], panel.ctypes.data
+    for tile in range(begin, end):
+        rows, to = x[tile, low].ctypes.data, sums[tile - begin].ctypes.data
+        if low == 0:
+            multiply(VECTORS, rows, row_bytes, unit_bytes, at, panel_row, n_units, to, panel_row, 0)
+        else:
+            multiply(VECTORS, rows, row_bytes, unit_bytes, at, panel_row, n_units, to, panel_row, 1)
+
+
+@njit(cache=True, nogil=True)
+def _store_panel(sums, begin, p, out):
+    """out from row ``begin`` on, columns p COLUMNS to (p + 1) COLUMNS, = sums."""
+    column, row_bytes = p * COLUMNS, out.strides[0]
+    n_columns = min(COLUMNS, out.shape[1] - column)
+    for tile in range(len(sums)):
+        first = begin + tile * ROWS
+        count = min(ROWS, len(out) - first)
+        if n_columns == COLUMNS:
+            _store_rows(sums[tile].ctypes.data, count, out[first, column:].ctypes.data, row_bytes)
+        else:
+            for i in range(count):
+                for c in range(n_columns):
+                    out[first + i, column + c] = rounded(out, sums[tile, i, c])
+
+
+@njit(cache=True, nogil=True)
+def _multiply_tasks(counter, table, x, n_columns, step, rows, panel, sums, out):
+    """Takes panels, as many at a time as there are sums, until there are none.
+
+    step: columns of a block. sums f32 (panels, tiles, ROWS, COLUMNS).
+    """
+    n_tiles, most = x.shape[0], sums.shape[0]
+    n_panels = (out.shape[1] + COLUMNS - 1) // COLUMNS
+    bf16.begin()
+    first = next_task(counter) * most
+    while first < n_panels:
+        last = min(n_panels, first + most)
+        for begin in range(0, n_tiles, TASK_TILES):
+            end = min(n_tiles, begin + TASK_TILES)
+            for low in range(0, n_columns, step):
+                count = min(step, n_columns - low)
+                block = panel[: (count + 2 * PAIRS - 1) // (2 * PAIRS) * PAIRS]
+                for p in range(first, last):
+                    _fill_panel(table, p, low, count, rows, block)
+                    _multiply_panel(block, x, low // (2 * PAIRS), begin, end, sums[p - first])
+            for p in range(first, last):
+                _store_panel(sums[p - first, : end - begin], begin * ROWS, p, out)
+        first = next_task(counter) * most
+    bf16.end()
+
+
+@njit(cache=True, nogil=True)
+def _lay_tiles(x, first, last, tiles):
+    """Rows first to last of x bf16 (T, n) into tiles uint16 (tiles, units, ROWS, 2 PAIRS)."""
+    for i in range(first, last):
+        tile, row = i // ROWS, i % ROWS
+        for unit in range(x.shape[1] // (2 * PAIRS)):
+            for c in range(2 * PAIRS):
+                tiles[tile, unit, row, c] = x[i, unit * 2 * PAIRS + c]
+        for c in range(x.shape[1] // (2 * PAIRS) * 2 * PAIRS, x.shape[1]):
+            tiles[tile, c // (2 * PAIRS), row, c % (2 * PAIRS)] = x[i, c]
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def _multiply(table, x, tiles, step, rows, panels, sums, out, n_threads):
+    n_inputs = len(x)
+    for part in prange(n_threads):
+        _lay_tiles(x, part * n_inputs // n_threads, (part + 1) * n_inputs // n_threads, tiles)
+    counter = np.zeros(1, np.int64)
+    for thread in prange(n_threads):
+        _multiply_tasks(
+            counter, table, tiles, x.shape[1], step, rows[thread], panels[thread], sums[thread], out
+        )
+
+
+def multiply_rows(table: np.ndarray, x: np.ndarray, out: np.ndarray, n_threads: int) -> None:
+    """out bf16 (T, all rows) = the products of the matrices of a table with x bf16 (T, n)."""
+    n_tiles, n_units = -(-len(x) // ROWS), -(-x.shape[1] // (2 * PAIRS))
+    tiles = on_lines((n_tiles, n_units, ROWS, 2 * PAIRS), np.uint16)
+    if x.shape != (n_tiles * ROWS, n_units * 2 * PAIRS):
+        tiles[-1], tiles[:, -1] = 0, 0
+    unit = max(2 * PAIRS, int(table[:, ELEMENTS].max()))
+    step = max(unit, BLOCK_COLUMNS // unit * unit)
+    n_panels = -(-out.shape[1] // COLUMNS)
+    n_sums = min(TASK_PANELS, -(-n_panels // (TASKS_A_THREAD * n_threads)))
+    # A line more a row: rows a multiple of 4 KB apart would take each other's place in the cache.
+    rows = on_lines((n_threads, COLUMNS, step + 2 * PAIRS), np.uint16, zeros=True)
+    panels = on_lines((n_threads, step // 2, COLUMNS), np.uint32)
+    sums = on_lines((n_threads, n_sums, min(n_tiles, TASK_TILES), ROWS, COLUMNS), np.float32)
+    _multiply(table, x, tiles, step, rows, panels, sums, out, n_threads)

@@ -1,0 +1,274 @@
+"""Matrix products of a prefilled chunk in integers: weights as they lie in the file, i8 inputs.
+
+For CPUs without bf16 products, which have AVX2. Inputs are rounded to 8 bits in blocks of 32, as
+llama.cpp does it; integers of up to 6 bits of the weights are multiplied with them four columns at
+a time (vpmaddubsw), and as many such sums are added in i16 as fit. A block is scaled once. A task
+decodes GROUP rows of weights once, a few hundred columns at a time, into a panel that stays in the
+L1 cache, and multiplies all its inputs with it (layer/tiles_int8.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.extending import intrinsic
+
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.llvm import F32, I8, I32, I64, LANES, const, keep, load, next_task, vec
+from sparsekv_cli.cpu.jit.pointers import address, call_through, function_address
+from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.layer.tiles_int8 import (
+    GROUP,
+    LARGEST_INPUT,
+    TILE,
+    WIDTH,
+    Traits,
+    call_product,
+    product_address,
+    round_input,
+    tile_bytes,
+)
+from sparsekv_cli.cpu.weights.dot import matvec_ref
+from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE, FORMATS
+
+PANEL_COLUMNS = 768  # at most, and three blocks of the largest formats: 18 KiB
+TASK_ROWS = 86 * TILE  # inputs of a task at most
+TASKS_A_THREAD = 6
+
+# Integers of the formats whose products fit: the most of q + zero, which is not negative, and zero.
+UNSIGNED: dict[int, tuple[int, int]] = {
+    FORMATS[name].code: (largest, zero)
+    for name, largest, zero in (
+        ("Q4_0", 15, 8),
+        ("Q4_1", 15, 0),
+        ("Q5_0", 31, 16),
+        ("Q5_1", 31, 0),
+        ("Q2_K", 3, 0),
+        ("Q3_K", 7, 4),
+        ("Q4_K", 15, 0),
+        ("Q5_K", 31, 0),
+        ("Q6_K", 63, 32),
+        ("MXFP4", 24, 12),
+    )
+}
+
+
+def can_multiply(code: int) -> bool:
+    """Whether the integers of ggml type ``code`` are small enough."""
+    return code in UNSIGNED
+
+
+@cache
+def _format_traits(code: int) -> Traits:
+    """span as ``decode`` tells in a dry run."""
+    format_ = FORMAT_OF_CODE[code]
+    assert format_.decode is not None
+    function = ir.Function(ir.Module(), ir.FunctionType(ir.VoidType(), [I64]), "dry")
+    block = format_.decode(ir.IRBuilder(function.append_basic_block()), function.args[0])
+    span = format_.n_elements // block.scales.type.count
+    room = span // 4
+    while room * 2 * UNSIGNED[code][0] * LARGEST_INPUT > np.iinfo(np.int16).max:
+        room //= 2
+    return Traits(span, room)
+
+
+# --- panels ---------------------------------------------------------------------------------------
+
+
+@intrinsic
+def _decode_row(typingctx, code, w, n_blocks, values, scales, offsets):
+    """A row's blocks -> unsigned bytes, f32 scales and offsets; addresses. code: a literal."""
+    if not isinstance(code, types.IntegerLiteral):
+        return None
+
+    def codegen(context, b, signature, args):
+        code_ = signature.args[0].literal_value
+        format_, zero = FORMAT_OF_CODE[code_], UNSIGNED[code_][1]
+        assert format_.decode is not None
+        decode = format_.decode
+        _, w, n_blocks, values, scales, offsets = args
+
+        def body(i, carried):
+            block = decode(b, b.add(w, b.mul(i, I64(format_.n_bytes))))
+            at = b.add(values, b.mul(i, I64(format_.n_elements)))
+            for j, q in enumerate(block.q):
+                llvm.store(b, b.add(q, const(I8, zero)), at, LANES * j)
+            n_scales = block.scales.type.count
+            step = b.mul(i, I64(4 * n_scales))
+            llvm.store(b, block.scales, b.add(scales, step))
+            known = block.offsets
+            if known is None:
+                known = b.fmul(block.scales, const(F32, -float(zero), n_scales))
+            llvm.store(b, known, b.add(offsets, step))
+            return []
+
+        llvm.loop(b, I64(0), n_blocks, 1, [], body)
+        return context.get_dummy_value()
+
+    return types.void(code, *[types.int64] * 5), codegen
+
+
+@njit(cache=True, nogil=True)
+def _decode_rows(code, w, row_bytes, n_rows, n_blocks, values, row, scales, small_row):
+    """GROUP rows, the last one again for those behind n_rows; see ``_decode_row``.
+
+    row, small_row: bytes from a row of values and of scales to the next; offsets follow scales.
+    """
+    for r in range(GROUP):
+        at, to = w + min(r, n_rows - 1) * row_bytes, scales + r * small_row
+        _decode_row(code, at, n_blocks, values + r * row, to, to + GROUP * small_row)
+
+
+@cache
+def kernel_addresses(code: int) -> tuple[int, int]:
+    """Addresses of a ``_decode_rows`` and of a product compiled for a format."""
+    decoder = function_address(_decode_rows, (types.literal(code),) + (types.int64,) * 8)
+    return decoder, product_address(*_format_traits(code))
+
+
+@intrinsic
+def _pack(typingctx, n_columns, values, row, panel):
+    """u8 (GROUP, n_columns), rows ``row`` bytes apart -> a panel; addresses, n_columns of 32."""
+
+    def codegen(context, b, signature, args):
+        n_columns, values, row, panel = args
+        starts = [b.add(values, b.mul(row, I64(r))) for r in range(GROUP)]
+
+        def body(column, carried):
+            place = b.add(panel, b.mul(column, I64(GROUP)))
+            for first in range(0, GROUP, WIDTH):
+                rows = [
+                    load(b, vec(I32, WIDTH), b.add(start, column))
+                    for start in starts[first : first + WIDTH]
+                ]
+                for i, lanes in enumerate(llvm.transposed(b, rows)):
+                    llvm.store(b, lanes, place, 4 * GROUP * i + 4 * first)
+            return []
+
+        llvm.loop(b, I64(0), n_columns, 4 * WIDTH, [], body)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+# --- matrices -------------------------------------------------------------------------------------
+
+# Columns of a table: what is known of a matrix.
+DECODER, PRODUCT, WEIGHTS, ROW_BYTES, ROWS, SPAN, BLOCK_COLUMNS, BLOCK_BYTES = range(8)
+
+
+def product_table(matrices: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
+    """int64 (matrices, 8) of (ggml type, uint8 (rows, row bytes)), whose memory must stay."""
+    table = np.empty((len(matrices), 8), np.int64)
+    for row, (code, w) in zip(table, matrices, strict=True):
+        format_ = FORMAT_OF_CODE[code]
+        row[:] = (
+            *kernel_addresses(code), address(w), w.strides[0], len(w), _format_traits(code).span,
+            format_.n_elements, format_.n_bytes,
+        )  # fmt: skip
+    return table
+
+
+def n_rows(table: np.ndarray) -> int:
+    """Rows of all matrices of a table."""
+    return int(table[:, ROWS].sum())
+
+
+@intrinsic
+def _call_decoder(
+    typingctx, decoder, w, row_bytes, n_rows, n_blocks, values, row, scales, small_row
+):
+    return call_through(8, n_literals=1)
+
+
+@njit(cache=True, nogil=True)
+def _multiply_group(matrix, first, tiles, n, scratch, sums):
+    """sums f32 (inputs, GROUP) = rows first .. first + GROUP of a matrix times tiles of inputs."""
+    span, size = matrix[SPAN], matrix[BLOCK_COLUMNS]
+    w = matrix[WEIGHTS] + first * matrix[ROW_BYTES]
+    n_rows = min(GROUP, matrix[ROWS] - first)
+    values, panel, scales, panel_scales = scratch
+    sums[: TILE * len(tiles)] = 0
+    n_blocks, most = n // size, PANEL_COLUMNS // size
+    n_parts = (n_blocks + most - 1) // most
+    for part in range(n_parts):
+        begin, end = part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts
+        _call_decoder(
+            matrix[DECODER], w + begin * matrix[BLOCK_BYTES], matrix[ROW_BYTES], n_rows,
+            end - begin, values.ctypes.data, values.strides[0], scales.ctypes.data,
+            scales.strides[0],
+        )  # fmt: skip
+        n_columns = (end - begin) * size
+        _pack(n_columns, values.ctypes.data, values.strides[0], panel.ctypes.data)
+        n_spans = n_columns // span
+        for s in range(n_spans):
+            for r in range(2 * GROUP):
+                panel_scales[s, r] = scales[r, s]
+        call_product(
+            matrix[PRODUCT], panel.ctypes.data, panel_scales.ctypes.data, n_spans,
+            tiles.ctypes.data, tiles.strides[0], n, begin * size, len(tiles), sums.ctypes.data,
+        )  # fmt: skip
+
+
+@njit(cache=True, nogil=True)
+def _multiply_tasks(counter, table, tiles, n, n_groups, n_parts, out):
+    """Takes (part of the inputs, GROUP rows of a matrix) tasks until there are none."""
+    n_inputs, n_tiles = out.shape[0], len(tiles)
+    width = PANEL_COLUMNS
+    values, panel = np.empty((GROUP, width), np.uint8), np.empty(GROUP * width, np.uint8)
+    scales = np.empty((2 * GROUP, width // 16), np.float32)
+    scratch = values, panel, scales, np.empty((width // 16, 2 * GROUP), np.float32)
+    sums = np.empty((TILE * ((n_tiles + n_parts - 1) // n_parts), GROUP), np.float32)
+    task = next_task(counter)
+    while task < n_groups * n_parts:
+        part, group = task // n_groups, task % n_groups
+        begin, end = part * n_tiles // n_parts, (part + 1) * n_tiles // n_parts
+        m, column = 0, 0
+        while group * GROUP >= table[m, ROWS]:
+            group -= (table[m, ROWS] + GROUP - 1) // GROUP
+            column += table[m, ROWS]
+            m += 1
+        first = group * GROUP
+        _multiply_group(table[m], first, tiles[begin:end], n, scratch, sums)
+        n_rows = min(GROUP, table[m, ROWS] - first)
+        column += first
+        for i in range(begin * TILE, min(n_inputs, end * TILE)):
+            if n_rows == GROUP:
+                for r in range(GROUP):
+                    out[i, column + r] = sums[i - begin * TILE, r]
+            else:
+                for r in range(n_rows):
+                    out[i, column + r] = sums[i - begin * TILE, r]
+        task = next_task(counter)
+    keep(values)
+    keep(panel)
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def multiply(table, x, out, n_threads):
+    """out f32 (T, all rows) = the products of the matrices of a table with x f32 (T, n)."""
+    n_inputs, n = x.shape
+    n_tiles = (n_inputs + TILE - 1) // TILE
+    tiles = np.empty((n_tiles, tile_bytes(n)), np.uint8)
+    tiles[n_inputs // TILE :] = 0  # the last has room for more
+    for part in prange(n_threads):
+        for i in range(part * n_inputs // n_threads, (part + 1) * n_inputs // n_threads):
+            place = tiles[i // TILE, 4 * (i % TILE) :].ctypes.data
+            round_input(x[i].ctypes.data, place, n)
+    n_groups = 0
+    for m in range(table.shape[0]):
+        n_groups += (table[m, ROWS] + GROUP - 1) // GROUP
+    n_parts = max(n_inputs // TASK_ROWS, TASKS_A_THREAD * n_threads // n_groups, 1)
+    n_parts = min(n_parts, n_tiles)
+    counter = np.zeros(1, np.int64)
+    for _thread in prange(n_threads):
+        _multiply_tasks(counter, table, tiles, n, n_groups, n_parts, out)
+
+
+def multiply_ref(matrices: Sequence[tuple[int, np.ndarray]], x: np.ndarray) -> np.ndarray:
+    """f32 (T, all rows) on gguf's own dequantisation, summed in f64."""
+    return np.concatenate([matvec_ref(code, w, x.shape[1], x.T).T for code, w in matrices], 1)

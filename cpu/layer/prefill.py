@@ -1,0 +1,212 @@
+"""What a prefilled chunk needs between its matrix products, fused, on rows of bf16 or f32.
+
+A dozen torch operations a layer read and write the chunk each; these make one pass: RMS norm;
+bias, norm and rotation of q/k/v into heads; gated SiLU; the residual sum. bf16 is a uint16 here:
+the upper half of an f32. Arithmetic is in f32, rounded once at the end, to nearest even.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange, types
+from numba.extending import intrinsic
+
+from sparsekv_cli.cpu.attention.store import store_row
+from sparsekv_cli.cpu.attention.tile import exp_lanes
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.bf16 import narrowed
+from sparsekv_cli.cpu.jit.llvm import (
+    F32,
+    I16,
+    I32,
+    I64,
+    LANES,
+    VF,
+    VI,
+    const,
+    load,
+    sum_squares,
+    vec,
+)
+from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+
+
+@intrinsic
+def rounded(typingctx, out, value):
+    """A finite f32 as the array ``out`` holds it: itself, or bf16 bits, to nearest even."""
+
+    def codegen(context, builder, signature, args):
+        return narrowed(builder, args[1]) if signature.return_type == types.uint16 else args[1]
+
+    return out.dtype(out, types.float32), codegen
+
+
+@intrinsic
+def widen(typingctx, value):
+    """The f32 of bf16 bits, or of an f32 (numba code)."""
+
+    def codegen(context, builder, signature, args):
+        if signature.args[0] == types.float32:
+            return args[0]
+        return builder.bitcast(builder.shl(builder.zext(args[0], I32), I32(16)), F32)
+
+    return types.float32(value), codegen
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def norm_rows(x, weight, eps, out, n_threads):
+    """out (T, n) = x / sqrt(mean(x^2) + eps) * weight; x f32 (T, n)."""
+    n_rows, n = x.shape
+    for part in prange(n_threads):
+        for row in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
+            scale = np.float32(1) / np.sqrt(sum_squares(x[row]) / np.float32(n) + eps)
+            for c in range(n):
+                out[row, c] = rounded(out, x[row, c] * scale * weight[c])
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def add_rows(x, y, n_threads):
+    """x += y; x f32 (T, n)."""
+    n_rows, n = x.shape
+    for part in prange(n_threads):
+        for row in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
+            for c in range(n):
+                x[row, c] += widen(y[row, c])
+
+
+@njit(cache=True, nogil=True)
+def _head(raw, bias, norm, eps, cos, sin, interleaved, work, out_nope, out):
+    """Bias, norm and rotation of one head of one token: raw (d,) -> out_nope, out (d,).
+
+    work f32 (2, d) scratch; out_nope and out in half-split order.
+    """
+    d, half = raw.shape[0], cos.shape[0]
+    values, ordered = work[0], work[1]
+    for c in range(d):
+        values[c] = widen(raw[c])
+    if bias.shape[0]:
+        for c in range(d):
+            values[c] += bias[c]
+    if norm.shape[0]:
+        scale = np.float32(1) / np.sqrt(sum_squares(values) / np.float32(d) + eps)
+        for c in range(d):
+            values[c] *= scale * norm[c]
+    if interleaved:
+        for i in range(half):
+            ordered[i] = values[2 * i]
+            ordered[half + i] = values[2 * i + 1]
+        for c in range(2 * half, d):
+            ordered[c] = values[c]
+    else:
+        ordered[:] = values
+    for c in range(d):
+        out_nope[c] = rounded(out_nope, ordered[c])
+    for i in range(half):
+        a, b = ordered[i], ordered[half + i]
+        out[i] = rounded(out, a * cos[i] - b * sin[i])
+        out[half + i] = rounded(out, a * sin[i] + b * cos[i])
+    for c in range(2 * half, d):
+        out[c] = rounded(out, ordered[c])
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def split_heads(
+    raw, q_bias, k_bias, v_bias, q_norm, k_norm, eps, cos, sin, interleaved, q, k, v, q_nope,
+    k_nope, n_threads,
+):  # fmt: skip
+    """A chunk's q/k/v as the projection gives them, into heads, with bias, norm and rotation.
+
+    raw (T, H d + G d + G d_v); biases f32 as wide or empty, norms f32 (d,) or empty; cos, sin
+    f32 (T, n_rot / 2). q, q_nope (H, T, d), k, k_nope (G, T, d), v (G, T, d_v).
+    """
+    n_head, n_rows, d = q.shape
+    n_kv, d_v = v.shape[0], v.shape[2]
+    for part in prange(n_threads):
+        work = np.empty((2, d), np.float32)
+        for t in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
+            for h in range(n_head):
+                bias = q_bias[h * d : (h + 1) * d]
+                _head(
+                    raw[t, h * d : (h + 1) * d], bias, q_norm, eps, cos[t], sin[t], interleaved,
+                    work, q_nope[h, t], q[h, t],
+                )  # fmt: skip
+            at = n_head * d
+            for g in range(n_kv):
+                bias = k_bias[g * d : (g + 1) * d]
+                _head(
+                    raw[t, at : at + d], bias, k_norm, eps, cos[t], sin[t], interleaved,
+                    work, k_nope[g, t], k[g, t],
+                )  # fmt: skip
+                at += d
+            for g in range(n_kv):
+                for c in range(d_v):
+                    value = widen(raw[t, at + c])
+                    if v_bias.shape[0]:
+                        value += v_bias[g * d_v + c]
+                    v[g, t, c] = rounded(v, value)
+                at += d_v
+
+
+@intrinsic
+def _gate_lanes(typingctx, rows, gate, up, out, count):
+    """out[i] = up[i] gate[i] / (1 + e^-gate[i]), i < count, a multiple of 16; addresses.
+
+    rows: an array of the type of all three.
+    """
+
+    def codegen(context, b, signature, args):
+        _, gate, up, out, count = args
+        in_bf16 = signature.args[0].dtype == types.uint16
+        size = 2 if in_bf16 else 4
+
+        def wide(address, at):
+            if not in_bf16:
+                return load(b, VF, b.add(address, at))
+            bits = b.zext(load(b, vec(I16), b.add(address, at)), VI)
+            return b.bitcast(b.shl(bits, const(I32, 16)), VF)
+
+        def body(j, carried):
+            at = b.mul(j, I64(size))
+            g, u = wide(gate, at), wide(up, at)
+            e = exp_lanes(b, b.fneg(llvm.call_named(b, "llvm.fabs.v16f32", VF, g)))
+            top = b.select(b.fcmp_ordered(">=", g, const(F32, 0.0)), const(F32, 1.0), e)
+            sigmoid = b.fdiv(top, b.fadd(const(F32, 1.0), e))
+            result = b.fmul(b.fmul(g, sigmoid), u)
+            llvm.store(b, narrowed(b, result) if in_bf16 else result, b.add(out, at))
+            return []
+
+        llvm.loop(b, I64(0), count, LANES, [], body)
+        return context.get_dummy_value()
+
+    return types.void(rows, *[types.int64] * 4), codegen
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def gate_rows(gate_up, out, n_threads):
+    """out = silu(gate) * up; gate_up (T, 2 n): gate, then up; out (T, n)."""
+    n_rows, n = out.shape
+    whole = n // LANES * LANES
+    for part in prange(n_threads):
+        for row in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
+            gate, up = gate_up[row], gate_up[row, n:]
+            _gate_lanes(out, gate.ctypes.data, up.ctypes.data, out[row].ctypes.data, whole)
+            for c in range(whole, n):
+                g = widen(gate[c])
+                out[row, c] = rounded(out, g / (np.float32(1) + np.exp(-g)) * widen(up[c]))
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def store_rows(rows, kind, target, head_bytes, row_bytes, width, n_threads):
+    """Writes rows (heads, T, d), f32 or the bits of bf16, as rows of ``kind`` (attention/rows.py).
+
+    target: address of the first; head_bytes, row_bytes: from a head's or a row's to the next one's;
+    width: d padded to a multiple of 16 with zeros.
+    """
+    n_head, n_rows, d = rows.shape
+    for part in prange(n_threads):
+        row = np.zeros(width, np.float32)
+        for t in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
+            for h in range(n_head):
+                for c in range(d):
+                    row[c] = widen(rows[h, t, c])
+                store_row(kind, row.ctypes.data, target + h * head_bytes + t * row_bytes, width)

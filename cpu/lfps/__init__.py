@@ -1,0 +1,1 @@
+"""LFPS: history tables, bypass test, search and attention."""

@@ -1,0 +1,234 @@
+"""The second half of a step of LFPS: candidates (lfps/search.py) are scored and attended to, and
+tables learn (how they begin: lfps/start.py). And how threads share a step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from sparsekv_cli.cpu.attention.rows import (
+    GATHER,
+    K_HEAD,
+    K_KIND,
+    K_ROW,
+    V_HEAD,
+    V_KIND,
+    V_ROW,
+    K,
+    V,
+)
+from sparsekv_cli.cpu.attention.select import order_keys, select_largest
+from sparsekv_cli.cpu.attention.tile import (
+    AHEAD_GATHER,
+    MAX_TILE,
+    NEGATIVE_INFINITY,
+    exp_in_place,
+    max_of,
+    tile_scores,
+    tile_values,
+)
+from sparsekv_cli.cpu.jit.llvm import LANES, keep, next_task, prefetch_lines
+from sparsekv_cli.cpu.jit.pool import atomic_add, wait_for
+from sparsekv_cli.cpu.lfps.history import RESCALE_BELOW, SINKS, add_entries, rescale_tables
+from sparsekv_cli.cpu.lfps.search import (
+    ATTENDED,
+    SCORES_DONE,
+    SEARCHED,
+    ask_for_entries,
+    merge_candidates,
+    n_active_heads,
+    search_unit,
+)
+
+SCORE_PIECE = 80  # rows of C1: a multiple of what tile_scores takes at a time, of every tile
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def _score_part(team, part, n_parts, step):
+    """Scores of a part of C1 by the team's active heads; a tile of heads shares each key row."""
+    work, layout, rules = step.work, step.layout, step.rules
+    (n_head, d), n_team, count = step.q.shape, work.rows.shape[0], work.n_rows[team]
+    piece = n_parts * SCORE_PIECE
+    size = (count + piece - 1) // piece * SCORE_PIECE
+    first, last = part * size, min(count, (part + 1) * size)
+    if first >= last:
+        return
+    h0, heads = team * n_head // n_team, n_head // n_team
+    k_row, mode = layout[K_ROW], layout[K_KIND] | GATHER
+    k_at = layout[K] + h0 // (n_head // rules.n_kv_head) * layout[K_HEAD]
+    for j in range(first, min(last, first + AHEAD_GATHER)):  # the others as the scores proceed
+        prefetch_lines(k_at + work.rows[team, j] * k_row, k_row)
+    n_active = work.active[h0 : h0 + heads].sum()
+    for t in range(0, n_active, MAX_TILE):
+        tile_scores(
+            min(MAX_TILE, n_active - t), mode, work.queries[h0 + t].ctypes.data, k_at, k_row,
+            work.rows[team, first:].ctypes.data, last - first, d,
+            work.scores[team, t, first:].ctypes.data, work.scores.shape[2],
+        )  # fmt: skip
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def _attend_head(h, unit, rows, scores, part, step):
+    """C2 = the recents and the best of C1 by exact score; attends sinks and C2, learns C2 (eq 10).
+
+    scores f32 (count + PAD,) of C1 ``rows`` ascending, whose last n_recent are the recents. To the
+    unit's tables ``part`` times the softmax over C2 alone less its halved mean is added. Returns
+    C2's rows int32 (m,), in the thread's scratch.
+    """
+    tables, layout, n, n_recent = step.tables, step.layout, step.n, step.n_recent
+    sinks, out, lse = step.work.near[h], step.out[h], step.lse[h : h + 1]
+    v_row, v_kind = layout[V_ROW], layout[V_KIND]
+    v = layout[V] + h // (step.q.shape[0] // step.rules.n_kv_head) * layout[V_HEAD]
+    ver, dist = tables.ver[unit], tables.dist[unit]
+    count = rows.shape[0]
+    m = min(count, step.k_budget)
+    keys, chosen, weights = step.scratch.keys, step.scratch.chosen, step.scratch.weights
+    picked = step.scratch.picked[:m]
+    n_old = count - n_recent
+    if m < count:
+        order_keys(scores, keys, n_old)
+        select_largest(keys, n_old, m - n_recent, chosen)
+        for j in range(n_recent):
+            chosen[m - n_recent + j] = n_old + j
+    else:
+        for j in range(m):
+            chosen[j] = j
+    for j in range(m):
+        c = np.uint64(chosen[j])
+        i = rows[c]
+        picked[j] = i
+        prefetch_lines(ver.ctypes.data + 4 * i, 4)
+        prefetch_lines(dist.ctypes.data + 4 * (n - 1 - i), 4)
+        weights[j] = scores[c]
+    for j in range(m, m + LANES):
+        weights[j] = NEGATIVE_INFINITY
+    peak = max_of(weights.ctypes.data, m)
+    sink_weights = np.empty(SINKS, np.float32)
+    for j in range(SINKS):
+        peak = max(peak, sinks[j])
+    sink_mass = np.float32(0)
+    for j in range(SINKS):
+        sink_weights[j] = np.exp(sinks[j] - peak)
+        sink_mass += sink_weights[j]
+    mass = exp_in_place(weights.ctypes.data, m, peak)
+    total = sink_mass + mass
+    d_v = out.shape[0]
+    out[:] = 0
+    if lse.shape[0]:
+        lse[0] = peak + np.log(mass)
+        total = mass if mass > 0 else np.float32(1)  # without mass nothing looks at the output
+    else:
+        tile_values(
+            1, v_kind, sink_weights.ctypes.data, 0, v, v_row, 0, SINKS, d_v, out.ctypes.data
+        )
+    keep(sink_weights)
+    learned = np.float64(mass)
+    if mass == 0:  # the sinks' scores are so far above that C2's masses vanish: no information
+        weights[:m] = 1
+        learned = np.float64(m)
+    # The tables learn first: meanwhile the values arrive.
+    add_entries(
+        unit, tables, n, picked, weights, 0.5 * learned / m, part / learned, v, v_row,
+        step.scratch.changes,
+    )  # fmt: skip
+    if mass > 0:
+        tile_values(
+            1, v_kind | GATHER, weights.ctypes.data, 0, v, v_row, picked.ctypes.data, m, d_v,
+            out.ctypes.data,
+        )  # fmt: skip
+    for c in range(d_v):
+        out[c] /= total
+    return picked
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def _attend_unit(unit, step):
+    """Attention and learning of a unit's active heads."""
+    work, tables = step.work, step.tables
+    n_head, n_unit, n_team = step.q.shape[0], tables.gain.shape[0], work.rows.shape[0]
+    n_active = n_active_heads(unit, step)
+    if n_active == 0:
+        return
+    team = unit * n_team // n_unit
+    first = team * n_head // n_team
+    rows = work.rows[team, : work.n_rows[team]]
+    count = rows.shape[0]
+    m = min(count, step.k_budget)
+    gain = tables.gain[unit] * step.rules.decay
+    part = 1.0 / (gain * n_active)
+    for h in range(unit * n_head // n_unit, (unit + 1) * n_head // n_unit):
+        if not work.active[h]:
+            continue
+        scores = work.scores[team, work.active[first:h].sum()]
+        picked = _attend_head(h, unit, rows, scores, part, step)
+        step.statistics[unit, ATTENDED] += m + SINKS
+        if step.attended.shape[1]:
+            step.n_attended[h] = m + SINKS
+            for j in range(SINKS):
+                step.attended[h, j] = j
+            for j in range(m):
+                step.attended[h, SINKS + j] = picked[j]
+    if gain < RESCALE_BELOW:
+        rescale_tables(unit, tables, gain, step.n)
+        gain = 1.0
+    tables.gain[unit] = gain
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def _run(task, team, n_parts, step):
+    """A task of a team: a search a unit, then the scores in ``n_parts``, then a unit's attention.
+
+    It waits for the tasks before it that others have taken.
+    """
+    n_team = step.work.rows.shape[0]
+    n_unit = step.tables.gain.shape[0] // n_team
+    progress = step.work.progress[team].ctypes.data
+    if task < n_unit:
+        search_unit(team * n_unit + task, step)
+        if atomic_add(progress + 8 * SEARCHED, 1) == n_unit - 1:
+            merge_candidates(team, step)
+            atomic_add(progress + 8 * SEARCHED, 1)
+    elif task < n_unit + n_parts:
+        wait_for(progress + 8 * SEARCHED, n_unit + 1)
+        _score_part(team, task - n_unit, n_parts, step)
+        atomic_add(progress + 8 * SCORES_DONE, 1)
+    else:
+        wait_for(progress + 8 * SCORES_DONE, n_parts)
+        _attend_unit(team * n_unit + task - n_unit - n_parts, step)
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def run_tasks(counter, n_threads, step):
+    """What a thread of a step does: takes tasks until there are none. First come whole teams, while
+    every thread can have as many; then the teams that are left over, whose tasks threads share: all
+    searches first, all attention last.
+
+    counter: int64 (1,), of the tasks taken.
+    """
+    n_team = step.work.rows.shape[0]
+    n_unit = step.tables.gain.shape[0] // n_team
+    a_thread, n_shared = n_team // n_threads, n_team % n_threads
+    n_whole = n_team - n_shared
+    n_tasks = 2 * n_unit + n_threads  # of a shared team
+    task = next_task(counter)
+    while task < n_whole + n_shared * n_tasks:
+        if task < n_whole:  # a thread's are neighbours: those of a kv group use the same key rows
+            team = task % n_threads * a_thread + task // n_threads
+            for unit in range(team * n_unit, (team + 1) * n_unit):
+                ask_for_entries(unit, step)
+            first, last, n_parts = 0, 2 * n_unit + 1, 1
+        else:
+            before, of_stage = 0, task - n_whole
+            for width in (n_unit, n_threads, n_unit):  # searches, scores, attention
+                if of_stage < n_shared * width:
+                    break
+                of_stage -= n_shared * width
+                before += width
+            team, first = n_whole + of_stage // width, before + of_stage % width
+            last, n_parts = first + 1, n_threads
+            if first < n_unit:
+                ask_for_entries(team * n_unit + first, step)
+        for each in range(first, last):
+            _run(each, team, n_parts, step)
+        task = next_task(counter)

@@ -1,0 +1,106 @@
+"""LFPS' high-sparsity test: a head that looks at its sinks alone needs no search (eq 5, 6).
+
+Its output is then the softmax-weighted mean of sinks, local rows and the mean value, with the
+masses of the test; Algorithm 1's mean value alone is the largest error of all.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from sparsekv_cli.cpu.attention.tile import tile_values
+from sparsekv_cli.cpu.jit.llvm import keep, sum_squares
+from sparsekv_cli.cpu.lfps.history import SINKS
+
+
+class Constants(NamedTuple):
+    """What the bypass test knows of the keys and values of the last prefill (eq 5, 6)."""
+
+    mean_k: np.ndarray  # f32 (G, d)
+    mean_v: np.ndarray  # f32 (G, d_v)
+    covariance: np.ndarray  # f32 (G, d, d), or (G, 0, 0) where ``ratio`` is used
+    ratio: np.ndarray  # f32 (H,): variance of a score over |q|^2
+
+
+@njit(cache=True, nogil=True)
+def _half_variance(q, covariance, ratio):
+    """Half the variance of q . k (q scaled): q^T C q / 2, or |q|^2 ratio / 2 without C."""
+    if covariance.shape[0] == 0:
+        return 0.5 * sum_squares(q) * ratio
+    weighted = np.zeros(q.shape[0], np.float32)  # q^T C, in an order that needs no fastmath
+    for i in range(covariance.shape[0]):
+        for j in range(covariance.shape[0]):
+            weighted[j] += q[i] * covariance[i, j]
+    total = np.float32(0)
+    for j in range(covariance.shape[0]):
+        total += weighted[j] * q[j]
+    return 0.5 * total
+
+
+@njit(cache=True, nogil=True)
+def may_bypass(near, n_near, epsilon):
+    """Whether the test could hold at the best, if the global mass were 0; mostly it could not.
+
+    near: see ``bypass``.
+    """
+    peak = np.float64(near[0])
+    for j in range(n_near):
+        peak = max(peak, np.float64(near[j]))
+    sinks, local = 0.0, 0.0
+    for j in range(n_near - 1):
+        weight = np.exp(near[j] - peak)
+        if j < SINKS:
+            sinks += weight
+        else:
+            local += weight
+    return sinks > epsilon * (sinks + local)
+
+
+@njit(cache=True, nogil=True)
+def bypass(
+    q, near, n_near, constants, kv_head, ratio, v, v_row, v_kind, first_local, n, epsilon, lse, out
+):  # fmt: skip
+    """The high-sparsity test (eq 6) and, where it holds, the head's output. q is scaled.
+
+    near: scores of the sinks (4), then of the keys first_local..n-1. v: address of rows of v_kind,
+    v_row bytes apart. lse: f32 (1,), if the sinks are left out of the output, or (0,): see
+    ``LFPSStep.leave_sinks``. Returns whether the head was bypassed.
+    """
+    mean_k, mean_v = constants.mean_k[kv_head], constants.mean_v[kv_head]
+    log_global = _half_variance(q, constants.covariance[kv_head], ratio) + np.log(n - SINKS)
+    for c in range(mean_k.shape[0]):
+        log_global += q[c] * mean_k[c]
+    peak = log_global
+    for j in range(n_near):
+        peak = max(peak, np.float64(near[j]))
+    weights = np.empty(n_near, np.float32)
+    sinks, local = 0.0, 0.0
+    for j in range(n_near):
+        weight = np.exp(near[j] - peak)
+        weights[j] = weight
+        if j < SINKS:
+            sinks += weight
+        elif j < n_near - 1:
+            local += weight
+    wide = np.exp(log_global - peak)
+    if sinks <= epsilon * (sinks + wide + local):
+        return False
+    total = sinks + wide + local + weights[n_near - 1]
+    for c in range(out.shape[0]):
+        out[c] = wide * mean_v[c]
+    d_v, to = out.shape[0], out.ctypes.data
+    if lse.shape[0]:
+        total = max(wide + local + weights[n_near - 1], 1e-300)  # not 0: it divides
+        lse[0] = peak + np.log(total)
+    else:
+        tile_values(1, v_kind, weights.ctypes.data, 0, v, v_row, 0, SINKS, d_v, to)
+    v_local = v + first_local * v_row
+    at = weights[SINKS:].ctypes.data
+    tile_values(1, v_kind, at, 0, v_local, v_row, 0, n_near - SINKS, d_v, to)
+    keep(weights)
+    for c in range(out.shape[0]):
+        out[c] /= total
+    return True

@@ -1,0 +1,332 @@
+"""History tables of LFPS: entries, thresholds and candidates, without touching what is cold.
+
+A unit is a query head, or a kv group that shares its tables. Two tables a unit: ``ver[i]`` by
+position and ``dist[delta]`` by distance, both f32, kept as u = Phi / g so that the decay of eq 10
+is one multiplication of g a step. Next to them: power sums S1..S4 (f64) for the thresholds of
+eq 8, and upper bounds of each block of 64 entries, which are raised on a write and made exact
+whenever a scan enters the block. A step's work is the bounds, the blocks that hold a candidate,
+and the candidates (cpu/lfps/search.py): not the context. The literal reference of a whole step is
+tests/methods/lfps_twin.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from sparsekv_cli.cpu.attention.tile import max_of
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.llvm import LANES, prefetch_lines, reversed_bits, set_bits, trailing_zeros
+
+SINKS = 4
+BLOCK = 64  # table entries under one bound: one word of the candidate bitmap
+POWERS = 8  # entries whose powers are taken at a time
+AT_ONCE = 8  # set bits that are extracted without a branch
+RESCALE_BELOW = 1e-6  # smallest g before the tables are multiplied out
+
+
+class Tables(NamedTuple):
+    """The history of U units, query heads or kv groups."""
+
+    ver: np.ndarray  # f32 (U, capacity)
+    dist: np.ndarray  # f32 (U, capacity)
+    ver_bounds: np.ndarray  # f32 (U, capacity / 64)
+    dist_bounds: np.ndarray  # f32 (U, capacity / 64)
+    sums: np.ndarray  # f64 (U, 2, 4): power sums of ver and dist
+    gain: np.ndarray  # f64 (U,)
+
+
+@njit(cache=True, nogil=True)
+def threshold(sums, n, a, horizon):
+    """tau = a mean / kappa of a table from its power sums (eq 8); kappa within [1/n, 1].
+
+    The mean is the sum over n, or over ``horizon`` if that is less: of two tables with the same
+    entries beside zeros the longer one would else have the lower threshold.
+    """
+    mean = sums[0] / n
+    m2 = sums[1] - n * mean * mean
+    m4 = sums[3] - 4 * mean * sums[2] + 6 * mean * mean * sums[1] - 3 * n * mean**4
+    kappa = 1.0 / n
+    if m2 > 1e-12 * sums[1]:
+        kappa = min(1.0, max(1.0 / n, m4 / (m2 * m2)))
+    return a * sums[0] / min(n, horizon) / kappa
+
+
+@intrinsic
+def _mask_above(typingctx, entries, tau):
+    """Bit j of the u64 is set where entries[j] > tau, j < 64; entries: address of f32."""
+
+    def codegen(context, b, signature, args):
+        limit = llvm.splat(b, args[1])
+        word = llvm.I64(0)
+        for part in range(BLOCK // LANES):
+            values = llvm.load(b, llvm.VF, args[0], 4 * LANES * part)
+            bits = b.bitcast(b.fcmp_ordered(">", values, limit), llvm.I16)
+            word = b.or_(word, b.shl(b.zext(bits, llvm.I64), llvm.I64(LANES * part)))
+        return word
+
+    return types.uint64(types.int64, types.float32), codegen
+
+
+@njit(cache=True, nogil=True)
+def _scan_block(table, bounds, block, count, tau):
+    """Bits of the entries of a block above tau; makes its bound exact. Entries end at count."""
+    start = block * BLOCK
+    if start + BLOCK <= count:
+        at = table.ctypes.data + 4 * start
+        bounds[block] = max_of(at, BLOCK)
+        return _mask_above(at, tau)
+    word = np.uint64(0)
+    peak = table[start]
+    for i in range(start, count):
+        peak = max(peak, table[i])
+        word |= np.uint64(table[i] > tau) << np.uint64(i - start)
+    bounds[block] = peak
+    return word
+
+
+@njit(cache=True, nogil=True)
+def _blocks_above(bounds, first, n_blocks, tau):
+    """Bit b of the u64 is set where bounds[first + b] > tau, for the up to 64 blocks that exist."""
+    if first + BLOCK <= n_blocks:
+        return _mask_above(bounds.ctypes.data + 4 * first, tau)
+    word = np.uint64(0)
+    for block in range(first, n_blocks):
+        word |= np.uint64(bounds[block] > tau) << np.uint64(block - first)
+    return word
+
+
+@njit(cache=True, nogil=True)
+def prefetch_above(table, bounds, n, tau):
+    """Asks for the blocks that a scan of n entries for those above tau will enter."""
+    n_blocks = (n + BLOCK - 1) // BLOCK
+    for first in range(0, n_blocks, BLOCK):
+        found = _blocks_above(bounds, first, n_blocks, np.float32(tau))
+        while found:
+            block = first + trailing_zeros(found)
+            found &= found - np.uint64(1)
+            prefetch_lines(table.ctypes.data + 4 * BLOCK * block, 4 * BLOCK)
+
+
+@njit(cache=True, nogil=True)
+def mark_vertical(table, bounds, n, tau, words):
+    """Sets bit i of ``words`` where table[i] > tau; returns how many entries it read."""
+    tau = np.float32(tau)
+    n_read, n_blocks = 0, (n + BLOCK - 1) // BLOCK
+    for first in range(0, n_blocks, BLOCK):
+        found = _blocks_above(bounds, first, n_blocks, tau)
+        while found:
+            block = first + trailing_zeros(found)
+            found &= found - np.uint64(1)
+            words[block] |= _scan_block(table, bounds, block, n, tau)
+            n_read += min(BLOCK, n - block * BLOCK)
+    return n_read
+
+
+@njit(cache=True, nogil=True)
+def mark_slash(table, bounds, n, tau, words):
+    """Sets bit p - delta of ``words`` where table[delta] > tau; p = n - 1, delta <= p - SINKS.
+
+    Returns how many entries it read.
+    """
+    tau = np.float32(tau)
+    count = n - SINKS
+    n_read, n_blocks = 0, (count + BLOCK - 1) // BLOCK
+    for first in range(0, n_blocks, BLOCK):
+        found = _blocks_above(bounds, first, n_blocks, tau)
+        while found:
+            block = first + trailing_zeros(found)
+            found &= found - np.uint64(1)
+            word = _scan_block(table, bounds, block, count, tau)
+            n_read += min(BLOCK, count - block * BLOCK)
+            _mark_reversed(word, n - 1 - block * BLOCK - (BLOCK - 1), words)
+    return n_read
+
+
+@njit(cache=True, nogil=True)
+def _mark_reversed(word, lowest, words):
+    """Sets in ``words`` the bits of a block of distances: its bit 63 stands for ``lowest``.
+
+    The last block may begin below position 0.
+    """
+    word = reversed_bits(word)
+    if lowest < 0:
+        words[0] |= word >> np.uint64(-lowest)
+        return
+    shift = np.uint64(lowest & 63)
+    words[lowest >> 6] |= word << shift
+    if shift:
+        words[(lowest >> 6) + 1] |= word >> (np.uint64(64) - shift)
+
+
+@njit(cache=True, nogil=True)
+def expand(words, wide, n_words):
+    """wide = ``words`` and the neighbours {-1, +1, +2} of every set bit (eq 9, unfiltered).
+
+    words uint64 (> n_words,), 0 from n_words on. A row's neighbours may lie in the next word.
+    """
+    one, two, last, last_two = np.uint64(1), np.uint64(2), np.uint64(63), np.uint64(62)
+    now = words[0]
+    wide[0] = now | (now << one) | (now << two) | (now >> one) | (words[1] << last)
+    for w in range(1, n_words):
+        before, now, after = words[w - 1], words[w], words[w + 1]
+        right = (now << one) | (before >> last)
+        right_two = (now << two) | (before >> last_two)
+        wide[w] = now | right | right_two | (now >> one) | (after << last)
+
+
+@njit(cache=True, nogil=True)
+def filter_expansion(words, before, n_words, ver, dist, n, ver_mean, dist_mean):
+    """Drops added neighbours whose two entries are both at most the mean (eq 9 as printed)."""
+    for w in range(n_words):
+        added = words[w] & ~before[w]
+        while added:
+            i = w * BLOCK + trailing_zeros(added)
+            lowest = added & (~added + np.uint64(1))
+            added ^= lowest
+            if i >= n or not (ver[i] > ver_mean or dist[n - 1 - i] > dist_mean):
+                words[w] ^= lowest
+
+
+@njit(cache=True, nogil=True)
+def set_range(words, first, last):
+    for i in range(first, last):
+        words[i >> 6] |= np.uint64(1) << np.uint64(i & 63)
+
+
+@njit(cache=True, nogil=True)
+def count_rows(words, n_words, n):
+    """Drops the bits that are no row (SINKS <= i < n) and returns how many there are."""
+    words[0] &= ~np.uint64((1 << SINKS) - 1)
+    tail = n & 63
+    if tail:
+        words[n_words - 1] &= (np.uint64(1) << np.uint64(tail)) - np.uint64(1)
+    count = 0
+    for w in range(n_words):
+        count += set_bits(words[w])
+    return count
+
+
+@njit(cache=True, nogil=True)
+def extract_rows(words, n_words, rows):
+    """Positions of the set bits, ascending, into rows int32 (bits + AT_ONCE,).
+
+    Bits are taken eight at a time, whether there are as many or not, and what is too much is
+    written over: a branch a bit is mispredicted once a word.
+    """
+    at = 0
+    for w in range(n_words):
+        word = words[w]
+        after = at + set_bits(word)
+        while at < after:
+            for i in range(AT_ONCE):
+                rows[at + i] = w * BLOCK + trailing_zeros(word)
+                word &= word - np.uint64(1)
+            at += AT_ONCE
+        at = after
+
+
+@njit(cache=True, nogil=True)
+def add_entries(unit, tables, n, rows, weights, mean, part, at, row_bytes, changes):
+    """Adds part (weights[j] - mean) to a unit's ver[i] and dist[n - 1 - i], i = rows[j] (eq 10);
+    their sums follow, and bounds that are too low are raised.
+
+    rows int32 (m,) without repeats; weights f32 (>= m,); changes: scratch, f32 (4, >= m). Meanwhile
+    prefetches what is used next: ``row_bytes`` at each at + i row_bytes.
+    """
+    m = rows.shape[0]
+    ver, dist = tables.ver[unit], tables.dist[unit]
+    ver_bounds, dist_bounds = tables.ver_bounds[unit], tables.dist_bounds[unit]
+    old, new = changes[:2], changes[2:]
+    for j in range(m):
+        i = np.uint64(rows[j])
+        delta = np.uint64(n - 1) - i
+        prefetch_lines(at + np.int64(i) * row_bytes, row_bytes)
+        added = part * (weights[j] - mean)
+        old[0, j], old[1, j] = ver[i], dist[delta]
+        value, slash = np.float32(old[0, j] + added), np.float32(old[1, j] + added)
+        new[0, j], new[1, j] = value, slash
+        ver[i], dist[delta] = value, slash
+        block = i // np.uint64(BLOCK)
+        ver_bounds[block] = max(ver_bounds[block], value)
+        block = delta // np.uint64(BLOCK)
+        dist_bounds[block] = max(dist_bounds[block], slash)
+    _replace_powers(tables.sums[unit, 0], old[0], new[0], m)
+    _replace_powers(tables.sums[unit, 1], old[1], new[1], m)
+
+
+@intrinsic
+def _power_changes(typingctx, old, new, count):
+    """The sums over j < count of new[j]^p - old[j]^p for p = 1..4, f64, lane by lane.
+
+    old, new: addresses of f32; count: a multiple of POWERS.
+    """
+
+    def codegen(context, b, signature, args):
+        old, new, count = args
+        wide = llvm.vec(ir.DoubleType(), POWERS)
+
+        def powers(array, j):
+            lanes = llvm.load(b, llvm.vec(llvm.F32, POWERS), b.add(array, b.mul(j, llvm.I64(4))))
+            x = b.fpext(lanes, wide)
+            square = b.fmul(x, x)
+            return [x, square, b.fmul(square, x), b.fmul(square, square)]
+
+        def body(j, sums):
+            changes = zip(sums, powers(new, j), powers(old, j), strict=True)
+            return [b.fadd(total, b.fsub(after, before)) for total, after, before in changes]
+
+        zero = llvm.const(ir.DoubleType(), 0.0, POWERS)
+        sums = llvm.loop(b, llvm.I64(0), count, POWERS, [zero] * 4, body)
+        sums = [llvm.sum_lanes(b, lanes) for lanes in sums]
+        return context.make_tuple(b, signature.return_type, sums)
+
+    return types.UniTuple(types.float64, 4)(types.int64, types.int64, types.int64), codegen
+
+
+@njit(cache=True, nogil=True)
+def _replace_powers(sums, old, new, n):
+    """sums[p - 1] += sum over j < n of new[j]^p - old[j]^p, in f64."""
+    whole = n - n % POWERS
+    s1, s2, s3, s4 = _power_changes(old.ctypes.data, new.ctypes.data, whole)
+    for j in range(whole, n):
+        before, after = np.float64(old[j]), np.float64(new[j])
+        before2, after2 = before * before, after * after
+        s1 += after - before
+        s2 += after2 - before2
+        s3 += after2 * after - before2 * before
+        s4 += after2 * after2 - before2 * before2
+    sums[0] += s1
+    sums[1] += s2
+    sums[2] += s3
+    sums[3] += s4
+
+
+@njit(cache=True, nogil=True)
+def rescale(table, bounds, sums, gain, n):
+    """Multiplies the lazy scale out and recomputes what was accumulated beside the table."""
+    sums[:] = 0
+    for block in range((n + BLOCK - 1) // BLOCK):
+        start = block * BLOCK
+        peak = np.float32(-np.inf)
+        for i in range(start, min(n, start + BLOCK)):
+            table[i] *= np.float32(gain)
+            peak = max(peak, table[i])
+            value = np.float64(table[i])
+            square = value * value
+            sums[0] += value
+            sums[1] += square
+            sums[2] += square * value
+            sums[3] += square * square
+        bounds[block] = peak
+
+
+@njit(cache=True, nogil=True)
+def rescale_tables(unit, tables, gain, n):
+    """``rescale`` of both tables of a unit, of which ``gain`` is the scale."""
+    rescale(tables.ver[unit], tables.ver_bounds[unit], tables.sums[unit, 0], gain, n)
+    rescale(tables.dist[unit], tables.dist_bounds[unit], tables.sums[unit, 1], gain, n)

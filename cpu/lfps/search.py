@@ -1,0 +1,250 @@
+"""The first half of a step of LFPS: which heads are bypassed, and the candidates of the others.
+
+Heads that score the same candidates are a team: a kv group (``by_group``, or with tables of a
+group), or a single head. What is given a Step is inlined: to pass it by value takes .3 to
+.6 us a call.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from sparsekv_cli.cpu.attention.rows import K_HEAD, K_KIND, K_ROW, V_HEAD, V_KIND, V_ROW, K, V
+from sparsekv_cli.cpu.attention.tile import MAX_TILE, tile_scores
+from sparsekv_cli.cpu.jit.llvm import prefetch_lines
+from sparsekv_cli.cpu.lfps.bypass import Constants, bypass, may_bypass
+from sparsekv_cli.cpu.lfps.history import (
+    BLOCK,
+    SINKS,
+    Tables,
+    count_rows,
+    expand,
+    extract_rows,
+    filter_expansion,
+    mark_slash,
+    mark_vertical,
+    prefetch_above,
+    set_range,
+    threshold,
+)
+
+LOCAL = 6  # keys before the current one in the local mass of the bypass test (eq 6)
+# Columns of the statistics (int64, one row a unit).
+ROWS, SCORED, ATTENDED, TESTED, BYPASSED, HEAD_STEPS = range(6)
+BOUNDS_READ, ENTRIES_READ, KEYS_READ = range(6, 9)
+N_STATISTICS = 9
+RAISE = 1.25  # factor of the thresholds where too many rows pass
+CALM = 0.7  # share of the limit below which the thresholds come down again
+# Columns of Work.progress, on lines of their own: a team's searches that are done, one more when it
+# has its candidates, and the parts of its scores.
+SEARCHED, SCORES_DONE, N_PROGRESS = 0, 8, 16
+
+
+class Rules(NamedTuple):
+    """Options of a step; symbols as in the paper."""
+
+    scale: float
+    n_kv_head: int
+    recent: int  # R
+    a: float
+    horizon: int  # most entries that the mean of the thresholds is over
+    decay: float  # r
+    epsilon: float
+    filtered: bool  # whether neighbours must be above the mean (eq 9)
+    by_group: bool  # whether a kv group's heads score each other's candidates
+
+
+class Work(NamedTuple):
+    """What the tasks of a step hand on; U units in T teams, whose heads score the same rows."""
+
+    queries: np.ndarray  # f32 (H, d), scaled; then, of a team, those of its active heads first
+    near: np.ndarray  # f32 (H, >= n_near): scores of the sinks and of the local rows
+    active: np.ndarray  # int64 (H,): 1, or 0 where bypassed
+    taus: np.ndarray  # f64 (U, 2): thresholds of the two tables (eq 8), before they are raised
+    bits: np.ndarray  # uint64 (U, n // 64 + 2): rows above a threshold, a bit each
+    rows: np.ndarray  # int32 (T, >= limit + AT_ONCE): C1, ascending, in front
+    n_rows: np.ndarray  # int64 (T,); 0 where no head is active
+    scores: np.ndarray  # f32 (T, H / T, >= limit + PAD): of C1, by active heads
+    progress: np.ndarray  # int64 (T, N_PROGRESS)
+
+
+class Scratch(NamedTuple):
+    """Of one thread."""
+
+    bits: np.ndarray  # uint64 (2, n // 64 + 2)
+    keys: np.ndarray  # int32 (limit,)
+    chosen: np.ndarray  # int32 (k_budget,)
+    picked: np.ndarray  # int32 (k_budget,)
+    weights: np.ndarray  # f32 (k_budget + PAD,)
+    changes: np.ndarray  # f32 (4, k_budget)
+
+
+class Step(NamedTuple):
+    """What a step is told, and what it works with; H query heads, of which LFPSStep says more."""
+
+    q: np.ndarray  # f32 (H, d)
+    layout: np.ndarray  # int64 (8,), see attention/rows.py
+    n: int  # rows, the current token's among them
+    k_budget: int  # |C2|
+    n_recent: int  # the last of C1, always chosen: R, but no more than half the budget
+    limit: int  # most rows of C1
+    rules: Rules
+    tables: Tables
+    raised: np.ndarray  # f64 (U,): factor of the thresholds
+    constants: Constants
+    statistics: np.ndarray  # int64 (U, N_STATISTICS)
+    attended: np.ndarray  # int32 (H, m)
+    n_attended: np.ndarray  # int64 (H,)
+    lse: np.ndarray  # f32 (H,) or (0,)
+    out: np.ndarray  # f32 (H, d_v)
+    work: Work
+    scratch: Scratch
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def ask_for_entries(unit, step):
+    """A unit's thresholds; asks for the entries that a search for candidates will read."""
+    n, rules, tables = step.n, step.rules, step.tables
+    taus, sums, raised = step.work.taus[unit], tables.sums[unit], step.raised[unit]
+    for t in range(2):
+        taus[t] = threshold(sums[t], n - SINKS, rules.a, rules.horizon)
+    prefetch_above(tables.ver[unit], tables.ver_bounds[unit], n, raised * taus[0])
+    prefetch_above(tables.dist[unit], tables.dist_bounds[unit], n - SINKS, raised * taus[1])
+
+
+@njit(cache=True, nogil=True)
+def _mark(unit, factor, step):
+    """The bits of a unit's C0 (eq 8), thresholds raised by ``factor``; of its C1 if neighbours are
+    filtered, which depends on the unit (eq 9).
+    """
+    n, tables, statistics = step.n, step.tables, step.statistics
+    bits, n_words = step.work.bits[unit], (n + BLOCK - 1) // BLOCK
+    ver, dist = tables.ver[unit], tables.dist[unit]
+    tau_ver, tau_dist = step.work.taus[unit]
+    bits[:] = 0
+    n_read = mark_vertical(ver, tables.ver_bounds[unit], n, factor * tau_ver, bits)
+    n_read += mark_slash(dist, tables.dist_bounds[unit], n, factor * tau_dist, bits)
+    statistics[unit, ENTRIES_READ] += n_read
+    statistics[unit, BOUNDS_READ] += 2 * n_words
+    if step.rules.filtered:
+        sums, n_known = tables.sums[unit], n - SINKS
+        wide = step.scratch.bits[0]
+        expand(bits, wide, n_words)
+        filter_expansion(
+            wide, bits, n_words, ver, dist, n, sums[0, 0] / n_known, sums[1, 0] / n_known
+        )
+        for w in range(n_words):
+            bits[w] = wide[w]
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def n_active_heads(unit, step):
+    """How many of a unit's heads are not bypassed."""
+    heads = step.q.shape[0] // step.tables.gain.shape[0]
+    return step.work.active[unit * heads : (unit + 1) * heads].sum()
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def search_unit(unit, step):
+    """The bypass tests of a unit's heads, with the outputs of those bypassed, and C0 of others."""
+    n, layout, rules, constants = step.n, step.layout, step.rules, step.constants
+    statistics, near, active = step.statistics, step.work.near, step.work.active
+    n_head, d = step.q.shape
+    heads = n_head // step.tables.gain.shape[0]
+    first_local = max(SINKS, n - 1 - LOCAL)
+    n_near = SINKS + n - first_local
+    kv_head = unit * heads // (n_head // rules.n_kv_head)
+    k_row, v_row, k_kind, v_kind = layout[K_ROW], layout[V_ROW], layout[K_KIND], layout[V_KIND]
+    k_at = layout[K] + kv_head * layout[K_HEAD]
+    v_at = layout[V] + kv_head * layout[V_HEAD]
+    prefetch_lines(k_at, SINKS * k_row)
+    prefetch_lines(k_at + first_local * k_row, (n - first_local) * k_row)
+    for h in range(unit * heads, (unit + 1) * heads):
+        query = step.work.queries[h]
+        for c in range(d):
+            query[c] = step.q[h, c] * np.float32(rules.scale)
+        at = near[h].ctypes.data
+        tile_scores(1, k_kind, query.ctypes.data, k_at, k_row, 0, SINKS, d, at, 0)
+        tile_scores(
+            1, k_kind, query.ctypes.data, k_at + first_local * k_row, k_row, 0, n - first_local, d,
+            at + 4 * SINKS, 0,
+        )  # fmt: skip
+        active[h] = 1
+        if may_bypass(near[h], n_near, rules.epsilon):
+            statistics[unit, TESTED] += 1
+            active[h] = not bypass(
+                query, near[h], n_near, constants, kv_head, constants.ratio[h], v_at, v_row,
+                v_kind, first_local, n, rules.epsilon, step.lse[h : h + 1], step.out[h],
+            )  # fmt: skip
+        if not active[h] and step.attended.shape[1]:
+            step.n_attended[h] = n_near
+            for j in range(n_near):
+                near_row = j if j < SINKS else first_local + j - SINKS
+                step.attended[h, j] = near_row
+    n_active = n_active_heads(unit, step)
+    statistics[unit, ROWS] += heads * n
+    statistics[unit, SCORED] += heads * n_near
+    statistics[unit, KEYS_READ] += heads * n_near
+    statistics[unit, HEAD_STEPS] += heads
+    statistics[unit, BYPASSED] += heads - n_active
+    statistics[unit, ATTENDED] += (heads - n_active) * n_near
+    if n_active:
+        _mark(unit, step.raised[unit], step)
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def merge_candidates(team, step):
+    """C1 of a team, ascending: its units' C0, their neighbours and the recents (eq 9).
+
+    While more than ``limit`` rows pass, its units' thresholds are raised by RAISE; ``raised`` f64
+    (U,) remembers how far, and comes down again when fewer than CALM of them pass. The queries of
+    heads that are not bypassed move to the front of the team's.
+    """
+    n, work, statistics = step.n, step.work, step.statistics
+    n_head, n_unit, n_team = step.q.shape[0], step.tables.gain.shape[0], work.rows.shape[0]
+    first, last = team * n_unit // n_team, (team + 1) * n_unit // n_team
+    n_words = (n + BLOCK - 1) // BLOCK
+    merged, wide = step.scratch.bits
+    factor = step.raised[first]
+    while True:
+        merged[:] = 0
+        n_active = 0
+        for unit in range(first, last):
+            of_unit = n_active_heads(unit, step)
+            n_active += of_unit
+            for w in range(n_words if of_unit else 0):
+                merged[w] |= work.bits[unit, w]
+        if n_active == 0:
+            work.n_rows[team] = 0
+            return
+        if step.rules.filtered:
+            for w in range(n_words):
+                wide[w] = merged[w]
+        else:
+            expand(merged, wide, n_words)
+        set_range(wide, n - step.n_recent, n)
+        count = count_rows(wide, n_words, n)
+        if count <= step.limit:
+            break
+        factor *= RAISE
+        for unit in range(first, last):
+            if n_active_heads(unit, step):
+                _mark(unit, factor, step)
+    calm = count < CALM * step.limit
+    for unit in range(first, last):
+        step.raised[unit] = max(1.0, factor / RAISE) if calm else factor
+    extract_rows(wide, n_words, work.rows[team])
+    work.n_rows[team] = count
+    n_scored = count - min(count, n - max(SINKS, n - 1 - LOCAL))  # beside the local rows
+    for unit in range(first, last):
+        statistics[unit, SCORED] += n_scored * n_active_heads(unit, step)
+    statistics[first, KEYS_READ] += count * ((n_active + MAX_TILE - 1) // MAX_TILE)
+    slot = team * n_head // n_team
+    for h in range(slot, (team + 1) * n_head // n_team):
+        if work.active[h]:
+            for c in range(work.queries.shape[1]):
+                work.queries[slot, c] = work.queries[h, c]
+            slot += 1

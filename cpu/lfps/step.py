@@ -1,0 +1,235 @@
+"""A decode step of LFPS for a whole layer, as compiled code of a chain of layers (layer/chain.py).
+
+What it is told are words, what it works with lies in one block: arrays made of addresses have no
+reference counts, which threads that share an array would change in turn, nor do they cost half a
+microsecond each.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, njit, prange, types
+from numba.extending import intrinsic
+
+from sparsekv_cli.cpu.attention.decode import append_row
+from sparsekv_cli.cpu.attention.tile import PAD
+from sparsekv_cli.cpu.jit.llvm import keep
+from sparsekv_cli.cpu.jit.pointers import (
+    address,
+    bits_pointer,
+    call_through,
+    double_pointer,
+    float_pointer,
+    function_address,
+    index_pointer,
+    integer_pointer,
+)
+from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.layer.chain import N_LAYOUT, CompiledStep
+from sparsekv_cli.cpu.layer.decode import float_rows
+from sparsekv_cli.cpu.lfps.attend import run_tasks
+from sparsekv_cli.cpu.lfps.bypass import Constants
+from sparsekv_cli.cpu.lfps.history import AT_ONCE, BLOCK, SINKS, Tables
+from sparsekv_cli.cpu.lfps.search import LOCAL, N_PROGRESS, N_STATISTICS, Rules, Scratch, Step, Work
+
+# Words behind the layout: what a step changes, sizes, the rules, addresses.
+N, K_BUDGET, LIMIT = range(N_LAYOUT, N_LAYOUT + 3)
+N_HEAD, N_UNIT, K_WIDTH, V_WIDTH, N_ENTRIES, N_BLOCKS, N_COVARIANCE, N_THREADS = range(11, 19)
+SCALE, N_HEAD_KV, RECENT, A, HORIZON, DECAY, EPSILON, FILTERED, BY_GROUP = range(19, 28)  # Rules
+VER, DIST, VER_BOUNDS, DIST_BOUNDS, SUMS, GAIN = range(28, 34)  # in the order of Tables
+MEAN_K, MEAN_V, COVARIANCE, RATIO = range(34, 38)  # in the order of Constants
+RAISED, STATISTICS, TRACE, N_COLUMNS, N_ATTENDED, LSE, OF_THREAD = range(38, 45)
+N_WORDS = 45
+
+
+@njit(cache=True, nogil=True)
+def _lines(n_bytes):
+    return (n_bytes + 63) & -64
+
+
+@njit(cache=True, nogil=True)
+def _work(at, n_head, d, n_unit, n_team, n, limit):
+    """A step's Work at an address, and the address behind it."""
+    n_near, stride, n_words = SINKS + LOCAL + 1 + PAD, limit + PAD, n // BLOCK + 2
+    progress = carray(integer_pointer(at), (n_team, N_PROGRESS))
+    at += _lines(8 * n_team * N_PROGRESS)
+    queries = carray(float_pointer(at), (n_head, d))
+    at += _lines(4 * n_head * d)
+    near = carray(float_pointer(at), (n_head, n_near))
+    at += _lines(4 * n_head * n_near)
+    active = carray(integer_pointer(at), n_head)
+    at += _lines(8 * n_head)
+    taus = carray(double_pointer(at), (n_unit, 2))
+    at += _lines(16 * n_unit)
+    bits = carray(bits_pointer(at), (n_unit, n_words))
+    at += _lines(8 * n_unit * n_words)
+    rows = carray(index_pointer(at), (n_team, limit + AT_ONCE))
+    at += _lines(4 * n_team * (limit + AT_ONCE))
+    n_rows = carray(integer_pointer(at), n_team)
+    at += _lines(8 * n_team)
+    scores = carray(float_pointer(at), (n_team, n_head // n_team, stride))
+    at += _lines(4 * n_head * stride)
+    return Work(queries, near, active, taus, bits, rows, n_rows, scores, progress), at
+
+
+@njit(cache=True, nogil=True)
+def _scratch(at, n, k_budget, limit):
+    """A thread's Scratch at an address, and the address behind it."""
+    n_words = n // BLOCK + 2
+    bits = carray(bits_pointer(at), (2, n_words))
+    at += _lines(16 * n_words)
+    keys = carray(index_pointer(at), limit)
+    at += _lines(4 * limit)
+    chosen = carray(index_pointer(at), k_budget)
+    at += _lines(4 * k_budget)
+    picked = carray(index_pointer(at), k_budget)
+    at += _lines(4 * k_budget)
+    weights = carray(float_pointer(at), k_budget + PAD)
+    at += _lines(4 * (k_budget + PAD))
+    changes = carray(float_pointer(at), (4, k_budget))
+    at += _lines(16 * k_budget)
+    return Scratch(bits, keys, chosen, picked, weights, changes), at
+
+
+@njit(cache=True, nogil=True)
+def _run_thread(thread, words, q, out, counter, at):
+    """What a thread does in a step; addresses, ``at`` of the block behind the counter."""
+    word = carray(integer_pointer(words), N_WORDS)
+    real = carray(double_pointer(words), N_WORDS)
+    n, k_budget, limit = word[N], word[K_BUDGET], word[LIMIT]
+    n_head, n_unit, n_kv = word[N_HEAD], word[N_UNIT], word[N_HEAD_KV]
+    k_width, v_width, size = word[K_WIDTH], word[V_WIDTH], word[N_COVARIANCE]
+    rules = Rules(
+        real[SCALE], n_kv, word[RECENT], real[A], word[HORIZON], real[DECAY], real[EPSILON],
+        word[FILTERED] != 0, word[BY_GROUP] != 0,
+    )  # fmt: skip
+    entries, blocks = (n_unit, word[N_ENTRIES]), (n_unit, word[N_BLOCKS])
+    tables = Tables(
+        carray(float_pointer(word[VER]), entries),
+        carray(float_pointer(word[DIST]), entries),
+        carray(float_pointer(word[VER_BOUNDS]), blocks),
+        carray(float_pointer(word[DIST_BOUNDS]), blocks),
+        carray(double_pointer(word[SUMS]), (n_unit, 2, 4)),
+        carray(double_pointer(word[GAIN]), n_unit),
+    )
+    constants = Constants(
+        carray(float_pointer(word[MEAN_K]), (n_kv, k_width)),
+        carray(float_pointer(word[MEAN_V]), (n_kv, v_width)),
+        carray(float_pointer(word[COVARIANCE]), (n_kv, size, size)),
+        carray(float_pointer(word[RATIO]), n_head),
+    )
+    n_team = n_kv if rules.by_group else n_unit
+    work, at = _work(at, n_head, k_width, n_unit, n_team, n, limit)
+    scratch, _ = _scratch(at + thread * _scratch(0, n, k_budget, limit)[1], n, k_budget, limit)
+    step = Step(
+        carray(float_pointer(q), (n_head, k_width)), word[:N_LAYOUT], n, k_budget,
+        max(1, min(rules.recent, k_budget // 2)),  # the current row is always a candidate
+        limit, rules, tables, carray(double_pointer(word[RAISED]), n_unit), constants,
+        carray(integer_pointer(word[STATISTICS]), (n_unit, N_STATISTICS)),
+        carray(index_pointer(word[TRACE]), (n_head, word[N_COLUMNS])),
+        carray(integer_pointer(word[N_ATTENDED]), n_head),
+        carray(float_pointer(word[LSE]), n_head if word[LSE] else 0),
+        carray(float_pointer(out), (n_head, v_width)), work, scratch,
+    )  # fmt: skip
+    run_tasks(carray(integer_pointer(counter), 1), word[N_THREADS], step)
+
+
+@intrinsic
+def _call_thread(typingctx, function, thread, words, q, out, counter, at):
+    """Calls ``_run_thread`` through its address: it is optimised once, not in the loop again."""
+    return call_through(6)
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def _run_threads(function, n_threads, words, q, out, counter, at):
+    for thread in prange(n_threads):
+        _call_thread(function, thread, words, q, out, counter, at)
+
+
+@njit(cache=True, nogil=True)
+def lfps_step(words, q, k, v, out):
+    """One decode step of a layer (Algorithm 1): stores the current token as row n - 1, and attends.
+
+    Addresses: of the words of an LFPSStep, of q f32 (H, d), k (G, d), v (G, d_v), out f32 (H, d_v).
+    """
+    word = carray(integer_pointer(words), N_WORDS)
+    n_head, n_kv, k_width, n = word[N_HEAD], word[N_HEAD_KV], word[K_WIDTH], word[N]
+    append_row(
+        float_rows(k, n_kv, k_width), float_rows(v, n_kv, word[V_WIDTH]), word[:N_LAYOUT], n - 1
+    )
+    n_unit, limit, n_threads = word[N_UNIT], word[LIMIT], word[N_THREADS]
+    n_team = n_kv if word[BY_GROUP] else n_unit
+    shared = _work(0, n_head, k_width, n_unit, n_team, n, limit)[1]
+    of_thread = _scratch(0, n, word[K_BUDGET], limit)[1]
+    block = np.empty((2 * 64 + shared + n_threads * of_thread) // 8, np.int64)
+    counter = block.ctypes.data + -block.ctypes.data % 64
+    carray(integer_pointer(counter), 8 + n_team * N_PROGRESS)[:] = 0  # progress comes first
+    _run_threads(word[OF_THREAD], n_threads, words, q, out, counter, counter + 64)
+    keep(block)
+
+
+class LFPSStep(CompiledStep):
+    """A step of an LFPS cache of one layer, whose arrays it looks up by address.
+
+    constants: lfps/bypass.py. raised f64 (U,): by how much the thresholds have been raised.
+    statistics int64 (U, N_STATISTICS), added to. The caller keeps them alive, and all that the
+    methods are given; it calls ``use_tables`` first, and when it has new ones.
+    """
+
+    def __init__(
+        self,
+        n_head: int,
+        rules: Rules,
+        constants: Constants,
+        raised: np.ndarray,
+        statistics: np.ndarray,
+        n_threads: int,
+    ) -> None:
+        super().__init__(lfps_step, N_WORDS)
+        words = self.words
+        words[N_HEAD], words[N_UNIT], words[N_THREADS] = n_head, len(raised), n_threads
+        words[K_WIDTH], words[V_WIDTH] = constants.mean_k.shape[1], constants.mean_v.shape[1]
+        words[N_COVARIANCE] = constants.covariance.shape[1]
+        for at, value in zip(range(SCALE, BY_GROUP + 1), rules, strict=True):
+            words.view(np.float64 if at in (SCALE, A, DECAY, EPSILON) else np.int64)[at] = value
+        words[MEAN_K : RATIO + 1] = [address(array) for array in constants]
+        words[RAISED], words[STATISTICS] = address(raised), address(statistics)
+
+    def use_tables(self, tables: Tables) -> None:
+        self.words[VER : GAIN + 1] = [address(array) for array in tables]
+        self.words[N_ENTRIES], self.words[N_BLOCKS] = (
+            tables.ver.shape[1],
+            tables.ver_bounds.shape[1],
+        )
+
+    def trace(self, attended: np.ndarray, counts: np.ndarray) -> None:
+        """Until ``untrace`` steps list the rows that each head attended to, sinks first: int32
+        (H, m), of which int64 (H,) are filled.
+        """
+        self.words[TRACE], self.words[N_COLUMNS] = address(attended), attended.shape[1]
+        self.words[N_ATTENDED] = address(counts)
+
+    def untrace(self) -> None:
+        self.words[N_COLUMNS] = 0
+
+    def leave_sinks(self, lse: np.ndarray) -> None:
+        """From now on steps leave the sinks out of their output, and say in lse, f32 (H,), the log
+        of the sum of exponentials of the scores that it covers.
+        """
+        self.words[LSE] = address(lse)
+
+    def share(self, by_group: bool, a: float) -> None:
+        """From now on the heads of a kv group score each other's candidates, or do not; a: eq 8."""
+        self.words[BY_GROUP], self.words.view(np.float64)[A] = by_group, a
+
+    def at(self, layout: np.ndarray, n: int, k_budget: int, limit: int) -> tuple[int, int]:
+        """``step`` to n rows; k_budget: |C2|; limit: most rows of C1, no less than the recent ones
+        that are always among them, or thresholds would rise for ever.
+        """
+        words = self.words
+        assert limit >= max(1, min(int(words[RECENT]), k_budget // 2))
+        if not words[OF_THREAD]:
+            words[OF_THREAD] = function_address(_run_thread, (types.int64,) * 6)
+        words[:N_LAYOUT] = layout
+        words[N], words[K_BUDGET], words[LIMIT] = n, k_budget, limit
+        return self.step

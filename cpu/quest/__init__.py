@@ -1,0 +1,1 @@
+"""Quest: page summaries and scores."""

@@ -1,0 +1,234 @@
+"""Pages of the KV cache: two summary vectors a page, and how large its scores may be for a query.
+
+A page is ``page`` consecutive rows. Its summary is hi and lo: the largest and smallest key element
+by channel (Quest, arXiv:2406.10774, section 3.3), or mean + std and mean - std. The page's score is
+relu(q) . hi - relu(-q) . lo, which for bounds is sum_c max(q_c hi_c, q_c lo_c), the most that a key
+within them can score, and otherwise q . mean + |q| . std. Summaries are kept as f16, in which the
+bounds of f16 keys are exact; numba knows no f16 arrays, so they go by their bits, as uint16.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.extending import intrinsic
+
+from sparsekv_cli.cpu.attention.decode import BLOCK, ONE_THREAD_BELOW, TILE, n_key_splits
+from sparsekv_cli.cpu.attention.select import order_keys, select_largest
+from sparsekv_cli.cpu.attention.tile import PAD, tile_scores
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.llvm import F16, F32, I64, LANES, VF, const, next_task
+from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+
+
+def _store_half_lanes(b: ir.IRBuilder, value: ir.Value, address: ir.Value) -> None:
+    llvm.store(b, b.fptrunc(value, llvm.vec(F16)), address)
+
+
+@intrinsic
+def summarise_rows(typingctx, meanstd, rows, row_bytes, count, d, hi, lo):
+    """hi, lo f16 (d,) of ``count`` >= 1 f16 rows, all addresses; d a multiple of 16.
+
+    ``meanstd`` = 0: largest and smallest element by channel; 1: mean + std and mean - std (over
+    count), from the deviations, so that nothing cancels.
+    """
+    if not isinstance(meanstd, types.IntegerLiteral):
+        return None
+
+    def codegen(context, b, signature, args):
+        meanstd_ = signature.args[0].literal_value
+        _, rows, row_bytes, count, d, hi, lo = args
+        share = llvm.splat(b, b.fdiv(F32(1.0), b.sitofp(count, F32)))
+
+        def chunk(c, carried):
+            at = b.mul(c, I64(2))
+            first = b.add(rows, at)
+
+            def row(j):
+                return llvm.load_half_lanes(b, b.add(first, b.mul(j, row_bytes)))
+
+            def extend(j, ends):
+                return [
+                    llvm.call_named(b, "llvm.maxnum.v16f32", VF, ends[0], row(j)),
+                    llvm.call_named(b, "llvm.minnum.v16f32", VF, ends[1], row(j)),
+                ]
+
+            def add(j, sums):
+                return [b.fadd(sums[0], row(j))]
+
+            if not meanstd_:
+                ends = [row(I64(0)), row(I64(0))]
+                high, low = llvm.loop(b, I64(1), count, 1, ends, extend)
+            else:
+                total = llvm.loop(b, I64(0), count, 1, [const(F32, 0.0)], add)[0]
+                mean = b.fmul(total, share)
+
+                def deviate(j, sums):
+                    deviation = b.fsub(row(j), mean)
+                    return [llvm.fma(b, deviation, deviation, sums[0])]
+
+                squares = llvm.loop(b, I64(0), count, 1, [const(F32, 0.0)], deviate)[0]
+                variance = b.fmul(squares, share)
+                std = llvm.call_named(b, "llvm.sqrt.v16f32", VF, variance)
+                high, low = b.fadd(mean, std), b.fsub(mean, std)
+            _store_half_lanes(b, high, b.add(hi, at))
+            _store_half_lanes(b, low, b.add(lo, at))
+            return []
+
+        llvm.loop(b, I64(0), d, LANES, [], chunk)
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(meanstd, i64, i64, i64, i64, i64, i64), codegen
+
+
+@njit(cache=True, nogil=True)
+def page_summaries(
+    k, k_head, k_row, first_page, last_page, page, n_kv_head, d, meanstd, hi, lo, n_sinks=0
+):
+    """Writes hi, lo of the whole pages first_page..last_page - 1 of every kv head.
+
+    k: address of f16 keys (KVStore.addresses[0]); k_head, k_row: bytes between kv heads and rows;
+    d: padded head size. hi, lo: f16 bits, uint16 (G, >= last_page, d). n_sinks < page: rows of page
+    0 that are left out of its summary, because they are attended anyway and would stretch it.
+    """
+    for kv_head in range(n_kv_head):
+        for j in range(first_page, last_page):
+            skipped = n_sinks if j == 0 else 0
+            rows = k + kv_head * k_head + (j * page + skipped) * k_row
+            hi_at, lo_at = hi[kv_head, j].ctypes.data, lo[kv_head, j].ctypes.data
+            if meanstd:
+                summarise_rows(1, rows, k_row, page - skipped, d, hi_at, lo_at)
+            else:
+                summarise_rows(0, rows, k_row, page - skipped, d, hi_at, lo_at)
+
+
+def page_summaries_ref(keys, page, meanstd, n_sinks=0):
+    """hi, lo f32 (G, n // page, d) of keys (G, n, d): numpy reference, not rounded to f16."""
+    hi, lo = [], []
+    for j in range(keys.shape[1] // page):
+        rows = keys[:, j * page + (n_sinks if j == 0 else 0) : (j + 1) * page].astype(np.float64)
+        mean, std = rows.mean(1), rows.std(1)
+        hi.append(mean + std if meanstd else rows.max(1))
+        lo.append(mean - std if meanstd else rows.min(1))
+    empty = np.empty((keys.shape[0], 0, keys.shape[2]))
+    return tuple(np.stack(x, 1).astype(np.float32) if x else empty for x in (hi, lo))
+
+
+@njit(cache=True, nogil=True)
+def _by_sign(q, scale):
+    """scale max(q, 0) and scale min(q, 0)."""
+    positive, negative = np.empty_like(q), np.empty_like(q)
+    for t in range(q.shape[0]):
+        for c in range(q.shape[1]):
+            value = q[t, c] * scale
+            positive[t, c] = max(value, np.float32(0))
+            negative[t, c] = min(value, np.float32(0))
+    return positive, negative
+
+
+@njit(cache=True, nogil=True)
+def _score_pieces(counter, q, hi, lo, n_page, n_kv_head, scale, out, n_split):
+    """Takes (kv head, split) tasks until there are none; see ``page_scores``."""
+    d = q.shape[1]
+    group = q.shape[0] // n_kv_head
+    of_hi = np.empty((TILE, BLOCK + PAD), np.float32)
+    of_lo = np.empty((TILE, BLOCK + PAD), np.float32)
+    stride, row_bytes = of_hi.shape[1], hi.strides[1]
+    task = next_task(counter)
+    while task < n_kv_head * n_split:
+        kv_head, split = task // n_split, task % n_split
+        first, last = split * n_page // n_split, (split + 1) * n_page // n_split
+        for h in range(kv_head * group, (kv_head + 1) * group, TILE):
+            tile = min(TILE, (kv_head + 1) * group - h)
+            positive, negative = _by_sign(q[h : h + tile], scale)
+            for start in range(first, last, BLOCK):
+                size = min(BLOCK, last - start)
+                tile_scores(
+                    tile, 0, positive.ctypes.data, hi[kv_head, start].ctypes.data, row_bytes, 0,
+                    size, d, of_hi.ctypes.data, stride,
+                )  # fmt: skip
+                tile_scores(
+                    tile, 0, negative.ctypes.data, lo[kv_head, start].ctypes.data, row_bytes, 0,
+                    size, d, of_lo.ctypes.data, stride,
+                )  # fmt: skip
+                for t in range(tile):
+                    for j in range(size):
+                        out[h + t, start + j] = of_hi[t, j] + of_lo[t, j]
+        task = next_task(counter)
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def page_scores(q, hi, lo, n_page, n_kv_head, scale, out, n_threads=1):
+    """out[h, j] = scale (relu(q[h]) . hi[j] - relu(-q[h]) . lo[j]) for pages j < n_page.
+
+    q f32 (H, d) with d padded; hi, lo: f16 bits, uint16 (G, >= n_page, d), rows consecutive;
+    out f32 (H, >= n_page).
+    """
+    if 2 * n_page < ONE_THREAD_BELOW:
+        n_threads = 1
+    n_split = n_key_splits(n_page, n_kv_head, n_threads)
+    counter = np.zeros(1, np.int64)
+    if n_threads == 1:
+        _score_pieces(counter, q, hi, lo, n_page, n_kv_head, scale, out, n_split)
+    else:
+        for _thread in prange(n_threads):
+            _score_pieces(counter, q, hi, lo, n_page, n_kv_head, scale, out, n_split)
+
+
+def page_scores_ref(q, hi, lo, scale):
+    """numpy reference: q (H, d), hi, lo (G, n_page, d) -> f64 (H, n_page)."""
+    group = q.shape[0] // hi.shape[0]
+    hi, lo = (np.repeat(x.astype(np.float64), group, axis=0) for x in (hi, lo))
+    q = q.astype(np.float64)[:, None]
+    return scale * (np.maximum(q, 0) * hi + np.minimum(q, 0) * lo).sum(-1)
+
+
+@njit(cache=True, nogil=True)
+def select_pages(scores, n_page, n_best, page, n, n_sinks, idx, counts):
+    """Rows of each kv head's best pages, with the first rows and the current page.
+
+    scores f32 (H, >= n_page) of the whole pages 0..n_page - 1, which may be chosen; a kv head takes
+    the ``n_best`` whose largest score over its group is highest, ties to the first. idx int32
+    (G, m) is filled with rows, ascending: 0..n_sinks - 1, the chosen pages, n_page page..n - 1;
+    counts int64 (G,).
+    """
+    n_kv_head = idx.shape[0]
+    group = scores.shape[0] // n_kv_head
+    best = np.empty(n_page, np.float32)
+    keys = np.empty(n_page, np.int32)
+    chosen = np.empty(n_page, np.int32)
+    n_best = min(n_best, n_page)
+    for kv_head in range(n_kv_head):
+        for j in range(n_page):
+            best[j] = scores[kv_head * group, j]
+        for h in range(kv_head * group + 1, (kv_head + 1) * group):
+            for j in range(n_page):
+                best[j] = max(best[j], scores[h, j])
+        order_keys(best, keys, n_page)
+        select_largest(keys, n_page, n_best, chosen)
+        at = 0
+        for j in range(min(n_sinks, n)):
+            idx[kv_head, at] = j
+            at += 1
+        for i in range(n_best):
+            for j in range(max(at, chosen[i] * page), (chosen[i] + 1) * page):
+                idx[kv_head, at] = j
+                at += 1
+        for j in range(max(at, n_page * page), n):
+            idx[kv_head, at] = j
+            at += 1
+        counts[kv_head] = at
+
+
+def select_pages_ref(scores, n_kv_head, n_best, page, n, n_sinks):
+    """numpy reference: one ascending int array a kv head; scores (H, n_page)."""
+    n_page = scores.shape[1]
+    lists = []
+    for of_group in np.split(scores, n_kv_head):
+        chosen = np.argsort(-of_group.max(0), kind="stable")[:n_best]
+        pages = [np.arange(j * page, (j + 1) * page) for j in chosen]
+        forced = [np.arange(min(n_sinks, n)), np.arange(n_page * page, n)]
+        lists.append(np.unique(np.concatenate([*pages, *forced])))
+    return lists

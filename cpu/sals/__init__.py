@@ -1,0 +1,1 @@
+"""SALS: latent keys and quantised values."""

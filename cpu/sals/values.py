@@ -1,0 +1,163 @@
+"""Value rows in 4 or 2 bits: groups of 32 channels of a token, each with a scale and a minimum.
+
+Asymmetric: value = minimum + scale * code. A group is stored as f16 scale, f16 minimum and codes:
+of 4 bits, byte i holds channels i and i + 16; of 2 bits, channels i, i + 8, i + 16 and i + 24,
+lowest bits first. 16 bits means f16 rows as they come. A head whose size is no multiple of 32 ends
+with a group that is stored whole and used in part.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.llvm import F16, F32, I32, I64, LANES, VF, VI, const, load, splat
+from sparsekv_cli.cpu.sals.vectors import rounded_to_half, scatter_halves
+
+GROUP = 32  # channels that share a scale
+BITS = (2, 4, 16)
+
+
+def head_bytes(d_v: int, bits: int) -> int:
+    """Bytes of one token's values in one kv head."""
+    if bits == 16:
+        return 2 * (-(-d_v // LANES) * LANES)
+    return -(-d_v // GROUP) * (4 + 4 * bits)
+
+
+def quantize_ref(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """values (n, d_v) -> scales f16, minima f16 (n, groups) and codes int (n, d_v)."""
+    n, d_v = values.shape
+    groups = range(0, d_v, GROUP)
+    scales, minima = (np.empty((n, len(groups)), np.float16) for _ in range(2))
+    codes = np.empty((n, d_v), int)
+    for i, start in enumerate(groups):
+        part = values[:, start : start + GROUP].astype(np.float32)
+        minima[:, i] = part.min(1)
+        scales[:, i] = (part.max(1) - part.min(1)) / np.float32(2**bits - 1)
+        scale = scales[:, i].astype(np.float32)[:, None]
+        steps = (part - minima[:, i].astype(np.float32)[:, None]) / np.where(scale, scale, 1)
+        codes[:, start : start + GROUP] = np.clip(np.floor(steps + 0.5), 0, 2**bits - 1)
+    return scales, minima, codes
+
+
+def dequantize_ref(scales: np.ndarray, minima: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """f32 (n, d_v)."""
+    group = np.arange(codes.shape[1]) // GROUP
+    return minima.astype(np.float32)[:, group] + scales.astype(np.float32)[:, group] * codes
+
+
+@njit(cache=True, nogil=True)
+def quantize_head(values, d_v, bits, out):
+    """One token's values of one kv head, f32 (>= d_v,), to ``head_bytes`` at address ``out``."""
+    if bits == 16:
+        scatter_halves(values.ctypes.data, (d_v + LANES - 1) // LANES * LANES, out, 2)
+        return
+    top = (1 << bits) - 1
+    n_bytes = 4 * bits
+    ends = np.empty(2, np.float32)  # scale, minimum
+    packed = np.empty(GROUP // 2, np.uint8)
+    for start in range(0, d_v, GROUP):
+        stop = min(start + GROUP, d_v)
+        low, high = values[start], values[start]
+        for c in range(start, stop):
+            low, high = min(low, values[c]), max(high, values[c])
+        # Rounded first, so that the codes make up for it.
+        ends[0] = rounded_to_half((high - low) / np.float32(top))
+        ends[1] = rounded_to_half(low)
+        scatter_halves(ends.ctypes.data, 2, out, 2)
+        packed[:] = 0
+        for c in range(start, stop):
+            code = 0
+            if ends[0] > 0:
+                step = np.floor((values[c] - ends[1]) / ends[0] + np.float32(0.5))
+                code = int(min(np.float32(top), max(np.float32(0), step)))
+            at = c - start
+            packed[at % n_bytes] |= np.uint8(code << (bits * (at // n_bytes)))
+        _store_bytes(packed, n_bytes, out + 4)
+        out += 4 + n_bytes
+
+
+@njit(cache=True, nogil=True)
+def _store_bytes(source, count, target):
+    for i in range(count):
+        _store_byte(target + i, source[i])
+
+
+@intrinsic
+def _store_byte(typingctx, address, value):
+    def codegen(context, b, signature, args):
+        llvm.store(b, args[1], args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.uint8), codegen
+
+
+def _codes(b: ir.IRBuilder, bits: int, block: ir.Value, second: int) -> ir.Value:
+    """Sixteen codes of a group as <16 x float>: channels 0 to 15, or (second = 1) 16 to 31."""
+    if bits == 4:
+        lanes = b.zext(load(b, llvm.vec(llvm.I8), block, 4), VI)
+        shifts = [4 * second] * LANES
+    else:
+        lanes = load(b, llvm.vec(llvm.I8, 8), block, 4)
+        lanes = b.zext(llvm.shuffle(b, lanes, lanes, [*range(8)] * 2), VI)
+        shifts = [4 * second] * 8 + [4 * second + 2] * 8
+    lanes = b.lshr(lanes, ir.Constant(VI, shifts))
+    return b.uitofp(b.and_(lanes, const(I32, (1 << bits) - 1)), VF)
+
+
+@intrinsic
+def _read_head(typingctx, bits, source, d_v, out):
+    """``read_head`` for bits known at compile time."""
+    if not isinstance(bits, types.IntegerLiteral):
+        return None
+
+    def codegen(context, b, signature, args):
+        bits_ = signature.args[0].literal_value
+        _, source, d_v, out = args
+        if bits_ == 16:
+
+            def copy(c, carried):
+                at = b.mul(c, I64(2))
+                llvm.store(b, load(b, llvm.vec(F16), b.add(source, at)), b.add(out, at))
+                return []
+
+            llvm.loop(b, I64(0), d_v, LANES, [], copy)
+            return context.get_dummy_value()
+
+        def read_group(n_halves):
+            def read(c, carried):
+                block = b.add(source, b.mul(b.sdiv(c, I64(GROUP)), I64(4 + 4 * bits_)))
+                scale = splat(b, b.fpext(load(b, F16, block), F32))
+                minimum = splat(b, b.fpext(load(b, F16, block, 2), F32))
+                for half in range(n_halves):
+                    value = llvm.fma(b, _codes(b, bits_, block, half), scale, minimum)
+                    at = b.add(out, b.mul(c, I64(2)))
+                    llvm.store(b, b.fptrunc(value, llvm.vec(F16)), at, 2 * LANES * half)
+                return []
+
+            return read
+
+        rest = b.srem(d_v, I64(GROUP))
+        ends_early = b.icmp_signed("<=", rest, I64(LANES))
+        whole = b.sub(d_v, b.select(ends_early, rest, I64(0)))
+        llvm.loop(b, I64(0), whole, GROUP, [], read_group(2))
+        llvm.loop(b, whole, d_v, GROUP, [], read_group(1))
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(bits, i64, i64, i64), codegen
+
+
+@njit(cache=True, nogil=True)
+def read_head(bits, source, d_v, out):
+    """One token's values of one kv head as f16 at ``out``; d_v is rounded up to 16."""
+    if bits == 4:
+        _read_head(4, source, d_v, out)
+    elif bits == 2:
+        _read_head(2, source, d_v, out)
+    else:
+        _read_head(16, source, d_v, out)

@@ -1,0 +1,1 @@
+"""Quantised weights: the formats as data, and dot products on them."""

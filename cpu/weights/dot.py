@@ -1,0 +1,289 @@
+"""Matrix-vector products and dequantisation over weights as they lie in the file.
+
+``rows_dot(code, ...)`` is compiled once a weight format and reached through its address, so that
+the fused layer (layer/decode.py) is compiled once for all models: it sees a table of (kernel
+address, weight address, row bytes, rows, columns, integer) and never a format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.extending import intrinsic
+
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.bf16 import narrowed
+from sparsekv_cli.cpu.jit.llvm import F16, F32, I32, I64, LANES, VF, const, load
+from sparsekv_cli.cpu.jit.pointers import address, call_through, function_address
+from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE, PLAIN_FLOATS, BlockFormat
+from sparsekv_cli.cpu.weights.integer import emit_row as integer_row
+from sparsekv_cli.cpu.weights.integer import quantize
+from sparsekv_cli.cpu.weights.interleaved import groups_dot
+
+ACCUMULATORS = 4  # independent sums in flight, enough to hide the latency of one fma
+ROWS_A_PASS = 16  # rows of weights that stay in the L1 cache while all inputs take them
+TO_F32, TO_BF16, TO_F16 = 0, 1, 2
+TARGET_BYTES = {TO_F32: 4, TO_BF16: 2, TO_F16: 2}
+
+
+def _scalar_weight(b: ir.IRBuilder, format_: BlockFormat, address: ir.Value) -> ir.Value:
+    """One element of a plain float format as f32 (the tail of a row)."""
+    raw = load(b, PLAIN_FLOATS[format_.name], address)
+    if format_.name == "F16":
+        return b.fpext(raw, F32)
+    if format_.name == "BF16":
+        return b.bitcast(b.shl(b.zext(raw, I32), I32(16)), F32)
+    return raw
+
+
+def _emit_row(
+    b: ir.IRBuilder, format_: BlockFormat, w: ir.Value, xs: Sequence[ir.Value], n: ir.Value
+) -> list[ir.Value]:
+    """The dot products, floats, of one row at w with each of ``xs``, addresses of n f32.
+
+    A block is decoded once for all of them; a product is the same bits whatever the others are.
+    """
+    n_blocks = b.sdiv(n, I64(format_.n_elements))
+
+    def body(block: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+        p = b.add(w, b.mul(block, I64(format_.n_bytes)))
+        start = b.mul(block, I64(4 * format_.n_elements))
+        places = [b.add(x, start) for x in xs]
+        for i, values in enumerate(format_.floats(b, p)):
+            for j, at in enumerate(places):
+                turn = ACCUMULATORS * j + i % ACCUMULATORS
+                sums[turn] = llvm.fma(b, values, load(b, VF, at, 4 * LANES * i), sums[turn])
+        return sums
+
+    zeros = [const(F32, 0.0)] * (ACCUMULATORS * len(xs))
+    sums = llvm.loop(b, I64(0), n_blocks, 1, zeros, body)
+    totals = []
+    for j in range(0, len(sums), ACCUMULATORS):
+        pairs = b.fadd(sums[j], sums[j + 1]), b.fadd(sums[j + 2], sums[j + 3])
+        totals.append(llvm.sum_lanes(b, b.fadd(*pairs)))
+    if format_.name not in PLAIN_FLOATS:
+        return totals
+    size = format_.n_bytes // LANES
+
+    def tail(i: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+        value = _scalar_weight(b, format_, b.add(w, b.mul(i, I64(size))))
+        return [
+            llvm.fma(b, value, load(b, F32, b.add(x, b.mul(i, I64(4)))), total)
+            for x, total in zip(xs, carried, strict=True)
+        ]
+
+    return llvm.loop(b, b.mul(n_blocks, I64(LANES)), n, 1, totals, tail)
+
+
+def _narrow(b: ir.IRBuilder, values: ir.Value, target: int) -> ir.Value:
+    """f32 lanes (or one f32) to the target's bits, rounding to nearest even."""
+    if target == TO_F32:
+        return values
+    if target == TO_F16:
+        is_vector = isinstance(values.type, ir.VectorType)
+        return b.fptrunc(values, llvm.vec(F16) if is_vector else F16)
+    return narrowed(b, values)
+
+
+@intrinsic
+def _row_dots(typingctx, code, integer, count, w, x, x_row, n, out, out_row):
+    """sum_i weight_i x_i over one row for ``count`` inputs x_row bytes apart, written at ``out``.
+
+    code, integer, count: literals. Addresses of weights, of f32 or quantised x, and of f32 out.
+    """
+    literals = (code, integer, count)
+    if not all(isinstance(literal, types.IntegerLiteral) for literal in literals):
+        return None
+
+    def codegen(context, b, signature, args):
+        code_, integer_, count_ = (type_.literal_value for type_ in signature.args[:3])
+        w, x, x_row, n, out, out_row = args[3:]
+        emit_row = integer_row if integer_ else _emit_row
+        xs = [b.add(x, b.mul(I64(j), x_row)) for j in range(count_)]
+        for j, total in enumerate(emit_row(b, FORMAT_OF_CODE[code_], w, xs, n)):
+            llvm.store(b, total, b.add(out, b.mul(I64(j), out_row)))
+        return context.get_dummy_value()
+
+    return types.void(*literals, *[types.int64] * 6), codegen
+
+
+@intrinsic
+def _row_dequantize(typingctx, code, target, w, out, n):
+    """Writes one row's ``n`` elements at ``out`` as f32, bf16 or f16 (literal ``target``)."""
+    if not isinstance(code, types.IntegerLiteral) or not isinstance(target, types.IntegerLiteral):
+        return None
+
+    def codegen(context, b, signature, args):
+        format_ = FORMAT_OF_CODE[signature.args[0].literal_value]
+        target_ = signature.args[1].literal_value
+        _, _, w, out, n = args
+        size = TARGET_BYTES[target_]
+        n_blocks = b.sdiv(n, I64(format_.n_elements))
+
+        def body(block: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+            p = b.add(w, b.mul(block, I64(format_.n_bytes)))
+            at = b.add(out, b.mul(block, I64(size * format_.n_elements)))
+            for i, values in enumerate(format_.floats(b, p)):
+                llvm.store(b, _narrow(b, values, target_), at, size * LANES * i)
+            return []
+
+        llvm.loop(b, I64(0), n_blocks, 1, [], body)
+        if format_.name in PLAIN_FLOATS:
+
+            def tail(i: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+                p = b.add(w, b.mul(i, I64(format_.n_bytes // LANES)))
+                value = _scalar_weight(b, format_, p)
+                llvm.store(b, _narrow(b, value, target_), b.add(out, b.mul(i, I64(size))))
+                return []
+
+            llvm.loop(b, b.mul(n_blocks, I64(LANES)), n, 1, [], tail)
+        return context.get_dummy_value()
+
+    return types.void(code, target, types.int64, types.int64, types.int64), codegen
+
+
+@njit(cache=True, nogil=True)
+def rows_dot(
+    code, integer, w, row_bytes, n_columns, x, x_row, n_inputs, out, out_row, first, last
+):  # fmt: skip
+    """out[i, r] = weight row r . x[i] for i < n_inputs and first <= r < last; addresses.
+
+    x[i] f32, or quantised where ``integer``, x_row bytes apart; out f32, rows out_row bytes apart.
+    Up to four inputs share a decoded row; for more, the few rows of a pass come from the L1 cache.
+    """
+    for start in range(first, last, ROWS_A_PASS):
+        stop = min(start + ROWS_A_PASS, last)
+        for i in range(0, n_inputs, 4):
+            source, target, count = x + i * x_row, out + i * out_row, n_inputs - i
+            if count == 1:
+                for r in range(start, stop):
+                    at, to = w + r * row_bytes, target + 4 * r
+                    _row_dots(code, integer, 1, at, source, x_row, n_columns, to, out_row)
+            elif count == 2:
+                for r in range(start, stop):
+                    at, to = w + r * row_bytes, target + 4 * r
+                    _row_dots(code, integer, 2, at, source, x_row, n_columns, to, out_row)
+            elif count == 3:
+                for r in range(start, stop):
+                    at, to = w + r * row_bytes, target + 4 * r
+                    _row_dots(code, integer, 3, at, source, x_row, n_columns, to, out_row)
+            else:
+                for r in range(start, stop):
+                    at, to = w + r * row_bytes, target + 4 * r
+                    _row_dots(code, integer, 4, at, source, x_row, n_columns, to, out_row)
+
+
+@njit(cache=True, nogil=True)
+def rows_dequantize(code, target, w, row_bytes, n_columns, out, out_row_bytes, first, last):
+    """Dequantises rows first..last of a weight into ``out`` (row r at out + r out_row_bytes)."""
+    for row in range(first, last):
+        _row_dequantize(code, target, w + row * row_bytes, out + row * out_row_bytes, n_columns)
+
+
+@intrinsic
+def call_rows(
+    typingctx, kernel, w, row_bytes, n_columns, x, x_row, n_inputs, out, out_row, first, last
+):  # fmt: skip
+    """Calls a ``rows_dot`` kernel through its address (see ``kernel_address``)."""
+    return call_through(10, n_literals=2)
+
+
+@cache
+def kernel_address(code: int, integer: bool = False, repacked: bool = False) -> int:
+    """Address of a ``rows_dot`` compiled for the format ``code`` (from the disk cache if there), or
+    of a ``groups_dot`` for repacked weights, which takes quantised inputs.
+    """
+    literals = (types.literal(code), types.literal(int(integer)))
+    kernel = groups_dot if repacked else rows_dot
+    return function_address(kernel, literals + (types.int64,) * 10)
+
+
+@cache
+def dequantize_address(code: int, target: int) -> int:
+    """Address of ``rows_dequantize`` for a format and a target (TO_F32, TO_BF16, TO_F16)."""
+    signature = (types.literal(code), types.literal(target)) + (types.int64,) * 7
+    return function_address(rows_dequantize, signature)
+
+
+@intrinsic
+def call_dequantize(typingctx, kernel, w, row_bytes, n_columns, out, out_row_bytes, first, last):
+    return call_through(7, n_literals=2)
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def _dequantize_parallel(kernel, w, row_bytes, n_columns, out, out_row_bytes, n_rows, n_parts):
+    for part in prange(n_parts):
+        first, last = part * n_rows // n_parts, (part + 1) * n_rows // n_parts
+        call_dequantize(kernel, w, row_bytes, n_columns, out, out_row_bytes, first, last)
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def _matvec_parallel(
+    kernel, w, row_bytes, n_columns, x, x_row, n_inputs, out, out_row, n_rows, n_parts
+):  # fmt: skip
+    for part in prange(n_parts):
+        first, last = part * n_rows // n_parts, (part + 1) * n_rows // n_parts
+        call_rows(
+            kernel, w, row_bytes, n_columns, x, x_row, n_inputs, out, out_row, first, last
+        )  # fmt: skip
+
+
+def matvec(
+    code: int,
+    w: np.ndarray,
+    n_columns: int,
+    x: np.ndarray,
+    n_parts: int = 1,
+    *,
+    integer: bool = False,
+) -> np.ndarray:
+    """W x. w uint8 (rows, row_bytes) in format ``code``; x f32 (n_columns,) -> f32 (rows,).
+
+    Or x f32 (B, n_columns) -> f32 (B, rows), each row of it the same bits as by itself.
+    """
+    assert x.dtype == np.float32 and x.shape[-1] == n_columns and x.flags.c_contiguous
+    rows = np.atleast_2d(x)
+    out = np.empty((len(rows), w.shape[0]), np.float32)
+    inputs = quantize(rows) if integer else rows
+    _matvec_parallel(
+        kernel_address(code, integer), address(w), w.strides[0], n_columns, address(inputs),
+        inputs.strides[0], len(rows), address(out), out.strides[0], w.shape[0], n_parts,
+    )  # fmt: skip
+    return out[0] if x.ndim == 1 else out
+
+
+def dequantize_into(
+    code: int,
+    w: np.ndarray,
+    n_columns: int,
+    out_address: int,
+    out_row_bytes: int,
+    target: int,
+    n_parts: int = 1,
+) -> None:
+    """Dequantises w, uint8 (rows, row_bytes), to rows at ``out_address`` in a TO_* type."""
+    _dequantize_parallel(
+        dequantize_address(code, target), address(w), w.strides[0], n_columns, out_address,
+        out_row_bytes, w.shape[0], n_parts,
+    )  # fmt: skip
+
+
+def dequantize(code: int, w: np.ndarray, n_columns: int) -> np.ndarray:
+    """f32 (rows, n_columns) of w, uint8 (rows, row_bytes) in format ``code``."""
+    out = np.empty((w.shape[0], n_columns), np.float32)
+    dequantize_into(code, w, n_columns, address(out), out.strides[0], TO_F32)
+    return out
+
+
+def matvec_ref(code: int, w: np.ndarray, n_columns: int, x: np.ndarray) -> np.ndarray:
+    """numpy reference of ``matvec`` on gguf's own dequantisation, summed in f64."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize as gguf_dequantize
+
+    weights = gguf_dequantize(w.reshape(-1), GGMLQuantizationType(code)).reshape(-1, n_columns)
+    return (weights.astype(np.float64) @ x).astype(np.float32)

@@ -1,0 +1,197 @@
+"""Integer dot products where the CPU multiplies bytes (VNNI): vpdpbusd sums u8 x i8 into i32.
+
+An activation of 16 bits is two bytes, x = 256 hi + lo with both signed, so two instructions take 64
+weights where weights/integer.py's pairs of i16 take four and four widenings. The integers are the
+same. Weights have to be unsigned: signed ones get 128 added, which the offsets take off again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from llvmlite import ir
+
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.llvm import F32, I8, I32, I64, LANES, VF, VI, const, load, shuffle, vec
+from sparsekv_cli.cpu.weights.formats import Block, BlockFormat
+
+BLOCK = 32  # activations under one scale
+BYTES = 64  # weights an instruction
+LINE = 64
+# Bytes by which weights are fetched before their use; beyond a page, where the hardware's own
+# prefetching ends. One thread streams a model's weights 10% faster for it (Zen 5; 1 KB: slower).
+AHEAD = 4096
+ACCUMULATORS = 2  # sums in flight a row of activations; four rows' sums fit the registers
+
+
+def is_available() -> bool:
+    """Whether the CPU has vpdpbusd, on 64 bytes (AVX-512) or on 32 (AVX-VNNI)."""
+    return llvm.has_feature("avx512vnni") or llvm.has_feature("avxvnni")
+
+
+def bytes_are_beside() -> bool:
+    """Whether activations come as i16 and as bytes, for CPUs with vpmaddubsw only
+    (weights/interleaved.py).
+    """
+    return llvm.has_feature("avx2") and not is_available()
+
+
+def dot_bytes(b: ir.IRBuilder, total: ir.Value, w: ir.Value, x: ir.Value) -> ir.Value:
+    """total <16 x i32> + sums of four products of w <64 x u8> and x <64 x i8>."""
+    w, x = b.bitcast(w, VI), b.bitcast(x, VI)
+    if llvm.has_feature("avx512vnni"):
+        return llvm.call_named(b, "llvm.x86.avx512.vpdpbusd.512", VI, total, w, x)
+    halves = []
+    for lanes in (range(8), range(8, 16)):
+        parts = (shuffle(b, part, part, lanes) for part in (total, w, x))
+        halves.append(llvm.call_named(b, "llvm.x86.avx512.vpdpbusd.256", vec(I32, 8), *parts))
+    return shuffle(b, halves[0], halves[1], range(LANES))
+
+
+def _concatenated(b: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
+    while len(parts) > 1:
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        parts = [shuffle(b, low, high, range(2 * low.type.count)) for low, high in pairs]
+    return parts[0]
+
+
+def _decode(b: ir.IRBuilder, format_: BlockFormat, p: ir.Value, n_blocks: int) -> Block:
+    """``n_blocks`` blocks at p (1, 2 or 4) as one, with q unsigned in vectors of 64.
+
+    A lone block of 32 is followed by zeros, whose scale is its own.
+    """
+    assert format_.decode is not None
+    if n_blocks == 4 and format_.decode_four is not None:
+        block = format_.decode_four(b, p)
+        q, offsets = block.q, block.offsets
+    else:
+        addresses = [b.add(p, I64(i * format_.n_bytes)) for i in range(n_blocks)]
+        blocks = [format_.decode(b, address) for address in addresses]
+        parts = [part for block in blocks for part in block.q]
+        if len(parts) == 2:
+            parts += [const(I8, 0)] * 2
+        q = [_concatenated(b, parts[i : i + 4]) for i in range(0, len(parts), 4)]
+        scales = _concatenated(b, [block.scales for block in blocks])
+        given = [block.offsets for block in blocks if block.offsets is not None]
+        offsets = _concatenated(b, given) if given else None
+        block = Block(q, blocks[0].signed, scales, offsets)
+    if block.signed:
+        q = [b.xor(part, const(I8, -128, BYTES)) for part in q]
+        offsets = b.fmul(block.scales, const(F32, -128.0, block.scales.type.count))
+    return Block(q, False, block.scales, offsets)
+
+
+class Inputs(NamedTuple):
+    """Addresses of one row of quantised activations (``quantized_bytes`` of weights/integer.py)."""
+
+    values: ir.Value  # i16 (n,), where there are no byte products
+    high: ir.Value  # i8 (n,)
+    low: ir.Value  # i8 (n,)
+    scales: ir.Value
+    sums16: ir.Value
+    sums32: ir.Value
+
+
+def inputs_at(b: ir.IRBuilder, x: ir.Value, n: ir.Value) -> Inputs:
+    """The parts of n quantised activations at x."""
+    small = b.mul(b.sdiv(n, I64(BLOCK)), I64(4))
+    scales = b.add(x, b.mul(n, I64(2)))
+    sums16 = b.add(scales, small)
+    sums32 = b.add(sums16, b.mul(small, I64(2)))
+    high = b.add(sums32, small) if bytes_are_beside() else x
+    return Inputs(x, high, b.add(high, n), scales, sums16, sums32)
+
+
+def _add_products(
+    b: ir.IRBuilder,
+    block: Block,
+    n_elements: int,
+    inputs: Inputs,
+    at: ir.Value,
+    carried: list[ir.Value],
+    lines: llvm.Prefetches,
+) -> list[ir.Value]:
+    """Adds the products of ``n_elements`` decoded weights with the activations from ``at`` on.
+
+    carried: ACCUMULATORS sums and the offsets' share, <16 x float> each.
+    """
+    *totals, offset = carried
+    n_scales = block.scales.type.count
+    n_small = n_elements // BLOCK
+    scales = load(b, vec(F32, n_small), b.add(inputs.scales, b.sdiv(at, I64(BLOCK // 4))))
+    lanes = [j * n_small // n_scales for j in range(n_scales)]
+    scales = b.fmul(block.scales, shuffle(b, scales, scales, lanes))
+    a_scale = n_elements // n_scales
+    for c, q in enumerate(block.q):
+        x_type = vec(I8, min(BYTES, n_elements))
+        planes = (inputs.high, inputs.low)
+        hi, lo = (load(b, x_type, b.add(plane, at), BYTES * c) for plane in planes)
+        if n_elements < BYTES:
+            zeros = const(I8, 0, n_elements)
+            hi, lo = (shuffle(b, part, zeros, range(BYTES)) for part in (hi, lo))
+        lines.step(b)
+        dots = b.shl(dot_bytes(b, const(I32, 0), q, hi), const(I32, 8))
+        lines.step(b)
+        dots = b.sitofp(dot_bytes(b, dots, q, lo), VF)
+        lanes = [min((BYTES * c + 4 * i) // a_scale, n_scales - 1) for i in range(LANES)]
+        turn = c % ACCUMULATORS
+        totals[turn] = llvm.fma(b, dots, shuffle(b, scales, scales, lanes), totals[turn])
+    if block.offsets is not None:
+        sums = inputs.sums32 if a_scale == BLOCK else inputs.sums16
+        sums = load(b, vec(F32, n_scales), b.add(sums, b.sdiv(at, I64(a_scale // 4))))
+        offset = _add_lanes(b, offset, b.fmul(block.offsets, sums))
+    if len(block.q) < ACCUMULATORS:  # other sums next time
+        totals = totals[len(block.q) :] + totals[: len(block.q)]
+    return [*totals, offset]
+
+
+def emit_row(
+    b: ir.IRBuilder, format_: BlockFormat, w: ir.Value, xs: Sequence[ir.Value], n: ir.Value
+) -> list[ir.Value]:
+    """The dot products, floats, of one row at w with each of ``xs``.
+
+    xs: addresses of n quantised activations each. A block is decoded once for all of them; a
+    product is the same bits whatever the others are.
+    """
+    n_blocks = b.sdiv(n, I64(format_.n_elements))
+    rows = [inputs_at(b, x, n) for x in xs]
+    width = ACCUMULATORS + 1
+
+    def add_blocks(i: ir.Value, count: int, carried: list[ir.Value]) -> list[ir.Value]:
+        """Adds ``count`` blocks from block i on."""
+        p = b.add(w, b.mul(i, I64(format_.n_bytes)))
+        block = _decode(b, format_, p, count)
+        ahead = range(AHEAD, AHEAD + count * format_.n_bytes, LINE)
+        lines = llvm.Prefetches([b.add(p, I64(n)) for n in ahead], 2 * len(block.q), once=True)
+        at = b.mul(i, I64(format_.n_elements))  # element
+        sums = []
+        for j, inputs in enumerate(rows):
+            mine = carried[width * j : width * (j + 1)]
+            sums += _add_products(b, block, count * format_.n_elements, inputs, at, mine, lines)
+        return sums
+
+    carried = [const(F32, 0.0)] * (width * len(rows))
+    done: ir.Value = I64(0)
+    for size in (4, 2, 1) if format_.n_elements == BLOCK else (1,):
+        end = b.sub(n_blocks, b.srem(b.sub(n_blocks, done), I64(size)))
+
+        def body(i: ir.Value, now: list[ir.Value], size: int = size) -> list[ir.Value]:
+            return add_blocks(i, size, now)
+
+        carried = llvm.loop(b, done, end, size, carried, body)
+        done = end
+    dots = []
+    for j in range(len(rows)):
+        first, second, offset = carried[width * j : width * (j + 1)]
+        dots.append(llvm.sum_lanes(b, b.fadd(b.fadd(first, second), offset)))
+    return dots
+
+
+def _add_lanes(b: ir.IRBuilder, total: ir.Value, part: ir.Value) -> ir.Value:
+    """total <16 x float> + part, whose up to 16 lanes are followed by zeros."""
+    n = part.type.count
+    if n < LANES:
+        zeros = const(F32, 0.0, n)
+        part = shuffle(b, part, zeros, [min(i, n) for i in range(LANES)])
+    return b.fadd(total, part)

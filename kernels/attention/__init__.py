@@ -1,0 +1,1 @@
+"""Decode attention and exact selection on the GPU."""

@@ -1,0 +1,1 @@
+"""FASA on the GPU."""

@@ -1,0 +1,1 @@
+"""FreeKV on the GPU."""

@@ -1,0 +1,117 @@
+"""The arrays of FreeKV on a GPU: a layer's K and V in pages, in host memory and in what is read.
+
+    resident   sinks' pages, the window's ring, slots   NHD (page, p, kv head, d), K and V apart
+    pool       all pages between sinks and window       HND (page, kv head, K and V, p, d), pinned
+
+Names as in cpu/freekv/pages.py, with a leading dimension of B sequences. Slots are an LRU cache of
+pages that each kv head has for itself. A kv head's page in the pool is one run of bytes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+
+from sparsekv_cli.kernels.checks import check
+
+# Columns of ``state`` as in cpu/freekv/pages.py, and how many pages are in the pool or are sinks'.
+CLOCK, N_CHOSEN, QUERY, END, BEST, OFFLOADED, N_STATE = (tl.constexpr(i) for i in range(7))
+# Columns of ``statistics``.
+HIT, RECALLED, SENT, SCORED, CORRECTED, STEPPED, ATTENDED, N_STATISTICS = (
+    tl.constexpr(i) for i in range(8)
+)
+NO_PAGE = tl.constexpr(-1)
+
+
+class Pages(NamedTuple):
+    """One layer of B sequences: G kv heads, pages of p rows, m pages chosen at most."""
+
+    pool: torch.Tensor  # f16 (B, n_page, G, p (d + d_v)), pinned host memory; page n_sink + i at i
+    k: torch.Tensor  # f16 (B, n_resident, p, G, d)
+    v: torch.Tensor  # f16 (B, n_resident, p, G, d_v)
+    hi: torch.Tensor  # f16 (B, G, n_sink + n_page, d), see quest/pages.py
+    lo: torch.Tensor  # f16 (B, G, n_sink + n_page, d)
+    slot_of: torch.Tensor  # int32 (B, G, n_sink + n_page): the slot that holds a page, or -1
+    page_in: torch.Tensor  # int32 (B, G, n_slot): the page in a slot, or -1
+    stamps: torch.Tensor  # int32 (B, G, n_slot): when a slot was last used
+    chosen: torch.Tensor  # int32 (B, G, m): pages chosen, ascending
+    slots: torch.Tensor  # int32 (B, G, m): where they are
+    missing: torch.Tensor  # int32 (B, G, m): whether they are still to be fetched
+    state: torch.Tensor  # int32 (B, G, N_STATE)
+    statistics: torch.Tensor  # int64 (B, G, N_STATISTICS)
+
+
+class Layout(NamedTuple):
+    """Numbers of pages at the front of ``Pages.k``, and how pages are chosen."""
+
+    n_sink: int
+    n_ring: int
+    meanstd: bool
+
+
+def empty_pages(
+    n_batch: int, n_kv_head: int, d: int, d_v: int, page: int, n_page: int, n_slot: int, m: int,
+    layout: Layout, device: torch.device,
+) -> Pages:  # fmt: skip
+    """Arrays for n_page pages beside the sinks' on the host, n_slot slots, m pages chosen."""
+    heads = n_batch, n_kv_head
+    n_resident = layout.n_sink + layout.n_ring + n_slot
+
+    def halves(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.float16, device=device)
+
+    def numbers(*shape: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.full((*heads, *shape), fill, dtype=dtype, device=device)
+
+    return Pages(
+        pool=torch.zeros(
+            (n_batch, n_page, n_kv_head, page * (d + d_v)), dtype=torch.float16,
+            pin_memory=device.type == "cuda",
+        ),
+        k=halves(n_batch, n_resident, page, n_kv_head, d),
+        v=halves(n_batch, n_resident, page, n_kv_head, d_v),
+        hi=halves(*heads, layout.n_sink + n_page, d),
+        lo=halves(*heads, layout.n_sink + n_page, d),
+        slot_of=numbers(layout.n_sink + n_page, fill=-1),
+        page_in=numbers(n_slot, fill=-1),
+        stamps=numbers(n_slot),
+        chosen=numbers(m),
+        slots=numbers(m),
+        missing=numbers(m),
+        state=numbers(N_STATE.value),
+        statistics=numbers(N_STATISTICS.value, dtype=torch.int64),
+    )  # fmt: skip
+
+
+def check_pages(pages: Pages, layout: Layout) -> None:
+    """ValueError unless all arrays fit each other."""
+    n_batch, n_resident, page, n_kv, d = pages.k.shape
+    d_v, n_page, m = pages.v.shape[4], pages.hi.shape[2], pages.chosen.shape[2]
+    n_slot, device = n_resident - layout.n_sink - layout.n_ring, pages.k.device
+    f16, i32, heads = torch.float16, torch.int32, (n_batch, n_kv)
+    expected = {
+        "k": (f16, (n_batch, n_resident, page, n_kv, d)),
+        "v": (f16, (n_batch, n_resident, page, n_kv, d_v)),
+        "hi": (f16, (*heads, n_page, d)),
+        "lo": (f16, (*heads, n_page, d)),
+        "slot_of": (i32, (*heads, n_page)),
+        "page_in": (i32, (*heads, n_slot)),
+        "stamps": (i32, (*heads, n_slot)),
+        "chosen": (i32, (*heads, m)),
+        "slots": (i32, (*heads, m)),
+        "missing": (i32, (*heads, m)),
+        "state": (i32, (*heads, N_STATE.value)),
+        "statistics": (torch.int64, (*heads, N_STATISTICS.value)),
+    }
+    for name, (dtype, shape) in expected.items():
+        check(name, getattr(pages, name), dtype, shape, device)
+    n_pool = pages.pool.shape[1]
+    check("pool", pages.pool, f16, (n_batch, n_pool, n_kv, page * (d + d_v)), pages.pool.device)
+    if n_pool > n_page - layout.n_sink:
+        raise ValueError(f"hi has room for {n_page} pages: expected {layout.n_sink + n_pool}")
+    if device.type == "cuda" and not pages.pool.is_pinned():
+        raise ValueError("pool is pageable: expected pinned host memory")
+    if n_slot < m:
+        raise ValueError(f"k has {n_slot} slots: expected one for each of {m} chosen pages")

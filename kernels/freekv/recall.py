@@ -1,0 +1,354 @@
+"""FreeKV's step on the GPU: pages leave the window for pinned host memory, chosen ones come back.
+
+The arrays are in freekv/pages.py; the kernels write and read the pool over the bus themselves, and
+convert as they go. All that decides is on the device. Programs are one a kv head and sequence, so
+none waits for another; ``wanted`` says which kv heads choose pages.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sparsekv_cli.kernels.attention.decode import _width
+from sparsekv_cli.kernels.checks import check
+from sparsekv_cli.kernels.freekv.pages import (
+    ATTENDED,
+    BEST,
+    CLOCK,
+    END,
+    HIT,
+    N_CHOSEN,
+    N_STATE,
+    N_STATISTICS,
+    NO_PAGE,
+    OFFLOADED,
+    QUERY,
+    RECALLED,
+    SCORED,
+    SENT,
+    STEPPED,
+    Layout,
+    Pages,
+)
+from sparsekv_cli.kernels.quest.pages import summarise_rows
+
+
+@triton.jit
+def _pool_at(pool_ptr, pools_ptr, b, n_unit, APART: tl.constexpr, SIZE: tl.constexpr):
+    """Where sequence b's pool of n_unit pages of SIZE elements, counted by kv heads, begins."""
+    if APART:
+        # The hint keeps loads and stores at 16 bytes each.
+        return pool_ptr + tl.multiple_of(tl.load(pools_ptr + b), 8)
+    else:
+        return pool_ptr + b * n_unit * SIZE
+
+
+@triton.jit(do_not_specialize=["ahead", "recent"])
+def _offload_pages_kernel(
+    pool_ptr, pools_ptr, k_ptr, v_ptr, hi_ptr, lo_ptr, state_ptr, statistics_ptr, n_ptr, budget_ptr,
+    wanted_ptr, ahead, recent, reserved, n_sink, n_ring, n_kv_head, n_resident, n_pool, n_page_max,
+    PAGE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, ROWS: tl.constexpr, MEANSTD: tl.constexpr, WANT: tl.constexpr,
+    APART: tl.constexpr,
+):  # fmt: skip
+    unit = tl.program_id(0)
+    b, g = (unit // n_kv_head).to(tl.int64), (unit % n_kv_head).to(tl.int64)
+    pool_at = _pool_at(pool_ptr, pools_ptr, b, n_pool * n_kv_head, APART, PAGE * (D + D_V))
+    state_at = state_ptr + unit * N_STATE
+    n = tl.load(n_ptr + b) + ahead
+    window = (n - recent) // PAGE
+    first = tl.load(state_at + OFFLOADED)
+    c, c_v, r = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, ROWS)
+    for j in range(first, window):
+        row = (b * n_resident + n_sink + j % n_ring) * PAGE * n_kv_head + g
+        place = ((j - n_sink) * n_kv_head + g) * PAGE * (D + D_V)
+        for start in tl.static_range(0, PAGE, ROWS):
+            rows = start + r
+            is_k = (rows < PAGE)[:, None] & (c < D)[None, :]
+            from_k = k_ptr + (row + rows * n_kv_head)[:, None] * D + c[None, :]
+            to_k = pool_at + place + rows[:, None] * D + c[None, :]
+            tl.store(to_k, tl.load(from_k, mask=is_k, other=0.0), mask=is_k)
+            is_v = (rows < PAGE)[:, None] & (c_v < D_V)[None, :]
+            from_v = v_ptr + (row + rows * n_kv_head)[:, None] * D_V + c_v[None, :]
+            to_v = pool_at + place + PAGE * D + rows[:, None] * D_V + c_v[None, :]
+            tl.store(to_v, tl.load(from_v, mask=is_v, other=0.0), mask=is_v)
+        high, low = summarise_rows(
+            k_ptr + row * D, n_kv_head * D, c, c < D, tl.full([], 0, tl.int32), PAGE, MEANSTD
+        )
+        at = ((b * n_kv_head + g) * n_page_max + j) * D
+        tl.store(hi_ptr + at + c, high.to(tl.float16), mask=c < D)
+        tl.store(lo_ptr + at + c, low.to(tl.float16), mask=c < D)
+    if window > first:
+        tl.store(state_at + OFFLOADED, window)
+        sent_at = statistics_ptr + unit * N_STATISTICS + SENT
+        tl.store(sent_at, tl.load(sent_at) + window - first)
+    if WANT:
+        n_best = tl.maximum((tl.load(budget_ptr + b) - reserved) // PAGE, 1)
+        is_new = (tl.load(state_at + QUERY) != n - 1) | (tl.load(state_at + END) != window)
+        is_new = is_new | (tl.load(state_at + BEST) != n_best)
+        tl.store(wanted_ptr + unit, is_new.to(tl.int32))
+
+
+def offload_pages(
+    pages: Pages,
+    layout: Layout,
+    n: torch.Tensor,
+    recent: int,
+    *,
+    ahead: int = 0,
+    budget: torch.Tensor | None = None,
+    reserved: int = 0,
+    wanted: torch.Tensor | None = None,
+    pools: torch.Tensor | None = None,
+) -> None:
+    """Copies pages that have left the window into the pool and summarises them.
+
+    The window of n[b] + ahead rows begins at page (n[b] + ahead - recent) // p. With ``wanted``
+    int32 (B, G): also tells which kv heads have not yet chosen for that many rows with the query of
+    the row before, among candidates up to that window, max(1, (budget - reserved) // p) of them.
+    pools: see ``check_pools``.
+    """
+    n_batch, n_resident, page, n_kv, d = pages.k.shape
+    d_v, device = pages.v.shape[4], pages.k.device
+    check("n", n, torch.int32, (n_batch,), device)
+    if wanted is not None:
+        assert budget is not None
+        check("wanted", wanted, torch.int32, (n_batch, n_kv), device)
+        check("budget", budget, torch.int32, (n_batch,), device)
+    check_pools(pages, pools)
+    _offload_pages_kernel[(n_batch * n_kv,)](
+        pages.pool, pools, pages.k, pages.v, pages.hi, pages.lo, pages.state, pages.statistics, n,
+        budget, wanted, ahead, recent, reserved, layout.n_sink, layout.n_ring, n_kv, n_resident,
+        pages.pool.shape[1], pages.hi.shape[2], PAGE=page, D=d, D_V=d_v, BLOCK_D=_width(d, d),
+        BLOCK_V=_width(d_v, d_v), ROWS=_rows(page), MEANSTD=layout.meanstd,
+        WANT=wanted is not None, APART=pools is not None, num_warps=4,
+    )  # fmt: skip
+
+
+def check_pools(pages: Pages, pools: torch.Tensor | None) -> None:
+    """ValueError unless ``pools`` is None or says where each sequence's pool lies.
+
+    int64 (B,): elements from the beginning of pages.pool, the first sequence's, a multiple of 8. So
+    pinned memory, of which there is much, need not be moved for sequences to be in one launch.
+    """
+    if pools is not None:
+        check("pools", pools, torch.int64, (len(pages.k),), pages.k.device)
+    elif len(pages.pool) != len(pages.k):
+        raise ValueError(f"pool is of {len(pages.pool)} sequences: expected {len(pages.k)}")
+
+
+def _rows(page: int) -> int:
+    """Rows of a page that a program moves at a time."""
+    return min(16, triton.next_power_of_2(page))
+
+
+@triton.jit(do_not_specialize=["ahead", "recent"])
+def _assign_slots_kernel(
+    fresh_ptr, sizes_ptr, wanted_ptr, q_ptr, previous_ptr, slot_of_ptr, page_in_ptr, stamps_ptr,
+    chosen_ptr, slots_ptr, missing_ptr, state_ptr, statistics_ptr, n_ptr, budget_ptr, ahead, recent,
+    reserved, n_sink, n_kv_head, n_page_max, n_slot, m, stride_f,
+    PAGE: tl.constexpr, GROUP: tl.constexpr, TILE_H: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """STEP: of a step itself, which is counted and whose query becomes the previous one."""
+    unit = tl.program_id(0)
+    b = unit // n_kv_head
+    n = tl.load(n_ptr + b) + ahead
+    window = (n - recent) // PAGE
+    wanted = tl.load(wanted_ptr + unit)
+    state_at, statistics_at = state_ptr + unit * N_STATE, statistics_ptr + unit * N_STATISTICS
+    i, s = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_S)
+    n_chosen = tl.load(state_at + N_CHOSEN)
+    if wanted > 0:
+        n_chosen = tl.load(sizes_ptr + unit)
+        n_best = tl.maximum((tl.load(budget_ptr + b) - reserved) // PAGE, 1)
+        now = tl.load(state_at + CLOCK) + 1
+        pages = n_sink + tl.load(fresh_ptr + unit * stride_f + i, mask=i < n_chosen, other=0)
+        slot_of_at = slot_of_ptr + unit.to(tl.int64) * n_page_max
+        slots = tl.load(slot_of_at + pages, mask=i < n_chosen, other=0)
+        is_missing = ((i < n_chosen) & (slots < 0)).to(tl.int32)
+        n_missing = tl.sum(is_missing, 0)
+        order = tl.cumsum(is_missing, 0) - 1
+        # The hits first, so that no chosen page can lose its slot.
+        stamps_at = stamps_ptr + unit * n_slot
+        tl.store(stamps_at + slots, tl.zeros_like(slots) + now, mask=(i < n_chosen) & (slots >= 0))
+        tl.debug_barrier()
+        stamps = tl.load(stamps_at + s, mask=s < n_slot, other=0x7FFFFFFF)
+        page_in = tl.load(page_in_ptr + unit * n_slot + s, mask=s < n_slot, other=NO_PAGE)
+        for miss in range(0, n_missing):
+            is_this = (is_missing > 0) & (order == miss)
+            page = tl.sum(tl.where(is_this, pages, 0), 0)
+            slot = tl.argmin(stamps, 0)  # the first of those longest unused
+            old = tl.sum(tl.where(s == slot, page_in, 0), 0)
+            tl.store(slot_of_at + tl.maximum(old, 0), NO_PAGE, mask=old >= 0)
+            tl.store(slot_of_at + page, slot)
+            page_in = tl.where(s == slot, page, page_in)
+            stamps = tl.where(s == slot, now, stamps)
+            slots = tl.where(is_this, slot, slots)
+        tl.store(page_in_ptr + unit * n_slot + s, page_in, mask=s < n_slot)
+        tl.store(stamps_at + s, stamps, mask=s < n_slot)
+        tl.store(chosen_ptr + unit * m + i, pages, mask=i < n_chosen)
+        tl.store(slots_ptr + unit * m + i, slots, mask=i < n_chosen)
+        tl.store(missing_ptr + unit * m + i, is_missing, mask=i < m)
+        tl.store(state_at + CLOCK, now)
+        tl.store(state_at + N_CHOSEN, n_chosen)
+        query = n - 1  # rows in context when the query was the current one
+        if STEP:
+            query = tl.where(wanted == 1, n, n - 1)
+        tl.store(state_at + QUERY, query)
+        tl.store(state_at + END, window)
+        tl.store(state_at + BEST, n_best)
+        is_partial = (window - n_sink > n_best).to(tl.int64)
+        scored = tl.load(statistics_at + SCORED) + is_partial * window
+        tl.store(statistics_at + SCORED, scored)
+        tl.store(statistics_at + HIT, tl.load(statistics_at + HIT) + n_chosen - n_missing)
+        tl.store(statistics_at + RECALLED, tl.load(statistics_at + RECALLED) + n_missing)
+    else:
+        tl.store(missing_ptr + unit * m + i, tl.zeros([BLOCK_M], tl.int32), mask=i < m)
+    if STEP:
+        count = (n_sink + n_chosen) * PAGE + n - window * PAGE
+        tl.store(statistics_at + STEPPED, tl.load(statistics_at + STEPPED) + 1)
+        tl.store(statistics_at + ATTENDED, tl.load(statistics_at + ATTENDED) + count)
+        c, t = tl.arange(0, BLOCK_D), tl.arange(0, TILE_H)
+        at = (unit * GROUP + t)[:, None] * D + c[None, :]
+        is_q = (t < GROUP)[:, None] & (c < D)[None, :]
+        tl.store(previous_ptr + at, tl.load(q_ptr + at, mask=is_q), mask=is_q)
+
+
+def assign_slots(
+    pages: Pages,
+    layout: Layout,
+    fresh: torch.Tensor,
+    sizes: torch.Tensor,
+    wanted: torch.Tensor,
+    n: torch.Tensor,
+    budget: torch.Tensor,
+    recent: int,
+    reserved: int,
+    *,
+    q: torch.Tensor | None = None,
+    previous: torch.Tensor | None = None,
+) -> None:
+    """Gives the pages that kv heads have chosen their slots; those longest unused make room.
+
+    fresh int32 (B, G, >= m): numbers of candidates chosen, ascending, as attention/select.py gives
+    them, of which sizes int32 (B, G) are there; only those of kv heads with ``wanted`` != 0 count.
+    q and previous f32 (B, H, d), both or none: given in a step itself, not in a choice made ahead
+    for n + 1 rows; previous becomes q.
+    """
+    n_batch, _, page, n_kv, d = pages.k.shape
+    device, m, n_slot = pages.k.device, pages.chosen.shape[2], pages.stamps.shape[2]
+    check("fresh", fresh, torch.int32, (n_batch, n_kv, None), device)
+    for name, x in (("sizes", sizes), ("wanted", wanted)):
+        check(name, x, torch.int32, (n_batch, n_kv), device)
+    for name, x in (("n", n), ("budget", budget)):
+        check(name, x, torch.int32, (n_batch,), device)
+    group = 1
+    if q is not None:
+        assert previous is not None
+        group = q.shape[1] // n_kv
+        for name, x in (("q", q), ("previous", previous)):
+            check(name, x, torch.float32, (n_batch, n_kv * group, d), device)
+    block_s = triton.next_power_of_2(n_slot)
+    _assign_slots_kernel[(n_batch * n_kv,)](
+        fresh, sizes, wanted, q, previous, *pages[5:], n, budget, 0 if q is not None else 1, recent,
+        reserved, layout.n_sink, n_kv, pages.hi.shape[2], n_slot, m, fresh.stride(1),
+        PAGE=page, GROUP=group, TILE_H=triton.next_power_of_2(group), D=d, BLOCK_D=_width(d, d),
+        BLOCK_M=triton.next_power_of_2(m), BLOCK_S=block_s, STEP=q is not None,
+        num_warps=max(1, min(8, block_s // 64)),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["recent"])
+def _fetch_pages_kernel(
+    pool_ptr, pools_ptr, k_ptr, v_ptr, chosen_ptr, slots_ptr, missing_ptr, state_ptr, n_ptr,
+    idx_ptr, counts_ptr, recent, n_sink, n_ring, n_kv_head, n_resident, n_pool, m, stride_i,
+    PAGE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, ROWS: tl.constexpr, FETCH: tl.constexpr, LIST: tl.constexpr,
+    APART: tl.constexpr,
+):  # fmt: skip
+    """FETCH: copies the missing pages; LIST: writes the rows that a step attends to."""
+    i, unit = tl.program_id(0), tl.program_id(1)
+    b, g = (unit // n_kv_head).to(tl.int64), (unit % n_kv_head).to(tl.int64)
+    n_chosen = tl.load(state_ptr + unit * N_STATE + N_CHOSEN)
+    r = tl.arange(0, ROWS)
+    if i < n_chosen:
+        page = tl.load(chosen_ptr + unit * m + i)
+        resident = n_sink + n_ring + tl.load(slots_ptr + unit * m + i)
+        if LIST:
+            for start in tl.static_range(0, PAGE, ROWS):
+                rows = start + r
+                place = (n_sink + i) * PAGE + rows
+                idx_at = idx_ptr + unit * stride_i + place
+                tl.store(idx_at, resident * PAGE + rows, mask=rows < PAGE)
+        if FETCH:  # noqa: SIM102 - decided when the kernel is compiled
+            if tl.load(missing_ptr + unit * m + i) > 0:
+                c, c_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+                size: tl.constexpr = PAGE * (D + D_V)
+                pool_at = _pool_at(pool_ptr, pools_ptr, b, n_pool * n_kv_head, APART, size)
+                unit_at = pool_at + ((page - n_sink) * n_kv_head + g) * size
+                row = (b * n_resident + resident) * PAGE * n_kv_head + g
+                for start in tl.static_range(0, PAGE, ROWS):
+                    rows = start + r
+                    is_k = (rows < PAGE)[:, None] & (c < D)[None, :]
+                    is_v = (rows < PAGE)[:, None] & (c_v < D_V)[None, :]
+                    from_k = unit_at + rows[:, None] * D + c[None, :]
+                    from_v = unit_at + PAGE * D + rows[:, None] * D_V + c_v[None, :]
+                    k = tl.load(from_k, mask=is_k, other=0.0)
+                    v = tl.load(from_v, mask=is_v, other=0.0)
+                    to = (row + rows * n_kv_head)[:, None]
+                    tl.store(k_ptr + to * D + c[None, :], k, mask=is_k)
+                    tl.store(v_ptr + to * D_V + c_v[None, :], v, mask=is_v)
+    if LIST:  # noqa: SIM102
+        if i == m:  # the sinks, and the window behind the chosen pages
+            n = tl.load(n_ptr + b)
+            idx_at = idx_ptr + unit * stride_i
+            window = (n - recent) // PAGE
+            before = (n_sink + n_chosen) * PAGE
+            n_window = n - window * PAGE
+            for start in range(0, n_sink * PAGE, ROWS):
+                tl.store(idx_at + start + r, start + r, mask=start + r < n_sink * PAGE)
+            for start in range(0, n_window, ROWS):
+                at = start + r
+                row = (n_sink + (window + at // PAGE) % n_ring) * PAGE + at % PAGE
+                tl.store(idx_at + before + at, row, mask=at < n_window)
+            tl.store(counts_ptr + unit, before + n_window)
+
+
+def fetch_pages(
+    pages: Pages,
+    layout: Layout,
+    n: torch.Tensor | None = None,
+    recent: int = 0,
+    idx: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    *,
+    fetch: bool = True,
+    pools: torch.Tensor | None = None,
+) -> None:
+    """Copies the chosen pages that are missing from the pool to their slots.
+
+    With idx int32 (B, G, >= (n_sink + m + n_ring) p), counts int32 (B, G) and n int32 (B,): lists
+    the resident rows that a step of n rows attends to, in order of position. fetch False: only so.
+    pools: see ``check_pools``.
+    """
+    n_batch, n_resident, page, n_kv, d = pages.k.shape
+    d_v, m, device = pages.v.shape[4], pages.chosen.shape[2], pages.k.device
+    if idx is not None:
+        assert n is not None and counts is not None
+        width = (layout.n_sink + m + layout.n_ring) * page
+        check("idx", idx, torch.int32, (n_batch, n_kv, None), device)
+        check("counts", counts, torch.int32, (n_batch, n_kv), device)
+        check("n", n, torch.int32, (n_batch,), device)
+        if idx.shape[2] < width:
+            raise ValueError(f"idx has room for {idx.shape[2]} rows: expected {width}")
+    check_pools(pages, pools)
+    _fetch_pages_kernel[(m + (idx is not None), n_batch * n_kv)](
+        pages.pool, pools, pages.k, pages.v, pages.chosen, pages.slots, pages.missing, pages.state,
+        n, idx, counts, recent, layout.n_sink, layout.n_ring, n_kv, n_resident,
+        pages.pool.shape[1], m, 0 if idx is None else idx.stride(1),
+        PAGE=page, D=d, D_V=d_v, BLOCK_D=_width(d, d), BLOCK_V=_width(d_v, d_v), ROWS=_rows(page),
+        FETCH=fetch, LIST=idx is not None, APART=pools is not None, num_warps=4,
+    )  # fmt: skip

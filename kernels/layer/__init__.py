@@ -1,0 +1,1 @@
+"""A decoder layer between its matrix products, on the GPU."""

@@ -1,0 +1,1 @@
+"""Page summaries and scores on the GPU."""

@@ -1,0 +1,1 @@
+"""SALS on the GPU."""

@@ -1,0 +1,1 @@
+"""Chat templates, rendered within bounds."""

@@ -1,0 +1,225 @@
+"""A Jinja environment for templates that nobody has read: no escape, bounded work and memory.
+
+jinja2's sandbox keeps a template away from Python's internals, but not from ``'a' * 10**10`` or
+loops in loops; and a call that hangs inside C cannot be interrupted.  So every operation that can
+make something large is checked before it runs: the syntax tree is rewritten so that loops are
+counted and new lists, tuples, dicts and ``~`` texts are measured; operators, methods and filters
+are those of a list, with a check of their own where they need one.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, MappingView
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, Undefined, filters, nodes, runtime, utils
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from sparsekv_cli.models.chat.limits import LimitError, Limits
+
+COUNTED, JOINED, BUILT = "(counted)", "(joined)", "(built)"  # filters of ours, no name in Jinja
+
+STR_METHODS = (
+    *("capitalize", "casefold", "center", "count", "endswith", "find", "format", "index"),
+    *("isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "islower", "isnumeric", "isspace"),
+    *("istitle", "isupper", "join", "ljust", "lower", "lstrip", "partition", "removeprefix"),
+    *("removesuffix", "replace", "rfind", "rindex", "rjust", "rpartition", "rsplit", "rstrip"),
+    *("split", "splitlines", "startswith", "strip", "swapcase", "title", "upper", "zfill"),
+)
+METHODS: dict[type, tuple[str, ...]] = {
+    str: STR_METHODS,
+    dict: ("get", "items", "keys", "values", "copy"),
+    list: ("count", "index", "copy"),
+    tuple: ("count", "index"),
+}
+FILTERS = (  # of jinja2's own: their result is about as large as their input
+    *("abs", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float"),
+    *("groupby", "int", "items", "last", "length", "list", "lower", "map", "max", "min", "reject"),
+    *("rejectattr", "reverse", "safe", "select", "selectattr", "sort", "string", "title", "trim"),
+    *("truncate", "unique", "upper", "wordcount"),
+)
+MAX_NODES = 8000  # of the syntax tree; compiling takes about 0.1 ms each
+GLOBALS = ("range", "dict", "namespace", "cycler", "joiner")
+MEASURED = (str, list, tuple, dict, MappingView)
+
+
+class RefusalError(TemplateError):
+    """What a template says with ``raise_exception``."""
+
+
+class GenerationTag(Extension):
+    """``{% generation %}`` marks the model's part of a text for training; here it does nothing."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class Instrument(NodeTransformer):
+    """Puts our filters around what makes a template work long or hold much."""
+
+    n_nodes = 0
+
+    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
+        self.n_nodes += 1
+        if self.n_nodes > MAX_NODES:
+            raise LimitError(f"it has more than {MAX_NODES} parts")
+        return super().generic_visit(node, *args, **kwargs)
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.iter = through(COUNTED, node.iter)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return through(JOINED, nodes.List(node.nodes, lineno=node.lineno))
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        self.generic_visit(node)
+        return through(BUILT, node) if node.ctx == "load" else node
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        self.generic_visit(node)
+        return through(BUILT, node)
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        self.generic_visit(node)
+        return through(BUILT, node)
+
+
+def through(name: str, node: nodes.Node) -> nodes.Filter:
+    """``node`` piped through the filter ``name``."""
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """The environment of one rendering, with options and names as transformers has them."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", GenerationTag],
+            finalize=limits.show,
+        )
+        self.concat = limits.concatenated  # type: ignore[method-assign]
+        self.filters = {
+            **{name: self.measured(filters.FILTERS[name]) for name in FILTERS},
+            COUNTED: limits.counted,
+            JOINED: limits.joined,
+            BUILT: limits.weighed,
+            "batch": limits.batch,
+            "center": lambda text, width=80: limits.padded(text, "center", width),
+            "format": lambda text, *args, **kwargs: limits.percent_format(
+                limits.text(text), kwargs or args
+            ),
+            "indent": limits.indent,
+            "join": self.join,
+            "replace": limits.replace,
+            "round": limits.round,
+            "sum": self.sum,
+            "tojson": limits.tojson,
+        }
+        self.globals = {name: self.globals[name] for name in GLOBALS}
+        self.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = Instrument().visit(super()._parse(source, name, filename))
+        tree.set_environment(self)
+        return tree
+
+    def measured(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter of jinja2's that counts as a step, a new text or container measured."""
+
+        @functools.wraps(function)  # with jinja2's mark of what it wants passed first
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.limits.step()
+            if any(isinstance(arg, utils.Namespace) for arg in args):
+                raise LimitError("it filters a namespace")  # its text may be of any size
+            result = function(*args, **kwargs)
+            is_new = isinstance(result, MEASURED) and not any(result is arg for arg in args)
+            return self.limits.weighed(result) if is_new else result
+
+        return run
+
+    def join(self, value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
+        """jinja2's filter ``join``."""
+        if attribute is not None:
+            value = map(filters.make_attrgetter(self, attribute), value)
+        return self.limits.joined(value, self.limits.text(d))
+
+    def sum(self, iterable: Iterable[Any], attribute: Any = None, start: float = 0) -> float:
+        """jinja2's filter ``sum``, for numbers."""
+        if attribute is not None:
+            iterable = map(filters.make_attrgetter(self, attribute), iterable)
+        return self.limits.sum(iterable, start)
+
+    def call_binop(self, context: runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        """``left operator right`` where the operator can make something large."""
+        limits = self.limits
+        limits.step()
+        if operator == "%" and isinstance(left, str):
+            return limits.percent_format(left, right)
+        if isinstance(left, int) and isinstance(right, int):
+            n_bits = left.bit_length()
+            if operator == "*":
+                limits.fits_number(n_bits + right.bit_length())
+            elif operator == "**":
+                limits.fits_number(n_bits * abs(right))
+        elif operator == "*":
+            for sized, times in ((left, right), (right, left)):
+                if isinstance(sized, str | list | tuple) and isinstance(times, int):
+                    limits.fits(len(sized) * times)
+        elif operator == "+" and isinstance(left, str) and isinstance(right, str):
+            limits.fits(len(left) + len(right))
+        result = super().call_binop(context, operator, left, right)
+        return limits.weighed(result) if isinstance(result, list | tuple) else result
+
+    def call(__self, __context: runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call in a template: our functions, macros, and methods of a list."""
+        limits = __self.limits
+        limits.step()
+        method = getattr(__obj, "__wrapped__", __obj)  # jinja2 wraps str.format
+        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if isinstance(owner, str | dict | list | tuple):
+            if not any(isinstance(owner, kind) and name in METHODS[kind] for kind in METHODS):
+                raise LimitError(f"it calls the method {name}, which templates may not use")
+            own = {key: kwargs[key] for key in kwargs if key not in ("_loop_vars", "_block_vars")}
+            if isinstance(owner, str) and name != "format":
+                return limits.text_method(owner, name)(*args, **own)
+            if isinstance(owner, str):
+                limits.check_brace_format(owner, [*args, *own.values()])
+        elif isinstance(__obj, Undefined):
+            __obj._fail_with_undefined_error()
+        elif not (
+            isinstance(__obj, runtime.Macro | runtime.LoopContext | utils.Joiner)
+            or isinstance(owner, runtime.LoopContext | utils.Cycler)
+            or any(__obj is known for known in __self.globals.values())
+        ):
+            raise LimitError(f"it calls {name or type(__obj).__name__}, which templates may not")
+        result = super().call(__context, __obj, *args, **kwargs)
+        return limits.weighed(result) if isinstance(result, str | list | tuple | dict) else result
+
+
+def raise_exception(message: Any = "") -> NoReturn:
+    """A template's own refusal, e.g. of roles that do not alternate."""
+    raise RefusalError(message if isinstance(message, str) else type(message).__name__)
+
+
+def strftime_now(format: str) -> str:
+    """The local time by a strftime format of at most 100 characters."""
+    if len(format) > 100 or re.search(r"%[-_0^#]*\d", format):
+        raise LimitError("it formats the time with a width or more than 100 characters")
+    return datetime.now().strftime(format)

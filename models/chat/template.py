@@ -1,0 +1,109 @@
+"""A conversation as the text that the model was trained on, by the model's Jinja chat template.
+
+The template comes out of the model file, so it runs in ``BoundedEnvironment`` and whatever goes
+wrong in it is one line for the user.  Options and extra functions are those of transformers'
+``apply_chat_template``, which templates are written for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateSyntaxError
+from jinja2.exceptions import SecurityError
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.chat.limits import LimitError, Limits
+from sparsekv_cli.models.chat.sandbox import BoundedEnvironment, RefusalError
+
+MAX_TEMPLATE_CHARS = 1 << 17  # the longest known is about a quarter of this
+SPARE_CHARS = 1 << 20  # of output, on top of a multiple of what the conversation holds
+CHARS_PER_INPUT_CHAR = 16
+MAX_MESSAGE_CHARS = 300
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def render(
+    template: str | None,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    bos_token: str = "",
+    eos_token: str = "",
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **variables: Any,
+) -> str:
+    """The prompt text for ``messages``, each ``{"role": ..., "content": ...}``.
+
+    template: the model's ``tokenizer.chat_template``; None takes ChatML.
+    add_generation_prompt: end with what begins the model's answer.
+    tools: JSON schemas of functions, for templates that know tools.
+    variables: for the template, e.g. ``date_string``, ``enable_thinking``; None is not set.
+    Raises SparseKVError when the template is not valid, refuses the conversation, tries what is not
+    allowed, or does not end within bounds of time and size.
+    """
+    source = CHATML if template is None else template
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise SparseKVError(
+            f"chat template: {len(source)} characters, at most {MAX_TEMPLATE_CHARS} expected"
+        )
+    given: dict[str, Any] = {
+        "messages": [dict(message) for message in messages],
+        "tools": None if tools is None else [dict(tool) for tool in tools],
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+        "bos_token": bos_token,
+        "eos_token": eos_token,
+        **{name: value for name, value in variables.items() if value is not None},
+    }
+    limits = Limits(SPARE_CHARS + CHARS_PER_INPUT_CHAR * count_chars(given))
+    try:
+        parts, n_chars = [], 0
+        for part in BoundedEnvironment(limits).from_string(source).generate(given):
+            n_chars += len(part)
+            limits.fits(n_chars)
+            parts.append(part)
+        return "".join(parts)
+    except TemplateSyntaxError as error:
+        raise SparseKVError(
+            f"chat template: syntax error at line {error.lineno}: {one_line(error)}"
+        ) from None
+    except RefusalError as error:
+        raise SparseKVError(
+            f"chat template: does not take this conversation: {one_line(error)}"
+        ) from None
+    except SecurityError as error:
+        raise SparseKVError(f"chat template: not allowed: {one_line(error)}") from None
+    except LimitError as error:
+        raise SparseKVError(f"chat template: stopped: {one_line(error)}") from None
+    except Exception as error:  # the template is a foreign program: anything can come out of it
+        raise SparseKVError(
+            f"chat template: failed with {type(error).__name__}: {one_line(error)}"
+        ) from None
+
+
+def count_chars(value: Any) -> int:
+    """The characters that a conversation holds."""
+    n_chars, waiting = 0, [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            n_chars += len(item)
+        elif isinstance(item, Mapping):
+            waiting += [*item.keys(), *item.values()]
+        elif isinstance(item, Sequence):
+            waiting += item
+    return n_chars
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's message without line breaks, cut where it gets long."""
+    text = " ".join(str(error)[: 4 * MAX_MESSAGE_CHARS].split())
+    return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 3] + "..."

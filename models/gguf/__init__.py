@@ -1,0 +1,1 @@
+"""The GGUF reader: bounded, checked before use."""

@@ -1,0 +1,106 @@
+"""Looks for NaN and infinity where a tensor keeps its floats: values, or the scales of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.gguf.file import GGMLType, GGUFFile, TensorInfo
+
+CHUNK_BYTES = 8 << 20  # looked at in one step, so that memory does not grow with the model
+
+# IEEE 754: the exponent bits that are all set in NaN and infinity.
+_EXPONENTS: dict[GGMLType, tuple[str, int]] = {
+    GGMLType.F16: ("<u2", 0x7C00),
+    GGMLType.BF16: ("<u2", 0x7F80),
+    GGMLType.F32: ("<u4", 0x7F80_0000),
+    GGMLType.F64: ("<u8", 0x7FF0_0000_0000_0000),
+}
+_INTEGERS = frozenset({GGMLType.I8, GGMLType.I16, GGMLType.I32, GGMLType.I64})
+_NAN_E8M0 = 255  # OCP MX: the one value of an E8M0 scale that is no number
+
+
+@dataclass(frozen=True)
+class TensorCheck:
+    """n_bad of a tensor's floats are not finite; the first of them is in row ``first_row``."""
+
+    tensor: TensorInfo
+    n_bad: int
+    first_row: int
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """bad: tensors with NaN or infinity; unchecked: types whose scales were not looked at."""
+
+    n_tensors: int
+    bad: tuple[TensorCheck, ...]
+    unchecked: tuple[GGMLType, ...]
+
+
+def find_non_finite(
+    file: GGUFFile, progress: Callable[[int], None] = lambda n_bytes: None
+) -> CheckResult:
+    """Scan all tensors.  ``progress`` is called with the bytes of each step done."""
+    bad: list[TensorCheck] = []
+    unchecked: set[GGMLType] = set()
+    for info in file.tensors.values():
+        blocks = file.data(info).reshape(-1, info.type.block_bytes)
+        if not _can_check(info.type):
+            unchecked.add(info.type)
+            continue
+        step = max(1, CHUNK_BYTES // info.type.block_bytes)
+        n_bad, first_block = 0, -1
+        for start in range(0, len(blocks), step):
+            file.check_intact()
+            flags = non_finite_blocks(info.type, blocks[start : start + step])
+            if flags is not None and flags.any():
+                if not n_bad:
+                    first_block = start + int(flags.argmax())
+                n_bad += int(flags.sum())
+            progress(min(step, len(blocks) - start) * info.type.block_bytes)
+        if n_bad:
+            row = first_block * info.type.block // info.shape[-1]
+            bad.append(TensorCheck(info, n_bad, row))
+    return CheckResult(len(file.tensors), tuple(bad), tuple(sorted(unchecked)))
+
+
+def check_tensors(file: GGUFFile) -> CheckResult:
+    """Scan all tensors; SparseKVError names the first that has a NaN or an infinity."""
+    result = find_non_finite(file)
+    if result.bad:
+        first = result.bad[0]
+        what = "values" if first.tensor.type in _EXPONENTS else "blocks"
+        total = first.tensor.n_elements // first.tensor.type.block
+        raise SparseKVError(
+            f"{file.path}: {len(result.bad)} of {result.n_tensors} tensors hold NaN or infinity; "
+            f"first {first.tensor.name!r} ({first.tensor.type.name}): {first.n_bad} of {total} "
+            f"{what}, from row {first.first_row} on (the file is damaged; download it again)"
+        )
+    return result
+
+
+def non_finite_blocks(kind: GGMLType, blocks: np.ndarray) -> np.ndarray | None:
+    """Which of n blocks, (n, block bytes) uint8, have a non-finite float: (n,) bool.
+
+    None for integer types, which have no floats.
+    """
+    if kind in _EXPONENTS:
+        dtype, exponent = _EXPONENTS[kind]
+        return (blocks.view(dtype)[:, 0] & exponent) == exponent
+    if kind == GGMLType.MXFP4:
+        return blocks[:, 0] == _NAN_E8M0
+    flags: np.ndarray | None = None
+    dtype, exponent = _EXPONENTS[GGMLType.F16]
+    for first, count in kind.scales:
+        scales = np.ascontiguousarray(blocks[:, first : first + 2 * count]).view(dtype)
+        found = ((scales & exponent) == exponent).any(axis=1)
+        flags = found if flags is None else flags | found
+    return flags
+
+
+def _can_check(kind: GGMLType) -> bool:
+    return kind in _EXPONENTS or kind in _INTEGERS or bool(kind.scales) or kind == GGMLType.MXFP4

@@ -1,0 +1,133 @@
+"""The matrix products of a prefilled layer: which there are, of few rows, in bf16, in integers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+
+from sparsekv_cli.cpu.jit.floats import load_torch, seen
+from sparsekv_cli.cpu.jit.pointers import on_lines
+from sparsekv_cli.cpu.layer import matmul_bf16, matmul_int8
+from sparsekv_cli.cpu.weights import dot
+from sparsekv_cli.models.forward import Product
+from sparsekv_cli.models.weights import LayerWeights, Linear, Weights
+
+
+def stacks(layer: LayerWeights) -> Iterator[tuple[str, Sequence[Linear]]]:
+    """The matrices of a layer, those of one input together."""
+    yield "qkv", (layer.q, layer.k, layer.v)
+    yield "o", (layer.o,)
+    yield "gate_up", (layer.gate, layer.up)
+    yield "down", (layer.down,)
+
+
+def can_multiply(weights: Weights) -> bool:
+    """Whether ``IntegerProducts`` knows the formats of all layers."""
+    linears = (linear for layer in weights.layers for linear in layer.linears())
+    return all(matmul_int8.can_multiply(linear.code) for linear in linears)
+
+
+class FewRowsProducts:
+    """Products of some f32 rows with the weights as they lie: exact, and without torch."""
+
+    def __init__(self, n_threads: int) -> None:
+        self._n_threads = n_threads
+
+    def of_layer(self, layer: LayerWeights) -> dict[str, Product]:
+        """Products of f32 arrays by the names of ``stacks``."""
+        return {name: partial(self._multiply, parts) for name, parts in stacks(layer)}
+
+    def clear(self) -> None:
+        """Nothing is kept."""
+
+    def _multiply(self, parts: Sequence[Linear], rows: Any) -> np.ndarray:
+        rows = np.ascontiguousarray(rows)
+        return np.concatenate(
+            [dot.matvec(w.code, w.data, w.n_columns, rows, self._n_threads) for w in parts], 1
+        )
+
+
+class _OwnProducts(ABC):
+    """Products by this program's kernels, on the weights as they lie.
+
+    All results of one name have the same memory, which holds one until the next, or ``clear``: to
+    get it anew from the system takes a tenth of a prefill.
+    """
+
+    _dtype: ClassVar[Any]  # of the results
+
+    def __init__(self, n_threads: int) -> None:
+        self._n_threads = n_threads
+        self._results: dict[str, np.ndarray] = {}
+
+    def of_layer(self, layer: LayerWeights) -> dict[str, Product]:
+        """Products of arrays by the names of ``stacks``, until the next call."""
+        return {name: self._of_stack(name, parts) for name, parts in stacks(layer)}
+
+    def clear(self) -> None:
+        """Frees what is kept between two layers."""
+        self._results = {}
+
+    @abstractmethod
+    def _of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
+        """The product of matrices of one input, their rows one after another."""
+
+    def _room(self, name: str, n_rows: int, n_columns: int) -> np.ndarray:
+        """Where the result of this name goes."""
+        size = n_rows * n_columns
+        if name not in self._results or len(self._results[name]) < size:
+            self._results[name] = on_lines(size, self._dtype)
+        return self._results[name][:size].reshape(n_rows, n_columns)
+
+
+class BF16Products(_OwnProducts):
+    """cpu/layer/matmul_bf16.py, of rows in bf16."""
+
+    _dtype = np.uint16
+
+    def _of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
+        table = matmul_bf16.product_table([(part.code, part.data) for part in parts])
+        return partial(self._multiply, name, table)
+
+    def _multiply(self, name: str, table: np.ndarray, rows: Any) -> np.ndarray:
+        rows = np.ascontiguousarray(seen(rows))
+        out = self._room(name, len(rows), matmul_bf16.n_rows(table))
+        matmul_bf16.multiply_rows(table, rows, out, self._n_threads)
+        return out
+
+
+class IntegerProducts(_OwnProducts):
+    """cpu/layer/matmul_int8.py, of f32 rows; formats that it does not know by torch."""
+
+    _dtype = np.float32
+
+    def __init__(self, n_threads: int) -> None:
+        super().__init__(n_threads)
+        self._torch: Any = None  # TorchProducts, for formats that are not known
+
+    def clear(self) -> None:
+        super().clear()
+        self._torch = None
+
+    def _of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
+        if not all(matmul_int8.can_multiply(part.code) for part in parts):
+            return self._of_stack_by_torch(name, parts)
+        table = matmul_int8.product_table([(part.code, part.data) for part in parts])
+        return partial(self._multiply, name, table)
+
+    def _of_stack_by_torch(self, name: str, parts: Sequence[Linear]) -> Product:
+        from sparsekv_cli.models.torch_products import TorchProducts
+
+        if self._torch is None:
+            self._torch = TorchProducts(load_torch().float32, self._n_threads)
+        multiply = self._torch.of_stack(name, parts)
+        return lambda rows: multiply(np.ascontiguousarray(rows))
+
+    def _multiply(self, name: str, table: np.ndarray, rows: Any) -> np.ndarray:
+        out = self._room(name, len(rows), matmul_int8.n_rows(table))
+        matmul_int8.multiply(table, np.ascontiguousarray(rows), out, self._n_threads)
+        return out

@@ -1,0 +1,55 @@
+"""The weights that decode reads, repacked (cpu/weights/interleaved.py) where that is faster."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields, replace
+
+import numpy as np
+
+from sparsekv_cli.cpu.jit.pointers import LINE, on_lines
+from sparsekv_cli.cpu.weights.interleaved import can_repack, repack
+from sparsekv_cli.models.weights import LayerWeights, Linear, Weights
+
+SHARE = 4  # ``auto`` repacks weights that take at most 1 / SHARE of the machine's memory
+
+
+def wants_repacking(weights: Weights, choice: str) -> bool:
+    """Whether to repack: ``on``, ``off``, or ``auto``, which does if the copy takes little memory
+    beside what the machine has (the file's own pages may stay in the system's cache).
+    """
+    if choice != "auto":
+        return choice == "on"
+    if not hasattr(os, "sysconf"):
+        return True
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return weights.n_bytes <= memory // SHARE
+
+
+def repack_weights(weights: Weights) -> Weights:
+    """``weights`` with every matrix repacked that can be; token_embd stays, as rows of it are read.
+
+    The copies lie in one piece, in the order of their use. What was copied is released from the
+    memory map, so that no more memory is taken than before.
+    """
+    linears = [linear for layer in weights.layers for linear in layer.linears()]
+    chosen = [w for w in [*linears, weights.output] if can_repack(w.code, w.n_rows)]
+    sizes = [-(-w.data.nbytes // LINE) * LINE for w in chosen]
+    room, at = on_lines(sum(sizes), np.uint8), 0
+    copies: dict[int, Linear] = {}
+    for linear, size in zip(chosen, sizes, strict=True):
+        data = room[at : at + linear.data.nbytes].reshape(linear.data.shape)
+        repack(linear.code, linear.data, data)
+        weights.file.release(linear.data)
+        copies[id(linear)] = replace(linear, data=data, repacked=True)
+        at += size
+
+    def repacked(layer: LayerWeights) -> LayerWeights:
+        values = {field.name: getattr(layer, field.name) for field in fields(layer)}
+        return LayerWeights(**{name: copies.get(id(w), w) for name, w in values.items()})
+
+    return replace(
+        weights,
+        layers=tuple(repacked(layer) for layer in weights.layers),
+        output=copies.get(id(weights.output), weights.output),
+    )

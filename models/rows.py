@@ -1,0 +1,105 @@
+"""A prefilled chunk between its matrix products, in fused passes (cpu/layer/prefill.py).
+
+``Rows`` says what a forward pass asks for; models/torch_rows.py has the same in readable torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from sparsekv_cli.cache.spec import AttnInput
+from sparsekv_cli.cpu.jit.floats import seen
+from sparsekv_cli.cpu.jit.pointers import on_lines
+from sparsekv_cli.cpu.layer import prefill as kernels
+from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.rope import RopeTable
+from sparsekv_cli.models.weights import LayerWeights
+
+NONE = np.empty(0, np.float32)
+
+
+class Rows(Protocol):
+    """T rows of a chunk, and f32 weights, as arrays or tensors.
+
+    x f32 (T, n_embd) is the residual stream; products give and take rows of the compute type.
+    """
+
+    def stream(self, x: np.ndarray) -> Any:
+        """Embeddings f32 (T, n_embd) as the residual stream; the same memory."""
+
+    def norm(self, x: Any, weight: np.ndarray) -> Any:
+        """RMS norm of x in the compute type."""
+
+    def last_norm(self, x: Any, weight: np.ndarray) -> Any:
+        """RMS norm of x in f32, for the output head."""
+
+    def heads(self, raw: Any, layer: LayerWeights, n_head: int, n_kv: int, pos: int) -> AttnInput:
+        """raw (T, H d + G d + G d_v), q, k and v as projected, with bias, norm and rotation."""
+
+    def gate(self, gate_up: Any) -> Any:
+        """silu(gate) * up of (T, 2 n_ff), the gate first."""
+
+    def add(self, x: Any, y: Any) -> None:
+        """x += y."""
+
+
+class FusedRows:
+    """One pass a step over f32 arrays, each result rounded once."""
+
+    def __init__(
+        self, hparams: HParams, rope: RopeTable, interleaved: bool, n_threads: int
+    ) -> None:
+        self._hparams, self._rope = hparams, rope
+        self._interleaved, self._n_threads = interleaved, n_threads
+        self._eps = np.float32(hparams.norm_eps)
+
+    def _new(self, *shape: int) -> Any:
+        """Uninitialised rows of the compute type."""
+        return np.empty(shape, np.float32)
+
+    def stream(self, x: np.ndarray) -> np.ndarray:
+        return x
+
+    def norm(self, x: np.ndarray, weight: np.ndarray) -> Any:
+        out = self._new(*x.shape)
+        kernels.norm_rows(x, weight, self._eps, seen(out), self._n_threads)
+        return out
+
+    def last_norm(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        out = np.empty_like(x)
+        kernels.norm_rows(x, weight, self._eps, out, self._n_threads)
+        return out
+
+    def heads(self, raw: Any, layer: LayerWeights, n_head: int, n_kv: int, pos: int) -> AttnInput:
+        h, n_rows = self._hparams, len(raw)
+        q, k, v = (n_head, h.head_dim), (n_kv, h.head_dim), (n_kv, h.value_dim)
+        outs = [self._new(n, n_rows, d) for n, d in (q, k, v, q, k)]
+        kernels.split_heads(
+            seen(raw), *(given(w.bias) for w in (layer.q, layer.k, layer.v)), given(layer.q_norm),
+            given(layer.k_norm), self._eps, self._rope.cos[pos : pos + n_rows],
+            self._rope.sin[pos : pos + n_rows], self._interleaved, *map(seen, outs),
+            self._n_threads,
+        )  # fmt: skip
+        return AttnInput._make((*outs, pos))
+
+    def gate(self, gate_up: Any) -> Any:
+        out = self._new(len(gate_up), gate_up.shape[1] // 2)
+        kernels.gate_rows(seen(gate_up), seen(out), self._n_threads)
+        return out
+
+    def add(self, x: np.ndarray, y: Any) -> None:
+        kernels.add_rows(x, seen(y), self._n_threads)
+
+
+class FusedBF16Rows(FusedRows):
+    """The same in bf16."""
+
+    def _new(self, *shape: int) -> Any:
+        return on_lines(shape, np.uint16)
+
+
+def given(array: np.ndarray | None) -> np.ndarray:
+    """A weight, or the empty array that tells the kernels that there is none."""
+    return NONE if array is None else array

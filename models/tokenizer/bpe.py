@@ -1,0 +1,86 @@
+"""Byte-level BPE tokenizers (``tokenizer.ggml.model = "gpt2"``) on the tokenizers library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tokenizers
+from tokenizers import models as tokenizer_models
+from tokenizers import pre_tokenizers
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.tokenizer.pre import PreTokenizer
+from sparsekv_cli.models.tokenizer.vocab import PREFIX, Vocabulary, string_list
+
+MISSING_BYTE = "\0missing byte"  # holds the place of a byte that is no token; never in the output
+
+
+def byte_symbols() -> list[str]:
+    """GPT-2's printable stand-in for each byte: itself where printable, else U+0100 onwards."""
+    symbols, n_moved = [], 0
+    for byte in range(256):
+        if 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or 0xAE <= byte <= 0xFF:
+            symbols.append(chr(byte))
+        else:
+            symbols.append(chr(0x100 + n_moved))
+            n_moved += 1
+    return symbols
+
+
+def make_bpe_encoder(
+    metadata: Mapping[str, Any], vocabulary: Vocabulary, pre: PreTokenizer
+) -> Callable[[str], list[int]]:
+    """An encoder of plain text: text -> ids.
+
+    Raises SparseKVError when merges are missing or malformed.
+    """
+    pairs = read_merges(metadata, vocabulary)
+    ids = vocabulary.ids
+    n_tokens = len(ids)
+    unknown = None
+    if not all(symbol in ids for symbol in byte_symbols()):
+        # llama.cpp drops such a byte, but its neighbours do not become adjacent
+        ids, unknown = {**ids, MISSING_BYTE: n_tokens}, MISSING_BYTE
+    model = tokenizer_models.BPE(
+        vocab=ids, merges=pairs, unk_token=unknown, ignore_merges=pre.ignore_merges
+    )
+    splits = [
+        pre_tokenizers.Split(tokenizers.Regex(regex), behavior="isolated")
+        for regex in pre.oniguruma()
+    ]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    pipeline = tokenizers.Tokenizer(model)
+    pipeline.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+
+    def encode(text: str) -> list[int]:
+        found = pipeline.encode(text, add_special_tokens=False).ids
+        return found if unknown is None else [i for i in found if i != n_tokens]
+
+    return encode
+
+
+def read_merges(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    """The merge rules in order of rank, each checked: both parts and the result are tokens."""
+    merges = string_list(metadata, "merges")
+    ids = vocabulary.ids
+    if len(set(merges)) != len(merges):
+        merges = list(dict.fromkeys(merges))  # llama.cpp keeps the first rank
+    pairs = []
+    for merge in merges:
+        left, _, right = merge.partition(" ")
+        if left not in ids or right not in ids or left + right not in ids:
+            raise malformed_merge(merge, ids)
+        pairs.append((left, right))
+    return pairs
+
+
+def malformed_merge(merge: str, ids: Mapping[str, int]) -> SparseKVError:
+    """The error for one merge rule: what is wrong with it."""
+    left, _, right = merge.partition(" ")
+    if not left or not right:
+        reason = "two tokens with a space between them were expected"
+    else:
+        absent = next(text for text in (left, right, left + right) if text not in ids)
+        reason = f"{absent!r} is not in the vocabulary"
+    return SparseKVError(f"{PREFIX}merges: malformed merge {merge!r}: {reason}")

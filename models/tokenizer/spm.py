@@ -1,0 +1,103 @@
+"""SentencePiece tokenizers (``tokenizer.ggml.model = "llama"``) on the sentencepiece library.
+
+llama.cpp merges, again and again, the adjacent pair whose joined text is the token with the highest
+score, leftmost on ties, whatever the kind of that token; what is no token becomes bytes.  That is
+sentencepiece's BPE once every token is a NORMAL piece, so a ModelProto is written with those rules.
+Special tokens and the space before the text are the caller's job.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import sentencepiece
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.tokenizer.vocab import BYTE_TOKEN, PREFIX, Vocabulary
+
+# sentencepiece_model.proto: types of a piece
+PIECE_NORMAL, PIECE_UNKNOWN, PIECE_BYTE = 1, 2, 6
+
+
+def make_spm_encoder(vocabulary: Vocabulary) -> Callable[[str], list[int]]:
+    """An encoder of plain text: text -> ids.
+
+    Raises SparseKVError when a byte token is missing: text outside the vocabulary needs them all.
+    """
+    for byte in range(256):
+        if f"<0x{byte:02X}>" not in vocabulary.ids:
+            raise SparseKVError(
+                f"{PREFIX}tokens has no byte token <0x{byte:02X}>: a SentencePiece vocabulary "
+                "needs all 256 (convert the model again)"
+            )
+    processor = sentencepiece.SentencePieceProcessor()
+    try:
+        processor.LoadFromSerializedProto(model_proto(vocabulary))
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise SparseKVError(f"{PREFIX}tokens: sentencepiece refuses it: {reason}") from None
+
+    def encode(text: str) -> list[int]:
+        return processor.encode(text, out_type=int)
+
+    return encode
+
+
+def model_proto(vocabulary: Vocabulary) -> bytes:
+    """The vocabulary as a serialized ModelProto (field numbers of sentencepiece_model.proto).
+
+    Written by hand: the protobuf package would take longer to import than this takes to run.
+    """
+    assert vocabulary.scores is not None
+    parts: list[bytes] = []
+    for text, score in zip(vocabulary.texts, vocabulary.scores.tolist(), strict=True):
+        kind = PIECE_BYTE if BYTE_TOKEN.fullmatch(text) else PIECE_NORMAL
+        parts.append(piece(text, score, kind))
+    unknown = "<unknown>"  # the library wants one; with all bytes there it is never used
+    while unknown in vocabulary.ids:
+        unknown += ">"
+    parts.append(piece(unknown, 0.0, PIECE_UNKNOWN))
+    trainer = (
+        number(3, 2)  # model_type = BPE
+        + number(35, 1)  # byte_fallback
+        + number(40, len(vocabulary.texts))  # unk_id
+        + number(41, -1)  # bos_id, eos_id, pad_id: none
+        + number(42, -1)
+        + number(43, -1)
+        + field(45, unknown.encode())  # unk_piece
+    )
+    normalizer = (
+        field(1, b"identity")
+        + number(3, 0)  # add_dummy_prefix
+        + number(4, 0)  # remove_extra_whitespaces
+        + number(5, 1)  # escape_whitespaces: space -> U+2581
+    )
+    parts += [field(2, trainer), field(3, normalizer)]
+    return b"".join(parts)
+
+
+def piece(text: str, score: float, kind: int) -> bytes:
+    """One vocabulary entry: ModelProto.pieces."""
+    score_bytes = b"\x15" + struct.pack("<f", score)  # field 2, 32 bits
+    return field(1, field(1, text.encode()) + score_bytes + number(3, kind))
+
+
+def field(index: int, payload: bytes) -> bytes:
+    """A length-delimited protobuf field."""
+    return varint(index << 3 | 2) + varint(len(payload)) + payload
+
+
+def number(index: int, value: int) -> bytes:
+    """A protobuf field with a variable-length whole number."""
+    return varint(index << 3) + varint(value & 0xFFFFFFFFFFFFFFFF)
+
+
+def varint(value: int) -> bytes:
+    """Seven bits a byte, lowest first, the high bit set on all but the last."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)

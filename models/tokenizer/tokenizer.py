@@ -1,0 +1,286 @@
+"""Text to token ids and back, as llama.cpp does it, from the metadata of a GGUF file.
+
+``load_tokenizer`` picks BPE or SentencePiece; special tokens are split here, before either sees the
+text (llama.cpp: ``tokenizer_st_partition``).
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.tokenizer.pre import find_pre_tokenizer
+from sparsekv_cli.models.tokenizer.vocab import (
+    BYTE,
+    BYTE_TOKEN,
+    CONTROL,
+    NORMAL,
+    PREFIX,
+    SPECIAL,
+    USER_DEFINED,
+    Vocabulary,
+    describe,
+    flag,
+    read_vocabulary,
+)
+
+SPACE_MARK = "\u2581"  # SentencePiece's visible space
+ASCII_SPACES = " \t\n\v\f\r"
+
+
+class SpecialToken(NamedTuple):
+    """A token that is cut out of the text before the rest is tokenized.
+
+    parsed_only: only where special tokens are parsed.  eats_spaces: white space after it is lost.
+    """
+
+    text: str
+    id: int
+    parsed_only: bool
+    eats_spaces: bool
+
+
+class Tokenizer:
+    """One model's tokenizer.  Build it with ``load_tokenizer``.
+
+    add_bos, add_eos: what the model wants around a text.  eog_ids: tokens that end a generation.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        encode_plain: Callable[[str], list[int]],
+        specials: list[SpecialToken],
+        *,
+        add_bos: bool,
+        add_eos: bool,
+        space_prefix: bool,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._encode_plain = encode_plain
+        self._specials = specials
+        self._is_spm = vocabulary.model == "llama"
+        self._bytes_of_symbol = {} if self._is_spm else symbol_bytes()
+        self._pieces: dict[int, bytes] = {}
+        self.space_prefix = space_prefix
+        self.add_bos = add_bos
+        self.add_eos = add_eos
+        self.n_vocab = len(vocabulary.texts)
+        self.bos_id = vocabulary.bos_id
+        self.eos_id = vocabulary.eos_id
+        self.eot_id = vocabulary.eot_id
+        self.eom_id = vocabulary.eom_id
+        self.unk_id = vocabulary.unk_id
+        self.pad_id = vocabulary.pad_id
+        self.eog_ids = vocabulary.eog_ids
+
+    def encode(
+        self,
+        text: str,
+        *,
+        add_bos: bool | None = None,
+        add_eos: bool = True,
+        parse_special: bool = True,
+    ) -> list[int]:
+        """The token ids of ``text``.
+
+        add_bos: None does what the model wants, BOS and EOS; False adds neither; True puts BOS
+        first, and EOS last if the model wants it.
+        add_eos: False never adds EOS (a prompt that is to be continued).
+        parse_special: ``<|im_end|>`` in the text is that token, not its letters.
+        Raises SparseKVError for text that is not Unicode (lone surrogates) and for BOS without one.
+        """
+        check_encodable(text)
+        ids: list[int] = []
+        if self.add_bos if add_bos is None else add_bos:
+            if self.bos_id is None:
+                raise SparseKVError(f"no BOS token: {PREFIX}bos_token_id is missing")
+            ids.append(self.bos_id)
+        after_special = True
+        for fragment in split_special(text, self._specials, parse_special):
+            if isinstance(fragment, int):
+                ids.append(fragment)
+                after_special = True
+                continue
+            if self._is_spm and self.space_prefix and after_special:
+                fragment = " " + fragment
+            ids += self._encode_plain(fragment)
+            after_special = False
+        if self.add_eos and add_eos and add_bos is not False:
+            if self.eos_id is None:
+                raise SparseKVError(f"no EOS token: {PREFIX}eos_token_id is missing")
+            ids.append(self.eos_id)
+        return ids
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
+        """The text of ``ids``; what is not UTF-8 becomes U+FFFD.
+
+        The space that SentencePiece puts before a text is removed from the first token.
+        skip_special: control and unknown tokens give nothing.
+        """
+        decoder = StreamDecoder(self, skip_special=skip_special)
+        return "".join([decoder.push(token_id) for token_id in ids]) + decoder.flush()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, special tokens as their text."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._make_piece(self.token_text(token_id), token_id)
+        return piece
+
+    def token_text(self, token_id: int) -> str:
+        """The token as the vocabulary spells it.  Raises ValueError for an id out of range."""
+        if not 0 <= token_id < self.n_vocab:
+            raise ValueError(f"token id {token_id}: must be 0 to {self.n_vocab - 1}")
+        return self._vocabulary.texts[token_id]
+
+    def is_control(self, token_id: int) -> bool:
+        """Whether a token steers the model and is not part of the text."""
+        self.token_text(token_id)
+        return bool(self._vocabulary.kinds[token_id] & CONTROL)
+
+    def is_shown(self, token_id: int) -> bool:
+        """Whether a token belongs to the text: neither control nor unknown."""
+        self.token_text(token_id)
+        return not self._vocabulary.kinds[token_id] & SPECIAL
+
+    def _make_piece(self, text: str, token_id: int) -> bytes:
+        """llama.cpp's token_to_piece."""
+        kind = int(self._vocabulary.kinds[token_id])
+        if kind & (SPECIAL | USER_DEFINED):
+            return text.encode()
+        if kind & NORMAL:
+            if self._is_spm:
+                return text.replace(SPACE_MARK, " ").encode()
+            return b"".join([self._symbol_bytes(symbol, text) for symbol in text])
+        if kind & BYTE:
+            match = BYTE_TOKEN.fullmatch(text)
+            assert match is not None, "checked when the vocabulary was read"
+            return bytes([int(match[1], 16)])
+        return b""  # unused or of unknown type
+
+    def _symbol_bytes(self, symbol: str, text: str) -> bytes:
+        byte = self._bytes_of_symbol.get(symbol)
+        if byte is None:  # a character that byte-level BPE has not: llama.cpp says so in the text
+            return f"[UNK_BYTE_0x{symbol.encode().hex()}{text}]".encode()
+        return byte
+
+
+class StreamDecoder:
+    """Tokens to text as they come: only complete UTF-8 characters are handed out.
+
+    The texts together equal ``decode`` of all ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._at_start = True
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        """The text that ``token_id`` completes; may be empty."""
+        tokenizer = self._tokenizer
+        piece = tokenizer.token_bytes(token_id)
+        if self._skip_special and not tokenizer.is_shown(token_id):
+            piece = b""
+        if self._at_start and tokenizer.space_prefix and piece.startswith(b" "):
+            piece = piece[1:]
+        self._at_start = False
+        return self._decoder.decode(piece)
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD for an incomplete character.  Starts anew."""
+        rest = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        self._at_start = True
+        return rest
+
+
+def load_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that a GGUF file describes (``GGUFFile.metadata``).
+
+    Raises SparseKVError, in one line, for a tokenizer model or pre-tokenizer that is not supported
+    and for a vocabulary that contradicts itself.
+    """
+    model = metadata.get(PREFIX + "model")
+    if model not in ("gpt2", "llama"):
+        raise SparseKVError(
+            f"{PREFIX}model is {describe(model)}: 'llama' (SentencePiece) or 'gpt2' (byte-level "
+            "BPE) was expected"
+        )
+    if model == "gpt2":
+        # the library is imported here: a SentencePiece model does without
+        from sparsekv_cli.models.tokenizer.bpe import make_bpe_encoder
+
+        pre = find_pre_tokenizer(metadata.get(PREFIX + "pre"))
+        vocabulary = read_vocabulary(metadata, model)
+        encode_plain = make_bpe_encoder(metadata, vocabulary, pre)
+        add_bos, space_prefix = pre.add_bos, False
+    else:
+        from sparsekv_cli.models.tokenizer.spm import make_spm_encoder
+
+        vocabulary = read_vocabulary(metadata, model)
+        encode_plain = make_spm_encoder(vocabulary)
+        add_bos, space_prefix = True, True
+    return Tokenizer(
+        vocabulary,
+        encode_plain,
+        find_specials(vocabulary, str(metadata.get("general.name", ""))),
+        add_bos=flag(metadata, "add_bos_token", add_bos),
+        add_eos=flag(metadata, "add_eos_token", False),
+        space_prefix=flag(metadata, "add_space_prefix", space_prefix),
+    )
+
+
+def find_specials(vocabulary: Vocabulary, model_name: str) -> list[SpecialToken]:
+    """The tokens that are cut out of a text first, longest first."""
+    is_phi3 = any(name in model_name.lower() for name in ("phi-3", "phi3"))
+    specials = []
+    for i in np.flatnonzero(vocabulary.kinds & (SPECIAL | USER_DEFINED)).tolist():
+        text = vocabulary.texts[i]
+        # llama.cpp sets this by the model's name: GGUF has no field for it
+        eats_spaces = is_phi3 and text not in ("<unk>", "<s>", "<|endoftext|>")
+        specials.append(SpecialToken(text, i, bool(vocabulary.kinds[i] & SPECIAL), eats_spaces))
+    specials.sort(key=lambda special: len(special.text.encode()), reverse=True)
+    return specials
+
+
+def split_special(text: str, specials: list[SpecialToken], parse_special: bool) -> list[str | int]:
+    """``text`` as plain texts and special token ids; no text is empty."""
+    fragments: list[str | int] = [text] if text else []
+    for special in specials:
+        if special.text not in text or (special.parsed_only and not parse_special):
+            continue
+        cut: list[str | int] = []
+        for fragment in fragments:
+            if isinstance(fragment, int):
+                cut.append(fragment)
+                continue
+            first, *others = fragment.split(special.text)
+            cut.append(first)
+            for other in others:
+                cut += [special.id, other.lstrip(ASCII_SPACES) if special.eats_spaces else other]
+        fragments = [fragment for fragment in cut if fragment != ""]
+    return fragments
+
+
+def check_encodable(text: str) -> None:
+    """Raises SparseKVError where ``text`` holds a lone surrogate, which UTF-8 cannot say."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SparseKVError(
+            f"the text is not valid Unicode: {text[error.start]!r} at character {error.start}"
+        ) from None
+
+
+def symbol_bytes() -> dict[str, bytes]:
+    """GPT-2's printable symbol -> the byte it stands for."""
+    from sparsekv_cli.models.tokenizer.bpe import byte_symbols
+
+    return {symbol: bytes([byte]) for byte, symbol in enumerate(byte_symbols())}

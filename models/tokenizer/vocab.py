@@ -1,0 +1,245 @@
+"""The vocabulary of a GGUF file, checked: token texts, their kinds and the special ids.
+
+Source: llama.cpp's llama-vocab.cpp (``llama_vocab::impl::load``).  A token's kind is a set of bits,
+because llama.cpp marks end-of-generation texts as control tokens on top of what the file says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.gguf.file import StringArray
+
+PREFIX = "tokenizer.ggml."
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 4, 8, 16, 32
+KIND_OF_TYPE = (0, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE)  # by token_type
+SPECIAL = UNKNOWN | CONTROL
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+EOT_TEXTS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "<｜end▁of▁sentence｜>",
+    "<end_of_utterance>",
+)
+EOM_TEXTS = ("<|eom_id|>",)
+FIM_PAD_TEXTS = ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]")
+FIM_REPOSITORY_TEXTS = ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>")
+FIM_SEPARATOR_TEXTS = ("<|file_sep|>",)
+FIM_PREFIX_TEXTS = (  # prefix, suffix and middle are control tokens that do not end a generation
+    *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>"),
+    *("<|code_prefix|>", "<|prefix|>"),
+)
+FIM_SUFFIX_TEXTS = (
+    *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>"),
+    *("<|code_suffix|>", "<|suffix|>"),
+)
+FIM_MIDDLE_TEXTS = (
+    *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>"),
+    *("<|code_middle|>", "<|middle|>"),
+)
+FIM_OTHERS = (  # old key, key, texts
+    ("prefix_token_id", "fim_pre_token_id", FIM_PREFIX_TEXTS),
+    ("suffix_token_id", "fim_suf_token_id", FIM_SUFFIX_TEXTS),
+    ("middle_token_id", "fim_mid_token_id", FIM_MIDDLE_TEXTS),
+)
+EOG_TEXTS = (
+    *EOT_TEXTS,
+    *EOM_TEXTS,
+    "<|return|>",
+    "<|call|>",
+    "<|flush|>",
+    "<|calls|>",
+    "</s>",
+    "[EOS]",
+    "<eos>",
+    "<turn|>",
+    "<|tool_response>",
+    "[e~[",
+)
+ALWAYS_SHOWN_TEXTS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # gpt-oss
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Token texts by id, their kinds (n,) as bits, and what the file says about special tokens.
+
+    ids: text -> id.  scores: (n,) float32 for SentencePiece, else None.
+    """
+
+    model: str
+    texts: list[str]
+    ids: dict[str, int]
+    kinds: np.ndarray
+    scores: np.ndarray | None
+    bos_id: int | None
+    eos_id: int | None
+    eot_id: int | None
+    eom_id: int | None
+    unk_id: int | None
+    pad_id: int | None
+    eog_ids: frozenset[int]
+
+
+def read_vocabulary(metadata: Mapping[str, Any], model: str) -> Vocabulary:
+    """Read and check the vocabulary for the tokenizer model ``llama`` or ``gpt2``.
+
+    Raises SparseKVError for what is missing, short, mistyped, doubled or out of range.
+    """
+    texts = string_list(metadata, "tokens")
+    if not texts:
+        raise SparseKVError(f"{PREFIX}tokens is empty: a vocabulary was expected")
+    texts = [text or f"[EMPTY_{i}]" for i, text in enumerate(texts)]  # as llama.cpp names them
+    ids = {text: i for i, text in enumerate(texts)}
+    if len(ids) != len(texts):
+        i = next(i for i, text in enumerate(texts) if ids[text] != i)
+        raise SparseKVError(
+            f"{PREFIX}tokens: tokens {i} and {ids[texts[i]]} are both {texts[i]!r}; "
+            "a token may be there once (convert the model again)"
+        )
+    types = number_array(metadata, "token_type", len(texts), "iu", "whole numbers")
+    known = (types >= 0) & (types < len(KIND_OF_TYPE))
+    kinds = np.where(known, np.array(KIND_OF_TYPE, np.uint8)[np.where(known, types, 0)], 0)
+    check_byte_tokens(texts, kinds)
+    scores = None
+    if model == "llama":
+        scores = number_array(metadata, "scores", len(texts), "iuf", "numbers").astype(np.float32)
+        if not np.isfinite(scores).all():
+            i = int(np.argmin(np.isfinite(scores)))
+            raise SparseKVError(f"{PREFIX}scores: token {i} has {scores[i]}: must be finite")
+
+    def special(name: str, default: int | None = None) -> int | None:
+        return special_id(metadata, name, len(texts), default)
+
+    if model == "llama":
+        defaults: tuple[int | None, int | None, int | None] = (1, 2, 0)
+    else:  # llama.cpp takes 11 (Falcon's); believe it only where that is a control token
+        falcon = 11 if len(texts) > 11 and kinds[11] & CONTROL else None
+        no_bos = metadata.get(PREFIX + "pre") in ("chatglm-bpe", "glm4", "glm5")
+        defaults = (None if no_bos else falcon, falcon, None)
+    bos_id, eos_id = special("bos_token_id", defaults[0]), special("eos_token_id", defaults[1])
+    unk_id, pad_id = special("unknown_token_id", defaults[2]), special("padding_token_id")
+
+    def known_by_text(name: str | None, candidates: tuple[str, ...]) -> int | None:
+        """The id that the file gives, else the first text found, made a control token."""
+        given = special(name) if name else None
+        if given is not None:
+            return given
+        found = next((ids[text] for text in candidates if text in ids), None)
+        if found is not None:
+            kinds[found] |= CONTROL
+        return found
+
+    eot_id = known_by_text("eot_token_id", EOT_TEXTS)
+    eom_id = known_by_text("eom_token_id", EOM_TEXTS)
+    for old_key, key, candidates in FIM_OTHERS:
+        if special(old_key) is None:
+            known_by_text(key, candidates)
+    ending = {
+        known_by_text("fim_pad_token_id", FIM_PAD_TEXTS),
+        known_by_text("fim_rep_token_id", FIM_REPOSITORY_TEXTS),
+        known_by_text("fim_sep_token_id", FIM_SEPARATOR_TEXTS),
+    }
+    for text in EOG_TEXTS:
+        if text in ids:
+            ending.add(ids[text])
+            kinds[ids[text]] |= CONTROL
+    for text in ALWAYS_SHOWN_TEXTS:
+        if text in ids:
+            kinds[ids[text]] = USER_DEFINED
+    ending |= {eos_id, eot_id, eom_id}
+    eog_ids = frozenset(i for i in ending if i is not None)
+    has = {text for text in EOG_TEXTS if ids.get(text) in eog_ids}
+    # gpt-oss and Solar Open: <|end|> closes one message of several, not the answer
+    calls = "<|call|>" in has or "<|calls|>" in has
+    if "<|end|>" in has and calls and has & {"<|return|>", "<|flush|>"}:
+        eog_ids -= {ids["<|end|>"]}
+        kinds[ids["<|end|>"]] = USER_DEFINED
+    return Vocabulary(
+        model, texts, ids, kinds, scores, bos_id, eos_id, eot_id, eom_id, unk_id, pad_id, eog_ids
+    )
+
+
+def string_list(metadata: Mapping[str, Any], name: str) -> list[str]:
+    """The string array ``tokenizer.ggml.<name>`` as a list."""
+    value = metadata.get(PREFIX + name)
+    if isinstance(value, StringArray):
+        return value.tolist()
+    if isinstance(value, list) and all(isinstance(text, str) for text in value):
+        return value
+    raise SparseKVError(f"{PREFIX}{name} is {describe(value)}: an array of strings was expected")
+
+
+def number_array(
+    metadata: Mapping[str, Any], name: str, n_tokens: int, dtype_kinds: str, wanted: str
+) -> np.ndarray:
+    """The numeric array ``tokenizer.ggml.<name>``, cut to one element a token."""
+    value = metadata.get(PREFIX + name)
+    if isinstance(value, list):
+        value = np.array(value)
+    if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in dtype_kinds:
+        raise SparseKVError(f"{PREFIX}{name} is {describe(value)}: an array of {wanted} expected")
+    if len(value) < n_tokens:
+        raise SparseKVError(f"{PREFIX}{name} has {len(value)} elements for {n_tokens} tokens")
+    return value[:n_tokens]
+
+
+def special_id(
+    metadata: Mapping[str, Any], name: str, n_tokens: int, default: int | None
+) -> int | None:
+    """The token id under ``tokenizer.ggml.<name>``; ``default`` if absent and in range."""
+    value = metadata.get(PREFIX + name)
+    if value is None:
+        return default if default is not None and default < n_tokens else None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise SparseKVError(f"{PREFIX}{name} is {describe(value)}: a token id was expected")
+    if not 0 <= value < n_tokens:
+        raise SparseKVError(f"{PREFIX}{name} = {value}: must be a token id, 0 to {n_tokens - 1}")
+    return value
+
+
+def flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
+    """The boolean ``tokenizer.ggml.<name>``."""
+    value = metadata.get(PREFIX + name, default)
+    if not isinstance(value, bool):
+        raise SparseKVError(f"{PREFIX}{name} is {describe(value)}: true or false was expected")
+    return value
+
+
+def check_byte_tokens(texts: list[str], kinds: np.ndarray) -> None:
+    """Every token of type byte must be spelled ``<0x00>`` to ``<0xFF>``."""
+    for i in np.flatnonzero(kinds == BYTE).tolist():
+        if not BYTE_TOKEN.fullmatch(texts[i]):
+            raise SparseKVError(
+                f"{PREFIX}tokens: token {i} is a byte token spelled {texts[i]!r}: "
+                "<0x00> to <0xFF> was expected"
+            )
+
+
+def describe(value: Any) -> str:
+    """What a metadata value is, in words for an error line."""
+    if value is None:
+        return "missing"
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype}"
+    if isinstance(value, StringArray):
+        return "an array of strings"
+    if isinstance(value, list | tuple):
+        return "an array"
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,116 @@
+"""Caches that drop rows for good, and the prefill queries by which they choose which.
+
+What is dropped is gone: a later prefill is dense over the rows that are left and its own. Keys are
+stored rotated to their absolute positions, so nothing is renumbered.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from sparsekv_cli.cache.layer import Backend, LayerCache
+from sparsekv_cli.cache.spec import AttnInput, LayerSpec
+from sparsekv_cli.cache.store import KVStore, padded
+from sparsekv_cli.cpu.jit.floats import as_f32
+
+
+class EvictingCache(LayerCache):
+    """``store`` holds some rows of the sequence, as many in each kv head; decode attends to them.
+
+    ``n`` counts the rows of the sequence, ``store.n`` those held. A method says which positions
+    they have, and calls ``keep`` when it has chosen.
+    """
+
+    def __init__(self, spec: LayerSpec, backend: Backend) -> None:
+        super().__init__(spec, backend)
+        self._n_dropped = 0  # rows of every kv head
+        self._n_settled = 0  # rows of the sequence behind which it cannot be cut
+
+    @property
+    def n(self) -> int:
+        return self.store.n + self._n_dropped
+
+    @abstractmethod
+    def positions(self) -> np.ndarray:
+        """The absolute positions of the held rows, int32 (G, store.n)."""
+
+    def keep(self, slots: np.ndarray, n_room: int) -> None:
+        """Drops all rows but ``slots`` int (G, m), in that order, and the memory that they took.
+
+        n_room: further rows that the new memory holds.
+        """
+        old, n, m = self.store, self.n, slots.shape[1]
+        store = KVStore(self.spec)
+        store.reserve(m + n_room)
+        for source, target in ((old.k, store.k), (old.v, store.v)):
+            for kv_head, rows in enumerate(slots):
+                target[kv_head, :m] = source[kv_head, rows]
+        store.n = m
+        self.store, self._n_dropped, self._n_settled = store, n - m, n
+
+    def attend_held(self, x: AttnInput, chooses: bool) -> np.ndarray:
+        """Adds the row of a decode step and attends to all that are held.
+
+        chooses: whether the step reads the keys a second time, to score them.
+        """
+        store, spec = self.store, self.spec
+        self.backend.append_row(store, x)
+        if self.traced and self._n_dropped:
+            held = np.full(spec.n_head_kv, store.n)
+            self.attended = self.positions().copy(), held
+        attended = spec.n_head * store.n
+        scored = attended if chooses or not self._n_dropped else 0
+        n_bytes = store.row_bytes + (store.strides[2] if chooses else 0)
+        n_bytes *= spec.n_head_kv * store.n
+        self.ledger.step(spec.n_head * self.n, scored, attended, n_bytes, True)
+        return self.backend.attend_dense(store, x.q[:, 0], spec)
+
+    def reserve(self, n: int) -> None:
+        self.store.reserve(n - self._n_dropped)
+
+    def truncate(self, n: int) -> int:
+        """As LayerCache; 0 if rows would be missing that were dropped because of later ones."""
+        if n < self._n_settled:
+            return 0
+        self.store.truncate(n - self._n_dropped)
+        return self.n
+
+    def counters(self) -> Mapping[str, int]:
+        counts = self.ledger.counts.copy()
+        counts["rows_dropped"] += self.spec.n_head_kv * self._n_dropped
+        return counts
+
+
+class LastQueries:
+    """The queries of the last ``size`` positions of a prefill, which comes in chunks."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._chunks: list[np.ndarray] = []  # f32 (H, T, d)
+
+    def add(self, q: Any) -> None:
+        """q (H, T, d) of the next chunk, as AttnInput has it."""
+        self._chunks.append(as_f32(q[:, -self._size :]).copy())  # not all of q
+        while sum(chunk.shape[1] for chunk in self._chunks[1:]) >= self._size:
+            self._chunks.pop(0)
+
+    def take(self) -> np.ndarray:
+        """The queries, f32 (H, size or fewer, d); forgets them."""
+        q = np.concatenate(self._chunks, axis=1)[:, -self._size :]
+        self.clear()
+        return q
+
+    def clear(self) -> None:
+        self._chunks = []
+
+
+def by_kv_head(q: Any, spec: LayerSpec) -> np.ndarray:
+    """Queries (H, T, d), as AttnInput has them, as f32 (G, T H/G, padded d), by position."""
+    n_head_kv, n_position, d = spec.n_head_kv, q.shape[1], spec.head_dim
+    rows = np.zeros((n_head_kv, n_position, spec.group, padded(d)), np.float32)
+    rows[..., :d] = as_f32(q).reshape(n_head_kv, spec.group, n_position, d).swapaxes(1, 2)
+    return rows.reshape(n_head_kv, -1, rows.shape[-1])

@@ -1,0 +1,144 @@
+"""What a layer's cache is told: sizes, new rows, and how many rows a step may attend to.
+
+Letters: T new rows, H query heads, G kv heads, d head size, n context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sparsekv_cli.cpu.jit.floats import as_tensor
+
+N_SINKS = 4  # the first tokens, always attended
+
+
+class AttnInput(NamedTuple):
+    """One layer, T new rows of one sequence.
+
+    Prefill: (heads, T, d), arrays of f32 or bf16 (cpu/jit/floats.py), or torch tensors;
+    ``in_torch`` gives tensors. Decode (T = 1): numpy f32 views (heads, 1, d padded to 16), valid
+    during the call only.
+    """
+
+    q: Any  # (H, T, d), rotated
+    k: Any  # (G, T, d), rotated
+    v: Any  # (G, T, d_v)
+    q_nope: Any  # (H, T, d), before RoPE (after bias and q/k norm)
+    k_nope: Any  # (G, T, d)
+    pos: int  # absolute position of the first row
+
+    def in_torch(self) -> AttnInput:
+        """The same as tensors, which share the memory of arrays."""
+        return AttnInput._make((*map(as_tensor, self[:5]), self.pos))
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Sizes of one layer, and how many threads its kernels may use.
+
+    theta: rotation in radians a position of each RoPE pair (i, i + n_rot/2), f64 (n_rot/2,).
+    rope_scale: factor of the rotated dims (YaRN's magnitude). calibration: this layer's tensors of
+    the method's sidecar, by name (see calibration/calibrations.py); empty for methods that need
+    none. cache_type_k, cache_type_v: types of the rows, as in cache/store.py.
+    """
+
+    layer: int
+    n_layer: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    value_dim: int
+    n_threads: int
+    theta: np.ndarray = field(default_factory=lambda: np.empty(0), compare=False)
+    rope_scale: float = 1.0
+    calibration: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
+    cache_type_k: str = "f16"
+    cache_type_v: str = "f16"
+
+    @property
+    def group(self) -> int:
+        """Query heads a kv head."""
+        return self.n_head // self.n_head_kv
+
+    @property
+    def scale(self) -> np.float32:
+        """Softmax scale 1/sqrt(d)."""
+        return np.float32(self.head_dim**-0.5)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Resident bytes of one layer's cache, by place; ``index`` is what the method adds."""
+
+    host: int = 0
+    device: int = 0
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Tokens attended a step: a number, or a share of the context. ``512`` or ``5%``.
+
+    floor, ceiling: least and most rows of a share. Defaults have them, so that short chats stay
+    coherent and the work of a step stops growing with the context; a share that the user states is
+    taken as stated.
+    """
+
+    tokens: int | None = None
+    share: float | None = None
+    floor: int = 1
+    ceiling: int = 1 << 62
+
+    @staticmethod
+    def parse(text: str) -> Budget:
+        """ValueError unless ``text`` is a whole number >= 1 or a percentage in (0, 100]."""
+        wrong = ValueError(f"budget = {text!r}: must be a number of tokens or a share such as 5%")
+        try:
+            if text.endswith("%"):
+                share = float(text[:-1]) / 100
+                if not 0 < share <= 1:
+                    raise wrong
+                return Budget(share=share)
+            if int(text) < 1:
+                raise wrong
+            return Budget(tokens=int(text))
+        except ValueError:
+            raise wrong from None
+
+    def rows(self, n: int) -> int:
+        """Rows of a context of n that may be attended, at least 1."""
+        if self.tokens is not None:
+            return self.tokens
+        assert self.share is not None
+        return min(self.ceiling, max(self.floor, round(self.share * n)))
+
+    def at_least(self, n: int) -> Budget:
+        """The same, of n rows where it is less."""
+        if self.tokens is not None:
+            return Budget(tokens=max(self.tokens, n))
+        return replace(self, floor=max(self.floor, n), ceiling=max(self.ceiling, n))
+
+    def __str__(self) -> str:
+        if self.share is None:
+            return str(self.tokens)
+        limits = f" ({self.floor} to {self.ceiling} rows)" if self.floor > 1 else ""
+        return f"{100 * self.share:g}%{limits}"
+
+
+DEFAULT_BUDGET = Budget(share=0.05, floor=64, ceiling=512)
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """``0,1``, ``none`` or empty -> layer numbers; negative ones count from the last layer."""
+    if text.strip() in ("", "none"):
+        return ()
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"dense_layers = {text!r}: must be layer numbers such as 0,1 or -1, or none"
+        ) from None

@@ -1,0 +1,73 @@
+"""K and V of a layer where K may lie in two parts, dominant dims and the others
+(cpu/fasa/split.py).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sparsekv_cli.cache.spec import LayerSpec
+from sparsekv_cli.cache.store import KVStore, padded
+from sparsekv_cli.cpu.fasa import chunks, split
+from sparsekv_cli.cpu.jit.pointers import on_lines
+
+
+class SplitStore(KVStore):
+    """K and V of one layer; K is whole, or in two parts: Kdom is ``dom`` then, and Krest ``k``."""
+
+    def __init__(self, spec: LayerSpec, dims: np.ndarray, n_dom: int) -> None:
+        self.dims, self._n_dom = dims, n_dom  # int32 (G, d), the n_dom dominant ones first
+        self.dom: np.ndarray | None = None  # f16 as u16 (G, blocks, n_dom, 16); None: K is whole
+        super().__init__(spec)
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + (0 if self.dom is None else self.dom.nbytes)
+
+    def reserve(self, n: int) -> None:
+        if self.dom is not None and self.dom.shape[1] * chunks.BLOCK < n:
+            old, self.dom = self.dom, self._blocks(n + n // 8 + 256)
+            self.dom[:, : old.shape[1]] = old
+        super().reserve(n)
+
+    def _blocks(self, capacity: int) -> np.ndarray:
+        n_block = -(-capacity // chunks.BLOCK)
+        shape = len(self.dims), n_block, self._n_dom, chunks.BLOCK
+        return on_lines(shape, np.uint16, zeros=True)
+
+    def _grown(self) -> None:
+        super()._grown()
+        self.halves = self.k.view(np.uint16), self.v.view(np.uint16)  # as kernels take f16
+
+    def split(self) -> np.ndarray:
+        """K in two parts, if it is not; returns Kdom."""
+        if self.dom is not None:
+            return self.dom
+        n_rest = padded(self.k_type.d - self._n_dom)
+        rest = on_lines((*self.k.shape[:2], n_rest), np.float16)
+        dom = self._blocks(self.capacity)
+        split.split_keys(self.halves[0], self.n, self.dims, dom, rest.view(np.uint16))
+        self._replace_keys(dom, rest)
+        return dom
+
+    def join(self) -> None:
+        """K whole, if it is not, bit for bit as it was."""
+        if self.dom is not None:
+            k = self.whole_keys(self.capacity, padded(self.k_type.d))
+            self._replace_keys(None, k)
+
+    def _replace_keys(self, dom: np.ndarray | None, k: np.ndarray) -> None:
+        self.dom, self.k = dom, k
+        v = on_lines(self.v.shape, self.v.dtype)  # out of the block shared with the keys of before
+        v[...] = self.v
+        self.v = v
+        self._grown()
+
+    def whole_keys(self, capacity: int, width: int) -> np.ndarray:
+        """A copy of K, f16 (G, capacity, width), zeros from n and d on."""
+        k = on_lines((len(self.dims), capacity, width), np.float16, zeros=True)
+        if self.dom is None:
+            k[:, : self.n, : self.k_type.d] = self.k[:, : self.n, : self.k_type.d]
+        else:
+            split.join_keys(self.dom, self.halves[0], self.n, self.dims, k.view(np.uint16))
+        return k

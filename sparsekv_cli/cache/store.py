@@ -1,0 +1,163 @@
+"""K and V of one layer in memory, and the types that their rows can have: f16, or q8_0.
+
+q8_0 takes 8.5 bits an element, 32 elements sharing a scale; name and rounding are llama.cpp's. Rows
+are padded with zeros to whole vectors. The kernels' side of this is cpu/attention/rows.py.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from sparsekv_cli.cpu.attention import rows
+from sparsekv_cli.cpu.jit.floats import load_torch, seen
+from sparsekv_cli.cpu.jit.pointers import LINE, on_lines
+
+if TYPE_CHECKING:
+    from sparsekv_cli.cache.spec import LayerSpec
+
+ALL = slice(None)
+ROW_ALIGNMENT = 16  # elements; rows of K and V are padded to whole vectors
+
+
+def padded(d: int) -> int:
+    """``d`` rounded up to whole vectors."""
+    return -(-d // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+class RowType(ABC):
+    """Rows of d elements, padded to ``width``, as arrays (..., n_items) of ``dtype``."""
+
+    kind: ClassVar[int]  # of cpu/attention/rows.py
+    dtype: ClassVar[Any]
+
+    def __init__(self, d: int) -> None:
+        self.d, self.width = d, padded(d)
+        self.n_items = rows.row_bytes(self.kind, self.width) // np.dtype(self.dtype).itemsize
+
+    def write(self, target: np.ndarray, x: Any, n_threads: int = 1) -> None:
+        """Stores x (heads, T, d), an f32 array or a CPU tensor, in ``target`` (heads, T, n_items),
+        rows of this type. ValueError for another shape.
+        """
+        from sparsekv_cli.cpu.layer.prefill import store_rows
+
+        if x.shape != (*target.shape[:2], self.d):
+            raise ValueError(f"rows {tuple(x.shape)} for {target.shape[:2]} of {self.d} elements")
+        given, at = np.ascontiguousarray(seen(x)), target.__array_interface__["data"][0]
+        store_rows(given, self.kind, at, *target.strides[:2], self.width, n_threads)
+
+    @abstractmethod
+    def read(self, stored: np.ndarray) -> np.ndarray:
+        """Rows of this type -> (..., width), exactly: f16 (the same memory) or f32."""
+
+
+class HalfRows(RowType):
+    """f16."""
+
+    kind = rows.F16
+    dtype = np.float16
+
+    def read(self, stored: np.ndarray) -> np.ndarray:
+        return stored
+
+
+class QuantizedRows(RowType):
+    """q8_0, as bytes."""
+
+    kind = rows.Q8_0
+    dtype = np.uint8
+
+    def read(self, stored: np.ndarray) -> np.ndarray:
+        quants = stored[..., : self.width].view(np.int8)
+        scales = stored[..., self.width :].view(np.float16).astype(np.float32)
+        out = np.empty(quants.shape, np.float32)
+        for i in range(scales.shape[-1]):
+            block = slice(rows.QUANT_BLOCK * i, rows.QUANT_BLOCK * (i + 1))
+            np.multiply(quants[..., block], scales[..., i : i + 1], out=out[..., block])
+        return out
+
+
+CACHE_TYPES: dict[str, type[RowType]] = {"f16": HalfRows, "q8_0": QuantizedRows}
+
+
+class KVStore:
+    """K and V of one layer in host memory: (G, capacity, row), growing in steps.
+
+    k, v: rows of the types that ``spec`` names. layout: where they are, int64 (8,), for kernels
+    that read every type; addresses, strides: the same in bytes, for kernels that take them one by
+    one.
+    """
+
+    def __init__(self, spec: LayerSpec) -> None:
+        self.k_type = CACHE_TYPES[spec.cache_type_k](spec.head_dim)
+        self.v_type = CACHE_TYPES[spec.cache_type_v](spec.value_dim)
+        self.k, self.v = (
+            np.zeros((spec.n_head_kv, 0, each.n_items), each.dtype)
+            for each in (self.k_type, self.v_type)
+        )
+        self.n = 0
+        self._n_threads = spec.n_threads
+        self._grown()
+
+    @property
+    def capacity(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's K and V in one kv head."""
+        return self.k.strides[1] + self.v.strides[1]
+
+    def reserve(self, n: int) -> None:
+        """Room for ``n`` rows: just that at first, an eighth more than before when growing."""
+        if n <= self.capacity:
+            return
+        capacity = n if self.n == 0 else max(n, self.capacity + self.capacity // 8 + 256)
+        k_shape, v_shape = ((old.shape[0], capacity, old.shape[2]) for old in (self.k, self.v))
+        k_bytes = math.prod(k_shape) * self.k.itemsize
+        v_start = -(-k_bytes // LINE) * LINE
+        # In one piece, as numpy asks for huge pages from 4 MB on: rows gathered from small pages
+        # cost lfps 5% of a token at 8192.
+        block = on_lines(v_start + math.prod(v_shape) * self.v.itemsize, np.uint8)
+        k = block[:k_bytes].view(self.k.dtype).reshape(k_shape)
+        v = block[v_start:].view(self.v.dtype).reshape(v_shape)
+        k[:, : self.n], v[:, : self.n] = self.k[:, : self.n], self.v[:, : self.n]
+        self.k, self.v = k, v
+        self._grown()
+
+    def _grown(self) -> None:
+        """Remembers what the kernels take: ``layout``, or its parts one by one."""
+        k, v = self.k, self.v
+        self.addresses = tuple(a.__array_interface__["data"][0] for a in (k, v))
+        self.strides = (k.strides[0], v.strides[0], k.strides[1], v.strides[1])
+        kinds = self.k_type.kind, self.v_type.kind
+        self.layout = np.array([*self.addresses, *self.strides, *kinds], np.int64)
+
+    def append(self, k: Any, v: Any) -> None:
+        """Adds T rows: k (G, T, d), v (G, T, d_v) as ``RowType.write`` takes them."""
+        n_new = k.shape[1]
+        self.reserve(self.n + n_new)
+        new = slice(self.n, self.n + n_new)
+        self.k_type.write(self.k[:, new], k, self._n_threads)
+        self.v_type.write(self.v[:, new], v, self._n_threads)
+        self.n += n_new
+
+    def keys(self, first: int = 0, heads: slice = ALL) -> Any:
+        """Rows ``first`` to n of K as they are stored, torch (G, n - first, padded d) f16, f32;
+        of all kv heads or some.
+        """
+        return load_torch().from_numpy(self.k_type.read(self.k[heads, first : self.n]))
+
+    def values(self, first: int = 0, heads: slice = ALL) -> Any:
+        """The same of V."""
+        return load_torch().from_numpy(self.v_type.read(self.v[heads, first : self.n]))
+
+    def truncate(self, n: int) -> None:
+        self.n = min(self.n, n)

@@ -1,0 +1,1 @@
+"""What methods measure once a model, and the file that keeps it."""

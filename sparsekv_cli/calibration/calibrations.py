@@ -1,0 +1,214 @@
+"""Calibration: what a method measures once on a model and a text, and keeps in a sidecar.
+
+A session asks for the arrays of its method. They are read from the sidecar beside the model or in
+the user's cache directory; what is not there is measured on the built-in text and stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from sparsekv_cli.cache.spec import LayerSpec
+from sparsekv_cli.calibration.sidecar import (
+    Entry,
+    ModelIdentity,
+    OutdatedError,
+    check_tensors,
+    identify,
+    read_entry,
+    write_entry,
+)
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.methods import METHODS, method_class
+from sparsekv_cli.methods.base import CALIBRATION, CalibrationRun, Method
+from sparsekv_cli.models.gguf.file import GGUFFile
+from sparsekv_cli.models.hparams import HParams
+
+if TYPE_CHECKING:
+    from sparsekv_cli.models.decoder import Decoder
+
+DEFAULT_TOKENS = 4096
+BUILT_IN = "built-in"  # name of the text that comes with the program
+MIN_TOKENS = 256  # below, statistics of keys and queries say little
+PACKAGE_FOLDERS = ("site-packages", "dist-packages")  # belong to pip, not to us
+
+# Told of a calibration: the method, the share that is done, and at the end where it was stored.
+Report = Callable[[str, float, str], None]
+Encode = Callable[[str], Sequence[int]]
+
+
+class CalibrationText(NamedTuple):
+    """A text and what to call it."""
+
+    name: str
+    text: str
+
+
+def built_in_text() -> CalibrationText:
+    """Prose, code and dialogue, a good 5,000 tokens of an English vocabulary."""
+    path = files("sparsekv_cli") / "data" / "calibration.txt"
+    return CalibrationText(BUILT_IN, path.read_text(encoding="utf-8"))
+
+
+def method_name(method: Method) -> str:
+    """The name in METHODS that stands for the class of ``method``."""
+    cls = type(method)
+    for name, entry in METHODS.items():
+        if f"{cls.__module__}:{cls.__qualname__}" == f"sparsekv_cli.methods.{entry}":
+            return name
+    raise ValueError(f"{cls.__qualname__} is not in the table of methods")
+
+
+def calibrated_methods() -> list[str]:
+    """The names of all methods that need a calibration."""
+    return [name for name in METHODS if method_class(name).needs == CALIBRATION]
+
+
+class Calibrations:
+    """The calibrations of one open model: found, or made and stored, when a method asks.
+
+    encode: text -> ids. sidecar: the one file to read instead of the usual ones; a method that it
+    lacks is refused, not calibrated.
+    """
+
+    def __init__(
+        self,
+        file: GGUFFile,
+        hparams: HParams,
+        decoder: Decoder,
+        backend: Any,
+        encode: Encode,
+        sidecar: Path | None = None,
+    ) -> None:
+        self._file = file
+        self._hparams = hparams
+        self._decoder = decoder
+        self._backend = backend
+        self._encode = encode
+        self._sidecar = sidecar
+        self._loaded: dict[str, Mapping[str, np.ndarray]] = {}
+
+    @cached_property
+    def identity(self) -> ModelIdentity:
+        return identify(self._file, self._hparams)
+
+    def places(self) -> tuple[Path, Path]:
+        """Beside the model; in the user's cache directory."""
+        path = Path(self._file.path)
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        folder = Path(base) / "sparsekv-cli" / "calibration"
+        beside = path.with_name(f"{path.stem}.calibration.gguf")
+        return beside, folder / f"{self.identity.model_hash}.gguf"
+
+    def place_to_write(self) -> Path:
+        """Beside the model, unless that folder cannot be written or is an installed package's."""
+        beside, cached = self.places()
+        folder = beside.parent.resolve()
+        installed = any(part in PACKAGE_FOLDERS for part in folder.parts)
+        return beside if os.access(folder, os.W_OK) and not installed else cached
+
+    def specs(self, method: Method, report: Report | None = None) -> list[LayerSpec]:
+        """The decoder's layers, with the method's calibration if it needs one."""
+        specs = self._decoder.layer_specs()
+        if method.needs != CALIBRATION:
+            return specs
+        tensors = self._tensors(method, report)
+        return [
+            replace(spec, calibration={name: array[i] for name, array in tensors.items()})
+            for i, spec in enumerate(specs)
+        ]
+
+    def _tensors(self, method: Method, report: Report | None) -> Mapping[str, np.ndarray]:
+        name = method_name(method)
+        if name not in self._loaded:
+            entry = self.find(name, report)
+            if entry is None:
+                entry = self.calibrate(method, built_in_text(), DEFAULT_TOKENS, report)
+                note = self._store(name, entry)
+                if report is not None:
+                    report(name, 1.0, note)
+            self._loaded[name] = entry.tensors
+        return self._loaded[name]
+
+    def find(self, name: str, report: Report | None = None) -> Entry | None:
+        """The stored calibration of a method; SparseKVError for a sidecar that is unusable.
+
+        None, and a word about it, for one in the cache directory that an older version made by
+        itself.
+        """
+        places = self.places() if self._sidecar is None else (self._sidecar,)
+        for path in places:
+            try:
+                entry = read_entry(path, name, self.identity)
+            except OutdatedError as error:
+                if path != self.places()[1] or error.text_name != BUILT_IN:
+                    raise
+                if report is not None:
+                    report(name, 0.0, f"{path} is an older version's, a new one is made")
+                continue
+            if entry is not None:
+                return entry
+        if self._sidecar is not None:
+            found = "holds none" if self._sidecar.exists() else "is missing"
+            raise SparseKVError(
+                f"{self._sidecar}: {found}, but a calibration of {name} was expected; make it with "
+                f"`sparsekv-cli calibrate -m MODEL --method {name} --output {self._sidecar}`"
+            )
+        return None
+
+    def _store(self, name: str, entry: Entry) -> str:
+        """Stores what a first use made; a remark about it. That it cannot be kept stops nobody."""
+        path = self.place_to_write()
+        try:
+            write_entry(path, name, self.identity, entry)
+        except (OSError, SparseKVError) as error:
+            return f"could not be stored and is made again next time ({error})"
+        return f"stored in {path}"
+
+    def calibrate(
+        self, method: Method, text: CalibrationText, n_tokens: int, report: Report | None = None
+    ) -> Entry:
+        """Runs ``method`` over the first ``n_tokens`` of ``text``, or what the model can take.
+
+        SparseKVError if text or context are too short to measure anything.
+        """
+        name = method_name(method)
+        n_ctx = self._hparams.n_ctx_train
+        if n_ctx < MIN_TOKENS:
+            raise SparseKVError(
+                f"the model was trained for {n_ctx} tokens, too few to calibrate {name} "
+                f"({MIN_TOKENS} are needed)"
+            )
+        ids = list(self._encode(text.text))[: min(n_tokens, n_ctx)]
+        if len(ids) < MIN_TOKENS:
+            raise SparseKVError(
+                f"calibration of {name}: {len(ids)} tokens of text {text.name} are too few; give "
+                f"at least {MIN_TOKENS}, better 1024 and more of mixed text"
+            )
+        decoder = self._decoder
+
+        def forward(
+            ids: Sequence[int], pos: int, caches: Sequence[Any], all_logits: bool = False
+        ) -> np.ndarray:
+            self._file.check_intact()
+            return decoder.forward(ids, pos, caches, all_logits=all_logits)
+
+        def progress(share: float) -> None:
+            if report is not None:
+                report(name, share, "")
+
+        progress(0.0)
+        run = CalibrationRun(decoder.layer_specs(), self._backend, ids, forward, progress)
+        tensors = method.calibrate(run)
+        check_tensors(name, tensors, self._hparams.n_layer)
+        digest = hashlib.sha256(text.text.encode()).hexdigest()
+        return Entry(tensors, len(ids), text.name, digest)

@@ -1,0 +1,148 @@
+"""SALS' calibration: in which directions the pre-RoPE keys of a text lie, and how many matter.
+
+How much of its keys a layer must keep differs more than their eigenvalues tell: most layers of the
+default model answer alike with an eighth of the columns, a few need half. So every layer is cut to
+some ranks by itself (calibration/trials.py), and the columns go where they save the most KLD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sparsekv_cli.cache.layer import Backend, LayerCache
+from sparsekv_cli.cache.spec import AttnInput, LayerSpec
+from sparsekv_cli.cache.store import KVStore
+from sparsekv_cli.calibration.trials import Change, Trial, middle_rows, study_shares
+from sparsekv_cli.cpu.faedkv import frequencies
+from sparsekv_cli.cpu.sals import latent
+from sparsekv_cli.methods.base import CalibrationRun, Method
+
+BASES = ("diag", "pca")  # weighted by queries, and not
+SHARES = (1 / 8, 1 / 6, 1 / 4, 3 / 8, 1 / 2, 1.0)  # of all columns, at which layers are cut
+STATISTICS_SHARE = 0.2  # of the time of a calibration
+
+
+def study_keys(
+    run: CalibrationRun, method: Method, n_sinks: int, n_recent: int
+) -> dict[str, np.ndarray]:
+    """Both bases of every layer, from the pre-RoPE keys and queries of the text, and what ranks do.
+
+    rank_kld f32 (L, shares): KLD(full || one layer's keys cut to a share of the columns of its
+    latents), the last one not measured; rank_budget f32 (L, shares, 2): see
+    ``bands.budgets_of_levels``. Layers that are dense by the method's default are not cut and have
+    the share that all have on average.
+    """
+    tensors = study_directions(run)
+    middle = middle_rows(len(run.ids), n_sinks, n_recent)
+
+    def cut(spec: LayerSpec, share: float) -> Trial:
+        return Trial(spec.layer, _cut(spec, tensors, middle, share))
+
+    def progress(share: float) -> None:
+        run.progress(STATISTICS_SHARE + (1 - STATISTICS_SHARE) * share)
+
+    # Half of the columns are as good as all: there the KLD is little more than that of rounding
+    # (0.0002 in bf16), which no column takes away.
+    tensors["rank_kld"], tensors["rank_budget"] = study_shares(
+        run, method, cut, SHARES, middle, n_recent, progress
+    )
+    return tensors
+
+
+def even_budgets() -> np.ndarray:
+    """A row of ``rank_budget`` of a layer that has the share that all have: f32 (shares, 2)."""
+    return frequencies.even_budgets(SHARES)
+
+
+def rank_of(mean_rank: int, size: int, budgets: np.ndarray) -> int:
+    """A layer's rank where all have ``mean_rank`` of ``size`` columns on average.
+
+    budgets: its row of ``rank_budget``. Below the least share that was studied, all have the mean.
+    """
+    return frequencies.layer_count(mean_rank, size, budgets, SHARES)
+
+
+def _cut(spec: LayerSpec, tensors: dict[str, np.ndarray], middle: slice, share: float) -> Change:
+    """Keys of these rows become what the first columns of their latents (diag) make of them."""
+    size, d = spec.n_head_kv * spec.head_dim, spec.head_dim
+    weights = tensors["weights"][spec.layer, :size]
+    vectors = tensors["vectors_diag"][spec.layer, :size, : max(1, round(share * size))]
+    positions = np.arange(middle.start, middle.stop)
+
+    def change(k: np.ndarray, v: np.ndarray) -> None:
+        encode, decode = weights[:, None] * vectors, vectors / weights[:, None]
+        rows = latent.encode_ref(k[..., :d], positions, encode, spec.theta, spec.rope_scale)
+        k[..., :d] = latent.reconstruct_ref(
+            rows, positions, decode, spec.theta, spec.rope_scale, spec.n_head_kv
+        )
+
+    return change
+
+
+def study_directions(run: CalibrationRun) -> dict[str, np.ndarray]:
+    """Both bases of every layer.
+
+    weights f32 (L, G d): w, kv-head-major. vectors_diag, vectors_pca f32 (L, G d, G d): U of W C W
+    and of C, columns by falling eigenvalue, all of them, so that any rank is a prefix;
+    eigenvalues_* f32 (L, G d). E = w U and D = U / w; for pca w = 1.
+    """
+    width = max(spec.n_head_kv * spec.head_dim for spec in run.specs)
+    tensors = {"weights": np.zeros((len(run.specs), width), np.float32)}
+    for basis in BASES:
+        shape = (len(run.specs), width, width)
+        tensors[f"vectors_{basis}"] = np.zeros(shape, np.float32)
+        tensors[f"eigenvalues_{basis}"] = np.zeros(shape[:2], np.float32)
+
+    def keep(spec: LayerSpec, covariance: np.ndarray, weights: np.ndarray) -> None:
+        size = len(weights)
+        tensors["weights"][spec.layer, :size] = weights
+        for basis, w in zip(BASES, (weights, np.ones(size)), strict=True):
+            values, vectors = np.linalg.eigh(w[:, None] * covariance * w)
+            tensors[f"eigenvalues_{basis}"][spec.layer, :size] = values[::-1]
+            tensors[f"vectors_{basis}"][spec.layer, :size, :size] = vectors[:, ::-1]
+        run.progress(STATISTICS_SHARE * (spec.layer + 1) / spec.n_layer)
+
+    run.forward(run.ids, 0, [_StatisticsCache(s, run.backend, keep) for s in run.specs], False)
+    return tensors
+
+
+class _StatisticsCache(LayerCache):
+    """Sums up a layer's keys and queries during the calibration's prefill, and keeps no rows."""
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        backend: Backend,
+        keep: Callable[[LayerSpec, np.ndarray, np.ndarray], None],
+    ) -> None:
+        super().__init__(spec, backend)
+        self._keep = keep
+        size = spec.n_head_kv * spec.head_dim
+        self._products = np.zeros((size, size))  # K'K
+        self._energy = np.zeros((spec.n_head_kv, spec.head_dim))  # squared queries
+
+    def prefill(self, x: AttnInput) -> Any:
+        x = x.in_torch()
+        keys = x.k_nope.float().transpose(0, 1).flatten(1)  # (T, G d)
+        self._products += (keys.T @ keys).double().numpy()
+        queries = x.q_nope.float().unflatten(0, (self.spec.n_head_kv, self.spec.group))
+        self._energy += queries.square().sum((1, 2)).double().numpy()
+        return super().prefill(x)
+
+    def finish_prefill(self) -> None:
+        spec, n = self.spec, self.store.n
+        self.store = KVStore(spec)
+        energy, half = self._energy / (n * spec.group), len(spec.theta)
+        pairs = (energy[:, :half] + energy[:, half : 2 * half]) / 2 * spec.rope_scale**4
+        energy[:, : 2 * half] = np.tile(pairs, 2)
+        weights = np.sqrt(energy.reshape(-1))
+        # A common factor cancels; with this one latents are as large as keys, which fit f16.
+        weights = np.maximum(weights, 1e-4 * weights.max() + 1e-30)
+        weights /= np.exp(np.log(weights).mean())
+        self._keep(spec, self._products / n, weights)
+
+    def decode(self, x: AttnInput) -> np.ndarray:
+        raise AssertionError("a calibration only prefills")

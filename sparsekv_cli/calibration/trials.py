@@ -1,0 +1,318 @@
+"""What changing one layer's K and V does to the answers, many variants to a forward pass.
+
+So FAEDKV's ablation study (paper, section 3.2) leaves out frequencies, SALS columns of latents, and
+FASA chunks of the scores that choose rows.
+A window of text is a prefix, whose K and V are computed once, and some scored rows behind it. In a
+trial one layer's K and V of the prefix, between sinks and recent rows, are changed. One
+forward pass takes the scored rows once a trial: a layer's cache turns each copy back to its true
+positions, and shows it the prefix that belongs to it. Below the layer that a trial changes, copies
+are equal and share one attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sparsekv_cli.cache.layer import Backend, DenseCache, LayerCache
+from sparsekv_cli.cache.spec import AttnInput, LayerSpec
+from sparsekv_cli.cache.store import KVStore
+from sparsekv_cli.cpu.faedkv import frequencies
+from sparsekv_cli.cpu.jit.floats import load_torch
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.methods.base import CalibrationRun, Method
+
+N_PREFIX, N_SCORED, N_WINDOWS = 1024, 48, 2  # rows of a window; windows
+ROWS_AT_ONCE = 512  # rows of a forward pass: bounds the logits, which are held for all of them
+MOST_CHANGE = 80.0  # of a logit: its exponential fits f32
+
+
+# Changes rows of K and V in place: f16 (G, rows, padded d).
+Change = Callable[[np.ndarray, np.ndarray], None]
+# What rows of an AttnInput, which are the last of a store, take from it: torch (H, T, d_v).
+Attend = Callable[[KVStore, AttnInput], Any]
+
+
+class Trial(NamedTuple):
+    """A change of one layer, -1: of none; and how its scored rows attend, if not to everything."""
+
+    layer: int
+    change: Change
+    attend: Attend | None = None
+
+
+def unchanged(k: np.ndarray, v: np.ndarray) -> None:
+    """No change."""
+
+
+def without(dropped: np.ndarray) -> Change:
+    """K and V without these bins of their spectrum along the rows, int64."""
+
+    def change(k: np.ndarray, v: np.ndarray) -> None:
+        for rows in (k, v):
+            rows[:] = frequencies.without_bins(rows.astype(np.float32), dropped)
+
+    return change
+
+
+class Window:
+    """A prefix and the rows behind it; ``score`` says what trials do to the answers of the rows."""
+
+    def __init__(
+        self, run: CalibrationRun, ids: Sequence[int], n_scored: int, middle: slice
+    ) -> None:
+        """ids: prefix, n_scored rows, the token that follows; middle: rows that trials change."""
+        torch = load_torch()
+        self._run, self._middle = run, middle
+        self._n_prefix = len(ids) - n_scored - 1
+        self._rows = list(ids[self._n_prefix : -1])
+        self._following = torch.tensor(ids[self._n_prefix + 1 :])[:, None]
+        caches: list[LayerCache] = [DenseCache(spec, run.backend) for spec in run.specs]
+        run.forward(ids[: self._n_prefix], 0, caches, False)
+        self._stores = [cache.store for cache in caches]
+        self._logits = self._logits_of([Trial(-1, unchanged)])[0]  # (rows, n_vocab)
+        full = self._logits.log_softmax(-1)
+        self._full = full.exp()
+        self._losses = -full.gather(1, self._following)[:, 0]
+        self._plain = slice(n_scored - n_scored // 2)  # rows that go on with the text
+        self.nll = float(self._losses[self._plain].mean())
+
+    def score(
+        self, trials: Sequence[Trial], advance: Callable[[int], None] = lambda count: None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """KLD(full || trial), its mean over all rows, and negative log-likelihood, its mean over
+        those that go on with the text (as in the paper): f64 (trials,).
+
+        advance: told how many trials are done, again and again.
+        """
+        scored = []
+        step = max(1, ROWS_AT_ONCE // len(self._rows))
+        for i in range(0, len(trials), step):
+            scored += [self._compare(logits) for logits in self._logits_of(trials[i : i + step])]
+            advance(len(trials[i : i + step]))
+        return np.array([kld for kld, _ in scored]), np.array([nll for _, nll in scored])
+
+    def _logits_of(self, trials: Sequence[Trial]) -> Any:
+        """torch f32 (trials, rows, n_vocab)"""
+        torch = load_torch()
+        run = self._run
+        caches: list[LayerCache] = [
+            _TrialCache(spec, run.backend, store, self._n_prefix, len(self._rows), trials,
+                        self._middle)
+            for spec, store in zip(run.specs, self._stores, strict=True)
+        ]  # fmt: skip
+        logits = run.forward(self._rows * len(trials), self._n_prefix, caches, True)
+        return torch.from_numpy(logits).view(len(trials), len(self._rows), -1)
+
+    def _compare(self, logits: Any) -> tuple[float, float]:
+        """KLD and negative log-likelihood of a trial's logits (rows, n_vocab), which are used up.
+
+        With p the full model's probabilities and D the change of the logits, the normaliser rises
+        by log sum p e^D, and KLD is that less sum p D: exact for small changes too, and vocabulary
+        by vocabulary only a difference, a product and an exponential.
+        """
+        change = logits.sub_(self._logits).clamp_(max=MOST_CHANGE)
+        mean = (self._full * change).sum(-1)
+        change_of_next = change.gather(1, self._following)[:, 0]
+        rise = change.expm1_().mul_(self._full).sum(-1).log1p()
+        losses = (self._losses + rise - change_of_next)[self._plain]
+        return float((rise - mean).mean()), float(losses.mean())
+
+
+class _TrialCache(LayerCache):
+    """One layer for all trials of a forward pass: rows come trial by trial, behind each other."""
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        backend: Backend,
+        prefix: KVStore,
+        n_prefix: int,
+        n_rows: int,
+        trials: Sequence[Trial],
+        middle: slice,
+    ) -> None:
+        super().__init__(spec, backend)
+        self._prefix, self._n_prefix, self._n_rows = prefix, n_prefix, n_rows
+        self._trials, self._middle = trials, middle
+        self._turns = _rotation(spec, n_prefix, n_rows)
+
+    def prefill(self, x: AttnInput) -> Any:
+        x, out, done = x.in_torch(), [], 0
+        while done < x.q.shape[1]:
+            trial, first = divmod(x.pos - self._n_prefix + done, self._n_rows)
+            left = x.q.shape[1] - done
+            count = min(self._n_rows - first, left)
+            n_equal = self._n_equal(trial, left // self._n_rows) if first == 0 else 1
+            part = self._one_trial(x, slice(done, done + count), trial, first)
+            out.append(part.repeat(1, n_equal, 1) if n_equal > 1 else part)
+            done += n_equal * count
+        return load_torch().cat(out, dim=1)
+
+    def _n_equal(self, trial: int, most: int) -> int:
+        """How many trials from this one on change later layers only, so that rows are equal."""
+        n = 0
+        while n < most and self._trials[trial + n].layer > self.spec.layer:
+            n += 1
+        return max(1, n)
+
+    def _one_trial(self, x: AttnInput, rows: slice, trial: int, first: int) -> Any:
+        """Attention of a trial's rows from row ``first`` on over the prefix that belongs to it."""
+        attend = self._trials[trial].attend
+        if first == 0:
+            self.store = self._prefix_of(self._trials[trial])
+        q, k = (self._rotated(each[:, rows], first) for each in (x.q_nope, x.k_nope))
+        v, q_nope, k_nope = (each[:, rows] for each in (x.v, x.q_nope, x.k_nope))
+        own = AttnInput(q, k, v, q_nope, k_nope, self._n_prefix + first)
+        if attend is None or self._trials[trial].layer != self.spec.layer:
+            return super().prefill(own)
+        self.store.append(k, v)
+        return attend(self.store, own)
+
+    def _prefix_of(self, trial: Trial) -> KVStore:
+        """The stored prefix, or for the trial's own layer a changed copy."""
+        self._prefix.truncate(self._n_prefix)
+        if trial.layer != self.spec.layer:
+            return self._prefix
+        changed = KVStore(self.spec)
+        changed.reserve(self._n_prefix + self._n_rows)
+        for target, source in ((changed.k, self._prefix.k), (changed.v, self._prefix.v)):
+            target[:, : self._n_prefix] = source[:, : self._n_prefix]
+        trial.change(changed.k[:, self._middle], changed.v[:, self._middle])
+        changed.n = self._n_prefix
+        return changed
+
+    def _rotated(self, heads: Any, first: int) -> Any:
+        """torch (heads, T, d) before RoPE, a trial's rows from ``first`` on -> rotated."""
+        torch = load_torch()
+        cos, sin = (turn[first : first + heads.shape[1]] for turn in self._turns)
+        half = cos.shape[1]
+        a, b = heads[..., :half].float(), heads[..., half : 2 * half].float()
+        rest = heads[..., 2 * half :].float()
+        return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], dim=-1).to(heads.dtype)
+
+    def decode(self, x: AttnInput) -> np.ndarray:
+        raise AssertionError("a calibration only prefills")
+
+
+def _rotation(spec: LayerSpec, position: int, n: int) -> tuple[Any, Any]:
+    """Cosines and sines of n positions from ``position`` on, times RoPE's scale: torch f32."""
+    torch = load_torch()
+    positions = torch.arange(position, position + n, dtype=torch.float64)
+    angles = positions[:, None] * torch.from_numpy(spec.theta)  # (n, n_rot/2)
+    return (
+        (spec.rope_scale * angles.cos()).float(),
+        (spec.rope_scale * angles.sin()).float(),
+    )
+
+
+def _window(ids: Sequence[int], n_prefix: int, n_scored: int, middle: slice) -> list[int]:
+    """A prefix, n_scored rows and the token that follows.
+
+    Half of the rows go on with the text, the others repeat a passage from the prefix, which asks
+    for exact recall. Plain text hardly does, and layers that only recall then count for nothing.
+    """
+    n_repeated = n_scored // 2
+    first = middle.start + (middle.stop - middle.start) // 3
+    passage = ids[first : first + n_repeated + 1]
+    return [*ids[: n_prefix + n_scored - n_repeated], *passage]
+
+
+def middle_rows(n_ids: int, n_sinks: int, n_recent: int) -> slice:
+    """The rows of a window's prefix that trials change, in a text of n_ids tokens."""
+    n_scored = min(N_SCORED, n_ids // 4)
+    return slice(n_sinks, min(N_PREFIX, n_ids - n_scored - 1) - n_recent)
+
+
+def windows_of(run: CalibrationRun, middle: slice, n_recent: int) -> list[Window]:
+    """Windows spread over the text; middle: as ``middle_rows`` says."""
+    n_ids, n_prefix = len(run.ids), middle.stop + n_recent
+    n_scored = min(N_SCORED, n_ids // 4)
+    starts = np.linspace(0, n_ids - n_prefix - n_scored - 1, N_WINDOWS).astype(int)
+    return [
+        Window(run, _window(run.ids[start:], n_prefix, n_scored, middle), n_scored, middle)
+        for start in starts
+    ]
+
+
+def study_shares(
+    run: CalibrationRun,
+    method: Method,
+    trial_of: Callable[[LayerSpec, float], Trial],
+    shares: Sequence[float],
+    middle: slice,
+    n_recent: int,
+    progress: Callable[[float], None],
+) -> tuple[np.ndarray, np.ndarray]:
+    """What ``shares`` of something cost, layer by layer, and how a budget of it is shared out.
+
+    trial_of: what one layer with a share is. KLD(full || trial) f32 (L, shares), and f32 (L,
+    shares, 2) as ``bands.budgets_of_levels`` has it. The last share, 1, counts as the one before,
+    which should be as good: what is left there is rounding, or what no share takes away. Layers
+    that are dense by the method's default have no trials, and the share that all have on average.
+    """
+    specs = [spec for spec in run.specs if not method.is_dense(spec)]
+    n_layer = len(run.specs)
+    kld = np.zeros((n_layer, len(shares)))
+    budgets = np.tile(frequencies.even_budgets(shares), (n_layer, 1, 1))
+    if specs:
+        trials = [trial_of(spec, share) for spec in specs for share in shares[:-1]]
+        windows, done = windows_of(run, middle, n_recent), 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            progress(done / (len(windows) * len(trials)))
+
+        klds = np.mean([window.score(trials, advance)[0] for window in windows], axis=0)
+        layers = [spec.layer for spec in specs]
+        kld[layers, :-1] = klds.reshape(len(specs), -1)
+        kld[layers, -1] = kld[layers, -2]
+        budgets[layers] = frequencies.budgets_of_levels(kld[layers], shares)
+    return kld.astype(np.float32), budgets.astype(np.float32)
+
+
+def study_frequencies(run: CalibrationRun, n_sinks: int, n_recent: int) -> dict[str, np.ndarray]:
+    """What leaving out frequencies does to the answers, chunk by chunk, layer by layer.
+
+    imp_kld, imp_ppl f32 (L, C): KLD, and rise of the perplexity over itself (eq 7), without a chunk
+    of one layer; layer_kld f32 (L, levels): KLD with one layer at each share of bands.LEVELS, by
+    imp_kld; layer_budget f32 (L, levels, 2): see ``bands.budgets_of_levels``. SparseKVError for a
+    text without enough tokens between the exact rows.
+    """
+    n_layer = len(run.specs)
+    middle = middle_rows(len(run.ids), n_sinks, n_recent)
+    n = middle.stop - middle.start
+    if n < 2 * frequencies.N_CHUNKS:
+        raise SparseKVError(f"calibration of faedkv: a text of {len(run.ids)} tokens is too short")
+    windows = windows_of(run, middle, n_recent)
+    levels, borders = frequencies.LEVELS[:-1], frequencies.chunk_borders(n // 2 + 1)
+    n_trials = len(windows) * n_layer * (frequencies.N_CHUNKS + len(levels))
+    n_done = 0
+
+    def advance(count: int) -> None:
+        nonlocal n_done
+        n_done += count
+        run.progress(n_done / n_trials)
+
+    chunks = [np.arange(*borders[c : c + 2]) for c in range(frequencies.N_CHUNKS)]
+    trials = [Trial(layer, without(chunk)) for layer in range(n_layer) for chunk in chunks]
+    scored = [window.score(trials, advance) for window in windows]
+    kld = np.mean([klds for klds, _ in scored], axis=0).reshape(n_layer, -1)
+    rises = [nlls - window.nll for window, (_, nlls) in zip(windows, scored, strict=True)]
+    trials = [
+        Trial(layer, without(np.setdiff1d(np.arange(n // 2 + 1), kept)))
+        for layer in range(n_layer)
+        for kept in (frequencies.kept_bins(n, level, kld[layer]) for level in levels)
+    ]
+    layer_kld = np.zeros((n_layer, len(frequencies.LEVELS)))  # nothing is lost at the last level
+    klds = [window.score(trials, advance)[0] for window in windows]
+    layer_kld[:, :-1] = np.mean(klds, axis=0).reshape(n_layer, -1)
+    return {
+        "imp_kld": kld.astype(np.float32),
+        "imp_ppl": np.expm1(np.mean(rises, axis=0)).reshape(n_layer, -1).astype(np.float32),
+        "layer_kld": layer_kld.astype(np.float32),
+        "layer_budget": frequencies.budgets_of_levels(layer_kld),
+    }

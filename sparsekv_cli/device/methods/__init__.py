@@ -1,0 +1,1 @@
+"""The caches on a GPU, a file a method."""

@@ -1,0 +1,342 @@
+"""FASA on a device (methods/fasa.py): the scan of dominant chunks, top N_fac, and attention there.
+
+Variant c keeps K and V whole in device memory beside a copy of the dominant dims
+(kernels/fasa/chunks.py says why). Variant m keeps the dominant dims only; V and the other dims of K
+lie in pinned memory of the host. Rows that a step attends to are fetched from there, once a kv
+head, and stay on the device until others need their place (kernels/fasa/row_cache.py), so that only
+new ones cross the bus.
+
+``prefetch``: while a layer attends and goes through its FFN, a second stream guesses the query of
+the next layer from the residual stream as it was before this one, chooses with that, and fetches.
+The step then chooses with the query as it is and fetches what lacks: results are the same to the
+bit. In two steps of SmolLM2-135M behind 880 tokens at N_fac = 64, 75 to 78% of a step's rows were
+on the device from the one before; with prefetch 94%, for 11 to 23% more rows over the bus. Off by
+default: a guess reads a layer's projections once more, which may cost as much as it hides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sparsekv_cli.cache.spec import AttnInput, LayerSpec, Memory
+from sparsekv_cli.device.cache import DeviceInput, DeviceSelecting, Step, grid_bound
+from sparsekv_cli.kernels.attention import decode as attention
+from sparsekv_cli.kernels.attention import select
+from sparsekv_cli.kernels.fasa import chunks, row_cache
+
+ALIGNMENT = 16  # tokens: what kernels/fasa/chunks.py asks of a capacity
+
+
+def make_cache(spec: LayerSpec, ops: Any, method: Any) -> DeviceFASA:
+    """The cache of the method's variant."""
+    return (DeviceFASAM if method.variant == "m" else DeviceFASA)(spec, ops, method)
+
+
+class DeviceFASA(DeviceSelecting):
+    """K, V and the copy of K's dominant dims of one layer. method: methods/fasa.py FASA."""
+
+    def __init__(self, spec: LayerSpec, ops: Any, method: Any) -> None:
+        super().__init__(spec, ops)
+        self.method = method
+        dims, n_dom = method.dominant_dims(spec)
+        self._device = ops.device
+        self._dims = torch.from_numpy(dims).to(self._device)  # int32 (G, d)
+        self._dom_dims = self._dims[:, :n_dom].contiguous()  # (G, C)
+        self._forget_copy()
+
+    def _forget_copy(self) -> None:
+        self._dom = self._columns(0)
+        self._n_dom = 0  # rows that the copy has
+
+    def _columns(self, capacity: int) -> torch.Tensor:
+        """Room for the dominant dims of ``capacity`` tokens, f16 (1, G, C, capacity)."""
+        return torch.zeros(1, *self._dom_dims.shape, capacity, dtype=torch.float16,
+                           device=self._device)  # fmt: skip
+
+    def _reserve_copy(self, n: int) -> None:
+        """Room for ``n`` tokens, as much as the rows have if they have more."""
+        if n > self._dom.shape[3]:
+            grown = self._columns(-(-max(n, self.store.capacity) // ALIGNMENT) * ALIGNMENT)
+            grown[..., : self._n_dom] = self._dom[..., : self._n_dom]
+            self._dom = grown
+
+    def _build_copy(self) -> None:
+        """Dominant dims of the rows that the copy lacks."""
+        n = self.store.n
+        if n > self._n_dom:
+            chunks.build_chunks(self.store.k, self._n_dom, n, self._dom_dims, self._dom)
+            self._n_dom = n
+
+    def finish_prefill(self) -> None:
+        if not self.method.covers(self.store.n + 1):
+            self._reserve_copy(self.store.n)
+            self._build_copy()
+
+    def budget_rows(self, n: int) -> int:
+        return self.method.budget.rows(n)
+
+    def selects_all(self, n: int) -> bool:
+        return self.method.covers(n)
+
+    def plan_selection(self, n: int, n_max: int) -> Hashable:
+        self._reserve_copy(n_max)
+        self._build_copy()
+        return self._plan_budget(n, n_max)
+
+    def _plan_budget(self, n: int, n_max: int) -> tuple[int, int, int]:
+        """Rows that are always attended, first and last; and how many more than the first ones."""
+        rows = self.method.budget.rows
+        self._n_sinks, self._n_recent = self.method.forced(rows(n))
+        self._k_max = rows(n_max) - self._n_sinks
+        return self._n_sinks, self._n_recent, self._k_max
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [*super().tensors(), self._dom]
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().put(tensors[:2])
+        (self._dom,) = tensors[2:]
+
+    def select(
+        self, x: DeviceInput, k: torch.Tensor, *index: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        (dom,) = index
+        chunks.append_chunks(x.k, self._dom_dims, dom, x.step.pos)
+        return self._choose(x.q, dom, x.step.n, x.step.budget)
+
+    def _choose(
+        self, q: torch.Tensor, dom: torch.Tensor, n: torch.Tensor, budget: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best of the first n rows by their dominant dims: idx (B, H, m), counts (B, H)."""
+        scores = chunks.score_chunks(q, self._dom_dims, dom, n, self._n_max)
+        return select.select_largest(
+            scores, n, self._n_max, budget - self._n_sinks, self._k_max, self._n_sinks,
+            self._n_recent,
+        )  # fmt: skip
+
+    def settle(self, n: int) -> None:
+        super().settle(n)
+        if not self._dense:
+            self._n_dom = n
+
+    def count(self, n: int) -> tuple[int, int, int]:
+        spec = self.spec
+        attended = spec.n_head * self.method.budget.rows(n)
+        scan = 2 * self._dom_dims.shape[1] * spec.n_head_kv * n
+        return spec.n_head * n, attended, scan + attended * self.store.row_bytes
+
+    def truncate(self, n: int) -> int:
+        kept = super().truncate(n)
+        self._n_dom = min(self._n_dom, kept)
+        return kept
+
+    def memory(self) -> Memory:
+        """``index`` is the copy of the dominant dims."""
+        return Memory(device=self.store.nbytes, index=self._dom.nbytes)
+
+
+class HostRows:
+    """V and the other dims of K in pinned memory of the host, f16 (1, G, capacity, size) each."""
+
+    def __init__(self, n_head_kv: int, sizes: tuple[int, int], device: torch.device) -> None:
+        self._n_head_kv, self._sizes, self._device = n_head_kv, sizes, device
+        self.rest, self.v = (self._rows(0, size) for size in sizes)
+
+    def _rows(self, capacity: int, size: int) -> torch.Tensor:
+        shape = (1, self._n_head_kv, capacity, size)
+        return torch.zeros(shape, dtype=torch.float16, pin_memory=self._device.type == "cuda")
+
+    @property
+    def capacity(self) -> int:
+        return self.v.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return self.rest.nbytes + self.v.nbytes
+
+    def reserve(self, n: int, used: int) -> None:
+        """Room for ``n`` rows, an eighth more than before when growing; the first ``used`` stay."""
+        if n <= self.capacity:
+            return
+        if self._device.type == "cuda":  # the device may still be writing a row
+            torch.cuda.current_stream(self._device).synchronize()
+        capacity = max(n, self.capacity + self.capacity // 8) if self.capacity else n
+        grown = [self._rows(capacity, size) for size in self._sizes]
+        for new, old in zip(grown, (self.rest, self.v), strict=True):
+            new[:, :, :used] = old[:, :, :used]
+        self.rest, self.v = grown
+
+
+class DeviceFASAM(DeviceFASA):
+    """Variant m. While all rows may be attended, and during a prefill, K and V lie in ``store``.
+
+    Otherwise ``store`` has no room and knows how many rows there are: the dominant dims in the
+    copy, the others and V in ``_host``.
+    """
+
+    keeps_rows = False
+
+    def __init__(self, spec: LayerSpec, ops: Any, method: Any) -> None:
+        super().__init__(spec, ops, method)
+        n_dom = self._dom_dims.shape[1]
+        self._rest_dims = self._dims[:, n_dom:].contiguous()  # (G, d_rest)
+        sizes = (spec.head_dim - n_dom, spec.value_dim)
+        self._host = HostRows(spec.n_head_kv, sizes, self._device)
+        self._row_bytes = 2 * sum(sizes)  # of the host's part
+        # The order of q's dims that fits K as it is put together: (1, H, d).
+        self._order = self._dims.long().repeat_interleave(spec.group, 0)[None]
+        self._announced = 0  # rows that are coming in all
+        self._is_split = False
+        self._n_made = 0  # how often buffers were made: they are other ones each time
+        self._slots: row_cache.Resident | None = None
+        # Of all steps, whatever becomes of the slots: see kernels/fasa/row_cache.py.
+        self._statistics = torch.zeros(
+            1, spec.n_head_kv, row_cache.N_STATISTICS.value, dtype=torch.int64, device=self._device
+        )
+        self._under_way = False  # a step that has been planned and not settled
+
+    def reserve(self, n: int) -> None:
+        self._announced = n
+        if not self._is_split:
+            super().reserve(n)
+
+    def prefill(self, x: AttnInput) -> Any:
+        self._join()
+        return super().prefill(x)
+
+    def finish_prefill(self) -> None:
+        n = self.store.n + 1
+        if not self.method.covers(n):
+            self._split(grid_bound(n))  # what the first step asks for
+
+    def plan(self, n: int, n_max: int) -> Hashable:
+        self._n_max = n_max
+        self._dense = self.selects_all(n)
+        if self._dense:
+            self._join()
+            return super().plan(n, n_max)
+        self._split(n_max)
+        self._reserve_copy(n_max)
+        self._host.reserve(n_max, self.store.n)
+        key = "split", n_max, *self._plan_budget(n, n_max)
+        if self._under_way:  # it was broken off: slots may lack what they are said to hold
+            self._slots = None
+        self._reserve_slots(self._n_sinks + max(self._k_max, self._n_recent))
+        self._under_way = True
+        return *key, self._dom.shape[3], self._host.capacity, self._n_made
+
+    def _reserve_slots(self, width: int) -> None:
+        """A slot for each row that the heads of a group can choose, ``width`` rows each."""
+        spec, capacity = self.spec, self._dom.shape[3]
+        n_slot = min(capacity, spec.group * width)
+        slots = self._slots
+        if slots and (slots.slot_of.shape[2], slots.k.shape[2]) == (capacity, n_slot):
+            return
+        self._slots = row_cache.empty_resident(
+            1, spec.n_head_kv, n_slot, spec.head_dim, spec.value_dim, capacity, self._device
+        )._replace(statistics=self._statistics)
+        self._n_made += 1
+
+    def _split(self, n_max: int) -> None:
+        """K and V to their two places, with room for n_max rows, if they are not there."""
+        if self._is_split:
+            return
+        store, n = self.store, self.store.n
+        self._reserve_copy(n_max)
+        self._build_copy()
+        self._host.reserve(n_max, 0)
+        wide = self._rest_dims.long()[:, None].expand(-1, n, -1)
+        self._host.rest[0, :, :n] = store.keys().gather(2, wide).cpu()
+        self._host.v[0, :, :n] = store.values().cpu()
+        store.k, store.v = store.k[:, :, :0].clone(), store.v[:, :, :0].clone()
+        self._is_split = True
+        self._n_made += 1
+
+    def _join(self) -> None:
+        """K and V whole on the device, if they are not, bit for bit as they were."""
+        if not self._is_split:
+            return
+        store, n = self.store, self.store.n
+        if self._device.type == "cuda":  # it may still be writing a row to the host
+            torch.cuda.current_stream(self._device).synchronize()
+        rest, v = (x[0, :, :n].to(self._device) for x in (self._host.rest, self._host.v))
+        parts = torch.cat([self._dom[0, :, :, :n].transpose(1, 2), rest], dim=2)  # (G, n, d)
+        places = self._dims.long()[:, None].expand(-1, n, -1)
+        store.n = 0
+        store.reserve(max(n, self._announced))
+        store.append(torch.empty_like(parts).scatter_(2, places, parts), v)
+        self._is_split = False
+        self._forget_copy()
+        self._host = HostRows(self.spec.n_head_kv, (rest.shape[2], v.shape[2]), self._device)
+        self._slots = None
+        self._n_made += 1
+
+    @property
+    def moves(self) -> bool:
+        """Not while rows lie on the host, where slots follow each sequence's own choices."""
+        return not self._is_split
+
+    @property
+    def looks_ahead(self) -> bool:
+        return self.method.prefetch and not self._dense
+
+    def fetch_ahead(self, q: torch.Tensor, step: Step) -> None:
+        assert self._slots is not None
+        # The new row is yet to come.
+        idx, counts = self._choose(q, self._dom, step.pos, step.budget)
+        row_cache.place_rows(self._slots, idx, counts, step.pos)
+        row_cache.fetch_rows(self._slots, self._dom, self._host.rest, self._host.v)
+
+    def decode(self, x: Any) -> Any:
+        if self._dense:
+            return super().decode(x)
+        host, slots = self._host, self._slots
+        assert slots is not None
+        chunks.append_rest(x.k, x.v, self._rest_dims, host.rest, host.v, x.step.pos)
+        idx, counts = self.select(x, slots.k, self._dom)
+        self.note(idx, counts)
+        places = torch.empty_like(idx)
+        row_cache.place_rows(slots, idx, counts, x.step.n, places)
+        row_cache.fetch_rows(slots, self._dom, host.rest, host.v)
+        q = x.q.gather(2, self._order)
+        scale = float(self.spec.scale)
+        return attention.attend_rows(q, slots.k, slots.v, places, counts, scale)
+
+    def settle(self, n: int) -> None:
+        super().settle(n)
+        self._under_way = False
+
+    def truncate(self, n: int) -> int:
+        if n < self.n:
+            self._slots = None
+        return super().truncate(n)
+
+    def count(self, n: int) -> tuple[int, int, int]:
+        spec = self.spec
+        attended = spec.n_head * self.method.budget.rows(n)
+        row_bytes = 2 * (spec.head_dim + spec.value_dim)
+        scan = 2 * self._dom_dims.shape[1] * spec.n_head_kv * n
+        return spec.n_head * n, attended, scan + attended * row_bytes
+
+    def counters(self) -> Mapping[str, int]:
+        """The ledger's counts, and rows that steps attended to, once a kv head: those that were on
+        the device or had to be recalled from the host, and how many were fetched ahead."""
+        counts = self.ledger.counts.copy()
+        hit, recalled, ahead = self._statistics[0].sum(0).tolist()
+        counts["bytes_moved"] += (recalled + ahead) * self._row_bytes
+        counts.update(rows_hit=hit, rows_recalled=recalled, rows_prefetched=ahead)
+        return counts
+
+    def memory(self) -> Memory:
+        """``index``: which rows have which slots."""
+        if not self._is_split:
+            return Memory(device=self.store.nbytes)
+        device, index = self._dom.nbytes, 0
+        if self._slots is not None:
+            rows = self._slots.k.nbytes + self._slots.v.nbytes
+            device += rows
+            index = sum(part.nbytes for part in self._slots) - rows
+        return Memory(self._host.nbytes, device, index)

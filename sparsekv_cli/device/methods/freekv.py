@@ -1,0 +1,391 @@
+"""FreeKV on a device and its host; the method is told in methods/freekv.py.
+
+| paper | here |
+|---|---|
+| 3.2 speculative retrieval for the next step | _recall_ahead, on a stream beside the step's |
+| 3.3 query-based identification, head-wise correction | kernels/freekv/correction.py enter_row |
+| 4.2 hybrid layouts, NHD and HND; offloading | kernels/freekv/pages.py, offload_pages |
+| 4.2 streamed recall | kernels/freekv/recall.py fetch_pages; as in the paper: freekv_copies.py |
+
+A step is launches only: which kv heads choose again, what they choose and which pages are to be
+fetched for it is decided on the device, and a kernel reads those from pinned host memory. A kv head
+that need not choose skips the work, not the launch. While all rows are within the budget, or no
+page has left the window, they lie in a store and attention is dense. With ``recall=copy`` the host
+issues the copies, waiting for every choice, and steps are not captured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from sparsekv_cli.cache.spec import AttnInput, LayerSpec, Memory
+from sparsekv_cli.device.cache import (
+    DeviceCache,
+    DeviceInput,
+    DeviceStore,
+    count_dense,
+    grid_bound,
+)
+from sparsekv_cli.device.methods.freekv_copies import CopyRecall
+from sparsekv_cli.device.methods.freekv_pages import DevicePages, resident_rows
+from sparsekv_cli.device.streams import SideStream
+from sparsekv_cli.kernels.attention import decode as attention
+from sparsekv_cli.kernels.attention import select
+from sparsekv_cli.kernels.freekv import correction, recall
+from sparsekv_cli.kernels.freekv import pages as page_cache
+from sparsekv_cli.kernels.freekv.pages import Layout, Pages
+from sparsekv_cli.kernels.quest import pages
+from sparsekv_cli.methods.freekv import FreeKV, Plan
+
+
+class Workspace(NamedTuple):
+    """What the launches of a choice hand on; made anew only when something grows."""
+
+    wanted: torch.Tensor  # int32 (B, G): see correction.enter_row
+    query: torch.Tensor  # f32 (B, H, d)
+    pooled: pages.PooledPages
+    scores: pages.PageScratch
+    selection: select.SelectScratch
+    fresh: torch.Tensor  # int32 (B, G, m): candidates chosen
+    sizes: torch.Tensor  # int32 (B, G)
+    idx: torch.Tensor  # int32 (B, G, rows): resident rows attended to
+    counts: torch.Tensor  # int32 (B, G)
+
+
+class Recent(NamedTuple):
+    """Rows that a window holds at least, in this step and in the next."""
+
+    now: int
+    ahead: int
+
+
+class DeviceFreeKV(DeviceCache):
+    """One layer: a DeviceStore while attention is dense, and in prefill; otherwise DevicePages."""
+
+    side: SideStream
+
+    def __init__(self, spec: LayerSpec, ops: Any, method: FreeKV) -> None:
+        super().__init__(spec, ops)
+        self.method = method
+        self._device = ops.device
+        self._pages: DevicePages | None = None
+        self._n = 0  # rows, while they lie in pages
+        self.side = SideStream(ops.device)
+        self._ahead = (
+            method.speculate and method.threshold != math.inf and method.overlap != "false"
+        )
+        unit = method.page * (spec.head_dim + spec.value_dim)
+        self._copies = CopyRecall(unit, ops.device) if method.recall == "copy" else None
+        self._last: Any = None  # the last query of a prefill (H, d)
+        self._previous = torch.zeros(1, spec.n_head, spec.head_dim, device=ops.device)
+        self._previous_n = 0  # rows in context when that query was the current one
+        self._statistics = torch.zeros(
+            1, spec.n_head_kv, page_cache.N_STATISTICS.value, dtype=torch.int64, device=ops.device
+        )
+        self._made = 0  # how often the workspace was made
+        self._sizes: tuple[int, ...] = ()  # what it was made for
+        self._pools: torch.Tensor | None = None  # see kernels/freekv/recall.py check_pools
+        self._under_way = False  # a step that has been planned and not settled
+        self._n_max = 0
+
+    @property
+    def n(self) -> int:
+        return self.store.n if self._pages is None else self._n
+
+    def budget_rows(self, n: int) -> int:
+        return self.method.budget.rows(n)
+
+    def reserve(self, n: int) -> None:
+        if self._pages is None:
+            self.store.reserve(n)
+
+    # --- prefill ----------------------------------------------------------------------------------
+
+    def prefill(self, x: AttnInput) -> Any:
+        self._leave_pages()
+        self._last = x.q[:, -1]
+        return super().prefill(x)
+
+    def finish_prefill(self) -> None:
+        self._previous.copy_(self._last[None])
+        n = self._previous_n = self.n
+        self._last = None
+        plan = self.method.plan(n + 1)
+        if plan is None:
+            return
+        self._enter_pages(plan, grid_bound(n + 1))  # what the first step asks for
+        if self._ahead:
+            self._recent = self._recent_of(n)
+            self.lead([self])
+            *rows, previous = self.tensors()
+            numbers = torch.tensor([[n], [self.budget_rows(n + 1)]], dtype=torch.int32)
+            self._recall_ahead(self._arrays(rows), previous, *numbers.to(self._device))
+            self.side.join()
+
+    def _layout(self, n_sink: int) -> Layout:
+        method = self.method
+        n_ring = -(-(method.window + method.page - 1) // method.page)
+        return Layout(n_sink, n_ring, method.summary == "meanstd")
+
+    def _recent_of(self, n: int) -> Recent:
+        return Recent(*(self.method.recent(self.budget_rows(n + i)) for i in range(2)))
+
+    def _enter_pages(self, plan: Plan, n_max: int) -> None:
+        """Moves all rows from the store to pages, with room for n_max."""
+        method = self.method
+        self._n = self.store.n
+        self._pages = DevicePages(
+            self.store, self._statistics, self._layout(plan.n_sink), page=method.page,
+            window=plan.window, n_page=(n_max + 1) // method.page, n_slot=method.slots(plan),
+            n_best=plan.n_best,
+        )  # fmt: skip
+        self.store = DeviceStore(self.spec, self._device)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All but the pool, which stays where it is: see kernels/freekv/recall.py check_pools."""
+        rows = super().tensors() if self._pages is None else self._pages.arrays[1:]
+        return [*rows, self._previous]
+
+    def _arrays(self, tensors: Sequence[torch.Tensor]) -> Pages:
+        assert self._pages is not None
+        return Pages(self._pages.arrays.pool, *tensors)
+
+    @property
+    def moves(self) -> bool:
+        """Not by the host's copies, which are of one sequence."""
+        return self._copies is None
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> None:
+        *rows, self._previous = tensors
+        if self._pages is None:
+            super().put(rows)
+        else:
+            self._pages.arrays = self._arrays(rows)
+            self._statistics = self._pages.arrays.statistics
+
+    @property
+    def places(self) -> Hashable:
+        return super().places, self._made
+
+    def lead(self, caches: Sequence[DeviceFreeKV]) -> None:
+        """Makes the workspace for these sequences, if it is another than there is."""
+        if self._pages is None:
+            return
+        spec, device, arrays, n = self.spec, self._device, self._pages.arrays, len(caches)
+        n_sink, n_ring, _ = self._pages.layout
+        n_kv, n_page, m = spec.n_head_kv, arrays.hi.shape[2] - n_sink, arrays.chosen.shape[2]
+        pools = [cache._pages.arrays.pool.data_ptr() for cache in caches if cache._pages]
+        sizes = n_page, m, n_sink, *pools
+        if self._sizes == sizes:
+            return
+
+        def numbers(*shape: int) -> torch.Tensor:
+            return torch.zeros(n, n_kv, *shape, dtype=torch.int32, device=device)
+
+        self._made += 1
+        self._sizes = sizes
+        self._pools = None
+        if n > 1:
+            apart = [(pool - pools[0]) // arrays.pool.element_size() for pool in pools]
+            self._pools = torch.tensor(apart, dtype=torch.int64, device=device)
+        self._work = Workspace(
+            wanted=numbers(),
+            query=torch.zeros(n, spec.n_head, spec.head_dim, device=device),
+            pooled=pages.pooled_pages(n, n_kv, n_page, device),
+            scores=pages.page_scratch(n, spec.n_head, n_kv, spec.head_dim, n_page, device),
+            selection=select.select_scratch(n * n_kv, n_page, m, device),
+            fresh=numbers(m),
+            sizes=numbers(),
+            idx=numbers((n_sink + m + n_ring) * self.method.page),
+            counts=numbers(),
+        )
+
+    def _leave_pages(self) -> None:
+        """Moves all rows back to a store, bit for bit."""
+        if self._pages is not None:
+            store = DeviceStore(self.spec, self._device)
+            self._pages.to_store(store, self._n)
+            self.store, self._pages, self._sizes = store, None, ()
+            del self._work
+
+    # --- decode -----------------------------------------------------------------------------------
+
+    def plan(self, n: int, n_max: int) -> Hashable:
+        method = self.method
+        if self._under_way:  # it was broken off: slots may lack the pages they are said to hold
+            self.side.join()
+            self._leave_pages()
+            self._previous_n = 0
+        self._under_way = True
+        plan = method.plan(n, None if self._pages is None else self._pages.layout.n_sink)
+        self._n_max = n_max
+        if plan is None:
+            self._leave_pages()
+            return "dense", super().plan(n, n_max)
+        if self._pages is None:
+            self._enter_pages(plan, n_max)
+        assert self._pages is not None
+        largest = method.plan(n_max, plan.n_sink)
+        assert largest is not None
+        n_page = (n_max + 1) // method.page
+        self._pages.make_room(n_page, method.slots(largest), largest.n_best)
+        self._recent = self._recent_of(n)
+        self._current = not method.speculate or self._previous_n != n - 1
+        # By the host's copies no two steps are the same.
+        by_host = n if self._copies else None
+        return self._pages.layout, self._recent, self._current, by_host
+
+    def decode(self, x: DeviceInput) -> torch.Tensor:
+        *rows, previous = self.of_batch(len(x.q))
+        if self._pages is None:
+            k, v = rows
+            return self._decode_dense(x, k, v, previous)
+        arrays, layout, work = self._arrays(rows), self._pages.layout, self._work
+        n, budget = x.step.n, x.step.budget
+        recent = self._recent.now
+        reserved = layout.n_sink * self.method.page + recent
+        if not self._ahead:
+            recall.offload_pages(arrays, layout, n, recent, pools=self._pools)
+        correction.enter_row(
+            arrays, layout, x.q, previous, x.k, x.v, n, budget, recent, reserved,
+            self.method.threshold, current=self._current, wanted=work.wanted, query=work.query,
+        )  # fmt: skip
+        self._choose(arrays, work.query, n, budget, recent, reserved)
+        recall.assign_slots(
+            arrays, layout, work.fresh, work.sizes, work.wanted, n, budget, recent, reserved,
+            q=x.q, previous=previous,
+        )  # fmt: skip
+        if self._copies:
+            self._copies.fetch(arrays, layout)
+        recall.fetch_pages(
+            arrays, layout, n, recent, work.idx, work.counts, fetch=self._copies is None,
+            pools=self._pools,
+        )  # fmt: skip
+        scale = float(self.spec.scale)
+        out = attention.attend_rows(x.q, *resident_rows(arrays), work.idx, work.counts, scale)
+        if self.traced:
+            self._note_positions(arrays, int(n[0]))
+        if self._ahead:
+            self._recall_ahead(arrays, previous, n, budget)
+        return out
+
+    def _decode_dense(
+        self, x: DeviceInput, k: torch.Tensor, v: torch.Tensor, previous: torch.Tensor
+    ) -> torch.Tensor:
+        """A step that attends to all rows."""
+        self.attended = None
+        attention.append_rows(x.k, x.v, k, v, x.step.pos)
+        previous.copy_(x.q)
+        return attention.attend_dense(x.q, k, v, x.step.n, self._n_max, float(self.spec.scale))
+
+    def _note_positions(self, arrays: Pages, n: int) -> None:
+        """``note`` of a step at n rows of one sequence, before the next step's pages are chosen."""
+        assert self._pages is not None
+        p, n_sink = self.method.page, self._pages.layout.n_sink
+        plan = self.method.plan(n, n_sink)
+        assert plan is not None
+        always = [*range(n_sink * p), *range(plan.window * p, n)]
+        n_chosen = arrays.state[..., page_cache.N_CHOSEN.value]  # (1, G)
+        in_page = torch.arange(p, dtype=torch.int32, device=self._device)
+        chosen = (arrays.chosen[..., None] * p + in_page).flatten(2)  # (1, G, m p)
+        rows = torch.tensor(always, dtype=torch.int32, device=self._device)
+        rows = rows.expand(1, chosen.shape[1], -1)
+        self.note(torch.cat([rows, chosen], dim=2), len(always) + n_chosen * p)
+
+    def _recall_ahead(
+        self, arrays: Pages, previous: torch.Tensor, n: torch.Tensor, budget: torch.Tensor
+    ) -> None:
+        """Chooses and recalls the next step's pages with the query of this one, beside the rest.
+
+        previous f32 (B, H, d): that query. n, budget int32 (B,) of this step: kv heads whose number
+        of pages the next step's budget changes choose again then.
+        """
+        assert self._pages is not None
+        layout, work = self._pages.layout, self._work
+        recent = self._recent.ahead
+        reserved = layout.n_sink * self.method.page + recent
+        with self.side.fork():
+            recall.offload_pages(
+                arrays, layout, n, recent, ahead=1, budget=budget, reserved=reserved,
+                wanted=work.wanted, pools=self._pools,
+            )  # fmt: skip
+            self._choose(arrays, previous, n, budget, recent - 1, reserved)
+            recall.assign_slots(
+                arrays, layout, work.fresh, work.sizes, work.wanted, n, budget, recent, reserved
+            )
+            if self._copies:
+                self._copies.fetch(arrays, layout)
+            else:
+                recall.fetch_pages(arrays, layout, pools=self._pools)
+
+    def _choose(
+        self, arrays: Pages, query: torch.Tensor, n: torch.Tensor, budget: torch.Tensor,
+        recent: int, reserved: int,
+    ) -> None:  # fmt: skip
+        """The best candidates of the kv heads in ``work.wanted``, numbered from the first one."""
+        assert self._pages is not None
+        work = self._work
+        n_page, m = work.pooled.scores.shape[2], arrays.chosen.shape[2]
+        pages.pool_pages(
+            query, arrays.hi, arrays.lo, n, budget, n_page, self.method.page,
+            float(self.spec.scale), softmax=True, first=self._pages.layout.n_sink, recent=recent,
+            reserved=reserved, least=1, wanted=work.wanted, out=work.pooled, scratch=work.scores,
+        )  # fmt: skip
+        select.select_largest(
+            work.pooled.scores, work.pooled.n_page, n_page, work.pooled.n_best, m,
+            wanted=work.wanted, idx=work.fresh, counts=work.sizes, scratch=work.selection,
+        )  # fmt: skip
+
+    def settle(self, n: int) -> None:
+        self._under_way = False
+        self._previous_n = n
+        if self._pages is None:
+            self.store.n = n
+            count_dense(self, n, sparse=True)
+        else:
+            self._n = n
+            self.ledger.step(self.spec.n_head * n, 0, 0, 0, True)
+
+    # --- the rest ---------------------------------------------------------------------------------
+
+    def truncate(self, n: int) -> int:
+        if n < self.n:
+            self._leave_pages()
+            self.store.truncate(n)
+        return self.n
+
+    def memory(self) -> Memory:
+        if self._pages is None:
+            return super().memory()
+        index = self._pages.index_bytes + self._previous.nbytes + _bytes(self._work)
+        return Memory(host=self._pages.pool_bytes, device=self._pages.resident_bytes, index=index)
+
+    def counters(self) -> Mapping[str, int]:
+        """The steps counted by the kernels, added to the dense ones."""
+        spec = self.spec
+        hit, recalled, sent, scored, corrected, stepped, attended = (
+            self._statistics[0].sum(0).tolist()
+        )
+        row_bytes = 2 * (spec.head_dim + spec.value_dim)
+        counts = self.ledger.counts.copy()
+        for prefix in ("", "sparse_"):
+            counts[f"{prefix}rows_scored"] += 2 * scored * spec.group  # hi and lo
+            counts[f"{prefix}rows_attended"] += attended * spec.group
+        moved = (recalled + sent) * self.method.page * row_bytes
+        counts["bytes_moved"] += moved
+        counts["bytes_read"] += attended * row_bytes + scored * 4 * spec.head_dim + moved
+        counts.update(
+            pages_hit=hit, pages_recalled=recalled, pages_offloaded=sent,
+            heads_corrected=corrected, heads_stepped=stepped, us_waited=self.side.us_waited,
+        )  # fmt: skip
+        return counts
+
+
+def _bytes(work: Workspace) -> int:
+    """Of all tensors of a workspace."""
+    parts = [part if isinstance(part, tuple) else (part,) for part in work]
+    return sum(tensor.nbytes for part in parts for tensor in part)

@@ -1,0 +1,35 @@
+"""Dense attention on a device: the method full, and the dense layers of every other method."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from sparsekv_cli.cache.spec import LayerSpec
+from sparsekv_cli.device.cache import DeviceCache, DeviceInput, count_dense
+from sparsekv_cli.kernels.attention import decode as attention
+
+
+class DeviceDense(DeviceCache):
+    """Attends to every row: the method ``full``, and the dense layers of every other method."""
+
+    selects = False
+    keeps_rows = True
+
+    def __init__(self, spec: LayerSpec, ops: Any, _method: Any = None) -> None:
+        super().__init__(spec, ops)
+
+    def plan(self, n: int, n_max: int) -> Hashable:
+        self._n_max = n_max
+        return super().plan(n, n_max)
+
+    def decode(self, x: DeviceInput) -> torch.Tensor:
+        k, v = self.of_batch(len(x.q))
+        attention.append_rows(x.k, x.v, k, v, x.step.pos)
+        return attention.attend_dense(x.q, k, v, x.step.n, self._n_max, float(self.spec.scale))
+
+    def settle(self, n: int) -> None:
+        self.store.n = n
+        count_dense(self, n, sparse=False)

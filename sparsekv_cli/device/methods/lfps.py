@@ -1,0 +1,91 @@
+"""LFPS with its tables and rows on the host, and the rows of its sinks on the device too.
+
+As in the paper, the device attends to the sinks, and the host to what it chose of the other rows,
+whose output and log-sum-exp one kernel takes in while it attends to the sinks. The host scores the
+sinks all the same, in its own copy of their keys: whether a head is bypassed depends on their mass
+(eq 6), and so does nothing that a head learns (eq 10). It leaves their values alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsekv_cli.cache.spec import N_SINKS, Memory
+from sparsekv_cli.device.host import HostCache, HostOps, HostWorker
+from sparsekv_cli.kernels.attention import decode as attention
+from sparsekv_cli.kernels.attention.decode import Attended
+from sparsekv_cli.methods.lfps import LFPSCache
+
+
+class HostLFPS(HostCache):
+    """One layer. The device has its sinks as f16, of the values that the host's rows have."""
+
+    cache: LFPSCache
+
+    def __init__(self, cache: LFPSCache, ops: HostOps, worker: HostWorker) -> None:
+        super().__init__(cache, ops, worker, deferred=True)
+        cache.leave_sinks()
+        n_kv, d, d_v = (cache.spec.n_head_kv, cache.spec.head_dim, cache.spec.value_dim)
+        self._k, self._v = (
+            torch.zeros(1, n_kv, N_SINKS, width, dtype=torch.float16, device=ops.device)
+            for width in (d, d_v)
+        )
+        self._count = torch.full((1,), N_SINKS, dtype=torch.int32, device=ops.device)
+        self._copied = False
+        self._n_steps = 0
+
+    def plan(self) -> None:
+        """Before a step: copies the sinks when there are all of them; no step needs them earlier.
+
+        While the host attends to every row, the sinks among them, its log-sum-exp says so.
+        """
+        store = self.cache.store
+        if not self._copied and self.n >= N_SINKS:
+            self._copied = True
+            for ours, theirs, kind in (
+                (self._k, store.k, store.k_type),
+                (self._v, store.v, store.v_type),
+            ):
+                sinks = kind.read(theirs[:, :N_SINKS])[..., : kind.d]
+                ours[0] = torch.from_numpy(sinks).to(ours.device)
+
+    def add_sinks(self, q: torch.Tensor, seen: Attended, out: torch.Tensor) -> None:
+        """Launches ``seen`` and the sinks' attention together -> out f32 (1, H, d_v).
+
+        q f32 (1, H, d); seen: what the host's part of the step gave.
+        """
+        attention.attend_dense(
+            q, self._k, self._v, self._count, N_SINKS, float(self.spec.scale), out, seen=seen
+        )
+
+    def decode(self, x: Any) -> np.ndarray:
+        self._n_steps += 1
+        return super().decode(x)
+
+    @property
+    def lse(self) -> np.ndarray:
+        """f32 (H,): the log of the sum of exponentials of the scores that ``decode`` covered."""
+        return self.cache.lse
+
+    def truncate(self, n: int) -> int:
+        kept = super().truncate(n)
+        self._copied = self._copied and kept >= N_SINKS
+        return kept
+
+    def memory(self) -> Memory:
+        return replace(self.cache.memory(), device=self._nbytes)
+
+    def counters(self) -> Mapping[str, int]:
+        counts = Counter(self.cache.counters())
+        counts["bytes_read"] += self._n_steps * self._nbytes
+        return counts
+
+    @property
+    def _nbytes(self) -> int:
+        return self._k.nbytes + self._v.nbytes

@@ -1,0 +1,109 @@
+"""Quest on a device (methods/quest.py): whole pages, chosen by bounds of what their keys score."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from sparsekv_cli.cache.spec import N_SINKS, LayerSpec, Memory
+from sparsekv_cli.device.cache import DeviceInput, DeviceSelecting
+from sparsekv_cli.kernels.attention import select
+from sparsekv_cli.kernels.quest import pages
+from sparsekv_cli.kernels.quest.rows import page_rows
+
+
+class DeviceQuest(DeviceSelecting):
+    """K, V and the summaries of one layer's whole pages. method: methods/quest.py Quest."""
+
+    def __init__(self, spec: LayerSpec, ops: Any, method: Any) -> None:
+        super().__init__(spec, ops)
+        self.method = method
+        self._n_page = 0  # whole pages that have their summaries
+        self._hi, self._lo = (self._summaries(0) for _ in range(2))
+
+    def _summaries(self, n_page: int) -> torch.Tensor:
+        shape = (1, self.spec.n_head_kv, n_page, self.spec.head_dim)
+        return torch.zeros(shape, dtype=torch.float16, device=self.store.k.device)
+
+    def finish_prefill(self) -> None:
+        if not self.selects_all(self.store.n + 1):
+            self._summarise(self.store.n)
+
+    def _summarise(self, n: int) -> None:
+        """Brings the summaries up to the whole pages before row n, the next one."""
+        page = self.method.page
+        n_page = n // page
+        if n_page > self._hi.shape[2]:
+            self._grow(max(n_page, self.store.capacity // page))
+        if n_page > self._n_page:
+            pages.page_summaries(
+                self.store.k, self._hi, self._lo, page, self._meanstd, self._n_page, n_page, N_SINKS
+            )
+            self._n_page = n_page
+
+    def _grow(self, n_page: int) -> None:
+        """Room for the summaries of ``n_page`` pages."""
+        grown = []
+        for old in (self._hi, self._lo):
+            new = self._summaries(n_page)
+            new[:, :, : self._n_page] = old[:, :, : self._n_page]
+            grown.append(new)
+        self._hi, self._lo = grown
+
+    @property
+    def _meanstd(self) -> bool:
+        return self.method.summary == "meanstd"
+
+    def budget_rows(self, n: int) -> int:
+        return self.method.budget.rows(n)
+
+    def selects_all(self, n: int) -> bool:
+        return self.budget_rows(n) + N_SINKS >= n
+
+    def plan_selection(self, n: int, n_max: int) -> Hashable:
+        page = self.method.page
+        self._summarise(n - 1)
+        if n_max // page > self._hi.shape[2]:
+            self._grow(n_max // page)
+        self._k_max = max(1, self.budget_rows(n_max) // page)
+        return self._k_max
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [*super().tensors(), self._hi, self._lo]
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().put(tensors[:2])
+        self._hi, self._lo = tensors[2:]
+
+    def select(
+        self, x: DeviceInput, k: torch.Tensor, *index: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        page, step = self.method.page, x.step
+        hi, lo = index
+        pooled = pages.pool_pages(
+            x.q, hi, lo, step.n, step.budget, hi.shape[2], page, float(self.spec.scale),
+            softmax=False,
+        )  # fmt: skip
+        chosen, sizes = select.select_largest(
+            pooled.scores, pooled.n_page, hi.shape[2], pooled.n_best, self._k_max
+        )
+        return page_rows(chosen, sizes, step.n, page, N_SINKS)
+
+    def count(self, n: int) -> tuple[int, int, int]:
+        spec, page = self.spec, self.method.page
+        n_page = (n - 1) // page
+        current = n - n_page * page
+        n_best = min(n_page, max(0, (self.budget_rows(n) - current) // page))
+        # Sinks count once: a chosen first page holds them. Which it was only the device knows.
+        attended = N_SINKS + n_best * page + current
+        n_bytes = spec.n_head_kv * (attended * self.store.row_bytes + n_page * 4 * spec.head_dim)
+        return 2 * spec.n_head * n_page, spec.n_head * attended, n_bytes
+
+    def truncate(self, n: int) -> int:
+        self._n_page = min(self._n_page, n // self.method.page)
+        return super().truncate(n)
+
+    def memory(self) -> Memory:
+        return Memory(device=self.store.nbytes, index=self._hi.nbytes + self._lo.nbytes)

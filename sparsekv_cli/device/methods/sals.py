@@ -1,0 +1,285 @@
+"""SALS on a device (methods/sals.py): latents and packed values are the only copy of old rows.
+
+While budget, sinks and window cover the context, K and V lie whole in ``store``, and so they do
+during a prefill. Afterwards every row has a latent and packed values, written when it comes;
+sinks and the last rows are kept as they are besides, in a ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from sparsekv_cli.cache.spec import AttnInput, LayerSpec, Memory
+from sparsekv_cli.cpu.sals.step import ROPE_BLOCK, damping
+from sparsekv_cli.device.cache import DeviceCache, DeviceInput, DeviceStore, count_dense
+from sparsekv_cli.kernels.attention import decode as attention
+from sparsekv_cli.kernels.attention import select
+from sparsekv_cli.kernels.sals import attention as latent_attention
+from sparsekv_cli.kernels.sals import latent, scores
+from sparsekv_cli.kernels.weights import dot
+from sparsekv_cli.kernels.weights.packed import PackedMatrix
+
+ENCODED_AT_ONCE = 4096  # rows that are encoded or reconstructed at a time
+
+
+class DeviceSALS(DeviceCache):
+    """Latents, packed values, exact rows and basis of one layer. method: methods/sals.py SALS."""
+
+    def __init__(self, spec: LayerSpec, ops: Any, method: Any) -> None:
+        super().__init__(spec, ops)
+        self.method = method
+        self._device = ops.device
+        vectors, weights = method.basis_of(spec)
+        self._rank, self._score_rank = method.ranks(spec)
+        self._basis = latent.make_basis(
+            vectors, weights, spec.theta, spec.rope_scale, spec.n_head_kv, self._device
+        )
+        size = spec.n_head_kv * spec.head_dim
+        scored = self._basis.decode[: self._score_rank]
+        self._encode = PackedMatrix("F16", self._rank, size, self._basis.encode)
+        self._score = PackedMatrix("F16", self._score_rank, size, scored)
+        damp = damping(spec.theta, ROPE_BLOCK) * spec.rope_scale
+        self._damp = torch.from_numpy(damp.astype("f4")).to(self._device)
+        self._first = method.sinks if method.exact_sinks else 0
+        self._ring = method.window + method.undo
+        self._announced = 0  # rows that are coming in all
+        self._forget()
+
+    def _forget(self) -> None:
+        """No rows, in no form."""
+        self.store = DeviceStore(self.spec, self._device)
+        self._is_compressed = False
+        self._latents, self._values = self._empty_latents(0)
+        self._exact: latent.Exact | None = None
+        self._n = 0  # rows in latents
+        self._ring_from = 0  # position of the oldest row in the ring
+
+    @property
+    def n(self) -> int:
+        return max(self.store.n, self._n)
+
+    def reserve(self, n: int) -> None:
+        self._announced = n
+        if not self._is_compressed:
+            self.store.reserve(n)
+
+    # --- from rows to latents, and back for a later prefill ---------------------------------------
+
+    def prefill(self, x: AttnInput) -> Any:
+        if self._is_compressed and self.store.n == 0:
+            self._restore(max(self._n + x.k.shape[1], self._announced))
+        return super().prefill(x)
+
+    def finish_prefill(self) -> None:
+        if self._is_compressed or not self.method.covers(self.store.n):
+            self._compress()
+
+    def _empty_latents(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for the latents f16 (1, n, r) and values uint8 (1, n, G, head bytes) of n rows."""
+        size = latent.head_bytes(self.spec.value_dim, self.method.bits)
+        latents = torch.zeros(1, n, self._rank, dtype=torch.float16, device=self._device)
+        shape = (1, n, self.spec.n_head_kv, size)
+        return latents, torch.zeros(shape, dtype=torch.uint8, device=self._device)
+
+    def _reserve_latents(self, n: int) -> None:
+        """Room for ``n`` rows: just that at first, a sixteenth more than before when growing."""
+        capacity = self._latents.shape[1]
+        if n <= capacity:
+            return
+        if self._n:
+            n = max(n, capacity + capacity // 16 + 256)
+        grown = self._empty_latents(n)
+        for new, old in zip(grown, (self._latents, self._values), strict=True):
+            new[:, : self._n] = old[:, : self._n]
+        self._latents, self._values = grown
+
+    def _compress(self) -> None:
+        """Moves the rows of ``store`` to latents and exact rows; keeps the latents there are."""
+        store, n, first = self.store, self.store.n, self._first
+        if self._exact is None:
+            sizes = self.spec.head_dim, self.spec.value_dim
+            self._exact = latent.empty_exact(
+                1, self.spec.n_head_kv, sizes, first, self.method.window, self._ring, self._device
+            )
+            self._ring_from = first
+        self._reserve_latents(n)
+        for start in range(self._n, n, ENCODED_AT_ONCE):
+            rows = slice(start, min(n, start + ENCODED_AT_ONCE))
+            at = torch.arange(rows.start, rows.stop, device=self._device)
+            self._latents[0, rows] = latent.encode_rows(store.k[0, :, rows], at, self._basis)
+            values = store.v[0, :, rows].transpose(0, 1)  # (rows, G, d_v)
+            self._values[0, rows] = latent.quantize_values(values, self.method.bits)
+        self.ledger.counts["rows_encoded"] += n - self._n
+        self._ring_from = max(self._ring_from, n - self._ring)
+        slots = self._slots(self._ring_from, n)
+        for target, source in ((self._exact.k, store.k), (self._exact.v, store.v)):
+            target[:, :, :first] = source[:, :, :first]
+            target[:, :, slots] = source[:, :, self._ring_from : n]
+        self._exact.floor.fill_(self._ring_from)
+        self._n, self.store = n, DeviceStore(self.spec, self._device)
+        self._is_compressed = True
+
+    def _slots(self, start: int, stop: int) -> torch.Tensor:
+        """Slots of the positions start .. stop in the ring."""
+        return self._first + torch.arange(start, stop, device=self._device) % self._ring
+
+    def _restore(self, room: int) -> None:
+        """Fills ``store`` with all rows: exact where they are, reconstructed where not."""
+        n, first, exact = self._n, self._first, self._exact
+        assert exact is not None
+        store = DeviceStore(self.spec, self._device)
+        store.reserve(room)
+        for start in range(first, n, ENCODED_AT_ONCE):
+            rows = slice(start, min(n, start + ENCODED_AT_ONCE))
+            at = torch.arange(rows.start, rows.stop, device=self._device)
+            store.k[0, :, rows] = latent.reconstruct_rows(self._latents[0, rows], at, self._basis)
+            values = latent.dequantize_values(
+                self._values[0, rows], self.spec.value_dim, self.method.bits
+            )
+            store.v[0, :, rows] = values.transpose(0, 1)
+        slots = self._slots(self._ring_from, n)
+        for target, source in ((store.k, exact.k), (store.v, exact.v)):
+            target[:, :, :first] = source[:, :, :first]
+            target[:, :, self._ring_from : n] = source[:, :, slots]
+        store.n, self.store = n, store
+        self.ledger.counts["rows_restored"] += n - first
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def budget_rows(self, n: int) -> int:
+        return self.method.budget.rows(n)
+
+    def plan(self, n: int, n_max: int) -> Hashable:
+        self._n_max = n_max
+        if not self._is_compressed and self.method.covers(n):
+            return "dense", super().plan(n, n_max)
+        if not self._is_compressed:
+            self._compress()
+        self._reserve_latents(n_max)
+        start = self._exact_from(n)
+        self._n_back = max(0, start - max(self._first, n - self.method.window))
+        self._n_front = self.method.sinks - self._first
+        self._k_max = self.method.budget.rows(n_max) + self._n_back
+        return "latents", n_max, self._n_back, self._k_max
+
+    def tensors(self) -> list[torch.Tensor]:
+        if not self._is_compressed:
+            return super().tensors()
+        assert self._exact is not None
+        return [self._latents, self._values, *self._exact]
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> None:
+        if not self._is_compressed:
+            super().put(tensors)
+            return
+        self._latents, self._values, *exact = tensors
+        self._exact = latent.Exact(*exact)
+
+    def _exact_from(self, n: int) -> int:
+        """Position of the first row behind the latents, at ``n`` rows."""
+        return max(n - self.method.window, self._ring_from, self._first)
+
+    def decode(self, x: Any) -> Any:
+        spec, step, scale = self.spec, x.step, float(self.spec.scale)
+        tensors = self.of_batch(len(x.q))
+        self.attended = None
+        if not self._is_compressed:
+            k, v = tensors
+            attention.append_rows(x.k, x.v, k, v, step.pos)
+            return attention.attend_dense(x.q, k, v, step.n, self._n_max, scale)
+        latents, values, *parts = tensors
+        exact, basis, bits = latent.Exact(*parts), self._basis, self.method.bits
+        latent.append_latent(
+            dot.matvec(self._encode, x.k_nope.flatten(1)), x.k, x.v, step.pos, step.budget,
+            latents, values, exact, basis.encode_factor, bits, self._first,
+            self.method.window, self._n_back,
+        )  # fmt: skip
+        m = self._n_front + self._k_max
+        pieces = latent_attention.empty_pieces(
+            len(x.q), spec.n_head, spec.n_head_kv, spec.value_dim, m, self._device
+        )
+        attention.attend_rows(
+            x.q, exact.k, exact.v, exact.listed, exact.counts, scale, pieces.out[-1], pieces.lse[-1]
+        )
+        idx, counts = self._choose(self._importance(x, latents, exact, pieces.lse[-1]), exact)
+        if self.traced:
+            self._note_positions(idx, counts, int(step.n[0]))
+        latent_attention.attend_latents(
+            x.q, idx, counts, latents, values, basis, bits, spec.value_dim, scale, self._first,
+            pieces,
+        )  # fmt: skip
+        return attention.merge(*pieces)
+
+    def _note_positions(self, idx: torch.Tensor, counts: torch.Tensor, n: int) -> None:
+        """``note`` of latents chosen, and of rows kept as they are, at n rows of one sequence."""
+        exact = [*range(min(self._first, n)), *range(self._exact_from(n), n)]
+        rows = torch.tensor([[exact]], dtype=torch.int32, device=self._device)
+        self.note(torch.cat([rows, idx + self._first], dim=2), counts + len(exact))
+
+    def _importance(
+        self, x: DeviceInput, latents: torch.Tensor, exact: latent.Exact, exact_lse: torch.Tensor
+    ) -> torch.Tensor:
+        """What each latent is chosen by, f32 (B, 1, n_max)."""
+        if self.method.score == "brope":
+            return scores.score_latents(
+                x.q, self._damp, self._basis, latents, self._score_rank, exact.n_latent,
+                self._n_max, float(self.spec.scale), self._first, exact_lse,
+            )  # fmt: skip
+        summed = x.q_nope.unflatten(1, (self.spec.n_head_kv, -1)).sum(2).flatten(1)  # (B, G d)
+        query = dot.matvec(self._score, summed)
+        return scores.score_summed(query, latents, exact.n_latent, self._n_max, self._first)
+
+    def _choose(
+        self, importance: torch.Tensor, exact: latent.Exact
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The latents to attend to, counted from the first one: idx int32 (B, 1, m), counts."""
+        return select.select_largest(
+            importance, exact.n_latent, self._n_max, exact.k_latent, self._k_max, self._n_front,
+            self._n_back,
+        )  # fmt: skip
+
+    def settle(self, n: int) -> None:
+        if not self._is_compressed:
+            self.store.n = n
+            count_dense(self, n, sparse=True)
+            return
+        spec, method, counts = self.spec, self.method, self.ledger.counts
+        start = self._exact_from(n)
+        n_latent, n_exact = start - self._first, min(self._first, n) + n - start
+        self._n, self._ring_from = n, max(self._ring_from, n - self._ring)
+        wanted = min(self._n_front, n_latent) + self._n_back + method.budget.rows(n)
+        chosen = min(n_latent, wanted)
+        counts["rows_encoded"] += 1
+        counts["rows_reconstructed"] += chosen
+        n_bytes = n_latent * 2 * self._score_rank
+        n_bytes += chosen * (2 * self._rank + self._values[0, 0].nbytes)
+        n_bytes += n_exact * spec.n_head_kv * 2 * (spec.head_dim + spec.value_dim)
+        n_bytes += self._basis.nbytes
+        scored = n_latent * (spec.n_head if method.score == "brope" else 1)
+        attended = spec.n_head * (n_exact + chosen)
+        self.ledger.step(spec.n_head * n, scored, attended, n_bytes, True)
+
+    def truncate(self, n: int) -> int:
+        """Exact to the bit within the last rows of the ring; earlier, the window stays latents."""
+        if not self._is_compressed:
+            return super().truncate(n)
+        self.store = DeviceStore(self.spec, self._device)  # of a prefill that was interrupted
+        n = min(n, self._n)
+        if n <= self._first:
+            self._forget()
+            return 0
+        assert self._exact is not None
+        self._n, self._ring_from = n, min(self._ring_from, n)
+        self._exact.floor.fill_(self._ring_from)
+        return n
+
+    def memory(self) -> Memory:
+        """Rows in every form; ``index`` is E and D."""
+        parts = [self._latents, self._values]
+        if self._exact is not None:
+            parts += [self._exact.k, self._exact.v]
+        rows = self.store.nbytes + sum(part.nbytes for part in parts)
+        return Memory(device=rows, index=self._basis.nbytes)

@@ -1,0 +1,46 @@
+"""Exact top-k on a device (methods/topk.py): every key is scored, the best are attended to."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from sparsekv_cli.cache.spec import N_SINKS, LayerSpec
+from sparsekv_cli.device.cache import DeviceInput, DeviceSelecting
+from sparsekv_cli.kernels.attention import select
+
+
+class DeviceTopK(DeviceSelecting):
+    """K and V of one layer. method: methods/topk.py TopK."""
+
+    def __init__(self, spec: LayerSpec, ops: Any, method: Any) -> None:
+        super().__init__(spec, ops)
+        self.method = method
+
+    def budget_rows(self, n: int) -> int:
+        return self.method.budget.rows(n)
+
+    def selects_all(self, n: int) -> bool:
+        return self.budget_rows(n) + N_SINKS >= n
+
+    def plan_selection(self, n: int, n_max: int) -> Hashable:
+        self._recent = min(self.method.recent, max(1, self.budget_rows(n) // 2))
+        self._k_max = self.budget_rows(n_max)
+        return self._recent, self._k_max
+
+    def select(
+        self, x: DeviceInput, k: torch.Tensor, *_: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        n, n_max = x.step.n, self._n_max
+        scores = select.score_rows(x.q, k, n, n_max, float(self.spec.scale))
+        return select.select_largest(
+            scores, n, n_max, x.step.budget, self._k_max, N_SINKS, self._recent
+        )
+
+    def count(self, n: int) -> tuple[int, int, int]:
+        spec, store = self.spec, self.store
+        attended = spec.n_head * (N_SINKS + self.budget_rows(n))
+        scan = spec.n_head_kv * n * 2 * store.k.shape[3]
+        return spec.n_head * n, attended, scan + attended * store.row_bytes

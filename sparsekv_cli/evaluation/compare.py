@@ -1,0 +1,268 @@
+"""Several methods on one prompt: how far each is from dense attention, and how fast.
+
+The prompt is prefilled once for all methods. Then each method decodes the same continuation, and
+its logits are compared with those of ``full``, which comes first. Sparse layers are watched while
+they do it; since that takes time, speed is measured on steps that nobody watches. On a GPU each
+method has a prefill of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparsekv_cli import warmup
+from sparsekv_cli.cache.counters import total_counters
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.spec import Memory
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.evaluation.observer import Measured, Observer, mean
+from sparsekv_cli.evaluation.prefill import Keys, Progress, exact_keys, prefills, resume
+from sparsekv_cli.methods import METHODS, build_method, method_class
+from sparsekv_cli.methods.base import Method
+
+if TYPE_CHECKING:
+    from sparsekv_cli.session import Session
+
+UNTIMED = 2  # steps behind watched ones on a GPU, in which a graph is captured
+LEAST_STEPS = 4  # the first for the time to the first token, then some watched and some timed
+
+
+def parse_methods(text: str, common: Mapping[str, str] | None = None) -> dict[str, Method]:
+    """``lfps,topk:budget=2%`` -> methods by their text; ValueError says what is wrong.
+
+    Options follow a colon, separated by ``;`` or ``,``. ``full`` comes first, given or not; ``all``
+    stands for every method. common: options for every method that has them and is not given them;
+    but ``full`` itself, what the others are compared with, keeps its rows as f16.
+    """
+    specs: list[str] = ["full"]
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, colon, _ = part.partition(":")
+        if not colon and "=" in part and len(specs) > 1:
+            specs[-1] += (";" if ":" in specs[-1] else ":") + part
+        elif not colon and part.lstrip("-").isdigit() and "=" in specs[-1]:
+            specs[-1] += "," + part  # dense_layers=0,1
+        elif part == "all":
+            specs.extend(METHODS)
+        elif name not in METHODS:
+            raise ValueError(f"unknown method {name!r}: choose from {', '.join(METHODS)} or all")
+        else:
+            specs.append(part)
+    common = common or {}
+    known = {option for spec in specs for option in option_names(spec)}
+    for option in common:
+        if option not in known:
+            raise ValueError(f"none of the methods has an option {option!r}")
+    exact = {key: text for key, text in common.items() if not key.startswith("cache_type_")}
+    if len(exact) < len(common) and set(specs) == {"full"}:
+        raise ValueError("cache types: full is the reference and stays f16; name another method")
+    return {spec: build_spec(spec, exact if spec == "full" else common) for spec in specs}
+
+
+def option_names(spec: str) -> list[str]:
+    """The options that the method of ``spec`` has."""
+    return [option.name for option in fields(method_class(spec.partition(":")[0]))]
+
+
+def build_spec(spec: str, common: Mapping[str, str] | None = None) -> Method:
+    """``lfps:preset=paper;a=0.4`` -> the method; ``common`` as in parse_methods."""
+    name, _, options = spec.partition(":")
+    pairs = [option.partition("=") for option in options.split(";") if option]
+    given = {key.strip(): value.strip() for key, _, value in pairs}
+    if common:
+        names = option_names(spec)
+        given = {**{key: value for key, value in common.items() if key in names}, **given}
+    return build_method(name, given)
+
+
+def decode_tokens(
+    session: Session,
+    prompt: Sequence[int],
+    layers: Sequence[LayerCache],
+    tokens: Iterable[int],
+    result: Measured,
+    keys: Keys,
+    watched: Collection[int],
+    see: Callable[[np.ndarray], None],
+) -> None:
+    """Decodes ``tokens`` behind ``prompt`` with one method's caches; ``see`` gets the logits.
+
+    watched: the steps whose attended rows are compared with exact attention. Layers that do not
+    choose rows are never watched; after the last watched step, none is.
+    """
+    caches: list[Any] = list(layers)
+    observers: list[Observer] = []
+    if watched and session.engine.shares_prefill:
+        caches = [
+            Observer(cache, k, result) if cache.selects else cache
+            for cache, k in zip(layers, keys, strict=True)
+        ]
+        observers = [cache for cache in caches if isinstance(cache, Observer)]
+    elif watched:
+        from sparsekv_cli.device import observing
+
+        observers = list(observing.observe(layers, keys, result))
+    resume(session, prompt, caches)
+    for step, token in enumerate(tokens):
+        for observer in observers:
+            observer.active = step in watched
+        if observers and step > max(watched, default=-1):
+            session.caches, observers = list(layers), []
+            if not session.engine.shares_prefill:
+                observing.leave_alone(layers)
+        before = session.timings.decode_s
+        logits = session.decode(token)
+        result.step_s.append(session.timings.decode_s - before)
+        see(logits)
+    result.counts.update(total_counters(layers))
+
+
+def greedy_tokens(
+    first: np.ndarray, seen: Sequence[np.ndarray], n: int, banned: Collection[int]
+) -> Iterator[int]:
+    """``n`` greedy tokens after the logits ``first``; ``seen`` gets those of every token.
+
+    banned: tokens that are never chosen, because they would end the text.
+    """
+    allowed = np.ones(len(first), np.bool_)
+    allowed[[token for token in banned if 0 <= token < len(first)]] = False
+    logits = first
+    for _ in range(n):
+        yield int(np.where(allowed, logits, -np.inf).argmax())
+        logits = seen[-1]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method of a comparison, in the words of the JSON contract.
+
+    rows_*_mean: rows a query head, layer and step, dense layers included. mass and overlap: None
+    for methods that do not choose rows, or never had to.
+    """
+
+    spec: str
+    name: str
+    options: Mapping[str, Any]
+    kld_mean: float
+    top1_agreement: float
+    attn_mass_recall: float | None
+    topk_overlap: float | None
+    rows_attended_mean: float
+    rows_scored_mean: float
+    bytes_host: int
+    bytes_device: int
+    index_bytes: int
+    decode_tps: float
+    ttft_s: float
+
+
+def split_steps(n: int, n_between: int = 0) -> tuple[range, range]:
+    """Which of n decode steps are watched, and which are timed; the first is neither.
+
+    n_between: steps between them that are neither, as far as some are left to watch.
+    """
+    n_timed = n // 2
+    return range(1, max(2, n - n_timed - n_between)), range(n - n_timed, n)
+
+
+def compare(
+    session: Session,
+    methods: Mapping[str, Method],
+    ids: Sequence[int],
+    n_steps: int,
+    continuation: Sequence[int] | None = None,
+    on_prefill: Progress | None = None,
+    on_step: Progress | None = None,
+) -> list[Row]:
+    """Compares ``methods``, by their text, ``full`` first, on ``ids`` and ``n_steps`` tokens.
+
+    continuation: the tokens that all methods decode; without one, those that ``full`` chooses.
+    SparseKVError when prompt and steps do not fit the context.
+    """
+    n_context = len(ids) + n_steps
+    if n_context > session.n_ctx:
+        raise SparseKVError(
+            f"{len(ids)} tokens and {n_steps} steps do not fit the context of {session.n_ctx}: "
+            "shorten the prompt, or raise --ctx-size"
+        )
+    shared = session.engine.shares_prefill
+    if shared:
+        for method in methods.values():
+            last_layer = session.calibrations.specs(method)[-1]
+            warmup.load_method_kernels(method, last_layer, session.decoder.prefill_dtype)
+    keys: Keys = ()
+    watched, timed = split_steps(n_steps, 0 if shared else UNTIMED)
+    reference: list[np.ndarray] = []
+    tokens: list[int] = list(continuation or ())[:n_steps]
+    rows: list[Row] = []
+    started = prefills(session, list(methods.values()), ids, n_steps=n_steps, progress=on_prefill)
+    for logits, layers, seconds in started:
+        i = len(rows)
+        spec, method = list(methods.items())[i]
+        result = Measured()
+        if not keys and shared:
+            keys = exact_keys(layers, len(ids))
+        elif not keys:
+            from sparsekv_cli.device import observing
+
+            keys = observing.exact_keys(layers, len(ids))
+
+        def see(logits: np.ndarray, i: int = i, result: Measured = result) -> None:
+            if i == 0:
+                reference.append(logits)
+            step = len(result.kld)
+            result.add_step(reference[step], logits)
+            if on_step is not None:
+                on_step(i * n_steps + step + 1, len(methods) * n_steps)
+
+        following: Iterable[int] = tokens
+        if not tokens:
+            eog_ids = session.tokenizer.eog_ids
+            following = _kept(greedy_tokens(logits, reference, n_steps, eog_ids), tokens)
+        decode_tokens(session, ids, layers, following, result, keys, watched, see)
+        rows.append(_row(spec, method, layers, result, seconds, timed))
+        del layers  # gone before the next method has its own
+        session.caches = []
+    session.reset()
+    return rows
+
+
+def _kept(tokens: Iterable[int], into: list[int]) -> Iterator[int]:
+    for token in tokens:
+        into.append(token)
+        yield token
+
+
+def _row(
+    spec: str,
+    method: Method,
+    layers: Sequence[LayerCache],
+    result: Measured,
+    prefill_s: float,
+    timed: range,
+) -> Row:
+    head_steps = len(result.kld) * sum(cache.spec.n_head for cache in layers)
+    memory = [cache.memory() for cache in layers]
+
+    def total(part: Callable[[Memory], int]) -> int:
+        return sum(part(each) for each in memory)
+
+    return Row(
+        spec=spec,
+        name=spec.partition(":")[0],
+        options=method.options(),
+        kld_mean=float(np.mean(result.kld)),
+        top1_agreement=float(np.mean(result.same_top1)),
+        attn_mass_recall=mean(result.mass),
+        topk_overlap=mean(result.overlap),
+        rows_attended_mean=result.counts["rows_attended"] / head_steps,
+        rows_scored_mean=result.counts["rows_scored"] / head_steps,
+        bytes_host=total(lambda m: m.host),
+        bytes_device=total(lambda m: m.device),
+        index_bytes=total(lambda m: m.index),
+        decode_tps=len(timed) / sum(result.step_s[step] for step in timed),
+        ttft_s=prefill_s + result.step_s[0],
+    )

@@ -1,0 +1,136 @@
+"""What a method does to a model's answers, and what its sparse layers attend to.
+
+Attended rows are compared with exact attention over the sequence's exact keys: those of the prompt
+come from the caches of ``full``, those of decoded rows are kept here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.spec import N_SINKS
+
+MAX_BYPASS_ROWS = 11  # LFPS: sinks, six local rows and the current one
+
+
+@dataclass
+class Measured:
+    """What one method gave: a value a step, or a head and watched step."""
+
+    kld: list[float] = field(default_factory=list)
+    same_top1: list[bool] = field(default_factory=list)
+    overlap: list[float] = field(default_factory=list)
+    mass: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add_step(self, reference: np.ndarray, logits: np.ndarray) -> None:
+        """KLD(full || method) and top-1 of one step; logits f32 (n_vocab,)."""
+        expected, actual = log_softmax(reference), log_softmax(logits)
+        # Not as a dot product: BLAS' threads would wait for each other far longer than it takes.
+        self.kld.append(float((np.exp(expected) * (expected - actual)).sum()))
+        self.same_top1.append(bool(expected.argmax() == actual.argmax()))
+
+
+def mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if len(values) else None
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+class Observer:
+    """A layer's cache whose decode steps are compared with exact attention while ``active``.
+
+    It keeps the keys of the decoded rows itself, behind those of the prompt, because a method may
+    keep them in another form or not at all.
+    """
+
+    def __init__(self, cache: LayerCache, keys: np.ndarray, result: Measured) -> None:
+        self._cache, self._keys, self._result = cache, keys, result
+        self._tail = np.empty((keys.shape[0], 64, keys.shape[2]), np.float16)
+        self._n_tail = 0
+        self._ignored = MAX_BYPASS_ROWS if "heads_bypassed" in cache.counters() else 0
+
+    @property
+    def cache(self) -> LayerCache:
+        return self._cache
+
+    @property
+    def active(self) -> bool:
+        return self._cache.traced
+
+    @active.setter
+    def active(self, value: bool) -> None:
+        self._cache.traced = value
+
+    def decode(self, x: Any) -> np.ndarray:
+        self.keep_key(x.k[:, 0])
+        if not self.active:
+            return self._cache.decode(x)
+        q = x.q[:, 0].copy()
+        out = self._cache.decode(x)
+        self.rate(q, self._cache.attended)
+        return out
+
+    def keep_key(self, k: np.ndarray) -> None:
+        """Notes the key of a decoded row, (G, d)."""
+        if self._n_tail == self._tail.shape[1]:
+            self._tail = np.concatenate([self._tail, np.empty_like(self._tail)], axis=1)
+        self._tail[:, self._n_tail] = k
+        self._n_tail += 1
+
+    def rate(self, q: np.ndarray, attended: tuple[np.ndarray, np.ndarray] | None) -> None:
+        """Measures a step of query f32 (H, d); attended as in ``compare_rows``."""
+        spec, tail = self._cache.spec, self._tail[:, : self._n_tail]
+        overlap, mass = compare_rows(
+            q, self._keys, attended, float(spec.scale), self._ignored, tail, spec.n_threads
+        )
+        self._result.overlap.extend(overlap)
+        self._result.mass.extend(mass)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+def compare_rows(
+    q: np.ndarray,
+    k: np.ndarray,
+    attended: tuple[np.ndarray, np.ndarray] | None,
+    scale: float,
+    ignored: int = 0,
+    tail: np.ndarray | None = None,
+    n_threads: int = 1,
+) -> tuple[list[float], list[float]]:
+    """Overlap with exact top-k, and softmax mass, of each head's attended rows.
+
+    q f32 (H, d), k f16 (G, n, d), tail f16 (G, m, d): rows behind those of k; attended: rows int32
+    (U, m) and their counts (U,), U = H, G or 1; None: every row, which has no overlap to speak of.
+    A head of at most ``ignored`` rows has mass and no overlap. Sinks do not count in the overlap.
+    """
+    from sparsekv_cli.cpu.attention.coverage import rate_rows
+
+    if attended is None:
+        return [], [1.0] * len(q)
+    tail = k[:, :0] if tail is None else tail
+    idx, counts = attended
+    n_chosen, n_best = np.empty((2, len(q)), np.int64)
+    mass = np.empty(len(q))
+    (k_at, k_head), (tail_at, tail_head) = (
+        (keys.__array_interface__["data"][0], keys.strides[0]) for keys in (k, tail)
+    )
+    rate_rows(
+        q, k_at, k_head, k.shape[1], tail_at, tail_head, tail.shape[1], k.strides[1], len(k), scale,
+        np.ascontiguousarray(idx), counts, N_SINKS, n_chosen, n_best, mass, n_threads,
+    )  # fmt: skip
+    rows = counts.repeat(len(q) // len(counts))
+    rated = (n_chosen > 0) & (rows > ignored)
+    return (n_best[rated] / n_chosen[rated]).tolist(), mass.tolist()

@@ -1,0 +1,195 @@
+"""One dense prefill that fills the caches of several methods, or one each on a GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.store import padded
+from sparsekv_cli.methods.base import Method
+
+if TYPE_CHECKING:
+    from sparsekv_cli.session import Session
+
+N_TRIAL = 1100  # tokens of a prompt that kernels are tried on: more than any default budget
+N_TRIAL_STEPS = 3  # a graph is captured and replayed by then
+Keys = Sequence[np.ndarray]  # one a layer: the prompt's keys, f16 (G, n, row)
+Progress = Callable[[int, int], None]
+
+
+class SharedAttention:
+    """The host backend, but a chunk's dense attention is computed once for all caches.
+
+    It reads the rows of the first cache, whatever types the others store theirs in.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        # Copied, so that a decode step finds what it calls as fast as in the backend itself.
+        self.__dict__.update({k: v for k, v in vars(backend).items() if not k.startswith("_")})
+        self.seconds = 0.0
+        self._compute = backend.dense_prefill
+        self._inputs: Any = None
+        self._out: Any = None
+        self.dense_prefill = self._shared
+
+    def _shared(self, store: Any, x: Any, spec: Any) -> Any:
+        if x is not self._inputs:
+            begin = time.perf_counter()
+            self._inputs, self._out = x, self._compute(store, x, spec)
+            self.seconds += time.perf_counter() - begin
+        return self._out
+
+
+class FanOut:
+    """One layer's caches of all methods, filled by one prefill.
+
+    own_s: seconds that each method spends on itself, such as on its index; added to.
+    """
+
+    keeps_rows = False  # a method may drop or compress its rows in ``finish_prefill``
+
+    def __init__(
+        self, caches: Sequence[LayerCache], backend: SharedAttention, own_s: list[float]
+    ) -> None:
+        self._caches = caches
+        self._backend = backend
+        self._own_s = own_s
+
+    def _timed(self, i: int, call: Callable[[], Any]) -> Any:
+        begin, shared = time.perf_counter(), self._backend.seconds
+        out = call()
+        shared = self._backend.seconds - shared
+        self._own_s[i] += time.perf_counter() - begin - shared
+        return out
+
+    def prefill(self, x: Any) -> Any:
+        outs = [
+            self._timed(i, lambda cache=cache: cache.prefill(x))  # type: ignore[misc]
+            for i, cache in enumerate(self._caches)
+        ]
+        return outs[0]
+
+    def finish_prefill(self) -> None:
+        for i, cache in enumerate(self._caches):
+            self._timed(i, cache.finish_prefill)
+
+
+class Prefill(NamedTuple):
+    """What one prefill gave all methods.
+
+    seconds: one a method: the prefill without the time that the other methods took for themselves.
+    """
+
+    logits: np.ndarray  # f32 (n_vocab,) after the prompt
+    caches: list[list[LayerCache]]  # a list a method
+    seconds: list[float]
+
+
+def prefill_all(
+    session: Session,
+    methods: Sequence[Method],
+    ids: Sequence[int],
+    *,
+    n_steps: int = 0,
+    progress: Progress | None = None,
+) -> Prefill:
+    """Prefills ``ids`` for all methods and makes room for ``n_steps`` more rows.
+
+    The methods are calibrated if need be; ``Session.prepare`` does it beforehand and says so.
+    """
+    from sparsekv_cli.cpu import ops
+
+    backend: Any = SharedAttention(ops)
+    caches = [
+        [method.layer(spec, backend) for spec in session.calibrations.specs(method)]
+        for method in methods
+    ]
+    for cache in (cache for layers in caches for cache in layers):
+        cache.reserve(len(ids) + n_steps)
+    own_s = [0.0] * len(methods)
+    layers: Any = [FanOut(together, backend, own_s) for together in zip(*caches, strict=True)]
+    begin = time.perf_counter()
+    logits = session.decoder.forward(ids, 0, layers, progress=progress)
+    shared = time.perf_counter() - begin - sum(own_s)
+    return Prefill(logits, caches, [shared + own for own in own_s])
+
+
+class Prefilled(NamedTuple):
+    """What one method starts to decode from."""
+
+    logits: np.ndarray  # f32 (n_vocab,) after the prompt
+    caches: list[LayerCache]  # one a layer
+    seconds: float
+
+
+def prefills(
+    session: Session,
+    methods: Sequence[Method],
+    ids: Sequence[int],
+    *,
+    n_steps: int,
+    progress: Progress | None = None,
+) -> Iterator[Prefilled]:
+    """``prefill_all`` for one method after another, or a prefill each where caches are a GPU's.
+
+    There, each method's kernels are tried first, and its caches are to be gone when the next one's
+    turn comes. A method that cannot run there is refused before any does.
+    """
+    if session.engine.shares_prefill:
+        together = prefill_all(session, methods, ids, n_steps=n_steps, progress=progress)
+        for i, seconds in enumerate(together.seconds):
+            layers, together.caches[i] = together.caches[i], []
+            yield Prefilled(together.logits, layers, seconds)
+            del layers
+        return
+
+    def new_caches(method: Method) -> list[LayerCache]:
+        return [session.engine.layer(method, spec) for spec in session.calibrations.specs(method)]
+
+    def try_kernels(method: Method) -> None:
+        layers, trial = new_caches(method), ids[:N_TRIAL]
+        session.decoder.forward(trial, 0, layers)
+        for pos in range(len(trial), len(trial) + N_TRIAL_STEPS):
+            session.decoder.decode(ids[0], pos, layers)
+
+    def prefilled(method: Method) -> Prefilled:
+        layers = new_caches(method)
+        for cache in layers:
+            cache.reserve(len(ids) + n_steps)
+        begin = time.perf_counter()
+        logits = session.decoder.forward(ids, 0, layers, progress=progress)
+        return Prefilled(logits, layers, time.perf_counter() - begin)
+
+    for method in methods:
+        new_caches(method)
+    for method in methods:
+        try_kernels(method)
+        yield prefilled(method)
+
+
+def batches(
+    session: Session, methods: Mapping[str, Method], n_rows: int, most_bytes: int | None
+) -> Iterator[dict[str, Method]]:
+    """``methods`` in groups that take at most ``most_bytes`` of K and V, each led by the first."""
+    h = session.hparams
+    row_bytes = 2 * (padded(h.head_dim) + padded(h.value_dim)) * sum(h.n_head_kv)
+    size = len(methods)
+    if most_bytes is not None:
+        size = max(1, most_bytes // (row_bytes * max(1, n_rows)) - 1)
+    (first, reference), *others = methods.items()
+    for start in range(0, max(1, len(others)), size):
+        yield {first: reference, **dict(others[start : start + size])}
+
+
+def resume(session: Session, ids: Sequence[int], caches: Sequence[Any]) -> None:
+    """Lets the session go on behind ``ids`` with ``caches`` that hold them."""
+    session.tokens, session.caches = list(ids), list(caches)
+
+
+def exact_keys(layers: Sequence[LayerCache], n: int) -> Keys:
+    """The keys of the first ``n`` rows in the caches of ``full``; valid when those are gone."""
+    return [cache.store.k[:, :n] for cache in layers]

@@ -1,0 +1,361 @@
+"""Choosing the next token: llama.cpp's sampler chain as functions from candidates to candidates.
+
+Each function does what the sampler of that name does in llama.cpp (src/llama-sampler.cpp), with
+min_keep 0. Where llama.cpp is random or undefined this module is not: of equal logits the lowest
+token id comes first, tokens of probability zero take no part in typ_p, and draws come from PCG64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.sampling.dry import Breakers, dry_penalties, find_breakers
+from sparsekv_cli.sampling.params import SamplingParams
+
+BLOCK = 128  # logits a block when looking for the largest few
+FIRST_SORTED = 256  # tokens that top_p sorts before it needs more
+KEEPS_BEST = {"top_n_sigma", "top_k", "top_p", "min_p", "temperature"}
+
+
+class Candidates(NamedTuple):
+    """Tokens that may still be chosen.
+
+    ids: (n,) i64. logits: (n,) f32. is_sorted: logits descend. is_full: ids are 0..n-1 in order.
+    """
+
+    ids: np.ndarray
+    logits: np.ndarray
+    is_sorted: bool = False
+    is_full: bool = False
+
+    def keep(self, index: np.ndarray | slice, *, is_sorted: bool) -> Candidates:
+        """The candidates at `index`, in its order."""
+        return Candidates(self.ids[index], self.logits[index], is_sorted)
+
+    def locate(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(found (m,) bool: which of the distinct tokens are here, index of each found one)."""
+        if self.is_full:
+            found = (tokens >= 0) & (tokens < len(self.ids))
+            return found, tokens[found]
+        order = np.argsort(self.ids)
+        at = order[np.minimum(np.searchsorted(self.ids, tokens, sorter=order), len(order) - 1)]
+        found = self.ids[at] == tokens
+        return found, at[found]
+
+
+Sampler = Callable[[np.ndarray, Sequence[int]], int]
+Step = Callable[[Candidates, Sequence[int]], Candidates]
+
+
+def make_sampler(
+    params: SamplingParams,
+    *,
+    piece: Callable[[int], str | bytes] | None = None,
+    tokenize: Callable[[str], Sequence[int]] | None = None,
+) -> Sampler:
+    """A function (logits (V,) f32, history) -> token id; history holds prompt and answer so far.
+
+    piece: text of a token, special tokens included; needed by DRY's sequence breakers.
+    tokenize: tokens of a text without BOS, special tokens not parsed; needed by breakers of more
+        than one byte, which may be spread over tokens.
+    The same parameters and the same calls give the same tokens, unless params.seed is -1.
+    Raises ValueError when DRY needs what was not given; the function raises SparseKVError when the
+    logits hold NaN or nothing that may be chosen. The logits are not changed.
+    """
+    rng = np.random.Generator(np.random.PCG64(None if params.seed == -1 else params.seed))
+    names = [name for name in params.samplers if is_active(name, params)]
+    takes_best = params.temp <= 0 and "temperature" in names
+    while takes_best and names and names[-1] in KEEPS_BEST:
+        names.pop()
+    if "dry" in names:
+        check_breakers(params.dry_sequence_breakers, piece, tokenize)
+    steps = [chain_step(name, params, rng, piece, tokenize) for name in names]
+    ids = np.arange(0)
+
+    def sample(logits: np.ndarray, history: Sequence[int]) -> int:
+        nonlocal ids
+        if len(ids) != len(logits):
+            ids = np.arange(len(logits))
+        candidates = Candidates(ids, np.asarray(logits, np.float32), is_full=True)
+        candidates = add_bias(candidates, params.logit_bias)
+        check_finite(candidates.logits.max())
+        for step in steps:
+            candidates = step(candidates, history)
+        return best(candidates) if takes_best else draw(candidates, rng.random())
+
+    return sample
+
+
+def is_active(name: str, params: SamplingParams) -> bool:
+    """Whether a sampler of the chain can change anything."""
+    penalties = (params.repeat_penalty, params.frequency_penalty, params.presence_penalty)
+    return {
+        "penalties": params.repeat_last_n != 0 and penalties != (1, 0, 0),
+        "dry": params.dry_multiplier > 0 and params.dry_penalty_last_n != 0,
+        "top_n_sigma": params.top_n_sigma > 0,
+        "top_k": params.top_k > 0,
+        "typ_p": params.typ_p < 1,
+        "top_p": params.top_p < 1,
+        "min_p": params.min_p > 0,
+        "xtc": params.xtc_probability > 0 and params.xtc_threshold <= 0.5,
+        "temperature": params.temp != 1,
+    }[name]
+
+
+def chain_step(
+    name: str,
+    params: SamplingParams,
+    rng: np.random.Generator,
+    piece: Callable[[int], str | bytes] | None,
+    tokenize: Callable[[str], Sequence[int]] | None,
+) -> Step:
+    """One sampler of the chain with its parameters bound."""
+    if name == "penalties":
+        return lambda candidates, history: penalties(
+            candidates,
+            last(history, params.repeat_last_n),
+            params.repeat_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+        )
+    if name == "dry":
+        return dry_step(params, piece, tokenize)
+    if name == "xtc":
+        return lambda candidates, _: xtc(
+            candidates, params.xtc_probability, params.xtc_threshold, rng.random()
+        )
+    if name == "top_k":
+        return lambda candidates, _: top_k(candidates, params.top_k)
+    function, value = {
+        "top_n_sigma": (top_n_sigma, params.top_n_sigma),
+        "typ_p": (typical, params.typ_p),
+        "top_p": (top_p, params.top_p),
+        "min_p": (min_p, params.min_p),
+        "temperature": (temperature, params.temp),
+    }[name]
+    return lambda candidates, _: function(candidates, value)
+
+
+def dry_step(
+    params: SamplingParams,
+    piece: Callable[[int], str | bytes] | None,
+    tokenize: Callable[[str], Sequence[int]] | None,
+) -> Step:
+    """The DRY sampler; the vocabulary is searched for breakers when its size is first seen."""
+    breakers: Breakers | None = None
+
+    def step(candidates: Candidates, history: Sequence[int]) -> Candidates:
+        nonlocal breakers
+        if breakers is None:
+            n_vocab = int(candidates.ids.max()) + 1
+            breakers = find_breakers(params.dry_sequence_breakers, n_vocab, piece, tokenize)
+        tokens, amounts = dry_penalties(
+            last(history, params.dry_penalty_last_n),
+            params.dry_multiplier,
+            params.dry_base,
+            params.dry_allowed_length,
+            breakers,
+        )
+        return subtract(candidates, tokens, amounts)
+
+    return step
+
+
+def check_breakers(
+    texts: Sequence[str],
+    piece: Callable[[int], str | bytes] | None,
+    tokenize: Callable[[str], Sequence[int]] | None,
+) -> None:
+    """ValueError when the sequence breakers need a function that was not given."""
+    if texts and piece is None:
+        raise ValueError(f"dry_sequence_breakers = {texts!r}: need a token's text (`piece`)")
+    for text in texts:
+        if len(text.encode()) > 1 and tokenize is None:
+            raise ValueError(f"dry_sequence_breakers = {text!r}: needs a tokenizer (`tokenize`)")
+
+
+def last(history: Sequence[int], n_last: int) -> np.ndarray:
+    """The last n tokens of the history, all of it for -1: (n,) i64."""
+    return np.asarray(history if n_last == -1 else history[-n_last:], dtype=np.int64)
+
+
+def add_bias(candidates: Candidates, bias: Mapping[int, float]) -> Candidates:
+    """logit += bias of its token; SparseKVError for a token outside the vocabulary."""
+    if not bias:
+        return candidates
+    tokens = np.fromiter(bias.keys(), np.int64, len(bias))
+    found, index = candidates.locate(tokens)
+    if not found.all():
+        raise SparseKVError(
+            f"logit bias for token {tokens[~found][0]}: the vocabulary has {len(candidates.ids)}"
+        )
+    logits = candidates.logits.copy()
+    logits[index] += np.fromiter(bias.values(), np.float32, len(bias))
+    return candidates._replace(logits=logits, is_sorted=False)
+
+
+def penalties(
+    candidates: Candidates, recent: np.ndarray, repeat: float, frequency: float, presence: float
+) -> Candidates:
+    """Lower the logits of recent tokens: logit *= or /= repeat, then - count*frequency - presence.
+
+    recent: (n,) tokens of the context, prompt included. Each distinct one is penalised once; a
+    logit <= 0 is multiplied by `repeat`, a positive one divided, so both fall.
+    """
+    tokens, counts = np.unique(recent, return_counts=True)
+    found, index = candidates.locate(tokens)
+    logits = candidates.logits.copy()
+    old = logits[index]
+    new = np.where(old <= 0, old * np.float32(repeat), old / np.float32(repeat))
+    amount = counts[found].astype(np.float32) * np.float32(frequency) + np.float32(presence)
+    logits[index] = new - amount
+    return candidates._replace(logits=logits, is_sorted=False)
+
+
+def subtract(candidates: Candidates, tokens: np.ndarray, amounts: np.ndarray) -> Candidates:
+    """logit -= amount of its token; tokens (m,) distinct, amounts (m,) f32."""
+    if not len(tokens):
+        return candidates
+    found, index = candidates.locate(tokens)
+    logits = candidates.logits.copy()
+    logits[index] -= amounts[found]
+    return candidates._replace(logits=logits, is_sorted=False)
+
+
+def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
+    """Keep logits of at least maximum - n standard deviations (of the finite logits)."""
+    logits = candidates.logits
+    if len(logits) <= 1:
+        return candidates
+    finite = logits if np.isfinite(logits.min()) else logits[logits != -np.inf]
+    if not len(finite):
+        return candidates
+    bound = logits.max() - np.float32(n) * finite.std()
+    return candidates.keep(np.flatnonzero(logits >= bound), is_sorted=candidates.is_sorted)
+
+
+def top_k(candidates: Candidates, k: int) -> Candidates:
+    """The k largest logits, sorted; all of them, sorted, when there are no more than k."""
+    if candidates.is_sorted:
+        return candidates.keep(slice(k), is_sorted=True)
+    index = at_least_largest(candidates.logits, k)
+    order = np.argsort(-candidates.logits[index], kind="stable")[:k]
+    return candidates.keep(index[order], is_sorted=True)
+
+
+def at_least_largest(logits: np.ndarray, k: int) -> np.ndarray:
+    """Ascending indices of the k largest logits and of some others, few when k is small.
+
+    The k blocks with the highest maxima hold at least k logits that reach the k-th highest
+    maximum, so every one of the k largest does: one pass for the maxima, one to compare.
+    """
+    n_blocks = len(logits) // BLOCK
+    if n_blocks <= 2 * k:
+        return np.arange(len(logits))
+    maxima = logits[: n_blocks * BLOCK].reshape(n_blocks, BLOCK).max(axis=1)
+    bound = np.partition(maxima, n_blocks - k)[n_blocks - k]
+    return np.flatnonzero(logits >= bound)
+
+
+def probabilities(logits: np.ndarray) -> np.ndarray:
+    """Softmax in f32, (n,) -> (n,)."""
+    powers = np.exp(logits - logits.max())
+    return powers / powers.sum()
+
+
+def typical(candidates: Candidates, p: float) -> Candidates:
+    """Locally typical sampling: nearest to the entropy first, until their mass exceeds p.
+
+    Score of a token: | -log(probability) - entropy |.
+    """
+    mass = probabilities(candidates.logits)
+    candidates, mass = candidates.keep(mass > 0, is_sorted=candidates.is_sorted), mass[mass > 0]
+    surprise = -np.log(mass)
+    order = np.argsort(np.abs(surprise - np.sum(mass * surprise)), kind="stable")
+    total = np.cumsum(mass[order])
+    n_kept = int(np.searchsorted(total, np.float32(p), side="right")) + 1
+    return candidates.keep(order[:n_kept], is_sorted=False)
+
+
+def top_p(candidates: Candidates, p: float) -> Candidates:
+    """The most likely tokens until their mass reaches p; always at least one.
+
+    Usually a few hundred tokens decide it; otherwise all logits are sorted, without their ids.
+    """
+    logits = candidates.logits
+    maximum = logits.max()
+    total = np.sum(np.exp(logits - maximum))
+    head = top_k(candidates, min(FIRST_SORTED, len(logits)))
+    mass = np.cumsum(np.exp(head.logits - maximum) / total)
+    if mass[-1] >= np.float32(p) or len(head.ids) == len(logits):
+        return head.keep(slice(first_reaching(mass, p) + 1), is_sorted=True)
+    descending = logits if candidates.is_sorted else -np.sort(-logits)
+    mass = np.cumsum(np.exp(descending - maximum) / total)
+    n_kept = min(first_reaching(mass, p) + 1, len(logits))
+    above = np.flatnonzero(logits > descending[n_kept - 1])
+    equal = np.flatnonzero(logits == descending[n_kept - 1])[: n_kept - len(above)]
+    index = np.sort(np.concatenate([above, equal]))
+    return candidates.keep(index, is_sorted=candidates.is_sorted)
+
+
+def first_reaching(mass: np.ndarray, p: float) -> int:
+    """Index of the first cumulative mass >= p; len(mass) when there is none."""
+    return int(np.searchsorted(mass, np.float32(p), side="left"))
+
+
+def min_p(candidates: Candidates, p: float) -> Candidates:
+    """Keep logits of at least maximum + log(p): tokens p times as likely as the most likely."""
+    bound = candidates.logits.max() + np.log(np.float32(p))
+    index = np.flatnonzero(candidates.logits >= bound)
+    return candidates.keep(index, is_sorted=candidates.is_sorted)
+
+
+def xtc(candidates: Candidates, probability: float, threshold: float, chance: float) -> Candidates:
+    """Exclude top choices: of the tokens with mass >= threshold keep only the least likely.
+
+    chance: uniform in [0, 1); above `probability` nothing is done.
+    """
+    if chance > probability or len(candidates.ids) < 2:
+        return candidates
+    candidates = top_k(candidates, len(candidates.ids))
+    mass = probabilities(candidates.logits)
+    n_top = int(np.count_nonzero(mass >= np.float32(threshold)))
+    return candidates.keep(slice(max(0, n_top - 1), None), is_sorted=True)
+
+
+def temperature(candidates: Candidates, temp: float) -> Candidates:
+    """logit / temp; for temp <= 0 the most likely token alone."""
+    if temp <= 0:
+        index = int(np.argmax(candidates.logits))
+        return candidates.keep(slice(index, index + 1), is_sorted=True)
+    return candidates._replace(logits=candidates.logits / np.float32(temp))
+
+
+def best(candidates: Candidates) -> int:
+    """The most likely token, the lowest id of equal ones."""
+    index = int(np.argmax(candidates.logits))
+    check_finite(candidates.logits[index])
+    return int(candidates.ids[index])
+
+
+def draw(candidates: Candidates, chance: float) -> int:
+    """The token at `chance`, uniform in [0, 1), of the distribution softmax(logits)."""
+    maximum = candidates.logits.max()
+    check_finite(maximum)
+    total = np.cumsum(np.exp(candidates.logits - maximum), dtype=np.float64)
+    index = np.searchsorted(total, chance * total[-1], side="right")
+    last_possible = np.searchsorted(total, total[-1], side="left")
+    return int(candidates.ids[min(index, last_possible)])
+
+
+def check_finite(maximum: np.float32) -> None:
+    """SparseKVError when the highest logit is no number."""
+    if not np.isfinite(maximum):
+        raise SparseKVError(
+            f"the highest logit is {maximum}, expected a finite number: the weights are damaged,"
+            " or every token is banned by a logit bias"
+        )

@@ -1,0 +1,106 @@
+"""The causal bf16 attention of a prefill against numpy in f64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sparsekv_cli.cache.spec import AttnInput, LayerSpec
+from sparsekv_cli.cache.store import KVStore
+from sparsekv_cli.cpu import ops
+from sparsekv_cli.cpu.attention import prefill_bf16 as kernels
+from sparsekv_cli.cpu.jit import bf16
+from sparsekv_cli.cpu.jit.floats import bits
+
+pytestmark = pytest.mark.skipif(
+    not bf16.is_available(), reason="this CPU has no bf16 products: torch attends there"
+)
+
+
+def attend(q, k, v, scale, n_threads=2):
+    """bf16 tensors -> f32 (H, T, d_v), of keys and values in a store."""
+    spec = LayerSpec(0, 1, q.shape[0], k.shape[0], q.shape[2], v.shape[2], n_threads)
+    store = KVStore(spec)
+    store.append(k, v)
+    out = torch.full((q.shape[1], q.shape[0], v.shape[2]), torch.nan).bfloat16()
+    kernels.attend_causal(
+        bits(q), store.layout, spec.n_head_kv, store.n, scale, bits(out), n_threads
+    )
+    return out.transpose(0, 1).float().numpy()
+
+
+def random(seed: int, *shape: int) -> torch.Tensor:
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("n_head", "n_kv", "d", "d_v"),
+    [(9, 3, 64, 64), (4, 4, 80, 80), (8, 1, 128, 128), (4, 2, 48, 24), (2, 1, 96, 96)],
+)
+@pytest.mark.parametrize(("n_new", "n"), [(1, 1), (5, 5), (63, 63), (97, 1000), (256, 257)])
+def test_against_f64(n_head, n_kv, d, d_v, n_new, n):
+    q, k, v = random(0, n_head, n_new, d), random(1, n_kv, n, d), random(2, n_kv, n, d_v)
+    scale = 2 * d**-0.5
+    ref = kernels.attend_causal_ref(*(x.float().numpy() for x in (q, k, v)), scale)
+    # weights and output have 8 bits of mantissa; an output is a mean of values of size 1
+    error = attend(q, k, v, scale) - ref
+    assert np.abs(error).max() < 0.02
+    assert np.sqrt((error**2).mean() / (ref**2).mean()) < 4e-3
+
+
+def test_large_scores_and_a_late_peak():
+    """A peak that moves from block to block, and weights far below it: no overflow, no NaN."""
+    n, d = 1200, 64
+    q = torch.zeros(1, 7, d).bfloat16()
+    q[..., 0] = 8
+    k, v = torch.zeros(1, n, d).bfloat16(), random(3, 1, n, d)
+    k[0, :, 0] = torch.linspace(-100, 100, n).bfloat16()
+    ref = kernels.attend_causal_ref(*(x.float().numpy() for x in (q, k, v)), 1.0)
+    np.testing.assert_allclose(attend(q, k, v, 1.0), ref, atol=0.02)
+
+
+def test_threads_change_no_bit():
+    q, k, v = random(0, 6, 300, 64), random(1, 2, 700, 64), random(2, 2, 700, 64)
+    np.testing.assert_array_equal(attend(q, k, v, 0.1, 1), attend(q, k, v, 0.1, 2))
+
+
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+def test_heads_at_a_time_change_no_bit(cache_type):
+    """With few threads a kv head by itself, with many of them all together."""
+    n_kv, group, n, n_new, d = 3, 2, 300, 250, 48
+    outs = []
+    for n_threads in (1, 2, 64):
+        spec = LayerSpec(
+            0, 1, n_kv * group, n_kv, d, d, n_threads,
+            cache_type_k=cache_type, cache_type_v=cache_type,
+        )  # fmt: skip
+        store = KVStore(spec)
+        store.append(random(1, n_kv, n, d), random(2, n_kv, n, d))
+        q = random(0, n_kv * group, n_new, d)
+        x = AttnInput(q, None, None, None, None, n - n_new)
+        outs.append(ops.dense_prefill(store, x, spec).float().numpy())
+    rows = (t.float().numpy()[..., :d] for t in (q, store.keys(), store.values()))
+    ref = kernels.attend_causal_ref(*rows, d**-0.5)
+    np.testing.assert_allclose(outs[0], ref, atol=0.02)
+    np.testing.assert_array_equal(outs[1], outs[0])
+    np.testing.assert_array_equal(outs[2], outs[0])
+
+
+def test_no_row_sees_a_later_key():
+    q, k, v = random(0, 3, 200, 64), random(1, 3, 500, 64), random(2, 3, 500, 64)
+    before = attend(q, k, v, 0.2)
+    k[:, 400:], v[:, 400:] = 50, 50
+    after = attend(q, k, v, 0.2)
+    np.testing.assert_array_equal(before[:, :100], after[:, :100])
+    assert not np.isclose(before[:, 100:], after[:, 100:]).all(axis=2).any()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_no_number_shows(bad):
+    """A key that overflowed must not become a plausible weight."""
+    q, k, v = random(0, 1, 100, 64), random(1, 1, 300, 64), random(2, 1, 300, 64)
+    k[0, 250] = bad
+    out = attend(q, k, v, 0.1)
+    assert np.isfinite(out[:, :50]).all() and np.isnan(out[:, 50:]).all(axis=2).all()

@@ -1,0 +1,131 @@
+"""The causal f32 attention of a prefill, over rows as they are stored, against numpy in f64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sparsekv_cli.cache.spec import AttnInput, LayerSpec
+from sparsekv_cli.cache.store import KVStore
+from sparsekv_cli.cpu import ops
+from sparsekv_cli.cpu.attention import prefill_f32 as kernels
+from sparsekv_cli.cpu.attention.prefill_bf16 import attend_causal_ref
+
+
+def random(seed: int, *shape: int) -> torch.Tensor:
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy(rng.standard_normal(shape).astype(np.float32))
+
+
+def stored(k: torch.Tensor, v: torch.Tensor, types: tuple[str, str] = ("f16", "f16")) -> KVStore:
+    n_kv, _, d = k.shape
+    k_type, v_type = types
+    spec = LayerSpec(0, 1, n_kv, n_kv, d, v.shape[2], 1, cache_type_k=k_type, cache_type_v=v_type)
+    store = KVStore(spec)
+    store.append(k, v)
+    return store
+
+
+def attend(q: torch.Tensor, store: KVStore, scale: float, n_threads: int = 2) -> np.ndarray:
+    """f32 (H, T, d_v)."""
+    out = np.full((q.shape[1], q.shape[0], store.v_type.d), np.nan, np.float32)
+    kernels.attend_causal(
+        q.numpy(), store.layout, store.k.shape[0], store.n, np.float32(scale), out, n_threads
+    )
+    return out.swapaxes(0, 1)
+
+
+def reference(q: torch.Tensor, store: KVStore, scale: float) -> np.ndarray:
+    k, v = store.keys()[..., : store.k_type.d], store.values()[..., : store.v_type.d]
+    return attend_causal_ref(q.numpy(), k.float().numpy(), v.float().numpy(), scale)
+
+
+@pytest.mark.parametrize("types", [("f16", "f16"), ("q8_0", "q8_0"), ("q8_0", "f16")])
+@pytest.mark.parametrize(
+    ("n_head", "n_kv", "d", "d_v"),
+    [
+        (9, 3, 64, 64),
+        (4, 4, 80, 80),
+        (8, 1, 128, 128),
+        (4, 2, 48, 24),
+        (2, 1, 96, 96),
+        (5, 1, 6, 7),
+    ],
+)
+@pytest.mark.parametrize(("n_new", "n"), [(1, 1), (5, 5), (63, 63), (97, 1000), (256, 257)])
+def test_against_f64(n_head, n_kv, d, d_v, n_new, n, types):
+    q = random(0, n_head, n_new, d)
+    store = stored(random(1, n_kv, n, d), random(2, n_kv, n, d_v), types)
+    scale = 2 * d**-0.5
+    ref = reference(q, store, scale)
+    error = attend(q, store, scale) - ref  # an output is a mean of values of size 1
+    assert np.abs(error).max() < 1e-5
+    assert np.sqrt((error**2).mean() / (ref**2).mean()) < 2e-6
+
+
+def test_large_scores_and_a_late_peak():
+    """A peak that moves from block to block, and weights far below it: no overflow, no NaN."""
+    n, d = 1200, 64
+    q = torch.zeros(1, 7, d)
+    q[..., 0] = 8
+    k = torch.zeros(1, n, d)
+    k[0, :, 0] = torch.linspace(-100, 100, n)
+    store = stored(k, random(3, 1, n, d))
+    np.testing.assert_allclose(attend(q, store, 1.0), reference(q, store, 1.0), atol=1e-4)
+
+
+def test_small_weights_are_not_lost():
+    """Many keys far below one peak: together they outweigh it."""
+    n, d = 4000, 16
+    q, k, v = torch.zeros(1, 1, d), torch.zeros(1, n, d), torch.ones(1, n, d)
+    q[..., 0], k[0, 5, 0], v[0, 5] = 1, 7, -1
+    out = attend(q, stored(k, v), 1.0)
+    rest = (n - 1) * np.exp(-7.0)
+    np.testing.assert_allclose(out, (rest - 1) / (rest + 1), rtol=1e-5)
+
+
+def test_threads_change_no_bit():
+    q, store = random(0, 6, 300, 64), stored(random(1, 2, 700, 64), random(2, 2, 700, 64))
+    one = attend(q, store, 0.1, 1)
+    for n_threads in (2, 64):
+        np.testing.assert_array_equal(attend(q, store, 0.1, n_threads), one)
+
+
+def test_no_row_sees_a_later_key():
+    q, k, v = random(0, 3, 200, 64), random(1, 3, 500, 64), random(2, 3, 500, 64)
+    before = attend(q, stored(k, v), 0.2)
+    k[:, 400:], v[:, 400:] = 50, 50
+    after = attend(q, stored(k, v), 0.2)
+    np.testing.assert_array_equal(before[:, :100], after[:, :100])
+    assert not np.isclose(before[:, 100:], after[:, 100:]).all(axis=2).any()
+
+
+def test_room_behind_the_rows_is_not_read():
+    q, store = random(0, 2, 50, 64), stored(random(1, 2, 250, 64), random(2, 2, 250, 64))
+    expected = attend(q, store, 0.1)
+    store.reserve(400)
+    store.k[:, 250:], store.v[:, 250:] = np.nan, np.nan
+    np.testing.assert_array_equal(attend(q, store, 0.1), expected)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_no_number_shows(bad):
+    """A key that overflowed must not become a plausible weight."""
+    q, k, v = random(0, 1, 100, 64), random(1, 1, 300, 64), random(2, 1, 300, 64)
+    k[0, 250] = bad
+    out = attend(q, stored(k, v), 0.1)
+    assert np.isfinite(out[:, :50]).all() and np.isnan(out[:, 50:]).all(axis=2).all()
+
+
+def test_f32_prefill():
+    """What a layer calls: q in any layout, the output's rows by token."""
+    n_head, n_new, d = 4, 30, 64
+    spec = LayerSpec(0, 1, n_head, 2, d, d, 2)
+    store = stored(random(1, 2, 90, d), random(2, 2, 90, d))
+    q = random(0, n_new, n_head, d).transpose(0, 1)
+    out = ops.dense_prefill(store, AttnInput(q, None, None, None, None, 60), spec)
+    assert out.dtype == torch.float32 and out.transpose(0, 1).is_contiguous()
+    np.testing.assert_allclose(out.numpy(), reference(q, store, spec.scale), atol=1e-5)
+    again = ops._torch_prefill(store, q, spec)
+    np.testing.assert_allclose(again.numpy(), out.numpy(), atol=1e-5)

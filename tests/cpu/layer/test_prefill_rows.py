@@ -1,0 +1,116 @@
+"""The fused passes of a prefill against the torch steps that they replace."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import make_model
+
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.cpu.jit.floats import as_tensor, bits, seen
+from sparsekv_cli.cpu.layer import prefill as kernels
+from sparsekv_cli.methods.full import Full
+from sparsekv_cli.models.rows import FusedBF16Rows, FusedRows
+from sparsekv_cli.models.torch_rows import TorchRows
+from sparsekv_cli.session import load_session
+
+# One step of bf16, as both sides round, and may round apart; and some of f32
+TOLERANCE = {torch.bfloat16: 2**-7, torch.float32: 4e-6}
+
+
+def f32(seed: int, *shape: int) -> torch.Tensor:
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy(rng.standard_normal(shape).astype(np.float32))
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert got.dtype in TOLERANCE
+    torch.testing.assert_close(got.float(), expected.float(), rtol=TOLERANCE[got.dtype], atol=1e-6)
+
+
+def test_narrowing_and_widening_are_torchs():
+    values = torch.cat([f32(0, 5000) * 10.0**e for e in (-30, -3, 0, 30)])
+    values = torch.cat([values, torch.tensor([0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8])])  # and ties
+    expected = values.bfloat16()
+    zeros = torch.zeros(1, len(values))
+    kernels.add_rows(zeros.numpy(), bits(expected[None]), 1)
+    assert torch.equal(zeros[0], expected.float())
+    # as the biases of a value head whose product is 0
+    heads = [torch.empty(1, 1, d, dtype=torch.bfloat16) for d in (2, 2, len(values), 2, 2)]
+    raw, none = torch.zeros(1, 4 + len(values), dtype=torch.bfloat16), np.empty(0, np.float32)
+    angle = np.zeros((1, 1), np.float32)
+    kernels.split_heads(
+        bits(raw), none, none, values.numpy(), none, none, np.float32(0), angle, angle, False,
+        *map(bits, heads), 1,
+    )  # fmt: skip
+    assert torch.equal(heads[2][0, 0], expected)
+
+
+@pytest.fixture(scope="module", params=product(["llama", "qwen2", "qwen3"], TOLERANCE))
+def rows(request, tmp_path_factory):
+    """(session, torch rows, fused rows) of a tiny model: rotation by pairs, biases, q/k norms."""
+    path = tmp_path_factory.mktemp("rows") / "tiny.gguf"
+    arch, dtype = request.param
+    make_model(path, arch=arch)
+    session = load_session(path, Full(), SessionConfig(prefill_dtype="f32", threads=1))
+    decoder = session.decoder
+    decoder.rope.reserve(400)
+    model = (session.hparams, decoder.rope, decoder.architecture.rope_interleaved)
+    fused = FusedBF16Rows if dtype == torch.bfloat16 else FusedRows
+    yield session, TorchRows(*model, dtype), fused(*model, 2)
+    session.gguf.close()
+
+
+def given(rows: torch.Tensor, dtype: torch.dtype):
+    """Rows of the compute type as the fused passes take them."""
+    return rows.bfloat16() if dtype == torch.bfloat16 else rows.numpy()
+
+
+@pytest.mark.parametrize("n_rows", [1, 2, 63])
+def test_rows_of_a_layer(rows, n_rows):
+    session, plain, fused = rows
+    h, layer = session.hparams, session.decoder.weights.layers[1]
+    x = f32(0, n_rows, h.n_embd)
+    expected = plain.norm(x, layer.attn_norm)
+    dtype = expected.dtype
+    stream = fused.stream(x.numpy())
+    close(as_tensor(fused.norm(stream, layer.attn_norm)), expected)
+    close(
+        as_tensor(fused.last_norm(stream, layer.attn_norm)),
+        plain.last_norm(plain.stream(x.numpy()), layer.attn_norm),
+    )
+
+    n_head, n_kv = h.n_head[1], h.n_head_kv[1]
+    width = (n_head + n_kv) * h.head_dim + n_kv * h.value_dim
+    raw = f32(1, n_rows, width).to(dtype)
+    got = fused.heads(given(raw, dtype), layer, n_head, n_kv, 300).in_torch()
+    expected = plain.heads(raw, layer, n_head, n_kv, 300)
+    assert got.pos == expected.pos == 300
+    for a, b in zip(got[:5], expected[:5], strict=True):
+        assert a.shape == b.shape and a.dtype == dtype
+        # a rotation may cancel; what f32 loses there is a step of its terms, not of the result
+        torch.testing.assert_close(a.float(), b.float(), rtol=TOLERANCE[dtype], atol=1e-5)
+
+    gate_up = 3 * f32(2, n_rows, 2 * h.n_ff[1]).to(dtype)
+    gate, up = gate_up.float().chunk(2, dim=1)
+    gated = as_tensor(fused.gate(given(gate_up, dtype)))
+    close(gated, torch.nn.functional.silu(gate) * up)
+
+    y = f32(3, n_rows, h.n_embd).to(dtype)
+    other = x.clone()
+    fused.add(stream, given(y, dtype))
+    plain.add(other, y)
+    assert torch.equal(x, other)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("n", [1, 15, 17, 100])
+def test_gate_of_widths_that_fill_no_vector(n, dtype):
+    gate_up = torch.cat([100 * f32(0, 4, n), f32(1, 4, n)], dim=1).to(dtype)
+    out = torch.empty(4, n, dtype=dtype)
+    kernels.gate_rows(seen(gate_up), seen(out), 2)
+    gate, up = gate_up.float().chunk(2, dim=1)
+    close(out, torch.nn.functional.silu(gate) * up)

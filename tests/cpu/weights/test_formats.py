@@ -1,0 +1,176 @@
+"""Every weight format against gguf's own dequantisation, on random bytes with sane scales."""
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import dequantize as gguf_dequantize
+from numba import njit, types
+
+from sparsekv_cli.cpu.weights import dot, integer, vnni
+from sparsekv_cli.cpu.weights.formats import FORMATS
+
+# Byte offsets of the f16 scales of each block format (MXFP4 has an 8-bit exponent instead).
+HALF_SCALES = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),
+    "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
+}  # fmt: skip
+
+
+def random_rows(name: str, n_rows: int, n_columns: int, seed: int = 0) -> np.ndarray:
+    """uint8 (n_rows, row_bytes): every bit pattern of the quants, finite scales."""
+    rng = np.random.default_rng(seed)
+    format_ = FORMATS[name]
+    if name in ("F32", "F16", "BF16"):
+        values = rng.standard_normal((n_rows, n_columns)).astype(np.float32)
+        if name == "F32":
+            return values.view(np.uint8)
+        if name == "F16":
+            return values.astype(np.float16).view(np.uint8)
+        return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    n_blocks = n_columns // format_.n_elements
+    blocks = rng.integers(0, 256, (n_rows, n_blocks, format_.n_bytes), dtype=np.uint8)
+    for at in HALF_SCALES.get(name, ()):
+        scale = (rng.standard_normal((n_rows, n_blocks)) * 0.1).astype(np.float16)
+        blocks[:, :, at : at + 2] = scale[..., None].view(np.uint8)
+    if name == "MXFP4":
+        blocks[:, :, 0] = rng.integers(118, 132, (n_rows, n_blocks))
+        blocks[0, 0, 0] = 1  # a subnormal scale
+    return blocks.reshape(n_rows, -1)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_table_equals_gguf_constants(name):
+    format_ = FORMATS[name]
+    assert GGMLQuantizationType[name] == format_.code
+    n_elements, n_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    assert format_.n_elements * n_bytes == format_.n_bytes * n_elements
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_dequantize_is_bit_exact(name):
+    w = random_rows(name, 5, 768)
+    expected = gguf_dequantize(w.reshape(-1), GGMLQuantizationType[name]).reshape(5, 768)
+    found = dot.dequantize(FORMATS[name].code, w, 768)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("n_columns", [1, 63, 80])
+def test_plain_floats_of_awkward_width(name, n_columns):
+    w = random_rows(name, 3, n_columns)
+    x = np.random.default_rng(1).standard_normal(n_columns).astype(np.float32)
+    code = FORMATS[name].code
+    expected = dot.matvec_ref(code, w, n_columns, x)
+    np.testing.assert_allclose(dot.matvec(code, w, n_columns, x), expected, atol=1e-5)
+    dense = gguf_dequantize(w.reshape(-1), GGMLQuantizationType[name]).reshape(3, n_columns)
+    np.testing.assert_array_equal(dot.dequantize(code, w, n_columns), dense)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("n_parts", [1, 3])
+def test_matvec_equals_reference(name, n_parts):
+    w = random_rows(name, 7, 1536)
+    x = np.random.default_rng(1).standard_normal(1536).astype(np.float32)
+    code = FORMATS[name].code
+    expected = dot.matvec_ref(code, w, 1536, x)
+    found = dot.matvec(code, w, 1536, x, n_parts)
+    np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max() * 10)
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "F32"])
+@pytest.mark.parametrize("target", [dot.TO_BF16, dot.TO_F16])
+def test_narrow_targets_round_to_nearest_even(name, target):
+    torch = pytest.importorskip("torch")
+    w = random_rows(name, 4, 512)
+    dense = torch.from_numpy(dot.dequantize(FORMATS[name].code, w, 512))
+    dtype = torch.bfloat16 if target == dot.TO_BF16 else torch.float16
+    out = torch.empty(4, 512, dtype=dtype)
+    dot.dequantize_into(FORMATS[name].code, w, 512, out.data_ptr(), 1024, target)
+    assert torch.equal(out, dense.to(dtype))
+
+
+def test_quantize_equals_reference():
+    x = np.random.default_rng(2).standard_normal(320).astype(np.float32)
+    x[64:96] = 0  # a block without a scale
+    values, scales, sums = integer.quantize_ref(x)
+    found = integer.quantize(x)
+    n = len(x)
+    np.testing.assert_array_equal(integer.values_of(found, n), values)
+    np.testing.assert_array_equal(found[2 * n :][: n // 8].view(np.float32), scales)
+    np.testing.assert_allclose(found[2 * n + n // 8 :][: n // 4].view(np.float32), sums, rtol=1e-5)
+
+
+BLOCK_FORMATS = [name for name, f in FORMATS.items() if f.decode]
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+@pytest.mark.parametrize("n_columns", [256, 768, 1536])
+def test_integer_matvec_is_within_sixteen_bits(name, n_columns):
+    w = random_rows(name, 7, n_columns)
+    x = np.random.default_rng(1).standard_normal(n_columns).astype(np.float32)
+    code = FORMATS[name].code
+    expected = dot.matvec_ref(code, w, n_columns, x)
+    found = dot.matvec(code, w, n_columns, x, 2, integer=True)
+    error = np.sum((found - expected) ** 2) / np.sum(expected**2)
+    assert error < 1e-8  # 8-bit activations give about 1e-4
+
+
+@pytest.mark.parametrize("n_columns", [32, 64, 96, 128, 224, 576])
+@pytest.mark.parametrize("name", [n for n in BLOCK_FORMATS if FORMATS[n].n_elements == 32])
+def test_integer_matvec_of_few_blocks(name, n_columns):
+    """Every remainder of the groups of four blocks."""
+    test_integer_matvec_is_within_sixteen_bits(name, n_columns)
+
+
+@pytest.mark.parametrize(
+    ("name", "n_inputs"),
+    [
+        ("Q4_0", 1), ("Q4_1", 3), ("Q5_0", 2), ("Q8_0", 6), ("Q2_K", 4), ("Q4_K", 3), ("Q6_K", 1),
+        ("IQ4_NL", 4),
+    ],
+)  # fmt: skip
+def test_integer_products_without_vnni(name, n_inputs, monkeypatch):
+    """The path of CPUs without byte products, compiled here for this test."""
+    monkeypatch.setattr(vnni, "is_available", lambda: False)
+    quantize = njit(integer._quantize.py_func)
+    w = random_rows(name, 7, 768)
+    x = np.random.default_rng(1).standard_normal((n_inputs, 768)).astype(np.float32)
+    code = FORMATS[name].code
+    quantized = np.empty((n_inputs, integer.quantized_stride(2 * 768)), np.uint8)
+    found = np.empty((n_inputs, 7), np.float32)
+    quantize(x, quantized)
+    for row, values in zip(quantized, x, strict=True):
+        np.testing.assert_array_equal(integer.values_of(row, 768), integer.quantize_ref(values)[0])
+    signature = (types.literal(code), types.literal(1)) + (types.int64,) * 10
+    kernel = dot.function_address(njit(dot.rows_dot.py_func), signature)
+    places = [dot.address(array) for array in (w, quantized, found)]
+    dot._matvec_parallel(
+        kernel, places[0], w.strides[0], 768, places[1], quantized.strides[0], len(x), places[2],
+        found.strides[0], 7, 1,
+    )  # fmt: skip
+    for row, values in zip(found, x, strict=True):
+        expected = dot.matvec_ref(code, w, 768, values)
+        assert np.sum((row - expected) ** 2) / np.sum(expected**2) < 1e-8
+
+
+@pytest.mark.parametrize(
+    ("name", "integer_path"),
+    [*((name, False) for name in FORMATS), *((name, True) for name in BLOCK_FORMATS)],
+)
+def test_several_inputs_give_the_bits_of_each(name, integer_path):
+    """1 to 4 share a decoded row, more take passes; 19 rows of weights are two passes."""
+    format_ = FORMATS[name]
+    n_columns = 7 * 32 if format_.n_elements <= 32 else 768
+    n_columns += 3 if format_.decode is None else 0
+    w = random_rows(name, 19, n_columns)
+    x = np.random.default_rng(1).standard_normal((8, n_columns)).astype(np.float32)
+
+    def product(inputs):
+        return dot.matvec(format_.code, w, n_columns, inputs, 2, integer=integer_path)
+
+    each = np.stack([product(row) for row in x])
+    expected = np.stack([dot.matvec_ref(format_.code, w, n_columns, row) for row in x])
+    assert np.sum((each - expected) ** 2) / np.sum(expected**2) < 1e-8
+    for n in (1, 2, 3, 4, 5, 8):
+        np.testing.assert_array_equal(product(x[:n]), each[:n])

@@ -1,0 +1,126 @@
+"""Repacked weights: their layout, and their products against the reference."""
+
+import numpy as np
+import pytest
+from numba import njit, types
+from test_blocks import random_rows
+
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.layer import decode
+from sparsekv_cli.cpu.weights import dot, integer, interleaved, vnni
+from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE, FORMATS
+from sparsekv_cli.models.weights import Linear
+
+NAMES = [FORMAT_OF_CODE[code].name for code in interleaved.REPACKED]
+repacks = pytest.mark.skipif(
+    not interleaved.can_repack(FORMATS["Q4_1"].code, interleaved.GROUP),
+    reason="this CPU does not repack",
+)
+
+
+def repacked(name: str, w: np.ndarray) -> np.ndarray:
+    out = np.full_like(w, 255)
+    interleaved.repack(FORMATS[name].code, w, out)
+    return out
+
+
+def columns(*counts: int) -> list[tuple[str, int]]:
+    """Formats with numbers of columns, which for the K formats are multiples of 256."""
+    sizes = [(name, FORMATS[name].n_elements) for name in NAMES]
+    found = {(name, -(-count // size) * size) for name, size in sizes for count in counts}
+    return sorted(found)
+
+
+@pytest.mark.parametrize(("name", "n_columns"), columns(32, 96, 576))
+def test_layout_equals_reference(name, n_columns):
+    w = random_rows(name, 48, n_columns)
+    np.testing.assert_array_equal(repacked(name, w), interleaved.repack_ref(FORMATS[name].code, w))
+
+
+def products(linears, x: np.ndarray, n_threads: int) -> np.ndarray:
+    """``layer.multiply`` of matrices with x f32 (B, columns)."""
+    out = np.full((len(x), sum(w.n_rows for w in linears)), np.nan, np.float32)
+    quantized = np.empty((len(x), integer.quantized_stride(x.shape[1])), np.uint8)
+    places = [dot.address(array) for array in (x, quantized, out)]
+    decode.multiply(
+        decode.matrix_table(linears), places[0], x.strides[0], len(x), places[1], places[2],
+        out.strides[0], n_threads,
+    )  # fmt: skip
+    return out
+
+
+@repacks
+@pytest.mark.parametrize(("name", "n_columns"), columns(32, 64, 96, 224, 576))
+def test_products_are_within_sixteen_bits(name, n_columns):
+    w, code = random_rows(name, 48, n_columns), FORMATS[name].code
+    linear = Linear(code, repacked(name, w), n_columns, repacked=True)
+    x = np.random.default_rng(1).standard_normal((6, n_columns)).astype(np.float32)
+    alone = np.concatenate([products([linear], row[None], 1) for row in x])
+    expected = np.stack([dot.matvec_ref(code, w, n_columns, row) for row in x])
+    assert np.sum((alone - expected) ** 2) < 1e-8 * np.sum(expected**2)
+    for n_inputs in range(2, 7):
+        found = products([linear], x[:n_inputs], 2)
+        np.testing.assert_array_equal(found, alone[:n_inputs])
+
+
+def largest_products(name: str, n_columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Weights whose integers are the largest, and activations whose bytes are."""
+    w, code = random_rows(name, 16, n_columns), FORMATS[name].code
+    repacking, blocks = interleaved.REPACKED[code], w.reshape(16, -1, FORMATS[name].n_bytes)
+    is_scale = np.zeros(blocks.shape[-1], bool)
+    is_scale[repacking.scales_at :][: 2 * repacking.n_scales] = True
+    blocks[:, :, ~is_scale] = 255
+    x = np.empty((3, n_columns), np.float32)
+    for row, value in zip(x, (127 * 256 + 127, 127 * 256 - 128, -126 * 256 - 128), strict=True):
+        row[:] = value / integer.LARGEST
+        row[::32] = 1  # so that these are the values
+    return w, x
+
+
+@pytest.mark.skipif(not llvm.has_feature("avx2"), reason="products for CPUs with AVX2")
+@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_products_without_vnni(name, largest, monkeypatch):
+    """The path of CPUs without vpdpbusd, compiled here for this test."""
+    monkeypatch.setattr(vnni, "is_available", lambda: False)
+    monkeypatch.setattr(vnni, "bytes_are_beside", lambda: True)
+    code, n_columns = FORMATS[name].code, 768
+    w = random_rows(name, 16, n_columns)
+    x = np.random.default_rng(1).standard_normal((3, n_columns)).astype(np.float32)
+    if largest:
+        w, x = largest_products(name, n_columns)
+    quantized = np.empty((len(x), 4 * n_columns + 16 * n_columns // 32), np.uint8)
+    njit(integer._quantize.py_func)(x, quantized)
+    signature = (types.literal(code), types.literal(1)) + (types.int64,) * 10
+    kernel = dot.function_address(njit(interleaved.groups_dot.py_func), signature)
+    packed, found = repacked(name, w), np.empty((len(x), 16), np.float32)
+    places = [dot.address(array) for array in (packed, quantized, found)]
+    dot._matvec_parallel(
+        kernel, places[0], w.strides[0], n_columns, places[1], quantized.strides[0], len(x),
+        places[2], found.strides[0], 16, 1,
+    )  # fmt: skip
+    for row, values in zip(found, x, strict=True):
+        expected = dot.matvec_ref(code, w, n_columns, values)
+        assert np.sum((row - expected) ** 2) < 1e-8 * np.sum(expected**2)
+
+
+@repacks
+@pytest.mark.parametrize("n_threads", [1, 2, 3, 7])
+def test_matrices_are_cut_between_groups(n_threads):
+    """Repacked and other matrices in one table, whose parts begin anywhere."""
+    linears, expected = [], []
+    x = np.random.default_rng(1).standard_normal((2, 64)).astype(np.float32)
+    for name, n_rows, packs in (("Q4_1", 48, True), ("Q8_0", 7, False), ("Q5_0", 80, True)):
+        w, code = random_rows(name, n_rows, 64), FORMATS[name].code
+        linears.append(Linear(code, repacked(name, w) if packs else w, 64, repacked=packs))
+        expected.append([dot.matvec_ref(code, w, 64, row) for row in x])
+    found = products(linears, x, n_threads)
+    expected = np.concatenate(expected, axis=1)
+    np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max())
+
+
+@repacks
+def test_rows_that_fill_no_group_stay_as_they_lie():
+    assert interleaved.can_repack(FORMATS["Q4_1"].code, 32)
+    assert not interleaved.can_repack(FORMATS["Q4_1"].code, 40)
+    assert not interleaved.can_repack(FORMATS["Q8_0"].code, 32)

@@ -1,0 +1,387 @@
+"""Comparisons on a tiny model: one prefill for all, what is watched, and what the figures mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import calibrated_method
+import numpy as np
+import pytest
+from tiny_models import make_model
+
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.spec import Memory
+from sparsekv_cli.cache.store import padded
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.evaluation import compare as comparison
+from sparsekv_cli.evaluation import prefill as shared_prefill
+from sparsekv_cli.evaluation.compare import (
+    build_spec,
+    compare,
+    decode_tokens,
+    parse_methods,
+    split_steps,
+)
+from sparsekv_cli.evaluation.observer import Measured, Observer, compare_rows, log_softmax
+from sparsekv_cli.evaluation.prefill import batches, exact_keys, prefill_all, resume
+from sparsekv_cli.methods import build_method
+from sparsekv_cli.methods.base import Method
+from sparsekv_cli.session import load_session
+
+LENGTH, STEPS = 150, 6
+CONFIG = SessionConfig(threads=1, prefill_dtype="f32", chunk=64, ctx_size=400)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("tiny") / "model.gguf", n_layer=3, n_ctx=400)
+
+
+@pytest.fixture(scope="module")
+def session(model):
+    return load_session(model, build_method("full", {}), CONFIG)
+
+
+def random_ids(n):
+    return np.random.RandomState(0).randint(3, 512, n).tolist()
+
+
+# --- methods by their text ------------------------------------------------------------------------
+
+
+def test_method_texts():
+    methods = parse_methods("topk, lfps:preset=paper;a=0.4,streaming:sinks=2,budget=64")
+    assert list(methods) == [
+        "full",
+        "topk",
+        "lfps:preset=paper;a=0.4",
+        "streaming:sinks=2;budget=64",
+    ]
+    assert methods["lfps:preset=paper;a=0.4"] == build_method(
+        "lfps", {"preset": "paper", "a": "0.4"}
+    )
+    dense = parse_methods("topk:dense_layers=0,-1,full")
+    assert dense["topk:dense_layers=0,-1"].dense_layers == (0, -1) and "full" in dense
+    for wrong in ("fulll", "lfps:preset=slow", "topk:a=1", "2"):
+        with pytest.raises(ValueError):
+            parse_methods(wrong)
+
+
+def test_common_options_go_where_they_belong():
+    methods = parse_methods("topk,lfps:budget=3%,streaming", {"budget": "10%", "recent": "8"})
+    options = {spec: method.options() for spec, method in methods.items()}
+    assert options["topk"]["budget"] == options["streaming"]["budget"] == "10%"
+    assert options["lfps:budget=3%"]["budget"] == "3%"
+    assert options["topk"]["recent"] == options["lfps:budget=3%"]["recent"] == 8
+    with pytest.raises(ValueError, match="'tables'"):
+        parse_methods("full,topk", {"tables": "group"})
+
+
+def test_all_means_every_method(monkeypatch):
+    monkeypatch.setattr(comparison, "METHODS", {"full": "", "topk": "", "lfps": ""})
+    assert list(parse_methods("all,topk:budget=64")) == ["full", "topk", "lfps", "topk:budget=64"]
+
+
+# --- the prefill ----------------------------------------------------------------------------------
+
+
+def test_shared_prefill_decodes_as_a_session_of_its_own(model, session):
+    ids = random_ids(LENGTH + STEPS)
+    names = ["full", "lfps:budget=20%", "streaming:budget=10%"]
+    methods = [build_spec(name) for name in names]
+    prefill = prefill_all(session, methods, ids[:LENGTH])
+    for method, layers in zip(methods, prefill.caches, strict=True):
+        own = load_session(model, method, CONFIG)
+        np.testing.assert_array_equal(own.prefill(ids[:LENGTH]), prefill.logits)
+        resume(session, ids[:LENGTH], layers)
+        for token in ids[LENGTH:]:
+            np.testing.assert_array_equal(own.decode(token), session.decode(token))
+
+
+def test_dense_attention_is_computed_once(session, monkeypatch):
+    from sparsekv_cli.cpu import ops
+
+    calls, real = [], ops.dense_prefill
+
+    def count(store, x, spec):
+        calls.append(spec.layer)
+        return real(store, x, spec)
+
+    monkeypatch.setattr(ops, "dense_prefill", count)
+    methods = [build_spec(name) for name in ("full", "topk", "lfps", "full")]
+    prefill_all(session, methods, random_ids(LENGTH))
+    assert calls == [layer for layer in range(3) for _ in range(0, LENGTH, 64)]
+
+
+def test_a_method_pays_for_its_own_index_only(session, monkeypatch):
+    """The clock advances in finish_prefill only: 1 s a layer of topk, 10 s a layer of streaming."""
+    now = 0.0
+    monkeypatch.setattr(shared_prefill.time, "perf_counter", lambda: now)
+
+    def finish(cache):
+        nonlocal now
+        now += {"_TopKCache": 1.0, "_StreamingCache": 10.0}.get(type(cache).__name__, 0.0)
+
+    monkeypatch.setattr(LayerCache, "finish_prefill", finish)
+    methods = [build_spec(f"{name}:dense_layers=0") for name in ("full", "topk", "streaming")]
+    names = {type(m.layer(session.decoder.layer_specs()[1], None)).__name__ for m in methods}
+    assert {"_TopKCache", "_StreamingCache"} < names
+    assert prefill_all(session, methods, random_ids(80)).seconds == [0.0, 2.0, 20.0]
+
+
+def test_batches_hold_what_memory_allows(session):
+    methods = parse_methods("topk,lfps,streaming,topk:budget=64,topk:budget=65")
+    a_method = 100 * 3 * 2 * 2 * (64 + 64)  # rows, layers, heads, bytes, K and V
+    assert [list(b) for b in batches(session, methods, 100, None)] == [list(methods)]
+    assert [list(b) for b in batches(session, methods, 100, 3 * a_method)] == [
+        ["full", "topk", "lfps"],
+        ["full", "streaming", "topk:budget=64"],
+        ["full", "topk:budget=65"],
+    ]
+    assert len(list(batches(session, methods, 100, 1))) == 5
+    assert [list(b) for b in batches(session, parse_methods("full"), 100, 1)] == [["full"]]
+
+
+# --- what is watched ------------------------------------------------------------------------------
+
+
+def test_compare_rows_against_a_plain_computation():
+    rng = np.random.RandomState(1)
+    n, d = 40, 10
+    q = np.zeros((4, padded(d)), np.float32)
+    k = np.zeros((2, n, padded(d)), np.float16)
+    q[:, :d], k[..., :d] = rng.standard_normal((4, d)), rng.standard_normal((2, n, d))
+    idx = np.stack([rng.permutation(n)[:20] for _ in range(4)]).astype(np.int32)
+    counts = np.array([20, 11, 15, 12])
+    overlap, mass = compare_rows(q, k, (idx, counts), 0.5, 11)
+    expected = []
+    for head in range(4):
+        scores = 0.5 * k[head // 2].astype(np.float64) @ q[head]
+        rows = idx[head, : counts[head]]
+        weights = np.exp(scores) / np.exp(scores).sum()
+        assert mass[head] == pytest.approx(weights[rows].sum(), rel=1e-5)
+        chosen = {row for row in rows if row >= 4}
+        best = set((np.argsort(-scores[4:])[: len(chosen)] + 4).tolist())
+        if counts[head] > 11:  # otherwise the head was bypassed
+            expected.append(len(chosen & best) / len(chosen))
+    assert overlap == pytest.approx(expected)
+    shared, mass = compare_rows(q, k, (idx[:2], counts[:1].repeat(2)), 0.5)
+    assert len(shared) == len(mass) == 4  # one list a kv head serves its two query heads
+    one, mass = compare_rows(q, k, (idx[:1], counts[:1]), 0.5)
+    assert len(one) == len(mass) == 4  # and one list a layer serves all
+    # The keys in two pieces are the keys.
+    parts = compare_rows(q, k[:, :33], (idx, counts), 0.5, 11, k[:, 33:])
+    whole = compare_rows(q, k, (idx, counts), 0.5, 11)
+    assert parts[0] == whole[0] and parts[1] == pytest.approx(whole[1], rel=1e-6)
+    assert compare_rows(q, k, None, 0.5) == ([], [1.0] * 4)
+    only_sinks = np.arange(4, dtype=np.int32)[None], np.array([4])
+    overlap, mass = compare_rows(q, k, only_sinks, 0.5)
+    assert overlap == [] and 0 < max(mass) < 1
+
+
+def test_an_observer_keeps_the_exact_keys(session):
+    """Those of a method that stores all keys are the oracle's, row by row, over many steps."""
+    ids = random_ids(LENGTH + 100)
+    method = build_spec("topk:budget=20%;dense_layers=none")
+    _, caches, _ = prefill_all(session, [build_spec("full"), method], ids[:LENGTH])
+    keys = exact_keys(caches[0], LENGTH)
+    observers = [Observer(c, k, Measured()) for c, k in zip(caches[1], keys, strict=True)]
+    resume(session, ids[:LENGTH], observers)
+    for token in ids[LENGTH:]:
+        session.decode(token)
+    for observer, k, cache in zip(observers, keys, caches[1], strict=True):
+        assert k.shape[1] == LENGTH and observer.n == len(ids)
+        seen = np.concatenate([k, observer._tail[:, : observer._n_tail]], axis=1)
+        np.testing.assert_array_equal(seen, cache.store.k[:, : cache.store.n])
+
+
+@dataclass(frozen=True)
+class Forgetful(Method):
+    """Attends to the last rows, stores them only, and reports their original positions."""
+
+    dense_layers: tuple[int, ...] = ()
+
+    def sparse_layer(self, spec, backend):
+        return ForgetfulCache(spec, backend)
+
+
+class ForgetfulCache(LayerCache):
+    kept = 40
+
+    def finish_prefill(self):
+        self.n_seen = self.store.n
+        self.store.k, self.store.v = (a[:, -self.kept :].copy() for a in self._rows())
+        self.store.n = self.kept
+        self.store._grown()
+
+    def _rows(self):
+        return self.store.k[:, : self.store.n], self.store.v[:, : self.store.n]
+
+    def decode(self, x):
+        self.backend.append_row(self.store, x)
+        self.n_seen += 1
+        rows = np.arange(self.n_seen - self.store.n, self.n_seen, dtype=np.int32)[None]
+        self.attended = (rows, np.array([self.store.n]))
+        return self.backend.attend_dense(self.store, x.q[:, 0], self.spec)
+
+
+def measure(session, method, length=LENGTH, steps=STEPS, watched=None):
+    ids = random_ids(length + steps)
+    full = build_spec("full")
+    _, caches, _ = prefill_all(session, [full, method], ids[:length])
+    keys = exact_keys(caches[0], length)
+    reference: list[np.ndarray] = []
+    results = [Measured(), Measured()]
+    watched = range(steps) if watched is None else watched
+    for layers, result in zip(caches, results, strict=True):
+
+        def see(logits, result=result):
+            if result is results[0]:
+                reference.append(logits)
+            result.add_step(reference[len(result.kld)], logits)
+
+        decode_tokens(
+            session, ids[:length], layers, ids[length:], result, keys, watched, see
+        )  # fmt: skip
+    return results[1], keys
+
+
+def test_a_method_that_forgets_its_keys_is_measured_all_the_same(session):
+    forgetful, _ = measure(session, Forgetful())
+    recent, _ = measure(session, build_spec("streaming:sinks=0;budget=43;dense_layers=none"))
+    assert len(forgetful.mass) == len(recent.mass) == 3 * 4 * STEPS
+    assert np.mean(forgetful.mass) == pytest.approx(np.mean(recent.mass), abs=0.02)
+    assert np.mean(forgetful.overlap) == pytest.approx(np.mean(recent.overlap), abs=0.05)
+    assert 0 < np.mean(forgetful.overlap) < 0.6
+
+
+def test_what_is_watched_and_what_is_not(session):
+    method = build_spec("topk:budget=20%")
+    whole, _ = measure(session, method)
+    some, _ = measure(session, method, watched=range(1, 3))
+    none, _ = measure(session, method, watched=())
+    a_step = 4  # one sparse layer of 4 heads
+    assert len(whole.mass) == STEPS * a_step and len(some.mass) == 2 * a_step
+    assert none.mass == none.overlap == []
+    assert some.mass == whole.mass[a_step : 3 * a_step]
+    for result in (some, none):  # watching changes nothing that is decoded
+        assert result.kld == whole.kld and result.counts == whole.counts
+        assert len(result.step_s) == STEPS and min(result.step_s) > 0
+
+
+def test_layers_that_do_not_choose_are_not_watched(session, monkeypatch):
+    monkeypatch.setattr(ForgetfulCache, "selects", False)
+    result, _ = measure(session, Forgetful())
+    assert result.mass == result.overlap == [] and np.mean(result.kld) > 0
+    assert measure(session, build_spec("topk:dense_layers=0,1,2"))[0].mass == []
+
+
+def test_steps_are_split():
+    assert split_steps(64) == (range(1, 32), range(32, 64))
+    assert split_steps(comparison.LEAST_STEPS) == (range(1, 2), range(2, 4))
+    assert split_steps(5) == (range(1, 3), range(3, 5))
+
+
+def test_kld_of_a_known_pair():
+    result = Measured()
+    p, q = np.array([0.5, 0.25, 0.25]), np.array([0.2, 0.4, 0.4])
+    result.add_step(np.log(p).astype(np.float32) + 5, np.log(q).astype(np.float32) - 7)
+    assert result.kld[0] == pytest.approx((p * np.log(p / q)).sum(), rel=1e-5)
+    assert result.same_top1 == [False]
+    assert np.exp(log_softmax(np.array([1e4, 0.0], np.float32))).tolist() == [1.0, 0.0]
+
+
+# --- the figures ----------------------------------------------------------------------------------
+
+
+def test_figures_of_dense_exact_and_recent_rows(session):
+    names = "topk:budget=100%,topk:budget=20%;recent=1,streaming:budget=20%,lfps"
+    progress: list[tuple[int, int]] = []
+    rows = compare(
+        session, parse_methods(names), random_ids(LENGTH), 8, random_ids(8)[::-1], None,
+        lambda *done: progress.append(done),
+    )  # fmt: skip
+    full, everything, best, recent, lfps = rows
+    assert [row.name for row in rows] == ["full", "topk", "topk", "streaming", "lfps"]
+    assert full.kld_mean == 0 and full.top1_agreement == 1
+    assert full.attn_mass_recall is None and full.topk_overlap is None
+    n_rows = LENGTH + (1 + 8) / 2
+    assert full.rows_attended_mean == full.rows_scored_mean == n_rows
+    assert everything.kld_mean == 0 and everything.attn_mass_recall == 1
+    assert everything.topk_overlap is None and everything.rows_attended_mean == n_rows
+    assert best.options["budget"] == "20%" and best.rows_scored_mean == n_rows
+    # Two dense layers of three.
+    sparse = 3 * best.rows_attended_mean - 2 * n_rows
+    assert sparse == pytest.approx(0.2 * n_rows + 4, abs=1)
+    assert 0.95 < best.topk_overlap <= 1 and recent.topk_overlap < 0.5
+    assert recent.attn_mass_recall < best.attn_mass_recall < 1 and best.kld_mean > 0
+    assert lfps.index_bytes > 0 == full.index_bytes
+    a_row = 3 * 2 * (64 + 64) * 2
+    assert full.bytes_host == best.bytes_host == (LENGTH + 8) * a_row and full.bytes_device == 0
+    for row in rows:
+        assert row.decode_tps > 0 and row.ttft_s > 0
+    assert progress == [(i + 1, 40) for i in range(40)]
+    assert session.tokens == [] and all(cache.n == 0 for cache in session.caches)
+
+
+def test_the_continuation_is_what_full_would_write(session):
+    """And never a token that would end the text."""
+    prompt = random_ids(60)
+    seen: list[int] = []
+    real = session.decode
+
+    def remember(token):
+        seen.append(token)
+        return real(token)
+
+    session.decode = remember
+    try:
+        rows = compare(session, parse_methods("topk"), prompt, 8)
+    finally:
+        del session.decode
+    assert len(seen) == 16 and seen[:8] == seen[8:]
+    session.reset()
+    banned = list(session.tokenizer.eog_ids)
+    logits, expected = session.prefill(prompt), []
+    for _ in range(8):
+        logits[banned] = -np.inf
+        expected.append(int(logits.argmax()))
+        logits = session.decode(expected[-1])
+    assert seen[:8] == expected and rows[0].kld_mean == 0
+    session.reset()
+
+
+def test_greedy_tokens_skip_what_is_banned():
+    first = np.array([0.0, 5.0, 4.0, 3.0], np.float32)
+    seen: list[np.ndarray] = []
+    tokens = comparison.greedy_tokens(first, seen, 3, {1, 77, -1})
+    assert next(tokens) == 2
+    seen.append(np.array([9.0, 9.5, 0.0, 0.0], np.float32))
+    assert next(tokens) == 0
+    seen.append(np.array([0.0, 0.0, 0.0, 1.0], np.float32))
+    assert list(tokens) == [3]
+
+
+def test_what_does_not_fit_the_context(session):
+    with pytest.raises(SparseKVError, match="395 tokens and 8 steps do not fit the context of 400"):
+        compare(session, parse_methods("topk"), random_ids(395), 8)
+
+
+def test_calibrated_methods_are_compared_too(model, session, monkeypatch):
+    fake = calibrated_method.install(monkeypatch)
+    reports: list[tuple[str, float, str]] = []
+    methods = parse_methods("fake,fake:budget=100%")
+    for method in methods.values():
+        session.prepare(method, None, lambda *report: reports.append(report))
+    assert len(fake.runs) == 1 and reports[-1][1] == 1.0
+    _, sparse, everything = compare(session, methods, random_ids(LENGTH), 8)
+    assert everything.kld_mean == 0 < sparse.kld_mean
+    assert 0 < sparse.attn_mass_recall < 1
+    model.with_name("model.calibration.gguf").unlink()
+
+
+def test_memory_is_taken_after_decoding(session, monkeypatch):
+    monkeypatch.setattr(ForgetfulCache, "memory", lambda self: Memory(1, 20, 300))
+    row = compare(session, {"full": build_spec("full"), "x": Forgetful()}, random_ids(80), 4)[1]
+    assert (row.bytes_host, row.bytes_device, row.index_bytes) == (3, 60, 900)

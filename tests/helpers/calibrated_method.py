@@ -1,0 +1,85 @@
+"""A small method that needs a calibration, so that the machinery is tested without a real one."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from sparsekv_cli import methods
+from sparsekv_cli.cache.layer import Backend, LayerCache, SelectingCache
+from sparsekv_cli.cache.spec import N_SINKS, Budget, LayerSpec
+from sparsekv_cli.methods.base import CALIBRATION, CalibrationRun, Method
+
+NAME, MODULE = "fake", "sparsekv_cli.methods.fake"
+
+
+@dataclass(frozen=True)
+class Fake(Method):
+    """Sinks, and every ``stride``-th of the other rows; stride was found by calibration."""
+
+    paper: ClassVar[str] = "none"
+    description: ClassVar[str] = "every n-th row"
+    needs: ClassVar[str] = CALIBRATION
+    runs: ClassVar[list[list[int]]] = []  # the ids of every calibration
+
+    budget: Budget = field(default=Budget(share=0.5), metadata={"help": "rows: N or P%"})
+
+    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
+        return FakeCache(spec, backend, self)
+
+    def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
+        """Means of the keys before RoPE, f32 (L, G, d); strides u8 (L,), 2 and more."""
+        self.runs.append(list(run.ids))
+        means = np.zeros((len(run.specs), run.specs[0].n_head_kv, run.specs[0].head_dim), "f4")
+        caches = [MeanKeys(spec, run.backend, means[spec.layer]) for spec in run.specs]
+        run.progress(0.5)
+        run.forward(run.ids, 0, caches, False)
+        run.progress(1.0)
+        return {"means": means, "stride": np.arange(2, 2 + len(run.specs), dtype=np.uint8)}
+
+
+class MeanKeys(LayerCache):
+    """Collects the mean key of a layer."""
+
+    def __init__(self, spec: LayerSpec, backend: Backend, mean: np.ndarray) -> None:
+        super().__init__(spec, backend)
+        self.mean = mean
+
+    def prefill(self, x: Any) -> Any:
+        self.mean += x.in_torch().k_nope.float().sum(1).numpy()
+        return super().prefill(x)
+
+    def finish_prefill(self) -> None:
+        self.mean /= self.store.n
+
+    def decode(self, x: Any) -> np.ndarray:
+        raise AssertionError("a calibration does not decode")
+
+
+class FakeCache(SelectingCache):
+    def __init__(self, spec: LayerSpec, backend: Backend, method: Fake) -> None:
+        super().__init__(spec, backend)
+        self.method = method
+        self.stride = int(spec.calibration["stride"])
+        assert spec.calibration["means"].shape == (spec.n_head_kv, spec.head_dim)
+
+    def selects_all(self, n: int) -> bool:
+        return self.method.budget.rows(n) >= n
+
+    def select(self, q: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
+        rows = [*range(N_SINKS), *range(N_SINKS, n - 1, self.stride), n - 1]
+        n_kv = self.spec.n_head_kv
+        return np.tile(np.array(rows, np.int32), (n_kv, 1)), np.full(n_kv, len(rows)), 0
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
+    """Puts the method into the table, under the name ``fake``."""
+    monkeypatch.setattr(Fake, "__module__", MODULE)
+    monkeypatch.setattr(Fake, "runs", [])
+    monkeypatch.setitem(sys.modules, MODULE, sys.modules[__name__])
+    monkeypatch.setitem(methods.METHODS, NAME, f"{NAME}:Fake")
+    return Fake

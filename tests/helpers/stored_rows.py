@@ -1,0 +1,36 @@
+"""K and V as a layer stores them, in every cache type, for tests of kernels."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from sparsekv_cli.cpu.attention.rows import F16, Q8_0, dequantize_rows_ref, quantize_rows_ref
+from sparsekv_cli.cpu.jit.pointers import address
+
+KINDS = [(F16, F16), (Q8_0, Q8_0), (F16, Q8_0), (Q8_0, F16)]  # of K and V
+
+
+class Stored(NamedTuple):
+    """Rows in memory, (G, n, items), and what they stand for, f32 (G, n, d)."""
+
+    array: np.ndarray
+    kind: int
+    exact: np.ndarray
+
+
+def store(x: np.ndarray, kind: int) -> Stored:
+    """f32 (G, n, d), d a multiple of 16, as rows of ``kind``."""
+    if kind == Q8_0:
+        rows = quantize_rows_ref(x.astype(np.float32))
+        return Stored(rows, kind, dequantize_rows_ref(rows, x.shape[-1]))
+    half = x.astype(np.float16)
+    return Stored(half, kind, half.astype(np.float32))
+
+
+def layout(k: Stored, v: Stored) -> np.ndarray:
+    """What kernels take: int64 (8,), see cpu/attention/rows.py."""
+    (k_head, k_row), (v_head, v_row) = k.array.strides[:2], v.array.strides[:2]
+    places = address(k.array), address(v.array), k_head, v_head, k_row, v_row
+    return np.array([*places, k.kind, v.kind], np.int64)

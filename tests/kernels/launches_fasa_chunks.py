@@ -1,0 +1,26 @@
+"""Launches of kernels/fasa/chunks.py to compile; see test_compile.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from sparsekv_cli.kernels.fasa import chunks
+
+
+def launches() -> Iterator[Callable[[], object]]:
+    capacity = 4096
+    # The last two: N_tip = d/4, and sizes that are no powers of two.
+    for n_head, n_kv, d, n_dim in ((32, 8, 128, 32), (32, 32, 128, 32), (9, 3, 64, 16),
+                                   (32, 8, 128, 64), (6, 2, 80, 20)):  # fmt: skip
+        q, new = torch.zeros(2, n_head, d), torch.zeros(2, n_kv, d)
+        dims = torch.zeros(n_kv, d, dtype=torch.int32)
+        dom = torch.zeros(2, n_kv, n_dim, capacity, dtype=torch.float16)
+        rest = torch.zeros(2, n_kv, capacity, d - n_dim, dtype=torch.float16)
+        v = torch.zeros(2, n_kv, capacity, d, dtype=torch.float16)
+        n = torch.zeros(2, dtype=torch.int32)
+        yield partial(chunks.append_chunks, new, dims[:, :n_dim], dom, n)
+        yield partial(chunks.score_chunks, q, dims[:, :n_dim], dom, n, capacity)
+        yield partial(chunks.append_rest, new, new, dims[:, n_dim:], rest, v, n)

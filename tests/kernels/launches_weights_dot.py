@@ -1,0 +1,30 @@
+"""Launches of kernels/weights/dot.py to compile; see test_compile.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from gguf import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES
+
+from sparsekv_cli.kernels.weights import dot, packed
+
+
+def empty_matrix(name: str, n_rows: int, n_columns: int) -> packed.PackedMatrix:
+    n_elements, n_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    data = torch.zeros(1, n_columns // n_elements * n_bytes, dtype=torch.uint8)
+    return packed.repack(name, data.repeat(n_rows, 1), n_columns)
+
+
+def launches() -> Iterator[Callable[[], object]]:
+    for name in packed.PACKABLE:
+        w = empty_matrix(name, 8192, 4096)
+        for n_batch in (1, 2, 16) if name in ("Q4_0", "Q4_K", "Q6_K", "F16") else (1,):
+            x = torch.zeros(n_batch, 4096)
+            yield partial(dot.matvec, w, x)
+    for name in ("Q4_0", "Q6_K"):  # one warp a row
+        w = empty_matrix(name, 96, 768)
+        yield partial(dot.matvec, w, torch.zeros(1, 768))
+        yield partial(dot.dequantize, w)

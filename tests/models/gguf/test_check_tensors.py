@@ -1,0 +1,103 @@
+"""The search for NaN and infinity, held against gguf's reference dequantisation."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf_bytes import Builder, Tensor
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.gguf import check as module
+from sparsekv_cli.models.gguf.check import check_tensors, find_non_finite, non_finite_blocks
+from sparsekv_cli.models.gguf.file import open_gguf
+from sparsekv_cli.models.gguf.types import DECODABLE_TYPES, GGMLType
+
+WITH_SCALES = sorted(kind for kind in GGMLType if kind.scales)
+DEQUANTISED = [k for k in WITH_SCALES if k != GGMLType.Q8_1]  # Q8_1 is for activations
+
+
+@pytest.mark.parametrize("kind", DEQUANTISED, ids=lambda kind: kind.name)
+def test_scales_are_where_the_table_says(kind: GGMLType) -> None:
+    """Finite scales dequantise to finite values whatever the other bytes; a NaN scale does not."""
+    rng = np.random.RandomState(7)
+    blocks = rng.randint(0, 256, (4, kind.block_bytes)).astype(np.uint8)
+    offsets = [first + 2 * i for first, count in kind.scales for i in range(count)]
+    for offset in offsets:
+        blocks[:, offset : offset + 2] = np.frombuffer(struct.pack("<e", 0.25), np.uint8)
+    theirs = gguf.GGMLQuantizationType(int(kind))
+    flags = non_finite_blocks(kind, blocks)
+    assert flags is not None
+    assert not flags.any()
+    assert np.isfinite(gguf.quants.dequantize(blocks, theirs)).all()
+    for offset in offsets:
+        for value in (float("nan"), float("inf"), float("-inf")):
+            damaged = blocks.copy()
+            damaged[2, offset : offset + 2] = np.frombuffer(struct.pack("<e", value), np.uint8)
+            flags = non_finite_blocks(kind, damaged)
+            assert flags is not None
+            assert flags.tolist() == [False, False, True, False]
+            with np.errstate(invalid="ignore"):
+                values = gguf.quants.dequantize(damaged, theirs)
+            assert np.isfinite(values).all(axis=1).tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (GGMLType.F32, "0000803f", "0000807f"),
+        (GGMLType.F32, "ffff7f7f", "0000c0ff"),
+        (GGMLType.F16, "ff7b", "007c"),
+        (GGMLType.BF16, "7f7f", "807f"),
+        (GGMLType.F64, "ffffffffffffef7f", "000000000000f07f"),
+        (GGMLType.MXFP4, "fe" + "ff" * 16, "ff" + "00" * 16),
+    ],
+)
+def test_values_and_e8m0(kind: GGMLType, good: str, bad: str) -> None:
+    blocks = np.frombuffer(bytes.fromhex(good + bad + good), np.uint8).reshape(3, -1)
+    flags = non_finite_blocks(kind, blocks)
+    assert flags is not None
+    assert flags.tolist() == [False, True, False]
+
+
+def test_every_decodable_type_is_checked() -> None:
+    for kind in DECODABLE_TYPES:
+        assert non_finite_blocks(kind, np.zeros((2, kind.block_bytes), np.uint8)) is not None
+
+
+@pytest.mark.parametrize("chunk", [1, 64, 1 << 20])
+def test_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
+    values = np.ones((6, 8), np.float32)
+    values[4, 3] = np.nan
+    values[5, 0] = np.inf
+    tensors = [
+        Tensor("good", (8, 6), data=np.ones((6, 8), np.float32).tobytes()),
+        Tensor("bad", (8, 6), data=values.tobytes()),
+        Tensor("ids", (4,), int(GGMLType.I32), b"\xff" * 16),
+        Tensor("other", (256,), int(GGMLType.IQ1_M), b"\xff" * 56),
+    ]
+    file = open_gguf(Builder(tensors=tensors).write(tmp_path))
+    done: list[int] = []
+    result = find_non_finite(file, done.append)
+    assert [(c.tensor.name, c.n_bad, c.first_row) for c in result.bad] == [("bad", 2, 4)]
+    assert result.unchecked == (GGMLType.IQ1_M,)
+    assert result.n_tensors == 4
+    assert sum(done) == 6 * 8 * 4 * 2 + 16
+    with pytest.raises(
+        SparseKVError,
+        match=r"1 of 4 tensors hold .*; first 'bad' \(F32\): 2 of 48 values, from row 4",
+    ):
+        check_tensors(file)
+
+
+def test_row_of_a_damaged_block(tmp_path: Path) -> None:
+    blocks = np.zeros((3, 2, 18), np.uint8)
+    blocks[1, 1, :2] = 0xFF
+    tensor = Tensor("q", (64, 3), int(GGMLType.Q4_0), blocks.tobytes())
+    file = open_gguf(Builder(tensors=[tensor]).write(tmp_path))
+    with pytest.raises(SparseKVError, match=r"first 'q' \(Q4_0\): 1 of 6 blocks, from row 1"):
+        check_tensors(file)

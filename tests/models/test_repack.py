@@ -1,0 +1,93 @@
+"""A model whose weights are repacked when it is opened: same answers, no more memory."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import make_model
+
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.cpu.weights import interleaved
+from sparsekv_cli.cpu.weights.formats import FORMATS
+from sparsekv_cli.methods.full import Full
+from sparsekv_cli.models import repack
+from sparsekv_cli.session import load_session
+
+SMAPS = Path("/proc/self/smaps")
+IDS = [5, 17, 3, 250, 99, 41, 7, 7, 123]
+
+
+def open_model(path, choice: str):
+    return load_session(path, Full(), SessionConfig(prefill_dtype="f32", threads=2, repack=choice))
+
+
+@pytest.mark.skipif(
+    not interleaved.can_repack(FORMATS["Q4_1"].code, interleaved.GROUP),
+    reason="this CPU does not repack",
+)
+@pytest.mark.parametrize("wtype", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL"])
+def test_decode_is_the_same_but_for_rounding(wtype, tmp_path):
+    path = tmp_path / "tiny.gguf"
+    make_model(path, wtype=wtype)
+    sessions = [open_model(path, choice) for choice in ("off", "on")]
+    packed = sessions[1].decoder._decode_weights
+    linears = [linear for layer in packed.layers for linear in layer.linears()]
+    assert any(linear.repacked for linear in linears)
+    for linear in [*linears, packed.output]:
+        assert linear.repacked == interleaved.can_repack(linear.code, linear.n_rows)
+    assert not packed.token_embd.repacked  # its rows are read one by one
+    first = [session.prefill(IDS) for session in sessions]
+    np.testing.assert_array_equal(*first)
+    for token in IDS:
+        plain, repacked_ = (session.decode(token) for session in sessions)
+        np.testing.assert_allclose(repacked_, plain, atol=2e-4 * np.abs(plain).max())
+        # Rounding flips some elements of a row to the next f16, which is not to add up.
+        for from_, to in zip(*(session.caches for session in sessions), strict=True):
+            to.store.k[:], to.store.v[:] = from_.store.k, from_.store.v
+    for session, before in zip(sessions, first, strict=True):
+        session.rewind(0)
+        again = session.prefill(IDS)  # from pages that were released
+        np.testing.assert_array_equal(before, again)
+
+
+def test_auto_repacks_what_is_small_beside_the_memory(tmp_path, monkeypatch):
+    path = tmp_path / "tiny.gguf"
+    make_model(path, wtype="Q4_1")
+    weights = open_model(path, "off").decoder.weights
+    pages = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * weights.n_bytes}
+    monkeypatch.setattr(repack.os, "sysconf", pages.__getitem__, raising=False)
+    assert repack.wants_repacking(weights, "auto")
+    pages["SC_PHYS_PAGES"] -= 1
+    assert not repack.wants_repacking(weights, "auto")
+    assert repack.wants_repacking(weights, "on")
+    assert not repack.wants_repacking(weights, "off")
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="Linux tells what a mapping holds in memory")
+def test_released_pages_leave_memory_and_come_back(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    make_model(path, wtype="F32", n_vocab=2048, n_embd=512)
+    session = open_model(path, "off")
+    file, data = session.gguf, session.decoder.weights.token_embd.data
+    before = data.copy()
+    start = data.__array_interface__["data"][0]
+
+    def resident() -> int:
+        """Bytes of the mapping that holds ``data`` in this process' memory."""
+        found = False
+        for line in SMAPS.read_text().splitlines():
+            parts = line.split()
+            if "-" in parts[0] and not parts[0].endswith(":"):
+                low, high = (int(part, 16) for part in parts[0].split("-"))
+                found = low <= start < high
+            elif found and parts[0] == "Rss:":
+                return 1024 * int(parts[1])
+        raise AssertionError("no mapping holds the tensor")
+
+    held = resident()
+    file.release(data)
+    assert resident() <= held - data.nbytes + 2 * mmap.PAGESIZE
+    np.testing.assert_array_equal(data, before)

@@ -1,0 +1,88 @@
+"""scripts/bench_gpu where there is no GPU: each part of it, on interpreted kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_gpu"
+
+
+def run(
+    folder: Path, *arguments: str, status: int = 0
+) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
+    """The figures of a run of small sizes, and the run."""
+    pytest.importorskip("triton")
+    path = folder / "figures.json"
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--tiny", "--json", path, *arguments],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == status, done.stderr
+    return json.loads(path.read_text(encoding="utf-8")), done
+
+
+def test_memory(tmp_path):
+    figures, done = run(tmp_path, "--only", "memory")
+    rows = {row["method"]: row for row in figures["memory"]}
+    assert rows["full"]["device of full"] == rows["fasa"]["device of full"] == 1
+    assert rows["fasa"]["index"] > 0
+    # FASA-M leaves V and all of K but its 16 dominant dims of 32 to the host.
+    assert rows["fasa:variant=m"]["device of full"] < 0.3 and rows["fasa:variant=m"]["host"] > 0
+    assert "| fasa:variant=m |" in done.stdout
+
+
+PARTS = {
+    "logits": ("quest", [("logits", "quest"), ("whole budget", "quest")]),
+    "weights": ("Q4_K", [("weights", None)]),
+    "operators": ("tiny", [("operators", None)]),
+    "tokens": (
+        "lfps,fasa:variant=m", [("tokens, tiny", "lfps"), ("tokens, tiny", "fasa:variant=m")],
+    ),
+    "freekv": ("recall=copy", [("freekv", "freekv:recall=copy")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_runs(part, tmp_path):
+    match, expected = PARTS[part]
+    figures, _ = run(tmp_path, "--only", part, "--match", match)
+    assert figures["errors"] == figures["left out"] == []
+    for table, method in expected:
+        rows = [row for row in figures[table] if method in (None, row.get("method"))]
+        assert rows
+        assert all(row.get("ok", True) for row in rows), rows
+        assert all(row.get("ms", 1) > 0 for row in rows)
+
+
+def test_a_part_that_fails_costs_the_others_nothing(tmp_path):
+    missing = str(tmp_path / "no.gguf")
+    figures, done = run(
+        tmp_path, "--only", "logits,memory", "-m", missing, "--match", "full", status=1
+    )
+    assert len(figures["errors"]) == 1 and "no.gguf" in figures["errors"][0]
+    assert "error: logits, full: " in done.stderr
+    assert [row["method"] for row in figures["memory"]] == ["full"]
+
+
+def test_what_no_time_is_left_for_is_named(tmp_path):
+    figures, done = run(tmp_path, "--only", "weights", "--seconds", "0")
+    assert "weights, Q8_0: no time left" in figures["left out"]
+    assert "left out: weights, Q8_0: no time left" in done.stderr
+    assert "leaked" not in done.stderr
+
+
+def test_without_a_gpu_it_says_so():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--only", "memory"],
+        env={**environment, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stderr.startswith("error: --device cuda")
