@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 N_CHUNKS = 22  # paper, section 5.5
-LEVELS = (0.001, 0.0625, 0.25, 0.5, 1.0)  # METHODS.md: shares at which layers are calibrated
+LEVELS = (0.001, 0.0625, 0.25, 0.5, 1.0)  # shares at which layers are calibrated
 
 
 def chunk_borders(n_bins: int) -> np.ndarray:

@@ -185,7 +185,7 @@ class Spectrum:
         self.gains = np.vstack([self.gains, np.array(gains, np.float32)])
 
     def add(self, k: np.ndarray, v: np.ndarray) -> None:
-        """Adds tokens to the last segment (METHODS.md, step 3): f32 (G, m, d), m <= room."""
+        """Adds tokens to the last segment (docs/methods.md, step 3): f32 (G, m, d), m <= room."""
         assert k.shape[1] <= self.room
         basis, row = self.bases[-1], self.table[-1]
         at = np.arange(row[kernels.FILLED], row[kernels.FILLED] + k.shape[1])

@@ -3,8 +3,9 @@
 ``decode`` of a quantised format writes LLVM IR that turns one block into its integers, sixteen at a
 time (<16 x i8>), and a vector of scales (and, for the asymmetric formats, of offsets), one for each
 16 or 32 elements: an element is q * scale + offset. The f32 and the integer dot products and the
-dequantisation of every format come from that one description. Layouts: FORMAT.md section 3; the
-values equal ``gguf.quants.dequantize`` bit for bit (tests/cpu/test_blocks.py).
+dequantisation of every format come from that one description. The layouts are llama.cpp's (the
+block structs of ggml/src/ggml-common.h); values equal ``gguf.quants.dequantize`` bit for bit
+(tests/cpu/weights/test_blocks.py).
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import CALIBRATION, CalibrationRun, Method
 
 N_FAC = Budget(tokens=256)  # paper, section 5.1
-N_RECENT = 16  # METHODS.md: last rows that are always attended
-N_QUERIES, TOP_K = 16, 64  # METHODS.md: queries that judge the chunks, K of CA
+N_RECENT = 16  # last rows that are always attended
+N_QUERIES, TOP_K = 16, 64  # queries that judge the chunks; K of CA
 CHOICES = {
     "preset": ("tuned", "paper"),
     "metric": METRICS,

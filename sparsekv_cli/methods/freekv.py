@@ -13,37 +13,17 @@ before, its kv head chooses again, with the query itself. All other pages lie in
 | 4.2 hybrid layouts, NHD and HND; offloading | cpu/freekv/pages.py, offload_pages |
 | 4.2 streamed recall | recall_pages |
 
-Departures. (1) Pages are summarised by mean + std and mean - std and hold 4 rows
-(``preset=paper``: min-max, 32), and tau is .9 (the paper's for long generations; else .8). What a
-long page's summary hides is a single key, such as that of a rare word's one earlier use, among its
-other rows. KLD(full || freekv) at B = 512, W = 64 on SmolLM2-135M, mean of 6 texts x 48 steps, by
-prompt tokens; index as a share of K and V; attention time at 8192 and 32768 tokens, one thread,
-choosing included:
-
-| pages | tau | S | 1700 | 3300 | 6500 | index | time |
-|---|---|---|---|---|---|---|---|
-| minmax, 32 (paper) | .8 | 64 | .091 | .125 | .232 | 1/32 | .9 |
-| meanstd, 16 | .8 | 64 | .032 | .057 | .120 | 1/16 | 1, 1 |
-| meanstd, 16 | .9 | 64 | .025 | .054 | .116 | 1/16 | |
-| meanstd, 8 | .8 | 16 | .013 | .032 | .051 | 1/8 | 1.3, 1.5 |
-| meanstd, 8 | .9 | 16 | .011 | .029 | .040 | 1/8 | 1.3 |
-| meanstd, 4 | .8 | 16 | .008 | .024 | .024 | 1/4 | 1.7, 2.1 |
-| meanstd, 4 (default) | .9 | 16 | .005 | .013 | .019 | 1/4 | 1.8 |
-
-A transcript of a hearing was harder than those texts: with it and three others, 64 steps each
-(``scripts/accuracy``), pages of 8, 6 and 4 rows have .085, .061 and .029 at 6500 tokens, .187, .114
-and .035 on the transcript alone. Half the std, or the largest softmax of the group instead of the
-mean, do not help pages of 8 (.090 and .085). The price is twice the index.
-
-(2) The window starts at a page, so it holds W to W + p - 1 rows; pages are candidates from the step
-on at which they leave it, also in a choice made a step ahead. (3) Recalled pages stay in an LRU
-cache of twice the pages that are chosen, which saves most recalls. (4) A recall converts as it
-copies: two buffers gain nothing where there is no transfer to wait for. (5) Without a core to spare
-(``overlap``) nothing is done ahead: a kv head chooses once a step, with the older query unless it
-is corrected, to the same end. (6) Sinks and window take a quarter of the budget each at most; B, S
-and W are smaller than the paper's 2048, 128 to 512. (7) While all rows are within the budget, or no
-page has left the window, attention is dense. On a CPU the device's memory is the host's: a recall
-is a copy within it.
+Departures; docs/methods.md has their reasons and figures:
+(1) Pages are summarised by mean + std and mean - std and hold 4 rows; tau is .9. ``preset=paper``:
+    largest and smallest element, 32 rows, .8.
+(2) The window starts at a page, so it holds W to W + p - 1 rows. A choice made a step ahead counts
+    the pages that leave the window by then.
+(3) Recalled pages stay in an LRU cache of twice the pages that are chosen.
+(4) A recall converts as it copies, without the paper's two buffers.
+(5) Without a core to spare (``overlap``) nothing is done ahead; the results are the same.
+(6) Sinks and window take a quarter of the budget each at most.
+(7) While the budget covers the context, or no page has left the window, attention is dense.
+On a CPU the device's memory is the host's: a recall is a copy within it.
 """
 
 from __future__ import annotations

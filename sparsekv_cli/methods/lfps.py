@@ -13,61 +13,19 @@ the best, and feeds the weights back.
 | Algorithm 1 line 10, top-k of C1 by exact q . k | cpu/lfps/attend.py _score_part, _attend_head |
 | eq 10, decay and update of the tables | cpu/lfps/history.py add_entries (lazily: u = Phi / g) |
 
-Departures. (1) A bypassed head returns the softmax-weighted mean of sinks, local keys and the mean
-value, with the masses of the test; Algorithm 1's mean value alone is the largest error of all.
-(2) The slash table is indexed by distance, so that nothing is shifted and skipped steps keep it
-aligned. (3) Defaults differ from the paper's (``preset=paper``): neighbours are not filtered, more
-recent tokens, the variance of a score from the keys' covariance, layer 0 apart (7).
-(4) ``tables=group`` (``preset=fast``) shares the tables in a kv group, and so its candidates.
-(5) At most ``candidates`` rows are scored a head (twice the budget, if that is more): where more
-pass, the thresholds are raised until they do not, so that a step's cost has a bound at any depth.
-(6) a is .3 (the other presets: .2, the paper's): higher thresholds for all heads cost less than a
-low limit for the few that score most. (7) Of the layers only 0 is dense (before: 0 and 1, with
-a = .35): what that took is had back by a little less a. Beyond ``dense_rows`` (4096) it chooses
-1024 rows (or the budget, if that is more) in pages of 32, by Quest's bounds: what it attends to
-depends on the token, not on the past, and is so wide that pages find it as well as all rows do
-(exact top-k of 5% does worse there: .171 at 6500 instead of .142). (8) The budget is at most 256
-rows. (9) The mean of eq 8 is over at most ``horizon`` (6144) entries. By the formula the same few
-heavy entries have thresholds that fall as 1/n, and ever lighter ones become candidates. (7) to (9)
-bound what grows with the context; the second table says what they cost. (10) Beyond 8192 rows
-heads of a kv group score each other's candidates (``scored_by``), so that a key row is read and
-widened once for all of them. What one head has seen helps the others, so a is multiplied by 1, and
-.855 more for each other head, of two at most (SHARED): a head scores about as many rows, a group
-reads a third fewer. Where the rows are still in the cache that is 7% of a token's time (2048 rows;
-15% at 32768), and their own candidates are the better ones.
-
-KLD(full || lfps), top-1 agreement and rows scored in % of the context on SmolLM2-135M, 4 texts x 64
-steps at 1700, 3300 and 6500 tokens (``scripts/accuracy``, a prefill in bf16, int8 or f32, or means
-of these; - where not measured; at 6500 rows scored include layer 0 where it chooses pages):
-
-| scored_by: a, candidates | KLD | top-1 | rows scored % |
-|---|---|---|---|
-| head: .3, 2048 (the default, there by head) | .091 .072 .146 | .84 .84 .85 | 14.3 13.0 8.2 |
-| head: .32, 2048 | .096 .076 .153 | .86 .83 .85 | 13.8 12.5 8.0 |
-| group: .3, 2048 (before, by .32 and .77) | .078 .098 .156 | .84 .81 .81 | 14.0 12.9 9.1 |
-| group: .272, 2048 | .071 .089 .152 | .84 .81 .83 | 14.7 13.8 9.7 |
-| group: .295, 1024 | .080 .087 .181 | .84 .83 .80 | 14.1 13.0 9.1 |
-| group: .24, 3072 | .066 .073 .136 | .83 .83 .84 | 15.9 15.0 10.4 |
-| head: .32, 2048, layer 0 dense, without (8), (9) | .094 .078 .140 | .85 .82 .84 | 13.8 12.5 8.1 |
-| head: .35, 2048, layers 0 and 1 dense | .095 .085 .136 | .82 .84 .84 | 13.2 12.0 7.9 |
-| head: .35, 2048, none dense | .127 .091 .156 | .82 .81 .83 | 12.9 11.7 7.7 |
-| head: .2, none, layers 0 and 1 dense | - - .102 | - - .87 | - - 10.7 |
-| head: .2, 2048, layers 0 and 1 dense | - - .124 | - - .86 | - - 9.8 |
-| head: .2, 1536, layers 0 and 1 dense | .080 .062 .168 | .85 .85 .83 | 17.3 15.2 8.8 |
-
-Beyond the model's 8192 tokens, with YaRN (our texts end to end, 64 steps, scored_by=head):
-
-| KLD / rows scored %, at | 16000 (factor 2) | 27000 (factor 4) |
-|---|---|---|
-| layer 0 dense, 512 rows, no horizon | .064 / 4.8 | .140 / 4.0 |
-| the same with pages of 16 (512 rows) | .065 / 5.0 | .140 / 4.3 |
-| and horizon 8192 | .066 / 4.2 | .171 / 3.4 |
-| and 256 rows | .070 / 4.2 | .176 / 3.4 |
-| and horizon 6144 | .074 / 3.8 | - |
-| streaming | .172 / 0 | .305 / 0 |
-
-And with the texts in four orders (a = .32), KLD / top-1 / rows scored %, at 16000 and 25000 (factor
-4): by head .140 / .83 / 4.0 and .184 / .75 / 3.1, by group .122 / .86 / 4.7 and .171 / .75 / 4.1.
+Departures; docs/methods.md has their reasons and figures:
+(1) A bypassed head returns the mean of sinks, local rows and the mean value, by their masses.
+(2) The slash table is indexed by distance, so that nothing is shifted.
+(3) By default neighbours are not filtered, more recent rows are candidates, and the variance of a
+    score comes from the covariance of the keys.
+(4) ``tables=group`` shares the tables in a kv group.
+(5) At most ``candidates`` rows are scored a head; where more pass, the thresholds are raised.
+(6) a is .3, the paper's .2 in the other presets.
+(7) Layer 0 is dense; beyond ``dense_rows`` rows it attends to 1024 rows in pages, as Quest does.
+(8) The budget is at most 256 rows.
+(9) The mean of eq 8 is over at most ``horizon`` entries.
+(10) Beyond 8192 rows the heads of a kv group score each other's candidates (``scored_by``).
+``preset=paper`` undoes 3 to 10.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from sparsekv_cli.cpu.sals.values import BITS
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import CALIBRATION, CalibrationRun, Method
 
-SINKS, WINDOW = 16, 64  # METHODS.md: rows kept as they are
+SINKS, WINDOW = 16, 64  # rows kept as they are
 UNDO = 16  # rows by which a rewind costs no exact row: an interrupted step, a changed last token
 CHOICES = {
     "preset": ("tuned", "paper"),
