@@ -1,4 +1,4 @@
-"""What scripts/make_references recorded of llama.cpp, and how to compare logits with it.
+"""What scripts/references/logits recorded of llama.cpp, and how to compare logits with it.
 
 tests/data/logits/tiny.npz         last rows of the tiny models' logits, one entry a case
 tests/data/logits/smollm2_*.npz    the default model on 512 tokens of prose: the most likely tokens

@@ -11,11 +11,12 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parents[2] / "scripts"
 
 
-def load_script(name: str) -> Any:
-    """A script as a module; the modules beside it are found as when it is run."""
-    if str(FOLDER) not in sys.path:
-        sys.path.insert(0, str(FOLDER))
-    loader = SourceFileLoader(f"{name}_script", str(FOLDER / name))
+def load_script(path: str) -> Any:
+    """A program by its path in scripts/, as a module. It finds the modules beside it."""
+    program = FOLDER / path
+    if str(program.parent) not in sys.path:
+        sys.path.insert(0, str(program.parent))
+    loader = SourceFileLoader(f"{program.name}_script", str(program))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)

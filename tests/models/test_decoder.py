@@ -103,7 +103,7 @@ def test_tiny_model_equals_the_reference_decoder(tiny):
 def test_tiny_model_agrees_with_llama_cpp(tiny):
     case, path, forward, decoded = tiny
     expected = tiny_reference(case)
-    assert fingerprint(path) == expected.fingerprint, "run scripts/make_references again"
+    assert fingerprint(path) == expected.fingerprint, "run scripts/references/logits again"
     limit = 1e-6 if REFERENCE_CASES[case].get("wtype", "F32") == "F32" else 1e-3
     for logits in (forward, decoded):
         assert nmse(expected.logits, logits[-REFERENCE_ROWS:]) < limit

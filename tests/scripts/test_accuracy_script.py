@@ -1,4 +1,4 @@
-"""scripts/accuracy on a tiny model: what it measures, and what it makes of the acceptance lines."""
+"""scripts/accuracy/measure on a tiny model: what it measures, and the verdicts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LENGTH, STEPS = 150, 6
 CONFIG = SessionConfig(threads=1, prefill_dtype="f32", chunk=64)
 
 
-accuracy = load_script("accuracy")
+accuracy = load_script("accuracy/measure")
 lines = sys.modules["accuracy_lines"]
 
 

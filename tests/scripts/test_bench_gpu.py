@@ -1,4 +1,4 @@
-"""scripts/bench_gpu where there is no GPU: each part of it, on interpreted kernels."""
+"""scripts/gpu/bench where there is no GPU: each part of it, on interpreted kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_gpu"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu" / "bench"
 
 
 def run(

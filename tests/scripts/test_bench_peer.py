@@ -1,4 +1,4 @@
-"""scripts/bench_peer without llama.cpp: the table, the turns, the worker's side, and refusals."""
+"""scripts/bench/peer without llama.cpp: the table, the turns, the worker's side, and refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from scripts_as_modules import FOLDER, load_script
 from tiny_models import make_model
 
-script = load_script("bench_peer")
+script = load_script("bench/peer")
 table, worker = sys.modules["peer_table"], sys.modules["peer_worker"]
 
 
@@ -246,7 +246,7 @@ def test_llama_cpps_deep_rows_are_copies(monkeypatch, n_past, depth, expected) -
 
 def test_help_runs_without_a_model() -> None:
     done = subprocess.run(
-        [sys.executable, str(FOLDER / "bench_peer"), "--help"],
+        [sys.executable, str(FOLDER / "bench" / "peer"), "--help"],
         capture_output=True, text=True, timeout=60, check=True, env=dict(os.environ),
     )  # fmt: skip
     assert "--depths" in done.stdout

@@ -25,7 +25,7 @@ def test_reference_decoder_agrees_with_llama_cpp(case, tmp_path):
     options = REFERENCE_CASES[case]
     path = make_model(tmp_path / "model.gguf", **options)
     expected = tiny_reference(case)
-    assert fingerprint(path) == expected.fingerprint, "run scripts/make_references again"
+    assert fingerprint(path) == expected.fingerprint, "run scripts/references/logits again"
     actual = reference_logits(path, REFERENCE_IDS)[-REFERENCE_ROWS:]
     limit = 1e-6 if options.get("wtype", "F32") == "F32" else 1e-3
     assert nmse(expected.logits, actual) < limit

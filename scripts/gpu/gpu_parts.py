@@ -1,4 +1,4 @@
-"""The parts of scripts/bench_gpu: what each of them measures, row by row of its tables."""
+"""The parts of scripts/gpu/bench: what each of them measures, row by row of its tables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sparsekv_cli.evaluation.observer import Measured
 from sparsekv_cli.models.locate import resolve_model
 from sparsekv_cli.session import Session, ledger_of, load_session
 
-TEXT = Path(__file__).resolve().parent / "data" / "accuracy_mixed.txt"
+TEXT = Path(__file__).resolve().parents[1] / "accuracy" / "texts" / "mixed.txt"
 LOGITS_OF = (
     "full", "topk", "streaming", "quest", "fasa", "fasa:variant=m", "sals", "freekv", "lfps",
     "snapkv", "h2o",

@@ -1,4 +1,4 @@
-"""The products with quantised weights of scripts/bench_gpu, at the sizes of Llama-3.1-8B."""
+"""The products with quantised weights of scripts/gpu/bench, at the sizes of Llama-3.1-8B."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ratio table of scripts/bench_peer: what is compared, what is to be reached, as text."""
+"""The ratio table of scripts/bench/peer: what is compared, what is to be reached, as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attention operators of scripts/bench_gpu: one layer's decode step, B sequences at once."""
+"""The attention operators of scripts/gpu/bench: one layer's decode step, B sequences at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models and caches for scripts/bench_gpu: random weights in known shapes, rows without a prefill.
+"""Models and caches for scripts/gpu/bench: random weights in known shapes, rows without a prefill.
 
 All layers of a model share one layer's random numbers on the host, so that a shape of 8 billion
 weights is there in seconds; on the device each layer has its own copy, as in a real model.
@@ -30,7 +30,7 @@ from sparsekv_cli.models.gguf.file import open_gguf
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.weights import Weights, read_weights
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
 
 from tiny_models import make_model
 

@@ -1,4 +1,4 @@
-"""scripts/memory_cost on a tiny model: what is said is what is held, and what the formula says."""
+"""scripts/bench/memory on a tiny model: what is said is what is held, and what the formula says."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rows(tmp_path_factory):
     told = folder / "told.json"
     arguments = ["-m", str(model), "--depth", "1500", "--tokens", "4", "--threads", "1"]
     arguments += ["--methods", ",".join(METHODS), "--json", str(told)]
-    assert load_script("memory_cost").main(arguments) == 0
+    assert load_script("bench/memory").main(arguments) == 0
     return json.loads(told.read_text(encoding="utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""scripts/depth_cost on a tiny model: rows laid end to end are a prefill's, and are counted."""
+"""scripts/bench/depth on a tiny model: rows laid end to end are a prefill's, and are counted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparsekv_cli.session import load_session
 
 @pytest.fixture(scope="module")
 def script():
-    return load_script("depth_cost")
+    return load_script("bench/depth")
 
 
 @pytest.fixture(scope="module")

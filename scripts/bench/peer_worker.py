@@ -1,4 +1,4 @@
-"""One program of scripts/bench_peer in a process of its own: it does what its parent asks, in turn.
+"""One program of scripts/bench/peer in a process of its own: does what its parent asks.
 
 The two programs do not share a process, because both would share one OpenMP library and so its
 settings, its pool of threads and a peak of memory. A worker that is not asked sleeps in a read; the

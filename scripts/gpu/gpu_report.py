@@ -1,4 +1,4 @@
-"""What scripts/bench_gpu has found so far: tables on stdout, the same in a JSON file, as it goes.
+"""What scripts/gpu/bench has found so far: tables on stdout, the same in a JSON file, as it goes.
 
 A measurement that fails, or for which no time is left, costs the others nothing.
 """

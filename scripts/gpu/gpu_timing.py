@@ -1,4 +1,4 @@
-"""Timing of GPU work for scripts/bench_gpu: replays of captured graphs, medians, bandwidth."""
+"""Timing of GPU work for scripts/gpu/bench: replays of captured graphs, medians, bandwidth."""
 
 from __future__ import annotations
 

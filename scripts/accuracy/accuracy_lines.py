@@ -1,6 +1,6 @@
-"""What is expected of a method in scripts/accuracy, and the table that says whether it is met.
+"""What is expected of a method, and the table that says whether it is met.
 
-The figures and the acceptance lines are in data/accuracy_figures.json, by method text.
+The figures and the acceptance lines are in figures.json, by method text.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from accuracy_texts import DATA
+from accuracy_texts import FOLDER
 
 from sparsekv_cli.evaluation.compare import build_spec
 from sparsekv_cli.methods.base import Method
 
-EXPECTED = json.loads((DATA / "accuracy_figures.json").read_text(encoding="utf-8"))
+EXPECTED = json.loads((FOLDER / "figures.json").read_text(encoding="utf-8"))
 Figures = Mapping[tuple[str, int], Mapping[str, Any]]  # by method text and length
 
 

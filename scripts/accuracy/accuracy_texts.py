@@ -1,4 +1,4 @@
-"""What scripts/accuracy reads to the model: four long texts, and questions hidden in them.
+"""What scripts/accuracy/measure reads to the model: four long texts, and questions hidden in them.
 
 A story; minutes, code and letters; the transcript of a hearing; the manual of a machine.
 
@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from sparsekv_cli.errors import SparseKVError
 
-DATA = Path(__file__).resolve().parent / "data"
+FOLDER = Path(__file__).resolve().parent
 TEXT_FILES = tuple(
-    DATA / f"accuracy_{name}.txt" for name in ("prose", "mixed", "hearing", "manual")
+    FOLDER / "texts" / f"{name}.txt" for name in ("prose", "mixed", "hearing", "manual")
 )
 
 
