@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit, prange, types
 from numba.extending import intrinsic
 
-from sparsekv_cli.cpu.attention.prefill_bf16 import LOG2_E, larger
+from sparsekv_cli.cpu.attention.flash import LOG2_E, larger
 from sparsekv_cli.cpu.attention.rows import F16 as F16_ROWS
 from sparsekv_cli.cpu.attention.rows import (
     K_HEAD,

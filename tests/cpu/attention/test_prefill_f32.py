@@ -10,7 +10,7 @@ from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.attention import prefill_f32 as kernels
-from sparsekv_cli.cpu.attention.prefill_bf16 import attend_causal_ref
+from sparsekv_cli.cpu.attention.flash import attend_causal_ref
 
 
 def random(seed: int, *shape: int) -> torch.Tensor:

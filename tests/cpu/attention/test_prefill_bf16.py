@@ -10,6 +10,7 @@ from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.attention import prefill_bf16 as kernels
+from sparsekv_cli.cpu.attention.flash import attend_causal_ref
 from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.cpu.jit.floats import bits
 
@@ -43,7 +44,7 @@ def random(seed: int, *shape: int) -> torch.Tensor:
 def test_against_f64(n_head, n_kv, d, d_v, n_new, n):
     q, k, v = random(0, n_head, n_new, d), random(1, n_kv, n, d), random(2, n_kv, n, d_v)
     scale = 2 * d**-0.5
-    ref = kernels.attend_causal_ref(*(x.float().numpy() for x in (q, k, v)), scale)
+    ref = attend_causal_ref(*(x.float().numpy() for x in (q, k, v)), scale)
     # weights and output have 8 bits of mantissa; an output is a mean of values of size 1
     error = attend(q, k, v, scale) - ref
     assert np.abs(error).max() < 0.02
@@ -57,7 +58,7 @@ def test_large_scores_and_a_late_peak():
     q[..., 0] = 8
     k, v = torch.zeros(1, n, d).bfloat16(), random(3, 1, n, d)
     k[0, :, 0] = torch.linspace(-100, 100, n).bfloat16()
-    ref = kernels.attend_causal_ref(*(x.float().numpy() for x in (q, k, v)), 1.0)
+    ref = attend_causal_ref(*(x.float().numpy() for x in (q, k, v)), 1.0)
     np.testing.assert_allclose(attend(q, k, v, 1.0), ref, atol=0.02)
 
 
@@ -82,7 +83,7 @@ def test_heads_at_a_time_change_no_bit(cache_type):
         x = AttnInput(q, None, None, None, None, n - n_new)
         outs.append(ops.dense_prefill(store, x, spec).float().numpy())
     rows = (t.float().numpy()[..., :d] for t in (q, store.keys(), store.values()))
-    ref = kernels.attend_causal_ref(*rows, d**-0.5)
+    ref = attend_causal_ref(*rows, d**-0.5)
     np.testing.assert_allclose(outs[0], ref, atol=0.02)
     np.testing.assert_array_equal(outs[1], outs[0])
     np.testing.assert_array_equal(outs[2], outs[0])

@@ -1,0 +1,172 @@
+"""The running softmax of prefill attention in bf16, in vector IR: a query row a lane.
+
+A tile has WIDTH query rows; a vector of scores, weights or sums has one number of each of them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from sparsekv_cli.cpu.attention.flash import larger
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.bf16 import narrowed
+from sparsekv_cli.cpu.jit.llvm import F32, I16, I32, I64, LANES, VF, VI, const, load, splat
+
+WIDTH = 4 * LANES  # query rows of a tile
+VECTORS = range(WIDTH // LANES)
+# 2^r on [-1/2, 1/2], relative error 7e-6: coefficients of a Chebyshev fit
+EXP2 = (1.00000005, 0.693127263, 0.240222117, 0.0558755351, 0.00967076788)
+
+
+def _load_tile(b: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
+    return [load(b, VF, address, 4 * LANES * i) for i in VECTORS]
+
+
+def _store_tile(b: ir.IRBuilder, vectors: list[ir.Value], address: ir.Value) -> None:
+    for i, vector in enumerate(vectors):
+        llvm.store(b, vector, address, 4 * LANES * i)
+
+
+@intrinsic
+def hide_and_find_peaks(typingctx, scores, free, count, seen, top):
+    """top = the largest of top and of scores[j], j < count; lane i sees keys j < seen[i] only.
+
+    scores f32 (count, WIDTH), of which those that a lane does not see become -inf; all lanes see
+    the first ``free``. seen int32 (WIDTH,), top f32 (WIDTH,). Addresses.
+    """
+
+    def codegen(context, b, signature, args):
+        scores, free, count, seen, top = args
+        limits = [load(b, VI, seen, 4 * LANES * i) for i in VECTORS]
+
+        def found(best, row):
+            return [larger(b, x, value) for x, value in zip(row, best, strict=True)]
+
+        def seen_row(j, best):
+            return found(best, _load_tile(b, b.add(scores, b.mul(j, I64(4 * WIDTH)))))
+
+        def hidden_row(j, best):
+            at, key = b.add(scores, b.mul(j, I64(4 * WIDTH))), splat(b, b.trunc(j, I32))
+            row = [
+                b.select(b.icmp_signed("<", key, limit), x, const(F32, -np.inf))
+                for x, limit in zip(_load_tile(b, at), limits, strict=True)
+            ]
+            _store_tile(b, row, at)
+            return found(best, row)
+
+        best = llvm.loop(b, I64(0), free, 1, _load_tile(b, top), seen_row)
+        _store_tile(b, llvm.loop(b, free, count, 1, best, hidden_row), top)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
+
+
+def _exp2_lanes(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """2^x for x <= 0, NaN of NaN."""
+    x = larger(b, const(F32, -200.0), x)  # its power is 0 too
+    n = llvm.call_named(b, "llvm.rint.v16f32", VF, x)
+    r = b.fsub(x, n)
+    power = const(F32, EXP2[-1])
+    for c in EXP2[-2::-1]:
+        power = llvm.fma(b, power, r, const(F32, c))
+    every, rounding = ir.Constant(I16, -1), I32(4)  # as the CPU is set to
+    name = "llvm.x86.avx512.mask.scalef.ps.512"
+    return llvm.call_named(b, name, VF, power, n, power, every, rounding)
+
+
+@intrinsic
+def weigh(typingctx, scores, count, scale, peak, top, mass, old, weights):
+    """weights[j] = 2^(scale (scores[j] - top)), j < count; old = 2^(scale (peak - top)).
+
+    Then peak = top, and mass = mass old + the weights' sum. scores f32 (count, WIDTH); weights
+    bf16 in pairs of keys, (count / 2, 2 WIDTH); the others f32 (WIDTH,); addresses. Returns
+    whether any of old is not 1.
+    """
+
+    def codegen(context, b, signature, args):
+        scores, count, scale, peak, top, mass, old, weights = args
+        scales, tops = splat(b, scale), _load_tile(b, top)
+        lifts = [b.fneg(b.fmul(x, scales)) for x in tops]
+        half, high = const(I32, 0x8000), const(I32, -0x10000)
+
+        def pair(j, sums):
+            at = b.add(scores, b.mul(j, I64(4 * WIDTH)))
+            to = b.add(weights, b.mul(j, I64(2 * WIDTH)))
+            new = []
+            for i, (lift, total) in enumerate(zip(lifts, sums, strict=True)):
+                rounded = []
+                for key in range(2):
+                    x = load(b, VF, at, 4 * WIDTH * key + 4 * LANES * i)
+                    weight = _exp2_lanes(b, llvm.fma(b, x, scales, lift))
+                    total = b.fadd(total, weight)
+                    rounded.append(b.add(b.bitcast(weight, VI), half))
+                low = b.lshr(rounded[0], const(I32, 16))
+                llvm.store(b, b.or_(low, b.and_(rounded[1], high)), to, 4 * LANES * i)
+                new.append(total)
+            return new
+
+        sums = llvm.loop(b, I64(0), count, 2, [const(F32, 0.0)] * len(VECTORS), pair)
+        olds = [
+            _exp2_lanes(b, llvm.fma(b, x, scales, lift))
+            for x, lift in zip(_load_tile(b, peak), lifts, strict=True)
+        ]
+        masses = [llvm.fma(b, *each) for each in zip(_load_tile(b, mass), olds, sums, strict=True)]
+        for vectors, place in ((olds, old), (masses, mass), (tops, peak)):
+            _store_tile(b, vectors, place)
+        moved = [b.fcmp_unordered("!=", x, const(F32, 1.0)) for x in olds]
+        while len(moved) > 1:
+            moved = [b.or_(*each) for each in zip(moved[::2], moved[1::2], strict=True)]
+        return b.zext(b.icmp_unsigned("!=", b.bitcast(moved[0], I16), I16(0)), I64)
+
+    i64 = types.int64
+    return i64(i64, i64, types.float32, *[i64] * 5), codegen
+
+
+@intrinsic
+def shrink(typingctx, acc, n_rows, old):
+    """acc[c] *= old, f32 (n_rows, WIDTH) and (WIDTH,); addresses."""
+
+    def codegen(context, b, signature, args):
+        acc, n_rows, old = args
+        factors = _load_tile(b, old)
+
+        def body(c, carried):
+            at = b.add(acc, b.mul(c, I64(4 * WIDTH)))
+            row = zip(_load_tile(b, at), factors, strict=True)
+            _store_tile(b, [b.fmul(x, factor) for x, factor in row], at)
+            return []
+
+        llvm.loop(b, I64(0), n_rows, 1, [], body)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
+
+
+@intrinsic
+def divide(typingctx, acc, d_v, mass, out):
+    """out bf16 (WIDTH, d_v) = acc^T / mass, acc f32 (d_v, WIDTH), mass (WIDTH,); addresses.
+
+    d_v: a multiple of 16.
+    """
+
+    def codegen(context, b, signature, args):
+        acc, d_v, mass, out = args
+        inverses = [b.fdiv(const(F32, 1.0), x) for x in _load_tile(b, mass)]
+
+        def body(c, carried):
+            for i in VECTORS:
+                at = b.add(acc, b.add(b.mul(c, I64(4 * WIDTH)), I64(4 * LANES * i)))
+                rows = [load(b, VF, at, 4 * WIDTH * r) for r in range(LANES)]
+                rows = [b.fmul(row, inverses[i]) for row in rows]
+                for lane, row in enumerate(llvm.transposed(b, rows)):
+                    element = b.add(b.mul(d_v, I64(LANES * i + lane)), c)
+                    llvm.store(b, narrowed(b, row), b.add(out, b.mul(element, I64(2))))
+            return []
+
+        llvm.loop(b, I64(0), d_v, LANES, [], body)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
