@@ -102,9 +102,9 @@ def decode_tokens(
         ]
         observers = [cache for cache in caches if isinstance(cache, Observer)]
     elif watched:
-        from sparsekv_cli.device import observing
+        from sparsekv_cli.evaluation import device_observer
 
-        observers = list(observing.observe(layers, keys, result))
+        observers = list(device_observer.observe(layers, keys, result))
     resume(session, prompt, caches)
     for step, token in enumerate(tokens):
         for observer in observers:
@@ -112,7 +112,7 @@ def decode_tokens(
         if observers and step > max(watched, default=-1):
             session.caches, observers = list(layers), []
             if not session.engine.shares_prefill:
-                observing.leave_alone(layers)
+                device_observer.leave_alone(layers)
         before = session.timings.decode_s
         logits = session.decode(token)
         result.step_s.append(session.timings.decode_s - before)
@@ -206,9 +206,9 @@ def compare(
         if not keys and shared:
             keys = exact_keys(layers, len(ids))
         elif not keys:
-            from sparsekv_cli.device import observing
+            from sparsekv_cli.evaluation import device_observer
 
-            keys = observing.exact_keys(layers, len(ids))
+            keys = device_observer.exact_keys(layers, len(ids))
 
         def see(logits: np.ndarray, i: int = i, result: Measured = result) -> None:
             if i == 0:

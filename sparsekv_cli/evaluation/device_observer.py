@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.store import padded
@@ -69,7 +68,7 @@ def exact_keys(layers: Sequence[LayerCache], n: int) -> list[np.ndarray]:
     return keys
 
 
-def _on_host(rows: torch.Tensor) -> np.ndarray:
-    """(..., d) with zeros up to whole vectors, as kernels of the host read them."""
-    d = rows.shape[-1]
-    return torch.nn.functional.pad(rows, (0, padded(d) - d)).cpu().numpy()
+def _on_host(rows: Any) -> np.ndarray:
+    """A device's rows (..., d) with zeros up to whole vectors, as kernels of the host read them."""
+    n_zeros = padded(rows.shape[-1]) - rows.shape[-1]
+    return np.pad(rows.cpu().numpy(), [(0, 0)] * (rows.ndim - 1) + [(0, n_zeros)])
