@@ -19,7 +19,7 @@ from sparsekv_cli.cpu.weights.integer import BLOCK, quantized_stride
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.weights import LayerWeights, Weights
 
-Inputs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+LayerInputs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 class DecodeStep:
@@ -56,7 +56,7 @@ class DecodeStep:
             "hidden": self._rows(2 * max(h.n_ff) + fused.LANES),
             "quantized": self._quantized,
         }
-        self.inputs: list[list[Inputs]] = []
+        self.inputs: list[list[LayerInputs]] = []
         self._tables = [fused.matrix_table(layer.linears()) for layer in weights.layers]
         self._output = fused.matrix_table([weights.output])
         self._regions = fused.matrix_regions([*self._tables, self._output])

@@ -31,7 +31,7 @@ PASS_SIZE = 4
 Complex = tuple[ir.Value, ir.Value]
 
 
-class Plan(NamedTuple):
+class FFTPlan(NamedTuple):
     """How to transform ``n`` elements; shared by all who do, kernels take the addresses."""
 
     n: int
@@ -70,7 +70,7 @@ def length_above(n: int) -> int:
 
 
 @lru_cache(maxsize=16)
-def make_plan(n: int) -> Plan:
+def make_plan(n: int) -> FFTPlan:
     """ValueError for a length that has no two such factors."""
     pair = factors(n)
     if pair is None:
@@ -90,7 +90,7 @@ def make_plan(n: int) -> Plan:
     numbers[TURNS], numbers[SIZE] = at, len(numbers)
     angles = -2 * np.pi * (np.outer(np.arange(n1), np.arange(n2)) % n) / n
     tables += [np.cos(angles).ravel(), np.sin(angles).ravel()]
-    return Plan(n, np.array(numbers, np.int64), np.concatenate(tables).astype(np.float32))
+    return FFTPlan(n, np.array(numbers, np.int64), np.concatenate(tables).astype(np.float32))
 
 
 def radices(n: int) -> list[int]:

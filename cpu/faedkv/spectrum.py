@@ -60,7 +60,7 @@ def project(weights, x, out, first):
                     rows[first + i, c] += part * tokens[j, c]
 
 
-class Basis:
+class FourierBasis:
     """The waves of a segment of up to n tokens."""
 
     def __init__(self, n: int, bins: np.ndarray) -> None:
@@ -114,14 +114,16 @@ class Basis:
 class Spectrum:
     """Coefficient rows of K and V, (G, capacity, width), and the table of segments."""
 
-    def __init__(self, n_head_kv: int, width: int, width_v: int, block: Basis, half: bool) -> None:
+    def __init__(
+        self, n_head_kv: int, width: int, width_v: int, block: FourierBasis, half: bool
+    ) -> None:
         self.block, self.half = block, half
         self.dtype = np.dtype(np.float16 if half else np.float32)
         self.k = np.zeros((n_head_kv, 0, width), self.dtype)
         self.v = np.zeros((n_head_kv, 0, width_v), self.dtype)
         self.n_rows = 0
         self.n_tokens = 0
-        self.bases: list[Basis] = []
+        self.bases: list[FourierBasis] = []
         self.table = np.zeros((0, kernels.N_COLUMNS), np.int64)
         self.gains = np.zeros((0, 2), np.float32)
         self._grown()
@@ -165,7 +167,7 @@ class Spectrum:
             strides = (k.strides[0], v.strides[0], k.strides[1], v.strides[1])
             self.arguments = (_address(k), _address(v), strides, none, none)
 
-    def append(self, k: np.ndarray, v: np.ndarray, basis: Basis) -> None:
+    def append(self, k: np.ndarray, v: np.ndarray, basis: FourierBasis) -> None:
         """A new segment of tokens k f32 (G, m, d), v f32 (G, m, d_v), m <= basis.n."""
         first, n_new = self.n_rows, basis.n_rows
         self.reserve(first + n_new)

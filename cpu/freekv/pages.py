@@ -27,7 +27,7 @@ HIT, RECALLED, OFFLOADED, SCORED, CORRECTED, STEPPED, ATTENDED = range(7)
 N_STATISTICS = 7
 
 
-class Pages(NamedTuple):
+class HostPages(NamedTuple):
     """What the kernels take; f16 rows as uint64 words of four elements. G kv heads, pages of p."""
 
     pool: np.ndarray  # uint64 (n_pool, G, p (d + d_v) / 4): page n_sink + i at i
@@ -68,7 +68,7 @@ class PageCache:
         self.offloaded, self.n = window, store.n
         n_page = max(window, -(-store.capacity // page))
         n_resident = n_sink + n_ring + n_slot
-        self.pages = Pages(
+        self.pages = HostPages(
             pool=on_lines((n_page - n_sink, n_kv_head, page * (d + d_v) // ELEMENTS), np.uint64),
             k=_zeros((n_resident, page, n_kv_head, d // ELEMENTS), np.uint64),
             v=_zeros((n_resident, page, n_kv_head, d_v // ELEMENTS), np.uint64),
@@ -154,7 +154,7 @@ class PageCache:
     @property
     def index_bytes(self) -> int:
         """Summaries and tables."""
-        return sum(a.nbytes for a in self.pages[Pages._fields.index("hi") :])
+        return sum(a.nbytes for a in self.pages[HostPages._fields.index("hi") :])
 
 
 def _zeros(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:

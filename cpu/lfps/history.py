@@ -6,7 +6,7 @@ is one multiplication of g a step. Next to them: power sums S1..S4 (f64) for the
 eq 8, and upper bounds of each block of 64 entries, which are raised on a write and made exact
 whenever a scan enters the block. A step's work is the bounds, the blocks that hold a candidate,
 and the candidates (cpu/lfps/search.py): not the context. The literal reference of a whole step is
-tests/methods/lfps_twin.py.
+tests/helpers/lfps_twin.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The first half of a step of LFPS: which heads are bypassed, and the candidates of the others.
 
 Heads that score the same candidates are a team: a kv group (``by_group``, or with tables of a
-group), or a single head. What is given a Step is inlined: to pass it by value takes .3 to
+group), or a single head. What is given a StepState is inlined: to pass it by value takes .3 to
 .6 us a call.
 """
 
@@ -82,7 +82,7 @@ class Scratch(NamedTuple):
     changes: np.ndarray  # f32 (4, k_budget)
 
 
-class Step(NamedTuple):
+class StepState(NamedTuple):
     """What a step is told, and what it works with; H query heads, of which LFPSStep says more."""
 
     q: np.ndarray  # f32 (H, d)

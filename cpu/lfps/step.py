@@ -30,7 +30,15 @@ from sparsekv_cli.cpu.layer.decode import float_rows
 from sparsekv_cli.cpu.lfps.attend import run_tasks
 from sparsekv_cli.cpu.lfps.bypass import Constants
 from sparsekv_cli.cpu.lfps.history import AT_ONCE, BLOCK, SINKS, Tables
-from sparsekv_cli.cpu.lfps.search import LOCAL, N_PROGRESS, N_STATISTICS, Rules, Scratch, Step, Work
+from sparsekv_cli.cpu.lfps.search import (
+    LOCAL,
+    N_PROGRESS,
+    N_STATISTICS,
+    Rules,
+    Scratch,
+    StepState,
+    Work,
+)
 
 # Words behind the layout: what a step changes, sizes, the rules, addresses.
 N, K_BUDGET, LIMIT = range(N_LAYOUT, N_LAYOUT + 3)
@@ -121,7 +129,7 @@ def _run_thread(thread, words, q, out, counter, at):
     n_team = n_kv if rules.by_group else n_unit
     work, at = _work(at, n_head, k_width, n_unit, n_team, n, limit)
     scratch, _ = _scratch(at + thread * _scratch(0, n, k_budget, limit)[1], n, k_budget, limit)
-    step = Step(
+    step = StepState(
         carray(float_pointer(q), (n_head, k_width)), word[:N_LAYOUT], n, k_budget,
         max(1, min(rules.recent, k_budget // 2)),  # the current row is always a candidate
         limit, rules, tables, carray(double_pointer(word[RAISED]), n_unit), constants,

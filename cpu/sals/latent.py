@@ -32,7 +32,7 @@ from sparsekv_cli.cpu.sals.vectors import (
 PIECE = 32  # rows that are reconstructed at a time: they stay in the L1 cache
 
 
-class Rows(NamedTuple):
+class RowPointers(NamedTuple):
     """f16 K and V rows as a KVStore lays them: addresses, then bytes between kv heads and rows."""
 
     k: int
@@ -56,7 +56,7 @@ class Latents(NamedTuple):
     first: int  # position of latent 0
 
 
-class Basis(NamedTuple):
+class LatentBasis(NamedTuple):
     """What turns keys into latents and back, for one layer."""
 
     encode: np.ndarray  # E f32 (G d', r padded to 16)
@@ -76,7 +76,7 @@ def make_basis(
     rope_scale: float,
     n_kv: int,
     d_v: int,
-) -> Basis:
+) -> LatentBasis:
     """E = w U and D = U / w, laid out for the kernels: vectors U (G d, r), weights w (G d,)."""
     size, rank = vectors.shape
     d = size // n_kv
@@ -90,7 +90,7 @@ def make_basis(
     decode[:, :-LANES] = by_head.reshape(rank, -1)
     turns = np.zeros(-(-len(theta) // LANES) * LANES)
     turns[: len(theta)] = theta / (2 * np.pi)
-    return Basis(
+    return LatentBasis(
         encode.reshape(n_kv * width, -1), decode, turns, len(theta), np.float32(rope_scale), d, d_v,
         n_kv,
     )  # fmt: skip
@@ -99,7 +99,9 @@ def make_basis(
 class LatentStore:
     """Latents and quantised values of a layer's tokens from position ``first`` on, growing."""
 
-    def __init__(self, rank: int, score_rank: int, bits: int, first: int, basis: Basis) -> None:
+    def __init__(
+        self, rank: int, score_rank: int, bits: int, first: int, basis: LatentBasis
+    ) -> None:
         self.n, self.first = 0, first
         self._shape = rank, score_rank, bits
         self._head_bytes = head_bytes(basis.d_v, bits)

@@ -17,10 +17,16 @@ from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.attention.tile import NEGATIVE_INFINITY, PAD, exp_in_place, max_of
 from sparsekv_cli.cpu.jit.llvm import LANES, next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
-from sparsekv_cli.cpu.sals.latent import PIECE, Rows, encode_rows, prefetch_rows, reconstruct_rows
+from sparsekv_cli.cpu.sals.latent import (
+    PIECE,
+    RowPointers,
+    encode_rows,
+    prefetch_rows,
+    reconstruct_rows,
+)
 from sparsekv_cli.cpu.sals.vectors import cos_sin, multiply, rotate_pair, widen
 
-ROPE_BLOCK = 32  # tokens that share a query (METHODS: blocks of 32)
+ROPE_BLOCK = 32  # tokens that share a query
 CHUNK = LANES * ROPE_BLOCK  # latents scored at a time: a block a lane
 
 
@@ -254,7 +260,7 @@ def _importance(start, stop, scores, factors, n_front, n_back, n_latent, keys):
 @njit(cache=True, nogil=True)
 def _attend_piece(q, basis, latents, chosen, k, v, peak, mass, acc, buffer):
     """Softmax state of all heads over at most PIECE chosen latents; k, v: room for these rows."""
-    rows = Rows(
+    rows = RowPointers(
         k.ctypes.data, v.ctypes.data, k.strides[0], v.strides[0], k.strides[1], v.strides[1]
     )
     reconstruct_rows(chosen, basis, latents, rows, 0)

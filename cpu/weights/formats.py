@@ -5,7 +5,7 @@ time (<16 x i8>), and a vector of scales (and, for the asymmetric formats, of of
 16 or 32 elements: an element is q * scale + offset. The f32 and the integer dot products and the
 dequantisation of every format come from that one description. The layouts are llama.cpp's (the
 block structs of ggml/src/ggml-common.h); values equal ``gguf.quants.dequantize`` bit for bit
-(tests/cpu/weights/test_blocks.py).
+(tests/cpu/weights/test_formats.py).
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def quantize_activations(typingctx, x, out, n):
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
-def _store_values(b: ir.IRBuilder, q: ir.Value, places: vnni.Inputs, i: ir.Value) -> None:
+def _store_values(b: ir.IRBuilder, q: ir.Value, places: vnni.ByteInputs, i: ir.Value) -> None:
     """Values i .. i + 16, <16 x i32>, in the layout that the dot products read."""
     if not vnni.is_available():
         llvm.store(b, b.trunc(q, vec(I16)), b.add(places.values, b.mul(i, I64(2))))
@@ -122,7 +122,7 @@ def pair_products(b: ir.IRBuilder, w: ir.Value, x: ir.Value) -> ir.Value:
     return b.add(even, odd)
 
 
-class Inputs(NamedTuple):
+class BlockInputs(NamedTuple):
     """Addresses of the activations of one block."""
 
     values: ir.Value
@@ -139,7 +139,11 @@ class Sums(NamedTuple):
 
 
 def _emit_block(
-    b: ir.IRBuilder, format_: BlockFormat, p: ir.Value, rows: Sequence[Inputs], old: Sequence[Sums]
+    b: ir.IRBuilder,
+    format_: BlockFormat,
+    p: ir.Value,
+    rows: Sequence[BlockInputs],
+    old: Sequence[Sums],
 ) -> list[Sums]:
     """Adds the block at p, whose activations begin at ``rows``, to the running sums of each."""
     assert format_.decode is not None
@@ -194,7 +198,9 @@ def emit_row(
         for u in range(count):
             i = b.add(start, I64(u))
             rows = [
-                Inputs(*(b.add(at, b.mul(i, I64(s))) for at, s in zip(row, sizes, strict=True)))
+                BlockInputs(
+                    *(b.add(at, b.mul(i, I64(s))) for at, s in zip(row, sizes, strict=True))
+                )
                 for row in starts
             ]
             sums = _emit_block(b, format_, b.add(w, b.mul(i, I64(format_.n_bytes))), rows, sums)

@@ -45,13 +45,13 @@ from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.weights import vnni
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE, FORMATS, IQ4_NL_VALUES, lookup16
 from sparsekv_cli.cpu.weights.integer import byte_products, pair_products
-from sparsekv_cli.cpu.weights.vnni import BLOCK, BYTES, LINE, Inputs
+from sparsekv_cli.cpu.weights.vnni import BLOCK, BYTES, LINE, ByteInputs
 
 GROUP = LANES  # rows side by side
 AHEAD = 8192 if llvm.ON_AMD else 16384  # bytes by which weights are fetched before their use
 
 
-class Block(NamedTuple):
+class InterleavedBlock(NamedTuple):
     """32 or 16 elements of each of 16 rows; an element is q * scale + offset."""
 
     q: list[ir.Value]  # 8 or 4 <16 x i32>: four elements of every row, unsigned bytes
@@ -96,30 +96,32 @@ def _with_fifth(b: ir.IRBuilder, q: Sequence[ir.Value], bits: ir.Value) -> list[
     return result
 
 
-def _around(b: ir.IRBuilder, q: list[ir.Value], scale: ir.Value, zero: int) -> Block:
+def _around(b: ir.IRBuilder, q: list[ir.Value], scale: ir.Value, zero: int) -> InterleavedBlock:
     """Integers q - zero."""
-    return Block(q, scale, b.fmul(scale, const(F32, -float(zero))))
+    return InterleavedBlock(q, scale, b.fmul(scale, const(F32, -float(zero))))
 
 
-def _q4_0(b: ir.IRBuilder, p: ir.Value) -> Iterator[Block]:
+def _q4_0(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
     yield _around(b, _nibbles(b, _words(b, p, 1, 4)), _scale(b, p, 0), 8)
 
 
-def _q4_1(b: ir.IRBuilder, p: ir.Value) -> Iterator[Block]:
-    yield Block(_nibbles(b, _words(b, p, 2, 4)), _scale(b, p, 0), _scale(b, p, 1))
+def _q4_1(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
+    yield InterleavedBlock(_nibbles(b, _words(b, p, 2, 4)), _scale(b, p, 0), _scale(b, p, 1))
 
 
-def _q5_0(b: ir.IRBuilder, p: ir.Value) -> Iterator[Block]:
+def _q5_0(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
     bits, *words = _words(b, p, 1, 5)
     yield _around(b, _with_fifth(b, _nibbles(b, words), bits), _scale(b, p, 0), 16)
 
 
-def _q5_1(b: ir.IRBuilder, p: ir.Value) -> Iterator[Block]:
+def _q5_1(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
     bits, *words = _words(b, p, 2, 5)
-    yield Block(_with_fifth(b, _nibbles(b, words), bits), _scale(b, p, 0), _scale(b, p, 1))
+    yield InterleavedBlock(
+        _with_fifth(b, _nibbles(b, words), bits), _scale(b, p, 0), _scale(b, p, 1)
+    )
 
 
-def _iq4_nl(b: ir.IRBuilder, p: ir.Value) -> Iterator[Block]:
+def _iq4_nl(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
     table = tuple(value + 128 for value in IQ4_NL_VALUES)
     nibbles = (b.bitcast(word, vec(I8, BYTES)) for word in _nibbles(b, _words(b, p, 1, 4)))
     q = [b.bitcast(lookup16(b, table, part), VI) for part in nibbles]
@@ -158,10 +160,10 @@ def _with_bits(
     return [b.or_(low, top) for low, top in zip(q, tops, strict=True)]
 
 
-def _q4_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[Block]:
+def _q4_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
     for i, (scale, offset) in enumerate(_k_affine(b, p)):
         words = [_word(b, p, 2, 3 + 8 * (i // 2) + j) for j in range(8)]
-        yield Block(_half_bytes(b, words, i % 2 == 1), scale, offset)
+        yield InterleavedBlock(_half_bytes(b, words, i % 2 == 1), scale, offset)
 
 
 # Words of a block of Q6_K in the file: 32 of low halves, 16 of high bits, 4 of scales. As they are
@@ -169,7 +171,7 @@ def _q4_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[Block]:
 Q6_K_ORDER = (*range(48, 52), *range(32, 40), *range(16), *range(40, 48), *range(16, 32))
 
 
-def _q6_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[Block]:
+def _q6_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
     d = _scale(b, p, 0)
     for i in range(16):  # 16 elements each
         half, part, j = i // 8, i % 8 // 2, i % 2
@@ -191,7 +193,7 @@ class Repacking(NamedTuple):
     """
 
     n_scales: int
-    decode: Callable[[ir.IRBuilder, ir.Value], Iterator[Block]]
+    decode: Callable[[ir.IRBuilder, ir.Value], Iterator[InterleavedBlock]]
     largest: int
     scales_at: int = 0
     order: tuple[int, ...] = ()
@@ -280,7 +282,7 @@ def repack_ref(code: int, w: np.ndarray) -> np.ndarray:
 
 
 def _dots(
-    b: ir.IRBuilder, qs: list[ir.Value], inputs: Inputs, at: ir.Value, lines: llvm.Prefetches
+    b: ir.IRBuilder, qs: list[ir.Value], inputs: ByteInputs, at: ir.Value, lines: llvm.Prefetches
 ) -> ir.Value:
     """<16 x i32>: a row's integers times the activations from ``at`` on."""
     sums = []
@@ -297,7 +299,7 @@ def _dots(
 def _short_dots(
     b: ir.IRBuilder,
     qs: list[ir.Value],
-    inputs: Inputs,
+    inputs: ByteInputs,
     at: ir.Value,
     lines: llvm.Prefetches,
     room: int,
@@ -322,7 +324,7 @@ def _short_dots(
 
 
 def _pair_dots(
-    b: ir.IRBuilder, qs: list[ir.Value], inputs: Inputs, at: ir.Value, lines: llvm.Prefetches
+    b: ir.IRBuilder, qs: list[ir.Value], inputs: ByteInputs, at: ir.Value, lines: llvm.Prefetches
 ) -> ir.Value:
     """The same with AVX2, of any bytes."""
     values = b.add(inputs.values, b.mul(at, I64(2)))
@@ -360,9 +362,9 @@ def _halves(b: ir.IRBuilder, word: ir.Value) -> list[ir.Value]:
 
 def _add_block(
     b: ir.IRBuilder,
-    block: Block,
+    block: InterleavedBlock,
     largest: int,
-    inputs: Inputs,
+    inputs: ByteInputs,
     at: ir.Value,
     total: ir.Value,
     lines: llvm.Prefetches,

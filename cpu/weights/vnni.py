@@ -82,7 +82,7 @@ def _decode(b: ir.IRBuilder, format_: BlockFormat, p: ir.Value, n_blocks: int) -
     return Block(q, False, block.scales, offsets)
 
 
-class Inputs(NamedTuple):
+class ByteInputs(NamedTuple):
     """Addresses of one row of quantised activations (``quantized_bytes`` of weights/integer.py)."""
 
     values: ir.Value  # i16 (n,), where there are no byte products
@@ -93,21 +93,21 @@ class Inputs(NamedTuple):
     sums32: ir.Value
 
 
-def inputs_at(b: ir.IRBuilder, x: ir.Value, n: ir.Value) -> Inputs:
+def inputs_at(b: ir.IRBuilder, x: ir.Value, n: ir.Value) -> ByteInputs:
     """The parts of n quantised activations at x."""
     small = b.mul(b.sdiv(n, I64(BLOCK)), I64(4))
     scales = b.add(x, b.mul(n, I64(2)))
     sums16 = b.add(scales, small)
     sums32 = b.add(sums16, b.mul(small, I64(2)))
     high = b.add(sums32, small) if bytes_are_beside() else x
-    return Inputs(x, high, b.add(high, n), scales, sums16, sums32)
+    return ByteInputs(x, high, b.add(high, n), scales, sums16, sums32)
 
 
 def _add_products(
     b: ir.IRBuilder,
     block: Block,
     n_elements: int,
-    inputs: Inputs,
+    inputs: ByteInputs,
     at: ir.Value,
     carried: list[ir.Value],
     lines: llvm.Prefetches,

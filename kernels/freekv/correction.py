@@ -16,7 +16,7 @@ from sparsekv_cli.kernels.freekv.pages import (
     N_STATISTICS,
     QUERY,
     Layout,
-    Pages,
+    PageTensors,
 )
 
 
@@ -60,7 +60,7 @@ def _enter_row_kernel(
 
 
 def enter_row(
-    pages: Pages,
+    pages: PageTensors,
     layout: Layout,
     q: torch.Tensor,
     previous: torch.Tensor,

@@ -25,7 +25,7 @@ HIT, RECALLED, SENT, SCORED, CORRECTED, STEPPED, ATTENDED, N_STATISTICS = (
 NO_PAGE = tl.constexpr(-1)
 
 
-class Pages(NamedTuple):
+class PageTensors(NamedTuple):
     """One layer of B sequences: G kv heads, pages of p rows, m pages chosen at most."""
 
     pool: torch.Tensor  # f16 (B, n_page, G, p (d + d_v)), pinned host memory; page n_sink + i at i
@@ -44,7 +44,7 @@ class Pages(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Numbers of pages at the front of ``Pages.k``, and how pages are chosen."""
+    """Numbers of pages at the front of ``PageTensors.k``, and how pages are chosen."""
 
     n_sink: int
     n_ring: int
@@ -54,7 +54,7 @@ class Layout(NamedTuple):
 def empty_pages(
     n_batch: int, n_kv_head: int, d: int, d_v: int, page: int, n_page: int, n_slot: int, m: int,
     layout: Layout, device: torch.device,
-) -> Pages:  # fmt: skip
+) -> PageTensors:  # fmt: skip
     """Arrays for n_page pages beside the sinks' on the host, n_slot slots, m pages chosen."""
     heads = n_batch, n_kv_head
     n_resident = layout.n_sink + layout.n_ring + n_slot
@@ -65,7 +65,7 @@ def empty_pages(
     def numbers(*shape: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.full((*heads, *shape), fill, dtype=dtype, device=device)
 
-    return Pages(
+    return PageTensors(
         pool=torch.zeros(
             (n_batch, n_page, n_kv_head, page * (d + d_v)), dtype=torch.float16,
             pin_memory=device.type == "cuda",
@@ -85,7 +85,7 @@ def empty_pages(
     )  # fmt: skip
 
 
-def check_pages(pages: Pages, layout: Layout) -> None:
+def check_pages(pages: PageTensors, layout: Layout) -> None:
     """ValueError unless all arrays fit each other."""
     n_batch, n_resident, page, n_kv, d = pages.k.shape
     d_v, n_page, m = pages.v.shape[4], pages.hi.shape[2], pages.chosen.shape[2]

@@ -30,7 +30,7 @@ from sparsekv_cli.kernels.freekv.pages import (
     SENT,
     STEPPED,
     Layout,
-    Pages,
+    PageTensors,
 )
 from sparsekv_cli.kernels.quest.pages import summarise_rows
 
@@ -92,7 +92,7 @@ def _offload_pages_kernel(
 
 
 def offload_pages(
-    pages: Pages,
+    pages: PageTensors,
     layout: Layout,
     n: torch.Tensor,
     recent: int,
@@ -127,7 +127,7 @@ def offload_pages(
     )  # fmt: skip
 
 
-def check_pools(pages: Pages, pools: torch.Tensor | None) -> None:
+def check_pools(pages: PageTensors, pools: torch.Tensor | None) -> None:
     """ValueError unless ``pools`` is None or says where each sequence's pool lies.
 
     int64 (B,): elements from the beginning of pages.pool, the first sequence's, a multiple of 8. So
@@ -218,7 +218,7 @@ def _assign_slots_kernel(
 
 
 def assign_slots(
-    pages: Pages,
+    pages: PageTensors,
     layout: Layout,
     fresh: torch.Tensor,
     sizes: torch.Tensor,
@@ -318,7 +318,7 @@ def _fetch_pages_kernel(
 
 
 def fetch_pages(
-    pages: Pages,
+    pages: PageTensors,
     layout: Layout,
     n: torch.Tensor | None = None,
     recent: int = 0,

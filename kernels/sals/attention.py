@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from sparsekv_cli.kernels.checks import check
-from sparsekv_cli.kernels.sals.latent import Basis, _cos_sin, head_bytes
+from sparsekv_cli.kernels.sals.latent import DeviceBasis, _cos_sin, head_bytes
 
 PROGRAMS = 128  # wanted at least
 
@@ -145,7 +145,7 @@ def attend_latents(
     counts: torch.Tensor,
     latents: torch.Tensor,
     values: torch.Tensor,
-    basis: Basis,
+    basis: DeviceBasis,
     bits: int,
     d_v: int,
     scale: float,

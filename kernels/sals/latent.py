@@ -25,7 +25,7 @@ ROPE_BLOCK = 32  # tokens that share a query when latents are scored
 LARGEST = 10  # binary exponent of the largest entry of E and D
 
 
-class Basis(NamedTuple):
+class DeviceBasis(NamedTuple):
     """What turns keys into latents and back, for one layer: k ~ z D^T, z = k E, before RoPE."""
 
     encode: torch.Tensor  # E^T f16 (r, G d), times 2^-encode_exponent
@@ -49,7 +49,7 @@ def make_basis(
     rope_scale: float,
     n_kv: int,
     device: torch.device,
-) -> Basis:
+) -> DeviceBasis:
     """E = w U, D = U / w of vectors U (G d, r), weights w (G d,); theta in radians a position."""
     matrices = (weights[:, None] * vectors).T, (vectors / weights[:, None]).T
     halves, factors = [], []
@@ -62,7 +62,7 @@ def make_basis(
     half_turns = torch.tensor(turns, dtype=torch.int64, device=device)
     encode, decode = (half.contiguous() for half in halves)
     d = vectors.shape[0] // n_kv
-    return Basis(encode, decode, factors[0], factors[1], half_turns, rope_scale, n_kv, d)
+    return DeviceBasis(encode, decode, factors[0], factors[1], half_turns, rope_scale, n_kv, d)
 
 
 @triton.jit
@@ -98,14 +98,16 @@ def rotate(
     return torch.cat([a * cos - b * sin, a * sin + b * cos, x[..., 2 * half :]], dim=-1)
 
 
-def encode_rows(k: torch.Tensor, positions: torch.Tensor, basis: Basis) -> torch.Tensor:
+def encode_rows(k: torch.Tensor, positions: torch.Tensor, basis: DeviceBasis) -> torch.Tensor:
     """Rotated keys k (G, n, d) at ``positions`` int64 (n,) -> latents f16 (n, r)."""
     nope = rotate(k.float(), positions, basis.half_turns, 1 / basis.rope_scale, -1)
     rows = nope.transpose(0, 1).flatten(1)  # (n, G d)
     return (rows @ basis.encode.float().T * basis.encode_factor).half()
 
 
-def reconstruct_rows(latents: torch.Tensor, positions: torch.Tensor, basis: Basis) -> torch.Tensor:
+def reconstruct_rows(
+    latents: torch.Tensor, positions: torch.Tensor, basis: DeviceBasis
+) -> torch.Tensor:
     """latents f16 (n, r) -> rotated keys f16 (G, n, d)."""
     nope = latents.float() @ basis.decode.float() * basis.decode_factor
     nope = nope.unflatten(1, (basis.n_kv, basis.d)).transpose(0, 1)

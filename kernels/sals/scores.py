@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from sparsekv_cli.kernels.checks import check
-from sparsekv_cli.kernels.sals.latent import ROPE_BLOCK, Basis, _cos_sin
+from sparsekv_cli.kernels.sals.latent import ROPE_BLOCK, DeviceBasis, _cos_sin
 
 BLOCKS_A_PROGRAM = 4  # blocks of 32 tokens that one program scores
 QUERY_TILE = 64  # blocks whose queries one program projects
@@ -145,7 +145,7 @@ def _importance_kernel(
 def score_latents(
     q: torch.Tensor,
     damp: torch.Tensor,
-    basis: Basis,
+    basis: DeviceBasis,
     latents: torch.Tensor,
     score_rank: int,
     n: torch.Tensor,

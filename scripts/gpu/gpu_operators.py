@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparsekv_cli.cache.spec import Budget, LayerSpec
 from sparsekv_cli.device.batching import prepare_runs
-from sparsekv_cli.device.cache import DeviceInput, Step, grid_bound
+from sparsekv_cli.device.cache import DeviceInput, StepNumbers, grid_bound
 from sparsekv_cli.device.engine import device_cache
 from sparsekv_cli.device.ops import DeviceOps
 from sparsekv_cli.evaluation.compare import build_spec
@@ -162,7 +162,7 @@ def _planned(caches: Sequence[Any], spec: LayerSpec, n: int) -> Callable[[], Non
         for count in (spec.n_head, spec.n_head_kv, spec.n_head_kv, spec.n_head, spec.n_head_kv)
     ]
     numbers = torch.tensor([n - 1, n, leader.budget_rows(n)], dtype=torch.int32, device=device)
-    x = DeviceInput._make((*heads, Step(*numbers[:, None].repeat(1, n_batch))))
+    x = DeviceInput._make((*heads, StepNumbers(*numbers[:, None].repeat(1, n_batch))))
 
     def launch() -> None:
         leader.decode(x)

@@ -23,7 +23,7 @@ from sparsekv_cli.commands.terminal import write_text
 from sparsekv_cli.errors import SparseKVError
 
 if TYPE_CHECKING:
-    from sparsekv_cli.evaluation.compare import Row
+    from sparsekv_cli.evaluation.compare import MethodResult
     from sparsekv_cli.methods.base import Method
     from sparsekv_cli.session import Session
 
@@ -148,12 +148,12 @@ def count_steps(n_steps: int | None, continuation: Sequence[int] | None) -> int:
     return n_steps or min(DEFAULT_STEPS, len(continuation))
 
 
-def report(ids: Sequence[int], rows: Sequence[Row]) -> dict[str, Any]:
+def report(ids: Sequence[int], rows: Sequence[MethodResult]) -> dict[str, Any]:
     """The object that ``--json`` prints."""
     return {"context": len(ids), "methods": [asdict(row) for row in rows]}
 
 
-def print_table(n_context: int, n_steps: int, rows: Sequence[Row]) -> None:
+def print_table(n_context: int, n_steps: int, rows: Sequence[MethodResult]) -> None:
     """A table for people, on stdout."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console

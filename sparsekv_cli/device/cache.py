@@ -1,10 +1,10 @@
 """One layer's KV cache on a GPU: what it is asked, and the parts that methods share.
 
-A decode step is captured in a CUDA graph, so it is split in three. ``plan`` is the host's work
-before it: buffers grow there, and nowhere else. ``decode`` launches kernels and no more; whatever
-changes from step to step lies in device memory (``Step``). ``settle`` counts what was done. Letters
-as in sparsekv_cli/cache.py; tensors have a leading dimension of B sequences. A cache keeps those of
-one, and decodes for the sequences behind it too if they are in common tensors (batching.py).
+A decode step is captured in a CUDA graph, so it is split in three. ``plan`` runs on the host before
+the step; only there may buffers grow. ``decode`` launches kernels and nothing else; the numbers that
+change from step to step lie in device memory (``StepNumbers``). ``settle`` counts what was done.
+Letters as in cache/spec.py; tensors have a leading dimension of B sequences. A cache keeps the rows
+of one sequence. If several lie in common tensors (batching.py), the first decodes for all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sparsekv_cli.kernels.attention import decode as attention
 AHEAD = 64  # rows that a bound leaves for steps to come, at least
 
 
-class Step(NamedTuple):
+class StepNumbers(NamedTuple):
     """Each sequence's numbers of a decode step, int32 (B,), in device memory."""
 
     pos: torch.Tensor  # row of the new token, its position
@@ -40,7 +40,7 @@ class DeviceInput(NamedTuple):
     v: torch.Tensor  # (B, G, d_v)
     q_nope: torch.Tensor  # (B, H, d), before RoPE
     k_nope: torch.Tensor  # (B, G, d)
-    step: Step
+    step: StepNumbers
 
 
 def grid_bound(n: int) -> int:
@@ -159,7 +159,7 @@ class DeviceCache(LayerCache):
         """Prepares ``decode`` of these caches' sequences, itself first, which lie together."""
 
     def budget_rows(self, n: int) -> int:
-        """``Step.budget`` of a step at ``n`` rows."""
+        """``StepNumbers.budget`` of a step at ``n`` rows."""
         return n
 
     @abstractmethod
@@ -174,7 +174,7 @@ class DeviceCache(LayerCache):
         """Whether ``fetch_ahead`` is to be called in the step that was planned."""
         return False
 
-    def fetch_ahead(self, q: torch.Tensor, step: Step) -> None:
+    def fetch_ahead(self, q: torch.Tensor, step: StepNumbers) -> None:
         """Launches that prepare ``decode`` of the same step by a guess of its query.
 
         q f32 (B, H, d), rotated. They run beside other layers' launches, and end before ``decode``.

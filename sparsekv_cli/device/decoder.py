@@ -1,7 +1,7 @@
 """The decoder on the device: dense prefill by matrix products, decode by kernels over the weights.
 
 A decode step of B sequences is one program of launches, captured in CUDA graphs; layers whose cache
-lies on the host interrupt it. Letters as in sparsekv_cli/cache.py.
+lies on the host interrupt it. Letters as in cache/spec.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput
 from sparsekv_cli.device.batching import Run, prepare_runs
-from sparsekv_cli.device.cache import DeviceCache, DeviceInput, Step, grid_bound
+from sparsekv_cli.device.cache import DeviceCache, DeviceInput, StepNumbers, grid_bound
 from sparsekv_cli.device.graphs import Piece, Steps
 from sparsekv_cli.device.host import HostCache
 from sparsekv_cli.device.methods.lfps import HostLFPS
@@ -239,9 +239,9 @@ class DeviceDecoder(Forward):
             eps=h.norm_eps, interleaved=self.architecture.rope_interleaved,
         )  # fmt: skip
 
-    def _step(self, rows: slice) -> Step:
+    def _step(self, rows: slice) -> StepNumbers:
         buffers = self._buffers
-        return Step(buffers.pos[rows], buffers.n[rows], buffers.budget[rows])
+        return StepNumbers(buffers.pos[rows], buffers.n[rows], buffers.budget[rows])
 
     def _attend(self, i: int, run: Run) -> None:
         """The attention of a run's rows, in the buffers."""

@@ -14,7 +14,7 @@ class StepBuffers:
     """Tensors of a step of B sequences that stay where they are, as captured graphs need.
 
     Those of the host are pinned where there is a GPU, so that copies run by themselves. x: f32
-    (B, n_embd), the residual stream; pos, n, budget: int32 (B,), see device/cache.py Step.
+    (B, n_embd), the residual stream; pos, n, budget: int32 (B,), see device/cache.py StepNumbers.
     """
 
     def __init__(self, hparams: HParams, n_rows: int, device: torch.device) -> None:

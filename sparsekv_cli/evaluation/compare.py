@@ -136,7 +136,7 @@ def greedy_tokens(
 
 
 @dataclass(frozen=True)
-class Row:
+class MethodResult:
     """One method of a comparison, in the words of the JSON contract.
 
     rows_*_mean: rows a query head, layer and step, dense layers included. mass and overlap: None
@@ -176,7 +176,7 @@ def compare(
     continuation: Sequence[int] | None = None,
     on_prefill: Progress | None = None,
     on_step: Progress | None = None,
-) -> list[Row]:
+) -> list[MethodResult]:
     """Compares ``methods``, by their text, ``full`` first, on ``ids`` and ``n_steps`` tokens.
 
     continuation: the tokens that all methods decode; without one, those that ``full`` chooses.
@@ -197,7 +197,7 @@ def compare(
     watched, timed = split_steps(n_steps, 0 if shared else UNTIMED)
     reference: list[np.ndarray] = []
     tokens: list[int] = list(continuation or ())[:n_steps]
-    rows: list[Row] = []
+    rows: list[MethodResult] = []
     started = prefills(session, list(methods.values()), ids, n_steps=n_steps, progress=on_prefill)
     for logits, layers, seconds in started:
         i = len(rows)
@@ -243,14 +243,14 @@ def _row(
     result: Measured,
     prefill_s: float,
     timed: range,
-) -> Row:
+) -> MethodResult:
     head_steps = len(result.kld) * sum(cache.spec.n_head for cache in layers)
     memory = [cache.memory() for cache in layers]
 
     def total(part: Callable[[Memory], int]) -> int:
         return sum(part(each) for each in memory)
 
-    return Row(
+    return MethodResult(
         spec=spec,
         name=spec.partition(":")[0],
         options=method.options(),

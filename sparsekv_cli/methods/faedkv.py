@@ -6,7 +6,7 @@ from an ablation study that is done once a model.
 
 | paper | here |
 |---|---|
-| eq 4, DFT of the middle segment | Basis.coefficients (cpu/faedkv/spectrum.py) |
+| eq 4, DFT of the middle segment | FourierBasis.coefficients (cpu/faedkv/spectrum.py) |
 | section 3.2, eq 6, 7: importance of chunks | study_frequencies (calibration/trials.py) |
 | section 4.2.1, the chunks B* that are kept | kept_bins (cpu/faedkv/frequencies.py) |
 | eq 9, 12, IWDFT update of aged tokens | Spectrum.append, Spectrum.add (cpu/faedkv/spectrum.py) |
@@ -42,7 +42,7 @@ from sparsekv_cli.cache.store import KVStore, padded
 from sparsekv_cli.calibration.trials import study_frequencies
 from sparsekv_cli.cpu.faedkv import fft, frequencies
 from sparsekv_cli.cpu.faedkv.attention import attend_spectrum
-from sparsekv_cli.cpu.faedkv.spectrum import DIRECT_BELOW, Basis, Spectrum
+from sparsekv_cli.cpu.faedkv.spectrum import DIRECT_BELOW, FourierBasis, Spectrum
 from sparsekv_cli.methods.base import CALIBRATION, CalibrationRun, Method
 
 SINKS, RECENT = 10, 50  # paper, section 5.1
@@ -230,8 +230,8 @@ class FAEDKVCache(LayerCache):
                 self._share = self._share_of_layer(self._share)
         return self._share < 1
 
-    def _basis(self, n: int) -> Basis:
-        return Basis(n, frequencies.kept_bins(n, self._share, self._importance))
+    def _basis(self, n: int) -> FourierBasis:
+        return FourierBasis(n, frequencies.kept_bins(n, self._share, self._importance))
 
     # --- decode -------------------------------------------------------------------------------
 

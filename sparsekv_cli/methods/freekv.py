@@ -65,7 +65,7 @@ def _option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
-class Plan(NamedTuple):
+class PagePlan(NamedTuple):
     """The pages that a step attends to."""
 
     n_sink: int  # how many pages hold the sinks
@@ -120,7 +120,7 @@ class FreeKV(Method):
         if not math.isfinite(self.tau):
             raise ValueError(f"tau = {self.tau}: must be finite")
 
-    def plan(self, n: int, n_sink: int | None = None) -> Plan | None:
+    def plan(self, n: int, n_sink: int | None = None) -> PagePlan | None:
         """What a step of n rows, its own included, attends to; None: everything.
 
         n_sink: the sinks' pages if they are settled already. A budget that is a share grows with
@@ -133,13 +133,13 @@ class FreeKV(Method):
         window = (n - recent) // page
         if budget >= n or window <= n_sink:
             return None
-        return Plan(n_sink, max(1, (budget - n_sink * page - recent) // page), window)
+        return PagePlan(n_sink, max(1, (budget - n_sink * page - recent) // page), window)
 
     def recent(self, budget: int) -> int:
         """Rows that the window holds at least, within a budget of rows."""
         return min(self.window, max(1, budget // 4))
 
-    def slots(self, plan: Plan) -> int:
+    def slots(self, plan: PagePlan) -> int:
         """Pages a kv head that the cache of recalled pages holds."""
         return max(plan.n_best, round(self.cache_pages * plan.n_best))
 
@@ -213,7 +213,7 @@ class FreeKVCache(LayerCache):
             if self.method.speculate:
                 self._recall_ahead(cache, background=False)
 
-    def _enter_pages(self, plan: Plan) -> PageCache:
+    def _enter_pages(self, plan: PagePlan) -> PageCache:
         """Moves all rows from the store to pages."""
         method = self.method
         self._cache = cache = PageCache(

@@ -183,8 +183,8 @@ class SALSCache(LayerCache):
         if self._latents is not None or not self.method.covers(self.store.n):
             self._compress()
 
-    def _rows(self, store: KVStore) -> latent.Rows:
-        return latent.Rows._make((*store.addresses, *store.strides))
+    def _rows(self, store: KVStore) -> latent.RowPointers:
+        return latent.RowPointers._make((*store.addresses, *store.strides))
 
     def _slots_of(self, start: int, stop: int) -> np.ndarray:
         """Rows of ``_exact`` that hold the positions start .. stop, at most the ring's size."""

@@ -17,7 +17,7 @@ from tiny_models import make_model
 
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.device.cache import DeviceInput, Step
+from sparsekv_cli.device.cache import DeviceInput, StepNumbers
 from sparsekv_cli.device.methods.freekv import DeviceFreeKV
 from sparsekv_cli.device.ops import DeviceOps
 from sparsekv_cli.errors import SparseKVError
@@ -74,7 +74,7 @@ def decode(cache, rows, n_max=None):
     prepare(cache, n, n_max or n + 7)
     numbers = torch.tensor([n - 1, n, cache.budget_rows(n)], dtype=torch.int32, device=DEVICE)
     q, k, v = (torch.from_numpy(x[None, :, 0].copy()).to(DEVICE) for x in rows)
-    x = DeviceInput(q=q, k=k, v=v, q_nope=q, k_nope=k, step=Step(*numbers[:, None]))
+    x = DeviceInput(q=q, k=k, v=v, q_nope=q, k_nope=k, step=StepNumbers(*numbers[:, None]))
     out = cache.decode(x)[0].cpu().numpy()
     cache.join()
     cache.settle(n)

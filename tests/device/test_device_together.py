@@ -10,7 +10,7 @@ from side_by_side import Geometry
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
 from sparsekv_cli.calibration import fasa, sals
 from sparsekv_cli.device.batching import prepare_runs
-from sparsekv_cli.device.cache import DeviceCache, DeviceInput, Step, grid_bound
+from sparsekv_cli.device.cache import DeviceCache, DeviceInput, StepNumbers, grid_bound
 from sparsekv_cli.device.engine import device_cache
 from sparsekv_cli.device.methods.full import DeviceDense
 from sparsekv_cli.device.ops import DeviceOps
@@ -82,7 +82,7 @@ def step(caches: list[DeviceCache], rows: list[list[torch.Tensor]]) -> tuple[tor
         heads = [
             torch.stack([x[:, 0] for x in of_all]) for of_all in zip(*rows[first:last], strict=True)
         ]
-        outs.append(leader.decode(DeviceInput(*heads, Step(*numbers))))
+        outs.append(leader.decode(DeviceInput(*heads, StepNumbers(*numbers))))
         leader.join()
     for cache, n in zip(caches, ns, strict=True):
         cache.settle(n)

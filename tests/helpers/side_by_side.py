@@ -17,7 +17,7 @@ from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.sals.latent import rotate_ref
 from sparsekv_cli.device.batching import prepare_runs
-from sparsekv_cli.device.cache import DeviceCache, DeviceInput, Step, grid_bound
+from sparsekv_cli.device.cache import DeviceCache, DeviceInput, StepNumbers, grid_bound
 from sparsekv_cli.device.engine import device_cache
 from sparsekv_cli.device.ops import DeviceOps
 from sparsekv_cli.methods import build_method
@@ -118,7 +118,7 @@ class SideBySide:
         cache, device = self.device, self.device.backend.device
         prepare(cache, n, grid_bound(n))
         numbers = (n - 1, n, cache.budget_rows(n))
-        step = Step(*(torch.tensor([x], dtype=torch.int32, device=device) for x in numbers))
+        step = StepNumbers(*(torch.tensor([x], dtype=torch.int32, device=device) for x in numbers))
         inputs = [torch.from_numpy(x[:, 0].copy())[None].to(device) for x in rows]
         if guess is not None:
             cache.fetch_ahead(torch.from_numpy(guess).float()[None].to(device), step)

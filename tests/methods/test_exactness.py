@@ -115,7 +115,7 @@ class AllRows(Budget):
     ("name", "budget"), [("topk", AllButSinks), ("streaming", AllButSinks), ("quest", AllRows)]
 )
 def test_selecting_every_row_equals_dense(name, budget, session_of, monkeypatch):
-    """The sparse path itself, layer by layer; LFPS' is in tests/cpu/test_history.py."""
+    """The sparse path itself, layer by layer; LFPS' is in tests/cpu/lfps/test_history.py."""
     full, sparse = session_of("full"), session_of(name, dense_layers="none")
     object.__setattr__(sparse.method, "budget", budget(share=1.0))
     cache_type = type(sparse.caches[0])

@@ -152,7 +152,7 @@ def test_every_method_is_here():
         "full": "is dense attention",
         "quest": "by pages, above",
         "freekv": "test_freekv_twin.py",
-        "lfps": "tests/cpu/test_history.py",
+        "lfps": "tests/cpu/lfps/test_history.py",
         "faedkv": "test_faedkv.py, every bin",
     }
     here = {case.partition(",")[0] for case in ALL_BUT_ONE}

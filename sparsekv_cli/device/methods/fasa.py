@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec, Memory
-from sparsekv_cli.device.cache import DeviceInput, DeviceSelecting, Step, grid_bound
+from sparsekv_cli.device.cache import DeviceInput, DeviceSelecting, StepNumbers, grid_bound
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention import select
 from sparsekv_cli.kernels.fasa import chunks, row_cache
@@ -283,7 +283,7 @@ class DeviceFASAM(DeviceFASA):
     def looks_ahead(self) -> bool:
         return self.method.prefetch and not self._dense
 
-    def fetch_ahead(self, q: torch.Tensor, step: Step) -> None:
+    def fetch_ahead(self, q: torch.Tensor, step: StepNumbers) -> None:
         assert self._slots is not None
         # The new row is yet to come.
         idx, counts = self._choose(q, self._dom, step.pos, step.budget)

@@ -37,9 +37,9 @@ from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention import select
 from sparsekv_cli.kernels.freekv import correction, recall
 from sparsekv_cli.kernels.freekv import pages as page_cache
-from sparsekv_cli.kernels.freekv.pages import Layout, Pages
+from sparsekv_cli.kernels.freekv.pages import Layout, PageTensors
 from sparsekv_cli.kernels.quest import pages
-from sparsekv_cli.methods.freekv import FreeKV, Plan
+from sparsekv_cli.methods.freekv import FreeKV, PagePlan
 
 
 class Workspace(NamedTuple):
@@ -134,7 +134,7 @@ class DeviceFreeKV(DeviceCache):
     def _recent_of(self, n: int) -> Recent:
         return Recent(*(self.method.recent(self.budget_rows(n + i)) for i in range(2)))
 
-    def _enter_pages(self, plan: Plan, n_max: int) -> None:
+    def _enter_pages(self, plan: PagePlan, n_max: int) -> None:
         """Moves all rows from the store to pages, with room for n_max."""
         method = self.method
         self._n = self.store.n
@@ -150,9 +150,9 @@ class DeviceFreeKV(DeviceCache):
         rows = super().tensors() if self._pages is None else self._pages.arrays[1:]
         return [*rows, self._previous]
 
-    def _arrays(self, tensors: Sequence[torch.Tensor]) -> Pages:
+    def _arrays(self, tensors: Sequence[torch.Tensor]) -> PageTensors:
         assert self._pages is not None
-        return Pages(self._pages.arrays.pool, *tensors)
+        return PageTensors(self._pages.arrays.pool, *tensors)
 
     @property
     def moves(self) -> bool:
@@ -282,7 +282,7 @@ class DeviceFreeKV(DeviceCache):
         previous.copy_(x.q)
         return attention.attend_dense(x.q, k, v, x.step.n, self._n_max, float(self.spec.scale))
 
-    def _note_positions(self, arrays: Pages, n: int) -> None:
+    def _note_positions(self, arrays: PageTensors, n: int) -> None:
         """``note`` of a step at n rows of one sequence, before the next step's pages are chosen."""
         assert self._pages is not None
         p, n_sink = self.method.page, self._pages.layout.n_sink
@@ -297,7 +297,7 @@ class DeviceFreeKV(DeviceCache):
         self.note(torch.cat([rows, chosen], dim=2), len(always) + n_chosen * p)
 
     def _recall_ahead(
-        self, arrays: Pages, previous: torch.Tensor, n: torch.Tensor, budget: torch.Tensor
+        self, arrays: PageTensors, previous: torch.Tensor, n: torch.Tensor, budget: torch.Tensor
     ) -> None:
         """Chooses and recalls the next step's pages with the query of this one, beside the rest.
 
@@ -323,7 +323,7 @@ class DeviceFreeKV(DeviceCache):
                 recall.fetch_pages(arrays, layout, pools=self._pools)
 
     def _choose(
-        self, arrays: Pages, query: torch.Tensor, n: torch.Tensor, budget: torch.Tensor,
+        self, arrays: PageTensors, query: torch.Tensor, n: torch.Tensor, budget: torch.Tensor,
         recent: int, reserved: int,
     ) -> None:  # fmt: skip
         """The best candidates of the kv heads in ``work.wanted``, numbered from the first one."""

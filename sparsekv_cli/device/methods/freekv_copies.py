@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from sparsekv_cli.kernels.freekv.pages import Layout, Pages
+from sparsekv_cli.kernels.freekv.pages import Layout, PageTensors
 
 N_BUFFER = 2
 
@@ -22,7 +22,7 @@ class CopyRecall:
         self._buffers = torch.empty(N_BUFFER, unit, dtype=torch.float16, device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def fetch(self, pages: Pages, layout: Layout) -> None:
+    def fetch(self, pages: PageTensors, layout: Layout) -> None:
         """What kernels/freekv/recall.py fetch_pages does, on the present stream and that of the
         copies.
         """

@@ -8,7 +8,7 @@ import torch
 
 from sparsekv_cli.device.cache import DeviceStore
 from sparsekv_cli.kernels.freekv import pages as page_cache
-from sparsekv_cli.kernels.freekv.pages import Layout, Pages
+from sparsekv_cli.kernels.freekv.pages import Layout, PageTensors
 from sparsekv_cli.kernels.quest import pages
 
 COPIED = 1 << 26  # bytes of a store that go to the host at a time
@@ -136,10 +136,10 @@ class DevicePages:
     @property
     def index_bytes(self) -> int:
         """Summaries and tables."""
-        return sum(x.nbytes for x in self.arrays[Pages._fields.index("hi") :])
+        return sum(x.nbytes for x in self.arrays[PageTensors._fields.index("hi") :])
 
 
-def resident_rows(pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
+def resident_rows(pages: PageTensors) -> tuple[torch.Tensor, torch.Tensor]:
     """The resident rows as attention takes them: k (B, G, rows, d), v (B, G, rows, d_v)."""
     return pages.k.flatten(1, 2).transpose(1, 2), pages.v.flatten(1, 2).transpose(1, 2)
 

@@ -11,7 +11,7 @@ from numba import njit
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.attention.decode import attend_dense_ref
 from sparsekv_cli.cpu.faedkv import attention, fft, frequencies
-from sparsekv_cli.cpu.faedkv.spectrum import Basis, Spectrum, project, waves, waves_at
+from sparsekv_cli.cpu.faedkv.spectrum import FourierBasis, Spectrum, project, waves, waves_at
 
 LOW_FIRST = -np.arange(
     frequencies.N_CHUNKS, dtype=np.float32
@@ -185,7 +185,7 @@ class Layer:
     def __init__(self, n_head, n_kv, d, n_exact, segments, share, half, importance, seed=0):
         self.rng, self.d, self.n_exact = np.random.default_rng(seed), d, n_exact
         self.shape, self.importance, self.share = (n_kv, padded(d)), importance, share
-        block = Basis(128, frequencies.kept_bins(128, share, importance))
+        block = FourierBasis(128, frequencies.kept_bins(128, share, importance))
         self.spectrum = Spectrum(n_kv, padded(d), padded(d), block, half)
         self.tokens: list[list[np.ndarray]] = [[], []]
         for length, count in segments:
@@ -198,8 +198,8 @@ class Layer:
         self.q[:, :d] = 1.5 * self.rng.standard_normal((n_head, d))
         self.scale = np.float32(d**-0.5)
 
-    def basis(self, length: int) -> Basis:
-        return Basis(length, frequencies.kept_bins(length, self.share, self.importance))
+    def basis(self, length: int) -> FourierBasis:
+        return FourierBasis(length, frequencies.kept_bins(length, self.share, self.importance))
 
     def random(self, n: int, mean: float) -> np.ndarray:
         n_kv, width = self.shape

@@ -58,10 +58,10 @@ class Stored(NamedTuple):
     v: np.ndarray
 
     @property
-    def rows(self) -> latent.Rows:
+    def rows(self) -> latent.RowPointers:
         """Where they lie; valid as long as this object."""
         k, v = self
-        return latent.Rows(
+        return latent.RowPointers(
             address(k), address(v), k.strides[0], v.strides[0], k.strides[1], v.strides[1]
         )
 
