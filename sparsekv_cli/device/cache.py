@@ -1,10 +1,12 @@
 """One layer's KV cache on a GPU: what it is asked, and the parts that methods share.
 
 A decode step is captured in a CUDA graph, so it is split in three. ``plan`` runs on the host before
-the step; only there may buffers grow. ``decode`` launches kernels and nothing else; the numbers that
-change from step to step lie in device memory (``StepNumbers``). ``settle`` counts what was done.
+the step; only there may buffers grow. ``decode`` launches kernels and nothing else; the numbers
+that change from step to step lie in device memory (``StepNumbers``). ``settle`` counts what was
+done.
+
 Letters as in cache/spec.py; tensors have a leading dimension of B sequences. A cache keeps the rows
-of one sequence. If several lie in common tensors (batching.py), the first decodes for all.
+of one sequence. If several caches lie in common tensors (batching.py), the first decodes for all.
 """
 
 from __future__ import annotations
