@@ -9,7 +9,6 @@ import numpy as np
 from sparsekv_cli.cpu.attention import decode, prefill_bf16, prefill_f32
 from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.cpu.jit.floats import as_tensor, bits, load_torch, seen
-from sparsekv_cli.cpu.layer.chain import DenseStep
 
 
 def dense_prefill(store: Any, x: Any, spec: Any) -> Any:
@@ -92,11 +91,6 @@ def attend_dense(store: Any, q: np.ndarray, spec: Any) -> np.ndarray:
     out = np.empty((q.shape[0], store.v_type.width), np.float32)
     decode.attend_dense(q, store.layout, store.n, spec.n_head_kv, spec.scale, out, spec.n_threads)
     return out
-
-
-def dense_step(store: Any, spec: Any) -> DenseStep:
-    """``append_row`` and ``attend_dense`` as compiled code."""
-    return DenseStep(store, spec)
 
 
 def attend_rows(

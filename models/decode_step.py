@@ -6,14 +6,10 @@ cpu/layer/decode.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.jit.pointers import address, on_lines
-from sparsekv_cli.cpu.layer import chain
 from sparsekv_cli.cpu.layer import decode as fused
 from sparsekv_cli.cpu.weights.integer import BLOCK, quantized_stride
 from sparsekv_cli.models.hparams import HParams
@@ -51,7 +47,6 @@ class DecodeStep:
             "sin": self.sin,
             "normed": self._normed,
             "projected": self._rows(max(n_projected)),
-            "attended": self._rows(max(h.n_head) * padded(h.value_dim)),
             "packed": self._rows(max(n_attended)),
             "hidden": self._rows(2 * max(h.n_ff) + fused.LANES),
             "quantized": self._quantized,
@@ -61,7 +56,6 @@ class DecodeStep:
         self._output = fused.matrix_table([weights.output])
         self._regions = fused.matrix_regions([*self._tables, self._output])
         self._layers = np.zeros(h.n_layer, fused.LAYER)
-        self._steps = np.zeros((h.n_layer, 2), np.int64)
         for i, layer in enumerate(weights.layers):
             self._fill(i, h, layer, interleaved)
         self._output_norm, self._eps = weights.output_norm, np.float32(h.norm_eps)
@@ -117,22 +111,6 @@ class DecodeStep:
     def project(self, n_rows: int) -> None:
         """``inputs`` of layer 0 from the first ``n_rows`` rows of x."""
         fused.project_qkv(self._layers, 0, n_rows, self.n_threads)
-
-    def begin(self, first: int, caches: Sequence[LayerCache]) -> int:
-        """Begins the steps of ``caches`` from ``first`` on that are compiled code; returns where
-        that ends. Wrappers of a cache have none: they want to see its ``decode``.
-        """
-        for i in range(first, len(caches)):
-            cache = caches[i]
-            step = cache.begin() if isinstance(cache, LayerCache) else None
-            if step is None:
-                return i
-            self._steps[i] = step
-        return len(caches)
-
-    def run(self, first: int, last: int) -> None:
-        """Layers first..last, which have begun, and ``inputs`` of the next."""
-        chain.run_layers(self._layers, self._steps, first, last, self.n_threads)
 
     def finish(self, i: int, attended: np.ndarray, n_rows: int) -> None:
         """Layer i behind its attention, and ``inputs`` of the next layer.

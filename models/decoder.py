@@ -118,19 +118,7 @@ class Decoder(Forward):
 
     def decode(self, token: int, pos: int, caches: Sequence[LayerCache]) -> np.ndarray:
         """Logits f32 (n_vocab,) after ``token`` at position ``pos``; adds a row to every cache."""
-        step = self._begin([token], [pos])
-        i = 0
-        while i < len(caches):
-            last = step.begin(i, caches)
-            if last > i:
-                step.run(i, last)
-                for cache in caches[i:last]:
-                    cache.end()
-            else:
-                last = i + 1
-                step.finish(i, caches[i].decode(AttnInput(*step.inputs[i][0], pos)), 1)
-            i = last
-        return step.logits(1)[0]
+        return self.decode_batch([token], [pos], [caches])[0]
 
     def decode_batch(
         self,
@@ -147,7 +135,7 @@ class Decoder(Forward):
         for i, layer_caches in enumerate(zip(*caches, strict=True)):
             rows = zip(layer_caches, step.inputs[i][:n_rows], positions, strict=True)
             attended = [cache.decode(AttnInput(*row, pos)) for cache, row, pos in rows]
-            step.finish(i, np.concatenate(attended), n_rows)
+            step.finish(i, np.concatenate(attended) if n_rows > 1 else attended[0], n_rows)
         return step.logits(n_rows)
 
     def _begin(self, tokens: Sequence[int], positions: Sequence[int]) -> DecodeStep:

@@ -9,6 +9,7 @@ from tiny_models import make_model
 from sparsekv_cli.batch import Batch
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.full import Full
 from sparsekv_cli.session import Session, load_session
 
@@ -45,6 +46,40 @@ def test_sequences_are_those_that_a_session_would_have_alone(session):
         assert session.caches[0].n == len(prompt) + 2
     assert batch.ledger(3)["bytes_host"] == bytes_host > batch.ledger(2)["bytes_host"]
     assert batch.ledger(3)["rows_total"] == 4 * sum(2 * len(p) + 3 for p in PROMPTS)  # 4 heads
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("full", {"cache_type_k": "q8_0"}),
+        ("lfps", {"budget": "12"}),
+        ("quest", {"budget": "32"}),
+        ("freekv", {"budget": "32", "page": "4", "sinks": "4", "window": "8"}),
+        ("h2o", {"budget": "12"}),
+    ],
+)
+def test_methods_give_each_sequence_the_bits_that_it_has_alone(name, options, tmp_path):
+    """Long enough for the stores to grow; which rows a layer attended to may be asked as well."""
+    config = SessionConfig(prefill_dtype="f32", threads=2, ctx_size=900)
+    path = make_model(tmp_path / "model.gguf", n_layer=3)
+    session = load_session(path, build_method(name, options), config)
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, 512, n).tolist() for n in (60, 75)]
+    following = rng.integers(0, 512, (2, 530)).tolist()
+    expected = []
+    for prompt, tokens in zip(prompts, following, strict=True):
+        session.reset()
+        session.prefill(prompt)
+        expected.append([session.decode(token) for token in tokens])
+    session.reset()
+    batch = Batch(session, 2)
+    for i, prompt in enumerate(prompts):
+        batch.use(i).prefill(prompt)
+    batch.use(1).caches[2].traced = True
+    for step, tokens in enumerate(zip(*following, strict=True)):
+        np.testing.assert_array_equal(batch.decode(tokens), [rows[step] for rows in expected])
+    if name != "full":
+        assert batch.use(1).caches[2].attended is not None
 
 
 def test_a_sequence_goes_on_by_itself_and_back(session):

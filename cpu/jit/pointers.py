@@ -13,7 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import DTypeLike
 
-from sparsekv_cli.cpu.jit.llvm import F32, I16, I32, I64
+from sparsekv_cli.cpu.jit.llvm import F32, I32, I64
 
 LINE = 64  # bytes, a cache line
 
@@ -78,4 +78,3 @@ double_pointer = _pointer_to(types.float64, ir.DoubleType())
 integer_pointer = _pointer_to(types.int64, I64)
 bits_pointer = _pointer_to(types.uint64, I64)
 index_pointer = _pointer_to(types.int32, I32)
-half_pointer = _pointer_to(types.uint16, I16)  # f16 by their bits

@@ -50,7 +50,6 @@ LAYER = np.dtype(
                 "v",  # (B, G, d_v')
                 "normed",  # scratch (B, n_embd)
                 "projected",  # scratch (B, H d + G d + G d_v)
-                "attended",  # (B, H, d_v'): the attention's output, of layers in a chain
                 "packed",  # scratch (B, H d_v)
                 "hidden",  # scratch (B, 2 n_ff + 16)
                 "quantized",  # scratch uint8 (B, quantized_stride of the widest input)

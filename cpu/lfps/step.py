@@ -1,4 +1,4 @@
-"""A decode step of LFPS for a whole layer, as compiled code of a chain of layers (layer/chain.py).
+"""A decode step of LFPS for a whole layer, as one compiled call.
 
 What it is told are words, what it works with lies in one block: arrays made of addresses have no
 reference counts, which threads that share an array would change in turn, nor do they cost half a
@@ -25,7 +25,6 @@ from sparsekv_cli.cpu.jit.pointers import (
     integer_pointer,
 )
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
-from sparsekv_cli.cpu.layer.chain import N_LAYOUT, CompiledStep
 from sparsekv_cli.cpu.layer.decode import float_rows
 from sparsekv_cli.cpu.lfps.attend import run_tasks
 from sparsekv_cli.cpu.lfps.bypass import Constants
@@ -39,6 +38,8 @@ from sparsekv_cli.cpu.lfps.search import (
     StepState,
     Work,
 )
+
+N_LAYOUT = 8  # words of a KV store's layout (attention/rows.py)
 
 # Words behind the layout: what a step changes, sizes, the rules, addresses.
 N, K_BUDGET, LIMIT = range(N_LAYOUT, N_LAYOUT + 3)
@@ -176,7 +177,7 @@ def lfps_step(words, q, k, v, out):
     keep(block)
 
 
-class LFPSStep(CompiledStep):
+class LFPSStep:
     """A step of an LFPS cache of one layer, whose arrays it looks up by address.
 
     constants: lfps/bypass.py. raised f64 (U,): by how much the thresholds have been raised.
@@ -193,8 +194,7 @@ class LFPSStep(CompiledStep):
         statistics: np.ndarray,
         n_threads: int,
     ) -> None:
-        super().__init__(lfps_step, N_WORDS)
-        words = self.words
+        self.words = words = np.zeros(N_WORDS, np.int64)
         words[N_HEAD], words[N_UNIT], words[N_THREADS] = n_head, len(raised), n_threads
         words[K_WIDTH], words[V_WIDTH] = constants.mean_k.shape[1], constants.mean_v.shape[1]
         words[N_COVARIANCE] = constants.covariance.shape[1]
@@ -230,9 +230,9 @@ class LFPSStep(CompiledStep):
         """From now on the heads of a kv group score each other's candidates, or do not; a: eq 8."""
         self.words[BY_GROUP], self.words.view(np.float64)[A] = by_group, a
 
-    def at(self, layout: np.ndarray, n: int, k_budget: int, limit: int) -> tuple[int, int]:
-        """``step`` to n rows; k_budget: |C2|; limit: most rows of C1, no less than the recent ones
-        that are always among them, or thresholds would rise for ever.
+    def at(self, layout: np.ndarray, n: int, k_budget: int, limit: int) -> None:
+        """The next step is to n rows; k_budget: |C2|; limit: most rows of C1, no less than the
+        recent ones that are always among them, or thresholds would rise for ever.
         """
         words = self.words
         assert limit >= max(1, min(int(words[RECENT]), k_budget // 2))
@@ -240,4 +240,8 @@ class LFPSStep(CompiledStep):
             words[OF_THREAD] = function_address(_run_thread, (types.int64,) * 6)
         words[:N_LAYOUT] = layout
         words[N], words[K_BUDGET], words[LIMIT] = n, k_budget, limit
-        return self.step
+
+    def run(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray) -> None:
+        """The step: f32 q (H, 1, d), k (G, 1, d), v (G, 1, d_v), contiguous -> out (H, d_v)."""
+        assert q.flags.c_contiguous and k.flags.c_contiguous and v.flags.c_contiguous
+        lfps_step(address(self.words), address(q), address(k), address(v), address(out))

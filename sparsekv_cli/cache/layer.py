@@ -26,7 +26,6 @@ class Backend(Protocol):
         self, store: KVStore, q: np.ndarray, idx: np.ndarray, counts: np.ndarray, spec: LayerSpec
     ) -> np.ndarray: ...
     def score_rows(self, store: KVStore, q: np.ndarray, spec: LayerSpec) -> np.ndarray: ...
-    def dense_step(self, store: KVStore, spec: LayerSpec) -> Any: ...
 
 
 class LayerCache(ABC):
@@ -71,18 +70,6 @@ class LayerCache(ABC):
         A cache on a device takes and gives what device/cache.py says.
         """
 
-    def begin(self) -> tuple[int, int] | None:
-        """The next step as compiled code (cpu/layer/chain.py), where it needs no Python; else
-        ``decode``.
-
-        What a caller sees does not change before ``end``, which follows if the code has run. A
-        class that changes ``decode`` must change both.
-        """
-        return None
-
-    def end(self) -> None:  # noqa: B027 - nothing has begun
-        """The step of ``begin`` is done."""
-
     def reserve(self, n: int) -> None:
         """Announces that ``n`` rows in all are coming."""
         self.store.reserve(n)
@@ -109,30 +96,12 @@ class DenseCache(LayerCache):
     selects = False
     keeps_rows = True
 
-    def __init__(self, spec: LayerSpec, backend: Backend) -> None:
-        super().__init__(spec, backend)
-        self._step: Any = None  # made when it is wanted
-
     def decode(self, x: AttnInput) -> np.ndarray:
-        self.backend.append_row(self.store, x)
-        self._count()
-        return self.backend.attend_dense(self.store, x.q[:, 0], self.spec)
-
-    def begin(self) -> tuple[int, int] | None:
-        store, n = self.store, self.store.n + 1
-        store.reserve(n)
-        if self._step is None:
-            self._step = self.backend.dense_step(store, self.spec)
-        return self._step.at(store.layout, n)
-
-    def end(self) -> None:
-        self.store.n += 1
-        self._count()
-
-    def _count(self) -> None:
         store, spec = self.store, self.spec
+        self.backend.append_row(store, x)
         rows = spec.n_head * store.n
         self.ledger.step(rows, rows, rows, spec.n_head_kv * store.n * store.row_bytes, False)
+        return self.backend.attend_dense(store, x.q[:, 0], spec)
 
 
 class SelectingCache(LayerCache):
@@ -152,15 +121,10 @@ class SelectingCache(LayerCache):
             return self.backend.attend_dense(store, q, spec)
         idx, counts, scored = self.select(q, n)
         self.attended = (idx, counts)
-        self._count_selected(counts, scored)
+        attended = int(counts.sum()) * (spec.n_head // len(counts))
+        n_bytes = int(counts.sum()) * store.row_bytes + self.bytes_to_select(n)
+        self.ledger.step(rows, scored, attended, n_bytes, True)
         return self.backend.attend_rows(store, q, idx, counts, spec)
-
-    def _count_selected(self, counts: np.ndarray, scored: int) -> None:
-        """Counts a step that attended to lists of ``counts`` rows, int64 (U,)."""
-        n, n_head = self.store.n, self.spec.n_head
-        attended = int(counts.sum()) * (n_head // len(counts))
-        read = int(counts.sum()) * self.store.row_bytes + self.bytes_to_select(n)
-        self.ledger.step(n_head * n, scored, attended, read, True)
 
     @abstractmethod
     def selects_all(self, n: int) -> bool:

@@ -166,16 +166,6 @@ class DenseThenPages(QuestCache, DenseCache):
         self.attended = None
         return DenseCache.decode(self, x)
 
-    def begin(self) -> tuple[int, int] | None:
-        dense = self.selects_all(self.store.n + 1)
-        return DenseCache.begin(self) if dense else super().begin()
-
-    def end(self) -> None:
-        if not self.selects_all(self.store.n + 1):
-            return super().end()
-        self.attended = None
-        return DenseCache.end(self)
-
 
 class LFPSCache(LayerCache):
     """Tables, prefill statistics and K/V of one layer."""
@@ -300,18 +290,8 @@ class LFPSCache(LayerCache):
         store.n = n
         return out
 
-    def begin(self) -> tuple[int, int] | None:
-        n = self.store.n + 1
-        k = self.method.budget.rows(n)
-        if k + N_SINKS >= n or not self._indexed or self.traced or self.lse.size:
-            return None
-        return self._prepare(n, k)
-
-    def end(self) -> None:
-        self.store.n += 1
-
-    def _prepare(self, n: int, k: int) -> tuple[int, int]:
-        """The step to n rows of which a head attends to k, with room for rows and entries."""
+    def _prepare(self, n: int, k: int) -> None:
+        """Sets the step to n rows of which a head attends to k, with room for rows and entries."""
         self.store.reserve(n)
         if n > self._tables.ver.shape[1]:
             self._allocate(n + n // 8 + 256)
@@ -319,7 +299,7 @@ class LFPSCache(LayerCache):
         if method.candidates:
             limit = max(method.candidates * (2 if by_group else 1), 2 * k)
         self._step.share(by_group, self._a_of_group if by_group else method.a)
-        return self._step.at(self.store.layout, n, k, limit)
+        self._step.at(self.store.layout, n, k, limit)
 
     def _scores_by_group(self, n: int) -> bool:
         """Whether the heads of a kv group score each other's candidates in a step to n rows."""

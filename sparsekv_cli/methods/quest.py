@@ -30,7 +30,6 @@ from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, Budget, LayerSpec, 
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.quest import pages
-from sparsekv_cli.cpu.quest.chain import PagesStep
 from sparsekv_cli.methods.base import Method
 
 SUMMARIES = ("minmax", "meanstd")
@@ -72,7 +71,6 @@ class QuestCache(SelectingCache):
         # Summaries as f16 bits, (G, pages, d).
         shape = (spec.n_head_kv, 0, padded(spec.head_dim))
         self._hi, self._lo = np.empty(shape, np.uint16), np.empty(shape, np.uint16)
-        self._pages_step: PagesStep | None = None  # made when it is wanted
 
     def finish_prefill(self) -> None:
         if not self.selects_all(self.store.n + 1):
@@ -111,7 +109,9 @@ class QuestCache(SelectingCache):
 
     def select(self, q: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
         spec, page = self.spec, self.method.page
-        n_page, n_best = self._choice(n)
+        n_page = (n - 1) // page  # whole pages before that of the current token
+        self._summarise(n_page)
+        n_best = min(n_page, max(0, (self.method.budget.rows(n) - (n - n_page * page)) // page))
         scores = np.empty((spec.n_head, n_page), np.float32)
         pages.page_scores(
             q, self._hi, self._lo, n_page, spec.n_head_kv, spec.scale, scores, spec.n_threads
@@ -119,36 +119,7 @@ class QuestCache(SelectingCache):
         idx = np.empty((spec.n_head_kv, N_SINKS + n_best * page + n - n_page * page), np.int32)
         counts = np.empty(spec.n_head_kv, np.int64)
         pages.select_pages(scores, n_page, n_best, page, n, N_SINKS, idx, counts)
-        return idx, counts, self._n_scored(n_page)
-
-    def _choice(self, n: int) -> tuple[int, int]:
-        """Whole pages before that of the current token, the last of n, and how many to choose."""
-        page = self.method.page
-        n_page = (n - 1) // page
-        self._summarise(n_page)
-        return n_page, min(
-            n_page, max(0, (self.method.budget.rows(n) - (n - n_page * page)) // page)
-        )
-
-    def _n_scored(self, n_page: int) -> int:
-        return 2 * self.spec.n_head * n_page  # two summary vectors a page
-
-    def begin(self) -> tuple[int, int] | None:
-        store, n = self.store, self.store.n + 1
-        if self.traced or self.selects_all(n):
-            return None
-        store.reserve(n)
-        n_page, n_best = self._choice(n)
-        if self._pages_step is None:
-            self._pages_step = PagesStep(store, self.spec, self.method.page, N_SINKS)
-        return self._pages_step.at(store.layout, n, n_page, n_best, self._hi, self._lo)
-
-    def end(self) -> None:
-        assert self._pages_step is not None
-        self.store.n += 1
-        self.attended = None
-        n_page = (self.store.n - 1) // self.method.page
-        self._count_selected(self._pages_step.counts, self._n_scored(n_page))
+        return idx, counts, 2 * spec.n_head * n_page  # two summary vectors a page
 
     def bytes_to_select(self, n: int) -> int:
         n_page = (n - 1) // self.method.page
