@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {"commands"},
     "__main__": {"cli"},
 }
-ANYONE = {"", "config", "errors", "memory"}  # the empty name is sparsekv_cli/__init__.py
+ANYONE = {"", "config", "errors", "memory", "option"}  # the empty name is sparsekv_cli/__init__.py
 ALLOWED |= {name: set() for name in ANYONE}
 
 

@@ -23,6 +23,7 @@ from sparsekv_cli.commands.progress import CalibrationProgress
 from sparsekv_cli.commands.prompt import read_prompt
 from sparsekv_cli.commands.terminal import say, write_text
 from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.option import did_you_mean
 
 if TYPE_CHECKING:
     from sparsekv_cli.calibration.sidecar import Entry
@@ -124,8 +125,9 @@ def choose_methods(text: str) -> list[str]:
     names = list(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
         if name not in known:
+            close = did_you_mean(name, known)
             raise click.UsageError(
-                f"method {name!r} is none that needs a calibration; those are {listed}"
+                f"method {name!r}{close} is none that needs a calibration; those are {listed}"
             )
     return names
 

@@ -10,6 +10,7 @@ import click
 
 from sparsekv_cli.commands.options import verbose_option
 from sparsekv_cli.commands.terminal import write_text
+from sparsekv_cli.option import did_you_mean
 
 
 @click.command(short_help="List the KV-cache methods and their options.")
@@ -24,7 +25,8 @@ def command(names: tuple[str, ...], as_json: bool) -> None:
     known = [method["name"] for method in methods]
     for name in names:
         if name not in known:
-            raise click.UsageError(f"no method {name!r}; the methods are {', '.join(known)}")
+            close, listed = did_you_mean(name, known), ", ".join(known)
+            raise click.UsageError(f"no method {name!r}{close}; the methods are {listed}")
     chosen = [method for method in methods if not names or method["name"] in names]
     if as_json:
         write_text(json.dumps(chosen, indent=2) + "\n")
@@ -43,7 +45,8 @@ def describe(method: Mapping[str, Any]) -> str:
     heads = [f"-o {o['name']}={_words(o['default'])}" for o in options]
     width = max((len(head) for head in heads), default=0)
     for head, option in zip(heads, options, strict=True):
-        lines.append(f"  {head:<{width}}  {option['help']} ({option['type']})")
+        kind = f"{option['type']}: {option['allowed']}" if option["allowed"] else option["type"]
+        lines.append(f"  {head:<{width}}  {option['help']} ({kind})")
     return "\n".join(lines)
 
 

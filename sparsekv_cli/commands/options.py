@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.option import allowed_values, options_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -100,6 +101,11 @@ def apply_options(function: Function, options: list[Callable[[Any], Any]]) -> Fu
     return function
 
 
+def _choice(name: str) -> click.Choice:
+    """The choices that SessionConfig declares for one of its options."""
+    return click.Choice(allowed_values(options_of(SessionConfig)[name]).choices)
+
+
 MODEL_OPTION = click.option(
     "-m",
     "--model",
@@ -118,13 +124,13 @@ MACHINE_OPTIONS: list[Callable[[Any], Any]] = [
     ),
     click.option(
         "--device",
-        type=click.Choice(["auto", "cpu", "cuda"]),
+        type=_choice("device"),
         default="auto",
         help="Where to compute. [default: auto]",
     ),
     click.option(
         "--prefill-dtype",
-        type=click.Choice(["auto", "f32", "bf16", "int8"]),
+        type=_choice("prefill_dtype"),
         default="auto",
         help="Products of the prefill; auto is bf16 where the CPU or GPU has it, otherwise int8: "
         "integer sums over inputs rounded to 8 bits. [default: auto]",
@@ -134,14 +140,14 @@ MACHINE_OPTIONS: list[Callable[[Any], Any]] = [
 GPU_OPTIONS: list[Callable[[Any], Any]] = [
     click.option(
         "--kv",
-        type=click.Choice(["auto", "device", "host"]),
+        type=_choice("kv"),
         default="auto",
         help="Where a GPU's run keeps the KV cache; auto: on the GPU, if the method can and it "
         "fits, otherwise on the host. [default: auto]",
     ),
     click.option(
         "--gpu-weights",
-        type=click.Choice(["auto", "quantized", "bf16"]),
+        type=_choice("gpu_weights"),
         default="auto",
         help="Weights in the GPU's memory; auto is quantized, as in the file. [default: auto]",
     ),
@@ -159,7 +165,7 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
     *MACHINE_OPTIONS,
     click.option(
         "--repack",
-        type=click.Choice(["auto", "on", "off"]),
+        type=_choice("repack"),
         default="auto",
         help="Decode on the CPU from a copy of 4- and 5-bit weights in a faster layout; auto: if "
         "the weights take at most a quarter of the memory. [default: auto]",
@@ -187,14 +193,14 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
     click.option(
         "-ctk",
         "--cache-type-k",
-        type=click.Choice(["f16", "q8_0"]),
+        metavar="TYPE",
         help="Type of K in the cache; q8_0 takes about half the memory. [default: f16]",
     ),
     click.option(
         "-ctv",
         "--cache-type-v",
-        type=click.Choice(["f16", "q8_0"]),
-        help="Type of V in the cache. [default: f16]",
+        metavar="TYPE",
+        help="Type of V in the cache, f16 or q8_0. [default: f16]",
     ),
     click.option(
         "--calibration",

@@ -9,7 +9,7 @@ method has a prefill of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from sparsekv_cli.evaluation.observer import Measured, Observer, mean
 from sparsekv_cli.evaluation.prefill import Keys, Progress, exact_keys, prefills, resume
 from sparsekv_cli.methods import METHODS, build_method, method_class
 from sparsekv_cli.methods.base import Method
+from sparsekv_cli.option import did_you_mean, options_of
 
 if TYPE_CHECKING:
     from sparsekv_cli.session import Session
@@ -48,14 +49,16 @@ def parse_methods(text: str, common: Mapping[str, str] | None = None) -> dict[st
         elif part == "all":
             specs.extend(METHODS)
         elif name not in METHODS:
-            raise ValueError(f"unknown method {name!r}: choose from {', '.join(METHODS)} or all")
+            close, listed = did_you_mean(name, METHODS), ", ".join(METHODS)
+            raise ValueError(f"unknown method {name!r}{close}: choose from {listed} or all")
         else:
             specs.append(part)
     common = common or {}
     known = {option for spec in specs for option in option_names(spec)}
     for option in common:
         if option not in known:
-            raise ValueError(f"none of the methods has an option {option!r}")
+            close = did_you_mean(option, known)
+            raise ValueError(f"none of the methods has an option {option!r}{close}")
     exact = {key: text for key, text in common.items() if not key.startswith("cache_type_")}
     if len(exact) < len(common) and set(specs) == {"full"}:
         raise ValueError("cache types: full is the reference and stays f16; name another method")
@@ -64,7 +67,7 @@ def parse_methods(text: str, common: Mapping[str, str] | None = None) -> dict[st
 
 def option_names(spec: str) -> list[str]:
     """The options that the method of ``spec`` has."""
-    return [option.name for option in fields(method_class(spec.partition(":")[0]))]
+    return list(options_of(method_class(spec.partition(":")[0])))
 
 
 def build_spec(spec: str, common: Mapping[str, str] | None = None) -> Method:

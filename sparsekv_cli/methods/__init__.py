@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import types
-import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import Field
 from importlib import import_module
 from typing import Any
 
 from sparsekv_cli.cache.spec import Budget, parse_layers
 from sparsekv_cli.methods.base import Method
+from sparsekv_cli.option import allowed_values, did_you_mean, options_of, parse_number_or_word
 
 METHODS = {
     "full": "full:Full",
@@ -30,7 +29,8 @@ METHODS = {
 def method_class(name: str) -> type[Method]:
     """The class behind a name; ValueError lists the names."""
     if name not in METHODS:
-        raise ValueError(f"unknown method {name!r}: choose from {', '.join(METHODS)}")
+        close = did_you_mean(name, METHODS)
+        raise ValueError(f"unknown method {name!r}{close}: choose from {', '.join(METHODS)}")
     module, _, cls = METHODS[name].partition(":")
     return getattr(import_module(f"sparsekv_cli.methods.{module}"), cls)
 
@@ -61,47 +61,26 @@ def build_method(
             if key in given:
                 raise ValueError(f"{key} is given twice, as an option and with -o")
             given[key] = value
-    kinds = typing.get_type_hints(cls)
-    known = [field.name for field in fields(cls)]
-    presets = getattr(cls, "presets", {})
-    values: dict[str, Any] = {}
-    if presets and "preset" in given:
-        preset = given.pop("preset")
-        if preset not in presets:
-            raise ValueError(
-                f"preset = {preset!r}: method {name} has the presets {', '.join(presets)}"
-            )
-        values.update(presets[preset], preset=preset)
-    for key, text in given.items():
+    known = options_of(cls)
+    for key in given:
         if key not in known:
-            listed = ", ".join(known) if known else "none"
-            raise ValueError(f"method {name} has no option {key!r}; its options: {listed}")
-        values[key] = _parse(key, text, kinds[key])
-    method = cls(**values)
-    method.check_cache_types(name)
-    return method
+            listed = ", ".join(known)
+            raise ValueError(
+                f"method {name} has no option {key!r}{did_you_mean(key, known)}; "
+                f"its options: {listed}"
+            )
+    values = {key: _parse(known[key], text) for key, text in given.items()}
+    preset = cls.presets[values["preset"]] if "preset" in values else {}
+    return cls(**{**preset, **values})
 
 
-def _parse(key: str, text: str, kind: Any) -> Any:
-    """``text`` as an option of type ``kind``; ValueError names the option and what it takes."""
-    if kind is Budget:
+def _parse(declared: Field[Any], text: str) -> Any:
+    """``text`` as an option; ValueError names the option and what it takes."""
+    if isinstance(declared.default, Budget):
         return Budget.parse(text)
-    if typing.get_origin(kind) is tuple:
+    if isinstance(declared.default, tuple):
         return parse_layers(text)
-    if typing.get_origin(kind) is types.UnionType:
-        kind = next(k for k in typing.get_args(kind) if k is not type(None))
-    if kind is bool:
-        words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-        if text.lower() not in words:
-            raise ValueError(f"{key} = {text!r}: must be true or false")
-        return words[text.lower()]
-    if kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            wanted = "a whole number" if kind is int else "a number"
-            raise ValueError(f"{key} = {text!r}: must be {wanted}") from None
-    return text
+    return parse_number_or_word(declared, text)
 
 
 def describe_methods() -> list[dict[str, Any]]:
@@ -109,23 +88,6 @@ def describe_methods() -> list[dict[str, Any]]:
     described = []
     for name in METHODS:
         cls = method_class(name)
-        kinds = typing.get_type_hints(cls)
-        options = []
-        for field in fields(cls):
-            default = field.default
-            if default is MISSING and field.default_factory is not MISSING:
-                default = field.default_factory()
-            if isinstance(default, Budget):
-                default = str(default)
-            kind = kinds[field.name]
-            options.append(
-                {
-                    "name": field.name,
-                    "type": getattr(kind, "__name__", str(kind)),
-                    "default": list(default) if isinstance(default, tuple) else default,
-                    "help": field.metadata.get("help", ""),
-                }
-            )
         described.append(
             {
                 "name": name,
@@ -133,7 +95,22 @@ def describe_methods() -> list[dict[str, Any]]:
                 "summary": cls.description,
                 "needs": cls.needs,
                 "cache_types": list(cls.cache_types),
-                "options": options,
+                "options": [_describe(declared) for declared in options_of(cls).values()],
             }
         )
     return described
+
+
+def _describe(declared: Field[Any]) -> dict[str, Any]:
+    """An option by name, type, default and help, and the choices or bounds that it has."""
+    default = declared.default
+    if isinstance(default, (Budget, tuple)):
+        default = str(default) if isinstance(default, Budget) else list(default)
+    return {
+        "name": declared.name,
+        "type": type(declared.default).__name__,
+        "default": default,
+        "help": declared.metadata["help"],
+        "allowed": str(allowed_values(declared)),
+        **allowed_values(declared).as_dict(),
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from sparsekv_cli.cache.layer import Backend, DenseCache, LayerCache
 from sparsekv_cli.cache.spec import Budget, LayerSpec
 from sparsekv_cli.cache.store import CACHE_TYPES
+from sparsekv_cli.option import check_options, option
 
 CALIBRATION = "calibration"  # Method.needs of methods that read a sidecar
 
@@ -33,12 +34,17 @@ class CalibrationRun:
     progress: Callable[[float], None]
 
 
-_CACHE_TYPE_HELP = "type of {} in the cache: f16, or q8_0 with methods that read it"
+DENSE_HELP = "layers that attend to everything, such as 0,1 or none"
+_CACHE_TYPE_HELP = "type of {} in the cache; q8_0 with methods that read it"
 
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """An immutable KV-cache method; its fields are its options, checked in __post_init__."""
+    """An immutable KV-cache method; its fields are its options (sparsekv_cli/option.py).
+
+    A method whose options depend on each other checks that in its own __post_init__, behind this
+    one.
+    """
 
     paper: ClassVar[str]
     description: ClassVar[str]
@@ -46,24 +52,24 @@ class Method(ABC):
     cache_types: ClassVar[tuple[str, ...]] = ("f16",)  # of K and of V that it can read
     # Its cache on a GPU, module:class of device/; a method without one keeps its rows on the host.
     device_cache: ClassVar[str] = ""
+    # Values of options by the name of a preset; what the user sets changes them.
+    presets: ClassVar[dict[str, dict[str, Any]]] = {}
 
-    dense_layers: tuple[int, ...] = (0, 1)
-    cache_type_k: str = field(default="f16", metadata={"help": _CACHE_TYPE_HELP.format("K")})
-    cache_type_v: str = field(default="f16", metadata={"help": _CACHE_TYPE_HELP.format("V")})
+    dense_layers: tuple[int, ...] = option((0, 1), DENSE_HELP)
+    cache_type_k: str = option("f16", _CACHE_TYPE_HELP.format("K"), choices=CACHE_TYPES)
+    cache_type_v: str = option("f16", _CACHE_TYPE_HELP.format("V"), choices=CACHE_TYPES)
 
-    def check_cache_types(self, name: str) -> None:
-        """ValueError for a type that does not exist, or that this method, ``name``, cannot read."""
+    def __post_init__(self) -> None:
+        """ValueError for an option that is not as declared, or a type of rows it cannot read."""
+        check_options(self)
         for key in ("cache_type_k", "cache_type_v"):
             value = getattr(self, key)
-            if value not in CACHE_TYPES:
-                raise ValueError(f"{key} = {value!r}: must be {' or '.join(CACHE_TYPES)}")
             if value not in self.cache_types:
-                only = " or ".join(self.cache_types)
+                name, only = type(self).__module__.split(".")[-1], " or ".join(self.cache_types)
                 raise ValueError(f"{key} = {value!r}: method {name} keeps its rows as {only} only")
 
     def layer_spec(self, spec: LayerSpec) -> LayerSpec:
         """``spec`` with this method's types of the rows."""
-        self.check_cache_types(type(self).__name__)
         return replace(spec, cache_type_k=self.cache_type_k, cache_type_v=self.cache_type_v)
 
     def is_dense(self, spec: LayerSpec) -> bool:

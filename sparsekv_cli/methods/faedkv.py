@@ -31,7 +31,7 @@ layers that recall were thought idle (KLD .29 instead of .07 at 1700 tokens, no 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -43,20 +43,12 @@ from sparsekv_cli.calibration.trials import study_frequencies
 from sparsekv_cli.cpu.faedkv import fft, frequencies
 from sparsekv_cli.cpu.faedkv.attention import attend_spectrum
 from sparsekv_cli.cpu.faedkv.spectrum import DIRECT_BELOW, FourierBasis, Spectrum
-from sparsekv_cli.methods.base import CALIBRATION, CalibrationRun, Method
+from sparsekv_cli.methods.base import CALIBRATION, DENSE_HELP, CalibrationRun, Method
+from sparsekv_cli.option import option
 
 SINKS, RECENT = 10, 50  # paper, section 5.1
+MOST = 1 << 20  # of exact rows
 AGED_TOGETHER = 8  # tokens of an additive update: coefficients are read and written once for all
-CHOICES = {
-    "preset": ("tuned", "paper"),
-    "importance": ("kld", "ppl"),
-    "allocation": ("layers", "uniform"),
-    "update": ("block", "additive"),
-}
-
-
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
@@ -71,26 +63,23 @@ class FAEDKV(Method):
         "paper": {"importance": "ppl", "allocation": "uniform", "update": "additive"},
     }
 
-    dense_layers: tuple[int, ...] = ()
-    preset: str = _option("tuned", "tuned or paper; other options change it")
-    budget: Budget = _option(
+    dense_layers: tuple[int, ...] = option((), DENSE_HELP)
+    preset: str = option("tuned", "other options change it", choices=tuple(presets))
+    budget: Budget = option(
         Budget(share=0.25), "r: share of the frequencies kept, P%; N: N/M of M tokens transformed"
     )
-    importance: str = _option("kld", "what ranks frequencies: 'kld' or 'ppl' (eq 7)")
-    allocation: str = _option("layers", "shares of the 'layers' by calibration, or 'uniform'")
-    update: str = _option("block", "aged tokens: transformed by the 'block', or 'additive' (eq 9)")
-    block: int = _option(128, "tokens of a block, and of room in an additive basis: 16 to 256")
-    sinks: int = _option(SINKS, "S: first tokens kept exact")
-    recent: int = _option(RECENT, "R: most recent tokens kept exact")
-
-    def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                listed = " or ".join(allowed)
-                raise ValueError(f"{name} = {getattr(self, name)!r}: must be {listed}")
-        for name, low, high in (("block", 16, 256), ("sinks", 0, 1 << 20), ("recent", 1, 1 << 20)):
-            if not low <= getattr(self, name) <= high:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be {low} to {high}")
+    importance: str = option("kld", "what ranks frequencies; ppl by eq 7", choices=("kld", "ppl"))
+    allocation: str = option(
+        "layers", "shares of the layers: by calibration, or uniform", choices=("layers", "uniform")
+    )
+    update: str = option(
+        "block", "aged tokens: a block at once, or added by eq 9", choices=("block", "additive")
+    )
+    block: int = option(
+        128, "tokens of a block, and of room in an additive basis", at_least=16, at_most=256
+    )
+    sinks: int = option(SINKS, "S: first tokens kept exact", at_least=0, at_most=MOST)
+    recent: int = option(RECENT, "R: most recent tokens kept exact", at_least=1, at_most=MOST)
 
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
         return FAEDKVCache(spec, backend, self)

@@ -24,7 +24,7 @@ CA, d/4 chunks in all layers, nothing forced, no dense layers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -36,21 +36,11 @@ from sparsekv_cli.calibration.fasa import METRICS, study_chunks, tips_of
 from sparsekv_cli.cpu.fasa import chunks, dominance
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import CALIBRATION, CalibrationRun, Method
+from sparsekv_cli.option import option
 
 N_FAC = Budget(tokens=256)  # paper, section 5.1
 N_RECENT = 16  # last rows that are always attended
 N_QUERIES, TOP_K = 16, 64  # queries that judge the chunks; K of CA
-CHOICES = {
-    "preset": ("tuned", "paper"),
-    "metric": METRICS,
-    "force": ("default", "none"),
-    "allocation": ("layers", "uniform"),
-    "variant": ("c", "m"),
-}
-
-
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
@@ -71,26 +61,30 @@ class FASA(Method):
         },
     }
 
-    preset: str = _option("tuned", "tuned or paper; other options change it")
-    budget: Budget = _option(N_FAC, "rows attended a head, N_fac: N or P%")
-    n_fac: int = _option(0, "the budget in rows, by the paper's name; 0 = as budget says")
-    n_tip: int = _option(0, "dominant chunks of a kv head, on average; 0 = d/8 (var), d/4 (ca)")
-    allocation: str = _option("layers", "chunks of the 'layers' by calibration, or 'uniform'")
-    metric: str = _option("var", "what ranks chunks: 'var' (of their scores) or 'ca' (eq 4)")
-    force: str = _option("default", "'default': 4 first and 16 last rows always, or 'none'")
-    variant: str = _option("c", "'c', or 'm': a device leaves V and most of K to its host")
-    prefetch: bool = _option(False, "variant=m on a GPU: fetch rows ahead by a guess of the query")
+    preset: str = option("tuned", "other options change it", choices=tuple(presets))
+    budget: Budget = option(N_FAC, "rows attended a head, N_fac: N or P%")
+    n_fac: int = option(
+        0, "the budget in rows, by the paper's name; 0 = as budget says", at_least=0
+    )
+    n_tip: int = option(
+        0, "dominant chunks of a kv head, on average; 0 = d/8 (var), d/4 (ca)", at_least=0
+    )
+    allocation: str = option(
+        "layers", "chunks of the layers: by calibration, or uniform", choices=("layers", "uniform")
+    )
+    metric: str = option(
+        "var", "what ranks chunks: variance of their scores, or ca (eq 4)", choices=METRICS
+    )
+    force: str = option(
+        "default", "rows always attended: 4 first and 16 last, or none", choices=("default", "none")
+    )
+    variant: str = option("c", "m: a device leaves V and most of K to its host", choices=("c", "m"))
+    prefetch: bool = option(False, "variant=m on a GPU: fetch rows ahead by a guess of the query")
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                listed = " or ".join(allowed)
-                raise ValueError(f"{name} = {getattr(self, name)!r}: must be {listed}")
+        super().__post_init__()
         if self.prefetch and self.variant != "m":
             raise ValueError(f"prefetch = {self.prefetch}: variant={self.variant} fetches no rows")
-        for name in ("n_tip", "n_fac"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be 0 or more")
         if self.n_fac:
             if self.budget not in (N_FAC, Budget(tokens=self.n_fac)):
                 raise ValueError(f"n_fac = {self.n_fac}: budget = {self.budget} is given as well")

@@ -32,7 +32,7 @@ import math
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -56,13 +56,10 @@ from sparsekv_cli.cpu.freekv.pages import (
 from sparsekv_cli.cpu.jit.floats import as_f32
 from sparsekv_cli.cpu.jit.threads import physical_cores
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.methods.base import Method
+from sparsekv_cli.methods.base import DENSE_HELP, Method
+from sparsekv_cli.option import option
 
 MOST = 1 << 30  # of sizes that are options
-
-
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
 
 
 class PagePlan(NamedTuple):
@@ -85,40 +82,31 @@ class FreeKV(Method):
         "paper": {"page": 32, "summary": "minmax", "sinks": 64, "tau": 0.8},
     }
 
-    dense_layers: tuple[int, ...] = (0,)
-    preset: str = _option("tuned", "tuned or paper; other options change it")
-    budget: Budget = _option(Budget(tokens=512), "rows attended a head, B, with S and W: N or P%")
-    page: int = _option(4, "p: rows of a page")
-    summary: str = _option("meanstd", "of a page's keys: 'meanstd' or 'minmax'")
-    tau: float = _option(0.9, "cosine of successive queries below which a kv head is corrected")
-    sinks: int = _option(16, "S: first rows, always attended (whole pages; at most B/4)")
-    window: int = _option(64, "W: most recent rows, always attended (at most B/4)")
-    speculate: bool = _option(True, "choose with the query of the step before")
-    correct: bool = _option(True, "choose again where the query has turned away")
-    cache_pages: float = _option(2.0, "size of the cache of recalled pages, in selections")
-    overlap: str = _option(
-        "auto", "choose on a thread of its own: auto (a core is free), true, false"
+    dense_layers: tuple[int, ...] = option((0,), DENSE_HELP)
+    preset: str = option("tuned", "other options change it", choices=tuple(presets))
+    budget: Budget = option(Budget(tokens=512), "rows attended a head, B, with S and W: N or P%")
+    page: int = option(4, "p: rows of a page", at_least=1, at_most=MOST)
+    summary: str = option("meanstd", "of a page's keys", choices=("meanstd", "minmax"))
+    tau: float = option(0.9, "cosine of successive queries below which a kv head is corrected")
+    sinks: int = option(
+        16, "S: first rows, always attended (whole pages; at most B/4)", at_least=0, at_most=MOST
     )
-    recall: str = _option(
-        "auto", "on a GPU: gather (a kernel reads the host's memory), copy (copy engine, 2 buffers)"
+    window: int = option(
+        64, "W: most recent rows, always attended (at most B/4)", at_least=1, at_most=MOST
     )
-
-    def __post_init__(self) -> None:
-        choices = {
-            "preset": tuple(self.presets),
-            "summary": ("meanstd", "minmax"),
-            "overlap": ("auto", "true", "false"),
-            "recall": ("auto", "gather", "copy"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                listed = " or ".join(allowed)
-                raise ValueError(f"{name} = {getattr(self, name)!r}: must be {listed}")
-        for name, least in (("page", 1), ("sinks", 0), ("window", 1), ("cache_pages", 1)):
-            if not least <= getattr(self, name) <= MOST:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be {least} or more")
-        if not math.isfinite(self.tau):
-            raise ValueError(f"tau = {self.tau}: must be finite")
+    speculate: bool = option(True, "choose with the query of the step before")
+    correct: bool = option(True, "choose again where the query has turned away")
+    cache_pages: float = option(
+        2.0, "size of the cache of recalled pages, in selections", at_least=1, at_most=MOST
+    )
+    overlap: str = option(
+        "auto", "choose on a thread of its own; auto: if a core is free",
+        choices=("auto", "true", "false"),
+    )  # fmt: skip
+    recall: str = option(
+        "auto", "on a GPU: gather by a kernel that reads the host's memory, or by the copy engine",
+        choices=("auto", "gather", "copy"),
+    )  # fmt: skip
 
     def plan(self, n: int, n_sink: int | None = None) -> PagePlan | None:
         """What a step of n rows, its own included, attends to; None: everything.

@@ -20,7 +20,7 @@ be read again, because attention that was summed up cannot be taken back.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,10 +31,7 @@ from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, AttnInput, Budget, 
 from sparsekv_cli.cpu.attention.select import select_rows
 from sparsekv_cli.cpu.eviction import scores as evict
 from sparsekv_cli.methods.base import Method
-
-
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+from sparsekv_cli.option import option
 
 
 @dataclass(frozen=True)
@@ -44,12 +41,8 @@ class H2O(Method):
     paper: ClassVar[str] = "arXiv:2306.14048"
     description: ClassVar[str] = "keeps what was attended to most and what is recent, drops others"
 
-    budget: Budget = _option(DEFAULT_BUDGET, "rows held a head, half of them recent: N or P%")
-    window: int = _option(0, "last queries of a prefill whose attention counts; 0 = all")
-
-    def __post_init__(self) -> None:
-        if self.window < 0:
-            raise ValueError(f"window = {self.window}: must be 0 or more")
+    budget: Budget = option(DEFAULT_BUDGET, "rows held a head, half of them recent: N or P%")
+    window: int = option(0, "last queries of a prefill whose attention counts; 0 = all", at_least=0)
 
     def limits(self, n: int) -> tuple[int, int]:
         """Most rows to hold when n have been seen, and the position from which rows are recent.

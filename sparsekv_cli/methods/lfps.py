@@ -31,7 +31,7 @@ Departures; docs/methods.md has their reasons and figures:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -47,19 +47,17 @@ from sparsekv_cli.cpu.lfps.covariance import row_moments
 from sparsekv_cli.cpu.lfps.history import Tables
 from sparsekv_cli.cpu.lfps.start import lfps_init
 from sparsekv_cli.cpu.lfps.step import LFPSStep
-from sparsekv_cli.methods.base import Method
+from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.methods.quest import Quest, QuestCache
+from sparsekv_cli.option import option
 
 ALL = np.float32(1e30)  # a log-sum-exp beside which no other rows count
 NO_HORIZON = 1 << 62
+MOST = 10**9  # of factors and shares
 PAGES = Quest(page=32, budget=Budget(tokens=1024))  # of dense layers beyond ``dense_rows``
 BUDGET = replace(DEFAULT_BUDGET, ceiling=256)
 GROUP_ROWS = 8192  # beyond so many a kv group scores its heads' candidates together
 SHARED = 0.855, 2  # what each other head that shares candidates adds to the factor of a; most such
-
-
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
@@ -86,51 +84,40 @@ class LFPS(Method):
         },
     }
 
-    dense_layers: tuple[int, ...] = (0,)
-    dense_rows: int = _option(
-        4096, "rows beyond which dense layers on the host choose pages; 0 = never"
+    dense_layers: tuple[int, ...] = option((0,), DENSE_HELP)
+    dense_rows: int = option(
+        4096, "rows beyond which dense layers on the host choose pages; 0 = never", at_least=0
     )
-    preset: str = _option("tuned", "tuned, fast or paper; other options change it")
-    budget: Budget = _option(BUDGET, "rows attended a head, k: N or P%")
-    tables: str = _option("head", "tables a query 'head' or shared by a kv 'group'")
-    scored_by: str = _option(
-        "auto", "who scores candidates: their 'head', its kv 'group', auto: the group beyond 8192"
+    preset: str = option("tuned", "other options change it", choices=tuple(presets))
+    budget: Budget = option(BUDGET, "rows attended a head, k: N or P%")
+    tables: str = option(
+        "head", "whose the tables are: a query head's or its kv group's", choices=("head", "group")
     )
-    expand: str = _option("plain", "neighbours of candidates: 'plain' or 'filtered' (eq 9)")
-    recent: int = _option(32, "R: most recent rows always candidates (at most half the budget)")
-    candidates: int = _option(
-        2048,
-        "most rows scored a head (a group's: twice that), or twice the budget; 0 = no limit",
+    scored_by: str = option(
+        "auto", "who scores candidates: their head, its kv group, auto: the group beyond 8192 rows",
+        choices=("auto", "head", "group"),
+    )  # fmt: skip
+    expand: str = option(
+        "plain", "neighbours of candidates; filtered: as in eq 9", choices=("plain", "filtered")
     )
-    a: float = _option(0.3, "factor of the candidate threshold (eq 8)")
-    horizon: int = _option(6144, "most entries that eq 8 takes the mean over; 0 = all")
-    decay: float = _option(0.95, "r: decay of the tables a step (eq 10)")
-    window: int = _option(32, "s: prefill queries that start the tables (eq 4)")
-    epsilon: float = _option(0.85, "sink share above which a head is bypassed; 1 = never (eq 6)")
-    sigma: str = _option("cov", "variance of scores: 'cov' (q' C q) or 'ratio' (of the last query)")
-
-    def __post_init__(self) -> None:
-        choices = {
-            "preset": tuple(self.presets),
-            "tables": ("head", "group"),
-            "scored_by": ("auto", "head", "group"),
-            "expand": ("plain", "filtered"),
-            "sigma": ("cov", "ratio"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                listed = " or ".join(allowed)
-                raise ValueError(f"{name} = {getattr(self, name)!r}: must be {listed}")
-        for name in ("candidates", "horizon", "dense_rows"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be 0 or more")
-        for name in ("recent", "window"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be 1 or more")
-        for name, low, high in (("a", 0, 1e9), ("decay", 0, 1), ("epsilon", 0, 1e9)):
-            if not low < getattr(self, name) <= high or (name == "decay" and self.decay == 1):
-                below = "below 1" if name == "decay" else "finite"
-                raise ValueError(f"{name} = {getattr(self, name)}: must be above 0 and {below}")
+    recent: int = option(
+        32, "R: most recent rows always candidates (at most half the budget)", at_least=1
+    )
+    candidates: int = option(
+        2048, "most rows scored a head (a group's: twice that), or twice the budget; 0 = no limit",
+        at_least=0,
+    )  # fmt: skip
+    a: float = option(0.3, "factor of the candidate threshold (eq 8)", above=0, at_most=MOST)
+    horizon: int = option(6144, "most entries that eq 8 takes the mean over; 0 = all", at_least=0)
+    decay: float = option(0.95, "r: decay of the tables a step (eq 10)", above=0, below=1)
+    window: int = option(32, "s: prefill queries that start the tables (eq 4)", at_least=1)
+    epsilon: float = option(
+        0.85, "sink share above which a head is bypassed; 1 = never (eq 6)", above=0, at_most=MOST
+    )
+    sigma: str = option(
+        "cov", "variance of scores: cov (q' C q) or ratio (of the last query)",
+        choices=("cov", "ratio"),
+    )  # fmt: skip
 
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
         return LFPSCache(spec, backend, self)

@@ -20,8 +20,8 @@ the budget, attention is dense. (6) Keys stored as q8_0 are rounded to f16 for t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -31,13 +31,9 @@ from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.quest import pages
 from sparsekv_cli.methods.base import Method
+from sparsekv_cli.option import option
 
-SUMMARIES = ("minmax", "meanstd")
 LARGEST_PAGE = 4096
-
-
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
@@ -49,15 +45,13 @@ class Quest(Method):
     cache_types: ClassVar[tuple[str, ...]] = ("f16", "q8_0")
     device_cache: ClassVar[str] = "quest:DeviceQuest"
 
-    budget: Budget = _option(DEFAULT_BUDGET, "rows attended a head, in whole pages: N or P%")
-    page: int = _option(16, "rows of a page, more than the sinks")
-    summary: str = _option("minmax", "of a page's keys: 'minmax' (the bound) or 'meanstd'")
-
-    def __post_init__(self) -> None:
-        if not N_SINKS < self.page <= LARGEST_PAGE:
-            raise ValueError(f"page = {self.page}: must be {N_SINKS + 1} to {LARGEST_PAGE}")
-        if self.summary not in SUMMARIES:
-            raise ValueError(f"summary = {self.summary!r}: must be {' or '.join(SUMMARIES)}")
+    budget: Budget = option(DEFAULT_BUDGET, "rows attended a head, in whole pages: N or P%")
+    page: int = option(
+        16, "rows of a page, more than the sinks", at_least=N_SINKS + 1, at_most=LARGEST_PAGE
+    )
+    summary: str = option(
+        "minmax", "of a page's keys; minmax is the bound", choices=("minmax", "meanstd")
+    )
 
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
         return QuestCache(spec, backend, self)

@@ -26,7 +26,7 @@ reconstructed for it and kept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -39,21 +39,11 @@ from sparsekv_cli.cpu.attention import decode as attention
 from sparsekv_cli.cpu.sals import latent, step
 from sparsekv_cli.cpu.sals.values import BITS
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.methods.base import CALIBRATION, CalibrationRun, Method
+from sparsekv_cli.methods.base import CALIBRATION, DENSE_HELP, CalibrationRun, Method
+from sparsekv_cli.option import option
 
 SINKS, WINDOW = 16, 64  # rows kept as they are
 UNDO = 16  # rows by which a rewind costs no exact row: an interrupted step, a changed last token
-CHOICES = {
-    "preset": ("tuned", "paper"),
-    "basis": BASES,
-    "score": ("brope", "paper"),
-    "bits": BITS,
-    "allocation": ("layers", "uniform"),
-}
-
-
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
@@ -75,27 +65,30 @@ class SALS(Method):
         },
     }
 
-    dense_layers: tuple[int, ...] = (0, 1, -1)
-    preset: str = _option("tuned", "tuned or paper; other options change it")
-    budget: Budget = _option(Budget(tokens=432), "critical tokens, y: N or P%")
-    rank: int = _option(0, "r: columns of a latent, on average; 0 = 1/4 of all kv heads' dims")
-    score_rank: int = _option(0, "r*: columns that are scored; 0 = half the rank")
-    allocation: str = _option("layers", "ranks of the 'layers' by calibration, or 'uniform'")
-    bits: int = _option(4, "bits of a value: 4, 2, or 16 (f16)")
-    basis: str = _option("diag", "of the latents: 'diag' (weighted by queries) or 'pca'")
-    score: str = _option("brope", "'brope' (RoPE by blocks, per head) or 'paper' (no RoPE, summed)")
-    sinks: int = _option(SINKS, "x: first tokens that are always attended")
-    exact_sinks: bool = _option(True, "whether the sinks are kept as they are")
-    window: int = _option(WINDOW, "z: most recent tokens, always attended and kept as they are")
+    dense_layers: tuple[int, ...] = option((0, 1, -1), DENSE_HELP)
+    preset: str = option("tuned", "other options change it", choices=tuple(presets))
+    budget: Budget = option(Budget(tokens=432), "critical tokens, y: N or P%")
+    rank: int = option(
+        0, "r: columns of a latent, on average; 0 = 1/4 of all kv heads' dims", at_least=0
+    )
+    score_rank: int = option(0, "r*: columns that are scored; 0 = half the rank", at_least=0)
+    allocation: str = option(
+        "layers", "ranks of the layers: by calibration, or uniform", choices=("layers", "uniform")
+    )
+    bits: int = option(4, "bits of a value; 16 is f16", choices=BITS)
+    basis: str = option("diag", "of the latents; diag: keys weighted by queries", choices=BASES)
+    score: str = option(
+        "brope", "brope: RoPE by blocks, per head; paper: no RoPE, summed",
+        choices=("brope", "paper"),
+    )  # fmt: skip
+    sinks: int = option(SINKS, "x: first tokens that are always attended", at_least=0)
+    exact_sinks: bool = option(True, "whether the sinks are kept as they are")
+    window: int = option(
+        WINDOW, "z: most recent tokens, always attended and kept as they are", at_least=1
+    )
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                listed = " or ".join(str(value) for value in allowed)
-                raise ValueError(f"{name} = {getattr(self, name)!r}: must be {listed}")
-        for name, least in (("rank", 0), ("score_rank", 0), ("sinks", 0), ("window", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be {least} or more")
+        super().__post_init__()
         if self.rank and self.score_rank > self.rank:
             raise ValueError(f"score_rank = {self.score_rank}: must be at most the rank")
 

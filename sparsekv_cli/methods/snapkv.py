@@ -20,7 +20,7 @@ before did not need. (4) A sequence that is cut before its last choice has to be
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,12 +31,9 @@ from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, AttnInput, Budget, 
 from sparsekv_cli.cpu.attention.select import select_rows
 from sparsekv_cli.cpu.eviction import scores as evict
 from sparsekv_cli.methods.base import Method
+from sparsekv_cli.option import option
 
 N_ROOM = 256  # generated rows that fit before the store grows
-
-
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
@@ -46,15 +43,14 @@ class SnapKV(Method):
     paper: ClassVar[str] = "arXiv:2404.14469"
     description: ClassVar[str] = "keeps what the end of the prompt attends to, drops the rest"
 
-    budget: Budget = _option(DEFAULT_BUDGET, "rows of the prompt kept beside the window: N or P%")
-    window: int = _option(32, "last prompt queries that choose, and whose rows are kept")
-    kernel: int = _option(7, "width of the max-pooling of scores, odd")
+    budget: Budget = option(DEFAULT_BUDGET, "rows of the prompt kept beside the window: N or P%")
+    window: int = option(32, "last prompt queries that choose, and whose rows are kept", at_least=1)
+    kernel: int = option(7, "width of the max-pooling of scores, odd", at_least=1)
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"window = {self.window}: must be 1 or more")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"kernel = {self.kernel}: must be an odd number, 1 or more")
+        super().__post_init__()
+        if self.kernel % 2 == 0:
+            raise ValueError(f"kernel = {self.kernel}: must be an odd number")
 
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
         return SnapKVCache(spec, backend, self)

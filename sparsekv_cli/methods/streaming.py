@@ -9,7 +9,7 @@ still attend to them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from sparsekv_cli.cache.layer import Backend, LayerCache, SelectingCache
 from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, AttnInput, Budget, LayerSpec
 from sparsekv_cli.methods.base import Method
+from sparsekv_cli.option import option
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,9 @@ class Streaming(Method):
     cache_types: ClassVar[tuple[str, ...]] = ("f16", "q8_0")
     device_cache: ClassVar[str] = "streaming:DeviceStreaming"
 
-    budget: Budget = field(
-        default=DEFAULT_BUDGET, metadata={"help": "recent rows attended: N or P%"}
-    )
-    sinks: int = field(default=N_SINKS, metadata={"help": "first rows always attended"})
-    reposition: bool = field(default=False, metadata={"help": "positions within the cache"})
-
-    def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise ValueError(f"sinks = {self.sinks}: must be 0 or more")
+    budget: Budget = option(DEFAULT_BUDGET, "recent rows attended: N or P%")
+    sinks: int = option(N_SINKS, "first rows always attended", at_least=0)
+    reposition: bool = option(False, "positions within the cache")
 
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
         return _StreamingCache(spec, backend, self)

@@ -6,7 +6,7 @@ only. Sinks and the most recent rows are always attended; sinks are not counted 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -15,6 +15,7 @@ from sparsekv_cli.cache.layer import Backend, LayerCache, SelectingCache
 from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, Budget, LayerSpec
 from sparsekv_cli.cpu.attention.select import select_rows
 from sparsekv_cli.methods.base import Method
+from sparsekv_cli.option import option
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,8 @@ class TopK(Method):
     cache_types: ClassVar[tuple[str, ...]] = ("f16", "q8_0")
     device_cache: ClassVar[str] = "topk:DeviceTopK"
 
-    budget: Budget = field(
-        default=DEFAULT_BUDGET, metadata={"help": "rows attended a head: N or P%"}
-    )
-    recent: int = field(default=16, metadata={"help": "most recent rows always attended"})
-
-    def __post_init__(self) -> None:
-        if self.recent < 1:
-            raise ValueError(f"recent = {self.recent}: must be 1 or more")
+    budget: Budget = option(DEFAULT_BUDGET, "rows attended a head: N or P%")
+    recent: int = option(16, "most recent rows always attended", at_least=1)
 
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
         return _TopKCache(spec, backend, self)

@@ -13,6 +13,7 @@ import sparsekv_cli.methods as registry
 from sparsekv_cli.cache.spec import Budget, parse_layers
 from sparsekv_cli.methods import METHODS, build_method, describe_methods, method_class
 from sparsekv_cli.methods.base import Method
+from sparsekv_cli.option import options_of
 
 FILES = {p.stem for p in Path(registry.__file__).parent.glob("*.py")} - {"__init__", "base"}
 
@@ -30,9 +31,9 @@ def test_a_method_describes_itself(name):
     method = build_method(name, {})
     with pytest.raises(FrozenInstanceError):
         method.dense_layers = (3,)
-    for field in fields(cls):
-        if field.name != "dense_layers":
-            assert field.metadata.get("help"), f"{field.name} needs a help text"
+    assert list(options_of(cls)) == [field.name for field in fields(cls)]
+    for declared in options_of(cls).values():
+        assert declared.metadata["help"], f"{declared.name} needs a help text"
     documentation = __import__(cls.__module__, fromlist=["x"]).__doc__
     assert documentation and len(documentation) > 40
 
@@ -46,16 +47,39 @@ def test_descriptions_are_json():
         json.dumps(build_method(entry["name"], {}).options())
 
 
+def test_descriptions_hold_choices_and_bounds():
+    (quest,) = (entry for entry in describe_methods() if entry["name"] == "quest")
+    options = {option["name"]: option for option in quest["options"]}
+    assert options["summary"]["choices"] == ("minmax", "meanstd")
+    assert (options["page"]["at_least"], options["page"]["at_most"]) == (5, 4096)
+    assert options["page"]["allowed"] == "5 to 4096"
+    assert options["dense_layers"]["default"] == [0, 1] and options["page"]["type"] == "int"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_preset_can_be_built(name):
+    presets = method_class(name).presets
+    assert not presets or "tuned" in presets
+    for preset, values in presets.items():
+        method = build_method(name, {"preset": preset})
+        assert all(getattr(method, key) == value for key, value in values.items())
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_an_unknown_option_lists_the_known_ones(name):
     with pytest.raises(ValueError, match="no option 'bogus'") as error:
         build_method(name, {"bogus": "1"})
-    for field in fields(method_class(name)):
-        assert field.name in str(error.value)
+    for option in options_of(method_class(name)):
+        assert option in str(error.value)
+
+
+def test_the_closest_option_is_suggested():
+    with pytest.raises(ValueError, match=r"no option 'cadidates' \(did you mean candidates\?\)"):
+        build_method("lfps", {"cadidates": "1"})
 
 
 def test_an_unknown_method_lists_the_names():
-    with pytest.raises(ValueError, match="unknown method 'lfsp'") as error:
+    with pytest.raises(ValueError, match=r"unknown method 'lfsp' \(did you mean lfps\?\)") as error:
         build_method("lfsp", {})
     assert all(name in str(error.value) for name in METHODS)
 

@@ -1,0 +1,137 @@
+"""Options: fields of frozen dataclasses, each declared once with its default, help and bounds.
+
+The methods, the session and the samplers declare their options so. One declaration serves the check
+of a value, the text on the command line and the description that ``sparsekv-cli methods`` prints.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+from collections.abc import Iterable
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """The values that an option takes: some choices, or numbers within bounds."""
+
+    choices: tuple[Any, ...] = ()
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    def permits(self, value: Any) -> bool:
+        """Whether ``value``, of the option's type, is allowed."""
+        return (
+            (not self.choices or value in self.choices)
+            and (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The choices and bounds that there are."""
+        named = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in named.items() if value not in (None, ())}
+
+    def __str__(self) -> str:
+        """``a or b``, ``0 or more``, ``1 to 9``, ``above 0 and below 1``; empty for any value."""
+        if self.choices:
+            *others, last = map(str, self.choices)
+            return f"{', '.join(others)} or {last}" if others else last
+        if self.at_least is not None and self.at_most is not None:
+            return f"{self.at_least} to {self.at_most}"
+        words = (
+            (self.at_least, "{} or more"),
+            (self.above, "above {}"),
+            (self.at_most, "at most {}"),
+            (self.below, "below {}"),
+        )
+        return " and ".join(text.format(bound) for bound, text in words if bound is not None)
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: Iterable[Any] = (),
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A dataclass field that is an option; its type is that of its default."""
+    allowed = Allowed(tuple(choices), at_least, above, at_most, below)
+    return field(default=default, metadata={"help": help, "allowed": allowed})
+
+
+def options_of(owner: Any) -> dict[str, Field[Any]]:
+    """The options of a dataclass, or of an instance of one, by name."""
+    return {each.name: each for each in fields(owner) if "allowed" in each.metadata}
+
+
+def allowed_values(declared: Field[Any]) -> Allowed:
+    """The choices and bounds of an option."""
+    return declared.metadata["allowed"]
+
+
+def check_options(owner: Any) -> None:
+    """Checks every option of an instance; ValueError names option, value and what it must be."""
+    for declared in options_of(owner).values():
+        check_value(declared, getattr(owner, declared.name))
+
+
+def check_value(declared: Field[Any], value: Any) -> None:
+    """ValueError unless an option may have this value: of its default's type, finite, allowed."""
+    kind = _kind(declared)
+    wanted = ""
+    if kind in (int, float):
+        number = numbers.Integral if kind is int else numbers.Real
+        if not isinstance(value, number) or isinstance(value, bool):
+            wanted = _number_words(kind)
+        elif not math.isfinite(float(value)):
+            wanted = "finite"
+    elif not isinstance(value, kind):
+        wanted = f"of type {kind.__name__}"
+    allowed = allowed_values(declared)
+    if not wanted and not allowed.permits(value):
+        wanted = str(allowed)
+    if wanted:
+        shown = value if isinstance(value, numbers.Real) else repr(value)
+        raise ValueError(f"{declared.name} = {shown}: must be {wanted}")
+
+
+def parse_number_or_word(declared: Field[Any], text: str) -> Any:
+    """``text`` as an option that is a number, a word or true/false; ValueError as above."""
+    kind = _kind(declared)
+    if kind is bool:
+        if text.lower() not in TRUTH:
+            raise ValueError(f"{declared.name} = {text!r}: must be true or false")
+        return TRUTH[text.lower()]
+    try:
+        value = kind(text)
+    except ValueError:
+        raise ValueError(f"{declared.name} = {text!r}: must be {_number_words(kind)}") from None
+    check_value(declared, value)
+    return value
+
+
+def _kind(declared: Field[Any]) -> Any:
+    return type(declared.default)
+
+
+def _number_words(kind: type) -> str:
+    return "a whole number" if kind is int else "a number"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`` (did you mean NAME?)`` with the known name that is most like ``word``, or nothing."""
+    close = difflib.get_close_matches(word, list(known), 1)
+    return f" (did you mean {close[0]}?)" if close else ""
