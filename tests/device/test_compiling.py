@@ -2,15 +2,13 @@
 
 from types import SimpleNamespace
 
-import pytest
+import triton
 from tiny_models import make_model
 
 from sparsekv_cli import methods
 from sparsekv_cli.commands import warmup
 from sparsekv_cli.commands.progress import CompileProgress
 from sparsekv_cli.session import Session
-
-triton = pytest.importorskip("triton")
 
 
 def test_only_what_is_compiled_is_told_of(monkeypatch, capsys):

@@ -17,8 +17,6 @@ from sparsekv_cli.evaluation.compare import compare, parse_methods
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.session import load_session
 
-pytest.importorskip("triton")
-
 IDS = [int(token) for token in np.random.default_rng(0).integers(3, 270, 84)]
 METHODS = "topk:budget=24,lfps:budget=24"
 

@@ -11,11 +11,10 @@ from sparsekv_cli.cache.store import padded
 from sparsekv_cli.calibration.fasa import even_budgets
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.kernels.fasa import row_cache as resident
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.fasa import FASA
 from sparsekv_cli.session import load_session
-
-resident = pytest.importorskip("sparsekv_cli.kernels.fasa.row_cache")
 
 
 def make(geometry, device, **options) -> SideBySide:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
 from layer_stream import Geometry, Stream, attended_rows
 from layer_stream import decode as decode_on_host
 from layer_stream import make_cache as make_on_host

@@ -10,14 +10,11 @@ from side_by_side import assert_sessions_agree
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu import ops
-from sparsekv_cli.methods.lfps import LFPS
-from sparsekv_cli.methods.quest import Quest
-
-pytest.importorskip("triton")
-
 from sparsekv_cli.device.host import HostOps, HostWorker
 from sparsekv_cli.device.methods.lfps import HostLFPS
 from sparsekv_cli.kernels.attention.decode import Attended
+from sparsekv_cli.methods.lfps import LFPS
+from sparsekv_cli.methods.quest import Quest
 
 # (H, G, d, d_v), type of the host's rows, tables
 CASES = [

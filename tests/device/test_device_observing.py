@@ -7,8 +7,6 @@ import pytest
 from side_by_side import Geometry, SideBySide
 from test_device_together import METHODS, calibration_of
 
-pytest.importorskip("triton")
-
 GEOMETRY = Geometry(4, 2, 32, 32, 32)
 
 

@@ -8,8 +8,6 @@ from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.calibration.sals import even_budgets
 from sparsekv_cli.methods.sals import SALS
 
-pytest.importorskip("triton")
-
 SMALL = {"sinks": 4, "window": 20, "budget": Budget(tokens=24)}  # all rows up to 48
 TIE = 0.02  # of an importance: what block queries in f16 make of it
 

@@ -9,8 +9,6 @@ from sparsekv_cli.methods.quest import Quest
 from sparsekv_cli.methods.streaming import Streaming
 from sparsekv_cli.methods.topk import TopK
 
-pytest.importorskip("triton")
-
 # The interpreter takes half a second a step, so one case of each is followed over page borders.
 CASES = [
     (0, TopK(budget=Budget(tokens=40)), 20),

@@ -21,8 +21,6 @@ from sparsekv_cli.methods.sals import SALS
 from sparsekv_cli.methods.streaming import Streaming
 from sparsekv_cli.methods.topk import TopK
 
-pytest.importorskip("triton")
-
 BUDGET = {"budget": Budget(tokens=40)}
 METHODS = {
     "full": None,

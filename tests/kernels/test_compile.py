@@ -51,7 +51,6 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """What compile_launches.py tells of the modules that are tested, in one process: torch and
     Triton take seconds to import.
     """
-    pytest.importorskip("triton")
     tests = [item for item in request.session.items if item.parent is request.node]
     modules = [test.callspec.params["module"] for test in tests if "compiled" in test.fixturenames]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from sparsekv_cli.cpu.attention.decode import attend_rows_ref
 from sparsekv_cli.kernels.attention import decode
 

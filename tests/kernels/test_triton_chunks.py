@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-chunks = pytest.importorskip("sparsekv_cli.kernels.fasa.chunks")
+from sparsekv_cli.kernels.fasa import chunks
 
 GEOMETRIES = [(2, 2, 64, 16), (9, 3, 64, 20), (8, 2, 80, 20), (8, 1, 128, 64), (3, 1, 80, 80)]
 

@@ -5,8 +5,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from sparsekv_cli.kernels import clock
 
 

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from sparsekv_cli.kernels.layer import decode as layer
 from sparsekv_cli.models.torch_rows import TorchRows
-
-layer = pytest.importorskip("sparsekv_cli.kernels.layer.decode")
 
 EPS = 1e-5
 

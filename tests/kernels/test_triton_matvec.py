@@ -7,8 +7,8 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize as gguf_dequantize
 from quantized_rows import random_rows
 
-blocks = pytest.importorskip("sparsekv_cli.kernels.weights.packed")
-matvec = pytest.importorskip("sparsekv_cli.kernels.weights.dot")
+from sparsekv_cli.kernels.weights import dot as matvec
+from sparsekv_cli.kernels.weights import packed as blocks
 
 
 def matrix(name, n_rows, n_columns, device):

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from sparsekv_cli.cpu.freekv.recall import mean_cosine_ref
 from sparsekv_cli.cpu.quest.pages import page_summaries_ref
 from sparsekv_cli.kernels.freekv import correction, recall

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
+from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.checks import check_on_host
-
-attention = pytest.importorskip("sparsekv_cli.kernels.attention.decode")
-chunks = pytest.importorskip("sparsekv_cli.kernels.fasa.chunks")
-resident = pytest.importorskip("sparsekv_cli.kernels.fasa.row_cache")
+from sparsekv_cli.kernels.fasa import chunks
+from sparsekv_cli.kernels.fasa import row_cache as resident
 
 GEOMETRIES = [(2, 2, 64, 16), (9, 3, 64, 20), (8, 1, 128, 64), (3, 1, 80, 80)]
 

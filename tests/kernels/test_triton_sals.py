@@ -7,11 +7,10 @@ import torch
 from sparsekv_cli.cpu.sals import values as quantized_values
 from sparsekv_cli.cpu.sals.latent import encode_ref, reconstruct_ref
 from sparsekv_cli.cpu.sals.step import brope_ref, damping, summed_ref
-
-attention = pytest.importorskip("sparsekv_cli.kernels.attention.decode")
-latent = pytest.importorskip("sparsekv_cli.kernels.sals.latent")
-latent_attention = pytest.importorskip("sparsekv_cli.kernels.sals.attention")
-sals = pytest.importorskip("sparsekv_cli.kernels.sals.scores")
+from sparsekv_cli.kernels.attention import decode as attention
+from sparsekv_cli.kernels.sals import attention as latent_attention
+from sparsekv_cli.kernels.sals import latent
+from sparsekv_cli.kernels.sals import scores as sals
 
 # n_head, n_kv_head, d, d_v, n_rot, rank, score rank
 GEOMETRIES = [

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from sparsekv_cli.cpu.attention.select import select_rows_ref
 from sparsekv_cli.kernels.attention import select
 

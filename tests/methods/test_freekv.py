@@ -7,7 +7,6 @@ import itertools
 import threading
 from dataclasses import replace
 
-import numba
 import numpy as np
 import pytest
 import torch
@@ -35,14 +34,7 @@ from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.freekv import FreeKV
 from sparsekv_cli.session import Session, load_session
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Short kernels wait for each other's threads on a busy machine; one test uses them all."""
-    numba.set_num_threads(1)
-    torch.set_num_threads(1)
-    yield
-    numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- the plan of a step ---------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numba
 import numpy as np
 import pytest
-import torch
 from freekv_follow import (
     GEOMETRIES,
     N_STEPS,
@@ -25,14 +24,7 @@ from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.cpu import ops
 from sparsekv_cli.methods import build_method
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Short kernels wait for each other's threads on a busy machine; one test uses them all."""
-    numba.set_num_threads(1)
-    torch.set_num_threads(1)
-    yield
-    numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Share(Budget):

@@ -5,6 +5,8 @@ Tiny random models of every architecture and weight type, then the default model
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from reference_decoder import kl_divergences, log_softmax, nmse, reference_logits
@@ -24,10 +26,8 @@ from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.layer import tiles_int8
-from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.full import Full
 from sparsekv_cli.models import decoder, forward
-from sparsekv_cli.models.locate import resolve_model
 from sparsekv_cli.session import Session, load_session
 
 N_DECODED = 64  # positions of the default model that go through the fused path
@@ -238,27 +238,20 @@ def test_progress_ends_at_the_prompt_length(tmp_path):
 # --- the default model ----------------------------------------------------------------------------
 
 
-def default_model():
-    try:
-        return resolve_model("smollm2")
-    except SparseKVError as error:
-        pytest.skip(str(error))
-
-
 class DefaultModel:
     """Logits of the 512 recorded tokens: forward in f32, and the last ones decoded."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
         self.ids = smollm2_tokens().tolist()
-        self.session = open_model(default_model())
+        self.session = open_model(path)
         self.forward = self.session.prefill(self.ids, all_logits=True)
         self.session.rewind(len(self.ids) - N_DECODED)
         self.decoded = np.stack([self.session.decode(t) for t in self.ids[-N_DECODED:]])
 
 
 @pytest.fixture(scope="module")
-def smollm2():
-    model = DefaultModel()
+def smollm2(default_model):
+    model = DefaultModel(default_model)
     yield model
     model.session.gguf.close()
 

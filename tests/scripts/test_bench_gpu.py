@@ -18,7 +18,6 @@ def run(
     folder: Path, *arguments: str, status: int = 0
 ) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
     """The figures of a run of small sizes, and the run."""
-    pytest.importorskip("triton")
     path = folder / "figures.json"
     done = subprocess.run(
         [sys.executable, SCRIPT, "--tiny", "--json", path, *arguments],

@@ -17,11 +17,7 @@ from sparsekv_cli.cpu.quest.pages import page_summaries_ref
 GEOMETRIES = [(1, 1, 64), (9, 3, 64), (8, 2, 80), (8, 1, 128), (3, 3, 96)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    numba.set_num_threads(1)
-    yield
-    numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_cache(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_blocks import random_rows
+from quantized_rows import random_rows
 
 from sparsekv_cli.cpu.layer import matmul_int8 as products
 from sparsekv_cli.cpu.layer import tiles_int8 as tiles

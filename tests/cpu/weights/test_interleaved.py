@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from numba import njit, types
-from test_blocks import random_rows
+from quantized_rows import random_rows
 
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.layer import decode

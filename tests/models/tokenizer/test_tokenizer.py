@@ -19,7 +19,6 @@ import pytest
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.gguf.file import open_gguf
-from sparsekv_cli.models.locate import resolve_model
 from sparsekv_cli.models.tokenizer.bpe import byte_symbols
 from sparsekv_cli.models.tokenizer.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 
@@ -345,13 +344,9 @@ def test_special_ids_that_are_not_given() -> None:
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Iterator[dict[str, Any]]:
+def smollm2(default_model: Path) -> Iterator[dict[str, Any]]:
     """The metadata of the default model."""
-    try:
-        path = resolve_model("smollm2")
-    except SparseKVError as error:
-        pytest.skip(f"the default model is not installed (scripts/setup does): {error}")
-    with open_gguf(path) as gguf:
+    with open_gguf(default_model) as gguf:
         yield dict(gguf.metadata)
 
 

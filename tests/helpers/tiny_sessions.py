@@ -1,0 +1,60 @@
+"""Sessions on a tiny model whose heads are like those of real ones, for tests of every method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.methods import build_method
+from sparsekv_cli.session import Session, load_session
+
+N_LAYER, N_HEAD, N_KV = 4, 6, 2
+SHAPE = {
+    "n_layer": N_LAYER, "n_head": N_HEAD, "n_head_kv": N_KV, "head_dim": 64, "n_embd": 128,
+    "n_ff": 128, "attention_gain": 4.0,
+}  # fmt: skip
+CHUNK = 16  # prompts that are split at multiples of it are computed alike to the last bit
+
+
+def open_tiny(
+    tiny_model: Callable[..., Path],
+    name: str,
+    options: Mapping[str, str] | None = None,
+    *,
+    budget: str | None = None,
+    dense_layers: str | None = None,
+    types: tuple[str, str] | None = None,
+    chunk: int = CHUNK,
+    shape: Mapping[str, Any] = SHAPE,
+) -> Session:
+    """A session with one thread and f32 prefill; a method's name and options as on the command
+    line (``full`` has no budget), ``types`` of K and V, the model's ``shape``.
+    """
+    method = build_method(
+        name,
+        options or {},
+        budget=None if name == "full" else budget,
+        dense_layers=dense_layers,
+        cache_type_k=types and types[0],
+        cache_type_v=types and types[1],
+    )
+    config = SessionConfig(threads=1, prefill_dtype="f32", chunk=chunk)
+    return load_session(tiny_model(**shape), method, config)
+
+
+def tokens(n: int, seed: int = 0) -> list[int]:
+    """Ids of a tiny vocabulary, none of them special."""
+    return np.random.RandomState(seed).randint(3, 512, n).tolist()
+
+
+def decoded(session: Session, ids: Sequence[int]) -> np.ndarray:
+    """Logits f32 (len(ids), n_vocab) of one decode step after another."""
+    return np.stack([session.decode(token) for token in ids])
+
+
+def greedy(logits: np.ndarray, _tokens: Sequence[int]) -> int:
+    return int(np.argmax(logits))
