@@ -1,4 +1,4 @@
-"""What the rows that a method attended to are worth, by exact attention over all rows."""
+"""How good a method's attended rows are, measured by exact attention over all rows."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def rate_rows(
     q, k, k_head, n, tail, tail_head, n_tail, k_row, n_kv_head, scale, idx, counts, n_sinks,
     n_chosen, n_best, mass, n_threads,
 ):  # fmt: skip
-    """Of each head's attended rows: how many there are, how many exact top-k has too, their mass.
+    """For each head: how many rows were attended to, how many exact top-k shares, and their mass.
 
     q f32 (H, d). k, tail: addresses of f16 keys, n rows and n_tail behind them; k_head, tail_head,
     k_row: bytes between kv heads and rows. idx int32 (U, m), counts int64 (U,): the rows, U = H, G
-    or 1. n_chosen, n_best int64 (H,): without the first n_sinks rows, which are always attended;
-    top-k takes n_chosen of the others. mass f64 (H,): of all attended rows in the softmax.
+    or 1. n_chosen, n_best int64 (H,) leave out the first n_sinks rows, which are always attended;
+    top-k takes n_chosen of the others. mass f64 (H,): share of all attended rows in the softmax.
     """
     n_head = q.shape[0]
     counter = np.zeros(1, np.int64)

@@ -1,8 +1,8 @@
 """Decode attention over a KV cache: all rows, or rows listed by index, with online softmax.
 
-K and V of one layer lie as (kv head, capacity, row), each as f16 or q8_0 (attention/rows.py), with
-rows padded to a multiple of 16 elements, so that one row is a few whole vectors wherever it is: a
-scan streams and a subset reads only what it selected. The arithmetic on rows is in
+K and V of one layer are arrays (kv head, capacity, row), each as f16 or q8_0 (attention/rows.py).
+Rows are padded to a multiple of 16 elements, so that a row is a few whole vectors. A scan streams
+through the rows; a subset reads only the rows that were selected. The arithmetic on rows is in
 attention/tile.py.
 """
 
@@ -91,9 +91,9 @@ def attend_tile(q, k, v, k_row, v_row, mode, idx, count, peak, mass, acc, scores
 
 @njit(cache=True, nogil=True)
 def n_key_splits(n, n_kv_head, n_threads):
-    """Pieces that a kv head's keys are cut into, so that every thread can take as many.
+    """Number of pieces that a kv head's keys are cut into, so that threads get equal work.
 
-    At least BLOCK keys each (or one piece), which short contexts cannot cut evenly.
+    A piece has at least BLOCK keys; shorter contexts are not cut.
     """
     if n_threads == 1:
         return 1
@@ -129,7 +129,7 @@ def _attend_piece(
 
 @njit(cache=True, nogil=True)
 def _attend_pieces(counter, q, layout, n, n_kv_head, scale, n_split, peak, mass, acc):
-    """Takes (kv head, split) tasks until there are none; see ``attend_dense``."""
+    """Takes (kv head, piece) tasks until there are none; see ``attend_dense``."""
     k_row, v_row = layout[K_ROW], layout[V_ROW]
     group = q.shape[0] // n_kv_head
     scores = np.empty((TILE, BLOCK + PAD), np.float32)

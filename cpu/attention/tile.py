@@ -2,16 +2,15 @@
 
 K and V rows are f16 or q8_0 (attention/rows.py), padded to a multiple of 16 elements. A row is
 loaded and widened once for a tile of up to four query heads of its GQA group, and the dot products
-of a tile are summed across lanes together (emit.sum_many). Rows are consecutive, or listed by int32
-numbers. A ``mode`` says both: the kind of the rows, + GATHER for listed ones; so 0 and 1 are modes
-of f16.
+of a tile are summed across lanes together (llvm.sum_many). Rows are consecutive, or listed by int32
+numbers. A ``mode`` says both: the kind of the rows, + GATHER for listed ones; so 0 and 1 are the
+modes of f16.
 
 Sums are as wide as the CPU's vectors, and as many as its registers hold: 16 of 16 lanes with
-AVX-512, 8 of 8 elsewhere (AVX2 has 16 registers; with twice the sums attention took three times as
-long there).
+AVX-512, 8 of 8 elsewhere (AVX2 has 16 registers; twice the sums take three times as long there).
 
-There is code for every tile and mode, a lot to compile. So it is compiled once, when this file is
-imported, and the linker gets it as a symbol: a kernel holds a call, not a copy.
+There is code for every tile and mode, which takes long to compile. So it is compiled once, when
+this file is imported, and the linker gets it as a symbol: a kernel contains a call, not a copy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Products of small bf16 matrices by the CPU's own instructions: AMX's tiles, or vdpbf16ps.
+"""Products of small bf16 matrices by the CPU's own instructions: AMX tiles, or vdpbf16ps.
 
-Both read pairs of bf16: two products a 32-bit lane, summed in f32. So the left matrix lies by rows
-and the right one in pairs of rows: the pair (2i, 2i + 1) of a column in one lane.
+Both instructions read pairs of bf16, multiply pair by pair and add to sums in f32. The left matrix
+is stored by rows. The right one is stored in pairs of rows: the elements (2i, 2i + 1) of a column
+lie beside each other in 32 bits.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ _MAY_USE_TILES = HAS_TILES and _ask_for_tiles()
 
 
 def is_available() -> bool:
-    """Whether the CPU multiplies bf16 so, and the system lets it.
+    """Whether the CPU has these instructions, and the system allows them.
 
-    LLVM's name for vdpbf16ps takes what it takes now since LLVM 16.
+    LLVM changed the argument types of its vdpbf16ps intrinsic in LLVM 16; older ones do not count.
     """
     if not llvm.has_feature("avx512bf16") or binding.llvm_version_info < (16, 0, 0):
         return False
@@ -50,7 +51,7 @@ def is_available() -> bool:
 
 
 class _BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite does not know."""
+    """LLVM's type bfloat, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -66,7 +67,7 @@ BF16 = _BFloat()
 
 
 def narrowed(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """<16 x float> or float -> its bf16 bits, rounded to nearest even."""
+    """<16 x float> or float -> its bf16 bits, rounded to nearest, ties to even."""
     is_vector = isinstance(value.type, ir.VectorType)
     if is_vector and llvm.has_feature("avx512bf16"):
         return b.bitcast(b.fptrunc(value, vec(BF16)), vec(I16))
@@ -85,7 +86,7 @@ def _tile(b: ir.IRBuilder, name: str, *args: ir.Value) -> None:
 
 @intrinsic
 def begin(typingctx):
-    """Before a thread's first ``multiply``: says how large its tiles are."""
+    """Sets the tiles' sizes; a thread calls it once, ahead of its first ``multiply``."""
 
     def codegen(context, builder, signature, args):
         if HAS_TILES:
@@ -99,7 +100,7 @@ def begin(typingctx):
 
 @intrinsic
 def end(typingctx):
-    """After its last one: the tiles need not be kept any more when the thread is put aside."""
+    """Frees the tiles after a thread's last ``multiply``, so that the system need not save them."""
 
     def codegen(context, builder, signature, args):
         if HAS_TILES:
@@ -110,7 +111,7 @@ def end(typingctx):
 
 
 def _multiply_tiles(b: ir.IRBuilder, n: int, given: Sequence[ir.Value], adding: bool) -> None:
-    """``multiply`` for two tiles of rows and n of columns, two of which at a time."""
+    """``multiply`` with AMX: two tiles of rows and n of columns, two of these at a time."""
     a, a_row, a_unit, right, b_row, n_units, c, c_row = given
 
     def pointer(address: ir.Value) -> ir.Value:
@@ -152,7 +153,7 @@ def _multiply_tiles(b: ir.IRBuilder, n: int, given: Sequence[ir.Value], adding: 
 
 
 def _multiply_vectors(b: ir.IRBuilder, n: int, given: Sequence[ir.Value], adding: bool) -> None:
-    """``multiply`` for ROWS rows and n vectors of columns."""
+    """``multiply`` with vdpbf16ps, for ROWS rows and n vectors of columns."""
     a, a_row, a_unit, right, b_row, n_units, c, c_row = given
     pairs = vec(BF16, 2 * LANES)
     a_rows = [b.add(a, b.mul(a_row, I64(i))) for i in range(ROWS)]
@@ -186,11 +187,11 @@ def _multiply_vectors(b: ir.IRBuilder, n: int, given: Sequence[ir.Value], adding
 
 @intrinsic
 def multiply(typingctx, n_vectors, a, a_row, a_unit, b, b_row, n_units, c, c_row, add):
-    """c (ROWS, 16 n_vectors) f32 = a b, plus the old c where ``add``; addresses.
+    """c (ROWS, 16 n_vectors) f32 = a b, or c + a b where ``add``. a, b and c are addresses.
 
-    a: ROWS rows of n_units of PAIRS pairs of bf16, rows and a row's units a_row and a_unit bytes
-    apart. b: for each pair a row of 16 n_vectors pairs, rows b_row bytes apart. n_vectors, add:
-    literals. Between ``begin`` and ``end``.
+    a: ROWS rows, a_row bytes apart; a row is n_units units of PAIRS pairs of bf16, a_unit bytes
+    apart. b: a row of 16 n_vectors pairs for each pair of a, b_row bytes apart. n_vectors and add
+    are literals. Call it between ``begin`` and ``end``.
     """
     if not isinstance(n_vectors, types.IntegerLiteral) or not isinstance(add, types.IntegerLiteral):
         return None

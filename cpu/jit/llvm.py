@@ -1,7 +1,7 @@
-"""Small helpers that write LLVM vector IR; the kernels in this package are built from them.
+"""Small helpers that write LLVM IR on vectors; the kernels in this package are built from them.
 
-Everything is plain LLVM (no CPU names): a <16 x float> becomes one AVX-512 register, two AVX2
-registers or four NEON registers, as the machine that compiles it has them.
+The IR names no CPU. A <16 x float> becomes one AVX-512 register, two AVX2 registers or four NEON
+registers, as the machine that compiles it has them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def vec(element: ir.Type, count: int = LANES) -> ir.VectorType:
 
 
 def const(element: ir.Type, value: float, count: int = LANES) -> ir.Constant:
-    """A vector constant whose lanes all hold ``value``."""
+    """A vector constant with ``value`` in every lane."""
     return ir.Constant(vec(element, count), [value] * count)
 
 
@@ -95,7 +95,7 @@ def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Valu
 
 
 def transposed(b: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
-    """A square of n vectors of n lanes, by Eklundh's exchange of ever smaller squares."""
+    """Transposes n vectors of n lanes, by Eklundh's exchange of ever smaller squares."""
     n = len(rows)
     distance = n // 2
     while distance:
@@ -111,8 +111,10 @@ def transposed(b: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
 
 
 def add_in_order(b: ir.IRBuilder, total: ir.Value, part: ir.Value) -> ir.Value:
-    """Integers total + part (256 bits), in the order as written: LLVM would add several parts up
-    first, for which there are not enough registers. The fence, of floats only, costs nothing.
+    """Integers total + part (256 bits), added exactly in this order.
+
+    LLVM would otherwise add several parts to each other first, for which there are not enough
+    registers. A fence that costs nothing forbids it.
     """
     floats = vec(F32, 8)
     value = b.bitcast(b.add(total, part), floats)
@@ -121,12 +123,13 @@ def add_in_order(b: ir.IRBuilder, total: ir.Value, part: ir.Value) -> ir.Value:
 
 
 def prefetch(builder: ir.IRBuilder, address: ir.Value, *, once: bool = False) -> None:
-    """Asks for the cache line of ``address`` ahead of its use; any address is allowed.
+    """Prefetches the cache line at ``address``; any address is allowed.
 
-    Into L2, which tracks more outstanding lines than L1: a gather of rows ran 1.5 times faster.
-    once: the line is used once a token, as weights are, and need not drive out what is used more
-    often: on AMD's CPUs prefetchnta, 1 to 6% of a token. On Intel's that goes to L1 only, by its
-    few fill buffers: a third of the speed of asking for lines in L2.
+    The line goes to L2, which tracks more outstanding lines than L1: gathering rows ran 1.5 times
+    faster. once: the line is used once a token, as weights are, and should not push out what is
+    used more often. On AMD's CPUs this is prefetchnta, which saves 1 to 6% of a token. On Intel's
+    it is the same as without: prefetchnta goes through L1's few fill buffers there, at a third of
+    the speed.
     """
     pointer = builder.inttoptr(address, ir.PointerType())
     type_ = ir.FunctionType(ir.VoidType(), [ir.PointerType(), I32, I32, I32])
@@ -137,10 +140,9 @@ def prefetch(builder: ir.IRBuilder, address: ir.Value, *, once: bool = False) ->
 
 
 class Prefetches:
-    """Lines to ask for one by one, evenly over ``n_steps`` of other work.
+    """Prefetches of several lines, spread evenly over ``n_steps`` pieces of other work.
 
-    All at once they fill the core's queue, and loads wait behind them: on Intel's Granite Rapids
-    scores of keys ran at 12.3 GB/s so, at 13.7 spread, and weights at 23.4 and 27.8.
+    Prefetches that are issued all at once fill the core's queue, and loads wait behind them.
     """
 
     def __init__(self, addresses: Sequence[ir.Value], n_steps: int, *, once: bool = False):
@@ -148,7 +150,7 @@ class Prefetches:
         self._step = self._n_asked = 0
 
     def step(self, builder: ir.IRBuilder) -> None:
-        """To be called ``n_steps`` times (or more) between pieces of the work."""
+        """Issues the lines that are due; call it ``n_steps`` times or more, between the work."""
         due = -(-(self._step + 1) * len(self._addresses) // self._n_steps)
         for address in self._addresses[self._n_asked : due]:
             prefetch(builder, address, once=self._once)
@@ -189,11 +191,10 @@ def _sum_squares(typingctx, address, count):
 
 @njit(cache=True, nogil=True)
 def sum_squares(x):
-    """The sum of x^2, x f32 (n,) contiguous.
+    """The sum of x^2, x f32 (n,) contiguous, always added in the same order.
 
-    In an order of its own: what numba sums with ``reassoc`` it sums in another order where the loop
-    is compiled into a larger function, and then a first run, which compiles, and those after it,
-    which load, have different last bits.
+    A loop that numba compiles with ``reassoc`` may be summed in another order where it is inlined.
+    A first run, which compiles, would then differ in last bits from runs that load the kernel.
     """
     whole = x.shape[0] - x.shape[0] % LANES
     total = _sum_squares(x.ctypes.data, whole)
@@ -216,8 +217,7 @@ def max_lanes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 def sum_many(builder: ir.IRBuilder, values: Sequence[ir.Value]) -> ir.Value:
     """Lane i of the result is the sum of the lanes of ``values[i]``; n vectors of n lanes.
 
-    A binary tree of interleaves: 15 additions for 16 sums, where reducing each vector by itself
-    costs 64.
+    A binary tree of interleaves takes 15 additions for 16 sums; summing each vector by itself 64.
     """
     n = len(values)
     assert n == values[0].type.count
@@ -304,10 +304,10 @@ def set_bits(typingctx, word):
 
 @intrinsic
 def next_task(typingctx, counter):
-    """counter[0]++, returning the old value, atomically; counter int64 (1,) (numba code).
+    """counter[0]++ as one atomic step; returns the old value. counter int64 (1,) (numba code).
 
-    Threads that share a counter take tasks of unequal size as they become free:
-    ``for thread in prange(n_threads): task = next_task(counter); while task < n_task: ...``.
+    Threads that share a counter take tasks of unequal size as they become free: ``for thread in
+    prange(n_threads): task = next_task(counter); while task < n_task: ...``.
     """
 
     def codegen(context, builder, signature, args):
@@ -319,7 +319,7 @@ def next_task(typingctx, counter):
 
 @intrinsic
 def prefetch_lines(typingctx, address, n_bytes):
-    """Asks for the cache lines of ``n_bytes`` at ``address`` (numba code)."""
+    """Prefetches the cache lines of ``n_bytes`` at ``address`` (numba code)."""
 
     def codegen(context, b, signature, args):
         def line(at, carried):
@@ -334,9 +334,10 @@ def prefetch_lines(typingctx, address, n_bytes):
 
 @intrinsic
 def keep(typingctx, array):
-    """Does nothing; but numba frees an array after its last use, and a use of its address is none.
+    """Keeps an array alive up to this call; otherwise it does nothing (numba code).
 
-    To be called behind a call that is given an address only.
+    numba frees an array after its last use, and does not count the use of its address. Call it
+    behind a call that gets only the address.
     """
 
     def codegen(context, builder, signature, args):

@@ -1,12 +1,13 @@
-"""The threads of a decode step: numba's parallel loops on a pool that nobody has to wait for.
+"""The thread pool of a decode step, which runs numba's parallel loops.
 
-numba hands every ``prange`` to a function called numba_parallel_for; ``install`` puts the one below
-in its place. The calling thread takes tasks itself until none is left, workers help if they are
-there, and only tasks that a worker has begun are waited for. With OpenMP, whose loops end at a
-barrier of all threads, a token took seven times longer when another program kept a core busy;
-and a loop costs 0.6 us here against 1.6 us. Idle workers spin for some tens of microseconds, which
-bridges the calls of a step, and then sleep. A thread that waits asks for what will be read next, if
-it has been told (``expect``).
+numba hands every ``prange`` to a function called numba_parallel_for; ``install`` replaces it by the
+one below. The calling thread takes tasks itself until none is left; workers help where they can,
+and only tasks that a worker has begun are waited for. OpenMP's loops end at a barrier of all
+threads instead: a token takes seven times longer there when another program keeps a core busy. A
+loop costs 0.6 us here, 1.6 us with OpenMP.
+
+Idle workers spin for some tens of microseconds, which bridges the calls of a step, and then sleep.
+A thread that waits prefetches what will be read next, if ``expect`` has said what that is.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def _atomic_store(typingctx, address, value):
 
 @intrinsic
 def atomic_add(typingctx, address, value):
-    """Adds to the int64 at ``address``, whatever other threads do; returns what it was before."""
+    """Adds to the int64 at ``address`` as one atomic step; returns the old value."""
 
     def codegen(context, b, signature, args):
         return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), args[1], "acq_rel")
@@ -70,7 +71,7 @@ def atomic_add(typingctx, address, value):
 
 @intrinsic
 def _compare_and_swap(typingctx, address, old, new):
-    """Whether the word at ``address`` was ``old`` and is ``new`` now."""
+    """Replaces the word at ``address`` by ``new`` if it is ``old``; returns whether it was."""
 
     def codegen(context, b, signature, args):
         pointer = b.inttoptr(args[0], I64.as_pointer())
@@ -89,7 +90,7 @@ def _call_c(b: ir.IRBuilder, name: str, *args: ir.Value) -> ir.Value:
 
 @intrinsic
 def _pause(typingctx):
-    """Tells the core that it spins."""
+    """Tells the core that this thread spins."""
 
     def codegen(context, b, signature, args):
         architecture = binding.get_default_triple().split("-")[0]
@@ -117,7 +118,7 @@ def _yield(typingctx):
 
 @intrinsic
 def _mutex(typingctx, lock, take):
-    """Takes or gives back the pthread mutex at ``lock``; ``take`` is a literal."""
+    """Takes or releases the pthread mutex at ``lock``; ``take`` is a literal."""
 
     def codegen(context, b, signature, args):
         taking = signature.args[1].literal_value
@@ -149,7 +150,7 @@ def _wake_all(typingctx, signal):
 
 @intrinsic
 def _run_task(typingctx, job, task):
-    """Calls a loop's body for one task: its arrays are ``task`` steps on, its first dimension 1."""
+    """Calls a loop's body for one task: each array is advanced by ``task`` rows and has one row."""
 
     def codegen(context, b, signature, args):
         job, task = args
@@ -215,8 +216,9 @@ def _control(typingctx):
 
 @njit(nogil=True, cache=True)
 def wait_for(address, least):
-    """Waits until the int64 at ``address`` is at least ``least``, for what other tasks of the same
-    loop have yet to do; they must have begun.
+    """Waits until the int64 at ``address`` is at least ``least``.
+
+    For tasks of one loop that wait for each other's results; the others must have begun.
     """
     n_looks = 0
     while _atomic_load(address) < least:
@@ -228,10 +230,10 @@ def wait_for(address, least):
 
 @njit(nogil=True, cache=True)
 def _take_tasks(control, worker):
-    """Runs tasks of the present job until all are taken; returns how many.
+    """Runs tasks of the current job until all are taken; returns how many.
 
-    worker: 0 for the calling thread, or a worker's number: a job wants only the first of them. The
-    job is read between two looks at the ticket, and a job with a task left does not change.
+    worker: 0 for the calling thread, or a worker's number; a job uses only the first workers. The
+    ticket is read before and after the job's words: a job does not change while it has a task left.
     """
     n_run = 0
     while True:
@@ -247,8 +249,9 @@ def _take_tasks(control, worker):
 
 @njit(nogil=True, cache=True)
 def _use_the_wait(control, worker):
-    """Asks for the next piece of what is expected, if any is left and the last job wanted this
-    thread, and pauses.
+    """Prefetches the next piece of what ``expect`` announced, if any is left, and pauses.
+
+    Only threads that the last job used do so.
     """
     expected = control + 8 * EXPECTED
     is_left = _atomic_load(control + 8 * NEXT) < _atomic_load(expected)
@@ -265,10 +268,10 @@ def _use_the_wait(control, worker):
 
 @njit(nogil=True, cache=True)
 def expect(regions):
-    """Says what is read after the work at hand, for threads that wait to prefetch.
+    """Announces what is read after the work at hand, so that waiting threads prefetch it.
 
-    regions: address of N_REGIONS int64 pairs of address and bytes. The pairs are copied; the memory
-    that they name is never read, so it may be gone by the time that a thread asks for it.
+    regions: address of N_REGIONS int64 pairs of address and bytes. The pairs are copied. The memory
+    that they name is only prefetched, never read, so it may be freed meanwhile.
     """
     control = _control()
     expected = control + 8 * EXPECTED
@@ -285,7 +288,7 @@ def expect(regions):
 
 @njit(nogil=True, cache=True)
 def _work(control, worker):
-    """What a worker does for ever: takes tasks, spins a while, sleeps."""
+    """A worker's endless loop: takes tasks, spins for a while, sleeps."""
     n_idle = 0
     while True:
         if _take_tasks(control, worker) > 0:
@@ -307,7 +310,7 @@ def _work(control, worker):
 
 @njit(nogil=True, cache=True)
 def _run_job(control, job, n_tasks):
-    """Runs the tasks of ``job`` (the address of its eight words), with the workers' help."""
+    """Runs the tasks of ``job`` (the address of its eight words) with the workers' help."""
     for i in range(8):
         _atomic_store(control + 8 * (JOB + i), _atomic_load(job + 8 * i))
     _atomic_store(control + 8 * DONE, 0)
@@ -330,12 +333,12 @@ def _run_job(control, job, n_tasks):
 
 @njit(nogil=True, cache=True)
 def work(worker):
-    """What worker number ``worker``, from 1 on, does for ever."""
+    """The endless loop of worker number ``worker``, from 1 on."""
     _work(_control(), worker)
 
 
 def parallel_for(function, args, dimensions, steps, data, n_inner, n_arrays, n_threads):
-    """numba_parallel_for: ``function`` for each of dimensions[0] tasks; addresses and counts.
+    """numba_parallel_for: calls ``function`` for each of dimensions[0] tasks; addresses and counts.
 
     A second loop at the same time, from another thread or inside a task, runs on its own thread.
     """
@@ -353,10 +356,10 @@ def parallel_for(function, args, dimensions, steps, data, n_inner, n_arrays, n_t
 
 
 def install() -> bool:
-    """Puts the pool in the place of numba's threads and starts its workers; once a process.
+    """Replaces numba's threads by the pool and starts its workers, once a process.
 
-    Returns whether it did: without POSIX threads numba keeps its own. Must come before any
-    parallel kernel is compiled or loaded.
+    Returns whether it did: without POSIX threads numba keeps its own. Call it before any parallel
+    kernel is compiled or loaded.
     """
     if _KEPT:
         return len(_KEPT) > 1

@@ -1,8 +1,8 @@
 """How kernels use threads: explicit prange loops only; and how many threads are worth it.
 
-By default numba's parallel=True also turns every array expression and allocation into a parallel
-loop of its own, each of which costs a start of the thread pool. The loops run on jit/pool.py's
-threads.
+By default numba's parallel=True also makes parallel loops of array expressions and allocations,
+each of which starts the threads once more. Kernels ask for prange loops only. They run on the pool
+of jit/pool.py.
 """
 
 from __future__ import annotations

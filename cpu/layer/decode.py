@@ -252,7 +252,7 @@ def _silu_multiply(typingctx, gate, up, out, count):
 def finish_layer(layers, i, attended, n_rows, n_threads):
     """x += W_o attended; x += W_down (silu(W_gate h) * W_up h), h = norm(x), for n_rows rows.
 
-    attended f32 (n_rows H, >= d_v), the heads of one row after another's.
+    attended f32 (n_rows H, >= d_v): the heads of the first row, then those of the next.
     """
     layer = layers[i]
     n_embd, n_head, d_v, n_ff = layer.n_embd, layer.n_head, layer.value_dim, layer.n_ff

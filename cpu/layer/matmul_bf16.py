@@ -1,10 +1,10 @@
 """Matrix products of a prefilled chunk in bf16, by the CPU's own instructions (jit/bf16.py).
 
-A task takes some times COLUMNS rows of the weights. It dequantises a block of columns of COLUMNS
-rows, lays them into a panel in its own scratch, in pairs of bf16 of one row, those of all rows side
-by side, and multiplies the chunk's rows with it; then the next COLUMNS rows, then the next block.
-So a block of the chunk stays in the L2 cache, a panel in L1, and there is never more than a panel
-of the weights as bf16. bf16 is a uint16 here.
+The rows of the weights are taken COLUMNS at a time, a panel. A task dequantises a block of columns
+of these rows into its own scratch, as pairs of bf16 of one row, with the pairs of all rows side by
+side, and multiplies the chunk's rows with the panel. Then it takes the next COLUMNS rows, then the
+next block of columns. So a block of the chunk stays in the L2 cache and a panel in L1, and no more
+than a panel of the weights exists as bf16. bf16 is a uint16 here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DECODER, WEIGHTS, ROW_BYTES, MATRIX_ROWS, ELEMENTS, BLOCK_BYTES = range(6)
 
 
 def product_table(matrices: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
-    """int64 (matrices, 6) of (ggml type, uint8 (rows, row bytes)), whose memory must stay."""
+    """int64 (matrices, 6) of (ggml type, uint8 (rows, row bytes)); the caller keeps these alive."""
     table = np.empty((len(matrices), 6), np.int64)
     for row, (code, w) in zip(table, matrices, strict=True):
         format_, decoder = FORMAT_OF_CODE[code], dot.dequantize_address(code, dot.TO_BF16)

@@ -114,7 +114,7 @@ def _decode_row(typingctx, code, w, n_blocks, values, scales, offsets):
 
 @njit(cache=True, nogil=True)
 def _decode_rows(code, w, row_bytes, n_rows, n_blocks, values, row, scales, small_row):
-    """GROUP rows, the last one again for those behind n_rows; see ``_decode_row``.
+    """Decodes GROUP rows; for rows behind n_rows it repeats the last. See ``_decode_row``.
 
     row, small_row: bytes from a row of values and of scales to the next; offsets follow scales.
     """
@@ -162,7 +162,7 @@ DECODER, PRODUCT, WEIGHTS, ROW_BYTES, ROWS, SPAN, BLOCK_COLUMNS, BLOCK_BYTES = r
 
 
 def product_table(matrices: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
-    """int64 (matrices, 8) of (ggml type, uint8 (rows, row bytes)), whose memory must stay."""
+    """int64 (matrices, 8) of (ggml type, uint8 (rows, row bytes)); the caller keeps these alive."""
     table = np.empty((len(matrices), 8), np.int64)
     for row, (code, w) in zip(table, matrices, strict=True):
         format_ = FORMAT_OF_CODE[code]

@@ -1,8 +1,8 @@
-"""What a prefilled chunk needs between its matrix products, fused, on rows of bf16 or f32.
+"""The steps of a prefilled chunk between its matrix products, fused, on rows of bf16 or f32.
 
-A dozen torch operations a layer read and write the chunk each; these make one pass: RMS norm;
-bias, norm and rotation of q/k/v into heads; gated SiLU; the residual sum. bf16 is a uint16 here:
-the upper half of an f32. Arithmetic is in f32, rounded once at the end, to nearest even.
+RMS norm; bias, norm and rotation of q/k/v into heads; gated SiLU; the residual sum. Each reads and
+writes the chunk once. bf16 is a uint16 here: the upper half of an f32. Arithmetic is in f32,
+rounded once at the end, to nearest even.
 """
 
 from __future__ import annotations

@@ -174,8 +174,8 @@ def _multiply_panel(span, room, panel, scales, n_spans, tiles, tile_row, n, colu
 def product_address(span: int, room: int) -> int:
     """Address of ``_multiply_panel`` compiled for Traits.
 
-    It has to be compiled by itself: as a part of a larger function LLVM optimises it a second time,
-    merges the loads of inputs, and runs out of registers (half the speed).
+    It is compiled by itself: inside a larger function LLVM optimises it a second time, merges the
+    loads of inputs, and runs out of registers, at half the speed.
     """
     literals = (types.literal(span), types.literal(room))
     return function_address(_multiply_panel, literals + (types.int64,) * 9)

@@ -1,8 +1,8 @@
 """Matrix-vector products and dequantisation over weights as they lie in the file.
 
-``rows_dot(code, ...)`` is compiled once a weight format and reached through its address, so that
-the fused layer (layer/decode.py) is compiled once for all models: it sees a table of (kernel
-address, weight address, row bytes, rows, columns, integer) and never a format.
+``rows_dot(code, ...)`` is compiled once a weight format and called through its address. So the
+fused layer (layer/decode.py) is compiled once for all models: it sees a table of (kernel address,
+weight address, row bytes, rows, columns, integer), and no format.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _narrow(b: ir.IRBuilder, values: ir.Value, target: int) -> ir.Value:
 
 @intrinsic
 def _row_dots(typingctx, code, integer, count, w, x, x_row, n, out, out_row):
-    """sum_i weight_i x_i over one row for ``count`` inputs x_row bytes apart, written at ``out``.
+    """Dot products of one weight row with ``count`` inputs, x_row bytes apart, written at ``out``.
 
     code, integer, count: literals. Addresses of weights, of f32 or quantised x, and of f32 out.
     """
@@ -153,8 +153,9 @@ def rows_dot(
 ):  # fmt: skip
     """out[i, r] = weight row r . x[i] for i < n_inputs and first <= r < last; addresses.
 
-    x[i] f32, or quantised where ``integer``, x_row bytes apart; out f32, rows out_row bytes apart.
-    Up to four inputs share a decoded row; for more, the few rows of a pass come from the L1 cache.
+    x[i]: f32, or quantised where ``integer``, x_row bytes apart; out: f32, rows out_row bytes
+    apart. Up to four inputs share a decoded row. More are taken four at a time, which find the
+    weight rows in the L1 cache.
     """
     for start in range(first, last, ROWS_A_PASS):
         stop = min(start + ROWS_A_PASS, last)
@@ -195,8 +196,9 @@ def call_rows(
 
 @cache
 def kernel_address(code: int, integer: bool = False, repacked: bool = False) -> int:
-    """Address of a ``rows_dot`` compiled for the format ``code`` (from the disk cache if there), or
-    of a ``groups_dot`` for repacked weights, which takes quantised inputs.
+    """Address of a ``rows_dot`` compiled for the format ``code``, or loaded from the disk cache.
+
+    Repacked weights take a ``groups_dot``, which reads quantised inputs.
     """
     literals = (types.literal(code), types.literal(int(integer)))
     kernel = groups_dot if repacked else rows_dot
@@ -244,7 +246,7 @@ def matvec(
 ) -> np.ndarray:
     """W x. w uint8 (rows, row_bytes) in format ``code``; x f32 (n_columns,) -> f32 (rows,).
 
-    Or x f32 (B, n_columns) -> f32 (B, rows), each row of it the same bits as by itself.
+    Or x f32 (B, n_columns) -> f32 (B, rows); each row has the same bits as alone.
     """
     assert x.dtype == np.float32 and x.shape[-1] == n_columns and x.flags.c_contiguous
     rows = np.atleast_2d(x)

@@ -1,10 +1,10 @@
-"""Integer dot products: activations rounded once a layer input to 16 bits a value, blocks of 32.
+"""Integer dot products: activations are rounded once a layer input, to 16 bits in blocks of 32.
 
-A block's 32 products of small weight integers and i16 activations are summed exactly in i32 and
-scaled once, where the f32 path converts every weight. CPUs with byte products take weights/vnni.py,
-others what is here: one vpmaddwd on AVX2 and AVX-512, widening multiply-adds on NEON. With 16 bits
-the rounding is about 2^-16 of a block's largest activation, 256 times finer than llama.cpp's 8
-bits: logits stay within f32 noise of the f32 path.
+The 32 products of a block, of small weight integers and i16 activations, are summed exactly in i32
+and scaled once; the f32 path converts every weight instead. CPUs with byte products use
+weights/vnni.py, others what is here: vpmaddwd on AVX2 and AVX-512, widening multiply-adds on NEON.
+With 16 bits the rounding is about 2^-16 of a block's largest activation, 256 times finer than
+llama.cpp's 8 bits: logits stay within f32 noise of the f32 path.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ BYTES_A_VALUE = 4 if vnni.bytes_are_beside() else 2
 
 @njit(cache=True, nogil=True)
 def quantized_bytes(n):
-    """Bytes of ``quantize_activations``' output for n elements, a multiple of 32.
+    """Bytes of ``quantize_activations``' output for n elements, n a multiple of 32.
 
     Layout: i16 values (n,), or for weights/vnni.py their high bytes (n,) and low bytes (n,), both
-    signed; f32 scales (n / 32,); f32 sums of scale * value over 16 (n / 16,) and over 32 (n / 32,);
-    with AVX2, for weights/interleaved.py, i16 values in front and the bytes at the end.
+    signed; f32 scales (n / 32,); f32 sums of scale * value over 16 (n / 16,) and over 32 (n / 32,).
+    With AVX2 both forms are there, for weights/interleaved.py: i16 values first, bytes last.
     """
     return BYTES_A_VALUE * n + 8 * (n // BLOCK) + 4 * (n // LANES)
 
@@ -178,8 +178,9 @@ def _emit_block(
 def emit_row(
     b: ir.IRBuilder, format_: BlockFormat, w: ir.Value, xs: Sequence[ir.Value], n: ir.Value
 ) -> list[ir.Value]:
-    """The dot products, floats, of one row at w with each of ``xs``: see weights/vnni.py's, which
-    stands in where the CPU has byte products.
+    """The dot products, floats, of one row at w with each of ``xs``; see weights/vnni.py.
+
+    CPUs with byte products use the ``emit_row`` there instead.
     """
     if vnni.is_available():
         return vnni.emit_row(b, format_, w, xs, n)

@@ -1,18 +1,16 @@
-"""Repacked weights: sixteen rows of a matrix side by side, each in a lane of its own.
+"""Repacked weights: sixteen rows of a matrix are interleaved, so that each has a lane of its own.
 
 As weights lie in a file, a row's dot product ends with a sum over lanes, scales have to be spread
-over lanes, and vectors straddle cache lines: in rows of a few hundred columns that takes most of
-the time. With a row a lane none of it is left: 2.4 to 3.2 times the products a second in cache, and
-a token of the default model at depth 0 takes .82 to .96 of the time (two threads; .78 with one;
-.67 on AVX2 without byte products). It takes a copy of the weights of the same size. Q8_0 was tried
-and gains nothing: the memory is as slow as its products. So it is with Q5_K, and with Q4_K and Q6_K
-where the CPU has byte products; without, these two have 1.7 and 1.3 times the products a second.
+over lanes, and vectors straddle cache lines; in rows of a few hundred columns that takes most of
+the time. None of it is left when each lane is a row. The price is a copy of the weights of the same
+size. Formats are repacked where it pays: not Q8_0 and Q5_K, whose products are as slow as memory,
+and Q4_K and Q6_K only where the CPU has no byte products.
 
-Layout: block i of the 16 rows of a group follows block i - 1; in it come the f16 scales, 16 of a
-kind (32 bytes), then the block's other bytes, four of each row (64 bytes), in the order of their
-use. They are multiplied with four activations of 16 bits, as two bytes each: by vpdpbusd
-(weights/vnni.py), else by vpmaddubsw, whose sums of two products are i16, of which some can be
-added before they are widened. IQ4_NL's integers are too large for that and become i16 first.
+Layout: the blocks i of a group's 16 rows lie together, behind the blocks i - 1. First come the f16
+scales, 16 of a kind (32 bytes), then the block's other bytes in the order of their use, four of
+each row (64 bytes). They are multiplied with four activations of 16 bits, as two bytes each: by
+vpdpbusd (weights/vnni.py), else by vpmaddubsw, whose sums of two products are i16; some of these
+can be added ahead of widening them. IQ4_NL's integers are too large for that and become i16 first.
 """
 
 from __future__ import annotations
@@ -187,9 +185,9 @@ def _q6_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
 class Repacking(NamedTuple):
     """How a format's blocks are repacked and decoded.
 
-    n_scales: f16 numbers, at ``scales_at`` (bytes), the start or the end. decode: the parts of a
-    block in turn, with integers up to ``largest``. order: of its words of four bytes, if it
-    changes. always: whether it pays where the CPU has vpdpbusd, too.
+    n_scales: f16 numbers, at ``scales_at`` (bytes), the start or the end of a block. decode: yields
+    the parts of a block in turn, with integers up to ``largest``. order: of its words of four
+    bytes, if it changes. always: whether repacking pays where the CPU has vpdpbusd, too.
     """
 
     n_scales: int
@@ -215,7 +213,7 @@ REPACKED: dict[int, Repacking] = {
 
 
 def word_order(code: int) -> tuple[int, ...]:
-    """Which word of a block in the file, its scales left out, comes where in the repacked one."""
+    """For each word of a repacked block, its number in the file's block; scales are not counted."""
     repacking = REPACKED[code]
     n_words = (FORMAT_OF_CODE[code].n_bytes - 2 * repacking.n_scales) // 4
     return repacking.order or tuple(range(n_words))
@@ -262,7 +260,7 @@ def repack(code: int, w: np.ndarray, out: np.ndarray) -> None:
 
 
 def repack_ref(code: int, w: np.ndarray) -> np.ndarray:
-    """numpy reference of ``repack``: the layout above, said in reshapes."""
+    """numpy reference of ``repack``: the layout above, written as reshapes."""
     n_bytes, repacking = FORMAT_OF_CODE[code].n_bytes, REPACKED[code]
     start, end = repacking.scales_at, repacking.scales_at + 2 * repacking.n_scales
     blocks = w.reshape(len(w) // GROUP, GROUP, -1, n_bytes)
@@ -433,7 +431,7 @@ def _group_dots(typingctx, code, count, w, x, x_row, n, out, out_row):
 def groups_dot(
     code, integer, w, row_bytes, n_columns, x, x_row, n_inputs, out, out_row, first, last
 ):  # fmt: skip
-    """``matvec.rows_dot`` over repacked weights; first and last are multiples of GROUP."""
+    """``rows_dot`` (weights/dot.py) over repacked weights; first, last: multiples of GROUP."""
     for r in range(first, last, GROUP):
         at = w + r * row_bytes
         for i in range(0, n_inputs, 4):

@@ -1,8 +1,9 @@
-"""Integer dot products where the CPU multiplies bytes (VNNI): vpdpbusd sums u8 x i8 into i32.
+"""Integer dot products with the CPU's byte products (VNNI): vpdpbusd sums u8 x i8 into i32.
 
-An activation of 16 bits is two bytes, x = 256 hi + lo with both signed, so two instructions take 64
-weights where weights/integer.py's pairs of i16 take four and four widenings. The integers are the
-same. Weights have to be unsigned: signed ones get 128 added, which the offsets take off again.
+An activation of 16 bits is two bytes, x = 256 hi + lo with both signed. So two instructions
+multiply 64 weights, where weights/integer.py's pairs of i16 take four, and four to widen. The
+integers are the same. Weights must be unsigned: 128 is added to signed ones, and the offsets take
+it off again.
 """
 
 from __future__ import annotations
@@ -31,9 +32,7 @@ def is_available() -> bool:
 
 
 def bytes_are_beside() -> bool:
-    """Whether activations come as i16 and as bytes, for CPUs with vpmaddubsw only
-    (weights/interleaved.py).
-    """
+    """Whether activations are stored both as i16 and as bytes, for CPUs with vpmaddubsw only."""
     return llvm.has_feature("avx2") and not is_available()
 
 
@@ -151,8 +150,8 @@ def emit_row(
 ) -> list[ir.Value]:
     """The dot products, floats, of one row at w with each of ``xs``.
 
-    xs: addresses of n quantised activations each. A block is decoded once for all of them; a
-    product is the same bits whatever the others are.
+    xs: addresses of n quantised activations each. A block is decoded once for all of them; each
+    product has the same bits as alone.
     """
     n_blocks = b.sdiv(n, I64(format_.n_elements))
     rows = [inputs_at(b, x, n) for x in xs]
