@@ -1,8 +1,8 @@
-"""Scores by which caches drop rows for good: the attention that keys have received.
+"""The attention that keys have received, by which SnapKV and H2O drop rows.
 
-The sums are columns of the causal softmax over the rows that a cache holds, one list a kv head:
-its query heads add to the same sums. f32; a thread never adds where another does, and the parts are
-merged in a fixed order, so that the number of threads changes no bit.
+The sums are columns of the causal softmax over the rows that a cache holds, one list a kv head: its
+query heads add to the same sums. f32. A thread never adds where another does, and the parts are
+merged in a fixed order, so the number of threads changes no bit.
 """
 
 from __future__ import annotations
@@ -168,10 +168,10 @@ def least_attended(positions, mass, n, first, last):
 def drop_least_attended(
     k, v, k_head, v_head, k_row, v_row, n, first, last, positions, mass
 ):  # fmt: skip
-    """Every kv head drops one of its n rows; the last row moves to where it was.
+    """Every kv head drops one of its n rows; the last row takes its slot.
 
-    k, v: addresses of f16 rows; positions int32, mass f32 (G, >= n). Dropped is the row with the
-    least mass among those at positions first..last - 1, of which there must be one.
+    k, v: addresses of f16 rows; positions int32, mass f32 (G, >= n). The row with the least mass
+    among those at positions first..last - 1 is dropped; there must be one.
     """
     for g in range(positions.shape[0]):
         slot = least_attended(positions[g], mass[g], n, first, last)
@@ -195,10 +195,10 @@ def drop_least_attended_ref(first, last, positions, mass):
 def heavy_hitter_step(
     q, k, v, k_head, v_head, k_row, v_row, n, scale, drops, first, last, positions, mass, n_threads
 ):
-    """What H2O does behind the attention of a decode step, whose row is the last of n.
+    """H2O's work after the attention of a decode step, whose row is the last of n.
 
-    q f32 (G, group, d). Adds the attention of the step to mass and, if ``drops``, drops a row
-    of every kv head (``drop_least_attended``).
+    q f32 (G, group, d). Adds the step's attention to mass and, if ``drops``, drops a row of every
+    kv head (``drop_least_attended``).
     """
     add_attention(q, k, k_head, k_row, n, q.shape[1], scale, mass, n_threads)
     if drops:

@@ -1,13 +1,13 @@
-"""FFTs of two real sequences at once, in vector IR: what FAEDKV turns scores and weights with.
+"""FFTs of two real sequences at once, in vector IR, for FAEDKV's scores and weights.
 
-A complex FFT carries two query heads, one as its real and one as its imaginary part. It takes four
-steps (Bailey): the sequence as an n1 x n2 matrix, FFTs down the columns, a turn of every element,
-the transposed matrix, FFTs down the columns. Down the columns a vector holds sixteen columns, so
-nothing is summed across lanes; order is natural on both sides. A column FFT is Stockham's, with
-radices 2 to 5 from one buffer into the other.
+One complex FFT carries two query heads, one as its real and one as its imaginary part. It takes
+Bailey's four steps: write the sequence as an n1 x n2 matrix, transform its columns, multiply each
+element by a root of unity, transpose, and transform the columns again. A vector holds sixteen
+columns, so nothing is summed across lanes; the order is natural on both sides. A column FFT is
+Stockham's, with radices 2 to 5, from one buffer into the other.
 
-Vectors that reach beyond the end begin earlier instead and write some elements twice, with the same
-values. Lengths are therefore products of two factors of 16 or more without a prime above 5.
+A vector that would reach beyond the end begins earlier and writes some elements twice, with the
+same values. Lengths are therefore products of two factors of 16 or more without a prime above 5.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Complex = tuple[ir.Value, ir.Value]
 
 
 class FFTPlan(NamedTuple):
-    """How to transform ``n`` elements; shared by all who do, kernels take the addresses."""
+    """How to transform ``n`` elements; plans are shared, and kernels take the arrays' addresses."""
 
     n: int
     numbers: np.ndarray  # int64, see above

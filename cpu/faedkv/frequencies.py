@@ -1,6 +1,6 @@
-"""Which frequencies FAEDKV keeps: chunks by importance, and a share of the budget a layer.
+"""Which frequencies FAEDKV keeps: chunks by importance, and a layer's share of the budget.
 
-The shares are for SALS' ranks and FASA's chunks, too.
+The calibrations of SALS (ranks) and FASA (chunks) share out their budgets in the same way.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ def without_bins(x: np.ndarray, dropped: np.ndarray) -> np.ndarray:
 
 
 def budgets_of_levels(layer_kld: np.ndarray, shares: Sequence[float] = LEVELS) -> np.ndarray:
-    """Between which budgets of the whole model a layer has each level: f32 (L, levels, 2).
+    """The range of the model's budget in which a layer has each level: f32 (L, levels, 2).
 
-    layer_kld (L, levels): what compressing one layer alone to these ``shares`` costs, of which the
-    last is 1. All layers start at the lowest; the budget then buys, again and again, the rise of
-    one layer that saves the most KLD a share. While it is being bought, a layer's share grows
-    linearly, so that every budget is used up. A level that is skipped is had for a moment.
+    layer_kld (L, levels): KLD when one layer alone is compressed to each of ``shares``, of which
+    the last is 1. All layers start at the lowest share. The budget then buys, again and again, the
+    step of one layer that saves the most KLD for its cost. While a step is being bought, the
+    layer's share grows linearly, so that every budget is used up. A level that is skipped gets an
+    empty range.
     """
     n_layer, levels = len(layer_kld), np.array(shares)
     rises = []  # (saved KLD a share, layer, from, to)
@@ -77,19 +78,19 @@ def budgets_of_levels(layer_kld: np.ndarray, shares: Sequence[float] = LEVELS) -
 
 
 def layer_share(budget: float, budgets: np.ndarray, shares: Sequence[float] = LEVELS) -> float:
-    """A layer's share when the whole model has ``budget``; its row of ``budgets_of_levels``."""
+    """A layer's share of the model's ``budget``; budgets: its row of ``budgets_of_levels``."""
     return float(np.interp(budget, budgets.ravel(), np.repeat(shares, 2)))
 
 
 def even_budgets(shares: Sequence[float]) -> np.ndarray:
-    """A row of ``budgets_of_levels`` of a layer that has the share that all have: (shares, 2)."""
+    """The row of ``budgets_of_levels`` of a layer whose share is always the mean: (shares, 2)."""
     return np.repeat(np.array(shares, np.float32), 2).reshape(-1, 2)
 
 
 def layer_count(
     mean_count: int, size: int, budgets: np.ndarray, shares: Sequence[float] = LEVELS
 ) -> int:
-    """A layer's part of ``size`` things where all layers have ``mean_count`` on average.
+    """A layer's part of ``size`` items when layers have ``mean_count`` on average.
 
     budgets: its row of ``budgets_of_levels``. Below the least share all layers have the mean.
     """

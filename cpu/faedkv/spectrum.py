@@ -1,7 +1,8 @@
-"""The transformed tokens of one layer: coefficient rows, and what the kernels know about them.
+"""The transformed tokens of one layer: coefficient rows and the table of their segments.
 
-Segments follow each other in time. One is transformed as a whole and then stored as f16, or it is
-f32 and tokens are added to it (``half``, which holds for all segments of a layer).
+Segments follow each other in time. With ``half`` a segment is transformed as a whole and stored as
+f16; otherwise its coefficients are f32, and tokens can be added to the last one. This holds for all
+segments of a layer.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def project(weights, x, out, first):
 
 
 class FourierBasis:
-    """The waves of a segment of up to n tokens."""
+    """The waves (kept bins) of a segment of up to n tokens."""
 
     def __init__(self, n: int, bins: np.ndarray) -> None:
         self.n, self.bins = n, bins.astype(np.int64)
@@ -76,7 +77,7 @@ class FourierBasis:
             self.kind, self.plan = kernels.FFT, fft.make_plan(n)
 
     def table_row(self, filled: int, first: int) -> list[int]:
-        """As cpu/faedkv/attention.py wants it; it holds addresses of this basis' arrays."""
+        """This basis as a row of the table in cpu/faedkv/attention.py; it holds addresses."""
         numbers = twiddles = 0
         if self.plan is not None:
             numbers, twiddles = (_address(a) for a in (self.plan.numbers, self.plan.twiddles))
@@ -130,7 +131,7 @@ class Spectrum:
 
     @property
     def nbytes(self) -> int:
-        """All that is kept of the tokens; plans are shared by the layers and count for none."""
+        """Bytes of the coefficients; plans are shared by the layers and not counted."""
         return self.k.nbytes + self.v.nbytes + self.block.matrix.nbytes + self.table.nbytes
 
     @property
@@ -146,7 +147,7 @@ class Spectrum:
         return int(self.table[-1, kernels.LENGTH] - self.table[-1, kernels.FILLED])
 
     def reserve(self, n: int) -> None:
-        """Room for n rows: just that at first, an eighth more when growing."""
+        """Room for n rows; if it has to grow, at least an eighth more."""
         capacity = self.k.shape[1]
         if n <= capacity:
             return
@@ -198,7 +199,7 @@ class Spectrum:
         self.n_tokens += k.shape[1]
 
     def tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """Everything back in the time domain, lossy: f32 (G, n_tokens, width) of K and of V."""
+        """All tokens back in the time domain, lossy: f32 (G, n_tokens, width) of K and of V."""
         out = []
         for array, column in ((self.k, 0), (self.v, 1)):
             parts = []

@@ -1,7 +1,7 @@
-"""FASA's decode step: scan the dominant chunks of all keys, gather the rest of the best ones.
+"""FASA's decode step: scan the dominant chunks of all keys, then gather the rest of the best ones.
 
-K of a layer lies in two parts (see fasa/split.py), so that the scan reads the dominant dims only.
-All f16 are passed as u16, whose bits the vector code reads.
+K of a layer lies in two parts (fasa/split.py), so that the scan reads the dominant dims only. f16
+are passed as u16, whose bits the vector code reads.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def append_split_row(k_new, v_new, position, dims, dom, rest, v):
 def _block_sums(b, tile, q, at, n_dom, ahead):
     """<16 x float> of q[t] . k for the 16 tokens of the block at address ``at``, t < tile.
 
-    One fma a dim in the order of the dims, whatever the tile: every caller gets the same bits.
-    Meanwhile the block at ``ahead`` is fetched.
+    One fma a dim in the order of the dims, whatever the tile, so that every caller gets the same
+    bits. Meanwhile it prefetches the block at ``ahead``.
     """
 
     def dim(c, sums):
@@ -197,8 +197,10 @@ def scores_of(q, dom, blocks):
 
 @njit(cache=True, nogil=True)
 def bounds_of_blocks(n, n_sinks, n_recent):
-    """Blocks first to last - 1 hold the tokens between the n_sinks and the n_recent; blocks 0 to
-    first, and from ``back`` on, may hold others."""
+    """Blocks first .. last - 1 hold all tokens between the n_sinks and the n_recent.
+
+    Blocks 0 .. first, and those from ``back`` on, may hold others too.
+    """
     first, last = n_sinks // BLOCK, (n - n_recent - 1) // BLOCK + 1
     return first, last, max(first + 1, last - 1)
 
@@ -212,12 +214,13 @@ def n_blocks_opened(n, n_sinks, n_recent, k):
 
 @njit(cache=True, nogil=True)
 def choose_rows(q, dom, best, n, n_sinks, n_recent, rows, scores):
-    """rows int32 (k,), k <= n: the first n_sinks tokens, the last n_recent, and the k - n_sinks -
-    n_recent best of those between; ascending, ties go to the first. scores[:k] f32: theirs.
+    """Chooses k <= n rows of one head; ascending, ties go to the first.
 
-    One head: q f32 (n_dom,), dom u16 (blocks, n_dom, 16), best f32 (ceil(n / 16),) as
-    ``score_chunks`` leaves it. The m best tokens lie in the m blocks with the best maxima, so only
-    those are scored again; to write down all scores would cost as much as to read the keys.
+    They are the first n_sinks tokens, the last n_recent, and the best of those between. rows int32
+    (k,) and their scores f32 (>= k,) are filled. q f32 (n_dom,), dom u16 (blocks, n_dom, 16), best
+    f32 (ceil(n / 16),) as ``score_chunks`` leaves it. The m best tokens lie in the m blocks with
+    the best maxima, so only these blocks are scored again; writing down all scores would cost as
+    much as reading the keys.
     """
     low, high, m = n_sinks, n - n_recent, rows.shape[0] - n_sinks - n_recent
     first, last, back = bounds_of_blocks(n, n_sinks, n_recent)
@@ -271,7 +274,7 @@ def choose_rows_ref(scores, n, n_sinks, n_recent, k):
 
 @njit(cache=True, nogil=True)
 def count_distinct(rows, n_list, n):
-    """How many row numbers < n there are, those of n_list lists after one another counted once.
+    """Number of distinct rows < n in each n_list neighbouring lists together, summed up.
 
     rows int32 (U, k), U a multiple of n_list.
     """
@@ -290,7 +293,7 @@ def count_distinct(rows, n_list, n):
 
 @njit(cache=True, nogil=True)
 def attend_split_rows(q_rest, rest, v, rows, scores, scale, out):
-    """Exact attention of one head over listed rows, whose dominant part of q . k ``scores`` holds.
+    """Exact attention of one head over listed rows; ``scores`` holds the dominant part of q . k.
 
     q_rest f32 (d_rest padded,), rest u16 (n, d_rest padded), v u16 (n, d_v), rows int32 (k,),
     scores f32 (k,), out f32 (d_v,).
@@ -318,8 +321,10 @@ def attend_split_rows(q_rest, rest, v, rows, scores, scale, out):
 
 
 def attend_split_rows_ref(q, dom, rest, v, dims, rows, scale):
-    """numpy f64 reference of one kv head: K is put together again. q (d,), dom (blocks, n_dom, 16),
-    rest (n, d - n_dom), v (n, d_v)."""
+    """numpy f64 reference of one kv head, with K put together again.
+
+    q (d,), dom (blocks, n_dom, 16), rest (n, d - n_dom), v (n, d_v).
+    """
     dominant = dom.swapaxes(1, 2).reshape(-1, dom.shape[1])[rows]
     keys = np.empty((len(rows), len(dims)))
     keys[:, dims] = np.concatenate([dominant, rest[rows]], axis=1)

@@ -1,8 +1,8 @@
-"""K of a layer in two parts, Kdom and Krest, for methods that score by few dims and gather by rows.
+"""K of a layer in two parts, Kdom and Krest: score by few dims, gather by rows.
 
-Kdom holds each kv head's dominant dims. It is only ever scanned, so it lies in blocks of 16 tokens,
-dim by dim: sixteen scores are one vector, and nothing is summed across lanes. Krest holds the other
-dims. It is only ever gathered, so it lies by rows, as V does. f16 are moved as u16, bit for bit.
+Kdom holds each kv head's dominant dims. It is scanned only, so it lies in blocks of 16 tokens, dim
+by dim: sixteen scores are one vector, and nothing is summed across lanes. Krest holds the other
+dims. It is gathered only, so it lies by rows, as V does. f16 are moved as u16, bit for bit.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     resident   sinks' pages, the window's ring, slots   NHD (page, p, kv head, d), K and V apart
     pool       all pages between sinks and window       HND (page, kv head, K and V, p, d)
 
-Nothing is held twice but the pages in slots. The kernels are in freekv/recall.py.
+Only pages in slots are stored twice. The kernels are in freekv/recall.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ N_STATISTICS = 7
 
 
 class HostPages(NamedTuple):
-    """What the kernels take; f16 rows as uint64 words of four elements. G kv heads, pages of p."""
+    """The kernels' arrays; f16 rows as uint64 words of four. G kv heads, pages of p rows."""
 
     pool: np.ndarray  # uint64 (n_pool, G, p (d + d_v) / 4): page n_sink + i at i
     k: np.ndarray  # uint64 (n_resident, p, G, d / 4)
@@ -115,8 +115,9 @@ class PageCache:
             of_unit += p * d
 
     def make_room(self, n_page: int, n_slot: int) -> None:
-        """Room for pages before ``n_page`` in the pool, an eighth more than before when it grows,
-        and for n_slot cached pages a kv head.
+        """Room for pages below ``n_page`` in the pool, and for n_slot cached pages a kv head.
+
+        If the pool has to grow, it grows by an eighth at least.
         """
         pages = self.pages
         have = pages.hi.shape[1]

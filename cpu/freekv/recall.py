@@ -1,10 +1,10 @@
 """FreeKV's step on the host: pages leave the window for a pool, and chosen ones come back.
 
-Two tiers hold a layer's K and V in pages of p rows (freekv/pages.py has the arrays). What attention
-reads lies as NHD (page, p, kv head, d): the sinks' pages, a ring of window pages, and slots, an LRU
-cache of pages that each kv head has for itself. All pages between sinks and window lie in the pool
-as HND (page, kv head, K and V, p, d): what one kv head recalls is contiguous. A copy converts, in
-either direction. f16 rows go as uint64, four elements in one, because numba knows no f16 arrays.
+A layer's K and V lie in pages of p rows on two tiers (arrays: freekv/pages.py). Attention reads
+resident pages, NHD (page, p, kv head, d): the sinks' pages, a ring of window pages, and slots, an
+LRU cache of pages for each kv head. All pages between sinks and window lie in the pool as HND
+(page, kv head, K and V, p, d), where a kv head's part of a page is contiguous. Copies between the
+tiers convert. f16 rows are passed as uint64, four elements in one, because numba has no f16 arrays.
 """
 
 from __future__ import annotations
@@ -128,10 +128,10 @@ def recall_unit_ref(pages, g, i):
 
 @njit(cache=True, nogil=True)
 def recall_pages(pages, g, n_chosen, n_sink, first_slot):
-    """Makes the chosen pages of kv head g resident; those longest unused make room.
+    """Makes the chosen pages of kv head g resident, in place of the least recently used ones.
 
-    There are at least as many slots as chosen pages, and the hits are marked first, so that no
-    chosen page can lose its slot.
+    There are at least as many slots as chosen pages, and hits are marked first, so that no chosen
+    page loses its slot.
     """
     slot_of, page_in, stamps = pages.slot_of[g], pages.page_in[g], pages.stamps[g]
     chosen, statistics = pages.chosen[g], pages.statistics[g]
@@ -179,10 +179,11 @@ def _select(pages, g, queries, query, end, n_best, scale, n_sink, first_slot):
 
 @njit(cache=True, nogil=True)
 def recall_ahead(pages, previous, n, window, offloaded, n_best, scale, n_sink, n_ring, meanstd):
-    """Speculative retrieval for a step of n rows with the query before it, on the calling thread.
+    """Speculative retrieval for a step of n rows with the query of the step before.
 
     previous f32 (H, d), current at n - 1 rows. The window starts at page ``window``; the pages
-    offloaded..window - 1 go to the pool first. Kv heads that chose with that query are left alone.
+    offloaded..window - 1 go to the pool first. Kv heads that chose with that query already are
+    skipped.
     """
     offload_pages(pages, offloaded, window, n_sink, n_ring, meanstd)
     n_kv_head = pages.state.shape[0]
@@ -221,8 +222,10 @@ def mean_cosine_ref(q, previous):
 
 @njit(cache=True, nogil=True)
 def _resident_rows(pages, g, n, window, n_sink, n_ring, rows, positions):
-    """rows int32: where sinks, chosen pages and window are resident, in order of position; returns
-    how many. positions: their row numbers in the sequence, or empty.
+    """Numbers of the resident rows, in order of their positions; returns how many.
+
+    They are those of the sinks, the chosen pages and the window. rows int32. positions: filled with
+    their numbers in the sequence, or empty.
     """
     page = pages.k.shape[1]
     count = n_sink * page
@@ -316,10 +319,10 @@ def recall_step(
     """One decode step of a layer over n rows, the new one included.
 
     q, previous f32 (H, d), k_new (G, d), v_new (G, d_v), padded. Attends to the sinks' pages, at
-    most n_best chosen pages and the rows from page ``window`` on; pages offloaded..window - 1 leave
-    the window first. A kv head chooses with q when ``current`` or when its queries' mean cosine is
-    below tau; else with ``previous``, unless ``recall_ahead`` did that. attended int32 (G, m): rows
-    attended to, m = 0 leaves them out; counts int64 (G,). out f32 (H, d_v).
+    most n_best chosen pages and the rows from page ``window`` on; the pages offloaded..window - 1
+    leave the window first. A kv head chooses with q if ``current``, or if its queries' mean cosine
+    is below tau; otherwise with ``previous``, unless ``recall_ahead`` did so. attended int32 (G,
+    m): rows attended to, not filled if m = 0; counts int64 (G,). out f32 (H, d_v).
     """
     offload_pages(pages, offloaded, window, n_sink, n_ring, meanstd)
     counter = np.zeros(1, np.int64)

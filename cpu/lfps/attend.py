@@ -1,5 +1,7 @@
-"""The second half of a step of LFPS: candidates (lfps/search.py) are scored and attended to, and
-tables learn (how they begin: lfps/start.py). And how threads share a step.
+"""The second half of an LFPS step: scores of the candidates, attention, and the tables' update.
+
+lfps/search.py finds the candidates, lfps/start.py fills the tables after a prefill. ``run_tasks``
+shares a step between threads.
 """
 
 from __future__ import annotations
@@ -70,11 +72,11 @@ def _score_part(team, part, n_parts, step):
 
 @njit(cache=True, nogil=True, forceinline=True)
 def _attend_head(h, unit, rows, scores, part, step):
-    """C2 = the recents and the best of C1 by exact score; attends sinks and C2, learns C2 (eq 10).
+    """C2 = the recents and the best of C1 by exact score; attends to sinks and C2, updates (eq 10).
 
-    scores f32 (count + PAD,) of C1 ``rows`` ascending, whose last n_recent are the recents. To the
-    unit's tables ``part`` times the softmax over C2 alone less its halved mean is added. Returns
-    C2's rows int32 (m,), in the thread's scratch.
+    scores f32 (count + PAD,) of the C1 ``rows``, ascending, of which the last n_recent are the
+    recents. The entries of C2 in the unit's tables gain ``part`` times (softmax over C2 - half its
+    mean). Returns C2's rows int32 (m,), in the thread's scratch.
     """
     tables, layout, n, n_recent = step.tables, step.layout, step.n, step.n_recent
     sinks, out, lse = step.work.near[h], step.out[h], step.lse[h : h + 1]
@@ -144,7 +146,7 @@ def _attend_head(h, unit, rows, scores, part, step):
 
 @njit(cache=True, nogil=True, forceinline=True)
 def _attend_unit(unit, step):
-    """Attention and learning of a unit's active heads."""
+    """Attention and update of a unit's active heads."""
     work, tables = step.work, step.tables
     n_head, n_unit, n_team = step.q.shape[0], tables.gain.shape[0], work.rows.shape[0]
     n_active = n_active_heads(unit, step)
@@ -177,9 +179,9 @@ def _attend_unit(unit, step):
 
 @njit(cache=True, nogil=True, forceinline=True)
 def _run(task, team, n_parts, step):
-    """A task of a team: a search a unit, then the scores in ``n_parts``, then a unit's attention.
+    """One task of a team: a unit's search, one of ``n_parts`` of the scores, or a unit's attention.
 
-    It waits for the tasks before it that others have taken.
+    It waits for the results of earlier tasks of the team, which other threads may have taken.
     """
     n_team = step.work.rows.shape[0]
     n_unit = step.tables.gain.shape[0] // n_team
@@ -200,11 +202,11 @@ def _run(task, team, n_parts, step):
 
 @njit(cache=True, nogil=True, forceinline=True)
 def run_tasks(counter, n_threads, step):
-    """What a thread of a step does: takes tasks until there are none. First come whole teams, while
-    every thread can have as many; then the teams that are left over, whose tasks threads share: all
-    searches first, all attention last.
+    """What one thread does in a step: it takes tasks until there are none.
 
-    counter: int64 (1,), of the tasks taken.
+    Whole teams come first, as long as every thread can have equally many. The tasks of the teams
+    that remain are shared by threads: all searches first, all attention last. counter: int64 (1,),
+    number of tasks taken.
     """
     n_team = step.work.rows.shape[0]
     n_unit = step.tables.gain.shape[0] // n_team

@@ -1,7 +1,7 @@
-"""LFPS' high-sparsity test: a head that looks at its sinks alone needs no search (eq 5, 6).
+"""LFPS' high-sparsity test: a head that attends almost only to its sinks needs no search (eq 5, 6).
 
-Its output is then the softmax-weighted mean of sinks, local rows and the mean value, with the
-masses of the test; Algorithm 1's mean value alone is the largest error of all.
+Its output is then the weighted mean of the sinks' values, the local values and the mean value, with
+the masses of the test as weights.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _half_variance(q, covariance, ratio):
 
 @njit(cache=True, nogil=True)
 def may_bypass(near, n_near, epsilon):
-    """Whether the test could hold at the best, if the global mass were 0; mostly it could not.
+    """Whether the test could hold if the global mass were 0; for most heads it could not.
 
     near: see ``bypass``.
     """
@@ -66,8 +66,8 @@ def bypass(
     """The high-sparsity test (eq 6) and, where it holds, the head's output. q is scaled.
 
     near: scores of the sinks (4), then of the keys first_local..n-1. v: address of rows of v_kind,
-    v_row bytes apart. lse: f32 (1,), if the sinks are left out of the output, or (0,): see
-    ``LFPSStep.leave_sinks``. Returns whether the head was bypassed.
+    v_row bytes apart. lse: f32 (1,) if the sinks are left out of the output (see
+    ``LFPSStep.leave_sinks``), else (0,). Returns whether the head was bypassed.
     """
     mean_k, mean_v = constants.mean_k[kv_head], constants.mean_v[kv_head]
     log_global = _half_variance(q, constants.covariance[kv_head], ratio) + np.log(n - SINKS)

@@ -1,4 +1,4 @@
-"""Mean and covariance of stored rows, from which LFPS tells heads that need no search (eq 5, 6)."""
+"""Mean and covariance of stored rows, for LFPS' high-sparsity test (eq 5, 6)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ STEP = 4  # rows that a pass over the covariance takes in
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def row_moments(at, head_bytes, row_bytes, kind, n, mean, covariance, n_threads):
+def mean_and_covariance(at, head_bytes, row_bytes, kind, n, mean, covariance, n_threads):
     """Mean f32 (G, d) and covariance f32 (G, d, d) of n rows of each kv head; d as it is stored.
 
-    at: address of the first row; rows and their ``kind`` as in attention/rows.py. Without
-    covariance, (G, 0, 0), the mean alone.
+    at: address of the first row; rows and their ``kind`` as in attention/rows.py. If covariance has
+    shape (G, 0, 0), only the mean is computed.
     """
     n_kv_head = mean.shape[0]
     for part in prange(n_threads):
@@ -64,7 +64,7 @@ def _covariance(at, row_bytes, kind, n, mean, covariance):
     covariance /= np.float32(n)
 
 
-def row_moments_ref(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def mean_and_covariance_ref(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """rows (G, n, d) -> mean (G, d) and covariance (G, d, d), in f64."""
     rows = rows.astype(np.float64)
     mean = rows.mean(1)

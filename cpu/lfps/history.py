@@ -1,12 +1,13 @@
-"""History tables of LFPS: entries, thresholds and candidates, without touching what is cold.
+"""The history tables of LFPS: entries, thresholds and candidates.
 
-A unit is a query head, or a kv group that shares its tables. Two tables a unit: ``ver[i]`` by
-position and ``dist[delta]`` by distance, both f32, kept as u = Phi / g so that the decay of eq 10
-is one multiplication of g a step. Next to them: power sums S1..S4 (f64) for the thresholds of
-eq 8, and upper bounds of each block of 64 entries, which are raised on a write and made exact
-whenever a scan enters the block. A step's work is the bounds, the blocks that hold a candidate,
-and the candidates (cpu/lfps/search.py): not the context. The literal reference of a whole step is
-tests/helpers/lfps_twin.py.
+A unit is a query head, or a kv group that shares its tables. A unit has two tables: ``ver[i]`` by
+position and ``dist[delta]`` by distance, both f32. They are kept as u = Phi / g, so that the decay
+of eq 10 is one multiplication of g a step. Beside them lie power sums S1..S4 (f64) for the
+thresholds of eq 8, and an upper bound of each block of 64 entries; a write raises it, a scan of the
+block makes it exact.
+
+A step reads the bounds, the blocks that hold a candidate, and the candidates (lfps/search.py), but
+not the whole context. tests/helpers/lfps_twin.py is the literal reference of a step.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Tables(NamedTuple):
 def threshold(sums, n, a, horizon):
     """tau = a mean / kappa of a table from its power sums (eq 8); kappa within [1/n, 1].
 
-    The mean is the sum over n, or over ``horizon`` if that is less: of two tables with the same
-    entries beside zeros the longer one would else have the lower threshold.
+    The mean is the sum over n, or over ``horizon`` if that is less. Otherwise a table that has more
+    zeros beside the same entries would have a lower threshold.
     """
     mean = sums[0] / n
     m2 = sums[1] - n * mean * mean
@@ -102,7 +103,7 @@ def _blocks_above(bounds, first, n_blocks, tau):
 
 @njit(cache=True, nogil=True)
 def prefetch_above(table, bounds, n, tau):
-    """Asks for the blocks that a scan of n entries for those above tau will enter."""
+    """Prefetches the blocks that a scan of n entries for those above tau will enter."""
     n_blocks = (n + BLOCK - 1) // BLOCK
     for first in range(0, n_blocks, BLOCK):
         found = _blocks_above(bounds, first, n_blocks, np.float32(tau))
@@ -215,8 +216,8 @@ def count_rows(words, n_words, n):
 def extract_rows(words, n_words, rows):
     """Positions of the set bits, ascending, into rows int32 (bits + AT_ONCE,).
 
-    Bits are taken eight at a time, whether there are as many or not, and what is too much is
-    written over: a branch a bit is mispredicted once a word.
+    Bits are always extracted eight at a time and surplus ones are overwritten, because a branch a
+    bit would be mispredicted once a word.
     """
     at = 0
     for w in range(n_words):
@@ -232,11 +233,11 @@ def extract_rows(words, n_words, rows):
 
 @njit(cache=True, nogil=True)
 def add_entries(unit, tables, n, rows, weights, mean, part, at, row_bytes, changes):
-    """Adds part (weights[j] - mean) to a unit's ver[i] and dist[n - 1 - i], i = rows[j] (eq 10);
-    their sums follow, and bounds that are too low are raised.
+    """Adds part (weights[j] - mean) to a unit's ver[i] and dist[n - 1 - i], i = rows[j] (eq 10).
 
-    rows int32 (m,) without repeats; weights f32 (>= m,); changes: scratch, f32 (4, >= m). Meanwhile
-    prefetches what is used next: ``row_bytes`` at each at + i row_bytes.
+    Updates the power sums, and raises bounds that are too low. rows int32 (m,) without repeats;
+    weights f32 (>= m,); changes: scratch, f32 (4, >= m). Meanwhile it prefetches what is used next:
+    ``row_bytes`` at each at + i row_bytes.
     """
     m = rows.shape[0]
     ver, dist = tables.ver[unit], tables.dist[unit]
@@ -308,7 +309,7 @@ def _replace_powers(sums, old, new, n):
 
 @njit(cache=True, nogil=True)
 def rescale(table, bounds, sums, gain, n):
-    """Multiplies the lazy scale out and recomputes what was accumulated beside the table."""
+    """Multiplies the lazy scale g into the entries and recomputes their sums and bounds."""
     sums[:] = 0
     for block in range((n + BLOCK - 1) // BLOCK):
         start = block * BLOCK
@@ -327,6 +328,6 @@ def rescale(table, bounds, sums, gain, n):
 
 @njit(cache=True, nogil=True)
 def rescale_tables(unit, tables, gain, n):
-    """``rescale`` of both tables of a unit, of which ``gain`` is the scale."""
+    """``rescale`` of both tables of a unit, whose g is ``gain``."""
     rescale(tables.ver[unit], tables.ver_bounds[unit], tables.sums[unit, 0], gain, n)
     rescale(tables.dist[unit], tables.dist_bounds[unit], tables.sums[unit, 1], gain, n)

@@ -1,8 +1,8 @@
-"""The first half of a step of LFPS: which heads are bypassed, and the candidates of the others.
+"""The first half of an LFPS step: which heads are bypassed, and the candidates of the others.
 
 Heads that score the same candidates are a team: a kv group (``by_group``, or with tables of a
-group), or a single head. What is given a StepState is inlined: to pass it by value takes .3 to
-.6 us a call.
+group), or a single head. Functions that take a StepState are inlined, because passing it by value
+takes .3 to .6 us a call.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SEARCHED, SCORES_DONE, N_PROGRESS = 0, 8, 16
 
 
 class Rules(NamedTuple):
-    """Options of a step; symbols as in the paper."""
+    """The method's options as the kernels take them; symbols as in the paper."""
 
     scale: float
     n_kv_head: int
@@ -58,7 +58,7 @@ class Rules(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What the tasks of a step hand on; U units in T teams, whose heads score the same rows."""
+    """What a step's tasks pass on; U units in T teams, whose heads score the same rows."""
 
     queries: np.ndarray  # f32 (H, d), scaled; then, of a team, those of its active heads first
     near: np.ndarray  # f32 (H, >= n_near): scores of the sinks and of the local rows
@@ -72,7 +72,7 @@ class Work(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Of one thread."""
+    """Buffers of one thread."""
 
     bits: np.ndarray  # uint64 (2, n // 64 + 2)
     keys: np.ndarray  # int32 (limit,)
@@ -83,7 +83,7 @@ class Scratch(NamedTuple):
 
 
 class StepState(NamedTuple):
-    """What a step is told, and what it works with; H query heads, of which LFPSStep says more."""
+    """All that a step reads and writes, for H query heads; LFPSStep (lfps/step.py) fills it."""
 
     q: np.ndarray  # f32 (H, d)
     layout: np.ndarray  # int64 (8,), see attention/rows.py
@@ -106,7 +106,7 @@ class StepState(NamedTuple):
 
 @njit(cache=True, nogil=True, forceinline=True)
 def ask_for_entries(unit, step):
-    """A unit's thresholds; asks for the entries that a search for candidates will read."""
+    """Computes a unit's thresholds; prefetches the entries that its search will read."""
     n, rules, tables = step.n, step.rules, step.tables
     taus, sums, raised = step.work.taus[unit], tables.sums[unit], step.raised[unit]
     for t in range(2):
@@ -149,7 +149,7 @@ def n_active_heads(unit, step):
 
 @njit(cache=True, nogil=True, forceinline=True)
 def search_unit(unit, step):
-    """The bypass tests of a unit's heads, with the outputs of those bypassed, and C0 of others."""
+    """The bypass tests of a unit's heads, outputs of the bypassed ones, and C0 of the unit."""
     n, layout, rules, constants = step.n, step.layout, step.rules, step.constants
     statistics, near, active = step.statistics, step.work.near, step.work.active
     n_head, d = step.q.shape
@@ -199,9 +199,9 @@ def search_unit(unit, step):
 def merge_candidates(team, step):
     """C1 of a team, ascending: its units' C0, their neighbours and the recents (eq 9).
 
-    While more than ``limit`` rows pass, its units' thresholds are raised by RAISE; ``raised`` f64
-    (U,) remembers how far, and comes down again when fewer than CALM of them pass. The queries of
-    heads that are not bypassed move to the front of the team's.
+    While more than ``limit`` rows pass, the thresholds of its units are raised by RAISE; ``raised``
+    f64 (U,) keeps the factor from step to step and falls again when fewer than CALM of them pass.
+    The queries of heads that are not bypassed move to the front of the team's.
     """
     n, work, statistics = step.n, step.work, step.statistics
     n_head, n_unit, n_team = step.q.shape[0], step.tables.gain.shape[0], work.rows.shape[0]

@@ -1,4 +1,4 @@
-"""How LFPS' tables begin after a prefill; lfps/covariance.py has its bypass test's constants."""
+"""Fills LFPS' tables after a prefill (eq 4)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Pages of the KV cache: two summary vectors a page, and how large its scores may be for a query.
+"""Pages of the KV cache: summaries, scores and choice (Quest, and LFPS' dense layers).
 
-A page is ``page`` consecutive rows. Its summary is hi and lo: the largest and smallest key element
-by channel (Quest, arXiv:2406.10774, section 3.3), or mean + std and mean - std. The page's score is
-relu(q) . hi - relu(-q) . lo, which for bounds is sum_c max(q_c hi_c, q_c lo_c), the most that a key
-within them can score, and otherwise q . mean + |q| . std. Summaries are kept as f16, in which the
-bounds of f16 keys are exact; numba knows no f16 arrays, so they go by their bits, as uint16.
+A page is ``page`` consecutive rows. Its summary is two vectors, hi and lo: the largest and smallest
+key element of each channel (Quest, arXiv:2406.10774, section 3.3), or mean + std and mean - std.
+Its score is relu(q) . hi - relu(-q) . lo. For the first kind that is sum_c max(q_c hi_c, q_c lo_c),
+an upper bound of what a key of the page can score; for the second q . mean + |q| . std. Summaries
+are f16, in which bounds of f16 keys are exact, and are passed as uint16, because numba has no f16
+arrays.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Keys as latents and back: the compressed cache of SALS, a row at a time.
+"""SALS' latents: keys to latents and back, and their store.
 
 The latent of a token is its pre-RoPE key of all kv heads, times a basis E: z = k E, in f16. Scores
-are taken from its first r* columns. They lie in tiles of sixteen tokens, (tile, r*, 16), so that a
-scan has one token a lane; the other columns, which only chosen rows need, lie as (token, r - r*).
-Beside them lie the token's quantised values (sals/values.py).
+use its first r* columns. These lie in tiles of sixteen tokens, (tile, r*, 16), so that a scan has
+one token a lane. The other columns, which only chosen rows need, lie as (token, r - r*), and the
+token's quantised values (sals/values.py) beside them.
+
 Letters: G kv heads, d head size, d' = d padded to 16, r rank, r* score rank.
 """
 
@@ -33,7 +34,7 @@ PIECE = 32  # rows that are reconstructed at a time: they stay in the L1 cache
 
 
 class RowPointers(NamedTuple):
-    """f16 K and V rows as a KVStore lays them: addresses, then bytes between kv heads and rows."""
+    """f16 K and V rows of a KVStore: addresses, then bytes between kv heads and rows."""
 
     k: int
     v: int
@@ -57,7 +58,7 @@ class Latents(NamedTuple):
 
 
 class LatentBasis(NamedTuple):
-    """What turns keys into latents and back, for one layer."""
+    """The matrices that turn one layer's keys into latents and back."""
 
     encode: np.ndarray  # E f32 (G d', r padded to 16)
     decode: np.ndarray  # D^T f32 (r, >= G d')
@@ -110,7 +111,7 @@ class LatentStore:
         self._allocate(0)
 
     def _allocate(self, capacity: int) -> None:
-        """Room for ``capacity`` tokens, with what there is."""
+        """Room for ``capacity`` tokens; keeps those there are."""
         rank, score_rank, _ = self._shape
         n_rest = rank - score_rank
         capacity = -(-capacity // LANES) * LANES
@@ -138,7 +139,7 @@ class LatentStore:
         return 2 * self._shape[0] + self._row
 
     def reserve(self, n: int) -> None:
-        """Room for ``n`` tokens: just that at first, a sixteenth more than before when growing."""
+        """Room for ``n`` tokens; if it has to grow, at least a sixteenth more."""
         if n > self.capacity:
             self._allocate(n if self.n == 0 else max(n, self.capacity + self.capacity // 16 + 256))
 
@@ -175,7 +176,7 @@ def reconstruct_ref(
 
 @njit(cache=True, nogil=True)
 def encode_rows(rows, slot, position, count, basis, latents, index):
-    """``count`` rows from ``slot`` on, at ``position`` on, become latents ``index`` on."""
+    """Encodes ``count`` rows, from row ``slot`` and ``position`` on, as latents ``index`` on."""
     n_kv, r_star = basis.n_kv, latents.score_rank
     width, r_padded = basis.encode.shape
     d_padded = width // n_kv
@@ -230,7 +231,7 @@ def encode_range(rows, slot, position, count, basis, latents, index):
 
 @njit(cache=True, nogil=True)
 def prefetch_rows(chosen, basis, latents):
-    """Asks for what ``reconstruct_rows`` reads; a scan of the scores leaves its part in cache."""
+    """Prefetches what ``reconstruct_rows`` reads; the scored columns are in the cache already."""
     rest = 2 * (latents.rank - latents.score_rank)
     values = basis.n_kv * latents.head_bytes
     for j in range(len(chosen)):

@@ -1,9 +1,9 @@
 """One decode step of SALS for a whole layer: score in latent space, select, reconstruct, attend.
 
-Latents are scored in chunks of 512 tokens, sixteen blocks of 32, each with queries of its own
-(``score=brope``): RoPE is undone in the query for the block's centre, and the directions that turn
-much within a block are damped by their mean over it. Selected rows are reconstructed as f16 K and V
-and attended to by the kernels of attention/decode.py, as are the exact rows.
+With ``score=brope`` latents are scored in chunks of 512 tokens, sixteen blocks of 32. Each block
+has queries of its own: RoPE turns the query to the distance of the block's centre, and pairs that
+turn much within a block are damped by their mean over it. Selected rows are reconstructed as f16 K
+and V; the kernels of attention/decode.py attend to them and to the exact rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHUNK = LANES * ROPE_BLOCK  # latents scored at a time: a block a lane
 
 
 def damping(theta: np.ndarray, block: int) -> np.ndarray:
-    """Mean cosine of each pair's angles within a block, as an integral; never below 0; f32."""
+    """Mean cosine of each pair's angle within a block, as an integral; never below 0; f32."""
     half_width = theta * block / 2 if block > 1 else np.zeros(len(theta))
     return np.maximum(0, np.sinc(half_width / np.pi)).astype(np.float32)
 
@@ -218,7 +218,7 @@ def summed_query(q_nope, basis, r_star):
 
 @njit(cache=True, nogil=True)
 def _head_factors(peaks, masses, peak, mass, factors):
-    """What turns a chunk's exponentials into softmax weights over all rows: f32 (chunks, H).
+    """Factors f32 (chunks, H) that turn a chunk's exponentials into softmax weights over all rows.
 
     peaks, masses (chunks, H) of the latents; peak, mass (H,) of the exact rows.
     """
@@ -243,9 +243,9 @@ def _add_scaled(total, row, factor):
 
 @njit(cache=True, nogil=True)
 def _importance(start, stop, scores, factors, n_front, n_back, n_latent, keys):
-    """keys int32 of latents start .. stop: their scores summed over heads, in order.
+    """Sort keys, int32, of latents start .. stop: the order of their scores, summed over heads.
 
-    The first ``n_front`` and last ``n_back`` latents come before all others.
+    The first ``n_front`` and last ``n_back`` latents come first in that order.
     """
     total = np.zeros(stop - start, np.float32)
     for h in range(scores.shape[0]):
@@ -309,11 +309,11 @@ def sals_step(
 ):  # fmt: skip
     """One token's attention over exact rows and chosen latents; returns how many were chosen.
 
-    q, q_nope f32 (H, d'); exact: f16 rows, of which ``exact_rows`` int32 take part. leaving: row
-    that becomes the last latent first, -1: none. damp f32 (pairs,), rope_scale included. Of the
-    n_latent, the first n_front and last n_back are always chosen, and n_critical others; chosen
-    int32 (>= all of these,): filled ascending. by_head: a softmax per head (brope), otherwise the
-    paper's sum. out f32 (H, d_v').
+    q, q_nope f32 (H, d'). exact: f16 rows, of which ``exact_rows`` int32 take part. leaving: the
+    row that leaves the window and becomes the last latent first, or -1. damp f32 (pairs,),
+    rope_scale included. Of the n_latent latents the first n_front and last n_back are always
+    chosen, and the n_critical best others; chosen int32 (>= all of these,) is filled ascending.
+    by_head: one softmax a head (brope), otherwise the paper's sum. out f32 (H, d_v').
     """
     n_head = q.shape[0]
     if leaving >= 0:

@@ -1,8 +1,8 @@
 """Matrices with sixteen columns, in vector IR: one column a lane.
 
-What the columns are is the caller's choice: sixteen tokens, sixteen blocks of tokens or sixteen
-dims of a head. No sum runs across lanes, so nothing is shuffled, and a row count that is no
-multiple of sixteen wastes nothing. All strides are in bytes, addresses are i64.
+The caller decides what the columns are: sixteen tokens, sixteen blocks of tokens or sixteen dims of
+a head. No sum runs across lanes, so nothing is shuffled, and any number of rows is fine. All
+strides are in bytes, addresses are i64.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def study_chunks(
     """What each chunk is worth, and what a layer loses with a share of them.
 
     tip_kld f32 (L, shares): KLD(full || one layer that attends to the best N_CHOSEN rows by its
-    first chunks, var); tip_budget f32 (L, shares, 2); see ``ablation.study_shares``. The others:
+    first chunks, var); tip_budget f32 (L, shares, 2); see ``trials.study_shares``. The others:
     see ``rank_all``. n_sinks, n_recent: rows that are always attended.
     """
     tensors = rank_all(run, n_query, top_k)

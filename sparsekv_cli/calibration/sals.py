@@ -28,12 +28,13 @@ STATISTICS_SHARE = 0.2  # of the time of a calibration
 def study_keys(
     run: CalibrationRun, method: Method, n_sinks: int, n_recent: int
 ) -> dict[str, np.ndarray]:
-    """Both bases of every layer, from the pre-RoPE keys and queries of the text, and what ranks do.
+    """Both bases of every layer, from the pre-RoPE keys and queries of the text, and the cost of
+    ranks.
 
-    rank_kld f32 (L, shares): KLD(full || one layer's keys cut to a share of the columns of its
-    latents), the last one not measured; rank_budget f32 (L, shares, 2): see
-    ``bands.budgets_of_levels``. Layers that are dense by the method's default are not cut and have
-    the share that all have on average.
+    rank_kld f32 (L, shares): KLD(full || one layer's keys cut to a share of its latents' columns),
+    the last one not measured. rank_budget f32 (L, shares, 2): see
+    ``frequencies.budgets_of_levels``. Layers that are dense by default are not cut; their share is
+    the mean.
     """
     tensors = study_directions(run)
     middle = middle_rows(len(run.ids), n_sinks, n_recent)

@@ -246,12 +246,12 @@ def study_shares(
     n_recent: int,
     progress: Callable[[float], None],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What ``shares`` of something cost, layer by layer, and how a budget of it is shared out.
+    """What ``shares`` of something cost in each layer, and how a budget of it is shared out.
 
-    trial_of: what one layer with a share is. KLD(full || trial) f32 (L, shares), and f32 (L,
-    shares, 2) as ``bands.budgets_of_levels`` has it. The last share, 1, counts as the one before,
-    which should be as good: what is left there is rounding, or what no share takes away. Layers
-    that are dense by the method's default have no trials, and the share that all have on average.
+    trial_of: the trial of one layer with a share. Returns KLD(full || trial) f32 (L, shares), and
+    f32 (L, shares, 2) as ``frequencies.budgets_of_levels`` has it. The last share, 1, gets the KLD
+    of the one before it: what is left there is rounding, which no share takes away. Layers that are
+    dense by the method's default have no trials; their share is the mean.
     """
     specs = [spec for spec in run.specs if not method.is_dense(spec)]
     n_layer = len(run.specs)
@@ -278,9 +278,10 @@ def study_frequencies(run: CalibrationRun, n_sinks: int, n_recent: int) -> dict[
     """What leaving out frequencies does to the answers, chunk by chunk, layer by layer.
 
     imp_kld, imp_ppl f32 (L, C): KLD, and rise of the perplexity over itself (eq 7), without a chunk
-    of one layer; layer_kld f32 (L, levels): KLD with one layer at each share of bands.LEVELS, by
-    imp_kld; layer_budget f32 (L, levels, 2): see ``bands.budgets_of_levels``. SparseKVError for a
-    text without enough tokens between the exact rows.
+    of one layer. layer_kld f32 (L, levels): KLD with one layer at each share of
+    ``frequencies.LEVELS``, by imp_kld. layer_budget f32 (L, levels, 2): see
+    ``frequencies.budgets_of_levels``. Raises SparseKVError for a text without enough tokens between
+    the exact rows.
     """
     n_layer = len(run.specs)
     middle = middle_rows(len(run.ids), n_sinks, n_recent)

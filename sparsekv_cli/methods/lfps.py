@@ -43,7 +43,7 @@ from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.lfps import history, search
 from sparsekv_cli.cpu.lfps.bypass import Constants
-from sparsekv_cli.cpu.lfps.covariance import row_moments
+from sparsekv_cli.cpu.lfps.covariance import mean_and_covariance
 from sparsekv_cli.cpu.lfps.history import Tables
 from sparsekv_cli.cpu.lfps.start import lfps_init
 from sparsekv_cli.cpu.lfps.step import LFPSStep
@@ -229,11 +229,11 @@ class LFPSCache(LayerCache):
         k_head, v_head, k_row, v_row = store.strides
         k_kind, v_kind = store.k_type.kind, store.v_type.kind
         unwanted = np.empty((spec.n_head_kv, 0, 0), np.float32)
-        row_moments(
+        mean_and_covariance(
             k_at + N_SINKS * k_row, k_head, k_row, k_kind, n, constants.mean_k,
             constants.covariance, spec.n_threads,
         )  # fmt: skip
-        row_moments(
+        mean_and_covariance(
             v_at + N_SINKS * v_row, v_head, v_row, v_kind, n, constants.mean_v, unwanted,
             spec.n_threads,
         )  # fmt: skip
