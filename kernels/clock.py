@@ -1,4 +1,4 @@
-"""Time on the GPU's own clock, taken within a stream and so within a captured graph too."""
+"""Timestamps of the GPU's own clock, taken within a stream, so also within a captured graph."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _take_time_kernel(times_ptr, STOP: tl.constexpr):
 
 
 def take_time(times: torch.Tensor, *, stop: bool) -> None:
-    """Notes when the present stream gets here; stop: adds the time since then to the total.
+    """Notes when the current stream gets here; stop: adds the time since then to the total.
 
     times int64 (N_TIMES,), nanoseconds. Not for the interpreter, which has no such clock.
     """

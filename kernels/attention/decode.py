@@ -1,9 +1,9 @@
 """Decode attention over a KV cache on the GPU: all rows, or rows listed by index.
 
-The keys of a sequence are split between programs, which is what fills a GPU when there are few
-sequences; the pieces are merged by their log-sum-exp. A program takes all query heads that share
-its rows, padded to the 16 rows of a tensor-core tile, so that a row is read once. Queries come as
-f32 and go into the dot product as two f16 halves: one alone would lose three digits of the scores.
+The keys of a sequence are split between programs, because a few sequences alone would not fill a
+GPU; the pieces are merged by their log-sum-exp. A program takes all query heads that share its
+rows, padded to the 16 rows of a tensor-core tile, so that a row is read once. Queries are f32 and
+enter the dot product as two f16 halves; one alone would lose three digits of the scores.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def append_rows(
 
 
 class Attended(NamedTuple):
-    """Attention over some rows; ``out`` may be anything where ``lse`` is -inf."""
+    """Attention over some rows; ``out`` is undefined where ``lse`` is -inf."""
 
     out: torch.Tensor  # f32 (B, H, d_v)
     lse: torch.Tensor  # f32 (B, H)
 
 
 class AttendScratch(NamedTuple):
-    """What the pieces of one call leave for its merge: S splits."""
+    """The pieces of one call, S splits, which its second launch merges."""
 
     out: torch.Tensor  # f32 (S, B, H, d_v)
     lse: torch.Tensor  # f32 (S, B, H)
@@ -195,9 +195,9 @@ def attend_dense(
     """Attention of one token a sequence over rows 0..n[b] of every kv head -> out f32 (B, H, d_v).
 
     q (B, H, d); k f16 (B, G, capacity, d), v f16 (B, G, capacity, d_v), any strides of rows; n
-    int32 (B,), n_max >= all of them. lse f32 (B, H), if given: log of the sum of exponentials of a
-    head's scores, with which ``merge`` joins results of disjoint rows. seen: what was attended to
-    elsewhere, which the result then covers too; where its lse is -inf it is not looked at.
+    int32 (B,), n_max >= all of them. lse f32 (B, H), if given: receives the log of the sum of
+    exponentials of a head's scores, with which ``merge`` joins results of disjoint rows. seen:
+    attention over other rows, which the result then includes; ignored where its lse is -inf.
     """
     check("n", n, torch.int32, (q.shape[0],), q.device)
     return _attend(q, k, v, None, n, k.shape[1], n_max, scale, out, lse, scratch, seen)
@@ -330,8 +330,8 @@ def merge(
 ) -> torch.Tensor:
     """Attention over the union of S disjoint sets of rows, from that over each -> (B, H, d_v).
 
-    outs f32 (S, B, H, d_v), lses f32 (S, B, H); an output whose lse is -inf is not looked at. lse
-    f32 (B, H), if given: that of the union.
+    outs f32 (S, B, H, d_v), lses f32 (S, B, H); an output whose lse is -inf is ignored. lse f32 (B,
+    H), if given: receives that of the union.
     """
     n_piece, n_batch, n_head, d_v = outs.shape
     device = outs.device

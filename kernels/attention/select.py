@@ -1,10 +1,10 @@
-"""Exact selection of the k largest scores of every row, on the GPU and without asking the host.
+"""Exact selection of the k largest scores of every row, on the GPU, without asking the host.
 
-Scores go by int32 keys of the same order. A short row is read once by one program, which bisects
-the range of its keys until k of them are at or above a threshold. Of a long row, every program
-takes the largest key of each of some strided groups: the k-th largest of those bounds the k-th
-largest of all from below, and few keys lie between. They are collected in order, and one program
-finishes. All is counting of integers, so the result never depends on who comes first.
+Scores become int32 keys of the same order. One program reads a short row once and bisects the range
+of its keys until k of them are at or above a threshold. A long row takes several programs. Each
+finds the largest key of each of some strided groups; the k-th largest of these is a lower bound of
+the k-th largest of all, and few keys lie between. These are collected in order, and one program
+finishes. All of it counts integers, so the result does not depend on the order of programs.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def _select_kernel(
 
 
 class SelectScratch(NamedTuple):
-    """What the launches of one ``select_largest`` over long rows leave for the next: R rows."""
+    """What one launch of ``select_largest`` over R long rows leaves for the next."""
 
     tops: torch.Tensor  # int32 (R, n_top): the largest key of each group
     bound: torch.Tensor  # int32 (R,)
@@ -257,7 +257,9 @@ class SelectScratch(NamedTuple):
 
 
 def _groups(n_max: int, k_max: int) -> int:
-    """Groups of a chunk: all together at least twice as many as entries are chosen, if they can."""
+    """Groups of a chunk: all chunks together at least twice as many as entries are chosen, if
+    possible.
+    """
     size = 32
     while size > 2 and n_max < 2 * size * k_max:
         size //= 2
@@ -384,5 +386,5 @@ def select_largest(
 
 
 def _warps(block: int) -> int:
-    """Eight keys a thread if there are few, so that a sum over all is soon done; 32 at most."""
+    """Warps of a program: eight keys a thread if there are few keys; 32 warps at most."""
     return max(1, min(8, block // 256))

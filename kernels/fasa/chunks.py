@@ -1,12 +1,13 @@
 """FASA's decode step on the GPU: scores of all keys by the dominant dims of their kv head.
 
-Beside the keys lies a copy of their dominant dims, f16 (B, G, C, capacity): one dim of all tokens
-after the other, so that a scan reads 2 C bytes a token in whole lines. The keys themselves stay
-whole: at d/8 chunks of d/2 that costs an eighth more than splitting them would, and saves putting
-rows together, in the gather of each step and before every later prefill. Where the host keeps the
-other dims and the values (variant m), the bytes that cross PCIe count, so K is split there: rows
-that any head of a group has chosen are put together on the device (fasa/row_cache.py) and attended
-to by ``attend_rows`` (attention/decode.py) in the order of the split dims.
+Variant c keeps the keys whole, and beside them a copy of their dominant dims, f16 (B, G, C,
+capacity): one dim of all tokens after the other, so that a scan reads 2 C bytes a token in whole
+lines. At d/8 chunks the copy costs an eighth more memory than splitting the keys; in return no row
+has to be put together, neither in a step's gather nor for a later prefill.
+
+Variant m splits the keys, because the host keeps the other dims and the values, and bytes over PCIe
+count. Rows that any head of a group chooses are put together on the device (fasa/row_cache.py);
+``attend_rows`` (attention/decode.py) attends to them in the order of the split dims.
 """
 
 from __future__ import annotations

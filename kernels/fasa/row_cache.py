@@ -1,10 +1,10 @@
-"""FASA-M's rows on the GPU: those chosen lately stay there, the others come from the host.
+"""FASA-M's row cache on the GPU: recently chosen rows stay there, others come from the host.
 
 V and the dims of K that do not dominate lie in pinned memory of the host (fasa/chunks.py). Each kv
-head has slots on the device for as many rows as its query heads can choose in a step. A row that
-any of them chooses and that has no slot is fetched over the bus into one whose row no head has
-chosen; the slots take turns. A row may also be fetched ahead, by a guess of what a step will
-choose, but never in place of one that the step before chose.
+head has as many slots on the device as its query heads can choose rows in a step. A row that is
+chosen and has no slot is fetched over the bus into a slot whose row no head has chosen; slots are
+reused in turn. A row may also be fetched ahead, by a guess of what a step will choose, but never in
+place of a row that the step before chose.
 """
 
 from __future__ import annotations
@@ -148,11 +148,12 @@ def place_rows(
     n: torch.Tensor,
     places: torch.Tensor | None = None,
 ) -> None:
-    """Gives the rows that query heads have chosen their slots; ``fetch_rows`` fills them.
+    """Gives slots to the rows that query heads have chosen; ``fetch_rows`` fills them.
 
     idx int32 (B, H, m), no row twice in a list, of which the first counts int32 (B, H); n int32
-    (B,) rows in context. places int32 (B, H, m): gets the slots of ``idx`` in a step, which needs
-    all of its rows. Without it: ahead of a step, as many as there are slots to spare.
+    (B,) rows in context. places int32 (B, H, m): in a step, which needs all of its rows, receives
+    the slots of ``idx``. Without it the call is ahead of a step and places as many rows as there
+    are free slots.
     """
     n_batch, n_head, m = idx.shape
     n_kv_head, n_slot, device = resident.k.shape[1], resident.k.shape[2], idx.device

@@ -1,4 +1,4 @@
-"""The head of FreeKV's step on the GPU: the new row, and the kv heads whose query turned away."""
+"""The beginning of FreeKV's step on the GPU: stores the new row, finds the kv heads to correct."""
 
 from __future__ import annotations
 
@@ -76,13 +76,14 @@ def enter_row(
     wanted: torch.Tensor,
     query: torch.Tensor,
 ) -> None:
-    """Writes the row of a decode step into the window, and tells which kv heads choose again.
+    """Writes the row of a decode step into the window, and says which kv heads choose again.
 
-    q, previous f32 (B, H, d): queries of row n - 1 and of the row before; k_new f32 (B, G, d),
+    q, previous f32 (B, H, d): queries of row n - 1 and of the row before it; k_new f32 (B, G, d),
     v_new (B, G, d_v); n, budget int32 (B,). wanted int32 (B, G) becomes 1 where a choice is to be
-    made with q: where ``current``, or the mean cosine of a kv head's queries with the previous ones
-    is below tau; 2 where the choice with the previous query is not there yet; else 0. query f32
-    (B, H, d): what to choose with. See freekv/recall.py offload_pages for the rest.
+    made with q: where ``current``, or where the mean cosine of a kv head's queries with the
+    previous ones is below tau; 2 where the choice with the previous query is still to be made; else
+    0. query f32 (B, H, d): the query to choose with. See freekv/recall.py offload_pages for the
+    rest.
     """
     n_batch, n_resident, page, n_kv, d = pages.k.shape
     d_v, n_head, device = pages.v.shape[4], q.shape[1], q.device

@@ -1,10 +1,10 @@
-"""The arrays of FreeKV on a GPU: a layer's K and V in pages, in host memory and in what is read.
+"""The arrays of FreeKV on a GPU: a layer's K and V in pages, in host memory and on the device.
 
     resident   sinks' pages, the window's ring, slots   NHD (page, p, kv head, d), K and V apart
     pool       all pages between sinks and window       HND (page, kv head, K and V, p, d), pinned
 
 Names as in cpu/freekv/pages.py, with a leading dimension of B sequences. Slots are an LRU cache of
-pages that each kv head has for itself. A kv head's page in the pool is one run of bytes.
+pages for each kv head. A kv head's part of a page is contiguous in the pool.
 """
 
 from __future__ import annotations

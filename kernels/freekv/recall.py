@@ -1,8 +1,8 @@
 """FreeKV's step on the GPU: pages leave the window for pinned host memory, chosen ones come back.
 
-The arrays are in freekv/pages.py; the kernels write and read the pool over the bus themselves, and
-convert as they go. All that decides is on the device. Programs are one a kv head and sequence, so
-none waits for another; ``wanted`` says which kv heads choose pages.
+The arrays are in freekv/pages.py. The kernels write and read the pool over the bus themselves, and
+convert the layout as they copy. The device decides everything. There is one program a kv head and
+sequence, so none waits for another; ``wanted`` says which kv heads choose pages.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def offload_pages(
 def check_pools(pages: PageTensors, pools: torch.Tensor | None) -> None:
     """ValueError unless ``pools`` is None or says where each sequence's pool lies.
 
-    int64 (B,): elements from the beginning of pages.pool, the first sequence's, a multiple of 8. So
-    pinned memory, of which there is much, need not be moved for sequences to be in one launch.
+    int64 (B,): elements from the start of pages.pool, the first sequence's, a multiple of 8. So
+    sequences whose pools lie apart in pinned memory can share a launch without being moved.
     """
     if pools is not None:
         check("pools", pools, torch.int64, (len(pages.k),), pages.k.device)
@@ -152,7 +152,7 @@ def _assign_slots_kernel(
     PAGE: tl.constexpr, GROUP: tl.constexpr, TILE_H: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """STEP: of a step itself, which is counted and whose query becomes the previous one."""
+    """STEP: in a step itself, which is counted, and whose query becomes the previous one."""
     unit = tl.program_id(0)
     b = unit // n_kv_head
     n = tl.load(n_ptr + b) + ahead
@@ -231,12 +231,12 @@ def assign_slots(
     q: torch.Tensor | None = None,
     previous: torch.Tensor | None = None,
 ) -> None:
-    """Gives the pages that kv heads have chosen their slots; those longest unused make room.
+    """Gives slots to the pages that kv heads have chosen, in place of the least recently used.
 
-    fresh int32 (B, G, >= m): numbers of candidates chosen, ascending, as attention/select.py gives
-    them, of which sizes int32 (B, G) are there; only those of kv heads with ``wanted`` != 0 count.
-    q and previous f32 (B, H, d), both or none: given in a step itself, not in a choice made ahead
-    for n + 1 rows; previous becomes q.
+    fresh int32 (B, G, >= m): numbers of the chosen candidates, ascending, as attention/select.py
+    gives them, of which sizes int32 (B, G) are valid; only those of kv heads with ``wanted`` != 0
+    count. q and previous f32 (B, H, d) are given in a step itself, where previous becomes q; both
+    are None in a choice made ahead for n + 1 rows.
     """
     n_batch, _, page, n_kv, d = pages.k.shape
     device, m, n_slot = pages.k.device, pages.chosen.shape[2], pages.stamps.shape[2]

@@ -1,7 +1,7 @@
 """Pages of the KV cache on the GPU: summaries, and scores pooled over a group of heads.
 
-What a summary and its score are is told in cpu/quest/pages.py. The scores of a group's heads are
-pooled into one a kv head: their largest (Quest), or the mean of their softmax over all candidates
+cpu/quest/pages.py says what a summary and its score are. The scores of a group's heads are pooled
+into one a kv head: their largest (Quest), or the mean of their softmax over all candidates
 (FreeKV).
 """
 
@@ -21,7 +21,7 @@ from sparsekv_cli.kernels.checks import check
 def summarise_rows(
     at, stride_n, c, is_channel, first, count, MEANSTD: tl.constexpr
 ):  # rows first..count - 1 at ``at`` -> high, low f32 (BLOCK_D,)
-    """As cpu/quest/pages.py summarise_rows, in the same order of rows, so that roundings agree."""
+    """As in cpu/quest/pages.py, with sums in the same order, so that roundings agree."""
     size = (count - first).to(tl.float32)
     row = tl.load(at + first * stride_n + c, mask=is_channel, other=0.0).to(tl.float32)
     high, low = row, row
@@ -96,9 +96,9 @@ def page_summaries_step(
     meanstd: bool,
     n_sinks: int = 0,
 ) -> None:
-    """``page_summaries`` of the one page that n rows make whole, the last row being in the next.
+    """``page_summaries`` of the page that became whole with row n - 2, if one did.
 
-    n int32 (B,), on the device: at most steps there is nothing to do.
+    n int32 (B,), on the device; in most steps there is nothing to do.
     """
     check("n", n, torch.int32, (k.shape[0],), k.device)
     _check_summaries(k, hi, lo, page, 0, n_sinks)

@@ -1,8 +1,8 @@
-"""SALS's attention on the GPU: chosen latents become keys, get their rotation, and are attended to.
+"""SALS's attention on the GPU: chosen latents become rotated keys and are attended to, in one pass.
 
-One pass: a program takes some of the chosen rows of one kv head, multiplies their latents by D,
-turns the keys to their positions, and attends to them with the values as they lie, in 4 or 2 bits.
-``merge`` (attention/decode.py) joins the programs' pieces and the rows that are kept as they are.
+A program takes some of the chosen rows of one kv head, multiplies their latents by D, rotates the
+keys to their positions, and attends to them with the values as stored, in 4 or 2 bits. ``merge``
+(attention/decode.py) joins the programs' pieces and the attention over the exact rows.
 """
 
 from __future__ import annotations

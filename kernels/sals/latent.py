@@ -26,7 +26,7 @@ LARGEST = 10  # binary exponent of the largest entry of E and D
 
 
 class DeviceBasis(NamedTuple):
-    """What turns keys into latents and back, for one layer: k ~ z D^T, z = k E, before RoPE."""
+    """The matrices of one layer: latents z = k E, keys k ~ z D^T, before RoPE."""
 
     encode: torch.Tensor  # E^T f16 (r, G d), times 2^-encode_exponent
     decode: torch.Tensor  # D^T f16 (r, G d), times 2^-decode_exponent
@@ -156,12 +156,12 @@ def dequantize_values(packed: torch.Tensor, d_v: int, bits: int) -> torch.Tensor
 
 
 class Exact(NamedTuple):
-    """Rows kept as they are: the first ``first`` positions, and a ring of the last ones.
+    """The exact rows: the first ``first`` positions, and a ring of the last ones.
 
     Position p >= first lies in slot first + p % ring. k f16 (B, G, first + ring, d), v likewise;
     listed, counts: which slots take part in a step, int32 (B, G, first + window), (B, G). n_latent
     int32 (B,): positions from ``first`` on that are attended to as latents. k_latent int32 (B,):
-    how many of them are chosen. floor int32 (B,): position of the oldest row that the ring has.
+    how many of them are chosen. floor int32 (B,): position of the oldest row in the ring.
     """
 
     k: torch.Tensor

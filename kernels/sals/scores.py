@@ -1,10 +1,11 @@
-"""SALS's scores on the GPU: how much attention each latent would get, found in latent space.
+"""SALS's scores on the GPU: how much attention each latent would get, computed in latent space.
 
-``score_latents``: queries are turned to the centre of each block of 32 tokens and projected to
-latent space, a matrix product a head; then every block's latents are scored by its own queries of
-all heads at once, and the heads' softmax weights are added up. ``score_summed`` is the paper's way.
-The queries of blocks pass through memory, as many bytes as the latents: a product that many blocks
-share reads D once, while one fused with the scoring would read it again for every few blocks.
+``score_latents`` turns the queries to the centre of each block of 32 tokens and projects them to
+latent space, one matrix product a head. Then each block's latents are scored by the block's own
+queries of all heads at once, and the heads' softmax weights are added up. ``score_summed`` is the
+paper's score. The queries of blocks pass through memory, as many bytes as the latents. That way
+blocks share a product that reads D once; fused with the scoring, D would be read again for every
+few blocks.
 """
 
 from __future__ import annotations

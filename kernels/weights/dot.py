@@ -1,9 +1,9 @@
 """Products of quantised matrices with a few vectors, and their dequantisation, on the GPU.
 
-A decode step reads every weight once, so what counts is bytes in flight and instructions a weight:
-at 4.5 bits a weight a GPU has four instructions for each at the speed of its memory
+A decode step reads every weight once, so bytes in flight and instructions a weight decide its
+speed: at 4.5 bits a weight a GPU has four instructions for each at the speed of its memory
 (weights/fields.py). Scales are applied to sums of 16 or 32 products. Up to ``MAX_FUSED`` vectors
-share those floats; more go to the tensor cores, with weights and inputs in TF32 and sums in f32.
+use f32 arithmetic; more go to the tensor cores, with weights and inputs in TF32 and sums in f32.
 Layout: weights/packed.py.
 """
 

@@ -1,9 +1,8 @@
-"""Fields of packed words as floats, in as few instructions as a GPU can do it (layout:
-weights/packed.py).
+"""Fields of packed words as floats, in few GPU instructions (layout: weights/packed.py).
 
 An integer becomes a float by writing it into the mantissa of 2^23, one logic operation, and
-subtracting 2^23 and the zero point, one addition. Fields are not shifted down; instead what they
-are multiplied by is scaled.
+subtracting 2^23 and the zero point, one addition. Fields are not shifted down; the factor that they
+are multiplied by is scaled instead.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ def times_field(
 ):  # fmt: skip
     """(q - ZERO) x, f32, for field K of the words ``low`` and ``high``, u32.
 
-    exponent: the bits of 2^23, as a value that the compiler does not know: for two constants in
-    one operation it spends another one.
+    exponent: the bits of 2^23, as a value that the compiler does not know: two constants in one
+    operation would cost another one.
     """
     # Fields stay below bit 23, where the mantissa ends; a field at bit 0 is not shifted there, as
     # that takes an instruction more.

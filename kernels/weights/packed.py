@@ -1,13 +1,12 @@
-"""Quantised weights as the GPU reads them: the integers, scales and minima of a matrix apart.
+"""Quantised weights as the GPU reads them: planes of integers, of scales and of minima.
 
-Blocks of 18, 20, 34, 144 or 210 bytes leave no 16-byte load aligned, so a matrix is rearranged once
-when it is loaded: planes of integers, of scales and of minima, every bit kept. A row falls into
-units of four 32-bit words, what one thread loads at a time: field k of word t is element
-4 k + t of the unit (fields of 4 bits, 32 elements a unit, or of 8 bits, 16 elements). Bits above
-the fourth have a plane of their own, with the fields of a word side by side. A weight is
-(q - zero) * scale + minimum, where scale and minimum of the K formats are small integers times a
-float that 256 elements share. Unpacked 6-bit scales make Q4_K and Q5_K 2.8% and 2.3% larger; the
-other formats stay as large as in the file.
+Blocks of 18, 20, 34, 144 or 210 bytes leave no 16-byte load aligned. So a matrix is rearranged once
+when it is loaded, and every bit is kept. A row is cut into units of four 32-bit words, which one
+thread loads at a time: field k of word t is element 4 k + t of the unit (fields of 4 bits, 32
+elements a unit, or of 8 bits, 16 elements). Bits above the fourth have a plane of their own, with
+the fields of a word side by side. A weight is (q - zero) * scale + minimum, where scale and minimum
+of the K formats are small integers times a float that 256 elements share. Unpacked 6-bit scales
+make Q4_K and Q5_K 2.8% and 2.3% larger; other formats keep their size.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class PackedMatrix:
 
     @property
     def planes(self) -> list[torch.Tensor]:
-        """All that there are."""
+        """The planes that this format has."""
         values = (getattr(self, f.name) for f in fields(self))
         return [value for value in values if isinstance(value, torch.Tensor)]
 
@@ -217,7 +216,7 @@ def repack(name: str, data: torch.Tensor, n_columns: int) -> PackedMatrix:
 
 
 def merge_alike(matrices: Sequence[PackedMatrix]) -> list[PackedMatrix]:
-    """The same rows in as few matrices as they can: neighbours of one format become one.
+    """Joins neighbours of one format into one matrix with the rows of both.
 
     Matrices that share an input are one launch then, and fill the GPU better.
     """

@@ -28,8 +28,7 @@ STATISTICS_SHARE = 0.2  # of the time of a calibration
 def study_keys(
     run: CalibrationRun, method: Method, n_sinks: int, n_recent: int
 ) -> dict[str, np.ndarray]:
-    """Both bases of every layer, from the pre-RoPE keys and queries of the text, and the cost of
-    ranks.
+    """Both bases of every layer, from the text's pre-RoPE keys and queries, and the cost of ranks.
 
     rank_kld f32 (L, shares): KLD(full || one layer's keys cut to a share of its latents' columns),
     the last one not measured. rank_budget f32 (L, shares, 2): see

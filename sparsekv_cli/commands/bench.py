@@ -260,11 +260,11 @@ def warm_up(session: Session, ids: Sequence[int], n_prompt: int) -> None:
 
 
 def go_to_depth(session: Session, ids: Sequence[int], test: BenchTest, n_last: int = 1) -> None:
-    """Leaves the test's depth in the cache, as a prefill leaves it: indexes and histories are new.
+    """Fills the cache up to the test's depth by a prefill, which rebuilds the method's indexes.
 
-    A test that decodes only has its last n_last tokens decoded, so that what is done once, at the
-    first decode steps, is not timed; and at depth 0 it begins with one token, because a method sees
-    a prefill before it decodes.
+    Of a test that only decodes, the last n_last tokens are decoded, so that work done once in the
+    first decode steps is not timed. At depth 0 it starts from one token, because a method sees a
+    prefill ahead of its first decode.
     """
     for token in prefill_to_depth(session, ids, test, n_last):
         session.decode(token)

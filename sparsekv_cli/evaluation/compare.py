@@ -94,7 +94,7 @@ def decode_tokens(
     """Decodes ``tokens`` behind ``prompt`` with one method's caches; ``see`` gets the logits.
 
     watched: the steps whose attended rows are compared with exact attention. Layers that do not
-    choose rows are never watched; after the last watched step, none is.
+    choose rows are never watched. Watching ends with the last watched step.
     """
     caches: list[Any] = list(layers)
     observers: list[Observer] = []
@@ -163,9 +163,9 @@ class MethodResult:
 
 
 def split_steps(n: int, n_between: int = 0) -> tuple[range, range]:
-    """Which of n decode steps are watched, and which are timed; the first is neither.
+    """Which of n decode steps are watched and which are timed; the first is neither.
 
-    n_between: steps between them that are neither, as far as some are left to watch.
+    n_between: how many steps between the two parts should be neither, if enough are left to watch.
     """
     n_timed = n // 2
     return range(1, max(2, n - n_timed - n_between)), range(n - n_timed, n)

@@ -49,7 +49,7 @@ def observe(
 
 
 def leave_alone(layers: Sequence[LayerCache]) -> None:
-    """Ends ``observe``."""
+    """Ends what ``observe`` began."""
     for cache in layers:
         if isinstance(cache, HostCache) and isinstance(cache.cache, Observer):
             cache.cache = cache.cache.cache

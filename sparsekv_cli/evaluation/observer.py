@@ -1,7 +1,7 @@
-"""What a method does to a model's answers, and what its sparse layers attend to.
+"""How a method changes a model's answers, and how good the rows are that it attends to.
 
-Attended rows are compared with exact attention over the sequence's exact keys: those of the prompt
-come from the caches of ``full``, those of decoded rows are kept here.
+Attended rows are compared with exact attention over the sequence's exact keys. Those of the prompt
+come from the caches of ``full``; those of decoded rows are kept here.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def compare_rows(
     """Overlap with exact top-k, and softmax mass, of each head's attended rows.
 
     q f32 (H, d), k f16 (G, n, d), tail f16 (G, m, d): rows behind those of k; attended: rows int32
-    (U, m) and their counts (U,), U = H, G or 1; None: every row, which has no overlap to speak of.
-    A head of at most ``ignored`` rows has mass and no overlap. Sinks do not count in the overlap.
+    (U, m) and their counts (U,), U = H, G or 1; None: all rows, which have no overlap. A head of at
+    most ``ignored`` rows has mass and no overlap. Sinks do not count in the overlap.
     """
     from sparsekv_cli.cpu.attention.coverage import rate_rows
 

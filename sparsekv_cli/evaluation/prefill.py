@@ -134,10 +134,10 @@ def prefills(
     n_steps: int,
     progress: Progress | None = None,
 ) -> Iterator[Prefilled]:
-    """``prefill_all`` for one method after another, or a prefill each where caches are a GPU's.
+    """One ``prefill_all`` for all methods; where caches lie on a GPU, a prefill for each method.
 
-    There, each method's kernels are tried first, and its caches are to be gone when the next one's
-    turn comes. A method that cannot run there is refused before any does.
+    On a GPU each method's kernels are tried first, and its caches must be released when the next
+    method's turn comes. A method that cannot run there is refused ahead of all prefills.
     """
     if session.engine.shares_prefill:
         together = prefill_all(session, methods, ids, n_steps=n_steps, progress=progress)
