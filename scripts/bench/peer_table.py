@@ -60,7 +60,7 @@ TARGETS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class PeerRow:
     """One line of the table.
 
     ours, theirs: a value a repetition, in ``unit``; theirs is empty where there is nothing to
@@ -150,7 +150,7 @@ def header() -> str:
     return line(HEADER) + "\n" + line(["---", *["---:"] * (len(HEADER) - 1)])
 
 
-def flatness(rates: dict[int, Sequence[float]]) -> Row | None:
+def flatness(rates: dict[int, Sequence[float]]) -> PeerRow | None:
     """How much of its speed at a small depth lfps keeps at a large one (depth -> t/s, ours).
 
     The columns are ours at the large depth and ours at the small one; None when one is missing.
@@ -159,4 +159,4 @@ def flatness(rates: dict[int, Sequence[float]]) -> Row | None:
     if low not in rates or high not in rates:
         return None
     label = f"lfps: tg @ d{high} over tg @ d{low}"
-    return Row(label, "t/s", rates[high], rates[low], TARGETS[label])
+    return PeerRow(label, "t/s", rates[high], rates[low], TARGETS[label])

@@ -47,7 +47,7 @@ class Operator(NamedTuple):
     n_bytes: int
 
 
-class Rows:
+class OperatorRows:
     """K and V of B sequences of n random rows, a query each, and what the methods keep of them."""
 
     def __init__(self, shape: Shape, n_batch: int, n: int, device: torch.device) -> None:

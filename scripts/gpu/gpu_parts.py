@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from gpu_models import Model, filled_caches, open_engine, random_model, tiny_model
-from gpu_operators import SHAPES, Rows, Shape, cache_operators
+from gpu_operators import SHAPES, OperatorRows, Shape, cache_operators
 from gpu_report import Row, Task
 from gpu_timing import copy_bandwidth, link_bandwidth, time_calls
 from gpu_weights import FORMATS, weight_rows
@@ -139,7 +139,7 @@ class Bench:
             return
         # Several sets of inputs where one might stay in the device's cache.
         n_set = max(1, min(8, (400 << 20) // n_bytes)) if self.device.type == "cuda" else 1
-        sets = [Rows(shape, n_batch, n, self.device) for _ in range(n_set)]
+        sets = [OperatorRows(shape, n_batch, n, self.device) for _ in range(n_set)]
         base = 0.0
         for together in zip(*(each.operators() for each in sets), strict=True):
             first = together[0]

@@ -24,7 +24,7 @@ class Task(NamedTuple):
     rows: Callable[[], Iterable[Row]]
 
 
-class Report:
+class GpuReport:
     """path: the JSON file, if any. about: what to note there first. seconds: time for all tasks.
     match: a task runs if its name has one of these in it.
 

@@ -203,7 +203,8 @@ class Layer:
         means = [np.zeros((self.n_kv, d), np.float32) for _ in range(2)]
         none = np.zeros((self.n_kv, 0, 0), np.float32)
         constants = Constants(*means, none, np.zeros(n_head, np.float32))
-        k, v = (rows[:, self.n - 1, None] for rows in (self.k, self.v))  # stored as it is already
+        # The row is stored already.
+        k, v = (np.ascontiguousarray(rows[:, self.n - 1, None]) for rows in (self.k, self.v))
         rules = self.rules(a, epsilon)
         step = LFPSStep(n_head, rules, constants, self.raised, self.statistics, 2)
         step.use_tables(self.tables)
