@@ -1,8 +1,8 @@
 """FAEDKV: "Infinite-Window Fourier Transform for Unbiased KV Cache Compression" (Li et al.).
 
-Between the sinks and the recent tokens, K and V live on as some of their frequencies along the
-tokens: the coefficients are their only copy. Which frequencies a layer keeps, and how many, comes
-from an ablation study that is done once a model.
+Between the sinks and the recent tokens, K and V are kept as some of their frequencies along the
+tokens; the coefficients are their only copy. An ablation study, done once a model, decides which
+frequencies a layer keeps, and how many.
 
 | paper | here |
 |---|---|
@@ -12,19 +12,19 @@ from an ablation study that is done once a model.
 | eq 9, 12, IWDFT update of aged tokens | Spectrum.append, Spectrum.add (cpu/faedkv/spectrum.py) |
 | eq 5, 11, 13, sparse IDFT and attention | attend_spectrum (cpu/faedkv/attention.py) |
 
-Departures. (1) Eq 9 as printed turns time around, puts new tokens on the indices of old ones and
-weighs early tokens more. ``update=additive`` adds X[k] += x_n e^(-2 pi i k n / N) in a basis of
-fixed length N, and begins a new one when it is full; ``update=block`` (default) keeps aged tokens
-exact until a block of them can be transformed at once, so that rows can be f16: additive needs f32,
-twice the bytes. Additive takes aged tokens eight at a time, which changes no sum. (2) Eq 13's
-second K~ is V~. (3) rfft bins, so that conjugate pairs stay together, in N_CHUNKS chunks.
-(4) ``importance=kld`` ranks chunks by what leaving them out does to the distribution, not to the
-perplexity of one text, which is mostly noise. (5) ``allocation=layers`` gives each layer its own
-share: a few stay whole, most keep their mean. It covers all layers, so none is dense by default;
-layers that the user makes dense are not counted. (6) A share of 100% transforms nothing.
-(7) Segments of a transform have lengths that an FFT likes; up to a block of tokens waits, exact.
-(8) Half of the rows that the study scores repeat a passage of the prefix: with plain text alone the
-layers that recall were thought idle (KLD .29 instead of .07 at 1700 tokens, no needle found).
+Departures; docs/methods.md has their reasons and figures:
+(1) Eq 9 as printed reverses time and puts new tokens on the indices of old ones.
+    ``update=additive`` adds X[k] += x_n e^(-2 pi i k n / N) in a basis of fixed length N, in f32,
+    eight tokens at a time, and begins a new basis when one is full. ``update=block`` (default)
+    keeps aged tokens exact until a block of them is transformed at once, in f16.
+(2) Eq 13's second K~ is V~.
+(3) rfft bins, so that conjugate pairs stay together, in N_CHUNKS chunks.
+(4) ``importance=kld`` ranks chunks by what leaving them out does to the distribution.
+(5) ``allocation=layers`` gives each layer its own share. It covers all layers, so none is dense by
+    default; layers that the user makes dense are not counted.
+(6) A share of 100% transforms nothing.
+(7) Segments have lengths that an FFT likes; up to a block of tokens waits, exact.
+(8) Half of the rows that the study scores repeat a passage of the prefix.
 ``preset=paper``: ppl, uniform, additive.
 """
 

@@ -8,18 +8,19 @@ chunks of their kv head, and each query head attends exactly to its best N_fac k
 |---|---|
 | eq 4, Algorithm 1: contextual agreement of a chunk | judge_chunks (cpu/fasa/dominance.py) |
 | eq 5, the N_tip dominant chunks | rank_chunks, order_dims (cpu/fasa/dominance.py) |
-| section 4.1, scores by dominant chunks, top N_fac | score_chunks, choose_rows (the same) |
-| eq 6, 7, focused attention at original positions | attend_split_rows (cpu/fasa/chunks.py) |
+| section 4.1, scores by dominant chunks, top N_fac | cpu/fasa/chunks.py score_chunks, choose_rows |
+| eq 6, 7, focused attention at original positions | cpu/fasa/chunks.py attend_split_rows |
 | section 4.3, D.1, FASA-C and FASA-M | variant=c and variant=m of SplitStore |
 
-Departures. (1) ``metric=var`` ranks chunks by the variance of their scores over the keys: cheaper
-than CA, and better. (2) The query heads of a kv head share one set of chunks, because its keys are
-stored once. (3) The first 4 and the last 16 rows are always among the N_fac (``force=none``: they
-need not be). (4) The dominant part of an attended key's score is not computed twice. (5) A context
-within N_fac is stored and attended to as ``full`` does; K is split when the context outgrows N_fac,
-and whole during a prefill. (6) Layers have numbers of chunks of their own, with the same sum
-(``allocation``): one layer that recalls is most of what 8 chunks everywhere lose. ``preset=paper``:
-CA, d/4 chunks in all layers, nothing forced, no dense layers.
+Departures; docs/methods.md has their reasons and figures:
+(1) ``metric=var`` ranks chunks by the variance of their scores over the keys.
+(2) The query heads of a kv head share one set of chunks, because its keys are stored once.
+(3) The first 4 and the last 16 rows are always among the N_fac (``force=none``: they need not be).
+(4) The dominant part of an attended key's score is not computed twice.
+(5) A context within N_fac is stored and attended to as by ``full``; K is split when the context
+    outgrows N_fac, and whole during a prefill.
+(6) Layers have numbers of chunks of their own, with the same sum (``allocation``).
+``preset=paper``: CA, d/4 chunks in all layers, nothing forced, no dense layers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """H2O: "Heavy-Hitter Oracle for Efficient Generative Inference" (Zhang et al., arXiv:2306.14048).
 
 Every key collects the attention that queries pay to it. A cache of fixed size keeps the keys that
-have collected most and the most recent ones, half of each; a step that adds a row drops another for
-good, so memory and work of a step are those of the budget however long the text becomes.
+collected most and the most recent ones, half of each. A step that adds a row drops another one for
+good, so memory and work of a step do not grow with the text.
 
 | paper | here |
 |---|---|
@@ -10,12 +10,13 @@ good, so memory and work of a step are those of the budget however long the text
 | Algorithm 1, lines 4 to 8: the row to drop | cpu/eviction/scores.py least_attended |
 | section 5, half heavy hitters and half recent rows | H2O.limits |
 
-Departures. (1) The query heads of a kv head share one choice, by the sum of their scores: the
-paper's models have no groups, and rows are stored for a kv head. (2) Sinks are kept beside the
-budget. (3) A row is dropped behind the step that makes it too many, so that the next step's row is
-within the budget. (4) ``window`` sums only the last queries of a prefill. (5) A later prefill, a
-turn of a chat, is dense over the rows that are left and its own. (6) A sequence that is cut has to
-be read again, because attention that was summed up cannot be taken back.
+Departures; docs/methods.md has their reasons:
+(1) The query heads of a kv head share one choice, by the sum of their scores.
+(2) Sinks are kept beside the budget.
+(3) A row is dropped after the step that makes it too many, so that the next step's row fits.
+(4) ``window`` sums only the last queries of a prefill.
+(5) A later prefill, a turn of a chat, is dense over the rows that are left and its own.
+(6) A sequence that is cut is read again, because summed attention cannot be taken back.
 """
 
 from __future__ import annotations

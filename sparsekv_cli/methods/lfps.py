@@ -25,7 +25,7 @@ Departures; docs/methods.md has their reasons and figures:
 (8) The budget is at most 256 rows.
 (9) The mean of eq 8 is over at most ``horizon`` entries.
 (10) Beyond 8192 rows the heads of a kv group score each other's candidates (``scored_by``).
-``preset=paper`` undoes 3 to 10.
+``preset=paper`` undoes 3 and 5 to 10.
 """
 
 from __future__ import annotations

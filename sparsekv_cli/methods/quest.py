@@ -1,7 +1,7 @@
 """Quest: "Query-Aware Sparsity for Efficient Long-Context LLM Inference" (Tang et al., 2024).
 
-Rows are read in pages. A page keeps the smallest and largest key element of every channel, which
-bound what any of its keys can score; a step reads the pages whose bounds are highest, whole.
+Rows are read in pages. For each page the smallest and largest key element of every channel are
+kept; they bound what any key of the page can score. A step reads the pages with the highest bounds.
 
 | paper | here |
 |---|---|
@@ -9,13 +9,14 @@ bound what any of its keys can score; a step reads the pages whose bounds are hi
 | 3.3 criticality of a page, sum_c max(q_c min_c, q_c max_c) | cpu/quest/pages.py page_scores |
 | 3.4 top-k pages, then attention over their rows | cpu/quest/pages.py select_pages, attend_rows |
 
-Departures. (1) The query heads of a kv head share its pages, chosen by the group's largest score:
-the paper's models have no groups, and rows are stored for a kv head. (2) Sinks are attended to
-beside the budget, and page 0 is summarised without them: their outlying keys would make it critical
-to every query. (3) The page of the current token is always read, as in the authors' code, and
-counts in the budget; what is left of the budget is rounded down to whole pages. (4)
-``summary=meanstd`` scores q . mean + |q| . std instead of a bound. (5) While all rows are within
-the budget, attention is dense. (6) Keys stored as q8_0 are rounded to f16 for the summaries.
+Departures; docs/methods.md has their reasons:
+(1) The query heads of a kv head share its pages, chosen by the group's largest score.
+(2) Sinks are attended to beside the budget, and page 0 is summarised without them.
+(3) The page of the current token is always read and counts in the budget; what is left of the
+    budget is rounded down to whole pages.
+(4) ``summary=meanstd`` scores q . mean + |q| . std instead of a bound.
+(5) While the budget covers the context, attention is dense.
+(6) Keys stored as q8_0 are rounded to f16 for the summaries.
 """
 
 from __future__ import annotations

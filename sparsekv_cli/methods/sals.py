@@ -6,22 +6,24 @@ position, and attends to them, to the sinks and to the recent window, which stay
 
 | paper | here |
 |---|---|
-| section 4.2, C = K'K, its eigenvectors U | study_keys; encode_rows (cpu/sals/latent.py) |
+| section 4.2, C = K'K, its eigenvectors U | calibration/sals.py; cpu/sals/latent.py encode_rows |
 | section 5.1, quantised values | cpu/sals/values.py |
-| section 4.3, s_j = q~[:r*] . k~_j[:r*] | score_chunk, summed_query (cpu/sals/step.py) |
+| section 4.3, s_j = q~[:r*] . k~_j[:r*] | cpu/sals/step.py score_chunk, summed_query |
 | Algorithm 1 lines 5 to 7, top-k, reconstruction, RoPE | select_largest, reconstruct_rows |
-| eq 5, softmax over the selected rows | _attend_pieces, _merge (cpu/sals/step.py) |
+| eq 5, softmax over the selected rows | cpu/sals/step.py _attend_pieces, _merge |
 
-Departures. (1) ``basis=diag`` weighs each RoPE pair of a kv head by the size of its queries before
-the eigenvectors are taken; the weights are alike within a pair, so they commute with RoPE.
-(2) ``score=brope``: latents are scored in blocks of 32 tokens with queries turned to the block's
-distance, a softmax a head, summed over heads; its sums include the exact rows. (3) Sinks stay exact
-(``exact_sinks``): position 0 is an outlier. (4) Values are quantised per token in groups of 32
-channels; per channel costs more than it saves. (5) The window is exact, not half compressed.
-(6) While budget, sinks and window cover the context, it stays as it is. (7) Layers have ranks of
-their own, with the same sum (``allocation``): what cutting one costs differs by a hundred times.
-``preset=paper`` undoes 1 to 3 and 7. A later prefill attends to all rows: latents are
-reconstructed for it and kept.
+Departures; docs/methods.md has their reasons and figures:
+(1) ``basis=diag`` weighs each RoPE pair of a kv head by the size of its queries. The weights are
+    alike within a pair, so they commute with RoPE.
+(2) ``score=brope``: latents are scored in blocks of 32 tokens with queries rotated to the block's
+    distance, a softmax a head, summed over heads; its sums include the exact rows.
+(3) Sinks stay exact (``exact_sinks``).
+(4) Values are quantised per token in groups of 32 channels.
+(5) The window is exact, not half compressed.
+(6) While budget, sinks and window cover the context, nothing is compressed.
+(7) Layers have ranks of their own, with the same sum (``allocation``).
+(8) A later prefill attends to all rows: latents are reconstructed for it, and kept.
+``preset=paper`` undoes 1 to 3 and 7.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """SnapKV: "LLM Knows What You are Looking for Before Generation" (Li et al., arXiv:2404.14469).
 
-When a prompt has been read, each kv head keeps the rows that its last queries attended to most, and
-drops the others for good: decoding reads and stores the rest only.
+After a prompt each kv head keeps the rows that the prompt's last queries attended to most, and
+drops the others for good. Decoding stores and reads only what is left.
 
 | paper | here |
 |---|---|
@@ -9,13 +9,12 @@ drops the others for good: decoding reads and stores the rest only.
 | section 4, pooling, so that neighbours are kept together | cpu/eviction/scores.py max_pool |
 | section 4, top-k of the prefix, and the window itself | finish_prefill |
 
-Departures. (1) The query heads of a kv head share one choice, by the sum of their scores: the
-paper's models have no groups, and rows are stored for a kv head. (2) Budget counts rows of the
-prefix, of the context's length when the choice is made; the window and the sinks are kept beside
-it, and generated rows always. (3) A later prefill, a turn of a chat, is dense over the rows that
-are left and its own, and then all held rows, generated ones too, are chosen among again. Neighbours
-are then those in the cache. What a turn asks about may be gone: SnapKV drops what the question
-before did not need. (4) A sequence that is cut before its last choice has to be read again.
+Departures; docs/methods.md has their reasons:
+(1) The query heads of a kv head share one choice, by the sum of their scores.
+(2) The budget counts rows of the prefix; window, sinks and generated rows are kept beside it.
+(3) A later prefill, a turn of a chat, is dense over the rows that are left and its own. Then all
+    held rows, generated ones too, are chosen among again, and neighbours are those in the cache.
+(4) A sequence that is cut behind its last choice keeps its rows; cut earlier, it is read again.
 """
 
 from __future__ import annotations

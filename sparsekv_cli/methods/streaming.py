@@ -1,10 +1,16 @@
-"""StreamingLLM (Xiao et al., arXiv:2309.17453): the first tokens and the most recent ones.
+"""StreamingLLM: "Efficient Streaming Language Models with Attention Sinks" (Xiao et al., 2023).
 
-Attends to the sinks and the last k rows. Departure: positions stay absolute by default, because
-contexts stay within what the model was trained on; ``reposition=true`` numbers the rows within the
-cache as the paper does (section 3.2), which only changes the distance to the sinks: their keys are
-turned forward by as much as was left out. Old rows stay in memory, so that a later prefill can
-still attend to them.
+A step attends to the first rows, the sinks, and to the last k rows.
+
+| paper | here |
+|---|---|
+| section 3.2, sinks and a rolling cache | select |
+| section 3.2, positions within the cache | _turn_sinks, with ``reposition=true`` |
+
+Departures:
+(1) Positions stay absolute by default; ``reposition=true`` numbers the rows within the cache.
+    Within the length that a model was trained for, this changes the distance to the sinks only.
+(2) Old rows stay in memory, because a later prefill attends to all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Exact top-k: the k keys with the largest q . k, per query head.
 
-The oracle that index methods are measured against: it scores every key, so it saves the value rows
-only. Sinks and the most recent rows are always attended; sinks are not counted in the budget.
+The oracle that other methods are measured against. It scores every key, so it saves reading values
+only. Sinks and the most recent rows are always attended to; sinks are not counted in the budget.
 """
 
 from __future__ import annotations
