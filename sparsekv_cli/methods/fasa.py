@@ -64,9 +64,6 @@ class FASA(Method):
 
     preset: str = option("tuned", "other options change it", choices=tuple(presets))
     budget: Budget = option(N_FAC, "rows attended a head, N_fac: N or P%")
-    n_fac: int = option(
-        0, "the budget in rows, by the paper's name; 0 = as budget says", at_least=0
-    )
     n_tip: int = option(
         0, "dominant chunks of a kv head, on average; 0 = d/8 (var), d/4 (ca)", at_least=0
     )
@@ -86,12 +83,6 @@ class FASA(Method):
         super().__post_init__()
         if self.prefetch and self.variant != "m":
             raise ValueError(f"prefetch = {self.prefetch}: variant={self.variant} fetches no rows")
-        if self.n_fac:
-            if self.budget not in (N_FAC, Budget(tokens=self.n_fac)):
-                raise ValueError(f"n_fac = {self.n_fac}: budget = {self.budget} is given as well")
-            # The budget alone from here on, so that replacing it has its effect.
-            object.__setattr__(self, "budget", Budget(tokens=self.n_fac))
-            object.__setattr__(self, "n_fac", 0)
 
     def covers(self, n: int) -> bool:
         """Whether all of n rows may be attended."""

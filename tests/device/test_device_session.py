@@ -78,7 +78,7 @@ def test_calibration_and_batch_on_the_device(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = make_model(tmp_path / "m.gguf", n_ctx=512, **SIZES)
     config = SessionConfig(threads=1, device="cuda", prefill_dtype="f32")
-    method = build_method("fasa", {"n_fac": "24", "dense_layers": "0"})
+    method = build_method("fasa", {"budget": "24", "dense_layers": "0"})
     session = load_session(path, method, config)
     batch = Batch(session, 2)
     for i, n in enumerate((40, 60)):

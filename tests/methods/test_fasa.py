@@ -209,7 +209,7 @@ def test_all_threads():
 @pytest.mark.parametrize("force", ["default", "none"])
 @pytest.mark.parametrize("n_fac", [1, 2, 3, 5, 19, 20, 21])
 def test_small_budgets(n_fac, force):
-    layer = Layer(GEOMETRIES[1], n_fac=n_fac, force=force)
+    layer = Layer(GEOMETRIES[1], budget=Budget(tokens=n_fac), force=force)
     _, k, v = layer.prefill(1)
     layer.twin.start(k, v)
     layer.decode(70)
@@ -223,7 +223,7 @@ def test_small_budgets(n_fac, force):
 @pytest.mark.parametrize("geometry", GEOMETRIES[:4], ids=str)
 def test_all_chunks_are_exact_top_k(geometry):
     g = geometry
-    layer = Layer(g, n_tip=g.d // 2, n_fac=50, force="none")
+    layer = Layer(g, n_tip=g.d // 2, budget=Budget(tokens=50), force="none")
     _, keys, values = layer.prefill(200)
     for _ in range(20):
         q, k, v = (x[:, 0] for x in layer.rows(1))
@@ -242,7 +242,7 @@ def test_all_chunks_are_exact_top_k(geometry):
 def test_a_budget_of_the_context_is_full_to_the_bit(geometry, n_fac):
     """Also where K has been split before: a later prompt and a rewind find it as it was."""
     n_tip = {"n_tip": 4} if geometry.n_rot < geometry.d else {}
-    layer = Layer(geometry, n_fac=n_fac, **n_tip)
+    layer = Layer(geometry, budget=Budget(tokens=n_fac), **n_tip)
     full = DenseCache(layer.spec, ops)
 
     def both_prefill(n: int) -> None:
@@ -273,7 +273,7 @@ def test_a_budget_of_the_context_is_full_to_the_bit(geometry, n_fac):
 
 @pytest.mark.parametrize("geometry", GEOMETRIES[:4], ids=str)
 def test_the_variants_give_equal_outputs(geometry):
-    layers = [Layer(geometry, variant=variant, n_fac=30) for variant in "cm"]
+    layers = [Layer(geometry, variant=variant, budget=Budget(tokens=30)) for variant in "cm"]
     moved = 0
     for layer in layers:
         layer.prefill(100)
@@ -297,7 +297,7 @@ def test_the_variants_give_equal_outputs(geometry):
 def test_what_a_step_reads():
     """Kdom of all rows, and again of the blocks with the best and the forced ones; Krest and V of
     the attended ones; K is not stored twice."""
-    layer = Layer(Geometry(9, 3, 64, 64), n_fac=25)
+    layer = Layer(Geometry(9, 3, 64, 64), budget=Budget(tokens=25))
     layer.cache.reserve(256)
     layer.prefill(200)
     assert layer.cache.memory().host == 3 * 256 * (16 + 48 + 64) * 2
@@ -313,7 +313,7 @@ def test_what_a_step_reads():
 
 def test_whole_keys():
     """For measurements: before K is split, and while it is."""
-    layer = Layer(GEOMETRIES[2], n_fac=150)
+    layer = Layer(GEOMETRIES[2], budget=Budget(tokens=150))
     _, k, _ = layer.prefill(140)
     for is_split in (False, True):
         assert (layer.cache.store.dom is not None) == is_split
@@ -335,17 +335,9 @@ def test_presets():
     assert build_method("fasa", {}, budget="5%").budget == Budget(share=0.05)
 
 
-def test_n_fac_is_the_budget():
-    method = build_method("fasa", {"n_fac": "128"})
-    assert method.budget == Budget(tokens=128) == replace(method).budget
-    assert replace(method, budget=Budget(tokens=8)).budget == Budget(tokens=8)
-    with pytest.raises(ValueError, match="n_fac = 128: budget = 64 is given as well"):
-        build_method("fasa", {"n_fac": "128"}, budget="64")
-
-
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("metric", "cos"), ("force", "all"), ("variant", "x"), ("n_tip", "-1"), ("n_fac", "-1")],
+    [("metric", "cos"), ("force", "all"), ("variant", "x"), ("n_tip", "-1")],
 )
 def test_a_bad_value_names_the_option(option, value):
     with pytest.raises(ValueError, match=f"{option} = '?{value}'?: must be"):
@@ -353,7 +345,7 @@ def test_a_bad_value_names_the_option(option, value):
 
 
 def test_the_default_n_tip_is_all_chunks_where_few_dims_are_rotated():
-    layer = Layer(Geometry(6, 2, 80, 20), metric="ca", n_fac=30)  # d/4 = 20 of 10
+    layer = Layer(Geometry(6, 2, 80, 20), metric="ca", budget=Budget(tokens=30))  # d/4 = 20 of 10
     layer.prefill(100)
     layer.step()
     assert layer.cache.store.dom.shape[2] == 20
@@ -465,7 +457,7 @@ def test_a_budget_of_the_context_changes_no_bit(budget, session_of):
 
 
 def test_a_smaller_budget_changes_the_answer(session_of):
-    full, sparse = session_of(), session_of(n_fac=10, dense_layers=())
+    full, sparse = session_of(), session_of(budget=Budget(tokens=10), dense_layers=())
     for session in (full, sparse):
         session.prefill(tokens(80))
     text = tokens(20, 1)
@@ -476,9 +468,9 @@ def test_a_smaller_budget_changes_the_answer(session_of):
 def test_a_rewound_session_equals_a_fresh_one(options, session_of):
     """To the end of the prompt, into it, to a context within the budget, and to nothing."""
     prompt, question, answer = tokens(64), tokens(7, 1), tokens(10, 2)
-    used = session_of(n_fac=24, **options)
+    used = session_of(budget=Budget(tokens=24), **options)
     for keep in (64, 32, 16, 0):
-        fresh = session_of(n_fac=24, **options)
+        fresh = session_of(budget=Budget(tokens=24), **options)
         if keep:
             fresh.prefill(prompt[:keep])
         used.rewind(0)
@@ -500,7 +492,7 @@ def test_an_interrupted_prefill_adds_nothing(calls, session_of):
             raise KeyboardInterrupt
 
     prompt, question, answer = tokens(48), tokens(7, 1), tokens(10, 2)
-    session, other = session_of(n_fac=12), session_of(n_fac=12)
+    session, other = session_of(budget=Budget(tokens=12)), session_of(budget=Budget(tokens=12))
     for each in (session, other):
         each.prefill(prompt)
         decode(each, answer)
@@ -596,12 +588,12 @@ def test_a_layer_has_the_chunks_that_its_calibration_says():
     """A row of budgets that gives this layer half of the chunks where all have a quarter."""
     budgets = np.ones((len(SHARES), 2), np.float32)
     budgets[:4], budgets[4] = 0.1, (0.2, 0.9)
-    layer = Layer(GEOMETRIES[1], n_fac=40)
+    layer = Layer(GEOMETRIES[1], budget=Budget(tokens=40))
     spec = replace(layer.spec, calibration={**layer.spec.calibration, "tip_budget": budgets})
     assert FASA().dominant_dims(spec)[1] == 32
     assert FASA(allocation="uniform").dominant_dims(spec)[1] == 16
     assert build_method("fasa", {"preset": "paper"}).allocation == "uniform"
-    cache = FASA(n_fac=40).layer(spec, ops)
+    cache = FASA(budget=Budget(tokens=40)).layer(spec, ops)
     prefill(cache, *layer.rows(90))
     assert cache.store.split().shape[2] == 32 and layer.cache.store.dims.shape == (3, 64)
 
@@ -611,7 +603,7 @@ def test_rows_of_a_trial_attend_as_a_step_does(geometry, monkeypatch):
     """What a share of the chunks is judged by is the method's own attention."""
     n_chosen = 40
     monkeypatch.setattr(fasa, "N_CHOSEN", n_chosen)
-    layer = Layer(geometry, n_fac=n_chosen, n_tip=4, metric="var")
+    layer = Layer(geometry, budget=Budget(tokens=n_chosen), n_tip=4, metric="var")
     dims, n_dom = layer.method.dominant_dims(layer.spec)
     _, k, v = layer.prefill(90)
     new = layer.rows(7)
@@ -631,7 +623,9 @@ def test_rows_of_a_trial_attend_as_a_step_does(geometry, monkeypatch):
 
 def test_options_do_not_change_the_calibration(model, tensors):
     session = open_session(model, Full())
-    other = calibrate(session, FASA(metric="ca", n_tip=3, n_fac=7, variant="m"), tokens(300))
+    other = calibrate(
+        session, FASA(metric="ca", n_tip=3, budget=Budget(tokens=7), variant="m"), tokens(300)
+    )
     session.gguf.close()
     for name, array in tensors.items():
         np.testing.assert_array_equal(other[name], array)
