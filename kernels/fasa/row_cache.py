@@ -3,8 +3,7 @@
 V and the dims of K that do not dominate lie in pinned memory of the host (fasa/chunks.py). Each kv
 head has as many slots on the device as its query heads can choose rows in a step. A row that is
 chosen and has no slot is fetched over the bus into a slot whose row no head has chosen; slots are
-reused in turn. A row may also be fetched ahead, by a guess of what a step will choose, but never in
-place of a row that the step before chose.
+reused in turn.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ import triton.language as tl
 from sparsekv_cli.kernels.checks import check, check_on_host
 
 FETCHED = 16  # rows that a program fetches from the host
-# Columns of ``state``: launches of ``place_rows`` so far, that of the last step itself, the slot
-# whose turn it is, and how many are to be filled.
-CLOCK, LAST_STEP, HAND, N_MISSING, N_STATE = (tl.constexpr(i) for i in range(5))
-# Columns of ``statistics``: rows of steps that were there or not, and rows fetched ahead.
-HIT, RECALLED, AHEAD, N_STATISTICS = (tl.constexpr(i) for i in range(4))
+# Columns of ``state``: launches of ``place_rows`` so far, the slot whose turn it is, and how many
+# are to be filled.
+CLOCK, HAND, N_MISSING, N_STATE = (tl.constexpr(i) for i in range(4))
+# Columns of ``statistics``: rows of steps that were there or not.
+HIT, RECALLED, N_STATISTICS = (tl.constexpr(i) for i in range(3))
 NO_ROW = tl.constexpr(-1)
 
 
@@ -66,7 +65,7 @@ def empty_resident(
 def _place_rows_kernel(
     idx_ptr, counts_ptr, n_ptr, slot_of_ptr, row_in_ptr, used_ptr, free_ptr, missing_ptr,
     state_ptr, statistics_ptr, places_ptr, m, n_slot, capacity, n_kv_head, stride_ib, stride_iu,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr, IS_AHEAD: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One program a kv head takes its lists one after another."""
     unit = tl.program_id(0)
@@ -77,15 +76,12 @@ def _place_rows_kernel(
     state_at, statistics_at = state_ptr + unit * N_STATE, statistics_ptr + unit * N_STATISTICS
     lane, lane_s = tl.arange(0, BLOCK), tl.arange(0, BLOCK_S)
     now = tl.load(state_at + CLOCK) + 1
-    keep = now
-    if IS_AHEAD:
-        keep = tl.load(state_at + LAST_STEP)
-    else:  # what a step that was broken off has left of the newest row is another row
-        newest = tl.load(n_ptr + b) - 1
-        stale = tl.load(slot_of_at + newest)
-        tl.store(row_in_at + tl.maximum(stale, 0), NO_ROW, mask=stale >= 0)
-        tl.store(slot_of_at + newest, NO_ROW)
-        tl.debug_barrier()
+    # What a step that was broken off has left of the newest row is another row.
+    newest = tl.load(n_ptr + b) - 1
+    stale = tl.load(slot_of_at + newest)
+    tl.store(row_in_at + tl.maximum(stale, 0), NO_ROW, mask=stale >= 0)
+    tl.store(slot_of_at + newest, NO_ROW)
+    tl.debug_barrier()
     for t in range(GROUP):
         count = tl.load(counts_ptr + unit * GROUP + t)
         idx_at = idx_ptr + b * stride_ib + (g * GROUP + t) * stride_iu
@@ -101,7 +97,7 @@ def _place_rows_kernel(
         j = start + lane_s
         slot = (hand + j) % n_slot
         used = tl.load(used_at + slot, mask=j < n_slot, other=now)
-        is_free = (used < keep).to(tl.int32)
+        is_free = (used < now).to(tl.int32)
         tl.store(free_at + n_free + tl.cumsum(is_free, 0) - 1, slot, mask=is_free > 0)
         n_free += tl.sum(is_free, 0)
         n_hit += tl.sum(((used == now) & (j < n_slot)).to(tl.int32), 0)
@@ -115,8 +111,7 @@ def _place_rows_kernel(
             row = tl.load(idx_at + j, mask=j < count, other=0)
             slot = tl.load(slot_of_at + row, mask=j < count, other=0)
             is_new = (j < count) & (slot < 0)
-            order = n_missing + tl.cumsum(is_new.to(tl.int32), 0) - 1
-            is_new = is_new & (order < n_free)  # always so in a step
+            order = n_missing + tl.cumsum(is_new.to(tl.int32), 0) - 1  # below n_free
             new = tl.load(free_at + order, mask=is_new, other=0)
             old = tl.load(row_in_at + new, mask=is_new, other=NO_ROW)
             tl.store(slot_of_at + old, tl.full([BLOCK], NO_ROW, tl.int32), mask=old >= 0)
@@ -124,21 +119,16 @@ def _place_rows_kernel(
             tl.store(row_in_at + new, row, mask=is_new)
             tl.store(used_at + new, tl.zeros_like(new) + now, mask=is_new)
             tl.store(missing_ptr + unit * n_slot + order, new, mask=is_new)
-            if not IS_AHEAD:
-                at = places_ptr + (unit * GROUP + t) * m + j
-                tl.store(at, tl.where(is_new, new, slot), mask=j < count)
+            at = places_ptr + (unit * GROUP + t) * m + j
+            tl.store(at, tl.where(is_new, new, slot), mask=j < count)
             n_missing += tl.sum(is_new.to(tl.int32), 0)
             tl.debug_barrier()  # the next list must find these rows
     last = tl.load(free_at + tl.maximum(n_missing - 1, 0))
     tl.store(state_at + HAND, (last + 1) % n_slot, mask=n_missing > 0)
     tl.store(state_at + CLOCK, now)
     tl.store(state_at + N_MISSING, n_missing)
-    if IS_AHEAD:
-        tl.store(statistics_at + AHEAD, tl.load(statistics_at + AHEAD) + n_missing)
-    else:
-        tl.store(state_at + LAST_STEP, now)
-        tl.store(statistics_at + HIT, tl.load(statistics_at + HIT) + n_hit)
-        tl.store(statistics_at + RECALLED, tl.load(statistics_at + RECALLED) + n_missing)
+    tl.store(statistics_at + HIT, tl.load(statistics_at + HIT) + n_hit)
+    tl.store(statistics_at + RECALLED, tl.load(statistics_at + RECALLED) + n_missing)
 
 
 def place_rows(
@@ -146,14 +136,12 @@ def place_rows(
     idx: torch.Tensor,
     counts: torch.Tensor,
     n: torch.Tensor,
-    places: torch.Tensor | None = None,
+    places: torch.Tensor,
 ) -> None:
     """Gives slots to the rows that query heads have chosen; ``fetch_rows`` fills them.
 
     idx int32 (B, H, m), no row twice in a list, of which the first counts int32 (B, H); n int32
-    (B,) rows in context. places int32 (B, H, m): in a step, which needs all of its rows, receives
-    the slots of ``idx``. Without it the call is ahead of a step and places as many rows as there
-    are free slots.
+    (B,) rows in context. places int32 (B, H, m): receives the slots of ``idx``.
     """
     n_batch, n_head, m = idx.shape
     n_kv_head, n_slot, device = resident.k.shape[1], resident.k.shape[2], idx.device
@@ -171,12 +159,11 @@ def place_rows(
     check("statistics", resident.statistics, torch.int64, shape, device)
     if n_slot < min(group * m, capacity):
         raise ValueError(f"k has {n_slot} slots: expected {min(group * m, capacity)}")
-    if places is not None:
-        check("places", places, torch.int32, (n_batch, n_head, m), device)
+    check("places", places, torch.int32, (n_batch, n_head, m), device)
     block, block_s = (min(512, max(32, triton.next_power_of_2(size))) for size in (m, n_slot))
     _place_rows_kernel[(n_batch * n_kv_head,)](
         idx, counts, n, *resident[2:], places, m, n_slot, capacity, n_kv_head, *idx.stride()[:2],
-        GROUP=group, BLOCK=block, BLOCK_S=block_s, IS_AHEAD=places is None, num_warps=4,
+        GROUP=group, BLOCK=block, BLOCK_S=block_s, num_warps=4,
         maxnreg=96,  # programs are few: none need be saved by a spill, as Triton 3.6's ptxas does
     )  # fmt: skip
 

@@ -35,8 +35,7 @@ LOGITS_OF = (
 )  # fmt: skip
 WHOLE_OF = ("topk", "streaming", "quest", "fasa", "fasa:variant=m", "freekv")
 TOKENS_OF = (
-    "full", "fasa", "sals", "freekv", "fasa:variant=m",
-    "fasa:variant=m;prefetch=true", "quest", "topk", "streaming",
+    "full", "fasa", "sals", "freekv", "fasa:variant=m", "quest", "topk", "streaming",
 )  # fmt: skip
 LARGEST_KLD = 1e-3
 ABLATION = (
@@ -45,8 +44,7 @@ ABLATION = (
     "freekv:preset=paper;recall=copy", "freekv:preset=paper;speculate=false",
 )  # fmt: skip
 COUNTERS = (
-    "pages_recalled", "pages_hit", "heads_corrected", "us_waited", "rows_hit",
-    "rows_recalled", "rows_prefetched",
+    "pages_recalled", "pages_hit", "heads_corrected", "us_waited", "rows_hit", "rows_recalled",
 )  # fmt: skip
 
 

@@ -171,18 +171,6 @@ class DeviceCache(LayerCache):
         The sequences are this cache's and, if B > 1, those that lie behind it in common tensors.
         """
 
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether ``fetch_ahead`` is to be called in the step that was planned."""
-        return False
-
-    def fetch_ahead(self, q: torch.Tensor, step: StepNumbers) -> None:
-        """Launches that prepare ``decode`` of the same step by a guess of its query.
-
-        q f32 (B, H, d), rotated. They run beside other layers' launches, and end before ``decode``.
-        """
-        raise NotImplementedError
-
     def join(self) -> None:
         """Joins what ``decode`` has launched beside the step: before the step ends."""
         if self.side is not None:

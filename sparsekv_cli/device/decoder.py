@@ -22,7 +22,7 @@ from sparsekv_cli.device.graphs import Piece, Steps
 from sparsekv_cli.device.host import HostCache
 from sparsekv_cli.device.methods.lfps import HostLFPS
 from sparsekv_cli.device.step import StepBuffers
-from sparsekv_cli.device.streams import SideStream, join_all
+from sparsekv_cli.device.streams import join_all
 from sparsekv_cli.device.weights import DeviceWeights
 from sparsekv_cli.kernels.attention.decode import Attended
 from sparsekv_cli.kernels.layer import decode as kernels
@@ -57,7 +57,6 @@ class DeviceDecoder(Forward):
     """
 
     foreign: Callable[[LayerCache], HostCache]
-    _guessed_from: torch.Tensor  # kept because the other stream reads it
 
     def __init__(
         self,
@@ -86,7 +85,6 @@ class DeviceDecoder(Forward):
         self.rows = TorchRows(hparams, self.rope, interleaved, self.dtype)
         self._steps = Steps(self.device, capture=capture)
         self._buffers = StepBuffers(hparams, 1, self.device)
-        self._beside = SideStream(self.device)
         # Of the step that runs: of each sequence, the position and the caches.
         self._positions: Sequence[int] = ()
         self._caches: Sequence[Sequence[LayerCache]] = ()
@@ -190,8 +188,6 @@ class DeviceDecoder(Forward):
         calls: list[Callable[[], None]] = [buffers.upload]
         for i, layers in enumerate(zip(*caches, strict=True)):
             calls.append(partial(self._project, i))
-            calls.append(self._beside.join)
-            calls.append(partial(self._look_ahead, i + 1, caches))
             if together[i]:
                 calls += [partial(self._attend, i, run) for run in together[i]]
             else:
@@ -206,23 +202,6 @@ class DeviceDecoder(Forward):
     def _project(self, i: int) -> None:
         """Layer i's q, k, v in the buffers, from the residual stream."""
         self._split(i, self._normed(i), self._buffers.inputs(i))
-
-    def _look_ahead(self, i: int, caches: Sequence[Sequence[LayerCache]]) -> None:
-        """Lets caches of layer i fetch by a guess of its query, from the residual stream as it is
-        before the layer below it; beside what follows, until layer i begins.
-        """
-        if i == self.hparams.n_layer:
-            return
-        of_layer = [(b, layers[i]) for b, layers in enumerate(caches)]
-        looking = [(b, c) for b, c in of_layer if isinstance(c, DeviceCache) and c.looks_ahead]
-        if not looking:
-            return
-        self._guessed_from = self._normed(i)
-        guessed = self._buffers.guessed(i)
-        with self._beside.fork():
-            self._split(i, self._guessed_from, guessed)
-            for b, cache in looking:
-                cache.fetch_ahead(guessed[0][b : b + 1], self._step(slice(b, b + 1)))
 
     def _normed(self, i: int) -> torch.Tensor:
         vectors: Any = self._on_device.layers[i].vectors  # tensors

@@ -31,7 +31,6 @@ class StepBuffers:
             for n_head, n_kv in zip(h.n_head, h.n_head_kv, strict=True)
         }
         self._host_packed, self._packed = self._both((n_rows * max(sizes),), torch.float32)
-        self._guessed = torch.zeros_like(self._packed)
         most = n_rows * max(h.n_head)
         self._attended = torch.zeros(most * h.value_dim, dtype=torch.float32, device=device)
         self._from_host, self._received = self._both((most * (h.value_dim + 1),), torch.float32)
@@ -70,10 +69,6 @@ class StepBuffers:
 
     def inputs(self, i: int) -> list[torch.Tensor]:
         return self._layer_inputs(self._packed, i)
-
-    def guessed(self, i: int) -> list[torch.Tensor]:
-        """Where a guess of layer i's inputs goes."""
-        return self._layer_inputs(self._guessed, i)
 
     def download_inputs(self) -> None:
         self._host_packed.copy_(self._packed, non_blocking=True)

@@ -77,12 +77,6 @@ class FASA(Method):
         "default", "rows always attended: 4 first and 16 last, or none", choices=("default", "none")
     )
     variant: str = option("c", "m: a device leaves V and most of K to its host", choices=("c", "m"))
-    prefetch: bool = option(False, "variant=m on a GPU: fetch rows ahead by a guess of the query")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.prefetch and self.variant != "m":
-            raise ValueError(f"prefetch = {self.prefetch}: variant={self.variant} fetches no rows")
 
     def covers(self, n: int) -> bool:
         """Whether all of n rows may be attended."""
@@ -110,8 +104,6 @@ class FASA(Method):
         return dominance.order_dims(rank, n_tip, spec.head_dim), 2 * n_tip
 
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
-        if self.prefetch:
-            raise SparseKVError("-o prefetch=true: only where the KV cache lies on a GPU")
         return FASACache(spec, backend, self)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:

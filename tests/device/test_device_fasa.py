@@ -3,18 +3,12 @@
 import numpy as np
 import pytest
 from side_by_side import GEOMETRIES, SideBySide, assert_sessions_agree, watch
-from tiny_models import make_model
 
-from sparsekv_cli.batch import Batch
 from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.calibration.fasa import even_budgets
-from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.kernels.fasa import row_cache as resident
-from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.fasa import FASA
-from sparsekv_cli.session import load_session
 
 
 def make(geometry, device, **options) -> SideBySide:
@@ -119,52 +113,3 @@ def test_sessions_agree(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     options = {"dense_layers": "0", "variant": "m", "budget": "30"}
     assert_sessions_agree(tmp_path, "fasa", options, n_prompt=70, n_steps=2)
-
-
-def test_rows_that_are_fetched_ahead_change_nothing(device):
-    """A guess that is about right, and one that is wrong."""
-    pairs = [make(GEOMETRIES[1], device, variant="m", budget=Budget(tokens=50)) for _ in range(2)]
-    for pair in pairs:
-        pair.prefill(150)
-    without, ahead = pairs
-    for step in range(6):
-        rows, n = without.rows(1), without.device.n + 1
-        guess = rows[0][:, 0] + (step % 3) * ahead.rng.standard_normal(rows[0][:, 0].shape)
-        expected = without.decode_on_device(rows, n)
-        np.testing.assert_array_equal(ahead.decode_on_device(rows, n, guess), expected)
-    counts, other = (pair.device.counters() for pair in pairs)
-    assert counts["rows_prefetched"] == 0 < other["rows_prefetched"]
-    assert other["rows_recalled"] < counts["rows_recalled"]
-    found = other["rows_hit"] + other["rows_recalled"]
-    assert found == counts["rows_hit"] + counts["rows_recalled"]
-
-
-def test_the_decoder_looks_ahead(tmp_path, monkeypatch):
-    """Two sequences at once, so that one guess serves both."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = make_model(tmp_path / "m.gguf", n_ctx=512, n_embd=64, n_ff=64, n_vocab=400, head_dim=32)
-    prompts = np.random.default_rng(0).integers(3, 400, (2, 80)).tolist()
-    outs, ledgers = [], []
-    for prefetch in ("false", "true"):
-        options = {"dense_layers": "0", "variant": "m", "budget": "30", "prefetch": prefetch}
-        config = SessionConfig(threads=1, device="cuda", prefill_dtype="f32")
-        batch = Batch(load_session(path, build_method("fasa", options), config), 2)
-        for i, prompt in enumerate(prompts):
-            batch.use(i).prefill(prompt)
-        outs.append(batch.decode([5, 9]))
-        ledgers.append(batch.ledger(2))
-    np.testing.assert_array_equal(*outs)
-    without, ahead = ledgers
-    assert without["rows_prefetched"] == 0 < ahead["rows_prefetched"]
-    assert ahead["rows_recalled"] < without["rows_recalled"]
-    for name in ("rows_attended", "rows_scored"):
-        assert ahead[name] == without[name]
-    found = ahead["rows_hit"] + ahead["rows_recalled"]
-    assert found == without["rows_hit"] + without["rows_recalled"]
-
-
-def test_who_has_nothing_to_fetch_is_told(device):
-    with pytest.raises(ValueError, match="variant=c fetches no rows"):
-        FASA(prefetch=True)
-    with pytest.raises(SparseKVError, match="only where the KV cache lies on a GPU"):
-        make(GEOMETRIES[1], device, variant="m", prefetch=True)

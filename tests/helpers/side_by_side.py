@@ -113,15 +113,13 @@ class SideBySide:
         expected = self.host.decode(AttnInput(*wide, n - 1))[:, : self.geometry.d_v].copy()
         return expected, self.decode_on_device(rows, n)
 
-    def decode_on_device(self, rows: Rows, n: int, guess: np.ndarray | None = None) -> np.ndarray:
-        """guess (H, d): what the cache is told of the query before the step."""
+    def decode_on_device(self, rows: Rows, n: int) -> np.ndarray:
+        """A row into the device's cache: its output f32 (H, d_v)."""
         cache, device = self.device, self.device.backend.device
         prepare(cache, n, grid_bound(n))
         numbers = (n - 1, n, cache.budget_rows(n))
         step = StepNumbers(*(torch.tensor([x], dtype=torch.int32, device=device) for x in numbers))
         inputs = [torch.from_numpy(x[:, 0].copy())[None].to(device) for x in rows]
-        if guess is not None:
-            cache.fetch_ahead(torch.from_numpy(guess).float()[None].to(device), step)
         out = cache.decode(DeviceInput(*inputs, step))
         cache.settle(n)
         assert cache.n == n

@@ -25,5 +25,4 @@ def launches() -> Iterator[Callable[[], object]]:
             2, n_kv, n_head // n_kv * m, d, d, capacity, torch.device("cpu")
         )
         yield partial(row_cache.place_rows, slots, idx, counts, n, torch.zeros_like(idx))
-        yield partial(row_cache.place_rows, slots, idx, counts, n)
         yield partial(row_cache.fetch_rows, slots, dom, rest, v)

@@ -5,13 +5,6 @@ Variant c keeps K and V whole in device memory beside a copy of the dominant dim
 lie in pinned memory of the host. Rows that a step attends to are fetched from there, once a kv
 head, and stay on the device until others need their place (kernels/fasa/row_cache.py), so that only
 new ones cross the bus.
-
-``prefetch``: while a layer attends and goes through its FFN, a second stream guesses the query of
-the next layer from the residual stream as it was before this one, chooses with that, and fetches.
-The step then chooses with the query as it is and fetches what lacks: results are the same to the
-bit. In two steps of SmolLM2-135M behind 880 tokens at N_fac = 64, 75 to 78% of a step's rows were
-on the device from the one before; with prefetch 94%, for 11 to 23% more rows over the bus. Off by
-default: a guess reads a layer's projections once more, which may cost as much as it hides.
 """
 
 from __future__ import annotations
@@ -22,7 +15,7 @@ from typing import Any
 import torch
 
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec, Memory
-from sparsekv_cli.device.cache import DeviceInput, DeviceSelecting, StepNumbers, grid_bound
+from sparsekv_cli.device.cache import DeviceInput, DeviceSelecting, grid_bound
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention import select
 from sparsekv_cli.kernels.fasa import chunks, row_cache
@@ -279,17 +272,6 @@ class DeviceFASAM(DeviceFASA):
         """Not while rows lie on the host, where slots follow each sequence's own choices."""
         return not self._is_split
 
-    @property
-    def looks_ahead(self) -> bool:
-        return self.method.prefetch and not self._dense
-
-    def fetch_ahead(self, q: torch.Tensor, step: StepNumbers) -> None:
-        assert self._slots is not None
-        # The new row is yet to come.
-        idx, counts = self._choose(q, self._dom, step.pos, step.budget)
-        row_cache.place_rows(self._slots, idx, counts, step.pos)
-        row_cache.fetch_rows(self._slots, self._dom, self._host.rest, self._host.v)
-
     def decode(self, x: Any) -> Any:
         if self._dense:
             return super().decode(x)
@@ -323,11 +305,11 @@ class DeviceFASAM(DeviceFASA):
 
     def counters(self) -> Mapping[str, int]:
         """The ledger's counts, and rows that steps attended to, once a kv head: those that were on
-        the device or had to be recalled from the host, and how many were fetched ahead."""
+        the device, and those that had to be recalled from the host."""
         counts = self.ledger.counts.copy()
-        hit, recalled, ahead = self._statistics[0].sum(0).tolist()
-        counts["bytes_moved"] += (recalled + ahead) * self._row_bytes
-        counts.update(rows_hit=hit, rows_recalled=recalled, rows_prefetched=ahead)
+        hit, recalled = self._statistics[0].sum(0).tolist()
+        counts["bytes_moved"] += recalled * self._row_bytes
+        counts.update(rows_hit=hit, rows_recalled=recalled)
         return counts
 
     def memory(self) -> Memory:
