@@ -266,10 +266,9 @@ def _fetch_pages_kernel(
     pool_ptr, pools_ptr, k_ptr, v_ptr, chosen_ptr, slots_ptr, missing_ptr, state_ptr, n_ptr,
     idx_ptr, counts_ptr, recent, n_sink, n_ring, n_kv_head, n_resident, n_pool, m, stride_i,
     PAGE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, ROWS: tl.constexpr, FETCH: tl.constexpr, LIST: tl.constexpr,
-    APART: tl.constexpr,
+    BLOCK_V: tl.constexpr, ROWS: tl.constexpr, LIST: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """FETCH: copies the missing pages; LIST: writes the rows that a step attends to."""
+    """Copies the missing pages; LIST: writes the rows that a step attends to."""
     i, unit = tl.program_id(0), tl.program_id(1)
     b, g = (unit // n_kv_head).to(tl.int64), (unit % n_kv_head).to(tl.int64)
     n_chosen = tl.load(state_ptr + unit * N_STATE + N_CHOSEN)
@@ -283,24 +282,23 @@ def _fetch_pages_kernel(
                 place = (n_sink + i) * PAGE + rows
                 idx_at = idx_ptr + unit * stride_i + place
                 tl.store(idx_at, resident * PAGE + rows, mask=rows < PAGE)
-        if FETCH:  # noqa: SIM102 - decided when the kernel is compiled
-            if tl.load(missing_ptr + unit * m + i) > 0:
-                c, c_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-                size: tl.constexpr = PAGE * (D + D_V)
-                pool_at = _pool_at(pool_ptr, pools_ptr, b, n_pool * n_kv_head, APART, size)
-                unit_at = pool_at + ((page - n_sink) * n_kv_head + g) * size
-                row = (b * n_resident + resident) * PAGE * n_kv_head + g
-                for start in tl.static_range(0, PAGE, ROWS):
-                    rows = start + r
-                    is_k = (rows < PAGE)[:, None] & (c < D)[None, :]
-                    is_v = (rows < PAGE)[:, None] & (c_v < D_V)[None, :]
-                    from_k = unit_at + rows[:, None] * D + c[None, :]
-                    from_v = unit_at + PAGE * D + rows[:, None] * D_V + c_v[None, :]
-                    k = tl.load(from_k, mask=is_k, other=0.0)
-                    v = tl.load(from_v, mask=is_v, other=0.0)
-                    to = (row + rows * n_kv_head)[:, None]
-                    tl.store(k_ptr + to * D + c[None, :], k, mask=is_k)
-                    tl.store(v_ptr + to * D_V + c_v[None, :], v, mask=is_v)
+        if tl.load(missing_ptr + unit * m + i) > 0:
+            c, c_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+            size: tl.constexpr = PAGE * (D + D_V)
+            pool_at = _pool_at(pool_ptr, pools_ptr, b, n_pool * n_kv_head, APART, size)
+            unit_at = pool_at + ((page - n_sink) * n_kv_head + g) * size
+            row = (b * n_resident + resident) * PAGE * n_kv_head + g
+            for start in tl.static_range(0, PAGE, ROWS):
+                rows = start + r
+                is_k = (rows < PAGE)[:, None] & (c < D)[None, :]
+                is_v = (rows < PAGE)[:, None] & (c_v < D_V)[None, :]
+                from_k = unit_at + rows[:, None] * D + c[None, :]
+                from_v = unit_at + PAGE * D + rows[:, None] * D_V + c_v[None, :]
+                k = tl.load(from_k, mask=is_k, other=0.0)
+                v = tl.load(from_v, mask=is_v, other=0.0)
+                to = (row + rows * n_kv_head)[:, None]
+                tl.store(k_ptr + to * D + c[None, :], k, mask=is_k)
+                tl.store(v_ptr + to * D_V + c_v[None, :], v, mask=is_v)
     if LIST:  # noqa: SIM102
         if i == m:  # the sinks, and the window behind the chosen pages
             n = tl.load(n_ptr + b)
@@ -325,14 +323,13 @@ def fetch_pages(
     idx: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
     *,
-    fetch: bool = True,
     pools: torch.Tensor | None = None,
 ) -> None:
     """Copies the chosen pages that are missing from the pool to their slots.
 
     With idx int32 (B, G, >= (n_sink + m + n_ring) p), counts int32 (B, G) and n int32 (B,): lists
-    the resident rows that a step of n rows attends to, in order of position. fetch False: only so.
-    pools: see ``check_pools``.
+    the resident rows that a step of n rows attends to, in order of position. pools: see
+    ``check_pools``.
     """
     n_batch, n_resident, page, n_kv, d = pages.k.shape
     d_v, m, device = pages.v.shape[4], pages.chosen.shape[2], pages.k.device
@@ -350,5 +347,5 @@ def fetch_pages(
         n, idx, counts, recent, layout.n_sink, layout.n_ring, n_kv, n_resident,
         pages.pool.shape[1], m, 0 if idx is None else idx.stride(1),
         PAGE=page, D=d, D_V=d_v, BLOCK_D=_width(d, d), BLOCK_V=_width(d_v, d_v), ROWS=_rows(page),
-        FETCH=fetch, LIST=idx is not None, APART=pools is not None, num_warps=4,
+        LIST=idx is not None, APART=pools is not None, num_warps=4,
     )  # fmt: skip

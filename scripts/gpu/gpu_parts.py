@@ -40,8 +40,7 @@ TOKENS_OF = (
 LARGEST_KLD = 1e-3
 ABLATION = (
     "freekv", "freekv:speculate=false", "freekv:correct=false", "freekv:tau=0.8",
-    "freekv:cache_pages=1", "freekv:recall=copy", "freekv:preset=paper",
-    "freekv:preset=paper;recall=copy", "freekv:preset=paper;speculate=false",
+    "freekv:cache_pages=1", "freekv:preset=paper", "freekv:preset=paper;speculate=false",
 )  # fmt: skip
 COUNTERS = (
     "pages_recalled", "pages_hit", "heads_corrected", "us_waited", "rows_hit", "rows_recalled",

@@ -55,7 +55,6 @@ from sparsekv_cli.cpu.freekv.pages import (
 )
 from sparsekv_cli.cpu.jit.floats import as_f32
 from sparsekv_cli.cpu.jit.threads import physical_cores
-from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.option import option
 
@@ -102,10 +101,6 @@ class FreeKV(Method):
     overlap: str = option(
         "auto", "choose on a thread of its own; auto: if a core is free",
         choices=("auto", "true", "false"),
-    )  # fmt: skip
-    recall: str = option(
-        "auto", "on a GPU: gather by a kernel that reads the host's memory, or by the copy engine",
-        choices=("auto", "gather", "copy"),
     )  # fmt: skip
 
     def plan(self, n: int, n_sink: int | None = None) -> PagePlan | None:
@@ -154,8 +149,6 @@ class FreeKV(Method):
         return ThreadPoolExecutor(1, "freekv")
 
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
-        if self.recall != "auto":
-            raise SparseKVError(f"-o recall={self.recall}: only where the KV cache lies on a GPU")
         return FreeKVCache(spec, backend, self)
 
 

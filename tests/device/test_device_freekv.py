@@ -17,7 +17,6 @@ from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.device.cache import DeviceInput, StepNumbers
 from sparsekv_cli.device.methods.freekv import DeviceFreeKV
 from sparsekv_cli.device.ops import DeviceOps
-from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.kernels.freekv import pages as page_cache
 from sparsekv_cli.kernels.freekv import recall
 from sparsekv_cli.methods.freekv import FreeKV
@@ -221,35 +220,6 @@ def test_a_step_under_one_key_allocates_nothing_that_stays():
         decode(cache, stream.rows(1), n_max=120)
     assert keys[0] == keys[1] == keys[2] and places[0] == places[1] == places[2]
     assert prepare(cache, cache.n + 1, 400) != keys[0]
-
-
-def test_recall_by_copies_is_the_same():
-    geometry = Geometry(4, 2, 16)
-    caches = [make_on_device(FreeKV(**SMALL, recall=how), geometry) for how in ("gather", "copy")]
-    stream = Stream(geometry, seed=6)
-    rows = stream.rows(90)
-    for cache in caches:
-        prefill(cache, rows)
-    keys = set()
-    for _ in range(5):
-        row = stream.rows(1)
-        outs = [decode(cache, row) for cache in caches]
-        np.testing.assert_array_equal(*outs)
-        keys.add(prepare(caches[1], caches[1].n + 1, 130))
-        caches[1]._under_way = False
-    assert len(keys) == 5  # a step that is run anew each time
-    names = *ALWAYS, *CACHE
-    assert counts_of(caches[0], *names) == counts_of(caches[1], *names)
-    for name in ("k", "v"):
-        a, b = (getattr(cache._pages.arrays, name) for cache in caches)
-        assert (a == b).all()
-
-
-def test_how_a_gpu_recalls_is_no_option_without_one():
-    with pytest.raises(
-        SparseKVError, match="-o recall=copy: only where the KV cache lies on a GPU"
-    ):
-        make_on_host(FreeKV(recall="copy"), Geometry(4, 2, 16))
 
 
 def test_a_session_on_the_device_counts_what_one_on_the_host_does(tmp_path):

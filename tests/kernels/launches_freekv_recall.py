@@ -33,4 +33,4 @@ def launches() -> Iterator[Callable[[], object]]:
         yield partial(recall.fetch_pages, pages, layout, pools=apart)
         yield partial(recall.fetch_pages, pages, layout)
         yield partial(recall.fetch_pages, pages, layout, n, 64, lists, heads)
-        yield partial(recall.fetch_pages, pages, layout, n, 64, lists, heads, fetch=False)
+        yield partial(recall.fetch_pages, pages, layout, n, 64, lists, heads)

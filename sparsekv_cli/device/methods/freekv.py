@@ -5,13 +5,12 @@
 | 3.2 speculative retrieval for the next step | _recall_ahead, on a stream beside the step's |
 | 3.3 query-based identification, head-wise correction | kernels/freekv/correction.py enter_row |
 | 4.2 hybrid layouts, NHD and HND; offloading | kernels/freekv/pages.py, offload_pages |
-| 4.2 streamed recall | kernels/freekv/recall.py fetch_pages; as in the paper: freekv_copies.py |
+| 4.2 streamed recall | kernels/freekv/recall.py fetch_pages |
 
 A step is launches only: which kv heads choose again, what they choose and which pages are to be
 fetched for it is decided on the device, and a kernel reads those from pinned host memory. A kv head
 that need not choose skips the work, not the launch. While all rows are within the budget, or no
-page has left the window, they lie in a store and attention is dense. With ``recall=copy`` the host
-issues the copies, waiting for every choice, and steps are not captured.
+page has left the window, they lie in a store and attention is dense.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from sparsekv_cli.device.cache import (
     count_dense,
     grid_bound,
 )
-from sparsekv_cli.device.methods.freekv_copies import CopyRecall
 from sparsekv_cli.device.methods.freekv_pages import DevicePages, resident_rows
 from sparsekv_cli.device.streams import SideStream
 from sparsekv_cli.kernels.attention import decode as attention
@@ -78,8 +76,6 @@ class DeviceFreeKV(DeviceCache):
         self._ahead = (
             method.speculate and method.threshold != math.inf and method.overlap != "false"
         )
-        unit = method.page * (spec.head_dim + spec.value_dim)
-        self._copies = CopyRecall(unit, ops.device) if method.recall == "copy" else None
         self._last: Any = None  # the last query of a prefill (H, d)
         self._previous = torch.zeros(1, spec.n_head, spec.head_dim, device=ops.device)
         self._previous_n = 0  # rows in context when that query was the current one
@@ -153,11 +149,6 @@ class DeviceFreeKV(DeviceCache):
     def _arrays(self, tensors: Sequence[torch.Tensor]) -> PageTensors:
         assert self._pages is not None
         return PageTensors(self._pages.arrays.pool, *tensors)
-
-    @property
-    def moves(self) -> bool:
-        """Not by the host's copies, which are of one sequence."""
-        return self._copies is None
 
     def put(self, tensors: Sequence[torch.Tensor]) -> None:
         *rows, self._previous = tensors
@@ -235,9 +226,7 @@ class DeviceFreeKV(DeviceCache):
         self._pages.make_room(n_page, method.slots(largest), largest.n_best)
         self._recent = self._recent_of(n)
         self._current = not method.speculate or self._previous_n != n - 1
-        # By the host's copies no two steps are the same.
-        by_host = n if self._copies else None
-        return self._pages.layout, self._recent, self._current, by_host
+        return self._pages.layout, self._recent, self._current
 
     def decode(self, x: DeviceInput) -> torch.Tensor:
         *rows, previous = self.of_batch(len(x.q))
@@ -259,12 +248,7 @@ class DeviceFreeKV(DeviceCache):
             arrays, layout, work.fresh, work.sizes, work.wanted, n, budget, recent, reserved,
             q=x.q, previous=previous,
         )  # fmt: skip
-        if self._copies:
-            self._copies.fetch(arrays, layout)
-        recall.fetch_pages(
-            arrays, layout, n, recent, work.idx, work.counts, fetch=self._copies is None,
-            pools=self._pools,
-        )  # fmt: skip
+        recall.fetch_pages(arrays, layout, n, recent, work.idx, work.counts, pools=self._pools)
         scale = float(self.spec.scale)
         out = attention.attend_rows(x.q, *resident_rows(arrays), work.idx, work.counts, scale)
         if self.traced:
@@ -317,10 +301,7 @@ class DeviceFreeKV(DeviceCache):
             recall.assign_slots(
                 arrays, layout, work.fresh, work.sizes, work.wanted, n, budget, recent, reserved
             )
-            if self._copies:
-                self._copies.fetch(arrays, layout)
-            else:
-                recall.fetch_pages(arrays, layout, pools=self._pools)
+            recall.fetch_pages(arrays, layout, pools=self._pools)
 
     def _choose(
         self, arrays: PageTensors, query: torch.Tensor, n: torch.Tensor, budget: torch.Tensor,
