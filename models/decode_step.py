@@ -65,7 +65,7 @@ class DecodeStep:
         return on_lines((self.capacity, width), dtype, zeros=True)
 
     def _fill(self, i: int, h: HParams, weights: LayerWeights, interleaved: bool) -> None:
-        """The record of layer i, and the arrays that the attention gets from it."""
+        """Fills the record of layer i, and makes the arrays of its attention's inputs."""
         n_head, n_kv = h.n_head[i], h.n_head_kv[i]
         shapes = {
             "q": (n_head, padded(h.head_dim)),
@@ -113,14 +113,14 @@ class DecodeStep:
         fused.project_qkv(self._layers, 0, n_rows, self.n_threads)
 
     def finish(self, i: int, attended: np.ndarray, n_rows: int) -> None:
-        """Layer i behind its attention, and ``inputs`` of the next layer.
+        """The rest of layer i, from its attention on, and ``inputs`` of the next layer.
 
-        attended: f32 (n_rows H, >= d_v), the heads of one row after another's.
+        attended: f32 (n_rows H, >= d_v): the heads of the first row, then those of the next.
         """
         fused.next_layer(self._layers, i, attended, n_rows, self.n_threads)
 
     def logits(self, n_rows: int) -> np.ndarray:
-        """f32 (n_rows, n_vocab), the caller's own."""
+        """f32 (n_rows, n_vocab), a new array."""
         logits = np.empty((n_rows, self._output[0, fused.ROWS]), np.float32)
         fused.output_logits(
             self.x, self._output_norm, self._eps, self._output, address(self._regions),

@@ -1,4 +1,4 @@
-"""The weights that decode reads, repacked (cpu/weights/interleaved.py) where that is faster."""
+"""Repacks the weights that decode reads (cpu/weights/interleaved.py) where that is faster."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ SHARE = 4  # ``auto`` repacks weights that take at most 1 / SHARE of the machine
 
 
 def wants_repacking(weights: Weights, choice: str) -> bool:
-    """Whether to repack: ``on``, ``off``, or ``auto``, which does if the copy takes little memory
-    beside what the machine has (the file's own pages may stay in the system's cache).
+    """Whether to repack: ``on``, ``off``, or ``auto``.
+
+    ``auto`` repacks if the copy is small beside the machine's memory; the file's own pages may stay
+    in the system's cache.
     """
     if choice != "auto":
         return choice == "on"
@@ -27,10 +29,10 @@ def wants_repacking(weights: Weights, choice: str) -> bool:
 
 
 def repack_weights(weights: Weights) -> Weights:
-    """``weights`` with every matrix repacked that can be; token_embd stays, as rows of it are read.
+    """``weights`` with every matrix repacked that can be, except token_embd, whose rows are read.
 
-    The copies lie in one piece, in the order of their use. What was copied is released from the
-    memory map, so that no more memory is taken than before.
+    The copies lie in one block, in the order of their use. Pages of the memory map that were copied
+    are released, so that the process needs no more memory.
     """
     linears = [linear for layer in weights.layers for linear in layer.linears()]
     chosen = [w for w in [*linears, weights.output] if can_repack(w.code, w.n_rows)]

@@ -1,4 +1,4 @@
-"""A word about kernels that Triton compiles for the GPU, when it does and not before."""
+"""Reports kernels that Triton compiles for the GPU."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import triton
 
 
 def report_compiling(report: Callable[[str, int, int], None]) -> None:
-    """Tells ``report`` of each kernel that Triton had not kept on disk, by name, from now on.
+    """From now on tells ``report`` the name of each kernel that Triton has to compile.
 
-    0 of 0 are done then: how many there will be depends on what is computed. Triton has one such
-    listener; a session that is opened later takes it over.
+    It reports 0 of 0 done, because how many kernels follow depends on what is computed. Triton has
+    one such listener; a session that is opened later takes it over.
     """
 
     def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:

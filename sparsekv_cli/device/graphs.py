@@ -1,4 +1,4 @@
-"""A decode step as pieces of device work, captured in CUDA graphs, with host work between them."""
+"""Runs a decode step in pieces: device work, captured in CUDA graphs, and host work between."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ MOST_GRAPHS = 8  # steps of different keys that are kept; each holds its own int
 
 
 class Piece(NamedTuple):
-    """Work in order: on the host, after all that was launched before is done, or launches only."""
+    """One piece of a step: host work, which waits for all earlier launches, or launches only."""
 
     call: Call
     on_host: bool
 
 
 class Steps:
-    """Runs steps; one whose key was seen before is captured, and replayed from then on.
+    """Runs steps. The second step under a key is captured; later ones replay the capture.
 
-    The first step under a key runs as it is: kernels are compiled then, and libraries set up. On a
-    device without graphs (the interpreter's) every step does.
+    The first step under a key runs uncaptured, because kernels are compiled and libraries set up
+    then. On a device without graphs (Triton's interpreter) every step does.
     """
 
     def __init__(self, device: torch.device, *, capture: bool = True) -> None:
@@ -43,10 +43,11 @@ class Steps:
         *,
         watched: bool = False,
     ) -> None:
-        """Runs ``program`` or its capture. owners: whose buffers it uses; captures of others go.
+        """Runs ``program`` or its capture; drops captures of other owners' buffers.
 
-        watched: whether pieces do more this time than launch, so that ``program`` runs as it is.
-        What a piece on the host holds is kept while its capture is: not the owners.
+        owners: whose buffers the program uses. watched: whether pieces do more than launch in this
+        step, so that ``program`` runs uncaptured. Objects that a host piece refers to live as long
+        as its capture; the owners do not.
         """
         known = [owner() for owner in self._owners]
         if len(owners) != len(known) or any(a is not b for a, b in zip(owners, known, strict=True)):

@@ -1,4 +1,4 @@
-"""The buffers through which a decode step on the device meets the host."""
+"""The buffers through which a decode step on the device exchanges data with the host."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sparsekv_cli.models.hparams import HParams
 
 
 class StepBuffers:
-    """Tensors of a step of B sequences that stay where they are, as captured graphs need.
+    """Tensors of a step of B sequences that keep their addresses, as captured graphs need it.
 
-    Those of the host are pinned where there is a GPU, so that copies run by themselves. x: f32
-    (B, n_embd), the residual stream; pos, n, budget: int32 (B,), see device/cache.py StepNumbers.
+    Those on the host are pinned where there is a GPU, so that copies are asynchronous. x: f32 (B,
+    n_embd), the residual stream; pos, n, budget: int32 (B,), see device/cache.py StepNumbers.
     """
 
     def __init__(self, hparams: HParams, n_rows: int, device: torch.device) -> None:
@@ -44,11 +44,11 @@ class StepBuffers:
         return self._on_host(shape, kind), torch.zeros(shape, dtype=kind, device=self._device)
 
     def set_numbers(self, b: int, pos: int, budget: int) -> None:
-        """What ``upload`` gives sequence b."""
+        """Sets the numbers of sequence b that ``upload`` copies."""
         self._host_numbers[:, b] = torch.tensor([pos, pos + 1, budget], dtype=torch.int32)
 
     def upload(self) -> None:
-        """The embeddings and numbers of a step."""
+        """Copies the embeddings and numbers of a step to the device."""
         self.x.copy_(self.host_x, non_blocking=True)
         self._numbers.copy_(self._host_numbers, non_blocking=True)
 
@@ -79,13 +79,13 @@ class StepBuffers:
         return [_widened(row) for row in rows]
 
     def attended(self, i: int) -> torch.Tensor:
-        """What layer i's attention gave, f32 (B, H, d_v)."""
+        """Layer i's attention output, f32 (B, H, d_v)."""
         h = self._h
         size = self.n_rows * h.n_head[i] * h.value_dim
         return self._attended[:size].view(self.n_rows, h.n_head[i], h.value_dim)
 
     def _part(self, flat: torch.Tensor, i: int) -> Attended:
-        """Layer i's attention and log-sum-exp in ``flat``, one behind the other."""
+        """Layer i's attention output and log-sum-exp in ``flat``, one behind the other."""
         h = self._h
         n = self.n_rows * h.n_head[i]
         out, lse = flat[: n * (h.value_dim + 1)].split((n * h.value_dim, n))
@@ -94,15 +94,15 @@ class StepBuffers:
         )
 
     def from_host(self, i: int) -> Attended:
-        """Where the host puts what it gives for layer i."""
+        """Where the host writes its results of layer i."""
         return self._part(self._from_host, i)
 
     def upload_attended(self, i: int) -> None:
-        """What the host gave is layer i's attention."""
+        """Copies the host's results to the device, as all of layer i's attention."""
         self.attended(i).copy_(self.from_host(i).out, non_blocking=True)
 
     def upload_part(self, i: int) -> Attended:
-        """What the host gave is a part of it, which is put here with its log-sum-exp."""
+        """Copies the host's results and their log-sum-exp to the device, a part of attention."""
         size = self.n_rows * self._h.n_head[i] * (self._h.value_dim + 1)
         self._received[:size].copy_(self._from_host[:size], non_blocking=True)
         return self._part(self._received, i)

@@ -1,4 +1,4 @@
-"""Work beside a decode step: a second stream, forked from the step's and joined to it again."""
+"""Work beside a decode step: a second stream that is forked from the step's and joined again."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from sparsekv_cli.kernels import clock
 
 
 class SideStream:
-    """A stream of its own where the device has streams; elsewhere the work is done at once.
+    """A second stream where the device has streams; elsewhere its work runs at once.
 
-    Fork and join are events between the streams, which a graph capture takes in. A capture must not
-    end before the join.
+    Fork and join are events between the streams, which a graph capture records. A capture must not
+    end ahead of the join.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class SideStream:
 
     @contextmanager
     def fork(self) -> Iterator[None]:
-        """What is launched inside begins after all launched so far, and runs beside the rest."""
+        """Launches inside this block begin after all earlier ones and run beside all later ones."""
         self.forked = True
         if self._stream is None:
             begin = time.perf_counter_ns()
@@ -38,7 +38,7 @@ class SideStream:
             yield
 
     def join(self) -> None:
-        """Has the present stream wait for what was forked, if anything was."""
+        """Makes the current stream wait for what was forked, if anything was."""
         if self._stream is not None and self.forked:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         self.forked = False
@@ -49,13 +49,12 @@ class SideStream:
 
     @property
     def us_waited(self) -> int:
-        """Microseconds that steps have waited in ``join_all`` for this stream; waits for the
-        device."""
+        """Microseconds that steps waited for this stream in ``join_all``; waits for the device."""
         return (self._done_at_once + int(self._times[clock.TOTAL.value])) // 1000
 
 
 def join_all(sides: Sequence[SideStream]) -> None:
-    """Joins all of them; the time until that is done counts for the last that was forked."""
+    """Joins all streams; the time that this takes is counted for the one that was forked last."""
     forked = [side for side in sides if side.forked]
     if forked:
         forked[-1].take_time(stop=False)

@@ -1,7 +1,7 @@
-"""A model's weights in device memory: quantised as the file has them, or as bf16.
+"""A model's weights in device memory: quantised as in the file, or as bf16.
 
-A decode step reads every weight once, so quantised ones are faster there; the prefill's matrix
-products want bf16, and get a layer at a time from them.
+A decode step reads every weight once, so quantised weights are faster there. The matrix products of
+a prefill need bf16; one layer at a time is dequantised for them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sparsekv_cli.models.weights import LayerWeights, Linear, Weights
 
 
 class Stack:
-    """Matrices that share an input, one above another: y = W x.
+    """Matrices that share an input, stacked by rows: y = W x.
 
     parts: one bf16 matrix, or the quantised ones.
     """
@@ -47,7 +47,7 @@ class Stack:
         return out
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
-        """(rows, columns) in ``dtype``: itself if that is how it lies."""
+        """W (rows, columns) in ``dtype``; no copy if it is stored so."""
         if len(self.parts) == 1 and self.parts[0].low.dtype == dtype:
             return self.parts[0].low
         device = self.parts[0].low.device
@@ -61,7 +61,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class DeviceLayer:
-    """One layer. vectors: norms and biases as tensors; the matrices in it stay the host's."""
+    """One layer. vectors: norms and biases as tensors; the matrices in it are still the host's."""
 
     vectors: LayerWeights
     qkv: Stack
@@ -76,9 +76,9 @@ class DeviceLayer:
 
 
 class DeviceWeights:
-    """All weights on a device. mode: ``bf16``, or ``quantized``, but formats without a kernel bf16.
+    """All weights on a device. mode: ``bf16`` or ``quantized``.
 
-    dtype: of the prefill; bf16, or f32 for tests.
+    Formats without a kernel are bf16 in either mode. dtype: of the prefill; bf16, or f32 for tests.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class DeviceWeights:
 
 
 def resident_bytes(weights: Weights, mode: str) -> int:
-    """About what ``DeviceWeights`` will take."""
+    """About how many bytes ``DeviceWeights`` will take."""
     linears = [linear for layer in weights.layers for linear in layer.linears()]
     total = 0
     for linear in [*linears, weights.output]:
