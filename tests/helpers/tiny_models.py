@@ -73,6 +73,7 @@ def make_model(
     n_head: int = 4,
     n_head_kv: int = 2,
     head_dim: int | None = None,
+    value_dim: int | None = None,
     n_ff: int = 512,
     n_vocab: int = 512,
     n_ctx: int = 2048,
@@ -92,6 +93,7 @@ def make_model(
     wtype: type of every matrix, token_embd (and output, when not tied) included; norms and biases
         stay F32. wtypes overrides it for single tensors by full name (``blk.0.attn_q.weight``).
     head_dim: width of a head; None is n_embd // n_head, and writes no key_length but for qwen3.
+    value_dim: width of a value; None is that of a head; otherwise head_dim is given too.
     biases: q/k/v biases; None writes them for qwen2 only.
     rope_freqs: write Llama 3's rope_freqs.weight (llama only).
     rope_scaling: ("linear", factor) or ("yarn", factor, original context length).
@@ -103,6 +105,7 @@ def make_model(
     if arch not in ARCHITECTURES:
         raise ValueError(f"arch = {arch!r}: must be one of {', '.join(ARCHITECTURES)}")
     width = n_embd // n_head if head_dim is None else head_dim
+    value_width = width if value_dim is None else value_dim
     wtypes = wtypes or {}
     biases = arch == "qwen2" if biases is None else biases
 
@@ -120,7 +123,7 @@ def make_model(
     writer.add_vocab_size(n_vocab)
     if head_dim is not None or arch == "qwen3":
         writer.add_key_length(width)
-        writer.add_value_length(width)
+        writer.add_value_length(value_width)
         if arch == "llama":
             writer.add_rope_dimension_count(width)
     if rope_scaling is not None:
@@ -157,15 +160,15 @@ def make_model(
         vector(prefix + "attn_norm.weight", n_embd, 1.0, 0.1)
         matrix(prefix + "attn_q.weight", n_head * width, n_embd, attention_gain)
         matrix(prefix + "attn_k.weight", n_head_kv * width, n_embd, attention_gain)
-        matrix(prefix + "attn_v.weight", n_head_kv * width, n_embd)
+        matrix(prefix + "attn_v.weight", n_head_kv * value_width, n_embd)
         if biases:
             vector(prefix + "attn_q.bias", n_head * width, 0.0, 0.5)
             vector(prefix + "attn_k.bias", n_head_kv * width, 0.0, 2.0)
-            vector(prefix + "attn_v.bias", n_head_kv * width, 0.0, 0.2)
+            vector(prefix + "attn_v.bias", n_head_kv * value_width, 0.0, 0.2)
         if arch == "qwen3":
             vector(prefix + "attn_q_norm.weight", width, 1.0, 0.3)
             vector(prefix + "attn_k_norm.weight", width, 1.0, 0.3)
-        matrix(prefix + "attn_output.weight", n_embd, n_head * width)
+        matrix(prefix + "attn_output.weight", n_embd, n_head * value_width)
         vector(prefix + "ffn_norm.weight", n_embd, 1.0, 0.1)
         matrix(prefix + "ffn_gate.weight", n_ff, n_embd)
         matrix(prefix + "ffn_up.weight", n_ff, n_embd)

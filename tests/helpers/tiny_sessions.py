@@ -29,6 +29,7 @@ def open_tiny(
     dense_layers: str | None = None,
     types: tuple[str, str] | None = None,
     chunk: int = CHUNK,
+    ctx_size: int = 0,
     shape: Mapping[str, Any] = SHAPE,
 ) -> Session:
     """A session with one thread and f32 prefill; a method's name and options as on the command
@@ -42,7 +43,7 @@ def open_tiny(
         cache_type_k=types and types[0],
         cache_type_v=types and types[1],
     )
-    config = SessionConfig(threads=1, prefill_dtype="f32", chunk=chunk)
+    config = SessionConfig(threads=1, prefill_dtype="f32", chunk=chunk, ctx_size=ctx_size)
     return load_session(tiny_model(**shape), method, config)
 
 

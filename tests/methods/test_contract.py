@@ -1,0 +1,319 @@
+"""What every registered method promises, whatever it does. A new one is tested here by itself.
+
+Whole sessions on tiny models; test_contract_layers.py goes layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from tiny_sessions import CHUNK, N_HEAD, N_LAYER, SHAPE, decoded, greedy, tokens
+
+from sparsekv_cli.cache.layer import DenseCache
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.methods import METHODS, build_method, describe_methods, method_class
+from sparsekv_cli.session import Session
+
+SPARSE = [name for name in METHODS if name != "full"]
+# Methods that drop rows, or keep old ones roughly: they go back to every row of a prompt with
+# others than a fresh prefill of it has, or read it again.
+FORGETFUL = {"snapkv", "h2o", "sals", "faedkv"}
+STARTS_ANEW = {"lfps", "freekv"}  # a rewind forgets what past queries have told
+# The budget that covers 100 rows; the four sinks come on top of it unless a method says otherwise.
+COVERS_100 = dict.fromkeys(SPARSE, "96") | {"fasa": "100", "freekv": "100"}
+
+SHAPES = {
+    "one layer, one head": {"n_layer": 1, "n_head": 1, "n_head_kv": 1, "head_dim": 80},
+    "groups of 3, 96 wide": {"n_layer": 2, "n_head": 6, "n_head_kv": 2, "head_dim": 96},
+    "groups of 7, narrow values": {
+        "n_layer": 2, "n_head": 7, "n_head_kv": 1, "head_dim": 80, "value_dim": 48,
+    },
+    "norms of q and k": {"arch": "qwen3", "n_layer": 2, "n_head": 3, "n_head_kv": 3},
+}  # fmt: skip
+
+
+# --- a budget that covers the context -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", ["100%", "100000", "just"])
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_budget_of_the_context_changes_no_bit(name, budget, session_of):
+    """A prompt and an answer, twice; 100 rows in the end."""
+    budget = COVERS_100[name] if budget == "just" else budget
+    full, sparse = session_of("full"), session_of(name, budget=budget, dense_layers="none")
+    for n_prompt, n_steps, seed in ((60, 10, 0), (20, 10, 2)):
+        prompt, text = tokens(n_prompt, seed), tokens(n_steps, seed + 1)
+        np.testing.assert_array_equal(full.prefill(prompt), sparse.prefill(prompt))
+        np.testing.assert_array_equal(decoded(full, text), decoded(sparse, text))
+    counts = sparse.ledger.as_dict()
+    assert counts["sparse_rows_attended"] == counts["sparse_rows_total"] > 0
+
+
+@pytest.mark.parametrize("layers", ["0,1,2,3", "-1,-2,-3,-4", "0,1,-1,2"])
+@pytest.mark.parametrize("name", SPARSE)
+def test_all_layers_dense_is_full(name, layers, session_of):
+    full, sparse = session_of("full"), session_of(name, budget="4", dense_layers=layers)
+    for session in (full, sparse):
+        session.prefill(tokens(60))
+    np.testing.assert_array_equal(decoded(full, tokens(5, 1)), decoded(sparse, tokens(5, 1)))
+    assert sparse.ledger.as_dict().get("sparse_rows_total", 0) == 0
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_which_layers_are_dense(name, session_of):
+    own = {i % N_LAYER for i in method_class(name)().dense_layers}
+    for text, dense in ((None, own), ("none", set()), ("", set()), ("-1", {3}), ("0,-2", {0, 2})):
+        session = session_of(name, dense_layers=text)
+        found = {i for i, cache in enumerate(session.caches) if isinstance(cache, DenseCache)}
+        assert found == dense, text
+    for text in ("4", "0,-5"):
+        with pytest.raises(SparseKVError, match="the model's layers are 0 to 3"):
+            session_of(name, dense_layers=text)
+
+
+# --- a budget that does not -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_small_budget_changes_the_answer_and_is_counted(name, session_of):
+    """A method that is on and does nothing would attend to every row, and answer like full."""
+    full, sparse = session_of("full"), session_of(name, budget="10", dense_layers="none")
+    for session in (full, sparse):
+        session.prefill(tokens(300))
+    assert np.abs(decoded(full, tokens(20, 1)) - decoded(sparse, tokens(20, 1))).max() > 1e-3
+    counts, whole = sparse.ledger.as_dict(), full.ledger.as_dict()
+    assert counts["rows_total"] == counts["sparse_rows_total"] == whole["rows_total"]
+    assert 0 < counts["sparse_rows_attended"] < 0.7 * counts["sparse_rows_total"]
+    assert counts["bytes_read"] > 0
+
+
+@pytest.mark.parametrize("budget", ["1", "2", "3", "5%"])
+@pytest.mark.parametrize("name", SPARSE)
+def test_short_contexts_and_small_budgets(name, budget, session_of):
+    session = session_of(name, budget=budget, dense_layers="none")
+    for n_prompt in (1, 3, 5, 9, 20, 70):
+        session.rewind(0)
+        session.prefill(tokens(n_prompt))
+        assert np.isfinite(decoded(session, tokens(25, 1))).all(), n_prompt
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_generation_as_long_as_the_context(name, session_of):
+    """Half of the context is prompt, the rest is generated; twice, since nothing is random."""
+    answers = []
+    for _ in range(2):
+        session = session_of(name, budget="10%", ctx_size=300)
+        answers.append(list(session.generate(tokens(150), greedy, -1)))
+        assert len(answers[-1]) == 151 and session.tokens == tokens(150) + answers[-1][:-1]
+        assert {cache.n for cache in session.caches} == {300}
+    assert answers[0] == answers[1]
+
+
+# --- the ledger -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_rows_are_counted_as_they_are_attended_to(name, session_of):
+    """Against the lists of rows that the caches keep when they are asked to."""
+    session = session_of(name, budget="20")
+    session.prefill(tokens(300))
+    for cache in session.caches:
+        cache.traced = True
+    before, attended, dense, listed = session.ledger.as_dict(), 0, 0, 0
+    for n, token in enumerate(tokens(20, 1), 301):
+        session.decode(token)
+        for cache in session.caches:
+            if cache.attended is not None:
+                _, counts = cache.attended
+                attended += int(counts.sum()) * (N_HEAD // len(counts))
+                listed += 1
+            elif isinstance(cache, DenseCache):
+                dense += N_HEAD * n
+    counts = session.ledger.as_dict()
+    found = {key: counts[key] - before.get(key, 0) for key in counts}
+    assert found["rows_total"] == N_LAYER * N_HEAD * sum(range(301, 321))
+    if listed or name == "full":
+        assert found["rows_attended"] == attended + dense
+        assert found.get("sparse_rows_attended", 0) == attended
+    assert found["bytes_read"] > 0
+    assert found["rows_attended"] - found.get("sparse_rows_attended", 0) == dense
+
+
+def test_ledger_of_full(session_of):
+    session = session_of("full")
+    session.prefill(tokens(60))
+    decoded(session, tokens(5, 1))
+    counts = session.ledger.as_dict()
+    assert counts["rows_total"] == counts["rows_scored"] == counts["rows_attended"]
+    assert counts.get("sparse_rows_total", 0) == 0 and counts["index_bytes"] == 0
+    assert counts["bytes_host"] > 0 and counts["bytes_device"] == counts["bytes_moved"] == 0
+
+
+# --- rewinding, interruption ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_same_question_again_has_the_same_answer(name, session_of):
+    """Behind the prompt, as a user of chat asks again; only H2O reads the prompt again."""
+    session, question = session_of(name, budget="12"), tokens(4, 1)
+    session.prefill(tokens(20 * CHUNK))
+    first = decoded(session, question)
+    session.rewind(20 * CHUNK)
+    assert session.tokens == tokens(20 * CHUNK) or name == "h2o"
+    if name == "h2o":
+        session.prefill(tokens(20 * CHUNK))
+    if name in STARTS_ANEW:  # with the query of the next step
+        assert np.isfinite(decoded(session, question)).all()
+    else:
+        np.testing.assert_array_equal(decoded(session, question), first)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_rewound_session_equals_a_fresh_one(name, session_of):
+    """To the end of the prompt, into it, and to nothing; then another prompt and an answer."""
+    prompt, question, answer = tokens(20 * CHUNK), tokens(7, 1), tokens(10, 2)
+    used = session_of(name, budget="12")
+    for keep in (20 * CHUNK, 10 * CHUNK, 0):
+        used.rewind(0)
+        used.prefill(prompt)
+        decoded(used, tokens(4, 3))
+        used.rewind(keep)
+        kept = len(used.tokens)
+        assert used.tokens == prompt[:kept] and {cache.n for cache in used.caches} == {kept}
+        if name in FORGETFUL and (0 < keep < len(prompt) or (keep and name == "sals")):
+            assert kept in (0, keep)  # a prompt reads what sals keeps roughly
+            continue
+        assert kept == keep or name == "h2o"
+        fresh = session_of(name, budget="12")
+        if kept:
+            fresh.prefill(prompt[:kept])
+        np.testing.assert_array_equal(used.prefill(question), fresh.prefill(question))
+        np.testing.assert_array_equal(decoded(used, answer), decoded(fresh, answer))
+
+
+@pytest.mark.parametrize("calls", [1, 4, 6, 7, 8])
+@pytest.mark.parametrize("name", METHODS)
+def test_an_interrupted_prefill_adds_nothing(name, calls, session_of):
+    """Progress is reported after each chunk of each layer: 2 chunks, 4 layers.
+
+    Once a layer has dropped rows, the sequence is lost: it has to be read again.
+    """
+    left = calls
+
+    def interrupt(done: int, total: int) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+
+    session, other = answered(session_of, name)
+    before = list(session.tokens)
+    with pytest.raises(KeyboardInterrupt):
+        session.prefill(tokens(2 * CHUNK, 5), interrupt)
+    assert left == 0
+    goes_on_like(session, other, before, name)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_interrupted_decode_adds_nothing(name, session_of, monkeypatch):
+    session, other = answered(session_of, name)
+    before, last = list(session.tokens), session.caches[-1]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(last, "decode", interrupt)
+        session.decode(5)
+    goes_on_like(session, other, before, name)
+
+
+def answered(session_of, name: str) -> list[Session]:
+    """Two sessions with a prompt and an answer."""
+    sessions = [session_of(name, budget="12") for _ in range(2)]
+    for session in sessions:
+        session.prefill(tokens(3 * CHUNK))
+        decoded(session, tokens(10, 2))
+    return sessions
+
+
+def goes_on_like(session: Session, other: Session, before: Sequence[int], name: str) -> None:
+    """``session`` has the tokens of before, or none if it may forget, and answers as ``other``."""
+    if not session.tokens and name in FORGETFUL:
+        other.rewind(0)
+    else:
+        assert session.tokens == before
+    assert {cache.n for cache in session.caches} == {len(session.tokens)}
+    question, answer = tokens(7, 1), tokens(10, 2)
+    np.testing.assert_array_equal(session.prefill(question), other.prefill(question))
+    np.testing.assert_array_equal(decoded(session, answer), decoded(other, answer))
+
+
+# --- types of the cache ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("types", [("q8_0", "q8_0"), ("q8_0", "f16"), ("f16", "q8_0")])
+@pytest.mark.parametrize("name", METHODS)
+def test_cache_types_are_read_or_refused_by_name(name, types, session_of):
+    """With q8_0 too, a budget of the context is full to the bit, and a rewind is a fresh start."""
+    if "q8_0" not in method_class(name).cache_types:
+        with pytest.raises(ValueError, match=rf"'q8_0': method {name} keeps .* f16 only"):
+            session_of(name, types=types)
+        return
+    full, sparse = (
+        session_of(each, budget="100%", dense_layers="none", types=types) for each in ("full", name)
+    )
+    np.testing.assert_array_equal(full.prefill(tokens(80)), sparse.prefill(tokens(80)))
+    exact = decoded(full, tokens(20, 1))
+    np.testing.assert_array_equal(exact, decoded(sparse, tokens(20, 1)))
+    half = session_of("full")
+    half.prefill(tokens(80))
+    assert 1e-5 < np.abs(decoded(half, tokens(20, 1)) - exact).mean() < 0.05
+
+    used, fresh = (session_of(name, budget="12", types=types) for _ in range(2))
+    used.prefill(tokens(4 * CHUNK))
+    decoded(used, tokens(12, 3))
+    used.rewind(2 * CHUNK)
+    fresh.prefill(tokens(4 * CHUNK)[: 2 * CHUNK])
+    np.testing.assert_array_equal(used.prefill(tokens(7, 1)), fresh.prefill(tokens(7, 1)))
+    np.testing.assert_array_equal(decoded(used, tokens(10, 2)), decoded(fresh, tokens(10, 2)))
+
+
+@pytest.mark.parametrize("key", ["cache_type_k", "cache_type_v"])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_type_that_does_not_exist_is_refused(name, key):
+    with pytest.raises(ValueError, match=f"{key} = 'q4_0': must be f16 or q8_0"):
+        build_method(name, {}, **{key: "q4_0"})
+
+
+def test_descriptions_say_which_types_a_method_reads():
+    for described in describe_methods():
+        assert tuple(described["cache_types"]) == method_class(described["name"]).cache_types
+
+
+# --- shapes of models -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", METHODS)
+def test_odd_shapes(name, shape, session_of):
+    """Bit for bit full with a budget of the context; finite, counted and repeatable with less."""
+    sizes = {**SHAPE, **SHAPES[shape]}
+    full, whole, small = (
+        session_of(each, budget=budget, dense_layers="none", shape=sizes)
+        for each, budget in (("full", None), (name, "100%"), (name, "12"))
+    )
+    np.testing.assert_array_equal(full.prefill(tokens(70)), whole.prefill(tokens(70)))
+    np.testing.assert_array_equal(decoded(full, tokens(10, 1)), decoded(whole, tokens(10, 1)))
+    answers = []
+    for _ in range(2):
+        small.rewind(0)
+        small.prefill(tokens(250))
+        answers.append(decoded(small, tokens(30, 1)))
+    assert np.isfinite(answers[0]).all()
+    np.testing.assert_array_equal(*answers)
+    counts = small.ledger.as_dict()
+    if name != "full":
+        assert 0 < counts["sparse_rows_attended"] < 0.9 * counts["sparse_rows_total"]
