@@ -1,7 +1,6 @@
 """The decoder, twice: layer by layer for chunks of rows, and fused CPU calls for one row.
 
-``forward`` (forward.py) is the prefill, and in f32 the reference, in readable torch; matmul.py
-and torch_products.py multiply for it.
+``forward`` (forward.py) is the prefill, and in f32 the reference; matmul.py multiplies for it.
 ``decode`` runs the numba kernels of cpu/layer/decode.py on the quantised weights, for a row of one
 sequence or of each of several. tests/models/test_decoder.py holds the two together.
 """
@@ -19,32 +18,47 @@ import numpy as np
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput
 from sparsekv_cli.cpu.jit import bf16
-from sparsekv_cli.cpu.jit.floats import load_torch
-from sparsekv_cli.cpu.jit.llvm import has_feature
+from sparsekv_cli.cpu.jit.threads import blas_threads
 from sparsekv_cli.cpu.layer import tiles_int8
 from sparsekv_cli.cpu.weights import dot
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.decode_step import DecodeStep
 from sparsekv_cli.models.forward import Forward, Product
 from sparsekv_cli.models.hparams import HParams
-from sparsekv_cli.models.matmul import BF16Products, FewRowsProducts, IntegerProducts, can_multiply
+from sparsekv_cli.models.matmul import (
+    BF16Products,
+    F32Products,
+    FewRowsProducts,
+    IntegerProducts,
+    can_multiply,
+)
 from sparsekv_cli.models.repack import repack_weights, wants_repacking
 from sparsekv_cli.models.rope import RopeTable
 from sparsekv_cli.models.rows import FusedBF16Rows, FusedRows, Rows
 from sparsekv_cli.models.weights import Weights
 
-# Up to so many rows a prompt in bf16, or one that torch would multiply, is computed in f32 with
-# decode's products: that takes about as long as to dequantise all weights.
+# Up to so many rows a prompt in bf16, or in int8 with formats that are dequantised, is computed in
+# f32 with decode's products: that takes about as long as to dequantise all weights.
 FEW_ROWS = 16
 
 
-def cpu_prefill_dtype() -> str:
-    """bf16 where the CPU multiplies it in hardware (AMX, AVX-512 BF16, Arm BF16), otherwise int8
-    where the CPU has byte products, otherwise f32.
+def cpu_prefill_dtype(wanted: str, head_dim: int) -> str:
+    """The type of a prefill's products for --prefill-dtype ``wanted``.
+
+    auto: bf16 where the CPU multiplies it in hardware (AMX or AVX-512 BF16) and heads have an even
+    size, otherwise int8 where the CPU has byte products, otherwise f32. SparseKVError for bf16
+    where the products of it do not work.
     """
-    if any(has_feature(name) for name in ("avx512bf16", "amx-bf16", "bf16")):
+    if wanted not in ("auto", "bf16"):
+        return wanted
+    if bf16.is_available() and head_dim % 2 == 0:
         return "bf16"
-    return "int8" if tiles_int8.is_available() else "f32"
+    other = "int8" if tiles_int8.is_available() else "f32"
+    if wanted == "bf16":
+        what = f"heads of {head_dim} elements" if bf16.is_available() else "this CPU"
+        raise SparseKVError(f"--prefill-dtype bf16 does not work with {what}: use {other}")
+    return other
 
 
 def give_back_memory() -> None:
@@ -98,21 +112,10 @@ class Decoder(Forward):
     def _many(self) -> tuple[Rows, Any]:
         """The same of any number of rows."""
         n_threads = self.n_threads
-        if self.prefill_dtype == "int8":
-            if not can_multiply(self.weights):
-                load_torch()
-            return FusedRows(*self._model, n_threads), IntegerProducts(n_threads)
         if self.prefill_dtype == "bf16":
-            fused = FusedBF16Rows(*self._model, n_threads)
-            if bf16.is_available():
-                return fused, BF16Products(n_threads)
-        from sparsekv_cli.models.torch_products import TorchProducts
-        from sparsekv_cli.models.torch_rows import TorchRows
-
-        torch = load_torch()
-        if self.prefill_dtype == "bf16":
-            return fused, TorchProducts(torch.bfloat16, n_threads)
-        return TorchRows(*self._model, torch.float32), TorchProducts(torch.float32, n_threads)
+            return FusedBF16Rows(*self._model, n_threads), BF16Products(n_threads)
+        products = IntegerProducts if self.prefill_dtype == "int8" else F32Products
+        return FusedRows(*self._model, n_threads), products(n_threads)
 
     # --- a row a sequence, fused ----------------------------------------------------------------
 
@@ -169,13 +172,13 @@ class Decoder(Forward):
         head, rows = self.weights.output, np.ascontiguousarray(normed)
         if len(rows) <= 4:
             return dot.matvec(head.code, head.data, head.n_columns, rows, self.n_threads)
-        torch = load_torch()
         step = 8192  # vocabulary rows dequantised at a time
         out = np.empty((len(rows), head.n_rows), np.float32)
         for start in range(0, head.n_rows, step):
             part = head.data[start : start + step]
-            weight = torch.from_numpy(dot.dequantize(head.code, part, head.n_columns))
-            out[:, start : start + step] = (torch.from_numpy(rows) @ weight.T).numpy()
+            weight = dot.dequantize(head.code, part, head.n_columns)
+            with blas_threads(self.n_threads):
+                np.matmul(rows, weight.T, out=out[:, start : start + step])
         return out
 
     def products(self, i: int) -> Mapping[str, Product]:

@@ -28,7 +28,7 @@ class Forward(ABC):
     """A model's forward pass over rows; it holds weights and scratch, never a sequence's state.
 
     prefill_dtype: of the products, f32, bf16 or int8. layers: for each layer what ``rows`` takes of
-    its weights; output_norm: f32 (n_embd,). Rows are tensors, or f32 arrays, as ``rows`` has them.
+    its weights; output_norm: f32 (n_embd,). Rows are arrays or tensors, as ``rows`` has them.
     """
 
     hparams: HParams

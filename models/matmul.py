@@ -1,4 +1,4 @@
-"""The matrix products of a prefilled layer: which there are, of few rows, in bf16, in integers."""
+"""The matrix products of a prefilled layer: of few rows, in bf16, in f32, in integers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsekv_cli.cpu.jit.floats import load_torch, seen
 from sparsekv_cli.cpu.jit.pointers import on_lines
+from sparsekv_cli.cpu.jit.threads import blas_threads
 from sparsekv_cli.cpu.layer import matmul_bf16, matmul_int8
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.models.forward import Product
@@ -32,7 +32,7 @@ def can_multiply(weights: Weights) -> bool:
 
 
 class FewRowsProducts:
-    """Products of some f32 rows with the weights as they lie: exact, and without torch."""
+    """Products of some f32 rows with the weights as they lie: exact."""
 
     def __init__(self, n_threads: int) -> None:
         self._n_threads = n_threads
@@ -51,8 +51,18 @@ class FewRowsProducts:
         )
 
 
-class _OwnProducts(ABC):
-    """Products by this program's kernels, on the weights as they lie.
+def room(
+    kept: dict[str, np.ndarray], name: str, n_rows: int, n_columns: int, dtype: Any
+) -> np.ndarray:
+    """An uninitialised matrix in the memory that ``kept`` has under this name."""
+    size = n_rows * n_columns
+    if name not in kept or len(kept[name]) < size:
+        kept[name] = on_lines(size, dtype)
+    return kept[name][:size].reshape(n_rows, n_columns)
+
+
+class _Products(ABC):
+    """Products of any number of rows.
 
     All results of one name have the same memory, which holds one until the next, or ``clear``: to
     get it anew from the system takes a tenth of a prefill.
@@ -78,13 +88,10 @@ class _OwnProducts(ABC):
 
     def _room(self, name: str, n_rows: int, n_columns: int) -> np.ndarray:
         """Where the result of this name goes."""
-        size = n_rows * n_columns
-        if name not in self._results or len(self._results[name]) < size:
-            self._results[name] = on_lines(size, self._dtype)
-        return self._results[name][:size].reshape(n_rows, n_columns)
+        return room(self._results, name, n_rows, n_columns, self._dtype)
 
 
-class BF16Products(_OwnProducts):
+class BF16Products(_Products):
     """cpu/layer/matmul_bf16.py, of rows in bf16."""
 
     _dtype = np.uint16
@@ -93,41 +100,54 @@ class BF16Products(_OwnProducts):
         table = matmul_bf16.product_table([(part.code, part.data) for part in parts])
         return partial(self._multiply, name, table)
 
-    def _multiply(self, name: str, table: np.ndarray, rows: Any) -> np.ndarray:
-        rows = np.ascontiguousarray(seen(rows))
+    def _multiply(self, name: str, table: np.ndarray, rows: np.ndarray) -> np.ndarray:
         out = self._room(name, len(rows), matmul_bf16.n_rows(table))
-        matmul_bf16.multiply_rows(table, rows, out, self._n_threads)
+        matmul_bf16.multiply_rows(table, np.ascontiguousarray(rows), out, self._n_threads)
         return out
 
 
-class IntegerProducts(_OwnProducts):
-    """cpu/layer/matmul_int8.py, of f32 rows; formats that it does not know by torch."""
+class F32Products(_Products):
+    """numpy's BLAS, of f32 rows: each matrix is dequantised when its turn comes."""
 
     _dtype = np.float32
 
     def __init__(self, n_threads: int) -> None:
         super().__init__(n_threads)
-        self._torch: Any = None  # TorchProducts, for formats that are not known
+        self._matrices: dict[str, np.ndarray] = {}  # scratch of one layer's size
 
     def clear(self) -> None:
         super().clear()
-        self._torch = None
+        self._matrices = {}
+
+    def _of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
+        n_rows, n_columns = sum(part.n_rows for part in parts), parts[0].n_columns
+        matrix = room(self._matrices, name, n_rows, n_columns, np.float32)
+        at = 0
+        for part in parts:
+            target = matrix[at : at + part.n_rows]
+            dot.dequantize_into(
+                part.code, part.data, n_columns, dot.address(target), matrix.strides[0],
+                dot.TO_F32, self._n_threads,
+            )  # fmt: skip
+            at += part.n_rows
+        return partial(self._multiply_dense, name, matrix)
+
+    def _multiply_dense(self, name: str, matrix: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        out = self._room(name, len(rows), len(matrix))
+        with blas_threads(self._n_threads):
+            return np.matmul(np.ascontiguousarray(rows), matrix.T, out=out)
+
+
+class IntegerProducts(F32Products):
+    """cpu/layer/matmul_int8.py, of f32 rows; formats that it does not know in f32."""
 
     def _of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
         if not all(matmul_int8.can_multiply(part.code) for part in parts):
-            return self._of_stack_by_torch(name, parts)
+            return super()._of_stack(name, parts)
         table = matmul_int8.product_table([(part.code, part.data) for part in parts])
         return partial(self._multiply, name, table)
 
-    def _of_stack_by_torch(self, name: str, parts: Sequence[Linear]) -> Product:
-        from sparsekv_cli.models.torch_products import TorchProducts
-
-        if self._torch is None:
-            self._torch = TorchProducts(load_torch().float32, self._n_threads)
-        multiply = self._torch.of_stack(name, parts)
-        return lambda rows: multiply(np.ascontiguousarray(rows))
-
-    def _multiply(self, name: str, table: np.ndarray, rows: Any) -> np.ndarray:
+    def _multiply(self, name: str, table: np.ndarray, rows: np.ndarray) -> np.ndarray:
         out = self._room(name, len(rows), matmul_int8.n_rows(table))
         matmul_int8.multiply(table, np.ascontiguousarray(rows), out, self._n_threads)
         return out

@@ -1,6 +1,6 @@
 """A prefilled chunk between its matrix products, in fused passes (cpu/layer/prefill.py).
 
-``Rows`` says what a forward pass asks for; models/torch_rows.py has the same in readable torch.
+``Rows`` says what a forward pass asks for; device/prefill.py has the same of tensors.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from sparsekv_cli.cache.spec import AttnInput
-from sparsekv_cli.cpu.jit.floats import seen
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.layer import prefill as kernels
 from sparsekv_cli.models.hparams import HParams
@@ -64,7 +63,7 @@ class FusedRows:
 
     def norm(self, x: np.ndarray, weight: np.ndarray) -> Any:
         out = self._new(*x.shape)
-        kernels.norm_rows(x, weight, self._eps, seen(out), self._n_threads)
+        kernels.norm_rows(x, weight, self._eps, out, self._n_threads)
         return out
 
     def last_norm(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -77,20 +76,20 @@ class FusedRows:
         q, k, v = (n_head, h.head_dim), (n_kv, h.head_dim), (n_kv, h.value_dim)
         outs = [self._new(n, n_rows, d) for n, d in (q, k, v, q, k)]
         kernels.split_heads(
-            seen(raw), *(given(w.bias) for w in (layer.q, layer.k, layer.v)), given(layer.q_norm),
+            raw, *(given(w.bias) for w in (layer.q, layer.k, layer.v)), given(layer.q_norm),
             given(layer.k_norm), self._eps, self._rope.cos[pos : pos + n_rows],
-            self._rope.sin[pos : pos + n_rows], self._interleaved, *map(seen, outs),
+            self._rope.sin[pos : pos + n_rows], self._interleaved, *outs,
             self._n_threads,
         )  # fmt: skip
         return AttnInput._make((*outs, pos))
 
     def gate(self, gate_up: Any) -> Any:
         out = self._new(len(gate_up), gate_up.shape[1] // 2)
-        kernels.gate_rows(seen(gate_up), seen(out), self._n_threads)
+        kernels.gate_rows(gate_up, out, self._n_threads)
         return out
 
     def add(self, x: np.ndarray, y: Any) -> None:
-        kernels.add_rows(x, seen(y), self._n_threads)
+        kernels.add_rows(x, y, self._n_threads)
 
 
 class FusedBF16Rows(FusedRows):

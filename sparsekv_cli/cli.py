@@ -137,7 +137,7 @@ def describe(error: Exception) -> str:
 
 
 def _is_torch_out_of_memory(error: Exception) -> bool:
-    """torch reports a failed allocation as a RuntimeError (CPU) or its own class (CUDA)."""
+    """torch has a class for a failed allocation on a GPU, a RuntimeError for one on the host."""
     return type(error).__name__ == "OutOfMemoryError" or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )

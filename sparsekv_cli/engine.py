@@ -12,7 +12,6 @@ from sparsekv_cli import warmup
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.cpu.jit.floats import load_torch
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.architectures import Architecture
@@ -42,11 +41,11 @@ class Engine(Protocol):
 class HostEngine:
     """The CPU alone."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, note: str) -> None:
         from sparsekv_cli.cpu import ops
 
         self.decoder = decoder
-        self.note = ""
+        self.note = note
         self.shares_prefill = True
         self.first_steps = 1
         self._ops = ops
@@ -58,11 +57,13 @@ class HostEngine:
         return True
 
 
+GPU_PACKAGES = ("torch", "triton")
+GPU_COMMAND = "pip install 'sparsekv-cli[gpu]'"
 GPU_FILES = ("nvidia*", "nvhost*", "dxg", "kfd")  # in /dev: NVIDIA's, its boards', WSL's, AMD's
 
 
 def may_have_device() -> bool:
-    """Whether there is a GPU's driver, without which there is no need to ask torch for a GPU."""
+    """Whether there is a GPU's driver; without one torch, slow to import, need not be asked."""
     if any(found for name in GPU_FILES for found in Path("/dev").glob(name)):
         return True
     try:
@@ -72,30 +73,21 @@ def may_have_device() -> bool:
     return True
 
 
-def find_device(name: str) -> Any:
-    """The GPU that ``auto``, ``cpu`` or ``cuda`` stands for, a torch.device; None: the CPU.
-
-    SparseKVError for cuda where there is none. With TRITON_INTERPRET=1, cuda is the CPU with
-    interpreted kernels, which is slow and there to look for errors.
+def find_device(name: str) -> tuple[Any, str]:
+    """The GPU that ``auto``, ``cpu`` or ``cuda`` stands for, a torch.device, or None: the CPU; and
+    what the user should know of that. SparseKVError for cuda where there is none.
     """
     if name == "cpu" or (name == "auto" and not may_have_device()):
-        return None
-    torch = load_torch()
-    has_triton = find_spec("triton") is not None
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if has_triton and torch.cuda.is_available() and not interpreted:
-        return torch.device("cuda")
-    if name == "auto":
-        return None
-    if has_triton and interpreted:
-        return torch.device("cpu")
-    if torch.cuda.is_available():
-        raise SparseKVError(
-            "--device cuda needs the package triton: pip install 'sparsekv-cli[gpu]'"
-        )
-    raise SparseKVError(
-        "--device cuda: torch finds no CUDA device; use --device cpu, or install a torch for CUDA"
-    )
+        return None, ""
+    missing = [package for package in GPU_PACKAGES if find_spec(package) is None]
+    if missing:
+        lacks = f"{' and '.join(missing)} not installed: {GPU_COMMAND}"
+        if name == "cuda":
+            raise SparseKVError(f"--device cuda: {lacks}")
+        return None, f"the GPU is not used, {lacks}"
+    from sparsekv_cli.device.cuda import find_cuda
+
+    return find_cuda(name), ""
 
 
 def open_engine(
@@ -109,7 +101,7 @@ def open_engine(
     on_compile: Report | None,
 ) -> Engine:
     """The engine that ``config.device`` names; SparseKVError where there is none or no room."""
-    device = find_device(config.device)
+    device, note = find_device(config.device)
     if device is not None:
         from sparsekv_cli.device.engine import open_device_engine
 
@@ -118,18 +110,15 @@ def open_engine(
         )
     from sparsekv_cli.models.decoder import Decoder, cpu_prefill_dtype
 
-    dtype = config.prefill_dtype
-    if dtype == "auto":
-        dtype = cpu_prefill_dtype()
+    dtype = cpu_prefill_dtype(config.prefill_dtype, hparams.head_dim)
     warmup.compile_weight_kernels(weights, dtype, on_compile)
-    return HostEngine(
-        Decoder(
-            hparams,
-            architecture,
-            weights,
-            n_threads=n_threads,
-            prefill_dtype=dtype,
-            chunk=config.chunk,
-            repack=config.repack,
-        )
+    decoder = Decoder(
+        hparams,
+        architecture,
+        weights,
+        n_threads=n_threads,
+        prefill_dtype=dtype,
+        chunk=config.chunk,
+        repack=config.repack,
     )
+    return HostEngine(decoder, note)

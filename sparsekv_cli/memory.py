@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAPS = Path("/proc/self/maps")  # Linux: what is mapped, and where
-LARGE = 8 << 20  # bytes; torch and LLVM, and nothing that others would patch
+LARGE = 8 << 20  # bytes; LLVM, BLAS, torch: nothing that others would patch
 
 
 def large_code() -> Iterator[tuple[int, int]]:
@@ -25,9 +25,9 @@ def large_code() -> Iterator[tuple[int, int]]:
 def release_code() -> None:
     """Takes the code of large libraries out of this process' memory; what runs comes back.
 
-    To open a session, LLVM compiles and torch, if it is needed, registers thousands of operators:
-    up to 120 MB of code, of which prefill and decode run a small part. It comes back from the
-    system's cache of the file, in which it lies anyway as long as there is memory.
+    To open a session, LLVM loads kernels, and for a GPU torch registers thousands of operators: up
+    to 120 MB of code, of which prefill and decode run a small part. It comes back from the system's
+    cache of the file, in which it lies anyway as long as there is memory.
     """
     if not hasattr(mmap, "MADV_DONTNEED"):
         return

@@ -97,7 +97,6 @@ class Session:
         import numba
 
         from sparsekv_cli.cpu import ops
-        from sparsekv_cli.cpu.jit.floats import limit_torch
         from sparsekv_cli.cpu.jit.threads import physical_cores
 
         self.gguf = file
@@ -107,7 +106,6 @@ class Session:
         self.n_threads = min(config.threads or physical_cores(), numba.config.NUMBA_NUM_THREADS)
         self.n_ctx = config.ctx_size or hparams.n_ctx_train
         numba.set_num_threads(self.n_threads)
-        limit_torch(self.n_threads)
         self.engine = open_engine(
             hparams, architecture, weights, method, config, self.n_threads, self.n_ctx, on_compile
         )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
@@ -71,7 +71,7 @@ def compile_common_kernels(report: Report | None) -> int:
 
     probe = partial(bandwidth.sum_parts, np.ones(16, np.float32), 1)
     steps = [
-        *_format_steps(FORMAT_OF_CODE, {"f32", "bf16", cpu_prefill_dtype()}),
+        *_format_steps(FORMAT_OF_CODE, {"f32", "bf16", cpu_prefill_dtype("auto", 2)}),
         Step("bandwidth", "bandwidth", probe),
     ]
     return _run(steps, report)
@@ -159,15 +159,11 @@ def load_method_kernels(method: Method, spec: LayerSpec, prefill_dtype: str) -> 
         cache.decode(AttnInput(q, k, v, q, k, pos))
 
 
-def _as_prefilled(rows: np.ndarray, prefill_dtype: str) -> Any:
+def _as_prefilled(rows: np.ndarray, prefill_dtype: str) -> np.ndarray:
     """Rows as a prefill of the CPU hands them to a cache."""
     import numpy as np
 
-    from sparsekv_cli.cpu.jit.floats import as_tensor
-
-    if prefill_dtype == "bf16":
-        return (rows.view(np.uint32) >> 16).astype(np.uint16)
-    return as_tensor(rows) if prefill_dtype == "f32" else rows
+    return (rows.view(np.uint32) >> 16).astype(np.uint16) if prefill_dtype == "bf16" else rows
 
 
 def trial_caches(method: Method, specs: Sequence[LayerSpec]) -> list[LayerCache]:

@@ -85,25 +85,19 @@ def f():
     assert {name for name, _ in imports(tree)} == found | {"sparsekv_cli.cli"}
 
 
-TORCH = {"cpu.jit.floats", "models.torch_rows", "models.torch_products"}
-
-
-def test_host_code_asks_for_torch_in_one_place():
-    """To import it takes as long as all else of a start: tests/test_session.py goes without."""
+def test_only_a_device_s_code_imports_torch():
+    """The CPU works without torch and Triton, so what needs them is imported within functions."""
     for module, path in SOURCES:
         if part_of(module) in ("device", "kernels"):
             continue
         tree = ast.parse(path.read_text("utf-8"))
-        found = {name.split(".")[0] for name, _ in imports(tree, type_checking=False)}
-        assert ("torch" in found) == (module.removeprefix(f"{PACKAGE}.") in TORCH), module
+        assert not {name.split(".")[0] for name, _ in imports(tree)} & {"torch", "triton"}, module
+        if module == f"{PACKAGE}.evaluation.device_observer":  # imported for a device only
+            continue
         at_once = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         for name, line in imports(ast.Module(body=at_once, type_ignores=[]), type_checking=False):
-            late = name.removeprefix(f"{PACKAGE}.")
-            assert late == "cpu.jit.floats" or late not in TORCH, (
-                f"{module}:{line}: within a function"
-            )
-            within = part_of(name) == "device" and module.endswith("device_observer")
-            assert part_of(name) != "device" or within, f"{module}:{line}: within a function"
+            late = part_of(name) in ("device", "kernels") or name.endswith(".device_observer")
+            assert not late, f"{module}:{line} imports {name}: within a function"
 
 
 @pytest.mark.parametrize(

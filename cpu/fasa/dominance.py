@@ -1,7 +1,7 @@
 """Which frequency chunks of a kv head rank its keys as the whole head does (FASA's calibration).
 
 Chunk i of C is the pair of dims that RoPE turns together, i and i + C; dims from 2 C on are not
-turned and belong to no chunk. Tensors are torch's, f32; their methods are all that is used of it.
+turned and belong to no chunk.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ def query_positions(n, n_query):
 
 
 def judge_chunks(q, position, keys, n_chunk, top_k):
-    """How far each chunk's scores resemble the head's, for one query: var and ca, torch (H, C).
+    """How far each chunk's scores resemble the head's, for one query: var and ca, f32 (H, C).
 
     var: variance over the keys of the chunk's scores. ca, contextual agreement: the part of the
-    head's top_k keys that are among the chunk's (FASA eq 4). q torch (H, d) at ``position``, keys
-    torch (G, d, n), both rotated; keys after the position are not looked at.
+    head's top_k keys that are among the chunk's (FASA eq 4). q f32 (H, d) at ``position``, keys
+    f32 (G, d, n), both rotated; keys after the position are not looked at.
     """
     n = position + 1
     products = q.reshape(len(keys), -1, q.shape[1], 1) * keys[:, None, :, :n]  # (G, H/G, d, n)
-    products = products.flatten(0, 1)  # (H, d, n)
+    products = products.reshape(len(q), -1, n)  # (H, d, n)
     scores = products[:, :n_chunk] + products[:, n_chunk : 2 * n_chunk]  # (H, C, n)
-    k = min(top_k, n)
-    is_top = scores.new_zeros(len(scores), n)
-    is_top.scatter_(1, products.sum(1).topk(k, sorted=False).indices, 1)
-    own = scores.topk(k, sorted=False).indices  # (H, C, k)
-    agreement = is_top[:, None].expand_as(scores).gather(2, own).mean(2)
-    return scores.var(2, correction=0), agreement
+    rest = max(0, n - top_k)
+    best = np.argpartition(products.sum(1), rest, axis=1)[:, rest:]  # (H, k)
+    is_top = np.zeros((len(q), 1, n), np.float32)
+    np.put_along_axis(is_top, best[:, None], 1, axis=2)
+    own = np.argpartition(scores, rest, axis=2)[..., rest:]  # (H, C, k)
+    agreement = np.take_along_axis(is_top, own, axis=2).mean(2)
+    return scores.var(2), agreement
 
 
 def rank_chunks(score, n_kv_head):

@@ -8,7 +8,10 @@ of jit/pool.py.
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from sparsekv_cli.cpu.jit import pool
 
@@ -24,6 +27,21 @@ PRANGE_ONLY = {
     "setitem": False,
     "stencil": False,
 }
+
+
+@cache
+def _blas() -> Any:
+    """The BLAS that numpy has loaded."""
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController()
+
+
+def blas_threads(n: int) -> Any:
+    """A context in which numpy's BLAS takes at most ``n`` threads; without one, every CPU."""
+    if n >= (os.cpu_count() or 1):
+        return nullcontext()
+    return _blas().limit(limits=n, user_api="blas")
 
 
 def physical_cores() -> int:

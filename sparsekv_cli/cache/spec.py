@@ -11,17 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparsekv_cli.cpu.jit.floats import as_tensor
-
 N_SINKS = 4  # the first tokens, always attended
 
 
 class AttnInput(NamedTuple):
     """One layer, T new rows of one sequence.
 
-    Prefill: (heads, T, d), arrays of f32 or bf16 (cpu/jit/floats.py), or torch tensors;
-    ``in_torch`` gives tensors. Decode (T = 1): numpy f32 views (heads, 1, d padded to 16), valid
-    during the call only.
+    Prefill: (heads, T, d), arrays of f32 or bf16 (cpu/jit/floats.py), or on a device its tensors.
+    Decode (T = 1): f32 views (heads, 1, d padded to 16), valid during the call only.
     """
 
     q: Any  # (H, T, d), rotated
@@ -30,10 +27,6 @@ class AttnInput(NamedTuple):
     q_nope: Any  # (H, T, d), before RoPE (after bias and q/k norm)
     k_nope: Any  # (G, T, d)
     pos: int  # absolute position of the first row
-
-    def in_torch(self) -> AttnInput:
-        """The same as tensors, which share the memory of arrays."""
-        return AttnInput._make((*map(as_tensor, self[:5]), self.pos))
 
 
 @dataclass(frozen=True)

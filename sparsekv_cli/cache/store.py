@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from sparsekv_cli.cpu.attention import rows
-from sparsekv_cli.cpu.jit.floats import load_torch, seen
 from sparsekv_cli.cpu.jit.pointers import LINE, on_lines
 
 if TYPE_CHECKING:
@@ -38,15 +37,15 @@ class RowType(ABC):
         self.d, self.width = d, padded(d)
         self.n_items = rows.row_bytes(self.kind, self.width) // np.dtype(self.dtype).itemsize
 
-    def write(self, target: np.ndarray, x: Any, n_threads: int = 1) -> None:
-        """Stores x (heads, T, d), an f32 array or a CPU tensor, in ``target`` (heads, T, n_items),
-        rows of this type. ValueError for another shape.
+    def write(self, target: np.ndarray, x: np.ndarray, n_threads: int = 1) -> None:
+        """Stores x (heads, T, d), f32 or bf16 (cpu/jit/floats.py), in ``target`` (heads, T,
+        n_items), rows of this type. ValueError for another shape.
         """
         from sparsekv_cli.cpu.layer.prefill import store_rows
 
         if x.shape != (*target.shape[:2], self.d):
             raise ValueError(f"rows {tuple(x.shape)} for {target.shape[:2]} of {self.d} elements")
-        given, at = np.ascontiguousarray(seen(x)), target.__array_interface__["data"][0]
+        given, at = np.ascontiguousarray(x), target.__array_interface__["data"][0]
         store_rows(given, self.kind, at, *target.strides[:2], self.width, n_threads)
 
     @abstractmethod
@@ -140,7 +139,7 @@ class KVStore:
         kinds = self.k_type.kind, self.v_type.kind
         self.layout = np.array([*self.addresses, *self.strides, *kinds], np.int64)
 
-    def append(self, k: Any, v: Any) -> None:
+    def append(self, k: np.ndarray, v: np.ndarray) -> None:
         """Adds T rows: k (G, T, d), v (G, T, d_v) as ``RowType.write`` takes them."""
         n_new = k.shape[1]
         self.reserve(self.n + n_new)
@@ -149,15 +148,15 @@ class KVStore:
         self.v_type.write(self.v[:, new], v, self._n_threads)
         self.n += n_new
 
-    def keys(self, first: int = 0, heads: slice = ALL) -> Any:
-        """Rows ``first`` to n of K as they are stored, torch (G, n - first, padded d) f16, f32;
-        of all kv heads or some.
+    def keys(self, first: int = 0, heads: slice = ALL) -> np.ndarray:
+        """Rows ``first`` to n of K as they are stored, f16 or f32 (G, n - first, padded d); of all
+        kv heads or some.
         """
-        return load_torch().from_numpy(self.k_type.read(self.k[heads, first : self.n]))
+        return self.k_type.read(self.k[heads, first : self.n])
 
-    def values(self, first: int = 0, heads: slice = ALL) -> Any:
+    def values(self, first: int = 0, heads: slice = ALL) -> np.ndarray:
         """The same of V."""
-        return load_torch().from_numpy(self.v_type.read(self.v[heads, first : self.n]))
+        return self.v_type.read(self.v[heads, first : self.n])
 
     def truncate(self, n: int) -> None:
         self.n = min(self.n, n)

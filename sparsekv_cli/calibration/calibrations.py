@@ -27,6 +27,7 @@ from sparsekv_cli.calibration.sidecar import (
     read_entry,
     write_entry,
 )
+from sparsekv_cli.cpu.jit.threads import blas_threads
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import METHODS, method_class
 from sparsekv_cli.methods.base import CALIBRATION, CalibrationRun, Method
@@ -208,7 +209,8 @@ class Calibrations:
 
         progress(0.0)
         run = CalibrationRun(decoder.layer_specs(), self._backend, ids, forward, progress)
-        tensors = method.calibrate(run)
+        with blas_threads(decoder.n_threads):
+            tensors = method.calibrate(run)
         check_tensors(name, tensors, self._hparams.n_layer)
         digest = hashlib.sha256(text.text.encode()).hexdigest()
         return Entry(tensors, len(ids), text.name, digest)

@@ -19,7 +19,7 @@ from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.calibration.trials import Attend, Trial, middle_rows, study_shares, unchanged
 from sparsekv_cli.cpu.faedkv import frequencies
 from sparsekv_cli.cpu.fasa import dominance
-from sparsekv_cli.cpu.jit.floats import load_torch
+from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 from sparsekv_cli.methods.base import CalibrationRun, Method
 
 METRICS = ("var", "ca")  # as dominance.judge_chunks returns them
@@ -72,22 +72,22 @@ def tips_of(mean_tip: int, n_chunk: int, budgets: np.ndarray) -> int:
 def _attend_best(spec: LayerSpec, dims: np.ndarray, n_sinks: int, n_recent: int) -> Attend:
     """Attention to the first and last rows, and the best of the others by ``dims`` (G, m)."""
 
-    def attend(store: KVStore, x: AttnInput) -> Any:
-        torch = load_torch()
+    def attend(store: KVStore, x: AttnInput) -> np.ndarray:
         n, n_new = store.n, x.q.shape[1]
-        k = torch.from_numpy(store.k[:, None, :n, : spec.head_dim]).float()  # (G, 1, n, d)
-        v = torch.from_numpy(store.v[:, None, :n, : spec.value_dim]).float()
-        q = x.q.float().unflatten(0, (spec.n_head_kv, spec.group))  # (G, group, T, d)
-        wide = torch.from_numpy(dims.astype(np.int64))[:, None, None]  # (G, 1, 1, m)
-        of_q, of_k = (rows.gather(3, wide.expand(*rows.shape[:3], -1)) for rows in (q, k))
-        row, own = torch.arange(n), torch.arange(n - n_new, n)[:, None]
-        scores = of_q @ of_k.transpose(2, 3)  # (G, group, T, n)
-        scores.masked_fill_((row < n_sinks) | (row > own - n_recent), torch.inf)
-        scores.masked_fill_(row > own, -torch.inf)
-        least = scores.topk(min(N_CHOSEN, n), dim=3).values[..., -1:]
-        weights = (q @ k.transpose(2, 3)) * float(spec.scale)
-        weights.masked_fill_((scores < least) | (row > own), -torch.inf)
-        return (weights.softmax(3) @ v).flatten(0, 1).to(x.v.dtype)
+        k = store.k[:, :n, : spec.head_dim].astype(np.float32)  # (G, n, d)
+        v = store.v[:, :n, : spec.value_dim].astype(np.float32)
+        q = as_f32(x.q).reshape(spec.n_head_kv, -1, spec.head_dim)  # (G, H/G T, d)
+        of_q, of_k = (np.take_along_axis(rows, dims[:, None], 2) for rows in (q, k))
+        row, own = np.arange(n), np.tile(np.arange(n - n_new, n), spec.group)[:, None]
+        scores = of_q @ of_k.swapaxes(1, 2)  # (G, H/G T, n)
+        scores[:, (row < n_sinks) | (row > own - n_recent)] = np.inf
+        scores[:, row > own] = -np.inf
+        least = max(0, n - N_CHOSEN)
+        chosen = scores >= np.partition(scores, least, axis=2)[..., least, None]
+        weights = np.where(chosen & (row <= own), q @ k.swapaxes(1, 2) * spec.scale, -np.inf)
+        weights = np.exp(weights - weights.max(2, keepdims=True))
+        out = (weights / weights.sum(2, keepdims=True)) @ v  # (G, H/G T, d_v)
+        return as_type_of(x.v, out.reshape(spec.n_head, n_new, spec.value_dim))
 
     return attend
 
@@ -132,24 +132,22 @@ class _JudgingCache(LayerCache):
     ) -> None:
         super().__init__(spec, backend)
         self._positions, self._top_k, self._keep = positions, top_k, keep
-        self._queries: list[Any] = []  # torch f32 (H, d), one a position
+        self._queries: list[np.ndarray] = []  # f32 (H, d), one a position
 
     def prefill(self, x: AttnInput) -> Any:
-        x = x.in_torch()
         inside = [t - x.pos for t in self._positions if 0 <= t - x.pos < x.q.shape[1]]
-        self._queries += [x.q[:, t].float() for t in inside]
+        self._queries += [as_f32(x.q[:, t]).copy() for t in inside]  # not all of x
         return super().prefill(x)
 
     def finish_prefill(self) -> None:
-        torch = load_torch()
         spec, store = self.spec, self.store
-        keys = torch.from_numpy(store.k[:, : store.n, : spec.head_dim]).float()
-        keys = keys.transpose(1, 2).contiguous()  # (G, d, n)
+        keys = store.k[:, : store.n, : spec.head_dim].astype(np.float32)
+        keys = np.ascontiguousarray(keys.swapaxes(1, 2))  # (G, d, n)
         judged = [
             dominance.judge_chunks(q, t, keys, len(spec.theta), self._top_k)
             for q, t in zip(self._queries, self._positions, strict=True)
         ]
-        means = [torch.stack(values).mean(0).numpy() for values in zip(*judged, strict=True)]
+        means = [np.mean(values, axis=0) for values in zip(*judged, strict=True)]
         self.store, self._queries = KVStore(spec), []
         self._keep(spec, dict(zip(METRICS, means, strict=True)))
 

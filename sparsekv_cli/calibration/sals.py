@@ -17,6 +17,7 @@ from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.calibration.trials import Change, Trial, middle_rows, study_shares
 from sparsekv_cli.cpu.faedkv import frequencies
+from sparsekv_cli.cpu.jit.floats import as_f32
 from sparsekv_cli.cpu.sals import latent
 from sparsekv_cli.methods.base import CalibrationRun, Method
 
@@ -125,11 +126,11 @@ class _StatisticsCache(LayerCache):
         self._energy = np.zeros((spec.n_head_kv, spec.head_dim))  # squared queries
 
     def prefill(self, x: AttnInput) -> Any:
-        x = x.in_torch()
-        keys = x.k_nope.float().transpose(0, 1).flatten(1)  # (T, G d)
-        self._products += (keys.T @ keys).double().numpy()
-        queries = x.q_nope.float().unflatten(0, (self.spec.n_head_kv, self.spec.group))
-        self._energy += queries.square().sum((1, 2)).double().numpy()
+        n_kv, d = self.spec.n_head_kv, self.spec.head_dim
+        keys = as_f32(x.k_nope).swapaxes(0, 1).reshape(-1, n_kv * d)  # (T, G d)
+        self._products += keys.T @ keys
+        queries = as_f32(x.q_nope).reshape(n_kv, -1, d)  # (G, H/G T, d)
+        self._energy += np.square(queries).sum(1)
         return super().prefill(x)
 
     def finish_prefill(self) -> None:

@@ -20,7 +20,7 @@ from sparsekv_cli.cache.layer import Backend, DenseCache, LayerCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.cpu.faedkv import frequencies
-from sparsekv_cli.cpu.jit.floats import load_torch
+from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import CalibrationRun, Method
 
@@ -31,8 +31,8 @@ MOST_CHANGE = 80.0  # of a logit: its exponential fits f32
 
 # Changes rows of K and V in place: f16 (G, rows, padded d).
 Change = Callable[[np.ndarray, np.ndarray], None]
-# What rows of an AttnInput, which are the last of a store, take from it: torch (H, T, d_v).
-Attend = Callable[[KVStore, AttnInput], Any]
+# What rows of an AttnInput, which are the last of a store, take from it: (H, T, d_v), as they are.
+Attend = Callable[[KVStore, AttnInput], np.ndarray]
 
 
 class Trial(NamedTuple):
@@ -64,18 +64,18 @@ class Window:
         self, run: CalibrationRun, ids: Sequence[int], n_scored: int, middle: slice
     ) -> None:
         """ids: prefix, n_scored rows, the token that follows; middle: rows that trials change."""
-        torch = load_torch()
         self._run, self._middle = run, middle
         self._n_prefix = len(ids) - n_scored - 1
         self._rows = list(ids[self._n_prefix : -1])
-        self._following = torch.tensor(ids[self._n_prefix + 1 :])[:, None]
+        self._following = np.array(ids[self._n_prefix + 1 :])[:, None]
         caches: list[LayerCache] = [DenseCache(spec, run.backend) for spec in run.specs]
         run.forward(ids[: self._n_prefix], 0, caches, False)
         self._stores = [cache.store for cache in caches]
         self._logits = self._logits_of([Trial(-1, unchanged)])[0]  # (rows, n_vocab)
-        full = self._logits.log_softmax(-1)
-        self._full = full.exp()
-        self._losses = -full.gather(1, self._following)[:, 0]
+        full = self._logits - self._logits.max(-1, keepdims=True)
+        full -= np.log(np.exp(full).sum(-1, keepdims=True))
+        self._full = np.exp(full)
+        self._losses = -np.take_along_axis(full, self._following, 1)[:, 0]
         self._plain = slice(n_scored - n_scored // 2)  # rows that go on with the text
         self.nll = float(self._losses[self._plain].mean())
 
@@ -94,9 +94,8 @@ class Window:
             advance(len(trials[i : i + step]))
         return np.array([kld for kld, _ in scored]), np.array([nll for _, nll in scored])
 
-    def _logits_of(self, trials: Sequence[Trial]) -> Any:
-        """torch f32 (trials, rows, n_vocab)"""
-        torch = load_torch()
+    def _logits_of(self, trials: Sequence[Trial]) -> np.ndarray:
+        """f32 (trials, rows, n_vocab)"""
         run = self._run
         caches: list[LayerCache] = [
             _TrialCache(spec, run.backend, store, self._n_prefix, len(self._rows), trials,
@@ -104,19 +103,19 @@ class Window:
             for spec, store in zip(run.specs, self._stores, strict=True)
         ]  # fmt: skip
         logits = run.forward(self._rows * len(trials), self._n_prefix, caches, True)
-        return torch.from_numpy(logits).view(len(trials), len(self._rows), -1)
+        return logits.reshape(len(trials), len(self._rows), -1)
 
-    def _compare(self, logits: Any) -> tuple[float, float]:
+    def _compare(self, logits: np.ndarray) -> tuple[float, float]:
         """KLD and negative log-likelihood of a trial's logits (rows, n_vocab), which are used up.
 
         With p the full model's probabilities and D the change of the logits, the normaliser rises
         by log sum p e^D, and KLD is that less sum p D: exact for small changes too, and vocabulary
         by vocabulary only a difference, a product and an exponential.
         """
-        change = logits.sub_(self._logits).clamp_(max=MOST_CHANGE)
+        change = np.minimum(np.subtract(logits, self._logits, out=logits), MOST_CHANGE, out=logits)
         mean = (self._full * change).sum(-1)
-        change_of_next = change.gather(1, self._following)[:, 0]
-        rise = change.expm1_().mul_(self._full).sum(-1).log1p()
+        change_of_next = np.take_along_axis(change, self._following, 1)[:, 0]
+        rise = np.log1p((self._full * np.expm1(change, out=change)).sum(-1))
         losses = (self._losses + rise - change_of_next)[self._plain]
         return float((rise - mean).mean()), float(losses.mean())
 
@@ -140,16 +139,16 @@ class _TrialCache(LayerCache):
         self._turns = _rotation(spec, n_prefix, n_rows)
 
     def prefill(self, x: AttnInput) -> Any:
-        x, out, done = x.in_torch(), [], 0
+        out, done = [], 0
         while done < x.q.shape[1]:
             trial, first = divmod(x.pos - self._n_prefix + done, self._n_rows)
             left = x.q.shape[1] - done
             count = min(self._n_rows - first, left)
             n_equal = self._n_equal(trial, left // self._n_rows) if first == 0 else 1
             part = self._one_trial(x, slice(done, done + count), trial, first)
-            out.append(part.repeat(1, n_equal, 1) if n_equal > 1 else part)
+            out += [part] * n_equal
             done += n_equal * count
-        return load_torch().cat(out, dim=1)
+        return np.concatenate(out, axis=1)
 
     def _n_equal(self, trial: int, most: int) -> int:
         """How many trials from this one on change later layers only, so that rows are equal."""
@@ -158,7 +157,7 @@ class _TrialCache(LayerCache):
             n += 1
         return max(1, n)
 
-    def _one_trial(self, x: AttnInput, rows: slice, trial: int, first: int) -> Any:
+    def _one_trial(self, x: AttnInput, rows: slice, trial: int, first: int) -> np.ndarray:
         """Attention of a trial's rows from row ``first`` on over the prefix that belongs to it."""
         attend = self._trials[trial].attend
         if first == 0:
@@ -184,27 +183,24 @@ class _TrialCache(LayerCache):
         changed.n = self._n_prefix
         return changed
 
-    def _rotated(self, heads: Any, first: int) -> Any:
-        """torch (heads, T, d) before RoPE, a trial's rows from ``first`` on -> rotated."""
-        torch = load_torch()
+    def _rotated(self, heads: np.ndarray, first: int) -> np.ndarray:
+        """(heads, T, d) before RoPE, a trial's rows from ``first`` on -> rotated."""
         cos, sin = (turn[first : first + heads.shape[1]] for turn in self._turns)
-        half = cos.shape[1]
-        a, b = heads[..., :half].float(), heads[..., half : 2 * half].float()
-        rest = heads[..., 2 * half :].float()
-        return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], dim=-1).to(heads.dtype)
+        half, rows = cos.shape[1], as_f32(heads)
+        a, b, rest = rows[..., :half], rows[..., half : 2 * half], rows[..., 2 * half :]
+        turned = np.concatenate([a * cos - b * sin, a * sin + b * cos, rest], axis=-1)
+        return as_type_of(heads, turned)
 
     def decode(self, x: AttnInput) -> np.ndarray:
         raise AssertionError("a calibration only prefills")
 
 
-def _rotation(spec: LayerSpec, position: int, n: int) -> tuple[Any, Any]:
-    """Cosines and sines of n positions from ``position`` on, times RoPE's scale: torch f32."""
-    torch = load_torch()
-    positions = torch.arange(position, position + n, dtype=torch.float64)
-    angles = positions[:, None] * torch.from_numpy(spec.theta)  # (n, n_rot/2)
+def _rotation(spec: LayerSpec, position: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines of n positions from ``position`` on, times RoPE's scale: f32."""
+    angles = np.arange(position, position + n)[:, None] * spec.theta  # (n, n_rot/2)
     return (
-        (spec.rope_scale * angles.cos()).float(),
-        (spec.rope_scale * angles.sin()).float(),
+        (spec.rope_scale * np.cos(angles)).astype(np.float32),
+        (spec.rope_scale * np.sin(angles)).astype(np.float32),
     )
 
 

@@ -329,7 +329,7 @@ def open_session(options: ModelOptions) -> Session:
 def load_session(
     path: Path, method: Method, config: SessionConfig, compiling: CompileProgress | None = None
 ) -> Session:
-    """A loaded model; imports numba, maybe torch, so it comes after all that can be refused before.
+    """A loaded model; imports numba, so it comes after all that can be refused before.
 
     compiling: told what is compiled, by a command that goes on to compile more.
     """

@@ -21,6 +21,7 @@ from sparsekv_cli.device.cache import DeviceCache, DeviceInput, StepNumbers, gri
 from sparsekv_cli.device.graphs import Piece, Steps
 from sparsekv_cli.device.host import HostCache
 from sparsekv_cli.device.methods.lfps import HostLFPS
+from sparsekv_cli.device.prefill import TorchRows
 from sparsekv_cli.device.step import StepBuffers
 from sparsekv_cli.device.streams import join_all
 from sparsekv_cli.device.weights import DeviceWeights
@@ -30,7 +31,6 @@ from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.forward import Forward, Product, Progress
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.rope import RopeTable
-from sparsekv_cli.models.torch_rows import TorchRows
 from sparsekv_cli.models.weights import Weights
 
 

@@ -101,6 +101,8 @@ def open_device_engine(
     """
     if config.prefill_dtype == "int8":
         raise SparseKVError("--prefill-dtype int8 is of the CPU; a GPU's are f32 and bf16")
+    torch.set_num_threads(n_threads)
+    torch.set_grad_enabled(False)
     mode = "quantized" if config.gpu_weights == "auto" else config.gpu_weights
     dtype = torch.float32 if config.prefill_dtype == "f32" else torch.bfloat16
     chunk = max(config.chunk, CHUNK)

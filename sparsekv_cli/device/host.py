@@ -21,6 +21,21 @@ from sparsekv_cli.device.cache import DeviceStore
 from sparsekv_cli.device.ops import attend_causal
 
 
+def as_array(t: torch.Tensor) -> np.ndarray:
+    """The memory of a CPU tensor; bf16 as cpu/jit/floats.py has it."""
+    return t.view(torch.uint16).numpy() if t.dtype == torch.bfloat16 else t.numpy()
+
+
+def as_tensor(x: np.ndarray) -> torch.Tensor:
+    """The reverse of ``as_array``."""
+    tensor = torch.from_numpy(x)
+    return tensor.view(torch.bfloat16) if x.dtype == np.uint16 else tensor
+
+
+def as_tensors(x: AttnInput) -> AttnInput:
+    return AttnInput._make((*map(as_tensor, x[:5]), x.pos))
+
+
 class HostOps:
     """The host's backend (cpu/ops.py), but a chunk's dense attention is computed on the device.
 
@@ -36,20 +51,19 @@ class HostOps:
         self.ahead = False
         self.dense_prefill = self._dense_prefill
 
-    def _dense_prefill(self, store: Any, x: AttnInput, spec: LayerSpec) -> torch.Tensor | None:
-        """ops.dense_prefill: x on the host, the result on the device; None if it was done ahead."""
+    def _dense_prefill(self, store: Any, x: AttnInput, spec: LayerSpec) -> np.ndarray | None:
+        """ops.dense_prefill by way of the device; None if that has been done ahead."""
         if self.ahead:
             return None
         n_past = store.n - x.q.shape[1]
         if self.rows is None:
             self.rows = DeviceStore(spec, self.device)
             if n_past:
-                self.rows.append(
-                    store.keys()[:, :n_past, : spec.head_dim].to(self.device),
-                    store.values()[:, :n_past, : spec.value_dim].to(self.device),
-                )
+                past = (rows[:, :n_past] for rows in (store.keys(), store.values()))
+                k, v = (torch.from_numpy(rows).to(self.device) for rows in past)
+                self.rows.append(k[..., : spec.head_dim], v[..., : spec.value_dim])
         assert self.rows.n == n_past
-        return self.attend(x, spec)
+        return as_array(self.attend(as_tensors(x), spec).cpu())
 
     def attend(self, x: AttnInput, spec: LayerSpec) -> torch.Tensor:
         """Adds a chunk's K and V to ``rows`` and attends to them, on the device."""
@@ -79,16 +93,16 @@ class HostWorker:
             future.result()
 
     def copy(self, x: AttnInput) -> tuple[AttnInput, Callable[[], None]]:
-        """x on the host, and a call that waits until it is there."""
+        """x as arrays on the host, and a call that waits until they are there."""
         if self.stream is None:
-            return x, lambda: None
+            return AttnInput._make((*map(as_array, x[:5]), x.pos)), lambda: None
         self.stream.wait_stream(torch.cuda.current_stream())
         copies = []
         with torch.cuda.stream(self.stream):
             for t in x[:5]:
                 t.record_stream(self.stream)
                 host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
-                copies.append(host.copy_(t, non_blocking=True))
+                copies.append(as_array(host.copy_(t, non_blocking=True)))
             event = self.stream.record_event()
         return AttnInput._make((*copies, x.pos)), event.synchronize
 
@@ -130,7 +144,7 @@ class HostCache(LayerCache):
         # What there is of earlier rows only the cache itself knows.
         self._worker.wait()
         wait()
-        return cache.prefill(on_host).to(ops.device)
+        return as_tensor(cache.prefill(on_host)).to(ops.device)
 
     def finish_prefill(self) -> None:
         self._ops.rows = None

@@ -56,7 +56,7 @@ def test_every_format_and_type(markers: Path, compiled: list[tuple[Any, ...]]) -
         expected.add(("kernel_address", code, False))
         if format_.decode is not None:
             expected.add(("kernel_address", code, True))
-        if cpu_prefill_dtype() == "int8" and matmul_int8.can_multiply(code):
+        if cpu_prefill_dtype("auto", 64) == "int8" and matmul_int8.can_multiply(code):
             expected.add(("kernel_addresses", code))
         if interleaved.can_repack(code, interleaved.GROUP):
             expected.add(("kernel_address", code, True, True))

@@ -10,7 +10,7 @@ from side_by_side import assert_sessions_agree
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu import ops
-from sparsekv_cli.device.host import HostOps, HostWorker
+from sparsekv_cli.device.host import HostOps, HostWorker, as_tensors
 from sparsekv_cli.device.methods.lfps import HostLFPS
 from sparsekv_cli.kernels.attention.decode import Attended
 from sparsekv_cli.methods.lfps import LFPS
@@ -65,12 +65,13 @@ class Pair:
 
     def prefill(self, n: int) -> None:
         rows, pos = self.rows(n), self.whole.n
-        for cache, device in ((self.whole, "cpu"), (self.apart, self.apart._k.device)):
-            for start in range(0, n, 32):
-                q, k, v = (
-                    torch.from_numpy(x[:, start : start + 32].copy()).to(device) for x in rows
-                )
-                cache.prefill(AttnInput(q, k, v, q, k, pos + start))
+        for start in range(0, n, 32):
+            q, k, v = (x[:, start : start + 32].copy() for x in rows)
+            x = AttnInput(q, k, v, q, k, pos + start)
+            self.whole.prefill(x)
+            on_device = (t.to(self.apart._k.device) for t in as_tensors(x)[:5])
+            self.apart.prefill(AttnInput(*on_device, x.pos))
+        for cache in (self.whole, self.apart):
             cache.finish_prefill()
         self.apart.wait()
 

@@ -12,6 +12,7 @@ import pytest
 from sparsekv_cli import methods
 from sparsekv_cli.cache.layer import Backend, LayerCache, SelectingCache
 from sparsekv_cli.cache.spec import N_SINKS, Budget, LayerSpec
+from sparsekv_cli.cpu.jit.floats import as_f32
 from sparsekv_cli.methods.base import CALIBRATION, CalibrationRun, Method
 
 NAME, MODULE = "fake", "sparsekv_cli.methods.fake"
@@ -50,7 +51,7 @@ class MeanKeys(LayerCache):
         self.mean = mean
 
     def prefill(self, x: Any) -> Any:
-        self.mean += x.in_torch().k_nope.float().sum(1).numpy()
+        self.mean += as_f32(x.k_nope).sum(1)
         return super().prefill(x)
 
     def finish_prefill(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
@@ -75,10 +74,10 @@ def prefill(cache: LayerCache, rows: Rows, chunk: int = 64) -> np.ndarray:
     """Gives the cache the next rows in chunks; the attention f32 (H, T, d)."""
     outs = []
     for start in range(0, rows[0].shape[1], chunk):
-        q, k, v = (torch.from_numpy(x[:, start : start + chunk].copy()) for x in rows)
+        q, k, v = (x[:, start : start + chunk].copy() for x in rows)
         outs.append(cache.prefill(AttnInput(q, k, v, q, k, cache.n)))
     cache.finish_prefill()
-    return torch.cat(outs, dim=1).numpy()
+    return np.concatenate(outs, axis=1)
 
 
 def decode(cache: LayerCache, rows: Rows, i: int = 0) -> np.ndarray:

@@ -19,6 +19,7 @@ from sparsekv_cli.cpu.sals.latent import rotate_ref
 from sparsekv_cli.device.batching import prepare_runs
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, StepNumbers, grid_bound
 from sparsekv_cli.device.engine import device_cache
+from sparsekv_cli.device.host import as_tensors
 from sparsekv_cli.device.ops import DeviceOps
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
@@ -95,13 +96,11 @@ class SideBySide:
         """n rows into both, whose dense outputs must be alike."""
         rows, pos = self.rows(n), self.host.n
         for start in range(0, n, chunk):
-            parts = [torch.from_numpy(x[:, start : start + chunk].copy()) for x in rows]
-            outs = []
-            for cache, device in ((self.host, "cpu"), (self.device, self.device.backend.device)):
-                outs.append(
-                    cache.prefill(AttnInput(*(x.to(device) for x in parts), pos + start)).cpu()
-                )
-            torch.testing.assert_close(outs[1], outs[0], rtol=0, atol=5e-3)
+            x = AttnInput(*(part[:, start : start + chunk].copy() for part in rows), pos + start)
+            expected = self.host.prefill(x)
+            tensors = (t.to(self.device.backend.device) for t in as_tensors(x)[:5])
+            out = self.device.prefill(AttnInput(*tensors, x.pos)).cpu().numpy()
+            np.testing.assert_allclose(out, expected, rtol=0, atol=5e-3)
         for cache in (self.host, self.device):
             cache.finish_prefill()
             assert cache.n == pos + n

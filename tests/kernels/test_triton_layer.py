@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from sparsekv_cli.device.prefill import TorchRows
 from sparsekv_cli.kernels.layer import decode as layer
-from sparsekv_cli.models.torch_rows import TorchRows
 
 EPS = 1e-5
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from layer_stream import GEOMETRIES, Stream, decode, make_cache, prefill
 from tiny_models import make_model
 
@@ -15,6 +14,7 @@ from sparsekv_cli.cache.spec import N_SINKS, AttnInput, Budget, LayerSpec
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.attention.decode import attend_dense_ref
+from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 from sparsekv_cli.cpu.quest.pages import page_summaries_ref
 from sparsekv_cli.methods import METHODS, build_method, describe_methods, lfps, method_class
 from sparsekv_cli.methods.quest import Quest
@@ -183,7 +183,7 @@ def test_prefill_and_decode_attend_to_the_stored_rows(geometry, types):
             out = prefill(cache, rows, chunk=33)
         else:
             out = np.stack([decode(cache, rows, i) for i in range(n)], axis=1)
-        k, v = (x.float().numpy()[..., : geometry.d] for x in (_keys(cache), _values(cache)))
+        k, v = (x[..., : geometry.d] for x in (cache.store.keys(), cache.store.values()))
         assert k.shape[1] == first + n
         for i in range(n):
             seen = first + i + 1
@@ -203,30 +203,18 @@ def test_a_bf16_prefill_attends_to_the_stored_rows(d, d_v, types):
         layer=0, n_layer=1, n_head=6, n_head_kv=2, head_dim=d, value_dim=d_v, n_threads=2
     )
     cache, rng = method.layer(spec, ops), np.random.default_rng(0)
+    bf16 = np.empty(0, np.uint16)
     for n in (70, 1, 130):
         q, k, v = (
-            torch.from_numpy(rng.standard_normal((heads, n, width)).astype(np.float32)).bfloat16()
+            as_type_of(bf16, rng.standard_normal((heads, n, width)).astype(np.float32))
             for heads, width in ((6, d), (2, d), (2, d_v))
         )
-        out = cache.prefill(AttnInput(q, k, v, q, k, cache.n)).float().numpy()
-        keys, values = (
-            x.float().numpy()[..., :width]
-            for x, width in ((_keys(cache), d), (_values(cache), d_v))
-        )
+        out = as_f32(cache.prefill(AttnInput(q, k, v, q, k, cache.n)))
+        keys, values = cache.store.keys()[..., :d], cache.store.values()[..., :d_v]
         for i in range(n):
             seen = cache.n - n + i + 1
-            expected = attend_dense_ref(
-                q[:, i].float().numpy(), keys[:, :seen], values[:, :seen], d**-0.5
-            )
+            expected = attend_dense_ref(as_f32(q[:, i]), keys[:, :seen], values[:, :seen], d**-0.5)
             np.testing.assert_allclose(out[:, i], expected, atol=0.03)
-
-
-def _keys(cache):
-    return cache.store.keys()
-
-
-def _values(cache):
-    return cache.store.values()
 
 
 @pytest.mark.parametrize("types", TYPES)
@@ -246,10 +234,10 @@ def test_repositioned_sinks_are_turned_and_turned_back(types):
     def rows(n: int) -> list[np.ndarray]:
         return [rng.standard_normal((heads, n, d)).astype(np.float32) for heads in (4, n_kv, n_kv)]
 
-    q, k, v = (torch.from_numpy(x) for x in rows(60))
+    q, k, v = rows(60)
     cache.prefill(AttnInput(q, k, v, q, k, 0))
     cache.finish_prefill()
-    before, keys = cache.store.k[:, :60].copy(), cache.store.keys().float().numpy()
+    before, keys = cache.store.k[:, :60].copy(), cache.store.keys().astype(np.float32)
     q, k, v = rows(1)
     cache.decode(AttnInput(q, k, v, q, k, 60))
     angles = (61 - sinks - budget) * theta
@@ -257,10 +245,10 @@ def test_repositioned_sinks_are_turned_and_turned_back(types):
     expected = np.concatenate(
         [a * np.cos(angles) - b * np.sin(angles), a * np.sin(angles) + b * np.cos(angles)], axis=-1
     )
-    turned = cache.store.keys().float().numpy()[:, :sinks]
+    turned = cache.store.keys().astype(np.float32)[:, :sinks]
     assert np.abs(turned - keys[:, :sinks]).max() > 1
     np.testing.assert_allclose(turned, expected, atol=0.51 * np.abs(expected).max() / 127)
-    q, k, v = (torch.from_numpy(x) for x in rows(5))
+    q, k, v = rows(5)
     cache.prefill(AttnInput(q, k, v, q, k, 61))
     np.testing.assert_array_equal(cache.store.k[:, :60], before)
 
@@ -281,7 +269,7 @@ def test_quest_summarises_the_stored_keys(summary):
                 decode(cache, rows, i)
         n_page = cache._n_page
         assert n_page == (cache.n - 1) // 16
-        expected = page_summaries_ref(cache.store.keys().numpy(), 16, summary == "meanstd", N_SINKS)
+        expected = page_summaries_ref(cache.store.keys(), 16, summary == "meanstd", N_SINKS)
         for bits, values in zip((cache._hi, cache._lo), expected, strict=True):
             found = bits[:, :n_page].view(np.float16).astype(np.float32)
             np.testing.assert_allclose(found, values[:, :n_page], rtol=1.5e-3, atol=2e-3)

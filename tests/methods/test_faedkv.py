@@ -301,7 +301,7 @@ def test_the_rows_of_a_prefill_are_given_back():
     first = cache.memory().host
     cache.reserve(3000)
     rows = stream.rows(100)
-    q, k, v = (torch.from_numpy(x) for x in rows)
+    q, k, v = rows
     cache.prefill(AttnInput(q, k, v, q, k, cache.n))
     assert cache.memory().host >= first + 3000 * 2 * 2 * 64 * 2
     cache.finish_prefill()
@@ -354,7 +354,7 @@ def test_an_interrupted_turn_is_forgotten():
     rows, turn, more = stream.rows(700), stream.rows(40), stream.rows(5)
     for cache in caches:
         prefill(cache, rows)
-    q, k, v = (torch.from_numpy(x) for x in turn)
+    q, k, v = turn
     caches[0].prefill(AttnInput(q, k, v, q, k, 700))
     assert caches[0].n == 740
     assert caches[0].truncate(700) == 700 == caches[0].n

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import numba
 import numpy as np
 import pytest
-import torch
 from fasa_twin import FASATwin, HeadChoice
 from tiny_models import make_model
 
@@ -129,13 +128,13 @@ def half(x: np.ndarray) -> np.ndarray:
 
 
 def prefill(cache, q, k, v, chunk: int = 64) -> np.ndarray:
-    """The dense output of the chunks, torch (H, n, d)."""
+    """The dense output of the chunks, (H, n, d)."""
     pos, outs = cache.n, []
     for start in range(0, q.shape[1], chunk):
-        parts = [torch.from_numpy(x[:, start : start + chunk].copy()) for x in (q, k, v)]
+        parts = [x[:, start : start + chunk].copy() for x in (q, k, v)]
         outs.append(cache.prefill(AttnInput(*parts, parts[0], parts[1], pos + start)))
     cache.finish_prefill()
-    return torch.cat(outs, dim=1)
+    return np.concatenate(outs, axis=1)
 
 
 def row_input(q, k, v, pos: int) -> AttnInput:
@@ -522,7 +521,7 @@ class RecordingCache(DenseCache):
     """Keeps the queries and keys that it is shown."""
 
     def prefill(self, x):
-        self.seen = [*getattr(self, "seen", []), (x.q.float(), x.k.half().float())]
+        self.seen = [*getattr(self, "seen", []), (x.q.copy(), half(x.k))]
         return super().prefill(x)
 
 
@@ -543,7 +542,9 @@ def test_calibration_is_what_it_says(model, tensors):
     }
     positions = [int(75 + (i + 0.5) * 225 / 16) for i in range(16)]
     for layer, cache in enumerate(caches):
-        q, k = (torch.cat(parts, dim=1).double().numpy() for parts in zip(*cache.seen, strict=True))
+        q, k = (
+            np.concatenate(parts, 1, dtype=np.float64) for parts in zip(*cache.seen, strict=True)
+        )
         var, ca = np.zeros((N_HEAD, 32)), np.zeros((N_HEAD, 32))
         for h in range(N_HEAD):
             for t in positions:
@@ -613,12 +614,11 @@ def test_rows_of_a_trial_attend_as_a_step_does(geometry, monkeypatch):
     ]
     store = DenseCache(layer.spec, ops).store
     for rows in ((k, v), new[1:]):
-        store.append(*(torch.from_numpy(x.copy()) for x in rows))
+        store.append(*rows)
     attend = fasa._attend_best(layer.spec, dims[:, :n_dom], 4, 16)
-    parts = [torch.from_numpy(x) for x in new]
-    out = attend(store, AttnInput(*parts, parts[0], parts[1], 90))
+    out = attend(store, AttnInput(*new, new[0], new[1], 90))
     assert out.shape == (geometry.n_head, 7, geometry.d)
-    np.testing.assert_allclose(out.numpy(), np.stack(outs, axis=1), atol=1e-3)
+    np.testing.assert_allclose(out, np.stack(outs, axis=1), atol=1e-3)
 
 
 def test_options_do_not_change_the_calibration(model, tensors):

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 import numba
 import numpy as np
 import pytest
-import torch
 from lfps_twin import SINKS, HeadChoice, LFPSTwin, TwinOptions
 
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
@@ -99,7 +98,7 @@ def make_cache(
 
 def prefill(cache: LFPSCache, q, k, v, pos: int = 0, chunk: int = 64):
     for start in range(0, q.shape[1], chunk):
-        part = (torch.from_numpy(x[:, start : start + chunk].copy()) for x in (q, k, v))
+        part = (x[:, start : start + chunk].copy() for x in (q, k, v))
         q_part, k_part, v_part = part
         cache.prefill(AttnInput(q_part, k_part, v_part, q_part, k_part, pos + start))
     cache.finish_prefill()
@@ -368,7 +367,7 @@ def test_sinks_that_are_attended_elsewhere(geometry, types):
         x = row_input(*stream.next(), n)
         expected, out = whole.decode(x), rest.decode(x)
         k, v = (
-            rows[:, :SINKS].float().numpy() for rows in (rest.store.keys(), rest.store.values())
+            rows[:, :SINKS].astype(np.float32) for rows in (rest.store.keys(), rest.store.values())
         )
         for h in range(geometry.n_head):
             scores = k[h // group] @ x.q[h, 0] * float(rest.spec.scale)

@@ -121,8 +121,8 @@ def make_cache(layer: Layer, n_threads: int = 1, **options: Any) -> SALSCache:
 def prefill(cache: Any, rows: tuple[np.ndarray, ...], pos: int = 0, chunk: int = 64) -> np.ndarray:
     outs = []
     for start in range(0, rows[0].shape[1], chunk):
-        part = (torch.from_numpy(x[:, start : start + chunk].copy()) for x in rows)
-        outs.append(cache.prefill(AttnInput(*part, pos + start)).numpy())
+        part = (x[:, start : start + chunk].copy() for x in rows)
+        outs.append(cache.prefill(AttnInput(*part, pos + start)))
     cache.finish_prefill()
     return np.concatenate(outs, axis=1)
 
@@ -435,7 +435,7 @@ def test_resident_bytes(bits, rank, row_bytes):
             self.__dict__.update(vars(ops))
             self.dense_prefill = lambda store, x, spec: None
 
-    x = torch.from_numpy(rng.standard_normal((3, 1024, 64)).astype(np.float32))
+    x = rng.standard_normal((3, 1024, 64)).astype(np.float32)
     method = SALS(bits=bits, rank=rank)
     stream = Stream(layer)
     stream.position = n
@@ -508,7 +508,7 @@ def test_an_interrupted_prefill_changes_nothing(n_chunks):
         prefill(cache, rows)
     cache, other = caches
     for i in range(n_chunks):
-        part = (torch.from_numpy(x[:, 64 * i : 64 * (i + 1)].copy()) for x in rows)
+        part = (x[:, 64 * i : 64 * (i + 1)].copy() for x in rows)
         cache.prefill(AttnInput(*part, cache.n))
     assert cache.n == 300 + 64 * n_chunks
     assert cache.truncate(300) == 300 == cache.n
@@ -729,14 +729,14 @@ def test_calibration_measures_keys_and_queries(session, calibration):
     class Keeper(DenseCache):
         def prefill(self, x):
             if self.spec.layer == 1:
-                kept.append(AttnInput(*(t.clone() for t in x[:5]), x.pos))
+                kept.append(AttnInput(*(t.copy() for t in x[:5]), x.pos))
             return super().prefill(x)
 
     ids = np.random.RandomState(0).randint(3, 512, 400).tolist()
     specs = session.decoder.layer_specs()
     session.decoder.forward(ids, 0, [Keeper(spec, ops) for spec in specs])
-    keys = torch.cat([x.k_nope for x in kept], 1).double().numpy()  # (G, n, d)
-    queries = torch.cat([x.q_nope for x in kept], 1).double().numpy()  # (H, n, d)
+    keys = np.concatenate([x.k_nope for x in kept], 1, dtype=np.float64)  # (G, n, d)
+    queries = np.concatenate([x.q_nope for x in kept], 1, dtype=np.float64)  # (H, n, d)
     stacked = np.concatenate(list(keys), axis=1)
     covariance = stacked.T @ stacked / 400
     for basis, w in (("diag", calibration["weights"][1]), ("pca", np.ones(128))):

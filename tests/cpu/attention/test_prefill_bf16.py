@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore
@@ -12,28 +11,27 @@ from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.attention import prefill_bf16 as kernels
 from sparsekv_cli.cpu.attention.flash import attend_causal_ref
 from sparsekv_cli.cpu.jit import bf16
-from sparsekv_cli.cpu.jit.floats import bits
+from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 
-pytestmark = pytest.mark.skipif(
-    not bf16.is_available(), reason="this CPU has no bf16 products: torch attends there"
-)
+pytestmark = pytest.mark.skipif(not bf16.is_available(), reason="this CPU has no bf16 products")
 
 
 def attend(q, k, v, scale, n_threads=2):
-    """bf16 tensors -> f32 (H, T, d_v), of keys and values in a store."""
+    """bf16 arrays -> f32 (H, T, d_v), of keys and values in a store."""
     spec = LayerSpec(0, 1, q.shape[0], k.shape[0], q.shape[2], v.shape[2], n_threads)
     store = KVStore(spec)
     store.append(k, v)
-    out = torch.full((q.shape[1], q.shape[0], v.shape[2]), torch.nan).bfloat16()
-    kernels.attend_causal(
-        bits(q), store.layout, spec.n_head_kv, store.n, scale, bits(out), n_threads
-    )
-    return out.transpose(0, 1).float().numpy()
+    out = np.full((q.shape[1], q.shape[0], v.shape[2]), 0xFFFF, np.uint16)  # NaN
+    kernels.attend_causal(q, store.layout, spec.n_head_kv, store.n, scale, out, n_threads)
+    return as_f32(out).swapaxes(0, 1)
 
 
-def random(seed: int, *shape: int) -> torch.Tensor:
-    rng = np.random.default_rng(seed)
-    return torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).bfloat16()
+def in_bf16(x) -> np.ndarray:
+    return as_type_of(np.empty(0, np.uint16), np.asarray(x, np.float32))
+
+
+def random(seed: int, *shape: int) -> np.ndarray:
+    return in_bf16(np.random.default_rng(seed).standard_normal(shape))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +42,7 @@ def random(seed: int, *shape: int) -> torch.Tensor:
 def test_against_f64(n_head, n_kv, d, d_v, n_new, n):
     q, k, v = random(0, n_head, n_new, d), random(1, n_kv, n, d), random(2, n_kv, n, d_v)
     scale = 2 * d**-0.5
-    ref = attend_causal_ref(*(x.float().numpy() for x in (q, k, v)), scale)
+    ref = attend_causal_ref(*map(as_f32, (q, k, v)), scale)
     # weights and output have 8 bits of mantissa; an output is a mean of values of size 1
     error = attend(q, k, v, scale) - ref
     assert np.abs(error).max() < 0.02
@@ -54,11 +52,11 @@ def test_against_f64(n_head, n_kv, d, d_v, n_new, n):
 def test_large_scores_and_a_late_peak():
     """A peak that moves from block to block, and weights far below it: no overflow, no NaN."""
     n, d = 1200, 64
-    q = torch.zeros(1, 7, d).bfloat16()
-    q[..., 0] = 8
-    k, v = torch.zeros(1, n, d).bfloat16(), random(3, 1, n, d)
-    k[0, :, 0] = torch.linspace(-100, 100, n).bfloat16()
-    ref = attend_causal_ref(*(x.float().numpy() for x in (q, k, v)), 1.0)
+    q = np.zeros((1, 7, d), np.uint16)
+    q[..., 0] = in_bf16(8)
+    k, v = np.zeros((1, n, d), np.uint16), random(3, 1, n, d)
+    k[0, :, 0] = in_bf16(np.linspace(-100, 100, n))
+    ref = attend_causal_ref(*map(as_f32, (q, k, v)), 1.0)
     np.testing.assert_allclose(attend(q, k, v, 1.0), ref, atol=0.02)
 
 
@@ -81,8 +79,8 @@ def test_heads_at_a_time_change_no_bit(cache_type):
         store.append(random(1, n_kv, n, d), random(2, n_kv, n, d))
         q = random(0, n_kv * group, n_new, d)
         x = AttnInput(q, None, None, None, None, n - n_new)
-        outs.append(ops.dense_prefill(store, x, spec).float().numpy())
-    rows = (t.float().numpy()[..., :d] for t in (q, store.keys(), store.values()))
+        outs.append(as_f32(ops.dense_prefill(store, x, spec)))
+    rows = (x[..., :d] for x in (as_f32(q), store.keys(), store.values()))
     ref = attend_causal_ref(*rows, d**-0.5)
     np.testing.assert_allclose(outs[0], ref, atol=0.02)
     np.testing.assert_array_equal(outs[1], outs[0])
@@ -92,16 +90,16 @@ def test_heads_at_a_time_change_no_bit(cache_type):
 def test_no_row_sees_a_later_key():
     q, k, v = random(0, 3, 200, 64), random(1, 3, 500, 64), random(2, 3, 500, 64)
     before = attend(q, k, v, 0.2)
-    k[:, 400:], v[:, 400:] = 50, 50
+    k[:, 400:], v[:, 400:] = in_bf16(50), in_bf16(50)
     after = attend(q, k, v, 0.2)
     np.testing.assert_array_equal(before[:, :100], after[:, :100])
     assert not np.isclose(before[:, 100:], after[:, 100:]).all(axis=2).any()
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_no_number_shows(bad):
     """A key that overflowed must not become a plausible weight."""
     q, k, v = random(0, 1, 100, 64), random(1, 1, 300, 64), random(2, 1, 300, 64)
-    k[0, 250] = bad
+    k[0, 250] = np.float32(bad).view(np.uint32) >> 16
     out = attend(q, k, v, 0.1)
     assert np.isfinite(out[:, :50]).all() and np.isnan(out[:, 50:]).all(axis=2).all()

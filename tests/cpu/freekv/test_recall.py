@@ -5,7 +5,6 @@ from __future__ import annotations
 import numba
 import numpy as np
 import pytest
-import torch
 
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cache.store import KVStore
@@ -30,7 +29,7 @@ def make_cache(
     )  # fmt: skip
     store, rng = KVStore(spec), np.random.default_rng(seed)
     k, v = (rng.standard_normal((n_kv_head, n, size)).astype(np.float32) for size in (d, d_v or d))
-    store.append(torch.from_numpy(k), torch.from_numpy(v))
+    store.append(k, v)
     cache = PageCache(
         store, np.zeros((n_kv_head, N_STATISTICS), np.int64), page=page, n_sink=n_sink,
         n_ring=-(-(window + page - 1) // page), n_slot=n_slot, meanstd=meanstd,

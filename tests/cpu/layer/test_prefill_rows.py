@@ -1,4 +1,4 @@
-"""The fused passes of a prefill against the torch steps that they replace."""
+"""The fused passes of a prefill against the steps of a device's (device/prefill.py)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from tiny_models import make_model
 
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.cpu.jit.floats import as_tensor, bits, seen
 from sparsekv_cli.cpu.layer import prefill as kernels
+from sparsekv_cli.device.host import as_array, as_tensor, as_tensors
+from sparsekv_cli.device.prefill import TorchRows
 from sparsekv_cli.methods.full import Full
 from sparsekv_cli.models.rows import FusedBF16Rows, FusedRows
-from sparsekv_cli.models.torch_rows import TorchRows
 from sparsekv_cli.session import load_session
 
 # One step of bf16, as both sides round, and may round apart; and some of f32
@@ -36,15 +36,15 @@ def test_narrowing_and_widening_are_torchs():
     values = torch.cat([values, torch.tensor([0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8])])  # and ties
     expected = values.bfloat16()
     zeros = torch.zeros(1, len(values))
-    kernels.add_rows(zeros.numpy(), bits(expected[None]), 1)
+    kernels.add_rows(zeros.numpy(), as_array(expected[None]), 1)
     assert torch.equal(zeros[0], expected.float())
     # as the biases of a value head whose product is 0
     heads = [torch.empty(1, 1, d, dtype=torch.bfloat16) for d in (2, 2, len(values), 2, 2)]
     raw, none = torch.zeros(1, 4 + len(values), dtype=torch.bfloat16), np.empty(0, np.float32)
     angle = np.zeros((1, 1), np.float32)
     kernels.split_heads(
-        bits(raw), none, none, values.numpy(), none, none, np.float32(0), angle, angle, False,
-        *map(bits, heads), 1,
+        as_array(raw), none, none, values.numpy(), none, none, np.float32(0), angle, angle, False,
+        *map(as_array, heads), 1,
     )  # fmt: skip
     assert torch.equal(heads[2][0, 0], expected)
 
@@ -64,11 +64,6 @@ def rows(request, tmp_path_factory):
     session.gguf.close()
 
 
-def given(rows: torch.Tensor, dtype: torch.dtype):
-    """Rows of the compute type as the fused passes take them."""
-    return rows.bfloat16() if dtype == torch.bfloat16 else rows.numpy()
-
-
 @pytest.mark.parametrize("n_rows", [1, 2, 63])
 def test_rows_of_a_layer(rows, n_rows):
     session, plain, fused = rows
@@ -86,7 +81,7 @@ def test_rows_of_a_layer(rows, n_rows):
     n_head, n_kv = h.n_head[1], h.n_head_kv[1]
     width = (n_head + n_kv) * h.head_dim + n_kv * h.value_dim
     raw = f32(1, n_rows, width).to(dtype)
-    got = fused.heads(given(raw, dtype), layer, n_head, n_kv, 300).in_torch()
+    got = as_tensors(fused.heads(as_array(raw), layer, n_head, n_kv, 300))
     expected = plain.heads(raw, layer, n_head, n_kv, 300)
     assert got.pos == expected.pos == 300
     for a, b in zip(got[:5], expected[:5], strict=True):
@@ -96,12 +91,12 @@ def test_rows_of_a_layer(rows, n_rows):
 
     gate_up = 3 * f32(2, n_rows, 2 * h.n_ff[1]).to(dtype)
     gate, up = gate_up.float().chunk(2, dim=1)
-    gated = as_tensor(fused.gate(given(gate_up, dtype)))
+    gated = as_tensor(fused.gate(as_array(gate_up)))
     close(gated, torch.nn.functional.silu(gate) * up)
 
     y = f32(3, n_rows, h.n_embd).to(dtype)
     other = x.clone()
-    fused.add(stream, given(y, dtype))
+    fused.add(stream, as_array(y))
     plain.add(other, y)
     assert torch.equal(x, other)
 
@@ -111,6 +106,6 @@ def test_rows_of_a_layer(rows, n_rows):
 def test_gate_of_widths_that_fill_no_vector(n, dtype):
     gate_up = torch.cat([100 * f32(0, 4, n), f32(1, 4, n)], dim=1).to(dtype)
     out = torch.empty(4, n, dtype=dtype)
-    kernels.gate_rows(seen(gate_up), seen(out), 2)
+    kernels.gate_rows(as_array(gate_up), as_array(out), 2)
     gate, up = gate_up.float().chunk(2, dim=1)
     close(out, torch.nn.functional.silu(gate) * up)

@@ -1,6 +1,4 @@
-"""A prefilled chunk between its matrix products, step by step in torch: the reference, and what a
-prefill on a device runs. models/rows.py has the fused steps.
-"""
+"""A prefilled chunk on a device, between its matrix products: models/rows.py step by step."""
 
 from __future__ import annotations
 
@@ -29,9 +27,9 @@ def rotate(heads: torch.Tensor, rope: Any, n_rot: int, pos: int) -> torch.Tensor
 
 
 class TorchRows:
-    """Step by step, as the formulas are written.
+    """``Rows`` of models/rows.py as tensors, step by step as the formulas are written.
 
-    Weights and the tables of ``rope``, a RopeTable, may be tensors on a device in place of arrays.
+    Weights and the tables of ``rope`` are tensors too, or arrays where the device is the CPU.
     """
 
     def __init__(self, hparams: HParams, rope: Any, interleaved: bool, dtype: torch.dtype) -> None:
