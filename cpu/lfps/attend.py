@@ -39,8 +39,7 @@ from sparsekv_cli.cpu.lfps.search import (
     SEARCHED,
     ask_for_entries,
     merge_candidates,
-    n_active_heads,
-    search_unit,
+    search_head,
 )
 
 SCORE_PIECE = 80  # rows of C1: a multiple of what tile_scores takes at a time, of every tile
@@ -71,18 +70,18 @@ def _score_part(team, part, n_parts, step):
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def _attend_head(h, unit, rows, scores, part, step):
+def _attend_rows(h, rows, scores, part, step):
     """C2 = the recents and the best of C1 by exact score; attends to sinks and C2, updates (eq 10).
 
     scores f32 (count + PAD,) of the C1 ``rows``, ascending, of which the last n_recent are the
-    recents. The entries of C2 in the unit's tables gain ``part`` times (softmax over C2 - half its
+    recents. The entries of C2 in the head's tables gain ``part`` times (softmax over C2 - half its
     mean). Returns C2's rows int32 (m,), in the thread's scratch.
     """
     tables, layout, n, n_recent = step.tables, step.layout, step.n, step.n_recent
     sinks, out, lse = step.work.near[h], step.out[h], step.lse[h : h + 1]
     v_row, v_kind = layout[V_ROW], layout[V_KIND]
     v = layout[V] + h // (step.q.shape[0] // step.rules.n_kv_head) * layout[V_HEAD]
-    ver, dist = tables.ver[unit], tables.dist[unit]
+    ver, dist = tables.ver[h], tables.dist[h]
     count = rows.shape[0]
     m = min(count, step.k_budget)
     keys, chosen, weights = step.scratch.keys, step.scratch.chosen, step.scratch.weights
@@ -131,7 +130,7 @@ def _attend_head(h, unit, rows, scores, part, step):
         learned = np.float64(m)
     # The tables learn first: meanwhile the values arrive.
     add_entries(
-        unit, tables, n, picked, weights, 0.5 * learned / m, part / learned, v, v_row,
+        h, tables, n, picked, weights, 0.5 * learned / m, part / learned, v, v_row,
         step.scratch.changes,
     )  # fmt: skip
     if mass > 0:
@@ -145,59 +144,53 @@ def _attend_head(h, unit, rows, scores, part, step):
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def _attend_unit(unit, step):
-    """Attention and update of a unit's active heads."""
+def _attend_head(h, step):
+    """Attention and update of a head, unless it is bypassed."""
     work, tables = step.work, step.tables
-    n_head, n_unit, n_team = step.q.shape[0], tables.gain.shape[0], work.rows.shape[0]
-    n_active = n_active_heads(unit, step)
-    if n_active == 0:
+    if not work.active[h]:
         return
-    team = unit * n_team // n_unit
+    n_head, n_team = step.q.shape[0], work.rows.shape[0]
+    team = h * n_team // n_head
     first = team * n_head // n_team
     rows = work.rows[team, : work.n_rows[team]]
-    count = rows.shape[0]
-    m = min(count, step.k_budget)
-    gain = tables.gain[unit] * step.rules.decay
-    part = 1.0 / (gain * n_active)
-    for h in range(unit * n_head // n_unit, (unit + 1) * n_head // n_unit):
-        if not work.active[h]:
-            continue
-        scores = work.scores[team, work.active[first:h].sum()]
-        picked = _attend_head(h, unit, rows, scores, part, step)
-        step.statistics[unit, ATTENDED] += m + SINKS
-        if step.attended.shape[1]:
-            step.n_attended[h] = m + SINKS
-            for j in range(SINKS):
-                step.attended[h, j] = j
-            for j in range(m):
-                step.attended[h, SINKS + j] = picked[j]
+    m = min(rows.shape[0], step.k_budget)
+    gain = tables.gain[h] * step.rules.decay
+    scores = work.scores[team, work.active[first:h].sum()]
+    picked = _attend_rows(h, rows, scores, 1.0 / gain, step)
+    step.statistics[h, ATTENDED] += m + SINKS
+    if step.attended.shape[1]:
+        step.n_attended[h] = m + SINKS
+        for j in range(SINKS):
+            step.attended[h, j] = j
+        for j in range(m):
+            step.attended[h, SINKS + j] = picked[j]
     if gain < RESCALE_BELOW:
-        rescale_tables(unit, tables, gain, step.n)
+        rescale_tables(h, tables, gain, step.n)
         gain = 1.0
-    tables.gain[unit] = gain
+    tables.gain[h] = gain
 
 
 @njit(cache=True, nogil=True, forceinline=True)
 def _run(task, team, n_parts, step):
-    """One task of a team: a unit's search, one of ``n_parts`` of the scores, or a unit's attention.
+    """One task of a team: a head's search, one of ``n_parts`` of the scores, or a head's attention.
 
     It waits for the results of earlier tasks of the team, which other threads may have taken.
     """
     n_team = step.work.rows.shape[0]
-    n_unit = step.tables.gain.shape[0] // n_team
+    heads = step.q.shape[0] // n_team
     progress = step.work.progress[team].ctypes.data
-    if task < n_unit:
-        search_unit(team * n_unit + task, step)
-        if atomic_add(progress + 8 * SEARCHED, 1) == n_unit - 1:
+    if task < heads:
+        search_head(team * heads + task, step)
+        if atomic_add(progress + 8 * SEARCHED, 1) == heads - 1:
             merge_candidates(team, step)
             atomic_add(progress + 8 * SEARCHED, 1)
-    elif task < n_unit + n_parts:
-        wait_for(progress + 8 * SEARCHED, n_unit + 1)
-        _score_part(team, task - n_unit, n_parts, step)
+    elif task < heads + n_parts:
+        wait_for(progress + 8 * SEARCHED, heads + 1)
+        _score_part(team, task - heads, n_parts, step)
         atomic_add(progress + 8 * SCORES_DONE, 1)
     else:
         wait_for(progress + 8 * SCORES_DONE, n_parts)
-        _attend_unit(team * n_unit + task - n_unit - n_parts, step)
+        _attend_head(team * heads + task - heads - n_parts, step)
 
 
 @njit(cache=True, nogil=True, forceinline=True)
@@ -209,28 +202,28 @@ def run_tasks(counter, n_threads, step):
     number of tasks taken.
     """
     n_team = step.work.rows.shape[0]
-    n_unit = step.tables.gain.shape[0] // n_team
+    heads = step.q.shape[0] // n_team
     a_thread, n_shared = n_team // n_threads, n_team % n_threads
     n_whole = n_team - n_shared
-    n_tasks = 2 * n_unit + n_threads  # of a shared team
+    n_tasks = 2 * heads + n_threads  # of a shared team
     task = next_task(counter)
     while task < n_whole + n_shared * n_tasks:
         if task < n_whole:  # a thread's are neighbours: those of a kv group use the same key rows
             team = task % n_threads * a_thread + task // n_threads
-            for unit in range(team * n_unit, (team + 1) * n_unit):
-                ask_for_entries(unit, step)
-            first, last, n_parts = 0, 2 * n_unit + 1, 1
+            for h in range(team * heads, (team + 1) * heads):
+                ask_for_entries(h, step)
+            first, last, n_parts = 0, 2 * heads + 1, 1
         else:
             before, of_stage = 0, task - n_whole
-            for width in (n_unit, n_threads, n_unit):  # searches, scores, attention
+            for width in (heads, n_threads, heads):  # searches, scores, attention
                 if of_stage < n_shared * width:
                     break
                 of_stage -= n_shared * width
                 before += width
             team, first = n_whole + of_stage // width, before + of_stage % width
             last, n_parts = first + 1, n_threads
-            if first < n_unit:
-                ask_for_entries(team * n_unit + first, step)
+            if first < heads:
+                ask_for_entries(team * heads + first, step)
         for each in range(first, last):
             _run(each, team, n_parts, step)
         task = next_task(counter)

@@ -1,10 +1,9 @@
 """The history tables of LFPS: entries, thresholds and candidates.
 
-A unit is a query head, or a kv group that shares its tables. A unit has two tables: ``ver[i]`` by
-position and ``dist[delta]`` by distance, both f32. They are kept as u = Phi / g, so that the decay
-of eq 10 is one multiplication of g a step. Beside them lie power sums S1..S4 (f64) for the
-thresholds of eq 8, and an upper bound of each block of 64 entries; a write raises it, a scan of the
-block makes it exact.
+A query head has two tables: ``ver[i]`` by position and ``dist[delta]`` by distance, both f32. They
+are kept as u = Phi / g, so that the decay of eq 10 is one multiplication of g a step. Beside them
+lie power sums S1..S4 (f64) for the thresholds of eq 8, and an upper bound of each block of 64
+entries; a write raises it, a scan of the block makes it exact.
 
 A step reads the bounds, the blocks that hold a candidate, and the candidates (lfps/search.py), but
 not the whole context. tests/helpers/lfps_twin.py is the literal reference of a step.
@@ -31,14 +30,14 @@ RESCALE_BELOW = 1e-6  # smallest g before the tables are multiplied out
 
 
 class Tables(NamedTuple):
-    """The history of U units, query heads or kv groups."""
+    """The history of H query heads."""
 
-    ver: np.ndarray  # f32 (U, capacity)
-    dist: np.ndarray  # f32 (U, capacity)
-    ver_bounds: np.ndarray  # f32 (U, capacity / 64)
-    dist_bounds: np.ndarray  # f32 (U, capacity / 64)
-    sums: np.ndarray  # f64 (U, 2, 4): power sums of ver and dist
-    gain: np.ndarray  # f64 (U,)
+    ver: np.ndarray  # f32 (H, capacity)
+    dist: np.ndarray  # f32 (H, capacity)
+    ver_bounds: np.ndarray  # f32 (H, capacity / 64)
+    dist_bounds: np.ndarray  # f32 (H, capacity / 64)
+    sums: np.ndarray  # f64 (H, 2, 4): power sums of ver and dist
+    gain: np.ndarray  # f64 (H,)
 
 
 @njit(cache=True, nogil=True)
@@ -232,16 +231,16 @@ def extract_rows(words, n_words, rows):
 
 
 @njit(cache=True, nogil=True)
-def add_entries(unit, tables, n, rows, weights, mean, part, at, row_bytes, changes):
-    """Adds part (weights[j] - mean) to a unit's ver[i] and dist[n - 1 - i], i = rows[j] (eq 10).
+def add_entries(h, tables, n, rows, weights, mean, part, at, row_bytes, changes):
+    """Adds part (weights[j] - mean) to a head's ver[i] and dist[n - 1 - i], i = rows[j] (eq 10).
 
     Updates the power sums, and raises bounds that are too low. rows int32 (m,) without repeats;
     weights f32 (>= m,); changes: scratch, f32 (4, >= m). Meanwhile it prefetches what is used next:
     ``row_bytes`` at each at + i row_bytes.
     """
     m = rows.shape[0]
-    ver, dist = tables.ver[unit], tables.dist[unit]
-    ver_bounds, dist_bounds = tables.ver_bounds[unit], tables.dist_bounds[unit]
+    ver, dist = tables.ver[h], tables.dist[h]
+    ver_bounds, dist_bounds = tables.ver_bounds[h], tables.dist_bounds[h]
     old, new = changes[:2], changes[2:]
     for j in range(m):
         i = np.uint64(rows[j])
@@ -256,8 +255,8 @@ def add_entries(unit, tables, n, rows, weights, mean, part, at, row_bytes, chang
         ver_bounds[block] = max(ver_bounds[block], value)
         block = delta // np.uint64(BLOCK)
         dist_bounds[block] = max(dist_bounds[block], slash)
-    _replace_powers(tables.sums[unit, 0], old[0], new[0], m)
-    _replace_powers(tables.sums[unit, 1], old[1], new[1], m)
+    _replace_powers(tables.sums[h, 0], old[0], new[0], m)
+    _replace_powers(tables.sums[h, 1], old[1], new[1], m)
 
 
 @intrinsic
@@ -327,7 +326,7 @@ def rescale(table, bounds, sums, gain, n):
 
 
 @njit(cache=True, nogil=True)
-def rescale_tables(unit, tables, gain, n):
-    """``rescale`` of both tables of a unit, whose g is ``gain``."""
-    rescale(tables.ver[unit], tables.ver_bounds[unit], tables.sums[unit, 0], gain, n)
-    rescale(tables.dist[unit], tables.dist_bounds[unit], tables.sums[unit, 1], gain, n)
+def rescale_tables(h, tables, gain, n):
+    """``rescale`` of both tables of a head, whose g is ``gain``."""
+    rescale(tables.ver[h], tables.ver_bounds[h], tables.sums[h, 0], gain, n)
+    rescale(tables.dist[h], tables.dist_bounds[h], tables.sums[h, 1], gain, n)

@@ -1,8 +1,7 @@
 """The first half of an LFPS step: which heads are bypassed, and the candidates of the others.
 
-Heads that score the same candidates are a team: a kv group (``by_group``, or with tables of a
-group), or a single head. Functions that take a StepState are inlined, because passing it by value
-takes .3 to .6 us a call.
+Heads that score the same candidates are a team: a kv group (``by_group``), or a single head.
+Functions that take a StepState are inlined, because passing it by value takes .3 to .6 us a call.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from sparsekv_cli.cpu.lfps.history import (
 )
 
 LOCAL = 6  # keys before the current one in the local mass of the bypass test (eq 6)
-# Columns of the statistics (int64, one row a unit).
+# Columns of the statistics (int64, one row a head).
 ROWS, SCORED, ATTENDED, TESTED, BYPASSED, HEAD_STEPS = range(6)
 BOUNDS_READ, ENTRIES_READ, KEYS_READ = range(6, 9)
 N_STATISTICS = 9
@@ -58,13 +57,13 @@ class Rules(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a step's tasks pass on; U units in T teams, whose heads score the same rows."""
+    """What a step's tasks pass on; H heads in T teams, whose heads score the same rows."""
 
     queries: np.ndarray  # f32 (H, d), scaled; then, of a team, those of its active heads first
     near: np.ndarray  # f32 (H, >= n_near): scores of the sinks and of the local rows
     active: np.ndarray  # int64 (H,): 1, or 0 where bypassed
-    taus: np.ndarray  # f64 (U, 2): thresholds of the two tables (eq 8), before they are raised
-    bits: np.ndarray  # uint64 (U, n // 64 + 2): rows above a threshold, a bit each
+    taus: np.ndarray  # f64 (H, 2): thresholds of the two tables (eq 8), before they are raised
+    bits: np.ndarray  # uint64 (H, n // 64 + 2): rows above a threshold, a bit each
     rows: np.ndarray  # int32 (T, >= limit + AT_ONCE): C1, ascending, in front
     n_rows: np.ndarray  # int64 (T,); 0 where no head is active
     scores: np.ndarray  # f32 (T, H / T, >= limit + PAD): of C1, by active heads
@@ -93,9 +92,9 @@ class StepState(NamedTuple):
     limit: int  # most rows of C1
     rules: Rules
     tables: Tables
-    raised: np.ndarray  # f64 (U,): factor of the thresholds
+    raised: np.ndarray  # f64 (H,): factor of the thresholds
     constants: Constants
-    statistics: np.ndarray  # int64 (U, N_STATISTICS)
+    statistics: np.ndarray  # int64 (H, N_STATISTICS)
     attended: np.ndarray  # int32 (H, m)
     n_attended: np.ndarray  # int64 (H,)
     lse: np.ndarray  # f32 (H,) or (0,)
@@ -105,32 +104,32 @@ class StepState(NamedTuple):
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def ask_for_entries(unit, step):
-    """Computes a unit's thresholds; prefetches the entries that its search will read."""
+def ask_for_entries(h, step):
+    """Computes a head's thresholds; prefetches the entries that its search will read."""
     n, rules, tables = step.n, step.rules, step.tables
-    taus, sums, raised = step.work.taus[unit], tables.sums[unit], step.raised[unit]
+    taus, sums, raised = step.work.taus[h], tables.sums[h], step.raised[h]
     for t in range(2):
         taus[t] = threshold(sums[t], n - SINKS, rules.a, rules.horizon)
-    prefetch_above(tables.ver[unit], tables.ver_bounds[unit], n, raised * taus[0])
-    prefetch_above(tables.dist[unit], tables.dist_bounds[unit], n - SINKS, raised * taus[1])
+    prefetch_above(tables.ver[h], tables.ver_bounds[h], n, raised * taus[0])
+    prefetch_above(tables.dist[h], tables.dist_bounds[h], n - SINKS, raised * taus[1])
 
 
 @njit(cache=True, nogil=True)
-def _mark(unit, factor, step):
-    """The bits of a unit's C0 (eq 8), thresholds raised by ``factor``; of its C1 if neighbours are
-    filtered, which depends on the unit (eq 9).
+def _mark(h, factor, step):
+    """The bits of a head's C0 (eq 8), thresholds raised by ``factor``; of its C1 if neighbours are
+    filtered, which depends on the head (eq 9).
     """
     n, tables, statistics = step.n, step.tables, step.statistics
-    bits, n_words = step.work.bits[unit], (n + BLOCK - 1) // BLOCK
-    ver, dist = tables.ver[unit], tables.dist[unit]
-    tau_ver, tau_dist = step.work.taus[unit]
+    bits, n_words = step.work.bits[h], (n + BLOCK - 1) // BLOCK
+    ver, dist = tables.ver[h], tables.dist[h]
+    tau_ver, tau_dist = step.work.taus[h]
     bits[:] = 0
-    n_read = mark_vertical(ver, tables.ver_bounds[unit], n, factor * tau_ver, bits)
-    n_read += mark_slash(dist, tables.dist_bounds[unit], n, factor * tau_dist, bits)
-    statistics[unit, ENTRIES_READ] += n_read
-    statistics[unit, BOUNDS_READ] += 2 * n_words
+    n_read = mark_vertical(ver, tables.ver_bounds[h], n, factor * tau_ver, bits)
+    n_read += mark_slash(dist, tables.dist_bounds[h], n, factor * tau_dist, bits)
+    statistics[h, ENTRIES_READ] += n_read
+    statistics[h, BOUNDS_READ] += 2 * n_words
     if step.rules.filtered:
-        sums, n_known = tables.sums[unit], n - SINKS
+        sums, n_known = tables.sums[h], n - SINKS
         wide = step.scratch.bits[0]
         expand(bits, wide, n_words)
         filter_expansion(
@@ -141,85 +140,73 @@ def _mark(unit, factor, step):
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def n_active_heads(unit, step):
-    """How many of a unit's heads are not bypassed."""
-    heads = step.q.shape[0] // step.tables.gain.shape[0]
-    return step.work.active[unit * heads : (unit + 1) * heads].sum()
-
-
-@njit(cache=True, nogil=True, forceinline=True)
-def search_unit(unit, step):
-    """The bypass tests of a unit's heads, outputs of the bypassed ones, and C0 of the unit."""
+def search_head(h, step):
+    """The bypass test of a head: its output if it is bypassed, its C0 otherwise."""
     n, layout, rules, constants = step.n, step.layout, step.rules, step.constants
     statistics, near, active = step.statistics, step.work.near, step.work.active
     n_head, d = step.q.shape
-    heads = n_head // step.tables.gain.shape[0]
     first_local = max(SINKS, n - 1 - LOCAL)
     n_near = SINKS + n - first_local
-    kv_head = unit * heads // (n_head // rules.n_kv_head)
+    kv_head = h // (n_head // rules.n_kv_head)
     k_row, v_row, k_kind, v_kind = layout[K_ROW], layout[V_ROW], layout[K_KIND], layout[V_KIND]
     k_at = layout[K] + kv_head * layout[K_HEAD]
     v_at = layout[V] + kv_head * layout[V_HEAD]
     prefetch_lines(k_at, SINKS * k_row)
     prefetch_lines(k_at + first_local * k_row, (n - first_local) * k_row)
-    for h in range(unit * heads, (unit + 1) * heads):
-        query = step.work.queries[h]
-        for c in range(d):
-            query[c] = step.q[h, c] * np.float32(rules.scale)
-        at = near[h].ctypes.data
-        tile_scores(1, k_kind, query.ctypes.data, k_at, k_row, 0, SINKS, d, at, 0)
-        tile_scores(
-            1, k_kind, query.ctypes.data, k_at + first_local * k_row, k_row, 0, n - first_local, d,
-            at + 4 * SINKS, 0,
+    query = step.work.queries[h]
+    for c in range(d):
+        query[c] = step.q[h, c] * np.float32(rules.scale)
+    at = near[h].ctypes.data
+    tile_scores(1, k_kind, query.ctypes.data, k_at, k_row, 0, SINKS, d, at, 0)
+    tile_scores(
+        1, k_kind, query.ctypes.data, k_at + first_local * k_row, k_row, 0, n - first_local, d,
+        at + 4 * SINKS, 0,
+    )  # fmt: skip
+    active[h] = 1
+    if may_bypass(near[h], n_near, rules.epsilon):
+        statistics[h, TESTED] += 1
+        active[h] = not bypass(
+            query, near[h], n_near, constants, kv_head, constants.ratio[h], v_at, v_row, v_kind,
+            first_local, n, rules.epsilon, step.lse[h : h + 1], step.out[h],
         )  # fmt: skip
-        active[h] = 1
-        if may_bypass(near[h], n_near, rules.epsilon):
-            statistics[unit, TESTED] += 1
-            active[h] = not bypass(
-                query, near[h], n_near, constants, kv_head, constants.ratio[h], v_at, v_row,
-                v_kind, first_local, n, rules.epsilon, step.lse[h : h + 1], step.out[h],
-            )  # fmt: skip
-        if not active[h] and step.attended.shape[1]:
-            step.n_attended[h] = n_near
-            for j in range(n_near):
-                near_row = j if j < SINKS else first_local + j - SINKS
-                step.attended[h, j] = near_row
-    n_active = n_active_heads(unit, step)
-    statistics[unit, ROWS] += heads * n
-    statistics[unit, SCORED] += heads * n_near
-    statistics[unit, KEYS_READ] += heads * n_near
-    statistics[unit, HEAD_STEPS] += heads
-    statistics[unit, BYPASSED] += heads - n_active
-    statistics[unit, ATTENDED] += (heads - n_active) * n_near
-    if n_active:
-        _mark(unit, step.raised[unit], step)
+    statistics[h, ROWS] += n
+    statistics[h, SCORED] += n_near
+    statistics[h, KEYS_READ] += n_near
+    statistics[h, HEAD_STEPS] += 1
+    if active[h]:
+        _mark(h, step.raised[h], step)
+        return
+    statistics[h, BYPASSED] += 1
+    statistics[h, ATTENDED] += n_near
+    if step.attended.shape[1]:
+        step.n_attended[h] = n_near
+        for j in range(n_near):
+            step.attended[h, j] = j if j < SINKS else first_local + j - SINKS
 
 
 @njit(cache=True, nogil=True, forceinline=True)
 def merge_candidates(team, step):
-    """C1 of a team, ascending: its units' C0, their neighbours and the recents (eq 9).
+    """C1 of a team, ascending: its active heads' C0, their neighbours and the recents (eq 9).
 
-    While more than ``limit`` rows pass, the thresholds of its units are raised by RAISE; ``raised``
-    f64 (U,) keeps the factor from step to step and falls again when fewer than CALM of them pass.
-    The queries of heads that are not bypassed move to the front of the team's.
+    While more than ``limit`` rows pass, its heads' thresholds are raised by RAISE; ``raised`` f64
+    (H,) remembers how far, and comes down again when fewer than CALM of them pass. The queries of
+    heads that are not bypassed move to the front of the team's.
     """
     n, work, statistics = step.n, step.work, step.statistics
-    n_head, n_unit, n_team = step.q.shape[0], step.tables.gain.shape[0], work.rows.shape[0]
-    first, last = team * n_unit // n_team, (team + 1) * n_unit // n_team
+    n_head, n_team = step.q.shape[0], work.rows.shape[0]
+    first, last = team * n_head // n_team, (team + 1) * n_head // n_team
+    n_active = work.active[first:last].sum()
+    if n_active == 0:
+        work.n_rows[team] = 0
+        return
     n_words = (n + BLOCK - 1) // BLOCK
     merged, wide = step.scratch.bits
     factor = step.raised[first]
     while True:
         merged[:] = 0
-        n_active = 0
-        for unit in range(first, last):
-            of_unit = n_active_heads(unit, step)
-            n_active += of_unit
-            for w in range(n_words if of_unit else 0):
-                merged[w] |= work.bits[unit, w]
-        if n_active == 0:
-            work.n_rows[team] = 0
-            return
+        for h in range(first, last):
+            for w in range(n_words if work.active[h] else 0):
+                merged[w] |= work.bits[h, w]
         if step.rules.filtered:
             for w in range(n_words):
                 wide[w] = merged[w]
@@ -230,21 +217,20 @@ def merge_candidates(team, step):
         if count <= step.limit:
             break
         factor *= RAISE
-        for unit in range(first, last):
-            if n_active_heads(unit, step):
-                _mark(unit, factor, step)
+        for h in range(first, last):
+            if work.active[h]:
+                _mark(h, factor, step)
     calm = count < CALM * step.limit
-    for unit in range(first, last):
-        step.raised[unit] = max(1.0, factor / RAISE) if calm else factor
+    for h in range(first, last):
+        step.raised[h] = max(1.0, factor / RAISE) if calm else factor
     extract_rows(wide, n_words, work.rows[team])
     work.n_rows[team] = count
     n_scored = count - min(count, n - max(SINKS, n - 1 - LOCAL))  # beside the local rows
-    for unit in range(first, last):
-        statistics[unit, SCORED] += n_scored * n_active_heads(unit, step)
-    statistics[first, KEYS_READ] += count * ((n_active + MAX_TILE - 1) // MAX_TILE)
-    slot = team * n_head // n_team
-    for h in range(slot, (team + 1) * n_head // n_team):
+    slot = first
+    for h in range(first, last):
         if work.active[h]:
+            statistics[h, SCORED] += n_scored
             for c in range(work.queries.shape[1]):
                 work.queries[slot, c] = work.queries[h, c]
             slot += 1
+    statistics[first, KEYS_READ] += count * ((n_active + MAX_TILE - 1) // MAX_TILE)

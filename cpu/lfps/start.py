@@ -17,44 +17,40 @@ from sparsekv_cli.cpu.lfps.history import SINKS, rescale_tables
 def lfps_init(q, layout, n, rules, tables, n_threads):
     """Tables from the last s prefill queries (eq 4): q f32 (H, s, d), the last at position n - 1.
 
-    Each query's weights are its causal softmax without the sinks, averaged over the unit's heads;
-    every table sums to 1 / (2 (1 - decay)).
+    Each query's weights are its causal softmax without the sinks; every table sums to
+    1 / (2 (1 - decay)).
     """
     for part in prange(n_threads):
-        for unit in range(part, tables.gain.shape[0], n_threads):
-            _init_unit(unit, q, layout, n, rules, tables)
+        for h in range(part, q.shape[0], n_threads):
+            _init_head(h, q, layout, n, rules, tables)
 
 
 @njit(cache=True, nogil=True)
-def _init_unit(unit, q, layout, n, rules, tables):
-    """``lfps_init`` of one unit."""
+def _init_head(h, q, layout, n, rules, tables):
+    """``lfps_init`` of one head."""
     n_head, s, d = q.shape
-    ver, dist = tables.ver[unit], tables.dist[unit]
-    heads = n_head // tables.gain.shape[0]
-    group = n_head // rules.n_kv_head
+    ver, dist = tables.ver[h], tables.dist[h]
     k_row = layout[K_ROW]
+    k_at = layout[K] + h // (n_head // rules.n_kv_head) * layout[K_HEAD] + SINKS * k_row
     ver[:] = 0
     dist[:] = 0
     scores = np.empty(n + PAD, np.float32)
-    for h in range(unit * heads, (unit + 1) * heads):
-        k_at = layout[K] + (h // group) * layout[K_HEAD] + SINKS * k_row
-        for j in range(s):
-            position = n - s + j
-            count = position + 1 - SINKS
-            if count < 1:
-                continue
-            scaled = scaled_copy(q[h, j], np.float32(rules.scale))
-            tile_scores(
-                1, layout[K_KIND], scaled.ctypes.data, k_at, k_row, 0, count, d,
-                scores.ctypes.data, 0,
-            )  # fmt: skip
-            keep(scaled)
-            scores[count : count + LANES] = NEGATIVE_INFINITY
-            peak = scores[:count].max()
-            mass = exp_in_place(scores.ctypes.data, count, peak)
-            c = np.float32(1.0 / (2 * s * (1 - rules.decay) * heads)) / mass
-            for i in range(count):
-                ver[SINKS + i] += c * scores[i]
-                dist[position - SINKS - i] += c * scores[i]
-    tables.gain[unit] = 1.0
-    rescale_tables(unit, tables, 1.0, n)
+    for j in range(s):
+        position = n - s + j
+        count = position + 1 - SINKS
+        if count < 1:
+            continue
+        scaled = scaled_copy(q[h, j], np.float32(rules.scale))
+        tile_scores(
+            1, layout[K_KIND], scaled.ctypes.data, k_at, k_row, 0, count, d, scores.ctypes.data, 0
+        )
+        keep(scaled)
+        scores[count : count + LANES] = NEGATIVE_INFINITY
+        peak = scores[:count].max()
+        mass = exp_in_place(scores.ctypes.data, count, peak)
+        c = np.float32(1.0 / (2 * s * (1 - rules.decay))) / mass
+        for i in range(count):
+            ver[SINKS + i] += c * scores[i]
+            dist[position - SINKS - i] += c * scores[i]
+    tables.gain[h] = 1.0
+    rescale_tables(h, tables, 1.0, n)

@@ -43,12 +43,12 @@ N_LAYOUT = 8  # words of a KV store's layout (attention/rows.py)
 
 # Words behind the layout: what a step changes, sizes, the rules, addresses.
 N, K_BUDGET, LIMIT = range(N_LAYOUT, N_LAYOUT + 3)
-N_HEAD, N_UNIT, K_WIDTH, V_WIDTH, N_ENTRIES, N_BLOCKS, N_COVARIANCE, N_THREADS = range(11, 19)
-SCALE, N_HEAD_KV, RECENT, A, HORIZON, DECAY, EPSILON, FILTERED, BY_GROUP = range(19, 28)  # Rules
-VER, DIST, VER_BOUNDS, DIST_BOUNDS, SUMS, GAIN = range(28, 34)  # in the order of Tables
-MEAN_K, MEAN_V, COVARIANCE, RATIO = range(34, 38)  # in the order of Constants
-RAISED, STATISTICS, TRACE, N_COLUMNS, N_ATTENDED, LSE, OF_THREAD = range(38, 45)
-N_WORDS = 45
+N_HEAD, K_WIDTH, V_WIDTH, N_ENTRIES, N_BLOCKS, N_COVARIANCE, N_THREADS = range(11, 18)
+SCALE, N_HEAD_KV, RECENT, A, HORIZON, DECAY, EPSILON, FILTERED, BY_GROUP = range(18, 27)  # Rules
+VER, DIST, VER_BOUNDS, DIST_BOUNDS, SUMS, GAIN = range(27, 33)  # in the order of Tables
+MEAN_K, MEAN_V, COVARIANCE, RATIO = range(33, 37)  # in the order of Constants
+RAISED, STATISTICS, TRACE, N_COLUMNS, N_ATTENDED, LSE, OF_THREAD = range(37, 44)
+N_WORDS = 44
 
 
 @njit(cache=True, nogil=True)
@@ -57,7 +57,7 @@ def _lines(n_bytes):
 
 
 @njit(cache=True, nogil=True)
-def _work(at, n_head, d, n_unit, n_team, n, limit):
+def _work(at, n_head, d, n_team, n, limit):
     """A step's Work at an address, and the address behind it."""
     n_near, stride, n_words = SINKS + LOCAL + 1 + PAD, limit + PAD, n // BLOCK + 2
     progress = carray(integer_pointer(at), (n_team, N_PROGRESS))
@@ -68,10 +68,10 @@ def _work(at, n_head, d, n_unit, n_team, n, limit):
     at += _lines(4 * n_head * n_near)
     active = carray(integer_pointer(at), n_head)
     at += _lines(8 * n_head)
-    taus = carray(double_pointer(at), (n_unit, 2))
-    at += _lines(16 * n_unit)
-    bits = carray(bits_pointer(at), (n_unit, n_words))
-    at += _lines(8 * n_unit * n_words)
+    taus = carray(double_pointer(at), (n_head, 2))
+    at += _lines(16 * n_head)
+    bits = carray(bits_pointer(at), (n_head, n_words))
+    at += _lines(8 * n_head * n_words)
     rows = carray(index_pointer(at), (n_team, limit + AT_ONCE))
     at += _lines(4 * n_team * (limit + AT_ONCE))
     n_rows = carray(integer_pointer(at), n_team)
@@ -106,20 +106,20 @@ def _run_thread(thread, words, q, out, counter, at):
     word = carray(integer_pointer(words), N_WORDS)
     real = carray(double_pointer(words), N_WORDS)
     n, k_budget, limit = word[N], word[K_BUDGET], word[LIMIT]
-    n_head, n_unit, n_kv = word[N_HEAD], word[N_UNIT], word[N_HEAD_KV]
+    n_head, n_kv = word[N_HEAD], word[N_HEAD_KV]
     k_width, v_width, size = word[K_WIDTH], word[V_WIDTH], word[N_COVARIANCE]
     rules = Rules(
         real[SCALE], n_kv, word[RECENT], real[A], word[HORIZON], real[DECAY], real[EPSILON],
         word[FILTERED] != 0, word[BY_GROUP] != 0,
     )  # fmt: skip
-    entries, blocks = (n_unit, word[N_ENTRIES]), (n_unit, word[N_BLOCKS])
+    entries, blocks = (n_head, word[N_ENTRIES]), (n_head, word[N_BLOCKS])
     tables = Tables(
         carray(float_pointer(word[VER]), entries),
         carray(float_pointer(word[DIST]), entries),
         carray(float_pointer(word[VER_BOUNDS]), blocks),
         carray(float_pointer(word[DIST_BOUNDS]), blocks),
-        carray(double_pointer(word[SUMS]), (n_unit, 2, 4)),
-        carray(double_pointer(word[GAIN]), n_unit),
+        carray(double_pointer(word[SUMS]), (n_head, 2, 4)),
+        carray(double_pointer(word[GAIN]), n_head),
     )
     constants = Constants(
         carray(float_pointer(word[MEAN_K]), (n_kv, k_width)),
@@ -127,14 +127,14 @@ def _run_thread(thread, words, q, out, counter, at):
         carray(float_pointer(word[COVARIANCE]), (n_kv, size, size)),
         carray(float_pointer(word[RATIO]), n_head),
     )
-    n_team = n_kv if rules.by_group else n_unit
-    work, at = _work(at, n_head, k_width, n_unit, n_team, n, limit)
+    n_team = n_kv if rules.by_group else n_head
+    work, at = _work(at, n_head, k_width, n_team, n, limit)
     scratch, _ = _scratch(at + thread * _scratch(0, n, k_budget, limit)[1], n, k_budget, limit)
     step = StepState(
         carray(float_pointer(q), (n_head, k_width)), word[:N_LAYOUT], n, k_budget,
         max(1, min(rules.recent, k_budget // 2)),  # the current row is always a candidate
-        limit, rules, tables, carray(double_pointer(word[RAISED]), n_unit), constants,
-        carray(integer_pointer(word[STATISTICS]), (n_unit, N_STATISTICS)),
+        limit, rules, tables, carray(double_pointer(word[RAISED]), n_head), constants,
+        carray(integer_pointer(word[STATISTICS]), (n_head, N_STATISTICS)),
         carray(index_pointer(word[TRACE]), (n_head, word[N_COLUMNS])),
         carray(integer_pointer(word[N_ATTENDED]), n_head),
         carray(float_pointer(word[LSE]), n_head if word[LSE] else 0),
@@ -166,9 +166,9 @@ def lfps_step(words, q, k, v, out):
     append_row(
         float_rows(k, n_kv, k_width), float_rows(v, n_kv, word[V_WIDTH]), word[:N_LAYOUT], n - 1
     )
-    n_unit, limit, n_threads = word[N_UNIT], word[LIMIT], word[N_THREADS]
-    n_team = n_kv if word[BY_GROUP] else n_unit
-    shared = _work(0, n_head, k_width, n_unit, n_team, n, limit)[1]
+    limit, n_threads = word[LIMIT], word[N_THREADS]
+    n_team = n_kv if word[BY_GROUP] else n_head
+    shared = _work(0, n_head, k_width, n_team, n, limit)[1]
     of_thread = _scratch(0, n, word[K_BUDGET], limit)[1]
     block = np.empty((2 * 64 + shared + n_threads * of_thread) // 8, np.int64)
     counter = block.ctypes.data + -block.ctypes.data % 64
@@ -180,14 +180,13 @@ def lfps_step(words, q, k, v, out):
 class LFPSStep:
     """A step of an LFPS cache of one layer, whose arrays it looks up by address.
 
-    constants: lfps/bypass.py. raised f64 (U,): by how much the thresholds have been raised.
-    statistics int64 (U, N_STATISTICS), added to. The caller keeps them alive, and all that the
+    constants: lfps/bypass.py. raised f64 (H,): by how much the thresholds have been raised.
+    statistics int64 (H, N_STATISTICS), added to. The caller keeps them alive, and all that the
     methods are given; it calls ``use_tables`` first, and when it has new ones.
     """
 
     def __init__(
         self,
-        n_head: int,
         rules: Rules,
         constants: Constants,
         raised: np.ndarray,
@@ -195,7 +194,7 @@ class LFPSStep:
         n_threads: int,
     ) -> None:
         self.words = words = np.zeros(N_WORDS, np.int64)
-        words[N_HEAD], words[N_UNIT], words[N_THREADS] = n_head, len(raised), n_threads
+        words[N_HEAD], words[N_THREADS] = len(raised), n_threads
         words[K_WIDTH], words[V_WIDTH] = constants.mean_k.shape[1], constants.mean_v.shape[1]
         words[N_COVARIANCE] = constants.covariance.shape[1]
         for at, value in zip(range(SCALE, BY_GROUP + 1), rules, strict=True):

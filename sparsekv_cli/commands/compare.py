@@ -40,7 +40,7 @@ PIPE_WIDTH = 160  # columns of a table that no terminal limits
     metavar="LIST",
     default="full,topk,lfps",
     help="Methods with commas between, each with its own options if it has any, as in "
-    "lfps:preset=fast;budget=10%; 'all' is every method. [default: full,topk,lfps]",
+    "lfps:preset=paper;budget=10%; 'all' is every method. [default: full,topk,lfps]",
 )
 @click.option(
     "--steps",

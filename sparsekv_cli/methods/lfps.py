@@ -10,7 +10,7 @@ the best, and feeds the weights back.
 | eq 5, 6, high-sparsity test (sink, global, local mass) | cpu/lfps/bypass.py bypass |
 | eq 7, 8, candidates C0 above tau = a mean / kappa | cpu/lfps/history.py threshold, mark_* |
 | eq 9, expansion by {-1, 0, 1, 2} to C1 | cpu/lfps/history.py expand, filter_expansion |
-| Algorithm 1 line 10, top-k of C1 by exact q . k | cpu/lfps/attend.py _score_part, _attend_head |
+| Algorithm 1 line 10, top-k of C1 by exact q . k | cpu/lfps/attend.py _score_part, _attend_rows |
 | eq 10, decay and update of the tables | cpu/lfps/history.py add_entries (lazily: u = Phi / g) |
 
 Departures; docs/methods.md has their reasons and figures:
@@ -18,14 +18,13 @@ Departures; docs/methods.md has their reasons and figures:
 (2) The slash table is indexed by distance, so that nothing is shifted.
 (3) By default neighbours are not filtered, more recent rows are candidates, and the variance of a
     score comes from the covariance of the keys.
-(4) ``tables=group`` shares the tables in a kv group.
-(5) At most ``candidates`` rows are scored a head; where more pass, the thresholds are raised.
-(6) a is .3, the paper's .2 in the other presets.
-(7) Layer 0 is dense; beyond ``dense_rows`` rows it attends to 1024 rows in pages, as Quest does.
-(8) The budget is at most 256 rows.
-(9) The mean of eq 8 is over at most ``horizon`` entries.
-(10) Beyond 8192 rows the heads of a kv group score each other's candidates (``scored_by``).
-``preset=paper`` undoes 3 and 5 to 10.
+(4) At most ``candidates`` rows are scored a head; where more pass, the thresholds are raised.
+(5) a is .3, the paper's .2.
+(6) Layer 0 is dense; beyond ``dense_rows`` rows it attends to 1024 rows in pages, as Quest does.
+(7) The budget is at most 256 rows.
+(8) The mean of eq 8 is over at most ``horizon`` entries.
+(9) Beyond 8192 rows the heads of a kv group score each other's candidates (``scored_by``).
+``preset=paper`` undoes 3 to 9.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ class LFPS(Method):
     cache_types: ClassVar[tuple[str, ...]] = ("f16", "q8_0")
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},
-        "fast": {"tables": "group", "candidates": 1536, "a": 0.2, "dense_layers": (0, 1)},
         "paper": {
             "budget": DEFAULT_BUDGET,
             "dense_rows": 0,
@@ -90,9 +88,6 @@ class LFPS(Method):
     )
     preset: str = option("tuned", "other options change it", choices=tuple(presets))
     budget: Budget = option(BUDGET, "rows attended a head, k: N or P%")
-    tables: str = option(
-        "head", "whose the tables are: a query head's or its kv group's", choices=("head", "group")
-    )
     scored_by: str = option(
         "auto", "who scores candidates: their head, its kv group, auto: the group beyond 8192 rows",
         choices=("auto", "head", "group"),
@@ -162,7 +157,6 @@ class LFPSCache(LayerCache):
     def __init__(self, spec: LayerSpec, backend: Backend, method: LFPS) -> None:
         super().__init__(spec, backend)
         self.method = method
-        self._n_unit = spec.n_head if method.tables == "head" else spec.n_head_kv
         self._queries = LastQueries(method.window)
         n_kv, width = spec.n_head_kv, padded(spec.head_dim)
         size = width if method.sigma == "cov" else 0
@@ -179,16 +173,15 @@ class LFPSCache(LayerCache):
             float(method.decay), float(method.epsilon), method.expand == "filtered",
             by_group=False,
         )  # fmt: skip
-        none = np.zeros((self._n_unit, 0), np.float32)
-        sums, gain = np.zeros((self._n_unit, 2, 4)), np.ones(self._n_unit)
+        none = np.zeros((spec.n_head, 0), np.float32)
+        sums, gain = np.zeros((spec.n_head, 2, 4)), np.ones(spec.n_head)
         self._tables = Tables(none, none, none, none, sums, gain)
-        self._raised = np.ones(self._n_unit)
-        self._statistics = np.zeros((self._n_unit, search.N_STATISTICS), np.int64)
+        self._raised = np.ones(spec.n_head)
+        self._statistics = np.zeros((spec.n_head, search.N_STATISTICS), np.int64)
         self._indexed = False
         self._step = LFPSStep(
-            spec.n_head, self._rules, self._constants, self._raised, self._statistics,
-            spec.n_threads,
-        )  # fmt: skip
+            self._rules, self._constants, self._raised, self._statistics, spec.n_threads
+        )
         self.lse = np.empty(0, np.float32)  # see ``leave_sinks``
 
     def leave_sinks(self) -> None:
@@ -290,9 +283,8 @@ class LFPSCache(LayerCache):
 
     def _scores_by_group(self, n: int) -> bool:
         """Whether the heads of a kv group score each other's candidates in a step to n rows."""
-        method = self.method
-        beyond = n > GROUP_ROWS if method.scored_by == "auto" else method.scored_by == "group"
-        return beyond and method.tables == "head"
+        scored_by = self.method.scored_by
+        return n > GROUP_ROWS if scored_by == "auto" else scored_by == "group"
 
     def truncate(self, n: int) -> int:
         self._queries.clear()  # of a prefill that was interrupted

@@ -45,7 +45,7 @@ def refused(invoke: Invoke, code: int, *arguments: str) -> str:
 
 
 def test_json(model: str, invoke: Invoke) -> None:
-    methods = "full,topk:budget=10%,lfps:preset=fast;budget=10%,streaming"
+    methods = "full,topk:budget=10%,lfps:preset=paper;budget=10%,streaming"
     found = compare(
         invoke, model, "-p", TEXT, "--methods", methods, "--steps", "8", "--budget", "20%"
     )
@@ -56,7 +56,8 @@ def test_json(model: str, invoke: Invoke) -> None:
     assert [row["name"] for row in found["methods"]] == ["full", "topk", "lfps", "streaming"]
     assert (full["kld_mean"], full["top1_agreement"], full["topk_overlap"]) == (0, 1, None)
     assert topk["options"]["budget"] == "10%" and streaming["options"]["budget"] == "20%"
-    assert lfps["options"]["tables"] == "group" and lfps["spec"] == "lfps:preset=fast;budget=10%"
+    assert lfps["options"]["expand"] == "filtered"
+    assert lfps["spec"] == "lfps:preset=paper;budget=10%"
     assert topk["kld_mean"] > 0 and 0 < topk["attn_mass_recall"] < 1
     assert topk["rows_attended_mean"] < streaming["rows_attended_mean"]
     assert streaming["rows_attended_mean"] < full["rows_attended_mean"]
@@ -137,7 +138,7 @@ def test_what_cannot_be_done(model: str, invoke: Invoke, tmp_path: Path) -> None
     base = ["-m", model, "-p", TEXT, "--prefill-dtype", "f32"]
     assert "choose from" in refused(invoke, 2, *base, "--methods", "fulll")
     assert "its options" in refused(invoke, 2, *base, "--methods", "topk:a=1")
-    assert "'tables'" in refused(invoke, 2, *base, "--methods", "topk", "-o", "tables=group")
+    assert "'scored_by'" in refused(invoke, 2, *base, "--methods", "topk", "-o", "scored_by=group")
     twice = ["-o", "budget=3", "--budget", "4"]
     assert "given twice" in refused(invoke, 2, *base, *twice)
     assert "--steps" in refused(invoke, 2, *base, "--steps", "3")

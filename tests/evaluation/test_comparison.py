@@ -74,8 +74,8 @@ def test_common_options_go_where_they_belong():
     assert options["topk"]["budget"] == options["streaming"]["budget"] == "10%"
     assert options["lfps:budget=3%"]["budget"] == "3%"
     assert options["topk"]["recent"] == options["lfps:budget=3%"]["recent"] == 8
-    with pytest.raises(ValueError, match="'tables'"):
-        parse_methods("full,topk", {"tables": "group"})
+    with pytest.raises(ValueError, match="'scored_by'"):
+        parse_methods("full,topk", {"scored_by": "group"})
 
 
 def test_all_means_every_method(monkeypatch):

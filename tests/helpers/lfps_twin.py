@@ -1,7 +1,7 @@
 """LFPS step by step as METHODS.md numbers it, in numpy f64: slow, literal, no shared code.
 
 Whole tables decay every step; there is no lazy scale, no bound, no bitmap, no running power sum.
-Letters: H query heads, G kv heads, n keys, d head size, U units (H, or G for shared tables).
+Letters: H query heads, G kv heads, n keys, d head size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ class TwinOptions:
     """The options that change what is computed, as in the method."""
 
     budget: int
-    tables: str = "head"
     scored_by: str = "group"
     expand: str = "plain"
     sigma: str = "cov"
@@ -49,10 +48,7 @@ class LFPSTwin:
 
     def __init__(self, options: TwinOptions, n_head: int, n_head_kv: int) -> None:
         self.options, self.n_head, self.group = options, n_head, n_head // n_head_kv
-        self.heads_a_unit = 1 if options.tables == "head" else self.group
-        alone = "head" == options.tables == options.scored_by
-        self.heads_a_team = 1 if alone else self.group
-        self.units_a_team = self.heads_a_team // self.heads_a_unit
+        self.heads_a_team = 1 if options.scored_by == "head" else self.group
 
     def start(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         """Steps 2, 3: k (G, n, d), v (G, n, d_v) of the context, q (H, m, d) of its last rows."""
@@ -61,19 +57,17 @@ class LFPSTwin:
         n, d = k.shape[1:]
         s, r = min(self.options.window, q.shape[1]), self.options.decay
         self.scale = 1 / np.sqrt(d)
-        n_unit = self.n_head // self.heads_a_unit
-        self.ver, self.dist = np.zeros((n_unit, n)), np.zeros((n_unit, n))
+        self.ver, self.dist = np.zeros((self.n_head, n)), np.zeros((self.n_head, n))
         for h in range(self.n_head):
-            unit = h // self.heads_a_unit
             for j in range(1, s + 1):
                 position = n - j
                 rows = np.arange(SINKS, position + 1)
                 if not len(rows):
                     continue
                 weights = softmax(self.k[h // self.group, rows] @ q[h, -j] * self.scale)
-                weights /= 2 * s * (1 - r) * self.heads_a_unit
-                self.ver[unit, rows] += weights
-                self.dist[unit, position - rows] += weights
+                weights /= 2 * s * (1 - r)
+                self.ver[h, rows] += weights
+                self.dist[h, position - rows] += weights
         self.raised = np.ones(len(self.ver))
         keys, values = self.k[:, SINKS:], self.v[:, SINKS:]
         self.mean_k, self.mean_v = keys.mean(1), values.mean(1)
@@ -105,8 +99,7 @@ class LFPSTwin:
             heads = range(first, first + self.heads_a_team)
             active = [h for h in heads if rho[h] <= self.options.epsilon]
             if active:
-                units = range(first // self.heads_a_unit, heads[-1] // self.heads_a_unit + 1)
-                c1, distance = self.candidates(units, {h // self.heads_a_unit for h in active})
+                c1, distance = self.candidates(heads, active)
             for h in heads:
                 if h not in active:
                     near = [*range(SINKS), *range(max(SINKS, n - 1 - LOCAL), n)]
@@ -142,34 +135,34 @@ class LFPSTwin:
             variance = (q @ q) * self.ratio[h]
         return np.log(n - SINKS) + q @ self.mean_k[g] * self.scale + variance / 2
 
-    def candidates(self, units: range, searched: set[int]) -> tuple[np.ndarray, float]:
-        """Steps 5 to 7: C1, ascending, of the units of a team whose heads are not all bypassed, the
-        recents included; and how near a comparison was.
+    def candidates(self, heads: range, active: list[int]) -> tuple[np.ndarray, float]:
+        """Steps 5 to 7: C1, ascending, of a team's heads that are not bypassed, the recents
+        included; and how near a comparison was.
         """
         n = self.ver.shape[1]
         limit = n
         if self.options.candidates:
-            shared = self.options.tables == "head" and self.options.scored_by == "group"
+            shared = self.options.scored_by == "group"
             limit = max(self.options.candidates * (1 + shared), 2 * self.options.budget)
-        factor, distance = self.raised[units[0]], np.inf
+        factor, distance = self.raised[heads[0]], np.inf
         while True:
             c1 = set(range(n - self.n_recent(), n))
-            for unit in searched:
-                of_unit, nearest = self.above_thresholds(unit, factor)
-                c1 |= of_unit
+            for h in active:
+                of_head, nearest = self.above_thresholds(h, factor)
+                c1 |= of_head
                 distance = min(distance, nearest)
             if len(c1) <= limit:
                 calm = len(c1) < 0.7 * limit
-                self.raised[list(units)] = max(1.0, factor / 1.25) if calm else factor
+                self.raised[list(heads)] = max(1.0, factor / 1.25) if calm else factor
                 return np.array(sorted(c1)), distance
             factor *= 1.25
 
-    def above_thresholds(self, unit: int, factor: float) -> tuple[set[int], float]:
-        """The unit's C0 and their neighbours, thresholds raised by ``factor``; and how near."""
+    def above_thresholds(self, h: int, factor: float) -> tuple[set[int], float]:
+        """The head's C0 and their neighbours, thresholds raised by ``factor``; and how near."""
         n = self.ver.shape[1]
         known = np.arange(SINKS, n)
-        ver = self.ver[unit, known]  # by row
-        dist = self.dist[unit, n - 1 - known]
+        ver = self.ver[h, known]  # by row
+        dist = self.dist[h, n - 1 - known]
         tau_v, tau_s = factor * self.threshold(ver), factor * self.threshold(dist)
         c0 = set(known[(ver > tau_v) | (dist > tau_s)].tolist())
         above_mean = set(known[(ver > ver.mean()) | (dist > dist.mean())].tolist())
@@ -190,25 +183,22 @@ class LFPSTwin:
         kappa = 1 / n
         if m2 > 1e-12 * (table**2).sum():
             kappa = np.clip(m4 / m2**2, 1 / n, 1)
-        a = self.options.a * (0.145 + 0.855 * min(self.units_a_team, 3))
+        a = self.options.a * (0.145 + 0.855 * min(self.heads_a_team, 3))
         return a * table.sum() / min(n, self.options.horizon or n) / kappa
 
     def finish(self, choices: list[HeadChoice]) -> np.ndarray:
         """Outputs (H, d_v) of the rows in ``choices``, and steps 9: the update of the tables."""
         out = np.stack([self.output(h, choice) for h, choice in enumerate(choices)])
         n, r = self.k.shape[1], self.options.decay
-        for unit in range(len(self.ver)):
-            heads = range(unit * self.heads_a_unit, (unit + 1) * self.heads_a_unit)
-            active = [choices[h] for h in heads if not choices[h].bypassed]
-            if not active:
+        for h, choice in enumerate(choices):
+            if choice.bypassed:
                 continue
-            self.ver[unit] *= r
-            self.dist[unit] *= r
-            for choice in active:
-                c2 = choice.attended[choice.attended >= SINKS]
-                delta = (softmax(choice.scores[c2]) - 1 / (2 * len(c2))) / len(active)
-                self.ver[unit, c2] += delta
-                self.dist[unit, n - 1 - c2] += delta
+            self.ver[h] *= r
+            self.dist[h] *= r
+            c2 = choice.attended[choice.attended >= SINKS]
+            delta = softmax(choice.scores[c2]) - 1 / (2 * len(c2))
+            self.ver[h, c2] += delta
+            self.dist[h, n - 1 - c2] += delta
         return out
 
     def output(self, h: int, choice: HeadChoice) -> np.ndarray:

@@ -151,9 +151,9 @@ def follow(cache: LFPSCache, twin: LFPSTwin, stream: Stream, n_steps: int) -> di
             seen["bypassed" if choice.bypassed else "active"] += 1
             seen["beyond"] += len(choice.candidates) > twin.options.budget
             seen["short"] += 0 < len(choice.candidates) < twin.options.budget
-        for first in range(0, twin.n_head, twin.heads_a_unit):
-            unit = {c.bypassed for c in choices[first : first + twin.heads_a_unit]}
-            seen["mixed"] += len(unit) == 2
+        for first in range(0, twin.n_head, twin.heads_a_team):
+            team = {c.bypassed for c in choices[first : first + twin.heads_a_team]}
+            seen["mixed"] += len(team) == 2
         expected = twin.finish(choices)
         np.testing.assert_allclose(out[:, : expected.shape[1]], expected, atol=2e-4)
     return seen
@@ -209,9 +209,7 @@ GEOMETRIES = [
 VARIANTS = {
     "tuned": {},
     "alone": {"scored_by": "head"},
-    "fast": {"tables": "group"},
     "paper": {"expand": "filtered", "recent": 8, "sigma": "ratio", "scored_by": "head"},
-    "paper-group": {"expand": "filtered", "recent": 8, "sigma": "ratio", "tables": "group"},
     "paper-teams": {"expand": "filtered", "recent": 8, "sigma": "ratio"},
 }
 
@@ -226,22 +224,21 @@ def test_lfps_equals_its_twin(geometry, variant):
     cache, twin, seen = run_both(geometry, options, seed=1)
     assert min(seen["bypassed"], seen["active"]) > 50 and seen["beyond"] > 500
     assert seen["ties"] <= 2
-    if twin.heads_a_unit > 1:
+    if twin.heads_a_team > 1:
         assert seen["mixed"] > 50, "some heads of a group bypassed, others not"
     assert cache._step.words.view(np.float64)[lfps_chain.A] == pytest.approx(
-        options.a * (0.145 + 0.855 * min(twin.units_a_team, 3)), rel=1e-12
+        options.a * (0.145 + 0.855 * min(twin.heads_a_team, 3)), rel=1e-12
     )
     counters = cache.counters()
     assert counters["heads_bypassed"] == seen["bypassed"]
     assert counters["heads_stepped"] == geometry.n_head * N_STEPS
 
 
-@pytest.mark.parametrize("tables", ["head", "group"])
-def test_groups_share_candidates_from_some_depth_on(tables, monkeypatch):
+def test_groups_share_candidates_from_some_depth_on(monkeypatch):
     """``auto`` is the one, then the other, to the bit."""
     monkeypatch.setattr(lfps, "GROUP_ROWS", 270)
     geometry = Geometry(9, 3, 64, 250)
-    options = TwinOptions(budget=24, epsilon=0.7, candidates=60, tables=tables, scored_by="auto")
+    options = TwinOptions(budget=24, epsilon=0.7, candidates=60, scored_by="auto")
     auto, by_hand = (make_cache(geometry, options) for _ in range(2))
     stream = Stream(geometry, 1)
     prompt = stream.prompt(geometry.n_prefill)
@@ -255,14 +252,13 @@ def test_groups_share_candidates_from_some_depth_on(tables, monkeypatch):
     np.testing.assert_array_equal(auto._statistics, by_hand._statistics)
     heads = make_cache(geometry, replace(options, scored_by="head"))
     assert heads._scores_by_group(10**6) is False
-    assert auto._scores_by_group(271) is (tables == "head") and not auto._scores_by_group(270)
+    assert auto._scores_by_group(271) is True and not auto._scores_by_group(270)
 
 
-@pytest.mark.parametrize("tables", ["head", "group"])
 @pytest.mark.parametrize("decay", [0.9, 0.95])
-def test_rescaling_changes_nothing(decay, tables):
+def test_rescaling_changes_nothing(decay):
     """g passes 1e-6 after 132 steps of .9 and after 270 of .95."""
-    options = TwinOptions(budget=40, epsilon=1.0, decay=decay, tables=tables)
+    options = TwinOptions(budget=40, epsilon=1.0, decay=decay)
     cache, _, seen = run_both(Geometry(6, 2, 64, 190), options, seed=5)
     assert seen["bypassed"] == 0 and seen["ties"] <= 2
     n_since = (N_STEPS % 132) if decay == 0.9 else N_STEPS - 270
@@ -273,7 +269,6 @@ def test_rescaling_changes_nothing(decay, tables):
     ("options", "occurs"),
     [
         (TwinOptions(budget=90, a=3.0, epsilon=1.0), "short"),
-        (TwinOptions(budget=90, a=3.0, epsilon=0.7, tables="group"), "short"),
         (TwinOptions(budget=60, a=0.02, recent=200, expand="filtered"), "beyond"),
         (TwinOptions(budget=25, window=200, epsilon=0.7), "beyond"),
         (TwinOptions(budget=25, a=0.05, horizon=30, epsilon=0.7), "beyond"),
@@ -291,13 +286,10 @@ def test_unusual_options(options, occurs):
 
 
 @pytest.mark.parametrize(("candidates", "expand"), [(1, "plain"), (120, "plain"), (1, "filtered")])
-@pytest.mark.parametrize(
-    ("tables", "scored_by"), [("head", "head"), ("head", "group"), ("group", "head")]
-)
-def test_thresholds_rise_to_keep_the_limit(tables, scored_by, expand, candidates):
+@pytest.mark.parametrize("scored_by", ["head", "group"])
+def test_thresholds_rise_to_keep_the_limit(scored_by, expand, candidates):
     options = TwinOptions(
-        budget=24, a=0.02, epsilon=0.7, tables=tables, scored_by=scored_by, expand=expand,
-        candidates=candidates,
+        budget=24, a=0.02, epsilon=0.7, scored_by=scored_by, expand=expand, candidates=candidates
     )  # fmt: skip
     cache, twin, seen = run_both(Geometry(6, 2, 64, 300), options, seed=2, n_steps=120)
     np.testing.assert_array_equal(cache._raised, twin.raised)
@@ -309,7 +301,6 @@ def test_thresholds_rise_to_keep_the_limit(tables, scored_by, expand, candidates
     [
         {},
         {"scored_by": "head"},
-        {"tables": "group"},
         {"candidates": 60},
         {"candidates": 60, "expand": "filtered"},
     ],

@@ -98,11 +98,10 @@ def test_an_unknown_method_lists_the_names():
         *[("lfps", "epsilon", v) for v in ("0", "nan", "x")],
         *[("lfps", name, v) for name in ("recent", "window") for v in ("0", "-1", "x")],
         *[("lfps", name, "-1") for name in ("candidates", "horizon", "dense_rows")],
-        ("lfps", "tables", "heads"),
         ("lfps", "scored_by", "all"),
         ("lfps", "expand", "yes"),
         ("lfps", "sigma", "pi"),
-        ("lfps", "preset", "fastest"),
+        ("lfps", "preset", "fast"),
     ],
 )
 def test_a_bad_value_names_the_option(name, option, value):
@@ -114,10 +113,13 @@ def test_a_bad_value_names_the_option(name, option, value):
 
 def test_values_become_what_the_fields_want():
     method = build_method(
-        "lfps", {"recent": "8", "a": "0.4", "tables": "group"}, budget="2.5%", dense_layers="0,-1"
+        "lfps",
+        {"recent": "8", "a": "0.4", "scored_by": "group"},
+        budget="2.5%",
+        dense_layers="0,-1",
     )
     values = {f.name: getattr(method, f.name) for f in fields(method)}
-    assert values["recent"] == 8 and values["a"] == 0.4 and values["tables"] == "group"
+    assert values["recent"] == 8 and values["a"] == 0.4 and values["scored_by"] == "group"
     assert values["budget"] == Budget(share=0.025) and values["dense_layers"] == (0, -1)
     assert build_method("topk", {"budget": "77"}).options()["budget"] == "77"
 
@@ -132,10 +134,8 @@ def test_presets_come_before_other_options():
     paper = build_method("lfps", {"recent": "9", "preset": "paper"}).options()
     assert (paper["recent"], paper["expand"], paper["sigma"]) == (9, "filtered", "ratio")
     assert tuple(paper["dense_layers"]) == () and paper["preset"] == "paper"
-    fast = build_method("lfps", {"preset": "fast"}).options()
-    assert fast["tables"] == "group" and tuple(fast["dense_layers"]) == (0, 1)
     tuned = build_method("lfps", {}).options()
-    assert tuned["tables"] == "head" and tuned["expand"] == "plain" and tuned["sigma"] == "cov"
+    assert tuned["scored_by"] == "auto" and tuned["expand"] == "plain" and tuned["sigma"] == "cov"
 
 
 @pytest.mark.parametrize(

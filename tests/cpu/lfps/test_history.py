@@ -170,9 +170,8 @@ class Layer:
     """Arguments of an LFPSStep for random keys: every entry of the tables is above tau."""
 
     def __init__(
-        self, n_head: int, n_head_kv: int, d: int, n: int, n_unit: int, kinds=(F16, F16),
-        by_group: bool = False,
-    ) -> None:  # fmt: skip
+        self, n_head: int, n_head_kv: int, d: int, n: int, kinds=(F16, F16), by_group: bool = False
+    ) -> None:
         self.by_group = by_group
         rng = np.random.default_rng(n)
         self.q = (2 * rng.standard_normal((n_head, d))).astype(np.float32)
@@ -181,10 +180,10 @@ class Layer:
         self.n, self.n_kv, self.scale = n, n_head_kv, np.float32(d**-0.5)
         blocks = -(-(n + 40) // BLOCK)
         widths = (n + 40, n + 40, blocks, blocks)
-        arrays = [np.zeros((n_unit, width), np.float32) for width in widths]
-        self.tables = Tables(*arrays, np.zeros((n_unit, 2, 4)), np.ones(n_unit))
-        self.raised = np.ones(n_unit)
-        self.statistics = np.zeros((n_unit, search.N_STATISTICS), np.int64)
+        arrays = [np.zeros((n_head, width), np.float32) for width in widths]
+        self.tables = Tables(*arrays, np.zeros((n_head, 2, 4)), np.ones(n_head))
+        self.raised = np.ones(n_head)
+        self.statistics = np.zeros((n_head, search.N_STATISTICS), np.int64)
         self.attended = np.zeros((n_head, n + 1), np.int32)
         self.counts = np.zeros(n_head, np.int64)
         self.out = np.empty_like(self.q)
@@ -206,7 +205,7 @@ class Layer:
         # The row is stored already.
         k, v = (np.ascontiguousarray(rows[:, self.n - 1, None]) for rows in (self.k, self.v))
         rules = self.rules(a, epsilon)
-        step = LFPSStep(n_head, rules, constants, self.raised, self.statistics, 2)
+        step = LFPSStep(rules, constants, self.raised, self.statistics, 2)
         step.use_tables(self.tables)
         step.trace(self.attended, self.counts)
         step.at(layout(*self.stored), self.n, k_budget, limit or self.n)
@@ -215,11 +214,10 @@ class Layer:
 
 @pytest.mark.parametrize(("n_head", "n_kv", "d"), [(3, 3, 64), (9, 3, 64), (8, 1, 80), (4, 2, 128)])
 @pytest.mark.parametrize("n", [64, 65, 100, 700])
-@pytest.mark.parametrize("shared", ["nothing", "tables", "candidates"])
+@pytest.mark.parametrize("by_group", [False, True])
 @pytest.mark.parametrize("kinds", KINDS)
-def test_all_candidates_equal_dense_attention(n_head, n_kv, d, n, shared, kinds):
-    n_unit = n_kv if shared == "tables" else n_head
-    layer = Layer(n_head, n_kv, d, n, n_unit, kinds, shared == "candidates")
+def test_all_candidates_equal_dense_attention(n_head, n_kv, d, n, by_group, kinds):
+    layer = Layer(n_head, n_kv, d, n, kinds, by_group)
     layer.init(np.repeat(layer.q[:, None], 5, axis=1))
     layer.step(k_budget=n - SINKS, a=-1e9)  # a threshold far below zero
     expected = attend_dense_ref(layer.q, layer.k[:, :n], layer.v[:, :n], layer.scale)
@@ -234,7 +232,7 @@ def test_all_candidates_equal_dense_attention(n_head, n_kv, d, n, shared, kinds)
 @pytest.mark.parametrize("limit", [64, 150, 300])
 @pytest.mark.parametrize("by_group", [False, True])
 def test_no_more_candidates_than_the_limit(limit, by_group):
-    layer, free = (Layer(6, 2, 64, 700, 6, by_group=by_group) for _ in range(2))
+    layer, free = (Layer(6, 2, 64, 700, by_group=by_group) for _ in range(2))
     for each in (layer, free):
         each.init(np.repeat(each.q[:, None], 5, axis=1))
     free.step(k_budget=40, a=0.01)
@@ -248,10 +246,9 @@ def test_no_more_candidates_than_the_limit(limit, by_group):
     assert (layer.raised == 1).all()  # comes down again when few rows pass
 
 
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("s", [1, 32, 90])
-def test_init_sums_to_ten(s, shared):
-    layer = Layer(6, 2, 64, 150, 2 if shared else 6)
+def test_init_sums_to_ten(s):
+    layer = Layer(6, 2, 64, 150)
     layer.init(np.repeat(layer.q[:, None], s, axis=1))
     for which, table in enumerate(layer.tables[:2]):
         np.testing.assert_allclose(table.sum(1), 10, rtol=1e-5)
@@ -262,7 +259,7 @@ def test_init_sums_to_ten(s, shared):
 
 
 def test_huge_scores_stay_finite():
-    layer = Layer(4, 2, 64, 200, 4)
+    layer = Layer(4, 2, 64, 200)
     layer.stored[0].array[:, 100] = 500
     layer.stored[0].array[:, 0] = -500
     layer.init(np.repeat(layer.q[:, None], 8, axis=1))
