@@ -40,8 +40,8 @@ class Target:
     aim: float
     at_most: bool = False
 
-    def text(self, value: float, unit: str = "") -> str:
-        return f"<= {value:g}{unit}" if self.at_most else f"{value:g}{unit}"
+    def text(self, value: float) -> str:
+        return f"<= {value:g}" if self.at_most else f"{value:g}"
 
 
 # Ratio of medians, sparsekv-cli over llama.cpp, that the project wants to reach.
@@ -55,7 +55,6 @@ TARGETS = {
     "tg @ d32768, lfps": Target(20, 40),
     "lfps: tg @ d32768 over tg @ d2048": Target(0.7, 0.9),
     "peak memory @ d16384": Target(1.5, 1.1, at_most=True),
-    "first token of a 10-token prompt": Target(3, 1.5, at_most=True),  # seconds, no ratio
 }
 
 
@@ -63,8 +62,7 @@ TARGETS = {
 class PeerRow:
     """One line of the table.
 
-    ours, theirs: a value a repetition, in ``unit``; theirs is empty where there is nothing to
-    compare with. value: what ``target`` is about, the ratio of medians if it is not given.
+    ours, theirs: a value a repetition, in ``unit``. target: what is wanted of their ratio.
     """
 
     label: str
@@ -74,9 +72,8 @@ class PeerRow:
     target: Target | None = None
 
     @property
-    def ratio(self) -> float | None:
-        if not self.theirs:
-            return None
+    def ratio(self) -> float:
+        """Of the medians."""
         return statistics.median(self.ours) / statistics.median(self.theirs)
 
     @property
@@ -84,22 +81,19 @@ class PeerRow:
         """``aim``, ``must`` or ``no``; None without a target."""
         if self.target is None:
             return None
-        value = statistics.median(self.ours) if self.ratio is None else self.ratio
         for name in ("aim", "must"):
             limit = getattr(self.target, name)
-            if value <= limit if self.target.at_most else value >= limit:
+            if self.ratio <= limit if self.target.at_most else self.ratio >= limit:
                 return name
         return "no"
 
     def cells(self) -> tuple[str, ...]:
         unit = "" if self.unit == "t/s" else f" {self.unit}"
-        target_unit = unit if self.ratio is None else ""
         must = aim = ""
         if self.target is not None:
-            must = self.target.text(self.target.must, target_unit)
-            aim = self.target.text(self.target.aim, target_unit)
-        ratio = "" if self.ratio is None else f"{self.ratio:.2f}"
-        return self.label, spread(self.ours, unit), spread(self.theirs, unit), ratio, must, aim
+            must, aim = self.target.text(self.target.must), self.target.text(self.target.aim)
+        ours, theirs = spread(self.ours, unit), spread(self.theirs, unit)
+        return self.label, ours, theirs, f"{self.ratio:.2f}", must, aim
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -116,8 +110,6 @@ class PeerRow:
 
 def spread(values: Sequence[float], unit: str = "") -> str:
     """``median (smallest to largest)``."""
-    if not values:
-        return ""
     middle = f"{number(statistics.median(values))}{unit}"
     if len(values) == 1:
         return middle
@@ -129,10 +121,8 @@ def number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def summary(values: Sequence[float]) -> dict[str, Any] | None:
-    """Median, spread and every value; None when there are none."""
-    if not values:
-        return None
+def summary(values: Sequence[float]) -> dict[str, Any]:
+    """Median, spread and every value."""
     return {
         "median": statistics.median(values),
         "min": min(values),
