@@ -48,5 +48,3 @@ def test_one_cold_start_and_some_warm_ones(script, monkeypatch, tmp_path, capsys
         "method": "lfps", "cold_s": 30, "warm_s": 2, "warm_least_s": 1, "warm_most_s": 3,
     }  # fmt: skip
     assert "| lfps | 30.0 | 2.00 | 1.00 to 3.00 |" in capsys.readouterr().out
-    assert script.main(["-m", str(tmp_path / "none.gguf")]) == 1
-    assert "none.gguf" in capsys.readouterr().err
