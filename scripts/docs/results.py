@@ -1,0 +1,152 @@
+"""Measures this machine, part by part, and writes docs/: run by scripts/results.
+
+    scripts/results --quick                    the main tables (15 minutes on two cores)
+    scripts/results --all                      every part; what is there for this commit is skipped
+    scripts/results --only decode,start        these parts, again
+    scripts/results --pages                    the pages again, from docs/data
+    scripts/results --quick --tiny --into DIR  small sizes, to see that it runs
+
+A part is a file docs/data/PART.json with its figures, its commands, the machine, the commit and the
+date. From these files come docs/benchmarks.md, the pictures in docs/ and README's results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import results_pages
+from results_parts import PARTS, ROOT, TINY, PartError, Runner, Sizes
+
+MEASURED = ("cpu", "kernels", "models", "sparsekv_cli", "scripts/bench", "scripts/accuracy")
+
+
+def log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def commit() -> str:
+    """The last commit that changed what is measured; ``+`` when there are changes beside it."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments, "--", *MEASURED], cwd=ROOT, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise PartError("this is no git checkout, so what is measured has no commit; clone it")
+        return done.stdout.strip()
+
+    changed = "+" if git("status", "--porcelain") else ""
+    return git("log", "-1", "--format=%H") + changed
+
+
+def machine() -> dict[str, Any]:
+    """What the figures are of."""
+    from sparsekv_cli.commands.bench_report import cpu_name
+
+    return {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+    }
+
+
+def is_there(path: Path, about: dict[str, Any]) -> bool:
+    """Whether ``path`` holds a part of this commit, this machine and these sizes."""
+    if not path.is_file() or about["commit"].endswith("+"):
+        return False
+    told = json.loads(path.read_text(encoding="utf-8"))
+    return all(told.get(name) == about[name] for name in ("commit", "machine", "sizes"))
+
+
+def measure(name: str, sizes: Sizes, path: Path, about: dict[str, Any]) -> None:
+    """Runs a part and writes its file."""
+    load = os.getloadavg()[0]
+    begin, run = time.perf_counter(), Runner()
+    rows = PARTS[name].measure(run, sizes)
+    seconds = time.perf_counter() - begin
+    told = {
+        **about,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "load": round(load, 2),
+        "seconds": round(seconds, 1),
+        "commands": run.commands,
+        "rows": rows,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    log(f"{name}: {seconds:.0f} s")
+
+
+def measure_parts(names: Sequence[str], sizes: Sizes, data: Path, again: bool) -> int:
+    """1 when a part failed; the others are measured nevertheless."""
+    status = 0
+    about = {"machine": machine(), "commit": commit(), "sizes": asdict(sizes)}
+    begin = time.perf_counter()
+    left = [n for n in names if again or not is_there(data / f"{n}.json", about)]
+    for name in sorted(set(names) - set(left)):
+        log(f"{name}: there for this commit")
+    if left and sizes.prepare:
+        Runner().cli("warmup", "-m", sizes.model)
+        log(f"kernels and calibrations: {time.perf_counter() - begin:.0f} s")
+    for name in left:
+        if PARTS[name].missing:
+            log(f"{name}: left out, {PARTS[name].needs} is not installed")
+            continue
+        try:
+            measure(name, sizes, data / f"{name}.json", about)
+        except PartError as error:
+            log(f"error: {name}: {error}")
+            status = 1
+    log(f"all: {time.perf_counter() - begin:.0f} s")
+    return status
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        "results", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--quick", action="store_true", help="the main tables")
+    what.add_argument("--all", action="store_true", help="every part")
+    what.add_argument("--only", metavar="PART,...", help=", ".join(PARTS))
+    what.add_argument("--pages", action="store_true", help="write the pages only")
+    parser.add_argument("-m", "--model", default=Sizes.model, help="GGUF file or packaged model")
+    parser.add_argument("--again", action="store_true", help="parts of this commit, too")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs")
+    parser.add_argument("--into", type=Path, default=ROOT, help="where docs/ and README.md lie")
+    options = parser.parse_args(arguments)
+    names = [name for name, part in PARTS.items() if part.quick or options.all]
+    if options.only:
+        names = options.only.split(",")
+        unknown = [name for name in names if name not in PARTS]
+        if unknown:
+            parser.error(f"unknown part {unknown[0]!r}: choose from {', '.join(PARTS)}")
+    sizes = replace(TINY if options.tiny else Sizes(), model=options.model)
+    status = 0
+    try:
+        if not options.pages:
+            again = options.again or bool(options.only)
+            status = measure_parts(names, sizes, options.into / "docs" / "data", again)
+        results_pages.write(options.into)
+    except PartError as error:
+        log(f"error: {error}")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

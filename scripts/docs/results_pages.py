@@ -1,0 +1,152 @@
+"""docs/benchmarks.md, README's results and the pictures, from the files in docs/data.
+
+The same data give the same pages, byte for byte: a test makes them again and compares.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import results_plots
+from results_sections import SECTIONS, Column, Row, figure, name, table, three
+
+Data = Mapping[str, Mapping[str, Any]]  # by part: what its file holds
+
+BEGIN, END = "<!-- results -->", "<!-- /results -->"
+INTRO = """# Benchmarks
+
+`scripts/results` wrote this page from the files in [data](data); each section names its commands,
+machine, commit and date. Figures of different sections may be of different machines or commits. The
+model is SmolLM2-135M-Instruct (Q4_1) with default options, if nothing else is said. Speed is in
+tokens a second, medians of several runs.
+"""
+
+
+def by_method(data: Data, *parts: str) -> dict[str, dict[int, Row]]:
+    """Rows of decode by method and depth, of several parts together."""
+    found: dict[str, dict[int, Row]] = {}
+    for part in parts:
+        for row in data[part]["rows"] if part in data else ():
+            found.setdefault(row["method"], {})[row["depth"]] = row
+    return found
+
+
+def speed_cell(row: Row | None) -> str:
+    """``132 (2.4)``: tokens a second, and over those of full."""
+    if row is None:
+        return ""
+    ratio = f" ({row['of_full']:.1f})" if "of_full" in row and row["method"] != "full" else ""
+    return three(row["tokens_per_s"]) + ratio
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The parts that are there, by name."""
+    return {
+        path.stem: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.glob("*.json"))
+    }
+
+
+def provenance(told: Mapping[str, Any]) -> str:
+    """Machine, commit, date and commands of a part."""
+    where = told["machine"]
+    line = f"{where['cpu']}, {where['cores']} cores, {where['memory_gib']} GiB; {where['system']}"
+    busy = f"; **busy with other work (load {told['load']})**" if told["load"] > 1 else ""
+    commands = "\n".join(told["commands"])
+    when = f"commit {told['commit'][:12]}, {told['date']}, {told['seconds']:.0f} s{busy}"
+    return f"{line}; {when}.\n\n```sh\n{commands}\n```"
+
+
+def benchmarks(data: Data) -> str:
+    """docs/benchmarks.md."""
+    parts = [INTRO]
+    pictures = {"speed.svg": "Speed by depth", "accuracy.svg": "Accuracy against speed"}
+    drawn = results_plots.drawn_from(data)
+    parts += [f"![{title}]({file})\n" for file, title in pictures.items() if file in drawn]
+    for section in SECTIONS:
+        if section.part in data:
+            told = data[section.part]
+            parts.append(f"## {section.title}\n")
+            parts += [f"{section.about}\n"] * bool(section.about)
+            parts.append(table(told["rows"], section.columns) + "\n")
+            parts.append(provenance(told) + "\n")
+    return "\n".join(parts)
+
+
+def results(data: Data) -> str:
+    """README's table: speed at depths, memory and accuracy of every method; then some lines."""
+    speeds = by_method(data, "decode", "deep", "deep_others")
+    depths = [d for d in (2048, 8192, 32768) if any(d in rows for rows in speeds.values())]
+    depths = depths or sorted({d for rows in speeds.values() for d in rows})
+    told = data["decode"]
+    distances = {row["method"]: row for row in data["accuracy"]["rows"]}
+    length = data["accuracy"]["rows"][0]["tokens"]
+    where = told["machine"]
+    held = max(row["depth"] for row in told["rows"])
+    rows = [{"method": m, "speeds": speeds[m], **distances.get(m, {})} for m in speeds]
+    columns = [Column("method", name)]
+    for d in depths:
+        columns.append(
+            Column(f"tokens/s at {d}", lambda row, d=d: speed_cell(row["speeds"].get(d)))
+        )
+    columns += [
+        Column(f"MB at {held}", lambda row: three(row["speeds"][held]["cache_mb"])),
+        Column("KLD", figure("kld", 3)),
+        Column("top-1", figure("top1", 2)),
+        Column("needles", figure("needles", 0)),
+    ]
+    lines = [
+        f"SmolLM2-135M (Q4_1), {where['cores']} cores of {where['cpu']}, default options.",
+        "Tokens a second by rows in the cache (in brackets: times `full`), size of the cache, and",
+        f"distance to `full` after {length} tokens: KLD, top-1 agreement, needles found of "
+        f"{data['accuracy']['rows'][0]['needles_of']}.",
+        "",
+        table(rows, columns),
+        "",
+        *(f"- {line}" for line in remarks(data)),
+    ]
+    return "\n".join(lines).rstrip()
+
+
+def remarks(data: Data) -> Iterable[str]:
+    """Lines below README's table."""
+    if "prefill" in data:
+        pairs = [(r["n_prompt"], three(r["tokens_per_s"])) for r in data["prefill"]["rows"]]
+        yield "Prefill: " + ", ".join(f"{s} tokens/s of a prompt of {n}" for n, s in pairs) + "."
+    if "start" in data:
+        for row in data["start"]["rows"]:
+            yield (
+                f"First token with `{row['method']}`: {row['warm_s']:.2f} s, the very first time "
+                f"{row['cold_s']:.0f} s (kernels are compiled)."
+            )
+    if "peer" in data:
+        ratios = [(r["test"], r["ratio"]) for r in data["peer"]["rows"] if r["unit"] == "t/s"]
+        wanted = ("pp512", "tg32 @ d8192, full", "tg32 @ d8192, lfps", "tg32 @ d32768, lfps")
+        found = [f"{test} {ratio:.1f}" for test, ratio in ratios if test in wanted]
+        if found:
+            yield "Times llama.cpp's speed in the same run: " + "; ".join(found) + "."
+
+
+def with_results(readme: str, body: str) -> str:
+    """README with ``body`` between its markers. ValueError when it has none."""
+    before, found, rest = readme.partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not (found and ended):
+        raise ValueError(f"README has no {BEGIN} and {END} for the results to go between")
+    return f"{before}{BEGIN}\n{body}\n{END}{after}"
+
+
+def write(root: Path) -> None:
+    """Writes the pages and pictures of ``root``/docs/data; README if it is there."""
+    docs = root / "docs"
+    data = read(docs / "data")
+    (docs / "benchmarks.md").write_text(benchmarks(data), encoding="utf-8")
+    for file, picture in results_plots.pictures(data).items():
+        (docs / file).write_text(picture, encoding="utf-8")
+    readme = root / "README.md"
+    if readme.is_file() and {"decode", "accuracy"} <= data.keys():
+        body = with_results(readme.read_text(encoding="utf-8"), results(data))
+        readme.write_text(body, encoding="utf-8")

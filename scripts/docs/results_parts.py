@@ -1,0 +1,332 @@
+"""What scripts/results measures: a part is some commands of this program and what they say.
+
+A part is a function from a Runner and Sizes to rows; each row is a flat dictionary of figures. What
+a part ran is recorded, so that docs/benchmarks.md can name the commands.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = "scripts/demo_document.txt"
+TEXT = "scripts/accuracy/texts/prose.txt"
+QUESTION = "What is the pass code of the north gate? Answer with the code."
+
+Rows = list[dict[str, Any]]
+
+
+class PartError(Exception):
+    """A command that failed, in one line."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured; the defaults are those of the pages."""
+
+    model: str = "smollm2"
+    methods: str = "full,topk,streaming,quest,snapkv,h2o,lfps,fasa,sals,freekv,faedkv"
+    fast: str = "full,lfps"  # what is measured where there is no time for all
+    depths: str = "0,2048,8192"
+    deep: str = "16384,32768"
+    prompts: str = "512,8192"
+    tokens: int = 32
+    repetitions: int = 5
+    length: str = "3300"
+    lengths: str = "1700,3300,6500"
+    steps: int = 64
+    texts: int = 4
+    needles: int = 8
+    warm: int = 5
+    compared: str = "full,topk,streaming,lfps"
+    text: str = TEXT
+    shape: str = "llama-3.2-1b"
+    prepare: bool = True  # kernels and calibrations first
+
+
+TINY = Sizes(
+    methods="full,streaming,lfps", depths="0,64", deep="128", prompts="32", tokens=2, repetitions=1,
+    length="100", lengths="100,150", steps=2, texts=1, needles=0, warm=1, compared="full,streaming",
+    text=DOCUMENT, prepare=False,
+)  # fmt: skip
+
+
+class Done(NamedTuple):
+    """What a command printed, how long it took, and the most memory it had."""
+
+    stdout: str
+    stderr: str
+    seconds: float
+    peak_bytes: int
+
+
+@dataclass
+class Runner:
+    """Runs commands in the repository's root and keeps them as a user would type them."""
+
+    commands: list[str] = field(default_factory=list)
+
+    def cli(self, *arguments: str, stdin: str | None = None) -> Done:
+        """``sparsekv-cli ARGUMENTS``, with the file ``stdin``. PartError when it fails."""
+        typed = shlex.join(["sparsekv-cli", *arguments]) + (f" < {stdin}" if stdin else "")
+        self.commands.append(typed)
+        return self._run(["-m", "sparsekv_cli", *arguments], typed, stdin)
+
+    def script(self, path: str, *arguments: str, may_end_with: int = 0) -> Any:
+        """What ``scripts/PATH ARGUMENTS`` writes with --json. PartError when it fails."""
+        typed = shlex.join([f"scripts/{path}", *arguments])
+        self.commands.append(typed)
+        with tempfile.TemporaryDirectory() as folder:
+            told = Path(folder) / "told.json"
+            command = [f"scripts/{path}", *arguments, "--json", str(told)]
+            self._run(command, typed, None, {0, may_end_with})
+            return json.loads(told.read_text(encoding="utf-8"))
+
+    def _run(
+        self, arguments: Sequence[str], typed: str, stdin: str | None, codes: set[int] | None = None
+    ) -> Done:
+        begin = time.perf_counter()
+        with (
+            tempfile.TemporaryFile("w+", encoding="utf-8") as out,
+            tempfile.TemporaryFile("w+", encoding="utf-8") as err,
+            open(ROOT / stdin if stdin else os.devnull, "rb") as source,
+        ):
+            process = subprocess.Popen(
+                [sys.executable, *arguments], cwd=ROOT, stdin=source, stdout=out, stderr=err
+            )
+            try:
+                _, status, usage = os.wait4(process.pid, 0)
+            except KeyboardInterrupt:
+                process.kill()
+                raise
+            seconds = time.perf_counter() - begin
+            process.returncode = os.waitstatus_to_exitcode(status)
+            texts = []
+            for file in (out, err):
+                file.seek(0)
+                texts.append(file.read())
+        if process.returncode not in (codes or {0}):
+            last = (texts[1].strip().splitlines() or ["it said nothing"])[-1]
+            raise PartError(f"'{typed}' ended with {process.returncode}: {last}")
+        unit = 1 if sys.platform == "darwin" else 1024
+        return Done(*texts, seconds, usage.ru_maxrss * unit)
+
+
+def decode(run: Runner, sizes: Sizes) -> Rows:
+    return speeds(run, sizes.model, "-p", "0", "-n", str(sizes.tokens), "-d", sizes.depths,
+                  "--method", sizes.methods, "-r", str(sizes.repetitions))  # fmt: skip
+
+
+def deep(run: Runner, sizes: Sizes) -> Rows:
+    return speeds(run, sizes.model, "-p", "0", "-n", str(sizes.tokens), "-d", sizes.deep,
+                  "--method", sizes.fast, "-r", str(sizes.repetitions))  # fmt: skip
+
+
+def deep_others(run: Runner, sizes: Sizes) -> Rows:
+    others = [name for name in sizes.methods.split(",") if name not in sizes.fast.split(",")]
+    return speeds(run, sizes.model, "-p", "0", "-n", str(sizes.tokens), "-d", sizes.deep,
+                  "--method", ",".join(others), "-r", str(sizes.repetitions))  # fmt: skip
+
+
+def prefill(run: Runner, sizes: Sizes) -> Rows:
+    return speeds(run, sizes.model, "-p", sizes.prompts, "-n", "0", "-r", "3")
+
+
+def several(run: Runner, sizes: Sizes) -> Rows:
+    return speeds(run, sizes.model, "-p", "0", "-n", str(sizes.tokens), "-d", sizes.depths,
+                  "-b", "1,2,4,8", "--method", sizes.fast, "-r", "3")  # fmt: skip
+
+
+def threads(run: Runner, sizes: Sizes) -> Rows:
+    rows = []
+    for n in (1, 2):
+        rows += speeds(run, sizes.model, "-p", "0", "-n", str(sizes.tokens), "-d", sizes.depths,
+                       "-t", str(n), "--method", sizes.fast, "-r", "3")  # fmt: skip
+    return rows
+
+
+def shape(run: Runner, sizes: Sizes) -> Rows:
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / f"{sizes.shape}.gguf")
+        subprocess.run(
+            [sys.executable, "scripts/random_model", sizes.shape, "q4_k_m", path],
+            cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        run.commands.append(f"scripts/random_model {sizes.shape} q4_k_m {sizes.shape}.gguf")
+        rows = speeds(run, path, "-p", "256", "-n", str(sizes.tokens), "-d", sizes.depths,
+                      "--method", sizes.fast, "-r", "3")  # fmt: skip
+    run.commands[-1] = run.commands[-1].replace(path, f"{sizes.shape}.gguf")
+    return rows
+
+
+def speeds(run: Runner, model: str, *arguments: str) -> Rows:
+    """``bench``: a row a test. of_full: the speed over that of ``full`` in the same test."""
+    done = run.cli("bench", "-m", model, *arguments, "-O", "json")
+    rows: Rows = []
+    for told in json.loads(done.stdout):
+        samples, ledger = told["samples_ts"], told["ledger"]
+        held = sum(ledger[name] for name in ("bytes_host", "bytes_device", "index_bytes"))
+        rows.append({
+            "method": told["method"], "n_prompt": told["n_prompt"], "n_gen": told["n_gen"],
+            "depth": told["n_depth"], "n_seqs": told["n_seqs"], "threads": told["n_threads"],
+            "tokens_per_s": statistics.median(samples), "least": min(samples), "most": max(samples),
+            "cache_mb": held / 1e6,
+        })  # fmt: skip
+        if told["fraction"] is not None:
+            rows[-1]["roofline_percent"] = 100 * told["fraction"]
+    key = ("n_prompt", "n_gen", "depth", "n_seqs", "threads")
+    full = {tuple(r[k] for k in key): r["tokens_per_s"] for r in rows if r["method"] == "full"}
+    for row in rows:
+        test = tuple(row[k] for k in key)
+        if test in full:
+            row["of_full"] = row["tokens_per_s"] / full[test]
+    return rows
+
+
+def accuracy(run: Runner, sizes: Sizes) -> Rows:
+    methods = ",".join(name for name in sizes.methods.split(",") if name != "full")
+    return distances(run, sizes, "--methods", methods, "--lengths", sizes.length)
+
+
+def accuracy_all(run: Runner, sizes: Sizes) -> Rows:
+    return distances(run, sizes, "--methods", "default", "--lengths", sizes.lengths)
+
+
+def distances(run: Runner, sizes: Sizes, *arguments: str) -> Rows:
+    """``scripts/accuracy/measure``, where a line that fails (status 1) is a figure like others."""
+    sized = ["--steps", str(sizes.steps), "--texts", str(sizes.texts)]
+    sized += ["--needles", str(sizes.needles)]
+    if sizes.model != Sizes.model:
+        sized += ["-m", sizes.model]
+    told = run.script("accuracy/measure", *arguments, *sized, may_end_with=1)
+    rows = []
+    for row in told:
+        kept = ("method", "tokens", "kld", "top1", "needles", "overlap", "mass", "dots", "attended")
+        of_texts = [text["kld"] for text in row["texts"]]
+        rows.append({name: row[name] for name in kept})
+        rows[-1] |= {"kld_least": min(of_texts), "kld_most": max(of_texts)}
+        rows[-1] |= {"needles_of": sizes.needles}
+    return rows
+
+
+def start(run: Runner, sizes: Sizes) -> Rows:
+    return run.script("bench/start", "-m", sizes.model, "--methods", sizes.fast,
+                      "--warm", str(sizes.warm))  # fmt: skip
+
+
+def memory(run: Runner, sizes: Sizes) -> Rows:
+    """A document is read and some tokens answered: the peak of the process, method by method."""
+    rows = []
+    for method in sizes.methods.split(","):
+        done = run.cli("run", "-m", sizes.model, "--raw", "-f", sizes.text, "-n", "16",
+                       "--method", method, "--json")  # fmt: skip
+        told = json.loads(done.stdout)
+        ledger, timings = told["ledger"], told["timings"]
+        held = sum(ledger[name] for name in ("bytes_host", "bytes_device", "index_bytes"))
+        rows.append({
+            "method": method, "prompt_tokens": told["prompt_tokens"], "seconds": done.seconds,
+            "peak_mb": done.peak_bytes / 1e6, "cache_mb": held / 1e6,
+            "prefill_tps": timings["prefill_tps"],
+        })  # fmt: skip
+    run.commands[1:] = [f"the same with --method {sizes.methods.partition(',')[2]}"]
+    return rows
+
+
+def terminal(run: Runner, sizes: Sizes) -> Rows:
+    """What README's picture shows: commands, and what they print."""
+    rows = []
+    if sizes.model == Sizes.model:
+        done = run.cli("run", "-m", sizes.model, "--method", "lfps", "--temp", "0", "-v",
+                       "-p", QUESTION, stdin=DOCUMENT)  # fmt: skip
+        said = done.stdout.rstrip() + "\n" + done.stderr.strip()
+        rows.append({"command": run.commands[-1], "output": said})
+    done = run.cli("compare", "-m", sizes.model, "-f", DOCUMENT, "--methods", sizes.compared,
+                   "--steps", "32")  # fmt: skip
+    rows.append({"command": run.commands[-1], "output": done.stdout.rstrip()})
+    return rows
+
+
+def peer(run: Runner, sizes: Sizes) -> Rows:
+    told = run.script("bench/peer", "-m", sizes.model, "--memory", "16384")
+    rows = []
+    for row in told["rows"]:
+        rows.append({"test": row["test"], "unit": row["unit"], "ratio": row["ratio"]})
+        for name in ("sparsekv_cli", "llama_cpp"):
+            rows[-1] |= {f"{name}_{x}": row[name][x] for x in ("median", "min", "max")}
+    return rows
+
+
+def caches(run: Runner, sizes: Sizes) -> Rows:
+    told = run.script("bench/memory", "-m", sizes.model)
+    rows = []
+    for name, row in told.items():
+        said = sum(row["said"].values())
+        rows.append({
+            "method": name, "formula_mb": sum(row["formula"].values()) / 1e6,
+            "cache_mb": said / 1e6, "resident_mb": row["resident"] / 1e6,
+            "of_full_percent": 100 * said / row["rows"],
+        })  # fmt: skip
+    return rows
+
+
+def far(run: Runner, sizes: Sizes) -> Rows:
+    told = run.script("bench/depth", "-m", sizes.model, "--methods", sizes.fast,
+                      "--depths", "2048,8192,32768,131072")  # fmt: skip
+    kept = ("method", "depth", "tokens_per_s", "token_ms", "attention_ms", "resident_mb")
+    return [{name: row[name] for name in (*kept, "rows_scored", "rows_attended")} for row in told]
+
+
+def calibration(run: Runner, sizes: Sizes) -> Rows:
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for method in ("fasa", "sals", "faedkv"):
+            file = str(Path(folder) / method)
+            done = run.cli("calibrate", "-m", sizes.model, "--method", method, "--output", file)
+            run.commands[-1] = run.commands[-1].replace(f" --output {file}", "")
+            rows.append({"method": method, "seconds": done.seconds})
+    return rows
+
+
+@dataclass(frozen=True)
+class Part:
+    """measure: its function; quick: whether --quick has it; needs: a library, if it is optional."""
+
+    measure: Callable[[Runner, Sizes], Rows]
+    quick: bool = False
+    needs: str = ""
+
+    @property
+    def missing(self) -> bool:
+        return bool(self.needs) and importlib.util.find_spec(self.needs) is None
+
+
+PARTS: Mapping[str, Part] = {
+    "decode": Part(decode, quick=True),
+    "deep": Part(deep, quick=True),
+    "prefill": Part(prefill, quick=True),
+    "accuracy": Part(accuracy, quick=True),
+    "start": Part(start, quick=True),
+    "memory": Part(memory, quick=True),
+    "terminal": Part(terminal, quick=True),
+    "peer": Part(peer, needs="llama_cpp"),
+    "deep_others": Part(deep_others),
+    "accuracy_all": Part(accuracy_all),
+    "caches": Part(caches),
+    "shape": Part(shape),
+    "several": Part(several),
+    "threads": Part(threads),
+    "far": Part(far),
+    "calibration": Part(calibration),
+}

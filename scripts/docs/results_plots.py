@@ -1,0 +1,107 @@
+"""The pictures of docs/ as SVG text: speed by depth, accuracy against speed, and a terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping
+from typing import Any
+
+Data = Mapping[str, Mapping[str, Any]]
+
+NEEDS = {
+    "speed.svg": {"decode"},
+    "accuracy.svg": {"decode", "accuracy"},
+    "terminal.svg": {"terminal"},
+}
+WIDTH = 112  # columns of the terminal
+
+
+def drawn_from(data: Data) -> set[str]:
+    """The pictures for which there are data."""
+    return {file for file, parts in NEEDS.items() if parts <= data.keys()}
+
+
+def pictures(data: Data) -> dict[str, str]:
+    """SVG by file name."""
+    draw = {"speed.svg": speed, "accuracy.svg": accuracy, "terminal.svg": terminal}
+    return {file: draw[file](data) for file in sorted(drawn_from(data))}
+
+
+def speed(data: Data) -> str:
+    """Tokens a second of every method by rows in the cache."""
+    lines: dict[str, dict[int, float]] = {}
+    for part in ("decode", "deep", "deep_others"):
+        for row in data[part]["rows"] if part in data else ():
+            lines.setdefault(row["method"], {})[row["depth"]] = row["tokens_per_s"]
+    depths = sorted({depth for points in lines.values() for depth in points})
+    figure, axes = canvas()
+    for method, points in lines.items():
+        x = [depths.index(depth) for depth in points]
+        style = {"linewidth": 2.5, "zorder": 3} if method in ("full", "lfps") else {"alpha": 0.8}
+        axes.plot(x, list(points.values()), marker="o", markersize=4, label=method, **style)
+    axes.set_xticks(range(len(depths)), [str(depth) for depth in depths])
+    axes.set_xlabel("rows in the cache")
+    axes.set_ylabel("tokens a second")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, ncols=2, fontsize=8)
+    return svg(figure)
+
+
+def accuracy(data: Data) -> str:
+    """KLD to full against tokens a second at the deepest of the depths that all methods have."""
+    depth = max(row["depth"] for row in data["decode"]["rows"])
+    speeds = {r["method"]: r["tokens_per_s"] for r in data["decode"]["rows"] if r["depth"] == depth}
+    figure, axes = canvas()
+    for row in data["accuracy"]["rows"]:
+        if row["kld"] and row["method"] in speeds:
+            point = speeds[row["method"]], row["kld"]
+            axes.plot(*point, marker="o", markersize=6)
+            axes.annotate(row["method"], point, (6, 4), textcoords="offset points", fontsize=9)
+    axes.axvline(speeds["full"], color="grey", linestyle=":")
+    axes.set_yscale("log")
+    axes.invert_yaxis()
+    axes.set_xlabel(f"tokens a second at {depth} rows (dotted: full)")
+    tokens = data["accuracy"]["rows"][0]["tokens"]
+    axes.set_ylabel(f"KLD to full at {tokens} tokens (nearer above)")
+    return svg(figure)
+
+
+def canvas() -> Any:
+    """A figure and its axes, without a window."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    return figure, axes
+
+
+def svg(figure: Any) -> str:
+    """The same text for the same figure: no date, and names that do not change."""
+    import matplotlib
+
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "sparsekv", "svg.fonttype": "none"}):
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    return re.sub(r"[ \t]+$", "", file.getvalue(), flags=re.MULTILINE)
+
+
+def terminal(data: Data) -> str:
+    """A terminal with the commands of the part and what they printed."""
+    from rich.console import Console
+    from rich.terminal_theme import MONOKAI
+    from rich.text import Text
+
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
+    for row in data["terminal"]["rows"]:
+        command = Text("$ ", style="bold green") + Text(row["command"], style="bold")
+        console.print(command, overflow="fold")
+        for line in row["output"].splitlines():
+            console.print(Text(line.rstrip()), overflow="crop", no_wrap=True)
+        console.print()
+    drawn = console.export_svg(title="sparsekv-cli", theme=MONOKAI, unique_id="terminal")
+    # Fonts are those of the reader: a picture in a page may load nothing.
+    drawn = re.sub(r"@font-face \{.*?\}\n?", "", drawn, flags=re.DOTALL)
+    return re.sub(r"[ \t]+$", "", drawn, flags=re.MULTILINE)

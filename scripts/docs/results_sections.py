@@ -1,0 +1,214 @@
+"""The sections of docs/benchmarks.md: a part, what it shows, and the columns of its table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Row = Mapping[str, Any]
+
+
+class Column(NamedTuple):
+    """title: of the table; show: a row's cell."""
+
+    title: str
+    show: Callable[[Row], str]
+
+
+def three(value: float | None) -> str:
+    """Three figures, as many as such a measurement has."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def figure(key: str, digits: int | None = None) -> Callable[[Row], str]:
+    """A cell: ``row[key]`` with ``digits`` decimals, or three figures; empty if there is none."""
+
+    def show(row: Row) -> str:
+        value = row.get(key)
+        return three(value) if digits is None or value is None else f"{value:.{digits}f}"
+
+    return show
+
+
+def text(key: str) -> Callable[[Row], str]:
+    return lambda row: str(row[key])
+
+
+def name(row: Row) -> str:
+    return f"`{row['method']}`"
+
+
+def span(row: Row) -> str:
+    return f"{three(row['least'])} to {three(row['most'])}"
+
+
+def table(rows: Iterable[Row], columns: Sequence[Column]) -> str:
+    """A Markdown table; all columns but the first are figures."""
+    lines = ["| " + " | ".join(c.title for c in columns) + " |"]
+    lines.append("|---" + "|---:" * (len(columns) - 1) + "|")
+    lines += ["| " + " | ".join(column.show(row) for column in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+SPEED = (
+    Column("method", name),
+    Column("depth", text("depth")),
+    Column("tokens/s", figure("tokens_per_s")),
+    Column("least to most", span),
+    Column("times `full`", figure("of_full", 2)),
+    Column("of roofline, %", figure("roofline_percent", 0)),
+    Column("cache, MB", figure("cache_mb")),
+)
+ACCURACY = (
+    Column("method", name),
+    Column("tokens", text("tokens")),
+    Column("KLD", figure("kld", 3)),
+    Column("least of a text", figure("kld_least", 3)),
+    Column("most", figure("kld_most", 3)),
+    Column("top-1", figure("top1", 2)),
+    Column("needles", figure("needles", 0)),
+    Column("of", figure("needles_of", 0)),
+    Column("softmax mass", figure("mass", 2)),
+    Column("rows scored, %", figure("dots", 1)),
+    Column("rows attended, %", figure("attended", 1)),
+)
+
+
+class Section(NamedTuple):
+    """A part's place on the page: a heading, what is measured, its table."""
+
+    part: str
+    title: str
+    about: str
+    columns: Sequence[Column]
+
+
+SECTIONS = (
+    Section(
+        "decode",
+        "Decode by depth",
+        "Random tokens fill the cache to a depth, then tokens are decoded. The roofline is the "
+        "time that a token's bytes take at the bandwidth measured in the same run.",
+        SPEED,
+    ),
+    Section(
+        "deep",
+        "Decode beyond the trained context",
+        "The model is trained on 8192 tokens: speed only.",
+        SPEED,
+    ),
+    Section("deep_others", "The other methods beyond the trained context", "As above.", SPEED),
+    Section(
+        "prefill",
+        "Prefill",
+        "All methods prefill alike.",
+        (
+            Column("tokens", text("n_prompt")),
+            Column("tokens/s", figure("tokens_per_s")),
+            Column("least to most", span),
+        ),
+    ),
+    Section(
+        "accuracy",
+        "Accuracy",
+        "KLD(full || method) and top-1 agreement over texts that each method continues with "
+        "their own tokens, and facts hidden in a prompt (needles) that the answer names.",
+        ACCURACY,
+    ),
+    Section("accuracy_all", "Accuracy by length, and of presets", "As above.", ACCURACY),
+    Section(
+        "start",
+        "Start",
+        "From the command to the first byte of its answer to ten tokens: with an empty kernel "
+        "cache, and with the kernels there.",
+        (
+            Column("method", name),
+            Column("empty cache, s", figure("cold_s", 1)),
+            Column("kernels there, s", figure("warm_s", 2)),
+            Column("least", figure("warm_least_s", 2)),
+            Column("most", figure("warm_most_s", 2)),
+        ),
+    ),
+    Section(
+        "memory",
+        "Memory",
+        "A document is read and 16 tokens are answered: the most memory that the process had.",
+        (
+            Column("method", name),
+            Column("prompt tokens", text("prompt_tokens")),
+            Column("peak, MB", figure("peak_mb")),
+            Column("cache, MB", figure("cache_mb")),
+            Column("command, s", figure("seconds", 2)),
+        ),
+    ),
+    Section(
+        "peer",
+        "Against llama.cpp",
+        "Both programs in the same run, taking turns, on the same tokens and threads; "
+        "llama.cpp as llama-cpp-python has it, with flash attention and an f16 cache.",
+        (
+            Column("test", text("test")),
+            Column("sparsekv-cli", figure("sparsekv_cli_median")),
+            Column("least", figure("sparsekv_cli_min")),
+            Column("most", figure("sparsekv_cli_max")),
+            Column("llama.cpp", figure("llama_cpp_median")),
+            Column("least", figure("llama_cpp_min")),
+            Column("most", figure("llama_cpp_max")),
+            Column("unit", text("unit")),
+            Column("ratio", figure("ratio", 2)),
+        ),
+    ),
+    Section(
+        "caches",
+        "What caches hold",
+        "After a prompt of 8192 tokens: by the method's formula, as the cache says, and as the "
+        "process' memory falls when it is dropped.",
+        (
+            Column("method", name),
+            Column("formula, MB", figure("formula_mb", 1)),
+            Column("cache, MB", figure("cache_mb", 1)),
+            Column("resident, MB", figure("resident_mb", 1)),
+            Column("of `full`, %", figure("of_full_percent", 1)),
+        ),
+    ),
+    Section(
+        "shape",
+        "A model of 1B",
+        "Random weights in the shape of Llama-3.2-1B, Q4_K_M.",
+        (Column("method", name), Column("prompt", text("n_prompt")), *SPEED[1:]),
+    ),
+    Section(
+        "several",
+        "Several sequences at once",
+        "Tokens of all sequences together.",
+        (Column("method", name), Column("sequences", text("n_seqs")), *SPEED[1:5]),
+    ),
+    Section(
+        "threads",
+        "Threads",
+        "",
+        (Column("method", name), Column("threads", text("threads")), *SPEED[1:6]),
+    ),
+    Section(
+        "far",
+        "What depth costs",
+        "The keys and values of a text laid end to end up to a depth, and 512 rows a head.",
+        (
+            Column("method", name),
+            Column("depth", text("depth")),
+            Column("tokens/s", figure("tokens_per_s")),
+            Column("attention and index, ms", figure("attention_ms", 2)),
+            Column("cache, MB", figure("resident_mb", 0)),
+            Column("rows scored", figure("rows_scored", 0)),
+            Column("rows attended", figure("rows_attended", 0)),
+        ),
+    ),
+    Section(
+        "calibration",
+        "Calibration",
+        "Once a model, kept in a sidecar file.",
+        (Column("method", name), Column("seconds", figure("seconds", 0))),
+    ),
+)
