@@ -40,7 +40,7 @@ class Sizes:
     methods: str = "full,topk,streaming,quest,snapkv,h2o,lfps,fasa,sals,freekv,faedkv"
     fast: str = "full,lfps"  # what is measured where there is no time for all
     depths: str = "0,2048,8192"
-    deep: str = "16384,32768"
+    deep: str = "32768"
     prompts: str = "512,8192"
     tokens: int = 32
     repetitions: int = 5
@@ -248,8 +248,8 @@ def terminal(run: Runner, sizes: Sizes) -> Rows:
     """What README's picture shows: commands, and what they print."""
     rows = []
     if sizes.model == Sizes.model:
-        done = run.cli("run", "-m", sizes.model, "--method", "lfps", "--temp", "0", "-v",
-                       "-p", QUESTION, stdin=DOCUMENT)  # fmt: skip
+        done = run.cli("run", "-m", sizes.model, "--method", "lfps", "--temp", "0", "-n", "16",
+                       "-v", "-p", QUESTION, stdin=DOCUMENT)  # fmt: skip
         said = done.stdout.rstrip() + "\n" + done.stderr.strip()
         rows.append({"command": run.commands[-1], "output": said})
     done = run.cli("compare", "-m", sizes.model, "-f", DOCUMENT, "--methods", sizes.compared,

@@ -14,7 +14,8 @@ NEEDS = {
     "accuracy.svg": {"decode", "accuracy"},
     "terminal.svg": {"terminal"},
 }
-WIDTH = 112  # columns of the terminal
+WIDTH = 128  # columns of the terminal
+KLD_TICKS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 
 
 def drawn_from(data: Data) -> set[str]:
@@ -39,7 +40,8 @@ def speed(data: Data) -> str:
     for method, points in lines.items():
         x = [depths.index(depth) for depth in points]
         style = {"linewidth": 2.5, "zorder": 3} if method in ("full", "lfps") else {"alpha": 0.8}
-        axes.plot(x, list(points.values()), marker="o", markersize=4, label=method, **style)
+        style |= {"color": colour(list(lines), method), "label": method}
+        axes.plot(x, list(points.values()), marker="o", markersize=4, **style)
     axes.set_xticks(range(len(depths)), [str(depth) for depth in depths])
     axes.set_xlabel("rows in the cache")
     axes.set_ylabel("tokens a second")
@@ -56,15 +58,25 @@ def accuracy(data: Data) -> str:
     for row in data["accuracy"]["rows"]:
         if row["kld"] and row["method"] in speeds:
             point = speeds[row["method"]], row["kld"]
-            axes.plot(*point, marker="o", markersize=6)
+            axes.plot(*point, marker="o", markersize=6, color=colour(list(speeds), row["method"]))
             axes.annotate(row["method"], point, (6, 4), textcoords="offset points", fontsize=9)
-    axes.axvline(speeds["full"], color="grey", linestyle=":")
+    axes.axvline(speeds["full"], color="black", linestyle=":")
     axes.set_yscale("log")
+    axes.set_yticks(KLD_TICKS, [f"{tick:g}" for tick in KLD_TICKS])
+    axes.minorticks_off()
+    distances = [row["kld"] for row in data["accuracy"]["rows"] if row["kld"]]
+    axes.set_ylim(min(distances) / 1.5, max(distances) * 1.5)
     axes.invert_yaxis()
     axes.set_xlabel(f"tokens a second at {depth} rows (dotted: full)")
     tokens = data["accuracy"]["rows"][0]["tokens"]
     axes.set_ylabel(f"KLD to full at {tokens} tokens (nearer above)")
     return svg(figure)
+
+
+def colour(methods: list[str], method: str) -> str:
+    """The same in both pictures: black for full, the others in their order."""
+    others = [name for name in methods if name != "full"]
+    return "black" if method == "full" else f"C{others.index(method)}"
 
 
 def canvas() -> Any:

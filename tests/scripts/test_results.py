@@ -1,0 +1,128 @@
+"""scripts/results: what is measured again, what a failure costs, and the pages of some figures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from scripts_as_modules import load_script
+from tiny_models import make_model
+
+results = load_script("docs/results.py")
+pages, parts, plots, sections = (
+    sys.modules[f"results_{name}"] for name in ("pages", "parts", "plots", "sections")
+)
+
+
+def rows_of_decode(run, sizes):
+    run.commands.append("sparsekv-cli bench")
+    rows = []
+    for method, speed in (("full", 50.0), ("lfps", 130.0)):
+        for depth in (2048, 8192):
+            rows.append({
+                "method": method, "depth": depth, "tokens_per_s": speed, "least": speed - 1,
+                "most": speed + 1, "of_full": speed / 50, "cache_mb": 195.25, "n_prompt": 0,
+            })  # fmt: skip
+    return rows
+
+
+def rows_of_accuracy(run, sizes):
+    run.commands.append("scripts/accuracy/measure")
+    row = {"tokens": 3300, "kld": 0.0721, "kld_least": 0.06, "kld_most": 0.09, "top1": 0.84}
+    row |= {"needles": 7, "needles_of": 8, "mass": 0.5, "dots": 1, "attended": 2}
+    full = row | {"method": "full", "kld": 0.0, "top1": 1.0, "mass": None}
+    return [full, row | {"method": "lfps"}]
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A folder with a README, and two parts that are measured at once."""
+    fakes = {"decode": rows_of_decode, "accuracy": rows_of_accuracy}
+    monkeypatch.setattr(
+        results, "PARTS", {name: parts.Part(measure, quick=True) for name, measure in fakes.items()}
+    )
+    monkeypatch.setattr(results, "commit", lambda: "a" * 40)
+    (tmp_path / "README.md").write_text(f"# x\n\n{pages.BEGIN}\nold\n{pages.END}\nend\n")
+    return tmp_path
+
+
+def measure(root: Path, *arguments: str) -> int:
+    return results.main([*arguments, "--tiny", "--into", str(root)])
+
+
+def test_pages_of_what_was_measured(root):
+    assert measure(root, "--quick") == 0
+    told = json.loads((root / "docs" / "data" / "decode.json").read_text("utf-8"))
+    assert told["commit"] == "a" * 40 and told["commands"] == ["sparsekv-cli bench"]
+    assert told["machine"]["cores"] >= 1 and told["sizes"]["texts"] == parts.TINY.texts
+    readme = (root / "README.md").read_text("utf-8")
+    assert "| `lfps` | 130 (2.6) | 130 (2.6) | 195 | 0.072 | 0.84 | 7 |" in readme
+    assert "| `full` | 50 | 50 | 195 | 0.000 | 1.00 | 7 |" in readme
+    assert readme.startswith("# x\n") and readme.endswith("end\n") and "old" not in readme
+    page = (root / "docs" / "benchmarks.md").read_text("utf-8")
+    assert "| `lfps` | 8192 | 130 | 129 to 131 | 2.60 |  | 195 |" in page
+    assert "commit aaaaaaaaaaaa" in page and "```sh\nsparsekv-cli bench\n```" in page
+    assert {path.name for path in (root / "docs").glob("*.svg")} == {"speed.svg", "accuracy.svg"}
+    assert ">lfps<" in (root / "docs" / "accuracy.svg").read_text("utf-8")
+
+
+def test_a_part_of_this_commit_is_not_measured_again(root, monkeypatch, capsys):
+    assert measure(root, "--quick") == 0
+    capsys.readouterr()
+    assert measure(root, "--all") == 0
+    assert "decode: there for this commit" in capsys.readouterr().err
+    file = root / "docs" / "data" / "decode.json"
+    for again in ("--only=decode", None):
+        file.write_text(file.read_text("utf-8").replace("130.0", "99.0"))
+        if again is None:
+            monkeypatch.setattr(results, "commit", lambda: "b" * 40)
+        assert measure(root, again or "--quick") == 0
+        assert '"tokens_per_s": 130.0' in file.read_text("utf-8")
+
+
+def test_a_part_that_fails_costs_the_others_nothing(root, monkeypatch, capsys):
+    def broken(run, sizes):
+        run.cli("run", "-m", str(root / "none.gguf"), "-p", "x")
+
+    failing = {"broken": parts.Part(broken, quick=True), **results.PARTS}
+    failing["absent"] = parts.Part(rows_of_decode, quick=True, needs="no_such_library")
+    monkeypatch.setattr(results, "PARTS", failing)
+    assert measure(root, "--quick") == 1
+    said = capsys.readouterr().err
+    assert "error: broken: 'sparsekv-cli run" in said and "none.gguf" in said
+    assert "absent: left out, no_such_library is not installed" in said
+    assert {path.stem for path in (root / "docs" / "data").iterdir()} == {"decode", "accuracy"}
+
+
+def test_usage(root, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        measure(root, "--only", "decode,nonsense")
+    assert stopped.value.code == 2 and "nonsense" in capsys.readouterr().err
+    (root / "README.md").write_text("no markers")
+    with pytest.raises(ValueError, match="README has no"):
+        pages.with_results("no markers", "")
+
+
+def test_every_part_has_a_section():
+    assert {section.part for section in sections.SECTIONS} | {"terminal"} == set(parts.PARTS)
+
+
+@pytest.mark.slow
+def test_bench_as_rows(tmp_path):
+    """The real commands on a tiny model."""
+    model = make_model(tmp_path / "model.gguf", n_layer=3)
+    run, sizes = parts.Runner(), replace(parts.TINY, model=str(model))
+    rows = parts.decode(run, sizes)
+    assert [(row["method"], row["depth"]) for row in rows] == [
+        (method, depth) for method in ("full", "streaming", "lfps") for depth in (0, 64)
+    ]
+    assert all(row["tokens_per_s"] > 0 and row["cache_mb"] > 0 for row in rows)
+    assert [row["of_full"] for row in rows[:2]] == [1, 1]
+    assert run.commands[0].startswith(f"sparsekv-cli bench -m {model} -p 0 -n 2 -d 0,64 ")
+    (near,) = [row for row in parts.accuracy(run, sizes) if row["method"] == "streaming"]
+    assert near["tokens"] == 100 and near["kld_least"] <= near["kld"] <= near["kld_most"]
+    done = run.cli("inspect", str(model), "--json")
+    assert done.peak_bytes > 10 << 20 and json.loads(done.stdout)

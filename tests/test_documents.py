@@ -1,0 +1,203 @@
+"""The documents: sizes, links, commands that exist, and figures that are in docs/data."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from scripts_as_modules import FOLDER, load_script
+from test_imports import ALLOWED, ANYONE
+
+from sparsekv_cli.cli import cli
+from sparsekv_cli.methods import METHODS, method_class
+
+ROOT = FOLDER.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+DATA = sorted((ROOT / "docs" / "data").glob("*.json"))
+
+results = load_script("docs/results.py")
+pages, plots = sys.modules["results_pages"], sys.modules["results_plots"]
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+
+
+def test_readme_is_short():
+    lines = README.read_text("utf-8").splitlines()
+    assert len(lines) <= 120
+    long = [line for line in lines if len(line) > 100 and not line.startswith("|")]
+    assert not long
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_resolve(page):
+    for target in re.findall(r"\]\(([^)]+)\)", without_code(page.read_text("utf-8"))):
+        if not target.startswith(("http://", "https://")):
+            path, _, anchor = target.partition("#")
+            linked = page.parent / path if path else page
+            assert linked.exists(), f"{page.name} links to {target}"
+            if anchor:
+                assert anchor in anchors(linked), f"{page.name} links to {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of a page's headings."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+
+
+def test_documents_that_are_named_exist():
+    folders = ("cpu", "kernels", "models", "sparsekv_cli", "scripts", "tests", "docs", ".ci")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    files += [path for path in ROOT.iterdir() if path.suffix in (".md", ".py", ".cfg", ".toml")]
+    text = {".py", ".md", ".toml", ".cfg", ""}
+    for path in files:
+        if path.suffix in text and "__pycache__" not in path.parts and path != Path(__file__):
+            for name in re.findall(r"[\w./-]*\w\.md\b", path.read_text("utf-8")):
+                found = [base / name for base in (ROOT, ROOT / "docs", path.parent)]
+                assert any(each.is_file() for each in found), f"{path} names {name}"
+
+
+def test_the_table_of_methods():
+    section = README.read_text("utf-8").partition("## Methods")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", section, flags=re.MULTILINE)
+    assert [name for name, _ in rows] == list(METHODS)
+    for name, paper in rows:
+        number = re.search(r"\d{4}\.\d{5}", method_class(name).paper)
+        assert number is None or number[0] in paper, name
+
+
+def test_every_folder_has_its_place():
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    for top in ("sparsekv_cli", "cpu", "kernels", "models"):
+        for inner in (ROOT / top).rglob("__init__.py"):
+            assert f"{inner.parent.name}/" in text, f"{inner.parent} is not in architecture.md"
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", text, flags=re.MULTILINE)
+    arrows = {name: set(re.findall(r"`(\w+)`", names)) for name, names in rows}
+    assert arrows == {name: set(to) for name, to in ALLOWED.items() if name not in ANYONE}
+
+
+def shell_lines(page: Path) -> Iterator[str]:
+    """The commands of a page's ```sh blocks."""
+    for block in re.findall(r"```sh\n(.*?)```", page.read_text("utf-8"), flags=re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.strip() and not line.startswith(("#", "the same with")):
+                yield line
+
+
+COMMANDS = [(page.name, line) for page in PAGES for line in shell_lines(page)]
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=[" ".join(c) for c in COMMANDS])
+def test_commands_exist(page, line):
+    """Sub-commands, options and their values are those of the program; scripts have the options."""
+    for command in re.split(r" \| | && ", line):
+        words = shlex.split(command.partition(" < ")[0], comments=True)
+        while "=" in words[0]:
+            words.pop(0)
+        if words[0] == "sparsekv-cli":
+            context = click.Context(cli)
+            found = cli.get_command(context, words[1])
+            assert found is not None, f"{page}: {line}"
+            found.make_context(words[1], words[2:], parent=context)
+        elif words[0].startswith("scripts/"):
+            assert os.access(ROOT / words[0], os.X_OK), f"{page}: {line}"
+            options = [word for word in words[1:] if re.match(r"--?[a-z]", word)]
+            source = (ROOT / words[0]).read_text("utf-8")
+            if words[0] == "scripts/results":
+                source += Path(results.__file__).read_text("utf-8")
+            assert all(f'"{o}"' in source or f" {o} " in source for o in options), f"{page}: {line}"
+        else:
+            assert words[0] in ("source", "cat", "pip", "git", "cd", "export"), f"{page}: {line}"
+
+
+@pytest.mark.slow
+def test_the_pipeline_of_the_readme_runs(default_model):
+    line = next(line for line in shell_lines(README) if line.startswith("cat "))
+    folder = Path(sys.executable).parent
+    done = subprocess.run(
+        line, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=600,
+        env={**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert done.returncode == 0 and len(done.stdout.split()) > 5, done.stderr
+
+
+@pytest.mark.parametrize("path", DATA, ids=lambda path: path.stem)
+def test_data_say_where_they_come_from(path):
+    told = json.loads(path.read_text("utf-8"))
+    assert path.stem in results.PARTS
+    assert re.fullmatch(r"[0-9a-f]{40}\+?", told["commit"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", told["date"])
+    assert told["machine"]["cpu"] and told["machine"]["cores"] and told["machine"]["memory_gib"]
+    assert told["commands"] and told["rows"]
+    assert not re.search(r"/(home|root|tmp|work)/", path.read_text("utf-8")), "a machine's path"
+
+
+def test_pages_are_made_of_the_data():
+    data = pages.read(ROOT / "docs" / "data")
+    page = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
+    assert page == pages.benchmarks(data), "run scripts/results --pages"
+    readme = README.read_text("utf-8")
+    assert readme == pages.with_results(readme, pages.results(data)), "run scripts/results --pages"
+    assert {p.name for p in (ROOT / "docs").glob("*.svg")} == plots.drawn_from(data)
+    shown = (ROOT / "docs" / "terminal.svg").read_text("utf-8").replace("&#160;", " ")
+    assert "sparsekv-cli" in shown and "@font-face" not in shown
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """All figures in what JSON holds."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from numbers(inner)
+    elif isinstance(value, int | float):
+        yield value
+
+
+def is_in(shown: str, figures: list[float]) -> bool:
+    """Whether a figure, rounded as it is shown, is ``shown``."""
+    decimals = len(shown.partition(".")[2])
+    close = 0.5 * 10.0**-decimals + 1e-9
+    return any(abs(figure - float(shown)) <= close for figure in figures)
+
+
+def cells(text: str) -> list[str]:
+    """Numbers in the rows of a page's tables, headings apart."""
+    rows = [line for line in without_code(text).splitlines() if line.startswith("| ")]
+    return re.findall(
+        r"(?<![\w.])\d+(?:\.\d+)?", "\n".join(row for row in rows if "---" not in row)
+    )
+
+
+def test_figures_are_in_the_data():
+    """Each table of benchmarks.md holds figures of its own part, README's of all parts."""
+    data = pages.read(ROOT / "docs" / "data")
+    text = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
+    for section in pages.SECTIONS:
+        if section.part in data:
+            part = text.partition(f"## {section.title}\n")[2].partition("\n## ")[0]
+            figures = list(numbers(data[section.part]["rows"]))
+            shown = cells(
+                "\n".join(line for line in part.splitlines() if "llama.cpp |" not in line)
+            )
+            assert shown and [s for s in shown if not is_in(s, figures)] == []
+    body = README.read_text("utf-8").partition(pages.BEGIN)[2].partition(pages.END)[0]
+    body = "\n".join(line for line in body.splitlines() if not line.startswith("| method"))
+    figures = [n for told in data.values() for n in numbers(told["rows"])]
+    shown = cells(body)
+    assert len(shown) > 10 and [s for s in shown if not is_in(s, figures)] == []
+
+
+def test_a_figure_that_is_not_in_the_data_is_found():
+    assert is_in("0.09", [0.0949]) and is_in("132", [131.6]) and not is_in("0.10", [0.0949])
+    assert cells("| a 9 | 3 (0.5) |\n|---|---:|\n| `x1` | 2.5 |") == ["9", "3", "0.5", "2.5"]
