@@ -7,12 +7,9 @@ starts at once. ``sparsekv-cli warmup`` takes all steps of this file; a session 
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from sparsekv_cli.cache.layer import LayerCache
@@ -36,17 +33,6 @@ class Step(NamedTuple):
     marker: str
     what: str
     call: Callable[[], object]
-
-
-def _marker(name: str) -> Path | None:
-    """Where it is noted that the kernels ``name`` are compiled for this CPU; None: nowhere."""
-    import numba
-    from llvmlite import binding
-
-    folder = os.environ.get("NUMBA_CACHE_DIR")
-    if folder is None:
-        return None
-    return Path(folder) / f"warm-{name}-{numba.__version__}-{binding.get_host_cpu_name()}"
 
 
 def compile_weight_kernels(weights: Weights, dtype: str, report: Report | None) -> None:
@@ -186,8 +172,10 @@ def _smallest_budget(method: Method) -> Method:
 
 def _run(steps: Sequence[Step], report: Report | None) -> int:
     """Takes the steps whose marker is not there yet, then sets it; returns how many those are."""
-    markers = {name: _marker(name) for name in dict.fromkeys(step.marker for step in steps)}
-    done = {name for name, path in markers.items() if path is not None and path.exists()}
+    from sparsekv_cli.cpu.jit import kernel_cache
+
+    markers = dict.fromkeys(step.marker for step in steps)
+    done = {name for name in markers if kernel_cache.is_marked(name)}
     missing = [step for step in steps if step.marker not in done]
     for i, step in enumerate(missing):
         if report is not None:
@@ -195,9 +183,7 @@ def _run(steps: Sequence[Step], report: Report | None) -> int:
         step.call()
     if missing and report is not None:
         report("done", len(missing), len(missing))
-    for name, path in markers.items():
-        if path is not None and name not in done:
-            with contextlib.suppress(OSError):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.touch()
+    for name in markers:
+        if name not in done:
+            kernel_cache.mark(name)
     return len(missing)

@@ -1,34 +1,128 @@
-"""numba's kernel cache made safe for processes that compile at the same time.
+"""Compiled kernels on disk: how numba keeps and finds those of this package.
 
-numba keeps a function's signatures in an index that it reads, adds a file's number to and writes
-back. Two processes that do so at once may give two signatures the same number: one of them is then
-lost, or is loaded where the other is asked for, in all later runs.
+A kernel's file is named after all that its machine code depends on: the source files that its
+module imports (sources.py), the signature, the versions of Python, numba and LLVM, and the CPU.
+numba's own cache looks at one source file only, trusts what it reads, and writes beside the sources
+where it finds no other place.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
+import hashlib
+import pickle
+import sys
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
-from numba.core.caching import IndexDataCacheFile
+import llvmlite
+import numba
+from llvmlite import binding
+from numba.core import caching, ccallback, dispatcher
+from numba.core.compiler import CompileResult
+from numba.core.serialize import dumps
 
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
+from sparsekv_cli.cpu.jit.compiling import is_callee
+from sparsekv_cli.cpu.jit.sources import Sources
+from sparsekv_cli.cpu.jit.store import KernelStore, default_folder
 
-_save = IndexDataCacheFile.save
+PACKAGE = "sparsekv_cli.cpu"
+VERSIONS = (sys.implementation.cache_tag, numba.__version__, llvmlite.__version__)
+STORE = KernelStore(default_folder())
+SOURCES = Sources(PACKAGE, Path(__file__).parents[1])
 
 
-def _save_alone(self: IndexDataCacheFile, key: Any, data: Any) -> None:
-    with open(os.path.join(self._cache_path, "lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or the process ends
-        _save(self, key, data)
+class KernelCache(caching._Cache):
+    """What a numba dispatcher asks for compiled signatures of one function."""
+
+    def __init__(self, py_func: Any, store: KernelStore, sources: Sources) -> None:
+        self._function = py_func
+        self._store = store
+        self._sources = sources
+        self._is_enabled = True
+
+    @property
+    def cache_path(self) -> str:
+        return str(self._store.folder)
+
+    def enable(self) -> None:
+        self._is_enabled = True
+
+    def disable(self) -> None:
+        self._is_enabled = False
+
+    def flush(self) -> None:
+        """numba asks for this when a function is recompiled; its file is replaced anyway."""
+
+    @cached_property
+    def _function_key(self) -> tuple[Any, ...]:
+        """What all signatures of the function have in common."""
+        function = self._function
+        cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
+        bodies = [hashlib.sha256(data).hexdigest() for data in (function.__code__.co_code,
+                                                               dumps(cells))]  # fmt: skip
+        place = (function.__module__, function.__qualname__, function.__code__.co_firstlineno)
+        return (VERSIONS, place, self._sources.digest(function.__module__), *bodies)
+
+    def name(self, signature: Any, codegen: Any) -> str:
+        """The name of the file of one signature."""
+        kind = "callee" if is_callee() else "kernel"
+        key = repr((self._function_key, str(signature), kind, codegen.magic_tuple()))
+        function = f"{self._function.__module__}.{self._function.__qualname__}"
+        readable = function.removeprefix(PACKAGE + ".").replace("<", "").replace(">", "")
+        return f"{readable}-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The compiled signature, ready to run; None if it must be compiled."""
+        if not self._is_enabled:
+            return None
+        target_context.refresh()
+        name = self.name(sig, target_context.codegen())
+        payload = self._store.read(name)
+        if payload is None:
+            return None
+        return CompileResult._rebuild(target_context, *pickle.loads(payload))
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keeps a compiled signature, unless its code holds addresses of this process."""
+        if not self._is_enabled or data.library.has_dynamic_globals:
+            return
+        self._store.write(self.name(sig, data.codegen), dumps(data._reduce()))
+
+    def lock(self, sig: Any, target_context: Any) -> contextlib.AbstractContextManager[None]:
+        """Lets one process at a time compile a signature that is not there yet."""
+        name = self.name(sig, target_context.codegen())
+        if not self._is_enabled or self._store.has(name):
+            return contextlib.nullcontext()
+        return self._store.lock(name, self._function.__name__)
+
+
+@cache
+def _version() -> str:
+    """A hash of what all kernels together depend on."""
+    cpu = (binding.get_process_triple(), binding.get_host_cpu_name())
+    key = repr((VERSIONS, SOURCES.digest_of_all(), cpu))
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+def is_marked(name: str) -> bool:
+    """Whether ``mark`` was called for these kernels, on this CPU."""
+    return STORE.has(f"{name}-{_version()}")
+
+
+def mark(name: str) -> None:
+    """Notes on disk that something, known by ``name``, is compiled."""
+    STORE.write(f"{name}-{_version()}", b"")
+
+
+def _cache_of(py_func: Any) -> Any:
+    if py_func.__module__.startswith(PACKAGE + "."):
+        return KernelCache(py_func, STORE, SOURCES)
+    return caching.FunctionCache(py_func)
 
 
 def install() -> None:
-    """Lets one process or thread at a time write to a folder of the cache; reading needs no lock:
-    files are replaced as a whole, and a kernel that is in the index only counts as missing.
-    """
-    if fcntl is not None:
-        IndexDataCacheFile.save = _save_alone
+    """Lets kernels of this package with ``cache=True`` use KernelCache; others keep numba's own."""
+    dispatcher.FunctionCache = _cache_of
+    ccallback.FunctionCache = _cache_of

@@ -14,8 +14,9 @@ from llvmlite import binding, ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from sparsekv_cli.cpu.jit import kernel_cache
+from sparsekv_cli.cpu.jit import compiling, kernel_cache
 
+compiling.install()
 kernel_cache.install()  # every kernel imports this module
 
 LANES = 16

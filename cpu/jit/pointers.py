@@ -13,6 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import DTypeLike
 
+from sparsekv_cli.cpu.jit import compiling
 from sparsekv_cli.cpu.jit.llvm import F32, I32, I64
 
 LINE = 64  # bytes, a cache line
@@ -40,9 +41,8 @@ def function_address(dispatcher, signature: tuple) -> int:
 
     signature: first the literals that it is compiled for, then int64 only; it returns nothing.
     """
-    dispatcher.compile(signature)
-    compiled = dispatcher.overloads[signature]
-    return compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name)
+    result = compiling.compiled(dispatcher, signature)
+    return result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name)
 
 
 def call_through(n_arguments: int, n_literals: int = 0) -> tuple[Any, Any]:

@@ -1,58 +1,193 @@
-"""Where the kernels are kept, and two that compile at once: threads in the place of processes,
-which the lock keeps apart too.
+"""Kernels kept on disk: what a process does with a cache that is damaged, full or not its own.
+
+Each test runs a small kernel in processes of their own, which share a cache folder.
 """
 
-import contextlib
+from __future__ import annotations
+
 import os
+import shutil
 import subprocess
 import sys
-import threading
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
-from numba.core.caching import IndexDataCacheFile
 
-from sparsekv_cli.cpu.jit import llvm  # noqa: F401, which every kernel imports
-
-pytest.importorskip("fcntl")
-
-
-def test_signatures_saved_at_once_are_all_kept_apart(tmp_path, monkeypatch):
-    both_have_read = threading.Barrier(2)
-    read = IndexDataCacheFile._load_index
-
-    def read_before_the_other_writes(self):
-        index = read(self)
-        with contextlib.suppress(threading.BrokenBarrierError):  # the other waits for the lock
-            both_have_read.wait(0.3)
-        return index
-
-    def file():
-        return IndexDataCacheFile(str(tmp_path), "kernel", "stamp")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(IndexDataCacheFile, "_load_index", read_before_the_other_writes)
-        threads = [
-            threading.Thread(target=file().save, args=(signature, f"kernel of {signature}"))
-            for signature in ("f32", "f64")
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for signature in ("f32", "f64"):
-        assert file().load(signature) == f"kernel of {signature}"
+PROGRAM = """
+import numpy as np
+from sparsekv_cli.cpu.jit import llvm
+{before}
+assert llvm.sum_squares(np.full(100, 2, np.float32)) == 400
+hits = sum(llvm.sum_squares.stats.cache_hits.values())
+print("loaded" if hits else "compiled")
+"""
+NOBODY = 65534
 
 
-def test_a_program_that_imported_numba_first_has_the_same_cache(tmp_path):
-    """numba's own, beside the sources, would not notice the edit of a kernel that others call."""
-    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
-    environment["XDG_CACHE_HOME"] = str(tmp_path)
-    lines = ["import numba", "import sparsekv_cli.cpu", "print(numba.config.CACHE_DIR)"]
-    folders = [
-        subprocess.run(
-            [sys.executable, "-c", "; ".join(order)],
-            env=environment, capture_output=True, text=True, check=True,
-        ).stdout.strip()
-        for order in (lines, [lines[1], lines[0], lines[2]])
-    ]  # fmt: skip
-    assert folders[0] == folders[1] and folders[0].startswith(str(tmp_path))
+def start(cache: Path, before: str = "") -> subprocess.Popen[str]:
+    """A process that runs the kernel ``sum_squares`` after the statements ``before``."""
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(before=textwrap.dedent(before))],
+        env={**os.environ, "XDG_CACHE_HOME": str(cache)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def run(cache: Path, before: str = "") -> tuple[str, str]:
+    """How the kernel came to the process, "compiled" or "loaded", and what was said on stderr."""
+    process = start(cache, before)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out.strip(), err
+
+
+def kernel_files(cache: Path) -> list[Path]:
+    return [path for path in cache.rglob("*sum_squares*") if path.is_file()]
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with the kernel."""
+    cache = tmp_path_factory.mktemp("cache")
+    assert run(cache) == ("compiled", "")
+    return cache
+
+
+@pytest.fixture
+def cache(filled: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(filled, tmp_path / "cache"))
+
+
+def flipped(data: bytes) -> bytes:
+    at = 2 * len(data) // 3
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def test_the_second_process_loads_what_the_first_has_compiled(cache: Path) -> None:
+    assert run(cache) == ("loaded", "")
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: data[:-1], flipped],
+    ids=["empty", "half", "last byte", "flipped"],
+)
+def test_a_damaged_file_is_compiled_again(cache: Path, damaged: Callable[[bytes], bytes]) -> None:
+    files = kernel_files(cache)
+    assert files
+    for path in files:
+        path.write_bytes(damaged(path.read_bytes()))
+    assert run(cache) == ("compiled", "")
+    assert run(cache) == ("loaded", "")
+
+
+def test_a_full_disk_stops_nothing(tmp_path: Path) -> None:
+    full = """
+        import errno, os
+        def replace(*_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.replace = replace
+    """
+    how, said = run(tmp_path, full)
+    assert how == "compiled" and said.count("\n") == 1
+    assert str(tmp_path) in said and "No space left" in said
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
+
+
+def test_only_the_user_may_read_or_write_what_is_kept(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        run(tmp_path)
+    finally:
+        os.umask(old)
+    files = kernel_files(tmp_path)
+    assert files
+    for path in files:
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_others_may_write_to_is_not_loaded_from(cache: Path) -> None:
+    folder = kernel_files(cache)[0].parent
+    folder.chmod(0o777)
+    how, said = run(cache)
+    assert how == "compiled" and said.count("\n") == 1 and str(folder) in said
+    assert "others may write" in said
+
+
+def test_a_folder_of_another_user_is_not_loaded_from(cache: Path) -> None:
+    other = "import os; uid = os.geteuid(); os.geteuid = lambda: uid + 1"
+    how, said = run(cache, other)
+    assert how == "compiled" and said.count("\n") == 1
+    assert str(kernel_files(cache)[0].parent) in said and "another user" in said
+
+
+@pytest.fixture
+def read_only(filled: Path) -> Iterator[Path]:
+    """A copy of the cache, which its user, who is not root, may read and not write."""
+    with tempfile.TemporaryDirectory() as place:
+        cache = Path(shutil.copytree(filled, Path(place) / "cache"))
+        for path in [Path(place), cache, *cache.rglob("*")]:
+            path.chmod(0o500 if path.is_dir() else 0o400)
+            if os.geteuid() == 0:
+                os.chown(path, NOBODY, NOBODY)
+        yield cache
+        for path in [Path(place), *Path(place).rglob("*")]:
+            if path.is_dir():
+                path.chmod(0o700)
+
+
+WITHOUT_ROOT = f"""
+    import os
+    if os.geteuid() == 0:
+        import numba
+        numba.njit(lambda x: x + 1)(1)  # imports what a compilation needs
+        os.setuid({NOBODY})
+"""
+
+
+def test_a_cache_that_cannot_be_written_is_read(read_only: Path) -> None:
+    before = sorted(read_only.rglob("*"))
+    assert run(read_only, WITHOUT_ROOT) == ("loaded", "")
+    assert sorted(read_only.rglob("*")) == before
+
+
+def test_a_kernel_that_cannot_be_kept_is_compiled(read_only: Path) -> None:
+    (path,) = kernel_files(read_only)
+    path.parent.chmod(0o700)
+    path.unlink()
+    path.parent.chmod(0o500)
+    how, said = run(read_only, WITHOUT_ROOT)
+    assert how == "compiled" and said.count("\n") == 1 and str(path.parent) in said
+    assert "Permission denied" in said and not kernel_files(read_only)
+
+
+def test_nothing_is_written_beside_the_sources(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    how, said = run(tmp_path / "file" / "cache")  # where no folder can be
+    assert how == "compiled" and said.count("\n") == 1 and str(tmp_path) in said
+    beside = Path(__file__).parents[3] / "cpu" / "jit"
+    assert not [path for path in beside.rglob("*") if path.suffix in (".nbi", ".nbc", ".kernel")]
+
+
+def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
+    together = """
+        import time
+        from numba.core import typed_passes
+        lower = typed_passes.NativeLowering.run_pass
+        def slowly(self, state):
+            time.sleep(3)  # until the others wait, too
+            return lower(self, state)
+        typed_passes.NativeLowering.run_pass = slowly
+    """
+    processes = [start(tmp_path, together) for _ in range(3)]
+    ends = [process.communicate(timeout=120) for process in processes]
+    assert sorted(out.strip() for out, _ in ends) == ["compiled", "loaded", "loaded"]
+    waiting = [err for _, err in ends if err]
+    assert len(waiting) == 2
+    for said in waiting:
+        assert said == "waiting for another process that compiles sum_squares\n"

@@ -132,13 +132,13 @@ def test_who_waits_asks_for_what_is_expected_and_no_more(address):
 def test_a_process_ends_with_its_workers_asleep_or_awake():
     code = (
         "import numpy as np, time\n"
-        "from sparsekv_cli.cpu import matvec\n"
+        "from sparsekv_cli.cpu.weights import dot\n"
         "w = np.ones((64, 32), np.float32)\n"
         "for _ in range(3):\n"
-        "    out = matvec.matvec(0, w.view(np.uint8), 32, np.ones(32, np.float32), 2)\n"
+        "    out = dot.matvec(0, w.view(np.uint8), 32, np.ones(32, np.float32), 2)\n"
         "    assert (out == 32).all()\n"
         "    time.sleep(0.1)\n"
-        "matvec.matvec(0, w.view(np.uint8), 32, np.ones(32, np.float32), 2)\n"
+        "dot.matvec(0, w.view(np.uint8), 32, np.ones(32, np.float32), 2)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
@@ -152,7 +152,7 @@ def test_a_step_runs_where_the_pool_cannot(tmp_path):
         "import numba, numpy as np\n"
         "real = ctypes.CDLL\n"
         "ctypes.CDLL = lambda name, *rest: object() if name is None else real(name, *rest)\n"
-        "from sparsekv_cli.cpu import pool\n"
+        "from sparsekv_cli.cpu.jit import pool\n"
         "assert not pool.install()\n"
         "ctypes.CDLL = real\n"
         "from sparsekv_cli.config import SessionConfig\n"

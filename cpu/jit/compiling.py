@@ -1,0 +1,234 @@
+"""How numba compiles kernels: machine code for what is called from Python or by address only.
+
+A kernel holds copies of all functions that it calls. numba nevertheless makes machine code and
+wrappers of every one of them, and optimises each in full before it optimises the copies again. Here
+such a callee is kept as lightly optimised IR, from which kernels are made; a cold start takes half
+the time. A function that is called both ways is compiled twice, so that a kernel does not depend on
+what was compiled before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from numba.core import ccallback, codegen, cpu, dispatcher, sigutils, typed_passes
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.environment import lookup_environment
+
+ENVIRONMENT = "_ZN08NumbaEnv"  # what the names of environments in a module begin with
+
+
+class _Progress:
+    """What is being compiled; numba's compiler lock lets one thread at a time do so."""
+
+    n_functions = 0  # functions whose compilation has begun: a kernel, a callee of it, ...
+    n_lowered = 0  # of them, those whose code is being written; the body of a loop is one, too
+    interrupted = False
+
+
+_now = _Progress()
+
+
+def is_callee() -> bool:
+    """Whether what is compiled now will only be called by the kernel that it is compiled for."""
+    return _now.n_functions > 1 or _now.n_lowered > 1
+
+
+class _Callee:
+    """Stands for the entry point of a function that nobody can call but kernels."""
+
+
+@contextlib.contextmanager
+def _one_more(counter: str) -> Iterator[None]:
+    before = getattr(_now, counter)
+    setattr(_now, counter, before + 1)
+    try:
+        yield
+    finally:
+        setattr(_now, counter, before)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Puts Ctrl-C off to the next function: in the midst of LLVM it would be printed, and lost."""
+    handler = signal.getsignal(signal.SIGINT)
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or handler is not signal.default_int_handler
+    ):
+        yield
+        return
+
+    def note(*_: Any) -> None:
+        _now.interrupted = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        _stop_if_interrupted()
+
+
+def _stop_if_interrupted() -> None:
+    if _now.interrupted:
+        _now.interrupted = False
+        raise KeyboardInterrupt
+
+
+# --- libraries: LLVM modules on the way to machine code -------------------------------------------
+
+
+def _finalize(self: Any) -> None:
+    """In the place of numba's, which makes machine code at once."""
+    self._finalize_dynamic_globals()
+    self._verify_declare_only_symbols()
+    self._final_module._CPUCodeLibrary__library = weakref.proxy(self)
+    self._is_machine_code = False
+    self._finalized = True
+
+
+def _optimize_lightly(self: Any) -> None:
+    """The first half of numba's: what brings functions into one and simplifies it."""
+    manager, builder = self._codegen._module_pass_manager(
+        loop_vectorize=self._codegen._loopvect, slp_vectorize=False,
+        opt=self._codegen._opt_level, cost="cheap",
+    )  # fmt: skip
+    manager.run(self._final_module, builder)
+    self._is_light = True
+
+
+def _make_machine_code(self: Any) -> None:
+    self._ensure_finalized()
+    if self._is_machine_code:
+        return
+    self._is_machine_code = True
+    if getattr(self, "_is_light", False):
+        manager, builder = self._codegen._module_pass_manager()
+        manager.run(self._final_module, builder)
+    self._codegen._add_module(self._final_module)
+    self._finalize_specific()
+    for variable in self._final_module.global_variables:
+        if variable.name.startswith(ENVIRONMENT):
+            environment = lookup_environment(variable.name)
+            if environment is not None:
+                self._codegen.set_env(variable.name, environment)
+
+
+def _pointer_to_function(self: Any, name: str) -> int:
+    _make_machine_code(self)
+    return _numba_pointer_to_function(self, name)
+
+
+def _serialize(self: Any) -> tuple[Any, ...]:
+    if is_callee():
+        return self.serialize_using_bitcode()
+    _make_machine_code(self)
+    return _numba_serialize(self)
+
+
+def _set_environment(self: Any, name: str, environment: Any) -> None:
+    """A callee has no place for its environment; the kernels that hold a copy have."""
+    if self._engine.is_symbol_defined(name):
+        _numba_set_environment(self, name, environment)
+
+
+# --- functions ------------------------------------------------------------------------------------
+
+
+def _run_lowering(self: Any, state: Any) -> bool:
+    _stop_if_interrupted()
+    with _one_more("n_lowered"):
+        if is_callee():
+            state.flags = state.flags.copy()
+            state.flags.no_cpython_wrapper = state.flags.no_cfunc_wrapper = True
+        return _numba_run_lowering(self, state)
+
+
+def _get_executable(self: Any, library: Any, fndesc: Any, env: Any) -> Any:
+    if is_callee():
+        return _Callee()
+    return _numba_get_executable(self, library, fndesc, env)
+
+
+def _add_overload(self: Any, result: Any) -> None:
+    if isinstance(result.entry_point, _Callee):
+        self.overloads[tuple(result.signature.args)] = result
+    else:
+        _numba_add_overload(self, result)
+
+
+def _kernels(self: Any) -> dict[Any, Any]:
+    """A dispatcher's signatures that Python or an address may call; ``overloads`` has callees."""
+    return self.__dict__.setdefault("_kernels_by_signature", {})
+
+
+@global_compiler_lock
+def _compile(self: Any, signature: Any) -> Any:
+    arguments = tuple(sigutils.normalize_signature(signature)[0])
+    kernels = _kernels(self)
+    if _now.n_functions:
+        if self.overloads.get(arguments) is kernels.get(arguments, self):
+            del self.overloads[arguments]
+        with _one_more("n_functions"):
+            return _numba_compile(self, signature)
+    if arguments in kernels:
+        return kernels[arguments].entry_point
+    callee = self.overloads.pop(arguments, None)
+    try:
+        with _interruptible(), _one_more("n_functions"), _alone(self, signature):
+            entry_point = _numba_compile(self, signature)
+        kernels[arguments] = self.overloads[arguments]
+        return entry_point
+    finally:
+        if callee is not None:
+            self.overloads[arguments] = callee
+
+
+def _alone(self: Any, signature: Any) -> contextlib.AbstractContextManager[None]:
+    """Keeps other processes from compiling the same kernel; they load it afterwards."""
+    lock = getattr(self._cache, "lock", None)
+    return contextlib.nullcontext() if lock is None else lock(signature, self.targetctx)
+
+
+def compiled(function: Any, signature: tuple[Any, ...]) -> Any:
+    """What numba knows of a dispatcher's function that is compiled for ``signature`` and is called
+    by its address; the dispatcher keeps the machine code.
+    """
+    function.compile(signature)
+    return _kernels(function)[signature]
+
+
+def _compile_callback(self: Any) -> None:
+    """Of numba.cfunc, which has no dispatcher: what it calls are callees all the same."""
+    with global_compiler_lock, _interruptible(), _one_more("n_functions"):
+        _numba_compile_callback(self)
+
+
+_numba_pointer_to_function = codegen.JITCodeLibrary.get_pointer_to_function
+_numba_serialize = codegen.JITCodeLibrary.serialize_using_object_code
+_numba_set_environment = codegen.JITCPUCodegen.set_env
+_numba_run_lowering = typed_passes.BaseNativeLowering.run_pass
+_numba_get_executable = cpu.CPUContext.get_executable
+_numba_add_overload = dispatcher.Dispatcher.add_overload
+_numba_compile = dispatcher.Dispatcher.compile
+_numba_compile_callback = ccallback.CFunc.compile
+
+
+def install() -> None:
+    """Lets numba compile all functions of this process so."""
+    codegen.JITCodeLibrary._finalize_final_module = _finalize
+    codegen.JITCodeLibrary._optimize_final_module = _optimize_lightly
+    codegen.JITCodeLibrary.get_pointer_to_function = _pointer_to_function
+    codegen.JITCodeLibrary.serialize_using_object_code = _serialize
+    codegen.JITCPUCodegen.set_env = _set_environment
+    typed_passes.BaseNativeLowering.run_pass = _run_lowering
+    cpu.CPUContext.get_executable = _get_executable
+    dispatcher.Dispatcher.add_overload = _add_overload
+    dispatcher.Dispatcher.compile = _compile
+    ccallback.CFunc.compile = _compile_callback

@@ -1,0 +1,75 @@
+"""Which source files a kernel is made of: its module's, and all that this module imports.
+
+The names of other kernels, constants and code-writing functions come into a module by its import
+statements. So the text of these files says whether a compiled kernel is up to date, and an edit of
+one of them concerns no kernel that does not import it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+_IMPORT = re.compile(
+    r"^\s*from\s+([\w.]+)\s+import\s+(\([^)]*\)|[^\n]*)|^\s*import\s+([^\n]+)", re.M
+)
+_NAME = re.compile(r"[\w.]+")
+
+
+class Sources:
+    """The modules of one package, as they are when this is made: whoever edits a file while kernels
+    are compiled from what was imported must not get them for the new text.
+    """
+
+    def __init__(self, package: str, root: Path) -> None:
+        """root: the package's folder."""
+        self._texts: dict[str, bytes] = {}
+        for path in root.rglob("*.py"):
+            parts = path.relative_to(root).with_suffix("").parts
+            if parts[-1] == "__init__":
+                parts = parts[:-1]
+            self._texts[".".join((package, *parts))] = path.read_bytes()
+        self._imports: dict[str, list[str]] = {}
+        self._digests: dict[str, str] = {}
+
+    def digest(self, module: str) -> str:
+        """A hash of the text of ``module`` and of the package's modules that it imports."""
+        if module not in self._digests:
+            self._digests[module] = self._hash(self.closure(module))
+        return self._digests[module]
+
+    def digest_of_all(self) -> str:
+        """A hash of the text of all modules."""
+        return self._hash(self._texts)
+
+    def _hash(self, modules: Iterable[str]) -> str:
+        result = hashlib.sha256()
+        for name in sorted(modules):
+            text = self._texts[name]
+            result.update(f"{name} {len(text)}\n".encode() + text)
+        return result.hexdigest()
+
+    def closure(self, module: str) -> set[str]:
+        """``module`` and all modules of the package that it imports, directly or through others."""
+        found: set[str] = set()
+        missing = [module]
+        while missing:
+            name = missing.pop()
+            if name not in found:
+                found.add(name)
+                missing.extend(self._imported(name))
+        return found
+
+    def _imported(self, module: str) -> list[str]:
+        if module not in self._imports:
+            names = set()
+            for source, imported, plain in _IMPORT.findall(self._texts[module].decode()):
+                if source:  # a name may be a module itself
+                    names.add(source)
+                    names.update(f"{source}.{name}" for name in _NAME.findall(imported))
+                else:
+                    names.update(_NAME.findall(plain))
+            self._imports[module] = [name for name in names if name in self._texts]
+        return self._imports[module]

@@ -1,0 +1,191 @@
+"""A folder of compiled kernels on disk: files with a checksum, from nobody but the user.
+
+What is read here is unpickled and run. So the folder and its files belong to the user, nobody else
+may write to them, and a file is used only if it holds what was written. A fault of the disk never
+stops a run: the kernel is compiled again, and kept in memory if it cannot be kept on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+MAGIC = b"sparsekv kernel 1\n"
+HEADER_BYTES = len(MAGIC) + hashlib.sha256().digest_size
+SUFFIX = ".kernel"
+WRITABLE_BY_OTHERS = 0o022
+N_LOCKS = 64  # lock files; two kernels that share one wait for each other, which does no harm
+DAY = 86400  # seconds
+UNUSED_DAYS = 30  # after which a file is removed
+MOST_BYTES = 1 << 30  # of all files; the ones that were not used for the longest time go first
+
+
+def default_folder() -> Path | None:
+    """Where the user's kernels are kept; None where there is no home folder."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return Path(base) / "sparsekv-cli" / "kernels"
+
+
+def _is_private(status: os.stat_result) -> bool:
+    """Whether a file or folder belongs to the user and nobody else may write to it."""
+    if not hasattr(os, "geteuid"):
+        return True
+    return status.st_uid == os.geteuid() and not status.st_mode & WRITABLE_BY_OTHERS
+
+
+class KernelStore:
+    """Bytes by name in one folder, which is made when it is first needed."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self._is_open = False
+        self._may_read = self._may_write = False
+        self._is_clean = False
+        self._said: set[str] = set()
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            print(text, file=sys.stderr, flush=True)
+
+    def _open(self) -> None:
+        """Makes the folder if it is missing, and decides whether it may be used."""
+        if self._is_open:
+            return
+        self._is_open = True
+        if self.folder is None:
+            self._say("kernels are not kept: there is no home folder and no XDG_CACHE_HOME")
+            return
+        try:
+            if not self.folder.exists():
+                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = os.stat(self.folder)
+        except OSError as error:
+            self._do_not_write(error)
+            return
+        if _is_private(status):
+            self._may_read = self._may_write = True
+        else:
+            self._say(
+                f"kernels in {self.folder} are not used: the folder belongs to another user or "
+                "others may write to it; remove it, or chmod go-w it"
+            )
+
+    def _do_not_write(self, error: OSError) -> None:
+        self._may_write = False
+        reason = error.strerror or type(error).__name__
+        self._say(f"kernels compiled now are not kept: {self.folder}: {reason}")
+
+    def _path(self, name: str) -> Path:
+        assert self.folder is not None
+        return self.folder / (name + SUFFIX)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file of that name; it may still be found damaged."""
+        self._open()
+        return self._may_read and self._path(name).exists()
+
+    def read(self, name: str) -> bytes | None:
+        """What was written under ``name``; None if it is not there. A damaged file is removed."""
+        self._open()
+        if not self._may_read:
+            return None
+        path = self._path(name)
+        try:
+            with open(path, "rb") as file:
+                status = os.fstat(file.fileno())
+                data = file.read() if _is_private(status) else b""
+        except OSError:
+            return None
+        payload = data[HEADER_BYTES:]
+        if data[:HEADER_BYTES] != MAGIC + hashlib.sha256(payload).digest():
+            self.remove(name)
+            return None
+        if time.time() - status.st_mtime > DAY:  # the time of the last use, to the day
+            with contextlib.suppress(OSError):
+                os.utime(path)
+        return payload
+
+    def write(self, name: str, payload: bytes) -> None:
+        """Keeps bytes under ``name``; says once why it cannot, and does not try again."""
+        self._open()
+        if not self._may_write:
+            return
+        header = MAGIC + hashlib.sha256(payload).digest()
+        try:
+            handle, temporary = tempfile.mkstemp(dir=self.folder, suffix=".tmp")  # mode 0600
+            try:
+                with open(handle, "wb") as file:
+                    file.write(header + payload)
+                os.replace(temporary, self._path(name))
+            except BaseException:
+                os.unlink(temporary)
+                raise
+        except OSError as error:
+            self._do_not_write(error)
+        if not self._is_clean:  # once a process, and only if it compiles
+            self._is_clean = True
+            self._clean_up()
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            self._path(name).unlink()
+
+    @contextlib.contextmanager
+    def lock(self, name: str, what: str) -> Iterator[None]:
+        """Keeps other processes from compiling ``name`` meanwhile, where the folder can be locked.
+
+        what: named in the line that says that this process waits for another one.
+        """
+        self._open()
+        handle = None
+        if self._may_write and fcntl is not None:
+            assert self.folder is not None
+            number = hashlib.sha256(name.encode()).digest()[0] % N_LOCKS
+            with contextlib.suppress(OSError):
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+                handle = os.open(self.folder / f"lock-{number}", flags, 0o600)
+        try:
+            if handle is not None:
+                self._wait_for(handle, what)
+            yield
+        finally:
+            if handle is not None:
+                os.close(handle)  # which gives the lock back
+
+    def _wait_for(self, handle: int, what: str) -> None:
+        with contextlib.suppress(OSError):  # file systems without locks: both compile
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._say(f"waiting for another process that compiles {what}")
+                fcntl.flock(handle, fcntl.LOCK_EX)
+
+    def _clean_up(self) -> None:
+        """Removes files that nobody used for a month, and the oldest of too many."""
+        assert self.folder is not None
+        files = []
+        for path in [*self.folder.glob("*" + SUFFIX), *self.folder.glob("*.tmp")]:
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                files.append((status.st_mtime, status.st_size, path))
+        total, oldest_kept = 0, time.time() - UNUSED_DAYS * DAY
+        for used, size, path in sorted(files, reverse=True):
+            total += size
+            if used < oldest_kept or total > MOST_BYTES:
+                with contextlib.suppress(OSError):
+                    path.unlink()

@@ -1,0 +1,64 @@
+"""What a kernel's key is made of: the files that its module imports, and no others."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from sparsekv_cli.cpu.jit.kernel_cache import SOURCES
+from sparsekv_cli.cpu.jit.sources import Sources
+
+FILES = {
+    "__init__.py": "",
+    "attend.py": """
+        import numpy as np
+        from top.inner import tile
+        def lazily():
+            from top.late import later
+    """,
+    "inner/__init__.py": "",
+    "inner/tile.py": "from top.inner.rows import (\n    ROWS,\n    WIDTH,\n)",
+    "inner/rows.py": "ROWS = 1",
+    "late.py": "import top.last as last",
+    "last.py": "",
+    "other.py": "from top import attend",
+}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    return tmp_path
+
+
+def test_imports_are_followed_through_folders_brackets_and_functions(root: Path) -> None:
+    found = Sources("top", root).closure("top.attend")
+    assert found - {"top", "top.inner"} == {
+        "top.attend", "top.inner.tile", "top.inner.rows", "top.late", "top.last",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("edited", ["attend.py", "inner/rows.py", "late.py", "last.py"])
+def test_an_edit_changes_the_digest_of_what_imports_it(root: Path, edited: str) -> None:
+    before = Sources("top", root)
+    (root / edited).write_text(f"{(root / edited).read_text()}\n# edited")
+    after = Sources("top", root)
+    assert before.digest("top.attend") != after.digest("top.attend")
+    assert before.digest("top.inner.rows") == after.digest("top.inner.rows") or "rows" in edited
+
+
+def test_an_edit_of_another_file_changes_nothing(root: Path) -> None:
+    before = Sources("top", root).digest("top.attend")
+    (root / "other.py").write_text("import numpy")
+    assert Sources("top", root).digest("top.attend") == before
+
+
+def test_kernels_depend_on_what_writes_their_code() -> None:
+    found = SOURCES.closure("sparsekv_cli.cpu.attention.decode")
+    assert {"sparsekv_cli.cpu.attention.tile", "sparsekv_cli.cpu.jit.llvm"} <= found
+    assert not any("lfps" in name or "sals" in name for name in found)
