@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from sparsekv_cli.cache.layer import LayerCache
@@ -25,6 +26,13 @@ if TYPE_CHECKING:
 
 Report = Callable[[str, int, int], None]  # what is compiled now, steps done, steps in all
 N_PROMPT = 256  # rows of the trial sequence: more than any method keeps at its smallest budget
+
+
+def kernel_folder() -> Path | None:
+    """Where the kernels of the CPU are kept; None: nowhere."""
+    from sparsekv_cli.cpu.jit import kernel_cache
+
+    return kernel_cache.STORE.folder
 
 
 class Step(NamedTuple):

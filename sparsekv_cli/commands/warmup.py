@@ -36,7 +36,6 @@ def command(model: str | None, device: str) -> None:
     prompt and some tokens with each method take.
     """
     from sparsekv_cli import session, warmup
-    from sparsekv_cli.cpu.jit import kernel_cache
     from sparsekv_cli.methods import METHODS, build_method
 
     path = trial_model(model)
@@ -64,7 +63,7 @@ def command(model: str | None, device: str) -> None:
         )
     else:
         say(f"kernels of the methods {', '.join(METHODS)}: ready, tried on {path.name}")
-    say(f"{seconds:.1f} s; kept in {kernel_cache.STORE.folder}")
+    say(f"{seconds:.1f} s; kept in {warmup.kernel_folder()}")
 
 
 def try_on_gpu(path: Path) -> None:
