@@ -18,7 +18,7 @@ def attend_causal_ref(q, k, v, scale):
     group, n, n_new = q.shape[0] // k.shape[0], k.shape[1], q.shape[1]
     k, v = (np.repeat(x.astype(np.float64), group, axis=0) for x in (k, v))
     scores = scale * q.astype(np.float64) @ k.transpose(0, 2, 1)
-    seen = np.arange(n) <= np.arange(n - n_new, n)[:, None]
-    scores = np.where(seen, scores, -np.inf)
+    visible = np.arange(n) <= np.arange(n - n_new, n)[:, None]
+    scores = np.where(visible, scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return weights @ v / weights.sum(-1, keepdims=True)

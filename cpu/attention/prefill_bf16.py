@@ -137,12 +137,13 @@ def _read_block(layout, head, first, count, widths, keys, values):
 
 
 @njit(cache=True, nogil=True)
-def _attend_tiles(layout, head, widths, queries, seen, scale, scratch, mass, acc):
+def _attend_tiles(layout, head, widths, queries, n_visible, scale, scratch, mass, acc):
     """One task: tiles of query rows over all the keys that they see.
 
-    queries bf16 in pairs, uint32 (tiles, pairs, WIDTH); seen int32 (tiles, WIDTH): keys that a row
-    sees, ascending; mass f32 (tiles, WIDTH); acc f32 (tiles, >= d_v, WIDTH): the sums of weights
-    and of values. scratch: keys, values, scores and weights of a block, peaks and a few vectors.
+    queries bf16 in pairs, uint32 (tiles, pairs, WIDTH). n_visible int32 (tiles, WIDTH): how many
+    keys a row sees, ascending. mass f32 (tiles, WIDTH); acc f32 (tiles, >= d_v, WIDTH): the sums of
+    weights and of values. scratch: keys, values, scores and weights of a block, peaks and a few
+    vectors.
     """
     keys, values, scores, weights, peak, small, limits = scratch
     n_tiles, n_units, n_sums = queries.shape[0], queries.shape[1] // PAIRS, acc.shape[1]
@@ -151,22 +152,22 @@ def _attend_tiles(layout, head, widths, queries, seen, scale, scratch, mass, acc
     peak[:n_tiles] = NEGATIVE_INFINITY
     mass[:] = 0
     acc[:] = 0
-    for start in range(0, seen[-1, -1], BLOCK):
-        size = min(BLOCK, seen[-1, -1] - start)
+    for start in range(0, n_visible[-1, -1], BLOCK):
+        size = min(BLOCK, n_visible[-1, -1] - start)
         _read_block(layout, head, start, size, widths, keys, values)
         for t in range(n_tiles):
-            count = min(size, seen[t, -1] - start)
+            count = min(size, n_visible[t, -1] - start)
             if count <= 0:
                 continue
             whole = (count + 2 * PAIRS - 1) // (2 * PAIRS) * (2 * PAIRS)
-            free = max(0, min(count, seen[t, 0] - start))
+            free = max(0, min(count, n_visible[t, 0] - start))
             for j in range(0, count, ROWS):
                 multiply(
                     4, keys[j].ctypes.data, key_bytes, UNIT, queries[t].ctypes.data, tile_bytes,
                     n_units, scores[j].ctypes.data, tile_bytes, 0,
                 )  # fmt: skip
             for i in range(WIDTH):
-                limits[i] = seen[t, i] - start
+                limits[i] = n_visible[t, i] - start
             small[0] = peak[t]
             scores_at, weights_at = scores.ctypes.data, weights.ctypes.data
             hide_and_find_peaks(scores_at, free, whole, limits.ctypes.data, top)
@@ -195,7 +196,7 @@ def _attend_tasks(counter, q, layout, n_kv, n, scale, queries, scratch, mass, ac
     n_rows = n_new * group
     n_tiles, most_tiles = (n_rows + WIDTH - 1) // WIDTH, len(queries)
     n_parts = (n_tiles + most_tiles - 1) // most_tiles
-    seen = np.empty((most_tiles, WIDTH), np.int32)
+    n_visible = np.empty((most_tiles, WIDTH), np.int32)
     bf16.begin()
     task = next_task(counter)
     while task < n_kv * n_parts:
@@ -205,14 +206,14 @@ def _attend_tasks(counter, q, layout, n_kv, n, scale, queries, scratch, mass, ac
             for i in range(WIDTH):
                 r = min((first + t) * WIDTH + i, n_rows - 1)
                 token, h = r // group, head * group + r % group
-                seen[t, i] = n - n_new + token + 1
+                n_visible[t, i] = n - n_new + token + 1
                 for c in range(d // 2):
                     pair = np.uint32(q[h, token, 2 * c + 1]) << np.uint32(16)
                     queries[t, c, i] = pair | np.uint32(q[h, token, 2 * c])
         tiles = last - first
         widths = (d + LANES - 1) // LANES * LANES, narrow.shape[1]
         _attend_tiles(
-            layout, head, widths, queries[:tiles], seen[:tiles], scale, scratch, mass[:tiles],
+            layout, head, widths, queries[:tiles], n_visible[:tiles], scale, scratch, mass[:tiles],
             acc[:tiles],
         )  # fmt: skip
         for t in range(tiles):

@@ -72,18 +72,18 @@ def _products(b, count, wide, wide_step, columns):
 
 
 @intrinsic
-def _score(typingctx, q, d, k, row_bytes, start, free, count, seen, out, peak):
+def _score(typingctx, q, d, k, row_bytes, start, free, count, n_visible, out, peak):
     """out[j] = sum of k[j, c] q[c] over c < d, j < count rounded up to ROWS.
 
     q (d, WIDTH), k rows of row_bytes, out (keys, WIDTH), f32. k[j] is key start + j of the context;
-    lane i sees the first seen[i] of these, int32 (WIDTH,), and scores -inf for the others. All
+    lane i sees the first n_visible[i] of these, int32 (WIDTH,), and scores -inf for the others. All
     lanes see the first ``free`` keys here, a multiple of ROWS. peak (WIDTH,): raised to the largest
     score. Addresses.
     """
 
     def codegen(context, b, signature, args):
-        q, d, k, row_bytes, start, free, count, seen, out, peak = args
-        limits = load(b, vec(I32, WIDTH), seen)
+        q, d, k, row_bytes, start, free, count, n_visible, out, peak = args
+        limits = load(b, vec(I32, WIDTH), n_visible)
 
         def hide(scores, j):
             first = b.trunc(b.add(start, j), I32)
@@ -260,30 +260,30 @@ def _read_block(layout, head, first, count, d_v, row, keys, values):
 
 
 @njit(cache=True, nogil=True)
-def _attend_tiles(layout, head, d_v, queries, seen, row, keys, values, scores, peak, acc):
+def _attend_tiles(layout, head, d_v, queries, n_visible, row, keys, values, scores, peak, acc):
     """One task: tiles of query rows over all the keys that they see.
 
-    queries f32 (tiles, d, WIDTH), scaled by log2(e); seen int32 (tiles, WIDTH): keys that a row
-    sees, ascending; peak f32 (tiles, WIDTH); acc f32 (tiles, ROWS panels, WIDTH): sums of values,
-    and of the ones behind them, which is the weights' own sum.
+    queries f32 (tiles, d, WIDTH), scaled by log2(e). n_visible int32 (tiles, WIDTH): how many keys
+    a row sees, ascending. peak f32 (tiles, WIDTH); acc f32 (tiles, ROWS panels, WIDTH): sums of
+    values, and of the ones behind them, which is the weights' own sum.
     """
     n_tiles, d = queries.shape[:2]
     top, old = np.empty(WIDTH, np.float32), np.empty(WIDTH, np.float32)
     peak[:] = NEGATIVE_INFINITY
     acc[:] = 0
     top_at, old_at, scores_at = top.ctypes.data, old.ctypes.data, scores.ctypes.data
-    for start in range(0, seen[-1, -1], BLOCK):
-        size = min(BLOCK, seen[-1, -1] - start)
+    for start in range(0, n_visible[-1, -1], BLOCK):
+        size = min(BLOCK, n_visible[-1, -1] - start)
         _read_block(layout, head, start, size, d_v, row, keys, values)
         for t in range(n_tiles):
-            count = min(size, seen[t, -1] - start)
+            count = min(size, n_visible[t, -1] - start)
             if count <= 0:
                 continue
-            free = max(0, min(count, seen[t, 0] - start)) // ROWS * ROWS
+            free = max(0, min(count, n_visible[t, 0] - start)) // ROWS * ROWS
             top[:] = peak[t]
             _score(
                 queries[t].ctypes.data, d, keys.ctypes.data, 4 * keys.shape[1], start, free, count,
-                seen[t].ctypes.data, scores_at, top_at,
+                n_visible[t].ctypes.data, scores_at, top_at,
             )  # fmt: skip
             _weigh(scores_at, count, peak[t].ctypes.data, top_at, old_at)
             _add_values(
@@ -314,7 +314,7 @@ def _attend_tasks(counter, q, layout, n_kv, n, scale, most_tiles, out):
     queries = np.empty((most_tiles, d, WIDTH), np.float32)
     acc = np.empty((most_tiles, n_panels * ROWS, WIDTH), np.float32)
     peak = np.empty((most_tiles, WIDTH), np.float32)
-    seen = np.empty((most_tiles, WIDTH), np.int32)
+    n_visible = np.empty((most_tiles, WIDTH), np.int32)
     task = next_task(counter)
     while task < n_kv * n_parts:
         head, part = task % n_kv, n_parts - 1 - task // n_kv
@@ -323,12 +323,12 @@ def _attend_tasks(counter, q, layout, n_kv, n, scale, most_tiles, out):
             for i in range(WIDTH):
                 r = min((first + t) * WIDTH + i, n_rows - 1)
                 token, h = r // group, head * group + r % group
-                seen[t, i] = n - n_new + token + 1
+                n_visible[t, i] = n - n_new + token + 1
                 for c in range(d):
                     queries[t, c, i] = q[h, token, c] * scale
         _attend_tiles(
-            layout, head, d_v, queries[: last - first], seen[: last - first], row, keys, values,
-            scores, peak, acc,
+            layout, head, d_v, queries[: last - first], n_visible[: last - first], row, keys,
+            values, scores, peak, acc,
         )  # fmt: skip
         for t in range(last - first):
             for i in range(min(WIDTH, n_rows - (first + t) * WIDTH)):

@@ -31,16 +31,16 @@ def _store_tile(b: ir.IRBuilder, vectors: list[ir.Value], address: ir.Value) -> 
 
 
 @intrinsic
-def hide_and_find_peaks(typingctx, scores, free, count, seen, top):
-    """top = the largest of top and of scores[j], j < count; lane i sees keys j < seen[i] only.
+def hide_and_find_peaks(typingctx, scores, free, count, n_visible, top):
+    """top = the largest of top and of scores[j], j < count; lane i sees keys j < n_visible[i] only.
 
     scores f32 (count, WIDTH), of which those that a lane does not see become -inf; all lanes see
-    the first ``free``. seen int32 (WIDTH,), top f32 (WIDTH,). Addresses.
+    the first ``free``. n_visible int32 (WIDTH,), top f32 (WIDTH,). Addresses.
     """
 
     def codegen(context, b, signature, args):
-        scores, free, count, seen, top = args
-        limits = [load(b, VI, seen, 4 * LANES * i) for i in VECTORS]
+        scores, free, count, n_visible, top = args
+        limits = [load(b, VI, n_visible, 4 * LANES * i) for i in VECTORS]
 
         def found(best, row):
             return [larger(b, x, value) for x, value in zip(row, best, strict=True)]

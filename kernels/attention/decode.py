@@ -110,7 +110,7 @@ def _attend_kernel(
     stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_ib, stride_iu,
     GROUP: tl.constexpr, HEADS: tl.constexpr, TILE_H: tl.constexpr, D: tl.constexpr,
     D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    GATHER: tl.constexpr, HALVES: tl.constexpr, HAS_SEEN: tl.constexpr, HAS_LSE: tl.constexpr,
+    GATHER: tl.constexpr, HALVES: tl.constexpr, HAS_OTHERS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     split, unit = tl.program_id(0), tl.program_id(1)
     b, u = (unit // n_list).to(tl.int64), unit % n_list
@@ -132,7 +132,7 @@ def _attend_kernel(
     peak = tl.full([TILE_H], float("-inf"), tl.float32)
     mass = tl.zeros([TILE_H], tl.float32)
     acc = tl.zeros([TILE_H, BLOCK_V], tl.float32)
-    if HAS_SEEN:  # as if the first split had attended to those rows
+    if HAS_OTHERS:  # as if the first split had attended to those rows
         is_first = t < tl.where(split == 0, HEADS, 0)
         peak = tl.load(seen_lse_ptr + n_row, mask=is_first, other=float("-inf"))
         peak *= 1.4426950408889634
@@ -190,17 +190,17 @@ def attend_dense(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     scratch: AttendScratch | None = None,
-    seen: Attended | None = None,
+    others: Attended | None = None,
 ) -> torch.Tensor:
     """Attention of one token a sequence over rows 0..n[b] of every kv head -> out f32 (B, H, d_v).
 
     q (B, H, d); k f16 (B, G, capacity, d), v f16 (B, G, capacity, d_v), any strides of rows; n
     int32 (B,), n_max >= all of them. lse f32 (B, H), if given: receives the log of the sum of
-    exponentials of a head's scores, with which ``merge`` joins results of disjoint rows. seen:
+    exponentials of a head's scores, with which ``merge`` joins results of disjoint rows. others:
     attention over other rows, which the result then includes; ignored where its lse is -inf.
     """
     check("n", n, torch.int32, (q.shape[0],), q.device)
-    return _attend(q, k, v, None, n, k.shape[1], n_max, scale, out, lse, scratch, seen)
+    return _attend(q, k, v, None, n, k.shape[1], n_max, scale, out, lse, scratch, others)
 
 
 def attend_rows(
@@ -239,7 +239,7 @@ def _attend(
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     scratch: AttendScratch | None,
-    seen: Attended | None = None,
+    others: Attended | None = None,
 ) -> torch.Tensor:
     n_batch, n_head, d = q.shape
     n_kv_head, d_v, device = k.shape[1], v.shape[3], q.device
@@ -253,9 +253,9 @@ def _attend(
     check("out", out, torch.float32, (n_batch, n_head, d_v), device)
     if lse is not None:
         check("lse", lse, torch.float32, (n_batch, n_head), device)
-    if seen is not None:
-        check("seen.out", seen.out, torch.float32, (n_batch, n_head, d_v), device)
-        check("seen.lse", seen.lse, torch.float32, (n_batch, n_head), device)
+    if others is not None:
+        check("others.out", others.out, torch.float32, (n_batch, n_head, d_v), device)
+        check("others.lse", others.lse, torch.float32, (n_batch, n_head), device)
     block, n_split = _tiling(n_batch * n_list, n_max, _width(d, d_v))
     if n_split == 1:
         scratch = None
@@ -267,13 +267,14 @@ def _attend(
         check("scratch.out", pieces, torch.float32, (n_split, *out.shape), device)
         check("scratch.lse", pieces_lse, torch.float32, (n_split, n_batch, n_head), device)
     _attend_kernel[(n_split, n_batch * n_list)](
-        q, k, v, idx, n, *(seen or (None, None)), pieces, pieces_lse, scale, n_head, n_list,
+        q, k, v, idx, n, *(others or (None, None)), pieces, pieces_lse, scale, n_head, n_list,
         n_split,
         *k.stride()[:3], *v.stride()[:3], *((0, 0) if idx is None else idx.stride()[:2]),
         GROUP=n_head // n_kv_head, HEADS=n_head // n_list,
         TILE_H=max(TILE, triton.next_power_of_2(n_head // n_list)), D=d, D_V=d_v,
         BLOCK_D=_width(d, d), BLOCK_V=_width(d_v, d_v), BLOCK_N=block, GATHER=idx is not None,
-        HALVES=q.dtype != torch.float16, HAS_SEEN=seen is not None, HAS_LSE=pieces_lse is not None,
+        HALVES=q.dtype != torch.float16, HAS_OTHERS=others is not None,
+        HAS_LSE=pieces_lse is not None,
         # Row numbers must arrive before rows can be asked for: twice the stages, as much in flight.
         num_warps=4, num_stages=3 if idx is None else 5,
     )  # fmt: skip

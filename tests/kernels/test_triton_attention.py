@@ -129,12 +129,12 @@ def test_what_was_attended_elsewhere_is_taken_in(n_head, n_kv_head, d, d_v, size
         lse[0, 1], out[0, 1] = -torch.inf, torch.nan
         only = expected_of(q[:1], k[:1], v[:1], [[np.arange(sizes[0])] * n_head], d**-0.5)
         wanted[0, 1], wanted_lse[0, 1] = only[0][0, 1], only[1][0, 1]
-    seen = decode.Attended(out.to(device), lse.to(device))
+    others = decode.Attended(out.to(device), lse.to(device))
     both = filled(len(sizes), n_head, device=device)
-    found = decode.attend_dense(q, k, v, n, max(*sizes, 4), d**-0.5, lse=both, seen=seen)
+    found = decode.attend_dense(q, k, v, n, max(*sizes, 4), d**-0.5, lse=both, others=others)
     assert_close(found, wanted)
     assert_close(both, wanted_lse, 1e-4)
-    assert (found[0, 0] == seen.out[0, 0]).all()
+    assert (found[0, 0] == others.out[0, 0]).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -55,13 +55,13 @@ class HostLFPS(HostCache):
                 sinks = kind.read(theirs[:, :N_SINKS])[..., : kind.d]
                 ours[0] = torch.from_numpy(sinks).to(ours.device)
 
-    def add_sinks(self, q: torch.Tensor, seen: Attended, out: torch.Tensor) -> None:
-        """Launches ``seen`` and the sinks' attention together -> out f32 (1, H, d_v).
+    def add_sinks(self, q: torch.Tensor, others: Attended, out: torch.Tensor) -> None:
+        """Attention to the sinks and, merged with it, the host's attention -> out f32 (1, H, d_v).
 
-        q f32 (1, H, d); seen: what the host's part of the step gave.
+        q f32 (1, H, d); others: the host's part of the step.
         """
         attention.attend_dense(
-            q, self._k, self._v, self._count, N_SINKS, float(self.spec.scale), out, seen=seen
+            q, self._k, self._v, self._count, N_SINKS, float(self.spec.scale), out, others=others
         )
 
     def decode(self, x: Any) -> np.ndarray:
