@@ -1,4 +1,4 @@
-"""The matrix products of a prefilled layer: of few rows, in bf16, in f32, in integers."""
+"""The matrix products of a prefilled layer: for few rows, and for many in bf16, f32 or integers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparsekv_cli.models.weights import LayerWeights, Linear, Weights
 
 
 def stacks(layer: LayerWeights) -> Iterator[tuple[str, Sequence[Linear]]]:
-    """The matrices of a layer, those of one input together."""
+    """The matrices of a layer by the name of their product, stacked if they share an input."""
     yield "qkv", (layer.q, layer.k, layer.v)
     yield "o", (layer.o,)
     yield "gate_up", (layer.gate, layer.up)
@@ -32,7 +32,7 @@ def can_multiply(weights: Weights) -> bool:
 
 
 class FewRowsProducts:
-    """Products of some f32 rows with the weights as they lie: exact."""
+    """Products of a few f32 rows with the quantised weights, exact."""
 
     def __init__(self, n_threads: int) -> None:
         self._n_threads = n_threads
@@ -42,7 +42,7 @@ class FewRowsProducts:
         return {name: partial(self._multiply, parts) for name, parts in stacks(layer)}
 
     def clear(self) -> None:
-        """Nothing is kept."""
+        """Does nothing, because nothing is kept."""
 
     def _multiply(self, parts: Sequence[Linear], rows: Any) -> np.ndarray:
         rows = np.ascontiguousarray(rows)
@@ -64,8 +64,8 @@ def room(
 class _Products(ABC):
     """Products of any number of rows.
 
-    All results of one name have the same memory, which holds one until the next, or ``clear``: to
-    get it anew from the system takes a tenth of a prefill.
+    All results of one name share their memory, so a result is valid until the next one of its name,
+    or ``clear``. Fresh memory from the system would take a tenth of a prefill's time.
     """
 
     _dtype: ClassVar[Any]  # of the results
@@ -84,15 +84,15 @@ class _Products(ABC):
 
     @abstractmethod
     def _of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
-        """The product of matrices of one input, their rows one after another."""
+        """The product of stacked matrices, whose rows follow one another."""
 
     def _room(self, name: str, n_rows: int, n_columns: int) -> np.ndarray:
-        """Where the result of this name goes."""
+        """The memory for the result of this name."""
         return room(self._results, name, n_rows, n_columns, self._dtype)
 
 
 class BF16Products(_Products):
-    """cpu/layer/matmul_bf16.py, of rows in bf16."""
+    """Products of bf16 rows by cpu/layer/matmul_bf16.py."""
 
     _dtype = np.uint16
 
@@ -107,7 +107,7 @@ class BF16Products(_Products):
 
 
 class F32Products(_Products):
-    """numpy's BLAS, of f32 rows: each matrix is dequantised when its turn comes."""
+    """Products of f32 rows by numpy's BLAS; a matrix is dequantised when it is needed."""
 
     _dtype = np.float32
 
@@ -139,7 +139,7 @@ class F32Products(_Products):
 
 
 class IntegerProducts(F32Products):
-    """cpu/layer/matmul_int8.py, of f32 rows; formats that it does not know in f32."""
+    """Products of f32 rows by cpu/layer/matmul_int8.py; in f32 for formats that it lacks."""
 
     def _of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
         if not all(matmul_int8.can_multiply(part.code) for part in parts):

@@ -1,6 +1,6 @@
-"""A prefilled chunk between its matrix products, in fused passes (cpu/layer/prefill.py).
+"""The steps of a prefilled chunk between its matrix products, fused (cpu/layer/prefill.py).
 
-``Rows`` says what a forward pass asks for; device/prefill.py has the same of tensors.
+``Rows`` is what a forward pass asks for; device/prefill.py does the same with tensors.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ NONE = np.empty(0, np.float32)
 
 
 class Rows(Protocol):
-    """T rows of a chunk, and f32 weights, as arrays or tensors.
+    """The steps between the products, on T rows of a chunk; arrays, or tensors on a device.
 
-    x f32 (T, n_embd) is the residual stream; products give and take rows of the compute type.
+    x f32 (T, n_embd) is the residual stream; products take and give rows of the compute type.
     """
 
     def stream(self, x: np.ndarray) -> Any:
@@ -35,17 +35,17 @@ class Rows(Protocol):
         """RMS norm of x in f32, for the output head."""
 
     def heads(self, raw: Any, layer: LayerWeights, n_head: int, n_kv: int, pos: int) -> AttnInput:
-        """raw (T, H d + G d + G d_v), q, k and v as projected, with bias, norm and rotation."""
+        """Projections raw (T, H d + G d + G d_v) as q, k and v, with bias, norm and rotation."""
 
     def gate(self, gate_up: Any) -> Any:
-        """silu(gate) * up of (T, 2 n_ff), the gate first."""
+        """silu(gate) * up of (T, 2 n_ff), gate first."""
 
     def add(self, x: Any, y: Any) -> None:
         """x += y."""
 
 
 class FusedRows:
-    """One pass a step over f32 arrays, each result rounded once."""
+    """Each step is one pass over f32 arrays; each result is rounded once."""
 
     def __init__(
         self, hparams: HParams, rope: RopeTable, interleaved: bool, n_threads: int
@@ -100,5 +100,5 @@ class FusedBF16Rows(FusedRows):
 
 
 def given(array: np.ndarray | None) -> np.ndarray:
-    """A weight, or the empty array that tells the kernels that there is none."""
+    """A weight, or for None the empty array that the kernels take for "there is none"."""
     return NONE if array is None else array

@@ -1,4 +1,4 @@
-"""bf16, which numpy does not have: arrays of uint16, the upper halves of f32."""
+"""bf16 arrays. numpy has no bf16, so they are arrays of uint16: the upper halves of f32."""
 
 from __future__ import annotations
 
