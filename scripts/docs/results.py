@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def measure(name: str, sizes: Sizes, path: Path, about: dict[str, Any]) -> None:
     seconds = time.perf_counter() - begin
     told = {
         **about,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "load": round(load, 2),
         "seconds": round(seconds, 1),
         "commands": run.commands,
