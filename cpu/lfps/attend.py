@@ -96,12 +96,12 @@ def _attend_rows(h, rows, scores, part, step):
         for j in range(m):
             chosen[j] = j
     for j in range(m):
-        c = np.uint64(chosen[j])
-        i = rows[c]
+        at = np.uint64(chosen[j])
+        i = rows[at]
         picked[j] = i
         prefetch_lines(ver.ctypes.data + 4 * i, 4)
         prefetch_lines(dist.ctypes.data + 4 * (n - 1 - i), 4)
-        weights[j] = scores[c]
+        weights[j] = scores[at]
     for j in range(m, m + LANES):
         weights[j] = NEGATIVE_INFINITY
     peak = max_of(weights.ctypes.data, m)
