@@ -17,7 +17,7 @@ from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.weights import Weights
-from sparsekv_cli.warmup import Report
+from sparsekv_cli.warmup import OnCompile
 
 if TYPE_CHECKING:
     from sparsekv_cli.models.decoder import Decoder
@@ -98,7 +98,7 @@ def open_engine(
     config: SessionConfig,
     n_threads: int,
     n_ctx: int,
-    on_compile: Report | None,
+    on_compile: OnCompile | None,
 ) -> Engine:
     """The engine that ``config.device`` names; SparseKVError where there is none or no room."""
     device, note = find_device(config.device)

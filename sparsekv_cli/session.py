@@ -25,7 +25,7 @@ from sparsekv_cli.models.architectures import Architecture, architecture_of
 from sparsekv_cli.models.gguf.file import GGUFFile, open_gguf
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.weights import Weights, read_weights
-from sparsekv_cli.warmup import Report
+from sparsekv_cli.warmup import OnCompile
 
 Progress = Callable[[int, int], None]
 Sample = Callable[[np.ndarray, Sequence[int]], int]
@@ -91,8 +91,8 @@ class Session:
         weights: Weights,
         method: Method,
         config: SessionConfig,
-        on_compile: Report | None = None,
-        on_calibrate: calibrations.Report | None = None,
+        on_compile: OnCompile | None = None,
+        on_calibrate: calibrations.OnCalibrate | None = None,
     ) -> None:
         import numba
 
@@ -126,8 +126,8 @@ class Session:
     def prepare(
         self,
         method: Method,
-        on_compile: Report | None = None,
-        on_calibrate: calibrations.Report | None = None,
+        on_compile: OnCompile | None = None,
+        on_calibrate: calibrations.OnCalibrate | None = None,
     ) -> list[LayerSpec]:
         """What ``method`` makes its caches from; calibrates and compiles it first if need be."""
         specs = self.calibrations.specs(method, on_calibrate)
@@ -273,8 +273,8 @@ def load_session(
     model_path: Path,
     method: Method,
     config: SessionConfig,
-    on_compile: Report | None = None,
-    on_calibrate: calibrations.Report | None = None,
+    on_compile: OnCompile | None = None,
+    on_calibrate: calibrations.OnCalibrate | None = None,
 ) -> Session:
     """Opens and checks a model and builds a session; SparseKVError says what is wrong.
 

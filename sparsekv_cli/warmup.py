@@ -1,8 +1,8 @@
-"""Compiling the CPU kernels ahead of their first use, with a word about it.
+"""Compiles the CPU kernels ahead of their first use, and reports it.
 
-numba compiles a kernel when it is first called and keeps it on disk. Markers beside that cache
-tell which kernels are there, so that a first run can say what takes so long and every other run
-starts at once. ``sparsekv-cli warmup`` takes all steps of this file; a session those it needs.
+numba compiles a kernel when it is first called and keeps it on disk. Markers beside that cache tell
+which kernels are there, so that a first run can say what takes long, and other runs start at once.
+``sparsekv-cli warmup`` runs all tasks of this file; a session those that it needs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sparsekv_cli.models.decoder import Decoder
     from sparsekv_cli.models.weights import Weights
 
-Report = Callable[[str, int, int], None]  # what is compiled now, steps done, steps in all
+OnCompile = Callable[[str, int, int], None]  # what is compiled now, steps done, steps in all
 N_PROMPT = 256  # rows of the trial sequence: more than any method keeps at its smallest budget
 
 
@@ -35,15 +35,15 @@ def kernel_folder() -> Path | None:
     return kernel_cache.STORE.folder
 
 
-class Step(NamedTuple):
-    """One thing to compile. Steps with the same marker are done when all of them are."""
+class CompileTask(NamedTuple):
+    """One thing to compile. Tasks with the same marker are done when all of them are."""
 
     marker: str
     what: str
     call: Callable[[], object]
 
 
-def compile_weight_kernels(weights: Weights, dtype: str, report: Report | None) -> None:
+def compile_weight_kernels(weights: Weights, dtype: str, report: OnCompile | None) -> None:
     """Compiles the dot product and the dequantisation of every weight format of a model.
 
     dtype: of the prefill's products, f32, bf16 or int8.
@@ -53,7 +53,7 @@ def compile_weight_kernels(weights: Weights, dtype: str, report: Report | None) 
     _run(list(_format_steps(codes, {dtype, "f32"})), report)
 
 
-def compile_common_kernels(report: Report | None) -> int:
+def compile_common_kernels(report: OnCompile | None) -> int:
     """Compiles what needs no model: every weight format, dequantised to every type that a prefill
     computes in, and the probe of ``bench``. Returns how many steps were not done before.
     """
@@ -66,12 +66,12 @@ def compile_common_kernels(report: Report | None) -> int:
     probe = partial(bandwidth.sum_parts, np.ones(16, np.float32), 1)
     steps = [
         *_format_steps(FORMAT_OF_CODE, {"f32", "bf16", cpu_prefill_dtype("auto", 2)}),
-        Step("bandwidth", "bandwidth", probe),
+        CompileTask("bandwidth", "bandwidth", probe),
     ]
     return _run(steps, report)
 
 
-def _format_steps(codes: Collection[int], dtypes: Collection[str]) -> Iterator[Step]:
+def _format_steps(codes: Collection[int], dtypes: Collection[str]) -> Iterator[CompileTask]:
     """Dot products of formats by ggml type number, and what prefills in ``dtypes`` take."""
     import numpy as np
 
@@ -84,26 +84,26 @@ def _format_steps(codes: Collection[int], dtypes: Collection[str]) -> Iterator[S
         format_ = FORMAT_OF_CODE[code]
         for integer in {False, format_.decode is not None}:
             call = partial(dot.kernel_address, code, integer)
-            yield Step(f"format-{code}", format_.name, call)
+            yield CompileTask(f"format-{code}", format_.name, call)
         if interleaved.can_repack(code, interleaved.GROUP):
             call = partial(dot.kernel_address, code, True, True)
-            yield Step(f"format-{code}-repacked", format_.name, call)
+            yield CompileTask(f"format-{code}-repacked", format_.name, call)
             group = np.zeros((interleaved.GROUP, format_.n_bytes), np.uint8)
             repacking = partial(interleaved.repack, code, group, group.copy())
         targets = {"f32": dot.TO_F32, "bf16": dot.TO_BF16}
         for dtype, to in targets.items():
             if dtype in dtypes:
                 call = partial(dot.dequantize_address, code, to)
-                yield Step(f"format-{code}-to-{to}", format_.name, call)
+                yield CompileTask(f"format-{code}-to-{to}", format_.name, call)
         if "int8" in dtypes and matmul_int8.can_multiply(code):
             products = partial(matmul_int8.kernel_addresses, code)
-            yield Step(f"format-{code}-products", format_.name, products)
+            yield CompileTask(f"format-{code}-products", format_.name, products)
     if repacking is not None:  # the same for all formats
-        yield Step("repacking", "repacking", repacking)
+        yield CompileTask("repacking", "repacking", repacking)
 
 
 def compile_method_kernels(
-    decoder: Decoder, method: Method, specs: Sequence[LayerSpec], report: Report | None
+    decoder: Decoder, method: Method, specs: Sequence[LayerSpec], report: OnCompile | None
 ) -> int:
     """Compiles what a prefill and a decode step with ``method`` call, by a trial run.
 
@@ -116,10 +116,12 @@ def compile_method_kernels(
     prompt = [token % decoder.hparams.n_vocab for token in range(N_PROMPT)]
     marker = f"method-{type(method).__name__}-{type(decoder).__name__}-{decoder.prefill_dtype}"
     trial = [
-        Step(marker, "prefill", lambda: decoder.forward(prompt, 0, caches)),
-        Step(marker, "prefill", lambda: decoder.forward([0], N_PROMPT, caches)),  # a few rows
-        Step(marker, "decode", lambda: decoder.decode(0, N_PROMPT + 1, caches)),
-        Step(marker, "decode", lambda: decoder.decode(0, N_PROMPT + 2, caches)),
+        CompileTask(marker, "prefill", lambda: decoder.forward(prompt, 0, caches)),
+        CompileTask(
+            marker, "prefill", lambda: decoder.forward([0], N_PROMPT, caches)
+        ),  # a few rows
+        CompileTask(marker, "decode", lambda: decoder.decode(0, N_PROMPT + 1, caches)),
+        CompileTask(marker, "decode", lambda: decoder.decode(0, N_PROMPT + 2, caches)),
     ]
     return n_done + _run(trial, report)
 
@@ -178,8 +180,8 @@ def _smallest_budget(method: Method) -> Method:
     return method
 
 
-def _run(steps: Sequence[Step], report: Report | None) -> int:
-    """Takes the steps whose marker is not there yet, then sets it; returns how many those are."""
+def _run(steps: Sequence[CompileTask], report: OnCompile | None) -> int:
+    """Runs the tasks whose marker is not there yet, then sets it; returns how many those are."""
     from sparsekv_cli.cpu.jit import kernel_cache
 
     markers = dict.fromkeys(step.marker for step in steps)

@@ -1,10 +1,10 @@
-"""How numba compiles kernels: machine code for what is called from Python or by address only.
+"""How numba compiles kernels: machine code only for functions that Python or an address calls.
 
-A kernel holds copies of all functions that it calls. numba nevertheless makes machine code and
-wrappers of every one of them, and optimises each in full before it optimises the copies again. Here
-such a callee is kept as lightly optimised IR, from which kernels are made; a cold start takes half
-the time. A function that is called both ways is compiled twice, so that a kernel does not depend on
-what was compiled before it.
+A kernel holds copies of all functions that it calls. numba by itself also makes machine code and
+wrappers of each of these functions, and optimises each in full ahead of the copies. Here such a
+callee is kept as lightly optimised IR, from which kernels are made, which halves the time of a cold
+start. A function that is called both ways is compiled twice, so that a kernel does not depend on
+what was compiled earlier.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _one_more(counter: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Puts Ctrl-C off to the next function: in the midst of LLVM it would be printed, and lost."""
+    """Delays Ctrl-C to the end of the current function; inside LLVM it would be lost."""
     handler = signal.getsignal(signal.SIGINT)
     if (
         threading.current_thread() is not threading.main_thread()
@@ -85,7 +85,7 @@ def _stop_if_interrupted() -> None:
 
 
 def _finalize(self: Any) -> None:
-    """In the place of numba's, which makes machine code at once."""
+    """Replaces numba's step of that name, which makes machine code at once."""
     self._finalize_dynamic_globals()
     self._verify_declare_only_symbols()
     self._final_module._CPUCodeLibrary__library = weakref.proxy(self)
@@ -94,7 +94,7 @@ def _finalize(self: Any) -> None:
 
 
 def _optimize_lightly(self: Any) -> None:
-    """The first half of numba's: what brings functions into one and simplifies it."""
+    """The first half of numba's optimisation, which inlines functions and simplifies the result."""
     manager, builder = self._codegen._module_pass_manager(
         loop_vectorize=self._codegen._loopvect, slp_vectorize=False,
         opt=self._codegen._opt_level, cost="cheap",
@@ -133,7 +133,7 @@ def _serialize(self: Any) -> tuple[Any, ...]:
 
 
 def _set_environment(self: Any, name: str, environment: Any) -> None:
-    """A callee has no place for its environment; the kernels that hold a copy have."""
+    """Skips a callee, whose environment is that of the kernels that hold a copy of it."""
     if self._engine.is_symbol_defined(name):
         _numba_set_environment(self, name, environment)
 
@@ -197,8 +197,9 @@ def _alone(self: Any, signature: Any) -> contextlib.AbstractContextManager[None]
 
 
 def compiled(function: Any, signature: tuple[Any, ...]) -> Any:
-    """What numba knows of a dispatcher's function that is compiled for ``signature`` and is called
-    by its address; the dispatcher keeps the machine code.
+    """numba's compile result of a dispatcher's function for ``signature``, to be called by address.
+
+    The dispatcher keeps the machine code alive.
     """
     function.compile(signature)
     return _kernels(function)[signature]
@@ -221,7 +222,7 @@ _numba_compile_callback = ccallback.CFunc.compile
 
 
 def install() -> None:
-    """Lets numba compile all functions of this process so."""
+    """Makes numba compile all functions of this process in this way."""
     codegen.JITCodeLibrary._finalize_final_module = _finalize
     codegen.JITCodeLibrary._optimize_final_module = _optimize_lightly
     codegen.JITCodeLibrary.get_pointer_to_function = _pointer_to_function

@@ -19,8 +19,10 @@ _NAME = re.compile(r"[\w.]+")
 
 
 class Sources:
-    """The modules of one package, as they are when this is made: whoever edits a file while kernels
-    are compiled from what was imported must not get them for the new text.
+    """The modules of one package, with the text that they had when this object was made.
+
+    If a file is edited while kernels are compiled from what was imported, they are not kept under
+    the new text.
     """
 
     def __init__(self, package: str, root: Path) -> None:

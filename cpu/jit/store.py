@@ -147,7 +147,7 @@ class KernelStore:
 
     @contextlib.contextmanager
     def lock(self, name: str, what: str) -> Iterator[None]:
-        """Keeps other processes from compiling ``name`` meanwhile, where the folder can be locked.
+        """Keeps other processes from compiling ``name`` meanwhile, if the folder can be locked.
 
         what: named in the line that says that this process waits for another one.
         """

@@ -43,7 +43,7 @@ MIN_TOKENS = 256  # below, statistics of keys and queries say little
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")  # belong to pip, not to us
 
 # Told of a calibration: the method, the share that is done, and at the end where it was stored.
-Report = Callable[[str, float, str], None]
+OnCalibrate = Callable[[str, float, str], None]
 Encode = Callable[[str], Sequence[int]]
 
 
@@ -117,7 +117,7 @@ class Calibrations:
         installed = any(part in PACKAGE_FOLDERS for part in folder.parts)
         return beside if os.access(folder, os.W_OK) and not installed else cached
 
-    def specs(self, method: Method, report: Report | None = None) -> list[LayerSpec]:
+    def specs(self, method: Method, report: OnCalibrate | None = None) -> list[LayerSpec]:
         """The decoder's layers, with the method's calibration if it needs one."""
         specs = self._decoder.layer_specs()
         if method.needs != CALIBRATION:
@@ -128,7 +128,7 @@ class Calibrations:
             for i, spec in enumerate(specs)
         ]
 
-    def _tensors(self, method: Method, report: Report | None) -> Mapping[str, np.ndarray]:
+    def _tensors(self, method: Method, report: OnCalibrate | None) -> Mapping[str, np.ndarray]:
         name = method_name(method)
         if name not in self._loaded:
             entry = self.find(name, report)
@@ -140,7 +140,7 @@ class Calibrations:
             self._loaded[name] = entry.tensors
         return self._loaded[name]
 
-    def find(self, name: str, report: Report | None = None) -> Entry | None:
+    def find(self, name: str, report: OnCalibrate | None = None) -> Entry | None:
         """The stored calibration of a method; SparseKVError for a sidecar that is unusable.
 
         None, and a word about it, for one in the cache directory that an older version made by
@@ -176,7 +176,11 @@ class Calibrations:
         return f"stored in {path}"
 
     def calibrate(
-        self, method: Method, text: CalibrationText, n_tokens: int, report: Report | None = None
+        self,
+        method: Method,
+        text: CalibrationText,
+        n_tokens: int,
+        report: OnCalibrate | None = None,
     ) -> Entry:
         """Runs ``method`` over the first ``n_tokens`` of ``text``, or what the model can take.
 
