@@ -53,7 +53,7 @@ class KernelCache(caching._Cache):
         self._is_enabled = False
 
     def flush(self) -> None:
-        """Does nothing: when numba recompiles a function, which calls this, its file is replaced."""
+        """Does nothing: numba calls it to recompile a function, whose file is replaced."""
 
     @cached_property
     def _function_key(self) -> tuple[Any, ...]:
@@ -123,6 +123,6 @@ def _cache_of(py_func: Any) -> Any:
 
 
 def install() -> None:
-    """Makes kernels of this package with ``cache=True`` use KernelCache; others keep numba's cache."""
+    """Makes kernels of this package with ``cache=True`` use KernelCache; others keep numba's."""
     dispatcher.FunctionCache = _cache_of
     ccallback.FunctionCache = _cache_of
