@@ -53,10 +53,11 @@ def test_figures_are_those_of_the_cpu(model, monkeypatch):
     assert len(caches) == 3 * (3 * 3 + 1) and max(full_ones) == 0
     assert [row.name for row in device] == ["full", "topk", "lfps"]
     for expected, found in zip(host, device, strict=True):
-        assert found.kld_mean == pytest.approx(expected.kld_mean, abs=2e-3)
-        assert found.rows_attended_mean == pytest.approx(expected.rows_attended_mean, rel=0.01)
-        assert found.attn_mass_recall == pytest.approx(expected.attn_mass_recall, abs=0.02)
-        assert found.topk_overlap == pytest.approx(expected.topk_overlap, abs=0.05)
+        # The interpreter's differ by some 1e-6 of each; a GPU's sums are in another order.
+        assert found.kld_mean == pytest.approx(expected.kld_mean, rel=0.05)
+        assert found.rows_attended_mean == expected.rows_attended_mean
+        assert found.attn_mass_recall == pytest.approx(expected.attn_mass_recall, abs=2e-3)
+        assert found.topk_overlap == pytest.approx(expected.topk_overlap, abs=0.02)
         assert found.decode_tps > 0 and found.ttft_s > 0
     full, topk, lfps = device
     assert full.kld_mean == 0 and min(topk.kld_mean, lfps.kld_mean) > 0

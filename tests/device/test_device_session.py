@@ -19,6 +19,7 @@ from sparsekv_cli.session import load_session
 
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, 400, 300)]
 SIZES = {"n_embd": 64, "n_ff": 64, "n_vocab": 400, "head_dim": 32}  # the interpreter is slow
+LIMIT = 6e-4  # of logits: f32 sums in another order, keys that round to the next f16
 
 
 def sessions(path, method, **options):
@@ -144,3 +145,21 @@ def test_what_does_not_fit_goes_to_the_host_or_is_refused(tmp_path):
         load_session(
             path, build_method("topk", {}, cache_type_k="q8_0"), SessionConfig(device="cuda")
         )
+
+
+@pytest.mark.parametrize("method", ["topk", "streaming"])
+def test_a_share_of_the_context_counts_the_new_row(method, tiny_model):
+    """Attention is even, so that a row more or less is seen; each fourth step takes one more."""
+    path = tiny_model(wtype="F32", n_layer=1, attention_gain=0.3, **SIZES)
+    prepared = build_method(method, {}, budget="25%", dense_layers="none")
+    expected, actual = (
+        load_session(path, prepared, SessionConfig(threads=1, device=device, prefill_dtype="f32"))
+        for device in ("cpu", "cuda")
+    )
+    for session in (expected, actual):
+        session.prefill(PROMPT[:59])
+    for token in PROMPT[59:64]:
+        a, b = (session.decode(token) for session in (expected, actual))
+        np.testing.assert_allclose(b, a, atol=LIMIT)
+    counts = [session.ledger.as_dict()["sparse_rows_attended"] for session in (expected, actual)]
+    assert counts[0] == counts[1] == 4 * sum(4 + round(n / 4) for n in range(60, 65))

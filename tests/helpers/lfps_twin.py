@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 SINKS, LOCAL = 4, 6
+BLOCK = 64  # entries of a table that have one bound
+HEADS_A_READ = 4  # heads that score a key while it is in registers
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,24 @@ class HeadChoice:
     candidates: np.ndarray = field(default_factory=lambda: np.empty(0, int))  # C1
     cut: float = -np.inf  # lowest score that got into C2 beside the recents, if others did not
     distance: float = np.inf  # of the nearest table entry to its threshold, relative to it
+
+
+@dataclass
+class StepCounts:
+    """What a step does, in rows and table entries.
+
+    scored: pairs of head and row. keys: key rows read, of which HEADS_A_READ heads share one.
+    entries: least entries of tables that a search reads: those of blocks that hold a candidate.
+    distance: how near the nearest test of a head was to its limit.
+    """
+
+    scored: int = 0
+    keys: int = 0
+    attended: int = 0
+    tested: int = 0
+    bounds: int = 0
+    entries: int = 0
+    distance: float = np.inf
 
 
 class LFPSTwin:
@@ -95,11 +115,21 @@ class LFPSTwin:
         scores = [self.k[h // self.group] @ self.q[h] * self.scale for h in range(self.n_head)]
         rho = [self.sink_share(h, scores[h]) for h in range(self.n_head)]
         choices = []
+        counts = self.counts = StepCounts()
+        n_local = n - max(SINKS, n - 1 - LOCAL)
+        counts.scored = counts.keys = self.n_head * (SINKS + n_local)
+        for h in range(self.n_head):
+            most = self.sink_share(h, scores[h], of_all=False)
+            counts.tested += most > self.options.epsilon
+            counts.distance = min(counts.distance, abs(most - self.options.epsilon))
         for first in range(0, self.n_head, self.heads_a_team):
             heads = range(first, first + self.heads_a_team)
             active = [h for h in heads if rho[h] <= self.options.epsilon]
             if active:
                 c1, distance = self.candidates(heads, active)
+                counts.distance = min(counts.distance, distance)
+                counts.scored += len(active) * max(0, len(c1) - n_local)
+                counts.keys += len(c1) * -(-len(active) // HEADS_A_READ)
             for h in heads:
                 if h not in active:
                     near = [*range(SINKS), *range(max(SINKS, n - 1 - LOCAL), n)]
@@ -112,18 +142,20 @@ class LFPSTwin:
                 cut = scores[h][best].min() if 0 < len(best) < len(others) else -np.inf
                 rows = np.sort(np.concatenate([np.arange(SINKS), best, recents]))
                 choices.append(HeadChoice(False, rho[h], rows, scores[h], c1, cut, distance))
+        counts.attended = sum(len(choice.attended) for choice in choices)
         return choices
 
     def n_recent(self) -> int:
         return max(1, min(self.options.recent, self.options.budget // 2))
 
-    def sink_share(self, h: int, scores: np.ndarray) -> float:
-        """Step 4: rho."""
+    def sink_share(self, h: int, scores: np.ndarray, of_all: bool = True) -> float:
+        """Step 4: rho; or the most that it could be, were there no other keys."""
         n = len(scores)
         peak = scores.max()
         ws = np.exp(scores[:SINKS] - peak).sum()
         wl = np.exp(scores[max(SINKS, n - 1 - LOCAL) : n - 1] - peak).sum()
-        return ws / (ws + np.exp(self.log_global(h, n) - peak) + wl)
+        wg = np.exp(self.log_global(h, n) - peak) if of_all else 0.0
+        return ws / (ws + wg + wl)
 
     def log_global(self, h: int, n: int) -> float:
         """ln of nn exp(q.Kbar/sqrt d + Var/2), the mass of all keys but the sinks."""
@@ -164,6 +196,10 @@ class LFPSTwin:
         ver = self.ver[h, known]  # by row
         dist = self.dist[h, n - 1 - known]
         tau_v, tau_s = factor * self.threshold(ver), factor * self.threshold(dist)
+        self.counts.bounds += 2 * -(-n // BLOCK)
+        for table, tau in ((self.ver[h], tau_v), (self.dist[h, : n - SINKS], tau_s)):
+            blocks = [table[i : i + BLOCK] for i in range(0, len(table), BLOCK)]
+            self.counts.entries += sum(len(block) for block in blocks if block.max() > tau)
         c0 = set(known[(ver > tau_v) | (dist > tau_s)].tolist())
         above_mean = set(known[(ver > ver.mean()) | (dist > dist.mean())].tolist())
         c1 = set(c0)
