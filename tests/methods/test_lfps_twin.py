@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 import numba
 import numpy as np
 import pytest
+from lfps_counts import assert_counted
 from lfps_twin import SINKS, HeadChoice, LFPSTwin, TwinOptions
 
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
@@ -138,12 +139,14 @@ def reconcile(twin: LFPSTwin, choice: HeadChoice, actual: np.ndarray) -> bool:
 
 def follow(cache: LFPSCache, twin: LFPSTwin, stream: Stream, n_steps: int) -> dict[str, int]:
     """Decodes n_steps tokens in both and compares everything; counts what occurred."""
-    seen = {"bypassed": 0, "active": 0, "mixed": 0, "ties": 0, "beyond": 0, "short": 0}
+    counts = ("bypassed", "active", "mixed", "ties", "beyond", "short", "counted")
+    seen = dict.fromkeys(counts, 0)
     for _ in range(n_steps):
         q, k, v = stream.next()
-        n = cache.store.n + 1
+        n, before = cache.store.n + 1, cache.counters()
         out = cache.decode(row_input(q, k, v, n - 1))
         choices = twin.choose(q, k, v)
+        seen["counted"] += assert_counted(twin, before, cache.counters())
         assert cache.attended is not None
         rows, counts = cache.attended
         for h, choice in enumerate(choices):
@@ -223,7 +226,7 @@ def test_lfps_equals_its_twin(geometry, variant):
     options = TwinOptions(budget=24, epsilon=0.7, **VARIANTS[variant])
     cache, twin, seen = run_both(geometry, options, seed=1)
     assert min(seen["bypassed"], seen["active"]) > 50 and seen["beyond"] > 500
-    assert seen["ties"] <= 2
+    assert seen["ties"] <= 2 and seen["counted"] >= 0.9 * N_STEPS
     if twin.heads_a_team > 1:
         assert seen["mixed"] > 50, "some heads of a group bypassed, others not"
     assert cache._step.words.view(np.float64)[lfps_chain.A] == pytest.approx(
