@@ -19,6 +19,7 @@ import numpy as np
 
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.calibration.sidecar import (
+    SUFFIX,
     Entry,
     ModelIdentity,
     OutdatedError,
@@ -107,8 +108,8 @@ class Calibrations:
         path = Path(self._file.path)
         base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         folder = Path(base) / "sparsekv-cli" / "calibration"
-        beside = path.with_name(f"{path.stem}.calibration.gguf")
-        return beside, folder / f"{self.identity.model_hash}.gguf"
+        beside = path.with_name(f"{path.stem}{SUFFIX}")
+        return beside, folder / f"{self.identity.model_hash}.npz"
 
     def place_to_write(self) -> Path:
         """Beside the model, unless that folder cannot be written or is an installed package's."""

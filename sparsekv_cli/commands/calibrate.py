@@ -76,7 +76,7 @@ def command(
     device: str,
     prefill_dtype: str,
 ) -> None:
-    """Calibrate methods for a model and store the result in its sidecar, a GGUF file.
+    """Calibrate methods for a model and store the result in its sidecar, an npz file.
 
     A method that needs a calibration makes it by itself when it is first used. This command makes
     it again, beforehand, or on another text; what other methods have stored is kept.

@@ -378,7 +378,7 @@ def test_calibrated_methods_are_compared_too(model, session, monkeypatch):
     _, sparse, everything = compare(session, methods, random_ids(LENGTH), 8)
     assert everything.kld_mean == 0 < sparse.kld_mean
     assert 0 < sparse.attn_mass_recall < 1
-    model.with_name("model.calibration.gguf").unlink()
+    model.with_name("model.calibration.npz").unlink()
 
 
 def test_memory_is_taken_after_decoding(session, monkeypatch):
