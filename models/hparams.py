@@ -7,23 +7,18 @@ llama_context (YaRN) and gguf-py's constants.  ``{a}`` stands for ``general.arch
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.errors import SparseKVError, UnsupportedModelError
 from sparsekv_cli.models.gguf.file import GGUFFile, StringArray
 
 MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
 MAX_HEADS = 1 << 12
 MAX_WIDTH = 1 << 24  # of an embedding, a feed-forward layer or a head
 MAX_TOKENS = 1 << 31  # of a context or a vocabulary; llama.cpp counts both in i32
-
-
-class UnsupportedModelError(SparseKVError):
-    """The file is in order, but this program cannot run such a model."""
 
 
 @dataclass(frozen=True)
@@ -109,15 +104,6 @@ def read_architecture(file: GGUFFile) -> str:
     if not name:
         raise SparseKVError(f"{file.path}: {key} is empty")
     return name
-
-
-def check_architecture(name: str, supported: Collection[str]) -> None:
-    """UnsupportedModelError unless ``name`` is one of ``supported``."""
-    if name not in supported:
-        shown = repr(name if len(name) <= 80 else name[:77] + "...")
-        raise UnsupportedModelError(
-            f"architecture {shown} is not supported; supported are {', '.join(sorted(supported))}"
-        )
 
 
 def read_hparams(file: GGUFFile) -> HParams:

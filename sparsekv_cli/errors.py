@@ -6,3 +6,7 @@ class SparseKVError(Exception):
 
     Only ``cli.py`` turns it into ``error: ...`` on stderr and exit code 1.
     """
+
+
+class UnsupportedModelError(SparseKVError):
+    """The file is in order, but this program cannot run such a model."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import import_module
 
-from sparsekv_cli.models.hparams import check_architecture
+from sparsekv_cli.errors import UnsupportedModelError
 
 # general.architecture -> module of this package
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -33,7 +33,12 @@ class Architecture:
 
 
 def architecture_of(name: str) -> Architecture:
-    """The architecture ``general.architecture`` names; SparseKVError if it is not supported."""
-    check_architecture(name, ARCHITECTURES)
+    """The architecture ``general.architecture`` names; UnsupportedModelError if there is none."""
+    if name not in ARCHITECTURES:
+        shown = repr(name if len(name) <= 80 else name[:77] + "...")
+        supported = ", ".join(sorted(ARCHITECTURES))
+        raise UnsupportedModelError(
+            f"architecture {shown} is not supported; supported are {supported}"
+        )
     module = import_module(f"sparsekv_cli.models.architectures.{ARCHITECTURES[name]}")
     return module.ARCHITECTURE

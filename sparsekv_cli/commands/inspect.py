@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sparsekv_cli.commands.options import MODEL_OPTIONS, find_model, verbose_option
-from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.errors import SparseKVError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -51,7 +51,6 @@ def command(
     path = find_model(file if file is not None else model)
     from sparsekv_cli.models.gguf.check import check_tensors as scan
     from sparsekv_cli.models.gguf.file import open_gguf
-    from sparsekv_cli.models.hparams import UnsupportedModelError
 
     with open_gguf(path, vocab_only_ok=True) as gguf:
         problem = find_problem(gguf)
@@ -81,21 +80,16 @@ def command(
 
 def find_problem(gguf: GGUFFile) -> SparseKVError | None:
     """Why this model cannot be run: UnsupportedModelError if only this program is at fault."""
-    from sparsekv_cli.models.architectures import ARCHITECTURES
+    from sparsekv_cli.models.architectures import architecture_of
     from sparsekv_cli.models.gguf.file import check_whole_model
-    from sparsekv_cli.models.hparams import (
-        UnsupportedModelError,
-        check_architecture,
-        read_architecture,
-        read_hparams,
-    )
+    from sparsekv_cli.models.hparams import read_architecture, read_hparams
 
     try:
         check_whole_model(gguf)
     except SparseKVError as error:
         return UnsupportedModelError(str(error))
     try:
-        check_architecture(read_architecture(gguf), ARCHITECTURES)
+        architecture_of(read_architecture(gguf))
         read_hparams(gguf)
     except SparseKVError as error:
         return error
