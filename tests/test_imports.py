@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "cpu": set(),
     "kernels": set(),
     "cache": {"cpu"},
-    "calibration": {"cache", "cpu", "methods", "models"},
+    "calibration": {"cache", "cpu", "models"},
     "methods": {"cache", "calibration", "cpu"},
     "models": {"cache", "cpu"},
     "sampling": set(),

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from sparsekv_cli.cache.spec import LayerSpec
+from sparsekv_cli.calibration.run import CALIBRATION, Calibrated, CalibrationRun
 from sparsekv_cli.calibration.sidecar import (
     SUFFIX,
     Entry,
@@ -30,8 +31,6 @@ from sparsekv_cli.calibration.sidecar import (
 )
 from sparsekv_cli.cpu.jit.threads import blas_threads
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.methods import METHODS, method_class
-from sparsekv_cli.methods.base import CALIBRATION, CalibrationRun, Method
 from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.models.hparams import HParams
 
@@ -59,20 +58,6 @@ def built_in_text() -> CalibrationText:
     """Prose, code and dialogue, a good 5,000 tokens of an English vocabulary."""
     path = files("sparsekv_cli") / "data" / "calibration.txt"
     return CalibrationText(BUILT_IN, path.read_text(encoding="utf-8"))
-
-
-def method_name(method: Method) -> str:
-    """The name in METHODS that stands for the class of ``method``."""
-    cls = type(method)
-    for name, entry in METHODS.items():
-        if f"{cls.__module__}:{cls.__qualname__}" == f"sparsekv_cli.methods.{entry}":
-            return name
-    raise ValueError(f"{cls.__qualname__} is not in the table of methods")
-
-
-def calibrated_methods() -> list[str]:
-    """The names of all methods that need a calibration."""
-    return [name for name in METHODS if method_class(name).needs == CALIBRATION]
 
 
 class Calibrations:
@@ -118,7 +103,7 @@ class Calibrations:
         installed = any(part in PACKAGE_FOLDERS for part in folder.parts)
         return beside if os.access(folder, os.W_OK) and not installed else cached
 
-    def specs(self, method: Method, report: OnCalibrate | None = None) -> list[LayerSpec]:
+    def specs(self, method: Calibrated, report: OnCalibrate | None = None) -> list[LayerSpec]:
         """The decoder's layers, with the method's calibration if it needs one."""
         specs = self._decoder.layer_specs()
         if method.needs != CALIBRATION:
@@ -129,8 +114,8 @@ class Calibrations:
             for i, spec in enumerate(specs)
         ]
 
-    def _tensors(self, method: Method, report: OnCalibrate | None) -> Mapping[str, np.ndarray]:
-        name = method_name(method)
+    def _tensors(self, method: Calibrated, report: OnCalibrate | None) -> Mapping[str, np.ndarray]:
+        name = method.name
         if name not in self._loaded:
             entry = self.find(name, report)
             if entry is None:
@@ -178,7 +163,7 @@ class Calibrations:
 
     def calibrate(
         self,
-        method: Method,
+        method: Calibrated,
         text: CalibrationText,
         n_tokens: int,
         report: OnCalibrate | None = None,
@@ -187,7 +172,7 @@ class Calibrations:
 
         SparseKVError if text or context are too short to measure anything.
         """
-        name = method_name(method)
+        name = method.name
         n_ctx = self._hparams.n_ctx_train
         if n_ctx < MIN_TOKENS:
             raise SparseKVError(

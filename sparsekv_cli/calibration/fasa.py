@@ -16,11 +16,11 @@ import numpy as np
 from sparsekv_cli.cache.layer import Backend, LayerCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore
+from sparsekv_cli.calibration import allocation
+from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.calibration.trials import Attend, Trial, middle_rows, study_shares, unchanged
-from sparsekv_cli.cpu.faedkv import frequencies
 from sparsekv_cli.cpu.fasa import dominance
 from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
-from sparsekv_cli.methods.base import CalibrationRun, Method
 
 METRICS = ("var", "ca")  # as dominance.judge_chunks returns them
 SHARES = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 1.0)  # of all chunks, at which layers choose rows
@@ -29,7 +29,12 @@ STATISTICS_SHARE = 0.2  # of the time of a calibration
 
 
 def study_chunks(
-    run: CalibrationRun, method: Method, n_query: int, top_k: int, n_sinks: int, n_recent: int
+    run: CalibrationRun,
+    is_dense: Callable[[LayerSpec], bool],
+    n_query: int,
+    top_k: int,
+    n_sinks: int,
+    n_recent: int,
 ) -> dict[str, np.ndarray]:
     """What each chunk is worth, and what a layer loses with a share of them.
 
@@ -51,14 +56,14 @@ def study_chunks(
         run.progress(STATISTICS_SHARE + (1 - STATISTICS_SHARE) * share)
 
     tensors["tip_kld"], tensors["tip_budget"] = study_shares(
-        run, method, choose, SHARES, middle, n_recent, progress
+        run, is_dense, choose, SHARES, middle, n_recent, progress
     )
     return tensors
 
 
 def even_budgets() -> np.ndarray:
     """A row of ``tip_budget`` of a layer that has the share that all have: f32 (shares, 2)."""
-    return frequencies.even_budgets(SHARES)
+    return allocation.even_budgets(SHARES)
 
 
 def tips_of(mean_tip: int, n_chunk: int, budgets: np.ndarray) -> int:
@@ -66,7 +71,7 @@ def tips_of(mean_tip: int, n_chunk: int, budgets: np.ndarray) -> int:
 
     budgets: its row of ``tip_budget``. Below the least share that was studied, all have the mean.
     """
-    return frequencies.layer_count(mean_tip, n_chunk, budgets, SHARES)
+    return allocation.layer_count(mean_tip, n_chunk, budgets, SHARES)
 
 
 def _attend_best(spec: LayerSpec, dims: np.ndarray, n_sinks: int, n_recent: int) -> Attend:

@@ -15,11 +15,11 @@ import numpy as np
 from sparsekv_cli.cache.layer import Backend, LayerCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore
+from sparsekv_cli.calibration import allocation
+from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.calibration.trials import Change, Trial, middle_rows, study_shares
-from sparsekv_cli.cpu.faedkv import frequencies
 from sparsekv_cli.cpu.jit.floats import as_f32
 from sparsekv_cli.cpu.sals import latent
-from sparsekv_cli.methods.base import CalibrationRun, Method
 
 BASES = ("diag", "pca")  # weighted by queries, and not
 SHARES = (1 / 8, 1 / 6, 1 / 4, 3 / 8, 1 / 2, 1.0)  # of all columns, at which layers are cut
@@ -27,13 +27,13 @@ STATISTICS_SHARE = 0.2  # of the time of a calibration
 
 
 def study_keys(
-    run: CalibrationRun, method: Method, n_sinks: int, n_recent: int
+    run: CalibrationRun, is_dense: Callable[[LayerSpec], bool], n_sinks: int, n_recent: int
 ) -> dict[str, np.ndarray]:
     """Both bases of every layer, from the text's pre-RoPE keys and queries, and the cost of ranks.
 
     rank_kld f32 (L, shares): KLD(full || one layer's keys cut to a share of its latents' columns),
     the last one not measured. rank_budget f32 (L, shares, 2): see
-    ``frequencies.budgets_of_levels``. Layers that are dense by default are not cut; their share is
+    ``allocation.budgets_of_levels``. Layers that are dense by default are not cut; their share is
     the mean.
     """
     tensors = study_directions(run)
@@ -48,14 +48,14 @@ def study_keys(
     # Half of the columns are as good as all: there the KLD is little more than that of rounding
     # (0.0002 in bf16), which no column takes away.
     tensors["rank_kld"], tensors["rank_budget"] = study_shares(
-        run, method, cut, SHARES, middle, n_recent, progress
+        run, is_dense, cut, SHARES, middle, n_recent, progress
     )
     return tensors
 
 
 def even_budgets() -> np.ndarray:
     """A row of ``rank_budget`` of a layer that has the share that all have: f32 (shares, 2)."""
-    return frequencies.even_budgets(SHARES)
+    return allocation.even_budgets(SHARES)
 
 
 def rank_of(mean_rank: int, size: int, budgets: np.ndarray) -> int:
@@ -63,7 +63,7 @@ def rank_of(mean_rank: int, size: int, budgets: np.ndarray) -> int:
 
     budgets: its row of ``rank_budget``. Below the least share that was studied, all have the mean.
     """
-    return frequencies.layer_count(mean_rank, size, budgets, SHARES)
+    return allocation.layer_count(mean_rank, size, budgets, SHARES)
 
 
 def _cut(spec: LayerSpec, tensors: dict[str, np.ndarray], middle: slice, share: float) -> Change:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import zipfile
@@ -30,10 +31,6 @@ KIND = "sparsekv-calibration"
 SUFFIX = ".calibration.npz"
 PAIRING = "half-split"  # RoPE pairs (i, i + n_rot/2), as the decoder gives q and k to the methods
 SAMPLE_BYTES = 256  # of a tensor, at its beginning, middle and end
-
-# What reading a damaged npz file raises.
-DAMAGE = (OSError, EOFError, KeyError, MemoryError, NotImplementedError, RecursionError, ValueError,
-          zipfile.BadZipFile)  # fmt: skip
 
 WORDS = {
     "n_layer": "layers",
@@ -127,15 +124,15 @@ def read_entry(path: Path, method: str, identity: ModelIdentity) -> Entry | None
     if not os.path.lexists(path):
         return None
     try:
-        with _open(path) as file:
-            about = _about(file)
+        with zipfile.ZipFile(path) as archive:
+            about = _about(archive)
             if method not in about["methods"]:
                 return None
             _check(path, method, about, identity)
-            return _entry(file, method, about["methods"][method])
+            return _entry(archive, method, about["methods"][method])
     except SparseKVError:
         raise
-    except (*DAMAGE, TypeError) as error:
+    except Exception as error:  # whatever damage makes zipfile, numpy and json raise
         detail = " ".join(str(error).split())[:80] or type(error).__name__
         raise _unusable(path, method, f"cannot be read ({detail})") from None
 
@@ -147,7 +144,7 @@ def write_entry(path: Path, method: str, identity: ModelIdentity, entry: Entry) 
     SparseKVError if ``path`` is some other kind of file, OSError if it cannot be written.
     """
     check_place(path)
-    entries = {**_others(path, method, identity), method: entry}
+    entries = {**_entries(path, identity), method: entry}
     methods = {}
     for name, each in entries.items():
         methods[name] = {**vars(each), "tensors": list(each.tensors), "model": asdict(identity)}
@@ -166,18 +163,17 @@ def write_entry(path: Path, method: str, identity: ModelIdentity, entry: Entry) 
             temporary.unlink()
 
 
-def _open(path: Path) -> Any:
-    """The npz file, whose members must not be compressed: its size then bounds what it takes."""
-    with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
-        if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-            raise ValueError("it is compressed")
-    return np.load(path, allow_pickle=False)
+def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    """A member of the npz file. None is compressed, so the file's size bounds what it takes."""
+    if archive.getinfo(f"{name}.npy").compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"{name} is compressed")
+    return np.load(io.BytesIO(archive.read(f"{name}.npy")), allow_pickle=False)
 
 
-def _about(file: Any) -> dict[str, Any]:
-    """What the file says of itself; an error of DAMAGE if it is no sidecar."""
-    about = json.loads(str(file["about"]))
-    if not isinstance(about, dict) or about.get("kind") != KIND:
+def _about(archive: zipfile.ZipFile) -> dict[str, Any]:
+    """What the file says of itself; ValueError if it is no sidecar."""
+    about = json.loads(str(_array(archive, "about")))
+    if about["kind"] != KIND:
         raise ValueError("it is no calibration")
     return about
 
@@ -219,9 +215,8 @@ def _show(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _entry(file: Any, method: str, own: dict[str, Any]) -> Entry:
-    """The arrays of a method; an error of DAMAGE if one is missing or damaged."""
-    tensors = {name: file[f"{method}.{name}"] for name in own["tensors"]}
+def _entry(archive: zipfile.ZipFile, method: str, own: dict[str, Any]) -> Entry:
+    tensors = {name: _array(archive, f"{method}.{name}") for name in own["tensors"]}
     return Entry(tensors, own["n_tokens"], own["text_name"], own["text_hash"], own["program"])
 
 
@@ -243,23 +238,22 @@ def check_place(path: Path) -> None:
             try:
                 with zipfile.ZipFile(path) as archive:
                     names = archive.namelist()
-            except DAMAGE:
+            except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile):
                 return  # a damaged sidecar, to be replaced
             if "about.npy" in names:
                 return
     raise SparseKVError(f"{path}: is no calibration, and is left as it is; choose another place")
 
 
-def _others(path: Path, method: str, identity: ModelIdentity) -> dict[str, Entry]:
-    """The other methods' entries that can be kept."""
+def _entries(path: Path, identity: ModelIdentity) -> dict[str, Entry]:
+    """The entries of a file that can be kept: of this model and format, and not damaged."""
     kept: dict[str, Entry] = {}
-    with contextlib.suppress(*DAMAGE, TypeError), _open(path) as file:
-        about = _about(file)
+    with contextlib.suppress(Exception), zipfile.ZipFile(path) as archive:
+        about = _about(archive)
         for name, own in about["methods"].items():
-            if name != method:
-                with contextlib.suppress(SparseKVError, *DAMAGE, TypeError):
-                    _check(path, name, about, identity)
-                    kept[name] = _entry(file, name, own)
+            with contextlib.suppress(Exception):
+                _check(path, name, about, identity)
+                kept[name] = _entry(archive, name, own)
     return kept
 
 

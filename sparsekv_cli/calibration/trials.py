@@ -19,10 +19,9 @@ import numpy as np
 from sparsekv_cli.cache.layer import Backend, DenseCache, LayerCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore
-from sparsekv_cli.cpu.faedkv import frequencies
+from sparsekv_cli.calibration import allocation
+from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
-from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.methods.base import CalibrationRun, Method
 
 N_PREFIX, N_SCORED, N_WINDOWS = 1024, 48, 2  # rows of a window; windows
 ROWS_AT_ONCE = 512  # rows of a forward pass: bounds the logits, which are held for all of them
@@ -45,16 +44,6 @@ class Trial(NamedTuple):
 
 def unchanged(k: np.ndarray, v: np.ndarray) -> None:
     """No change."""
-
-
-def without(dropped: np.ndarray) -> Change:
-    """K and V without these bins of their spectrum along the rows, int64."""
-
-    def change(k: np.ndarray, v: np.ndarray) -> None:
-        for rows in (k, v):
-            rows[:] = frequencies.without_bins(rows.astype(np.float32), dropped)
-
-    return change
 
 
 class Window:
@@ -235,7 +224,7 @@ def windows_of(run: CalibrationRun, middle: slice, n_recent: int) -> list[Window
 
 def study_shares(
     run: CalibrationRun,
-    method: Method,
+    is_dense: Callable[[LayerSpec], bool],
     trial_of: Callable[[LayerSpec, float], Trial],
     shares: Sequence[float],
     middle: slice,
@@ -245,14 +234,14 @@ def study_shares(
     """What ``shares`` of something cost in each layer, and how a budget of it is shared out.
 
     trial_of: the trial of one layer with a share. Returns KLD(full || trial) f32 (L, shares), and
-    f32 (L, shares, 2) as ``frequencies.budgets_of_levels`` has it. The last share, 1, gets the KLD
+    f32 (L, shares, 2) as ``allocation.budgets_of_levels`` has it. The last share, 1, gets the KLD
     of the one before it: what is left there is rounding, which no share takes away. Layers that are
     dense by the method's default have no trials; their share is the mean.
     """
-    specs = [spec for spec in run.specs if not method.is_dense(spec)]
+    specs = [spec for spec in run.specs if not is_dense(spec)]
     n_layer = len(run.specs)
     kld = np.zeros((n_layer, len(shares)))
-    budgets = np.tile(frequencies.even_budgets(shares), (n_layer, 1, 1))
+    budgets = np.tile(allocation.even_budgets(shares), (n_layer, 1, 1))
     if specs:
         trials = [trial_of(spec, share) for spec in specs for share in shares[:-1]]
         windows, done = windows_of(run, middle, n_recent), 0
@@ -266,50 +255,5 @@ def study_shares(
         layers = [spec.layer for spec in specs]
         kld[layers, :-1] = klds.reshape(len(specs), -1)
         kld[layers, -1] = kld[layers, -2]
-        budgets[layers] = frequencies.budgets_of_levels(kld[layers], shares)
+        budgets[layers] = allocation.budgets_of_levels(kld[layers], shares)
     return kld.astype(np.float32), budgets.astype(np.float32)
-
-
-def study_frequencies(run: CalibrationRun, n_sinks: int, n_recent: int) -> dict[str, np.ndarray]:
-    """What leaving out frequencies does to the answers, chunk by chunk, layer by layer.
-
-    imp_kld, imp_ppl f32 (L, C): KLD, and rise of the perplexity over itself (eq 7), without a chunk
-    of one layer. layer_kld f32 (L, levels): KLD with one layer at each share of
-    ``frequencies.LEVELS``, by imp_kld. layer_budget f32 (L, levels, 2): see
-    ``frequencies.budgets_of_levels``. Raises SparseKVError for a text without enough tokens between
-    the exact rows.
-    """
-    n_layer = len(run.specs)
-    middle = middle_rows(len(run.ids), n_sinks, n_recent)
-    n = middle.stop - middle.start
-    if n < 2 * frequencies.N_CHUNKS:
-        raise SparseKVError(f"calibration of faedkv: a text of {len(run.ids)} tokens is too short")
-    windows = windows_of(run, middle, n_recent)
-    levels, borders = frequencies.LEVELS[:-1], frequencies.chunk_borders(n // 2 + 1)
-    n_trials = len(windows) * n_layer * (frequencies.N_CHUNKS + len(levels))
-    n_done = 0
-
-    def advance(count: int) -> None:
-        nonlocal n_done
-        n_done += count
-        run.progress(n_done / n_trials)
-
-    chunks = [np.arange(*borders[c : c + 2]) for c in range(frequencies.N_CHUNKS)]
-    trials = [Trial(layer, without(chunk)) for layer in range(n_layer) for chunk in chunks]
-    scored = [window.score(trials, advance) for window in windows]
-    kld = np.mean([klds for klds, _ in scored], axis=0).reshape(n_layer, -1)
-    rises = [nlls - window.nll for window, (_, nlls) in zip(windows, scored, strict=True)]
-    trials = [
-        Trial(layer, without(np.setdiff1d(np.arange(n // 2 + 1), kept)))
-        for layer in range(n_layer)
-        for kept in (frequencies.kept_bins(n, level, kld[layer]) for level in levels)
-    ]
-    layer_kld = np.zeros((n_layer, len(frequencies.LEVELS)))  # nothing is lost at the last level
-    klds = [window.score(trials, advance)[0] for window in windows]
-    layer_kld[:, :-1] = np.mean(klds, axis=0).reshape(n_layer, -1)
-    return {
-        "imp_kld": kld.astype(np.float32),
-        "imp_ppl": np.expm1(np.mean(rises, axis=0)).reshape(n_layer, -1).astype(np.float32),
-        "layer_kld": layer_kld.astype(np.float32),
-        "layer_budget": frequencies.budgets_of_levels(layer_kld),
-    }

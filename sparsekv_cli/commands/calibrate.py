@@ -114,7 +114,7 @@ def command(
 
 def choose_methods(text: str) -> list[str]:
     """The names in ``text``, or all; a usage error for one that needs no calibration."""
-    from sparsekv_cli.calibration.calibrations import calibrated_methods
+    from sparsekv_cli.methods import calibrated_methods
 
     known = calibrated_methods()
     listed = ", ".join(known) or "none"

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from sparsekv_cli.cache.spec import Budget, parse_layers
+from sparsekv_cli.calibration.run import CALIBRATION
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.option import allowed_values, did_you_mean, options_of, parse_number_or_word
 
@@ -33,6 +34,11 @@ def method_class(name: str) -> type[Method]:
         raise ValueError(f"unknown method {name!r}{close}: choose from {', '.join(METHODS)}")
     module, _, cls = METHODS[name].partition(":")
     return getattr(import_module(f"sparsekv_cli.methods.{module}"), cls)
+
+
+def calibrated_methods() -> list[str]:
+    """The names of all methods that need a calibration."""
+    return [name for name in METHODS if method_class(name).needs == CALIBRATION]
 
 
 def build_method(

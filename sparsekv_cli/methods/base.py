@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -12,27 +12,8 @@ import numpy as np
 from sparsekv_cli.cache.layer import Backend, DenseCache, LayerCache
 from sparsekv_cli.cache.spec import Budget, LayerSpec
 from sparsekv_cli.cache.store import CACHE_TYPES
+from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.option import check_options, option
-
-CALIBRATION = "calibration"  # Method.needs of methods that read a sidecar
-
-
-@dataclass(frozen=True)
-class CalibrationRun:
-    """What a method gets to calibrate itself: a model, a text, and a way to run one over it.
-
-    specs: one a layer, ``calibration`` empty. ids: the text. forward(ids, pos, caches, all_logits):
-    a dense forward pass of rows from ``pos`` on through one LayerCache a layer, which may be of the
-    method's own making and keep what they are shown; logits f32 (n_vocab,), or (T, n_vocab).
-    progress: told the share that is done, 0 to 1.
-    """
-
-    specs: Sequence[LayerSpec]
-    backend: Backend
-    ids: Sequence[int]
-    forward: Callable[[Sequence[int], int, Sequence[LayerCache], bool], np.ndarray]
-    progress: Callable[[float], None]
-
 
 DENSE_HELP = "layers that attend to everything, such as 0,1 or none"
 _CACHE_TYPE_HELP = "type of {} in the cache; q8_0 with methods that read it"
@@ -65,8 +46,15 @@ class Method(ABC):
         for key in ("cache_type_k", "cache_type_v"):
             value = getattr(self, key)
             if value not in self.cache_types:
-                name, only = type(self).__module__.split(".")[-1], " or ".join(self.cache_types)
-                raise ValueError(f"{key} = {value!r}: method {name} keeps its rows as {only} only")
+                only = " or ".join(self.cache_types)
+                raise ValueError(
+                    f"{key} = {value!r}: method {self.name} keeps its rows as {only} only"
+                )
+
+    @property
+    def name(self) -> str:
+        """As on the command line: the file of the method in methods/."""
+        return type(self).__module__.rpartition(".")[2]
 
     def layer_spec(self, spec: LayerSpec) -> LayerSpec:
         """``spec`` with this method's types of the rows."""
@@ -99,8 +87,8 @@ class Method(ABC):
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
         """What every layer's ``spec.calibration`` is to hold: arrays (n_layer, ...) by name.
 
-        Called for methods whose ``needs`` is CALIBRATION. The arrays must not depend on the
-        method's options: one sidecar serves them all.
+        Called for methods whose ``needs`` is CALIBRATION (calibration/run.py). The arrays must not
+        depend on the method's options: one sidecar serves them all.
         """
         raise NotImplementedError
 

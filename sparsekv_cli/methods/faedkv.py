@@ -7,7 +7,7 @@ frequencies a layer keeps, and how many.
 | paper | here |
 |---|---|
 | eq 4, DFT of the middle segment | FourierBasis.coefficients (cpu/faedkv/spectrum.py) |
-| section 3.2, eq 6, 7: importance of chunks | study_frequencies (calibration/trials.py) |
+| section 3.2, eq 6, 7: importance of chunks | study_frequencies (calibration/faedkv.py) |
 | section 4.2.1, the chunks B* that are kept | kept_bins (cpu/faedkv/frequencies.py) |
 | eq 9, 12, IWDFT update of aged tokens | Spectrum.append, Spectrum.add (cpu/faedkv/spectrum.py) |
 | eq 5, 11, 13, sparse IDFT and attention | attend_spectrum (cpu/faedkv/attention.py) |
@@ -39,11 +39,13 @@ import numpy as np
 from sparsekv_cli.cache.layer import Backend, LayerCache
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.store import KVStore, padded
-from sparsekv_cli.calibration.trials import study_frequencies
+from sparsekv_cli.calibration.allocation import layer_share
+from sparsekv_cli.calibration.faedkv import study_frequencies
+from sparsekv_cli.calibration.run import CALIBRATION, CalibrationRun
 from sparsekv_cli.cpu.faedkv import fft, frequencies
 from sparsekv_cli.cpu.faedkv.attention import attend_spectrum
 from sparsekv_cli.cpu.faedkv.spectrum import DIRECT_BELOW, FourierBasis, Spectrum
-from sparsekv_cli.methods.base import CALIBRATION, DENSE_HELP, CalibrationRun, Method
+from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.option import option
 
 SINKS, RECENT = 10, 50  # paper, section 5.1
@@ -106,7 +108,7 @@ class FAEDKVCache(LayerCache):
         self._expected = 0  # rows that are coming, as announced
 
     def _share_of_layer(self, share: float) -> float:
-        return frequencies.layer_share(share, self.spec.calibration["layer_budget"])
+        return layer_share(share, self.spec.calibration["layer_budget"])
 
     @property
     def n(self) -> int:

@@ -34,9 +34,10 @@ from sparsekv_cli.cache.layer import Backend, LayerCache
 from sparsekv_cli.cache.spec import N_SINKS, AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.split_store import SplitStore
 from sparsekv_cli.calibration.fasa import METRICS, study_chunks, tips_of
+from sparsekv_cli.calibration.run import CALIBRATION, CalibrationRun
 from sparsekv_cli.cpu.fasa import chunks, dominance
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.methods.base import CALIBRATION, CalibrationRun, Method
+from sparsekv_cli.methods.base import Method
 from sparsekv_cli.option import option
 
 N_FAC = Budget(tokens=256)  # paper, section 5.1
@@ -108,7 +109,7 @@ class FASA(Method):
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
         """What chunks are worth, and what a layer loses with some of them, whatever the options."""
-        return study_chunks(run, FASA(), N_QUERIES, TOP_K, N_SINKS, N_RECENT)
+        return study_chunks(run, FASA().is_dense, N_QUERIES, TOP_K, N_SINKS, N_RECENT)
 
 
 class FASACache(LayerCache):

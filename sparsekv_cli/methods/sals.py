@@ -36,12 +36,13 @@ import numpy as np
 from sparsekv_cli.cache.layer import Backend, LayerCache
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.store import KVStore
+from sparsekv_cli.calibration.run import CALIBRATION, CalibrationRun
 from sparsekv_cli.calibration.sals import BASES, rank_of, study_keys
 from sparsekv_cli.cpu.attention import decode as attention
 from sparsekv_cli.cpu.sals import latent, step
 from sparsekv_cli.cpu.sals.values import BITS
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.methods.base import CALIBRATION, DENSE_HELP, CalibrationRun, Method
+from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.option import option
 
 SINKS, WINDOW = 16, 64  # rows kept as they are
@@ -118,7 +119,7 @@ class SALS(Method):
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
         """Both bases of every layer, and what ranks do to its answers, whatever the options."""
-        return study_keys(run, SALS(), SINKS, WINDOW)
+        return study_keys(run, SALS().is_dense, SINKS, WINDOW)
 
 
 def _calibrated(spec: LayerSpec, name: str) -> np.ndarray:

@@ -21,7 +21,7 @@ from sparsekv_cli.calibration.calibrations import CalibrationText
 from sparsekv_cli.calibration.sidecar import Entry, identify, read_entry, write_entry
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.methods import build_method
+from sparsekv_cli.methods import build_method, calibrated_methods
 from sparsekv_cli.models.gguf.file import open_gguf
 from sparsekv_cli.models.hparams import read_hparams
 from sparsekv_cli.models.locate import resolve_model
@@ -499,7 +499,7 @@ def test_the_built_in_text():
 
 
 def test_names_of_methods(fake):
-    assert calibrations.method_name(build_method("lfps", {})) == "lfps"
-    assert calibrations.method_name(fake(budget=Budget(tokens=3))) == "fake"
-    assert "fake" in calibrations.calibrated_methods()
-    assert not {"full", "topk", "lfps"} & set(calibrations.calibrated_methods())
+    assert build_method("lfps", {}).name == "lfps"
+    assert fake(budget=Budget(tokens=3)).name == "fake"
+    assert "fake" in calibrated_methods()
+    assert not {"full", "topk", "lfps"} & set(calibrated_methods())

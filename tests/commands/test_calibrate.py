@@ -13,7 +13,7 @@ import pytest
 from tiny_models import make_model
 
 from sparsekv_cli.calibration import calibrations
-from sparsekv_cli.methods import METHODS
+from sparsekv_cli.methods import METHODS, calibrated_methods
 
 Invoke = Callable[..., Any]
 N_CTX = 320
@@ -30,7 +30,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The only method that needs a calibration."""
-    for name in calibrations.calibrated_methods():
+    for name in calibrated_methods():
         monkeypatch.delitem(METHODS, name)
     return calibrated_method.install(monkeypatch)
 
@@ -130,7 +130,7 @@ def test_what_cannot_be_done(
 
 
 def test_nothing_to_calibrate(model: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in calibrations.calibrated_methods():
+    for name in calibrated_methods():
         monkeypatch.delitem(METHODS, name)
     assert "no method needs" in refused(invoke, 2, "calibrate", "-m", str(model))
 

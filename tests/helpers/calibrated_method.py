@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,8 +12,10 @@ import pytest
 from sparsekv_cli import methods
 from sparsekv_cli.cache.layer import Backend, LayerCache, SelectingCache
 from sparsekv_cli.cache.spec import N_SINKS, Budget, LayerSpec
+from sparsekv_cli.calibration.run import CALIBRATION, CalibrationRun
 from sparsekv_cli.cpu.jit.floats import as_f32
-from sparsekv_cli.methods.base import CALIBRATION, CalibrationRun, Method
+from sparsekv_cli.methods.base import Method
+from sparsekv_cli.option import option
 
 NAME, MODULE = "fake", "sparsekv_cli.methods.fake"
 
@@ -27,7 +29,7 @@ class Fake(Method):
     needs: ClassVar[str] = CALIBRATION
     runs: ClassVar[list[list[int]]] = []  # the ids of every calibration
 
-    budget: Budget = field(default=Budget(share=0.5), metadata={"help": "rows: N or P%"})
+    budget: Budget = option(Budget(share=0.5), "rows: N or P%")
 
     def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
         return FakeCache(spec, backend, self)

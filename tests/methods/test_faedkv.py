@@ -15,12 +15,14 @@ from tiny_models import make_model
 from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
 from sparsekv_cli.cache.store import padded
-from sparsekv_cli.calibration.trials import Trial, Window, _window, unchanged, without
+from sparsekv_cli.calibration.allocation import budgets_of_levels
+from sparsekv_cli.calibration.faedkv import without
+from sparsekv_cli.calibration.run import CalibrationRun
+from sparsekv_cli.calibration.trials import Trial, Window, _window, unchanged
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.faedkv import frequencies
 from sparsekv_cli.methods import build_method
-from sparsekv_cli.methods.base import CalibrationRun
 from sparsekv_cli.methods.faedkv import FAEDKV, FAEDKVCache
 from sparsekv_cli.session import load_session
 
@@ -43,7 +45,7 @@ def calibration(n_layer: int = 4) -> dict[str, np.ndarray]:
         "imp_kld": np.stack([importance(i) for i in range(n_layer)]),
         "imp_ppl": np.stack([importance(10 + i) for i in range(n_layer)]),
         "layer_kld": kld.astype(np.float32),
-        "layer_budget": frequencies.budgets_of_levels(kld),
+        "layer_budget": budgets_of_levels(kld),
     }
 
 

@@ -15,12 +15,12 @@ from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.calibration import fasa
 from sparsekv_cli.calibration.fasa import SHARES, even_budgets, tips_of
+from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.attention.decode import attend_rows_ref
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
-from sparsekv_cli.methods.base import CalibrationRun
 from sparsekv_cli.methods.fasa import FASA, FASACache
 from sparsekv_cli.methods.full import Full
 from sparsekv_cli.session import Session, load_session

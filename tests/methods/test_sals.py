@@ -17,13 +17,13 @@ from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.calibration import sals
+from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.calibration.sals import SHARES, even_budgets, rank_of, study_keys
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.sals.values import head_bytes
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
-from sparsekv_cli.methods.base import CalibrationRun
 from sparsekv_cli.methods.sals import SALS, UNDO, SALSCache
 from sparsekv_cli.session import Session, load_session
 
@@ -689,7 +689,7 @@ def test_ranks_go_where_they_save_most(session):
     ids = np.random.RandomState(0).randint(3, 512, 400).tolist()
     run, shares = run_of(session, ids), []
     method = SALS(dense_layers=(0,))
-    tensors = study_keys(replace(run, progress=shares.append), method, 16, 64)
+    tensors = study_keys(replace(run, progress=shares.append), method.is_dense, 16, 64)
     kld, budgets = tensors["rank_kld"], tensors["rank_budget"]
     assert shares == sorted(shares) and shares[-1] == pytest.approx(1)
     assert not kld[0].any()

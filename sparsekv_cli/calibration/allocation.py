@@ -1,0 +1,65 @@
+"""How a budget of the whole model is shared out to its layers, by what each layer loses.
+
+FAEDKV shares out frequencies so, SALS columns of latents and FASA chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sparsekv_cli.cpu.faedkv.frequencies import LEAST_SHARE
+
+LEVELS = (LEAST_SHARE, 0.0625, 0.25, 0.5, 1.0)  # shares at which FAEDKV's layers are calibrated
+
+
+def budgets_of_levels(layer_kld: np.ndarray, shares: Sequence[float] = LEVELS) -> np.ndarray:
+    """The range of the model's budget in which a layer has each level: f32 (L, levels, 2).
+
+    layer_kld (L, levels): KLD when one layer alone is compressed to each of ``shares``, of which
+    the last is 1. All layers start at the lowest share. The budget then buys, again and again, the
+    step of one layer that saves the most KLD for its cost. While a step is being bought, the
+    layer's share grows linearly, so that every budget is used up. A level that is skipped gets an
+    empty range.
+    """
+    n_layer, levels = len(layer_kld), np.array(shares)
+    rises = []  # (saved KLD a share, layer, from, to)
+    for layer, kld in enumerate(layer_kld):
+        low = 0
+        while low < len(levels) - 1:
+            gains = (kld[low] - kld[low + 1 :]) / (levels[low + 1 :] - levels[low])
+            high = low + 1 + int(np.argmax(gains))
+            rises.append((float(gains[high - low - 1]), layer, low, high))
+            low = high
+    budgets = np.zeros((*layer_kld.shape, 2))
+    budgets[:, -1] = 1
+    spent = levels[0]
+    for _, layer, low, high in sorted(rises, key=lambda rise: -rise[0]):
+        reached = spent + (levels[low : high + 1] - levels[low]) / n_layer
+        budgets[layer, low, 1] = spent
+        budgets[layer, low + 1 : high] = reached[1:-1, None]
+        budgets[layer, high, 0] = spent = reached[-1]
+    return np.minimum(budgets, 1).astype(np.float32)
+
+
+def layer_share(budget: float, budgets: np.ndarray, shares: Sequence[float] = LEVELS) -> float:
+    """A layer's share of the model's ``budget``; budgets: its row of ``budgets_of_levels``."""
+    return float(np.interp(budget, budgets.ravel(), np.repeat(shares, 2)))
+
+
+def even_budgets(shares: Sequence[float]) -> np.ndarray:
+    """The row of ``budgets_of_levels`` of a layer whose share is always the mean: (shares, 2)."""
+    return np.repeat(np.array(shares, np.float32), 2).reshape(-1, 2)
+
+
+def layer_count(
+    mean_count: int, size: int, budgets: np.ndarray, shares: Sequence[float] = LEVELS
+) -> int:
+    """A layer's part of ``size`` items when layers have ``mean_count`` on average.
+
+    budgets: its row of ``budgets_of_levels``. Below the least share all layers have the mean.
+    """
+    if mean_count <= shares[0] * size:
+        return mean_count
+    return max(1, round(size * layer_share(mean_count / size, budgets, shares)))

@@ -1,0 +1,66 @@
+"""FAEDKV's calibration (paper, section 3.2): which frequencies of K and V the answers need."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sparsekv_cli.calibration import allocation
+from sparsekv_cli.calibration.run import CalibrationRun
+from sparsekv_cli.calibration.trials import Change, Trial, middle_rows, windows_of
+from sparsekv_cli.cpu.faedkv import frequencies
+from sparsekv_cli.errors import SparseKVError
+
+
+def without(dropped: np.ndarray) -> Change:
+    """K and V without these bins of their spectrum along the rows, int64."""
+
+    def change(k: np.ndarray, v: np.ndarray) -> None:
+        for rows in (k, v):
+            rows[:] = frequencies.without_bins(rows.astype(np.float32), dropped)
+
+    return change
+
+
+def study_frequencies(run: CalibrationRun, n_sinks: int, n_recent: int) -> dict[str, np.ndarray]:
+    """What leaving out frequencies does to the answers, chunk by chunk, layer by layer.
+
+    imp_kld, imp_ppl f32 (L, C): KLD, and rise of the perplexity over itself (eq 7), without a chunk
+    of one layer. layer_kld f32 (L, levels): KLD with one layer at each share of
+    ``allocation.LEVELS``, by imp_kld. layer_budget f32 (L, levels, 2): see
+    ``allocation.budgets_of_levels``. Raises SparseKVError for a text without enough tokens between
+    the exact rows.
+    """
+    n_layer = len(run.specs)
+    middle = middle_rows(len(run.ids), n_sinks, n_recent)
+    n = middle.stop - middle.start
+    if n < 2 * frequencies.N_CHUNKS:
+        raise SparseKVError(f"calibration of faedkv: a text of {len(run.ids)} tokens is too short")
+    windows = windows_of(run, middle, n_recent)
+    levels, borders = allocation.LEVELS[:-1], frequencies.chunk_borders(n // 2 + 1)
+    n_trials = len(windows) * n_layer * (frequencies.N_CHUNKS + len(levels))
+    n_done = 0
+
+    def advance(count: int) -> None:
+        nonlocal n_done
+        n_done += count
+        run.progress(n_done / n_trials)
+
+    chunks = [np.arange(*borders[c : c + 2]) for c in range(frequencies.N_CHUNKS)]
+    trials = [Trial(layer, without(chunk)) for layer in range(n_layer) for chunk in chunks]
+    scored = [window.score(trials, advance) for window in windows]
+    kld = np.mean([klds for klds, _ in scored], axis=0).reshape(n_layer, -1)
+    rises = [nlls - window.nll for window, (_, nlls) in zip(windows, scored, strict=True)]
+    trials = [
+        Trial(layer, without(np.setdiff1d(np.arange(n // 2 + 1), kept)))
+        for layer in range(n_layer)
+        for kept in (frequencies.kept_bins(n, level, kld[layer]) for level in levels)
+    ]
+    layer_kld = np.zeros((n_layer, len(allocation.LEVELS)))  # nothing is lost at the last level
+    klds = [window.score(trials, advance)[0] for window in windows]
+    layer_kld[:, :-1] = np.mean(klds, axis=0).reshape(n_layer, -1)
+    return {
+        "imp_kld": kld.astype(np.float32),
+        "imp_ppl": np.expm1(np.mean(rises, axis=0)).reshape(n_layer, -1).astype(np.float32),
+        "layer_kld": layer_kld.astype(np.float32),
+        "layer_budget": allocation.budgets_of_levels(layer_kld),
+    }
