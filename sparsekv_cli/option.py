@@ -66,10 +66,14 @@ def option(
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
+    flags: tuple[str, ...] = (),
 ) -> Any:
-    """A dataclass field that is an option; its type is that of its default."""
+    """A dataclass field that is an option; its type is that of its default.
+
+    flags: its spellings on the command line, where that is not the name with two dashes before it.
+    """
     allowed = Allowed(tuple(choices), at_least, above, at_most, below)
-    return field(default=default, metadata={"help": help, "allowed": allowed})
+    return field(default=default, metadata={"help": help, "allowed": allowed, "flags": flags})
 
 
 def options_of(owner: Any) -> dict[str, Field[Any]]:

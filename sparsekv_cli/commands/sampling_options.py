@@ -6,13 +6,14 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from sparsekv_cli.commands.options import apply_options
 from sparsekv_cli.commands.prompt import check_utf8
+from sparsekv_cli.option import options_of
 from sparsekv_cli.sampling.params import SAMPLER_ORDER, SamplingParams, params_from_metadata
 
 if TYPE_CHECKING:
@@ -83,27 +84,17 @@ stop_option = click.option(
 )
 
 
-def _number(flags: str, name: str, kind: type, text: str) -> Callable[[Any], Any]:
-    return click.option(*flags.split(), name, type=kind, metavar="N", help=text)
+def _number(declared: Field[Any]) -> Callable[[Any], Any]:
+    """The click option of a number that SamplingParams declares."""
+    flags = declared.metadata["flags"] or ("--" + declared.name.replace("_", "-"),)
+    text = f"{declared.metadata['help']} [default: {declared.default:g}]"
+    return click.option(*flags, declared.name, type=type(declared.default), metavar="N", help=text)
 
 
+NUMBERS = {name: each for name, each in options_of(SamplingParams).items() if name != "seed"}
+FIELDS = (*NUMBERS, "dry_sequence_breakers", "logit_bias", "samplers")
 SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
-    _number("--temp --temperature", "temp", float, "0: the most likely token. [default: 0.8]"),
-    _number("--top-k", "top_k", int, "Most likely tokens kept; 0: all. [default: 40]"),
-    _number("--top-p", "top_p", float, "Probability mass kept; 1: all. [default: 0.95]"),
-    _number("--min-p", "min_p", float, "Least share of the best token's. [default: 0.05]"),
-    _number("--typical --typical-p", "typ_p", float, "Locally typical mass; 1: off. [default: 1]"),
-    _number("--top-nsigma --top-n-sigma", "top_n_sigma", float, "-1: off. [default: -1]"),
-    _number("--xtc-probability", "xtc_probability", float, "0: off. [default: 0]"),
-    _number("--xtc-threshold", "xtc_threshold", float, "Above 0.5: off. [default: 0.1]"),
-    _number("--repeat-last-n", "repeat_last_n", int, "0: off, -1: all. [default: 64]"),
-    _number("--repeat-penalty", "repeat_penalty", float, "1: off. [default: 1]"),
-    _number("--presence-penalty", "presence_penalty", float, "0: off. [default: 0]"),
-    _number("--frequency-penalty", "frequency_penalty", float, "0: off. [default: 0]"),
-    _number("--dry-multiplier", "dry_multiplier", float, "0: off. [default: 0]"),
-    _number("--dry-base", "dry_base", float, "[default: 1.75]"),
-    _number("--dry-allowed-length", "dry_allowed_length", int, "[default: 2]"),
-    _number("--dry-penalty-last-n", "dry_penalty_last_n", int, "0: off, -1: all. [default: -1]"),
+    *map(_number, NUMBERS.values()),
     click.option(
         "--dry-sequence-breaker",
         "dry_sequence_breakers",
@@ -129,27 +120,6 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
     ),
     click.option("--ignore-eos", is_flag=True, help="Do not end before -n tokens."),
 ]
-FIELDS = (
-    "temp",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typ_p",
-    "top_n_sigma",
-    "xtc_probability",
-    "xtc_threshold",
-    "repeat_last_n",
-    "repeat_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "dry_multiplier",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-    "dry_sequence_breakers",
-    "logit_bias",
-    "samplers",
-)
 
 
 def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,17 +8,17 @@ token id comes first, tokens of probability zero take no part in typ_p, and draw
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import NamedTuple
 
 import numpy as np
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.sampling.dry import Breakers, dry_penalties, find_breakers
-from sparsekv_cli.sampling.params import SamplingParams
+from sparsekv_cli.sampling.params import SAMPLERS, Sampler, SamplingParams
 
 BLOCK = 128  # logits a block when looking for the largest few
 FIRST_SORTED = 256  # tokens that top_p sorts before it needs more
-KEEPS_BEST = {"top_n_sigma", "top_k", "top_p", "min_p", "temperature"}
 
 
 class Candidates(NamedTuple):
@@ -47,7 +47,7 @@ class Candidates(NamedTuple):
         return found, at[found]
 
 
-Sampler = Callable[[np.ndarray, Sequence[int]], int]
+Sample = Callable[[np.ndarray, Sequence[int]], int]
 Step = Callable[[Candidates, Sequence[int]], Candidates]
 
 
@@ -56,7 +56,7 @@ def make_sampler(
     *,
     piece: Callable[[int], str | bytes] | None = None,
     tokenize: Callable[[str], Sequence[int]] | None = None,
-) -> Sampler:
+) -> Sample:
     """A function (logits (V,) f32, history) -> token id; history holds prompt and answer so far.
 
     piece: text of a token, special tokens included; needed by DRY's sequence breakers.
@@ -67,13 +67,12 @@ def make_sampler(
     logits hold NaN or nothing that may be chosen. The logits are not changed.
     """
     rng = np.random.Generator(np.random.PCG64(None if params.seed == -1 else params.seed))
-    names = [name for name in params.samplers if is_active(name, params)]
-    takes_best = params.temp <= 0 and "temperature" in names
-    while takes_best and names and names[-1] in KEEPS_BEST:
-        names.pop()
-    if "dry" in names:
-        check_breakers(params.dry_sequence_breakers, piece, tokenize)
-    steps = [chain_step(name, params, rng, piece, tokenize) for name in names]
+    table = {sampler.name: sampler for sampler in SAMPLERS}
+    active = [table[name] for name in params.samplers if table[name].is_on(params)]
+    takes_best = params.temp <= 0 and table["temperature"] in active
+    while takes_best and active and active[-1].keeps_best:
+        active.pop()
+    steps = [chain_step(sampler, params, rng, piece, tokenize) for sampler in active]
     ids = np.arange(0)
 
     def sample(logits: np.ndarray, history: Sequence[int]) -> int:
@@ -90,79 +89,46 @@ def make_sampler(
     return sample
 
 
-def is_active(name: str, params: SamplingParams) -> bool:
-    """Whether a sampler of the chain can change anything."""
-    penalties = (params.repeat_penalty, params.frequency_penalty, params.presence_penalty)
-    return {
-        "penalties": params.repeat_last_n != 0 and penalties != (1, 0, 0),
-        "dry": params.dry_multiplier > 0 and params.dry_penalty_last_n != 0,
-        "top_n_sigma": params.top_n_sigma > 0,
-        "top_k": params.top_k > 0,
-        "typ_p": params.typ_p < 1,
-        "top_p": params.top_p < 1,
-        "min_p": params.min_p > 0,
-        "xtc": params.xtc_probability > 0 and params.xtc_threshold <= 0.5,
-        "temperature": params.temp != 1,
-    }[name]
-
-
 def chain_step(
-    name: str,
+    sampler: Sampler,
     params: SamplingParams,
     rng: np.random.Generator,
     piece: Callable[[int], str | bytes] | None,
     tokenize: Callable[[str], Sequence[int]] | None,
 ) -> Step:
     """One sampler of the chain with its parameters bound."""
-    if name == "penalties":
-        return lambda candidates, history: penalties(
-            candidates,
-            last(history, params.repeat_last_n),
-            params.repeat_penalty,
-            params.frequency_penalty,
-            params.presence_penalty,
+    module, _, name = sampler.function.partition(":")
+    function = getattr(import_module(f"sparsekv_cli.sampling.{module}"), name)
+    values = [getattr(params, field) for field in sampler.fields]
+    if sampler.takes == "vocabulary":
+        n_last, *others = values
+        breakers = breakers_of(params.dry_sequence_breakers, piece, tokenize)
+        return lambda candidates, history: function(
+            candidates, last(history, n_last), *others, breakers(candidates)
         )
-    if name == "dry":
-        return dry_step(params, piece, tokenize)
-    if name == "xtc":
-        return lambda candidates, _: xtc(
-            candidates, params.xtc_probability, params.xtc_threshold, rng.random()
-        )
-    if name == "top_k":
-        return lambda candidates, _: top_k(candidates, params.top_k)
-    function, value = {
-        "top_n_sigma": (top_n_sigma, params.top_n_sigma),
-        "typ_p": (typical, params.typ_p),
-        "top_p": (top_p, params.top_p),
-        "min_p": (min_p, params.min_p),
-        "temperature": (temperature, params.temp),
-    }[name]
-    return lambda candidates, _: function(candidates, value)
+    if sampler.takes == "history":
+        n_last, *others = values
+        return lambda candidates, history: function(candidates, last(history, n_last), *others)
+    if sampler.takes == "chance":
+        return lambda candidates, _: function(candidates, *values, rng.random())
+    return lambda candidates, _: function(candidates, *values)
 
 
-def dry_step(
-    params: SamplingParams,
+def breakers_of(
+    texts: Sequence[str],
     piece: Callable[[int], str | bytes] | None,
     tokenize: Callable[[str], Sequence[int]] | None,
-) -> Step:
-    """The DRY sampler; the vocabulary is searched for breakers when its size is first seen."""
-    breakers: Breakers | None = None
+) -> Callable[[Candidates], Breakers]:
+    """DRY's sequence breakers; the vocabulary is searched when its size is first seen."""
+    check_breakers(texts, piece, tokenize)
+    found: list[Breakers] = []
 
-    def step(candidates: Candidates, history: Sequence[int]) -> Candidates:
-        nonlocal breakers
-        if breakers is None:
-            n_vocab = int(candidates.ids.max()) + 1
-            breakers = find_breakers(params.dry_sequence_breakers, n_vocab, piece, tokenize)
-        tokens, amounts = dry_penalties(
-            last(history, params.dry_penalty_last_n),
-            params.dry_multiplier,
-            params.dry_base,
-            params.dry_allowed_length,
-            breakers,
-        )
-        return subtract(candidates, tokens, amounts)
+    def breakers(candidates: Candidates) -> Breakers:
+        if not found:
+            found.append(find_breakers(texts, int(candidates.ids.max()) + 1, piece, tokenize))
+        return found[0]
 
-    return step
+    return breakers
 
 
 def check_breakers(
@@ -214,6 +180,18 @@ def penalties(
     amount = counts[found].astype(np.float32) * np.float32(frequency) + np.float32(presence)
     logits[index] = new - amount
     return candidates._replace(logits=logits, is_sorted=False)
+
+
+def dry(
+    candidates: Candidates,
+    recent: np.ndarray,
+    multiplier: float,
+    base: float,
+    allowed_length: int,
+    breakers: Breakers,
+) -> Candidates:
+    """Lower the logits of tokens that would repeat what stands before (sampling/dry.py)."""
+    return subtract(candidates, *dry_penalties(recent, multiplier, base, allowed_length, breakers))
 
 
 def subtract(candidates: Candidates, tokens: np.ndarray, amounts: np.ndarray) -> Candidates:

@@ -3,112 +3,165 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.option import check_options, option
 
-# llama.cpp's default order (common.h, common_params_sampling::samplers); logit_bias comes before.
-SAMPLER_ORDER = (
-    "penalties",
-    "dry",
-    "top_n_sigma",
-    "top_k",
-    "typ_p",
-    "top_p",
-    "min_p",
-    "xtc",
-    "temperature",
-)
-# Other spellings that llama.cpp accepts in a sequence (common/sampling.cpp).
-SAMPLER_ALIASES = {
-    "top-k": "top_k",
-    "top-p": "top_p",
-    "nucleus": "top_p",
-    "typical-p": "typ_p",
-    "typical": "typ_p",
-    "typ-p": "typ_p",
-    "typ": "typ_p",
-    "min-p": "min_p",
-    "temp": "temperature",
-    "top-n-sigma": "top_n_sigma",
-}
 MAX_SEED = 2**64 - 1
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """The sampler chain's parameters; a value that switches its sampler off is named "off".
+class Sampler:
+    """One sampler of the chain.
 
-    temp: <= 0 takes the most likely token that the other samplers leave.
-    top_k: most likely tokens kept; <= 0 off. top_p, typ_p: mass kept; 1 off.
-    min_p: least probability, as a fraction of the highest; 0 off.
-    top_n_sigma: standard deviations of the logits below the maximum that are kept; <= 0 off.
-    xtc_probability: chance that all but the least likely token of those with probability of at
-        least xtc_threshold are removed; probability 0 or threshold above 0.5 off.
-    repeat_last_n: tokens of the context that the penalties look at; 0 off, -1 all.
-    repeat_penalty: 1 off. frequency_penalty, presence_penalty: 0 off.
-    dry_multiplier: 0 off; the penalty of a repetition of n tokens is
+    function: module:function of this package that applies it to candidates, called with the values
+        of ``fields`` in their order. takes: what it is given besides: the last tokens of the
+        ``history``, a ``chance`` in [0, 1), or the texts of the ``vocabulary``.
+    is_on: whether it can change anything. aliases: other spellings that llama.cpp accepts in a
+        sequence (common/sampling.cpp). keeps_best: the most likely token stays the most likely.
+    """
+
+    name: str
+    function: str
+    fields: tuple[str, ...]
+    is_on: Callable[[SamplingParams], bool]
+    takes: str = ""
+    aliases: tuple[str, ...] = ()
+    keeps_best: bool = False
+
+
+# In llama.cpp's default order (common.h, common_params_sampling::samplers), behind the logit bias.
+SAMPLERS = (
+    Sampler(
+        "penalties",
+        "chain:penalties",
+        ("repeat_last_n", "repeat_penalty", "frequency_penalty", "presence_penalty"),
+        lambda p: (
+            p.repeat_last_n != 0
+            and (p.repeat_penalty, p.frequency_penalty, p.presence_penalty) != (1, 0, 0)
+        ),
+        takes="history",
+    ),
+    Sampler(
+        "dry",
+        "chain:dry",
+        ("dry_penalty_last_n", "dry_multiplier", "dry_base", "dry_allowed_length"),
+        lambda p: p.dry_multiplier > 0 and p.dry_penalty_last_n != 0,
+        takes="vocabulary",
+    ),
+    Sampler(
+        "top_n_sigma",
+        "chain:top_n_sigma",
+        ("top_n_sigma",),
+        lambda p: p.top_n_sigma > 0,
+        aliases=("top-n-sigma",),
+        keeps_best=True,
+    ),
+    Sampler(
+        "top_k",
+        "chain:top_k",
+        ("top_k",),
+        lambda p: p.top_k > 0,
+        aliases=("top-k",),
+        keeps_best=True,
+    ),
+    Sampler(
+        "typ_p",
+        "chain:typical",
+        ("typ_p",),
+        lambda p: p.typ_p < 1,
+        aliases=("typical-p", "typical", "typ-p", "typ"),
+    ),
+    Sampler(
+        "top_p",
+        "chain:top_p",
+        ("top_p",),
+        lambda p: p.top_p < 1,
+        aliases=("top-p", "nucleus"),
+        keeps_best=True,
+    ),
+    Sampler(
+        "min_p",
+        "chain:min_p",
+        ("min_p",),
+        lambda p: p.min_p > 0,
+        aliases=("min-p",),
+        keeps_best=True,
+    ),
+    Sampler(
+        "xtc",
+        "chain:xtc",
+        ("xtc_probability", "xtc_threshold"),
+        lambda p: p.xtc_probability > 0 and p.xtc_threshold <= 0.5,
+        takes="chance",
+    ),
+    Sampler(
+        "temperature",
+        "chain:temperature",
+        ("temp",),
+        lambda p: p.temp != 1,
+        aliases=("temp",),
+        keeps_best=True,
+    ),
+)
+SAMPLER_ORDER = tuple(sampler.name for sampler in SAMPLERS)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """The parameters of the sampler chain; the table above says what reads them.
+
+    repeat_last_n, dry_penalty_last_n: tokens of the context that are looked at.
+    dry_*: the penalty of a repetition of n tokens is
         dry_multiplier * dry_base ** (n - dry_allowed_length).
-    dry_penalty_last_n: tokens of the context that DRY looks at; 0 off, -1 all.
     dry_sequence_breakers: texts that end a repetition.
     logit_bias: token id -> number added to its logit; -inf bans the token.
     samplers: the order of the chain, names from SAMPLER_ORDER; one left out is not applied.
-    seed: of the draws; -1 takes one from the system.
     """
 
-    temp: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    typ_p: float = 1.0
-    top_n_sigma: float = -1.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    repeat_last_n: int = 64
-    repeat_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1
+    temp: float = option(0.8, "0: the most likely token.", flags=("--temp", "--temperature"))
+    top_k: int = option(40, "Most likely tokens kept; 0: all.", at_least=-1)
+    top_p: float = option(0.95, "Probability mass kept; 1: all.", at_least=0, at_most=1)
+    min_p: float = option(0.05, "Least share of the best token's.", at_least=0, at_most=1)
+    typ_p: float = option(
+        1.0, "Locally typical mass; 1: off.", at_least=0, at_most=1,
+        flags=("--typical", "--typical-p"),
+    )  # fmt: skip
+    top_n_sigma: float = option(
+        -1.0, "Standard deviations below the best logit that are kept; -1: off.",
+        flags=("--top-nsigma", "--top-n-sigma"),
+    )  # fmt: skip
+    xtc_probability: float = option(
+        0.0, "Chance that all but the least likely of the top tokens go; 0: off.",
+        at_least=0, at_most=1,
+    )  # fmt: skip
+    xtc_threshold: float = option(
+        0.1, "Probability of a top token; above 0.5: off.", at_least=0, at_most=1
+    )
+    repeat_last_n: int = option(64, "Tokens that are penalised; 0: off, -1: all.", at_least=-1)
+    repeat_penalty: float = option(1.0, "1: off.", above=0)
+    presence_penalty: float = option(0.0, "0: off.")
+    frequency_penalty: float = option(0.0, "0: off.")
+    dry_multiplier: float = option(0.0, "0: off.", at_least=0)
+    dry_base: float = option(1.75, "Growth of the penalty a token.", at_least=1)
+    dry_allowed_length: int = option(2, "Tokens that may be repeated.", at_least=0)
+    dry_penalty_last_n: int = option(-1, "Tokens looked at; 0: off, -1: all.", at_least=-1)
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     samplers: tuple[str, ...] = SAMPLER_ORDER
-    seed: int = -1
+    seed: int = option(
+        -1, "Of the draws; -1 takes one from the system.", at_least=-1, at_most=MAX_SEED
+    )
 
     def __post_init__(self) -> None:
         """Raises ValueError with the field, its value and what it must be."""
-        for name in ("temp", "top_n_sigma", "frequency_penalty", "presence_penalty"):
-            self._check_number(name)
-        for name in ("top_p", "min_p", "typ_p", "xtc_probability", "xtc_threshold"):
-            self._check_number(name, low=0.0, high=1.0)
-        self._check_number("repeat_penalty")
-        if self.repeat_penalty <= 0:
-            raise ValueError(f"repeat_penalty = {self.repeat_penalty}: must be above 0")
-        self._check_number("dry_multiplier", low=0.0)
-        self._check_number("dry_base", low=1.0)
-        self._check_integer("top_k", low=-1)
-        self._check_integer("repeat_last_n", low=-1)
-        self._check_integer("dry_penalty_last_n", low=-1)
-        self._check_integer("dry_allowed_length", low=0)
-        self._check_integer("seed", low=-1, high=MAX_SEED)
+        check_options(self)
         self._check_breakers()
         self._check_logit_bias()
         self._check_samplers()
-
-    def _check_number(self, name: str, low: float = -math.inf, high: float = math.inf) -> None:
-        value = getattr(self, name)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not low <= value <= high:
-            raise ValueError(f"{name} = {value!r}: must be {describe('a number', low, high)}")
-
-    def _check_integer(self, name: str, low: int, high: float = math.inf) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise ValueError(f"{name} = {value!r}: must be {describe('an integer', low, high)}")
 
     def _check_breakers(self) -> None:
         breakers = self.dry_sequence_breakers
@@ -127,7 +180,8 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     def _check_samplers(self) -> None:
-        names = tuple(SAMPLER_ALIASES.get(name, name) for name in self.samplers)
+        spellings = {alias: each.name for each in SAMPLERS for alias in each.aliases}
+        names = tuple(spellings.get(name, name) for name in self.samplers)
         for name in names:
             if name not in SAMPLER_ORDER or names.count(name) > 1:
                 known = ", ".join(SAMPLER_ORDER)
@@ -135,26 +189,17 @@ class SamplingParams:
         object.__setattr__(self, "samplers", names)
 
 
-def describe(kind: str, low: float, high: float) -> str:
-    """A range in words, for messages."""
-    if math.isinf(low) and math.isinf(high):
-        return kind
-    if math.isinf(high):
-        return f"{kind}, {low:g} or more"
-    return f"{kind} from {low:g} to {high:g}"
-
-
-# Field and type of each key under general.sampling (llama.cpp, llama_model_meta_key_str).
+# Field of each key under general.sampling (llama.cpp, llama_model_meta_key_str).
 METADATA_PREFIX = "general.sampling."
-METADATA_FIELDS: dict[str, tuple[str, type]] = {
-    "top_k": ("top_k", int),
-    "top_p": ("top_p", float),
-    "min_p": ("min_p", float),
-    "xtc_probability": ("xtc_probability", float),
-    "xtc_threshold": ("xtc_threshold", float),
-    "temp": ("temp", float),
-    "penalty_last_n": ("repeat_last_n", int),
-    "penalty_repeat": ("repeat_penalty", float),
+METADATA_FIELDS = {
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "xtc_probability": "xtc_probability",
+    "xtc_threshold": "xtc_threshold",
+    "temp": "temp",
+    "penalty_last_n": "repeat_last_n",
+    "penalty_repeat": "repeat_penalty",
 }
 
 
@@ -172,8 +217,8 @@ def params_from_metadata(
         raise ValueError(f"{min(unknown)}: no such sampling parameter")
 
     from_file = SamplingParams()
-    for suffix, (name, kind) in METADATA_FIELDS.items():
-        key = METADATA_PREFIX + suffix
+    for suffix, name in METADATA_FIELDS.items():
+        key, kind = METADATA_PREFIX + suffix, type(getattr(from_file, name))
         if key in metadata and name not in given:
             from_file = override(from_file, key, name, number(key, metadata[key], kind))
     sequence = METADATA_PREFIX + "sequence"

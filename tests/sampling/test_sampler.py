@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from dataclasses import replace
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,16 @@ import pytest
 from tiny_models import byte_characters, tiny_vocabulary
 
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.option import options_of
 from sparsekv_cli.sampling import chain
 from sparsekv_cli.sampling.chain import Candidates, make_sampler
 from sparsekv_cli.sampling.dry import dry_penalties, find_breakers
-from sparsekv_cli.sampling.params import SAMPLER_ORDER, SamplingParams, params_from_metadata
+from sparsekv_cli.sampling.params import (
+    SAMPLER_ORDER,
+    SAMPLERS,
+    SamplingParams,
+    params_from_metadata,
+)
 
 RECORD = json.loads((Path(__file__).parents[1] / "data" / "samplers.json").read_text())
 LOGITS = {name: np.array(row, np.float32) for name, row in RECORD["logits"].items()}
@@ -288,3 +297,31 @@ def test_mirostat_in_the_file_is_refused_unless_the_user_sets_a_temperature():
 def test_unknown_parameters_of_the_user_are_named():
     with pytest.raises(ValueError, match="typical_p: no such"):
         params_from_metadata({}, {"typical_p": 0.9})
+
+
+def test_the_table_names_functions_and_declared_fields():
+    declared = options_of(SamplingParams)
+    used = [field for sampler in SAMPLERS for field in sampler.fields]
+    assert sorted(used) == sorted(declared.keys() - {"seed"})
+    for sampler in SAMPLERS:
+        module, _, name = sampler.function.partition(":")
+        function = getattr(import_module(f"sparsekv_cli.sampling.{module}"), name)
+        n_more = {"vocabulary": 1, "chance": 1}.get(sampler.takes, 0)
+        assert len(signature(function).parameters) == 1 + len(sampler.fields) + n_more
+
+
+def test_every_sampler_can_be_switched_off():
+    off = SamplingParams(
+        repeat_penalty=1, dry_multiplier=0, top_n_sigma=-1, top_k=0, typ_p=1, top_p=1, min_p=0,
+        xtc_probability=0, temp=1,
+    )  # fmt: skip
+    assert not any(sampler.is_on(off) for sampler in SAMPLERS)
+    on = {
+        "penalties": {"presence_penalty": 0.1}, "dry": {"dry_multiplier": 0.5},
+        "top_n_sigma": {"top_n_sigma": 2.0}, "top_k": {"top_k": 3}, "typ_p": {"typ_p": 0.9},
+        "top_p": {"top_p": 0.9}, "min_p": {"min_p": 0.1}, "xtc": {"xtc_probability": 0.5},
+        "temperature": {"temp": 0.5},
+    }  # fmt: skip
+    for name, values in on.items():
+        changed = replace(off, **values)
+        assert [sampler.name for sampler in SAMPLERS if sampler.is_on(changed)] == [name]
