@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -16,10 +14,8 @@ from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.attention.decode import append_row
-from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 from sparsekv_cli.cpu.jit.threads import physical_cores
-from sparsekv_cli.cpu.layer import tiles_int8
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.session import load_session
@@ -239,41 +235,6 @@ def test_defaults_come_from_the_model_and_the_machine(model):
 SPEC = LayerSpec(
     layer=0, n_layer=1, n_head=4, n_head_kv=2, head_dim=40, value_dim=24, n_threads=1
 )  # fmt: skip
-
-
-WITHOUT_TORCH = """
-import sys
-sys.modules["torch"] = sys.modules["triton"] = None  # to import them fails
-from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.methods import build_method
-from sparsekv_cli.session import load_session
-
-path, dtype, n_prompt, *methods = sys.argv[1:]
-for name in methods:
-    method = build_method(name, {"budget": "16"} if name != "full" else {})
-    config = SessionConfig(threads=1, device="cpu", prefill_dtype=dtype, chunk=64)
-    session = load_session(path, method, config)
-    session.prefill([i % 500 for i in range(int(n_prompt))])
-    for token in (1, 2):
-        session.decode(token)
-    print(name)
-"""
-
-
-@pytest.mark.parametrize(
-    ("wtype", "dtype", "n_prompt"),
-    [("Q4_0", "int8", 150), ("Q4_0", "bf16", 150), ("Q4_0", "f32", 150), ("F16", "int8", 150)],
-)
-def test_the_cpu_needs_no_torch(wtype, dtype, n_prompt, tmp_path):
-    if dtype == "bf16" and not bf16.is_available():
-        pytest.skip("no products of bf16 on this CPU")
-    if dtype == "int8" and not tiles_int8.is_available():
-        pytest.skip("no products of bytes on this CPU")
-    path = make_model(tmp_path / "model.gguf", wtype=wtype, n_ctx=300)
-    methods = ["full", "topk", "streaming", "quest", "snapkv", "h2o", "lfps", "freekv"]
-    command = [sys.executable, "-c", WITHOUT_TORCH, str(path), dtype, str(n_prompt), *methods]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout.splitlines() == methods, done.stderr
 
 
 def rows(n: int, seed: int = 0) -> list[np.ndarray]:
