@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsekv_cli.cache.attend import attend_causal
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput
 from sparsekv_cli.cpu.jit import bf16
@@ -183,6 +184,9 @@ class Decoder(Forward):
 
     def products(self, i: int) -> Mapping[str, Product]:
         return self._products.of_layer(self.weights.layers[i])
+
+    def attend(self, cache: LayerCache, x: AttnInput) -> np.ndarray:
+        return attend_causal(x.q, cache.extend(x), cache.spec)
 
     def end_layer(self, i: int) -> None:
         decoded = self._decode_weights.layers[i].linears()

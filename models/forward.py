@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import LayerCache
-from sparsekv_cli.cache.spec import LayerSpec
+from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
+from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.rows import Rows
@@ -48,6 +48,10 @@ class Forward(ABC):
         A product takes rows of the compute type, (T, columns) -> (T, rows of the matrix); its
         result is valid until it is called again.
         """
+
+    @abstractmethod
+    def attend(self, cache: LayerCache, x: AttnInput) -> Any:
+        """Adds a chunk's rows to a cache; their dense causal attention (H, T, d_v), as x.q is."""
 
     @abstractmethod
     def end_layer(self, i: int) -> None:
@@ -99,10 +103,12 @@ class Forward(ABC):
         *,
         progress: Progress | None = None,
         all_logits: bool = False,
+        attend: ChunkAttention | None = None,
     ) -> np.ndarray:
         """Dense forward of T rows starting at ``pos``: logits f32 (n_vocab,), or (T, n_vocab).
 
-        Every cache gets the rows in chunks, then ``finish_prefill``. A long prompt takes the layers
+        attend: how chunks attend, if not densely. Every cache gets the rows in chunks, then
+        ``finish_prefill``. A long prompt takes the layers
         in parts, so that its residual stream is never there as a whole; but not if a cache would
         wait with many rows for its end, or if all of the stream is wanted.
         """
@@ -110,7 +116,7 @@ class Forward(ABC):
         self.prepare(n)
         self.rope.reserve(pos + n)
         size = n
-        if not all_logits and all(cache.keeps_rows for cache in caches):
+        if not all_logits and all(cache.can_prefill_in_parts for cache in caches):
             size = max(1, ROWS_AT_ONCE // self.chunk) * self.chunk
         for first in range(0, n, size):
             x = self.embed(ids[first : first + size])  # (T, n_embd) f32
@@ -118,7 +124,7 @@ class Forward(ABC):
                 self.weights.file.release(self.weights.token_embd.data)
             for i, cache in enumerate(caches):
                 before = first * n_layer + i * len(x)  # rows times layers
-                for done in self._forward_layer(i, x, pos + first, cache):
+                for done in self._forward_layer(i, x, pos + first, cache, attend or self.attend):
                     if progress is not None:
                         progress((before + done) // n_layer, n)
                 if first + size >= n:
@@ -128,12 +134,14 @@ class Forward(ABC):
         logits = self.output(normed)
         return logits if all_logits else logits[0]
 
-    def _forward_layer(self, i: int, x: Any, pos: int, cache: LayerCache) -> Iterator[int]:
+    def _forward_layer(
+        self, i: int, x: Any, pos: int, cache: LayerCache, attend: ChunkAttention
+    ) -> Iterator[int]:
         """One layer over x f32 (T, n_embd), updated in place; yields how many rows are done."""
         products = self.products(i)
         for start in range(0, len(x), self.chunk):
             stop = min(len(x), start + self.chunk)
-            self._forward_chunk(i, products, x[start:stop], pos + start, cache)
+            self._forward_chunk(i, products, x[start:stop], pos + start, cache, attend)
             yield stop
         self.end_layer(i)
 
@@ -144,11 +152,12 @@ class Forward(ABC):
         x: Any,
         pos: int,
         cache: LayerCache,
+        attend: ChunkAttention,
     ) -> None:
         """One layer over a chunk: x f32 (T, n_embd), updated in place."""
         layer, h, rows = self.layers[i], self.hparams, self.rows
         raw = products["qkv"](rows.norm(x, layer.attn_norm))
-        attended = cache.prefill(rows.heads(raw, layer, h.n_head[i], h.n_head_kv[i], pos))
+        attended = attend(cache, rows.heads(raw, layer, h.n_head[i], h.n_head_kv[i], pos))
         attended = attended.swapaxes(0, 1).reshape(len(x), h.n_head[i] * h.value_dim)
         rows.add(x, products["o"](attended))
         gate_up = products["gate_up"](rows.norm(x, layer.ffn_norm))

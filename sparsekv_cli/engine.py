@@ -42,16 +42,13 @@ class HostEngine:
     """The CPU alone."""
 
     def __init__(self, decoder: Decoder, note: str) -> None:
-        from sparsekv_cli.cpu import ops
-
         self.decoder = decoder
         self.note = note
         self.shares_prefill = True
         self.first_steps = 1
-        self._ops = ops
 
     def layer(self, method: Method, spec: LayerSpec) -> LayerCache:
-        return method.layer(spec, self._ops)
+        return method.layer(spec)
 
     def decodes_on_host(self, method: Method) -> bool:
         return True

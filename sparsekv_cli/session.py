@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparsekv_cli import warmup
-from sparsekv_cli.cache.counters import total_counters
-from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.layer import LayerCache, total_counters
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.calibration import calibrations
 from sparsekv_cli.config import SessionConfig
@@ -96,7 +95,6 @@ class Session:
     ) -> None:
         import numba
 
-        from sparsekv_cli.cpu import ops
         from sparsekv_cli.cpu.jit.threads import physical_cores
 
         self.gguf = file
@@ -114,7 +112,6 @@ class Session:
             file,
             hparams,
             self.decoder,
-            ops,
             lambda text: self.tokenizer.encode(text, add_eos=False, parse_special=False),
             Path(config.calibration) if config.calibration else None,
         )

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from sparsekv_cli.cache.attend import attend_causal
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
 from sparsekv_cli.cache.store import padded
@@ -148,7 +149,7 @@ def load_method_kernels(method: Method, spec: LayerSpec, prefill_dtype: str) -> 
         _as_prefilled(array[:, :n, :d].copy(), prefill_dtype)
         for array, d in zip(rows, (spec.head_dim, spec.head_dim, spec.value_dim), strict=True)
     )
-    cache.prefill(AttnInput(q, k, v, q, k, 0))
+    attend_causal(q, cache.extend(AttnInput(q, k, v, q, k, 0)), spec)
     cache.finish_prefill()
     for pos in (n, n + 1):
         q, k, v = (array[:, pos : pos + 1].copy() for array in rows)
@@ -167,10 +168,8 @@ def trial_caches(method: Method, specs: Sequence[LayerSpec]) -> list[LayerCache]
 
     Layer 0 is dense, the others are not, whatever the user's layers are: both kinds get compiled.
     """
-    from sparsekv_cli.cpu import ops
-
     method = replace(_smallest_budget(method), dense_layers=(0,) if len(specs) > 1 else ())
-    return [method.layer(spec, ops) for spec in specs]
+    return [method.layer(spec) for spec in specs]
 
 
 def _smallest_budget(method: Method) -> Method:

@@ -75,7 +75,7 @@ def test_methods_give_each_sequence_the_bits_that_it_has_alone(name, options, tm
     batch = Batch(session, 2)
     for i, prompt in enumerate(prompts):
         batch.use(i).prefill(prompt)
-    batch.use(1).caches[2].traced = True
+    batch.use(1).caches[2].records_attended = True
     for step, tokens in enumerate(zip(*following, strict=True)):
         np.testing.assert_array_equal(batch.decode(tokens), [rows[step] for rows in expected])
     if name != "full":

@@ -224,10 +224,10 @@ def append_row(k_new, v_new, layout, position):
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def score_rows(q, k, k_head, k_row, k_kind, n, n_kv_head, scale, out, n_threads):
+def score_rows(q, layout, n, n_kv_head, scale, out, n_threads):
     """out[h, j] = scale q[h] . k[j] for j < n; q f32 (H, d), out f32 (H, >= n + PAD).
 
-    k: address; k_head, k_row: bytes between kv heads and rows; k_kind: of the rows.
+    layout int64 (8,), see attention/rows.py.
     """
     n_head, d = q.shape
     group = n_head // n_kv_head
@@ -244,9 +244,9 @@ def score_rows(q, k, k_head, k_row, k_kind, n, n_kv_head, scale, out, n_threads)
                 scaled = scaled_copy(q[h:end], scale)
                 for start in range(first, last, BLOCK):
                     size = min(BLOCK, last - start)
-                    at = k + kv_head * k_head + start * k_row
+                    at = layout[K] + kv_head * layout[K_HEAD] + start * layout[K_ROW]
                     tile_scores(
-                        end - h, k_kind, scaled.ctypes.data, at, k_row, 0, size, d,
+                        end - h, layout[K_KIND], scaled.ctypes.data, at, layout[K_ROW], 0, size, d,
                         part.ctypes.data, part.shape[1],
                     )  # fmt: skip
                     out[h:end, start : start + size] = part[: end - h, :size]

@@ -23,6 +23,13 @@ def row_bytes(kind: int, width: int) -> int:
     return width + 2 * -(-width // QUANT_BLOCK) if kind == Q8_0 else 2 * width
 
 
+def layout_of(k: np.ndarray, v: np.ndarray, k_kind: int = F16, v_kind: int = F16) -> np.ndarray:
+    """The layout of K and V, (kv head, capacity, row) each; the caller keeps them alive."""
+    places = (x.__array_interface__["data"][0] for x in (k, v))
+    strides = k.strides[0], v.strides[0], k.strides[1], v.strides[1]
+    return np.array([*places, *strides, k_kind, v_kind], np.int64)
+
+
 def quantize_rows_ref(x: np.ndarray) -> np.ndarray:
     """f32 (..., width) -> q8_0 rows, uint8 (..., bytes).
 

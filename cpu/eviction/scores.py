@@ -13,6 +13,7 @@ from numba import njit, prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.decode import TILE, scaled_copy
+from sparsekv_cli.cpu.attention.rows import K_HEAD, K_ROW, V_HEAD, V_ROW, K, V
 from sparsekv_cli.cpu.attention.tile import (
     NEGATIVE_INFINITY,
     PAD,
@@ -62,7 +63,7 @@ def _add_columns(q, first, last, k, k_row, n_past, group, scale, sums):
 
 
 @njit(cache=True, nogil=True)
-def _add_parts(counter, q, k, k_head, k_row, n_past, group, scale, parts):
+def _add_parts(counter, q, layout, n_past, group, scale, parts):
     """Takes (kv head, part) tasks until there are none; parts f32 (G, parts, n)."""
     n_kv_head, n_part, _ = parts.shape
     n_row = q.shape[1]
@@ -71,19 +72,19 @@ def _add_parts(counter, q, k, k_head, k_row, n_past, group, scale, parts):
         kv_head, part = task // n_part, task % n_part
         first, last = part * n_row // n_part, (part + 1) * n_row // n_part
         _add_columns(
-            q[kv_head], first, last, k + kv_head * k_head, k_row, n_past, group, scale,
-            parts[kv_head, part],
+            q[kv_head], first, last, layout[K] + kv_head * layout[K_HEAD], layout[K_ROW], n_past,
+            group, scale, parts[kv_head, part],
         )  # fmt: skip
         task = next_task(counter)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def add_attention(q, k, k_head, k_row, n, group, scale, sums, n_threads):
+def add_attention(q, layout, n, group, scale, sums, n_threads):
     """sums[g, j] += softmax(scale q . k)[j], summed over the queries of the last positions.
 
     q f32 (G, R, d): the ``group`` query heads of the first of R / group positions, then of the
-    next one; the last position sees n rows, each one before it one row less. k: address of f16
-    keys; k_head, k_row: bytes between kv heads and rows. sums f32 (G, >= n).
+    next one; the last position sees n rows, each one before it one row less. layout int64 (8,) of
+    f16 rows, see attention/rows.py. sums f32 (G, >= n).
     """
     n_kv_head, n_row, _ = q.shape
     n_past = n - n_row // group
@@ -91,10 +92,10 @@ def add_attention(q, k, k_head, k_row, n, group, scale, sums, n_threads):
     parts = np.zeros((n_kv_head, n_part, n), np.float32)
     counter = np.zeros(1, np.int64)
     if n_threads == 1 or n_kv_head * n_row * n < ONE_THREAD_BELOW:
-        _add_parts(counter, q, k, k_head, k_row, n_past, group, scale, parts)
+        _add_parts(counter, q, layout, n_past, group, scale, parts)
     else:
         for _thread in prange(n_threads):
-            _add_parts(counter, q, k, k_head, k_row, n_past, group, scale, parts)
+            _add_parts(counter, q, layout, n_past, group, scale, parts)
     for kv_head in range(n_kv_head):
         for part in range(n_part):
             _add_weighted(sums[kv_head], parts[kv_head, part], n, np.float32(1))
@@ -165,17 +166,16 @@ def least_attended(positions, mass, n, first, last):
 
 
 @njit(cache=True, nogil=True)
-def drop_least_attended(
-    k, v, k_head, v_head, k_row, v_row, n, first, last, positions, mass
-):  # fmt: skip
+def drop_least_attended(layout, n, first, last, positions, mass):
     """Every kv head drops one of its n rows; the last row takes its slot.
 
-    k, v: addresses of f16 rows; positions int32, mass f32 (G, >= n). The row with the least mass
-    among those at positions first..last - 1 is dropped; there must be one.
+    layout int64 (8,) of f16 rows, see attention/rows.py; positions int32, mass f32 (G, >= n). The
+    row with the least mass among those at positions first..last - 1 is dropped; there must be one.
     """
+    k_row, v_row = layout[K_ROW], layout[V_ROW]
     for g in range(positions.shape[0]):
         slot = least_attended(positions[g], mass[g], n, first, last)
-        k_base, v_base = k + g * k_head, v + g * v_head
+        k_base, v_base = layout[K] + g * layout[K_HEAD], layout[V] + g * layout[V_HEAD]
         copy_halves(k_base + (n - 1) * k_row, k_base + slot * k_row, k_row // 2)
         copy_halves(v_base + (n - 1) * v_row, v_base + slot * v_row, v_row // 2)
         positions[g, slot] = positions[g, n - 1]
@@ -193,15 +193,13 @@ def drop_least_attended_ref(first, last, positions, mass):
 
 @njit(cache=True, nogil=True)
 def heavy_hitter_step(
-    q, k, v, k_head, v_head, k_row, v_row, n, scale, drops, first, last, positions, mass, n_threads
-):
+    q, layout, n, scale, drops, first, last, positions, mass, n_threads
+):  # fmt: skip
     """H2O's work after the attention of a decode step, whose row is the last of n.
 
     q f32 (G, group, d). Adds the step's attention to mass and, if ``drops``, drops a row of every
     kv head (``drop_least_attended``).
     """
-    add_attention(q, k, k_head, k_row, n, q.shape[1], scale, mass, n_threads)
+    add_attention(q, layout, n, q.shape[1], scale, mass, n_threads)
     if drops:
-        drop_least_attended(
-            k, v, k_head, v_head, k_row, v_row, n, first, last, positions, mass
-        )  # fmt: skip
+        drop_least_attended(layout, n, first, last, positions, mass)

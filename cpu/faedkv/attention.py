@@ -20,7 +20,7 @@ from numba import njit, prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.decode import TILE, n_key_splits, scaled_copy, score_rows
-from sparsekv_cli.cpu.attention.rows import F16
+from sparsekv_cli.cpu.attention.rows import V_HEAD, V_ROW, K, V
 from sparsekv_cli.cpu.attention.tile import (
     NEGATIVE_INFINITY,
     PAD,
@@ -269,11 +269,11 @@ def _score_wide_pieces(counter, q, rows, n, scale, out, n_split):
 
 @njit(cache=True, nogil=True)
 def _value_pieces(
-    counter, exact, v_head, v_row, n_exact, half, half_head, half_row, wide, n_rows, p, w, acc
-):
+    counter, layout, n_exact, half, wide, n_rows, p, w, acc
+):  # fmt: skip
     """Takes (kv head, split) tasks: acc[split] += weights . rows, f32 (splits, H, d_v) zeros.
 
-    Exact rows and coefficient rows (f16 by address, or f32) are both cut into the splits.
+    Exact rows and coefficient rows (f16 by their layout, or f32) are both cut into the splits.
     """
     n_split, n_head, d = acc.shape
     n_kv_head = wide.shape[0]
@@ -288,12 +288,14 @@ def _value_pieces(
             target = acc[split, h].ctypes.data
             tile_values(
                 tile, 0, p[h, from_exact:].ctypes.data, p.shape[1],
-                exact + g * v_head + from_exact * v_row, v_row, 0, to_exact - from_exact, d, target,
+                layout[V] + g * layout[V_HEAD] + from_exact * layout[V_ROW], layout[V_ROW], 0,
+                to_exact - from_exact, d, target,
             )  # fmt: skip
-            if half:
+            if half[V]:
                 tile_values(
                     tile, 0, w[h, first:].ctypes.data, w.shape[1],
-                    half + g * half_head + first * half_row, half_row, 0, last - first, d, target,
+                    half[V] + g * half[V_HEAD] + first * half[V_ROW], half[V_ROW], 0, last - first,
+                    d, target,
                 )  # fmt: skip
             else:
                 _add_wide(w[h : h + tile, first:], wide[g, first:last], acc[split, h : h + tile])
@@ -314,15 +316,14 @@ def _finish(acc, mass, out):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def attend_spectrum(
-    q, k, v, k_head, v_head, k_row, v_row, n_exact, half_k, half_v, half_strides, wide_k, wide_v,
-    n_rows, table, gains, basis, scale, out, n_threads,
+    q, layout, n_exact, half, wide_k, wide_v, n_rows, table, gains, basis, scale, out, n_threads
 ):  # fmt: skip
     """Attention of one token over exact rows and segments.
 
-    q f32 (H, d); k, v: addresses of f16 exact rows as in attention/decode.py; coefficient rows:
-    half_k, half_v: addresses of f16 with strides (k head, v head, k row, v row) in bytes, or 0, and
-    then wide_k f32 (G, >= n_rows, d), wide_v; table int64 (segments, N_COLUMNS), gains f32
-    (segments, 2) of K and V; basis f32: the waves of direct segments; out f32 (H, d_v).
+    q f32 (H, d); layout int64 (8,) of the exact rows, which are f16, see attention/rows.py;
+    coefficient rows: f16 with the layout ``half``, or where that is 0 f32, wide_k (G, >= n_rows,
+    d) and wide_v; table int64 (segments, N_COLUMNS), gains f32 (segments, 2) of K and V; basis f32:
+    the waves of direct segments; out f32 (H, d_v).
     """
     n_head, n_kv_head = q.shape[0], wide_k.shape[0]
     n_scores = n_exact
@@ -337,31 +338,23 @@ def attend_spectrum(
     mass = np.empty(n_head, np.float32)
     n_split = n_key_splits(n_exact + n_rows, n_kv_head, n_threads)
     acc = np.zeros((n_split, n_head, out.shape[1]), np.float32)
-    score_rows(q, k, k_head, k_row, F16, n_exact, n_kv_head, scale, scores, n_threads)
-    if half_k:
-        score_rows(
-            q, half_k, half_strides[0], half_strides[2], F16, n_rows, n_kv_head, scale, z, n_threads
-        )
+    score_rows(q, layout, n_exact, n_kv_head, scale, scores, n_threads)
+    if half[K]:
+        score_rows(q, half, n_rows, n_kv_head, scale, z, n_threads)
     counter = np.zeros(3, np.int64)
     if n_threads == 1:
-        if not half_k:
+        if not half[K]:
             _score_wide_pieces(counter[0:1], q, wide_k, n_rows, scale, z, 1)
         _weigh_heads(counter[1:2], n_head, table, gains, basis, z, n_exact, scores, w, mass)
-        _value_pieces(
-            counter[2:3], v, v_head, v_row, n_exact, half_v, half_strides[1], half_strides[3],
-            wide_v, n_rows, scores, w, acc,
-        )  # fmt: skip
+        _value_pieces(counter[2:3], layout, n_exact, half, wide_v, n_rows, scores, w, acc)
     else:
-        if not half_k:
+        if not half[K]:
             for _thread in prange(n_threads):
                 _score_wide_pieces(counter[0:1], q, wide_k, n_rows, scale, z, n_split)
         for _thread in prange(n_threads):
             _weigh_heads(counter[1:2], n_head, table, gains, basis, z, n_exact, scores, w, mass)
         for _thread in prange(n_threads):
-            _value_pieces(
-                counter[2:3], v, v_head, v_row, n_exact, half_v, half_strides[1], half_strides[3],
-                wide_v, n_rows, scores, w, acc,
-            )  # fmt: skip
+            _value_pieces(counter[2:3], layout, n_exact, half, wide_v, n_rows, scores, w, acc)
     _finish(acc, mass, out)
 
 

@@ -8,11 +8,11 @@ segments of a layer.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numba import njit
 
+from sparsekv_cli.cpu.attention.rows import layout_of
 from sparsekv_cli.cpu.faedkv import attention as kernels
 from sparsekv_cli.cpu.faedkv import fft, frequencies
 from sparsekv_cli.cpu.jit.pointers import on_lines
@@ -162,11 +162,10 @@ class Spectrum:
     def _grown(self) -> None:
         """Remembers what the kernel takes of the rows."""
         k, v = self.k, self.v
-        self.arguments: tuple[Any, ...] = (0, 0, (0, 0, 0, 0), k, v)
+        self.arguments: tuple[np.ndarray, ...] = (np.zeros(8, np.int64), k, v)
         if self.half:
             none = np.zeros((len(k), 0, 0), np.float32)
-            strides = (k.strides[0], v.strides[0], k.strides[1], v.strides[1])
-            self.arguments = (_address(k), _address(v), strides, none, none)
+            self.arguments = (layout_of(k, v), none, none)
 
     def append(self, k: np.ndarray, v: np.ndarray, basis: FourierBasis) -> None:
         """A new segment of tokens k f32 (G, m, d), v f32 (G, m, d_v), m <= basis.n."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
+from sparsekv_cli.cpu.attention.rows import K_HEAD, K_ROW, K
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.quest.pages import page_summaries
 
@@ -81,10 +82,8 @@ class PageCache:
             state=np.zeros((n_kv_head, N_STATE), np.int64),
             statistics=statistics,
         )
-        page_summaries(
-            store.addresses[0], store.strides[0], store.strides[2], 0, window, page, n_kv_head, d,
-            meanstd, self.pages.hi, self.pages.lo,
-        )  # fmt: skip
+        place = store.layout[[K, K_HEAD, K_ROW]].tolist()
+        page_summaries(*place, 0, window, page, n_kv_head, d, meanstd, self.pages.hi, self.pages.lo)
         for theirs, ours in self._places(store):
             ours[...] = theirs
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
+from sparsekv_cli.cpu.attention.rows import K_HEAD, K_KIND, K_ROW
 from sparsekv_cli.cpu.attention.tile import tile_values
 from sparsekv_cli.cpu.jit.llvm import keep
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
@@ -14,19 +15,19 @@ STEP = 4  # rows that a pass over the covariance takes in
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def mean_and_covariance(at, head_bytes, row_bytes, kind, n, mean, covariance, n_threads):
+def mean_and_covariance(layout, of, first, n, mean, covariance, n_threads):
     """Mean f32 (G, d) and covariance f32 (G, d, d) of n rows of each kv head; d as it is stored.
 
-    at: address of the first row; rows and their ``kind`` as in attention/rows.py. If covariance has
-    shape (G, 0, 0), only the mean is computed.
+    layout int64 (8,): see attention/rows.py; of: its column K or V, whose rows from ``first`` on
+    are meant. If covariance has shape (G, 0, 0), only the mean is computed.
     """
-    n_kv_head = mean.shape[0]
+    n_kv_head, row_bytes, kind = mean.shape[0], layout[K_ROW + of], layout[K_KIND + of]
     for part in prange(n_threads):
         for kv_head in range(part, n_kv_head, n_threads):
-            first = at + kv_head * head_bytes
-            _mean(first, row_bytes, kind, n, mean[kv_head])
+            at = layout[of] + kv_head * layout[K_HEAD + of] + first * row_bytes
+            _mean(at, row_bytes, kind, n, mean[kv_head])
             if covariance.shape[1]:
-                _covariance(first, row_bytes, kind, n, mean[kv_head], covariance[kv_head])
+                _covariance(at, row_bytes, kind, n, mean[kv_head], covariance[kv_head])
 
 
 @njit(cache=True, nogil=True)

@@ -90,7 +90,7 @@ def page_summaries(
 ):
     """Writes hi, lo of the whole pages first_page..last_page - 1 of every kv head.
 
-    k: address of f16 keys (KVStore.addresses[0]); k_head, k_row: bytes between kv heads and rows;
+    k: address of f16 keys; k_head, k_row: bytes between kv heads and rows;
     d: padded head size. hi, lo: f16 bits, uint16 (G, >= last_page, d). n_sinks < page: rows of page
     0 that are left out of its summary, because they are attended anyway and would stretch it.
     """

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -117,38 +116,24 @@ def random_calibration(spec: LayerSpec, rng: np.random.Generator) -> Mapping[str
     }
 
 
-@contextmanager
-def without_attention(engine: DeviceEngine) -> Iterator[None]:
-    """Prefills inside store their rows, but their attention is not computed."""
-    ops = engine.ops
-    ops.dense_prefill = lambda store, x, spec: x.q  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del ops.dense_prefill
-
-
 def filled_caches(
     engine: DeviceEngine, method: Method, n: int, n_more: int
 ) -> Sequence[LayerCache]:
     """A cache of every layer with n random rows and room for n_more, as a prefill leaves it."""
-    generator = torch.Generator(device=engine.ops.device).manual_seed(0)
+    generator = torch.Generator(device=engine.device).manual_seed(0)
     calibration = random_calibration(engine.decoder.layer_specs()[0], np.random.default_rng(0))
     caches = []
-    with without_attention(engine):
-        for spec in engine.decoder.layer_specs():
-            cache = engine.layer(method, replace(spec, calibration=calibration))
-            cache.reserve(n + n_more)
-            fill(cache, spec, n, generator)
-            caches.append(cache)
+    for spec in engine.decoder.layer_specs():
+        cache = engine.layer(method, replace(spec, calibration=calibration))
+        cache.reserve(n + n_more)
+        fill(cache, spec, n, generator)
+        caches.append(cache)
     return caches
 
 
 def fill(cache: Any, spec: LayerSpec, n: int, generator: torch.Generator) -> None:
     """Prefills n random rows."""
     inner = cache.cache if isinstance(cache, HostCache) else cache
-    if inner is not cache:
-        inner.backend.ahead = True
     for pos in range(0, n, FILL_ROWS):
         rows = min(FILL_ROWS, n - pos)
 
@@ -158,7 +143,5 @@ def fill(cache: Any, spec: LayerSpec, n: int, generator: torch.Generator) -> Non
 
         q, k = heads(spec.n_head, spec.head_dim), heads(spec.n_head_kv, spec.head_dim)
         v = heads(spec.n_head_kv, spec.value_dim)
-        inner.prefill(AttnInput(q, k, v, q, k, pos))
+        inner.extend(AttnInput(q, k, v, q, k, pos))
     inner.finish_prefill()
-    if inner is not cache:
-        inner.backend.ahead = False

@@ -15,7 +15,6 @@ from sparsekv_cli.cache.spec import Budget, LayerSpec
 from sparsekv_cli.device.batching import prepare_runs
 from sparsekv_cli.device.cache import DeviceInput, StepNumbers, grid_bound
 from sparsekv_cli.device.engine import device_cache
-from sparsekv_cli.device.ops import DeviceOps
 from sparsekv_cli.evaluation.compare import build_spec
 from sparsekv_cli.kernels.attention import decode, select
 from sparsekv_cli.kernels.fasa import chunks
@@ -133,13 +132,11 @@ def cache_operators(
     )  # fmt: skip
     spec = replace(spec, calibration=random_calibration(spec, np.random.default_rng(0)))
     generator = torch.Generator(device=device).manual_seed(0)
-    ops = DeviceOps(device)
-    ops.dense_prefill = lambda store, x, spec: x.q  # type: ignore[method-assign]
     for name in names:
         method: Any = build_spec(name)
         if name == "freekv":
             method = replace(method, budget=Budget(tokens=BUDGET))
-        caches = [device_cache(method)(spec, ops, method) for _ in range(n_batch)]
+        caches = [device_cache(method)(spec, device, method) for _ in range(n_batch)]
         for cache in caches:
             cache.reserve(n + 2)
             fill(cache, spec, n, generator)
@@ -156,7 +153,7 @@ def _planned(caches: Sequence[Any], spec: LayerSpec, n: int) -> Callable[[], Non
     """The launches of a step that brings all of the caches to n rows, with random ones."""
     keys = [cache.plan(n, grid_bound(n)) for cache in caches]
     (run,) = prepare_runs(caches, keys)
-    leader, device, n_batch = run.cache, run.cache.backend.device, len(caches)
+    leader, device, n_batch = run.cache, run.cache.device, len(caches)
     heads = [
         torch.randn(n_batch, count, spec.head_dim, device=device)
         for count in (spec.n_head, spec.n_head_kv, spec.n_head_kv, spec.n_head, spec.n_head_kv)

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from sparsekv_cli.cache.layer import LayerCache
 
 
 class Ledger:
@@ -32,11 +27,3 @@ class Ledger:
             counts["sparse_rows_total"] += rows
             counts["sparse_rows_scored"] += scored
             counts["sparse_rows_attended"] += attended
-
-
-def total_counters(caches: Iterable[LayerCache]) -> Counter[str]:
-    """The counts of all layers together."""
-    total: Counter[str] = Counter()
-    for cache in caches:
-        total.update(cache.counters())
-    return total

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import Backend, LayerCache
+from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore, padded
 from sparsekv_cli.cpu.jit.floats import as_f32
@@ -25,8 +25,8 @@ class EvictingCache(LayerCache):
     they have, and calls ``keep`` when it has chosen.
     """
 
-    def __init__(self, spec: LayerSpec, backend: Backend) -> None:
-        super().__init__(spec, backend)
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(spec)
         self._n_dropped = 0  # rows of every kv head
         self._n_settled = 0  # rows of the sequence behind which it cannot be cut
 
@@ -58,16 +58,14 @@ class EvictingCache(LayerCache):
         chooses: whether the step reads the keys a second time, to score them.
         """
         store, spec = self.store, self.spec
-        self.backend.append_row(store, x)
-        if self.traced and self._n_dropped:
+        store.append_row(x.k, x.v)
+        scored = None if chooses or not self._n_dropped else 0
+        n_again = spec.n_head_kv * store.n if chooses else 0  # keys
+        out = self.attend_all(x.q, scored=scored, n_bytes=n_again * store.k.strides[1])
+        if self.records_attended and self._n_dropped:
             held = np.full(spec.n_head_kv, store.n)
             self.attended = self.positions().copy(), held
-        attended = spec.n_head * store.n
-        scored = attended if chooses or not self._n_dropped else 0
-        n_bytes = store.row_bytes + (store.strides[2] if chooses else 0)
-        n_bytes *= spec.n_head_kv * store.n
-        self.ledger.step(spec.n_head * self.n, scored, attended, n_bytes, True)
-        return self.backend.attend_dense(store, x.q[:, 0], spec)
+        return out
 
     def reserve(self, n: int) -> None:
         self.store.reserve(n - self._n_dropped)

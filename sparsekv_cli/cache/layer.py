@@ -6,47 +6,40 @@ The decoder hands a layer's q, k, v to its LayerCache and gets the attention's o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 
+from sparsekv_cli.cache.attend import attend_dense, attend_rows
 from sparsekv_cli.cache.counters import Ledger
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec, Memory
 from sparsekv_cli.cache.store import KVStore
 
-
-class Backend(Protocol):
-    """The operations that methods call by name; cpu/ops.py on the host."""
-
-    def dense_prefill(self, store: KVStore, x: AttnInput, spec: LayerSpec) -> Any: ...
-    def append_row(self, store: KVStore, x: AttnInput) -> None: ...
-    def attend_dense(self, store: KVStore, q: np.ndarray, spec: LayerSpec) -> np.ndarray: ...
-    def attend_rows(
-        self, store: KVStore, q: np.ndarray, idx: np.ndarray, counts: np.ndarray, spec: LayerSpec
-    ) -> np.ndarray: ...
-    def score_rows(self, store: KVStore, q: np.ndarray, spec: LayerSpec) -> np.ndarray: ...
+# How a chunk of a prefill attends: (cache, input) -> (H, T, d_v), as the input's q is.
+ChunkAttention = Callable[[Any, AttnInput], Any]
 
 
 class LayerCache(ABC):
     """The mutable state of one layer of one sequence.
 
-    selects: whether a step attends to some rows exactly and leaves the others out, so that it can
-    be asked which (``attended``). Not so in a cache that attends to all, exactly or roughly. What
-    it is after a prefill holds for the steps that follow.
-    keeps_rows: whether the rows of a prefill take as much memory before ``finish_prefill`` as after
-    it. A prompt then takes the layers in parts; otherwise a layer is finished before the next.
+    attends_to_some: whether a step attends to some rows exactly and leaves the others out, so that
+    it can be asked which (``attended``). Not so in a cache that attends to all, exactly or roughly.
+    What it is after a prefill holds for the steps that follow.
+    can_prefill_in_parts: whether the rows of a prefill take as much memory before
+    ``finish_prefill`` as after it. A long prompt then goes through all layers part by part;
+    otherwise a layer is finished before the next.
     """
 
-    selects: bool = True
-    keeps_rows: ClassVar[bool] = False
+    attends_to_some: bool = True
+    can_prefill_in_parts: ClassVar[bool] = False
 
-    def __init__(self, spec: LayerSpec, backend: Backend) -> None:
+    def __init__(self, spec: LayerSpec) -> None:
         self.spec = spec
-        self.backend = backend
         self.store = KVStore(spec)
         self.ledger = Ledger()
-        self.traced = False  # whether ``attended`` must be kept
+        self.records_attended = False  # whether ``attended`` must be kept
         # Rows of the last decode step, int32 (H or G, m) with counts int64; None: all of them.
         self.attended: tuple[np.ndarray, np.ndarray] | None = None
 
@@ -55,10 +48,13 @@ class LayerCache(ABC):
         """Rows of the sequence that the cache holds, in whatever form."""
         return self.store.n
 
-    def prefill(self, x: AttnInput) -> Any:
-        """Stores a chunk's K and V; returns its dense causal attention (H, T, d_v), as x.q is."""
+    def extend(self, x: AttnInput) -> Any:
+        """Takes the rows of a prefill's chunk; the store of all rows, which the chunk attends to.
+
+        That is a KVStore, or on a device a DeviceStore; its last rows are the chunk's.
+        """
         self.store.append(x.k, x.v)
-        return self.backend.dense_prefill(self.store, x, self.spec)
+        return self.store
 
     def finish_prefill(self) -> None:  # noqa: B027 - most methods have nothing to do here
         """Called once after the last chunk: build indexes, evict, compress."""
@@ -69,6 +65,22 @@ class LayerCache(ABC):
 
         A cache on a device takes and gives what device/cache.py says.
         """
+
+    def attend_all(
+        self, q: np.ndarray, *, scored: int | None = None, n_bytes: int = 0, sparse: bool = True
+    ) -> np.ndarray:
+        """Attends to every row that is stored, and counts that: q (H, 1, d) -> f32 (H, >= d_v).
+
+        scored: as ``Ledger.step`` counts it; None: all. n_bytes: read beside the rows. sparse:
+        whether the layer may leave rows out in other steps.
+        """
+        store, spec = self.store, self.spec
+        attended = spec.n_head * store.n
+        n_bytes += spec.n_head_kv * store.n * store.row_bytes
+        scored = attended if scored is None else scored
+        self.ledger.step(spec.n_head * self.n, scored, attended, n_bytes, sparse)
+        self.attended = None
+        return attend_dense(q[:, 0], store, spec)
 
     def reserve(self, n: int) -> None:
         """Announces that ``n`` rows in all are coming."""
@@ -93,38 +105,31 @@ class LayerCache(ABC):
 class DenseCache(LayerCache):
     """Attends to every row: the method ``full``, and the dense layers of every other method."""
 
-    selects = False
-    keeps_rows = True
+    attends_to_some = False
+    can_prefill_in_parts = True
 
     def decode(self, x: AttnInput) -> np.ndarray:
-        store, spec = self.store, self.spec
-        self.backend.append_row(store, x)
-        rows = spec.n_head * store.n
-        self.ledger.step(rows, rows, rows, spec.n_head_kv * store.n * store.row_bytes, False)
-        return self.backend.attend_dense(store, x.q[:, 0], spec)
+        self.store.append_row(x.k, x.v)
+        return self.attend_all(x.q, sparse=False)
 
 
 class SelectingCache(LayerCache):
     """append -> select -> attend over the selected rows; a method writes ``select`` only."""
 
-    keeps_rows = True
+    can_prefill_in_parts = True
 
     def decode(self, x: AttnInput) -> np.ndarray:
         store, spec = self.store, self.spec
-        self.backend.append_row(store, x)
+        store.append_row(x.k, x.v)
         q, n = x.q[:, 0], store.n
-        rows = spec.n_head * n
         if self.selects_all(n):
-            n_bytes = spec.n_head_kv * n * store.row_bytes
-            self.ledger.step(rows, rows, rows, n_bytes, True)
-            self.attended = None
-            return self.backend.attend_dense(store, q, spec)
+            return self.attend_all(x.q)
         idx, counts, scored = self.select(q, n)
         self.attended = (idx, counts)
         attended = int(counts.sum()) * (spec.n_head // len(counts))
         n_bytes = int(counts.sum()) * store.row_bytes + self.bytes_to_select(n)
-        self.ledger.step(rows, scored, attended, n_bytes, True)
-        return self.backend.attend_rows(store, q, idx, counts, spec)
+        self.ledger.step(spec.n_head * n, scored, attended, n_bytes, True)
+        return attend_rows(q, store, idx, counts, spec)
 
     @abstractmethod
     def selects_all(self, n: int) -> bool:
@@ -140,3 +145,11 @@ class SelectingCache(LayerCache):
     def bytes_to_select(self, n: int) -> int:
         """Bytes that one ``select`` reads."""
         return 0
+
+
+def total_counters(caches: Iterable[LayerCache]) -> Counter[str]:
+    """The counts of all layers together."""
+    total: Counter[str] = Counter()
+    for cache in caches:
+        total.update(cache.counters())
+    return total

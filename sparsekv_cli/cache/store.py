@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsekv_cli.cpu.attention import rows
+from sparsekv_cli.cache.spec import LayerSpec
+from sparsekv_cli.cpu.attention import decode, rows
 from sparsekv_cli.cpu.jit.pointers import LINE, on_lines
-
-if TYPE_CHECKING:
-    from sparsekv_cli.cache.spec import LayerSpec
 
 ALL = slice(None)
 ROW_ALIGNMENT = 16  # elements; rows of K and V are padded to whole vectors
@@ -85,9 +83,8 @@ CACHE_TYPES: dict[str, type[RowType]] = {"f16": HalfRows, "q8_0": QuantizedRows}
 class KVStore:
     """K and V of one layer in host memory: (G, capacity, row), growing in steps.
 
-    k, v: rows of the types that ``spec`` names. layout: where they are, int64 (8,), for kernels
-    that read every type; addresses, strides: the same in bytes, for kernels that take them one by
-    one.
+    k, v: rows of the types that ``spec`` names. layout: where they are, int64 (8,), as kernels
+    take it (cpu/attention/rows.py).
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -132,12 +129,8 @@ class KVStore:
         self._grown()
 
     def _grown(self) -> None:
-        """Remembers what the kernels take: ``layout``, or its parts one by one."""
-        k, v = self.k, self.v
-        self.addresses = tuple(a.__array_interface__["data"][0] for a in (k, v))
-        self.strides = (k.strides[0], v.strides[0], k.strides[1], v.strides[1])
-        kinds = self.k_type.kind, self.v_type.kind
-        self.layout = np.array([*self.addresses, *self.strides, *kinds], np.int64)
+        """Remembers where the rows are."""
+        self.layout = rows.layout_of(self.k, self.v, self.k_type.kind, self.v_type.kind)
 
     def append(self, k: np.ndarray, v: np.ndarray) -> None:
         """Adds T rows: k (G, T, d), v (G, T, d_v) as ``RowType.write`` takes them."""
@@ -147,6 +140,12 @@ class KVStore:
         self.k_type.write(self.k[:, new], k, self._n_threads)
         self.v_type.write(self.v[:, new], v, self._n_threads)
         self.n += n_new
+
+    def append_row(self, k: np.ndarray, v: np.ndarray) -> None:
+        """Adds the row of a decode step: f32 k (G, 1, padded d), v (G, 1, padded d_v)."""
+        self.reserve(self.n + 1)
+        decode.append_row(k[:, 0], v[:, 0], self.layout, self.n)
+        self.n += 1
 
     def keys(self, first: int = 0, heads: slice = ALL) -> np.ndarray:
         """Rows ``first`` to n of K as they are stored, f16 or f32 (G, n - first, padded d); of all

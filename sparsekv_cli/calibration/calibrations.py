@@ -13,10 +13,11 @@ from dataclasses import replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.calibration.run import CALIBRATION, Calibrated, CalibrationRun
 from sparsekv_cli.calibration.sidecar import (
@@ -72,14 +73,12 @@ class Calibrations:
         file: GGUFFile,
         hparams: HParams,
         decoder: Decoder,
-        backend: Any,
         encode: Encode,
         sidecar: Path | None = None,
     ) -> None:
         self._file = file
         self._hparams = hparams
         self._decoder = decoder
-        self._backend = backend
         self._encode = encode
         self._sidecar = sidecar
         self._loaded: dict[str, Mapping[str, np.ndarray]] = {}
@@ -188,17 +187,22 @@ class Calibrations:
         decoder = self._decoder
 
         def forward(
-            ids: Sequence[int], pos: int, caches: Sequence[Any], all_logits: bool = False
+            ids: Sequence[int],
+            pos: int,
+            caches: Sequence[LayerCache],
+            *,
+            all_logits: bool = False,
+            attend: ChunkAttention | None = None,
         ) -> np.ndarray:
             self._file.check_intact()
-            return decoder.forward(ids, pos, caches, all_logits=all_logits)
+            return decoder.forward(ids, pos, caches, all_logits=all_logits, attend=attend)
 
         def progress(share: float) -> None:
             if report is not None:
                 report(name, share, "")
 
         progress(0.0)
-        run = CalibrationRun(decoder.layer_specs(), self._backend, ids, forward, progress)
+        run = CalibrationRun(decoder.layer_specs(), ids, forward, progress)
         with blas_threads(decoder.n_threads):
             tensors = method.calibrate(run)
         check_tensors(name, tensors, self._hparams.n_layer)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import Backend, LayerCache
+from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.calibration import allocation
@@ -50,7 +50,7 @@ def study_chunks(
         rank = tensors["dom_var"][spec.layer, : spec.n_head_kv]
         dims = dominance.order_dims(rank, max(1, round(share * n_chunk)), spec.head_dim)
         dims = dims[:, : 2 * max(1, round(share * n_chunk))]
-        return Trial(spec.layer, unchanged, _attend_best(spec, dims, n_sinks, n_recent))
+        return Trial(spec.layer, unchanged, _attend_best(dims, n_sinks, n_recent))
 
     def progress(share: float) -> None:
         run.progress(STATISTICS_SHARE + (1 - STATISTICS_SHARE) * share)
@@ -74,14 +74,14 @@ def tips_of(mean_tip: int, n_chunk: int, budgets: np.ndarray) -> int:
     return allocation.layer_count(mean_tip, n_chunk, budgets, SHARES)
 
 
-def _attend_best(spec: LayerSpec, dims: np.ndarray, n_sinks: int, n_recent: int) -> Attend:
+def _attend_best(dims: np.ndarray, n_sinks: int, n_recent: int) -> Attend:
     """Attention to the first and last rows, and the best of the others by ``dims`` (G, m)."""
 
-    def attend(store: KVStore, x: AttnInput) -> np.ndarray:
-        n, n_new = store.n, x.q.shape[1]
+    def attend(q_new: np.ndarray, store: KVStore, spec: LayerSpec) -> np.ndarray:
+        n, n_new = store.n, q_new.shape[1]
         k = store.k[:, :n, : spec.head_dim].astype(np.float32)  # (G, n, d)
         v = store.v[:, :n, : spec.value_dim].astype(np.float32)
-        q = as_f32(x.q).reshape(spec.n_head_kv, -1, spec.head_dim)  # (G, H/G T, d)
+        q = as_f32(q_new).reshape(spec.n_head_kv, -1, spec.head_dim)  # (G, H/G T, d)
         of_q, of_k = (np.take_along_axis(rows, dims[:, None], 2) for rows in (q, k))
         row, own = np.arange(n), np.tile(np.arange(n - n_new, n), spec.group)[:, None]
         scores = of_q @ of_k.swapaxes(1, 2)  # (G, H/G T, n)
@@ -92,7 +92,7 @@ def _attend_best(spec: LayerSpec, dims: np.ndarray, n_sinks: int, n_recent: int)
         weights = np.where(chosen & (row <= own), q @ k.swapaxes(1, 2) * spec.scale, -np.inf)
         weights = np.exp(weights - weights.max(2, keepdims=True))
         out = (weights / weights.sum(2, keepdims=True)) @ v  # (G, H/G T, d_v)
-        return as_type_of(x.v, out.reshape(spec.n_head, n_new, spec.value_dim))
+        return as_type_of(q_new, out.reshape(spec.n_head, n_new, spec.value_dim))
 
     return attend
 
@@ -119,8 +119,8 @@ def rank_all(run: CalibrationRun, n_query: int, top_k: int) -> dict[str, np.ndar
             tensors[f"dom_{metric}"][spec.layer, : spec.n_head_kv] = rank
         run.progress(STATISTICS_SHARE * (spec.layer + 1) / len(specs))
 
-    caches = [_JudgingCache(spec, run.backend, positions, top_k, keep) for spec in specs]
-    run.forward(run.ids, 0, caches, False)
+    caches = [_JudgingCache(spec, positions, top_k, keep) for spec in specs]
+    run.forward(run.ids, 0, caches)
     return tensors
 
 
@@ -130,19 +130,18 @@ class _JudgingCache(LayerCache):
     def __init__(
         self,
         spec: LayerSpec,
-        backend: Backend,
         positions: Sequence[int],
         top_k: int,
         keep: Callable[[LayerSpec, dict[str, np.ndarray]], None],
     ) -> None:
-        super().__init__(spec, backend)
+        super().__init__(spec)
         self._positions, self._top_k, self._keep = positions, top_k, keep
         self._queries: list[np.ndarray] = []  # f32 (H, d), one a position
 
-    def prefill(self, x: AttnInput) -> Any:
+    def extend(self, x: AttnInput) -> Any:
         inside = [t - x.pos for t in self._positions if 0 <= t - x.pos < x.q.shape[1]]
         self._queries += [as_f32(x.q[:, t]).copy() for t in inside]  # not all of x
-        return super().prefill(x)
+        return super().extend(x)
 
     def finish_prefill(self) -> None:
         spec, store = self.spec, self.store

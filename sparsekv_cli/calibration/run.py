@@ -8,26 +8,36 @@ from typing import Protocol
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import Backend, LayerCache
+from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import LayerSpec
 
 CALIBRATION = "calibration"  # ``needs`` of methods that read a sidecar
+
+
+class CalibrationForward(Protocol):
+    def __call__(
+        self,
+        ids: Sequence[int],
+        pos: int,
+        caches: Sequence[LayerCache],
+        *,
+        all_logits: bool = False,
+        attend: ChunkAttention | None = None,
+    ) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
 class CalibrationRun:
     """What a method gets to calibrate itself: a model, a text, and a way to run one over it.
 
-    specs: one a layer, ``calibration`` empty. ids: the text. forward(ids, pos, caches, all_logits):
-    a dense forward pass of rows from ``pos`` on through one LayerCache a layer, which may be of the
-    method's own making and keep what they are shown; logits f32 (n_vocab,), or (T, n_vocab).
-    progress: told the share that is done, 0 to 1.
+    specs: one a layer, ``calibration`` empty. ids: the text. forward: as ``Forward.forward``
+    (models/forward.py), through one LayerCache a layer; the method may make caches of its own that
+    keep what they are shown. progress: told the share that is done, 0 to 1.
     """
 
     specs: Sequence[LayerSpec]
-    backend: Backend
     ids: Sequence[int]
-    forward: Callable[[Sequence[int], int, Sequence[LayerCache], bool], np.ndarray]
+    forward: CalibrationForward
     progress: Callable[[float], None]
 
 

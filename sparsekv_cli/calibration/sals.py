@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import Backend, LayerCache
+from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.calibration import allocation
@@ -106,7 +106,7 @@ def study_directions(run: CalibrationRun) -> dict[str, np.ndarray]:
             tensors[f"vectors_{basis}"][spec.layer, :size, :size] = vectors[:, ::-1]
         run.progress(STATISTICS_SHARE * (spec.layer + 1) / spec.n_layer)
 
-    run.forward(run.ids, 0, [_StatisticsCache(s, run.backend, keep) for s in run.specs], False)
+    run.forward(run.ids, 0, [_StatisticsCache(s, keep) for s in run.specs])
     return tensors
 
 
@@ -116,22 +116,21 @@ class _StatisticsCache(LayerCache):
     def __init__(
         self,
         spec: LayerSpec,
-        backend: Backend,
         keep: Callable[[LayerSpec, np.ndarray, np.ndarray], None],
     ) -> None:
-        super().__init__(spec, backend)
+        super().__init__(spec)
         self._keep = keep
         size = spec.n_head_kv * spec.head_dim
         self._products = np.zeros((size, size))  # K'K
         self._energy = np.zeros((spec.n_head_kv, spec.head_dim))  # squared queries
 
-    def prefill(self, x: AttnInput) -> Any:
+    def extend(self, x: AttnInput) -> Any:
         n_kv, d = self.spec.n_head_kv, self.spec.head_dim
         keys = as_f32(x.k_nope).swapaxes(0, 1).reshape(-1, n_kv * d)  # (T, G d)
         self._products += keys.T @ keys
         queries = as_f32(x.q_nope).reshape(n_kv, -1, d)  # (G, H/G T, d)
         self._energy += np.square(queries).sum(1)
-        return super().prefill(x)
+        return super().extend(x)
 
     def finish_prefill(self) -> None:
         spec, n = self.spec, self.store.n

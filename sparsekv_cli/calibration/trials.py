@@ -12,11 +12,12 @@ are equal and share one attention.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import Backend, DenseCache, LayerCache
+from sparsekv_cli.cache.attend import attend_causal
+from sparsekv_cli.cache.layer import DenseCache, LayerCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.calibration import allocation
@@ -30,16 +31,16 @@ MOST_CHANGE = 80.0  # of a logit: its exponential fits f32
 
 # Changes rows of K and V in place: f16 (G, rows, padded d).
 Change = Callable[[np.ndarray, np.ndarray], None]
-# What rows of an AttnInput, which are the last of a store, take from it: (H, T, d_v), as they are.
-Attend = Callable[[KVStore, AttnInput], np.ndarray]
+# As attend_causal (cache/attend.py).
+Attend = Callable[[np.ndarray, KVStore, LayerSpec], np.ndarray]
 
 
 class Trial(NamedTuple):
-    """A change of one layer, -1: of none; and how its scored rows attend, if not to everything."""
+    """A change of one layer, -1: of none; and how that layer's scored rows attend."""
 
     layer: int
     change: Change
-    attend: Attend | None = None
+    attend: Attend = attend_causal
 
 
 def unchanged(k: np.ndarray, v: np.ndarray) -> None:
@@ -57,8 +58,8 @@ class Window:
         self._n_prefix = len(ids) - n_scored - 1
         self._rows = list(ids[self._n_prefix : -1])
         self._following = np.array(ids[self._n_prefix + 1 :])[:, None]
-        caches: list[LayerCache] = [DenseCache(spec, run.backend) for spec in run.specs]
-        run.forward(ids[: self._n_prefix], 0, caches, False)
+        caches: list[LayerCache] = [DenseCache(spec) for spec in run.specs]
+        run.forward(ids[: self._n_prefix], 0, caches)
         self._stores = [cache.store for cache in caches]
         self._logits = self._logits_of([Trial(-1, unchanged)])[0]  # (rows, n_vocab)
         full = self._logits - self._logits.max(-1, keepdims=True)
@@ -86,12 +87,14 @@ class Window:
     def _logits_of(self, trials: Sequence[Trial]) -> np.ndarray:
         """f32 (trials, rows, n_vocab)"""
         run = self._run
-        caches: list[LayerCache] = [
-            _TrialCache(spec, run.backend, store, self._n_prefix, len(self._rows), trials,
-                        self._middle)
+        caches = [
+            _TrialCache(spec, store, self._n_prefix, len(self._rows), trials, self._middle)
             for spec, store in zip(run.specs, self._stores, strict=True)
-        ]  # fmt: skip
-        logits = run.forward(self._rows * len(trials), self._n_prefix, caches, True)
+        ]
+        logits = run.forward(
+            self._rows * len(trials), self._n_prefix, caches, all_logits=True,
+            attend=_TrialCache.attend,
+        )  # fmt: skip
         return logits.reshape(len(trials), len(self._rows), -1)
 
     def _compare(self, logits: np.ndarray) -> tuple[float, float]:
@@ -115,19 +118,19 @@ class _TrialCache(LayerCache):
     def __init__(
         self,
         spec: LayerSpec,
-        backend: Backend,
         prefix: KVStore,
         n_prefix: int,
         n_rows: int,
         trials: Sequence[Trial],
         middle: slice,
     ) -> None:
-        super().__init__(spec, backend)
+        super().__init__(spec)
         self._prefix, self._n_prefix, self._n_rows = prefix, n_prefix, n_rows
         self._trials, self._middle = trials, middle
         self._turns = _rotation(spec, n_prefix, n_rows)
 
-    def prefill(self, x: AttnInput) -> Any:
+    def attend(self, x: AttnInput) -> np.ndarray:
+        """The attention of a chunk's rows, which may be of several trials."""
         out, done = [], 0
         while done < x.q.shape[1]:
             trial, first = divmod(x.pos - self._n_prefix + done, self._n_rows)
@@ -148,16 +151,13 @@ class _TrialCache(LayerCache):
 
     def _one_trial(self, x: AttnInput, rows: slice, trial: int, first: int) -> np.ndarray:
         """Attention of a trial's rows from row ``first`` on over the prefix that belongs to it."""
-        attend = self._trials[trial].attend
+        changed = self._trials[trial]
         if first == 0:
-            self.store = self._prefix_of(self._trials[trial])
+            self.store = self._prefix_of(changed)
         q, k = (self._rotated(each[:, rows], first) for each in (x.q_nope, x.k_nope))
-        v, q_nope, k_nope = (each[:, rows] for each in (x.v, x.q_nope, x.k_nope))
-        own = AttnInput(q, k, v, q_nope, k_nope, self._n_prefix + first)
-        if attend is None or self._trials[trial].layer != self.spec.layer:
-            return super().prefill(own)
-        self.store.append(k, v)
-        return attend(self.store, own)
+        self.store.append(k, x.v[:, rows])
+        attend = changed.attend if changed.layer == self.spec.layer else attend_causal
+        return attend(q, self.store, self.spec)
 
     def _prefix_of(self, trial: Trial) -> KVStore:
         """The stored prefix, or for the trial's own layer a changed copy."""

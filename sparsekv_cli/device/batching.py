@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from sparsekv_cli.device.cache import DeviceCache
+from sparsekv_cli.device.cache import DeviceCache
 
 
 class Run(NamedTuple):
@@ -45,11 +44,6 @@ def _runs(caches: Sequence[DeviceCache], keys: Sequence[Hashable]) -> Iterator[R
             yield Run(first, last, caches[first])
         else:
             yield from (Run(b, b + 1, caches[b]) for b in members)
-
-
-def spread(x: torch.Tensor, n: int) -> torch.Tensor:
-    """From one sequence's part (1, ...) of a common tensor those of it and the next: (n, ...)."""
-    return x.as_strided((n, *x.shape[1:]), x.stride())
 
 
 def _move_together(caches: Sequence[DeviceCache]) -> None:

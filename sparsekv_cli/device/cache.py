@@ -19,7 +19,6 @@ import torch
 
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import LayerSpec, Memory
-from sparsekv_cli.device.batching import spread
 from sparsekv_cli.device.streams import SideStream, join_all
 from sparsekv_cli.kernels.attention import decode as attention
 
@@ -53,6 +52,11 @@ def grid_bound(n: int) -> int:
     n += AHEAD
     step = max(256, 1 << max(0, n.bit_length() - 3))
     return -(-n // step) * step
+
+
+def spread(x: torch.Tensor, n: int) -> torch.Tensor:
+    """From one sequence's part (1, ...) of a common tensor those of it and the next: (n, ...)."""
+    return x.as_strided((n, *x.shape[1:]), x.stride())
 
 
 class DeviceStore:
@@ -118,12 +122,14 @@ class DeviceCache(LayerCache):
     store: Any  # a DeviceStore, or what a method has in its place
     side: SideStream | None = None  # of a cache that launches work beside the steps
     # Called behind ``decode`` with its input: steps of a cache that has one are not captured. Where
-    # ``traced``, ``attended`` holds the rows of the step then: idx int32 (B, U, m), counts (B, U).
+    # it ``records_attended``, ``attended`` holds the rows of the step then: idx int32 (B, U, m) and
+    # counts (B, U).
     on_step: Callable[[Any], None] | None = None
 
-    def __init__(self, spec: LayerSpec, backend: Any) -> None:
-        super().__init__(spec, backend)
-        self.store = DeviceStore(spec, backend.device)
+    def __init__(self, spec: LayerSpec, device: torch.device) -> None:
+        super().__init__(spec)
+        self.device = device
+        self.store = DeviceStore(spec, device)
 
     def plan(self, n: int, n_max: int) -> Hashable:
         """Prepares a step that brings the sequence to ``n`` rows; n_max >= n bounds grids.
@@ -178,7 +184,7 @@ class DeviceCache(LayerCache):
 
     def note(self, idx: torch.Tensor, counts: torch.Tensor) -> None:
         """Keeps the rows that a step attends to, if they are asked for."""
-        if self.traced:
+        if self.records_attended:
             rows: Any = idx, counts
             self.attended = rows
 
@@ -203,7 +209,7 @@ class DeviceSelecting(DeviceCache):
     While the budget covers the context, attention is dense, to the bit that of ``full``.
     """
 
-    keeps_rows = True
+    can_prefill_in_parts = True
 
     def plan(self, n: int, n_max: int) -> Hashable:
         key = super().plan(n, n_max)

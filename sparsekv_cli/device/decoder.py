@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch.nn.functional import linear
 
-from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import AttnInput
 from sparsekv_cli.device.batching import Run, prepare_runs
-from sparsekv_cli.device.cache import DeviceCache, DeviceInput, StepNumbers, grid_bound
+from sparsekv_cli.device.cache import DeviceCache, DeviceInput, DeviceStore, StepNumbers, grid_bound
 from sparsekv_cli.device.graphs import Piece, Steps
 from sparsekv_cli.device.host import HostCache
 from sparsekv_cli.device.methods.lfps import HostLFPS
-from sparsekv_cli.device.prefill import TorchRows
+from sparsekv_cli.device.prefill import TorchRows, attend_causal
 from sparsekv_cli.device.step import StepBuffers
 from sparsekv_cli.device.streams import join_all
 from sparsekv_cli.device.weights import DeviceWeights
@@ -99,10 +99,17 @@ class DeviceDecoder(Forward):
         *,
         progress: Progress | None = None,
         all_logits: bool = False,
+        attend: ChunkAttention | None = None,
     ) -> np.ndarray:
-        """Forward.forward; returns when every cache has its rows, on the host too."""
+        """Forward.forward; returns when every cache has its rows, on the host too.
+
+        attend: on the host, with caches that lie there.
+        """
         mine = [c if isinstance(c, DeviceCache | HostCache) else self.foreign(c) for c in caches]
-        logits = super().forward(ids, pos, mine, progress=progress, all_logits=all_logits)
+        logits = super().forward(
+            ids, pos, mine, progress=progress, all_logits=all_logits,
+            attend=attend and (lambda cache, x: cache.attend(attend, x)),
+        )  # fmt: skip
         for cache in mine:
             if isinstance(cache, HostCache):
                 cache.wait()
@@ -114,6 +121,10 @@ class DeviceDecoder(Forward):
     def products(self, i: int) -> dict[str, Product]:
         matrices = self._on_device.layers[i].dense(self.dtype)
         return {name: partial(linear, weight=matrix) for name, matrix in matrices.items()}
+
+    def attend(self, cache: LayerCache, x: AttnInput) -> torch.Tensor:
+        rows: DeviceStore = cache.extend(x)
+        return attend_causal(x.q, rows.keys(), rows.values(), cache.spec)
 
     def end_layer(self, i: int) -> None:
         """Nothing to do: the weights stay on the device."""

@@ -11,13 +11,11 @@ import torch
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.cpu import ops as host_ops
 from sparsekv_cli.device.compiling import report_compiling
 from sparsekv_cli.device.decoder import DeviceDecoder
-from sparsekv_cli.device.host import HostCache, HostOps, HostWorker
+from sparsekv_cli.device.host import HostCache, HostWorker
 from sparsekv_cli.device.methods.full import DeviceDense
 from sparsekv_cli.device.methods.lfps import HostLFPS
-from sparsekv_cli.device.ops import DeviceOps
 from sparsekv_cli.device.weights import DeviceWeights, resident_bytes
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import Method
@@ -32,7 +30,7 @@ SPARE = 0.05  # of the memory that is free: fragments, and the libraries' own
 
 
 def device_cache(method: Method) -> Any:
-    """The class of the method's cache on a device: (spec, ops, method) -> cache. None: no such."""
+    """The class of the method's cache on a device: (spec, device, method) -> cache; None: none."""
     if not method.device_cache:
         return None
     module, _, name = method.device_cache.partition(":")
@@ -52,35 +50,28 @@ class DeviceEngine:
         self.shares_prefill = False
         self.first_steps = 3  # run as it is, captured, replayed for the first time
         self.on_host = on_host
-        self.ops = DeviceOps(decoder.device)
+        self.device = decoder.device
         self._worker = HostWorker(decoder.device)
-        decoder.foreign = self._foreign
+        decoder.foreign = lambda cache: HostCache(cache, self._worker)
 
     def layer(self, method: Method, spec: LayerSpec) -> LayerCache:
         spec = method.layer_spec(spec)
         dense = method.is_dense(spec)
         own = device_cache(method)
         if self.on_host or not (dense or own):
-            backend: Any = HostOps(host_ops, self.ops.device)
-            cache = method.layer(spec, backend)
+            cache = method.layer(spec)
             if isinstance(cache, LFPSCache):
-                return HostLFPS(cache, backend, self._worker)
-            return HostCache(cache, backend, self._worker, deferred=True)
+                return HostLFPS(cache, self._worker)
+            return HostCache(cache, self._worker)
         if (spec.cache_type_k, spec.cache_type_v) != ("f16", "f16"):
             raise SparseKVError(
                 f"--cache-type-k {spec.cache_type_k} and --cache-type-v {spec.cache_type_v}: "
                 "caches on a GPU are f16; use --kv host or --device cpu"
             )
-        return DeviceDense(spec, self.ops) if dense else own(spec, self.ops, method)
+        return DeviceDense(spec, self.device) if dense else own(spec, self.device, method)
 
     def decodes_on_host(self, method: Method) -> bool:
         return self.on_host or device_cache(method) is None
-
-    def _foreign(self, cache: LayerCache) -> HostCache:
-        """A cache of the host that may do as it likes in prefill, such as a calibration's."""
-        backend: Any = HostOps(host_ops, self.ops.device)
-        cache.backend = backend
-        return HostCache(cache, backend, self._worker, deferred=False)
 
 
 def open_device_engine(

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from sparsekv_cli.cache.layer import LayerCache
-from sparsekv_cli.cache.spec import AttnInput, LayerSpec, Memory
+from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
+from sparsekv_cli.cache.spec import AttnInput, Memory
+from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.device.cache import DeviceStore
-from sparsekv_cli.device.ops import attend_causal
 
 
 def as_array(t: torch.Tensor) -> np.ndarray:
@@ -32,51 +31,11 @@ def as_tensor(x: np.ndarray) -> torch.Tensor:
     return tensor.view(torch.bfloat16) if x.dtype == np.uint16 else tensor
 
 
-def as_tensors(x: AttnInput) -> AttnInput:
-    return AttnInput._make((*map(as_tensor, x[:5]), x.pos))
-
-
-class HostOps:
-    """The host's backend (cpu/ops.py), but a chunk's dense attention is computed on the device.
-
-    rows: K and V of the layer that is being prefilled, on the device. ahead: whether the attention
-    of what the cache is shown now has been computed already.
-    """
-
-    def __init__(self, ops: ModuleType, device: torch.device) -> None:
-        # Copied, so that a decode step finds what it calls as fast as in the module itself.
-        self.__dict__.update({k: v for k, v in vars(ops).items() if not k.startswith("_")})
-        self.device = device
-        self.rows: DeviceStore | None = None
-        self.ahead = False
-        self.dense_prefill = self._dense_prefill
-
-    def _dense_prefill(self, store: Any, x: AttnInput, spec: LayerSpec) -> np.ndarray | None:
-        """ops.dense_prefill by way of the device; None if that has been done ahead."""
-        if self.ahead:
-            return None
-        n_past = store.n - x.q.shape[1]
-        if self.rows is None:
-            self.rows = DeviceStore(spec, self.device)
-            if n_past:
-                past = (rows[:, :n_past] for rows in (store.keys(), store.values()))
-                k, v = (torch.from_numpy(rows).to(self.device) for rows in past)
-                self.rows.append(k[..., : spec.head_dim], v[..., : spec.value_dim])
-        assert self.rows.n == n_past
-        return as_array(self.attend(as_tensors(x), spec).cpu())
-
-    def attend(self, x: AttnInput, spec: LayerSpec) -> torch.Tensor:
-        """Adds a chunk's K and V to ``rows`` and attends to them, on the device."""
-        assert self.rows is not None
-        q, k, v = (t.to(self.device) for t in (x.q, x.k, x.v))
-        self.rows.append(k, v)
-        return attend_causal(q, self.rows.keys(), self.rows.values(), spec)
-
-
 class HostWorker:
     """The thread on which caches take in what was prefilled, in order."""
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._pool = ThreadPoolExecutor(1, "host-kv")
         self._pending: list[Future[None]] = []
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -108,50 +67,53 @@ class HostWorker:
 
 
 class HostCache(LayerCache):
-    """A cache of the host, ``cache``, in a decoder on the device.
+    """A cache of the host, ``cache``, in a decoder on the device."""
 
-    deferred: whether prefill goes on before the cache has taken its rows in; not for caches whose
-    attention may be another than dense, as in a calibration.
-    """
-
-    def __init__(self, cache: LayerCache, ops: HostOps, worker: HostWorker, *, deferred: bool):
+    def __init__(self, cache: LayerCache, worker: HostWorker) -> None:
         self.cache = cache
         self.spec = cache.spec
-        self._ops, self._worker, self._deferred = ops, worker, deferred
+        self._worker = worker
+        self._rows: DeviceStore | None = None  # K and V on the device, during a prefill
         self._next = 0  # position at which the next chunk of a prefill begins
 
-    def prefill(self, x: AttnInput) -> torch.Tensor:
-        ops, cache = self._ops, self.cache
+    def extend(self, x: AttnInput) -> DeviceStore:
+        """The rows on the device; the cache takes its own in while the device goes on."""
+        device, n_new = self._worker.device, x.q.shape[1]
         on_host, wait = self._worker.copy(x)
         if x.pos != self._next:  # what is left of a prefill that was interrupted
-            ops.rows = None
-        self._next = x.pos + x.q.shape[1]
-        if self._deferred and (ops.rows is not None or x.pos == 0):
-            if ops.rows is None:
-                ops.rows = DeviceStore(self.spec, ops.device)
+            self._rows = None
+        self._next = x.pos + n_new
+        rows = self._rows
+        if rows is None and x.pos > 0:  # what there is of earlier rows only the cache itself knows
+            self._worker.wait()
+            wait()
+            store: KVStore = self.cache.extend(on_host)
+            rows, spec = DeviceStore(self.spec, device), self.spec
+            past = (stored[:, :-n_new] for stored in (store.keys(), store.values()))
+            k, v = (torch.from_numpy(stored).to(device) for stored in past)
+            rows.append(k[..., : spec.head_dim], v[..., : spec.value_dim])
+        else:
+            rows = rows or DeviceStore(self.spec, device)
 
             def take_in() -> None:
                 wait()
-                ops.ahead = True
-                try:
-                    cache.prefill(on_host)
-                finally:
-                    ops.ahead = False
+                self.cache.extend(on_host)
 
-            out = ops.attend(x, self.spec)
             self._worker.submit(take_in)
-            return out
-        # What there is of earlier rows only the cache itself knows.
+        rows.append(x.k, x.v)
+        self._rows = rows
+        return rows
+
+    def attend(self, attend: ChunkAttention, x: AttnInput) -> torch.Tensor:
+        """A chunk that attends on the host in its own way, as in a calibration's trials."""
+        on_host, wait = self._worker.copy(x)
         self._worker.wait()
         wait()
-        return as_tensor(cache.prefill(on_host)).to(ops.device)
+        return as_tensor(attend(self.cache, on_host)).to(self._worker.device)
 
     def finish_prefill(self) -> None:
-        self._ops.rows = None
-        if self._deferred:
-            self._worker.submit(self.cache.finish_prefill)
-        else:
-            self.cache.finish_prefill()
+        self._rows = None
+        self._worker.submit(self.cache.finish_prefill)
 
     def wait(self) -> None:
         """Until the cache has taken in all that was prefilled."""
@@ -172,7 +134,7 @@ class HostCache(LayerCache):
         self.cache.reserve(n)
 
     def truncate(self, n: int) -> int:
-        self._ops.rows = None
+        self._rows = None
         self._worker.wait()
         return self.cache.truncate(n)
 

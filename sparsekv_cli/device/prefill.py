@@ -1,4 +1,6 @@
-"""A prefilled chunk on a device, between its matrix products: models/rows.py step by step."""
+"""A prefilled chunk on a device, between its matrix products: models/rows.py step by step, and
+attention.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import silu
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import pad, scaled_dot_product_attention, silu
 
-from sparsekv_cli.cache.spec import AttnInput
+from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.weights import LayerWeights, Linear
 
@@ -81,3 +84,25 @@ def _add_bias(rows: torch.Tensor, projection: Linear) -> torch.Tensor:
     if projection.bias is None:
         return rows
     return rows + torch.as_tensor(projection.bias)
+
+
+def attend_causal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: LayerSpec
+) -> torch.Tensor:
+    """q (H, T, d), the last T of n rows; k (G, n, d), v (G, n, d_v) f16 -> (H, T, d_v) as q.
+
+    In f16, the type of the rows, which keeps more digits than bf16; in f32 for an f32 q.
+    """
+    kind = torch.float32 if q.dtype == torch.float32 else torch.float16
+    width = max(spec.head_dim, spec.value_dim)  # the fused kernels want one head size
+    wide_q, wide_k, wide_v = (_widened(t.to(kind), width)[None] for t in (q, k, v))
+    mask: Any = causal_lower_right(q.shape[1], k.shape[1])
+    out = scaled_dot_product_attention(
+        wide_q, wide_k, wide_v, attn_mask=mask, scale=float(spec.scale), enable_gqa=spec.group > 1
+    )
+    return out[0, :, :, : spec.value_dim].to(q.dtype)
+
+
+def _widened(rows: torch.Tensor, width: int) -> torch.Tensor:
+    """Rows with zeros up to ``width``; themselves if they are as wide (``pad`` would copy them)."""
+    return rows if rows.shape[-1] == width else pad(rows, (0, width - rows.shape[-1]))

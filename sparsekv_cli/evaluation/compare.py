@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparsekv_cli import warmup
-from sparsekv_cli.cache.counters import total_counters
-from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.layer import LayerCache, total_counters
 from sparsekv_cli.cache.spec import Memory
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.observer import Measured, Observer, mean
@@ -100,7 +99,7 @@ def decode_tokens(
     observers: list[Observer] = []
     if watched and session.engine.shares_prefill:
         caches = [
-            Observer(cache, k, result) if cache.selects else cache
+            Observer(cache, k, result) if cache.attends_to_some else cache
             for cache, k in zip(layers, keys, strict=True)
         ]
         observers = [cache for cache in caches if isinstance(cache, Observer)]

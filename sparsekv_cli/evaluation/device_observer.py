@@ -40,11 +40,11 @@ def observe(
     """Begins to watch the caches of layers that choose rows, on the device or on the host."""
     for cache, of_layer in zip(layers, keys, strict=True):
         if isinstance(cache, HostCache):
-            if cache.cache.selects:
+            if cache.cache.attends_to_some:
                 observer: Any = Observer(cache.cache, of_layer, result)
                 cache.cache = observer
                 yield observer
-        elif isinstance(cache, DeviceCache) and cache.selects:
+        elif isinstance(cache, DeviceCache) and cache.attends_to_some:
             yield DeviceObserver(cache, of_layer, result)
 
 

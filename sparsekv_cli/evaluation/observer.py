@@ -66,11 +66,11 @@ class Observer:
 
     @property
     def active(self) -> bool:
-        return self._cache.traced
+        return self._cache.records_attended
 
     @active.setter
     def active(self, value: bool) -> None:
-        self._cache.traced = value
+        self._cache.records_attended = value
 
     def decode(self, x: Any) -> np.ndarray:
         self.keep_key(x.k[:, 0])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.spec import AttnInput
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.methods.base import Method
 
@@ -21,57 +23,28 @@ Keys = Sequence[np.ndarray]  # one a layer: the prompt's keys, f16 (G, n, row)
 Progress = Callable[[int, int], None]
 
 
-class SharedAttention:
-    """The host backend, but a chunk's dense attention is computed once for all caches.
-
-    It reads the rows of the first cache, whatever types the others store theirs in.
-    """
-
-    def __init__(self, backend: Any) -> None:
-        # Copied, so that a decode step finds what it calls as fast as in the backend itself.
-        self.__dict__.update({k: v for k, v in vars(backend).items() if not k.startswith("_")})
-        self.seconds = 0.0
-        self._compute = backend.dense_prefill
-        self._inputs: Any = None
-        self._out: Any = None
-        self.dense_prefill = self._shared
-
-    def _shared(self, store: Any, x: Any, spec: Any) -> Any:
-        if x is not self._inputs:
-            begin = time.perf_counter()
-            self._inputs, self._out = x, self._compute(store, x, spec)
-            self.seconds += time.perf_counter() - begin
-        return self._out
-
-
 class FanOut:
     """One layer's caches of all methods, filled by one prefill.
 
     own_s: seconds that each method spends on itself, such as on its index; added to.
     """
 
-    keeps_rows = False  # a method may drop or compress its rows in ``finish_prefill``
+    can_prefill_in_parts = False  # a method may drop or compress its rows in ``finish_prefill``
 
-    def __init__(
-        self, caches: Sequence[LayerCache], backend: SharedAttention, own_s: list[float]
-    ) -> None:
-        self._caches = caches
-        self._backend = backend
-        self._own_s = own_s
+    def __init__(self, caches: Sequence[LayerCache], own_s: list[float]) -> None:
+        self._caches, self._own_s = caches, own_s
+        self.spec = caches[0].spec
 
     def _timed(self, i: int, call: Callable[[], Any]) -> Any:
-        begin, shared = time.perf_counter(), self._backend.seconds
+        begin = time.perf_counter()
         out = call()
-        shared = self._backend.seconds - shared
-        self._own_s[i] += time.perf_counter() - begin - shared
+        self._own_s[i] += time.perf_counter() - begin
         return out
 
-    def prefill(self, x: Any) -> Any:
-        outs = [
-            self._timed(i, lambda cache=cache: cache.prefill(x))  # type: ignore[misc]
-            for i, cache in enumerate(self._caches)
-        ]
-        return outs[0]
+    def extend(self, x: AttnInput) -> Any:
+        """The rows of the first cache, whatever types the others store theirs in."""
+        rows = [self._timed(i, partial(cache.extend, x)) for i, cache in enumerate(self._caches)]
+        return rows[0]
 
     def finish_prefill(self) -> None:
         for i, cache in enumerate(self._caches):
@@ -101,17 +74,13 @@ def prefill_all(
 
     The methods are calibrated if need be; ``Session.prepare`` does it beforehand and says so.
     """
-    from sparsekv_cli.cpu import ops
-
-    backend: Any = SharedAttention(ops)
     caches = [
-        [method.layer(spec, backend) for spec in session.calibrations.specs(method)]
-        for method in methods
+        [method.layer(spec) for spec in session.calibrations.specs(method)] for method in methods
     ]
     for cache in (cache for layers in caches for cache in layers):
         cache.reserve(len(ids) + n_steps)
     own_s = [0.0] * len(methods)
-    layers: Any = [FanOut(together, backend, own_s) for together in zip(*caches, strict=True)]
+    layers: Any = [FanOut(together, own_s) for together in zip(*caches, strict=True)]
     begin = time.perf_counter()
     logits = session.decoder.forward(ids, 0, layers, progress=progress)
     shared = time.perf_counter() - begin - sum(own_s)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import Backend, DenseCache, LayerCache
+from sparsekv_cli.cache.layer import DenseCache, LayerCache
 from sparsekv_cli.cache.spec import Budget, LayerSpec
 from sparsekv_cli.cache.store import CACHE_TYPES
 from sparsekv_cli.calibration.run import CalibrationRun
@@ -66,18 +66,18 @@ class Method(ABC):
             i % spec.n_layer for i in self.dense_layers if -spec.n_layer <= i < spec.n_layer
         }
 
-    def layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
+    def layer(self, spec: LayerSpec) -> LayerCache:
         """The cache of one layer."""
         spec = self.layer_spec(spec)
         make = self.dense_layer if self.is_dense(spec) else self.sparse_layer
-        return make(spec, backend)
+        return make(spec)
 
-    def dense_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
+    def dense_layer(self, spec: LayerSpec) -> LayerCache:
         """The cache of a dense layer on the host; a method may have its own for long contexts."""
-        return DenseCache(spec, backend)
+        return DenseCache(spec)
 
     @abstractmethod
-    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
+    def sparse_layer(self, spec: LayerSpec) -> LayerCache:
         """The method's own cache of one layer."""
 
     def used(self) -> Sequence[Method]:

@@ -36,7 +36,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import Backend, LayerCache
+from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.store import KVStore, padded
 from sparsekv_cli.calibration.allocation import layer_share
@@ -83,8 +83,8 @@ class FAEDKV(Method):
     sinks: int = option(SINKS, "S: first tokens kept exact", at_least=0, at_most=MOST)
     recent: int = option(RECENT, "R: most recent tokens kept exact", at_least=1, at_most=MOST)
 
-    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
-        return FAEDKVCache(spec, backend, self)
+    def sparse_layer(self, spec: LayerSpec) -> LayerCache:
+        return FAEDKVCache(spec, self)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
         """The ablation study; its exact rows are the paper's, whatever the options."""
@@ -94,10 +94,10 @@ class FAEDKV(Method):
 class FAEDKVCache(LayerCache):
     """Exact rows in ``store`` (sinks, then waiting and recent ones) and the spectrum between."""
 
-    selects = False
+    attends_to_some = False
 
-    def __init__(self, spec: LayerSpec, backend: Backend, method: FAEDKV) -> None:
-        super().__init__(spec, backend)
+    def __init__(self, spec: LayerSpec, method: FAEDKV) -> None:
+        super().__init__(spec)
         self.method = method
         self._importance = spec.calibration[f"imp_{method.importance}"]  # (C,)
         self._share = method.budget.share or 0.0  # r of this layer; 0: not known yet
@@ -123,14 +123,14 @@ class FAEDKVCache(LayerCache):
 
     # --- prefill ------------------------------------------------------------------------------
 
-    def prefill(self, x: AttnInput) -> Any:
+    def extend(self, x: AttnInput) -> Any:
         """Dense; tokens that are in the spectrum take part as it remembers them."""
         if self.spectrum is None:
-            return super().prefill(x)
+            return super().extend(x)
         if self._whole is None:
             self._whole = self._reconstructed(self.spectrum)
         self._whole.append(x.k, x.v)
-        return self.backend.dense_prefill(self._whole, x, self.spec)
+        return self._whole
 
     def _reconstructed(self, spectrum: Spectrum) -> KVStore:
         """All rows in the time domain, and room for those that were announced."""
@@ -228,22 +228,20 @@ class FAEDKVCache(LayerCache):
 
     def decode(self, x: AttnInput) -> np.ndarray:
         spec, n_sinks = self.spec, self.method.sinks
-        self.backend.append_row(self.store, x)
+        self.store.append_row(x.k, x.v)
         self._absorb(self.store, n_sinks)
         store, spectrum = self.store, self.spectrum
-        n_bytes = spec.n_head_kv * store.n * store.row_bytes
         if spectrum is None:
-            rows = spec.n_head * store.n
-            self.ledger.step(rows, rows, rows, n_bytes, True)
-            return self.backend.attend_dense(store, x.q[:, 0], spec)
+            return self.attend_all(x.q)
         out = np.empty((spec.n_head, store.v.shape[2]), np.float32)
         attend_spectrum(
-            x.q[:, 0], *store.addresses, *store.strides, store.n, *spectrum.arguments,
-            spectrum.n_rows, spectrum.table, spectrum.gains, spectrum.block.matrix, spec.scale, out,
-            spec.n_threads,
+            x.q[:, 0], store.layout, store.n, *spectrum.arguments, spectrum.n_rows, spectrum.table,
+            spectrum.gains, spectrum.block.matrix, spec.scale, out, spec.n_threads,
         )  # fmt: skip
         rows = spec.n_head * (store.n + spectrum.n_rows)
-        n_bytes += spec.n_head_kv * spectrum.n_rows * spectrum.row_bytes
+        n_bytes = spec.n_head_kv * (
+            store.n * store.row_bytes + spectrum.n_rows * spectrum.row_bytes
+        )
         self.ledger.step(spec.n_head * self.n, rows, rows, n_bytes, True)
         return out
 

@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import Backend, LayerCache
+from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import N_SINKS, AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.split_store import SplitStore
 from sparsekv_cli.calibration.fasa import METRICS, study_chunks, tips_of
@@ -104,8 +104,8 @@ class FASA(Method):
             n_tip = tips_of(n_tip, n_chunk, spec.calibration["tip_budget"])
         return dominance.order_dims(rank, n_tip, spec.head_dim), 2 * n_tip
 
-    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
-        return FASACache(spec, backend, self)
+    def sparse_layer(self, spec: LayerSpec) -> LayerCache:
+        return FASACache(spec, self)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
         """What chunks are worth, and what a layer loses with some of them, whatever the options."""
@@ -117,14 +117,14 @@ class FASACache(LayerCache):
 
     store: SplitStore
 
-    def __init__(self, spec: LayerSpec, backend: Backend, method: FASA) -> None:
-        super().__init__(spec, backend)
+    def __init__(self, spec: LayerSpec, method: FASA) -> None:
+        super().__init__(spec)
         self.method = method
         self.store = SplitStore(spec, *method.dominant_dims(spec))
 
-    def prefill(self, x: AttnInput) -> Any:
+    def extend(self, x: AttnInput) -> Any:
         self.store.join()
-        return super().prefill(x)
+        return super().extend(x)
 
     def finish_prefill(self) -> None:
         if not self.method.covers(self.store.n + 1):
@@ -134,14 +134,10 @@ class FASACache(LayerCache):
         store, spec, q = self.store, self.spec, x.q[:, 0]
         n = store.n + 1
         n_fac = self.method.budget.rows(n)
-        n_pairs = spec.n_head * n
         if self.method.covers(n):
             store.join()  # it was split if a rewind has made the context as short as this
-            self.backend.append_row(store, x)
-            n_bytes = spec.n_head_kv * n * store.row_bytes
-            self.ledger.step(n_pairs, n_pairs, n_pairs, n_bytes, True)
-            self.attended = None
-            return self.backend.attend_dense(store, q, spec)
+            store.append_row(x.k, x.v)
+            return self.attend_all(x.q)
         store.reserve(n)
         dom = store.split()
         n_sinks, n_recent = self.method.forced(n_fac)
@@ -157,7 +153,7 @@ class FASACache(LayerCache):
         n_again = spec.n_head * chunks.n_blocks_opened(n, n_sinks, n_recent, n_fac)
         n_scored = spec.n_head_kv * n + n_again * chunks.BLOCK  # rows of Kdom
         n_bytes = 2 * dom.shape[2] * n_scored + rows.size * row_bytes
-        self.ledger.step(n_pairs, n_pairs, rows.size, n_bytes, True)
+        self.ledger.step(spec.n_head * n, spec.n_head * n, rows.size, n_bytes, True)
         if self.method.variant == "m":
             n_moved = chunks.count_distinct(rows, spec.group, n)
             self.ledger.counts["bytes_moved"] += n_moved * row_bytes

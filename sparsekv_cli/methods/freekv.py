@@ -38,7 +38,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import Backend, LayerCache
+from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.store import KVStore, padded
 from sparsekv_cli.cpu.freekv import recall
@@ -148,15 +148,15 @@ class FreeKV(Method):
         """The thread that chooses ahead for all layers; it ends when the method is let go."""
         return ThreadPoolExecutor(1, "freekv")
 
-    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
-        return FreeKVCache(spec, backend, self)
+    def sparse_layer(self, spec: LayerSpec) -> LayerCache:
+        return FreeKVCache(spec, self)
 
 
 class FreeKVCache(LayerCache):
     """One layer: a KVStore while attention is dense, and in prefill; otherwise a PageCache."""
 
-    def __init__(self, spec: LayerSpec, backend: Backend, method: FreeKV) -> None:
-        super().__init__(spec, backend)
+    def __init__(self, spec: LayerSpec, method: FreeKV) -> None:
+        super().__init__(spec)
         self.method = method
         self._cache: PageCache | None = None
         self._overlaps = method.overlaps(spec.n_threads)
@@ -180,10 +180,10 @@ class FreeKVCache(LayerCache):
 
     # --- prefill ----------------------------------------------------------------------------------
 
-    def prefill(self, x: AttnInput) -> Any:
+    def extend(self, x: AttnInput) -> Any:
         self._leave_pages()
         self._last = as_f32(x.q[:, -1]).copy()  # not all of x
-        return super().prefill(x)
+        return super().extend(x)
 
     def finish_prefill(self) -> None:
         self._previous[:, : self.spec.head_dim] = self._last
@@ -227,7 +227,7 @@ class FreeKVCache(LayerCache):
             cache = self._enter_pages(plan)
         cache.make_room(plan.window, method.slots(plan))
         width = (plan.n_sink + plan.n_best) * method.page + n - plan.window * method.page
-        attended = np.empty((spec.n_head_kv, width if self.traced else 0), np.int32)
+        attended = np.empty((spec.n_head_kv, width if self.records_attended else 0), np.int32)
         counts = np.empty(spec.n_head_kv, np.int64)
         out = np.empty((spec.n_head, padded(spec.value_dim)), np.float32)
         current = not method.speculate or self._previous_n != n - 1
@@ -238,7 +238,7 @@ class FreeKVCache(LayerCache):
         )  # fmt: skip
         cache.offloaded, cache.n = plan.window, n
         self._remember(q, n)
-        if self.traced:
+        if self.records_attended:
             self.attended = (attended, counts)
         self.ledger.step(rows, 0, 0, 0, True)
         if self._overlaps:
@@ -248,13 +248,9 @@ class FreeKVCache(LayerCache):
     def _decode_dense(self, x: AttnInput) -> np.ndarray:
         """A step that attends to all rows."""
         self._leave_pages()
-        store, spec = self.store, self.spec
-        self.backend.append_row(store, x)
-        rows = spec.n_head * store.n
-        self.ledger.step(rows, rows, rows, spec.n_head_kv * store.n * store.row_bytes, True)
-        self.attended = None
-        self._remember(x.q[:, 0], store.n)
-        return self.backend.attend_dense(store, x.q[:, 0], spec)
+        self.store.append_row(x.k, x.v)
+        self._remember(x.q[:, 0], self.store.n)
+        return self.attend_all(x.q)
 
     def _remember(self, q: np.ndarray, n: int) -> None:
         self._previous_n = 0  # none, should this be interrupted

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sparsekv_cli.cache.layer import Backend, DenseCache, LayerCache
+from sparsekv_cli.cache.layer import DenseCache, LayerCache
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.methods.base import Method
 
@@ -19,5 +19,5 @@ class Full(Method):
     cache_types: ClassVar[tuple[str, ...]] = ("f16", "q8_0")
     device_cache: ClassVar[str] = "full:DeviceDense"
 
-    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
-        return DenseCache(spec, backend)
+    def sparse_layer(self, spec: LayerSpec) -> LayerCache:
+        return DenseCache(spec)

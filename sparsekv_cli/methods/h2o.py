@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sparsekv_cli.cache.evicting import EvictingCache, LastQueries, by_kv_head
-from sparsekv_cli.cache.layer import Backend, LayerCache
+from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cpu.attention.select import select_rows
 from sparsekv_cli.cpu.eviction import scores as evict
@@ -53,15 +53,15 @@ class H2O(Method):
         budget = self.budget.rows(n + 1)
         return N_SINKS + budget - 1, n + 1 - max(1, budget // 2)
 
-    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
-        return H2OCache(spec, backend, self)
+    def sparse_layer(self, spec: LayerSpec) -> LayerCache:
+        return H2OCache(spec, self)
 
 
 class H2OCache(EvictingCache):
     """The rows of one layer, in any order, and the attention that each has received."""
 
-    def __init__(self, spec: LayerSpec, backend: Backend, method: H2O) -> None:
-        super().__init__(spec, backend)
+    def __init__(self, spec: LayerSpec, method: H2O) -> None:
+        super().__init__(spec)
         self.method = method
         self._queries = LastQueries(method.window)
         shape = (spec.n_head_kv, 0)
@@ -72,22 +72,21 @@ class H2OCache(EvictingCache):
     def positions(self) -> np.ndarray:
         return self._positions[:, : self.store.n]
 
-    def prefill(self, x: AttnInput) -> Any:
-        out = super().prefill(x)
+    def extend(self, x: AttnInput) -> Any:
+        rows = super().extend(x)
         if self.method.window:
             self._queries.add(x.q)
         else:
             self._add(by_kv_head(x.q, self.spec))
-        return out
+        return rows
 
     def _add(self, queries: np.ndarray) -> None:
         """The attention of prefill queries (G, R, d) of the last rows."""
         store, spec = self.store, self.spec
         self._new_mass = _widened(self._new_mass, store.n)
         evict.add_attention(
-            queries, store.addresses[0], store.strides[0], store.strides[2], store.n, spec.group,
-            spec.scale, self._new_mass, spec.n_threads,
-        )  # fmt: skip
+            queries, store.layout, store.n, spec.group, spec.scale, self._new_mass, spec.n_threads
+        )
 
     def finish_prefill(self) -> None:
         n_settled, n, n_seen = self._n_settled, self.store.n, self.n
@@ -121,9 +120,8 @@ class H2OCache(EvictingCache):
         limit, first_recent = self.method.limits(n_seen)
         store, self._n_settled = self.store, n_seen
         evict.heavy_hitter_step(
-            x.q.reshape(spec.n_head_kv, spec.group, -1), *store.addresses, *store.strides, n,
-            spec.scale, n > limit, N_SINKS, first_recent, self._positions, self._mass,
-            spec.n_threads,
+            x.q.reshape(spec.n_head_kv, spec.group, -1), store.layout, n, spec.scale, n > limit,
+            N_SINKS, first_recent, self._positions, self._mass, spec.n_threads,
         )  # fmt: skip
         if n > limit:
             store.truncate(n - 1)

@@ -35,10 +35,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from sparsekv_cli.cache.attend import score_rows
 from sparsekv_cli.cache.evicting import LastQueries
-from sparsekv_cli.cache.layer import Backend, DenseCache, LayerCache
+from sparsekv_cli.cache.layer import DenseCache, LayerCache
 from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.store import padded
+from sparsekv_cli.cpu.attention.rows import K, V
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.lfps import history, search
 from sparsekv_cli.cpu.lfps.bypass import Constants
@@ -114,14 +116,14 @@ class LFPS(Method):
         choices=("cov", "ratio"),
     )  # fmt: skip
 
-    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
-        return LFPSCache(spec, backend, self)
+    def sparse_layer(self, spec: LayerSpec) -> LayerCache:
+        return LFPSCache(spec, self)
 
-    def dense_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
+    def dense_layer(self, spec: LayerSpec) -> LayerCache:
         if not self.dense_rows:
-            return super().dense_layer(spec, backend)
+            return super().dense_layer(spec)
         pages = replace(PAGES, budget=self.budget.at_least(PAGES.budget.rows(1)))
-        return DenseThenPages(spec, backend, pages, self.dense_rows)
+        return DenseThenPages(spec, pages, self.dense_rows)
 
     def used(self) -> Sequence[Method]:
         return (PAGES,)
@@ -130,32 +132,31 @@ class LFPS(Method):
 class DenseThenPages(QuestCache, DenseCache):
     """A layer that the past does not predict: dense while that costs less than to choose pages."""
 
-    def __init__(self, spec: LayerSpec, backend: Backend, pages: Quest, dense_rows: int) -> None:
-        super().__init__(spec, backend, pages)
+    def __init__(self, spec: LayerSpec, pages: Quest, dense_rows: int) -> None:
+        super().__init__(spec, pages)
         self._dense_rows = dense_rows
-        self.selects = False
+        self.attends_to_some = False
 
     def selects_all(self, n: int) -> bool:
         return n <= self._dense_rows or super().selects_all(n)
 
     def finish_prefill(self) -> None:
         super().finish_prefill()
-        self.selects = not self.selects_all(self.store.n + 1)
+        self.attends_to_some = not self.selects_all(self.store.n + 1)
 
     def decode(self, x: AttnInput) -> np.ndarray:
         if not self.selects_all(self.store.n + 1):
             return super().decode(x)
-        self.attended = None
         return DenseCache.decode(self, x)
 
 
 class LFPSCache(LayerCache):
     """Tables, prefill statistics and K/V of one layer."""
 
-    keeps_rows = True
+    can_prefill_in_parts = True
 
-    def __init__(self, spec: LayerSpec, backend: Backend, method: LFPS) -> None:
-        super().__init__(spec, backend)
+    def __init__(self, spec: LayerSpec, method: LFPS) -> None:
+        super().__init__(spec)
         self.method = method
         self._queries = LastQueries(method.window)
         n_kv, width = spec.n_head_kv, padded(spec.head_dim)
@@ -204,10 +205,10 @@ class LFPSCache(LayerCache):
         )
         self._step.use_tables(self._tables)
 
-    def prefill(self, x: AttnInput) -> Any:
+    def extend(self, x: AttnInput) -> Any:
         self._queries.add(x.q)
         self._indexed = False
-        return super().prefill(x)
+        return super().extend(x)
 
     def finish_prefill(self) -> None:
         """Eq 4 and the constants of eq 6, from the rows that this prefill ended with."""
@@ -218,23 +219,17 @@ class LFPSCache(LayerCache):
     def _index(self, queries: np.ndarray) -> None:
         """Tables and constants from all stored rows; queries f32 (H, s, d) of the last s rows."""
         store, spec, constants = self.store, self.spec, self._constants
-        n, (k_at, v_at) = store.n - N_SINKS, store.addresses
-        k_head, v_head, k_row, v_row = store.strides
-        k_kind, v_kind = store.k_type.kind, store.v_type.kind
-        unwanted = np.empty((spec.n_head_kv, 0, 0), np.float32)
-        mean_and_covariance(
-            k_at + N_SINKS * k_row, k_head, k_row, k_kind, n, constants.mean_k,
-            constants.covariance, spec.n_threads,
-        )  # fmt: skip
-        mean_and_covariance(
-            v_at + N_SINKS * v_row, v_head, v_row, v_kind, n, constants.mean_v, unwanted,
-            spec.n_threads,
-        )  # fmt: skip
+        n, mean_only = store.n - N_SINKS, np.empty((spec.n_head_kv, 0, 0), np.float32)
+        for of, mean, covariance in (
+            (K, constants.mean_k, constants.covariance),
+            (V, constants.mean_v, mean_only),
+        ):
+            mean_and_covariance(store.layout, of, N_SINKS, n, mean, covariance, spec.n_threads)
         q = np.zeros((spec.n_head, queries.shape[1], padded(spec.head_dim)), np.float32)
         q[..., : spec.head_dim] = queries
         if self.method.sigma != "cov":
             last = q[:, -1]
-            scores = self.backend.score_rows(store, last, spec)[:, N_SINKS : store.n]
+            scores = score_rows(last, store, spec)[:, N_SINKS : store.n]
             norm = np.maximum(np.square(spec.scale * last).sum(-1), 1e-30)
             constants.ratio[:] = scores.var(-1, dtype=np.float64) / norm
         self._allocate(max(store.capacity, store.n + 256))
@@ -247,18 +242,15 @@ class LFPSCache(LayerCache):
         n = store.n + 1
         k = method.budget.rows(n)
         if k + N_SINKS >= n:
-            self.backend.append_row(store, x)
-            rows = spec.n_head * n
-            self.ledger.step(rows, rows, rows, spec.n_head_kv * n * store.row_bytes, True)
-            self.attended = None
+            store.append_row(x.k, x.v)
             self.lse[:] = ALL
-            return self.backend.attend_dense(store, x.q[:, 0], spec)
+            return self.attend_all(x.q)
         if not self._indexed:  # after a rewind, or a prompt too short to start from
-            self.backend.append_row(store, x)  # the tables start from all rows, this one too
+            store.append_row(x.k, x.v)  # the tables start from all rows, this one too
             self._index(x.q[..., : spec.head_dim])
         self._prepare(n, k)
         out = np.empty((spec.n_head, store.v_type.width), np.float32)
-        if self.traced:
+        if self.records_attended:
             width = N_SINKS + max(k, search.LOCAL + 1)  # a bypassed head lists its local rows
             attended = np.empty((spec.n_head, width), np.int32)
             self.attended = (attended, np.zeros(spec.n_head, np.int64))
@@ -304,9 +296,9 @@ class LFPSCache(LayerCache):
             counts[f"{prefix}rows_total"] += int(total[search.ROWS])
             counts[f"{prefix}rows_scored"] += scored
             counts[f"{prefix}rows_attended"] += attended
-        counts["bytes_read"] += int(total[search.KEYS_READ]) * self.store.strides[2]
+        counts["bytes_read"] += int(total[search.KEYS_READ]) * self.store.k.strides[1]
         left_out = N_SINKS * int(total[search.HEAD_STEPS]) if len(self.lse) else 0
-        counts["bytes_read"] += (attended - left_out) * self.store.strides[3]
+        counts["bytes_read"] += (attended - left_out) * self.store.v.strides[1]
         a_head = 4 * self.spec.head_dim * (self.spec.head_dim if self.method.sigma == "cov" else 1)
         entries = int(total[search.BOUNDS_READ] + total[search.ENTRIES_READ])
         counts["bytes_read"] += 4 * entries + a_head * int(total[search.TESTED])

@@ -26,7 +26,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import Backend, LayerCache, SelectingCache
+from sparsekv_cli.cache.layer import LayerCache, SelectingCache
 from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.jit.pointers import on_lines
@@ -54,13 +54,13 @@ class Quest(Method):
         "minmax", "of a page's keys; minmax is the bound", choices=("minmax", "meanstd")
     )
 
-    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
-        return QuestCache(spec, backend, self)
+    def sparse_layer(self, spec: LayerSpec) -> LayerCache:
+        return QuestCache(spec, self)
 
 
 class QuestCache(SelectingCache):
-    def __init__(self, spec: LayerSpec, backend: Backend, method: Quest) -> None:
-        super().__init__(spec, backend)
+    def __init__(self, spec: LayerSpec, method: Quest) -> None:
+        super().__init__(spec)
         self.method = method
         self._n_page = 0  # whole pages that have their summaries
         # Summaries as f16 bits, (G, pages, d).

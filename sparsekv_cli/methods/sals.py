@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import Backend, LayerCache
+from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.calibration.run import CALIBRATION, CalibrationRun
@@ -110,8 +110,8 @@ class SALS(Method):
         vectors = _calibrated(spec, f"vectors_{self.basis}")[:size, : self.ranks(spec)[0]]
         return vectors, weights if self.basis == "diag" else np.ones_like(weights)
 
-    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
-        return SALSCache(spec, backend, self)
+    def sparse_layer(self, spec: LayerSpec) -> LayerCache:
+        return SALSCache(spec, self)
 
     def covers(self, n: int) -> bool:
         """Whether all of n rows may be attended."""
@@ -135,8 +135,8 @@ class SALSCache(LayerCache):
     prefill. Otherwise: sinks and the last rows in ``_exact``, the rows between in ``_latents``.
     """
 
-    def __init__(self, spec: LayerSpec, backend: Backend, method: SALS) -> None:
-        super().__init__(spec, backend)
+    def __init__(self, spec: LayerSpec, method: SALS) -> None:
+        super().__init__(spec)
         self.method = method
         self._rank, self._score_rank = method.ranks(spec)
         self._basis = latent.make_basis(
@@ -168,19 +168,19 @@ class SALSCache(LayerCache):
         if self._latents is None and self.store.n:
             self.store.reserve(n)
 
-    def prefill(self, x: AttnInput) -> Any:
+    def extend(self, x: AttnInput) -> Any:
         if self.store.n == 0:
             self.store.reserve(max(self._n + x.k.shape[1], self._announced))
             if self._latents is not None:
                 self._restore(self._latents)
-        return super().prefill(x)
+        return super().extend(x)
 
     def finish_prefill(self) -> None:
         if self._latents is not None or not self.method.covers(self.store.n):
             self._compress()
 
     def _rows(self, store: KVStore) -> latent.RowPointers:
-        return latent.RowPointers._make((*store.addresses, *store.strides))
+        return latent.RowPointers(*store.layout[: len(latent.RowPointers._fields)].tolist())
 
     def _slots_of(self, start: int, stop: int) -> np.ndarray:
         """Rows of ``_exact`` that hold the positions start .. stop, at most the ring's size."""
@@ -253,7 +253,7 @@ class SALSCache(LayerCache):
             chosen, out, spec.n_threads,
         )  # fmt: skip
         latents.n, self._n = n_latent, n
-        if self.traced:
+        if self.records_attended:
             rows = np.concatenate([self._sinks, first + chosen, np.arange(start, n)])
             self.attended = rows.astype(np.int32)[None], np.array([len(rows)])
         n_bytes = n_latent * 2 * self._score_rank + len(chosen) * latents.row_bytes
@@ -266,12 +266,8 @@ class SALSCache(LayerCache):
 
     def _decode_dense(self, x: AttnInput) -> np.ndarray:
         """The whole context, which is still as ``full`` keeps it."""
-        store, spec = self.store, self.spec
-        self.backend.append_row(store, x)
-        rows = spec.n_head * store.n
-        self.ledger.step(rows, rows, rows, spec.n_head_kv * store.n * store.row_bytes, True)
-        self.attended = None
-        return self.backend.attend_dense(store, x.q[:, 0], spec)
+        self.store.append_row(x.k, x.v)
+        return self.attend_all(x.q)
 
     def truncate(self, n: int) -> int:
         """Exact to the bit within the last UNDO rows; earlier, rows of the window stay latents."""

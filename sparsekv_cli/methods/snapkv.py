@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sparsekv_cli.cache.evicting import EvictingCache, LastQueries, by_kv_head
-from sparsekv_cli.cache.layer import Backend, LayerCache
+from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cpu.attention.select import select_rows
 from sparsekv_cli.cpu.eviction import scores as evict
@@ -51,15 +51,15 @@ class SnapKV(Method):
         if self.kernel % 2 == 0:
             raise ValueError(f"kernel = {self.kernel}: must be an odd number")
 
-    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
-        return SnapKVCache(spec, backend, self)
+    def sparse_layer(self, spec: LayerSpec) -> LayerCache:
+        return SnapKVCache(spec, self)
 
 
 class SnapKVCache(EvictingCache):
     """The kept rows of one layer, ascending, and all rows since the last choice."""
 
-    def __init__(self, spec: LayerSpec, backend: Backend, method: SnapKV) -> None:
-        super().__init__(spec, backend)
+    def __init__(self, spec: LayerSpec, method: SnapKV) -> None:
+        super().__init__(spec)
         self.method = method
         self._queries = LastQueries(method.window)
         self._kept = np.empty((spec.n_head_kv, 0), np.int32)  # positions of the chosen rows
@@ -68,9 +68,9 @@ class SnapKVCache(EvictingCache):
         since = np.arange(self._n_settled, self.n, dtype=np.int32)
         return np.hstack([self._kept, np.tile(since, (self.spec.n_head_kv, 1))])
 
-    def prefill(self, x: AttnInput) -> Any:
+    def extend(self, x: AttnInput) -> Any:
         self._queries.add(x.q)
-        return super().prefill(x)
+        return super().extend(x)
 
     def finish_prefill(self) -> None:
         store, spec, method = self.store, self.spec, self.method
@@ -80,9 +80,8 @@ class SnapKVCache(EvictingCache):
             return
         received = np.zeros((spec.n_head_kv, n), np.float32)
         evict.add_attention(
-            queries, store.addresses[0], store.strides[0], store.strides[2], n, spec.group,
-            spec.scale, received, spec.n_threads,
-        )  # fmt: skip
+            queries, store.layout, n, spec.group, spec.scale, received, spec.n_threads
+        )
         scores = np.full((spec.n_head_kv, n), np.inf, np.float32)
         evict.max_pool(received, n - method.window, method.kernel, scores)
         scores[:, :N_SINKS] = np.inf

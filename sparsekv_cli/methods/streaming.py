@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import Backend, LayerCache, SelectingCache
+from sparsekv_cli.cache.layer import LayerCache, SelectingCache
 from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, AttnInput, Budget, LayerSpec
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.option import option
@@ -39,21 +39,21 @@ class Streaming(Method):
     sinks: int = option(N_SINKS, "first rows always attended", at_least=0)
     reposition: bool = option(False, "positions within the cache")
 
-    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
-        return _StreamingCache(spec, backend, self)
+    def sparse_layer(self, spec: LayerSpec) -> LayerCache:
+        return _StreamingCache(spec, self)
 
 
 class _StreamingCache(SelectingCache):
-    def __init__(self, spec: LayerSpec, backend: Backend, method: Streaming) -> None:
-        super().__init__(spec, backend)
+    def __init__(self, spec: LayerSpec, method: Streaming) -> None:
+        super().__init__(spec)
         self.method = method
         self._sink_keys: np.ndarray | None = None  # (G, sinks, row) as stored, while turned
 
-    def prefill(self, x: AttnInput) -> Any:
+    def extend(self, x: AttnInput) -> Any:
         if self._sink_keys is not None:
             self.store.k[:, : self.method.sinks] = self._sink_keys
             self._sink_keys = None
-        return super().prefill(x)
+        return super().extend(x)
 
     def selects_all(self, n: int) -> bool:
         return self.method.budget.rows(n) + self.method.sinks >= n

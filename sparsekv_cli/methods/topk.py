@@ -11,7 +11,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import Backend, LayerCache, SelectingCache
+from sparsekv_cli.cache.attend import score_rows
+from sparsekv_cli.cache.layer import LayerCache, SelectingCache
 from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, Budget, LayerSpec
 from sparsekv_cli.cpu.attention.select import select_rows
 from sparsekv_cli.methods.base import Method
@@ -30,13 +31,13 @@ class TopK(Method):
     budget: Budget = option(DEFAULT_BUDGET, "rows attended a head: N or P%")
     recent: int = option(16, "most recent rows always attended", at_least=1)
 
-    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
-        return _TopKCache(spec, backend, self)
+    def sparse_layer(self, spec: LayerSpec) -> LayerCache:
+        return _TopKCache(spec, self)
 
 
 class _TopKCache(SelectingCache):
-    def __init__(self, spec: LayerSpec, backend: Backend, method: TopK) -> None:
-        super().__init__(spec, backend)
+    def __init__(self, spec: LayerSpec, method: TopK) -> None:
+        super().__init__(spec)
         self.method = method
 
     def selects_all(self, n: int) -> bool:
@@ -44,7 +45,7 @@ class _TopKCache(SelectingCache):
 
     def select(self, q: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
         k = self.method.budget.rows(n)
-        scores = self.backend.score_rows(self.store, q, self.spec)
+        scores = score_rows(q, self.store, self.spec)
         idx = np.empty((len(q), N_SINKS + k), np.int32)
         recent = min(self.method.recent, max(1, k // 2))
         select_rows(scores, n, N_SINKS, recent, k, idx)

@@ -158,7 +158,7 @@ def test_a_trial_reaches_the_sparse_kernels(model: Path, name: str) -> None:
     loaded.gguf.close()
     counts = caches[-1].counters()
     assert counts["rows_total"] == counts["sparse_rows_total"] > 0
-    if caches[-1].selects:
+    if caches[-1].attends_to_some:
         assert 0 < counts["sparse_rows_attended"] < 0.7 * counts["sparse_rows_total"]
     dtype = loaded.decoder.prefill_dtype
     warmup.load_method_kernels(method, specs[-1], dtype)  # takes the same way

@@ -16,7 +16,6 @@ from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.device.cache import DeviceInput, StepNumbers
 from sparsekv_cli.device.methods.freekv import DeviceFreeKV
-from sparsekv_cli.device.ops import DeviceOps
 from sparsekv_cli.kernels.freekv import pages as page_cache
 from sparsekv_cli.kernels.freekv import recall
 from sparsekv_cli.methods.freekv import FreeKV
@@ -55,13 +54,13 @@ def make_on_device(method, geometry):
         layer=2, n_layer=4, n_head=g.n_head, n_head_kv=g.n_head_kv, head_dim=g.d, value_dim=g.d,
         n_threads=1,
     )  # fmt: skip
-    return Traced(spec, DeviceOps(DEVICE), method)
+    return Traced(spec, DEVICE, method)
 
 
 def prefill(cache, rows, chunk=64):
     for start in range(0, rows[0].shape[1], chunk):
         q, k, v = (torch.from_numpy(x[:, start : start + chunk].copy()).to(DEVICE) for x in rows)
-        cache.prefill(AttnInput(q, k, v, q, k, cache.n))
+        cache.extend(AttnInput(q, k, v, q, k, cache.n))
     cache.finish_prefill()
 
 

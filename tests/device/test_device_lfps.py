@@ -9,8 +9,7 @@ from side_by_side import assert_sessions_agree
 
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
 from sparsekv_cli.cache.store import padded
-from sparsekv_cli.cpu import ops
-from sparsekv_cli.device.host import HostOps, HostWorker, as_tensors
+from sparsekv_cli.device.host import HostWorker
 from sparsekv_cli.device.methods.lfps import HostLFPS
 from sparsekv_cli.kernels.attention.decode import Attended
 from sparsekv_cli.methods.lfps import LFPS
@@ -44,10 +43,9 @@ class Pair:
             budget=Budget(tokens=BUDGET), tables=tables, epsilon=0.7, cache_type_k=kind,
             cache_type_v=kind,
         )  # fmt: skip
-        self.whole = method.layer(spec, ops)
-        backend = HostOps(ops, torch.device(device))
-        cache = method.sparse_layer(method.layer_spec(spec), backend)
-        self.apart = HostLFPS(cache, backend, HostWorker(backend.device))
+        self.whole = method.layer(spec)
+        cache = method.sparse_layer(method.layer_spec(spec))
+        self.apart = HostLFPS(cache, HostWorker(torch.device(device)))
         self.directions = self.rng.standard_normal((3, self.d)) / self.d**0.25
 
     def rows(self, n: int) -> list[np.ndarray]:
@@ -67,10 +65,9 @@ class Pair:
         rows, pos = self.rows(n), self.whole.n
         for start in range(0, n, 32):
             q, k, v = (x[:, start : start + 32].copy() for x in rows)
-            x = AttnInput(q, k, v, q, k, pos + start)
-            self.whole.prefill(x)
-            on_device = (t.to(self.apart._k.device) for t in as_tensors(x)[:5])
-            self.apart.prefill(AttnInput(*on_device, x.pos))
+            self.whole.extend(AttnInput(q, k, v, q, k, pos + start))
+            q, k, v = (torch.from_numpy(x).to(self.apart._k.device) for x in (q, k, v))
+            self.apart.extend(AttnInput(q, k, v, q, k, pos + start))
         for cache in (self.whole, self.apart):
             cache.finish_prefill()
         self.apart.wait()

@@ -14,7 +14,7 @@ GEOMETRY = Geometry(4, 2, 32, 32, 32)
 def test_attended_rows_are_those_of_the_host(name, device):
     """Of a context that is dense at first."""
     pair = SideBySide(GEOMETRY, METHODS[name], calibration_of(GEOMETRY), device)
-    pair.device.traced = True
+    pair.device.records_attended = True
     pair.prefill(38)
     pair.decode()
     assert pair.device.attended is None

@@ -13,7 +13,6 @@ from sparsekv_cli.device.batching import prepare_runs
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, StepNumbers, grid_bound
 from sparsekv_cli.device.engine import device_cache
 from sparsekv_cli.device.methods.full import DeviceDense
-from sparsekv_cli.device.ops import DeviceOps
 from sparsekv_cli.methods.fasa import FASA
 from sparsekv_cli.methods.freekv import FreeKV
 from sparsekv_cli.methods.quest import Quest
@@ -48,13 +47,14 @@ def calibration_of(g: Geometry) -> dict[str, np.ndarray]:
 
 
 def make(name: str, device: str) -> DeviceCache:
-    g, method, ops = GEOMETRY, METHODS[name], DeviceOps(torch.device(device))
+    g, method = GEOMETRY, METHODS[name]
     spec = LayerSpec(
         layer=2, n_layer=4, n_head=g.n_head, n_head_kv=g.n_head_kv, head_dim=g.d,
         value_dim=g.d_v, n_threads=1, theta=1e4 ** (-np.arange(g.n_rot // 2) / (g.n_rot // 2)),
         calibration=calibration_of(g),
     )  # fmt: skip
-    return device_cache(method)(spec, ops, method) if method else DeviceDense(spec, ops)
+    place = torch.device(device)
+    return device_cache(method)(spec, place, method) if method else DeviceDense(spec, place)
 
 
 def rows_of(cache: DeviceCache, generator: torch.Generator, n: int) -> list[torch.Tensor]:
@@ -62,7 +62,7 @@ def rows_of(cache: DeviceCache, generator: torch.Generator, n: int) -> list[torc
     spec = cache.spec
     sizes = [(spec.n_head, spec.head_dim), (spec.n_head_kv, spec.head_dim)]
     sizes += [(spec.n_head_kv, spec.value_dim), *sizes]
-    device = cache.backend.device
+    device = cache.device
     return [torch.randn(h, n, d, generator=generator).to(device) for h, d in sizes]
 
 
@@ -88,7 +88,7 @@ def step(caches: list[DeviceCache], rows: list[list[torch.Tensor]]) -> tuple[tor
 
 
 def prefill(cache: DeviceCache, rows: list[torch.Tensor]) -> None:
-    cache.prefill(AttnInput(*rows, cache.n))
+    cache.extend(AttnInput(*rows, cache.n))
     cache.finish_prefill()
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tiny_models import make_model
 
+from sparsekv_cli.cache.attend import attend_dense
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import Memory
 from sparsekv_cli.cache.store import padded
@@ -27,6 +28,7 @@ from sparsekv_cli.evaluation.observer import Measured, Observer, compare_rows, l
 from sparsekv_cli.evaluation.prefill import batches, exact_keys, prefill_all, resume
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
+from sparsekv_cli.models import decoder
 from sparsekv_cli.session import load_session
 
 LENGTH, STEPS = 150, 6
@@ -100,15 +102,13 @@ def test_shared_prefill_decodes_as_a_session_of_its_own(model, session):
 
 
 def test_dense_attention_is_computed_once(session, monkeypatch):
-    from sparsekv_cli.cpu import ops
+    calls, real = [], decoder.attend_causal
 
-    calls, real = [], ops.dense_prefill
-
-    def count(store, x, spec):
+    def count(q, store, spec):
         calls.append(spec.layer)
-        return real(store, x, spec)
+        return real(q, store, spec)
 
-    monkeypatch.setattr(ops, "dense_prefill", count)
+    monkeypatch.setattr(decoder, "attend_causal", count)
     methods = [build_spec(name) for name in ("full", "topk", "lfps", "full")]
     prefill_all(session, methods, random_ids(LENGTH))
     assert calls == [layer for layer in range(3) for _ in range(0, LENGTH, 64)]
@@ -125,7 +125,7 @@ def test_a_method_pays_for_its_own_index_only(session, monkeypatch):
 
     monkeypatch.setattr(LayerCache, "finish_prefill", finish)
     methods = [build_spec(f"{name}:dense_layers=0") for name in ("full", "topk", "streaming")]
-    names = {type(m.layer(session.decoder.layer_specs()[1], None)).__name__ for m in methods}
+    names = {type(m.layer(session.decoder.layer_specs()[1])).__name__ for m in methods}
     assert {"_TopKCache", "_StreamingCache"} < names
     assert prefill_all(session, methods, random_ids(80)).seconds == [0.0, 2.0, 20.0]
 
@@ -202,8 +202,8 @@ class Forgetful(Method):
 
     dense_layers: tuple[int, ...] = ()
 
-    def sparse_layer(self, spec, backend):
-        return ForgetfulCache(spec, backend)
+    def sparse_layer(self, spec):
+        return ForgetfulCache(spec)
 
 
 class ForgetfulCache(LayerCache):
@@ -219,11 +219,11 @@ class ForgetfulCache(LayerCache):
         return self.store.k[:, : self.store.n], self.store.v[:, : self.store.n]
 
     def decode(self, x):
-        self.backend.append_row(self.store, x)
+        self.store.append_row(x.k, x.v)
         self.n_seen += 1
         rows = np.arange(self.n_seen - self.store.n, self.n_seen, dtype=np.int32)[None]
         self.attended = (rows, np.array([self.store.n]))
-        return self.backend.attend_dense(self.store, x.q[:, 0], self.spec)
+        return attend_dense(x.q[:, 0], self.store, self.spec)
 
 
 def measure(session, method, length=LENGTH, steps=STEPS, watched=None):
@@ -271,7 +271,7 @@ def test_what_is_watched_and_what_is_not(session):
 
 
 def test_layers_that_do_not_choose_are_not_watched(session, monkeypatch):
-    monkeypatch.setattr(ForgetfulCache, "selects", False)
+    monkeypatch.setattr(ForgetfulCache, "attends_to_some", False)
     result, _ = measure(session, Forgetful())
     assert result.mass == result.overlap == [] and np.mean(result.kld) > 0
     assert measure(session, build_spec("topk:dense_layers=0,1,2"))[0].mass == []

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sparsekv_cli import methods
-from sparsekv_cli.cache.layer import Backend, LayerCache, SelectingCache
+from sparsekv_cli.cache.layer import LayerCache, SelectingCache
 from sparsekv_cli.cache.spec import N_SINKS, Budget, LayerSpec
 from sparsekv_cli.calibration.run import CALIBRATION, CalibrationRun
 from sparsekv_cli.cpu.jit.floats import as_f32
@@ -31,16 +31,16 @@ class Fake(Method):
 
     budget: Budget = option(Budget(share=0.5), "rows: N or P%")
 
-    def sparse_layer(self, spec: LayerSpec, backend: Backend) -> LayerCache:
-        return FakeCache(spec, backend, self)
+    def sparse_layer(self, spec: LayerSpec) -> LayerCache:
+        return FakeCache(spec, self)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
         """Means of the keys before RoPE, f32 (L, G, d); strides u8 (L,), 2 and more."""
         self.runs.append(list(run.ids))
         means = np.zeros((len(run.specs), run.specs[0].n_head_kv, run.specs[0].head_dim), "f4")
-        caches = [MeanKeys(spec, run.backend, means[spec.layer]) for spec in run.specs]
+        caches = [MeanKeys(spec, means[spec.layer]) for spec in run.specs]
         run.progress(0.5)
-        run.forward(run.ids, 0, caches, False)
+        run.forward(run.ids, 0, caches)
         run.progress(1.0)
         return {"means": means, "stride": np.arange(2, 2 + len(run.specs), dtype=np.uint8)}
 
@@ -48,13 +48,13 @@ class Fake(Method):
 class MeanKeys(LayerCache):
     """Collects the mean key of a layer."""
 
-    def __init__(self, spec: LayerSpec, backend: Backend, mean: np.ndarray) -> None:
-        super().__init__(spec, backend)
+    def __init__(self, spec: LayerSpec, mean: np.ndarray) -> None:
+        super().__init__(spec)
         self.mean = mean
 
-    def prefill(self, x: Any) -> Any:
+    def extend(self, x: Any) -> Any:
         self.mean += as_f32(x.k_nope).sum(1)
-        return super().prefill(x)
+        return super().extend(x)
 
     def finish_prefill(self) -> None:
         self.mean /= self.store.n
@@ -64,8 +64,8 @@ class MeanKeys(LayerCache):
 
 
 class FakeCache(SelectingCache):
-    def __init__(self, spec: LayerSpec, backend: Backend, method: Fake) -> None:
-        super().__init__(spec, backend)
+    def __init__(self, spec: LayerSpec, method: Fake) -> None:
+        super().__init__(spec)
         self.method = method
         self.stride = int(spec.calibration["stride"])
         assert spec.calibration["means"].shape == (spec.n_head_kv, spec.head_dim)

@@ -9,7 +9,6 @@ from freekv_twin import FreeKVTwin, HeadChoice, TwinOptions
 from layer_stream import Rows, decode, prefill
 
 from sparsekv_cli.cache.spec import Budget, LayerSpec
-from sparsekv_cli.cpu import ops
 from sparsekv_cli.methods.freekv import FreeKV, FreeKVCache
 
 N_STEPS = 300
@@ -83,9 +82,9 @@ def make_cache(geometry: Geometry, n_threads: int = 1, **options) -> FreeKVCache
         layer=2, n_layer=4, n_head=g.n_head, n_head_kv=g.n_head_kv, head_dim=g.d,
         value_dim=g.d_v or g.d, n_threads=n_threads,
     )  # fmt: skip
-    cache = FreeKV(**options).layer(spec, ops)
+    cache = FreeKV(**options).layer(spec)
     assert isinstance(cache, FreeKVCache)
-    cache.traced = True
+    cache.records_attended = True
     return cache
 
 

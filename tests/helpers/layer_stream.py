@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from chunks import attend_chunk
 
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import padded
-from sparsekv_cli.cpu import ops
 from sparsekv_cli.methods.base import Method
 
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray]  # q (H, T, d), k (G, T, d), v (G, T, d)
@@ -65,8 +65,8 @@ def make_cache(method: Method, geometry: Geometry, n_threads: int = 1) -> LayerC
         layer=2, n_layer=4, n_head=g.n_head, n_head_kv=g.n_head_kv, head_dim=g.d, value_dim=g.d,
         n_threads=n_threads,
     )  # fmt: skip
-    cache = method.layer(spec, ops)
-    cache.traced = True
+    cache = method.layer(spec)
+    cache.records_attended = True
     return cache
 
 
@@ -75,7 +75,7 @@ def prefill(cache: LayerCache, rows: Rows, chunk: int = 64) -> np.ndarray:
     outs = []
     for start in range(0, rows[0].shape[1], chunk):
         q, k, v = (x[:, start : start + chunk].copy() for x in rows)
-        outs.append(cache.prefill(AttnInput(q, k, v, q, k, cache.n)))
+        outs.append(attend_chunk(cache, AttnInput(q, k, v, q, k, cache.n)))
     cache.finish_prefill()
     return np.concatenate(outs, axis=1)
 

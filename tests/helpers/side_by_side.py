@@ -9,18 +9,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from chunks import attend_chunk
 from tiny_models import make_model
 
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.sals.latent import rotate_ref
 from sparsekv_cli.device.batching import prepare_runs
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, StepNumbers, grid_bound
 from sparsekv_cli.device.engine import device_cache
-from sparsekv_cli.device.host import as_tensors
-from sparsekv_cli.device.ops import DeviceOps
+from sparsekv_cli.device.prefill import attend_causal
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.session import load_session
@@ -66,11 +65,9 @@ class SideBySide:
             calibration=calibration,
         )  # fmt: skip
         self.method = method
-        self.host = method.layer(self.spec, ops)
-        self.host.traced = True
-        self.device: DeviceCache = device_cache(method)(
-            self.spec, DeviceOps(torch.device(device)), method
-        )
+        self.host = method.layer(self.spec)
+        self.host.records_attended = True
+        self.device: DeviceCache = device_cache(method)(self.spec, torch.device(device), method)
         self.walk = self.rng.standard_normal((g.n_head, g.d))
         self.topics = self.rng.standard_normal((g.n_head_kv, 4, g.d))
 
@@ -97,10 +94,11 @@ class SideBySide:
         rows, pos = self.rows(n), self.host.n
         for start in range(0, n, chunk):
             x = AttnInput(*(part[:, start : start + chunk].copy() for part in rows), pos + start)
-            expected = self.host.prefill(x)
-            tensors = (t.to(self.device.backend.device) for t in as_tensors(x)[:5])
-            out = self.device.prefill(AttnInput(*tensors, x.pos)).cpu().numpy()
-            np.testing.assert_allclose(out, expected, rtol=0, atol=5e-3)
+            expected = attend_chunk(self.host, x)
+            tensors = [torch.from_numpy(part).to(self.device.device) for part in x[:5]]
+            rows = self.device.extend(AttnInput(*tensors, x.pos))
+            out = attend_causal(tensors[0], rows.keys(), rows.values(), self.spec)
+            np.testing.assert_allclose(out.cpu().numpy(), expected, rtol=0, atol=5e-3)
         for cache in (self.host, self.device):
             cache.finish_prefill()
             assert cache.n == pos + n
@@ -114,7 +112,7 @@ class SideBySide:
 
     def decode_on_device(self, rows: Rows, n: int) -> np.ndarray:
         """A row into the device's cache: its output f32 (H, d_v)."""
-        cache, device = self.device, self.device.backend.device
+        cache, device = self.device, self.device.device
         prepare(cache, n, grid_bound(n))
         numbers = (n - 1, n, cache.budget_rows(n))
         step = StepNumbers(*(torch.tensor([x], dtype=torch.int32, device=device) for x in numbers))

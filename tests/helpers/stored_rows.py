@@ -6,8 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparsekv_cli.cpu.attention.rows import F16, Q8_0, dequantize_rows_ref, quantize_rows_ref
-from sparsekv_cli.cpu.jit.pointers import address
+from sparsekv_cli.cpu.attention.rows import (
+    F16,
+    Q8_0,
+    dequantize_rows_ref,
+    layout_of,
+    quantize_rows_ref,
+)
 
 KINDS = [(F16, F16), (Q8_0, Q8_0), (F16, Q8_0), (Q8_0, F16)]  # of K and V
 
@@ -31,6 +36,4 @@ def store(x: np.ndarray, kind: int) -> Stored:
 
 def layout(k: Stored, v: Stored) -> np.ndarray:
     """What kernels take: int64 (8,), see cpu/attention/rows.py."""
-    (k_head, k_row), (v_head, v_row) = k.array.strides[:2], v.array.strides[:2]
-    places = address(k.array), address(v.array), k_head, v_head, k_row, v_row
-    return np.array([*places, k.kind, v.kind], np.int64)
+    return layout_of(k.array, v.array, k.kind, v.kind)

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from chunks import attend_chunk
 from layer_stream import GEOMETRIES, Stream, decode, make_cache, prefill
 from tiny_models import make_model
 
-from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.attend import attend_dense
 from sparsekv_cli.cache.spec import N_SINKS, AttnInput, Budget, LayerSpec
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.attention.decode import attend_dense_ref
 from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 from sparsekv_cli.cpu.quest.pages import page_summaries_ref
@@ -128,12 +128,11 @@ def test_selecting_every_row_equals_dense(name, budget, types, session_of, monke
 
     def compare(cache, x):
         out = select_and_attend(cache, x)
-        dense = cache.backend.attend_dense(cache.store, x.q[:, 0], cache.spec)
+        dense = attend_dense(x.q[:, 0], cache.store, cache.spec)
         errors.append(np.abs(out - dense).max())
         return out
 
     monkeypatch.setattr(cache_type, "decode", compare)
-    monkeypatch.setattr(cache_type, "begin", LayerCache.begin)  # so that it is called
     monkeypatch.setattr(cache_type, "selects_all", lambda self, n: False)
     sparse.prefill(tokens(80))
     decoded(sparse, tokens(20, 1))
@@ -202,14 +201,14 @@ def test_a_bf16_prefill_attends_to_the_stored_rows(d, d_v, types):
     spec = LayerSpec(
         layer=0, n_layer=1, n_head=6, n_head_kv=2, head_dim=d, value_dim=d_v, n_threads=2
     )
-    cache, rng = method.layer(spec, ops), np.random.default_rng(0)
+    cache, rng = method.layer(spec), np.random.default_rng(0)
     bf16 = np.empty(0, np.uint16)
     for n in (70, 1, 130):
         q, k, v = (
             as_type_of(bf16, rng.standard_normal((heads, n, width)).astype(np.float32))
             for heads, width in ((6, d), (2, d), (2, d_v))
         )
-        out = as_f32(cache.prefill(AttnInput(q, k, v, q, k, cache.n)))
+        out = as_f32(attend_chunk(cache, AttnInput(q, k, v, q, k, cache.n)))
         keys, values = cache.store.keys()[..., :d], cache.store.values()[..., :d_v]
         for i in range(n):
             seen = cache.n - n + i + 1
@@ -228,14 +227,14 @@ def test_repositioned_sinks_are_turned_and_turned_back(types):
     options = {"reposition": "true", "sinks": str(sinks), "dense_layers": "none"}
     cache = build_method(
         "streaming", options, budget=str(budget), cache_type_k=types[0], cache_type_v=types[1]
-    ).layer(spec, ops)
+    ).layer(spec)
     rng = np.random.default_rng(0)
 
     def rows(n: int) -> list[np.ndarray]:
         return [rng.standard_normal((heads, n, d)).astype(np.float32) for heads in (4, n_kv, n_kv)]
 
     q, k, v = rows(60)
-    cache.prefill(AttnInput(q, k, v, q, k, 0))
+    attend_chunk(cache, AttnInput(q, k, v, q, k, 0))
     cache.finish_prefill()
     before, keys = cache.store.k[:, :60].copy(), cache.store.keys().astype(np.float32)
     q, k, v = rows(1)
@@ -249,7 +248,7 @@ def test_repositioned_sinks_are_turned_and_turned_back(types):
     assert np.abs(turned - keys[:, :sinks]).max() > 1
     np.testing.assert_allclose(turned, expected, atol=0.51 * np.abs(expected).max() / 127)
     q, k, v = rows(5)
-    cache.prefill(AttnInput(q, k, v, q, k, 61))
+    attend_chunk(cache, AttnInput(q, k, v, q, k, 61))
     np.testing.assert_array_equal(cache.store.k[:, :60], before)
 
 
@@ -351,6 +350,6 @@ def test_a_method_gives_its_types_to_every_layer():
         layer=0, n_layer=4, n_head=2, n_head_kv=1, head_dim=80, value_dim=80, n_threads=1
     )
     for layer in range(4):  # dense ones and others
-        cache = method.layer(replace(spec, layer=layer), ops)
+        cache = method.layer(replace(spec, layer=layer))
         assert (cache.store.k.shape[2], cache.store.v.shape[2]) == (86, 80)
         assert (cache.store.k.dtype, cache.store.v.dtype) == (np.uint8, np.float16)

@@ -120,7 +120,7 @@ def test_rows_are_counted_as_they_are_attended_to(name, session_of):
     session = session_of(name, budget="20")
     session.prefill(tokens(300))
     for cache in session.caches:
-        cache.traced = True
+        cache.records_attended = True
     before, attended, dense, listed = session.ledger.as_dict(), 0, 0, 0
     for n, token in enumerate(tokens(20, 1), 301):
         session.decode(token)

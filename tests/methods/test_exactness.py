@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from chunks import attend_chunk
 from tiny_models import make_model
 
-from sparsekv_cli.cache.layer import DenseCache, LayerCache
+from sparsekv_cli.cache.attend import attend_dense
+from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.cache.spec import N_SINKS, AttnInput, Budget, LayerSpec
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.attention.decode import attend_dense_ref
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method, lfps
@@ -123,12 +124,11 @@ def test_selecting_every_row_equals_dense(name, budget, session_of, monkeypatch)
 
     def compare(cache, x):
         out = select_and_attend(cache, x)
-        dense = cache.backend.attend_dense(cache.store, x.q[:, 0], cache.spec)
+        dense = attend_dense(x.q[:, 0], cache.store, cache.spec)
         errors.append(np.abs(out - dense).max())
         return out
 
     monkeypatch.setattr(cache_type, "decode", compare)
-    monkeypatch.setattr(cache_type, "begin", LayerCache.begin)  # so that it is called
     monkeypatch.setattr(cache_type, "selects_all", lambda self, n: False)
     for session in (full, sparse):
         session.prefill(tokens(80))
@@ -417,7 +417,7 @@ def test_repositioned_streaming_numbers_rows_within_the_cache():
         theta=theta,
     )  # fmt: skip
     options = {"reposition": "true", "sinks": str(sinks), "dense_layers": "none"}
-    cache = build_method("streaming", options, budget=str(budget)).layer(spec, ops)
+    cache = build_method("streaming", options, budget=str(budget)).layer(spec)
     rng = np.random.default_rng(0)
     nope = {"q": rng.standard_normal((n_head, 200, d)), "k": rng.standard_normal((n_kv, 200, d))}
     v = rng.standard_normal((n_kv, 200, d)).astype(np.float16).astype(np.float32)
@@ -428,7 +428,7 @@ def test_repositioned_streaming_numbers_rows_within_the_cache():
         return AttnInput(*chunk, start)
 
     def prefill(start: int, stop: int) -> np.ndarray:
-        out = cache.prefill(part(start, stop))
+        out = attend_chunk(cache, part(start, stop))
         cache.finish_prefill()
         return out
 

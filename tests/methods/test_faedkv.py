@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from chunks import attend_chunk
 from faedkv_twin import FAEDKVTwin, TwinOptions
 from layer_stream import Geometry, Stream, decode, prefill
 from tiny_models import make_model
@@ -20,7 +21,6 @@ from sparsekv_cli.calibration.faedkv import without
 from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.calibration.trials import Trial, Window, _window, unchanged
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.faedkv import frequencies
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.faedkv import FAEDKV, FAEDKVCache
@@ -58,7 +58,7 @@ def spec_of(geometry: Geometry, layer: int = 2, n_threads: int = 1) -> LayerSpec
 
 
 def make_cache(method: FAEDKV, geometry: Geometry, **spec: Any) -> FAEDKVCache:
-    cache = method.layer(spec_of(geometry, **spec), ops)
+    cache = method.layer(spec_of(geometry, **spec))
     assert isinstance(cache, FAEDKVCache)
     return cache
 
@@ -176,7 +176,7 @@ def test_threads_change_nothing_but_rounding():
 def both(method: FAEDKV, geometry: Geometry, n_prefill: int, n_steps: int):
     """Outputs of the method and of dense attention, and the method's cache."""
     stream, cache = Stream(geometry, 5), make_cache(method, geometry)
-    dense = DenseCache(spec_of(geometry), ops)
+    dense = DenseCache(spec_of(geometry))
     rows = stream.rows(n_prefill)
     outs = [prefill(cache, rows)], [prefill(dense, rows)]
     for _ in range(n_steps):
@@ -304,7 +304,7 @@ def test_the_rows_of_a_prefill_are_given_back():
     cache.reserve(3000)
     rows = stream.rows(100)
     q, k, v = rows
-    cache.prefill(AttnInput(q, k, v, q, k, cache.n))
+    attend_chunk(cache, AttnInput(q, k, v, q, k, cache.n))
     assert cache.memory().host >= first + 3000 * 2 * 2 * 64 * 2
     cache.finish_prefill()
     assert cache.store.capacity == 189 and cache.memory().host < 1.3 * first
@@ -357,7 +357,7 @@ def test_an_interrupted_turn_is_forgotten():
     for cache in caches:
         prefill(cache, rows)
     q, k, v = turn
-    caches[0].prefill(AttnInput(q, k, v, q, k, 700))
+    caches[0].extend(AttnInput(q, k, v, q, k, 700))
     assert caches[0].n == 740
     assert caches[0].truncate(700) == 700 == caches[0].n
     np.testing.assert_array_equal(*(prefill(cache, turn) for cache in caches))
@@ -429,10 +429,8 @@ def session(request, tmp_path_factory):
 
 
 def run_of(session, ids, progress=lambda share: None) -> CalibrationRun:
-    forward = session.decoder.forward
     return CalibrationRun(
-        session.decoder.layer_specs(), ops, ids,
-        lambda ids, pos, caches, all_logits=False: forward(ids, pos, caches, all_logits=all_logits),
+        session.decoder.layer_specs(), ids, session.decoder.forward,
         progress,
     )  # fmt: skip
 
@@ -455,7 +453,7 @@ def test_a_trial_equals_one_by_itself(session):
     assert klds[2:].min() > 5 * klds[0]
 
     def log_probabilities(layer, dropped):
-        caches = [DenseCache(spec, ops) for spec in run.specs]
+        caches = [DenseCache(spec) for spec in run.specs]
         run.forward(run.ids[:200], 0, caches, False)
         if layer >= 0:
             for array in (caches[layer].store.k, caches[layer].store.v):
@@ -506,7 +504,7 @@ def test_calibration_and_what_comes_of_it(session):
     ids, following = tokens(400, 1), tokens(20, 2)
     answers = []
     for method in (build_method("full", {}), FAEDKV(budget=Budget(share=0.7))):
-        caches = [method.layer(spec, ops) for spec in specs]
+        caches = [method.layer(spec) for spec in specs]
         session.decoder.forward(ids, 0, caches)
         logits = [session.decoder.decode(t, 400 + i, caches) for i, t in enumerate(following)]
         answers.append(torch.from_numpy(np.stack(logits)).log_softmax(-1))
@@ -526,7 +524,7 @@ def test_every_bin_answers_like_full(session):
     ids, following = tokens(400, 3), tokens(80, 4)
     answers, exact, fewer = [], uniform(EVERY_BIN.share, "additive"), uniform(0.7, "additive")
     for method in (build_method("full", {}), exact, fewer):
-        caches = [method.layer(spec, ops) for spec in specs]
+        caches = [method.layer(spec) for spec in specs]
         session.decoder.forward(ids, 0, caches)
         logits = [session.decoder.decode(t, 400 + i, caches) for i, t in enumerate(following)]
         answers.append(torch.from_numpy(np.stack(logits)).double().log_softmax(-1))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numba
 import numpy as np
 import pytest
+from chunks import attend_chunk
 from fasa_twin import FASATwin, HeadChoice
 from tiny_models import make_model
 
@@ -17,7 +18,6 @@ from sparsekv_cli.calibration import fasa
 from sparsekv_cli.calibration.fasa import SHARES, even_budgets, tips_of
 from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.attention.decode import attend_rows_ref
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
@@ -69,7 +69,7 @@ class Layer:
             calibration={"dom_var": rank, "dom_ca": rank, "tip_budget": even_budgets()},
         )  # fmt: skip
         self.method = FASA(**options)
-        cache = self.method.layer(self.spec, ops)
+        cache = self.method.layer(self.spec)
         assert isinstance(cache, FASACache)
         self.cache = cache
         n_tip = self.method.n_tip or g.d // (8 if self.method.metric == "var" else 4)
@@ -132,7 +132,7 @@ def prefill(cache, q, k, v, chunk: int = 64) -> np.ndarray:
     pos, outs = cache.n, []
     for start in range(0, q.shape[1], chunk):
         parts = [x[:, start : start + chunk].copy() for x in (q, k, v)]
-        outs.append(cache.prefill(AttnInput(*parts, parts[0], parts[1], pos + start)))
+        outs.append(attend_chunk(cache, AttnInput(*parts, parts[0], parts[1], pos + start)))
     cache.finish_prefill()
     return np.concatenate(outs, axis=1)
 
@@ -242,7 +242,7 @@ def test_a_budget_of_the_context_is_full_to_the_bit(geometry, n_fac):
     """Also where K has been split before: a later prompt and a rewind find it as it was."""
     n_tip = {"n_tip": 4} if geometry.n_rot < geometry.d else {}
     layer = Layer(geometry, budget=Budget(tokens=n_fac), **n_tip)
-    full = DenseCache(layer.spec, ops)
+    full = DenseCache(layer.spec)
 
     def both_prefill(n: int) -> None:
         q, k, v = layer.rows(n)
@@ -359,7 +359,7 @@ def test_more_chunks_than_a_head_has_are_refused():
 def test_a_calibration_that_ranks_other_chunks_is_refused(rank):
     spec = replace(Layer(GEOMETRIES[0]).spec, calibration={"dom_var": rank})
     with pytest.raises(SparseKVError, match="layer 2 ranks other chunks"):
-        FASA().layer(spec, ops)
+        FASA().layer(spec)
 
 
 # --- whole models ---------------------------------------------------------------------------------
@@ -397,11 +397,9 @@ def open_specs(model) -> list[LayerSpec]:
 
 
 def calibrate(session: Session, method: FASA, ids) -> dict[str, np.ndarray]:
-    forward = session.decoder.forward
     shares: list[float] = []
     run = CalibrationRun(
-        session.decoder.layer_specs(), ops, ids,
-        lambda ids, pos, caches, all_logits=False: forward(ids, pos, caches, all_logits=all_logits),
+        session.decoder.layer_specs(), ids, session.decoder.forward,
         shares.append,
     )  # fmt: skip
     tensors = method.calibrate(run)
@@ -425,9 +423,9 @@ def session_of(model, tensors):
 
         needs = ""
 
-        def layer(self, spec, backend):
+        def layer(self, spec):
             own = {name: array[spec.layer] for name, array in tensors.items()}
-            return super().layer(replace(spec, calibration=own), backend)
+            return super().layer(replace(spec, calibration=own))
 
     opened: list[Session] = []
 
@@ -520,16 +518,16 @@ def test_generation_as_long_as_the_prompt(session_of):
 class RecordingCache(DenseCache):
     """Keeps the queries and keys that it is shown."""
 
-    def prefill(self, x):
+    def extend(self, x):
         self.seen = [*getattr(self, "seen", []), (x.q.copy(), half(x.k))]
-        return super().prefill(x)
+        return super().extend(x)
 
 
 def test_calibration_is_what_it_says(model, tensors):
     ids = tokens(300)
     session = open_session(model, Full())
     specs = session.decoder.layer_specs()
-    caches = [RecordingCache(spec, ops) for spec in specs]
+    caches = [RecordingCache(spec) for spec in specs]
     session.decoder.forward(ids, 0, caches)
     session.gguf.close()
     assert {name: (a.shape, a.dtype) for name, a in tensors.items()} == {
@@ -594,7 +592,7 @@ def test_a_layer_has_the_chunks_that_its_calibration_says():
     assert FASA().dominant_dims(spec)[1] == 32
     assert FASA(allocation="uniform").dominant_dims(spec)[1] == 16
     assert build_method("fasa", {"preset": "paper"}).allocation == "uniform"
-    cache = FASA(budget=Budget(tokens=40)).layer(spec, ops)
+    cache = FASA(budget=Budget(tokens=40)).layer(spec)
     prefill(cache, *layer.rows(90))
     assert cache.store.split().shape[2] == 32 and layer.cache.store.dims.shape == (3, 64)
 
@@ -612,7 +610,7 @@ def test_rows_of_a_trial_attend_as_a_step_does(geometry, monkeypatch):
         layer.cache.decode(row_input(*(x[:, i] for x in new), 90 + i))[:, : geometry.d].copy()
         for i in range(7)
     ]
-    store = DenseCache(layer.spec, ops).store
+    store = DenseCache(layer.spec).store
     for rows in ((k, v), new[1:]):
         store.append(*rows)
     attend = fasa._attend_best(layer.spec, dims[:, :n_dom], 4, 16)

@@ -25,10 +25,10 @@ from layer_stream import decode as decode_row
 from layer_stream import prefill
 from tiny_models import make_model
 
-from sparsekv_cli.cache.spec import AttnInput, Budget
+from sparsekv_cli.cache.attend import attend_causal
+from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.cpu import ops
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.freekv import FreeKV
 from sparsekv_cli.session import Session, load_session
@@ -133,7 +133,7 @@ def test_rows_come_back_bit_for_bit(geometry):
     def keep(rows) -> list[np.ndarray]:
         q, k, v = rows
         plain.append(k, v)
-        return [q, k, v, q, k]
+        return q
 
     rows = stream.rows(geometry.n_prefill)
     prefill(cache, rows)
@@ -144,9 +144,9 @@ def test_rows_come_back_bit_for_bit(geometry):
             decode_row(cache, row)
             keep(row)
         rows = stream.rows(n_new)
-        out, x = prefill(cache, rows, chunk=100), AttnInput(*keep(rows), plain.n - n_new)
+        out, q = prefill(cache, rows, chunk=100), keep(rows)
         assert cache.n == plain.n and cache._cache is not None and cache.store.capacity == 0
-        np.testing.assert_array_equal(out, ops.dense_prefill(plain, x, cache.spec))
+        np.testing.assert_array_equal(out, attend_causal(q, plain, cache.spec))
     cache._leave_pages()
     for mine, theirs in ((cache.store.k, plain.k), (cache.store.v, plain.v)):
         np.testing.assert_array_equal(
@@ -217,7 +217,7 @@ def test_the_thread_ends_with_its_method():
     stream = Stream(PLAIN, 0)
     prompt = stream.rows(300)
     for _ in range(3):  # three sequences, as after session.reset()
-        caches = [method.layer(replace(make_cache(PLAIN).spec, layer=i), ops) for i in (1, 2, 3)]
+        caches = [method.layer(replace(make_cache(PLAIN).spec, layer=i)) for i in (1, 2, 3)]
         for cache in caches:
             prefill(cache, prompt)
         for _ in range(5):

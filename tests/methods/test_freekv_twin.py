@@ -21,7 +21,6 @@ from layer_stream import decode, prefill
 
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import Budget
-from sparsekv_cli.cpu import ops
 from sparsekv_cli.methods import build_method
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -105,7 +104,7 @@ def outputs(geometry: Geometry, n_threads: int = 1, **options) -> np.ndarray:
 
 def dense_outputs(geometry: Geometry) -> np.ndarray:
     spec = make_cache(geometry).spec
-    return run(build_method("full", {}).layer(spec, ops), geometry)
+    return run(build_method("full", {}).layer(spec), geometry)
 
 
 def run(cache: LayerCache, geometry: Geometry) -> np.ndarray:

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, replace
 import numba
 import numpy as np
 import pytest
+from chunks import attend_chunk
 from lfps_counts import assert_counted
 from lfps_twin import SINKS, HeadChoice, LFPSTwin, TwinOptions
 
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
 from sparsekv_cli.cache.store import padded
-from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.lfps import step as lfps_chain
 from sparsekv_cli.methods import lfps
 from sparsekv_cli.methods.lfps import LFPS, LFPSCache
@@ -91,9 +91,9 @@ def make_cache(
         layer=2, n_layer=4, n_head=g.n_head, n_head_kv=g.n_head_kv, head_dim=g.d, value_dim=g.d,
         n_threads=n_threads,
     )  # fmt: skip
-    cache = LFPS(**values).layer(spec, ops)
+    cache = LFPS(**values).layer(spec)
     assert isinstance(cache, LFPSCache)
-    cache.traced = True
+    cache.records_attended = True
     return cache
 
 
@@ -101,7 +101,7 @@ def prefill(cache: LFPSCache, q, k, v, pos: int = 0, chunk: int = 64):
     for start in range(0, q.shape[1], chunk):
         part = (x[:, start : start + chunk].copy() for x in (q, k, v))
         q_part, k_part, v_part = part
-        cache.prefill(AttnInput(q_part, k_part, v_part, q_part, k_part, pos + start))
+        attend_chunk(cache, AttnInput(q_part, k_part, v_part, q_part, k_part, pos + start))
     cache.finish_prefill()
 
 
@@ -372,7 +372,7 @@ def test_sinks_that_are_attended_elsewhere(geometry, types):
         np.testing.assert_array_equal(a, b)
     counted, fewer = whole.counters(), rest.counters()
     assert counted["heads_bypassed"] == fewer["heads_bypassed"] > 20
-    sink_values = 40 * geometry.n_head * SINKS * whole.store.strides[3]
+    sink_values = 40 * geometry.n_head * SINKS * whole.store.v.strides[1]
     assert counted["bytes_read"] - fewer["bytes_read"] == sink_values
 
 

@@ -16,7 +16,6 @@ from layer_stream import GEOMETRIES, Geometry, Rows, Stream, attended_rows, deco
 from sparsekv_cli.cache.layer import DenseCache, LayerCache
 from sparsekv_cli.cache.spec import N_SINKS, Budget, LayerSpec
 from sparsekv_cli.calibration import fasa, sals
-from sparsekv_cli.cpu import ops
 from sparsekv_cli.methods import METHODS, build_method, method_class
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.methods.fasa import FASA
@@ -56,8 +55,8 @@ def spec_of(geometry: Geometry) -> LayerSpec:
 
 
 def cache_of(method: Method, geometry: Geometry) -> LayerCache:
-    cache = method.sparse_layer(spec_of(geometry), ops)
-    cache.traced = True
+    cache = method.sparse_layer(spec_of(geometry))
+    cache.records_attended = True
     return cache
 
 
@@ -85,7 +84,7 @@ def test_a_budget_of_the_context_changes_no_bit(name, budget, geometry):
     cache = cache_of(build_method(name, {}, budget=budget), geometry)
     assert type(cache) is not DenseCache and cache.spec.calibration
     rows = rows_of(geometry, NOBODYS_ROW)
-    dense = outputs(DenseCache(spec_of(geometry), ops), rows)
+    dense = outputs(DenseCache(spec_of(geometry)), rows)
     np.testing.assert_array_equal(outputs(cache, rows), dense)
     counts = cache.counters()
     assert counts["sparse_rows_attended"] == counts["sparse_rows_total"] > 0
@@ -129,7 +128,7 @@ def test_leaving_out_nobodys_row_equals_dense(case, geometry):
     make, nobodys = ALL_BUT_ONE[case]
     cache, rows = cache_of(make(geometry), geometry), rows_of(geometry, nobodys)
     out = outputs(cache, rows)
-    np.testing.assert_allclose(out, outputs(DenseCache(spec_of(geometry), ops), rows), atol=1e-5)
+    np.testing.assert_allclose(out, outputs(DenseCache(spec_of(geometry)), rows), atol=1e-5)
     expected = [*range(nobodys), *range(nobodys + 1, N_PREFILL + N_STEPS)]
     assert all(sorted(attended) == expected for attended in attended_rows(cache))
 
@@ -142,7 +141,7 @@ def test_every_page_of_quest_equals_dense(options, geometry, monkeypatch):
     cache, rows = cache_of(method, geometry), rows_of(geometry, NOBODYS_ROW)
     monkeypatch.setattr(type(cache), "selects_all", lambda self, n: False)
     out = outputs(cache, rows)
-    np.testing.assert_allclose(out, outputs(DenseCache(spec_of(geometry), ops), rows), atol=1e-5)
+    np.testing.assert_allclose(out, outputs(DenseCache(spec_of(geometry)), rows), atol=1e-5)
     assert all(len(attended) == N_PREFILL + N_STEPS for attended in attended_rows(cache))
 
 

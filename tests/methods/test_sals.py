@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from chunks import attend_chunk
 from sals_twin import Choice, SALSTwin, TwinOptions, attention, softmax
 from tiny_models import make_model
 
-from sparsekv_cli.cache.counters import total_counters
-from sparsekv_cli.cache.layer import DenseCache
+from sparsekv_cli.cache.layer import DenseCache, total_counters
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.calibration import sals
 from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.calibration.sals import SHARES, even_budgets, rank_of, study_keys
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.sals.values import head_bytes
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
@@ -112,9 +111,9 @@ def make_spec(layer: Layer, n_threads: int = 1, seed: int = 0) -> LayerSpec:
 
 def make_cache(layer: Layer, n_threads: int = 1, **options: Any) -> SALSCache:
     options.setdefault("budget", Budget(tokens=40))
-    cache = SALS(**options).layer(make_spec(layer, n_threads), ops)
+    cache = SALS(**options).layer(make_spec(layer, n_threads))
     assert isinstance(cache, SALSCache)
-    cache.traced = True
+    cache.records_attended = True
     return cache
 
 
@@ -122,7 +121,7 @@ def prefill(cache: Any, rows: tuple[np.ndarray, ...], pos: int = 0, chunk: int =
     outs = []
     for start in range(0, rows[0].shape[1], chunk):
         part = (x[:, start : start + chunk].copy() for x in rows)
-        outs.append(cache.prefill(AttnInput(*part, pos + start)))
+        outs.append(attend_chunk(cache, AttnInput(*part, pos + start)))
     cache.finish_prefill()
     return np.concatenate(outs, axis=1)
 
@@ -317,7 +316,7 @@ def test_threads_change_no_bit(preset):
 
 
 def dense_cache(layer: Layer) -> DenseCache:
-    return DenseCache(make_spec(layer), ops)
+    return DenseCache(make_spec(layer))
 
 
 WHOLE_LAYERS = [Layer(), Layer(8, 1, 80, 80), Layer(4, 4, 64, 48, 1.25)]
@@ -428,13 +427,6 @@ def test_resident_bytes(bits, rank, row_bytes):
     rng = np.random.default_rng(0)
     calibrated = make_spec(layer)
 
-    class NoAttention:
-        """The host's operations, without the attention of the prefill."""
-
-        def __init__(self) -> None:
-            self.__dict__.update(vars(ops))
-            self.dense_prefill = lambda store, x, spec: None
-
     x = rng.standard_normal((3, 1024, 64)).astype(np.float32)
     method = SALS(bits=bits, rank=rank)
     stream = Stream(layer)
@@ -442,10 +434,10 @@ def test_resident_bytes(bits, rank, row_bytes):
     token = stream.next()
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    cache = method.layer(calibrated, NoAttention())
+    cache = method.layer(calibrated)
     cache.reserve(n + 512)  # as a session does
     for start in range(0, n, 1024):
-        cache.prefill(AttnInput(x, x, x, x, x, start))
+        cache.extend(AttnInput(x, x, x, x, x, start))
     peak = tracemalloc.get_traced_memory()[1] - before
     cache.finish_prefill()
     decode(cache, token)
@@ -509,7 +501,7 @@ def test_an_interrupted_prefill_changes_nothing(n_chunks):
     cache, other = caches
     for i in range(n_chunks):
         part = (x[:, 64 * i : 64 * (i + 1)].copy() for x in rows)
-        cache.prefill(AttnInput(*part, cache.n))
+        attend_chunk(cache, AttnInput(*part, cache.n))
     assert cache.n == 300 + 64 * n_chunks
     assert cache.truncate(300) == 300 == cache.n
     for _ in range(5):
@@ -630,7 +622,7 @@ def test_score_rank_beyond_the_rank():
 def test_a_layer_without_calibration_is_refused():
     spec = replace(make_spec(Layer()), calibration={})
     with pytest.raises(SparseKVError, match="no calibration"):
-        SALS().layer(spec, ops)
+        SALS().layer(spec)
 
 
 # --- calibration and a whole model ----------------------------------------------------------------
@@ -649,10 +641,8 @@ def session(tmp_path_factory):
 
 
 def run_of(session: Session, ids) -> CalibrationRun:
-    def forward(ids, pos, caches, all_logits=False):
-        return session.decoder.forward(ids, pos, caches, all_logits=all_logits)
-
-    return CalibrationRun(session.decoder.layer_specs(), ops, ids, forward, lambda share: None)
+    decoder = session.decoder
+    return CalibrationRun(decoder.layer_specs(), ids, decoder.forward, lambda share: None)
 
 
 @pytest.fixture(scope="module")
@@ -706,11 +696,11 @@ def test_ranks_go_where_they_save_most(session):
 
     # What is studied is what a cache keeps of the keys before window and undo rows.
     spec = replace(run.specs[2], calibration={k: v[2] for k, v in tensors.items()})
-    caches = [DenseCache(each, ops) for each in run.specs]
-    run.forward(ids[:200], 0, caches, False)
+    caches = [DenseCache(each) for each in run.specs]
+    run.forward(ids[:200], 0, caches)
     k = caches[2].store.k[:, 16:150].copy()
     sals._cut(run.specs[2], tensors, slice(16, 150), 1 / 4)(k, k)
-    cache = SALS(rank=32, allocation="uniform", bits=16, sinks=0, window=34).layer(spec, ops)
+    cache = SALS(rank=32, allocation="uniform", bits=16, sinks=0, window=34).layer(spec)
     cache.store.reserve(200)
     cache.store.k[:, :200], cache.store.v[:, :200] = (
         each[:, :200] for each in (caches[2].store.k, caches[2].store.v)
@@ -727,14 +717,14 @@ def test_calibration_measures_keys_and_queries(session, calibration):
     kept: list[AttnInput] = []
 
     class Keeper(DenseCache):
-        def prefill(self, x):
+        def extend(self, x):
             if self.spec.layer == 1:
                 kept.append(AttnInput(*(t.copy() for t in x[:5]), x.pos))
-            return super().prefill(x)
+            return super().extend(x)
 
     ids = np.random.RandomState(0).randint(3, 512, 400).tolist()
     specs = session.decoder.layer_specs()
-    session.decoder.forward(ids, 0, [Keeper(spec, ops) for spec in specs])
+    session.decoder.forward(ids, 0, [Keeper(spec) for spec in specs])
     keys = np.concatenate([x.k_nope for x in kept], 1, dtype=np.float64)  # (G, n, d)
     queries = np.concatenate([x.q_nope for x in kept], 1, dtype=np.float64)  # (H, n, d)
     stacked = np.concatenate(list(keys), axis=1)
@@ -755,9 +745,7 @@ def test_calibration_measures_keys_and_queries(session, calibration):
 
 def calibrated_caches(session: Session, calibration, method: SALS) -> list[Any]:
     return [
-        method.layer(
-            replace(spec, calibration={k: v[spec.layer] for k, v in calibration.items()}), ops
-        )
+        method.layer(replace(spec, calibration={k: v[spec.layer] for k, v in calibration.items()}))
         for spec in session.decoder.layer_specs()
     ]
 
@@ -778,7 +766,7 @@ def test_a_model_with_everything_kept_answers_like_full(session, calibration, mo
     rng = np.random.RandomState(1)
     prompt, text = rng.randint(3, 512, 200).tolist(), rng.randint(3, 512, 40).tolist()
     full = build_method("full", {})
-    expected = logits_of(session, [full.layer(s, ops) for s in session.decoder.layer_specs()],
+    expected = logits_of(session, [full.layer(s) for s in session.decoder.layer_specs()],
                          prompt, text)  # fmt: skip
     whole = SALS(rank=128, score_rank=128, bits=16, budget=Budget(tokens=10**6), dense_layers=())
     caches = calibrated_caches(session, calibration, whole)

@@ -24,7 +24,6 @@ from tiny_models import fingerprint, make_model
 
 from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.cpu.layer import tiles_int8
 from sparsekv_cli.methods.full import Full
@@ -189,8 +188,8 @@ def test_a_batch_gives_the_bits_of_each_sequence(wtype, sizes, n_rows, tmp_path)
     assert [cache[0].n for cache in caches] == [len(prompt) + 4 for prompt in prompts]
 
 
-@pytest.mark.parametrize("keeps_rows", [True, False])
-def test_a_long_prompt_takes_the_layers_in_parts(keeps_rows, tmp_path, monkeypatch):
+@pytest.mark.parametrize("can_prefill_in_parts", [True, False])
+def test_a_long_prompt_takes_the_layers_in_parts(can_prefill_in_parts, tmp_path, monkeypatch):
     """But not where a cache waits for the end; and it changes no bit."""
     session = open_model(make_model(tmp_path / "model.gguf", n_layer=3), chunk=5)
     ids = [token % session.hparams.n_vocab for token in range(33)]
@@ -198,26 +197,26 @@ def test_a_long_prompt_takes_the_layers_in_parts(keeps_rows, tmp_path, monkeypat
     calls, progress = [], []
 
     class Recording(DenseCache):
-        def prefill(self, x):
+        def extend(self, x):
             calls.append((self.spec.layer, x.pos))
-            return super().prefill(x)
+            return super().extend(x)
 
         def finish_prefill(self):
             calls.append((self.spec.layer, "end"))
 
     class Waiting(Recording):
-        keeps_rows = False
+        can_prefill_in_parts = False
 
     monkeypatch.setattr(forward, "ROWS_AT_ONCE", 12)  # two chunks
     specs = session.decoder.layer_specs()
-    caches = [Recording(spec, ops) for spec in specs]
-    if not keeps_rows:
-        caches[1] = Waiting(specs[1], ops)
+    caches = [Recording(spec) for spec in specs]
+    if not can_prefill_in_parts:
+        caches[1] = Waiting(specs[1])
     logits = session.decoder.forward(ids, 0, caches, progress=lambda *at: progress.append(at))
     np.testing.assert_array_equal(logits, whole)
     assert progress == sorted(progress) and progress[-1] == (33, 33)
     parts = [range(0, 10, 5), range(10, 20, 5), range(20, 30, 5), range(30, 33, 5)]
-    if not keeps_rows:
+    if not can_prefill_in_parts:
         parts = [range(0, 33, 5)]
     expected = []
     for part in parts:

@@ -23,20 +23,19 @@ from sparsekv_cli.kernels.fasa import chunks, row_cache
 ALIGNMENT = 16  # tokens: what kernels/fasa/chunks.py asks of a capacity
 
 
-def make_cache(spec: LayerSpec, ops: Any, method: Any) -> DeviceFASA:
+def make_cache(spec: LayerSpec, device: torch.device, method: Any) -> DeviceFASA:
     """The cache of the method's variant."""
-    return (DeviceFASAM if method.variant == "m" else DeviceFASA)(spec, ops, method)
+    return (DeviceFASAM if method.variant == "m" else DeviceFASA)(spec, device, method)
 
 
 class DeviceFASA(DeviceSelecting):
     """K, V and the copy of K's dominant dims of one layer. method: methods/fasa.py FASA."""
 
-    def __init__(self, spec: LayerSpec, ops: Any, method: Any) -> None:
-        super().__init__(spec, ops)
+    def __init__(self, spec: LayerSpec, device: torch.device, method: Any) -> None:
+        super().__init__(spec, device)
         self.method = method
         dims, n_dom = method.dominant_dims(spec)
-        self._device = ops.device
-        self._dims = torch.from_numpy(dims).to(self._device)  # int32 (G, d)
+        self._dims = torch.from_numpy(dims).to(self.device)  # int32 (G, d)
         self._dom_dims = self._dims[:, :n_dom].contiguous()  # (G, C)
         self._forget_copy()
 
@@ -47,7 +46,7 @@ class DeviceFASA(DeviceSelecting):
     def _columns(self, capacity: int) -> torch.Tensor:
         """Room for the dominant dims of ``capacity`` tokens, f16 (1, G, C, capacity)."""
         return torch.zeros(1, *self._dom_dims.shape, capacity, dtype=torch.float16,
-                           device=self._device)  # fmt: skip
+                           device=self.device)  # fmt: skip
 
     def _reserve_copy(self, n: int) -> None:
         """Room for ``n`` tokens, as much as the rows have if they have more."""
@@ -135,12 +134,12 @@ class HostRows:
     """V and the other dims of K in pinned memory of the host, f16 (1, G, capacity, size) each."""
 
     def __init__(self, n_head_kv: int, sizes: tuple[int, int], device: torch.device) -> None:
-        self._n_head_kv, self._sizes, self._device = n_head_kv, sizes, device
+        self._n_head_kv, self._sizes, self.device = n_head_kv, sizes, device
         self.rest, self.v = (self._rows(0, size) for size in sizes)
 
     def _rows(self, capacity: int, size: int) -> torch.Tensor:
         shape = (1, self._n_head_kv, capacity, size)
-        return torch.zeros(shape, dtype=torch.float16, pin_memory=self._device.type == "cuda")
+        return torch.zeros(shape, dtype=torch.float16, pin_memory=self.device.type == "cuda")
 
     @property
     def capacity(self) -> int:
@@ -154,8 +153,8 @@ class HostRows:
         """Room for ``n`` rows, an eighth more than before when growing; the first ``used`` stay."""
         if n <= self.capacity:
             return
-        if self._device.type == "cuda":  # the device may still be writing a row
-            torch.cuda.current_stream(self._device).synchronize()
+        if self.device.type == "cuda":  # the device may still be writing a row
+            torch.cuda.current_stream(self.device).synchronize()
         capacity = max(n, self.capacity + self.capacity // 8) if self.capacity else n
         grown = [self._rows(capacity, size) for size in self._sizes]
         for new, old in zip(grown, (self.rest, self.v), strict=True):
@@ -170,14 +169,14 @@ class DeviceFASAM(DeviceFASA):
     copy, the others and V in ``_host``.
     """
 
-    keeps_rows = False
+    can_prefill_in_parts = False
 
-    def __init__(self, spec: LayerSpec, ops: Any, method: Any) -> None:
-        super().__init__(spec, ops, method)
+    def __init__(self, spec: LayerSpec, device: torch.device, method: Any) -> None:
+        super().__init__(spec, device, method)
         n_dom = self._dom_dims.shape[1]
         self._rest_dims = self._dims[:, n_dom:].contiguous()  # (G, d_rest)
         sizes = (spec.head_dim - n_dom, spec.value_dim)
-        self._host = HostRows(spec.n_head_kv, sizes, self._device)
+        self._host = HostRows(spec.n_head_kv, sizes, self.device)
         self._row_bytes = 2 * sum(sizes)  # of the host's part
         # The order of q's dims that fits K as it is put together: (1, H, d).
         self._order = self._dims.long().repeat_interleave(spec.group, 0)[None]
@@ -187,7 +186,7 @@ class DeviceFASAM(DeviceFASA):
         self._slots: row_cache.Resident | None = None
         # Of all steps, whatever becomes of the slots: see kernels/fasa/row_cache.py.
         self._statistics = torch.zeros(
-            1, spec.n_head_kv, row_cache.N_STATISTICS.value, dtype=torch.int64, device=self._device
+            1, spec.n_head_kv, row_cache.N_STATISTICS.value, dtype=torch.int64, device=self.device
         )
         self._under_way = False  # a step that has been planned and not settled
 
@@ -196,9 +195,9 @@ class DeviceFASAM(DeviceFASA):
         if not self._is_split:
             super().reserve(n)
 
-    def prefill(self, x: AttnInput) -> Any:
+    def extend(self, x: AttnInput) -> Any:
         self._join()
-        return super().prefill(x)
+        return super().extend(x)
 
     def finish_prefill(self) -> None:
         n = self.store.n + 1
@@ -229,7 +228,7 @@ class DeviceFASAM(DeviceFASA):
         if slots and (slots.slot_of.shape[2], slots.k.shape[2]) == (capacity, n_slot):
             return
         self._slots = row_cache.empty_resident(
-            1, spec.n_head_kv, n_slot, spec.head_dim, spec.value_dim, capacity, self._device
+            1, spec.n_head_kv, n_slot, spec.head_dim, spec.value_dim, capacity, self.device
         )._replace(statistics=self._statistics)
         self._n_made += 1
 
@@ -253,9 +252,9 @@ class DeviceFASAM(DeviceFASA):
         if not self._is_split:
             return
         store, n = self.store, self.store.n
-        if self._device.type == "cuda":  # it may still be writing a row to the host
-            torch.cuda.current_stream(self._device).synchronize()
-        rest, v = (x[0, :, :n].to(self._device) for x in (self._host.rest, self._host.v))
+        if self.device.type == "cuda":  # it may still be writing a row to the host
+            torch.cuda.current_stream(self.device).synchronize()
+        rest, v = (x[0, :, :n].to(self.device) for x in (self._host.rest, self._host.v))
         parts = torch.cat([self._dom[0, :, :, :n].transpose(1, 2), rest], dim=2)  # (G, n, d)
         places = self._dims.long()[:, None].expand(-1, n, -1)
         store.n = 0
@@ -263,7 +262,7 @@ class DeviceFASAM(DeviceFASA):
         store.append(torch.empty_like(parts).scatter_(2, places, parts), v)
         self._is_split = False
         self._forget_copy()
-        self._host = HostRows(self.spec.n_head_kv, (rest.shape[2], v.shape[2]), self._device)
+        self._host = HostRows(self.spec.n_head_kv, (rest.shape[2], v.shape[2]), self.device)
         self._slots = None
         self._n_made += 1
 

@@ -66,21 +66,20 @@ class DeviceFreeKV(DeviceCache):
 
     side: SideStream
 
-    def __init__(self, spec: LayerSpec, ops: Any, method: FreeKV) -> None:
-        super().__init__(spec, ops)
+    def __init__(self, spec: LayerSpec, device: torch.device, method: FreeKV) -> None:
+        super().__init__(spec, device)
         self.method = method
-        self._device = ops.device
         self._pages: DevicePages | None = None
         self._n = 0  # rows, while they lie in pages
-        self.side = SideStream(ops.device)
+        self.side = SideStream(device)
         self._ahead = (
             method.speculate and method.threshold != math.inf and method.overlap != "false"
         )
         self._last: Any = None  # the last query of a prefill (H, d)
-        self._previous = torch.zeros(1, spec.n_head, spec.head_dim, device=ops.device)
+        self._previous = torch.zeros(1, spec.n_head, spec.head_dim, device=device)
         self._previous_n = 0  # rows in context when that query was the current one
         self._statistics = torch.zeros(
-            1, spec.n_head_kv, page_cache.N_STATISTICS.value, dtype=torch.int64, device=ops.device
+            1, spec.n_head_kv, page_cache.N_STATISTICS.value, dtype=torch.int64, device=device
         )
         self._made = 0  # how often the workspace was made
         self._sizes: tuple[int, ...] = ()  # what it was made for
@@ -101,10 +100,10 @@ class DeviceFreeKV(DeviceCache):
 
     # --- prefill ----------------------------------------------------------------------------------
 
-    def prefill(self, x: AttnInput) -> Any:
+    def extend(self, x: AttnInput) -> Any:
         self._leave_pages()
         self._last = x.q[:, -1]
-        return super().prefill(x)
+        return super().extend(x)
 
     def finish_prefill(self) -> None:
         self._previous.copy_(self._last[None])
@@ -119,7 +118,7 @@ class DeviceFreeKV(DeviceCache):
             self.lead([self])
             *rows, previous = self.tensors()
             numbers = torch.tensor([[n], [self.budget_rows(n + 1)]], dtype=torch.int32)
-            self._recall_ahead(self._arrays(rows), previous, *numbers.to(self._device))
+            self._recall_ahead(self._arrays(rows), previous, *numbers.to(self.device))
             self.side.join()
 
     def _layout(self, n_sink: int) -> Layout:
@@ -139,7 +138,7 @@ class DeviceFreeKV(DeviceCache):
             window=plan.window, n_page=(n_max + 1) // method.page, n_slot=method.slots(plan),
             n_best=plan.n_best,
         )  # fmt: skip
-        self.store = DeviceStore(self.spec, self._device)
+        self.store = DeviceStore(self.spec, self.device)
 
     def tensors(self) -> list[torch.Tensor]:
         """All but the pool, which stays where it is: see kernels/freekv/recall.py check_pools."""
@@ -166,7 +165,7 @@ class DeviceFreeKV(DeviceCache):
         """Makes the workspace for these sequences, if it is another than there is."""
         if self._pages is None:
             return
-        spec, device, arrays, n = self.spec, self._device, self._pages.arrays, len(caches)
+        spec, device, arrays, n = self.spec, self.device, self._pages.arrays, len(caches)
         n_sink, n_ring, _ = self._pages.layout
         n_kv, n_page, m = spec.n_head_kv, arrays.hi.shape[2] - n_sink, arrays.chosen.shape[2]
         pools = [cache._pages.arrays.pool.data_ptr() for cache in caches if cache._pages]
@@ -198,7 +197,7 @@ class DeviceFreeKV(DeviceCache):
     def _leave_pages(self) -> None:
         """Moves all rows back to a store, bit for bit."""
         if self._pages is not None:
-            store = DeviceStore(self.spec, self._device)
+            store = DeviceStore(self.spec, self.device)
             self._pages.to_store(store, self._n)
             self.store, self._pages, self._sizes = store, None, ()
             del self._work
@@ -251,7 +250,7 @@ class DeviceFreeKV(DeviceCache):
         recall.fetch_pages(arrays, layout, n, recent, work.idx, work.counts, pools=self._pools)
         scale = float(self.spec.scale)
         out = attention.attend_rows(x.q, *resident_rows(arrays), work.idx, work.counts, scale)
-        if self.traced:
+        if self.records_attended:
             self._note_positions(arrays, int(n[0]))
         if self._ahead:
             self._recall_ahead(arrays, previous, n, budget)
@@ -274,9 +273,9 @@ class DeviceFreeKV(DeviceCache):
         assert plan is not None
         always = [*range(n_sink * p), *range(plan.window * p, n)]
         n_chosen = arrays.state[..., page_cache.N_CHOSEN.value]  # (1, G)
-        in_page = torch.arange(p, dtype=torch.int32, device=self._device)
+        in_page = torch.arange(p, dtype=torch.int32, device=self.device)
         chosen = (arrays.chosen[..., None] * p + in_page).flatten(2)  # (1, G, m p)
-        rows = torch.tensor(always, dtype=torch.int32, device=self._device)
+        rows = torch.tensor(always, dtype=torch.int32, device=self.device)
         rows = rows.expand(1, chosen.shape[1], -1)
         self.note(torch.cat([rows, chosen], dim=2), len(always) + n_chosen * p)
 

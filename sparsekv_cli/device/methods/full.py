@@ -15,11 +15,11 @@ from sparsekv_cli.kernels.attention import decode as attention
 class DeviceDense(DeviceCache):
     """Attends to every row: the method ``full``, and the dense layers of every other method."""
 
-    selects = False
-    keeps_rows = True
+    attends_to_some = False
+    can_prefill_in_parts = True
 
-    def __init__(self, spec: LayerSpec, ops: Any, _method: Any = None) -> None:
-        super().__init__(spec, ops)
+    def __init__(self, spec: LayerSpec, device: torch.device, _method: Any = None) -> None:
+        super().__init__(spec, device)
 
     def plan(self, n: int, n_max: int) -> Hashable:
         self._n_max = n_max

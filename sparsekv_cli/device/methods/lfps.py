@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from sparsekv_cli.cache.spec import N_SINKS, Memory
-from sparsekv_cli.device.host import HostCache, HostOps, HostWorker
+from sparsekv_cli.device.host import HostCache, HostWorker
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention.decode import Attended
 from sparsekv_cli.methods.lfps import LFPSCache
@@ -28,15 +28,15 @@ class HostLFPS(HostCache):
 
     cache: LFPSCache
 
-    def __init__(self, cache: LFPSCache, ops: HostOps, worker: HostWorker) -> None:
-        super().__init__(cache, ops, worker, deferred=True)
+    def __init__(self, cache: LFPSCache, worker: HostWorker) -> None:
+        super().__init__(cache, worker)
         cache.leave_sinks()
         n_kv, d, d_v = (cache.spec.n_head_kv, cache.spec.head_dim, cache.spec.value_dim)
         self._k, self._v = (
-            torch.zeros(1, n_kv, N_SINKS, width, dtype=torch.float16, device=ops.device)
+            torch.zeros(1, n_kv, N_SINKS, width, dtype=torch.float16, device=worker.device)
             for width in (d, d_v)
         )
-        self._count = torch.full((1,), N_SINKS, dtype=torch.int32, device=ops.device)
+        self._count = torch.full((1,), N_SINKS, dtype=torch.int32, device=worker.device)
         self._copied = False
         self._n_steps = 0
 

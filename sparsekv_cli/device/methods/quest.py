@@ -17,8 +17,8 @@ from sparsekv_cli.kernels.quest.rows import page_rows
 class DeviceQuest(DeviceSelecting):
     """K, V and the summaries of one layer's whole pages. method: methods/quest.py Quest."""
 
-    def __init__(self, spec: LayerSpec, ops: Any, method: Any) -> None:
-        super().__init__(spec, ops)
+    def __init__(self, spec: LayerSpec, device: torch.device, method: Any) -> None:
+        super().__init__(spec, device)
         self.method = method
         self._n_page = 0  # whole pages that have their summaries
         self._hi, self._lo = (self._summaries(0) for _ in range(2))

@@ -28,21 +28,20 @@ ENCODED_AT_ONCE = 4096  # rows that are encoded or reconstructed at a time
 class DeviceSALS(DeviceCache):
     """Latents, packed values, exact rows and basis of one layer. method: methods/sals.py SALS."""
 
-    def __init__(self, spec: LayerSpec, ops: Any, method: Any) -> None:
-        super().__init__(spec, ops)
+    def __init__(self, spec: LayerSpec, device: torch.device, method: Any) -> None:
+        super().__init__(spec, device)
         self.method = method
-        self._device = ops.device
         vectors, weights = method.basis_of(spec)
         self._rank, self._score_rank = method.ranks(spec)
         self._basis = latent.make_basis(
-            vectors, weights, spec.theta, spec.rope_scale, spec.n_head_kv, self._device
+            vectors, weights, spec.theta, spec.rope_scale, spec.n_head_kv, self.device
         )
         size = spec.n_head_kv * spec.head_dim
         scored = self._basis.decode[: self._score_rank]
         self._encode = PackedMatrix("F16", self._rank, size, self._basis.encode)
         self._score = PackedMatrix("F16", self._score_rank, size, scored)
         damp = damping(spec.theta, ROPE_BLOCK) * spec.rope_scale
-        self._damp = torch.from_numpy(damp.astype("f4")).to(self._device)
+        self._damp = torch.from_numpy(damp.astype("f4")).to(self.device)
         self._first = method.sinks if method.exact_sinks else 0
         self._ring = method.window + method.undo
         self._announced = 0  # rows that are coming in all
@@ -50,7 +49,7 @@ class DeviceSALS(DeviceCache):
 
     def _forget(self) -> None:
         """No rows, in no form."""
-        self.store = DeviceStore(self.spec, self._device)
+        self.store = DeviceStore(self.spec, self.device)
         self._is_compressed = False
         self._latents, self._values = self._empty_latents(0)
         self._exact: latent.Exact | None = None
@@ -68,10 +67,10 @@ class DeviceSALS(DeviceCache):
 
     # --- from rows to latents, and back for a later prefill ---------------------------------------
 
-    def prefill(self, x: AttnInput) -> Any:
+    def extend(self, x: AttnInput) -> Any:
         if self._is_compressed and self.store.n == 0:
             self._restore(max(self._n + x.k.shape[1], self._announced))
-        return super().prefill(x)
+        return super().extend(x)
 
     def finish_prefill(self) -> None:
         if self._is_compressed or not self.method.covers(self.store.n):
@@ -80,9 +79,9 @@ class DeviceSALS(DeviceCache):
     def _empty_latents(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for the latents f16 (1, n, r) and values uint8 (1, n, G, head bytes) of n rows."""
         size = latent.head_bytes(self.spec.value_dim, self.method.bits)
-        latents = torch.zeros(1, n, self._rank, dtype=torch.float16, device=self._device)
+        latents = torch.zeros(1, n, self._rank, dtype=torch.float16, device=self.device)
         shape = (1, n, self.spec.n_head_kv, size)
-        return latents, torch.zeros(shape, dtype=torch.uint8, device=self._device)
+        return latents, torch.zeros(shape, dtype=torch.uint8, device=self.device)
 
     def _reserve_latents(self, n: int) -> None:
         """Room for ``n`` rows: just that at first, a sixteenth more than before when growing."""
@@ -102,13 +101,13 @@ class DeviceSALS(DeviceCache):
         if self._exact is None:
             sizes = self.spec.head_dim, self.spec.value_dim
             self._exact = latent.empty_exact(
-                1, self.spec.n_head_kv, sizes, first, self.method.window, self._ring, self._device
+                1, self.spec.n_head_kv, sizes, first, self.method.window, self._ring, self.device
             )
             self._ring_from = first
         self._reserve_latents(n)
         for start in range(self._n, n, ENCODED_AT_ONCE):
             rows = slice(start, min(n, start + ENCODED_AT_ONCE))
-            at = torch.arange(rows.start, rows.stop, device=self._device)
+            at = torch.arange(rows.start, rows.stop, device=self.device)
             self._latents[0, rows] = latent.encode_rows(store.k[0, :, rows], at, self._basis)
             values = store.v[0, :, rows].transpose(0, 1)  # (rows, G, d_v)
             self._values[0, rows] = latent.quantize_values(values, self.method.bits)
@@ -119,22 +118,22 @@ class DeviceSALS(DeviceCache):
             target[:, :, :first] = source[:, :, :first]
             target[:, :, slots] = source[:, :, self._ring_from : n]
         self._exact.floor.fill_(self._ring_from)
-        self._n, self.store = n, DeviceStore(self.spec, self._device)
+        self._n, self.store = n, DeviceStore(self.spec, self.device)
         self._is_compressed = True
 
     def _slots(self, start: int, stop: int) -> torch.Tensor:
         """Slots of the positions start .. stop in the ring."""
-        return self._first + torch.arange(start, stop, device=self._device) % self._ring
+        return self._first + torch.arange(start, stop, device=self.device) % self._ring
 
     def _restore(self, room: int) -> None:
         """Fills ``store`` with all rows: exact where they are, reconstructed where not."""
         n, first, exact = self._n, self._first, self._exact
         assert exact is not None
-        store = DeviceStore(self.spec, self._device)
+        store = DeviceStore(self.spec, self.device)
         store.reserve(room)
         for start in range(first, n, ENCODED_AT_ONCE):
             rows = slice(start, min(n, start + ENCODED_AT_ONCE))
-            at = torch.arange(rows.start, rows.stop, device=self._device)
+            at = torch.arange(rows.start, rows.stop, device=self.device)
             store.k[0, :, rows] = latent.reconstruct_rows(self._latents[0, rows], at, self._basis)
             values = latent.dequantize_values(
                 self._values[0, rows], self.spec.value_dim, self.method.bits
@@ -199,13 +198,13 @@ class DeviceSALS(DeviceCache):
         )  # fmt: skip
         m = self._n_front + self._k_max
         pieces = latent_attention.empty_pieces(
-            len(x.q), spec.n_head, spec.n_head_kv, spec.value_dim, m, self._device
+            len(x.q), spec.n_head, spec.n_head_kv, spec.value_dim, m, self.device
         )
         attention.attend_rows(
             x.q, exact.k, exact.v, exact.listed, exact.counts, scale, pieces.out[-1], pieces.lse[-1]
         )
         idx, counts = self._choose(self._importance(x, latents, exact, pieces.lse[-1]), exact)
-        if self.traced:
+        if self.records_attended:
             self._note_positions(idx, counts, int(step.n[0]))
         latent_attention.attend_latents(
             x.q, idx, counts, latents, values, basis, bits, spec.value_dim, scale, self._first,
@@ -216,7 +215,7 @@ class DeviceSALS(DeviceCache):
     def _note_positions(self, idx: torch.Tensor, counts: torch.Tensor, n: int) -> None:
         """``note`` of latents chosen, and of rows kept as they are, at n rows of one sequence."""
         exact = [*range(min(self._first, n)), *range(self._exact_from(n), n)]
-        rows = torch.tensor([[exact]], dtype=torch.int32, device=self._device)
+        rows = torch.tensor([[exact]], dtype=torch.int32, device=self.device)
         self.note(torch.cat([rows, idx + self._first], dim=2), counts + len(exact))
 
     def _importance(
@@ -266,7 +265,7 @@ class DeviceSALS(DeviceCache):
         """Exact to the bit within the last rows of the ring; earlier, the window stays latents."""
         if not self._is_compressed:
             return super().truncate(n)
-        self.store = DeviceStore(self.spec, self._device)  # of a prefill that was interrupted
+        self.store = DeviceStore(self.spec, self.device)  # of a prefill that was interrupted
         n = min(n, self._n)
         if n <= self._first:
             self._forget()

@@ -15,8 +15,8 @@ from sparsekv_cli.errors import SparseKVError
 class DeviceStreaming(DeviceSelecting):
     """K and V of one layer. method: methods/streaming.py Streaming."""
 
-    def __init__(self, spec: LayerSpec, ops: Any, method: Any) -> None:
-        super().__init__(spec, ops)
+    def __init__(self, spec: LayerSpec, device: torch.device, method: Any) -> None:
+        super().__init__(spec, device)
         if method.reposition:
             raise SparseKVError(
                 "streaming: reposition=true turns keys on the host; use --kv host or --device cpu"

@@ -15,8 +15,8 @@ from sparsekv_cli.kernels.attention import select
 class DeviceTopK(DeviceSelecting):
     """K and V of one layer. method: methods/topk.py TopK."""
 
-    def __init__(self, spec: LayerSpec, ops: Any, method: Any) -> None:
-        super().__init__(spec, ops)
+    def __init__(self, spec: LayerSpec, device: torch.device, method: Any) -> None:
+        super().__init__(spec, device)
         self.method = method
 
     def budget_rows(self, n: int) -> int:

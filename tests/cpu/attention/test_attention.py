@@ -6,7 +6,6 @@ from stored_rows import KINDS, layout, store
 
 from sparsekv_cli.cpu.attention import decode
 from sparsekv_cli.cpu.attention.rows import F16, Q8_0
-from sparsekv_cli.cpu.jit.pointers import address
 
 GEOMETRIES = [
     (1, 1, 64), (9, 3, 64), (8, 1, 80), (4, 4, 128), (5, 1, 16), (2, 1, 96), (8, 2, 64), (8, 1, 128)
@@ -55,10 +54,9 @@ def test_attend_rows(n_head, n_kv_head, d, per_head, kinds):
 @pytest.mark.parametrize("n", [1, 63, 1300])
 @pytest.mark.parametrize("kind", [F16, Q8_0])
 def test_score_rows(n_head, n_kv_head, d, n, kind):
-    q, k, _ = make(n_head, n_kv_head, d, n, (kind, kind))
+    q, k, v = make(n_head, n_kv_head, d, n, (kind, kind))
     out = np.empty((n_head, n + decode.PAD), np.float32)
-    place = address(k.array), *k.array.strides[:2], kind
-    decode.score_rows(q, *place, n, n_kv_head, np.float32(0.5), out, 2)
+    decode.score_rows(q, layout(k, v), n, n_kv_head, np.float32(0.5), out, 2)
     keys = np.repeat(k.exact[:, :n], n_head // n_kv_head, axis=0)
     np.testing.assert_allclose(out[:, :n], 0.5 * np.einsum("hd,hnd->hn", q, keys), atol=1e-4)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sparsekv_cli.cache.spec import AttnInput, LayerSpec
+from sparsekv_cli.cache.attend import attend_causal
+from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cache.store import KVStore
-from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.attention import prefill_bf16 as kernels
 from sparsekv_cli.cpu.attention.flash import attend_causal_ref
 from sparsekv_cli.cpu.jit import bf16
@@ -78,8 +78,7 @@ def test_heads_at_a_time_change_no_bit(cache_type):
         store = KVStore(spec)
         store.append(random(1, n_kv, n, d), random(2, n_kv, n, d))
         q = random(0, n_kv * group, n_new, d)
-        x = AttnInput(q, None, None, None, None, n - n_new)
-        outs.append(as_f32(ops.dense_prefill(store, x, spec)))
+        outs.append(as_f32(attend_causal(q, store, spec)))
     rows = (x[..., :d] for x in (as_f32(q), store.keys(), store.values()))
     ref = attend_causal_ref(*rows, d**-0.5)
     np.testing.assert_allclose(outs[0], ref, atol=0.02)

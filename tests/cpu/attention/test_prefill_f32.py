@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sparsekv_cli.cache.spec import AttnInput, LayerSpec
+from sparsekv_cli.cache.attend import attend_causal
+from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cache.store import KVStore
-from sparsekv_cli.cpu import ops
 from sparsekv_cli.cpu.attention import prefill_f32 as kernels
 from sparsekv_cli.cpu.attention.flash import attend_causal_ref
 
@@ -126,6 +126,6 @@ def test_f32_prefill():
     spec = LayerSpec(0, 1, n_head, 2, d, d, 2)
     store = stored(random(1, 2, 90, d), random(2, 2, 90, d))
     q = random(0, n_new, n_head, d).swapaxes(0, 1)
-    out = ops.dense_prefill(store, AttnInput(q, None, None, None, None, 60), spec)
+    out = attend_causal(q, store, spec)
     assert out.dtype == np.float32 and out.swapaxes(0, 1).flags.c_contiguous
     np.testing.assert_allclose(out, reference(q, store, spec.scale), atol=1e-5)

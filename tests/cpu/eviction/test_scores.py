@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from sparsekv_cli.cache.store import padded
+from sparsekv_cli.cpu.attention.rows import layout_of
 from sparsekv_cli.cpu.eviction import scores as evict
-from sparsekv_cli.cpu.jit.pointers import address
 
 GEOMETRIES = [(1, 1, 64), (9, 3, 64), (8, 2, 80), (8, 1, 128), (4, 4, 128), (5, 1, 24)]
 
@@ -32,9 +32,7 @@ def test_add_attention(n_head, n_kv_head, d, n, n_position):
     results = []
     for n_threads in (1, 2):
         sums = before.copy()
-        evict.add_attention(
-            q, address(k), k.strides[0], k.strides[1], n, group, scale, sums, n_threads
-        )
+        evict.add_attention(q, layout_of(k, k), n, group, scale, sums, n_threads)
         results.append(sums)
     expected = evict.add_attention_ref(q, k, n, group, scale, before)
     np.testing.assert_allclose(results[0][:, :n], expected, rtol=2e-5, atol=1e-6)
@@ -47,10 +45,10 @@ def test_add_attention(n_head, n_kv_head, d, n, n_position):
 def test_attention_in_two_parts_is_that_of_all():
     q, k = make(6, 2, 64, 200, 200)
     at_once, in_parts = np.zeros((2, 200), np.float32), np.zeros((2, 200), np.float32)
-    keys = address(k), k.strides[0], k.strides[1]
-    evict.add_attention(q, *keys, 200, 3, np.float32(0.1), at_once, 1)
-    evict.add_attention(q[:, : 3 * 77].copy(), *keys, 77, 3, np.float32(0.1), in_parts, 1)
-    evict.add_attention(q[:, 3 * 77 :].copy(), *keys, 200, 3, np.float32(0.1), in_parts, 1)
+    layout = layout_of(k, k)
+    evict.add_attention(q, layout, 200, 3, np.float32(0.1), at_once, 1)
+    evict.add_attention(q[:, : 3 * 77].copy(), layout, 77, 3, np.float32(0.1), in_parts, 1)
+    evict.add_attention(q[:, 3 * 77 :].copy(), layout, 200, 3, np.float32(0.1), in_parts, 1)
     np.testing.assert_allclose(at_once, in_parts, rtol=1e-5)
 
 
@@ -58,7 +56,7 @@ def test_attention_sums_survive_huge_scores():
     q, k = make(2, 1, 64, 100, 1)
     k[0, 40, :64] = 300 * np.sign(q[0, 0, :64])
     sums = np.zeros((1, 100), np.float32)
-    evict.add_attention(q, address(k), k.strides[0], k.strides[1], 100, 2, np.float32(1), sums, 1)
+    evict.add_attention(q, layout_of(k, k), 100, 2, np.float32(1), sums, 1)
     assert np.isfinite(sums).all() and sums[0, 40] >= 1
 
 
@@ -82,10 +80,7 @@ def test_drop_least_attended(n_head, n_kv_head, d, n):
     mass = rng.integers(0, 3, (n_kv_head, n)).astype(np.float32)
     first, last = 4, int(np.sort(positions, axis=1)[:, -2].max())  # the newest stays
     before = [x.copy() for x in (k, v, positions, mass)]
-    evict.drop_least_attended(
-        address(k), address(v), k.strides[0], v.strides[0], k.strides[1], v.strides[1], n, first,
-        last, positions, mass,
-    )  # fmt: skip
+    evict.drop_least_attended(layout_of(k, v), n, first, last, positions, mass)
     slots = evict.drop_least_attended_ref(first, last, *before[2:])
     for g, slot in enumerate(slots):
         for now, old in zip((k, v, positions, mass), before, strict=True):
@@ -96,9 +91,8 @@ def test_drop_least_attended(n_head, n_kv_head, d, n):
 def test_the_last_row_may_be_the_one_to_drop():
     k = np.arange(3 * 16, dtype=np.float16).reshape(1, 3, 16)
     positions, mass = np.array([[0, 1, 9]], np.int32), np.array([[0, 0, 5]], np.float32)
-    strides = k.strides[0], k.strides[0], k.strides[1], k.strides[1]
     before = k.copy()
-    evict.drop_least_attended(address(k), address(k), *strides, 3, 4, 10, positions, mass)
+    evict.drop_least_attended(layout_of(k, k), 3, 4, 10, positions, mass)
     np.testing.assert_array_equal(k[:, :2], before[:, :2])
     np.testing.assert_array_equal(positions[:, :2], [[0, 1]])
 
@@ -114,10 +108,7 @@ def test_heavy_hitter_step(n_head, n_kv_head, d, drops):
     positions[:, n - 1] = 999
     mass = np.random.default_rng(0).random((n_kv_head, n + 2), np.float32) / 10
     expected = evict.add_attention_ref(q, k, n, group, scale, mass)
-    evict.heavy_hitter_step(
-        q, address(k), address(v), k.strides[0], v.strides[0], k.strides[1], v.strides[1], n,
-        scale, drops, 104, 140, positions, mass, 1,
-    )  # fmt: skip
+    evict.heavy_hitter_step(q, layout_of(k, v), n, scale, drops, 104, 140, positions, mass, 1)
     order = np.tile(np.append(np.arange(n - 1) + 100, 999), (n_kv_head, 1))
     if drops:
         slots = evict.drop_least_attended_ref(104, 140, order, expected)

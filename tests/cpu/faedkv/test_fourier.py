@@ -10,6 +10,7 @@ from numba import njit
 
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.attention.decode import attend_dense_ref
+from sparsekv_cli.cpu.attention.rows import layout_of
 from sparsekv_cli.cpu.faedkv import attention, fft, frequencies
 from sparsekv_cli.cpu.faedkv.spectrum import FourierBasis, Spectrum, project, waves, waves_at
 
@@ -183,9 +184,8 @@ class Layer:
         out = np.empty((len(self.q), self.shape[1]), np.float32)
         (k, v), s = self.exact, self.spectrum
         attention.attend_spectrum(
-            self.q, k.ctypes.data, v.ctypes.data, k.strides[0], v.strides[0], k.strides[1],
-            v.strides[1], self.n_exact, *s.arguments, s.n_rows, s.table, s.gains, s.block.matrix,
-            self.scale, out, n_threads,
+            self.q, layout_of(k, v), self.n_exact, *s.arguments, s.n_rows, s.table, s.gains,
+            s.block.matrix, self.scale, out, n_threads,
         )  # fmt: skip
         return out
 

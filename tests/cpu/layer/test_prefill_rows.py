@@ -11,7 +11,7 @@ from tiny_models import make_model
 
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.layer import prefill as kernels
-from sparsekv_cli.device.host import as_array, as_tensor, as_tensors
+from sparsekv_cli.device.host import as_array, as_tensor
 from sparsekv_cli.device.prefill import TorchRows
 from sparsekv_cli.methods.full import Full
 from sparsekv_cli.models.rows import FusedBF16Rows, FusedRows
@@ -81,10 +81,10 @@ def test_rows_of_a_layer(rows, n_rows):
     n_head, n_kv = h.n_head[1], h.n_head_kv[1]
     width = (n_head + n_kv) * h.head_dim + n_kv * h.value_dim
     raw = f32(1, n_rows, width).to(dtype)
-    got = as_tensors(fused.heads(as_array(raw), layer, n_head, n_kv, 300))
+    got = fused.heads(as_array(raw), layer, n_head, n_kv, 300)
     expected = plain.heads(raw, layer, n_head, n_kv, 300)
     assert got.pos == expected.pos == 300
-    for a, b in zip(got[:5], expected[:5], strict=True):
+    for a, b in zip(map(as_tensor, got[:5]), expected[:5], strict=True):
         assert a.shape == b.shape and a.dtype == dtype
         # a rotation may cancel; what f32 loses there is a step of its terms, not of the result
         torch.testing.assert_close(a.float(), b.float(), rtol=TOLERANCE[dtype], atol=1e-5)

@@ -9,6 +9,7 @@ import pytest
 
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cache.store import KVStore
+from sparsekv_cli.cpu.attention.rows import K
 from sparsekv_cli.cpu.lfps.covariance import mean_and_covariance, mean_and_covariance_ref
 
 SPEC = LayerSpec(layer=0, n_layer=1, n_head=6, n_head_kv=3, head_dim=72, value_dim=24, n_threads=2)
@@ -26,15 +27,11 @@ def test_moments(n, kind):
     )  # (3, 80), (3, 80, 80)
     mean, covariance = np.empty((3, 80), np.float32), np.empty((3, 80, 80), np.float32)
     mean[:] = covariance[:] = np.nan
-    head, _, row, _ = store.strides
-    at = store.addresses[0] + 2 * row
-    mean_and_covariance(at, head, row, store.k_type.kind, n, mean, covariance, 2)
+    mean_and_covariance(store.layout, K, 2, n, mean, covariance, 2)
     np.testing.assert_allclose(mean, expected_mean, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(covariance, expected, rtol=2e-5, atol=1e-4)
     assert not covariance[:, 72:].any() and not covariance[:, :, 72:].any()
 
     alone = np.empty_like(mean)
-    mean_and_covariance(
-        at, head, row, store.k_type.kind, n, alone, np.empty((3, 0, 0), np.float32), 1
-    )
+    mean_and_covariance(store.layout, K, 2, n, alone, np.empty((3, 0, 0), np.float32), 1)
     np.testing.assert_array_equal(alone, mean)
