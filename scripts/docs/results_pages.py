@@ -122,6 +122,10 @@ def remarks(data: Data) -> Iterable[str]:
                 f"First token with `{row['method']}`: {row['warm_s']:.2f} s, the very first time "
                 f"{row['cold_s']:.0f} s (kernels are compiled)."
             )
+    if "memory" in data:
+        rows = [r for r in data["memory"]["rows"] if r["method"] in ("full", "lfps")]
+        peaks = [f"{three(r['peak_mb'])} MB with `{r['method']}`" for r in rows]
+        yield f"Most memory, with a prompt of {rows[0]['prompt_tokens']}: {', '.join(peaks)}."
     if "peer" in data:
         ratios = [(r["test"], r["ratio"]) for r in data["peer"]["rows"] if r["unit"] == "t/s"]
         wanted = ("pp512", "tg32 @ d8192, full", "tg32 @ d8192, lfps", "tg32 @ d32768, lfps")

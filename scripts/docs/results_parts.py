@@ -53,13 +53,18 @@ class Sizes:
     compared: str = "full,topk,streaming,lfps"
     text: str = TEXT
     shape: str = "llama-3.2-1b"
+    held: int = 8192  # rows of the caches whose memory is told apart
+    peer: str = "--memory 16384"
+    far: str = "2048,8192,32768,131072"
+    batches: str = "1,2,4,8"
     prepare: bool = True  # kernels and calibrations first
 
 
 TINY = Sizes(
     methods="full,streaming,lfps", depths="0,64", deep="128", prompts="32", tokens=2, repetitions=1,
     length="100", lengths="100,150", steps=2, texts=1, needles=0, warm=1, compared="full,streaming",
-    text=DOCUMENT, prepare=False,
+    text=DOCUMENT, held=500, far="100,200", batches="1,2", prepare=False,
+    peer="--pp 32 --depths 64 --tokens 2 --pairs 1 --memory 64",
 )  # fmt: skip
 
 
@@ -146,7 +151,7 @@ def prefill(run: Runner, sizes: Sizes) -> Rows:
 
 def several(run: Runner, sizes: Sizes) -> Rows:
     return speeds(run, sizes.model, "-p", "0", "-n", str(sizes.tokens), "-d", sizes.depths,
-                  "-b", "1,2,4,8", "--method", sizes.fast, "-r", "3")  # fmt: skip
+                  "-b", sizes.batches, "--method", sizes.fast, "-r", "3")  # fmt: skip
 
 
 def threads(run: Runner, sizes: Sizes) -> Rows:
@@ -259,7 +264,7 @@ def terminal(run: Runner, sizes: Sizes) -> Rows:
 
 
 def peer(run: Runner, sizes: Sizes) -> Rows:
-    told = run.script("bench/peer", "-m", sizes.model, "--memory", "16384")
+    told = run.script("bench/peer", "-m", sizes.model, *sizes.peer.split())
     rows = []
     for row in told["rows"]:
         rows.append({"test": row["test"], "unit": row["unit"], "ratio": row["ratio"]})
@@ -269,7 +274,7 @@ def peer(run: Runner, sizes: Sizes) -> Rows:
 
 
 def caches(run: Runner, sizes: Sizes) -> Rows:
-    told = run.script("bench/memory", "-m", sizes.model)
+    told = run.script("bench/memory", "-m", sizes.model, "--depth", str(sizes.held))
     rows = []
     for name, row in told.items():
         said = sum(row["said"].values())
@@ -283,7 +288,7 @@ def caches(run: Runner, sizes: Sizes) -> Rows:
 
 def far(run: Runner, sizes: Sizes) -> Rows:
     told = run.script("bench/depth", "-m", sizes.model, "--methods", sizes.fast,
-                      "--depths", "2048,8192,32768,131072")  # fmt: skip
+                      "--depths", sizes.far)  # fmt: skip
     kept = ("method", "depth", "tokens_per_s", "token_ms", "attention_ms", "resident_mb")
     return [{name: row[name] for name in (*kept, "rows_scored", "rows_attended")} for row in told]
 

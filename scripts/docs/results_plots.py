@@ -116,4 +116,5 @@ def terminal(data: Data) -> str:
     drawn = console.export_svg(title="sparsekv-cli", theme=MONOKAI, unique_id="terminal")
     # Fonts are those of the reader: a picture in a page may load nothing.
     drawn = re.sub(r"@font-face \{.*?\}\n?", "", drawn, flags=re.DOTALL)
+    drawn = drawn.replace("Fira Code", "ui-monospace, DejaVu Sans Mono")
     return re.sub(r"[ \t]+$", "", drawn, flags=re.MULTILINE)

@@ -163,7 +163,7 @@ SECTIONS = (
     Section(
         "caches",
         "What caches hold",
-        "After a prompt of 8192 tokens: by the method's formula, as the cache says, and as the "
+        "After a long prompt: by the method's formula, as the cache says, and as the "
         "process' memory falls when it is dropped.",
         (
             Column("method", name),
