@@ -1,4 +1,4 @@
-"""FAEDKV step by step as METHODS.md numbers it, in numpy f64: slow, literal, no shared code.
+"""FAEDKV step by step as docs/methods.md numbers it, in numpy f64: slow, literal, no shared code.
 
 All tokens are kept; what a step attends to is built from them anew: sinks, every segment through
 its whole DFT (no rfft, no projection) with the other bins set to 0, recent rows.

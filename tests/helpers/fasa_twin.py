@@ -1,4 +1,4 @@
-"""FASA step by step as METHODS.md numbers it, in numpy f64: slow, literal, no shared code.
+"""FASA step by step as docs/methods.md numbers it, in numpy f64: slow, literal, no shared code.
 
 K is stored whole; each step splits nothing, sums chunk by chunk and sorts. Letters: H query heads,
 G kv heads, n keys, d head size, C chunks.

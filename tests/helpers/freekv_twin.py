@@ -1,4 +1,4 @@
-"""FreeKV step by step as METHODS.md numbers it, in numpy f64: slow, literal, no shared code.
+"""FreeKV step by step as docs/methods.md numbers it, in numpy f64: slow, literal, no shared code.
 
 Every step summarises all pages anew from the keys; there is no pool, no ring, no speculation in
 time: a kv head looks up which query it has to choose with, and chooses. Letters: H query heads, G

@@ -1,4 +1,4 @@
-"""LFPS step by step as METHODS.md numbers it, in numpy f64: slow, literal, no shared code.
+"""LFPS step by step as docs/methods.md numbers it, in numpy f64: slow, literal, no shared code.
 
 Whole tables decay every step; there is no lazy scale, no bound, no bitmap, no running power sum.
 Letters: H query heads, G kv heads, n keys, d head size.

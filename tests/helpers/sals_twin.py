@@ -1,4 +1,4 @@
-"""SALS step by step as METHODS.md numbers it, in numpy f64: slow, literal, no shared code.
+"""SALS step by step as docs/methods.md numbers it, in numpy f64: slow, literal, no shared code.
 
 Letters: H query heads, G kv heads, n tokens, d head size, r rank, r* score rank.
 """

@@ -515,7 +515,7 @@ def test_calibration_and_what_comes_of_it(session):
 
 
 def test_every_bin_answers_like_full(session):
-    """METHODS.md: r = 1 has a KLD below 1e-5; in f32, since f16 coefficients round."""
+    """docs/methods.md: r = 1 has a KLD below 1e-5; in f32, since f16 coefficients round."""
     specs = [
         replace(spec, calibration={name: array[spec.layer] for name, array in tensors.items()})
         for tensors in [calibration(3)]

@@ -281,7 +281,7 @@ def test_f16_rows_are_scaled_to_their_range(scale):
 @pytest.mark.parametrize("at_once", [1, 8, 13])
 @pytest.mark.parametrize(("n_head", "d"), [(2, 64), (6, 64), (8, 80), (16, 128)])
 def test_adding_equals_transforming(length, share, at_once, n_head, d):
-    """METHODS.md, step 3: relative error of the coefficients below 1e-5."""
+    """docs/methods.md, step 3: relative error of the coefficients below 1e-5."""
     layer = Layer(n_head, 2, d, 1, [], share, False, shuffled(1))
     k, v = layer.random(length, 1.0), layer.random(length, 1.0)
     basis = layer.basis(length)

@@ -1,4 +1,4 @@
-"""The ranking of frequency chunks against METHODS.md, taken literally."""
+"""The ranking of frequency chunks against docs/methods.md, taken literally."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_query_positions(n):
 
 
 def judge_ref(q, position, k, n_chunk, top_k):
-    """METHODS.md step 2, literally: q (H, d), k (G, n, d), f64."""
+    """docs/methods.md step 2, literally: q (H, d), k (G, n, d), f64."""
     n_head, group = len(q), len(q) // len(k)
     var, ca = np.zeros((n_head, n_chunk)), np.zeros((n_head, n_chunk))
     for h in range(n_head):

@@ -161,7 +161,7 @@ def test_chosen_rows(chosen):
     "case", [Case(2, 64, 64, 128, 64), Case(3, 80, 80, 240, 120), Case(1, 128, 128, 128, 64)]
 )
 def test_a_basis_of_full_rank_loses_nothing(case):
-    """METHODS.md: E^T D is the identity to 1e-5; as the kernels get them."""
+    """docs/methods.md: E^T D is the identity to 1e-5; as the kernels get them."""
     vectors, weights = bases(case)
     basis = latent.make_basis(vectors, weights, case.theta, 1.0, case.n_kv, case.d)
     product = basis.encode[:, : case.rank].T.astype(np.float64) @ basis.decode[:, :-16].T
