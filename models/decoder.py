@@ -1,8 +1,8 @@
-"""The decoder, twice: layer by layer for chunks of rows, and fused CPU calls for one row.
+"""The CPU's decoder: prefill layer by layer in chunks of rows, decode in fused calls.
 
-``forward`` (forward.py) is the prefill, and in f32 the reference; matmul.py multiplies for it.
-``decode`` runs the numba kernels of cpu/layer/decode.py on the quantised weights, for a row of one
-sequence or of each of several. tests/models/test_decoder.py holds the two together.
+``forward`` (forward.py) is the prefill and, in f32, the reference; matmul.py has its products.
+``decode`` runs the kernels of cpu/layer/decode.py on the quantised weights, one row for each of one
+or several sequences. tests/models/test_decoder.py compares the two.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def cpu_prefill_dtype(wanted: str, head_dim: int) -> str:
 
 
 def give_back_memory() -> None:
-    """Hands what was freed back to the system, which glibc keeps for later in part."""
+    """Returns freed memory to the system; glibc would keep some of it for later."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)
@@ -83,9 +83,10 @@ class Decoder(Forward):
         chunk: int,
         repack: str = "auto",
     ) -> None:
-        """prefill_dtype: of the products: ``f32``, ``bf16`` (but see FEW_ROWS), or ``int8``, whose
-        other arithmetic is f32. repack: ``auto``, ``on`` or ``off``, of the weights that ``decode``
-        reads.
+        """prefill_dtype: of the products: ``f32``, ``bf16`` (see FEW_ROWS) or ``int8``.
+
+        repack: ``auto``, ``on`` or ``off``: whether ``decode`` reads a repacked copy of the
+        weights.
         """
         self.hparams = hparams
         self.architecture = architecture
@@ -106,12 +107,12 @@ class Decoder(Forward):
 
     @cached_property
     def _few(self) -> tuple[Rows, Any]:
-        """What computes between the products of a prefill, and the products: of few rows."""
+        """The steps between a prefill's products, and the products, for few rows."""
         return FusedRows(*self._model, self.n_threads), FewRowsProducts(self.n_threads)
 
     @cached_property
     def _many(self) -> tuple[Rows, Any]:
-        """The same of any number of rows."""
+        """The same for any number of rows."""
         n_threads = self.n_threads
         if self.prefill_dtype == "bf16":
             return FusedBF16Rows(*self._model, n_threads), BF16Products(n_threads)
@@ -121,7 +122,7 @@ class Decoder(Forward):
     # --- a row a sequence, fused ----------------------------------------------------------------
 
     def decode(self, token: int, pos: int, caches: Sequence[LayerCache]) -> np.ndarray:
-        """Logits f32 (n_vocab,) after ``token`` at position ``pos``; adds a row to every cache."""
+        """Adds ``token`` at position ``pos`` to every cache; logits f32 (n_vocab,) after it."""
         return self.decode_batch([token], [pos], [caches])[0]
 
     def decode_batch(
@@ -130,10 +131,10 @@ class Decoder(Forward):
         positions: Sequence[int],
         caches: Sequence[Sequence[LayerCache]],
     ) -> np.ndarray:
-        """``decode`` of B sequences, which share every weight that is loaded: logits (B, n_vocab).
+        """``decode`` of B sequences, which share every load of a weight: logits (B, n_vocab).
 
-        caches: those of all layers for each sequence, all different. A sequence's logits are the
-        same bits as by itself.
+        caches: for each sequence those of all layers, all different. A sequence's logits have the
+        same bits as alone.
         """
         step, n_rows = self._begin(tokens, positions), len(tokens)
         for i, layer_caches in enumerate(zip(*caches, strict=True)):
@@ -143,7 +144,7 @@ class Decoder(Forward):
         return step.logits(n_rows)
 
     def _begin(self, tokens: Sequence[int], positions: Sequence[int]) -> DecodeStep:
-        """A step whose ``inputs`` of layer 0 are those of the tokens."""
+        """Embeds the tokens and projects the inputs of layer 0."""
         n_rows = len(tokens)
         if n_rows > self._step.capacity:
             self._step = self._new_step(n_rows)
@@ -162,12 +163,12 @@ class Decoder(Forward):
     # --- many rows, layer by layer ----------------------------------------------------------------
 
     def prepare(self, n_rows: int) -> None:
-        """Few rows are for decode's products."""
+        """Chooses the products: those of decode for few rows."""
         few = self._takes_few and n_rows <= FEW_ROWS
         self.rows, self._products = self._few if few else self._many
 
     def output(self, normed: Any) -> np.ndarray:
-        """Few rows use the quantised weights as they lie."""
+        """The output head; few rows are multiplied with the quantised weights."""
         self._products.clear()  # the layers are done, and the peak of a long prompt is now
         give_back_memory()
         head, rows = self.weights.output, np.ascontiguousarray(normed)

@@ -1,7 +1,7 @@
-"""The dense forward pass of a chunk of rows, layer by layer: the reference, and every prefill.
+"""The dense forward pass of a prompt, layer by layer: every prefill, on the CPU and on a device.
 
-It walks over thousands of rows with one layer before it goes to the next, so that a layer's
-matrices are made ready seldom. The CPU's decoder and the device's share it.
+Thousands of rows go through one layer ahead of the next, so that each layer's matrices are
+dequantised once for all of them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ ROWS_AT_ONCE = 4096  # of a prompt, through all layers; dequantising takes 1 to 
 
 
 class Forward(ABC):
-    """A model's forward pass over rows; it holds weights and scratch, never a sequence's state.
+    """A model's forward pass over rows. It holds weights and scratch, but no sequence's state.
 
-    prefill_dtype: of the products, f32, bf16 or int8. layers: for each layer what ``rows`` takes of
-    its weights; output_norm: f32 (n_embd,). Rows are arrays or tensors, as ``rows`` has them.
+    prefill_dtype: of the products: f32, bf16 or int8. layers: for each layer the norms and biases
+    that ``rows`` takes; output_norm: f32 (n_embd,). ``rows`` says whether rows are arrays or
+    tensors.
     """
 
     hparams: HParams
@@ -43,9 +44,9 @@ class Forward(ABC):
 
     @abstractmethod
     def products(self, i: int) -> Mapping[str, Product]:
-        """Layer i's qkv, o, gate_up and down, those of one input stacked; until the next layer's.
+        """Layer i's products qkv, o, gate_up and down; valid until the next layer's are asked for.
 
-        A product takes rows of the compute type, (T, columns) -> (T, rows of the matrix); its
+        A product maps rows of the compute type, (T, columns), to (T, rows of the matrix); its
         result is valid until it is called again.
         """
 
@@ -62,7 +63,7 @@ class Forward(ABC):
         """f32 (T, n_embd) -> f32 (T, n_vocab)."""
 
     def prepare(self, n_rows: int) -> None:  # noqa: B027 - most have all from the start
-        """What ``forward`` of so many rows does first; before it, it does not count as its time."""
+        """Work ahead of ``forward`` of n_rows rows that does not count as prefill time."""
 
     def embed(self, ids: Sequence[int]) -> Any:
         """The tokens' embeddings, f32 (T, n_embd), as ``rows`` takes them."""
@@ -105,12 +106,12 @@ class Forward(ABC):
         all_logits: bool = False,
         attend: ChunkAttention | None = None,
     ) -> np.ndarray:
-        """Dense forward of T rows starting at ``pos``: logits f32 (n_vocab,), or (T, n_vocab).
+        """Dense forward of T rows from position ``pos`` on: logits f32 (n_vocab,), or (T, n_vocab).
 
-        attend: how chunks attend, if not densely. Every cache gets the rows in chunks, then
-        ``finish_prefill``. A long prompt takes the layers
-        in parts, so that its residual stream is never there as a whole; but not if a cache would
-        wait with many rows for its end, or if all of the stream is wanted.
+        Every cache gets the rows in chunks, then ``finish_prefill``. attend: how chunks attend, if
+        not densely. A long prompt goes through the layers in parts of ROWS_AT_ONCE rows, so that
+        its residual stream never exists as a whole; not if a cache cannot
+        (``can_prefill_in_parts``) or all logits are wanted.
         """
         n, n_layer = len(ids), self.hparams.n_layer
         self.prepare(n)

@@ -1,4 +1,4 @@
-"""Several sequences of one session, whose decode steps share every weight that is loaded."""
+"""Several sequences of one session, whose decode steps share every load of a weight."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from sparsekv_cli.session import SequenceState, Session, ledger_of
 
 
 class Batch:
-    """``n`` sequences of a session's model and method, each with tokens and caches of its own.
+    """``n`` sequences of a session's model and method, each with its own tokens and caches.
 
-    The session works on one of them at a time, the first to begin with: see ``use``.
+    The session works on one of them at a time, at first on the first one: see ``use``.
     """
 
     def __init__(self, session: Session, n: int) -> None:
@@ -25,7 +25,7 @@ class Batch:
         session.tokens, session.caches = self._sequences[0]
 
     def use(self, i: int) -> Session:
-        """The session, working on sequence i from now on."""
+        """The session, which works on sequence i from now on."""
         self._keep()
         self.session.tokens, self.session.caches = self._sequences[i]
         self._current = i
@@ -34,8 +34,8 @@ class Batch:
     def decode(self, tokens: Sequence[int]) -> np.ndarray:
         """Adds a token to each of the first B sequences: logits f32 (B, n_vocab).
 
-        ValueError unless 1 <= B <= n. After an exception from within a sequence is as it was, or
-        empty with a method that cannot go back.
+        ValueError unless 1 <= B <= n. After an exception a sequence is as it was, or empty if the
+        method cannot go back.
         """
         if not 1 <= len(tokens) <= len(self._sequences):
             raise ValueError(f"{len(tokens)} tokens: must be 1 to {len(self._sequences)}")
@@ -50,10 +50,10 @@ class Batch:
             raise
 
     def ledger(self, n: int) -> dict[str, int]:
-        """What the first ``n`` sequences counted, and the memory that they take, together."""
+        """The first ``n`` sequences' counts and memory together."""
         self._keep()
         return ledger_of([cache for state in self._sequences[:n] for cache in state.caches])
 
     def _keep(self) -> None:
-        """Notes the lists of the sequence in use: a rewind of the session may make new ones."""
+        """Stores the lists of the sequence in use, which a rewind may have replaced."""
         self._sequences[self._current] = SequenceState(self.session.tokens, self.session.caches)

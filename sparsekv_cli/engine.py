@@ -1,4 +1,4 @@
-"""What a session computes with: the CPU's decoder, or a GPU's (device/), and their caches."""
+"""What a session computes with: the CPU's decoder or a GPU's (device/), and their caches."""
 
 from __future__ import annotations
 

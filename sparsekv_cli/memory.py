@@ -1,4 +1,4 @@
-"""Machine code in this process' memory, most of which runs only while a session is opened."""
+"""The machine code in this process' memory, most of which runs only while a session is opened."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LARGE = 8 << 20  # bytes; LLVM, BLAS, torch: nothing that others would patch
 
 
 def large_code() -> Iterator[tuple[int, int]]:
-    """Address and bytes of every large library's machine code; none if the system does not say."""
+    """Address and bytes of every large library's machine code; none if the system does not tell."""
     if not MAPS.exists():
         return
     for line in MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -23,11 +23,10 @@ def large_code() -> Iterator[tuple[int, int]]:
 
 
 def release_code() -> None:
-    """Takes the code of large libraries out of this process' memory; what runs comes back.
+    """Releases the pages of large libraries' code; those that run are mapped again.
 
-    To open a session, LLVM loads kernels, and for a GPU torch registers thousands of operators: up
-    to 120 MB of code, of which prefill and decode run a small part. It comes back from the system's
-    cache of the file, in which it lies anyway as long as there is memory.
+    Opening a session runs up to 120 MB of code, mostly LLVM's, of which prefill and decode run a
+    small part. The pages stay in the system's cache of the file as long as there is memory.
     """
     if not hasattr(mmap, "MADV_DONTNEED"):
         return

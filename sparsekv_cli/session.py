@@ -73,14 +73,17 @@ def ledger_of(caches: Sequence[LayerCache]) -> dict[str, int]:
 
 
 class SequenceState(NamedTuple):
-    """The tokens of a sequence, and its cache of every layer, which holds their rows."""
+    """One sequence: its tokens, and for every layer the cache that holds their rows."""
 
     tokens: list[int]
     caches: list[LayerCache]
 
 
 class Session:
-    """Use ``load_session``. Positions are absolute; ``tokens`` are those whose rows are cached."""
+    """One model, one method, one sequence. ``load_session`` makes it.
+
+    Positions are absolute; ``tokens`` are those whose rows the caches hold.
+    """
 
     def __init__(
         self,
@@ -126,7 +129,7 @@ class Session:
         on_compile: OnCompile | None = None,
         on_calibrate: calibrations.OnCalibrate | None = None,
     ) -> list[LayerSpec]:
-        """What ``method`` makes its caches from; calibrates and compiles it first if need be."""
+        """The layers' specs for ``method``, which is calibrated and compiled first if necessary."""
         specs = self.calibrations.specs(method, on_calibrate)
         if self.engine.decodes_on_host(method):
             warmup.compile_method_kernels(self.decoder, method, specs, on_compile)
@@ -149,10 +152,10 @@ class Session:
     def prefill(
         self, ids: Sequence[int], progress: Progress | None = None, *, all_logits: bool = False
     ) -> np.ndarray:
-        """Adds ``ids`` densely; logits f32 (n_vocab,) after the last, or (T, n_vocab) of all.
+        """Adds ``ids`` densely; logits f32 (n_vocab,) after the last, or (T, n_vocab) after each.
 
-        SparseKVError for no tokens or more than the context holds; nothing is added then, nor when
-        it is interrupted.
+        SparseKVError for no tokens, or for more than the context holds. Then, and when it is
+        interrupted, nothing is added.
         """
         n = len(ids)
         if n == 0:
@@ -199,9 +202,9 @@ class Session:
         return logits
 
     def decode_batch(self, tokens: Sequence[int], sequences: Sequence[SequenceState]) -> np.ndarray:
-        """Adds a token to each of B sequences of this session (batch.py): logits f32 (B, n_vocab).
+        """Adds a token to each of B sequences of this session: logits f32 (B, n_vocab).
 
-        After an exception from within, some of their layers have the row already: a Batch rewinds.
+        After an exception some layers may hold the new row already; Batch (batch.py) rewinds them.
         """
         for state in sequences:
             self._check_room(1, len(state.tokens))
@@ -223,11 +226,11 @@ class Session:
         n_predict: int,
         progress: Progress | None = None,
     ) -> Iterator[int]:
-        """Prefills ``ids`` and yields sampled tokens, each before it is decoded.
+        """Prefills ``ids`` and yields sampled tokens, each ahead of its own decode step.
 
         Ends after ``n_predict`` tokens (negative: never) or when the context is full. The caller
-        stops at an end-of-generation token by closing the iterator; what was yielded last is then
-        not in ``tokens``.
+        ends it at an end-of-generation token by closing the iterator; the token yielded last is
+        then not in ``tokens``.
         """
         logits = self.prefill(ids, progress)
         produced = 0
@@ -240,7 +243,7 @@ class Session:
             logits = self.decode(token)
 
     def rewind(self, n: int) -> None:
-        """Keeps at most the first n tokens; a method that cannot go back keeps none."""
+        """Keeps at most the first n tokens, or none if the method cannot go back."""
         if n >= len(self.tokens) and all(cache.n <= n for cache in self.caches):
             return
         kept = [cache.truncate(n) for cache in self.caches]
@@ -296,7 +299,7 @@ def load_session(
 
 
 def _check_dense_layers(method: Method, n_layer: int) -> None:
-    """SparseKVError for a layer that the user names and the model lacks; defaults may name more."""
+    """SparseKVError for a layer that the user names and the model lacks; the defaults may."""
     if method.dense_layers == type(method).dense_layers:
         return
     for layer in method.dense_layers:

@@ -6,11 +6,11 @@ from collections import Counter
 
 
 class Ledger:
-    """What really happened, counted where it happens. Rows are (query head, key) pairs.
+    """Counts of what decode steps really did. Rows are counted as (query head, key) pairs.
 
-    rows_scored: pairs whose q . k was computed in order to choose rows; dense attention, which
-    chooses none, counts all it attends to. bytes_read: KV and index bytes that the kernels load; a
-    row that several query heads choose for themselves counts for each.
+    rows_scored: pairs whose q . k was computed in order to choose rows; dense attention counts all
+    pairs that it attends to. bytes_read: bytes of K, V and index that the kernels load; a row that
+    several query heads choose separately counts for each.
     """
 
     def __init__(self) -> None:

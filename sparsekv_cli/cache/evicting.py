@@ -1,7 +1,7 @@
-"""Caches that drop rows for good, and the prefill queries by which they choose which.
+"""Caches that drop rows for good, and the last queries of a prefill, by which they choose.
 
-What is dropped is gone: a later prefill is dense over the rows that are left and its own. Keys are
-stored rotated to their absolute positions, so nothing is renumbered.
+A later prefill is dense over the rows that are left and its own. Keys are stored rotated to their
+absolute positions, so nothing is renumbered.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from sparsekv_cli.cpu.jit.floats import as_f32
 
 
 class EvictingCache(LayerCache):
-    """``store`` holds some rows of the sequence, as many in each kv head; decode attends to them.
+    """``store`` holds some rows of the sequence, equally many a kv head; decode attends to these.
 
-    ``n`` counts the rows of the sequence, ``store.n`` those held. A method says which positions
-    they have, and calls ``keep`` when it has chosen.
+    ``n`` counts the rows of the sequence, ``store.n`` the rows held. A method implements
+    ``positions`` and calls ``keep`` with its choice.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -39,9 +39,9 @@ class EvictingCache(LayerCache):
         """The absolute positions of the held rows, int32 (G, store.n)."""
 
     def keep(self, slots: np.ndarray, n_room: int) -> None:
-        """Drops all rows but ``slots`` int (G, m), in that order, and the memory that they took.
+        """Keeps only the rows ``slots`` int (G, m), in that order, and frees the others' memory.
 
-        n_room: further rows that the new memory holds.
+        n_room: number of further rows that the new memory has room for.
         """
         old, n, m = self.store, self.n, slots.shape[1]
         store = KVStore(self.spec)

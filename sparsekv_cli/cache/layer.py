@@ -1,6 +1,7 @@
-"""The cache of one layer of one sequence: what the decoder asks of it, and the parts methods share.
+"""The cache of one layer of one sequence: what the decoder asks of it, and the base classes.
 
-The decoder hands a layer's q, k, v to its LayerCache and gets the attention's output back.
+In prefill the decoder gives a layer's cache the new rows (``extend``) and computes dense attention
+itself. In decode the cache adds one row and returns its attention (``decode``).
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ ChunkAttention = Callable[[Any, AttnInput], Any]
 class LayerCache(ABC):
     """The mutable state of one layer of one sequence.
 
-    attends_to_some: whether a step attends to some rows exactly and leaves the others out, so that
-    it can be asked which (``attended``). Not so in a cache that attends to all, exactly or roughly.
-    What it is after a prefill holds for the steps that follow.
-    can_prefill_in_parts: whether the rows of a prefill take as much memory before
-    ``finish_prefill`` as after it. A long prompt then goes through all layers part by part;
-    otherwise a layer is finished before the next.
+    attends_to_some: whether a decode step attends exactly to some rows and leaves the others out.
+    Only then does ``attended`` list them. False for caches that attend to all rows, exactly or
+    approximately. It may change in a prefill, and holds for the steps that follow.
+
+    can_prefill_in_parts: whether ``finish_prefill`` leaves the size of the rows as it is. If all
+    caches do, a long prompt goes through all layers part by part; otherwise each layer is finished
+    ahead of the next.
     """
 
     attends_to_some: bool = True
@@ -45,13 +47,13 @@ class LayerCache(ABC):
 
     @property
     def n(self) -> int:
-        """Rows of the sequence that the cache holds, in whatever form."""
+        """Number of the sequence's rows that the cache stands for, in whatever form."""
         return self.store.n
 
     def extend(self, x: AttnInput) -> Any:
-        """Takes the rows of a prefill's chunk; the store of all rows, which the chunk attends to.
+        """Adds the rows of a prefill's chunk; returns the store of all rows, the chunk's last.
 
-        That is a KVStore, or on a device a DeviceStore; its last rows are the chunk's.
+        The store is a KVStore, or a DeviceStore on a device. The chunk attends to it.
         """
         self.store.append(x.k, x.v)
         return self.store
@@ -61,9 +63,9 @@ class LayerCache(ABC):
 
     @abstractmethod
     def decode(self, x: Any) -> Any:
-        """Adds the row of an AttnInput; its attention f32 (H, >= d_v), valid until the next call.
+        """Adds one row, an AttnInput; its attention f32 (H, >= d_v), valid until the next call.
 
-        A cache on a device takes and gives what device/cache.py says.
+        Caches on a device take and return what device/cache.py says.
         """
 
     def attend_all(
@@ -87,9 +89,9 @@ class LayerCache(ABC):
         self.store.reserve(n)
 
     def truncate(self, n: int) -> int:
-        """Forgets all but the first n rows if it can; returns how many are kept (n or 0).
+        """Forgets all but the first n rows, or all rows if it cannot; returns how many are left.
 
-        The index goes with the rows: the next prefill, or else the next decode, builds a new one.
+        The index is dropped with the rows. The next prefill or decode builds a new one.
         """
         self.store.truncate(n)
         return self.store.n
@@ -114,7 +116,7 @@ class DenseCache(LayerCache):
 
 
 class SelectingCache(LayerCache):
-    """append -> select -> attend over the selected rows; a method writes ``select`` only."""
+    """Adds a row, selects rows, attends to them; a method writes ``select`` and ``selects_all``."""
 
     can_prefill_in_parts = True
 
@@ -137,9 +139,10 @@ class SelectingCache(LayerCache):
 
     @abstractmethod
     def select(self, q: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """Rows for q f32 (H, d) among n: idx int32 (U, m), counts int64 (U,), rows scored.
+        """The rows for q f32 (H, d) among n: idx int32 (U, m), counts int64 (U,), rows scored.
 
-        U is H (a list a query head) or G (a list a kv head); rows in any order, without repeats.
+        U is H (one list a query head) or G (one a kv head). Of a list the first ``counts`` rows are
+        valid, in any order, without repeats. Rows scored: query heads times keys.
         """
 
     def bytes_to_select(self, n: int) -> int:

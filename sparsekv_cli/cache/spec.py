@@ -1,4 +1,4 @@
-"""What a layer's cache is told: sizes, new rows, and how many rows a step may attend to.
+"""What a layer's cache is told: its sizes, the new rows, and how many rows a step may attend to.
 
 Letters: T new rows, H query heads, G kv heads, d head size, n context.
 """
@@ -31,12 +31,12 @@ class AttnInput(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Sizes of one layer, and how many threads its kernels may use.
+    """The sizes of one layer, and how many threads its kernels may use.
 
-    theta: rotation in radians a position of each RoPE pair (i, i + n_rot/2), f64 (n_rot/2,).
-    rope_scale: factor of the rotated dims (YaRN's magnitude). calibration: this layer's tensors of
-    the method's sidecar, by name (see calibration/calibrations.py); empty for methods that need
-    none. cache_type_k, cache_type_v: types of the rows, as in cache/store.py.
+    theta: rotation of each RoPE pair (i, i + n_rot/2) in radians a position, f64 (n_rot/2,).
+    rope_scale: factor of the rotated dims (YaRN's magnitude). calibration: this layer's arrays of
+    the method's sidecar by name, empty for methods without a calibration. cache_type_k,
+    cache_type_v: types of the rows (cache/store.py).
     """
 
     layer: int
@@ -65,7 +65,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Memory:
-    """Resident bytes of one layer's cache, by place; ``index`` is what the method adds."""
+    """Bytes that one layer's cache takes, by place; ``index``: what the method adds to the rows."""
 
     host: int = 0
     device: int = 0
@@ -74,11 +74,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class Budget:
-    """Tokens attended a step: a number, or a share of the context. ``512`` or ``5%``.
+    """Rows attended a step: a number, ``512``, or a share of the context, ``5%``.
 
-    floor, ceiling: least and most rows of a share. Defaults have them, so that short chats stay
-    coherent and the work of a step stops growing with the context; a share that the user states is
-    taken as stated.
+    floor, ceiling: least and most rows of a share. Default budgets have them, so that short chats
+    stay coherent and the work of a step stops growing with the context. A share that the user
+    states has none.
     """
 
     tokens: int | None = None
@@ -110,7 +110,7 @@ class Budget:
         return min(self.ceiling, max(self.floor, round(self.share * n)))
 
     def at_least(self, n: int) -> Budget:
-        """The same, of n rows where it is less."""
+        """The same budget, but at least n rows."""
         if self.tokens is not None:
             return Budget(tokens=max(self.tokens, n))
         return replace(self, floor=max(self.floor, n), ceiling=max(self.ceiling, n))

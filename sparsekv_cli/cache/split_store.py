@@ -1,5 +1,6 @@
-"""K and V of a layer where K may lie in two parts, dominant dims and the others
-(cpu/fasa/split.py).
+"""FASA's K and V of a layer: K is whole, or in two parts, dominant dims and others.
+
+cpu/fasa/split.py describes the parts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from sparsekv_cli.cpu.jit.pointers import on_lines
 
 
 class SplitStore(KVStore):
-    """K and V of one layer; K is whole, or in two parts: Kdom is ``dom`` then, and Krest ``k``."""
+    """K and V of one layer. While K is in two parts, ``dom`` is Kdom and ``k`` is Krest."""
 
     def __init__(self, spec: LayerSpec, dims: np.ndarray, n_dom: int) -> None:
         self.dims, self._n_dom = dims, n_dom  # int32 (G, d), the n_dom dominant ones first
@@ -40,7 +41,7 @@ class SplitStore(KVStore):
         self.halves = self.k.view(np.uint16), self.v.view(np.uint16)  # as kernels take f16
 
     def split(self) -> np.ndarray:
-        """K in two parts, if it is not; returns Kdom."""
+        """Splits K into two parts, unless it is split already; returns Kdom."""
         if self.dom is not None:
             return self.dom
         n_rest = padded(self.k_type.d - self._n_dom)
@@ -51,7 +52,7 @@ class SplitStore(KVStore):
         return dom
 
     def join(self) -> None:
-        """K whole, if it is not, bit for bit as it was."""
+        """Puts K together again, bit for bit, if it is split."""
         if self.dom is not None:
             k = self.whole_keys(self.capacity, padded(self.k_type.d))
             self._replace_keys(None, k)

@@ -1,7 +1,7 @@
-"""K and V of one layer in memory, and the types that their rows can have: f16, or q8_0.
+"""K and V of one layer in memory, and the types of their rows: f16, or q8_0.
 
-q8_0 takes 8.5 bits an element, 32 elements sharing a scale; name and rounding are llama.cpp's. Rows
-are padded with zeros to whole vectors. The kernels' side of this is cpu/attention/rows.py.
+q8_0 takes 8.5 bits an element, 32 elements share a scale; name and rounding are llama.cpp's. Rows
+are padded with zeros to whole vectors. cpu/attention/rows.py has the kernels' side of this.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class KVStore:
         return self.k.strides[1] + self.v.strides[1]
 
     def reserve(self, n: int) -> None:
-        """Room for ``n`` rows: just that at first, an eighth more than before when growing."""
+        """Room for ``n`` rows: exactly that at first; later it grows by an eighth at least."""
         if n <= self.capacity:
             return
         capacity = n if self.n == 0 else max(n, self.capacity + self.capacity // 8 + 256)

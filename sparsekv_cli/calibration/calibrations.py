@@ -1,7 +1,8 @@
-"""Calibration: what a method measures once on a model and a text, and keeps in a sidecar.
+"""Calibrations: what methods measure once on a model and a text, and keep in a sidecar.
 
 A session asks for the arrays of its method. They are read from the sidecar beside the model or in
-the user's cache directory; what is not there is measured on the built-in text and stored.
+the user's cache directory. If they are not there, they are measured on the built-in text and
+stored.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ class CalibrationText(NamedTuple):
 
 
 def built_in_text() -> CalibrationText:
-    """Prose, code and dialogue, a good 5,000 tokens of an English vocabulary."""
+    """Prose, code and dialogue: about 5,000 tokens of an English vocabulary."""
     path = files("sparsekv_cli") / "data" / "calibration.txt"
     return CalibrationText(BUILT_IN, path.read_text(encoding="utf-8"))
 
 
 class Calibrations:
-    """The calibrations of one open model: found, or made and stored, when a method asks.
+    """The calibrations of one open model, found, or made and stored, when a method asks.
 
     encode: text -> ids. sidecar: the one file to read instead of the usual ones; a method that it
     lacks is refused, not calibrated.
@@ -152,7 +153,7 @@ class Calibrations:
         return None
 
     def _store(self, name: str, entry: Entry) -> str:
-        """Stores what a first use made; a remark about it. That it cannot be kept stops nobody."""
+        """Stores what a first use has made; returns a remark. A failure is only remarked."""
         path = self.place_to_write()
         try:
             write_entry(path, name, self.identity, entry)
@@ -167,7 +168,7 @@ class Calibrations:
         n_tokens: int,
         report: OnCalibrate | None = None,
     ) -> Entry:
-        """Runs ``method`` over the first ``n_tokens`` of ``text``, or what the model can take.
+        """Runs ``method`` over the first ``n_tokens`` of ``text``, or as many as fit the model.
 
         SparseKVError if text or context are too short to measure anything.
         """

@@ -1,9 +1,8 @@
 """FASA's calibration: how well each frequency chunk of a head ranks the keys of a text.
 
-How many chunks a layer needs differs, too: in most layers of the default model an eighth of them
-chooses well enough, and a single layer, in which heads recall, needs half. So every layer chooses
-rows by some shares of its chunks by itself (calibration/trials.py), and chunks go where they save
-most KLD.
+Layers need different numbers of chunks: in most layers of the default model an eighth of them is
+enough, and one layer, in which heads recall, needs half. So each layer alone chooses rows by
+several shares of its chunks (calibration/trials.py), and chunks go where they save the most KLD.
 """
 
 from __future__ import annotations
@@ -62,12 +61,12 @@ def study_chunks(
 
 
 def even_budgets() -> np.ndarray:
-    """A row of ``tip_budget`` of a layer that has the share that all have: f32 (shares, 2)."""
+    """The row of ``tip_budget`` of a layer that has the mean share: f32 (shares, 2)."""
     return allocation.even_budgets(SHARES)
 
 
 def tips_of(mean_tip: int, n_chunk: int, budgets: np.ndarray) -> int:
-    """A layer's N_tip where all have ``mean_tip`` of ``n_chunk`` chunks on average.
+    """A layer's N_tip, when layers have ``mean_tip`` of ``n_chunk`` chunks on average.
 
     budgets: its row of ``tip_budget``. Below the least share that was studied, all have the mean.
     """
@@ -125,7 +124,7 @@ def rank_all(run: CalibrationRun, n_query: int, top_k: int) -> dict[str, np.ndar
 
 
 class _JudgingCache(LayerCache):
-    """Judges a layer's chunks at the end of the calibration's prefill, and keeps nothing."""
+    """Judges a layer's chunks at the end of the calibration's prefill, and then drops its rows."""
 
     def __init__(
         self,

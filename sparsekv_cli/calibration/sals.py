@@ -1,8 +1,8 @@
-"""SALS' calibration: in which directions the pre-RoPE keys of a text lie, and how many matter.
+"""SALS' calibration: the directions of a text's pre-RoPE keys, and how many of them matter.
 
-How much of its keys a layer must keep differs more than their eigenvalues tell: most layers of the
-default model answer alike with an eighth of the columns, a few need half. So every layer is cut to
-some ranks by itself (calibration/trials.py), and the columns go where they save the most KLD.
+Layers need different ranks, more than their eigenvalues tell: most layers of the default model
+answer alike with an eighth of the columns, a few need half. So each layer alone is cut to several
+ranks (calibration/trials.py), and columns go where they save the most KLD.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def study_keys(
 
 
 def even_budgets() -> np.ndarray:
-    """A row of ``rank_budget`` of a layer that has the share that all have: f32 (shares, 2)."""
+    """The row of ``rank_budget`` of a layer that has the mean share: f32 (shares, 2)."""
     return allocation.even_budgets(SHARES)
 
 
 def rank_of(mean_rank: int, size: int, budgets: np.ndarray) -> int:
-    """A layer's rank where all have ``mean_rank`` of ``size`` columns on average.
+    """A layer's rank, when layers have ``mean_rank`` of ``size`` columns on average.
 
     budgets: its row of ``rank_budget``. Below the least share that was studied, all have the mean.
     """
@@ -67,7 +67,7 @@ def rank_of(mean_rank: int, size: int, budgets: np.ndarray) -> int:
 
 
 def _cut(spec: LayerSpec, tensors: dict[str, np.ndarray], middle: slice, share: float) -> Change:
-    """Keys of these rows become what the first columns of their latents (diag) make of them."""
+    """A change of keys to what the first columns of their latents (diag) reconstruct."""
     size, d = spec.n_head_kv * spec.head_dim, spec.head_dim
     weights = tensors["weights"][spec.layer, :size]
     vectors = tensors["vectors_diag"][spec.layer, :size, : max(1, round(share * size))]
@@ -111,7 +111,7 @@ def study_directions(run: CalibrationRun) -> dict[str, np.ndarray]:
 
 
 class _StatisticsCache(LayerCache):
-    """Sums up a layer's keys and queries during the calibration's prefill, and keeps no rows."""
+    """Sums up a layer's keys and queries during the calibration's prefill, and drops its rows."""
 
     def __init__(
         self,

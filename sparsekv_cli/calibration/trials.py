@@ -1,12 +1,13 @@
-"""What changing one layer's K and V does to the answers, many variants to a forward pass.
+"""What changing one layer's K and V does to the model's answers, many variants in a forward pass.
 
-So FAEDKV's ablation study (paper, section 3.2) leaves out frequencies, SALS columns of latents, and
-FASA chunks of the scores that choose rows.
-A window of text is a prefix, whose K and V are computed once, and some scored rows behind it. In a
-trial one layer's K and V of the prefix, between sinks and recent rows, are changed. One
-forward pass takes the scored rows once a trial: a layer's cache turns each copy back to its true
-positions, and shows it the prefix that belongs to it. Below the layer that a trial changes, copies
-are equal and share one attention.
+FAEDKV's ablation study (paper, section 3.2) leaves out frequencies, SALS cuts latents to fewer
+columns, FASA chooses rows by fewer chunks.
+
+A window of text is a prefix, whose K and V are computed once, and scored rows behind it. A trial
+changes one layer's K and V of the prefix, between sinks and recent rows. One forward pass takes a
+copy of the scored rows for each trial; a layer's cache rotates each copy to its true positions and
+lets it attend to its own prefix. Below the layer that a trial changes, copies are equal and share
+one attention.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Attend = Callable[[np.ndarray, KVStore, LayerSpec], np.ndarray]
 
 
 class Trial(NamedTuple):
-    """A change of one layer, -1: of none; and how that layer's scored rows attend."""
+    """A change of one layer (-1: none), and how its scored rows attend, if not to everything."""
 
     layer: int
     change: Change
@@ -48,7 +49,7 @@ def unchanged(k: np.ndarray, v: np.ndarray) -> None:
 
 
 class Window:
-    """A prefix and the rows behind it; ``score`` says what trials do to the answers of the rows."""
+    """A prefix and the scored rows behind it; ``score`` says what trials do to these rows."""
 
     def __init__(
         self, run: CalibrationRun, ids: Sequence[int], n_scored: int, middle: slice
@@ -72,10 +73,10 @@ class Window:
     def score(
         self, trials: Sequence[Trial], advance: Callable[[int], None] = lambda count: None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """KLD(full || trial), its mean over all rows, and negative log-likelihood, its mean over
-        those that go on with the text (as in the paper): f64 (trials,).
+        """KLD(full || trial) and negative log-likelihood of each trial: f64 (trials,) each.
 
-        advance: told how many trials are done, again and again.
+        KLD is the mean over all rows; the likelihood that over the rows that continue the text (as
+        in the paper). advance: called with the number of trials that were done since the last call.
         """
         scored = []
         step = max(1, ROWS_AT_ONCE // len(self._rows))
@@ -113,7 +114,7 @@ class Window:
 
 
 class _TrialCache(LayerCache):
-    """One layer for all trials of a forward pass: rows come trial by trial, behind each other."""
+    """One layer for all trials of a forward pass; the rows come trial by trial."""
 
     def __init__(
         self,
@@ -143,14 +144,14 @@ class _TrialCache(LayerCache):
         return np.concatenate(out, axis=1)
 
     def _n_equal(self, trial: int, most: int) -> int:
-        """How many trials from this one on change later layers only, so that rows are equal."""
+        """How many trials from this one on change later layers only; their rows are equal here."""
         n = 0
         while n < most and self._trials[trial + n].layer > self.spec.layer:
             n += 1
         return max(1, n)
 
     def _one_trial(self, x: AttnInput, rows: slice, trial: int, first: int) -> np.ndarray:
-        """Attention of a trial's rows from row ``first`` on over the prefix that belongs to it."""
+        """Attention of a trial's rows, from row ``first`` on, over its own prefix."""
         changed = self._trials[trial]
         if first == 0:
             self.store = self._prefix_of(changed)
@@ -196,8 +197,8 @@ def _rotation(spec: LayerSpec, position: int, n: int) -> tuple[np.ndarray, np.nd
 def _window(ids: Sequence[int], n_prefix: int, n_scored: int, middle: slice) -> list[int]:
     """A prefix, n_scored rows and the token that follows.
 
-    Half of the rows go on with the text, the others repeat a passage from the prefix, which asks
-    for exact recall. Plain text hardly does, and layers that only recall then count for nothing.
+    Half of the rows continue the text. The others repeat a passage from the prefix, which needs
+    exact recall; plain text hardly does, so that layers that only recall would seem useless.
     """
     n_repeated = n_scored // 2
     first = middle.start + (middle.stop - middle.start) // 3

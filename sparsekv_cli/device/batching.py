@@ -1,9 +1,9 @@
-"""Sequences of a step whose caches launch once for all of them.
+"""Sequences of a step whose caches launch each kernel once for all of them.
 
-Kernels take B sequences at one stride, and every cache has its tensors for itself. So caches of a
-layer that are about to launch the same have their tensors moved into common ones, (B, ...) as wide
-as the widest: each keeps its own part, a view. They stay there until one of them outgrows its part;
-then all of them move again.
+Kernels take the tensors of B sequences at one stride, but each cache has tensors of its own. So
+caches of a layer that are about to launch the same are moved into common tensors, (B, ...), as wide
+as the widest of them; each keeps its part as a view. They stay there until one outgrows its part,
+and then all move again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sparsekv_cli.device.cache import DeviceCache
 
 
 class Run(NamedTuple):
-    """Sequences first..last - 1 of a step, in one layer: ``cache``, of the first, decodes all."""
+    """Sequences first..last - 1 of a step in one layer; the first one's ``cache`` decodes all."""
 
     first: int
     last: int
@@ -26,8 +26,9 @@ class Run(NamedTuple):
 
 
 def prepare_runs(caches: Sequence[DeviceCache], keys: Sequence[Hashable]) -> list[Run]:
-    """One layer's caches as runs of equal keys (DeviceCache.plan), each in common tensors and ready
-    to decode.
+    """One layer's caches as runs of equal keys (DeviceCache.plan), ready to decode.
+
+    The caches of a run lie in common tensors.
     """
     runs = list(_runs(caches, keys))
     for run in runs:
@@ -73,8 +74,9 @@ def _are_together(parts: Sequence[torch.Tensor]) -> bool:
 
 
 def _common(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The parts (1, ...) as one tensor (B, ...); what is beyond a narrower one is 0, or -1 in
-    integers, which number rows and places: none.
+    """The parts (1, ...) as one tensor (B, ...), narrower ones filled up.
+
+    They are filled with 0, or in integers, which number rows and slots, with -1: none.
     """
     sizes = [max(of_all) for of_all in zip(*(part.shape for part in parts), strict=True)]
     one = parts[0]

@@ -45,9 +45,10 @@ class DeviceInput(NamedTuple):
 
 
 def grid_bound(n: int) -> int:
-    """Some more than n rows, by about a quarter at most (256 for few): what a graph's grids are
-    made for. Those of the next steps are the same just before a power of two, where contexts that
-    are measured begin.
+    """A bound of n for a graph's grids: larger by a quarter at most (256 for few rows).
+
+    It is chosen so that the next steps have the same bound just behind a power of two, where
+    measured contexts begin.
     """
     n += AHEAD
     step = max(256, 1 << max(0, n.bit_length() - 3))
@@ -85,7 +86,7 @@ class DeviceStore:
         return 2 * (self.k.shape[3] + self.v.shape[3])
 
     def reserve(self, n: int) -> None:
-        """Room for ``n`` rows: just that at first, an eighth more than before when growing."""
+        """Room for ``n`` rows: exactly that at first; later it grows by an eighth at least."""
         if n <= self.capacity:
             return
         capacity = n if self.n == 0 else max(n, self.capacity + self.capacity // 8 + 256)
@@ -117,7 +118,7 @@ class DeviceStore:
 
 
 class DeviceCache(LayerCache):
-    """The mutable state of one layer of one sequence, in device memory."""
+    """The mutable state of one layer of one sequence in device memory."""
 
     store: Any  # a DeviceStore, or what a method has in its place
     side: SideStream | None = None  # of a cache that launches work beside the steps
@@ -142,16 +143,16 @@ class DeviceCache(LayerCache):
         return n_max
 
     def tensors(self) -> list[torch.Tensor]:
-        """What ``decode`` has of the sequence, (1, ...) each: if ``moves``, all that it has."""
+        """The sequence's tensors that ``decode`` reads, (1, ...) each; if ``moves``, all it has."""
         return [self.store.k, self.store.v]
 
     @property
     def moves(self) -> bool:
-        """Whether ``put`` is allowed now, so that the cache can decode with others."""
+        """Whether ``put`` is allowed now, so that the cache can decode together with others."""
         return True
 
     def put(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Takes others, of the same contents, in place of ``tensors``."""
+        """Replaces ``tensors`` by others with the same contents."""
         self.store.k, self.store.v = tensors
 
     def of_batch(self, n: int) -> list[torch.Tensor]:
@@ -160,11 +161,11 @@ class DeviceCache(LayerCache):
 
     @property
     def places(self) -> Hashable:
-        """Where ``tensors`` lie."""
+        """The addresses of ``tensors``."""
         return tuple((x.data_ptr(), x.shape) for x in self.tensors())
 
     def lead(self, caches: Sequence[Any]) -> None:
-        """Prepares ``decode`` of these caches' sequences, itself first, which lie together."""
+        """Prepares ``decode`` of several sequences, whose caches are these, this one first."""
 
     def budget_rows(self, n: int) -> int:
         """``StepNumbers.budget`` of a step at ``n`` rows."""
@@ -178,12 +179,12 @@ class DeviceCache(LayerCache):
         """
 
     def join(self) -> None:
-        """Joins what ``decode`` has launched beside the step: before the step ends."""
+        """Joins what ``decode`` launched on a second stream; called ahead of the step's end."""
         if self.side is not None:
             join_all([self.side])
 
     def note(self, idx: torch.Tensor, counts: torch.Tensor) -> None:
-        """Keeps the rows that a step attends to, if they are asked for."""
+        """Keeps the rows that a step attends to, if they are to be recorded."""
         if self.records_attended:
             rows: Any = idx, counts
             self.attended = rows
@@ -204,9 +205,9 @@ def count_dense(cache: DeviceCache, n: int, *, sparse: bool) -> None:
 
 
 class DeviceSelecting(DeviceCache):
-    """append -> select -> attend over the selected rows; a method writes ``select`` and its like.
+    """Adds a row, selects rows, attends to them; a method writes ``select`` and the plan for it.
 
-    While the budget covers the context, attention is dense, to the bit that of ``full``.
+    While the budget covers the context, attention is dense, with the bits of ``full``.
     """
 
     can_prefill_in_parts = True
@@ -258,4 +259,4 @@ class DeviceSelecting(DeviceCache):
 
     @abstractmethod
     def count(self, n: int) -> tuple[int, int, int]:
-        """What a step at ``n`` rows came to: rows scored, rows attended, bytes read."""
+        """The counts of a step at ``n`` rows: rows scored, rows attended, bytes read."""

@@ -1,6 +1,6 @@
-"""The decoder on the device: dense prefill by matrix products, decode by kernels over the weights.
+"""The decoder on a device: prefill by dense matrix products, decode by kernels over the weights.
 
-A decode step of B sequences is one program of launches, captured in CUDA graphs; layers whose cache
+A decode step of B sequences is one program of launches, captured in CUDA graphs. Layers whose cache
 lies on the host interrupt it. Letters as in cache/spec.py.
 """
 
@@ -101,10 +101,7 @@ class DeviceDecoder(Forward):
         all_logits: bool = False,
         attend: ChunkAttention | None = None,
     ) -> np.ndarray:
-        """Forward.forward; returns when every cache has its rows, on the host too.
-
-        attend: on the host, with caches that lie there.
-        """
+        """As Forward.forward; returns when every cache has its rows, those on the host too."""
         mine = [c if isinstance(c, DeviceCache | HostCache) else self.foreign(c) for c in caches]
         logits = super().forward(
             ids, pos, mine, progress=progress, all_logits=all_logits,
@@ -137,7 +134,7 @@ class DeviceDecoder(Forward):
     # --- a row a sequence -------------------------------------------------------------------------
 
     def decode(self, token: int, pos: int, caches: Sequence[LayerCache]) -> np.ndarray:
-        """Logits f32 (n_vocab,) after ``token`` at position ``pos``; adds a row to every cache."""
+        """Adds ``token`` at position ``pos`` to every cache; logits f32 (n_vocab,) after it."""
         return self.decode_batch([token], [pos], [caches])[0]
 
     def decode_batch(
@@ -146,7 +143,7 @@ class DeviceDecoder(Forward):
         positions: Sequence[int],
         caches: Sequence[Sequence[LayerCache]],
     ) -> np.ndarray:
-        """``decode`` of B sequences, which share every weight loaded: logits (B, n_vocab)."""
+        """``decode`` of B sequences, which share every load of a weight: logits (B, n_vocab)."""
         n_rows = len(tokens)
         if n_rows != self._buffers.n_rows:
             self._buffers = StepBuffers(self.hparams, n_rows, self.device)
@@ -174,9 +171,7 @@ class DeviceDecoder(Forward):
     def _plan(
         self, positions: Sequence[int], caches: Sequence[Sequence[LayerCache]]
     ) -> Iterator[tuple[Hashable, list[Run]]]:
-        """The caches' preparations for a step, layer by layer: what tells its launches from others,
-        and which sequences launch together.
-        """
+        """Prepares the caches for a step; the key of its launches, and the runs of each layer."""
         n_max = grid_bound(max(positions) + 1)
         for layers in zip(*caches, strict=True):
             keys = []
@@ -234,7 +229,7 @@ class DeviceDecoder(Forward):
         return StepNumbers(buffers.pos[rows], buffers.n[rows], buffers.budget[rows])
 
     def _attend(self, i: int, run: Run) -> None:
-        """The attention of a run's rows, in the buffers."""
+        """The attention of a run's rows, written to the buffers."""
         buffers, rows = self._buffers, slice(run.first, run.last)
         x = DeviceInput._make((*(t[rows] for t in buffers.inputs(i)), self._step(rows)))
         buffers.attended(i)[rows] = run.cache.decode(x)
@@ -242,7 +237,7 @@ class DeviceDecoder(Forward):
             run.cache.on_step(x)
 
     def _attend_on_host(self, i: int) -> None:
-        """The attention of all rows by caches on the host, in the host's buffers."""
+        """The attention of all rows by caches on the host, written to the host's buffers."""
         attended, lse = (x.numpy() for x in self._buffers.from_host(i))
         for b, (caches, pos) in enumerate(zip(self._caches, self._positions, strict=True)):
             cache = caches[i]
@@ -252,7 +247,7 @@ class DeviceDecoder(Forward):
                 lse[b] = cache.lse
 
     def _take_in(self, i: int, caches: Sequence[LayerCache]) -> None:
-        """What the host gave for layer i; sinks that lie here are added to it."""
+        """Takes the host's results of layer i; merges attention to sinks on the device with them."""
         buffers = self._buffers
         if not isinstance(caches[0], HostLFPS):
             buffers.upload_attended(i)
@@ -264,7 +259,7 @@ class DeviceDecoder(Forward):
             cache.add_sinks(q[row], Attended(seen.out[row], seen.lse[row]), out[row])
 
     def _finish(self, i: int) -> None:
-        """Layer i behind its attention."""
+        """The rest of layer i, from its attention on."""
         h, layer, buffers = self.hparams, self._on_device.layers[i], self._buffers
         buffers.x += layer.o.apply(buffers.attended(i).flatten(1))
         ffn_norm: Any = layer.vectors.ffn_norm
@@ -278,7 +273,7 @@ class DeviceDecoder(Forward):
 
 
 def _in_order(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    """All of ``calls`` as one."""
+    """One function that makes all ``calls``."""
 
     def run() -> None:
         for call in calls:

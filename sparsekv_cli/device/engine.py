@@ -1,4 +1,4 @@
-"""What a session computes with on a GPU: the device, the decoder, and where each cache lies."""
+"""A session's engine on a GPU: the device, the decoder, and where each cache lies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPARE = 0.05  # of the memory that is free: fragments, and the libraries' own
 
 
 def device_cache(method: Method) -> Any:
-    """The class of the method's cache on a device: (spec, device, method) -> cache; None: none."""
+    """The class of the method's cache on a device, called with (spec, device, method), or None."""
     if not method.device_cache:
         return None
     module, _, name = method.device_cache.partition(":")
@@ -87,8 +87,8 @@ def open_device_engine(
 ) -> DeviceEngine:
     """Loads the weights and decides where the KV cache lies. on_compile: see device/compiling.py.
 
-    SparseKVError, with the numbers, for what does not fit; where ``config.kv`` leaves it open, a
-    KV cache that does not fit stays on the host, and the engine's note says so.
+    SparseKVError, with the numbers, for what does not fit. If ``config.kv`` is auto, a KV cache
+    that does not fit stays on the host, and the engine's note says so.
     """
     if config.prefill_dtype == "int8":
         raise SparseKVError("--prefill-dtype int8 is of the CPU; a GPU's are f32 and bf16")
@@ -127,7 +127,7 @@ def open_device_engine(
 
 
 def free_bytes(device: torch.device, limit: float) -> int | None:
-    """Bytes of the device's memory that may be used; limit in GiB, 0: none. None: no device."""
+    """Bytes of the device's memory that may be used; limit in GiB, 0: no limit. None: no GPU."""
     if device.type != "cuda":
         return int(limit * GIB) or None
     free = int(torch.cuda.mem_get_info(device)[0] * (1 - SPARE))
@@ -140,7 +140,7 @@ def kv_bytes(hparams: HParams, n_ctx: int) -> int:
 
 
 def scratch_bytes(hparams: HParams, chunk: int) -> int:
-    """About what a chunk takes beside weights and KV: a layer's matrices in bf16, and its rows."""
+    """About what a chunk takes beside weights and cache: a layer's bf16 matrices, and its rows."""
     h = hparams
     most = 0
     for n_head, n_kv, n_ff in zip(h.n_head, h.n_head_kv, h.n_ff, strict=True):

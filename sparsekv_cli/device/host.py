@@ -1,8 +1,8 @@
 """A layer whose cache lies on the host: dense prefill on the GPU, decode by the CPU's kernels.
 
-The LFPS paper's setting of a GPU and its CPU, and the way of every method that has no cache of its
-own on the device. In prefill the rows leave for the host while the device goes on: they are copied
-into pinned memory on a stream of their own, and the cache takes them in on a thread that follows.
+This is the LFPS paper's setting, and used for every method without a cache of its own on the
+device. In prefill the rows are copied to pinned host memory on a second stream while the device
+goes on, and a thread hands them to the cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def as_tensor(x: np.ndarray) -> torch.Tensor:
 
 
 class HostWorker:
-    """The thread on which caches take in what was prefilled, in order."""
+    """The thread on which caches take the rows of a prefill, in order."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -44,7 +44,7 @@ class HostWorker:
         self._pending.append(self._pool.submit(call))
 
     def wait(self) -> None:
-        """Until all is done; raises what went wrong first."""
+        """Waits until all is done; raises the first exception."""
         pending, self._pending = self._pending, []
         for future in pending:
             future.exception()
@@ -52,7 +52,7 @@ class HostWorker:
             future.result()
 
     def copy(self, x: AttnInput) -> tuple[AttnInput, Callable[[], None]]:
-        """x as arrays on the host, and a call that waits until they are there."""
+        """x as arrays on the host, and a function that waits until they are filled."""
         if self.stream is None:
             return AttnInput._make((*map(as_array, x[:5]), x.pos)), lambda: None
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -116,7 +116,7 @@ class HostCache(LayerCache):
         self._worker.submit(self.cache.finish_prefill)
 
     def wait(self) -> None:
-        """Until the cache has taken in all that was prefilled."""
+        """Waits until the cache has taken all rows of the prefill."""
         self._worker.wait()
 
     def decode(self, x: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""One dense prefill that fills the caches of several methods, or one each on a GPU."""
+"""One dense prefill that fills the caches of several methods; on a GPU, a prefill for each."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ _CACHE_TYPE_HELP = "type of {} in the cache; q8_0 with methods that read it"
 class Method(ABC):
     """An immutable KV-cache method; its fields are its options (sparsekv_cli/option.py).
 
-    A method whose options depend on each other checks that in its own __post_init__, behind this
-    one.
+    If options depend on each other, a method checks that in its own __post_init__, after calling
+    this one.
     """
 
     paper: ClassVar[str]
@@ -61,7 +61,7 @@ class Method(ABC):
         return replace(spec, cache_type_k=self.cache_type_k, cache_type_v=self.cache_type_v)
 
     def is_dense(self, spec: LayerSpec) -> bool:
-        """Whether the user or the default wants that layer dense (see ``dense_layer``)."""
+        """Whether the layer is dense, by default or because the user says so."""
         return spec.layer in {
             i % spec.n_layer for i in self.dense_layers if -spec.n_layer <= i < spec.n_layer
         }
@@ -81,14 +81,14 @@ class Method(ABC):
         """The method's own cache of one layer."""
 
     def used(self) -> Sequence[Method]:
-        """Other methods whose kernels it calls, to be compiled with its own."""
+        """Other methods whose kernels this one calls, so that they are compiled too."""
         return ()
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
-        """What every layer's ``spec.calibration`` is to hold: arrays (n_layer, ...) by name.
+        """The arrays (n_layer, ...) by name that the layers' ``spec.calibration`` will hold.
 
-        Called for methods whose ``needs`` is CALIBRATION (calibration/run.py). The arrays must not
-        depend on the method's options: one sidecar serves them all.
+        Called for methods whose ``needs`` is CALIBRATION. The arrays must not depend on the
+        method's options, because one sidecar serves all of them.
         """
         raise NotImplementedError
 

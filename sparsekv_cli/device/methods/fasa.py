@@ -1,10 +1,10 @@
-"""FASA on a device (methods/fasa.py): the scan of dominant chunks, top N_fac, and attention there.
+"""FASA on a device (methods/fasa.py): scan of the dominant chunks, top N_fac, and attention.
 
-Variant c keeps K and V whole in device memory beside a copy of the dominant dims
+Variant c keeps K and V whole in device memory, and a copy of the dominant dims
 (kernels/fasa/chunks.py says why). Variant m keeps the dominant dims only; V and the other dims of K
 lie in pinned memory of the host. Rows that a step attends to are fetched from there, once a kv
-head, and stay on the device until others need their place (kernels/fasa/row_cache.py), so that only
-new ones cross the bus.
+head, and stay in a cache on the device (kernels/fasa/row_cache.py), so that only new ones cross the
+bus.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class DeviceFASA(DeviceSelecting):
                            device=self.device)  # fmt: skip
 
     def _reserve_copy(self, n: int) -> None:
-        """Room for ``n`` tokens, as much as the rows have if they have more."""
+        """Room for ``n`` tokens; as much as the rows have, if that is more."""
         if n > self._dom.shape[3]:
             grown = self._columns(-(-max(n, self.store.capacity) // ALIGNMENT) * ALIGNMENT)
             grown[..., : self._n_dom] = self._dom[..., : self._n_dom]
             self._dom = grown
 
     def _build_copy(self) -> None:
-        """Dominant dims of the rows that the copy lacks."""
+        """Copies the dominant dims of the rows that the copy lacks."""
         n = self.store.n
         if n > self._n_dom:
             chunks.build_chunks(self.store.k, self._n_dom, n, self._dom_dims, self._dom)
@@ -79,7 +79,7 @@ class DeviceFASA(DeviceSelecting):
         return self._plan_budget(n, n_max)
 
     def _plan_budget(self, n: int, n_max: int) -> tuple[int, int, int]:
-        """Rows that are always attended, first and last; and how many more than the first ones."""
+        """Numbers of first and last rows always attended, and of rows beside the first ones."""
         rows = self.method.budget.rows
         self._n_sinks, self._n_recent = self.method.forced(rows(n))
         self._k_max = rows(n_max) - self._n_sinks
@@ -163,10 +163,10 @@ class HostRows:
 
 
 class DeviceFASAM(DeviceFASA):
-    """Variant m. While all rows may be attended, and during a prefill, K and V lie in ``store``.
+    """Variant m. While the budget covers the context, and in prefill, K and V lie in ``store``.
 
-    Otherwise ``store`` has no room and knows how many rows there are: the dominant dims in the
-    copy, the others and V in ``_host``.
+    Otherwise ``store`` only knows the number of rows: the dominant dims are in the copy, the other
+    dims and V in ``_host``.
     """
 
     can_prefill_in_parts = False
@@ -233,7 +233,7 @@ class DeviceFASAM(DeviceFASA):
         self._n_made += 1
 
     def _split(self, n_max: int) -> None:
-        """K and V to their two places, with room for n_max rows, if they are not there."""
+        """Moves K and V to their two places, with room for n_max rows, unless they are there."""
         if self._is_split:
             return
         store, n = self.store, self.store.n
@@ -248,7 +248,7 @@ class DeviceFASAM(DeviceFASA):
         self._n_made += 1
 
     def _join(self) -> None:
-        """K and V whole on the device, if they are not, bit for bit as they were."""
+        """Moves K and V back to the device, bit for bit, unless they are there."""
         if not self._is_split:
             return
         store, n = self.store, self.store.n

@@ -1,16 +1,16 @@
-"""FreeKV on a device and its host; the method is told in methods/freekv.py.
+"""FreeKV on a device and its host (methods/freekv.py).
 
 | paper | here |
 |---|---|
-| 3.2 speculative retrieval for the next step | _recall_ahead, on a stream beside the step's |
+| 3.2 speculative retrieval for the next step | _recall_ahead, on a second stream |
 | 3.3 query-based identification, head-wise correction | kernels/freekv/correction.py enter_row |
 | 4.2 hybrid layouts, NHD and HND; offloading | kernels/freekv/pages.py, offload_pages |
 | 4.2 streamed recall | kernels/freekv/recall.py fetch_pages |
 
-A step is launches only: which kv heads choose again, what they choose and which pages are to be
-fetched for it is decided on the device, and a kernel reads those from pinned host memory. A kv head
-that need not choose skips the work, not the launch. While all rows are within the budget, or no
-page has left the window, they lie in a store and attention is dense.
+A step is launches only. The device decides which kv heads choose again, what they choose and which
+pages are fetched, and a kernel reads those from pinned host memory. A kv head that need not choose
+skips the work, not the launch. While the budget covers the context, or no page has left the window,
+the rows lie in a store and attention is dense.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from sparsekv_cli.methods.freekv import FreeKV, PagePlan
 
 
 class Workspace(NamedTuple):
-    """What the launches of a choice hand on; made anew only when something grows."""
+    """Buffers between the launches of a choice; made anew only when something grows."""
 
     wanted: torch.Tensor  # int32 (B, G): see correction.enter_row
     query: torch.Tensor  # f32 (B, H, d)
@@ -55,7 +55,7 @@ class Workspace(NamedTuple):
 
 
 class Recent(NamedTuple):
-    """Rows that a window holds at least, in this step and in the next."""
+    """Number of rows that the window holds at least, in this step and in the next."""
 
     now: int
     ahead: int

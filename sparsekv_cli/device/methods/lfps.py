@@ -1,9 +1,9 @@
-"""LFPS with its tables and rows on the host, and the rows of its sinks on the device too.
+"""LFPS with its tables and rows on the host, and the sinks' rows on the device too.
 
-As in the paper, the device attends to the sinks, and the host to what it chose of the other rows,
-whose output and log-sum-exp one kernel takes in while it attends to the sinks. The host scores the
-sinks all the same, in its own copy of their keys: whether a head is bypassed depends on their mass
-(eq 6), and so does nothing that a head learns (eq 10). It leaves their values alone.
+As in the paper, the device attends to the sinks and the host to the other rows that it chose. One
+kernel attends to the sinks and merges the host's output by its log-sum-exp. The host scores the
+sinks too, in its own copy of their keys, because their mass decides whether a head is bypassed (eq
+6); it does not read their values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sparsekv_cli.methods.lfps import LFPSCache
 
 
 class HostLFPS(HostCache):
-    """One layer. The device has its sinks as f16, of the values that the host's rows have."""
+    """One layer. The device holds the sinks as f16, with the values of the host's rows."""
 
     cache: LFPSCache
 
@@ -70,7 +70,7 @@ class HostLFPS(HostCache):
 
     @property
     def lse(self) -> np.ndarray:
-        """f32 (H,): the log of the sum of exponentials of the scores that ``decode`` covered."""
+        """f32 (H,): the log of the sum of exponentials of the scores that ``decode`` included."""
         return self.cache.lse
 
     def truncate(self, n: int) -> int:

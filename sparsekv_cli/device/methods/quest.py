@@ -1,4 +1,4 @@
-"""Quest on a device (methods/quest.py): whole pages, chosen by bounds of what their keys score."""
+"""Quest on a device (methods/quest.py): whole pages, chosen by bounds of their keys' scores."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """SALS on a device (methods/sals.py): latents and packed values are the only copy of old rows.
 
-While budget, sinks and window cover the context, K and V lie whole in ``store``, and so they do
-during a prefill. Afterwards every row has a latent and packed values, written when it comes;
-sinks and the last rows are kept as they are besides, in a ring.
+While budget, sinks and window cover the context, and during a prefill, K and V lie whole in
+``store``. Otherwise every row has a latent and packed values, written when it comes; sinks and the
+last rows are kept exact as well, the latter in a ring.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DeviceSALS(DeviceCache):
         self._forget()
 
     def _forget(self) -> None:
-        """No rows, in no form."""
+        """Drops all rows, in every form."""
         self.store = DeviceStore(self.spec, self.device)
         self._is_compressed = False
         self._latents, self._values = self._empty_latents(0)
@@ -84,7 +84,7 @@ class DeviceSALS(DeviceCache):
         return latents, torch.zeros(shape, dtype=torch.uint8, device=self.device)
 
     def _reserve_latents(self, n: int) -> None:
-        """Room for ``n`` rows: just that at first, a sixteenth more than before when growing."""
+        """Room for ``n`` rows; if it has to grow, at least a sixteenth more."""
         capacity = self._latents.shape[1]
         if n <= capacity:
             return
