@@ -247,7 +247,7 @@ class DeviceDecoder(Forward):
                 lse[b] = cache.lse
 
     def _take_in(self, i: int, caches: Sequence[LayerCache]) -> None:
-        """Takes the host's results of layer i; merges attention to sinks on the device with them."""
+        """Takes the host's results of layer i; merges the device's sinks with them."""
         buffers = self._buffers
         if not isinstance(caches[0], HostLFPS):
             buffers.upload_attended(i)
