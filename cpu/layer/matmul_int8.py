@@ -33,33 +33,18 @@ from sparsekv_cli.cpu.layer.tiles_int8 import (
     tile_bytes,
 )
 from sparsekv_cli.cpu.weights.dot import matvec_ref
-from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE, FORMATS
+from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
 
 PANEL_COLUMNS = 768  # at most, and three blocks of the largest formats: 18 KiB
 TASK_ROWS = 86 * TILE  # inputs of a task at most
 TASKS_A_THREAD = 6
 
-# Integers of the formats whose products fit: the most of q + zero, which is not negative, and zero.
-UNSIGNED: dict[int, tuple[int, int]] = {
-    FORMATS[name].code: (largest, zero)
-    for name, largest, zero in (
-        ("Q4_0", 15, 8),
-        ("Q4_1", 15, 0),
-        ("Q5_0", 31, 16),
-        ("Q5_1", 31, 0),
-        ("Q2_K", 3, 0),
-        ("Q3_K", 7, 4),
-        ("Q4_K", 15, 0),
-        ("Q5_K", 31, 0),
-        ("Q6_K", 63, 32),
-        ("MXFP4", 24, 12),
-    )
-}
-
 
 def can_multiply(code: int) -> bool:
-    """Whether the integers of ggml type ``code`` are small enough."""
-    return code in UNSIGNED
+    """Whether the integers of ggml type ``code`` are so small that two products fit i16."""
+    format_ = FORMAT_OF_CODE[code]
+    fits = 2 * format_.largest * LARGEST_INPUT <= np.iinfo(np.int16).max
+    return format_.decode is not None and bool(fits)
 
 
 @cache
@@ -71,7 +56,7 @@ def _format_traits(code: int) -> Traits:
     block = format_.decode(ir.IRBuilder(function.append_basic_block()), function.args[0])
     span = format_.n_elements // block.scales.type.count
     room = span // 4
-    while room * 2 * UNSIGNED[code][0] * LARGEST_INPUT > np.iinfo(np.int16).max:
+    while room * 2 * format_.largest * LARGEST_INPUT > np.iinfo(np.int16).max:
         room //= 2
     return Traits(span, room)
 
@@ -86,8 +71,7 @@ def _decode_row(typingctx, code, w, n_blocks, values, scales, offsets):
         return None
 
     def codegen(context, b, signature, args):
-        code_ = signature.args[0].literal_value
-        format_, zero = FORMAT_OF_CODE[code_], UNSIGNED[code_][1]
+        format_ = FORMAT_OF_CODE[signature.args[0].literal_value]
         assert format_.decode is not None
         decode = format_.decode
         _, w, n_blocks, values, scales, offsets = args
@@ -96,13 +80,13 @@ def _decode_row(typingctx, code, w, n_blocks, values, scales, offsets):
             block = decode(b, b.add(w, b.mul(i, I64(format_.n_bytes))))
             at = b.add(values, b.mul(i, I64(format_.n_elements)))
             for j, q in enumerate(block.q):
-                llvm.store(b, b.add(q, const(I8, zero)), at, LANES * j)
+                llvm.store(b, b.add(q, const(I8, format_.zero)), at, LANES * j)
             n_scales = block.scales.type.count
             step = b.mul(i, I64(4 * n_scales))
             llvm.store(b, block.scales, b.add(scales, step))
             known = block.offsets
             if known is None:
-                known = b.fmul(block.scales, const(F32, -float(zero), n_scales))
+                known = b.fmul(block.scales, const(F32, -float(format_.zero), n_scales))
             llvm.store(b, known, b.add(offsets, step))
             return []
 

@@ -17,14 +17,15 @@ from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.bf16 import narrowed
-from sparsekv_cli.cpu.jit.llvm import F16, F32, I32, I64, LANES, VF, const, load
+from sparsekv_cli.cpu.jit.llvm import F16, F32, I16, I32, I64, LANES, VF, const, load
 from sparsekv_cli.cpu.jit.pointers import address, call_through, function_address
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
-from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE, PLAIN_FLOATS, BlockFormat
+from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE, BlockFormat
 from sparsekv_cli.cpu.weights.integer import emit_row as integer_row
 from sparsekv_cli.cpu.weights.integer import quantize
 from sparsekv_cli.cpu.weights.interleaved import groups_dot
 
+PLAIN_FLOATS = {"F32": F32, "F16": F16, "BF16": I16}
 ACCUMULATORS = 4  # independent sums in flight, enough to hide the latency of one fma
 ROWS_A_PASS = 16  # rows of weights that stay in the L1 cache while all inputs take them
 TO_F32, TO_BF16, TO_F16 = 0, 1, 2

@@ -1,11 +1,10 @@
-"""The GGUF weight formats as data: block sizes, and how a block becomes small integers and scales.
+"""The GGUF weight formats, one record each: how a block becomes small integers and scales.
 
 ``decode`` of a quantised format writes LLVM IR that turns one block into its integers, sixteen at a
 time (<16 x i8>), and a vector of scales (and, for the asymmetric formats, of offsets), one for each
-16 or 32 elements: an element is q * scale + offset. The f32 and the integer dot products and the
-dequantisation of every format come from that one description. The layouts are llama.cpp's (the
-block structs of ggml/src/ggml-common.h); values equal ``gguf.quants.dequantize`` bit for bit
-(tests/cpu/weights/test_formats.py).
+16 or 32 elements: an element is q * scale + offset. All dot products and the dequantisation come
+from that one description. The layouts are llama.cpp's (the block structs of ggml-common.h); values
+equal ``gguf.quants.dequantize`` bit for bit (tests/cpu/weights/test_formats.py).
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from sparsekv_cli.cpu.jit.llvm import (
     shuffle,
     vec,
 )
+from sparsekv_cli.cpu.weights.types import GGMLType
 
 # Element values of the non-linear 4-bit formats (ggml-common.h: kvalues_iq4nl, kvalues_mxfp4).
 IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -64,34 +64,51 @@ Decode = Callable[[ir.IRBuilder, ir.Value], Block]
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """One weight format. ``code`` is ggml's type number; plain floats have no ``decode``.
+    """One weight format: what all kernels of the CPU know about it.
 
-    decode_four: four blocks at once with whole 64-byte vectors, where that is faster than four
-    times ``decode``; it reads nothing behind them.
+    type: ggml's, with number and sizes. decode: None for plain floats. decode_four: four blocks at
+    once with whole 64-byte vectors, where that is faster; it reads nothing behind them. largest,
+    zero: of a block's integers q, q + zero is 0 to ``largest``.
+    interleaves: whether decode gains by rows side by side (weights/interleaved.py): ``always``, on
+    CPUs ``without byte products``, or empty. word_order: the numbers in which the words of four
+    bytes of an interleaved block come, scales not counted, if not as in the file.
     """
 
-    name: str
-    code: int
-    n_elements: int
-    n_bytes: int
+    type: GGMLType
     decode: Decode | None = None
     decode_four: Decode | None = None
+    largest: int = 0
+    zero: int = 0
+    interleaves: str = ""
+    word_order: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.type.name
+
+    @property
+    def code(self) -> int:
+        return int(self.type)
+
+    @property
+    def n_elements(self) -> int:
+        """Plain floats are read as blocks of 16; rows that are no multiple have a scalar tail."""
+        return LANES if self.decode is None else self.type.block
+
+    @property
+    def n_bytes(self) -> int:
+        return self.type.row_bytes(self.n_elements)
 
     def floats(self, b: ir.IRBuilder, p: ir.Value) -> Iterator[ir.Value]:
         """The block at address p as <16 x float> vectors, in order."""
-        if self.decode is None:
-            yield _plain_floats(b, p, self.name)
-        else:
+        if self.decode is not None:
             yield from self.decode(b, p).floats(b)
-
-
-def _plain_floats(b: ir.IRBuilder, p: ir.Value, name: str) -> ir.Value:
-    if name == "F32":
-        return load(b, VF, p)
-    if name == "F16":
-        return llvm.load_half_lanes(b, p)
-    wide = b.shl(b.zext(load(b, vec(I16), p), VI), const(I32, 16))
-    return b.bitcast(wide, VF)
+        elif self.type is GGMLType.F32:
+            yield load(b, VF, p)
+        elif self.type is GGMLType.F16:
+            yield llvm.load_half_lanes(b, p)
+        else:
+            yield b.bitcast(b.shl(b.zext(load(b, vec(I16), p), VI), const(I32, 16)), VF)
 
 
 def _nibbles(b: ir.IRBuilder, bytes_: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -353,27 +370,30 @@ def _mxfp4(b: ir.IRBuilder, p: ir.Value) -> Block:
     return Block(q, True, llvm.splat(b, b.bitcast(bits, F32), 1))
 
 
-# Plain floats are read as blocks of 16; rows that are no multiple of 16 have a scalar tail.
-FORMATS: dict[str, BlockFormat] = {
-    name: BlockFormat(name, code, n_elements, n_bytes, *decoders)
-    for name, code, n_elements, n_bytes, *decoders in (
-        ("F32", 0, LANES, 4 * LANES),
-        ("F16", 1, LANES, 2 * LANES),
-        ("Q4_0", 2, 32, 18, _q4_0, _four_q4_0),
-        ("Q4_1", 3, 32, 20, _q4_1, _four_q4_1),
-        ("Q5_0", 6, 32, 22, _q5_0, _four_q5_0),
-        ("Q5_1", 7, 32, 24, _q5_1, _four_q5_1),
-        ("Q8_0", 8, 32, 34, _q8_0),
-        ("Q2_K", 10, 256, 84, _q2_k),
-        ("Q3_K", 11, 256, 110, _q3_k),
-        ("Q4_K", 12, 256, 144, _q4_k),
-        ("Q5_K", 13, 256, 176, _q5_k),
-        ("Q6_K", 14, 256, 210, _q6_k),
-        ("IQ4_NL", 20, 32, 18, _iq4_nl, _four_iq4_nl),
-        ("IQ4_XS", 23, 256, 136, _iq4_xs),
-        ("BF16", 30, LANES, 2 * LANES),
-        ("MXFP4", 39, 32, 17, _mxfp4),
+ALWAYS, WITHOUT_BYTE_PRODUCTS = "always", "without byte products"
+# Words of a block of Q6_K in the file: 32 of low halves, 16 of high bits, 4 of scales. As they are
+# used: the scales, then of each half of the elements 8 of high bits and 16 of low halves.
+Q6_K_ORDER = (*range(48, 52), *range(32, 40), *range(16), *range(40, 48), *range(16, 32))
+
+FORMATS = {
+    format_.name: format_
+    for format_ in (  # type, decode, decode_four, largest, zero, interleaves, word_order
+        BlockFormat(GGMLType.F32),
+        BlockFormat(GGMLType.F16),
+        BlockFormat(GGMLType.Q4_0, _q4_0, _four_q4_0, 15, 8, ALWAYS),
+        BlockFormat(GGMLType.Q4_1, _q4_1, _four_q4_1, 15, 0, ALWAYS),
+        BlockFormat(GGMLType.Q5_0, _q5_0, _four_q5_0, 31, 16, ALWAYS),
+        BlockFormat(GGMLType.Q5_1, _q5_1, _four_q5_1, 31, 0, ALWAYS),
+        BlockFormat(GGMLType.Q8_0, _q8_0, None, 255, 128),
+        BlockFormat(GGMLType.Q2_K, _q2_k, None, 3, 0),
+        BlockFormat(GGMLType.Q3_K, _q3_k, None, 7, 4),
+        BlockFormat(GGMLType.Q4_K, _q4_k, None, 15, 0, WITHOUT_BYTE_PRODUCTS),
+        BlockFormat(GGMLType.Q5_K, _q5_k, None, 31, 0),
+        BlockFormat(GGMLType.Q6_K, _q6_k, None, 63, 32, WITHOUT_BYTE_PRODUCTS, Q6_K_ORDER),
+        BlockFormat(GGMLType.IQ4_NL, _iq4_nl, _four_iq4_nl, 241, 128, ALWAYS),
+        BlockFormat(GGMLType.IQ4_XS, _iq4_xs, None, 241, 128),
+        BlockFormat(GGMLType.BF16),
+        BlockFormat(GGMLType.MXFP4, _mxfp4, None, 24, 12),
     )
 }
 FORMAT_OF_CODE = {format_.code: format_ for format_ in FORMATS.values()}
-PLAIN_FLOATS = {"F32": F32, "F16": F16, "BF16": I16}

@@ -41,7 +41,14 @@ from sparsekv_cli.cpu.jit.llvm import (
 )
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.weights import vnni
-from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE, FORMATS, IQ4_NL_VALUES, lookup16
+from sparsekv_cli.cpu.weights.formats import (
+    ALWAYS,
+    FORMAT_OF_CODE,
+    FORMATS,
+    IQ4_NL_VALUES,
+    BlockFormat,
+    lookup16,
+)
 from sparsekv_cli.cpu.weights.integer import byte_products, pair_products
 from sparsekv_cli.cpu.weights.vnni import BLOCK, BYTES, LINE, ByteInputs
 
@@ -94,13 +101,13 @@ def _with_fifth(b: ir.IRBuilder, q: Sequence[ir.Value], bits: ir.Value) -> list[
     return result
 
 
-def _around(b: ir.IRBuilder, q: list[ir.Value], scale: ir.Value, zero: int) -> InterleavedBlock:
-    """Integers q - zero."""
-    return InterleavedBlock(q, scale, b.fmul(scale, const(F32, -float(zero))))
+def _around(b: ir.IRBuilder, q: list[ir.Value], scale: ir.Value, name: str) -> InterleavedBlock:
+    """Integers q - zero of the format ``name``."""
+    return InterleavedBlock(q, scale, b.fmul(scale, const(F32, -float(FORMATS[name].zero))))
 
 
 def _q4_0(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
-    yield _around(b, _nibbles(b, _words(b, p, 1, 4)), _scale(b, p, 0), 8)
+    yield _around(b, _nibbles(b, _words(b, p, 1, 4)), _scale(b, p, 0), "Q4_0")
 
 
 def _q4_1(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
@@ -109,7 +116,7 @@ def _q4_1(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
 
 def _q5_0(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
     bits, *words = _words(b, p, 1, 5)
-    yield _around(b, _with_fifth(b, _nibbles(b, words), bits), _scale(b, p, 0), 16)
+    yield _around(b, _with_fifth(b, _nibbles(b, words), bits), _scale(b, p, 0), "Q5_0")
 
 
 def _q5_1(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
@@ -120,10 +127,10 @@ def _q5_1(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
 
 
 def _iq4_nl(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
-    table = tuple(value + 128 for value in IQ4_NL_VALUES)
+    table = tuple(value + FORMATS["IQ4_NL"].zero for value in IQ4_NL_VALUES)
     nibbles = (b.bitcast(word, vec(I8, BYTES)) for word in _nibbles(b, _words(b, p, 1, 4)))
     q = [b.bitcast(lookup16(b, table, part), VI) for part in nibbles]
-    yield _around(b, q, _scale(b, p, 0), 128)
+    yield _around(b, q, _scale(b, p, 0), "IQ4_NL")
 
 
 def _byte(b: ir.IRBuilder, words: Sequence[ir.Value], i: int) -> ir.Value:
@@ -164,11 +171,6 @@ def _q4_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
         yield InterleavedBlock(_half_bytes(b, words, i % 2 == 1), scale, offset)
 
 
-# Words of a block of Q6_K in the file: 32 of low halves, 16 of high bits, 4 of scales. As they are
-# used: the scales, then of each half of the elements 8 of high bits and 16 of low halves.
-Q6_K_ORDER = (*range(48, 52), *range(32, 40), *range(16), *range(40, 48), *range(16, 32))
-
-
 def _q6_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
     d = _scale(b, p, 0)
     for i in range(16):  # 16 elements each
@@ -179,51 +181,39 @@ def _q6_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
         q = _with_bits(b, _half_bytes(b, words, part >= 2), bits, 2 * part, 2)
         left = const(I32, 24 - 8 * (i % 4))
         signed = b.ashr(b.shl(_word(b, p, 1, i // 4), left), const(I32, 24))
-        yield _around(b, q, b.fmul(d, b.sitofp(signed, VF)), 32)
+        yield _around(b, q, b.fmul(d, b.sitofp(signed, VF)), "Q6_K")
 
 
-class Repacking(NamedTuple):
-    """How a format's blocks are repacked and decoded.
-
-    n_scales: f16 numbers, at ``scales_at`` (bytes), the start or the end of a block. decode: yields
-    the parts of a block in turn, with integers up to ``largest``. order: of its words of four
-    bytes, if it changes. always: whether repacking pays where the CPU has vpdpbusd, too.
-    """
-
-    n_scales: int
-    decode: Callable[[ir.IRBuilder, ir.Value], Iterator[InterleavedBlock]]
-    largest: int
-    scales_at: int = 0
-    order: tuple[int, ...] = ()
-    always: bool = True
-
-
-REPACKED: dict[int, Repacking] = {
-    FORMATS[name].code: repacking
-    for name, repacking in {
-        "Q4_0": Repacking(1, _q4_0, 15),
-        "Q4_1": Repacking(2, _q4_1, 15),
-        "Q5_0": Repacking(1, _q5_0, 31),
-        "Q5_1": Repacking(2, _q5_1, 31),
-        "IQ4_NL": Repacking(1, _iq4_nl, 241),
-        "Q4_K": Repacking(2, _q4_k, 15, always=False),
-        "Q6_K": Repacking(1, _q6_k, 63, 208, Q6_K_ORDER, always=False),
-    }.items()
+# How the blocks of a group are decoded: the parts of a block in turn.
+DECODERS: dict[str, Callable[[ir.IRBuilder, ir.Value], Iterator[InterleavedBlock]]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "IQ4_NL": _iq4_nl,
+    "Q4_K": _q4_k,
+    "Q6_K": _q6_k,
 }
 
 
-def word_order(code: int) -> tuple[int, ...]:
+def scales_of(format_: BlockFormat) -> tuple[int, int]:
+    """Where the f16 scales of a block are, the start or the end of it, in bytes; how many."""
+    ((at, count),) = format_.type.scales
+    return at, count
+
+
+def word_order(format_: BlockFormat) -> tuple[int, ...]:
     """For each word of a repacked block, its number in the file's block; scales are not counted."""
-    repacking = REPACKED[code]
-    n_words = (FORMAT_OF_CODE[code].n_bytes - 2 * repacking.n_scales) // 4
-    return repacking.order or tuple(range(n_words))
+    n_words = (format_.n_bytes - 2 * scales_of(format_)[1]) // 4
+    return format_.word_order or tuple(range(n_words))
 
 
 def can_repack(code: int, n_rows: int) -> bool:
     """Whether this CPU gains by repacking a matrix of ggml type ``code``."""
-    if code not in REPACKED or n_rows % GROUP != 0:
+    interleaves = FORMAT_OF_CODE[code].interleaves
+    if not interleaves or n_rows % GROUP != 0:
         return False
-    return REPACKED[code].always if vnni.is_available() else llvm.has_feature("avx2")
+    return interleaves == ALWAYS if vnni.is_available() else llvm.has_feature("avx2")
 
 
 # --- repacking ------------------------------------------------------------------------------------
@@ -253,17 +243,18 @@ def _repack(rows, n_scales, scales_at, order, out):
 
 def repack(code: int, w: np.ndarray, out: np.ndarray) -> None:
     """Repacks w, uint8 (rows, row bytes) in format ``code``, to ``out`` of the same shape."""
-    repacking, order = REPACKED[code], np.array(word_order(code))
+    scales_at, n_scales = scales_of(FORMAT_OF_CODE[code])
     units = out.reshape(len(w) // GROUP, -1).view(np.uint16)
-    scales_at = repacking.scales_at // 2
-    _repack(w.view(np.uint16), repacking.n_scales, scales_at, order, units)
+    order = np.array(word_order(FORMAT_OF_CODE[code]))
+    _repack(w.view(np.uint16), n_scales, scales_at // 2, order, units)
 
 
 def repack_ref(code: int, w: np.ndarray) -> np.ndarray:
     """numpy reference of ``repack``: the layout above, written as reshapes."""
-    n_bytes, repacking = FORMAT_OF_CODE[code].n_bytes, REPACKED[code]
-    start, end = repacking.scales_at, repacking.scales_at + 2 * repacking.n_scales
-    blocks = w.reshape(len(w) // GROUP, GROUP, -1, n_bytes)
+    format_ = FORMAT_OF_CODE[code]
+    start, n_scales = scales_of(format_)
+    end = start + 2 * n_scales
+    blocks = w.reshape(len(w) // GROUP, GROUP, -1, format_.n_bytes)
 
     def planes(part: np.ndarray, size: int) -> np.ndarray:
         units = part.reshape(*blocks.shape[:3], -1, size)  # group, row, block, unit, byte
@@ -271,7 +262,7 @@ def repack_ref(code: int, w: np.ndarray) -> np.ndarray:
         return moved.reshape(len(blocks), blocks.shape[2], -1)
 
     rest = np.concatenate([blocks[..., :start], blocks[..., end:]], -1)
-    places = [4 * word + byte for word in word_order(code) for byte in range(4)]
+    places = [4 * word + byte for word in word_order(format_) for byte in range(4)]
     parts = planes(blocks[..., start:end], 2), planes(rest[..., places], 4)
     return np.concatenate(parts, -1).reshape(w.shape)
 
@@ -399,7 +390,7 @@ def _group_dots(typingctx, code, count, w, x, x_row, n, out, out_row):
     def codegen(context, b, signature, args):
         code_, count_ = (type_.literal_value for type_ in signature.args[:2])
         w, x, x_row, n, out, out_row = args[2:]
-        format_, repacking = FORMAT_OF_CODE[code_], REPACKED[code_]
+        format_ = FORMAT_OF_CODE[code_]
         block_bytes = GROUP * format_.n_bytes
         rows = [vnni.inputs_at(b, b.add(x, b.mul(I64(j), x_row)), n) for j in range(count_)]
 
@@ -410,9 +401,9 @@ def _group_dots(typingctx, code, count, w, x, x_row, n, out, out_row):
             if format_.n_elements == BLOCK:  # the K formats' products are slower than the memory
                 ahead = [b.add(p, I64(AHEAD + line)) for line in range(0, block_bytes, LINE)]
             lines = llvm.Prefetches(ahead, 2 * BLOCK // 4, once=True)
-            for block in repacking.decode(b, p):
+            for block in DECODERS[format_.name](b, p):
                 totals = [
-                    _add_block(b, block, repacking.largest, inputs, at, total, lines)
+                    _add_block(b, block, format_.largest, inputs, at, total, lines)
                     for inputs, total in zip(rows, totals, strict=True)
                 ]
                 at = b.add(at, I64(4 * len(block.q)))

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsekv_cli.cpu.weights.types import DECODABLE_TYPES, REMOVED_TYPES, GGMLType
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.gguf.foreign import describe_foreign
 from sparsekv_cli.models.gguf.header import (
@@ -32,7 +33,6 @@ from sparsekv_cli.models.gguf.header import (
     StringArray,
     show,
 )
-from sparsekv_cli.models.gguf.types import DECODABLE_TYPES, REMOVED_TYPES, GGMLType
 
 __all__ = ["DECODABLE_TYPES", "GGMLType", "GGUFFile", "StringArray", "TensorInfo", "open_gguf"]
 

@@ -8,11 +8,11 @@ from quantized_rows import random_rows
 
 from sparsekv_cli.cpu.layer import matmul_int8 as products
 from sparsekv_cli.cpu.layer import tiles_int8 as tiles
-from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE, FORMATS
+from sparsekv_cli.cpu.weights.formats import FORMATS
 
 pytestmark = pytest.mark.skipif(not tiles.is_available(), reason="needs byte products (AVX2)")
 
-NAMES = [FORMAT_OF_CODE[code].name for code in products.UNSIGNED]
+NAMES = [name for name, each in FORMATS.items() if products.can_multiply(each.code)]
 LARGEST_QUANTS = {  # where the bytes are whose bits, all set, are the largest integers
     "Q4_0": slice(2, None),
     "Q4_1": slice(4, None),

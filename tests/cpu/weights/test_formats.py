@@ -10,7 +10,8 @@ from quantized_rows import random_rows
 
 from sparsekv_cli.cpu.jit.floats import as_type_of
 from sparsekv_cli.cpu.weights import dot, integer, vnni
-from sparsekv_cli.cpu.weights.formats import FORMATS
+from sparsekv_cli.cpu.weights.formats import FORMATS, IQ4_NL_VALUES, MXFP4_VALUES
+from sparsekv_cli.cpu.weights.types import DECODABLE_TYPES
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -19,6 +20,25 @@ def test_table_equals_gguf_constants(name):
     assert GGMLQuantizationType[name] == format_.code
     n_elements, n_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
     assert format_.n_elements * n_bytes == format_.n_bytes * n_elements
+
+
+def test_every_type_that_a_file_may_have_has_its_record():
+    assert {format_.type for format_ in FORMATS.values()} == DECODABLE_TYPES
+
+
+def test_integers_lie_within_their_bounds():
+    for name, values in (
+        ("IQ4_NL", IQ4_NL_VALUES),
+        ("IQ4_XS", IQ4_NL_VALUES),
+        ("MXFP4", MXFP4_VALUES),
+    ):
+        format_ = FORMATS[name]
+        assert min(values) + format_.zero >= 0 and max(values) + format_.zero == format_.largest
+    for name in BLOCK_FORMATS:
+        if name[0] == "Q":  # all integers of so many bits
+            n_bits = int(name[1])
+            assert FORMATS[name].largest == 2**n_bits - 1
+            assert FORMATS[name].zero in (0, 2 ** (n_bits - 1))
 
 
 @pytest.mark.parametrize("name", FORMATS)

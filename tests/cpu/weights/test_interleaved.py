@@ -8,10 +8,10 @@ from quantized_rows import random_rows
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.layer import decode
 from sparsekv_cli.cpu.weights import dot, integer, interleaved, vnni
-from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE, FORMATS
+from sparsekv_cli.cpu.weights.formats import FORMATS
 from sparsekv_cli.models.weights import Linear
 
-NAMES = [FORMAT_OF_CODE[code].name for code in interleaved.REPACKED]
+NAMES = [name for name, each in FORMATS.items() if each.interleaves]
 repacks = pytest.mark.skipif(
     not interleaved.can_repack(FORMATS["Q4_1"].code, interleaved.GROUP),
     reason="this CPU does not repack",
@@ -65,10 +65,11 @@ def test_products_are_within_sixteen_bits(name, n_columns):
 
 def largest_products(name: str, n_columns: int) -> tuple[np.ndarray, np.ndarray]:
     """Weights whose integers are the largest, and activations whose bytes are."""
-    w, code = random_rows(name, 16, n_columns), FORMATS[name].code
-    repacking, blocks = interleaved.REPACKED[code], w.reshape(16, -1, FORMATS[name].n_bytes)
+    w = random_rows(name, 16, n_columns)
+    blocks = w.reshape(16, -1, FORMATS[name].n_bytes)
     is_scale = np.zeros(blocks.shape[-1], bool)
-    is_scale[repacking.scales_at :][: 2 * repacking.n_scales] = True
+    scales_at, n_scales = interleaved.scales_of(FORMATS[name])
+    is_scale[scales_at:][: 2 * n_scales] = True
     blocks[:, :, ~is_scale] = 255
     x = np.empty((3, n_columns), np.float32)
     for row, value in zip(x, (127 * 256 + 127, 127 * 256 - 128, -126 * 256 - 128), strict=True):
@@ -124,3 +125,12 @@ def test_rows_that_fill_no_group_stay_as_they_lie():
     assert interleaved.can_repack(FORMATS["Q4_1"].code, 32)
     assert not interleaved.can_repack(FORMATS["Q4_1"].code, 40)
     assert not interleaved.can_repack(FORMATS["Q8_0"].code, 32)
+
+
+def test_every_format_that_interleaves_has_its_decoder():
+    assert set(NAMES) == set(interleaved.DECODERS)
+    for name in NAMES:
+        at, count = interleaved.scales_of(FORMATS[name])
+        assert at in (0, FORMATS[name].n_bytes - 2 * count)  # the start or the end of a block
+        n_words = (FORMATS[name].n_bytes - 2 * count) // 4
+        assert sorted(interleaved.word_order(FORMATS[name])) == list(range(n_words))

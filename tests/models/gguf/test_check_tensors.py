@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from gguf_bytes import Builder, Tensor
 
+from sparsekv_cli.cpu.weights.types import DECODABLE_TYPES, GGMLType
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.gguf import check as module
 from sparsekv_cli.models.gguf.check import check_tensors, find_non_finite, non_finite_blocks
 from sparsekv_cli.models.gguf.file import open_gguf
-from sparsekv_cli.models.gguf.types import DECODABLE_TYPES, GGMLType
 
 WITH_SCALES = sorted(kind for kind in GGMLType if kind.scales)
 DEQUANTISED = [k for k in WITH_SCALES if k != GGMLType.Q8_1]  # Q8_1 is for activations

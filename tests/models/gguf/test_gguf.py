@@ -18,8 +18,8 @@ from gguf_bytes import (
     write_raw,
 )
 
+from sparsekv_cli.cpu.weights.types import DECODABLE_TYPES, REMOVED_TYPES
 from sparsekv_cli.models.gguf.file import GGMLType, StringArray, open_gguf
-from sparsekv_cli.models.gguf.types import DECODABLE_TYPES, REMOVED_TYPES
 
 
 @pytest.fixture

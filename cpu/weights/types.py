@@ -1,8 +1,9 @@
-"""The tensor types of GGUF: number, block length and block bytes, as data.
+"""The tensor types of ggml: number, block length and block bytes, as data.
 
 Source: ggml's ``enum ggml_type`` and ``type_traits``; the same table as ``gguf.constants``
-(``GGMLQuantizationType``, ``GGML_QUANT_SIZES``), against which a test holds it.  It is repeated
-here because importing ``gguf`` costs as much as opening a model.
+(``GGMLQuantizationType``, ``GGML_QUANT_SIZES``), against which a test holds it. It is repeated here
+because importing ``gguf`` costs as much as opening a model. What is computed with the types is in
+weights/formats.py; a file can be opened without importing that.
 """
 
 from __future__ import annotations
