@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 
 import pytest
 from source_tree import MODULES, PACKAGE, imports
@@ -57,6 +58,15 @@ def test_imports_follow_the_arrows(module, path):
             continue
         assert imported in MODULES, f"{at}, which does not exist"
         assert part_of(imported) in {part, *ANYONE, *ALLOWED[part]}, f"{at}: the arrow runs back"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Under TYPE_CHECKING neither; a package is not its modules here."""
+    graph = {
+        name: {each for each, _ in imports(module.tree())} & set(MODULES) - {name}
+        for name, module in MODULES.items()
+    }
+    assert len(list(TopologicalSorter(graph).static_order())) == len(MODULES)  # or a CycleError
 
 
 def test_the_walk_sees_imports_wherever_they_are():

@@ -613,8 +613,7 @@ def test_rows_of_a_trial_attend_as_a_step_does(geometry, monkeypatch):
     store = DenseCache(layer.spec).store
     for rows in ((k, v), new[1:]):
         store.append(*rows)
-    attend = fasa._attend_best(layer.spec, dims[:, :n_dom], 4, 16)
-    out = attend(store, AttnInput(*new, new[0], new[1], 90))
+    out = fasa._attend_best(dims[:, :n_dom], 4, 16)(new[0], store, layer.spec)
     assert out.shape == (geometry.n_head, 7, geometry.d)
     np.testing.assert_allclose(out, np.stack(outs, axis=1), atol=1e-3)
 
