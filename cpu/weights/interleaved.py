@@ -15,185 +15,22 @@ can be added ahead of widening them. IQ4_NL's integers are too large for that an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
-
 import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
-from sparsekv_cli.cpu.jit.llvm import (
-    F16,
-    F32,
-    I8,
-    I16,
-    I32,
-    I64,
-    LANES,
-    VF,
-    VI,
-    const,
-    load,
-    shuffle,
-    vec,
-)
+from sparsekv_cli.cpu.jit.llvm import F32, I8, I16, I32, I64, LANES, VF, const, load, shuffle, vec
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.weights import vnni
-from sparsekv_cli.cpu.weights.formats import (
-    ALWAYS,
-    FORMAT_OF_CODE,
-    FORMATS,
-    IQ4_NL_VALUES,
-    BlockFormat,
-    lookup16,
-)
+from sparsekv_cli.cpu.weights.formats import ALWAYS, FORMAT_OF_CODE, BlockFormat
 from sparsekv_cli.cpu.weights.integer import byte_products, pair_products
+from sparsekv_cli.cpu.weights.interleaved_blocks import DECODERS, InterleavedBlock
 from sparsekv_cli.cpu.weights.vnni import BLOCK, BYTES, LINE, ByteInputs
 
 GROUP = LANES  # rows side by side
 AHEAD = 8192 if llvm.ON_AMD else 16384  # bytes by which weights are fetched before their use
-
-
-class InterleavedBlock(NamedTuple):
-    """32 or 16 elements of each of 16 rows; an element is q * scale + offset."""
-
-    q: list[ir.Value]  # 8 or 4 <16 x i32>: four elements of every row, unsigned bytes
-    scale: ir.Value  # <16 x float>
-    offset: ir.Value
-
-
-def _scale(b: ir.IRBuilder, p: ir.Value, i: int) -> ir.Value:
-    """f16 number i of every row's block, <16 x float>."""
-    return b.fpext(load(b, vec(F16), p, 2 * LANES * i), VF)
-
-
-def _word(b: ir.IRBuilder, p: ir.Value, n_scales: int, i: int) -> ir.Value:
-    """Word i of four bytes of every row behind the scales, <16 x i32>."""
-    return load(b, VI, p, 2 * LANES * n_scales + 4 * LANES * i)
-
-
-def _words(b: ir.IRBuilder, p: ir.Value, n_scales: int, count: int) -> list[ir.Value]:
-    return [_word(b, p, n_scales, i) for i in range(count)]
-
-
-def _half_bytes(b: ir.IRBuilder, words: Sequence[ir.Value], high: bool) -> list[ir.Value]:
-    """The low or high four bits of every byte."""
-    shifted = [b.lshr(word, const(I32, 4)) for word in words] if high else words
-    return [b.and_(word, const(I32, 0x0F0F0F0F)) for word in shifted]
-
-
-def _nibbles(b: ir.IRBuilder, words: Sequence[ir.Value]) -> list[ir.Value]:
-    """32 four-bit integers, whose low halves come first."""
-    return _half_bytes(b, words, False) + _half_bytes(b, words, True)
-
-
-def _with_fifth(b: ir.IRBuilder, q: Sequence[ir.Value], bits: ir.Value) -> list[ir.Value]:
-    """q with bit i of ``bits`` as the fifth of element i."""
-    result = []
-    for i, nibble in enumerate(q):
-        four = b.and_(b.lshr(bits, const(I32, 4 * i)), const(I32, 15))
-        # Bit j of four goes to bit 0 of byte j (and elsewhere).
-        spread = b.mul(four, const(I32, sum(1 << 7 * j for j in range(4))))
-        fifth = b.shl(b.and_(spread, const(I32, 0x01010101)), const(I32, 4))
-        result.append(b.or_(nibble, fifth))
-    return result
-
-
-def _around(b: ir.IRBuilder, q: list[ir.Value], scale: ir.Value, name: str) -> InterleavedBlock:
-    """Integers q - zero of the format ``name``."""
-    return InterleavedBlock(q, scale, b.fmul(scale, const(F32, -float(FORMATS[name].zero))))
-
-
-def _q4_0(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
-    yield _around(b, _nibbles(b, _words(b, p, 1, 4)), _scale(b, p, 0), "Q4_0")
-
-
-def _q4_1(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
-    yield InterleavedBlock(_nibbles(b, _words(b, p, 2, 4)), _scale(b, p, 0), _scale(b, p, 1))
-
-
-def _q5_0(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
-    bits, *words = _words(b, p, 1, 5)
-    yield _around(b, _with_fifth(b, _nibbles(b, words), bits), _scale(b, p, 0), "Q5_0")
-
-
-def _q5_1(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
-    bits, *words = _words(b, p, 2, 5)
-    yield InterleavedBlock(
-        _with_fifth(b, _nibbles(b, words), bits), _scale(b, p, 0), _scale(b, p, 1)
-    )
-
-
-def _iq4_nl(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
-    table = tuple(value + FORMATS["IQ4_NL"].zero for value in IQ4_NL_VALUES)
-    nibbles = (b.bitcast(word, vec(I8, BYTES)) for word in _nibbles(b, _words(b, p, 1, 4)))
-    q = [b.bitcast(lookup16(b, table, part), VI) for part in nibbles]
-    yield _around(b, q, _scale(b, p, 0), "IQ4_NL")
-
-
-def _byte(b: ir.IRBuilder, words: Sequence[ir.Value], i: int) -> ir.Value:
-    """Byte i of the bytes in ``words``, unsigned <16 x i32>."""
-    shifted = b.lshr(words[i // 4], const(I32, 8 * (i % 4)))
-    return b.and_(shifted, const(I32, 255))
-
-
-def _k_affine(b: ir.IRBuilder, p: ir.Value) -> Iterator[tuple[ir.Value, ir.Value]]:
-    """Scale and offset of the eight parts of a block of Q4_K (see weights/formats.py)."""
-    d, dmin = _scale(b, p, 0), b.fneg(_scale(b, p, 1))
-    words = _words(b, p, 2, 3)
-    for i in range(8):
-        low, high = (_byte(b, words, at) for at in (i % 4, 4 + i % 4))
-        if i < 4:
-            scale, minimum = (b.and_(each, const(I32, 63)) for each in (low, high))
-        else:
-            rest = _byte(b, words, 4 + i)
-            tops = (b.shl(b.lshr(each, const(I32, 6)), const(I32, 4)) for each in (low, high))
-            nibbles = b.and_(rest, const(I32, 15)), b.lshr(rest, const(I32, 4))
-            scale, minimum = (b.or_(*pair) for pair in zip(nibbles, tops, strict=True))
-        yield b.fmul(d, b.sitofp(scale, VF)), b.fmul(dmin, b.sitofp(minimum, VF))
-
-
-def _with_bits(
-    b: ir.IRBuilder, q: Sequence[ir.Value], words: Sequence[ir.Value], first: int, count: int
-) -> list[ir.Value]:
-    """q with ``count`` bits of every byte of ``words``, from bit ``first`` on, above its four."""
-    shift = b.shl if first <= 4 else b.lshr
-    every = const(I32, 0x10101010 * ((1 << count) - 1))
-    tops = (b.and_(shift(word, const(I32, abs(4 - first))), every) for word in words)
-    return [b.or_(low, top) for low, top in zip(q, tops, strict=True)]
-
-
-def _q4_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
-    for i, (scale, offset) in enumerate(_k_affine(b, p)):
-        words = [_word(b, p, 2, 3 + 8 * (i // 2) + j) for j in range(8)]
-        yield InterleavedBlock(_half_bytes(b, words, i % 2 == 1), scale, offset)
-
-
-def _q6_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
-    d = _scale(b, p, 0)
-    for i in range(16):  # 16 elements each
-        half, part, j = i // 8, i % 8 // 2, i % 2
-        start = 4 + 24 * half + 4 * j
-        bits = [_word(b, p, 1, start + k) for k in range(4)]
-        words = [_word(b, p, 1, start + 8 + 8 * (part % 2) + k) for k in range(4)]
-        q = _with_bits(b, _half_bytes(b, words, part >= 2), bits, 2 * part, 2)
-        left = const(I32, 24 - 8 * (i % 4))
-        signed = b.ashr(b.shl(_word(b, p, 1, i // 4), left), const(I32, 24))
-        yield _around(b, q, b.fmul(d, b.sitofp(signed, VF)), "Q6_K")
-
-
-# How the blocks of a group are decoded: the parts of a block in turn.
-DECODERS: dict[str, Callable[[ir.IRBuilder, ir.Value], Iterator[InterleavedBlock]]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "IQ4_NL": _iq4_nl,
-    "Q4_K": _q4_k,
-    "Q6_K": _q6_k,
-}
 
 
 def scales_of(format_: BlockFormat) -> tuple[int, int]:
