@@ -1,7 +1,7 @@
 """The cache of one layer of one sequence: what the decoder asks of it, and the base classes.
 
-In a prefill a LayerCache takes a chunk's rows, and attention over them is a function of its own
-(``attend_causal``). A decode step gives it a row's q, k, v and gets the attention's output back.
+In prefill the decoder gives a layer's cache the new rows (``extend``) and computes dense attention
+itself. In decode the cache adds one row and returns its attention (``decode``).
 """
 
 from __future__ import annotations

@@ -449,18 +449,19 @@ def test_a_trial_equals_one_by_itself(session):
     klds, nlls = window.score(trials)
     assert window.score([Trial(0, unchanged)])[0] == [0]
     assert klds[0] < 1e-4 and abs(nlls[0] - window.nll) < 1e-3  # an FFT there and back
-    assert klds[1] == 0 and nlls[1] == pytest.approx(window.nll, abs=1e-6)
+    # BLAS sums a row in another order when it lies elsewhere in a chunk
+    assert klds[1] < 1e-9 and nlls[1] == pytest.approx(window.nll, abs=1e-5)
     assert klds[2:].min() > 5 * klds[0]
 
     def log_probabilities(layer, dropped):
         caches = [DenseCache(spec) for spec in run.specs]
-        run.forward(run.ids[:200], 0, caches, False)
+        run.forward(run.ids[:200], 0, caches)
         if layer >= 0:
             for array in (caches[layer].store.k, caches[layer].store.v):
                 array[:, middle] = frequencies.without_bins(
                     array[:, middle].astype(np.float32), dropped
                 )
-        logits = run.forward(run.ids[200:230], 200, caches, True)
+        logits = run.forward(run.ids[200:230], 200, caches, all_logits=True)
         return torch.from_numpy(logits).log_softmax(-1)
 
     full = log_probabilities(-1, None)
