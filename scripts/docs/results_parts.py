@@ -245,7 +245,7 @@ def memory(run: Runner, sizes: Sizes) -> Rows:
             "peak_mb": done.peak_bytes / 1e6, "cache_mb": held / 1e6,
             "prefill_tps": timings["prefill_tps"],
         })  # fmt: skip
-    run.commands[1:] = [f"the same with --method {sizes.methods.partition(',')[2]}"]
+    run.commands[1:] = [f"# and so on with --method {sizes.methods.replace(',', ', ')}"]
     return rows
 
 
@@ -265,9 +265,10 @@ def terminal(run: Runner, sizes: Sizes) -> Rows:
 
 def peer(run: Runner, sizes: Sizes) -> Rows:
     told = run.script("bench/peer", "-m", sizes.model, *sizes.peer.split())
-    rows = []
+    rows, version = [], told["programs"]["llama.cpp"]["version"]
     for row in told["rows"]:
         rows.append({"test": row["test"], "unit": row["unit"], "ratio": row["ratio"]})
+        rows[-1]["version"] = version
         for name in ("sparsekv_cli", "llama_cpp"):
             rows[-1] |= {f"{name}_{x}": row[name][x] for x in ("median", "min", "max")}
     return rows

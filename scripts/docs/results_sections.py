@@ -158,6 +158,7 @@ SECTIONS = (
             Column("most", figure("llama_cpp_max")),
             Column("unit", text("unit")),
             Column("ratio", figure("ratio", 2)),
+            Column("llama-cpp-python", lambda row: f"`{row['version']}`"),
         ),
     ),
     Section(
