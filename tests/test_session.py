@@ -10,14 +10,18 @@ import pytest
 import torch
 from tiny_models import make_model
 
+from sparsekv_cli import engine
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.attention.decode import append_row
+from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 from sparsekv_cli.cpu.jit.threads import physical_cores
+from sparsekv_cli.cpu.layer import tiles_int8
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
+from sparsekv_cli.models.decoder import cpu_prefill_dtype
 from sparsekv_cli.session import load_session
 
 N_VOCAB = 512
@@ -93,6 +97,33 @@ def test_decode_beyond_the_context(session):
     session.decode(5)
     assert "40" in refused(lambda: session.decode(5))
     assert len(session.tokens) == 40
+
+
+@pytest.mark.parametrize("missing", [["torch", "triton"], ["triton"]])
+def test_a_gpu_without_its_packages(model, missing, monkeypatch):
+    """auto goes on with the CPU and says so; cuda names the command."""
+    monkeypatch.setattr(engine, "may_have_device", lambda: True)
+    monkeypatch.setattr(engine, "find_spec", lambda name: None if name in missing else name)
+    method, words = build_method("full", {}), f"{' and '.join(missing)} not installed: pip install"
+    opened = load_session(model, method, SessionConfig(device="auto"))
+    assert isinstance(opened.engine, engine.HostEngine) and words in opened.engine.note
+    opened.gguf.close()
+    assert words in refused(lambda: load_session(model, method, SessionConfig(device="cuda")))
+    opened = load_session(model, method, SessionConfig(device="cpu"))
+    assert opened.engine.note == ""
+    opened.gguf.close()
+
+
+def test_bf16_is_refused_where_it_cannot_be_multiplied(monkeypatch):
+    monkeypatch.setattr(bf16, "is_available", lambda: True)
+    assert cpu_prefill_dtype("auto", 64) == cpu_prefill_dtype("bf16", 64) == "bf16"
+    assert "heads of 63" in refused(lambda: cpu_prefill_dtype("bf16", 63))
+    monkeypatch.setattr(bf16, "is_available", lambda: False)
+    assert "this CPU" in refused(lambda: cpu_prefill_dtype("bf16", 64))
+    assert cpu_prefill_dtype("f32", 63) == "f32"
+    for has_bytes, expected in ((True, "int8"), (False, "f32")):
+        monkeypatch.setattr(tiles_int8, "is_available", lambda has_bytes=has_bytes: has_bytes)
+        assert cpu_prefill_dtype("auto", 64) == expected
 
 
 def test_missing_file_and_wrong_device(model, tmp_path, monkeypatch):
