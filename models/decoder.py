@@ -164,8 +164,10 @@ class Decoder(Forward):
 
     def prepare(self, n_rows: int) -> None:
         """Chooses the products: those of decode for few rows."""
-        few = self._takes_few and n_rows <= FEW_ROWS
-        self.rows, self._products = self._few if few else self._many
+        self.rows, self._products = self._few if self.is_few(n_rows) else self._many
+
+    def is_few(self, n_rows: int) -> bool:
+        return self._takes_few and n_rows <= FEW_ROWS
 
     def output(self, normed: Any) -> np.ndarray:
         """The output head; few rows are multiplied with the quantised weights."""

@@ -65,6 +65,10 @@ class Forward(ABC):
     def prepare(self, n_rows: int) -> None:  # noqa: B027 - most have all from the start
         """Work ahead of ``forward`` of n_rows rows that does not count as prefill time."""
 
+    def is_few(self, n_rows: int) -> bool:
+        """Whether ``forward`` of so many rows takes other kernels than that of many."""
+        return False
+
     def embed(self, ids: Sequence[int]) -> Any:
         """The tokens' embeddings, f32 (T, n_embd), as ``rows`` takes them."""
         embedding = self.weights.token_embd

@@ -103,6 +103,7 @@ class Session:
         self.gguf = file
         self.hparams = hparams
         self.method = method
+        self._on_compile = on_compile
         self.config = config
         self.n_threads = min(config.threads or physical_cores(), numba.config.NUMBA_NUM_THREADS)
         self.n_ctx = config.ctx_size or hparams.n_ctx_train
@@ -164,6 +165,8 @@ class Session:
         self._check_ids(ids)
         self.gguf.check_intact()
         started = time.perf_counter()
+        if self.decoder.is_few(n):
+            warmup.compile_few_rows(self.decoder, self._on_compile)
         self.decoder.prepare(n)
         self.timings.load_s += time.perf_counter() - started
         started = time.perf_counter()

@@ -90,7 +90,9 @@ def _format_steps(codes: Collection[int], dtypes: Collection[str]) -> Iterator[C
             call = partial(dot.kernel_address, code, True, True)
             yield CompileTask(f"format-{code}-repacked", format_.name, call)
             group = np.zeros((interleaved.GROUP, format_.n_bytes), np.uint8)
-            repacking = partial(interleaved.repack, code, group, group.copy())
+            packed = group.copy()
+            group.flags.writeable = False  # as a file's are
+            repacking = partial(interleaved.repack, code, group, packed)
         targets = {"f32": dot.TO_F32, "bf16": dot.TO_BF16}
         for dtype, to in targets.items():
             if dtype in dtypes:
@@ -111,20 +113,28 @@ def compile_method_kernels(
     specs: the decoder's layers, calibrated if the method needs that. Returns how many steps were
     not done before.
     """
-    used = (compile_method_kernels(decoder, each, specs, report) for each in method.used())
-    n_done = sum(used)
+    return _run(list(_trial(decoder, method, specs)), report)
+
+
+def _trial(decoder: Decoder, method: Method, specs: Sequence[LayerSpec]) -> Iterator[CompileTask]:
+    """A prefill and decode steps with ``method``, and with those that it uses."""
+    for each in method.used():
+        yield from _trial(decoder, each, specs)
     caches = trial_caches(method, specs)
     prompt = [token % decoder.hparams.n_vocab for token in range(N_PROMPT)]
     marker = f"method-{type(method).__name__}-{type(decoder).__name__}-{decoder.prefill_dtype}"
-    trial = [
-        CompileTask(marker, "prefill", lambda: decoder.forward(prompt, 0, caches)),
-        CompileTask(
-            marker, "prefill", lambda: decoder.forward([0], N_PROMPT, caches)
-        ),  # a few rows
-        CompileTask(marker, "decode", lambda: decoder.decode(0, N_PROMPT + 1, caches)),
-        CompileTask(marker, "decode", lambda: decoder.decode(0, N_PROMPT + 2, caches)),
-    ]
-    return n_done + _run(trial, report)
+    yield CompileTask(marker, "prefill", lambda: decoder.forward(prompt, 0, caches))
+    yield CompileTask(marker, "decode", lambda: decoder.decode(0, N_PROMPT, caches))
+    yield CompileTask(marker, "decode", lambda: decoder.decode(0, N_PROMPT + 1, caches))
+
+
+def compile_few_rows(decoder: Decoder, report: OnCompile | None) -> int:
+    """Compiles what a prefill of a few rows calls where it is not that of many."""
+    from sparsekv_cli.methods import build_method
+
+    caches = trial_caches(build_method("full", {}), decoder.layer_specs())
+    marker = f"few-rows-{type(decoder).__name__}-{decoder.prefill_dtype}"
+    return _run([CompileTask(marker, "prefill", lambda: decoder.forward([0], 0, caches))], report)
 
 
 def load_method_kernels(method: Method, spec: LayerSpec, prefill_dtype: str) -> None:
@@ -181,11 +191,13 @@ def _smallest_budget(method: Method) -> Method:
 
 def _run(steps: Sequence[CompileTask], report: OnCompile | None) -> int:
     """Runs the tasks whose marker is not there yet, then sets it; returns how many those are."""
-    from sparsekv_cli.cpu.jit import kernel_cache
+    from sparsekv_cli.cpu.jit import ahead, kernel_cache
 
     markers = dict.fromkeys(step.marker for step in steps)
     done = {name for name in markers if kernel_cache.is_marked(name)}
     missing = [step for step in steps if step.marker not in done]
+    if ahead.compile_ahead([step.call for step in missing], report):
+        report = None
     for i, step in enumerate(missing):
         if report is not None:
             report(step.what, i, len(missing))

@@ -381,6 +381,7 @@ def install() -> bool:
     entry = cfunc(types.void(*[types.int64] * 8), cache=True)(parallel_for)
     binding.add_symbol("numba_parallel_for", entry.address)
     _KEPT.append(entry)
+    work.compile((types.int64,))
     for worker in range(1, config.NUMBA_NUM_THREADS):
         threading.Thread(target=work, args=(worker,), name=f"decode-{worker}", daemon=True).start()
     return True

@@ -23,9 +23,8 @@ except ImportError:  # not on Windows
 
 MAGIC = b"sparsekv kernel 1\n"
 HEADER_BYTES = len(MAGIC) + hashlib.sha256().digest_size
-SUFFIX = ".kernel"
+SUFFIX, LOCK, TEMPORARY = ".kernel", ".lock", ".tmp"
 WRITABLE_BY_OTHERS = 0o022
-N_LOCKS = 64  # lock files; two kernels that share one wait for each other, which does no harm
 DAY = 86400  # seconds
 UNUSED_DAYS = 30  # after which a file is removed
 MOST_BYTES = 1 << 30  # of all files; the ones that were not used for the longest time go first
@@ -47,11 +46,19 @@ def _is_private(status: os.stat_result) -> bool:
     return status.st_uid == os.geteuid() and not status.st_mode & WRITABLE_BY_OTHERS
 
 
+class Busy(Exception):
+    """Another process has the lock, and this one does not wait."""
+
+
 class KernelStore:
-    """Bytes by name in one folder, which is made when it is first needed."""
+    """Bytes by name in one folder, which is made when it is first needed.
+
+    is_patient: whether ``lock`` waits for other processes; else it raises Busy.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
+        self.is_patient = True
         self._is_open = False
         self._may_read = self._may_write = False
         self._is_clean = False
@@ -94,6 +101,13 @@ class KernelStore:
         assert self.folder is not None
         return self.folder / (name + SUFFIX)
 
+    def may_write(self) -> bool:
+        """Whether files are kept, as far as is known before the next one."""
+        self._open()
+        if self._may_write and self.folder is not None and not os.access(self.folder, os.W_OK):
+            self._may_write = False
+        return self._may_write
+
     def has(self, name: str) -> bool:
         """Whether there is a file of that name; it may still be found damaged."""
         self._open()
@@ -127,7 +141,7 @@ class KernelStore:
             return
         header = MAGIC + hashlib.sha256(payload).digest()
         try:
-            handle, temporary = tempfile.mkstemp(dir=self.folder, suffix=".tmp")  # mode 0600
+            handle, temporary = tempfile.mkstemp(dir=self.folder, suffix=TEMPORARY)  # mode 0600
             try:
                 with open(handle, "wb") as file:
                     file.write(header + payload)
@@ -155,10 +169,9 @@ class KernelStore:
         handle = None
         if self._may_write and fcntl is not None:
             assert self.folder is not None
-            number = hashlib.sha256(name.encode()).digest()[0] % N_LOCKS
             with contextlib.suppress(OSError):
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-                handle = os.open(self.folder / f"lock-{number}", flags, 0o600)
+                handle = os.open(self.folder / (name + LOCK), flags, 0o600)
         try:
             if handle is not None:
                 self._wait_for(handle, what)
@@ -172,6 +185,8 @@ class KernelStore:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                if not self.is_patient:
+                    raise Busy from None
                 self._say(f"waiting for another process that compiles {what}")
                 fcntl.flock(handle, fcntl.LOCK_EX)
 
@@ -179,10 +194,11 @@ class KernelStore:
         """Removes files that nobody used for a month, and the oldest of too many."""
         assert self.folder is not None
         files = []
-        for path in [*self.folder.glob("*" + SUFFIX), *self.folder.glob("*.tmp")]:
-            with contextlib.suppress(OSError):
-                status = path.stat()
-                files.append((status.st_mtime, status.st_size, path))
+        for path in self.folder.iterdir():
+            if path.suffix in (SUFFIX, LOCK, TEMPORARY):
+                with contextlib.suppress(OSError):
+                    status = path.stat()
+                    files.append((status.st_mtime, status.st_size, path))
         total, oldest_kept = 0, time.time() - UNUSED_DAYS * DAY
         for used, size, path in sorted(files, reverse=True):
             total += size

@@ -12,7 +12,7 @@ from tiny_models import make_model
 from sparsekv_cli import session, warmup
 from sparsekv_cli.commands import warmup as warmup_command
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.cpu.jit import kernel_cache
+from sparsekv_cli.cpu.jit import ahead, kernel_cache
 from sparsekv_cli.cpu.jit.store import KernelStore
 from sparsekv_cli.cpu.layer import matmul_int8
 from sparsekv_cli.cpu.weights import dot, interleaved
@@ -26,7 +26,10 @@ Invoke = Callable[..., Any]
 
 @pytest.fixture
 def markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty place for markers; the kernels themselves stay where they are."""
+    """An empty place for markers; the kernels themselves stay where they are. Steps are taken one
+    by one, as where processes cannot be copied.
+    """
+    monkeypatch.setattr(ahead, "can_compile_ahead", lambda: False)
     monkeypatch.setattr(kernel_cache, "STORE", KernelStore(tmp_path / "markers"))
     return tmp_path / "markers"
 

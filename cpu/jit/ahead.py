@@ -1,0 +1,196 @@
+"""Kernels compiled ahead of their first call, by several processes at once.
+
+Which kernels some calls need, and for which types, is found out by making the calls: in copies of
+this process, in which a kernel that is called is noted and not run. Each copy then compiles what no
+other one has begun with. They end when all is on disk, from where this process loads it.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import os
+import selectors
+import signal
+import sys
+import textwrap
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+from numba.core import dispatcher, types
+from numba.core.compiler_lock import global_compiler_lock
+
+from sparsekv_cli.cpu.jit import compiling
+from sparsekv_cli.cpu.jit.kernel_cache import STORE, KernelCache
+from sparsekv_cli.cpu.jit.store import Busy
+from sparsekv_cli.cpu.jit.threads import physical_cores
+
+Call = Callable[[], object]
+Report = Callable[[str, int, int], None]  # a kernel that is compiled now, how many are, how many
+SILENT_SECONDS = 120.0  # without a word from the copies, after which they are given up
+
+
+class Kernel(NamedTuple):
+    """A function and the types of its arguments."""
+
+    function: Any  # numba's dispatcher
+    signature: tuple[Any, ...]
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    def is_kept(self) -> bool:
+        """Whether it is on disk."""
+        target = self.function.targetctx
+        return STORE.has(self.function._cache.name(self.signature, target.codegen()))
+
+
+@cache
+def _returns_value(function: Any) -> bool:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    return any(isinstance(node, ast.Return) and node.value for node in ast.walk(tree))
+
+
+class _NoCode:
+    """Stands for a compiled function whose address is asked for."""
+
+    fndesc = library = property(lambda self: self)
+    llvm_cfunc_wrapper_name = ""
+
+    def get_pointer_to_function(self, name: str) -> int:
+        return 0
+
+
+def kernels_of(calls: Sequence[Call]) -> list[Kernel]:
+    """The kernels that ``calls`` need and that this process has not loaded, without running them,
+    but for those that return a value. What the calls compute, and what they write to, is garbage.
+    """
+    noted: dict[Kernel, None] = {}
+    kind = dispatcher.Dispatcher
+    call, compiled = kind._compile_for_args, compiling.compiled
+
+    def note_call(self: Any, *args: Any, **keywords: Any) -> Any:
+        if not isinstance(self._cache, KernelCache) or _returns_value(self.py_func):
+            return call(self, *args, **keywords)
+        omitted = dispatcher.OmittedArg
+        signature = tuple(
+            types.Omitted(a.value) if isinstance(a, omitted) else self.typeof_pyval(a) for a in args
+        )
+        noted[Kernel(self, signature)] = None
+        return lambda *_, **__: None  # which numba calls in the kernel's place
+
+    def note_address(function: Any, signature: tuple[Any, ...]) -> Any:
+        noted[Kernel(function, signature)] = None
+        return _NoCode()
+
+    kind._compile_for_args, compiling.compiled = note_call, note_address
+    try:
+        for each in calls:
+            with contextlib.suppress(Exception):  # of Python code that meets garbage
+                each()
+    finally:
+        kind._compile_for_args, compiling.compiled = call, compiled
+    return list(noted)
+
+
+def _compile_in_copy(calls: Sequence[Call], number: int, pipe: int) -> None:
+    """What copy ``number`` of the process does; tells the first process by lines of text."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
+    parent = os.getppid()
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(null, stream)
+    missing = [kernel for kernel in kernels_of(calls) if not kernel.is_kept()]
+
+    def tell(text: str) -> None:
+        os.write(pipe, f"{text}\n".encode())
+
+    tell(f"{len(missing)} missing")
+    STORE.is_patient = False
+    for kernel in missing if number % 2 == 0 else reversed(missing):
+        if os.getppid() != parent:
+            return
+        if not kernel.is_kept():
+            tell(f"0 {kernel.name}")
+            with contextlib.suppress(Busy):
+                kernel.function.compile(kernel.signature)
+                tell(f"1 {kernel.name}")
+
+
+def _start_copy(calls: Sequence[Call], number: int) -> tuple[int, int]:
+    """The process number of a copy of this process, and the pipe that it writes to."""
+    reading, writing = os.pipe()
+    with global_compiler_lock, warnings.catch_warnings():  # another thread's would never be free
+        # Python's warning of threads: those of jit/pool.py hold no locks, and the copy has none.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process = os.fork()
+    if process:
+        os.close(writing)
+        return process, reading
+    code = 1
+    try:
+        os.close(reading)
+        _compile_in_copy(calls, number, writing)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def can_compile_ahead() -> bool:
+    """Whether this process can be copied, and what the copies compile can be kept."""
+    return hasattr(os, "fork") and STORE.may_write() and "torch" not in sys.modules
+
+
+def compile_ahead(calls: Sequence[Call], report: Report | None) -> bool:
+    """Has the kernels that ``calls`` need compiled, as far as that can be seen without running
+    them; the caller then makes the calls, which load the kernels and compile what is missing.
+
+    Returns whether it did, and has reported what there was to do.
+    """
+    if not calls or not can_compile_ahead():
+        return False
+    sys.stdout.flush()
+    sys.stderr.flush()
+    copies = [_start_copy(calls, number) for number in range(physical_cores())]
+    try:
+        _follow([pipe for _, pipe in copies], report)
+    finally:
+        for process, pipe in copies:
+            os.close(pipe)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)  # none is left, but after an exception
+            os.waitpid(process, 0)
+    return True
+
+
+def _follow(pipes: Sequence[int], report: Report | None) -> None:
+    """Passes on what the copies say until they end, or say nothing for too long."""
+    n_missing = n_done = 0
+    rest = dict.fromkeys(pipes, b"")
+    with selectors.DefaultSelector() as selector:
+        for pipe in pipes:
+            selector.register(pipe, selectors.EVENT_READ)
+        until = time.monotonic() + SILENT_SECONDS
+        while rest and time.monotonic() < until:
+            for key, _ in selector.select(1.0):
+                until = time.monotonic() + SILENT_SECONDS
+                data = os.read(key.fd, 65536)
+                if not data:
+                    selector.unregister(key.fd)
+                    del rest[key.fd]
+                    continue
+                *lines, rest[key.fd] = (rest[key.fd] + data).split(b"\n")
+                for number, word in (line.decode().split() for line in lines):
+                    if word == "missing":
+                        n_missing = max(n_missing, int(number))
+                    else:
+                        n_done += int(number)
+                        if report is not None:
+                            report(word, min(n_done, n_missing - 1), n_missing)
+    if n_missing and report is not None:
+        report("done", n_missing, n_missing)
