@@ -116,8 +116,9 @@ def ask_for_entries(h, step):
 
 @njit(cache=True, nogil=True)
 def _mark(h, factor, step):
-    """The bits of a head's C0 (eq 8), thresholds raised by ``factor``; of its C1 if neighbours are
-    filtered, which depends on the head (eq 9).
+    """The bits of a head's C0 (eq 8), thresholds raised by ``factor``.
+
+    If neighbours are filtered, which depends on the head, the bits of its C1 (eq 9).
     """
     n, tables, statistics = step.n, step.tables, step.statistics
     bits, n_words = step.work.bits[h], (n + BLOCK - 1) // BLOCK
@@ -189,8 +190,8 @@ def merge_candidates(team, step):
     """C1 of a team, ascending: its active heads' C0, their neighbours and the recents (eq 9).
 
     While more than ``limit`` rows pass, its heads' thresholds are raised by RAISE; ``raised`` f64
-    (H,) remembers how far, and comes down again when fewer than CALM of them pass. The queries of
-    heads that are not bypassed move to the front of the team's.
+    (H,) keeps the factor from step to step, and falls again when fewer than CALM of them pass. The
+    queries of heads that are not bypassed move to the front of the team's.
     """
     n, work, statistics = step.n, step.work, step.statistics
     n_head, n_team = step.q.shape[0], work.rows.shape[0]

@@ -1,8 +1,8 @@
 """A decode step of LFPS for a whole layer, as one compiled call.
 
-What it is told are words, what it works with lies in one block: arrays made of addresses have no
-reference counts, which threads that share an array would change in turn, nor do they cost half a
-microsecond each.
+Its arguments are int64 words, and its buffers lie in one block. Arrays made of addresses have no
+reference counts, which threads would otherwise change in turn, and passing an array costs half a
+microsecond.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _run_thread(thread, words, q, out, counter, at):
 
 @intrinsic
 def _call_thread(typingctx, function, thread, words, q, out, counter, at):
-    """Calls ``_run_thread`` through its address: it is optimised once, not in the loop again."""
+    """Calls ``_run_thread`` through its address, so that it is optimised once, outside the loop."""
     return call_through(6)
 
 
@@ -178,11 +178,11 @@ def lfps_step(words, q, k, v, out):
 
 
 class LFPSStep:
-    """A step of an LFPS cache of one layer, whose arrays it looks up by address.
+    """The step of one layer's LFPS cache, which finds its arrays by address.
 
-    constants: lfps/bypass.py. raised f64 (H,): by how much the thresholds have been raised.
-    statistics int64 (H, N_STATISTICS), added to. The caller keeps them alive, and all that the
-    methods are given; it calls ``use_tables`` first, and when it has new ones.
+    constants: lfps/bypass.py. raised f64 (H,): factors by which the thresholds are raised.
+    statistics int64 (H, N_STATISTICS), added to. The caller keeps these and all arguments of the
+    methods alive. It calls ``use_tables`` first, and again for new tables.
     """
 
     def __init__(
@@ -210,8 +210,9 @@ class LFPSStep:
         )
 
     def trace(self, attended: np.ndarray, counts: np.ndarray) -> None:
-        """Until ``untrace`` steps list the rows that each head attended to, sinks first: int32
-        (H, m), of which int64 (H,) are filled.
+        """Until ``untrace``, steps list the rows that each head attended to, sinks first.
+
+        attended int32 (H, m), of which the first counts int64 (H,) are filled.
         """
         self.words[TRACE], self.words[N_COLUMNS] = address(attended), attended.shape[1]
         self.words[N_ATTENDED] = address(counts)
@@ -220,18 +221,21 @@ class LFPSStep:
         self.words[N_COLUMNS] = 0
 
     def leave_sinks(self, lse: np.ndarray) -> None:
-        """From now on steps leave the sinks out of their output, and say in lse, f32 (H,), the log
-        of the sum of exponentials of the scores that it covers.
+        """From now on steps leave the sinks out of their output.
+
+        lse f32 (H,): receives the log of the sum of exponentials of the scores that are included.
         """
         self.words[LSE] = address(lse)
 
     def share(self, by_group: bool, a: float) -> None:
-        """From now on the heads of a kv group score each other's candidates, or do not; a: eq 8."""
+        """Sets whether the heads of a kv group score each other's candidates, and a of eq 8."""
         self.words[BY_GROUP], self.words.view(np.float64)[A] = by_group, a
 
     def at(self, layout: np.ndarray, n: int, k_budget: int, limit: int) -> None:
-        """The next step is to n rows; k_budget: |C2|; limit: most rows of C1, no less than the
-        recent ones that are always among them, or thresholds would rise for ever.
+        """Sets up the next step, to n rows; k_budget: |C2|; limit: most rows of C1.
+
+        limit is at least the number of recents, which always are in C1; otherwise thresholds would
+        rise for ever.
         """
         words = self.words
         assert limit >= max(1, min(int(words[RECENT]), k_budget // 2))

@@ -64,14 +64,14 @@ Decode = Callable[[ir.IRBuilder, ir.Value], Block]
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """One weight format: what all kernels of the CPU know about it.
+    """One weight format: all that the CPU's kernels know about it.
 
     type: ggml's, with number and sizes. decode: None for plain floats. decode_four: four blocks at
     once with whole 64-byte vectors, where that is faster; it reads nothing behind them. largest,
-    zero: of a block's integers q, q + zero is 0 to ``largest``.
-    interleaves: whether decode gains by rows side by side (weights/interleaved.py): ``always``, on
-    CPUs ``without byte products``, or empty. word_order: the numbers in which the words of four
-    bytes of an interleaved block come, scales not counted, if not as in the file.
+    zero: for a block's integers q, q + zero is 0 to ``largest``. interleaves: whether interleaved
+    rows (weights/interleaved.py) make decode faster: ``always``, on CPUs ``without byte products``,
+    or empty: never. word_order: for each word of four bytes of an interleaved block its number in
+    the file's block, scales not counted, if the order changes.
     """
 
     type: GGMLType
@@ -92,7 +92,7 @@ class BlockFormat:
 
     @property
     def n_elements(self) -> int:
-        """Plain floats are read as blocks of 16; rows that are no multiple have a scalar tail."""
+        """Elements of a block. Plain floats are read as blocks of 16, with a scalar tail."""
         return LANES if self.decode is None else self.type.block
 
     @property

@@ -34,7 +34,7 @@ AHEAD = 8192 if llvm.ON_AMD else 16384  # bytes by which weights are fetched bef
 
 
 def scales_of(format_: BlockFormat) -> tuple[int, int]:
-    """Where the f16 scales of a block are, the start or the end of it, in bytes; how many."""
+    """Offset in bytes of a block's f16 scales, its start or its end, and how many they are."""
     ((at, count),) = format_.type.scales
     return at, count
 

@@ -1,9 +1,9 @@
 """GGUF v2 and v3, little-endian, read from a memory map with every size checked before it is used.
 
-Source of the layout: ggml's docs/gguf.md and gguf.cpp (llama.cpp).  A file is: magic, version,
-tensor count, key count, key/value pairs, tensor table, padding, tensor data.  Nothing in it is
-trusted: a count is compared with the bytes that remain before anything is allocated, the header
-may take at most ``MAX_HEADER_BYTES``, and tensors must lie one after the other as ggml demands.
+Source of the layout: ggml's GGUF specification and gguf.cpp (llama.cpp). A file is: magic, version,
+tensor count, key count, key/value pairs, tensor table, padding, tensor data. Nothing in it is
+trusted: a count is compared with the bytes that remain before anything is allocated, the header may
+take at most ``MAX_HEADER_BYTES``, and tensors must lie one after the other as ggml demands.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ __all__ = ["DECODABLE_TYPES", "GGMLType", "GGUFFile", "StringArray", "TensorInfo
 HEADER_BYTES = 24  # magic, version (u32), tensor count, key count (u64)
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 16
-MAX_KEY_BYTES = (1 << 16) - 1  # docs/gguf.md
+MAX_KEY_BYTES = (1 << 16) - 1  # GGUF specification
 MAX_NAME_BYTES = 63  # GGML_MAX_NAME - 1
 MAX_DIMS = 4  # GGML_MAX_DIMS
 MAX_ALIGNMENT = 1 << 20
 NOT_LANGUAGE_MODELS = {"clip": "a vision projector", "controlvector": "a control vector"}
-DEFAULT_ALIGNMENT = 32  # docs/gguf.md, general.alignment
+DEFAULT_ALIGNMENT = 32  # GGUF specification, general.alignment
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The header of a GGUF file, read front to back; a length is checked before it is believed.
 
-Source of the layout: ggml's docs/gguf.md.  Nothing is allocated before the bytes that it needs are
-known to lie within the file and within ``MAX_HEADER_BYTES``.
+Source of the layout: ggml's GGUF specification. Nothing is allocated before the bytes that it needs
+are known to lie within the file and within ``MAX_HEADER_BYTES``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sparsekv_cli.errors import SparseKVError
 MAX_HEADER_BYTES = 128 << 20  # everything before the tensor data; large vocabularies take 16 MB
 MAXSTRINGS = 1 << 21  # elements of all string arrays; large vocabularies hold 0.8 M with merges
 
-# docs/gguf.md, enum gguf_metadata_value_type: number -> (name, struct code, numpy dtype).
+# GGUF specification, enum gguf_metadata_value_type: number -> (name, struct code, numpy dtype).
 UINT32, BOOL, STRING, ARRAY = 4, 7, 8, 9
 SCALARS: dict[int, tuple[str, struct.Struct, np.dtype[Any]]] = {
     number: (name, struct.Struct("<" + code), np.dtype(dtype))

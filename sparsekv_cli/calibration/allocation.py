@@ -1,6 +1,6 @@
-"""How a budget of the whole model is shared out to its layers, by what each layer loses.
+"""Shares out a budget of the whole model to its layers, by what each layer loses.
 
-FAEDKV shares out frequencies so, SALS columns of latents and FASA chunks.
+FAEDKV's budget are frequencies, SALS' columns of latents, FASA's chunks.
 """
 
 from __future__ import annotations

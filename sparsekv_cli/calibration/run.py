@@ -1,4 +1,4 @@
-"""What a method gets to calibrate itself, and what a method that does so has."""
+"""What a method gets to calibrate itself, and what calibration asks of a method."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class CalibrationForward(Protocol):
 
 @dataclass(frozen=True)
 class CalibrationRun:
-    """What a method gets to calibrate itself: a model, a text, and a way to run one over it.
+    """What a method gets to calibrate itself: a model, a text, and a forward pass over it.
 
     specs: one a layer, ``calibration`` empty. ids: the text. forward: as ``Forward.forward``
-    (models/forward.py), through one LayerCache a layer; the method may make caches of its own that
-    keep what they are shown. progress: told the share that is done, 0 to 1.
+    (models/forward.py), through one LayerCache a layer; the method may pass caches of its own that
+    keep what they need. progress: called with the share that is done, 0 to 1.
     """
 
     specs: Sequence[LayerSpec]
@@ -42,7 +42,7 @@ class CalibrationRun:
 
 
 class Calibrated(Protocol):
-    """A method, as far as calibration sees it (methods/base.py)."""
+    """A method as calibration sees it (methods/base.py)."""
 
     @property
     def name(self) -> str: ...

@@ -96,7 +96,7 @@ def identify(file: GGUFFile, hparams: HParams) -> ModelIdentity:
 
 
 def model_hash(file: GGUFFile) -> str:
-    """32 hex digits over size, header and a sample of every tensor: milliseconds, not the file."""
+    """32 hex digits over size, header and a sample of every tensor, which takes milliseconds."""
     digest = hashlib.sha256(file.size.to_bytes(8, "little"))
     with open(file.path, "rb") as header:
         digest.update(header.read(file.data_offset))
@@ -140,7 +140,7 @@ def read_entry(path: Path, method: str, identity: ModelIdentity) -> Entry | None
 def write_entry(path: Path, method: str, identity: ModelIdentity, entry: Entry) -> None:
     """Puts one method's calibration into ``path``, beside those of other methods of this model.
 
-    The file is replaced in one go. What is damaged or of another model in it is dropped.
+    The file is replaced as a whole. Entries that are damaged or of another model are dropped.
     SparseKVError if ``path`` is some other kind of file, OSError if it cannot be written.
     """
     check_place(path)

@@ -41,23 +41,23 @@ def _runs(caches: Sequence[DeviceCache], keys: Sequence[Hashable]) -> Iterator[R
         members = list(group)
         first, last = members[0], members[-1] + 1
         if last - first > 1 and all(caches[b].moves for b in members):
-            _move_together(caches[first:last])
+            _move_to_common(caches[first:last])
             yield Run(first, last, caches[first])
         else:
             yield from (Run(b, b + 1, caches[b]) for b in members)
 
 
-def _move_together(caches: Sequence[DeviceCache]) -> None:
+def _move_to_common(caches: Sequence[DeviceCache]) -> None:
     """Moves the caches' tensors into common ones, in this order, unless they are there."""
     columns = list(zip(*(cache.tensors() for cache in caches), strict=True))
-    if all(_are_together(parts) for parts in columns):
+    if all(_are_in_common(parts) for parts in columns):
         return
     common = [_common(parts) for parts in columns]
     for b, cache in enumerate(caches):
         cache.put([x[b : b + 1] for x in common])
 
 
-def _are_together(parts: Sequence[torch.Tensor]) -> bool:
+def _are_in_common(parts: Sequence[torch.Tensor]) -> bool:
     """Whether the parts follow each other in one tensor."""
     first = parts[0]
     step = first.stride(0) if first.numel() else 0  # nothing lies nowhere

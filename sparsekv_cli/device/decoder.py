@@ -156,10 +156,10 @@ class DeviceDecoder(Forward):
         plans = list(self._plan(positions, caches))
         key = (len(self.rope.cos), *(launches for launches, _ in plans))
         owners = [buffers, *(cache for layers in caches for cache in layers)]
-        together = [of_layer for _, of_layer in plans]
+        runs = [of_layer for _, of_layer in plans]
         on_device = (c for layers in caches for c in layers if isinstance(c, DeviceCache))
         watched = any(cache.on_step is not None for cache in on_device)
-        self._steps.run(owners, key, lambda: list(self._program(caches, together)), watched=watched)
+        self._steps.run(owners, key, lambda: list(self._program(caches, runs)), watched=watched)
         logits = buffers.logits()
         self._caches = ()
         for layers, pos in zip(caches, positions, strict=True):
@@ -184,18 +184,18 @@ class DeviceDecoder(Forward):
             yield tuple((run.last, keys[run.first], run.cache.places) for run in of_layer), of_layer
 
     def _program(
-        self, caches: Sequence[Sequence[LayerCache]], together: Sequence[Sequence[Run]]
+        self, caches: Sequence[Sequence[LayerCache]], runs: Sequence[Sequence[Run]]
     ) -> Iterator[Piece]:
         """A step: from the token's embedding in the buffers to the logits there.
 
-        together: the runs of each layer, none where caches lie on the host.
+        runs: the runs of each layer, none where caches lie on the host.
         """
         buffers = self._buffers
         calls: list[Callable[[], None]] = [buffers.upload]
         for i, layers in enumerate(zip(*caches, strict=True)):
             calls.append(partial(self._project, i))
-            if together[i]:
-                calls += [partial(self._attend, i, run) for run in together[i]]
+            if runs[i]:
+                calls += [partial(self._attend, i, run) for run in runs[i]]
             else:
                 yield Piece(_in_order([*calls, buffers.download_inputs]), False)
                 yield Piece(partial(self._attend_on_host, i), True)

@@ -1,6 +1,4 @@
-"""A prefilled chunk on a device, between its matrix products: models/rows.py step by step, and
-attention.
-"""
+"""Prefill on a device: the steps between matrix products, as formulas in torch, and attention."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from sparsekv_cli.models.weights import LayerWeights, Linear
 
 
 def rms_norm(x: torch.Tensor, weight: Any, eps: float) -> torch.Tensor:
-    """weight: f32 (width,), an array or a tensor where x is."""
+    """x / sqrt(mean(x^2) + eps) * weight; weight f32 (width,), an array or a tensor as x is."""
     return torch.nn.functional.rms_norm(x, (x.shape[-1],), torch.as_tensor(weight), eps)
 
 
@@ -30,7 +28,7 @@ def rotate(heads: torch.Tensor, rope: Any, n_rot: int, pos: int) -> torch.Tensor
 
 
 class TorchRows:
-    """``Rows`` of models/rows.py as tensors, step by step as the formulas are written.
+    """``Rows`` of models/rows.py on tensors, step by step as the formulas are written.
 
     Weights and the tables of ``rope`` are tensors too, or arrays where the device is the CPU.
     """

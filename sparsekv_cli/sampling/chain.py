@@ -48,7 +48,7 @@ class Candidates(NamedTuple):
 
 
 Sample = Callable[[np.ndarray, Sequence[int]], int]
-Step = Callable[[Candidates, Sequence[int]], Candidates]
+ChainStep = Callable[[Candidates, Sequence[int]], Candidates]
 
 
 def make_sampler(
@@ -95,7 +95,7 @@ def chain_step(
     rng: np.random.Generator,
     piece: Callable[[int], str | bytes] | None,
     tokenize: Callable[[str], Sequence[int]] | None,
-) -> Step:
+) -> ChainStep:
     """One sampler of the chain with its parameters bound."""
     module, _, name = sampler.function.partition(":")
     function = getattr(import_module(f"sparsekv_cli.sampling.{module}"), name)

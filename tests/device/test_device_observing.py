@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from side_by_side import Geometry, SideBySide
-from test_device_together import METHODS, calibration_of
+from test_device_batching import METHODS, calibration_of
 
 GEOMETRY = Geometry(4, 2, 32, 32, 32)
 
