@@ -1,12 +1,19 @@
-"""How the house is laid out: the names of methods, and how many files a folder has."""
+"""How the house is laid out: names of methods, sizes of folders and files, no circles, one name a
+class.
+"""
 
 from __future__ import annotations
 
+import ast
+from collections import Counter
+from pathlib import Path
+
 import pytest
-from source_tree import FOLDERS, root
+from source_tree import FOLDERS, MODULES, PACKAGE, imports, root
 
 from sparsekv_cli.methods import METHODS
 
+HERE = Path(__file__).resolve().parent
 # A folder of cpu/ and kernels/ is a method's, or holds what several methods call.
 SHARED = {"jit", "weights", "attention", "layer", "eviction"}
 # Folders of many alike things, one file each.
@@ -37,3 +44,63 @@ def test_a_folder_has_at_most_twelve_files(folder):
         files = {file.stem for file in path.glob("*.py")} - {"__init__", "__main__"}
         name = path.relative_to(root()).as_posix()
         assert len(files) <= 12 or name in ONE_FILE_EACH, f"{name} has {len(files)} files"
+
+
+def test_a_file_has_at_most_400_lines():
+    files = [module.path for module in MODULES.values()] + list(HERE.rglob("*.py"))
+    lines = {path: path.read_text(encoding="utf-8").count("\n") for path in files}
+    assert not {path: n for path, n in lines.items() if n > 400}
+
+
+def package_of(name: str) -> str:
+    """The folder of a module; a module beside the folders, such as session, stands for itself."""
+    package = MODULES[name].package
+    return name if package == PACKAGE else package
+
+
+def circles(arrows: dict[str, set[str]]) -> list[set[str]]:
+    """Sets of nodes that can all be reached from each other."""
+
+    def reached(start: str) -> set[str]:
+        found, left = set(), [start]
+        while left:
+            for node in arrows.get(left.pop(), set()) - found:
+                found.add(node)
+                left.append(node)
+        return found
+
+    far = {node: reached(node) for node in arrows}
+    found = [{a, *(b for b in far[a] if a in far.get(b, ()))} for a in arrows if a in far[a]]
+    return [circle for i, circle in enumerate(found) if circle not in found[:i]]
+
+
+def test_circles_are_found():
+    arrows = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set()}
+    assert circles(arrows) == [{"a", "b", "c"}]
+
+
+@pytest.mark.parametrize("of", ["modules", "packages"])
+def test_imports_go_in_no_circle(of):
+    """Those under TYPE_CHECKING included; a package that is imported for its own sake counts."""
+    arrows: dict[str, set[str]] = {}
+    for module in MODULES.values():
+        for name, _ in imports(module.tree()):
+            if name.partition(".")[0] != PACKAGE:
+                continue
+            target = name if name in MODULES else name.rpartition(".")[0]
+            ends = [module.name, target]
+            if of == "packages":
+                ends = [package_of(end) for end in ends]
+            if ends[0] != ends[1]:
+                arrows.setdefault(ends[0], set()).add(ends[1])
+    assert circles(arrows) == []
+
+
+def test_a_public_class_name_exists_once():
+    names = Counter(
+        node.name
+        for module in MODULES.values()
+        for node in ast.walk(module.tree())
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, n in names.items() if n > 1] == []

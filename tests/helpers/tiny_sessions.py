@@ -59,3 +59,13 @@ def decoded(session: Session, ids: Sequence[int]) -> np.ndarray:
 
 def greedy(logits: np.ndarray, _tokens: Sequence[int]) -> int:
     return int(np.argmax(logits))
+
+
+def counts_after(session: Session, n_prompt: int, n_steps: int) -> dict[str, int]:
+    """The ledger after a prompt and decode steps, whose rows it has counted."""
+    session.prefill(tokens(n_prompt))
+    decoded(session, tokens(n_steps, 1))
+    counts = session.ledger.as_dict()
+    lengths = range(n_prompt + 1, n_prompt + n_steps + 1)
+    assert counts["rows_total"] == N_LAYER * N_HEAD * sum(lengths)
+    return counts

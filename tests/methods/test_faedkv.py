@@ -2,100 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import numpy as np
 import pytest
-import torch
 from chunks import attend_chunk
-from faedkv_twin import FAEDKVTwin, TwinOptions
+from faedkv_layer import (
+    EVERY_BIN,
+    GEOMETRIES,
+    N_STEPS,
+    calibration,
+    follow,
+    make_cache,
+    make_twin,
+    spec_of,
+    uniform,
+)
 from layer_stream import Geometry, Stream, decode, prefill
-from tiny_models import make_model
+from sweeps import sweep
 
 from sparsekv_cli.cache.layer import DenseCache
-from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
+from sparsekv_cli.cache.spec import AttnInput, Budget
 from sparsekv_cli.cache.store import padded
-from sparsekv_cli.calibration.allocation import budgets_of_levels
-from sparsekv_cli.calibration.faedkv import without
-from sparsekv_cli.calibration.run import CalibrationRun
-from sparsekv_cli.calibration.trials import Trial, Window, _window, unchanged
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.faedkv import frequencies
 from sparsekv_cli.methods import build_method
-from sparsekv_cli.methods.faedkv import FAEDKV, FAEDKVCache
-from sparsekv_cli.session import load_session
-
-N_STEPS = 300
-GEOMETRIES = [Geometry(4, 4, 64), Geometry(9, 3, 64), Geometry(8, 2, 80), Geometry(8, 1, 128)]
-TOLERANCE = {"block": 2e-3, "additive": 2e-5}  # f16 and f32 rows
-EVERY_BIN = Budget(share=0.99999)  # rounds to all bins; 100% transforms nothing
-
-
-def importance(seed: int = 0) -> np.ndarray:
-    """The mean's chunk first, the others anyhow."""
-    order = np.random.default_rng(seed).permutation(frequencies.N_CHUNKS)
-    return np.where(np.arange(frequencies.N_CHUNKS) == 0, 99, order).astype(np.float32)
-
-
-def calibration(n_layer: int = 4) -> dict[str, np.ndarray]:
-    """As ``calibrate`` makes it, (n_layer, ...): layer 2 wants to be whole most, then 0, 1, 3."""
-    kld = np.outer([3.0, 2.0, 4.0, 1.0][:n_layer], [1.0, 0.99, 0.95, 0.8, 0.0])
-    return {
-        "imp_kld": np.stack([importance(i) for i in range(n_layer)]),
-        "imp_ppl": np.stack([importance(10 + i) for i in range(n_layer)]),
-        "layer_kld": kld.astype(np.float32),
-        "layer_budget": budgets_of_levels(kld),
-    }
-
-
-def spec_of(geometry: Geometry, layer: int = 2, n_threads: int = 1) -> LayerSpec:
-    g = geometry
-    return LayerSpec(
-        layer=layer, n_layer=4, n_head=g.n_head, n_head_kv=g.n_head_kv, head_dim=g.d, value_dim=g.d,
-        n_threads=n_threads, calibration={k: v[layer] for k, v in calibration().items()},
-    )  # fmt: skip
-
-
-def make_cache(method: FAEDKV, geometry: Geometry, **spec: Any) -> FAEDKVCache:
-    cache = method.layer(spec_of(geometry, **spec))
-    assert isinstance(cache, FAEDKVCache)
-    return cache
-
-
-def uniform(share: float, update: str = "block", **options: Any) -> FAEDKV:
-    budget = Budget(share=share)
-    return FAEDKV(budget=budget, allocation="uniform", update=update, **options)
-
-
-def make_twin(method: FAEDKV, geometry: Geometry) -> FAEDKVTwin:
-    assert method.budget.share is not None
-    options = TwinOptions(
-        method.budget.share, method.update, method.block, method.sinks, method.recent
-    )
-    return FAEDKVTwin(options, importance(2), geometry.n_head, geometry.n_head_kv)
-
-
-def follow(cache: FAEDKVCache, twin: FAEDKVTwin, stream: Stream, n_steps: int) -> set[int]:
-    """Decodes n_steps tokens in both; the numbers of exact rows that occurred."""
-    limit, seen = TOLERANCE[cache.method.update], set()
-    for _ in range(n_steps):
-        rows = stream.rows(1)
-        out = decode(cache, rows)
-        expected = twin.step(*(x[:, 0] for x in rows))
-        np.testing.assert_allclose(out, expected, atol=limit)
-        assert cache.n == twin.k.shape[1]
-        assert cache.store.n == cache.n - twin.first_exact + cache.method.sinks
-        seen.add(cache.store.n)
-    return seen
-
+from sparsekv_cli.methods.faedkv import FAEDKV
 
 # --- against the twin -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n_prefill", [40, 150, 700])
 @pytest.mark.parametrize("update", ["block", "additive"])
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("geometry", sweep(GEOMETRIES, fast=1), ids=str)
 def test_faedkv_equals_its_twin(geometry, update, n_prefill):
     """Past the borders of aging, of blocks, and of an additive basis."""
     method = uniform(0.25, update, block=48)
@@ -187,7 +123,7 @@ def both(method: FAEDKV, geometry: Geometry, n_prefill: int, n_steps: int):
 
 
 @pytest.mark.parametrize("update", ["block", "additive"])
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("geometry", sweep(GEOMETRIES, fast=1), ids=str)
 def test_every_bin_equals_dense(geometry, update):
     method = FAEDKV(budget=EVERY_BIN, allocation="uniform", update=update, block=32)
     out, dense, cache = both(method, geometry, 800, 150)
@@ -387,19 +323,6 @@ def test_a_bad_value_names_the_option(option, value):
     assert value in str(error.value)
 
 
-def test_presets():
-    tuned, paper = (build_method("faedkv", {"preset": name}).options() for name in
-                    ("tuned", "paper"))  # fmt: skip
-    assert (tuned["importance"], tuned["allocation"], tuned["update"]) == ("kld", "layers", "block")
-    assert (paper["importance"], paper["allocation"], paper["update"]) == (
-        "ppl",
-        "uniform",
-        "additive",
-    )
-    assert tuned["budget"] == paper["budget"] == "25%"
-    assert tuned["dense_layers"] == paper["dense_layers"] == ()
-
-
 def test_importance_chooses_the_ranking():
     geometry, stream = Geometry(2, 2, 64), Stream(Geometry(2, 2, 64))
     rows, kept = stream.rows(700), []
@@ -410,133 +333,6 @@ def test_importance_chooses_the_ranking():
         expected = frequencies.kept_bins(128, 0.25, calibration()[f"imp_{name}"][2])
         np.testing.assert_array_equal(kept[-1], expected)
     assert kept[0].tolist() != kept[1].tolist()
-
-
-# --- calibration ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
-def session(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "model.gguf"
-    make_model(
-        path, arch=request.param, n_layer=3, n_head=6, n_head_kv=2, head_dim=64, n_embd=128,
-        n_ff=128, attention_gain=4.0, rope_scaling=("yarn", 4.0, 256),
-    )  # fmt: skip
-    config = SessionConfig(threads=1, prefill_dtype="f32", chunk=100)
-    opened = load_session(path, build_method("full", {}), config)
-    yield opened
-    opened.gguf.close()
-
-
-def run_of(session, ids, progress=lambda share: None) -> CalibrationRun:
-    return CalibrationRun(
-        session.decoder.layer_specs(), ids, session.decoder.forward,
-        progress,
-    )  # fmt: skip
-
-
-def tokens(n: int, seed: int = 0) -> list[int]:
-    return np.random.RandomState(seed).randint(3, 512, n).tolist()
-
-
-def test_a_trial_equals_one_by_itself(session):
-    """Eleven copies of 30 rows in chunks of 100 against one forward on changed K and V."""
-    run, middle = run_of(session, tokens(231)), slice(10, 150)
-    window = Window(run, run.ids, 30, middle)
-    changes = [(0, np.empty(0, np.int64)), (-1, np.arange(71))]
-    changes += [(layer, np.arange(a, 71, 2)) for layer in range(3) for a in (0, 1, 40)]
-    trials = [Trial(layer, without(dropped)) for layer, dropped in changes]
-    klds, nlls = window.score(trials)
-    assert window.score([Trial(0, unchanged)])[0] == [0]
-    assert klds[0] < 1e-4 and abs(nlls[0] - window.nll) < 1e-3  # an FFT there and back
-    # BLAS sums a row in another order when it lies elsewhere in a chunk
-    assert klds[1] < 1e-9 and nlls[1] == pytest.approx(window.nll, abs=1e-5)
-    assert klds[2:].min() > 5 * klds[0]
-
-    def log_probabilities(layer, dropped):
-        caches = [DenseCache(spec) for spec in run.specs]
-        run.forward(run.ids[:200], 0, caches)
-        if layer >= 0:
-            for array in (caches[layer].store.k, caches[layer].store.v):
-                array[:, middle] = frequencies.without_bins(
-                    array[:, middle].astype(np.float32), dropped
-                )
-        logits = run.forward(run.ids[200:230], 200, caches, all_logits=True)
-        return torch.from_numpy(logits).log_softmax(-1)
-
-    full = log_probabilities(-1, None)
-    for change, kld, nll in zip(changes, klds, nlls, strict=True):
-        actual = log_probabilities(*change)
-        assert kld == pytest.approx(float((full.exp() * (full - actual)).sum(-1).mean()), abs=2e-4)
-        target = torch.tensor(run.ids[201:231])[:, None]
-        plain = actual.gather(1, target)[:15]  # the rows before those that repeat a passage
-        assert nll == pytest.approx(-float(plain.mean()), abs=2e-3)
-
-
-def test_half_of_the_scored_rows_repeat_what_trials_change():
-    middle = slice(10, 150)
-    ids = _window(list(range(1000)), 200, 30, middle)
-    assert ids[:215] == list(range(215)) and len(ids) == 231
-    repeated = ids[215:]
-    assert repeated == list(range(repeated[0], repeated[0] + 16))
-    assert middle.start <= repeated[0] and repeated[-1] < middle.stop
-
-
-def test_calibration_and_what_comes_of_it(session):
-    shares: list[float] = []
-    run = run_of(session, tokens(400), shares.append)
-    tensors = FAEDKV().calibrate(run)
-    assert {name: array.shape for name, array in tensors.items()} == {
-        "imp_kld": (3, 22), "imp_ppl": (3, 22), "layer_kld": (3, 5), "layer_budget": (3, 5, 2),
-    }  # fmt: skip
-    assert all(array.dtype == np.float32 and np.isfinite(array).all() for array in tensors.values())
-    assert shares == sorted(shares) and shares[-1] == pytest.approx(1)
-    assert (tensors["layer_kld"][:, -1] == 0).all() and (tensors["layer_kld"][:, :-1] > 0).all()
-    assert (tensors["imp_kld"] > 0).all() and (tensors["imp_ppl"] < 0).any()
-    other = FAEDKV(**FAEDKV.presets["paper"]).calibrate(run)
-    for name, array in tensors.items():
-        np.testing.assert_array_equal(array, other[name])
-
-    # In use: every layer has its slice, and the answers stay near those of full.
-    specs = [
-        replace(spec, calibration={name: array[spec.layer] for name, array in tensors.items()})
-        for spec in run.specs
-    ]
-    ids, following = tokens(400, 1), tokens(20, 2)
-    answers = []
-    for method in (build_method("full", {}), FAEDKV(budget=Budget(share=0.7))):
-        caches = [method.layer(spec) for spec in specs]
-        session.decoder.forward(ids, 0, caches)
-        logits = [session.decoder.decode(t, 400 + i, caches) for i, t in enumerate(following)]
-        answers.append(torch.from_numpy(np.stack(logits)).log_softmax(-1))
-    full, actual = answers
-    kld = float((full.exp() * (full - actual)).sum(-1).mean())
-    assert 1e-6 < kld < 0.3
-    assert sum(cache.counters()["tokens_transformed"] for cache in caches) > 0
-
-
-def test_every_bin_answers_like_full(session):
-    """docs/methods.md: r = 1 has a KLD below 1e-5; in f32, since f16 coefficients round."""
-    specs = [
-        replace(spec, calibration={name: array[spec.layer] for name, array in tensors.items()})
-        for tensors in [calibration(3)]
-        for spec in session.decoder.layer_specs()
-    ]
-    ids, following = tokens(400, 3), tokens(80, 4)
-    answers, exact, fewer = [], uniform(EVERY_BIN.share, "additive"), uniform(0.7, "additive")
-    for method in (build_method("full", {}), exact, fewer):
-        caches = [method.layer(spec) for spec in specs]
-        session.decoder.forward(ids, 0, caches)
-        logits = [session.decoder.decode(t, 400 + i, caches) for i, t in enumerate(following)]
-        answers.append(torch.from_numpy(np.stack(logits)).double().log_softmax(-1))
-    full = answers[0]
-    klds = [float((full.exp() * (full - each)).sum(-1).mean()) for each in answers[1:]]
-    assert klds[0] < 1e-5 and klds[1] > 1e-4
-
-
-def test_a_text_that_is_too_short_is_refused(session):
-    with pytest.raises(Exception, match="110 tokens is too short"):
-        FAEDKV().calibrate(run_of(session, tokens(110)))
 
 
 def test_rows_wider_than_the_head_are_zero():

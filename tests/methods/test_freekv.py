@@ -23,15 +23,14 @@ from freekv_follow import (
 from freekv_twin import FreeKVTwin, TwinOptions
 from layer_stream import decode as decode_row
 from layer_stream import prefill
-from tiny_models import make_model
+from sweeps import sweep
+from tiny_sessions import CHUNK, decoded, tokens
 
 from sparsekv_cli.cache.attend import attend_causal
 from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.cache.store import KVStore
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.freekv import FreeKV
-from sparsekv_cli.session import Session, load_session
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -124,7 +123,7 @@ def test_a_larger_cache_saves_recalls(overlap):
     assert recalled == sorted(recalled, reverse=True) and recalled[-1] < 0.7 * recalled[0]
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("geometry", sweep(GEOMETRIES, fast=1), ids=str)
 def test_rows_come_back_bit_for_bit(geometry):
     """Decode, then a second turn: its prefill sees every row as a KVStore would have it."""
     cache = make_cache(geometry, **(SMALL | {"budget": Budget(tokens=100), "overlap": "true"}))
@@ -265,67 +264,34 @@ def test_a_failure_ahead_is_raised_and_loses_nothing(monkeypatch):
 
 # --- sessions -------------------------------------------------------------------------------------
 
-CHUNK = 16
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(
-        tmp_path_factory.mktemp("model") / "model.gguf",
-        n_layer=3, n_head=6, n_head_kv=2, head_dim=64, n_embd=128, n_ff=128, attention_gain=4.0,
-    )  # fmt: skip
-
 
 @pytest.fixture
-def session_of(model):
-    opened: list[Session] = []
-
-    def open_session(name: str = "freekv", **options: str) -> Session:
-        given = {} if name == "full" else {"budget": "48", "dense_layers": "none"} | options
-        config = SessionConfig(threads=1, prefill_dtype="f32", chunk=CHUNK)
-        opened.append(load_session(model, build_method(name, given), config))
-        return opened[-1]
-
-    yield open_session
-    for session in opened:
-        session.gguf.close()
-
-
-def tokens(n: int, seed: int = 0) -> list[int]:
-    return np.random.RandomState(seed).randint(3, 512, n).tolist()
-
-
-def decode(session: Session, ids) -> np.ndarray:
-    return np.stack([session.decode(token) for token in ids])
-
-
-def test_a_session_of_all_rows_equals_full(session_of):
-    full, sparse = session_of("full"), session_of(budget="100%")
-    for session in (full, sparse):
-        session.prefill(tokens(100))
-    np.testing.assert_array_equal(decode(full, tokens(60, 1)), decode(sparse, tokens(60, 1)))
+def opened(session_of):
+    """Opens sessions whose layers all attend to 48 rows, but for what the options say."""
+    common = {"budget": "48", "dense_layers": "none"}
+    return lambda **options: session_of("freekv", common | options)
 
 
 @pytest.mark.parametrize("overlap", ["false", "true"])
-def test_a_rewound_session_equals_a_fresh_one(overlap, session_of):
+def test_a_rewound_session_equals_a_fresh_one(overlap, opened):
     prompt, question, answer = tokens(8 * CHUNK), tokens(7, 1), tokens(40, 2)
-    used = session_of(overlap=overlap)
+    used = opened(overlap=overlap)
     for keep in (8 * CHUNK, 5 * CHUNK, 2 * CHUNK, 0):
-        fresh = session_of(overlap=overlap)
+        fresh = opened(overlap=overlap)
         if keep:
             fresh.prefill(prompt[:keep])
         used.rewind(0)
         used.prefill(prompt)
-        decode(used, tokens(30, 3))
+        decoded(used, tokens(30, 3))
         used.rewind(keep)
         assert used.tokens == prompt[:keep] and {cache.n for cache in used.caches} == {keep}
         np.testing.assert_array_equal(used.prefill(question), fresh.prefill(question))
-        np.testing.assert_array_equal(decode(used, answer), decode(fresh, answer))
+        np.testing.assert_array_equal(decoded(used, answer), decoded(fresh, answer))
 
 
-@pytest.mark.parametrize("calls", range(1, 7))
-def test_an_interrupted_prefill_adds_nothing(calls, session_of):
-    """Progress is reported after each chunk of each layer: 2 chunks, 3 layers."""
+@pytest.mark.parametrize("calls", [1, 3, 6, 8])
+def test_an_interrupted_prefill_adds_nothing(calls, opened):
+    """Progress is reported after each chunk of each layer: 2 chunks, 4 layers."""
 
     def interrupt(done: int, total: int) -> None:
         nonlocal left
@@ -334,26 +300,26 @@ def test_an_interrupted_prefill_adds_nothing(calls, session_of):
             raise KeyboardInterrupt
 
     prompt, question, answer = tokens(8 * CHUNK), tokens(7, 1), tokens(40, 2)
-    session, other = session_of(overlap="true"), session_of()
+    session, other = opened(overlap="true"), opened()
     for each in (session, other):
         each.prefill(prompt)
-        decode(each, answer)
+        decoded(each, answer)
     left, before = calls, list(session.tokens)
     with pytest.raises(KeyboardInterrupt):
         session.prefill(tokens(2 * CHUNK, 5), interrupt)
     assert left == 0 and session.tokens == before
     assert {cache.n for cache in session.caches} == {len(before)}
     np.testing.assert_array_equal(session.prefill(question), other.prefill(question))
-    np.testing.assert_array_equal(decode(session, answer), decode(other, answer))
+    np.testing.assert_array_equal(decoded(session, answer), decoded(other, answer))
 
 
 @pytest.mark.parametrize("before_or_after", ["before", "after"])
-def test_an_interrupted_step_can_be_taken_again(before_or_after, session_of, monkeypatch):
+def test_an_interrupted_step_can_be_taken_again(before_or_after, opened, monkeypatch):
     """Some layers have the row already when it strikes, or this layer has computed it as well."""
-    session, other = session_of(overlap="true"), session_of()
+    session, other = opened(overlap="true"), opened()
     for each in (session, other):
         each.prefill(tokens(8 * CHUNK))
-        decode(each, tokens(20, 1))
+        decoded(each, tokens(20, 1))
     last = session.caches[-1]
     step = last.decode
 
@@ -367,31 +333,31 @@ def test_an_interrupted_step_can_be_taken_again(before_or_after, session_of, mon
         session.decode(5)
     assert session.tokens == other.tokens
     assert {cache.n for cache in session.caches} == {len(other.tokens)}
-    assert np.isfinite(decode(session, tokens(20, 2))).all()
+    assert np.isfinite(decoded(session, tokens(20, 2))).all()
     session.rewind(len(other.tokens))
     question, answer = tokens(7, 3), tokens(20, 4)
     np.testing.assert_array_equal(session.prefill(question), other.prefill(question))
-    np.testing.assert_array_equal(decode(session, answer), decode(other, answer))
+    np.testing.assert_array_equal(decoded(session, answer), decoded(other, answer))
 
 
 @pytest.mark.parametrize("budget", ["1", "2", "8", "5%", "30%"])
 @pytest.mark.parametrize("n_prompt", [1, 5, 17, 40, 70])
-def test_short_contexts_and_small_budgets(budget, n_prompt, session_of):
-    session = session_of(budget=budget, overlap="true")
+def test_short_contexts_and_small_budgets(budget, n_prompt, opened):
+    session = opened(budget=budget, overlap="true")
     session.prefill(tokens(n_prompt))
-    assert np.isfinite(decode(session, tokens(80, 1))).all()
+    assert np.isfinite(decoded(session, tokens(80, 1))).all()
     counts = session.ledger.as_dict()
     assert 0 < counts["sparse_rows_attended"] < counts["sparse_rows_total"]
 
 
-def test_generation_as_long_as_the_prompt(session_of):
+def test_generation_as_long_as_the_prompt(opened):
     produced = []
     for overlap in ("false", "true"):
-        session = session_of(overlap=overlap)
+        session = opened(overlap=overlap)
         ids = session.generate(tokens(200), lambda logits, _: int(np.argmax(logits)), 200)
         produced.append(list(ids))
         assert {cache.n for cache in session.caches} == {399}
-        assert session.ledger.as_dict()["heads_stepped"] == 199 * 3 * 2
+        assert session.ledger.as_dict()["heads_stepped"] == 199 * 4 * 2
     assert produced[0] == produced[1] and len(produced[0]) == 200
 
 
@@ -416,10 +382,3 @@ def test_generation_as_long_as_the_prompt(session_of):
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         build_method("freekv", options)
-
-
-def test_presets():
-    tuned, paper = (build_method("freekv", {"preset": name}) for name in ("tuned", "paper"))
-    assert tuned == FreeKV() and tuned.dense_layers == paper.dense_layers == (0,)
-    assert paper == FreeKV(preset="paper", page=32, summary="minmax", sinks=64, tau=0.8)
-    assert str(tuned.options()["budget"]) == "512"

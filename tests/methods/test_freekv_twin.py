@@ -18,6 +18,7 @@ from freekv_follow import (
 )
 from freekv_twin import FreeKVTwin, TwinOptions
 from layer_stream import decode, prefill
+from sweeps import sweep
 
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import Budget
@@ -57,7 +58,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("geometry", sweep(GEOMETRIES, fast=1), ids=str)
 def test_freekv_equals_its_twin(geometry, variant):
     cache, twin, seen = run_both(geometry, **VARIANTS[variant])
     page = twin.options.page
@@ -127,7 +128,7 @@ def run(cache: LayerCache, geometry: Geometry) -> np.ndarray:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("geometry", sweep(GEOMETRIES, fast=1), ids=str)
 def test_options_that_must_not_matter(geometry, options, same_as):
     """To the last bit; the last pair: every page is chosen, whichever query asks."""
     np.testing.assert_array_equal(outputs(geometry, **options), outputs(geometry, **same_as))
@@ -158,14 +159,14 @@ def test_threads_change_nothing():
         numba.set_num_threads(1)
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("geometry", sweep(GEOMETRIES, fast=1), ids=str)
 def test_a_budget_of_the_context_changes_no_bit(geometry):
     expected = dense_outputs(geometry)
     for budget in (Budget(share=1.0), Budget(tokens=geometry.n_prefill + 80)):
         np.testing.assert_array_equal(outputs(geometry, budget=budget), expected)
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("geometry", sweep(GEOMETRIES, fast=1), ids=str)
 @pytest.mark.parametrize("overlap", ["false", "true"])
 def test_choosing_every_page_equals_dense(geometry, overlap):
     """The sparse path itself: pool, recall and ring hold every row where it belongs."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from layer_stream import GEOMETRIES, Geometry, Rows, Stream, attended_rows, decode, prefill
+from sweeps import sweep
 
 from sparsekv_cli.cache.layer import DenseCache, LayerCache
 from sparsekv_cli.cache.spec import N_SINKS, Budget, LayerSpec
@@ -77,7 +78,7 @@ def outputs(cache: LayerCache, rows: Rows) -> np.ndarray:
 # --- a budget that covers the context -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("geometry", sweep(GEOMETRIES, fast=1), ids=str)
 @pytest.mark.parametrize("budget", ["100%", "1000"])
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "full"])
 def test_a_budget_of_the_context_changes_no_bit(name, budget, geometry):
@@ -122,7 +123,7 @@ ALL_BUT_ONE: dict[str, tuple[Any, int]] = {
 }
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("geometry", sweep(GEOMETRIES, fast=1), ids=str)
 @pytest.mark.parametrize("case", ALL_BUT_ONE)
 def test_leaving_out_nobodys_row_equals_dense(case, geometry):
     make, nobodys = ALL_BUT_ONE[case]
@@ -133,7 +134,7 @@ def test_leaving_out_nobodys_row_equals_dense(case, geometry):
     assert all(sorted(attended) == expected for attended in attended_rows(cache))
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("geometry", sweep(GEOMETRIES, fast=1), ids=str)
 @pytest.mark.parametrize("options", [{}, {"summary": "meanstd"}, {"page": 7}], ids=str)
 def test_every_page_of_quest_equals_dense(options, geometry, monkeypatch):
     """Its pages in their order, gathered; freekv's are in test_freekv_twin.py."""

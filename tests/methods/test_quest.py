@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from layer_stream import GEOMETRIES, Geometry, Stream, attended_rows, decode, make_cache, prefill
+from sweeps import sweep
 
 from sparsekv_cli.cache.spec import N_SINKS, Budget
 from sparsekv_cli.cpu.attention.decode import attend_dense_ref, attend_rows_ref
@@ -88,7 +89,7 @@ def follow(cache, twin: QuestTwin, stream: Stream, n_steps: int) -> dict[str, in
     return seen
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("geometry", sweep(GEOMETRIES, fast=1), ids=str)
 @pytest.mark.parametrize(
     "options", [{}, {"summary": "meanstd"}, {"page": 5}, {"page": 48}], ids=str
 )

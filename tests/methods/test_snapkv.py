@@ -14,6 +14,7 @@ from layer_stream import (
     prefill,
     softmax,
 )
+from sweeps import sweep
 
 from sparsekv_cli.cache.spec import N_SINKS, Budget
 from sparsekv_cli.cpu.attention.decode import attend_dense_ref
@@ -121,7 +122,7 @@ def start(geometry: Geometry, n_threads: int = 1, **options):
     return cache, SnapKVTwin(method, geometry), Stream(geometry)
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("geometry", sweep(GEOMETRIES, fast=1), ids=str)
 @pytest.mark.parametrize("options", [{}, {"window": 8, "kernel": 1}, {"window": 70}], ids=str)
 def test_snapkv_equals_its_twin(geometry, options):
     """A prompt, a generation longer than it, and two more turns."""

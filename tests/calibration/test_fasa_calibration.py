@@ -1,0 +1,227 @@
+"""What FASA measures of a model, and sessions that use it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fasa_layer import GEOMETRIES, Layer, half, prefill, row_input
+from tiny_sessions import N_HEAD, N_KV, N_LAYER, SHAPE, decoded, greedy, tokens
+
+from sparsekv_cli.cache.layer import DenseCache
+from sparsekv_cli.cache.spec import Budget, LayerSpec
+from sparsekv_cli.calibration import fasa
+from sparsekv_cli.calibration.fasa import SHARES, even_budgets, tips_of
+from sparsekv_cli.calibration.run import CalibrationRun
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.methods import build_method
+from sparsekv_cli.methods.fasa import FASA
+from sparsekv_cli.methods.full import Full
+from sparsekv_cli.session import Session, load_session
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# --- whole models ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model(**SHAPE)
+
+
+def open_session(model, method) -> Session:
+    return load_session(model, method, SessionConfig(threads=1, prefill_dtype="f32", chunk=16))
+
+
+def open_specs(model) -> list[LayerSpec]:
+    session = open_session(model, Full())
+    specs = session.decoder.layer_specs()
+    session.gguf.close()
+    return specs
+
+
+def calibrate(session: Session, method: FASA, ids) -> dict[str, np.ndarray]:
+    shares: list[float] = []
+    run = CalibrationRun(
+        session.decoder.layer_specs(), ids, session.decoder.forward,
+        shares.append,
+    )  # fmt: skip
+    tensors = method.calibrate(run)
+    assert shares == sorted(shares) and len(shares) > N_LAYER and shares[-1] == pytest.approx(1)
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def tensors(model):
+    session = open_session(model, Full())
+    yield calibrate(session, FASA(), tokens(300))
+    session.gguf.close()
+
+
+@pytest.fixture
+def session_of(model, tensors):
+    """Opens sessions with FASA (options as fields) or, without options, with full attention."""
+
+    class Calibrated(FASA):
+        """FASA that brings its calibration along."""
+
+        needs = ""
+
+        def layer(self, spec):
+            own = {name: array[spec.layer] for name, array in tensors.items()}
+            return super().layer(replace(spec, calibration=own))
+
+    opened: list[Session] = []
+
+    def open_with(**options) -> Session:
+        opened.append(open_session(model, Calibrated(**options) if options else Full()))
+        return opened[-1]
+
+    yield open_with
+    for session in opened:
+        session.gguf.close()
+
+
+@pytest.mark.parametrize("options", [{"metric": "var"}, {"metric": "ca", "variant": "m"}])
+def test_a_rewound_session_equals_a_fresh_one(options, session_of):
+    """To the end of the prompt, into it, to a context within the budget, and to nothing."""
+    prompt, question, answer = tokens(64), tokens(7, 1), tokens(10, 2)
+    used = session_of(budget=Budget(tokens=24), **options)
+    for keep in (64, 32, 16, 0):
+        fresh = session_of(budget=Budget(tokens=24), **options)
+        if keep:
+            fresh.prefill(prompt[:keep])
+        used.rewind(0)
+        used.prefill(prompt)
+        decoded(used, tokens(12, 3))
+        used.rewind(keep)
+        np.testing.assert_array_equal(used.prefill(question), fresh.prefill(question))
+        np.testing.assert_array_equal(decoded(used, answer), decoded(fresh, answer))
+
+
+def test_generation_as_long_as_the_prompt(session_of):
+    session = session_of(budget=Budget(share=0.1))
+    produced = list(session.generate(tokens(150), greedy, 150))
+    assert len(produced) == 150
+    counts = session.ledger.as_dict()
+    attended = sum(round(0.1 * n) for n in range(151, 300))
+    assert counts["sparse_rows_attended"] == 2 * N_HEAD * attended
+    assert counts["sparse_rows_scored"] == counts["sparse_rows_total"]
+
+
+# --- calibration ----------------------------------------------------------------------------------
+
+
+class RecordingCache(DenseCache):
+    """Keeps the queries and keys that it is shown."""
+
+    def extend(self, x):
+        self.seen = [*getattr(self, "seen", []), (x.q.copy(), half(x.k))]
+        return super().extend(x)
+
+
+def test_calibration_is_what_it_says(model, tensors):
+    ids = tokens(300)
+    session = open_session(model, Full())
+    specs = session.decoder.layer_specs()
+    caches = [RecordingCache(spec) for spec in specs]
+    session.decoder.forward(ids, 0, caches)
+    session.gguf.close()
+    assert {name: (a.shape, a.dtype) for name, a in tensors.items()} == {
+        "score_var": ((N_LAYER, N_HEAD, 32), np.float32),
+        "score_ca": ((N_LAYER, N_HEAD, 32), np.float32),
+        "dom_var": ((N_LAYER, N_KV, 32), np.uint8),
+        "dom_ca": ((N_LAYER, N_KV, 32), np.uint8),
+        "tip_kld": ((N_LAYER, len(SHARES)), np.float32),
+        "tip_budget": ((N_LAYER, len(SHARES), 2), np.float32),
+    }
+    positions = [int(75 + (i + 0.5) * 225 / 16) for i in range(16)]
+    for layer, cache in enumerate(caches):
+        q, k = (
+            np.concatenate(parts, 1, dtype=np.float64) for parts in zip(*cache.seen, strict=True)
+        )
+        var, ca = np.zeros((N_HEAD, 32)), np.zeros((N_HEAD, 32))
+        for h in range(N_HEAD):
+            for t in positions:
+                keys = k[h // 3, : t + 1]
+                top = set(np.argsort(-(keys @ q[h, t]))[:64].tolist())
+                for i in range(32):
+                    scores = keys[:, i] * q[h, t, i] + keys[:, i + 32] * q[h, t, i + 32]
+                    var[h, i] += scores.var() / 16
+                    own = set(np.argsort(-scores)[:64].tolist())
+                    ca[h, i] += len(top & own) / 64 / 16
+        np.testing.assert_allclose(tensors["score_var"][layer], var, rtol=1e-4)
+        np.testing.assert_allclose(tensors["score_ca"][layer], ca, atol=1e-3)
+        for name in ("var", "ca"):
+            score = tensors[f"score_{name}"][layer]
+            group = (score / score.sum(1, keepdims=True)).reshape(N_KV, 3, 32).sum(1)
+            ranked = np.take_along_axis(group, tensors[f"dom_{name}"][layer].astype(int), axis=1)
+            assert (np.diff(ranked) <= 1e-6).all()
+            assert (np.sort(tensors[f"dom_{name}"][layer]) == np.arange(32)).all()
+
+
+def test_chunks_go_where_they_save_most(model, tensors):
+    """Layers 0 and 1 are dense by default: they have the mean, and no part in the others' sum."""
+    kld, budgets = tensors["tip_kld"], tensors["tip_budget"]
+    assert not kld[:2].any() and (kld[2:] > 0).all()
+    np.testing.assert_array_equal(kld[:, -1], kld[:, -2])
+    np.testing.assert_array_equal(budgets[:2], [even_budgets()] * 2)
+    for n_tip in (3, 4, 6, 8, 13, 16, 32):
+        tips = [tips_of(n_tip, 32, budget) for budget in budgets]
+        assert tips[:2] == [n_tip] * 2 and abs(sum(tips[2:]) - 2 * n_tip) <= 1
+    calibration = {name: array[2] for name, array in tensors.items()}
+    spec = replace(open_specs(model)[2], calibration=calibration)
+    for n_tip in (0, 6, 13):
+        own, same = (
+            FASA(n_tip=n_tip, allocation=allocation).dominant_dims(spec)
+            for allocation in ("layers", "uniform")
+        )
+        assert own[1] == 2 * tips_of(n_tip or 8, 32, calibration["tip_budget"])
+        assert same[1] == 2 * (n_tip or 8)
+
+
+def test_a_layer_has_the_chunks_that_its_calibration_says():
+    """A row of budgets that gives this layer half of the chunks where all have a quarter."""
+    budgets = np.ones((len(SHARES), 2), np.float32)
+    budgets[:4], budgets[4] = 0.1, (0.2, 0.9)
+    layer = Layer(GEOMETRIES[1], budget=Budget(tokens=40))
+    spec = replace(layer.spec, calibration={**layer.spec.calibration, "tip_budget": budgets})
+    assert FASA().dominant_dims(spec)[1] == 32
+    assert FASA(allocation="uniform").dominant_dims(spec)[1] == 16
+    assert build_method("fasa", {"preset": "paper"}).allocation == "uniform"
+    cache = FASA(budget=Budget(tokens=40)).layer(spec)
+    prefill(cache, *layer.rows(90))
+    assert cache.store.split().shape[2] == 32 and layer.cache.store.dims.shape == (3, 64)
+
+
+@pytest.mark.parametrize("geometry", [GEOMETRIES[1], GEOMETRIES[4]], ids=str)
+def test_rows_of_a_trial_attend_as_a_step_does(geometry, monkeypatch):
+    """What a share of the chunks is judged by is the method's own attention."""
+    n_chosen = 40
+    monkeypatch.setattr(fasa, "N_CHOSEN", n_chosen)
+    layer = Layer(geometry, budget=Budget(tokens=n_chosen), n_tip=4, metric="var")
+    dims, n_dom = layer.method.dominant_dims(layer.spec)
+    _, k, v = layer.prefill(90)
+    new = layer.rows(7)
+    outs = [
+        layer.cache.decode(row_input(*(x[:, i] for x in new), 90 + i))[:, : geometry.d].copy()
+        for i in range(7)
+    ]
+    store = DenseCache(layer.spec).store
+    for rows in ((k, v), new[1:]):
+        store.append(*rows)
+    out = fasa._attend_best(dims[:, :n_dom], 4, 16)(new[0], store, layer.spec)
+    assert out.shape == (geometry.n_head, 7, geometry.d)
+    np.testing.assert_allclose(out, np.stack(outs, axis=1), atol=1e-3)
+
+
+def test_options_do_not_change_the_calibration(model, tensors):
+    session = open_session(model, Full())
+    other = calibrate(
+        session, FASA(metric="ca", n_tip=3, budget=Budget(tokens=7), variant="m"), tokens(300)
+    )
+    session.gguf.close()
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(other[name], array)
