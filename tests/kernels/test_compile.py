@@ -64,6 +64,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", sorted(KERNELS))
 def test_kernels_compile_for_every_capability(module, compiled):
     lines = [line for line in compiled if line["module"] == module]
