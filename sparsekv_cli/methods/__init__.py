@@ -1,4 +1,4 @@
-"""The methods: one paper, one file. To add one, write the file and a line of METHODS."""
+"""The methods: one paper, one file. docs/extending.md says how to add one."""
 
 from __future__ import annotations
 

@@ -87,12 +87,12 @@ class FAEDKV(Method):
         return FAEDKVCache(spec, self)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
-        """The ablation study; its exact rows are the paper's, whatever the options."""
+        """The ablation study, with the paper's numbers of exact rows whatever the options are."""
         return study_frequencies(run, SINKS, RECENT)
 
 
 class FAEDKVCache(LayerCache):
-    """Exact rows in ``store`` (sinks, then waiting and recent ones) and the spectrum between."""
+    """Exact rows in ``store`` (sinks, then waiting and recent ones); a spectrum of the others."""
 
     attends_to_some = False
 
@@ -124,7 +124,7 @@ class FAEDKVCache(LayerCache):
     # --- prefill ------------------------------------------------------------------------------
 
     def extend(self, x: AttnInput) -> Any:
-        """Dense; tokens that are in the spectrum take part as it remembers them."""
+        """As LayerCache.extend; tokens in the spectrum take part as reconstructed from it."""
         if self.spectrum is None:
             return super().extend(x)
         if self._whole is None:
@@ -133,7 +133,7 @@ class FAEDKVCache(LayerCache):
         return self._whole
 
     def _reconstructed(self, spectrum: Spectrum) -> KVStore:
-        """All rows in the time domain, and room for those that were announced."""
+        """A store of all rows in the time domain, with room for those that were announced."""
         whole, n_sinks = KVStore(self.spec), self.method.sinks
         whole.reserve(max(self.n, self._expected))
         first_exact = n_sinks + spectrum.n_tokens
@@ -155,7 +155,7 @@ class FAEDKVCache(LayerCache):
     # --- aging --------------------------------------------------------------------------------
 
     def _absorb(self, rows: KVStore, first: int) -> None:
-        """Moves what has aged into the spectrum, and leaves the other exact rows in ``store``.
+        """Moves aged rows into the spectrum, and keeps the other exact rows in ``store``.
 
         first: the first row of ``rows`` that is neither a sink nor in the spectrum.
         """
@@ -181,7 +181,7 @@ class FAEDKVCache(LayerCache):
         return self.method.block if self.method.update == "block" else AGED_TOGETHER
 
     def _transform(self, rows: KVStore, first: int, n_aged: int) -> int:
-        """Takes as many of the n_aged rows from ``first`` on as it can; returns how many."""
+        """Transforms as many of the n_aged rows from ``first`` on as it can; returns how many."""
         method, block = self.method, self.method.block
         if n_aged < self._most_waiting() or not self._may_transform(n_aged):
             return 0
@@ -211,7 +211,7 @@ class FAEDKVCache(LayerCache):
         return taken
 
     def _may_transform(self, n_aged: int) -> bool:
-        """Whether some frequencies are to be left out; settles the share of a budget in tokens."""
+        """Whether frequencies are to be left out; a budget in tokens becomes a share here."""
         tokens = self.method.budget.tokens
         if tokens is not None and not self._share:
             if n_aged < 2 * tokens:  # else a share near 1 would stay for good
@@ -246,7 +246,7 @@ class FAEDKVCache(LayerCache):
         return out
 
     def truncate(self, n: int) -> int:
-        """Rows that are still exact can go; what has been transformed cannot be taken out."""
+        """Drops exact rows; if transformed ones would have to go, it drops everything."""
         self._whole = None
         n_transformed = 0 if self.spectrum is None else self.spectrum.n_tokens
         if n < n_transformed + self.method.sinks and n_transformed:

@@ -80,7 +80,7 @@ class FASA(Method):
     variant: str = option("c", "m: a device leaves V and most of K to its host", choices=("c", "m"))
 
     def covers(self, n: int) -> bool:
-        """Whether all of n rows may be attended."""
+        """Whether the budget covers a context of n rows."""
         return n <= self.budget.rows(n)
 
     def forced(self, n_fac: int) -> tuple[int, int]:
@@ -91,7 +91,7 @@ class FASA(Method):
         return min(N_SINKS, n_fac - n_recent), n_recent
 
     def dominant_dims(self, spec: LayerSpec) -> tuple[np.ndarray, int]:
-        """A layer's dims by its calibration, int32 (G, d), of which the first n_dom dominate."""
+        """A layer's dims by its calibration, int32 (G, d), and how many of the first dominate."""
         n_chunk = len(spec.theta)
         rank = spec.calibration[f"dom_{self.metric}"][: spec.n_head_kv]  # (G, C)
         if rank.shape[1] != n_chunk or (np.sort(rank) != np.arange(n_chunk)).any():
@@ -108,7 +108,7 @@ class FASA(Method):
         return FASACache(spec, self)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
-        """What chunks are worth, and what a layer loses with some of them, whatever the options."""
+        """The worth of chunks, and what a layer loses with some of them, whatever the options."""
         return study_chunks(run, FASA().is_dense, N_QUERIES, TOP_K, N_SINKS, N_RECENT)
 
 
@@ -160,11 +160,11 @@ class FASACache(LayerCache):
         return out
 
     def memory(self) -> Memory:
-        """Variant m: Kdom counts as the device's, Krest and V as its host's.
+        """With variant m Kdom counts as the device's memory, Krest and V as its host's.
 
-        So it would be with a device; here all of it is host memory. Likewise bytes_moved: Krest and
-        V of the rows that a step attends to, once a kv head, of which device/methods/fasa.py keeps
-        some. A context within N_fac counts as the device's whole.
+        That is how it would be on a GPU; here all of it is host memory. bytes_moved likewise: Krest
+        and V of the rows that a step attends to, once a kv head; device/methods/fasa.py keeps some
+        of them. A context within N_fac counts as the device's whole.
         """
         store = self.store
         if self.method.variant == "c":

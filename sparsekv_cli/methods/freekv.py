@@ -104,10 +104,10 @@ class FreeKV(Method):
     )  # fmt: skip
 
     def plan(self, n: int, n_sink: int | None = None) -> PagePlan | None:
-        """What a step of n rows, its own included, attends to; None: everything.
+        """The pages that a step of n rows, its own included, attends to; None: all rows.
 
-        n_sink: the sinks' pages if they are settled already. A budget that is a share grows with
-        the context, and the window and the chosen pages with it.
+        n_sink: the sinks' pages if they are settled already. If the budget is a share, the window
+        and the number of chosen pages grow with the context.
         """
         budget, page = self.budget.rows(n), self.page
         if n_sink is None:
@@ -119,22 +119,22 @@ class FreeKV(Method):
         return PagePlan(n_sink, max(1, (budget - n_sink * page - recent) // page), window)
 
     def recent(self, budget: int) -> int:
-        """Rows that the window holds at least, within a budget of rows."""
+        """Number of rows that the window holds at least, for a budget in rows."""
         return min(self.window, max(1, budget // 4))
 
     def slots(self, plan: PagePlan) -> int:
-        """Pages a kv head that the cache of recalled pages holds."""
+        """Size of the cache of recalled pages, in pages a kv head."""
         return max(plan.n_best, round(self.cache_pages * plan.n_best))
 
     @property
     def threshold(self) -> float:
-        """tau, made safe against rounding of the cosine at its ends."""
+        """tau; infinite at the ends of the cosine's range, where rounding would decide."""
         if not self.correct or self.tau <= -1:
             return -math.inf
         return math.inf if self.tau > 1 else self.tau
 
     def overlaps(self, n_threads: int) -> bool:
-        """Whether to choose on a thread beside those of the decoder."""
+        """Whether to choose pages on a second thread, beside the decoder's."""
         if not self.speculate or self.threshold == math.inf or self.overlap == "false":
             return False
         return self.overlap == "true" or self._n_core > n_threads
@@ -145,7 +145,7 @@ class FreeKV(Method):
 
     @cached_property
     def worker(self) -> ThreadPoolExecutor:
-        """The thread that chooses ahead for all layers; it ends when the method is let go."""
+        """The thread that chooses pages ahead for all layers; it ends with the method."""
         return ThreadPoolExecutor(1, "freekv")
 
     def sparse_layer(self, spec: LayerSpec) -> LayerCache:
@@ -153,7 +153,7 @@ class FreeKV(Method):
 
 
 class FreeKVCache(LayerCache):
-    """One layer: a KVStore while attention is dense, and in prefill; otherwise a PageCache."""
+    """One layer: a KVStore in prefill and while attention is dense, otherwise a PageCache."""
 
     def __init__(self, spec: LayerSpec, method: FreeKV) -> None:
         super().__init__(spec)
@@ -275,7 +275,7 @@ class FreeKVCache(LayerCache):
             cache.offloaded = plan.window
 
     def _wait(self) -> None:
-        """Until nothing works on the pages any more; raises what went wrong there, once."""
+        """Waits until the second thread is done with the pages; raises its exception, once."""
         if self._ahead is None:
             return
         future, window = self._ahead

@@ -46,7 +46,7 @@ class H2O(Method):
     window: int = option(0, "last queries of a prefill whose attention counts; 0 = all", at_least=0)
 
     def limits(self, n: int) -> tuple[int, int]:
-        """Most rows to hold when n have been seen, and the position from which rows are recent.
+        """Number of rows to hold after n rows, and the position from which rows count as recent.
 
         Both leave a place for row n, which comes with the next step.
         """
@@ -81,7 +81,7 @@ class H2OCache(EvictingCache):
         return rows
 
     def _add(self, queries: np.ndarray) -> None:
-        """The attention of prefill queries (G, R, d) of the last rows."""
+        """Adds the attention of prefill queries (G, R, d) of the last rows."""
         store, spec = self.store, self.spec
         self._new_mass = _widened(self._new_mass, store.n)
         evict.add_attention(

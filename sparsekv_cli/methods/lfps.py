@@ -130,7 +130,7 @@ class LFPS(Method):
 
 
 class DenseThenPages(QuestCache, DenseCache):
-    """A layer that the past does not predict: dense while that costs less than to choose pages."""
+    """A dense layer: it attends to all rows while that is cheaper than choosing pages."""
 
     def __init__(self, spec: LayerSpec, pages: Quest, dense_rows: int) -> None:
         super().__init__(spec, pages)
@@ -186,16 +186,16 @@ class LFPSCache(LayerCache):
         self.lse = np.empty(0, np.float32)  # see ``leave_sinks``
 
     def leave_sinks(self) -> None:
-        """From now on ``decode`` leaves the values of the sinks out, for others to take in.
+        """From now on ``decode`` leaves the sinks out of its output; a device attends to them.
 
-        ``lse`` f32 (H,) is then the log of the sum of exponentials of the scores that its output
-        covers: ALL after a step that was dense, whose output has the sinks.
+        ``lse`` f32 (H,) is then the log of the sum of exponentials of the scores that the output
+        includes. After a dense step, whose output includes the sinks, it is ALL.
         """
         self.lse = np.empty(self.spec.n_head, np.float32)
         self._step.leave_sinks(self.lse)
 
     def _allocate(self, capacity: int) -> None:
-        """Tables of ``capacity`` entries, in whole blocks, what they hold kept; new ones are 0."""
+        """Makes tables of ``capacity`` entries in whole blocks; keeps entries, new ones are 0."""
         old, blocks = self._tables, -(-capacity // history.BLOCK)
         self._tables = old._replace(
             ver=_grown(old.ver, blocks * history.BLOCK),
@@ -211,7 +211,7 @@ class LFPSCache(LayerCache):
         return super().extend(x)
 
     def finish_prefill(self) -> None:
-        """Eq 4 and the constants of eq 6, from the rows that this prefill ended with."""
+        """Fills the tables (eq 4) and the constants of eq 6 from the last queries and all rows."""
         queries = self._queries.take()
         if self.store.n > N_SINKS + 1:
             self._index(queries)
@@ -311,7 +311,7 @@ class LFPSCache(LayerCache):
 
 
 def _grown(old: np.ndarray, n_columns: int) -> np.ndarray:
-    """f32 zeros (rows of ``old``, n_columns) with ``old`` in front, cut where it is longer."""
+    """f32 (rows of ``old``, n_columns): ``old``, cut or continued with zeros."""
     new = on_lines((len(old), n_columns), np.float32, zeros=True)
     kept = min(old.shape[1], n_columns)
     new[:, :kept] = old[:, :kept]

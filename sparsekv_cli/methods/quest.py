@@ -72,7 +72,7 @@ class QuestCache(SelectingCache):
             self._summarise((self.store.n - 1) // self.method.page)
 
     def _summarise(self, n_page: int) -> None:
-        """Brings the summaries up to the first ``n_page`` pages, which are whole."""
+        """Summarises the whole pages below ``n_page`` that have no summary yet."""
         if n_page <= self._n_page:
             return
         store, spec, page = self.store, self.spec, self.method.page

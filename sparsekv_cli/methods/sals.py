@@ -96,7 +96,7 @@ class SALS(Method):
             raise ValueError(f"score_rank = {self.score_rank}: must be at most the rank")
 
     def ranks(self, spec: LayerSpec) -> tuple[int, int]:
-        """Columns of a layer's latents, and how many of them are scored."""
+        """Number of columns of a layer's latents, and how many of them are scored."""
         size = spec.n_head_kv * spec.head_dim
         rank = min(self.rank or max(1, round(size / 4)), size)
         if self.allocation == "layers":
@@ -104,7 +104,7 @@ class SALS(Method):
         return rank, min(self.score_rank or -(-rank // 2), rank)
 
     def basis_of(self, spec: LayerSpec) -> tuple[np.ndarray, np.ndarray]:
-        """A layer's vectors U (G d, r) and weights w (G d,) by its calibration: E = w U."""
+        """A layer's vectors U (G d, r) and weights w (G d,) from its calibration: E = w U."""
         size = spec.n_head_kv * spec.head_dim
         weights = _calibrated(spec, "weights")[:size]
         vectors = _calibrated(spec, f"vectors_{self.basis}")[:size, : self.ranks(spec)[0]]
@@ -114,11 +114,11 @@ class SALS(Method):
         return SALSCache(spec, self)
 
     def covers(self, n: int) -> bool:
-        """Whether all of n rows may be attended."""
+        """Whether budget, sinks and window cover a context of n rows."""
         return n <= self.sinks + self.window + self.budget.rows(n)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
-        """Both bases of every layer, and what ranks do to its answers, whatever the options."""
+        """Both bases of every layer, and the cost of ranks, whatever the options are."""
         return study_keys(run, SALS().is_dense, SINKS, WINDOW)
 
 
@@ -131,8 +131,8 @@ def _calibrated(spec: LayerSpec, name: str) -> np.ndarray:
 class SALSCache(LayerCache):
     """Latents, exact rows and bases of one layer.
 
-    ``store`` holds the whole context as long as that may be attended, and again during a later
-    prefill. Otherwise: sinks and the last rows in ``_exact``, the rows between in ``_latents``.
+    While budget, sinks and window cover the context, and during a later prefill, ``store`` holds
+    all rows. Otherwise sinks and last rows are in ``_exact``, the rows between in ``_latents``.
     """
 
     def __init__(self, spec: LayerSpec, method: SALS) -> None:
@@ -152,7 +152,7 @@ class SALSCache(LayerCache):
         self._forget()
 
     def _forget(self) -> None:
-        """No rows, in no form."""
+        """Drops all rows, in every form."""
         self.store = KVStore(self.spec)
         self._latents: latent.LatentStore | None = None
         self._exact = KVStore(self.spec)
@@ -183,7 +183,7 @@ class SALSCache(LayerCache):
         return latent.RowPointers(*store.layout[: len(latent.RowPointers._fields)].tolist())
 
     def _slots_of(self, start: int, stop: int) -> np.ndarray:
-        """Rows of ``_exact`` that hold the positions start .. stop, at most the ring's size."""
+        """Rows of ``_exact`` with the positions start .. stop, at most the ring's size."""
         at = start % self._ring
         return self._slots[at : at + stop - start]
 
@@ -270,7 +270,7 @@ class SALSCache(LayerCache):
         return self.attend_all(x.q)
 
     def truncate(self, n: int) -> int:
-        """Exact to the bit within the last UNDO rows; earlier, rows of the window stay latents."""
+        """Exact to the bit within the last UNDO rows; further back, the window stays latents."""
         if self._latents is None:
             return super().truncate(n)
         self.store = KVStore(self.spec)  # of a prefill that was interrupted

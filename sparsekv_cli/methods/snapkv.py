@@ -56,7 +56,7 @@ class SnapKV(Method):
 
 
 class SnapKVCache(EvictingCache):
-    """The kept rows of one layer, ascending, and all rows since the last choice."""
+    """The kept rows of one layer, ascending, and all rows that came after the last choice."""
 
     def __init__(self, spec: LayerSpec, method: SnapKV) -> None:
         super().__init__(spec)

@@ -150,7 +150,7 @@ class HostRows:
         return self.rest.nbytes + self.v.nbytes
 
     def reserve(self, n: int, used: int) -> None:
-        """Room for ``n`` rows, an eighth more than before when growing; the first ``used`` stay."""
+        """Room for ``n`` rows, growing by an eighth at least; the first ``used`` rows stay."""
         if n <= self.capacity:
             return
         if self.device.type == "cuda":  # the device may still be writing a row
@@ -303,8 +303,11 @@ class DeviceFASAM(DeviceFASA):
         return spec.n_head * n, attended, scan + attended * row_bytes
 
     def counters(self) -> Mapping[str, int]:
-        """The ledger's counts, and rows that steps attended to, once a kv head: those that were on
-        the device, and those that had to be recalled from the host."""
+        """The ledger's counts, and rows_hit and rows_recalled.
+
+        These are rows that steps attended to, once a kv head, on the device already or fetched from
+        the host.
+        """
         counts = self.ledger.counts.copy()
         hit, recalled = self._statistics[0].sum(0).tolist()
         counts["bytes_moved"] += recalled * self._row_bytes

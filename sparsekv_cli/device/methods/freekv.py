@@ -162,7 +162,7 @@ class DeviceFreeKV(DeviceCache):
         return super().places, self._made
 
     def lead(self, caches: Sequence[DeviceFreeKV]) -> None:
-        """Makes the workspace for these sequences, if it is another than there is."""
+        """Makes a workspace for these sequences, unless there is a fitting one."""
         if self._pages is None:
             return
         spec, device, arrays, n = self.spec, self.device, self._pages.arrays, len(caches)
@@ -266,7 +266,7 @@ class DeviceFreeKV(DeviceCache):
         return attention.attend_dense(x.q, k, v, x.step.n, self._n_max, float(self.spec.scale))
 
     def _note_positions(self, arrays: PageTensors, n: int) -> None:
-        """``note`` of a step at n rows of one sequence, before the next step's pages are chosen."""
+        """``note`` of a step at n rows of one sequence, ahead of the choice for the next step."""
         assert self._pages is not None
         p, n_sink = self.method.page, self._pages.layout.n_sink
         plan = self.method.plan(n, n_sink)
@@ -282,10 +282,10 @@ class DeviceFreeKV(DeviceCache):
     def _recall_ahead(
         self, arrays: PageTensors, previous: torch.Tensor, n: torch.Tensor, budget: torch.Tensor
     ) -> None:
-        """Chooses and recalls the next step's pages with the query of this one, beside the rest.
+        """Chooses and recalls the next step's pages with this step's query, on a second stream.
 
-        previous f32 (B, H, d): that query. n, budget int32 (B,) of this step: kv heads whose number
-        of pages the next step's budget changes choose again then.
+        previous f32 (B, H, d): that query. n, budget int32 (B,) of this step. Kv heads whose number
+        of pages changes with the next step's budget choose again then.
         """
         assert self._pages is not None
         layout, work = self._pages.layout, self._work
@@ -366,6 +366,6 @@ class DeviceFreeKV(DeviceCache):
 
 
 def _bytes(work: Workspace) -> int:
-    """Of all tensors of a workspace."""
+    """Bytes of all tensors of a workspace."""
     parts = [part if isinstance(part, tuple) else (part,) for part in work]
     return sum(tensor.nbytes for part in parts for tensor in part)

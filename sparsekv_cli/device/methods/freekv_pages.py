@@ -29,7 +29,7 @@ class DevicePages:
         n_slot: int,
         n_best: int,
     ) -> None:
-        """window: first page of the window; n_page: pages in all that there is to be room for."""
+        """window: first page of the window; n_page: number of pages to make room for."""
         _, n_kv, _, d = store.k.shape
         self.layout, self.page = layout, page
         arrays = page_cache.empty_pages(
@@ -47,7 +47,7 @@ class DevicePages:
 
     @property
     def offloaded(self) -> int:
-        """Waits for the device."""
+        """Number of the first page that is not in the pool; waits for the device."""
         return int(self.arrays.state[0, 0, page_cache.OFFLOADED.value])
 
     def to_store(self, store: DeviceStore, n: int) -> None:
@@ -79,8 +79,10 @@ class DevicePages:
     def _pooled(
         self, store: DeviceStore, offloaded: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """The pages in the pool, some at a time: K in the store (G, pages, p d), V in the store
-        (G, pages, p d_v), and both here (pages, G, p (d + d_v)), which is one run of bytes.
+        """The pages in the pool, some at a time, as views.
+
+        K in the store (G, pages, p d), V in the store (G, pages, p d_v), and both here (pages, G, p
+        (d + d_v)), which is contiguous.
         """
         p, n_sink, pool = self.page, self.layout.n_sink, self.arrays.pool[0]
         n_kv = pool.shape[1]
@@ -94,8 +96,9 @@ class DevicePages:
             yield k, v, pool[first - n_sink : last - n_sink]
 
     def make_room(self, n_page: int, n_slot: int, n_best: int) -> None:
-        """Room for pages before ``n_page`` (an eighth more than before when it grows), n_slot
-        cached pages and n_best chosen ones a kv head.
+        """Room for pages below ``n_page``, n_slot cached and n_best chosen pages a kv head.
+
+        If the pool has to grow, it grows by an eighth at least.
         """
         a, n_sink = self.arrays, self.layout.n_sink
         old = a

@@ -41,9 +41,9 @@ class HostLFPS(HostCache):
         self._n_steps = 0
 
     def plan(self) -> None:
-        """Before a step: copies the sinks when there are all of them; no step needs them earlier.
+        """Copies the sinks to the device as soon as all are there; no step needs them earlier.
 
-        While the host attends to every row, the sinks among them, its log-sum-exp says so.
+        While the host attends to every row, the sinks included, its log-sum-exp tells that.
         """
         store = self.cache.store
         if not self._copied and self.n >= N_SINKS:

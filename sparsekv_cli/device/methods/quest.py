@@ -32,7 +32,7 @@ class DeviceQuest(DeviceSelecting):
             self._summarise(self.store.n)
 
     def _summarise(self, n: int) -> None:
-        """Brings the summaries up to the whole pages before row n, the next one."""
+        """Summarises the whole pages in front of row n, the next one, that have no summary yet."""
         page = self.method.page
         n_page = n // page
         if n_page > self._hi.shape[2]:

@@ -213,7 +213,7 @@ class DeviceSALS(DeviceCache):
         return attention.merge(*pieces)
 
     def _note_positions(self, idx: torch.Tensor, counts: torch.Tensor, n: int) -> None:
-        """``note`` of latents chosen, and of rows kept as they are, at n rows of one sequence."""
+        """``note`` of the chosen latents and the exact rows, at n rows of one sequence."""
         exact = [*range(min(self._first, n)), *range(self._exact_from(n), n)]
         rows = torch.tensor([[exact]], dtype=torch.int32, device=self.device)
         self.note(torch.cat([rows, idx + self._first], dim=2), counts + len(exact))
@@ -221,7 +221,7 @@ class DeviceSALS(DeviceCache):
     def _importance(
         self, x: DeviceInput, latents: torch.Tensor, exact: latent.Exact, exact_lse: torch.Tensor
     ) -> torch.Tensor:
-        """What each latent is chosen by, f32 (B, 1, n_max)."""
+        """The scores by which latents are chosen, f32 (B, 1, n_max)."""
         if self.method.score == "brope":
             return scores.score_latents(
                 x.q, self._damp, self._basis, latents, self._score_rank, exact.n_latent,
@@ -262,7 +262,9 @@ class DeviceSALS(DeviceCache):
         self.ledger.step(spec.n_head * n, scored, attended, n_bytes, True)
 
     def truncate(self, n: int) -> int:
-        """Exact to the bit within the last rows of the ring; earlier, the window stays latents."""
+        """Exact to the bit within the last rows of the ring; further back, the window stays
+        latents.
+        """
         if not self._is_compressed:
             return super().truncate(n)
         self.store = DeviceStore(self.spec, self.device)  # of a prefill that was interrupted
