@@ -60,7 +60,7 @@ GPU_FILES = ("nvidia*", "nvhost*", "dxg", "kfd")  # in /dev: NVIDIA's, its board
 
 
 def may_have_device() -> bool:
-    """Whether there is a GPU's driver; without one torch, slow to import, need not be asked."""
+    """Whether there is a GPU's driver; without one torch, slow to import, is not asked."""
     if any(found for name in GPU_FILES for found in Path("/dev").glob(name)):
         return True
     try:
@@ -71,8 +71,9 @@ def may_have_device() -> bool:
 
 
 def find_device(name: str) -> tuple[Any, str]:
-    """The GPU that ``auto``, ``cpu`` or ``cuda`` stands for, a torch.device, or None: the CPU; and
-    what the user should know of that. SparseKVError for cuda where there is none.
+    """The GPU for ``auto``, ``cpu`` or ``cuda``, a torch.device or None, and a note for the user.
+
+    None is the CPU. SparseKVError for cuda where there is none.
     """
     if name == "cpu" or (name == "auto" and not may_have_device()):
         return None, ""

@@ -1,9 +1,9 @@
 """Several methods on one prompt: how far each is from dense attention, and how fast.
 
 The prompt is prefilled once for all methods. Then each method decodes the same continuation, and
-its logits are compared with those of ``full``, which comes first. Sparse layers are watched while
-they do it; since that takes time, speed is measured on steps that nobody watches. On a GPU each
-method has a prefill of its own.
+its logits are compared with those of ``full``, which comes first. Some steps are watched: their
+attended rows are compared with exact attention. That takes time, so other steps are timed. On a GPU
+each method has a prefill of its own.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def decode_tokens(
 def greedy_tokens(
     first: np.ndarray, seen: Sequence[np.ndarray], n: int, banned: Collection[int]
 ) -> Iterator[int]:
-    """``n`` greedy tokens after the logits ``first``; ``seen`` gets those of every token.
+    """``n`` greedy tokens after the logits ``first``; ``seen`` receives the logits of each step.
 
     banned: tokens that are never chosen, because they would end the text.
     """

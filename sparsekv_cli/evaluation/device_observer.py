@@ -37,7 +37,7 @@ class DeviceObserver(Observer):
 def observe(
     layers: Sequence[LayerCache], keys: Sequence[np.ndarray], result: Measured
 ) -> Iterator[Observer]:
-    """Begins to watch the caches of layers that choose rows, on the device or on the host."""
+    """Starts watching the caches of layers that choose rows, on the device or on the host."""
     for cache, of_layer in zip(layers, keys, strict=True):
         if isinstance(cache, HostCache):
             if cache.cache.attends_to_some:

@@ -21,7 +21,7 @@ MAX_BYPASS_ROWS = 11  # LFPS: sinks, six local rows and the current one
 
 @dataclass
 class Measured:
-    """What one method gave: a value a step, or a head and watched step."""
+    """Measurements of one method: a value a step, or a value a head and watched step."""
 
     kld: list[float] = field(default_factory=list)
     same_top1: list[bool] = field(default_factory=list)

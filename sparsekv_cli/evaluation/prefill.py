@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]
 class FanOut:
     """One layer's caches of all methods, filled by one prefill.
 
-    own_s: seconds that each method spends on itself, such as on its index; added to.
+    own_s: seconds that each method spends on its own work, such as its index; added to.
     """
 
     can_prefill_in_parts = False  # a method may drop or compress its rows in ``finish_prefill``
@@ -42,7 +42,7 @@ class FanOut:
         return out
 
     def extend(self, x: AttnInput) -> Any:
-        """The rows of the first cache, whatever types the others store theirs in."""
+        """Adds the rows to all caches; returns the first one's, whatever types the others store."""
         rows = [self._timed(i, partial(cache.extend, x)) for i, cache in enumerate(self._caches)]
         return rows[0]
 
@@ -51,10 +51,10 @@ class FanOut:
             self._timed(i, cache.finish_prefill)
 
 
-class Prefill(NamedTuple):
-    """What one prefill gave all methods.
+class SharedPrefill(NamedTuple):
+    """The result of one prefill for all methods.
 
-    seconds: one a method: the prefill without the time that the other methods took for themselves.
+    seconds: one a method: the time of the prefill without the other methods' own work.
     """
 
     logits: np.ndarray  # f32 (n_vocab,) after the prompt
@@ -69,7 +69,7 @@ def prefill_all(
     *,
     n_steps: int = 0,
     progress: Progress | None = None,
-) -> Prefill:
+) -> SharedPrefill:
     """Prefills ``ids`` for all methods and makes room for ``n_steps`` more rows.
 
     The methods are calibrated if need be; ``Session.prepare`` does it beforehand and says so.
@@ -84,10 +84,10 @@ def prefill_all(
     begin = time.perf_counter()
     logits = session.decoder.forward(ids, 0, layers, progress=progress)
     shared = time.perf_counter() - begin - sum(own_s)
-    return Prefill(logits, caches, [shared + own for own in own_s])
+    return SharedPrefill(logits, caches, [shared + own for own in own_s])
 
 
-class Prefilled(NamedTuple):
+class MethodPrefill(NamedTuple):
     """What one method starts to decode from."""
 
     logits: np.ndarray  # f32 (n_vocab,) after the prompt
@@ -102,7 +102,7 @@ def prefills(
     *,
     n_steps: int,
     progress: Progress | None = None,
-) -> Iterator[Prefilled]:
+) -> Iterator[MethodPrefill]:
     """One ``prefill_all`` for all methods; where caches lie on a GPU, a prefill for each method.
 
     On a GPU each method's kernels are tried first, and its caches must be released when the next
@@ -112,7 +112,7 @@ def prefills(
         together = prefill_all(session, methods, ids, n_steps=n_steps, progress=progress)
         for i, seconds in enumerate(together.seconds):
             layers, together.caches[i] = together.caches[i], []
-            yield Prefilled(together.logits, layers, seconds)
+            yield MethodPrefill(together.logits, layers, seconds)
             del layers
         return
 
@@ -125,13 +125,13 @@ def prefills(
         for pos in range(len(trial), len(trial) + N_TRIAL_STEPS):
             session.decoder.decode(ids[0], pos, layers)
 
-    def prefilled(method: Method) -> Prefilled:
+    def prefilled(method: Method) -> MethodPrefill:
         layers = new_caches(method)
         for cache in layers:
             cache.reserve(len(ids) + n_steps)
         begin = time.perf_counter()
         logits = session.decoder.forward(ids, 0, layers, progress=progress)
-        return Prefilled(logits, layers, time.perf_counter() - begin)
+        return MethodPrefill(logits, layers, time.perf_counter() - begin)
 
     for method in methods:
         new_caches(method)
@@ -155,7 +155,7 @@ def batches(
 
 
 def resume(session: Session, ids: Sequence[int], caches: Sequence[Any]) -> None:
-    """Lets the session go on behind ``ids`` with ``caches`` that hold them."""
+    """Makes the session continue behind ``ids`` with ``caches`` that hold them."""
     session.tokens, session.caches = list(ids), list(caches)
 
 
