@@ -96,8 +96,8 @@ class SideBySide:
             x = AttnInput(*(part[:, start : start + chunk].copy() for part in rows), pos + start)
             expected = attend_chunk(self.host, x)
             tensors = [torch.from_numpy(part).to(self.device.device) for part in x[:5]]
-            rows = self.device.extend(AttnInput(*tensors, x.pos))
-            out = attend_causal(tensors[0], rows.keys(), rows.values(), self.spec)
+            store = self.device.extend(AttnInput(*tensors, x.pos))
+            out = attend_causal(tensors[0], store.keys(), store.values(), self.spec)
             np.testing.assert_allclose(out.cpu().numpy(), expected, rtol=0, atol=5e-3)
         for cache in (self.host, self.device):
             cache.finish_prefill()
