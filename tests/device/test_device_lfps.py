@@ -15,12 +15,12 @@ from sparsekv_cli.kernels.attention.decode import Attended
 from sparsekv_cli.methods.lfps import LFPS
 from sparsekv_cli.methods.quest import Quest
 
-# (H, G, d, d_v), type of the host's rows, tables
+# (H, G, d, d_v), type of the host's rows
 CASES = [
-    ((2, 2, 64, 64), "f16", "head"),
-    ((9, 3, 64, 64), "q8_0", "group"),
-    ((4, 1, 80, 48), "f16", "head"),
-    ((8, 1, 128, 128), "q8_0", "head"),
+    ((2, 2, 64, 64), "f16"),
+    ((9, 3, 64, 64), "q8_0"),
+    ((4, 1, 80, 48), "f16"),
+    ((8, 1, 128, 128), "q8_0"),
 ]
 BUDGET = 40
 
@@ -32,7 +32,7 @@ class Pair:
     looks at now and then, so that it is bypassed.
     """
 
-    def __init__(self, sizes: tuple[int, ...], kind: str, tables: str, device: str) -> None:
+    def __init__(self, sizes: tuple[int, ...], kind: str, device: str) -> None:
         self.n_head, self.n_kv, self.d, self.d_v = sizes
         self.rng = np.random.default_rng(0)
         spec = LayerSpec(
@@ -40,7 +40,7 @@ class Pair:
             value_dim=self.d_v, n_threads=1,
         )  # fmt: skip
         method = LFPS(
-            budget=Budget(tokens=BUDGET), tables=tables, epsilon=0.7, cache_type_k=kind,
+            budget=Budget(tokens=BUDGET), epsilon=0.7, cache_type_k=kind,
             cache_type_v=kind,
         )  # fmt: skip
         self.whole = method.layer(spec)
@@ -89,10 +89,10 @@ class Pair:
         return expected, found[0].cpu().numpy()
 
 
-@pytest.mark.parametrize(("sizes", "kind", "tables"), CASES)
-def test_sinks_on_the_device(sizes, kind, tables, device):
+@pytest.mark.parametrize(("sizes", "kind"), CASES)
+def test_sinks_on_the_device(sizes, kind, device):
     """Dense at first, then sparse, another prompt, and rewinds, one to fewer rows than sinks."""
-    pair = Pair(sizes, kind, tables, device)
+    pair = Pair(sizes, kind, device)
 
     def follow(n_steps: int) -> None:
         for _ in range(n_steps):
@@ -121,7 +121,7 @@ def test_sinks_on_the_device(sizes, kind, tables, device):
 
 def test_sinks_are_not_attended_to_twice(device):
     """Values of the sinks that the host must not look at."""
-    pair = Pair(CASES[0][0], "f16", "head", device)
+    pair = Pair(CASES[0][0], "f16", device)
     pair.prefill(100)
     pair.decode()
     pair.apart.cache.store.v[:, :4] = np.nan
