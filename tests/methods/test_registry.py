@@ -8,6 +8,7 @@ from dataclasses import FrozenInstanceError, fields, is_dataclass
 from pathlib import Path
 
 import pytest
+from source_tree import root
 
 import sparsekv_cli.methods as registry
 from sparsekv_cli.cache.spec import Budget, parse_layers
@@ -154,3 +155,28 @@ def test_budget_text_survives(text):
 def test_layer_lists():
     assert parse_layers("none") == parse_layers(" ") == ()
     assert parse_layers("0, 1,-1") == (0, 1, -1)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_docs_methods_has_the_options_and_their_defaults(name):
+    (method,) = (each for each in describe_methods() if each["name"] == name)
+    text = (root() / "docs" / "methods.md").read_text(encoding="utf-8")
+    section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+    listed = re.search(r"^Options: (.*?)\.$", section, re.DOTALL | re.MULTILINE)
+    assert listed, "a line `Options: ...`"
+    found = dict(re.findall(r"`(\w+)=([^`]+)`", listed[1]))
+    options = {o["name"]: o["default"] for o in method["options"]}
+    assert found == {
+        key: as_text(default)
+        for key, default in options.items()
+        if not key.startswith("cache_type")
+    }
+
+
+def as_text(default: object) -> str:
+    """An option's default as ``-o`` takes it, without the limits of a budget."""
+    if isinstance(default, list):
+        return ",".join(map(str, default)) or "none"
+    if isinstance(default, bool):
+        return str(default).lower()
+    return f"{default:g}" if isinstance(default, float) else str(default).partition(" ")[0]
