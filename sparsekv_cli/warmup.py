@@ -55,8 +55,10 @@ def compile_weight_kernels(weights: Weights, dtype: str, report: OnCompile | Non
 
 
 def compile_common_kernels(report: OnCompile | None) -> int:
-    """Compiles what needs no model: every weight format, dequantised to every type that a prefill
-    computes in, and the probe of ``bench``. Returns how many steps were not done before.
+    """Compiles what needs no model; returns how many tasks were not done yet.
+
+    That is every weight format, dequantised to every type that a prefill computes in, and the probe
+    of ``bench``.
     """
     import numpy as np
 
@@ -110,8 +112,8 @@ def compile_method_kernels(
 ) -> int:
     """Compiles what a prefill and a decode step with ``method`` call, by a trial run.
 
-    specs: the decoder's layers, calibrated if the method needs that. Returns how many steps were
-    not done before.
+    specs: the decoder's layers, calibrated if the method needs it. Returns how many tasks were not
+    done yet.
     """
     return _run(list(_trial(decoder, method, specs)), report)
 
@@ -138,8 +140,9 @@ def compile_few_rows(decoder: Decoder, report: OnCompile | None) -> int:
 
 
 def load_method_kernels(method: Method, spec: LayerSpec, prefill_dtype: str) -> None:
-    """Lets this process load what ``compile_method_kernels`` has put on disk, with one layer of
-    random rows, so that the time of a method's first step is its own.
+    """Loads what ``compile_method_kernels`` has put on disk, with one layer of random rows.
+
+    So the time of a method's first step is its own.
     """
     import numpy as np
 
@@ -167,7 +170,7 @@ def load_method_kernels(method: Method, spec: LayerSpec, prefill_dtype: str) -> 
 
 
 def _as_prefilled(rows: np.ndarray, prefill_dtype: str) -> np.ndarray:
-    """Rows as a prefill of the CPU hands them to a cache."""
+    """Rows as a prefill on the CPU gives them to a cache."""
     import numpy as np
 
     return (rows.view(np.uint32) >> 16).astype(np.uint16) if prefill_dtype == "bf16" else rows

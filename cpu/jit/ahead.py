@@ -1,8 +1,9 @@
-"""Kernels compiled ahead of their first call, by several processes at once.
+"""Compiles kernels ahead of their first call, in several processes at once.
 
-Which kernels some calls need, and for which types, is found out by making the calls: in copies of
-this process, in which a kernel that is called is noted and not run. Each copy then compiles what no
-other one has begun with. They end when all is on disk, from where this process loads it.
+The kernels that some calls need, and their argument types, are found by making the calls in copies
+of this process, where a kernel that is called is noted and not run. Each copy compiles what no
+other copy has begun. The copies end when all kernels are on disk, from where this process loads
+them.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _returns_value(function: Any) -> bool:
 
 
 class _NoCode:
-    """Stands for a compiled function whose address is asked for."""
+    """Stands for a compiled function in code that asks for its address."""
 
     fndesc = library = property(lambda self: self)
     llvm_cfunc_wrapper_name = ""
@@ -67,8 +68,10 @@ class _NoCode:
 
 
 def kernels_of(calls: Sequence[Call]) -> list[Kernel]:
-    """The kernels that ``calls`` need and that this process has not loaded, without running them,
-    but for those that return a value. What the calls compute, and what they write to, is garbage.
+    """The kernels that ``calls`` need and that this process has not loaded.
+
+    Kernels are not run, except those that return a value. What the calls compute and write is
+    garbage.
     """
     noted: dict[Kernel, None] = {}
     kind = dispatcher.Dispatcher
@@ -99,7 +102,7 @@ def kernels_of(calls: Sequence[Call]) -> list[Kernel]:
 
 
 def _compile_in_copy(calls: Sequence[Call], number: int, pipe: int) -> None:
-    """What copy ``number`` of the process does; tells the first process by lines of text."""
+    """The work of copy ``number`` of the process; it reports in lines of text."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
     parent = os.getppid()
     null = os.open(os.devnull, os.O_RDWR)
@@ -123,7 +126,7 @@ def _compile_in_copy(calls: Sequence[Call], number: int, pipe: int) -> None:
 
 
 def _start_copy(calls: Sequence[Call], number: int) -> tuple[int, int]:
-    """The process number of a copy of this process, and the pipe that it writes to."""
+    """Starts a copy of this process; its process number, and the pipe that it writes to."""
     reading, writing = os.pipe()
     with global_compiler_lock, warnings.catch_warnings():  # another thread's would never be free
         # Python's warning of threads: those of jit/pool.py hold no locks, and the copy has none.
@@ -142,15 +145,15 @@ def _start_copy(calls: Sequence[Call], number: int) -> tuple[int, int]:
 
 
 def can_compile_ahead() -> bool:
-    """Whether this process can be copied, and what the copies compile can be kept."""
+    """Whether this process can be copied, and what the copies compile can be kept on disk."""
     return hasattr(os, "fork") and STORE.may_write() and "torch" not in sys.modules
 
 
 def compile_ahead(calls: Sequence[Call], report: Report | None) -> bool:
-    """Has the kernels that ``calls`` need compiled, as far as that can be seen without running
-    them; the caller then makes the calls, which load the kernels and compile what is missing.
+    """Compiles the kernels that ``calls`` need, as far as that is seen without running them.
 
-    Returns whether it did, and has reported what there was to do.
+    The caller then makes the calls, which load the kernels and compile what is missing. Returns
+    whether it did so; then it has reported the progress.
     """
     if not calls or not can_compile_ahead():
         return False
@@ -169,7 +172,7 @@ def compile_ahead(calls: Sequence[Call], report: Report | None) -> bool:
 
 
 def _follow(pipes: Sequence[int], report: Report | None) -> None:
-    """Passes on what the copies say until they end, or say nothing for too long."""
+    """Reports what the copies say, until they end or are silent for too long."""
     n_missing = n_done = 0
     rest = dict.fromkeys(pipes, b"")
     with selectors.DefaultSelector() as selector:
