@@ -21,12 +21,12 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.memory import release_code
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.architectures import Architecture, architecture_of
+from sparsekv_cli.models.forward import Progress
 from sparsekv_cli.models.gguf.file import GGUFFile, open_gguf
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.weights import Weights, read_weights
 from sparsekv_cli.warmup import OnCompile
 
-Progress = Callable[[int, int], None]
 Sample = Callable[[np.ndarray, Sequence[int]], int]
 
 

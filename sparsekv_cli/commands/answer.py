@@ -8,20 +8,18 @@ import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from sparsekv_cli.commands.progress import PrefillProgress
 
 if TYPE_CHECKING:
-    from sparsekv_cli.session import Session
+    from sparsekv_cli.session import Sample, Session
 
 STOP_EOS, STOP_LENGTH, STOP_TEXT, STOP_INTERRUPT = "eos", "length", "stop", "interrupt"
 
 # Tokens that are prefilled again after the cache was cut: a method begins its index with the last
 # queries of a prefill (32 by default).
 N_REFRESH = 64
-
-Sample = Callable[[Any, Sequence[int]], int]
 
 
 @dataclass

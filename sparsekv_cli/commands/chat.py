@@ -16,7 +16,6 @@ from sparsekv_cli.commands.answer import (
     STOP_LENGTH,
     Answer,
     PrefillInterrupted,
-    Sample,
     common_prefix,
     ledger_line,
     stream_answer,
@@ -34,7 +33,7 @@ from sparsekv_cli.commands.terminal import one_line, say, write_text
 from sparsekv_cli.errors import SparseKVError
 
 if TYPE_CHECKING:
-    from sparsekv_cli.session import Session
+    from sparsekv_cli.session import Sample, Session
 
 # "/word" alone or before other words; a path such as /etc/hosts is something to say.
 COMMAND = re.compile(r"/\w+(\s|$)")

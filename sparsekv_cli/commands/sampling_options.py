@@ -17,8 +17,7 @@ from sparsekv_cli.option import options_of
 from sparsekv_cli.sampling.params import SAMPLER_ORDER, SamplingParams, params_from_metadata
 
 if TYPE_CHECKING:
-    from sparsekv_cli.commands.answer import Sample
-    from sparsekv_cli.session import Session
+    from sparsekv_cli.session import Sample, Session
 
 LOGIT_BIAS = re.compile(r"(\d+)([+-](?:\d+\.?\d*|\.\d+|inf))")
 

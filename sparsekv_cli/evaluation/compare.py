@@ -19,13 +19,13 @@ from sparsekv_cli.cache.layer import LayerCache, total_counters
 from sparsekv_cli.cache.spec import Memory
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.observer import Measured, Observer, mean
-from sparsekv_cli.evaluation.prefill import Keys, Progress, exact_keys, prefills, resume
+from sparsekv_cli.evaluation.prefill import Keys, exact_keys, prefills, resume
 from sparsekv_cli.methods import METHODS, build_method, method_class
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.option import did_you_mean, options_of
 
 if TYPE_CHECKING:
-    from sparsekv_cli.session import Session
+    from sparsekv_cli.session import Progress, Session
 
 UNTIMED = 2  # steps behind watched ones on a GPU, in which a graph is captured
 LEAST_STEPS = 4  # the first for the time to the first token, then some watched and some timed

@@ -15,12 +15,11 @@ from sparsekv_cli.cache.store import padded
 from sparsekv_cli.methods.base import Method
 
 if TYPE_CHECKING:
-    from sparsekv_cli.session import Session
+    from sparsekv_cli.session import Progress, Session
 
 N_TRIAL = 1100  # tokens of a prompt that kernels are tried on: more than any default budget
 N_TRIAL_STEPS = 3  # a graph is captured and replayed by then
 Keys = Sequence[np.ndarray]  # one a layer: the prompt's keys, f16 (G, n, row)
-Progress = Callable[[int, int], None]
 
 
 class FanOut:
