@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from side_by_side import GEOMETRIES, SideBySide, assert_sessions_agree, watch
+from sweeps import sweep
 
 from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.cache.store import padded
@@ -48,7 +49,7 @@ VARIANTS = {
 CASES = [(0, "c", 62), (1, "m", 8), (2, "share", 8), (3, "m share", 8), (4, "m", 8), (1, "c", 8)]
 
 
-@pytest.mark.parametrize(("geometry", "variant", "n_steps"), CASES)
+@pytest.mark.parametrize(("geometry", "variant", "n_steps"), sweep(CASES, fast=1))
 def test_device_and_host_choose_alike(geometry, variant, n_steps, device):
     """Dense at first, sparse from 50 rows on, another prompt, and a rewind to a dense context."""
     options = {"budget": Budget(tokens=50), **VARIANTS[variant]}

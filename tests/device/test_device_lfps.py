@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from side_by_side import assert_sessions_agree
+from sweeps import sweep
 
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
 from sparsekv_cli.cache.store import padded
@@ -89,7 +90,7 @@ class Pair:
         return expected, found[0].cpu().numpy()
 
 
-@pytest.mark.parametrize(("sizes", "kind"), CASES)
+@pytest.mark.parametrize(("sizes", "kind"), sweep(CASES, fast=1))
 def test_sinks_on_the_device(sizes, kind, device):
     """Dense at first, then sparse, another prompt, and rewinds, one to fewer rows than sinks."""
     pair = Pair(sizes, kind, device)

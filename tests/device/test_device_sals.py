@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from side_by_side import GEOMETRIES, SideBySide, assert_sessions_agree, watch
+from sweeps import sweep
 
 from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.calibration.sals import even_budgets
@@ -62,7 +63,7 @@ VARIANTS = {
 CASES = [(0, "tuned", 40), (1, "tuned", 5), (2, "2 bits", 5), (3, "16 bits", 5), (4, "paper", 5)]
 
 
-@pytest.mark.parametrize(("geometry", "variant", "n_steps"), CASES)
+@pytest.mark.parametrize(("geometry", "variant", "n_steps"), sweep(CASES, fast=1))
 def test_device_and_host_choose_alike(geometry, variant, n_steps, device):
     """Whole at first, as latents from 49 rows on, another prompt, and rewinds within and beyond
     what the ring holds."""

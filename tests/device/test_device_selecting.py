@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from side_by_side import GEOMETRIES, SideBySide
+from sweeps import sweep
 
 from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.methods.quest import Quest
@@ -26,7 +27,7 @@ def follow(pair: SideBySide, n_steps: int) -> None:
         np.testing.assert_allclose(found, expected, atol=2e-3)
 
 
-@pytest.mark.parametrize(("geometry", "method", "n_steps"), CASES)
+@pytest.mark.parametrize(("geometry", "method", "n_steps"), sweep(CASES, fast=1))
 def test_device_and_host_attend_alike(geometry, method, n_steps, device):
     """Dense at first, then sparse, another prompt, and rewinds, the last to a dense context."""
     pair = SideBySide(GEOMETRIES[geometry], method, {}, device)

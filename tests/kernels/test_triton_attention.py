@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from sweeps import sweep
 
 from sparsekv_cli.cpu.attention.decode import attend_rows_ref
 from sparsekv_cli.kernels.attention import decode
@@ -50,7 +51,7 @@ def assert_close(actual, expected, tolerance=1e-3):
     np.testing.assert_allclose(actual.cpu().numpy(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize(("n_head", "n_kv_head", "d", "d_v"), GEOMETRIES)
+@pytest.mark.parametrize(("n_head", "n_kv_head", "d", "d_v"), sweep(GEOMETRIES, fast=1))
 @pytest.mark.parametrize("sizes", [[1], [64, 15, 65], [257, 63]])
 def test_attend_dense(n_head, n_kv_head, d, d_v, sizes, device):
     k, v = cache_of(sizes, n_kv_head, d, d_v, device)
@@ -69,7 +70,7 @@ def test_attend_dense(n_head, n_kv_head, d, d_v, sizes, device):
     assert_close(lse, wanted_lse, 1e-4)
 
 
-@pytest.mark.parametrize(("n_head", "n_kv_head", "d", "d_v"), GEOMETRIES)
+@pytest.mark.parametrize(("n_head", "n_kv_head", "d", "d_v"), sweep(GEOMETRIES, fast=1))
 @pytest.mark.parametrize("a_head", [False, True])
 @pytest.mark.parametrize("sizes", [[1], [20, 140, 5]])
 def test_attend_rows(n_head, n_kv_head, d, d_v, a_head, sizes, device):
@@ -112,7 +113,7 @@ def test_programs_that_loop_over_many_tiles(programs, device, monkeypatch):
     assert_close(out, expected_of(q, k, v, lists, 0.125)[0])
 
 
-@pytest.mark.parametrize(("n_head", "n_kv_head", "d", "d_v"), GEOMETRIES)
+@pytest.mark.parametrize(("n_head", "n_kv_head", "d", "d_v"), sweep(GEOMETRIES, fast=1))
 @pytest.mark.parametrize("sizes", [[4], [0, 3], [257, 63]])
 def test_what_was_attended_elsewhere_is_taken_in(n_head, n_kv_head, d, d_v, sizes, device):
     """Some heads have seen rows elsewhere, some none, and one so much that these do not count."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sweeps import sweep
 
 from sparsekv_cli.kernels.fasa import chunks
 
@@ -21,7 +22,7 @@ def layer(n_head, n_kv_head, d, n_dim, capacity, ns, device):
     return (x.to(device) for x in (q, k, v, order, n))
 
 
-@pytest.mark.parametrize(("n_head", "n_kv_head", "d", "n_dim"), GEOMETRIES)
+@pytest.mark.parametrize(("n_head", "n_kv_head", "d", "n_dim"), sweep(GEOMETRIES, fast=1))
 @pytest.mark.parametrize("ns", [[1], [65, 257, 15], [1000]])
 def test_score_chunks(n_head, n_kv_head, d, n_dim, ns, device):
     capacity, n_max = 1024, max(ns) + 3

@@ -6,6 +6,7 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize as gguf_dequantize
 from quantized_rows import random_rows
+from sweeps import sweep
 
 from sparsekv_cli.kernels.weights import dot as matvec
 from sparsekv_cli.kernels.weights import packed as blocks
@@ -32,7 +33,7 @@ def assert_close(found, x, weights, limit):
     assert np.max(np.abs(found.cpu().numpy() - expected) / sizes) < limit
 
 
-@pytest.mark.parametrize("name", blocks.PACKABLE)
+@pytest.mark.parametrize("name", sweep(blocks.PACKABLE))
 @pytest.mark.parametrize(("n_batch", "n_rows", "n_columns"), [(1, 6, 768), (2, 5, 1536)])
 def test_matvec(name, n_batch, n_rows, n_columns, device):
     packed, weights = matrix(name, n_rows, n_columns, device)
@@ -43,7 +44,7 @@ def test_matvec(name, n_batch, n_rows, n_columns, device):
     assert_close(found, x, weights, 1e-6)
 
 
-@pytest.mark.parametrize("name", blocks.PACKABLE)
+@pytest.mark.parametrize("name", sweep(blocks.PACKABLE))
 @pytest.mark.parametrize(("n_batch", "n_rows", "n_columns"), [(3, 70, 256), (16, 33, 512)])
 def test_matvec_of_many_vectors(name, n_batch, n_rows, n_columns, device):
     packed, weights = matrix(name, n_rows, n_columns, device)
@@ -73,7 +74,7 @@ def test_narrow_inputs(n_batch, device):
     assert_close(found, x.float().numpy(), weights, 2e-4)
 
 
-@pytest.mark.parametrize("name", blocks.PACKABLE)
+@pytest.mark.parametrize("name", sweep(blocks.PACKABLE))
 def test_dequantize_rounds_once(name, device):
     packed, weights = matrix(name, 7, 768, device)
     for dtype in (torch.float32, torch.float16):

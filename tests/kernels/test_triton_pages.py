@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from sweeps import sweep
 
 from sparsekv_cli.cpu.freekv.recall import choose_pages_ref
 from sparsekv_cli.cpu.quest.pages import page_scores_ref, page_summaries_ref, select_pages_ref
@@ -82,7 +83,7 @@ def as_numpy(*tensors):
     return [x.float().cpu().numpy() for x in tensors]
 
 
-@pytest.mark.parametrize(("n_head", "n_kv_head", "d"), GEOMETRIES)
+@pytest.mark.parametrize(("n_head", "n_kv_head", "d"), sweep(GEOMETRIES, fast=1))
 @pytest.mark.parametrize("sizes", [[2], [64, 1030, 333]])
 def test_pooled_by_the_largest_score(n_head, n_kv_head, d, sizes, device):
     page, scale = 4, d**-0.5
@@ -108,7 +109,7 @@ def test_pooled_by_the_largest_score(n_head, n_kv_head, d, sizes, device):
         assert (out.scores[b, :, n_page:] == 7).all()
 
 
-@pytest.mark.parametrize(("n_head", "n_kv_head", "d"), GEOMETRIES)
+@pytest.mark.parametrize(("n_head", "n_kv_head", "d"), sweep(GEOMETRIES, fast=1))
 @pytest.mark.parametrize("sizes", [[30], [64, 1030, 333]])
 def test_pooled_by_softmax(n_head, n_kv_head, d, sizes, device):
     page, scale, first, recent = 4, d**-0.5, 2, 11

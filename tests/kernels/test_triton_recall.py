@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from sweeps import sweep
 
 from sparsekv_cli.cpu.freekv.recall import mean_cosine_ref
 from sparsekv_cli.cpu.quest.pages import page_summaries_ref
@@ -35,7 +36,7 @@ def make(n_kv, d, d_v, page, device, n_page=9, n_slot=6, m=4, layout=LAYOUT):
     return pages
 
 
-@pytest.mark.parametrize(("n_kv", "d", "d_v", "page"), SIZES)
+@pytest.mark.parametrize(("n_kv", "d", "d_v", "page"), sweep(SIZES, fast=1))
 @pytest.mark.parametrize("meanstd", [False, True])
 def test_pages_that_leave_the_window(n_kv, d, d_v, page, meanstd, device):
     layout = LAYOUT._replace(meanstd=meanstd)
@@ -74,7 +75,7 @@ def test_who_has_yet_to_choose(device):
     assert wanted.tolist() == [[1, 1, 0, 1], [1, 1, 1, 1]]
 
 
-@pytest.mark.parametrize(("n_kv", "d", "d_v", "page"), SIZES)
+@pytest.mark.parametrize(("n_kv", "d", "d_v", "page"), sweep(SIZES, fast=1))
 @pytest.mark.parametrize("group", [1, 3])
 def test_enter_row(n_kv, d, d_v, page, group, device):
     pages = make(n_kv, d, d_v, page, device)
@@ -168,7 +169,7 @@ def test_slots_are_an_lru_cache(n_slot, m, device):
     assert pages.statistics[..., page_cache.HIT.value].sum() == hits > 0
 
 
-@pytest.mark.parametrize(("n_kv", "d", "d_v", "page"), SIZES)
+@pytest.mark.parametrize(("n_kv", "d", "d_v", "page"), sweep(SIZES, fast=1))
 def test_fetch_pages(n_kv, d, d_v, page, device):
     pages = make(n_kv, d, d_v, page, device)
     n_sink, n_ring, _ = LAYOUT
@@ -207,7 +208,7 @@ def test_fetch_pages(n_kv, d, d_v, page, device):
     assert (pages.k[0, n_sink + n_ring + 4, 0, 0] == pool[0, 0, 0, :d]).all()
 
 
-@pytest.mark.parametrize(("n_kv", "d", "d_v", "page"), SIZES)
+@pytest.mark.parametrize(("n_kv", "d", "d_v", "page"), sweep(SIZES, fast=1))
 def test_pools_that_lie_apart(n_kv, d, d_v, page, device):
     """Each sequence's own, with as many pages or more, do what one tensor does."""
     together, apart = (make(n_kv, d, d_v, page, device) for _ in range(2))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sweeps import sweep
 
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.checks import check_on_host
@@ -79,7 +80,7 @@ class Layer:
         return [tuple(row) for row in self.slots.statistics.flatten(0, 1).tolist()]
 
 
-@pytest.mark.parametrize(("n_head", "n_kv_head", "d", "n_dim"), GEOMETRIES)
+@pytest.mark.parametrize(("n_head", "n_kv_head", "d", "n_dim"), sweep(GEOMETRIES, fast=1))
 def test_only_new_rows_are_fetched(n_head, n_kv_head, d, n_dim, device):
     layer = Layer(n_head, n_kv_head, d, n_dim, [70, 33], 21, device)
     newest = [n - 1 for n in layer.ns for _ in range(n_kv_head)]

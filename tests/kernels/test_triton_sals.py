@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from sweeps import sweep
 
 from sparsekv_cli.cpu.sals import values as quantized_values
 from sparsekv_cli.cpu.sals.latent import encode_ref, reconstruct_ref
@@ -49,7 +50,7 @@ def test_keys_become_latents_and_back(geometry, device):
     np.testing.assert_allclose(back.cpu(), expected, atol=3e-3 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("bits", [2, 4, 16])
+@pytest.mark.parametrize("bits", sweep([2, 4, 16], fast=1))
 @pytest.mark.parametrize("d_v", [64, 80, 128, 20])
 def test_values_are_packed_as_on_the_host(bits, d_v, device):
     values = np.random.default_rng(0).standard_normal((7, d_v)).astype(np.float16)
@@ -71,7 +72,7 @@ def test_values_are_packed_as_on_the_host(bits, d_v, device):
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize("bits", [2, 4, 16])
+@pytest.mark.parametrize("bits", sweep([2, 4, 16], fast=1))
 def test_append_latent(geometry, bits, device):
     """Rows one by one fill latents, values and the ring as all at once do."""
     _, n_kv, d, d_v, _, rank, _ = geometry

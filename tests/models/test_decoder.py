@@ -20,6 +20,7 @@ from reference_records import (
     tiny_reference,
     top1_agreement,
 )
+from sweeps import sweep
 from tiny_models import fingerprint, make_model
 
 from sparsekv_cli.cache.layer import DenseCache
@@ -49,7 +50,7 @@ def decode_all(session: Session, ids) -> np.ndarray:
 # --- tiny models ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=REFERENCE_CASES)
+@pytest.fixture(scope="module", params=sweep(list(REFERENCE_CASES)))
 def tiny(request, tmp_path_factory):
     """(case, path, logits of forward, logits of decode); prompts in chunks of 7."""
     path = tmp_path_factory.mktemp("tiny") / f"{request.param}.gguf"

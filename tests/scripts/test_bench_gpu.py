@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow  # each part of it in Triton's interpreter
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu" / "bench"
 
 
