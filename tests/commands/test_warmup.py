@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,3 +169,19 @@ def test_a_trial_reaches_the_sparse_kernels(model: Path, name: str) -> None:
         assert 0 < counts["sparse_rows_attended"] < 0.7 * counts["sparse_rows_total"]
     dtype = loaded.decoder.prefill_dtype
     warmup.load_method_kernels(method, specs[-1], dtype)  # takes the same way
+
+
+@pytest.mark.slow
+def test_a_first_run_that_is_interrupted_ends_at_once(model: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sparsekv_cli", "run", "-m", str(model), "-p", "a", "-n", "1"],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)}, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("compiling kernels")
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and out == "" and err == ""
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)  # nothing that it started is left

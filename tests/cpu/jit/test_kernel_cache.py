@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
+{first}
 import numpy as np
 from sparsekv_cli.cpu.jit import llvm
 {before}
@@ -27,25 +28,31 @@ print("loaded" if hits else "compiled")
 NOBODY = 65534
 
 
-def start(cache: Path, before: str = "") -> subprocess.Popen[str]:
-    """A process that runs the kernel ``sum_squares`` after the statements ``before``."""
+def start(cache: Path, before: str = "", first: str = "") -> subprocess.Popen[str]:
+    """A process that runs the kernel ``sum_squares`` after the statements ``before``, and ``first``
+    before it imports anything.
+    """
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(before=textwrap.dedent(before))],
+        [
+            sys.executable, "-c",
+            PROGRAM.format(before=textwrap.dedent(before), first=textwrap.dedent(first)),
+        ],
         env={**os.environ, "XDG_CACHE_HOME": str(cache)}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
-def run(cache: Path, before: str = "") -> tuple[str, str]:
+def run(cache: Path, before: str = "", first: str = "") -> tuple[str, str]:
     """How the kernel came to the process, "compiled" or "loaded", and what was said on stderr."""
-    process = start(cache, before)
+    process = start(cache, before, first)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     return out.strip(), err
 
 
 def kernel_files(cache: Path) -> list[Path]:
-    return [path for path in cache.rglob("*sum_squares*") if path.is_file()]
+    """Files with content, which lock files have not."""
+    return [path for path in cache.rglob("*sum_squares*") if path.stat().st_size]
 
 
 @pytest.fixture(scope="module")
@@ -191,3 +198,26 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     assert len(waiting) == 2
     for said in waiting:
         assert said == "waiting for another process that compiles sum_squares\n"
+
+
+def test_an_interrupt_within_llvm_is_neither_lost_nor_printed(tmp_path: Path) -> None:
+    """LLVM hands machine code over by a callback, whose exceptions Python prints and drops."""
+    first = """
+        import os, signal
+        from numba.core import codegen
+        library = codegen.CPUCodeLibrary
+        take = library._object_compiled_hook.__func__
+        def interrupted(cls, *rest):
+            os.kill(os.getpid(), signal.SIGINT)
+            return take(cls, *rest)
+        library._object_compiled_hook = classmethod(interrupted)
+    """
+    before = """
+        try:
+            llvm.sum_squares(np.ones(16, np.float32))
+        except KeyboardInterrupt:
+            print("interrupted")
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """
+    how, said = run(tmp_path, before, first)
+    assert how.startswith("interrupted\n") and said == ""
