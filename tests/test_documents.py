@@ -205,3 +205,9 @@ def test_a_figure_that_is_not_in_the_data_is_found():
         "| `x1` | 3 (0.5) |\nSmolLM2-135M (Q4_1) reads 8192. d32 has 2.5 GB, 2.5GHz"
     )
     assert shown == ["3", "0.5", "8192", "2.5"]
+
+
+def test_architecture_lists_every_file():
+    files = load_script("docs/files.py")
+    page = files.PAGE.read_text("utf-8")
+    assert files.START in page and page == files.rewritten(page), "run scripts/docs/files.py"
