@@ -107,8 +107,9 @@ class _Reader:
         )
 
     def linear(self, name: str, n_rows: int, n_columns: int, *, bias: bool | None = None) -> Linear:
-        """bias: True: must be there, False: may be there, None: has no place in the decoder (a
-        file that brings one is refused as having a tensor that is not used).
+        """A matrix and its bias. bias: True: must be there, False: may be there, None: must not.
+
+        With None a file that has one is refused, because that tensor would not be used.
         """
         self.shape(f"{name}.weight", (n_rows, n_columns))
         info = self.file.tensors[f"{name}.weight"]

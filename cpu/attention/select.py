@@ -118,11 +118,11 @@ def _float_of(typingctx, bits):
 
 @njit(cache=True, nogil=True)
 def _guess(low, high, n_low, n_high, k):
-    """A key in (low, high] that about k keys reach, by the scores that the two stand for, where
-    n_low keys reach low and n_high exceed high; the middle where one of them is no score.
+    """A key in (low, high] that about k keys reach, guessed from the scores of low and high.
 
-    Between them the root of the number of scores above a value is taken to fall in a line, which
-    is near the truth at the upper side of a bell.
+    n_low keys reach low and n_high exceed high. The root of the number of scores above a value is
+    taken to fall in a line, which is near the truth at the upper side of a bell. If low or high is
+    no score, the guess is the middle.
     """
     a, b = _float_of(_ordered(np.int32(low))), _float_of(_ordered(np.int32(high)))
     if not -LARGEST < a <= b < LARGEST:
@@ -135,12 +135,11 @@ def _guess(low, high, n_low, n_high, k):
 
 @njit(cache=True, nogil=True)
 def threshold_of_largest(keys, n, k):
-    """A threshold for the k largest of keys[:n] int32, 1 <= k <= n: at most k keys are above it,
-    and keys equal to it fill up to k.
+    """A threshold for the k largest of keys[:n] int32, 1 <= k <= n.
 
-    Counting passes, each a vector compare and add; nothing is moved or allocated. Guesses take
-    some 7 passes for bell-shaped scores, bisection of the keys' range, which follows, 16, and at
-    most 32.
+    At most k keys are above it, and keys equal to it fill up to k. Counting passes, each a vector
+    compare and add; nothing is moved or allocated. Guesses take some 7 passes for bell-shaped
+    scores, bisection of the keys' range, which follows, 16, and at most 32.
     """
     low, high = keys[0], keys[0]
     whole = n - n % LANES

@@ -77,8 +77,10 @@ def matrix_table(linears) -> np.ndarray:
 
 
 def matrix_regions(tables) -> np.ndarray:
-    """int64 (matrices + N_REGIONS, 2): address and bytes of the matrices of ``tables``, in the
-    order of their use, and of the first ones again, so that N_REGIONS follow each (pool.expect).
+    """int64 (matrices + N_REGIONS, 2): address and bytes of the matrices of ``tables``.
+
+    They are in the order of their use; the first ones are repeated at the end, so that N_REGIONS
+    follow each (pool.expect).
     """
     assert sum(len(table) for table in tables) >= N_REGIONS
     pairs = [(row[WEIGHTS], row[ROW_BYTES] * row[ROWS]) for table in tables for row in table]
@@ -104,8 +106,9 @@ def padded(d):
 
 @njit(cache=True, nogil=True)
 def _matrices_part(table, x, x_row, quantized, quantized_row, out, out_row, n_rows, part, n_parts):
-    """Part ``part`` of the rows of all matrices of a table; see ``multiply``. A matrix is cut
-    between groups of repacked rows.
+    """Part ``part`` of the rows of all matrices of a table; see ``multiply``.
+
+    A matrix is cut between groups of repacked rows.
     """
     total = table[:, ROWS].sum()
     first, last = part * total // n_parts, (part + 1) * total // n_parts

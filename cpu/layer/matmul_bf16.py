@@ -100,11 +100,11 @@ def _store_rows(typingctx, sums, n_rows, out, out_row):
 
 @njit(cache=True, nogil=True)
 def _fill_panel(table, p, low, n_columns, rows, panel):
-    """Columns low to low + n_columns of the stacked matrices' rows p COLUMNS to (p + 1) COLUMNS;
-    rows behind the last one are as before.
+    """Fills a panel: columns low to low + n_columns of rows p COLUMNS to (p + 1) COLUMNS.
 
-    rows: scratch uint16 (COLUMNS, > n_columns), zeros behind the matrices' own columns; panel
-    uint32 (pairs, COLUMNS).
+    The rows are those of the stacked matrices; behind the last one the panel is not changed. rows:
+    scratch uint16 (COLUMNS, > n_columns), zeros behind the matrices' own columns; panel uint32
+    (pairs, COLUMNS).
     """
     at, row_bytes = rows.ctypes.data, rows.strides[0]
     start = -p * COLUMNS  # row of the panel with which a matrix begins
@@ -123,8 +123,9 @@ def _fill_panel(table, p, low, n_columns, rows, panel):
 
 @njit(cache=True, nogil=True)
 def _multiply_panel(panel, x, low, begin, end, sums):
-    """Adds x[begin:end, low : low + units] times a panel to sums f32 (tiles, ROWS, COLUMNS); in
-    block 0 they begin.
+    """Adds x[begin:end, low : low + units] times a panel to sums f32 (tiles, ROWS, COLUMNS).
+
+    Block 0 overwrites the sums.
     """
     n_units, panel_row = panel.shape[0] // PAIRS, 4 * COLUMNS
     unit_bytes, row_bytes, at = x.strides[1], x.strides[2], panel.ctypes.data

@@ -155,8 +155,10 @@ def _collect_kernel(
     n_last, n_chunk, stride_sb, stride_su, stride_c,
     CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, COUNT: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    """COUNT: how many entries of a chunk reach the bound; otherwise writes them behind those of the
-    chunks before it."""
+    """COUNT: counts the entries of a chunk that reach the bound; otherwise writes them.
+
+    They are written behind the entries of the chunks before it.
+    """
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if SOME:  # noqa: SIM102 - decided when the kernel is compiled
         if tl.load(wanted_ptr + row) == 0:
@@ -257,9 +259,7 @@ class SelectScratch(NamedTuple):
 
 
 def _groups(n_max: int, k_max: int) -> int:
-    """Groups of a chunk: all chunks together at least twice as many as entries are chosen, if
-    possible.
-    """
+    """Groups of a chunk; of all chunks, if possible, at least twice the entries to choose."""
     size = 32
     while size > 2 and n_max < 2 * size * k_max:
         size //= 2

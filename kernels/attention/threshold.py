@@ -19,8 +19,10 @@ def order_keys(scores):
 
 @triton.jit
 def _middle(low, high):
-    """(low + high) / 2, up, of int32 whose sum may not fit: the bits that both have, and half of
-    those that differ."""
+    """(low + high) / 2, rounded up, of int32 whose sum may overflow.
+
+    It is the bits that both have, and half of those that differ.
+    """
     return (low | high) - ((low ^ high) >> 1)
 
 

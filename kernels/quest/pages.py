@@ -154,8 +154,10 @@ def _page_scores_kernel(
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SOFTMAX: tl.constexpr,
     SOME: tl.constexpr,
 ):  # fmt: skip
-    """SOFTMAX: writes each head's scores, with the peak and mass of their softmax over the split;
-    otherwise the largest of a group's scores."""
+    """SOFTMAX: each head's scores, with peak and mass of their softmax over the split.
+
+    Otherwise the largest score of a group.
+    """
     split, unit = tl.program_id(0), tl.program_id(1)
     b, g = (unit // n_kv_head).to(tl.int64), (unit % n_kv_head).to(tl.int64)
     n = tl.load(n_ptr + b)

@@ -228,8 +228,11 @@ def _score_summed_kernel(
 def score_summed(
     query: torch.Tensor, latents: torch.Tensor, n: torch.Tensor, n_max: int, first: int
 ) -> torch.Tensor:
-    """The paper's scores f32 (B, 1, n_max): query f32 (B, r*), all heads' queries added up, by the
-    first r* columns of the latents f16 (B, capacity, r) of positions first .. first + n[b]."""
+    """The paper's scores f32 (B, 1, n_max).
+
+    query f32 (B, r*): all heads' queries added up; latents f16 (B, capacity, r), scored by their
+    first r* columns, of the positions first .. first + n[b].
+    """
     n_batch, score_rank = query.shape
     capacity, r = latents.shape[1:]
     check("query", query, torch.float32, (None, None), query.device)

@@ -36,8 +36,9 @@ class RowType(ABC):
         self.n_items = rows.row_bytes(self.kind, self.width) // np.dtype(self.dtype).itemsize
 
     def write(self, target: np.ndarray, x: np.ndarray, n_threads: int = 1) -> None:
-        """Stores x (heads, T, d), f32 or bf16 (cpu/jit/floats.py), in ``target`` (heads, T,
-        n_items), rows of this type. ValueError for another shape.
+        """Stores x (heads, T, d), f32 or bf16, as rows in ``target`` (heads, T, n_items).
+
+        bf16 is as in cpu/jit/floats.py. ValueError for another shape.
         """
         from sparsekv_cli.cpu.layer.prefill import store_rows
 
@@ -148,8 +149,9 @@ class KVStore:
         self.n += 1
 
     def keys(self, first: int = 0, heads: slice = ALL) -> np.ndarray:
-        """Rows ``first`` to n of K as they are stored, f16 or f32 (G, n - first, padded d); of all
-        kv heads or some.
+        """Rows ``first`` to n of K as they are read, f16 or f32 (G, n - first, padded d).
+
+        heads: of all kv heads or some.
         """
         return self.k_type.read(self.k[heads, first : self.n])
 

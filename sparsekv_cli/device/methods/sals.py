@@ -262,9 +262,7 @@ class DeviceSALS(DeviceCache):
         self.ledger.step(spec.n_head * n, scored, attended, n_bytes, True)
 
     def truncate(self, n: int) -> int:
-        """Exact to the bit within the last rows of the ring; further back, the window stays
-        latents.
-        """
+        """Exact to the bit within the ring's last rows; further back, the window stays latents."""
         if not self._is_compressed:
             return super().truncate(n)
         self.store = DeviceStore(self.spec, self.device)  # of a prefill that was interrupted
