@@ -181,7 +181,11 @@ def _compile(self: Any, signature: Any) -> Any:
         return kernels[arguments].entry_point
     callee = self.overloads.pop(arguments, None)
     try:
-        with _interruptible(), _one_more("n_functions"), _alone(self, signature):
+        with (
+            _interruptible(),
+            _one_more("n_functions"),
+            _alone(self._cache, signature, self.targetctx),
+        ):
             entry_point = _numba_compile(self, signature)
         kernels[arguments] = self.overloads[arguments]
         return entry_point
@@ -190,10 +194,10 @@ def _compile(self: Any, signature: Any) -> Any:
             self.overloads[arguments] = callee
 
 
-def _alone(self: Any, signature: Any) -> contextlib.AbstractContextManager[None]:
+def _alone(cache: Any, signature: Any, context: Any) -> contextlib.AbstractContextManager[None]:
     """Keeps other processes from compiling the same kernel; they load it afterwards."""
-    lock = getattr(self._cache, "lock", None)
-    return contextlib.nullcontext() if lock is None else lock(signature, self.targetctx)
+    lock = getattr(cache, "lock", None)
+    return contextlib.nullcontext() if lock is None else lock(signature, context)
 
 
 def compiled(function: Any, signature: tuple[Any, ...]) -> Any:
@@ -207,7 +211,8 @@ def compiled(function: Any, signature: tuple[Any, ...]) -> Any:
 
 def _compile_callback(self: Any) -> None:
     """Of numba.cfunc, which has no dispatcher: what it calls are callees all the same."""
-    with global_compiler_lock, _interruptible(), _one_more("n_functions"):
+    alone = _alone(self._cache, self._sig, self._targetdescr.target_context)
+    with global_compiler_lock, _interruptible(), alone, _one_more("n_functions"):
         _numba_compile_callback(self)
 
 
