@@ -137,9 +137,9 @@ def fill(cache: Any, spec: LayerSpec, n: int, generator: torch.Generator) -> Non
     for pos in range(0, n, FILL_ROWS):
         rows = min(FILL_ROWS, n - pos)
 
-        def heads(count: int, width: int, rows: int = rows) -> torch.Tensor:
+        def heads(count: int, width: int, rows: int = rows) -> Any:
             made = torch.randn(count, rows, width, generator=generator, device=generator.device)
-            return made.half() if inner is cache else made.half().cpu()
+            return made.half() if inner is cache else made.cpu().numpy()
 
         q, k = heads(spec.n_head, spec.head_dim), heads(spec.n_head_kv, spec.head_dim)
         v = heads(spec.n_head_kv, spec.value_dim)

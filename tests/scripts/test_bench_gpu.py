@@ -45,7 +45,7 @@ PARTS = {
     "tokens": (
         "lfps,fasa:variant=m", [("tokens, tiny", "lfps"), ("tokens, tiny", "fasa:variant=m")],
     ),
-    "freekv": ("recall=copy", [("freekv", "freekv:recall=copy")]),
+    "freekv": ("speculate=false", [("freekv", "freekv:speculate=false")]),
 }  # fmt: skip
 
 

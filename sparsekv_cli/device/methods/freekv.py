@@ -341,7 +341,8 @@ class DeviceFreeKV(DeviceCache):
     def memory(self) -> Memory:
         if self._pages is None:
             return super().memory()
-        index = self._pages.index_bytes + self._previous.nbytes + _bytes(self._work)
+        work = _bytes(self._work) if self._sizes else 0  # there is none until ``lead`` makes it
+        index = self._pages.index_bytes + self._previous.nbytes + work
         return Memory(host=self._pages.pool_bytes, device=self._pages.resident_bytes, index=index)
 
     def counters(self) -> Mapping[str, int]:
