@@ -125,3 +125,15 @@ def quicken_interpreter() -> None:
         return np.dtype(np.uint64) if element.is_ptr() else type_of(element)
 
     interpreter._patch_lang, interpreter._get_np_dtype = exchange_once, numpy_type
+
+
+INTERPRETED = tuple(Path(__file__).parent / folder for folder in ("device", "kernels"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of GPU code are slow without a GPU: Triton's interpreter runs it."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if any(folder in item.path.parents for folder in INTERPRETED):
+            item.add_marker(pytest.mark.slow)

@@ -162,6 +162,7 @@ def test_calibrate(run, model, tmp_path):
     assert done.returncode == 0 and sidecar.exists(), done.stderr
 
 
+@pytest.mark.slow
 def test_a_gpu_wants_the_extra(run, model, wheel, tmp_path):
     on_device = ("run", "-m", model, "-p", "abc", "-n", 2, "--json", "--device", "cuda")
     done = run("sparsekv-cli", *on_device)
