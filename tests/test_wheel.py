@@ -16,6 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from tiny_models import make_model
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"sparsekv_cli": "sparsekv_cli"} | {
     folder: f"sparsekv_cli/{folder}" for folder in ("cpu", "kernels", "models")
@@ -162,7 +163,6 @@ def test_calibrate(run, model, tmp_path):
     assert done.returncode == 0 and sidecar.exists(), done.stderr
 
 
-@pytest.mark.slow
 def test_a_gpu_wants_the_extra(run, model, wheel, tmp_path):
     on_device = ("run", "-m", model, "-p", "abc", "-n", 2, "--json", "--device", "cuda")
     done = run("sparsekv-cli", *on_device)

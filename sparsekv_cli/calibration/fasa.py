@@ -15,7 +15,6 @@ import numpy as np
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore
-from sparsekv_cli.calibration import allocation
 from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.calibration.trials import Attend, Trial, middle_rows, study_shares, unchanged
 from sparsekv_cli.cpu.fasa import dominance
@@ -58,19 +57,6 @@ def study_chunks(
         run, is_dense, choose, SHARES, middle, n_recent, progress
     )
     return tensors
-
-
-def even_budgets() -> np.ndarray:
-    """The row of ``tip_budget`` of a layer that has the mean share: f32 (shares, 2)."""
-    return allocation.even_budgets(SHARES)
-
-
-def tips_of(mean_tip: int, n_chunk: int, budgets: np.ndarray) -> int:
-    """A layer's N_tip, when layers have ``mean_tip`` of ``n_chunk`` chunks on average.
-
-    budgets: its row of ``tip_budget``. Below the least share that was studied, all have the mean.
-    """
-    return allocation.layer_count(mean_tip, n_chunk, budgets, SHARES)
 
 
 def _attend_best(dims: np.ndarray, n_sinks: int, n_recent: int) -> Attend:

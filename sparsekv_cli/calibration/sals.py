@@ -15,7 +15,6 @@ import numpy as np
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore
-from sparsekv_cli.calibration import allocation
 from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.calibration.trials import Change, Trial, middle_rows, study_shares
 from sparsekv_cli.cpu.jit.floats import as_f32
@@ -51,19 +50,6 @@ def study_keys(
         run, is_dense, cut, SHARES, middle, n_recent, progress
     )
     return tensors
-
-
-def even_budgets() -> np.ndarray:
-    """The row of ``rank_budget`` of a layer that has the mean share: f32 (shares, 2)."""
-    return allocation.even_budgets(SHARES)
-
-
-def rank_of(mean_rank: int, size: int, budgets: np.ndarray) -> int:
-    """A layer's rank, when layers have ``mean_rank`` of ``size`` columns on average.
-
-    budgets: its row of ``rank_budget``. Below the least share that was studied, all have the mean.
-    """
-    return allocation.layer_count(mean_rank, size, budgets, SHARES)
 
 
 def _cut(spec: LayerSpec, tensors: dict[str, np.ndarray], middle: slice, share: float) -> Change:

@@ -33,7 +33,8 @@ import numpy as np
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import N_SINKS, AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.split_store import SplitStore
-from sparsekv_cli.calibration.fasa import METRICS, study_chunks, tips_of
+from sparsekv_cli.calibration.allocation import layer_count
+from sparsekv_cli.calibration.fasa import METRICS, SHARES, study_chunks
 from sparsekv_cli.calibration.run import CALIBRATION, CalibrationRun
 from sparsekv_cli.cpu.fasa import chunks, dominance
 from sparsekv_cli.errors import SparseKVError
@@ -101,7 +102,7 @@ class FASA(Method):
         if n_tip > n_chunk:
             raise SparseKVError(f"n_tip = {n_tip}: this model's heads have {n_chunk} chunks")
         if self.allocation == "layers":
-            n_tip = tips_of(n_tip, n_chunk, spec.calibration["tip_budget"])
+            n_tip = layer_count(n_tip, n_chunk, spec.calibration["tip_budget"], SHARES)
         return dominance.order_dims(rank, n_tip, spec.head_dim), 2 * n_tip
 
     def sparse_layer(self, spec: LayerSpec) -> LayerCache:

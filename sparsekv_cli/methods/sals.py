@@ -36,8 +36,9 @@ import numpy as np
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.store import KVStore
+from sparsekv_cli.calibration.allocation import layer_count
 from sparsekv_cli.calibration.run import CALIBRATION, CalibrationRun
-from sparsekv_cli.calibration.sals import BASES, rank_of, study_keys
+from sparsekv_cli.calibration.sals import BASES, SHARES, study_keys
 from sparsekv_cli.cpu.attention import decode as attention
 from sparsekv_cli.cpu.sals import latent, step
 from sparsekv_cli.cpu.sals.values import BITS
@@ -100,7 +101,7 @@ class SALS(Method):
         size = spec.n_head_kv * spec.head_dim
         rank = min(self.rank or max(1, round(size / 4)), size)
         if self.allocation == "layers":
-            rank = rank_of(rank, size, _calibrated(spec, "rank_budget"))
+            rank = layer_count(rank, size, _calibrated(spec, "rank_budget"), SHARES)
         return rank, min(self.score_rank or -(-rank // 2), rank)
 
     def basis_of(self, spec: LayerSpec) -> tuple[np.ndarray, np.ndarray]:

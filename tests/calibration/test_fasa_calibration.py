@@ -12,7 +12,8 @@ from tiny_sessions import N_HEAD, N_KV, N_LAYER, SHAPE, decoded, greedy, tokens
 from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.cache.spec import Budget, LayerSpec
 from sparsekv_cli.calibration import fasa
-from sparsekv_cli.calibration.fasa import SHARES, even_budgets, tips_of
+from sparsekv_cli.calibration.allocation import even_budgets, layer_count
+from sparsekv_cli.calibration.fasa import SHARES
 from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
@@ -167,9 +168,9 @@ def test_chunks_go_where_they_save_most(model, tensors):
     kld, budgets = tensors["tip_kld"], tensors["tip_budget"]
     assert not kld[:2].any() and (kld[2:] > 0).all()
     np.testing.assert_array_equal(kld[:, -1], kld[:, -2])
-    np.testing.assert_array_equal(budgets[:2], [even_budgets()] * 2)
+    np.testing.assert_array_equal(budgets[:2], [even_budgets(SHARES)] * 2)
     for n_tip in (3, 4, 6, 8, 13, 16, 32):
-        tips = [tips_of(n_tip, 32, budget) for budget in budgets]
+        tips = [layer_count(n_tip, 32, budget, SHARES) for budget in budgets]
         assert tips[:2] == [n_tip] * 2 and abs(sum(tips[2:]) - 2 * n_tip) <= 1
     calibration = {name: array[2] for name, array in tensors.items()}
     spec = replace(open_specs(model)[2], calibration=calibration)
@@ -178,7 +179,7 @@ def test_chunks_go_where_they_save_most(model, tensors):
             FASA(n_tip=n_tip, allocation=allocation).dominant_dims(spec)
             for allocation in ("layers", "uniform")
         )
-        assert own[1] == 2 * tips_of(n_tip or 8, 32, calibration["tip_budget"])
+        assert own[1] == 2 * layer_count(n_tip or 8, 32, calibration["tip_budget"], SHARES)
         assert same[1] == 2 * (n_tip or 8)
 
 

@@ -13,8 +13,9 @@ from tiny_sessions import SHAPE
 from sparsekv_cli.cache.layer import DenseCache, total_counters
 from sparsekv_cli.cache.spec import AttnInput, Budget
 from sparsekv_cli.calibration import sals
+from sparsekv_cli.calibration.allocation import even_budgets, layer_count
 from sparsekv_cli.calibration.run import CalibrationRun
-from sparsekv_cli.calibration.sals import SHARES, even_budgets, rank_of, study_keys
+from sparsekv_cli.calibration.sals import SHARES, study_keys
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.sals import SALS
@@ -74,14 +75,16 @@ def test_ranks_go_where_they_save_most(session):
     assert not kld[0].any()
     np.testing.assert_array_equal(kld[:, -1], kld[:, -2])
     assert (kld[1:, 0] > kld[1:, -2]).all() and (kld[1:, :-1] > 0).all()
-    np.testing.assert_array_equal(budgets[0], even_budgets())
+    np.testing.assert_array_equal(budgets[0], even_budgets(SHARES))
     for rank in (16, 20, 32, 48, 100, 128):
-        ranks = [rank_of(rank, 128, budget) for budget in budgets]
+        ranks = [layer_count(rank, 128, budget, SHARES) for budget in budgets]
         assert ranks[0] == rank and abs(sum(ranks[1:]) - 3 * rank) <= 1
-    ranks = np.array([rank_of(48, 128, budget) for budget in budgets[1:]])
+    ranks = np.array([layer_count(48, 128, budget, SHARES) for budget in budgets[1:]])
     costs = [np.interp(ranks, 128 * np.array(SHARES), row) for row in kld[1:]]
     assert np.trace(costs) <= sum(np.interp(48, 128 * np.array(SHARES), row) for row in kld[1:])
-    assert [rank_of(10, 128, budget) for budget in budgets] == [10] * 4  # below what was studied
+    assert [layer_count(10, 128, budget, SHARES) for budget in budgets] == [
+        10
+    ] * 4  # below what was studied
 
     # What is studied is what a cache keeps of the keys before window and undo rows.
     spec = replace(run.specs[2], calibration={k: v[2] for k, v in tensors.items()})

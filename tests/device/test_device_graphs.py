@@ -13,6 +13,7 @@ from side_by_side import GEOMETRIES, SideBySide
 
 from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.calibration import fasa, sals
+from sparsekv_cli.calibration.allocation import even_budgets
 from sparsekv_cli.device.cache import DeviceCache
 from sparsekv_cli.methods.fasa import FASA
 from sparsekv_cli.methods.freekv import FreeKV
@@ -53,9 +54,9 @@ def test_nothing_moves_under_one_key(name, device, monkeypatch):
     rank = np.stack([rng.permutation(32) for _ in range(geometry.n_head_kv)]).astype(np.uint8)
     vectors = np.linalg.qr(rng.standard_normal((size, size)))[0].astype(np.float32)
     calibration = {
-        "dom_var": rank, "dom_ca": rank, "tip_budget": fasa.even_budgets(),
+        "dom_var": rank, "dom_ca": rank, "tip_budget": even_budgets(fasa.SHARES),
         "vectors_diag": vectors, "vectors_pca": vectors,
-        "rank_budget": sals.even_budgets(), "weights": np.ones(size, np.float32),
+        "rank_budget": even_budgets(sals.SHARES), "weights": np.ones(size, np.float32),
     }  # fmt: skip
     pair = SideBySide(geometry, METHODS[name], calibration, device)
     places, kept = {}, []

@@ -6,7 +6,8 @@ from side_by_side import GEOMETRIES, SideBySide, assert_sessions_agree, watch
 from sweeps import sweep
 
 from sparsekv_cli.cache.spec import Budget
-from sparsekv_cli.calibration.sals import even_budgets
+from sparsekv_cli.calibration.allocation import even_budgets
+from sparsekv_cli.calibration.sals import SHARES
 from sparsekv_cli.methods.sals import SALS
 
 SMALL = {"sinks": 4, "window": 20, "budget": Budget(tokens=24)}  # all rows up to 48
@@ -17,7 +18,7 @@ def make(geometry, device, **options) -> SideBySide:
     rng, size = np.random.default_rng(5), geometry.n_head_kv * geometry.d
     vectors = np.linalg.qr(rng.standard_normal((size, size)))[0].astype(np.float32)
     calibration = {"vectors_diag": vectors, "vectors_pca": vectors}
-    calibration["rank_budget"] = even_budgets()
+    calibration["rank_budget"] = even_budgets(SHARES)
     calibration["weights"] = rng.uniform(0.5, 2, size).astype(np.float32)
     return SideBySide(geometry, SALS(**{**SMALL, **options}), calibration, device)
 

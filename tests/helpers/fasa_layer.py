@@ -10,7 +10,8 @@ from fasa_twin import FASATwin, HeadChoice
 
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import padded
-from sparsekv_cli.calibration.fasa import even_budgets
+from sparsekv_cli.calibration.allocation import even_budgets
+from sparsekv_cli.calibration.fasa import SHARES
 from sparsekv_cli.methods.fasa import FASA, FASACache
 
 N_STEPS = 300
@@ -48,7 +49,7 @@ class Layer:
         self.spec = LayerSpec(
             layer=2, n_layer=4, n_head=g.n_head, n_head_kv=g.n_head_kv, head_dim=g.d, value_dim=g.d,
             n_threads=n_threads, theta=np.ones(n_chunk),
-            calibration={"dom_var": rank, "dom_ca": rank, "tip_budget": even_budgets()},
+            calibration={"dom_var": rank, "dom_ca": rank, "tip_budget": even_budgets(SHARES)},
         )  # fmt: skip
         self.method = FASA(**options)
         cache = self.method.layer(self.spec)

@@ -11,7 +11,8 @@ from sals_twin import Choice, SALSTwin, TwinOptions
 
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
 from sparsekv_cli.cache.store import padded
-from sparsekv_cli.calibration.sals import even_budgets
+from sparsekv_cli.calibration.allocation import even_budgets
+from sparsekv_cli.calibration.sals import SHARES
 from sparsekv_cli.methods.sals import SALS, SALSCache
 
 N_STEPS = 300
@@ -82,7 +83,7 @@ def make_calibration(layer: Layer, seed: int = 0) -> dict[str, np.ndarray]:
     half = layer.n_rot // 2
     weights[:, half : 2 * half] = weights[:, :half]
     weights = weights.reshape(-1)
-    tensors = {"weights": weights.astype(np.float32), "rank_budget": even_budgets()}
+    tensors = {"weights": weights.astype(np.float32), "rank_budget": even_budgets(SHARES)}
     for basis, w in (("diag", weights), ("pca", np.ones_like(weights))):
         vectors = np.linalg.eigh(w[:, None] * covariance * w)[1][:, ::-1]
         tensors[f"vectors_{basis}"] = vectors.astype(np.float32)

@@ -17,6 +17,7 @@ from sweeps import sweep
 from sparsekv_cli.cache.layer import DenseCache, LayerCache
 from sparsekv_cli.cache.spec import N_SINKS, Budget, LayerSpec
 from sparsekv_cli.calibration import fasa, sals
+from sparsekv_cli.calibration.allocation import even_budgets
 from sparsekv_cli.methods import METHODS, build_method, method_class
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.methods.fasa import FASA
@@ -36,10 +37,10 @@ def calibration_of(geometry: Geometry) -> dict[str, np.ndarray]:
     size = geometry.n_head_kv * geometry.d
     order = np.tile(np.arange(geometry.d // 2, dtype=np.uint8), (geometry.n_head_kv, 1))
     return {
-        "dom_var": order, "dom_ca": order, "tip_budget": fasa.even_budgets(),
+        "dom_var": order, "dom_ca": order, "tip_budget": even_budgets(fasa.SHARES),
         "weights": np.ones(size, np.float32), "vectors_diag": np.eye(size, dtype=np.float32),
         "vectors_pca": np.eye(size, dtype=np.float32),
-        "rank_budget": sals.even_budgets(),
+        "rank_budget": even_budgets(sals.SHARES),
         "imp_kld": np.arange(22, 0, -1, dtype=np.float32),
         "imp_ppl": np.arange(22, dtype=np.float32),
         "layer_budget": np.linspace(0, 1, 10, dtype=np.float32).reshape(5, 2),

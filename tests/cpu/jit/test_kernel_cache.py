@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sweeps import sweep
 
 PROGRAM = """
 {first}
@@ -80,7 +81,7 @@ def test_the_second_process_loads_what_the_first_has_compiled(cache: Path) -> No
 
 @pytest.mark.parametrize(
     "damaged",
-    [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: data[:-1], flipped],
+    sweep([lambda data: b"", lambda data: data[: len(data) // 2], lambda data: data[:-1], flipped]),
     ids=["empty", "half", "last byte", "flipped"],
 )
 def test_a_damaged_file_is_compiled_again(cache: Path, damaged: Callable[[bytes], bytes]) -> None:
@@ -181,6 +182,7 @@ def test_nothing_is_written_beside_the_sources(tmp_path: Path) -> None:
     assert not [path for path in beside.rglob("*") if path.suffix in (".nbi", ".nbc", ".kernel")]
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     together = """
         import time

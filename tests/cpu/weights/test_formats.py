@@ -7,6 +7,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize as gguf_dequantize
 from numba import njit, types
 from quantized_rows import random_rows
+from sweeps import sweep
 
 from sparsekv_cli.cpu.jit.floats import as_type_of
 from sparsekv_cli.cpu.weights import dot, integer, vnni
@@ -119,10 +120,10 @@ def test_integer_matvec_of_few_blocks(name, n_columns):
 
 @pytest.mark.parametrize(
     ("name", "n_inputs"),
-    [
+    sweep([
         ("Q4_0", 1), ("Q4_1", 3), ("Q5_0", 2), ("Q8_0", 6), ("Q2_K", 4), ("Q4_K", 3), ("Q6_K", 1),
         ("IQ4_NL", 4),
-    ],
+    ]),
 )  # fmt: skip
 def test_integer_products_without_vnni(name, n_inputs, monkeypatch):
     """The path of CPUs without byte products, compiled here for this test."""

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from numba import njit, types
 from quantized_rows import random_rows
+from sweeps import sweep
 
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.layer import decode
@@ -80,7 +81,7 @@ def largest_products(name: str, n_columns: int) -> tuple[np.ndarray, np.ndarray]
 
 @pytest.mark.skipif(not llvm.has_feature("avx2"), reason="products for CPUs with AVX2")
 @pytest.mark.parametrize("largest", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sweep(NAMES))
 def test_products_without_vnni(name, largest, monkeypatch):
     """The path of CPUs without vpdpbusd, compiled here for this test."""
     monkeypatch.setattr(vnni, "is_available", lambda: False)
