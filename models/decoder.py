@@ -47,19 +47,27 @@ FEW_ROWS = 16
 def cpu_prefill_dtype(wanted: str, head_dim: int) -> str:
     """The type of a prefill's products for --prefill-dtype ``wanted``.
 
-    auto: bf16 where the CPU multiplies it in hardware (AMX or AVX-512 BF16) and heads have an even
-    size, otherwise int8 where the CPU has byte products, otherwise f32. SparseKVError for bf16
-    where the products of it do not work.
+    auto: bf16 where the CPU has tiles of it (AMX) and heads have an even size, otherwise int8 where
+    it has byte products, otherwise f32. SparseKVError for bf16 where the products of it do not
+    work.
     """
-    if wanted not in ("auto", "bf16"):
-        return wanted
-    if bf16.is_available() and head_dim % 2 == 0:
+    if wanted == "auto" and bf16.HAS_TILES and head_dim % 2 == 0:
         return "bf16"
     other = "int8" if tiles_int8.is_available() else "f32"
-    if wanted == "bf16":
+    if wanted == "bf16" and rows_dtype("bf16", head_dim) != "bf16":
         what = f"heads of {head_dim} elements" if bf16.is_available() else "this CPU"
         raise SparseKVError(f"--prefill-dtype bf16 does not work with {what}: use {other}")
-    return other
+    return other if wanted == "auto" else wanted
+
+
+def rows_dtype(prefill_dtype: str, head_dim: int) -> str:
+    """The type of the rows between a prefill's products, and of its attention: f32 or bf16.
+
+    Products in bf16 and int8 take bf16 where the CPU multiplies it (AMX or AVX-512 BF16) and heads
+    have an even size.
+    """
+    has_bf16 = prefill_dtype != "f32" and bf16.is_available() and head_dim % 2 == 0
+    return "bf16" if has_bf16 else "f32"
 
 
 def give_back_memory() -> None:
@@ -93,6 +101,7 @@ class Decoder(Forward):
         self.weights = weights
         self.n_threads = n_threads
         self.prefill_dtype = prefill_dtype
+        self.rows_dtype = rows_dtype(prefill_dtype, hparams.head_dim)
         self.chunk = chunk
         self.rope = RopeTable(hparams, weights.rope_freqs)
         self._model = (hparams, self.rope, architecture.rope_interleaved)
@@ -113,11 +122,10 @@ class Decoder(Forward):
     @cached_property
     def _many(self) -> tuple[Rows, Any]:
         """The same for any number of rows."""
-        n_threads = self.n_threads
-        if self.prefill_dtype == "bf16":
-            return FusedBF16Rows(*self._model, n_threads), BF16Products(n_threads)
-        products = IntegerProducts if self.prefill_dtype == "int8" else F32Products
-        return FusedRows(*self._model, n_threads), products(n_threads)
+        is_bf16 = self.rows_dtype == "bf16"
+        rows = (FusedBF16Rows if is_bf16 else FusedRows)(*self._model, self.n_threads)
+        products = (BF16Products if is_bf16 else F32Products)(self.n_threads)
+        return rows, IntegerProducts(products) if self.prefill_dtype == "int8" else products
 
     # --- a row a sequence, fused ----------------------------------------------------------------
 

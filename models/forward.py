@@ -27,7 +27,8 @@ ROWS_AT_ONCE = 4096  # of a prompt, through all layers; dequantising takes 1 to 
 class Forward(ABC):
     """A model's forward pass over rows. It holds weights and scratch, but no sequence's state.
 
-    prefill_dtype: of the products: f32, bf16 or int8. layers: for each layer the norms and biases
+    prefill_dtype: of the products: f32, bf16 or int8. rows_dtype: of the rows between them, f32 or
+    bf16. layers: for each layer the norms and biases
     that ``rows`` takes; output_norm: f32 (n_embd,). ``rows`` says whether rows are arrays or
     tensors.
     """
@@ -38,6 +39,7 @@ class Forward(ABC):
     n_threads: int
     chunk: int
     prefill_dtype: str
+    rows_dtype: str
     rows: Rows
     layers: Sequence[Any]
     output_norm: Any

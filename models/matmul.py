@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -61,55 +61,55 @@ def room(
     return kept[name][:size].reshape(n_rows, n_columns)
 
 
-class _Products(ABC):
+class ManyRowsProducts(ABC):
     """Products of any number of rows.
 
     All results of one name share their memory, so a result is valid until the next one of its name,
     or ``clear``. Fresh memory from the system would take a tenth of a prefill's time.
     """
 
-    _dtype: ClassVar[Any]  # of the results
+    dtype: Any  # of rows and results
 
     def __init__(self, n_threads: int) -> None:
-        self._n_threads = n_threads
+        self.n_threads = n_threads
         self._results: dict[str, np.ndarray] = {}
 
     def of_layer(self, layer: LayerWeights) -> dict[str, Product]:
         """Products of arrays by the names of ``stacks``, until the next call."""
-        return {name: self._of_stack(name, parts) for name, parts in stacks(layer)}
+        return {name: self.of_stack(name, parts) for name, parts in stacks(layer)}
 
     def clear(self) -> None:
         """Frees what is kept between two layers."""
         self._results = {}
 
     @abstractmethod
-    def _of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
+    def of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
         """The product of stacked matrices, whose rows follow one another."""
 
     def _room(self, name: str, n_rows: int, n_columns: int) -> np.ndarray:
         """The memory for the result of this name."""
-        return room(self._results, name, n_rows, n_columns, self._dtype)
+        return room(self._results, name, n_rows, n_columns, self.dtype)
 
 
-class BF16Products(_Products):
+class BF16Products(ManyRowsProducts):
     """Products of bf16 rows by cpu/layer/matmul_bf16.py."""
 
-    _dtype = np.uint16
+    dtype = np.uint16
 
-    def _of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
+    def of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
         table = matmul_bf16.product_table([(part.code, part.data) for part in parts])
         return partial(self._multiply, name, table)
 
     def _multiply(self, name: str, table: np.ndarray, rows: np.ndarray) -> np.ndarray:
         out = self._room(name, len(rows), matmul_bf16.n_rows(table))
-        matmul_bf16.multiply_rows(table, np.ascontiguousarray(rows), out, self._n_threads)
+        matmul_bf16.multiply_rows(table, np.ascontiguousarray(rows), out, self.n_threads)
         return out
 
 
-class F32Products(_Products):
+class F32Products(ManyRowsProducts):
     """Products of f32 rows by numpy's BLAS; a matrix is dequantised when it is needed."""
 
-    _dtype = np.float32
+    dtype = np.float32
 
     def __init__(self, n_threads: int) -> None:
         super().__init__(n_threads)
@@ -119,7 +119,7 @@ class F32Products(_Products):
         super().clear()
         self._matrices = {}
 
-    def _of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
+    def of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
         n_rows, n_columns = sum(part.n_rows for part in parts), parts[0].n_columns
         matrix = room(self._matrices, name, n_rows, n_columns, np.float32)
         at = 0
@@ -127,27 +127,38 @@ class F32Products(_Products):
             target = matrix[at : at + part.n_rows]
             dot.dequantize_into(
                 part.code, part.data, n_columns, dot.address(target), matrix.strides[0],
-                dot.TO_F32, self._n_threads,
+                dot.TO_F32, self.n_threads,
             )  # fmt: skip
             at += part.n_rows
         return partial(self._multiply_dense, name, matrix)
 
     def _multiply_dense(self, name: str, matrix: np.ndarray, rows: np.ndarray) -> np.ndarray:
         out = self._room(name, len(rows), len(matrix))
-        with blas_threads(self._n_threads):
+        with blas_threads(self.n_threads):
             return np.matmul(np.ascontiguousarray(rows), matrix.T, out=out)
 
 
-class IntegerProducts(F32Products):
-    """Products of f32 rows by cpu/layer/matmul_int8.py; in f32 for formats that it lacks."""
+class IntegerProducts(ManyRowsProducts):
+    """Products by cpu/layer/matmul_int8.py, of the rows that ``others`` take.
 
-    def _of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
+    others: for the formats that it lacks.
+    """
+
+    def __init__(self, others: ManyRowsProducts) -> None:
+        super().__init__(others.n_threads)
+        self.dtype, self._others = others.dtype, others
+
+    def clear(self) -> None:
+        super().clear()
+        self._others.clear()
+
+    def of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
         if not all(matmul_int8.can_multiply(part.code) for part in parts):
-            return super()._of_stack(name, parts)
+            return self._others.of_stack(name, parts)
         table = matmul_int8.product_table([(part.code, part.data) for part in parts])
         return partial(self._multiply, name, table)
 
     def _multiply(self, name: str, table: np.ndarray, rows: np.ndarray) -> np.ndarray:
         out = self._room(name, len(rows), matmul_int8.n_rows(table))
-        matmul_int8.multiply(table, np.ascontiguousarray(rows), out, self._n_threads)
+        matmul_int8.multiply(table, np.ascontiguousarray(rows), out, self.n_threads)
         return out

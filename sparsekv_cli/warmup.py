@@ -139,7 +139,7 @@ def compile_few_rows(decoder: Decoder, report: OnCompile | None) -> int:
     return _run([CompileTask(marker, "prefill", lambda: decoder.forward([0], 0, caches))], report)
 
 
-def load_method_kernels(method: Method, spec: LayerSpec, prefill_dtype: str) -> None:
+def load_method_kernels(method: Method, spec: LayerSpec, rows_dtype: str) -> None:
     """Loads what ``compile_method_kernels`` has put on disk, with one layer of random rows.
 
     So the time of a method's first step is its own.
@@ -147,7 +147,7 @@ def load_method_kernels(method: Method, spec: LayerSpec, prefill_dtype: str) -> 
     import numpy as np
 
     for each in method.used():
-        load_method_kernels(each, spec, prefill_dtype)
+        load_method_kernels(each, spec, rows_dtype)
     (cache,) = trial_caches(method, [spec])
     rng, n = np.random.default_rng(0), N_PROMPT
     rows = []
@@ -159,7 +159,7 @@ def load_method_kernels(method: Method, spec: LayerSpec, prefill_dtype: str) -> 
         rows.append(np.zeros((heads, n + 2, padded(d)), np.float32))
         rows[-1][..., :d] = rng.standard_normal((heads, n + 2, d))
     q, k, v = (
-        _as_prefilled(array[:, :n, :d].copy(), prefill_dtype)
+        _as_prefilled(array[:, :n, :d].copy(), rows_dtype)
         for array, d in zip(rows, (spec.head_dim, spec.head_dim, spec.value_dim), strict=True)
     )
     attend_causal(q, cache.extend(AttnInput(q, k, v, q, k, 0)), spec)
@@ -169,11 +169,11 @@ def load_method_kernels(method: Method, spec: LayerSpec, prefill_dtype: str) -> 
         cache.decode(AttnInput(q, k, v, q, k, pos))
 
 
-def _as_prefilled(rows: np.ndarray, prefill_dtype: str) -> np.ndarray:
+def _as_prefilled(rows: np.ndarray, rows_dtype: str) -> np.ndarray:
     """Rows as a prefill on the CPU gives them to a cache."""
     import numpy as np
 
-    return (rows.view(np.uint32) >> 16).astype(np.uint16) if prefill_dtype == "bf16" else rows
+    return (rows.view(np.uint32) >> 16).astype(np.uint16) if rows_dtype == "bf16" else rows
 
 
 def trial_caches(method: Method, specs: Sequence[LayerSpec]) -> list[LayerCache]:

@@ -21,7 +21,7 @@ from sparsekv_cli.cpu.jit.threads import physical_cores
 from sparsekv_cli.cpu.layer import tiles_int8
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
-from sparsekv_cli.models.decoder import cpu_prefill_dtype
+from sparsekv_cli.models.decoder import cpu_prefill_dtype, rows_dtype
 from sparsekv_cli.session import load_session
 
 N_VOCAB = 512
@@ -116,9 +116,16 @@ def test_a_gpu_without_its_packages(model, missing, monkeypatch):
 
 def test_bf16_is_refused_where_it_cannot_be_multiplied(monkeypatch):
     monkeypatch.setattr(bf16, "is_available", lambda: True)
-    assert cpu_prefill_dtype("auto", 64) == cpu_prefill_dtype("bf16", 64) == "bf16"
+    assert cpu_prefill_dtype("bf16", 64) == "bf16"
+    for has_tiles, expected in ((True, "bf16"), (False, "int8")):
+        monkeypatch.setattr(bf16, "HAS_TILES", has_tiles)
+        monkeypatch.setattr(tiles_int8, "is_available", lambda: True)
+        assert cpu_prefill_dtype("auto", 64) == expected
+        assert cpu_prefill_dtype("auto", 63) == "int8"
+    assert [rows_dtype("int8", d) for d in (64, 63)] == ["bf16", "f32"]
     assert "heads of 63" in refused(lambda: cpu_prefill_dtype("bf16", 63))
     monkeypatch.setattr(bf16, "is_available", lambda: False)
+    assert rows_dtype("int8", 64) == "f32"
     assert "this CPU" in refused(lambda: cpu_prefill_dtype("bf16", 64))
     assert cpu_prefill_dtype("f32", 63) == "f32"
     for has_bytes, expected in ((True, "int8"), (False, "f32")):

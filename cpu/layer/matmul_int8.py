@@ -1,10 +1,10 @@
 """Matrix products of a prefilled chunk in integers: weights as they lie in the file, i8 inputs.
 
-For CPUs without bf16 products, which have AVX2. Inputs are rounded to 8 bits in blocks of 32, as
-llama.cpp does it; integers of up to 6 bits of the weights are multiplied with them four columns at
-a time (vpmaddubsw), and as many such sums are added in i16 as fit. A block is scaled once. A task
-decodes GROUP rows of weights once, a few hundred columns at a time, into a panel that stays in the
-L1 cache, and multiplies all its inputs with it (layer/tiles_int8.py).
+For CPUs with AVX2. Inputs are rounded to 8 bits in blocks of 32, as llama.cpp does it; the weights'
+integers are multiplied with them four columns at a time, and a block is scaled once. A task decodes
+GROUP rows of weights once, a few hundred columns at a time, into a panel that stays in the L1
+cache, and multiplies all its inputs with it (layer/tiles_int8.py). Inputs and results are f32, or
+bf16 as uint16.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import F32, I8, I32, I64, LANES, const, keep, load, next_task, vec
 from sparsekv_cli.cpu.jit.pointers import address, call_through, function_address
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.layer.prefill import rounded
 from sparsekv_cli.cpu.layer.tiles_int8 import (
     GROUP,
     LARGEST_INPUT,
@@ -32,6 +33,7 @@ from sparsekv_cli.cpu.layer.tiles_int8 import (
     round_input,
     tile_bytes,
 )
+from sparsekv_cli.cpu.weights import vnni
 from sparsekv_cli.cpu.weights.dot import matvec_ref
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
 
@@ -41,10 +43,13 @@ TASKS_A_THREAD = 6
 
 
 def can_multiply(code: int) -> bool:
-    """Whether the integers of ggml type ``code`` are so small that two products fit i16."""
+    """Whether this CPU multiplies integers of ggml type ``code``: two products must fit i16.
+
+    Any fit the i32 of byte products (VNNI).
+    """
     format_ = FORMAT_OF_CODE[code]
     fits = 2 * format_.largest * LARGEST_INPUT <= np.iinfo(np.int16).max
-    return format_.decode is not None and bool(fits)
+    return format_.decode is not None and (vnni.is_available() or bool(fits))
 
 
 @cache
@@ -56,8 +61,9 @@ def _format_traits(code: int) -> Traits:
     block = format_.decode(ir.IRBuilder(function.append_basic_block()), function.args[0])
     span = format_.n_elements // block.scales.type.count
     room = span // 4
-    while room * 2 * format_.largest * LARGEST_INPUT > np.iinfo(np.int16).max:
-        room //= 2
+    if not vnni.is_available():
+        while room * 2 * format_.largest * LARGEST_INPUT > np.iinfo(np.int16).max:
+            room //= 2
     return Traits(span, room)
 
 
@@ -116,7 +122,10 @@ def kernel_addresses(code: int) -> tuple[int, int]:
 
 @intrinsic
 def _pack(typingctx, n_columns, values, row, panel):
-    """u8 (GROUP, n_columns), rows ``row`` bytes apart -> a panel; addresses, n_columns of 32."""
+    """u8 (GROUP, n_columns), rows ``row`` bytes apart -> a panel; addresses.
+
+    Both have room for columns up to a multiple of 4 WIDTH.
+    """
 
     def codegen(context, b, signature, args):
         n_columns, values, row, panel = args
@@ -203,7 +212,8 @@ def _multiply_tasks(counter, table, tiles, n, n_groups, n_parts, out):
     """Takes (part of the inputs, GROUP rows of a matrix) tasks until there are none."""
     n_inputs, n_tiles = out.shape[0], len(tiles)
     width = PANEL_COLUMNS
-    values, panel = np.empty((GROUP, width), np.uint8), np.empty(GROUP * width, np.uint8)
+    values = np.empty((GROUP, width + 4 * WIDTH), np.uint8)
+    panel = np.empty(GROUP * (width + 4 * WIDTH), np.uint8)
     scales = np.empty((2 * GROUP, width // 16), np.float32)
     scratch = values, panel, scales, np.empty((width // 16, 2 * GROUP), np.float32)
     sums = np.empty((TILE * ((n_tiles + n_parts - 1) // n_parts), GROUP), np.float32)
@@ -223,10 +233,10 @@ def _multiply_tasks(counter, table, tiles, n, n_groups, n_parts, out):
         for i in range(begin * TILE, min(n_inputs, end * TILE)):
             if n_rows == GROUP:
                 for r in range(GROUP):
-                    out[i, column + r] = sums[i - begin * TILE, r]
+                    out[i, column + r] = rounded(out, sums[i - begin * TILE, r])
             else:
                 for r in range(n_rows):
-                    out[i, column + r] = sums[i - begin * TILE, r]
+                    out[i, column + r] = rounded(out, sums[i - begin * TILE, r])
         task = next_task(counter)
     keep(values)
     keep(panel)
@@ -234,7 +244,7 @@ def _multiply_tasks(counter, table, tiles, n, n_groups, n_parts, out):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def multiply(table, x, out, n_threads):
-    """out f32 (T, all rows) = the products of the matrices of a table with x f32 (T, n)."""
+    """out (T, all rows) = the products of the matrices of a table with x (T, n): f32 or bf16."""
     n_inputs, n = x.shape
     n_tiles = (n_inputs + TILE - 1) // TILE
     tiles = np.empty((n_tiles, tile_bytes(n)), np.uint8)
@@ -242,7 +252,7 @@ def multiply(table, x, out, n_threads):
     for part in prange(n_threads):
         for i in range(part * n_inputs // n_threads, (part + 1) * n_inputs // n_threads):
             place = tiles[i // TILE, 4 * (i % TILE) :].ctypes.data
-            round_input(x[i].ctypes.data, place, n)
+            round_input(x, x[i].ctypes.data, place, n)
     n_groups = 0
     for m in range(table.shape[0]):
         n_groups += (table[m, ROWS] + GROUP - 1) // GROUP

@@ -4,7 +4,8 @@ Inputs: for each TILE, i8 [columns / 4][TILE][4], f32 scales [columns / 32][TILE
 the integers stand for [columns / 32][TILE] and [columns / 16][TILE].
 Panel of GROUP rows of weights: unsigned bytes [columns / 4][GROUP][4]; beside it, for each span,
 the 16 or 32 columns under one scale, f32 scales (GROUP,) and offsets (GROUP,).
-TILE x GROUP sums fill the registers of AVX2.
+The TILE x GROUP sums of a span fill the registers. vpdpbusd (VNNI) adds four products to an i32;
+without it vpmaddubsw adds two to an i16, and as many of these are added as fit.
 """
 
 from __future__ import annotations
@@ -17,13 +18,28 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
-from sparsekv_cli.cpu.jit.llvm import F32, I8, I16, I32, I64, LANES, const, load, splat, vec
+from sparsekv_cli.cpu.jit.llvm import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    LANES,
+    VF,
+    VI,
+    const,
+    load,
+    splat,
+    vec,
+)
 from sparsekv_cli.cpu.jit.pointers import call_through, function_address
-from sparsekv_cli.cpu.weights.integer import BLOCK, byte_products, pair_products, round_block
+from sparsekv_cli.cpu.weights import vnni
+from sparsekv_cli.cpu.weights.integer import BLOCK, byte_products, pair_products, round_halves
 
-GROUP = LANES  # weight rows side by side, in vectors of 8
-WIDTH = 8
-TILE = 6  # inputs side by side: with two vectors of rows, 12 sums in 16 registers
+IS_WIDE = llvm.has_feature("avx512vnni")
+WIDTH = LANES if IS_WIDE else 8  # lanes of a vector
+GROUP = 2 * WIDTH  # weight rows side by side, in two vectors
+TILE = 12 if IS_WIDE else 6  # inputs side by side: 24 sums in 32 registers, or 12 in 16
 SCALES_BYTES = 2 * 4 * GROUP  # of a span of a panel: scales and offsets
 LARGEST_INPUT = 127
 
@@ -34,7 +50,7 @@ def is_available() -> bool:
 
 
 class Traits(NamedTuple):
-    """Columns under one scale, and how many sums of four products are added in i16."""
+    """Columns under one scale, and how many sums of four products are added as integers."""
 
     span: int
     room: int
@@ -49,12 +65,24 @@ def tile_bytes(n):
     return (TILE * (n + 4 * 4 * (n // BLOCK)) + 63) // 64 * 64
 
 
+def _halves(b: ir.IRBuilder, x: ir.Value, is_bf16: bool) -> list[ir.Value]:
+    """32 elements at address x as two <16 x float>."""
+    if not is_bf16:
+        return [load(b, VF, x, 4 * LANES * h) for h in range(2)]
+    halves = [load(b, vec(I16), x, 2 * LANES * h) for h in range(2)]
+    return [b.bitcast(b.shl(b.zext(half, VI), const(I32, 16)), VF) for half in halves]
+
+
 @intrinsic
-def round_input(typingctx, x, tile, n):
-    """One f32 (n,) at x -> its place in a tile, whose address is that of the input's first four."""
+def round_input(typingctx, rows, x, tile, n):
+    """One input (n,) at x -> its place in a tile, whose address is that of the input's first four.
+
+    rows: an array of the inputs' type, f32 or bf16 as uint16; the others are addresses.
+    """
+    is_bf16 = rows.dtype == types.uint16
 
     def codegen(context, b, signature, args):
-        x, tile, n = args
+        _, x, tile, n = args
         row = 4 * TILE  # bytes from four columns to the next, and from one f32 to the next
         small = b.mul(b.sdiv(n, I64(BLOCK)), I64(row))
         scales = b.add(tile, b.mul(n, I64(TILE)))
@@ -62,7 +90,8 @@ def round_input(typingctx, x, tile, n):
         sums16 = b.add(sums32, small)
 
         def body(i, carried):
-            block = round_block(b, b.add(x, b.mul(i, I64(4))), LARGEST_INPUT)
+            at = b.add(x, b.mul(i, I64(2 if is_bf16 else 4)))
+            block = round_halves(b, _halves(b, at, is_bf16), LARGEST_INPUT)
             to = b.add(tile, b.mul(i, I64(TILE)))
             for h, half in enumerate(block.halves):
                 words = b.bitcast(b.fptosi(half, vec(I8)), vec(I32, 4))
@@ -79,7 +108,7 @@ def round_input(typingctx, x, tile, n):
         llvm.loop(b, I64(0), n, BLOCK, [], body)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 3), codegen
+    return types.void(rows, *[types.int64] * 3), codegen
 
 
 # --- products -------------------------------------------------------------------------------------
@@ -104,16 +133,25 @@ def _multiply_tile(typingctx, span, room, panel, scales, n_spans, tile, n, colum
         x_scales = b.add(tile, b.mul(n, I64(TILE)))
         x_sums = b.add(x_scales, b.mul(small, I64(1 if span_ == BLOCK else 2)))
 
+        def operands(w, x, step):
+            """(weights, four values of an input), for each input and vector."""
+            weights = [load(b, bytes_, w, 4 * (GROUP * step + WIDTH * v)) for v in vectors]
+            for t in range(TILE):
+                four = splat(b, load(b, I32, x, 4 * (TILE * step + t)), WIDTH)
+                for weight in weights:
+                    yield weight, b.bitcast(four, bytes_)
+
         def dots(w, x):
-            """<8 x i32> of 4 room columns for each input and vector."""
+            """Integers, i32, of 4 room columns for each input and vector."""
             totals: list[ir.Value] = []
+            if vnni.is_available():
+                totals = [const(I32, 0, WIDTH)] * len(places)
+                for step in range(room_):
+                    pairs = zip(totals, operands(w, x, step), strict=True)
+                    totals = [vnni.add_dots(b, total, *pair) for total, pair in pairs]
+                return totals
             for step in range(room_):
-                weights = [load(b, bytes_, w, 4 * (GROUP * step + WIDTH * v)) for v in vectors]
-                products = []
-                for t in range(TILE):
-                    four = splat(b, load(b, I32, x, 4 * (TILE * step + t)), WIDTH)
-                    four = b.bitcast(four, bytes_)
-                    products += [byte_products(b, weight, four) for weight in weights]
+                products = [byte_products(b, *pair) for pair in operands(w, x, step)]
                 totals = (
                     [llvm.add_in_order(b, *pair) for pair in zip(totals, products, strict=True)]
                     if totals

@@ -57,7 +57,11 @@ class Rounded(NamedTuple):
 
 def round_block(b: ir.IRBuilder, x: ir.Value, largest: float) -> Rounded:
     """32 f32 at address x as integers up to ``largest``."""
-    halves = [load(b, VF, x, 4 * LANES * h) for h in range(2)]
+    return round_halves(b, [load(b, VF, x, 4 * LANES * h) for h in range(2)], largest)
+
+
+def round_halves(b: ir.IRBuilder, halves: list[ir.Value], largest: float) -> Rounded:
+    """A block's halves, two <16 x float>, as integers up to ``largest``."""
     sizes = [llvm.call_named(b, "llvm.fabs.v16f32", VF, half) for half in halves]
     peak = llvm.max_lanes(b, llvm.call_named(b, "llvm.maxnum.v16f32", VF, *sizes))
     # Below, 1 / scale would overflow to infinity; such a block counts as zeros.

@@ -36,15 +36,21 @@ def bytes_are_beside() -> bool:
     return llvm.has_feature("avx2") and not is_available()
 
 
+def add_dots(b: ir.IRBuilder, total: ir.Value, w: ir.Value, x: ir.Value) -> ir.Value:
+    """total <n x i32> + sums of four products of w <4n x u8> and x <4n x i8>, n 8 or 16."""
+    type_ = total.type
+    name = f"llvm.x86.avx512.vpdpbusd.{32 * type_.count}"
+    return llvm.call_named(b, name, type_, total, b.bitcast(w, type_), b.bitcast(x, type_))
+
+
 def dot_bytes(b: ir.IRBuilder, total: ir.Value, w: ir.Value, x: ir.Value) -> ir.Value:
     """total <16 x i32> + sums of four products of w <64 x u8> and x <64 x i8>."""
-    w, x = b.bitcast(w, VI), b.bitcast(x, VI)
     if llvm.has_feature("avx512vnni"):
-        return llvm.call_named(b, "llvm.x86.avx512.vpdpbusd.512", VI, total, w, x)
+        return add_dots(b, total, w, x)
+    w, x = b.bitcast(w, VI), b.bitcast(x, VI)
     halves = []
     for lanes in (range(8), range(8, 16)):
-        parts = (shuffle(b, part, part, lanes) for part in (total, w, x))
-        halves.append(llvm.call_named(b, "llvm.x86.avx512.vpdpbusd.256", vec(I32, 8), *parts))
+        halves.append(add_dots(b, *(shuffle(b, part, part, lanes) for part in (total, w, x))))
     return shuffle(b, halves[0], halves[1], range(LANES))
 
 

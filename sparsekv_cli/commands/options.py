@@ -132,8 +132,8 @@ MACHINE_OPTIONS: list[Callable[[Any], Any]] = [
         "--prefill-dtype",
         type=_choice("prefill_dtype"),
         default="auto",
-        help="Products of the prefill; auto is bf16 where the CPU or GPU has it, otherwise int8: "
-        "integer sums over inputs rounded to 8 bits. [default: auto]",
+        help="Products of the prefill; auto is int8 on a CPU (integer sums over inputs rounded to "
+        "8 bits), bf16 on a GPU and on a CPU with AMX. [default: auto]",
     ),
 ]
 

@@ -76,7 +76,7 @@ class DeviceDecoder(Forward):
         self.chunk = chunk
         self.device = device_weights.device
         self.dtype = device_weights.dtype
-        self.prefill_dtype = "f32" if self.dtype == torch.float32 else "bf16"
+        self.prefill_dtype = self.rows_dtype = "f32" if self.dtype == torch.float32 else "bf16"
         self._on_device = device_weights
         self.rope = DeviceRope(RopeTable(hparams, weights.rope_freqs), self.device)
         self.layers = [layer.vectors for layer in device_weights.layers]

@@ -194,7 +194,7 @@ def compare(
     if shared:
         for method in methods.values():
             last_layer = session.calibrations.specs(method)[-1]
-            warmup.load_method_kernels(method, last_layer, session.decoder.prefill_dtype)
+            warmup.load_method_kernels(method, last_layer, session.decoder.rows_dtype)
     keys: Keys = ()
     watched, timed = split_steps(n_steps, 0 if shared else UNTIMED)
     reference: list[np.ndarray] = []

@@ -167,7 +167,7 @@ def test_a_trial_reaches_the_sparse_kernels(model: Path, name: str) -> None:
     assert counts["rows_total"] == counts["sparse_rows_total"] > 0
     if caches[-1].attends_to_some:
         assert 0 < counts["sparse_rows_attended"] < 0.7 * counts["sparse_rows_total"]
-    dtype = loaded.decoder.prefill_dtype
+    dtype = loaded.decoder.rows_dtype
     warmup.load_method_kernels(method, specs[-1], dtype)  # takes the same way
 
 

@@ -63,9 +63,13 @@ def tiny(request, tmp_path_factory):
 
 
 @pytest.mark.skipif(not tiles_int8.is_available(), reason="needs byte products (AVX2)")
-def test_int8_products_give_the_same_but_for_rounding(tiny, monkeypatch):
-    """Products of every format, of plain floats in f32, in chunks of 7; one row of logits."""
+@pytest.mark.parametrize("rows", ["f32", "bf16"])
+def test_int8_products_give_the_same_but_for_rounding(tiny, monkeypatch, rows):
+    """Products of every format, of plain floats as the rows are, in chunks of 7."""
+    if rows == "bf16" and not bf16.is_available():
+        pytest.skip("this CPU has no bf16 products")
     monkeypatch.setattr(decoder, "FEW_ROWS", 0)
+    monkeypatch.setattr(decoder, "rows_dtype", lambda *_: rows)
     _, path, forward, _ = tiny
     session = open_model(path, prefill_dtype="int8", threads=2, chunk=7)
     assert nmse(forward, session.prefill(REFERENCE_IDS, all_logits=True)) < 1e-3

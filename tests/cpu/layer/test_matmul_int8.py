@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from quantized_rows import random_rows
 
+from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 from sparsekv_cli.cpu.layer import matmul_int8 as products
 from sparsekv_cli.cpu.layer import tiles_int8 as tiles
+from sparsekv_cli.cpu.weights import vnni
 from sparsekv_cli.cpu.weights.formats import FORMATS
 
 pytestmark = pytest.mark.skipif(not tiles.is_available(), reason="needs byte products (AVX2)")
@@ -24,6 +26,8 @@ LARGEST_QUANTS = {  # where the bytes are whose bits, all set, are the largest i
     "Q5_K": slice(16, None),
     "Q6_K": slice(0, 192),
 }
+if vnni.is_available():
+    LARGEST_QUANTS["Q8_0"] = slice(2, None)
 
 
 def inputs(n_inputs: int, n_columns: int) -> np.ndarray:
@@ -59,8 +63,8 @@ def assert_close(found: np.ndarray, w, x: np.ndarray) -> None:
 
 
 def test_formats_whose_products_do_not_fit():
-    assert set(FORMATS) - set(NAMES) == {"F32", "F16", "BF16", "Q8_0", "IQ4_NL", "IQ4_XS"}
-    assert not products.can_multiply(FORMATS["Q8_0"].code)
+    too_large = set() if vnni.is_available() else {"Q8_0", "IQ4_NL", "IQ4_XS"}
+    assert set(FORMATS) - set(NAMES) == {"F32", "F16", "BF16"} | too_large
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,7 +81,7 @@ def test_the_largest_sums_do_not_overflow(name, sign):
     """Each integer at its largest, each input +-127."""
     code, size = FORMATS[name].code, FORMATS[name].n_bytes
     w = random_rows(name, 16, 512)
-    w.reshape(-1, size)[:, LARGEST_QUANTS[name]] = 255
+    w.reshape(-1, size)[:, LARGEST_QUANTS[name]] = 127 if name == "Q8_0" else 255
     x = np.full((6, 512), sign, np.float32)
     assert_close(multiply([(code, w)], x), [(code, w)], x)
 
@@ -107,3 +111,13 @@ def test_an_input_of_zeros_and_one_of_huge_values():
     assert not found[0].any()
     for row, one in zip(found[1:], x[1:], strict=True):
         assert_close(row[None], w, one[None])
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q6_K"])
+def test_inputs_and_results_in_bf16(name):
+    """The same as of the same numbers in f32, rounded once."""
+    w, x = [(FORMATS[name].code, random_rows(name, 37, 512))], inputs(7, 512)
+    rows = as_type_of(np.empty(0, np.uint16), x)
+    out = np.empty((7, 37), np.uint16)
+    products.multiply(products.product_table(w), rows, out, 2)
+    np.testing.assert_array_equal(out, as_type_of(out, multiply(w, as_f32(rows))))
