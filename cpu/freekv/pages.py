@@ -12,13 +12,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import njit
 from numpy.typing import DTypeLike
 
 from sparsekv_cli.cpu.attention.rows import K_HEAD, K_ROW, K
+from sparsekv_cli.cpu.attention.store import store_halves
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.quest.pages import page_summaries
+from sparsekv_cli.cpu.sals.vectors import widen
 
 ELEMENTS = 4  # f16 elements in a uint64
+GROUPED = 8  # pages of a group
 # Columns of ``state``, a row a kv head: the LRU cache's time; how many pages are chosen, and for
 # what: rows in context when the query was current, end of the candidates, most pages to choose.
 CLOCK, N_CHOSEN, QUERY, END, BEST = range(5)
@@ -36,6 +40,9 @@ class HostPages(NamedTuple):
     v: np.ndarray  # uint64 (n_resident, p, G, d_v / 4)
     hi: np.ndarray  # uint16 (G, n_page, d): f16 bits, see quest/pages.py
     lo: np.ndarray  # uint16 (G, n_page, d)
+    # Of GROUPED pages each, uint16 (G, n_page / GROUPED, d); empty where groups are not used.
+    group_hi: np.ndarray
+    group_lo: np.ndarray
     slot_of: np.ndarray  # int32 (G, n_page): the slot that holds a page, or -1
     page_in: np.ndarray  # int32 (G, n_slot): the page in a slot, or -1
     stamps: np.ndarray  # int64 (G, n_slot): when a slot was last used
@@ -61,8 +68,12 @@ class PageCache:
         n_slot: int,
         window: int,
         meanstd: bool,
+        groups: bool = False,
     ) -> None:
-        """n_sink, n_ring, n_slot: numbers of pages; window: the first page of the window."""
+        """n_sink, n_ring, n_slot: numbers of pages; window: the first page of the window.
+
+        groups: whether groups of pages are summarised, too.
+        """
         n_kv_head, _, d = store.k.shape
         d_v = store.v.shape[2]
         self.page, self.n_sink, self.n_ring, self.meanstd = page, n_sink, n_ring, meanstd
@@ -75,6 +86,8 @@ class PageCache:
             v=_zeros((n_resident, page, n_kv_head, d_v // ELEMENTS), np.uint64),
             hi=_zeros((n_kv_head, n_page, d), np.uint16),
             lo=_zeros((n_kv_head, n_page, d), np.uint16),
+            group_hi=_zeros((n_kv_head, n_page // GROUPED if groups else 0, d), np.uint16),
+            group_lo=_zeros((n_kv_head, n_page // GROUPED if groups else 0, d), np.uint16),
             slot_of=np.full((n_kv_head, n_page), -1, np.int32),
             page_in=np.full((n_kv_head, n_slot), -1, np.int32),
             stamps=np.zeros((n_kv_head, n_slot), np.int64),
@@ -84,6 +97,8 @@ class PageCache:
         )
         place = store.layout[[K, K_HEAD, K_ROW]].tolist()
         page_summaries(*place, 0, window, page, n_kv_head, d, meanstd, self.pages.hi, self.pages.lo)
+        if groups:
+            group_summaries(self.pages, 0, window // GROUPED, meanstd)
         for theirs, ours in self._places(store):
             ours[...] = theirs
 
@@ -126,6 +141,8 @@ class PageCache:
                 pool=_grown(pages.pool, 0, n_page - self.n_sink),
                 hi=_grown(pages.hi, 1, n_page),
                 lo=_grown(pages.lo, 1, n_page),
+                group_hi=_grown(pages.group_hi, 1, self._n_group(n_page)),
+                group_lo=_grown(pages.group_lo, 1, self._n_group(n_page)),
                 slot_of=_grown(pages.slot_of, 1, n_page, -1),
             )
         if n_slot > pages.stamps.shape[1]:
@@ -137,6 +154,10 @@ class PageCache:
                 stamps=_grown(pages.stamps, 1, n_slot),
                 chosen=_grown(pages.chosen, 1, n_slot),
             )
+
+    def _n_group(self, n_page: int) -> int:
+        """Groups to make room for beside ``n_page`` pages."""
+        return n_page // GROUPED if self.pages.group_hi.shape[1] else 0
 
     @property
     def unit_bytes(self) -> int:
@@ -155,6 +176,49 @@ class PageCache:
     def index_bytes(self) -> int:
         """Summaries and tables."""
         return sum(a.nbytes for a in self.pages[HostPages._fields.index("hi") :])
+
+
+@njit(cache=True, nogil=True)
+def group_summaries(pages, first, last, meanstd):
+    """Summaries of the groups first..last - 1 from those of their pages.
+
+    meanstd: mean + std and mean - std of all rows of a group, else their bounds.
+    """
+    d = pages.hi.shape[2]
+    hi, lo = np.empty(d, np.float32), np.empty(d, np.float32)
+    top, bottom = np.empty(d, np.float32), np.empty(d, np.float32)
+    for g in range(pages.hi.shape[0]):
+        for i in range(first, last):
+            for j in range(i * GROUPED, (i + 1) * GROUPED):
+                widen(pages.hi[g, j].ctypes.data, d, hi.ctypes.data)
+                widen(pages.lo[g, j].ctypes.data, d, lo.ctypes.data)
+                is_first = j == i * GROUPED
+                for c in range(d):
+                    if meanstd:  # top: sum of means, bottom: of squares
+                        mean, std = (hi[c] + lo[c]) / 2, (hi[c] - lo[c]) / 2
+                        top[c] = mean + (0 if is_first else top[c])
+                        bottom[c] = mean * mean + std * std + (0 if is_first else bottom[c])
+                    else:
+                        top[c] = hi[c] if is_first else max(top[c], hi[c])
+                        bottom[c] = lo[c] if is_first else min(bottom[c], lo[c])
+            if meanstd:
+                for c in range(d):
+                    mean = top[c] / GROUPED
+                    std = np.sqrt(max(bottom[c] / GROUPED - mean * mean, np.float32(0)))
+                    top[c], bottom[c] = mean + std, mean - std
+            store_halves(top.ctypes.data, pages.group_hi[g, i].ctypes.data, d)
+            store_halves(bottom.ctypes.data, pages.group_lo[g, i].ctypes.data, d)
+
+
+def group_summaries_ref(hi, lo, meanstd):
+    """numpy reference in f64: hi, lo f16 (G, n_page, d) of whole groups -> (G, groups, d) each."""
+    hi, lo = (x.astype(np.float64).reshape(x.shape[0], -1, GROUPED, x.shape[2]) for x in (hi, lo))
+    if not meanstd:
+        return hi.max(2), lo.min(2)
+    mean, std = (hi + lo) / 2, (hi - lo) / 2
+    middle = mean.mean(2)
+    spread = np.sqrt(np.maximum((mean**2 + std**2).mean(2) - middle**2, 0))
+    return middle + spread, middle - spread
 
 
 def _zeros(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:

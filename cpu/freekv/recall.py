@@ -22,6 +22,7 @@ from sparsekv_cli.cpu.freekv.pages import (
     CLOCK,
     CORRECTED,
     END,
+    GROUPED,
     HIT,
     N_CHOSEN,
     OFFLOADED,
@@ -29,10 +30,13 @@ from sparsekv_cli.cpu.freekv.pages import (
     RECALLED,
     SCORED,
     STEPPED,
+    group_summaries,
 )
 from sparsekv_cli.cpu.jit.llvm import LANES, next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
-from sparsekv_cli.cpu.quest.pages import page_scores, page_summaries
+from sparsekv_cli.cpu.quest.pages import listed_page_scores, page_scores, page_summaries
+
+VISITED = 2  # groups whose pages are scored, in pages that are chosen
 
 
 @njit(cache=True, nogil=True)
@@ -56,6 +60,8 @@ def offload_pages(pages, first, last, n_sink, n_ring, meanstd):
             ring, 8 * width, row_bytes, j, j + 1, page, n_kv_head, 4 * width, meanstd, pages.hi,
             pages.lo,
         )  # fmt: skip
+        if (j + 1) % GROUPED == 0 and pages.group_hi.shape[1]:
+            group_summaries(pages, j // GROUPED, j // GROUPED + 1, meanstd)
 
 
 def offload_pages_ref(pages, first, last, n_sink, n_ring):
@@ -77,12 +83,53 @@ def choose_pages(q, hi, lo, first, end, n_best, scale, chosen):
         for j in range(n):
             chosen[j] = first + j
         return n
-    group = q.shape[0]
-    scores = np.empty((group, end + PAD), np.float32)
+    scores = np.empty((q.shape[0], end + PAD), np.float32)
     page_scores(q, hi, lo, end, 1, scale, scores)
+    _best_pooled(scores[:, first:], n, n_best, chosen)
+    for j in range(n_best):
+        chosen[j] += first
+    return n_best
+
+
+@njit(cache=True, nogil=True)
+def choose_pages_by_groups(
+    q, hi, lo, group_hi, group_lo, first, end, n_visited, n_best, scale, chosen
+):
+    """``choose_pages`` among the pages of the best ``n_visited`` groups, and those behind groups.
+
+    Returns how many are chosen, and how many summaries were scored. A group's score is the mean of
+    its heads' softmax over all whole groups. hi, lo, group_hi, group_lo uint16 (1, n, d).
+    """
+    n_group = end // GROUPED
+    scores = np.empty((q.shape[0], n_group + PAD), np.float32)
+    page_scores(q, group_hi, group_lo, n_group, 1, scale, scores)
+    visited = np.empty(n_visited, np.int32)
+    _best_pooled(scores, n_group, n_visited, visited)
+    listed = np.empty((n_visited + 1) * GROUPED, np.int32)
+    count = 0
+    for i in range(n_visited):
+        for j in range(max(first, visited[i] * GROUPED), (visited[i] + 1) * GROUPED):
+            listed[count] = j
+            count += 1
+    for j in range(max(first, n_group * GROUPED), end):
+        listed[count] = j
+        count += 1
+    scores = np.empty((q.shape[0], count + PAD), np.float32)
+    listed_page_scores(q, hi[0], lo[0], listed[:count], scale, scores)
+    n_best = min(n_best, count)
+    _best_pooled(scores, count, n_best, chosen)
+    for j in range(n_best):
+        chosen[j] = listed[chosen[j]]
+    return n_best, n_group + count
+
+
+@njit(cache=True, nogil=True)
+def _best_pooled(scores, n, n_best, chosen):
+    """chosen[:n_best] = the columns of scores (group, n + PAD) whose mean softmax is largest."""
+    group = scores.shape[0]
     pooled = np.zeros(n, np.float32)
     for t in range(group):
-        row = scores[t, first:]
+        row = scores[t]
         for j in range(n, n + LANES):
             row[j] = NEGATIVE_INFINITY
         address = row.ctypes.data
@@ -93,9 +140,6 @@ def choose_pages(q, hi, lo, first, end, n_best, scale, chosen):
     keys = np.empty(n, np.int32)
     order_keys(pooled, keys, n)
     select_largest(keys, n, n_best, chosen)
-    for j in range(n_best):
-        chosen[j] += first
-    return n_best
 
 
 def choose_pages_ref(q, hi, lo, first, end, n_best, scale):
@@ -165,16 +209,25 @@ def recall_pages(pages, g, n_chosen, n_sink, first_slot):
 
 @njit(cache=True, nogil=True)
 def _select(pages, g, queries, query, end, n_best, scale, n_sink, first_slot):
-    """Chooses and recalls kv head g's pages. queries f32 (group, d), current at ``query`` rows."""
-    n_chosen = choose_pages(
-        queries, pages.hi[g : g + 1], pages.lo[g : g + 1], n_sink, end, n_best, scale,
-        pages.chosen[g],
-    )  # fmt: skip
+    """Chooses and recalls kv head g's pages. queries f32 (group, d), current at ``query`` rows.
+
+    Groups are used where they leave out half of the pages.
+    """
+    hi, lo = pages.hi[g : g + 1], pages.lo[g : g + 1]
+    group_hi, group_lo = pages.group_hi[g : g + 1], pages.group_lo[g : g + 1]
+    n_visited, n_scored = VISITED * n_best, end
+    if group_hi.shape[1] and end // GROUPED > 2 * n_visited:
+        n_chosen, n_scored = choose_pages_by_groups(
+            queries, hi, lo, group_hi, group_lo, n_sink, end, n_visited, n_best, scale,
+            pages.chosen[g],
+        )  # fmt: skip
+    else:
+        n_chosen = choose_pages(queries, hi, lo, n_sink, end, n_best, scale, pages.chosen[g])
     recall_pages(pages, g, n_chosen, n_sink, first_slot)
     state = pages.state[g]
     state[N_CHOSEN], state[QUERY], state[END], state[BEST] = n_chosen, query, end, n_best
     if end - n_sink > n_best:
-        pages.statistics[g, SCORED] += end
+        pages.statistics[g, SCORED] += n_scored
 
 
 @njit(cache=True, nogil=True)

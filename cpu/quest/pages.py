@@ -16,6 +16,7 @@ from numba import njit, prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.decode import BLOCK, ONE_THREAD_BELOW, TILE, n_key_splits
+from sparsekv_cli.cpu.attention.rows import GATHER
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.attention.tile import PAD, tile_scores
 from sparsekv_cli.cpu.jit import llvm
@@ -176,6 +177,33 @@ def page_scores(q, hi, lo, n_page, n_kv_head, scale, out, n_threads=1):
     else:
         for _thread in prange(n_threads):
             _score_pieces(counter, q, hi, lo, n_page, n_kv_head, scale, out, n_split)
+
+
+@njit(cache=True, nogil=True)
+def listed_page_scores(q, hi, lo, listed, scale, out):
+    """out[h, i] = the score of page listed[i] (int32) for query h: ``page_scores`` of one kv head.
+
+    q f32 (group, d); hi, lo uint16 (n_page, d); out f32 (group, >= len(listed)).
+    """
+    d, stride, row_bytes = q.shape[1], BLOCK + PAD, hi.strides[0]
+    of_hi, of_lo = np.empty((TILE, stride), np.float32), np.empty((TILE, stride), np.float32)
+    for h in range(0, q.shape[0], TILE):
+        tile = min(TILE, q.shape[0] - h)
+        positive, negative = _by_sign(q[h : h + tile], scale)
+        for start in range(0, len(listed), BLOCK):
+            size = min(BLOCK, len(listed) - start)
+            at = listed[start:].ctypes.data
+            tile_scores(
+                tile, GATHER, positive.ctypes.data, hi.ctypes.data, row_bytes, at, size, d,
+                of_hi.ctypes.data, stride,
+            )  # fmt: skip
+            tile_scores(
+                tile, GATHER, negative.ctypes.data, lo.ctypes.data, row_bytes, at, size, d,
+                of_lo.ctypes.data, stride,
+            )  # fmt: skip
+            for t in range(tile):
+                for j in range(size):
+                    out[h + t, start + j] = of_hi[t, j] + of_lo[t, j]
 
 
 def page_scores_ref(q, hi, lo, scale):

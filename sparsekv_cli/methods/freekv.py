@@ -15,14 +15,16 @@ before, its kv head chooses again, with the query itself. All other pages lie in
 
 Departures; docs/methods.md has their reasons and figures:
 (1) Pages are summarised by mean + std and mean - std and hold 4 rows; tau is .9. ``preset=paper``:
-    largest and smallest element, 32 rows, .8.
+    largest and smallest element, 32 rows, .8, no groups.
 (2) The window starts at a page, so it holds W to W + p - 1 rows. A choice made a step ahead counts
     the pages that leave the window by then.
 (3) Recalled pages stay in an LRU cache of twice the pages that are chosen.
 (4) A recall converts as it copies, without the paper's two buffers.
 (5) Without a core to spare (``overlap``) nothing is done ahead; the results are the same.
-(6) Sinks and window take a quarter of the budget each at most.
-(7) While the budget covers the context, or no page has left the window, attention is dense.
+(6) On a CPU, pages are summarised again in groups of 8; where the best groups hold less than half
+    of the pages, only their pages are scored (``groups``).
+(7) Sinks and window take a quarter of the budget each at most.
+(8) While the budget covers the context, or no page has left the window, attention is dense.
 On a CPU the device's memory is the host's: a recall is a copy within it.
 """
 
@@ -78,7 +80,7 @@ class FreeKV(Method):
     device_cache: ClassVar[str] = "freekv:DeviceFreeKV"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},
-        "paper": {"page": 32, "summary": "minmax", "sinks": 64, "tau": 0.8},
+        "paper": {"page": 32, "summary": "minmax", "sinks": 64, "tau": 0.8, "groups": False},
     }
 
     dense_layers: tuple[int, ...] = option((0,), DENSE_HELP)
@@ -92,6 +94,9 @@ class FreeKV(Method):
     )
     window: int = option(
         64, "W: most recent rows, always attended (at most B/4)", at_least=1, at_most=MOST
+    )
+    groups: bool = option(
+        True, "of a long context, score only pages of the best groups of 8 (on the host)"
     )
     speculate: bool = option(True, "choose with the query of the step before")
     correct: bool = option(True, "choose again where the query has turned away")
@@ -201,6 +206,7 @@ class FreeKVCache(LayerCache):
             self.store, self._statistics, page=method.page, n_sink=plan.n_sink,
             n_ring=-(-(method.window + method.page - 1) // method.page), n_slot=method.slots(plan),
             window=plan.window, meanstd=method.summary == "meanstd",
+            groups=method.groups,
         )  # fmt: skip
         self.store = KVStore(self.spec)
         return cache

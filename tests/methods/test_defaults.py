@@ -88,6 +88,7 @@ DEFAULTS = {
         "tau": 0.9,
         "sinks": 16,
         "window": 64,
+        "groups": True,
         "speculate": True,
         "correct": True,
         "cache_pages": 2.0,
@@ -142,7 +143,14 @@ PRESETS = {
     },
     "freekv": {
         "tuned": {},
-        "paper": {"preset": "paper", "page": 32, "summary": "minmax", "tau": 0.8, "sinks": 64},
+        "paper": {
+            "preset": "paper",
+            "page": 32,
+            "summary": "minmax",
+            "tau": 0.8,
+            "sinks": 64,
+            "groups": False,
+        },  # fmt: skip
     },
 }
 

@@ -29,6 +29,7 @@ from tiny_sessions import CHUNK, decoded, tokens
 from sparsekv_cli.cache.attend import attend_causal
 from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.cache.store import KVStore
+from sparsekv_cli.cpu.freekv.pages import GROUPED
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.freekv import FreeKV
 
@@ -84,7 +85,8 @@ def test_memory_is_as_the_formula_says():
     assert memory.host == (640 // p - 1) * 2 * unit
     assert memory.device == (1 + n_ring + 2 * k) * 2 * unit
     tables = 640 // p * 4 + 2 * k * (4 + 8 + 4) + 8 * (5 + 7)
-    assert memory.index == 2 * (640 // p * 2 * 2 * 80 + tables) + 4 * 8 * 80
+    of_pages, of_groups = 640 // p * 2 * 2 * 80, 640 // p // GROUPED * 2 * 2 * 80
+    assert memory.index == 2 * (of_pages + of_groups + tables) + 4 * 8 * 80
     before = memory
     for _ in range(200):
         decode_row(cache, stream.rows(1))
