@@ -150,7 +150,7 @@ PRESETS = {
             "tau": 0.8,
             "sinks": 64,
             "groups": False,
-        },  # fmt: skip
+        },
     },
 }
 
