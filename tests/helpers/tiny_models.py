@@ -87,6 +87,7 @@ def make_model(
     chat_template: str | None = None,
     metadata: Mapping[str, Any] | None = None,
     omit: Collection[str] = (),
+    repeat: bool = False,
 ) -> Path:
     """Write a deterministic GGUF that llama.cpp loads; returns its path.
 
@@ -101,6 +102,8 @@ def make_model(
         that RoPE matters; less damps rounding errors.
     metadata: further keys, str, bool, int or float; they come last.
     omit: names of tensors to leave out, for tests of broken files.
+    repeat: matrices of one type, shape and gain are the same, the first one; a model of any number
+        of layers then takes the memory of a few.
     """
     if arch not in ARCHITECTURES:
         raise ValueError(f"arch = {arch!r}: must be one of {', '.join(ARCHITECTURES)}")
@@ -135,12 +138,18 @@ def make_model(
     for key, value in (metadata or {}).items():
         add_value(writer, key, value)
 
+    written: dict[tuple[str, int, int, float], np.ndarray] = {}
+
     def matrix(name: str, n_out: int, n_in: int, gain: float = 1.0) -> None:
         """One weight matrix (n_out, n_in) of standard deviation gain * WEIGHT_STD."""
         if name in omit:
             return
         kind = wtypes.get(name, wtype)
-        data = random_rows(tensor_rng(seed, name), kind, n_out, n_in, gain * WEIGHT_STD)
+        data = written.get((kind, n_out, n_in, gain))
+        if data is None:
+            data = random_rows(tensor_rng(seed, name), kind, n_out, n_in, gain * WEIGHT_STD)
+        if repeat:
+            written[kind, n_out, n_in, gain] = data
         writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[kind])
 
     def vector(name: str, size: int, mean: float, std: float) -> None:

@@ -1,0 +1,85 @@
+"""scripts/random_model: types and shapes of what it writes, and the memory that it takes."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from gguf import GGUFReader
+from scripts_as_modules import load_script
+
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.methods import build_method
+from sparsekv_cli.session import load_session
+
+script = load_script("random_model")
+SMALL = {"n_embd": 256, "n_head": 8, "n_head_kv": 2, "n_ff": 512, "n_vocab": 512, "n_ctx": 256}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The known shapes with small layers."""
+    shapes = {name: shape | SMALL for name, shape in script.SHAPES.items()}
+    monkeypatch.setattr(script, "SHAPES", shapes)
+
+
+def tensors(path):
+    return {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+
+
+def test_8b_has_the_published_sizes():
+    """8.03 billion weights in 4.9 GB, as Llama-3.1-8B in Q4_K_M."""
+    shape = script.SHAPES["llama-3.1-8b"]
+    types = script.weight_types(shape, "q4_k_m")
+    n_kv = shape["n_head_kv"] * shape["n_embd"] // shape["n_head"]
+    rows = {"attn_q": shape["n_embd"], "attn_k": n_kv, "attn_v": n_kv}
+    rows |= {"attn_output": shape["n_embd"], "ffn_gate": shape["n_ff"], "ffn_up": shape["n_ff"]}
+    rows |= {"ffn_down": shape["n_embd"], "token_embd": shape["n_vocab"]}
+    rows["output"] = shape["n_vocab"]
+    n_weights = n_bytes = 0
+    for name, kind in types.items():
+        part = name.removesuffix(".weight").rpartition(".")[2]
+        columns = shape["n_ff"] if part == "ffn_down" else shape["n_embd"]
+        n_weights += rows[part] * columns
+        n_bytes += rows[part] * columns // 256 * {"Q4_K": 144, "Q6_K": 210}[kind]
+    assert n_weights == pytest.approx(8.03e9, rel=1e-3)
+    assert n_bytes == pytest.approx(4.92e9, rel=5e-3)
+
+
+def test_8b_at_a_small_size(small, tmp_path, capsys):
+    path = tmp_path / "8b.gguf"
+    assert script.main(["llama-3.1-8b", "q4_k_m", str(path)]) == 0
+    assert capsys.readouterr().out == f"{path}: {path.stat().st_size / 1e6:.0f} MB\n"
+    found = tensors(path)
+    kinds = {name: tensor.tensor_type.name for name, tensor in found.items()}
+    assert kinds["output.weight"] == "Q6_K" and kinds["token_embd.weight"] == "Q4_K"
+    wide = [i for i in range(32) if kinds[f"blk.{i}.ffn_down.weight"] == "Q6_K"]
+    assert wide == [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]
+    assert {kinds[f"blk.{i}.attn_q.weight"] for i in range(32)} == {"Q4_K"}
+    assert "rope_freqs.weight" in found
+    first, last = (found[f"blk.{i}.ffn_up.weight"].data for i in (0, 31))
+    assert np.array_equal(first, last)
+    session = load_session(path, build_method("full", {}), SessionConfig(threads=1))
+    logits = session.prefill([1, 2, 3])
+    assert np.isfinite(logits).all() and np.isfinite(session.decode(4)).all()
+
+
+def test_tied_models_keep_their_mix(small, tmp_path):
+    path = tmp_path / "1b.gguf"
+    assert script.main(["llama-3.2-1b", "q4_k_m", str(path)]) == 0
+    found = tensors(path)
+    assert found["token_embd.weight"].tensor_type.name == "Q6_K" and "output.weight" not in found
+
+
+def test_memory_does_not_grow_with_the_layers(small, tmp_path):
+    """32 layers are written with the memory of a few."""
+    path = tmp_path / "8b.gguf"
+    tracemalloc.start()
+    try:
+        assert script.main(["llama-3.1-8b", "q8_0", str(path)]) == 0
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert path.stat().st_size > 15e6
+    assert peak < path.stat().st_size / 4
