@@ -70,10 +70,10 @@ def is_there(path: Path, about: dict[str, Any]) -> bool:
     return all(told.get(name) == about[name] for name in ("commit", "machine", "sizes"))
 
 
-def measure(name: str, sizes: Sizes, path: Path, about: dict[str, Any]) -> None:
+def measure(name: str, sizes: Sizes, path: Path, about: dict[str, Any], ik: str) -> None:
     """Runs a part and writes its file."""
     load = os.getloadavg()[0]
-    begin, run = time.perf_counter(), Runner()
+    begin, run = time.perf_counter(), Runner(ik=ik)
     rows = PARTS[name].measure(run, sizes)
     seconds = time.perf_counter() - begin
     told = {
@@ -89,7 +89,7 @@ def measure(name: str, sizes: Sizes, path: Path, about: dict[str, Any]) -> None:
     log(f"{name}: {seconds:.0f} s")
 
 
-def measure_parts(names: Sequence[str], sizes: Sizes, data: Path, again: bool) -> int:
+def measure_parts(names: Sequence[str], sizes: Sizes, data: Path, again: bool, ik: str) -> int:
     """1 when a part failed; the others are measured nevertheless."""
     status = 0
     about = {"machine": machine(), "commit": commit(), "sizes": asdict(sizes)}
@@ -105,7 +105,7 @@ def measure_parts(names: Sequence[str], sizes: Sizes, data: Path, again: bool) -
             log(f"{name}: left out, {PARTS[name].needs} is not installed")
             continue
         try:
-            measure(name, sizes, data / f"{name}.json", about)
+            measure(name, sizes, data / f"{name}.json", about, ik)
         except PartError as error:
             log(f"error: {name}: {error}")
             status = 1
@@ -123,6 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument("--only", metavar="PART,...", help=", ".join(PARTS))
     what.add_argument("--pages", action="store_true", help="write the pages only")
     parser.add_argument("-m", "--model", default=Sizes.model, help="GGUF file or packaged model")
+    parser.add_argument("--ik", default="", metavar="FILE", help="llama-bench of ik_llama.cpp")
     parser.add_argument("--again", action="store_true", help="parts of this commit, too")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs")
     parser.add_argument("--into", type=Path, default=ROOT, help="where docs/ and README.md lie")
@@ -138,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not options.pages:
             again = options.again or bool(options.only)
-            status = measure_parts(names, sizes, options.into / "docs" / "data", again)
+            status = measure_parts(names, sizes, options.into / "docs" / "data", again, options.ik)
         results_pages.write(options.into)
     except PartError as error:
         log(f"error: {error}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import results_plots
+from results_parts import PEERS
 from results_sections import SECTIONS, Column, Row, figure, name, table, three
 
 Data = Mapping[str, Mapping[str, Any]]  # by part: what its file holds
@@ -131,7 +132,10 @@ def remarks(data: Data) -> Iterable[str]:
         wanted = ("pp512", "tg32 @ d8192, full", "tg32 @ d8192, lfps", "tg32 @ d32768, lfps")
         found = [f"{test} {ratio:.1f}" for test, ratio in ratios if test in wanted]
         if found:
-            yield "Times llama.cpp's speed in the same run: " + "; ".join(found) + "."
+            names = [p for p in PEERS if any(f"{p} median" in r for r in data["peer"]["rows"])]
+            faster = " (the faster of the two)" if len(names) > 1 else ""
+            told = "; ".join(found)
+            yield f"Times the speed of {' and '.join(names)}{faster} in the same run: {told}."
 
 
 def with_results(readme: str, body: str) -> str:

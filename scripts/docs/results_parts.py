@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = "scripts/demo_document.txt"
 TEXT = "scripts/accuracy/texts/prose.txt"
+PEERS = ("llama.cpp", "ik_llama.cpp")
 QUESTION = "What is the pass code of the north gate? Answer with the code."
 
 Rows = list[dict[str, Any]]
@@ -79,8 +80,12 @@ class Done(NamedTuple):
 
 @dataclass
 class Runner:
-    """Runs commands in the repository's root and keeps them as a user would type them."""
+    """Runs commands in the repository's root and keeps them as a user would type them.
 
+    ik: llama-bench of ik_llama.cpp, if it is there.
+    """
+
+    ik: str = ""
     commands: list[str] = field(default_factory=list)
 
     def cli(self, *arguments: str, stdin: str | None = None) -> Done:
@@ -264,13 +269,18 @@ def terminal(run: Runner, sizes: Sizes) -> Rows:
 
 
 def peer(run: Runner, sizes: Sizes) -> Rows:
-    told = run.script("bench/peer", "-m", sizes.model, *sizes.peer.split())
-    rows, version = [], told["programs"]["llama.cpp"]["version"]
+    ik = ["--ik", run.ik] if run.ik else []
+    told = run.script("bench/peer", "-m", sizes.model, *sizes.peer.split(), *ik)
+    if run.ik:
+        run.commands[-1] = run.commands[-1].replace(shlex.quote(run.ik), "llama-bench")
+    rows = []
     for row in told["rows"]:
         rows.append({"test": row["test"], "unit": row["unit"], "ratio": row["ratio"]})
-        rows[-1]["version"] = version
-        for name in ("sparsekv_cli", "llama_cpp"):
-            rows[-1] |= {f"{name}_{x}": row[name][x] for x in ("median", "min", "max")}
+        of_peers = {name: row["peers"][name] for name in PEERS if name in row["peers"]}
+        for name, spread in {"sparsekv-cli": row["sparsekv_cli"], **of_peers}.items():
+            rows[-1] |= {f"{name} {x}": spread[x] for x in ("median", "min", "max")}
+        for name in of_peers:
+            rows[-1][f"{name} version"] = told["programs"].get(name, {}).get("version", "")
     return rows
 
 

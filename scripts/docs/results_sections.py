@@ -40,6 +40,12 @@ def name(row: Row) -> str:
     return f"`{row['method']}`"
 
 
+def versions(row: Row) -> str:
+    """Of the other programs, as code: they are no figures."""
+    names = ("llama.cpp version", "ik_llama.cpp version")
+    return ", ".join(f"`{row[name]}`" for name in names if row.get(name))
+
+
 def span(row: Row) -> str:
     return f"{three(row['least'])} to {three(row['most'])}"
 
@@ -145,20 +151,20 @@ SECTIONS = (
     ),
     Section(
         "peer",
-        "Against llama.cpp",
-        "Both programs in the same run, taking turns, on the same tokens and threads; "
-        "llama.cpp as llama-cpp-python has it, with flash attention and an f16 cache.",
+        "Against llama.cpp and ik_llama.cpp",
+        "The programs in the same run, taking turns, on the same threads; llama.cpp as "
+        "llama-cpp-python has it, ik_llama.cpp as its llama-bench, with flash attention and an f16 "
+        "cache. The ratio is that to the faster of them (of memory: to the smaller).",
         (
             Column("test", text("test")),
-            Column("sparsekv-cli", figure("sparsekv_cli_median")),
-            Column("least", figure("sparsekv_cli_min")),
-            Column("most", figure("sparsekv_cli_max")),
-            Column("llama.cpp", figure("llama_cpp_median")),
-            Column("least", figure("llama_cpp_min")),
-            Column("most", figure("llama_cpp_max")),
+            *(
+                Column(title, figure(f"{program} {key}"))
+                for program in ("sparsekv-cli", "llama.cpp", "ik_llama.cpp")
+                for title, key in ((program, "median"), ("least", "min"), ("most", "max"))
+            ),
             Column("unit", text("unit")),
             Column("ratio", figure("ratio", 2)),
-            Column("llama-cpp-python", lambda row: f"`{row['version']}`"),
+            Column("versions", versions),
         ),
     ),
     Section(

@@ -39,6 +39,8 @@ class FakeWorker:
         base = 250.0 if self.setup["method"] is None else 1000.0
         return base / 2 if self.n_bursts == 1 else base
 
+    warm_up = script.Worker.warm_up
+
     def fill(self, depth: int) -> None:
         self.log.append((self.name, "fill", depth))
 
@@ -80,10 +82,10 @@ def test_turns_and_table(
     assert out[0] == "| test | sparsekv-cli | llama.cpp | ratio | must | aim |"
     assert out[1] == "| --- | ---: | ---: | ---: | ---: | ---: |"
     assert out[2] == "| pp700 | 1000 (1000 to 1000) | 250 (250 to 250) | 4.00 |  |  |"
-    assert out[3].startswith("| tg4 @ d0, full | ") and out[3].endswith("| 4.00 | 1 | 1.7 |")
+    assert out[3].startswith("| tg4 @ d0, full | ") and out[3].endswith("| 4.00 | 1 | 1.5 |")
     assert out[4] == "| tg4 @ d0, lfps | 1000 (500 to 1000) | 250 (250 to 250) | 4.00 |  |  |"
-    assert out[6].startswith("| tg4 @ d8192, lfps | ") and out[6].endswith("| 4.00 | 5 | 9 |")
-    memory = "| peak memory @ d16384, full | 120 MiB | 100 MiB | 1.20 | <= 1.5 | <= 1.1 |"
+    assert out[6].startswith("| tg4 @ d8192, lfps | ") and out[6].endswith("| 4.00 | 2 | 3 |")
+    memory = "| peak memory @ d16384, full | 120 MiB | 100 MiB | 1.20 | <= 1.2 | <= 1.1 |"
     assert out[7] == memory and len(out) == 9
     result = json.loads(file.read_text())
     assert result["threads"] >= 1 and set(result["programs"]) == {ours, lfps, peer}
@@ -91,19 +93,20 @@ def test_turns_and_table(
         None,  # pp700
         "aim",  # d0, full
         None,
-        "must",  # d8192, full: 4.0 of 3 and 6
-        "no",  # d8192, lfps: 4.0 of 5 and 9
+        "aim",  # d8192, full
+        "aim",  # d8192, lfps
         "must",  # memory
         "must",
     ]
     assert result["rows"][2]["sparsekv_cli"]["samples"] == [500.0, 1000.0, 1000.0]
-    assert result["rows"][0]["llama_cpp"]["median"] == 250.0
+    assert result["rows"][0]["peers"]["llama.cpp"]["median"] == 250.0
 
 
 def test_lfps_over_depths() -> None:
     assert table.flatness({2048: [10.0]}) is None
     row = table.flatness({2048: [100.0, 90.0, 110.0], 32768: [80.0]})
     assert row.ratio == pytest.approx(0.8) and row.met == "must"
+    assert row.cells(["llama.cpp"])[1:4] == ("80", "", "0.80")
 
 
 def test_targets_are_found_by_their_case() -> None:
@@ -145,14 +148,14 @@ def test_usage_errors(
     assert fakes == []
 
 
-def test_without_llama_cpp(
+def test_without_any_peer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: None)
     assert script.main(["--pp", "8"]) == 1
     printed = capsys.readouterr()
-    assert printed.err == ("error: llama.cpp is not installed: pip install 'sparsekv-cli[peer]'\n")
-    assert printed.out == ""
+    assert printed.err.startswith("error: no peer to compare with: pip install")
+    assert "--ik" in printed.err and printed.err.count("\n") == 1 and printed.out == ""
 
 
 def test_worker_measures_ours_and_reports_its_memory(model: Path) -> None:
