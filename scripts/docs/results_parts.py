@@ -56,6 +56,7 @@ class Sizes:
     shape: str = "llama-3.2-1b"
     held: int = 8192  # rows of the caches whose memory is told apart
     peer: str = "--memory 16384"
+    formats: str = ""
     far: str = "2048,8192,32768,131072"
     batches: str = "1,2,4,8"
     prepare: bool = True  # kernels and calibrations first
@@ -66,6 +67,7 @@ TINY = Sizes(
     length="100", lengths="100,150", steps=2, texts=1, needles=0, warm=1, compared="full,streaming",
     text=DOCUMENT, held=500, far="100,200", batches="1,2", prepare=False,
     peer="--pp 32 --depths 64 --tokens 2 --pairs 1 --memory 64",
+    formats="--formats Q8_0 --length 16 --texts 1 --needles 0",
 )  # fmt: skip
 
 
@@ -231,6 +233,12 @@ def distances(run: Runner, sizes: Sizes, *arguments: str) -> Rows:
     return rows
 
 
+def formats(run: Runner, sizes: Sizes) -> Rows:
+    """``scripts/accuracy/formats``, where a line that fails (status 1) is a figure like others."""
+    model = ["-m", sizes.model] if sizes.model != Sizes.model else []
+    return run.script("accuracy/formats", *model, *sizes.formats.split(), may_end_with=1)
+
+
 def start(run: Runner, sizes: Sizes) -> Rows:
     return run.script("bench/start", "-m", sizes.model, "--methods", sizes.fast,
                       "--warm", str(sizes.warm))  # fmt: skip
@@ -339,6 +347,7 @@ PARTS: Mapping[str, Part] = {
     "peer": Part(peer, needs="llama_cpp"),
     "deep_others": Part(deep_others),
     "accuracy_all": Part(accuracy_all),
+    "formats": Part(formats, needs="llama_cpp"),
     "caches": Part(caches),
     "shape": Part(shape),
     "several": Part(several),

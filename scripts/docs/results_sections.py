@@ -125,6 +125,34 @@ SECTIONS = (
     ),
     Section("accuracy_all", "Accuracy by length, and of presets", "As above.", ACCURACY),
     Section(
+        "formats",
+        "Weight formats",
+        "The model made wider with zeros, so that its rows fit every format, and quantised by "
+        "llama.cpp: perplexity on our texts, KLD to the F16 file (what a format costs) and to the "
+        "same file (what a program's arithmetic costs), both from a plain f32 decoder, and facts "
+        "found in a text (needles); of llama.cpp, our prefill and our decode.",
+        (
+            Column("format", text("format")),
+            Column("MB", figure("mb", 0)),
+            *(
+                Column(f"{title}, {program}", figure(f"{key}_{name}", digits))
+                for title, key, digits in (
+                    ("PPL", "ppl", 2),
+                    ("KLD to F16", "cost", 4),
+                    ("KLD to the same file", "kld", 4),
+                )
+                for program, name in (
+                    ("llama.cpp", "llama"),
+                    ("prefill", "prefill"),
+                    ("decode", "decode"),
+                )
+            ),
+            Column("needles, llama.cpp", figure("needles_llama", 0)),
+            Column("ours", figure("needles_ours", 0)),
+            Column("of", figure("needles_of", 0)),
+        ),
+    ),
+    Section(
         "start",
         "Start",
         "From the command to the first byte of its answer to ten tokens: with an empty kernel "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +25,19 @@ def reference_logits(path: str | Path, ids: Sequence[int], *, kv_f16: bool = Fal
 
     kv_f16: round keys (after RoPE) and values to f16, as an f16 KV cache does.
     """
-    model = ReferenceModel.open(path)
+    return model_logits(ReferenceModel.open(path), ids, kv_f16=kv_f16)
+
+
+def model_logits(
+    model: ReferenceModel, ids: Sequence[int], *, kv_f16: bool = False, n_last: int = 0
+) -> np.ndarray:
+    """``reference_logits`` of a model that is open; n_last: of the last tokens only."""
     hidden = model.embed(ids)  # (T, E)
     cos, sin = model.rotation(len(ids))  # (T, d/2)
     for layer in range(model.n_layer):
         hidden = hidden + attention(model, layer, hidden, cos, sin, kv_f16)
         hidden = hidden + feed_forward(model, layer, hidden)
-    hidden = rms_norm(hidden, model.tensor("output_norm.weight"), model.epsilon)
+    hidden = rms_norm(hidden[-n_last:], model.tensor("output_norm.weight"), model.epsilon)
     head = "output.weight" if "output.weight" in model.tensors else "token_embd.weight"
     return hidden @ model.tensor(head).T  # (T, V)
 
@@ -101,7 +107,10 @@ def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, pairing: str) -> np.
 
 @dataclass(frozen=True)
 class ReferenceModel:
-    """What the decoder needs of a file; tensors stay quantised until they are asked for."""
+    """What the decoder needs of a file; tensors stay quantised until they are asked for.
+
+    kept: dequantised tensors by name, of a model that is asked for many texts.
+    """
 
     reader: GGUFReader
     tensors: dict
@@ -112,6 +121,7 @@ class ReferenceModel:
     head_dim: int
     n_rot: int
     epsilon: float
+    kept: dict[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: str | Path) -> ReferenceModel:
@@ -139,8 +149,15 @@ class ReferenceModel:
             epsilon=value("attention.layer_norm_rms_epsilon"),
         )
 
+    def keep(self) -> ReferenceModel:
+        """The model itself, with all tensors dequantised."""
+        self.kept.update({name: self.tensor(name) for name in self.tensors})
+        return self
+
     def tensor(self, name: str) -> np.ndarray:
         """A tensor by name as f32, (n_out, n_in) or (n,)."""
+        if name in self.kept:
+            return self.kept[name]
         tensor = self.tensors[name]
         if tensor.tensor_type == GGMLQuantizationType.F32:
             return np.asarray(tensor.data, np.float32)
