@@ -19,6 +19,7 @@ import torch
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.calibration import fasa, sals
+from sparsekv_cli.calibration.allocation import even_budgets
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.device.engine import DeviceEngine, open_device_engine
 from sparsekv_cli.device.host import HostCache
@@ -108,10 +109,10 @@ def random_calibration(spec: LayerSpec, rng: np.random.Generator) -> Mapping[str
     return {
         "dom_var": rank,
         "dom_ca": rank,
-        "tip_budget": fasa.even_budgets(),
+        "tip_budget": even_budgets(fasa.SHARES),
         "vectors_diag": basis,
         "vectors_pca": basis,
-        "rank_budget": sals.even_budgets(),
+        "rank_budget": even_budgets(sals.SHARES),
         "weights": np.ones(size, np.float32),
     }
 

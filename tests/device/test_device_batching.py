@@ -9,6 +9,7 @@ from side_by_side import Geometry
 
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
 from sparsekv_cli.calibration import fasa, sals
+from sparsekv_cli.calibration.allocation import even_budgets
 from sparsekv_cli.device.batching import prepare_runs
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, StepNumbers, grid_bound
 from sparsekv_cli.device.engine import device_cache
@@ -41,7 +42,7 @@ def calibration_of(g: Geometry) -> dict[str, np.ndarray]:
     vectors = np.linalg.qr(rng.standard_normal((size, size)))[0].astype(np.float32)
     return {
         "dom_var": rank, "dom_ca": rank, "vectors_diag": vectors, "vectors_pca": vectors,
-        "tip_budget": fasa.even_budgets(), "rank_budget": sals.even_budgets(),
+        "tip_budget": even_budgets(fasa.SHARES), "rank_budget": even_budgets(sals.SHARES),
         "weights": np.ones(size, np.float32),
     }  # fmt: skip
 

@@ -7,7 +7,8 @@ from sweeps import sweep
 
 from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.cache.store import padded
-from sparsekv_cli.calibration.fasa import even_budgets
+from sparsekv_cli.calibration.allocation import even_budgets
+from sparsekv_cli.calibration.fasa import SHARES
 from sparsekv_cli.kernels.fasa import row_cache as resident
 from sparsekv_cli.methods.fasa import FASA
 
@@ -15,7 +16,7 @@ from sparsekv_cli.methods.fasa import FASA
 def make(geometry, device, **options) -> SideBySide:
     rng, n_chunk = np.random.default_rng(5), geometry.n_rot // 2
     rank = np.stack([rng.permutation(n_chunk) for _ in range(geometry.n_head_kv)]).astype(np.uint8)
-    calibration = {"dom_var": rank, "dom_ca": rank, "tip_budget": even_budgets()}
+    calibration = {"dom_var": rank, "dom_ca": rank, "tip_budget": even_budgets(SHARES)}
     return SideBySide(geometry, FASA(**options), calibration, device)
 
 
