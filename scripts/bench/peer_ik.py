@@ -67,7 +67,10 @@ class IkBench:
         return rates[best]
 
     def peak_memory(self) -> int:
-        """Most memory of what ran so far, with ``-rtr`` 0 or 1, whichever took less; bytes."""
+        """Most memory of what ran so far, with ``-rtr`` 0 or 1, whichever took less; bytes.
+
+        Never less than this process' own peak, which the system counts as that of a child, too.
+        """
         return min(self._peaks.values())
 
     def _rate(self, case: Case, repack: int) -> float:
