@@ -8,5 +8,9 @@ class SparseKVError(Exception):
     """
 
 
+class LostModelError(SparseKVError):
+    """The model's file is not what it was when it was opened: nothing more can be computed."""
+
+
 class UnsupportedModelError(SparseKVError):
     """The file is in order, but this program cannot run such a model."""

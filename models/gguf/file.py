@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from sparsekv_cli.cpu.weights.types import DECODABLE_TYPES, REMOVED_TYPES, GGMLType
-from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.errors import LostModelError, SparseKVError
 from sparsekv_cli.models.gguf.foreign import describe_foreign
 from sparsekv_cli.models.gguf.header import (
     ARRAY,
@@ -89,7 +89,8 @@ class GGUFFile:
             self._map = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             self.close()
-            raise SparseKVError(f"{path}: cannot be mapped into memory: {error}") from None
+            reason = getattr(error, "strerror", None) or error
+            raise SparseKVError(f"{path}: cannot be mapped into memory: {reason}") from None
         try:
             cursor = HeaderCursor(path, self._map, size)
             self.version, n_tensors, n_keys = _read_counts(cursor)
@@ -128,12 +129,12 @@ class GGUFFile:
             self._map.madvise(mmap.MADV_DONTNEED, start * mmap.PAGESIZE, length)
 
     def check_intact(self) -> None:
-        """Raise SparseKVError if the file has become shorter: reading on would kill the process."""
+        """Raise LostModelError if the file has become shorter: reading on would be a SIGBUS."""
         if self._descriptor is None:
             raise ValueError(f"{self.path} is closed")
         size = os.fstat(self._descriptor).st_size
         if size < self.size:
-            raise SparseKVError(
+            raise LostModelError(
                 f"{self.path}: was cut from {self.size} to {size} bytes while in use; "
                 "stop what writes to it and start again"
             )

@@ -160,7 +160,7 @@ def deviation(samples: Sequence[float]) -> float:
 
 
 class Report(ABC):
-    """Writes results as they come. Subclasses are the formats of ``-O``."""
+    """Writes results, most formats as they come. Subclasses are the formats of ``-O``."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self.write = write
@@ -212,16 +212,20 @@ class MarkdownReport(Report):
 
 
 class JsonReport(Report):
-    """One array of objects; complete even when an error ends the run early."""
+    """One array of objects, written as a whole at the end, also when an error ends the run early.
+
+    So a process that is killed leaves no part of an array.
+    """
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        super().__init__(write)
+        self.rows: list[dict[str, Any]] = []
 
     def row(self, result: BenchResult) -> None:
-        self.write("[\n" if self.n_rows == 0 else ",\n")
-        text = json.dumps(result.fields(), indent=2)
-        self.write("\n".join("  " + line for line in text.splitlines()))
-        self.n_rows += 1
+        self.rows.append(result.fields())
 
     def close(self) -> None:
-        self.write("\n]\n" if self.n_rows else "[]\n")
+        self.write(json.dumps(self.rows, indent=2) + "\n")
 
 
 class JsonLinesReport(Report):

@@ -30,7 +30,7 @@ from sparsekv_cli.commands.sampling_options import (
     stop_option,
 )
 from sparsekv_cli.commands.terminal import one_line, say, write_text
-from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.errors import LostModelError, SparseKVError
 
 if TYPE_CHECKING:
     from sparsekv_cli.session import Sample, Session
@@ -73,9 +73,10 @@ def command(
     /help lists the commands. When stdin is no terminal, every line of it is a message (or a
     command) and the answers go to stdout, a line break after each.
     """
-    for text, source in ((prompt, "-p"), (system, "-sys")):
-        if text is not None:
-            check_utf8(text, f"the text given with {source}")
+    prompt, system = (
+        None if text is None else check_utf8(text, f"the text given with {source}")
+        for text, source in ((prompt, "-p"), (system, "-sys"))
+    )
     session = open_session(options)
     conversation = Conversation(session, new_sampler(session, sampling, options.seed), system)
     conversation.n_predict = n_predict
@@ -164,9 +165,14 @@ def handle(conversation: Conversation, message: str) -> None:
 
 
 def respond(conversation: Conversation, generate: Callable[[], Answer]) -> None:
-    """Streams one answer; what cannot be answered becomes a line, and the conversation goes on."""
+    """Streams one answer; what cannot be answered becomes a line, and the conversation goes on.
+
+    Not without the model: LostModelError is passed on.
+    """
     try:
         answer = generate()
+    except LostModelError:
+        raise
     except SparseKVError as error:
         say(f"error: {one_line(str(error))}")
         return
@@ -192,10 +198,16 @@ def read_terminal() -> Iterator[str]:
         if not sys.stdout.isatty():
             click.echo("> ", err=True, nl=False)  # stdout carries the answers only
         try:
-            yield input("> " if sys.stdout.isatty() else "")
+            typed = input("> " if sys.stdout.isatty() else "")
         except EOFError:
             click.echo(err=True)
             return
+        try:
+            message = check_utf8(typed, "what was typed")
+        except SparseKVError as error:
+            say(f"error: {one_line(str(error))}")
+            continue
+        yield message
 
 
 def read_lines() -> Iterator[str]:

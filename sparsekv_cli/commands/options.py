@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from sparsekv_cli.commands.terminal import SHOW_CURSOR, one_line, say
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.option import allowed_values, options_of
 
@@ -281,6 +282,7 @@ def build_method(
     name: str, options: Mapping[str, str], named: Mapping[str, str | None] | None = None
 ) -> Method:
     """The method, or a usage error that lists what there is; named: as ``ModelOptions.named``."""
+    explain_faults()
     from sparsekv_cli import methods
 
     try:
@@ -293,7 +295,25 @@ def find_model(name: str | None) -> Path:
     """The path of the model that ``-m`` (or the environment) names."""
     from sparsekv_cli.models.locate import resolve_model
 
-    return resolve_model(name)
+    path = resolve_model(name)
+    explain_faults(path)
+    return path
+
+
+def explain_faults(model: Path | None = None) -> None:
+    """Lets faults in native code end the program with a line, as long as the command runs.
+
+    model: a file that is going to be mapped.
+    """
+    from sparsekv_cli.models import faults
+
+    context = click.get_current_context(silent=True)
+    if context is None:
+        return
+    start = f"{SHOW_CURSOR}\n" if sys.stderr.isatty() else ""  # after a bar or half an answer
+    context.with_resource(faults.explain_abort(start))
+    if model is not None:
+        context.with_resource(faults.explain_cut(one_line(str(model)), start))
 
 
 @contextlib.contextmanager
@@ -323,7 +343,19 @@ def open_session(options: ModelOptions) -> Session:
     """
     with collecting_no_garbage():
         method = build_method(options.method, options.method_options, options.named)
-    return load_session(find_model(options.model), method, options.config)
+    session = load_session(find_model(options.model), method, options.config)
+    warn_of_long_context(session)
+    return session
+
+
+def warn_of_long_context(session: Session) -> None:
+    """Says that ``-c`` asks for more tokens than the model was made for, if it does."""
+    fit = session.hparams.n_ctx_fit
+    if session.config.ctx_size > fit:
+        say(
+            f"warning: -c {session.config.ctx_size} is more than the {fit} tokens that the model "
+            "was trained for: what it writes beyond them may make no sense"
+        )
 
 
 def load_session(

@@ -26,9 +26,9 @@ def read_prompt(text: str | None, file: str | None) -> str:
     """
     parts = []
     if file is not None and file != "-":
-        parts.append(_decode(Path(file).read_bytes(), file))
+        parts.append(decode_utf8(Path(file).read_bytes(), file).removesuffix("\n"))
     elif file == "-" or not sys.stdin.isatty():
-        parts.append(_decode(read_stdin(), "stdin"))
+        parts.append(decode_utf8(read_stdin(), "stdin").removesuffix("\n"))
     if text is not None:
         parts.append(check_utf8(text, "the prompt given with -p"))
     prompt = "\n\n".join(part for part in parts if part)
@@ -45,24 +45,27 @@ def read_stdin() -> bytes:
     return buffer.read() if buffer is not None else sys.stdin.read().encode()
 
 
-def _decode(data: bytes, source: str) -> str:
+def decode_utf8(data: bytes, source: str) -> str:
+    """``data`` as text; SparseKVError that names ``source`` and the byte if it is not UTF-8."""
     try:
-        text = data.decode("utf-8")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise SparseKVError(
             f"{source} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}; "
             "convert it first, for example with iconv"
         ) from None
-    return text.removesuffix("\n")
 
 
 def check_utf8(text: str, source: str) -> str:
-    """``text``, unless it holds bytes of the command line that are not UTF-8 (SparseKVError)."""
+    """A text that was typed, whatever the locale; SparseKVError if it is not UTF-8.
+
+    Python decodes the command line by the locale, and keeps bytes that do not fit it as surrogates.
+    """
     try:
-        text.encode("utf-8")
+        data = text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:
         raise SparseKVError(f"{source} is not UTF-8 at character {error.start}") from None
-    return text
+    return decode_utf8(data, source)
 
 
 def chat_template(metadata: Mapping[str, Any]) -> str | None:

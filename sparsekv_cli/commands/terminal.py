@@ -7,6 +7,8 @@ import sys
 
 import click
 
+SHOW_CURSOR = "\x1b[?25h"  # which rich hides while it shows a bar
+
 
 def one_line(text: str) -> str:
     """``text`` on one line, with control characters (a file may hold any) shown as escapes."""

@@ -1,0 +1,39 @@
+"""Faults in native code that end a process which runs a model, each with a line that says why.
+
+Reading a page that a mapped file no longer has raises SIGBUS, and a library that gets no memory
+aborts. Neither reaches Python as an exception.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from contextlib import AbstractContextManager
+
+from sparsekv_cli.cpu.last_words import install
+
+
+def explain_cut(model: str, start: str = "") -> AbstractContextManager[None]:
+    """While the block runs, a file that cannot be read ends the process with a line and code 1.
+
+    model: the file, as the line names it. start: written ahead of the line, for a terminal.
+    """
+    return _explain(
+        "SIGBUS",
+        f"{start}error: {model}: a part of the file cannot be read: it became shorter while in "
+        "use, or its disk failed; stop what writes to it and start again",
+    )
+
+
+def explain_abort(start: str = "") -> AbstractContextManager[None]:
+    """The same for a library that aborts."""
+    return _explain(
+        "SIGABRT",
+        f"{start}error: a library of this program has given up (its words are above), most often "
+        "for want of memory: use a smaller context (-c) or a smaller model",
+    )
+
+
+def _explain(name: str, line: str) -> AbstractContextManager[None]:
+    number = getattr(signal, name, None)  # Windows has no SIGBUS
+    return contextlib.nullcontext() if number is None else install(number, line.encode())

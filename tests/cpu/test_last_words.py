@@ -1,0 +1,86 @@
+"""The line that a process says when a signal ends it, and what is left as it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from sparsekv_cli.cpu.last_words import install
+
+HEADER = """
+import mmap, os, signal, tempfile, threading
+from sparsekv_cli.cpu.last_words import install
+"""
+LONG = "3 ** 10 ** 8"  # a C call of minutes, which holds the GIL
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", HEADER + code],
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        LONG,
+        f"""thread = threading.Thread(target=lambda: {LONG})
+    thread.start()
+    thread.join()""",
+    ],
+)
+def test_an_alarm_is_heard_while_a_c_call_holds_the_gil(call: str) -> None:
+    done = run(
+        "with install(signal.SIGALRM, b'error: too long'):\n"
+        "    signal.setitimer(signal.ITIMER_REAL, 0.3)\n"
+        f"    {call}\n"
+    )
+    assert (done.returncode, done.stderr) == (1, "error: too long\n")
+
+
+def test_a_mapped_file_that_shrinks() -> None:
+    done = run(
+        "with tempfile.TemporaryFile() as file:\n"
+        "    file.truncate(1 << 16)\n"
+        "    mapped = mmap.mmap(file.fileno(), 1 << 16)\n"
+        "    with install(signal.SIGBUS, 'error: größer, bitte'.encode()):\n"
+        "        file.truncate(0)\n"
+        "        mapped[1 << 15]\n"
+    )
+    assert (done.returncode, done.stderr) == (1, "error: größer, bitte\n")
+
+
+def test_python_handles_the_signal_again_afterwards() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        with install(signal.SIGUSR1, b"error: first"), install(signal.SIGUSR1, b"error: second"):
+            pass
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_the_inner_words_are_said_then_the_outer() -> None:
+    nested = (
+        "with install(signal.SIGUSR1, b'outer'):\n"
+        "    with install(signal.SIGUSR1, b'inner'):\n"
+        "        {}\n"
+        "    os.kill(os.getpid(), signal.SIGUSR1)\n"
+    )
+    assert run(nested.format("pass")).stderr == "outer\n"
+    assert run(nested.format("os.kill(os.getpid(), signal.SIGUSR1)")).stderr == "inner\n"
+
+
+def test_a_signal_that_does_not_exist() -> None:
+    with pytest.raises(ValueError, match="signal_number 1000"), install(1000, b""):
+        pass
