@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.option import check_options, option
+from sparsekv_cli.option import check_options, did_you_mean, option
 
 MAX_SEED = 2**64 - 1
 
@@ -148,7 +148,7 @@ class SamplingParams:
     dry_multiplier: float = option(0.0, "0: off.", at_least=0)
     dry_base: float = option(1.75, "Growth of the penalty a token.", at_least=1)
     dry_allowed_length: int = option(2, "Tokens that may be repeated.", at_least=0)
-    dry_penalty_last_n: int = option(-1, "Tokens looked at; 0: off, -1: all.", at_least=-1)
+    dry_penalty_last_n: int = option(64, "Tokens looked at; 0: off, -1: all.", at_least=-1)
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     samplers: tuple[str, ...] = SAMPLER_ORDER
@@ -185,7 +185,10 @@ class SamplingParams:
         for name in names:
             if name not in SAMPLER_ORDER or names.count(name) > 1:
                 known = ", ".join(SAMPLER_ORDER)
-                raise ValueError(f"samplers = {name!r}: must be names from {known}, each once")
+                close = "" if name in SAMPLER_ORDER else did_you_mean(name, SAMPLER_ORDER)
+                raise ValueError(
+                    f"samplers = {name!r}{close}: must be names from {known}, each once"
+                )
         object.__setattr__(self, "samplers", names)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -222,11 +222,17 @@ def test_banned_tokens_are_never_drawn():
 
 
 def test_defaults_are_llama_cpps():
-    params = SamplingParams()
-    assert (params.temp, params.top_k, params.top_p, params.min_p) == (0.8, 40, 0.95, 0.05)
-    assert (params.repeat_last_n, params.repeat_penalty, params.typ_p) == (64, 1.0, 1.0)
-    assert (params.dry_base, params.dry_allowed_length, params.xtc_threshold) == (1.75, 2, 0.1)
-    assert params.samplers == SAMPLER_ORDER
+    """common_params_sampling in llama.cpp's common/common.h."""
+    llama_cpps = {
+        "temp": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "typ_p": 1.0, "top_n_sigma": -1.0,
+        "xtc_probability": 0.0, "xtc_threshold": 0.1,
+        "repeat_last_n": 64, "repeat_penalty": 1.0,
+        "presence_penalty": 0.0, "frequency_penalty": 0.0,
+        "dry_multiplier": 0.0, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": 64,
+        "dry_sequence_breakers": ("\n", ":", '"', "*"), "logit_bias": {},
+        "samplers": SAMPLER_ORDER, "seed": -1,
+    }  # fmt: skip
+    assert asdict(SamplingParams()) == llama_cpps
 
 
 @pytest.mark.parametrize(
