@@ -88,6 +88,13 @@ class HParams:
     n_vocab: int
 
     @property
+    def n_ctx_fit(self) -> int:
+        """Tokens that the model was made for: trained on, or what its scaling stretches them to."""
+        scale = self.rope.freq_scale
+        stretched = int(self.rope.n_ctx_original / scale) if scale < 1.0 else 0
+        return max(self.n_ctx_train, stretched)
+
+    @property
     def uniform(self) -> bool:
         """Whether all layers have the same sizes."""
         return all(len(set(sizes)) == 1 for sizes in (self.n_head, self.n_head_kv, self.n_ff))

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.option import did_you_mean
 
 ENVIRONMENT_VARIABLE = "SPARSEKV_MODEL"
 
@@ -35,8 +36,8 @@ def resolve_model(name: str | None) -> Path:
     path = Path(name)
     looks_like_a_name = path.name == name and path.suffix != ".gguf"
     if looks_like_a_name and not os.path.lexists(path):
-        names = ", ".join(PACKAGED_MODELS)
-        raise SparseKVError(f"{name}: no such file, nor a model known by name ({names})")
+        names, close = ", ".join(PACKAGED_MODELS), did_you_mean(name, PACKAGED_MODELS)
+        raise SparseKVError(f"{name}: no such file, nor a model known by name ({names}){close}")
     return path
 
 

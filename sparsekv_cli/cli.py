@@ -6,9 +6,12 @@ command module.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
@@ -19,6 +22,7 @@ from sparsekv_cli import __version__
 from sparsekv_cli.commands.options import Invocation, verbose_option
 from sparsekv_cli.commands.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.option import did_you_mean
 
 PROGRAM = "sparsekv-cli"
 
@@ -64,7 +68,8 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name not in COMMANDS and not name.startswith("-"):
-            ctx.fail(f"No such command {name!r}; the commands are {', '.join(COMMANDS)}.")
+            close = did_you_mean(name, COMMANDS)
+            ctx.fail(f"No such command {name!r}{close}; the commands are {', '.join(COMMANDS)}.")
         return super().resolve_command(ctx, args)
 
 
@@ -82,13 +87,21 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point: runs one command line and exits with its code."""
     _repair_standard_streams()
-    try:
-        code = _invoke(sys.argv[1:] if arguments is None else list(arguments))
-    except BrokenPipeError:
-        code = _stdout_was_closed()
-    except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
+    with warnings.catch_warnings():
+        warnings.showwarning = _say_warning
+        try:
+            code = _invoke(sys.argv[1:] if arguments is None else list(arguments))
+        except BrokenPipeError:
+            code = _stdout_was_closed()
+        except KeyboardInterrupt:
+            code = EXIT_INTERRUPTED
     sys.exit(code)
+
+
+def _say_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """A library's warning as a line; what follows its first line is for developers."""
+    first, *_rest = str(message).strip().splitlines() or [""]
+    say(f"warning: {one_line(first)}")
 
 
 def _invoke(arguments: list[str]) -> int:
@@ -123,10 +136,10 @@ def _invoke(arguments: list[str]) -> int:
 
 def describe(error: Exception) -> str:
     """One printable line for an exception: expected failures as they are, others by their type."""
-    if isinstance(error, MemoryError) or _is_torch_out_of_memory(error):
-        text = "out of memory: use a smaller context (-c) or a smaller model"
-    elif isinstance(error, SparseKVError):
+    if isinstance(error, SparseKVError):
         text = str(error)
+    elif _is_out_of_memory(error):
+        text = "out of memory: use a smaller context (-c) or a smaller model"
     elif isinstance(error, click.ClickException):
         text = error.format_message()
     elif isinstance(error, OSError) and error.strerror:
@@ -136,24 +149,37 @@ def describe(error: Exception) -> str:
     return one_line(text)
 
 
-def _is_torch_out_of_memory(error: Exception) -> bool:
-    """torch has a class for a failed allocation on a GPU, a RuntimeError for one on the host."""
-    return type(error).__name__ == "OutOfMemoryError" or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )
+# How a lack of memory is told by torch on the host, the loader of libraries, and the system.
+MEMORY_WORDS = ("can't allocate memory", "failed to map segment", os.strerror(errno.ENOMEM))
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory was short, by the exception or one that it comes from."""
+    while error is not None:
+        # torch has a class of its own for a GPU's memory.
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            return True
+        if any(words in str(error) for words in MEMORY_WORDS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _repair_standard_streams() -> None:
-    """Gives a closed standard stream (``>&-``) a null device, and never fails on encoding."""
+    """Gives a closed standard stream (``>&-``) a null device; all are UTF-8 in every locale."""
     if sys.stdin is None:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="replace")
+    for stream, errors in (
+        (sys.stdin, "surrogateescape"),
+        (sys.stdout, "replace"),
+        (sys.stderr, "backslashreplace"),
+    ):
+        if isinstance(stream, io.TextIOWrapper):  # a test may have put something else there
+            stream.reconfigure(encoding="utf-8", errors=errors)
 
 
 def _stdout_was_closed() -> int:

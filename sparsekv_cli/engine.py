@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -37,6 +38,9 @@ class Engine(Protocol):
     def decodes_on_host(self, method: Method) -> bool:
         """Whether a step with ``method`` runs kernels of cpu/."""
 
+    def load_kernels(self, method: Method, specs: Sequence[LayerSpec]) -> None:
+        """Loads what the first steps with ``method`` run, as far as that can be done ahead."""
+
 
 class HostEngine:
     """The CPU alone."""
@@ -52,6 +56,9 @@ class HostEngine:
 
     def decodes_on_host(self, method: Method) -> bool:
         return True
+
+    def load_kernels(self, method: Method, specs: Sequence[LayerSpec]) -> None:
+        warmup.load_kernels(self.decoder, method, specs)
 
 
 GPU_PACKAGES = ("torch", "triton")

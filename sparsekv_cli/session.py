@@ -122,6 +122,8 @@ class Session:
         self.timings = Timings()
         self.ledger = SessionLedger(self)
         self._specs = self.prepare(method, on_compile, on_calibrate)
+        self.engine.load_kernels(method, self._specs)
+        self._is_ready_for_few = False
         self.reset()
 
     def prepare(
@@ -165,8 +167,9 @@ class Session:
         self._check_ids(ids)
         self.gguf.check_intact()
         started = time.perf_counter()
-        if self.decoder.is_few(n):
+        if self.decoder.is_few(n) and not self._is_ready_for_few:
             warmup.compile_few_rows(self.decoder, self._on_compile)
+            self._is_ready_for_few = True
         self.decoder.prepare(n)
         self.timings.load_s += time.perf_counter() - started
         started = time.perf_counter()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 OnCompile = Callable[[str, int, int], None]  # what is compiled now, steps done, steps in all
 N_PROMPT = 256  # rows of the trial sequence: more than any method keeps at its smallest budget
+N_LOAD = 32  # rows that no prefill calls few
 
 
 def kernel_folder() -> Path | None:
@@ -131,12 +132,37 @@ def _trial(decoder: Decoder, method: Method, specs: Sequence[LayerSpec]) -> Iter
 
 
 def compile_few_rows(decoder: Decoder, report: OnCompile | None) -> int:
-    """Compiles what a prefill of a few rows calls where it is not that of many."""
+    """Compiles and loads what a prefill of a few rows calls where it is not that of many.
+
+    Returns how many tasks were not done yet.
+    """
+    caches = trial_caches(build_full(), decoder.layer_specs())
+    marker = f"few-rows-{type(decoder).__name__}-{decoder.prefill_dtype}"
+    task = CompileTask(marker, "prefill", lambda: decoder.forward([0], 0, caches[:1]))
+    n_missing = _run([task], report)
+    if not n_missing:
+        task.call()
+    return n_missing
+
+
+def load_kernels(decoder: Decoder, method: Method, specs: Sequence[LayerSpec]) -> None:
+    """Loads from disk what a prefill and decode steps with ``method`` call.
+
+    So the times of the first ones are their own. The first layer alone takes part, with as few rows
+    as a prefill of many has, which costs a fraction of a step.
+    """
+    dense = trial_caches(build_full(), specs[:1])
+    prompt = [token % decoder.hparams.n_vocab for token in range(N_LOAD)]
+    decoder.forward(prompt, 0, dense)
+    decoder.decode(0, N_LOAD, dense)
+    load_method_kernels(method, specs[-1], decoder.prefill_dtype)
+
+
+def build_full() -> Method:
+    """Dense attention, which every method has a part in."""
     from sparsekv_cli.methods import build_method
 
-    caches = trial_caches(build_method("full", {}), decoder.layer_specs())
-    marker = f"few-rows-{type(decoder).__name__}-{decoder.prefill_dtype}"
-    return _run([CompileTask(marker, "prefill", lambda: decoder.forward([0], 0, caches))], report)
+    return build_method("full", {})
 
 
 def load_method_kernels(method: Method, spec: LayerSpec, rows_dtype: str) -> None:

@@ -24,6 +24,7 @@ from numba.extending import intrinsic
 from numba.np.ufunc.parallel import _launch_threads
 
 from sparsekv_cli.cpu.jit.llvm import keep, prefetch_lines
+from sparsekv_cli.errors import SparseKVError
 
 I64 = ir.IntType(64)
 # The control block, int64; what different threads write lies on different cache lines.
@@ -363,7 +364,10 @@ def install() -> bool:
     """
     if _KEPT:
         return len(_KEPT) > 1
-    _launch_threads()
+    try:
+        _launch_threads()
+    except ValueError as error:
+        raise SparseKVError(f"NUMBA_THREADING_LAYER in the environment: {error}") from None
     block = np.zeros(SIZE + 16, np.int64)
     start = block.ctypes.data + -block.ctypes.data % 128
     binding.add_symbol(CONTROL, start)  # kernels that call ``expect`` are linked to it

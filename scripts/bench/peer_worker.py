@@ -67,7 +67,7 @@ class Ours:
         return {"version": version("sparsekv-cli"), "method_options": options}
 
     def warm_up(self) -> None:
-        self._bench.warm_up(self._session, self._ids, N_BATCH)
+        self.run(min(N_BATCH, len(self._ids) - N_WARM), N_WARM)
 
     def fill(self, n_depth: int) -> None:
         self.go_to(0, 1, n_depth)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from sparsekv_cli.session import Session
 
 DEFAULT_SEED = 0
+WARM_UP_TOKENS = 3  # decoded by a run that is not timed
 # Counters of the ledger that say how much there is now; the others add up over steps.
 LEDGER_STATES = frozenset({"bytes_host", "bytes_device", "index_bytes"})
 
@@ -130,6 +131,11 @@ def _at_least_one(context: click.Context, parameter: click.Parameter, value: str
     default="md",
     help="Format on stdout. [default: md]",
 )
+@click.option(
+    "--no-warmup",
+    is_flag=True,
+    help="Leave out the run ahead of each test that is not timed.",
+)
 @model_options(bench=True)
 @click.pass_context
 def command(
@@ -143,12 +149,13 @@ def command(
     methods: list[str],
     repetitions: int,
     output: str,
+    no_warmup: bool,
 ) -> None:
     """Measure the speed of prefill (pp) and decode (tg), in llama-bench's shape.
 
-    Tokens are random, with a fixed seed. Loading, warming up and filling the cache up to the depth
-    are not timed. An option given with -o goes to those of the methods that have it. What memory
-    allows (the roofline) is told for tests that only decode.
+    Tokens are random, with a fixed seed. Loading, filling the cache up to the depth and a short run
+    ahead of each test are not timed. An option given with -o goes to those of the methods that have
+    it. What memory allows (the roofline) is told for tests that only decode.
     """
     shapes = [(n, 0, 1) for n in n_prompts if n]
     shapes += [(0, n, seqs) for n in n_gens if n for seqs in n_seqs]
@@ -168,7 +175,9 @@ def command(
             model = describe_model(session, config.chunk)
             if bandwidth is None and any(decodes_only(test) for test in tests):
                 bandwidth = measure_bandwidth(session.n_threads)
-            for test, samples, ledger in run_tests(session, tests, repetitions, seed):
+            for test, samples, ledger in run_tests(
+                session, tests, repetitions, seed, warm_up=not no_warmup
+            ):
                 report.row(
                     BenchResult(
                         model=model,
@@ -217,9 +226,17 @@ def build_for_bench(name: str, names: Sequence[str], options: ModelOptions) -> M
 
 
 def run_tests(
-    session: Session, tests: Sequence[BenchTest], repetitions: int, seed: int
+    session: Session,
+    tests: Sequence[BenchTest],
+    repetitions: int,
+    seed: int,
+    *,
+    warm_up: bool = True,
 ) -> Iterator[tuple[BenchTest, list[int], dict[str, Any]]]:
-    """Runs every test; yields it with its nanoseconds and the ledger of its timed parts."""
+    """Runs every test; yields it with its nanoseconds and the ledger of its timed parts.
+
+    warm_up: begin each test with a run of its kind that does not count.
+    """
     import numpy as np
 
     from sparsekv_cli.batch import Batch
@@ -227,36 +244,33 @@ def run_tests(
     most = max(test.n_seqs for test in tests)
     generator = np.random.default_rng(seed)
     ids = generator.integers(0, session.hparams.n_vocab, size=(most, session.n_ctx)).tolist()
-    warm_up(session, ids[0], max(test.n_prompt for test in tests))
     batch = Batch(session, most)
     for test in tests:
         samples: list[int] = []
         ledger: dict[str, Any] = {}
+        if warm_up:
+            run_once(batch, ids, replace(test, n_gen=min(test.n_gen, WARM_UP_TOKENS)))
         for _ in range(repetitions):
-            n_last = session.engine.first_steps
-            if test.n_seqs == 1:
-                go_to_depth(batch.use(0), ids[0], test, n_last)
-            else:
-                left = [
-                    prefill_to_depth(batch.use(i), ids[i], test, n_last) for i in range(test.n_seqs)
-                ]
-                for tokens in zip(*left, strict=True):
-                    batch.decode(tokens)
-            before = batch.ledger(test.n_seqs)
-            if test.n_seqs == 1:
-                samples.append(time_once(session, ids[0], test))
-            else:
-                samples.append(time_batch(batch, ids, test))
+            nanoseconds, before = run_once(batch, ids, test)
+            samples.append(nanoseconds)
             ledger = add_ledger(ledger, before, batch.ledger(test.n_seqs))
         yield test, samples, ledger
 
 
-def warm_up(session: Session, ids: Sequence[int], n_prompt: int) -> None:
-    """Compiles and touches everything once: the longest prompt and a few decode steps."""
-    n_prompt = max(1, min(n_prompt, session.n_ctx - 1))
-    session.prefill(ids[:n_prompt])
-    for token in ids[n_prompt : n_prompt + 3]:
-        session.decode(token)
+def run_once(
+    batch: Batch, ids: Sequence[Sequence[int]], test: BenchTest
+) -> tuple[int, dict[str, Any]]:
+    """One repetition: its nanoseconds, and the ledger from which they begin."""
+    n_last = batch.session.engine.first_steps
+    if test.n_seqs == 1:
+        go_to_depth(batch.use(0), ids[0], test, n_last)
+        before = batch.ledger(1)
+        return time_once(batch.session, ids[0], test), before
+    left = [prefill_to_depth(batch.use(i), ids[i], test, n_last) for i in range(test.n_seqs)]
+    for tokens in zip(*left, strict=True):
+        batch.decode(tokens)
+    before = batch.ledger(test.n_seqs)
+    return time_batch(batch, ids, test), before
 
 
 def go_to_depth(session: Session, ids: Sequence[int], test: BenchTest, n_last: int = 1) -> None:

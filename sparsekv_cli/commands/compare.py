@@ -16,6 +16,7 @@ from sparsekv_cli.commands.options import (
     find_model,
     load_session,
     model_options,
+    warn_of_long_context,
 )
 from sparsekv_cli.commands.progress import CalibrationProgress, CompileProgress, PrefillProgress
 from sparsekv_cli.commands.prompt import chat_template, encode_messages, messages_of, read_prompt
@@ -90,6 +91,7 @@ def command(
     path = find_model(options.model)
     compiling = CompileProgress()
     session = load_session(path, chosen["full"], config, compiling)
+    warn_of_long_context(session)
     from sparsekv_cli.evaluation.compare import compare
 
     ids = prompt_ids(session, text, raw)

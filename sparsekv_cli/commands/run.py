@@ -78,7 +78,7 @@ def command(
         raise click.UsageError("-sys needs the chat template, which --raw switches off", context)
     text = read_prompt(prompt, file)
     if system is not None:
-        check_utf8(system, "the system message given with -sys")
+        system = check_utf8(system, "the system message given with -sys")
     session = open_session(options)
     ids = _prompt_ids(session, text, system, raw)
     sampler = new_sampler(session, sampling, options.seed)

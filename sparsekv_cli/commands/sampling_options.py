@@ -36,11 +36,9 @@ class SamplingOptions:
 def _stops(
     _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
 ) -> tuple[str, ...]:
-    for value in values:
-        if not value:
-            raise click.BadParameter("the text is empty")
-        check_utf8(value, "the stop text")
-    return values
+    if not all(values):
+        raise click.BadParameter("the text is empty")
+    return tuple(check_utf8(value, "the stop text") for value in values)
 
 
 def _logit_bias(
@@ -70,7 +68,8 @@ def _breakers(
         raise click.BadParameter("'none' and other texts exclude each other")
     if not values:
         return None
-    return () if values == ("none",) else values
+    texts = tuple(check_utf8(value, "the sequence breaker") for value in values)
+    return () if texts == ("none",) else texts
 
 
 stop_option = click.option(

@@ -9,9 +9,8 @@ from pathlib import Path
 import click
 
 from sparsekv_cli.commands.options import MODEL_OPTION, find_model, verbose_option
-from sparsekv_cli.commands.prompt import check_utf8, read_stdin
+from sparsekv_cli.commands.prompt import check_utf8, decode_utf8, read_stdin
 from sparsekv_cli.commands.terminal import write_text
-from sparsekv_cli.errors import SparseKVError
 
 
 @click.command("tokenize")
@@ -81,10 +80,4 @@ def read_text(text: str | None, file: str | None) -> str:
         name, data = "stdin", read_stdin()
     else:
         name, data = file, Path(file).read_bytes()
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise SparseKVError(
-            f"{name} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}; "
-            "convert it first, for example with iconv"
-        ) from None
+    return decode_utf8(data, name)

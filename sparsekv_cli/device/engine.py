@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -72,6 +72,9 @@ class DeviceEngine:
 
     def decodes_on_host(self, method: Method) -> bool:
         return self.on_host or device_cache(method) is None
+
+    def load_kernels(self, method: Method, specs: Sequence[LayerSpec]) -> None:
+        """Nothing: CUDA graphs are of a sequence's caches, so its ``first_steps`` make them."""
 
 
 def open_device_engine(

@@ -126,6 +126,34 @@ def test_depth_of_what_is_timed(
         assert all(n <= 64 for n in fake.prefilled[1:])
 
 
+def test_a_run_ahead_of_each_test_is_not_timed(
+    sessions: list[Any], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["bench", "-p", "8", "-n", "20", "-d", "0,40", "-r", "2", "-O", "json"]
+    timed: list[tuple[int, int, int]] = []
+    real = bench.time_once
+
+    def time_once(session: Any, ids: Any, test: BenchTest) -> int:
+        timed.append((test.n_prompt, test.n_gen, len(session.tokens)))
+        return real(session, ids, test)
+
+    monkeypatch.setattr(bench, "time_once", time_once)
+    warm = json.loads(invoke(*arguments).out)
+    kinds = {(8, 0): (0, 40), (0, 20): (1, 40)}  # and the tokens in the cache ahead of each
+    assert timed == [
+        run
+        for at in (0, 1)
+        for (prompt, gen), depths in kinds.items()
+        for run in [(prompt, min(gen, 3), depths[at]), *2 * [(prompt, gen, depths[at])]]
+    ]
+    n_warm = len(timed)
+    cold = json.loads(invoke(*arguments, "--no-warmup").out)
+    assert len(timed) - n_warm == 8
+    for rows in (warm, cold):
+        assert [len(row["samples_ns"]) for row in rows] == [2] * 4
+        assert [row["ledger"]["rows_attended"] for row in rows] == [0, 40, 0, 40]
+
+
 def test_options_go_to_the_methods_that_have_them(sessions: list[Any], invoke: Invoke) -> None:
     arguments = ["bench", "-p", "4", "-n", "0", "-r", "1", "--method", "full,topk,streaming"]
     result = invoke(*arguments, "-o", "sinks=2", "--budget", "7", "--dense-layers", "none")
@@ -219,7 +247,7 @@ def test_order_of_batches_and_their_rates(sessions: list[Any], invoke: Invoke) -
     arguments = ["-p", "8", "-n", "4", "-pg", "8,4", "-b", "1,3", "-d", "32"]
     tests = []
 
-    def run_tests(session: Any, given: Any, repetitions: int, seed: int) -> Any:
+    def run_tests(session: Any, given: Any, *_: Any, **__: Any) -> Any:
         tests.extend(given)
         return ((test, [10**9], {}) for test in given)
 

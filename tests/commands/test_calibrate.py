@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import calibrated_method
 import pytest
@@ -28,10 +29,17 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
+def no_calibrated() -> Iterator[None]:
+    """No method needs a calibration; afterwards all are back in their order."""
+    with patch.dict(METHODS):
+        for name in calibrated_methods():
+            del METHODS[name]
+        yield
+
+
+@pytest.fixture
+def fake(no_calibrated: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The only method that needs a calibration."""
-    for name in calibrated_methods():
-        monkeypatch.delitem(METHODS, name)
     return calibrated_method.install(monkeypatch)
 
 
@@ -129,9 +137,7 @@ def test_what_cannot_be_done(
     assert "cuda" in refused(invoke, 1, *base, "--device", "cuda")
 
 
-def test_nothing_to_calibrate(model: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in calibrated_methods():
-        monkeypatch.delitem(METHODS, name)
+def test_nothing_to_calibrate(no_calibrated: None, model: Path, invoke: Invoke) -> None:
     assert "no method needs" in refused(invoke, 2, "calibrate", "-m", str(model))
 
 

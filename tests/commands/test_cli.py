@@ -66,6 +66,7 @@ def test_version_is_quick() -> None:
     ("arguments", "words"),
     [
         (["nonsense"], "run, chat"),
+        (["cht"], "did you mean chat?"),
         (["run", "--nonsense"], "--nonsense"),
         (["run", "-n", "-5"], "-5"),
         (["run", "-o", "budget"], "KEY=VALUE"),
@@ -75,6 +76,10 @@ def test_version_is_quick() -> None:
         (["run", "-p", "x", "--temp", "nan"], "temp"),
         (["run", "-p", "x", "-l", "12"], "ID+BIAS"),
         (["run", "-p", "x", "--samplers", "top_k;magic"], "magic"),
+        (["run", "-p", "x", "--samplers", "top_k;tempreature"], "did you mean temperature?"),
+        (["run", "-p", "x", "--method", "lpfs"], "did you mean lfps?"),
+        (["run", "-p", "x", "--method", "lfps", "-o", "canddates=5"], "did you mean candidates?"),
+        (["compare", "-p", "x", "--methods", "ful,lfps"], "did you mean full?"),
         (["run", "-p", "x", "-r", ""], "empty"),
         (["run", "-p", "x", "--raw", "-sys", "y"], "--raw"),
         (["run", "-p", "x", "--method", "nonsense"], "streaming"),

@@ -161,3 +161,15 @@ def test_what_cannot_be_done_is_one_line(
     assert (result.code, result.out) == (1, "")
     assert result.err.startswith("error: ") and result.err.count("\n") == 1
     assert words in result.err
+
+
+def test_a_context_beyond_the_training_is_a_warning(model: str, invoke: Invoke) -> None:
+    compare = ["compare", "--methods", "full", "--steps", "4", "--raw"]
+    for command in (["run", "-n", "1", "--json"], ["chat", "-n", "1"], [*compare, "--json"]):
+        arguments = [*command, "-m", model, "-p", "x", "--prefill-dtype", "f32"]
+        quiet = invoke(*arguments, "-c", "2048")
+        assert quiet.code == 0 and "warning" not in quiet.err
+        warned = invoke(*arguments, "-c", "2049")
+        assert warned.code == 0 and warned.err.count("warning: -c 2049 is more than the 2048") == 1
+    deep = ["bench", "-m", model, "-p", "0", "-n", "1", "-d", "2048", "-r", "1"]
+    assert "warning" not in invoke(*deep, "--prefill-dtype", "f32").err  # random tokens

@@ -82,7 +82,7 @@ def test_not_utf8(vocabulary: Path, tmp_path: Path, invoke: Any) -> None:
         assert result.code == 1 and result.out == ""
         assert "is not UTF-8: byte 0xff at offset 2" in result.err and result.err.count("\n") == 1
     result = invoke("tokenize", "ab\udcff")
-    assert result.code == 1 and "not UTF-8 at character 2" in result.err
+    assert result.code == 1 and "not UTF-8: byte 0xff at offset 2" in result.err
 
 
 @pytest.mark.parametrize(

@@ -185,3 +185,46 @@ def test_a_first_run_that_is_interrupted_ends_at_once(model: Path, tmp_path: Pat
     assert process.returncode == 130 and out == "" and err == ""
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)  # nothing that it started is left
+
+
+# Counts the kernels that are loaded or compiled by the first steps of a session that is opened.
+FIRST_STEPS = """
+import sys
+from pathlib import Path
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.cpu.jit.kernel_cache import KernelCache
+from sparsekv_cli.methods import build_method
+from sparsekv_cli.session import load_session
+
+model, name, dtype = sys.argv[1:]
+options = {} if name == "full" else {"budget": "8"}
+config = SessionConfig(threads=1, prefill_dtype=dtype)
+session = load_session(Path(model), build_method(name, options), config)
+loaded, load = [], KernelCache.load_overload
+
+def note(self, *arguments):
+    loaded.append(self._function.__name__)
+    return load(self, *arguments)
+
+KernelCache.load_overload = note
+session.prefill([1] * 300)
+for token in range(3):
+    session.decode(token)
+print(loaded)
+"""
+
+
+FAST = ("full", "lfps", "quest")
+CASES = [pytest.param("full", "int8")]
+CASES += [
+    pytest.param(name, "f32", marks=() if name in FAST else pytest.mark.slow) for name in METHODS
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_the_first_steps_load_no_kernel(model: Path, name: str, dtype: str) -> None:
+    program = [sys.executable, "-c", FIRST_STEPS, str(model), name, dtype]
+    for _ in range(2):  # a first run compiles
+        done = subprocess.run(program, capture_output=True, encoding="utf-8", timeout=300)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout == "[]\n"

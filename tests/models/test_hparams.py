@@ -147,6 +147,17 @@ def test_linear_scaling(tmp_path: Path) -> None:
     assert none.freq_scale == 1.0
 
 
+def test_the_context_that_a_model_is_made_for(tmp_path: Path) -> None:
+    """Trained on 4096 tokens, or stretched by its scaling."""
+    assert read(tmp_path).n_ctx_fit == 4096
+    factor = float32("llama.rope.scaling.factor", 4.0)
+    assert read(tmp_path, factor=factor).n_ctx_fit == 16384
+    original = uint32("llama.rope.scaling.original_context_length", 1024)
+    assert read(tmp_path, factor=factor, original=original).n_ctx_fit == 4096
+    none = string("llama.rope.scaling.type", "none")
+    assert read(tmp_path, factor=factor, scaling=none).n_ctx_fit == 4096
+
+
 def test_yarn(tmp_path: Path) -> None:
     yarn = {
         "scaling": string("llama.rope.scaling.type", "yarn"),

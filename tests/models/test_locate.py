@@ -58,6 +58,8 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model("model") == Path("model")
     assert resolve_model("./smollm2") == Path("smollm2")
     assert resolve_model("a/b") == Path("a/b")
+    with pytest.raises(SparseKVError, match=r"name \(smollm2\) \(did you mean smollm2\?\)"):
+        resolve_model("smolm2")
     with pytest.raises(SparseKVError, match=r"gpt5: no such file, nor a model known by name"):
         resolve_model("gpt5")
     with pytest.raises(SparseKVError, match="is empty"):
