@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sparsekv_cli.session import SequenceState, Session, ledger_of
+from sparsekv_cli.session import Session, ledger_of
 
 
 class Batch:
@@ -18,16 +18,16 @@ class Batch:
     def __init__(self, session: Session, n: int) -> None:
         self.session = session
         self._current = 0
-        self._sequences = [SequenceState(session.tokens, session.caches)]
+        self._sequences = [session.state]
         for _ in range(1, n):
             session.reset()
-            self._sequences.append(SequenceState(session.tokens, session.caches))
-        session.tokens, session.caches = self._sequences[0]
+            self._sequences.append(session.state)
+        session.state = self._sequences[0]
 
     def use(self, i: int) -> Session:
         """The session, which works on sequence i from now on."""
         self._keep()
-        self.session.tokens, self.session.caches = self._sequences[i]
+        self.session.state = self._sequences[i]
         self._current = i
         return self.session
 
@@ -55,5 +55,5 @@ class Batch:
         return ledger_of([cache for state in self._sequences[:n] for cache in state.caches])
 
     def _keep(self) -> None:
-        """Stores the lists of the sequence in use, which a rewind may have replaced."""
-        self._sequences[self._current] = SequenceState(self.session.tokens, self.session.caches)
+        """Stores the state of the sequence in use, of which the session may have replaced parts."""
+        self._sequences[self._current] = self.session.state

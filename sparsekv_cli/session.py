@@ -72,17 +72,26 @@ def ledger_of(caches: Sequence[LayerCache]) -> dict[str, int]:
     return result
 
 
+class Checkpoint(NamedTuple):
+    """The end of a sequence's last prefill, to which it can go back."""
+
+    n: int  # tokens
+    logits: np.ndarray  # f32 (n_vocab,) after them
+
+
 class SequenceState(NamedTuple):
     """One sequence: its tokens, and for every layer the cache that holds their rows."""
 
     tokens: list[int]
     caches: list[LayerCache]
+    checkpoint: Checkpoint | None = None
 
 
 class Session:
     """One model, one method, one sequence. ``load_session`` makes it.
 
-    Positions are absolute; ``tokens`` are those whose rows the caches hold.
+    Positions are absolute; ``tokens`` are those whose rows the caches hold. ``checkpoint``: where
+    their last prefill ended, None if that is no part of them.
     """
 
     def __init__(
@@ -141,7 +150,17 @@ class Session:
     def reset(self) -> None:
         """Forgets the sequence."""
         self.tokens: list[int] = []
+        self.checkpoint: Checkpoint | None = None
         self.caches = [self.engine.layer(self.method, spec) for spec in self._specs]
+
+    @property
+    def state(self) -> SequenceState:
+        """The sequence, which another one can replace."""
+        return SequenceState(self.tokens, self.caches, self.checkpoint)
+
+    @state.setter
+    def state(self, state: SequenceState) -> None:
+        self.tokens, self.caches, self.checkpoint = state
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -174,6 +193,7 @@ class Session:
         self.timings.load_s += time.perf_counter() - started
         started = time.perf_counter()
         n_past = len(self.tokens)
+        self.checkpoint = None  # layers that are done with these rows forget where they were
         if n > self.config.chunk:  # a prompt whose rows take much memory, and which takes long
             release_code()
         try:
@@ -186,6 +206,8 @@ class Session:
             self.rewind(n_past)
             raise
         self.tokens.extend(int(token) for token in ids)
+        last = logits[-1] if all_logits else logits
+        self.checkpoint = Checkpoint(len(self.tokens), last.copy())
         self.timings.prefill_s += time.perf_counter() - started
         self.timings.prefill_tokens += n
         return logits
@@ -234,11 +256,16 @@ class Session:
     ) -> Iterator[int]:
         """Prefills ``ids`` and yields sampled tokens, each ahead of its own decode step.
 
-        Ends after ``n_predict`` tokens (negative: never) or when the context is full. The caller
-        ends it at an end-of-generation token by closing the iterator; the token yielded last is
-        then not in ``tokens``.
+        Without ``ids`` it goes on from the checkpoint, where the session must be. Ends after
+        ``n_predict`` tokens (negative: never) or when the context is full. The caller ends it at an
+        end-of-generation token by closing the iterator; the token yielded last is then not in
+        ``tokens``.
         """
-        logits = self.prefill(ids, progress)
+        at = self.checkpoint
+        if not len(ids) and at is not None and at.n == len(self.tokens):
+            logits = at.logits
+        else:
+            logits = self.prefill(ids, progress)
         produced = 0
         while produced != n_predict:
             token = sample(logits, self.tokens)
@@ -249,14 +276,22 @@ class Session:
             logits = self.decode(token)
 
     def rewind(self, n: int) -> None:
-        """Keeps at most the first n tokens, or none if the method cannot go back."""
-        if n >= len(self.tokens) and all(cache.n <= n for cache in self.caches):
+        """Keeps at most the first n tokens; fewer if the method cannot go back to them.
+
+        Then it keeps those up to the checkpoint, or else none. At the checkpoint the session is
+        what it was when its last prefill had ended; decode steps from there have the same bits.
+        """
+        n = min(n, len(self.tokens))
+        if n == len(self.tokens) and all(cache.n == n for cache in self.caches):
             return
-        kept = [cache.truncate(n) for cache in self.caches]
-        if n == 0 or min(kept) < n:
-            self.reset()
-        else:
-            del self.tokens[n:]
+        at = self.checkpoint
+        for kept in (n, at.n if at is not None and at.n < n else 0):
+            if kept and all(cache.truncate(kept) == kept for cache in self.caches):
+                del self.tokens[kept:]
+                if at is not None and kept < at.n:
+                    self.checkpoint = None
+                return
+        self.reset()
 
     def _check_room(self, n: int, have: int) -> None:
         if have + n > self.n_ctx:

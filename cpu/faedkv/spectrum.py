@@ -8,6 +8,7 @@ segments of a layer.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -112,6 +113,16 @@ class FourierBasis:
         return np.fft.irfft(spectrum, n=self.n, axis=1)[:, :filled]
 
 
+class Mark(NamedTuple):
+    """What a spectrum was at some moment, so that it can go back."""
+
+    n_tokens: int
+    n_rows: int
+    n_segments: int
+    # f32: the rows of the last segment of K and V, and how many tokens it held; without ``half``.
+    last: tuple[np.ndarray, np.ndarray, int] | None
+
+
 class Spectrum:
     """Coefficient rows of K and V, (G, capacity, width), and the table of segments."""
 
@@ -196,6 +207,24 @@ class Spectrum:
             project(weights, x, target, int(row[kernels.FIRST]))
         row[kernels.FILLED] += k.shape[1]
         self.n_tokens += k.shape[1]
+
+    def mark(self) -> Mark:
+        last = None
+        if not self.half and len(self.table):
+            row = self.table[-1]
+            rows = slice(int(row[kernels.FIRST]), self.n_rows)
+            last = self.k[:, rows].copy(), self.v[:, rows].copy(), int(row[kernels.FILLED])
+        return Mark(self.n_tokens, self.n_rows, len(self.table), last)
+
+    def go_back(self, mark: Mark) -> None:
+        """Takes back what came after ``mark``."""
+        self.n_tokens, self.n_rows, n, last = mark
+        self.bases = self.bases[:n]
+        self.table, self.gains = self.table[:n].copy(), self.gains[:n].copy()
+        if last is not None:
+            k, v, self.table[-1, kernels.FILLED] = last
+            rows = slice(int(self.table[-1, kernels.FIRST]), self.n_rows)
+            self.k[:, rows], self.v[:, rows] = k, v
 
     def tokens(self) -> tuple[np.ndarray, np.ndarray]:
         """All tokens back in the time domain, lossy: f32 (G, n_tokens, width) of K and of V."""

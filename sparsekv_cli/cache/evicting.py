@@ -1,4 +1,4 @@
-"""Caches that drop rows for good, and the last queries of a prefill, by which they choose.
+"""Caches that drop rows for good.
 
 A later prefill is dense over the rows that are left and its own. Keys are stored rotated to their
 absolute positions, so nothing is renumbered.
@@ -81,29 +81,6 @@ class EvictingCache(LayerCache):
         counts = self.ledger.counts.copy()
         counts["rows_dropped"] += self.spec.n_head_kv * self._n_dropped
         return counts
-
-
-class LastQueries:
-    """The queries of the last ``size`` positions of a prefill, which comes in chunks."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._chunks: list[np.ndarray] = []  # f32 (H, T, d)
-
-    def add(self, q: Any) -> None:
-        """q (H, T, d) of the next chunk, as AttnInput has it."""
-        self._chunks.append(as_f32(q[:, -self._size :]).copy())  # not all of q
-        while sum(chunk.shape[1] for chunk in self._chunks[1:]) >= self._size:
-            self._chunks.pop(0)
-
-    def take(self) -> np.ndarray:
-        """The queries, f32 (H, size or fewer, d); forgets them."""
-        q = np.concatenate(self._chunks, axis=1)[:, -self._size :]
-        self.clear()
-        return q
-
-    def clear(self) -> None:
-        self._chunks = []
 
 
 def by_kv_head(q: Any, spec: LayerSpec) -> np.ndarray:

@@ -89,9 +89,11 @@ class LayerCache(ABC):
         self.store.reserve(n)
 
     def truncate(self, n: int) -> int:
-        """Forgets all but the first n rows, or all rows if it cannot; returns how many are left.
+        """Forgets all but the first n rows; returns n, or 0 if it cannot and has forgotten nothing.
 
-        The index is dropped with the rows. The next prefill or decode builds a new one.
+        Where the last finished prefill ended, the cache is then what it was at that moment.
+        Elsewhere what steps have told is forgotten with the rows, and the next prefill, or step,
+        builds a new index.
         """
         self.store.truncate(n)
         return self.store.n

@@ -6,6 +6,7 @@ are padded with zeros to whole vectors. cpu/attention/rows.py has the kernels' s
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
@@ -161,3 +162,11 @@ class KVStore:
 
     def truncate(self, n: int) -> None:
         self.n = min(self.n, n)
+
+    def copy(self, n: int, n_room: int = 0) -> KVStore:
+        """A store with the first n rows, and room for ``n_room`` more."""
+        new = copy.copy(self)
+        new.k, new.v, new.n = self.k[:, :0], self.v[:, :0], 0
+        new.reserve(n + n_room)
+        new.k[:, :n], new.v[:, :n], new.n = self.k[:, :n], self.v[:, :n], n
+        return new

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 STOP_EOS, STOP_LENGTH, STOP_TEXT, STOP_INTERRUPT = "eos", "length", "stop", "interrupt"
 
 # Tokens that are prefilled again after the cache was cut: a method begins its index with the last
-# queries of a prefill (32 by default).
+# queries of a prefill (32 by default). None are where the last prefill ended.
 N_REFRESH = 64
 
 
@@ -174,6 +174,18 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
             break
         n_common += 1
     return n_common
+
+
+def keep_common(session: Session, ids: Sequence[int]) -> Sequence[int]:
+    """Keeps what the session has of ``ids``; returns the others, which are to be prefilled.
+
+    None are left if its last prefill ended where ``ids`` end.
+    """
+    n_common, at = common_prefix(ids, session.tokens), session.checkpoint
+    if n_common < len(session.tokens) or n_common == len(ids):
+        again = 0 if at is not None and at.n == n_common == len(ids) else N_REFRESH
+        session.rewind(min(n_common, max(0, len(ids) - again)))
+    return ids[len(session.tokens) :]
 
 
 def speed(count: int, seconds: float) -> float:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sparsekv_cli.commands.answer import N_REFRESH, common_prefix
+from sparsekv_cli.commands.answer import N_REFRESH, keep_common
 from sparsekv_cli.commands.bench_report import REPORTS, BenchModel, BenchResult, BenchTest
 from sparsekv_cli.commands.options import (
     ModelOptions,
@@ -290,8 +290,10 @@ def prefill_to_depth(
     """``go_to_depth`` without the tokens that are to be decoded, which it returns."""
     n_decoded = min(n_last, test.n_depth - 1) if decodes_only(test) and test.n_depth > 1 else 0
     n_prefill = max(test.n_depth - n_decoded, int(decodes_only(test)))
-    session.rewind(min(max(0, n_prefill - N_REFRESH), common_prefix(ids, session.tokens)))
-    missing = ids[len(session.tokens) : n_prefill]
+    missing = keep_common(session, ids[:n_prefill])
+    if 0 < len(missing) < N_REFRESH:
+        session.rewind(max(0, n_prefill - N_REFRESH))
+        missing = ids[len(session.tokens) : n_prefill]
     if missing:
         with PrefillProgress(f"depth {test.n_depth}") as bar:
             session.prefill(missing, progress=bar)

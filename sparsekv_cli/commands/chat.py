@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 import click
 
 from sparsekv_cli.commands.answer import (
-    N_REFRESH,
     STOP_INTERRUPT,
     STOP_LENGTH,
     Answer,
     PrefillInterrupted,
-    common_prefix,
+    keep_common,
     ledger_line,
     stream_answer,
     timing_line,
@@ -131,10 +130,7 @@ class Conversation:
                 "/clear forgets it, -c N makes a larger context"
             )
         session.timings.reset()
-        n_common = common_prefix(ids, session.tokens)
-        if n_common < len(session.tokens) or n_common == len(ids):
-            session.rewind(min(n_common, max(0, len(ids) - N_REFRESH)))
-        new_ids = ids[len(session.tokens) :]
+        new_ids = keep_common(session, ids)
         answer = stream_answer(
             session, new_ids, self.sample, self.n_predict, self.stops, write_text
         )

@@ -11,6 +11,7 @@ of one sequence. If several caches lie in common tensors (batching.py), the firs
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -115,6 +116,12 @@ class DeviceStore:
 
     def truncate(self, n: int) -> None:
         self.n = min(self.n, n)
+
+    def copy(self, n: int) -> DeviceStore:
+        """A store with the first n rows."""
+        new = copy.copy(self)
+        new.n, new.k, new.v = n, self.k[:, :, :n].clone(), self.v[:, :, :n].clone()
+        return new
 
 
 class DeviceCache(LayerCache):

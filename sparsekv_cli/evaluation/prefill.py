@@ -155,7 +155,7 @@ def batches(
 
 def resume(session: Session, ids: Sequence[int], caches: Sequence[Any]) -> None:
     """Makes the session continue behind ``ids`` with ``caches`` that hold them."""
-    session.tokens, session.caches = list(ids), list(caches)
+    session.tokens, session.caches, session.checkpoint = list(ids), list(caches), None
 
 
 def exact_keys(layers: Sequence[LayerCache], n: int) -> Keys:

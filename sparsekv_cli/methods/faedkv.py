@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -44,7 +44,7 @@ from sparsekv_cli.calibration.faedkv import study_frequencies
 from sparsekv_cli.calibration.run import CALIBRATION, CalibrationRun
 from sparsekv_cli.cpu.faedkv import fft, frequencies
 from sparsekv_cli.cpu.faedkv.attention import attend_spectrum
-from sparsekv_cli.cpu.faedkv.spectrum import DIRECT_BELOW, FourierBasis, Spectrum
+from sparsekv_cli.cpu.faedkv.spectrum import DIRECT_BELOW, FourierBasis, Mark, Spectrum
 from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.option import option
 
@@ -91,6 +91,20 @@ class FAEDKV(Method):
         return study_frequencies(run, SINKS, RECENT)
 
 
+class _Start(NamedTuple):
+    """What a cache holds when a prefill has ended, at n rows.
+
+    rows: a copy of the exact ones; None while no row has been transformed since, so that they lie
+    in ``store``. mark: of the spectrum; None if there was none.
+    """
+
+    n: int
+    n_exact: int
+    share: float
+    rows: KVStore | None = None
+    mark: Mark | None = None
+
+
 class FAEDKVCache(LayerCache):
     """Exact rows in ``store`` (sinks, then waiting and recent ones); a spectrum of the others."""
 
@@ -106,6 +120,8 @@ class FAEDKVCache(LayerCache):
         self.spectrum: Spectrum | None = None  # None: all rows are exact
         self._whole: KVStore | None = None  # all rows, during a prefill that follows on a spectrum
         self._expected = 0  # rows that are coming, as announced
+        self._n_absorbed = 0  # rows when the spectrum was made, or changed last
+        self._start = _Start(0, 0, self._share)
 
     def _share_of_layer(self, share: float) -> float:
         return layer_share(share, self.spec.calibration["layer_budget"])
@@ -150,7 +166,9 @@ class FAEDKVCache(LayerCache):
         rows = self.store if self._whole is None else self._whole
         n_before = 0 if self.spectrum is None else self.spectrum.n_tokens
         self._whole = None
+        self._start = _Start(0, 0, self._share)
         self._absorb(rows, self.method.sinks + n_before)
+        self._start = _Start(self.n, self.store.n, self._share)
 
     # --- aging --------------------------------------------------------------------------------
 
@@ -173,6 +191,8 @@ class FAEDKVCache(LayerCache):
             target[:, n_sinks : n_sinks + n] = source[:, first + taken : rows.n].copy()
         store.n = n_sinks + n
         self.store = store
+        if taken:
+            self._n_absorbed = self.n
 
     def _most_exact_rows(self) -> int:
         return self.method.sinks + self.method.recent + self._most_waiting() + 1
@@ -185,6 +205,10 @@ class FAEDKVCache(LayerCache):
         method, block = self.method, self.method.block
         if n_aged < self._most_waiting() or not self._may_transform(n_aged):
             return 0
+        start = self._start
+        if start.n and start.rows is None:
+            mark = None if self.spectrum is None else self.spectrum.mark()
+            self._start = start._replace(rows=self.store.copy(start.n_exact), mark=mark)
         if self.spectrum is None:
             widths = padded(self.spec.head_dim), padded(self.spec.value_dim)
             self.spectrum = Spectrum(
@@ -246,19 +270,37 @@ class FAEDKVCache(LayerCache):
         return out
 
     def truncate(self, n: int) -> int:
-        """Drops exact rows; if transformed ones would have to go, it drops everything."""
+        """Also goes back over rows that came after the last one was transformed."""
         self._whole = None
-        n_transformed = 0 if self.spectrum is None else self.spectrum.n_tokens
-        if n < n_transformed + self.method.sinks and n_transformed:
-            self.spectrum, self.store = None, KVStore(self.spec)
+        start = self._start
+        if 0 < n == start.n:
+            self._share = start.share
+            if start.rows is not None:
+                self._restart(start.rows, start.mark)
+        elif n < self._n_absorbed:
             return 0
-        self.store.truncate(n - n_transformed)
+        elif n < start.n:
+            self._start = _Start(0, 0, start.share)
+        self.store.truncate(n - (0 if self.spectrum is None else self.spectrum.n_tokens))
         return self.n
+
+    def _restart(self, rows: KVStore, mark: Mark | None) -> None:
+        """Goes back to where the last prefill ended, with what was kept of it."""
+        self.store, self._n_absorbed = rows, self._start.n
+        if mark is None:
+            self.spectrum = None
+        else:
+            assert self.spectrum is not None
+            self.spectrum.go_back(mark)
+        self._start = self._start._replace(rows=None, mark=None)
 
     def memory(self) -> Memory:
         index = 0 if self.spectrum is None else self.spectrum.nbytes
-        whole = 0 if self._whole is None else self._whole.nbytes
-        return Memory(host=self.store.nbytes + whole + index)
+        stores = self.store, self._whole, self._start.rows
+        rows = sum(store.nbytes for store in stores if store is not None)
+        mark = self._start.mark
+        copied = sum(rows.nbytes for rows in mark.last[:2]) if mark and mark.last else 0
+        return Memory(host=rows + index + copied)
 
     def counters(self) -> Mapping[str, int]:
         counts = self.ledger.counts.copy()

@@ -168,7 +168,10 @@ class FreeKVCache(LayerCache):
         # The choice for the next step, under way, and the first page of that step's window.
         self._ahead: tuple[Future[None], int] | None = None
         self._reserved = 0
-        self._last = np.empty(0, np.float32)  # the last query of a prefill (H, d)
+        none = np.zeros((spec.n_head, spec.head_dim), np.float32)
+        self._last = none  # the last query of a prefill under way (H, d)
+        # The last query of the last prefill (H, d), and the rows when it had ended.
+        self._start = none, 0
         self._previous = np.zeros((spec.n_head, padded(spec.head_dim)), np.float32)
         self._previous_n = 0  # rows in context when that query was the current one
         self._statistics = np.zeros((spec.n_head_kv, N_STATISTICS), np.int64)
@@ -191,8 +194,13 @@ class FreeKVCache(LayerCache):
         return super().extend(x)
 
     def finish_prefill(self) -> None:
-        self._previous[:, : self.spec.head_dim] = self._last
-        self._previous_n = self.n
+        self._start = self._last, self.n
+        self._begin()
+
+    def _begin(self) -> None:
+        """Prepares the first step after a prefill."""
+        last, self._previous_n = self._start
+        self._previous[:, : self.spec.head_dim] = last
         plan = self.method.plan(self.n + 1)
         if plan is not None:
             cache = self._enter_pages(plan)
@@ -302,6 +310,10 @@ class FreeKVCache(LayerCache):
         if n < self.n:
             self._leave_pages()
             self.store.truncate(n)
+            if n == self._start[1]:
+                self._begin()
+            elif n < self._start[1]:
+                self._start = self._start[0], 0
         return self.n
 
     def memory(self) -> Memory:

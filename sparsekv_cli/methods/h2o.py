@@ -16,19 +16,22 @@ Departures; docs/methods.md has their reasons:
 (3) A row is dropped after the step that makes it too many, so that the next step's row fits.
 (4) ``window`` sums only the last queries of a prefill.
 (5) A later prefill, a turn of a chat, is dense over the rows that are left and its own.
-(6) A sequence that is cut is read again, because summed attention cannot be taken back.
+(6) Summed attention cannot be taken back: a sequence goes back to the end of its last prefill, of
+    which a copy is kept, or is read again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from sparsekv_cli.cache.evicting import EvictingCache, LastQueries, by_kv_head
+from sparsekv_cli.cache.evicting import EvictingCache, by_kv_head
 from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.queries import LastQueries
 from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, AttnInput, Budget, LayerSpec, Memory
+from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.cpu.attention.select import select_rows
 from sparsekv_cli.cpu.eviction import scores as evict
 from sparsekv_cli.methods.base import Method
@@ -57,6 +60,15 @@ class H2O(Method):
         return H2OCache(spec, self)
 
 
+class _Held(NamedTuple):
+    """What a cache holds after n rows."""
+
+    n: int
+    store: KVStore
+    positions: np.ndarray  # int32 (G, store.n)
+    mass: np.ndarray  # f32 (G, store.n)
+
+
 class H2OCache(EvictingCache):
     """The rows of one layer, in any order, and the attention that each has received."""
 
@@ -68,6 +80,7 @@ class H2OCache(EvictingCache):
         # By row of the store, (G, rows): position, attention received, and in this prefill.
         self._positions = np.empty(shape, np.int32)
         self._mass, self._new_mass = np.empty(shape, np.float32), np.empty(shape, np.float32)
+        self._start: _Held | None = None  # when the last prefill had ended, if steps followed
 
     def positions(self) -> np.ndarray:
         return self._positions[:, : self.store.n]
@@ -89,6 +102,7 @@ class H2OCache(EvictingCache):
         )
 
     def finish_prefill(self) -> None:
+        self._start = None
         n_settled, n, n_seen = self._n_settled, self.store.n, self.n
         n_old = n_settled - self._n_dropped
         self._n_settled = n_seen  # from here on an interruption cannot be undone
@@ -110,6 +124,8 @@ class H2OCache(EvictingCache):
             self.keep(slots, 1)
 
     def decode(self, x: AttnInput) -> np.ndarray:
+        if self._start is None:
+            self._start = self._held()
         spec, n, n_seen = self.spec, self.store.n + 1, self.n + 1
         if n > self._mass.shape[1]:
             self.store.reserve(n)
@@ -128,13 +144,29 @@ class H2OCache(EvictingCache):
             self._n_dropped += 1
         return out
 
+    def _held(self) -> _Held:
+        n = self.store.n
+        store = self.store.copy(n, n_room=1)
+        return _Held(self.n, store, self.positions().copy(), self._mass[:, :n].copy())
+
     def truncate(self, n: int) -> int:
         self._queries.clear()
         self._new_mass = self._new_mass[:, :0]
-        return super().truncate(n)
+        if self._start is None or n != self._start.n:
+            return super().truncate(n)
+        (_, self.store, self._positions, self._mass), self._start = self._start, None
+        self._n_dropped, self._n_settled = n - self.store.n, n
+        return n
 
     def memory(self) -> Memory:
-        return Memory(host=self.store.nbytes, index=self._positions.nbytes + self._mass.nbytes)
+        """Twice the rows since the first step after a prefill: its end is kept, to go back to."""
+        stores, tables = [self.store], [self._positions, self._mass]
+        if self._start is not None:
+            stores.append(self._start.store)
+            tables += [self._start.positions, self._start.mass]
+        return Memory(
+            host=sum(store.nbytes for store in stores), index=sum(table.nbytes for table in tables)
+        )
 
 
 def _widened(old: np.ndarray, n: int) -> np.ndarray:

@@ -36,8 +36,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sparsekv_cli.cache.attend import score_rows
-from sparsekv_cli.cache.evicting import LastQueries
 from sparsekv_cli.cache.layer import DenseCache, LayerCache
+from sparsekv_cli.cache.queries import PastQueries
 from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.attention.rows import K, V
@@ -158,7 +158,7 @@ class LFPSCache(LayerCache):
     def __init__(self, spec: LayerSpec, method: LFPS) -> None:
         super().__init__(spec)
         self.method = method
-        self._queries = LastQueries(method.window)
+        self._queries = PastQueries(method.window, spec.n_head, spec.head_dim)
         n_kv, width = spec.n_head_kv, padded(spec.head_dim)
         size = width if method.sigma == "cov" else 0
         self._constants = Constants(
@@ -179,7 +179,7 @@ class LFPSCache(LayerCache):
         self._tables = Tables(none, none, none, none, sums, gain)
         self._raised = np.ones(spec.n_head)
         self._statistics = np.zeros((spec.n_head, search.N_STATISTICS), np.int64)
-        self._indexed = False
+        self._n_indexed = 0  # rows that the tables know; 0: none
         self._step = LFPSStep(
             self._rules, self._constants, self._raised, self._statistics, spec.n_threads
         )
@@ -206,14 +206,18 @@ class LFPSCache(LayerCache):
         self._step.use_tables(self._tables)
 
     def extend(self, x: AttnInput) -> Any:
-        self._queries.add(x.q)
-        self._indexed = False
+        self._queries.extend(x.q)
         return super().extend(x)
 
     def finish_prefill(self) -> None:
         """Fills the tables (eq 4) and the constants of eq 6 from the last queries and all rows."""
-        queries = self._queries.take()
-        if self.store.n > N_SINKS + 1:
+        self._queries.finish_prefill(self.store.n)
+        self._start()
+
+    def _start(self) -> None:
+        """Makes the index from the last rows' queries, if they are known."""
+        queries = self._queries.last(self.store.n)
+        if queries.shape[1] and self.store.n > N_SINKS + 1:
             self._index(queries)
 
     def _index(self, queries: np.ndarray) -> None:
@@ -235,7 +239,7 @@ class LFPSCache(LayerCache):
         self._allocate(max(store.capacity, store.n + 256))
         lfps_init(q, store.layout, store.n, self._rules, self._tables, spec.n_threads)
         self._raised[:] = 1.0
-        self._indexed = True
+        self._n_indexed = store.n
 
     def decode(self, x: AttnInput) -> np.ndarray:
         store, spec, method = self.store, self.spec, self.method
@@ -243,10 +247,13 @@ class LFPSCache(LayerCache):
         k = method.budget.rows(n)
         if k + N_SINKS >= n:
             store.append_row(x.k, x.v)
+            self._queries.record(x.q, n)
             self.lse[:] = ALL
             return self.attend_all(x.q)
-        if not self._indexed:  # after a rewind, or a prompt too short to start from
-            store.append_row(x.k, x.v)  # the tables start from all rows, this one too
+        if self._n_indexed != store.n:  # behind dense steps, or a rewind
+            self._start()
+        if self._n_indexed != store.n:  # then from this row's query, and all rows, this one too
+            store.append_row(x.k, x.v)
             self._index(x.q[..., : spec.head_dim])
         self._prepare(n, k)
         out = np.empty((spec.n_head, store.v_type.width), np.float32)
@@ -255,11 +262,12 @@ class LFPSCache(LayerCache):
             attended = np.empty((spec.n_head, width), np.int32)
             self.attended = (attended, np.zeros(spec.n_head, np.int64))
             self._step.trace(*self.attended)
+        self._n_indexed = 0  # should the step be interrupted
         try:
             self._step.run(x.q, x.k, x.v, out)
         finally:
             self._step.untrace()
-        store.n = n
+        store.n = self._n_indexed = n
         return out
 
     def _prepare(self, n: int, k: int) -> None:
@@ -279,12 +287,13 @@ class LFPSCache(LayerCache):
         return n > GROUP_ROWS if scored_by == "auto" else scored_by == "group"
 
     def truncate(self, n: int) -> int:
-        self._queries.clear()  # of a prefill that was interrupted
-        self._indexed = False
+        self._queries.truncate(n)
+        if n < self._n_indexed:  # steps have changed the tables
+            self._n_indexed = 0
         return super().truncate(n)
 
     def memory(self) -> Memory:
-        index = sum(array.nbytes for array in (*self._tables, *self._constants))
+        index = sum(array.nbytes for array in (*self._tables, *self._constants, self._queries))
         return Memory(host=self.store.nbytes, index=index)
 
     def counters(self) -> Mapping[str, int]:

@@ -29,7 +29,7 @@ Departures; docs/methods.md has their reasons and figures:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -129,6 +129,22 @@ def _calibrated(spec: LayerSpec, name: str) -> np.ndarray:
     return spec.calibration[name]
 
 
+class _Start(NamedTuple):
+    """What a cache holds when a prefill has ended, at n rows.
+
+    n_latent: rows that are latents; None: all n rows are in ``store``. rows: a copy of the exact
+    rows; None if n_latent is None and they still lie in ``store``.
+    """
+
+    n: int
+    n_latent: int | None = None
+    ring_from: int = 0
+    rows: KVStore | None = None
+
+
+NO_START = _Start(0)
+
+
 class SALSCache(LayerCache):
     """Latents, exact rows and bases of one layer.
 
@@ -159,6 +175,7 @@ class SALSCache(LayerCache):
         self._exact = KVStore(self.spec)
         self._n = 0  # rows in latents and exact rows
         self._ring_from = 0  # position of the oldest row in the ring
+        self._start = NO_START
 
     @property
     def n(self) -> int:
@@ -179,6 +196,10 @@ class SALSCache(LayerCache):
     def finish_prefill(self) -> None:
         if self._latents is not None or not self.method.covers(self.store.n):
             self._compress()
+        self._start = _Start(self.n)
+        if self._latents is not None:
+            rows = self._exact.copy(self._exact.capacity)
+            self._start = _Start(self.n, self._latents.n, self._ring_from, rows)
 
     def _rows(self, store: KVStore) -> latent.RowPointers:
         return latent.RowPointers(*store.layout[: len(latent.RowPointers._fields)].tolist())
@@ -216,10 +237,11 @@ class SALSCache(LayerCache):
         """Fills ``store`` with all rows: exact where they are, reconstructed where not."""
         store, n, first = self.store, self._n, self._first
         latent.reconstruct_range(latents.n, self._basis, latents.table, self._rows(store), first)
-        slots = self._slots_of(self._ring_from, n)
+        exact_from = first + latents.n  # the ring may have older ones, as many as there were steps
+        slots = self._slots_of(exact_from, n)
         for target, source in ((store.k, self._exact.k), (store.v, self._exact.v)):
             target[:, :first] = source[:, :first]
-            target[:, self._ring_from : n] = source[:, slots]
+            target[:, exact_from:n] = source[:, slots]
         store.n = n
         self.ledger.counts["rows_restored"] += latents.n
 
@@ -227,6 +249,8 @@ class SALSCache(LayerCache):
         if self._latents is None:
             if self.method.covers(self.store.n + 1):
                 return self._decode_dense(x)
+            if self._start.n_latent is None:
+                self._start = self._start._replace(rows=self.store.copy(self._start.n))
             self._compress()
         assert self._latents is not None
         spec, method, latents, exact = self.spec, self.method, self._latents, self._exact
@@ -271,21 +295,39 @@ class SALSCache(LayerCache):
         return self.attend_all(x.q)
 
     def truncate(self, n: int) -> int:
-        """Exact to the bit within the last UNDO rows; further back, the window stays latents."""
+        """Also goes back by up to UNDO rows, while the rows of the window there are still exact."""
+        start, first = self._start, self._first
         if self._latents is None:
+            self._start = start._replace(n=min(start.n, n))
             return super().truncate(n)
         self.store = KVStore(self.spec)  # of a prefill that was interrupted
-        n = min(n, self._n)
-        if n <= self._first:
-            self._forget()
+        if n >= self._n:
+            return self._n
+        if n == start.n and start.rows is not None:
+            self._restart(start.rows)
+            return n
+        exact_from = max(n - self.method.window, first)
+        if self.method.covers(n) or self._ring_from > exact_from:
             return 0
-        exact_from = max(self._ring_from, n - self.method.window, self._first)
-        self._latents.n = min(self._latents.n, exact_from - self._first, n - self._first)
-        self._n, self._ring_from = n, min(self._ring_from, n)
+        if n < start.n:
+            self._start = NO_START
+        self._latents.n = min(self._latents.n, exact_from - first)
+        self._n = n
         return n
+
+    def _restart(self, rows: KVStore) -> None:
+        """Goes back to where the last prefill ended; ``rows`` are those that it kept."""
+        start = self._start
+        if start.n_latent is None or self._latents is None:
+            self._forget()
+            self.store, self._start = rows, start._replace(rows=None)
+            return
+        self._exact = rows.copy(rows.n)
+        self._latents.n, self._n, self._ring_from = start.n_latent, start.n, start.ring_from
 
     def memory(self) -> Memory:
         """Rows in every form; ``index`` is E and D."""
         host = self.store.nbytes + self._exact.nbytes
+        host += self._start.rows.nbytes if self._start.rows else 0
         host += self._latents.nbytes if self._latents else 0
         return Memory(host, index=self._basis_bytes)

@@ -50,9 +50,7 @@ class _StreamingCache(SelectingCache):
         self._sink_keys: np.ndarray | None = None  # (G, sinks, row) as stored, while turned
 
     def extend(self, x: AttnInput) -> Any:
-        if self._sink_keys is not None:
-            self.store.k[:, : self.method.sinks] = self._sink_keys
-            self._sink_keys = None
+        self._turn_sinks_back()
         return super().extend(x)
 
     def selects_all(self, n: int) -> bool:
@@ -65,6 +63,16 @@ class _StreamingCache(SelectingCache):
         rows = np.concatenate([np.arange(sinks), np.arange(n - k, n)]).astype(np.int32)
         n_kv = self.spec.n_head_kv
         return np.tile(rows, (n_kv, 1)), np.full(n_kv, len(rows)), 0
+
+    def truncate(self, n: int) -> int:
+        self._turn_sinks_back()
+        return super().truncate(n)
+
+    def _turn_sinks_back(self) -> None:
+        """Puts the sink keys back as they were stored."""
+        if self._sink_keys is not None:
+            self.store.k[:, : self.method.sinks] = self._sink_keys
+            self._sink_keys = None
 
     def _turn_sinks(self, n_left_out: int) -> None:
         """Rotates the stored sink keys by the positions that the cache leaves out."""

@@ -9,11 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import pytest
 
 from sparsekv_cli.cli import main
 from sparsekv_cli.commands import chat as chat_module
 from sparsekv_cli.commands import run as run_module
+from sparsekv_cli.session import Checkpoint, SequenceState
 
 EOS_ID, BOS_ID = 256, 257
 
@@ -83,6 +85,7 @@ class FakeSession:
         self.decoder = SimpleNamespace(weights=SimpleNamespace(n_bytes=3000))
         self.tokenizer = ByteTokenizer()
         self.tokens: list[int] = []
+        self.checkpoint: Checkpoint | None = None
         self.timings = SimpleNamespace(
             load_s=0.5,
             prefill_s=0.0,
@@ -103,6 +106,14 @@ class FakeSession:
         self.can_rewind_within = True
         self.rewinds: list[int] = []
 
+    @property
+    def state(self) -> SequenceState:
+        return SequenceState(self.tokens, self.caches, self.checkpoint)
+
+    @state.setter
+    def state(self, state: SequenceState) -> None:
+        self.tokens, self.caches, self.checkpoint = state
+
     def ledger_dict(self) -> dict[str, int]:
         return {**self.counts, "bytes_host": 10, "bytes_device": 0, "index_bytes": 1}
 
@@ -116,6 +127,7 @@ class FakeSession:
             progress(len(ids) // 2, len(ids))
             progress(len(ids), len(ids))
         self.tokens += ids
+        self.checkpoint = Checkpoint(len(self.tokens), np.zeros(0))
         self.prefilled.append(len(ids))
         self.timings.prefill_tokens += len(ids)
         self.timings.prefill_s += 0.5
@@ -133,12 +145,15 @@ class FakeSession:
         self.rewinds.append(n)
         if n < len(self.tokens):
             del self.tokens[n if self.can_rewind_within else 0 :]
+        if self.checkpoint is not None and self.checkpoint.n > len(self.tokens):
+            self.checkpoint = None
 
     def generate(
         self, ids: Sequence[int], sample: Any, n_predict: int, progress: Any = None
     ) -> Iterator[int]:
         self.prompts.append([*self.tokens, *ids])
-        self.prefill(ids, progress)
+        if ids or self.checkpoint is None or self.checkpoint.n != len(self.tokens):
+            self.prefill(ids, progress)
         answer = self.tokenizer.encode(self.script.pop(0))
         try:
             for n, token in enumerate(answer[: None if n_predict < 0 else n_predict]):

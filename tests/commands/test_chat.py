@@ -64,9 +64,25 @@ def test_regenerate(fake: Any, invoke: Invoke) -> None:
     prompts = prompts_of(fake)
     assert prompts[0] == prompts[1] == prompts[2]
     assert prompts[3] == prompts[0] + "three\n[user]B\n[assistant]"
-    # The cut cache begins its index anew from 64 tokens, not from one.
-    assert fake.rewinds == [len(prompts[0]) - 64] * 2
-    assert fake.prefilled[1:3] == [64, 64]
+    # Back to where the prompt ended, of which nothing is computed again.
+    assert fake.rewinds == [len(prompts[0])] * 2
+    assert fake.prefilled == [len(prompts[0]), len(prompts[3]) - len(prompts[0] + "three")]
+
+
+def test_regenerate_behind_an_interrupted_prompt(fake: Any, invoke: Invoke) -> None:
+    """The end of the first prompt is no checkpoint any more: its last 64 tokens are read again."""
+
+    def interrupt() -> None:
+        if len(fake.prompts) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            fake.checkpoint = None
+
+    fake.on_prefill = interrupt
+    fake.script = ["one<eos>", "two<eos>"]
+    result = invoke("chat", stdin=lines("A" * 100, "B", "/regen"))
+    assert result.out == "one\ntwo\n" and "taken back" in result.err
+    n_prompt = len(prompts_of(fake)[0])
+    assert fake.rewinds == [n_prompt - 64] and fake.prefilled == [n_prompt, 64]
 
 
 def test_regenerate_after_an_empty_answer(fake: Any, invoke: Invoke) -> None:

@@ -126,7 +126,7 @@ def test_sequences_in_one_launch_are_what_they_are_alone(name, device):
     feed(1, 70)  # to 191, so that the second step needs more room
     assert follow((0, 1, 2), 3)[-1] == n_run
     for cache in (alone[2], together[2]):
-        assert cache.truncate(55) == 55
+        assert cache.truncate(LENGTHS[2]) == LENGTHS[2]
     follow((1, 2), 1)
     follow((0, 1, 2), 1)  # what is special behind a rewind may be a run of its own
     for a, b in zip(alone, together, strict=True):

@@ -181,6 +181,20 @@ def test_rows_come_back_from_pages_bit_for_bit():
     np.testing.assert_array_equal(cache.store.values().float().cpu(), v[:, :98])
 
 
+@pytest.mark.parametrize("n_prompt", [90, 40])
+def test_back_to_the_end_of_the_prompt(n_prompt):
+    """The same bits as the first time; of 40 rows none has left the window yet."""
+    geometry = Geometry(2, 2, 16)
+    cache = make_on_device(FreeKV(**SMALL), geometry)
+    stream = Stream(geometry, seed=4)
+    prefill(cache, stream.rows(n_prompt))
+    rows = [stream.rows(1) for _ in range(25)]
+    first = [decode(cache, row).copy() for row in rows]
+    assert cache.truncate(n_prompt) == n_prompt == cache.n
+    again = [decode(cache, row).copy() for row in rows[:8]]
+    np.testing.assert_array_equal(again, first[:8])
+
+
 def test_a_step_that_was_broken_off_leaves_no_trace(monkeypatch):
     """It has given slots to pages that were not fetched, and its query is no earlier one."""
     geometry = Geometry(4, 2, 16)

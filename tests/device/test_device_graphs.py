@@ -35,7 +35,7 @@ METHODS = {
 
 
 def tensors(x: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a cache, by where they are found."""
+    """All tensors of a cache that its steps read, by where they are found."""
     if isinstance(x, torch.Tensor):
         yield path, x
     elif isinstance(x, tuple | list):
@@ -43,7 +43,8 @@ def tensors(x: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield from tensors(part, f"{path}[{i}]")
     elif type(x).__module__.startswith("sparsekv_cli.device"):
         for name, part in vars(x).items():
-            yield from tensors(part, f"{path}.{name}")
+            if name != "_start":  # kept for a rewind
+                yield from tensors(part, f"{path}.{name}")
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -76,9 +77,11 @@ def test_nothing_moves_under_one_key(name, device, monkeypatch):
         for _ in range(n_steps):
             pair.decode()
         pair.prefill(n_prompt)
+        end = pair.host.n
         for _ in range(2):
             pair.decode()
+        back = end if name == "sals" else 32  # to the end of a prompt it always goes back
         for each in (pair.host, pair.device):
-            assert each.truncate(32) == 32
+            assert each.truncate(back) == back
         pair.decode()
     assert len(places) < 12

@@ -66,16 +66,16 @@ CASES = [(0, "tuned", 40), (1, "tuned", 5), (2, "2 bits", 5), (3, "16 bits", 5),
 
 @pytest.mark.parametrize(("geometry", "variant", "n_steps"), sweep(CASES, fast=1))
 def test_device_and_host_choose_alike(geometry, variant, n_steps, device):
-    """Whole at first, as latents from 49 rows on, another prompt, and rewinds within and beyond
-    what the ring holds."""
+    """Whole at first, as latents from 49 rows on, another prompt, and rewinds within what the ring
+    holds, and beyond it to the end of the prompt."""
     pair = make(GEOMETRIES[geometry], device, **VARIANTS[variant])
     pair.prefill(46)
     swaps = follow(pair, n_steps)
     pair.prefill(90)
-    swaps += follow(pair, 3)
-    total = n_steps + 3
-    for back in (7, 30):
-        n = pair.host.n - back
+    end = pair.host.n
+    swaps += follow(pair, 10)
+    total = n_steps + 10
+    for n in (pair.host.n - 7, end):
         for cache in (pair.host, pair.device):
             assert cache.truncate(n) == n
         swaps += follow(pair, 3)
@@ -94,9 +94,22 @@ def test_old_rows_have_one_copy(device):
     cache = pair.device
     assert cache.store.nbytes == 0
     capacity = cache._latents.shape[1]
-    exact = 2 * 3 * (4 + 20 + 16) * (64 + 64)
-    assert cache.memory().device == capacity * (2 * 48 + 3 * 40) + exact
-    assert cache.truncate(3) == 0 and cache.memory().device == 0
+    exact = 2 * 3 * (4 + 20 + 16) * (64 + 64)  # and a copy of them as they were after the prompt
+    assert cache.memory().device == capacity * (2 * 48 + 3 * 40) + 2 * exact
+    for n in (3, 100):
+        assert cache.truncate(n) == 0 and cache.n == 201
+
+
+@pytest.mark.parametrize("n_prompt", [90, 44])
+def test_back_to_the_end_of_the_prompt(n_prompt, device):
+    """Of 44 rows, none of which is a latent yet: the same bits as the first time."""
+    pair = make(GEOMETRIES[1], device)
+    pair.prefill(n_prompt)
+    rows = [pair.rows(1) for _ in range(25)]
+    first = [pair.decode_on_device(row, n) for n, row in enumerate(rows, n_prompt + 1)]
+    assert pair.device.truncate(n_prompt) == n_prompt == pair.device.n
+    again = [pair.decode_on_device(row, n) for n, row in enumerate(rows[:8], n_prompt + 1)]
+    np.testing.assert_array_equal(again, first[:8])
 
 
 def test_sessions_agree(tmp_path, monkeypatch):

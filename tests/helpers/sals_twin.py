@@ -11,7 +11,6 @@ import numpy as np
 
 BLOCK = 32  # tokens that share a query in brope
 GROUP = 32  # value channels that share a scale
-UNDO = 16  # rows behind the window that are still at hand for a rewind or a prefill
 
 
 @dataclass(frozen=True)
@@ -186,13 +185,12 @@ class SALSTwin:
     def prefill(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """A later prefill: q (H, T, d), k, v (G, T, d) -> (H, T, d_v), dense over what is kept.
 
-        Latents are reconstructed, except for those whose exact row is still at hand.
+        Latents are reconstructed.
         """
-        at_hand = self.n - self.options.window - UNDO
         past = []
         for p in range(self.n):
             i = p - self.first
-            if self.compressed and 0 <= i < len(self.latents) and p < at_hand:
+            if self.compressed and 0 <= i < len(self.latents):
                 past.append(self.reconstruct(p))
             else:
                 past.append((self.k[p], self.v[p]))

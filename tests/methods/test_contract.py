@@ -1,11 +1,10 @@
 """What every registered method promises, whatever it does. A new one is tested here by itself.
 
-Whole sessions on tiny models; test_contract_layers.py goes layer by layer.
+Whole sessions on tiny models; test_rewinds.py has what holds when a sequence goes back, and
+test_limits.py goes layer by layer.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -14,15 +13,10 @@ from tiny_sessions import CHUNK, N_HEAD, N_LAYER, SHAPE, counts_after, decoded, 
 from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import METHODS, build_method, describe_methods, method_class
-from sparsekv_cli.session import Session
 
 SPARSE = [name for name in METHODS if name != "full"]
-# Methods that drop rows, or keep old ones roughly: they go back to every row of a prompt with
-# others than a fresh prefill of it has, or read it again.
-FORGETFUL = {"snapkv", "h2o", "sals", "faedkv"}
 # Methods whose heads read rows each for themselves, which pays in longer contexts.
 BY_HEAD = {"lfps", "freekv"}
-STARTS_ANEW = {"lfps", "freekv"}  # a rewind forgets what past queries have told
 # The budget that covers 100 rows; the four sinks come on top of it unless a method says otherwise.
 COVERS_100 = dict.fromkeys(SPARSE, "96") | {"fasa": "100", "freekv": "100"}
 
@@ -158,118 +152,6 @@ def test_bytes_read_shrink_with_the_budget(name, session_of):
     full = counts_after(session_of("full"), 300, 5)["bytes_read"]
     small = counts_after(session_of(name, budget="5%", dense_layers="none"), 300, 5)["bytes_read"]
     assert 0 < small < 0.75 * full
-
-
-# --- rewinding, interruption ----------------------------------------------------------------------
-
-
-def test_turns_equal_one_forward(session_of):
-    parts = [tokens(n, seed) for seed, n in enumerate((37, 6, 21, 5))]
-    session = session_of("full")
-    rows = [session.prefill(parts[0], all_logits=True), decoded(session, parts[1])]
-    rows += [session.prefill(parts[2], all_logits=True), decoded(session, parts[3])]
-    whole = session_of("full").prefill(
-        [*parts[0], *parts[1], *parts[2], *parts[3]], all_logits=True
-    )
-    np.testing.assert_allclose(np.concatenate(rows), whole, atol=2e-3)
-    assert session.tokens == [*parts[0], *parts[1], *parts[2], *parts[3]]
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_the_same_question_again_has_the_same_answer(name, session_of):
-    """Behind the prompt, as a user of chat asks again; only H2O reads the prompt again."""
-    session, question = session_of(name, budget="12"), tokens(4, 1)
-    session.prefill(tokens(20 * CHUNK))
-    first = decoded(session, question)
-    session.rewind(20 * CHUNK)
-    assert session.tokens == tokens(20 * CHUNK) or name == "h2o"
-    if name == "h2o":
-        session.prefill(tokens(20 * CHUNK))
-    if name in STARTS_ANEW:  # with the query of the next step
-        assert np.isfinite(decoded(session, question)).all()
-    else:
-        np.testing.assert_array_equal(decoded(session, question), first)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_rewound_session_equals_a_fresh_one(name, session_of):
-    """To the end of the prompt, into it, and to nothing; then another prompt and an answer."""
-    prompt, question, answer = tokens(20 * CHUNK), tokens(7, 1), tokens(10, 2)
-    used = session_of(name, budget="12")
-    for keep in (20 * CHUNK, 10 * CHUNK, 0):
-        used.rewind(0)
-        used.prefill(prompt)
-        decoded(used, tokens(4, 3))
-        used.rewind(keep)
-        kept = len(used.tokens)
-        assert used.tokens == prompt[:kept] and {cache.n for cache in used.caches} == {kept}
-        if name in FORGETFUL and (0 < keep < len(prompt) or (keep and name == "sals")):
-            assert kept in (0, keep)  # a prompt reads what sals keeps roughly
-            continue
-        assert kept == keep or name == "h2o"
-        fresh = session_of(name, budget="12")
-        if kept:
-            fresh.prefill(prompt[:kept])
-        np.testing.assert_array_equal(used.prefill(question), fresh.prefill(question))
-        np.testing.assert_array_equal(decoded(used, answer), decoded(fresh, answer))
-
-
-@pytest.mark.parametrize("calls", [1, 4, 6, 7, 8])
-@pytest.mark.parametrize("name", METHODS)
-def test_an_interrupted_prefill_adds_nothing(name, calls, session_of):
-    """Progress is reported after each chunk of each layer: 2 chunks, 4 layers.
-
-    Once a layer has dropped rows, the sequence is lost: it has to be read again.
-    """
-    left = calls
-
-    def interrupt(done: int, total: int) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            raise KeyboardInterrupt
-
-    session, other = answered(session_of, name)
-    before = list(session.tokens)
-    with pytest.raises(KeyboardInterrupt):
-        session.prefill(tokens(2 * CHUNK, 5), interrupt)
-    assert left == 0
-    goes_on_like(session, other, before, name)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_an_interrupted_decode_adds_nothing(name, session_of, monkeypatch):
-    session, other = answered(session_of, name)
-    before, last = list(session.tokens), session.caches[-1]
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(last, "decode", interrupt)
-        session.decode(5)
-    goes_on_like(session, other, before, name)
-
-
-def answered(session_of, name: str) -> list[Session]:
-    """Two sessions with a prompt and an answer."""
-    sessions = [session_of(name, budget="12") for _ in range(2)]
-    for session in sessions:
-        session.prefill(tokens(3 * CHUNK))
-        decoded(session, tokens(10, 2))
-    return sessions
-
-
-def goes_on_like(session: Session, other: Session, before: Sequence[int], name: str) -> None:
-    """``session`` has the tokens of before, or none if it may forget, and answers as ``other``."""
-    if not session.tokens and name in FORGETFUL:
-        other.rewind(0)
-    else:
-        assert session.tokens == before
-    assert {cache.n for cache in session.caches} == {len(session.tokens)}
-    question, answer = tokens(7, 1), tokens(10, 2)
-    np.testing.assert_array_equal(session.prefill(question), other.prefill(question))
-    np.testing.assert_array_equal(decoded(session, answer), decoded(other, answer))
 
 
 # --- types of the cache ---------------------------------------------------------------------------

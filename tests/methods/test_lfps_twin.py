@@ -216,23 +216,27 @@ def test_a_later_turn_starts_the_tables_again():
 
 
 def test_decode_after_truncate_starts_new_tables():
-    """The tables that went with the rows are replaced by the first query's: as a prefill of one."""
+    """They start from the queries that are left, or from the next step's: as a short prefill's."""
     geometry = Geometry(4, 2, 64, 150)
     options = TwinOptions(budget=24, epsilon=1.0)
-    cut, fresh = make_cache(geometry, options), make_cache(geometry, options)
-    stream = Stream(geometry, 0)
+    cut, stream = make_cache(geometry, options), Stream(geometry, 0)
     q, k, v = stream.prompt(150)
     prefill(cut, q, k, v)
-    assert cut.truncate(120) == 120
     q_row, k_row, v_row = stream.next()
-    out = cut.decode(row_input(q_row, k_row, v_row, 120)).copy()
-    assert cut.attended is not None and (cut.attended[1] == 24 + SINKS).all()
-
-    prefill(fresh, q[:, :120], k[:, :120], v[:, :120])
-    fresh.truncate(120)
-    np.testing.assert_array_equal(fresh.decode(row_input(q_row, k_row, v_row, 120)), out)
-    for table in cut._tables[:2]:
-        np.testing.assert_allclose(table.sum(1) * cut._tables.gain, 10, rtol=1e-4)
+    for n, n_known in ((120, 2), (100, 0)):  # rows, and queries that are left of the prompt's 32
+        assert cut.truncate(n) == n
+        out = cut.decode(row_input(q_row, k_row, v_row, n)).copy()
+        assert cut.attended is not None and (cut.attended[1] == 24 + SINKS).all()
+        for table in cut._tables[:2]:
+            np.testing.assert_allclose(table.sum(1) * cut._tables.gain, 10, rtol=1e-4)
+        fresh = make_cache(geometry, options)
+        for rows in (slice(n - n_known), slice(n - n_known, n)):
+            if q[:, rows].size:
+                prefill(fresh, q[:, rows], k[:, rows], v[:, rows], pos=rows.start or 0)
+        if not n_known:
+            fresh._queries.truncate(n - 32)
+            fresh._n_indexed = 0
+        np.testing.assert_array_equal(fresh.decode(row_input(q_row, k_row, v_row, n)), out)
 
 
 @pytest.mark.parametrize("n_prefill", [1, 4, 5, 6, 7, 12])

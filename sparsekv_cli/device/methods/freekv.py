@@ -75,7 +75,9 @@ class DeviceFreeKV(DeviceCache):
         self._ahead = (
             method.speculate and method.threshold != math.inf and method.overlap != "false"
         )
-        self._last: Any = None  # the last query of a prefill (H, d)
+        self._last: Any = None  # the last query of a prefill under way (H, d)
+        # The last query of the last prefill (H, d), and the rows when it had ended.
+        self._start = torch.zeros(spec.n_head, spec.head_dim, device=device), 0
         self._previous = torch.zeros(1, spec.n_head, spec.head_dim, device=device)
         self._previous_n = 0  # rows in context when that query was the current one
         self._statistics = torch.zeros(
@@ -106,9 +108,14 @@ class DeviceFreeKV(DeviceCache):
         return super().extend(x)
 
     def finish_prefill(self) -> None:
-        self._previous.copy_(self._last[None])
-        n = self._previous_n = self.n
-        self._last = None
+        self._start, self._last = (self._last.clone(), self.n), None  # not all of its chunk
+        self._begin()
+
+    def _begin(self) -> None:
+        """Prepares the first step after a prefill."""
+        last, n = self._start
+        self._previous.copy_(last[None])
+        self._previous_n = n
         plan = self.method.plan(n + 1)
         if plan is None:
             return
@@ -206,10 +213,7 @@ class DeviceFreeKV(DeviceCache):
 
     def plan(self, n: int, n_max: int) -> Hashable:
         method = self.method
-        if self._under_way:  # it was broken off: slots may lack the pages they are said to hold
-            self.side.join()
-            self._leave_pages()
-            self._previous_n = 0
+        self._leave_step()
         self._under_way = True
         plan = method.plan(n, None if self._pages is None else self._pages.layout.n_sink)
         self._n_max = n_max
@@ -226,6 +230,13 @@ class DeviceFreeKV(DeviceCache):
         self._recent = self._recent_of(n)
         self._current = not method.speculate or self._previous_n != n - 1
         return self._pages.layout, self._recent, self._current
+
+    def _leave_step(self) -> None:
+        """Leaves a step that was broken off: slots may lack the pages they are said to hold."""
+        if self._under_way:
+            self.side.join()
+            self._leave_pages()
+            self._previous_n, self._under_way = 0, False
 
     def decode(self, x: DeviceInput) -> torch.Tensor:
         *rows, previous = self.of_batch(len(x.q))
@@ -334,8 +345,13 @@ class DeviceFreeKV(DeviceCache):
 
     def truncate(self, n: int) -> int:
         if n < self.n:
+            self._leave_step()
             self._leave_pages()
             self.store.truncate(n)
+            if n == self._start[1]:
+                self._begin()
+            elif n < self._start[1]:
+                self._start = self._start[0], 0
         return self.n
 
     def memory(self) -> Memory:

@@ -8,7 +8,7 @@ last rows are kept exact as well, the latter in a ring.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,19 @@ from sparsekv_cli.kernels.weights import dot
 from sparsekv_cli.kernels.weights.packed import PackedMatrix
 
 ENCODED_AT_ONCE = 4096  # rows that are encoded or reconstructed at a time
+
+
+class _Start(NamedTuple):
+    """What a cache holds when a prefill has ended, at n rows.
+
+    exact: copies of the exact keys and values; None while all rows are in ``store``. rows: these,
+    once later steps have compressed them.
+    """
+
+    n: int
+    ring_from: int = 0
+    exact: tuple[torch.Tensor, torch.Tensor] | None = None
+    rows: DeviceStore | None = None
 
 
 class DeviceSALS(DeviceCache):
@@ -55,6 +68,7 @@ class DeviceSALS(DeviceCache):
         self._exact: latent.Exact | None = None
         self._n = 0  # rows in latents
         self._ring_from = 0  # position of the oldest row in the ring
+        self._start = _Start(0)
 
     @property
     def n(self) -> int:
@@ -75,6 +89,10 @@ class DeviceSALS(DeviceCache):
     def finish_prefill(self) -> None:
         if self._is_compressed or not self.method.covers(self.store.n):
             self._compress()
+        self._start = _Start(self.n)
+        if self._exact is not None:
+            exact = self._exact.k.clone(), self._exact.v.clone()
+            self._start = _Start(self.n, self._ring_from, exact)
 
     def _empty_latents(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for the latents f16 (1, n, r) and values uint8 (1, n, G, head bytes) of n rows."""
@@ -139,10 +157,12 @@ class DeviceSALS(DeviceCache):
                 self._values[0, rows], self.spec.value_dim, self.method.bits
             )
             store.v[0, :, rows] = values.transpose(0, 1)
-        slots = self._slots(self._ring_from, n)
+        # The ring may have older exact rows, as many as there were steps.
+        exact_from = self._exact_from(n)
+        slots = self._slots(exact_from, n)
         for target, source in ((store.k, exact.k), (store.v, exact.v)):
             target[:, :, :first] = source[:, :, :first]
-            target[:, :, self._ring_from : n] = source[:, :, slots]
+            target[:, :, exact_from:n] = source[:, :, slots]
         store.n, self.store = n, store
         self.ledger.counts["rows_restored"] += n - first
 
@@ -156,6 +176,7 @@ class DeviceSALS(DeviceCache):
         if not self._is_compressed and self.method.covers(n):
             return "dense", super().plan(n, n_max)
         if not self._is_compressed:
+            self._start = self._start._replace(rows=self.store.copy(self._start.n))
             self._compress()
         self._reserve_latents(n_max)
         start = self._exact_from(n)
@@ -262,23 +283,42 @@ class DeviceSALS(DeviceCache):
         self.ledger.step(spec.n_head * n, scored, attended, n_bytes, True)
 
     def truncate(self, n: int) -> int:
-        """Exact to the bit within the ring's last rows; further back, the window stays latents."""
+        """Also goes back by a few rows, while the rows of the window there are still exact."""
+        start = self._start
         if not self._is_compressed:
+            self._start = start._replace(n=min(start.n, n))
             return super().truncate(n)
         self.store = DeviceStore(self.spec, self.device)  # of a prefill that was interrupted
-        n = min(n, self._n)
-        if n <= self._first:
-            self._forget()
+        if n >= self._n:
+            return self._n
+        if 0 < n == start.n:
+            self._restart(start)
+            return n
+        if self.method.covers(n) or self._ring_from > max(n - self.method.window, self._first):
             return 0
-        assert self._exact is not None
-        self._n, self._ring_from = n, min(self._ring_from, n)
-        self._exact.floor.fill_(self._ring_from)
+        if n < start.n:
+            self._start = _Start(0)
+        self._n = n
         return n
+
+    def _restart(self, start: _Start) -> None:
+        """Goes back to where the last prefill ended."""
+        if start.rows is not None:
+            self._forget()
+            self.store, self._start = start.rows, start._replace(rows=None)
+            return
+        assert self._exact is not None and start.exact is not None
+        self._exact.k.copy_(start.exact[0])
+        self._exact.v.copy_(start.exact[1])
+        self._n, self._ring_from = start.n, start.ring_from
+        self._exact.floor.fill_(self._ring_from)
 
     def memory(self) -> Memory:
         """Rows in every form; ``index`` is E and D."""
         parts = [self._latents, self._values]
         if self._exact is not None:
             parts += [self._exact.k, self._exact.v]
+        parts += self._start.exact or ()
         rows = self.store.nbytes + sum(part.nbytes for part in parts)
+        rows += self._start.rows.nbytes if self._start.rows is not None else 0
         return Memory(device=rows, index=self._basis.nbytes)

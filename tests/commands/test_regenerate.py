@@ -1,0 +1,34 @@
+"""``/regen`` on the default model: at temperature 0 the same answer again, of any turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STORY = (
+    "The lighthouse keeper counted {} ships on day {}, wrote their names into the blue book and "
+    "lit the lamp when the wind came from the north. "
+)
+
+
+@pytest.mark.parametrize("name", ["full", "lfps", "quest", "freekv", "h2o"])
+def test_the_same_answer_again(name: str, invoke: Callable[..., Any], default_model: Path) -> None:
+    story = "".join(STORY.format(7 * day % 11, day) for day in range(1, 25))
+    lines = [
+        f"{story}How did the story go on?",
+        "/regen",
+        "Write a poem about a cat that sleeps.",
+        "/regen",
+        "/regen",
+    ]
+    result = invoke(
+        "chat", "-m", str(default_model), "--device", "cpu", "--method", name, "--temp", "0", "-n",
+        "40", "-r", "\n", "--ignore-eos", stdin="".join(f"{line}\n" for line in lines).encode(),
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    first, again, second, *others = result.out.split("\n")[:5]
+    assert first == again and others == [second, second]
+    assert len(first) > 20 and len(second) > 20 and first != second
