@@ -1,6 +1,12 @@
-"""Mean and covariance of stored rows, for LFPS' high-sparsity test (eq 5, 6)."""
+"""Mean and covariance of stored rows, for LFPS' high-sparsity test (eq 5, 6).
+
+They come from sums over blocks of rows, which are kept, so that a later prefill adds its own rows
+only. Blocks begin at the same rows always: the result does not depend on the calls that led to it.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit, prange
@@ -10,59 +16,94 @@ from sparsekv_cli.cpu.attention.tile import tile_values
 from sparsekv_cli.cpu.jit.llvm import keep
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
-BLOCK = 256  # rows whose mean is summed up at a time
-STEP = 4  # rows that a pass over the covariance takes in
+BLOCK = 256  # rows
+STEP = 4  # rows that a pass over the products takes in
+
+
+class Moments(NamedTuple):
+    """Sums over the first rows of each kv head, in whole blocks."""
+
+    n: np.ndarray  # int64 (1,): rows in the sums; 0 makes the next call begin anew
+    centre: np.ndarray  # f32 (G, d): mean of the first block, near which sums lose few digits
+    rows: np.ndarray  # f64 (G, d): sum of the rows
+    products: np.ndarray  # f32 (G, d, d): sum of (row - centre)(row - centre)', or (G, 0, 0)
+
+
+def make_moments(n_kv_head: int, d: int, *, covariance: bool) -> Moments:
+    """Sums of no rows."""
+    size = d if covariance else 0
+    return Moments(
+        np.zeros(1, np.int64), np.zeros((n_kv_head, d), np.float32), np.zeros((n_kv_head, d)),
+        np.zeros((n_kv_head, size, size), np.float32),
+    )  # fmt: skip
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def mean_and_covariance(layout, of, first, n, mean, covariance, n_threads):
+def mean_and_covariance(layout, of, first, n, moments, mean, covariance, n_threads):
     """Mean f32 (G, d) and covariance f32 (G, d, d) of n rows of each kv head; d as it is stored.
 
     layout int64 (8,): see attention/rows.py; of: its column K or V, whose rows from ``first`` on
-    are meant. If covariance has shape (G, 0, 0), only the mean is computed.
+    are meant. moments: what earlier calls left of the first of these rows; whole blocks are added.
+    If their products, and covariance, have shape (G, 0, 0), only the mean is computed.
     """
     n_kv_head, row_bytes, kind = mean.shape[0], layout[K_ROW + of], layout[K_KIND + of]
     for part in prange(n_threads):
-        for kv_head in range(part, n_kv_head, n_threads):
-            at = layout[of] + kv_head * layout[K_HEAD + of] + first * row_bytes
-            _mean(at, row_bytes, kind, n, mean[kv_head])
-            if covariance.shape[1]:
-                _covariance(at, row_bytes, kind, n, mean[kv_head], covariance[kv_head])
+        for g in range(part, n_kv_head, n_threads):
+            at = layout[of] + g * layout[K_HEAD + of] + first * row_bytes
+            _one_head(
+                at, row_bytes, kind, n, moments.n[0], moments.centre[g], moments.rows[g],
+                moments.products[g], mean[g], covariance[g],
+            )  # fmt: skip
+    moments.n[0] = n // BLOCK * BLOCK
 
 
 @njit(cache=True, nogil=True)
-def _mean(at, row_bytes, kind, n, mean):
-    d = mean.shape[0]
-    ones, part, total = np.ones(BLOCK, np.float32), np.empty(d, np.float32), np.zeros(d)
-    for start in range(0, n, BLOCK):
-        part[:] = 0
-        tile_values(
-            1, kind, ones.ctypes.data, 0, at + start * row_bytes, row_bytes, 0,
-            min(BLOCK, n - start), d, part.ctypes.data,
-        )  # fmt: skip
-        keep(ones)
-        total += part
+def _one_head(at, row_bytes, kind, n, n_known, centre, rows, products, mean, covariance):
+    whole = n // BLOCK * BLOCK
+    if n_known == 0:
+        rows[:] = 0
+        products[:] = 0
+        count = min(n, BLOCK)
+        _add(at, row_bytes, kind, count, centre, rows, covariance[:0])
+        centre[:] = rows / count
+        rows[:] = 0
+    for start in range(n_known, whole, BLOCK):
+        _add(at + start * row_bytes, row_bytes, kind, BLOCK, centre, rows, products)
+    total = rows.copy()
+    covariance[:] = products
+    _add(at + whole * row_bytes, row_bytes, kind, n - whole, centre, total, covariance)
     mean[:] = total / n
+    for i in range(covariance.shape[0]):
+        for j in range(covariance.shape[0]):
+            off = (mean[i] - centre[i]) * (mean[j] - centre[j])
+            covariance[i, j] = covariance[i, j] / np.float32(n) - off
 
 
 @njit(cache=True, nogil=True, fastmath={"contract"})
-def _covariance(at, row_bytes, kind, n, mean, covariance):
-    d = mean.shape[0]
-    one, rows = np.ones(1, np.float32), np.empty((STEP, d), np.float32)
+def _add(at, row_bytes, kind, count, centre, total, products):
+    """Adds at most BLOCK rows, f64 (d,), and unless it is empty their products, f32 (d, d)."""
+    d = centre.shape[0]
+    one, part = np.ones(BLOCK, np.float32), np.zeros(d, np.float32)
+    tile_values(
+        1, kind, one.ctypes.data, 0, at, row_bytes, 0, count, d, part.ctypes.data
+    )  # fmt: skip
+    total += part
+    if products.shape[0] == 0:
+        keep(one)
+        return
+    rows = np.empty((STEP, d), np.float32)
     a, b, c, e = rows[0], rows[1], rows[2], rows[3]
-    covariance[:] = 0
-    for start in range(0, n, STEP):
+    for start in range(0, count, STEP):
         rows[:] = 0
-        for i in range(min(STEP, n - start)):
+        for i in range(min(STEP, count - start)):
             row = at + (start + i) * row_bytes
             tile_values(1, kind, one.ctypes.data, 0, row, row_bytes, 0, 1, d, rows[i].ctypes.data)
-            rows[i] -= mean
+            rows[i] -= centre
         for i in range(d):
-            out = covariance[i]
+            out = products[i]
             for j in range(d):
                 out[j] += a[i] * a[j] + b[i] * b[j] + c[i] * c[j] + e[i] * e[j]
     keep(one)
-    covariance /= np.float32(n)
 
 
 def mean_and_covariance_ref(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

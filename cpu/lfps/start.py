@@ -7,7 +7,14 @@ from numba import njit, prange
 
 from sparsekv_cli.cpu.attention.decode import scaled_copy
 from sparsekv_cli.cpu.attention.rows import K_HEAD, K_KIND, K_ROW, K
-from sparsekv_cli.cpu.attention.tile import NEGATIVE_INFINITY, PAD, exp_in_place, tile_scores
+from sparsekv_cli.cpu.attention.tile import (
+    MAX_TILE,
+    NEGATIVE_INFINITY,
+    PAD,
+    exp_in_place,
+    max_of,
+    tile_scores,
+)
 from sparsekv_cli.cpu.jit.llvm import LANES, keep
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.lfps.history import SINKS, rescale_tables
@@ -34,23 +41,34 @@ def _init_head(h, q, layout, n, rules, tables):
     k_at = layout[K] + h // (n_head // rules.n_kv_head) * layout[K_HEAD] + SINKS * k_row
     ver[:] = 0
     dist[:] = 0
-    scores = np.empty(n + PAD, np.float32)
-    for j in range(s):
-        position = n - s + j
-        count = position + 1 - SINKS
-        if count < 1:
+    scores = np.empty((MAX_TILE, n + PAD), np.float32)
+    scaled = scaled_copy(q[h], np.float32(rules.scale))
+    share = np.float32(1.0 / (2 * s * (1 - rules.decay)))
+    for first in range(0, s, MAX_TILE):
+        tile = min(MAX_TILE, s - first)
+        n_rows = n - s + first + tile - SINKS  # that the last query of the tile sees
+        if n_rows < 1:
             continue
-        scaled = scaled_copy(q[h, j], np.float32(rules.scale))
         tile_scores(
-            1, layout[K_KIND], scaled.ctypes.data, k_at, k_row, 0, count, d, scores.ctypes.data, 0
-        )
-        keep(scaled)
-        scores[count : count + LANES] = NEGATIVE_INFINITY
-        peak = scores[:count].max()
-        mass = exp_in_place(scores.ctypes.data, count, peak)
-        c = np.float32(1.0 / (2 * s * (1 - rules.decay))) / mass
-        for i in range(count):
-            ver[SINKS + i] += c * scores[i]
-            dist[position - SINKS - i] += c * scores[i]
+            tile, layout[K_KIND], scaled[first].ctypes.data, k_at, k_row, 0, n_rows, d,
+            scores.ctypes.data, scores.shape[1],
+        )  # fmt: skip
+        for t in range(tile):
+            count = n_rows - (tile - 1 - t)
+            if count > 0:
+                _add_weights(scores[t], count, share, ver[SINKS:], dist)
+    keep(scaled)
     tables.gain[h] = 1.0
     rescale_tables(h, tables, 1.0, n)
+
+
+@njit(cache=True, nogil=True)
+def _add_weights(scores, count, share, ver, dist):
+    """Adds a query's softmax weights, which sum to ``share``; it stands at row count - 1 of ver."""
+    scores[count : count + LANES] = NEGATIVE_INFINITY
+    at = scores.ctypes.data
+    factor = share / exp_in_place(at, count, max_of(at, count))
+    for i in range(count):
+        ver[i] += factor * scores[i]
+    for i in range(count):
+        dist[i] += factor * scores[count - 1 - i]

@@ -44,7 +44,7 @@ from sparsekv_cli.cpu.attention.rows import K, V
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.lfps import history, search
 from sparsekv_cli.cpu.lfps.bypass import Constants
-from sparsekv_cli.cpu.lfps.covariance import mean_and_covariance
+from sparsekv_cli.cpu.lfps.covariance import make_moments, mean_and_covariance
 from sparsekv_cli.cpu.lfps.history import Tables
 from sparsekv_cli.cpu.lfps.start import lfps_init
 from sparsekv_cli.cpu.lfps.step import LFPSStep
@@ -167,6 +167,10 @@ class LFPSCache(LayerCache):
             covariance=np.zeros((n_kv, size, size), np.float32),
             ratio=np.zeros(spec.n_head, np.float32),
         )
+        self._moments = (
+            make_moments(n_kv, width, covariance=method.sigma == "cov"),
+            make_moments(n_kv, padded(spec.value_dim), covariance=False),
+        )
         each, most = SHARED
         self._a_of_group = float(method.a * (1 + each * min(spec.group - 1, most)))
         self._rules = search.Rules(
@@ -224,11 +228,13 @@ class LFPSCache(LayerCache):
         """Tables and constants from all stored rows; queries f32 (H, s, d) of the last s rows."""
         store, spec, constants = self.store, self.spec, self._constants
         n, mean_only = store.n - N_SINKS, np.empty((spec.n_head_kv, 0, 0), np.float32)
-        for of, mean, covariance in (
-            (K, constants.mean_k, constants.covariance),
-            (V, constants.mean_v, mean_only),
+        for of, moments, mean, covariance in (
+            (K, self._moments[0], constants.mean_k, constants.covariance),
+            (V, self._moments[1], constants.mean_v, mean_only),
         ):
-            mean_and_covariance(store.layout, of, N_SINKS, n, mean, covariance, spec.n_threads)
+            mean_and_covariance(
+                store.layout, of, N_SINKS, n, moments, mean, covariance, spec.n_threads
+            )
         q = np.zeros((spec.n_head, queries.shape[1], padded(spec.head_dim)), np.float32)
         q[..., : spec.head_dim] = queries
         if self.method.sigma != "cov":
@@ -290,10 +296,15 @@ class LFPSCache(LayerCache):
         self._queries.truncate(n)
         if n < self._n_indexed:  # steps have changed the tables
             self._n_indexed = 0
+        for moments in self._moments:
+            if n < N_SINKS + moments.n[0]:  # of rows that are gone
+                moments.n[0] = 0
         return super().truncate(n)
 
     def memory(self) -> Memory:
-        index = sum(array.nbytes for array in (*self._tables, *self._constants, self._queries))
+        key_sums, value_sums = self._moments
+        arrays = (*self._tables, *self._constants, *key_sums, *value_sums, self._queries)
+        index = sum(array.nbytes for array in arrays)
         return Memory(host=self.store.nbytes, index=index)
 
     def counters(self) -> Mapping[str, int]:
