@@ -1,9 +1,10 @@
 """One decode step of SALS for a whole layer: score in latent space, select, reconstruct, attend.
 
-With ``score=brope`` latents are scored in chunks of 512 tokens, sixteen blocks of 32. Each block
-has queries of its own: RoPE turns the query to the distance of the block's centre, and pairs that
-turn much within a block are damped by their mean over it. Selected rows are reconstructed as f16 K
-and V; the kernels of attention/decode.py attend to them and to the exact rows.
+With ``score=brope`` each block of 128 tokens has queries of its own: RoPE turns the query to the
+distance of the block's centre, and pairs that turn much within a block are damped by their mean
+over it. They are made for a span of sixteen blocks at a time, a block a lane. Selected rows are
+reconstructed as f16 K and V; the kernels of attention/decode.py attend to them and to the exact
+rows.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from sparsekv_cli.cpu.sals.latent import (
 )
 from sparsekv_cli.cpu.sals.vectors import cos_sin, multiply, rotate_pair, widen
 
-ROPE_BLOCK = 32  # tokens that share a query
-CHUNK = LANES * ROPE_BLOCK  # latents scored at a time: a block a lane
+ROPE_BLOCK = 128  # tokens that share a query
+SPAN = LANES * ROPE_BLOCK  # tokens whose queries are made together
+CHUNK = 512  # latents scored at a time
 
 
 def damping(theta: np.ndarray, block: int) -> np.ndarray:
@@ -78,7 +80,7 @@ def summed_ref(q_nope: np.ndarray, latents: np.ndarray, decode: np.ndarray) -> n
 
 
 @njit(cache=True, nogil=True)
-def _block_queries(q, first, basis, damp, r_star, projected):
+def block_queries(q, first, basis, damp, r_star, projected):
     """The queries of sixteen blocks from position ``first`` on in latent space.
 
     q f32 (H, d') rotated and scaled; damp f32 (pairs,); projected f32 (H, r*, 16), a block a lane.
@@ -113,26 +115,21 @@ def _block_queries(q, first, basis, damp, r_star, projected):
 
 
 @njit(cache=True, nogil=True)
-def score_chunk(
-    chunk, q, basis, damp, latents, n_latent, projected, keys, scores, peak, mass
-):  # fmt: skip
+def score_chunk(chunk, queries, latents, n_latent, keys, scores, peak, mass):
     """e^(score - peak) of a chunk's latents for every head, with the heads' peaks and sums.
 
-    scores f32 (H, >= n_latent rounded up to 16); peak, mass f32 (H,). projected f32 (H, r*, 16)
-    and keys f32 (r*, 16) are scratch.
+    queries f32 (spans, H, r*, 16): of every block, see ``block_queries``. scores f32 (H, >=
+    n_latent rounded up to 16); peak, mass f32 (H,). keys f32 (r*, 16) is scratch.
     """
     start = chunk * CHUNK
     count = min(CHUNK, n_latent - start)
-    r_star = latents.score_rank
-    _block_queries(q, latents.first + start, basis, damp, r_star, projected)
-    n_head = q.shape[0]
-    for tile in range((count + LANES - 1) // LANES):
-        at = start + tile * LANES
+    n_head, r_star = queries.shape[1:3]
+    for at in range(start, start + count, LANES):
         widen(latents.score + 2 * at * r_star, r_star * LANES, keys.ctypes.data)
+        block = queries[at // SPAN].ctypes.data + 4 * (at % SPAN // ROPE_BLOCK)
         multiply(
-            n_head, projected.ctypes.data + 4 * (tile * LANES // ROPE_BLOCK), projected.strides[0],
-            4 * LANES, keys.ctypes.data, 4 * LANES, r_star, scores.ctypes.data + 4 * at,
-            scores.strides[0],
+            n_head, block, queries.strides[1], 4 * LANES, keys.ctypes.data, 4 * LANES, r_star,
+            scores.ctypes.data + 4 * at, scores.strides[0],
         )  # fmt: skip
     for h in range(n_head):
         for j in range(start + count, start + (count + LANES - 1) // LANES * LANES):
@@ -162,27 +159,37 @@ def _attend(q, n_kv, g, rows, idx, count, gather, peak, mass, acc, buffer):
 
 @njit(cache=True, nogil=True)
 def _first_tasks(
-    counter, q, exact, exact_rows, basis, damp, latents, n_latent, by_head, scores, peaks, masses,
-    peak, mass, acc, summed,
+    counter, q, exact, exact_rows, basis, damp, latents, queries, peak, mass, acc
 ):  # fmt: skip
-    """Takes tasks: attention over the exact rows of each kv head, then chunks of scores."""
-    n_head = q.shape[0]
+    """Takes tasks: attention over the exact rows of each kv head, then the queries of each span."""
     buffer = np.empty((TILE, ATTENDED_AT_ONCE + PAD), np.float32)
-    projected = np.empty((n_head, latents.score_rank, LANES), np.float32)
-    keys = np.empty((latents.score_rank, LANES), np.float32)
     task = next_task(counter)
-    while task < basis.n_kv + peaks.shape[0]:
-        chunk = task - basis.n_kv
-        if chunk < 0:
+    while task < basis.n_kv + queries.shape[0]:
+        span = task - basis.n_kv
+        if span < 0:
             _attend(
                 q, basis.n_kv, task, exact, exact_rows.ctypes.data, len(exact_rows), 1, peak, mass,
                 acc, buffer,
             )  # fmt: skip
-        elif by_head:
+        else:
+            block_queries(
+                q, latents.first + span * SPAN, basis, damp, latents.score_rank, queries[span]
+            )
+        task = next_task(counter)
+
+
+@njit(cache=True, nogil=True)
+def _score_tasks(
+    counter, queries, summed, latents, n_latent, scores, peaks, masses
+):  # fmt: skip
+    """Takes chunks of latents to score: by the blocks' queries, or if there are none by summed."""
+    keys = np.empty((latents.score_rank, LANES), np.float32)
+    chunk = next_task(counter)
+    while chunk < peaks.shape[0]:
+        if queries.shape[0]:
             score_chunk(
-                chunk, q, basis, damp, latents, n_latent, projected, keys, scores, peaks[chunk],
-                masses[chunk],
-            )  # fmt: skip
+                chunk, queries, latents, n_latent, keys, scores, peaks[chunk], masses[chunk]
+            )
         else:
             r_star = latents.score_rank
             for at in range(chunk * CHUNK, min(n_latent, (chunk + 1) * CHUNK), LANES):
@@ -191,7 +198,7 @@ def _first_tasks(
                     1, summed.ctypes.data, 0, 4, keys.ctypes.data, 4 * LANES, r_star,
                     scores.ctypes.data + 4 * at, 0,
                 )  # fmt: skip
-        task = next_task(counter)
+        chunk = next_task(counter)
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
@@ -331,14 +338,19 @@ def sals_step(
     mass = np.empty((n_piece + 1, n_head), np.float32)
     acc = np.empty((n_piece + 1, n_head, out.shape[1]), np.float32)
     summed = np.empty(0, np.float32)
+    n_span = (n_latent + SPAN - 1) // SPAN
     if not by_head:
         summed = summed_query(q_nope, basis, latents.score_rank)
-    counter = np.zeros(1, np.int64)
+        n_span = 0
+    queries = np.empty((n_span, n_head, latents.score_rank, LANES), np.float32)
+    counter = np.zeros(3, np.int64)
     for _thread in prange(n_threads):
         _first_tasks(
-            counter, scaled, exact, exact_rows, basis, damp, latents, n_latent, by_head, scores,
-            peaks, masses, peak[0], mass[0], acc[0], summed,
+            counter[0:1], scaled, exact, exact_rows, basis, damp, latents, queries, peak[0],
+            mass[0], acc[0],
         )  # fmt: skip
+    for _thread in prange(n_threads):
+        _score_tasks(counter[1:2], queries, summed, latents, n_latent, scores, peaks, masses)
     factors = np.ones((n_chunk, n_set), np.float32)
     if by_head:
         _head_factors(peaks, masses, peak[0], mass[0], factors)
@@ -347,10 +359,9 @@ def sals_step(
         start, stop = chunk * CHUNK, min(n_latent, (chunk + 1) * CHUNK)
         _importance(start, stop, scores, factors[chunk], n_front, n_back, n_latent, keys)
     select_largest(keys, n_latent, n_chosen, chosen)
-    counter[0] = 0
     for _thread in prange(n_threads):
         _attend_pieces(
-            counter, scaled, basis, latents, chosen[:n_chosen], peak, mass, acc, n_threads
+            counter[2:3], scaled, basis, latents, chosen[:n_chosen], peak, mass, acc, n_threads
         )
     _merge(peak, mass, acc, out)
     return n_chosen

@@ -21,7 +21,7 @@ import triton.language as tl
 from sparsekv_cli.kernels.checks import check
 
 GROUP = 32  # channels of values that share a scale
-ROPE_BLOCK = 32  # tokens that share a query when latents are scored
+ROPE_BLOCK = 128  # tokens that share a query when latents are scored
 LARGEST = 10  # binary exponent of the largest entry of E and D
 
 

@@ -1,9 +1,9 @@
 """SALS's scores on the GPU: how much attention each latent would get, computed in latent space.
 
-``score_latents`` turns the queries to the centre of each block of 32 tokens and projects them to
+``score_latents`` turns the queries to the centre of each block of 128 tokens and projects them to
 latent space, one matrix product a head. Then each block's latents are scored by the block's own
 queries of all heads at once, and the heads' softmax weights are added up. ``score_summed`` is the
-paper's score. The queries of blocks pass through memory, as many bytes as the latents. That way
+paper's score. The queries of blocks pass through memory, a fraction of the latents' bytes. That way
 blocks share a product that reads D once; fused with the scoring, D would be read again for every
 few blocks.
 """
@@ -17,7 +17,8 @@ import triton.language as tl
 from sparsekv_cli.kernels.checks import check
 from sparsekv_cli.kernels.sals.latent import ROPE_BLOCK, DeviceBasis, _cos_sin
 
-BLOCKS_A_PROGRAM = 4  # blocks of 32 tokens that one program scores
+TILE = 32  # latents that are scored at a time; as many or more share a query
+TILES_A_PROGRAM = 4
 QUERY_TILE = 64  # blocks whose queries one program projects
 PROGRAMS = 264  # wanted of the projections: two on each of 132 multiprocessors
 IMPORTANCE_TILE = 512  # tokens whose weights one program adds up
@@ -27,11 +28,11 @@ IMPORTANCE_TILE = 512  # tokens whose weights one program adds up
 def _block_queries_kernel(
     q_ptr, damp_ptr, turns_ptr, decode_ptr, n_ptr, out_ptr, scale, first, n_head, n_kv, span,
     D: tl.constexpr, HALF: tl.constexpr, R_STAR: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_REST: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_REST: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_C: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     unit = tl.program_id(2)
     b, h = unit // n_head, unit % n_head
-    n_block = tl.cdiv(tl.load(n_ptr + b), 32)
+    n_block = tl.cdiv(tl.load(n_ptr + b), ROPE)
     first_block = tl.program_id(0) * BLOCK_B
     if first_block < n_block:
         i = tl.arange(0, BLOCK_H)
@@ -41,7 +42,9 @@ def _block_queries_kernel(
         x = (tl.load(q_at + i, mask=i < HALF, other=0.0) * damp)[None, :]
         y = (tl.load(q_at + HALF + i, mask=i < HALF, other=0.0) * damp)[None, :]
         half_turns = tl.load(turns_ptr + i, mask=i < HALF, other=0)
-        twice = (2 * first + 31 + 64 * block).to(tl.int64)  # the centre lies between two tokens
+        twice = (2 * first + ROPE - 1 + 2 * ROPE * block).to(
+            tl.int64
+        )  # the centre lies between two tokens
         cos, sin = _cos_sin(twice[:, None] * half_turns[None, :])
         turned1 = (x * cos + y * sin).to(tl.float16)
         turned2 = (y * cos - x * sin).to(tl.float16)
@@ -70,7 +73,8 @@ def _block_queries_kernel(
 def _score_latents_kernel(
     queries_ptr, latents_ptr, n_ptr, scores_ptr, peaks_ptr, masses_ptr, factor, first, n_head,
     capacity, r, n_block_max, stride_sb, stride_sh,
-    R_STAR: tl.constexpr, HEADS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCKS: tl.constexpr,
+    R_STAR: tl.constexpr, HEADS: tl.constexpr, BLOCK_C: tl.constexpr, TILES: tl.constexpr,
+    SIZE: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     n = tl.load(n_ptr + b)
@@ -78,14 +82,15 @@ def _score_latents_kernel(
     is_head = h < n_head
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     mass = tl.zeros([HEADS], tl.float32)
-    for i in range(BLOCKS):
-        block = chunk * BLOCKS + i
-        j = block * 32 + tl.arange(0, 32)
+    for i in range(TILES):
+        start_of_tile = (chunk * TILES + i) * SIZE
+        block = start_of_tile // ROPE
+        j = start_of_tile + tl.arange(0, SIZE)
         is_token = j < n
-        heads = tl.where(block * 32 < n, n_head, 0)  # queries of empty blocks were not written
+        heads = tl.where(start_of_tile < n, n_head, 0)  # queries of empty blocks were not written
         queries_at = queries_ptr + ((b * n_block_max + block) * n_head + h[:, None]) * R_STAR
         latents_at = latents_ptr + (b * capacity + first + j[:, None]) * r
-        scores = tl.zeros([HEADS, 32], tl.float32)
+        scores = tl.zeros([HEADS, SIZE], tl.float32)
         for start in range(0, R_STAR, BLOCK_C):
             column = start + c[None, :]
             is_column = column < R_STAR
@@ -182,16 +187,16 @@ def score_latents(
         q, damp, basis.half_turns, basis.decode, n, queries, scale, first, n_head, basis.n_kv,
         span, D=d, HALF=half, R_STAR=score_rank, BLOCK_H=max(16, triton.next_power_of_2(half)),
         BLOCK_REST=triton.next_power_of_2(max(1, d - 2 * half)), BLOCK_B=QUERY_TILE,
-        BLOCK_C=columns, num_warps=4, num_stages=3,
+        BLOCK_C=columns, ROPE=ROPE_BLOCK, num_warps=4, num_stages=3,
     )  # fmt: skip
-    n_chunk = triton.cdiv(n_max, ROPE_BLOCK * BLOCKS_A_PROGRAM)
+    n_chunk = triton.cdiv(n_max, TILE * TILES_A_PROGRAM)
     scores = torch.empty(n_batch, n_head, n_max, dtype=torch.float32, device=device)
     peaks, masses = torch.empty(2, n_batch, n_chunk, n_head, device=device)
     _score_latents_kernel[(n_chunk, n_batch)](
         queries, latents, n, scores, peaks, masses, basis.decode_factor, first, n_head, capacity,
         r, shape[1], *scores.stride()[:2], R_STAR=score_rank,
-        HEADS=max(16, triton.next_power_of_2(n_head)), BLOCK_C=columns, BLOCKS=BLOCKS_A_PROGRAM,
-        num_warps=4, num_stages=3,
+        HEADS=max(16, triton.next_power_of_2(n_head)), BLOCK_C=columns, TILES=TILES_A_PROGRAM,
+        SIZE=TILE, ROPE=ROPE_BLOCK, num_warps=4, num_stages=3,
     )  # fmt: skip
     lse = torch.empty(n_batch, n_head, device=device)
     _head_lse_kernel[(n_batch * n_head,)](

@@ -15,7 +15,7 @@ position, and attends to them, to the sinks and to the recent window, which stay
 Departures; docs/methods.md has their reasons and figures:
 (1) ``basis=diag`` weighs each RoPE pair of a kv head by the size of its queries. The weights are
     alike within a pair, so they commute with RoPE.
-(2) ``score=brope``: latents are scored in blocks of 32 tokens with queries rotated to the block's
+(2) ``score=brope``: latents are scored in blocks of 128 tokens with queries rotated to the block's
     distance, a softmax a head, summed over heads; its sums include the exact rows.
 (3) Sinks stay exact (``exact_sinks``).
 (4) Values are quantised per token in groups of 32 channels.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-BLOCK = 32  # tokens that share a query in brope
+BLOCK = 128  # tokens that share a query in brope
 GROUP = 32  # value channels that share a scale
 
 

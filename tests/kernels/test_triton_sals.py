@@ -134,7 +134,7 @@ def test_score_latents(geometry, ns, device):
     position = 270
     at = torch.tensor([position], device=device)
     q = latent.rotate(q_nope[:, :, None], at, basis.half_turns, 1.1)[:, :, 0].contiguous()
-    damp = torch.from_numpy(damping(theta, 32) * np.float32(1.1)).to(device)
+    damp = torch.from_numpy(damping(theta, latent.ROPE_BLOCK) * np.float32(1.1)).to(device)
     exact_lse = torch.full((len(ns), n_head), 0.3, device=device)
     n_max, scale = 260, d**-0.5
     found = sals.score_latents(
@@ -144,7 +144,7 @@ def test_score_latents(geometry, ns, device):
         rows = latents[b, FIRST : FIRST + n_b, :score_rank].cpu().double().numpy()
         nope = q_nope[b].cpu().double().numpy()
         scores = scale * brope_ref(
-            nope, position, rows, FIRST, decode[:, :score_rank], theta, 1.1, 32
+            nope, position, rows, FIRST, decode[:, :score_rank], theta, 1.1, latent.ROPE_BLOCK
         )
         weights = np.exp(scores)
         expected = (weights / (weights.sum(1, keepdims=True) + np.exp(0.3))).sum(0)
