@@ -38,5 +38,10 @@ class SessionConfig:
         0.0, "GiB of the GPU's memory to use at most; 0: what is free", at_least=0
     )
 
+    sparse_from: int = option(
+        0, "tokens up to which a method that keeps all rows attends to all of them; -1: as many as "
+        "follow from the model's shape (methods/depth.py)", at_least=-1
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
         check_options(self)

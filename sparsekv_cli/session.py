@@ -20,6 +20,7 @@ from sparsekv_cli.engine import open_engine
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.memory import release_code
 from sparsekv_cli.methods.base import Method
+from sparsekv_cli.methods.depth import dense_up_to, sparse_from
 from sparsekv_cli.models.architectures import Architecture, architecture_of
 from sparsekv_cli.models.forward import Progress
 from sparsekv_cli.models.gguf.file import GGUFFile, open_gguf
@@ -91,7 +92,8 @@ class Session:
     """One model, one method, one sequence. ``load_session`` makes it.
 
     Positions are absolute; ``tokens`` are those whose rows the caches hold. ``checkpoint``: where
-    their last prefill ended, None if that is no part of them.
+    their last prefill ended, None if that is no part of them. ``sparse_from``: of so many rows the
+    method attends to all; among more it chooses.
     """
 
     def __init__(
@@ -111,7 +113,6 @@ class Session:
 
         self.gguf = file
         self.hparams = hparams
-        self.method = method
         self._on_compile = on_compile
         self.config = config
         self.n_threads = min(config.threads or physical_cores(), numba.config.NUMBA_NUM_THREADS)
@@ -131,9 +132,23 @@ class Session:
         self.timings = Timings()
         self.ledger = SessionLedger(self)
         self._specs = self.prepare(method, on_compile, on_calibrate)
+        self.sparse_from = self._sparse_from(method)
+        self.method = dense_up_to(method, self.sparse_from) if self.sparse_from else method
         self.engine.load_kernels(method, self._specs)
         self._is_ready_for_few = False
         self.reset()
+
+    def _sparse_from(self, method: Method) -> int:
+        """The rows up to which ``method`` attends to all; 0 if it has no such depth.
+
+        Where steps pay is known of those on the host only.
+        """
+        if not method.work_of_a_head:
+            return 0
+        if self.config.sparse_from >= 0:
+            return self.config.sparse_from
+        on_host = self.engine.decodes_on_host(method)
+        return sparse_from(method, self._specs) if on_host else 0
 
     def prepare(
         self,

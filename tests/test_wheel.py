@@ -136,7 +136,8 @@ def test_the_wheel_does_not_ask_for_torch(wheel, run):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--method", "lfps", "--budget", "16"], ["--prefill-dtype", "f32"]]
+    "arguments",
+    [["--method", "lfps", "--budget", "16", "--sparse-from", "0"], ["--prefill-dtype", "f32"]],
 )
 def test_run(run, model, arguments):
     done = run("sparsekv-cli", "run", "-m", model, "-p", "abc " * 50, "-n", 4, "--json", *arguments)

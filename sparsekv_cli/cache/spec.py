@@ -78,13 +78,15 @@ class Budget:
 
     floor, ceiling: least and most rows of a share. Default budgets have them, so that short chats
     stay coherent and the work of a step stops growing with the context. A share that the user
-    states has none.
+    states has none. covers: contexts up to so many rows are attended to as a whole
+    (methods/depth.py).
     """
 
     tokens: int | None = None
     share: float | None = None
     floor: int = 1
     ceiling: int = 1 << 62
+    covers: int = 0
 
     @staticmethod
     def parse(text: str) -> Budget:
@@ -104,6 +106,8 @@ class Budget:
 
     def rows(self, n: int) -> int:
         """Rows of a context of n that may be attended, at least 1."""
+        if 0 < n <= self.covers:
+            return n
         if self.tokens is not None:
             return self.tokens
         assert self.share is not None
@@ -112,7 +116,7 @@ class Budget:
     def at_least(self, n: int) -> Budget:
         """The same budget, but at least n rows."""
         if self.tokens is not None:
-            return Budget(tokens=max(self.tokens, n))
+            return replace(self, tokens=max(self.tokens, n))
         return replace(self, floor=max(self.floor, n), ceiling=max(self.ceiling, n))
 
     def __str__(self) -> str:

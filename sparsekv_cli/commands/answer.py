@@ -216,6 +216,8 @@ def ledger_line(session: Session, method: str) -> str:
         f"{100 * ledger['rows_attended'] / total:.1f}% attended, "
         f"{ledger['bytes_host'] / 2**20:.1f} MiB host"
     )
+    if session.sparse_from:
+        text += f", sparse from {session.sparse_from} tokens on"
     if ledger["bytes_device"]:
         text += f", {ledger['bytes_device'] / 2**20:.1f} MiB device"
     if "pages_recalled" in ledger:

@@ -15,6 +15,7 @@ from sparsekv_cli.commands.bench_report import REPORTS, BenchModel, BenchResult,
 from sparsekv_cli.commands.options import (
     ModelOptions,
     build_method,
+    check_sparse_from,
     find_model,
     load_session,
     model_options,
@@ -164,6 +165,7 @@ def command(
     if not tests:
         raise click.UsageError("nothing to measure: -p and -n are 0 and there is no -pg", context)
     built = [(name, build_for_bench(name, methods, options)) for name in methods]
+    check_sparse_from(options.config, [method for _, method in built])
     path = find_model(options.model)
     config = replace(options.config, ctx_size=context_size(tests))
     seed = DEFAULT_SEED if options.seed is None else options.seed
@@ -188,6 +190,7 @@ def command(
                         samples_ns=samples,
                         ledger=ledger,
                         roofline=roofline_of(session, test, repetitions, ledger, bandwidth),
+                        sparse_from=session.sparse_from,
                     )
                 )
             del session  # its memory goes before the next method's is taken

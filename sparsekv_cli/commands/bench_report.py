@@ -73,7 +73,7 @@ class BenchModel:
 class BenchResult:
     """One row: a test with a method and the nanoseconds that each repetition took.
 
-    roofline: what bounds a test that decodes only; None for others.
+    roofline: what bounds a test that decodes only; None for others. sparse_from: as Session's.
     """
 
     model: BenchModel
@@ -84,6 +84,7 @@ class BenchResult:
     samples_ns: Sequence[int]
     ledger: Mapping[str, Any]
     roofline: Roofline | None = None
+    sparse_from: int = 0
     test_time: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
 
     @property
@@ -134,6 +135,7 @@ class BenchResult:
             "bound_ts": roofline and roofline.bound_ts,
             "fraction": roofline and roofline.fraction(statistics.fmean(rates)),
             "n_seqs": self.test.n_seqs,
+            "sparse_from": self.sparse_from,
         }
 
     def columns(self) -> dict[str, str]:
@@ -177,13 +179,15 @@ class Report(ABC):
 class MarkdownReport(Report):
     """A table for people: a row of fixed column widths a result, as wide as its first row needs.
 
-    A line about the roofline of each test that decodes follows the table.
+    Lines follow the table: the depths from which methods are sparse, and the roofline of each test
+    that decodes.
     """
 
     def row(self, result: BenchResult) -> None:
         cells = result.columns()
         if self.n_rows == 0:
             self.rooflines: list[str] = []
+            self.depths: dict[str, int] = {}
             self.widths = {name: max(len(name), len(cell)) for name, cell in cells.items()}
             for name, least in {"method": 12, "test": 16, "t/s": 20}.items():
                 self.widths[name] = max(self.widths[name], least)
@@ -194,14 +198,22 @@ class MarkdownReport(Report):
             self._line(rules)
         self._line(cells)
         self.n_rows += 1
+        if result.sparse_from:
+            self.depths[result.method] = result.sparse_from
         if result.roofline is not None:
             what = f"{result.test.label} {result.method}"
             rate = statistics.fmean(result.samples_ts)
             self.rooflines.append(result.roofline.line(what, rate))
 
     def close(self) -> None:
-        if self.n_rows and self.rooflines:
-            self.write("\n" + "\n".join(self.rooflines) + "\n")
+        if not self.n_rows:
+            return
+        lines = [
+            f"{name}: dense up to {n} tokens, sparse from there on (--sparse-from)"
+            for name, n in self.depths.items()
+        ]
+        if lines or self.rooflines:
+            self.write("\n" + "\n".join(lines + self.rooflines) + "\n")
 
     def _line(self, cells: Mapping[str, str]) -> None:
         padded = []

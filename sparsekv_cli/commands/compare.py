@@ -57,7 +57,7 @@ PIPE_WIDTH = 160  # columns of a table that no terminal limits
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @CONTEXT_OPTION
-@model_options(bench=True)
+@model_options(bench=True, sparse_from=False)
 def command(
     options: ModelOptions,
     prompt: str | None,

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -227,6 +227,14 @@ CONTEXT_OPTION = click.option(
     help="Most tokens the KV cache may hold; 0 takes the model's. [default: 0]",
 )
 
+SPARSE_FROM_OPTION = click.option(
+    "--sparse-from",
+    metavar="N",
+    type=click.IntRange(min=0),
+    help="Tokens up to which a method that keeps all rows attends to all of them; 0: it is sparse "
+    "at once. [default: where that pays, by the model's shape]",
+)
+
 METHOD_OPTION = click.option(
     "--method",
     metavar="NAME",
@@ -235,10 +243,13 @@ METHOD_OPTION = click.option(
 )
 
 
-def model_options(*, bench: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def model_options(
+    *, bench: bool = False, sparse_from: bool = True
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Adds the options of every command that runs a model; passes them as ``options``.
 
     bench: leave out ``-c`` and ``--method``, because the command works both out by itself.
+    sparse_from: whether methods wait until they pay; otherwise they are sparse at once.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -247,6 +258,7 @@ def model_options(*, bench: bool = False) -> Callable[[Callable[..., Any]], Call
             return function(options=_gather_model_options(values), **values)
 
         own = [] if bench else [CONTEXT_OPTION, METHOD_OPTION]
+        own += [SPARSE_FROM_OPTION] if sparse_from else []
         return apply_options(gather, [MODEL_OPTION, *own, *MODEL_OPTIONS[1:], verbose_option])
 
     return decorate
@@ -254,7 +266,7 @@ def model_options(*, bench: bool = False) -> Callable[[Callable[..., Any]], Call
 
 def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
     """Takes the options above out of ``values``."""
-    seed = values.pop("seed")
+    seed, sparse_from = values.pop("seed"), values.pop("sparse_from", 0)
     return ModelOptions(
         model=values.pop("model"),
         config=SessionConfig(
@@ -267,6 +279,7 @@ def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
             gpu_weights=values.pop("gpu_weights"),
             repack=values.pop("repack"),
             vram_limit=values.pop("vram_limit"),
+            sparse_from=-1 if sparse_from is None else sparse_from,
         ),
         seed=None if seed == -1 else seed,
         method=values.pop("method", "full"),
@@ -338,14 +351,21 @@ def _unfreeze() -> None:
 def open_session(options: ModelOptions) -> Session:
     """Checks the method first, then loads the model.
 
-    Raises click.UsageError for a method or an option that does not exist, SparseKVError for a
-    model that cannot be used.
+    click.UsageError for a method or an option that does not exist, SparseKVError for a bad model.
     """
     with collecting_no_garbage():
         method = build_method(options.method, options.method_options, options.named)
+    check_sparse_from(options.config, [method])
     session = load_session(find_model(options.model), method, options.config)
     warn_of_long_context(session)
     return session
+
+
+def check_sparse_from(config: SessionConfig, methods: Sequence[Method]) -> None:
+    """Raises click.UsageError for a depth that the user states and none of ``methods`` has."""
+    if config.sparse_from > 0 and not any(method.work_of_a_head for method in methods):
+        names = " and ".join(dict.fromkeys(method.name for method in methods))
+        raise click.UsageError(f"--sparse-from is for methods that choose among rows, not {names}")
 
 
 def warn_of_long_context(session: Session) -> None:

@@ -132,6 +132,10 @@ def result(session: Session, ids: list[int], answer: Answer, method: str) -> dic
             "decode_s": timings.decode_s,
             "decode_tps": speed(timings.decode_tokens, timings.decode_s),
         },
-        "method": {"name": method, "options": session.method_options()},
+        "method": {
+            "name": method,
+            "options": session.method_options(),
+            "sparse_from": session.sparse_from,
+        },
         "ledger": session.ledger.as_dict(),
     }

@@ -33,6 +33,9 @@ class Method(ABC):
     cache_types: ClassVar[tuple[str, ...]] = ("f16",)  # of K and of V that it can read
     # Its cache on a GPU, module:class of device/; a method without one keeps its rows on the host.
     device_cache: ClassVar[str] = ""
+    # What a query head does for itself in a sparse step, in rows of a dense one (depth.py); 0 for a
+    # method that is never sparse, or that does not keep all rows.
+    work_of_a_head: ClassVar[int] = 0
     # Values of options by the name of a preset; what the user sets changes them.
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
 

@@ -67,6 +67,7 @@ class LFPS(Method):
 
     paper: ClassVar[str] = "arXiv:2506.15704"
     description: ClassVar[str] = "candidates from tables of past attention (vertical and slash)"
+    work_of_a_head: ClassVar[int] = 1280
     cache_types: ClassVar[tuple[str, ...]] = ("f16", "q8_0")
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},
@@ -216,7 +217,8 @@ class LFPSCache(LayerCache):
     def finish_prefill(self) -> None:
         """Fills the tables (eq 4) and the constants of eq 6 from the last queries and all rows."""
         self._queries.finish_prefill(self.store.n)
-        self._start()
+        if not self._covers(self.store.n + 1):
+            self._start()
 
     def _start(self) -> None:
         """Makes the index from the last rows' queries, if they are known."""
@@ -247,11 +249,14 @@ class LFPSCache(LayerCache):
         self._raised[:] = 1.0
         self._n_indexed = store.n
 
+    def _covers(self, n: int) -> bool:
+        """Whether the budget covers a context of n rows, so that attention is dense."""
+        return self.method.budget.rows(n) + N_SINKS >= n
+
     def decode(self, x: AttnInput) -> np.ndarray:
-        store, spec, method = self.store, self.spec, self.method
+        store, spec = self.store, self.spec
         n = store.n + 1
-        k = method.budget.rows(n)
-        if k + N_SINKS >= n:
+        if self._covers(n):
             store.append_row(x.k, x.v)
             self._queries.record(x.q, n)
             self.lse[:] = ALL
@@ -261,6 +266,7 @@ class LFPSCache(LayerCache):
         if self._n_indexed != store.n:  # then from this row's query, and all rows, this one too
             store.append_row(x.k, x.v)
             self._index(x.q[..., : spec.head_dim])
+        k = self.method.budget.rows(n)
         self._prepare(n, k)
         out = np.empty((spec.n_head, store.v_type.width), np.float32)
         if self.records_attended:

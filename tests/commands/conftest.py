@@ -86,6 +86,7 @@ class FakeSession:
         self.tokenizer = ByteTokenizer()
         self.tokens: list[int] = []
         self.checkpoint: Checkpoint | None = None
+        self.sparse_from = 0
         self.timings = SimpleNamespace(
             load_s=0.5,
             prefill_s=0.0,

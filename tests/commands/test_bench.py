@@ -25,7 +25,7 @@ test_time avg_ns stddev_ns avg_ts stddev_ts samples_ns samples_ts
 LLAMA_BENCH_ORDER = LLAMA_BENCH_TEXT.split()
 OURS = ["method", "method_options", "budget", "ledger"]
 ROOFLINE = ["roofline_bytes", "bandwidth", "bound_ts", "fraction"]
-OURS += [*ROOFLINE, "n_seqs"]
+OURS += [*ROOFLINE, "n_seqs", "sparse_from"]
 BANDWIDTH = 6.2e6  # bytes a second; the fake model has 3000 bytes and reads 100 of KV a token
 
 

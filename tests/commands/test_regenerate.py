@@ -25,8 +25,9 @@ def test_the_same_answer_again(name: str, invoke: Callable[..., Any], default_mo
         "/regen",
     ]
     result = invoke(
-        "chat", "-m", str(default_model), "--device", "cpu", "--method", name, "--temp", "0", "-n",
-        "40", "-r", "\n", "--ignore-eos", stdin="".join(f"{line}\n" for line in lines).encode(),
+        "chat", "-m", str(default_model), "--device", "cpu", "--method", name, "--sparse-from", "0",
+        "--temp", "0", "-n", "40", "-r", "\n", "--ignore-eos",
+        stdin="".join(f"{line}\n" for line in lines).encode(),
     )  # fmt: skip
     assert result.code == 0, result.err
     first, again, second, *others = result.out.split("\n")[:5]

@@ -59,7 +59,8 @@ def test_run_with_every_method(model: str, invoke: Invoke) -> None:
         everything = run_json(invoke, model, *arguments, "--budget", "100%")
         assert everything["tokens"] == full["tokens"]
         assert everything["method"]["options"]["budget"] == "100%"
-        sparse = run_json(invoke, model, *arguments, "--budget", "10%", "--dense-layers", "none")
+        arguments += ["--budget", "10%", "--dense-layers", "none", "--sparse-from", "0"]
+        sparse = run_json(invoke, model, *arguments)
         ledger = sparse["ledger"]
         assert 0 < ledger["rows_attended"] < 0.5 * ledger["rows_total"]
 

@@ -30,6 +30,7 @@ def open_tiny(
     types: tuple[str, str] | None = None,
     chunk: int = CHUNK,
     ctx_size: int = 0,
+    sparse_from: int = 0,
     shape: Mapping[str, Any] = SHAPE,
 ) -> Session:
     """A session with one thread and f32 prefill; a method's name and options as on the command
@@ -43,7 +44,9 @@ def open_tiny(
         cache_type_k=types and types[0],
         cache_type_v=types and types[1],
     )
-    config = SessionConfig(threads=1, prefill_dtype="f32", chunk=chunk, ctx_size=ctx_size)
+    config = SessionConfig(
+        threads=1, prefill_dtype="f32", chunk=chunk, ctx_size=ctx_size, sparse_from=sparse_from
+    )
     return load_session(tiny_model(**shape), method, config)
 
 

@@ -1,0 +1,32 @@
+"""From which depth on a method is sparse: where that is cheaper than to attend to all rows.
+
+A dense step reads a row once for all query heads of its kv group. A sparse step has other work,
+most of which every query head has for itself and which hardly grows with the context: it searches
+an index, scores candidates and gathers the rows that it has chosen from all over the cache. So it
+pays where the context is longer than
+
+    heads of a group x rows that a dense step could read in the time of one head's own work.
+
+The second factor is a constant of each method, ``Method.work_of_a_head``. It was measured on a CPU
+with the default budget, rounded up, and is not measured again: the same command gives the same
+text. docs/methods.md has the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from sparsekv_cli.cache.spec import LayerSpec
+from sparsekv_cli.methods.base import Method
+
+
+def sparse_from(method: Method, specs: Iterable[LayerSpec]) -> int:
+    """Rows up to which ``method`` should attend to all of them; 0 if it has no such depth."""
+    return method.work_of_a_head * max(spec.group for spec in specs)
+
+
+def dense_up_to(method: Any, n: int) -> Method:
+    """``method``, which must have such a depth, with a budget that covers contexts of n rows."""
+    return replace(method, budget=replace(method.budget, covers=n))
