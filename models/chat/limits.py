@@ -8,14 +8,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, MappingView
 from typing import Any
 
-from jinja2 import TemplateError, filters, utils
+from jinja2 import TemplateError, Undefined, filters
 
 MAX_STEPS = 1_000_000  # loop iterations, calls and filters of one rendering
 MAX_SECONDS = 1.0
-MAX_BITS = 4096  # of a whole number
+MAX_BITS = 60  # of a computed number: Python's hashes of smaller ones differ, so dicts stay fast
+MAX_SHOWN_BITS = 4096  # of a number that the conversation brings
 MAX_WIDTH = 1000  # of a field in a format
+MAX_PATTERN = 100  # characters, where a search takes the product of text and pattern
 MAX_JSON_INDENT = 16
 NODE_WEIGHT = 8  # what an element of a container counts, in characters
+MAX_COPIES = 64  # of the largest text, that may be made in all
+
+SLOW_SEARCHES = ("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip")
 
 
 class LimitError(TemplateError):
@@ -26,13 +31,15 @@ class Limits:
     """The work and the sizes of one rendering.
 
     max_chars: of the output, and of any text or container on the way.  A container counts with all
-    that it holds, as often as it holds it, so nothing is exponentially larger than it looks.
+    that it holds, as often as it holds it, so nothing is exponentially larger than it looks.  What
+    is made and thrown away counts too, ``MAX_COPIES`` times as much.
     """
 
     def __init__(self, max_chars: int) -> None:
         self.max_chars = max_chars
         self.n_steps = 0
         self.n_chars_shown = 0
+        self.n_chars_made = 0
         self.deadline = time.perf_counter() + MAX_SECONDS
 
     def step(self) -> None:
@@ -40,28 +47,51 @@ class Limits:
         self.n_steps += 1
         if self.n_steps > MAX_STEPS:
             raise LimitError(f"it takes more than {MAX_STEPS} steps; does a loop not end?")
+        self.timed()
+
+    def timed(self, value: Any = None) -> Any:
+        """``value``, unless the time is up."""
         if time.perf_counter() > self.deadline:
             raise LimitError(f"it takes longer than {MAX_SECONDS:g} s; does a loop not end?")
+        return value
 
     def fits(self, n_chars: int) -> None:
         """Refuses what would be larger than the whole output may be."""
         if n_chars > self.max_chars:
             raise LimitError(f"it makes a text or list of more than {self.max_chars} characters")
 
+    def makes(self, n_chars: int) -> None:
+        """Refuses a new text or list that is too large, and too many of them."""
+        self.fits(n_chars)
+        self.n_chars_made += max(0, n_chars)
+        if self.n_chars_made > MAX_COPIES * self.max_chars:
+            raise LimitError("its texts and lists have too many characters in all")
+
     def fits_number(self, n_bits: int) -> None:
-        """Refuses a whole number of more than ``MAX_BITS`` bits."""
+        """Refuses to compute a whole number of more than ``MAX_BITS`` bits."""
         if n_bits > MAX_BITS:
             raise LimitError(f"it makes a number of more than {MAX_BITS} bits")
 
+    def number(self, value: Any) -> Any:
+        """``value``, refused if it is a whole number of more than ``MAX_BITS`` bits."""
+        if isinstance(value, int):
+            self.fits_number(value.bit_length())
+        return value
+
+    def built(self, value: Any) -> Any:
+        """``value``, a new text, or a new container of values that there were before."""
+        self.makes(len(value) if isinstance(value, str) else NODE_WEIGHT * len(value))
+        return self.weighed(value)
+
     def weighed(self, value: Any) -> Any:
-        """``value``, measured with all that it holds."""
+        """``value``, measured with all that it holds, which must be plain values."""
         self.step()
         weight = 0
         waiting = [value]
         while waiting:
             item = waiting.pop()
             weight += NODE_WEIGHT
-            if isinstance(item, str | bytes):
+            if isinstance(item, str):
                 weight += len(item)
             elif isinstance(item, list | tuple | MappingView):
                 self.fits(weight + NODE_WEIGHT * (len(waiting) + len(item)))
@@ -71,9 +101,11 @@ class Limits:
                 waiting += item.keys()
                 waiting += item.values()
             elif isinstance(item, int):
-                self.fits_number(item.bit_length())
-            elif isinstance(item, utils.Namespace):
-                raise LimitError("it puts a namespace where a value was expected")
+                if item.bit_length() > MAX_SHOWN_BITS:
+                    raise LimitError(f"it shows a number of more than {MAX_SHOWN_BITS} bits")
+            elif not (item is None or isinstance(item, float | Undefined)):
+                kind = type(item).__name__
+                raise LimitError(f"it puts a {kind} where a text, number, list or dict belongs")
             self.fits(weight)
         return value
 
@@ -82,7 +114,7 @@ class Limits:
         return value if isinstance(value, str) else str(self.weighed(value))
 
     def show(self, value: Any) -> str:
-        """An expression's value on its way to the output."""
+        """An expression's value on its way to the output: never an address in memory."""
         self.step()
         text = self.text(value)
         self.n_chars_shown += len(text)
@@ -98,7 +130,7 @@ class Limits:
     def concatenated(self, parts: Iterable[str]) -> str:
         """What a macro or ``{% set %}`` block has shown, in one text."""
         texts = list(parts)
-        self.fits(sum(map(len, texts)))
+        self.makes(sum(map(len, texts)))
         return "".join(texts)
 
     def joined(self, parts: Iterable[Any], separator: str = "") -> str:
@@ -109,6 +141,7 @@ class Limits:
             texts.append(self.text(part))
             n_chars += len(texts[-1]) + len(separator)
             self.fits(n_chars)
+        self.makes(n_chars)
         return separator.join(texts)
 
     def replace(self, text: str, old: str, new: str, count: int | None = -1) -> str:
@@ -120,13 +153,13 @@ class Limits:
             count = -1
         else:
             n_found = min(count, n_found)
-        self.fits(len(text) + n_found * len(new))
+        self.makes(len(text) + n_found * len(new))
         return text.replace(old, new, count)
 
     def padded(self, text: str, method: str, width: int = 80, fill: str = " ") -> str:
         """``text.center``, ``ljust``, ``rjust`` or ``zfill``."""
         self.step()
-        self.fits(width)
+        self.makes(width)
         return getattr(self.text(text), method)(width, *([] if method == "zfill" else [fill]))
 
     def indent(
@@ -135,7 +168,7 @@ class Limits:
         """jinja2's filter ``indent``."""
         self.step()
         n_columns = len(width) if isinstance(width, str) else width
-        self.fits(len(text) + (text.count("\n") + 1) * n_columns)
+        self.makes(len(text) + (text.count("\n") + 1) * n_columns)
         return filters.do_indent(text, width, first, blank)
 
     def percent_format(self, text: str, values: Any) -> str:
@@ -145,6 +178,8 @@ class Limits:
 
     def check_brace_format(self, text: str, values: list[Any]) -> None:
         """Bounds what ``text.format`` makes of ``values``."""
+        if re.search(r"\{[^{}:!]*[.[]", text):
+            raise LimitError("it formats a part of a value, which is not allowed")
         self.check_format(text, r"\{[^{}]*\{|\d{4}", values, text.count("{"))
 
     def check_format(self, text: str, refused: str, values: list[Any], n_fields: int) -> None:
@@ -152,12 +187,12 @@ class Limits:
         if re.search(refused, text):
             raise LimitError(f"it formats with a width beyond {MAX_WIDTH} or one given elsewhere")
         n_chars = sum(len(self.text(value)) for value in values)
-        self.fits(len(text) + n_fields * (MAX_WIDTH + n_chars))
+        self.makes(len(text) + n_fields * (MAX_WIDTH + n_chars))
 
     def batch(self, value: Iterable[Any], linecount: int, fill_with: Any = None) -> list[list[Any]]:
         """jinja2's filter ``batch``."""
         self.fits(linecount)
-        return self.weighed(list(filters.do_batch(self.counted(value), linecount, fill_with)))
+        return self.built(list(filters.do_batch(self.counted(value), linecount, fill_with)))
 
     def round(self, value: float, precision: int = 0, method: Any = "common") -> float:
         """jinja2's filter ``round``."""
@@ -173,7 +208,7 @@ class Limits:
             if not isinstance(total, int | float) or not isinstance(value, int | float):
                 raise LimitError("it sums what is not numbers")
             total += value
-        return total
+        return self.number(total)
 
     def tojson(
         self,
@@ -190,14 +225,15 @@ class Limits:
         if separators is not None and sum(map(len, separators)) > MAX_JSON_INDENT:
             raise LimitError(f"it separates JSON by more than {MAX_JSON_INDENT} characters")
         self.weighed(value)
-        text = json.dumps(
-            value,
+        encoder = json.JSONEncoder(
             ensure_ascii=ensure_ascii,
             indent=indent,
             separators=separators,
             sort_keys=sort_keys,
         )
-        return self.weighed(text)
+        if not n_columns:
+            return self.built(encoder.encode(value))
+        return self.joined(encoder.iterencode(value))  # in pieces: indents may be most of it
 
     def text_method(self, text: str, name: str) -> Callable[..., Any]:
         """The method of ``text`` called ``name``, refusing what would be too large."""
@@ -207,4 +243,17 @@ class Limits:
             return lambda parts: self.joined(parts, text)
         if name in ("center", "ljust", "rjust", "zfill"):
             return lambda *args: self.padded(text, name, *args)
-        return lambda *args, **kwargs: self.weighed(getattr(text, name)(*args, **kwargs))
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            patterns = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, str)]
+            if name in SLOW_SEARCHES and any(len(each) > MAX_PATTERN for each in patterns):
+                raise LimitError(f"it searches or strips more than {MAX_PATTERN} characters")
+            result = getattr(text, name)(*args, **kwargs)
+            self.makes(len(text))  # the result, or the parts that it holds
+            return self.weighed(result)
+
+        return run
+
+    def trim(self, value: Any, chars: str | None = None) -> str:
+        """jinja2's filter ``trim``."""
+        return self.text_method(self.text(value), "strip")(chars)

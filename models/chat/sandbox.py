@@ -2,9 +2,10 @@
 
 jinja2's sandbox keeps a template away from Python's internals, but not from ``'a' * 10**10`` or
 loops in loops; and a call that hangs inside C cannot be interrupted.  So every operation that can
-make something large is checked before it runs: the syntax tree is rewritten so that loops are
-counted and new lists, tuples, dicts and ``~`` texts are measured; operators, methods and filters
-are those of a list, with a check of their own where they need one.
+make something large is checked before it runs: the syntax tree is rewritten so that loops and
+comparisons are counted and new lists, tuples, dicts, slices and ``~`` texts are measured;
+operators, methods and filters are those of a list, with a check of their own where they need one.
+What still hangs ends with the process (watchdog.py).
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from collections.abc import Callable, Iterable, MappingView
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, Undefined, filters, nodes, runtime, utils
+from jinja2 import TemplateError, Undefined, filters, nodes, pass_context, runtime, utils
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from sparsekv_cli.models.chat.limits import LimitError, Limits
+from sparsekv_cli.models.chat.limits import MAX_BITS, NODE_WEIGHT, LimitError, Limits
 
-COUNTED, JOINED, BUILT = "(counted)", "(joined)", "(built)"  # filters of ours, no name in Jinja
+# Filters of ours; no name in Jinja is like them.
+COUNTED, JOINED, BUILT, SLICED, TIMED = "(counted)", "(joined)", "(built)", "(sliced)", "(timed)"
 
 STR_METHODS = (
     *("capitalize", "casefold", "center", "count", "endswith", "find", "format", "index"),
@@ -41,8 +43,16 @@ METHODS: dict[type, tuple[str, ...]] = {
 FILTERS = (  # of jinja2's own: their result is about as large as their input
     *("abs", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float"),
     *("groupby", "int", "items", "last", "length", "list", "lower", "map", "max", "min", "reject"),
-    *("rejectattr", "reverse", "safe", "select", "selectattr", "sort", "string", "title", "trim"),
+    *("rejectattr", "reverse", "safe", "select", "selectattr", "sort", "string", "title"),
     *("truncate", "unique", "upper", "wordcount"),
+)
+ITERATING = (  # of FILTERS: they take any iterable
+    *("first", "groupby", "list", "map", "max", "min", "reject", "rejectattr", "select"),
+    *("selectattr", "sort", "unique"),
+)
+TEXT_FILTERS = (  # of FILTERS: they take the text of any value
+    *("capitalize", "e", "escape", "lower", "safe", "string", "title", "truncate", "upper"),
+    "wordcount",
 )
 MAX_NODES = 8000  # of the syntax tree; compiling takes about 0.1 ms each
 GLOBALS = ("range", "dict", "namespace", "cycler", "joiner")
@@ -83,6 +93,26 @@ class Instrument(NodeTransformer):
         self.generic_visit(node)
         return through(JOINED, nodes.List(node.nodes, lineno=node.lineno))
 
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        for operand in node.ops:
+            operand.expr = through(TIMED, operand.expr)
+        return node
+
+    def visit_Test(self, node: nodes.Test) -> nodes.Node:
+        self.generic_visit(node)
+        node.node = through(TIMED, node.node)
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        return through(SLICED, node) if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_Const(self, node: nodes.Const) -> nodes.Node:
+        if isinstance(node.value, int) and node.value.bit_length() > MAX_BITS:
+            raise LimitError(f"it has a number of more than {MAX_BITS} bits")
+        return self.generic_visit(node)
+
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
         return through(BUILT, node) if node.ctx == "load" else node
@@ -101,10 +131,15 @@ def through(name: str, node: nodes.Node) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
+def runtime_only(function: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A filter that the compiler does not apply to a constant."""
+    return pass_context(lambda _context, value: function(value))
+
+
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """The environment of one rendering, with options and names as transformers has them."""
 
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    intercepted_binops = frozenset(("+", "-", "*", "**", "%"))
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -116,10 +151,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         )
         self.concat = limits.concatenated  # type: ignore[method-assign]
         self.filters = {
-            **{name: self.measured(filters.FILTERS[name]) for name in FILTERS},
+            **{name: self.measured(name, filters.FILTERS[name]) for name in FILTERS},
             COUNTED: limits.counted,
             JOINED: limits.joined,
-            BUILT: limits.weighed,
+            BUILT: limits.built,
+            SLICED: self.computed,
+            TIMED: runtime_only(limits.timed),
             "batch": limits.batch,
             "center": lambda text, width=80: limits.padded(text, "center", width),
             "format": lambda text, *args, **kwargs: limits.percent_format(
@@ -131,6 +168,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             "round": limits.round,
             "sum": self.sum,
             "tojson": limits.tojson,
+            "trim": limits.trim,
+        }
+        self.tests = {
+            **self.tests,
+            "lower": lambda value: limits.text(value).islower(),
+            "upper": lambda value: limits.text(value).isupper(),
         }
         self.globals = {name: self.globals[name] for name in GLOBALS}
         self.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
@@ -140,19 +183,32 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         tree.set_environment(self)
         return tree
 
-    def measured(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter of jinja2's that counts as a step, a new text or container measured."""
+    def measured(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter of jinja2's that counts as a step, each element of its input too.
+
+        A new text or container is measured, and a text made of another value before it is made.
+        """
+        place = 1 if hasattr(function, "jinja_pass_arg") else 0  # of the value that is filtered
 
         @functools.wraps(function)  # with jinja2's mark of what it wants passed first
         def run(*args: Any, **kwargs: Any) -> Any:
-            self.limits.step()
-            if any(isinstance(arg, utils.Namespace) for arg in args):
-                raise LimitError("it filters a namespace")  # its text may be of any size
+            limits = self.limits
+            limits.step()
+            value = args[place]
+            if name in TEXT_FILTERS:
+                args = (*args[:place], limits.text(value), *args[place + 1 :])
+            elif name in ITERATING and value:
+                args = (*args[:place], limits.counted(value), *args[place + 1 :])
             result = function(*args, **kwargs)
-            is_new = isinstance(result, MEASURED) and not any(result is arg for arg in args)
-            return self.limits.weighed(result) if is_new else result
+            if any(result is arg for arg in args):
+                return result
+            return limits.number(result) if name == "int" else self.computed(result)
 
         return run
+
+    def computed(self, value: Any) -> Any:
+        """``value``, measured if it is a text or container."""
+        return self.limits.built(value) if isinstance(value, MEASURED) else value
 
     def join(self, value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
         """jinja2's filter ``join``."""
@@ -185,12 +241,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "+" and isinstance(left, str) and isinstance(right, str):
             limits.fits(len(left) + len(right))
         result = super().call_binop(context, operator, left, right)
-        return limits.weighed(result) if isinstance(result, list | tuple) else result
+        return limits.number(self.computed(result))
 
     def call(__self, __context: runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """A call in a template: our functions, macros, and methods of a list."""
         limits = __self.limits
         limits.step()
+        limits.makes(NODE_WEIGHT * len(args))  # *args may be any number
         method = getattr(__obj, "__wrapped__", __obj)  # jinja2 wraps str.format
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(owner, str | dict | list | tuple):
@@ -209,6 +266,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             or any(__obj is known for known in __self.globals.values())
         ):
             raise LimitError(f"it calls {name or type(__obj).__name__}, which templates may not")
+        elif __obj in (dict, utils.Namespace):
+            args = tuple(arg if isinstance(arg, dict) else limits.counted(arg) for arg in args)
         result = super().call(__context, __obj, *args, **kwargs)
         return limits.weighed(result) if isinstance(result, str | list | tuple | dict) else result
 

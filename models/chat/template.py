@@ -7,7 +7,7 @@ wrong in it is one line for the user.  Options and extra functions are those of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
@@ -16,6 +16,7 @@ from jinja2.exceptions import SecurityError
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.chat.limits import LimitError, Limits
 from sparsekv_cli.models.chat.sandbox import BoundedEnvironment, RefusalError
+from sparsekv_cli.models.chat.watchdog import watched
 
 MAX_TEMPLATE_CHARS = 1 << 17  # the longest known is about a quarter of this
 SPARE_CHARS = 1 << 20  # of output, on top of a multiple of what the conversation holds
@@ -47,13 +48,10 @@ def render(
     tools: JSON schemas of functions, for templates that know tools.
     variables: for the template, e.g. ``date_string``, ``enable_thinking``; None is not set.
     Raises SparseKVError when the template is not valid, refuses the conversation, tries what is not
-    allowed, or does not end within bounds of time and size.
+    allowed, or does not end within bounds of time and size. In a process' main thread a template
+    that hangs in a single operation ends the process (watchdog.py).
     """
-    source = CHATML if template is None else template
-    if len(source) > MAX_TEMPLATE_CHARS:
-        raise SparseKVError(
-            f"chat template: {len(source)} characters, at most {MAX_TEMPLATE_CHARS} expected"
-        )
+    source = source_of(template)
     given: dict[str, Any] = {
         "messages": [dict(message) for message in messages],
         "tools": None if tools is None else [dict(tool) for tool in tools],
@@ -63,14 +61,15 @@ def render(
         "eos_token": eos_token,
         **{name: value for name, value in variables.items() if value is not None},
     }
-    limits = Limits(SPARE_CHARS + CHARS_PER_INPUT_CHAR * count_chars(given))
+    limits = Limits(SPARE_CHARS + CHARS_PER_INPUT_CHAR * sum(map(len, texts_of(given))))
     try:
-        parts, n_chars = [], 0
-        for part in BoundedEnvironment(limits).from_string(source).generate(given):
-            n_chars += len(part)
-            limits.fits(n_chars)
-            parts.append(part)
-        return "".join(parts)
+        with watched():
+            parts, n_chars = [], 0
+            for part in BoundedEnvironment(limits).from_string(source).generate(given):
+                n_chars += len(part)
+                limits.fits(n_chars)
+                parts.append(part)
+            return "".join(parts)
     except TemplateSyntaxError as error:
         raise SparseKVError(
             f"chat template: syntax error at line {error.lineno}: {one_line(error)}"
@@ -89,18 +88,27 @@ def render(
         ) from None
 
 
-def count_chars(value: Any) -> int:
-    """The characters that a conversation holds."""
-    n_chars, waiting = 0, [value]
+def source_of(template: str | None) -> str:
+    """The template, or ChatML for None.  Raises SparseKVError for one that is far too long."""
+    source = CHATML if template is None else template
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise SparseKVError(
+            f"chat template: {len(source)} characters, at most {MAX_TEMPLATE_CHARS} expected"
+        )
+    return source
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """Every text in a conversation, the keys of dicts too."""
+    waiting = [value]
     while waiting:
         item = waiting.pop()
         if isinstance(item, str):
-            n_chars += len(item)
+            yield item
         elif isinstance(item, Mapping):
             waiting += [*item.keys(), *item.values()]
         elif isinstance(item, Sequence):
             waiting += item
-    return n_chars
 
 
 def one_line(error: BaseException) -> str:

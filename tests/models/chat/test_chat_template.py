@@ -115,6 +115,7 @@ def test_chatml_where_there_is_no_template() -> None:
          "123"),
         ("{{ 'a\nb' | indent(2) }}{{ 2 ** 10 }}{{ (1, 2)[1] }}{{ 2.6 | round | int }}",
          "a\n  b102423"),
+        ("{{ none | map('abs') | list }}{{ x | unique | list }}", "[][]"),
         ("{{ messages | selectattr('role', 'equalto', 'user') | list | length }}", "1"),
     ],
 )  # fmt: skip

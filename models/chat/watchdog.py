@@ -1,0 +1,39 @@
+"""Ends a process whose template hangs inside a C call, where no deadline is looked at."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+from sparsekv_cli.cpu import last_words
+
+MAX_SECONDS = 5.0  # limits.MAX_SECONDS, and four more for a machine with other work
+LAST_WORDS = f"error: chat template: stopped: one of its operations takes {MAX_SECONDS:g} s"
+
+
+@contextlib.contextmanager
+def watched(seconds: float = MAX_SECONDS) -> Iterator[None]:
+    """Ends the process with one line and exit code 1 if the block takes longer than ``seconds``.
+
+    A timer that was set already goes on behind the block. In the main thread only, since a process
+    has one timer; elsewhere, and on Windows, the block just runs.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
+        yield
+        return
+    start = time.monotonic()
+    left, interval = signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        with last_words.install(signal.SIGALRM, LAST_WORDS.encode()):
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            try:
+                yield
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        if left:
+            left = max(left - (time.monotonic() - start), 1e-6)
+            signal.setitimer(signal.ITIMER_REAL, left, interval)
