@@ -7,7 +7,7 @@ text (llama.cpp: ``tokenizer_st_partition``).
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +48,7 @@ class Tokenizer:
     """One model's tokenizer.  Build it with ``load_tokenizer``.
 
     add_bos, add_eos: what the model wants around a text.  eog_ids: tokens that end a generation.
+    control_texts: what is parsed only where special tokens are.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Tokenizer:
         self.unk_id = vocabulary.unk_id
         self.pad_id = vocabulary.pad_id
         self.eog_ids = vocabulary.eog_ids
+        self.control_texts = [special.text for special in specials if special.parsed_only]
 
     def encode(
         self,
@@ -85,6 +87,7 @@ class Tokenizer:
         add_bos: bool | None = None,
         add_eos: bool = True,
         parse_special: bool = True,
+        plain: Callable[[str], str] | None = None,
     ) -> list[int]:
         """The token ids of ``text``.
 
@@ -92,6 +95,8 @@ class Tokenizer:
         first, and EOS last if the model wants it.
         add_eos: False never adds EOS (a prompt that is to be continued).
         parse_special: ``<|im_end|>`` in the text is that token, not its letters.
+        plain: what turns the text between control tokens into what it stands for (chat/cover.py);
+            in what it returns, no control token is parsed.
         Raises SparseKVError for text that is not Unicode (lone surrogates) and for BOS without one.
         """
         check_encodable(text)
@@ -101,7 +106,7 @@ class Tokenizer:
                 raise SparseKVError(f"no BOS token: {PREFIX}bos_token_id is missing")
             ids.append(self.bos_id)
         after_special = True
-        for fragment in split_special(text, self._specials, parse_special):
+        for fragment in self._fragments(text, parse_special, plain):
             if isinstance(fragment, int):
                 ids.append(fragment)
                 after_special = True
@@ -115,6 +120,20 @@ class Tokenizer:
                 raise SparseKVError(f"no EOS token: {PREFIX}eos_token_id is missing")
             ids.append(self.eos_id)
         return ids
+
+    def _fragments(
+        self, text: str, parse_special: bool, plain: Callable[[str], str] | None
+    ) -> Iterator[str | int]:
+        """``text`` as plain texts and the ids of special tokens."""
+        if plain is None:
+            yield from split_special(text, self._specials, parse_special)
+            return
+        controls = [special for special in self._specials if special.parsed_only]
+        for fragment in split_special(text, controls, parse_special):
+            if isinstance(fragment, int):
+                yield fragment
+            else:
+                yield from split_special(plain(fragment), self._specials, parse_special=False)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """The text of ``ids``; what is not UTF-8 becomes U+FFFD.

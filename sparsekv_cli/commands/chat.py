@@ -21,7 +21,13 @@ from sparsekv_cli.commands.answer import (
     timing_line,
 )
 from sparsekv_cli.commands.options import Invocation, ModelOptions, model_options, open_session
-from sparsekv_cli.commands.prompt import CHATML_END, chat_template, check_utf8, encode_messages
+from sparsekv_cli.commands.prompt import (
+    CHATML_END,
+    chat_template,
+    check_utf8,
+    encode_messages,
+    parse_special_option,
+)
 from sparsekv_cli.commands.sampling_options import (
     SamplingOptions,
     new_sampler,
@@ -53,6 +59,7 @@ HELP = """\
     help="Most tokens of one answer; -1: until it ends or the context is full. [default: -1]",
 )
 @stop_option
+@parse_special_option
 @click.option("--stats", is_flag=True, help="Speed and KV rows on stderr after every answer.")
 @model_options()
 @sampling_options
@@ -65,12 +72,14 @@ def command(
     system: str | None,
     n_predict: int,
     stop: tuple[str, ...],
+    parse_special: bool,
     stats: bool,
 ) -> None:
     """Talk to a model.
 
     /help lists the commands. When stdin is no terminal, every line of it is a message (or a
-    command) and the answers go to stdout, a line break after each.
+    command) and the answers go to stdout, a line break after each. A model without a chat template
+    gets ChatML.
     """
     prompt, system = (
         None if text is None else check_utf8(text, f"the text given with {source}")
@@ -79,6 +88,7 @@ def command(
     session = open_session(options)
     conversation = Conversation(session, new_sampler(session, sampling, options.seed), system)
     conversation.n_predict = n_predict
+    conversation.parse_special = parse_special
     conversation.stops = stop if conversation.template else (*stop, CHATML_END)
     if stats or context.ensure_object(Invocation).verbose:
         conversation.stats_of = options.method
@@ -102,6 +112,7 @@ class Conversation:
         self.sample = sample
         self.template = chat_template(session.gguf.metadata)
         self.n_predict = -1
+        self.parse_special = False
         self.stats_of: str | None = None  # the method whose statistics follow an answer
         self.stops: Sequence[str] = ()
         self._opening = [] if system is None else [{"role": "system", "content": system}]
@@ -123,7 +134,9 @@ class Conversation:
 
     def _answer(self, messages: list[dict[str, str]]) -> Answer:
         session = self.session
-        ids = encode_messages(session.tokenizer, self.template, messages)
+        ids = encode_messages(
+            session.tokenizer, self.template, messages, parse_special=self.parse_special
+        )
         if len(ids) >= session.n_ctx:
             raise SparseKVError(
                 f"the conversation takes {len(ids)} tokens and the context holds {session.n_ctx}: "

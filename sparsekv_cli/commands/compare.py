@@ -35,7 +35,7 @@ PIPE_WIDTH = 160  # columns of a table that no terminal limits
 @click.command(short_help="Compare methods on one prompt.")
 @click.option("-p", "--prompt", metavar="TEXT", help="The prompt; after a piped text, if any.")
 @click.option("-f", "--file", metavar="FILE", help="Read the prompt from FILE; - is stdin.")
-@click.option("--raw", is_flag=True, help="Give the prompt as it is: no chat template.")
+@click.option("--raw", is_flag=True, help="No chat template; control tokens are parsed.")
 @click.option(
     "--methods",
     metavar="LIST",

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from sparsekv_cli.errors import SparseKVError
 
 if TYPE_CHECKING:
@@ -14,6 +16,13 @@ if TYPE_CHECKING:
 
 TEMPLATE_KEY = "tokenizer.chat_template"
 CHATML_END = "<|im_end|>"
+
+parse_special_option = click.option(
+    "--parse-special",
+    is_flag=True,
+    help="Parse control tokens such as <|im_end|> in messages, too. By default only those that the "
+    "chat template writes are parsed, so that no message can begin a turn.",
+)
 
 
 def read_prompt(text: str | None, file: str | None) -> str:
@@ -83,15 +92,37 @@ def messages_of(system: str | None, prompt: str) -> list[dict[str, str]]:
 
 
 def encode_messages(
-    tokenizer: Tokenizer, template: str | None, messages: Sequence[Mapping[str, str]]
+    tokenizer: Tokenizer,
+    template: str | None,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    parse_special: bool = False,
 ) -> list[int]:
-    """The ids of a conversation that the assistant is to continue; BOS is there at most once."""
+    """The ids of a conversation that the assistant is to continue; BOS is there at most once.
+
+    parse_special: control tokens such as ``<|im_end|>`` in the messages and tools are parsed, too,
+    not only those that the template writes.
+    """
+    from sparsekv_cli.models.chat.cover import Cover
     from sparsekv_cli.models.chat.template import render
 
     bos, eos = (token_text(tokenizer, tokenizer.bos_id), token_text(tokenizer, tokenizer.eos_id))
-    text = render(template, messages, add_generation_prompt=True, bos_token=bos, eos_token=eos)
+    plain = None
+    if not parse_special:
+        cover = Cover(tokenizer.control_texts, template, [*messages, *(tools or ())])
+        messages, plain = cover.messages(messages), cover.lift
+        tools = tools and cover.value(tools)
+    text = render(
+        template,
+        messages,
+        add_generation_prompt=True,
+        bos_token=bos,
+        eos_token=eos,
+        tools=tools,
+    )
     add_bos = False if bos and text.startswith(bos) else None
-    return tokenizer.encode(text, add_bos=add_bos, add_eos=False, parse_special=True)
+    return tokenizer.encode(text, add_bos=add_bos, add_eos=False, parse_special=True, plain=plain)
 
 
 def token_text(tokenizer: Tokenizer, token: int | None) -> str:

@@ -23,6 +23,7 @@ from sparsekv_cli.commands.prompt import (
     check_utf8,
     encode_messages,
     messages_of,
+    parse_special_option,
     read_prompt,
 )
 from sparsekv_cli.commands.sampling_options import (
@@ -42,7 +43,13 @@ if TYPE_CHECKING:
 @click.option("-p", "--prompt", metavar="TEXT", help="The prompt; after a piped text, if any.")
 @click.option("-f", "--file", metavar="FILE", help="Read the prompt from FILE; - is stdin.")
 @click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="System message.")
-@click.option("--raw", is_flag=True, help="Give the prompt as it is: no chat template.")
+@click.option(
+    "--raw",
+    is_flag=True,
+    help="Give the prompt as it is: no chat template, and control tokens in it such as <|im_end|> "
+    "are parsed, as llama.cpp does it. So it is with a model that has no template.",
+)
+@parse_special_option
 @click.option(
     "-n",
     "--n-predict",
@@ -64,6 +71,7 @@ def command(
     file: str | None,
     system: str | None,
     raw: bool,
+    parse_special: bool,
     n_predict: int,
     stop: tuple[str, ...],
     as_json: bool,
@@ -80,7 +88,7 @@ def command(
     if system is not None:
         system = check_utf8(system, "the system message given with -sys")
     session = open_session(options)
-    ids = _prompt_ids(session, text, system, raw)
+    ids = _prompt_ids(session, text, system, raw, parse_special)
     sampler = new_sampler(session, sampling, options.seed)
     try:
         answer = stream_answer(
@@ -104,7 +112,9 @@ def _ignore(_text: str) -> None:
     """The writer of ``--json``: the text is part of the object."""
 
 
-def _prompt_ids(session: Session, text: str, system: str | None, raw: bool) -> list[int]:
+def _prompt_ids(
+    session: Session, text: str, system: str | None, raw: bool, parse_special: bool
+) -> list[int]:
     template = chat_template(session.gguf.metadata)
     if raw or template is None:
         if system is not None:
@@ -113,7 +123,8 @@ def _prompt_ids(session: Session, text: str, system: str | None, raw: bool) -> l
                 "leave out -sys and put it into the prompt"
             )
         return session.tokenizer.encode(text, add_eos=False, parse_special=True)
-    return encode_messages(session.tokenizer, template, messages_of(system, text))
+    messages = messages_of(system, text)
+    return encode_messages(session.tokenizer, template, messages, parse_special=parse_special)
 
 
 def result(session: Session, ids: list[int], answer: Answer, method: str) -> dict[str, Any]:

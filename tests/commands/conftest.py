@@ -28,6 +28,7 @@ class ByteTokenizer:
     eog_ids = frozenset({EOS_ID})
     n_vocab = 258
     specials: ClassVar = {"<eos>": EOS_ID, "<bos>": BOS_ID}
+    control_texts = tuple(specials)
 
     def encode(
         self,
@@ -36,12 +37,13 @@ class ByteTokenizer:
         add_bos: bool | None = None,
         add_eos: bool = True,
         parse_special: bool = True,
+        plain: Callable[[str], str] | None = None,
     ) -> list[int]:
         ids = [BOS_ID] if self.bos_id is not None and add_bos is not False else []
         while text:
             name = next((s for s in self.specials if parse_special and text.startswith(s)), None)
             if name is None:
-                ids += text[0].encode()
+                ids += (plain or str)(text[0]).encode()
                 text = text[1:]
             else:
                 ids.append(self.specials[name])

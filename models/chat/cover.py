@@ -1,0 +1,176 @@
+"""Keeps the text of a conversation plain: nothing in it is read as a control token.
+
+A template mixes its own control tokens with what users, tools and the model said.  Before it does,
+the first character of every control token's text is replaced in what they said by a character of
+Unicode's private use area, wherever it stands; the rendered text is cut at its control tokens, and
+only then the characters are put back.  So a token may neither be written by a user, nor come about
+where a template trims, joins or cuts texts.
+
+Templates look for words such as ``</think>`` in the texts: a word that the template names stays as
+it is, unless a control token may begin in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.chat.template import source_of, texts_of
+
+PRIVATE_USE = range(0xE000, 0xF900)
+ROLES = ("system", "user", "assistant", "tool")
+MAX_WORD = 100  # characters; templates look for shorter ones
+ESCAPED = r"\\u([0-9a-fA-F]{4})"  # as JSON and Python's repr write a private use character
+
+
+class Cover:
+    """Stand-ins for characters of one conversation, which one template is to render.
+
+    controls: the texts that are read as control tokens where special tokens are parsed; not empty.
+    template: as ``render`` takes it.
+    conversation: all messages and tools that are to be covered.
+    """
+
+    def __init__(
+        self,
+        controls: Collection[str],
+        template: str | None,
+        conversation: Sequence[Mapping[str, Any]],
+    ) -> None:
+        source = source_of(template)
+        names, written = words_of(source)
+        rests = rests_of(controls, written)
+        firsts = {token[0] for token in controls}
+        self._rests = tuple(rests)
+        self._parts = {rest[:n] for rest in rests for n in range(1, len(rest))}
+        self._words = kept_words(controls, firsts, written)
+        self._lengths = sorted(set(map(len, self._words)), reverse=True)
+        self._heads = re.compile("|".join(sorted({*map(head_pattern, self._words)})) or "(?!)")
+        self._names = {name for name in names if not self._completes(name)} - set(controls)
+        characters = sorted(firsts | {rest[0] for rest in rests})
+        texts = "\n".join([source, *controls, *texts_of(conversation)])
+        self._stand_ins = stand_ins(characters, texts)
+        self._firsts = {char: self._stand_ins[char] for char in firsts}
+        self._originals = {mark: char for char, mark in self._stand_ins.items()}
+
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """``messages`` with all texts covered; a known role is the program's own word."""
+        covered = []
+        for message in messages:
+            covered.append(self.value(message))
+            if message.get("role") in ROLES:
+                covered[-1]["role"] = message["role"]
+        return covered
+
+    def value(self, value: Any) -> Any:
+        """``value`` with all texts in it covered; keys that the template names stay."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {
+                key if key in self._names else self.value(key): self.value(item)
+                for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.value(item) for item in value]
+        return value
+
+    def text(self, text: str) -> str:
+        """``text``, covered."""
+        if self._completes(text):
+            rest = text.lstrip()
+            text = text[: -len(rest)] + self._stand_ins[rest[0]] + rest[1:]
+        parts, end = [], 0
+        for found in self._heads.finditer(text):
+            start = found.start()
+            n = next((n for n in self._lengths if text[start : start + n] in self._words), 0)
+            if n and start >= end:
+                parts += [replaced(text[end:start], self._firsts), text[start : start + n]]
+                end = start + n
+        return "".join(parts) + replaced(text[end:], self._firsts)
+
+    def _completes(self, text: str) -> bool:
+        """Whether ``text`` goes on with a control token that the template only begins."""
+        text = text.strip()
+        return text.startswith(self._rests) or text in self._parts
+
+    def lift(self, text: str) -> str:
+        """What a covered text stands for; characters that JSON has escaped become JSON again."""
+
+        def json_of(found: re.Match[str]) -> str:
+            original = self._originals.get(chr(int(found[1], 16)))
+            return found[0] if original is None else json.dumps(original)[1:-1]
+
+        return replaced(re.sub(ESCAPED, json_of, text), self._originals)
+
+
+def replaced(text: str, new: Mapping[str, str]) -> str:
+    """``text`` with characters replaced; faster than ``translate`` for a few in a long text."""
+    for char in new:
+        text = text.replace(char, new[char])
+    return text
+
+
+def words_of(source: str) -> tuple[set[str], set[str]]:
+    """The names by which a template may ask for keys, and what it writes or compares with."""
+    names, written = set(), set()
+    with contextlib.suppress(jinja2.TemplateSyntaxError, ValueError):  # whoever renders it says so
+        for token in jinja2.Environment().lexer.tokenize(source):
+            if token.type in ("data", "string"):
+                written.add(str(token.value))
+            if token.type in ("name", "string") and str(token.value).isidentifier():
+                names.add(str(token.value))
+    return names, written
+
+
+def rests_of(controls: Iterable[str], written: Iterable[str]) -> set[str]:
+    """What control tokens lack where the template writes only the beginning of one.
+
+    ``'<' ~ key ~ '>'`` in a template makes ``</s>`` of the key ``/s``.
+    """
+    longest = max(map(len, controls), default=0)
+    ends = {word[-n:] for word in written for n in range(1, min(longest, len(word)) + 1)}
+    return {token[n:] for token in controls for n in range(1, len(token)) if token[:n] in ends}
+
+
+def head_pattern(word: str) -> str:
+    """Finds where ``word`` may begin, also where another one may begin a character later."""
+    return f"{re.escape(word[0])}(?={re.escape(word[1:3])})"
+
+
+def kept_words(
+    controls: Iterable[str], firsts: Collection[str], written: Iterable[str]
+) -> set[str]:
+    """The words that stay as they are, each from the first of ``firsts`` in it on."""
+    tokens = tuple(controls)
+    longest = max(map(len, tokens), default=0)
+    beginnings = {token[:n] for token in tokens for n in range(1, len(token) + 1)}
+    kept = set()
+    for word in written:
+        places = [place for place, char in enumerate(word) if char in firsts]
+        parts = [word[place : place + longest] for place in places]
+        if parts and not any(part in beginnings or part.startswith(tokens) for part in parts):
+            kept.add(word[places[0] :])
+    return {word for word in kept if len(word) <= MAX_WORD}
+
+
+def stand_ins(characters: Sequence[str], texts: str) -> dict[str, str]:
+    """A private use character for each of ``characters``, none of which is in ``texts``.
+
+    As JSON escapes them they are not there either.  Raises SparseKVError where too few are left.
+    """
+    taken = {*texts, *(chr(int(found, 16)) for found in re.findall(ESCAPED, texts))}
+    free = (char for char in map(chr, PRIVATE_USE) if char not in taken)
+    found = dict(zip(characters, free, strict=False))
+    if len(found) < len(characters):
+        raise SparseKVError(
+            f"the conversation holds nearly all of Unicode's {len(PRIVATE_USE)} private use "
+            "characters, of which control tokens need some: take some out, or use --parse-special"
+        )
+    return found
