@@ -27,7 +27,13 @@ class DecodeStep:
     """
 
     def __init__(
-        self, hparams: HParams, weights: Weights, interleaved: bool, capacity: int, n_threads: int
+        self,
+        hparams: HParams,
+        weights: Weights,
+        interleaved: bool,
+        capacity: int,
+        n_planes: int,
+        n_threads: int,
     ) -> None:
         h = hparams
         self.capacity, self.n_threads = capacity, n_threads
@@ -52,8 +58,8 @@ class DecodeStep:
             "quantized": self._quantized,
         }
         self.inputs: list[list[LayerInputs]] = []
-        self._tables = [fused.matrix_table(layer.linears()) for layer in weights.layers]
-        self._output = fused.matrix_table([weights.output])
+        self._tables = [fused.matrix_table(layer.linears(), n_planes) for layer in weights.layers]
+        self._output = fused.matrix_table([weights.output], n_planes)
         self._regions = fused.matrix_regions([*self._tables, self._output])
         self._layers = np.zeros(h.n_layer, fused.LAYER)
         for i, layer in enumerate(weights.layers):

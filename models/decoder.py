@@ -90,11 +90,12 @@ class Decoder(Forward):
         prefill_dtype: str,
         chunk: int,
         repack: str = "auto",
+        n_planes: int = 2,
     ) -> None:
         """prefill_dtype: of the products: ``f32``, ``bf16`` (see FEW_ROWS) or ``int8``.
 
         repack: ``auto``, ``on`` or ``off``: whether ``decode`` reads a repacked copy of the
-        weights.
+        weights. n_planes: bytes to which it rounds the activations.
         """
         self.hparams = hparams
         self.architecture = architecture
@@ -112,6 +113,7 @@ class Decoder(Forward):
         self.layers, self.output_norm = weights.layers, weights.output_norm
         repacks = wants_repacking(weights, repack)
         self._decode_weights = repack_weights(weights) if repacks else weights
+        self._n_planes = n_planes
         self._step = self._new_step(1)
 
     @cached_property
@@ -166,7 +168,9 @@ class Decoder(Forward):
 
     def _new_step(self, n_rows: int) -> DecodeStep:
         interleaved = self.architecture.rope_interleaved
-        return DecodeStep(self.hparams, self._decode_weights, interleaved, n_rows, self.n_threads)
+        return DecodeStep(
+            self.hparams, self._decode_weights, interleaved, n_rows, self._n_planes, self.n_threads
+        )
 
     # --- many rows, layer by layer ----------------------------------------------------------------
 
@@ -182,15 +186,19 @@ class Decoder(Forward):
         self._products.clear()  # the layers are done, and the peak of a long prompt is now
         give_back_memory()
         head, rows = self.weights.output, np.ascontiguousarray(normed)
-        if len(rows) <= 4:
-            return dot.matvec(head.code, head.data, head.n_columns, rows, self.n_threads)
-        step = 8192  # vocabulary rows dequantised at a time
+        step = 8192  # vocabulary rows at a time
         out = np.empty((len(rows), head.n_rows), np.float32)
         for start in range(0, head.n_rows, step):
             part = head.data[start : start + step]
-            weight = dot.dequantize(head.code, part, head.n_columns)
-            with blas_threads(self.n_threads):
-                np.matmul(rows, weight.T, out=out[:, start : start + step])
+            to = out[:, start : start + step]
+            if len(rows) <= 4:
+                to[:] = dot.matvec(head.code, part, head.n_columns, rows, self.n_threads)
+            else:
+                weight = dot.dequantize(head.code, part, head.n_columns)
+                with blas_threads(self.n_threads):
+                    np.matmul(rows, weight.T, out=to)
+            if self._decode_weights.output.repacked:  # which is what decode reads
+                self.weights.file.release(part)
         return out
 
     def products(self, i: int) -> Mapping[str, Product]:

@@ -34,6 +34,11 @@ class SessionConfig:
         "they take at most a quarter of the machine's memory",
         choices=("auto", "on", "off"),
     )  # fmt: skip
+    activations: str = option(
+        "auto", "bits to which the CPU's decode rounds what it multiplies with quantised weights; "
+        "auto: 8 where the CPU has byte products, otherwise 16",
+        choices=("auto", "8", "16"),
+    )  # fmt: skip
     vram_limit: float = option(
         0.0, "GiB of the GPU's memory to use at most; 0: what is free", at_least=0
     )

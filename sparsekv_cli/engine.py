@@ -113,10 +113,14 @@ def open_engine(
         return open_device_engine(
             device, hparams, architecture, weights, method, config, n_threads, n_ctx, on_compile
         )
+    from sparsekv_cli.cpu.weights.integer import activation_planes
     from sparsekv_cli.models.decoder import Decoder, cpu_prefill_dtype
+    from sparsekv_cli.models.repack import wants_repacking
 
     dtype = cpu_prefill_dtype(config.prefill_dtype, hparams.head_dim)
-    warmup.compile_weight_kernels(weights, dtype, on_compile)
+    n_planes = activation_planes(config.activations)
+    repacks = wants_repacking(weights, config.repack)
+    warmup.compile_weight_kernels(weights, dtype, n_planes, repacks, on_compile)
     decoder = Decoder(
         hparams,
         architecture,
@@ -125,5 +129,6 @@ def open_engine(
         prefill_dtype=dtype,
         chunk=config.chunk,
         repack=config.repack,
+        n_planes=n_planes,
     )
     return HostEngine(decoder, note)

@@ -45,14 +45,21 @@ class CompileTask(NamedTuple):
     call: Callable[[], object]
 
 
-def compile_weight_kernels(weights: Weights, dtype: str, report: OnCompile | None) -> None:
+def compile_weight_kernels(
+    weights: Weights, dtype: str, n_planes: int, repacks: bool, report: OnCompile | None
+) -> None:
     """Compiles the dot product and the dequantisation of every weight format of a model.
 
-    dtype: of the prefill's products, f32, bf16 or int8.
+    dtype: of the prefill's products, f32, bf16 or int8. n_planes: bytes of decode's activations;
+    repacks: whether it reads repacked weights.
     """
+    from sparsekv_cli.cpu.weights.interleaved import can_repack
+
     linears = [linear for layer in weights.layers for linear in layer.linears()]
-    codes = {linear.code for linear in [*linears, weights.output, weights.token_embd]}
-    _run(list(_format_steps(codes, {dtype, "f32"})), report)
+    linears.append(weights.output)
+    codes = {linear.code for linear in [*linears, weights.token_embd]}
+    decoded = {(w.code, repacks and can_repack(w.code, w.n_rows)) for w in linears}
+    _run(list(_format_steps(codes, decoded, {dtype, "f32"}, n_planes)), report)
 
 
 def compile_common_kernels(report: OnCompile | None) -> int:
@@ -65,37 +72,41 @@ def compile_common_kernels(report: OnCompile | None) -> int:
 
     from sparsekv_cli.cpu import bandwidth
     from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
+    from sparsekv_cli.cpu.weights.integer import activation_planes
+    from sparsekv_cli.cpu.weights.interleaved import GROUP, can_repack
     from sparsekv_cli.models.decoder import cpu_prefill_dtype
 
+    decoded = [(code, False) for code in FORMAT_OF_CODE]
+    decoded += [(code, True) for code in FORMAT_OF_CODE if can_repack(code, GROUP)]
+    dtypes = {"f32", "bf16", cpu_prefill_dtype("auto", 2)}
     probe = partial(bandwidth.sum_parts, np.ones(16, np.float32), 1)
     steps = [
-        *_format_steps(FORMAT_OF_CODE, {"f32", "bf16", cpu_prefill_dtype("auto", 2)}),
+        *_format_steps(FORMAT_OF_CODE, decoded, dtypes, activation_planes("auto")),
         CompileTask("bandwidth", "bandwidth", probe),
     ]
     return _run(steps, report)
 
 
-def _format_steps(codes: Collection[int], dtypes: Collection[str]) -> Iterator[CompileTask]:
-    """Dot products of formats by ggml type number, and what prefills in ``dtypes`` take."""
+def _format_steps(
+    codes: Collection[int],
+    decoded: Collection[tuple[int, bool]],
+    dtypes: Collection[str],
+    n_planes: int,
+) -> Iterator[CompileTask]:
+    """Dot products of formats by ggml type number, and what prefills in ``dtypes`` take.
+
+    decoded: formats of decode, and whether they are repacked; n_planes: bytes of its activations.
+    """
     import numpy as np
 
     from sparsekv_cli.cpu.layer import matmul_int8
     from sparsekv_cli.cpu.weights import dot, interleaved
     from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
 
-    repacking = None
     for code in sorted(codes):
         format_ = FORMAT_OF_CODE[code]
-        for integer in {False, format_.decode is not None}:
-            call = partial(dot.kernel_address, code, integer)
-            yield CompileTask(f"format-{code}", format_.name, call)
-        if interleaved.can_repack(code, interleaved.GROUP):
-            call = partial(dot.kernel_address, code, True, True)
-            yield CompileTask(f"format-{code}-repacked", format_.name, call)
-            group = np.zeros((interleaved.GROUP, format_.n_bytes), np.uint8)
-            packed = group.copy()
-            group.flags.writeable = False  # as a file's are
-            repacking = partial(interleaved.repack, code, group, packed)
+        call = partial(dot.kernel_address, code)
+        yield CompileTask(f"format-{code}", format_.name, call)
         targets = {"f32": dot.TO_F32, "bf16": dot.TO_BF16}
         for dtype, to in targets.items():
             if dtype in dtypes:
@@ -104,8 +115,22 @@ def _format_steps(codes: Collection[int], dtypes: Collection[str]) -> Iterator[C
         if "int8" in dtypes and matmul_int8.can_multiply(code):
             products = partial(matmul_int8.kernel_addresses, code)
             yield CompileTask(f"format-{code}-products", format_.name, products)
-    if repacking is not None:  # the same for all formats
-        yield CompileTask("repacking", "repacking", repacking)
+    repacking = {}  # by the size of what it moves, which is all that it is compiled for
+    for code, is_repacked in sorted(decoded):
+        format_ = FORMAT_OF_CODE[code]
+        if format_.decode is None:
+            continue
+        call = partial(dot.kernel_address, code, n_planes, is_repacked)
+        name = f"format-{code}-{n_planes}" + "-repacked" * is_repacked
+        yield CompileTask(name, format_.name, call)
+        if is_repacked:
+            group = np.zeros((interleaved.GROUP, format_.n_bytes), np.uint8)
+            packed = group.copy()
+            group.flags.writeable = False  # as a file's are
+            size = interleaved.scales_of(format_).size
+            repacking[size] = partial(interleaved.repack, code, group, packed)
+    for size, repack in repacking.items():
+        yield CompileTask(f"repacking-{size}", "repacking", repack)
 
 
 def compile_method_kernels(

@@ -143,11 +143,21 @@ def prefetch(builder: ir.IRBuilder, address: ir.Value, *, once: bool = False) ->
 class Prefetches:
     """Prefetches of several lines, spread evenly over ``n_steps`` pieces of other work.
 
-    Prefetches that are issued all at once fill the core's queue, and loads wait behind them.
+    Prefetches that are issued all at once fill the core's queue, and loads wait behind them. fixed:
+    LLVM moves nothing across them, as it else may until they are at one place; that costs the
+    longer pieces of work more than it brings. once: see ``prefetch``.
     """
 
-    def __init__(self, addresses: Sequence[ir.Value], n_steps: int, *, once: bool = False):
+    def __init__(
+        self,
+        addresses: Sequence[ir.Value],
+        n_steps: int,
+        *,
+        once: bool = False,
+        fixed: bool = False,
+    ):
         self._addresses, self._n_steps, self._once = addresses, n_steps, once
+        self._fixed = fixed
         self._step = self._n_asked = 0
 
     def step(self, builder: ir.IRBuilder) -> None:
@@ -155,6 +165,8 @@ class Prefetches:
         due = -(-(self._step + 1) * len(self._addresses) // self._n_steps)
         for address in self._addresses[self._n_asked : due]:
             prefetch(builder, address, once=self._once)
+            if self._fixed:
+                builder.fence("seq_cst", "singlethread")  # no instruction, a barrier for LLVM
         self._step, self._n_asked = self._step + 1, due
 
 

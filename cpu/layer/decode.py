@@ -21,11 +21,12 @@ from sparsekv_cli.cpu.jit.pool import N_REGIONS, expect
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.weights.dot import call_rows, kernel_address
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
-from sparsekv_cli.cpu.weights.integer import quantize_activations, quantized_stride
+from sparsekv_cli.cpu.weights.integer import quantize_rows, quantized_stride
 from sparsekv_cli.cpu.weights.interleaved import GROUP
 
-# Columns of a matrix table (int64, one row a matrix). INTEGER: the kernel takes quantised inputs.
-KERNEL, WEIGHTS, ROW_BYTES, ROWS, COLUMNS, INTEGER = range(6)
+# Columns of a matrix table (int64, one row a matrix). PLANES: bytes of the quantised activations
+# that the kernel takes, 0: it takes f32.
+KERNEL, WEIGHTS, ROW_BYTES, ROWS, COLUMNS, PLANES = range(6)
 N_MATRICES = 7  # of a layer, in the order q, k, v, o, gate, up, down
 REGION = 16  # bytes of an address and a size
 
@@ -60,18 +61,19 @@ LAYER = np.dtype(
 )
 
 
-def matrix_table(linears) -> np.ndarray:
+def matrix_table(linears, n_planes) -> np.ndarray:
     """int64 (matrices, 6) that the kernels read; the caller keeps the weights alive.
 
     linears: objects with code, data uint8 (rows, row bytes), n_columns and repacked. Block formats
-    take the integer kernels: 1.3 (Q5_1) to 1.7 (Q4_K) times the f32 ones on one AVX-512 thread.
+    take the integer kernels, whose activations have ``n_planes`` bytes: with two 1.3 (Q5_1) to 1.7
+    (Q4_K) times as fast as the f32 ones on one AVX-512 thread.
     """
     rows = []
     for w in linears:
-        integer = FORMAT_OF_CODE[w.code].decode is not None
-        kernel = kernel_address(w.code, integer, w.repacked)
+        planes = n_planes if FORMAT_OF_CODE[w.code].decode is not None else 0
+        kernel = kernel_address(w.code, planes, w.repacked)
         rows.append(
-            (kernel, address(w.data), w.data.strides[0], w.data.shape[0], w.n_columns, integer)
+            (kernel, address(w.data), w.data.strides[0], w.data.shape[0], w.n_columns, planes)
         )
     return np.array(rows, np.int64)
 
@@ -119,13 +121,22 @@ def _matrices_part(table, x, x_row, quantized, quantized_row, out, out_row, n_ro
         high = max(0, last - start) // GROUP * GROUP if last - start < n else n
         if low < high:
             source, source_row = x, x_row
-            if table[m, INTEGER]:
+            if table[m, PLANES]:
                 source, source_row = quantized, quantized_row
             call_rows(
                 table[m, KERNEL], table[m, WEIGHTS], table[m, ROW_BYTES], table[m, COLUMNS],
                 source, source_row, n_rows, out + 4 * start, out_row, low, high,
             )  # fmt: skip
         start += n
+
+
+@njit(cache=True, nogil=True)
+def _planes(table):
+    """PLANES of the matrices that take quantised activations, which is the same for all of them."""
+    n_planes = 0
+    for m in range(table.shape[0]):
+        n_planes = max(n_planes, table[m, PLANES])
+    return n_planes
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
@@ -137,9 +148,9 @@ def multiply(table, x, x_row, n_rows, quantized, out, out_row, n_threads):
     """
     n = table[0, COLUMNS]
     stride = quantized_stride(n)
-    if table[:, INTEGER].any():
-        for b in range(n_rows):
-            quantize_activations(x + b * x_row, quantized + b * stride, n)
+    n_planes = _planes(table)
+    if n_planes:
+        quantize_rows(x, x_row, n_rows, n, n_planes, quantized, stride)
     for part in prange(n_threads):
         _matrices_part(table, x, x_row, quantized, stride, out, out_row, n_rows, part, n_threads)
 

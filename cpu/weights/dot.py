@@ -8,7 +8,7 @@ weight address, row bytes, rows, columns, integer), and no format.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 from llvmlite import ir
@@ -92,21 +92,22 @@ def _narrow(b: ir.IRBuilder, values: ir.Value, target: int) -> ir.Value:
 
 
 @intrinsic
-def _row_dots(typingctx, code, integer, count, w, x, x_row, n, out, out_row):
+def _row_dots(typingctx, code, n_planes, count, w, x, x_row, n, out, out_row):
     """Dot products of one weight row with ``count`` inputs, x_row bytes apart, written at ``out``.
 
-    code, integer, count: literals. Addresses of weights, of f32 or quantised x, and of f32 out.
+    code, n_planes, count: literals. Addresses of weights, of x, f32 (n_planes 0) or quantised, and
+    of f32 out.
     """
-    literals = (code, integer, count)
+    literals = (code, n_planes, count)
     if not all(isinstance(literal, types.IntegerLiteral) for literal in literals):
         return None
 
     def codegen(context, b, signature, args):
-        code_, integer_, count_ = (type_.literal_value for type_ in signature.args[:3])
+        code_, planes, count_ = (type_.literal_value for type_ in signature.args[:3])
         w, x, x_row, n, out, out_row = args[3:]
-        emit_row = integer_row if integer_ else _emit_row
+        emit_row = partial(integer_row, n_planes=planes) if planes else _emit_row
         xs = [b.add(x, b.mul(I64(j), x_row)) for j in range(count_)]
-        for j, total in enumerate(emit_row(b, FORMAT_OF_CODE[code_], w, xs, n)):
+        for j, total in enumerate(emit_row(b, FORMAT_OF_CODE[code_], w=w, xs=xs, n=n)):
             llvm.store(b, total, b.add(out, b.mul(I64(j), out_row)))
         return context.get_dummy_value()
 
@@ -150,11 +151,11 @@ def _row_dequantize(typingctx, code, target, w, out, n):
 
 @njit(cache=True, nogil=True)
 def rows_dot(
-    code, integer, w, row_bytes, n_columns, x, x_row, n_inputs, out, out_row, first, last
+    code, n_planes, w, row_bytes, n_columns, x, x_row, n_inputs, out, out_row, first, last
 ):  # fmt: skip
     """out[i, r] = weight row r . x[i] for i < n_inputs and first <= r < last; addresses.
 
-    x[i]: f32, or quantised where ``integer``, x_row bytes apart; out: f32, rows out_row bytes
+    x[i]: f32 where n_planes is 0, or quantised, x_row bytes apart; out: f32, rows out_row bytes
     apart. Up to four inputs share a decoded row. More are taken four at a time, which find the
     weight rows in the L1 cache.
     """
@@ -165,19 +166,19 @@ def rows_dot(
             if count == 1:
                 for r in range(start, stop):
                     at, to = w + r * row_bytes, target + 4 * r
-                    _row_dots(code, integer, 1, at, source, x_row, n_columns, to, out_row)
+                    _row_dots(code, n_planes, 1, at, source, x_row, n_columns, to, out_row)
             elif count == 2:
                 for r in range(start, stop):
                     at, to = w + r * row_bytes, target + 4 * r
-                    _row_dots(code, integer, 2, at, source, x_row, n_columns, to, out_row)
+                    _row_dots(code, n_planes, 2, at, source, x_row, n_columns, to, out_row)
             elif count == 3:
                 for r in range(start, stop):
                     at, to = w + r * row_bytes, target + 4 * r
-                    _row_dots(code, integer, 3, at, source, x_row, n_columns, to, out_row)
+                    _row_dots(code, n_planes, 3, at, source, x_row, n_columns, to, out_row)
             else:
                 for r in range(start, stop):
                     at, to = w + r * row_bytes, target + 4 * r
-                    _row_dots(code, integer, 4, at, source, x_row, n_columns, to, out_row)
+                    _row_dots(code, n_planes, 4, at, source, x_row, n_columns, to, out_row)
 
 
 @njit(cache=True, nogil=True)
@@ -196,12 +197,13 @@ def call_rows(
 
 
 @cache
-def kernel_address(code: int, integer: bool = False, repacked: bool = False) -> int:
+def kernel_address(code: int, n_planes: int = 0, repacked: bool = False) -> int:
     """Address of a ``rows_dot`` compiled for the format ``code``, or loaded from the disk cache.
 
-    Repacked weights take a ``groups_dot``, which reads quantised inputs.
+    n_planes: bytes of a quantised activation, 0: f32. Repacked weights take a ``groups_dot``, which
+    reads quantised inputs.
     """
-    literals = (types.literal(code), types.literal(int(integer)))
+    literals = (types.literal(code), types.literal(n_planes))
     kernel = groups_dot if repacked else rows_dot
     return function_address(kernel, literals + (types.int64,) * 10)
 
@@ -243,7 +245,7 @@ def matvec(
     x: np.ndarray,
     n_parts: int = 1,
     *,
-    integer: bool = False,
+    n_planes: int = 0,
 ) -> np.ndarray:
     """W x. w uint8 (rows, row_bytes) in format ``code``; x f32 (n_columns,) -> f32 (rows,).
 
@@ -252,9 +254,9 @@ def matvec(
     assert x.dtype == np.float32 and x.shape[-1] == n_columns and x.flags.c_contiguous
     rows = np.atleast_2d(x)
     out = np.empty((len(rows), w.shape[0]), np.float32)
-    inputs = quantize(rows) if integer else rows
+    inputs = quantize(rows, n_planes) if n_planes else rows
     _matvec_parallel(
-        kernel_address(code, integer), address(w), w.strides[0], n_columns, address(inputs),
+        kernel_address(code, n_planes), address(w), w.strides[0], n_columns, address(inputs),
         inputs.strides[0], len(rows), address(out), out.strides[0], w.shape[0], n_parts,
     )  # fmt: skip
     return out[0] if x.ndim == 1 else out

@@ -69,9 +69,8 @@ class BlockFormat:
     type: ggml's, with number and sizes. decode: None for plain floats. decode_four: four blocks at
     once with whole 64-byte vectors, where that is faster; it reads nothing behind them. largest,
     zero: for a block's integers q, q + zero is 0 to ``largest``. interleaves: whether interleaved
-    rows (weights/interleaved.py) make decode faster: ``always``, on CPUs ``without byte products``,
-    or empty: never. word_order: for each word of four bytes of an interleaved block its number in
-    the file's block, scales not counted, if the order changes.
+    rows (weights/interleaved.py) make decode faster. word_order: for each word of four bytes of an
+    interleaved block its number in the file's block, scales not counted, if the order changes.
     """
 
     type: GGMLType
@@ -79,7 +78,7 @@ class BlockFormat:
     decode_four: Decode | None = None
     largest: int = 0
     zero: int = 0
-    interleaves: str = ""
+    interleaves: bool = False
     word_order: tuple[int, ...] = ()
 
     @property
@@ -133,10 +132,9 @@ def lookup16(b: ir.IRBuilder, table: tuple[int, ...], idx: ir.Value) -> ir.Value
         low, high = (lookup16(b, table, half) for half in halves)
         return shuffle(b, low, high, range(n))
     table_vec = ir.Constant(vec(I8), [value & 255 for value in table])
-    triple = binding.get_default_triple()
-    name = {"x86_64": "llvm.x86.ssse3.pshuf.b.128", "aarch64": "llvm.aarch64.neon.tbl1.v16i8"}.get(
-        triple.split("-")[0].replace("arm64", "aarch64")
-    )
+    machine = binding.get_default_triple().split("-")[0].replace("arm64", "aarch64")
+    names = {"x86_64": "llvm.x86.ssse3.pshuf.b.128", "aarch64": "llvm.aarch64.neon.tbl1.v16i8"}
+    name = names.get(machine)
     if name is not None:
         return llvm.call_named(b, name, vec(I8), table_vec, idx)
     result = const(I8, table[0] & 255)
@@ -332,8 +330,7 @@ def _q6_k(b: ir.IRBuilder, p: ir.Value) -> Block:
         low_at = 64 * n + 32 * (quarter % 2) + 16 * half
         low = _nibbles(b, load(b, vec(I8), p, low_at))[quarter // 2]
         high = b.lshr(load(b, vec(I8), p, 128 + 32 * n + 16 * half), const(I8, 2 * quarter))
-        bits = b.or_(low, b.shl(b.and_(high, const(I8, 3)), const(I8, 4)))
-        q.append(b.sub(bits, const(I8, 32)))
+        q.append(b.sub(b.or_(low, b.shl(b.and_(high, const(I8, 3)), const(I8, 4))), const(I8, 32)))
     return Block(q, True, _times(b, d, b.sitofp(load(b, vec(I8), p, 192), VF)))
 
 
@@ -360,17 +357,21 @@ def _iq4_xs(b: ir.IRBuilder, p: ir.Value) -> Block:
     return Block(q, True, _times(b, d, b.sitofp(scales, vec(F32, 8))))
 
 
+def power_of_two(b: ir.IRBuilder, exponents: ir.Value) -> ir.Value:
+    """Half of the E8M0 scales 2^(e - 127), <n x float>: MXFP4_VALUES are doubled."""
+    n = exponents.type.count
+    e = b.zext(exponents, vec(I32, n))
+    normal = b.shl(b.sub(e, const(I32, 1, n)), const(I32, 23, n))
+    subnormal = b.shl(const(I32, 0x00200000, n), e)
+    bits = b.select(b.icmp_unsigned("<", e, const(I32, 2, n)), subnormal, normal)
+    return b.bitcast(bits, vec(F32, n))
+
+
 def _mxfp4(b: ir.IRBuilder, p: ir.Value) -> Block:
-    # Half of the E8M0 scale 2^(e - 127): the table holds doubled values. e < 2 is subnormal.
-    exponent = b.zext(load(b, I8, p), I32)
-    normal = b.shl(b.sub(exponent, I32(1)), I32(23))
-    tiny = b.shl(I32(0x00200000), exponent)
-    bits = b.select(b.icmp_unsigned("<", exponent, I32(2)), tiny, normal)
     q = [lookup16(b, MXFP4_VALUES, q) for q in _nibbles(b, load(b, vec(I8), p, 1))]
-    return Block(q, True, llvm.splat(b, b.bitcast(bits, F32), 1))
+    return Block(q, True, power_of_two(b, load(b, vec(I8, 1), p)))
 
 
-ALWAYS, WITHOUT_BYTE_PRODUCTS = "always", "without byte products"
 # Words of a block of Q6_K in the file: 32 of low halves, 16 of high bits, 4 of scales. As they are
 # used: the scales, then of each half of the elements 8 of high bits and 16 of low halves.
 Q6_K_ORDER = (*range(48, 52), *range(32, 40), *range(16), *range(40, 48), *range(16, 32))
@@ -380,20 +381,20 @@ FORMATS = {
     for format_ in (  # type, decode, decode_four, largest, zero, interleaves, word_order
         BlockFormat(GGMLType.F32),
         BlockFormat(GGMLType.F16),
-        BlockFormat(GGMLType.Q4_0, _q4_0, _four_q4_0, 15, 8, ALWAYS),
-        BlockFormat(GGMLType.Q4_1, _q4_1, _four_q4_1, 15, 0, ALWAYS),
-        BlockFormat(GGMLType.Q5_0, _q5_0, _four_q5_0, 31, 16, ALWAYS),
-        BlockFormat(GGMLType.Q5_1, _q5_1, _four_q5_1, 31, 0, ALWAYS),
+        BlockFormat(GGMLType.Q4_0, _q4_0, _four_q4_0, 15, 8, True),
+        BlockFormat(GGMLType.Q4_1, _q4_1, _four_q4_1, 15, 0, True),
+        BlockFormat(GGMLType.Q5_0, _q5_0, _four_q5_0, 31, 16, True),
+        BlockFormat(GGMLType.Q5_1, _q5_1, _four_q5_1, 31, 0, True),
         BlockFormat(GGMLType.Q8_0, _q8_0, None, 255, 128),
-        BlockFormat(GGMLType.Q2_K, _q2_k, None, 3, 0),
-        BlockFormat(GGMLType.Q3_K, _q3_k, None, 7, 4),
-        BlockFormat(GGMLType.Q4_K, _q4_k, None, 15, 0, WITHOUT_BYTE_PRODUCTS),
-        BlockFormat(GGMLType.Q5_K, _q5_k, None, 31, 0),
-        BlockFormat(GGMLType.Q6_K, _q6_k, None, 63, 32, WITHOUT_BYTE_PRODUCTS, Q6_K_ORDER),
-        BlockFormat(GGMLType.IQ4_NL, _iq4_nl, _four_iq4_nl, 241, 128, ALWAYS),
-        BlockFormat(GGMLType.IQ4_XS, _iq4_xs, None, 241, 128),
+        BlockFormat(GGMLType.Q2_K, _q2_k, None, 3, 0, True),
+        BlockFormat(GGMLType.Q3_K, _q3_k, None, 7, 4, True),
+        BlockFormat(GGMLType.Q4_K, _q4_k, None, 15, 0, True),
+        BlockFormat(GGMLType.Q5_K, _q5_k, None, 31, 0, True),
+        BlockFormat(GGMLType.Q6_K, _q6_k, None, 63, 32, True, Q6_K_ORDER),
+        BlockFormat(GGMLType.IQ4_NL, _iq4_nl, _four_iq4_nl, 241, 128, True),
+        BlockFormat(GGMLType.IQ4_XS, _iq4_xs, None, 241, 128, True),
         BlockFormat(GGMLType.BF16),
-        BlockFormat(GGMLType.MXFP4, _mxfp4, None, 24, 12),
+        BlockFormat(GGMLType.MXFP4, _mxfp4, None, 24, 12, True),
     )
 }
 FORMAT_OF_CODE = {format_.code: format_ for format_ in FORMATS.values()}

@@ -1,10 +1,11 @@
-"""Integer dot products: activations are rounded once a layer input, to 16 bits in blocks of 32.
+"""Integer dot products: activations are rounded once a layer input, in blocks of 32.
 
-The 32 products of a block, of small weight integers and i16 activations, are summed exactly in i32
-and scaled once; the f32 path converts every weight instead. CPUs with byte products use
-weights/vnni.py, others what is here: vpmaddwd on AVX2 and AVX-512, widening multiply-adds on NEON.
-With 16 bits the rounding is about 2^-16 of a block's largest activation, 256 times finer than
-llama.cpp's 8 bits: logits stay within f32 noise of the f32 path.
+To 8 bits as llama.cpp does it, which take half of the products on CPUs with byte products, or to
+16: about 2^-16 of a block's largest activation, so that logits stay within f32 noise of the f32
+path. The 32 products of a block, of small weight integers and activations, are summed exactly in
+i32 and scaled once; the f32 path converts every weight instead. CPUs with vpdpbusd use
+weights/vnni.py, and repacked weights weights/interleaved.py, others what is here: vpmaddwd on AVX2
+and AVX-512, widening multiply-adds on NEON.
 """
 
 from __future__ import annotations
@@ -19,15 +20,24 @@ from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import F32, I8, I16, I32, I64, LANES, VF, VI, const, load, splat, vec
+from sparsekv_cli.cpu.jit.pointers import address
 from sparsekv_cli.cpu.weights import vnni
 from sparsekv_cli.cpu.weights.formats import BlockFormat
 
 VF8 = vec(F32, 8)
 BLOCK = 32
-LARGEST = 127 * 256 + 127.0  # two signed bytes hold it
+# The largest integer, by the signed bytes (planes) of an activation.
+LARGEST = {1: 127.0, 2: 127 * 256 + 127.0}
 SMALLEST = 1e-30
 ACCUMULATORS = 4  # sums in flight
 BYTES_A_VALUE = 4 if vnni.bytes_are_beside() else 2
+
+
+def activation_planes(wanted: str) -> int:
+    """Bytes of an activation for --activations ``wanted``: ``8``, ``16`` or ``auto``."""
+    if wanted == "auto":
+        return 1 if llvm.has_feature("avx2") else 2
+    return int(wanted) // 8
 
 
 @njit(cache=True, nogil=True)
@@ -75,15 +85,21 @@ def round_halves(b: ir.IRBuilder, halves: list[ir.Value], largest: float) -> Rou
 
 
 @intrinsic
-def quantize_activations(typingctx, x, out, n):
-    """x f32 (n,) -> i16 blocks at ``out`` (addresses; n a multiple of 32; see quantized_bytes)."""
+def quantize_activations(typingctx, n_planes, x, out, n):
+    """x f32 (n,) -> blocks at ``out`` (addresses; n a multiple of 32; see quantized_bytes).
+
+    n_planes: bytes of an integer, a literal.
+    """
+    if not isinstance(n_planes, types.IntegerLiteral):
+        return None
 
     def codegen(context, b, signature, args):
-        x, out, n = args
-        places = vnni.inputs_at(b, out, n)
+        _, x, out, n = args
+        planes = signature.args[0].literal_value
+        places = vnni.inputs_at(b, out, n, planes)
 
         def body(i, carried):
-            block = round_block(b, b.add(x, b.mul(i, I64(4))), LARGEST)
+            block = round_block(b, b.add(x, b.mul(i, I64(4))), LARGEST[planes])
             for h, half in enumerate(block.halves):
                 _store_values(b, b.fptosi(half, VI), places, b.add(i, I64(LANES * h)))
                 at = b.add(places.sums16, b.sdiv(b.mul(i, I64(4)), I64(LANES)))
@@ -96,7 +112,7 @@ def quantize_activations(typingctx, x, out, n):
         llvm.loop(b, I64(0), n, BLOCK, [], body)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64), codegen
+    return types.void(n_planes, types.int64, types.int64, types.int64), codegen
 
 
 def _store_values(b: ir.IRBuilder, q: ir.Value, places: vnni.ByteInputs, i: ir.Value) -> None:
@@ -105,9 +121,10 @@ def _store_values(b: ir.IRBuilder, q: ir.Value, places: vnni.ByteInputs, i: ir.V
         llvm.store(b, b.trunc(q, vec(I16)), b.add(places.values, b.mul(i, I64(2))))
     if vnni.is_available() or vnni.bytes_are_beside():
         low = b.trunc(q, vec(I8))
-        high = b.ashr(b.sub(q, b.sext(low, VI)), const(I32, 8))
-        llvm.store(b, b.trunc(high, vec(I8)), b.add(places.high, i))
-        llvm.store(b, low, b.add(places.low, i))
+        if len(places.planes) == 2:
+            high = b.ashr(b.sub(q, b.sext(low, VI)), const(I32, 8))
+            llvm.store(b, b.trunc(high, vec(I8)), b.add(places.planes[0], i))
+        llvm.store(b, low, b.add(places.planes[-1], i))
 
 
 def byte_products(b: ir.IRBuilder, w: ir.Value, x: ir.Value) -> ir.Value:
@@ -180,19 +197,24 @@ def _emit_block(
 
 
 def emit_row(
-    b: ir.IRBuilder, format_: BlockFormat, w: ir.Value, xs: Sequence[ir.Value], n: ir.Value
+    b: ir.IRBuilder,
+    format_: BlockFormat,
+    n_planes: int,
+    w: ir.Value,
+    xs: Sequence[ir.Value],
+    n: ir.Value,
 ) -> list[ir.Value]:
     """The dot products, floats, of one row at w with each of ``xs``; see weights/vnni.py.
 
     CPUs with byte products use the ``emit_row`` there instead.
     """
     if vnni.is_available():
-        return vnni.emit_row(b, format_, w, xs, n)
+        return vnni.emit_row(b, format_, n_planes, w, xs, n)
     n_blocks = b.sdiv(n, I64(format_.n_elements))
     sizes = [format_.n_elements // BLOCK * size for size in (2 * BLOCK, 4, 8, 4)]  # per block
     starts = []
     for x in xs:
-        at = vnni.inputs_at(b, x, n)
+        at = vnni.inputs_at(b, x, n, n_planes)
         starts.append([at.values, at.scales, at.sums16, at.sums32])
     unroll = ACCUMULATORS if format_.n_elements == BLOCK else 1
     width = ACCUMULATORS + 1
@@ -224,36 +246,43 @@ def emit_row(
 
 
 @njit(cache=True, nogil=True)
-def _quantize(x, out):
-    for i in range(x.shape[0]):
-        quantize_activations(x[i].ctypes.data, out[i].ctypes.data, x.shape[1])
+def quantize_rows(x, x_row, n_rows, n, n_planes, out, out_row):
+    """``quantize_activations`` of rows that lie x_row, and in ``out`` out_row, bytes apart."""
+    for i in range(n_rows):
+        if n_planes == 1:
+            quantize_activations(1, x + i * x_row, out + i * out_row, n)
+        else:
+            quantize_activations(2, x + i * x_row, out + i * out_row, n)
 
 
-def quantize(x: np.ndarray) -> np.ndarray:
+def quantize(x: np.ndarray, n_planes: int) -> np.ndarray:
     """x f32 (n,), n a multiple of 32 -> the block form, uint8 (quantized_bytes(n),).
 
     Or x f32 (B, n) -> uint8 (B, quantized_stride(n)).
     """
     n = x.shape[-1]
-    out = np.empty((x.size // n, quantized_stride(n)), np.uint8)
-    _quantize(x.reshape(-1, n), out)
+    out = np.zeros((x.size // n, quantized_stride(n)), np.uint8)
+    rows = np.ascontiguousarray(x)
+    quantize_rows(address(rows), 4 * n, len(out), n, n_planes, address(out), out.strides[0])
     return out[0, : quantized_bytes(n)] if x.ndim == 1 else out
 
 
-def values_of(quantized: np.ndarray, n: int) -> np.ndarray:
+def values_of(quantized: np.ndarray, n: int, n_planes: int) -> np.ndarray:
     """The i16 values (n,) of ``quantize``'s output, whichever layout this CPU takes."""
     if not vnni.is_available():
         return quantized[: 2 * n].view(np.int16)
-    high, low = (quantized[part : part + n].view(np.int8).astype(np.int16) for part in (0, n))
-    return 256 * high + low
+    planes = (quantized[n * i : n * (i + 1)].view(np.int8) for i in range(n_planes))
+    high, *low = (plane.astype(np.int16) for plane in planes)
+    return 256 * high + low[0] if low else high
 
 
-def quantize_ref(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def quantize_ref(x: np.ndarray, n_planes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """numpy reference: values i16 (n,), scales f32 (n / 32,), sums f32 (n / 16,)."""
     blocks = x.reshape(-1, BLOCK)
     peak = np.abs(blocks).max(1)
-    scale = peak / np.float32(LARGEST)
-    inverse = np.divide(np.float32(LARGEST), peak, out=np.zeros_like(peak), where=peak >= SMALLEST)
+    largest = np.float32(LARGEST[n_planes])
+    scale = peak / largest
+    inverse = np.divide(largest, peak, out=np.zeros_like(peak), where=peak >= SMALLEST)
     rounded = np.rint(blocks * inverse[:, None])
     sums = rounded.reshape(-1, LANES).sum(1) * np.repeat(scale, 2)
     return rounded.astype(np.int16).reshape(-1), scale, sums.astype(np.float32)

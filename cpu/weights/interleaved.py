@@ -3,17 +3,19 @@
 As weights lie in a file, a row's dot product ends with a sum over lanes, scales have to be spread
 over lanes, and vectors straddle cache lines; in rows of a few hundred columns that takes most of
 the time. None of it is left when each lane is a row. The price is a copy of the weights of the same
-size. Formats are repacked where it pays: not Q8_0 and Q5_K, whose products are as slow as memory,
-and Q4_K and Q6_K only where the CPU has no byte products.
+size. All block formats are repacked but Q8_0, whose products are as slow as memory as it lies.
 
-Layout: the blocks i of a group's 16 rows lie together, behind the blocks i - 1. First come the f16
+Layout: the blocks i of a group's 16 rows lie together, behind the blocks i - 1. First come the
 scales, 16 of a kind (32 bytes), then the block's other bytes in the order of their use, four of
-each row (64 bytes). They are multiplied with four activations of 16 bits, as two bytes each: by
-vpdpbusd (weights/vnni.py), else by vpmaddubsw, whose sums of two products are i16; some of these
-can be added ahead of widening them. IQ4_NL's integers are too large for that and become i16 first.
+each row (64 bytes). They are multiplied with four activations of one or two bytes: by vpdpbusd
+(weights/vnni.py), else by vpmaddubsw, whose sums of two products are i16; some of these can be
+added ahead of widening them. The integers of IQ4_NL and IQ4_XS are too large for that and become
+i16 first.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -24,7 +26,7 @@ from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import F32, I8, I16, I32, I64, LANES, VF, const, load, shuffle, vec
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.weights import vnni
-from sparsekv_cli.cpu.weights.formats import ALWAYS, FORMAT_OF_CODE, BlockFormat
+from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE, BlockFormat
 from sparsekv_cli.cpu.weights.integer import byte_products, pair_products
 from sparsekv_cli.cpu.weights.interleaved_blocks import DECODERS, InterleavedBlock
 from sparsekv_cli.cpu.weights.vnni import BLOCK, BYTES, LINE, ByteInputs
@@ -33,24 +35,32 @@ GROUP = LANES  # rows side by side
 AHEAD = 8192 if llvm.ON_AMD else 16384  # bytes by which weights are fetched before their use
 
 
-def scales_of(format_: BlockFormat) -> tuple[int, int]:
-    """Offset in bytes of a block's f16 scales, its start or its end, and how many they are."""
+class Scales(NamedTuple):
+    """What lies at a block's start or end and is no words of four bytes."""
+
+    at: int  # offset in bytes
+    n: int
+    size: int  # bytes of one
+
+
+def scales_of(format_: BlockFormat) -> Scales:
+    """The f16 scales and, of IQ4_XS, the 16 bits beside them; MXFP4 has an exponent of a byte."""
+    if not format_.type.scales:
+        return Scales(0, 1, 1)
     ((at, count),) = format_.type.scales
-    return at, count
+    return Scales(at, count + (format_.n_bytes - 2 * count) % 4 // 2, 2)
 
 
 def word_order(format_: BlockFormat) -> tuple[int, ...]:
     """For each word of a repacked block, its number in the file's block; scales are not counted."""
-    n_words = (format_.n_bytes - 2 * scales_of(format_)[1]) // 4
-    return format_.word_order or tuple(range(n_words))
+    _, count, size = scales_of(format_)
+    return format_.word_order or tuple(range((format_.n_bytes - size * count) // 4))
 
 
 def can_repack(code: int, n_rows: int) -> bool:
     """Whether this CPU gains by repacking a matrix of ggml type ``code``."""
-    interleaves = FORMAT_OF_CODE[code].interleaves
-    if not interleaves or n_rows % GROUP != 0:
-        return False
-    return interleaves == ALWAYS if vnni.is_available() else llvm.has_feature("avx2")
+    has_products = vnni.is_available() or llvm.has_feature("avx2")
+    return FORMAT_OF_CODE[code].interleaves and n_rows % GROUP == 0 and has_products
 
 
 # --- repacking ------------------------------------------------------------------------------------
@@ -58,12 +68,13 @@ def can_repack(code: int, n_rows: int) -> bool:
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def _repack(rows, n_scales, scales_at, order, out):
-    """rows uint16 (n, units a row) in blocks -> out uint16 (n / GROUP, GROUP * ...).
+    """rows (n, units a row) in blocks -> out (n / GROUP, GROUP * ...). A unit: uint16 or uint8.
 
-    A block has n_scales units at ``scales_at``, the start or the end, and words of two, which take
-    the ``order``.
+    A block has n_scales units at ``scales_at``, the start or the end, and words of four bytes,
+    which take the ``order``.
     """
-    n_units, rest_at = n_scales + 2 * len(order), 0 if scales_at > 0 else n_scales
+    a_word = 4 // rows.itemsize  # units
+    n_units, rest_at = n_scales + a_word * len(order), 0 if scales_at > 0 else n_scales
     for group in prange(out.shape[0]):
         for i in range(rows.shape[1] // n_units):
             for r in range(GROUP):
@@ -73,24 +84,25 @@ def _repack(rows, n_scales, scales_at, order, out):
                     out[group, at + r] = row[scales_at + unit]
                     at += GROUP
                 for word in order:
-                    out[group, at + 2 * r] = row[rest_at + 2 * word]
-                    out[group, at + 2 * r + 1] = row[rest_at + 2 * word + 1]
-                    at += 2 * GROUP
+                    for unit in range(a_word):
+                        out[group, at + a_word * r + unit] = row[rest_at + a_word * word + unit]
+                    at += a_word * GROUP
 
 
 def repack(code: int, w: np.ndarray, out: np.ndarray) -> None:
     """Repacks w, uint8 (rows, row bytes) in format ``code``, to ``out`` of the same shape."""
-    scales_at, n_scales = scales_of(FORMAT_OF_CODE[code])
-    units = out.reshape(len(w) // GROUP, -1).view(np.uint16)
+    at, count, size = scales_of(FORMAT_OF_CODE[code])
+    unit = np.uint16 if size == 2 else np.uint8
+    units = out.reshape(len(w) // GROUP, -1).view(unit)
     order = np.array(word_order(FORMAT_OF_CODE[code]))
-    _repack(w.view(np.uint16), n_scales, scales_at // 2, order, units)
+    _repack(w.view(unit), count, at // size, order, units)
 
 
 def repack_ref(code: int, w: np.ndarray) -> np.ndarray:
     """numpy reference of ``repack``: the layout above, written as reshapes."""
     format_ = FORMAT_OF_CODE[code]
-    start, n_scales = scales_of(format_)
-    end = start + 2 * n_scales
+    start, count, scale_size = scales_of(format_)
+    end = start + scale_size * count
     blocks = w.reshape(len(w) // GROUP, GROUP, -1, format_.n_bytes)
 
     def planes(part: np.ndarray, size: int) -> np.ndarray:
@@ -100,7 +112,7 @@ def repack_ref(code: int, w: np.ndarray) -> np.ndarray:
 
     rest = np.concatenate([blocks[..., :start], blocks[..., end:]], -1)
     places = [4 * word + byte for word in word_order(format_) for byte in range(4)]
-    parts = planes(blocks[..., start:end], 2), planes(rest[..., places], 4)
+    parts = planes(blocks[..., start:end], scale_size), planes(rest[..., places], 4)
     return np.concatenate(parts, -1).reshape(w.shape)
 
 
@@ -112,14 +124,14 @@ def _dots(
 ) -> ir.Value:
     """<16 x i32>: a row's integers times the activations from ``at`` on."""
     sums = []
-    for plane in (inputs.high, inputs.low):
+    for plane in inputs.planes:
         dots = const(I32, 0)
         for i, q in enumerate(qs):
             lines.step(b)
             four = llvm.splat(b, load(b, I32, b.add(plane, at), 4 * i))
             dots = vnni.dot_bytes(b, dots, q, four)
         sums.append(dots)
-    return b.add(b.shl(sums[0], const(I32, 8)), sums[1])
+    return sums[0] if len(sums) == 1 else b.add(b.shl(sums[0], const(I32, 8)), sums[1])
 
 
 def _short_dots(
@@ -131,7 +143,8 @@ def _short_dots(
     room: int,
 ) -> ir.Value:
     """The same with AVX2, of integers so small that ``room`` sums of two products fit i16."""
-    planes = ((inputs.high, 256), (inputs.low, 1))
+    units = (256, 1) if len(inputs.planes) == 2 else (1,)
+    planes = list(zip(inputs.planes, units, strict=True))
     dots = [const(I32, 0, 8)] * 2
     for first in range(0, len(qs), room):
         sums = [[const(I16, 0)] * 2 for _ in planes]
@@ -169,8 +182,8 @@ def _pair_dots(
         for part, pairs in enumerate(wide):
             products = pair_products(b, b.bitcast(pairs, vec(I16)), four)
             sums[part] = llvm.add_in_order(b, sums[part], products)
-        lines.step(b)
-        lines.step(b)
+        for _ in inputs.planes:
+            lines.step(b)
     even = [0, 2, 8, 10, 4, 6, 12, 14]
     odd = [lane + 1 for lane in even]
     low, high = (
@@ -215,29 +228,32 @@ def _add_block(
 
 
 @intrinsic
-def _group_dots(typingctx, code, count, w, x, x_row, n, out, out_row):
+def _group_dots(typingctx, code, n_planes, count, w, x, x_row, n, out, out_row):
     """The dot products of 16 rows with each of ``count`` inputs, f32 (16,) at out, out_row apart.
 
-    code, count: literals. Addresses of the group, of quantised activations (weights/integer.py)
-    x_row bytes apart, and of the results; each is the same bits whatever the others are.
+    code, n_planes, count: literals. Addresses of the group, of quantised activations
+    (weights/integer.py) x_row bytes apart, and of the results; each is the same bits whatever the
+    others are.
     """
-    if not all(isinstance(literal, types.IntegerLiteral) for literal in (code, count)):
+    literals = (code, n_planes, count)
+    if not all(isinstance(literal, types.IntegerLiteral) for literal in literals):
         return None
 
     def codegen(context, b, signature, args):
-        code_, count_ = (type_.literal_value for type_ in signature.args[:2])
-        w, x, x_row, n, out, out_row = args[2:]
+        code_, planes, count_ = (type_.literal_value for type_ in signature.args[:3])
+        w, x, x_row, n, out, out_row = args[3:]
         format_ = FORMAT_OF_CODE[code_]
         block_bytes = GROUP * format_.n_bytes
-        rows = [vnni.inputs_at(b, b.add(x, b.mul(I64(j), x_row)), n) for j in range(count_)]
+        xs = [b.add(x, b.mul(I64(j), x_row)) for j in range(count_)]
+        rows = [vnni.inputs_at(b, at, n, planes) for at in xs]
 
         def body(i, totals):
             p = b.add(w, b.mul(i, I64(block_bytes)))
             at = b.mul(i, I64(format_.n_elements))
-            ahead = []
-            if format_.n_elements == BLOCK:  # the K formats' products are slower than the memory
-                ahead = [b.add(p, I64(AHEAD + line)) for line in range(0, block_bytes, LINE)]
-            lines = llvm.Prefetches(ahead, 2 * BLOCK // 4, once=True)
+            ahead = [b.add(p, I64(AHEAD + line)) for line in range(0, block_bytes, LINE)]
+            n_steps = planes * format_.n_elements // 4
+            is_short = vnni.is_available() or planes == 1
+            lines = llvm.Prefetches(ahead, n_steps, once=True, fixed=is_short)
             for block in DECODERS[format_.name](b, p):
                 totals = [
                     _add_block(b, block, format_.largest, inputs, at, total, lines)
@@ -252,12 +268,12 @@ def _group_dots(typingctx, code, count, w, x, x_row, n, out, out_row):
             llvm.store(b, total, b.add(out, b.mul(I64(j), out_row)))
         return context.get_dummy_value()
 
-    return types.void(code, count, *[types.int64] * 6), codegen
+    return types.void(*literals, *[types.int64] * 6), codegen
 
 
 @njit(cache=True, nogil=True)
 def groups_dot(
-    code, integer, w, row_bytes, n_columns, x, x_row, n_inputs, out, out_row, first, last
+    code, n_planes, w, row_bytes, n_columns, x, x_row, n_inputs, out, out_row, first, last
 ):  # fmt: skip
     """``rows_dot`` (weights/dot.py) over repacked weights; first, last: multiples of GROUP."""
     for r in range(first, last, GROUP):
@@ -265,10 +281,10 @@ def groups_dot(
         for i in range(0, n_inputs, 4):
             source, to, count = x + i * x_row, out + i * out_row + 4 * r, n_inputs - i
             if count == 1:
-                _group_dots(code, 1, at, source, x_row, n_columns, to, out_row)
+                _group_dots(code, n_planes, 1, at, source, x_row, n_columns, to, out_row)
             elif count == 2:
-                _group_dots(code, 2, at, source, x_row, n_columns, to, out_row)
+                _group_dots(code, n_planes, 2, at, source, x_row, n_columns, to, out_row)
             elif count == 3:
-                _group_dots(code, 3, at, source, x_row, n_columns, to, out_row)
+                _group_dots(code, n_planes, 3, at, source, x_row, n_columns, to, out_row)
             else:
-                _group_dots(code, 4, at, source, x_row, n_columns, to, out_row)
+                _group_dots(code, n_planes, 4, at, source, x_row, n_columns, to, out_row)

@@ -1,6 +1,6 @@
 """How the blocks of interleaved rows (weights/interleaved.py) become integers, scales and offsets.
 
-A word is four bytes of each of 16 rows, <16 x i32>; f16 scales come first in a block.
+A word is four bytes of each of 16 rows, <16 x i32>; scales come first in a block.
 """
 
 from __future__ import annotations
@@ -10,8 +10,14 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from sparsekv_cli.cpu.jit.llvm import F16, F32, I8, I32, LANES, VF, VI, const, load, vec
-from sparsekv_cli.cpu.weights.formats import FORMATS, IQ4_NL_VALUES, lookup16
+from sparsekv_cli.cpu.jit.llvm import F16, F32, I8, I16, I32, LANES, VF, VI, const, load, vec
+from sparsekv_cli.cpu.weights.formats import (
+    FORMATS,
+    IQ4_NL_VALUES,
+    MXFP4_VALUES,
+    lookup16,
+    power_of_two,
+)
 from sparsekv_cli.cpu.weights.vnni import BYTES
 
 
@@ -65,6 +71,15 @@ def _around(b: ir.IRBuilder, q: list[ir.Value], scale: ir.Value, name: str) -> I
     return InterleavedBlock(q, scale, b.fmul(scale, const(F32, -float(FORMATS[name].zero))))
 
 
+def _looked_up(
+    b: ir.IRBuilder, values: tuple[int, ...], nibbles: Sequence[ir.Value], name: str
+) -> list[ir.Value]:
+    """The unsigned integers of the format ``name`` that four bits stand for."""
+    table = tuple(value + FORMATS[name].zero for value in values)
+    bytes_ = (b.bitcast(word, vec(I8, BYTES)) for word in nibbles)
+    return [b.bitcast(lookup16(b, table, each), VI) for each in bytes_]
+
+
 def _q4_0(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
     yield _around(b, _nibbles(b, _words(b, p, 1, 4)), _scale(b, p, 0), "Q4_0")
 
@@ -86,10 +101,26 @@ def _q5_1(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
 
 
 def _iq4_nl(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
-    table = tuple(value + FORMATS["IQ4_NL"].zero for value in IQ4_NL_VALUES)
-    nibbles = (b.bitcast(word, vec(I8, BYTES)) for word in _nibbles(b, _words(b, p, 1, 4)))
-    q = [b.bitcast(lookup16(b, table, part), VI) for part in nibbles]
+    q = _looked_up(b, IQ4_NL_VALUES, _nibbles(b, _words(b, p, 1, 4)), "IQ4_NL")
     yield _around(b, q, _scale(b, p, 0), "IQ4_NL")
+
+
+def _iq4_xs(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
+    d, tops = _scale(b, p, 0), b.zext(load(b, vec(I16), p, 2 * LANES), VI)
+    lows = _word(b, p, 2, 0)
+    for i in range(8):
+        low = b.and_(b.lshr(lows, const(I32, 4 * i)), const(I32, 15))
+        top = b.and_(b.lshr(tops, const(I32, 2 * i)), const(I32, 3))
+        scale = b.sub(b.or_(low, b.shl(top, const(I32, 4))), const(I32, 32))
+        nibbles = _nibbles(b, [_word(b, p, 2, 1 + 4 * i + k) for k in range(4)])
+        q = _looked_up(b, IQ4_NL_VALUES, nibbles, "IQ4_XS")
+        yield _around(b, q, b.fmul(d, b.sitofp(scale, VF)), "IQ4_XS")
+
+
+def _mxfp4(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
+    words = [load(b, VI, p, LANES + 4 * LANES * i) for i in range(4)]
+    q = _looked_up(b, MXFP4_VALUES, _nibbles(b, words), "MXFP4")
+    yield _around(b, q, power_of_two(b, load(b, vec(I8), p)), "MXFP4")
 
 
 def _byte(b: ir.IRBuilder, words: Sequence[ir.Value], i: int) -> ir.Value:
@@ -115,19 +146,64 @@ def _k_affine(b: ir.IRBuilder, p: ir.Value) -> Iterator[tuple[ir.Value, ir.Value
 
 
 def _with_bits(
-    b: ir.IRBuilder, q: Sequence[ir.Value], words: Sequence[ir.Value], first: int, count: int
+    b: ir.IRBuilder,
+    q: Sequence[ir.Value],
+    words: Sequence[ir.Value],
+    first: int,
+    count: int,
+    above: int = 4,
 ) -> list[ir.Value]:
-    """q with ``count`` bits of every byte of ``words``, from bit ``first`` on, above its four."""
-    shift = b.shl if first <= 4 else b.lshr
-    every = const(I32, 0x10101010 * ((1 << count) - 1))
-    tops = (b.and_(shift(word, const(I32, abs(4 - first))), every) for word in words)
+    """q with ``count`` bits of every byte of ``words``, from ``first`` on, ``above`` its own."""
+    shift = b.shl if first <= above else b.lshr
+    every = const(I32, (0x01010101 << above) * ((1 << count) - 1))
+    tops = (b.and_(shift(word, const(I32, abs(above - first))), every) for word in words)
     return [b.or_(low, top) for low, top in zip(q, tops, strict=True)]
+
+
+def _two_bits(b: ir.IRBuilder, p: ir.Value, n_scales: int, at: int, i: int) -> list[ir.Value]:
+    """Part i of 16 of the two-bit integers of Q2_K and Q3_K, which begin at word ``at``."""
+    words = [_word(b, p, n_scales, at + 8 * (i // 8) + 4 * (i % 2) + k) for k in range(4)]
+    shifted = (b.lshr(word, const(I32, i % 8 // 2 * 2)) for word in words)
+    return [b.and_(word, const(I32, 0x03030303)) for word in shifted]
 
 
 def _q4_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
     for i, (scale, offset) in enumerate(_k_affine(b, p)):
-        words = [_word(b, p, 2, 3 + 8 * (i // 2) + j) for j in range(8)]
+        if i % 2 == 0:
+            words = [_word(b, p, 2, 3 + 4 * i + j) for j in range(8)]
         yield InterleavedBlock(_half_bytes(b, words, i % 2 == 1), scale, offset)
+
+
+def _q5_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
+    bits = [_word(b, p, 2, 3 + k) for k in range(8)]
+    for i, (scale, offset) in enumerate(_k_affine(b, p)):
+        words = [_word(b, p, 2, 11 + 8 * (i // 2) + k) for k in range(8)]
+        q = _with_bits(b, _half_bytes(b, words, i % 2 == 1), bits, i, 1)
+        yield InterleavedBlock(q, scale, offset)
+
+
+def _q2_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
+    d, dmin = _scale(b, p, 0), b.fneg(_scale(b, p, 1))
+    words = _words(b, p, 2, 4)
+    for i in range(16):  # 16 elements each
+        q = _two_bits(b, p, 2, 4, i)
+        both = _byte(b, words, i)
+        scale, minimum = b.and_(both, const(I32, 15)), b.lshr(both, const(I32, 4))
+        parts = b.fmul(d, b.sitofp(scale, VF)), b.fmul(dmin, b.sitofp(minimum, VF))
+        yield InterleavedBlock(q, *parts)
+
+
+def _q3_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
+    d = _scale(b, p, 0)
+    bits = [_word(b, p, 1, k) for k in range(8)]
+    words = [_word(b, p, 1, 24 + k) for k in range(3)]
+    for i in range(16):  # 16 elements each
+        low = b.and_(b.lshr(_byte(b, words, i % 8), const(I32, i // 8 * 4)), const(I32, 15))
+        top = b.and_(b.lshr(_byte(b, words, 8 + i % 4), const(I32, i // 4 * 2)), const(I32, 3))
+        scale = b.sub(b.or_(low, b.shl(top, const(I32, 4))), const(I32, 32))
+        mine = bits[4 * (i % 2) : 4 * (i % 2) + 4]
+        q = _with_bits(b, _two_bits(b, p, 1, 8, i), mine, i // 2, 1, above=2)
+        yield _around(b, q, b.fmul(d, b.sitofp(scale, VF)), "Q3_K")
 
 
 def _q6_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
@@ -150,6 +226,11 @@ DECODERS: dict[str, Callable[[ir.IRBuilder, ir.Value], Iterator[InterleavedBlock
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "IQ4_NL": _iq4_nl,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
     "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }

@@ -1,9 +1,9 @@
 """Integer dot products with the CPU's byte products (VNNI): vpdpbusd sums u8 x i8 into i32.
 
-An activation of 16 bits is two bytes, x = 256 hi + lo with both signed. So two instructions
-multiply 64 weights, where weights/integer.py's pairs of i16 take four, and four to widen. The
-integers are the same. Weights must be unsigned: 128 is added to signed ones, and the offsets take
-it off again.
+An activation of 8 bits is a byte, one of 16 bits two, x = 256 hi + lo with both signed. So one or
+two instructions multiply 64 weights, where weights/integer.py's pairs of i16 take four, and four to
+widen. The integers are the same. Weights must be unsigned: 128 is added to signed ones, and the
+offsets take it off again.
 """
 
 from __future__ import annotations
@@ -91,21 +91,21 @@ class ByteInputs(NamedTuple):
     """Addresses of one row of quantised activations (``quantized_bytes`` of weights/integer.py)."""
 
     values: ir.Value  # i16 (n,), where there are no byte products
-    high: ir.Value  # i8 (n,)
-    low: ir.Value  # i8 (n,)
+    planes: list[ir.Value]  # i8 (n,) each: the high and low bytes, or values of 8 bits
     scales: ir.Value
     sums16: ir.Value
     sums32: ir.Value
 
 
-def inputs_at(b: ir.IRBuilder, x: ir.Value, n: ir.Value) -> ByteInputs:
-    """The parts of n quantised activations at x."""
+def inputs_at(b: ir.IRBuilder, x: ir.Value, n: ir.Value, n_planes: int) -> ByteInputs:
+    """The parts of n quantised activations at x, of ``n_planes`` bytes each."""
     small = b.mul(b.sdiv(n, I64(BLOCK)), I64(4))
     scales = b.add(x, b.mul(n, I64(2)))
     sums16 = b.add(scales, small)
     sums32 = b.add(sums16, b.mul(small, I64(2)))
     high = b.add(sums32, small) if bytes_are_beside() else x
-    return ByteInputs(x, high, b.add(high, n), scales, sums16, sums32)
+    planes = [high, b.add(high, n)][:n_planes]
+    return ByteInputs(x, planes, scales, sums16, sums32)
 
 
 def _add_products(
@@ -130,15 +130,14 @@ def _add_products(
     a_scale = n_elements // n_scales
     for c, q in enumerate(block.q):
         x_type = vec(I8, min(BYTES, n_elements))
-        planes = (inputs.high, inputs.low)
-        hi, lo = (load(b, x_type, b.add(plane, at), BYTES * c) for plane in planes)
-        if n_elements < BYTES:
-            zeros = const(I8, 0, n_elements)
-            hi, lo = (shuffle(b, part, zeros, range(BYTES)) for part in (hi, lo))
-        lines.step(b)
-        dots = b.shl(dot_bytes(b, const(I32, 0), q, hi), const(I32, 8))
-        lines.step(b)
-        dots = b.sitofp(dot_bytes(b, dots, q, lo), VF)
+        dots = const(I32, 0)
+        for i, plane in enumerate(inputs.planes):
+            x = load(b, x_type, b.add(plane, at), BYTES * c)
+            if n_elements < BYTES:
+                x = shuffle(b, x, const(I8, 0, n_elements), range(BYTES))
+            lines.step(b)
+            dots = dot_bytes(b, b.shl(dots, const(I32, 8)) if i else dots, q, x)
+        dots = b.sitofp(dots, VF)
         lanes = [min((BYTES * c + 4 * i) // a_scale, n_scales - 1) for i in range(LANES)]
         turn = c % ACCUMULATORS
         totals[turn] = llvm.fma(b, dots, shuffle(b, scales, scales, lanes), totals[turn])
@@ -152,15 +151,20 @@ def _add_products(
 
 
 def emit_row(
-    b: ir.IRBuilder, format_: BlockFormat, w: ir.Value, xs: Sequence[ir.Value], n: ir.Value
+    b: ir.IRBuilder,
+    format_: BlockFormat,
+    n_planes: int,
+    w: ir.Value,
+    xs: Sequence[ir.Value],
+    n: ir.Value,
 ) -> list[ir.Value]:
     """The dot products, floats, of one row at w with each of ``xs``.
 
-    xs: addresses of n quantised activations each. A block is decoded once for all of them; each
-    product has the same bits as alone.
+    xs: addresses of n quantised activations each, of ``n_planes`` bytes. A block is decoded once
+    for all of them; each product has the same bits as alone.
     """
     n_blocks = b.sdiv(n, I64(format_.n_elements))
-    rows = [inputs_at(b, x, n) for x in xs]
+    rows = [inputs_at(b, x, n, n_planes) for x in xs]
     width = ACCUMULATORS + 1
 
     def add_blocks(i: ir.Value, count: int, carried: list[ir.Value]) -> list[ir.Value]:
@@ -168,7 +172,8 @@ def emit_row(
         p = b.add(w, b.mul(i, I64(format_.n_bytes)))
         block = _decode(b, format_, p, count)
         ahead = range(AHEAD, AHEAD + count * format_.n_bytes, LINE)
-        lines = llvm.Prefetches([b.add(p, I64(n)) for n in ahead], 2 * len(block.q), once=True)
+        addresses = [b.add(p, I64(n)) for n in ahead]
+        lines = llvm.Prefetches(addresses, n_planes * len(block.q), once=True)
         at = b.mul(i, I64(format_.n_elements))  # element
         sums = []
         for j, inputs in enumerate(rows):

@@ -168,8 +168,15 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
         "--repack",
         type=_choice("repack"),
         default="auto",
-        help="Decode on the CPU from a copy of 4- and 5-bit weights in a faster layout; auto: if "
+        help="Decode on the CPU from a copy of the weights in a faster layout; auto: if "
         "the weights take at most a quarter of the memory. [default: auto]",
+    ),
+    click.option(
+        "--activations",
+        type=_choice("activations"),
+        default="auto",
+        help="Bits to which decode on the CPU rounds what it multiplies with quantised weights; "
+        "auto: 8 where the CPU has byte products, otherwise 16. [default: auto]",
     ),
     *GPU_OPTIONS,
     click.option(
@@ -278,6 +285,7 @@ def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
             kv=values.pop("kv"),
             gpu_weights=values.pop("gpu_weights"),
             repack=values.pop("repack"),
+            activations=values.pop("activations"),
             vram_limit=values.pop("vram_limit"),
             sparse_from=-1 if sparse_from is None else sparse_from,
         ),

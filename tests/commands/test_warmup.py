@@ -8,8 +8,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_models import make_model
 
@@ -21,9 +23,11 @@ from sparsekv_cli.cpu.jit.store import KernelStore
 from sparsekv_cli.cpu.layer import matmul_int8
 from sparsekv_cli.cpu.weights import dot, interleaved
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE, FORMATS
+from sparsekv_cli.cpu.weights.integer import activation_planes
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import METHODS, build_method
 from sparsekv_cli.models.decoder import cpu_prefill_dtype
+from sparsekv_cli.models.weights import Linear
 
 Invoke = Callable[..., Any]
 
@@ -60,23 +64,38 @@ def test_every_format_and_type(markers: Path, compiled: list[tuple[Any, ...]]) -
     reports: list[tuple[str, int, int]] = []
     n_steps = warmup.compile_common_kernels(lambda *report: reports.append(report))
     expected: set[tuple[Any, ...]] = set()
+    n_planes = activation_planes("auto")
     for code, format_ in FORMAT_OF_CODE.items():
         expected |= {("dequantize_address", code, to) for to in (dot.TO_F32, dot.TO_BF16)}
-        expected.add(("kernel_address", code, False))
+        expected.add(("kernel_address", code))
         if format_.decode is not None:
-            expected.add(("kernel_address", code, True))
+            expected.add(("kernel_address", code, n_planes, False))
         if cpu_prefill_dtype("auto", 64) == "int8" and matmul_int8.can_multiply(code):
             expected.add(("kernel_addresses", code))
         if interleaved.can_repack(code, interleaved.GROUP):
-            expected.add(("kernel_address", code, True, True))
+            expected.add(("kernel_address", code, n_planes, True))
     assert set(compiled) == expected and len(compiled) == len(expected)
     repacks = interleaved.can_repack(FORMATS["Q4_1"].code, interleaved.GROUP)
-    assert n_steps == len(expected) + 1 + repacks  # the bandwidth probe, repacking
+    assert n_steps == len(expected) + 1 + 2 * repacks  # the bandwidth probe, repacking
     assert [done for _, done, _ in reports] == list(range(n_steps + 1))
     assert {total for _, _, total in reports} == {n_steps} and reports[-1][0] == "done"
     del compiled[:]
     assert warmup.compile_common_kernels(lambda *report: pytest.fail("said something")) == 0
     assert compiled == []
+
+
+@pytest.mark.parametrize("repacks", [True, False])
+def test_only_the_layout_that_decode_reads(
+    markers: Path, compiled: list[tuple[Any, ...]], repacks: bool
+) -> None:
+    code = FORMATS["Q4_0"].code
+    linear = Linear(code, np.zeros((32, 18), np.uint8), 32)
+    layer = SimpleNamespace(linears=lambda: [linear])
+    weights: Any = SimpleNamespace(layers=[layer], output=linear, token_embd=linear)
+    warmup.compile_weight_kernels(weights, "f32", 1, repacks, None)
+    kernels = {call for call in compiled if call[0] == "kernel_address"}
+    is_repacked = repacks and interleaved.can_repack(code, 32)
+    assert kernels == {("kernel_address", code), ("kernel_address", code, 1, is_repacked)}
 
 
 def test_an_unfinished_step_is_taken_again(

@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from sparsekv_cli.cpu.jit import ahead, llvm
@@ -24,9 +23,9 @@ from sparsekv_cli.cpu.jit import ahead, llvm, threads
 from sparsekv_cli.cpu.weights import dot, integer
 calls = [
     lambda: dot.dequantize(8, np.zeros((4, 34), np.uint8), 32),
-    lambda: integer.quantize(np.zeros((2, 64), np.float32)),
+    lambda: integer.quantize(np.zeros((2, 64), np.float32), 1),
     lambda: 1 / 0,
-    lambda: dot.kernel_address(8, True),
+    lambda: dot.kernel_address(8, 1),
 ]
 """
 COMPILE = """
@@ -38,7 +37,7 @@ print(len([name for name in names if name != "done"]), reports[-1][:1] + reports
 calls[0]()
 calls[1]()
 print(sum(sum(f.stats.cache_misses.values()) for f in (
-    dot.rows_dequantize, dot._dequantize_parallel, integer._quantize)))
+    dot.rows_dequantize, dot._dequantize_parallel, integer.quantize_rows)))
 """
 
 
@@ -62,16 +61,16 @@ def test_kernels_are_noted_without_running_them(monkeypatch: pytest.MonkeyPatch)
 
     def call() -> None:
         seen.append(dot.dequantize_address.__wrapped__(8, dot.TO_F16))  # for its cache
-        seen.append(integer._quantize(np.zeros(2, np.complex64), np.zeros(2, np.complex64)))
+        seen.append(integer.quantize_rows(*[1j] * 7))
 
     kernels = ahead.kernels_of([call])
-    assert [kernel.name for kernel in kernels] == ["rows_dequantize", "_quantize"]
+    assert [kernel.name for kernel in kernels] == ["rows_dequantize", "quantize_rows"]
     assert seen == [0, None]
 
 
 def test_a_kernel_that_returns_a_value_is_known_by_its_text() -> None:
     assert ahead._returns_value(llvm.sum_squares.py_func)
-    assert not ahead._returns_value(integer._quantize.py_func)
+    assert not ahead._returns_value(integer.quantize_rows.py_func)
 
 
 SLOW = """

@@ -73,7 +73,7 @@ class Layer:
         self.arrays = {name: np.zeros(shape, np.float32) for name, shape in scratch.items()}
         self.arrays |= arrays
         tables = [
-            decode.matrix_table([matrices[name]])
+            decode.matrix_table([matrices[name]], 2)
             if name in matrices
             else np.zeros((1, 6), np.int64)
             for name in ("q", "k", "v", "o", "gate", "up", "down")
@@ -199,7 +199,7 @@ def test_gate_of_any_size(gate):
 
 def multiplied(pairs, x: np.ndarray, n_threads: int) -> np.ndarray:
     """``layer.multiply`` of matrices with x f32 (B, columns)."""
-    table = decode.matrix_table([weights for weights, _ in pairs])
+    table = decode.matrix_table([weights for weights, _ in pairs], 2)
     out = np.full((len(x), sum(len(values) for _, values in pairs)), np.nan, np.float32)
     columns = -(-x.shape[1] // 32) * 32
     quantized = np.empty((len(x), integer.quantized_stride(columns)), np.uint8)
@@ -232,7 +232,7 @@ def test_regions_are_the_matrices_in_the_order_of_use_and_again():
     names = ("q", "k", "v", "o", "gate", "up", "down")
     linears = [linear(name, 16 * (i + 1), 32, "Q4_0")[0] for i, name in enumerate(names)]
     head = linear("output", 48, 32)[0]
-    tables = [decode.matrix_table(linears), decode.matrix_table([head])]
+    tables = [decode.matrix_table(linears, 2), decode.matrix_table([head], 2)]
     expected = [(dot.address(w.data), w.data.nbytes) for w in [*linears, head, *linears[:4]]]
     np.testing.assert_array_equal(decode.matrix_regions(tables), expected)
 
@@ -244,7 +244,7 @@ def test_output_logits(wtype, n_rows):
     x, norm = vector(0, 4 * 256).reshape(4, 256), vector(1, 256, 1)  # a row to spare
     logits = np.empty((n_rows, 333), np.float32)
     quantized = np.empty((4, integer.quantized_stride(256)), np.uint8)
-    table = decode.matrix_table([head])
+    table = decode.matrix_table([head], 2)
     following = decode.matrix_regions([table] * 4)
     decode.output_logits(
         x, norm, EPS, table, dot.address(following), np.zeros_like(x), quantized, logits, 2

@@ -38,51 +38,56 @@ def test_layout_equals_reference(name, n_columns):
     np.testing.assert_array_equal(repacked(name, w), interleaved.repack_ref(FORMATS[name].code, w))
 
 
-def products(linears, x: np.ndarray, n_threads: int) -> np.ndarray:
+def products(linears, x: np.ndarray, n_threads: int, n_planes: int = 2) -> np.ndarray:
     """``layer.multiply`` of matrices with x f32 (B, columns)."""
     out = np.full((len(x), sum(w.n_rows for w in linears)), np.nan, np.float32)
     quantized = np.empty((len(x), integer.quantized_stride(x.shape[1])), np.uint8)
     places = [dot.address(array) for array in (x, quantized, out)]
+    table = decode.matrix_table(linears, n_planes)
     decode.multiply(
-        decode.matrix_table(linears), places[0], x.strides[0], len(x), places[1], places[2],
-        out.strides[0], n_threads,
-    )  # fmt: skip
+        table, places[0], x.strides[0], len(x), places[1], places[2], out.strides[0], n_threads
+    )
     return out
 
 
 @repacks
+@pytest.mark.parametrize("n_planes", [1, 2])
 @pytest.mark.parametrize(("name", "n_columns"), columns(32, 64, 96, 224, 576))
-def test_products_are_within_sixteen_bits(name, n_columns):
+def test_products_are_exact_but_for_the_activations(name, n_columns, n_planes):
     w, code = random_rows(name, 48, n_columns), FORMATS[name].code
     linear = Linear(code, repacked(name, w), n_columns, repacked=True)
     x = np.random.default_rng(1).standard_normal((6, n_columns)).astype(np.float32)
-    alone = np.concatenate([products([linear], row[None], 1) for row in x])
-    expected = np.stack([dot.matvec_ref(code, w, n_columns, row) for row in x])
-    assert np.sum((alone - expected) ** 2) < 1e-8 * np.sum(expected**2)
+    alone = np.concatenate([products([linear], row[None], 1, n_planes) for row in x])
+    for row, found in zip(x, alone, strict=True):
+        values, scales, _ = integer.quantize_ref(row, n_planes)
+        expected = dot.matvec_ref(code, w, n_columns, values * np.repeat(scales, 32))
+        assert np.sum((found - expected) ** 2) < 1e-9 * np.sum(expected**2)
     for n_inputs in range(2, 7):
-        found = products([linear], x[:n_inputs], 2)
+        found = products([linear], x[:n_inputs], 2, n_planes)
         np.testing.assert_array_equal(found, alone[:n_inputs])
 
 
-def largest_products(name: str, n_columns: int) -> tuple[np.ndarray, np.ndarray]:
+def largest_products(name: str, n_columns: int, n_planes: int) -> tuple[np.ndarray, np.ndarray]:
     """Weights whose integers are the largest, and activations whose bytes are."""
     w = random_rows(name, 16, n_columns)
     blocks = w.reshape(16, -1, FORMATS[name].n_bytes)
     is_scale = np.zeros(blocks.shape[-1], bool)
-    scales_at, n_scales = interleaved.scales_of(FORMATS[name])
-    is_scale[scales_at:][: 2 * n_scales] = True
-    blocks[:, :, ~is_scale] = 255
+    scales = interleaved.scales_of(FORMATS[name])
+    is_scale[scales.at :][: scales.size * scales.n] = True
+    blocks[:, :, ~is_scale] = 0x77 if name == "MXFP4" else 255
     x = np.empty((3, n_columns), np.float32)
-    for row, value in zip(x, (127 * 256 + 127, 127 * 256 - 128, -126 * 256 - 128), strict=True):
-        row[:] = value / integer.LARGEST
+    edges = (127, -127, 126) if n_planes == 1 else (127 * 257, 127 * 256 - 128, -126 * 256 - 128)
+    for row, value in zip(x, edges, strict=True):
+        row[:] = value / integer.LARGEST[n_planes]
         row[::32] = 1  # so that these are the values
     return w, x
 
 
 @pytest.mark.skipif(not llvm.has_feature("avx2"), reason="products for CPUs with AVX2")
+@pytest.mark.parametrize("n_planes", [1, 2])
 @pytest.mark.parametrize("largest", [False, True])
 @pytest.mark.parametrize("name", sweep(NAMES))
-def test_products_without_vnni(name, largest, monkeypatch):
+def test_products_without_vnni(name, largest, n_planes, monkeypatch):
     """The path of CPUs without vpdpbusd, compiled here for this test."""
     monkeypatch.setattr(vnni, "is_available", lambda: False)
     monkeypatch.setattr(vnni, "bytes_are_beside", lambda: True)
@@ -90,20 +95,23 @@ def test_products_without_vnni(name, largest, monkeypatch):
     w = random_rows(name, 16, n_columns)
     x = np.random.default_rng(1).standard_normal((3, n_columns)).astype(np.float32)
     if largest:
-        w, x = largest_products(name, n_columns)
+        w, x = largest_products(name, n_columns, n_planes)
     quantized = np.empty((len(x), 4 * n_columns + 16 * n_columns // 32), np.uint8)
-    njit(integer._quantize.py_func)(x, quantized)
-    signature = (types.literal(code), types.literal(1)) + (types.int64,) * 10
+    signature = (types.literal(code), types.literal(n_planes)) + (types.int64,) * 10
     kernel = dot.function_address(njit(interleaved.groups_dot.py_func), signature)
     packed, found = repacked(name, w), np.empty((len(x), 16), np.float32)
     places = [dot.address(array) for array in (packed, quantized, found)]
+    njit(integer.quantize_rows.py_func)(
+        dot.address(x), x.strides[0], len(x), n_columns, n_planes, places[1], quantized.strides[0]
+    )
     dot._matvec_parallel(
         kernel, places[0], w.strides[0], n_columns, places[1], quantized.strides[0], len(x),
         places[2], found.strides[0], 16, 1,
     )  # fmt: skip
     for row, values in zip(found, x, strict=True):
-        expected = dot.matvec_ref(code, w, n_columns, values)
-        assert np.sum((row - expected) ** 2) < 1e-8 * np.sum(expected**2)
+        values, scales, _ = integer.quantize_ref(values, n_planes)
+        expected = dot.matvec_ref(code, w, n_columns, values * np.repeat(scales, 32))
+        assert np.sum((row - expected) ** 2) < 1e-9 * np.sum(expected**2)
 
 
 @repacks
@@ -131,7 +139,9 @@ def test_rows_that_fill_no_group_stay_as_they_lie():
 def test_every_format_that_interleaves_has_its_decoder():
     assert set(NAMES) == set(interleaved.DECODERS)
     for name in NAMES:
-        at, count = interleaved.scales_of(FORMATS[name])
-        assert at in (0, FORMATS[name].n_bytes - 2 * count)  # the start or the end of a block
-        n_words = (FORMATS[name].n_bytes - 2 * count) // 4
+        at, count, size = interleaved.scales_of(FORMATS[name])
+        n_bytes = FORMATS[name].n_bytes - size * count  # in words
+        assert at in (0, n_bytes)  # the start or the end of a block
+        n_words = n_bytes // 4
+        assert n_bytes == 4 * n_words
         assert sorted(interleaved.word_order(FORMATS[name])) == list(range(n_words))
