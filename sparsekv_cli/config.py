@@ -36,7 +36,7 @@ class SessionConfig:
     )  # fmt: skip
     activations: str = option(
         "auto", "bits to which the CPU's decode rounds what it multiplies with quantised weights; "
-        "auto: 8 where the CPU has byte products, otherwise 16",
+        "auto: 8 where that is faster (AVX2 without AVX-512 VNNI), otherwise 16",
         choices=("auto", "8", "16"),
     )  # fmt: skip
     vram_limit: float = option(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from sparsekv_cli.commands.terminal import SHOW_CURSOR, one_line, say
+from sparsekv_cli.commands.terminal import explain_faults, say
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.option import allowed_values, options_of
 
@@ -176,7 +176,7 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
         type=_choice("activations"),
         default="auto",
         help="Bits to which decode on the CPU rounds what it multiplies with quantised weights; "
-        "auto: 8 where the CPU has byte products, otherwise 16. [default: auto]",
+        "auto: 8 where that is faster (AVX2 without AVX-512 VNNI), otherwise 16. [default: auto]",
     ),
     *GPU_OPTIONS,
     click.option(
@@ -319,22 +319,6 @@ def find_model(name: str | None) -> Path:
     path = resolve_model(name)
     explain_faults(path)
     return path
-
-
-def explain_faults(model: Path | None = None) -> None:
-    """Lets faults in native code end the program with a line, as long as the command runs.
-
-    model: a file that is going to be mapped.
-    """
-    from sparsekv_cli.models import faults
-
-    context = click.get_current_context(silent=True)
-    if context is None:
-        return
-    start = f"{SHOW_CURSOR}\n" if sys.stderr.isatty() else ""  # after a bar or half an answer
-    context.with_resource(faults.explain_abort(start))
-    if model is not None:
-        context.with_resource(faults.explain_cut(one_line(str(model)), start))
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from pathlib import Path
 
 import click
 
@@ -26,3 +27,19 @@ def write_text(text: str) -> None:
     """Text of the model, on stdout, at once."""
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def explain_faults(model: Path | None = None) -> None:
+    """Lets faults in native code end the program with a line, as long as the command runs.
+
+    model: a file that is going to be mapped.
+    """
+    from sparsekv_cli.models import faults
+
+    context = click.get_current_context(silent=True)
+    if context is None:
+        return
+    start = f"{SHOW_CURSOR}\n" if sys.stderr.isatty() else ""  # after a bar or half an answer
+    context.with_resource(faults.explain_abort(start))
+    if model is not None:
+        context.with_resource(faults.explain_cut(one_line(str(model)), start))
