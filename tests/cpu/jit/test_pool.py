@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 import threading
@@ -166,4 +167,32 @@ def test_a_step_runs_where_the_pool_cannot(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=600
     )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_many_more_threads_than_cores_end_and_agree_with_one(tmp_path):
+    path = make_model(tmp_path / "model.gguf", n_ctx=512)
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "import numpy as np\n"
+        "from sparsekv_cli.config import SessionConfig\n"
+        "from sparsekv_cli.methods import build_method\n"
+        "from sparsekv_cli.session import load_session\n"
+        "for name in ('full', 'lfps', 'quest'):\n"
+        "    options = {} if name == 'full' else {'budget': '64'}\n"
+        "    method, logits = build_method(name, options), []\n"
+        "    for threads in (1, 16):\n"
+        "        config = SessionConfig(ctx_size=512, threads=threads, prefill_dtype='f32')\n"
+        "        session = load_session(Path(sys.argv[1]), method, config)\n"
+        "        assert session.n_threads == threads\n"
+        "        session.prefill([i % 50 for i in range(400)])\n"
+        "        logits.append(np.stack([session.decode(i) for i in range(20)]))\n"
+        "    np.testing.assert_allclose(*logits, atol=1e-3)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "NUMBA_NUM_THREADS": "16"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
