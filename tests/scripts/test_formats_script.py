@@ -116,17 +116,15 @@ def test_verdicts():
     assert len(formats.broken([row | {"kld_prefill": float("nan")}])) == 1
 
 
-def test_questions_share_their_text_and_are_answered_one_by_one(model):
+def test_questions_are_answered_one_by_one(model):
     """A program that answers with the value; and how few tokens it has to read."""
     session = load_session(model, build_method("full", {}), SessionConfig(threads=1))
-    questions = formats.make_questions(session, 3, 900)
+    questions = formats.make_questions(session, 3)
     assert len({q.value for q in questions}) == 3
     decode = session.tokenizer.decode
     for question in questions:
         text = decode(question.ids, skip_special=True)
-        assert all(q.value in text for q in questions) and text.endswith("in one sentence.")
-    shared = formats.common(questions[0].ids, questions[1].ids)
-    assert shared > 400
+        assert question.value in text and text.endswith("in one sentence.")
     read, answers = [], []
 
     def evaluate(ids, n_past, n_last):
@@ -141,6 +139,7 @@ def test_questions_share_their_text_and_are_answered_one_by_one(model):
 
     assert formats.count_found(evaluate, questions, session) == 3
     long = [n for n in read if n[0] > 1]
+    shared = formats.common(questions[0].ids, questions[1].ids)
     assert long[0] == (len(questions[0].ids), 0) and long[1][1] == shared
     wrong = [q._replace(value="no") for q in questions]
     assert formats.count_found(evaluate, wrong, session) == 0
