@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 # Cuts the file FILE at MOMENT of the command that follows.
 PROGRAM = """
 import os, sys, time

@@ -13,6 +13,8 @@ import pytest
 
 from sparsekv_cli.cli import describe
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = [sys.executable, "-m", "sparsekv_cli"]
 POSIX = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 

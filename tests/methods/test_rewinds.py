@@ -15,6 +15,8 @@ from tiny_sessions import CHUNK, decoded, greedy, tokens
 from sparsekv_cli.methods import METHODS, method_class
 from sparsekv_cli.session import Session
 
+pytestmark = pytest.mark.slow
+
 PROMPT = tokens(20 * CHUNK)
 # Every method with a small budget, and what else of a method knows of the past.
 CASES = {name: (name, {}) for name in METHODS} | {
