@@ -180,7 +180,7 @@ def load_kernels(decoder: Decoder, method: Method, specs: Sequence[LayerSpec]) -
     prompt = [token % decoder.hparams.n_vocab for token in range(N_LOAD)]
     decoder.forward(prompt, 0, dense)
     decoder.decode(0, N_LOAD, dense)
-    load_method_kernels(method, specs[-1], decoder.prefill_dtype)
+    load_method_kernels(method, specs[-1], decoder.rows_dtype)
 
 
 def build_full() -> Method:

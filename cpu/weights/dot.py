@@ -2,7 +2,7 @@
 
 ``rows_dot(code, ...)`` is compiled once a weight format and called through its address. So the
 fused layer (layer/decode.py) is compiled once for all models: it sees a table of (kernel address,
-weight address, row bytes, rows, columns, integer), and no format.
+weight address, row bytes, rows, columns, planes), and no format.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import pytest
 from sparsekv_cli.cli import main
 from sparsekv_cli.commands import chat as chat_module
 from sparsekv_cli.commands import run as run_module
-from sparsekv_cli.session import Checkpoint, SequenceState
+from sparsekv_cli.session import Checkpoint, Session
 
 EOS_ID, BOS_ID = 256, 257
 
@@ -109,13 +109,7 @@ class FakeSession:
         self.can_rewind_within = True
         self.rewinds: list[int] = []
 
-    @property
-    def state(self) -> SequenceState:
-        return SequenceState(self.tokens, self.caches, self.checkpoint)
-
-    @state.setter
-    def state(self, state: SequenceState) -> None:
-        self.tokens, self.caches, self.checkpoint = state
+    state = Session.state
 
     def ledger_dict(self) -> dict[str, int]:
         return {**self.counts, "bytes_host": 10, "bytes_device": 0, "index_bytes": 1}

@@ -234,7 +234,7 @@ print(loaded)
 
 
 FAST = ("full", "lfps", "quest")
-CASES = [pytest.param("full", "int8")]
+CASES = [pytest.param(name, "int8") for name in FAST]
 CASES += [
     pytest.param(name, "f32", marks=() if name in FAST else pytest.mark.slow) for name in METHODS
 ]
