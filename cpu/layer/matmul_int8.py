@@ -18,7 +18,7 @@ from numba import njit, prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
-from sparsekv_cli.cpu.jit.llvm import F32, I8, I32, I64, LANES, const, keep, load, next_task, vec
+from sparsekv_cli.cpu.jit.llvm import F32, I8, I32, I64, const, keep, load, next_task, vec
 from sparsekv_cli.cpu.jit.pointers import address, call_through, function_address
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.prefill import rounded
@@ -85,8 +85,9 @@ def _decode_row(typingctx, code, w, n_blocks, values, scales, offsets):
         def body(i, carried):
             block = decode(b, b.add(w, b.mul(i, I64(format_.n_bytes))))
             at = b.add(values, b.mul(i, I64(format_.n_elements)))
+            n = block.q[0].type.count
             for j, q in enumerate(block.q):
-                llvm.store(b, b.add(q, const(I8, format_.zero)), at, LANES * j)
+                llvm.store(b, b.add(q, const(I8, format_.zero, n)), at, n * j)
             n_scales = block.scales.type.count
             step = b.mul(i, I64(4 * n_scales))
             llvm.store(b, block.scales, b.add(scales, step))

@@ -20,7 +20,8 @@ from sparsekv_cli.cpu.jit.bf16 import narrowed
 from sparsekv_cli.cpu.jit.llvm import F16, F32, I16, I32, I64, LANES, VF, const, load
 from sparsekv_cli.cpu.jit.pointers import address, call_through, function_address
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
-from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE, BlockFormat
+from sparsekv_cli.cpu.weights.block import BlockFormat
+from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
 from sparsekv_cli.cpu.weights.integer import emit_row as integer_row
 from sparsekv_cli.cpu.weights.integer import quantize
 from sparsekv_cli.cpu.weights.interleaved import groups_dot

@@ -22,7 +22,7 @@ from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import F32, I8, I16, I32, I64, LANES, VF, VI, const, load, splat, vec
 from sparsekv_cli.cpu.jit.pointers import address
 from sparsekv_cli.cpu.weights import vnni
-from sparsekv_cli.cpu.weights.formats import BlockFormat
+from sparsekv_cli.cpu.weights.block import BlockFormat
 
 VF8 = vec(F32, 8)
 BLOCK = 32
@@ -173,7 +173,8 @@ def _emit_block(
     """Adds the block at p, whose activations begin at ``rows``, to the running sums of each."""
     assert format_.decode is not None
     block = format_.decode(b, p)
-    weights = [b.sext(q, vec(I16)) if block.signed else b.zext(q, vec(I16)) for q in block.q]
+    widen = b.sext if block.signed else b.zext
+    weights = [widen(q, vec(I16)) for q in block.sixteens(b)]
     n_scales, n_blocks = block.scales.type.count, format_.n_elements // BLOCK
     a_scale = len(weights) // n_scales  # 1 or 2 vectors of 16 elements under one scale
     lanes = [i * n_blocks // n_scales for i in range(n_scales)]

@@ -3,7 +3,8 @@
 As weights lie in a file, a row's dot product ends with a sum over lanes, scales have to be spread
 over lanes, and vectors straddle cache lines; in rows of a few hundred columns that takes most of
 the time. None of it is left when each lane is a row. The price is a copy of the weights of the same
-size. All block formats are repacked but Q8_0, whose products are as slow as memory as it lies.
+size. Block formats are repacked but for Q8_0, whose products are as slow as memory as it lies, and
+those whose elements are looked up in grids or are base-3 digits.
 
 Layout: the blocks i of a group's 16 rows lie together, behind the blocks i - 1. First come the
 scales, 16 of a kind (32 bytes), then the block's other bytes in the order of their use, four of
@@ -26,7 +27,8 @@ from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import F32, I8, I16, I32, I64, LANES, VF, const, load, shuffle, vec
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.weights import vnni
-from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE, BlockFormat
+from sparsekv_cli.cpu.weights.block import BlockFormat
+from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
 from sparsekv_cli.cpu.weights.integer import byte_products, pair_products
 from sparsekv_cli.cpu.weights.interleaved_blocks import DECODERS, InterleavedBlock
 from sparsekv_cli.cpu.weights.vnni import BLOCK, BYTES, LINE, ByteInputs
@@ -44,9 +46,12 @@ class Scales(NamedTuple):
 
 
 def scales_of(format_: BlockFormat) -> Scales:
-    """The f16 scales and, of IQ4_XS, the 16 bits beside them; MXFP4 has an exponent of a byte."""
+    """The f16 scales and, of IQ4_XS, the 16 bits beside them; MXFP4 has an exponent of a byte.
+
+    The four bytes of NVFP4 are a word as others.
+    """
     if not format_.type.scales:
-        return Scales(0, 1, 1)
+        return Scales(0, format_.n_bytes % 4, 1)
     ((at, count),) = format_.type.scales
     return Scales(at, count + (format_.n_bytes - 2 * count) % 4 // 2, 2)
 

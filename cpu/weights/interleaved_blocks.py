@@ -11,13 +11,9 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from sparsekv_cli.cpu.jit.llvm import F16, F32, I8, I16, I32, LANES, VF, VI, const, load, vec
-from sparsekv_cli.cpu.weights.formats import (
-    FORMATS,
-    IQ4_NL_VALUES,
-    MXFP4_VALUES,
-    lookup16,
-    power_of_two,
-)
+from sparsekv_cli.cpu.weights.block import IQ4_NL_VALUES, MXFP4_VALUES, lookup16
+from sparsekv_cli.cpu.weights.blocks_small import power_of_two, unsigned_e4m3
+from sparsekv_cli.cpu.weights.formats import FORMATS
 from sparsekv_cli.cpu.weights.vnni import BYTES
 
 
@@ -54,16 +50,21 @@ def _nibbles(b: ir.IRBuilder, words: Sequence[ir.Value]) -> list[ir.Value]:
     return _half_bytes(b, words, False) + _half_bytes(b, words, True)
 
 
-def _with_fifth(b: ir.IRBuilder, q: Sequence[ir.Value], bits: ir.Value) -> list[ir.Value]:
-    """q with bit i of ``bits`` as the fifth of element i."""
+def _single_bits(b: ir.IRBuilder, bits: ir.Value) -> list[ir.Value]:
+    """Bit i of ``bits`` as element i of 32."""
     result = []
-    for i, nibble in enumerate(q):
+    for i in range(8):
         four = b.and_(b.lshr(bits, const(I32, 4 * i)), const(I32, 15))
         # Bit j of four goes to bit 0 of byte j (and elsewhere).
         spread = b.mul(four, const(I32, sum(1 << 7 * j for j in range(4))))
-        fifth = b.shl(b.and_(spread, const(I32, 0x01010101)), const(I32, 4))
-        result.append(b.or_(nibble, fifth))
+        result.append(b.and_(spread, const(I32, 0x01010101)))
     return result
+
+
+def _with_fifth(b: ir.IRBuilder, q: Sequence[ir.Value], bits: ir.Value) -> list[ir.Value]:
+    """q with bit i of ``bits`` as the fifth of element i."""
+    fifths = (b.shl(bit, const(I32, 4)) for bit in _single_bits(b, bits))
+    return [b.or_(nibble, fifth) for nibble, fifth in zip(q, fifths, strict=True)]
 
 
 def _around(b: ir.IRBuilder, q: list[ir.Value], scale: ir.Value, name: str) -> InterleavedBlock:
@@ -121,6 +122,41 @@ def _mxfp4(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
     words = [load(b, VI, p, LANES + 4 * LANES * i) for i in range(4)]
     q = _looked_up(b, MXFP4_VALUES, _nibbles(b, words), "MXFP4")
     yield _around(b, q, power_of_two(b, load(b, vec(I8), p)), "MXFP4")
+
+
+def _nvfp4(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
+    scales, *words = _words(b, p, 0, 9)
+    for i in range(4):  # 16 elements each
+        q = _looked_up(b, MXFP4_VALUES, _nibbles(b, words[2 * i : 2 * i + 2]), "NVFP4")
+        scale = unsigned_e4m3(b, b.trunc(_byte(b, [scales], i), vec(I8)))
+        yield _around(b, q, scale, "NVFP4")
+
+
+def _q1_0(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
+    for bits in _words(b, p, 1, 4):
+        q = [b.shl(bit, const(I32, 1)) for bit in _single_bits(b, bits)]
+        yield _around(b, q, _scale(b, p, 0), "Q1_0")
+
+
+def _q2_0(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
+    words = _words(b, p, 1, 4)
+    for half in (words[:2], words[2:]):
+        q = []
+        for i in range(8):
+            byte, spread = _byte(b, half, i), const(I32, 0)
+            for j in range(4):  # bits 2 j and 2 j + 1 go to byte j
+                field = b.and_(b.shl(byte, const(I32, 6 * j)), const(I32, 3 << 8 * j))
+                spread = b.or_(spread, field)
+            q.append(spread)
+        yield _around(b, q, _scale(b, p, 0), "Q2_0")
+
+
+def _tq2_0(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
+    for i in range(8):
+        words = [_word(b, p, 1, 8 * (i // 4) + k) for k in range(8)]
+        shifted = (b.lshr(word, const(I32, 2 * (i % 4))) for word in words)
+        q = [b.and_(word, const(I32, 0x03030303)) for word in shifted]
+        yield _around(b, q, _scale(b, p, 0), "TQ2_0")
 
 
 def _byte(b: ir.IRBuilder, words: Sequence[ir.Value], i: int) -> ir.Value:
@@ -233,4 +269,8 @@ DECODERS: dict[str, Callable[[ir.IRBuilder, ir.Value], Iterator[InterleavedBlock
     "Q6_K": _q6_k,
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
+    "NVFP4": _nvfp4,
+    "Q1_0": _q1_0,
+    "Q2_0": _q2_0,
+    "TQ2_0": _tq2_0,
 }

@@ -60,35 +60,21 @@ class GGMLType(IntEnum):
     TQ1_0 = 34, 256, 54, ((52, 1),)
     TQ2_0 = 35, 256, 66, ((64, 1),)
     MXFP4 = 39, 32, 17  # one E8M0 byte (no infinity; 255 is NaN), 16 nibble bytes
-    NVFP4 = 40, 64, 36
-    Q1_0 = 41, 128, 18
+    NVFP4 = 40, 64, 36  # four scales of a byte (none is NaN or infinite), 32 nibble bytes
+    Q1_0 = 41, 128, 18, ((0, 1),)  # d, 16 bytes of a bit an element
+    Q2_0 = 42, 64, 18, ((0, 1),)  # d, 16 bytes of two bits an element
 
     def row_bytes(self, n_elements: int) -> int:
         """Bytes of a row of ``n_elements`` (a multiple of ``block``)."""
         return n_elements // self.block * self.block_bytes
 
 
-#: The types that the decoder computes with; the others can be inspected only.
-DECODABLE_TYPES: frozenset[GGMLType] = frozenset(
-    {
-        GGMLType.F32,
-        GGMLType.F16,
-        GGMLType.BF16,
-        GGMLType.Q4_0,
-        GGMLType.Q4_1,
-        GGMLType.Q5_0,
-        GGMLType.Q5_1,
-        GGMLType.Q8_0,
-        GGMLType.Q2_K,
-        GGMLType.Q3_K,
-        GGMLType.Q4_K,
-        GGMLType.Q5_K,
-        GGMLType.Q6_K,
-        GGMLType.IQ4_NL,
-        GGMLType.IQ4_XS,
-        GGMLType.MXFP4,
-    }
-)
+#: The types that no weights have: integers, doubles, and what ggml rounds activations to.
+_NOT_WEIGHTS = ("I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K")
+
+#: The types that the decoder computes with, each a record in weights/formats.py; the others can be
+#: inspected only.
+DECODABLE_TYPES = frozenset(kind for kind in GGMLType if kind.name not in _NOT_WEIGHTS)
 
 #: Numbers that ggml has taken out of use (ggml.h, comments in ``enum ggml_type``).
 REMOVED_TYPES: dict[int, str] = {

@@ -2,8 +2,8 @@
 
 An activation of 8 bits is a byte, one of 16 bits two, x = 256 hi + lo with both signed. So one or
 two instructions multiply 64 weights, where weights/integer.py's pairs of i16 take four, and four to
-widen. The integers are the same. Weights must be unsigned: 128 is added to signed ones, and the
-offsets take it off again.
+widen. The integers are the same. Weights must be unsigned: a format's ``zero`` is added to signed
+ones, and the offsets take it off again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llvmlite import ir
 
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import F32, I8, I32, I64, LANES, VF, VI, const, load, shuffle, vec
-from sparsekv_cli.cpu.weights.formats import Block, BlockFormat
+from sparsekv_cli.cpu.weights.block import Block, BlockFormat
 
 BLOCK = 32  # activations under one scale
 BYTES = 64  # weights an instruction
@@ -74,16 +74,18 @@ def _decode(b: ir.IRBuilder, format_: BlockFormat, p: ir.Value, n_blocks: int) -
         addresses = [b.add(p, I64(i * format_.n_bytes)) for i in range(n_blocks)]
         blocks = [format_.decode(b, address) for address in addresses]
         parts = [part for block in blocks for part in block.q]
-        if len(parts) == 2:
+        if n_blocks * format_.n_elements < BYTES:
             parts += [const(I8, 0)] * 2
-        q = [_concatenated(b, parts[i : i + 4]) for i in range(0, len(parts), 4)]
+        each = BYTES // parts[0].type.count
+        q = [_concatenated(b, parts[i : i + each]) for i in range(0, len(parts), each)]
         scales = _concatenated(b, [block.scales for block in blocks])
         given = [block.offsets for block in blocks if block.offsets is not None]
         offsets = _concatenated(b, given) if given else None
         block = Block(q, blocks[0].signed, scales, offsets)
     if block.signed:
-        q = [b.xor(part, const(I8, -128, BYTES)) for part in q]
-        offsets = b.fmul(block.scales, const(F32, -128.0, block.scales.type.count))
+        q = [b.add(part, const(I8, format_.zero, BYTES)) for part in q]
+        zeros = const(F32, -float(format_.zero), block.scales.type.count)
+        offsets = b.fmul(block.scales, zeros)
     return Block(q, False, block.scales, offsets)
 
 

@@ -21,6 +21,8 @@ _EXPONENTS: dict[GGMLType, tuple[str, int]] = {
 }
 _INTEGERS = frozenset({GGMLType.I8, GGMLType.I16, GGMLType.I32, GGMLType.I64})
 _NAN_E8M0 = 255  # OCP MX: the one value of an E8M0 scale that is no number
+# Their scales are no f16 in its place; of NVFP4's bytes ggml takes the one for NaN for zero.
+_OTHER_SCALES = frozenset({GGMLType.MXFP4, GGMLType.NVFP4, GGMLType.IQ1_M})
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,11 @@ def non_finite_blocks(kind: GGMLType, blocks: np.ndarray) -> np.ndarray | None:
         return (blocks.view(dtype)[:, 0] & exponent) == exponent
     if kind == GGMLType.MXFP4:
         return blocks[:, 0] == _NAN_E8M0
+    if kind == GGMLType.NVFP4:
+        return np.zeros(len(blocks), bool)
+    if kind == GGMLType.IQ1_M:
+        top = blocks[:, 53::2] >> 4  # the high eight bits of the scale
+        return ((top[:, 1] & 7) == 7) & (top[:, 0] >= 12)
     flags: np.ndarray | None = None
     dtype, exponent = _EXPONENTS[GGMLType.F16]
     for first, count in kind.scales:
@@ -103,4 +110,4 @@ def non_finite_blocks(kind: GGMLType, blocks: np.ndarray) -> np.ndarray | None:
 
 
 def _can_check(kind: GGMLType) -> bool:
-    return kind in _EXPONENTS or kind in _INTEGERS or bool(kind.scales) or kind == GGMLType.MXFP4
+    return kind in _EXPONENTS or kind in _INTEGERS or bool(kind.scales) or kind in _OTHER_SCALES

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gguf_formats  # noqa: F401
 import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.constants import GGML_QUANT_SIZES
 
-# Byte offsets of the f16 scales of each block format (MXFP4 has an 8-bit exponent instead).
-HALF_SCALES = {
-    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),
-    "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
-    "MXFP4": (),
-}  # fmt: skip
+from sparsekv_cli.cpu.weights.types import GGMLType
+
+
+def set_iq1_m_scale(blocks: np.ndarray, scale: np.ndarray) -> None:
+    """Writes f16 scales (...,) to blocks (..., 56) of IQ1_M: four bits on top of each last word."""
+    words = blocks[..., 48:].view("<u2")
+    bits = scale[..., None].view(np.uint16) >> np.array([0, 4, 8, 12], np.uint16)
+    words[...] = words & 0x0FFF | bits << 12
 
 
 def random_rows(name: str, n_rows: int, n_columns: int, seed: int = 0) -> np.ndarray:
@@ -27,9 +30,12 @@ def random_rows(name: str, n_rows: int, n_columns: int, seed: int = 0) -> np.nda
     n_elements, n_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
     n_blocks = n_columns // n_elements
     blocks = rng.integers(0, 256, (n_rows, n_blocks, n_bytes), dtype=np.uint8)
-    for at in HALF_SCALES[name]:
+    for at in (first + 2 * i for first, n in GGMLType[name].scales for i in range(n)):
         scale = (rng.standard_normal((n_rows, n_blocks)) * 0.1).astype(np.float16)
         blocks[:, :, at : at + 2] = scale[..., None].view(np.uint8)
+    if name == "IQ1_M":
+        scale = (rng.standard_normal((n_rows, n_blocks)) * 0.1).astype(np.float16)
+        set_iq1_m_scale(blocks, scale)
     if name == "MXFP4":
         blocks[:, :, 0] = rng.integers(118, 132, (n_rows, n_blocks))
         blocks[0, 0, 0] = 1  # a subnormal scale

@@ -14,8 +14,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gguf_formats  # noqa: F401
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType, TokenType
+from gguf.constants import GGML_QUANT_SIZES
+from quantized_rows import set_iq1_m_scale
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 WEIGHT_STD = 0.05
@@ -50,15 +53,28 @@ BLOCK_LAYOUTS = {
     "Q6_K": BlockLayout(208, -1, 1366.0, 0.0),
     "IQ4_NL": BlockLayout(0, -1, 69.0, 0.0),
     "IQ4_XS": BlockLayout(0, -1, 1275.0, 0.0),
+    "IQ1_S": BlockLayout(0, -1, 7.21, 0.0),
+    "IQ1_M": BlockLayout(-1, -1, 7.2, 0.0),  # its scale is four bits of each of four words
+    "IQ2_XXS": BlockLayout(0, -1, 53.2, 0.0),
+    "IQ2_XS": BlockLayout(0, -1, 55.9, 0.0),
+    "IQ2_S": BlockLayout(0, -1, 56.5, 0.0),
+    "IQ3_XXS": BlockLayout(0, -1, 142.0, 0.0),
+    "IQ3_S": BlockLayout(0, -1, 140.0, 0.0),
+    "TQ1_0": BlockLayout(52, -1, 0.817, 0.0),
+    "TQ2_0": BlockLayout(64, -1, 1.22, 0.0),
+    "Q1_0": BlockLayout(0, -1, 1.0, 0.0),
+    "Q2_0": BlockLayout(0, -1, 1.22, 0.0),
 }
 MXFP4_EXPONENTS = (118, 123)  # half-open; 2**(e - 128) times quants of std 5.85 is about 0.05
-WEIGHT_TYPES = ("F32", "F16", "BF16", *BLOCK_LAYOUTS, "MXFP4")
+NVFP4_SCALES = (0, 16)  # half-open; bytes of unsigned E4M3; values of std 0.053
+WEIGHT_TYPES = ("F32", "F16", "BF16", *BLOCK_LAYOUTS, "MXFP4", "NVFP4")
 FILE_TYPES = {
     "F32": "ALL_F32",
     "Q3_K": "MOSTLY_Q3_K_M",
     "Q4_K": "MOSTLY_Q4_K_M",
     "Q5_K": "MOSTLY_Q5_K_M",
     "MXFP4": "MOSTLY_MXFP4_MOE",
+    "Q2_0": "GUESSED",  # gguf has no number for it
 }
 
 
@@ -223,7 +239,7 @@ def random_rows(
             bits = values.view(np.uint32) >> np.uint32(16)  # truncation: any bf16 will do
             return bits.astype(np.uint16).view(np.uint8)
         return values.astype(np.float16) if wtype == "F16" else values
-    size = 256 if wtype.endswith("_K") or wtype == "IQ4_XS" else 32
+    size, _ = GGML_QUANT_SIZES[GGMLQuantizationType[wtype]]
     if n_columns % size:
         raise ValueError(f"{wtype}: a row of {n_columns} is not a multiple of {size}")
     return random_blocks(rng, wtype, n_rows * n_columns // size, std).reshape(n_rows, -1)
@@ -231,12 +247,17 @@ def random_rows(
 
 def random_blocks(rng: np.random.RandomState, wtype: str, n_blocks: int, std: float) -> np.ndarray:
     """(n_blocks, block bytes) u8: random bits everywhere, but for scales of a sensible size."""
-    n_bytes = BLOCK_BYTES[wtype]
+    _, n_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[wtype]]
     blocks = rng.randint(0, 256, (n_blocks, n_bytes), dtype=np.uint8)
     if wtype == "MXFP4":
         shift = round(float(np.log2(std / WEIGHT_STD)))
         low, high = MXFP4_EXPONENTS
         blocks[:, 0] = rng.randint(low + shift, high + shift, n_blocks)
+        return blocks
+    if wtype == "NVFP4":
+        shift = 8 * round(float(np.log2(std / WEIGHT_STD)))
+        low, high = NVFP4_SCALES
+        blocks[:, :4] = rng.randint(low + shift, high + shift, (n_blocks, 4))
         return blocks
     layout = BLOCK_LAYOUTS[wtype]
     scale = rng.uniform(0.6, 1.4, n_blocks) * std / layout.unit_std
@@ -245,25 +266,11 @@ def random_blocks(rng: np.random.RandomState, wtype: str, n_blocks: int, std: fl
     else:
         minimum = scale * layout.m_ratio * rng.uniform(0.8, 1.2, n_blocks)
         blocks[:, layout.m_offset : layout.m_offset + 2] = half_bytes(minimum)
-    blocks[:, layout.d_offset : layout.d_offset + 2] = half_bytes(scale)
+    if wtype == "IQ1_M":
+        set_iq1_m_scale(blocks, scale.astype(np.float16))
+    else:
+        blocks[:, layout.d_offset : layout.d_offset + 2] = half_bytes(scale)
     return blocks
-
-
-BLOCK_BYTES = {
-    "Q4_0": 18,
-    "Q4_1": 20,
-    "Q5_0": 22,
-    "Q5_1": 24,
-    "Q8_0": 34,
-    "Q2_K": 84,
-    "Q3_K": 110,
-    "Q4_K": 144,
-    "Q5_K": 176,
-    "Q6_K": 210,
-    "IQ4_NL": 18,
-    "IQ4_XS": 136,
-    "MXFP4": 17,
-}
 
 
 def half_bytes(values: np.ndarray) -> np.ndarray:

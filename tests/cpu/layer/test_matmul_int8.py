@@ -25,6 +25,9 @@ LARGEST_QUANTS = {  # where the bytes are whose bits, all set, are the largest i
     "Q4_K": slice(16, None),
     "Q5_K": slice(16, None),
     "Q6_K": slice(0, 192),
+    "Q1_0": slice(2, None),
+    "Q2_0": slice(2, None),
+    "TQ2_0": slice(0, 64),
 }
 if vnni.is_available():
     LARGEST_QUANTS["Q8_0"] = slice(2, None)

@@ -11,7 +11,9 @@ from sweeps import sweep
 
 from sparsekv_cli.cpu.jit.floats import as_type_of
 from sparsekv_cli.cpu.weights import dot, integer, vnni
-from sparsekv_cli.cpu.weights.formats import FORMATS, IQ4_NL_VALUES, MXFP4_VALUES
+from sparsekv_cli.cpu.weights.block import IQ4_NL_VALUES, MXFP4_VALUES
+from sparsekv_cli.cpu.weights.formats import FORMATS
+from sparsekv_cli.cpu.weights.grids import grid
 from sparsekv_cli.cpu.weights.types import DECODABLE_TYPES
 
 
@@ -27,19 +29,31 @@ def test_every_type_that_a_file_may_have_has_its_record():
     assert {format_.type for format_ in FORMATS.values()} == DECODABLE_TYPES
 
 
+SIGNED_GRIDS = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
+
+
 def test_integers_lie_within_their_bounds():
+    checked = set()
     for name, values in (
         ("IQ4_NL", IQ4_NL_VALUES),
         ("IQ4_XS", IQ4_NL_VALUES),
         ("MXFP4", MXFP4_VALUES),
+        ("NVFP4", MXFP4_VALUES),
+        ("Q1_0", (-1, 1)),
+        ("Q2_0", range(-1, 3)),
+        ("TQ1_0", range(-1, 2)),
+        ("TQ2_0", range(-1, 3)),
+        ("IQ1_S", (-9, -7, -1, 1, 7, 9)),  # eight times -1, 0 and 1 and an eighth
+        ("IQ1_M", (-9, -7, -1, 1, 7, 9)),
+        *((name, (-grid(name).max(), grid(name).max())) for name in SIGNED_GRIDS),
     ):
         format_ = FORMATS[name]
         assert min(values) + format_.zero >= 0 and max(values) + format_.zero == format_.largest
-    for name in BLOCK_FORMATS:
-        if name[0] == "Q":  # all integers of so many bits
-            n_bits = int(name[1])
-            assert FORMATS[name].largest == 2**n_bits - 1
-            assert FORMATS[name].zero in (0, 2 ** (n_bits - 1))
+        checked.add(name)
+    for name in set(BLOCK_FORMATS) - checked:
+        n_bits = int(name[1])  # all integers of so many bits
+        assert FORMATS[name].largest == 2**n_bits - 1
+        assert FORMATS[name].zero in (0, 2 ** (n_bits - 1))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -131,6 +145,7 @@ def test_integer_matvec_of_few_blocks(name, n_columns, n_planes):
 @pytest.mark.parametrize(
     ("name", "n_inputs", "n_planes"),
     sweep([
+        ("IQ2_XS", 2, 1), ("NVFP4", 1, 2),
         ("Q4_0", 1, 2), ("Q4_1", 3, 1), ("Q5_0", 2, 2), ("Q8_0", 6, 2), ("Q2_K", 4, 1),
         ("Q4_K", 3, 2), ("Q6_K", 1, 1), ("IQ4_NL", 4, 2),
     ]),

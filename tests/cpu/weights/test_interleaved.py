@@ -74,7 +74,7 @@ def largest_products(name: str, n_columns: int, n_planes: int) -> tuple[np.ndarr
     is_scale = np.zeros(blocks.shape[-1], bool)
     scales = interleaved.scales_of(FORMATS[name])
     is_scale[scales.at :][: scales.size * scales.n] = True
-    blocks[:, :, ~is_scale] = 0x77 if name == "MXFP4" else 255
+    blocks[:, :, ~is_scale] = 0x77 if name in ("MXFP4", "NVFP4") else 255
     x = np.empty((3, n_columns), np.float32)
     edges = (127, -127, 126) if n_planes == 1 else (127 * 257, 127 * 256 - 128, -126 * 256 - 128)
     for row, value in zip(x, edges, strict=True):

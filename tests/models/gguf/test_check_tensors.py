@@ -6,9 +6,11 @@ import struct
 from pathlib import Path
 
 import gguf
+import gguf_formats  # noqa: F401
 import numpy as np
 import pytest
 from gguf_bytes import Builder, Tensor
+from quantized_rows import set_iq1_m_scale
 
 from sparsekv_cli.cpu.weights.types import DECODABLE_TYPES, GGMLType
 from sparsekv_cli.errors import SparseKVError
@@ -54,6 +56,8 @@ def test_scales_are_where_the_table_says(kind: GGMLType) -> None:
         (GGMLType.BF16, "7f7f", "807f"),
         (GGMLType.F64, "ffffffffffffef7f", "000000000000f07f"),
         (GGMLType.MXFP4, "fe" + "ff" * 16, "ff" + "00" * 16),
+        (GGMLType.IQ1_M, "ff" * 53 + "bfffff", "00" * 53 + "c00070"),  # 0x7b.. and 0x7c00
+        (GGMLType.IQ1_M, "ff" * 53 + "f0ff6f", "00" * 53 + "f000ff"),
     ],
 )
 def test_values_and_e8m0(kind: GGMLType, good: str, bad: str) -> None:
@@ -61,6 +65,26 @@ def test_values_and_e8m0(kind: GGMLType, good: str, bad: str) -> None:
     flags = non_finite_blocks(kind, blocks)
     assert flags is not None
     assert flags.tolist() == [False, True, False]
+
+
+def test_the_scattered_scale_of_iq1_m() -> None:
+    """Every f16 as its scale: what is finite is what dequantises to finite values."""
+    scales = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    blocks = np.random.RandomState(7).randint(0, 256, (len(scales), 56)).astype(np.uint8)
+    set_iq1_m_scale(blocks, scales)
+    flags = non_finite_blocks(GGMLType.IQ1_M, blocks)
+    np.testing.assert_array_equal(flags, ~np.isfinite(scales))
+    with np.errstate(invalid="ignore"):
+        values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.IQ1_M)
+    np.testing.assert_array_equal(flags, ~np.isfinite(values).all(axis=1))
+
+
+def test_every_scale_of_nvfp4_is_finite() -> None:
+    blocks = np.zeros((256, 36), np.uint8)
+    blocks[:, :4], blocks[:, 4:] = np.arange(256)[:, None], 0x77
+    assert np.isfinite(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.NVFP4)).all()
+    flags = non_finite_blocks(GGMLType.NVFP4, blocks)
+    assert flags is not None and not flags.any()
 
 
 def test_every_decodable_type_is_checked() -> None:
@@ -78,13 +102,13 @@ def test_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> No
         Tensor("good", (8, 6), data=np.ones((6, 8), np.float32).tobytes()),
         Tensor("bad", (8, 6), data=values.tobytes()),
         Tensor("ids", (4,), int(GGMLType.I32), b"\xff" * 16),
-        Tensor("other", (256,), int(GGMLType.IQ1_M), b"\xff" * 56),
+        Tensor("other", (256,), int(GGMLType.Q8_K), b"\xff" * 292),
     ]
     file = open_gguf(Builder(tensors=tensors).write(tmp_path))
     done: list[int] = []
     result = find_non_finite(file, done.append)
     assert [(c.tensor.name, c.n_bad, c.first_row) for c in result.bad] == [("bad", 2, 4)]
-    assert result.unchecked == (GGMLType.IQ1_M,)
+    assert result.unchecked == (GGMLType.Q8_K,)
     assert result.n_tensors == 4
     assert sum(done) == 6 * 8 * 4 * 2 + 16
     with pytest.raises(

@@ -1,0 +1,164 @@
+"""What the decoders of all block formats share: a decoded block, a format's record, small helpers.
+
+``decode`` of a quantised format writes LLVM IR that turns one block into its integers, sixteen or
+64 at a time, and a vector of scales (and, for the asymmetric formats, of offsets), one for each 16
+or 32 elements: an element is q * scale + offset. All dot products and the dequantisation come from
+that one description. The layouts are llama.cpp's (the block structs of ggml-common.h); values equal
+``gguf.quants.dequantize`` bit for bit (tests/cpu/weights/test_formats.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from llvmlite import binding, ir
+
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.llvm import (
+    F16,
+    F32,
+    I8,
+    I16,
+    I32,
+    LANES,
+    VF,
+    VI,
+    const,
+    load,
+    shuffle,
+    vec,
+)
+from sparsekv_cli.cpu.weights.types import GGMLType
+
+# Element values of the non-linear 4-bit formats (ggml-common.h: kvalues_iq4nl, kvalues_mxfp4).
+IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+class Block(NamedTuple):
+    """One decoded block; all members but ``signed`` are IR values."""
+
+    q: list[ir.Value]  # <16 x i8> or <64 x i8> each, in order of the elements
+    signed: bool  # whether q is signed
+    scales: ir.Value  # <k x float>, each for 1/k of the elements
+    offsets: ir.Value | None = None  # <k x float>; None: 0
+
+    def sixteens(self, b: ir.IRBuilder) -> list[ir.Value]:
+        """The integers as <16 x i8> each."""
+        if self.q[0].type.count == LANES:
+            return self.q
+        starts = range(0, self.q[0].type.count, LANES)
+        return [shuffle(b, q, q, range(at, at + LANES)) for q in self.q for at in starts]
+
+    def floats(self, b: ir.IRBuilder) -> Iterator[ir.Value]:
+        """<16 x float> vectors. q * scale is exact in f32 for every format: this rounds once."""
+        parts = self.sixteens(b)
+        a_scale = len(parts) // self.scales.type.count
+        for i, q in enumerate(parts):
+            values = b.sitofp(q, VF) if self.signed else b.uitofp(q, VF)
+            lanes = [i // a_scale] * LANES
+            scale = shuffle(b, self.scales, self.scales, lanes)
+            if self.offsets is None:
+                yield b.fmul(values, scale)
+            else:
+                yield llvm.fma(b, values, scale, shuffle(b, self.offsets, self.offsets, lanes))
+
+
+Decode = Callable[[ir.IRBuilder, ir.Value], Block]
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """One weight format: all that the CPU's kernels know about it.
+
+    type: ggml's, with number and sizes. decode: None for plain floats. decode_four: four blocks at
+    once with whole 64-byte vectors, where that is faster; it reads nothing behind them. largest,
+    zero: for a block's integers q, q + zero is 0 to ``largest``. interleaves: whether interleaved
+    rows (weights/interleaved.py) make decode faster. word_order: for each word of four bytes of an
+    interleaved block its number in the file's block, scales not counted, if the order changes.
+    """
+
+    type: GGMLType
+    decode: Decode | None = None
+    decode_four: Decode | None = None
+    largest: int = 0
+    zero: int = 0
+    interleaves: bool = False
+    word_order: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.type.name
+
+    @property
+    def code(self) -> int:
+        return int(self.type)
+
+    @property
+    def n_elements(self) -> int:
+        """Elements of a block. Plain floats are read as blocks of 16, with a scalar tail."""
+        return LANES if self.decode is None else self.type.block
+
+    @property
+    def n_bytes(self) -> int:
+        return self.type.row_bytes(self.n_elements)
+
+    def floats(self, b: ir.IRBuilder, p: ir.Value) -> Iterator[ir.Value]:
+        """The block at address p as <16 x float> vectors, in order."""
+        if self.decode is not None:
+            yield from self.decode(b, p).floats(b)
+        elif self.type is GGMLType.F32:
+            yield load(b, VF, p)
+        elif self.type is GGMLType.F16:
+            yield llvm.load_half_lanes(b, p)
+        else:
+            yield b.bitcast(b.shl(b.zext(load(b, vec(I16), p), VI), const(I32, 16)), VF)
+
+
+def nibbles(b: ir.IRBuilder, bytes_: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Low and high four bits of <16 x i8>."""
+    return b.and_(bytes_, const(I8, 15)), b.lshr(bytes_, const(I8, 4))
+
+
+def bits_of_i16(b: ir.IRBuilder, mask: ir.Value, value: int) -> ir.Value:
+    """<16 x i8> holding ``value`` in the lanes whose bit is set in the i16 ``mask``."""
+    lanes = b.bitcast(mask, vec(ir.IntType(1)))
+    return b.select(lanes, const(I8, value), const(I8, 0))
+
+
+def lookup16(b: ir.IRBuilder, table: tuple[int, ...], idx: ir.Value) -> ir.Value:
+    """table[idx] for i8 indices 0..15, by the byte shuffle of the CPU where it has one."""
+    n = idx.type.count
+    if n > LANES:
+        if n == 64 and llvm.has_feature("avx512bw"):
+            wide = ir.Constant(vec(I8, n), [value & 255 for value in table] * (n // LANES))
+            return llvm.call_named(b, "llvm.x86.avx512.pshuf.b.512", idx.type, wide, idx)
+        halves = (shuffle(b, idx, idx, lanes) for lanes in (range(n // 2), range(n // 2, n)))
+        low, high = (lookup16(b, table, half) for half in halves)
+        return shuffle(b, low, high, range(n))
+    table_vec = ir.Constant(vec(I8), [value & 255 for value in table])
+    machine = binding.get_default_triple().split("-")[0].replace("arm64", "aarch64")
+    names = {"x86_64": "llvm.x86.ssse3.pshuf.b.128", "aarch64": "llvm.aarch64.neon.tbl1.v16i8"}
+    name = names.get(machine)
+    if name is not None:
+        return llvm.call_named(b, name, vec(I8), table_vec, idx)
+    result = const(I8, table[0] & 255)
+    for position in range(1, 16):
+        hit = b.icmp_unsigned("==", idx, const(I8, position))
+        result = b.select(hit, const(I8, table[position] & 255), result)
+    return result
+
+
+def halves(b: ir.IRBuilder, p: ir.Value, at: int, count: int = 1) -> tuple[ir.Value, ...]:
+    """``count`` consecutive f16 scales as <1 x float> each."""
+    floats = b.fpext(load(b, vec(F16, count), p, at), vec(F32, count))
+    if count == 1:
+        return (floats,)
+    return tuple(shuffle(b, floats, floats, [i]) for i in range(count))
+
+
+def times(b: ir.IRBuilder, d: ir.Value, integers: ir.Value) -> ir.Value:
+    """<k x float> d * integers, for d <1 x float> and integers already <k x float>."""
+    return b.fmul(shuffle(b, d, d, [0] * integers.type.count), integers)
