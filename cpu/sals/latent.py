@@ -25,6 +25,7 @@ from sparsekv_cli.cpu.sals.vectors import (
     cos_sin,
     gather_halves,
     multiply,
+    multiply_pair,
     rotate_row,
     scatter_halves,
     widen,
@@ -114,7 +115,7 @@ class LatentStore:
         """Room for ``capacity`` tokens; keeps those there are."""
         rank, score_rank, _ = self._shape
         n_rest = rank - score_rank
-        capacity = -(-capacity // LANES) * LANES
+        capacity = -(-capacity // (2 * LANES)) * 2 * LANES  # two tiles are scored at a time
         arrays = (
             on_lines(capacity * score_rank + LANES**2, np.float16),
             on_lines(capacity * n_rest + LANES, np.float16),
@@ -231,11 +232,13 @@ def encode_range(rows, slot, position, count, basis, latents, index):
 
 @njit(cache=True, nogil=True)
 def prefetch_rows(chosen, basis, latents):
-    """Prefetches what ``reconstruct_rows`` reads; the scored columns are in the cache already."""
+    """Prefetches what ``reconstruct_rows`` reads."""
     rest = 2 * (latents.rank - latents.score_rank)
     values = basis.n_kv * latents.head_bytes
     for j in range(len(chosen)):
         i = np.int64(chosen[j])
+        tile = 2 * LANES * latents.score_rank
+        prefetch_lines(latents.score + i // LANES * tile, tile)
         prefetch_lines(latents.rest + i * rest, rest)
         prefetch_lines(latents.values + i * values, values)
 
@@ -265,10 +268,16 @@ def reconstruct_rows(chosen, basis, latents, out, slot):
         )  # fmt: skip
     for g in range(n_kv):
         decode = basis.decode.ctypes.data + 4 * g * d_padded
-        for c in range(0, d_padded, LANES):
-            multiply(
+        pairs = d_padded - d_padded % (2 * LANES)
+        for c in range(0, pairs, 2 * LANES):
+            multiply_pair(
                 count, z.ctypes.data, z.strides[0], 4, decode + 4 * c, basis.decode.strides[0], r,
                 key.ctypes.data + 4 * c, key.strides[0],
+            )  # fmt: skip
+        if pairs < d_padded:
+            multiply(
+                count, z.ctypes.data, z.strides[0], 4, decode + 4 * pairs,
+                basis.decode.strides[0], r, key.ctypes.data + 4 * pairs, key.strides[0],
             )  # fmt: skip
         for j in range(count):
             rotate_row(

@@ -15,8 +15,8 @@ from numba import njit, prange
 from sparsekv_cli.cpu.attention.decode import BLOCK as ATTENDED_AT_ONCE
 from sparsekv_cli.cpu.attention.decode import TILE, attend_tile, scaled_copy
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
-from sparsekv_cli.cpu.attention.tile import NEGATIVE_INFINITY, PAD, exp_in_place, max_of
-from sparsekv_cli.cpu.jit.llvm import LANES, next_task
+from sparsekv_cli.cpu.attention.tile import NEGATIVE_INFINITY, PAD
+from sparsekv_cli.cpu.jit.llvm import LANES, next_task, prefetch_lines
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.sals.latent import (
     PIECE,
@@ -25,11 +25,21 @@ from sparsekv_cli.cpu.sals.latent import (
     prefetch_rows,
     reconstruct_rows,
 )
-from sparsekv_cli.cpu.sals.vectors import cos_sin, multiply, rotate_pair, widen
+from sparsekv_cli.cpu.sals.vectors import (
+    cos_sin,
+    largest_of,
+    multiply,
+    multiply_halves,
+    rotate_pair,
+    weigh,
+    weighted_sum,
+)
 
 ROPE_BLOCK = 128  # tokens that share a query
 SPAN = LANES * ROPE_BLOCK  # tokens whose queries are made together
 CHUNK = 512  # latents scored at a time
+AHEAD = 128  # latents between a load and its prefetch
+PAIR = 2 * LANES  # latents of two tiles, whose scores are products of one pass
 
 
 def damping(theta: np.ndarray, block: int) -> np.ndarray:
@@ -115,28 +125,29 @@ def block_queries(q, first, basis, damp, r_star, projected):
 
 
 @njit(cache=True, nogil=True)
-def score_chunk(chunk, queries, latents, n_latent, keys, scores, peak, mass):
+def score_chunk(chunk, queries, latents, n_latent, scores, peak, mass):
     """e^(score - peak) of a chunk's latents for every head, with the heads' peaks and sums.
 
     queries f32 (spans, H, r*, 16): of every block, see ``block_queries``. scores f32 (H, >=
-    n_latent rounded up to 16); peak, mass f32 (H,). keys f32 (r*, 16) is scratch.
+    n_latent rounded up to 32); peak, mass f32 (H,).
     """
     start = chunk * CHUNK
     count = min(CHUNK, n_latent - start)
+    stop = start + (count + PAIR - 1) // PAIR * PAIR
     n_head, r_star = queries.shape[1:3]
-    for at in range(start, start + count, LANES):
-        widen(latents.score + 2 * at * r_star, r_star * LANES, keys.ctypes.data)
+    for at in range(start, stop, PAIR):
+        prefetch_lines(latents.score + 2 * (at + AHEAD) * r_star, 2 * PAIR * r_star)
         block = queries[at // SPAN].ctypes.data + 4 * (at % SPAN // ROPE_BLOCK)
-        multiply(
-            n_head, block, queries.strides[1], 4 * LANES, keys.ctypes.data, 4 * LANES, r_star,
+        multiply_halves(
+            n_head, block, queries.strides[1], 4 * LANES, latents.score + 2 * at * r_star, r_star,
             scores.ctypes.data + 4 * at, scores.strides[0],
         )  # fmt: skip
     for h in range(n_head):
-        for j in range(start + count, start + (count + LANES - 1) // LANES * LANES):
+        for j in range(start + count, stop):
             scores[h, j] = NEGATIVE_INFINITY
         at = scores.ctypes.data + h * scores.strides[0] + 4 * start
-        peak[h] = max_of(at, count)
-        mass[h] = exp_in_place(at, count, peak[h])
+        peak[h] = largest_of(at, stop - start)
+        mass[h] = weigh(at, stop - start, peak[h])
 
 
 @njit(cache=True, nogil=True)
@@ -183,19 +194,15 @@ def _score_tasks(
     counter, queries, summed, latents, n_latent, scores, peaks, masses
 ):  # fmt: skip
     """Takes chunks of latents to score: by the blocks' queries, or if there are none by summed."""
-    keys = np.empty((latents.score_rank, LANES), np.float32)
     chunk = next_task(counter)
     while chunk < peaks.shape[0]:
         if queries.shape[0]:
-            score_chunk(
-                chunk, queries, latents, n_latent, keys, scores, peaks[chunk], masses[chunk]
-            )
+            score_chunk(chunk, queries, latents, n_latent, scores, peaks[chunk], masses[chunk])
         else:
             r_star = latents.score_rank
-            for at in range(chunk * CHUNK, min(n_latent, (chunk + 1) * CHUNK), LANES):
-                widen(latents.score + 2 * at * r_star, r_star * LANES, keys.ctypes.data)
-                multiply(
-                    1, summed.ctypes.data, 0, 4, keys.ctypes.data, 4 * LANES, r_star,
+            for at in range(chunk * CHUNK, min(n_latent, (chunk + 1) * CHUNK), PAIR):
+                multiply_halves(
+                    1, summed.ctypes.data, 0, 4, latents.score + 2 * at * r_star, r_star,
                     scores.ctypes.data + 4 * at, 0,
                 )  # fmt: skip
         chunk = next_task(counter)
@@ -242,21 +249,17 @@ def _head_factors(peaks, masses, peak, mass, factors):
             factors[chunk, h] /= total
 
 
-@njit(cache=True, nogil=True, fastmath={"contract", "nsz"})
-def _add_scaled(total, row, factor):
-    for j in range(total.shape[0]):
-        total[j] += factor * row[j]
-
-
 @njit(cache=True, nogil=True)
 def _importance(start, stop, scores, factors, n_front, n_back, n_latent, keys):
     """Sort keys, int32, of latents start .. stop: the order of their scores, summed over heads.
 
     The first ``n_front`` and last ``n_back`` latents come first in that order.
     """
-    total = np.zeros(stop - start, np.float32)
-    for h in range(scores.shape[0]):
-        _add_scaled(total, scores[h, start:stop], factors[h])
+    total = np.empty(CHUNK, np.float32)
+    weighted_sum(
+        scores.ctypes.data + 4 * start, scores.strides[0], factors.ctypes.data, scores.shape[0],
+        stop - start, total.ctypes.data,
+    )  # fmt: skip
     for j in range(start, min(n_front, stop)):
         total[j - start] = np.float32(np.inf)
     for j in range(max(start, n_latent - n_back), stop):
@@ -329,7 +332,7 @@ def sals_step(
     scaled = scaled_copy(q, scale)
     n_chunk = (n_latent + CHUNK - 1) // CHUNK
     n_set = n_head if by_head else 1
-    scores = np.empty((n_set, (n_latent + LANES - 1) // LANES * LANES), np.float32)
+    scores = np.empty((n_set, (n_latent + PAIR - 1) // PAIR * PAIR), np.float32)
     peaks = np.empty((n_chunk, n_set), np.float32)
     masses = np.empty((n_chunk, n_set), np.float32)
     n_chosen = min(n_latent, n_critical + n_front + n_back)

@@ -1,19 +1,23 @@
-"""Matrices with sixteen columns, in vector IR: one column a lane.
+"""Matrices with sixteen or 32 columns, in vector IR: one column a lane.
 
-The caller decides what the columns are: sixteen tokens, sixteen blocks of tokens or sixteen dims of
-a head. No sum runs across lanes, so nothing is shuffled, and any number of rows is fine. All
-strides are in bytes, addresses are i64.
+The caller decides what the columns are: tokens, blocks of tokens or dims of a head. No sum runs
+across lanes, so nothing is shuffled, and any number of rows is fine. All strides are in bytes,
+addresses are i64.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
+from itertools import product
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from sparsekv_cli.cpu.attention.flash import LOG2_E, larger
+from sparsekv_cli.cpu.attention.prefill_f32 import EXP2, ROUND
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import F16, F32, I32, I64, LANES, VF, VI, const, load, splat
 
@@ -21,53 +25,102 @@ VD = ir.VectorType(ir.DoubleType(), LANES)
 # sin x and cos x for |x| <= pi/4 as polynomials in x^2 (Cephes' sinf, cosf).
 SIN_TERMS = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)
 COS_TERMS = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
-MAX_ROWS = 6  # of a tile: their sums fill the registers of AVX2 and NEON (BLIS takes 6 x 16 too)
+# Rows of a tile: with two vectors a row their sums fill the registers of AVX-512, with one those of
+# AVX2 and NEON (BLIS takes 12 x 32 and 6 x 16 too).
+IS_WIDE = llvm.has_feature("avx512f")
+MAX_ROWS = 12 if IS_WIDE else 6
 
 
 @intrinsic
-def _multiply_tile(typingctx, tile, a, a_row, a_column, x, x_row, count, out, out_row):
-    """``multiply`` of ``tile`` rows, whose sums stay in registers."""
-    if not isinstance(tile, types.IntegerLiteral):
+def _multiply_tile(
+    typingctx, n_vectors, halves, tile, a, a_row, a_column, x, x_row, x_next, count, out, out_row
+):
+    """``multiply``, or with n_vectors = 2 ``multiply_pair``, of at most MAX_ROWS rows.
+
+    halves: x is f16. x_next: bytes from one vector of a row of x to the next.
+    """
+    if not isinstance(n_vectors, types.IntegerLiteral):
         return None
 
     def codegen(context, b, signature, args):
-        tile_ = signature.args[0].literal_value
-        _, a, a_row, a_column, x, x_row, count, out, out_row = args
-        rows = [b.add(a, b.mul(I64(m), a_row)) for m in range(tile_)]
+        _, _, tile, a, a_row, a_column, x, x_row, x_next, count, out, out_row = args
+        n_vectors_, is_half = (kind.literal_value for kind in signature.args[:2])
+        tiles_at = [b.add(x, b.mul(I64(v), x_next)) for v in range(n_vectors_)]
 
-        def column(c, sums):
-            lanes = load(b, VF, b.add(x, b.mul(c, x_row)))
-            step = b.mul(c, a_column)
-            factors = [splat(b, load(b, F32, b.add(row, step))) for row in rows]
-            return [llvm.fma(b, f, lanes, s) for f, s in zip(factors, sums, strict=True)]
+        def products(n_rows, first, stop):
+            rows = [b.add(a, b.mul(I64(m), a_row)) for m in range(n_rows)]
 
-        sums = llvm.loop(b, I64(0), count, 1, [const(F32, 0.0)] * tile_, column)
-        for m, value in enumerate(sums):
-            llvm.store(b, value, b.add(out, b.mul(I64(m), out_row)))
+            def column(c, sums):
+                at = b.mul(c, x_row)
+                lanes = []
+                for tile_at in tiles_at[first:stop]:
+                    read = llvm.load_half_lanes if is_half else partial(load, type_=VF)
+                    lanes.append(read(b, address=b.add(tile_at, at)))
+                step = b.mul(c, a_column)
+                factors = [splat(b, load(b, F32, b.add(row, step))) for row in rows]
+                pairs = product(factors, lanes)
+                return [llvm.fma(b, f, x, s) for (f, x), s in zip(pairs, sums, strict=True)]
+
+            zeros = [const(F32, 0.0)] * (n_rows * (stop - first))
+            sums = llvm.loop(b, I64(0), count, 1, zeros, column)
+            for i, value in enumerate(sums):
+                m, v = divmod(i, stop - first)
+                llvm.store(b, value, b.add(out, b.mul(I64(m), out_row)), 4 * LANES * (first + v))
+
+        done = b.append_basic_block("done")
+        switch = b.switch(tile, done)
+        for n_rows in range(1, MAX_ROWS + 1):
+            block = b.append_basic_block()
+            switch.add_case(I64(n_rows), block)
+            b.position_at_end(block)
+            if IS_WIDE:
+                products(n_rows, 0, n_vectors_)
+            else:
+                for v in range(n_vectors_):
+                    products(n_rows, v, v + 1)
+            b.branch(done)
+        b.position_at_end(done)
         return context.get_dummy_value()
 
-    i64 = types.int64
-    return types.void(tile, i64, i64, i64, i64, i64, i64, i64, i64), codegen
+    return types.void(n_vectors, halves, *[types.int64] * 10), codegen
+
+
+@njit(cache=True, nogil=True)
+def _tile_of(n_rows):
+    """Rows of the first of as few tiles as hold ``n_rows``, all about alike."""
+    n_tile = (n_rows - 1) // MAX_ROWS + 1
+    return (n_rows + n_tile - 1) // n_tile
 
 
 @njit(cache=True, nogil=True)
 def multiply(n_rows, a, a_row, a_column, x, x_row, count, out, out_row):
     """out[m, :16] = sum over c < count of a[m, c] x[c, :16] for m < n_rows; f32, addresses."""
     while n_rows > 0:
-        n_tile = (n_rows - 1) // MAX_ROWS + 1
-        tile = (n_rows + n_tile - 1) // n_tile
-        if tile == 6:
-            _multiply_tile(6, a, a_row, a_column, x, x_row, count, out, out_row)
-        elif tile == 5:
-            _multiply_tile(5, a, a_row, a_column, x, x_row, count, out, out_row)
-        elif tile == 4:
-            _multiply_tile(4, a, a_row, a_column, x, x_row, count, out, out_row)
-        elif tile == 3:
-            _multiply_tile(3, a, a_row, a_column, x, x_row, count, out, out_row)
-        elif tile == 2:
-            _multiply_tile(2, a, a_row, a_column, x, x_row, count, out, out_row)
-        else:
-            _multiply_tile(1, a, a_row, a_column, x, x_row, count, out, out_row)
+        tile = _tile_of(n_rows)
+        _multiply_tile(1, False, tile, a, a_row, a_column, x, x_row, 0, count, out, out_row)
+        n_rows -= tile
+        a += tile * a_row
+        out += tile * out_row
+
+
+@njit(cache=True, nogil=True)
+def multiply_pair(n_rows, a, a_row, a_column, x, x_row, count, out, out_row):
+    """``multiply`` for 32 columns: out[m, :32] from x[c, :32]."""
+    while n_rows > 0:
+        tile = _tile_of(n_rows)
+        _multiply_tile(2, False, tile, a, a_row, a_column, x, x_row, 64, count, out, out_row)
+        n_rows -= tile
+        a += tile * a_row
+        out += tile * out_row
+
+
+@njit(cache=True, nogil=True)
+def multiply_halves(n_rows, a, a_row, a_column, x, count, out, out_row):
+    """``multiply`` for two tiles of f16, x (2, count, 16), side by side in out[m, :32]."""
+    while n_rows > 0:
+        tile = _tile_of(n_rows)
+        x_next = 2 * LANES * count
+        _multiply_tile(2, True, tile, a, a_row, a_column, x, 32, x_next, count, out, out_row)
         n_rows -= tile
         a += tile * a_row
         out += tile * out_row
@@ -252,3 +305,82 @@ def rounded_to_half(typingctx, value):
         return b.fpext(b.fptrunc(args[0], F16), F32)
 
     return types.float32(types.float32), codegen
+
+
+WIDE = llvm.vec(F32, 2 * LANES)  # two vectors at a time, so that sums do not wait for each other
+
+
+@intrinsic
+def largest_of(typingctx, scores, count):
+    """The largest of f32 scores[:count], count a multiple of 32; an address."""
+
+    def codegen(context, b, signature, args):
+        scores, count = args
+
+        def body(j, best):
+            return [larger(b, load(b, WIDE, b.add(scores, b.mul(j, I64(4)))), best[0])]
+
+        start = [const(F32, -math.inf, 2 * LANES)]
+        return llvm.max_lanes(b, llvm.loop(b, I64(0), count, 2 * LANES, start, body)[0])
+
+    return types.float32(types.int64, types.int64), codegen
+
+
+@intrinsic
+def weigh(typingctx, scores, count, peak):
+    """scores[j] = e^(scores[j] - peak), at least 2^-126; returns their sum (f32).
+
+    f32 scores[:count], count a multiple of 32; an address.
+    """
+
+    def codegen(context, b, signature, args):
+        scores, count, peak = args
+        n, integers = 2 * LANES, llvm.vec(I32, 2 * LANES)
+        peak, low, whole = splat(b, peak, n), const(F32, -126.0, n), const(F32, ROUND, n)
+
+        def body(j, sums):
+            at = b.add(scores, b.mul(j, I64(4)))
+            x = b.fmul(b.fsub(load(b, WIDE, at), peak), const(F32, float(LOG2_E), n))
+            x = larger(b, x, low)
+            shifted = b.fadd(x, whole)
+            r = b.fsub(x, b.fsub(shifted, whole))
+            power = const(F32, EXP2[-1], n)
+            for c in EXP2[-2::-1]:
+                power = llvm.fma(b, power, r, const(F32, c, n))
+            # the whole number is in the low bits of ``shifted``
+            exponent = b.shl(b.bitcast(shifted, integers), const(I32, 23, n))
+            power = b.bitcast(b.add(b.bitcast(power, integers), exponent), WIDE)
+            llvm.store(b, power, at)
+            return [b.fadd(sums[0], power)]
+
+        return llvm.sum_lanes(b, llvm.loop(b, I64(0), count, n, [const(F32, 0.0, n)], body)[0])
+
+    return types.float32(types.int64, types.int64, types.float32), codegen
+
+
+@intrinsic
+def weighted_sum(typingctx, rows, row, factors, n_rows, count, out):
+    """out[j] = sum over m < n_rows of factors[m] rows[m, j], j < count rounded up to 32.
+
+    f32, addresses; ``row``: bytes between rows.
+    """
+
+    def codegen(context, b, signature, args):
+        rows, row, factors, n_rows, count, out = args
+
+        def body(j, carried):
+            at = b.mul(j, I64(4))
+
+            def add(m, sums):
+                lanes = load(b, WIDE, b.add(b.add(rows, b.mul(m, row)), at))
+                factor = splat(b, load(b, F32, b.add(factors, b.mul(m, I64(4)))), 2 * LANES)
+                return [llvm.fma(b, factor, lanes, sums[0])]
+
+            zero = const(F32, 0.0, 2 * LANES)
+            llvm.store(b, llvm.loop(b, I64(0), n_rows, 1, [zero], add)[0], b.add(out, at))
+            return []
+
+        llvm.loop(b, I64(0), count, 2 * LANES, [], body)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), codegen

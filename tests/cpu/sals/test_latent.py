@@ -211,12 +211,11 @@ def score_all(store, basis, damp, q, n):
     queries = np.empty((-(-n // step.SPAN), n_head, r_star, 16), np.float32)
     for span, of_span in enumerate(queries):
         step.block_queries(q, store.first + span * step.SPAN, basis, damp, r_star, of_span)
-    keys = np.empty((r_star, 16), np.float32)
-    scores = np.empty((n_head, -(-n // 16) * 16), np.float32)
+    scores = np.empty((n_head, -(-n // 32) * 32), np.float32)
     out = np.empty((n_head, n))
     for chunk in range(-(-n // step.CHUNK)):
         peak, mass = (np.empty(n_head, np.float32) for _ in range(2))
-        step.score_chunk(chunk, queries, store.table, n, keys, scores, peak, mass)
+        step.score_chunk(chunk, queries, store.table, n, scores, peak, mass)
         part = slice(chunk * step.CHUNK, min(n, (chunk + 1) * step.CHUNK))
         with np.errstate(divide="ignore"):
             out[:, part] = np.log(scores[:, part]) + peak[:, None]

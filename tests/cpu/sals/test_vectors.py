@@ -41,6 +41,21 @@ def widen(source, count, target):
 
 
 @njit
+def largest_of(scores, count):
+    return vectors.largest_of(scores, count)
+
+
+@njit
+def weigh(scores, count, peak):
+    return vectors.weigh(scores, count, peak)
+
+
+@njit
+def weighted_sum(rows, row, factors, n_rows, count, out):
+    vectors.weighted_sum(rows, row, factors, n_rows, count, out)
+
+
+@njit
 def rounded_to_half(value):
     return vectors.rounded_to_half(value)
 
@@ -60,6 +75,61 @@ def test_multiply(n_rows, count):
     expected = vectors.multiply_ref(a[:count, :n_rows].T, x[:, 8:24])
     np.testing.assert_allclose(out[:n_rows, :16], expected, atol=1e-4)
     assert (out[n_rows] == 7).all() and (out[:, 16:] == 7).all()
+
+
+@pytest.mark.parametrize("n_rows", [*range(1, 14), 25, 32])
+@pytest.mark.parametrize("count", [1, 7, 48, 129])
+def test_multiply_two_tiles(n_rows, count):
+    """The same bits as tile by tile: as f32 side by side, and as f16 one behind the other."""
+    rng = np.random.default_rng(n_rows)
+    a = rng.standard_normal((count, n_rows + 3)).astype(np.float32)
+    halves = rng.standard_normal((2, count, 16)).astype(np.float16)
+    x = np.concatenate(list(halves), axis=1).astype(np.float32)
+    one, pair, tiles = (np.full((n_rows + 1, 40), 7, np.float32) for _ in range(3))
+    strides = a.strides[1], a.strides[0]
+    for c in (0, 16):
+        vectors.multiply(
+            n_rows, address(a), *strides, address(x) + 4 * c, x.strides[0], count,
+            address(one) + 4 * c, one.strides[0],
+        )  # fmt: skip
+    vectors.multiply_pair(
+        n_rows, address(a), *strides, address(x), x.strides[0], count, address(pair),
+        pair.strides[0],
+    )  # fmt: skip
+    vectors.multiply_halves(
+        n_rows, address(a), *strides, address(halves), count, address(tiles), tiles.strides[0]
+    )
+    expected = vectors.multiply_ref(a[:, :n_rows].T, x)
+    np.testing.assert_allclose(one[:n_rows, :32], expected, atol=1e-4)
+    for found in (pair, tiles):
+        np.testing.assert_array_equal(found, one)
+    assert (one[n_rows] == 7).all() and (one[:, 32:] == 7).all()
+
+
+@pytest.mark.parametrize("n_rows", [1, 9, 40])
+@pytest.mark.parametrize("count", [32, 96, 512])
+def test_softmax_weights(n_rows, count):
+    """Scores far apart, some of them without weight; rows with room behind them."""
+    rng = np.random.default_rng(count)
+    scores = (rng.standard_normal((n_rows, count + 8)) * 20).astype(np.float32)
+    scores[:, 3] = -np.inf
+    given = scores.astype(np.float64)
+    factors = rng.uniform(0, 2, n_rows).astype(np.float32)
+    for m in range(n_rows):
+        peak = largest_of(address(scores[m]), count)
+        assert peak == given[m, :count].max()
+        mass = weigh(address(scores[m]), count, peak)
+        expected = np.exp(given[m, :count] - peak)
+        np.testing.assert_allclose(scores[m, :count], expected, rtol=2e-5, atol=2e-38)
+        np.testing.assert_allclose(mass, expected.sum(), rtol=1e-5)
+        np.testing.assert_array_equal(scores[m, count:], given[m, count:])
+    total = np.full(count + 8, 7, np.float32)
+    weighted_sum(
+        address(scores), scores.strides[0], address(factors), n_rows, count, address(total)
+    )
+    expected = factors.astype(np.float64) @ scores[:, :count]
+    np.testing.assert_allclose(total[:count], expected, rtol=1e-5, atol=2e-37)
+    assert (total[count:] == 7).all()
 
 
 @pytest.mark.parametrize("position", [0.0, 1.0, -5.0, 31.5, 8191.0, -131071.0])
