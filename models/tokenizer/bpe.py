@@ -1,7 +1,10 @@
-"""Byte-level BPE tokenizers (``tokenizer.ggml.model = "gpt2"``) on the tokenizers library."""
+"""BPE tokenizers on the tokenizers library: byte-level ones (``tokenizer.ggml.model = "gpt2"``) and
+Gemma 4's (``gemma4``), which merges characters and spells what is no token in bytes.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,8 +14,15 @@ from tokenizers import pre_tokenizers
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.tokenizer.pre import PreTokenizer
-from sparsekv_cli.models.tokenizer.vocab import PREFIX, Vocabulary, string_list
+from sparsekv_cli.models.tokenizer.vocab import (
+    PREFIX,
+    SPACE_MARK,
+    Vocabulary,
+    check_all_bytes,
+    string_list,
+)
 
+LINES = re.compile(r"[^\n]+|\n+")
 MISSING_BYTE = "\0missing byte"  # holds the place of a byte that is no token; never in the output
 
 
@@ -56,6 +66,30 @@ def make_bpe_encoder(
     def encode(text: str) -> list[int]:
         found = pipeline.encode(text, add_special_tokens=False).ids
         return found if unknown is None else [i for i in found if i != n_tokens]
+
+    return encode
+
+
+def make_line_encoder(
+    metadata: Mapping[str, Any], vocabulary: Vocabulary
+) -> Callable[[str], list[int]]:
+    """An encoder of plain text as Gemma 4 wants it: the lines apart, and runs of newlines.
+
+    Raises SparseKVError when merges or byte tokens are missing or malformed.
+    """
+    check_all_bytes(vocabulary)
+    ids = vocabulary.ids
+    pairs = read_merges(metadata, vocabulary)
+    merge = tokenizers.Tokenizer(tokenizer_models.BPE(vocab=ids, merges=pairs, byte_fallback=True))
+
+    def encode(text: str) -> list[int]:
+        found: list[int] = []
+        for piece in LINES.findall(text.replace(" ", SPACE_MARK)):
+            if piece[0] == "\n" and piece in ids:  # has no merges
+                found.append(ids[piece])
+            else:
+                found += merge.encode(piece, add_special_tokens=False).ids
+        return found
 
     return encode
 

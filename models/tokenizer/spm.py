@@ -14,7 +14,7 @@ from collections.abc import Callable
 import sentencepiece
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.models.tokenizer.vocab import BYTE_TOKEN, PREFIX, Vocabulary
+from sparsekv_cli.models.tokenizer.vocab import BYTE_TOKEN, PREFIX, Vocabulary, check_all_bytes
 
 # sentencepiece_model.proto: types of a piece
 PIECE_NORMAL, PIECE_UNKNOWN, PIECE_BYTE = 1, 2, 6
@@ -25,12 +25,7 @@ def make_spm_encoder(vocabulary: Vocabulary) -> Callable[[str], list[int]]:
 
     Raises SparseKVError when a byte token is missing: text outside the vocabulary needs them all.
     """
-    for byte in range(256):
-        if f"<0x{byte:02X}>" not in vocabulary.ids:
-            raise SparseKVError(
-                f"{PREFIX}tokens has no byte token <0x{byte:02X}>: a SentencePiece vocabulary "
-                "needs all 256 (convert the model again)"
-            )
+    check_all_bytes(vocabulary)
     processor = sentencepiece.SentencePieceProcessor()
     try:
         processor.LoadFromSerializedProto(model_proto(vocabulary))

@@ -20,6 +20,7 @@ from sparsekv_cli.models.tokenizer.vocab import (
     CONTROL,
     NORMAL,
     PREFIX,
+    SPACE_MARK,
     SPECIAL,
     USER_DEFINED,
     Vocabulary,
@@ -28,7 +29,6 @@ from sparsekv_cli.models.tokenizer.vocab import (
     read_vocabulary,
 )
 
-SPACE_MARK = "\u2581"  # SentencePiece's visible space
 ASCII_SPACES = " \t\n\v\f\r"
 
 
@@ -65,7 +65,7 @@ class Tokenizer:
         self._encode_plain = encode_plain
         self._specials = specials
         self._is_spm = vocabulary.model == "llama"
-        self._bytes_of_symbol = {} if self._is_spm else symbol_bytes()
+        self._bytes_of_symbol = symbol_bytes() if vocabulary.model == "gpt2" else {}
         self._pieces: dict[int, bytes] = {}
         self.space_prefix = space_prefix
         self.add_bos = add_bos
@@ -173,7 +173,7 @@ class Tokenizer:
         if kind & (SPECIAL | USER_DEFINED):
             return text.encode()
         if kind & NORMAL:
-            if self._is_spm:
+            if not self._bytes_of_symbol:
                 return text.replace(SPACE_MARK, " ").encode()
             return b"".join([self._symbol_bytes(symbol, text) for symbol in text])
         if kind & BYTE:
@@ -227,10 +227,10 @@ def load_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     and for a vocabulary that contradicts itself.
     """
     model = metadata.get(PREFIX + "model")
-    if model not in ("gpt2", "llama"):
+    if model not in ("gpt2", "llama", "gemma4"):
         raise SparseKVError(
-            f"{PREFIX}model is {describe(model)}: 'llama' (SentencePiece) or 'gpt2' (byte-level "
-            "BPE) was expected"
+            f"{PREFIX}model is {describe(model)}: 'llama' (SentencePiece), 'gpt2' (byte-level BPE) "
+            "or 'gemma4' was expected"
         )
     if model == "gpt2":
         # the library is imported here: a SentencePiece model does without
@@ -239,18 +239,24 @@ def load_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         pre = find_pre_tokenizer(metadata.get(PREFIX + "pre"))
         vocabulary = read_vocabulary(metadata, model)
         encode_plain = make_bpe_encoder(metadata, vocabulary, pre)
-        add_bos, space_prefix = pre.add_bos, False
+        add_bos, space_prefix = flag(metadata, "add_bos_token", pre.add_bos), False
+    elif model == "gemma4":
+        from sparsekv_cli.models.tokenizer.bpe import make_line_encoder
+
+        vocabulary = read_vocabulary(metadata, model)
+        encode_plain = make_line_encoder(metadata, vocabulary)
+        add_bos, space_prefix = True, False  # whatever the file says, as in llama.cpp
     else:
         from sparsekv_cli.models.tokenizer.spm import make_spm_encoder
 
         vocabulary = read_vocabulary(metadata, model)
         encode_plain = make_spm_encoder(vocabulary)
-        add_bos, space_prefix = True, True
+        add_bos, space_prefix = flag(metadata, "add_bos_token", True), True
     return Tokenizer(
         vocabulary,
         encode_plain,
         find_specials(vocabulary, str(metadata.get("general.name", ""))),
-        add_bos=flag(metadata, "add_bos_token", add_bos),
+        add_bos=add_bos,
         add_eos=flag(metadata, "add_eos_token", False),
         space_prefix=flag(metadata, "add_space_prefix", space_prefix),
     )

@@ -17,6 +17,7 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.gguf.file import StringArray
 
 PREFIX = "tokenizer.ggml."
+SPACE_MARK = "\u2581"  # the visible space of SentencePiece, and of Gemma 4
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 4, 8, 16, 32
 KIND_OF_TYPE = (0, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE)  # by token_type
@@ -97,7 +98,7 @@ class Vocabulary:
 
 
 def read_vocabulary(metadata: Mapping[str, Any], model: str) -> Vocabulary:
-    """Read and check the vocabulary for the tokenizer model ``llama`` or ``gpt2``.
+    """Read and check the vocabulary for the tokenizer model ``llama``, ``gpt2`` or ``gemma4``.
 
     Raises SparseKVError for what is missing, short, mistyped, doubled or out of range.
     """
@@ -128,6 +129,8 @@ def read_vocabulary(metadata: Mapping[str, Any], model: str) -> Vocabulary:
 
     if model == "llama":
         defaults: tuple[int | None, int | None, int | None] = (1, 2, 0)
+    elif model == "gemma4":
+        defaults = (None, None, None)
     else:  # llama.cpp takes 11 (Falcon's); believe it only where that is a control token
         falcon = 11 if len(texts) > 11 and kinds[11] & CONTROL else None
         no_bos = metadata.get(PREFIX + "pre") in ("chatglm-bpe", "glm4", "glm5")
@@ -170,6 +173,9 @@ def read_vocabulary(metadata: Mapping[str, Any], model: str) -> Vocabulary:
     if "<|end|>" in has and calls and has & {"<|return|>", "<|flush|>"}:
         eog_ids -= {ids["<|end|>"]}
         kinds[ids["<|end|>"]] = USER_DEFINED
+    if "<|tool_response>" in has and "</s>" in has:  # Gemma 4, where </s> is a text
+        eog_ids -= {ids["</s>"]}
+        kinds[ids["</s>"]] = NORMAL
     return Vocabulary(
         model, texts, ids, kinds, scores, bos_id, eos_id, eot_id, eom_id, unk_id, pad_id, eog_ids
     )
@@ -219,6 +225,16 @@ def flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise SparseKVError(f"{PREFIX}{name} is {describe(value)}: true or false was expected")
     return value
+
+
+def check_all_bytes(vocabulary: Vocabulary) -> None:
+    """Text outside the vocabulary is spelled in byte tokens; SparseKVError if one is missing."""
+    for byte in range(256):
+        if f"<0x{byte:02X}>" not in vocabulary.ids:
+            raise SparseKVError(
+                f"{PREFIX}tokens has no byte token <0x{byte:02X}>: such a vocabulary needs all 256 "
+                "(convert the model again)"
+            )
 
 
 def check_byte_tokens(texts: list[str], kinds: np.ndarray) -> None:
