@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import tracemalloc
 
@@ -154,3 +155,10 @@ def test_json_is_bounded_while_it_is_indented() -> None:
 def test_no_address_is_shown(value: str) -> None:
     text = stopped(f"{{{{ {value} }}}}")
     assert " at 0x" not in text
+
+
+def test_the_time_of_other_programs_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a second passes soon; the template has worked for a moment only."""
+    clock = itertools.count()
+    monkeypatch.setattr(limits.time, "perf_counter", lambda: float(next(clock)))
+    assert render("{% for i in range(9) %}{{ i }}{% endfor %}", []) == "012345678"
