@@ -39,6 +39,7 @@ COMMANDS = {
     "inspect": ("sparsekv_cli.commands.inspect", "Show what a GGUF file holds."),
     "tokenize": ("sparsekv_cli.commands.tokenize", "Turn text into token ids."),
     "methods": ("sparsekv_cli.commands.methods", "List the KV-cache methods and their options."),
+    "models": ("sparsekv_cli.commands.models", "List the models that -m takes by name."),
     "warmup": (
         "sparsekv_cli.commands.warmup",
         "Compile all kernels now, so that later runs start at once.",

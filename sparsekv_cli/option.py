@@ -137,5 +137,6 @@ def _number_words(kind: type) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`` (did you mean NAME?)`` with the known name that is most like ``word``, or nothing."""
-    close = difflib.get_close_matches(word, list(known), 1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    names = {name.casefold(): name for name in known}
+    close = difflib.get_close_matches(word.casefold(), list(names), 1)
+    return f" (did you mean {names[close[0]]}?)" if close else ""

@@ -21,7 +21,7 @@ from tiny_models import make_model
 from tiny_sessions import open_tiny
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.models.locate import resolve_model
+from sparsekv_cli.models.sources.locate import resolve_model
 from sparsekv_cli.session import Session
 
 if missing := [name for name in ("torch", "triton") if find_spec(name) is None]:

@@ -43,6 +43,7 @@ DEFAULT_TOKENS = 4096
 BUILT_IN = "built-in"  # name of the text that comes with the program
 MIN_TOKENS = 256  # below, statistics of keys and queries say little
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")  # belong to pip, not to us
+HUB_FOLDER = "models--"  # begins the name of a repository's folder in huggingface_hub's cache
 
 # Told of a calibration: the method, the share that is done, and at the end where it was stored.
 OnCalibrate = Callable[[str, float, str], None]
@@ -97,11 +98,13 @@ class Calibrations:
         return beside, folder / f"{self.identity.model_hash}.npz"
 
     def place_to_write(self) -> Path:
-        """Beside the model, unless that folder cannot be written or is an installed package's."""
+        """Beside the model, unless that folder cannot be written or belongs to pip or the hub."""
         beside, cached = self.places()
         folder = beside.parent.resolve()
-        installed = any(part in PACKAGE_FOLDERS for part in folder.parts)
-        return beside if os.access(folder, os.W_OK) and not installed else cached
+        foreign = any(
+            part in PACKAGE_FOLDERS or part.startswith(HUB_FOLDER) for part in folder.parts
+        )
+        return beside if os.access(folder, os.W_OK) and not foreign else cached
 
     def specs(self, method: Calibrated, report: OnCalibrate | None = None) -> list[LayerSpec]:
         """The decoder's layers, with the method's calibration if it needs one."""

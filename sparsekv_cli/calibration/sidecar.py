@@ -97,9 +97,11 @@ def identify(file: GGUFFile, hparams: HParams) -> ModelIdentity:
 
 def model_hash(file: GGUFFile) -> str:
     """32 hex digits over size, header and a sample of every tensor, which takes milliseconds."""
-    digest = hashlib.sha256(file.size.to_bytes(8, "little"))
-    with open(file.path, "rb") as header:
-        digest.update(header.read(file.data_offset))
+    digest = hashlib.sha256()
+    for part in file.parts:
+        digest.update(part.size.to_bytes(8, "little"))
+        with open(part.path, "rb") as header:
+            digest.update(header.read(part.data_offset))
     for info in file.tensors.values():
         data = file.data(info).reshape(-1)
         for start in (0, len(data) // 2, max(0, len(data) - SAMPLE_BYTES)):

@@ -377,20 +377,9 @@ def describe_model(session: Session, n_batch: int) -> BenchModel:
 
 def model_type(file: GGUFFile, n_params: int) -> str:
     """Such as ``llama 135M Q4_1``: architecture, size, and the type of most of the weights."""
-    from gguf import LlamaFileType
+    from sparsekv_cli.models.sources.listing import weight_type
 
     size = file.metadata.get("general.size_label")
     if not isinstance(size, str):
         size = f"{n_params / 1e9:.1f}B" if n_params >= 1e9 else f"{n_params / 1e6:.0f}M"
-    number = file.metadata.get("general.file_type")
-    known = [kind.name for kind in LlamaFileType if isinstance(number, int) and kind == number]
-    name = known[0] if known else _commonest_type(file)
-    kind = name.removeprefix("MOSTLY_").removeprefix("ALL_")
-    return f"{file.metadata['general.architecture']} {size} {kind}"
-
-
-def _commonest_type(file: GGUFFile) -> str:
-    n_bytes: dict[str, int] = {}
-    for tensor in file.tensors.values():
-        n_bytes[tensor.type.name] = n_bytes.get(tensor.type.name, 0) + tensor.n_bytes
-    return max(n_bytes, key=lambda name: n_bytes[name])
+    return f"{file.metadata['general.architecture']} {size} {weight_type(file)}"

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sparsekv_cli.commands.options import MODEL_OPTIONS, find_model, verbose_option
+from sparsekv_cli.commands.tables import count, pairs, print_tables, size, table
 from sparsekv_cli.errors import SparseKVError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
 
     from sparsekv_cli.models.gguf.file import GGUFFile
 
@@ -43,14 +44,16 @@ def command(
 ) -> None:
     """Show what a GGUF file holds: sizes, types, hyper-parameters, tokenizer.
 
-    Vocabulary-only files, adapters and single parts of split models can be inspected too, and
-    models that this program cannot run. The exit code is 1 when the file itself is wrong.
+    Of a split model any part will do; all that are there are shown as one. Vocabulary-only files,
+    adapters and single parts of split models can be inspected too, and models that this program
+    cannot run. The exit code is 1 when the file itself is wrong.
     """
     if file is not None and model is not None:
         raise click.UsageError("the file is given twice: as an argument and with -m")
     path = find_model(file if file is not None else model)
     from sparsekv_cli.models.gguf.check import check_tensors as scan
     from sparsekv_cli.models.gguf.file import open_gguf
+    from sparsekv_cli.models.sources.listing import find_problem
 
     with open_gguf(path, vocab_only_ok=True) as gguf:
         problem = find_problem(gguf)
@@ -63,6 +66,7 @@ def command(
                     "shape": list(info.shape),
                     "bytes": info.n_bytes,
                     "offset": info.offset,
+                    "file": gguf.parts[info.part].path.name,
                 }
                 for info in gguf.tensors.values()
             ]
@@ -73,31 +77,9 @@ def command(
     if as_json:
         click.echo(json.dumps(summary, indent=2, allow_nan=False))
     else:
-        _print_tables(summary, list_metadata)
+        print_tables(lambda console: _render(console, summary, list_metadata))
     if problem is not None and not isinstance(problem, UnsupportedModelError):
         raise problem
-
-
-def find_problem(gguf: GGUFFile) -> SparseKVError | None:
-    """Why this model cannot be run: UnsupportedModelError if only this program is at fault."""
-    from sparsekv_cli.models.architectures import architecture_of
-    from sparsekv_cli.models.gguf.file import check_whole_model
-    from sparsekv_cli.models.hparams import read_architecture, read_hparams
-
-    try:
-        check_whole_model(gguf)
-    except SparseKVError as error:
-        return UnsupportedModelError(str(error))
-    try:
-        architecture_of(read_architecture(gguf))
-        read_hparams(gguf)
-    except SparseKVError as error:
-        return error
-    try:
-        gguf.check_types()
-    except SparseKVError as error:
-        return UnsupportedModelError(str(error))
-    return None
 
 
 def summarise(gguf: GGUFFile, problem: SparseKVError | None) -> dict[str, Any]:
@@ -118,6 +100,7 @@ def summarise(gguf: GGUFFile, problem: SparseKVError | None) -> dict[str, Any]:
     return {
         "path": str(gguf.path),
         "file_bytes": gguf.size,
+        "files": [part.path.name for part in gguf.parts],
         "gguf_version": gguf.version,
         "architecture": _plain(architecture),
         "name": _plain(gguf.metadata.get("general.name")),
@@ -193,31 +176,20 @@ def _tokenizer(gguf: GGUFFile) -> dict[str, Any] | None:
     }
 
 
-def _print_tables(summary: dict[str, Any], list_metadata: bool) -> None:
-    """The summary for a reader: rendered first, then written in one piece."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=160)
-    with console.capture() as capture:
-        _render(console, summary, list_metadata)
-    click.echo(capture.get(), nl=False)
-
-
 def _render(console: Console, summary: dict[str, Any], list_metadata: bool) -> None:
+    files = f" in {len(summary['files'])} files" if len(summary["files"]) > 1 else ""
     rows: list[tuple[str, Any]] = [
         ("file", summary["path"]),
         ("architecture", summary["architecture"]),
         ("name", summary["name"]),
-        ("size", f"{_size(summary['file_bytes'])}, GGUF version {summary['gguf_version']}"),
+        ("size", f"{size(summary['file_bytes'])}{files}, GGUF version {summary['gguf_version']}"),
     ]
     if summary["kind"] != "model":
         rows.append(("kind", summary["kind"]))
     if summary["vocabulary_only"]:
         rows.append(("tensors", "none (vocabulary only)"))
     else:
-        weights = f"{_count(summary['parameters'])} in {summary['n_tensors']} tensors"
+        weights = f"{count(summary['parameters'])} in {summary['n_tensors']} tensors"
         rows.append(("parameters", f"{weights}, {summary['bits_per_weight']:.2f} bits each"))
     rows.append(("context", summary["context_length"]))
     if "check" in summary:
@@ -226,27 +198,27 @@ def _render(console: Console, summary: dict[str, Any], list_metadata: bool) -> N
         rows.append(("check", f"{summary['check']['tensors']} tensors, all finite{note}"))
     if summary["problem"]:
         rows.append(("cannot run", summary["problem"]))
-    console.print(_pairs("", rows))
+    console.print(pairs("", rows))
     if summary["types"]:
         mix = [
-            (row["type"], row["tensors"], _count(row["parameters"]), _size(row["bytes"]))
+            (row["type"], row["tensors"], count(row["parameters"]), size(row["bytes"]))
             for row in summary["types"]
         ]
-        console.print(_table("types", ("type", "tensors", "parameters", "size"), mix))
+        console.print(table("types", ("type", "tensors", "parameters", "size"), mix))
     if summary["hyperparameters"]:
         shown = [(k, v) for k, v in summary["hyperparameters"].items() if k != "architecture"]
-        console.print(_pairs("hyper-parameters", shown))
-        console.print(_pairs("rope", list(summary["rope"].items())))
+        console.print(pairs("hyper-parameters", shown))
+        console.print(pairs("rope", list(summary["rope"].items())))
     if summary["tokenizer"]:
-        console.print(_pairs("tokenizer", _tokenizer_rows(summary["tokenizer"])))
+        console.print(pairs("tokenizer", _tokenizer_rows(summary["tokenizer"])))
     if list_metadata:
-        console.print(_pairs("metadata", list(summary["metadata"].items())))
+        console.print(pairs("metadata", list(summary["metadata"].items())))
     if "tensors" in summary:
         lines = [
-            (one["name"], one["type"], " x ".join(map(str, one["shape"])), _size(one["bytes"]))
+            (one["name"], one["type"], " x ".join(map(str, one["shape"])), size(one["bytes"]))
             for one in summary["tensors"]
         ]
-        console.print(_table("tensors", ("name", "type", "shape", "size"), lines))
+        console.print(table("tensors", ("name", "type", "shape", "size"), lines))
 
 
 def _tokenizer_rows(tokenizer: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -262,46 +234,3 @@ def _short(value: Any) -> Any:
     if isinstance(value, tuple):
         return value[0] if len(set(value)) == 1 else list(value)
     return value
-
-
-def _pairs(title: str, rows: list[tuple[str, Any]]) -> RenderableType:
-    return _table(title, (), [row for row in rows if row[1] is not None])
-
-
-def _table(title: str, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> RenderableType:
-    """A table whose cells are text from a file: no markup, no control characters."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(
-        title=title or None,
-        title_justify="left",
-        box=SIMPLE_HEAD if columns else None,
-        show_header=bool(columns),
-    )
-    for column in columns or ("", ""):
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(_printable(cell)) for cell in row))
-    return table
-
-
-def _printable(cell: Any) -> str:
-    """A cell's text, with everything that could move a terminal's cursor shown as escapes."""
-    text = f"{cell:.7g}" if isinstance(cell, float) else str(cell)
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _count(number: int) -> str:
-    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return str(number)
-
-
-def _size(n_bytes: int) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if n_bytes >= size:
-            return f"{n_bytes / size:.2f} {unit}"
-    return f"{n_bytes} B"

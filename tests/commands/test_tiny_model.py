@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from split_models import split_model
 from tiny_models import make_model
 
 from sparsekv_cli.commands import chat as chat_module
@@ -63,6 +64,16 @@ def test_run_with_every_method(model: str, invoke: Invoke) -> None:
         sparse = run_json(invoke, model, *arguments)
         ledger = sparse["ledger"]
         assert 0 < ledger["rows_attended"] < 0.5 * ledger["rows_total"]
+
+
+def test_run_with_a_part_of_a_split_model(model: str, invoke: Invoke, tmp_path: Path) -> None:
+    whole = run_json(invoke, model, "-p", LONG, "-n", "8")
+    parts = split_model(Path(model), tmp_path)
+    assert run_json(invoke, str(parts[1]), "-p", LONG, "-n", "8")["tokens"] == whole["tokens"]
+    parts[2].write_bytes(parts[2].read_bytes()[:-1000])
+    result = invoke("run", "-m", str(parts[0]), "-p", LONG)
+    assert result.code == 1 and result.out == "" and result.err.count("\n") == 1
+    assert result.err.startswith(f"error: {parts[2]}: 1000 bytes are missing: ")
 
 
 def test_run_with_cache_types(model: str, invoke: Invoke) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from split_models import split_model
 from tiny_models import make_model
 
 from sparsekv_cli.config import SessionConfig
@@ -69,9 +70,12 @@ def test_auto_repacks_what_is_small_beside_the_memory(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not SMAPS.exists(), reason="Linux tells what a mapping holds in memory")
-def test_released_pages_leave_memory_and_come_back(tmp_path):
+@pytest.mark.parametrize("n_files", [1, 3])
+def test_released_pages_leave_memory_and_come_back(n_files, tmp_path):
     path = tmp_path / "tiny.gguf"
     make_model(path, wtype="F32", n_vocab=2048, n_embd=512)
+    if n_files > 1:
+        path = split_model(path, tmp_path, n_files)[-1]
     session = open_model(path, "off")
     file, data = session.gguf, session.decoder.weights.token_embd.data
     before = data.copy()

