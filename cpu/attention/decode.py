@@ -1,6 +1,6 @@
 """Decode attention over a KV cache: all rows, or rows listed by index, with online softmax.
 
-K and V of one layer are arrays (kv head, capacity, row), each as f16 or q8_0 (attention/rows.py).
+K and V of one layer are arrays (kv head, capacity, row) of rows of some kind (attention/rows.py).
 Rows are padded to a multiple of 16 elements, so that a row is a few whole vectors. A scan streams
 through the rows; a subset reads only the rows that were selected. The arithmetic on rows is in
 attention/tile.py.
@@ -16,7 +16,7 @@ from sparsekv_cli.cpu.attention.rows import (
     K_HEAD,
     K_KIND,
     K_ROW,
-    Q8_0,
+    KIND,
     V_HEAD,
     V_KIND,
     V_ROW,
@@ -48,8 +48,8 @@ def scaled_copy(q, scale):
 
 @njit(cache=True, nogil=True)
 def layout_mode(layout):
-    """The mode of ``attend_tile`` for a layout's rows: kind of K, kind of V times 2."""
-    return layout[K_KIND] | layout[V_KIND] << 1
+    """The mode of ``attend_tile`` for a layout's rows: kind of K, kind of V times 4."""
+    return layout[K_KIND] | layout[V_KIND] << 2
 
 
 @njit(cache=True, nogil=True)
@@ -62,7 +62,7 @@ def attend_tile(q, k, v, k_row, v_row, mode, idx, count, peak, mass, acc, scores
     (tile, BLOCK + PAD).
     """
     tile, d = q.shape
-    k_mode, v_mode = mode & (Q8_0 | GATHER), (mode & GATHER) | (mode >> 1 & Q8_0)
+    k_mode, v_mode = mode & (KIND | GATHER), (mode & GATHER) | (mode >> 2 & KIND)
     stride = scores.shape[1]
     for start in range(0, count, BLOCK):
         size = min(BLOCK, count - start)

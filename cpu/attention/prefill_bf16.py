@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.flash import LOG2_E
 from sparsekv_cli.cpu.attention.rows import F16 as F16_ROWS
-from sparsekv_cli.cpu.attention.rows import K_HEAD, K_KIND, K_ROW, Q8_0, V_HEAD, V_KIND, V_ROW, K, V
+from sparsekv_cli.cpu.attention.rows import K_HEAD, K_KIND, K_ROW, V_HEAD, V_KIND, V_ROW, K, V
 from sparsekv_cli.cpu.attention.softmax_bf16 import (
     WIDTH,
     divide,
@@ -25,15 +25,18 @@ from sparsekv_cli.cpu.attention.softmax_bf16 import (
     shrink,
     weigh,
 )
-from sparsekv_cli.cpu.attention.tile import NEGATIVE_INFINITY, row_scale, row_vector
+from sparsekv_cli.cpu.attention.tile import NEGATIVE_INFINITY, widen_row
 from sparsekv_cli.cpu.jit import bf16, llvm
 from sparsekv_cli.cpu.jit.bf16 import PAIRS, ROWS, multiply, narrowed
 from sparsekv_cli.cpu.jit.llvm import (
     I32,
     I64,
     LANES,
+    VF,
     VI,
     const,
+    keep,
+    load,
     next_task,
 )
 from sparsekv_cli.cpu.jit.pointers import on_lines
@@ -41,6 +44,7 @@ from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 # Keys between two updates of the running softmax: a multiple of 32 and of ROWS.
 BLOCK = 512 if bf16.HAS_TILES else 192
+F32_ROWS = -1  # beside the kinds of attention/rows.py: what quantised rows are widened to
 TASK_TILES = 12  # at most; a task reads all its keys anew
 TASKS_A_THREAD = 3  # at least, where there are enough rows: threads end together
 UNIT = 4 * PAIRS  # bytes
@@ -49,9 +53,16 @@ UNIT = 4 * PAIRS  # bytes
 # --- a block of keys and values -------------------------------------------------------------------
 
 
+def wide_lanes(b, kind, row, c):
+    """Elements c .. c + 16 of a row of f16 or f32 at an address, as f32."""
+    if kind == F16_ROWS:
+        return llvm.load_half_lanes(b, b.add(row, b.mul(c, I64(2))))
+    return load(b, VF, b.add(row, b.mul(c, I64(4))))
+
+
 @intrinsic
 def _narrow(typingctx, kind, row, width, out):
-    """out bf16 (width,) = a row of ``kind``, a literal; addresses. width: a multiple of 16."""
+    """out bf16 (width,) = a row of floats; addresses. width: a multiple of 16."""
     if not isinstance(kind, types.IntegerLiteral):
         return None
 
@@ -60,7 +71,7 @@ def _narrow(typingctx, kind, row, width, out):
         _, row, width, out = args
 
         def body(c, carried):
-            lanes = row_vector(b, mode, row, c, row_scale(b, mode, row, width, c))
+            lanes = wide_lanes(b, mode, row, c)
             llvm.store(b, narrowed(b, lanes), b.add(out, b.mul(c, I64(2))))
             return []
 
@@ -73,9 +84,10 @@ def _narrow(typingctx, kind, row, width, out):
 
 @intrinsic
 def _narrow_transposed(typingctx, kind, rows, row_bytes, last, width, out, out_row):
-    """out bf16 (width, 32) = 32 rows of ``kind``, a literal, those behind ``last`` like it.
+    """out bf16 (width, 32) = 32 rows of floats, those behind ``last`` like it.
 
-    Addresses; out_row: bytes from one row of ``out`` to the next.
+    kind: a literal, F16_ROWS or F32_ROWS. Addresses; out_row: bytes from one row of ``out`` to the
+    next.
     """
     if not isinstance(kind, types.IntegerLiteral):
         return None
@@ -89,12 +101,7 @@ def _narrow_transposed(typingctx, kind, rows, row_bytes, last, width, out, out_r
             places.append(b.add(rows, b.mul(row_bytes, b.select(behind, last, I64(j)))))
 
         def body(c, carried):
-            words = [
-                b.zext(
-                    narrowed(b, row_vector(b, mode, at, c, row_scale(b, mode, at, width, c))), VI
-                )
-                for at in places
-            ]
+            words = [b.zext(narrowed(b, wide_lanes(b, mode, at, c)), VI) for at in places]
             pairs = [
                 b.or_(low, b.shl(high, const(I32, 16)))
                 for low, high in zip(words[::2], words[1::2], strict=True)
@@ -113,24 +120,30 @@ def _narrow_transposed(typingctx, kind, rows, row_bytes, last, width, out, out_r
 def _read_block(layout, head, first, count, widths, keys, values):
     """Rows first .. first + count of a kv head: keys bf16 (BLOCK, >= d), values (>= d_v, BLOCK).
 
-    widths: elements of a stored row of K and of V.
+    widths: elements of a stored row of K and of V. Quantised rows are widened to f32 first.
     """
+    wide = np.empty((2 * LANES, max(widths)), np.float32)
+    wide_at, wide_row = wide.ctypes.data, wide.strides[0]
     k = layout[K] + head * layout[K_HEAD] + first * layout[K_ROW]
     v = layout[V] + head * layout[V_HEAD] + first * layout[V_ROW]
     k_at, k_row = keys.ctypes.data, keys.strides[0]
     v_at, v_row = values.ctypes.data, values.strides[0]
     for j in range(count):
         row, to = k + j * layout[K_ROW], k_at + j * k_row
-        if layout[K_KIND] == Q8_0:
-            _narrow(Q8_0, row, widths[0], to)
-        else:
+        if layout[K_KIND] == F16_ROWS:
             _narrow(F16_ROWS, row, widths[0], to)
+        else:
+            widen_row(layout[K_KIND], row, wide[0, : widths[0]])
+            _narrow(F32_ROWS, wide_at, widths[0], to)
     for j in range(0, count, 2 * LANES):
         row, to, last = v + j * layout[V_ROW], v_at + 2 * j, count - 1 - j
-        if layout[V_KIND] == Q8_0:
-            _narrow_transposed(Q8_0, row, layout[V_ROW], last, widths[1], to, v_row)
-        else:
+        if layout[V_KIND] == F16_ROWS:
             _narrow_transposed(F16_ROWS, row, layout[V_ROW], last, widths[1], to, v_row)
+        else:
+            for i in range(min(last + 1, 2 * LANES)):
+                widen_row(layout[V_KIND], row + i * layout[V_ROW], wide[i, : widths[1]])
+            _narrow_transposed(F32_ROWS, wide_at, wide_row, last, widths[1], to, v_row)
+    keep(wide)
 
 
 # --- tasks ----------------------------------------------------------------------------------------

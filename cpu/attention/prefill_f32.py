@@ -22,15 +22,13 @@ from sparsekv_cli.cpu.attention.rows import (
     K_HEAD,
     K_KIND,
     K_ROW,
-    Q8_0,
-    QUANT_BLOCK,
     V_HEAD,
     V_KIND,
     V_ROW,
     K,
     V,
 )
-from sparsekv_cli.cpu.attention.tile import NEGATIVE_INFINITY, VECTOR_LANES, row_scale, row_vector
+from sparsekv_cli.cpu.attention.tile import NEGATIVE_INFINITY, widen_row
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, const, keep, load, next_task, splat, vec
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
@@ -187,40 +185,30 @@ def _add_values(typingctx, weights, count, values, panel_bytes, n_panels, old, a
 
 
 @intrinsic
-def _widen(typingctx, kind, row, width, out):
-    """out f32 (width,) = the row of ``kind``, a literal, at an address; width: a multiple of 16."""
-    if not isinstance(kind, types.IntegerLiteral):
-        return None
+def _widen_halves(typingctx, row, width, out):
+    """out f32 (width,) = an f16 row; addresses. width: a multiple of 16."""
 
     def codegen(context, b, signature, args):
-        mode = signature.args[0].literal_value
-        _, row, width, out = args
+        row, width, out = args
 
-        def elements(n):
-            def body(c, carried):
-                scale = row_scale(b, mode, row, width, c)
-                for i in range(0, n, VECTOR_LANES):
-                    x = row_vector(b, mode, row, b.add(c, I64(i)), scale)
-                    llvm.store(b, x, b.add(out, b.mul(c, I64(4))), 4 * i)
-                return []
+        def body(c, carried):
+            halves = llvm.load_half_lanes(b, b.add(row, b.mul(c, I64(2))))
+            llvm.store(b, halves, b.add(out, b.mul(c, I64(4))))
+            return []
 
-            return body
-
-        whole = b.sub(width, b.urem(width, I64(QUANT_BLOCK)))
-        llvm.loop(b, I64(0), whole, QUANT_BLOCK, [], elements(QUANT_BLOCK))
-        llvm.loop(b, whole, width, LANES, [], elements(LANES))
+        llvm.loop(b, I64(0), width, LANES, [], body)
         return context.get_dummy_value()
 
-    i64 = types.int64
-    return types.void(kind, i64, i64, i64), codegen
+    return types.void(*[types.int64] * 3), codegen
 
 
 @njit(cache=True, nogil=True)
-def _widen_row(kind, row, width, out):
-    if kind == Q8_0:
-        _widen(Q8_0, row, width, out)
+def _widen(kind, row, out):
+    """out f32 (width,) = the row of ``kind`` at an address."""
+    if kind == F16_ROWS:
+        _widen_halves(row, len(out), out.ctypes.data)
     else:
-        _widen(F16_ROWS, row, width, out)
+        widen_row(kind, row, out)
 
 
 @intrinsic
@@ -248,13 +236,13 @@ def _read_block(layout, head, first, count, d_v, row, keys, values):
     keys (BLOCK, width); values (panels, BLOCK, ROWS), element d_v of a row is a 1; row f32
     (>= ROWS panels,): scratch.
     """
-    k_width, v_width = keys.shape[1], (d_v + LANES - 1) // LANES * LANES
+    v_width = (d_v + LANES - 1) // LANES * LANES
     k = layout[K] + head * layout[K_HEAD] + first * layout[K_ROW]
     v = layout[V] + head * layout[V_HEAD] + first * layout[V_ROW]
-    k_at, v_at, row_at = keys.ctypes.data, values.ctypes.data, row.ctypes.data
+    v_at, row_at = values.ctypes.data, row.ctypes.data
     for j in range(count):
-        _widen_row(layout[K_KIND], k + j * layout[K_ROW], k_width, k_at + 4 * j * k_width)
-        _widen_row(layout[V_KIND], v + j * layout[V_ROW], v_width, row_at)
+        _widen(layout[K_KIND], k + j * layout[K_ROW], keys[j])
+        _widen(layout[V_KIND], v + j * layout[V_ROW], row[:v_width])
         _spread(row_at, values.shape[0], v_at + 4 * ROWS * j, 4 * ROWS * BLOCK)
         values[d_v // ROWS, j, d_v % ROWS] = 1
 

@@ -1,8 +1,16 @@
-"""How rows of K and V lie in memory: as f16, or as q8_0, llama.cpp's cache type of that name.
+"""How rows of K and V lie in memory: as f16, or quantised as llama.cpp's cache types of that name.
 
-A row has ``width`` elements, a multiple of 16. An f16 row is just these. A q8_0 row is ``width``
-int8, then one f16 scale for every 32 of them (the last scale may stand for 16): its element c is
-int8[c] * scale[c // 32]. All rows of a kv head follow each other; one array says where they are.
+A row has ``width`` elements, a multiple of 16. An f16 row is just these. The others have blocks of
+32 elements (the last may have 16), and hold first the quants of all blocks, then what all blocks
+have beside them:
+
+    q8_0   32 int8                                          then a scale
+    q5_1   16 bytes: element i in the low four bits of      then a scale and a minimum, behind the
+           byte i, element 16 + i in the high four          fifth bits of all blocks, 4 bytes each
+    q4_0   the same 16 bytes                                then a scale
+
+Scales and minima are f16. An element is q * scale in q8_0, (q - 8) * scale in q4_0 and q * scale +
+minimum in q5_1. All rows of a kv head follow each other; one array says where they are.
 """
 
 from __future__ import annotations
@@ -10,17 +18,29 @@ from __future__ import annotations
 import numpy as np
 
 GATHER = 1  # mode of attention/tile.py: rows are listed by number
-F16, Q8_0 = 0, 2  # the kinds of rows; kind + GATHER is a mode
+F16, Q8_0, Q5_1, Q4_0 = 0, 2, 4, 6  # the kinds of rows; kind + GATHER is a mode
+KIND = 6  # the bits of a mode that are its kind
 QUANT_BLOCK = 32  # elements that share a scale (ggml's QK8_0)
+NIBBLES = 16  # bytes of a block's quants in q5_1 and q4_0
+HIGH_BITS = 4  # bytes of a block's fifth bits in q5_1
+LAST = QUANT_BLOCK // 2  # elements of a last block that is not whole
 
 # Columns of a layout, int64 (8,): addresses of K and V, bytes between kv heads and between rows,
 # kinds of rows.
 K, V, K_HEAD, V_HEAD, K_ROW, V_ROW, K_KIND, V_KIND = range(8)
 
 
+def n_blocks(width: int) -> int:
+    """Blocks of a quantised row."""
+    return -(-width // QUANT_BLOCK)
+
+
 def row_bytes(kind: int, width: int) -> int:
     """Bytes of one row."""
-    return width + 2 * -(-width // QUANT_BLOCK) if kind == Q8_0 else 2 * width
+    if kind == F16:
+        return 2 * width
+    quants = width if kind == Q8_0 else NIBBLES * n_blocks(width)
+    return quants + {Q8_0: 2, Q5_1: HIGH_BITS + 4, Q4_0: 2}[kind] * n_blocks(width)
 
 
 def layout_of(k: np.ndarray, v: np.ndarray, k_kind: int = F16, v_kind: int = F16) -> np.ndarray:
@@ -30,28 +50,72 @@ def layout_of(k: np.ndarray, v: np.ndarray, k_kind: int = F16, v_kind: int = F16
     return np.array([*places, *strides, k_kind, v_kind], np.int64)
 
 
-def quantize_rows_ref(x: np.ndarray) -> np.ndarray:
-    """f32 (..., width) -> q8_0 rows, uint8 (..., bytes).
+def quantize_rows_ref(x: np.ndarray, kind: int = Q8_0) -> np.ndarray:
+    """f32 (..., width) -> rows of a quantised kind, uint8 (..., bytes).
 
-    The scale is the largest magnitude / 127 and quants are rounded to the nearest with the scale
-    before it is rounded to f16, as in ggml's quantize_row_q8_0. A block whose scale is 0 in f16 has
-    quants 0.
+    As ggml's quantize_row_q8_0, q5_1 and q4_0, which compute with scales ahead of their rounding to
+    f16. A q8_0 block whose scale is 0 in f16 has quants 0. The end of q4_0's range belongs to the
+    larger magnitude; if a block has both signs of it, to the positive one.
     """
-    width = x.shape[-1]
-    quants, scales = [], []
-    for start in range(0, width, QUANT_BLOCK):
-        block = x[..., start : start + QUANT_BLOCK]
-        scale = np.abs(block).max(-1, keepdims=True) / np.float32(127)
-        rounded = scale.astype(np.float16)
-        inverse = np.float32(1) / np.where(rounded == 0, np.float32(1), scale)
-        quants.append(np.rint(np.where(rounded == 0, np.float32(0), block * inverse)))
-        scales.append(rounded)
-    parts = [np.concatenate(quants, -1).astype(np.int8), np.concatenate(scales, -1)]
-    return np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts], -1)
+    n, width = n_blocks(x.shape[-1]), x.shape[-1]
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, QUANT_BLOCK * n - width)]
+    blocks = np.pad(x, padding).reshape(*x.shape[:-1], n, QUANT_BLOCK)
+    if kind == Q8_0:
+        scale = np.abs(blocks).max(-1, keepdims=True) / np.float32(127)
+        half = scale.astype(np.float16)
+        q = np.rint(blocks * _inverse(np.where(half == 0, np.float32(0), scale))).astype(np.int8)
+        return _joined(q.reshape(*x.shape[:-1], -1)[..., :width], half)
+    if width % QUANT_BLOCK:  # the last block has no other elements
+        blocks[..., -1, LAST:] = blocks[..., -1, :1]
+    low, high = blocks.min(-1, keepdims=True), blocks.max(-1, keepdims=True)
+    if kind == Q4_0:
+        scale = np.where(high >= -low, high, low) / np.float32(-8)
+        q = np.minimum(blocks * _inverse(scale) + np.float32(8.5), np.float32(15)).astype(np.uint8)
+    else:
+        scale = (high - low) / np.float32(31)
+        q = ((blocks - low) * _inverse(scale) + np.float32(0.5)).astype(np.uint8)
+    if width % QUANT_BLOCK:
+        q[..., -1, LAST:] = 0
+    if kind == Q4_0:
+        return _joined(_nibbles(q), scale.astype(np.float16))
+    fifth = np.packbits(q >> 4, axis=-1, bitorder="little")
+    return _joined(_nibbles(q), fifth, np.concatenate([scale, low], -1).astype(np.float16))
 
 
-def dequantize_rows_ref(rows: np.ndarray, width: int) -> np.ndarray:
-    """q8_0 rows, uint8 (..., bytes) -> f32 (..., width), exactly."""
-    quants = rows[..., :width].view(np.int8).astype(np.float32)
-    scales = np.ascontiguousarray(rows[..., width:]).view(np.float16).astype(np.float32)
-    return quants * np.repeat(scales, QUANT_BLOCK, axis=-1)[..., :width]
+def _inverse(scale: np.ndarray) -> np.ndarray:
+    """1 / scale, 0 for 0, in f32."""
+    return np.where(scale == 0, np.float32(0), np.float32(1) / np.where(scale == 0, 1, scale))
+
+
+def _nibbles(q: np.ndarray) -> np.ndarray:
+    """uint8 (..., 32) -> (..., 16): the low four bits of two elements a byte."""
+    return q[..., :LAST] & 15 | (q[..., LAST:] & 15) << 4
+
+
+def _joined(*parts: np.ndarray) -> np.ndarray:
+    """The bytes of all parts, one after another, uint8 (..., bytes)."""
+    lead = parts[-1].shape[:-2]
+    flat = [np.ascontiguousarray(part).reshape(*lead, -1).view(np.uint8) for part in parts]
+    return np.concatenate(flat, -1)
+
+
+def dequantize_rows_ref(rows: np.ndarray, width: int, kind: int = Q8_0) -> np.ndarray:
+    """Rows of a quantised kind, uint8 (..., bytes) -> f32 (..., width), rounded once."""
+    n, lead = n_blocks(width), rows.shape[:-1]
+    if kind == Q8_0:
+        quants = rows[..., :width].view(np.int8).astype(np.float32)
+        scales = np.ascontiguousarray(rows[..., width:]).view(np.float16).astype(np.float32)
+        return quants * np.repeat(scales, QUANT_BLOCK, axis=-1)[..., :width]
+    packed = rows[..., : NIBBLES * n].reshape(*lead, n, NIBBLES)
+    q = np.concatenate([packed & 15, packed >> 4], -1).astype(np.float64)
+    if kind == Q4_0:
+        scales = np.ascontiguousarray(rows[..., NIBBLES * n :]).view(np.float16)
+        values = (q - 8) * scales[..., None].astype(np.float64)
+    else:
+        at = (NIBBLES + HIGH_BITS) * n
+        fifth = rows[..., NIBBLES * n : at].reshape(*lead, n, HIGH_BITS)
+        q += 16 * np.unpackbits(fifth, axis=-1, bitorder="little")
+        pairs = np.ascontiguousarray(rows[..., at:]).view(np.float16).astype(np.float64)
+        pairs = pairs.reshape(*lead, n, 2)
+        values = q * pairs[..., :1] + pairs[..., 1:]
+    return values.astype(np.float32).reshape(*lead, -1)[..., :width]

@@ -1,13 +1,35 @@
-"""Storing of rows of K and V (attention/rows.py) in vector IR: f32 to f16 or q8_0."""
+"""Storing of rows of K and V (attention/rows.py) in vector IR, from f32."""
 
 from __future__ import annotations
 
 from numba import njit, types
 from numba.extending import intrinsic
 
-from sparsekv_cli.cpu.attention.rows import Q8_0, QUANT_BLOCK
+from sparsekv_cli.cpu.attention.rows import F16 as F16_ROWS
+from sparsekv_cli.cpu.attention.rows import (
+    HIGH_BITS,
+    NIBBLES,
+    Q4_0,
+    Q5_1,
+    Q8_0,
+    QUANT_BLOCK,
+)
 from sparsekv_cli.cpu.jit import llvm
-from sparsekv_cli.cpu.jit.llvm import F16, F32, I8, I64, LANES, VF, VI, const, load, splat, vec
+from sparsekv_cli.cpu.jit.llvm import (
+    F16,
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    LANES,
+    VF,
+    VI,
+    const,
+    load,
+    splat,
+    vec,
+)
 
 
 @intrinsic
@@ -45,10 +67,7 @@ def store_quantized(typingctx, source, target, count):
                 for each in x:
                     size = llvm.call_named(b, "llvm.fabs.v16f32", VF, each)
                     peak = llvm.call_named(b, "llvm.maxnum.v16f32", VF, peak, size)
-                scale = b.fdiv(llvm.max_lanes(b, peak), F32(127.0))
-                for each in x:  # maxnum drops what is no number; a sum keeps it
-                    zeros = b.fmul(each, const(F32, 0.0))
-                    scale = b.fadd(scale, llvm.sum_lanes(b, zeros))
+                scale = _unless_nan(b, b.fdiv(llvm.max_lanes(b, peak), F32(127.0)), x)
                 half = b.fptrunc(scale, F16)
                 empty = b.fcmp_ordered("==", half, F16(0.0))
                 inverse = b.select(empty, F32(0.0), b.fdiv(F32(1.0), scale))
@@ -71,10 +90,108 @@ def store_quantized(typingctx, source, target, count):
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
+def _unless_nan(b, scale, x):
+    """``scale``, or NaN if any of the vectors ``x`` has such: maxnum and minnum drop it."""
+    total = F32(0.0)
+    for each in x:
+        total = b.fadd(total, llvm.sum_lanes(b, b.fmul(each, const(F32, 0.0))))
+    return b.select(b.fcmp_unordered("uno", total, total), total, scale)
+
+
+def _extreme(b, name, x):
+    """The largest (maxnum) or the least (minnum) of all lanes of the vectors ``x``."""
+    one = x[0] if len(x) == 1 else llvm.call_named(b, f"llvm.{name}.v16f32", VF, *x)
+    if name == "maxnum":
+        return llvm.max_lanes(b, one)
+    return b.fneg(llvm.max_lanes(b, b.fneg(one)))
+
+
+def _inverse(b, scale):
+    """1 / scale, or 0 for 0."""
+    empty = b.fcmp_ordered("==", scale, F32(0.0))
+    return b.select(empty, F32(0.0), b.fdiv(F32(1.0), scale))
+
+
+def _four_bits(b, x):
+    """The scale of a q4_0 block, vectors ``x``, and its quants <16 x i32>, 0 to 15."""
+    low, high = _extreme(b, "minnum", x), _extreme(b, "maxnum", x)
+    positive = b.fcmp_ordered(">=", high, b.fneg(low))
+    scale = b.fdiv(b.select(positive, high, low), F32(-8.0))
+    scale = _unless_nan(b, scale, x)
+    inverse, quants = splat(b, _inverse(b, scale)), []
+    for each in x:
+        q = b.fadd(b.fmul(each, inverse), const(F32, 8.5))
+        q = llvm.call_named(b, "llvm.minnum.v16f32", VF, q, const(F32, 15.0))
+        quants.append(b.fptosi(q, VI))
+    return [scale], quants
+
+
+def _five_bits(b, x):
+    """Scale and minimum of a q5_1 block, vectors ``x``, and its quants <16 x i32>, 0 to 31."""
+    low, high = _extreme(b, "minnum", x), _extreme(b, "maxnum", x)
+    scale = _unless_nan(b, b.fdiv(b.fsub(high, low), F32(31.0)), x)
+    inverse, lows, quants = splat(b, _inverse(b, scale)), splat(b, low), []
+    for each in x:
+        q = b.fadd(b.fmul(b.fsub(each, lows), inverse), const(F32, 0.5))
+        quants.append(b.fptosi(q, VI))
+    return [scale, low], quants
+
+
+@intrinsic
+def store_nibbles(typingctx, kind, source, target, count):
+    """target = q5_1 or q4_0 of f32 source, count elements (a multiple of 16).
+
+    kind: a literal. See quantize_rows_ref.
+    """
+    if not isinstance(kind, types.IntegerLiteral):
+        return None
+
+    def codegen(context, b, signature, args):
+        is_q5 = signature.args[0].literal_value == Q5_1
+        _, source, target, count = args
+        n_blocks = b.udiv(b.add(count, I64(QUANT_BLOCK - 1)), I64(QUANT_BLOCK))
+        behind = b.add(target, b.mul(n_blocks, I64(NIBBLES)))
+        small = b.add(behind, b.mul(n_blocks, I64(HIGH_BITS))) if is_q5 else behind
+
+        def block(n_vectors):
+            """Quantises 16 n_vectors elements from c on, which share a scale."""
+
+            def body(c, carried):
+                at = b.add(source, b.mul(c, I64(4)))
+                x = [load(b, VF, at, 4 * LANES * i) for i in range(n_vectors)]
+                numbers, quants = (_five_bits if is_q5 else _four_bits)(b, x)
+                quants += [const(I32, 0)] * (2 - n_vectors)
+                low, high = (b.and_(q, const(I32, 15)) for q in quants)
+                both = b.trunc(b.or_(low, b.shl(high, const(I32, 4))), vec(I8))
+                i = b.udiv(c, I64(QUANT_BLOCK))
+                llvm.store(b, both, b.add(target, b.mul(i, I64(NIBBLES))))
+                for j, q in enumerate(quants if is_q5 else ()):
+                    fifth = b.icmp_signed(">", q, const(I32, 15))
+                    to = b.add(behind, b.mul(i, I64(HIGH_BITS)))
+                    llvm.store(b, b.bitcast(fifth, I16), to, 2 * j)
+                to = b.add(small, b.mul(i, I64(2 * len(numbers))))
+                for j, number in enumerate(numbers):
+                    llvm.store(b, b.fptrunc(number, F16), to, 2 * j)
+                return []
+
+            return body
+
+        whole = b.sub(count, b.urem(count, I64(QUANT_BLOCK)))
+        llvm.loop(b, I64(0), whole, QUANT_BLOCK, [], block(QUANT_BLOCK // LANES))
+        llvm.loop(b, whole, count, LANES, [], block(1))
+        return context.get_dummy_value()
+
+    return types.void(kind, types.int64, types.int64, types.int64), codegen
+
+
 @njit(cache=True, nogil=True)
 def store_row(kind, source, target, count):
     """Stores f32 at an address as a row of ``kind``; count elements, a multiple of 16."""
-    if kind == Q8_0:
-        store_quantized(source, target, count)
-    else:
+    if kind == F16_ROWS:
         store_halves(source, target, count)
+    elif kind == Q8_0:
+        store_quantized(source, target, count)
+    elif kind == Q5_1:
+        store_nibbles(Q5_1, source, target, count)
+    else:
+        store_nibbles(Q4_0, source, target, count)

@@ -1,16 +1,17 @@
 """Attention on a tile of query heads, in vector IR: scores, exponentials and weighted values.
 
-K and V rows are f16 or q8_0 (attention/rows.py), padded to a multiple of 16 elements. A row is
-loaded and widened once for a tile of up to four query heads of its GQA group, and the dot products
-of a tile are summed across lanes together (llvm.sum_many). Rows are consecutive, or listed by int32
-numbers. A ``mode`` says both: the kind of the rows, + GATHER for listed ones; so 0 and 1 are the
-modes of f16.
+Rows of K and V (attention/rows.py) are padded to a multiple of 16 elements. A row is loaded and
+widened once for a tile of up to four query heads of its GQA group, and the dot products of a tile
+are summed across lanes together (llvm.sum_many). Rows are consecutive, or listed by int32 numbers.
+A ``mode`` says both: the kind of the rows, + GATHER for listed ones; so 0 and 1 are the modes of
+f16.
 
 Sums are as wide as the CPU's vectors, and as many as its registers hold: 16 of 16 lanes with
 AVX-512, 8 of 8 elsewhere (AVX2 has 16 registers; twice the sums take three times as long there).
 
-There is code for every tile and mode, which takes long to compile. So it is compiled once, when
-this file is imported, and the linker gets it as a symbol: a kernel contains a call, not a copy.
+There is code for every tile and mode, which takes long to compile. So it is compiled once a kind
+of rows, and a kernel contains a call through a table of addresses: that of f16 when this file is
+imported, another when a cache has rows of it (``install``).
 """
 
 from __future__ import annotations
@@ -21,28 +22,29 @@ from typing import Any
 
 import numpy as np
 from llvmlite import binding, ir
-from numba import cfunc, types
+from numba import njit, types
 from numba.extending import intrinsic
 
+from sparsekv_cli.cpu.attention.load import VECTOR_LANES, VW, RowReader
 from sparsekv_cli.cpu.attention.rows import F16 as F16_ROWS
-from sparsekv_cli.cpu.attention.rows import GATHER, Q8_0, QUANT_BLOCK
+from sparsekv_cli.cpu.attention.rows import GATHER, KIND, QUANT_BLOCK
 from sparsekv_cli.cpu.jit import llvm
-from sparsekv_cli.cpu.jit.llvm import F16, F32, I8, I32, I64, LANES, VF, VI, const, load, splat, vec
+from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, VF, VI, const, keep, load, splat
+from sparsekv_cli.cpu.jit.pointers import address, function_address
 
 PAD = 32  # floats that a score buffer needs behind its last score
 # Rows between a load and its prefetch; what is scanned goes into L1 on AMD's CPUs, else into L2.
 AHEAD_SCAN, AHEAD_GATHER = 96 if llvm.ON_AMD else 16, 40
 NEGATIVE_INFINITY = np.float32(-np.inf)
 MAX_TILE = 4  # query heads
-MODES = (F16_ROWS, F16_ROWS | GATHER, Q8_0, Q8_0 | GATHER)
-VECTOR_LANES = LANES if llvm.has_feature("avx512f") else 8
-VW = vec(F32, VECTOR_LANES)
 # Dims of a tile's values that registers sum at a time, a multiple of 16.
 WIDE_DIMS = (
     dict.fromkeys(range(1, 5), 64) if VECTOR_LANES == LANES else {1: 64, 2: 32, 3: 32, 4: 16}
 )
-SCORES, VALUES = "sparsekv_tile_scores", "sparsekv_tile_values"
-_TEN_NUMBERS = types.void(*[types.int64] * 10)
+TABLE = "sparsekv_tiles"  # the linker's name of ``_TABLE``
+_TABLE = np.zeros(2 * (KIND // 2 + 1), np.int64)  # addresses: of a kind's scores, then its values
+_N_NUMBERS = 10  # arguments of a tile's kernel
+_TEN_NUMBERS = types.void(*[types.int64] * _N_NUMBERS)
 
 
 def _row_address(b, base, row_bytes, idx, j, mode):
@@ -63,31 +65,11 @@ def _rows_ahead(b, base, row_bytes, idx, j, n_rows, last, mode):
     return rows
 
 
-def row_scale(b, mode, row, d, c):
-    """The scale of a q8_0 row's block that element c is in, a vector; d: of the row."""
-    if not mode & Q8_0:
-        return None
-    at = b.add(b.add(row, d), b.mul(b.udiv(c, I64(QUANT_BLOCK)), I64(2)))
-    return splat(b, b.fpext(load(b, F16, at), F32), VECTOR_LANES)
-
-
-def row_vector(b, mode, row, c, scale):
-    """Elements c .. c + VECTOR_LANES of the row at an address; scale: its ``row_scale`` there."""
-    if scale is None:
-        return llvm.load_half_lanes(b, b.add(row, b.mul(c, I64(2))), 0, VECTOR_LANES)
-    quants = b.sext(load(b, vec(I8, VECTOR_LANES), b.add(row, c)), vec(I32, VECTOR_LANES))
-    return b.fmul(b.sitofp(quants, VW), scale)
-
-
-def _element_bytes(mode):
-    """Bytes between the elements of a row."""
-    return 1 if mode & Q8_0 else 2
-
-
 def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
     """The code of ``tile_scores`` for one tile and mode, ints."""
     n_keys = VECTOR_LANES // tile
     last = b.sub(count, I64(1))
+    reader = RowReader(b, mode, d)
 
     def group(j, carried):
         rows = []
@@ -97,20 +79,19 @@ def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
             rows.append(_row_address(b, k, row_bytes, idx, at, mode))
 
         ahead = _rows_ahead(b, k, row_bytes, idx, j, n_keys, last, mode)
-
-        if mode & Q8_0:
+        if reader.has_scales:
             for row in ahead:
-                llvm.prefetch(b, b.add(row, d))  # the scales
+                llvm.prefetch(b, reader.behind(row))
 
         def dims(n_vectors):
             """Adds the products of n_vectors vectors of dims from c on."""
 
             def body(c, sums):
-                at = b.mul(c, I64(_element_bytes(mode)))
+                at = reader.bytes_to(c)
                 lines = llvm.Prefetches(
                     [b.add(row, at) for row in ahead], n_keys * n_vectors, once=not mode & GATHER
                 )
-                scales = [row_scale(b, mode, row, d, c) for row in rows]
+                scales = [reader.scale(row, c) for row in rows]
                 for vector in range(n_vectors):
                     at = b.add(c, I64(VECTOR_LANES * vector))
                     queries = [
@@ -120,7 +101,7 @@ def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
                     sums = list(sums)
                     for i, (row, scale) in enumerate(zip(rows, scales, strict=True)):
                         lines.step(b)
-                        key = row_vector(b, mode, row, at, scale)
+                        key = reader.vector(row, at, scale)
                         for t, query in enumerate(queries):
                             dot = sums[t * n_keys + i]
                             sums[t * n_keys + i] = llvm.fma(b, key, query, dot)
@@ -146,7 +127,7 @@ def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
 
 def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
     """The code of ``tile_values`` for one tile and mode, ints."""
-    size = _element_bytes(mode)
+    reader = RowReader(b, mode, d)
 
     def chunk(c, n_vectors):
         """Accumulates dims c .. c + VECTOR_LANES n_vectors."""
@@ -169,8 +150,8 @@ def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
                     lines.step(b)
                 at = b.add(c, I64(VECTOR_LANES * i))
                 if VECTOR_LANES * i % QUANT_BLOCK == 0:
-                    scale = row_scale(b, mode, row, d, at)
-                values = row_vector(b, mode, row, at, scale)
+                    scale = reader.scale(row, at)
+                values = reader.vector(row, at, scale)
                 for t, weight in enumerate(weights):
                     new[t * n_vectors + i] = llvm.fma(b, values, weight, new[t * n_vectors + i])
             return new
@@ -181,11 +162,11 @@ def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
         def keys(j, sums):
             addresses = []
             for row in _rows_ahead(b, v, row_bytes, idx, j, unroll, last, mode):
-                first = b.add(row, b.mul(c, I64(size)))
-                for line in range(0, size * VECTOR_LANES * n_vectors, 64):
+                first = b.add(row, reader.bytes_to(c))
+                for line in range(0, reader.bits * VECTOR_LANES * n_vectors // 8, 64):
                     addresses.append(b.add(first, I64(line)))
-                if mode & Q8_0:
-                    llvm.prefetch(b, b.add(row, d))  # the scales
+                if reader.has_scales:
+                    llvm.prefetch(b, reader.behind(row))
             lines = llvm.Prefetches(addresses, unroll * n_vectors, once=not mode & GATHER)
             new = []
             for u in range(unroll):
@@ -217,50 +198,67 @@ def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
     llvm.loop(b, whole, d, LANES, [], narrow)
 
 
-def _for_every_tile(emit_tile: Callable[..., None]) -> Any:
-    """An intrinsic's type and code: ``emit_tile`` for whatever tile and mode it is called with."""
+def _every_tile(emit_tile: Callable[..., None]) -> Any:
+    """Numba code (literal kind, tile, mode, ...): ``emit_tile`` for every tile, in both modes."""
+
+    @intrinsic
+    def any_tile(typingctx, kind, tile, mode, a, b, c, d, e, f, g, h):
+        if not isinstance(kind, types.IntegerLiteral):
+            return None
+
+        def codegen(context, b, signature, args):
+            kind = signature.args[0].literal_value
+            wrong, after = b.append_basic_block("wrong"), b.append_basic_block("after")
+            switch = b.switch(b.add(b.mul(args[2], I64(MAX_TILE)), args[1]), wrong)
+            for tile, mode in product(range(1, MAX_TILE + 1), (kind, kind | GATHER)):
+                block = b.append_basic_block(f"tile_{tile}_{mode}")
+                switch.add_case(I64(mode * MAX_TILE + tile), block)
+                b.position_at_end(block)
+                emit_tile(b, tile, mode, *args[3:])
+                b.branch(after)
+            b.position_at_end(wrong)
+            llvm.call_named(b, "llvm.trap", ir.VoidType())
+            b.unreachable()
+            b.position_at_end(after)
+            return context.get_dummy_value()
+
+        return types.void(kind, *[types.int64] * _N_NUMBERS), codegen
+
+    return any_tile
+
+
+_any_scores, _any_values = _every_tile(_emit_scores), _every_tile(_emit_values)
+
+
+@njit(cache=True, nogil=True)
+def _scores(kind, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
+    _any_scores(kind, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
+
+
+@njit(cache=True, nogil=True)
+def _values(kind, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
+    _any_values(kind, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc)
+
+
+def install(kind: int) -> None:
+    """Compiles the tiles of a kind of rows, or loads them from the disk, unless that was done."""
+    for i, function in enumerate((_scores, _values)):
+        if not _TABLE[kind + i]:
+            signature = (types.literal(kind),) + (types.int64,) * _N_NUMBERS
+            _TABLE[kind + i] = function_address(function, signature)
+
+
+def _call(which: int) -> Any:
+    """An intrinsic's type and code: a call through the table, of scores (0) or values (1)."""
 
     def codegen(context, b, signature, args):
-        wrong, after = b.append_basic_block("wrong"), b.append_basic_block("after")
-        switch = b.switch(b.add(b.mul(args[1], I64(MAX_TILE)), args[0]), wrong)
-        for tile, mode in product(range(1, MAX_TILE + 1), MODES):
-            block = b.append_basic_block(f"tile_{tile}_{mode}")
-            switch.add_case(I64(mode * MAX_TILE + tile), block)
-            b.position_at_end(block)
-            emit_tile(b, tile, mode, *args[2:])
-            b.branch(after)
-        b.position_at_end(wrong)
-        llvm.call_named(b, "llvm.trap", ir.VoidType())
-        b.unreachable()
-        b.position_at_end(after)
-        return context.get_dummy_value()
-
-    return _TEN_NUMBERS, codegen
-
-
-@intrinsic
-def _any_scores(typingctx, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
-    return _for_every_tile(_emit_scores)
-
-
-@intrinsic
-def _any_values(typingctx, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
-    return _for_every_tile(_emit_values)
-
-
-def _scores(tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
-    _any_scores(tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
-
-
-def _values(tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
-    _any_values(tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc)
-
-
-def _call(symbol: str) -> Any:
-    """An intrinsic's type and code: a call of the function that the linker knows as ``symbol``."""
-
-    def codegen(context, b, signature, args):
-        llvm.call_named(b, symbol, ir.VoidType(), *args)
+        kind = b.and_(args[1], I64(KIND))  # a kind is twice its number
+        table = b.module.globals.get(TABLE)
+        if table is None:
+            table = ir.GlobalVariable(b.module, ir.ArrayType(I64, len(_TABLE)), TABLE)
+        function = b.load(b.gep(table, [I64(0), b.add(kind, I64(which))]))
+        type_ = ir.FunctionType(ir.VoidType(), [I64] * (1 + _N_NUMBERS))
+        b.call(b.inttoptr(function, type_.as_pointer()), [I64(0), *args])  # a literal takes a place
         return context.get_dummy_value()
 
     return _TEN_NUMBERS, codegen
@@ -273,25 +271,26 @@ def tile_scores(typingctx, tile, mode, q, k, row_bytes, idx, count, d, out, out_
     Addresses are i64; tile: 1 to 4; ``out_stride`` in floats. ``mode``: see above; with GATHER, row
     j is idx[j] (int32). Writes up to 15 floats behind out[t, count). d is a multiple of 16.
     """
-    return _call(SCORES)
+    return _call(0)
 
 
 @intrinsic
 def tile_values(typingctx, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
     """acc[t] += sum over j < count of p[t, j] v[row j]; acc f32 (tile, d), addresses as i64."""
-    return _call(VALUES)
+    return _call(1)
 
 
-def _install() -> tuple[Any, ...]:
-    """Compiles the tiles, or loads them from the disk, before a kernel that calls them."""
-    functions = {SCORES: _scores, VALUES: _values}
-    compiled = {name: cfunc(_TEN_NUMBERS, cache=True)(f) for name, f in functions.items()}
-    for name, function in compiled.items():
-        binding.add_symbol(name, function.address)
-    return tuple(compiled.values())
+@njit(cache=True, nogil=True)
+def widen_row(kind, row, out):
+    """out f32 (width,) = the row of ``kind`` at an address."""
+    one = np.ones(1, np.float32)
+    out[:] = 0
+    tile_values(1, kind, one.ctypes.data, 0, row, 0, 0, 1, len(out), out.ctypes.data)
+    keep(one)
 
 
-_KEPT = _install()  # used to the end of the process
+binding.add_symbol(TABLE, address(_TABLE))
+install(F16_ROWS)
 
 
 def exp_lanes(b: ir.IRBuilder, x: ir.Value) -> ir.Value:

@@ -13,7 +13,7 @@ from numba import njit, prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.decode import TILE, scaled_copy
-from sparsekv_cli.cpu.attention.rows import K_HEAD, K_ROW, V_HEAD, V_ROW, K, V
+from sparsekv_cli.cpu.attention.rows import K_HEAD, K_KIND, K_ROW, V_HEAD, V_ROW, K, V
 from sparsekv_cli.cpu.attention.tile import (
     NEGATIVE_INFINITY,
     PAD,
@@ -38,7 +38,7 @@ def _add_weighted(target, source, n, factor):
 
 
 @njit(cache=True, nogil=True)
-def _add_columns(q, first, last, k, k_row, n_past, group, scale, sums):
+def _add_columns(q, first, last, k, k_row, kind, n_past, group, scale, sums):
     """Adds the softmax of the queries q[first:last] of one kv head to sums f32 (n,)."""
     if first == last:
         return
@@ -50,7 +50,7 @@ def _add_columns(q, first, last, k, k_row, n_past, group, scale, sums):
         longest = n_past + (row + tile - 1) // group + 1
         scaled = scaled_copy(q[row : row + tile], scale)
         tile_scores(
-            tile, 0, scaled.ctypes.data, k, k_row, 0, longest, d, scores.ctypes.data, stride
+            tile, kind, scaled.ctypes.data, k, k_row, 0, longest, d, scores.ctypes.data, stride
         )
         keep(scaled)
         for t in range(tile):
@@ -72,8 +72,8 @@ def _add_parts(counter, q, layout, n_past, group, scale, parts):
         kv_head, part = task // n_part, task % n_part
         first, last = part * n_row // n_part, (part + 1) * n_row // n_part
         _add_columns(
-            q[kv_head], first, last, layout[K] + kv_head * layout[K_HEAD], layout[K_ROW], n_past,
-            group, scale, parts[kv_head, part],
+            q[kv_head], first, last, layout[K] + kv_head * layout[K_HEAD], layout[K_ROW],
+            layout[K_KIND], n_past, group, scale, parts[kv_head, part],
         )  # fmt: skip
         task = next_task(counter)
 
@@ -83,8 +83,8 @@ def add_attention(q, layout, n, group, scale, sums, n_threads):
     """sums[g, j] += softmax(scale q . k)[j], summed over the queries of the last positions.
 
     q f32 (G, R, d): the ``group`` query heads of the first of R / group positions, then of the
-    next one; the last position sees n rows, each one before it one row less. layout int64 (8,) of
-    f16 rows, see attention/rows.py. sums f32 (G, >= n).
+    next one; the last position sees n rows, each one before it one row less. layout int64 (8,):
+    see attention/rows.py. sums f32 (G, >= n).
     """
     n_kv_head, n_row, _ = q.shape
     n_past = n - n_row // group
@@ -134,18 +134,17 @@ def max_pool_ref(scores, width):
 
 
 @intrinsic
-def copy_halves(typingctx, source, target, count):
-    """Copies ``count`` f16 (a multiple of 16) from one address to another."""
+def copy_bytes(typingctx, source, target, count):
+    """Copies ``count`` bytes, an even number, from one address to another."""
 
     def codegen(context, b: ir.IRBuilder, signature, args):
         source, target, count = args
 
         def body(j, carried):
-            at = b.mul(j, I64(2))
-            llvm.store(b, llvm.load(b, llvm.vec(llvm.I16), b.add(source, at)), b.add(target, at))
+            llvm.store(b, llvm.load(b, llvm.I16, b.add(source, j)), b.add(target, j))
             return []
 
-        llvm.loop(b, I64(0), count, LANES, [], body)
+        llvm.loop(b, I64(0), count, 2, [], body)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), codegen
@@ -169,15 +168,15 @@ def least_attended(positions, mass, n, first, last):
 def drop_least_attended(layout, n, first, last, positions, mass):
     """Every kv head drops one of its n rows; the last row takes its slot.
 
-    layout int64 (8,) of f16 rows, see attention/rows.py; positions int32, mass f32 (G, >= n). The
+    layout int64 (8,): see attention/rows.py; positions int32, mass f32 (G, >= n). The
     row with the least mass among those at positions first..last - 1 is dropped; there must be one.
     """
     k_row, v_row = layout[K_ROW], layout[V_ROW]
     for g in range(positions.shape[0]):
         slot = least_attended(positions[g], mass[g], n, first, last)
         k_base, v_base = layout[K] + g * layout[K_HEAD], layout[V] + g * layout[V_HEAD]
-        copy_halves(k_base + (n - 1) * k_row, k_base + slot * k_row, k_row // 2)
-        copy_halves(v_base + (n - 1) * v_row, v_base + slot * v_row, v_row // 2)
+        copy_bytes(k_base + (n - 1) * k_row, k_base + slot * k_row, k_row)
+        copy_bytes(v_base + (n - 1) * v_row, v_base + slot * v_row, v_row)
         positions[g, slot] = positions[g, n - 1]
         mass[g, slot] = mass[g, n - 1]
 

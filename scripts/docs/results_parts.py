@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,10 +56,17 @@ class Sizes:
     shape: str = "llama-3.2-1b"
     held: int = 8192  # rows of the caches whose memory is told apart
     peer: str = "--memory 16384"
+    readers: str = "topk,quest,snapkv,h2o,lfps"
     formats: str = ""
     far: str = "2048,8192,32768,131072"
     batches: str = "1,2,4,8"
     prepare: bool = True  # kernels and calibrations first
+
+
+TYPES_OF_K_AND_V = (
+    ("q8_0", "q8_0"), ("q8_0", "q5_1"), ("q8_0", "q4_0"), ("q5_1", "q5_1"), ("q5_1", "q4_0"),
+    ("q4_0", "q4_0"),
+)  # fmt: skip
 
 
 TINY = Sizes(
@@ -67,7 +74,7 @@ TINY = Sizes(
     length="100", lengths="100,150", steps=2, texts=1, needles=0, warm=1, compared="full,streaming",
     text=DOCUMENT, held=500, far="100,200", batches="1,2", prepare=False,
     peer="--pp 32 --depths 64 --tokens 2 --pairs 1 --memory 64",
-    formats="--formats Q8_0 --length 16 --texts 1 --needles 0",
+    readers="topk", formats="--formats Q8_0 --length 16 --texts 1 --needles 0",
 )  # fmt: skip
 
 
@@ -219,6 +226,25 @@ def accuracy_all(run: Runner, sizes: Sizes) -> Rows:
     return distances(run, sizes, "--methods", "default", "--lengths", sizes.lengths)
 
 
+def cache_types(run: Runner, sizes: Sizes) -> Rows:
+    """Pairs of types with ``full``, and one type of both with the other methods that read it.
+
+    At the least and the greatest length, without needles: a type by itself changes little.
+    """
+    pairs = [("full", k, v) for k, v in TYPES_OF_K_AND_V]
+    pairs += [(name, x, x) for name in sizes.readers.split(",") for x in ("f16", "q8_0", "q4_0")]
+    specs = ",".join(f"{name}:cache_type_k={k};cache_type_v={v}" for name, k, v in pairs)
+    first, *_, last = sizes.lengths.split(",")
+    few = replace(sizes, needles=0)
+    rows = distances(run, few, "--methods", specs, "--lengths", f"{first},{last}")
+    for row in rows:
+        name, _, options = row["method"].partition(":")
+        types = dict(option.split("=") for option in options.split(";") if option)
+        k, v = (types.get(f"cache_type_{x}", "f16") for x in "kv")
+        row |= {"method": name, "k": k, "v": v}
+    return rows
+
+
 def distances(run: Runner, sizes: Sizes, *arguments: str) -> Rows:
     """``scripts/accuracy/measure``, where a line that fails (status 1) is a figure like others."""
     sized = ["--steps", str(sizes.steps), "--texts", str(sizes.texts)]
@@ -350,6 +376,7 @@ PARTS: Mapping[str, Part] = {
     "peer": Part(peer, needs="llama_cpp"),
     "deep_others": Part(deep_others),
     "accuracy_all": Part(accuracy_all),
+    "cache_types": Part(cache_types),
     "formats": Part(formats, needs="llama_cpp"),
     "caches": Part(caches),
     "shape": Part(shape),

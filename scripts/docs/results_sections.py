@@ -125,6 +125,17 @@ SECTIONS = (
     ),
     Section("accuracy_all", "Accuracy by length, and of presets", "As above.", ACCURACY),
     Section(
+        "cache_types",
+        "Types of K and V",
+        "As above; all are compared with `full` and f16, so a method's own distance is in it.",
+        (
+            Column("method", name),
+            Column("K", text("k")),
+            Column("V", text("v")),
+            *ACCURACY[1:5],
+        ),
+    ),
+    Section(
         "formats",
         "Weight formats",
         "The model made wider with zeros, so that its rows fit every format, and quantised by "

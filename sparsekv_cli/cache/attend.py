@@ -14,34 +14,34 @@ def attend_causal(q: np.ndarray, store: KVStore, spec: LayerSpec) -> np.ndarray:
 
     q (H, T, d) -> (H, T, d_v), both f32 or both bf16 with an even d.
     """
-    q = np.ascontiguousarray(q)
+    q = np.ascontiguousarray(store.k_type.rotated(q, spec.n_threads))
     kernels = prefill_f32 if q.dtype == np.float32 else prefill_bf16
     # The output's rows lie by token, as its projection reads them.
     out = np.empty((q.shape[1], spec.n_head, spec.value_dim), q.dtype)
     kernels.attend_causal(q, store.layout, spec.n_head_kv, store.n, spec.scale, out, spec.n_threads)
-    return out.swapaxes(0, 1)
+    return store.v_type.rotated(out, spec.n_threads).swapaxes(0, 1)
 
 
 def attend_dense(q: np.ndarray, store: KVStore, spec: LayerSpec) -> np.ndarray:
     """Attention of one token over all rows: q f32 (H, d) -> f32 (H, >= d_v)."""
-    out = np.empty((q.shape[0], store.v_type.width), np.float32)
+    q, out = store.k_type.rotated(q), np.empty((q.shape[0], store.v_type.width), np.float32)
     decode.attend_dense(q, store.layout, store.n, spec.n_head_kv, spec.scale, out, spec.n_threads)
-    return out
+    return store.v_type.rotated(out)
 
 
 def attend_rows(
     q: np.ndarray, store: KVStore, idx: np.ndarray, counts: np.ndarray, spec: LayerSpec
 ) -> np.ndarray:
     """The same over listed rows: idx int32 (H or G, m), counts int64 (H or G,)."""
-    out = np.empty((q.shape[0], store.v_type.width), np.float32)
+    q, out = store.k_type.rotated(q), np.empty((q.shape[0], store.v_type.width), np.float32)
     decode.attend_rows(
         q, store.layout, idx, counts, spec.n_head_kv, spec.scale, out, spec.n_threads
     )
-    return out
+    return store.v_type.rotated(out)
 
 
 def score_rows(q: np.ndarray, store: KVStore, spec: LayerSpec) -> np.ndarray:
     """q . k / sqrt(d) of all rows: q f32 (H, d) -> f32 (H, n + padding)."""
-    out = np.empty((q.shape[0], store.n + decode.PAD), np.float32)
+    q, out = store.k_type.rotated(q), np.empty((q.shape[0], store.n + decode.PAD), np.float32)
     decode.score_rows(q, store.layout, store.n, spec.n_head_kv, spec.scale, out, spec.n_threads)
     return out

@@ -1,21 +1,24 @@
-"""K and V of one layer in memory, and the types of their rows: f16, or q8_0.
+"""K and V of one layer in memory, and the types of their rows: f16, q8_0, q5_1, q4_0.
 
-q8_0 takes 8.5 bits an element, 32 elements share a scale; name and rounding are llama.cpp's. Rows
-are padded with zeros to whole vectors. cpu/attention/rows.py has the kernels' side of this.
+The quantised types take 8.5, 6 and 4.5 bits an element, 32 elements share a scale; names and
+rounding are llama.cpp's. Rows are padded with zeros to whole vectors. cpu/attention/rows.py has the
+kernels' side of this.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cpu.attention import decode, rows
+from sparsekv_cli.cpu.attention.tile import install
+from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 from sparsekv_cli.cpu.jit.pointers import LINE, on_lines
+from sparsekv_cli.cpu.layer.hadamard import block_of, rotate_rows
 
 ALL = slice(None)
 ROW_ALIGNMENT = 16  # elements; rows of K and V are padded to whole vectors
@@ -26,15 +29,19 @@ def padded(d: int) -> int:
     return -(-d // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
-class RowType(ABC):
-    """Rows of d elements, padded to ``width``, as arrays (..., n_items) of ``dtype``."""
+class RowType:
+    """Rows of d elements, padded to ``width``, as arrays (..., n_items) of ``dtype``.
 
-    kind: ClassVar[int]  # of cpu/attention/rows.py
-    dtype: ClassVar[Any]
+    kind: of cpu/attention/rows.py. Rows of q4_0 are stored rotated (cpu/layer/hadamard.py):
+    kernels that read them take rotated queries, and give rotated sums of values.
+    """
 
-    def __init__(self, d: int) -> None:
-        self.d, self.width = d, padded(d)
-        self.n_items = rows.row_bytes(self.kind, self.width) // np.dtype(self.dtype).itemsize
+    def __init__(self, kind: int, d: int) -> None:
+        self.kind, self.d, self.width = kind, d, padded(d)
+        self.rotates = kind in ROTATED
+        self.dtype: Any = np.float16 if kind == rows.F16 else np.uint8
+        self.n_items = rows.row_bytes(kind, self.width) // np.dtype(self.dtype).itemsize
+        install(kind)
 
     def write(self, target: np.ndarray, x: np.ndarray, n_threads: int = 1) -> None:
         """Stores x (heads, T, d), f32 or bf16, as rows in ``target`` (heads, T, n_items).
@@ -45,41 +52,26 @@ class RowType(ABC):
 
         if x.shape != (*target.shape[:2], self.d):
             raise ValueError(f"rows {tuple(x.shape)} for {target.shape[:2]} of {self.d} elements")
-        given, at = np.ascontiguousarray(x), target.__array_interface__["data"][0]
+        given, at = np.ascontiguousarray(self.rotated(x)), target.__array_interface__["data"][0]
         store_rows(given, self.kind, at, *target.strides[:2], self.width, n_threads)
 
-    @abstractmethod
     def read(self, stored: np.ndarray) -> np.ndarray:
-        """Rows of this type -> (..., width), exactly: f16 (the same memory) or f32."""
+        """Rows of this type -> (..., width): f16 (the same memory) or f32."""
+        if self.kind == rows.F16:
+            return stored
+        return self.rotated(rows.dequantize_rows_ref(stored, self.width, self.kind))
+
+    def rotated(self, x: np.ndarray, n_threads: int = 1) -> np.ndarray:
+        """x (..., >= d) rotated, of x's type; x itself if rows of this type are not."""
+        if not self.rotates:
+            return x
+        turned = as_f32(x).copy()
+        rotate_rows(turned.reshape(-1, x.shape[-1]), self.d, block_of(self.d), n_threads)
+        return as_type_of(x, turned)
 
 
-class HalfRows(RowType):
-    """f16."""
-
-    kind = rows.F16
-    dtype = np.float16
-
-    def read(self, stored: np.ndarray) -> np.ndarray:
-        return stored
-
-
-class QuantizedRows(RowType):
-    """q8_0, as bytes."""
-
-    kind = rows.Q8_0
-    dtype = np.uint8
-
-    def read(self, stored: np.ndarray) -> np.ndarray:
-        quants = stored[..., : self.width].view(np.int8)
-        scales = stored[..., self.width :].view(np.float16).astype(np.float32)
-        out = np.empty(quants.shape, np.float32)
-        for i in range(scales.shape[-1]):
-            block = slice(rows.QUANT_BLOCK * i, rows.QUANT_BLOCK * (i + 1))
-            np.multiply(quants[..., block], scales[..., i : i + 1], out=out[..., block])
-        return out
-
-
-CACHE_TYPES: dict[str, type[RowType]] = {"f16": HalfRows, "q8_0": QuantizedRows}
+ROTATED = (rows.Q4_0,)  # those that gain from it: docs/methods.md
+CACHE_TYPES = {"f16": rows.F16, "q8_0": rows.Q8_0, "q5_1": rows.Q5_1, "q4_0": rows.Q4_0}
 
 
 class KVStore:
@@ -90,8 +82,8 @@ class KVStore:
     """
 
     def __init__(self, spec: LayerSpec) -> None:
-        self.k_type = CACHE_TYPES[spec.cache_type_k](spec.head_dim)
-        self.v_type = CACHE_TYPES[spec.cache_type_v](spec.value_dim)
+        self.k_type = RowType(CACHE_TYPES[spec.cache_type_k], spec.head_dim)
+        self.v_type = RowType(CACHE_TYPES[spec.cache_type_v], spec.value_dim)
         self.k, self.v = (
             np.zeros((spec.n_head_kv, 0, each.n_items), each.dtype)
             for each in (self.k_type, self.v_type)
@@ -146,6 +138,7 @@ class KVStore:
     def append_row(self, k: np.ndarray, v: np.ndarray) -> None:
         """Adds the row of a decode step: f32 k (G, 1, padded d), v (G, 1, padded d_v)."""
         self.reserve(self.n + 1)
+        k, v = self.k_type.rotated(k), self.v_type.rotated(v)
         decode.append_row(k[:, 0], v[:, 0], self.layout, self.n)
         self.n += 1
 

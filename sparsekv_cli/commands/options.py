@@ -107,6 +107,8 @@ def _choice(name: str) -> click.Choice:
     return click.Choice(allowed_values(options_of(SessionConfig)[name]).choices)
 
 
+Q4_KEYS_FIT = 32768  # tokens up to which keys in q4_0 are recommended
+
 MODEL_OPTION = click.option(
     "-m",
     "--model",
@@ -203,13 +205,13 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
         "-ctk",
         "--cache-type-k",
         metavar="TYPE",
-        help="Type of K in the cache; q8_0 takes about half the memory. [default: f16]",
+        help="Type of K in the cache: f16, q8_0, q5_1 or q4_0. [default: f16]",
     ),
     click.option(
         "-ctv",
         "--cache-type-v",
         metavar="TYPE",
-        help="Type of V in the cache, f16 or q8_0. [default: f16]",
+        help="Type of V in the cache, which bears fewer bits than K. [default: f16]",
     ),
     click.option(
         "--calibration",
@@ -362,12 +364,17 @@ def check_sparse_from(config: SessionConfig, methods: Sequence[Method]) -> None:
 
 
 def warn_of_long_context(session: Session) -> None:
-    """Says that ``-c`` asks for more tokens than the model was made for, if it does."""
-    fit = session.hparams.n_ctx_fit
-    if session.config.ctx_size > fit:
+    """Says that the context is longer than the model, or the type of its keys, was made for."""
+    asked, n_ctx, fit = session.config.ctx_size, session.n_ctx, session.hparams.n_ctx_fit
+    if asked > fit:
         say(
-            f"warning: -c {session.config.ctx_size} is more than the {fit} tokens that the model "
-            "was trained for: what it writes beyond them may make no sense"
+            f"warning: -c {asked} is more than the {fit} tokens that the model was trained for: "
+            "what it writes beyond them may make no sense"
+        )
+    if session.method.cache_type_k == "q4_0" and n_ctx > Q4_KEYS_FIT:
+        say(
+            f"warning: keys in q4_0 lose more as the context grows: for more than {Q4_KEYS_FIT} "
+            f"tokens ({n_ctx} fit) take --cache-type-k q8_0"
         )
 
 

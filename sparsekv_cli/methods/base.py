@@ -16,7 +16,7 @@ from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.option import check_options, option
 
 DENSE_HELP = "layers that attend to everything, such as 0,1 or none"
-_CACHE_TYPE_HELP = "type of {} in the cache; q8_0 with methods that read it"
+_CACHE_TYPE_HELP = "type of {} in the cache; fasa, sals, freekv and faedkv: f16 only"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Method(ABC):
     paper: ClassVar[str]
     description: ClassVar[str]
     needs: ClassVar[str] = ""  # what must exist before it runs, such as a calibration
-    cache_types: ClassVar[tuple[str, ...]] = ("f16",)  # of K and of V that it can read
+    cache_types: ClassVar[tuple[str, ...]] = tuple(CACHE_TYPES)  # of K and of V that it can read
     # Its cache on a GPU, module:class of device/; a method without one keeps its rows on the host.
     device_cache: ClassVar[str] = ""
     # What a query head does for itself in a sparse step, in rows of a dense one (depth.py); 0 for a

@@ -54,6 +54,7 @@ class FASA(Method):
     description: ClassVar[str] = "scores keys by the dominant RoPE frequencies, attends to the best"
     work_of_a_head: ClassVar[int] = 2048
     needs: ClassVar[str] = CALIBRATION
+    cache_types: ClassVar[tuple[str, ...]] = ("f16",)
     device_cache: ClassVar[str] = "fasa:make_cache"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},

@@ -16,7 +16,6 @@ class Full(Method):
 
     paper: ClassVar[str] = "arXiv:1706.03762"
     description: ClassVar[str] = "dense attention over the whole cache"
-    cache_types: ClassVar[tuple[str, ...]] = ("f16", "q8_0")
     device_cache: ClassVar[str] = "full:DeviceDense"
 
     def sparse_layer(self, spec: LayerSpec) -> LayerCache:

@@ -98,8 +98,9 @@ class H2OCache(EvictingCache):
         store, spec = self.store, self.spec
         self._new_mass = _widened(self._new_mass, store.n)
         evict.add_attention(
-            queries, store.layout, store.n, spec.group, spec.scale, self._new_mass, spec.n_threads
-        )
+            store.k_type.rotated(queries), store.layout, store.n, spec.group, spec.scale,
+            self._new_mass, spec.n_threads,
+        )  # fmt: skip
 
     def finish_prefill(self) -> None:
         self._start = None
@@ -135,9 +136,10 @@ class H2OCache(EvictingCache):
         out = self.attend_held(x, chooses=True)
         limit, first_recent = self.method.limits(n_seen)
         store, self._n_settled = self.store, n_seen
+        q = store.k_type.rotated(x.q).reshape(spec.n_head_kv, spec.group, -1)
         evict.heavy_hitter_step(
-            x.q.reshape(spec.n_head_kv, spec.group, -1), store.layout, n, spec.scale, n > limit,
-            N_SINKS, first_recent, self._positions, self._mass, spec.n_threads,
+            q, store.layout, n, spec.scale, n > limit, N_SINKS, first_recent, self._positions,
+            self._mass, spec.n_threads,
         )  # fmt: skip
         if n > limit:
             store.truncate(n - 1)

@@ -68,7 +68,6 @@ class LFPS(Method):
     paper: ClassVar[str] = "arXiv:2506.15704"
     description: ClassVar[str] = "candidates from tables of past attention (vertical and slash)"
     work_of_a_head: ClassVar[int] = 1280
-    cache_types: ClassVar[tuple[str, ...]] = ("f16", "q8_0")
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},
         "paper": {
@@ -245,6 +244,7 @@ class LFPSCache(LayerCache):
             norm = np.maximum(np.square(spec.scale * last).sum(-1), 1e-30)
             constants.ratio[:] = scores.var(-1, dtype=np.float64) / norm
         self._allocate(max(store.capacity, store.n + 256))
+        q = store.k_type.rotated(q)
         lfps_init(q, store.layout, store.n, self._rules, self._tables, spec.n_threads)
         self._raised[:] = 1.0
         self._n_indexed = store.n
@@ -276,11 +276,12 @@ class LFPSCache(LayerCache):
             self._step.trace(*self.attended)
         self._n_indexed = 0  # should the step be interrupted
         try:
-            self._step.run(x.q, x.k, x.v, out)
+            keys, values = store.k_type, store.v_type
+            self._step.run(keys.rotated(x.q), keys.rotated(x.k), values.rotated(x.v), out)
         finally:
             self._step.untrace()
         store.n = self._n_indexed = n
-        return out
+        return store.v_type.rotated(out)
 
     def _prepare(self, n: int, k: int) -> None:
         """Sets the step to n rows of which a head attends to k, with room for rows and entries."""

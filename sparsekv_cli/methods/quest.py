@@ -44,7 +44,6 @@ class Quest(Method):
     paper: ClassVar[str] = "arXiv:2406.10774"
     description: ClassVar[str] = "whole pages, chosen by bounds of what their keys can score"
     work_of_a_head: ClassVar[int] = 384
-    cache_types: ClassVar[tuple[str, ...]] = ("f16", "q8_0")
     device_cache: ClassVar[str] = "quest:DeviceQuest"
 
     budget: Budget = option(DEFAULT_BUDGET, "rows attended a head, in whole pages: N or P%")

@@ -75,7 +75,7 @@ class SnapKVCache(EvictingCache):
 
     def finish_prefill(self) -> None:
         store, spec, method = self.store, self.spec, self.method
-        queries, n = by_kv_head(self._queries.take(), spec), store.n
+        queries, n = store.k_type.rotated(by_kv_head(self._queries.take(), spec)), store.n
         n_kept = N_SINKS + method.budget.rows(self.n) + method.window
         if n_kept >= n:
             return

@@ -33,7 +33,6 @@ class Streaming(Method):
     paper: ClassVar[str] = "arXiv:2309.17453"
     description: ClassVar[str] = "attention sinks and the most recent rows"
     work_of_a_head: ClassVar[int] = 256
-    cache_types: ClassVar[tuple[str, ...]] = ("f16", "q8_0")
     device_cache: ClassVar[str] = "streaming:DeviceStreaming"
 
     budget: Budget = option(DEFAULT_BUDGET, "recent rows attended: N or P%")

@@ -26,7 +26,6 @@ class TopK(Method):
     paper: ClassVar[str] = "exact top-k (oracle)"
     description: ClassVar[str] = "scores every key, attends to the best"
     work_of_a_head: ClassVar[int] = 4096
-    cache_types: ClassVar[tuple[str, ...]] = ("f16", "q8_0")
     device_cache: ClassVar[str] = "topk:DeviceTopK"
 
     budget: Budget = option(DEFAULT_BUDGET, "rows attended a head: N or P%")

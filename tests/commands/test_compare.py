@@ -128,8 +128,8 @@ def test_cache_types(model: str, invoke: Invoke) -> None:
     exact, full, topk = rows
     assert 0 == exact["kld_mean"] < full["kld_mean"] < topk["kld_mean"]
     assert full["bytes_host"] < topk["bytes_host"] < exact["bytes_host"]
-    assert "h2o" in refused(
-        invoke, 2, "-m", model, "-p", TEXT, "--methods", "full,h2o", "-ctk", "q8_0"
+    assert "freekv" in refused(
+        invoke, 2, "-m", model, "-p", TEXT, "--methods", "full,freekv", "-ctk", "q8_0"
     )
 
 

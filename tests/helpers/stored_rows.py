@@ -8,13 +8,19 @@ import numpy as np
 
 from sparsekv_cli.cpu.attention.rows import (
     F16,
+    Q4_0,
+    Q5_1,
     Q8_0,
     dequantize_rows_ref,
     layout_of,
     quantize_rows_ref,
 )
+from sparsekv_cli.cpu.attention.tile import install
 
-KINDS = [(F16, F16), (Q8_0, Q8_0), (F16, Q8_0), (Q8_0, F16)]  # of K and V
+# Of K and V; all are compiled, so that tests may call kernels with them.
+KINDS = [(F16, F16), (Q8_0, Q8_0), (F16, Q8_0), (Q8_0, F16), (Q5_1, Q4_0), (Q4_0, Q5_1)]
+for kind in (Q8_0, Q5_1, Q4_0):
+    install(kind)
 
 
 class Stored(NamedTuple):
@@ -27,9 +33,9 @@ class Stored(NamedTuple):
 
 def store(x: np.ndarray, kind: int) -> Stored:
     """f32 (G, n, d), d a multiple of 16, as rows of ``kind``."""
-    if kind == Q8_0:
-        rows = quantize_rows_ref(x.astype(np.float32))
-        return Stored(rows, kind, dequantize_rows_ref(rows, x.shape[-1]))
+    if kind != F16:
+        rows = quantize_rows_ref(x.astype(np.float32), kind)
+        return Stored(rows, kind, dequantize_rows_ref(rows, x.shape[-1], kind))
     half = x.astype(np.float16)
     return Stored(half, kind, half.astype(np.float32))
 

@@ -157,12 +157,12 @@ def test_bytes_read_shrink_with_the_budget(name, session_of):
 # --- types of the cache ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("types", [("q8_0", "q8_0"), ("q8_0", "f16"), ("f16", "q8_0")])
+@pytest.mark.parametrize("types", [("q8_0", "q8_0"), ("f16", "q8_0"), ("q4_0", "q5_1")])
 @pytest.mark.parametrize("name", METHODS)
 def test_cache_types_are_read_or_refused_by_name(name, types, session_of):
-    """With q8_0 too, a budget of the context is full to the bit, and a rewind is a fresh start."""
-    if "q8_0" not in method_class(name).cache_types:
-        with pytest.raises(ValueError, match=rf"'q8_0': method {name} keeps .* f16 only"):
+    """A budget of the context is full to the bit with them; a rewind is a fresh start."""
+    if types[1] not in method_class(name).cache_types:
+        with pytest.raises(ValueError, match=rf"': method {name} keeps .* f16 only"):
             session_of(name, types=types)
         return
     full, sparse = (
@@ -173,13 +173,15 @@ def test_cache_types_are_read_or_refused_by_name(name, types, session_of):
     np.testing.assert_array_equal(exact, decoded(sparse, tokens(20, 1)))
     half = session_of("full")
     half.prefill(tokens(80))
-    assert 1e-5 < np.abs(decoded(half, tokens(20, 1)) - exact).mean() < 0.05
+    error = np.abs(decoded(half, tokens(20, 1)) - exact).mean()
+    assert 1e-5 < error < (0.5 if "q4_0" in types else 0.05)
 
     used, fresh = (session_of(name, budget="12", types=types) for _ in range(2))
     used.prefill(tokens(4 * CHUNK))
     decoded(used, tokens(12, 3))
     used.rewind(2 * CHUNK)
-    fresh.prefill(tokens(4 * CHUNK)[: 2 * CHUNK])
+    if used.tokens:  # snapkv and h2o begin anew
+        fresh.prefill(tokens(4 * CHUNK)[: 2 * CHUNK])
     np.testing.assert_array_equal(used.prefill(tokens(7, 1)), fresh.prefill(tokens(7, 1)))
     np.testing.assert_array_equal(decoded(used, tokens(10, 2)), decoded(fresh, tokens(10, 2)))
 
@@ -187,8 +189,8 @@ def test_cache_types_are_read_or_refused_by_name(name, types, session_of):
 @pytest.mark.parametrize("key", ["cache_type_k", "cache_type_v"])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_type_that_does_not_exist_is_refused(name, key):
-    with pytest.raises(ValueError, match=f"{key} = 'q4_0': must be f16 or q8_0"):
-        build_method(name, {}, **{key: "q4_0"})
+    with pytest.raises(ValueError, match=f"{key} = 'q6_K': must be f16, q8_0, q5_1 or q4_0"):
+        build_method(name, {}, **{key: "q6_K"})
 
 
 def test_descriptions_say_which_types_a_method_reads():

@@ -242,7 +242,7 @@ def goes_on_like(session: Session, other: Session, before: Sequence[int], name: 
 # --- types of the cache ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("types", [("q8_0", "q8_0"), ("q8_0", "f16"), ("f16", "q8_0")])
+@pytest.mark.parametrize("types", [("q8_0", "q8_0"), ("f16", "q8_0"), ("q4_0", "q5_1")])
 @pytest.mark.parametrize("name", [n for n in METHODS if "q8_0" in method_class(n).cache_types])
 def test_quantised_rows(name, types, session_of):
     session = session_of(name, budget="12", types=types)

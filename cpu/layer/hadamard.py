@@ -1,0 +1,49 @@
+"""The Hadamard rotation of key and value heads ahead of their quantisation.
+
+It spreads an element that is much larger than the others of its row, for which a quantised block
+would pay with a large scale, over the whole row (QuaRot, arXiv:2404.00456). The matrix is symmetric
+and its own inverse. Rotated on both sides, queries and keys have the same products.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+
+from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+
+
+def block_of(d: int) -> int:
+    """Elements that one rotation mixes: the largest power of two that divides d."""
+    return d & -d
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def rotate_rows(x, d, block, n_threads):
+    """Rotates, in place, the first d elements of each row of x f32 (rows, >= d), ``block`` at once.
+
+    Sylvester's matrix over sqrt(block), by its fast transform.
+    """
+    n_rows, scale = x.shape[0], np.float32(1 / np.sqrt(block))
+    for part in prange(n_threads):
+        for row in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
+            values, half = x[row], 1
+            while half < block:
+                for start in range(0, d, 2 * half):
+                    for i in range(start, start + half):
+                        a, b = values[i], values[i + half]
+                        values[i] = a + b
+                        values[i + half] = a - b
+                half *= 2
+            for i in range(d):
+                values[i] *= scale
+
+
+def rotate_rows_ref(x: np.ndarray) -> np.ndarray:
+    """The product of x (..., d) with the matrix, in f64."""
+    d = x.shape[-1]
+    matrix = np.ones((1, 1))
+    while len(matrix) < block_of(d):
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    blocks = x.astype(np.float64).reshape(*x.shape[:-1], -1, len(matrix))
+    return (blocks @ matrix / np.sqrt(len(matrix))).reshape(x.shape)
