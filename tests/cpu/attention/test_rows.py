@@ -108,23 +108,26 @@ def test_a_row_as_ggml_writes_it():
 @pytest.mark.parametrize("d", [16, 40, 64, 80, 128])
 @pytest.mark.parametrize("name", QUANTISED)
 def test_kernel_and_prefill_store_the_same_bytes(name, d):
+    """A prefill rotates rows of q4_0 first, and reading them turns them back."""
     kind, x = QUANTISED[name], np.zeros((3, 7, padded(d)), np.float32)
     x[..., :d] = values((3, 7, d))
-    expected = quantize_rows_ref(x, kind)
+    rows = RowType(kind, d)
+    turned = rows.rotated(x)
+    assert (turned is x) == (name != "q4_0")
+    expected = quantize_rows_ref(turned, kind)
     by_kernel = np.full_like(expected, 255)
     for place in np.ndindex(x.shape[:2]):
-        store_row(kind, address(x[place]), address(by_kernel[place]), padded(d))
+        store_row(kind, address(turned[place]), address(by_kernel[place]), padded(d))
     np.testing.assert_array_equal(by_kernel, expected)
-    rows = RowType(kind, d)
     by_prefill = np.full((3, 9, rows.n_items), 255, np.uint8)
     rows.write(by_prefill[:, 1:8], x[..., :d])
     np.testing.assert_array_equal(by_prefill[:, 1:8], expected)
     assert (by_prefill[:, [0, 8]] == 255).all()
-    read = rows.read(by_prefill[:, 1:8])
-    wide = np.empty(padded(d), np.float32)
+    exact, wide = dequantize_rows_ref(expected, padded(d), kind), np.empty(padded(d), np.float32)
     for place in np.ndindex(x.shape[:2]):
         widen_row(kind, address(expected[place]), wide)
-        np.testing.assert_array_equal(wide, read[place])
+        np.testing.assert_array_equal(wide, exact[place])
+    np.testing.assert_array_equal(rows.read(by_prefill[:, 1:8]), rows.rotated(exact))
 
 
 @pytest.mark.parametrize("name", QUANTISED)
