@@ -12,8 +12,15 @@ from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.jit.pointers import address, on_lines
 from sparsekv_cli.cpu.layer import decode as fused
 from sparsekv_cli.cpu.weights.integer import BLOCK, quantized_stride
+from sparsekv_cli.models.experts import DecodeExperts
 from sparsekv_cli.models.hparams import HParams
-from sparsekv_cli.models.weights import LayerWeights, Weights
+from sparsekv_cli.models.weights import ExpertWeights, LayerWeights, Linear, Weights
+
+
+def _matrices(layer: LayerWeights) -> tuple[Linear, ...]:
+    """What the records have of a layer: its experts have tables of their own."""
+    return layer.attention() if isinstance(layer.ffn, ExpertWeights) else layer.linears()
+
 
 LayerInputs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
@@ -37,30 +44,39 @@ class DecodeStep:
     ) -> None:
         h = hparams
         self.capacity, self.n_threads = capacity, n_threads
-        n_attended = [n_head * h.value_dim for n_head in h.n_head]
+        n_attended = [each.n_head * each.value_dim for each in h.layers]
         n_projected = [
-            n_head * h.head_dim + n_kv * (h.head_dim + h.value_dim)
-            for n_head, n_kv in zip(h.n_head, h.n_head_kv, strict=True)
+            each.n_head * each.head_dim + each.n_head_kv * (each.head_dim + each.value_dim)
+            for each in h.layers
         ]
-        widest = max(h.n_embd, *n_attended, *h.n_ff)
+        n_ff = max(each.n_ff for each in h.layers)
+        widest = max(h.n_embd, *n_attended, n_ff)
         half = h.n_rot // 2
         self.x, self.cos, self.sin = (self._rows(width) for width in (h.n_embd, half, half))
+        self.q_scale = self._rows(1).reshape(-1)
         self._normed = self._rows(h.n_embd)
         self._quantized = self._rows(quantized_stride(-(-widest // BLOCK) * BLOCK), np.uint8)
         self._shared = {
             "x": self.x,
             "cos": self.cos,
             "sin": self.sin,
+            "q_scale": self.q_scale,
             "normed": self._normed,
             "projected": self._rows(max(n_projected)),
             "packed": self._rows(max(n_attended)),
-            "hidden": self._rows(2 * max(h.n_ff) + fused.LANES),
+            "hidden": self._rows(2 * n_ff + fused.LANES),
             "quantized": self._quantized,
         }
         self.inputs: list[list[LayerInputs]] = []
-        self._tables = [fused.matrix_table(layer.linears(), n_planes) for layer in weights.layers]
+        self._tables = [fused.matrix_table(_matrices(each), n_planes) for each in weights.layers]
         self._output = fused.matrix_table([weights.output], n_planes)
         self._regions = fused.matrix_regions([*self._tables, self._output])
+        self._experts = [
+            DecodeExperts(each.ffn, n_planes, n_threads)
+            if isinstance(each.ffn, ExpertWeights)
+            else None
+            for each in weights.layers
+        ]
         self._layers = np.zeros(h.n_layer, fused.LAYER)
         for i, layer in enumerate(weights.layers):
             self._fill(i, h, layer, interleaved)
@@ -72,13 +88,14 @@ class DecodeStep:
 
     def _fill(self, i: int, h: HParams, weights: LayerWeights, interleaved: bool) -> None:
         """Fills the record of layer i, and makes the arrays of its attention's inputs."""
-        n_head, n_kv = h.n_head[i], h.n_head_kv[i]
+        sizes = h.layers[i]
+        n_head, n_kv, d = sizes.n_head, sizes.n_head_kv, padded(sizes.head_dim)
         shapes = {
-            "q": (n_head, padded(h.head_dim)),
-            "k": (n_kv, padded(h.head_dim)),
-            "v": (n_kv, padded(h.value_dim)),
-            "q_nope": (n_head, padded(h.head_dim)),
-            "k_nope": (n_kv, padded(h.head_dim)),
+            "q": (n_head, d),
+            "k": (n_kv, d),
+            "v": (n_kv, padded(sizes.value_dim)),
+            "q_nope": (n_head, d),
+            "k_nope": (n_kv, d),
         }
         results = {
             name: self._rows(heads * width).reshape(self.capacity, heads, 1, width)
@@ -99,14 +116,15 @@ class DecodeStep:
             "n_embd": h.n_embd,
             "n_head": n_head,
             "n_head_kv": n_kv,
-            "head_dim": h.head_dim,
-            "value_dim": h.value_dim,
-            "n_ff": h.n_ff[i],
-            "n_rot": h.n_rot,
+            "head_dim": sizes.head_dim,
+            "value_dim": sizes.value_dim,
+            "n_ff": sizes.n_ff,
+            "n_rot": sizes.n_rot,
             "interleaved": interleaved,
             "eps": h.norm_eps,
+            "residual_scale": h.residual_scale,
             "matrices": address(self._tables[i]),
-            "regions": address(self._regions[i * fused.N_MATRICES :]),
+            "regions": address(self._regions[sum(map(len, self._tables[:i])) :]),
             **{name: 0 if a is None else address(a) for name, a in vectors.items()},
             **{name: address(a) for name, a in (self._shared | results).items()},
         }
@@ -123,7 +141,13 @@ class DecodeStep:
 
         attended: f32 (n_rows H, >= d_v): the heads of the first row, then those of the next.
         """
-        fused.next_layer(self._layers, i, attended, n_rows, self.n_threads)
+        experts = self._experts[i]
+        if experts is None:
+            fused.next_layer(self._layers, i, attended, n_rows, self.n_threads)
+        else:
+            fused.finish_attention(self._layers, i, attended, n_rows, self.n_threads)
+            output = experts.run(self._normed[:n_rows])
+            fused.add_experts(self._layers, i, output, self.n_threads)
 
     def logits(self, n_rows: int) -> np.ndarray:
         """f32 (n_rows, n_vocab), a new array."""

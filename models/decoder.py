@@ -25,6 +25,7 @@ from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.decode_step import DecodeStep
+from sparsekv_cli.models.experts import prefill_experts
 from sparsekv_cli.models.forward import Forward, Product
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.matmul import (
@@ -37,7 +38,7 @@ from sparsekv_cli.models.matmul import (
 from sparsekv_cli.models.repack import repack_weights, wants_repacking
 from sparsekv_cli.models.rope import RopeTable
 from sparsekv_cli.models.rows import FusedBF16Rows, FusedRows, Rows
-from sparsekv_cli.models.weights import Weights
+from sparsekv_cli.models.weights import ExpertWeights, Linear, Weights
 
 # Up to so many rows a prompt in bf16, or in int8 with formats that are dequantised, is computed in
 # f32 with decode's products: that takes about as long as to dequantise all weights.
@@ -104,7 +105,9 @@ class Decoder(Forward):
         self.prefill_dtype = prefill_dtype
         self.rows_dtype = rows_dtype(prefill_dtype, hparams.head_dim)
         self.chunk = chunk
-        self.rope = RopeTable(hparams, weights.rope_freqs)
+        self.rope = RopeTable(
+            hparams.n_rot, hparams.rope, weights.rope_freqs, hparams.temperature_scale
+        )
         self._model = (hparams, self.rope, architecture.rope_interleaved)
         # Not in f32, which is the reference with any number of rows.
         self._takes_few = prefill_dtype == "bf16" or (
@@ -163,6 +166,7 @@ class Decoder(Forward):
         for b, (token, pos) in enumerate(zip(tokens, positions, strict=True)):
             self.embed_row(token, step.x[b])
             step.cos[b], step.sin[b] = self.rope.cos[pos], self.rope.sin[pos]
+            step.q_scale[b] = self.rope.q_scale[pos]
         step.project(n_rows)
         return step
 
@@ -203,6 +207,19 @@ class Decoder(Forward):
 
     def products(self, i: int) -> Mapping[str, Product]:
         return self._products.of_layer(self.weights.layers[i])
+
+    def feed_forward(self, i: int, products: Mapping[str, Product], x: Any) -> Any:
+        layer = self.weights.layers[i]
+        if not isinstance(layer.ffn, ExpertWeights):
+            return super().feed_forward(i, products, x)
+        normed = self.rows.last_norm(x, layer.ffn_norm)
+        rows = self.rows.norm(x, layer.ffn_norm)
+        return prefill_experts(
+            layer.ffn, normed, rows, self._multiply, self.rows.gate, self.n_threads
+        )
+
+    def _multiply(self, name: str, parts: Sequence[Linear], rows: Any) -> Any:
+        return self._products.of_stack(name, parts)(rows)
 
     def attend(self, cache: LayerCache, x: AttnInput) -> np.ndarray:
         return attend_causal(x.q, cache.extend(x), cache.spec)

@@ -46,7 +46,9 @@ class Forward(ABC):
 
     @abstractmethod
     def products(self, i: int) -> Mapping[str, Product]:
-        """Layer i's products qkv, o, gate_up and down; valid until the next layer's are asked for.
+        """Layer i's products by name; valid until the next layer's are asked for.
+
+        They are qkv, o and, for ``feed_forward``, gate_up and down where it has no experts.
 
         A product maps rows of the compute type, (T, columns), to (T, rows of the matrix); its
         result is valid until it is called again.
@@ -55,6 +57,11 @@ class Forward(ABC):
     @abstractmethod
     def attend(self, cache: LayerCache, x: AttnInput) -> Any:
         """Adds a chunk's rows to a cache; their dense causal attention (H, T, d_v), as x.q is."""
+
+    def feed_forward(self, i: int, products: Mapping[str, Product], x: Any) -> Any:
+        """What layer i's feed-forward adds to x f32 (T, n_embd), before its scale."""
+        normed = self.rows.norm(x, self.layers[i].ffn_norm)
+        return products["down"](self.rows.gate(products["gate_up"](normed)))
 
     @abstractmethod
     def end_layer(self, i: int) -> None:
@@ -75,7 +82,10 @@ class Forward(ABC):
         """The tokens' embeddings, f32 (T, n_embd), as ``rows`` takes them."""
         embedding = self.weights.token_embd
         rows = np.ascontiguousarray(embedding.data[np.asarray(ids)])
-        return self.rows.stream(dot.dequantize(embedding.code, rows, embedding.n_columns))
+        values = dot.dequantize(embedding.code, rows, embedding.n_columns)
+        if self.hparams.embedding_scale != 1.0:
+            values *= np.float32(self.hparams.embedding_scale)
+        return self.rows.stream(values)
 
     def embed_row(self, token: int, out: np.ndarray) -> None:
         """Writes one token's embedding, f32 (n_embd,), to ``out``."""
@@ -84,22 +94,24 @@ class Forward(ABC):
         dot.dequantize_into(
             table.code, row, table.n_columns, dot.address(out), out.nbytes, dot.TO_F32
         )
+        if self.hparams.embedding_scale != 1.0:
+            out *= np.float32(self.hparams.embedding_scale)
 
     def layer_specs(self) -> list[LayerSpec]:
-        h = self.hparams
         return [
             LayerSpec(
                 layer=i,
-                n_layer=h.n_layer,
-                n_head=h.n_head[i],
-                n_head_kv=h.n_head_kv[i],
-                head_dim=h.head_dim,
-                value_dim=h.value_dim,
+                n_layer=self.hparams.n_layer,
+                n_head=layer.n_head,
+                n_head_kv=layer.n_head_kv,
+                head_dim=layer.head_dim,
+                value_dim=layer.value_dim,
                 n_threads=self.n_threads,
-                theta=self.rope.theta,
-                rope_scale=self.rope.magnitude,
+                theta=self.rope.theta[: layer.n_rot // 2],
+                rope_scale=self.rope.magnitude if layer.n_rot else 1.0,
+                attention_scale=layer.attention_scale,
             )
-            for i in range(h.n_layer)
+            for i, layer in enumerate(self.hparams.layers)
         ]
 
     def forward(
@@ -162,10 +174,9 @@ class Forward(ABC):
         attend: ChunkAttention,
     ) -> None:
         """One layer over a chunk: x f32 (T, n_embd), updated in place."""
-        layer, h, rows = self.layers[i], self.hparams, self.rows
+        layer, sizes, rows = self.layers[i], self.hparams.layers[i], self.rows
         raw = products["qkv"](rows.norm(x, layer.attn_norm))
-        attended = attend(cache, rows.heads(raw, layer, h.n_head[i], h.n_head_kv[i], pos))
-        attended = attended.swapaxes(0, 1).reshape(len(x), h.n_head[i] * h.value_dim)
+        attended = attend(cache, rows.heads(raw, layer, sizes, pos))
+        attended = attended.swapaxes(0, 1).reshape(len(x), sizes.n_head * sizes.value_dim)
         rows.add(x, products["o"](attended))
-        gate_up = products["gate_up"](rows.norm(x, layer.ffn_norm))
-        rows.add(x, products["down"](rows.gate(gate_up)))
+        rows.add(x, self.feed_forward(i, products, x))

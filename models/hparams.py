@@ -1,91 +1,111 @@
 """Hyper-parameters of a model, read once from GGUF metadata and checked before anything is built.
 
-Source of names, defaults and meaning: llama.cpp's llama_model::load_hparams, the constructor of
-llama_context (YaRN) and gguf-py's constants.  ``{a}`` stands for ``general.architecture``.
+Source of names, defaults and meaning: llama.cpp's llama_model::load_hparams, gguf-py's constants.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
-from sparsekv_cli.errors import SparseKVError, UnsupportedModelError
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.architectures import ARCHITECTURES, Architecture, Mixture, architecture_of
 from sparsekv_cli.models.gguf.file import GGUFFile, StringArray
+from sparsekv_cli.models.gguf.keys import MAX_TOKENS, ModelKeys
+from sparsekv_cli.models.rope import RopeParams, read_rope
 
 MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
 MAX_HEADS = 1 << 12
 MAX_WIDTH = 1 << 24  # of an embedding, a feed-forward layer or a head
-MAX_TOKENS = 1 << 31  # of a context or a vocabulary; llama.cpp counts both in i32
+MAX_EXPERTS = 512  # LLAMA_MAX_EXPERTS
+SOFTMAX = 1  # expert_gating_func: LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX
+
+# Keys that llama.cpp reads of some architectures only (Architecture.scalars).
+SCALARS = (
+    "attention.scale",  # of the softmax; 0: 1/sqrt(d)
+    "attention.temperature_scale",
+    "embedding_scale",  # the others: 0 for none
+    "logit_scale",  # divides the logits, and must be there
+    "residual_scale",
+    "rope.scaling.finetuned",  # false: no layer is rotated
+    "rope.scaling.yarn_log_multiplier",
+)
 
 
 @dataclass(frozen=True)
-class RopeParams:
-    """Rotary embedding as the file states it; the decoder turns this into angles.
+class ExpertParams:
+    """The experts of a layer.
 
-    freq_base: theta of pair i is freq_base ** (-2 i / n_rot) before scaling.
-    scaling: ``none``, ``linear`` or ``yarn``.  A model with Llama 3's scaling says nothing here: it
-        brings a tensor ``rope_freqs.weight`` by whose values the angles are divided.
-    factor: by how much the context was stretched; angles are multiplied by ``freq_scale``.
-    n_ctx_original: context length before stretching; YaRN's ramp depends on it.
-    ext_factor: YaRN's blend of stretched and original angles (1 for yarn, 0 otherwise by default).
-    attn_factor: ``rope.scaling.attn_factor``; yarn_attn_factor: ``rope.scaling.yarn_attn_factor``.
-    beta_fast, beta_slow: turns within n_ctx_original where YaRN's ramp ends and begins.
+    n_expert_used: of n_expert, how many a token takes. n_ff_expert, n_ff_shared: lengths of one
+    expert and of the one that all tokens take (0: none). shared_gate, normalised: see Mixture.
     """
 
-    freq_base: float = 10000.0
-    scaling: str = "linear"
-    factor: float = 1.0
-    n_ctx_original: int = 0
-    ext_factor: float = 0.0
-    attn_factor: float = 1.0
-    yarn_attn_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    n_expert: int
+    n_expert_used: int
+    n_ff_expert: int
+    n_ff_shared: int
+    shared_gate: bool
+    normalised: bool
 
-    @property
-    def freq_scale(self) -> float:
-        """What multiplies every (interpolated) angle: 1 / factor, or 1 without scaling."""
-        return 1.0 if self.scaling == "none" else 1.0 / self.factor
 
-    @property
-    def magnitude(self) -> float:
-        """What multiplies cos and sin.
+@dataclass(frozen=True)
+class LayerParams:
+    """Sizes of one layer.
 
-        With ext_factor = 0 it is yarn_attn_factor * attn_factor.  Otherwise llama.cpp replaces
-        yarn_attn_factor by mscale / (1 + 0.1 ln f), and its rope kernel multiplies by
-        (1 + 0.1 ln f) again, which leaves mscale * attn_factor, mscale = 1 + 0.1 ln f for f > 1.
-        """
-        if self.ext_factor == 0.0:
-            return self.yarn_attn_factor * self.attn_factor
-        factor = 1.0 / self.freq_scale
-        return (1.0 + 0.1 * math.log(factor) if factor > 1.0 else 1.0) * self.attn_factor
+    head_dim, value_dim: of one key and one value head. n_rot: leading dimensions of a head that are
+    rotated (even, at most head_dim), 0: none. n_ff: length of the gated feed-forward, 0 where there
+    are ``experts`` instead. attention_scale: of the softmax; 0: 1/sqrt(head_dim).
+    """
+
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    value_dim: int
+    n_rot: int
+    n_ff: int
+    attention_scale: float = 0.0
+    experts: ExpertParams | None = None
 
 
 @dataclass(frozen=True)
 class HParams:
-    """Sizes of a decoder.  Letters: L layers; per-layer tuples have length L.
+    """Sizes of a decoder.
 
-    head_dim, value_dim: of one key and one value head, the same in all layers.
-    n_rot: leading dimensions of a head that are rotated (even, at most head_dim).
     n_vocab: tokens of the vocabulary; token_embd.weight must be (n_vocab, n_embd).
+    embedding_scale, residual_scale: factors of the embeddings, and of what each attention and
+    feed-forward adds to the residual stream. logit_scale: what divides the logits.
+    temperature_scale: t of the queries' factor 1 + t ln(1 + floor(position / n_ctx_original)).
     """
 
     architecture: str
-    n_layer: int
     n_ctx_train: int
     n_embd: int
-    n_head: tuple[int, ...]  # (L,)
-    n_head_kv: tuple[int, ...]  # (L,)
-    n_ff: tuple[int, ...]  # (L,)
-    head_dim: int
-    value_dim: int
-    n_rot: int
+    layers: tuple[LayerParams, ...]
     norm_eps: float
     rope: RopeParams
     n_vocab: int
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    temperature_scale: float = 0.0
+
+    @property
+    def n_layer(self) -> int:
+        return len(self.layers)
+
+    @property
+    def n_rot(self) -> int:
+        """Rotated dimensions of the layers that are rotated; 0 if none is."""
+        return max(layer.n_rot for layer in self.layers)
+
+    @property
+    def head_dim(self) -> int:
+        """The head size that decides what kernels can be used: an odd one if there is any."""
+        sizes = [layer.head_dim for layer in self.layers]
+        return next((size for size in sizes if size % 2), sizes[0])
+
+    @property
+    def has_experts(self) -> bool:
+        return any(layer.experts is not None for layer in self.layers)
 
     @property
     def n_ctx_fit(self) -> int:
@@ -93,11 +113,6 @@ class HParams:
         scale = self.rope.freq_scale
         stretched = int(self.rope.n_ctx_original / scale) if scale < 1.0 else 0
         return max(self.n_ctx_train, stretched)
-
-    @property
-    def uniform(self) -> bool:
-        """Whether all layers have the same sizes."""
-        return all(len(set(sizes)) == 1 for sizes in (self.n_head, self.n_head_kv, self.n_ff))
 
 
 def read_architecture(file: GGUFFile) -> str:
@@ -116,15 +131,65 @@ def read_architecture(file: GGUFFile) -> str:
 def read_hparams(file: GGUFFile) -> HParams:
     """Hyper-parameters of a decoder of any architecture that uses llama.cpp's common keys.
 
-    Raises SparseKVError for a missing, mistyped or impossible value, naming key and value;
-    UnsupportedModelError for experts, bidirectional attention and other kinds of rotary scaling.
+    Those of an unknown architecture are read as if it had nothing of its own. Raises SparseKVError
+    for a missing, mistyped or impossible value, naming key and value; UnsupportedModelError for
+    bidirectional attention and other kinds of rotary scaling, experts and routing.
     """
-    architecture = read_architecture(file)
-    keys = _Keys(file, architecture)
-    _refuse_what_is_no_plain_decoder(keys)
+    name = read_architecture(file)
+    plain = Architecture(name, rope_interleaved=False)
+    architecture = architecture_of(name) if name in ARCHITECTURES else plain
+    keys = ModelKeys(file, name)
+    if not _flag(keys, "attention.causal", True):
+        raise keys.unsupported("attention.causal", "is false: an embedding model cannot be run")
     n_layer = keys.integer("block_count", 1, MAX_LAYERS)
     n_ctx_train = keys.integer("context_length", 1, MAX_TOKENS)
     n_embd = keys.integer("embedding_length", 1, MAX_WIDTH)
+    scalars = _read_scalars(keys, architecture)
+    return HParams(
+        architecture=name,
+        n_ctx_train=n_ctx_train,
+        n_embd=n_embd,
+        layers=_read_layers(keys, architecture, n_layer, n_embd, scalars),
+        norm_eps=keys.number("attention.layer_norm_rms_epsilon", low=0.0, high=1.0),
+        rope=read_rope(keys, n_ctx_train, scalars["rope.scaling.yarn_log_multiplier"]),
+        n_vocab=_read_n_vocab(keys),
+        embedding_scale=scalars["embedding_scale"] or 1.0,
+        residual_scale=scalars["residual_scale"] or 1.0,
+        logit_scale=scalars["logit_scale"] or 1.0,
+        temperature_scale=scalars["attention.temperature_scale"],
+    )
+
+
+def _flag(keys: ModelKeys, name: str, default: bool) -> bool:
+    if name not in keys:
+        return default
+    value = keys.get(name)
+    if not isinstance(value, bool):
+        raise keys.mistyped(name, "bool")
+    return value
+
+
+def _read_scalars(keys: ModelKeys, architecture: Architecture) -> dict[str, float]:
+    """All SCALARS, 0 where the architecture or the file has none; a flag is 1 by default."""
+    values = dict.fromkeys(SCALARS, 0.0) | {"rope.scaling.finetuned": 1.0}
+    for name in architecture.scalars:
+        if name == "rope.scaling.finetuned":
+            values[name] = float(_flag(keys, name, True))
+        else:
+            default = None if name == "logit_scale" else 0.0
+            values[name] = keys.number(name, low=0.0, default=default)
+    if "logit_scale" in architecture.scalars and not values["logit_scale"]:
+        raise keys.fail("logit_scale", "is 0; it must be above 0, for logits are divided by it")
+    return values
+
+
+def _read_layers(
+    keys: ModelKeys,
+    architecture: Architecture,
+    n_layer: int,
+    n_embd: int,
+    scalars: dict[str, float],
+) -> tuple[LayerParams, ...]:
     n_head = keys.per_layer("attention.head_count", n_layer, MAX_HEADS)
     n_head_kv = n_head
     if "attention.head_count_kv" in keys:
@@ -142,103 +207,86 @@ def read_hparams(file: GGUFFile) -> HParams:
         raise keys.fail(
             "rope.dimension_count", f"is {n_rot}; it must be even and at most {head_dim}"
         )
-    return HParams(
-        architecture=architecture,
-        n_layer=n_layer,
-        n_ctx_train=n_ctx_train,
-        n_embd=n_embd,
-        n_head=n_head,
-        n_head_kv=n_head_kv,
-        n_ff=keys.per_layer("feed_forward_length", n_layer, MAX_WIDTH),
-        head_dim=head_dim,
-        value_dim=value_dim,
-        n_rot=n_rot,
-        norm_eps=keys.number("attention.layer_norm_rms_epsilon", low=0.0, high=1.0),
-        rope=_read_rope(keys, n_ctx_train),
-        n_vocab=_read_n_vocab(keys),
-    )
-
-
-class _Keys:
-    """Typed, bounded access to the keys ``{architecture}.*`` of one file."""
-
-    def __init__(self, file: GGUFFile, architecture: str) -> None:
-        self.file = file
-        self.architecture = architecture
-
-    def __contains__(self, name: str) -> bool:
-        return f"{self.architecture}.{name}" in self.file.metadata
-
-    def fail(self, name: str, message: str) -> SparseKVError:
-        return SparseKVError(f"{self.file.path}: {self.architecture}.{name} {message}")
-
-    def unsupported(self, name: str, message: str) -> UnsupportedModelError:
-        return UnsupportedModelError(str(self.fail(name, message)))
-
-    def get(self, name: str) -> Any:
-        key = f"{self.architecture}.{name}"
-        if key not in self.file.metadata:
-            raise self.fail(name, "is missing, and the model cannot be run without it")
-        return self.file.metadata[key]
-
-    def mistyped(self, name: str, wanted: str) -> SparseKVError:
-        found = self.file.value_types[f"{self.architecture}.{name}"]
-        return self.fail(name, f"is of type {found}; it must be {wanted}")
-
-    def _bounded(self, name: str, value: int, low: int, high: int, where: str = "") -> int:
-        if not low <= value <= high:
-            raise self.fail(name, f"is {value}{where}; it must be {low} to {high}")
-        return value
-
-    def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
-        if default is not None and name not in self:
-            return default
-        value = self.get(name)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.mistyped(name, "an integer")
-        return self._bounded(name, value, low, high)
-
-    def per_layer(self, name: str, n_layer: int, high: int) -> tuple[int, ...]:
-        """A scalar, repeated for every layer, or an array with one integer a layer."""
-        value = self.get(name)
-        if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
-            if len(value) != n_layer:
-                raise self.fail(name, f"has {len(value)} values for {n_layer} layers")
-            return tuple(
-                self._bounded(name, one, 1, high, f" in layer {layer}")
-                for layer, one in enumerate(value.tolist())
+    step, n_ff, experts = architecture.no_rope_step, (0,) * n_layer, None
+    mixture = _mixture(keys, architecture)
+    if mixture is None or not mixture.own_length or "feed_forward_length" in keys:
+        n_ff = keys.per_layer("feed_forward_length", n_layer, MAX_WIDTH)
+    layers = []
+    for i in range(n_layer):
+        is_rotated = scalars["rope.scaling.finetuned"] and not (step and (i + 1) % step == 0)
+        if mixture is not None:
+            experts = _read_experts(keys, mixture, i, n_layer, n_ff[i])
+        layers.append(
+            LayerParams(
+                n_head=n_head[i],
+                n_head_kv=n_head_kv[i],
+                head_dim=head_dim,
+                value_dim=value_dim,
+                n_rot=n_rot if is_rotated else 0,
+                n_ff=n_ff[i] if experts is None else 0,
+                attention_scale=scalars["attention.scale"],
+                experts=experts,
             )
-        if isinstance(value, np.ndarray | StringArray | str | float | bool):
-            raise self.mistyped(name, "an integer or an array of integers")
-        return (self._bounded(name, value, 1, high),) * n_layer
-
-    def number(
-        self, name: str, *, low: float, high: float = math.inf, default: float | None = None
-    ) -> float:
-        """A finite float with low <= value <= high."""
-        if default is not None and name not in self:
-            return default
-        value = self.get(name)
-        if not isinstance(value, float):
-            raise self.mistyped(name, "float32")
-        if not math.isfinite(value) or not low <= value <= high:
-            limits = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
-            raise self.fail(name, f"is {value:g}; it must be {limits} and finite")
-        return value
+        )
+    return tuple(layers)
 
 
-def _refuse_what_is_no_plain_decoder(keys: _Keys) -> None:
-    experts = keys.integer("expert_count", 0, MAX_TOKENS, default=0)
-    if experts:
-        raise keys.unsupported("expert_count", f"is {experts}: no mixture of experts can be run")
-    causal = keys.get("attention.causal") if "attention.causal" in keys else True
-    if not isinstance(causal, bool):
-        raise keys.mistyped("attention.causal", "bool")
-    if not causal:
-        raise keys.unsupported("attention.causal", "is false: an embedding model cannot be run")
+def _mixture(keys: ModelKeys, architecture: Architecture) -> Mixture | None:
+    """The architecture's mixture where the file has experts; what else it may ask for is refused.
+
+    Groups of experts, other gates and factors: llama.cpp's graphs of these architectures have none.
+    """
+    mixture = architecture.mixture
+    n_expert = keys.integer("expert_count", 0, MAX_EXPERTS, default=0)
+    if not n_expert:
+        if mixture is not None and mixture.required:
+            raise keys.fail("expert_count", "is missing or 0; this architecture has experts")
+        return None
+    if mixture is None:
+        raise keys.unsupported(
+            "expert_count", f"is {n_expert}: no experts can be run with this architecture"
+        )
+    for name, known in (
+        ("expert_group_count", (0, 1)),
+        ("expert_gating_func", (0, SOFTMAX)),
+        ("leading_dense_block_count", (0,)),
+    ):
+        value = keys.integer(name, 0, MAX_TOKENS, default=0)
+        if value not in known:
+            raise keys.unsupported(name, f"is {value}: such a mixture of experts cannot be run")
+    factor = keys.number("expert_weights_scale", low=0.0, default=1.0)
+    if factor not in (0.0, 1.0):
+        raise keys.unsupported("expert_weights_scale", f"is {factor:g}: it must be 1 here")
+    if _flag(keys, "expert_weights_norm", mixture.normalised) != mixture.normalised:
+        raise keys.unsupported("expert_weights_norm", f"must be {str(mixture.normalised).lower()}")
+    return mixture
 
 
-def _head_size(keys: _Keys, name: str, n_embd: int, n_head: tuple[int, ...]) -> int:
+def _read_experts(
+    keys: ModelKeys, mixture: Mixture, layer: int, n_layer: int, n_ff: int
+) -> ExpertParams:
+    """The experts of one layer; n_ff: its feed_forward_length, 0 if the file has none."""
+    n_expert = keys.integer("expert_count", 1, MAX_EXPERTS)
+    n_used = keys.per_layer("expert_used_count", n_layer, MAX_EXPERTS)[layer]
+    if n_used > n_expert:
+        raise keys.fail("expert_used_count", f"is {n_used}, but expert_count is {n_expert}")
+    own, length = "expert_feed_forward_length", n_ff
+    if mixture.own_length:
+        length = keys.per_layer(own, n_layer, MAX_WIDTH)[layer] if own in keys else n_ff // n_used
+    if not length:
+        raise keys.fail(own, "is missing, and so is a feed_forward_length to share out")
+    n_shared = 0
+    if mixture.shared != "none":
+        n_shared = keys.integer("expert_shared_feed_forward_length", 0, MAX_WIDTH, default=0)
+    is_gated = mixture.shared == "gated"
+    if is_gated and not n_shared:
+        n_shared = n_ff
+        if not n_shared:
+            raise keys.fail("expert_shared_feed_forward_length", "is missing or 0")
+    return ExpertParams(n_expert, n_used, length, n_shared, is_gated, mixture.normalised)
+
+
+def _head_size(keys: ModelKeys, name: str, n_embd: int, n_head: tuple[int, ...]) -> int:
     """Size of a key or value head: as stated, or n_embd / n_head."""
     if name in keys:
         return keys.integer(name, 1, MAX_WIDTH)
@@ -251,46 +299,7 @@ def _head_size(keys: _Keys, name: str, n_embd: int, n_head: tuple[int, ...]) -> 
     return n_embd // n_head[0]
 
 
-def _read_rope(keys: _Keys, n_ctx_train: int) -> RopeParams:
-    name = "rope.scaling.type"
-    scaling = keys.get(name) if name in keys else "linear"
-    if not isinstance(scaling, str):
-        raise keys.mistyped(name, "string")
-    if scaling not in ("none", "linear", "yarn"):
-        raise keys.unsupported(name, f"is {scaling[:40]!r}; supported are none, linear and yarn")
-    old_key = "rope.scale_linear"
-    name = "rope.scaling.factor" if "rope.scaling.factor" in keys else old_key
-    factor = keys.number(name, low=0.0, default=0.0)
-    tiny = float(np.finfo(np.float32).tiny)
-    if 0.0 < factor < tiny:
-        raise keys.fail(name, f"is {factor:g}; it must be at least {tiny:g}")
-    ext_factor = 1.0 if scaling == "yarn" else 0.0
-    if "rope.scaling.yarn_ext_factor" in keys:
-        stated = keys.number("rope.scaling.yarn_ext_factor", low=-math.inf)
-        ext_factor = stated if stated >= 0.0 else ext_factor  # negative: not set
-    rope = RopeParams(
-        freq_base=keys.number("rope.freq_base", low=1.0, default=10000.0),
-        scaling=scaling,
-        factor=factor or 1.0,  # llama.cpp: 0 means not set
-        n_ctx_original=keys.integer(
-            "rope.scaling.original_context_length", 1, MAX_TOKENS, default=n_ctx_train
-        ),
-        ext_factor=ext_factor,
-        attn_factor=keys.number("rope.scaling.attn_factor", low=0.0, default=1.0),
-        yarn_attn_factor=keys.number("rope.scaling.yarn_attn_factor", low=0.0, default=1.0),
-        beta_fast=keys.number("rope.scaling.yarn_beta_fast", low=0.0, default=32.0),
-        beta_slow=keys.number("rope.scaling.yarn_beta_slow", low=0.0, default=1.0),
-    )
-    if rope.ext_factor and not (rope.freq_base > 1 and rope.beta_fast > 0 and rope.beta_slow > 0):
-        raise keys.fail(
-            "rope.freq_base",
-            f"is {rope.freq_base:g} with yarn betas {rope.beta_fast:g} and {rope.beta_slow:g}; "
-            "YaRN needs a base above 1 and betas above 0",
-        )
-    return rope
-
-
-def _read_n_vocab(keys: _Keys) -> int:
+def _read_n_vocab(keys: ModelKeys) -> int:
     """Length of the vocabulary in the file, else ``vocab_size``, else rows of the embedding."""
     tokens = keys.file.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, StringArray) and len(tokens):

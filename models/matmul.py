@@ -14,15 +14,16 @@ from sparsekv_cli.cpu.jit.threads import blas_threads
 from sparsekv_cli.cpu.layer import matmul_bf16, matmul_int8
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.models.forward import Product
-from sparsekv_cli.models.weights import LayerWeights, Linear, Weights
+from sparsekv_cli.models.weights import GatedWeights, LayerWeights, Linear, Weights
 
 
 def stacks(layer: LayerWeights) -> Iterator[tuple[str, Sequence[Linear]]]:
     """The matrices of a layer by the name of their product, stacked if they share an input."""
     yield "qkv", (layer.q, layer.k, layer.v)
     yield "o", (layer.o,)
-    yield "gate_up", (layer.gate, layer.up)
-    yield "down", (layer.down,)
+    if isinstance(layer.ffn, GatedWeights):
+        yield "gate_up", (layer.ffn.gate, layer.ffn.up)
+        yield "down", (layer.ffn.down,)
 
 
 def can_multiply(weights: Weights) -> bool:
@@ -39,7 +40,11 @@ class FewRowsProducts:
 
     def of_layer(self, layer: LayerWeights) -> dict[str, Product]:
         """Products of f32 arrays by the names of ``stacks``."""
-        return {name: partial(self._multiply, parts) for name, parts in stacks(layer)}
+        return {name: self.of_stack(name, parts) for name, parts in stacks(layer)}
+
+    def of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
+        """The product of stacked matrices, whose rows follow one another."""
+        return partial(self._multiply, parts)
 
     def clear(self) -> None:
         """Does nothing, because nothing is kept."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 
 from sparsekv_cli.cpu.jit.pointers import LINE, on_lines
 from sparsekv_cli.cpu.weights.interleaved import can_repack, repack
-from sparsekv_cli.models.weights import LayerWeights, Linear, Weights
+from sparsekv_cli.models.weights import Linear, Weights
 
 SHARE = 4  # ``auto`` repacks weights that take at most 1 / SHARE of the machine's memory
 
@@ -25,7 +25,7 @@ def wants_repacking(weights: Weights, choice: str) -> bool:
     if not hasattr(os, "sysconf"):
         return True
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return weights.n_bytes <= memory // SHARE
+    return weights.n_bytes_held <= memory // SHARE
 
 
 def repack_weights(weights: Weights) -> Weights:
@@ -35,7 +35,7 @@ def repack_weights(weights: Weights) -> Weights:
     are released, so that the process needs no more memory.
     """
     linears = [linear for layer in weights.layers for linear in layer.linears()]
-    chosen = [w for w in [*linears, weights.output] if can_repack(w.code, w.n_rows)]
+    chosen = [w for w in [*linears, weights.output] if can_repack(w.code, w.n_rows // w.n_matrices)]
     sizes = [-(-w.data.nbytes // LINE) * LINE for w in chosen]
     room, at = on_lines(sum(sizes), np.uint8), 0
     copies: dict[int, Linear] = {}
@@ -46,12 +46,11 @@ def repack_weights(weights: Weights) -> Weights:
         copies[id(linear)] = replace(linear, data=data, repacked=True)
         at += size
 
-    def repacked(layer: LayerWeights) -> LayerWeights:
-        values = {field.name: getattr(layer, field.name) for field in fields(layer)}
-        return LayerWeights(**{name: copies.get(id(w), w) for name, w in values.items()})
+    def repacked(linear: Linear) -> Linear:
+        return copies.get(id(linear), linear)
 
     return replace(
         weights,
-        layers=tuple(repacked(layer) for layer in weights.layers),
-        output=copies.get(id(weights.output), weights.output),
+        layers=tuple(layer.mapped(repacked) for layer in weights.layers),
+        output=repacked(weights.output),
     )

@@ -1,16 +1,106 @@
-"""Rotary position embedding: angles per position, with linear, YaRN and Llama 3 scaling.
+"""Rotary position embedding: angles per position, with linear, YaRN, Llama 3 and LongRoPE scaling.
 
-Formulas: RoFormer (arXiv:2104.09864), YaRN (arXiv:2309.00071) as ggml_rope_yarn computes it.
+Formulas: RoFormer (arXiv:2104.09864), YaRN (arXiv:2309.00071) as ggml_rope_yarn computes it; names
+and defaults of the keys: llama.cpp's load_hparams and the constructor of llama_context.
 Everything after the rotation uses half-split pairs (i, i + n_rot/2), whatever the file's pairing.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
-from sparsekv_cli.models.hparams import HParams, RopeParams
+from sparsekv_cli.models.gguf.keys import MAX_TOKENS, ModelKeys
+
+ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
+
+
+@dataclass(frozen=True)
+class RopeParams:
+    """Rotary embedding as the file states it; the decoder turns this into angles.
+
+    freq_base: theta of pair i is freq_base ** (-2 i / n_rot) before scaling.
+    scaling: one of ROPE_SCALINGS.  Models with Llama 3's scaling and LongRoPE bring tensors by
+        whose values the angles are divided, and may say nothing here.
+    factor: by how much the context was stretched; angles are multiplied by ``freq_scale``.
+    n_ctx_original: context length before stretching; YaRN's ramp depends on it.
+    ext_factor: YaRN's blend of stretched and original angles (1 for yarn, 0 otherwise by default).
+    attn_factor: ``rope.scaling.attn_factor``; yarn_attn_factor: ``rope.scaling.yarn_attn_factor``.
+    beta_fast, beta_slow: turns within n_ctx_original where YaRN's ramp ends and begins.
+    log_multiplier: ``rope.scaling.yarn_log_multiplier``, which lessens YaRN's magnitude.
+    """
+
+    freq_base: float = 10000.0
+    scaling: str = "linear"
+    factor: float = 1.0
+    n_ctx_original: int = 0
+    ext_factor: float = 0.0
+    attn_factor: float = 1.0
+    yarn_attn_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    log_multiplier: float = 0.0
+
+    @property
+    def freq_scale(self) -> float:
+        """What multiplies every (interpolated) angle: 1 / factor, or 1 without scaling."""
+        return 1.0 if self.scaling == "none" else 1.0 / self.factor
+
+    @property
+    def magnitude(self) -> float:
+        """What multiplies cos and sin.
+
+        With ext_factor = 0 it is yarn_attn_factor * attn_factor.  Otherwise llama.cpp replaces
+        yarn_attn_factor by m(1) / m(log_multiplier) / (1 + 0.1 ln f), m(x) = 1 + 0.1 x ln f for
+        f > 1 and else 1, and its rope kernel multiplies by (1 + 0.1 ln f) again.
+        """
+        if self.ext_factor == 0.0:
+            return self.yarn_attn_factor * self.attn_factor
+        stretched = 0.1 * math.log(max(1.0, 1.0 / self.freq_scale))
+        return (1.0 + stretched) / (1.0 + self.log_multiplier * stretched) * self.attn_factor
+
+
+def read_rope(keys: ModelKeys, n_ctx_train: int, log_multiplier: float) -> RopeParams:
+    name = "rope.scaling.type"
+    scaling = keys.get(name) if name in keys else "linear"
+    if not isinstance(scaling, str):
+        raise keys.mistyped(name, "string")
+    if scaling not in ROPE_SCALINGS:
+        supported = ", ".join(ROPE_SCALINGS)
+        raise keys.unsupported(name, f"is {scaling[:40]!r}; supported are {supported}")
+    old_key = "rope.scale_linear"
+    name = "rope.scaling.factor" if "rope.scaling.factor" in keys else old_key
+    factor = keys.number(name, low=0.0, default=0.0)
+    tiny = float(np.finfo(np.float32).tiny)
+    if 0.0 < factor < tiny:
+        raise keys.fail(name, f"is {factor:g}; it must be at least {tiny:g}")
+    ext_factor = 1.0 if scaling == "yarn" else 0.0
+    if "rope.scaling.yarn_ext_factor" in keys:
+        stated = keys.number("rope.scaling.yarn_ext_factor", low=-math.inf)
+        ext_factor = stated if stated >= 0.0 else ext_factor  # negative: not set
+    rope = RopeParams(
+        freq_base=keys.number("rope.freq_base", low=1.0, default=10000.0),
+        scaling=scaling,
+        factor=factor or 1.0,  # llama.cpp: 0 means not set
+        n_ctx_original=keys.integer(
+            "rope.scaling.original_context_length", 1, MAX_TOKENS, default=n_ctx_train
+        ),
+        ext_factor=ext_factor,
+        attn_factor=keys.number("rope.scaling.attn_factor", low=0.0, default=1.0),
+        yarn_attn_factor=keys.number("rope.scaling.yarn_attn_factor", low=0.0, default=1.0),
+        beta_fast=keys.number("rope.scaling.yarn_beta_fast", low=0.0, default=32.0),
+        beta_slow=keys.number("rope.scaling.yarn_beta_slow", low=0.0, default=1.0),
+        log_multiplier=log_multiplier,
+    )
+    if rope.ext_factor and not (rope.freq_base > 1 and rope.beta_fast > 0 and rope.beta_slow > 0):
+        raise keys.fail(
+            "rope.freq_base",
+            f"is {rope.freq_base:g} with yarn betas {rope.beta_fast:g} and {rope.beta_slow:g}; "
+            "YaRN needs a base above 1 and betas above 0",
+        )
+    return rope
 
 
 def inverse_frequencies(
@@ -40,13 +130,26 @@ def inverse_frequencies(
 
 
 class RopeTable:
-    """cos and sin f32 (positions, n_rot/2), extended as positions are asked for."""
+    """What depends on the position, extended as positions are asked for.
 
-    def __init__(self, hparams: HParams, freq_factors: np.ndarray | None) -> None:
-        self.theta = inverse_frequencies(hparams.n_rot, hparams.rope, freq_factors)
-        self.magnitude = hparams.rope.magnitude
-        self.cos = np.empty((0, hparams.n_rot // 2), np.float32)
+    cos, sin: f32 (positions, n_rot/2). q_scale: f32 (positions,), which multiplies the queries:
+    1 + temperature ln(1 + floor(position / n_ctx_original)), as llama.cpp's
+    llm_graph_input_attn_temp.
+    """
+
+    def __init__(
+        self,
+        n_rot: int,
+        rope: RopeParams,
+        freq_factors: np.ndarray | None = None,
+        temperature: float = 0.0,
+    ) -> None:
+        self.theta = inverse_frequencies(n_rot, rope, freq_factors)
+        self.magnitude = rope.magnitude
+        self.cos = np.empty((0, n_rot // 2), np.float32)
         self.sin = self.cos
+        self.q_scale = np.empty(0, np.float32)
+        self._temperature, self._n_original = temperature, rope.n_ctx_original
 
     def reserve(self, n_positions: int) -> None:
         """Makes rows 0..n_positions valid; grows in steps of at least a quarter."""
@@ -54,8 +157,12 @@ class RopeTable:
         if n_positions <= have:
             return
         stop = max(n_positions, have + have // 4, 512)
-        angles = np.outer(np.arange(have, stop, dtype=np.float64), self.theta)
+        positions = np.arange(have, stop, dtype=np.float64)
+        angles = np.outer(positions, self.theta)
         cos = (np.cos(angles) * self.magnitude).astype(np.float32)
         sin = (np.sin(angles) * self.magnitude).astype(np.float32)
         self.cos = np.concatenate([self.cos, cos])
         self.sin = np.concatenate([self.sin, sin])
+        turns = np.log1p(positions // self._n_original) if self._temperature else 0 * positions
+        q_scale = (1.0 + self._temperature * turns).astype(np.float32)
+        self.q_scale = np.concatenate([self.q_scale, q_scale])

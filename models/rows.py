@@ -12,7 +12,7 @@ import numpy as np
 from sparsekv_cli.cache.spec import AttnInput
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.layer import prefill as kernels
-from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.hparams import HParams, LayerParams
 from sparsekv_cli.models.rope import RopeTable
 from sparsekv_cli.models.weights import LayerWeights
 
@@ -34,14 +34,14 @@ class Rows(Protocol):
     def last_norm(self, x: Any, weight: np.ndarray) -> Any:
         """RMS norm of x in f32, for the output head."""
 
-    def heads(self, raw: Any, layer: LayerWeights, n_head: int, n_kv: int, pos: int) -> AttnInput:
-        """Projections raw (T, H d + G d + G d_v) as q, k and v, with bias, norm and rotation."""
+    def heads(self, raw: Any, layer: LayerWeights, sizes: LayerParams, pos: int) -> AttnInput:
+        """Projections raw (T, H d + G d + G d_v) as q, k and v: bias, norm, rotation, scale."""
 
     def gate(self, gate_up: Any) -> Any:
         """silu(gate) * up of (T, 2 n_ff), gate first."""
 
     def add(self, x: Any, y: Any) -> None:
-        """x += y."""
+        """x += s y; s is the model's residual_scale."""
 
 
 class FusedRows:
@@ -50,9 +50,10 @@ class FusedRows:
     def __init__(
         self, hparams: HParams, rope: RopeTable, interleaved: bool, n_threads: int
     ) -> None:
-        self._hparams, self._rope = hparams, rope
+        self._rope = rope
         self._interleaved, self._n_threads = interleaved, n_threads
         self._eps = np.float32(hparams.norm_eps)
+        self._scale = np.float32(hparams.residual_scale)
 
     def _new(self, *shape: int) -> Any:
         """Uninitialised rows of the compute type."""
@@ -71,15 +72,15 @@ class FusedRows:
         kernels.norm_rows(x, weight, self._eps, out, self._n_threads)
         return out
 
-    def heads(self, raw: Any, layer: LayerWeights, n_head: int, n_kv: int, pos: int) -> AttnInput:
-        h, n_rows = self._hparams, len(raw)
-        q, k, v = (n_head, h.head_dim), (n_kv, h.head_dim), (n_kv, h.value_dim)
+    def heads(self, raw: Any, layer: LayerWeights, sizes: LayerParams, pos: int) -> AttnInput:
+        n_head, n_kv, n_rows = sizes.n_head, sizes.n_head_kv, len(raw)
+        q, k, v = (n_head, sizes.head_dim), (n_kv, sizes.head_dim), (n_kv, sizes.value_dim)
+        at, half = slice(pos, pos + n_rows), sizes.n_rot // 2
         outs = [self._new(n, n_rows, d) for n, d in (q, k, v, q, k)]
         kernels.split_heads(
             raw, *(given(w.bias) for w in (layer.q, layer.k, layer.v)), given(layer.q_norm),
-            given(layer.k_norm), self._eps, self._rope.cos[pos : pos + n_rows],
-            self._rope.sin[pos : pos + n_rows], self._interleaved, *outs,
-            self._n_threads,
+            given(layer.k_norm), self._eps, self._rope.cos[at, :half], self._rope.sin[at, :half],
+            self._rope.q_scale[at], self._interleaved, *outs, self._n_threads,
         )  # fmt: skip
         return AttnInput._make((*outs, pos))
 
@@ -89,7 +90,7 @@ class FusedRows:
         return out
 
     def add(self, x: np.ndarray, y: Any) -> None:
-        kernels.add_rows(x, y, self._n_threads)
+        kernels.add_rows(x, y, self._scale, self._n_threads)
 
 
 class FusedBF16Rows(FusedRows):

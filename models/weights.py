@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.architectures import Architecture
-from sparsekv_cli.models.gguf.file import GGUFFile
-from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.gguf.file import GGUFFile, TensorInfo
+from sparsekv_cli.models.hparams import ExpertParams, HParams, LayerParams
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Linear:
     """y = W x + b. data: uint8 (rows, bytes a row) in ggml type ``code``; bias f32 (rows,).
 
     repacked: the data have the layout of cpu/weights/interleaved.py, which only its dot products
-    read.
+    read. n_matrices: the rows are those of so many matrices of one shape, one after another, such
+    as the experts of a layer.
     """
 
     code: int
@@ -25,10 +27,72 @@ class Linear:
     n_columns: int
     bias: np.ndarray | None = None
     repacked: bool = False
+    n_matrices: int = 1
 
     @property
     def n_rows(self) -> int:
         return self.data.shape[0]
+
+    def matrix(self, i: int) -> Linear:
+        """One of its matrices; no copy."""
+        n = self.n_rows // self.n_matrices
+        return replace(self, data=self.data[i * n : (i + 1) * n], n_matrices=1)
+
+
+@dataclass(frozen=True)
+class GatedWeights:
+    """A gated feed-forward: down(silu(gate x) * up x)."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.gate, self.up, self.down)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that one token reads."""
+        return sum(linear.data.nbytes for linear in self.linears())
+
+    def mapped(self, change: Callable[[Linear], Linear]) -> GatedWeights:
+        return GatedWeights(*(change(linear) for linear in self.linears()))
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Experts that a router chooses from (models/experts.py).
+
+    router: (experts, n_embd). experts: their matrices, of each kind all in one Linear. shared: what
+    all tokens take, or None; shared_gate: f32 (n_embd,), whose product with a token, through a
+    sigmoid, weighs it; None: it counts as it is.
+    """
+
+    params: ExpertParams
+    router: Linear
+    experts: GatedWeights
+    shared: GatedWeights | None
+    shared_gate: np.ndarray | None
+
+    def linears(self) -> tuple[Linear, ...]:
+        """Those that decode reads as they are or repacked; not the router's."""
+        shared = () if self.shared is None else self.shared.linears()
+        return (*self.experts.linears(), *shared)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that one token reads: of the experts those that are chosen."""
+        chosen = self.experts.n_bytes * self.params.n_expert_used // self.params.n_expert
+        shared = 0 if self.shared is None else self.shared.n_bytes
+        return self.router.data.nbytes + chosen + shared
+
+    def expert(self, e: int) -> GatedWeights:
+        """One of the experts; no copy."""
+        return self.experts.mapped(lambda linear: linear.matrix(e))
+
+    def mapped(self, change: Callable[[Linear], Linear]) -> ExpertWeights:
+        shared = None if self.shared is None else self.shared.mapped(change)
+        return replace(self, experts=self.experts.mapped(change), shared=shared)
 
 
 @dataclass(frozen=True)
@@ -43,29 +107,46 @@ class LayerWeights:
     k_norm: np.ndarray | None
     o: Linear
     ffn_norm: np.ndarray
-    gate: Linear
-    up: Linear
-    down: Linear
+    ffn: GatedWeights | ExpertWeights
+
+    def attention(self) -> tuple[Linear, ...]:
+        return (self.q, self.k, self.v, self.o)
 
     def linears(self) -> tuple[Linear, ...]:
-        return (self.q, self.k, self.v, self.o, self.gate, self.up, self.down)
+        """All matrices in the order of their use, but a router's, which stays as it is."""
+        return (*self.attention(), *self.ffn.linears())
+
+    def mapped(self, change: Callable[[Linear], Linear]) -> LayerWeights:
+        """The layer with every matrix of ``linears`` changed."""
+        q, k, v, o = (change(linear) for linear in self.attention())
+        return replace(self, q=q, k=k, v=v, o=o, ffn=self.ffn.mapped(change))
 
 
 @dataclass(frozen=True)
 class Weights:
-    """All tensors. output is token_embd where the file has none (tied embeddings)."""
+    """All tensors. output is token_embd where the file has none (tied embeddings).
+
+    output_norm: divided by the architecture's logit_scale, which divides the logits.
+    rope_freqs: f32 (n_rot / 2,), divides the angles (Llama 3, LongRoPE).
+    """
 
     file: GGUFFile
     token_embd: Linear
     layers: tuple[LayerWeights, ...]
     output_norm: np.ndarray
     output: Linear
-    rope_freqs: np.ndarray | None  # f32 (n_rot / 2,): divides the angles (Llama 3)
+    rope_freqs: np.ndarray | None
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that decoding one token reads: every layer and the output head."""
-        layers = sum(linear.data.nbytes for layer in self.layers for linear in layer.linears())
+        """Bytes that decoding one token reads: every layer, of experts the chosen, and the head."""
+        attention = sum(w.data.nbytes for layer in self.layers for w in layer.attention())
+        return attention + sum(layer.ffn.n_bytes for layer in self.layers) + self.output.data.nbytes
+
+    @property
+    def n_bytes_held(self) -> int:
+        """Bytes of all that decoding may read: every expert too."""
+        layers = sum(w.data.nbytes for layer in self.layers for w in layer.linears())
         return layers + self.output.data.nbytes
 
 
@@ -74,7 +155,8 @@ class _Reader:
         self.file = file
         self.used: set[str] = set()
 
-    def shape(self, name: str, expected: tuple[int, ...]) -> None:
+    def info(self, name: str, expected: tuple[int, ...]) -> TensorInfo:
+        """The tensor of this name; SparseKVError if it is missing or of another shape."""
         info = self.file.tensors.get(name)
         self.used.add(name)
         if info is None:
@@ -87,13 +169,13 @@ class _Reader:
             raise SparseKVError(
                 f"{self.file.path}: tensor {name} is {found}, but the hyper-parameters say {wanted}"
             )
+        return info
 
     def vector(self, name: str, length: int, required: bool = True) -> np.ndarray | None:
         """A small f32 tensor (a norm, a bias), copied so that it is aligned."""
         if not required and name not in self.file.tensors:
             return None
-        self.shape(name, (length,))
-        info = self.file.tensors[name]
+        info = self.info(name, (length,))
         data = self.file.data(name).reshape(-1)
         if info.type.name == "F32":
             return data.view("<f4").astype(np.float32)
@@ -111,8 +193,7 @@ class _Reader:
 
         With None a file that has one is refused, because that tensor would not be used.
         """
-        self.shape(f"{name}.weight", (n_rows, n_columns))
-        info = self.file.tensors[f"{name}.weight"]
+        info = self.info(f"{name}.weight", (n_rows, n_columns))
         return Linear(
             code=int(info.type),
             data=self.file.data(info),
@@ -120,61 +201,133 @@ class _Reader:
             bias=None if bias is None else self.vector(f"{name}.bias", n_rows, required=bias),
         )
 
-    def qkv(self, prefix: str, rows: tuple[int, int, int], n_columns: int, bias: bool):
-        """q, k and v, from three tensors or from the fused attn_qkv."""
-        if f"{prefix}attn_qkv.weight" not in self.file.tensors:
-            return tuple(
-                self.linear(f"{prefix}attn_{letter}", n, n_columns, bias=bias)
-                for letter, n in zip("qkv", rows, strict=True)
-            )
-        fused = self.linear(f"{prefix}attn_qkv", sum(rows), n_columns, bias=bias)
+    def split(self, fused: Linear, rows: Sequence[int]) -> tuple[Linear, ...]:
+        """A matrix as several, of so many rows each."""
         parts, at = [], 0
         for n in rows:
-            part_bias = None if fused.bias is None else fused.bias[at : at + n].copy()
-            parts.append(Linear(fused.code, fused.data[at : at + n], n_columns, part_bias))
+            bias = None if fused.bias is None else fused.bias[at : at + n].copy()
+            parts.append(Linear(fused.code, fused.data[at : at + n], fused.n_columns, bias))
             at += n
         return tuple(parts)
 
+    def qkv(self, prefix: str, rows: Sequence[int], n_columns: int, bias: bool):
+        """q, k and v, from three tensors or from the fused attn_qkv."""
+        if f"{prefix}attn_qkv.weight" in self.file.tensors:
+            fused = self.linear(f"{prefix}attn_qkv", sum(rows), n_columns, bias=bias)
+            return self.split(fused, rows)
+        return tuple(
+            self.linear(f"{prefix}attn_{letter}", n, n_columns, bias=bias)
+            for letter, n in zip("qkv", rows, strict=True)
+        )
 
-def read_weights(file: GGUFFile, hparams: HParams, architecture: Architecture) -> Weights:
+    def gated(self, prefix: str, n_embd: int, n_ff: int, suffix: str = "") -> GatedWeights:
+        """A gated feed-forward from three tensors."""
+        return GatedWeights(
+            self.linear(f"{prefix}ffn_gate{suffix}", n_ff, n_embd),
+            self.linear(f"{prefix}ffn_up{suffix}", n_ff, n_embd),
+            self.linear(f"{prefix}ffn_down{suffix}", n_embd, n_ff),
+        )
+
+    def fused_gated(self, prefix: str, n_embd: int, n_ff: int) -> GatedWeights:
+        """The same with gate and up in one tensor."""
+        both = self.linear(f"{prefix}ffn_up", 2 * n_ff, n_embd)
+        gate, up = self.split(both, (n_ff, n_ff))
+        return GatedWeights(gate, up, self.linear(f"{prefix}ffn_down", n_embd, n_ff))
+
+    def stack(self, name: str, n_matrices: int, n_rows: int, n_columns: int) -> Linear:
+        """Matrices of one shape from a tensor of three dimensions."""
+        info = self.info(f"{name}.weight", (n_matrices, n_rows, n_columns))
+        return Linear(int(info.type), self.file.data(info), n_columns, n_matrices=n_matrices)
+
+    def mixture(self, prefix: str, n_embd: int, params: ExpertParams) -> ExpertWeights:
+        """A router, its experts and what all tokens share."""
+        old = f"{prefix}ffn_gate.0.weight"
+        if old in self.file.tensors:
+            raise SparseKVError(
+                f"{self.file.path}: tensor {old}: its experts are separate tensors, an old form of "
+                "such files; convert or download the model again"
+            )
+        n_expert, n_ff, n_shared = params.n_expert, params.n_ff_expert, params.n_ff_shared
+        experts = GatedWeights(
+            self.stack(f"{prefix}ffn_gate_exps", n_expert, n_ff, n_embd),
+            self.stack(f"{prefix}ffn_up_exps", n_expert, n_ff, n_embd),
+            self.stack(f"{prefix}ffn_down_exps", n_expert, n_embd, n_ff),
+        )
+        shared_gate = f"{prefix}ffn_gate_inp_shexp.weight"
+        return ExpertWeights(
+            params=params,
+            router=self.linear(f"{prefix}ffn_gate_inp", n_expert, n_embd),
+            experts=experts,
+            shared=self.gated(prefix, n_embd, n_shared, "_shexp") if n_shared else None,
+            shared_gate=self.vector(shared_gate, n_embd) if params.shared_gate else None,
+        )
+
+    def layer(
+        self, i: int, n_embd: int, layer: LayerParams, architecture: Architecture
+    ) -> LayerWeights:
+        at, d = f"blk.{i}.", layer.head_dim
+        rows = (layer.n_head * d, layer.n_head_kv * d, layer.n_head_kv * layer.value_dim)
+        q, k, v = self.qkv(at, rows, n_embd, architecture.qkv_bias)
+        ffn: GatedWeights | ExpertWeights
+        if layer.experts is not None:
+            ffn = self.mixture(at, n_embd, layer.experts)
+        elif architecture.fused_gate_up:
+            ffn = self.fused_gated(at, n_embd, layer.n_ff)
+        else:
+            ffn = self.gated(at, n_embd, layer.n_ff)
+        return LayerWeights(
+            attn_norm=_present(self.vector(f"{at}attn_norm.weight", n_embd)),
+            q=q,
+            k=k,
+            v=v,
+            q_norm=self.vector(f"{at}attn_q_norm.weight", d, architecture.qk_norm),
+            k_norm=self.vector(f"{at}attn_k_norm.weight", d, architecture.qk_norm),
+            o=self.linear(f"{at}attn_output", n_embd, layer.n_head * layer.value_dim),
+            ffn_norm=_present(self.vector(f"{at}ffn_norm.weight", n_embd)),
+            ffn=ffn,
+        )
+
+    def rope_freqs(self, hparams: HParams, n_ctx: int) -> np.ndarray | None:
+        """What divides the angles: rope_freqs, or LongRoPE's factors for a context of n_ctx."""
+        half, chosen = hparams.n_rot // 2, None
+        is_long = n_ctx > hparams.rope.n_ctx_original
+        names = ("rope_freqs", "rope_factors_short", "rope_factors_long")
+        for name, is_used in zip(names, (True, not is_long, is_long), strict=True):
+            factors = self.vector(f"{name}.weight", half, required=False)
+            if factors is None:
+                continue
+            if not (np.isfinite(factors).all() and (factors > 0).all()):
+                raise SparseKVError(
+                    f"{self.file.path}: {name}.weight holds values that are not above 0"
+                )
+            chosen = factors if is_used and chosen is None else chosen
+        return chosen
+
+
+def read_weights(
+    file: GGUFFile, hparams: HParams, architecture: Architecture, n_ctx: int | None = None
+) -> Weights:
     """Views on all tensors of a decoder, shapes checked against the hyper-parameters.
 
-    Raises SparseKVError naming the first tensor that is missing, misshapen or of a type that
-    cannot be computed with.
+    n_ctx: length of the context, which LongRoPE's factors depend on; None: as trained. Raises
+    SparseKVError naming the first tensor that is missing, misshapen or of a type that cannot be
+    computed with.
     """
     file.check_types()
     reader = _Reader(file)
-    n_embd, d, d_v = hparams.n_embd, hparams.head_dim, hparams.value_dim
-    layers = []
-    for i in range(hparams.n_layer):
-        n_head, n_kv, n_ff = hparams.n_head[i], hparams.n_head_kv[i], hparams.n_ff[i]
-        at = f"blk.{i}."
-        q, k, v = reader.qkv(at, (n_head * d, n_kv * d, n_kv * d_v), n_embd, architecture.qkv_bias)
-        layers.append(
-            LayerWeights(
-                attn_norm=_present(reader.vector(f"{at}attn_norm.weight", n_embd)),
-                q=q,
-                k=k,
-                v=v,
-                q_norm=reader.vector(f"{at}attn_q_norm.weight", d, architecture.qk_norm),
-                k_norm=reader.vector(f"{at}attn_k_norm.weight", d, architecture.qk_norm),
-                o=reader.linear(f"{at}attn_output", n_embd, n_head * d_v),
-                ffn_norm=_present(reader.vector(f"{at}ffn_norm.weight", n_embd)),
-                gate=reader.linear(f"{at}ffn_gate", n_ff, n_embd),
-                up=reader.linear(f"{at}ffn_up", n_ff, n_embd),
-                down=reader.linear(f"{at}ffn_down", n_embd, n_ff),
-            )
-        )
-    rope_freqs = reader.vector("rope_freqs.weight", hparams.n_rot // 2, required=False)
+    n_embd = hparams.n_embd
+    layers = tuple(
+        reader.layer(i, n_embd, layer, architecture) for i, layer in enumerate(hparams.layers)
+    )
+    rope_freqs = reader.rope_freqs(hparams, n_ctx or hparams.n_ctx_train)
     token_embd = reader.linear("token_embd", hparams.n_vocab, n_embd)
+    output_norm = _present(reader.vector("output_norm.weight", n_embd))
     tied = "output.weight" not in file.tensors
-    if rope_freqs is not None and not (np.isfinite(rope_freqs).all() and (rope_freqs > 0).all()):
-        raise SparseKVError(f"{file.path}: rope_freqs.weight holds values that are not above 0")
     weights = Weights(
         file=file,
         token_embd=token_embd,
-        layers=tuple(layers),
-        output_norm=_present(reader.vector("output_norm.weight", n_embd)),
+        layers=layers,
+        output_norm=output_norm / np.float32(hparams.logit_scale),
         output=token_embd if tied else reader.linear("output", hparams.n_vocab, n_embd),
         rope_freqs=rope_freqs,
     )

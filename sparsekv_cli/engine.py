@@ -106,7 +106,10 @@ def open_engine(
     on_compile: OnCompile | None,
 ) -> Engine:
     """The engine that ``config.device`` names; SparseKVError where there is none or no room."""
-    device, note = find_device(config.device)
+    if config.device == "auto" and hparams.has_experts:
+        device, note = None, "the GPU is not used: experts run on the CPU" * may_have_device()
+    else:
+        device, note = find_device(config.device)
     if device is not None:
         from sparsekv_cli.device.engine import open_device_engine
 

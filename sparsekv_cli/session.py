@@ -343,7 +343,8 @@ def load_session(
         architecture = architecture_of(read_architecture(file))
         hparams = read_hparams(file)
         _check_dense_layers(method, hparams.n_layer)
-        weights = read_weights(file, hparams, architecture)
+        n_ctx = config.ctx_size or hparams.n_ctx_train
+        weights = read_weights(file, hparams, architecture, n_ctx)
         session = Session(
             file, architecture, hparams, weights, method, config, on_compile, on_calibrate
         )

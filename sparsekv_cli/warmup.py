@@ -54,11 +54,13 @@ def compile_weight_kernels(
     repacks: whether it reads repacked weights.
     """
     from sparsekv_cli.cpu.weights.interleaved import can_repack
+    from sparsekv_cli.models.weights import ExpertWeights
 
     linears = [linear for layer in weights.layers for linear in layer.linears()]
     linears.append(weights.output)
-    codes = {linear.code for linear in [*linears, weights.token_embd]}
-    decoded = {(w.code, repacks and can_repack(w.code, w.n_rows)) for w in linears}
+    routers = [layer.ffn.router for layer in weights.layers if isinstance(layer.ffn, ExpertWeights)]
+    codes = {linear.code for linear in [*linears, *routers, weights.token_embd]}
+    decoded = {(w.code, repacks and can_repack(w.code, w.n_rows // w.n_matrices)) for w in linears}
     _run(list(_format_steps(codes, decoded, {dtype, "f32"}, n_planes)), report)
 
 
@@ -150,10 +152,16 @@ def _trial(decoder: Decoder, method: Method, specs: Sequence[LayerSpec]) -> Iter
         yield from _trial(decoder, each, specs)
     caches = trial_caches(method, specs)
     prompt = [token % decoder.hparams.n_vocab for token in range(N_PROMPT)]
-    marker = f"method-{type(method).__name__}-{type(decoder).__name__}-{decoder.prefill_dtype}"
+    marker = f"method-{type(method).__name__}-{_kind(decoder)}"
     yield CompileTask(marker, "prefill", lambda: decoder.forward(prompt, 0, caches))
     yield CompileTask(marker, "decode", lambda: decoder.decode(0, N_PROMPT, caches))
     yield CompileTask(marker, "decode", lambda: decoder.decode(0, N_PROMPT + 1, caches))
+
+
+def _kind(decoder: Decoder) -> str:
+    """What decides which kernels a decoder's steps call."""
+    name = f"{type(decoder).__name__}-{decoder.prefill_dtype}"
+    return f"{name}-experts" if decoder.hparams.has_experts else name
 
 
 def compile_few_rows(decoder: Decoder, report: OnCompile | None) -> int:
@@ -162,7 +170,7 @@ def compile_few_rows(decoder: Decoder, report: OnCompile | None) -> int:
     Returns how many tasks were not done yet.
     """
     caches = trial_caches(build_full(), decoder.layer_specs())
-    marker = f"few-rows-{type(decoder).__name__}-{decoder.prefill_dtype}"
+    marker = f"few-rows-{_kind(decoder)}"
     task = CompileTask(marker, "prefill", lambda: decoder.forward([0], 0, caches[:1]))
     n_missing = _run([task], report)
     if not n_missing:

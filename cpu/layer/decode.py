@@ -1,9 +1,11 @@
 """Decode steps of a layer over weights as they lie: two stages around the attention.
 
-``project_qkv``: RMS norm, q/k/v, biases, q/k norm, rotation. ``finish_layer``: output projection,
-residual, RMS norm, gated SiLU feed-forward, residual. ``next_layer`` is one layer's second stage
-and the next one's first in a single call, since handing a call its arguments takes microseconds;
-for the same reason everything that stays is in a record of ``LAYER`` that the kernels look up.
+``project_qkv``: RMS norm, q/k/v, biases, q/k norm, rotation. ``finish_attention``: output
+projection, residual, RMS norm. ``finish_layer``: that, the gated SiLU feed-forward and its
+residual. ``next_layer`` is one layer's second stage and the next one's first in a single call,
+since handing a call its arguments takes microseconds; for the same reason everything that stays is
+in a record of ``LAYER`` that the kernels look up. The experts of a layer are called between
+``finish_attention`` and ``add_experts`` (models/experts.py).
 A step has one or several rows (sequences), which share every weight that is loaded.
 """
 
@@ -27,11 +29,11 @@ from sparsekv_cli.cpu.weights.interleaved import GROUP
 # Columns of a matrix table (int64, one row a matrix). PLANES: bytes of the quantised activations
 # that the kernel takes, 0: it takes f32.
 KERNEL, WEIGHTS, ROW_BYTES, ROWS, COLUMNS, PLANES = range(6)
-N_MATRICES = 7  # of a layer, in the order q, k, v, o, gate, up, down
+N_MATRICES = 7  # of a layer, in the order q, k, v, o, gate, up, down; with experts the first four
 REGION = 16  # bytes of an address and a size
 
-# One layer. All but eps are int64: sizes, and addresses of contiguous arrays (f32 unless said
-# otherwise), 0 for vectors that the layer lacks. B: rows of the step; d' = d padded to 16.
+# One layer. All but the last two are int64: sizes, and addresses of contiguous arrays (f32 unless
+# said otherwise), 0 for vectors that the layer lacks. B: rows of the step; d' = d padded to 16.
 LAYER = np.dtype(
     [
         *(
@@ -42,10 +44,11 @@ LAYER = np.dtype(
                 *("attn_norm", "ffn_norm"),  # (n_embd,)
                 *("q_bias", "k_bias", "v_bias"),  # (rows of the matrix,)
                 *("q_norm", "k_norm"),  # (d,)
-                "matrices",  # int64 (N_MATRICES, 6): a matrix table
+                "matrices",  # int64 (matrices, 6): a matrix table
                 "regions",  # of its matrices and of all that follow (see matrix_regions)
                 "x",  # (B, n_embd): the residual stream
                 *("cos", "sin"),  # (B, n_rot / 2): the rotation of each row's position
+                "q_scale",  # (B,): what multiplies its queries
                 *("q", "q_nope"),  # (B, H, d')
                 *("k", "k_nope"),  # (B, G, d')
                 "v",  # (B, G, d_v')
@@ -57,6 +60,7 @@ LAYER = np.dtype(
             )
         ),
         ("eps", np.float64),
+        ("residual_scale", np.float64),  # of what is added to x
     ]
 )
 
@@ -164,8 +168,8 @@ def rms_norm(x, weight, eps, out):
 
 
 @njit(cache=True, nogil=True)
-def _rotate_heads(raw, bias, norm, eps, cos, sin, interleaved, out_nope, out):
-    """Bias, norm and rotation of one token's heads.
+def _rotate_heads(raw, bias, norm, eps, cos, sin, scale, interleaved, out_nope, out):
+    """Bias, norm, rotation and scale of one token's heads.
 
     raw f32 (heads, d) as the file orders it; out_nope, out f32 (heads, >= d) in half-split order.
     """
@@ -177,6 +181,9 @@ def _rotate_heads(raw, bias, norm, eps, cos, sin, interleaved, out_nope, out):
                 raw[h, c] += bias[h * d + c]
         if norm.shape[0]:
             rms_norm(raw[h], norm, eps, raw[h])
+        if scale != np.float32(1):
+            for c in range(d):
+                raw[h, c] *= scale
         if interleaved:
             for i in range(half):
                 out_nope[h, i] = raw[h, 2 * i]
@@ -216,17 +223,18 @@ def project_qkv(layers, i, n_rows, n_threads):
     q_norm, k_norm = _floats(layer.q_norm, d), _floats(layer.k_norm, d)
     half, interleaved = layer.n_rot // 2, layer.interleaved != 0
     d_out, d_v_out = padded(d), padded(d_v)
+    q_scale, one = _floats(layer.q_scale, n_rows), np.float32(1)
     for b in range(n_rows):
         cos, sin = _floats(layer.cos + 4 * b * half, half), _floats(layer.sin + 4 * b * half, half)
         raw = layer.projected + 4 * b * width
         at = 4 * b * n_head * d_out
         _rotate_heads(
-            float_rows(raw, n_head, d), q_bias, q_norm, eps, cos, sin, interleaved,
+            float_rows(raw, n_head, d), q_bias, q_norm, eps, cos, sin, q_scale[b], interleaved,
             float_rows(layer.q_nope + at, n_head, d_out), float_rows(layer.q + at, n_head, d_out),
         )  # fmt: skip
         at = 4 * b * n_kv * d_out
         _rotate_heads(
-            float_rows(raw + 4 * n_q, n_kv, d), k_bias, k_norm, eps, cos, sin, interleaved,
+            float_rows(raw + 4 * n_q, n_kv, d), k_bias, k_norm, eps, cos, sin, one, interleaved,
             float_rows(layer.k_nope + at, n_kv, d_out), float_rows(layer.k + at, n_kv, d_out),
         )  # fmt: skip
         raw_v = float_rows(raw + 4 * (n_q + n_k), n_kv, d_v)
@@ -263,14 +271,22 @@ def _silu_multiply(typingctx, gate, up, out, count):
 
 
 @njit(cache=True, nogil=True)
-def finish_layer(layers, i, attended, n_rows, n_threads):
-    """x += W_o attended; x += W_down (silu(W_gate h) * W_up h), h = norm(x), for n_rows rows.
+def _add_rows(x, y, scale, n_rows):
+    """x += scale y; f32 (>= n_rows, n)."""
+    for b in range(n_rows):
+        for c in range(x.shape[1]):
+            x[b, c] += scale * y[b, c]
+
+
+@njit(cache=True, nogil=True)
+def finish_attention(layers, i, attended, n_rows, n_threads):
+    """x += s W_o attended; normed = norm(x), for n_rows rows; s: residual_scale.
 
     attended f32 (n_rows H, >= d_v): the heads of the first row, then those of the next.
     """
     layer = layers[i]
-    n_embd, n_head, d_v, n_ff = layer.n_embd, layer.n_head, layer.value_dim, layer.n_ff
-    table = carray(integer_pointer(layer.matrices), (N_MATRICES, 6))
+    n_embd, n_head, d_v = layer.n_embd, layer.n_head, layer.value_dim
+    table = carray(integer_pointer(layer.matrices), (4, 6))
     x, normed = float_rows(layer.x, n_rows, n_embd), float_rows(layer.normed, n_rows, n_embd)
     packed = float_rows(layer.packed, n_rows * n_head, d_v)
     for h in range(n_rows * n_head):
@@ -281,11 +297,19 @@ def finish_layer(layers, i, attended, n_rows, n_threads):
         table[3:4], layer.packed, 4 * n_head * d_v, n_rows, layer.quantized, layer.normed,
         4 * n_embd, n_threads,
     )  # fmt: skip
+    _add_rows(x, normed, np.float32(layer.residual_scale), n_rows)
     norm, eps = _floats(layer.ffn_norm, n_embd), np.float32(layer.eps)
     for b in range(n_rows):
-        for c in range(n_embd):
-            x[b, c] += normed[b, c]
         rms_norm(x[b], norm, eps, normed[b])
+
+
+@njit(cache=True, nogil=True)
+def finish_layer(layers, i, attended, n_rows, n_threads):
+    """``finish_attention``; x += s W_down (silu(W_gate normed) * W_up normed)."""
+    finish_attention(layers, i, attended, n_rows, n_threads)
+    layer = layers[i]
+    n_embd, n_ff = layer.n_embd, layer.n_ff
+    table = carray(integer_pointer(layer.matrices), (N_MATRICES, 6))
     hidden_row = 4 * (2 * n_ff + LANES)
     expect(layer.regions + REGION * 6)
     multiply(
@@ -300,9 +324,30 @@ def finish_layer(layers, i, attended, n_rows, n_threads):
         table[6:7], layer.hidden, hidden_row, n_rows, layer.quantized, layer.normed, 4 * n_embd,
         n_threads,
     )  # fmt: skip
-    for b in range(n_rows):
-        for c in range(n_embd):
-            x[b, c] += normed[b, c]
+    x, normed = float_rows(layer.x, n_rows, n_embd), float_rows(layer.normed, n_rows, n_embd)
+    _add_rows(x, normed, np.float32(layer.residual_scale), n_rows)
+
+
+@njit(cache=True, nogil=True)
+def add_experts(layers, i, y, n_threads):
+    """x += s y, the experts' output f32 (B, n_embd), then ``project_qkv`` of the next layer."""
+    layer, n_rows = layers[i], y.shape[0]
+    x = float_rows(layer.x, n_rows, layer.n_embd)
+    _add_rows(x, y, np.float32(layer.residual_scale), n_rows)
+    if i + 1 < layers.shape[0]:
+        project_qkv(layers, i + 1, n_rows, n_threads)
+
+
+@njit(cache=True, nogil=True)
+def run_gated(table, x, hidden, quantized, out, n_threads):
+    """out = W_down (silu(W_gate x) * W_up x), f32 rows at addresses.
+
+    table int64 (3, 6): gate, up, down. Scratch: hidden f32 (2 n_ff + 16,), quantized uint8.
+    """
+    n_ff = table[2, COLUMNS]
+    multiply(table[0:2], x, 0, 1, quantized, hidden, 0, n_threads)
+    _silu_multiply(hidden, hidden + 4 * n_ff, hidden, n_ff)
+    multiply(table[2:3], hidden, 0, 1, quantized, out, 0, n_threads)
 
 
 @njit(cache=True, nogil=True)

@@ -65,18 +65,18 @@ def norm_rows(x, weight, eps, out, n_threads):
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def add_rows(x, y, n_threads):
-    """x += y; x f32 (T, n)."""
+def add_rows(x, y, scale, n_threads):
+    """x += scale y; x f32 (T, n)."""
     n_rows, n = x.shape
     for part in prange(n_threads):
         for row in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
             for c in range(n):
-                x[row, c] += widen(y[row, c])
+                x[row, c] += scale * widen(y[row, c])
 
 
 @njit(cache=True, nogil=True)
-def _head(raw, bias, norm, eps, cos, sin, interleaved, work, out_nope, out):
-    """Bias, norm and rotation of one head of one token: raw (d,) -> out_nope, out (d,).
+def _head(raw, bias, norm, eps, cos, sin, scale, interleaved, work, out_nope, out):
+    """Bias, norm, rotation and scale of one head of one token: raw (d,) -> out_nope, out (d,).
 
     work f32 (2, d) scratch; out_nope and out in half-split order.
     """
@@ -88,9 +88,12 @@ def _head(raw, bias, norm, eps, cos, sin, interleaved, work, out_nope, out):
         for c in range(d):
             values[c] += bias[c]
     if norm.shape[0]:
-        scale = np.float32(1) / np.sqrt(sum_squares(values) / np.float32(d) + eps)
+        of_norm = np.float32(1) / np.sqrt(sum_squares(values) / np.float32(d) + eps)
         for c in range(d):
-            values[c] *= scale * norm[c]
+            values[c] *= of_norm * norm[c]
+    if scale != np.float32(1):
+        for c in range(d):
+            values[c] *= scale
     if interleaved:
         for i in range(half):
             ordered[i] = values[2 * i]
@@ -111,13 +114,14 @@ def _head(raw, bias, norm, eps, cos, sin, interleaved, work, out_nope, out):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def split_heads(
-    raw, q_bias, k_bias, v_bias, q_norm, k_norm, eps, cos, sin, interleaved, q, k, v, q_nope,
-    k_nope, n_threads,
+    raw, q_bias, k_bias, v_bias, q_norm, k_norm, eps, cos, sin, q_scale, interleaved, q, k, v,
+    q_nope, k_nope, n_threads,
 ):  # fmt: skip
     """A chunk's q/k/v as the projection gives them, into heads, with bias, norm and rotation.
 
     raw (T, H d + G d + G d_v); biases f32 as wide or empty, norms f32 (d,) or empty; cos, sin
-    f32 (T, n_rot / 2). q, q_nope (H, T, d), k, k_nope (G, T, d), v (G, T, d_v).
+    f32 (T, n_rot / 2); q_scale f32 (T,) multiplies the queries. q, q_nope (H, T, d), k, k_nope
+    (G, T, d), v (G, T, d_v).
     """
     n_head, n_rows, d = q.shape
     n_kv, d_v = v.shape[0], v.shape[2]
@@ -127,15 +131,15 @@ def split_heads(
             for h in range(n_head):
                 bias = q_bias[h * d : (h + 1) * d]
                 _head(
-                    raw[t, h * d : (h + 1) * d], bias, q_norm, eps, cos[t], sin[t], interleaved,
-                    work, q_nope[h, t], q[h, t],
+                    raw[t, h * d : (h + 1) * d], bias, q_norm, eps, cos[t], sin[t], q_scale[t],
+                    interleaved, work, q_nope[h, t], q[h, t],
                 )  # fmt: skip
             at = n_head * d
             for g in range(n_kv):
                 bias = k_bias[g * d : (g + 1) * d]
                 _head(
-                    raw[t, at : at + d], bias, k_norm, eps, cos[t], sin[t], interleaved,
-                    work, k_nope[g, t], k[g, t],
+                    raw[t, at : at + d], bias, k_norm, eps, cos[t], sin[t], np.float32(1),
+                    interleaved, work, k_nope[g, t], k[g, t],
                 )  # fmt: skip
                 at += d
             for g in range(n_kv):

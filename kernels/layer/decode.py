@@ -84,10 +84,10 @@ def empty_heads(
 
 @triton.jit
 def _split_heads_kernel(
-    raw_ptr, q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, pos_ptr,
-    q_ptr, k_ptr, v_ptr, q_nope_ptr, k_nope_ptr, n_head, n_kv_head, d, d_v, half, eps, stride_raw,
-    BIAS: tl.constexpr, V_BIAS: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    raw_ptr, q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    q_scale_ptr, pos_ptr, q_ptr, k_ptr, v_ptr, q_nope_ptr, k_nope_ptr, n_head, n_kv_head, d, d_v,
+    half, eps, stride_raw, stride_rope, BIAS: tl.constexpr, V_BIAS: tl.constexpr,
+    NORM: tl.constexpr, SCALE: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     b, unit = tl.program_id(0), tl.program_id(1)
     c = tl.arange(0, BLOCK)
@@ -122,7 +122,12 @@ def _split_heads_kernel(
             scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / d + eps)
             x *= scale * tl.load(norm_ptr + source, mask=mask, other=0)
             other *= scale * tl.load(norm_ptr + source_of_partner, mask=mask, other=0)
-        angle = tl.load(pos_ptr + b).to(tl.int64) * half + pair
+        pos = tl.load(pos_ptr + b).to(tl.int64)
+        if SCALE:
+            q_scale = tl.where(is_q, tl.load(q_scale_ptr + pos), 1.0)
+            x *= q_scale
+            other *= q_scale
+        angle = pos * stride_rope + pair
         cos = tl.load(cos_ptr + angle, mask=turned, other=1)
         sin = tl.load(sin_ptr + angle, mask=turned, other=0)
         rotated = x * cos + tl.where(first, -other, other) * sin
@@ -142,7 +147,9 @@ def split_heads(
     pos: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
+    q_scale: torch.Tensor | None = None,
     *,
+    n_rot: int | None = None,
     biases: Sequence[torch.Tensor | None] = (None, None, None),
     norms: Sequence[torch.Tensor | None] = (None, None),
     eps: float = 0.0,
@@ -150,21 +157,27 @@ def split_heads(
 ) -> None:
     """q, k and v as projected, raw f32 (B, H d + G d + G d_v) -> ``out``, in the order of Heads.
 
-    pos int32 (B,): each row's position in cos, sin f32 (positions, n_rot / 2). biases: of q, k and
-    v, f32 (rows,); norms: of q and k, f32 (d,), with ``eps``. Those of q and k must be there both
-    or not at all. interleaved: whether raw has its rotation pairs as (0, 1), (2, 3) ...
+    pos int32 (B,): each row's position in cos, sin f32 (positions, at least n_rot / 2) and q_scale
+    f32 (positions,), which multiplies the queries. n_rot: dims that are rotated; None: all that cos
+    has. biases: of q, k and v, f32 (rows,); norms: of q and k, f32 (d,), with ``eps``. Those of q
+    and k must be there both or not at all. interleaved: whether raw has its rotation pairs as (0,
+    1), (2, 3) ...
     """
     heads = Heads._make(out)
     n_batch, n_head, d = heads.q.shape
     n_kv_head, d_v = heads.v.shape[1:]
-    half, device = cos.shape[1], raw.device
+    half, device = cos.shape[1] if n_rot is None else n_rot // 2, raw.device
     width = (n_head + n_kv_head) * d + n_kv_head * d_v
     check("raw", raw, torch.float32, (n_batch, width), device, strided=True)
-    check("cos", cos, torch.float32, (None, half), device)
+    check("cos", cos, torch.float32, (None, cos.shape[1]), device)
     check("sin", sin, torch.float32, tuple(cos.shape), device)
     check("pos", pos, torch.int32, (n_batch,), device)
+    if q_scale is not None:
+        check("q_scale", q_scale, torch.float32, (len(cos),), device)
     if 2 * half > d:
         raise ValueError(f"cos has {half} pairs: expected at most {d // 2}")
+    if half > cos.shape[1]:
+        raise ValueError(f"n_rot = {n_rot}: cos has {cos.shape[1]} pairs")
     for name, x, shape in zip(
         Heads._fields, heads,
         ((n_head, d), (n_kv_head, d), (n_kv_head, d_v), (n_head, d), (n_kv_head, d)), strict=True,
@@ -181,8 +194,9 @@ def split_heads(
             raise ValueError(f"q_{name} and k_{name}: expected both or none")
     given = [raw if vector is None else vector for vector in vectors.values()]
     _split_heads_kernel[(n_batch, n_head + 2 * n_kv_head)](
-        raw, *given, cos, sin, pos, *heads, n_head, n_kv_head, d, d_v, half, eps, raw.stride(0),
-        BIAS=biases[0] is not None, V_BIAS=biases[2] is not None, NORM=norms[0] is not None,
+        raw, *given, cos, sin, raw if q_scale is None else q_scale, pos, *heads, n_head, n_kv_head,
+        d, d_v, half, eps, raw.stride(0), cos.stride(0), BIAS=biases[0] is not None,
+        V_BIAS=biases[2] is not None, NORM=norms[0] is not None, SCALE=q_scale is not None,
         INTERLEAVED=interleaved, BLOCK=triton.next_power_of_2(max(d, d_v)), num_warps=1,
     )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Supported architectures, one small file each; add a file and a line of ARCHITECTURES.
 
 A file defines ``ARCHITECTURE``, an ``Architecture``. All share the pre-norm decoder with RMS norm,
-grouped-query attention with rotary positions and a gated SiLU feed-forward (decoder.py); what
-differs is data.
+grouped-query attention with rotary positions and a gated SiLU feed-forward or a mixture of such
+experts (decoder.py); what differs is data.
 """
 
 from __future__ import annotations
@@ -13,7 +13,40 @@ from importlib import import_module
 from sparsekv_cli.errors import UnsupportedModelError
 
 # general.architecture -> module of this package
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES = {
+    "granite": "granite",
+    "granitemoe": "granitemoe",
+    "llama": "llama",
+    "mistral3": "mistral3",
+    "phi3": "phi3",
+    "qwen2": "qwen2",
+    "qwen2moe": "qwen2moe",
+    "qwen2vl": "qwen2vl",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3moe",
+    "qwen3vl": "qwen3vl",
+    "qwen3vlmoe": "qwen3vlmoe",
+    "smollm3": "smollm3",
+}
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of an architecture; a softmax over all of them routes.
+
+    required: whether every model has experts; otherwise those whose ``expert_count`` is not 0.
+    normalised: whether the weights of the chosen experts are made to sum to 1.
+    own_length: whether ``expert_feed_forward_length`` is their size (if it is missing, the length
+        of the feed-forward layer over the number of experts used); otherwise
+        ``feed_forward_length``.
+    shared: an expert that all tokens take: ``none``; ``optional``, where its length is stated;
+        ``gated``: always there, and weighed by the sigmoid of a product with the token.
+    """
+
+    required: bool = True
+    normalised: bool = True
+    own_length: bool = True
+    shared: str = "none"
 
 
 @dataclass(frozen=True)
@@ -24,12 +57,20 @@ class Architecture:
         otherwise i and i + n_rot/2 (NEOX).
     qk_norm: attn_q_norm and attn_k_norm (RMS norm of each head before the rotation) must be there.
     qkv_bias: attn_{q,k,v}.bias must be there; where it is False they are used if present.
+    fused_gate_up: ffn_up holds the rows of the gate, then those of up.
+    no_rope_step: every so many layers the last one is not rotated; 0: all are.
+    scalars: keys that only some architectures have, of SCALARS in models/hparams.py.
+    mixture: its experts; None: it has none.
     """
 
     name: str
     rope_interleaved: bool
     qk_norm: bool = False
     qkv_bias: bool = False
+    fused_gate_up: bool = False
+    no_rope_step: int = 0
+    scalars: tuple[str, ...] = ()
+    mixture: Mixture | None = None
 
 
 def architecture_of(name: str) -> Architecture:

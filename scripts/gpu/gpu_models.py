@@ -74,10 +74,9 @@ def random_model(name: str) -> Model:
         one = read_hparams(file)
         architecture = architecture_of(read_architecture(file))
         weights = read_weights(file, one, architecture)
-    many = {field: getattr(one, field) * n_layer for field in ("n_head", "n_head_kv", "n_ff")}
     return Model(
         name,
-        replace(one, n_layer=n_layer, **many),
+        replace(one, layers=one.layers * n_layer),
         architecture,
         replace(weights, layers=weights.layers * n_layer),
     )
@@ -103,7 +102,7 @@ def open_engine(
 
 def random_calibration(spec: LayerSpec, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
     """A layer's tensors for every method that reads some: of the right form, saying nothing."""
-    size, n_chunk = spec.n_head_kv * spec.head_dim, len(spec.theta)
+    size, n_chunk = spec.n_head_kv * spec.head_dim, spec.n_chunk
     rank = np.stack([rng.permutation(n_chunk) for _ in range(spec.n_head_kv)]).astype(np.uint8)
     basis = np.eye(size, dtype=np.float32)[rng.permutation(size)]
     return {

@@ -33,8 +33,9 @@ class AttnInput(NamedTuple):
 class LayerSpec:
     """The sizes of one layer, and how many threads its kernels may use.
 
-    theta: rotation of each RoPE pair (i, i + n_rot/2) in radians a position, f64 (n_rot/2,).
-    rope_scale: factor of the rotated dims (YaRN's magnitude). calibration: this layer's arrays of
+    theta: rotation of each RoPE pair (i, i + n_rot/2) in radians a position, f64 (n_rot/2,); empty
+    in a layer that is not rotated. rope_scale: factor of the rotated dims (YaRN's magnitude).
+    attention_scale: of the softmax; 0: 1/sqrt(d). calibration: this layer's arrays of
     the method's sidecar by name, empty for methods without a calibration. cache_type_k,
     cache_type_v: types of the rows (cache/store.py).
     """
@@ -51,6 +52,7 @@ class LayerSpec:
     calibration: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
+    attention_scale: float = 0.0
 
     @property
     def group(self) -> int:
@@ -59,8 +61,13 @@ class LayerSpec:
 
     @property
     def scale(self) -> np.float32:
-        """Softmax scale 1/sqrt(d)."""
-        return np.float32(self.head_dim**-0.5)
+        """Softmax scale."""
+        return np.float32(self.attention_scale or self.head_dim**-0.5)
+
+    @property
+    def n_chunk(self) -> int:
+        """Pairs of dims (i, i + n_chunk): those that RoPE turns, or all where it turns none."""
+        return len(self.theta) or self.head_dim // 2
 
 
 @dataclass(frozen=True)

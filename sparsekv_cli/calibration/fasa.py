@@ -44,8 +44,8 @@ def study_chunks(
     middle = middle_rows(len(run.ids), n_sinks, n_recent)
 
     def choose(spec: LayerSpec, share: float) -> Trial:
-        n_chunk = len(spec.theta)
-        rank = tensors["dom_var"][spec.layer, : spec.n_head_kv]
+        n_chunk = spec.n_chunk
+        rank = tensors["dom_var"][spec.layer, : spec.n_head_kv, :n_chunk]
         dims = dominance.order_dims(rank, max(1, round(share * n_chunk)), spec.head_dim)
         dims = dims[:, : 2 * max(1, round(share * n_chunk))]
         return Trial(spec.layer, unchanged, _attend_best(dims, n_sinks, n_recent))
@@ -86,12 +86,14 @@ def rank_all(run: CalibrationRun, n_query: int, top_k: int) -> dict[str, np.ndar
     """Both metrics of every chunk, and each kv head's chunks by rank, the best first.
 
     n_query: how many queries of the text judge; top_k: K of CA. score_var, score_ca f32 (L, H, C);
-    dom_var, dom_ca u8 (L, G, C); C = n_rot/2, which is d/2 where all dims are rotated. Layers with
-    fewer heads than others end in zeros.
+    dom_var, dom_ca u8 (L, G, C), C as LayerSpec.n_chunk. Layers with fewer heads or chunks than
+    others end in zeros.
     """
-    specs, n_chunk = run.specs, len(run.specs[0].theta)
+    specs = run.specs
     positions = dominance.query_positions(len(run.ids), n_query)
-    n_head, n_kv = (max(getattr(s, f) for s in specs) for f in ("n_head", "n_head_kv"))
+    n_head, n_kv, n_chunk = (
+        max(getattr(s, f) for s in specs) for f in ("n_head", "n_head_kv", "n_chunk")
+    )
     tensors = {}
     for metric in METRICS:
         tensors[f"score_{metric}"] = np.zeros((len(specs), n_head, n_chunk), np.float32)
@@ -100,8 +102,8 @@ def rank_all(run: CalibrationRun, n_query: int, top_k: int) -> dict[str, np.ndar
     def keep(spec: LayerSpec, scores: dict[str, np.ndarray]) -> None:
         for metric, score in scores.items():
             rank = dominance.rank_chunks(score, spec.n_head_kv)
-            tensors[f"score_{metric}"][spec.layer, : spec.n_head] = score
-            tensors[f"dom_{metric}"][spec.layer, : spec.n_head_kv] = rank
+            tensors[f"score_{metric}"][spec.layer, : spec.n_head, : spec.n_chunk] = score
+            tensors[f"dom_{metric}"][spec.layer, : spec.n_head_kv, : spec.n_chunk] = rank
         run.progress(STATISTICS_SHARE * (spec.layer + 1) / len(specs))
 
     caches = [_JudgingCache(spec, positions, top_k, keep) for spec in specs]
@@ -133,7 +135,7 @@ class _JudgingCache(LayerCache):
         keys = store.k[:, : store.n, : spec.head_dim].astype(np.float32)
         keys = np.ascontiguousarray(keys.swapaxes(1, 2))  # (G, d, n)
         judged = [
-            dominance.judge_chunks(q, t, keys, len(spec.theta), self._top_k)
+            dominance.judge_chunks(q, t, keys, spec.n_chunk, self._top_k)
             for q, t in zip(self._queries, self._positions, strict=True)
         ]
         means = [np.mean(values, axis=0) for values in zip(*judged, strict=True)]

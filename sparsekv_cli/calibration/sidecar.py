@@ -82,10 +82,10 @@ def identify(file: GGUFFile, hparams: HParams) -> ModelIdentity:
     """The identity of an open model."""
     return ModelIdentity(
         n_layer=hparams.n_layer,
-        n_head=hparams.n_head,
-        n_head_kv=hparams.n_head_kv,
+        n_head=tuple(layer.n_head for layer in hparams.layers),
+        n_head_kv=tuple(layer.n_head_kv for layer in hparams.layers),
         head_dim=hparams.head_dim,
-        value_dim=hparams.value_dim,
+        value_dim=hparams.layers[0].value_dim,
         n_rot=hparams.n_rot,
         freq_base=hparams.rope.freq_base,
         rope_scaling=hparams.rope.scaling,

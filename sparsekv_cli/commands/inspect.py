@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -91,7 +92,7 @@ def summarise(gguf: GGUFFile, problem: SparseKVError | None) -> dict[str, Any]:
     with contextlib.suppress(SparseKVError):  # `problem` says what is wrong with them
         hyperparameters = dataclasses.asdict(read_hparams(gguf))
         rope = hyperparameters.pop("rope")
-        hyperparameters = {key: _short(value) for key, value in hyperparameters.items()}
+        hyperparameters |= _sizes(hyperparameters.pop("layers"))
     tensors = gguf.tensors.values()
     n_parameters = sum(info.n_elements for info in tensors)
     n_bytes = sum(info.n_bytes for info in tensors)
@@ -114,9 +115,24 @@ def summarise(gguf: GGUFFile, problem: SparseKVError | None) -> dict[str, Any]:
         "context_length": _plain(gguf.metadata.get(context_key)),
         "hyperparameters": hyperparameters,
         "rope": rope,
+        "experts": _experts(gguf, str(architecture)),
         "problem": str(problem).removeprefix(f"{gguf.path}: ") if problem else None,
         "tokenizer": _tokenizer(gguf),
         "metadata": {key: _plain(value) for key, value in gguf.metadata.items()},
+    }
+
+
+def _experts(gguf: GGUFFile, architecture: str) -> dict[str, Any] | None:
+    """Experts as the file states them, whether or not it can be run; None where it has none."""
+    keys = f"{architecture}.expert_"
+    total = gguf.metadata.get(f"{keys}count")
+    if not isinstance(total, int) or not total:
+        return None
+    shared = f"{keys}shared_feed_forward_length", f"{keys}shared_count"
+    return {
+        "total": total,
+        "used": _plain(gguf.metadata.get(f"{keys}used_count")),
+        "shared": any(_plain(gguf.metadata.get(key)) not in (None, 0) for key in shared),
     }
 
 
@@ -191,6 +207,10 @@ def _render(console: Console, summary: dict[str, Any], list_metadata: bool) -> N
     else:
         weights = f"{count(summary['parameters'])} in {summary['n_tensors']} tensors"
         rows.append(("parameters", f"{weights}, {summary['bits_per_weight']:.2f} bits each"))
+    if summary["experts"]:
+        experts = summary["experts"]
+        shared = ", and a shared one" if experts["shared"] else ""
+        rows.append(("experts", f"{experts['used']} of {experts['total']} a token{shared}"))
     rows.append(("context", summary["context_length"]))
     if "check" in summary:
         unchecked = summary["check"]["unchecked_types"]
@@ -229,8 +249,13 @@ def _tokenizer_rows(tokenizer: dict[str, Any]) -> list[tuple[str, Any]]:
     return rows
 
 
-def _short(value: Any) -> Any:
-    """One number for a per-layer tuple whose values are all the same, else a list."""
-    if isinstance(value, tuple):
-        return value[0] if len(set(value)) == 1 else list(value)
-    return value
+def _sizes(layers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Sizes of the layers, those of their experts among them: one value, or a list if they differ.
+
+    ``inspect`` shows the sizes that a model has: an ``n_ff`` of 0 stands for experts.
+    """
+    flat = [{**layer, **(layer["experts"] or {})} for layer in layers]
+    names = dict.fromkeys(name for layer in flat for name in layer if name != "experts")
+    columns = {name: [layer.get(name, 0) for layer in flat] for name in names}
+    sizes = {k: values[0] if len(set(values)) == 1 else values for k, values in columns.items()}
+    return {"n_layer": len(layers), **sizes}

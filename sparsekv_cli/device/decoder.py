@@ -35,12 +35,12 @@ from sparsekv_cli.models.weights import Weights
 
 
 class DeviceRope:
-    """RopeTable with cos, sin f32 (positions, n_rot / 2) on a device."""
+    """RopeTable with cos, sin f32 (positions, n_rot / 2), q_scale f32 (positions,) on a device."""
 
     def __init__(self, table: RopeTable, device: torch.device) -> None:
         self._table, self._device = table, device
         self.theta, self.magnitude = table.theta, table.magnitude
-        self.cos = self.sin = torch.empty(0, device=device)
+        self.cos = self.sin = self.q_scale = torch.empty(0, device=device)
 
     def reserve(self, n_positions: int) -> None:
         """Makes rows 0..n_positions valid; the tensors are new ones when they grow."""
@@ -48,6 +48,7 @@ class DeviceRope:
         if len(self.cos) < len(self._table.cos):
             self.cos = torch.from_numpy(self._table.cos).to(self._device)
             self.sin = torch.from_numpy(self._table.sin).to(self._device)
+            self.q_scale = torch.from_numpy(self._table.q_scale).to(self._device)
 
 
 class DeviceDecoder(Forward):
@@ -78,7 +79,10 @@ class DeviceDecoder(Forward):
         self.dtype = device_weights.dtype
         self.prefill_dtype = self.rows_dtype = "f32" if self.dtype == torch.float32 else "bf16"
         self._on_device = device_weights
-        self.rope = DeviceRope(RopeTable(hparams, weights.rope_freqs), self.device)
+        table = RopeTable(
+            hparams.n_rot, hparams.rope, weights.rope_freqs, hparams.temperature_scale
+        )
+        self.rope = DeviceRope(table, self.device)
         self.layers = [layer.vectors for layer in device_weights.layers]
         self.output_norm = device_weights.output_norm
         interleaved = architecture.rope_interleaved
@@ -219,6 +223,7 @@ class DeviceDecoder(Forward):
         vectors: Any = layer.vectors  # tensors
         kernels.split_heads(
             layer.qkv.apply(normed), inputs, buffers.pos, self.rope.cos, self.rope.sin,
+            self.rope.q_scale, n_rot=h.layers[i].n_rot,
             biases=(vectors.q.bias, vectors.k.bias, vectors.v.bias),
             norms=(vectors.q_norm, vectors.k_norm),
             eps=h.norm_eps, interleaved=self.architecture.rope_interleaved,
@@ -242,7 +247,7 @@ class DeviceDecoder(Forward):
         for b, (caches, pos) in enumerate(zip(self._caches, self._positions, strict=True)):
             cache = caches[i]
             out = cache.decode(AttnInput._make((*self._buffers.host_inputs(i, b), pos)))
-            attended[b] = out[:, : self.hparams.value_dim]
+            attended[b] = out[:, : self.hparams.layers[i].value_dim]
             if isinstance(cache, HostLFPS):
                 lse[b] = cache.lse
 
@@ -261,11 +266,11 @@ class DeviceDecoder(Forward):
     def _finish(self, i: int) -> None:
         """The rest of layer i, from its attention on."""
         h, layer, buffers = self.hparams, self._on_device.layers[i], self._buffers
-        buffers.x += layer.o.apply(buffers.attended(i).flatten(1))
+        buffers.x.add_(layer.o.apply(buffers.attended(i).flatten(1)), alpha=h.residual_scale)
         ffn_norm: Any = layer.vectors.ffn_norm
         normed = kernels.rms_norm(buffers.x, ffn_norm, h.norm_eps)
         hidden = kernels.silu_multiply(layer.gate_up.apply(normed))
-        buffers.x += layer.down.apply(hidden)
+        buffers.x.add_(layer.down.apply(hidden), alpha=h.residual_scale)
 
     def _output(self) -> None:
         normed = kernels.rms_norm(self._buffers.x, self.output_norm, self.hparams.norm_eps)

@@ -93,6 +93,11 @@ def open_device_engine(
     SparseKVError, with the numbers, for what does not fit. If ``config.kv`` is auto, a KV cache
     that does not fit stays on the host, and the engine's note says so.
     """
+    if hparams.has_experts:
+        raise SparseKVError(
+            f"architecture {hparams.architecture} with experts does not run on a GPU; use "
+            "--device cpu"
+        )
     if config.prefill_dtype == "int8":
         raise SparseKVError("--prefill-dtype int8 is of the CPU; a GPU's are f32 and bf16")
     torch.set_num_threads(n_threads)
@@ -139,16 +144,17 @@ def free_bytes(device: torch.device, limit: float) -> int | None:
 
 def kv_bytes(hparams: HParams, n_ctx: int) -> int:
     """K and V of n_ctx tokens in f16."""
-    return 2 * n_ctx * sum(hparams.n_head_kv) * (hparams.head_dim + hparams.value_dim)
+    return sum(
+        2 * n_ctx * layer.n_head_kv * (layer.head_dim + layer.value_dim) for layer in hparams.layers
+    )
 
 
 def scratch_bytes(hparams: HParams, chunk: int) -> int:
     """About what a chunk takes beside weights and cache: a layer's bf16 matrices, and its rows."""
-    h = hparams
-    most = 0
-    for n_head, n_kv, n_ff in zip(h.n_head, h.n_head_kv, h.n_ff, strict=True):
-        heads = (n_head + n_kv) * (h.head_dim + h.value_dim)
-        matrices = 2 * h.n_embd * (heads + 3 * n_ff)
-        rows = 2 * chunk * (4 * h.n_embd + 3 * heads + 4 * n_ff)
+    n_embd, most = hparams.n_embd, 0
+    for layer in hparams.layers:
+        heads = (layer.n_head + layer.n_head_kv) * (layer.head_dim + layer.value_dim)
+        matrices = 2 * n_embd * (heads + 3 * layer.n_ff)
+        rows = 2 * chunk * (4 * n_embd + 3 * heads + 4 * layer.n_ff)
         most = max(most, matrices + rows)
     return most

@@ -10,7 +10,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention, silu
 
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
-from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.hparams import HParams, LayerParams
 from sparsekv_cli.models.weights import LayerWeights, Linear
 
 
@@ -22,7 +22,7 @@ def rms_norm(x: torch.Tensor, weight: Any, eps: float) -> torch.Tensor:
 def rotate(heads: torch.Tensor, rope: Any, n_rot: int, pos: int) -> torch.Tensor:
     """f32 (heads, T, d) in half-split order -> rotated, the first row at ``pos``."""
     half, rows = n_rot // 2, slice(pos, pos + heads.shape[1])
-    cos, sin = (torch.as_tensor(table[rows]) for table in (rope.cos, rope.sin))  # (T, half)
+    cos, sin = (torch.as_tensor(table[rows, :half]) for table in (rope.cos, rope.sin))  # (T, half)
     a, b = heads[..., :half], heads[..., half:n_rot]
     return torch.cat([a * cos - b * sin, a * sin + b * cos, heads[..., n_rot:]], dim=-1)
 
@@ -47,22 +47,28 @@ class TorchRows:
         return rms_norm(x, weight, self._hparams.norm_eps)
 
     def heads(
-        self, raw: torch.Tensor, layer: LayerWeights, n_head: int, n_kv: int, pos: int
+        self, raw: torch.Tensor, layer: LayerWeights, sizes: LayerParams, pos: int
     ) -> AttnInput:
-        h = self._hparams
-        q, k, v = raw.split([n_head * h.head_dim, n_kv * h.head_dim, n_kv * h.value_dim], dim=1)
-        q_nope = self._ordered(q, layer.q, layer.q_norm, n_head)
-        k_nope = self._ordered(k, layer.k, layer.k_norm, n_kv)
-        q, k = (rotate(x, self._rope, h.n_rot, pos) for x in (q_nope, k_nope))
-        v = _add_bias(v, layer.v).reshape(-1, n_kv, h.value_dim).transpose(0, 1)
+        n_head, n_kv, d, d_v = sizes.n_head, sizes.n_head_kv, sizes.head_dim, sizes.value_dim
+        q, k, v = raw.split([n_head * d, n_kv * d, n_kv * d_v], dim=1)
+        q_scale = torch.as_tensor(self._rope.q_scale[pos : pos + len(raw)])
+        q_nope = self._ordered(q, layer.q, layer.q_norm, n_head, sizes) * q_scale[:, None]
+        k_nope = self._ordered(k, layer.k, layer.k_norm, n_kv, sizes)
+        q, k = (rotate(x, self._rope, sizes.n_rot, pos) for x in (q_nope, k_nope))
+        v = _add_bias(v, layer.v).reshape(-1, n_kv, d_v).transpose(0, 1)
         return AttnInput._make((*(t.to(self._dtype) for t in (q, k, v, q_nope, k_nope)), pos))
 
     def _ordered(
-        self, rows: torch.Tensor, projection: Linear, norm: np.ndarray | None, n_head: int
+        self,
+        rows: torch.Tensor,
+        projection: Linear,
+        norm: np.ndarray | None,
+        n_head: int,
+        sizes: LayerParams,
     ) -> torch.Tensor:
         """(T, heads d) -> f32 (heads, T, d) with bias and norm, in half-split order."""
-        n_rot, d = self._hparams.n_rot, self._hparams.head_dim
-        heads = _add_bias(rows.float(), projection).reshape(-1, n_head, d)
+        n_rot = sizes.n_rot
+        heads = _add_bias(rows.float(), projection).reshape(-1, n_head, sizes.head_dim)
         if norm is not None:
             heads = rms_norm(heads, norm, self._hparams.norm_eps)
         if self._interleaved:
@@ -75,7 +81,7 @@ class TorchRows:
         return silu(gate).mul_(up)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        x += y
+        x.add_(y, alpha=self._hparams.residual_scale)
 
 
 def _add_bias(rows: torch.Tensor, projection: Linear) -> torch.Tensor:

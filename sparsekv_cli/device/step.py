@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -27,13 +29,14 @@ class StepBuffers:
         self._numbers = numbers
         self.pos, self.n, self.budget = numbers
         sizes = {
-            n_head * h.head_dim * 2 + n_kv * (2 * h.head_dim + h.value_dim)
-            for n_head, n_kv in zip(h.n_head, h.n_head_kv, strict=True)
+            2 * each.n_head * each.head_dim + each.n_head_kv * (2 * each.head_dim + each.value_dim)
+            for each in h.layers
         }
         self._host_packed, self._packed = self._both((n_rows * max(sizes),), torch.float32)
-        most = n_rows * max(h.n_head)
-        self._attended = torch.zeros(most * h.value_dim, dtype=torch.float32, device=device)
-        self._from_host, self._received = self._both((most * (h.value_dim + 1),), torch.float32)
+        wide = n_rows * max(each.n_head * each.value_dim for each in h.layers)
+        wider = n_rows * max(each.n_head * (each.value_dim + 1) for each in h.layers)
+        self._attended = torch.zeros(wide, dtype=torch.float32, device=device)
+        self._from_host, self._received = self._both((wider,), torch.float32)
         self._host_logits = self._on_host((n_rows, h.n_vocab), torch.float32)
 
     def _on_host(self, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
@@ -54,11 +57,11 @@ class StepBuffers:
 
     def _layer_inputs(self, packed: torch.Tensor, i: int) -> list[torch.Tensor]:
         """q, k, v, q_nope, k_nope of layer i, f32 (B, heads, d), one after another."""
-        h, n_rows = self._h, self.n_rows
+        sizes, n_rows = self._h.layers[i], self.n_rows
         q, k, v = (
-            (h.n_head[i], h.head_dim),
-            (h.n_head_kv[i], h.head_dim),
-            (h.n_head_kv[i], h.value_dim),
+            (sizes.n_head, sizes.head_dim),
+            (sizes.n_head_kv, sizes.head_dim),
+            (sizes.n_head_kv, sizes.value_dim),
         )
         parts, at = [], 0
         for heads, width in (q, k, v, q, k):
@@ -80,18 +83,15 @@ class StepBuffers:
 
     def attended(self, i: int) -> torch.Tensor:
         """Layer i's attention output, f32 (B, H, d_v)."""
-        h = self._h
-        size = self.n_rows * h.n_head[i] * h.value_dim
-        return self._attended[:size].view(self.n_rows, h.n_head[i], h.value_dim)
+        shape = (self.n_rows, self._h.layers[i].n_head, self._h.layers[i].value_dim)
+        return self._attended[: math.prod(shape)].view(shape)
 
     def _part(self, flat: torch.Tensor, i: int) -> Attended:
         """Layer i's attention output and log-sum-exp in ``flat``, one behind the other."""
-        h = self._h
-        n = self.n_rows * h.n_head[i]
-        out, lse = flat[: n * (h.value_dim + 1)].split((n * h.value_dim, n))
-        return Attended(
-            out.view(self.n_rows, h.n_head[i], h.value_dim), lse.view(self.n_rows, h.n_head[i])
-        )
+        n_head, d_v = self._h.layers[i].n_head, self._h.layers[i].value_dim
+        n = self.n_rows * n_head
+        out, lse = flat[: n * (d_v + 1)].split((n * d_v, n))
+        return Attended(out.view(self.n_rows, n_head, d_v), lse.view(self.n_rows, n_head))
 
     def from_host(self, i: int) -> Attended:
         """Where the host writes its results of layer i."""
@@ -103,7 +103,7 @@ class StepBuffers:
 
     def upload_part(self, i: int) -> Attended:
         """Copies the host's results and their log-sum-exp to the device, a part of attention."""
-        size = self.n_rows * self._h.n_head[i] * (self._h.value_dim + 1)
+        size = self.n_rows * self._h.layers[i].n_head * (self._h.layers[i].value_dim + 1)
         self._received[:size].copy_(self._from_host[:size], non_blocking=True)
         return self._part(self._received, i)
 

@@ -17,7 +17,7 @@ from sparsekv_cli.cpu.weights import dot as host_matvec
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
 from sparsekv_cli.kernels.weights import dot
 from sparsekv_cli.kernels.weights.packed import PACKABLE, PackedMatrix, merge_alike, repack
-from sparsekv_cli.models.weights import LayerWeights, Linear, Weights
+from sparsekv_cli.models.weights import GatedWeights, LayerWeights, Linear, Weights
 
 
 class Stack:
@@ -96,6 +96,7 @@ class DeviceWeights:
         return sum(stack.nbytes for stack in [*stacks, self.output])
 
     def _layer(self, layer: LayerWeights) -> DeviceLayer:
+        assert isinstance(layer.ffn, GatedWeights)  # device/engine.py refuses the others
         vectors: dict[str, Any] = {
             name: self._vector(getattr(layer, name))
             for name in ("attn_norm", "q_norm", "k_norm", "ffn_norm")
@@ -107,8 +108,8 @@ class DeviceWeights:
             vectors=replace(layer, **vectors),
             qkv=self._stack(layer.q, layer.k, layer.v),
             o=self._stack(layer.o),
-            gate_up=self._stack(layer.gate, layer.up),
-            down=self._stack(layer.down),
+            gate_up=self._stack(layer.ffn.gate, layer.ffn.up),
+            down=self._stack(layer.ffn.down),
         )
 
     def _vector(self, array: np.ndarray | None) -> Any:

@@ -143,8 +143,10 @@ def batches(
     session: Session, methods: Mapping[str, Method], n_rows: int, most_bytes: int | None
 ) -> Iterator[dict[str, Method]]:
     """``methods`` in groups that take at most ``most_bytes`` of K and V, each led by the first."""
-    h = session.hparams
-    row_bytes = 2 * (padded(h.head_dim) + padded(h.value_dim)) * sum(h.n_head_kv)
+    row_bytes = sum(
+        2 * (padded(layer.head_dim) + padded(layer.value_dim)) * layer.n_head_kv
+        for layer in session.hparams.layers
+    )
     size = len(methods)
     if most_bytes is not None:
         size = max(1, most_bytes // (row_bytes * max(1, n_rows)) - 1)

@@ -95,8 +95,8 @@ class FASA(Method):
 
     def dominant_dims(self, spec: LayerSpec) -> tuple[np.ndarray, int]:
         """A layer's dims by its calibration, int32 (G, d), and how many of the first dominate."""
-        n_chunk = len(spec.theta)
-        rank = spec.calibration[f"dom_{self.metric}"][: spec.n_head_kv]  # (G, C)
+        n_chunk = spec.n_chunk
+        rank = spec.calibration[f"dom_{self.metric}"][: spec.n_head_kv, :n_chunk]  # (G, C)
         if rank.shape[1] != n_chunk or (np.sort(rank) != np.arange(n_chunk)).any():
             raise SparseKVError(f"calibration of fasa: layer {spec.layer} ranks other chunks")
         share = 8 if self.metric == "var" else 4

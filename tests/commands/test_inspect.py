@@ -10,6 +10,8 @@ import gguf
 import numpy as np
 import pytest
 from split_models import split_model
+from tiny_architectures import Experts
+from tiny_models import make_model
 
 from sparsekv_cli.cli import main
 
@@ -167,8 +169,44 @@ def test_an_unsupported_architecture_is_shown(
     assert inspect(path, "--json") == 0
     summary = read_json(capsys)
     assert summary["architecture"] == "mamba"
-    assert "'mamba' is not supported; supported are llama" in summary["problem"]
+    assert "'mamba' is not supported; supported are granite, " in summary["problem"]
     assert summary["parameters"] == 320
+
+
+@pytest.mark.parametrize(
+    ("arch", "shown"),
+    [("qwen2moe", "3 of 8 a token, and a shared one"), ("qwen3moe", "3 of 8 a token")],
+)
+def test_experts_are_shown(
+    arch: str, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_model(tmp_path / "experts.gguf", arch=arch, n_embd=64)
+    assert inspect(path) == 0
+    assert any(
+        line.split(None, 1) == ["experts", shown]
+        for line in map(str.strip, capsys.readouterr().out.splitlines())
+    )
+    assert inspect(path, "--json") == 0
+    sizes = read_json(capsys)["hyperparameters"]
+    assert (sizes["n_expert"], sizes["n_expert_used"], sizes["n_ff_expert"]) == (8, 3, 96)
+    assert sizes["n_ff"] == 0 and sizes["normalised"] == (arch == "qwen3moe")
+
+
+def test_experts_of_a_model_that_cannot_be_run_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_model(tmp_path / "experts.gguf", arch="qwen3", n_embd=64, experts=Experts())
+    assert inspect(path, "--json") == 0
+    summary = read_json(capsys)
+    assert summary["experts"] == {"total": 8, "used": 3, "shared": False}
+    assert "no experts can be run with this architecture" in summary["problem"]
+
+
+def test_layers_that_differ_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_model(tmp_path / "model.gguf", arch="smollm3", n_layer=4, n_embd=64)
+    assert inspect(path, "--json") == 0
+    sizes = read_json(capsys)["hyperparameters"]
+    assert sizes["n_rot"] == [16, 16, 16, 0] and sizes["n_head"] == 4
 
 
 def test_an_unsupported_type_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,7 +90,7 @@ def test_only_the_layout_that_decode_reads(
 ) -> None:
     code = FORMATS["Q4_0"].code
     linear = Linear(code, np.zeros((32, 18), np.uint8), 32)
-    layer = SimpleNamespace(linears=lambda: [linear])
+    layer = SimpleNamespace(linears=lambda: [linear], ffn=None)
     weights: Any = SimpleNamespace(layers=[layer], output=linear, token_embd=linear)
     warmup.compile_weight_kernels(weights, "f32", 1, repacks, None)
     kernels = {call for call in compiled if call[0] == "kernel_address"}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tiny_models import make_model
 
+from sparsekv_cli import engine
 from sparsekv_cli.batch import Batch
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.device.host import HostCache
@@ -60,6 +61,32 @@ def test_decode(tmp_path, method, kv):
         token = int(a.argmax())
         a, b = (session.decode(token) for session in (expected, actual))
     assert expected.ledger.as_dict()["rows_attended"] == actual.ledger.as_dict()["rows_attended"]
+
+
+@pytest.mark.parametrize("kv", ["device", "host"])
+@pytest.mark.parametrize("arch", ["granite", "mistral3", "phi3", "smollm3"])
+def test_architectures(tmp_path, arch, kv):
+    """Scales, scaled queries, partial rotation and layers without any."""
+    sizes = {**SIZES, "n_head": 2, "n_head_kv": 1, "n_layer": 4 if arch == "smollm3" else 2}
+    path = make_model(tmp_path / "m.gguf", arch=arch, wtype="F32", n_ctx=512, **sizes)
+    expected, actual = sessions(path, "full", kv=kv)
+    a, b = (session.prefill(PROMPT[:110]) for session in (expected, actual))
+    for _ in range(2):
+        np.testing.assert_allclose(b, a, atol=4e-3)
+        token = int(a.argmax())
+        a, b = (session.decode(token) for session in (expected, actual))
+
+
+@pytest.mark.parametrize("arch", ["granitemoe", "qwen3moe"])
+def test_experts_are_refused_or_run_on_the_cpu(tmp_path, arch, monkeypatch):
+    path = make_model(tmp_path / "m.gguf", arch=arch, **SIZES)
+    config = SessionConfig(device="cuda")
+    with pytest.raises(SparseKVError, match=f"{arch} with experts does not run on a GPU; use --de"):
+        load_session(path, build_method("full", {}), config)
+    monkeypatch.setattr(engine, "may_have_device", lambda: True)
+    session = load_session(path, build_method("full", {}), SessionConfig(device="auto"))
+    assert isinstance(session.engine, engine.HostEngine)
+    assert session.engine.note == "the GPU is not used: experts run on the CPU"
 
 
 @pytest.mark.parametrize("method", ["full", "lfps"])

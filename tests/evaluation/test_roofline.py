@@ -41,7 +41,7 @@ def test_full_attention_reads_all_rows(tmp_path) -> None:
     session.decode(5)
     roofline = decode_roofline(session.decoder.weights.n_bytes, session.ledger.as_dict(), 1, 1e9)
     h = session.hparams
-    row = sum(n_kv * 2 * (h.head_dim + h.value_dim) for n_kv in h.n_head_kv)
+    row = sum(x.n_head_kv * 2 * (x.head_dim + x.value_dim) for x in h.layers)
     assert roofline.kv_bytes == 21 * row  # 20 prefilled and the token's own
     n_linear = sum(
         w.data.nbytes for layer in session.decoder.weights.layers for w in layer.linears()

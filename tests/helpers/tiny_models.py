@@ -19,8 +19,9 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType, TokenType
 from gguf.constants import GGML_QUANT_SIZES
 from quantized_rows import set_iq1_m_scale
+from tiny_architectures import TRAITS, Experts, add_expert_keys, long_factors, rotated_dims
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = tuple(TRAITS)
 WEIGHT_STD = 0.05
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 EOS_ID, BOS_ID = 0, 1
@@ -103,20 +104,23 @@ def make_model(
     chat_template: str | None = None,
     metadata: Mapping[str, Any] | None = None,
     omit: Collection[str] = (),
+    experts: Experts | None = None,
     repeat: bool = False,
 ) -> Path:
     """Write a deterministic GGUF that llama.cpp loads; returns its path.
 
     wtype: type of every matrix, token_embd (and output, when not tied) included; norms and biases
         stay F32. wtypes overrides it for single tensors by full name (``blk.0.attn_q.weight``).
-    head_dim: width of a head; None is n_embd // n_head, and writes no key_length but for qwen3.
+    head_dim: width of a head; None is n_embd // n_head, and writes a key_length only where heads
+        have a norm.
     value_dim: width of a value; None is that of a head; otherwise head_dim is given too.
-    biases: q/k/v biases; None writes them for qwen2 only.
+    biases: q/k/v biases; None writes them where the architecture has them.
+    experts: instead of the feed-forward layer; None: those of the architecture.
     rope_freqs: write Llama 3's rope_freqs.weight (llama only).
     rope_scaling: ("linear", factor) or ("yarn", factor, original context length).
     attention_gain: how many times WEIGHT_STD the q and k weights are; 2 makes attention uneven, so
         that RoPE matters; less damps rounding errors.
-    metadata: further keys, str, bool, int or float; they come last.
+    metadata: further keys, str, bool, int (int32), float or a list of int; they come last.
     omit: names of tensors to leave out, for tests of broken files.
     repeat: matrices of one type, shape and gain are the same, the first one; a model of any number
         of layers then takes the memory of a few.
@@ -125,48 +129,63 @@ def make_model(
         raise ValueError(f"arch = {arch!r}: must be one of {', '.join(ARCHITECTURES)}")
     width = n_embd // n_head if head_dim is None else head_dim
     value_width = width if value_dim is None else value_dim
-    wtypes = wtypes or {}
-    biases = arch == "qwen2" if biases is None else biases
+    wtypes, traits = wtypes or {}, TRAITS[arch]
+    biases = traits.biases if biases is None else biases
+    experts = experts or traits.experts
 
     writer = GGUFWriter(path, arch)
-    writer.add_name(f"tiny {arch} {wtype}")
+    name = arch.replace("phi3", "phi 3")  # llama.cpp expects tokens of a vocabulary named phi3
+    writer.add_name(f"tiny {name} {wtype}")
     writer.add_file_type(LlamaFileType[FILE_TYPES.get(wtype, f"MOSTLY_{wtype}")])
     writer.add_block_count(n_layer)
     writer.add_context_length(n_ctx)
     writer.add_embedding_length(n_embd)
+    if experts is not None:
+        add_expert_keys(writer, arch, experts)
+        n_ff = n_ff if experts.own_length else experts.n_ff
     writer.add_feed_forward_length(n_ff)
     writer.add_head_count(n_head)
     writer.add_head_count_kv(n_head_kv)
     writer.add_layer_norm_rms_eps(1e-5 if arch == "llama" else 1e-6)
     writer.add_rope_freq_base(freq_base)
     writer.add_vocab_size(n_vocab)
-    if head_dim is not None or arch == "qwen3":
+    if head_dim is not None or traits.qk_norm:
         writer.add_key_length(width)
         writer.add_value_length(value_width)
-        if arch == "llama":
-            writer.add_rope_dimension_count(width)
+    if (head_dim is not None and arch == "llama") or traits.rotated < 1:
+        writer.add_rope_dimension_count(rotated_dims(arch, width))
     if rope_scaling is not None:
         writer.add_string(f"{arch}.rope.scaling.type", rope_scaling[0])
         writer.add_rope_scaling_factor(rope_scaling[1])
         if len(rope_scaling) == 3:
             writer.add_rope_scaling_orig_ctx_len(rope_scaling[2])
     add_tokenizer(writer, n_vocab, chat_template)
+    for key, value in traits.keys.items():
+        add_value(writer, f"{arch}.{key}", np.uint32(value) if type(value) is int else value)
     for key, value in (metadata or {}).items():
         add_value(writer, key, value)
 
     written: dict[tuple[str, int, int, float], np.ndarray] = {}
 
-    def matrix(name: str, n_out: int, n_in: int, gain: float = 1.0) -> None:
-        """One weight matrix (n_out, n_in) of standard deviation gain * WEIGHT_STD."""
+    def matrix(name: str, n_out: int, n_in: int, gain: float = 1.0, n: int = 0) -> None:
+        """A weight matrix (n_out, n_in), or n of them, of standard deviation gain * WEIGHT_STD."""
         if name in omit:
             return
         kind = wtypes.get(name, wtype)
-        data = written.get((kind, n_out, n_in, gain))
+        n_rows = max(1, n) * n_out
+        data = written.get((kind, n_rows, n_in, gain))
         if data is None:
-            data = random_rows(tensor_rng(seed, name), kind, n_out, n_in, gain * WEIGHT_STD)
+            data = random_rows(tensor_rng(seed, name), kind, n_rows, n_in, gain * WEIGHT_STD)
         if repeat:
-            written[kind, n_out, n_in, gain] = data
-        writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[kind])
+            written[kind, n_rows, n_in, gain] = data
+        shaped = data.reshape(n, n_out, -1) if n else data
+        writer.add_tensor(name, shaped, raw_dtype=GGMLQuantizationType[kind])
+
+    def router(name: str, n_out: int) -> None:
+        """An F32 matrix (n_out, n_embd) of a mixture of experts, whose choices are clear."""
+        if name not in omit:
+            rows = random_rows(tensor_rng(seed, name), "F32", n_out, n_embd, 2 * WEIGHT_STD)
+            writer.add_tensor(name, rows)
 
     def vector(name: str, size: int, mean: float, std: float) -> None:
         """One F32 vector: a norm's weight (mean 1) or a bias (mean 0)."""
@@ -180,23 +199,43 @@ def make_model(
         matrix("output.weight", n_vocab, n_embd)
     if rope_freqs and "rope_freqs.weight" not in omit:
         writer.add_tensor("rope_freqs.weight", llama3_factors(width, freq_base))
+    if traits.factors:
+        for name, factors in long_factors(rotated_dims(arch, width)).items():
+            writer.add_tensor(name, factors)
     for layer in range(n_layer):
         prefix = f"blk.{layer}."
         vector(prefix + "attn_norm.weight", n_embd, 1.0, 0.1)
-        matrix(prefix + "attn_q.weight", n_head * width, n_embd, attention_gain)
-        matrix(prefix + "attn_k.weight", n_head_kv * width, n_embd, attention_gain)
-        matrix(prefix + "attn_v.weight", n_head_kv * value_width, n_embd)
+        if traits.fused:
+            n_rows = (n_head + n_head_kv) * width + n_head_kv * value_width
+            matrix(prefix + "attn_qkv.weight", n_rows, n_embd, attention_gain)
+        else:
+            matrix(prefix + "attn_q.weight", n_head * width, n_embd, attention_gain)
+            matrix(prefix + "attn_k.weight", n_head_kv * width, n_embd, attention_gain)
+            matrix(prefix + "attn_v.weight", n_head_kv * value_width, n_embd)
         if biases:
             vector(prefix + "attn_q.bias", n_head * width, 0.0, 0.5)
             vector(prefix + "attn_k.bias", n_head_kv * width, 0.0, 2.0)
             vector(prefix + "attn_v.bias", n_head_kv * value_width, 0.0, 0.2)
-        if arch == "qwen3":
+        if traits.qk_norm:
             vector(prefix + "attn_q_norm.weight", width, 1.0, 0.3)
             vector(prefix + "attn_k_norm.weight", width, 1.0, 0.3)
         matrix(prefix + "attn_output.weight", n_embd, n_head * value_width)
         vector(prefix + "ffn_norm.weight", n_embd, 1.0, 0.1)
-        matrix(prefix + "ffn_gate.weight", n_ff, n_embd)
-        matrix(prefix + "ffn_up.weight", n_ff, n_embd)
+        if experts is not None:
+            router(prefix + "ffn_gate_inp.weight", experts.n)
+            matrix(prefix + "ffn_gate_exps.weight", experts.n_ff, n_embd, n=experts.n)
+            matrix(prefix + "ffn_up_exps.weight", experts.n_ff, n_embd, n=experts.n)
+            matrix(prefix + "ffn_down_exps.weight", n_embd, experts.n_ff, n=experts.n)
+            if experts.gate:
+                vector(prefix + "ffn_gate_inp_shexp.weight", n_embd, 0.0, 0.1)
+            if experts.n_shared:
+                matrix(prefix + "ffn_gate_shexp.weight", experts.n_shared, n_embd)
+                matrix(prefix + "ffn_up_shexp.weight", experts.n_shared, n_embd)
+                matrix(prefix + "ffn_down_shexp.weight", n_embd, experts.n_shared)
+            continue
+        if not traits.fused:
+            matrix(prefix + "ffn_gate.weight", n_ff, n_embd)
+        matrix(prefix + "ffn_up.weight", (1 + traits.fused) * n_ff, n_embd)
         matrix(prefix + "ffn_down.weight", n_embd, n_ff)
 
     writer.write_header_to_file()
@@ -341,9 +380,13 @@ def add_value(writer: GGUFWriter, key: str, value: Any) -> None:
         writer.add_bool(key, value)
     elif isinstance(value, int):
         writer.add_int32(key, value)
+    elif isinstance(value, np.uint32):
+        writer.add_uint32(key, int(value))
     elif isinstance(value, float):
         writer.add_float32(key, value)
     elif isinstance(value, str):
         writer.add_string(key, value)
+    elif isinstance(value, list):
+        writer.add_array(key, value)
     else:
-        raise ValueError(f"metadata {key}: {type(value).__name__} is not str, bool, int or float")
+        raise ValueError(f"metadata {key}: {type(value).__name__} is no kind of value here")

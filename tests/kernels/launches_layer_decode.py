@@ -22,8 +22,13 @@ def launches() -> Iterator[Callable[[], object]]:
         pos, norm = torch.zeros(2, dtype=torch.int32), torch.zeros(d)
         biases = torch.zeros(n_head * d), torch.zeros(n_kv * d), torch.zeros(n_kv * d)
         none = (None, None, None)
-        for given, norms, interleaved in ((none, none[:2], True), (biases, (norm, norm), False)):
+        scale = torch.zeros(64)
+        for given, norms, q_scale, interleaved in (
+            (none, none[:2], None, True),
+            (none, none[:2], scale, True),
+            (biases, (norm, norm), scale, False),
+        ):
             yield partial(
-                decode.split_heads, raw, out, pos, table, table, biases=given, norms=norms,
+                decode.split_heads, raw, out, pos, table, table, q_scale, biases=given, norms=norms,
                 interleaved=interleaved,
             )  # fmt: skip

@@ -9,8 +9,8 @@ import pytest
 from tiny_models import llama3_factors, make_model
 
 from sparsekv_cli.models.gguf.file import open_gguf
-from sparsekv_cli.models.hparams import RopeParams, read_hparams
-from sparsekv_cli.models.rope import RopeTable, inverse_frequencies
+from sparsekv_cli.models.hparams import read_hparams
+from sparsekv_cli.models.rope import RopeParams, RopeTable, inverse_frequencies
 
 
 def test_plain_frequencies():
@@ -49,7 +49,7 @@ def table(tmp_path):
     file = open_gguf(path)
     hparams = read_hparams(file)
     file.close()
-    return RopeTable(hparams, None)
+    return RopeTable(hparams.n_rot, hparams.rope)
 
 
 def test_table_holds_every_position(table):

@@ -71,7 +71,7 @@ class Layer:
             "k_nope": (n_rows, kv_heads, d), "v": (n_rows, kv_heads, d_v),
         }  # fmt: skip
         self.arrays = {name: np.zeros(shape, np.float32) for name, shape in scratch.items()}
-        self.arrays |= arrays
+        self.arrays |= {"q_scale": np.ones(n_rows, np.float32), **arrays}
         tables = [
             decode.matrix_table([matrices[name]], 2)
             if name in matrices
@@ -82,7 +82,7 @@ class Layer:
         self.regions = decode.matrix_regions([self.matrices])
         self.records = np.zeros(1, decode.LAYER)
         fields = h | {"eps": EPS, "matrices": dot.address(self.matrices)}
-        fields["regions"] = dot.address(self.regions)
+        fields["regions"], fields["residual_scale"] = dot.address(self.regions), 1.0
         fields |= {name: dot.address(array) for name, array in self.arrays.items()}
         for name, value in fields.items():
             self.records[0][name] = value
@@ -97,7 +97,7 @@ class Layer:
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
-    ("d", "n_rot", "wtype"), [(64, 64, "F32"), (80, 80, "F32"), (72, 32, "Q8_0")]
+    ("d", "n_rot", "wtype"), [(64, 64, "F32"), (80, 80, "F32"), (72, 32, "Q8_0"), (64, 0, "F32")]
 )
 def test_project_qkv(d, n_rot, wtype, interleaved, qk_norm, biases, n_threads, n_rows):
     n_embd, n_head, n_kv, d_v = 96, 3, 1, 40
@@ -107,6 +107,7 @@ def test_project_qkv(d, n_rot, wtype, interleaved, qk_norm, biases, n_threads, n
     angles = np.random.default_rng(2).random((n_rows, n_rot // 2)) * 6
     bias = {n: vector(i, h * w) for i, (n, (h, w)) in enumerate(shapes.items()) if biases}
     norms = {n: vector(9, d, 1) for n in "qk" if qk_norm}
+    q_scale = np.linspace(1, 1.5, n_rows).astype(np.float32)
     found = Layer(
         n_rows,
         {name: weights for name, (weights, _) in pairs.items()},
@@ -114,7 +115,7 @@ def test_project_qkv(d, n_rot, wtype, interleaved, qk_norm, biases, n_threads, n
             "n_embd": n_embd, "n_head": n_head, "n_head_kv": n_kv, "head_dim": d, "value_dim": d_v,
             "n_rot": n_rot, "interleaved": int(interleaved),
         },
-        x=x, attn_norm=norm, cos=np.cos(angles).astype(np.float32),
+        x=x, attn_norm=norm, q_scale=q_scale, cos=np.cos(angles).astype(np.float32),
         sin=np.sin(angles).astype(np.float32), **{f"{n}_bias": a for n, a in bias.items()},
         **{f"{n}_norm": a for n, a in norms.items()},
     )  # fmt: skip
@@ -130,6 +131,8 @@ def test_project_qkv(d, n_rot, wtype, interleaved, qk_norm, biases, n_threads, n
         if interleaved:
             order = [*range(0, n_rot, 2), *range(1, n_rot, 2), *range(n_rot, d)]
             heads = heads[:, order]
+        if name == "q":
+            heads = heads * q_scale[row]
         return heads, rotate_ref(heads, np.cos(angles[row]), np.sin(angles[row]))
 
     # A block's activations are rounded to 2^-16 of the largest: 1e-4 (one sigma) of a normed head.
@@ -153,7 +156,8 @@ def test_project_qkv(d, n_rot, wtype, interleaved, qk_norm, biases, n_threads, n
         (("Q8_0", "Q4_0", "Q5_1", "Q4_1"), 96),
     ],
 )
-def test_finish_layer(wtypes, n_ff, n_threads, n_rows):
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_finish_layer(wtypes, n_ff, scale, n_threads, n_rows):
     n_embd, n_head, d_v = 96, 4, 40
     o, o_values = linear("o", n_embd, n_head * d_v, wtypes[0])
     gate, gate_values = linear("gate", n_ff, n_embd, wtypes[1], 0.5)
@@ -163,14 +167,16 @@ def test_finish_layer(wtypes, n_ff, n_threads, n_rows):
     attended[..., :d_v] = vector(0, n_rows * n_head * d_v).reshape(n_rows, n_head, d_v)
     x, norm = vector(1, n_rows * n_embd).reshape(n_rows, n_embd), vector(2, n_embd, 1)
 
-    middle = x + attended[..., :d_v].reshape(n_rows, -1) @ o_values.T
+    middle = x + scale * attended[..., :d_v].reshape(n_rows, -1) @ o_values.T
     normed = norm_ref(middle, norm)
     gated = normed @ gate_values.T
-    expected = middle + (gated / (1 + np.exp(-gated)) * (normed @ up_values.T)) @ down_values.T
+    hidden = gated / (1 + np.exp(-gated)) * (normed @ up_values.T)
+    expected = middle + scale * hidden @ down_values.T
 
     sizes = {"n_embd": n_embd, "n_head": n_head, "value_dim": d_v, "n_ff": n_ff}
     matrices = {"o": o, "gate": gate, "up": up, "down": down}
     found = Layer(n_rows, matrices, sizes, x=x, ffn_norm=norm)
+    found.records[0]["residual_scale"] = scale
     rows = attended.reshape(n_rows * n_head, 48)
     decode.finish_layer(found.records, 0, rows, n_rows, n_threads)
     np.testing.assert_allclose(x, expected, atol=1e-4 * np.abs(expected).max())

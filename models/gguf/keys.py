@@ -1,0 +1,81 @@
+"""Typed, bounded access to the hyper-parameters of a file: the keys ``{architecture}.*``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from sparsekv_cli.errors import SparseKVError, UnsupportedModelError
+from sparsekv_cli.models.gguf.file import GGUFFile, StringArray
+
+MAX_TOKENS = 1 << 31  # of a context or a vocabulary; llama.cpp counts both in i32
+
+
+class ModelKeys:
+    """Typed, bounded access to the keys ``{architecture}.*`` of one file."""
+
+    def __init__(self, file: GGUFFile, architecture: str) -> None:
+        self.file = file
+        self.architecture = architecture
+
+    def __contains__(self, name: str) -> bool:
+        return f"{self.architecture}.{name}" in self.file.metadata
+
+    def fail(self, name: str, message: str) -> SparseKVError:
+        return SparseKVError(f"{self.file.path}: {self.architecture}.{name} {message}")
+
+    def unsupported(self, name: str, message: str) -> UnsupportedModelError:
+        return UnsupportedModelError(str(self.fail(name, message)))
+
+    def get(self, name: str) -> Any:
+        key = f"{self.architecture}.{name}"
+        if key not in self.file.metadata:
+            raise self.fail(name, "is missing, and the model cannot be run without it")
+        return self.file.metadata[key]
+
+    def mistyped(self, name: str, wanted: str) -> SparseKVError:
+        found = self.file.value_types[f"{self.architecture}.{name}"]
+        return self.fail(name, f"is of type {found}; it must be {wanted}")
+
+    def _bounded(self, name: str, value: int, low: int, high: int, where: str = "") -> int:
+        if not low <= value <= high:
+            raise self.fail(name, f"is {value}{where}; it must be {low} to {high}")
+        return value
+
+    def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
+        if default is not None and name not in self:
+            return default
+        value = self.get(name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.mistyped(name, "an integer")
+        return self._bounded(name, value, low, high)
+
+    def per_layer(self, name: str, n_layer: int, high: int) -> tuple[int, ...]:
+        """A scalar, repeated for every layer, or an array with one integer a layer."""
+        value = self.get(name)
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
+            if len(value) != n_layer:
+                raise self.fail(name, f"has {len(value)} values for {n_layer} layers")
+            return tuple(
+                self._bounded(name, one, 1, high, f" in layer {layer}")
+                for layer, one in enumerate(value.tolist())
+            )
+        if isinstance(value, np.ndarray | StringArray | str | float | bool):
+            raise self.mistyped(name, "an integer or an array of integers")
+        return (self._bounded(name, value, 1, high),) * n_layer
+
+    def number(
+        self, name: str, *, low: float, high: float = math.inf, default: float | None = None
+    ) -> float:
+        """A finite float with low <= value <= high."""
+        if default is not None and name not in self:
+            return default
+        value = self.get(name)
+        if not isinstance(value, float):
+            raise self.mistyped(name, "float32")
+        if not math.isfinite(value) or not low <= value <= high:
+            limits = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
+            raise self.fail(name, f"is {value:g}; it must be {limits} and finite")
+        return value
