@@ -17,29 +17,41 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 
-PAIRING = {"llama": "norm", "qwen2": "neox", "qwen3": "neox"}
+PAIRING = {
+    **dict.fromkeys(("granite", "granitemoe", "llama", "mistral3", "smollm3"), "norm"),
+    **dict.fromkeys(("qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3moe"), "neox"),
+    **dict.fromkeys(("phi3", "qwen3vl", "qwen3vlmoe"), "neox"),
+}
 
 
-def reference_logits(path: str | Path, ids: Sequence[int], *, kv_f16: bool = False) -> np.ndarray:
+NAMES = ("gate", "up", "down")
+
+
+def reference_logits(
+    path: str | Path, ids: Sequence[int], *, kv_f16: bool = False, n_ctx: int = 0, n_last: int = 0
+) -> np.ndarray:
     """Logits (T, V) f32 of the tokens at positions 0..T-1.
 
-    kv_f16: round keys (after RoPE) and values to f16, as an f16 KV cache does.
+    kv_f16: round keys (after RoPE) and values to f16, as an f16 KV cache does. n_ctx: length of the
+    context, 0: that of the model. n_last: of the last tokens only; 0: of all.
     """
-    return model_logits(ReferenceModel.open(path), ids, kv_f16=kv_f16)
+    model = ReferenceModel.open(path, n_ctx)
+    return model_logits(model, ids, kv_f16=kv_f16, n_last=n_last)
 
 
 def model_logits(
     model: ReferenceModel, ids: Sequence[int], *, kv_f16: bool = False, n_last: int = 0
 ) -> np.ndarray:
     """``reference_logits`` of a model that is open; n_last: of the last tokens only."""
-    hidden = model.embed(ids)  # (T, E)
+    hidden = model.embed(ids) * np.float32(model.key("embedding_scale", 1.0))  # (T, E)
     cos, sin = model.rotation(len(ids))  # (T, d/2)
+    residual = np.float32(model.key("residual_scale", 1.0))
     for layer in range(model.n_layer):
-        hidden = hidden + attention(model, layer, hidden, cos, sin, kv_f16)
-        hidden = hidden + feed_forward(model, layer, hidden)
+        hidden = hidden + residual * attention(model, layer, hidden, cos, sin, kv_f16)
+        hidden = hidden + residual * feed_forward(model, layer, hidden)
     hidden = rms_norm(hidden[-n_last:], model.tensor("output_norm.weight"), model.epsilon)
     head = "output.weight" if "output.weight" in model.tensors else "token_embd.weight"
-    return hidden @ model.tensor(head).T  # (T, V)
+    return hidden @ model.tensor(head).T / np.float32(model.key("logit_scale", 1.0))  # (T, V)
 
 
 def attention(
@@ -53,20 +65,30 @@ def attention(
     """The attention block's output (T, E) for hidden (T, E)."""
     n_rows = len(hidden)
     x = rms_norm(hidden, model.tensor(f"blk.{layer}.attn_norm.weight"), model.epsilon)
-    q = model.project(layer, "attn_q", x).reshape(n_rows, model.n_head, model.head_dim)
-    k = model.project(layer, "attn_k", x).reshape(n_rows, model.n_head_kv, model.head_dim)
-    v = model.project(layer, "attn_v", x).reshape(n_rows, model.n_head_kv, -1)
-    if model.arch == "qwen3":
+    counts = (model.n_head, model.n_head_kv, model.n_head_kv)
+    q, k, v = (
+        rows.reshape(n_rows, heads, -1)
+        for rows, heads in zip(model.qkv(layer, x), counts, strict=True)
+    )
+    if f"blk.{layer}.attn_q_norm.weight" in model.tensors:
         q = rms_norm(q, model.tensor(f"blk.{layer}.attn_q_norm.weight"), model.epsilon)
         k = rms_norm(k, model.tensor(f"blk.{layer}.attn_k_norm.weight"), model.epsilon)
-    q, k = (rotate(rows, cos, sin, PAIRING[model.arch]) for rows in (q, k))
+    is_rotated = model.key("rope.scaling.finetuned", True)  # granite's switch
+    if is_rotated and not (model.arch == "smollm3" and layer % 4 == 3):
+        q, k = (rotate(rows, cos, sin, PAIRING[model.arch]) for rows in (q, k))
+    temperature = model.key("attention.temperature_scale", 0.0)
+    if temperature:
+        turns = np.arange(n_rows) // model.key("rope.scaling.original_context_length", 0)
+        q = q * (1 + temperature * np.log(1.0 + turns)).astype(np.float32)[:, None, None]
     if kv_f16:
         k, v = (rows.astype(np.float16).astype(np.float32) for rows in (k, v))
     future = np.triu(np.ones((n_rows, n_rows), bool), 1)
     group = model.n_head // model.n_head_kv
+    scale = model.key("attention.scale", 0.0)
+    divisor = np.float32(1 / scale if scale else math.sqrt(model.head_dim))
     heads = []
     for head in range(model.n_head):
-        scores = q[:, head] @ k[:, head // group].T / np.float32(math.sqrt(model.head_dim))
+        scores = q[:, head] @ k[:, head // group].T / divisor
         scores[future] = -np.inf
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
@@ -75,11 +97,46 @@ def attention(
 
 
 def feed_forward(model: ReferenceModel, layer: int, hidden: np.ndarray) -> np.ndarray:
-    """SwiGLU: down(silu(gate(x)) * up(x)), (T, E) -> (T, E)."""
+    """The feed-forward block's output (T, E) for hidden (T, E)."""
     x = rms_norm(hidden, model.tensor(f"blk.{layer}.ffn_norm.weight"), model.epsilon)
-    gate = model.project(layer, "ffn_gate", x)
-    up = model.project(layer, "ffn_up", x)
-    return model.project(layer, "ffn_down", gate / (1 + np.exp(-gate)) * up)
+    prefix = f"blk.{layer}.ffn_"
+    if f"{prefix}gate_inp.weight" in model.tensors:
+        return mixture(model, prefix, x)
+    down, up = model.tensor(f"{prefix}down.weight"), model.tensor(f"{prefix}up.weight")
+    if f"{prefix}gate.weight" in model.tensors:
+        return swiglu(x, model.tensor(f"{prefix}gate.weight"), up, down)
+    gate, up = np.split(up, 2)
+    return swiglu(x, gate, up, down)
+
+
+def swiglu(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    """down(silu(gate(x)) * up(x)), (T, E) -> (T, E)."""
+    gated = x @ gate.T
+    return (gated / (1 + np.exp(-gated)) * (x @ up.T)) @ down.T
+
+
+def mixture(model: ReferenceModel, prefix: str, x: np.ndarray) -> np.ndarray:
+    """Each row through the experts of the highest probability; qwen2moe leaves their sum as it is.
+
+    A shared expert, if there is one, adds to that, in qwen2moe times the sigmoid of a product.
+    """
+    gates, ups, downs = (model.tensor(f"{prefix}{name}_exps.weight") for name in NAMES)
+    probabilities = np.exp(log_softmax(x @ model.tensor(f"{prefix}gate_inp.weight").T))
+    out = np.zeros_like(x)
+    for row, shares in enumerate(probabilities):
+        chosen = np.argsort(-shares, kind="stable")[: model.key("expert_used_count", 0)]
+        total = 1.0 if model.arch == "qwen2moe" else shares[chosen].sum()
+        for e in chosen:
+            one = swiglu(x[row], gates[e], ups[e], downs[e])
+            out[row] += shares[e] / np.float32(total) * one
+    if f"{prefix}gate_shexp.weight" in model.tensors:
+        gate, up, down = (model.tensor(f"{prefix}{name}_shexp.weight") for name in NAMES)
+        shared = swiglu(x, gate, up, down)
+        if f"{prefix}gate_inp_shexp.weight" in model.tensors:
+            product = x @ model.tensor(f"{prefix}gate_inp_shexp.weight")
+            shared = shared / (1 + np.exp(-product))[:, None]
+        out += shared
+    return out
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
@@ -121,11 +178,12 @@ class ReferenceModel:
     head_dim: int
     n_rot: int
     epsilon: float
+    n_ctx: int
     kept: dict[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, path: str | Path) -> ReferenceModel:
-        """Read the hyper-parameters that shape the computation."""
+    def open(cls, path: str | Path, n_ctx: int = 0) -> ReferenceModel:
+        """Read the hyper-parameters that shape the computation; n_ctx: see reference_logits."""
         reader = GGUFReader(path)
         arch = reader.fields["general.architecture"].contents()
         if arch not in PAIRING:
@@ -147,6 +205,7 @@ class ReferenceModel:
             head_dim=head_dim,
             n_rot=value("rope.dimension_count", head_dim),
             epsilon=value("attention.layer_norm_rms_epsilon"),
+            n_ctx=n_ctx or value("context_length"),
         )
 
     def keep(self) -> ReferenceModel:
@@ -173,6 +232,14 @@ class ReferenceModel:
         bias = f"blk.{layer}.{name}.bias"
         return out + self.tensor(bias) if bias in self.tensors else out
 
+    def qkv(self, layer: int, x: np.ndarray) -> list[np.ndarray]:
+        """Queries, keys and values (T, n_out) of x (T, n_in), from one tensor or from three."""
+        if f"blk.{layer}.attn_qkv.weight" not in self.tensors:
+            return [self.project(layer, f"attn_{letter}", x) for letter in "qkv"]
+        n_q = self.n_head * self.head_dim
+        both = self.project(layer, "attn_qkv", x)
+        return np.split(both, [n_q, n_q + self.n_head_kv * self.head_dim], axis=1)
+
     def rotation(self, n_rows: int) -> tuple[np.ndarray, np.ndarray]:
         """cos and sin (T, n_rot/2) f32 with the scaling of ggml's rope (rope_yarn in ggml-cpu)."""
         base = self.key("rope.freq_base", 10000.0)
@@ -183,6 +250,9 @@ class ReferenceModel:
         frequency = base ** (-2.0 * i / self.n_rot)
         if "rope_freqs.weight" in self.tensors:
             frequency = frequency / self.tensor("rope_freqs.weight")
+        length = "long" if self.n_ctx > context else "short"
+        if f"rope_factors_{length}.weight" in self.tensors:
+            frequency = frequency / self.tensor(f"rope_factors_{length}.weight")
         scale = 1.0
         if kind == "linear":
             frequency = frequency / factor
@@ -190,8 +260,11 @@ class ReferenceModel:
             low, high = self.yarn_bounds(base, context)
             keep = 1.0 - np.clip((i - low) / max(0.001, high - low), 0.0, 1.0)
             frequency = frequency / factor * (1.0 - keep) + frequency * keep
-            scale = 1.0 + 0.1 * math.log(factor)
-        elif kind != "none":
+            stretch = 0.1 * math.log(factor)
+            scale = (1 + stretch) / (
+                1 + self.key("rope.scaling.yarn_log_multiplier", 0.0) * stretch
+            )
+        elif kind not in ("none", "longrope"):
             raise ValueError(f"rope.scaling.type = {kind!r}: must be none, linear or yarn")
         scale *= self.key("rope.scaling.attn_factor", 1.0)
         angle = np.arange(n_rows)[:, None] * frequency

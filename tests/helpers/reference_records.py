@@ -1,6 +1,7 @@
 """What scripts/references/logits recorded of llama.cpp, and how to compare logits with it.
 
 tests/data/logits/tiny.npz         last rows of the tiny models' logits, one entry a case
+tests/data/logits/architectures.npz    some logits of every architecture after long prompts
 tests/data/logits/smollm2_*.npz    the default model on 512 tokens of prose: the most likely tokens
                                    of every position, from llama.cpp and from reference_decoder
 """
@@ -13,10 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from reference_decoder import log_softmax
+from tiny_architectures import TRAITS, Experts
 from tiny_models import WEIGHT_TYPES
 
 DATA = Path(__file__).parents[1] / "data"
 TINY_FILE = DATA / "logits" / "tiny.npz"
+ARCHITECTURES_FILE = DATA / "logits" / "architectures.npz"
 SMOLLM2_LLAMA_FILE = DATA / "logits" / "smollm2_llama.npz"
 SMOLLM2_REFERENCE_FILE = DATA / "logits" / "smollm2_reference.npz"
 PROSE_FILE = DATA / "text" / "tide_mill.txt"
@@ -26,6 +29,11 @@ _IDS = """
 """
 REFERENCE_IDS = tuple(int(token) for token in _IDS.split())
 REFERENCE_ROWS = 8  # logits kept: those of the last positions
+
+# Prompts in which long contexts show, and positions of which a few logits are kept.
+LONG_PROMPT = 420
+LONG_POSITIONS = (99, 418, 419)
+LONG_TOKENS = 64  # of the vocabulary, evenly spread
 
 # Arguments of tiny_models.make_model. Weight types are compared on one small layer with mild
 # attention: llama.cpp rounds activations to 8 bits, and a larger model only amplifies that.
@@ -60,6 +68,44 @@ WEIGHT_CASES: dict[str, dict[str, Any]] = {
 }
 REFERENCE_CASES = {**ARCHITECTURE_CASES, **WEIGHT_CASES}
 
+# Every architecture beyond these, on LONG_PROMPT tokens; attention is mild, since the rounding of
+# keys and values to f16 adds up in long contexts. llama.cpp's own rounding of activations decides
+# what quantised weights can be held to, so they are compared by their probabilities.
+_MILD = {"n_embd": 128, "n_head": 2, "n_head_kv": 1, "n_ff": 128, "attention_gain": 1.0}
+_LAYERS = {"smollm3": 4}  # the fourth is not rotated
+LONG_CASES: dict[str, dict[str, Any]] = {
+    name: {"arch": name, "n_layer": _LAYERS.get(name, 2), **_MILD}
+    for name in TRAITS
+    if name not in ("llama", "qwen2", "qwen3")
+}
+LONG_CASES |= {
+    "mixtral": {"arch": "llama", "experts": Experts(own_length=False), "n_layer": 2, **_MILD},
+    "qwen2moe": {**LONG_CASES["qwen2moe"], "tied": False},
+    "granite_without_rope": {
+        **LONG_CASES["granite"],
+        "metadata": {"granite.rope.scaling.finetuned": False},
+    },
+    "granite_with_experts": {
+        **LONG_CASES["granite"], "experts": Experts(own_length=False),
+    },
+}  # fmt: skip
+QUANTISED_CASES = {
+    f"{name}_Q8_0": {**LONG_CASES[name], "wtype": "Q8_0", "n_layer": 1}
+    for name in ("qwen2moe", "qwen3moe", "granitemoe", "phi3", "mistral3")
+}
+
+
+def long_prompt() -> tuple[int, ...]:
+    """LONG_PROMPT tokens of the tiny vocabulary, BOS first."""
+    rng = np.random.RandomState(5)
+    return (1, *(int(token) for token in rng.randint(3, 512, LONG_PROMPT - 1)))
+
+
+def kept_tokens(logits: np.ndarray) -> np.ndarray:
+    """What is recorded of rows of logits (T, V): (T, LONG_TOKENS)."""
+    return logits[:, :: logits.shape[1] // LONG_TOKENS]
+
+
 N_TOP = 256  # tokens kept a position
 N_EXACT = 32  # of them with f32 log-probabilities; the others in f16
 
@@ -84,9 +130,9 @@ class CompactLogits(NamedTuple):
     top1: np.ndarray
 
 
-def tiny_reference(case: str) -> TinyReference:
-    """The record of one of REFERENCE_CASES."""
-    with np.load(TINY_FILE) as record:
+def tiny_reference(case: str, file: Path = TINY_FILE) -> TinyReference:
+    """The record of one of REFERENCE_CASES, or with ARCHITECTURES_FILE of the others."""
+    with np.load(file) as record:
         return TinyReference(record[case], str(record[f"{case}.fingerprint"]))
 
 

@@ -1,0 +1,120 @@
+"""Every method on every architecture beyond the first three: whole sessions on tiny models.
+
+Layers without RoPE, partial rotation, queries scaled by position, other attention scales, experts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from reference_decoder import nmse
+from reference_records import LONG_CASES
+from tiny_sessions import CHUNK, decoded, tokens
+
+from sparsekv_cli.cache.layer import SelectingCache
+from sparsekv_cli.cache.spec import N_SINKS, Budget
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.methods import METHODS
+from sparsekv_cli.methods.fasa import FASA
+from sparsekv_cli.methods.quest import Quest
+from sparsekv_cli.methods.sals import SALS
+from sparsekv_cli.methods.streaming import Streaming
+from sparsekv_cli.methods.topk import TopK
+from sparsekv_cli.session import load_session
+
+SPARSE = [name for name in METHODS if name != "full"]
+# Those whose attention is another one; the others differ from them in nothing that a method sees.
+OWN_ATTENTION = ("smollm3", "phi3", "mistral3", "granitemoe", "granite_without_rope")
+OTHERS = [name for name in LONG_CASES if name not in OWN_ATTENTION]
+CASES = [*OWN_ATTENTION, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+N_PROMPT, N_STEPS = 300, 12  # faedkv compresses no shorter prompts; mistral3, phi3 change at 96
+
+
+def shape(case: str) -> dict:
+    return {"n_ctx": 320, **LONG_CASES[case], "attention_gain": 3.0}
+
+
+def open_pair(session_of, name: str, case: str, budget: str, options=None):
+    """Sessions of ``full`` and of the method with this budget, both prefilled."""
+    full = session_of("full", shape=shape(case))
+    sparse = session_of(name, options, budget=budget, dense_layers="none", shape=shape(case))
+    prompt = tokens(N_PROMPT)
+    np.testing.assert_array_equal(full.prefill(prompt), sparse.prefill(prompt))
+    return full, sparse
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_budget_of_the_context_changes_no_bit_and_a_small_one_is_counted(name, case, session_of):
+    """Calibrations of the models are made for it."""
+    full, whole = open_pair(session_of, name, case, "100%")
+    text = tokens(N_STEPS, 1)
+    exact = decoded(full, text)
+    np.testing.assert_array_equal(exact, decoded(whole, text))
+    _, small = open_pair(session_of, name, case, "10")
+    answers = decoded(small, text)
+    assert np.isfinite(answers).all() and np.abs(answers - exact).max() > 1e-4
+    counts = small.ledger.as_dict()
+    assert 0 < counts["sparse_rows_attended"] < 0.9 * counts["sparse_rows_total"]
+    small.rewind(N_PROMPT)
+    np.testing.assert_array_equal(answers, decoded(small, text))
+
+
+class AllOf(Budget):
+    """All rows of any context but ``floor``."""
+
+    def rows(self, n: int) -> int:
+        return n - self.floor
+
+
+WHOLE_LATENTS = {"rank": 10**4, "score_rank": 10**4, "bits": 16}
+# The sparse path over all rows, which these take when they are told that no budget covers them.
+FORCED = {
+    "topk": TopK(budget=AllOf(floor=N_SINKS), dense_layers=()),
+    "quest": Quest(budget=AllOf(floor=0), dense_layers=()),
+    "streaming": Streaming(budget=AllOf(floor=N_SINKS), dense_layers=()),
+    "fasa": FASA(budget=AllOf(floor=0), dense_layers=()),
+    "sals": SALS(budget=AllOf(floor=16 + 64), dense_layers=(), **WHOLE_LATENTS),
+}
+# Whose sparse path cannot be made to take every row: with most rows they are nearer than with few.
+NEARER = {"freekv", "faedkv", "h2o", "snapkv"}
+# sals holds keys as latents in f16, of another basis than the f16 keys of full.
+LIMITS = dict.fromkeys(FORCED, 1e-9) | {"sals": 1e-4}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", FORCED)
+def test_the_sparse_path_over_all_rows_is_full(name, case, session_of, tiny_model, monkeypatch):
+    full = session_of("full", shape=shape(case))
+    config = SessionConfig(threads=1, prefill_dtype="f32", chunk=CHUNK)
+    sparse = load_session(tiny_model(**shape(case)), FORCED[name], config)
+    for session in (full, sparse):
+        session.prefill(tokens(N_PROMPT))
+    for cache in sparse.caches:
+        if isinstance(cache, SelectingCache):
+            monkeypatch.setattr(type(cache), "selects_all", lambda self, n: False)
+        cache.records_attended = True
+    for of in (FASA, SALS):
+        monkeypatch.setattr(of, "covers", lambda self, n: False)
+    text = tokens(N_STEPS, 1)
+    assert nmse(decoded(full, text), decoded(sparse, text)) < LIMITS[name]
+    n = N_PROMPT + N_STEPS
+    for cache in sparse.caches:
+        _, counts = cache.attended
+        assert set(counts.tolist()) == {n}
+    sparse.gguf.close()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", sorted(NEARER))
+def test_most_rows_are_nearer_to_full_than_few(name, case, session_of):
+    text, errors = tokens(N_STEPS, 1), []
+    for budget in ("10", "85%"):
+        full, sparse = open_pair(session_of, name, case, budget)
+        errors.append(nmse(decoded(full, text), decoded(sparse, text)))
+    assert errors[1] < errors[0] / 2
+
+
+def test_every_method_is_here():
+    """lfps's candidates are rows that the last queries liked; random weights make that no help."""
+    assert set(SPARSE) == {*FORCED, *NEARER, "lfps"}
