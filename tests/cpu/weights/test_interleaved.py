@@ -85,33 +85,33 @@ def largest_products(name: str, n_columns: int, n_planes: int) -> tuple[np.ndarr
 
 @pytest.mark.skipif(not llvm.has_feature("avx2"), reason="products for CPUs with AVX2")
 @pytest.mark.parametrize("n_planes", [1, 2])
-@pytest.mark.parametrize("largest", [False, True])
 @pytest.mark.parametrize("name", sweep(NAMES))
-def test_products_without_vnni(name, largest, n_planes, monkeypatch):
+def test_products_without_vnni(name, n_planes, monkeypatch):
     """The path of CPUs without vpdpbusd, compiled here for this test."""
     monkeypatch.setattr(vnni, "is_available", lambda: False)
     monkeypatch.setattr(vnni, "bytes_are_beside", lambda: True)
     code, n_columns = FORMATS[name].code, 768
-    w = random_rows(name, 16, n_columns)
-    x = np.random.default_rng(1).standard_normal((3, n_columns)).astype(np.float32)
-    if largest:
-        w, x = largest_products(name, n_columns, n_planes)
-    quantized = np.empty((len(x), 4 * n_columns + 16 * n_columns // 32), np.uint8)
     signature = (types.literal(code), types.literal(n_planes)) + (types.int64,) * 10
     kernel = dot.function_address(njit(interleaved.groups_dot.py_func), signature)
-    packed, found = repacked(name, w), np.empty((len(x), 16), np.float32)
-    places = [dot.address(array) for array in (packed, quantized, found)]
-    njit(integer.quantize_rows.py_func)(
-        dot.address(x), x.strides[0], len(x), n_columns, n_planes, places[1], quantized.strides[0]
-    )
-    dot._matvec_parallel(
-        kernel, places[0], w.strides[0], n_columns, places[1], quantized.strides[0], len(x),
-        places[2], found.strides[0], 16, 1,
-    )  # fmt: skip
-    for row, values in zip(found, x, strict=True):
-        values, scales, _ = integer.quantize_ref(values, n_planes)
-        expected = dot.matvec_ref(code, w, n_columns, values * np.repeat(scales, 32))
-        assert np.sum((row - expected) ** 2) < 1e-9 * np.sum(expected**2)
+    quantize = njit(integer.quantize_rows.py_func)
+    any_x = np.random.default_rng(1).standard_normal((3, n_columns)).astype(np.float32)
+    any_values = random_rows(name, 16, n_columns), any_x
+    for w, x in (any_values, largest_products(name, n_columns, n_planes)):
+        quantized = np.empty((len(x), 4 * n_columns + 16 * n_columns // 32), np.uint8)
+        packed, found = repacked(name, w), np.empty((len(x), 16), np.float32)
+        places = [dot.address(array) for array in (packed, quantized, found)]
+        quantize(
+            dot.address(x), x.strides[0], len(x), n_columns, n_planes, places[1],
+            quantized.strides[0],
+        )  # fmt: skip
+        dot._matvec_parallel(
+            kernel, places[0], w.strides[0], n_columns, places[1], quantized.strides[0], len(x),
+            places[2], found.strides[0], 16, 1,
+        )  # fmt: skip
+        for row, values in zip(found, x, strict=True):
+            values, scales, _ = integer.quantize_ref(values, n_planes)
+            expected = dot.matvec_ref(code, w, n_columns, values * np.repeat(scales, 32))
+            assert np.sum((row - expected) ** 2) < 1e-9 * np.sum(expected**2)
 
 
 @repacks
