@@ -43,6 +43,7 @@ def test_run(arguments: list[str], depth: int, model: str, invoke: Invoke) -> No
         assert (f"sparse from {depth} tokens on" in error) == (depth > 0)
 
 
+@pytest.mark.slow
 def test_bench(model: str, invoke: Invoke) -> None:
     own = ["bench", "-m", model, "-p", "0", "-n", "2", "-r", "1", "--device", "cpu"]
     own += ["--method", "full,lfps,quest,h2o"]

@@ -24,6 +24,7 @@ from sals_layer import (
     stored,
 )
 from sals_twin import SALSTwin, attention, softmax
+from sweeps import sweep
 
 from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.cache.spec import AttnInput, Budget
@@ -57,7 +58,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", sweep(CASES, fast=1), ids=str)
 def test_fast_equals_twin(case):
     """Through the first compression, tiles of 16, blocks of 32, chunks of 512, a second turn."""
     cache = make_cache(case.layer, **case.options)
@@ -162,7 +163,7 @@ def errors_of_everything(layer: Layer, rank: int, basis: str) -> tuple[np.ndarra
     return np.array(to_twin), np.array(to_full)
 
 
-@pytest.mark.parametrize("layer", WHOLE_LAYERS, ids=str)
+@pytest.mark.parametrize("layer", sweep(WHOLE_LAYERS), ids=str)
 @pytest.mark.parametrize("basis", ["diag", "pca"])
 def test_everything_kept_and_attended_equals_full(layer, basis, monkeypatch):
     """r = G d, values in f16, all latents critical: what remains is f16 rounding of latents.

@@ -202,6 +202,7 @@ def fake_llama(monkeypatch):
     monkeypatch.setattr(formats.importlib.util, "find_spec", lambda name: object())
 
 
+@pytest.mark.slow
 def test_command(model, tmp_path, fake_llama, capsys):
     file = tmp_path / "result.json"
     arguments = ["-m", str(model), "--width", "256", "--formats", "Q8_0,Q4_0", "--length", "32"]

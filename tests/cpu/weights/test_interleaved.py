@@ -51,7 +51,7 @@ def products(linears, x: np.ndarray, n_threads: int, n_planes: int = 2) -> np.nd
 
 
 @repacks
-@pytest.mark.parametrize("n_planes", [1, 2])
+@pytest.mark.parametrize("n_planes", sweep([1, 2], fast=1))
 @pytest.mark.parametrize(("name", "n_columns"), columns(32, 64, 96, 224, 576))
 def test_products_are_exact_but_for_the_activations(name, n_columns, n_planes):
     w, code = random_rows(name, 48, n_columns), FORMATS[name].code
