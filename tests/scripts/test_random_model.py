@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 from scripts_as_modules import load_script
+from tiny_architectures import Experts
 
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
@@ -49,6 +50,35 @@ def test_8b_has_the_published_sizes():
     assert n_bytes == pytest.approx(4.92e9, rel=5e-3)
 
 
+def test_4b_with_experts_has_the_sizes_that_it_states():
+    """4.2 billion weights, 1.0 of them a token; the router is F32."""
+    shape = script.SHAPES["qwen3moe-4b"]
+    experts, n_embd, n_layer = shape["experts"], shape["n_embd"], shape["n_layer"]
+    n_rows = (2 * shape["n_head"] + 2 * shape["n_head_kv"]) * shape["head_dim"]
+    common = shape["n_vocab"] * n_embd + n_layer * n_embd * (n_rows + experts.n)
+    expert = 3 * n_embd * experts.n_ff * n_layer
+    assert common + experts.n * expert == pytest.approx(4.16e9, rel=5e-3)
+    assert common + experts.n_used * expert == pytest.approx(0.99e9, rel=5e-3)
+    types = script.weight_types(shape, "q4_k_m")
+    wide = [i for i in range(n_layer) if types[f"blk.{i}.ffn_down_exps.weight"] == "Q6_K"]
+    assert wide == [0, 3, 6, 9, 10, 11] and "blk.0.ffn_gate_inp.weight" not in types
+    assert not any(name.endswith("ffn_down.weight") for name in types)
+
+
+def test_4b_at_a_small_size(small, tmp_path, monkeypatch):
+    small_experts = Experts(n=6, n_used=2, n_ff=256)
+    monkeypatch.setitem(script.SHAPES["qwen3moe-4b"], "experts", small_experts)
+    path = tmp_path / "4b.gguf"
+    assert script.main(["qwen3moe-4b", "q4_k_m", str(path)]) == 0
+    found = tensors(path)
+    assert found["blk.1.ffn_gate_inp.weight"].tensor_type.name == "F32"
+    assert found["blk.1.ffn_down_exps.weight"].tensor_type.name == "Q4_K"
+    assert found["blk.3.ffn_down_exps.weight"].tensor_type.name == "Q6_K"
+    session = load_session(path, build_method("full", {}), SessionConfig(threads=1))
+    logits = session.prefill([1, 2, 3])
+    assert np.isfinite(logits).all() and np.isfinite(session.decode(4)).all()
+
+
 def test_8b_at_a_small_size(small, tmp_path, capsys):
     path = tmp_path / "8b.gguf"
     assert script.main(["llama-3.1-8b", "q4_k_m", str(path)]) == 0
@@ -77,6 +107,7 @@ def test_tied_models_keep_their_mix(small, tmp_path):
 MEMORY = """
 import sys, tracemalloc
 from scripts_as_modules import load_script
+from tiny_architectures import Experts
 
 script = load_script("random_model")
 script.SHAPES["llama-3.1-8b"] |= {small}
