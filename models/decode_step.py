@@ -9,18 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from sparsekv_cli.cache.store import padded
+from sparsekv_cli.cpu.experts import decode as experts
 from sparsekv_cli.cpu.jit.pointers import address, on_lines
 from sparsekv_cli.cpu.layer import decode as fused
 from sparsekv_cli.cpu.weights.integer import BLOCK, quantized_stride
-from sparsekv_cli.models.experts import DecodeExperts
+from sparsekv_cli.models.experts import ExpertSteps, expert_matrices
 from sparsekv_cli.models.hparams import HParams
-from sparsekv_cli.models.weights import ExpertWeights, LayerWeights, Linear, Weights
-
-
-def _matrices(layer: LayerWeights) -> tuple[Linear, ...]:
-    """What the records have of a layer: its experts have tables of their own."""
-    return layer.attention() if isinstance(layer.ffn, ExpertWeights) else layer.linears()
-
+from sparsekv_cli.models.weights import ExpertWeights, LayerWeights, Weights
 
 LayerInputs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
@@ -68,15 +63,15 @@ class DecodeStep:
             "quantized": self._quantized,
         }
         self.inputs: list[list[LayerInputs]] = []
-        self._tables = [fused.matrix_table(_matrices(each), n_planes) for each in weights.layers]
-        self._output = fused.matrix_table([weights.output], n_planes)
-        self._regions = fused.matrix_regions([*self._tables, self._output])
-        self._experts = [
-            DecodeExperts(each.ffn, n_planes, n_threads)
+        self._tables = [
+            expert_matrices(each, n_planes)
             if isinstance(each.ffn, ExpertWeights)
-            else None
+            else fused.matrix_table(each.linears(), n_planes)
             for each in weights.layers
         ]
+        self._output = fused.matrix_table([weights.output], n_planes)
+        self._regions = fused.matrix_regions([*self._tables, self._output])
+        self._experts = ExpertSteps(weights, capacity, n_planes)
         self._layers = np.zeros(h.n_layer, fused.LAYER)
         for i, layer in enumerate(weights.layers):
             self._fill(i, h, layer, interleaved)
@@ -141,13 +136,11 @@ class DecodeStep:
 
         attended: f32 (n_rows H, >= d_v): the heads of the first row, then those of the next.
         """
-        experts = self._experts[i]
-        if experts is None:
-            fused.next_layer(self._layers, i, attended, n_rows, self.n_threads)
+        steps, layers, n = self._experts, self._layers, self.n_threads
+        if steps.has(i):
+            experts.next_expert_layer(layers, steps.records, i, attended, n_rows, n)
         else:
-            fused.finish_attention(self._layers, i, attended, n_rows, self.n_threads)
-            output = experts.run(self._normed[:n_rows])
-            fused.add_experts(self._layers, i, output, self.n_threads)
+            fused.next_layer(layers, i, attended, n_rows, n)
 
     def logits(self, n_rows: int) -> np.ndarray:
         """f32 (n_rows, n_vocab), a new array."""

@@ -38,11 +38,15 @@ from sparsekv_cli.models.matmul import (
 from sparsekv_cli.models.repack import repack_weights, wants_repacking
 from sparsekv_cli.models.rope import RopeTable
 from sparsekv_cli.models.rows import FusedBF16Rows, FusedRows, Rows
-from sparsekv_cli.models.weights import ExpertWeights, Linear, Weights
+from sparsekv_cli.models.weights import ExpertWeights, Weights
 
 # Up to so many rows a prompt in bf16, or in int8 with formats that are dequantised, is computed in
 # f32 with decode's products: that takes about as long as to dequantise all weights.
 FEW_ROWS = 16
+# Up to so many rows an expert on average, a prompt's experts are computed with decode's products,
+# by the type of the others: decoding weights to panels takes longer than these products. With int8
+# they are even at 50 rows (Zen 5).
+FEW_ROWS_AN_EXPERT = {"f32": 0, "bf16": 8, "int8": 32}
 
 
 def cpu_prefill_dtype(wanted: str, head_dim: int) -> str:
@@ -181,9 +185,17 @@ class Decoder(Forward):
     def prepare(self, n_rows: int) -> None:
         """Chooses the products: those of decode for few rows."""
         self.rows, self._products = self._few if self.is_few(n_rows) else self._many
+        self._has_few_an_expert = n_rows < self.least_many
 
     def is_few(self, n_rows: int) -> bool:
         return self._takes_few and n_rows <= FEW_ROWS
+
+    @property
+    def least_many(self) -> int:
+        """The least rows whose experts take the products of many; 0: there are no experts."""
+        few = FEW_ROWS_AN_EXPERT[self.prefill_dtype]
+        mixtures = [layer.experts for layer in self.hparams.layers if layer.experts is not None]
+        return max((1 + few * m.n_expert // m.n_expert_used for m in mixtures), default=0)
 
     def output(self, normed: Any) -> np.ndarray:
         """The output head; few rows are multiplied with the quantised weights."""
@@ -213,13 +225,15 @@ class Decoder(Forward):
         if not isinstance(layer.ffn, ExpertWeights):
             return super().feed_forward(i, products, x)
         normed = self.rows.last_norm(x, layer.ffn_norm)
+        if self._has_few_an_expert:
+            decoded = self._decode_weights.layers[i].ffn
+            assert isinstance(decoded, ExpertWeights)
+            few, gate = FewRowsProducts(self.n_threads, self._n_planes), self._few[0].gate
+            return prefill_experts(decoded, normed, normed, few, gate, self.n_threads)
         rows = self.rows.norm(x, layer.ffn_norm)
         return prefill_experts(
-            layer.ffn, normed, rows, self._multiply, self.rows.gate, self.n_threads
+            layer.ffn, normed, rows, self._products, self.rows.gate, self.n_threads
         )
-
-    def _multiply(self, name: str, parts: Sequence[Linear], rows: Any) -> Any:
-        return self._products.of_stack(name, parts)(rows)
 
     def attend(self, cache: LayerCache, x: AttnInput) -> np.ndarray:
         return attend_causal(x.q, cache.extend(x), cache.spec)

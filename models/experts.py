@@ -1,65 +1,46 @@
 """A mixture of experts: a router chooses a few gated feed-forward layers for each token.
 
-``route`` is the choice. ``prefill_experts`` groups a chunk's rows by expert; ``DecodeExperts``
-takes the rows of a decode step one by one, so that a sequence's bits do not depend on the others.
+What the kernels of cpu/experts/ work on: ``ExpertSteps`` in decode steps, ``prefill_experts`` in a
+prefill.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from sparsekv_cli.cpu.jit.floats import as_f32
+from sparsekv_cli.cpu.experts import decode as kernels
+from sparsekv_cli.cpu.experts import routing
 from sparsekv_cli.cpu.jit.pointers import address, on_lines
 from sparsekv_cli.cpu.layer import decode as fused
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.cpu.weights.integer import BLOCK, quantized_stride
-from sparsekv_cli.models.hparams import ExpertParams
-from sparsekv_cli.models.weights import ExpertWeights, GatedWeights, Linear
-
-# Products of rows with stacked matrices, by a name that says whose memory the result may share.
-StackProduct = Callable[[str, Sequence[Linear], Any], Any]
-LEAST_SUM = np.float32(2**-14)  # the smallest normal f16, as in llama.cpp's build_moe_ffn
+from sparsekv_cli.models.weights import ExpertWeights, LayerWeights, Linear, Weights
 
 
-def route(logits: np.ndarray, params: ExpertParams) -> tuple[np.ndarray, np.ndarray]:
-    """The experts of each token, best first (T, used), and their weights f32 (T, used).
+class StackProducts(Protocol):
+    """The products of a prefill, by names that say whose memory a result may share."""
 
-    logits f32 (T, experts). Of experts that are alike the first is chosen.
-    """
-    shifted = np.exp(logits - logits.max(1, keepdims=True))
-    shares = shifted / shifted.sum(1, keepdims=True)
-    chosen = np.argsort(-shares, axis=1, kind="stable")[:, : params.n_expert_used]
-    weights = np.take_along_axis(shares, chosen, axis=1)
-    if params.normalised:
-        weights = weights / np.maximum(weights.sum(1, keepdims=True), LEAST_SUM)
-    return chosen, weights
+    def of_stack(self, name: str, parts: Sequence[Linear]) -> Callable[[Any], Any]:
+        """The product of stacked matrices, whose rows follow one another."""
 
+    def of_experts(
+        self, name: str, parts: Sequence[Linear], rows: np.ndarray, offsets: np.ndarray
+    ) -> Callable[[Any], Any]:
+        """The product of all experts' matrices with the rows of an array that take them.
 
-def route_rows(
-    ffn: ExpertWeights, normed: np.ndarray, n_threads: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """``route`` of rows f32 (T, n_embd)."""
-    router = ffn.router
-    logits = dot.matvec(router.code, router.data, router.n_columns, normed, n_threads)
-    return route(logits, ffn.params)
-
-
-def shared_weight(ffn: ExpertWeights, normed: np.ndarray) -> np.ndarray:
-    """What weighs the shared expert: f32 (T, 1), for rows f32 (T, n_embd)."""
-    if ffn.shared_gate is None:
-        return np.ones((len(normed), 1), np.float32)
-    products = (normed * ffn.shared_gate).sum(1, keepdims=True, dtype=np.float32)
-    return np.float32(1) / (np.float32(1) + np.exp(-products))
+        Expert e takes the inputs rows[p], offsets[e] <= p < offsets[e + 1]; results are in the
+        order of p.
+        """
 
 
 def prefill_experts(
     ffn: ExpertWeights,
     normed: np.ndarray,
     rows: Any,
-    multiply: StackProduct,
+    products: StackProducts,
     gate: Callable[[Any], Any],
     n_threads: int,
 ) -> np.ndarray:
@@ -68,58 +49,96 @@ def prefill_experts(
     normed f32 (T, n_embd) is routed; rows, the same in the type of the products, are multiplied.
     gate: silu(gate) * up, as Rows.gate.
     """
-    chosen, weights = route_rows(ffn, normed, n_threads)
-    out = np.zeros_like(normed)
-
-    def run(name: str, expert: GatedWeights, some: Any) -> np.ndarray:
-        hidden = gate(multiply(f"{name}gate_up", (expert.gate, expert.up), some))
-        return as_f32(multiply(f"{name}down", (expert.down,), hidden))
-
-    for e in np.unique(chosen):
-        at, place = np.nonzero(chosen == e)
-        out[at] += weights[at, place, None] * run("expert_", ffn.expert(int(e)), rows[at])
-    if ffn.shared is not None:
-        out += shared_weight(ffn, normed) * run("shared_", ffn.shared, rows)
+    params, router, experts, shared = ffn.params, ffn.router, ffn.experts, ffn.shared
+    n_rows, n_used = len(normed), params.n_expert_used
+    logits = dot.matvec(router.code, router.data, router.n_columns, normed, n_threads)
+    chosen, places = np.zeros((2, n_rows, n_used), np.int64)
+    weights = np.zeros((n_rows, n_used), np.float32)
+    routing.route_rows(logits, params.normalised, chosen, weights, n_threads)
+    offsets, taken = np.zeros(params.n_expert + 1, np.int64), np.zeros(places.size, np.int64)
+    routing.group_rows(chosen, offsets, taken, places)
+    gate_up = products.of_experts("expert_gate_up", (experts.gate, experts.up), taken, offsets)
+    hidden = gate(gate_up(rows))
+    down = products.of_experts("expert_down", (experts.down,), np.arange(places.size), offsets)
+    results = down(hidden)
+    of_shared = results[:0]
+    if shared is not None:
+        hidden = gate(products.of_stack("shared_gate_up", (shared.gate, shared.up))(rows))
+        of_shared = products.of_stack("shared_down", (shared.down,))(hidden)
+    out = np.empty_like(normed)
+    shared_gate = ffn.shared_gate if ffn.shared_gate is not None else normed[0, :0]
+    routing.add_weighted(results, places, weights, of_shared, normed, shared_gate, out, n_threads)
     return out
 
 
-class DecodeExperts:
-    """The experts of a decode step's rows, over the weights as decode reads them."""
+def expert_matrices(layer: LayerWeights, n_planes: int) -> np.ndarray:
+    """The matrix table of a layer with experts, as cpu/experts/decode.py reads it."""
+    assert isinstance(layer.ffn, ExpertWeights)
+    shared = layer.ffn.shared
+    return np.concatenate(
+        [
+            fused.matrix_table(layer.attention(), n_planes),
+            fused.matrix_table([layer.ffn.router], 0),
+            np.zeros((3, 6), np.int64)
+            if shared is None
+            else fused.matrix_table(shared.linears(), n_planes),
+        ]
+    )
 
-    def __init__(self, ffn: ExpertWeights, n_planes: int, n_threads: int) -> None:
-        params = ffn.params
-        self._ffn, self._n_threads = ffn, n_threads
-        self._experts = fused.matrix_table(ffn.experts.linears(), n_planes)
-        self._experts[:, fused.ROWS] //= params.n_expert
-        self._shared = None
-        if ffn.shared is not None:
-            self._shared = fused.matrix_table(ffn.shared.linears(), n_planes)
-        widest = max(params.n_ff_expert, params.n_ff_shared)
-        n_embd = ffn.router.n_columns
-        self._hidden = on_lines(2 * widest + fused.LANES, np.float32)
-        self._out = on_lines(n_embd, np.float32)
-        stride = quantized_stride(-(-max(widest, n_embd) // BLOCK) * BLOCK)
-        self._quantized = on_lines(stride, np.uint8)
 
-    def run(self, normed: np.ndarray) -> np.ndarray:
-        """Rows f32 (B, n_embd) through their experts: f32 (B, n_embd), a new array."""
-        ffn = self._ffn
-        out = np.zeros_like(normed)
-        for b in range(len(normed)):
-            row = normed[b : b + 1]
-            chosen, weights = route_rows(ffn, row, self._n_threads)
-            for e, weight in zip(chosen[0], weights[0], strict=True):
-                table = self._experts.copy()
-                table[:, fused.WEIGHTS] += e * table[:, fused.ROWS] * table[:, fused.ROW_BYTES]
-                out[b] += weight * self._run_one(table, row)
-            if self._shared is not None:
-                out[b] += shared_weight(ffn, row)[0] * self._run_one(self._shared, row)
-        return out
+class ExpertSteps:
+    """The records of the layers' experts for decode steps of up to ``capacity`` rows."""
 
-    def _run_one(self, table: np.ndarray, row: np.ndarray) -> np.ndarray:
-        """A row through one expert; valid until the next call."""
-        fused.run_gated(
-            table, address(row), address(self._hidden), address(self._quantized),
-            address(self._out), self._n_threads,
-        )  # fmt: skip
-        return self._out
+    def __init__(self, weights: Weights, capacity: int, n_planes: int) -> None:
+        self.records = np.zeros(len(weights.layers), kernels.EXPERTS)
+        self._kept: list[np.ndarray] = []  # what the records have addresses of
+        mixtures = {
+            i: layer.ffn
+            for i, layer in enumerate(weights.layers)
+            if isinstance(layer.ffn, ExpertWeights)
+        }
+        if not mixtures:
+            return
+        params = [ffn.params for ffn in mixtures.values()]
+        n_embd = weights.token_embd.n_columns
+        widest = max(max(each.n_ff_expert, each.n_ff_shared) for each in params)
+        n_slots = capacity * (1 + max(each.n_expert_used for each in params))
+        widths = {
+            "gathered": 4 * n_embd + _quantized_row(n_embd),
+            "hidden": 4 * (2 * widest + fused.LANES),
+            "quantized": _quantized_row(widest),
+            "results": 4 * n_embd,
+        }
+        scratch = {
+            name: self._address(on_lines((n_slots, n), np.uint8)) for name, n in widths.items()
+        }
+        scratch |= {f"{name}_row": n for name, n in widths.items() if name != "results"}
+        for i, ffn in mixtures.items():
+            table = fused.matrix_table(ffn.experts.linears(), n_planes)
+            table[:, fused.ROWS] //= ffn.params.n_expert
+            gate = ffn.shared_gate
+            fields = scratch | {
+                "n_expert": ffn.params.n_expert,
+                "n_used": ffn.params.n_expert_used,
+                "n_ff": ffn.params.n_ff_expert,
+                "n_shared": ffn.params.n_ff_shared,
+                "normalised": ffn.params.normalised,
+                "matrices": self._address(table),
+                "shared_gate": 0 if gate is None else address(gate),
+            }
+            assert fields.keys() == set(kernels.EXPERTS.names or ())
+            for name, value in fields.items():
+                self.records[i][name] = value
+
+    def has(self, i: int) -> bool:
+        """Whether layer i has experts."""
+        return bool(self.records[i]["n_expert"])
+
+    def _address(self, array: np.ndarray) -> int:
+        self._kept.append(array)
+        return address(array)
+
+
+def _quantized_row(n: int) -> int:
+    """Bytes of a quantised row of n elements, or of a few more if they fill no block."""
+    return int(quantized_stride(-(-n // BLOCK) * BLOCK))

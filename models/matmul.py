@@ -5,14 +5,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from sparsekv_cli.cpu.jit.pointers import on_lines
+from sparsekv_cli.cpu.experts import decode as few_experts
+from sparsekv_cli.cpu.experts import matmul_bf16 as experts_bf16
+from sparsekv_cli.cpu.experts import matmul_int8 as experts_int8
+from sparsekv_cli.cpu.jit.pointers import address, on_lines
 from sparsekv_cli.cpu.jit.threads import blas_threads
 from sparsekv_cli.cpu.layer import matmul_bf16, matmul_int8
+from sparsekv_cli.cpu.layer.decode import ROWS, matrix_table, multiply
 from sparsekv_cli.cpu.weights import dot
+from sparsekv_cli.cpu.weights.integer import quantized_stride
 from sparsekv_cli.models.forward import Product
 from sparsekv_cli.models.weights import GatedWeights, LayerWeights, Linear, Weights
 
@@ -33,10 +39,13 @@ def can_multiply(weights: Weights) -> bool:
 
 
 class FewRowsProducts:
-    """Products of a few f32 rows with the quantised weights, exact."""
+    """Products of a few f32 rows with the quantised weights, by decode's kernels.
 
-    def __init__(self, n_threads: int) -> None:
-        self._n_threads = n_threads
+    n_planes: bytes to which inputs are rounded, 0: not at all.
+    """
+
+    def __init__(self, n_threads: int, n_planes: int = 0) -> None:
+        self._n_threads, self._n_planes = n_threads, n_planes
 
     def of_layer(self, layer: LayerWeights) -> dict[str, Product]:
         """Products of f32 arrays by the names of ``stacks``."""
@@ -44,16 +53,36 @@ class FewRowsProducts:
 
     def of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
         """The product of stacked matrices, whose rows follow one another."""
-        return partial(self._multiply, parts)
+        return partial(self._multiply, matrix_table(parts, self._n_planes))
+
+    def of_experts(
+        self, name: str, parts: Sequence[Linear], rows: np.ndarray, offsets: np.ndarray
+    ) -> Product:
+        """See ``StackProducts``."""
+        table = matrix_table(parts, self._n_planes)
+        table[:, ROWS] //= len(offsets) - 1
+        return partial(self._multiply_experts, table, rows, offsets)
 
     def clear(self) -> None:
         """Does nothing, because nothing is kept."""
 
-    def _multiply(self, parts: Sequence[Linear], rows: Any) -> np.ndarray:
+    def _multiply(self, table: np.ndarray, rows: Any) -> np.ndarray:
         rows = np.ascontiguousarray(rows)
-        return np.concatenate(
-            [dot.matvec(w.code, w.data, w.n_columns, rows, self._n_threads) for w in parts], 1
-        )
+        n_rows, n = rows.shape
+        out = np.empty((n_rows, table[:, ROWS].sum()), np.float32)
+        quantized = on_lines((n_rows, quantized_stride(n) if self._n_planes else 0), np.uint8)
+        multiply(
+            table, address(rows), rows.strides[0], n_rows, address(quantized), address(out),
+            out.strides[0], self._n_threads,
+        )  # fmt: skip
+        return out
+
+    def _multiply_experts(
+        self, table: np.ndarray, rows: np.ndarray, offsets: np.ndarray, x: np.ndarray
+    ) -> np.ndarray:
+        out = np.empty((len(rows), table[:, ROWS].sum()), np.float32)
+        few_experts.multiply_experts(table, offsets, x[rows], out, self._n_threads)
+        return out
 
 
 def room(
@@ -91,6 +120,12 @@ class ManyRowsProducts(ABC):
     def of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
         """The product of stacked matrices, whose rows follow one another."""
 
+    @abstractmethod
+    def of_experts(
+        self, name: str, parts: Sequence[Linear], rows: np.ndarray, offsets: np.ndarray
+    ) -> Product:
+        """See ``StackProducts``."""
+
     def _room(self, name: str, n_rows: int, n_columns: int) -> np.ndarray:
         """The memory for the result of this name."""
         return room(self._results, name, n_rows, n_columns, self.dtype)
@@ -108,6 +143,19 @@ class BF16Products(ManyRowsProducts):
     def _multiply(self, name: str, table: np.ndarray, rows: np.ndarray) -> np.ndarray:
         out = self._room(name, len(rows), matmul_bf16.n_rows(table))
         matmul_bf16.multiply_rows(table, np.ascontiguousarray(rows), out, self.n_threads)
+        return out
+
+    def of_experts(
+        self, name: str, parts: Sequence[Linear], rows: np.ndarray, offsets: np.ndarray
+    ) -> Product:
+        table = matmul_bf16.product_table([(part.code, part.data) for part in parts])
+        return partial(self._multiply_experts, name, table, rows, offsets)
+
+    def _multiply_experts(
+        self, name: str, table: np.ndarray, rows: np.ndarray, offsets: np.ndarray, x: np.ndarray
+    ) -> np.ndarray:
+        out = self._room(name, len(rows), matmul_bf16.n_rows(table) // (len(offsets) - 1))
+        experts_bf16.multiply_experts(table, offsets, rows, x, out, self.n_threads)
         return out
 
 
@@ -137,6 +185,28 @@ class F32Products(ManyRowsProducts):
             at += part.n_rows
         return partial(self._multiply_dense, name, matrix)
 
+    def of_experts(
+        self, name: str, parts: Sequence[Linear], rows: np.ndarray, offsets: np.ndarray
+    ) -> Product:
+        return partial(self._multiply_experts, name, parts, rows, offsets)
+
+    def _multiply_experts(
+        self,
+        name: str,
+        parts: Sequence[Linear],
+        rows: np.ndarray,
+        offsets: np.ndarray,
+        x: np.ndarray,
+    ) -> np.ndarray:
+        """One expert after another."""
+        width = sum(part.n_rows // part.n_matrices for part in parts)
+        out = np.empty((len(rows), width), np.float32)
+        for e, (first, last) in enumerate(pairwise(offsets)):
+            if first < last:
+                product = self.of_stack(name, [part.matrix(e) for part in parts])
+                out[first:last] = product(x[rows[first:last]])
+        return out
+
     def _multiply_dense(self, name: str, matrix: np.ndarray, rows: np.ndarray) -> np.ndarray:
         out = self._room(name, len(rows), len(matrix))
         with blas_threads(self.n_threads):
@@ -163,7 +233,23 @@ class IntegerProducts(ManyRowsProducts):
         table = matmul_int8.product_table([(part.code, part.data) for part in parts])
         return partial(self._multiply, name, table)
 
+    def of_experts(
+        self, name: str, parts: Sequence[Linear], rows: np.ndarray, offsets: np.ndarray
+    ) -> Product:
+        if not all(matmul_int8.can_multiply(part.code) for part in parts):
+            return self._others.of_experts(name, parts, rows, offsets)
+        table = matmul_int8.product_table([(part.code, part.data) for part in parts])
+        return partial(self._multiply_experts, name, table, rows, offsets)
+
     def _multiply(self, name: str, table: np.ndarray, rows: np.ndarray) -> np.ndarray:
         out = self._room(name, len(rows), matmul_int8.n_rows(table))
         matmul_int8.multiply(table, np.ascontiguousarray(rows), out, self.n_threads)
+        return out
+
+    def _multiply_experts(
+        self, name: str, table: np.ndarray, rows: np.ndarray, offsets: np.ndarray, x: np.ndarray
+    ) -> np.ndarray:
+        width = matmul_int8.n_rows(table) // (len(offsets) - 1)
+        out = self._room(name, len(rows), width)
+        experts_int8.multiply_experts(table, offsets, rows, x, out, self.n_threads)
         return out

@@ -52,7 +52,6 @@ class GatedWeights:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that one token reads."""
         return sum(linear.data.nbytes for linear in self.linears())
 
     def mapped(self, change: Callable[[Linear], Linear]) -> GatedWeights:
@@ -79,16 +78,15 @@ class ExpertWeights:
         shared = () if self.shared is None else self.shared.linears()
         return (*self.experts.linears(), *shared)
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes that one token reads: of the experts those that are chosen."""
-        chosen = self.experts.n_bytes * self.params.n_expert_used // self.params.n_expert
-        shared = 0 if self.shared is None else self.shared.n_bytes
-        return self.router.data.nbytes + chosen + shared
+    def bytes_a_step(self, n_rows: int) -> int:
+        """Bytes that a step of so many rows reads: of the experts those that are chosen.
 
-    def expert(self, e: int) -> GatedWeights:
-        """One of the experts; no copy."""
-        return self.experts.mapped(lambda linear: linear.matrix(e))
+        An expert that several rows choose is read once. Counted are those that n_rows choose
+        between them on average, if they choose independently.
+        """
+        left_out = (1 - self.params.n_expert_used / self.params.n_expert) ** n_rows
+        shared = 0 if self.shared is None else self.shared.n_bytes
+        return self.router.data.nbytes + round((1 - left_out) * self.experts.n_bytes) + shared
 
     def mapped(self, change: Callable[[Linear], Linear]) -> ExpertWeights:
         shared = None if self.shared is None else self.shared.mapped(change)
@@ -139,9 +137,17 @@ class Weights:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that decoding one token reads: every layer, of experts the chosen, and the head."""
-        attention = sum(w.data.nbytes for layer in self.layers for w in layer.attention())
-        return attention + sum(layer.ffn.n_bytes for layer in self.layers) + self.output.data.nbytes
+        """Bytes that decoding one token reads."""
+        return self.bytes_a_step(1)
+
+    def bytes_a_step(self, n_rows: int) -> int:
+        """Bytes that a decode step of so many rows reads: layers, of experts the chosen, head."""
+        total = self.output.data.nbytes
+        for layer in self.layers:
+            total += sum(linear.data.nbytes for linear in layer.attention())
+            ffn = layer.ffn
+            total += ffn.bytes_a_step(n_rows) if isinstance(ffn, ExpertWeights) else ffn.n_bytes
+        return total
 
     @property
     def n_bytes_held(self) -> int:

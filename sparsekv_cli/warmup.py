@@ -153,6 +153,10 @@ def _trial(decoder: Decoder, method: Method, specs: Sequence[LayerSpec]) -> Iter
     caches = trial_caches(method, specs)
     prompt = [token % decoder.hparams.n_vocab for token in range(N_PROMPT)]
     marker = f"method-{type(method).__name__}-{_kind(decoder)}"
+    if decoder.hparams.has_experts:
+        for n in prompt_lengths(decoder):
+            tokens, dense = [0] * n, trial_caches(build_full(), specs[:1])
+            yield CompileTask(marker, "prefill", partial(decoder.forward, tokens, 0, dense))
     yield CompileTask(marker, "prefill", lambda: decoder.forward(prompt, 0, caches))
     yield CompileTask(marker, "decode", lambda: decoder.decode(0, N_PROMPT, caches))
     yield CompileTask(marker, "decode", lambda: decoder.decode(0, N_PROMPT + 1, caches))
@@ -162,6 +166,11 @@ def _kind(decoder: Decoder) -> str:
     """What decides which kernels a decoder's steps call."""
     name = f"{type(decoder).__name__}-{decoder.prefill_dtype}"
     return f"{name}-experts" if decoder.hparams.has_experts else name
+
+
+def prompt_lengths(decoder: Decoder) -> tuple[int, ...]:
+    """Lengths of prompts that call all kernels but those of ``compile_few_rows``."""
+    return (N_LOAD, max(N_LOAD, decoder.least_many)) if decoder.hparams.has_experts else (N_LOAD,)
 
 
 def compile_few_rows(decoder: Decoder, report: OnCompile | None) -> int:
@@ -184,10 +193,11 @@ def load_kernels(decoder: Decoder, method: Method, specs: Sequence[LayerSpec]) -
     So the times of the first ones are their own. The first layer alone takes part, with as few rows
     as a prefill of many has, which costs a fraction of a step.
     """
-    dense = trial_caches(build_full(), specs[:1])
-    prompt = [token % decoder.hparams.n_vocab for token in range(N_LOAD)]
-    decoder.forward(prompt, 0, dense)
-    decoder.decode(0, N_LOAD, dense)
+    for n in prompt_lengths(decoder):
+        dense = trial_caches(build_full(), specs[:1])
+        prompt = [token % decoder.hparams.n_vocab for token in range(n)]
+        decoder.forward(prompt, 0, dense)
+    decoder.decode(0, n, dense)
     load_method_kernels(method, specs[-1], decoder.rows_dtype)
 
 

@@ -4,8 +4,7 @@
 projection, residual, RMS norm. ``finish_layer``: that, the gated SiLU feed-forward and its
 residual. ``next_layer`` is one layer's second stage and the next one's first in a single call,
 since handing a call its arguments takes microseconds; for the same reason everything that stays is
-in a record of ``LAYER`` that the kernels look up. The experts of a layer are called between
-``finish_attention`` and ``add_experts`` (models/experts.py).
+in a record of ``LAYER`` that the kernels look up. experts/decode.py has layers with experts.
 A step has one or several rows (sequences), which share every weight that is loaded.
 """
 
@@ -29,7 +28,7 @@ from sparsekv_cli.cpu.weights.interleaved import GROUP
 # Columns of a matrix table (int64, one row a matrix). PLANES: bytes of the quantised activations
 # that the kernel takes, 0: it takes f32.
 KERNEL, WEIGHTS, ROW_BYTES, ROWS, COLUMNS, PLANES = range(6)
-N_MATRICES = 7  # of a layer, in the order q, k, v, o, gate, up, down; with experts the first four
+N_MATRICES = 7  # of a layer, in the order q, k, v, o, gate, up, down
 REGION = 16  # bytes of an address and a size
 
 # One layer. All but the last two are int64: sizes, and addresses of contiguous arrays (f32 unless
@@ -44,7 +43,7 @@ LAYER = np.dtype(
                 *("attn_norm", "ffn_norm"),  # (n_embd,)
                 *("q_bias", "k_bias", "v_bias"),  # (rows of the matrix,)
                 *("q_norm", "k_norm"),  # (d,)
-                "matrices",  # int64 (matrices, 6): a matrix table
+                "matrices",  # int64 (N_MATRICES, 6): a matrix table (experts/decode.py: others)
                 "regions",  # of its matrices and of all that follow (see matrix_regions)
                 "x",  # (B, n_embd): the residual stream
                 *("cos", "sin"),  # (B, n_rot / 2): the rotation of each row's position
@@ -94,7 +93,7 @@ def matrix_regions(tables) -> np.ndarray:
 
 
 @njit(cache=True, nogil=True)
-def _floats(address, n):
+def floats(address, n):
     """The f32 array (n,) at an address; empty for address 0."""
     return carray(float_pointer(address), n if address else 0)
 
@@ -135,7 +134,7 @@ def _matrices_part(table, x, x_row, quantized, quantized_row, out, out_row, n_ro
 
 
 @njit(cache=True, nogil=True)
-def _planes(table):
+def most_planes(table):
     """PLANES of the matrices that take quantised activations, which is the same for all of them."""
     n_planes = 0
     for m in range(table.shape[0]):
@@ -152,7 +151,7 @@ def multiply(table, x, x_row, n_rows, quantized, out, out_row, n_threads):
     """
     n = table[0, COLUMNS]
     stride = quantized_stride(n)
-    n_planes = _planes(table)
+    n_planes = most_planes(table)
     if n_planes:
         quantize_rows(x, x_row, n_rows, n, n_planes, quantized, stride)
     for part in prange(n_threads):
@@ -207,7 +206,7 @@ def project_qkv(layers, i, n_rows, n_threads):
     n_embd, d, d_v, eps = layer.n_embd, layer.head_dim, layer.value_dim, np.float32(layer.eps)
     n_head, n_kv = layer.n_head, layer.n_head_kv
     x, normed = float_rows(layer.x, n_rows, n_embd), float_rows(layer.normed, n_rows, n_embd)
-    norm = _floats(layer.attn_norm, n_embd)
+    norm = floats(layer.attn_norm, n_embd)
     for b in range(n_rows):
         rms_norm(x[b], norm, eps, normed[b])
     table = carray(integer_pointer(layer.matrices), (N_MATRICES, 6))[0:3]
@@ -218,14 +217,14 @@ def project_qkv(layers, i, n_rows, n_threads):
         table, layer.normed, 4 * n_embd, n_rows, layer.quantized, layer.projected, 4 * width,
         n_threads,
     )  # fmt: skip
-    q_bias, k_bias = _floats(layer.q_bias, n_q), _floats(layer.k_bias, n_k)
-    v_bias = _floats(layer.v_bias, n_v)
-    q_norm, k_norm = _floats(layer.q_norm, d), _floats(layer.k_norm, d)
+    q_bias, k_bias = floats(layer.q_bias, n_q), floats(layer.k_bias, n_k)
+    v_bias = floats(layer.v_bias, n_v)
+    q_norm, k_norm = floats(layer.q_norm, d), floats(layer.k_norm, d)
     half, interleaved = layer.n_rot // 2, layer.interleaved != 0
     d_out, d_v_out = padded(d), padded(d_v)
-    q_scale, one = _floats(layer.q_scale, n_rows), np.float32(1)
+    q_scale, one = floats(layer.q_scale, n_rows), np.float32(1)
     for b in range(n_rows):
-        cos, sin = _floats(layer.cos + 4 * b * half, half), _floats(layer.sin + 4 * b * half, half)
+        cos, sin = floats(layer.cos + 4 * b * half, half), floats(layer.sin + 4 * b * half, half)
         raw = layer.projected + 4 * b * width
         at = 4 * b * n_head * d_out
         _rotate_heads(
@@ -248,7 +247,7 @@ def project_qkv(layers, i, n_rows, n_threads):
 
 
 @intrinsic
-def _silu_multiply(typingctx, gate, up, out, count):
+def silu_multiply(typingctx, gate, up, out, count):
     """out[i] = up[i] gate[i] / (1 + e^-gate[i]) for i < count rounded up to 16; addresses."""
 
     def codegen(context, b, signature, args):
@@ -271,7 +270,7 @@ def _silu_multiply(typingctx, gate, up, out, count):
 
 
 @njit(cache=True, nogil=True)
-def _add_rows(x, y, scale, n_rows):
+def add_rows(x, y, scale, n_rows):
     """x += scale y; f32 (>= n_rows, n)."""
     for b in range(n_rows):
         for c in range(x.shape[1]):
@@ -297,8 +296,8 @@ def finish_attention(layers, i, attended, n_rows, n_threads):
         table[3:4], layer.packed, 4 * n_head * d_v, n_rows, layer.quantized, layer.normed,
         4 * n_embd, n_threads,
     )  # fmt: skip
-    _add_rows(x, normed, np.float32(layer.residual_scale), n_rows)
-    norm, eps = _floats(layer.ffn_norm, n_embd), np.float32(layer.eps)
+    add_rows(x, normed, np.float32(layer.residual_scale), n_rows)
+    norm, eps = floats(layer.ffn_norm, n_embd), np.float32(layer.eps)
     for b in range(n_rows):
         rms_norm(x[b], norm, eps, normed[b])
 
@@ -318,36 +317,14 @@ def finish_layer(layers, i, attended, n_rows, n_threads):
     )  # fmt: skip
     for b in range(n_rows):
         gate = layer.hidden + b * hidden_row
-        _silu_multiply(gate, gate + 4 * n_ff, gate, n_ff)
+        silu_multiply(gate, gate + 4 * n_ff, gate, n_ff)
     expect(layer.regions + REGION * 7)
     multiply(
         table[6:7], layer.hidden, hidden_row, n_rows, layer.quantized, layer.normed, 4 * n_embd,
         n_threads,
     )  # fmt: skip
     x, normed = float_rows(layer.x, n_rows, n_embd), float_rows(layer.normed, n_rows, n_embd)
-    _add_rows(x, normed, np.float32(layer.residual_scale), n_rows)
-
-
-@njit(cache=True, nogil=True)
-def add_experts(layers, i, y, n_threads):
-    """x += s y, the experts' output f32 (B, n_embd), then ``project_qkv`` of the next layer."""
-    layer, n_rows = layers[i], y.shape[0]
-    x = float_rows(layer.x, n_rows, layer.n_embd)
-    _add_rows(x, y, np.float32(layer.residual_scale), n_rows)
-    if i + 1 < layers.shape[0]:
-        project_qkv(layers, i + 1, n_rows, n_threads)
-
-
-@njit(cache=True, nogil=True)
-def run_gated(table, x, hidden, quantized, out, n_threads):
-    """out = W_down (silu(W_gate x) * W_up x), f32 rows at addresses.
-
-    table int64 (3, 6): gate, up, down. Scratch: hidden f32 (2 n_ff + 16,), quantized uint8.
-    """
-    n_ff = table[2, COLUMNS]
-    multiply(table[0:2], x, 0, 1, quantized, hidden, 0, n_threads)
-    _silu_multiply(hidden, hidden + 4 * n_ff, hidden, n_ff)
-    multiply(table[2:3], hidden, 0, 1, quantized, out, 0, n_threads)
+    add_rows(x, normed, np.float32(layer.residual_scale), n_rows)
 
 
 @njit(cache=True, nogil=True)

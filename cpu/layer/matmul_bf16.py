@@ -10,6 +10,7 @@ than a panel of the weights exists as bf16. bf16 is a uint16 here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit, prange, types
@@ -154,53 +155,85 @@ def _store_panel(sums, begin, p, out):
 
 
 @njit(cache=True, nogil=True)
-def _multiply_tasks(counter, table, x, n_columns, step, rows, panel, sums, out):
-    """Takes panels, as many at a time as there are sums, until there are none.
+def multiply_panels(table, x, n_columns, step, rows, panel, sums, first, last, out):
+    """The columns of out (T, all rows) that panels ``first`` to ``last`` give, of tiles x.
 
     step: columns of a block. sums f32 (panels, tiles, ROWS, COLUMNS).
     """
-    n_tiles, most = x.shape[0], sums.shape[0]
+    n_tiles = x.shape[0]
+    for begin in range(0, n_tiles, TASK_TILES):
+        end = min(n_tiles, begin + TASK_TILES)
+        for low in range(0, n_columns, step):
+            count = min(step, n_columns - low)
+            block = panel[: (count + 2 * PAIRS - 1) // (2 * PAIRS) * PAIRS]
+            for p in range(first, last):
+                _fill_panel(table, p, low, count, rows, block)
+                _multiply_panel(block, x, low // (2 * PAIRS), begin, end, sums[p - first])
+        for p in range(first, last):
+            _store_panel(sums[p - first, : end - begin], begin * ROWS, p, out)
+
+
+@njit(cache=True, nogil=True)
+def _multiply_tasks(counter, table, x, n_columns, step, rows, panel, sums, out):
+    """Takes panels, as many at a time as there are sums, until there are none."""
+    most = sums.shape[0]
     n_panels = (out.shape[1] + COLUMNS - 1) // COLUMNS
     bf16.begin()
     first = next_task(counter) * most
     while first < n_panels:
         last = min(n_panels, first + most)
-        for begin in range(0, n_tiles, TASK_TILES):
-            end = min(n_tiles, begin + TASK_TILES)
-            for low in range(0, n_columns, step):
-                count = min(step, n_columns - low)
-                block = panel[: (count + 2 * PAIRS - 1) // (2 * PAIRS) * PAIRS]
-                for p in range(first, last):
-                    _fill_panel(table, p, low, count, rows, block)
-                    _multiply_panel(block, x, low // (2 * PAIRS), begin, end, sums[p - first])
-            for p in range(first, last):
-                _store_panel(sums[p - first, : end - begin], begin * ROWS, p, out)
+        multiply_panels(table, x, n_columns, step, rows, panel, sums, first, last, out)
         first = next_task(counter) * most
     bf16.end()
 
 
 @njit(cache=True, nogil=True)
-def _lay_tiles(x, first, last, tiles):
-    """Rows first to last of x bf16 (T, n) into tiles uint16 (tiles, units, ROWS, 2 PAIRS)."""
-    for i in range(first, last):
-        tile, row = i // ROWS, i % ROWS
-        for unit in range(x.shape[1] // (2 * PAIRS)):
-            for c in range(2 * PAIRS):
-                tiles[tile, unit, row, c] = x[i, unit * 2 * PAIRS + c]
-        for c in range(x.shape[1] // (2 * PAIRS) * 2 * PAIRS, x.shape[1]):
-            tiles[tile, c // (2 * PAIRS), row, c % (2 * PAIRS)] = x[i, c]
+def lay_row(x, tiles, i):
+    """x bf16 (n,) as row i of tiles uint16 (tiles, units, ROWS, 2 PAIRS)."""
+    tile, row = i // ROWS, i % ROWS
+    for unit in range(x.shape[0] // (2 * PAIRS)):
+        for c in range(2 * PAIRS):
+            tiles[tile, unit, row, c] = x[unit * 2 * PAIRS + c]
+    for c in range(x.shape[0] // (2 * PAIRS) * 2 * PAIRS, x.shape[0]):
+        tiles[tile, c // (2 * PAIRS), row, c % (2 * PAIRS)] = x[c]
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def _multiply(table, x, tiles, step, rows, panels, sums, out, n_threads):
     n_inputs = len(x)
     for part in prange(n_threads):
-        _lay_tiles(x, part * n_inputs // n_threads, (part + 1) * n_inputs // n_threads, tiles)
+        for i in range(part * n_inputs // n_threads, (part + 1) * n_inputs // n_threads):
+            lay_row(x[i], tiles, i)
     counter = np.zeros(1, np.int64)
     for thread in prange(n_threads):
         _multiply_tasks(
             counter, table, tiles, x.shape[1], step, rows[thread], panels[thread], sums[thread], out
         )
+
+
+class PanelScratch(NamedTuple):
+    """A block's columns, and for each thread the scratch of ``multiply_panels``."""
+
+    step: int
+    rows: np.ndarray
+    panels: np.ndarray
+    sums: np.ndarray
+
+
+def new_scratch(table: np.ndarray, n_columns: int, n_tiles: int, n_threads: int) -> PanelScratch:
+    """For the products of a table, that give n_columns, with up to n_tiles of rows."""
+    unit = max(2 * PAIRS, int(table[:, ELEMENTS].max()))
+    step = max(unit, BLOCK_COLUMNS // unit * unit)
+    n_panels = -(-n_columns // COLUMNS)
+    n_sums = min(TASK_PANELS, -(-n_panels // (TASKS_A_THREAD * n_threads)))
+    shape = (n_threads, n_sums, min(n_tiles, TASK_TILES), ROWS, COLUMNS)
+    return PanelScratch(
+        step,
+        # A line more a row: rows a multiple of 4 KB apart would take each other's place in cache.
+        rows=on_lines((n_threads, COLUMNS, step + 2 * PAIRS), np.uint16, zeros=True),
+        panels=on_lines((n_threads, step // 2, COLUMNS), np.uint32),
+        sums=on_lines(shape, np.float32),
+    )
 
 
 def multiply_rows(table: np.ndarray, x: np.ndarray, out: np.ndarray, n_threads: int) -> None:
@@ -209,12 +242,5 @@ def multiply_rows(table: np.ndarray, x: np.ndarray, out: np.ndarray, n_threads: 
     tiles = on_lines((n_tiles, n_units, ROWS, 2 * PAIRS), np.uint16)
     if x.shape != (n_tiles * ROWS, n_units * 2 * PAIRS):
         tiles[-1], tiles[:, -1] = 0, 0
-    unit = max(2 * PAIRS, int(table[:, ELEMENTS].max()))
-    step = max(unit, BLOCK_COLUMNS // unit * unit)
-    n_panels = -(-out.shape[1] // COLUMNS)
-    n_sums = min(TASK_PANELS, -(-n_panels // (TASKS_A_THREAD * n_threads)))
-    # A line more a row: rows a multiple of 4 KB apart would take each other's place in the cache.
-    rows = on_lines((n_threads, COLUMNS, step + 2 * PAIRS), np.uint16, zeros=True)
-    panels = on_lines((n_threads, step // 2, COLUMNS), np.uint32)
-    sums = on_lines((n_threads, n_sums, min(n_tiles, TASK_TILES), ROWS, COLUMNS), np.float32)
-    _multiply(table, x, tiles, step, rows, panels, sums, out, n_threads)
+    scratch = new_scratch(table, out.shape[1], n_tiles, n_threads)
+    _multiply(table, x, tiles, *scratch, out, n_threads)

@@ -18,7 +18,18 @@ from numba import njit, prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
-from sparsekv_cli.cpu.jit.llvm import F32, I8, I32, I64, const, keep, load, next_task, vec
+from sparsekv_cli.cpu.jit.llvm import (
+    F32,
+    I8,
+    I32,
+    I64,
+    const,
+    keep,
+    load,
+    next_task,
+    prefetch_lines,
+    vec,
+)
 from sparsekv_cli.cpu.jit.pointers import address, call_through, function_address
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.prefill import rounded
@@ -180,21 +191,45 @@ def _call_decoder(
 
 
 @njit(cache=True, nogil=True)
-def _multiply_group(matrix, first, tiles, n, scratch, sums):
-    """sums f32 (inputs, GROUP) = rows first .. first + GROUP of a matrix times tiles of inputs."""
-    span, size = matrix[SPAN], matrix[BLOCK_COLUMNS]
-    w = matrix[WEIGHTS] + first * matrix[ROW_BYTES]
-    n_rows = min(GROUP, matrix[ROWS] - first)
-    values, panel, scales, panel_scales = scratch
-    sums[: TILE * len(tiles)] = 0
-    n_blocks, most = n // size, PANEL_COLUMNS // size
+def new_scratch(n_tiles):
+    """A thread's scratch for products with up to n_tiles of inputs, of ``multiply_group``."""
+    width = PANEL_COLUMNS
+    return (
+        np.empty((GROUP, width + 4 * WIDTH), np.uint8),
+        np.empty(GROUP * (width + 4 * WIDTH), np.uint8),
+        np.empty((2 * GROUP, width // 16), np.float32),
+        np.empty((width // 16, 2 * GROUP), np.float32),
+        np.empty((TILE * n_tiles, GROUP), np.float32),
+    )
+
+
+@njit(cache=True, nogil=True)
+def _panel_blocks(matrix, n, part):
+    """The blocks of n columns with which a panel begins, and how many parts there are."""
+    n_blocks, most = n // matrix[BLOCK_COLUMNS], PANEL_COLUMNS // matrix[BLOCK_COLUMNS]
     n_parts = (n_blocks + most - 1) // most
+    return part * n_blocks // n_parts, n_parts
+
+
+@njit(cache=True, nogil=True)
+def multiply_group(matrix, first, following, tiles, n, scratch):
+    """Rows first .. first + GROUP of a matrix times tiles of inputs: f32 (inputs, GROUP).
+
+    A panel's weights are fetched during the products of the one ahead of it: they lie in short
+    pieces that the CPU does not foresee. following: address of what comes behind the last panel.
+    """
+    span, size, row_bytes = matrix[SPAN], matrix[BLOCK_COLUMNS], matrix[ROW_BYTES]
+    w, n_rows = matrix[WEIGHTS] + first * row_bytes, min(GROUP, matrix[ROWS] - first)
+    values, panel, scales, panel_scales, sums = scratch
+    n_tiles = len(tiles)
+    sums[: TILE * n_tiles] = 0
+    _, n_parts = _panel_blocks(matrix, n, 0)
     for part in range(n_parts):
-        begin, end = part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts
+        begin, _ = _panel_blocks(matrix, n, part)
+        end, _ = _panel_blocks(matrix, n, part + 1)
         _call_decoder(
-            matrix[DECODER], w + begin * matrix[BLOCK_BYTES], matrix[ROW_BYTES], n_rows,
-            end - begin, values.ctypes.data, values.strides[0], scales.ctypes.data,
-            scales.strides[0],
+            matrix[DECODER], w + begin * matrix[BLOCK_BYTES], row_bytes, n_rows, end - begin,
+            values.ctypes.data, values.strides[0], scales.ctypes.data, scales.strides[0],
         )  # fmt: skip
         n_columns = (end - begin) * size
         _pack(n_columns, values.ctypes.data, values.strides[0], panel.ctypes.data)
@@ -202,22 +237,39 @@ def _multiply_group(matrix, first, tiles, n, scratch, sums):
         for s in range(n_spans):
             for r in range(2 * GROUP):
                 panel_scales[s, r] = scales[r, s]
-        call_product(
-            matrix[PRODUCT], panel.ctypes.data, panel_scales.ctypes.data, n_spans,
-            tiles.ctypes.data, tiles.strides[0], n, begin * size, len(tiles), sums.ctypes.data,
-        )  # fmt: skip
+        ahead, n_bytes = w + end * matrix[BLOCK_BYTES], (end - begin) * matrix[BLOCK_BYTES]
+        if part + 1 == n_parts:
+            ahead = following
+        for tile in range(n_tiles):
+            for r in range(tile * GROUP // n_tiles, (tile + 1) * GROUP // n_tiles):
+                prefetch_lines(ahead + r * row_bytes, n_bytes)
+            call_product(
+                matrix[PRODUCT], panel.ctypes.data, panel_scales.ctypes.data, n_spans,
+                tiles[tile].ctypes.data, 0, n, begin * size, 1,
+                sums[TILE * tile :].ctypes.data,
+            )  # fmt: skip
+    keep(values)
+    keep(panel)
+    return sums
+
+
+@njit(cache=True, nogil=True)
+def store_sums(sums, n_rows, out, first, last, column):
+    """out[first:last, column : column + n_rows] = sums f32 (inputs, GROUP)."""
+    for i in range(first, last):
+        if n_rows == GROUP:
+            for r in range(GROUP):
+                out[i, column + r] = rounded(out, sums[i - first, r])
+        else:
+            for r in range(n_rows):
+                out[i, column + r] = rounded(out, sums[i - first, r])
 
 
 @njit(cache=True, nogil=True)
 def _multiply_tasks(counter, table, tiles, n, n_groups, n_parts, out):
     """Takes (part of the inputs, GROUP rows of a matrix) tasks until there are none."""
     n_inputs, n_tiles = out.shape[0], len(tiles)
-    width = PANEL_COLUMNS
-    values = np.empty((GROUP, width + 4 * WIDTH), np.uint8)
-    panel = np.empty(GROUP * (width + 4 * WIDTH), np.uint8)
-    scales = np.empty((2 * GROUP, width // 16), np.float32)
-    scratch = values, panel, scales, np.empty((width // 16, 2 * GROUP), np.float32)
-    sums = np.empty((TILE * ((n_tiles + n_parts - 1) // n_parts), GROUP), np.float32)
+    scratch = new_scratch((n_tiles + n_parts - 1) // n_parts)
     task = next_task(counter)
     while task < n_groups * n_parts:
         part, group = task // n_groups, task % n_groups
@@ -228,19 +280,11 @@ def _multiply_tasks(counter, table, tiles, n, n_groups, n_parts, out):
             column += table[m, ROWS]
             m += 1
         first = group * GROUP
-        _multiply_group(table[m], first, tiles[begin:end], n, scratch, sums)
-        n_rows = min(GROUP, table[m, ROWS] - first)
-        column += first
-        for i in range(begin * TILE, min(n_inputs, end * TILE)):
-            if n_rows == GROUP:
-                for r in range(GROUP):
-                    out[i, column + r] = rounded(out, sums[i - begin * TILE, r])
-            else:
-                for r in range(n_rows):
-                    out[i, column + r] = rounded(out, sums[i - begin * TILE, r])
+        following = table[m, WEIGHTS] + (first + GROUP) * table[m, ROW_BYTES]
+        sums = multiply_group(table[m], first, following, tiles[begin:end], n, scratch)
+        n_rows, last = min(GROUP, table[m, ROWS] - first), min(n_inputs, end * TILE)
+        store_sums(sums, n_rows, out, begin * TILE, last, column + first)
         task = next_task(counter)
-    keep(values)
-    keep(panel)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)

@@ -353,11 +353,12 @@ def roofline_of(
 ) -> Roofline | None:
     """What bounds a test that only decodes; its ledger is that of all repetitions.
 
-    Sequences that decode together read the weights once for all of them.
+    Sequences that decode together read the weights once for all of them; of experts, those that
+    any of them chooses.
     """
     if bandwidth is None or not decodes_only(test):
         return None
-    weight_bytes = session.decoder.weights.n_bytes // test.n_seqs
+    weight_bytes = session.decoder.weights.bytes_a_step(test.n_seqs) // test.n_seqs
     return decode_roofline(weight_bytes, ledger, repetitions * test.n_gen * test.n_seqs, bandwidth)
 
 

@@ -1,8 +1,10 @@
 """The roofline of decoding: no step is faster than the memory that it must read.
 
-A token reads every weight once and the KV rows that its method touches (counted by the ledger, not
-assumed); divided by a bandwidth measured in the same run with the same threads, that bounds the
-speed. Weights that stay in a cache of the CPU can be read faster than the bound.
+A token reads every weight once, of experts those that it chooses, and the KV rows that its method
+touches (counted by the ledger, not assumed); divided by a bandwidth measured in the same run with
+the same threads, that bounds the speed. Weights that stay in a cache of the CPU can be read faster
+than the bound. How many experts several sequences choose between them is an expectation
+(models/weights.py).
 """
 
 from __future__ import annotations

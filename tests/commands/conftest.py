@@ -84,7 +84,7 @@ class FakeSession:
         self.gguf = SimpleNamespace(metadata=self.metadata, path=Path("fake.gguf"), tensors={})
         self.hparams = SimpleNamespace(n_vocab=258)
         self.engine = SimpleNamespace(first_steps=1)
-        self.decoder = SimpleNamespace(weights=SimpleNamespace(n_bytes=3000))
+        self.decoder = SimpleNamespace(weights=SimpleNamespace(bytes_a_step=lambda n_rows: 3000))
         self.tokenizer = ByteTokenizer()
         self.tokens: list[int] = []
         self.checkpoint: Checkpoint | None = None

@@ -60,6 +60,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "tiny.gguf", n_embd=128, n_ff=128)
 
 
+@pytest.fixture(scope="module")
+def model_with_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "experts.gguf"
+    return make_model(path, arch="qwen2moe", wtype="Q8_0", n_embd=128)
+
+
 def test_every_format_and_type(markers: Path, compiled: list[tuple[Any, ...]]) -> None:
     reports: list[tuple[str, int, int]] = []
     n_steps = warmup.compile_common_kernels(lambda *report: reports.append(report))
@@ -215,7 +221,7 @@ from sparsekv_cli.cpu.jit.kernel_cache import KernelCache
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.session import load_session
 
-model, name, dtype = sys.argv[1:]
+model, name, dtype, n_prompt = sys.argv[1:]
 options = {} if name == "full" else {"budget": "8"}
 config = SessionConfig(threads=1, prefill_dtype=dtype)
 session = load_session(Path(model), build_method(name, options), config)
@@ -226,7 +232,7 @@ def note(self, *arguments):
     return load(self, *arguments)
 
 KernelCache.load_overload = note
-session.prefill([1] * 300)
+session.prefill([1] * int(n_prompt))
 for token in range(3):
     session.decode(token)
 print(loaded)
@@ -240,10 +246,21 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_the_first_steps_load_no_kernel(model: Path, name: str, dtype: str) -> None:
-    program = [sys.executable, "-c", FIRST_STEPS, str(model), name, dtype]
+def loaded_by_first_steps(model: Path, name: str, dtype: str, n_prompt: int) -> str:
+    program = [sys.executable, "-c", FIRST_STEPS, str(model), name, dtype, str(n_prompt)]
     for _ in range(2):  # a first run compiles
         done = subprocess.run(program, capture_output=True, encoding="utf-8", timeout=300)
         assert done.returncode == 0, done.stderr
-    assert done.stdout == "[]\n"
+    return done.stdout
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_the_first_steps_load_no_kernel(model: Path, name: str, dtype: str) -> None:
+    assert loaded_by_first_steps(model, name, dtype, 300) == "[]\n"
+
+
+@pytest.mark.parametrize(("dtype", "n_prompt"), [("int8", 300), ("int8", 20), ("f32", 300)])
+def test_nor_those_of_a_model_with_experts(
+    model_with_experts: Path, dtype: str, n_prompt: int
+) -> None:
+    assert loaded_by_first_steps(model_with_experts, "full", dtype, n_prompt) == "[]\n"

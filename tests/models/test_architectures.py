@@ -134,6 +134,27 @@ def test_a_short_context_takes_the_short_factors(tmp_path):
         session.gguf.close()
 
 
+@pytest.mark.parametrize("repack", ["off", "on"])
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_short_prompts_take_decodes_products_for_experts(dtype, repack, tmp_path):
+    """They differ from a long one's products in 8 bits of the activations only."""
+    if dtype == "bf16" and not bf16.is_available():
+        pytest.skip("this CPU has no bf16 products")
+    if dtype == "int8" and not tiles_int8.is_available():
+        pytest.skip("needs byte products (AVX2)")
+    path = make_model(tmp_path / "model.gguf", **QUANTISED_CASES["qwen2moe_Q8_0"])
+    session, exact = open_model(path, prefill_dtype=dtype, repack=repack), open_model(path)
+    least = session.decoder.least_many
+    assert exact.decoder.least_many == 1 and 17 < least <= len(IDS)
+    for n in (least - 1, least):
+        session.reset(), exact.reset()
+        found, expected = (each.prefill(IDS[:n], all_logits=True) for each in (session, exact))
+        errors = [nmse(a, b) for a, b in zip(expected, found, strict=True)]
+        assert np.median(errors) < 2e-3
+        assert session.decoder._has_few_an_expert == (n < least)
+    session.gguf.close(), exact.gguf.close()
+
+
 @pytest.mark.parametrize("name", ["qwen2moe_Q8_0", "qwen3moe_Q8_0"])
 def test_repacked_experts_give_the_same_logits(name, tmp_path):
     path = make_model(tmp_path / "model.gguf", **QUANTISED_CASES[name])

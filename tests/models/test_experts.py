@@ -1,4 +1,4 @@
-"""Mixtures of experts: the choice, the tensors and keys that a file must have, bytes a token."""
+"""Mixtures of experts: the tensors and keys that a file must have, bytes a token."""
 
 from __future__ import annotations
 
@@ -8,40 +8,15 @@ from test_weights import copy_with, read
 from tiny_architectures import TRAITS, Experts
 from tiny_models import make_model
 
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.cpu.jit.pointers import address
 from sparsekv_cli.errors import SparseKVError, UnsupportedModelError
+from sparsekv_cli.methods import build_method
 from sparsekv_cli.models.architectures import ARCHITECTURES
-from sparsekv_cli.models.experts import route
-from sparsekv_cli.models.hparams import ExpertParams
 from sparsekv_cli.models.weights import ExpertWeights
+from sparsekv_cli.session import load_session
 
 SIZES = {"arch": "qwen2moe", "n_layer": 1, "n_embd": 64, "n_ff": 64, "tied": False}
-
-
-def params(n: int, n_used: int, *, normalised: bool) -> ExpertParams:
-    return ExpertParams(n, n_used, 32, 0, False, normalised)
-
-
-@pytest.mark.parametrize("normalised", [True, False])
-@pytest.mark.parametrize(("n", "n_used"), [(8, 2), (128, 8), (3, 3), (1, 1)])
-def test_route(n, n_used, normalised):
-    logits = np.random.default_rng(0).standard_normal((5, n)).astype(np.float32)
-    chosen, weights = route(logits, params(n, n_used, normalised=normalised))
-    shares = np.exp(logits.astype(np.float64))
-    shares /= shares.sum(1, keepdims=True)
-    for row in range(5):
-        assert set(chosen[row]) == set(np.argsort(shares[row])[n - n_used :])
-        expected = shares[row, chosen[row]]
-        assert (np.diff(expected) <= 0).all()
-        if normalised:
-            expected = expected / expected.sum()
-        np.testing.assert_allclose(weights[row], expected, rtol=1e-5)
-
-
-def test_of_equal_experts_the_first_is_chosen_and_large_logits_stay_finite():
-    logits = np.array([[1.0, 2.0, 2.0, 2.0], [0.0, 1e4, -1e4, 0.0]], np.float32)
-    chosen, weights = route(logits, params(4, 2, normalised=True))
-    assert chosen[0].tolist() == [1, 2] and chosen[1, 0] == 1
-    np.testing.assert_allclose(weights, [[0.5, 0.5], [1, 0]])
 
 
 def test_bytes_a_token_are_of_the_chosen_experts(tmp_path):
@@ -51,12 +26,18 @@ def test_bytes_a_token_are_of_the_chosen_experts(tmp_path):
     assert weights.n_bytes == matrices * 34 // 32 + 8 * 64 * 4  # and the router, F32
     unused = 3 * 64 * 5 * 96 * 34 // 32
     assert weights.n_bytes_held == weights.n_bytes + unused - 8 * 64 * 4
+    # Two rows choose 1 - (5/8)^2 of the experts between them, if they choose independently.
+    chosen = round(weights.layers[0].ffn.experts.n_bytes * (1 - (5 / 8) ** 2))
+    of_one = 3 * 64 * 3 * 96 * 34 // 32
+    assert weights.bytes_a_step(2) == weights.n_bytes - of_one + chosen
+    assert weights.bytes_a_step(1) == weights.n_bytes
+    assert weights.bytes_a_step(100) == weights.n_bytes + unused
 
 
 def test_an_expert_is_a_view_of_the_file(tmp_path):
     ffn = read(make_model(tmp_path / "model.gguf", wtype="Q8_0", **SIZES)).layers[0].ffn
     assert isinstance(ffn, ExpertWeights)
-    gate = ffn.expert(2).gate
+    gate = ffn.experts.gate.matrix(2)
     assert (gate.n_rows, gate.n_columns, gate.n_matrices) == (96, 64, 1)
     np.testing.assert_array_equal(gate.data, ffn.experts.gate.data[192:288])
     assert np.shares_memory(gate.data, ffn.experts.gate.data)
@@ -141,3 +122,19 @@ def test_a_granite_without_a_logit_scale_is_refused(tmp_path):
 
 def test_every_architecture_has_a_tiny_model():
     assert set(TRAITS) == set(ARCHITECTURES)
+
+
+def test_what_a_step_prefetches_follows_the_order_of_use(tmp_path):
+    """A layer's regions: attention, router, shared expert; then the next layer's, or the head."""
+    path = make_model(tmp_path / "model.gguf", wtype="Q8_0", **{**SIZES, "n_layer": 2})
+    session = load_session(path, build_method("full", {}), SessionConfig(threads=1, repack="off"))
+    step, expected = session.decoder._step, []
+    for layer in session.decoder.weights.layers:
+        linears = [*layer.attention(), layer.ffn.router, *layer.ffn.shared.linears()]
+        expected += [(address(w.data), w.data.nbytes) for w in linears]
+    output = session.decoder.weights.output
+    expected.append((address(output.data), output.data.nbytes))
+    np.testing.assert_array_equal(step._regions, [*expected, *expected[:4]])
+    first, second = (int(step._layers[i]["regions"]) for i in range(2))
+    assert first == address(step._regions) and second - first == 8 * 16
+    session.gguf.close()

@@ -1,0 +1,304 @@
+"""A decode step's rows through the experts of a layer, over weights as they lie.
+
+``next_expert_layer`` is what ``next_layer`` of layer/decode.py is where there are none: one call
+from a layer's attention to the next one's inputs. The rows are grouped by expert, so that an expert
+that several sequences have chosen is read once. All products of a step that can go on at once are
+one table of jobs, which the threads share out by the bytes of the weights.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, njit, prange
+
+from sparsekv_cli.cpu.experts.routing import (
+    group_rows,
+    route_ref,
+    route_row,
+    sigmoid_product,
+    weigh_row,
+)
+from sparsekv_cli.cpu.jit.llvm import keep
+from sparsekv_cli.cpu.jit.pointers import integer_pointer
+from sparsekv_cli.cpu.jit.pool import N_REGIONS, expect
+from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.layer.decode import (
+    COLUMNS,
+    KERNEL,
+    PLANES,
+    REGION,
+    ROW_BYTES,
+    ROWS,
+    WEIGHTS,
+    add_rows,
+    finish_attention,
+    float_rows,
+    floats,
+    most_planes,
+    multiply,
+    project_qkv,
+    silu_multiply,
+)
+from sparsekv_cli.cpu.weights.dot import call_rows
+from sparsekv_cli.cpu.weights.integer import quantize_rows, quantized_stride
+from sparsekv_cli.cpu.weights.interleaved import GROUP
+
+# The matrices of such a layer's record in ``LAYER``: q, k, v, o, the router, whose inputs are f32,
+# and the shared expert's gate, up and down, all zero if there is none.
+ROUTER, SHARED, N_MATRICES = 4, 5, 8
+
+# What a layer has beside its record. B: rows of the step; a slot is a row's and expert's, or behind
+# all these a row's and the shared expert's: B (n_used + 1).
+EXPERTS = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            *("n_expert", "n_used", "n_ff", "n_shared"),  # n_shared: the shared one's length, or 0
+            "normalised",  # whether the weights of the chosen sum to 1
+            "matrices",  # int64 (3, 6): gate, up and down of the first expert; the others follow
+            "shared_gate",  # f32 (n_embd,), or 0
+            *("gathered", "gathered_row"),  # scratch (slots, bytes of a row as f32 and quantised)
+            *("hidden", "hidden_row"),  # scratch (slots, 4 (2 n_ff + 16) bytes)
+            *("quantized", "quantized_row"),  # scratch (slots, bytes of a quantised row of n_ff)
+            "results",  # scratch f32 (slots, n_embd)
+        )
+    ]
+)
+
+# Columns of a table of jobs, int64: those of a matrix, then what it is multiplied with.
+SOURCE, SOURCE_ROW, N_INPUTS, OUT, OUT_ROW, N_COLUMNS = range(6, 12)
+DECODING = 3  # what decoding a weight costs, in products with an input
+
+
+@njit(cache=True, nogil=True)
+def _run_part(jobs, first, last):
+    """The rows of all jobs whose cost is between ``first`` and ``last``, in whole groups."""
+    start = 0
+    for j in range(jobs.shape[0]):
+        n, cost = jobs[j, ROWS], jobs[j, ROW_BYTES] * (DECODING + jobs[j, N_INPUTS])
+        low, high = max(0, first - start) // cost, max(0, last - start) // cost
+        low = low // GROUP * GROUP if low < n else n
+        high = high // GROUP * GROUP if high < n else n
+        if low < high:
+            call_rows(
+                jobs[j, KERNEL], jobs[j, WEIGHTS], jobs[j, ROW_BYTES], jobs[j, COLUMNS],
+                jobs[j, SOURCE], jobs[j, SOURCE_ROW], jobs[j, N_INPUTS], jobs[j, OUT],
+                jobs[j, OUT_ROW], low, high,
+            )  # fmt: skip
+        start += n * cost
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def run_jobs(jobs, n_threads):
+    """out[i] = W x[i], f32, for the matrix W and the inputs x[i] of each job."""
+    total = 0
+    for j in range(jobs.shape[0]):
+        total += jobs[j, ROWS] * jobs[j, ROW_BYTES] * (DECODING + jobs[j, N_INPUTS])
+    for part in prange(n_threads):
+        _run_part(jobs, part * total // n_threads, (part + 1) * total // n_threads)
+
+
+@njit(cache=True, nogil=True)
+def _set_jobs(jobs, table, e, inputs, count, out, out_row):
+    """Jobs of expert e's matrices of a table, whose results lie side by side.
+
+    inputs: address and bytes of a row in f32, the same quantised.
+    """
+    x, x_row, quantized, quantized_row = inputs
+    for m in range(table.shape[0]):
+        jobs[m, : PLANES + 1] = table[m]
+        jobs[m, WEIGHTS] += e * table[m, ROWS] * table[m, ROW_BYTES]
+        is_quantized = table[m, PLANES] > 0
+        jobs[m, SOURCE] = quantized if is_quantized else x
+        jobs[m, SOURCE_ROW] = quantized_row if is_quantized else x_row
+        jobs[m, N_INPUTS], jobs[m, OUT], jobs[m, OUT_ROW] = count, out, out_row
+        out += 4 * table[m, ROWS]
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def multiply_experts(table, offsets, x, out, n_threads):
+    """out[p] = the products of an expert's matrices with x[p], side by side; all f32.
+
+    table: of the first expert's matrices. Expert e has the pairs p, offsets[e] <= p < offsets[e+1].
+    """
+    n_pairs, n = x.shape
+    n_experts, n_matrices, n_planes = offsets.shape[0] - 1, table.shape[0], most_planes(table)
+    at, row, stride = x.ctypes.data, x.strides[0], quantized_stride(n)
+    quantized = np.empty(n_pairs * stride if n_planes else 0, np.uint8)
+    to = quantized.ctypes.data
+    if n_planes:
+        for part in prange(n_threads):
+            first, last = part * n_pairs // n_threads, (part + 1) * n_pairs // n_threads
+            places = at + first * row, to + first * stride
+            quantize_rows(places[0], row, last - first, n, n_planes, places[1], stride)
+    jobs, n_jobs = np.empty((n_experts * n_matrices, N_COLUMNS), np.int64), 0
+    for e in range(n_experts):
+        first, count = offsets[e], offsets[e + 1] - offsets[e]
+        if count:
+            inputs = at + first * row, row, to + first * stride, stride
+            result = out.ctypes.data + first * out.strides[0]
+            part_jobs = jobs[n_jobs : n_jobs + n_matrices]
+            _set_jobs(part_jobs, table, e, inputs, count, result, out.strides[0])
+            n_jobs += n_matrices
+    run_jobs(jobs[:n_jobs], n_threads)
+    keep(quantized)
+
+
+@njit(cache=True, nogil=True)
+def _copy(source, target, n):
+    """n bytes, a multiple of 4, from an address to another."""
+    to, from_ = floats(target, n // 4), floats(source, n // 4)
+    for c in range(n // 4):
+        to[c] = from_[c]
+
+
+@njit(cache=True, nogil=True)
+def _expect_down(matrix, offsets):
+    """Announces the chosen experts' matrices of this kind, the first ones, as read next."""
+    regions = np.zeros((N_REGIONS, 2), np.int64)
+    size, n = matrix[ROWS] * matrix[ROW_BYTES], 0
+    for e in range(offsets.shape[0] - 1):
+        if offsets[e] < offsets[e + 1] and n < N_REGIONS:
+            regions[n, 0], regions[n, 1] = matrix[WEIGHTS] + e * size, size
+            n += 1
+    expect(regions.ctypes.data)
+    keep(regions)
+
+
+@njit(cache=True, nogil=True)
+def _gate_and_up(layer, mixture, offsets, rows, n_rows, jobs):
+    """Jobs of the chosen experts' gates and ups, and of the shared ones; returns how many."""
+    n_embd = layer.n_embd
+    x_row, stride = 4 * n_embd, quantized_stride(n_embd)
+    table = carray(integer_pointer(mixture.matrices), (3, 6))[0:2]
+    n = 0
+    for e in range(mixture.n_expert):
+        first, count = offsets[e], offsets[e + 1] - offsets[e]
+        if count == 0:
+            continue
+        b = rows[first]
+        x, quantized = layer.normed + b * x_row, layer.quantized + b * stride
+        inputs = (x, x_row, quantized, stride)
+        if count > 1:
+            at, row = mixture.gathered + first * mixture.gathered_row, mixture.gathered_row
+            for p in range(count):
+                b = rows[first + p]
+                _copy(layer.normed + b * x_row, at + p * row, x_row)
+                _copy(layer.quantized + b * stride, at + p * row + x_row, stride)
+            inputs = (at, row, at + x_row, row)
+        out = mixture.hidden + first * mixture.hidden_row
+        _set_jobs(jobs[n : n + 2], table, e, inputs, count, out, mixture.hidden_row)
+        n += 2
+    if mixture.n_shared:
+        table = carray(integer_pointer(layer.matrices), (N_MATRICES, 6))[SHARED : SHARED + 2]
+        inputs = (layer.normed, x_row, layer.quantized, stride)
+        out = mixture.hidden + rows.shape[0] * mixture.hidden_row
+        _set_jobs(jobs[n : n + 2], table, 0, inputs, n_rows, out, mixture.hidden_row)
+        n += 2
+    return n
+
+
+@njit(cache=True, nogil=True)
+def _gate_rows(mixture, first, count, n_ff, n_planes):
+    """silu(gate) * up of some slots, in the gate's place, and quantised if n_planes is not 0."""
+    row = mixture.hidden_row
+    for p in range(first, first + count):
+        gate = mixture.hidden + p * row
+        silu_multiply(gate, gate + 4 * n_ff, gate, n_ff)
+    if n_planes:
+        at, stride = mixture.quantized + first * mixture.quantized_row, mixture.quantized_row
+        quantize_rows(mixture.hidden + first * row, row, count, n_ff, n_planes, at, stride)
+
+
+@njit(cache=True, nogil=True)
+def _down(layer, mixture, offsets, n_slots, n_rows, jobs):
+    """Jobs of the chosen experts' downs and of the shared one; returns how many."""
+    table = carray(integer_pointer(mixture.matrices), (3, 6))[2:3]
+    row, stride, n = mixture.hidden_row, mixture.quantized_row, 0
+    for e in range(mixture.n_expert):
+        first, count = offsets[e], offsets[e + 1] - offsets[e]
+        if count:
+            inputs = mixture.hidden + first * row, row, mixture.quantized + first * stride, stride
+            out = mixture.results + 4 * layer.n_embd * first
+            _set_jobs(jobs[n : n + 1], table, e, inputs, count, out, 4 * layer.n_embd)
+            n += 1
+    if mixture.n_shared:
+        table = carray(integer_pointer(layer.matrices), (N_MATRICES, 6))[SHARED + 2 :]
+        at = mixture.hidden + n_slots * row, row, mixture.quantized + n_slots * stride, stride
+        out = mixture.results + 4 * layer.n_embd * n_slots
+        _set_jobs(jobs[n : n + 1], table, 0, at, n_rows, out, 4 * layer.n_embd)
+        n += 1
+    return n
+
+
+@njit(cache=True, nogil=True)
+def add_experts(layers, mixtures, i, n_rows, n_threads):
+    """x += s (the experts of layer i over ``normed``), for n_rows rows; s: residual_scale.
+
+    layers, mixtures: records of ``LAYER`` and of ``EXPERTS``.
+    """
+    layer, mixture = layers[i], mixtures[i]
+    n_embd, n_expert, n_used = layer.n_embd, mixture.n_expert, mixture.n_used
+    n_slots = n_rows * n_used
+    matrices = carray(integer_pointer(layer.matrices), (N_MATRICES, 6))
+    table = carray(integer_pointer(mixture.matrices), (3, 6))
+    logits = np.empty((n_rows, n_expert), np.float32)
+    expect(layer.regions + REGION * SHARED)
+    multiply(
+        matrices[ROUTER : ROUTER + 1], layer.normed, 4 * n_embd, n_rows, layer.quantized,
+        logits.ctypes.data, 4 * n_expert, n_threads,
+    )  # fmt: skip
+    keep(logits)
+    chosen, weights = np.empty((n_rows, n_used), np.int64), np.empty((n_rows, n_used), np.float32)
+    offsets, rows = np.empty(n_expert + 1, np.int64), np.empty(n_slots, np.int64)
+    places = np.empty((n_rows, n_used), np.int64)
+    for b in range(n_rows):
+        route_row(logits[b], mixture.normalised != 0, chosen[b], weights[b])
+    group_rows(chosen, offsets, rows, places)
+
+    n_planes = max(most_planes(table[0:2]), most_planes(matrices[SHARED : SHARED + 2]))
+    if n_planes:
+        stride = quantized_stride(n_embd)
+        quantize_rows(layer.normed, 4 * n_embd, n_rows, n_embd, n_planes, layer.quantized, stride)
+    jobs = np.empty((2 * (min(n_slots, n_expert) + 1), N_COLUMNS), np.int64)
+    _expect_down(table[2], offsets)
+    run_jobs(jobs[: _gate_and_up(layer, mixture, offsets, rows, n_rows, jobs)], n_threads)
+    _gate_rows(mixture, 0, n_slots, mixture.n_ff, table[2, PLANES])
+    if mixture.n_shared:
+        _gate_rows(mixture, n_slots, n_rows, mixture.n_shared, matrices[SHARED + 2, PLANES])
+    expect(layer.regions + REGION * N_MATRICES)
+    run_jobs(jobs[: _down(layer, mixture, offsets, n_slots, n_rows, jobs)], n_threads)
+
+    results = float_rows(mixture.results, n_slots + n_rows, n_embd)
+    x, normed = float_rows(layer.x, n_rows, n_embd), float_rows(layer.normed, n_rows, n_embd)
+    shared_gate = floats(mixture.shared_gate, n_embd)
+    for b in range(n_rows):
+        weight = sigmoid_product(normed[b], shared_gate)
+        weigh_row(results, places[b], weights[b], normed[b])
+        if mixture.n_shared:
+            for c in range(n_embd):
+                normed[b, c] += weight * results[n_slots + b, c]
+    add_rows(x, normed, np.float32(layer.residual_scale), n_rows)
+
+
+@njit(cache=True, nogil=True)
+def next_expert_layer(layers, mixtures, i, attended, n_rows, n_threads):
+    """All of layer i behind its attention, then ``project_qkv`` of the layer after it, if any."""
+    finish_attention(layers, i, attended, n_rows, n_threads)
+    add_experts(layers, mixtures, i, n_rows, n_threads)
+    if i + 1 < layers.shape[0]:
+        project_qkv(layers, i + 1, n_rows, n_threads)
+
+
+def experts_ref(normed, router, gates, ups, downs, n_used, normalised) -> np.ndarray:
+    """numpy reference of the chosen experts' sum: normed (B, n_embd), f64 of the same shape.
+
+    router (experts, n_embd); gates, ups (experts, n_ff, n_embd); downs (experts, n_embd, n_ff).
+    """
+    chosen, weights = route_ref(normed @ router.T, n_used, normalised)
+    out = np.zeros(normed.shape)
+    for b, row in enumerate(normed):
+        for e, weight in zip(chosen[b], weights[b], strict=True):
+            gate = gates[e] @ row
+            out[b] += weight * (downs[e] @ (gate / (1 + np.exp(-gate)) * (ups[e] @ row)))
+    return out

@@ -1,0 +1,125 @@
+"""Integer products of a prefilled chunk with all experts of a layer, each with its own rows.
+
+The tasks of layer/matmul_int8.py over the experts one after another: a task decodes a few rows of
+an expert's weights once, for all inputs of that expert.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+
+from sparsekv_cli.cpu.jit.llvm import next_task
+from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.layer.matmul_int8 import (
+    ROW_BYTES,
+    ROWS,
+    TASK_ROWS,
+    WEIGHTS,
+    multiply_group,
+    multiply_ref,
+    new_scratch,
+    store_sums,
+)
+from sparsekv_cli.cpu.layer.tiles_int8 import GROUP, TILE, round_input, tile_bytes
+
+MOST_TILES = TASK_ROWS // TILE  # of inputs of a task
+
+
+@njit(cache=True, nogil=True)
+def _list_spans(offsets):
+    """int64 (spans, 5): an expert, its first and last pair, the first and last tile of these.
+
+    Every expert that has pairs begins with a tile of its own; a span has up to MOST_TILES.
+    """
+    n_experts, size = offsets.shape[0] - 1, MOST_TILES * TILE
+    spans = np.empty((n_experts + offsets[n_experts] // size, 5), np.int64)
+    n, tile = 0, 0
+    for e in range(n_experts):
+        for first in range(offsets[e], offsets[e + 1], size):
+            last = min(first + size, offsets[e + 1])
+            n_tiles = (last - first + TILE - 1) // TILE
+            spans[n, 0], spans[n, 1], spans[n, 2] = e, first, last
+            spans[n, 3], spans[n, 4] = tile, tile + n_tiles
+            tile, n = tile + n_tiles, n + 1
+    return spans[:n]
+
+
+@njit(cache=True, nogil=True)
+def _round_pairs(span, begin, end, rows, x, tiles):
+    """The inputs of a span's pairs, begin <= p < end, to their places in the tiles."""
+    for p in range(max(span[1], begin), min(span[2], end)):
+        i = p - span[1]
+        place = tiles[span[3] + i // TILE, 4 * (i % TILE) :].ctypes.data
+        round_input(x, x[rows[p]].ctypes.data, place, x.shape[1])
+
+
+@njit(cache=True, nogil=True)
+def _place_of(table, n_experts, group):
+    """The matrix of a group of an expert's rows, its first row there, and its column of results."""
+    m, column = 0, 0
+    while group * GROUP >= table[m, ROWS] // n_experts:
+        group -= (table[m, ROWS] // n_experts + GROUP - 1) // GROUP
+        column += table[m, ROWS] // n_experts
+        m += 1
+    return m, group * GROUP, column + group * GROUP
+
+
+@njit(cache=True, nogil=True)
+def _multiply_tasks(counter, table, n_experts, spans, tiles, n, out):
+    """Takes (span, GROUP rows of a matrix of its expert) tasks until there are none.
+
+    A thread takes a task ahead of its last one's end, to have its weights fetched.
+    """
+    n_groups, n_tiles = 0, 0
+    for m in range(table.shape[0]):
+        n_groups += (table[m, ROWS] // n_experts + GROUP - 1) // GROUP
+    for s in range(spans.shape[0]):
+        n_tiles = max(n_tiles, spans[s, 4] - spans[s, 3])
+    scratch = new_scratch(n_tiles)
+    task, after = next_task(counter), next_task(counter)
+    while task < n_groups * spans.shape[0]:
+        span = spans[task // n_groups]
+        m, first, column = _place_of(table, n_experts, task % n_groups)
+        size, following = table[m, ROWS] // n_experts, 0
+        if after < n_groups * spans.shape[0]:
+            next_m, row, _ = _place_of(table, n_experts, after % n_groups)
+            row += spans[after // n_groups, 0] * (table[next_m, ROWS] // n_experts)
+            following = table[next_m, WEIGHTS] + row * table[next_m, ROW_BYTES]
+        sums = multiply_group(
+            table[m], span[0] * size + first, following, tiles[span[3] : span[4]], n, scratch
+        )
+        store_sums(sums, min(GROUP, size - first), out, span[1], span[2], column)
+        task, after = after, next_task(counter)
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def multiply_experts(table, offsets, rows, x, out, n_threads):
+    """out[p] = the products of an expert's matrices with x[rows[p]], side by side.
+
+    table: of layer/matmul_int8.py, a matrix being those of all experts, one after another. Expert e
+    has the pairs p, offsets[e] <= p < offsets[e + 1]. x, out: f32 or bf16.
+    """
+    n, n_pairs, n_experts = x.shape[1], offsets[-1], offsets.shape[0] - 1
+    spans = _list_spans(offsets)
+    tiles = np.empty((spans[-1, 4], tile_bytes(n)), np.uint8)
+    for s in range(spans.shape[0]):
+        tiles[spans[s, 4] - 1] = 0  # the last has room for more
+    for part in prange(n_threads):
+        begin, end = part * n_pairs // n_threads, (part + 1) * n_pairs // n_threads
+        for s in range(spans.shape[0]):
+            _round_pairs(spans[s], begin, end, rows, x, tiles)
+    counter = np.zeros(1, np.int64)
+    for _thread in prange(n_threads):
+        _multiply_tasks(counter, table, n_experts, spans, tiles, n, out)
+
+
+def multiply_experts_ref(
+    matrices: list[tuple[int, np.ndarray]], offsets: np.ndarray, rows: np.ndarray, x: np.ndarray
+) -> np.ndarray:
+    """f32 (pairs, rows of an expert) on gguf's own dequantisation, summed in f64."""
+    n_experts, parts = len(offsets) - 1, []
+    for e in range(n_experts):
+        own = [(code, np.split(w, n_experts)[e]) for code, w in matrices]
+        parts.append(multiply_ref(own, x[rows[offsets[e] : offsets[e + 1]]]))
+    return np.concatenate(parts)
