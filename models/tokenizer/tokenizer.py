@@ -121,6 +121,14 @@ class Tokenizer:
             ids.append(self.eos_id)
         return ids
 
+    def encode_within(self, text: str) -> list[int]:
+        """The token ids of ``text`` within a text: nothing is put before it, no control token."""
+        check_encodable(text)
+        ids: list[int] = []
+        for fragment in split_special(text, self._specials, parse_special=False):
+            ids += [fragment] if isinstance(fragment, int) else self._encode_plain(fragment)
+        return ids
+
     def _fragments(
         self, text: str, parse_special: bool, plain: Callable[[str], str] | None
     ) -> Iterator[str | int]:

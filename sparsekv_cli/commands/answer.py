@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 from sparsekv_cli.commands.progress import PrefillProgress
 
 if TYPE_CHECKING:
+    from sparsekv_cli.sampling.grammar import Constraint
     from sparsekv_cli.session import Sample, Session
 
 STOP_EOS, STOP_LENGTH, STOP_TEXT, STOP_INTERRUPT = "eos", "length", "stop", "interrupt"
@@ -114,10 +115,12 @@ def stream_answer(
     n_predict: int,
     stops: Sequence[str],
     write: Callable[[str], None],
+    constraint: Constraint | None = None,
 ) -> Answer:
     """Prefills ``ids`` after what the session holds, generates, hands every text to ``write``.
 
     n_predict: most tokens to generate; negative: until the end of the answer or the context.
+    constraint: what the answer has to match, with which ``sample`` was made. It ends the answer.
     Raises PrefillInterrupted when Ctrl-C comes before the first token. The session then holds what
     it held before; or nothing, if a method that drops rows for good (snapkv, h2o) had done so in
     some layer by then: what it held has to be prefilled again.
@@ -141,6 +144,8 @@ def stream_answer(
                 raise PrefillInterrupted
             bar(done, total)
 
+        if constraint is not None:
+            constraint.restart()
         generated = session.generate(ids, sample, n_predict, progress=progress)
         tokens = cast(Generator[int, None, None], generated)
         with contextlib.closing(tokens):
@@ -153,6 +158,9 @@ def stream_answer(
                 emit(matcher.push(decoder.decode(piece)))
                 if matcher.found:
                     answer.stop_reason = STOP_TEXT
+                    break
+                if constraint is not None and constraint.is_finished:
+                    answer.stop_reason = STOP_EOS
                     break
                 if interrupt.requested:
                     answer.stop_reason = STOP_INTERRUPT

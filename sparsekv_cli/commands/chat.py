@@ -30,6 +30,7 @@ from sparsekv_cli.commands.prompt import (
 )
 from sparsekv_cli.commands.sampling_options import (
     SamplingOptions,
+    new_constraint,
     new_sampler,
     sampling_options,
     stop_option,
@@ -38,6 +39,7 @@ from sparsekv_cli.commands.terminal import one_line, say, write_text
 from sparsekv_cli.errors import LostModelError, SparseKVError
 
 if TYPE_CHECKING:
+    from sparsekv_cli.sampling.grammar import Constraint
     from sparsekv_cli.session import Sample, Session
 
 # "/word" alone or before other words; a path such as /etc/hosts is something to say.
@@ -86,7 +88,10 @@ def command(
         for text, source in ((prompt, "-p"), (system, "-sys"))
     )
     session = open_session(options)
-    conversation = Conversation(session, new_sampler(session, sampling, options.seed), system)
+    constraint = new_constraint(session, sampling.grammar)
+    sampler = new_sampler(session, sampling, options.seed, constraint)
+    conversation = Conversation(session, sampler, system)
+    conversation.constraint = constraint
     conversation.n_predict = n_predict
     conversation.parse_special = parse_special
     conversation.stops = stop if conversation.template else (*stop, CHATML_END)
@@ -113,6 +118,7 @@ class Conversation:
         self.template = chat_template(session.gguf.metadata)
         self.n_predict = -1
         self.parse_special = False
+        self.constraint: Constraint | None = None
         self.stats_of: str | None = None  # the method whose statistics follow an answer
         self.stops: Sequence[str] = ()
         self._opening = [] if system is None else [{"role": "system", "content": system}]
@@ -145,7 +151,13 @@ class Conversation:
         session.timings.reset()
         new_ids = keep_common(session, ids)
         answer = stream_answer(
-            session, new_ids, self.sample, self.n_predict, self.stops, write_text
+            session,
+            new_ids,
+            self.sample,
+            self.n_predict,
+            self.stops,
+            write_text,
+            self.constraint,
         )
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         return answer

@@ -28,6 +28,7 @@ from sparsekv_cli.commands.prompt import (
 )
 from sparsekv_cli.commands.sampling_options import (
     SamplingOptions,
+    new_constraint,
     new_sampler,
     sampling_options,
     stop_option,
@@ -89,11 +90,11 @@ def command(
         system = check_utf8(system, "the system message given with -sys")
     session = open_session(options)
     ids = _prompt_ids(session, text, system, raw, parse_special)
-    sampler = new_sampler(session, sampling, options.seed)
+    constraint = new_constraint(session, sampling.grammar)
+    sampler = new_sampler(session, sampling, options.seed, constraint)
+    write = _ignore if as_json else write_text
     try:
-        answer = stream_answer(
-            session, ids, sampler, n_predict, stop, _ignore if as_json else write_text
-        )
+        answer = stream_answer(session, ids, sampler, n_predict, stop, write, constraint)
     except PrefillInterrupted:
         answer = Answer("", [], STOP_INTERRUPT)
     if as_json:

@@ -7,16 +7,19 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from sparsekv_cli.commands.options import apply_options
-from sparsekv_cli.commands.prompt import check_utf8
+from sparsekv_cli.commands.prompt import check_utf8, decode_utf8
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.option import options_of
 from sparsekv_cli.sampling.params import SAMPLER_ORDER, SamplingParams, params_from_metadata
 
 if TYPE_CHECKING:
+    from sparsekv_cli.sampling.grammar import Constraint, Grammar
     from sparsekv_cli.session import Sample, Session
 
 LOGIT_BIAS = re.compile(r"(\d+)([+-](?:\d+\.?\d*|\.\d+|inf))")
@@ -27,10 +30,12 @@ class SamplingOptions:
     """What the user set; what is missing comes from the model file or from llama.cpp's defaults.
 
     explicit: field of SamplingParams -> value. ignore_eos: never choose a token that ends the text.
+    grammar: what every answer has to match.
     """
 
     explicit: Mapping[str, Any]
     ignore_eos: bool = False
+    grammar: Grammar | None = None
 
 
 def _stops(
@@ -117,6 +122,17 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
         help=f"The chain, with semicolons between. [default: {';'.join(SAMPLER_ORDER)}]",
     ),
     click.option("--ignore-eos", is_flag=True, help="Do not end before -n tokens."),
+    click.option(
+        "--json-schema",
+        metavar="FILE|TEXT",
+        help="The answer is JSON that fits this JSON schema; {}: any JSON.",
+    ),
+    click.option(
+        "--grammar",
+        metavar="FILE",
+        help="The answer matches this grammar, in llama.cpp's GBNF or in Lark.",
+    ),
+    click.option("--regex", metavar="TEXT", help="The answer matches this regular expression."),
 ]
 
 
@@ -131,16 +147,87 @@ def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
             SamplingParams(**explicit)
         except ValueError as error:
             raise click.UsageError(str(error), click.get_current_context()) from None
-        sampling = SamplingOptions(explicit, ignore_eos=values.pop("ignore_eos"))
+        ignore_eos, grammar = values.pop("ignore_eos"), _gather_grammar(values)
+        if ignore_eos and grammar is not None:
+            raise click.UsageError(
+                f"--ignore-eos and --{grammar.kind} exclude each other: the answer ends where it "
+                "matches",
+                click.get_current_context(),
+            )
+        sampling = SamplingOptions(explicit, ignore_eos, grammar)
         return function(sampling=sampling, **values)
 
     return apply_options(gather, SAMPLING_OPTIONS)
 
 
-def new_sampler(session: Session, sampling: SamplingOptions, seed: int | None) -> Sample:
+def _gather_grammar(values: dict[str, Any]) -> Grammar | None:
+    """Takes what the answer has to match out of ``values``, and reads it."""
+    given = {
+        option: text
+        for option in ("json-schema", "grammar", "regex")
+        if (text := values.pop(option.replace("-", "_"))) is not None
+    }
+    if len(given) > 1:
+        first, second, *_ = given
+        raise click.UsageError(
+            f"--{first} and --{second} exclude each other", click.get_current_context()
+        )
+    for option, text in given.items():
+        from sparsekv_cli.sampling.grammar import read_grammar
+
+        text = check_utf8(text, f"the text given with --{option}")
+        is_file = option == "grammar" or (option == "json-schema" and not _is_schema(text))
+        if is_file:
+            text = decode_utf8(_read(option, text), text)
+        return read_grammar(option, text)
+    return None
+
+
+def _is_schema(text: str) -> bool:
+    """Whether an argument is a JSON schema and no path: an object or a boolean."""
+    return text.lstrip().startswith("{") or text.strip() in ("true", "false")
+
+
+def _read(option: str, path: str) -> bytes:
+    """A file's bytes; SparseKVError where ``path`` is no file to be read."""
+    try:
+        return Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        expected = "a file" if option == "grammar" else "a file, or a schema: a JSON object"
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise SparseKVError(f"--{option} {path}: {reason}: expected {expected}") from None
+
+
+def new_constraint(session: Session, grammar: Grammar | None) -> Constraint | None:
+    """What keeps a model's answers to a grammar; None without one."""
+    if grammar is None:
+        return None
+    from sparsekv_cli.sampling.grammar import Constraint, TokenBytes
+
+    tokenizer = session.tokenizer
+    ids = range(tokenizer.n_vocab)
+    end_ids = sorted(tokenizer.eog_ids)
+    if not end_ids:
+        raise SparseKVError(f"--{grammar.kind}: the model has no token that ends an answer")
+    vocabulary = TokenBytes(
+        [tokenizer.token_bytes(token) for token in ids],
+        [token for token in ids if not tokenizer.is_shown(token)],
+        end_ids[0] if tokenizer.eos_id is None else tokenizer.eos_id,
+        tokenizer.bos_id,
+        tokenizer.encode_within,
+    )
+    return Constraint(grammar, vocabulary, end_ids)
+
+
+def new_sampler(
+    session: Session,
+    sampling: SamplingOptions,
+    seed: int | None,
+    constraint: Constraint | None = None,
+) -> Sample:
     """The sampler for a model: the user's values, the file's, then the defaults.
 
-    seed: None takes a random one.
+    seed: None takes a random one. constraint: of ``new_constraint``, what answers have to match.
     """
     from sparsekv_cli.sampling.chain import make_sampler
 
@@ -155,4 +242,5 @@ def new_sampler(session: Session, sampling: SamplingOptions, seed: int | None) -
         params_from_metadata(session.gguf.metadata, explicit),
         piece=tokenizer.token_bytes,
         tokenize=lambda text: tokenizer.encode(text, add_bos=False, parse_special=False),
+        constraint=constraint,
     )

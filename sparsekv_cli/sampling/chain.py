@@ -15,6 +15,7 @@ import numpy as np
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.sampling.dry import Breakers, dry_penalties, find_breakers
+from sparsekv_cli.sampling.grammar import Constraint
 from sparsekv_cli.sampling.params import SAMPLERS, Sampler, SamplingParams
 
 BLOCK = 128  # logits a block when looking for the largest few
@@ -24,24 +25,26 @@ FIRST_SORTED = 256  # tokens that top_p sorts before it needs more
 class Candidates(NamedTuple):
     """Tokens that may still be chosen.
 
-    ids: (n,) i64. logits: (n,) f32. is_sorted: logits descend. is_full: ids are 0..n-1 in order.
+    ids: (n,) i64. logits: (n,) f32. n_vocab: tokens that there are, chosen from or not.
+    is_sorted: logits descend. is_full: ids are 0..n-1 in order.
     """
 
     ids: np.ndarray
     logits: np.ndarray
+    n_vocab: int
     is_sorted: bool = False
     is_full: bool = False
 
     def keep(self, index: np.ndarray | slice, *, is_sorted: bool) -> Candidates:
         """The candidates at `index`, in its order."""
-        return Candidates(self.ids[index], self.logits[index], is_sorted)
+        return Candidates(self.ids[index], self.logits[index], self.n_vocab, is_sorted)
 
     def locate(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(found (m,) bool: which of the distinct tokens are here, index of each found one)."""
         if self.is_full:
             found = (tokens >= 0) & (tokens < len(self.ids))
             return found, tokens[found]
-        order = np.argsort(self.ids)
+        order = np.argsort(self.ids, kind="stable")  # fast where they ascend already
         at = order[np.minimum(np.searchsorted(self.ids, tokens, sorter=order), len(order) - 1)]
         found = self.ids[at] == tokens
         return found, at[found]
@@ -56,12 +59,15 @@ def make_sampler(
     *,
     piece: Callable[[int], str | bytes] | None = None,
     tokenize: Callable[[str], Sequence[int]] | None = None,
+    constraint: Constraint | None = None,
 ) -> Sample:
     """A function (logits (V,) f32, history) -> token id; history holds prompt and answer so far.
 
     piece: text of a token, special tokens included; needed by DRY's sequence breakers.
     tokenize: tokens of a text without BOS, special tokens not parsed; needed by breakers of more
         than one byte, which may be spread over tokens.
+    constraint: what the answer has to match, which is told every token that is chosen. Tokens that
+        cannot follow take no part in the chain.
     The same parameters and the same calls give the same tokens, unless params.seed is -1.
     Raises ValueError when DRY needs what was not given; the function raises SparseKVError when the
     logits hold NaN or nothing that may be chosen. The logits are not changed.
@@ -79,12 +85,18 @@ def make_sampler(
         nonlocal ids
         if len(ids) != len(logits):
             ids = np.arange(len(logits))
-        candidates = Candidates(ids, np.asarray(logits, np.float32), is_full=True)
+        candidates = Candidates(ids, np.asarray(logits, np.float32), len(logits), is_full=True)
         candidates = add_bias(candidates, params.logit_bias)
+        if constraint is not None:
+            allowed = constraint.allowed(len(logits))
+            candidates = Candidates(allowed, candidates.logits[allowed], len(logits))
         check_finite(candidates.logits.max())
         for step in steps:
             candidates = step(candidates, history)
-        return best(candidates) if takes_best else draw(candidates, rng.random())
+        token = best(candidates) if takes_best else draw(candidates, rng.random())
+        if constraint is not None:
+            constraint.accept(token)
+        return token
 
     return sample
 
@@ -125,7 +137,7 @@ def breakers_of(
 
     def breakers(candidates: Candidates) -> Breakers:
         if not found:
-            found.append(find_breakers(texts, int(candidates.ids.max()) + 1, piece, tokenize))
+            found.append(find_breakers(texts, candidates.n_vocab, piece, tokenize))
         return found[0]
 
     return breakers
@@ -335,5 +347,5 @@ def check_finite(maximum: np.float32) -> None:
     if not np.isfinite(maximum):
         raise SparseKVError(
             f"the highest logit is {maximum}, expected a finite number: the weights are damaged,"
-            " or every token is banned by a logit bias"
+            " or every token is banned by a logit bias or by the grammar with one"
         )

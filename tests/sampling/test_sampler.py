@@ -34,7 +34,7 @@ NO_TRUNCATION: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 def full(logits: np.ndarray) -> Candidates:
     """All tokens as candidates."""
-    return Candidates(np.arange(len(logits)), logits, is_full=True)
+    return Candidates(np.arange(len(logits)), logits, len(logits), is_full=True)
 
 
 def piece(token: int) -> bytes:

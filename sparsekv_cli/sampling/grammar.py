@@ -1,0 +1,149 @@
+"""Constrained answers: the tokens that a JSON schema, a grammar or a regular expression allows.
+
+The package llguidance parses the answer as it grows and says, before every token, which ones may
+follow; the sampler (chain.py) chooses among these.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, ClassVar
+
+import numpy as np
+
+from sparsekv_cli.errors import SparseKVError
+
+COMMAND = "pip install 'sparsekv-cli[grammar]'"
+# White space between two parts of a JSON text, bounded as in llama.cpp: none, one space, or one or
+# two line breaks and an indentation. Without a bound a model may write spaces for ever.
+JSON_OPTIONS = {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,20})"}
+NO_TOKEN = "NoExtensionBias"  # llguidance's word for it
+# Lines of llguidance's messages that quote a grammar and point into it.
+QUOTES = re.compile(r"\s*(\d+ \||\^)")
+# What llguidance adds to its messages for its developers.
+FOR_DEVELOPERS = re.compile(r"<(backtrace|state|grammar)>")
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What answers have to match. ``read_grammar`` makes it.
+
+    kind: ``json-schema``, ``grammar`` or ``regex``. definition: what llguidance reads.
+    """
+
+    kind: str
+    definition: str
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """A vocabulary, as llguidance asks for it (the names are its).
+
+    tokens: the bytes of every token. special_token_ids: those that are no part of a text.
+    encode: the ids of a text within a text.
+    """
+
+    tokens: list[bytes]
+    special_token_ids: list[int]
+    eos_token_id: int
+    bos_token_id: int | None
+    encode: Callable[[str], Sequence[int]]
+    is_tokenizer_wrapper: ClassVar[bool] = True
+
+    def __call__(self, text: str) -> list[int]:
+        return list(self.encode(text))
+
+
+def read_grammar(kind: str, text: str) -> Grammar:
+    """The grammar that a text describes; a GBNF grammar (llama.cpp's) or a Lark one for "grammar".
+
+    Raises SparseKVError for what cannot be compiled and for what nothing can match, in llguidance's
+    words, and without llguidance.
+    """
+    llguidance = _llguidance()
+    matcher = llguidance.LLMatcher
+    try:
+        if kind == "json-schema":
+            text = "{}" if text.strip() == "true" else text
+            options = JSON_OPTIONS if text.lstrip().startswith("{") else None
+            definition = matcher.grammar_from_json_schema(text, defaults=options)
+        elif kind == "regex":
+            definition = matcher.grammar_from_regex(text)
+        else:
+            to_lark = import_module("llguidance.gbnf_to_lark").any_to_lark
+            definition = matcher.grammar_from_lark(to_lark(text))
+    except RecursionError:
+        raise SparseKVError(f"--{kind}: nested too deeply") from None
+    except Exception as error:  # the converter of GBNF raises plain ones
+        raise SparseKVError(f"--{kind}: {in_a_line(str(error))}") from None
+    is_error, messages = matcher.validate_grammar_with_warnings(definition, None)
+    # Which special tokens there are, that a Lark grammar may name, only a model says.
+    if is_error and "no tokenizer" not in messages[0]:
+        raise SparseKVError(f"--{kind}: {in_a_line(messages[0])}")
+    return Grammar(kind, definition)
+
+
+class Constraint:
+    """The state of an answer that has to match a grammar: what may follow, and whether it is whole.
+
+    Raises SparseKVError for a grammar that does not fit the vocabulary.
+    """
+
+    def __init__(self, grammar: Grammar, vocabulary: TokenBytes, end_ids: Sequence[int]) -> None:
+        llguidance = _llguidance()
+        self._kind = grammar.kind
+        tokenizer = llguidance.LLTokenizer(vocabulary, eos_token=list(end_ids))
+        self._at_start = llguidance.LLMatcher(tokenizer, grammar.definition, log_level=0)
+        self._bits = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)  # a bit a token
+        self.restart()
+        self.allowed(tokenizer.vocab_size)
+
+    def restart(self) -> None:
+        """An answer begins."""
+        self._matcher = self._at_start.deep_copy()
+
+    def allowed(self, n_vocab: int) -> np.ndarray:
+        """Ids of the tokens that may follow, ascending, all below n_vocab: (n,) i64.
+
+        Raises SparseKVError when there are none, and when parsing takes too much.
+        """
+        bits = self._bits
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        self._check()
+        flags = np.unpackbits(bits.view(np.uint8), bitorder="little")[:n_vocab]
+        return np.flatnonzero(flags.view(np.bool_))
+
+    def accept(self, token: int) -> None:
+        """``token`` follows, which is an allowed one."""
+        self._matcher.consume_token(token)
+        self._check()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the answer matches and nothing can follow but its end."""
+        return self._matcher.is_stopped()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            reason = in_a_line(self._matcher.get_error())
+            reason = "no token of the model can follow" if reason == NO_TOKEN else reason
+            raise SparseKVError(f"--{self._kind}: {reason}")
+
+
+def in_a_line(message: str) -> str:
+    """What llguidance says, without the lines that quote a grammar and what is for developers."""
+    lines = FOR_DEVELOPERS.split(message)[0].splitlines()
+    return " ".join(line.strip() for line in lines if line.strip() and not QUOTES.match(line))
+
+
+def _llguidance() -> Any:
+    """The package; SparseKVError without it."""
+    try:
+        return import_module("llguidance")
+    except ImportError:
+        raise SparseKVError(
+            f"constrained answers need llguidance, which is not installed: {COMMAND}"
+        ) from None
