@@ -31,6 +31,13 @@ class Batch:
         self._current = i
         return self.session
 
+    def exchange(self, i: int, j: int) -> None:
+        """Sequence i takes the place of sequence j, and j that of i."""
+        self._keep()
+        sequences = self._sequences
+        sequences[i], sequences[j] = sequences[j], sequences[i]
+        self.session.state = sequences[self._current]
+
     def decode(self, tokens: Sequence[int]) -> np.ndarray:
         """Adds a token to each of the first B sequences: logits f32 (B, n_vocab).
 

@@ -96,6 +96,16 @@ def test_a_sequence_goes_on_by_itself_and_back(session):
     np.testing.assert_array_equal(session.decode(2), again)
 
 
+def test_sequences_exchange_their_places(session):
+    expected = started(session).decode([7, 8, 9])
+    session.reset()
+    batch = started(session)
+    batch.exchange(0, 2)
+    assert session.tokens == PROMPTS[0], "the session works on the same place"
+    assert [list(batch.use(i).tokens) for i in range(3)] == [PROMPTS[2], PROMPTS[1], PROMPTS[0]]
+    np.testing.assert_array_equal(batch.decode([9, 8, 7]), expected[::-1])
+
+
 def test_a_full_sequence_or_a_wrong_token_stops_the_step(session):
     batch = started(session)
     for tokens in ([7, -1, 7], [7, 512, 7]):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 from sparsekv_cli.commands.progress import PrefillProgress
 
 if TYPE_CHECKING:
+    from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
     from sparsekv_cli.sampling.grammar import Constraint
     from sparsekv_cli.session import Sample, Session
 
@@ -75,6 +76,64 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
+class AnswerBuilder:
+    """An answer that grows by tokens. ``write`` gets its text as soon as it is certain.
+
+    stops: texts before which the answer ends. constraint: what ends it where nothing can follow.
+    special: control tokens are part of the text, the one that ends the answer too.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        write: Callable[[str], None],
+        constraint: Constraint | None = None,
+        *,
+        special: bool = False,
+    ) -> None:
+        self.answer = Answer("", [], STOP_LENGTH)
+        self._tokenizer = tokenizer
+        self._end_ids = frozenset(tokenizer.eog_ids)
+        # Not StreamDecoder: a completion keeps the space before its first word.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._matcher = StopStrings(stops)
+        self._write = write
+        self._constraint = constraint
+        self._special = special
+
+    def push(self, token: int) -> bool:
+        """Adds a token; whether the answer ends with it."""
+        is_end = token in self._end_ids
+        if not is_end:
+            self.answer.tokens.append(token)
+        is_text = self._special or (not is_end and self._tokenizer.is_shown(token))
+        piece = self._tokenizer.token_bytes(token) if is_text else b""
+        self._emit(self._matcher.push(self._decoder.decode(piece)))
+        if self._matcher.found and not is_end:
+            self.answer.stop_reason = STOP_TEXT
+            return True
+        if is_end or (self._constraint is not None and self._constraint.is_finished):
+            self.answer.stop_reason = STOP_EOS
+            return True
+        return False
+
+    def finish(self) -> Answer:
+        """The answer, to which nothing is added any more."""
+        if not self._matcher.found:
+            self._emit(self._matcher.push(self._decoder.decode(b"", final=True)))
+            if self._matcher.found:
+                self.answer.stop_reason = STOP_TEXT
+            else:
+                self._emit(self._matcher.flush())
+        return self.answer
+
+    def _emit(self, text: str) -> None:
+        if text:
+            self.answer.text += text
+            self._write(text)
+
+
 class Interrupt:
     """Ctrl-C as a question: the first sets ``requested``, the second raises KeyboardInterrupt.
 
@@ -116,27 +175,19 @@ def stream_answer(
     stops: Sequence[str],
     write: Callable[[str], None],
     constraint: Constraint | None = None,
+    *,
+    special: bool = False,
 ) -> Answer:
     """Prefills ``ids`` after what the session holds, generates, hands every text to ``write``.
 
     n_predict: most tokens to generate; negative: until the end of the answer or the context.
     constraint: what the answer has to match, with which ``sample`` was made. It ends the answer.
+    special: control tokens are part of the text.
     Raises PrefillInterrupted when Ctrl-C comes before the first token. The session then holds what
     it held before; or nothing, if a method that drops rows for good (snapkv, h2o) had done so in
     some layer by then: what it held has to be prefilled again.
     """
-    tokenizer = session.tokenizer
-    # Not StreamDecoder: a completion keeps the space before its first word.
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    matcher = StopStrings(stops)
-    answer = Answer("", [], STOP_LENGTH)
-    end_ids = frozenset(tokenizer.eog_ids)
-
-    def emit(text: str) -> None:
-        if text:
-            answer.text += text
-            write(text)
-
+    builder = AnswerBuilder(session.tokenizer, stops, write, constraint, special=special)
     with Interrupt().watch() as interrupt, PrefillProgress() as bar:
 
         def progress(done: int, total: int) -> None:
@@ -150,28 +201,12 @@ def stream_answer(
         tokens = cast(Generator[int, None, None], generated)
         with contextlib.closing(tokens):
             for token in tokens:
-                if token in end_ids:
-                    answer.stop_reason = STOP_EOS
-                    break
-                answer.tokens.append(token)
-                piece = tokenizer.token_bytes(token) if tokenizer.is_shown(token) else b""
-                emit(matcher.push(decoder.decode(piece)))
-                if matcher.found:
-                    answer.stop_reason = STOP_TEXT
-                    break
-                if constraint is not None and constraint.is_finished:
-                    answer.stop_reason = STOP_EOS
+                if builder.push(token):
                     break
                 if interrupt.requested:
-                    answer.stop_reason = STOP_INTERRUPT
+                    builder.answer.stop_reason = STOP_INTERRUPT
                     break
-    if not matcher.found:
-        emit(matcher.push(decoder.decode(b"", final=True)))
-        if matcher.found:
-            answer.stop_reason = STOP_TEXT
-        else:
-            emit(matcher.flush())
-    return answer
+    return builder.finish()
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

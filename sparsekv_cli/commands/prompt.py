@@ -13,6 +13,7 @@ from sparsekv_cli.errors import SparseKVError
 
 if TYPE_CHECKING:
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
+    from sparsekv_cli.session import Session
 
 TEMPLATE_KEY = "tokenizer.chat_template"
 CHATML_END = "<|im_end|>"
@@ -123,6 +124,35 @@ def encode_messages(
     )
     add_bos = False if bos and text.startswith(bos) else None
     return tokenizer.encode(text, add_bos=add_bos, add_eos=False, parse_special=True, plain=plain)
+
+
+def prompt_ids(
+    session: Session,
+    prompt: str | Sequence[Mapping[str, Any]],
+    system: str | None,
+    *,
+    raw: bool,
+    parse_special: bool,
+) -> list[int]:
+    """The ids of a prompt: a text, after the system message if there is one, or a conversation.
+
+    Without ``raw`` the model's chat template is applied, if it has one. SparseKVError where a
+    message needs a template and there is none.
+    """
+    template = chat_template(session.gguf.metadata)
+    if template is None or (raw and isinstance(prompt, str)):
+        if system is not None:
+            raise SparseKVError(
+                "this model has no chat template, so there is no place for a system message: "
+                "leave out -sys and put it into the prompt"
+            )
+        if not isinstance(prompt, str):
+            raise SparseKVError(
+                "this model has no chat template, which messages need: give a prompt"
+            )
+        return session.tokenizer.encode(prompt, add_eos=False, parse_special=True)
+    messages = messages_of(system, prompt) if isinstance(prompt, str) else prompt
+    return encode_messages(session.tokenizer, template, messages, parse_special=parse_special)
 
 
 def token_text(tokenizer: Tokenizer, token: int | None) -> str:

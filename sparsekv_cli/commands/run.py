@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,13 +21,13 @@ from sparsekv_cli.commands.answer import (
     stream_answer,
     timing_line,
 )
+from sparsekv_cli.commands.jsonl_tasks import Task
+from sparsekv_cli.commands.logprobs import LogProbs
 from sparsekv_cli.commands.options import Invocation, ModelOptions, model_options, open_session
 from sparsekv_cli.commands.prompt import (
-    chat_template,
     check_utf8,
-    encode_messages,
-    messages_of,
     parse_special_option,
+    prompt_ids,
     read_prompt,
 )
 from sparsekv_cli.commands.sampling_options import (
@@ -38,6 +42,8 @@ from sparsekv_cli.errors import SparseKVError
 
 if TYPE_CHECKING:
     from sparsekv_cli.session import Session
+
+MAX_PARALLEL = 256
 
 
 @click.command(short_help="Complete one prompt; made for pipelines.")
@@ -61,6 +67,30 @@ if TYPE_CHECKING:
 )
 @stop_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
+@click.option(
+    "--logprobs",
+    metavar="N",
+    type=click.IntRange(min=0),
+    help="With --json and --jsonl: the logarithm of each token's probability, and of the N most "
+    "likely ones.",
+)
+@click.option("--special", is_flag=True, help="Write control tokens such as <|im_end|>, too.")
+@click.option(
+    "--jsonl",
+    is_flag=True,
+    help="Read a JSON object a line, with 'prompt' or 'messages', and print an object for each.",
+)
+@click.option(
+    "--parallel",
+    metavar="N",
+    type=click.IntRange(1, MAX_PARALLEL),
+    help="With --jsonl: lines that are answered together. [default: 1]",
+)
+@click.option(
+    "--output",
+    metavar="FILE",
+    help="With --jsonl: write to FILE, and go on where it ends.",
+)
 @model_options()
 @sampling_options
 @click.pass_context
@@ -76,29 +106,61 @@ def command(
     n_predict: int,
     stop: tuple[str, ...],
     as_json: bool,
+    logprobs: int | None,
+    special: bool,
+    jsonl: bool,
+    parallel: int | None,
+    output: str | None,
 ) -> None:
     """Complete one prompt and print the text.
 
     The prompt is -p TEXT, -f FILE or what is piped to stdin; a piped text and -p give the text, a
     blank line, then TEXT. The model's chat template is applied unless --raw is given. The text goes
-    to stdout, everything else to stderr.
+    to stdout, everything else to stderr. Many prompts at once: --jsonl.
     """
+    if jsonl and (as_json or prompt is not None):
+        raise click.UsageError("--jsonl excludes --json and -p", context)
+    if not jsonl and (parallel is not None or output is not None):
+        raise click.UsageError("--parallel and --output need --jsonl", context)
+    if logprobs is not None and not (as_json or jsonl):
+        raise click.UsageError("--logprobs needs --json or --jsonl", context)
     if raw and system is not None:
         raise click.UsageError("-sys needs the chat template, which --raw switches off", context)
-    text = read_prompt(prompt, file)
     if system is not None:
         system = check_utf8(system, "the system message given with -sys")
+    if jsonl:
+        task = Task(
+            system=system,
+            raw=raw,
+            parse_special=parse_special,
+            special=special,
+            n_predict=n_predict,
+            stop=stop,
+            seed=options.seed,
+            logprobs=logprobs,
+            sampling=sampling,
+        )
+        _answer_lines(options, file, task, parallel or 1, output)
+        return
+    text = read_prompt(prompt, file)
     session = open_session(options)
-    ids = _prompt_ids(session, text, system, raw, parse_special)
+    ids = prompt_ids(session, text, system, raw=raw, parse_special=parse_special)
     constraint = new_constraint(session, sampling.grammar)
     sampler = new_sampler(session, sampling, options.seed, constraint)
+    if logprobs is not None:
+        sampler = remembered = LogProbs(sampler, logprobs, session.tokenizer)
     write = _ignore if as_json else write_text
     try:
-        answer = stream_answer(session, ids, sampler, n_predict, stop, write, constraint)
+        answer = stream_answer(
+            session, ids, sampler, n_predict, stop, write, constraint, special=special
+        )
     except PrefillInterrupted:
         answer = Answer("", [], STOP_INTERRUPT)
     if as_json:
-        click.echo(json.dumps(result(session, ids, answer, options.method)))
+        printed = result(session, ids, answer, options.method)
+        if logprobs is not None:
+            printed["logprobs"] = remembered.of(answer)
+        click.echo(json.dumps(printed))
     else:
         if sys.stdout.isatty() and not answer.text.endswith("\n"):
             write_text("\n")
@@ -113,19 +175,32 @@ def _ignore(_text: str) -> None:
     """The writer of ``--json``: the text is part of the object."""
 
 
-def _prompt_ids(
-    session: Session, text: str, system: str | None, raw: bool, parse_special: bool
-) -> list[int]:
-    template = chat_template(session.gguf.metadata)
-    if raw or template is None:
-        if system is not None:
-            raise SparseKVError(
-                "this model has no chat template, so there is no place for a system message: "
-                "leave out -sys and put it into the prompt"
-            )
-        return session.tokenizer.encode(text, add_eos=False, parse_special=True)
-    messages = messages_of(system, text)
-    return encode_messages(session.tokenizer, template, messages, parse_special=parse_special)
+def _answer_lines(
+    options: ModelOptions, file: str | None, task: Task, n_parallel: int, path: str | None
+) -> None:
+    """``--jsonl``: what is in a file or on stdin, to a file or to stdout."""
+    from sparsekv_cli.commands.jsonl import Answering, Output, resume
+
+    n_done = resume(Path(path)) if path is not None else 0
+    with contextlib.ExitStack() as stack:
+        if file is None or file == "-":
+            source: Iterable[bytes] = sys.stdin.buffer
+        else:
+            source = stack.enter_context(Path(file).open("rb"))
+        lines = itertools.islice(enumerate(source, start=1), n_done, None)
+        write: Callable[[str], object] = write_text
+        if path is not None:
+            target = stack.enter_context(Path(path).open("a", encoding="utf-8", buffering=1))
+            write = target.write
+        if n_done:
+            say(f"{path} has answers up to line {n_done}: going on behind it")
+        session = open_session(options)
+        output = Output(write)
+        Answering(session, n_parallel, output).run(lines, task)
+    say(timing_line(session))
+    if output.n_failed:
+        n_lines = output.n_failed + output.n_answered
+        raise SparseKVError(f"{output.n_failed} of {n_lines} lines have no answer")
 
 
 def result(session: Session, ids: list[int], answer: Answer, method: str) -> dict[str, Any]:

@@ -200,23 +200,30 @@ def _read(option: str, path: str) -> bytes:
 
 def new_constraint(session: Session, grammar: Grammar | None) -> Constraint | None:
     """What keeps a model's answers to a grammar; None without one."""
-    if grammar is None:
-        return None
-    from sparsekv_cli.sampling.grammar import Constraint, TokenBytes
+    return None if grammar is None else constraint_maker(session)(grammar)
 
-    tokenizer = session.tokenizer
-    ids = range(tokenizer.n_vocab)
-    end_ids = sorted(tokenizer.eog_ids)
-    if not end_ids:
-        raise SparseKVError(f"--{grammar.kind}: the model has no token that ends an answer")
-    vocabulary = TokenBytes(
-        [tokenizer.token_bytes(token) for token in ids],
-        [token for token in ids if not tokenizer.is_shown(token)],
-        end_ids[0] if tokenizer.eos_id is None else tokenizer.eos_id,
-        tokenizer.bos_id,
-        tokenizer.encode_within,
-    )
-    return Constraint(grammar, vocabulary, end_ids)
+
+def constraint_maker(session: Session) -> Callable[[Grammar], Constraint]:
+    """What makes constraints for a model, whose vocabulary is read once, for the first of them."""
+    from sparsekv_cli.sampling.grammar import Constraint, TokenBytes, open_tokenizer
+
+    @functools.cache
+    def tokenizer_of_grammars() -> Any:
+        tokenizer = session.tokenizer
+        ids = range(tokenizer.n_vocab)
+        end_ids = sorted(tokenizer.eog_ids)
+        if not end_ids:
+            raise SparseKVError("the model has no token that ends an answer")
+        vocabulary = TokenBytes(
+            [tokenizer.token_bytes(token) for token in ids],
+            [token for token in ids if not tokenizer.is_shown(token)],
+            end_ids[0] if tokenizer.eos_id is None else tokenizer.eos_id,
+            tokenizer.bos_id,
+            tokenizer.encode_within,
+        )
+        return open_tokenizer(vocabulary, end_ids)
+
+    return lambda grammar: Constraint(grammar, tokenizer_of_grammars())
 
 
 def new_sampler(

@@ -89,14 +89,12 @@ def read_grammar(kind: str, text: str) -> Grammar:
 class Constraint:
     """The state of an answer that has to match a grammar: what may follow, and whether it is whole.
 
-    Raises SparseKVError for a grammar that does not fit the vocabulary.
+    tokenizer: of ``open_tokenizer``. Raises SparseKVError for a grammar that does not fit it.
     """
 
-    def __init__(self, grammar: Grammar, vocabulary: TokenBytes, end_ids: Sequence[int]) -> None:
-        llguidance = _llguidance()
+    def __init__(self, grammar: Grammar, tokenizer: Any) -> None:
         self._kind = grammar.kind
-        tokenizer = llguidance.LLTokenizer(vocabulary, eos_token=list(end_ids))
-        self._at_start = llguidance.LLMatcher(tokenizer, grammar.definition, log_level=0)
+        self._at_start = _llguidance().LLMatcher(tokenizer, grammar.definition, log_level=0)
         self._bits = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)  # a bit a token
         self.restart()
         self.allowed(tokenizer.vocab_size)
@@ -131,6 +129,14 @@ class Constraint:
             reason = in_a_line(self._matcher.get_error())
             reason = "no token of the model can follow" if reason == NO_TOKEN else reason
             raise SparseKVError(f"--{self._kind}: {reason}")
+
+
+def open_tokenizer(vocabulary: TokenBytes, end_ids: Sequence[int]) -> Any:
+    """llguidance's tokenizer, which takes a second for a quarter of a million tokens.
+
+    end_ids: the tokens that end an answer.
+    """
+    return _llguidance().LLTokenizer(vocabulary, eos_token=list(end_ids))
 
 
 def in_a_line(message: str) -> str:

@@ -1,0 +1,233 @@
+"""``run --jsonl``: many prompts, one a line, and as many answers, some decoded together."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparsekv_cli.commands.answer import AnswerBuilder
+from sparsekv_cli.commands.jsonl_tasks import Task, read_task
+from sparsekv_cli.commands.logprobs import LogProbs
+from sparsekv_cli.commands.prompt import prompt_ids
+from sparsekv_cli.commands.sampling_options import constraint_maker, new_sampler
+from sparsekv_cli.commands.terminal import one_line, say
+from sparsekv_cli.errors import LostModelError, SparseKVError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from sparsekv_cli.sampling.grammar import Constraint, Grammar
+    from sparsekv_cli.session import Sample, Session
+
+
+class Output:
+    """Where answers go, in the order of their lines, however they are done."""
+
+    def __init__(self, write: Callable[[str], object]) -> None:
+        self.n_failed = self.n_answered = 0
+        self._write = write
+        self._waiting: dict[int, str] = {}
+        self._order: deque[int] = deque()
+
+    def expect(self, number: int) -> None:
+        """The next line that there will be an answer to."""
+        self._order.append(number)
+
+    def put(self, number: int, result: dict[str, Any]) -> None:
+        """The answer to a line that was expected."""
+        self.n_answered += "error" not in result
+        self._waiting[number] = json.dumps(result) + "\n"
+        while self._order and self._order[0] in self._waiting:
+            self._write(self._waiting.pop(self._order.popleft()))
+
+    def fail(self, number: int, task_id: Any, reason: str) -> None:
+        """A line that has no answer, and why."""
+        self.n_failed += 1
+        say(f"error: line {number}: {one_line(reason)}")
+        self.put(number, with_id(number, task_id, {"error": one_line(reason)}))
+
+
+def with_id(number: int, task_id: Any, result: Mapping[str, Any]) -> dict[str, Any]:
+    """What is written for a line: its number, its id if it has one, the result."""
+    head = {"line": number} if task_id is None else {"line": number, "id": task_id}
+    return {**head, **result}
+
+
+class GrowingAnswer:
+    """The answer to a line while it is generated, and the token that comes next."""
+
+    def __init__(
+        self,
+        number: int,
+        task: Task,
+        n_prompt: int,
+        session: Session,
+        constraint: Constraint | None,
+    ) -> None:
+        self.number = number
+        self.task = task
+        self.token = -1
+        self._n_prompt = n_prompt
+        tokenizer = session.tokenizer
+        self._sample: Sample = new_sampler(session, task.sampling, task.seed, constraint)
+        self._logprobs: LogProbs | None = None
+        if task.logprobs is not None:
+            self._sample = self._logprobs = LogProbs(self._sample, task.logprobs, tokenizer)
+        self._builder = AnswerBuilder(
+            tokenizer, task.stop, lambda text: None, constraint, special=task.special
+        )
+
+    def choose(self, logits: np.ndarray, session: Session) -> bool:
+        """Chooses the next token; whether the answer is done. logits: f32 (n_vocab,)."""
+        tokens, n_predict = self._builder.answer.tokens, self.task.n_predict
+        if n_predict == 0:
+            return True
+        self.token = self._sample(logits, session.tokens)
+        if self._builder.push(self.token):
+            return True
+        return len(tokens) == n_predict or len(session.tokens) >= session.n_ctx
+
+    def result(self) -> dict[str, Any]:
+        """What is written when it is done."""
+        answer = self._builder.finish()
+        result = {
+            "text": answer.text,
+            "prompt_tokens": self._n_prompt,
+            "generated_tokens": len(answer.tokens),
+            "tokens": answer.tokens,
+            "stop_reason": answer.stop_reason,
+        }
+        if self._logprobs is not None:
+            result["logprobs"] = self._logprobs.of(answer)
+        return with_id(self.number, self.task.id, result)
+
+
+class Answering:
+    """Answers lines, up to ``n_parallel`` at a time, whose decode steps are one."""
+
+    def __init__(self, session: Session, n_parallel: int, output: Output) -> None:
+        from sparsekv_cli.batch import Batch  # which imports numba
+
+        self._session = session
+        self._batch = Batch(session, n_parallel)
+        self._n_parallel = n_parallel
+        self._output = output
+        self._make_constraint: Callable[[Grammar], Constraint] | None = None
+        self._active: list[GrowingAnswer] = []
+        self._logits: list[np.ndarray] = []  # of each active answer, after its last token
+
+    def run(self, lines: Iterable[tuple[int, bytes]], defaults: Task) -> None:
+        """Answers every line. lines: their numbers and texts."""
+        tasks = self._tasks(lines, defaults)
+        while True:
+            while len(self._active) < self._n_parallel:
+                following = next(tasks, None)
+                if following is None:
+                    break
+                self._start(*following)
+            if not self._active:
+                return
+            self._choose()
+            self._step()
+
+    def _tasks(
+        self, lines: Iterable[tuple[int, bytes]], defaults: Task
+    ) -> Iterator[tuple[int, Task]]:
+        """The lines that ask for something; the others are reported."""
+        for number, line in lines:
+            if not line.strip():
+                continue
+            self._output.expect(number)
+            try:
+                task = read_task(line, defaults)
+            except SparseKVError as error:
+                self._output.fail(number, None, str(error))
+                continue
+            yield number, task
+
+    def _start(self, number: int, task: Task) -> None:
+        """Prefills the prompt of a task, or reports why that cannot be."""
+        session = self._session
+        try:
+            ids = prompt_ids(
+                session, task.prompt, task.system, raw=task.raw, parse_special=task.parse_special
+            )
+            answer = GrowingAnswer(number, task, len(ids), session, self._constraint(task))
+            self._batch.use(len(self._active)).reset()
+            logits = session.prefill(ids)
+        except LostModelError:
+            raise
+        except SparseKVError as error:
+            self._output.fail(number, task.id, str(error))
+            return
+        self._active.append(answer)
+        self._logits.append(logits.copy())
+
+    def _constraint(self, task: Task) -> Constraint | None:
+        grammar = task.sampling.grammar
+        if grammar is None:
+            return None
+        if self._make_constraint is None:
+            self._make_constraint = constraint_maker(self._session)
+        return self._make_constraint(grammar)
+
+    def _choose(self) -> None:
+        """The next token of every answer; those that are done are written and go."""
+        i = 0
+        while i < len(self._active):
+            answer = self._active[i]
+            try:
+                is_done = answer.choose(self._logits[i], self._batch.use(i))
+            except SparseKVError as error:
+                self._output.fail(answer.number, answer.task.id, str(error))
+                self._drop(i)
+                continue
+            if is_done:
+                self._output.put(answer.number, answer.result())
+                self._drop(i)
+            else:
+                i += 1
+
+    def _drop(self, i: int) -> None:
+        """The last answer takes the place of the i-th."""
+        self._batch.exchange(i, len(self._active) - 1)
+        self._active[i], self._logits[i] = self._active[-1], self._logits[-1]
+        del self._active[-1], self._logits[-1]
+
+    def _step(self) -> None:
+        """Decodes the tokens that were chosen."""
+        if self._active:
+            logits = self._batch.decode([answer.token for answer in self._active])
+            self._logits = [row.copy() for row in logits]  # which a prefill may overwrite
+
+
+def resume(path: Path) -> int:
+    """The number of the last line that a file of answers has one to, 0 if there is no such file.
+
+    Half a line at its end is cut off. Raises SparseKVError for a file of something else.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return 0
+    lines = data.splitlines(keepends=True)
+    n_whole, last = 0, 0
+    for line in lines:
+        if not line.endswith(b"\n"):
+            break
+        try:
+            number = json.loads(line)["line"]
+            if not isinstance(number, int) or number <= last:
+                raise ValueError
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise SparseKVError(
+                f"{path}: holds something else than the answers of run --jsonl: name another file"
+            ) from None
+        n_whole, last = n_whole + len(line), number
+    if n_whole < len(data):
+        os.truncate(path, n_whole)
+    return last

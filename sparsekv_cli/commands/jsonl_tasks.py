@@ -1,0 +1,148 @@
+"""The lines of ``run --jsonl``: what each asks for, checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from sparsekv_cli.commands.prompt import decode_utf8
+from sparsekv_cli.commands.sampling_options import SamplingOptions
+from sparsekv_cli.commands.terminal import one_line
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.option import did_you_mean
+from sparsekv_cli.sampling.params import SamplingParams
+
+GRAMMARS = {"json_schema": "json-schema", "grammar": "grammar", "regex": "regex"}
+SAMPLING = {each.name for each in fields(SamplingParams)} - {"seed"}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one line asks for; the command line's options are the defaults.
+
+    prompt: a text, or a conversation that the assistant is to continue.
+    """
+
+    prompt: str | list[dict[str, str]] = ""
+    id: Any = None
+    system: str | None = None
+    raw: bool = False
+    parse_special: bool = False
+    special: bool = False
+    n_predict: int = -1
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    logprobs: int | None = None
+    sampling: SamplingOptions = SamplingOptions({})
+
+
+KEYS = {"prompt", "messages", "ignore_eos", *(each.name for each in fields(Task)), *GRAMMARS}
+KEYS = (KEYS | SAMPLING) - {"sampling"}
+
+
+def read_task(line: bytes, defaults: Task) -> Task:
+    """A line's task. Raises SparseKVError for what is no task."""
+    try:
+        values = json.loads(decode_utf8(line, "the line"))
+    except (ValueError, RecursionError) as error:
+        raise SparseKVError(f"not JSON: {one_line(str(error))}") from None
+    if not isinstance(values, dict):
+        raise SparseKVError(f"expected an object, found {type(values).__name__}")
+    for key in values.keys() - KEYS:
+        raise SparseKVError(f"{one_line(key)!r}: no such key{did_you_mean(key, KEYS)}")
+    if ("prompt" in values) == ("messages" in values):
+        raise SparseKVError("expected either 'prompt' or 'messages'")
+    given: dict[str, Any] = {"id": values.get("id")}
+    given["prompt"] = _prompt(values)
+    for key, kind, words in TYPES:
+        if key in values:
+            given[key] = _checked(key, values[key], kind, words)
+    if "stop" in values:
+        stops = [values["stop"]] if isinstance(values["stop"], str) else values["stop"]
+        if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
+            raise SparseKVError("stop: expected a text or a list of texts, none of them empty")
+        given["stop"] = tuple(stops)
+    if "messages" in values:
+        given["system"] = None
+    given["sampling"] = _sampling(values, defaults.sampling)
+    task = replace(defaults, **given)
+    if task.raw and ("messages" in values or task.system is not None):
+        key = "messages" if "messages" in values else "system"
+        raise SparseKVError(f"{key} needs the chat template, which raw switches off")
+    return task
+
+
+TYPES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("system", lambda value: isinstance(value, str), "a text"),
+    ("raw", lambda value: isinstance(value, bool), "true or false"),
+    ("parse_special", lambda value: isinstance(value, bool), "true or false"),
+    ("special", lambda value: isinstance(value, bool), "true or false"),
+    ("n_predict", lambda value: _is_whole(value) and value >= -1, "-1 or more"),
+    ("seed", lambda value: _is_whole(value) and 0 <= value < 2**64, "0 to 2**64 - 1"),
+    ("logprobs", lambda value: _is_whole(value) and value >= 0, "0 or more"),
+)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _checked(key: str, value: Any, permits: Callable[[Any], bool], words: str) -> Any:
+    if not permits(value):
+        raise SparseKVError(f"{key} = {json.dumps(value)[:40]}: expected {words}")
+    return value
+
+
+def _prompt(values: Mapping[str, Any]) -> str | list[dict[str, str]]:
+    if "prompt" in values:
+        if not isinstance(values["prompt"], str) or not values["prompt"]:
+            raise SparseKVError("prompt: expected a text that is not empty")
+        return values["prompt"]
+    messages = values["messages"]
+    if "system" in values or not isinstance(messages, list) or not messages:
+        raise SparseKVError("messages: expected a list of messages, the system message among them")
+    for message in messages:
+        texts = message.values() if isinstance(message, dict) else ()
+        if {"role", "content"} != set(message) or not all(isinstance(t, str) for t in texts):
+            raise SparseKVError("messages: expected objects with the texts 'role' and 'content'")
+    return messages
+
+
+def _sampling(values: Mapping[str, Any], defaults: SamplingOptions) -> SamplingOptions:
+    """The sampling options of a line."""
+    explicit = {key: values[key] for key in SAMPLING & values.keys()}
+    for key in ("samplers", "dry_sequence_breakers"):
+        if key in explicit:
+            if not isinstance(explicit[key], list):
+                raise SparseKVError(f"{key}: expected a list of texts")
+            explicit[key] = tuple(explicit[key])
+    if "logit_bias" in explicit:
+        bias = explicit["logit_bias"]
+        if not isinstance(bias, dict) or not all(token.isdecimal() for token in bias):
+            raise SparseKVError("logit_bias: expected an object of token ids and numbers")
+        explicit["logit_bias"] = {int(token): number for token, number in bias.items()}
+    try:
+        SamplingParams(**explicit)
+    except (ValueError, TypeError) as error:  # a name of a sampler may be no text
+        raise SparseKVError(str(error)) from None
+    ignore_eos = values.get("ignore_eos", defaults.ignore_eos)
+    if not isinstance(ignore_eos, bool):
+        raise SparseKVError("ignore_eos: expected true or false")
+    grammar = defaults.grammar
+    given = [key for key in GRAMMARS if key in values]
+    if len(given) > 1:
+        raise SparseKVError(f"{given[0]} and {given[1]} exclude each other")
+    for key in given:
+        from sparsekv_cli.sampling.grammar import read_grammar
+
+        value = values[key]
+        if key == "json_schema":
+            value = json.dumps(value)
+        elif not isinstance(value, str):
+            raise SparseKVError(f"{key}: expected a text")
+        grammar = read_grammar(GRAMMARS[key], value)
+    if ignore_eos and grammar is not None:
+        raise SparseKVError(f"ignore_eos and {grammar.kind} exclude each other")
+    return SamplingOptions({**defaults.explicit, **explicit}, ignore_eos, grammar)

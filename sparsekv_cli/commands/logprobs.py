@@ -1,0 +1,47 @@
+"""``--logprobs``: how likely the model found each token of an answer, and which others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from sparsekv_cli.commands.answer import Answer
+    from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
+    from sparsekv_cli.session import Sample
+
+
+class LogProbs:
+    """A sampler that remembers log(softmax(logits)) of what it chose, and of the n most likely.
+
+    These are the model's: neither temperature nor any sampler has changed them.
+    """
+
+    def __init__(self, sample: Sample, n: int, tokenizer: Tokenizer) -> None:
+        self._sample = sample
+        self._n = n
+        self._tokenizer = tokenizer
+        self._entries: list[dict[str, Any]] = []
+
+    def __call__(self, logits: np.ndarray, history: Sequence[int]) -> int:
+        import numpy as np
+
+        token = self._sample(logits, history)
+        n = min(self._n, len(logits))
+        likely = np.argpartition(-logits, n - 1)[:n] if n else np.zeros(0, np.int64)
+        likely = likely[np.lexsort((likely, -logits[likely]))]
+        maximum = float(logits.max())
+        total = maximum + float(np.log(np.exp(logits - maximum, dtype=np.float64).sum()))
+        top = [self._entry(int(each), logits, total) for each in likely]
+        self._entries.append({**self._entry(token, logits, total), "top": top})
+        return token
+
+    def of(self, answer: Answer) -> list[dict[str, Any]]:
+        """An entry for each token of the answer, which began with the first call."""
+        return self._entries[: len(answer.tokens)]
+
+    def _entry(self, token: int, logits: np.ndarray, total: float) -> dict[str, Any]:
+        text = self._tokenizer.token_bytes(token).decode("utf-8", errors="replace")
+        return {"id": token, "token": text, "logprob": float(logits[token]) - total}
