@@ -20,6 +20,7 @@ from sparsekv_cli.models.rows import Rows
 from sparsekv_cli.models.weights import Weights
 
 Progress = Callable[[int, int], None]
+OnRows = Callable[[int, LayerCache], None]
 Product = Callable[[Any], Any]
 ROWS_AT_ONCE = 4096  # of a prompt, through all layers; dequantising takes 1 to 2 % of their time
 
@@ -123,13 +124,15 @@ class Forward(ABC):
         progress: Progress | None = None,
         all_logits: bool = False,
         attend: ChunkAttention | None = None,
+        on_rows: OnRows | None = None,
     ) -> np.ndarray:
         """Dense forward of T rows from position ``pos`` on: logits f32 (n_vocab,), or (T, n_vocab).
 
         Every cache gets the rows in chunks, then ``finish_prefill``. attend: how chunks attend, if
-        not densely. A long prompt goes through the layers in parts of ROWS_AT_ONCE rows, so that
-        its residual stream never exists as a whole; not if a cache cannot
-        (``can_prefill_in_parts``) or all logits are wanted.
+        not densely. on_rows: told, ahead of that, of each layer's cache when it has all rows. A
+        long prompt goes through the layers in parts of ROWS_AT_ONCE rows, so that its residual
+        stream never exists as a whole; not if a cache cannot (``can_prefill_in_parts``) or all
+        logits are wanted.
         """
         n, n_layer = len(ids), self.hparams.n_layer
         self.prepare(n)
@@ -147,6 +150,8 @@ class Forward(ABC):
                     if progress is not None:
                         progress((before + done) // n_layer, n)
                 if first + size >= n:
+                    if on_rows is not None:
+                        on_rows(i, cache)
                     cache.finish_prefill()
             normed = self.rows.last_norm(x if all_logits else x[-1:], self.output_norm)
             del x  # before the next part comes

@@ -26,6 +26,7 @@ from sparsekv_cli.models.forward import Progress
 from sparsekv_cli.models.gguf.file import GGUFFile, open_gguf
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.weights import Weights, read_weights
+from sparsekv_cli.prefix.prefixes import Found, Prefixes
 from sparsekv_cli.warmup import OnCompile
 
 Sample = Callable[[np.ndarray, Sequence[int]], int]
@@ -33,17 +34,22 @@ Sample = Callable[[np.ndarray, Sequence[int]], int]
 
 @dataclass
 class Timings:
-    """Seconds and tokens so far; ``reset`` keeps the load time."""
+    """Seconds and tokens so far; ``reset`` keeps the load time.
+
+    cached_tokens: of prompts, whose rows came from disk. ttft_s: from a prompt to its first token.
+    """
 
     load_s: float = 0.0
     prefill_s: float = 0.0
     prefill_tokens: int = 0
     decode_s: float = 0.0
     decode_tokens: int = 0
+    cached_tokens: int = 0
+    ttft_s: float = 0.0
 
     def reset(self) -> None:
-        self.prefill_s = self.decode_s = 0.0
-        self.prefill_tokens = self.decode_tokens = 0
+        self.prefill_s = self.decode_s = self.ttft_s = 0.0
+        self.prefill_tokens = self.decode_tokens = self.cached_tokens = 0
 
 
 LEDGER_ROWS = ("rows_total", "rows_scored", "rows_attended")
@@ -93,7 +99,8 @@ class Session:
 
     Positions are absolute; ``tokens`` are those whose rows the caches hold. ``checkpoint``: where
     their last prefill ended, None if that is no part of them. ``sparse_from``: of so many rows the
-    method attends to all; among more it chooses.
+    method attends to all; among more it chooses. ``prefixes``: where a prompt's rows are looked for
+    and kept, if anywhere.
     """
 
     def __init__(
@@ -130,6 +137,7 @@ class Session:
             Path(config.calibration) if config.calibration else None,
         )
         self.timings = Timings()
+        self.prefixes: Prefixes | None = None
         self.ledger = SessionLedger(self)
         self._specs = self.prepare(method, on_compile, on_calibrate)
         self.sparse_from = self._sparse_from(method)
@@ -200,31 +208,45 @@ class Session:
         self._check_room(n, len(self.tokens))
         self._check_ids(ids)
         self.gguf.check_intact()
+        n_past, prefixes, found = len(self.tokens), self.prefixes, Found()
         started = time.perf_counter()
-        if self.decoder.is_few(n) and not self._is_ready_for_few:
+        if prefixes is not None and not n_past and not all_logits:
+            found = prefixes.find(ids)
+        else:
+            prefixes = None
+        self.timings.prefill_s += time.perf_counter() - started
+        started = time.perf_counter()
+        if self.decoder.is_few(n - found.n) and not self._is_ready_for_few:
             warmup.compile_few_rows(self.decoder, self._on_compile)
             self._is_ready_for_few = True
-        self.decoder.prepare(n)
+        self.decoder.prepare(n - found.n)
         self.timings.load_s += time.perf_counter() - started
         started = time.perf_counter()
-        n_past = len(self.tokens)
         self.checkpoint = None  # layers that are done with these rows forget where they were
-        if n > self.config.chunk:  # a prompt whose rows take much memory, and which takes long
+        if n - found.n > self.config.chunk:  # rows that take much memory, and long
             release_code()
         try:
+            n_room, n_loaded = min(self.n_ctx, n_past + n + N_HEADROOM), 0
             for cache in self.caches:
-                cache.reserve(min(self.n_ctx, n_past + n + N_HEADROOM))
+                cache.reserve(n_room)
+            if prefixes is not None:
+                n_loaded = prefixes.load(found, self.caches, n_room)
+                prefixes.begin(ids, found, n_loaded, self.caches)
             logits = self.decoder.forward(
-                ids, n_past, self.caches, progress=progress, all_logits=all_logits
-            )
+                ids[n_loaded:], n_past + n_loaded, self.caches, progress=progress,
+                all_logits=all_logits, on_rows=prefixes and prefixes.take,
+            )  # fmt: skip
         except BaseException:
+            if prefixes is not None:
+                prefixes.abandon()
             self.rewind(n_past)
             raise
         self.tokens.extend(int(token) for token in ids)
         last = logits[-1] if all_logits else logits
         self.checkpoint = Checkpoint(len(self.tokens), last.copy())
         self.timings.prefill_s += time.perf_counter() - started
-        self.timings.prefill_tokens += n
+        self.timings.prefill_tokens += n - n_loaded
+        self.timings.cached_tokens += n_loaded
         return logits
 
     def decode(self, token: int) -> np.ndarray:
@@ -276,7 +298,7 @@ class Session:
         end-of-generation token by closing the iterator; the token yielded last is then not in
         ``tokens``.
         """
-        at = self.checkpoint
+        at, started = self.checkpoint, time.perf_counter()
         if not len(ids) and at is not None and at.n == len(self.tokens):
             logits = at.logits
         else:
@@ -284,6 +306,8 @@ class Session:
         produced = 0
         while produced != n_predict:
             token = sample(logits, self.tokens)
+            if not produced:
+                self.timings.ttft_s = time.perf_counter() - started
             yield token
             produced += 1
             if produced == n_predict or len(self.tokens) >= self.n_ctx:

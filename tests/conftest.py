@@ -29,6 +29,8 @@ if missing := [name for name in ("torch", "triton") if find_spec(name) is None]:
 
 import torch
 
+os.environ["SPARSEKV_NO_CACHE"] = "1"  # no test leaves prompts in the user's folder
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -22,15 +22,17 @@ ALLOWED: dict[str, set[str]] = {
     "calibration": {"cache", "cpu", "models"},
     "methods": {"cache", "calibration", "cpu"},
     "models": {"cache", "cpu"},
+    "prefix": {"cache", "calibration", "cpu", "models"},
     "sampling": set(),
     "device": {"cache", "cpu", "kernels", "methods", "models"},
     "evaluation": {"cache", "cpu", "device", "methods", "session", "warmup"},
     "engine": {"cache", "cpu", "device", "methods", "models", "warmup"},
     "warmup": {"cache", "cpu", "methods", "models"},
-    "session": {"cache", "calibration", "cpu", "engine", "memory", "methods", "models", "warmup"},
-    "batch": {"session"},
-    "commands": {"batch", "calibration", "evaluation", "methods", "models", "sampling", "session"}
+    "session": {"cache", "calibration", "cpu", "engine", "memory", "methods", "models", "prefix"}
     | {"warmup"},
+    "batch": {"session"},
+    "commands": {"batch", "calibration", "evaluation", "methods", "models", "prefix"}
+    | {"sampling", "session", "warmup"},
     "cli": {"commands"},
     "__main__": {"cli"},
 }

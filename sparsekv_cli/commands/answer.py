@@ -23,6 +23,10 @@ STOP_EOS, STOP_LENGTH, STOP_TEXT, STOP_INTERRUPT = "eos", "length", "stop", "int
 # queries of a prefill (32 by default). None are where the last prefill ended.
 N_REFRESH = 64
 
+# So few tokens are prefilled again ahead of as many new ones where prompts are kept on disk, which
+# finds and keeps whole ones only.
+N_WHOLE = 512
+
 
 @dataclass
 class Answer:
@@ -188,7 +192,7 @@ def stream_answer(
     some layer by then: what it held has to be prefilled again.
     """
     builder = AnswerBuilder(session.tokenizer, stops, write, constraint, special=special)
-    with Interrupt().watch() as interrupt, PrefillProgress() as bar:
+    with Interrupt().watch() as interrupt, PrefillProgress() as bar, _keeping_prompt(session):
 
         def progress(done: int, total: int) -> None:
             if interrupt.requested and done < total:
@@ -209,6 +213,16 @@ def stream_answer(
     return builder.finish()
 
 
+@contextlib.contextmanager
+def _keeping_prompt(session: Session) -> Iterator[None]:
+    """Keeps the prompt's rows on disk, if the session does that, when the answer is out."""
+    try:
+        yield
+    finally:
+        if session.prefixes is not None:
+            session.prefixes.finish()
+
+
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """How many ids two sequences have in common at their beginning."""
     n_common = 0
@@ -225,6 +239,9 @@ def keep_common(session: Session, ids: Sequence[int]) -> Sequence[int]:
     None are left if its last prefill ended where ``ids`` end.
     """
     n_common, at = common_prefix(ids, session.tokens), session.checkpoint
+    if session.prefixes is not None and n_common < N_WHOLE <= len(ids) - n_common:
+        session.rewind(0)
+        return ids
     if n_common < len(session.tokens) or n_common == len(ids):
         again = 0 if at is not None and at.n == n_common == len(ids) else N_REFRESH
         session.rewind(min(n_common, max(0, len(ids) - again)))
@@ -243,6 +260,8 @@ def timing_line(session: Session) -> str:
     if timings.prefill_tokens:
         rate = speed(timings.prefill_tokens, timings.prefill_s)
         parts.append(f"prefill {timings.prefill_tokens} tokens, {rate:.1f} t/s")
+    if timings.cached_tokens:
+        parts.append(f"{timings.cached_tokens} tokens from the prefix cache")
     if timings.decode_tokens:
         rate = speed(timings.decode_tokens, timings.decode_s)
         parts.append(f"decode {timings.decode_tokens} tokens, {rate:.1f} t/s")

@@ -21,6 +21,7 @@ from sparsekv_cli.commands.answer import (
     timing_line,
 )
 from sparsekv_cli.commands.options import Invocation, ModelOptions, model_options, open_session
+from sparsekv_cli.commands.prefix_options import PrefixOptions, prefix_options, use_prefixes
 from sparsekv_cli.commands.prompt import (
     CHATML_END,
     chat_template,
@@ -64,11 +65,13 @@ HELP = """\
 @parse_special_option
 @click.option("--stats", is_flag=True, help="Speed and KV rows on stderr after every answer.")
 @model_options()
+@prefix_options
 @sampling_options
 @click.pass_context
 def command(
     context: click.Context,
     options: ModelOptions,
+    prefix: PrefixOptions,
     sampling: SamplingOptions,
     prompt: str | None,
     system: str | None,
@@ -88,6 +91,7 @@ def command(
         for text, source in ((prompt, "-p"), (system, "-sys"))
     )
     session = open_session(options)
+    use_prefixes(session, prefix)
     constraint = new_constraint(session, sampling.grammar)
     sampler = new_sampler(session, sampling, options.seed, constraint)
     conversation = Conversation(session, sampler, system)

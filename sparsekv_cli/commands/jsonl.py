@@ -159,6 +159,8 @@ class Answering:
             answer = GrowingAnswer(number, task, len(ids), session, self._constraint(task))
             self._batch.use(len(self._active)).reset()
             logits = session.prefill(ids)
+            if session.prefixes is not None:
+                session.prefixes.finish()
         except LostModelError:
             raise
         except SparseKVError as error:

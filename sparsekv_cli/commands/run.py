@@ -24,6 +24,7 @@ from sparsekv_cli.commands.answer import (
 from sparsekv_cli.commands.jsonl_tasks import Task
 from sparsekv_cli.commands.logprobs import LogProbs
 from sparsekv_cli.commands.options import Invocation, ModelOptions, model_options, open_session
+from sparsekv_cli.commands.prefix_options import PrefixOptions, prefix_options, use_prefixes
 from sparsekv_cli.commands.prompt import (
     check_utf8,
     parse_special_option,
@@ -92,11 +93,13 @@ MAX_PARALLEL = 256
     help="With --jsonl: write to FILE, and go on where it ends.",
 )
 @model_options()
+@prefix_options
 @sampling_options
 @click.pass_context
 def command(
     context: click.Context,
     options: ModelOptions,
+    prefix: PrefixOptions,
     sampling: SamplingOptions,
     prompt: str | None,
     file: str | None,
@@ -140,10 +143,11 @@ def command(
             logprobs=logprobs,
             sampling=sampling,
         )
-        _answer_lines(options, file, task, parallel or 1, output)
+        _answer_lines(options, prefix, file, task, parallel or 1, output)
         return
     text = read_prompt(prompt, file)
     session = open_session(options)
+    use_prefixes(session, prefix)
     ids = prompt_ids(session, text, system, raw=raw, parse_special=parse_special)
     constraint = new_constraint(session, sampling.grammar)
     sampler = new_sampler(session, sampling, options.seed, constraint)
@@ -176,7 +180,12 @@ def _ignore(_text: str) -> None:
 
 
 def _answer_lines(
-    options: ModelOptions, file: str | None, task: Task, n_parallel: int, path: str | None
+    options: ModelOptions,
+    prefix: PrefixOptions,
+    file: str | None,
+    task: Task,
+    n_parallel: int,
+    path: str | None,
 ) -> None:
     """``--jsonl``: what is in a file or on stdin, to a file or to stdout."""
     from sparsekv_cli.commands.jsonl import Answering, Output, resume
@@ -195,6 +204,7 @@ def _answer_lines(
         if n_done:
             say(f"{path} has answers up to line {n_done}: going on behind it")
         session = open_session(options)
+        use_prefixes(session, prefix)
         output = Output(write)
         Answering(session, n_parallel, output).run(lines, task)
     say(timing_line(session))
@@ -209,6 +219,7 @@ def result(session: Session, ids: list[int], answer: Answer, method: str) -> dic
     return {
         "text": answer.text,
         "prompt_tokens": len(ids),
+        "cached_tokens": timings.cached_tokens,
         "generated_tokens": len(answer.tokens),
         "tokens": [int(token) for token in answer.tokens],
         "stop_reason": answer.stop_reason,
@@ -216,6 +227,7 @@ def result(session: Session, ids: list[int], answer: Answer, method: str) -> dic
             "load_s": timings.load_s,
             "prefill_s": timings.prefill_s,
             "prefill_tps": speed(timings.prefill_tokens, timings.prefill_s),
+            "ttft_s": timings.ttft_s,
             "decode_s": timings.decode_s,
             "decode_tps": speed(timings.decode_tokens, timings.decode_s),
         },

@@ -28,7 +28,7 @@ from sparsekv_cli.device.weights import DeviceWeights
 from sparsekv_cli.kernels.attention.decode import Attended
 from sparsekv_cli.kernels.layer import decode as kernels
 from sparsekv_cli.models.architectures import Architecture
-from sparsekv_cli.models.forward import Forward, Product, Progress
+from sparsekv_cli.models.forward import Forward, OnRows, Product, Progress
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.rope import RopeTable
 from sparsekv_cli.models.weights import Weights
@@ -104,12 +104,13 @@ class DeviceDecoder(Forward):
         progress: Progress | None = None,
         all_logits: bool = False,
         attend: ChunkAttention | None = None,
+        on_rows: OnRows | None = None,
     ) -> np.ndarray:
         """As Forward.forward; returns when every cache has its rows, those on the host too."""
         mine = [c if isinstance(c, DeviceCache | HostCache) else self.foreign(c) for c in caches]
         logits = super().forward(
             ids, pos, mine, progress=progress, all_logits=all_logits,
-            attend=attend and (lambda cache, x: cache.attend(attend, x)),
+            attend=attend and (lambda cache, x: cache.attend(attend, x)), on_rows=on_rows,
         )  # fmt: skip
         for cache in mine:
             if isinstance(cache, HostCache):

@@ -55,6 +55,11 @@ class Method(ABC):
                 )
 
     @property
+    def n_queried(self) -> int | None:
+        """Last tokens of a prompt whose queries the method needs beside all rows; None: all."""
+        return 0
+
+    @property
     def name(self) -> str:
         """As on the command line: the file of the method in methods/."""
         return type(self).__module__.rpartition(".")[2]

@@ -110,6 +110,10 @@ class FreeKV(Method):
         choices=("auto", "true", "false"),
     )  # fmt: skip
 
+    @property
+    def n_queried(self) -> int:
+        return 1
+
     def plan(self, n: int, n_sink: int | None = None) -> PagePlan | None:
         """The pages that a step of n rows, its own included, attends to; None: all rows.
 

@@ -48,6 +48,10 @@ class H2O(Method):
     budget: Budget = option(DEFAULT_BUDGET, "rows held a head, half of them recent: N or P%")
     window: int = option(0, "last queries of a prefill whose attention counts; 0 = all", at_least=0)
 
+    @property
+    def n_queried(self) -> None:
+        """All: each adds attention."""
+
     def limits(self, n: int) -> tuple[int, int]:
         """Number of rows to hold after n rows, and the position from which rows count as recent.
 

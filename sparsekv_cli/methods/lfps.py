@@ -116,6 +116,10 @@ class LFPS(Method):
         choices=("cov", "ratio"),
     )  # fmt: skip
 
+    @property
+    def n_queried(self) -> int:
+        return self.window
+
     def sparse_layer(self, spec: LayerSpec) -> LayerCache:
         return LFPSCache(spec, self)
 

@@ -52,6 +52,10 @@ class SnapKV(Method):
         if self.kernel % 2 == 0:
             raise ValueError(f"kernel = {self.kernel}: must be an odd number")
 
+    @property
+    def n_queried(self) -> int:
+        return self.window
+
     def sparse_layer(self, spec: LayerSpec) -> LayerCache:
         return SnapKVCache(spec, self)
 

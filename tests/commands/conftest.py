@@ -95,6 +95,8 @@ class FakeSession:
             prefill_tokens=0,
             decode_s=0.0,
             decode_tokens=0,
+            cached_tokens=0,
+            ttft_s=0.0,
             reset=lambda: None,
         )
         self.counts = {"rows_total": 0, "rows_scored": 0, "rows_attended": 0, "bytes_moved": 0}
@@ -105,6 +107,7 @@ class FakeSession:
         self.decoded: list[int] = []
         self.on_token: Callable[[int], None] = lambda n: None
         self.on_prefill: Callable[[], None] = lambda: None
+        self.prefixes = None
         self.closed = 0
         self.can_rewind_within = True
         self.rewinds: list[int] = []
@@ -169,6 +172,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
     session = FakeSession()
     for module in (run_module, chat_module):
         monkeypatch.setattr(module, "open_session", lambda options: session)
+        monkeypatch.setattr(module, "use_prefixes", lambda *arguments: None)
         monkeypatch.setattr(module, "new_sampler", lambda *arguments: None)
     return session
 

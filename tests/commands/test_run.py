@@ -111,6 +111,7 @@ def test_json(fake: Any, invoke: Invoke) -> None:
     assert json.loads(result.out) == {
         "text": "né",
         "prompt_tokens": 2,
+        "cached_tokens": 0,
         "generated_tokens": 3,
         "tokens": list("né".encode()),
         "stop_reason": "eos",
@@ -118,6 +119,7 @@ def test_json(fake: Any, invoke: Invoke) -> None:
             "load_s": 0.5,
             "prefill_s": 0.5,
             "prefill_tps": 4.0,
+            "ttft_s": 0.0,
             "decode_s": pytest.approx(0.3),
             "decode_tps": pytest.approx(10.0),
         },

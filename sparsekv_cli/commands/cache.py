@@ -1,0 +1,106 @@
+"""``sparsekv-cli cache``: lists and clears the prompts whose rows are kept on disk."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sparsekv_cli.commands.options import verbose_option
+from sparsekv_cli.commands.prefix_options import DIRECTORY_OPTION
+from sparsekv_cli.commands.terminal import one_line, say
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.prefix.blocks import SUFFIX, own_hash
+from sparsekv_cli.prefix.folder import PrefixFolder, default_prefix_folder
+
+
+@click.group(short_help="List or clear the prompts that are kept on disk.")
+@verbose_option
+def command() -> None:
+    """List or clear the prompts whose rows `run` and `chat` keep on disk."""
+
+
+@command.command("list")
+@DIRECTORY_OPTION
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+@verbose_option
+def list_command(cache_dir: Path | None, as_json: bool) -> None:
+    """List the prompts that are kept, the one used last first.
+
+    Prompts that begin alike share files: MIB counts those that a prompt has for itself.
+    """
+    folder = _folder(cache_dir)
+    prompts, n_bytes = prompts_of(folder)
+    if as_json:
+        found = {"folder": str(folder.path), "bytes": n_bytes, "prompts": prompts}
+        click.echo(json.dumps(found, indent=2))
+        return
+    if prompts:
+        from rich.console import Console
+
+        from sparsekv_cli.commands.tables import table
+
+        rows: list[tuple[Any, ...]] = [
+            (each["model"], each["tokens"], f"{each['bytes'] / 2**20:.1f}", _ago(each["used"]))
+            for each in prompts
+        ]
+        Console().print(table("", ("model", "tokens", "MiB", "used"), rows))
+    click.echo(f"{n_bytes / 2**20:.1f} MiB in {one_line(str(folder.path))}")
+
+
+@command.command("clear")
+@DIRECTORY_OPTION
+@verbose_option
+def clear_command(cache_dir: Path | None) -> None:
+    """Remove all prompts that are kept."""
+    folder = _folder(cache_dir)
+    n_files, n_bytes = folder.clear()
+    left = folder.entries()
+    if left:
+        raise SparseKVError(f"{folder.path}: {len(left)} files cannot be removed")
+    click.echo(f"{n_files} files removed, {n_bytes / 2**20:.1f} MiB")
+
+
+def _folder(directory: Path | None) -> PrefixFolder:
+    path = directory or default_prefix_folder()
+    if path is None:
+        raise SparseKVError("there is no home folder and no XDG_CACHE_HOME: give --cache-dir DIR")
+    return PrefixFolder(path, 0, lambda text: say(one_line(text)))
+
+
+def prompts_of(folder: PrefixFolder) -> tuple[list[dict[str, Any]], int]:
+    """A description of each prompt, the one used last first, and the bytes of all files."""
+    entries = folder.entries()
+    blocks = {own_hash(e.path.name): e for e in entries if e.path.suffix == SUFFIX}
+    children = folder.children()
+    prompts: list[dict[str, Any]] = []
+    for own, entry in blocks.items():
+        header = None if own in children else folder.header(entry.path.name)
+        if header is None:
+            continue
+        size, parent = entry.size, header.parent
+        while parent in blocks and len(children[parent]) == 1:
+            size += blocks[parent].size
+            parent = blocks[parent].path.name.partition("-")[0]
+        prompts.append(
+            {
+                "model": header.model,
+                "tokens": header.first + len(header.tokens),
+                "types": list(header.types),
+                "bytes": size,
+                "used": entry.used,
+            }
+        )
+    return prompts, sum(entry.size for entry in entries)
+
+
+def _ago(used: float) -> str:
+    """How long ago, in the largest unit of which there is one."""
+    seconds = max(0.0, time.time() - used)
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"

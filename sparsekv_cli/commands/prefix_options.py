@@ -1,0 +1,143 @@
+"""Options of the prefix cache on disk, for the commands that use it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sparsekv_cli.commands.options import Invocation, apply_options
+from sparsekv_cli.commands.terminal import one_line, say
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.option import TRUTH
+
+if TYPE_CHECKING:
+    from sparsekv_cli.session import Session
+
+SWITCH = "SPARSEKV_NO_CACHE"
+
+DIRECTORY_OPTION = click.option(
+    "--cache-dir",
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder of prompts that are kept. [default: sparsekv-cli/prefixes in the user's cache]",
+)
+
+OPTIONS: list[Callable[[Any], Any]] = [
+    DIRECTORY_OPTION,
+    click.option(
+        "--cache-limit",
+        metavar="GIB",
+        type=click.FloatRange(min=0, min_open=True),
+        default=2.0,
+        help="Most that the folder takes; what was not used for longest goes. [default: 2]",
+    ),
+    click.option(
+        "--no-cache",
+        is_flag=True,
+        help=f"Neither keep the prompt's rows on disk nor look for them there. [env: {SWITCH}=1]",
+    ),
+    click.option(
+        "--session",
+        metavar="FILE",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="Look for the prompt's rows in FILE, which is made if it is missing, and not in the "
+        "folder; also those of other machines and methods.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class PrefixOptions:
+    """directory: None is the user's; limit: GiB; session: a file in place of the folder."""
+
+    directory: Path | None
+    limit: float
+    is_off: bool
+    session: Path | None
+
+
+def prefix_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options above; passes them as ``prefix``."""
+
+    @functools.wraps(function)
+    def gather(**values: Any) -> Any:
+        directory, limit = values.pop("cache_dir"), values.pop("cache_limit")
+        is_off = values.pop("no_cache") or is_switched_off()
+        session = values.pop("session")
+        if session is not None:
+            check_session_file(session)
+            is_off = False  # it was asked for
+        return function(prefix=PrefixOptions(directory, limit, is_off, session), **values)
+
+    return apply_options(gather, OPTIONS)
+
+
+def check_session_file(path: Path) -> None:
+    """SparseKVError for a file of another kind, or in no folder."""
+    from sparsekv_cli.prefix.blocks import MAGIC
+
+    if not path.parent.is_dir():
+        raise SparseKVError(f"--session {path}: there is no folder {path.parent}")
+    if path.exists():
+        with open(path, "rb") as file:
+            start = file.read(len(MAGIC))
+        if start and start != MAGIC:
+            raise SparseKVError(
+                f"--session {path}: is no file of this program's, or of another version, and is "
+                "left as it is; choose another name"
+            )
+
+
+def is_switched_off() -> bool:
+    """Whether the environment says so; click.UsageError for a value that is no answer."""
+    value = os.environ.get(SWITCH, "").strip().lower()
+    if value and value not in TRUTH:
+        raise click.UsageError(f"{SWITCH} is {value!r} in the environment: set it to 1 or 0")
+    return bool(value) and TRUTH[value]
+
+
+def use_prefixes(session: Session, options: PrefixOptions) -> None:
+    """Lets the session find and keep prompts on disk, unless that is off or cannot be."""
+    from sparsekv_cli.prefix.folder import PrefixFolder, default_prefix_folder
+    from sparsekv_cli.prefix.prefixes import Prefixes, facts_of, root_of
+    from sparsekv_cli.prefix.session_file import SessionFile
+
+    def tell(text: str) -> None:
+        if click.get_current_context().ensure_object(Invocation).verbose:
+            say(one_line(text))
+
+    def warn(text: str) -> None:
+        say(one_line(text))
+
+    directory, method = options.directory or default_prefix_folder(), session.method
+    n_queried, reason = method.n_queried, ""
+    if not session.engine.shares_prefill:
+        reason = "rows on a GPU are not kept on disk yet"
+    elif n_queried is None:
+        reason = f"{method.name} needs the queries of all tokens"
+    if options.session is not None and reason:
+        raise SparseKVError(f"--session: {reason}; leave it out, or take another method or device")
+    if options.is_off:
+        reason = f"--no-cache or {SWITCH}"
+    elif directory is None and options.session is None:
+        reason = "there is no home folder and no XDG_CACHE_HOME"
+    if reason or n_queried is None:
+        tell(f"prefix cache: off, {reason}")
+        return
+    name, types = session.gguf.path.name, (method.cache_type_k, method.cache_type_v)
+    facts = facts_of(session.gguf, session.decoder)
+    if options.session is not None:
+        session.prefixes = SessionFile(
+            options.session, name, root_of(facts), types, n_queried, warn, tell
+        )
+    elif directory is not None:
+        facts["types"] = types
+        facts["products"] = [session.decoder.prefill_dtype, session.decoder.rows_dtype]
+        folder = PrefixFolder(directory, int(options.limit * 2**30), warn)
+        session.prefixes = Prefixes(folder, name, root_of(facts), types, n_queried, tell)

@@ -1,0 +1,188 @@
+"""A file of rows: those of up to 512 tokens of a prompt, or of a whole one, in all layers.
+
+    magic, length of the header, checksum of the header: 16 + 4 + 4 bytes
+    header: JSON, then zeros up to a multiple of 64 bytes
+    a piece a layer: K (kv heads, tokens, bytes of a row), then V, as cache/store.py keeps them
+
+Numbers are little-endian; a checksum is a CRC-32, and each piece has one in the header. A block is
+named by its parent, the block of the tokens before it, and by a hash of that and its tokens. So
+equal names mean equal prompts up to the block's end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import struct
+import tempfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from io import FileIO
+from pathlib import Path
+
+import numpy as np
+
+BLOCK = 512  # tokens
+MAGIC = b"sparsekv rows 1\n"
+SUFFIX, TEMPORARY = ".rows", ".tmp"
+NAME_DIGITS = 32
+ALIGNMENT = 64
+LENGTHS = struct.Struct("<II")
+MOST_HEADER = 1 << 24  # bytes
+Piece = tuple[np.ndarray, np.ndarray]  # K and V, (kv heads, tokens, items of a row)
+
+
+class DamagedError(ValueError):
+    """A file that does not hold what was written."""
+
+
+@dataclass(frozen=True)
+class BlockHeader:
+    """What a file says of its rows.
+
+    model: the file's name. first: position of the first token. types: of K and of V. layers: kv
+    heads, bytes of a row of K and of V. sums: the pieces' checksums, eight hex digits each.
+    """
+
+    model: str
+    parent: str
+    first: int
+    tokens: tuple[int, ...]
+    types: tuple[str, str]
+    layers: tuple[tuple[int, int, int], ...]
+    sums: str = ""
+
+    @property
+    def name(self) -> str:
+        return block_name(self.parent, self.tokens)
+
+    @property
+    def piece_bytes(self) -> list[int]:
+        return [len(self.tokens) * heads * (k + v) for heads, k, v in self.layers]
+
+    @cached_property
+    def n_packed(self) -> int:
+        """Bytes ahead of the pieces."""
+        return len(self.packed())
+
+    def packed(self) -> bytes:
+        """The file's bytes ahead of its pieces; as many whatever the checksums are."""
+        sums = self.sums or "0" * 8 * len(self.layers)
+        text = json.dumps(asdict(replace(self, sums=sums)), separators=(",", ":")).encode()
+        start = MAGIC + LENGTHS.pack(len(text), zlib.crc32(text)) + text
+        return start + bytes(-len(start) % ALIGNMENT)
+
+
+def block_hash(parent: str, tokens: Sequence[int]) -> str:
+    """The second half of a block's name, and the first half of its children's names."""
+    ids = np.asarray(tokens, "<i4").tobytes()
+    return hashlib.sha256(parent.encode() + ids).hexdigest()[:NAME_DIGITS]
+
+
+def block_name(parent: str, tokens: Sequence[int]) -> str:
+    """The file of a block."""
+    return f"{parent}-{block_hash(parent, tokens)}{SUFFIX}"
+
+
+def own_hash(name: str) -> str:
+    """The second half of a block's name."""
+    return name.removesuffix(SUFFIX).partition("-")[2]
+
+
+def read_header(file: FileIO) -> BlockHeader:
+    """The header of a file that is open at its beginning, and whose size fits it; DamagedError."""
+    start = file.read(len(MAGIC) + LENGTHS.size)
+    if len(start) < len(MAGIC) + LENGTHS.size or not start.startswith(MAGIC):
+        raise DamagedError("it is no file of this version")
+    length, checksum = LENGTHS.unpack(start[len(MAGIC) :])
+    text = file.read(length) if length <= MOST_HEADER else b""
+    if len(text) != length or zlib.crc32(text) != checksum:
+        raise DamagedError("its header has another checksum")
+    try:
+        values = json.loads(text)
+        header = BlockHeader(
+            model=str(values["model"]),
+            parent=str(values["parent"]),
+            first=int(values["first"]),
+            tokens=tuple(int(token) for token in values["tokens"]),
+            types=(str(values["types"][0]), str(values["types"][1])),
+            layers=tuple((int(g), int(k), int(v)) for g, k, v in values["layers"]),
+            sums=str(values["sums"]),
+        )
+    except (ValueError, KeyError, TypeError, IndexError):
+        raise DamagedError("its header cannot be read") from None
+    expected = _pieces_start(len(start) + length) + sum(header.piece_bytes)
+    size = os.fstat(file.fileno()).st_size
+    if size != expected:
+        raise DamagedError(f"it has {size} bytes instead of {expected}")
+    return header
+
+
+def _pieces_start(header_end: int) -> int:
+    return -(-header_end // ALIGNMENT) * ALIGNMENT
+
+
+def read_piece(file: FileIO, header: BlockHeader, layer: int, piece: Piece) -> None:
+    """Reads a layer's first rows into arrays whose heads are contiguous; DamagedError.
+
+    All rows are read and have to fit the checksum, those that find no place in ``piece`` too.
+    """
+    file.seek(header.n_packed + sum(header.piece_bytes[:layer]))
+    checksum, n_heads = 0, header.layers[layer][0]
+    for rows, row_bytes in zip(piece, header.layers[layer][1:], strict=True):
+        rest = np.empty((len(header.tokens) - rows.shape[1]) * row_bytes, np.uint8)
+        for head in range(n_heads):
+            for part in (rows[head], rest):
+                if part.nbytes and file.readinto(part.data) != part.nbytes:
+                    raise DamagedError("it is cut off")
+                checksum = zlib.crc32(part.data, checksum)
+    if header.sums[8 * layer : 8 * layer + 8] != f"{checksum:08x}":
+        raise DamagedError(f"the rows of layer {layer} have another checksum")
+
+
+class BlockWriter:
+    """A file that is written layer by layer under a temporary name, and appears as a whole."""
+
+    def __init__(self, folder: Path, header: BlockHeader) -> None:
+        """OSError if the folder cannot be written."""
+        self.header = header
+        self._sums = [0] * len(header.layers)
+        handle, name = tempfile.mkstemp(TEMPORARY, ".sparsekv-", folder)  # mode 0600
+        os.close(handle)
+        self._temporary = Path(name)
+
+    @property
+    def rows(self) -> slice:
+        """The block's positions."""
+        return slice(self.header.first, self.header.first + len(self.header.tokens))
+
+    def write(self, layer: int, piece: Piece) -> None:
+        """Writes one layer's rows; OSError."""
+        at = self.header.n_packed + sum(self.header.piece_bytes[:layer])
+        with open(self._temporary, "r+b") as file:
+            file.seek(at)
+            checksum = 0
+            for head in (np.ascontiguousarray(head) for array in piece for head in array):
+                file.write(head.data)
+                checksum = zlib.crc32(head.data, checksum)
+        self._sums[layer] = checksum
+
+    def finish(self, path: Path) -> None:
+        """Writes the header and gives the file its name, in the same folder; OSError."""
+        sums = "".join(f"{checksum:08x}" for checksum in self._sums)
+        with open(self._temporary, "r+b") as file:
+            file.write(replace(self.header, sums=sums).packed())
+        os.replace(self._temporary, path)
+
+    def abandon(self) -> None:
+        with contextlib.suppress(OSError):
+            self._temporary.unlink()
+
+
+def block_bytes(n_tokens: int, layers: Sequence[tuple[int, int, int]]) -> int:
+    """Bytes of the rows of ``n_tokens``."""
+    return n_tokens * sum(heads * (k + v) for heads, k, v in layers)

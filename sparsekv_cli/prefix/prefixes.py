@@ -1,0 +1,389 @@
+"""The prefix cache of a session: finds the rows of a prompt's beginning on disk, keeps new ones.
+
+Rows depend on the model, on the tokens up to theirs and on how a prefill computes; the method has
+no part in them. Whatever it makes of rows, it makes of those from disk when the prefill ends. What
+needs queries has them from the last tokens, which are computed again (Method.n_queried).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sparsekv_cli import __version__
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.store import CACHE_TYPES, RowType
+from sparsekv_cli.calibration.sidecar import model_hash
+from sparsekv_cli.cpu.attention.rows import F16, quantize_rows_ref
+from sparsekv_cli.models.forward import Forward
+from sparsekv_cli.models.gguf.file import GGUFFile
+from sparsekv_cli.prefix.blocks import (
+    BLOCK,
+    NAME_DIGITS,
+    BlockHeader,
+    BlockWriter,
+    DamagedError,
+    Piece,
+    block_bytes,
+    block_hash,
+    block_name,
+    read_header,
+    read_piece,
+)
+from sparsekv_cli.prefix.folder import PrefixFolder
+
+LEAST = 512  # tokens that are worth a file, and worth finding
+# Tokens of which a multiple is reused: rows computed in chunks that begin at such a position have
+# the bits of those computed in chunks that begin at 0.
+STEP = 16
+Q8_FROM = 32 << 20  # bytes of a block in f16 beyond which it is kept in q8_0
+N_PENDING = 2  # layers whose rows wait for being written
+
+
+class Found(NamedTuple):
+    """What there is of a prompt: blocks in order, how many tokens they share, how many to reuse."""
+
+    headers: tuple[BlockHeader, ...] = ()
+    n_common: int = 0
+    n: int = 0
+
+
+def facts_of(file: GGUFFile, decoder: Forward) -> dict[str, Any]:
+    """What the rows of a prompt stand for: all but how they were computed."""
+    rope = decoder.rope
+    return {
+        "program": __version__,
+        "model": model_hash(file),
+        "rope": [rope.theta.tobytes().hex(), float(rope.magnitude)],
+    }
+
+
+def root_of(facts: Mapping[str, Any]) -> str:
+    """The parent of the first block of all prompts with these facts."""
+    text = json.dumps(facts, sort_keys=True).encode()
+    return hashlib.sha256(text).hexdigest()[:NAME_DIGITS]
+
+
+class Prefixes:
+    """Blocks of one model's prompts in a folder, for a session whose caches are on the host.
+
+    model: its file's name. root: by ``root_of``. types: of the session's rows. n_queried: last
+    tokens of a prompt that are always computed. tell: told, under -v, what is done.
+    """
+
+    def __init__(
+        self,
+        folder: PrefixFolder,
+        model: str,
+        root: str,
+        types: tuple[str, str],
+        n_queried: int,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.folder, self.model, self.root, self.types = folder, model, root, types
+        self._n_queried, self._tell = max(1, n_queried), tell
+        self._storing: _Storing | None = None
+
+    # --- from disk --------------------------------------------------------------------------------
+
+    def find(self, ids: Sequence[int]) -> Found:
+        """The longest beginning of ``ids`` that the folder has."""
+        if len(ids) < LEAST or not self.folder.is_usable():
+            return Found()
+        children = self.folder.children()
+        headers: list[BlockHeader] = []
+        parent, n, goes_on = self.root, 0, True
+        while goes_on and n < len(ids):
+            header, common = self._closest(children.get(parent, ()), parent, ids[n : n + BLOCK])
+            if header is None or header.first != n:
+                break
+            headers.append(header)
+            n += common
+            goes_on = common == BLOCK
+            parent = block_hash(parent, header.tokens)
+        return self._found(headers, n, ids, LEAST)
+
+    def _found(
+        self, headers: Sequence[BlockHeader], n: int, ids: Sequence[int], least: int
+    ) -> Found:
+        """What to reuse of blocks that have n tokens in common with ``ids``; says it."""
+        n_reused = min(n, len(ids) - self._n_queried) // STEP * STEP
+        n_reused = n_reused if n_reused >= least else 0
+        said = f"{n_reused} of {len(ids)} tokens are reused"
+        if headers and n < min(len(ids), _end(headers[-1])):
+            said += f"; the prompt diverges from what is kept at token {n}"
+        self._tell(f"prefix cache: {said}")
+        return Found(tuple(headers), n, n_reused)
+
+    def _closest(
+        self, names: Sequence[str], parent: str, ids: Sequence[int]
+    ) -> tuple[BlockHeader | None, int]:
+        """Of blocks with one parent the one that has most of ``ids`` at its beginning, and that."""
+        exact = block_name(parent, ids)
+        best: BlockHeader | None = None
+        most = 0
+        for name in [exact] if exact in names else names:
+            header = self.folder.header(name)
+            if header is not None and (common := n_common(header.tokens, ids)) > most:
+                best, most = header, common
+        return best, most
+
+    def load(self, found: Found, caches: Sequence[LayerCache], n_room: int) -> int:
+        """Puts the rows of ``found`` into caches that are empty; how many tokens' there are.
+
+        n_room: rows in all that the caches will hold.
+        """
+        if not found.n:
+            return 0
+        for cache in caches:
+            cache.store.reserve(n_room)
+        wanted = [header for header in found.headers if header.first < found.n]
+        n = 0
+        with ThreadPoolExecutor(caches[0].spec.n_threads) as pool:
+            stops = [min(found.n, _end(header)) for header in wanted]
+            reads = [pool.submit(self._read, *of, caches) for of in zip(wanted, stops, strict=True)]
+            for header, stop, read in zip(wanted, stops, reads, strict=True):
+                try:
+                    read.result()
+                except (OSError, DamagedError) as error:
+                    self._drop(header, error)
+                    break
+                n = stop
+        for cache in caches:
+            cache.store.n = n
+        self.folder.touch(header.name for header in wanted)
+        return n
+
+    def _read(self, header: BlockHeader, stop: int, caches: Sequence[LayerCache]) -> None:
+        """Reads a block's rows up to position ``stop``; OSError, DamagedError."""
+        if header.layers != _layers(caches, header.types):
+            raise DamagedError("its rows have other sizes than the model's")
+        first, is_direct = header.first, header.types == self.types
+        with open(self._path(header), "rb", buffering=0) as file:
+            if read_header(file) != header:
+                raise DamagedError("it was replaced")
+            for layer, cache in enumerate(caches):
+                place = cache.store.k[:, first:stop], cache.store.v[:, first:stop]
+                piece = place if is_direct else _empty(cache, header.types, stop - first)
+                read_piece(file, header, layer, piece)
+                if not is_direct:
+                    kinds = zip(_kinds(cache, header.types), _kinds(cache, self.types), strict=True)
+                    for rows, to, of in zip(piece, place, kinds, strict=True):
+                        to[:] = _converted(rows, *of)
+
+    def _drop(self, header: BlockHeader, error: Exception) -> None:
+        """The file is damaged, or has gone."""
+        self.folder.remove_damaged(header.name, error)
+
+    def _path(self, header: BlockHeader) -> Path:
+        return self.folder.path / header.name
+
+    # --- to disk ----------------------------------------------------------------------------------
+
+    def begin(
+        self, ids: Sequence[int], found: Found, n_loaded: int, caches: Sequence[LayerCache]
+    ) -> None:
+        """A prefill of ``ids`` begins, of which the caches hold ``n_loaded``."""
+        self.finish()
+        types = self.types
+        if block_bytes(BLOCK, _layers(caches, types)) > Q8_FROM:
+            k, v = ("q8_0" if each == "f16" else each for each in types)
+            types = k, v
+        n_kept = found.n_common if n_loaded == found.n else n_loaded
+        headers = self._new_blocks(ids, n_loaded, n_kept, types, _layers(caches, types))
+        if headers:
+            try:
+                if self._may_keep(headers):
+                    self._storing = _Storing(headers, self._path)
+            except OSError as error:
+                self._not_kept(error)
+
+    def _new_blocks(
+        self,
+        ids: Sequence[int],
+        n_loaded: int,
+        n_kept: int,
+        types: tuple[str, str],
+        layers: tuple[tuple[int, int, int], ...],
+    ) -> list[BlockHeader]:
+        """The blocks of ``ids`` that are worth keeping; n_kept: tokens that the folder has."""
+        parent, headers = self.root, []
+        for first in range(0, len(ids) if len(ids) - n_loaded >= LEAST else 0, BLOCK):
+            tokens = tuple(int(token) for token in ids[first : first + BLOCK])
+            if first + BLOCK > n_kept:
+                headers.append(BlockHeader(self.model, parent, first, tokens, types, layers))
+            parent = block_hash(parent, tokens)
+        return headers
+
+    def _may_keep(self, headers: Sequence[BlockHeader]) -> bool:
+        """Whether there is a folder for the blocks; OSError if it cannot be made."""
+        folder, size = self.folder, sum(each.n_packed + sum(each.piece_bytes) for each in headers)
+        limit = f"{folder.limit / 2**30:g} GiB"
+        if size > folder.limit:
+            self._tell(f"prefix cache: not kept, {size / 2**30:.2f} GiB, the limit is {limit}")
+            return False
+        if folder.make():
+            folder.warn(
+                f"prompts of {LEAST} tokens and more are kept in {folder.path}, at most {limit}, "
+                "for later ones that begin alike; --no-cache or SPARSEKV_NO_CACHE=1 switches that "
+                "off, 'sparsekv-cli cache clear' removes them"
+            )
+        return folder.is_usable()
+
+    def take(self, layer: int, cache: LayerCache) -> None:
+        """A layer has all rows of the prefill, and the method has not touched them."""
+        if self._storing is not None:
+            try:
+                self._storing.take(layer, cache)
+            except OSError as error:
+                self._not_kept(error)
+
+    def finish(self) -> None:
+        """Writes what is left of the prompt's rows; the answer is out."""
+        if self._storing is None:
+            return
+        try:
+            n = self._storing.finish()
+        except OSError as error:
+            self._not_kept(error)
+            return
+        self._settle(self._storing.headers[0])
+        self._storing = None
+        self._tell(f"prefix cache: {n} tokens are kept in {self._place}")
+
+    def _settle(self, new: BlockHeader) -> None:
+        """Removes blocks with which the first new one begins, and those beyond the limit."""
+        for name in self.folder.children().get(new.parent, ()):
+            old = None if name == new.name else self.folder.header(name)
+            if old is not None and n_common(old.tokens, new.tokens) == len(old.tokens):
+                self.folder.remove([name])
+        self.folder.trim()
+
+    @property
+    def _place(self) -> Path:
+        return self.folder.path
+
+    def abandon(self) -> None:
+        """The prefill has failed."""
+        if self._storing is not None:
+            self._storing.abandon()
+            self._storing = None
+
+    def _not_kept(self, error: OSError) -> None:
+        self.abandon()
+        reason = error.strerror or type(error).__name__
+        self.folder.warn(f"warning: the prompt is not kept: {self._place}: {reason}")
+
+
+class _Storing:
+    """The new blocks of one prompt on their way to disk.
+
+    A cache that keeps its rows is read when the answer is out. Of one that drops or moves them, a
+    copy is written by a thread while the next layers are computed.
+    """
+
+    def __init__(
+        self, headers: Sequence[BlockHeader], path_of: Callable[[BlockHeader], Path]
+    ) -> None:
+        self.headers, self._path_of = headers, path_of
+        self._writers: list[BlockWriter] = []
+        self._keeping: list[tuple[int, LayerCache]] = []
+        self._pending: list[Future[None]] = []
+        self._thread: ThreadPoolExecutor | None = None
+        try:
+            for header in headers:
+                self._writers.append(BlockWriter(path_of(header).parent, header))
+        except BaseException:
+            self.abandon()
+            raise
+
+    def take(self, layer: int, cache: LayerCache) -> None:
+        if cache.can_prefill_in_parts:
+            self._keeping.append((layer, cache))
+            return
+        first, stop = self._writers[0].rows.start, self._writers[-1].rows.stop
+        k, v = (rows[:, first:stop].copy() for rows in (cache.store.k, cache.store.v))
+        self._thread = self._thread or ThreadPoolExecutor(1, "prefix")
+        self._pending.append(self._thread.submit(self._write, layer, (k, v), first, cache))
+        while len(self._pending) > N_PENDING:
+            self._pending.pop(0).result()
+
+    def _write(self, layer: int, rows: Piece, first: int, cache: LayerCache) -> None:
+        """Writes one layer's rows, which begin at position ``first``, to all blocks."""
+        for writer in self._writers:
+            at = slice(writer.rows.start - first, writer.rows.stop - first)
+            own = cache.store.k_type, cache.store.v_type
+            kept = _kinds(cache, writer.header.types)
+            k, v = (_converted(x[:, at], *of) for x, *of in zip(rows, own, kept, strict=True))
+            writer.write(layer, (k, v))
+
+    def finish(self) -> int:
+        """How many tokens the folder has of the prompt."""
+        for layer, cache in self._keeping:
+            self._write(layer, (cache.store.k, cache.store.v), 0, cache)
+        for future in self._pending:
+            future.result()
+        self._close()
+        for writer in reversed(self._writers):  # the first blocks are the ones used last
+            writer.finish(self._path_of(writer.header))
+        return self._writers[-1].rows.stop
+
+    def abandon(self) -> None:
+        self._close()
+        for writer in self._writers:
+            writer.abandon()
+
+    def _close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+
+def n_common(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many ids two sequences have in common at their beginning."""
+    n = min(len(left), len(right))
+    different = np.flatnonzero(np.asarray(left[:n]) != np.asarray(right[:n]))
+    return int(different[0]) if len(different) else n
+
+
+def _end(header: BlockHeader) -> int:
+    return header.first + len(header.tokens)
+
+
+def _kinds(cache: LayerCache, types: tuple[str, str]) -> tuple[RowType, RowType]:
+    """A layer's rows of K and of V in these types."""
+    k, v = types
+    spec = cache.spec
+    return RowType(CACHE_TYPES[k], spec.head_dim), RowType(CACHE_TYPES[v], spec.value_dim)
+
+
+def _layers(
+    caches: Sequence[LayerCache], types: tuple[str, str]
+) -> tuple[tuple[int, int, int], ...]:
+    """For each layer its kv heads, and the bytes of a row of K and of V of these types."""
+    layers = []
+    for cache in caches:
+        k, v = (each.n_items * np.dtype(each.dtype).itemsize for each in _kinds(cache, types))
+        layers.append((cache.spec.n_head_kv, k, v))
+    return tuple(layers)
+
+
+def _empty(cache: LayerCache, types: tuple[str, str], n: int) -> Piece:
+    """Memory for a layer's rows of n tokens in these types."""
+    k, v = _kinds(cache, types)
+    heads = cache.spec.n_head_kv
+    return np.empty((heads, n, k.n_items), k.dtype), np.empty((heads, n, v.n_items), v.dtype)
+
+
+def _converted(rows: np.ndarray, source: RowType, target: RowType) -> np.ndarray:
+    """Rows (G, T, items) of one type as rows of another; themselves if it is the same."""
+    if source.kind == target.kind:
+        return rows
+    x = target.rotated(source.read(rows).astype(np.float32))
+    # Not by kernels: threads convert rows while others compute.
+    return x.astype(np.float16) if target.kind == F16 else quantize_rows_ref(x, target.kind)

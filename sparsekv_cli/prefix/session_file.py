@@ -1,0 +1,87 @@
+"""A prompt's rows in one file that the user names, to be taken to another machine or method.
+
+The rows may have been computed by other products (--prefill-dtype) and be of other types than the
+session's; they are converted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sparsekv_cli.prefix.blocks import BlockHeader, DamagedError, read_header
+from sparsekv_cli.prefix.folder import PrefixFolder
+from sparsekv_cli.prefix.prefixes import LEAST, STEP, Found, Prefixes, n_common
+
+
+class SessionFile(Prefixes):
+    """One block with all tokens of a prompt, under a name of the user's.
+
+    It is written if it is missing or damaged, or if the prompt has LEAST tokens that are not in it.
+    The file of another model is left as it is.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        model: str,
+        root: str,
+        types: tuple[str, str],
+        n_queried: int,
+        warn: Callable[[str], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        super().__init__(PrefixFolder(path.parent, 0, warn), model, root, types, n_queried, tell)
+        self._file = path
+        self._is_new = self._is_foreign = False
+
+    def find(self, ids: Sequence[int]) -> Found:
+        self._is_new = self._is_foreign = False
+        try:
+            with open(self._file, "rb", buffering=0) as file:
+                header = read_header(file)
+        except FileNotFoundError:
+            self._is_new = True
+            return Found()
+        except (OSError, DamagedError) as error:
+            self._drop(None, error)
+            return Found()
+        if header.parent != self.root:
+            self._is_foreign = True
+            self.folder.warn(
+                f"{self._file}: is of another model or version ({header.model}) and is left as it "
+                "is; the prompt is computed"
+            )
+            return Found()
+        return self._found([header], n_common(header.tokens, ids), ids, STEP)
+
+    def _drop(self, header: BlockHeader | None, error: Exception) -> None:
+        self._is_new = True
+        what = (isinstance(error, OSError) and error.strerror) or error
+        self.folder.warn(f"{self._file}: {what}; the prompt is computed")
+
+    def _path(self, header: BlockHeader) -> Path:
+        return self._file
+
+    @property
+    def _place(self) -> Path:
+        return self._file
+
+    def _new_blocks(
+        self,
+        ids: Sequence[int],
+        n_loaded: int,
+        n_kept: int,
+        types: tuple[str, str],
+        layers: tuple[tuple[int, int, int], ...],
+    ) -> list[BlockHeader]:
+        if self._is_foreign or not (self._is_new or len(ids) - n_loaded >= LEAST):
+            return []
+        tokens = tuple(int(token) for token in ids)
+        return [BlockHeader(self.model, self.root, 0, tokens, types, layers)]
+
+    def _may_keep(self, headers: Sequence[BlockHeader]) -> bool:
+        return True
+
+    def _settle(self, new: BlockHeader) -> None:
+        """The folder is the user's: nothing in it is touched."""

@@ -1,0 +1,126 @@
+"""The prefix cache on the command line: ``run`` and ``chat`` use it, ``cache`` shows it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_sessions import SHAPE
+
+Invoke = Callable[..., Any]
+DOCUMENT = "The ship had left before the rain. " * 60
+
+
+@pytest.fixture
+def model(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.delenv("SPARSEKV_NO_CACHE")
+    return str(tiny_model(**SHAPE))
+
+
+@pytest.fixture
+def ask(model: str, invoke: Invoke, tmp_path: Path) -> Callable[..., Any]:
+    """Asks the document a question: what ``run --json`` says, with stderr as ``err``."""
+
+    def run(question: str, *arguments: str, code: int = 0) -> dict[str, Any]:
+        result = invoke(
+            "run", "-m", model, "-p", DOCUMENT + question, "--json", "-n", "4", "--temp", "0",
+            "-t", "1", "--device", "cpu", "--cache-dir", str(tmp_path / "kept"), *arguments,
+        )  # fmt: skip
+        assert result.code == code, result.err
+        return {"err": result.err} if code else {**json.loads(result.out), "err": result.err}
+
+    return run
+
+
+def test_a_second_process_reuses_the_document(ask, invoke, tmp_path):
+    first, second, off = ask("Who?"), ask("When?"), ask("When?", "--no-cache")
+    assert first["cached_tokens"] == off["cached_tokens"] == 0
+    assert 512 <= second["cached_tokens"] < second["prompt_tokens"]
+    assert second["tokens"] == off["tokens"]
+    assert second["timings"]["ttft_s"] > 0
+    assert "are kept in" in first["err"] and "kept" not in second["err"] + off["err"]
+    folder = ("--cache-dir", str(tmp_path / "kept"))
+    listed = json.loads(invoke("cache", "list", "--json", *folder).out)
+    files = list((tmp_path / "kept").iterdir())
+    assert listed["bytes"] == sum(path.stat().st_size for path in files)
+    (prompt,) = listed["prompts"]
+    assert prompt["tokens"] == first["prompt_tokens"] and prompt["bytes"] == listed["bytes"]
+    text = invoke("cache", "list", *folder).out
+    assert str(prompt["tokens"]) in text and str(tmp_path / "kept") in text.replace("\n", "")
+    assert invoke("cache", "clear", *folder).out.startswith(f"{len(files)} files removed")
+    assert ask("When?", "-v")["cached_tokens"] == 0
+    assert "0.0 MiB" in invoke("cache", "clear", "--cache-dir", str(tmp_path / "none")).out
+
+
+def test_verbose_says_what_happens(ask):
+    assert "tokens are kept in" in ask("Who?", "-v")["err"]
+    assert "the prompt diverges from what is kept at token" in ask("When?", "-v")["err"]
+    for method, why in (("h2o", "off, h2o needs the queries of all tokens"),):
+        assert why in ask("Who?", "-v", "--method", method)["err"]
+    assert "off, --no-cache" in ask("Who?", "-v", "--no-cache")["err"]
+
+
+def test_the_environment_switches_it_off(ask, invoke, monkeypatch, tmp_path):
+    monkeypatch.setenv("SPARSEKV_NO_CACHE", "1")
+    ask("Who?")
+    assert not (tmp_path / "kept").exists()
+    monkeypatch.setenv("SPARSEKV_NO_CACHE", "maybe")
+    result = invoke("run", "-m", "none.gguf", "-p", "x")
+    assert result.code == 2 and "SPARSEKV_NO_CACHE is 'maybe'" in result.err
+
+
+def test_other_models_and_other_rows_find_nothing(ask, tiny_model):
+    ask("Who?")
+    for arguments in (
+        ("-m", str(tiny_model(**SHAPE, seed=5))),
+        ("-ctk", "q8_0"),
+        ("--prefill-dtype", "f32"),
+    ):
+        assert ask("When?", *arguments)["cached_tokens"] == 0, arguments
+    assert ask("When?", "--method", "lfps", "--sparse-from", "0")["cached_tokens"] >= 512
+
+
+def test_chat_uses_it_where_a_conversation_begins(model, invoke, tmp_path):
+    """Also behind a short turn, and after /clear; not where the session has the rows itself."""
+    turns = ["Hi", f"{DOCUMENT} Who?", "And when?", "/clear", f"Now: {DOCUMENT} Who?"]
+    found = []
+    for _ in range(2):
+        result = invoke(
+            "chat", "-m", model, "-n", "2", "-v", "-t", "1", "--device", "cpu", "--cache-dir",
+            str(tmp_path / "kept"), "--temp", "0", stdin="\n".join(turns).encode(),
+        )  # fmt: skip
+        assert result.code == 0
+        stats = [line for line in result.err.splitlines() if line.startswith("prefill ")]
+        found.append(["from the prefix cache" in line for line in stats])
+    assert found == [[False] * 4, [False, True, False, True]]
+
+
+def test_bad_options_are_usage_errors(invoke):
+    for arguments in (("--cache-limit", "0"), ("--cache-limit", "x"), ("--cache-dir", __file__)):
+        assert invoke("run", "-p", "x", *arguments).code == 2
+    assert invoke("bench", "--no-cache").code == 2
+
+
+def test_a_session_file_is_used_in_place_of_the_folder(ask, tmp_path):
+    file = tmp_path / "a.session"
+    assert ask("Who?", "--session", str(file))["cached_tokens"] == 0
+    assert not (tmp_path / "kept").exists() and file.exists()
+    refused = ask("When?", "--session", str(file), "--method", "h2o", code=1)
+    assert "error: --session: h2o needs the queries" in refused["err"]
+    there = ("--session", str(file), "--prefill-dtype", "f32", "--method", "lfps", "-ctk", "q8_0")
+    assert ask("When?", *there)["cached_tokens"] >= 512
+
+
+def test_a_session_file_is_no_other_file(invoke, tmp_path):
+    notes = tmp_path / "notes.txt"
+    notes.write_text("Mine.")
+    for path, what in (
+        (notes, "is no file of this program's"),
+        (tmp_path / "a" / "b", "no folder"),
+    ):
+        result = invoke("run", "-p", "x", "--session", str(path))
+        assert result.code == 1 and result.err.count("\n") == 1 and what in result.err
+    assert notes.read_text() == "Mine."

@@ -1,0 +1,41 @@
+"""scripts/bench/prefix: which questions it asks, with the cache and without, what it reports."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from scripts_as_modules import load_script
+from tiny_models import make_model
+
+from sparsekv_cli.errors import SparseKVError
+
+
+@pytest.fixture
+def script():
+    return load_script("bench/prefix")
+
+
+def test_questions_without_and_with_the_cache(script, monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def ask(command, question):
+        asked.append((question, "--no-cache" in command, "--cache-dir" in command))
+        seconds = 8.0 if "--no-cache" in command else [9.0, 0.1, 0.3][len(asked) - 4]
+        timings = {"ttft_s": seconds}
+        return {"timings": timings, "tokens": [1], "prompt_tokens": 700, "cached_tokens": 640}
+
+    monkeypatch.setattr(script, "ask", ask)
+    model, told = make_model(tmp_path / "model.gguf"), tmp_path / "told.json"
+    arguments = ["-m", str(model), "--questions", "3", "--methods", "full", "--json", str(told)]
+    assert script.main(arguments) == 0
+    questions = list(script.QUESTIONS[:3])
+    assert asked == [(q, True, False) for q in questions] + [(q, False, True) for q in questions]
+    (row,) = json.loads(told.read_text())
+    assert (row["without_s"], row["filling_s"], row["cached_s"]) == (8.0, 9.0, 0.2)
+    assert row["same_answers"] == 3 and "| full | 700 | 8.00 | 0.200 |" in capsys.readouterr().out
+
+
+def test_a_command_that_fails(script):
+    with pytest.raises(SparseKVError, match="failed"):
+        script.ask(["false"], "Who?")

@@ -1,0 +1,264 @@
+"""Prompts that begin as earlier ones: their answers, what is computed, what is kept."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kept_prompts import keep, keeping
+from tiny_sessions import decoded, tokens
+
+from sparsekv_cli.methods import METHODS
+from sparsekv_cli.prefix import prefixes
+from sparsekv_cli.prefix.blocks import BLOCK, BlockWriter
+
+DOCUMENT = tokens(1100)
+FIRST, SECOND = DOCUMENT + tokens(40, 1), DOCUMENT + tokens(50, 2)
+ANSWER = tokens(8, 3)
+SHARING = [name for name in METHODS if name != "h2o"]
+LAYERS = {"dense_layers": "0", "ctx_size": 4096}
+
+
+def open_pair(session_of, folder, name="full", **options):
+    """A session that keeps prompts, and one that does not."""
+    budget = None if name == "full" else "64"
+    alone = session_of(name, budget=budget, **LAYERS, **options)
+    session = session_of(name, budget=budget, **LAYERS, **options)
+    return session, alone, keeping(session, folder)
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_an_answer_has_the_bits_of_one_without_the_cache(name, session_of, tmp_path):
+    """The rows are kept by another process' session, of the method itself and of ``full``."""
+    for writer_name in dict.fromkeys((name, "full")):
+        folder = tmp_path / writer_name
+        writer, _, _ = open_pair(session_of, folder, writer_name)
+        keep(writer, FIRST)
+        session, alone, said = open_pair(session_of, folder, name)
+        expected = alone.prefill(SECOND)
+        np.testing.assert_array_equal(session.prefill(SECOND), expected)
+        assert session.timings.cached_tokens == 1088  # whole steps of 16
+        assert session.timings.prefill_tokens == len(SECOND) - 1088
+        np.testing.assert_array_equal(decoded(session, ANSWER), decoded(alone, ANSWER))
+        assert session.tokens == alone.tokens
+        assert said == [
+            "-v prefix cache: 1088 of 1150 tokens are reused; the prompt diverges from what is "
+            "kept at token 1100"
+        ]
+
+
+@pytest.mark.parametrize("types", [("q8_0", "q8_0"), ("q4_0", "q5_1"), ("f16", "q8_0")])
+def test_rows_of_all_types_are_kept_as_they_are(types, session_of, tmp_path):
+    session, alone, _ = open_pair(session_of, tmp_path, types=types)
+    keep(session, FIRST)
+    session.reset()
+    np.testing.assert_array_equal(session.prefill(SECOND), alone.prefill(SECOND))
+    assert session.timings.cached_tokens == 1088
+    other, _, _ = open_pair(session_of, tmp_path)  # rows of f16 are other rows
+    other.prefill(SECOND)
+    assert other.timings.cached_tokens == 0
+
+
+def test_large_rows_are_kept_in_eight_bits(session_of, tmp_path, monkeypatch):
+    """The answer differs a little; the bound is that of a cache in q8_0."""
+    monkeypatch.setattr(prefixes, "Q8_FROM", 0)
+    for name in ("full", "snapkv"):  # written after the answer, and by a thread
+        session, alone, _ = open_pair(session_of, tmp_path / name, name)
+        keep(session, FIRST)
+        size = sum(path.stat().st_size for path in (tmp_path / name).iterdir())
+        f16 = len(FIRST) * sum(cache.spec.n_head_kv for cache in session.caches) * 64 * 2 * 2
+        assert 0.53 * f16 < size < 0.57 * f16
+        session.reset()
+        found, expected = session.prefill(SECOND), alone.prefill(SECOND)
+        assert session.timings.cached_tokens == 1088
+        p, q = (np.exp(x - x.max()) / np.exp(x - x.max()).sum() for x in (expected, found))
+        assert 0 < np.sum(p * np.log(p / q)) < 1e-3
+
+
+def test_the_same_prompt_again_and_a_longer_one(session_of, tmp_path):
+    session, alone, _ = open_pair(session_of, tmp_path)
+    keep(session, FIRST)
+    session.reset()
+    session.timings.reset()
+    expected = alone.prefill(FIRST)
+    np.testing.assert_allclose(session.prefill(FIRST), expected, atol=1e-4)
+    assert session.timings.cached_tokens == 1136
+    longer = FIRST + tokens(700, 4)
+    session.reset()
+    session.timings.reset()
+    keep(session, longer)
+    assert session.timings.cached_tokens == 1136
+    names = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
+    assert len(names) == len(list(tmp_path.iterdir())) == 4  # the block of 116 tokens has gone
+    session.reset()
+    session.timings.reset()
+    alone.reset()
+    np.testing.assert_array_equal(
+        session.prefill(longer + ANSWER * 3), alone.prefill(longer + ANSWER * 3)
+    )
+    assert session.timings.cached_tokens == 1840
+
+
+def test_documents_share_no_more_than_they_have_in_common(session_of, tmp_path):
+    session, alone, said = open_pair(session_of, tmp_path)
+    other = DOCUMENT[:700] + tokens(600, 5)
+    for ids, n in (
+        (FIRST, 0),
+        (other, 688),
+        (SECOND, 1088),
+        (other[:1290], 1280),
+        (tokens(600, 6), 0),
+    ):
+        session.reset()
+        session.timings.reset()
+        keep(session, ids)
+        assert session.timings.cached_tokens == n
+    alone.prefill(other[:1290])
+    session.reset()
+    session.prefill(other[:1290])
+    np.testing.assert_allclose(decoded(session, ANSWER), decoded(alone, ANSWER), atol=1e-4)
+    assert not [line for line in said[1:] if not line.startswith("-v")]
+
+
+def test_short_prompts_and_short_ends_are_not_kept(session_of, tmp_path):
+    session, _, said = open_pair(session_of, tmp_path / "folder")
+    keep(session, DOCUMENT[:511])
+    assert not (tmp_path / "folder").exists() and not said
+    session.reset()
+    keep(session, FIRST)
+    before = {path.name for path in (tmp_path / "folder").iterdir()}
+    session.reset()
+    keep(session, SECOND)
+    assert {path.name for path in (tmp_path / "folder").iterdir()} == before
+    keep(session, tokens(600, 7))  # behind other rows: no beginning of a prompt
+    assert {path.name for path in (tmp_path / "folder").iterdir()} == before
+
+
+def test_the_first_time_is_said_and_the_folder_is_private(session_of, tmp_path):
+    session, _, said = open_pair(session_of, tmp_path / "a" / "b")
+    keep(session, FIRST)
+    assert len(said) == 2 and "are kept in" in said[0] and "--no-cache" in said[0]
+    assert said[1] == f"-v prefix cache: 1140 tokens are kept in {tmp_path / 'a' / 'b'}"
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+    session.reset()
+    keep(session, tokens(600, 8))
+    assert [line[:3] for line in said[2:]] == ["-v ", "-v "]
+
+
+def damage(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "flipped":
+        data[len(data) // 2] ^= 4
+    path.write_bytes(data[: len(data) - 100] if how == "cut" else data)
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut"])
+@pytest.mark.parametrize("block", [0, 1, 2])
+def test_damaged_blocks_are_one_line_and_computed_again(how, block, session_of, tmp_path):
+    session, alone, said = open_pair(session_of, tmp_path)
+    keep(session, FIRST)
+    by_parent = {path.name[:32]: path for path in tmp_path.iterdir()}
+    parent = session.prefixes.root
+    for _ in range(block):
+        parent = by_parent[parent].stem[33:]
+    damage(by_parent[parent], how)
+    session.reset()
+    session.timings.reset()
+    said.clear()
+    np.testing.assert_array_equal(keep(session, SECOND), alone.prefill(SECOND))
+    assert session.timings.cached_tokens == block * BLOCK
+    warnings = [line for line in said if not line.startswith("-v")]
+    assert len(warnings) == 1 and by_parent[parent].name in warnings[0]
+    if len(SECOND) - block * BLOCK >= BLOCK:  # it is written again
+        session.reset()
+        session.timings.reset()
+        session.prefill(FIRST)
+        assert session.timings.cached_tokens == 1136
+
+
+def test_what_was_not_used_for_longest_goes(session_of, tmp_path):
+    session, _, said = open_pair(session_of, tmp_path)
+    keep(session, FIRST)
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    session.prefixes.folder.limit = 2 * size + size // 2
+    for seed in (10, 11):
+        for path in tmp_path.iterdir():  # the clock's steps may be longer than a test
+            status = path.stat()
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns - 10**9))
+        if seed == 11:
+            session.reset()
+            session.prefill(SECOND)  # uses what FIRST has left
+        session.reset()
+        keep(session, tokens(1140, seed))
+    total = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert total <= session.prefixes.folder.limit
+    for ids, n in ((SECOND, 1088), (tokens(1140, 11) + ANSWER * 2, 1136)):
+        session.reset()
+        session.timings.reset()
+        session.prefill(ids)
+        assert session.timings.cached_tokens == n
+    session.reset()
+    session.timings.reset()
+    session.prefill(tokens(1140, 10))
+    assert session.timings.cached_tokens < 1100
+    session.prefixes.abandon()
+    session.prefixes.folder.limit, n_files = size // 2, len(list(tmp_path.iterdir()))
+    said.clear()
+    session.reset()
+    keep(session, tokens(1140, 12))
+    assert "not kept" in said[-1] and len(list(tmp_path.iterdir())) == n_files
+
+
+@pytest.mark.parametrize("name", ["full", "snapkv"])
+def test_a_full_disk_is_one_line(name, session_of, tmp_path, monkeypatch):
+    session, alone, said = open_pair(session_of, tmp_path / "folder", name)
+
+    def write(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(BlockWriter, "write", write)
+    np.testing.assert_array_equal(keep(session, FIRST), alone.prefill(FIRST))
+    np.testing.assert_array_equal(decoded(session, ANSWER), decoded(alone, ANSWER))
+    assert not list((tmp_path / "folder").iterdir())
+    lines = [line for line in said if "warning" in line]
+    assert len(lines) == 1 and lines[0].endswith("No space left on device")
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(session_of, tmp_path):
+    (tmp_path / "file").write_text("")
+    session, alone, said = open_pair(session_of, tmp_path / "file" / "folder")
+    np.testing.assert_array_equal(keep(session, FIRST), alone.prefill(FIRST))
+    assert len(said) == 1 and said[0].startswith("warning: the prompt is not kept")
+
+
+def test_a_folder_that_others_may_write_to_is_not_used(session_of, tmp_path):
+    session, _, said = open_pair(session_of, tmp_path)
+    keep(session, FIRST)
+    tmp_path.chmod(0o777)
+    said.clear()
+    session.reset()
+    session.prefill(SECOND)
+    assert session.timings.cached_tokens == 0
+    assert said[0].startswith(f"prompts in {tmp_path} are not used")
+    tmp_path.chmod(0o700)
+
+
+@pytest.mark.parametrize("name", ["full", "fasa", "snapkv"])
+def test_an_interrupted_prefill_keeps_nothing(name, session_of, tmp_path):
+    session, alone, _ = open_pair(session_of, tmp_path, name)
+    keep(session, FIRST)
+    before = sorted(tmp_path.iterdir())
+
+    def stop(done, total):
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    session.reset()
+    with pytest.raises(KeyboardInterrupt):
+        session.prefill(DOCUMENT[:600] + tokens(1500, 9), stop)
+    assert session.tokens == [] and sorted(tmp_path.iterdir()) == before
+    np.testing.assert_array_equal(session.prefill(SECOND), alone.prefill(SECOND))
+    np.testing.assert_array_equal(decoded(session, ANSWER), decoded(alone, ANSWER))
