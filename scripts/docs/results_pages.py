@@ -21,8 +21,8 @@ INTRO = """# Benchmarks
 
 `scripts/results` wrote this page from the files in [data](data); each section names its commands,
 machine, commit and date. Figures of different sections may be of different machines or commits. The
-model is SmolLM2-135M-Instruct (Q4_1) with default options, if nothing else is said. Speed is in
-tokens a second, medians of several runs.
+model is SmolLM2-135M-Instruct (Q4_1) with default options, if nothing else is said, and no prompt
+comes from disk (`SPARSEKV_NO_CACHE=1`). Speed is in tokens a second, medians of several runs.
 """
 
 
@@ -100,9 +100,10 @@ def results(data: Data) -> str:
         Column("needles", figure("needles", 0)),
     ]
     lines = [
-        f"SmolLM2-135M (Q4_1), {where['cores']} cores of {where['cpu']}, default options.",
-        "Tokens a second by rows in the cache (in brackets: times `full`), size of the cache, and",
-        f"distance to `full` after {length} tokens: KLD, top-1 agreement, needles found of "
+        f"SmolLM2-135M (Q4_1), {where['cores']} cores of {where['cpu']}. Every method chooses",
+        "from the first row (`--sparse-from 0`; by default it attends to all of them as long as",
+        "that is faster). Tokens a second by rows in the cache (in brackets: times `full`), size",
+        f"of the cache, and distance to `full` after {length} tokens: KLD, top-1, needles found of "
         f"{data['accuracy']['rows'][0]['needles_of']}.",
         "",
         table(rows, columns),

@@ -91,6 +91,7 @@ class Done(NamedTuple):
 class Runner:
     """Runs commands in the repository's root and keeps them as a user would type them.
 
+    They neither find prompts on disk nor keep them there.
     ik: llama-bench of ik_llama.cpp, if it is there.
     """
 
@@ -123,8 +124,9 @@ class Runner:
             open(ROOT / stdin if stdin else os.devnull, "rb") as source,
         ):
             process = subprocess.Popen(
-                [sys.executable, *arguments], cwd=ROOT, stdin=source, stdout=out, stderr=err
-            )
+                [sys.executable, *arguments], cwd=ROOT, stdin=source, stdout=out, stderr=err,
+                env={**os.environ, "SPARSEKV_NO_CACHE": "1"},
+            )  # fmt: skip
             try:
                 _, status, usage = os.wait4(process.pid, 0)
             except KeyboardInterrupt:

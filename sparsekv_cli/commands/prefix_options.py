@@ -115,6 +115,8 @@ def use_prefixes(session: Session, options: PrefixOptions) -> None:
     def warn(text: str) -> None:
         say(one_line(text))
 
+    if options.is_off:
+        return
     directory, method = options.directory or default_prefix_folder(), session.method
     n_queried, reason = method.n_queried, ""
     if not session.engine.shares_prefill:
@@ -123,9 +125,7 @@ def use_prefixes(session: Session, options: PrefixOptions) -> None:
         reason = f"{method.name} needs the queries of all tokens"
     if options.session is not None and reason:
         raise SparseKVError(f"--session: {reason}; leave it out, or take another method or device")
-    if options.is_off:
-        reason = f"--no-cache or {SWITCH}"
-    elif directory is None and options.session is None:
+    if directory is None and options.session is None:
         reason = "there is no home folder and no XDG_CACHE_HOME"
     if reason or n_queried is None:
         tell(f"prefix cache: off, {reason}")
