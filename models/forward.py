@@ -111,6 +111,9 @@ class Forward(ABC):
                 theta=self.rope.theta[: layer.n_rot // 2],
                 rope_scale=self.rope.magnitude if layer.n_rot else 1.0,
                 attention_scale=layer.attention_scale,
+                softcap=np.float32(layer.softcap),
+                kind=layer.kind,
+                window=layer.window,
             )
             for i, layer in enumerate(self.hparams.layers)
         ]

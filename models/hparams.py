@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sparsekv_cli.cache.spec import FULL
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.architectures import ARCHITECTURES, Architecture, Mixture, architecture_of
 from sparsekv_cli.models.gguf.file import GGUFFile, StringArray
@@ -53,7 +54,9 @@ class LayerParams:
 
     head_dim, value_dim: of one key and one value head. n_rot: leading dimensions of a head that are
     rotated (even, at most head_dim), 0: none. n_ff: length of the gated feed-forward, 0 where there
-    are ``experts`` instead. attention_scale: of the softmax; 0: 1/sqrt(head_dim).
+    are ``experts`` instead. attention_scale: of the softmax; 0: 1/sqrt(head_dim). kind: of its
+    cache (sparsekv_cli/cache/kinds.py). window: tokens that a window layer attends to, the current
+    one among them; 0: all. softcap: c of scores c tanh(score / c), 0 for none.
     """
 
     n_head: int
@@ -64,6 +67,9 @@ class LayerParams:
     n_ff: int
     attention_scale: float = 0.0
     experts: ExpertParams | None = None
+    kind: str = FULL
+    window: int = 0
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,17 @@ class HParams:
     @property
     def has_experts(self) -> bool:
         return any(layer.experts is not None for layer in self.layers)
+
+    @property
+    def host_only(self) -> str:
+        """What of the model runs on the CPU only, in words; empty if nothing does."""
+        return "experts" if self.has_experts else self.other_layers
+
+    @property
+    def other_layers(self) -> str:
+        """The layers that are not full, in words such as ``window layers``; empty without any."""
+        kinds = sorted({layer.kind for layer in self.layers} - {FULL})
+        return f"{' and '.join(kinds)} layers" if kinds else ""
 
     @property
     def n_ctx_fit(self) -> int:

@@ -106,8 +106,9 @@ def open_engine(
     on_compile: OnCompile | None,
 ) -> Engine:
     """The engine that ``config.device`` names; SparseKVError where there is none or no room."""
-    if config.device == "auto" and hparams.has_experts:
-        device, note = None, "the GPU is not used: experts run on the CPU" * may_have_device()
+    if config.device == "auto" and hparams.host_only:
+        only = f"the GPU is not used: {hparams.host_only} run on the CPU"
+        device, note = None, only * may_have_device()
     else:
         device, note = find_device(config.device)
     if device is not None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from sparsekv_cli import warmup
 from sparsekv_cli.cache.layer import LayerCache, total_counters
-from sparsekv_cli.cache.spec import LayerSpec
+from sparsekv_cli.cache.spec import FULL, LayerSpec
 from sparsekv_cli.calibration import calibrations
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.engine import open_engine
@@ -366,7 +366,7 @@ def load_session(
     try:
         architecture = architecture_of(read_architecture(file))
         hparams = read_hparams(file)
-        _check_dense_layers(method, hparams.n_layer)
+        _check_dense_layers(method, [layer.kind for layer in hparams.layers])
         n_ctx = config.ctx_size or hparams.n_ctx_train
         weights = read_weights(file, hparams, architecture, n_ctx)
         session = Session(
@@ -379,12 +379,22 @@ def load_session(
     return session
 
 
-def _check_dense_layers(method: Method, n_layer: int) -> None:
-    """SparseKVError for a layer that the user names and the model lacks; the defaults may."""
+def _check_dense_layers(method: Method, kinds: Sequence[str]) -> None:
+    """SparseKVError for a layer that the user names and that no method changes; the defaults may.
+
+    kinds: of the model's layers.
+    """
     if method.dense_layers == type(method).dense_layers:
         return
+    n_layer = len(kinds)
     for layer in method.dense_layers:
         if not -n_layer <= layer < n_layer:
             raise SparseKVError(
                 f"--dense-layers names layer {layer}, but the model's layers are 0 to {n_layer - 1}"
+            )
+        if kinds[layer] != FULL:
+            full = ", ".join(str(i) for i, kind in enumerate(kinds) if kind == FULL)
+            raise SparseKVError(
+                f"--dense-layers names layer {layer}, a {kinds[layer]} layer, which no method "
+                f"changes; those that attend to all rows are {full or 'none'}"
             )

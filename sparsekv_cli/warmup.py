@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from sparsekv_cli.cache.attend import attend_causal
+from sparsekv_cli.cache.kinds import full_layers
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
 from sparsekv_cli.cache.store import padded
@@ -198,7 +199,7 @@ def load_kernels(decoder: Decoder, method: Method, specs: Sequence[LayerSpec]) -
         prompt = [token % decoder.hparams.n_vocab for token in range(n)]
         decoder.forward(prompt, 0, dense)
     decoder.decode(0, n, dense)
-    load_method_kernels(method, specs[-1], decoder.rows_dtype)
+    load_method_kernels(method, full_layers(specs)[-1:], decoder.rows_dtype)
 
 
 def build_full() -> Method:
@@ -208,15 +209,20 @@ def build_full() -> Method:
     return build_method("full", {})
 
 
-def load_method_kernels(method: Method, spec: LayerSpec, rows_dtype: str) -> None:
-    """Loads what ``compile_method_kernels`` has put on disk, with one layer of random rows.
+def load_method_kernels(method: Method, specs: Sequence[LayerSpec], rows_dtype: str) -> None:
+    """Loads what ``compile_method_kernels`` has put on disk, with a layer of random rows a spec.
 
     So the time of a method's first step is its own.
     """
+    for spec in specs:
+        _load_method_kernels(method, spec, rows_dtype)
+
+
+def _load_method_kernels(method: Method, spec: LayerSpec, rows_dtype: str) -> None:
     import numpy as np
 
     for each in method.used():
-        load_method_kernels(each, spec, rows_dtype)
+        _load_method_kernels(each, spec, rows_dtype)
     (cache,) = trial_caches(method, [spec])
     rng, n = np.random.default_rng(0), N_PROMPT
     rows = []

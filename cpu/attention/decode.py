@@ -29,6 +29,7 @@ from sparsekv_cli.cpu.attention.tile import (
     PAD,
     exp_in_place,
     max_of,
+    soften,
     tile_scores,
     tile_values,
 )
@@ -37,6 +38,7 @@ from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 BLOCK = 256  # keys whose scores are kept at a time: K and V of a block stay in the L2 cache
 TILE = 4  # query heads that share a loaded row
+NO_CAP = np.float32(0)  # the softcap of scores that have none
 ONE_THREAD_BELOW = 160  # rows under which starting threads costs more than they save
 
 
@@ -53,13 +55,13 @@ def layout_mode(layout):
 
 
 @njit(cache=True, nogil=True)
-def attend_tile(q, k, v, k_row, v_row, mode, idx, count, peak, mass, acc, scores):
+def attend_tile(q, k, v, k_row, v_row, mode, idx, count, softcap, peak, mass, acc, scores):
     """Folds ``count`` rows into the running softmax of a tile of heads.
 
     q f32 (tile, d) scaled by 1/sqrt(d); k, v: addresses of rows of k_row, v_row bytes; mode: see
-    ``layout_mode``, + GATHER: the rows are int32 numbers at the address idx, else 0..count. State:
-    peak, mass f32 (tile,), acc f32 (tile, d_v), the numerators with respect to peak. scores: f32
-    (tile, BLOCK + PAD).
+    ``layout_mode``, + GATHER: the rows are int32 numbers at the address idx, else 0..count.
+    softcap: of the scores, 0 for none. State: peak, mass f32 (tile,), acc f32 (tile, d_v), the
+    numerators with respect to peak. scores: f32 (tile, BLOCK + PAD).
     """
     tile, d = q.shape
     k_mode, v_mode = mode & (KIND | GATHER), (mode & GATHER) | (mode >> 2 & KIND)
@@ -77,6 +79,8 @@ def attend_tile(q, k, v, k_row, v_row, mode, idx, count, peak, mass, acc, scores
             for j in range(size, size + LANES):
                 scores[t, j] = NEGATIVE_INFINITY
             address = scores.ctypes.data + 4 * t * stride
+            if softcap:
+                soften(address, size, softcap)
             new_peak = max(peak[t], max_of(address, size))
             old = np.float32(np.exp(peak[t] - new_peak))
             mass[t] = mass[t] * old + exp_in_place(address, size, new_peak)
@@ -105,19 +109,24 @@ def n_key_splits(n, n_kv_head, n_threads):
 
 @njit(cache=True, nogil=True)
 def _attend_piece(
-    q, k, v, k_row, v_row, mode, idx, count, scale, whole, target, peak_out, mass_out, scores
-):
+    q, k, v, k_row, v_row, mode, idx, count, scale, softcap, sinks, whole, target, peak_out,
+    mass_out, scores,
+):  # fmt: skip
     """A tile of heads over one list of rows, in memory of this thread until the end.
 
-    target f32 (tile, d_v): the output (``whole``: these are all rows), or numerators with respect
-    to the peaks and masses written at peak_out, mass_out f32 (tile,).
+    sinks f32 (tile,): scores without values that the softmax begins with, or empty. target f32
+    (tile, d_v): the output (``whole``: these are all rows), or numerators with respect to the peaks
+    and masses written at peak_out, mass_out f32 (tile,).
     """
     tile, d_v = target.shape
     peak = np.full(tile, NEGATIVE_INFINITY, np.float32)
     mass = np.zeros(tile, np.float32)
+    for t in range(len(sinks)):
+        peak[t] = sinks[t]
+        mass[t] = 1
     acc = np.zeros((tile, d_v), np.float32)
     scaled = scaled_copy(q, scale)
-    attend_tile(scaled, k, v, k_row, v_row, mode, idx, count, peak, mass, acc, scores)
+    attend_tile(scaled, k, v, k_row, v_row, mode, idx, count, softcap, peak, mass, acc, scores)
     for t in range(tile):
         factor = np.float32(1) / mass[t] if whole else np.float32(1)
         for c in range(d_v):
@@ -128,7 +137,9 @@ def _attend_piece(
 
 
 @njit(cache=True, nogil=True)
-def _attend_pieces(counter, q, layout, n, n_kv_head, scale, n_split, peak, mass, acc):
+def _attend_pieces(
+    counter, q, layout, start, n, n_kv_head, scale, softcap, sinks, n_split, peak, mass, acc
+):
     """Takes (kv head, piece) tasks until there are none; see ``attend_dense``."""
     k_row, v_row = layout[K_ROW], layout[V_ROW]
     group = q.shape[0] // n_kv_head
@@ -136,27 +147,30 @@ def _attend_pieces(counter, q, layout, n, n_kv_head, scale, n_split, peak, mass,
     task = next_task(counter)
     while task < n_kv_head * n_split:
         kv_head, split = task // n_split, task % n_split
-        first, last = split * n // n_split, (split + 1) * n // n_split
+        first, last = start + split * n // n_split, start + (split + 1) * n // n_split
         for h in range(kv_head * group, (kv_head + 1) * group, TILE):
             end = min(h + TILE, (kv_head + 1) * group)
             _attend_piece(
                 q[h:end], layout[K] + kv_head * layout[K_HEAD] + first * k_row,
                 layout[V] + kv_head * layout[V_HEAD] + first * v_row, k_row, v_row,
-                layout_mode(layout), 0, last - first, scale, n_split == 1, acc[split, h:end],
+                layout_mode(layout), 0, last - first, scale, softcap,
+                sinks[h:end] if split == 0 else sinks[:0], n_split == 1, acc[split, h:end],
                 peak[split, h:end], mass[split, h:end], scores,
             )  # fmt: skip
         task = next_task(counter)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def attend_dense(q, layout, n, n_kv_head, scale, out, n_threads):
-    """Attention of one token over rows 0..n of every kv head.
+def attend_dense(q, layout, start, stop, n_kv_head, scale, softcap, sinks, out, n_threads):
+    """Attention of one token over the rows from ``start`` to ``stop`` of every kv head.
 
     q f32 (H, d); layout int64 (8,), see attention/rows.py; out f32 (H, d_v). Query head h belongs
-    to kv head h // (H / G). Keys are split between threads so that they share the work evenly; the
-    pieces are merged by their peaks and masses. Short contexts stay on one thread.
+    to kv head h // (H / G). softcap: 0 for none; sinks f32 (H,), or empty. Keys are split between
+    threads so that they share the work evenly; the pieces are merged by their peaks and masses.
+    Short contexts stay on one thread.
     """
     n_head, d_v = out.shape
+    n = stop - start
     if n < ONE_THREAD_BELOW:
         n_threads = 1
     n_split = n_key_splits(n, n_kv_head, n_threads)
@@ -167,7 +181,10 @@ def attend_dense(q, layout, n, n_kv_head, scale, out, n_threads):
         acc = np.empty((n_split, n_head, d_v), np.float32)
     counter = np.zeros(1, np.int64)
     for _thread in prange(n_threads):
-        _attend_pieces(counter, q, layout, n, n_kv_head, scale, n_split, peak, mass, acc)
+        _attend_pieces(
+            counter, q, layout, start, n, n_kv_head, scale, softcap, sinks, n_split, peak, mass,
+            acc,
+        )  # fmt: skip
     if n_split > 1:
         for h in range(n_head):
             _merge(peak[:, h], mass[:, h], acc[:, h], out[h])
@@ -188,10 +205,11 @@ def _merge(peak, mass, acc, out):
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def attend_rows(q, layout, idx, counts, n_kv_head, scale, out, n_threads):
+def attend_rows(q, layout, idx, counts, n_kv_head, scale, softcap, sinks, out, n_threads):
     """Attention of one token over listed rows: idx int32 (U, m), counts int64 (U,).
 
     U is the number of lists: H (one a query head) or G (one a kv head, shared by its group).
+    softcap, sinks: as in ``attend_dense``.
     """
     n_list = idx.shape[0]
     heads_a_list = q.shape[0] // n_list
@@ -207,8 +225,8 @@ def attend_rows(q, layout, idx, counts, n_kv_head, scale, out, n_threads):
                 _attend_piece(
                     q[h:end], layout[K] + kv_head * layout[K_HEAD],
                     layout[V] + kv_head * layout[V_HEAD], layout[K_ROW], layout[V_ROW],
-                    GATHER | layout_mode(layout), idx[unit].ctypes.data, counts[unit], scale, True,
-                    out[h:end], out[0], out[0], scores,
+                    GATHER | layout_mode(layout), idx[unit].ctypes.data, counts[unit], scale,
+                    softcap, sinks[h:end], True, out[h:end], out[0], out[0], scores,
                 )  # fmt: skip
             unit = next_task(counter)
 
@@ -253,17 +271,21 @@ def score_rows(q, layout, n, n_kv_head, scale, out, n_threads):
             task = next_task(counter)
 
 
-def attend_rows_ref(q, k, v, rows, scale):
+def attend_rows_ref(q, k, v, rows, scale, softcap=0.0, sinks=None):
     """Softmax attention in f64: q (H, d), k (G, n, d), v (G, n, d_v), rows: one int list a head."""
     group = q.shape[0] // k.shape[0]
     out = np.empty((q.shape[0], v.shape[2]))
     for h, row in enumerate(rows):
         s = k[h // group, row].astype(np.float64) @ q[h].astype(np.float64) * scale
-        p = np.exp(s - s.max())
-        out[h] = p @ v[h // group, row].astype(np.float64) / p.sum()
+        s = softcap * np.tanh(s / softcap) if softcap else s
+        sink = -np.inf if sinks is None else np.float64(sinks[h])
+        peak = max(s.max(), sink)
+        p = np.exp(s - peak)
+        out[h] = p @ v[h // group, row].astype(np.float64) / (p.sum() + np.exp(sink - peak))
     return out
 
 
-def attend_dense_ref(q, k, v, scale):
+def attend_dense_ref(q, k, v, scale, softcap=0.0, sinks=None):
     """``attend_rows_ref`` over all rows."""
-    return attend_rows_ref(q, k, v, [np.arange(k.shape[1])] * q.shape[0], scale)
+    rows = [np.arange(k.shape[1])] * q.shape[0]
+    return attend_rows_ref(q, k, v, rows, scale, softcap, sinks)

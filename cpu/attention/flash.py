@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from llvmlite import ir
 
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.llvm import F32, I64, const, load, splat, vec
+
+ALL_ROWS = 1 << 30  # a window that no context fills
+LOWEST = np.float32(-1e30)  # a peak below any score: a difference to it is no NaN
 LOG2_E = np.float32(1.4426950408889634)  # e^x = 2^(x LOG2_E)
 
 
@@ -13,12 +20,67 @@ def larger(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
-def attend_causal_ref(q, k, v, scale):
-    """f64 (H, T, d_v) of q (H, T, d), k (G, n, d), v (G, n, d_v), all of them floats."""
+def soften_ref(scores, cap):
+    """cap tanh(scores / cap); infinities stay, for they are hidden or wrong."""
+    return np.where(np.isinf(scores), scores, cap * np.tanh(scores / cap))
+
+
+def soften_rows(
+    b: ir.IRBuilder,
+    scores: ir.Value,
+    count: ir.Value,
+    cap: ir.Value,
+    peak: ir.Value,
+    top: ir.Value,
+    width: int,
+    exp2: Callable[[ir.Value], ir.Value],
+    stride: int = 0,
+) -> None:
+    """scores = cap tanh(scores / cap); top = the larger of peak and of the softened top.
+
+    scores f32 (count, width), rows ``stride`` floats apart, 0: width; infinities stay. peak, top
+    (width,); top is the scores' largest. Addresses; exp2: 2^x for x <= 0. tanh |x| = (1 - t) / (1 +
+    t), t = e^(-2 |x|).
+    """
+    lanes, one = vec(F32, width), const(F32, 1.0, width)
+    caps = splat(b, cap, width)
+    rate = b.fdiv(const(F32, -2.0 * float(LOG2_E), width), caps)
+    name = f"llvm.{{}}.v{width}f32"
+
+    def softened(x: ir.Value) -> ir.Value:
+        size = llvm.call_named(b, name.format("fabs"), lanes, x)
+        t = exp2(b.fmul(size, rate))
+        y = b.fmul(b.fdiv(b.fsub(one, t), b.fadd(one, t)), caps)
+        y = llvm.call_named(b, name.format("copysign"), lanes, y, x)
+        is_number = b.fcmp_ordered("<", size, const(F32, -float(LOWEST), width))
+        return b.select(is_number, y, x)
+
+    def row(j: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+        at = b.add(scores, b.mul(j, I64(4 * (stride or width))))
+        llvm.store(b, softened(load(b, lanes, at)), at)
+        return []
+
+    llvm.loop(b, I64(0), count, 1, [], row)
+    best = softened(load(b, lanes, top))
+    llvm.store(b, larger(b, best, load(b, lanes, peak)), top)
+
+
+def attend_causal_ref(q, k, v, scale, window=ALL_ROWS, softcap=0.0, sinks=None):
+    """f64 (H, T, d_v) of q (H, T, d), k (G, n, d), v (G, n, d_v), all of them floats.
+
+    A row sees the last ``window`` rows up to its own. Scores become softcap tanh(score / softcap).
+    sinks (H,): a score of each head that takes part in the softmax and has no value.
+    """
     group, n, n_new = q.shape[0] // k.shape[0], k.shape[1], q.shape[1]
     k, v = (np.repeat(x.astype(np.float64), group, axis=0) for x in (k, v))
     scores = scale * q.astype(np.float64) @ k.transpose(0, 2, 1)
-    visible = np.arange(n) <= np.arange(n - n_new, n)[:, None]
+    if softcap:
+        scores = softcap * np.tanh(scores / softcap)
+    own = np.arange(n - n_new, n)[:, None]
+    visible = (np.arange(n) <= own) & (np.arange(n) > own - window)
     scores = np.where(visible, scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return weights @ v / weights.sum(-1, keepdims=True)
+    peak = scores.max(-1, keepdims=True)
+    sink = -np.inf if sinks is None else np.asarray(sinks, np.float64)[:, None, None]
+    peak = np.maximum(peak, sink)
+    weights = np.exp(scores - peak)
+    return weights @ v / (weights.sum(-1, keepdims=True) + np.exp(sink - peak))

@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit, prange, types
 from numba.extending import intrinsic
 
-from sparsekv_cli.cpu.attention.flash import LOG2_E
+from sparsekv_cli.cpu.attention.flash import LOG2_E, LOWEST
 from sparsekv_cli.cpu.attention.rows import F16 as F16_ROWS
 from sparsekv_cli.cpu.attention.rows import K_HEAD, K_KIND, K_ROW, V_HEAD, V_KIND, V_ROW, K, V
 from sparsekv_cli.cpu.attention.softmax_bf16 import (
@@ -23,9 +23,10 @@ from sparsekv_cli.cpu.attention.softmax_bf16 import (
     divide,
     hide_and_find_peaks,
     shrink,
+    soften,
     weigh,
 )
-from sparsekv_cli.cpu.attention.tile import NEGATIVE_INFINITY, widen_row
+from sparsekv_cli.cpu.attention.tile import widen_row
 from sparsekv_cli.cpu.jit import bf16, llvm
 from sparsekv_cli.cpu.jit.bf16 import PAIRS, ROWS, multiply, narrowed
 from sparsekv_cli.cpu.jit.llvm import (
@@ -150,30 +151,29 @@ def _read_block(layout, head, first, count, widths, keys, values):
 
 
 @njit(cache=True, nogil=True)
-def _attend_tiles(layout, head, widths, queries, n_visible, scale, scratch, mass, acc):
+def _attend_tiles(layout, head, widths, queries, n_visible, scale, window, cap, scratch, mass, acc):
     """One task: tiles of query rows over all the keys that they see.
 
     queries bf16 in pairs, uint32 (tiles, pairs, WIDTH). n_visible int32 (tiles, WIDTH): how many
-    keys a row sees, ascending. mass f32 (tiles, WIDTH); acc f32 (tiles, >= d_v, WIDTH): the sums of
-    weights and of values. scratch: keys, values, scores and weights of a block, peaks and a few
-    vectors.
+    keys a row sees the last ``window`` of, ascending. mass f32 (tiles, WIDTH); acc f32 (tiles, >=
+    d_v, WIDTH): the sums of weights and of values. scratch: keys, values, scores and weights of a
+    block, peaks and a few vectors. Peaks and mass begin with what the sinks are.
     """
     keys, values, scores, weights, peak, small, limits = scratch
     n_tiles, n_units, n_sums = queries.shape[0], queries.shape[1] // PAIRS, acc.shape[1]
     top, old = small[0].ctypes.data, small[1].ctypes.data
     key_bytes, value_bytes, tile_bytes = keys.strides[0], values.strides[0], 4 * WIDTH
-    peak[:n_tiles] = NEGATIVE_INFINITY
-    mass[:] = 0
     acc[:] = 0
-    for start in range(0, n_visible[-1, -1], BLOCK):
+    for start in range(max(0, n_visible[0, 0] - window), n_visible[-1, -1], BLOCK):
         size = min(BLOCK, n_visible[-1, -1] - start)
         _read_block(layout, head, start, size, widths, keys, values)
         for t in range(n_tiles):
             count = min(size, n_visible[t, -1] - start)
-            if count <= 0:
+            if count <= 0 or start + size <= n_visible[t, 0] - window:
                 continue
             whole = (count + 2 * PAIRS - 1) // (2 * PAIRS) * (2 * PAIRS)
-            free = max(0, min(count, n_visible[t, 0] - start))
+            low = max(0, min(count, n_visible[t, -1] - window - start))
+            free = max(low, min(count, n_visible[t, 0] - start))
             for j in range(0, count, ROWS):
                 multiply(
                     4, keys[j].ctypes.data, key_bytes, UNIT, queries[t].ctypes.data, tile_bytes,
@@ -182,8 +182,12 @@ def _attend_tiles(layout, head, widths, queries, n_visible, scale, scratch, mass
             for i in range(WIDTH):
                 limits[i] = n_visible[t, i] - start
             small[0] = peak[t]
+            if cap:
+                small[0] = LOWEST
             scores_at, weights_at = scores.ctypes.data, weights.ctypes.data
-            hide_and_find_peaks(scores_at, free, whole, limits.ctypes.data, top)
+            hide_and_find_peaks(scores_at, low, free, whole, limits.ctypes.data, window, top)
+            if cap:
+                soften(scores_at, whole, cap, peak[t].ctypes.data, top)
             moved = weigh(
                 scores_at, whole, scale, peak[t].ctypes.data, top, mass[t].ctypes.data, old,
                 weights_at,
@@ -198,7 +202,9 @@ def _attend_tiles(layout, head, widths, queries, n_visible, scale, scratch, mass
 
 
 @njit(cache=True, nogil=True)
-def _attend_tasks(counter, q, layout, n_kv, n, scale, queries, scratch, mass, acc, narrow, out):
+def _attend_tasks(
+    counter, q, layout, n_kv, n, scale, window, cap, sinks, queries, scratch, mass, acc, narrow, out
+):
     """Takes tasks, (kv head, some tiles of its rows), until there are none, the long ones first.
 
     The rows of a kv head are counted token by token: row r is of token r // group and of query head
@@ -220,14 +226,16 @@ def _attend_tasks(counter, q, layout, n_kv, n, scale, queries, scratch, mass, ac
                 r = min((first + t) * WIDTH + i, n_rows - 1)
                 token, h = r // group, head * group + r % group
                 n_visible[t, i] = n - n_new + token + 1
+                scratch[4][t, i] = sinks[h] / scale * LOG2_E if len(sinks) else LOWEST
+                mass[t, i] = len(sinks) > 0
                 for c in range(d // 2):
                     pair = np.uint32(q[h, token, 2 * c + 1]) << np.uint32(16)
                     queries[t, c, i] = pair | np.uint32(q[h, token, 2 * c])
         tiles = last - first
         widths = (d + LANES - 1) // LANES * LANES, narrow.shape[1]
         _attend_tiles(
-            layout, head, widths, queries[:tiles], n_visible[:tiles], scale, scratch, mass[:tiles],
-            acc[:tiles],
+            layout, head, widths, queries[:tiles], n_visible[:tiles], scale, window, cap, scratch,
+            mass[:tiles], acc[:tiles],
         )  # fmt: skip
         for t in range(tiles):
             divide(acc[t].ctypes.data, narrow.shape[1], mass[t].ctypes.data, narrow.ctypes.data)
@@ -241,7 +249,7 @@ def _attend_tasks(counter, q, layout, n_kv, n, scale, queries, scratch, mass, ac
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def _attend(q, layout, n_kv, n, scale, scratch, out, n_threads):
+def _attend(q, layout, n_kv, n, scale, window, cap, sinks, scratch, out, n_threads):
     queries, keys, values, scores, weights, peak, small, limits, mass, acc, narrow = scratch
     counter = np.zeros(1, np.int64)
     for thread in prange(n_threads):
@@ -250,8 +258,8 @@ def _attend(q, layout, n_kv, n, scale, scratch, out, n_threads):
             small[thread], limits[thread],
         )  # fmt: skip
         _attend_tasks(
-            counter, q, layout, n_kv, n, scale, queries[thread], own, mass[thread], acc[thread],
-            narrow[thread], out,
+            counter, q, layout, n_kv, n, scale, window, cap, sinks, queries[thread], own,
+            mass[thread], acc[thread], narrow[thread], out,
         )  # fmt: skip
 
 
@@ -259,11 +267,11 @@ def _rounded_up(n: int, unit: int) -> int:
     return -(-n // unit) * unit
 
 
-def attend_causal(q, layout, n_kv, n, scale, out, n_threads) -> None:
-    """Attention of the last T of n stored rows, each over the rows up to its own.
+def attend_causal(q, layout, n_kv, n, scale, window, softcap, sinks, out, n_threads) -> None:
+    """Attention of the last T of n stored rows, each over the last ``window`` rows up to its own.
 
     q bf16 bits, uint16 (H, T, d), d even; layout int64 (8,): where K and V lie, see
-    attention/rows.py; out bf16 bits (T, H, d_v).
+    attention/rows.py; out bf16 bits (T, H, d_v). window, softcap, sinks: as prefill_f32.py.
     """
     (n_head, n_new, d), d_v = q.shape, out.shape[2]
     n_tiles = -(-n_new * (n_head // n_kv) // WIDTH)
@@ -284,4 +292,6 @@ def attend_causal(q, layout, n_kv, n, scale, out, n_threads) -> None:
         ((WIDTH, _rounded_up(d_v, LANES)), np.uint16),  # narrow
     )
     scratch = tuple(on_lines((n_threads, *shape), dtype, zeros=True) for shape, dtype in shapes)
-    _attend(q, layout, n_kv, n, np.float32(scale) * LOG2_E, scratch, out, n_threads)
+    cap = np.float32(softcap / scale)  # scores get their scale last
+    scale = np.float32(scale) * LOG2_E
+    _attend(q, layout, n_kv, n, scale, window, cap, sinks, scratch, out, n_threads)

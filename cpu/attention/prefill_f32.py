@@ -6,6 +6,7 @@ scratch, in the L2 cache, and all its query rows attend to that, WIDTH of them a
 across the lanes of a vector: q transposed, then scores (keys, WIDTH), weights, and sums of values
 (d_v, WIDTH). So maximum, exponential and rescaling need nothing across lanes, and both matrix
 products are the same: ROWS numbers of a row of K (of V), each against a vector of q (of weights).
+Windows, softcaps and sinks: see attend_causal_ref.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from numba import njit, prange, types
 from numba.extending import intrinsic
 
-from sparsekv_cli.cpu.attention.flash import LOG2_E, larger
+from sparsekv_cli.cpu.attention.flash import LOG2_E, LOWEST, larger, soften_rows
 from sparsekv_cli.cpu.attention.rows import F16 as F16_ROWS
 from sparsekv_cli.cpu.attention.rows import (
     K_HEAD,
@@ -28,7 +29,7 @@ from sparsekv_cli.cpu.attention.rows import (
     K,
     V,
 )
-from sparsekv_cli.cpu.attention.tile import NEGATIVE_INFINITY, widen_row
+from sparsekv_cli.cpu.attention.tile import widen_row
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, const, keep, load, next_task, splat, vec
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
@@ -70,25 +71,28 @@ def _products(b, count, wide, wide_step, columns):
 
 
 @intrinsic
-def _score(typingctx, q, d, k, row_bytes, start, free, count, n_visible, out, peak):
+def _score(typingctx, q, d, k, row_bytes, start, low, free, count, n_visible, window, out, peak):
     """out[j] = sum of k[j, c] q[c] over c < d, j < count rounded up to ROWS.
 
     q (d, WIDTH), k rows of row_bytes, out (keys, WIDTH), f32. k[j] is key start + j of the context;
-    lane i sees the first n_visible[i] of these, int32 (WIDTH,), and scores -inf for the others. All
-    lanes see the first ``free`` keys here, a multiple of ROWS. peak (WIDTH,): raised to the largest
-    score. Addresses.
+    lane i sees the last ``window`` of the first n_visible[i] of these, int32 (WIDTH,), and scores
+    -inf for the others. All lanes see the keys from ``low`` to ``free`` here, multiples of ROWS.
+    peak (WIDTH,): raised to the largest score. Addresses.
     """
 
     def codegen(context, b, signature, args):
-        q, d, k, row_bytes, start, free, count, n_visible, out, peak = args
+        q, d, k, row_bytes, start, low, free, count, n_visible, window, out, peak = args
         limits = load(b, vec(I32, WIDTH), n_visible)
+        firsts = b.sub(limits, splat(b, b.trunc(window, I32), WIDTH))
 
         def hide(scores, j):
             first = b.trunc(b.add(start, j), I32)
             hidden = const(F32, -np.inf, WIDTH)
             for r, score in enumerate(scores):
                 key = splat(b, b.add(first, I32(r)), WIDTH)
-                yield b.select(b.icmp_signed("<", key, limits), score, hidden)
+                before_end = b.icmp_signed("<", key, limits)
+                seen = b.and_(before_end, b.icmp_signed(">=", key, firsts))
+                yield b.select(seen, score, hidden)
 
         def tile(masked):
             def body(j, carried):
@@ -107,11 +111,12 @@ def _score(typingctx, q, d, k, row_bytes, start, free, count, n_visible, out, pe
 
             return body
 
-        llvm.loop(b, I64(0), free, ROWS, [], tile(False))
+        llvm.loop(b, I64(0), low, ROWS, [], tile(True))
+        llvm.loop(b, low, free, ROWS, [], tile(False))
         llvm.loop(b, free, count, ROWS, [], tile(True))
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 10), codegen
+    return types.void(*[types.int64] * 12), codegen
 
 
 def _exp2(b, x):
@@ -126,6 +131,19 @@ def _exp2(b, x):
     integers = vec(I32, WIDTH)  # the whole number is in the low bits of ``shifted``
     exponent = b.shl(b.bitcast(shifted, integers), const(I32, 23, WIDTH))
     return b.bitcast(b.add(b.bitcast(power, integers), exponent), WIDE)
+
+
+@intrinsic
+def _soften(typingctx, scores, count, cap, peak, top):
+    """scores = cap tanh(scores / cap), f32 (count, WIDTH), but -inf stays; top: see soften_rows."""
+
+    def codegen(context, b, signature, args):
+        scores, count, cap, peak, top = args
+        soften_rows(b, scores, count, cap, peak, top, WIDTH, partial(_exp2, b))
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(i64, i64, types.float32, i64, i64), codegen
 
 
 @intrinsic
@@ -248,31 +266,38 @@ def _read_block(layout, head, first, count, d_v, row, keys, values):
 
 
 @njit(cache=True, nogil=True)
-def _attend_tiles(layout, head, d_v, queries, n_visible, row, keys, values, scores, peak, acc):
+def _attend_tiles(
+    layout, head, d_v, queries, n_visible, window, cap, row, keys, values, scores, peak, acc
+):
     """One task: tiles of query rows over all the keys that they see.
 
-    queries f32 (tiles, d, WIDTH), scaled by log2(e). n_visible int32 (tiles, WIDTH): how many keys
-    a row sees, ascending. peak f32 (tiles, WIDTH); acc f32 (tiles, ROWS panels, WIDTH): sums of
-    values, and of the ones behind them, which is the weights' own sum.
+    queries f32 (tiles, d, WIDTH), scaled by log2(e), as is cap. n_visible int32 (tiles, WIDTH): how
+    many keys a row sees the last ``window`` of, ascending. peak f32 (tiles, WIDTH); acc f32 (tiles,
+    ROWS panels, WIDTH): sums of values, and of the ones behind them, which is the weights' own sum.
+    Both begin with what the sinks are.
     """
     n_tiles, d = queries.shape[:2]
     top, old = np.empty(WIDTH, np.float32), np.empty(WIDTH, np.float32)
-    peak[:] = NEGATIVE_INFINITY
-    acc[:] = 0
     top_at, old_at, scores_at = top.ctypes.data, old.ctypes.data, scores.ctypes.data
-    for start in range(0, n_visible[-1, -1], BLOCK):
+    for start in range(max(0, n_visible[0, 0] - window), n_visible[-1, -1], BLOCK):
         size = min(BLOCK, n_visible[-1, -1] - start)
         _read_block(layout, head, start, size, d_v, row, keys, values)
         for t in range(n_tiles):
             count = min(size, n_visible[t, -1] - start)
-            if count <= 0:
+            if count <= 0 or start + size <= n_visible[t, 0] - window:
                 continue
-            free = max(0, min(count, n_visible[t, 0] - start)) // ROWS * ROWS
+            hidden = max(0, min(count, n_visible[t, -1] - window - start))
+            low = (hidden + ROWS - 1) // ROWS * ROWS
+            free = max(low, max(0, min(count, n_visible[t, 0] - start)) // ROWS * ROWS)
             top[:] = peak[t]
+            if cap:
+                top[:] = LOWEST
             _score(
-                queries[t].ctypes.data, d, keys.ctypes.data, 4 * keys.shape[1], start, free, count,
-                n_visible[t].ctypes.data, scores_at, top_at,
+                queries[t].ctypes.data, d, keys.ctypes.data, 4 * keys.shape[1], start, low, free,
+                count, n_visible[t].ctypes.data, window, scores_at, top_at,
             )  # fmt: skip
+            if cap:
+                _soften(scores_at, count, cap, peak[t].ctypes.data, top_at)
             _weigh(scores_at, count, peak[t].ctypes.data, top_at, old_at)
             _add_values(
                 scores_at, count, values.ctypes.data, 4 * ROWS * BLOCK, values.shape[0], old_at,
@@ -283,7 +308,7 @@ def _attend_tiles(layout, head, d_v, queries, n_visible, row, keys, values, scor
 
 
 @njit(cache=True, nogil=True)
-def _attend_tasks(counter, q, layout, n_kv, n, scale, most_tiles, out):
+def _attend_tasks(counter, q, layout, n_kv, n, scale, window, cap, sinks, most_tiles, out):
     """Takes tasks, (kv head, some tiles of its rows), until there are none, the long ones first.
 
     The rows of a kv head are counted token by token: row r is of token r // group and of query head
@@ -314,9 +339,12 @@ def _attend_tasks(counter, q, layout, n_kv, n, scale, most_tiles, out):
                 n_visible[t, i] = n - n_new + token + 1
                 for c in range(d):
                     queries[t, c, i] = q[h, token, c] * scale
+                peak[t, i] = sinks[h] * LOG2_E if len(sinks) else LOWEST
+                acc[t, :, i] = 0
+                acc[t, d_v, i] = len(sinks) > 0
         _attend_tiles(
-            layout, head, d_v, queries[: last - first], n_visible[: last - first], row, keys,
-            values, scores, peak, acc,
+            layout, head, d_v, queries[: last - first], n_visible[: last - first], window, cap, row,
+            keys, values, scores, peak, acc,
         )  # fmt: skip
         for t in range(last - first):
             for i in range(min(WIDTH, n_rows - (first + t) * WIDTH)):
@@ -329,11 +357,11 @@ def _attend_tasks(counter, q, layout, n_kv, n, scale, most_tiles, out):
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def attend_causal(q, layout, n_kv, n, scale, out, n_threads):
-    """Attention of the last T of n stored rows, each over the rows up to its own.
+def attend_causal(q, layout, n_kv, n, scale, window, softcap, sinks, out, n_threads):
+    """Attention of the last T of n stored rows, each over the last ``window`` rows up to its own.
 
     q f32 (H, T, d); layout int64 (8,): where K and V lie, see attention/rows.py; out f32 (T, H,
-    d_v).
+    d_v). window: flash.ALL_ROWS for all; softcap: 0 for none; sinks f32 (H,), or empty.
     """
     n_head, n_new, d = q.shape
     n_tiles = (n_new * (n_head // n_kv) + WIDTH - 1) // WIDTH
@@ -342,5 +370,6 @@ def attend_causal(q, layout, n_kv, n, scale, out, n_threads):
     most_tiles = max(1, min(fitting, wanted))
     counter = np.zeros(1, np.int64)
     scale *= LOG2_E  # weights are powers of 2
+    cap = softcap * LOG2_E
     for _thread in prange(n_threads):
-        _attend_tasks(counter, q, layout, n_kv, n, scale, most_tiles, out)
+        _attend_tasks(counter, q, layout, n_kv, n, scale, window, cap, sinks, most_tiles, out)

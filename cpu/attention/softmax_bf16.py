@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from sparsekv_cli.cpu.attention.flash import larger
+from sparsekv_cli.cpu.attention.flash import larger, soften_rows
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.bf16 import narrowed
 from sparsekv_cli.cpu.jit.llvm import F32, I16, I32, I64, LANES, VF, VI, const, load, splat
@@ -31,16 +31,18 @@ def _store_tile(b: ir.IRBuilder, vectors: list[ir.Value], address: ir.Value) -> 
 
 
 @intrinsic
-def hide_and_find_peaks(typingctx, scores, free, count, n_visible, top):
-    """top = the largest of top and of scores[j], j < count; lane i sees keys j < n_visible[i] only.
+def hide_and_find_peaks(typingctx, scores, low, free, count, n_visible, window, top):
+    """top = the largest of top and of scores[j], j < count, of keys that a lane sees.
 
-    scores f32 (count, WIDTH), of which those that a lane does not see become -inf; all lanes see
-    the first ``free``. n_visible int32 (WIDTH,), top f32 (WIDTH,). Addresses.
+    Lane i sees the last ``window`` of the keys j < n_visible[i]. scores f32 (count, WIDTH), of
+    which those that a lane does not see become -inf; all lanes see those from ``low`` to ``free``.
+    n_visible int32 (WIDTH,), top f32 (WIDTH,). Addresses.
     """
 
     def codegen(context, b, signature, args):
-        scores, free, count, n_visible, top = args
+        scores, low, free, count, n_visible, window, top = args
         limits = [load(b, VI, n_visible, 4 * LANES * i) for i in VECTORS]
+        firsts = [b.sub(limit, splat(b, b.trunc(window, I32))) for limit in limits]
 
         def found(best, row):
             return [larger(b, x, value) for x, value in zip(row, best, strict=True)]
@@ -50,18 +52,23 @@ def hide_and_find_peaks(typingctx, scores, free, count, n_visible, top):
 
         def hidden_row(j, best):
             at, key = b.add(scores, b.mul(j, I64(4 * WIDTH))), splat(b, b.trunc(j, I32))
+            seen = [
+                b.and_(b.icmp_signed("<", key, limit), b.icmp_signed(">=", key, first))
+                for limit, first in zip(limits, firsts, strict=True)
+            ]
             row = [
-                b.select(b.icmp_signed("<", key, limit), x, const(F32, -np.inf))
-                for x, limit in zip(_load_tile(b, at), limits, strict=True)
+                b.select(each, x, const(F32, -np.inf))
+                for each, x in zip(seen, _load_tile(b, at), strict=True)
             ]
             _store_tile(b, row, at)
             return found(best, row)
 
-        best = llvm.loop(b, I64(0), free, 1, _load_tile(b, top), seen_row)
+        best = llvm.loop(b, I64(0), low, 1, _load_tile(b, top), hidden_row)
+        best = llvm.loop(b, low, free, 1, best, seen_row)
         _store_tile(b, llvm.loop(b, free, count, 1, best, hidden_row), top)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5), codegen
+    return types.void(*[types.int64] * 7), codegen
 
 
 def _exp2_lanes(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
@@ -75,6 +82,23 @@ def _exp2_lanes(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     every, rounding = ir.Constant(I16, -1), I32(4)  # as the CPU is set to
     name = "llvm.x86.avx512.mask.scalef.ps.512"
     return llvm.call_named(b, name, VF, power, n, power, every, rounding)
+
+
+@intrinsic
+def soften(typingctx, scores, count, cap, peak, top):
+    """scores = cap tanh(scores / cap), f32 (count, WIDTH), but -inf stays; top: see soften_rows."""
+
+    def codegen(context, b, signature, args):
+        scores, count, cap, peak, top = args
+        for i in VECTORS:
+            part = [b.add(x, I64(4 * LANES * i)) for x in (scores, peak, top)]
+            soften_rows(
+                b, part[0], count, cap, part[1], part[2], LANES, lambda x: _exp2_lanes(b, x), WIDTH
+            )
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(i64, i64, types.float32, i64, i64), codegen
 
 
 @intrinsic

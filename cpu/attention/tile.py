@@ -332,6 +332,32 @@ def exp_in_place(typingctx, scores, count, peak):
 
 
 @intrinsic
+def soften(typingctx, scores, count, cap):
+    """scores[j] = cap tanh(scores[j] / cap), j < count rounded up to 16; tanh by e^(-2 |x|)."""
+
+    def codegen(context, b, signature, args):
+        scores, count, cap = args
+        caps, one = splat(b, cap), const(F32, 1.0)
+        rate = b.fdiv(const(F32, -2.0), caps)
+
+        def body(j, carried):
+            at = b.add(scores, b.mul(j, I64(4)))
+            x = load(b, VF, at)
+            size = llvm.call_named(b, "llvm.fabs.v16f32", VF, x)
+            t = exp_lanes(b, b.fmul(size, rate))
+            y = b.fmul(b.fdiv(b.fsub(one, t), b.fadd(one, t)), caps)
+            y = llvm.call_named(b, "llvm.copysign.v16f32", VF, y, x)
+            is_number = b.fcmp_ordered("<", size, const(F32, np.inf))
+            llvm.store(b, b.select(is_number, y, x), at)
+            return []
+
+        llvm.loop(b, I64(0), count, LANES, [], body)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), codegen
+
+
+@intrinsic
 def max_of(typingctx, scores, count):
     """The largest of scores[0 .. count rounded up to 16) (f32)."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from sparsekv_cli.cpu.attention.decode import BLOCK, TILE, attend_tile, scaled_copy
+from sparsekv_cli.cpu.attention.decode import BLOCK, NO_CAP, TILE, attend_tile, scaled_copy
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.attention.store import store_halves
 from sparsekv_cli.cpu.attention.tile import NEGATIVE_INFINITY, PAD, exp_in_place, max_of
@@ -318,7 +318,8 @@ def _attend_head(pages, g, q, rows, count, scale, scores, out):
         acc = np.zeros((tile, out.shape[1]), np.float32)
         attend_tile(
             scaled_copy(q[t : t + tile], scale), k, v, n_kv_head * 8 * width,
-            n_kv_head * 8 * width_v, 1, np.int64(rows.ctypes.data), count, peak, mass, acc, scores,
+            n_kv_head * 8 * width_v, 1, np.int64(rows.ctypes.data), count, NO_CAP, peak, mass, acc,
+            scores,
         )  # fmt: skip
         for h in range(tile):
             factor = np.float32(1) / mass[h]

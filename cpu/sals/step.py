@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit, prange
 
 from sparsekv_cli.cpu.attention.decode import BLOCK as ATTENDED_AT_ONCE
-from sparsekv_cli.cpu.attention.decode import TILE, attend_tile, scaled_copy
+from sparsekv_cli.cpu.attention.decode import NO_CAP, TILE, attend_tile, scaled_copy
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.attention.tile import NEGATIVE_INFINITY, PAD
 from sparsekv_cli.cpu.jit.llvm import LANES, next_task, prefetch_lines
@@ -164,7 +164,7 @@ def _attend(q, n_kv, g, rows, idx, count, gather, peak, mass, acc, buffer):
         end = min(h + TILE, (g + 1) * group)
         attend_tile(
             q[h:end], rows.k + g * rows.k_head, rows.v + g * rows.v_head, rows.k_row, rows.v_row,
-            gather, idx, count, peak[h:end], mass[h:end], acc[h:end], buffer,
+            gather, idx, count, NO_CAP, peak[h:end], mass[h:end], acc[h:end], buffer,
         )  # fmt: skip
 
 

@@ -7,25 +7,34 @@ import numpy as np
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.cpu.attention import decode, prefill_bf16, prefill_f32
+from sparsekv_cli.cpu.attention.flash import ALL_ROWS
 
 
 def attend_causal(q: np.ndarray, store: KVStore, spec: LayerSpec) -> np.ndarray:
     """Causal attention of a chunk whose K and V are the last T rows of ``store``.
 
-    q (H, T, d) -> (H, T, d_v), both f32 or both bf16 with an even d.
+    In a window layer a row sees the last ``spec.window`` rows up to its own. q (H, T, d) -> (H, T,
+    d_v), both f32 or both bf16 with an even d.
     """
     q = np.ascontiguousarray(store.k_type.rotated(q, spec.n_threads))
     kernels = prefill_f32 if q.dtype == np.float32 else prefill_bf16
     # The output's rows lie by token, as its projection reads them.
     out = np.empty((q.shape[1], spec.n_head, spec.value_dim), q.dtype)
-    kernels.attend_causal(q, store.layout, spec.n_head_kv, store.n, spec.scale, out, spec.n_threads)
+    kernels.attend_causal(
+        q, store.layout, spec.n_head_kv, store.n, spec.scale, spec.window or ALL_ROWS,
+        spec.softcap, spec.sinks, out, spec.n_threads,
+    )  # fmt: skip
     return store.v_type.rotated(out, spec.n_threads).swapaxes(0, 1)
 
 
 def attend_dense(q: np.ndarray, store: KVStore, spec: LayerSpec) -> np.ndarray:
-    """Attention of one token over all rows: q f32 (H, d) -> f32 (H, >= d_v)."""
+    """Attention of one token over all rows, or its window's: q f32 (H, d) -> f32 (H, >= d_v)."""
     q, out = store.k_type.rotated(q), np.empty((q.shape[0], store.v_type.width), np.float32)
-    decode.attend_dense(q, store.layout, store.n, spec.n_head_kv, spec.scale, out, spec.n_threads)
+    first = max(0, store.n - spec.window) if spec.window else 0
+    decode.attend_dense(
+        q, store.layout, first, store.n, spec.n_head_kv, spec.scale, spec.softcap, spec.sinks, out,
+        spec.n_threads,
+    )  # fmt: skip
     return store.v_type.rotated(out)
 
 
@@ -35,8 +44,9 @@ def attend_rows(
     """The same over listed rows: idx int32 (H or G, m), counts int64 (H or G,)."""
     q, out = store.k_type.rotated(q), np.empty((q.shape[0], store.v_type.width), np.float32)
     decode.attend_rows(
-        q, store.layout, idx, counts, spec.n_head_kv, spec.scale, out, spec.n_threads
-    )
+        q, store.layout, idx, counts, spec.n_head_kv, spec.scale, spec.softcap, spec.sinks, out,
+        spec.n_threads,
+    )  # fmt: skip
     return store.v_type.rotated(out)
 
 

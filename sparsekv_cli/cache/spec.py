@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 N_SINKS = 4  # the first tokens, always attended
+FULL = "full"  # the kind of layers that attend to all rows, and that methods change
+NO_SINKS = np.empty(0, np.float32)
 
 
 class AttnInput(NamedTuple):
@@ -35,9 +37,11 @@ class LayerSpec:
 
     theta: rotation of each RoPE pair (i, i + n_rot/2) in radians a position, f64 (n_rot/2,); empty
     in a layer that is not rotated. rope_scale: factor of the rotated dims (YaRN's magnitude).
-    attention_scale: of the softmax; 0: 1/sqrt(d). calibration: this layer's arrays of
-    the method's sidecar by name, empty for methods without a calibration. cache_type_k,
-    cache_type_v: types of the rows (cache/store.py).
+    attention_scale: of the softmax; 0: 1/sqrt(d). softcap: c of scores c tanh(score / c), 0: none.
+    sinks: f32 (H,), of each head a score without a value in the softmax, or empty. calibration:
+    this layer's arrays of the method's sidecar by name, empty for methods without a calibration.
+    cache_type_k, cache_type_v: types of the rows (cache/store.py). kind: of the layer's cache
+    (cache/kinds.py). window: rows that a query sees, its own the last; 0: all.
     """
 
     layer: int
@@ -53,6 +57,10 @@ class LayerSpec:
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     attention_scale: float = 0.0
+    softcap: np.float32 = np.float32(0)
+    sinks: np.ndarray = field(default_factory=lambda: NO_SINKS, compare=False)
+    kind: str = FULL
+    window: int = 0
 
     @property
     def group(self) -> int:

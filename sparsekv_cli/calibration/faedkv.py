@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from sparsekv_cli.cache.kinds import full_layers
 from sparsekv_cli.calibration import allocation
 from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.calibration.trials import Change, Trial, middle_rows, windows_of
@@ -30,14 +31,14 @@ def study_frequencies(run: CalibrationRun, n_sinks: int, n_recent: int) -> dict[
     ``allocation.budgets_of_levels``. Raises SparseKVError for a text without enough tokens between
     the exact rows.
     """
-    n_layer = len(run.specs)
+    n_layer, layers = len(run.specs), [spec.layer for spec in full_layers(run.specs)]
     middle = middle_rows(len(run.ids), n_sinks, n_recent)
     n = middle.stop - middle.start
     if n < 2 * frequencies.N_CHUNKS:
         raise SparseKVError(f"calibration of faedkv: a text of {len(run.ids)} tokens is too short")
     windows = windows_of(run, middle, n_recent)
     levels, borders = allocation.LEVELS[:-1], frequencies.chunk_borders(n // 2 + 1)
-    n_trials = len(windows) * n_layer * (frequencies.N_CHUNKS + len(levels))
+    n_trials = len(windows) * len(layers) * (frequencies.N_CHUNKS + len(levels))
     n_done = 0
 
     def advance(count: int) -> None:
@@ -46,21 +47,25 @@ def study_frequencies(run: CalibrationRun, n_sinks: int, n_recent: int) -> dict[
         run.progress(n_done / n_trials)
 
     chunks = [np.arange(*borders[c : c + 2]) for c in range(frequencies.N_CHUNKS)]
-    trials = [Trial(layer, without(chunk)) for layer in range(n_layer) for chunk in chunks]
+    trials = [Trial(layer, without(chunk)) for layer in layers for chunk in chunks]
     scored = [window.score(trials, advance) for window in windows]
-    kld = np.mean([klds for klds, _ in scored], axis=0).reshape(n_layer, -1)
+    kld = np.mean([klds for klds, _ in scored], axis=0).reshape(len(layers), -1)
     rises = [nlls - window.nll for window, (_, nlls) in zip(windows, scored, strict=True)]
     trials = [
         Trial(layer, without(np.setdiff1d(np.arange(n // 2 + 1), kept)))
-        for layer in range(n_layer)
-        for kept in (frequencies.kept_bins(n, level, kld[layer]) for level in levels)
+        for layer, klds in zip(layers, kld, strict=True)
+        for kept in (frequencies.kept_bins(n, level, klds) for level in levels)
     ]
-    layer_kld = np.zeros((n_layer, len(allocation.LEVELS)))  # nothing is lost at the last level
+    layer_kld = np.zeros((len(layers), len(allocation.LEVELS)))  # nothing is lost at the last level
     klds = [window.score(trials, advance)[0] for window in windows]
-    layer_kld[:, :-1] = np.mean(klds, axis=0).reshape(n_layer, -1)
-    return {
-        "imp_kld": kld.astype(np.float32),
-        "imp_ppl": np.expm1(np.mean(rises, axis=0)).reshape(n_layer, -1).astype(np.float32),
-        "layer_kld": layer_kld.astype(np.float32),
+    layer_kld[:, :-1] = np.mean(klds, axis=0).reshape(len(layers), -1)
+    found = {
+        "imp_kld": kld,
+        "imp_ppl": np.expm1(np.mean(rises, axis=0)).reshape(len(layers), -1),
+        "layer_kld": layer_kld,
         "layer_budget": allocation.budgets_of_levels(layer_kld),
     }
+    tensors = {name: np.zeros((n_layer, *x.shape[1:]), np.float32) for name, x in found.items()}
+    for name, values in found.items():  # of other layers zeros
+        tensors[name][layers] = values
+    return tensors

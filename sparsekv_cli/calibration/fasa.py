@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsekv_cli.cache.kinds import full_layers
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore
@@ -92,7 +93,7 @@ def rank_all(run: CalibrationRun, n_query: int, top_k: int) -> dict[str, np.ndar
     specs = run.specs
     positions = dominance.query_positions(len(run.ids), n_query)
     n_head, n_kv, n_chunk = (
-        max(getattr(s, f) for s in specs) for f in ("n_head", "n_head_kv", "n_chunk")
+        max(getattr(s, f) for s in full_layers(specs)) for f in ("n_head", "n_head_kv", "n_chunk")
     )
     tensors = {}
     for metric in METRICS:
@@ -106,8 +107,7 @@ def rank_all(run: CalibrationRun, n_query: int, top_k: int) -> dict[str, np.ndar
             tensors[f"dom_{metric}"][spec.layer, : spec.n_head_kv, : spec.n_chunk] = rank
         run.progress(STATISTICS_SHARE * (spec.layer + 1) / len(specs))
 
-    caches = [_JudgingCache(spec, positions, top_k, keep) for spec in specs]
-    run.forward(run.ids, 0, caches)
+    run.forward(run.ids, 0, run.caches(lambda spec: _JudgingCache(spec, positions, top_k, keep)))
     return tensors
 
 

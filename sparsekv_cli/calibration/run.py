@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from sparsekv_cli.cache.kinds import CACHES
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import LayerSpec
 
@@ -39,6 +40,10 @@ class CalibrationRun:
     ids: Sequence[int]
     forward: CalibrationForward
     progress: Callable[[float], None]
+
+    def caches(self, make: Callable[[LayerSpec], LayerCache]) -> list[LayerCache]:
+        """One cache a layer: ``make``'s of full layers, those of their kinds of the others."""
+        return [CACHES.get(spec.kind, make)(spec) for spec in self.specs]
 
 
 class Calibrated(Protocol):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsekv_cli.cache.kinds import full_layers
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore
@@ -76,7 +77,7 @@ def study_directions(run: CalibrationRun) -> dict[str, np.ndarray]:
     and of C, columns by falling eigenvalue, all of them, so that any rank is a prefix;
     eigenvalues_* f32 (L, G d). E = w U and D = U / w; for pca w = 1.
     """
-    width = max(spec.n_head_kv * spec.head_dim for spec in run.specs)
+    width = max(spec.n_head_kv * spec.head_dim for spec in full_layers(run.specs))
     tensors = {"weights": np.zeros((len(run.specs), width), np.float32)}
     for basis in BASES:
         shape = (len(run.specs), width, width)
@@ -92,7 +93,7 @@ def study_directions(run: CalibrationRun) -> dict[str, np.ndarray]:
             tensors[f"vectors_{basis}"][spec.layer, :size, :size] = vectors[:, ::-1]
         run.progress(STATISTICS_SHARE * (spec.layer + 1) / spec.n_layer)
 
-    run.forward(run.ids, 0, [_StatisticsCache(s, keep) for s in run.specs])
+    run.forward(run.ids, 0, run.caches(lambda spec: _StatisticsCache(spec, keep)))
     return tensors
 
 

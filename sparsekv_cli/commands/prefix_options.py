@@ -121,10 +121,14 @@ def use_prefixes(session: Session, options: PrefixOptions) -> None:
     n_queried, reason = method.n_queried, ""
     if not session.engine.shares_prefill:
         reason = "rows on a GPU are not kept on disk yet"
+    elif session.hparams.other_layers:
+        reason = f"{session.hparams.other_layers} do not keep the rows of all tokens"
     elif n_queried is None:
         reason = f"{method.name} needs the queries of all tokens"
     if options.session is not None and reason:
-        raise SparseKVError(f"--session: {reason}; leave it out, or take another method or device")
+        raise SparseKVError(
+            f"--session: {reason}; leave it out, or take another method, device or model"
+        )
     if directory is None and options.session is None:
         reason = "there is no home folder and no XDG_CACHE_HOME"
     if reason or n_queried is None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparsekv_cli import warmup
+from sparsekv_cli.cache.kinds import full_layers
 from sparsekv_cli.cache.layer import LayerCache, total_counters
 from sparsekv_cli.cache.spec import Memory
 from sparsekv_cli.errors import SparseKVError
@@ -141,8 +142,8 @@ def greedy_tokens(
 class MethodResult:
     """One method of a comparison, in the words of the JSON contract.
 
-    rows_*_mean: rows a query head, layer and step, dense layers included. mass and overlap: None
-    for methods that do not choose rows, or never had to.
+    rows_*_mean: rows a query head, full layer and step, dense layers included. mass and overlap:
+    None for methods that do not choose rows, or never had to.
     """
 
     spec: str
@@ -193,7 +194,7 @@ def compare(
     shared = session.engine.shares_prefill
     if shared:
         for method in methods.values():
-            last_layer = session.calibrations.specs(method)[-1]
+            last_layer = full_layers(session.calibrations.specs(method))[-1:]
             warmup.load_method_kernels(method, last_layer, session.decoder.rows_dtype)
     keys: Keys = ()
     watched, timed = split_steps(n_steps, 0 if shared else UNTIMED)
@@ -246,7 +247,8 @@ def _row(
     prefill_s: float,
     timed: range,
 ) -> MethodResult:
-    head_steps = len(result.kld) * sum(cache.spec.n_head for cache in layers)
+    full = full_layers(cache.spec for cache in layers)
+    head_steps = max(1, len(result.kld) * sum(spec.n_head for spec in full))
     memory = [cache.memory() for cache in layers]
 
     def total(part: Callable[[Memory], int]) -> int:

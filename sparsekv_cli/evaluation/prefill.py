@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from sparsekv_cli.cache.layer import LayerCache
-from sparsekv_cli.cache.spec import AttnInput
+from sparsekv_cli.cache.spec import FULL, AttnInput
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.methods.base import Method
 
@@ -146,6 +146,7 @@ def batches(
     row_bytes = sum(
         2 * (padded(layer.head_dim) + padded(layer.value_dim)) * layer.n_head_kv
         for layer in session.hparams.layers
+        if layer.kind == FULL
     )
     size = len(methods)
     if most_bytes is not None:

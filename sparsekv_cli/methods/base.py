@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from sparsekv_cli.cache.kinds import CACHES
 from sparsekv_cli.cache.layer import DenseCache, LayerCache
-from sparsekv_cli.cache.spec import Budget, LayerSpec
+from sparsekv_cli.cache.spec import FULL, Budget, LayerSpec
 from sparsekv_cli.cache.store import CACHE_TYPES
 from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.option import check_options, option
@@ -69,14 +70,19 @@ class Method(ABC):
         return replace(spec, cache_type_k=self.cache_type_k, cache_type_v=self.cache_type_v)
 
     def is_dense(self, spec: LayerSpec) -> bool:
-        """Whether the layer is dense, by default or because the user says so."""
-        return spec.layer in {
+        """Whether the layer is dense, by default or because the user says so, or of another kind.
+
+        Layers have the numbers that they have in the model, whatever their kind.
+        """
+        return spec.kind != FULL or spec.layer in {
             i % spec.n_layer for i in self.dense_layers if -spec.n_layer <= i < spec.n_layer
         }
 
     def layer(self, spec: LayerSpec) -> LayerCache:
-        """The cache of one layer."""
+        """The cache of one layer, which is the method's own in a full layer."""
         spec = self.layer_spec(spec)
+        if spec.kind != FULL:
+            return CACHES[spec.kind](spec)
         make = self.dense_layer if self.is_dense(spec) else self.sparse_layer
         return make(spec)
 

@@ -18,13 +18,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from sparsekv_cli.cache.kinds import full_layers
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.methods.base import Method
 
 
 def sparse_from(method: Method, specs: Iterable[LayerSpec]) -> int:
     """Rows up to which ``method`` should attend to all of them; 0 if it has no such depth."""
-    return method.work_of_a_head * max(spec.group for spec in specs)
+    return method.work_of_a_head * max((spec.group for spec in full_layers(specs)), default=0)
 
 
 def dense_up_to(method: Any, n: int) -> Method:

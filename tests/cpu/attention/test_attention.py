@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 from stored_rows import KINDS, layout, store
 
+from sparsekv_cli.cache.spec import NO_SINKS
 from sparsekv_cli.cpu.attention import decode
+from sparsekv_cli.cpu.attention.decode import NO_CAP
 from sparsekv_cli.cpu.attention.rows import F16, Q8_0
 
 GEOMETRIES = [
@@ -27,8 +29,34 @@ def test_attend_dense(n_head, n_kv_head, d, n, n_threads, kinds):
     q, k, v = make(n_head, n_kv_head, d, n, kinds)
     out = np.empty_like(q)
     scale = np.float32(d**-0.5)
-    decode.attend_dense(q, layout(k, v), n, n_kv_head, scale, out, n_threads)
+    decode.attend_dense(q, layout(k, v), 0, n, n_kv_head, scale, NO_CAP, NO_SINKS, out, n_threads)
     expected = decode.attend_dense_ref(q, k.exact[:, :n], v.exact[:, :n], scale)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+OPTIONS = [(1.5, True), (0.0, True), (1.5, False)]  # a softcap, and whether there are sinks
+
+
+def sinks_of(n_head, has_sinks):
+    sinks = np.random.default_rng(2).standard_normal(n_head).astype(np.float32)
+    return sinks if has_sinks else NO_SINKS
+
+
+@pytest.mark.parametrize(("softcap", "has_sinks"), OPTIONS)
+@pytest.mark.parametrize(("n", "first"), [(1, 0), (63, 20), (1300, 0), (1300, 700)])
+@pytest.mark.parametrize(("n_head", "n_kv_head", "d"), [(9, 3, 64), (8, 1, 80)])
+def test_softcaps_sinks_and_a_part_of_the_rows(n_head, n_kv_head, d, n, first, softcap, has_sinks):
+    q, k, v = make(n_head, n_kv_head, d, n)
+    out, sinks, scale = np.empty_like(q), sinks_of(n_head, has_sinks), np.float32(d**-0.5)
+    cap = np.float32(softcap)
+    args = (n_kv_head, scale, cap, sinks, out, 2)
+    expected = decode.attend_dense_ref(
+        q, k.exact[:, first:n], v.exact[:, first:n], scale, softcap, sinks if has_sinks else None
+    )
+    decode.attend_dense(q, layout(k, v), first, n, *args)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    idx = np.tile(np.arange(first, n, dtype=np.int32)[::-1], (n_kv_head, 1))
+    decode.attend_rows(q, layout(k, v), idx, np.full(n_kv_head, n - first), *args)
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
@@ -44,7 +72,7 @@ def test_attend_rows(n_head, n_kv_head, d, per_head, kinds):
     idx = np.stack([rng.permutation(n) for _ in range(n_list)]).astype(np.int32)
     out = np.empty_like(q)
     scale = np.float32(d**-0.5)
-    decode.attend_rows(q, layout(k, v), idx, counts, n_kv_head, scale, out, 2)
+    decode.attend_rows(q, layout(k, v), idx, counts, n_kv_head, scale, NO_CAP, NO_SINKS, out, 2)
     rows = [idx[h * n_list // n_head, : counts[h * n_list // n_head]] for h in range(n_head)]
     expected = decode.attend_rows_ref(q, k.exact, v.exact, rows, scale)
     np.testing.assert_allclose(out, expected, atol=1e-5)
@@ -69,7 +97,7 @@ def test_attention_survives_huge_scores(kind):
     keys[0, 300] = 300 * np.sign(q[0])
     k, v = store(keys, kind), store(values, kind)
     out = np.empty_like(q)
-    decode.attend_dense(q, layout(k, v), 600, 1, np.float32(1), out, 2)
+    decode.attend_dense(q, layout(k, v), 0, 600, 1, np.float32(1), NO_CAP, NO_SINKS, out, 2)
     assert np.isfinite(out).all()
     np.testing.assert_allclose(out[0], v.exact[0, 300], atol=1e-5)
 

@@ -6,23 +6,25 @@ import numpy as np
 import pytest
 
 from sparsekv_cli.cache.attend import attend_causal
-from sparsekv_cli.cache.spec import LayerSpec
+from sparsekv_cli.cache.spec import NO_SINKS, LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.cpu.attention import prefill_bf16 as kernels
-from sparsekv_cli.cpu.attention.flash import attend_causal_ref
+from sparsekv_cli.cpu.attention.flash import ALL_ROWS, attend_causal_ref
 from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 
 pytestmark = pytest.mark.skipif(not bf16.is_available(), reason="this CPU has no bf16 products")
 
 
-def attend(q, k, v, scale, n_threads=2):
+def attend(q, k, v, scale, n_threads=2, window=ALL_ROWS, softcap=0.0, sinks=NO_SINKS):
     """bf16 arrays -> f32 (H, T, d_v), of keys and values in a store."""
     spec = LayerSpec(0, 1, q.shape[0], k.shape[0], q.shape[2], v.shape[2], n_threads)
     store = KVStore(spec)
     store.append(k, v)
     out = np.full((q.shape[1], q.shape[0], v.shape[2]), 0xFFFF, np.uint16)  # NaN
-    kernels.attend_causal(q, store.layout, spec.n_head_kv, store.n, scale, out, n_threads)
+    kernels.attend_causal(
+        q, store.layout, spec.n_head_kv, store.n, scale, window, softcap, sinks, out, n_threads
+    )
     return as_f32(out).swapaxes(0, 1)
 
 
@@ -47,6 +49,24 @@ def test_against_f64(n_head, n_kv, d, d_v, n_new, n):
     error = attend(q, k, v, scale) - ref
     assert np.abs(error).max() < 0.02
     assert np.sqrt((error**2).mean() / (ref**2).mean()) < 4e-3
+
+
+@pytest.mark.parametrize(("n_head", "n_kv", "d"), [(9, 3, 64), (4, 1, 80), (1, 1, 16)])
+@pytest.mark.parametrize(("n_new", "n"), [(1, 1), (1, 300), (97, 1000), (700, 1200)])
+@pytest.mark.parametrize(
+    ("window", "softcap", "has_sinks"),
+    [(ALL_ROWS, 2.0, False), (ALL_ROWS, 0.0, True), (64, 2.0, True), (1, 0.0, False)],
+)
+def test_windows_softcaps_and_sinks(n_head, n_kv, d, n_new, n, window, softcap, has_sinks):
+    q, k, v = random(0, n_head, n_new, d), random(1, n_kv, n, d), random(2, n_kv, n, d)
+    sinks = as_f32(random(3, n_head)) if has_sinks else NO_SINKS
+    options = {"window": window, "softcap": softcap}
+    ref = attend_causal_ref(
+        *map(as_f32, (q, k, v)), 0.3, sinks=sinks if has_sinks else None, **options
+    )
+    error = attend(q, k, v, 0.3, sinks=sinks, **options) - ref
+    assert np.abs(error).max() < 0.03
+    assert np.sqrt((error**2).mean() / (ref**2).mean()) < 5e-3
 
 
 def test_large_scores_and_a_late_peak():

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from sparsekv_cli.cache.attend import attend_causal
-from sparsekv_cli.cache.spec import LayerSpec
+from sparsekv_cli.cache.spec import NO_SINKS, LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.cpu.attention import prefill_f32 as kernels
-from sparsekv_cli.cpu.attention.flash import attend_causal_ref
+from sparsekv_cli.cpu.attention.flash import ALL_ROWS, attend_causal_ref
 
 
 def random(seed: int, *shape: int) -> np.ndarray:
@@ -25,12 +25,21 @@ def stored(k: np.ndarray, v: np.ndarray, types: tuple[str, str] = ("f16", "f16")
     return store
 
 
-def attend(q: np.ndarray, store: KVStore, scale: float, n_threads: int = 2) -> np.ndarray:
+def attend(
+    q: np.ndarray,
+    store: KVStore,
+    scale: float,
+    n_threads: int = 2,
+    window: int = ALL_ROWS,
+    softcap: float = 0.0,
+    sinks: np.ndarray = NO_SINKS,
+) -> np.ndarray:
     """f32 (H, T, d_v)."""
     out = np.full((q.shape[1], q.shape[0], store.v_type.d), np.nan, np.float32)
     kernels.attend_causal(
-        q, store.layout, store.k.shape[0], store.n, np.float32(scale), out, n_threads
-    )
+        q, store.layout, store.k.shape[0], store.n, np.float32(scale), window, np.float32(softcap),
+        sinks, out, n_threads,
+    )  # fmt: skip
     return out.swapaxes(0, 1)
 
 
@@ -60,6 +69,21 @@ def test_against_f64(n_head, n_kv, d, d_v, n_new, n, types):
     error = attend(q, store, scale) - ref  # an output is a mean of values of size 1
     assert np.abs(error).max() < 1e-5
     assert np.sqrt((error**2).mean() / (ref**2).mean()) < 2e-6
+
+
+@pytest.mark.parametrize(("n_head", "n_kv", "d"), [(9, 3, 64), (4, 1, 80), (1, 1, 16)])
+@pytest.mark.parametrize(("n_new", "n"), [(1, 1), (1, 300), (97, 1000), (700, 1200)])
+@pytest.mark.parametrize(
+    ("window", "softcap", "has_sinks"),
+    [(ALL_ROWS, 2.0, False), (ALL_ROWS, 0.0, True), (64, 2.0, True), (1, 0.0, False)],
+)
+def test_windows_softcaps_and_sinks(n_head, n_kv, d, n_new, n, window, softcap, has_sinks):
+    q, store = random(0, n_head, n_new, d), stored(random(1, n_kv, n, d), random(2, n_kv, n, d))
+    sinks = random(3, n_head) if has_sinks else NO_SINKS
+    k, v = store.keys()[..., :d], store.values()[..., :d]
+    options = {"window": window, "softcap": softcap}
+    ref = attend_causal_ref(q, k, v, 0.3, sinks=sinks if has_sinks else None, **options)
+    np.testing.assert_allclose(attend(q, store, 0.3, sinks=sinks, **options), ref, atol=2e-5)
 
 
 def test_large_scores_and_a_late_peak():
