@@ -128,11 +128,13 @@ class Forward(ABC):
         all_logits: bool = False,
         attend: ChunkAttention | None = None,
         on_rows: OnRows | None = None,
+        between_layers: Callable[[], None] | None = None,
     ) -> np.ndarray:
         """Dense forward of T rows from position ``pos`` on: logits f32 (n_vocab,), or (T, n_vocab).
 
         Every cache gets the rows in chunks, then ``finish_prefill``. attend: how chunks attend, if
-        not densely. on_rows: told, ahead of that, of each layer's cache when it has all rows. A
+        not densely. on_rows: told, ahead of that, of each layer's cache when it has all rows.
+        between_layers: called where another ``forward`` may run ahead of the next layer. A
         long prompt goes through the layers in parts of ROWS_AT_ONCE rows, so that its residual
         stream never exists as a whole; not if a cache cannot (``can_prefill_in_parts``) or all
         logits are wanted.
@@ -156,6 +158,9 @@ class Forward(ABC):
                     if on_rows is not None:
                         on_rows(i, cache)
                     cache.finish_prefill()
+                if between_layers is not None:
+                    between_layers()
+                    self.prepare(n)
             normed = self.rows.last_norm(x if all_logits else x[-1:], self.output_norm)
             del x  # before the next part comes
         logits = self.output(normed)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sparsekv_cli.session import Session, ledger_of
+from sparsekv_cli.sequence import ledger_of
+from sparsekv_cli.session import Session
 
 
 class Batch:

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from sparsekv_cli import warmup
-from sparsekv_cli.cache.layer import LayerCache, total_counters
 from sparsekv_cli.cache.spec import FULL, LayerSpec
 from sparsekv_cli.calibration import calibrations
 from sparsekv_cli.config import SessionConfig
@@ -27,6 +26,7 @@ from sparsekv_cli.models.gguf.file import GGUFFile, open_gguf
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.weights import Weights, read_weights
 from sparsekv_cli.prefix.prefixes import Found, Prefixes
+from sparsekv_cli.sequence import Attention, Checkpoint, SequenceState, ledger_of
 from sparsekv_cli.warmup import OnCompile
 
 Sample = Callable[[np.ndarray, Sequence[int]], int]
@@ -52,7 +52,6 @@ class Timings:
         self.prefill_tokens = self.decode_tokens = self.cached_tokens = 0
 
 
-LEDGER_ROWS = ("rows_total", "rows_scored", "rows_attended")
 N_HEADROOM = 512  # rows that a prefill makes room for beyond its own, so that an answer fits
 
 
@@ -66,41 +65,12 @@ class SessionLedger:
         return ledger_of(self._session.caches)
 
 
-def ledger_of(caches: Sequence[LayerCache]) -> dict[str, int]:
-    """The counts of ``caches`` together, in the words of the JSON contract."""
-    counts = total_counters(caches)
-    memory = [cache.memory() for cache in caches]
-    result = {name: int(counts.pop(name, 0)) for name in LEDGER_ROWS}
-    result["bytes_host"] = sum(m.host for m in memory)
-    result["bytes_device"] = sum(m.device for m in memory)
-    result["bytes_moved"] = int(counts.pop("bytes_moved", 0))
-    result["index_bytes"] = sum(m.index for m in memory)
-    result.update((name, int(count)) for name, count in sorted(counts.items()))
-    return result
-
-
-class Checkpoint(NamedTuple):
-    """The end of a sequence's last prefill, to which it can go back."""
-
-    n: int  # tokens
-    logits: np.ndarray  # f32 (n_vocab,) after them
-
-
-class SequenceState(NamedTuple):
-    """One sequence: its tokens, and for every layer the cache that holds their rows."""
-
-    tokens: list[int]
-    caches: list[LayerCache]
-    checkpoint: Checkpoint | None = None
-
-
 class Session:
     """One model, one method, one sequence. ``load_session`` makes it.
 
     Positions are absolute; ``tokens`` are those whose rows the caches hold. ``checkpoint``: where
-    their last prefill ended, None if that is no part of them. ``sparse_from``: of so many rows the
-    method attends to all; among more it chooses. ``prefixes``: where a prompt's rows are looked for
-    and kept, if anywhere.
+    their last prefill ended, None if that is no part of them. ``attention``: the sequence's, which
+    ``reset`` keeps. ``prefixes``: where a prompt's rows are looked for and kept, if anywhere.
     """
 
     def __init__(
@@ -139,24 +109,39 @@ class Session:
         self.timings = Timings()
         self.prefixes: Prefixes | None = None
         self.ledger = SessionLedger(self)
-        self._specs = self.prepare(method, on_compile, on_calibrate)
-        self.sparse_from = self._sparse_from(method)
-        self.method = dense_up_to(method, self.sparse_from) if self.sparse_from else method
-        self.engine.load_kernels(method, self._specs)
+        self.attention = self.attention_of(method, config.sparse_from, on_compile, on_calibrate)
+        self.engine.load_kernels(method, self.attention.specs)
         self._is_ready_for_few = False
         self.reset()
 
-    def _sparse_from(self, method: Method) -> int:
-        """The rows up to which ``method`` attends to all; 0 if it has no such depth.
+    @property
+    def method(self) -> Method:
+        return self.attention.method
 
-        Where steps pay is known of those on the host only.
+    @property
+    def sparse_from(self) -> int:
+        return self.attention.sparse_from
+
+    def attention_of(
+        self,
+        method: Method,
+        dense_rows: int,
+        on_compile: OnCompile | None = None,
+        on_calibrate: calibrations.OnCalibrate | None = None,
+    ) -> Attention:
+        """How a sequence attends with ``method``, which is calibrated first if necessary.
+
+        dense_rows: as SessionConfig has ``sparse_from``. Where steps pay is known of those on the
+        host only.
         """
+        specs = self.prepare(method, on_compile, on_calibrate)
         if not method.work_of_a_head:
-            return 0
-        if self.config.sparse_from >= 0:
-            return self.config.sparse_from
-        on_host = self.engine.decodes_on_host(method)
-        return sparse_from(method, self._specs) if on_host else 0
+            return Attention(method, specs, 0)
+        if dense_rows < 0:
+            dense_rows = sparse_from(method, specs) if self.engine.decodes_on_host(method) else 0
+        if dense_rows:
+            method = dense_up_to(method, dense_rows)
+        return Attention(method, specs, dense_rows)
 
     def prepare(
         self,
@@ -174,16 +159,18 @@ class Session:
         """Forgets the sequence."""
         self.tokens: list[int] = []
         self.checkpoint: Checkpoint | None = None
-        self.caches = [self.engine.layer(self.method, spec) for spec in self._specs]
+        self.caches = [
+            self.engine.layer(self.attention.method, spec) for spec in self.attention.specs
+        ]
 
     @property
     def state(self) -> SequenceState:
         """The sequence, which another one can replace."""
-        return SequenceState(self.tokens, self.caches, self.checkpoint)
+        return SequenceState(self.attention, self.tokens, self.caches, self.checkpoint)
 
     @state.setter
     def state(self, state: SequenceState) -> None:
-        self.tokens, self.caches, self.checkpoint = state
+        self.attention, self.tokens, self.caches, self.checkpoint = state
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -195,12 +182,18 @@ class Session:
         return self.method.options()
 
     def prefill(
-        self, ids: Sequence[int], progress: Progress | None = None, *, all_logits: bool = False
+        self,
+        ids: Sequence[int],
+        progress: Progress | None = None,
+        *,
+        all_logits: bool = False,
+        between_layers: Callable[[], None] | None = None,
     ) -> np.ndarray:
         """Adds ``ids`` densely; logits f32 (n_vocab,) after the last, or (T, n_vocab) after each.
 
-        SparseKVError for no tokens, or for more than the context holds. Then, and when it is
-        interrupted, nothing is added.
+        progress may decode other sequences; between_layers may also prefill them, if it leaves the
+        session with the state that it found. SparseKVError for no tokens, or for more than the
+        context holds. Then, and when it is interrupted, nothing is added.
         """
         n = len(ids)
         if n == 0:
@@ -235,6 +228,7 @@ class Session:
             logits = self.decoder.forward(
                 ids[n_loaded:], n_past + n_loaded, self.caches, progress=progress,
                 all_logits=all_logits, on_rows=prefixes and prefixes.take,
+                between_layers=between_layers,
             )  # fmt: skip
         except BaseException:
             if prefixes is not None:

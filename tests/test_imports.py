@@ -28,10 +28,12 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": {"cache", "cpu", "device", "methods", "session", "warmup"},
     "engine": {"cache", "cpu", "device", "methods", "models", "warmup"},
     "warmup": {"cache", "cpu", "methods", "models"},
+    "sequence": {"cache", "methods"},
     "session": {"cache", "calibration", "cpu", "engine", "memory", "methods", "models", "prefix"}
-    | {"warmup"},
-    "batch": {"session"},
-    "commands": {"batch", "calibration", "evaluation", "methods", "models", "prefix"}
+    | {"sequence", "warmup"},
+    "batch": {"sequence", "session"},
+    "generation": {"models", "sampling", "session"},
+    "commands": {"batch", "calibration", "evaluation", "generation", "methods", "models", "prefix"}
     | {"sampling", "session", "warmup"},
     "cli": {"commands"},
     "__main__": {"cli"},

@@ -26,7 +26,8 @@ from sparsekv_cli.device.engine import DeviceEngine, device_cache, kv_bytes
 from sparsekv_cli.evaluation.compare import build_spec
 from sparsekv_cli.evaluation.observer import Measured
 from sparsekv_cli.models.sources.locate import resolve_model
-from sparsekv_cli.session import Session, ledger_of, load_session
+from sparsekv_cli.sequence import ledger_of
+from sparsekv_cli.session import Session, load_session
 
 TEXT = Path(__file__).resolve().parents[1] / "accuracy" / "texts" / "mixed.txt"
 LOGITS_OF = (

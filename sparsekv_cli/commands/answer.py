@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, cast
 
 from sparsekv_cli.commands.progress import PrefillProgress
+from sparsekv_cli.generation.answer import STOP_INTERRUPT, Answer, AnswerBuilder
 
 if TYPE_CHECKING:
-    from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
     from sparsekv_cli.sampling.grammar import Constraint
     from sparsekv_cli.session import Sample, Session
-
-STOP_EOS, STOP_LENGTH, STOP_TEXT, STOP_INTERRUPT = "eos", "length", "stop", "interrupt"
 
 # Tokens that are prefilled again after the cache was cut: a method begins its index with the last
 # queries of a prefill (32 by default). None are where the last prefill ended.
@@ -26,116 +22,6 @@ N_REFRESH = 64
 # So few tokens are prefilled again ahead of as many new ones where prompts are kept on disk, which
 # finds and keeps whole ones only.
 N_WHOLE = 512
-
-
-@dataclass
-class Answer:
-    """What was generated.
-
-    text: everything that was written; a stop string and what follows it is not part of it.
-    tokens: the sampled ids, without the end-of-generation token that ended them.
-    stop_reason: ``eos``, ``length``, ``stop`` or ``interrupt``.
-    """
-
-    text: str
-    tokens: list[int]
-    stop_reason: str
-
-
-class StopStrings:
-    """Finds the first stop string in text that arrives in pieces.
-
-    Text that may be the beginning of a stop string is held back until the next piece decides.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        if any(not stop for stop in stops):
-            raise ValueError("a stop string is empty")
-        self.stops = tuple(stops)
-        self.found = False
-        self._held = ""
-
-    def push(self, text: str) -> str:
-        """The part of everything so far that can be shown now."""
-        text = self._held + text
-        starts = [start for stop in self.stops if (start := text.find(stop)) >= 0]
-        if starts:
-            self.found, self._held = True, ""
-            return text[: min(starts)]
-        keep = max((_overlap(text, stop) for stop in self.stops), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def flush(self) -> str:
-        """What was held back, when nothing follows any more."""
-        held, self._held = self._held, ""
-        return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a beginning of ``stop`` and not all of it."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if stop.startswith(text[-length:]):
-            return length
-    return 0
-
-
-class AnswerBuilder:
-    """An answer that grows by tokens. ``write`` gets its text as soon as it is certain.
-
-    stops: texts before which the answer ends. constraint: what ends it where nothing can follow.
-    special: control tokens are part of the text, the one that ends the answer too.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stops: Sequence[str],
-        write: Callable[[str], None],
-        constraint: Constraint | None = None,
-        *,
-        special: bool = False,
-    ) -> None:
-        self.answer = Answer("", [], STOP_LENGTH)
-        self._tokenizer = tokenizer
-        self._end_ids = frozenset(tokenizer.eog_ids)
-        # Not StreamDecoder: a completion keeps the space before its first word.
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._matcher = StopStrings(stops)
-        self._write = write
-        self._constraint = constraint
-        self._special = special
-
-    def push(self, token: int) -> bool:
-        """Adds a token; whether the answer ends with it."""
-        is_end = token in self._end_ids
-        if not is_end:
-            self.answer.tokens.append(token)
-        is_text = self._special or (not is_end and self._tokenizer.is_shown(token))
-        piece = self._tokenizer.token_bytes(token) if is_text else b""
-        self._emit(self._matcher.push(self._decoder.decode(piece)))
-        if self._matcher.found and not is_end:
-            self.answer.stop_reason = STOP_TEXT
-            return True
-        if is_end or (self._constraint is not None and self._constraint.is_finished):
-            self.answer.stop_reason = STOP_EOS
-            return True
-        return False
-
-    def finish(self) -> Answer:
-        """The answer, to which nothing is added any more."""
-        if not self._matcher.found:
-            self._emit(self._matcher.push(self._decoder.decode(b"", final=True)))
-            if self._matcher.found:
-                self.answer.stop_reason = STOP_TEXT
-            else:
-                self._emit(self._matcher.flush())
-        return self.answer
-
-    def _emit(self, text: str) -> None:
-        if text:
-            self.answer.text += text
-            self._write(text)
 
 
 class Interrupt:

@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING
 import click
 
 from sparsekv_cli.commands.answer import (
-    STOP_INTERRUPT,
-    STOP_LENGTH,
-    Answer,
     PrefillInterrupted,
     keep_common,
     ledger_line,
@@ -22,22 +19,13 @@ from sparsekv_cli.commands.answer import (
 )
 from sparsekv_cli.commands.options import Invocation, ModelOptions, model_options, open_session
 from sparsekv_cli.commands.prefix_options import PrefixOptions, prefix_options, use_prefixes
-from sparsekv_cli.commands.prompt import (
-    CHATML_END,
-    chat_template,
-    check_utf8,
-    encode_messages,
-    parse_special_option,
-)
-from sparsekv_cli.commands.sampling_options import (
-    SamplingOptions,
-    new_constraint,
-    new_sampler,
-    sampling_options,
-    stop_option,
-)
+from sparsekv_cli.commands.prompt import check_utf8, parse_special_option
+from sparsekv_cli.commands.sampling_options import sampling_options, stop_option
 from sparsekv_cli.commands.terminal import one_line, say, write_text
 from sparsekv_cli.errors import LostModelError, SparseKVError
+from sparsekv_cli.generation.answer import STOP_INTERRUPT, STOP_LENGTH, Answer
+from sparsekv_cli.generation.conversation import CHATML_END, chat_template, encode_messages
+from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
 
 if TYPE_CHECKING:
     from sparsekv_cli.sampling.grammar import Constraint

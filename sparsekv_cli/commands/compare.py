@@ -19,9 +19,10 @@ from sparsekv_cli.commands.options import (
     warn_of_long_context,
 )
 from sparsekv_cli.commands.progress import CalibrationProgress, CompileProgress, PrefillProgress
-from sparsekv_cli.commands.prompt import chat_template, encode_messages, messages_of, read_prompt
+from sparsekv_cli.commands.prompt import read_prompt
 from sparsekv_cli.commands.terminal import write_text
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.generation.conversation import chat_template, encode_messages, messages_of
 
 if TYPE_CHECKING:
     from sparsekv_cli.evaluation.compare import MethodResult

@@ -9,19 +9,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparsekv_cli.commands.answer import AnswerBuilder
 from sparsekv_cli.commands.jsonl_tasks import Task, read_task
-from sparsekv_cli.commands.logprobs import LogProbs
-from sparsekv_cli.commands.prompt import prompt_ids
-from sparsekv_cli.commands.sampling_options import constraint_maker, new_sampler
 from sparsekv_cli.commands.terminal import one_line, say
 from sparsekv_cli.errors import LostModelError, SparseKVError
+from sparsekv_cli.generation.conversation import prompt_ids
+from sparsekv_cli.generation.growing import GrowingAnswer
+from sparsekv_cli.generation.sampler import constraint_maker
 
 if TYPE_CHECKING:
     import numpy as np
 
     from sparsekv_cli.sampling.grammar import Constraint, Grammar
-    from sparsekv_cli.session import Sample, Session
+    from sparsekv_cli.session import Session
 
 
 class Output:
@@ -57,7 +56,7 @@ def with_id(number: int, task_id: Any, result: Mapping[str, Any]) -> dict[str, A
     return {**head, **result}
 
 
-class GrowingAnswer:
+class LineAnswer:
     """The answer to a line while it is generated, and the token that comes next."""
 
     def __init__(
@@ -70,30 +69,21 @@ class GrowingAnswer:
     ) -> None:
         self.number = number
         self.task = task
-        self.token = -1
-        self._n_prompt = n_prompt
-        tokenizer = session.tokenizer
-        self._sample: Sample = new_sampler(session, task.sampling, task.seed, constraint)
-        self._logprobs: LogProbs | None = None
-        if task.logprobs is not None:
-            self._sample = self._logprobs = LogProbs(self._sample, task.logprobs, tokenizer)
-        self._builder = AnswerBuilder(
-            tokenizer, task.stop, lambda text: None, constraint, special=task.special
+        self.growing = GrowingAnswer(
+            session,
+            task.sampling,
+            seed=task.seed,
+            n_predict=task.n_predict,
+            stops=task.stop,
+            logprobs=task.logprobs,
+            constraint=constraint,
+            special=task.special,
         )
-
-    def choose(self, logits: np.ndarray, session: Session) -> bool:
-        """Chooses the next token; whether the answer is done. logits: f32 (n_vocab,)."""
-        tokens, n_predict = self._builder.answer.tokens, self.task.n_predict
-        if n_predict == 0:
-            return True
-        self.token = self._sample(logits, session.tokens)
-        if self._builder.push(self.token):
-            return True
-        return len(tokens) == n_predict or len(session.tokens) >= session.n_ctx
+        self._n_prompt = n_prompt
 
     def result(self) -> dict[str, Any]:
         """What is written when it is done."""
-        answer = self._builder.finish()
+        answer = self.growing.finish()
         result = {
             "text": answer.text,
             "prompt_tokens": self._n_prompt,
@@ -101,8 +91,8 @@ class GrowingAnswer:
             "tokens": answer.tokens,
             "stop_reason": answer.stop_reason,
         }
-        if self._logprobs is not None:
-            result["logprobs"] = self._logprobs.of(answer)
+        if self.growing.logprobs is not None:
+            result["logprobs"] = self.growing.logprobs.of(answer)
         return with_id(self.number, self.task.id, result)
 
 
@@ -117,7 +107,7 @@ class Answering:
         self._n_parallel = n_parallel
         self._output = output
         self._make_constraint: Callable[[Grammar], Constraint] | None = None
-        self._active: list[GrowingAnswer] = []
+        self._active: list[LineAnswer] = []
         self._logits: list[np.ndarray] = []  # of each active answer, after its last token
 
     def run(self, lines: Iterable[tuple[int, bytes]], defaults: Task) -> None:
@@ -156,7 +146,7 @@ class Answering:
             ids = prompt_ids(
                 session, task.prompt, task.system, raw=task.raw, parse_special=task.parse_special
             )
-            answer = GrowingAnswer(number, task, len(ids), session, self._constraint(task))
+            answer = LineAnswer(number, task, len(ids), session, self._constraint(task))
             self._batch.use(len(self._active)).reset()
             logits = session.prefill(ids)
             if session.prefixes is not None:
@@ -183,7 +173,7 @@ class Answering:
         while i < len(self._active):
             answer = self._active[i]
             try:
-                is_done = answer.choose(self._logits[i], self._batch.use(i))
+                is_done = answer.growing.choose(self._logits[i], self._batch.use(i))
             except SparseKVError as error:
                 self._output.fail(answer.number, answer.task.id, str(error))
                 self._drop(i)
@@ -203,7 +193,7 @@ class Answering:
     def _step(self) -> None:
         """Decodes the tokens that were chosen."""
         if self._active:
-            logits = self._batch.decode([answer.token for answer in self._active])
+            logits = self._batch.decode([answer.growing.token for answer in self._active])
             self._logits = [row.copy() for row in logits]  # which a prefill may overwrite
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from sparsekv_cli.commands.prompt import decode_utf8
-from sparsekv_cli.commands.sampling_options import SamplingOptions
 from sparsekv_cli.commands.terminal import one_line
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.option import did_you_mean
 from sparsekv_cli.sampling.params import SamplingParams
 

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sparsekv_cli.commands.answer import (
-    STOP_INTERRUPT,
-    Answer,
     PrefillInterrupted,
     ledger_line,
     speed,
@@ -22,24 +20,16 @@ from sparsekv_cli.commands.answer import (
     timing_line,
 )
 from sparsekv_cli.commands.jsonl_tasks import Task
-from sparsekv_cli.commands.logprobs import LogProbs
 from sparsekv_cli.commands.options import Invocation, ModelOptions, model_options, open_session
 from sparsekv_cli.commands.prefix_options import PrefixOptions, prefix_options, use_prefixes
-from sparsekv_cli.commands.prompt import (
-    check_utf8,
-    parse_special_option,
-    prompt_ids,
-    read_prompt,
-)
-from sparsekv_cli.commands.sampling_options import (
-    SamplingOptions,
-    new_constraint,
-    new_sampler,
-    sampling_options,
-    stop_option,
-)
+from sparsekv_cli.commands.prompt import check_utf8, parse_special_option, read_prompt
+from sparsekv_cli.commands.sampling_options import sampling_options, stop_option
 from sparsekv_cli.commands.terminal import say, write_text
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.generation.answer import STOP_INTERRUPT, Answer
+from sparsekv_cli.generation.conversation import prompt_ids
+from sparsekv_cli.generation.logprobs import LogProbs
+from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
 
 if TYPE_CHECKING:
     from sparsekv_cli.session import Session

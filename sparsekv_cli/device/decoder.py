@@ -105,12 +105,14 @@ class DeviceDecoder(Forward):
         all_logits: bool = False,
         attend: ChunkAttention | None = None,
         on_rows: OnRows | None = None,
+        between_layers: Callable[[], None] | None = None,
     ) -> np.ndarray:
         """As Forward.forward; returns when every cache has its rows, those on the host too."""
         mine = [c if isinstance(c, DeviceCache | HostCache) else self.foreign(c) for c in caches]
         logits = super().forward(
             ids, pos, mine, progress=progress, all_logits=all_logits,
             attend=attend and (lambda cache, x: cache.attend(attend, x)), on_rows=on_rows,
+            between_layers=between_layers,
         )  # fmt: skip
         for cache in mine:
             if isinstance(cache, HostCache):

@@ -15,7 +15,8 @@ import pytest
 from sparsekv_cli.cli import main
 from sparsekv_cli.commands import chat as chat_module
 from sparsekv_cli.commands import run as run_module
-from sparsekv_cli.session import Checkpoint, Session
+from sparsekv_cli.sequence import Checkpoint
+from sparsekv_cli.session import Session
 
 EOS_ID, BOS_ID = 256, 257
 
@@ -88,7 +89,7 @@ class FakeSession:
         self.tokenizer = ByteTokenizer()
         self.tokens: list[int] = []
         self.checkpoint: Checkpoint | None = None
-        self.sparse_from = 0
+        self.sparse_from, self.attention = 0, None
         self.timings = SimpleNamespace(
             load_s=0.5,
             prefill_s=0.0,

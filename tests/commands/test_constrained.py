@@ -14,9 +14,9 @@ import pytest
 from sparsekv_cli.commands import run as run_module
 from sparsekv_cli.commands.answer import stream_answer
 from sparsekv_cli.commands.options import ModelOptions, open_session
-from sparsekv_cli.commands.prompt import encode_messages
-from sparsekv_cli.commands.sampling_options import SamplingOptions, new_constraint, new_sampler
 from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.generation.conversation import encode_messages
+from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
 from sparsekv_cli.sampling.grammar import read_grammar
 
 Invoke = Callable[..., Any]

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from sparsekv_cli.commands.answer import StopStrings, ledger_line
+from sparsekv_cli.commands.answer import ledger_line
+from sparsekv_cli.generation.answer import StopStrings
 
 Invoke = Callable[..., Any]
 TEMPLATE = (

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tiny_vocabularies import bpe_metadata, spm_metadata
 
-from sparsekv_cli.commands.sampling_options import new_constraint
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.generation.sampler import new_constraint
 from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from sparsekv_cli.sampling.chain import make_sampler
 from sparsekv_cli.sampling.grammar import Constraint, read_grammar

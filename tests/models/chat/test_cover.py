@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparsekv_cli.commands.prompt import encode_messages
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.generation.conversation import encode_messages
 from sparsekv_cli.models.chat.cover import Cover
 from sparsekv_cli.models.chat.template import CHATML, render
 from sparsekv_cli.models.tokenizer.bpe import byte_symbols

@@ -1,4 +1,4 @@
-"""``--logprobs``: how likely the model found each token of an answer, and which others."""
+"""Log probabilities: how likely the model found each token of an answer, and which others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
-    from sparsekv_cli.commands.answer import Answer
+    from sparsekv_cli.generation.answer import Answer
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
     from sparsekv_cli.session import Sample
 

@@ -1,0 +1,1 @@
+"""From a conversation to the tokens of an answer, and from these to its text."""

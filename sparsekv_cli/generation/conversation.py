@@ -1,0 +1,99 @@
+"""From a prompt or a conversation to the ids that a model is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sparsekv_cli.errors import SparseKVError
+
+if TYPE_CHECKING:
+    from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
+    from sparsekv_cli.session import Session
+
+TEMPLATE_KEY = "tokenizer.chat_template"
+CHATML_END = "<|im_end|>"
+
+
+def chat_template(metadata: Mapping[str, Any]) -> str | None:
+    """The model's chat template, None if it has none."""
+    template = metadata.get(TEMPLATE_KEY)
+    if template is not None and not isinstance(template, str):
+        raise SparseKVError(f"{TEMPLATE_KEY} is {type(template).__name__}, not a string")
+    return template or None
+
+
+def messages_of(system: str | None, prompt: str) -> list[dict[str, str]]:
+    """A conversation of one user message, after the system message if there is one."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return [*messages, {"role": "user", "content": prompt}]
+
+
+def encode_messages(
+    tokenizer: Tokenizer,
+    template: str | None,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    parse_special: bool = False,
+) -> list[int]:
+    """The ids of a conversation that the assistant is to continue; BOS is there at most once.
+
+    parse_special: control tokens such as ``<|im_end|>`` in the messages and tools are parsed, too,
+    not only those that the template writes.
+    """
+    from sparsekv_cli.models.chat.cover import Cover
+    from sparsekv_cli.models.chat.template import render
+
+    bos, eos = (token_text(tokenizer, tokenizer.bos_id), token_text(tokenizer, tokenizer.eos_id))
+    plain = None
+    if not parse_special:
+        cover = Cover(tokenizer.control_texts, template, [*messages, *(tools or ())])
+        messages, plain = cover.messages(messages), cover.lift
+        tools = tools and cover.value(tools)
+    text = render(
+        template,
+        messages,
+        add_generation_prompt=True,
+        bos_token=bos,
+        eos_token=eos,
+        tools=tools,
+    )
+    add_bos = False if bos and text.startswith(bos) else None
+    return tokenizer.encode(text, add_bos=add_bos, add_eos=False, parse_special=True, plain=plain)
+
+
+def prompt_ids(
+    session: Session,
+    prompt: str | Sequence[Mapping[str, Any]],
+    system: str | None,
+    *,
+    raw: bool,
+    parse_special: bool,
+) -> list[int]:
+    """The ids of a prompt: a text, after the system message if there is one, or a conversation.
+
+    Without ``raw`` the model's chat template is applied, if it has one. SparseKVError where a
+    message needs a template and there is none.
+    """
+    template = chat_template(session.gguf.metadata)
+    if template is None or (raw and isinstance(prompt, str)):
+        if system is not None:
+            raise SparseKVError(
+                "this model has no chat template, so there is no place for a system message: "
+                "leave out -sys and put it into the prompt"
+            )
+        if not isinstance(prompt, str):
+            raise SparseKVError(
+                "this model has no chat template, which messages need: give a prompt"
+            )
+        return session.tokenizer.encode(prompt, add_eos=False, parse_special=True)
+    messages = messages_of(system, prompt) if isinstance(prompt, str) else prompt
+    return encode_messages(session.tokenizer, template, messages, parse_special=parse_special)
+
+
+def token_text(tokenizer: Tokenizer, token: int | None) -> str:
+    """The text of a special token; empty if the model has no such token."""
+    if token is None or token < 0:
+        return ""
+    return tokenizer.token_bytes(token).decode("utf-8", errors="replace")

@@ -1,0 +1,63 @@
+"""An answer that is generated a token at a time, beside others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from sparsekv_cli.generation.answer import Answer, AnswerBuilder
+from sparsekv_cli.generation.logprobs import LogProbs
+from sparsekv_cli.generation.sampler import SamplingOptions, new_sampler
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from sparsekv_cli.sampling.grammar import Constraint
+    from sparsekv_cli.session import Sample, Session
+
+
+class GrowingAnswer:
+    """An answer while it is generated, and the token that comes next.
+
+    n_predict: most tokens, negative: as many as fit. logprobs: most likely tokens that are
+    remembered for each, None: no log probabilities. write: gets the text as soon as it is certain.
+    The others are as ``new_sampler`` and ``AnswerBuilder`` take them.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        sampling: SamplingOptions,
+        *,
+        seed: int | None,
+        n_predict: int,
+        stops: Sequence[str],
+        logprobs: int | None = None,
+        constraint: Constraint | None = None,
+        special: bool = False,
+        write: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.token = -1
+        self.logprobs: LogProbs | None = None
+        self._n_predict = n_predict
+        self._sample: Sample = new_sampler(session, sampling, seed, constraint)
+        if logprobs is not None:
+            self._sample = self.logprobs = LogProbs(self._sample, logprobs, session.tokenizer)
+        self._builder = AnswerBuilder(session.tokenizer, stops, write, constraint, special=special)
+
+    def choose(self, logits: np.ndarray, session: Session) -> bool:
+        """Chooses the next token of the session's sequence; whether the answer is done.
+
+        logits: f32 (n_vocab,) after the sequence.
+        """
+        if self._n_predict == 0:
+            return True
+        self.token = self._sample(logits, session.tokens)
+        if self._builder.push(self.token):
+            return True
+        tokens = self._builder.answer.tokens
+        return len(tokens) == self._n_predict or len(session.tokens) >= session.n_ctx
+
+    def finish(self) -> Answer:
+        """The answer, to which nothing is added any more."""
+        return self._builder.finish()

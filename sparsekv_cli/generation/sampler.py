@@ -1,0 +1,84 @@
+"""The sampler of an answer: what the user set, what the model's file sets, and a grammar."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.sampling.params import params_from_metadata
+
+if TYPE_CHECKING:
+    from sparsekv_cli.sampling.grammar import Constraint, Grammar
+    from sparsekv_cli.session import Sample, Session
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """What the user set; what is missing comes from the model file or from llama.cpp's defaults.
+
+    explicit: field of SamplingParams -> value. ignore_eos: never choose a token that ends the text.
+    grammar: what every answer has to match.
+    """
+
+    explicit: Mapping[str, Any]
+    ignore_eos: bool = False
+    grammar: Grammar | None = None
+
+
+def new_constraint(session: Session, grammar: Grammar | None) -> Constraint | None:
+    """What keeps a model's answers to a grammar; None without one."""
+    return None if grammar is None else constraint_maker(session)(grammar)
+
+
+def constraint_maker(session: Session) -> Callable[[Grammar], Constraint]:
+    """What makes constraints for a model, whose vocabulary is read once, for the first of them."""
+    from sparsekv_cli.sampling.grammar import Constraint, TokenBytes, open_tokenizer
+
+    @functools.cache
+    def tokenizer_of_grammars() -> Any:
+        tokenizer = session.tokenizer
+        ids = range(tokenizer.n_vocab)
+        end_ids = sorted(tokenizer.eog_ids)
+        if not end_ids:
+            raise SparseKVError("the model has no token that ends an answer")
+        vocabulary = TokenBytes(
+            [tokenizer.token_bytes(token) for token in ids],
+            [token for token in ids if not tokenizer.is_shown(token)],
+            end_ids[0] if tokenizer.eos_id is None else tokenizer.eos_id,
+            tokenizer.bos_id,
+            tokenizer.encode_within,
+        )
+        return open_tokenizer(vocabulary, end_ids)
+
+    return lambda grammar: Constraint(grammar, tokenizer_of_grammars())
+
+
+def new_sampler(
+    session: Session,
+    sampling: SamplingOptions,
+    seed: int | None,
+    constraint: Constraint | None = None,
+) -> Sample:
+    """The sampler for a model: the user's values, the file's, then the defaults.
+
+    seed: None takes a random one. constraint: of ``new_constraint``, what answers have to match.
+    """
+    from sparsekv_cli.sampling.chain import make_sampler
+
+    tokenizer = session.tokenizer
+    explicit = dict(sampling.explicit)
+    if seed is not None:
+        explicit["seed"] = seed
+    if sampling.ignore_eos:
+        bans = {int(token): -math.inf for token in tokenizer.eog_ids}
+        explicit["logit_bias"] = {**explicit.get("logit_bias", {}), **bans}
+    return make_sampler(
+        params_from_metadata(session.gguf.metadata, explicit),
+        piece=tokenizer.token_bytes,
+        tokenize=lambda text: tokenizer.encode(text, add_bos=False, parse_special=False),
+        constraint=constraint,
+    )
