@@ -151,8 +151,15 @@ def describe(error: Exception) -> str:
     return one_line(text)
 
 
-# How a lack of memory is told by torch on the host, the loader of libraries, and the system.
-MEMORY_WORDS = ("can't allocate memory", "failed to map segment", os.strerror(errno.ENOMEM))
+# How a lack of memory is told by torch on the host, the loader of libraries, the system, and the
+# interpreter where code in C found none and said nothing (SystemError).
+MEMORY_WORDS = (
+    "can't allocate memory",
+    "failed to map segment",
+    os.strerror(errno.ENOMEM),
+    "error return without exception set",
+    "returned NULL without setting an exception",
+)
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

@@ -99,6 +99,8 @@ def test_a_library_that_finds_no_room_is_out_of_memory() -> None:
     except ImportError as error:
         assert describe(error).startswith("out of memory")
     assert describe(ImportError("no module x")).startswith("unexpected ImportError")
+    silent = SystemError("error return without exception set")  # an import that found no room
+    assert describe(silent).startswith("out of memory")
 
 
 @pytest.mark.parametrize("environment", [{}, POSIX])
