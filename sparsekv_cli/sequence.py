@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sparsekv_cli.cache.layer import LayerCache, total_counters
-from sparsekv_cli.cache.spec import LayerSpec
+from sparsekv_cli.cache.spec import FULL, LayerSpec
 from sparsekv_cli.methods.base import Method
 
 LEDGER_ROWS = ("rows_total", "rows_scored", "rows_attended")
@@ -53,3 +53,26 @@ def ledger_of(caches: Sequence[LayerCache]) -> dict[str, int]:
     result["index_bytes"] = sum(m.index for m in memory)
     result.update((name, int(count)) for name, count in sorted(counts.items()))
     return result
+
+
+def hand_over(
+    old: Sequence[LayerCache], new: Sequence[LayerCache], n: int, n_room: int
+) -> list[LayerCache] | None:
+    """The caches of another method with the first n rows of a sequence; all on the host.
+
+    new: empty ones; of a layer in which methods have no part the old one is taken. None unless the
+    old ones keep all rows, and as the new ones do; ``old`` is of no use after either. n_room: rows
+    in all that are to fit. A prefill of more rows must follow.
+    """
+    for cache, into in zip(old, new, strict=True):
+        kinds = [(each.store.k_type.kind, each.store.v_type.kind) for each in (cache, into)]
+        if not cache.can_prefill_in_parts or kinds[0] != kinds[1] or cache.truncate(n) != n:
+            return None
+    taken = []
+    for cache, into in zip(old, new, strict=True):
+        if cache.spec.kind == FULL:
+            of, to = cache.store, into.store
+            to.reserve(n_room)
+            to.k[:, :n], to.v[:, :n], to.n = of.k[:, :n], of.v[:, :n], n
+        taken.append(into if cache.spec.kind == FULL else cache)
+    return taken

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sparsekv_cli import warmup
-from sparsekv_cli.cache.spec import FULL, LayerSpec
+from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.calibration import calibrations
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.engine import open_engine
@@ -26,7 +26,7 @@ from sparsekv_cli.models.gguf.file import GGUFFile, open_gguf
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.weights import Weights, read_weights
 from sparsekv_cli.prefix.prefixes import Found, Prefixes
-from sparsekv_cli.sequence import Attention, Checkpoint, SequenceState, ledger_of
+from sparsekv_cli.sequence import Attention, Checkpoint, SequenceState, hand_over, ledger_of
 from sparsekv_cli.warmup import OnCompile
 
 Sample = Callable[[np.ndarray, Sequence[int]], int]
@@ -162,6 +162,32 @@ class Session:
         self.caches = [
             self.engine.layer(self.attention.method, spec) for spec in self.attention.specs
         ]
+
+    def change_method(
+        self,
+        method: Method,
+        on_compile: OnCompile | None = None,
+        on_calibrate: calibrations.OnCalibrate | None = None,
+    ) -> None:
+        """Goes on with another method, and with the same tokens if their rows can be taken over.
+
+        They can where the old caches keep all rows as the new ones do, on the host; the tokens
+        whose queries the new method needs are prefilled again. Otherwise no tokens are left.
+        """
+        method.check_layers([layer.kind for layer in self.hparams.layers])
+        tokens, caches = self.tokens, self.caches
+        self.attention = self.attention_of(
+            method, self.config.sparse_from, on_compile, on_calibrate
+        )
+        self.engine.load_kernels(method, self.attention.specs)
+        self.reset()
+        if method.n_queried is None or not self.engine.shares_prefill:
+            return
+        n, n_room = len(tokens) - max(1, method.n_queried), len(tokens) + N_HEADROOM
+        taken = hand_over(caches, self.caches, n, min(self.n_ctx, n_room)) if n > 0 else None
+        if taken is not None:
+            self.tokens, self.caches = tokens[:n], taken
+            self.prefill(tokens[n:])
 
     @property
     def state(self) -> SequenceState:
@@ -360,7 +386,7 @@ def load_session(
     try:
         architecture = architecture_of(read_architecture(file))
         hparams = read_hparams(file)
-        _check_dense_layers(method, [layer.kind for layer in hparams.layers])
+        method.check_layers([layer.kind for layer in hparams.layers])
         n_ctx = config.ctx_size or hparams.n_ctx_train
         weights = read_weights(file, hparams, architecture, n_ctx)
         session = Session(
@@ -371,24 +397,3 @@ def load_session(
         raise
     session.timings.load_s = time.perf_counter() - started
     return session
-
-
-def _check_dense_layers(method: Method, kinds: Sequence[str]) -> None:
-    """SparseKVError for a layer that the user names and that no method changes; the defaults may.
-
-    kinds: of the model's layers.
-    """
-    if method.dense_layers == type(method).dense_layers:
-        return
-    n_layer = len(kinds)
-    for layer in method.dense_layers:
-        if not -n_layer <= layer < n_layer:
-            raise SparseKVError(
-                f"--dense-layers names layer {layer}, but the model's layers are 0 to {n_layer - 1}"
-            )
-        if kinds[layer] != FULL:
-            full = ", ".join(str(i) for i, kind in enumerate(kinds) if kind == FULL)
-            raise SparseKVError(
-                f"--dense-layers names layer {layer}, a {kinds[layer]} layer, which no method "
-                f"changes; those that attend to all rows are {full or 'none'}"
-            )

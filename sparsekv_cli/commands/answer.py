@@ -9,7 +9,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, cast
 
 from sparsekv_cli.commands.progress import PrefillProgress
-from sparsekv_cli.generation.answer import STOP_INTERRUPT, Answer, AnswerBuilder
+from sparsekv_cli.generation.answer import STOP_INTERRUPT, STOP_LENGTH, Answer, AnswerBuilder
+from sparsekv_cli.models.chat.thinking import N_TAIL, Thinking
 
 if TYPE_CHECKING:
     from sparsekv_cli.sampling.grammar import Constraint
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 # Tokens that are prefilled again after the cache was cut: a method begins its index with the last
 # queries of a prefill (32 by default). None are where the last prefill ended.
 N_REFRESH = 64
+
+# Called with an answer's tokens: the ids to prefill and go on from, or None.
+MakeRoom = Callable[[Sequence[int]], Sequence[int] | None]
 
 # So few tokens are prefilled again ahead of as many new ones where prompts are kept on disk, which
 # finds and keeps whole ones only.
@@ -67,17 +71,31 @@ def stream_answer(
     constraint: Constraint | None = None,
     *,
     special: bool = False,
+    thinking: Thinking | None = None,
+    write_thinking: Callable[[str], None] = lambda text: None,
+    make_room: MakeRoom | None = None,
 ) -> Answer:
     """Prefills ``ids`` after what the session holds, generates, hands every text to ``write``.
 
     n_predict: most tokens to generate; negative: until the end of the answer or the context.
     constraint: what the answer has to match, with which ``sample`` was made. It ends the answer.
-    special: control tokens are part of the text.
+    special: control tokens are part of the text. thinking: markers of what ``write_thinking`` gets.
+    make_room: asked for the ids to go on from when the context is full; None: the answer ends.
     Raises PrefillInterrupted when Ctrl-C comes before the first token. The session then holds what
     it held before; or nothing, if a method that drops rows for good (snapkv, h2o) had done so in
     some layer by then: what it held has to be prefilled again.
     """
-    builder = AnswerBuilder(session.tokenizer, stops, write, constraint, special=special)
+    builder = AnswerBuilder(
+        session.tokenizer,
+        stops,
+        write,
+        constraint,
+        special=special,
+        thinking=thinking,
+        write_thinking=write_thinking,
+        prompt=[*session.tokens[-N_TAIL:], *ids],
+    )
+    tokens = builder.answer.tokens
     with Interrupt().watch() as interrupt, PrefillProgress() as bar, _keeping_prompt(session):
 
         def progress(done: int, total: int) -> None:
@@ -87,16 +105,31 @@ def stream_answer(
 
         if constraint is not None:
             constraint.restart()
-        generated = session.generate(ids, sample, n_predict, progress=progress)
-        tokens = cast(Generator[int, None, None], generated)
-        with contextlib.closing(tokens):
-            for token in tokens:
-                if builder.push(token):
-                    break
-                if interrupt.requested:
-                    builder.answer.stop_reason = STOP_INTERRUPT
-                    break
+        going_on: Sequence[int] | None = ids
+        while going_on is not None:
+            left = n_predict if n_predict < 0 else n_predict - len(tokens)
+            generated = session.generate(going_on, sample, left, progress=progress)
+            going_on = None
+            try:
+                if _generate(generated, builder, interrupt) and make_room is not None:
+                    going_on = make_room(tokens) if len(tokens) != n_predict else None
+            except PrefillInterrupted:
+                if not tokens:
+                    raise
+                builder.answer.stop_reason = STOP_INTERRUPT
     return builder.finish()
+
+
+def _generate(generated: Iterator[int], builder: AnswerBuilder, interrupt: Interrupt) -> bool:
+    """Adds what is generated to an answer; whether it could go on, had it been allowed more."""
+    with contextlib.closing(cast(Generator[int, None, None], generated)) as tokens:
+        for token in tokens:
+            if builder.push(token):
+                return False
+            if interrupt.requested:
+                builder.answer.stop_reason = STOP_INTERRUPT
+                return False
+    return True
 
 
 @contextlib.contextmanager
@@ -137,6 +170,24 @@ def keep_common(session: Session, ids: Sequence[int]) -> Sequence[int]:
 def speed(count: int, seconds: float) -> float:
     """Tokens a second; 0.0 when nothing was timed."""
     return count / seconds if seconds > 0 else 0.0
+
+
+def is_cut_by_context(session: Session, answer: Answer, n_predict: int) -> bool:
+    """Whether an answer ended because no more tokens fit."""
+    is_full = answer.stop_reason == STOP_LENGTH and len(answer.tokens) != n_predict
+    return is_full and len(session.tokens) >= session.n_ctx
+
+
+def full_context_line(session: Session, answer: Answer, n_predict: int) -> str | None:
+    """One line with the numbers, if the context has cut the answer."""
+    if not is_cut_by_context(session, answer, n_predict):
+        return None
+    n_prompt = len(session.tokens) - len(answer.tokens) + 1
+    return (
+        f"the answer is cut, the context of {session.n_ctx} tokens is full: {n_prompt} of the "
+        f"prompt and {len(answer.tokens)} of the answer; raise --ctx-size (the model was trained "
+        f"for {session.hparams.n_ctx_train})"
+    )
 
 
 def timing_line(session: Session) -> str:

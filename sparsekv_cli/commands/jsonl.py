@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparsekv_cli.commands.answer import full_context_line
 from sparsekv_cli.commands.jsonl_tasks import Task, read_task
 from sparsekv_cli.commands.terminal import one_line, say
 from sparsekv_cli.errors import LostModelError, SparseKVError
-from sparsekv_cli.generation.conversation import prompt_ids
+from sparsekv_cli.generation.conversation import model_thinking, prompt_ids
 from sparsekv_cli.generation.growing import GrowingAnswer
 from sparsekv_cli.generation.sampler import constraint_maker
 
@@ -63,12 +64,13 @@ class LineAnswer:
         self,
         number: int,
         task: Task,
-        n_prompt: int,
+        prompt: Sequence[int],
         session: Session,
         constraint: Constraint | None,
     ) -> None:
         self.number = number
         self.task = task
+        is_whole = task.raw or task.special or task.inline_thinking
         self.growing = GrowingAnswer(
             session,
             task.sampling,
@@ -78,14 +80,20 @@ class LineAnswer:
             logprobs=task.logprobs,
             constraint=constraint,
             special=task.special,
+            thinking=None if is_whole else model_thinking(session),
+            prompt=prompt,
         )
-        self._n_prompt = n_prompt
+        self._n_prompt = len(prompt)
 
-    def result(self) -> dict[str, Any]:
-        """What is written when it is done."""
+    def result(self, session: Session) -> dict[str, Any]:
+        """What is written when it is done; says if the context has cut it. session: at its end."""
         answer = self.growing.finish()
+        line = full_context_line(session, answer, self.task.n_predict)
+        if line is not None:
+            say(f"line {self.number}: {line}")
         result = {
             "text": answer.text,
+            "thinking": answer.thinking,
             "prompt_tokens": self._n_prompt,
             "generated_tokens": len(answer.tokens),
             "tokens": answer.tokens,
@@ -144,9 +152,14 @@ class Answering:
         session = self._session
         try:
             ids = prompt_ids(
-                session, task.prompt, task.system, raw=task.raw, parse_special=task.parse_special
+                session,
+                task.prompt,
+                task.system,
+                raw=task.raw,
+                parse_special=task.parse_special,
+                think=task.think,
             )
-            answer = LineAnswer(number, task, len(ids), session, self._constraint(task))
+            answer = LineAnswer(number, task, ids, session, self._constraint(task))
             self._batch.use(len(self._active)).reset()
             logits = session.prefill(ids)
             if session.prefixes is not None:
@@ -179,7 +192,7 @@ class Answering:
                 self._drop(i)
                 continue
             if is_done:
-                self._output.put(answer.number, answer.result())
+                self._output.put(answer.number, answer.result(self._session))
                 self._drop(i)
             else:
                 i += 1

@@ -31,6 +31,8 @@ class Task:
     raw: bool = False
     parse_special: bool = False
     special: bool = False
+    think: bool | None = None
+    inline_thinking: bool = False
     n_predict: int = -1
     stop: tuple[str, ...] = ()
     seed: int | None = None
@@ -68,8 +70,12 @@ def read_task(line: bytes, defaults: Task) -> Task:
         given["system"] = None
     given["sampling"] = _sampling(values, defaults.sampling)
     task = replace(defaults, **given)
-    if task.raw and ("messages" in values or task.system is not None):
-        key = "messages" if "messages" in values else "system"
+    needing = {
+        "messages": "messages" in values,
+        "system": task.system is not None,
+        "think": task.think is not None,
+    }
+    for key in (key for key, is_given in needing.items() if is_given and task.raw):
         raise SparseKVError(f"{key} needs the chat template, which raw switches off")
     return task
 
@@ -79,6 +85,8 @@ TYPES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("raw", lambda value: isinstance(value, bool), "true or false"),
     ("parse_special", lambda value: isinstance(value, bool), "true or false"),
     ("special", lambda value: isinstance(value, bool), "true or false"),
+    ("think", lambda value: isinstance(value, bool), "true or false"),
+    ("inline_thinking", lambda value: isinstance(value, bool), "true or false"),
     ("n_predict", lambda value: _is_whole(value) and value >= -1, "-1 or more"),
     ("seed", lambda value: _is_whole(value) and 0 <= value < 2**64, "0 to 2**64 - 1"),
     ("logprobs", lambda value: _is_whole(value) and value >= 0, "0 or more"),

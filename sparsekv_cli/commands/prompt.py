@@ -17,6 +17,15 @@ parse_special_option = click.option(
 )
 
 
+think_option = click.option(
+    "--think",
+    type=click.Choice(("on", "off")),
+    callback=lambda _context, _parameter, value: None if value is None else value == "on",
+    help="Whether the model thinks ahead of its answer, if its chat template has that choice. "
+    "[default: the template's]",
+)
+
+
 def read_prompt(text: str | None, file: str | None) -> str:
     """The prompt: a file's or the piped text, a blank line, then ``text``; either may be missing.
 

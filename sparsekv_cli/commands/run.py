@@ -14,6 +14,7 @@ import click
 
 from sparsekv_cli.commands.answer import (
     PrefillInterrupted,
+    full_context_line,
     ledger_line,
     speed,
     stream_answer,
@@ -22,12 +23,12 @@ from sparsekv_cli.commands.answer import (
 from sparsekv_cli.commands.jsonl_tasks import Task
 from sparsekv_cli.commands.options import Invocation, ModelOptions, model_options, open_session
 from sparsekv_cli.commands.prefix_options import PrefixOptions, prefix_options, use_prefixes
-from sparsekv_cli.commands.prompt import check_utf8, parse_special_option, read_prompt
+from sparsekv_cli.commands.prompt import check_utf8, parse_special_option, read_prompt, think_option
 from sparsekv_cli.commands.sampling_options import sampling_options, stop_option
-from sparsekv_cli.commands.terminal import say, write_text
+from sparsekv_cli.commands.terminal import ShownAnswer, say, write_text
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.answer import STOP_INTERRUPT, Answer
-from sparsekv_cli.generation.conversation import prompt_ids
+from sparsekv_cli.generation.conversation import model_thinking, prompt_ids
 from sparsekv_cli.generation.logprobs import LogProbs
 from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
 
@@ -57,6 +58,13 @@ MAX_PARALLEL = 256
     help="Most tokens to generate; -1: until the answer ends or the context is full. [default: -1]",
 )
 @stop_option
+@think_option
+@click.option(
+    "--inline-thinking",
+    is_flag=True,
+    help="What the model thinks stays in the text, as it is with --raw and --special. By default "
+    "it goes to stderr, and with --json and --jsonl to a field of its own.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option(
     "--logprobs",
@@ -98,6 +106,8 @@ def command(
     parse_special: bool,
     n_predict: int,
     stop: tuple[str, ...],
+    think: bool | None,
+    inline_thinking: bool,
     as_json: bool,
     logprobs: int | None,
     special: bool,
@@ -119,6 +129,8 @@ def command(
         raise click.UsageError("--logprobs needs --json or --jsonl", context)
     if raw and system is not None:
         raise click.UsageError("-sys needs the chat template, which --raw switches off", context)
+    if raw and think is not None:
+        raise click.UsageError("--think needs the chat template, which --raw switches off", context)
     if system is not None:
         system = check_utf8(system, "the system message given with -sys")
     if jsonl:
@@ -127,6 +139,8 @@ def command(
             raw=raw,
             parse_special=parse_special,
             special=special,
+            think=think,
+            inline_thinking=inline_thinking,
             n_predict=n_predict,
             stop=stop,
             seed=options.seed,
@@ -138,18 +152,32 @@ def command(
     text = read_prompt(prompt, file)
     session = open_session(options)
     use_prefixes(session, prefix)
-    ids = prompt_ids(session, text, system, raw=raw, parse_special=parse_special)
+    ids = prompt_ids(session, text, system, raw=raw, parse_special=parse_special, think=think)
+    thinking = None if raw or special or inline_thinking else model_thinking(session)
     constraint = new_constraint(session, sampling.grammar)
     sampler = new_sampler(session, sampling, options.seed, constraint)
     if logprobs is not None:
         sampler = remembered = LogProbs(sampler, logprobs, session.tokenizer)
-    write = _ignore if as_json else write_text
+    shown = ShownAnswer(sys.stderr, thinking[:2] if thinking is not None else ("", ""))
+    write, write_thinking = (_ignore, _ignore) if as_json else (shown.write, shown.think)
     try:
         answer = stream_answer(
-            session, ids, sampler, n_predict, stop, write, constraint, special=special
+            session,
+            ids,
+            sampler,
+            n_predict,
+            stop,
+            write,
+            constraint,
+            special=special,
+            thinking=thinking,
+            write_thinking=write_thinking,
         )
     except PrefillInterrupted:
         answer = Answer("", [], STOP_INTERRUPT)
+    shown.end_thinking()
+    if (line := full_context_line(session, answer, n_predict)) is not None:
+        say(line)
     if as_json:
         printed = result(session, ids, answer, options.method)
         if logprobs is not None:
@@ -208,6 +236,7 @@ def result(session: Session, ids: list[int], answer: Answer, method: str) -> dic
     timings = session.timings
     return {
         "text": answer.text,
+        "thinking": answer.thinking,
         "prompt_tokens": len(ids),
         "cached_tokens": timings.cached_tokens,
         "generated_tokens": len(answer.tokens),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
+from typing import TextIO
 
 import click
 
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 SHOW_CURSOR = "\x1b[?25h"  # which rich hides while it shows a bar
 
 
@@ -27,6 +30,48 @@ def write_text(text: str) -> None:
     """Text of the model, on stdout, at once."""
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def has_styles(stream: TextIO) -> bool:
+    """Whether text can be dim there: on a terminal that knows how, unless the user wants none."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+class ShownAnswer:
+    """An answer on its way to the user: the text to stdout, what was thought before to ``stream``.
+
+    Thinking is dim where that is possible; elsewhere it stands between the model's own markers.
+    """
+
+    def __init__(self, stream: TextIO, markers: tuple[str, str] = ("", "")) -> None:
+        self._stream, self._markers = stream, markers
+        self._is_styled = has_styles(stream)
+        self._is_thinking = False
+
+    def think(self, text: str) -> None:
+        """More of the thinking."""
+        start, _ = self._markers
+        if self._is_styled:
+            self._say(f"{DIM}{text}{PLAIN}")
+        else:
+            self._say(text if self._is_thinking else f"{start}\n{text}")
+        self._is_thinking = True
+
+    def write(self, text: str) -> None:
+        """More of the answer."""
+        self.end_thinking("\n\n")
+        write_text(text)
+
+    def end_thinking(self, space: str = "\n") -> None:
+        """The thinking is over: what follows begins a line."""
+        if self._is_thinking:
+            self._is_thinking = False
+            self._say(space if self._is_styled else f"\n{self._markers[1]}{space}")
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.write(text)
+            self._stream.flush()
 
 
 def explain_faults(model: Path | None = None) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sparsekv_cli.models.chat.thinking import Thinking, ThinkingSplitter, overlap
+
 if TYPE_CHECKING:
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
     from sparsekv_cli.sampling.grammar import Constraint
@@ -18,14 +20,17 @@ STOP_EOS, STOP_LENGTH, STOP_TEXT, STOP_INTERRUPT = "eos", "length", "stop", "int
 class Answer:
     """What was generated.
 
-    text: everything that was written; a stop string and what follows it is not part of it.
+    text: the answer; a stop string and what follows it is not part of it.
     tokens: the sampled ids, without the end-of-generation token that ended them.
     stop_reason: ``eos``, ``length``, ``stop`` or ``interrupt``.
+    thinking: what was thought ahead of it. written: both as they came, with the markers.
     """
 
     text: str
     tokens: list[int]
     stop_reason: str
+    thinking: str = ""
+    written: str = ""
 
 
 class StopStrings:
@@ -48,7 +53,7 @@ class StopStrings:
         if starts:
             self.found, self._held = True, ""
             return text[: min(starts)]
-        keep = max((_overlap(text, stop) for stop in self.stops), default=0)
+        keep = max((overlap(text, stop) for stop in self.stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -58,19 +63,13 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a beginning of ``stop`` and not all of it."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if stop.startswith(text[-length:]):
-            return length
-    return 0
-
-
 class AnswerBuilder:
     """An answer that grows by tokens. ``write`` gets its text as soon as it is certain.
 
     stops: texts before which the answer ends. constraint: what ends it where nothing can follow.
-    special: control tokens are part of the text, the one that ends the answer too.
+    special: control tokens are part of the text, the one that ends the answer too. thinking: the
+    markers of what is no part of the text, which ``write_thinking`` gets; prompt: the prompt's
+    tokens, or the last of them, which may open it.
     """
 
     def __init__(
@@ -81,6 +80,9 @@ class AnswerBuilder:
         constraint: Constraint | None = None,
         *,
         special: bool = False,
+        thinking: Thinking | None = None,
+        write_thinking: Callable[[str], None] = lambda text: None,
+        prompt: Sequence[int] = (),
     ) -> None:
         self.answer = Answer("", [], STOP_LENGTH)
         self._tokenizer = tokenizer
@@ -91,13 +93,21 @@ class AnswerBuilder:
         self._write = write
         self._constraint = constraint
         self._special = special
+        self._write_thinking = write_thinking
+        self._splitter: ThinkingSplitter | None = None
+        self._shown_ids: frozenset[int] = frozenset()
+        if thinking is not None:
+            opened = thinking.opened_by(tokenizer, prompt)
+            self.answer.written = opened
+            self._splitter = ThinkingSplitter(thinking, is_open=bool(opened))
+            self._shown_ids = thinking.control_ids
 
     def push(self, token: int) -> bool:
         """Adds a token; whether the answer ends with it."""
         is_end = token in self._end_ids
         if not is_end:
             self.answer.tokens.append(token)
-        is_text = self._special or (not is_end and self._tokenizer.is_shown(token))
+        is_text = self._special or (not is_end and self._is_shown(token))
         piece = self._tokenizer.token_bytes(token) if is_text else b""
         self._emit(self._matcher.push(self._decoder.decode(piece)))
         if self._matcher.found and not is_end:
@@ -116,9 +126,22 @@ class AnswerBuilder:
                 self.answer.stop_reason = STOP_TEXT
             else:
                 self._emit(self._matcher.flush())
+        if self._splitter is not None:
+            self._tell(*self._splitter.flush())
         return self.answer
 
+    def _is_shown(self, token: int) -> bool:
+        return self._tokenizer.is_shown(token) or token in self._shown_ids
+
     def _emit(self, text: str) -> None:
+        if text:
+            self.answer.written += text
+            self._tell(*(self._splitter.push(text) if self._splitter is not None else ("", text)))
+
+    def _tell(self, thought: str, text: str) -> None:
+        if thought:
+            self.answer.thinking += thought
+            self._write_thinking(thought)
         if text:
             self.answer.text += text
             self._write(text)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sparsekv_cli.errors import SparseKVError
 
 if TYPE_CHECKING:
+    from sparsekv_cli.models.chat.thinking import Thinking
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
     from sparsekv_cli.session import Session
 
@@ -36,11 +37,13 @@ def encode_messages(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     parse_special: bool = False,
+    think: bool | None = None,
 ) -> list[int]:
     """The ids of a conversation that the assistant is to continue; BOS is there at most once.
 
     parse_special: control tokens such as ``<|im_end|>`` in the messages and tools are parsed, too,
-    not only those that the template writes.
+    not only those that the template writes. think: whether the model is to think first; None: as
+    the template has it. SparseKVError where the template leaves no choice.
     """
     from sparsekv_cli.models.chat.cover import Cover
     from sparsekv_cli.models.chat.template import render
@@ -58,9 +61,32 @@ def encode_messages(
         bos_token=bos,
         eos_token=eos,
         tools=tools,
+        **thinking_switch(template, think),
     )
     add_bos = False if bos and text.startswith(bos) else None
     return tokenizer.encode(text, add_bos=add_bos, add_eos=False, parse_special=True, plain=plain)
+
+
+def model_thinking(session: Session) -> Thinking | None:
+    """How the session's model marks what it thinks; None if its template knows of nothing."""
+    from sparsekv_cli.models.chat.thinking import thinking_of
+
+    return thinking_of(chat_template(session.gguf.metadata), session.tokenizer)
+
+
+def thinking_switch(template: str | None, think: bool | None) -> dict[str, bool]:
+    """The template's variable for ``think``; SparseKVError if it has none."""
+    from sparsekv_cli.models.chat.thinking import switch_of
+
+    if think is None:
+        return {}
+    name = switch_of(template)
+    if name is None:
+        raise SparseKVError(
+            "thinking cannot be switched on or off: the model's chat template has no variable "
+            "enable_thinking; leave out the choice"
+        )
+    return {name: think}
 
 
 def prompt_ids(
@@ -70,6 +96,7 @@ def prompt_ids(
     *,
     raw: bool,
     parse_special: bool,
+    think: bool | None = None,
 ) -> list[int]:
     """The ids of a prompt: a text, after the system message if there is one, or a conversation.
 
@@ -77,6 +104,8 @@ def prompt_ids(
     message needs a template and there is none.
     """
     template = chat_template(session.gguf.metadata)
+    if template is None:
+        thinking_switch(None, think)
     if template is None or (raw and isinstance(prompt, str)):
         if system is not None:
             raise SparseKVError(
@@ -89,7 +118,9 @@ def prompt_ids(
             )
         return session.tokenizer.encode(prompt, add_eos=False, parse_special=True)
     messages = messages_of(system, prompt) if isinstance(prompt, str) else prompt
-    return encode_messages(session.tokenizer, template, messages, parse_special=parse_special)
+    return encode_messages(
+        session.tokenizer, template, messages, parse_special=parse_special, think=think
+    )
 
 
 def token_text(tokenizer: Tokenizer, token: int | None) -> str:

@@ -12,6 +12,7 @@ from sparsekv_cli.generation.sampler import SamplingOptions, new_sampler
 if TYPE_CHECKING:
     import numpy as np
 
+    from sparsekv_cli.models.chat.thinking import Thinking
     from sparsekv_cli.sampling.grammar import Constraint
     from sparsekv_cli.session import Sample, Session
 
@@ -36,6 +37,9 @@ class GrowingAnswer:
         constraint: Constraint | None = None,
         special: bool = False,
         write: Callable[[str], None] = lambda text: None,
+        thinking: Thinking | None = None,
+        write_thinking: Callable[[str], None] = lambda text: None,
+        prompt: Sequence[int] = (),
     ) -> None:
         self.token = -1
         self.logprobs: LogProbs | None = None
@@ -43,7 +47,16 @@ class GrowingAnswer:
         self._sample: Sample = new_sampler(session, sampling, seed, constraint)
         if logprobs is not None:
             self._sample = self.logprobs = LogProbs(self._sample, logprobs, session.tokenizer)
-        self._builder = AnswerBuilder(session.tokenizer, stops, write, constraint, special=special)
+        self._builder = AnswerBuilder(
+            session.tokenizer,
+            stops,
+            write,
+            constraint,
+            special=special,
+            thinking=thinking,
+            write_thinking=write_thinking,
+            prompt=prompt,
+        )
 
     def choose(self, logits: np.ndarray, session: Session) -> bool:
         """Chooses the next token of the session's sequence; whether the answer is done.

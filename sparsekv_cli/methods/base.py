@@ -14,6 +14,7 @@ from sparsekv_cli.cache.layer import DenseCache, LayerCache
 from sparsekv_cli.cache.spec import FULL, Budget, LayerSpec
 from sparsekv_cli.cache.store import CACHE_TYPES
 from sparsekv_cli.calibration.run import CalibrationRun
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.option import check_options, option
 
 DENSE_HELP = "layers that attend to everything, such as 0,1 or none"
@@ -77,6 +78,27 @@ class Method(ABC):
         return spec.kind != FULL or spec.layer in {
             i % spec.n_layer for i in self.dense_layers if -spec.n_layer <= i < spec.n_layer
         }
+
+    def check_layers(self, kinds: Sequence[str]) -> None:
+        """SparseKVError for a layer that the user names and no method changes; the defaults may.
+
+        kinds: of the model's layers.
+        """
+        if self.dense_layers == type(self).dense_layers:
+            return
+        n_layer = len(kinds)
+        for layer in self.dense_layers:
+            if not -n_layer <= layer < n_layer:
+                raise SparseKVError(
+                    f"--dense-layers names layer {layer}, but the model's layers are 0 to "
+                    f"{n_layer - 1}"
+                )
+            if kinds[layer] != FULL:
+                full = ", ".join(str(i) for i, kind in enumerate(kinds) if kind == FULL)
+                raise SparseKVError(
+                    f"--dense-layers names layer {layer}, a {kinds[layer]} layer, which no method "
+                    f"changes; those that attend to all rows are {full or 'none'}"
+                )
 
     def layer(self, spec: LayerSpec) -> LayerCache:
         """The cache of one layer, which is the method's own in a full layer."""

@@ -83,7 +83,7 @@ class FakeSession:
         self.n_threads = 2
         self.metadata: dict[str, Any] = {"general.architecture": "llama"}
         self.gguf = SimpleNamespace(metadata=self.metadata, path=Path("fake.gguf"), tensors={})
-        self.hparams = SimpleNamespace(n_vocab=258)
+        self.hparams = SimpleNamespace(n_vocab=258, n_ctx_train=4096)
         self.engine = SimpleNamespace(first_steps=1)
         self.decoder = SimpleNamespace(weights=SimpleNamespace(bytes_a_step=lambda n_rows: 3000))
         self.tokenizer = ByteTokenizer()

@@ -177,6 +177,8 @@ def test_an_interrupt_keeps_what_is_done(
         (b'{"prompt": "a", "ignore_eos": 1}', "ignore_eos: expected true or false"),
         (b'{"prompt": "a", "regex": "a", "grammar": "b"}', "grammar and regex exclude each other"),
         (b'{"prompt": "a", "regex": "a", "ignore_eos": true}', "ignore_eos and regex exclude"),
+        (b'{"prompt": "a", "think": 1}', "think = 1: expected true or false"),
+        (b'{"prompt": "a", "think": true, "raw": true}', "think needs the chat template"),
         (b'{"prompt": "a", "regex": 1}', "regex: expected a text"),
         (b'{"prompt": "a", "json_schema": {"uniqueItems": true}}', "--json-schema: Unimplemented"),
     ],
@@ -239,3 +241,16 @@ def test_special_tokens_are_written(fake: Any, invoke: Invoke) -> None:
     assert invoke("run", "-p", "Hi").out == "ab"
     fake.tokens.clear()
     assert invoke("run", "-p", "Hi", "--special").out == "a<bos>b<eos>"
+
+
+def test_thinking_has_a_field_of_its_own(tiny_model: Callable[..., Path], invoke: Invoke) -> None:
+    """The prompt opens the thinking, which a regular expression ends at once."""
+    template = TEMPLATE + "{% if thinking is not false %}<think>{% endif %}"
+    model = str(tiny_model(wtype="Q8_0", chat_template=template))
+    asked = {"prompt": "a", "regex": "\nso</think>\n\nyes!"}
+    lines = [asked, {**asked, "inline_thinking": True}, {**asked, "think": False}]
+    stdin = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    answers = objects(run(invoke, model, "-n", "40", stdin=stdin).out)
+    whole = ("", "\nso</think>\n\nyes!")
+    told = [(answer["thinking"], answer["text"]) for answer in answers]
+    assert told == [("so", "yes!"), whole, whole]

@@ -111,6 +111,7 @@ def test_json(fake: Any, invoke: Invoke) -> None:
     assert result.code == 0 and result.err == "" and result.out.count("\n") == 1
     assert json.loads(result.out) == {
         "text": "né",
+        "thinking": "",
         "prompt_tokens": 2,
         "cached_tokens": 0,
         "generated_tokens": 3,
@@ -165,8 +166,46 @@ def test_how_an_answer_ends(
 def test_full_context_ends_with_length(fake: Any, invoke: Invoke) -> None:
     fake.n_ctx = 5
     fake.script = ["abcdefgh<eos>"]
-    result = json.loads(invoke("run", "-p", "xyz", "--json").out)
+    printed = invoke("run", "-p", "xyz", "--json")
+    result = json.loads(printed.out)
     assert result["stop_reason"] == "length" and result["text"] == "abc"
+    assert "context of 5 tokens is full: 3 of the prompt and 3 of the answer" in printed.err
+
+
+THINKING = TEMPLATE + "{# </think> #}"
+THOUGHT = "<think>\nhm\n</think>\n\nYes<eos>"
+
+
+def test_thinking_goes_to_stderr(fake: Any, invoke: Invoke) -> None:
+    fake.metadata["tokenizer.chat_template"] = THINKING
+    fake.script = [THOUGHT] * 4
+    result = invoke("run", "-p", "Hi")
+    assert result.out == "Yes" and result.err.startswith("<think>\nhm\n</think>\n\n")
+    printed = json.loads(invoke("run", "-p", "Hi", "--json").out)
+    assert (printed["text"], printed["thinking"]) == ("Yes", "hm")
+    for option in ("--inline-thinking", "--raw"):
+        assert invoke("run", "-p", "Hi", option).out == THOUGHT.removesuffix("<eos>")
+
+
+def test_thinking_that_the_prompt_opens(fake: Any, invoke: Invoke) -> None:
+    fake.metadata["tokenizer.chat_template"] = TEMPLATE + "<think>\n"
+    fake.script = ["hm</think>Yes<eos>", "hm"]
+    printed = json.loads(invoke("run", "-p", "Hi", "--json").out)
+    assert (printed["text"], printed["thinking"]) == ("Yes", "hm")
+    fake.tokens.clear()
+    printed = json.loads(invoke("run", "-p", "Hi", "--json", "-n", "2").out)
+    assert (printed["text"], printed["thinking"]) == ("", "hm")
+
+
+def test_thinking_is_switched_off(fake: Any, invoke: Invoke) -> None:
+    fake.metadata["tokenizer.chat_template"] = TEMPLATE + "{{ enable_thinking }}"
+    fake.script = ["a<eos>"]
+    invoke("run", "-p", "Hi", "--think", "off")
+    assert prompt_of(fake).endswith("False")
+    fake.metadata["tokenizer.chat_template"] = TEMPLATE
+    result = invoke("run", "-p", "Hi", "--think", "off")
+    assert result.code == 1 and "no variable enable_thinking" in result.err
+    assert invoke("run", "-p", "Hi", "--think", "on", "--raw").code == 2
 
 
 def test_text_that_is_cut_inside_a_character(fake: Any, invoke: Invoke) -> None:

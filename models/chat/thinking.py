@@ -1,0 +1,144 @@
+"""What a model thinks ahead of its answer: the markers around it, and how a stream is split there.
+
+A chat template names the markers of its family, and mostly a variable that switches thinking off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
+
+# Start and end, by family.
+MARKERS = (
+    ("<think>", "</think>"),  # Qwen, DeepSeek, SmolLM3, Granite and most others
+    ("[THINK]", "[/THINK]"),  # Mistral
+    ("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command
+    ("<|channel>thought", "<channel|>"),  # Gemma 4
+    ("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
+)
+SWITCHES = ("enable_thinking", "thinking")  # a template's variable, the first that it has
+N_TAIL = 16  # tokens at the end of a prompt in which the start marker may be
+
+
+class Thinking(NamedTuple):
+    """How a model thinks. control_ids: tokens of the markers that are no text otherwise."""
+
+    start: str
+    end: str
+    control_ids: frozenset[int]
+
+    def opened_by(self, tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+        """What a prompt ends with, from the start marker on, if it opens the thinking, or nothing.
+
+        ids: the prompt, or its end.
+        """
+        tail = b"".join(map(tokenizer.token_bytes, ids[-N_TAIL:])).decode("utf-8", errors="replace")
+        _, start, after = tail.rpartition(self.start)
+        return start + after if start and not after.strip() else ""
+
+
+def thinking_of(template: str | None, tokenizer: Tokenizer) -> Thinking | None:
+    """The markers that a chat template names; None without any."""
+    for start, end in MARKERS:
+        if template is not None and (start in template or end in template):
+            ids = {
+                token
+                for text in (start, end)
+                for token in tokenizer.encode(text, add_bos=False, add_eos=False)
+            }
+            control = frozenset(token for token in ids if not tokenizer.is_shown(token))
+            return Thinking(start, end, control)
+    return None
+
+
+def switch_of(template: str | None) -> str | None:
+    """The template's variable that is true or false for thinking; None if it has none."""
+    from jinja2 import TemplateError, meta
+
+    from sparsekv_cli.models.chat.limits import Limits
+    from sparsekv_cli.models.chat.sandbox import BoundedEnvironment
+    from sparsekv_cli.models.chat.template import SPARE_CHARS, source_of
+
+    if template is None or not any(name in template for name in SWITCHES):
+        return None
+    try:
+        tree = BoundedEnvironment(Limits(SPARE_CHARS)).parse(source_of(template))
+    except TemplateError:  # whoever renders it says so
+        return None
+    names = meta.find_undeclared_variables(tree)
+    return next((name for name in SWITCHES if name in names), None)
+
+
+def overlap(text: str, word: str) -> int:
+    """Length of the longest end of ``text`` that is a beginning of ``word`` and not all of it."""
+    for length in range(min(len(text), len(word) - 1), 0, -1):
+        if word.startswith(text[-length:]):
+            return length
+    return 0
+
+
+class ThinkingSplitter:
+    """Divides a text that arrives in pieces into what is thought and what is answered.
+
+    Only what begins a text is thinking; a marker later on is text. The white space between marker
+    and text belongs to neither. is_open: the prompt ended with the start marker.
+    """
+
+    def __init__(self, thinking: Thinking, *, is_open: bool) -> None:
+        self._start, self._end = thinking.start, thinking.end
+        self._step = self._think if is_open else self._begin
+        self._held = ""
+        self._is_blank = True  # nothing but white space has come since the last marker
+
+    def push(self, text: str) -> tuple[str, str]:
+        """What can be told of the thinking, and of the answer behind it."""
+        return self._step(self._held + text)
+
+    def flush(self) -> tuple[str, str]:
+        """What was held back, when nothing follows any more."""
+        held, self._held = self._held, ""
+        if self._step == self._think:
+            return held.rstrip(), ""
+        return "", held
+
+    def _begin(self, text: str) -> tuple[str, str]:
+        stripped = text.lstrip()
+        if stripped.startswith(self._start):
+            self._step = self._think
+            return self._think(stripped[len(self._start) :])
+        self._held = text
+        if self._start.startswith(stripped):
+            return "", ""
+        self._step, self._held, self._is_blank = self._answer, "", False
+        return "", text
+
+    def _think(self, text: str) -> tuple[str, str]:
+        if self._is_blank:
+            text = text.lstrip()
+        thought, end, answer = text.partition(self._end)
+        if end:
+            self._step, self._is_blank = self._answer, True
+            return thought.rstrip(), self._answer(answer)[1]
+        n_shown = len(text[: len(text) - overlap(text, self._end)].rstrip())
+        self._held = text[n_shown:]
+        self._is_blank = self._is_blank and not n_shown
+        return text[:n_shown], ""
+
+    def _answer(self, text: str) -> tuple[str, str]:
+        self._held = ""
+        if self._is_blank:
+            text = text.lstrip()
+            self._is_blank = not text
+        return "", text
+
+
+def without_thinking(thinking: Thinking | None, text: str) -> str:
+    """A whole answer without what was thought."""
+    if thinking is None:
+        return text
+    splitter = ThinkingSplitter(thinking, is_open=False)
+    return splitter.push(text)[1] + splitter.flush()[1]
