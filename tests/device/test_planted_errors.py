@@ -1,0 +1,147 @@
+"""The checks of test_streams_and_captures.py find errors of each kind that are planted here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checked_device import check, checked, plain_logits, write_model
+from fake_cuda import Block, FakeCuda
+from fake_cuda_graphs import CaptureError, Stream
+
+from sparsekv_cli.device.host import HostWorker
+from sparsekv_cli.device.methods.full import DeviceDense
+from sparsekv_cli.device.streams import SideStream
+from sparsekv_cli.kernels.attention import decode as attention
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def in_each_step(act: Callable[[Any, Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Dense layers also call act(cache, input); what it returns is added to their attention."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        decode = DeviceDense.decode
+
+        def planted(self: Any, x: Any) -> torch.Tensor:
+            more = act(self, x)
+            out = decode(self, x)
+            return out if more is None else out + more
+
+        patch.setattr(DeviceDense, "decode", planted)
+
+    return plant
+
+
+def replaced(owner: Any, name: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(owner, name, value)
+
+
+def not_waiting(copy: Any) -> Callable[[Any, Any], Any]:
+    return lambda worker, x: (copy(worker, x)[0], lambda: None)
+
+
+def rows_move(patch: pytest.MonkeyPatch) -> None:
+    """Each plan of a dense layer moves the rows, and the step's key does not tell."""
+
+    def plan(self: DeviceDense, n: int, n_max: int) -> str:
+        self._n_max = n_max
+        self.store.reserve(n_max)
+        self.store = self.store.copy(self.store.capacity)
+        self.store.n = n - 1
+        return "the same"
+
+    patch.setattr(DeviceDense, "plan", plan)
+    patch.setattr(DeviceDense, "places", "the same")
+
+
+PLANTED: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = {
+    "fork without a wait": (
+        "freekv", replaced(SideStream, "fork", lambda self: torch.cuda.stream(self._stream)),
+        "nothing orders them|not captured",
+    ),
+    "no join": ("freekv", replaced(SideStream, "join", lambda self: None), "nothing orders them"),
+    "the host does not wait for a step": (
+        "lfps", replaced(Stream, "synchronize", lambda self: None), "nothing orders them"
+    ),
+    "rows taken in ahead of their copy": (
+        "lfps", replaced(HostWorker, "copy", not_waiting(HostWorker.copy)), "nothing orders them"
+    ),
+    "the allocator is not told": (
+        "lfps", replaced(Block, "used_by", lambda *_: None), "giving back"
+    ),
+    "item": ("full", in_each_step(lambda _, x: int(x.step.n[0]) * 0), "_local_scalar_dense"),
+    "nonzero": ("full", in_each_step(lambda _, x: len(x.q.nonzero()) * 0), "nonzero"),
+    "mask": ("full", in_each_step(lambda _, x: len(x.q[x.q > 0]) * 0), "index"),
+    "blocking copy": ("full", in_each_step(lambda _, x: len(x.q.cpu()) * 0), "a copy for which"),
+    "constant from the host": (
+        "full", in_each_step(lambda _, x: 0 * torch.tensor([1.0], device=x.q.device)), "a copy for"
+    ),
+    "pinned allocation": (
+        "full", in_each_step(lambda _, x: len(torch.zeros(4, pin_memory=True)) * 0), "pinning"
+    ),
+    "synchronize": ("full", in_each_step(lambda _, x: torch.cuda.synchronize()), "waits for the"),
+    "another launch in a capture": (
+        "full",
+        in_each_step(
+            lambda _, x: torch.cuda.is_current_stream_capturing()
+            and attention.append_rows(x.k, x.v, *_.of_batch(1), x.step.pos)
+        ),
+        "launches something else",
+    ),
+    "a number of the host": (
+        "full", in_each_step(lambda cache, x: float(cache.store.n)), "Arrays are not equal"
+    ),
+    "memory that nobody wrote": (
+        "full", in_each_step(lambda _, x: 0 * torch.empty_like(x.q)), "Arrays are not equal"
+    ),
+    "rows that move": ("full", rows_move, "was given back"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, device: str) -> Path:
+    if device == "cuda":
+        pytest.skip("a GPU is there")
+    return write_model(tmp_path_factory.mktemp("checked"))
+
+
+@pytest.fixture(scope="module")
+def dense(path: Path) -> np.ndarray:
+    with checked(path, None) as engine:
+        return plain_logits(engine, "full")
+
+
+@pytest.mark.parametrize("error", PLANTED)
+def test_planted_errors_are_found(error, path, dense, monkeypatch):
+    method, plant, found = PLANTED[error]
+    plant(monkeypatch)
+    with checked(path, FakeCuda()) as engine, pytest.raises(AssertionError, match=found):
+        check(engine, method, dense)
+
+
+@pytest.mark.parametrize("lives", [False, True])
+def test_a_pool_whose_graphs_are_gone(lives):
+    """It may be used again, unless a tensor in it lives."""
+    with FakeCuda() as cuda:
+        pool = torch.cuda.graph_pool_handle()
+
+        def capture() -> tuple[Any, torch.Tensor]:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                made = torch.zeros(4, device="cuda")
+            return graph, made
+
+        graph, made = capture()
+        assert cuda.place(made) == "device"
+        del graph
+        if not lives:
+            del made
+            capture()
+            return
+        with pytest.raises(CaptureError, match="use_count > 0"):
+            capture()

@@ -1,0 +1,47 @@
+"""What a GPU would object to, without one: see tests/helpers/fake_cuda.py.
+
+Every method decodes on one engine, one after another: a step as it is, its capture, replays. Memory
+that streams and the host share is used in an order, captures do nothing that CUDA refuses, capture
+and step launch the same, and nothing reads what nobody wrote. test_planted_errors.py shows that
+errors of each kind are found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checked_device import METHODS, Checked, check, checked, plain_logits, write_model
+from fake_cuda import FakeCuda
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, device: str) -> Path:
+    if device == "cuda":
+        pytest.skip("a GPU is there")
+    return write_model(tmp_path_factory.mktemp("checked"))
+
+
+@pytest.fixture(scope="module")
+def plain(path: Path, request: pytest.FixtureRequest) -> dict[str, np.ndarray]:
+    """Logits of a prompt and of steps, from the interpreter alone, of the methods to be tested."""
+    tests = [item for item in request.session.items if getattr(item, "callspec", None)]
+    names = {test.callspec.params.get("method") for test in tests} & set(METHODS)
+    with checked(path, None) as engine:
+        return {name: plain_logits(engine, name) for name in names}
+
+
+@pytest.fixture(scope="module")
+def engine(path: Path, plain: dict[str, np.ndarray]) -> Iterator[Checked]:
+    """One engine for all methods: captures are dropped, and made again with new caches."""
+    with checked(path, FakeCuda()) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_steps_and_captures(method, engine, plain):
+    check(engine, method, plain[method])
