@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import numpy as np
 
 from sparsekv_cli.cpu.jit.pointers import LINE, on_lines
 from sparsekv_cli.cpu.weights.interleaved import can_repack, repack
+from sparsekv_cli.memory import physical_memory
 from sparsekv_cli.models.weights import Linear, Weights
 
 SHARE = 4  # ``auto`` repacks weights that take at most 1 / SHARE of the machine's memory
@@ -22,10 +22,8 @@ def wants_repacking(weights: Weights, choice: str) -> bool:
     """
     if choice != "auto":
         return choice == "on"
-    if not hasattr(os, "sysconf"):
-        return True
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return weights.n_bytes_held <= memory // SHARE
+    memory = physical_memory()
+    return memory is None or weights.n_bytes_held <= memory // SHARE
 
 
 def repack_weights(weights: Weights) -> Weights:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sparsekv_cli import warmup
 from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.row_sizes import check_memory, fitting_context, token_bytes
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.memory import available_memory
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.hparams import HParams
@@ -117,6 +119,8 @@ def open_engine(
         return open_device_engine(
             device, hparams, architecture, weights, method, config, n_threads, n_ctx, on_compile
         )
+    if config.ctx_size:
+        _check_context(hparams, method, config.ctx_size)
     from sparsekv_cli.cpu.weights.integer import activation_planes
     from sparsekv_cli.models.decoder import Decoder, cpu_prefill_dtype
     from sparsekv_cli.models.repack import wants_repacking
@@ -136,3 +140,15 @@ def open_engine(
         n_planes=n_planes,
     )
     return HostEngine(decoder, note)
+
+
+def _check_context(hparams: HParams, method: Method, n_ctx: int) -> None:
+    """SparseKVError if a context that the user asks for is larger than the machine's memory."""
+    if not method.holds_all_rows:
+        return
+    types = method.cache_type_k, method.cache_type_v
+    size = token_bytes(hparams.layers, *types)
+    mend = f"take -c {fitting_context(available_memory() or 0, size)} or less"
+    if types == ("f16", "f16") and "q4_0" in method.cache_types:
+        mend += ", or smaller rows: --cache-type-k q8_0 --cache-type-v q8_0, or q4_0"
+    check_memory(f"K and V of {n_ctx} tokens (-c)", n_ctx * size, mend)

@@ -1,9 +1,13 @@
-"""The machine code in this process' memory, most of which runs only while a session is opened."""
+"""Memory that is available, and that of the machine code in this process.
+
+Most of that code runs only while a session is opened.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,3 +37,74 @@ def release_code() -> None:
     libc = ctypes.CDLL(None)
     for start, size in large_code():
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+
+
+PROC = Path("/proc")
+GROUPS = Path("/sys/fs/cgroup")
+# A control group's files, version 2 and 1: its limit, what it uses, and of that, in its
+# statistics, the pages of files that can be dropped.
+GROUP_FILES = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def physical_memory() -> int | None:
+    """Bytes of memory that the machine has; None if the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def available_memory() -> int | None:
+    """Bytes that this process can still take without swapping; None if the system does not tell.
+
+    On Linux what is free or can be freed, on the machine and in the control groups of the process;
+    elsewhere all memory there is.
+    """
+    rooms = [room for room in (_free_on_linux(), *_free_in_groups()) if room is not None]
+    return max(0, min(rooms)) if rooms else physical_memory()
+
+
+def _free_on_linux() -> int | None:
+    return _counts(PROC / "meminfo", 1024).get("MemAvailable")
+
+
+def _free_in_groups() -> Iterator[int | None]:
+    """What each control group of the process leaves, from its own up to the root."""
+    try:
+        lines = (PROC / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        for controller, limit, used, cache in GROUP_FILES:
+            if controller not in controllers.split(","):
+                continue
+            root = GROUPS / controller
+            own = root / path.lstrip("/")
+            for folder in (own, *own.parents):
+                most, taken = (_number_in(folder / name) for name in (limit, used))
+                if most is not None and taken is not None:
+                    yield most - taken + _counts(folder / "memory.stat").get(cache, 0)
+                if folder == root:
+                    break
+
+
+def _number_in(file: Path) -> int | None:
+    """The number that a file holds; None for the word ``max``, or if there is no such file."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _counts(file: Path, unit: int = 1) -> dict[str, int]:
+    """A file of names and numbers, such as ``MemFree: 12 kB``; empty if there is none."""
+    try:
+        words = [line.split() for line in file.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {each[0].rstrip(":"): unit * int(each[1]) for each in words if len(each) > 1}

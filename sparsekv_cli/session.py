@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from sparsekv_cli import warmup
+from sparsekv_cli.cache.layer import reserve
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.calibration import calibrations
 from sparsekv_cli.config import SessionConfig
@@ -246,8 +247,7 @@ class Session:
             release_code()
         try:
             n_room, n_loaded = min(self.n_ctx, n_past + n + N_HEADROOM), 0
-            for cache in self.caches:
-                cache.reserve(n_room)
+            reserve(self.caches, n_room, is_checked=self.engine.shares_prefill)
             if prefixes is not None:
                 n_loaded = prefixes.load(found, self.caches, n_room)
                 prefixes.begin(ids, found, n_loaded, self.caches)

@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sparsekv_cli import memory
 from sparsekv_cli.memory import MAPS, large_code, release_code
 
 
@@ -28,3 +29,27 @@ def test_release_code() -> None:
     assert before > 20 << 20  # that of BLAS and LLVM at least
     assert after < before / 2
     np.testing.assert_array_equal(a @ b, product)
+
+
+def test_available_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the machine has free, unless a control group on the way up leaves less."""
+    proc, groups = tmp_path / "proc", tmp_path / "groups"
+    monkeypatch.setattr(memory, "PROC", proc)
+    monkeypatch.setattr(memory, "GROUPS", groups)
+    assert memory.available_memory() == memory.physical_memory()
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 7000 kB\nHugePages_Total: 0\n")
+    assert memory.available_memory() == 7000 << 10
+    (proc / "self" / "cgroup").write_text("1:name=systemd:/x\n4:cpu,memory:/in/job\n0::/in/job\n")
+    (groups / "in" / "job").mkdir(parents=True)
+    (groups / "in" / "job" / "memory.max").write_text("max\n")
+    (groups / "in" / "job" / "memory.current").write_text("5000\n")
+    assert memory.available_memory() == 7000 << 10
+    (groups / "in" / "memory.max").write_text("6000000\n")
+    (groups / "in" / "memory.current").write_text("5000000\n")
+    (groups / "in" / "memory.stat").write_text("anon 7\ninactive_file 300000\n")
+    assert memory.available_memory() == 1300000
+    (groups / "memory").mkdir()
+    (groups / "memory" / "memory.limit_in_bytes").write_text("2000\n")
+    (groups / "memory" / "memory.usage_in_bytes").write_text("3000\n")
+    assert memory.available_memory() == 0

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from sparsekv_cli.cache.attend import attend_dense, attend_rows
 from sparsekv_cli.cache.counters import Ledger
+from sparsekv_cli.cache.row_sizes import check_memory, token_bytes
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec, Memory
 from sparsekv_cli.cache.store import KVStore
 
@@ -158,3 +159,24 @@ def total_counters(caches: Iterable[LayerCache]) -> Counter[str]:
     for cache in caches:
         total.update(cache.counters())
     return total
+
+
+def reserve(caches: Sequence[LayerCache], n: int, *, is_checked: bool) -> None:
+    """Announces that n rows in all are coming.
+
+    is_checked: the caches are on the host, and SparseKVError is raised if there is no memory for
+    the rows: those of all layers that keep them, and of the others the largest, as each of these is
+    finished ahead of the next.
+    """
+    kept, largest = 0, 0
+    for cache in caches if is_checked else ():
+        spec = cache.spec
+        n_bytes = n * token_bytes([spec], spec.cache_type_k, spec.cache_type_v)
+        if cache.can_prefill_in_parts:
+            kept += max(0, n_bytes - cache.store.nbytes)
+        else:
+            largest = max(largest, n_bytes - cache.store.nbytes)
+    if is_checked:
+        check_memory(f"K and V of {n} tokens", kept + largest, "shorten the prompt")
+    for cache in caches:
+        cache.reserve(n)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsekv_cli.cache.row_sizes import CACHE_TYPES, check_memory, padded
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cpu.attention import decode, rows
 from sparsekv_cli.cpu.attention.tile import install
@@ -21,12 +22,7 @@ from sparsekv_cli.cpu.jit.pointers import LINE, on_lines
 from sparsekv_cli.cpu.layer.hadamard import block_of, rotate_rows
 
 ALL = slice(None)
-ROW_ALIGNMENT = 16  # elements; rows of K and V are padded to whole vectors
-
-
-def padded(d: int) -> int:
-    """``d`` rounded up to whole vectors."""
-    return -(-d // ROW_ALIGNMENT) * ROW_ALIGNMENT
+LARGE = 16 << 20  # bytes; whether there is memory for less is not asked
 
 
 class RowType:
@@ -71,7 +67,6 @@ class RowType:
 
 
 ROTATED = (rows.Q4_0,)  # those that gain from it: docs/methods.md
-CACHE_TYPES = {"f16": rows.F16, "q8_0": rows.Q8_0, "q5_1": rows.Q5_1, "q4_0": rows.Q4_0}
 
 
 class KVStore:
@@ -113,9 +108,13 @@ class KVStore:
         k_shape, v_shape = ((old.shape[0], capacity, old.shape[2]) for old in (self.k, self.v))
         k_bytes = math.prod(k_shape) * self.k.itemsize
         v_start = -(-k_bytes // LINE) * LINE
+        v_bytes = math.prod(v_shape) * self.v.itemsize
+        if self.n and v_start + v_bytes >= LARGE:  # the old ones stay until they are copied
+            what = f"K and V of {capacity} tokens in a layer"
+            check_memory(what, v_start + v_bytes, "begin again with fewer tokens")
         # In one piece, as numpy asks for huge pages from 4 MB on: rows gathered from small pages
         # cost lfps 5% of a token at 8192.
-        block = on_lines(v_start + math.prod(v_shape) * self.v.itemsize, np.uint8)
+        block = on_lines(v_start + v_bytes, np.uint8)
         k = block[:k_bytes].view(self.k.dtype).reshape(k_shape)
         v = block[v_start:].view(self.v.dtype).reshape(v_shape)
         k[:, : self.n], v[:, : self.n] = self.k[:, : self.n], self.v[:, : self.n]

@@ -12,6 +12,7 @@ import click
 
 from sparsekv_cli.commands.answer import N_REFRESH, keep_common
 from sparsekv_cli.commands.bench_report import REPORTS, BenchModel, BenchResult, BenchTest
+from sparsekv_cli.commands.help import GroupedCommand
 from sparsekv_cli.commands.options import (
     ModelOptions,
     build_method,
@@ -63,7 +64,7 @@ def _at_least_one(context: click.Context, parameter: click.Parameter, value: str
     return numbers
 
 
-@click.command(short_help="Measure prefill and decode speed at any depth.")
+@click.command(cls=GroupedCommand, short_help="Measure prefill and decode speed at any depth.")
 @click.option(
     "-p",
     "--n-prompt",

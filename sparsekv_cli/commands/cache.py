@@ -11,6 +11,7 @@ import click
 
 from sparsekv_cli.commands.options import verbose_option
 from sparsekv_cli.commands.prefix_options import DIRECTORY_OPTION
+from sparsekv_cli.commands.tables import print_table
 from sparsekv_cli.commands.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.prefix.blocks import SUFFIX, own_hash
@@ -39,15 +40,11 @@ def list_command(cache_dir: Path | None, as_json: bool) -> None:
         click.echo(json.dumps(found, indent=2))
         return
     if prompts:
-        from rich.console import Console
-
-        from sparsekv_cli.commands.tables import table
-
         rows: list[tuple[Any, ...]] = [
             (each["model"], each["tokens"], f"{each['bytes'] / 2**20:.1f}", _ago(each["used"]))
             for each in prompts
         ]
-        Console().print(table("", ("model", "tokens", "MiB", "used"), rows))
+        print_table("", ("model", "tokens", "MiB", "used"), rows)
     click.echo(f"{n_bytes / 2**20:.1f} MiB in {one_line(str(folder.path))}")
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sparsekv_cli.commands.help import GroupedCommand
 from sparsekv_cli.commands.options import (
     MACHINE_OPTIONS,
     MODEL_OPTION,
@@ -35,7 +36,7 @@ def _machine_options(function: Any) -> Any:
     return apply_options(function, MACHINE_OPTIONS)
 
 
-@click.command(short_help="Measure what some methods must know about a model.")
+@click.command(cls=GroupedCommand, short_help="Measure what some methods must know about a model.")
 @MODEL_OPTION
 @click.option(
     "--method",

@@ -17,6 +17,7 @@ from sparsekv_cli.commands.answer import (
     stream_answer,
     timing_line,
 )
+from sparsekv_cli.commands.help import GroupedCommand
 from sparsekv_cli.commands.options import Invocation, ModelOptions, model_options, open_session
 from sparsekv_cli.commands.prefix_options import PrefixOptions, prefix_options, use_prefixes
 from sparsekv_cli.commands.prompt import check_utf8, parse_special_option
@@ -38,7 +39,7 @@ HELP = """\
 /exit   leave (also /quit, Ctrl-D)   Ctrl-C  stop the answer; at the prompt: leave"""
 
 
-@click.command(short_help="Talk to a model; the KV cache is kept across turns.")
+@click.command(cls=GroupedCommand, short_help="Talk to a model; the KV cache is kept across turns.")
 @click.option("-p", "--prompt", metavar="TEXT", help="The first message.")
 @click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="System message.")
 @click.option(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sparsekv_cli.commands.help import GroupedCommand
 from sparsekv_cli.commands.options import (
     CONTEXT_OPTION,
     ModelOptions,
@@ -33,7 +34,7 @@ DEFAULT_STEPS = 64
 PIPE_WIDTH = 160  # columns of a table that no terminal limits
 
 
-@click.command(short_help="Compare methods on one prompt.")
+@click.command(cls=GroupedCommand, short_help="Compare methods on one prompt.")
 @click.option("-p", "--prompt", metavar="TEXT", help="The prompt; after a piped text, if any.")
 @click.option("-f", "--file", metavar="FILE", help="Read the prompt from FILE; - is stdin.")
 @click.option("--raw", is_flag=True, help="No chat template; control tokens are parsed.")

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sparsekv_cli.commands.options import MODEL_OPTIONS, find_model, verbose_option
-from sparsekv_cli.commands.tables import count, pairs, print_tables, size, table
+from sparsekv_cli.commands.tables import count, print_pairs, print_table, size
 from sparsekv_cli.errors import SparseKVError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from sparsekv_cli.models.gguf.file import GGUFFile
+    from sparsekv_cli.models.hparams import LayerParams
 
 SPECIAL_ID_SUFFIX = "_token_id"
 
@@ -78,7 +77,7 @@ def command(
     if as_json:
         click.echo(json.dumps(summary, indent=2, allow_nan=False))
     else:
-        print_tables(lambda console: _render(console, summary, list_metadata))
+        _show(summary, list_metadata)
     if problem is not None and not isinstance(problem, UnsupportedModelError):
         raise problem
 
@@ -89,8 +88,11 @@ def summarise(gguf: GGUFFile, problem: SparseKVError | None) -> dict[str, Any]:
 
     hyperparameters: dict[str, Any] | None = None
     rope: dict[str, Any] | None = None
+    kv_cache: dict[str, Any] | None = None
     with contextlib.suppress(SparseKVError):  # `problem` says what is wrong with them
-        hyperparameters = dataclasses.asdict(read_hparams(gguf))
+        hparams = read_hparams(gguf)
+        kv_cache = _kv_cache(hparams.layers, sum(info.n_bytes for info in gguf.tensors.values()))
+        hyperparameters = dataclasses.asdict(hparams)
         rope = hyperparameters.pop("rope")
         hyperparameters |= _sizes(hyperparameters.pop("layers"))
     tensors = gguf.tensors.values()
@@ -113,6 +115,7 @@ def summarise(gguf: GGUFFile, problem: SparseKVError | None) -> dict[str, Any]:
         "bits_per_weight": round(8 * n_bytes / n_parameters, 3) if n_parameters else None,
         "types": _type_mix(gguf),
         "context_length": _plain(gguf.metadata.get(context_key)),
+        "kv_cache": kv_cache,
         "hyperparameters": hyperparameters,
         "rope": rope,
         "experts": _experts(gguf, str(architecture)),
@@ -120,6 +123,23 @@ def summarise(gguf: GGUFFile, problem: SparseKVError | None) -> dict[str, Any]:
         "tokenizer": _tokenizer(gguf),
         "metadata": {key: _plain(value) for key, value in gguf.metadata.items()},
     }
+
+
+def _kv_cache(layers: Sequence[LayerParams], n_weights: int) -> dict[str, Any]:
+    """Bytes of a token's K and V by type, and the context that fits memory beside the weights.
+
+    n_weights: bytes of them. The context is None where the system does not tell what is free.
+    """
+    from sparsekv_cli.cache.row_sizes import CACHE_TYPES, fitting_context, token_bytes
+    from sparsekv_cli.memory import available_memory
+
+    available = available_memory()
+    types = {}
+    for kind in CACHE_TYPES:
+        size = token_bytes(layers, kind, kind)
+        fitting = None if available is None else fitting_context(available - n_weights, size)
+        types[kind] = {"bytes_a_token": size, "fitting_context": fitting}
+    return {"memory_available": available, "types": types}
 
 
 def _experts(gguf: GGUFFile, architecture: str) -> dict[str, Any] | None:
@@ -192,7 +212,7 @@ def _tokenizer(gguf: GGUFFile) -> dict[str, Any] | None:
     }
 
 
-def _render(console: Console, summary: dict[str, Any], list_metadata: bool) -> None:
+def _show(summary: dict[str, Any], list_metadata: bool) -> None:
     files = f" in {len(summary['files'])} files" if len(summary["files"]) > 1 else ""
     rows: list[tuple[str, Any]] = [
         ("file", summary["path"]),
@@ -218,27 +238,42 @@ def _render(console: Console, summary: dict[str, Any], list_metadata: bool) -> N
         rows.append(("check", f"{summary['check']['tensors']} tensors, all finite{note}"))
     if summary["problem"]:
         rows.append(("cannot run", summary["problem"]))
-    console.print(pairs("", rows))
+    print_pairs("", rows)
     if summary["types"]:
         mix = [
             (row["type"], row["tensors"], count(row["parameters"]), size(row["bytes"]))
             for row in summary["types"]
         ]
-        console.print(table("types", ("type", "tensors", "parameters", "size"), mix))
+        print_table("types", ("type", "tensors", "parameters", "size"), mix)
+    if summary["kv_cache"]:
+        _show_kv_cache(summary["kv_cache"], summary["context_length"])
     if summary["hyperparameters"]:
         shown = [(k, v) for k, v in summary["hyperparameters"].items() if k != "architecture"]
-        console.print(pairs("hyper-parameters", shown))
-        console.print(pairs("rope", list(summary["rope"].items())))
+        print_pairs("hyper-parameters", shown)
+        print_pairs("rope", list(summary["rope"].items()))
     if summary["tokenizer"]:
-        console.print(pairs("tokenizer", _tokenizer_rows(summary["tokenizer"])))
+        print_pairs("tokenizer", _tokenizer_rows(summary["tokenizer"]))
     if list_metadata:
-        console.print(pairs("metadata", list(summary["metadata"].items())))
+        print_pairs("metadata", list(summary["metadata"].items()))
     if "tensors" in summary:
         lines = [
             (one["name"], one["type"], " x ".join(map(str, one["shape"])), size(one["bytes"]))
             for one in summary["tensors"]
         ]
-        console.print(table("tensors", ("name", "type", "shape", "size"), lines))
+        print_table("tensors", ("name", "type", "shape", "size"), lines)
+
+
+def _show_kv_cache(kv_cache: dict[str, Any], n_ctx: int) -> None:
+    available = kv_cache["memory_available"]
+    rows = []
+    for kind, of in kv_cache["types"].items():
+        fitting, n_bytes = of["fitting_context"], of["bytes_a_token"]
+        rows.append(
+            (kind, size(n_bytes), size(n_ctx * n_bytes), "" if fitting is None else fitting)
+        )
+    free = "" if available is None else f" ({size(available)} of memory available)"
+    columns = ("type", "a token", f"{n_ctx} tokens", "tokens that fit memory")
+    print_table(f"KV cache{free}", columns, rows)
 
 
 def _tokenizer_rows(tokenizer: dict[str, Any]) -> list[tuple[str, Any]]:

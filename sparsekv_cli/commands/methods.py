@@ -9,8 +9,9 @@ from typing import Any
 import click
 
 from sparsekv_cli.commands.options import verbose_option
+from sparsekv_cli.commands.tables import print_pairs, print_table
 from sparsekv_cli.commands.terminal import write_text
-from sparsekv_cli.option import did_you_mean
+from sparsekv_cli.option import Allowed, did_you_mean
 
 
 @click.command(short_help="List the KV-cache methods and their options.")
@@ -30,27 +31,50 @@ def command(names: tuple[str, ...], as_json: bool) -> None:
     chosen = [method for method in methods if not names or method["name"] in names]
     if as_json:
         write_text(json.dumps(chosen, indent=2) + "\n")
+    elif names:
+        for method in chosen:
+            show(method)
     else:
-        write_text("\n\n".join(describe(method) for method in chosen) + "\n")
+        rows = [(method["name"], method["paper"], method["summary"]) for method in methods]
+        print_table("", ("method", "paper", "what a step attends to"), rows)
+        write_text(HINT)
 
 
-def describe(method: Mapping[str, Any]) -> str:
-    """A method as a paragraph: what it is, then an option a line."""
-    lines = [f"{method['name']}: {method['summary']}"]
-    if method["paper"]:
-        lines.append(f"  paper: {method['paper']}")
-    if method["needs"]:
-        lines.append(f"  needs: {_words(method['needs'])}")
-    options = method["options"]
-    heads = [f"-o {o['name']}={_words(o['default'])}" for o in options]
-    width = max((len(head) for head in heads), default=0)
-    for head, option in zip(heads, options, strict=True):
-        kind = f"{option['type']}: {option['allowed']}" if option["allowed"] else option["type"]
-        lines.append(f"  {head:<{width}}  {option['help']} ({kind})")
-    return "\n".join(lines)
+# Options of every method with a name of their own on the command line, which are said once.
+SHARED = ("dense_layers", "cache_type_k", "cache_type_v")
+HINT = """
+'sparsekv-cli methods NAME' shows a method's options.
+All take --dense-layers, --cache-type-k and --cache-type-v.
+"""
+
+
+def show(method: Mapping[str, Any]) -> None:
+    """A method: what it is, then its own options, then what it makes of those of every method."""
+    options = {option["name"]: option for option in method["options"]}
+    rows = [
+        ("summary", method["summary"]),
+        ("paper", method["paper"]),
+        ("needs", method["needs"] or None),
+    ]
+    print_pairs(method["name"], rows)
+    own = [
+        (f"-o {name}={_words(option['default'])}", option["allowed"], option["help"])
+        for name, option in options.items()
+        if name not in SHARED
+    ]
+    if own:
+        print_table("options", ("default", "values", "meaning"), own)
+    layers, k, v = (_words(options[name]["default"]) for name in SHARED)
+    types = Allowed(tuple(method["cache_types"]))
+    shared = [
+        ("--dense-layers", layers, options["dense_layers"]["help"]),
+        ("--cache-type-k", k, f"type of K in the cache: {types}"),
+        ("--cache-type-v", v, f"type of V: {types}"),
+    ]
+    print_table("as every method", ("option", "default", "meaning"), shared)
 
 
 def _words(value: Any) -> str:
     if isinstance(value, (list, tuple)):
-        return ", ".join(str(item) for item in value)
-    return "" if value is None else str(value)
+        return ",".join(str(item) for item in value)
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sparsekv_cli.commands.options import verbose_option
-from sparsekv_cli.commands.tables import count, print_tables, size, table
+from sparsekv_cli.commands.tables import count, print_table, size
 from sparsekv_cli.commands.terminal import say, write_text
 from sparsekv_cli.errors import SparseKVError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from sparsekv_cli.models.sources.listing import ListedModel
 
 COLUMNS = ("name", "architecture", "parameters", "type", "size", "context", "where")
@@ -39,7 +37,7 @@ def command(as_json: bool) -> None:
     if as_json:
         write_text(json.dumps([as_dict(model) for model in models], indent=2) + "\n")
     elif models:
-        print_tables(lambda console: render(console, models))
+        show(models)
     else:
         say(
             f"no models: put .gguf files into {models_folder()}, or name a repository of the "
@@ -75,7 +73,7 @@ def as_dict(model: ListedModel) -> dict[str, Any]:
     }
 
 
-def render(console: Console, models: Sequence[ListedModel]) -> None:
+def show(models: Sequence[ListedModel]) -> None:
     """A table of all, then why some of them cannot be run."""
     rows = [
         (
@@ -89,10 +87,10 @@ def render(console: Console, models: Sequence[ListedModel]) -> None:
         )
         for model in models
     ]
-    console.print(table("", COLUMNS, rows))
+    print_table("", COLUMNS, rows)
     problems = [(model.name, model.problem) for model in models if model.problem]
     if problems:
-        console.print(table("cannot be run", (), problems))
+        print_table("cannot be run", (), problems)
 
 
 def shown(value: Any) -> str:

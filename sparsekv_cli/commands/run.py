@@ -20,6 +20,7 @@ from sparsekv_cli.commands.answer import (
     stream_answer,
     timing_line,
 )
+from sparsekv_cli.commands.help import GroupedCommand
 from sparsekv_cli.commands.jsonl_tasks import Task
 from sparsekv_cli.commands.options import Invocation, ModelOptions, model_options, open_session
 from sparsekv_cli.commands.prefix_options import PrefixOptions, prefix_options, use_prefixes
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 MAX_PARALLEL = 256
 
 
-@click.command(short_help="Complete one prompt; made for pipelines.")
+@click.command(cls=GroupedCommand, short_help="Complete one prompt; made for pipelines.")
 @click.option("-p", "--prompt", metavar="TEXT", help="The prompt; after a piped text, if any.")
 @click.option("-f", "--file", metavar="FILE", help="Read the prompt from FILE; - is stdin.")
 @click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="System message.")

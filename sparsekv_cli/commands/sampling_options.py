@@ -105,7 +105,7 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
         "--samplers",
         metavar="LIST",
         callback=_samplers,
-        help=f"The chain, with semicolons between. [default: {';'.join(SAMPLER_ORDER)}]",
+        help=f"The chain, with semicolons between. [default: {'; '.join(SAMPLER_ORDER)}]",
     ),
     click.option("--ignore-eos", is_flag=True, help="Do not end before -n tokens."),
     click.option(

@@ -1,49 +1,63 @@
-"""Tables for a reader, on stdout, of texts that come from files."""
+"""Tables for a reader, on stdout, of texts that come from files.
+
+A terminal gets rich's tables, folded to its width; anything else gets lines of columns, which are
+never folded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Sequence
+from typing import Any
 
 import click
 
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+
+def print_pairs(title: str, rows: Sequence[tuple[str, Any]]) -> None:
+    """Names and values, without those that are None."""
+    print_table(title, (), [row for row in rows if row[1] is not None])
 
 
-def print_tables(render: Callable[[Console], None]) -> None:
-    """What ``render`` prints: made first, then written in one piece."""
-    from rich.console import Console
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """A table whose cells are text from a file: no markup, no control characters.
 
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=160)
-    with console.capture() as capture:
-        render(console)
-    click.echo(capture.get(), nl=False)
+    columns: the heads of the columns, if any.
+    """
+    cells = [[printable(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        _print_rich(title, columns, cells)
+        return
+    lines = [columns, *cells] if columns else cells
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = [f"{title}:"] if title else []
+    for line in lines:
+        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        text.append(("  " * bool(title) + "  ".join(padded)).rstrip())
+    click.echo("\n".join(text))
 
 
-def pairs(title: str, rows: list[tuple[str, Any]]) -> RenderableType:
-    return table(title, (), [row for row in rows if row[1] is not None])
-
-
-def table(title: str, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> RenderableType:
-    """A table whose cells are text from a file: no markup, no control characters."""
+def _print_rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.box import SIMPLE_HEAD
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    console = Console(highlight=False, markup=False)
     table = Table(
-        title=title or None,
+        title=Text(title, "bold") if title else None,
         title_justify="left",
         box=SIMPLE_HEAD if columns else None,
         show_header=bool(columns),
     )
-    for column in columns or ("", ""):
-        table.add_column(column, overflow="fold")
+    heads = columns or [""] * max(map(len, rows), default=0)
+    for i, head in enumerate(heads):
+        table.add_column(Text(head), style="cyan" if i == 0 else "", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    return table
+        table.add_row(*map(Text, row))
+    with console.capture() as capture:  # made first, then written in one piece
+        console.print(table)
+    lines = [line.rstrip() for line in capture.get().splitlines() if line.strip()]
+    click.echo("\n".join([*lines, ""] if columns else lines))
 
 
 def printable(cell: Any) -> str:

@@ -10,6 +10,7 @@ import click
 
 from sparsekv_cli.commands.options import MODEL_OPTION, find_model, verbose_option
 from sparsekv_cli.commands.prompt import check_utf8, decode_utf8, read_stdin
+from sparsekv_cli.commands.tables import print_table
 from sparsekv_cli.commands.terminal import write_text
 
 
@@ -63,6 +64,9 @@ def command(
     pieces = [tokenizer.token_bytes(i).decode("utf-8", errors="replace") for i in ids]
     if as_json:
         write_text(json.dumps({"ids": ids, "tokens": pieces}, ensure_ascii=False) + "\n")
+    elif sys.stdout.isatty():
+        rows = [(i, repr(piece)) for i, piece in zip(ids, pieces, strict=True)]
+        print_table(f"{len(ids)} tokens", ("id", "text"), rows)
     else:  # llama-tokenize's lines
         write_text("".join(f"{i:6d} -> '{piece}'\n" for i, piece in zip(ids, pieces, strict=True)))
 

@@ -33,6 +33,7 @@ class Method(ABC):
     description: ClassVar[str]
     needs: ClassVar[str] = ""  # what must exist before it runs, such as a calibration
     cache_types: ClassVar[tuple[str, ...]] = tuple(CACHE_TYPES)  # of K and of V that it can read
+    holds_all_rows: ClassVar[bool] = True  # of all tokens, as they are, as long as a sequence lives
     # Its cache on a GPU, module:class of device/; a method without one keeps its rows on the host.
     device_cache: ClassVar[str] = ""
     # What a query head does for itself in a sparse step, in rows of a dense one (depth.py); 0 for a

@@ -44,6 +44,7 @@ class H2O(Method):
 
     paper: ClassVar[str] = "arXiv:2306.14048"
     description: ClassVar[str] = "keeps what was attended to most and what is recent, drops others"
+    holds_all_rows: ClassVar[bool] = False
 
     budget: Budget = option(DEFAULT_BUDGET, "rows held a head, half of them recent: N or P%")
     window: int = option(0, "last queries of a prefill whose attention counts; 0 = all", at_least=0)

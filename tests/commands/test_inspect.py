@@ -96,6 +96,13 @@ def test_json(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert summary["hyperparameters"]["n_head"] == 2
     assert summary["hyperparameters"]["head_dim"] == 32
     assert summary["hyperparameters"]["n_vocab"] == 4
+    kv_cache = summary["kv_cache"]  # 2 layers, 2 heads, K and V of 32
+    assert {kind: of["bytes_a_token"] for kind, of in kv_cache["types"].items()} == {
+        "f16": 512, "q8_0": 272, "q5_1": 192, "q4_0": 144
+    }  # fmt: skip
+    if kv_cache["memory_available"] is not None:
+        expected = (kv_cache["memory_available"] - 528) // 272 // 256 * 256
+        assert kv_cache["types"]["q8_0"]["fitting_context"] == expected
     assert summary["rope"]["freq_base"] == 10000.0
     assert summary["context_length"] == 128
     assert summary["problem"] is None
@@ -122,9 +129,18 @@ def test_tables(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert "\x1b" not in captured.out
     assert r"[bold]tiny[/bold]\x1b[31m\nmodel" in captured.out
-    for text in ("320 in 2 tensors", "Q8_0", "token_embd.weight", "4 x 64", "smollm", "llama.odd"):
+    for text in (
+        "320 in 2 tensors",
+        "Q8_0",
+        "token_embd.weight",
+        "4 x 64",
+        "smollm",
+        "llama.odd",
+        "64.00 KiB",
+    ):
         assert text in captured.out
     assert "0 '<|end|>'" in captured.out
+    assert ["f16", "512", "B", "64.00", "KiB"] in [x.split()[:5] for x in captured.out.splitlines()]
 
 
 def test_environment_names_the_model(

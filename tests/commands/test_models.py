@@ -93,7 +93,7 @@ def test_broken_files_are_listed_with_the_reason(
     result = invoke("models")
     assert result.code == 0 and result.err == ""
     shown = " ".join(result.out.split())
-    assert "cannot be run cut 7 bytes are missing: " in shown and "empty is empty; a GGUF" in shown
+    assert "cannot be run: cut 7 bytes are missing: " in shown and "empty is empty; a GGUF" in shown
 
 
 def test_names_are_no_markup(folder: Path, invoke: Invoke) -> None:

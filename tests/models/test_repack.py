@@ -60,11 +60,13 @@ def test_auto_repacks_what_is_small_beside_the_memory(tmp_path, monkeypatch):
     path = tmp_path / "tiny.gguf"
     make_model(path, wtype="Q4_1")
     weights = open_model(path, "off").decoder.weights
-    pages = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * weights.n_bytes}
-    monkeypatch.setattr(repack.os, "sysconf", pages.__getitem__, raising=False)
-    assert repack.wants_repacking(weights, "auto")
-    pages["SC_PHYS_PAGES"] -= 1
-    assert not repack.wants_repacking(weights, "auto")
+    for memory, wanted in (
+        (None, True),
+        (4 * weights.n_bytes, True),
+        (4 * weights.n_bytes - 1, False),
+    ):
+        monkeypatch.setattr(repack, "physical_memory", lambda memory=memory: memory)
+        assert repack.wants_repacking(weights, "auto") == wanted
     assert repack.wants_repacking(weights, "on")
     assert not repack.wants_repacking(weights, "off")
 

@@ -1,0 +1,62 @@
+"""The types of rows of K and V, how many bytes rows take, and whether there is memory for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from sparsekv_cli.cache.spec import FULL
+from sparsekv_cli.cpu.attention import rows
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.memory import available_memory
+
+ROW_ALIGNMENT = 16  # elements; rows of K and V are padded to whole vectors
+CACHE_TYPES = {"f16": rows.F16, "q8_0": rows.Q8_0, "q5_1": rows.Q5_1, "q4_0": rows.Q4_0}
+FITTING = 256  # tokens; a context that fits is told as a multiple
+
+
+class Sizes(Protocol):
+    """Of a layer: a LayerSpec, or a model's LayerParams."""
+
+    @property
+    def n_head_kv(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def value_dim(self) -> int: ...
+    @property
+    def kind(self) -> str: ...
+
+
+def padded(d: int) -> int:
+    """``d`` rounded up to whole vectors."""
+    return -(-d // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+def token_bytes(layers: Iterable[Sizes], cache_type_k: str, cache_type_v: str) -> int:
+    """Bytes of one token's K and V in those of these layers that keep the rows of all tokens."""
+    k, v = CACHE_TYPES[cache_type_k], CACHE_TYPES[cache_type_v]
+    return sum(
+        each.n_head_kv
+        * (rows.row_bytes(k, padded(each.head_dim)) + rows.row_bytes(v, padded(each.value_dim)))
+        for each in layers
+        if each.kind == FULL
+    )
+
+
+def fitting_context(n_bytes: int, bytes_a_token: int) -> int:
+    """Tokens whose rows take at most ``n_bytes``."""
+    return max(0, n_bytes) // max(1, bytes_a_token) // FITTING * FITTING
+
+
+def check_memory(what: str, n_bytes: int, mend: str) -> None:
+    """SparseKVError if ``n_bytes`` are more than this process can still take.
+
+    what: takes them, in the plural. mend: what to do.
+    """
+    available = available_memory()
+    if available is not None and n_bytes > available:
+        raise SparseKVError(
+            f"{what} take {n_bytes / 2**30:.2f} GiB of memory, {available / 2**30:.2f} GiB are "
+            f"available: {mend}"
+        )

@@ -1,0 +1,54 @@
+"""The page of ``--help``: options in groups, the common ones first."""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+COMMON = "Common options"
+OWN = ""  # stands for a command's own parameters, which no group names
+# Parameters by their names, in the order in which a page shows them.
+GROUPS: dict[str, tuple[str, ...]] = {
+    COMMON: ("model", "prompt", "file", "n_predict", OWN, "ctx_size", "method", "methods", "budget",
+             "temp", "seed", "as_json", "threads", "verbose", "help"),
+    "Prompt": ("system", "raw", "parse_special"),
+    "Answer": ("stop", "ignore_eos", "json_schema", "grammar", "regex"),
+    "Output": ("special", "logprobs", "jsonl", "parallel", "output"),
+    "Method": ("method_options", "dense_layers", "sparse_from", "cache_type_k", "cache_type_v",
+               "calibration"),
+    "Sampling": ("top_k", "top_p", "min_p", "typ_p", "top_n_sigma", "xtc_probability",
+                 "xtc_threshold", "repeat_penalty",
+                 "repeat_last_n", "presence_penalty", "frequency_penalty", "dry_multiplier",
+                 "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
+                 "logit_bias", "samplers"),
+    "Prompts on disk": ("cache_dir", "cache_limit", "no_cache", "session"),
+    "Device": ("device", "prefill_dtype", "repack", "activations", "kv", "gpu_weights",
+               "vram_limit"),
+}  # fmt: skip
+WIDE = 70  # columns; on a narrower page the names of options get a third of it
+BOUNDS = re.compile(r"  \[[^\]]*\bx\b[^\]]*\]$")  # click's: the help says them where they matter
+
+
+class GroupedCommand(click.Command):
+    """A command whose help page shows its options by ``GROUPS``."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        parameters = {
+            "help" if "--help" in each.opts else each.name: each for each in self.get_params(ctx)
+        }
+        grouped = {name for names in GROUPS.values() for name in names}
+        own = [each for name, each in parameters.items() if name not in grouped]
+        for title, names in GROUPS.items():
+            shown = [
+                each
+                for name in names
+                for each in (own if name == OWN else filter(None, [parameters.get(name)]))
+            ]
+            records = [record for each in shown if (record := each.get_help_record(ctx))]
+            if records:
+                with formatter.section(title):
+                    width = 30 if formatter.width >= WIDE else formatter.width // 3
+                    formatter.write_dl(
+                        [(names, BOUNDS.sub("", text)) for names, text in records], width
+                    )

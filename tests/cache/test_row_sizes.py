@@ -1,0 +1,76 @@
+"""How many bytes rows take, and what is refused where there is no memory for them."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import make_model
+
+from sparsekv_cli import engine
+from sparsekv_cli.cache import row_sizes, store
+from sparsekv_cli.cache.row_sizes import CACHE_TYPES, fitting_context, token_bytes
+from sparsekv_cli.cache.spec import LayerSpec
+from sparsekv_cli.cache.store import KVStore
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.methods import METHODS, build_method, method_class
+from sparsekv_cli.session import load_session
+
+
+@pytest.mark.parametrize(("k", "v"), list(product(CACHE_TYPES, repeat=2)))
+def test_token_bytes_are_those_of_a_store(k: str, v: str) -> None:
+    spec = LayerSpec(0, 2, 6, 3, 40, 80, 1, cache_type_k=k, cache_type_v=v)
+    rows = KVStore(spec)
+    rows.reserve(7)
+    assert 7 * token_bytes([spec], k, v) == rows.nbytes
+    assert token_bytes([spec, spec], k, v) == 2 * token_bytes([spec], k, v)
+    assert fitting_context(600 * rows.nbytes // 7, rows.nbytes // 7) == 512
+
+
+def test_methods_that_are_sparse_later_hold_all_rows() -> None:
+    held = {name for name in METHODS if method_class(name).holds_all_rows}
+    assert held >= {name for name in METHODS if method_class(name).work_of_a_head} | {"full"}
+    assert not held & {"h2o", "snapkv", "sals", "faedkv"}
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_model(tmp_path / "model.gguf", n_ctx=4000)
+    n_bytes = 0
+
+    def available(n: int) -> None:
+        for module in (row_sizes, engine):
+            monkeypatch.setattr(module, "available_memory", lambda: n)
+
+    def load(method: str, n_ctx: int = 0):
+        config = SessionConfig(ctx_size=n_ctx, threads=1, prefill_dtype="f32")
+        return load_session(path, build_method(method, {}), config)
+
+    session = load("full")
+    n_bytes = token_bytes(session.hparams.layers, "f16", "f16")
+    ids = [3 + i % 200 for i in range(600)]
+    available(1000 * n_bytes)
+    with pytest.raises(SparseKVError, match=r"^K and V of 2000 tokens .* take .*: take -c 768 or"):
+        load("full", 2000)
+    load("snapkv", 2000).gguf.close()
+    load("full", 1000).gguf.close()
+    with pytest.raises(SparseKVError, match=r"^K and V of 1112 tokens .* shorten the prompt"):
+        session.prefill(ids)
+    assert not session.tokens and not session.caches[0].store.nbytes
+    available(1112 * n_bytes)
+    logits = session.prefill(ids).copy()
+    available(0)
+    monkeypatch.setattr(store, "LARGE", 1)
+    for _ in range(512):
+        session.decode(5)
+    with pytest.raises(SparseKVError, match="K and V of 1507 tokens in a layer take"):
+        session.decode(5)
+    assert len(session.tokens) == 1112
+    available(1 << 40)
+    session.decode(5)
+    session.rewind(600)
+    assert session.checkpoint is not None
+    np.testing.assert_array_equal(session.checkpoint.logits, logits)
+    session.gguf.close()
