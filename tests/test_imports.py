@@ -33,8 +33,8 @@ ALLOWED: dict[str, set[str]] = {
     | {"sequence", "warmup"},
     "batch": {"sequence", "session"},
     "generation": {"models", "sampling", "session"},
-    "commands": {"batch", "calibration", "evaluation", "generation", "methods", "models", "prefix"}
-    | {"sampling", "session", "warmup"},
+    "commands": {"batch", "cache", "calibration", "evaluation", "generation", "methods", "models"}
+    | {"prefix", "sampling", "session", "warmup"},
     "cli": {"commands"},
     "__main__": {"cli"},
 }
