@@ -21,47 +21,34 @@ PROGRAMS = 792  # aimed at: six on each of 132 multiprocessors, so that none idl
 TILE = 16  # least rows of a tile that tensor cores take
 
 
-@triton.jit
-def _append_rows_kernel(
-    k_new_ptr, v_new_ptr, k_ptr, v_ptr, pos_ptr, n_kv_head, d, d_v,
-    stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    b, g = tl.program_id(0), tl.program_id(1)
-    row = tl.load(pos_ptr + b).to(tl.int64)
-    c = tl.arange(0, BLOCK)
-    unit = b * n_kv_head + g
-    k_new = tl.load(k_new_ptr + unit * d + c, mask=c < d)
-    v_new = tl.load(v_new_ptr + unit * d_v + c, mask=c < d_v)
-    k_at = k_ptr + b.to(tl.int64) * stride_kb + g.to(tl.int64) * stride_kg + row * stride_kn
-    v_at = v_ptr + b.to(tl.int64) * stride_vb + g.to(tl.int64) * stride_vg + row * stride_vn
-    tl.store(k_at + c, k_new.to(k_ptr.dtype.element_ty), mask=c < d)
-    tl.store(v_at + c, v_new.to(v_ptr.dtype.element_ty), mask=c < d_v)
+class NewRow(NamedTuple):
+    """What a decode step adds to K and V, one row a sequence: row n - 1 of n."""
+
+    k: torch.Tensor  # f32 (B, G, d)
+    v: torch.Tensor  # f32 (B, G, d_v)
 
 
-def append_rows(
-    k_new: torch.Tensor,
-    v_new: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    pos: torch.Tensor,
+def check_new(
+    new: NewRow, k: torch.Tensor, v: torch.Tensor, d: int, device: torch.device | None = None
 ) -> None:
-    """Writes one row a sequence, k_new f32 (B, G, d) and v_new (B, G, d_v), at row pos int32 (B,).
+    """ValueError unless the row fits k f16 (B, G, capacity, any) and v f16 (B, G, capacity, d_v).
 
-    k f16 (B, G, capacity, d), v f16 (B, G, capacity, d_v), any strides of rows.
+    d: elements of a new key. device: where k and v lie, if not beside the row.
     """
-    n_batch, n_kv_head, d = k_new.shape
-    d_v = v_new.shape[2]
-    device = k_new.device
-    check("k_new", k_new, torch.float32, (None, None, None), device)
-    check("v_new", v_new, torch.float32, (n_batch, n_kv_head, d_v), device)
-    check("k", k, torch.float16, (n_batch, n_kv_head, None, d), device, strided=True)
+    n_batch, n_kv_head, capacity, d_v = v.shape
+    device = new.k.device if device is None else device
+    check("new.k", new.k, torch.float32, (n_batch, n_kv_head, d), new.k.device)
+    check("new.v", new.v, torch.float32, (n_batch, n_kv_head, d_v), new.k.device)
+    check("k", k, torch.float16, (n_batch, n_kv_head, capacity, None), device, strided=True)
     check("v", v, torch.float16, (n_batch, n_kv_head, None, d_v), device, strided=True)
-    check("pos", pos, torch.int32, (n_batch,), device)
-    _append_rows_kernel[(n_batch, n_kv_head)](
-        k_new, v_new, k, v, pos, n_kv_head, d, d_v, *k.stride()[:3], *v.stride()[:3],
-        BLOCK=triton.next_power_of_2(max(d, d_v)), num_warps=1,
-    )  # fmt: skip
+
+
+@triton.jit
+def store_row(new_ptr, at, c, WIDTH: tl.constexpr):
+    """Writes f32 elements c < WIDTH of a new row to f16 memory ``at``; what lies there then."""
+    row = tl.load(new_ptr + c, mask=c < WIDTH, other=0.0).to(tl.float16)
+    tl.store(at + c, row, mask=c < WIDTH)
+    return row
 
 
 class Attended(NamedTuple):
@@ -105,16 +92,18 @@ def attend_scratch(
 
 @triton.jit(do_not_specialize=["n_split"])
 def _attend_kernel(
-    q_ptr, k_ptr, v_ptr, idx_ptr, n_ptr, seen_ptr, seen_lse_ptr, out_ptr, lse_ptr, scale, n_head,
-    n_list, n_split,
+    q_ptr, k_ptr, v_ptr, idx_ptr, n_ptr, seen_ptr, seen_lse_ptr, k_new_ptr, v_new_ptr, out_ptr,
+    lse_ptr, scale, n_head, n_list, n_split,
     stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_ib, stride_iu,
     GROUP: tl.constexpr, HEADS: tl.constexpr, TILE_H: tl.constexpr, D: tl.constexpr,
     D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    GATHER: tl.constexpr, HALVES: tl.constexpr, HAS_OTHERS: tl.constexpr, HAS_LSE: tl.constexpr,
+    GATHER: tl.constexpr, HALVES: tl.constexpr, HAS_OTHERS: tl.constexpr, HAS_NEW: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):  # fmt: skip
+    """HAS_NEW: the last row comes from the step; the first split attends to it and stores it."""
     split, unit = tl.program_id(0), tl.program_id(1)
     b, u = (unit // n_list).to(tl.int64), unit % n_list
-    n = tl.load(n_ptr + (unit if GATHER else b))
+    n = tl.load(n_ptr + (unit if GATHER else b)) - HAS_NEW
     chunk = tl.cdiv(tl.cdiv(n, n_split), BLOCK_N) * BLOCK_N
     first = split * chunk
     last = tl.minimum(first + chunk, n)
@@ -144,6 +133,14 @@ def _attend_kernel(
     kv_head = (u * HEADS // GROUP).to(tl.int64)
     k_at = k_ptr + b * stride_kb + kv_head * stride_kg
     v_at = v_ptr + b * stride_vb + kv_head * stride_vg
+    if HAS_NEW:  # noqa: SIM102 - decided when the kernel is compiled
+        if split == 0:
+            k_row = store_row(k_new_ptr + unit * D, k_at + n.to(tl.int64) * stride_kn, c, D)
+            v_row = store_row(v_new_ptr + unit * D_V, v_at + n.to(tl.int64) * stride_vn, c_v, D_V)
+            peak = tl.sum(q.to(tl.float32) * k_row.to(tl.float32)[None, :], 1)
+            peak *= scale * 1.4426950408889634
+            mass += 1.0
+            acc += v_row.to(tl.float32)[None, :]
     for start in range(first, last, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
         is_row = j < last
@@ -191,16 +188,19 @@ def attend_dense(
     lse: torch.Tensor | None = None,
     scratch: AttendScratch | None = None,
     others: Attended | None = None,
+    new: NewRow | None = None,
 ) -> torch.Tensor:
     """Attention of one token a sequence over rows 0..n[b] of every kv head -> out f32 (B, H, d_v).
 
     q (B, H, d); k f16 (B, G, capacity, d), v f16 (B, G, capacity, d_v), any strides of rows; n
     int32 (B,), n_max >= all of them. lse f32 (B, H), if given: receives the log of the sum of
     exponentials of a head's scores, with which ``merge`` joins results of disjoint rows. others:
-    attention over other rows, which the result then includes; ignored where its lse is -inf.
+    attention over other rows, which the result then includes; ignored where its lse is -inf. new:
+    the last row of each sequence, which is written to k and v; not with ``others``.
     """
     check("n", n, torch.int32, (q.shape[0],), q.device)
-    return _attend(q, k, v, None, n, k.shape[1], n_max, scale, out, lse, scratch, others)
+    assert new is None or others is None
+    return _attend(q, k, v, None, n, k.shape[1], n_max, scale, out, lse, scratch, others, new)
 
 
 def attend_rows(
@@ -240,6 +240,7 @@ def _attend(
     lse: torch.Tensor | None,
     scratch: AttendScratch | None,
     others: Attended | None = None,
+    new: NewRow | None = None,
 ) -> torch.Tensor:
     n_batch, n_head, d = q.shape
     n_kv_head, d_v, device = k.shape[1], v.shape[3], q.device
@@ -256,6 +257,8 @@ def _attend(
     if others is not None:
         check("others.out", others.out, torch.float32, (n_batch, n_head, d_v), device)
         check("others.lse", others.lse, torch.float32, (n_batch, n_head), device)
+    if new is not None:
+        check_new(new, k, v, d)
     block, n_split = _tiling(n_batch * n_list, n_max, _width(d, d_v))
     if n_split == 1:
         scratch = None
@@ -267,13 +270,13 @@ def _attend(
         check("scratch.out", pieces, torch.float32, (n_split, *out.shape), device)
         check("scratch.lse", pieces_lse, torch.float32, (n_split, n_batch, n_head), device)
     _attend_kernel[(n_split, n_batch * n_list)](
-        q, k, v, idx, n, *(others or (None, None)), pieces, pieces_lse, scale, n_head, n_list,
-        n_split,
+        q, k, v, idx, n, *(others or (None, None)), *(new or (None, None)), pieces, pieces_lse,
+        scale, n_head, n_list, n_split,
         *k.stride()[:3], *v.stride()[:3], *((0, 0) if idx is None else idx.stride()[:2]),
         GROUP=n_head // n_kv_head, HEADS=n_head // n_list,
         TILE_H=max(TILE, triton.next_power_of_2(n_head // n_list)), D=d, D_V=d_v,
         BLOCK_D=_width(d, d), BLOCK_V=_width(d_v, d_v), BLOCK_N=block, GATHER=idx is not None,
-        HALVES=q.dtype != torch.float16, HAS_OTHERS=others is not None,
+        HALVES=q.dtype != torch.float16, HAS_OTHERS=others is not None, HAS_NEW=new is not None,
         HAS_LSE=pieces_lse is not None,
         # Row numbers must arrive before rows can be asked for: twice the stages, as much in flight.
         num_warps=4, num_stages=3 if idx is None else 5,

@@ -3,8 +3,8 @@
 Scores become int32 keys of the same order. One program reads a short row once and bisects the range
 of its keys until k of them are at or above a threshold. A long row takes several programs. Each
 finds the largest key of each of some strided groups; the k-th largest of these is a lower bound of
-the k-th largest of all, and few keys lie between. These are collected in order, and one program
-finishes. All of it counts integers, so the result does not depend on the order of programs.
+the k-th largest of all, and few keys lie between. Each program collects its own of these, and one
+program finishes. All of it counts integers, so the result does not depend on the order of programs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv_cli.kernels.attention.decode import QUERY_TYPES, TILE, _tiling, _width
 from sparsekv_cli.kernels.attention.threshold import (
     LEAST,
     order_keys,
@@ -29,87 +28,20 @@ ONE_PROGRAM = 8192  # entries up to which one program does the whole row, in reg
 REGISTERS = 8192  # keys that one program can hold
 
 
-@triton.jit(do_not_specialize=["n_split"])
-def _score_rows_kernel(
-    q_ptr, k_ptr, n_ptr, out_ptr, scale, n_kv_head, n_split,
-    stride_kb, stride_kg, stride_kn, stride_ob, stride_oh,
-    GROUP: tl.constexpr, TILE_H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, HALVES: tl.constexpr,
-):  # fmt: skip
-    split, unit = tl.program_id(0), tl.program_id(1)
-    b, g = (unit // n_kv_head).to(tl.int64), (unit % n_kv_head).to(tl.int64)
-    n = tl.load(n_ptr + b)
-    chunk = tl.cdiv(tl.cdiv(n, n_split), BLOCK_N) * BLOCK_N
-    last = tl.minimum((split + 1) * chunk, n)
-    t, c = tl.arange(0, TILE_H), tl.arange(0, BLOCK_D)
-    head = unit.to(tl.int64) * GROUP + t
-    q = tl.load(
-        q_ptr + head[:, None] * D + c[None, :],
-        mask=(t < GROUP)[:, None] & (c < D)[None, :], other=0.0,
-    )  # fmt: skip
-    q_high = q.to(tl.float16)
-    q_low = (q.to(tl.float32) - q_high.to(tl.float32)).to(tl.float16)
-    k_at = k_ptr + b * stride_kb + g * stride_kg
-    out_at = out_ptr + b * stride_ob + (g * GROUP + t)[:, None] * stride_oh
-    for start in range(split * chunk, last, BLOCK_N):
-        j = start + tl.arange(0, BLOCK_N)
-        k = tl.load(
-            k_at + j.to(tl.int64)[:, None] * stride_kn + c[None, :],
-            mask=(j < last)[:, None] & (c < D)[None, :], other=0.0,
-        )  # fmt: skip
-        scores = tl.dot(q_high, tl.trans(k))
-        if HALVES:
-            scores = tl.dot(q_low, tl.trans(k), acc=scores)
-        tl.store(out_at + j[None, :], scores * scale, (t < GROUP)[:, None] & (j < last)[None, :])
-
-
-def score_rows(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    n: torch.Tensor,
-    n_max: int,
-    scale: float,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """out[b, h, j] = scale q[b, h] . k[b, g, j] for j < n[b], f32 (B, H, >= n_max).
-
-    q (B, H, d); k f16 (B, G, capacity, d), any strides of rows; n int32 (B,), n_max >= all of them.
-    What lies from n[b] on is not written.
-    """
-    n_batch, n_head, d = q.shape
-    n_kv_head = k.shape[1]
-    check("q", q, QUERY_TYPES, (None, None, None), q.device)
-    check("k", k, torch.float16, (n_batch, n_kv_head, None, d), q.device, strided=True)
-    check("n", n, torch.int32, (n_batch,), q.device)
-    if n_head % n_kv_head:
-        raise ValueError(f"q has {n_head} heads: expected a multiple of k's {n_kv_head}")
-    if out is None:
-        out = torch.empty(n_batch, n_head, n_max, dtype=torch.float32, device=q.device)
-    check("out", out, torch.float32, (n_batch, n_head, None), q.device, strided=True)
-    if out.shape[2] < n_max:
-        raise ValueError(f"out has room for {out.shape[2]} scores: expected {n_max}")
-    group = n_head // n_kv_head
-    block, n_split = _tiling(n_batch * n_kv_head, n_max, _width(d, d))
-    _score_rows_kernel[(n_split, n_batch * n_kv_head)](
-        q, k, n, out, scale, n_kv_head, n_split, *k.stride()[:3], *out.stride()[:2],
-        GROUP=group, TILE_H=max(TILE, triton.next_power_of_2(group)), D=d, BLOCK_D=_width(d, d),
-        BLOCK_N=block, HALVES=q.dtype != torch.float16, num_warps=4, num_stages=4,
-    )  # fmt: skip
-    return out
-
-
 @triton.jit
-def _middle_of(n_ptr, k_ptr, b, n_first, n_last):
+def _middle_of(n_ptr, k_ptr, b, n_first, n_last, k_less):
     """Where the rows to choose from begin and end, and how many of them are chosen."""
     n = tl.load(n_ptr + b)
     begin = tl.minimum(n_first, n)
     end = tl.maximum(n - n_last, begin)
-    return begin, end, tl.minimum(tl.maximum(tl.load(k_ptr + b) - (n - end), 0), end - begin)
+    k = tl.load(k_ptr + b) - k_less - (n - end)
+    return begin, end, tl.minimum(tl.maximum(k, 0), end - begin)
 
 
 @triton.jit
 def _tops_kernel(
-    scores_ptr, n_ptr, k_ptr, wanted_ptr, tops_ptr, n_list, n_first, n_last, stride_sb, stride_su,
+    scores_ptr, n_ptr, k_ptr, wanted_ptr, tops_ptr, n_list, n_first, n_last, k_less, stride_sb,
+    stride_su,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -117,7 +49,7 @@ def _tops_kernel(
         if tl.load(wanted_ptr + row) == 0:
             return
     b, u = row // n_list, row % n_list
-    begin, end, _ = _middle_of(n_ptr, k_ptr, b, n_first, n_last)
+    begin, end, _ = _middle_of(n_ptr, k_ptr, b, n_first, n_last, k_less)
     j = chunk * CHUNK + tl.arange(0, CHUNK)
     is_key = (j >= begin) & (j < end)
     scores = tl.load(scores_ptr + b * stride_sb + u * stride_su + j, mask=is_key, other=0.0)
@@ -130,14 +62,14 @@ def _tops_kernel(
 
 @triton.jit
 def _bound_kernel(
-    n_ptr, k_ptr, wanted_ptr, tops_ptr, bound_ptr, n_list, n_first, n_last, n_top,
+    n_ptr, k_ptr, wanted_ptr, tops_ptr, bound_ptr, n_list, n_first, n_last, k_less, n_top,
     BLOCK: tl.constexpr, IN_REGISTERS: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if SOME:  # noqa: SIM102 - decided when the kernel is compiled
         if tl.load(wanted_ptr + row) == 0:
             return
-    _, _, k = _middle_of(n_ptr, k_ptr, row // n_list, n_first, n_last)
+    _, _, k = _middle_of(n_ptr, k_ptr, row // n_list, n_first, n_last, k_less)
     bound = tl.where(k > 0, LEAST, 0x7FFFFFFF)
     if (k > 0) & (k <= n_top):
         if IN_REGISTERS:
@@ -152,41 +84,67 @@ def _bound_kernel(
 @triton.jit
 def _collect_kernel(
     scores_ptr, n_ptr, k_ptr, wanted_ptr, bound_ptr, sizes_ptr, keys_ptr, rows_ptr, n_list, n_first,
-    n_last, n_chunk, stride_sb, stride_su, stride_c,
-    CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, COUNT: tl.constexpr, SOME: tl.constexpr,
+    n_last, k_less, n_chunk, stride_sb, stride_su,
+    CHUNK: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    """COUNT: counts the entries of a chunk that reach the bound; otherwise writes them.
-
-    They are written behind the entries of the chunks before it.
-    """
+    """Writes the entries of a chunk that reach the bound to the chunk's place, and their number."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if SOME:  # noqa: SIM102 - decided when the kernel is compiled
         if tl.load(wanted_ptr + row) == 0:
             return
     b, u = row // n_list, row % n_list
-    begin, end, _ = _middle_of(n_ptr, k_ptr, b, n_first, n_last)
+    begin, end, _ = _middle_of(n_ptr, k_ptr, b, n_first, n_last, k_less)
     bound = tl.load(bound_ptr + row)
     j = chunk * CHUNK + tl.arange(0, CHUNK)
     is_key = (j >= begin) & (j < end)
     scores = tl.load(scores_ptr + b * stride_sb + u * stride_su + j, mask=is_key, other=0.0)
     keys = order_keys(scores)
     is_wanted = (is_key & (keys >= bound)).to(tl.int32)
-    if COUNT:
-        tl.store(sizes_ptr + row * n_chunk + chunk, tl.sum(is_wanted, 0))
-    else:
-        others = tl.arange(0, BLOCK_C)
-        sizes = tl.load(sizes_ptr + row * n_chunk + others, mask=others < chunk, other=0)
-        at = row * stride_c + tl.sum(sizes, 0) + tl.cumsum(is_wanted, 0) - 1
-        tl.store(keys_ptr + at, keys, mask=is_wanted > 0)
-        tl.store(rows_ptr + at, j, mask=is_wanted > 0)
+    tl.store(sizes_ptr + row * n_chunk + chunk, tl.sum(is_wanted, 0))
+    at = (row * n_chunk + chunk) * CHUNK + tl.cumsum(is_wanted, 0) - 1
+    tl.store(keys_ptr + at, keys, mask=is_wanted > 0)
+    tl.store(rows_ptr + at, j, mask=is_wanted > 0)
+
+
+@triton.jit
+def _close_gaps(
+    sizes_at, keys_at, rows_at, n_chunk, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr, LOG_C: tl.constexpr,
+):  # fmt: skip
+    """Moves what chunks have collected to the front, side by side; returns how much it is.
+
+    ``sizes`` become the places where each chunk's part begins. A place is never behind its source,
+    so nothing is overwritten that is still to be moved.
+    """
+    chunks = tl.arange(0, BLOCK_C)
+    sizes = tl.load(sizes_at + chunks, mask=chunks < n_chunk, other=0)
+    size = tl.sum(sizes, 0)
+    tl.debug_barrier()
+    tl.store(sizes_at + chunks, tl.cumsum(sizes, 0) - sizes, mask=chunks < n_chunk)
+    tl.debug_barrier()
+    for start in range(0, size, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        chunk = tl.zeros([BLOCK], tl.int32)  # the last one that begins at j or ahead of it
+        for i in tl.static_range(LOG_C):
+            later = chunk + (BLOCK_C >> (i + 1))
+            begin = tl.load(sizes_at + later, mask=later < n_chunk, other=0x7FFFFFFF)
+            chunk = tl.where(begin <= j, later, chunk)
+        source = chunk * CHUNK + j - tl.load(sizes_at + chunk)
+        keys = tl.load(keys_at + source, mask=j < size, other=0)
+        rows = tl.load(rows_at + source, mask=j < size, other=0)
+        tl.debug_barrier()
+        tl.store(keys_at + j, keys, mask=j < size)
+        tl.store(rows_at + j, rows, mask=j < size)
+        tl.debug_barrier()
+    return size
 
 
 @triton.jit
 def _select_kernel(
     scores_ptr, n_ptr, k_ptr, wanted_ptr, sizes_ptr, keys_ptr, rows_ptr, idx_ptr, counts_ptr,
-    n_list, n_first, n_last, n_chunk, stride_sb, stride_su, stride_c, stride_ib, stride_iu,
-    BLOCK: tl.constexpr, PIECE: tl.constexpr, BLOCK_C: tl.constexpr, COLLECTED: tl.constexpr,
-    SOME: tl.constexpr,
+    n_list, n_first, n_last, k_less, n_chunk, stride_sb, stride_su, stride_ib, stride_iu,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr, BLOCK_C: tl.constexpr,
+    LOG_C: tl.constexpr, COLLECTED: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     """One program a row: the threshold of its entries, or those collected, and what passes it."""
     row = tl.program_id(0).to(tl.int64)
@@ -194,17 +152,19 @@ def _select_kernel(
         if tl.load(wanted_ptr + row) == 0:
             return
     b, u = row // n_list, row % n_list
-    begin, end, k = _middle_of(n_ptr, k_ptr, b, n_first, n_last)
+    begin, end, k = _middle_of(n_ptr, k_ptr, b, n_first, n_last, k_less)
     scores_at = scores_ptr + b * stride_sb + u * stride_su + begin
     idx_at = idx_ptr + b * stride_ib + u * stride_iu
     lane = tl.arange(0, BLOCK)
     size = end - begin
+    keys_at, rows_at = keys_ptr, rows_ptr
     if COLLECTED:
-        chunks = tl.arange(0, BLOCK_C)
-        size = tl.sum(
-            tl.load(sizes_ptr + row * n_chunk + chunks, mask=chunks < n_chunk, other=0), 0
-        )
-        keys = tl.load(keys_ptr + row * stride_c + lane, mask=lane < size, other=LEAST)
+        keys_at, rows_at = keys_ptr + row * n_chunk * CHUNK, rows_ptr + row * n_chunk * CHUNK
+        size = _close_gaps(
+            sizes_ptr + row * n_chunk, keys_at, rows_at, n_chunk, CHUNK, BLOCK, BLOCK_C,
+            LOG_C,
+        )  # fmt: skip
+        keys = tl.load(keys_at + lane, mask=lane < size, other=LEAST)
     else:
         keys = order_keys(tl.load(scores_at + lane, mask=lane < size, other=0.0))
     threshold = tl.where(k > 0, LEAST, 0x7FFFFFFF)  # all, or none
@@ -213,12 +173,12 @@ def _select_kernel(
             threshold = threshold_of_tile(keys, lane < size, k)
         else:
             if COLLECTED:
-                threshold = threshold_of_row(keys_ptr + row * stride_c, size, k, BLOCK)
+                threshold = threshold_of_row(keys_at, size, k, BLOCK)
     n_above = tl.sum(((lane < size) & (keys > threshold)).to(tl.int32), 0)
     if COLLECTED:
         for start in range(BLOCK, size, BLOCK):
             j = start + lane
-            more = tl.load(keys_ptr + row * stride_c + j, mask=j < size, other=LEAST)
+            more = tl.load(keys_at + j, mask=j < size, other=LEAST)
             n_above += tl.sum((more > threshold).to(tl.int32), 0)
     n_tie = k - n_above  # how many of those equal to the threshold are taken: the first ones
     above, ties = 0, 0
@@ -226,8 +186,8 @@ def _select_kernel(
     for start in range(0, size, PIECE):
         j = start + lane
         if COLLECTED:
-            piece = tl.load(keys_ptr + row * stride_c + j, mask=j < size, other=LEAST)
-            rows = tl.load(rows_ptr + row * stride_c + j, mask=j < size, other=0)
+            piece = tl.load(keys_at + j, mask=j < size, other=LEAST)
+            rows = tl.load(rows_at + j, mask=j < size, other=0)
         else:
             piece = order_keys(tl.load(scores_at + j, mask=j < size, other=0.0))
             rows = begin + j
@@ -254,8 +214,8 @@ class SelectScratch(NamedTuple):
     tops: torch.Tensor  # int32 (R, n_top): the largest key of each group
     bound: torch.Tensor  # int32 (R,)
     sizes: torch.Tensor  # int32 (R, n_chunk): entries of a chunk that reach the bound
-    keys: torch.Tensor  # int32 (R, n_max): those of all chunks
-    rows: torch.Tensor  # int32 (R, n_max)
+    keys: torch.Tensor  # int32 (R, n_chunk CHUNK): those, in each chunk's place
+    rows: torch.Tensor  # int32 (R, n_chunk CHUNK)
 
 
 def _groups(n_max: int, k_max: int) -> int:
@@ -269,8 +229,7 @@ def _groups(n_max: int, k_max: int) -> int:
 def select_scratch(n_row: int, n_max: int, k_max: int, device: torch.device) -> SelectScratch:
     """Memory for ``select_largest`` of n_row = B U rows."""
     n_chunk = triton.cdiv(n_max, CHUNK) if n_max > ONE_PROGRAM else 0
-    room = n_max if n_chunk else 0
-    sizes = (n_chunk * _groups(n_max, k_max), 1, n_chunk, room, room)
+    sizes = (n_chunk * _groups(n_max, k_max), 1, n_chunk, n_chunk * CHUNK, n_chunk * CHUNK)
     return SelectScratch(*(_empty(n_row, size, device) for size in sizes))
 
 
@@ -307,11 +266,12 @@ def select_largest(
     idx: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
     scratch: SelectScratch | None = None,
+    k_less: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of every list the first n_first rows, the last n_last, and the best between them; ascending.
 
     scores f32 (B, U, >= n_max), no NaN among the first n int32 (B,) of a row, n_max >= all n. k
-    int32 (B,), k_max >= all k: rows chosen beside the first n_first, the last n_last among them,
+    int32 (B,) less k_less, k_max >= all of that: rows chosen beside the first n_first, the last n_last among them,
     which are chosen even if k is less. Ties go to the first. Returns idx int32 (B, U, n_first +
     max(k_max, n_last)), of which counts int32 (B, U) are filled, and counts. wanted int32 (B, U),
     if given: lists whose entry is 0 are left as they are.
@@ -340,47 +300,38 @@ def select_largest(
     n_chunk = triton.cdiv(n_max, CHUNK)
     block_c = triton.next_power_of_2(n_chunk)
     strides = scores.stride()[:2]
+    of_rows = (n_list, n_first, n_last, k_less)
     collected = n_max > ONE_PROGRAM
     if collected:
         groups = _groups(n_max, k_max)
         n_top = n_chunk * groups
         for name, x, size in zip(
-            SelectScratch._fields, scratch, (n_top, 1, n_chunk, n_max, n_max), strict=True
+            SelectScratch._fields, scratch, (n_top, 1, n_chunk, n_chunk * CHUNK, n_chunk * CHUNK),
+            strict=True,
         ):
             check(f"scratch.{name}", x, torch.int32, (n_row, size), device)
-        of_rows = (n_list, n_first, n_last)
         tops, bound, sizes, keys, rows = scratch
         _tops_kernel[(n_chunk, n_row)](
-            scores,
-            n,
-            k,
-            wanted,
-            tops,
-            *of_rows,
-            *strides,
-            CHUNK=CHUNK,
-            GROUPS=groups,
-            SOME=some,
+            scores, n, k, wanted, tops, *of_rows, *strides, CHUNK=CHUNK, GROUPS=groups, SOME=some,
             num_warps=4,
-        )
+        )  # fmt: skip
         block = min(REGISTERS, triton.next_power_of_2(n_top))
         _bound_kernel[(n_row,)](
             n, k, wanted, tops, bound, *of_rows, n_top, BLOCK=block, IN_REGISTERS=n_top <= block,
             SOME=some, num_warps=_warps(block),
         )  # fmt: skip
-        for count in (True, False):
-            _collect_kernel[(n_chunk, n_row)](
-                scores, n, k, wanted, bound, sizes, keys, rows, *of_rows, n_chunk, *strides, n_max,
-                CHUNK=CHUNK, BLOCK_C=block_c, COUNT=count, SOME=some, num_warps=4,
-            )  # fmt: skip
+        _collect_kernel[(n_chunk, n_row)](
+            scores, n, k, wanted, bound, sizes, keys, rows, *of_rows, n_chunk, *strides,
+            CHUNK=CHUNK, SOME=some, num_warps=4,
+        )  # fmt: skip
         block = min(REGISTERS, max(1024, triton.next_power_of_2(2 * k_max)))
     else:
         block = max(64, triton.next_power_of_2(n_max))
     _select_kernel[(n_row,)](
-        scores, n, k, wanted, scratch.sizes, scratch.keys, scratch.rows, idx, counts, n_list,
-        n_first, n_last, n_chunk, *strides, n_max, *idx.stride()[:2],
+        scores, n, k, wanted, scratch.sizes, scratch.keys, scratch.rows, idx, counts, *of_rows,
+        n_chunk, *strides, *idx.stride()[:2], CHUNK=CHUNK,
         BLOCK=block, PIECE=min(block, 1024 if block > 2048 else 512), BLOCK_C=block_c,
-        COLLECTED=collected, SOME=some, num_warps=_warps(block),
+        LOG_C=block_c.bit_length() - 1, COLLECTED=collected, SOME=some, num_warps=_warps(block),
     )  # fmt: skip
     return idx, counts
 

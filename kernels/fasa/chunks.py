@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv_cli.kernels.attention.decode import QUERY_TYPES, TILE
+from sparsekv_cli.kernels.attention.decode import QUERY_TYPES, TILE, NewRow, check_new, store_row
 from sparsekv_cli.kernels.checks import check, check_on_host
 
 PROGRAMS = 1056  # aimed at in a scan: eight on each of 132 multiprocessors
@@ -32,38 +32,6 @@ def build_chunks(
     dom[..., first:stop] = k[:, :, first:stop].gather(3, wide).transpose(2, 3)
 
 
-@triton.jit
-def _append_chunks_kernel(
-    k_new_ptr, dims_ptr, dom_ptr, pos_ptr, n_kv_head, d, n_dim, stride_db, stride_dg, stride_dc,
-    stride_dims, BLOCK: tl.constexpr,
-):  # fmt: skip
-    b, g = tl.program_id(0), tl.program_id(1)
-    c = tl.arange(0, BLOCK)
-    dim = tl.load(dims_ptr + g * stride_dims + c, mask=c < n_dim, other=0)
-    k = tl.load(k_new_ptr + (b * n_kv_head + g) * d + dim, mask=c < n_dim)
-    at = b.to(tl.int64) * stride_db + g.to(tl.int64) * stride_dg + c.to(tl.int64) * stride_dc
-    tl.store(dom_ptr + at + tl.load(pos_ptr + b), k.to(tl.float16), mask=c < n_dim)
-
-
-def append_chunks(
-    k_new: torch.Tensor, dims: torch.Tensor, dom: torch.Tensor, pos: torch.Tensor
-) -> None:
-    """Adds the dims int32 (G, C) of k_new f32 (B, G, d) as token pos int32 (B,) of ``dom``.
-
-    dom f16 (B, G, C, capacity), any strides but the last.
-    """
-    n_batch, n_kv_head, d = k_new.shape
-    n_dim, device = dims.shape[1], k_new.device
-    check("k_new", k_new, torch.float32, (None, None, None), device)
-    check("dims", dims, torch.int32, (n_kv_head, None), device, strided=True)
-    check("dom", dom, torch.float16, (n_batch, n_kv_head, n_dim, None), device, strided=True)
-    check("pos", pos, torch.int32, (n_batch,), device)
-    _append_chunks_kernel[(n_batch, n_kv_head)](
-        k_new, dims, dom, pos, n_kv_head, d, n_dim, *dom.stride()[:3], dims.stride(0),
-        BLOCK=triton.next_power_of_2(n_dim), num_warps=1,
-    )  # fmt: skip
-
-
 def score_chunks_ref(q: torch.Tensor, dims: torch.Tensor, dom: torch.Tensor) -> torch.Tensor:
     """q (B, H, d), dims (G, C), dom f16 (B, G, C, n) -> f64 (B, H, n), not scaled."""
     n_kv_head = dims.shape[0]
@@ -74,14 +42,20 @@ def score_chunks_ref(q: torch.Tensor, dims: torch.Tensor, dom: torch.Tensor) -> 
 
 @triton.jit(do_not_specialize=["n_split"])
 def _score_chunks_kernel(
-    q_ptr, dims_ptr, dom_ptr, n_ptr, out_ptr, n_kv_head, n_split,
-    stride_db, stride_dg, stride_dc, stride_dims, stride_ob, stride_oh,
-    GROUP: tl.constexpr, TILE_H: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
+    q_ptr, dims_ptr, dom_ptr, n_ptr, k_new_ptr, v_new_ptr, k_ptr, v_ptr, k_dims_ptr, out_ptr,
+    n_kv_head, n_split, stride_db, stride_dg, stride_dc, stride_dims, stride_kb, stride_kg,
+    stride_kn, stride_vb, stride_vg, stride_vn, stride_k_dims, stride_ob, stride_oh,
+    GROUP: tl.constexpr, TILE_H: tl.constexpr, D: tl.constexpr, D_K: tl.constexpr,
+    D_V: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, HAS_NEW: tl.constexpr, HAS_DIMS: tl.constexpr,
 ):  # fmt: skip
+    """HAS_NEW: the last row comes from the step; the first split scores it and stores it.
+
+    HAS_DIMS: k has not all dims of a key, but these.
+    """
     split, unit = tl.program_id(0), tl.program_id(1)
     b, g = (unit // n_kv_head).to(tl.int64), (unit % n_kv_head).to(tl.int64)
-    n = tl.load(n_ptr + b)
+    n = tl.load(n_ptr + b) - HAS_NEW
     chunk = tl.cdiv(tl.cdiv(n, n_split), BLOCK_N) * BLOCK_N
     last = tl.minimum((split + 1) * chunk, n)
     t, c = tl.arange(0, TILE_H), tl.arange(0, BLOCK_C)
@@ -95,6 +69,23 @@ def _score_chunks_kernel(
     q_low = (q - q_high.to(tl.float32)).to(tl.float16)
     dom_at = dom_ptr + b * stride_db + g * stride_dg + c[:, None].to(tl.int64) * stride_dc
     out_at = out_ptr + b * stride_ob + (g * GROUP + t)[:, None] * stride_oh
+    if HAS_NEW:  # noqa: SIM102 - decided when the kernel is compiled
+        if split == 0:
+            row = n.to(tl.int64)
+            key = tl.load(k_new_ptr + unit * D + dim, mask=c < C, other=0.0).to(tl.float16)
+            dom_row = b * stride_db + g * stride_dg + c.to(tl.int64) * stride_dc + row
+            tl.store(dom_ptr + dom_row, key, mask=c < C)
+            scores = tl.sum(q * key.to(tl.float32)[None, :], 1)
+            tl.store(out_at + row, scores[:, None], mask=(t < GROUP)[:, None])
+            c_k, c_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+            source = c_k
+            if HAS_DIMS:
+                source = tl.load(k_dims_ptr + g * stride_k_dims + c_k, mask=c_k < D_K, other=0)
+            k_row = tl.load(k_new_ptr + unit * D + source, mask=c_k < D_K, other=0.0)
+            k_at = k_ptr + b * stride_kb + g * stride_kg + row * stride_kn
+            tl.store(k_at + c_k, k_row.to(tl.float16), mask=c_k < D_K)
+            v_at = v_ptr + b * stride_vb + g * stride_vg + row * stride_vn
+            store_row(v_new_ptr + unit * D_V, v_at, c_v, D_V)
     for start in range(split * chunk, last, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
         # By eight tokens, that is 16 bytes: what is read behind the last one is not stored.
@@ -111,11 +102,17 @@ def score_chunks(
     n: torch.Tensor,
     n_max: int,
     out: torch.Tensor | None = None,
+    new: NewRow | None = None,
+    into: tuple[torch.Tensor, torch.Tensor] | None = None,
+    k_dims: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out[b, h, j] = q[b, h] . k[b, g, j] over the dominant dims, j < n[b]: f32 (B, H, >= n_max).
 
     q (B, H, d), dims int32 (G, C), dom f16 (B, G, C, capacity), capacity a multiple of 16; n int32
-    (B,), n_max >= all of them. Not scaled. What lies from n[b] on is not written.
+    (B,), n_max >= all of them. Not scaled. What lies from n[b] on is not written. new: the last row
+    of each sequence, which is written to ``dom`` and to the two of ``into``, k f16 (B, G, capacity,
+    d) and v (B, G, capacity, d_v). k_dims int32 (G, d_k): k is f16 (B, G, capacity, d_k), these
+    dims of keys; k and v lie in pinned memory of the host then.
     """
     n_batch, n_head, d = q.shape
     n_kv_head, n_dim = dims.shape
@@ -135,64 +132,29 @@ def score_chunks(
     check("out", out, torch.float32, (n_batch, n_head, None), device, strided=True)
     if out.shape[2] < n_max:
         raise ValueError(f"out has room for {out.shape[2]} scores: expected {n_max}")
+    if new is not None:
+        assert into is not None
+        if k_dims is None:
+            check_new(new, *into, d)
+        else:
+            check_new(new, *into, d, torch.device("cpu"))
+            check("k_dims", k_dims, torch.int32, (n_kv_head, into[0].shape[3]), device, strided=True)
+            for name, x in zip(("k", "v"), into, strict=True):
+                check_on_host(name, x, tuple(x.shape), device)
+    k, v = into or (dom, dom)
+    d_k, d_v = (k.shape[3], v.shape[3]) if into else (1, 1)
     group = n_head // n_kv_head
     n_unit = n_batch * n_kv_head
     block_c = max(16, triton.next_power_of_2(n_dim))
     block_n = max(128, TILE_BYTES // (2 * block_c))
     n_split = max(1, min(triton.cdiv(n_max, block_n), triton.cdiv(PROGRAMS, n_unit)))
     _score_chunks_kernel[(n_split, n_unit)](
-        q, dims, dom, n, out, n_kv_head, n_split, *dom.stride()[:3], dims.stride(0),
-        *out.stride()[:2], GROUP=group, TILE_H=max(TILE, triton.next_power_of_2(group)), D=d,
-        C=n_dim, BLOCK_C=block_c, BLOCK_N=block_n, num_warps=4,
-        num_stages=3,
+        q, dims, dom, n, *(new or (None, None)), k, v, k_dims, out, n_kv_head, n_split,
+        *dom.stride()[:3], dims.stride(0), *k.stride()[:3], *v.stride()[:3],
+        0 if k_dims is None else k_dims.stride(0), *out.stride()[:2], GROUP=group,
+        TILE_H=max(TILE, triton.next_power_of_2(group)), D=d, D_K=d_k, D_V=d_v,
+        C=n_dim, BLOCK_C=block_c, BLOCK_K=triton.next_power_of_2(max(1, d_k)),
+        BLOCK_V=triton.next_power_of_2(d_v), BLOCK_N=block_n,
+        HAS_NEW=new is not None, HAS_DIMS=k_dims is not None, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out
-
-
-# --- variant m: the other dims and the values lie on the host -------------------------------------
-
-
-@triton.jit
-def _append_rest_kernel(
-    k_new_ptr, v_new_ptr, dims_ptr, rest_ptr, v_ptr, pos_ptr, n_kv_head, d, n_rest, d_v,
-    stride_dims, stride_rb, stride_rg, stride_rn, stride_vb, stride_vg, stride_vn,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    b, g = tl.program_id(0), tl.program_id(1)
-    row = tl.load(pos_ptr + b).to(tl.int64)
-    c, unit = tl.arange(0, BLOCK), b * n_kv_head + g
-    dim = tl.load(dims_ptr + g * stride_dims + c, mask=c < n_rest, other=0)
-    rest = tl.load(k_new_ptr + unit * d + dim, mask=c < n_rest)
-    v = tl.load(v_new_ptr + unit * d_v + c, mask=c < d_v)
-    b, g = b.to(tl.int64), g.to(tl.int64)
-    rest_at = rest_ptr + b * stride_rb + g * stride_rg + row * stride_rn
-    v_at = v_ptr + b * stride_vb + g * stride_vg + row * stride_vn
-    tl.store(rest_at + c, rest.to(tl.float16), mask=c < n_rest)
-    tl.store(v_at + c, v.to(tl.float16), mask=c < d_v)
-
-
-def append_rest(
-    k_new: torch.Tensor,
-    v_new: torch.Tensor,
-    dims: torch.Tensor,
-    rest: torch.Tensor,
-    v: torch.Tensor,
-    pos: torch.Tensor,
-) -> None:
-    """Writes the dims int32 (G, d_rest) of k_new f32 (B, G, d), and v_new, as row pos int32 (B,).
-
-    rest f16 (B, G, capacity, d_rest), v f16 (B, G, capacity, d_v): pinned memory of the host.
-    """
-    n_batch, n_kv_head, d = k_new.shape
-    n_rest, d_v, device = dims.shape[1], v_new.shape[2], k_new.device
-    check("k_new", k_new, torch.float32, (None, None, None), device)
-    check("v_new", v_new, torch.float32, (n_batch, n_kv_head, d_v), device)
-    check("dims", dims, torch.int32, (n_kv_head, None), device, strided=True)
-    check_on_host("rest", rest, (n_batch, n_kv_head, None, n_rest), device)
-    check_on_host("v", v, (n_batch, n_kv_head, None, d_v), device)
-    check("pos", pos, torch.int32, (n_batch,), device)
-    _append_rest_kernel[(n_batch, n_kv_head)](
-        k_new, v_new, dims, rest, v, pos, n_kv_head, d, n_rest, d_v, dims.stride(0),
-        *rest.stride()[:3], *v.stride()[:3], BLOCK=triton.next_power_of_2(max(n_rest, d_v, 1)),
-        num_warps=1,
-    )  # fmt: skip

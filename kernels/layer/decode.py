@@ -19,14 +19,14 @@ from sparsekv_cli.kernels.checks import check
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, y_ptr, weight_ptr, out_ptr, n, eps, stride_x, stride_y, stride_out,
+    x_ptr, y_ptr, weight_ptr, out_ptr, n, eps, y_scale, stride_x, stride_y, stride_out,
     ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     c = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + b * stride_x + c, mask=c < n, other=0)
     if ADD:
-        x += tl.load(y_ptr + b * stride_y + c, mask=c < n, other=0)
+        x += tl.load(y_ptr + b * stride_y + c, mask=c < n, other=0) * y_scale
         tl.store(x_ptr + b * stride_x + c, x, mask=c < n)
     weight = tl.load(weight_ptr + c, mask=c < n, other=0)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / n + eps)
@@ -40,8 +40,9 @@ def rms_norm(
     eps: float,
     y: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    y_scale: float = 1.0,
 ) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, (B, n), where ``y`` is first added to x in place.
+    """x / sqrt(mean(x^2) + eps) * weight, (B, n), where y_scale y is first added to x in place.
 
     x, y f32 (B, n), weight f32 (n,); out f32, f16 or bf16 (B, n), rows any stride apart.
     """
@@ -57,7 +58,7 @@ def rms_norm(
         check("y", y, torch.float32, (n_batch, n), device, strided=True)
     block = triton.next_power_of_2(n)
     _rms_norm_kernel[(n_batch,)](
-        x, x if y is None else y, weight, out, n, eps, x.stride(0),
+        x, x if y is None else y, weight, out, n, eps, y_scale, x.stride(0),
         0 if y is None else y.stride(0), out.stride(0), ADD=y is not None, BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip

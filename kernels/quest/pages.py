@@ -13,7 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv_cli.kernels.attention.decode import QUERY_TYPES, TILE, _tiling, _width
+from sparsekv_cli.kernels.attention.decode import (
+    QUERY_TYPES,
+    TILE,
+    NewRow,
+    _tiling,
+    _width,
+    check_new,
+    store_row,
+)
 from sparsekv_cli.kernels.checks import check
 
 
@@ -148,15 +156,16 @@ def _halves(q):
 @triton.jit(do_not_specialize=["n_split"])
 def _page_scores_kernel(
     q_ptr, hi_ptr, lo_ptr, n_ptr, budget_ptr, wanted_ptr, out_ptr, peak_ptr, mass_ptr, n_page_ptr,
-    n_best_ptr, scale, first, recent, reserved, least, n_kv_head, n_split,
-    stride_hb, stride_hg, stride_hn, stride_ob, stride_oh,
+    n_best_ptr, k_new_ptr, v_new_ptr, k_ptr, v_ptr, scale, first, recent, reserved, least,
+    n_kv_head, n_split, stride_hb, stride_hg, stride_hn, stride_ob, stride_oh,
+    stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn,
     PAGE: tl.constexpr, GROUP: tl.constexpr, TILE_H: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SOFTMAX: tl.constexpr,
-    SOME: tl.constexpr,
+    D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    SOFTMAX: tl.constexpr, SOME: tl.constexpr, HAS_NEW: tl.constexpr,
 ):  # fmt: skip
     """SOFTMAX: each head's scores, with peak and mass of their softmax over the split.
 
-    Otherwise the largest score of a group.
+    Otherwise the largest score of a group. HAS_NEW: stores the row that comes from the step, too.
     """
     split, unit = tl.program_id(0), tl.program_id(1)
     b, g = (unit // n_kv_head).to(tl.int64), (unit % n_kv_head).to(tl.int64)
@@ -168,6 +177,13 @@ def _page_scores_kernel(
         n_best = tl.maximum((tl.load(budget_ptr + b) - kept) // PAGE, least)
         tl.store(n_page_ptr + b, n_page)
         tl.store(n_best_ptr + b, n_best)
+    if HAS_NEW:  # noqa: SIM102 - decided when the kernel is compiled
+        if split == 0:
+            row = (n - 1).to(tl.int64)
+            k_at = k_ptr + b * stride_kb + g * stride_kg + row * stride_kn
+            v_at = v_ptr + b * stride_vb + g * stride_vg + row * stride_vn
+            store_row(k_new_ptr + unit * D, k_at, tl.arange(0, BLOCK_D), D)
+            store_row(v_new_ptr + unit * D_V, v_at, tl.arange(0, BLOCK_V), D_V)
     if SOME:
         n_page = tl.where(tl.load(wanted_ptr + unit) > 0, n_page, 0)
     chunk = tl.cdiv(tl.cdiv(n_page, n_split), BLOCK_N) * BLOCK_N
@@ -269,7 +285,7 @@ def pooled_pages(
     n_batch: int, n_kv_head: int, n_page_max: int, device: torch.device
 ) -> PooledPages:
     """Memory for the result of ``pool_pages``."""
-    n_page, n_best = torch.zeros(2, n_batch, dtype=torch.int32, device=device)
+    n_page, n_best = torch.empty(2, n_batch, dtype=torch.int32, device=device)
     shape = (n_batch, n_kv_head, n_page_max)
     return PooledPages(torch.empty(shape, dtype=torch.float32, device=device), n_page, n_best)
 
@@ -292,6 +308,8 @@ def pool_pages(
     wanted: torch.Tensor | None = None,
     out: PooledPages | None = None,
     scratch: PageScratch | None = None,
+    new: NewRow | None = None,
+    into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> PooledPages:
     """Scores of the candidates, pooled over each kv head's group, and how many are to be taken.
 
@@ -300,7 +318,9 @@ def pool_pages(
     lo f16 (B, G, pages, d); n, budget int32 (B,): rows in context, and to attend to. Candidates are
     first..(n - recent) // page - 1, n_page_max of them at most; max(least, (budget - reserved) //
     page) are to be taken. reserved: rows attended beside, by default those behind the candidates.
-    wanted int32 (B, G), if given: the kv heads that choose; scores of others are not written.
+    wanted int32 (B, G), if given: the kv heads that choose; scores of others are not written. new:
+    the last row of each sequence, which is written to the two of ``into``, k f16 (B, G, capacity,
+    d) and v (B, G, capacity, d_v).
     """
     n_batch, n_head, d = q.shape
     n_kv_head, device = hi.shape[1], q.device
@@ -315,6 +335,10 @@ def pool_pages(
         raise ValueError(f"q has {n_head} heads: expected a multiple of hi's {n_kv_head}")
     if hi.stride() != lo.stride():
         raise ValueError(f"lo has strides {lo.stride()}: expected hi's, {hi.stride()}")
+    if new is not None:
+        assert into is not None
+        check_new(new, *into, d)
+    k, v = into or (hi, hi)
     if out is None:
         out = pooled_pages(n_batch, n_kv_head, n_page_max, device)
     check("out.scores", out.scores, torch.float32, (n_batch, n_kv_head, n_page_max), device)
@@ -331,11 +355,13 @@ def pool_pages(
         check("scratch.mass", mass, torch.float32, (n_split, n_batch, n_head), device)
     group = n_head // n_kv_head
     _page_scores_kernel[(n_split, n_batch * n_kv_head)](
-        q, hi, lo, n, budget, wanted, scores, peak, mass, out.n_page, out.n_best, scale, first,
-        recent, -1 if reserved is None else reserved, least, n_kv_head, n_split, *hi.stride()[:3],
-        *scores.stride()[:2],
+        q, hi, lo, n, budget, wanted, scores, peak, mass, out.n_page, out.n_best,
+        *(new or (None, None)), k, v, scale, first, recent, -1 if reserved is None else reserved,
+        least, n_kv_head, n_split, *hi.stride()[:3], *scores.stride()[:2], *k.stride()[:3],
+        *v.stride()[:3],
         PAGE=page, GROUP=group, TILE_H=max(TILE, triton.next_power_of_2(group)), D=d,
-        BLOCK_D=_width(d, d), BLOCK_N=block, SOFTMAX=softmax, SOME=wanted is not None,
+        D_V=v.shape[3], BLOCK_D=_width(d, d), BLOCK_V=_width(v.shape[3], v.shape[3]),
+        BLOCK_N=block, SOFTMAX=softmax, SOME=wanted is not None, HAS_NEW=new is not None,
         num_warps=4, num_stages=3,
     )  # fmt: skip
     if softmax:

@@ -43,6 +43,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "n_layer": 32, "n_embd": 4096, "n_head": 32, "n_head_kv": 8, "n_ff": 14336,
         "n_vocab": 128256,
     },
+    "heads of llama-3.1-8b": {
+        "n_layer": 2, "n_embd": 512, "n_head": 32, "n_head_kv": 8, "head_dim": 128, "n_ff": 1024,
+        "n_vocab": 259,
+    },
     "tiny": {
         "n_layer": 2, "n_embd": 64, "n_head": 2, "n_head_kv": 1, "n_ff": 64, "n_vocab": 259,
     },
@@ -60,10 +64,14 @@ class Model:
     weights: Weights
 
 
-def random_model(name: str) -> Model:
-    """Random weights in a shape of SHAPES: Q4_K (F32 for ``tiny``), the output Q6_K."""
+def random_model(name: str, n_layer: int = 0) -> Model:
+    """Random weights in a shape of SHAPES: Q4_K (F32 for ``tiny``), the output Q6_K.
+
+    n_layer: layers, if not as many as the shape has.
+    """
     shape = dict(SHAPES[name])
-    n_layer = shape.pop("n_layer")
+    n_layer = shape.pop("n_layer") if n_layer == 0 else n_layer
+    shape.pop("n_layer", None)
     kinds = {"wtype": "Q4_K", "wtypes": {"token_embd.weight": "Q6_K"}} if name != "tiny" else {}
     with tempfile.TemporaryDirectory() as folder:
         path = make_model(
@@ -120,6 +128,7 @@ def filled_caches(
     engine: DeviceEngine, method: Method, n: int, n_more: int
 ) -> Sequence[LayerCache]:
     """A cache of every layer with n random rows and room for n_more, as a prefill leaves it."""
+    engine.n_ctx = n + n_more
     generator = torch.Generator(device=engine.device).manual_seed(0)
     calibration = random_calibration(engine.decoder.layer_specs()[0], np.random.default_rng(0))
     caches = []

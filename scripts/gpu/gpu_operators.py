@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from gpu_models import fill, random_calibration
+from gpu_references import attend_ref, best_rows_ref, dominant_scores_ref, page_rows_ref
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparsekv_cli.cache.spec import Budget, LayerSpec
@@ -17,6 +20,7 @@ from sparsekv_cli.device.cache import DeviceInput, StepNumbers, grid_bound
 from sparsekv_cli.device.engine import device_cache
 from sparsekv_cli.evaluation.compare import build_spec
 from sparsekv_cli.kernels.attention import decode, select
+from sparsekv_cli.kernels.attention.scores import score_rows
 from sparsekv_cli.kernels.fasa import chunks
 from sparsekv_cli.kernels.quest import pages
 from sparsekv_cli.kernels.quest.rows import page_rows
@@ -24,6 +28,7 @@ from sparsekv_cli.kernels.quest.rows import page_rows
 BUDGET = 512  # rows that the methods attend to
 N_TIP = 16  # FASA: dominant chunks of 64
 PAGE = 16
+N_FIRST, N_LAST = 4, 16  # rows that are attended to anyway
 
 
 class Shape(NamedTuple):
@@ -39,11 +44,16 @@ SHAPES = (Shape("llama-3.1-8b", 32, 8, 128), Shape("llama-2-7b", 32, 32, 128))
 
 
 class Operator(NamedTuple):
-    """run: the operator's launches. n_bytes: the fewest that it must move through device memory."""
+    """run: the operator's launches. n_bytes: the fewest that it must move through device memory.
+
+    expected: what run must give, (B, H, d). restore: puts back what a run changes.
+    """
 
     name: str
-    run: Callable[[], Any]
+    run: Callable[[], torch.Tensor]
     n_bytes: int
+    expected: Callable[[], torch.Tensor]
+    restore: Callable[[], None] = lambda: None
 
 
 class OperatorRows:
@@ -82,12 +92,54 @@ class OperatorRows:
         q = self.q.half()[:, :, None]
         return scaled_dot_product_attention(q, self.k, self.v, scale=self.scale, enable_gqa=gqa)
 
+    def flash_attention(self, attend: Callable[..., Any]) -> torch.Tensor:
+        """FlashAttention's decode; k and v are (B, n, G, d) there."""
+        q, k, v = self.q.half()[:, None], self.k.transpose(1, 2), self.v.transpose(1, 2)
+        out: torch.Tensor = attend(q, k, v, cache_seqlens=self.n, softmax_scale=self.scale)
+        return out[:, 0]
+
+    def flash_infer(self, attend: Callable[..., Any]) -> torch.Tensor:
+        """FlashInfer's decode of one sequence."""
+        out: torch.Tensor = attend(
+            self.q[0].half(), self.k[0], self.v[0], kv_layout="HND", sm_scale=self.scale
+        )
+        return out[None]
+
+    def baselines(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+        """Dense attention by others: torch's, and that of libraries which are installed."""
+        yield "torch sdpa", self.sdpa
+        for module in ("flash_attn_interface", "flash_attn"):  # version 3, version 2
+            attend = _installed(module, "flash_attn_with_kvcache")
+            if attend is not None:
+                yield module, partial(self.flash_attention, attend)
+        attend = _installed("flashinfer", "single_decode_with_kv_cache")
+        if attend is not None and self.n_batch == 1:
+            yield "flashinfer", partial(self.flash_infer, attend)
+
+    def everything(self) -> torch.Tensor:
+        return attend_ref(self.q, self.k, self.v, self.scale)
+
+    def best(self, scores: torch.Tensor) -> torch.Tensor:
+        """Attention to the rows with the best scores f32 (B, H, n)."""
+        is_best = best_rows_ref(scores, BUDGET, N_FIRST, N_LAST)
+        return attend_ref(self.q, self.k, self.v, self.scale, is_best)
+
+    def all_scores(self) -> torch.Tensor:
+        grouped = self.q.unflatten(1, (self.shape.n_head_kv, -1))
+        return (grouped @ self.k.float().transpose(2, 3)).flatten(1, 2)
+
+    def in_best_pages(self) -> torch.Tensor:
+        is_row = page_rows_ref(self.q, self.hi, self.lo, self.n_rows, BUDGET, PAGE, N_FIRST)
+        return attend_ref(self.q, self.k, self.v, self.scale, is_row)
+
     def _attend_best(self, scores: torch.Tensor) -> torch.Tensor:
-        idx, counts = select.select_largest(scores, self.n, self.n_rows, self.budget, BUDGET, 4, 16)
+        idx, counts = select.select_largest(
+            scores, self.n, self.n_rows, self.budget, BUDGET, N_FIRST, N_LAST
+        )
         return decode.attend_rows(self.q, self.k, self.v, idx, counts, self.scale)
 
     def topk(self) -> torch.Tensor:
-        return self._attend_best(select.score_rows(self.q, self.k, self.n, self.n_rows, self.scale))
+        return self._attend_best(score_rows(self.q, self.k, self.n, self.n_rows, self.scale))
 
     def fasa(self) -> torch.Tensor:
         return self._attend_best(
@@ -102,7 +154,7 @@ class OperatorRows:
         chosen, sizes = select.select_largest(
             pooled.scores, pooled.n_page, n_page, pooled.n_best, BUDGET // PAGE
         )
-        idx, counts = page_rows(chosen, sizes, self.n, PAGE, 4)
+        idx, counts = page_rows(chosen, sizes, self.n, PAGE, N_FIRST)
         return decode.attend_rows(self.q, self.k, self.v, idx, counts, self.scale)
 
     def operators(self) -> Iterator[Operator]:
@@ -110,12 +162,30 @@ class OperatorRows:
         units = self.n_batch * n_kv
         chosen = self.n_batch * n_head * BUDGET * self.row_bytes
         everything = units * self.n_rows * self.row_bytes
-        yield Operator("full", self.full, everything)
-        yield Operator("torch sdpa", self.sdpa, everything)
-        yield Operator("topk", self.topk, units * self.n_rows * 2 * d + chosen)
-        yield Operator("fasa-c", self.fasa, units * self.n_rows * 4 * N_TIP + chosen)
-        summaries = units * (self.n_rows // PAGE) * 4 * d
-        yield Operator("quest", self.quest, summaries + units * BUDGET * self.row_bytes)
+        for name, run in self.baselines():
+            yield Operator(name, run, everything, self.everything)
+        yield Operator("full", self.full, everything, self.everything)
+        scan = units * self.n_rows * 2 * d
+        yield Operator("topk", self.topk, scan + chosen, lambda: self.best(self.all_scores()))
+        scan = units * self.n_rows * 4 * N_TIP
+        yield Operator(
+            "fasa-c", self.fasa, scan + chosen,
+            lambda: self.best(
+                dominant_scores_ref(self.q, self.dom[..., : self.n_rows], self.dom_dims)
+            ),
+        )  # fmt: skip
+        scan = units * (self.n_rows // PAGE) * 4 * d
+        n_bytes = scan + units * BUDGET * self.row_bytes
+        yield Operator("quest", self.quest, n_bytes, self.in_best_pages)
+
+
+def _installed(module: str, name: str) -> Callable[..., Any] | None:
+    """A function of a module, if there is that module."""
+    try:
+        found: Callable[..., Any] = getattr(import_module(module), name)
+    except ImportError:
+        return None
+    return found
 
 
 def cache_operators(
@@ -123,8 +193,8 @@ def cache_operators(
 ) -> Iterator[Operator]:
     """sals and freekv: the decode of B layer caches, in common launches, as ``bench -b`` runs them.
 
-    A replay takes the same step again, so freekv finds all its pages; whole tokens tell what recall
-    costs.
+    What a step changes is put back ahead of the next one, which then does the same. What it must
+    give is what the first step of the same state gave, outside of a graph.
     """
     spec = LayerSpec(
         layer=2, n_layer=4, n_head=shape.n_head, n_head_kv=shape.n_head_kv, head_dim=shape.d,
@@ -146,10 +216,25 @@ def cache_operators(
         for cache in caches:
             cache.settle(n + 1)
         n_bytes = _bytes_read(caches) - before
-        yield Operator(name, _planned(caches, spec, n + 2), n_bytes)
+        run = _planned(caches, spec, n + 2)
+        restore = _restore(caches)
+        expected = run().clone()
+        restore()
+        yield Operator(name, run, n_bytes, lambda expected=expected: expected, restore)
 
 
-def _planned(caches: Sequence[Any], spec: LayerSpec, n: int) -> Callable[[], None]:
+def _restore(caches: Sequence[Any]) -> Callable[[], None]:
+    """Puts the caches' tensors on the device back to what they hold now."""
+    kept = [(x, x.clone()) for cache in caches for x in cache.tensors()]
+
+    def restore() -> None:
+        for tensor, copy in kept:
+            tensor.copy_(copy)
+
+    return restore
+
+
+def _planned(caches: Sequence[Any], spec: LayerSpec, n: int) -> Callable[[], torch.Tensor]:
     """The launches of a step that brings all of the caches to n rows, with random ones."""
     keys = [cache.plan(n, grid_bound(n)) for cache in caches]
     (run,) = prepare_runs(caches, keys)
@@ -161,10 +246,11 @@ def _planned(caches: Sequence[Any], spec: LayerSpec, n: int) -> Callable[[], Non
     numbers = torch.tensor([n - 1, n, leader.budget_rows(n)], dtype=torch.int32, device=device)
     x = DeviceInput._make((*heads, StepNumbers(*numbers[:, None].repeat(1, n_batch))))
 
-    def launch() -> None:
-        leader.decode(x)
+    def launch() -> torch.Tensor:
+        out: torch.Tensor = leader.decode(x)
         if leader.side is not None:
             leader.side.join()
+        return out
 
     return launch
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_launches import recorded
 from gpu_models import Model, filled_caches, open_engine, random_model, tiny_model
-from gpu_operators import SHAPES, OperatorRows, Shape, cache_operators
+from gpu_operators import SHAPES, Operator, OperatorRows, Shape, cache_operators
+from gpu_references import compare
 from gpu_report import Row, Task
 from gpu_timing import copy_bandwidth, link_bandwidth, time_calls
 from gpu_weights import FORMATS, weight_rows
@@ -38,6 +40,7 @@ WHOLE_OF = ("topk", "streaming", "quest", "fasa", "fasa:variant=m", "freekv")
 TOKENS_OF = (
     "full", "fasa", "sals", "freekv", "fasa:variant=m", "quest", "topk", "streaming",
 )  # fmt: skip
+DEFAULT_MODEL = "smollm2"
 LARGEST_KLD = 1e-3
 ABLATION = (
     "freekv", "freekv:speculate=false", "freekv:correct=false", "freekv:tau=0.8",
@@ -73,17 +76,19 @@ class Bench:
 
     def logits(self) -> Iterator[Task]:
         """KLD(CPU || device) of every method over the same tokens; KLD(full || method) of those
-        whose budget holds the context, on the device."""
+        whose budget holds the context, on the device. Prefills are f32, so that they are alike."""
         with tempfile.TemporaryDirectory() as folder:
             use_tiny = self.tiny and not self._model
-            path = tiny_model(folder) if use_tiny else resolve_model(self._model)
+            path = tiny_model(folder) if use_tiny else resolve_model(self._model or DEFAULT_MODEL)
             for name in LOGITS_OF:
                 yield Task("logits", name, partial(self._logits_of, path, name))
             for name in WHOLE_OF:
                 yield Task("whole budget", name, partial(self._whole_budget_of, path, name))
 
     def _session(self, path: Path, spec: str, device: str, common: dict[str, str]) -> Session:
-        config = SessionConfig(threads=self.n_threads, ctx_size=4096, device=device)
+        config = SessionConfig(
+            threads=self.n_threads, ctx_size=4096, device=device, prefill_dtype="f32"
+        )
         if self.tiny:
             config = replace(config, ctx_size=256)
         return load_session(path, build_spec(spec, common), config)
@@ -98,9 +103,14 @@ class Bench:
         common = {"budget": "40", "dense_layers": "0"} if self.tiny else {}
         cpu, gpu = (self._session(path, spec, device, common) for device in ("cpu", "cuda"))
         at_prompt, kld, top1 = _compare(cpu, gpu, self._ids(cpu, n_prompt), n_steps)
+        counts = gpu.ledger.as_dict()
         yield {
             "method": spec, "KLD": kld, "top-1": top1, "KLD of prefill": at_prompt,
             "ok": kld < LARGEST_KLD, "cache": "device" if device_cache(cpu.method) else "host",
+            # Of a text and a model, not of random rows.
+            "counts a step": ", ".join(
+                f"{name} {counts[name] / n_steps:.4g}" for name in COUNTERS if name in counts
+            ),
         }  # fmt: skip
 
     def _whole_budget_of(self, path: Path, spec: str) -> Iterator[Row]:
@@ -143,21 +153,26 @@ class Bench:
             first = together[0]
             ms = time_calls([operator.run for operator in together], self.device).median
             base = ms if first.name == "torch sdpa" else base
-            yield self._operator_row(shape, n_batch, n, first.name, ms, base, first.n_bytes)
+            yield self._operator_row(shape, n_batch, n, first, ms, base)
         del sets, together, first
         # To pin more memory of the host than that takes longer than all the measuring.
         names = ("sals", "freekv") if n_bytes <= 4 << 30 else ("sals",)
         for operator in cache_operators(names, shape, n_batch, n, self.device):
-            ms = time_calls([operator.run], self.device).median
-            yield self._operator_row(shape, n_batch, n, operator.name, ms, base, operator.n_bytes)
+            ms = time_calls([operator.run], self.device, restore=operator.restore).median
+            yield self._operator_row(shape, n_batch, n, operator, ms, base)
 
     def _operator_row(
-        self, shape: Shape, n_batch: int, n: int, name: str, ms: float, base: float, n_bytes: int
+        self, shape: Shape, n_batch: int, n: int, operator: Operator, ms: float, base: float
     ) -> Row:
+        with recorded(run=True) as launches:
+            out = operator.run()
+        error, ok = compare(out, operator.expected())
+        operator.restore()
         return {
-            "shape": shape.name, "B": n_batch, "context": n, "operator": name, "ms": ms,
-            "over sdpa": base / ms, "MB": n_bytes / 1e6,
-            "of bandwidth": n_bytes / ms / 1e6 / self.bandwidth,
+            "shape": shape.name, "B": n_batch, "context": n, "operator": operator.name, "ms": ms,
+            "over sdpa": base / ms, "MB": operator.n_bytes / 1e6,
+            "of bandwidth": operator.n_bytes / ms / 1e6 / self.bandwidth,
+            "launches": sum(not x.beside for x in launches), "error": error, "ok": ok,
         }  # fmt: skip
 
     def _fits(self, n_bytes: float) -> bool:
@@ -216,21 +231,21 @@ class Bench:
         # The first steps are compiled, captured, and replayed once.
         n_first, n_steps = (0, 1) if self.tiny else (3, 16)
         caches = filled_caches(engine, method, n, n_first + n_steps)
-        samples, before = [], ledger_of(caches)
+        samples, before, token = [], ledger_of(caches), 1
         for step in range(n_first + n_steps):
             if step == n_first:
                 before = ledger_of(caches)
             begin = time.perf_counter()
-            engine.decoder.decode(1, n + step, caches)
+            token = int(engine.decoder.decode(token, n + step, caches).argmax())
             samples.append(1e3 * (time.perf_counter() - begin))
         ms = statistics.median(samples[n_first:])
         after = ledger_of(caches)
-        a_token = {k: (after[k] - before.get(k, 0)) / n_steps for k in ("bytes_moved", *COUNTERS)
-                   if k in after}  # fmt: skip
+        moved = (after["bytes_moved"] - before.get("bytes_moved", 0)) / n_steps
+        waited = (after.get("us_waited", 0) - before.get("us_waited", 0)) / n_steps
         yield {
             "method": spec, "context": n, "K and V": kv, "ms": ms, "t/s": 1e3 / ms,
             "device MB": after["bytes_device"] / 1e6, "host MB": after["bytes_host"] / 1e6,
-            "MB moved a token": a_token.pop("bytes_moved") / 1e6, **a_token,
+            "MB moved a token, random rows": moved / 1e6, "us waited": waited,
         }  # fmt: skip
 
     def freekv(self) -> Iterator[Task]:

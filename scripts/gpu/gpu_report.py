@@ -75,10 +75,10 @@ class GpuReport:
         rows.append(row)
         if table != self._printing:
             self._printing = table
-            print(f"\n## {table}\n\n{_line(list(rows[0]))}\n|{'---|' * len(rows[0])}")
+            print(f"\n## {table}\n\n{line_of(list(rows[0]))}\n|{'---|' * len(rows[0])}")
         if row.get("ok") is False:
-            self.errors.append(f"{table}: not ok: {_line(list(row.values()))}")
-        print(_line([row.get(column) for column in rows[0]]), flush=True)
+            self.errors.append(f"{table}: not ok: {line_of(list(row.values()))}")
+        print(line_of([row.get(column) for column in rows[0]]), flush=True)
         self.save()
 
     def save(self) -> None:
@@ -109,7 +109,7 @@ def merge(paths: Sequence[Path]) -> dict[str, Any]:
     return merged
 
 
-def _line(cells: Sequence[object]) -> str:
+def line_of(cells: Sequence[object]) -> str:
     """A line of a Markdown table; numbers with three digits."""
 
     def text(value: object) -> str:

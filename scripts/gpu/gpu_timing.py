@@ -11,6 +11,8 @@ import torch
 
 Call = Callable[[], object]
 MIB = 1 << 20
+FLUSHED = 256 * MIB  # bytes written ahead of a sample: several times what a device's cache holds
+CYCLES_AHEAD = 300_000  # some 0.15 ms in which the host queues a sample's work behind the device
 
 
 class Timed(NamedTuple):
@@ -21,32 +23,45 @@ class Timed(NamedTuple):
     most: float
 
 
-def time_calls(calls: Sequence[Call], device: torch.device, n_times: int = 20) -> Timed:
-    """Each of ``calls`` does the same on inputs of its own, taken in turn so that the caches of the
-    device hold none of them. On a GPU each is captured and its replays are timed by events.
+def time_calls(
+    calls: Sequence[Call], device: torch.device, n_times: int = 20, restore: Call = lambda: None
+) -> Timed:
+    """Each of ``calls`` does the same on inputs of its own, taken in turn.
+
+    On a GPU each is captured and its replays are timed by events. Ahead of each replay ``restore``
+    puts back what the call before has changed, the device's cache is emptied, and the device is
+    given something to do, so that nothing of a sample waits for the host.
     """
     if device.type != "cuda":  # interpreted: there to see that it runs
         calls[0]()
+        restore()
         begin = time.perf_counter()
         calls[-1]()
         elapsed = 1e3 * (time.perf_counter() - begin)
+        restore()
         return Timed(elapsed, elapsed, elapsed)
     graphs = []
     for call in calls:
         call()
+        restore()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()
         graphs.append(graph)
+    flushed = torch.empty(FLUSHED, dtype=torch.uint8, device=device)
     samples = []
     for i in range(n_times + 3):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        restore()
+        flushed.zero_()
+        torch.cuda._sleep(CYCLES_AHEAD)
         start.record()
         graphs[i % len(graphs)].replay()
         stop.record()
         torch.cuda.synchronize()
         samples.append(start.elapsed_time(stop))
+    restore()
     samples = samples[3:]
     return Timed(statistics.median(samples), min(samples), max(samples))
 

@@ -22,8 +22,10 @@ from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import LayerSpec, Memory
 from sparsekv_cli.device.streams import SideStream, join_all
 from sparsekv_cli.kernels.attention import decode as attention
+from sparsekv_cli.kernels.attention.decode import NewRow
 
 AHEAD = 64  # rows that a bound leaves for steps to come, at least
+UNLIMITED = 1 << 62  # rows, of a cache that is not told how many there will be at most
 
 
 class StepNumbers(NamedTuple):
@@ -128,6 +130,7 @@ class DeviceCache(LayerCache):
     """The mutable state of one layer of one sequence in device memory."""
 
     store: Any  # a DeviceStore, or what a method has in its place
+    n_ctx: int = UNLIMITED  # rows that there will be at most
     side: SideStream | None = None  # of a cache that launches work beside the steps
     # Called behind ``decode`` with its input: steps of a cache that has one are not captured. Where
     # it ``records_attended``, ``attended`` holds the rows of the step then: idx int32 (B, U, m) and
@@ -138,6 +141,14 @@ class DeviceCache(LayerCache):
         super().__init__(spec)
         self.device = device
         self.store = DeviceStore(spec, device)
+
+    def bound(self, n: int) -> int:
+        """``grid_bound`` of n rows, at most ``n_ctx``: so many are made room for, too."""
+        return max(n, min(grid_bound(n), self.n_ctx))
+
+    def reserve(self, n: int) -> None:
+        """Room for n rows, and for the steps behind them, so that the first one moves nothing."""
+        self.store.reserve(self.bound(n))
 
     def plan(self, n: int, n_max: int) -> Hashable:
         """Prepares a step that brings the sequence to ``n`` rows; n_max >= n bounds grids.
@@ -179,10 +190,11 @@ class DeviceCache(LayerCache):
         return n
 
     @abstractmethod
-    def decode(self, x: Any) -> Any:
+    def decode(self, x: Any, out: torch.Tensor | None = None) -> Any:
         """Adds the rows of a DeviceInput; their attention f32 (B, H, d_v). Launches only.
 
         The sequences are this cache's and, if B > 1, those that lie behind it in common tensors.
+        out: where the result is written; None: in memory of its own.
         """
 
     def join(self) -> None:
@@ -202,6 +214,19 @@ class DeviceCache(LayerCache):
 
     def memory(self) -> Memory:
         return Memory(device=self.store.nbytes)
+
+
+def attend_all(
+    x: DeviceInput,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    n_max: int,
+    scale: float,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Adds the rows of a step to k and v, and attends to all: f32 (B, H, d_v)."""
+    new = NewRow(x.k, x.v)
+    return attention.attend_dense(x.q, k, v, x.step.n, n_max, scale, out, new=new)
 
 
 def count_dense(cache: DeviceCache, n: int, *, sparse: bool) -> None:
@@ -227,16 +252,15 @@ class DeviceSelecting(DeviceCache):
             return key, "dense"
         return key, self.plan_selection(n, n_max)
 
-    def decode(self, x: DeviceInput) -> torch.Tensor:
+    def decode(self, x: DeviceInput, out: torch.Tensor | None = None) -> torch.Tensor:
         k, v, *index = self.of_batch(len(x.q))
         scale = float(self.spec.scale)
-        attention.append_rows(x.k, x.v, k, v, x.step.pos)
         self.attended = None
         if self._dense:
-            return attention.attend_dense(x.q, k, v, x.step.n, self._n_max, scale)
-        idx, counts = self.select(x, k, *index)
+            return attend_all(x, k, v, self._n_max, scale, out)
+        idx, counts = self.select(x, k, v, *index)
         self.note(idx, counts)
-        return attention.attend_rows(x.q, k, v, idx, counts, scale)
+        return attention.attend_rows(x.q, k, v, idx, counts, scale, out)
 
     def settle(self, n: int) -> None:
         self.store.n = n
@@ -257,11 +281,11 @@ class DeviceSelecting(DeviceCache):
 
     @abstractmethod
     def select(
-        self, x: DeviceInput, k: torch.Tensor, *index: torch.Tensor
+        self, x: DeviceInput, k: torch.Tensor, v: torch.Tensor, *index: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows, the new one among them: idx int32 (B, U, m), counts int32 (B, U); U is H or G.
 
-        k: the B sequences' keys; index: their ``tensors`` behind K and V.
+        k, v: the B sequences' rows, to which it adds the new one; index: their ``tensors`` behind.
         """
 
     @abstractmethod

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import AttnInput
 from sparsekv_cli.device.batching import Run, prepare_runs
-from sparsekv_cli.device.cache import DeviceCache, DeviceInput, DeviceStore, StepNumbers, grid_bound
+from sparsekv_cli.device.cache import DeviceCache, DeviceInput, DeviceStore, StepNumbers
 from sparsekv_cli.device.graphs import Piece, Steps
 from sparsekv_cli.device.host import HostCache
 from sparsekv_cli.device.methods.lfps import HostLFPS
@@ -179,12 +179,12 @@ class DeviceDecoder(Forward):
         self, positions: Sequence[int], caches: Sequence[Sequence[LayerCache]]
     ) -> Iterator[tuple[Hashable, list[Run]]]:
         """Prepares the caches for a step; the key of its launches, and the runs of each layer."""
-        n_max = grid_bound(max(positions) + 1)
+        longest = max(positions) + 1
         for layers in zip(*caches, strict=True):
             keys = []
             for cache, pos in zip(layers, positions, strict=True):
                 if isinstance(cache, DeviceCache):
-                    keys.append(cache.plan(pos + 1, n_max))
+                    keys.append(cache.plan(pos + 1, cache.bound(longest)))
                 elif isinstance(cache, HostLFPS):
                     cache.plan()
             of_layer = prepare_runs(layers, keys) if keys else []
@@ -218,7 +218,13 @@ class DeviceDecoder(Forward):
 
     def _normed(self, i: int) -> torch.Tensor:
         vectors: Any = self._on_device.layers[i].vectors  # tensors
-        return kernels.rms_norm(self._buffers.x, vectors.attn_norm, self.hparams.norm_eps)
+        return self._norm(vectors.attn_norm, add=i > 0)
+
+    def _norm(self, weight: torch.Tensor, *, add: bool = True) -> torch.Tensor:
+        """The norm of the residual stream, to which the last block's output is added first."""
+        h, buffers = self.hparams, self._buffers
+        y = buffers.y if add else None
+        return kernels.rms_norm(buffers.x, weight, h.norm_eps, y, y_scale=h.residual_scale)
 
     def _split(self, i: int, normed: torch.Tensor, inputs: list[torch.Tensor]) -> None:
         """Layer i's projections of ``normed`` f32 (B, n_embd) as q, k, v, q_nope, k_nope."""
@@ -240,7 +246,7 @@ class DeviceDecoder(Forward):
         """The attention of a run's rows, written to the buffers."""
         buffers, rows = self._buffers, slice(run.first, run.last)
         x = DeviceInput._make((*(t[rows] for t in buffers.inputs(i)), self._step(rows)))
-        buffers.attended(i)[rows] = run.cache.decode(x)
+        run.cache.decode(x, buffers.attended(i)[rows])
         if run.cache.on_step is not None:
             run.cache.on_step(x)
 
@@ -267,17 +273,17 @@ class DeviceDecoder(Forward):
             cache.add_sinks(q[row], Attended(seen.out[row], seen.lse[row]), out[row])
 
     def _finish(self, i: int) -> None:
-        """The rest of layer i, from its attention on."""
-        h, layer, buffers = self.hparams, self._on_device.layers[i], self._buffers
-        buffers.x.add_(layer.o.apply(buffers.attended(i).flatten(1)), alpha=h.residual_scale)
+        """The rest of layer i, from its attention on; what it adds to the stream is in ``y``."""
+        layer, buffers = self._on_device.layers[i], self._buffers
+        layer.o.apply(buffers.attended(i).flatten(1), buffers.y)
         ffn_norm: Any = layer.vectors.ffn_norm
-        normed = kernels.rms_norm(buffers.x, ffn_norm, h.norm_eps)
-        hidden = kernels.silu_multiply(layer.gate_up.apply(normed))
-        buffers.x.add_(layer.down.apply(hidden), alpha=h.residual_scale)
+        hidden = kernels.silu_multiply(layer.gate_up.apply(self._norm(ffn_norm)))
+        layer.down.apply(hidden, buffers.y)
 
     def _output(self) -> None:
-        normed = kernels.rms_norm(self._buffers.x, self.output_norm, self.hparams.norm_eps)
-        self._buffers.download_logits(self._on_device.output.apply(normed))
+        output_norm: Any = self.output_norm
+        logits = self._on_device.output.apply(self._norm(output_norm))
+        self._buffers.download_logits(logits)
 
 
 def _in_order(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:

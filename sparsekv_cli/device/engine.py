@@ -41,15 +41,16 @@ class DeviceEngine:
     """One GPU and its host.
 
     on_host: whether all caches lie on the host; otherwise only those of methods that have none of
-    their own for a device. note: what the user should know.
+    their own for a device. n_ctx: rows that a sequence has at most. note: what the user should know.
     """
 
-    def __init__(self, decoder: DeviceDecoder, *, on_host: bool, note: str = "") -> None:
+    def __init__(self, decoder: DeviceDecoder, *, on_host: bool, n_ctx: int, note: str = "") -> None:
         self.decoder = decoder
         self.note = note
         self.shares_prefill = False
         self.first_steps = 3  # run as it is, captured, replayed for the first time
         self.on_host = on_host
+        self.n_ctx = n_ctx
         self.device = decoder.device
         self._worker = HostWorker(decoder.device)
         decoder.foreign = lambda cache: HostCache(cache, self._worker)
@@ -68,7 +69,9 @@ class DeviceEngine:
                 f"--cache-type-k {spec.cache_type_k} and --cache-type-v {spec.cache_type_v}: "
                 "caches on a GPU are f16; use --kv host or --device cpu"
             )
-        return DeviceDense(spec, self.device) if dense else own(spec, self.device, method)
+        made = DeviceDense(spec, self.device) if dense else own(spec, self.device, method)
+        made.n_ctx = self.n_ctx
+        return made
 
     def decodes_on_host(self, method: Method) -> bool:
         return self.on_host or device_cache(method) is None
@@ -131,7 +134,7 @@ def open_device_engine(
         hparams, architecture, weights, DeviceWeights(weights, device, mode, dtype),
         n_threads=n_threads, chunk=chunk,
     )  # fmt: skip
-    return DeviceEngine(decoder, on_host=on_host, note=note)
+    return DeviceEngine(decoder, on_host=on_host, n_ctx=n_ctx, note=note)
 
 
 def free_bytes(device: torch.device, limit: float) -> int | None:

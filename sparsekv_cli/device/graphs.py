@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import gc
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -61,7 +63,10 @@ class Steps:
         else:
             if len(self._graphs) == MOST_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
-            pieces = self._graphs[key] = [self._captured(piece) for piece in program()]
+            if not self._graphs:  # nothing may be captured into a pool that no graph uses any more
+                self._pool = torch.cuda.graph_pool_handle()
+            with _no_garbage():
+                pieces = self._graphs[key] = [self._captured(piece) for piece in program()]
         for piece in pieces:
             if piece.on_host:
                 self._synchronize()
@@ -70,8 +75,6 @@ class Steps:
     def _captured(self, piece: Piece) -> Piece:
         if piece.on_host:
             return piece
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # One pool for all: pieces run one after another, and nothing in it outlives its piece.
         with torch.cuda.graph(graph, pool=self._pool):
@@ -81,3 +84,16 @@ class Steps:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Collects garbage once and then not within this block: what it frees may break a capture."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

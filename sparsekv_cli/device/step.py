@@ -16,7 +16,8 @@ class StepBuffers:
     """Tensors of a step of B sequences that keep their addresses, as captured graphs need it.
 
     Those on the host are pinned where there is a GPU, so that copies are asynchronous. x: f32 (B,
-    n_embd), the residual stream; pos, n, budget: int32 (B,), see device/cache.py StepNumbers.
+    n_embd), the residual stream; y: f32 (B, n_embd), what is still to be added to it; pos, n,
+    budget: int32 (B,), see device/cache.py StepNumbers.
     """
 
     def __init__(self, hparams: HParams, n_rows: int, device: torch.device) -> None:
@@ -25,6 +26,7 @@ class StepBuffers:
         self._h = h
         self._device = device
         self.host_x, self.x = self._both((n_rows, h.n_embd), torch.float32)
+        self.y = torch.zeros_like(self.x)
         self._host_numbers, numbers = self._both((3, n_rows), torch.int32)
         self._numbers = numbers
         self.pos, self.n, self.budget = numbers

@@ -35,9 +35,10 @@ class Stack:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """f32 (B, columns) -> f32 (B, rows)."""
-        out = torch.empty(len(x), self.n_rows, dtype=torch.float32, device=x.device)
+    def apply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """f32 (B, columns) -> f32 (B, rows), written to ``out`` if there is one."""
+        if out is None:
+            out = torch.empty(len(x), self.n_rows, dtype=torch.float32, device=x.device)
         at = 0
         for part in self.parts:
             for start in range(0, len(x), dot.MAX_BATCH):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +19,7 @@ from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.calibration import fasa, sals
 from sparsekv_cli.calibration.allocation import even_budgets
 from sparsekv_cli.device.cache import DeviceCache
+from sparsekv_cli.device.graphs import MOST_GRAPHS, Piece, Steps
 from sparsekv_cli.methods.fasa import FASA
 from sparsekv_cli.methods.freekv import FreeKV
 from sparsekv_cli.methods.quest import Quest
@@ -85,3 +90,69 @@ def test_nothing_moves_under_one_key(name, device, monkeypatch):
             assert each.truncate(back) == back
         pair.decode()
     assert len(places) < 12
+
+
+class FakeCuda:
+    """As much of torch.cuda as ``Steps`` asks for, with CUDA's rule for pools: what has had graphs
+    and has none any more takes no other capture.
+    """
+
+    def __init__(self) -> None:
+        self.used: set[int] = set()
+        self.alive: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.collects: list[bool] = []  # whether garbage was collected, in each capture
+
+    def graph_pool_handle(self) -> int:
+        return len(self.used) + 1000
+
+    def CUDAGraph(self) -> Any:  # noqa: N802 - torch's name
+        return type("Graph", (), {"replay": lambda self: None})()
+
+    @contextmanager
+    def graph(self, graph: Any, pool: int) -> Iterator[None]:
+        if pool in self.used and pool not in self.alive.values():
+            raise RuntimeError("use_count > 0")
+        self.used.add(pool)
+        self.alive[graph] = pool
+        self.collects.append(gc.isenabled())
+        yield
+
+    def current_stream(self, device: torch.device) -> Any:
+        return SimpleNamespace(synchronize=lambda: None)
+
+
+def test_a_pool_is_left_with_its_last_graph(monkeypatch):
+    """New owners, a capture that fails, and one key too many."""
+    fake, steps = FakeCuda(), Steps(torch.device("cuda"))
+    monkeypatch.setattr(torch, "cuda", fake)
+    calls = []
+
+    def program() -> list[Piece]:
+        launches = Piece(lambda: calls.append("launch"), False)
+        return [launches, Piece(lambda: calls.append("host"), True), launches]
+
+    def failing() -> list[Piece]:
+        def fail() -> None:
+            raise ValueError("no")
+
+        return [*program(), Piece(fail, False)]
+
+    class Owner:
+        pass
+
+    for _ in range(2):
+        owner = Owner()
+        for key in range(MOST_GRAPHS + 1):
+            for _ in range(3):
+                steps.run([owner], key, program)
+        assert len(set(fake.alive.values())) == 1
+    for _ in range(2):  # the second time there are graphs of the first one's pieces no more
+        owner = Owner()
+        steps.run([owner], "a", program)
+        with pytest.raises(ValueError, match="no"):
+            steps.run([owner], "a", failing)
+        steps.run([owner], "a", program)
+    assert gc.isenabled() and not any(fake.collects)
+    n_key = 2 * (MOST_GRAPHS + 1)
+    assert len(fake.collects) == 2 * n_key + 2 * 3 + 2 * 2
+    assert calls.count("host") == 3 * n_key + 2 * 2

@@ -12,11 +12,6 @@ from sparsekv_cli.kernels.attention import select
 
 def launches() -> Iterator[Callable[[], object]]:
     n = torch.zeros(2, dtype=torch.int32)
-    for n_head, n_kv, d in ((32, 8, 128), (32, 32, 128), (9, 3, 64), (6, 2, 80)):
-        k = torch.empty(2, n_kv, 32768, d, dtype=torch.float16)
-        q = torch.empty(2, n_head, d)
-        for n_max in (64, 32768):
-            yield partial(select.score_rows, q, k, n, n_max, 1.0)
     for n_max, k_max in (
         (8, 2),
         (1000, 40),

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from sparsekv_cli.kernels.attention.decode import NewRow
 from sparsekv_cli.kernels.fasa import chunks
 
 
@@ -21,6 +22,6 @@ def launches() -> Iterator[Callable[[], object]]:
         rest = torch.zeros(2, n_kv, capacity, d - n_dim, dtype=torch.float16)
         v = torch.zeros(2, n_kv, capacity, d, dtype=torch.float16)
         n = torch.zeros(2, dtype=torch.int32)
-        yield partial(chunks.append_chunks, new, dims[:, :n_dim], dom, n)
-        yield partial(chunks.score_chunks, q, dims[:, :n_dim], dom, n, capacity)
-        yield partial(chunks.append_rest, new, new, dims[:, n_dim:], rest, v, n)
+        score = partial(chunks.score_chunks, q, dims[:, :n_dim], dom, n, capacity)
+        yield partial(score, new=NewRow(new, new), into=(v, v))
+        yield partial(score, new=NewRow(new, new), into=(rest, v), k_dims=dims[:, n_dim:])

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from sparsekv_cli.kernels.attention.decode import NewRow
 from sparsekv_cli.kernels.quest import pages
 
 
@@ -27,3 +28,5 @@ def launches() -> Iterator[Callable[[], object]]:
             for n_page_max in (64, 8192) if n_head == 32 > n_kv else (8192,):
                 pool = partial(pages.pool_pages, q, hi, hi, n, n, n_page_max, page, 1.0)
                 yield partial(pool, softmax=meanstd)
+                new = NewRow(torch.empty(2, n_kv, d), torch.empty(2, n_kv, d))
+                yield partial(pool, softmax=meanstd, new=new, into=(k, k))

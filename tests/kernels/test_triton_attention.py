@@ -31,6 +31,16 @@ def queries(n_batch, n_head, d, device, seed=1):
     return 3 * torch.randn(n_batch, n_head, d, generator=generator).to(device)
 
 
+def take_newest(k, v, sizes):
+    """The last row of each sequence as a step has it, f32; NaN lies in its place then."""
+    rows = torch.arange(len(sizes), device=k.device)
+    last = torch.tensor(sizes, device=k.device) - 1
+    new = decode.NewRow(*(x[rows, :, last].float().contiguous() for x in (k, v)))
+    for x in (k, v):
+        x[rows, :, last] = torch.nan
+    return new
+
+
 def filled(*shape, device):
     return torch.full(shape, torch.nan, device=device)
 
@@ -63,11 +73,17 @@ def test_attend_dense(n_head, n_kv_head, d, d_v, sizes, device):
     scratch = decode.attend_scratch(len(sizes), n_head, n_kv_head, d, d_v, n_max, q.device)
     for x in scratch:
         x.fill_(torch.nan)
-    decode.attend_dense(q, k, v, n, n_max, d**-0.5, out, lse, scratch)
     lists = [[np.arange(size)] * n_head for size in sizes]
     wanted, wanted_lse = expected_of(q, k, v, lists, d**-0.5)
-    assert_close(out, wanted)
-    assert_close(lse, wanted_lse, 1e-4)
+    whole = k.clone(), v.clone()
+    for is_new in (False, True):
+        new = take_newest(k, v, sizes) if is_new else None
+        decode.attend_dense(q, k, v, n, n_max, d**-0.5, out, lse, scratch, new=new)
+        assert_close(out, wanted)
+        assert_close(lse, wanted_lse, 1e-4)
+        out.fill_(torch.nan)
+    for x, expected in zip((k, v), whole, strict=True):
+        torch.testing.assert_close(x, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(("n_head", "n_kv_head", "d", "d_v"), sweep(GEOMETRIES, fast=1))
@@ -200,18 +216,6 @@ def test_pieces_without_rows_count_for_nothing(device):
     lse = filled(1, 2, device=device)
     nothing = decode.merge(outs[:1], lses[:1], lse=lse)
     assert (nothing == 0).all() and (lse == -torch.inf).all()
-
-
-@pytest.mark.parametrize(("n_kv_head", "d", "d_v"), [(1, 64, 64), (3, 80, 48)])
-def test_append_rows(n_kv_head, d, d_v, device):
-    k, v = (filled(3, n_kv_head, 70, width, device=device).half() for width in (d, d_v))
-    new = queries(3, n_kv_head, d, device), queries(3, n_kv_head, d_v, device, seed=2)
-    pos = [0, 69, 33]
-    decode.append_rows(*new, k, v, torch.tensor(pos, dtype=torch.int32, device=device))
-    for cache, row in ((k, new[0]), (v, new[1])):
-        for b in range(3):
-            assert (cache[b, :, pos[b]] == row[b].half()).all()
-        assert cache.isnan().sum() == 3 * n_kv_head * 69 * row.shape[2]
 
 
 def test_wrong_arguments_are_named(device):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from sweeps import sweep
+from test_triton_attention import take_newest
 
 from sparsekv_cli.kernels.fasa import chunks
 
@@ -26,14 +27,29 @@ def layer(n_head, n_kv_head, d, n_dim, capacity, ns, device):
 @pytest.mark.parametrize("ns", [[1], [65, 257, 15], [1000]])
 def test_score_chunks(n_head, n_kv_head, d, n_dim, ns, device):
     capacity, n_max = 1024, max(ns) + 3
-    q, k, _, order, n = layer(n_head, n_kv_head, d, n_dim, capacity, ns, device)
+    q, k, v, order, n = layer(n_head, n_kv_head, d, n_dim, capacity, ns, device)
     dims = order[:, :n_dim]
     dom = torch.full((len(ns), n_kv_head, n_dim, capacity), torch.nan, device=device).half()
     chunks.build_chunks(k, 0, max(ns) - 1, dims, dom)
-    rows = torch.arange(len(ns), device=device)
-    chunks.append_chunks(k[rows, :, n.long() - 1].float().contiguous(), dims, dom, n - 1)
     out = torch.full((len(ns), n_head, n_max), torch.nan, device=device)
-    chunks.score_chunks(q, dims, dom, n, n_max, out)
+    whole = k.clone(), v.clone()
+    new = take_newest(k, v, ns)
+    for k_dims in (None, order[:, n_dim:]):  # variants c and m
+        into = [k, v]
+        if k_dims is not None:
+            into = [torch.full_like(x, torch.nan, device="cpu") for x in (k[..., n_dim:], v)]
+            into = [x.pin_memory() for x in into] if device == "cuda" else into
+        for b, n_b in enumerate(ns):
+            dom[b, :, :, n_b - 1] = torch.nan
+        chunks.score_chunks(q, dims, dom, n, n_max, out.fill_(torch.nan), new, into, k_dims)
+        of_row = new.k
+        if k_dims is not None:
+            of_row = new.k.gather(2, k_dims.long()[None].expand(len(ns), -1, -1))
+        for b, n_b in enumerate(ns):
+            assert torch.equal(into[0][b, :, n_b - 1].to(device), of_row[b].half())
+            assert torch.equal(into[1][b, :, n_b - 1].to(device), new.v[b].half())
+    for x, wanted in zip((k, v), whole, strict=True):
+        torch.testing.assert_close(x, wanted, rtol=0, atol=0, equal_nan=True)
     expected = chunks.score_chunks_ref(q, dims, dom)
     for b, n_b in enumerate(ns):
         torch.testing.assert_close(

@@ -46,6 +46,8 @@ def test_rms_norm(n, n_batch, device):
     close(on_device, x + y)
     close(out[:, :n], rows.norm(x + y, weight.numpy()))
     assert out[:, n:].isnan().all()
+    layer.rms_norm(on_device, weight.to(device), EPS, y.to(device), y_scale=-0.25)
+    close(on_device, x + 0.75 * y)
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,9 @@ class Layer:
         self.values = torch.full((*shape, d), torch.nan).half()
         if device != "cpu":
             self.rest, self.values = self.rest.pin_memory(), self.values.pin_memory()
-        for j in range(max(ns)):
-            rows = self.k[:, :, j].float().contiguous(), self.v[:, :, j].float().contiguous()
-            pos = torch.full((2,), j, dtype=torch.int32, device=device)
-            chunks.append_rest(*rows, self.order[:, n_dim:], self.rest, self.values, pos)
+        rest = self.order[None, :, None, n_dim:].long().expand(2, -1, max(ns), -1)
+        self.rest[:, :, : max(ns)] = self.k[:, :, : max(ns)].gather(3, rest)
+        self.values[:, :, : max(ns)] = self.v[:, :, : max(ns)]
         self.slots = resident.empty_resident(
             2,
             n_kv_head,

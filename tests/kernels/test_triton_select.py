@@ -134,27 +134,6 @@ def test_what_does_not_fit_the_registers_is_read_again(device, monkeypatch):
         largest(rows_of(long_rows(kind, 9500)[:1], sizes, device), sizes, [3000], device, 4, 16)
 
 
-@pytest.mark.parametrize(
-    ("n_head", "n_kv_head", "d"), [(1, 1, 64), (9, 3, 64), (4, 1, 80), (8, 1, 128)]
-)
-@pytest.mark.parametrize("sizes", [[1], [63, 257], [64, 15, 65]])
-def test_score_rows(n_head, n_kv_head, d, sizes, device):
-    generator = torch.Generator().manual_seed(d)
-    q = 3 * torch.randn(len(sizes), n_head, d, generator=generator)
-    k = torch.randn(len(sizes), max(sizes) + 3, n_kv_head, d, generator=generator).half()
-    for b, n in enumerate(sizes):
-        k[b, n:] = torch.nan
-    out = torch.full((len(sizes), n_head, max(sizes) + 40), 7.0, device=device)
-    n = torch.tensor(sizes, dtype=torch.int32, device=device)
-    keys = k.to(device).transpose(1, 2)
-    select.score_rows(q.to(device), keys, n, max(sizes) + 33, 0.125, out)
-    wide = k.double().repeat_interleave(n_head // n_kv_head, 2)
-    for b, size in enumerate(sizes):
-        wanted = 0.125 * torch.einsum("hd,nhd->hn", q[b].double(), wide[b, :size])
-        np.testing.assert_allclose(out[b, :, :size].cpu(), wanted, atol=1e-5)
-        assert (out[b, :, size:] == 7).all()
-
-
 def test_wrong_arguments_are_named(device):
     scores = torch.zeros(1, 2, 50, device=device)
     n = torch.tensor([50], dtype=torch.int32, device=device)

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec, Memory
-from sparsekv_cli.device.cache import DeviceInput, DeviceSelecting, grid_bound
+from sparsekv_cli.device.cache import DeviceInput, DeviceSelecting
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention import select
+from sparsekv_cli.kernels.attention.decode import NewRow
 from sparsekv_cli.kernels.fasa import chunks, row_cache
 
 ALIGNMENT = 16  # tokens: what kernels/fasa/chunks.py asks of a capacity
@@ -37,6 +38,7 @@ class DeviceFASA(DeviceSelecting):
         dims, n_dom = method.dominant_dims(spec)
         self._dims = torch.from_numpy(dims).to(self.device)  # int32 (G, d)
         self._dom_dims = self._dims[:, :n_dom].contiguous()  # (G, C)
+        self._k_dims: torch.Tensor | None = None  # those that are stored beside; all
         self._forget_copy()
 
     def _forget_copy(self) -> None:
@@ -93,20 +95,18 @@ class DeviceFASA(DeviceSelecting):
         (self._dom,) = tensors[2:]
 
     def select(
-        self, x: DeviceInput, k: torch.Tensor, *index: torch.Tensor
+        self, x: DeviceInput, k: torch.Tensor, v: torch.Tensor, *index: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best of the rows by their dominant dims: idx (B, H, m), counts (B, H)."""
         (dom,) = index
-        chunks.append_chunks(x.k, self._dom_dims, dom, x.step.pos)
-        return self._choose(x.q, dom, x.step.n, x.step.budget)
-
-    def _choose(
-        self, q: torch.Tensor, dom: torch.Tensor, n: torch.Tensor, budget: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The best of the first n rows by their dominant dims: idx (B, H, m), counts (B, H)."""
-        scores = chunks.score_chunks(q, self._dom_dims, dom, n, self._n_max)
+        n = x.step.n
+        scores = chunks.score_chunks(
+            x.q, self._dom_dims, dom, n, self._n_max, new=NewRow(x.k, x.v), into=(k, v),
+            k_dims=self._k_dims,
+        )  # fmt: skip
         return select.select_largest(
-            scores, n, self._n_max, budget - self._n_sinks, self._k_max, self._n_sinks,
-            self._n_recent,
+            scores, n, self._n_max, x.step.budget, self._k_max, self._n_sinks, self._n_recent,
+            k_less=self._n_sinks,
         )  # fmt: skip
 
     def settle(self, n: int) -> None:
@@ -174,7 +174,7 @@ class DeviceFASAM(DeviceFASA):
     def __init__(self, spec: LayerSpec, device: torch.device, method: Any) -> None:
         super().__init__(spec, device, method)
         n_dom = self._dom_dims.shape[1]
-        self._rest_dims = self._dims[:, n_dom:].contiguous()  # (G, d_rest)
+        self._k_dims = self._dims[:, n_dom:].contiguous()  # (G, d_rest)
         sizes = (spec.head_dim - n_dom, spec.value_dim)
         self._host = HostRows(spec.n_head_kv, sizes, self.device)
         self._row_bytes = 2 * sum(sizes)  # of the host's part
@@ -202,7 +202,7 @@ class DeviceFASAM(DeviceFASA):
     def finish_prefill(self) -> None:
         n = self.store.n + 1
         if not self.method.covers(n):
-            self._split(grid_bound(n))  # what the first step asks for
+            self._split(self.bound(n))  # what the first step asks for
 
     def plan(self, n: int, n_max: int) -> Hashable:
         self._n_max = n_max
@@ -240,7 +240,7 @@ class DeviceFASAM(DeviceFASA):
         self._reserve_copy(n_max)
         self._build_copy()
         self._host.reserve(n_max, 0)
-        wide = self._rest_dims.long()[:, None].expand(-1, n, -1)
+        wide = self._k_dims.long()[:, None].expand(-1, n, -1)
         self._host.rest[0, :, :n] = store.keys().gather(2, wide).cpu()
         self._host.v[0, :, :n] = store.values().cpu()
         store.k, store.v = store.k[:, :, :0].clone(), store.v[:, :, :0].clone()
@@ -271,20 +271,19 @@ class DeviceFASAM(DeviceFASA):
         """Not while rows lie on the host, where slots follow each sequence's own choices."""
         return not self._is_split
 
-    def decode(self, x: Any) -> Any:
+    def decode(self, x: Any, out: torch.Tensor | None = None) -> Any:
         if self._dense:
-            return super().decode(x)
+            return super().decode(x, out)
         host, slots = self._host, self._slots
         assert slots is not None
-        chunks.append_rest(x.k, x.v, self._rest_dims, host.rest, host.v, x.step.pos)
-        idx, counts = self.select(x, slots.k, self._dom)
+        idx, counts = self.select(x, host.rest, host.v, self._dom)
         self.note(idx, counts)
         places = torch.empty_like(idx)
         row_cache.place_rows(slots, idx, counts, x.step.n, places)
         row_cache.fetch_rows(slots, self._dom, host.rest, host.v)
         q = x.q.gather(2, self._order)
         scale = float(self.spec.scale)
-        return attention.attend_rows(q, slots.k, slots.v, places, counts, scale)
+        return attention.attend_rows(q, slots.k, slots.v, places, counts, scale, out)
 
     def settle(self, n: int) -> None:
         super().settle(n)

@@ -26,8 +26,8 @@ from sparsekv_cli.device.cache import (
     DeviceCache,
     DeviceInput,
     DeviceStore,
+    attend_all,
     count_dense,
-    grid_bound,
 )
 from sparsekv_cli.device.methods.freekv_pages import DevicePages, resident_rows
 from sparsekv_cli.device.streams import SideStream
@@ -98,7 +98,7 @@ class DeviceFreeKV(DeviceCache):
 
     def reserve(self, n: int) -> None:
         if self._pages is None:
-            self.store.reserve(n)
+            super().reserve(n)
 
     # --- prefill ----------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class DeviceFreeKV(DeviceCache):
         plan = self.method.plan(n + 1)
         if plan is None:
             return
-        self._enter_pages(plan, grid_bound(n + 1))  # what the first step asks for
+        self._enter_pages(plan, self.bound(n + 1))  # what the first step asks for
         if self._ahead:
             self._recent = self._recent_of(n)
             self.lead([self])
@@ -238,11 +238,11 @@ class DeviceFreeKV(DeviceCache):
             self._leave_pages()
             self._previous_n, self._under_way = 0, False
 
-    def decode(self, x: DeviceInput) -> torch.Tensor:
+    def decode(self, x: DeviceInput, out: torch.Tensor | None = None) -> torch.Tensor:
         *rows, previous = self.of_batch(len(x.q))
         if self._pages is None:
             k, v = rows
-            return self._decode_dense(x, k, v, previous)
+            return self._decode_dense(x, k, v, previous, out)
         arrays, layout, work = self._arrays(rows), self._pages.layout, self._work
         n, budget = x.step.n, x.step.budget
         recent = self._recent.now
@@ -260,7 +260,7 @@ class DeviceFreeKV(DeviceCache):
         )  # fmt: skip
         recall.fetch_pages(arrays, layout, n, recent, work.idx, work.counts, pools=self._pools)
         scale = float(self.spec.scale)
-        out = attention.attend_rows(x.q, *resident_rows(arrays), work.idx, work.counts, scale)
+        out = attention.attend_rows(x.q, *resident_rows(arrays), work.idx, work.counts, scale, out)
         if self.records_attended:
             self._note_positions(arrays, int(n[0]))
         if self._ahead:
@@ -268,13 +268,17 @@ class DeviceFreeKV(DeviceCache):
         return out
 
     def _decode_dense(
-        self, x: DeviceInput, k: torch.Tensor, v: torch.Tensor, previous: torch.Tensor
+        self,
+        x: DeviceInput,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        previous: torch.Tensor,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
         """A step that attends to all rows."""
         self.attended = None
-        attention.append_rows(x.k, x.v, k, v, x.step.pos)
         previous.copy_(x.q)
-        return attention.attend_dense(x.q, k, v, x.step.n, self._n_max, float(self.spec.scale))
+        return attend_all(x, k, v, self._n_max, float(self.spec.scale), out)
 
     def _note_positions(self, arrays: PageTensors, n: int) -> None:
         """``note`` of a step at n rows of one sequence, ahead of the choice for the next step."""

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from sparsekv_cli.cache.spec import LayerSpec
-from sparsekv_cli.device.cache import DeviceCache, DeviceInput, count_dense
-from sparsekv_cli.kernels.attention import decode as attention
+from sparsekv_cli.device.cache import DeviceCache, DeviceInput, attend_all, count_dense
 
 
 class DeviceDense(DeviceCache):
@@ -25,10 +24,9 @@ class DeviceDense(DeviceCache):
         self._n_max = n_max
         return super().plan(n, n_max)
 
-    def decode(self, x: DeviceInput) -> torch.Tensor:
+    def decode(self, x: DeviceInput, out: torch.Tensor | None = None) -> torch.Tensor:
         k, v = self.of_batch(len(x.q))
-        attention.append_rows(x.k, x.v, k, v, x.step.pos)
-        return attention.attend_dense(x.q, k, v, x.step.n, self._n_max, float(self.spec.scale))
+        return attend_all(x, k, v, self._n_max, float(self.spec.scale), out)
 
     def settle(self, n: int) -> None:
         self.store.n = n

@@ -10,6 +10,7 @@ import torch
 from sparsekv_cli.cache.spec import N_SINKS, LayerSpec, Memory
 from sparsekv_cli.device.cache import DeviceInput, DeviceSelecting
 from sparsekv_cli.kernels.attention import select
+from sparsekv_cli.kernels.attention.decode import NewRow
 from sparsekv_cli.kernels.quest import pages
 from sparsekv_cli.kernels.quest.rows import page_rows
 
@@ -78,13 +79,13 @@ class DeviceQuest(DeviceSelecting):
         self._hi, self._lo = tensors[2:]
 
     def select(
-        self, x: DeviceInput, k: torch.Tensor, *index: torch.Tensor
+        self, x: DeviceInput, k: torch.Tensor, v: torch.Tensor, *index: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         page, step = self.method.page, x.step
         hi, lo = index
         pooled = pages.pool_pages(
             x.q, hi, lo, step.n, step.budget, hi.shape[2], page, float(self.spec.scale),
-            softmax=False,
+            softmax=False, new=NewRow(x.k, x.v), into=(k, v),
         )  # fmt: skip
         chosen, sizes = select.select_largest(
             pooled.scores, pooled.n_page, hi.shape[2], pooled.n_best, self._k_max

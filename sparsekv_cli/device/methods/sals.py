@@ -14,7 +14,7 @@ import torch
 
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec, Memory
 from sparsekv_cli.cpu.sals.step import ROPE_BLOCK, damping
-from sparsekv_cli.device.cache import DeviceCache, DeviceInput, DeviceStore, count_dense
+from sparsekv_cli.device.cache import DeviceCache, DeviceInput, DeviceStore, attend_all, count_dense
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention import select
 from sparsekv_cli.kernels.sals import attention as latent_attention
@@ -77,7 +77,7 @@ class DeviceSALS(DeviceCache):
     def reserve(self, n: int) -> None:
         self._announced = n
         if not self._is_compressed:
-            self.store.reserve(n)
+            super().reserve(n)
 
     # --- from rows to latents, and back for a later prefill ---------------------------------------
 
@@ -122,7 +122,7 @@ class DeviceSALS(DeviceCache):
                 1, self.spec.n_head_kv, sizes, first, self.method.window, self._ring, self.device
             )
             self._ring_from = first
-        self._reserve_latents(n)
+        self._reserve_latents(self.bound(max(n + 1, self._announced)))
         for start in range(self._n, n, ENCODED_AT_ONCE):
             rows = slice(start, min(n, start + ENCODED_AT_ONCE))
             at = torch.arange(rows.start, rows.stop, device=self.device)
@@ -202,14 +202,13 @@ class DeviceSALS(DeviceCache):
         """Position of the first row behind the latents, at ``n`` rows."""
         return max(n - self.method.window, self._ring_from, self._first)
 
-    def decode(self, x: Any) -> Any:
+    def decode(self, x: Any, out: torch.Tensor | None = None) -> Any:
         spec, step, scale = self.spec, x.step, float(self.spec.scale)
         tensors = self.of_batch(len(x.q))
         self.attended = None
         if not self._is_compressed:
             k, v = tensors
-            attention.append_rows(x.k, x.v, k, v, step.pos)
-            return attention.attend_dense(x.q, k, v, step.n, self._n_max, scale)
+            return attend_all(x, k, v, self._n_max, scale, out)
         latents, values, *parts = tensors
         exact, basis, bits = latent.Exact(*parts), self._basis, self.method.bits
         latent.append_latent(
@@ -231,7 +230,7 @@ class DeviceSALS(DeviceCache):
             x.q, idx, counts, latents, values, basis, bits, spec.value_dim, scale, self._first,
             pieces,
         )  # fmt: skip
-        return attention.merge(*pieces)
+        return attention.merge(*pieces, out)
 
     def _note_positions(self, idx: torch.Tensor, counts: torch.Tensor, n: int) -> None:
         """``note`` of the chosen latents and the exact rows, at n rows of one sequence."""

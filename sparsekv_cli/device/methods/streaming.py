@@ -10,6 +10,8 @@ import torch
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.device.cache import DeviceInput, DeviceSelecting
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.kernels.attention.decode import NewRow
+from sparsekv_cli.kernels.attention.recent import recent_rows
 
 
 class DeviceStreaming(DeviceSelecting):
@@ -30,19 +32,14 @@ class DeviceStreaming(DeviceSelecting):
         return self.budget_rows(n) + self.method.sinks >= n
 
     def plan_selection(self, n: int, n_max: int) -> Hashable:
-        self._width = self.method.sinks + self.budget_rows(n_max)
-        return self._width
+        self._budget_max = self.budget_rows(n_max)
+        return self._budget_max
 
     def select(
-        self, x: DeviceInput, k: torch.Tensor, *_: torch.Tensor
+        self, x: DeviceInput, k: torch.Tensor, v: torch.Tensor, *_: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        sinks, n_kv = self.method.sinks, self.spec.n_head_kv
-        n, budget = x.step.n[:, None], x.step.budget[:, None]  # (B, 1)
-        places = torch.arange(self._width, dtype=torch.int32, device=k.device)
-        # The i-th row attended to: a sink, or one of the last ``budget``.
-        rows = torch.where(places < sinks, places, places - sinks + n - budget)  # (B, width)
-        counts = (sinks + budget).expand(-1, n_kv).contiguous()
-        return rows[:, None].expand(-1, n_kv, -1), counts
+        n, budget, new = x.step.n, x.step.budget, NewRow(x.k, x.v)
+        return recent_rows(n, budget, self._budget_max, self.method.sinks, new, k, v)
 
     def count(self, n: int) -> tuple[int, int, int]:
         rows = self.method.sinks + self.budget_rows(n)

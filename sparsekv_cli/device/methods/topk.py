@@ -10,6 +10,8 @@ import torch
 from sparsekv_cli.cache.spec import N_SINKS, LayerSpec
 from sparsekv_cli.device.cache import DeviceInput, DeviceSelecting
 from sparsekv_cli.kernels.attention import select
+from sparsekv_cli.kernels.attention.decode import NewRow
+from sparsekv_cli.kernels.attention.scores import score_rows
 
 
 class DeviceTopK(DeviceSelecting):
@@ -31,10 +33,11 @@ class DeviceTopK(DeviceSelecting):
         return self._recent, self._k_max
 
     def select(
-        self, x: DeviceInput, k: torch.Tensor, *_: torch.Tensor
+        self, x: DeviceInput, k: torch.Tensor, v: torch.Tensor, *_: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         n, n_max = x.step.n, self._n_max
-        scores = select.score_rows(x.q, k, n, n_max, float(self.spec.scale))
+        new, scale = NewRow(x.k, x.v), float(self.spec.scale)
+        scores = score_rows(x.q, k, n, n_max, scale, new=new, v=v)
         return select.select_largest(
             scores, n, n_max, x.step.budget, self._k_max, N_SINKS, self._recent
         )
