@@ -271,10 +271,10 @@ def select_largest(
     """Of every list the first n_first rows, the last n_last, and the best between them; ascending.
 
     scores f32 (B, U, >= n_max), no NaN among the first n int32 (B,) of a row, n_max >= all n. k
-    int32 (B,) less k_less, k_max >= all of that: rows chosen beside the first n_first, the last n_last among them,
-    which are chosen even if k is less. Ties go to the first. Returns idx int32 (B, U, n_first +
-    max(k_max, n_last)), of which counts int32 (B, U) are filled, and counts. wanted int32 (B, U),
-    if given: lists whose entry is 0 are left as they are.
+    int32 (B,) less k_less, k_max >= all of that: rows chosen beside the first n_first, the last
+    n_last among them, which are chosen even if k is less. Ties go to the first. Returns idx int32
+    (B, U, n_first + max(k_max, n_last)), of which counts int32 (B, U) are filled, and counts.
+    wanted int32 (B, U), if given: lists whose entry is 0 are left as they are.
     """
     n_batch, n_list = scores.shape[:2]
     device, n_row = scores.device, n_batch * n_list
@@ -306,7 +306,9 @@ def select_largest(
         groups = _groups(n_max, k_max)
         n_top = n_chunk * groups
         for name, x, size in zip(
-            SelectScratch._fields, scratch, (n_top, 1, n_chunk, n_chunk * CHUNK, n_chunk * CHUNK),
+            SelectScratch._fields,
+            scratch,
+            (n_top, 1, n_chunk, n_chunk * CHUNK, n_chunk * CHUNK),
             strict=True,
         ):
             check(f"scratch.{name}", x, torch.int32, (n_row, size), device)

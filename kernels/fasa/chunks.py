@@ -138,7 +138,9 @@ def score_chunks(
             check_new(new, *into, d)
         else:
             check_new(new, *into, d, torch.device("cpu"))
-            check("k_dims", k_dims, torch.int32, (n_kv_head, into[0].shape[3]), device, strided=True)
+            check(
+                "k_dims", k_dims, torch.int32, (n_kv_head, into[0].shape[3]), device, strided=True
+            )
             for name, x in zip(("k", "v"), into, strict=True):
                 check_on_host(name, x, tuple(x.shape), device)
     k, v = into or (dom, dom)

@@ -15,6 +15,7 @@ import torch
 import triton.language as tl
 
 from sparsekv_cli.kernels.checks import check
+from sparsekv_cli.kernels.pinned import zeros_on_host
 
 # Columns of ``state`` as in cpu/freekv/pages.py, and how many pages are in the pool or are sinks'.
 CLOCK, N_CHOSEN, QUERY, END, BEST, OFFLOADED, N_STATE = (tl.constexpr(i) for i in range(7))
@@ -53,9 +54,12 @@ class Layout(NamedTuple):
 
 def empty_pages(
     n_batch: int, n_kv_head: int, d: int, d_v: int, page: int, n_page: int, n_slot: int, m: int,
-    layout: Layout, device: torch.device,
+    layout: Layout, device: torch.device, n_pool: int = 0,
 ) -> PageTensors:  # fmt: skip
-    """Arrays for n_page pages beside the sinks' on the host, n_slot slots, m pages chosen."""
+    """Arrays for n_page pages beside the sinks', n_slot slots, m pages chosen.
+
+    n_pool: pages that the host has room for, if more than n_page.
+    """
     heads = n_batch, n_kv_head
     n_resident = layout.n_sink + layout.n_ring + n_slot
 
@@ -66,10 +70,7 @@ def empty_pages(
         return torch.full((*heads, *shape), fill, dtype=dtype, device=device)
 
     return PageTensors(
-        pool=torch.zeros(
-            (n_batch, n_page, n_kv_head, page * (d + d_v)), dtype=torch.float16,
-            pin_memory=device.type == "cuda",
-        ),
+        pool=zeros_on_host((n_batch, max(n_page, n_pool), n_kv_head, page * (d + d_v)), device),
         k=halves(n_batch, n_resident, page, n_kv_head, d),
         v=halves(n_batch, n_resident, page, n_kv_head, d_v),
         hi=halves(*heads, layout.n_sink + n_page, d),
@@ -107,10 +108,7 @@ def check_pages(pages: PageTensors, layout: Layout) -> None:
     }
     for name, (dtype, shape) in expected.items():
         check(name, getattr(pages, name), dtype, shape, device)
-    n_pool = pages.pool.shape[1]
-    check("pool", pages.pool, f16, (n_batch, n_pool, n_kv, page * (d + d_v)), pages.pool.device)
-    if n_pool > n_page - layout.n_sink:
-        raise ValueError(f"hi has room for {n_page} pages: expected {layout.n_sink + n_pool}")
+    check("pool", pages.pool, f16, (n_batch, None, n_kv, page * (d + d_v)), pages.pool.device)
     if device.type == "cuda" and not pages.pool.is_pinned():
         raise ValueError("pool is pageable: expected pinned host memory")
     if n_slot < m:

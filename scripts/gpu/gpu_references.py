@@ -49,7 +49,13 @@ def dominant_scores_ref(q: torch.Tensor, dom: torch.Tensor, dims: torch.Tensor) 
 
 
 def page_rows_ref(
-    q: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor, n: int, budget: int, page: int, n_sinks: int
+    q: torch.Tensor,
+    hi: torch.Tensor,
+    lo: torch.Tensor,
+    n: int,
+    budget: int,
+    page: int,
+    n_sinks: int,
 ) -> torch.Tensor:
     """Quest's rows: the best pages, sinks and the current page: bool (B, G, n)."""
     grouped = q.float().unflatten(1, (hi.shape[1], -1))

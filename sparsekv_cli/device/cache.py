@@ -142,6 +142,16 @@ class DeviceCache(LayerCache):
         self.device = device
         self.store = DeviceStore(spec, device)
 
+    def room(self, n_max: int) -> int:
+        """Rows to make room for on the host, where growing takes long: all that there will be.
+
+        But n_max, if those would be more than twice as many.
+        """
+        return self.n_ctx if n_max <= self.n_ctx <= 2 * n_max else n_max
+
+    def share(self, other: Any) -> None:
+        """Takes what is the same for all sequences from ``other``, a cache of the same layer."""
+
     def bound(self, n: int) -> int:
         """``grid_bound`` of n rows, at most ``n_ctx``: so many are made room for, too."""
         return max(n, min(grid_bound(n), self.n_ctx))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from importlib import import_module
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.device.cache import DeviceCache
 from sparsekv_cli.device.compiling import report_compiling
 from sparsekv_cli.device.decoder import DeviceDecoder
 from sparsekv_cli.device.host import HostCache, HostWorker
@@ -41,10 +43,13 @@ class DeviceEngine:
     """One GPU and its host.
 
     on_host: whether all caches lie on the host; otherwise only those of methods that have none of
-    their own for a device. n_ctx: rows that a sequence has at most. note: what the user should know.
+    their own for a device. n_ctx: rows that a sequence has at most. note: what the user should
+    know.
     """
 
-    def __init__(self, decoder: DeviceDecoder, *, on_host: bool, n_ctx: int, note: str = "") -> None:
+    def __init__(
+        self, decoder: DeviceDecoder, *, on_host: bool, n_ctx: int, note: str = ""
+    ) -> None:
         self.decoder = decoder
         self.note = note
         self.shares_prefill = False
@@ -53,6 +58,9 @@ class DeviceEngine:
         self.n_ctx = n_ctx
         self.device = decoder.device
         self._worker = HostWorker(decoder.device)
+        self._made: WeakValueDictionary[Hashable, DeviceCache] = (
+            WeakValueDictionary()
+        )  # one a layer
         decoder.foreign = lambda cache: HostCache(cache, self._worker)
 
     def layer(self, method: Method, spec: LayerSpec) -> LayerCache:
@@ -71,6 +79,9 @@ class DeviceEngine:
             )
         made = DeviceDense(spec, self.device) if dense else own(spec, self.device, method)
         made.n_ctx = self.n_ctx
+        tensors = spec.calibration.values()
+        of_layer = method, spec.layer, *(x.ctypes.data for x in tensors)
+        made.share(self._made.setdefault(of_layer, made))
         return made
 
     def decodes_on_host(self, method: Method) -> bool:

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import side_by_side
+import test_device_batching as sequences
 import torch
 from side_by_side import GEOMETRIES, SideBySide
 
 from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.calibration import fasa, sals
 from sparsekv_cli.calibration.allocation import even_budgets
+from sparsekv_cli.device.batching import prepare_runs
 from sparsekv_cli.device.cache import DeviceCache
 from sparsekv_cli.device.graphs import MOST_GRAPHS, Piece, Steps
 from sparsekv_cli.methods.fasa import FASA
@@ -105,7 +107,7 @@ class FakeCuda:
     def graph_pool_handle(self) -> int:
         return len(self.used) + 1000
 
-    def CUDAGraph(self) -> Any:  # noqa: N802 - torch's name
+    def CUDAGraph(self) -> Any:
         return type("Graph", (), {"replay": lambda self: None})()
 
     @contextmanager
@@ -156,3 +158,24 @@ def test_a_pool_is_left_with_its_last_graph(monkeypatch):
     n_key = 2 * (MOST_GRAPHS + 1)
     assert len(fake.collects) == 2 * n_key + 2 * 3 + 2 * 2
     assert calls.count("host") == 3 * n_key + 2 * 2
+
+
+@pytest.mark.parametrize("name", sequences.METHODS)
+def test_room_is_for_the_context_and_keys_are_not_of_a_step(name, device):
+    """The first step after a prefill moves nothing, and the next ones have its key."""
+    cache = sequences.make(name, device)
+    cache.n_ctx, n = 300, 200
+    cache.reserve(300)
+    sequences.prefill(cache, sequences.rows_of(cache, torch.Generator().manual_seed(0), n))
+    prepare_runs([cache], ["none"])
+    before = [(x.data_ptr(), x.shape) for x in cache.tensors()]
+    keys = set()
+    for n_rows in range(n + 1, n + 7):
+        keys.add(cache.plan(n_rows, cache.bound(n_rows)))
+        assert [(x.data_ptr(), x.shape) for x in cache.tensors()] == before
+        cache.settle(n_rows)
+    assert len(keys) == 1
+    a_row = cache.spec.n_head_kv * 2 * (cache.spec.head_dim + cache.spec.value_dim)
+    memory = cache.memory()
+    assert memory.device + memory.host <= 1.2 * 300 * a_row  # and what is kept twice
+    assert cache.bound(250) == 300 and cache.bound(301) == 301

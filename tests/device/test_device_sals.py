@@ -4,11 +4,15 @@ import numpy as np
 import pytest
 from side_by_side import GEOMETRIES, SideBySide, assert_sessions_agree, watch
 from sweeps import sweep
+from tiny_models import make_model
 
 from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.calibration.allocation import even_budgets
 from sparsekv_cli.calibration.sals import SHARES
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.sals import SALS
+from sparsekv_cli.session import load_session
 
 SMALL = {"sinks": 4, "window": 20, "budget": Budget(tokens=24)}  # all rows up to 48
 TIE = 0.02  # of an importance: what block queries in f16 make of it
@@ -116,3 +120,18 @@ def test_sessions_agree(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     options = {"dense_layers": "0", "sinks": "4", "window": "16", "budget": "30"}
     assert_sessions_agree(tmp_path, "sals", options, n_prompt=70, n_steps=2)
+
+
+def test_sequences_share_the_bases_of_a_layer(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = make_model(tmp_path / "m.gguf", n_ctx=512, n_embd=64, n_ff=64, n_vocab=400, head_dim=32)
+    config = SessionConfig(threads=1, device="cuda", prefill_dtype="f32")
+    session = load_session(path, build_method("sals", {"dense_layers": "0"}), config)
+    session.prefill([5, 6, 7])
+    first = session.caches
+    session.reset()
+    session.prefill([5, 6])
+    assert session.caches[1] is not first[1]
+    for layer in range(1, session.hparams.n_layer):
+        assert session.caches[layer]._basis is first[layer]._basis
+    assert first[2]._basis is not first[1]._basis

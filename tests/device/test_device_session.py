@@ -133,9 +133,9 @@ def test_a_batch_is_decoded_in_common_launches(tmp_path, monkeypatch):
     session.reset()
     launched, decode = [], DeviceDense.decode
 
-    def watched(cache, x):
+    def watched(cache, x, out):
         launched.append(len(x.q))
-        return decode(cache, x)
+        return decode(cache, x, out)
 
     monkeypatch.setattr(DeviceDense, "decode", watched)
     batch = Batch(session, 3)

@@ -20,6 +20,7 @@ from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention import select
 from sparsekv_cli.kernels.attention.decode import NewRow
 from sparsekv_cli.kernels.fasa import chunks, row_cache
+from sparsekv_cli.kernels.pinned import zeros_on_host
 
 ALIGNMENT = 16  # tokens: what kernels/fasa/chunks.py asks of a capacity
 
@@ -138,8 +139,7 @@ class HostRows:
         self.rest, self.v = (self._rows(0, size) for size in sizes)
 
     def _rows(self, capacity: int, size: int) -> torch.Tensor:
-        shape = (1, self._n_head_kv, capacity, size)
-        return torch.zeros(shape, dtype=torch.float16, pin_memory=self.device.type == "cuda")
+        return zeros_on_host((1, self._n_head_kv, capacity, size), self.device)
 
     @property
     def capacity(self) -> int:
@@ -150,13 +150,12 @@ class HostRows:
         return self.rest.nbytes + self.v.nbytes
 
     def reserve(self, n: int, used: int) -> None:
-        """Room for ``n`` rows, growing by an eighth at least; the first ``used`` rows stay."""
+        """Room for ``n`` rows; the first ``used`` rows stay."""
         if n <= self.capacity:
             return
         if self.device.type == "cuda":  # the device may still be writing a row
             torch.cuda.current_stream(self.device).synchronize()
-        capacity = max(n, self.capacity + self.capacity // 8) if self.capacity else n
-        grown = [self._rows(capacity, size) for size in self._sizes]
+        grown = [self._rows(n, size) for size in self._sizes]
         for new, old in zip(grown, (self.rest, self.v), strict=True):
             new[:, :, :used] = old[:, :, :used]
         self.rest, self.v = grown
@@ -174,7 +173,7 @@ class DeviceFASAM(DeviceFASA):
     def __init__(self, spec: LayerSpec, device: torch.device, method: Any) -> None:
         super().__init__(spec, device, method)
         n_dom = self._dom_dims.shape[1]
-        self._k_dims = self._dims[:, n_dom:].contiguous()  # (G, d_rest)
+        self._k_dims = self._rest_dims = self._dims[:, n_dom:].contiguous()  # (G, d_rest)
         sizes = (spec.head_dim - n_dom, spec.value_dim)
         self._host = HostRows(spec.n_head_kv, sizes, self.device)
         self._row_bytes = 2 * sum(sizes)  # of the host's part
@@ -212,7 +211,7 @@ class DeviceFASAM(DeviceFASA):
             return super().plan(n, n_max)
         self._split(n_max)
         self._reserve_copy(n_max)
-        self._host.reserve(n_max, self.store.n)
+        self._host.reserve(self.room(n_max), self.store.n)
         key = "split", n_max, *self._plan_budget(n, n_max)
         if self._under_way:  # it was broken off: slots may lack what they are said to hold
             self._slots = None
@@ -239,8 +238,8 @@ class DeviceFASAM(DeviceFASA):
         store, n = self.store, self.store.n
         self._reserve_copy(n_max)
         self._build_copy()
-        self._host.reserve(n_max, 0)
-        wide = self._k_dims.long()[:, None].expand(-1, n, -1)
+        self._host.reserve(self.room(n_max), 0)
+        wide = self._rest_dims.long()[:, None].expand(-1, n, -1)
         self._host.rest[0, :, :n] = store.keys().gather(2, wide).cpu()
         self._host.v[0, :, :n] = store.values().cpu()
         store.k, store.v = store.k[:, :, :0].clone(), store.v[:, :, :0].clone()

@@ -142,10 +142,14 @@ class DeviceFreeKV(DeviceCache):
         self._n = self.store.n
         self._pages = DevicePages(
             self.store, self._statistics, self._layout(plan.n_sink), page=method.page,
-            window=plan.window, n_page=(n_max + 1) // method.page, n_slot=method.slots(plan),
-            n_best=plan.n_best,
+            window=plan.window, n_page=(n_max + 1) // method.page,
+            n_pool=self._n_pool(n_max), n_slot=method.slots(plan), n_best=plan.n_best,
         )  # fmt: skip
         self.store = DeviceStore(self.spec, self.device)
+
+    def _n_pool(self, n_max: int) -> int:
+        """Pages to make room for on the host."""
+        return (self.room(n_max) + 1) // self.method.page
 
     def tensors(self) -> list[torch.Tensor]:
         """All but the pool, which stays where it is: see kernels/freekv/recall.py check_pools."""
@@ -226,7 +230,7 @@ class DeviceFreeKV(DeviceCache):
         largest = method.plan(n_max, plan.n_sink)
         assert largest is not None
         n_page = (n_max + 1) // method.page
-        self._pages.make_room(n_page, method.slots(largest), largest.n_best)
+        self._pages.make_room(n_page, self._n_pool(n_max), method.slots(largest), largest.n_best)
         self._recent = self._recent_of(n)
         self._current = not method.speculate or self._previous_n != n - 1
         return self._pages.layout, self._recent, self._current

@@ -9,6 +9,7 @@ import torch
 from sparsekv_cli.device.cache import DeviceStore
 from sparsekv_cli.kernels.freekv import pages as page_cache
 from sparsekv_cli.kernels.freekv.pages import Layout, PageTensors
+from sparsekv_cli.kernels.pinned import zeros_on_host
 from sparsekv_cli.kernels.quest import pages
 
 COPIED = 1 << 26  # bytes of a store that go to the host at a time
@@ -26,15 +27,19 @@ class DevicePages:
         page: int,
         window: int,
         n_page: int,
+        n_pool: int,
         n_slot: int,
         n_best: int,
     ) -> None:
-        """window: first page of the window; n_page: number of pages to make room for."""
+        """window: first page of the window; n_page: number of pages to make room for.
+
+        n_pool: for how many there is to be room on the host.
+        """
         _, n_kv, _, d = store.k.shape
         self.layout, self.page = layout, page
         arrays = page_cache.empty_pages(
             1, n_kv, d, store.v.shape[3], page, n_page - layout.n_sink, n_slot, n_best, layout,
-            store.k.device,
+            store.k.device, n_pool - layout.n_sink,
         )  # fmt: skip
         self.arrays = arrays._replace(statistics=statistics)
         pages.page_summaries(store.k, arrays.hi, arrays.lo, page, layout.meanstd, 0, window)
@@ -95,20 +100,19 @@ class DevicePages:
             )
             yield k, v, pool[first - n_sink : last - n_sink]
 
-    def make_room(self, n_page: int, n_slot: int, n_best: int) -> None:
+    def make_room(self, n_page: int, n_pool: int, n_slot: int, n_best: int) -> None:
         """Room for pages below ``n_page``, n_slot cached and n_best chosen pages a kv head.
 
-        If the pool has to grow, it grows by an eighth at least.
+        n_pool: for how many there is to be room on the host, if that has to grow.
         """
         a, n_sink = self.arrays, self.layout.n_sink
         old = a
-        have = n_sink + a.pool.shape[1]  # tables are wider where they lie with those of others
-        if n_page > have:
-            n_page = max(n_page, have + have // 8 + 16)
+        if n_page > n_sink + a.pool.shape[1]:
             if a.k.device.type == "cuda":  # it writes to the pool
                 torch.cuda.synchronize(a.k.device)
+            a = a._replace(pool=_grown_pool(a.pool, max(n_page, n_pool) - n_sink, a.k.device))
+        if n_page > a.hi.shape[2]:
             a = a._replace(
-                pool=_grown(a.pool, 1, n_page - n_sink),
                 hi=_grown(a.hi, 2, n_page),
                 lo=_grown(a.lo, 2, n_page),
                 slot_of=_grown(a.slot_of, 2, n_page, -1),
@@ -153,6 +157,12 @@ def _grown(old: torch.Tensor, dim: int, size: int, fill: int = 0) -> torch.Tenso
         return old
     shape = list(old.shape)
     shape[dim] = size
-    new = torch.full(shape, fill, dtype=old.dtype, device=old.device, pin_memory=old.is_pinned())
+    new = torch.full(shape, fill, dtype=old.dtype, device=old.device)
     new.narrow(dim, 0, old.shape[dim]).copy_(old)
+    return new
+
+
+def _grown_pool(old: torch.Tensor, n_page: int, device: torch.device) -> torch.Tensor:
+    new = zeros_on_host((old.shape[0], n_page, *old.shape[2:]), device)
+    new[:, : old.shape[1]].copy_(old)
     return new

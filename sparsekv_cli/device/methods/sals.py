@@ -38,27 +38,52 @@ class _Start(NamedTuple):
     rows: DeviceStore | None = None
 
 
+class _Matrices(NamedTuple):
+    """What all sequences share. encode, score: the basis as matrices of products."""
+
+    basis: latent.DeviceBasis
+    encode: PackedMatrix
+    score: PackedMatrix
+    damp: torch.Tensor
+
+
 class DeviceSALS(DeviceCache):
     """Latents, packed values, exact rows and basis of one layer. method: methods/sals.py SALS."""
 
     def __init__(self, spec: LayerSpec, device: torch.device, method: Any) -> None:
         super().__init__(spec, device)
         self.method = method
-        vectors, weights = method.basis_of(spec)
         self._rank, self._score_rank = method.ranks(spec)
-        self._basis = latent.make_basis(
-            vectors, weights, spec.theta, spec.rope_scale, spec.n_head_kv, self.device
-        )
-        size = spec.n_head_kv * spec.head_dim
-        scored = self._basis.decode[: self._score_rank]
-        self._encode = PackedMatrix("F16", self._rank, size, self._basis.encode)
-        self._score = PackedMatrix("F16", self._score_rank, size, scored)
-        damp = damping(spec.theta, ROPE_BLOCK) * spec.rope_scale
-        self._damp = torch.from_numpy(damp.astype("f4")).to(self.device)
+        self._made: _Matrices | None = None
         self._first = method.sinks if method.exact_sinks else 0
         self._ring = method.window + method.undo
         self._announced = 0  # rows that are coming in all
         self._forget()
+
+    @property
+    def _matrices(self) -> _Matrices:
+        """This layer's; made when they are asked for first."""
+        if self._made is None:
+            spec, damp = self.spec, damping(self.spec.theta, ROPE_BLOCK) * self.spec.rope_scale
+            vectors, weights = self.method.basis_of(spec)
+            basis = latent.make_basis(
+                vectors, weights, spec.theta, spec.rope_scale, spec.n_head_kv, self.device
+            )
+            size = spec.n_head_kv * spec.head_dim
+            self._made = _Matrices(
+                basis,
+                PackedMatrix("F16", self._rank, size, basis.encode),
+                PackedMatrix("F16", self._score_rank, size, basis.decode[: self._score_rank]),
+                torch.from_numpy(damp.astype("f4")).to(self.device),
+            )
+        return self._made
+
+    @property
+    def _basis(self) -> latent.DeviceBasis:
+        return self._matrices.basis
+
+    def share(self, other: DeviceSALS) -> None:
+        self._made = other._matrices
 
     def _forget(self) -> None:
         """Drops all rows, in every form."""
@@ -212,7 +237,7 @@ class DeviceSALS(DeviceCache):
         latents, values, *parts = tensors
         exact, basis, bits = latent.Exact(*parts), self._basis, self.method.bits
         latent.append_latent(
-            dot.matvec(self._encode, x.k_nope.flatten(1)), x.k, x.v, step.pos, step.budget,
+            dot.matvec(self._matrices.encode, x.k_nope.flatten(1)), x.k, x.v, step.pos, step.budget,
             latents, values, exact, basis.encode_factor, bits, self._first,
             self.method.window, self._n_back,
         )  # fmt: skip
@@ -244,11 +269,11 @@ class DeviceSALS(DeviceCache):
         """The scores by which latents are chosen, f32 (B, 1, n_max)."""
         if self.method.score == "brope":
             return scores.score_latents(
-                x.q, self._damp, self._basis, latents, self._score_rank, exact.n_latent,
+                x.q, self._matrices.damp, self._basis, latents, self._score_rank, exact.n_latent,
                 self._n_max, float(self.spec.scale), self._first, exact_lse,
             )  # fmt: skip
         summed = x.q_nope.unflatten(1, (self.spec.n_head_kv, -1)).sum(2).flatten(1)  # (B, G d)
-        query = dot.matvec(self._score, summed)
+        query = dot.matvec(self._matrices.score, summed)
         return scores.score_summed(query, latents, exact.n_latent, self._n_max, self._first)
 
     def _choose(
@@ -313,7 +338,7 @@ class DeviceSALS(DeviceCache):
         self._exact.floor.fill_(self._ring_from)
 
     def memory(self) -> Memory:
-        """Rows in every form; ``index`` is E and D."""
+        """Rows in every form; ``index`` is E and D, which sequences share."""
         parts = [self._latents, self._values]
         if self._exact is not None:
             parts += [self._exact.k, self._exact.v]
