@@ -33,9 +33,13 @@ class LayerCache(ABC):
     can_prefill_in_parts: whether ``finish_prefill`` leaves the size of the rows as it is. If all
     caches do, a long prompt goes through all layers part by part; otherwise each layer is finished
     ahead of the next.
+
+    queries_read: of how many of a chunk's last rows ``extend`` reads the queries; None: it reads
+    all, and what is not rotated. A decoder may leave out the others.
     """
 
     attends_to_some: bool = True
+    queries_read: int | None = None
     can_prefill_in_parts: ClassVar[bool] = False
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -112,6 +116,7 @@ class DenseCache(LayerCache):
 
     attends_to_some = False
     can_prefill_in_parts = True
+    queries_read = 0
 
     def decode(self, x: AttnInput) -> np.ndarray:
         self.store.append_row(x.k, x.v)
@@ -122,6 +127,7 @@ class SelectingCache(LayerCache):
     """Adds a row, selects rows, attends to them; a method writes ``select`` and ``selects_all``."""
 
     can_prefill_in_parts = True
+    queries_read = 0
 
     def decode(self, x: AttnInput) -> np.ndarray:
         store, spec = self.store, self.spec

@@ -51,8 +51,17 @@ class HostWorker:
         for future in pending:
             future.result()
 
-    def copy(self, x: AttnInput) -> tuple[AttnInput, Callable[[], None]]:
-        """x as arrays on the host, and a function that waits until they are filled."""
+    def copy(
+        self, x: AttnInput, n_queries: int | None = None
+    ) -> tuple[AttnInput, Callable[[], None]]:
+        """x as arrays on the host, and a function that waits until they are filled.
+
+        n_queries: see LayerCache.queries_read.
+        """
+        if n_queries is not None:
+            from_row = max(0, x.q.shape[1] - n_queries)
+            unrotated = x.q_nope[:, :0], x.k_nope[:, :0]
+            x = AttnInput(x.q[:, from_row:], x.k, x.v, *unrotated, x.pos)
         if self.stream is None:
             return AttnInput._make((*map(as_array, x[:5]), x.pos)), lambda: None
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -79,7 +88,7 @@ class HostCache(LayerCache):
     def extend(self, x: AttnInput) -> DeviceStore:
         """The rows on the device; the cache takes its own in while the device goes on."""
         device, n_new = self._worker.device, x.q.shape[1]
-        on_host, wait = self._worker.copy(x)
+        on_host, wait = self._worker.copy(x, self.cache.queries_read)
         if x.pos != self._next:  # what is left of a prefill that was interrupted
             self._rows = None
         self._next = x.pos + n_new

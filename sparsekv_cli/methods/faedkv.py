@@ -111,6 +111,7 @@ class FAEDKVCache(LayerCache):
     """Exact rows in ``store`` (sinks, then waiting and recent ones); a spectrum of the others."""
 
     attends_to_some = False
+    queries_read = 0
 
     def __init__(self, spec: LayerSpec, method: FAEDKV) -> None:
         super().__init__(spec)

@@ -119,6 +119,7 @@ class FASACache(LayerCache):
     """The split K, and V, of one layer."""
 
     store: SplitStore
+    queries_read = 0
 
     def __init__(self, spec: LayerSpec, method: FASA) -> None:
         super().__init__(spec)

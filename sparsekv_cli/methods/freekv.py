@@ -166,6 +166,8 @@ class FreeKV(Method):
 class FreeKVCache(LayerCache):
     """One layer: a KVStore in prefill and while attention is dense, otherwise a PageCache."""
 
+    queries_read = 1
+
     def __init__(self, spec: LayerSpec, method: FreeKV) -> None:
         super().__init__(spec)
         self.method = method

@@ -81,6 +81,7 @@ class H2OCache(EvictingCache):
         super().__init__(spec)
         self.method = method
         self._queries = LastQueries(method.window)
+        self.queries_read = method.window or None
         shape = (spec.n_head_kv, 0)
         # By row of the store, (G, rows): position, attention received, and in this prefill.
         self._positions = np.empty(shape, np.int32)

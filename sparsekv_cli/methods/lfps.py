@@ -163,6 +163,7 @@ class LFPSCache(LayerCache):
         super().__init__(spec)
         self.method = method
         self._queries = PastQueries(method.window, spec.n_head, spec.head_dim)
+        self.queries_read = method.window
         n_kv, width = spec.n_head_kv, padded(spec.head_dim)
         size = width if method.sigma == "cov" else 0
         self._constants = Constants(

@@ -154,6 +154,8 @@ class SALSCache(LayerCache):
     all rows. Otherwise sinks and last rows are in ``_exact``, the rows between in ``_latents``.
     """
 
+    queries_read = 0
+
     def __init__(self, spec: LayerSpec, method: SALS) -> None:
         super().__init__(spec)
         self.method = method

@@ -68,6 +68,7 @@ class SnapKVCache(EvictingCache):
         super().__init__(spec)
         self.method = method
         self._queries = LastQueries(method.window)
+        self.queries_read = method.window
         self._kept = np.empty((spec.n_head_kv, 0), np.int32)  # positions of the chosen rows
 
     def positions(self) -> np.ndarray:

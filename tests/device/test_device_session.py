@@ -7,12 +7,14 @@ import weakref
 
 import numpy as np
 import pytest
+import torch
 from tiny_models import make_model
 
 from sparsekv_cli import engine
 from sparsekv_cli.batch import Batch
+from sparsekv_cli.cache.spec import AttnInput
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.device.host import HostCache
+from sparsekv_cli.device.host import HostCache, HostWorker
 from sparsekv_cli.device.methods.full import DeviceDense
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
@@ -38,7 +40,7 @@ def sessions(path, method, **options):
     return both
 
 
-@pytest.mark.parametrize("method", ["full", "lfps", "snapkv"])
+@pytest.mark.parametrize("method", ["full", "lfps", "snapkv", "h2o"])
 def test_host_caches_are_filled_as_on_the_cpu(tmp_path, method):
     path = make_model(tmp_path / "m.gguf", wtype="F32", **SIZES)
     expected, actual = sessions(path, method, kv="host")
@@ -49,6 +51,18 @@ def test_host_caches_are_filled_as_on_the_cpu(tmp_path, method):
         assert ours.n == theirs.n
         k = ours.cache.store.keys().astype(np.float32) - theirs.store.keys()
         assert np.abs(k).max() < 2e-3
+
+
+def test_only_queries_that_are_read_are_copied():
+    x = AttnInput(*(torch.randn(2, 40, 8) for _ in range(5)), 3)
+    worker = HostWorker(torch.device("cpu"))
+    for n_queries, n_copied in ((0, 0), (32, 32), (50, 40)):
+        copied, wait = worker.copy(x, n_queries)
+        wait()
+        assert np.array_equal(copied.q, x.q[:, 40 - n_copied :])
+        assert np.array_equal(copied.k, x.k) and np.array_equal(copied.v, x.v)
+        assert copied.q_nope.shape[1] == copied.k_nope.shape[1] == 0 and copied.pos == 3
+    assert worker.copy(x)[0].k_nope.shape == (2, 40, 8)
 
 
 @pytest.mark.parametrize(("method", "kv"), [("full", "device"), ("full", "host"), ("lfps", "host")])
