@@ -35,7 +35,7 @@ class _LockedPages(mmap.mmap):
 
 
 def cuda_runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return torch.cuda.cudart()
 
 
 def zeros_on_host(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
