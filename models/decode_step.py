@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from sparsekv_cli.cache.spec import WINDOW
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.experts import decode as experts
 from sparsekv_cli.cpu.jit.pointers import address, on_lines
 from sparsekv_cli.cpu.layer import decode as fused
+from sparsekv_cli.cpu.layer.activation import ACTIVATIONS
 from sparsekv_cli.cpu.weights.integer import BLOCK, quantized_stride
+from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.experts import ExpertSteps, expert_matrices
 from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.rope import RopeTables
 from sparsekv_cli.models.weights import ExpertWeights, LayerWeights, Weights
 
 LayerInputs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -23,8 +27,7 @@ LayerInputs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 class DecodeStep:
     """Records and buffers for steps of up to ``capacity`` rows.
 
-    x: f32 (capacity, n_embd), the residual stream; cos, sin: f32 (capacity, n_rot / 2) of each
-    row's position. inputs[i][b]: q, k, v, q_nope, k_nope of layer i and row b, f32 views
+    x: f32 (capacity, n_embd), the residual stream. inputs[i][b]: q, k, v, q_nope, k_nope of layer i and row b, f32 views
     (heads, 1, d padded to 16), in the order of AttnInput.
     """
 
@@ -32,7 +35,7 @@ class DecodeStep:
         self,
         hparams: HParams,
         weights: Weights,
-        interleaved: bool,
+        architecture: Architecture,
         capacity: int,
         n_planes: int,
         n_threads: int,
@@ -47,15 +50,13 @@ class DecodeStep:
         n_ff = max(each.n_ff for each in h.layers)
         widest = max(h.n_embd, *n_attended, n_ff)
         half = h.n_rot // 2
-        self.x, self.cos, self.sin = (self._rows(width) for width in (h.n_embd, half, half))
-        self.q_scale = self._rows(1).reshape(-1)
+        self.x, self._q_scale = self._rows(h.n_embd), self._rows(1).reshape(-1)
+        self._turns = [self._rows(half) for _ in range(4)]  # cos, sin, and those of window layers
         self._normed = self._rows(h.n_embd)
         self._quantized = self._rows(quantized_stride(-(-widest // BLOCK) * BLOCK), np.uint8)
         self._shared = {
             "x": self.x,
-            "cos": self.cos,
-            "sin": self.sin,
-            "q_scale": self.q_scale,
+            "q_scale": self._q_scale,
             "normed": self._normed,
             "projected": self._rows(max(n_projected)),
             "packed": self._rows(max(n_attended)),
@@ -74,14 +75,23 @@ class DecodeStep:
         self._experts = ExpertSteps(weights, capacity, n_planes)
         self._layers = np.zeros(h.n_layer, fused.LAYER)
         for i, layer in enumerate(weights.layers):
-            self._fill(i, h, layer, interleaved)
+            self._fill(i, h, layer, architecture)
         self._output_norm, self._eps = weights.output_norm, np.float32(h.norm_eps)
 
     def _rows(self, width: int, dtype: type = np.float32) -> np.ndarray:
         """Zeros (capacity, width)."""
         return on_lines((self.capacity, width), dtype, zeros=True)
 
-    def _fill(self, i: int, h: HParams, weights: LayerWeights, interleaved: bool) -> None:
+    def set_position(self, b: int, pos: int, ropes: RopeTables) -> None:
+        """What row b's position decides."""
+        cos, sin, window_cos, window_sin = self._turns
+        cos[b], sin[b], self._q_scale[b] = (
+            ropes.full.cos[pos], ropes.full.sin[pos], ropes.full.q_scale[pos]
+        )  # fmt: skip
+        if ropes.window is not ropes.full:
+            window_cos[b], window_sin[b] = ropes.window.cos[pos], ropes.window.sin[pos]
+
+    def _fill(self, i: int, h: HParams, weights: LayerWeights, architecture: Architecture) -> None:
         """Fills the record of layer i, and makes the arrays of its attention's inputs."""
         sizes = h.layers[i]
         n_head, n_kv, d = sizes.n_head, sizes.n_head_kv, padded(sizes.head_dim)
@@ -101,12 +111,17 @@ class DecodeStep:
         vectors = {
             "attn_norm": weights.attn_norm,
             "ffn_norm": weights.ffn_norm,
+            "attn_post_norm": weights.attn_post_norm,
+            "ffn_post_norm": weights.ffn_post_norm,
             "q_bias": weights.q.bias,
             "k_bias": weights.k.bias,
             "v_bias": weights.v.bias,
+            "o_bias": weights.o.bias,
             "q_norm": weights.q_norm,
             "k_norm": weights.k_norm,
         }
+        has_own = h.window_rope is not None and sizes.kind == WINDOW
+        turns = dict(zip(("cos", "sin"), self._turns[2 * has_own :], strict=False))
         fields = {
             "n_embd": h.n_embd,
             "n_head": n_head,
@@ -115,13 +130,14 @@ class DecodeStep:
             "value_dim": sizes.value_dim,
             "n_ff": sizes.n_ff,
             "n_rot": sizes.n_rot,
-            "interleaved": interleaved,
+            "interleaved": architecture.rope_interleaved,
+            "activation": ACTIVATIONS[architecture.activation],
             "eps": h.norm_eps,
             "residual_scale": h.residual_scale,
             "matrices": address(self._tables[i]),
             "regions": address(self._regions[sum(map(len, self._tables[:i])) :]),
             **{name: 0 if a is None else address(a) for name, a in vectors.items()},
-            **{name: address(a) for name, a in (self._shared | results).items()},
+            **{name: address(a) for name, a in (self._shared | results | turns).items()},
         }
         assert fields.keys() == set(fused.LAYER.names or ())
         for name, value in fields.items():

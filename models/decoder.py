@@ -36,7 +36,7 @@ from sparsekv_cli.models.matmul import (
     can_multiply,
 )
 from sparsekv_cli.models.repack import repack_weights, wants_repacking
-from sparsekv_cli.models.rope import RopeTable
+from sparsekv_cli.models.rope import RopeTable, RopeTables
 from sparsekv_cli.models.rows import FusedBF16Rows, FusedRows, Rows
 from sparsekv_cli.models.weights import ExpertWeights, Weights
 
@@ -109,10 +109,12 @@ class Decoder(Forward):
         self.prefill_dtype = prefill_dtype
         self.rows_dtype = rows_dtype(prefill_dtype, hparams.head_dim)
         self.chunk = chunk
-        self.rope = RopeTable(
-            hparams.n_rot, hparams.rope, weights.rope_freqs, hparams.temperature_scale
+        full, window = (
+            RopeTable(hparams.n_rot, rope, weights.rope_freqs, hparams.temperature_scale)
+            for rope in (hparams.rope, hparams.window_rope or hparams.rope)
         )
-        self._model = (hparams, self.rope, architecture.rope_interleaved)
+        self.rope = RopeTables(full, window if hparams.window_rope else full)
+        self._model = (hparams, self.rope, architecture)
         # Not in f32, which is the reference with any number of rows.
         self._takes_few = prefill_dtype == "bf16" or (
             prefill_dtype == "int8" and not can_multiply(weights)
@@ -158,7 +160,7 @@ class Decoder(Forward):
             rows = zip(layer_caches, step.inputs[i][:n_rows], positions, strict=True)
             attended = [cache.decode(AttnInput(*row, pos)) for cache, row, pos in rows]
             step.finish(i, np.concatenate(attended) if n_rows > 1 else attended[0], n_rows)
-        return step.logits(n_rows)
+        return self.cap(step.logits(n_rows))
 
     def _begin(self, tokens: Sequence[int], positions: Sequence[int]) -> DecodeStep:
         """Embeds the tokens and projects the inputs of layer 0."""
@@ -169,16 +171,15 @@ class Decoder(Forward):
         self.rope.reserve(max(positions) + 1)
         for b, (token, pos) in enumerate(zip(tokens, positions, strict=True)):
             self.embed_row(token, step.x[b])
-            step.cos[b], step.sin[b] = self.rope.cos[pos], self.rope.sin[pos]
-            step.q_scale[b] = self.rope.q_scale[pos]
+            step.set_position(b, pos, self.rope)
         step.project(n_rows)
         return step
 
     def _new_step(self, n_rows: int) -> DecodeStep:
-        interleaved = self.architecture.rope_interleaved
         return DecodeStep(
-            self.hparams, self._decode_weights, interleaved, n_rows, self._n_planes, self.n_threads
-        )
+            self.hparams, self._decode_weights, self.architecture, n_rows, self._n_planes,
+            self.n_threads,
+        )  # fmt: skip
 
     # --- many rows, layer by layer ----------------------------------------------------------------
 

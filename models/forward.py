@@ -16,6 +16,7 @@ from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.rope import RopeTables
 from sparsekv_cli.models.rows import Rows
 from sparsekv_cli.models.weights import Weights
 
@@ -36,7 +37,7 @@ class Forward(ABC):
 
     hparams: HParams
     weights: Weights
-    rope: Any  # a RopeTable, or one with tensors
+    rope: RopeTables  # of RopeTable, or of one with tensors
     n_threads: int
     chunk: int
     prefill_dtype: str
@@ -71,6 +72,14 @@ class Forward(ABC):
     @abstractmethod
     def output(self, normed: Any) -> np.ndarray:
         """f32 (T, n_embd) -> f32 (T, n_vocab)."""
+
+    def cap(self, logits: np.ndarray) -> np.ndarray:
+        """The logits with the model's softcap, in place."""
+        softcap = np.float32(self.hparams.logit_softcap)
+        if softcap:
+            np.tanh(np.divide(logits, softcap, out=logits), out=logits)
+            logits *= softcap
+        return logits
 
     def prepare(self, n_rows: int) -> None:  # noqa: B027 - most have all from the start
         """Work ahead of ``forward`` of n_rows rows that does not count as prefill time."""
@@ -108,8 +117,8 @@ class Forward(ABC):
                 head_dim=layer.head_dim,
                 value_dim=layer.value_dim,
                 n_threads=self.n_threads,
-                theta=self.rope.theta[: layer.n_rot // 2],
-                rope_scale=self.rope.magnitude if layer.n_rot else 1.0,
+                theta=self.rope.of(layer.kind).theta[: layer.n_rot // 2],
+                rope_scale=self.rope.of(layer.kind).magnitude if layer.n_rot else 1.0,
                 attention_scale=layer.attention_scale,
                 softcap=np.float32(layer.softcap),
                 kind=layer.kind,
@@ -163,7 +172,7 @@ class Forward(ABC):
                     self.prepare(n)
             normed = self.rows.last_norm(x if all_logits else x[-1:], self.output_norm)
             del x  # before the next part comes
-        logits = self.output(normed)
+        logits = self.cap(self.output(normed))
         return logits if all_logits else logits[0]
 
     def _forward_layer(
@@ -191,5 +200,5 @@ class Forward(ABC):
         raw = products["qkv"](rows.norm(x, layer.attn_norm))
         attended = attend(cache, rows.heads(raw, layer, sizes, pos))
         attended = attended.swapaxes(0, 1).reshape(len(x), sizes.n_head * sizes.value_dim)
-        rows.add(x, products["o"](attended))
-        rows.add(x, self.feed_forward(i, products, x))
+        rows.add(x, products["o"](attended), layer.attn_post_norm)
+        rows.add(x, self.feed_forward(i, products, x), layer.ffn_post_norm)

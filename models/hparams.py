@@ -5,11 +5,20 @@ Source of names, defaults and meaning: llama.cpp's llama_model::load_hparams, gg
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
-from sparsekv_cli.cache.spec import FULL
+import numpy as np
+
+from sparsekv_cli.cache.spec import FULL, WINDOW
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.models.architectures import ARCHITECTURES, Architecture, Mixture, architecture_of
+from sparsekv_cli.models.architectures import (
+    ARCHITECTURES,
+    Architecture,
+    Mixture,
+    Windows,
+    architecture_of,
+)
 from sparsekv_cli.models.gguf.file import GGUFFile, StringArray
 from sparsekv_cli.models.gguf.keys import MAX_TOKENS, ModelKeys
 from sparsekv_cli.models.rope import RopeParams, read_rope
@@ -24,7 +33,9 @@ SOFTMAX = 1  # expert_gating_func: LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX
 SCALARS = (
     "attention.scale",  # of the softmax; 0: 1/sqrt(d)
     "attention.temperature_scale",
+    "attn_logit_softcapping",
     "embedding_scale",  # the others: 0 for none
+    "final_logit_softcapping",
     "logit_scale",  # divides the logits, and must be there
     "residual_scale",
     "rope.scaling.finetuned",  # false: no layer is rotated
@@ -80,6 +91,8 @@ class HParams:
     embedding_scale, residual_scale: factors of the embeddings, and of what each attention and
     feed-forward adds to the residual stream. logit_scale: what divides the logits.
     temperature_scale: t of the queries' factor 1 + t ln(1 + floor(position / n_ctx_original)).
+    logit_softcap: c of logits c tanh(logit / c), 0 for none. window_rope: RoPE of the window
+    layers, None: as that of the others.
     """
 
     architecture: str
@@ -93,6 +106,8 @@ class HParams:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     temperature_scale: float = 0.0
+    logit_softcap: float = 0.0
+    window_rope: RopeParams | None = None
 
     @property
     def n_layer(self) -> int:
@@ -161,19 +176,22 @@ def read_hparams(file: GGUFFile) -> HParams:
     n_layer = keys.integer("block_count", 1, MAX_LAYERS)
     n_ctx_train = keys.integer("context_length", 1, MAX_TOKENS)
     n_embd = keys.integer("embedding_length", 1, MAX_WIDTH)
-    scalars = _read_scalars(keys, architecture)
+    scalars = _read_scalars(keys, architecture, n_embd)
+    rope = read_rope(keys, n_ctx_train, scalars["rope.scaling.yarn_log_multiplier"])
     return HParams(
         architecture=name,
         n_ctx_train=n_ctx_train,
         n_embd=n_embd,
         layers=_read_layers(keys, architecture, n_layer, n_embd, scalars),
         norm_eps=keys.number("attention.layer_norm_rms_epsilon", low=0.0, high=1.0),
-        rope=read_rope(keys, n_ctx_train, scalars["rope.scaling.yarn_log_multiplier"]),
+        rope=rope,
         n_vocab=_read_n_vocab(keys),
         embedding_scale=scalars["embedding_scale"] or 1.0,
         residual_scale=scalars["residual_scale"] or 1.0,
         logit_scale=scalars["logit_scale"] or 1.0,
         temperature_scale=scalars["attention.temperature_scale"],
+        logit_softcap=scalars["final_logit_softcapping"],
+        window_rope=_read_window_rope(keys, architecture, rope),
     )
 
 
@@ -186,17 +204,53 @@ def _flag(keys: ModelKeys, name: str, default: bool) -> bool:
     return value
 
 
-def _read_scalars(keys: ModelKeys, architecture: Architecture) -> dict[str, float]:
+def _read_window_rope(
+    keys: ModelKeys, architecture: Architecture, rope: RopeParams
+) -> RopeParams | None:
+    """RoPE of the window layers, None if it is that of the others."""
+    windows, name = architecture.windows, "rope.freq_base_swa"
+    if windows is None:
+        return None
+    own = rope if windows.freq_base == 0.0 else replace(rope, scaling="none")
+    base = keys.number(name, low=1.0, default=windows.freq_base or rope.freq_base)
+    own = replace(own, freq_base=base)
+    return None if own == rope else own
+
+
+def _read_windows(keys: ModelKeys, windows: Windows | None, n_layer: int) -> tuple[int, ...]:
+    """The window of each layer, 0 for one that attends to all tokens.
+
+    The file may say of each layer whether it has one, or state the number of layers of which the
+    last one has none.
+    """
+    name, pattern = "attention.sliding_window", "attention.sliding_window_pattern"
+    size = 0 if windows is None else keys.integer(name, 0, MAX_TOKENS, default=windows.size)
+    if windows is None or not size:
+        return (0,) * n_layer
+    flags = keys.get(pattern) if pattern in keys else windows.step
+    if isinstance(flags, np.ndarray):
+        if len(flags) != n_layer:
+            raise keys.fail(pattern, f"has {len(flags)} values for {n_layer} layers")
+        return tuple(size if flag else 0 for flag in flags.tolist())
+    if isinstance(flags, bool) or not isinstance(flags, int) or flags < 0:
+        raise keys.fail(pattern, "must be a whole number, or a flag for each layer")
+    return tuple(0 if flags and i % flags == flags - 1 else size for i in range(n_layer))
+
+
+def _read_scalars(keys: ModelKeys, architecture: Architecture, n_embd: int) -> dict[str, float]:
     """All SCALARS, 0 where the architecture or the file has none; a flag is 1 by default."""
     values = dict.fromkeys(SCALARS, 0.0) | {"rope.scaling.finetuned": 1.0}
+    caps = zip(("attn_logit_softcapping", "final_logit_softcapping"), architecture.softcaps)
+    defaults = {"logit_scale": None, **dict(caps)}
     for name in architecture.scalars:
         if name == "rope.scaling.finetuned":
             values[name] = float(_flag(keys, name, True))
         else:
-            default = None if name == "logit_scale" else 0.0
-            values[name] = keys.number(name, low=0.0, default=default)
+            values[name] = keys.number(name, low=0.0, default=defaults.get(name, 0.0))
     if "logit_scale" in architecture.scalars and not values["logit_scale"]:
         raise keys.fail("logit_scale", "is 0; it must be above 0, for logits are divided by it")
+    if architecture.embeds_by_width:
+        values["embedding_scale"] = math.sqrt(n_embd)
     return values
 
 
@@ -228,6 +282,10 @@ def _read_layers(
     mixture = _mixture(keys, architecture)
     if mixture is None or not mixture.own_length or "feed_forward_length" in keys:
         n_ff = keys.per_layer("feed_forward_length", n_layer, MAX_WIDTH)
+    windows = _read_windows(keys, architecture.windows, n_layer)
+    scale = scalars["attention.scale"]
+    if n_layer == architecture.wide_scale_layers:
+        scale = (n_embd // n_head[0]) ** -0.5
     layers = []
     for i in range(n_layer):
         is_rotated = scalars["rope.scaling.finetuned"] and not (step and (i + 1) % step == 0)
@@ -241,8 +299,11 @@ def _read_layers(
                 value_dim=value_dim,
                 n_rot=n_rot if is_rotated else 0,
                 n_ff=n_ff[i] if experts is None else 0,
-                attention_scale=scalars["attention.scale"],
+                attention_scale=scale,
                 experts=experts,
+                kind=WINDOW if windows[i] else FULL,
+                window=windows[i],
+                softcap=scalars["attn_logit_softcapping"],
             )
         )
     return tuple(layers)

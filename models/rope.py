@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from sparsekv_cli.cache.spec import WINDOW
 from sparsekv_cli.models.gguf.keys import MAX_TOKENS, ModelKeys
 
 ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
@@ -127,6 +129,22 @@ def inverse_frequencies(
     ramp = 1.0 - np.clip((pair - low) / max(0.001, high - low), 0.0, 1.0)
     ramp *= rope.ext_factor
     return interpolated * (1.0 - ramp) + theta * ramp
+
+
+class RopeTables:
+    """The tables of a model's layers: of the full ones, and of window layers, often the same."""
+
+    def __init__(self, full: Any, window: Any) -> None:
+        self.full, self.window = full, window
+
+    def of(self, kind: str) -> Any:
+        """The table of a layer of this kind."""
+        return self.window if kind == WINDOW else self.full
+
+    def reserve(self, n_positions: int) -> None:
+        """Makes positions 0..n_positions valid."""
+        self.full.reserve(n_positions)
+        self.window.reserve(n_positions)
 
 
 class RopeTable:

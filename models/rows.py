@@ -12,8 +12,10 @@ import numpy as np
 from sparsekv_cli.cache.spec import AttnInput
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.layer import prefill as kernels
+from sparsekv_cli.cpu.layer.activation import ACTIVATIONS
+from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.hparams import HParams, LayerParams
-from sparsekv_cli.models.rope import RopeTable
+from sparsekv_cli.models.rope import RopeTables
 from sparsekv_cli.models.weights import LayerWeights
 
 NONE = np.empty(0, np.float32)
@@ -38,20 +40,25 @@ class Rows(Protocol):
         """Projections raw (T, H d + G d + G d_v) as q, k and v: bias, norm, rotation, scale."""
 
     def gate(self, gate_up: Any) -> Any:
-        """silu(gate) * up of (T, 2 n_ff), gate first."""
+        """act(gate) * up of (T, 2 n_ff), gate first."""
 
-    def add(self, x: Any, y: Any) -> None:
-        """x += s y; s is the model's residual_scale."""
+    def add(self, x: Any, y: Any, norm: Any = None) -> None:
+        """x += s y, or s norm(y) with the weight of a norm; s is the model's residual_scale."""
 
 
 class FusedRows:
     """Each step is one pass over f32 arrays; each result is rounded once."""
 
     def __init__(
-        self, hparams: HParams, rope: RopeTable, interleaved: bool, n_threads: int
+        self,
+        hparams: HParams,
+        ropes: RopeTables,
+        architecture: Architecture,
+        n_threads: int,
     ) -> None:
-        self._rope = rope
-        self._interleaved, self._n_threads = interleaved, n_threads
+        self._ropes, self._n_threads = ropes, n_threads
+        self._interleaved = architecture.rope_interleaved
+        self._activation = ACTIVATIONS[architecture.activation]
         self._eps = np.float32(hparams.norm_eps)
         self._scale = np.float32(hparams.residual_scale)
 
@@ -77,20 +84,21 @@ class FusedRows:
         q, k, v = (n_head, sizes.head_dim), (n_kv, sizes.head_dim), (n_kv, sizes.value_dim)
         at, half = slice(pos, pos + n_rows), sizes.n_rot // 2
         outs = [self._new(n, n_rows, d) for n, d in (q, k, v, q, k)]
+        rope = self._ropes.of(sizes.kind)
         kernels.split_heads(
             raw, *(given(w.bias) for w in (layer.q, layer.k, layer.v)), given(layer.q_norm),
-            given(layer.k_norm), self._eps, self._rope.cos[at, :half], self._rope.sin[at, :half],
-            self._rope.q_scale[at], self._interleaved, *outs, self._n_threads,
+            given(layer.k_norm), self._eps, rope.cos[at, :half], rope.sin[at, :half],
+            rope.q_scale[at], self._interleaved, *outs, self._n_threads,
         )  # fmt: skip
         return AttnInput._make((*outs, pos))
 
     def gate(self, gate_up: Any) -> Any:
         out = self._new(len(gate_up), gate_up.shape[1] // 2)
-        kernels.gate_rows(gate_up, out, self._n_threads)
+        kernels.gate_rows(gate_up, self._activation, out, self._n_threads)
         return out
 
-    def add(self, x: np.ndarray, y: Any) -> None:
-        kernels.add_rows(x, y, self._scale, self._n_threads)
+    def add(self, x: np.ndarray, y: Any, norm: np.ndarray | None = None) -> None:
+        kernels.add_rows(x, y, NONE, given(norm), self._eps, self._scale, self._n_threads)
 
 
 class FusedBF16Rows(FusedRows):

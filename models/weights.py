@@ -95,7 +95,9 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer. q_norm, k_norm: f32 (head_dim,) where the architecture has them."""
+    """One layer. Where the architecture has them, q_norm, k_norm: f32 (head_dim,); attn_post_norm,
+    ffn_post_norm: f32 (n_embd,), of what the block adds to the residual stream.
+    """
 
     attn_norm: np.ndarray
     q: Linear
@@ -106,6 +108,8 @@ class LayerWeights:
     o: Linear
     ffn_norm: np.ndarray
     ffn: GatedWeights | ExpertWeights
+    attn_post_norm: np.ndarray | None = None
+    ffn_post_norm: np.ndarray | None = None
 
     def attention(self) -> tuple[Linear, ...]:
         return (self.q, self.k, self.v, self.o)
@@ -291,7 +295,12 @@ class _Reader:
             o=self.linear(f"{at}attn_output", n_embd, layer.n_head * layer.value_dim),
             ffn_norm=_present(self.vector(f"{at}ffn_norm.weight", n_embd)),
             ffn=ffn,
+            attn_post_norm=self.post_norm(f"{at}post_attention_norm.weight", n_embd, architecture),
+            ffn_post_norm=self.post_norm(f"{at}post_ffw_norm.weight", n_embd, architecture),
         )
+
+    def post_norm(self, name: str, n_embd: int, architecture: Architecture) -> np.ndarray | None:
+        return self.vector(name, n_embd) if architecture.post_norms else None
 
     def rope_freqs(self, hparams: HParams, n_ctx: int) -> np.ndarray | None:
         """What divides the angles: rope_freqs, or LongRoPE's factors for a context of n_ctx."""

@@ -37,8 +37,8 @@ from sparsekv_cli.cpu.layer.decode import (
     most_planes,
     multiply,
     project_qkv,
-    silu_multiply,
 )
+from sparsekv_cli.cpu.layer.activation import gate_lanes
 from sparsekv_cli.cpu.weights.dot import call_rows
 from sparsekv_cli.cpu.weights.integer import quantize_rows, quantized_stride
 from sparsekv_cli.cpu.weights.interleaved import GROUP
@@ -199,12 +199,13 @@ def _gate_and_up(layer, mixture, offsets, rows, n_rows, jobs):
 
 
 @njit(cache=True, nogil=True)
-def _gate_rows(mixture, first, count, n_ff, n_planes):
-    """silu(gate) * up of some slots, in the gate's place, and quantised if n_planes is not 0."""
+def _gate_rows(activation, mixture, first, count, n_ff, n_planes):
+    """act(gate) * up of some slots, in the gate's place, and quantised if n_planes is not 0."""
     row = mixture.hidden_row
     for p in range(first, first + count):
         gate = mixture.hidden + p * row
-        silu_multiply(gate, gate + 4 * n_ff, gate, n_ff)
+        floats_of = float_rows(gate, 1, n_ff)
+        gate_lanes(floats_of, activation, gate, gate + 4 * n_ff, gate, n_ff)
     if n_planes:
         at, stride = mixture.quantized + first * mixture.quantized_row, mixture.quantized_row
         quantize_rows(mixture.hidden + first * row, row, count, n_ff, n_planes, at, stride)
@@ -263,9 +264,10 @@ def add_experts(layers, mixtures, i, n_rows, n_threads):
     jobs = np.empty((2 * (min(n_slots, n_expert) + 1), N_COLUMNS), np.int64)
     _expect_down(table[2], offsets)
     run_jobs(jobs[: _gate_and_up(layer, mixture, offsets, rows, n_rows, jobs)], n_threads)
-    _gate_rows(mixture, 0, n_slots, mixture.n_ff, table[2, PLANES])
+    _gate_rows(layer.activation, mixture, 0, n_slots, mixture.n_ff, table[2, PLANES])
     if mixture.n_shared:
-        _gate_rows(mixture, n_slots, n_rows, mixture.n_shared, matrices[SHARED + 2, PLANES])
+        n_planes = matrices[SHARED + 2, PLANES]
+        _gate_rows(layer.activation, mixture, n_slots, n_rows, mixture.n_shared, n_planes)
     expect(layer.regions + REGION * N_MATRICES)
     run_jobs(jobs[: _down(layer, mixture, offsets, n_slots, n_rows, jobs)], n_threads)
 
@@ -278,7 +280,10 @@ def add_experts(layers, mixtures, i, n_rows, n_threads):
         if mixture.n_shared:
             for c in range(n_embd):
                 normed[b, c] += weight * results[n_slots + b, c]
-    add_rows(x, normed, np.float32(layer.residual_scale), n_rows)
+    add_rows(
+        x, normed, floats(layer.ffn_post_norm, n_embd), np.float32(layer.eps),
+        np.float32(layer.residual_scale), n_rows,
+    )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)

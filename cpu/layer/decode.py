@@ -1,8 +1,8 @@
 """Decode steps of a layer over weights as they lie: two stages around the attention.
 
 ``project_qkv``: RMS norm, q/k/v, biases, q/k norm, rotation. ``finish_attention``: output
-projection, residual, RMS norm. ``finish_layer``: that, the gated SiLU feed-forward and its
-residual. ``next_layer`` is one layer's second stage and the next one's first in a single call,
+projection, residual, RMS norm. ``finish_layer``: that, the gated feed-forward and its residual.
+What each adds to the residual stream may have an RMS norm of its own. ``next_layer`` is one layer's second stage and the next one's first in a single call,
 since handing a call its arguments takes microseconds; for the same reason everything that stays is
 in a record of ``LAYER`` that the kernels look up. experts/decode.py has layers with experts.
 A step has one or several rows (sequences), which share every weight that is loaded.
@@ -11,15 +11,13 @@ A step has one or several rows (sequences), which share every weight that is loa
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit, prange, types
-from numba.extending import intrinsic
+from numba import carray, njit, prange
 
-from sparsekv_cli.cpu.attention.tile import exp_lanes
-from sparsekv_cli.cpu.jit import llvm
-from sparsekv_cli.cpu.jit.llvm import F32, I64, LANES, VF, const, load, sum_squares
+from sparsekv_cli.cpu.jit.llvm import LANES, sum_squares
 from sparsekv_cli.cpu.jit.pointers import address, float_pointer, integer_pointer
 from sparsekv_cli.cpu.jit.pool import N_REGIONS, expect
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.layer.activation import gate_lanes
 from sparsekv_cli.cpu.weights.dot import call_rows, kernel_address
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
 from sparsekv_cli.cpu.weights.integer import quantize_rows, quantized_stride
@@ -40,8 +38,10 @@ LAYER = np.dtype(
             for name in (
                 *("n_embd", "n_head", "n_head_kv", "head_dim", "value_dim", "n_ff", "n_rot"),
                 "interleaved",  # whether q and k come as pairs (0, 1), (2, 3) ... of a rotation
+                "activation",  # of the gate, see layer/activation.py
                 *("attn_norm", "ffn_norm"),  # (n_embd,)
-                *("q_bias", "k_bias", "v_bias"),  # (rows of the matrix,)
+                *("attn_post_norm", "ffn_post_norm"),  # (n_embd,), of what is added to x
+                *("q_bias", "k_bias", "v_bias", "o_bias"),  # (rows of the matrix,)
                 *("q_norm", "k_norm"),  # (d,)
                 "matrices",  # int64 (N_MATRICES, 6): a matrix table (experts/decode.py: others)
                 "regions",  # of its matrices and of all that follow (see matrix_regions)
@@ -246,40 +246,19 @@ def project_qkv(layers, i, n_rows, n_threads):
                     v[g, c] += v_bias[g * d_v + c]
 
 
-@intrinsic
-def silu_multiply(typingctx, gate, up, out, count):
-    """out[i] = up[i] gate[i] / (1 + e^-gate[i]) for i < count rounded up to 16; addresses."""
-
-    def codegen(context, b, signature, args):
-        gate, up, out, count = args
-
-        def body(j, carried):
-            at = b.mul(j, I64(4))
-            g, u = load(b, VF, b.add(gate, at)), load(b, VF, b.add(up, at))
-            e = exp_lanes(b, b.fneg(llvm.call_named(b, "llvm.fabs.v16f32", VF, g)))
-            positive = b.fcmp_ordered(">=", g, const(F32, 0.0))
-            top = b.select(positive, const(F32, 1.0), e)
-            sigmoid = b.fdiv(top, b.fadd(const(F32, 1.0), e))
-            llvm.store(b, b.fmul(b.fmul(g, sigmoid), u), b.add(out, at))
-            return []
-
-        llvm.loop(b, I64(0), count, LANES, [], body)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), codegen
-
-
 @njit(cache=True, nogil=True)
-def add_rows(x, y, scale, n_rows):
-    """x += scale y; f32 (>= n_rows, n)."""
+def add_rows(x, y, norm, eps, scale, n_rows):
+    """x += scale y, or scale norm(y) if ``norm`` is not empty; f32 (>= n_rows, n); y may change."""
     for b in range(n_rows):
+        if norm.shape[0]:
+            rms_norm(y[b], norm, eps, y[b])
         for c in range(x.shape[1]):
             x[b, c] += scale * y[b, c]
 
 
 @njit(cache=True, nogil=True)
 def finish_attention(layers, i, attended, n_rows, n_threads):
-    """x += s W_o attended; normed = norm(x), for n_rows rows; s: residual_scale.
+    """x += s (W_o attended + b); normed = norm(x), for n_rows rows; s: residual_scale.
 
     attended f32 (n_rows H, >= d_v): the heads of the first row, then those of the next.
     """
@@ -296,15 +275,23 @@ def finish_attention(layers, i, attended, n_rows, n_threads):
         table[3:4], layer.packed, 4 * n_head * d_v, n_rows, layer.quantized, layer.normed,
         4 * n_embd, n_threads,
     )  # fmt: skip
-    add_rows(x, normed, np.float32(layer.residual_scale), n_rows)
+    bias = floats(layer.o_bias, n_embd)
+    if bias.shape[0]:
+        for b in range(n_rows):
+            for c in range(n_embd):
+                normed[b, c] += bias[c]
     norm, eps = floats(layer.ffn_norm, n_embd), np.float32(layer.eps)
+    add_rows(
+        x, normed, floats(layer.attn_post_norm, n_embd), eps, np.float32(layer.residual_scale),
+        n_rows,
+    )  # fmt: skip
     for b in range(n_rows):
         rms_norm(x[b], norm, eps, normed[b])
 
 
 @njit(cache=True, nogil=True)
 def finish_layer(layers, i, attended, n_rows, n_threads):
-    """``finish_attention``; x += s W_down (silu(W_gate normed) * W_up normed)."""
+    """``finish_attention``; x += s W_down (act(W_gate normed) * W_up normed)."""
     finish_attention(layers, i, attended, n_rows, n_threads)
     layer = layers[i]
     n_embd, n_ff = layer.n_embd, layer.n_ff
@@ -315,16 +302,19 @@ def finish_layer(layers, i, attended, n_rows, n_threads):
         table[4:6], layer.normed, 4 * n_embd, n_rows, layer.quantized, layer.hidden, hidden_row,
         n_threads,
     )  # fmt: skip
+    x, normed = float_rows(layer.x, n_rows, n_embd), float_rows(layer.normed, n_rows, n_embd)
     for b in range(n_rows):
         gate = layer.hidden + b * hidden_row
-        silu_multiply(gate, gate + 4 * n_ff, gate, n_ff)
+        gate_lanes(x, layer.activation, gate, gate + 4 * n_ff, gate, n_ff)
     expect(layer.regions + REGION * 7)
     multiply(
         table[6:7], layer.hidden, hidden_row, n_rows, layer.quantized, layer.normed, 4 * n_embd,
         n_threads,
     )  # fmt: skip
-    x, normed = float_rows(layer.x, n_rows, n_embd), float_rows(layer.normed, n_rows, n_embd)
-    add_rows(x, normed, np.float32(layer.residual_scale), n_rows)
+    add_rows(
+        x, normed, floats(layer.ffn_post_norm, n_embd), np.float32(layer.eps),
+        np.float32(layer.residual_scale), n_rows,
+    )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)

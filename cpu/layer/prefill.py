@@ -1,6 +1,6 @@
 """The steps of a prefilled chunk between its matrix products, fused, on rows of bf16 or f32.
 
-RMS norm; bias, norm and rotation of q/k/v into heads; gated SiLU; the residual sum. Each reads and
+RMS norm; bias, norm and rotation of q/k/v into heads; the gate; the residual sum. Each reads and
 writes the chunk once. bf16 is a uint16 here: the upper half of an f32. Arithmetic is in f32,
 rounded once at the end, to nearest even.
 """
@@ -12,23 +12,10 @@ from numba import njit, prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.store import store_row
-from sparsekv_cli.cpu.attention.tile import exp_lanes
-from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.bf16 import narrowed
-from sparsekv_cli.cpu.jit.llvm import (
-    F32,
-    I16,
-    I32,
-    I64,
-    LANES,
-    VF,
-    VI,
-    const,
-    load,
-    sum_squares,
-    vec,
-)
+from sparsekv_cli.cpu.jit.llvm import F32, I32, LANES, sum_squares
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.layer.activation import gate_lanes, gate_one
 
 
 @intrinsic
@@ -65,13 +52,27 @@ def norm_rows(x, weight, eps, out, n_threads):
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def add_rows(x, y, scale, n_threads):
-    """x += scale y; x f32 (T, n)."""
+def add_rows(x, y, bias, norm, eps, scale, n_threads):
+    """x += scale y; x f32 (T, n). First y gets a bias and an RMS norm: f32 (n,), or empty."""
     n_rows, n = x.shape
     for part in prange(n_threads):
+        work = np.empty(n if bias.shape[0] or norm.shape[0] else 0, np.float32)
         for row in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
+            if not work.shape[0]:
+                for c in range(n):
+                    x[row, c] += scale * widen(y[row, c])
+                continue
             for c in range(n):
-                x[row, c] += scale * widen(y[row, c])
+                work[c] = widen(y[row, c])
+            if bias.shape[0]:
+                for c in range(n):
+                    work[c] += bias[c]
+            if norm.shape[0]:
+                of_norm = np.float32(1) / np.sqrt(sum_squares(work) / np.float32(n) + eps)
+                for c in range(n):
+                    work[c] *= of_norm * norm[c]
+            for c in range(n):
+                x[row, c] += scale * work[c]
 
 
 @njit(cache=True, nogil=True)
@@ -151,52 +152,18 @@ def split_heads(
                 at += d_v
 
 
-@intrinsic
-def _gate_lanes(typingctx, rows, gate, up, out, count):
-    """out[i] = up[i] gate[i] / (1 + e^-gate[i]), i < count, a multiple of 16; addresses.
-
-    rows: an array of the type of all three.
-    """
-
-    def codegen(context, b, signature, args):
-        _, gate, up, out, count = args
-        in_bf16 = signature.args[0].dtype == types.uint16
-        size = 2 if in_bf16 else 4
-
-        def wide(address, at):
-            if not in_bf16:
-                return load(b, VF, b.add(address, at))
-            bits = b.zext(load(b, vec(I16), b.add(address, at)), VI)
-            return b.bitcast(b.shl(bits, const(I32, 16)), VF)
-
-        def body(j, carried):
-            at = b.mul(j, I64(size))
-            g, u = wide(gate, at), wide(up, at)
-            e = exp_lanes(b, b.fneg(llvm.call_named(b, "llvm.fabs.v16f32", VF, g)))
-            top = b.select(b.fcmp_ordered(">=", g, const(F32, 0.0)), const(F32, 1.0), e)
-            sigmoid = b.fdiv(top, b.fadd(const(F32, 1.0), e))
-            result = b.fmul(b.fmul(g, sigmoid), u)
-            llvm.store(b, narrowed(b, result) if in_bf16 else result, b.add(out, at))
-            return []
-
-        llvm.loop(b, I64(0), count, LANES, [], body)
-        return context.get_dummy_value()
-
-    return types.void(rows, *[types.int64] * 4), codegen
-
-
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def gate_rows(gate_up, out, n_threads):
-    """out = silu(gate) * up; gate_up (T, 2 n): gate, then up; out (T, n)."""
+def gate_rows(gate_up, activation, out, n_threads):
+    """out = act(gate) * up; gate_up (T, 2 n): gate, then up; out (T, n)."""
     n_rows, n = out.shape
     whole = n // LANES * LANES
     for part in prange(n_threads):
         for row in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
             gate, up = gate_up[row], gate_up[row, n:]
-            _gate_lanes(out, gate.ctypes.data, up.ctypes.data, out[row].ctypes.data, whole)
+            at = gate.ctypes.data, up.ctypes.data, out[row].ctypes.data
+            gate_lanes(out, activation, at[0], at[1], at[2], whole)
             for c in range(whole, n):
-                g = widen(gate[c])
-                out[row, c] = rounded(out, g / (np.float32(1) + np.exp(-g)) * widen(up[c]))
+                out[row, c] = rounded(out, gate_one(activation, widen(gate[c]), widen(up[c])))
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)

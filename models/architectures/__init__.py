@@ -1,8 +1,8 @@
 """Supported architectures, one small file each; add a file and a line of ARCHITECTURES.
 
 A file defines ``ARCHITECTURE``, an ``Architecture``. All share the pre-norm decoder with RMS norm,
-grouped-query attention with rotary positions and a gated SiLU feed-forward or a mixture of such
-experts (decoder.py); what differs is data.
+grouped-query attention with rotary positions and a gated feed-forward or a mixture of such experts
+(decoder.py); what differs is data.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from sparsekv_cli.errors import UnsupportedModelError
 
 # general.architecture -> module of this package
 ARCHITECTURES = {
+    "gemma2": "gemma2",
+    "gemma3": "gemma3",
     "granite": "granite",
     "granitemoe": "granitemoe",
     "llama": "llama",
@@ -50,6 +52,21 @@ class Mixture:
 
 
 @dataclass(frozen=True)
+class Windows:
+    """Layers that attend to a window of the last tokens.
+
+    size: ``attention.sliding_window`` where the file has none; 0: then no layer has one. step: of
+        so many layers the last one attends to all tokens, unless the file says otherwise.
+    freq_base: of the windows' RoPE, which is not scaled, where the file has no rope.freq_base_swa;
+        0: their RoPE is that of the others, but for a base that the file states.
+    """
+
+    size: int
+    step: int
+    freq_base: float = 0.0
+
+
+@dataclass(frozen=True)
 class Architecture:
     """What sets one architecture apart from the shared decoder.
 
@@ -60,7 +77,14 @@ class Architecture:
     fused_gate_up: ffn_up holds the rows of the gate, then those of up.
     no_rope_step: every so many layers the last one is not rotated; 0: all are.
     scalars: keys that only some architectures have, of SCALARS in models/hparams.py.
+    softcaps: those of attention's scores and of the logits where the file has none.
     mixture: its experts; None: it has none.
+    windows: its window layers; None: it has none.
+    post_norms: what attention and feed-forward add to the residual stream has a norm of its own.
+    activation: of the gate, of ACTIVATIONS in cpu/layer/activation.py.
+    embeds_by_width: embeddings are multiplied by the root of their length.
+    wide_scale_layers: number of layers of the model whose softmax scale is that of the embedding's
+        length over the number of heads, whatever the heads' size; 0: none.
     """
 
     name: str
@@ -70,7 +94,13 @@ class Architecture:
     fused_gate_up: bool = False
     no_rope_step: int = 0
     scalars: tuple[str, ...] = ()
+    softcaps: tuple[float, float] = (0.0, 0.0)
     mixture: Mixture | None = None
+    windows: Windows | None = None
+    post_norms: bool = False
+    activation: str = "silu"
+    embeds_by_width: bool = False
+    wide_scale_layers: int = 0
 
 
 def architecture_of(name: str) -> Architecture:

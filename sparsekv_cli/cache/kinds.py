@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from sparsekv_cli.cache.layer import LayerCache
-from sparsekv_cli.cache.spec import FULL, LayerSpec
+from sparsekv_cli.cache.spec import FULL, WINDOW, LayerSpec
 from sparsekv_cli.cache.window import WindowCache
 
 # The caches of layers of other kinds than full, which are the same with every method.
-CACHES: dict[str, Callable[[LayerSpec], LayerCache]] = {"window": WindowCache}
+CACHES: dict[str, Callable[[LayerSpec], LayerCache]] = {WINDOW: WindowCache}
 
 
 def full_layers(specs: Iterable[LayerSpec]) -> list[LayerSpec]:

@@ -13,6 +13,7 @@ import numpy as np
 
 N_SINKS = 4  # the first tokens, always attended
 FULL = "full"  # the kind of layers that attend to all rows, and that methods change
+WINDOW = "window"  # that of layers that attend to the last rows
 NO_SINKS = np.empty(0, np.float32)
 
 

@@ -30,7 +30,7 @@ from sparsekv_cli.kernels.layer import decode as kernels
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.forward import Forward, OnRows, Product, Progress
 from sparsekv_cli.models.hparams import HParams
-from sparsekv_cli.models.rope import RopeTable
+from sparsekv_cli.models.rope import RopeTable, RopeTables
 from sparsekv_cli.models.weights import Weights
 
 
@@ -82,11 +82,12 @@ class DeviceDecoder(Forward):
         table = RopeTable(
             hparams.n_rot, hparams.rope, weights.rope_freqs, hparams.temperature_scale
         )
-        self.rope = DeviceRope(table, self.device)
+        rope = DeviceRope(table, self.device)
+        self.rope = RopeTables(rope, rope)
         self.layers = [layer.vectors for layer in device_weights.layers]
         self.output_norm = device_weights.output_norm
         interleaved = architecture.rope_interleaved
-        self.rows = TorchRows(hparams, self.rope, interleaved, self.dtype)
+        self.rows = TorchRows(hparams, rope, interleaved, self.dtype)
         self._steps = Steps(self.device, capture=capture)
         self._buffers = StepBuffers(hparams, 1, self.device)
         # Of the step that runs: of each sequence, the position and the caches.
@@ -161,7 +162,7 @@ class DeviceDecoder(Forward):
             budgets = [c.budget_rows(pos + 1) for c in caches[b] if isinstance(c, DeviceCache)]
             buffers.set_numbers(b, pos, min(budgets, default=pos + 1))
         plans = list(self._plan(positions, caches))
-        key = (len(self.rope.cos), *(launches for launches, _ in plans))
+        key = (len(self.rope.full.cos), *(launches for launches, _ in plans))
         owners = [buffers, *(cache for layers in caches for cache in layers)]
         runs = [of_layer for _, of_layer in plans]
         on_device = (c for layers in caches for c in layers if isinstance(c, DeviceCache))
@@ -231,8 +232,8 @@ class DeviceDecoder(Forward):
         h, layer, buffers = self.hparams, self._on_device.layers[i], self._buffers
         vectors: Any = layer.vectors  # tensors
         kernels.split_heads(
-            layer.qkv.apply(normed), inputs, buffers.pos, self.rope.cos, self.rope.sin,
-            self.rope.q_scale, n_rot=h.layers[i].n_rot,
+            layer.qkv.apply(normed), inputs, buffers.pos, self.rope.full.cos, self.rope.full.sin,
+            self.rope.full.q_scale, n_rot=h.layers[i].n_rot,
             biases=(vectors.q.bias, vectors.k.bias, vectors.v.bias),
             norms=(vectors.q_norm, vectors.k_norm),
             eps=h.norm_eps, interleaved=self.architecture.rope_interleaved,

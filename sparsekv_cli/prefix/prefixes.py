@@ -56,7 +56,7 @@ class Found(NamedTuple):
 
 def facts_of(file: GGUFFile, decoder: Forward) -> dict[str, Any]:
     """What the rows of a prompt stand for: all but how they were computed."""
-    rope = decoder.rope
+    rope = decoder.rope.full
     return {
         "program": __version__,
         "model": model_hash(file),

@@ -20,7 +20,7 @@ from gguf.quants import dequantize
 PAIRING = {
     **dict.fromkeys(("granite", "granitemoe", "llama", "mistral3", "smollm3"), "norm"),
     **dict.fromkeys(("qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3moe"), "neox"),
-    **dict.fromkeys(("phi3", "qwen3vl", "qwen3vlmoe"), "neox"),
+    **dict.fromkeys(("gemma2", "gemma3", "phi3", "qwen3vl", "qwen3vlmoe"), "neox"),
 }
 
 
@@ -43,15 +43,32 @@ def model_logits(
     model: ReferenceModel, ids: Sequence[int], *, kv_f16: bool = False, n_last: int = 0
 ) -> np.ndarray:
     """``reference_logits`` of a model that is open; n_last: of the last tokens only."""
-    hidden = model.embed(ids) * np.float32(model.key("embedding_scale", 1.0))  # (T, E)
-    cos, sin = model.rotation(len(ids))  # (T, d/2)
+    hidden = model.embed(ids)  # (T, E)
+    is_gemma = model.arch.startswith("gemma")
+    scale = math.sqrt(hidden.shape[1]) if is_gemma else model.key("embedding_scale", 1.0)
+    hidden = hidden * np.float32(scale)
+    turns = model.rotation(len(ids)), model.rotation(len(ids), of_windows=True)  # (T, d/2) each
     residual = np.float32(model.key("residual_scale", 1.0))
+
+    def normed(block: np.ndarray, layer: int, name: str) -> np.ndarray:
+        name = f"blk.{layer}.{name}.weight"
+        return rms_norm(block, model.tensor(name), model.epsilon) if is_gemma else block
+
     for layer in range(model.n_layer):
-        hidden = hidden + residual * attention(model, layer, hidden, cos, sin, kv_f16)
-        hidden = hidden + residual * feed_forward(model, layer, hidden)
+        cos, sin = turns[model.window(layer) > 0]
+        block = attention(model, layer, hidden, cos, sin, kv_f16)
+        hidden = hidden + residual * normed(block, layer, "post_attention_norm")
+        block = feed_forward(model, layer, hidden)
+        hidden = hidden + residual * normed(block, layer, "post_ffw_norm")
     hidden = rms_norm(hidden[-n_last:], model.tensor("output_norm.weight"), model.epsilon)
     head = "output.weight" if "output.weight" in model.tensors else "token_embd.weight"
-    return hidden @ model.tensor(head).T / np.float32(model.key("logit_scale", 1.0))  # (T, V)
+    logits = hidden @ model.tensor(head).T / np.float32(model.key("logit_scale", 1.0))  # (T, V)
+    return capped(logits, model.key("final_logit_softcapping", 0.0))
+
+
+def capped(x: np.ndarray, cap: float) -> np.ndarray:
+    """cap tanh(x / cap); x without a cap."""
+    return np.float32(cap) * np.tanh(x / np.float32(cap)) if cap else x
 
 
 def attention(
@@ -83,13 +100,16 @@ def attention(
     if kv_f16:
         k, v = (rows.astype(np.float16).astype(np.float32) for rows in (k, v))
     future = np.triu(np.ones((n_rows, n_rows), bool), 1)
+    window = model.window(layer)
+    hidden_rows = future | np.tril(np.ones((n_rows, n_rows), bool), -window if window else -n_rows)
     group = model.n_head // model.n_head_kv
     scale = model.key("attention.scale", 0.0)
     divisor = np.float32(1 / scale if scale else math.sqrt(model.head_dim))
     heads = []
     for head in range(model.n_head):
         scores = q[:, head] @ k[:, head // group].T / divisor
-        scores[future] = -np.inf
+        scores = capped(scores, model.key("attn_logit_softcapping", 0.0))
+        scores[hidden_rows] = -np.inf
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
         heads.append(weights @ v[:, head // group])  # (T, d)
@@ -104,7 +124,8 @@ def feed_forward(model: ReferenceModel, layer: int, hidden: np.ndarray) -> np.nd
         return mixture(model, prefix, x)
     down, up = model.tensor(f"{prefix}down.weight"), model.tensor(f"{prefix}up.weight")
     if f"{prefix}gate.weight" in model.tensors:
-        return swiglu(x, model.tensor(f"{prefix}gate.weight"), up, down)
+        gated = geglu if model.arch.startswith("gemma") else swiglu
+        return gated(x, model.tensor(f"{prefix}gate.weight"), up, down)
     gate, up = np.split(up, 2)
     return swiglu(x, gate, up, down)
 
@@ -113,6 +134,13 @@ def swiglu(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) ->
     """down(silu(gate(x)) * up(x)), (T, E) -> (T, E)."""
     gated = x @ gate.T
     return (gated / (1 + np.exp(-gated)) * (x @ up.T)) @ down.T
+
+
+def geglu(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    """down(gelu(gate(x)) * up(x)) with GELU's tanh form, which ggml looks up by f16 numbers."""
+    gated = (x @ gate.T).astype(np.float16).astype(np.float32)
+    gelu = gated / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gated + 0.044715 * gated**3)))
+    return (gelu.astype(np.float16).astype(np.float32) * (x @ up.T)) @ down.T
 
 
 def mixture(model: ReferenceModel, prefix: str, x: np.ndarray) -> np.ndarray:
@@ -240,11 +268,22 @@ class ReferenceModel:
         both = self.project(layer, "attn_qkv", x)
         return np.split(both, [n_q, n_q + self.n_head_kv * self.head_dim], axis=1)
 
-    def rotation(self, n_rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """cos and sin (T, n_rot/2) f32 with the scaling of ggml's rope (rope_yarn in ggml-cpu)."""
+    def window(self, layer: int) -> int:
+        """Tokens that a layer attends to; 0: all. Every sixth layer of Gemma 3 attends to all."""
+        step = {"gemma2": 2, "gemma3": 6}.get(self.arch, 0)
+        size = self.key("attention.sliding_window", 0)
+        return size if step and layer % step != step - 1 else 0
+
+    def rotation(self, n_rows: int, *, of_windows: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """cos and sin (T, n_rot/2) f32 with the scaling of ggml's rope (rope_yarn in ggml-cpu).
+
+        of_windows: of the layers with a window, which in Gemma 3 have RoPE of their own.
+        """
+        has_own = of_windows and self.arch == "gemma3"
         base = self.key("rope.freq_base", 10000.0)
+        base = self.key("rope.freq_base_swa", 10000.0 if has_own else base) if of_windows else base
         context = self.key("rope.scaling.original_context_length", self.key("context_length", 0))
-        kind = self.key("rope.scaling.type", "none")
+        kind = "none" if has_own else self.key("rope.scaling.type", "none")
         factor = self.key("rope.scaling.factor", 1.0) if kind != "none" else 1.0
         i = np.arange(self.n_rot // 2, dtype=np.float64)
         frequency = base ** (-2.0 * i / self.n_rot)

@@ -41,7 +41,7 @@ class Traits:
     """pairing: which dims RoPE turns together: ``norm`` 2i and 2i + 1, ``neox`` i and i + n/2.
 
     rotated: share of a head's dims. no_rope_step: of so many layers the last is not turned.
-    fused: attn_qkv, and ffn_up with the gate's rows first. factors: LongRoPE's tensors.
+    post_norms: norms of what a block adds. fused: attn_qkv, and ffn_up with the gate's rows first. factors: LongRoPE's tensors.
     keys: metadata, without the architecture's name; a list is an array of integers.
     """
 
@@ -53,6 +53,7 @@ class Traits:
     fused: bool = False
     factors: bool = False
     experts: Experts | None = None
+    post_norms: bool = False
     keys: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -76,6 +77,24 @@ TRAITS = {
         "norm", experts=Experts(n_shared=128, own_length=False), keys=GRANITE_SCALES
     ),
     "smollm3": Traits("norm", no_rope_step=4),
+    "gemma2": Traits(
+        post_norms=True,
+        keys={
+            "attention.sliding_window": 40,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma3": Traits(
+        qk_norm=True,
+        post_norms=True,
+        keys={
+            "attention.sliding_window": 40,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 4.0,
+            "rope.freq_base": 50000.0,
+        },
+    ),
     "mistral3": Traits(
         "norm",
         keys={

@@ -147,7 +147,8 @@ def make_model(
     writer.add_head_count(n_head)
     writer.add_head_count_kv(n_head_kv)
     writer.add_layer_norm_rms_eps(1e-5 if arch == "llama" else 1e-6)
-    writer.add_rope_freq_base(freq_base)
+    if "rope.freq_base" not in traits.keys:
+        writer.add_rope_freq_base(freq_base)
     writer.add_vocab_size(n_vocab)
     if head_dim is not None or traits.qk_norm:
         writer.add_key_length(width)
@@ -221,6 +222,9 @@ def make_model(
             vector(prefix + "attn_k_norm.weight", width, 1.0, 0.3)
         matrix(prefix + "attn_output.weight", n_embd, n_head * value_width)
         vector(prefix + "ffn_norm.weight", n_embd, 1.0, 0.1)
+        if traits.post_norms:
+            vector(prefix + "post_attention_norm.weight", n_embd, 1.0, 0.3)
+            vector(prefix + "post_ffw_norm.weight", n_embd, 1.0, 0.3)
         if experts is not None:
             router(prefix + "ffn_gate_inp.weight", experts.n)
             matrix(prefix + "ffn_gate_exps.weight", experts.n_ff, n_embd, n=experts.n)

@@ -14,6 +14,7 @@ from sparsekv_cli.cpu.layer import prefill as kernels
 from sparsekv_cli.device.host import as_array, as_tensor
 from sparsekv_cli.device.prefill import TorchRows
 from sparsekv_cli.methods.full import Full
+from sparsekv_cli.cpu.layer.activation import ACTIVATIONS, gate_ref
 from sparsekv_cli.models.rows import FusedBF16Rows, FusedRows
 from sparsekv_cli.session import load_session
 
@@ -36,11 +37,12 @@ def test_narrowing_and_widening_are_torchs():
     values = torch.cat([values, torch.tensor([0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8])])  # and ties
     expected = values.bfloat16()
     zeros = torch.zeros(1, len(values))
-    kernels.add_rows(zeros.numpy(), as_array(expected[None]), np.float32(1), 1)
+    one, none = np.float32(1), np.empty(0, np.float32)
+    kernels.add_rows(zeros.numpy(), as_array(expected[None]), none, none, one, one, 1)
     assert torch.equal(zeros[0], expected.float())
     # as the biases of a value head whose product is 0
     heads = [torch.empty(1, 1, d, dtype=torch.bfloat16) for d in (2, 2, len(values), 2, 2)]
-    raw, none = torch.zeros(1, 4 + len(values), dtype=torch.bfloat16), np.empty(0, np.float32)
+    raw = torch.zeros(1, 4 + len(values), dtype=torch.bfloat16)
     angle = np.zeros((1, 1), np.float32)
     kernels.split_heads(
         as_array(raw), none, none, values.numpy(), none, none, np.float32(0), angle, angle,
@@ -61,9 +63,10 @@ def rows(request, tmp_path_factory):
     session = load_session(path, Full(), SessionConfig(prefill_dtype="f32", threads=1))
     decoder = session.decoder
     decoder.rope.reserve(400)
-    model = (session.hparams, decoder.rope, decoder.architecture.rope_interleaved)
+    h, architecture = session.hparams, decoder.architecture
+    plain = TorchRows(h, decoder.rope.full, architecture.rope_interleaved, dtype)
     fused = FusedBF16Rows if dtype == torch.bfloat16 else FusedRows
-    yield session, TorchRows(*model, dtype), fused(*model, 2)
+    yield session, plain, fused(h, decoder.rope, architecture, 2)
     session.gguf.close()
 
 
@@ -105,11 +108,37 @@ def test_rows_of_a_layer(rows, n_rows):
     torch.testing.assert_close(x, other)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("n", [1, 15, 17, 100])
-def test_gate_of_widths_that_fill_no_vector(n, dtype):
-    gate_up = torch.cat([100 * f32(0, 4, n), f32(1, 4, n)], dim=1).to(dtype)
-    out = torch.empty(4, n, dtype=dtype)
-    kernels.gate_rows(as_array(gate_up), as_array(out), 2)
-    gate, up = gate_up.float().chunk(2, dim=1)
-    close(out, torch.nn.functional.silu(gate) * up)
+def test_gate_of_widths_that_fill_no_vector(n, dtype, activation):
+    gate_up = torch.cat([30 * f32(0, 4, n), 10 * f32(1, 4, n)], dim=1).to(dtype)
+    out, kind = torch.empty(4, n, dtype=dtype), ACTIVATIONS[activation]
+    kernels.gate_rows(as_array(gate_up), kind, as_array(out), 2)
+    halves = [half.double().numpy() for half in gate_up.chunk(2, dim=1)]
+    with np.errstate(over="ignore"):
+        expected = torch.from_numpy(gate_ref(kind, *halves))
+    close(out, expected)
+
+
+def test_gates_are_torchs():
+    gate, up = f32(0, 1000).double() * 4, f32(1, 1000).double()
+    functions = torch.nn.functional
+    silu, gelu = functions.silu(gate) * up, functions.gelu(gate, approximate="tanh") * up
+    for name, expected in (("silu", silu), ("gelu", gelu)):
+        found = gate_ref(ACTIVATIONS[name], gate.numpy(), up.numpy())
+        np.testing.assert_allclose(found, expected.numpy(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_what_is_added_may_have_a_bias_and_a_norm(dtype):
+    y, bias, norm = f32(0, 5, 40).to(dtype), f32(1, 40), f32(2, 40)
+    none, eps, scale = np.empty(0, np.float32), np.float32(1e-5), np.float32(0.5)
+    for b, w in ((bias, None), (None, norm), (bias, norm)):
+        x = torch.ones(5, 40)
+        given = (each.numpy() if each is not None else none for each in (b, w))
+        kernels.add_rows(x.numpy(), as_array(y), *given, eps, scale, 2)
+        expected = y.float() + (0 if b is None else b)
+        if w is not None:
+            expected = expected * (expected.square().mean(1, keepdim=True) + 1e-5).rsqrt() * w
+        torch.testing.assert_close(x, 1 + 0.5 * expected)

@@ -1,0 +1,112 @@
+"""Activations of gated feed-forward layers: act(gate) * up, on vectors of f32 or bf16.
+
+All are gate' sigmoid(s(gate')) up': SiLU with s(x) = x, GELU in its tanh form with s(x) = 2
+sqrt(2/pi) (x + 0.044715 x^3), and gpt-oss's clamped SwiGLU, in which s(x) = 1.702 x, gates are at
+most 7, and up' is up, clamped to 7 on both sides, plus 1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from sparsekv_cli.cpu.attention.tile import exp_lanes
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.bf16 import narrowed
+from sparsekv_cli.cpu.jit.llvm import F32, I16, I32, I64, LANES, VF, VI, const, load, vec
+
+SILU, GELU, CLAMPED = range(3)
+ACTIVATIONS = {"silu": SILU, "gelu": GELU, "clamped": CLAMPED}
+SLOPE, CUBIC = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715  # of GELU
+CLAMPED_SLOPE, CLAMP = 1.702, 7.0
+
+
+def _bound(b: ir.IRBuilder, x: ir.Value, low: float | None, high: float) -> ir.Value:
+    """x at most ``high``, and at least ``low``; NaN stays."""
+    x = b.select(b.fcmp_ordered(">", x, const(F32, high)), const(F32, high), x)
+    if low is None:
+        return x
+    return b.select(b.fcmp_ordered("<", x, const(F32, low)), const(F32, low), x)
+
+
+def _gated(b: ir.IRBuilder, activation: int, g: ir.Value, u: ir.Value) -> ir.Value:
+    s = g
+    if activation == CLAMPED:
+        g = _bound(b, g, None, CLAMP)
+        u = b.fadd(_bound(b, u, -CLAMP, CLAMP), const(F32, 1.0))
+        s = b.fmul(g, const(F32, CLAMPED_SLOPE))
+    elif activation == GELU:
+        s = b.fmul(g, llvm.fma(b, b.fmul(g, g), const(F32, CUBIC), const(F32, SLOPE)))
+    e = exp_lanes(b, b.fneg(llvm.call_named(b, "llvm.fabs.v16f32", VF, s)))
+    top = b.select(b.fcmp_ordered(">=", s, const(F32, 0.0)), const(F32, 1.0), e)
+    sigmoid = b.fdiv(top, b.fadd(const(F32, 1.0), e))
+    return b.fmul(b.fmul(g, sigmoid), u)
+
+
+@intrinsic
+def gate_lanes(typingctx, rows, activation, gate, up, out, count):
+    """out[i] = act(gate[i]) up[i], i < count rounded up to 16; addresses of elements as ``rows``'.
+
+    rows: an array of f32, or of the bits of bf16.
+    """
+
+    def codegen(context, b, signature, args):
+        _, activation, gate, up, out, count = args
+        in_bf16 = signature.args[0].dtype == types.uint16
+        size = 2 if in_bf16 else 4
+
+        def wide(address, at):
+            if not in_bf16:
+                return load(b, VF, b.add(address, at))
+            bits = b.zext(load(b, vec(I16), b.add(address, at)), VI)
+            return b.bitcast(b.shl(bits, const(I32, 16)), VF)
+
+        def body(kind):
+            def lanes(j, carried):
+                at = b.mul(j, I64(size))
+                result = _gated(b, kind, wide(gate, at), wide(up, at))
+                llvm.store(b, narrowed(b, result) if in_bf16 else result, b.add(out, at))
+                return []
+
+            return lanes
+
+        after = b.append_basic_block("after")
+        blocks = [b.append_basic_block(name) for name in ACTIVATIONS]
+        switch = b.switch(activation, blocks[SILU])
+        for kind, block in enumerate(blocks):
+            if kind != SILU:
+                switch.add_case(I64(kind), block)
+            b.position_at_end(block)
+            llvm.loop(b, I64(0), count, LANES, [], body(kind))
+            b.branch(after)
+        b.position_at_end(after)
+        return context.get_dummy_value()
+
+    return types.void(rows, *[types.int64] * 5), codegen
+
+
+@njit(cache=True, nogil=True)
+def gate_one(activation, g, u):
+    """act(g) u of two f32."""
+    s = g
+    if activation == CLAMPED:
+        g = min(g, np.float32(CLAMP))
+        u = max(min(u, np.float32(CLAMP)), np.float32(-CLAMP)) + np.float32(1)
+        s = np.float32(CLAMPED_SLOPE) * g
+    elif activation == GELU:
+        s = g * (np.float32(SLOPE) + np.float32(CUBIC) * g * g)
+    return g / (np.float32(1) + np.exp(-s)) * u
+
+
+def gate_ref(activation: int, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """numpy reference of ``gate_lanes`` in the type of its arguments."""
+    if activation == CLAMPED:
+        gate, up = np.minimum(gate, CLAMP), np.clip(up, -CLAMP, CLAMP) + 1
+        return gate / (1 + np.exp(-CLAMPED_SLOPE * gate)) * up
+    if activation == GELU:
+        return gate / (1 + np.exp(-gate * (SLOPE + CUBIC * gate**2))) * up
+    return gate / (1 + np.exp(-gate)) * up
