@@ -27,8 +27,8 @@ LayerInputs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 class DecodeStep:
     """Records and buffers for steps of up to ``capacity`` rows.
 
-    x: f32 (capacity, n_embd), the residual stream. inputs[i][b]: q, k, v, q_nope, k_nope of layer i and row b, f32 views
-    (heads, 1, d padded to 16), in the order of AttnInput.
+    x: f32 (capacity, n_embd), the residual stream. inputs[i][b]: q, k, v, q_nope, k_nope of layer i
+    and row b, f32 views (heads, 1, d padded to 16), in the order of AttnInput.
     """
 
     def __init__(

@@ -240,7 +240,8 @@ def _read_windows(keys: ModelKeys, windows: Windows | None, n_layer: int) -> tup
 def _read_scalars(keys: ModelKeys, architecture: Architecture, n_embd: int) -> dict[str, float]:
     """All SCALARS, 0 where the architecture or the file has none; a flag is 1 by default."""
     values = dict.fromkeys(SCALARS, 0.0) | {"rope.scaling.finetuned": 1.0}
-    caps = zip(("attn_logit_softcapping", "final_logit_softcapping"), architecture.softcaps)
+    names = ("attn_logit_softcapping", "final_logit_softcapping")
+    caps = zip(names, architecture.softcaps, strict=True)
     defaults = {"logit_scale": None, **dict(caps)}
     for name in architecture.scalars:
         if name == "rope.scaling.finetuned":

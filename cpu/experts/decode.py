@@ -22,6 +22,7 @@ from sparsekv_cli.cpu.jit.llvm import keep
 from sparsekv_cli.cpu.jit.pointers import integer_pointer
 from sparsekv_cli.cpu.jit.pool import N_REGIONS, expect
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.layer.activation import gate_lanes
 from sparsekv_cli.cpu.layer.decode import (
     COLUMNS,
     KERNEL,
@@ -38,7 +39,6 @@ from sparsekv_cli.cpu.layer.decode import (
     multiply,
     project_qkv,
 )
-from sparsekv_cli.cpu.layer.activation import gate_lanes
 from sparsekv_cli.cpu.weights.dot import call_rows
 from sparsekv_cli.cpu.weights.integer import quantize_rows, quantized_stride
 from sparsekv_cli.cpu.weights.interleaved import GROUP

@@ -2,9 +2,10 @@
 
 ``project_qkv``: RMS norm, q/k/v, biases, q/k norm, rotation. ``finish_attention``: output
 projection, residual, RMS norm. ``finish_layer``: that, the gated feed-forward and its residual.
-What each adds to the residual stream may have an RMS norm of its own. ``next_layer`` is one layer's second stage and the next one's first in a single call,
-since handing a call its arguments takes microseconds; for the same reason everything that stays is
-in a record of ``LAYER`` that the kernels look up. experts/decode.py has layers with experts.
+What each adds to the residual stream may have an RMS norm of its own. ``next_layer`` is one layer's
+second stage and the next one's first in a single call, since handing a call its arguments takes
+microseconds; for the same reason everything that stays is in a record of ``LAYER`` that the kernels
+look up. experts/decode.py has layers with experts.
 A step has one or several rows (sequences), which share every weight that is loaded.
 """
 

@@ -41,7 +41,8 @@ class Traits:
     """pairing: which dims RoPE turns together: ``norm`` 2i and 2i + 1, ``neox`` i and i + n/2.
 
     rotated: share of a head's dims. no_rope_step: of so many layers the last is not turned.
-    post_norms: norms of what a block adds. fused: attn_qkv, and ffn_up with the gate's rows first. factors: LongRoPE's tensors.
+    post_norms: norms of what a block adds. fused: attn_qkv, and ffn_up with the gate's rows first.
+    factors: LongRoPE's tensors.
     keys: metadata, without the architecture's name; a list is an array of integers.
     """
 

@@ -11,10 +11,10 @@ from tiny_models import make_model
 
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.layer import prefill as kernels
+from sparsekv_cli.cpu.layer.activation import ACTIVATIONS, gate_ref
 from sparsekv_cli.device.host import as_array, as_tensor
 from sparsekv_cli.device.prefill import TorchRows
 from sparsekv_cli.methods.full import Full
-from sparsekv_cli.cpu.layer.activation import ACTIVATIONS, gate_ref
 from sparsekv_cli.models.rows import FusedBF16Rows, FusedRows
 from sparsekv_cli.session import load_session
 
