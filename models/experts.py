@@ -52,15 +52,22 @@ def prefill_experts(
     params, router, experts, shared = ffn.params, ffn.router, ffn.experts, ffn.shared
     n_rows, n_used = len(normed), params.n_expert_used
     logits = dot.matvec(router.code, router.data, router.n_columns, normed, n_threads)
+    if router.bias is not None:
+        logits += router.bias
     chosen, places = np.zeros((2, n_rows, n_used), np.int64)
     weights = np.zeros((n_rows, n_used), np.float32)
     routing.route_rows(logits, params.normalised, chosen, weights, n_threads)
     offsets, taken = np.zeros(params.n_expert + 1, np.int64), np.zeros(places.size, np.int64)
     routing.group_rows(chosen, offsets, taken, places)
     gate_up = products.of_experts("expert_gate_up", (experts.gate, experts.up), taken, offsets)
-    hidden = gate(gate_up(rows))
+    projected = gate_up(rows)
+    if ffn.biases is not None:
+        routing.add_biases(projected, offsets, ffn.biases[0], n_threads)
+    hidden = gate(projected)
     down = products.of_experts("expert_down", (experts.down,), np.arange(places.size), offsets)
     results = down(hidden)
+    if ffn.biases is not None:
+        routing.add_biases(results, offsets, ffn.biases[1], n_threads)
     of_shared = results[:0]
     if shared is not None:
         hidden = gate(products.of_stack("shared_gate_up", (shared.gate, shared.up))(rows))
@@ -116,7 +123,8 @@ class ExpertSteps:
         for i, ffn in mixtures.items():
             table = fused.matrix_table(ffn.experts.linears(), n_planes)
             table[:, fused.ROWS] //= ffn.params.n_expert
-            gate = ffn.shared_gate
+            gate, bias = ffn.shared_gate, ffn.router.bias
+            of_hidden, of_results = ffn.biases or (None, None)
             fields = scratch | {
                 "n_expert": ffn.params.n_expert,
                 "n_used": ffn.params.n_expert_used,
@@ -125,6 +133,9 @@ class ExpertSteps:
                 "normalised": ffn.params.normalised,
                 "matrices": self._address(table),
                 "shared_gate": 0 if gate is None else address(gate),
+                "router_bias": 0 if bias is None else address(bias),
+                "hidden_bias": 0 if of_hidden is None else address(of_hidden),
+                "result_bias": 0 if of_results is None else address(of_results),
             }
             assert fields.keys() == set(kernels.EXPERTS.names or ())
             for name, value in fields.items():

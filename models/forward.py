@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
-from sparsekv_cli.cache.spec import AttnInput, LayerSpec
+from sparsekv_cli.cache.spec import NO_SINKS, AttnInput, LayerSpec
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.rope import RopeTables
@@ -108,6 +108,7 @@ class Forward(ABC):
             out *= np.float32(self.hparams.embedding_scale)
 
     def layer_specs(self) -> list[LayerSpec]:
+        all_sinks = [layer.sinks for layer in self.weights.layers]
         return [
             LayerSpec(
                 layer=i,
@@ -123,8 +124,9 @@ class Forward(ABC):
                 softcap=np.float32(layer.softcap),
                 kind=layer.kind,
                 window=layer.window,
+                sinks=NO_SINKS if sinks is None else sinks,
             )
-            for i, layer in enumerate(self.hparams.layers)
+            for i, (layer, sinks) in enumerate(zip(self.hparams.layers, all_sinks, strict=True))
         ]
 
     def forward(
@@ -200,5 +202,5 @@ class Forward(ABC):
         raw = products["qkv"](rows.norm(x, layer.attn_norm))
         attended = attend(cache, rows.heads(raw, layer, sizes, pos))
         attended = attended.swapaxes(0, 1).reshape(len(x), sizes.n_head * sizes.value_dim)
-        rows.add(x, products["o"](attended), layer.attn_post_norm)
+        rows.add(x, products["o"](attended), layer.attn_post_norm, layer.o.bias)
         rows.add(x, self.feed_forward(i, products, x), layer.ffn_post_norm)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sparsekv_cli.cache.spec import FULL, WINDOW
+from sparsekv_cli.cache.spec import FULL, WINDOW, window_rows
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.architectures import (
     ARCHITECTURES,
@@ -27,7 +27,7 @@ MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
 MAX_HEADS = 1 << 12
 MAX_WIDTH = 1 << 24  # of an embedding, a feed-forward layer or a head
 MAX_EXPERTS = 512  # LLAMA_MAX_EXPERTS
-SOFTMAX = 1  # expert_gating_func: LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX
+SOFTMAX, SOFTMAX_WEIGHT = 1, 3  # expert_gating_func; the second is of the chosen, normalised
 
 # Keys that llama.cpp reads of some architectures only (Architecture.scalars).
 SCALARS = (
@@ -67,7 +67,8 @@ class LayerParams:
     rotated (even, at most head_dim), 0: none. n_ff: length of the gated feed-forward, 0 where there
     are ``experts`` instead. attention_scale: of the softmax; 0: 1/sqrt(head_dim). kind: of its
     cache (sparsekv_cli/cache/kinds.py). window: tokens that a window layer attends to, the current
-    one among them; 0: all. softcap: c of scores c tanh(score / c), 0 for none.
+    one among them; 0: all. softcap: c of scores c tanh(score / c), 0 for none. has_sinks: whether
+    each head has a score without a value in its softmax.
     """
 
     n_head: int
@@ -81,6 +82,12 @@ class LayerParams:
     kind: str = FULL
     window: int = 0
     softcap: float = 0.0
+    has_sinks: bool = False
+
+    def kv_bytes(self, n: int) -> int:
+        """Bytes of K and V of n tokens in f16."""
+        rows = min(n, window_rows(self.window)) if self.window else n
+        return 2 * rows * self.n_head_kv * (self.head_dim + self.value_dim)
 
 
 @dataclass(frozen=True)
@@ -305,6 +312,7 @@ def _read_layers(
                 kind=WINDOW if windows[i] else FULL,
                 window=windows[i],
                 softcap=scalars["attn_logit_softcapping"],
+                has_sinks=architecture.sinks,
             )
         )
     return tuple(layers)
@@ -327,7 +335,7 @@ def _mixture(keys: ModelKeys, architecture: Architecture) -> Mixture | None:
         )
     for name, known in (
         ("expert_group_count", (0, 1)),
-        ("expert_gating_func", (0, SOFTMAX)),
+        ("expert_gating_func", (0, SOFTMAX, SOFTMAX_WEIGHT)[: 2 + mixture.normalised]),
         ("leading_dense_block_count", (0,)),
     ):
         value = keys.integer(name, 0, MAX_TOKENS, default=0)

@@ -42,8 +42,8 @@ class Rows(Protocol):
     def gate(self, gate_up: Any) -> Any:
         """act(gate) * up of (T, 2 n_ff), gate first."""
 
-    def add(self, x: Any, y: Any, norm: Any = None) -> None:
-        """x += s y, or s norm(y) with the weight of a norm; s is the model's residual_scale."""
+    def add(self, x: Any, y: Any, norm: Any = None, bias: Any = None) -> None:
+        """x += s y, s the model's residual_scale; y first gets a bias and then a norm, if any."""
 
 
 class FusedRows:
@@ -97,8 +97,10 @@ class FusedRows:
         kernels.gate_rows(gate_up, self._activation, out, self._n_threads)
         return out
 
-    def add(self, x: np.ndarray, y: Any, norm: np.ndarray | None = None) -> None:
-        kernels.add_rows(x, y, NONE, given(norm), self._eps, self._scale, self._n_threads)
+    def add(
+        self, x: np.ndarray, y: Any, norm: np.ndarray | None = None, bias: np.ndarray | None = None
+    ) -> None:
+        kernels.add_rows(x, y, given(bias), given(norm), self._eps, self._scale, self._n_threads)
 
 
 class FusedBF16Rows(FusedRows):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.gguf.file import GGUFFile, TensorInfo
@@ -64,7 +65,8 @@ class ExpertWeights:
 
     router: (experts, n_embd). experts: their matrices, of each kind all in one Linear. shared: what
     all tokens take, or None; shared_gate: f32 (n_embd,), whose product with a token, through a
-    sigmoid, weighs it; None: it counts as it is.
+    sigmoid, weighs it; None: it counts as it is. biases: f32 (experts, 2 n_ff), of gate and up, and
+    (experts, n_embd), of down; None: there are none.
     """
 
     params: ExpertParams
@@ -72,6 +74,7 @@ class ExpertWeights:
     experts: GatedWeights
     shared: GatedWeights | None
     shared_gate: np.ndarray | None
+    biases: tuple[np.ndarray, np.ndarray] | None = None
 
     def linears(self) -> tuple[Linear, ...]:
         """Those that decode reads as they are or repacked; not the router's."""
@@ -96,7 +99,8 @@ class ExpertWeights:
 @dataclass(frozen=True)
 class LayerWeights:
     """One layer. Where the architecture has them, q_norm, k_norm: f32 (head_dim,); attn_post_norm,
-    ffn_post_norm: f32 (n_embd,), of what the block adds to the residual stream.
+    ffn_post_norm: f32 (n_embd,), of what the block adds to the residual stream; sinks: f32
+    (n_head,), of each head a score without a value in the softmax.
     """
 
     attn_norm: np.ndarray
@@ -110,6 +114,7 @@ class LayerWeights:
     ffn: GatedWeights | ExpertWeights
     attn_post_norm: np.ndarray | None = None
     ffn_post_norm: np.ndarray | None = None
+    sinks: np.ndarray | None = None
 
     def attention(self) -> tuple[Linear, ...]:
         return (self.q, self.k, self.v, self.o)
@@ -249,7 +254,14 @@ class _Reader:
         info = self.info(f"{name}.weight", (n_matrices, n_rows, n_columns))
         return Linear(int(info.type), self.file.data(info), n_columns, n_matrices=n_matrices)
 
-    def mixture(self, prefix: str, n_embd: int, params: ExpertParams) -> ExpertWeights:
+    def table(self, name: str, n_rows: int, n_columns: int) -> np.ndarray:
+        """A small tensor of two dimensions, such as the biases of experts, as f32."""
+        info = self.info(name, (n_rows, n_columns))
+        return dot.dequantize(int(info.type), self.file.data(info), n_columns)
+
+    def mixture(
+        self, prefix: str, n_embd: int, params: ExpertParams, has_biases: bool
+    ) -> ExpertWeights:
         """A router, its experts and what all tokens share."""
         old = f"{prefix}ffn_gate.0.weight"
         if old in self.file.tensors:
@@ -263,13 +275,21 @@ class _Reader:
             self.stack(f"{prefix}ffn_up_exps", n_expert, n_ff, n_embd),
             self.stack(f"{prefix}ffn_down_exps", n_expert, n_embd, n_ff),
         )
+        biases = None
+        if has_biases:
+            sizes = (("gate", n_ff), ("up", n_ff), ("down", n_embd))
+            gate, up, down = (
+                self.table(f"{prefix}ffn_{name}_exps.bias", n_expert, n) for name, n in sizes
+            )
+            biases = np.concatenate([gate, up], axis=1), down
         shared_gate = f"{prefix}ffn_gate_inp_shexp.weight"
         return ExpertWeights(
             params=params,
-            router=self.linear(f"{prefix}ffn_gate_inp", n_expert, n_embd),
+            router=self.linear(f"{prefix}ffn_gate_inp", n_expert, n_embd, bias=has_biases or None),
             experts=experts,
             shared=self.gated(prefix, n_embd, n_shared, "_shexp") if n_shared else None,
             shared_gate=self.vector(shared_gate, n_embd) if params.shared_gate else None,
+            biases=biases,
         )
 
     def layer(
@@ -280,7 +300,9 @@ class _Reader:
         q, k, v = self.qkv(at, rows, n_embd, architecture.qkv_bias)
         ffn: GatedWeights | ExpertWeights
         if layer.experts is not None:
-            ffn = self.mixture(at, n_embd, layer.experts)
+            mixture = architecture.mixture
+            has_biases = mixture is not None and mixture.biases
+            ffn = self.mixture(at, n_embd, layer.experts, has_biases)
         elif architecture.fused_gate_up:
             ffn = self.fused_gated(at, n_embd, layer.n_ff)
         else:
@@ -292,11 +314,17 @@ class _Reader:
             v=v,
             q_norm=self.vector(f"{at}attn_q_norm.weight", d, architecture.qk_norm),
             k_norm=self.vector(f"{at}attn_k_norm.weight", d, architecture.qk_norm),
-            o=self.linear(f"{at}attn_output", n_embd, layer.n_head * layer.value_dim),
-            ffn_norm=_present(self.vector(f"{at}ffn_norm.weight", n_embd)),
+            o=self.linear(
+                f"{at}attn_output",
+                n_embd,
+                layer.n_head * layer.value_dim,
+                bias=architecture.o_bias or None,
+            ),
+            ffn_norm=_present(self.vector(f"{at}{architecture.ffn_norm}.weight", n_embd)),
             ffn=ffn,
             attn_post_norm=self.post_norm(f"{at}post_attention_norm.weight", n_embd, architecture),
             ffn_post_norm=self.post_norm(f"{at}post_ffw_norm.weight", n_embd, architecture),
+            sinks=self.vector(f"{at}attn_sinks.weight", layer.n_head) if layer.has_sinks else None,
         )
 
     def post_norm(self, name: str, n_embd: int, architecture: Architecture) -> np.ndarray | None:

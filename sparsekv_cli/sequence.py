@@ -48,6 +48,9 @@ def ledger_of(caches: Sequence[LayerCache]) -> dict[str, int]:
     memory = [cache.memory() for cache in caches]
     result = {name: int(counts.pop(name, 0)) for name in LEDGER_ROWS}
     result["bytes_host"] = sum(m.host for m in memory)
+    for kind in sorted({cache.spec.kind for cache in caches} - {FULL}):
+        held = sum(cache.memory().host for cache in caches if cache.spec.kind == kind)
+        result[f"bytes_host_{kind}"] = held  # of those above
     result["bytes_device"] = sum(m.device for m in memory)
     result["bytes_moved"] = int(counts.pop("bytes_moved", 0))
     result["index_bytes"] = sum(m.index for m in memory)

@@ -57,6 +57,8 @@ EXPERTS = np.dtype(
             "normalised",  # whether the weights of the chosen sum to 1
             "matrices",  # int64 (3, 6): gate, up and down of the first expert; the others follow
             "shared_gate",  # f32 (n_embd,), or 0
+            "router_bias",  # f32 (n_expert,), or 0
+            *("hidden_bias", "result_bias"),  # f32 (n_expert, 2 n_ff) and (n_expert, n_embd), or 0
             *("gathered", "gathered_row"),  # scratch (slots, bytes of a row as f32 and quantised)
             *("hidden", "hidden_row"),  # scratch (slots, 4 (2 n_ff + 16) bytes)
             *("quantized", "quantized_row"),  # scratch (slots, bytes of a quantised row of n_ff)
@@ -199,6 +201,22 @@ def _gate_and_up(layer, mixture, offsets, rows, n_rows, jobs):
 
 
 @njit(cache=True, nogil=True)
+def _add_biases(slots, offsets, biases, n):
+    """Adds an expert's bias to its slots.
+
+    slots: address and bytes of a row; biases: address of f32 (experts, n), or 0.
+    """
+    if biases == 0:
+        return
+    for e in range(offsets.shape[0] - 1):
+        bias = floats(biases + 4 * n * e, n)
+        for p in range(offsets[e], offsets[e + 1]):
+            row = floats(slots[0] + p * slots[1], n)
+            for c in range(n):
+                row[c] += bias[c]
+
+
+@njit(cache=True, nogil=True)
 def _gate_rows(activation, mixture, first, count, n_ff, n_planes):
     """act(gate) * up of some slots, in the gate's place, and quantised if n_planes is not 0."""
     row = mixture.hidden_row
@@ -253,7 +271,10 @@ def add_experts(layers, mixtures, i, n_rows, n_threads):
     chosen, weights = np.empty((n_rows, n_used), np.int64), np.empty((n_rows, n_used), np.float32)
     offsets, rows = np.empty(n_expert + 1, np.int64), np.empty(n_slots, np.int64)
     places = np.empty((n_rows, n_used), np.int64)
+    router_bias = floats(mixture.router_bias, n_expert)
     for b in range(n_rows):
+        for e in range(router_bias.shape[0]):
+            logits[b, e] += router_bias[e]
         route_row(logits[b], mixture.normalised != 0, chosen[b], weights[b])
     group_rows(chosen, offsets, rows, places)
 
@@ -264,6 +285,8 @@ def add_experts(layers, mixtures, i, n_rows, n_threads):
     jobs = np.empty((2 * (min(n_slots, n_expert) + 1), N_COLUMNS), np.int64)
     _expect_down(table[2], offsets)
     run_jobs(jobs[: _gate_and_up(layer, mixture, offsets, rows, n_rows, jobs)], n_threads)
+    hidden = mixture.hidden, mixture.hidden_row
+    _add_biases(hidden, offsets, mixture.hidden_bias, 2 * mixture.n_ff)
     _gate_rows(layer.activation, mixture, 0, n_slots, mixture.n_ff, table[2, PLANES])
     if mixture.n_shared:
         n_planes = matrices[SHARED + 2, PLANES]
@@ -271,6 +294,7 @@ def add_experts(layers, mixtures, i, n_rows, n_threads):
     expect(layer.regions + REGION * N_MATRICES)
     run_jobs(jobs[: _down(layer, mixture, offsets, n_slots, n_rows, jobs)], n_threads)
 
+    _add_biases((mixture.results, 4 * n_embd), offsets, mixture.result_bias, n_embd)
     results = float_rows(mixture.results, n_slots + n_rows, n_embd)
     x, normed = float_rows(layer.x, n_rows, n_embd), float_rows(layer.normed, n_rows, n_embd)
     shared_gate = floats(mixture.shared_gate, n_embd)

@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit, prange
 
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
-from sparsekv_cli.cpu.layer.prefill import widen
+from sparsekv_cli.cpu.layer.prefill import rounded, widen
 
 LEAST_SUM = np.float32(2**-14)  # the smallest normal f16, as in llama.cpp's build_moe_ffn
 
@@ -91,6 +91,20 @@ def group_ref(chosen: np.ndarray, n_expert: int) -> tuple[np.ndarray, np.ndarray
     places[order] = np.arange(chosen.size)
     offsets = np.searchsorted(chosen.reshape(-1)[order], np.arange(n_expert + 1))
     return offsets, order // chosen.shape[1], places.reshape(chosen.shape)
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def add_biases(results, offsets, biases, n_threads):
+    """results[p] += biases[e] for expert e's pairs p, grouped as above.
+
+    results (pairs, n), f32 or bf16; biases f32 (experts, n).
+    """
+    n_expert = biases.shape[0]
+    for part in prange(n_threads):
+        for e in range(part * n_expert // n_threads, (part + 1) * n_expert // n_threads):
+            for p in range(offsets[e], offsets[e + 1]):
+                for c in range(results.shape[1]):
+                    results[p, c] = rounded(results, widen(results[p, c]) + biases[e, c])
 
 
 @njit(cache=True, nogil=True)

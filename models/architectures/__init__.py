@@ -16,6 +16,7 @@ from sparsekv_cli.errors import UnsupportedModelError
 ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3",
+    "gpt-oss": "gpt_oss",
     "granite": "granite",
     "granitemoe": "granitemoe",
     "llama": "llama",
@@ -43,12 +44,14 @@ class Mixture:
         ``feed_forward_length``.
     shared: an expert that all tokens take: ``none``; ``optional``, where its length is stated;
         ``gated``: always there, and weighed by the sigmoid of a product with the token.
+    biases: whether router, gates, ups and downs have biases.
     """
 
     required: bool = True
     normalised: bool = True
     own_length: bool = True
     shared: str = "none"
+    biases: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,9 @@ class Architecture:
         otherwise i and i + n_rot/2 (NEOX).
     qk_norm: attn_q_norm and attn_k_norm (RMS norm of each head before the rotation) must be there.
     qkv_bias: attn_{q,k,v}.bias must be there; where it is False they are used if present.
+    o_bias: attn_output.bias must be there; otherwise it must not.
+    sinks: attn_sinks must be there: of each head a score without a value in the softmax.
+    ffn_norm: the name of the tensor of the norm ahead of the feed-forward.
     fused_gate_up: ffn_up holds the rows of the gate, then those of up.
     no_rope_step: every so many layers the last one is not rotated; 0: all are.
     scalars: keys that only some architectures have, of SCALARS in models/hparams.py.
@@ -91,6 +97,9 @@ class Architecture:
     rope_interleaved: bool
     qk_norm: bool = False
     qkv_bias: bool = False
+    o_bias: bool = False
+    sinks: bool = False
+    ffn_norm: str = "ffn_norm"
     fused_gate_up: bool = False
     no_rope_step: int = 0
     scalars: tuple[str, ...] = ()

@@ -14,7 +14,14 @@ import numpy as np
 N_SINKS = 4  # the first tokens, always attended
 FULL = "full"  # the kind of layers that attend to all rows, and that methods change
 WINDOW = "window"  # that of layers that attend to the last rows
+N_SPARE = 128  # rows ahead of a window that stay: so many steps can always be taken back
+N_STEPS = 128  # decode steps between two moves of a window layer's rows
 NO_SINKS = np.empty(0, np.float32)
+
+
+def window_rows(window: int) -> int:
+    """Rows that a window layer has memory for, at most."""
+    return window + N_SPARE + N_STEPS
 
 
 class AttnInput(NamedTuple):

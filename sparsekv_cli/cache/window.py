@@ -9,11 +9,8 @@ import numpy as np
 
 from sparsekv_cli.cache.attend import attend_dense
 from sparsekv_cli.cache.layer import LayerCache
-from sparsekv_cli.cache.spec import AttnInput, LayerSpec, Memory
+from sparsekv_cli.cache.spec import N_SPARE, AttnInput, LayerSpec, Memory, window_rows
 from sparsekv_cli.cache.store import KVStore
-
-N_SPARE = 128  # rows ahead of the window that stay: so many steps can always be taken back
-N_STEPS = 128  # decode steps between two moves of the rows
 
 
 class WindowCache(LayerCache):
@@ -21,8 +18,8 @@ class WindowCache(LayerCache):
 
     ``store`` holds the sequence's rows from ``first`` on. A sequence goes back where its window is
     still there: by ``N_SPARE`` rows, and to where its last prefill began, while that runs, or
-    ended, because those rows are copied when they would go. Its steps are in no ledger, because no
-    method has a part in them.
+    ended, because those rows are copied when they would go. Of its steps only the bytes that they
+    read are counted, because no method has a part in them.
     """
 
     attends_to_some = False
@@ -56,6 +53,8 @@ class WindowCache(LayerCache):
     def decode(self, x: AttnInput) -> np.ndarray:
         self._make_room(1)
         self.store.append_row(x.k, x.v)
+        n = min(self.store.n, self.spec.window)
+        self.ledger.counts["bytes_read"] += self.spec.n_head_kv * n * self.store.row_bytes
         return attend_dense(x.q[:, 0], self.store, self.spec)
 
     def reserve(self, n: int) -> None:
@@ -82,7 +81,7 @@ class WindowCache(LayerCache):
 
     @property
     def _capacity(self) -> int:
-        return self.spec.window + N_SPARE + N_STEPS
+        return window_rows(self.spec.window)
 
     def _rows_of(self, n: int) -> range:
         """The positions below n that the query at n sees."""
@@ -103,21 +102,21 @@ class WindowCache(LayerCache):
         kept = self._rows_to_keep()
         self._move(kept, max(self._capacity, len(kept) + n_new))
 
-    def _move(self, kept: range, capacity: int) -> None:
-        """Keeps these positions, in memory for ``capacity`` rows, and what ``_mark`` needs."""
+    def _move(self, kept: range, n_room: int) -> None:
+        """Keeps these positions, in memory for ``n_room`` rows, and what ``_mark`` needs."""
         marked = self._rows_of(self._mark)
         if self._kept is None and marked.start < kept.start and self._mark:
             self._kept = marked.start, _cut(self.store, self.first, marked)
-        self.store = _cut(self.store, self.first, kept, capacity)
+        self.store = _cut(self.store, self.first, kept, n_room)
         self.first = kept.start
 
 
-def _cut(store: KVStore, first: int, kept: range, capacity: int = 0) -> KVStore:
+def _cut(store: KVStore, first: int, kept: range, n_room: int = 0) -> KVStore:
     """A store with the rows of these positions of one that begins at ``first``."""
     new = copy.copy(store)
     rows = slice(kept.start - first, kept.stop - first)
     k, v = store.k[:, rows], store.v[:, rows]
     new.k, new.v, new.n = store.k[:, :0], store.v[:, :0], 0
-    new.reserve(max(capacity, len(kept)))
+    new.reserve(max(n_room, len(kept)))
     new.k[:, : len(kept)], new.v[:, : len(kept)], new.n = k, v, len(kept)
     return new

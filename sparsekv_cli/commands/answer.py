@@ -215,6 +215,8 @@ def ledger_line(session: Session, method: str) -> str:
         f"{100 * ledger['rows_attended'] / total:.1f}% attended, "
         f"{ledger['bytes_host'] / 2**20:.1f} MiB host"
     )
+    for kind in (name.removeprefix("bytes_host_") for name in ledger if "bytes_host_" in name):
+        text += f" ({ledger[f'bytes_host_{kind}'] / 2**20:.1f} in {kind} layers)"
     if session.sparse_from:
         text += f", sparse from {session.sparse_from} tokens on"
     if ledger["bytes_device"]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sparsekv_cli.models.gguf.file import GGUFFile
     from sparsekv_cli.models.hparams import LayerParams
 
+CONTEXT = 32768  # tokens for which the memory of K and V is shown
 SPECIAL_ID_SUFFIX = "_token_id"
 
 
@@ -89,11 +90,15 @@ def summarise(gguf: GGUFFile, problem: SparseKVError | None) -> dict[str, Any]:
     hyperparameters: dict[str, Any] | None = None
     rope: dict[str, Any] | None = None
     kv_cache: dict[str, Any] | None = None
+    layers: list[dict[str, Any]] | None = None
     with contextlib.suppress(SparseKVError):  # `problem` says what is wrong with them
         hparams = read_hparams(gguf)
         kv_cache = _kv_cache(hparams.layers, sum(info.n_bytes for info in gguf.tensors.values()))
         hyperparameters = dataclasses.asdict(hparams)
         rope = hyperparameters.pop("rope")
+        own = hyperparameters.pop("window_rope")
+        rope |= {f"window_{key}": x for key, x in (own or {}).items() if x != rope[key]}
+        layers = _by_kind(hparams.layers)
         hyperparameters |= _sizes(hyperparameters.pop("layers"))
     tensors = gguf.tensors.values()
     n_parameters = sum(info.n_elements for info in tensors)
@@ -118,6 +123,7 @@ def summarise(gguf: GGUFFile, problem: SparseKVError | None) -> dict[str, Any]:
         "kv_cache": kv_cache,
         "hyperparameters": hyperparameters,
         "rope": rope,
+        "layers": layers,
         "experts": _experts(gguf, str(architecture)),
         "problem": str(problem).removeprefix(f"{gguf.path}: ") if problem else None,
         "tokenizer": _tokenizer(gguf),
@@ -140,6 +146,19 @@ def _kv_cache(layers: Sequence[LayerParams], n_weights: int) -> dict[str, Any]:
         fitting = None if available is None else fitting_context(available - n_weights, size)
         types[kind] = {"bytes_a_token": size, "fitting_context": fitting}
     return {"memory_available": available, "types": types}
+
+
+def _by_kind(layers: Sequence[LayerParams]) -> list[dict[str, Any]]:
+    """Of each kind of layers how many there are, and what their K and V take at CONTEXT tokens.
+
+    In f16; a quantised cache takes less.
+    """
+    kinds: dict[str, dict[str, Any]] = {}
+    for layer in layers:
+        row = kinds.setdefault(layer.kind, {"kind": layer.kind, "layers": 0, "bytes": 0})
+        row["layers"] += 1
+        row["bytes"] += layer.kv_bytes(CONTEXT)
+    return [{**row, "tokens": CONTEXT} for row in kinds.values()]
 
 
 def _experts(gguf: GGUFFile, architecture: str) -> dict[str, Any] | None:
@@ -251,6 +270,8 @@ def _show(summary: dict[str, Any], list_metadata: bool) -> None:
         shown = [(k, v) for k, v in summary["hyperparameters"].items() if k != "architecture"]
         print_pairs("hyper-parameters", shown)
         print_pairs("rope", list(summary["rope"].items()))
+        kinds = [(each["kind"], each["layers"], size(each["bytes"])) for each in summary["layers"]]
+        print_table("layers", ("kind", "layers", f"f16 KV at {CONTEXT} tokens"), kinds)
     if summary["tokenizer"]:
         print_pairs("tokenizer", _tokenizer_rows(summary["tokenizer"]))
     if list_metadata:

@@ -158,9 +158,7 @@ def free_bytes(device: torch.device, limit: float) -> int | None:
 
 def kv_bytes(hparams: HParams, n_ctx: int) -> int:
     """K and V of n_ctx tokens in f16."""
-    return sum(
-        2 * n_ctx * layer.n_head_kv * (layer.head_dim + layer.value_dim) for layer in hparams.layers
-    )
+    return sum(layer.kv_bytes(n_ctx) for layer in hparams.layers)
 
 
 def scratch_bytes(hparams: HParams, chunk: int) -> int:

@@ -80,8 +80,8 @@ class TorchRows:
         gate, up = gate_up.chunk(2, dim=1)
         return silu(gate).mul_(up)
 
-    def add(self, x: torch.Tensor, y: torch.Tensor, norm: None = None) -> None:
-        assert norm is None  # models with such norms do not run on a device
+    def add(self, x: torch.Tensor, y: torch.Tensor, norm: None = None, bias: None = None) -> None:
+        assert norm is None and bias is None  # models that have them do not run on a device
         x.add_(y, alpha=self._hparams.residual_scale)
 
 

@@ -60,6 +60,7 @@ class FAEDKV(Method):
     paper: ClassVar[str] = "FAEDKV: Infinite-Window Fourier Transform (Li et al.)"
     description: ClassVar[str] = "K and V as some of their frequencies along the tokens"
     holds_all_rows: ClassVar[bool] = False
+    attends_with: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[str] = CALIBRATION
     cache_types: ClassVar[tuple[str, ...]] = ("f16",)
     presets: ClassVar[dict[str, dict[str, Any]]] = {

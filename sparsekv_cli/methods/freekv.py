@@ -77,6 +77,7 @@ class FreeKV(Method):
 
     paper: ClassVar[str] = "arXiv:2505.13109"
     description: ClassVar[str] = "pages recalled a step ahead, and corrected where the query turns"
+    attends_with: ClassVar[tuple[str, ...]] = ()
     work_of_a_head: ClassVar[int] = 2048
     cache_types: ClassVar[tuple[str, ...]] = ("f16",)
     device_cache: ClassVar[str] = "freekv:DeviceFreeKV"

@@ -67,6 +67,7 @@ class LFPS(Method):
 
     paper: ClassVar[str] = "arXiv:2506.15704"
     description: ClassVar[str] = "candidates from tables of past attention (vertical and slash)"
+    attends_with: ClassVar[tuple[str, ...]] = ()
     work_of_a_head: ClassVar[int] = 1280
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},

@@ -57,6 +57,7 @@ class SALS(Method):
     paper: ClassVar[str] = "SALS: Sparse Attention in Latent Space (Mu et al., 2025)"
     description: ClassVar[str] = "low-rank keys and 4-bit values, scored as latents"
     holds_all_rows: ClassVar[bool] = False
+    attends_with: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[str] = CALIBRATION
     cache_types: ClassVar[tuple[str, ...]] = ("f16",)
     device_cache: ClassVar[str] = "sals:DeviceSALS"

@@ -185,7 +185,7 @@ def test_an_unsupported_architecture_is_shown(
     assert inspect(path, "--json") == 0
     summary = read_json(capsys)
     assert summary["architecture"] == "mamba"
-    assert "'mamba' is not supported; supported are granite, " in summary["problem"]
+    assert "'mamba' is not supported; supported are gemma2, " in summary["problem"]
     assert summary["parameters"] == 320
 
 

@@ -20,7 +20,7 @@ from gguf.quants import dequantize
 PAIRING = {
     **dict.fromkeys(("granite", "granitemoe", "llama", "mistral3", "smollm3"), "norm"),
     **dict.fromkeys(("qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3moe"), "neox"),
-    **dict.fromkeys(("gemma2", "gemma3", "phi3", "qwen3vl", "qwen3vlmoe"), "neox"),
+    **dict.fromkeys(("gemma2", "gemma3", "gpt-oss", "phi3", "qwen3vl", "qwen3vlmoe"), "neox"),
 }
 
 
@@ -110,15 +110,20 @@ def attention(
         scores = q[:, head] @ k[:, head // group].T / divisor
         scores = capped(scores, model.key("attn_logit_softcapping", 0.0))
         scores[hidden_rows] = -np.inf
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
+        sink = -np.inf
+        if f"blk.{layer}.attn_sinks.weight" in model.tensors:
+            sink = model.tensor(f"blk.{layer}.attn_sinks.weight")[head]
+        peak = np.maximum(scores.max(axis=-1, keepdims=True), sink)
+        weights = np.exp(scores - peak)
+        weights /= weights.sum(axis=-1, keepdims=True) + np.exp(sink - peak)
         heads.append(weights @ v[:, head // group])  # (T, d)
     return model.project(layer, "attn_output", np.concatenate(heads, axis=-1))
 
 
 def feed_forward(model: ReferenceModel, layer: int, hidden: np.ndarray) -> np.ndarray:
     """The feed-forward block's output (T, E) for hidden (T, E)."""
-    x = rms_norm(hidden, model.tensor(f"blk.{layer}.ffn_norm.weight"), model.epsilon)
+    name = "post_attention_norm" if model.arch == "gpt-oss" else "ffn_norm"
+    x = rms_norm(hidden, model.tensor(f"blk.{layer}.{name}.weight"), model.epsilon)
     prefix = f"blk.{layer}.ffn_"
     if f"{prefix}gate_inp.weight" in model.tensors:
         return mixture(model, prefix, x)
@@ -149,6 +154,8 @@ def mixture(model: ReferenceModel, prefix: str, x: np.ndarray) -> np.ndarray:
     A shared expert, if there is one, adds to that, in qwen2moe times the sigmoid of a product.
     """
     gates, ups, downs = (model.tensor(f"{prefix}{name}_exps.weight") for name in NAMES)
+    if model.arch == "gpt-oss":
+        return clamped_mixture(model, prefix, x, gates, ups, downs)
     probabilities = np.exp(log_softmax(x @ model.tensor(f"{prefix}gate_inp.weight").T))
     out = np.zeros_like(x)
     for row, shares in enumerate(probabilities):
@@ -164,6 +171,28 @@ def mixture(model: ReferenceModel, prefix: str, x: np.ndarray) -> np.ndarray:
             product = x @ model.tensor(f"{prefix}gate_inp_shexp.weight")
             shared = shared / (1 + np.exp(-product))[:, None]
         out += shared
+    return out
+
+
+def clamped_mixture(
+    model: ReferenceModel,
+    prefix: str,
+    x: np.ndarray,
+    gates: np.ndarray,
+    ups: np.ndarray,
+    downs: np.ndarray,
+) -> np.ndarray:
+    """gpt-oss's experts: biases everywhere, a softmax of the chosen ones, a clamped SwiGLU."""
+    biases = [model.tensor(f"{prefix}{name}_exps.bias") for name in NAMES]
+    scores = x @ model.tensor(f"{prefix}gate_inp.weight").T + model.tensor(f"{prefix}gate_inp.bias")
+    out = np.zeros_like(x)
+    for row, logits in enumerate(scores):
+        chosen = np.argsort(-logits, kind="stable")[: model.key("expert_used_count", 0)]
+        for e, share in zip(chosen, np.exp(log_softmax(logits[chosen])), strict=True):
+            gate = np.minimum(gates[e] @ x[row] + biases[0][e], np.float32(7))
+            up = np.clip(ups[e] @ x[row] + biases[1][e], -7, 7)
+            hidden = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+            out[row] += share * (downs[e] @ hidden.astype(np.float32) + biases[2][e])
     return out
 
 
@@ -270,7 +299,7 @@ class ReferenceModel:
 
     def window(self, layer: int) -> int:
         """Tokens that a layer attends to; 0: all. Every sixth layer of Gemma 3 attends to all."""
-        step = {"gemma2": 2, "gemma3": 6}.get(self.arch, 0)
+        step = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}.get(self.arch, 0)
         size = self.key("attention.sliding_window", 0)
         return size if step and layer % step != step - 1 else 0
 

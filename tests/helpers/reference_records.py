@@ -81,6 +81,7 @@ LONG_CASES: dict[str, dict[str, Any]] = {
 LONG_CASES |= {
     "mixtral": {"arch": "llama", "experts": Experts(own_length=False), "n_layer": 2, **_MILD},
     "qwen2moe": {**LONG_CASES["qwen2moe"], "tied": False},
+    "gpt-oss": {**LONG_CASES["gpt-oss"], "tied": False},
     "granite_without_rope": {
         **LONG_CASES["granite"],
         "metadata": {"granite.rope.scaling.finetuned": False},
@@ -91,7 +92,7 @@ LONG_CASES |= {
 }  # fmt: skip
 QUANTISED_CASES = {
     f"{name}_Q8_0": {**LONG_CASES[name], "wtype": "Q8_0", "n_layer": 1}
-    for name in ("qwen2moe", "qwen3moe", "granitemoe", "phi3", "mistral3")
+    for name in ("qwen2moe", "qwen3moe", "granitemoe", "phi3", "mistral3", "gemma2", "gpt-oss")
 }
 
 

@@ -25,7 +25,8 @@ ORIGINAL_CONTEXT = 96  # of mistral3 and phi3: what depends on it shows in a pro
 class Experts:
     """n_used of n experts of length n_ff; n_shared: length of the shared one, gate: whether gated.
 
-    own_length: whether the length has a key of its own, or is feed_forward_length.
+    own_length: whether the length has a key of its own, or is feed_forward_length. biases: of the
+    router and of the experts' matrices.
     """
 
     n: int = 8
@@ -34,6 +35,7 @@ class Experts:
     n_shared: int = 0
     gate: bool = False
     own_length: bool = True
+    biases: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class Traits:
 
     rotated: share of a head's dims. no_rope_step: of so many layers the last is not turned.
     post_norms: norms of what a block adds. fused: attn_qkv, and ffn_up with the gate's rows first.
-    factors: LongRoPE's tensors.
+    factors: LongRoPE's tensors. sinks: a score of each head without a value, and a bias of the
+    output; the norm ahead of the experts has the name of a norm behind attention.
     keys: metadata, without the architecture's name; a list is an array of integers.
     """
 
@@ -55,6 +58,7 @@ class Traits:
     factors: bool = False
     experts: Experts | None = None
     post_norms: bool = False
+    sinks: bool = False
     keys: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -84,6 +88,17 @@ TRAITS = {
             "attention.sliding_window": 40,
             "attn_logit_softcapping": 2.0,
             "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gpt-oss": Traits(
+        biases=True,
+        sinks=True,
+        experts=Experts(biases=True),
+        keys={
+            "attention.sliding_window": 40,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": ORIGINAL_CONTEXT,
         },
     ),
     "gemma3": Traits(

@@ -194,6 +194,10 @@ def make_model(
             values = mean + std * bell(tensor_rng(seed, name), (size,))
             writer.add_tensor(name, values.astype(np.float32))
 
+    def table(name: str, n_out: int, size: int, std: float) -> None:
+        """F32 vectors, such as biases of experts, of mean 0."""
+        writer.add_tensor(name, random_rows(tensor_rng(seed, name), "F32", n_out, size, std))
+
     matrix("token_embd.weight", n_vocab, n_embd)
     vector("output_norm.weight", n_embd, 1.0, 0.1)
     if not tied:
@@ -221,7 +225,12 @@ def make_model(
             vector(prefix + "attn_q_norm.weight", width, 1.0, 0.3)
             vector(prefix + "attn_k_norm.weight", width, 1.0, 0.3)
         matrix(prefix + "attn_output.weight", n_embd, n_head * value_width)
-        vector(prefix + "ffn_norm.weight", n_embd, 1.0, 0.1)
+        if traits.sinks:
+            vector(prefix + "attn_output.bias", n_embd, 0.0, 0.2)
+            vector(prefix + "attn_sinks.weight", n_head, 3.0, 1.0)
+            vector(prefix + "post_attention_norm.weight", n_embd, 1.0, 0.1)
+        else:
+            vector(prefix + "ffn_norm.weight", n_embd, 1.0, 0.1)
         if traits.post_norms:
             vector(prefix + "post_attention_norm.weight", n_embd, 1.0, 0.3)
             vector(prefix + "post_ffw_norm.weight", n_embd, 1.0, 0.3)
@@ -230,6 +239,11 @@ def make_model(
             matrix(prefix + "ffn_gate_exps.weight", experts.n_ff, n_embd, n=experts.n)
             matrix(prefix + "ffn_up_exps.weight", experts.n_ff, n_embd, n=experts.n)
             matrix(prefix + "ffn_down_exps.weight", n_embd, experts.n_ff, n=experts.n)
+            if experts.biases:
+                vector(prefix + "ffn_gate_inp.bias", experts.n, 0.0, 0.5)
+                table(prefix + "ffn_gate_exps.bias", experts.n, experts.n_ff, 4.0)
+                table(prefix + "ffn_up_exps.bias", experts.n, experts.n_ff, 4.0)
+                table(prefix + "ffn_down_exps.bias", experts.n, n_embd, 0.2)
             if experts.gate:
                 vector(prefix + "ffn_gate_inp_shexp.weight", n_embd, 0.0, 0.1)
             if experts.n_shared:

@@ -1,6 +1,7 @@
 """Every method on every architecture beyond the first three: whole sessions on tiny models.
 
-Layers without RoPE, partial rotation, queries scaled by position, other attention scales, experts.
+Layers without RoPE, partial rotation, queries scaled by position, other attention scales, experts,
+windows, softcaps and sinks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from tiny_sessions import CHUNK, decoded, tokens
 from sparsekv_cli.cache.layer import SelectingCache
 from sparsekv_cli.cache.spec import N_SINKS, Budget
 from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import METHODS
 from sparsekv_cli.methods.fasa import FASA
 from sparsekv_cli.methods.quest import Quest
@@ -24,14 +26,42 @@ from sparsekv_cli.session import load_session
 
 SPARSE = [name for name in METHODS if name != "full"]
 # Those whose attention is another one; the others differ from them in nothing that a method sees.
-OWN_ATTENTION = ("smollm3", "phi3", "mistral3", "granitemoe", "granite_without_rope")
+OWN_ATTENTION = (
+    "smollm3", "phi3", "mistral3", "granitemoe", "granite_without_rope", "gemma3", "gpt-oss",
+)  # fmt: skip
+# What methods refuse whose own kernels attend: softcaps and sinks.
+REFUSED = {
+    (name, case)
+    for name in ("lfps", "fasa", "sals", "freekv", "faedkv")
+    for case in ("gemma2", "gpt-oss")
+}
 OTHERS = [name for name in LONG_CASES if name not in OWN_ATTENTION]
-CASES = [*OWN_ATTENTION, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 N_PROMPT, N_STEPS = 300, 12  # faedkv compresses no shorter prompts; mistral3, phi3 change at 96
 
 
+# Gemma 3 with every other layer a full one, so that two are enough.
+SHORTER = {"gemma3": {"n_layer": 2, "metadata": {"gemma3.attention.sliding_window_pattern": 2}}}
+
+
 def shape(case: str) -> dict:
-    return {"n_ctx": 320, **LONG_CASES[case], "attention_gain": 3.0}
+    return {"n_ctx": 320, **LONG_CASES[case], "attention_gain": 3.0, **SHORTER.get(case, {})}
+
+
+def pairs(names) -> list:
+    """Every method on every architecture that it does not refuse."""
+    return [
+        pytest.param(name, case, marks=() if case in OWN_ATTENTION else pytest.mark.slow)
+        for name in names
+        for case in (*OWN_ATTENTION, *OTHERS)
+        if (name, case) not in REFUSED
+    ]
+
+
+@pytest.mark.parametrize(("name", "case"), sorted(REFUSED))
+def test_what_a_method_cannot_attend_with_is_refused_by_name(name, case, session_of):
+    what = "softcaps" if case == "gemma2" else "sinks"
+    with pytest.raises(SparseKVError, match=f"method {name} does not attend with {what}"):
+        session_of(name, shape=shape(case))
 
 
 def open_pair(session_of, name: str, case: str, budget: str, options=None):
@@ -43,8 +73,7 @@ def open_pair(session_of, name: str, case: str, budget: str, options=None):
     return full, sparse
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize(("name", "case"), pairs(SPARSE))
 def test_a_budget_of_the_context_changes_no_bit_and_a_small_one_is_counted(name, case, session_of):
     """Calibrations of the models are made for it."""
     full, whole = open_pair(session_of, name, case, "100%")
@@ -82,8 +111,7 @@ NEARER = {"freekv", "faedkv", "h2o", "snapkv"}
 LIMITS = dict.fromkeys(FORCED, 1e-9) | {"sals": 1e-4}
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", FORCED)
+@pytest.mark.parametrize(("name", "case"), pairs(FORCED))
 def test_the_sparse_path_over_all_rows_is_full(name, case, session_of, tiny_model, monkeypatch):
     full = session_of("full", shape=shape(case))
     config = SessionConfig(threads=1, prefill_dtype="f32", chunk=CHUNK)
@@ -100,13 +128,14 @@ def test_the_sparse_path_over_all_rows_is_full(name, case, session_of, tiny_mode
     assert nmse(decoded(full, text), decoded(sparse, text)) < LIMITS[name]
     n = N_PROMPT + N_STEPS
     for cache in sparse.caches:
+        if cache.spec.kind == "window":
+            continue
         _, counts = cache.attended
         assert set(counts.tolist()) == {n}
     sparse.gguf.close()
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", sorted(NEARER))
+@pytest.mark.parametrize(("name", "case"), pairs(sorted(NEARER)))
 def test_most_rows_are_nearer_to_full_than_few(name, case, session_of):
     text, errors = tokens(N_STEPS, 1), []
     for budget in ("10", "85%"):

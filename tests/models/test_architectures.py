@@ -178,6 +178,12 @@ def test_repacked_experts_give_the_same_logits(name, tmp_path):
         ("mistral3", "attention.temperature_scale", 0.0),
         ("mistral3", "rope.scaling.yarn_log_multiplier", 0.0),
         ("qwen3moe", "expert_used_count", 2),
+        ("gemma2", "attention.sliding_window", 400),
+        ("gemma2", "attn_logit_softcapping", 0.0),
+        ("gemma2", "final_logit_softcapping", 0.0),
+        ("gemma3", "attention.sliding_window", 400),
+        ("gemma3", "rope.freq_base_swa", 50000.0),
+        ("gpt-oss", "attention.sliding_window", 400),
     ],
 )
 def test_the_cases_show_what_they_are_for(name, key, value, tmp_path, monkeypatch):

@@ -327,3 +327,35 @@ def test_unsupported_is_told_from_broken(tmp_path: Path) -> None:
     with pytest.raises(SparseKVError) as caught:
         read(tmp_path, block_count=uint32("llama.block_count", 0))
     assert not isinstance(caught.value, UnsupportedModelError)
+
+
+def windows(tmp_path: Path, arch: str, n_layer: int, *more: bytes) -> list[int]:
+    """The layers' windows of a model of this architecture."""
+    pairs = [
+        string("general.architecture", arch),
+        uint32(f"{arch}.block_count", n_layer),
+        *(uint32(f"{arch}.{name}", 64) for name in ("context_length", "embedding_length")),
+        uint32(f"{arch}.feed_forward_length", 64),
+        uint32(f"{arch}.attention.head_count", 4),
+        float32(f"{arch}.attention.layer_norm_rms_epsilon", 1e-6),
+        uint32(f"{arch}.vocab_size", 8),
+        *more,
+    ]
+    return [each.window for each in read_hparams(open_gguf(Builder(pairs).write(tmp_path))).layers]
+
+
+def test_windows(tmp_path: Path) -> None:
+    size = uint32("gemma3.attention.sliding_window", 512)
+    assert windows(tmp_path, "gemma3", 7, size) == [512] * 5 + [0, 512]
+    name = "gemma3.attention.sliding_window_pattern"
+    assert windows(tmp_path, "gemma3", 3, size, uint32(name, 2)) == [512, 0, 512]
+    flags = array(name, BOOL, 3, b"\1\0\0")
+    assert windows(tmp_path, "gemma3", 3, size, flags) == [512, 0, 0]
+    assert windows(tmp_path, "gemma3", 2) == [0, 0]
+    none = uint32("gemma3.attention.sliding_window", 0)
+    assert windows(tmp_path, "gemma3", 2, none) == [0, 0]
+    assert windows(tmp_path, "gemma2", 3) == [4096, 0, 4096]
+    with pytest.raises(SparseKVError, match="sliding_window_pattern has 3 values for 4 layers"):
+        windows(tmp_path, "gemma3", 4, size, flags)
+    with pytest.raises(SparseKVError, match="must be a whole number, or a flag for each layer"):
+        windows(tmp_path, "gemma3", 4, size, string(name, "all"))
