@@ -162,7 +162,8 @@ def make_model(
             writer.add_rope_scaling_orig_ctx_len(rope_scaling[2])
     add_tokenizer(writer, n_vocab, chat_template)
     for key, value in traits.keys.items():
-        add_value(writer, f"{arch}.{key}", np.uint32(value) if type(value) is int else value)
+        if f"{arch}.{key}" not in (metadata or {}):
+            add_value(writer, f"{arch}.{key}", np.uint32(value) if type(value) is int else value)
     for key, value in (metadata or {}).items():
         add_value(writer, key, value)
 

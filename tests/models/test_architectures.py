@@ -75,6 +75,8 @@ def test_logits_are_llama_cpps(case):
     check(name, after_rewind[-2:], LONG_POSITIONS[1:])
     assert nmse(prefilled[-N_DECODED:], after_rewind) < 1e-6
     session.rewind(99)
+    if len(session.tokens) < 99:  # window layers do not have those rows any more
+        session.prefill(IDS[len(session.tokens) : 99])
     parts = [session.prefill(IDS[99:100])[None], session.prefill(IDS[100:], all_logits=True)[-2:]]
     check(name, np.concatenate(parts))
 
