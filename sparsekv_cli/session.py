@@ -151,7 +151,7 @@ class Session:
         on_calibrate: calibrations.OnCalibrate | None = None,
     ) -> list[LayerSpec]:
         """The layers' specs for ``method``, which is calibrated and compiled first if necessary."""
-        method.check(self.decoder.layer_specs())
+        method.check_attention(self.decoder.layer_specs())
         specs = self.calibrations.specs(method, on_calibrate)
         if self.engine.decodes_on_host(method):
             warmup.compile_method_kernels(self.decoder, method, specs, on_compile)

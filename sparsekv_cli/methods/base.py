@@ -103,7 +103,7 @@ class Method(ABC):
                     f"changes; those that attend to all rows are {full or 'none'}"
                 )
 
-    def check(self, specs: Sequence[LayerSpec]) -> None:
+    def check_attention(self, specs: Sequence[LayerSpec]) -> None:
         """SparseKVError for layers whose attention the method does not have."""
         has = {
             "sinks": any(len(spec.sinks) for spec in full_layers(specs)),
