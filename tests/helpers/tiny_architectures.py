@@ -155,3 +155,21 @@ def add_expert_keys(writer: GGUFWriter, arch: str, experts: Experts) -> None:
         writer.add_uint32(f"{arch}.expert_feed_forward_length", experts.n_ff)
     if experts.n_shared:
         writer.add_uint32(f"{arch}.expert_shared_feed_forward_length", experts.n_shared)
+
+
+def add_value(writer: GGUFWriter, key: str, value: Any) -> None:
+    """One metadata value by its Python type."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_int32(key, value)
+    elif isinstance(value, np.uint32):
+        writer.add_uint32(key, int(value))
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, list):
+        writer.add_array(key, value)
+    else:
+        raise ValueError(f"metadata {key}: {type(value).__name__} is no kind of value here")

@@ -19,7 +19,14 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType, TokenType
 from gguf.constants import GGML_QUANT_SIZES
 from quantized_rows import set_iq1_m_scale
-from tiny_architectures import TRAITS, Experts, add_expert_keys, long_factors, rotated_dims
+from tiny_architectures import (
+    TRAITS,
+    Experts,
+    add_expert_keys,
+    add_value,
+    long_factors,
+    rotated_dims,
+)
 
 ARCHITECTURES = tuple(TRAITS)
 WEIGHT_STD = 0.05
@@ -391,21 +398,3 @@ def add_tokenizer(writer: GGUFWriter, n_vocab: int, chat_template: str | None) -
     writer.add_add_bos_token(True)
     if chat_template is not None:
         writer.add_chat_template(chat_template)
-
-
-def add_value(writer: GGUFWriter, key: str, value: Any) -> None:
-    """One metadata value by its Python type."""
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_int32(key, value)
-    elif isinstance(value, np.uint32):
-        writer.add_uint32(key, int(value))
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    elif isinstance(value, list):
-        writer.add_array(key, value)
-    else:
-        raise ValueError(f"metadata {key}: {type(value).__name__} is no kind of value here")
