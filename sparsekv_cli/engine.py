@@ -108,9 +108,9 @@ def open_engine(
     on_compile: OnCompile | None,
 ) -> Engine:
     """The engine that ``config.device`` names; SparseKVError where there is none or no room."""
-    if config.device == "auto" and hparams.host_only:
-        only = f"the GPU is not used: {hparams.host_only} run on the CPU"
-        device, note = None, only * may_have_device()
+    host_only = hparams.host_only or architecture.host_only
+    if config.device == "auto" and host_only:
+        device, note = None, f"the GPU is not used: {host_only} run on the CPU" * may_have_device()
     else:
         device, note = find_device(config.device)
     if device is not None:

@@ -111,6 +111,16 @@ class Architecture:
     embeds_by_width: bool = False
     wide_scale_layers: int = 0
 
+    @property
+    def host_only(self) -> str:
+        """What of its blocks runs on the CPU only, in words; empty if nothing does."""
+        parts = {
+            "norms behind its blocks": self.post_norms,
+            "sinks": self.sinks,
+            "its activation": self.activation != "silu",
+        }
+        return " and ".join(name for name, has in parts.items() if has)
+
 
 def architecture_of(name: str) -> Architecture:
     """The architecture ``general.architecture`` names; UnsupportedModelError if there is none."""

@@ -107,10 +107,10 @@ def open_device_engine(
     SparseKVError, with the numbers, for what does not fit. If ``config.kv`` is auto, a KV cache
     that does not fit stays on the host, and the engine's note says so.
     """
-    if hparams.host_only:
+    if host_only := hparams.host_only or architecture.host_only:
         raise SparseKVError(
-            f"architecture {hparams.architecture} with {hparams.host_only} does not run on a GPU; "
-            "use --device cpu"
+            f"architecture {hparams.architecture} with {host_only} does not run on a GPU; use "
+            "--device cpu"
         )
     if config.prefill_dtype == "int8":
         raise SparseKVError("--prefill-dtype int8 is of the CPU; a GPU's are f32 and bf16")
