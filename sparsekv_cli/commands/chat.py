@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 import click
 
-from sparsekv_cli.commands.answer import (
-    PrefillInterrupted,
-    keep_common,
-    ledger_line,
-    stream_answer,
-    timing_line,
-)
+from sparsekv_cli.commands.chat_commands import Chat, enter, respond, send
+from sparsekv_cli.commands.chat_conversation import ChatSettings, Conversation
 from sparsekv_cli.commands.help import GroupedCommand
 from sparsekv_cli.commands.options import Invocation, ModelOptions, model_options, open_session
 from sparsekv_cli.commands.prefix_options import PrefixOptions, prefix_options, use_prefixes
-from sparsekv_cli.commands.prompt import check_utf8, parse_special_option
+from sparsekv_cli.commands.prompt import check_utf8, parse_special_option, think_option
 from sparsekv_cli.commands.sampling_options import sampling_options, stop_option
-from sparsekv_cli.commands.terminal import one_line, say, write_text
-from sparsekv_cli.errors import LostModelError, SparseKVError
-from sparsekv_cli.generation.answer import STOP_INTERRUPT, STOP_LENGTH, Answer
-from sparsekv_cli.generation.conversation import CHATML_END, chat_template, encode_messages
-from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
-
-if TYPE_CHECKING:
-    from sparsekv_cli.sampling.grammar import Constraint
-    from sparsekv_cli.session import Sample, Session
-
-# "/word" alone or before other words; a path such as /etc/hosts is something to say.
-COMMAND = re.compile(r"/\w+(\s|$)")
-HELP = """\
-/clear  forget the conversation      /regen  answer the last message again
-/exit   leave (also /quit, Ctrl-D)   Ctrl-C  stop the answer; at the prompt: leave"""
+from sparsekv_cli.commands.terminal import one_line, say
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.generation.conversation import thinking_switch
+from sparsekv_cli.generation.sampler import SamplingOptions
 
 
 @click.command(cls=GroupedCommand, short_help="Talk to a model; the KV cache is kept across turns.")
@@ -52,6 +33,26 @@ HELP = """\
 )
 @stop_option
 @parse_special_option
+@think_option
+@click.option(
+    "--drop-thinking",
+    is_flag=True,
+    help="Leave what the model thought out of later prompts; what follows it is then read again.",
+)
+@click.option(
+    "--context-shift",
+    is_flag=True,
+    help="When the context is full, drop the oldest turns and read the others again; without it "
+    "the answer ends and the chat says so.",
+)
+@click.option(
+    "--keep",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=0,
+    help="With --context-shift: turns that begin within the first N tokens stay, as the system "
+    "message always does; 1: the first turn. [default: 0]",
+)
 @click.option("--stats", is_flag=True, help="Speed and KV rows on stderr after every answer.")
 @model_options()
 @prefix_options
@@ -67,6 +68,10 @@ def command(
     n_predict: int,
     stop: tuple[str, ...],
     parse_special: bool,
+    think: bool | None,
+    drop_thinking: bool,
+    context_shift: bool,
+    keep: int,
     stats: bool,
 ) -> None:
     """Talk to a model.
@@ -75,157 +80,52 @@ def command(
     command) and the answers go to stdout, a line break after each. A model without a chat template
     gets ChatML.
     """
+    if keep and not context_shift:
+        raise click.UsageError("--keep needs --context-shift", context)
     prompt, system = (
         None if text is None else check_utf8(text, f"the text given with {source}")
         for text, source in ((prompt, "-p"), (system, "-sys"))
     )
     session = open_session(options)
     use_prefixes(session, prefix)
-    constraint = new_constraint(session, sampling.grammar)
-    sampler = new_sampler(session, sampling, options.seed, constraint)
-    conversation = Conversation(session, sampler, system)
-    conversation.constraint = constraint
-    conversation.n_predict = n_predict
-    conversation.parse_special = parse_special
-    conversation.stops = stop if conversation.template else (*stop, CHATML_END)
-    if stats or context.ensure_object(Invocation).verbose:
-        conversation.stats_of = options.method
-    interactive = sys.stdin.isatty()
-    if interactive:
+    settings = ChatSettings(
+        sampling,
+        seed=options.seed,
+        n_predict=n_predict,
+        stop=stop,
+        parse_special=parse_special,
+        think=think,
+        drop_thinking=drop_thinking,
+        context_shift=context_shift,
+        keep=keep,
+    )
+    conversation = Conversation(session, settings, system)
+    thinking_switch(conversation.template, think)
+    shows_stats = stats or context.ensure_object(Invocation).verbose
+    chat = Chat(conversation, options, prefix, shows_stats)
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
         say(f"{options.method} attention, {session.n_ctx} tokens of context; /help for help")
-    messages = read_terminal() if interactive else read_lines()
     if prompt is not None:
-        respond(conversation, lambda: conversation.send(prompt))
-    for message in messages:
-        if message.strip() in ("/exit", "/quit"):
+        respond(chat, lambda: send(chat, prompt))
+    for entry in typed(chat) if is_terminal else lines():
+        if not enter(chat, entry):
             break
-        handle(conversation, message)
 
 
-class Conversation:
-    """The messages so far, and a session whose KV cache holds as much of them as it can."""
+def typed(chat: Chat) -> Iterator[str]:
+    """What is typed at a terminal, until Ctrl-D."""
+    from sparsekv_cli.commands.chat_prompt import entries  # slow to import
 
-    def __init__(self, session: Session, sample: Sample, system: str | None) -> None:
-        self.session = session
-        self.sample = sample
-        self.template = chat_template(session.gguf.metadata)
-        self.n_predict = -1
-        self.parse_special = False
-        self.constraint: Constraint | None = None
-        self.stats_of: str | None = None  # the method whose statistics follow an answer
-        self.stops: Sequence[str] = ()
-        self._opening = [] if system is None else [{"role": "system", "content": system}]
-        self.messages = list(self._opening)
-
-    def clear(self) -> None:
-        """Forgets everything but the system message."""
-        self.messages = list(self._opening)
-
-    def send(self, text: str) -> Answer:
-        """The answer to a new message. If there is none, the message is taken back."""
-        return self._answer([*self.messages, {"role": "user", "content": text}])
-
-    def regenerate(self) -> Answer:
-        """Another answer to the last message, in place of the one it has."""
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            raise SparseKVError("there is no answer to generate again")
-        return self._answer(self.messages[:-1])
-
-    def _answer(self, messages: list[dict[str, str]]) -> Answer:
-        session = self.session
-        ids = encode_messages(
-            session.tokenizer, self.template, messages, parse_special=self.parse_special
-        )
-        if len(ids) >= session.n_ctx:
-            raise SparseKVError(
-                f"the conversation takes {len(ids)} tokens and the context holds {session.n_ctx}: "
-                "/clear forgets it, -c N makes a larger context"
-            )
-        session.timings.reset()
-        new_ids = keep_common(session, ids)
-        answer = stream_answer(
-            session,
-            new_ids,
-            self.sample,
-            self.n_predict,
-            self.stops,
-            write_text,
-            self.constraint,
-        )
-        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
-        return answer
-
-    def ended_by_full_context(self, answer: Answer) -> bool:
-        """Whether the answer was cut because no more tokens fit."""
-        return answer.stop_reason == STOP_LENGTH and len(answer.tokens) != self.n_predict
-
-
-def handle(conversation: Conversation, message: str) -> None:
-    """One line of the user: a command, or something to say to the model."""
-    word = message.strip()
-    if not word:
-        return
-    if word == "/clear":
-        conversation.clear()
-        say("the conversation is forgotten")
-    elif word == "/regen":
-        respond(conversation, conversation.regenerate)
-    elif word == "/help":
-        say(HELP)
-    elif COMMAND.match(word):
-        say(f"{word}: no such command; /help lists them")
-    else:
-        respond(conversation, lambda: conversation.send(message))
-
-
-def respond(conversation: Conversation, generate: Callable[[], Answer]) -> None:
-    """Streams one answer; what cannot be answered becomes a line, and the conversation goes on.
-
-    Not without the model: LostModelError is passed on.
-    """
-    try:
-        answer = generate()
-    except LostModelError:
-        raise
-    except SparseKVError as error:
-        say(f"error: {one_line(str(error))}")
-        return
-    except PrefillInterrupted:
-        say("stopped before the answer began; the message is taken back")
-        return
-    if not answer.text.endswith("\n"):
-        write_text("\n")
-    if answer.stop_reason == STOP_INTERRUPT:
-        say("stopped")
-    elif conversation.ended_by_full_context(answer):
-        say("the context is full: /clear forgets the conversation, -c N makes a larger context")
-    if conversation.stats_of is not None:
-        say(timing_line(conversation.session))
-        say(ledger_line(conversation.session, conversation.stats_of))
-
-
-def read_terminal() -> Iterator[str]:
-    """Messages typed at a prompt, with line editing and history, until Ctrl-D."""
-    with contextlib.suppress(ImportError):  # Windows has no such module
-        import readline  # noqa: F401  (input() then edits lines and remembers them)
-    while True:
-        if not sys.stdout.isatty():
-            click.echo("> ", err=True, nl=False)  # stdout carries the answers only
+    for entry in entries(chat):
         try:
-            typed = input("> " if sys.stdout.isatty() else "")
-        except EOFError:
-            click.echo(err=True)
-            return
-        try:
-            message = check_utf8(typed, "what was typed")
+            yield check_utf8(entry, "what was typed")
         except SparseKVError as error:
             say(f"error: {one_line(str(error))}")
-            continue
-        yield message
 
 
-def read_lines() -> Iterator[str]:
-    """Messages piped to stdin, one a line. SparseKVError if they are not UTF-8."""
+def lines() -> Iterable[str]:
+    """What is piped to stdin, line by line. SparseKVError if it is not UTF-8."""
     for number, line in enumerate(getattr(sys.stdin, "buffer", sys.stdin), start=1):
         try:
             text = line.decode("utf-8") if isinstance(line, bytes) else line

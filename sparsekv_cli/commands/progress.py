@@ -11,10 +11,13 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 SECONDS_BEFORE_BAR = 0.3
+NARROW = 70  # columns of a terminal that has no room for the bar beside its numbers
 
 
 class PrefillProgress:
     """A bar that appears when a prefill takes a moment and goes when it is done.
+
+    It shows how many tokens a second are read, and how long the others will take.
 
     Call it with (done tokens, total tokens); use it as a context manager so that the bar is taken
     off the screen when an exception ends the prefill.
@@ -24,6 +27,7 @@ class PrefillProgress:
         self.label = label
         self.enabled = sys.stderr.isatty()
         self._start: float | None = None
+        self._n_start = 0  # tokens that were done by then
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
@@ -33,16 +37,19 @@ class PrefillProgress:
         if done >= total:
             self.close()
             return
+        now = time.monotonic()
         if self._start is None:
-            self._start = time.monotonic()
-        if time.monotonic() - self._start < SECONDS_BEFORE_BAR:
+            self._start, self._n_start = now, done
+        if now - self._start < SECONDS_BEFORE_BAR:
             return
         if self._bar is None:
             self._bar = _new_bar("tokens")
-            self._task = self._bar.add_task(self.label, total=total)
+            self._task = self._bar.add_task(self.label, total=total, rate="")
             self._bar.start()
         assert self._task is not None
-        self._bar.update(self._task, completed=done, total=total)
+        rate = (done - self._n_start) / (now - self._start)
+        told = f"{rate:.0f} t/s, {(total - done) / rate:.0f} s left" if rate else ""
+        self._bar.update(self._task, completed=done, total=total, rate=told)
 
     def close(self) -> None:
         """Takes the bar off the screen; a later call starts a new one."""
@@ -147,7 +154,7 @@ class CalibrationProgress:
 
 
 def _new_bar(unit: str) -> Progress:
-    """A bar that counts ``unit``; without one, it shows per cent."""
+    """A bar that counts ``unit``; without one, it shows per cent. Tokens have their rate, too."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -158,12 +165,14 @@ def _new_bar(unit: str) -> Progress:
         TimeElapsedColumn,
     )
 
+    console = Console(stderr=True)
+    bar = [BarColumn()] if console.width >= NARROW else []
     return Progress(
         TextColumn("{task.description}"),
-        BarColumn(),
+        *bar,
         MofNCompleteColumn() if unit else TaskProgressColumn(),
-        TextColumn(unit),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
+        TextColumn("{task.fields[rate]}" if unit == "tokens" else unit),
+        *([] if unit == "tokens" else [TimeElapsedColumn()]),
+        console=console,
         transient=True,
     )

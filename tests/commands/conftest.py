@@ -14,6 +14,7 @@ import pytest
 
 from sparsekv_cli.cli import main
 from sparsekv_cli.commands import chat as chat_module
+from sparsekv_cli.commands import chat_commands, chat_conversation
 from sparsekv_cli.commands import run as run_module
 from sparsekv_cli.sequence import Checkpoint
 from sparsekv_cli.session import Session
@@ -83,8 +84,10 @@ class FakeSession:
         self.n_threads = 2
         self.metadata: dict[str, Any] = {"general.architecture": "llama"}
         self.gguf = SimpleNamespace(metadata=self.metadata, path=Path("fake.gguf"), tensors={})
-        self.hparams = SimpleNamespace(n_vocab=258, n_ctx_train=4096)
-        self.engine = SimpleNamespace(first_steps=1)
+        self.hparams = SimpleNamespace(
+            n_vocab=258, n_ctx_train=4096, rope=SimpleNamespace(n_ctx_original=4096)
+        )
+        self.engine = SimpleNamespace(first_steps=1, shares_prefill=True)
         self.decoder = SimpleNamespace(weights=SimpleNamespace(bytes_a_step=lambda n_rows: 3000))
         self.tokenizer = ByteTokenizer()
         self.tokens: list[int] = []
@@ -109,11 +112,25 @@ class FakeSession:
         self.on_token: Callable[[int], None] = lambda n: None
         self.on_prefill: Callable[[], None] = lambda: None
         self.prefixes = None
+        self.methods: list[Any] = []  # those that were changed to
         self.closed = 0
         self.can_rewind_within = True
         self.rewinds: list[int] = []
 
     state = Session.state
+
+    def take_settings(self, _session: Any, sampling: Any, seed: int | None, _: Any) -> None:
+        """In place of ``new_sampler``."""
+        self.sampling, self.seed = dict(sampling.explicit), seed
+
+    def change_method(self, method: Any, *_: Any) -> None:
+        """Takes over what is there, unless the method is h2o."""
+        self.methods.append(method)
+        if method.name == "h2o":
+            self.reset()
+
+    def reset(self) -> None:
+        self.tokens, self.checkpoint = [], None
 
     def ledger_dict(self) -> dict[str, int]:
         return {**self.counts, "bytes_host": 10, "bytes_device": 0, "index_bytes": 1}
@@ -173,8 +190,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
     session = FakeSession()
     for module in (run_module, chat_module):
         monkeypatch.setattr(module, "open_session", lambda options: session)
+    for module in (run_module, chat_module, chat_commands):
         monkeypatch.setattr(module, "use_prefixes", lambda *arguments: None)
-        monkeypatch.setattr(module, "new_sampler", lambda *arguments: None)
+    monkeypatch.setattr(run_module, "new_sampler", lambda *arguments: None)
+    monkeypatch.setattr(chat_conversation, "new_sampler", session.take_settings)
     return session
 
 

@@ -7,9 +7,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
 from sparsekv_cli.cli import main
 
@@ -111,7 +115,7 @@ def test_unknown_commands_and_paths(fake: Any, invoke: Invoke) -> None:
     fake.script = ["a file<eos>"]
     result = invoke("chat", stdin=lines("/foo", "/clear now", "/etc/hosts is what?", "/help"))
     assert result.out == "a file\n"
-    assert "/foo: no such command" in result.err and "/clear now: no such" in result.err
+    assert "/foo: no such command" in result.err and "found 'now'" in result.err
     assert "/regen" in result.err
 
 
@@ -146,8 +150,8 @@ def test_full_context_before_and_during_an_answer(fake: Any, invoke: Invoke) -> 
     assert result.code == 0
     assert result.out.splitlines()[0] == "one" and result.out.splitlines()[-1] == "two"
     too_long, full, *_ = result.err.splitlines()
-    assert too_long.startswith("error: the conversation takes 78 tokens")
-    assert full.startswith("the context is full")
+    assert too_long.startswith("error: the conversation takes 78 tokens, the context holds 60")
+    assert full.startswith("the answer is cut, the context is full (60 of 60 tokens)")
     assert all("/clear" in line and "-c" in line for line in (too_long, full))
 
 
@@ -189,34 +193,111 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
-    """Runs ``chat`` at a terminal where the user does what ``actions`` say."""
+def terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """Runs ``chat`` at a terminal where the user presses keys."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
-    def run(*actions: str | type[BaseException]) -> tuple[int, str]:
-        remaining = list(actions)
+    def run(keys: str, *arguments: str) -> tuple[int, str]:
         out = Terminal()
-
-        def read(prompt: str) -> str:
-            out.write(prompt)
-            action = remaining.pop(0)
-            if isinstance(action, str):
-                return action
-            raise action
-
         monkeypatch.setattr(sys, "stdin", Terminal())
         monkeypatch.setattr(sys, "stdout", out)
-        monkeypatch.setattr("builtins.input", read)
-        with pytest.raises(SystemExit) as exit_info:
-            main(["chat"])
+        with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+            pipe.send_text(keys)
+            with pytest.raises(SystemExit) as exit_info:
+                main(["chat", *arguments])
         return int(exit_info.value.code or 0), out.getvalue()
 
     return run
 
 
 def test_at_a_terminal(fake: Any, terminal: Callable[..., tuple[int, str]]) -> None:
-    fake.script = ["one<eos>"]
-    assert terminal("A", EOFError) == (0, "> one\n> ")
+    fake.script = ["one<eos>", "two<eos>"]
+    assert terminal("A\r/undo\r!\r\x04") == (0, "one\ntwo\n")
+    assert prompts_of(fake)[1] == "[user]A!\n[assistant]"
 
 
-def test_ctrl_c_at_the_prompt_leaves(terminal: Callable[..., tuple[int, str]]) -> None:
-    assert terminal(KeyboardInterrupt)[0] == 130
+def test_ctrl_c_at_the_prompt_leaves(fake: Any, terminal: Callable[..., tuple[int, str]]) -> None:
+    assert terminal("no\x03\x03")[0] == 130 and fake.prompts == []
+
+
+# --- thinking -------------------------------------------------------------------------------------
+
+THOUGHT = "<think>\nhm\n</think>\n\nYes<eos>"
+
+
+def test_thinking_is_dim_at_a_terminal(
+    fake: Any, terminal: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.metadata["tokenizer.chat_template"] = TEMPLATE + "{# </think> #}"
+    fake.script = [THOUGHT] * 2
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    shown = terminal("A\r\x04")[1]
+    assert shown.replace("\x1b[0m\x1b[2m", "") == "\x1b[2mhm\x1b[0m\n\nYes\n"
+    fake.tokens.clear()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert terminal("A\r\x04")[1] == "<think>\nhm\n</think>\n\nYes\n"
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_thinking_is_kept_or_dropped(drops: bool, fake: Any, invoke: Invoke) -> None:
+    fake.metadata["tokenizer.chat_template"] = TEMPLATE + "{# </think> #}"
+    fake.script = [THOUGHT, "two<eos>"]
+    result = invoke("chat", *["--drop-thinking"] * drops, stdin=lines("A", "B"))
+    assert result.out == "Yes\ntwo\n" and result.err == "<think>\nhm\n</think>\n\n"
+    answer = "Yes" if drops else THOUGHT.removesuffix("<eos>")
+    assert prompts_of(fake)[1] == f"[user]A\n[assistant]{answer}\n[user]B\n[assistant]"
+
+
+def test_thinking_is_switched(fake: Any, invoke: Invoke) -> None:
+    fake.metadata["tokenizer.chat_template"] = TEMPLATE + "{{ enable_thinking }}"
+    fake.script = ["one<eos>", "two<eos>"]
+    invoke("chat", "--think", "on", stdin=lines("A", "/set think off", "B"))
+    assert [prompt.rpartition("]")[2] for prompt in prompts_of(fake)] == ["True", "False"]
+    fake.metadata["tokenizer.chat_template"] = TEMPLATE
+    assert "no variable enable_thinking" in invoke("chat", stdin=lines("/set think off")).err
+    assert invoke("chat", "--think", "off").code == 1
+
+
+# --- a full context -------------------------------------------------------------------------------
+
+
+def test_context_shift_drops_the_oldest_turns(fake: Any, invoke: Invoke) -> None:
+    fake.n_ctx = 120
+    fake.script = ["one<eos>", "two<eos>", "three<eos>", "four<eos>"]
+    said = [letter * 20 for letter in "ABCD"]
+    result = invoke("chat", "-sys", "S", "--context-shift", stdin=lines(*said))
+    assert result.out == "one\ntwo\nthree\nfour\n"
+    assert result.err.startswith("context shift: the oldest 2 turns are dropped, 48 tokens")
+    assert prompts_of(fake)[2] == f"[system]S\n[user]{said[2]}\n[assistant]"
+
+
+def test_kept_turns_stay(fake: Any, invoke: Invoke) -> None:
+    fake.n_ctx = 120
+    fake.script = ["one<eos>", "two<eos>", "three<eos>"]
+    said = [letter * 20 for letter in "ABC"]
+    result = invoke("chat", "--context-shift", "--keep", "1", stdin=lines(*said))
+    assert "the oldest 1 turn is dropped" in result.err
+    first = f"[user]{said[0]}\n[assistant]one\n"
+    assert prompts_of(fake)[2] == f"{first}[user]{said[2]}\n[assistant]"
+    assert invoke("chat", "--keep", "1").code == 2
+
+
+def test_context_shift_in_the_middle_of_an_answer(fake: Any, invoke: Invoke) -> None:
+    fake.n_ctx = 80
+    fake.script = ["one<eos>", "y" * 60 + "<eos>", "z" * 10 + "<eos>", *["q" * 200] * 2]
+    result = invoke("chat", "--context-shift", stdin=lines("A" * 20, "B", "C"))
+    first, second, third = result.out.splitlines()
+    n_ahead = len("[user]B\n[assistant]")
+    assert first == "one" and prompts_of(fake)[2].startswith("[user]B\n[assistant]yyy")
+    n_before = 80 - len("[user]" + "A" * 20 + "\n[assistant]one\n[user]B\n[assistant]") + 1
+    assert second == "y" * n_before + "z" * 10
+    assert len(prompts_of(fake)[2]) == n_ahead + n_before
+    assert result.err.count("context shift") == 2 and "the answer is cut" in result.err
+    assert set(third) == {"q"}
+
+
+def test_a_message_that_cannot_fit(fake: Any, invoke: Invoke) -> None:
+    fake.n_ctx = 60
+    result = invoke("chat", "--context-shift", stdin=lines("A" * 100))
+    assert "takes 118 tokens, the context holds 60; the last message alone takes 118" in result.err
