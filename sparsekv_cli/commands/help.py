@@ -12,9 +12,9 @@ OWN = ""  # stands for a command's own parameters, which no group names
 GROUPS: dict[str, tuple[str, ...]] = {
     COMMON: ("model", "prompt", "file", "n_predict", OWN, "ctx_size", "method", "methods", "budget",
              "temp", "seed", "as_json", "threads", "verbose", "help"),
-    "Prompt": ("system", "raw", "parse_special"),
+    "Prompt": ("system", "raw", "parse_special", "think", "drop_thinking", "context_shift", "keep"),
     "Answer": ("stop", "ignore_eos", "json_schema", "grammar", "regex"),
-    "Output": ("special", "logprobs", "jsonl", "parallel", "output"),
+    "Output": ("inline_thinking", "special", "logprobs", "jsonl", "parallel", "output"),
     "Method": ("method_options", "dense_layers", "sparse_from", "cache_type_k", "cache_type_v",
                "calibration"),
     "Sampling": ("top_k", "top_p", "min_p", "typ_p", "top_n_sigma", "xtc_probability",
