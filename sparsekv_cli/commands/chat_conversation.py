@@ -65,7 +65,7 @@ class Conversation:
         self.thinking = model_thinking(session)
         self.messages: Messages = []
         self._constraint = new_constraint(session, settings.sampling.grammar)
-        self._n_used: int | None = None
+        self.n_used = 0  # tokens of the context that the conversation takes
         self.renew_sampler()
         self.set_system(system)
 
@@ -102,15 +102,9 @@ class Conversation:
         return text
 
     def replace(self, messages: Messages) -> None:
-        """Goes on with other messages."""
-        self.messages, self._n_used = messages, None
-
-    @property
-    def n_used(self) -> int:
-        """Tokens of the context that the conversation takes."""
-        if self._n_used is None:
-            self._n_used = len(self.encode(self.messages)) if _turns(self.messages) else 0
-        return self._n_used
+        """Goes on with other messages; SparseKVError if the template does not take them."""
+        self.n_used = len(self.encode(messages)) if _turns(messages) else 0
+        self.messages = messages
 
     def encode(self, messages: Messages) -> list[int]:
         """The ids of a conversation that the model is to go on with."""
@@ -176,7 +170,7 @@ class Conversation:
         )
         shown.end_thinking()
         self.messages = [*messages, {"role": "assistant", "content": answer.written}]
-        self._n_used = len(session.tokens)
+        self.n_used = len(session.tokens)
         return answer
 
     def full_context_line(self, answer: Answer) -> str | None:

@@ -52,13 +52,13 @@ def entries(chat: Chat) -> Iterator[str]:
         output=output,
     )
     while True:
+        pastes.clear()
         draft, chat.draft = chat.draft, ""
         try:
-            text = session.prompt(default=draft)
+            text = session.prompt(default=pastes.take(draft))
         except EOFError:
             return
-        yield message_of(pastes.put_in(text))
-        pastes.clear()
+        yield pastes.put_in(message_of(text))
 
 
 def toolbar(chat: Chat, width: int) -> StyleAndTextTuples:
@@ -67,7 +67,7 @@ def toolbar(chat: Chat, width: int) -> StyleAndTextTuples:
     n_used, n_ctx = conversation.n_used, conversation.session.n_ctx
     parts = [f"{n_used} of {n_ctx} tokens", chat.method]
     if chat.read:
-        parts.append(f"{len(chat.read)} texts read")
+        parts.append(f"files read: {len(chat.read)}")
     parts.append("/help")
     while len(parts) > 1 and len(" | ".join(parts)) > width:
         parts.pop()

@@ -171,7 +171,7 @@ def test_completion_of_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("width", "text"),
     [
-        (80, "1234 of 8192 tokens | lfps | 1 texts read | /help"),
+        (80, "1234 of 8192 tokens | lfps | files read: 1 | /help"),
         (30, "1234 of 8192 tokens | lfps"),
         (10, "1234 of 81"),
     ],
