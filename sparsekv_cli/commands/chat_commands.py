@@ -132,16 +132,18 @@ def respond(chat: Chat, generate: Callable[[], Answer]) -> None:
 
 
 def _help(chat: Chat, _argument: str) -> None:
-    width = shutil.get_terminal_size().columns
+    width = max(30, min(100, shutil.get_terminal_size().columns - 1))
+    usages = {name: f"/{name} {each.takes}".rstrip() for name, each in COMMANDS.items()}
+    column = 4 if width < NARROW else 2 + max(map(len, usages.values()))
     lines = []
-    for name, command in COMMANDS.items():
-        usage = f"/{name} {command.takes}".rstrip()
+    for name, usage in usages.items():
+        help = textwrap.wrap(COMMANDS[name].help, width - column)
         if width < NARROW:
-            lines += [usage, *textwrap.wrap(command.help, max(20, width - 5), initial_indent="    ",
-                                            subsequent_indent="    ")]  # fmt: skip
+            lines.append(usage)
         else:
-            lines.append(f"{usage:<28}{command.help}")
-    say("\n".join([*lines, "", *textwrap.wrap(KEYS, max(24, min(100, width) - 1))]))
+            lines.append(f"{usage:<{column}}{help.pop(0)}")
+        lines += [" " * column + line for line in help]
+    say("\n".join([*lines, "", *textwrap.wrap(KEYS, width)]))
 
 
 def _clear(chat: Chat, _argument: str) -> None:
