@@ -96,6 +96,9 @@ QUANTISED_CASES = {
 }
 
 
+QUANTISED_CASES["gpt-oss_MXFP4"] = {**QUANTISED_CASES["gpt-oss_Q8_0"], "wtype": "MXFP4"}
+
+
 def long_prompt() -> tuple[int, ...]:
     """LONG_PROMPT tokens of the tiny vocabulary, BOS first."""
     rng = np.random.RandomState(5)
