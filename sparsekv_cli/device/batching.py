@@ -4,6 +4,8 @@ Kernels take the tensors of B sequences at one stride, but each cache has tensor
 caches of a layer that are about to launch the same are moved into common tensors, (B, ...), as wide
 as the widest of them; each keeps its part as a view. They stay there until one outgrows its part,
 and then all move again.
+
+What is planned for a step holds for the next ones, up to a number of rows that caches tell.
 """
 
 from __future__ import annotations
@@ -11,10 +13,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 
-from sparsekv_cli.device.cache import DeviceCache
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.device.cache import UNLIMITED, DeviceCache
+from sparsekv_cli.device.methods.lfps import HostLFPS
 
 
 class Run(NamedTuple):
@@ -23,6 +28,83 @@ class Run(NamedTuple):
     first: int
     last: int
     cache: DeviceCache
+
+
+class StepPlan(NamedTuple):
+    """What a step launches. runs: of each layer, first and last of each ``Run``; none on the host.
+
+    It holds for ``n_more`` steps behind it in which each sequence gets one row.
+    """
+
+    key: Hashable
+    runs: list[list[tuple[int, int]]]
+    caches: list[ref[LayerCache]]  # not kept alive
+    n_more: int
+
+    def runs_of(self, caches: Sequence[Sequence[LayerCache]]) -> list[list[Run]]:
+        """Of each layer, for the caches of B sequences."""
+        return [
+            [Run(first, last, caches[first][i]) for first, last in of_layer]  # type: ignore[arg-type]
+            for i, of_layer in enumerate(self.runs)
+        ]
+
+
+class Planner:
+    """Plans steps, only where the plan of the step before does not hold."""
+
+    def __init__(self) -> None:
+        self._plan: StepPlan | None = None
+        self._next: list[int] = []  # positions of the step that the plan would hold for
+
+    def forget(self) -> None:
+        """Nothing is planned any more: rows were added in another way, or a step was broken off."""
+        self._plan = None
+
+    def begin(self, positions: Sequence[int], caches: Sequence[Sequence[LayerCache]]) -> StepPlan:
+        """Readies the caches of B sequences for a step; ``end`` follows when it is done."""
+        plan, flat = self._plan, [cache for layers in caches for cache in layers]
+        self.forget()
+        if plan is None or not self._holds(plan, positions, flat):
+            return _plan_step(positions, caches, flat)
+        for cache in flat:
+            if isinstance(cache, DeviceCache):
+                cache.resume()
+        return plan._replace(n_more=plan.n_more - 1)
+
+    def _holds(
+        self, plan: StepPlan, positions: Sequence[int], caches: Sequence[LayerCache]
+    ) -> bool:
+        if plan.n_more < 1 or self._next != list(positions) or len(caches) != len(plan.caches):
+            return False
+        return all(kept() is cache for kept, cache in zip(plan.caches, caches, strict=True))
+
+    def end(self, plan: StepPlan, positions: Sequence[int]) -> None:
+        self._plan, self._next = plan, [pos + 1 for pos in positions]
+
+
+def _plan_step(
+    positions: Sequence[int],
+    caches: Sequence[Sequence[LayerCache]],
+    flat: Sequence[LayerCache],
+) -> StepPlan:
+    longest, n_more = max(positions) + 1, UNLIMITED
+    parts: list[Hashable] = []
+    runs: list[list[tuple[int, int]]] = []
+    for layers in zip(*caches, strict=True):
+        keys, on_device = [], []
+        for cache, pos in zip(layers, positions, strict=True):
+            if isinstance(cache, DeviceCache):
+                n, n_max = pos + 1, cache.bound(longest)
+                keys.append(cache.plan(n, n_max))
+                on_device.append(cache)
+                n_more = min(n_more, cache.holds_until(n, n_max) - n, n_max - longest)
+            elif isinstance(cache, HostLFPS):
+                cache.plan()
+                n_more = min(n_more, UNLIMITED if cache.is_planned else 0)
+        of_layer = prepare_runs(on_device, keys) if keys else []
+        parts.append(tuple((run.last, keys[run.first], run.cache.places) for run in of_layer))
+        runs.append([(run.first, run.last) for run in of_layer])
+    return StepPlan(tuple(parts), runs, [ref(cache) for cache in flat], n_more)
 
 
 def prepare_runs(caches: Sequence[DeviceCache], keys: Sequence[Hashable]) -> list[Run]:

@@ -170,6 +170,16 @@ class DeviceCache(LayerCache):
         self.store.reserve(n_max)
         return n_max
 
+    def holds_until(self, n: int, n_max: int) -> int:
+        """Up to how many rows ``plan(n, n_max)``, just called, holds: again it would do nothing.
+
+        Then ``resume`` is called in its place.
+        """
+        return n_max
+
+    def resume(self) -> None:
+        """Begins a step for which the plan of the step before holds."""
+
     def tensors(self) -> list[torch.Tensor]:
         """The sequence's tensors that ``decode`` reads, (1, ...) each; if ``moves``, all it has."""
         return [self.store.k, self.store.v]
@@ -261,6 +271,11 @@ class DeviceSelecting(DeviceCache):
         if self._dense:
             return key, "dense"
         return key, self.plan_selection(n, n_max)
+
+    def holds_until(self, n: int, n_max: int) -> int:
+        if self._dense:
+            return n_max if self.selects_all(n_max) else n
+        return n_max
 
     def decode(self, x: DeviceInput, out: torch.Tensor | None = None) -> torch.Tensor:
         k, v, *index = self.of_batch(len(x.q))

@@ -6,7 +6,7 @@ lies on the host interrupt it. Letters as in cache/spec.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import AttnInput
-from sparsekv_cli.device.batching import Run, prepare_runs
+from sparsekv_cli.device.batching import Planner, Run
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, DeviceStore, StepNumbers
 from sparsekv_cli.device.graphs import Piece, Steps
 from sparsekv_cli.device.host import HostCache
@@ -88,6 +88,7 @@ class DeviceDecoder(Forward):
         self.output_norm = device_weights.output_norm
         interleaved = architecture.rope_interleaved
         self.rows = TorchRows(hparams, rope, interleaved, self.dtype)
+        self._planner = Planner()
         self._steps = Steps(self.device, capture=capture)
         self._buffers = StepBuffers(hparams, 1, self.device)
         # Of the step that runs: of each sequence, the position and the caches.
@@ -109,6 +110,7 @@ class DeviceDecoder(Forward):
         between_layers: Callable[[], None] | None = None,
     ) -> np.ndarray:
         """As Forward.forward; returns when every cache has its rows, those on the host too."""
+        self._planner.forget()
         mine = [c if isinstance(c, DeviceCache | HostCache) else self.foreign(c) for c in caches]
         logits = super().forward(
             ids, pos, mine, progress=progress, all_logits=all_logits,
@@ -161,35 +163,23 @@ class DeviceDecoder(Forward):
             self.embed_row(token, buffers.host_x[b].numpy())
             budgets = [c.budget_rows(pos + 1) for c in caches[b] if isinstance(c, DeviceCache)]
             buffers.set_numbers(b, pos, min(budgets, default=pos + 1))
-        plans = list(self._plan(positions, caches))
-        key = (len(self.rope.full.cos), *(launches for launches, _ in plans))
+        plan = self._planner.begin(positions, caches)
         owners = [buffers, *(cache for layers in caches for cache in layers)]
-        runs = [of_layer for _, of_layer in plans]
         on_device = (c for layers in caches for c in layers if isinstance(c, DeviceCache))
-        watched = any(cache.on_step is not None for cache in on_device)
-        self._steps.run(owners, key, lambda: list(self._program(caches, runs)), watched=watched)
+        self._steps.run(
+            owners,
+            (len(self.rope.full.cos), plan.key),
+            lambda: list(self._program(caches, plan.runs_of(caches))),
+            watched=any(cache.on_step is not None for cache in on_device),
+        )
         logits = buffers.logits()
         self._caches = ()
         for layers, pos in zip(caches, positions, strict=True):
             for cache in layers:
                 if isinstance(cache, DeviceCache):
                     cache.settle(pos + 1)
+        self._planner.end(plan, positions)
         return logits
-
-    def _plan(
-        self, positions: Sequence[int], caches: Sequence[Sequence[LayerCache]]
-    ) -> Iterator[tuple[Hashable, list[Run]]]:
-        """Prepares the caches for a step; the key of its launches, and the runs of each layer."""
-        longest = max(positions) + 1
-        for layers in zip(*caches, strict=True):
-            keys = []
-            for cache, pos in zip(layers, positions, strict=True):
-                if isinstance(cache, DeviceCache):
-                    keys.append(cache.plan(pos + 1, cache.bound(longest)))
-                elif isinstance(cache, HostLFPS):
-                    cache.plan()
-            of_layer = prepare_runs(layers, keys) if keys else []
-            yield tuple((run.last, keys[run.first], run.cache.places) for run in of_layer), of_layer
 
     def _program(
         self, caches: Sequence[Sequence[LayerCache]], runs: Sequence[Sequence[Run]]

@@ -14,6 +14,7 @@ import pytest
 import side_by_side
 import test_device_batching as sequences
 import torch
+from scripts_as_modules import load_script
 from side_by_side import GEOMETRIES, SideBySide
 
 from sparsekv_cli.cache.spec import Budget
@@ -181,3 +182,30 @@ def test_room_is_for_the_context_and_keys_are_not_of_a_step(name, device):
     memory = cache.memory()
     assert memory.device + memory.host <= 1.2 * 300 * a_row  # and what is kept twice
     assert cache.bound(250) == 300 and cache.bound(301) == 301
+
+
+@pytest.mark.parametrize("name", sequences.METHODS)
+def test_a_plan_holds_as_long_as_it_says(name, device):
+    """Until then ``plan`` launches nothing, moves nothing and returns the same."""
+    recorded = load_script("gpu/launches").recorded
+    cache = sequences.make(name, device)
+    n_first, n_max = 120, 184
+    sequences.prefill(cache, sequences.rows_of(cache, torch.Generator().manual_seed(0), n_first))
+    n_planned, n = 0, n_first + 1
+    while n < n_first + 40:
+        key = cache.plan(n, n_max)
+        prepare_runs([cache], [key])
+        until, kept = cache.holds_until(n, n_max), cache.places
+        assert n <= until <= n_max
+        n_planned += 1
+        cache.settle(n)
+        for later in range(n + 1, min(until, n_first + 40) + 1):
+            with recorded() as launches:
+                assert cache.plan(later, n_max) == key and cache.places == kept
+                prepare_runs([cache], [key])
+            assert launches == []
+            cache.settle(later)
+            n = later
+        n += 1
+    # Quest summarises each page of 8 rows; the first step of freekv chooses ahead.
+    assert n_planned <= {"quest": 6}.get(name, 2)

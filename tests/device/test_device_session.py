@@ -165,6 +165,28 @@ def test_a_batch_is_decoded_in_common_launches(tmp_path, monkeypatch):
     np.testing.assert_allclose(three, [rows[1] for rows in expected], atol=4e-3)
 
 
+def test_a_step_is_planned_where_the_last_plan_does_not_hold(tiny_model, monkeypatch):
+    """Once for steps that follow each other; again behind a rewind, and behind a prompt."""
+    path = tiny_model(wtype="F32", n_layer=1, **SIZES)
+    config = SessionConfig(device="cuda", prefill_dtype="f32")
+    session = load_session(path, build_method("full", {}), config)
+    planned, plan = [], DeviceDense.plan
+
+    def watched(cache, n, n_max):
+        planned.append(n)
+        return plan(cache, n, n_max)
+
+    monkeypatch.setattr(DeviceDense, "plan", watched)
+    session.prefill(PROMPT[:60])
+    first = [session.decode(token) for token in (5, 6, 7)]
+    session.rewind(61)
+    again = [session.decode(token) for token in (6, 7)]
+    assert np.array_equal(first[1:], again)
+    session.prefill(PROMPT[:3])
+    session.decode(5)
+    assert planned == [61, 62, 67]
+
+
 def test_what_does_not_fit_goes_to_the_host_or_is_refused(tmp_path):
     path = make_model(tmp_path / "m.gguf", **SIZES)
 

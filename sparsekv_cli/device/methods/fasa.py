@@ -88,6 +88,11 @@ class DeviceFASA(DeviceSelecting):
         self._k_max = rows(n_max) - self._n_sinks
         return self._n_sinks, self._n_recent, self._k_max
 
+    def holds_until(self, n: int, n_max: int) -> int:
+        until = super().holds_until(n, n_max)
+        forced = self.method.forced(self.budget_rows(n_max))
+        return until if self._dense or forced == (self._n_sinks, self._n_recent) else n
+
     def tensors(self) -> list[torch.Tensor]:
         return [*super().tensors(), self._dom]
 
@@ -218,6 +223,9 @@ class DeviceFASAM(DeviceFASA):
         self._reserve_slots(self._n_sinks + max(self._k_max, self._n_recent))
         self._under_way = True
         return *key, self._dom.shape[3], self._host.capacity, self._n_made
+
+    def resume(self) -> None:
+        self._under_way = not self._dense
 
     def _reserve_slots(self, width: int) -> None:
         """A slot for each row that the heads of a group can choose, ``width`` rows each."""

@@ -29,7 +29,7 @@ from sparsekv_cli.device.cache import (
     attend_all,
     count_dense,
 )
-from sparsekv_cli.device.methods.freekv_pages import DevicePages, resident_rows
+from sparsekv_cli.device.methods.freekv_pages import DevicePages, Workspace, resident_rows
 from sparsekv_cli.device.streams import SideStream
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention import select
@@ -38,20 +38,6 @@ from sparsekv_cli.kernels.freekv import pages as page_cache
 from sparsekv_cli.kernels.freekv.pages import Layout, PageTensors
 from sparsekv_cli.kernels.quest import pages
 from sparsekv_cli.methods.freekv import FreeKV, PagePlan
-
-
-class Workspace(NamedTuple):
-    """Buffers between the launches of a choice; made anew only when something grows."""
-
-    wanted: torch.Tensor  # int32 (B, G): see correction.enter_row
-    query: torch.Tensor  # f32 (B, H, d)
-    pooled: pages.PooledPages
-    scores: pages.PageScratch
-    selection: select.SelectScratch
-    fresh: torch.Tensor  # int32 (B, G, m): candidates chosen
-    sizes: torch.Tensor  # int32 (B, G)
-    idx: torch.Tensor  # int32 (B, G, rows): resident rows attended to
-    counts: torch.Tensor  # int32 (B, G)
 
 
 class Recent(NamedTuple):
@@ -235,6 +221,15 @@ class DeviceFreeKV(DeviceCache):
         self._current = not method.speculate or self._previous_n != n - 1
         return self._pages.layout, self._recent, self._current
 
+    def holds_until(self, n: int, n_max: int) -> int:
+        if self._pages is None:
+            return n_max if self.method.plan(n_max) is None else n
+        is_fixed = self._recent == self._recent_of(n_max)
+        return n if self._current or not is_fixed else n_max
+
+    def resume(self) -> None:
+        self._under_way = True
+
     def _leave_step(self) -> None:
         """Leaves a step that was broken off: slots may lack the pages they are said to hold."""
         if self._under_way:
@@ -365,7 +360,7 @@ class DeviceFreeKV(DeviceCache):
     def memory(self) -> Memory:
         if self._pages is None:
             return super().memory()
-        work = _bytes(self._work) if self._sizes else 0  # there is none until ``lead`` makes it
+        work = self._work.nbytes if self._sizes else 0  # there is none until ``lead`` makes it
         index = self._pages.index_bytes + self._previous.nbytes + work
         return Memory(host=self._pages.pool_bytes, device=self._pages.resident_bytes, index=index)
 
@@ -388,9 +383,3 @@ class DeviceFreeKV(DeviceCache):
             heads_corrected=corrected, heads_stepped=stepped, us_waited=self.side.us_waited,
         )  # fmt: skip
         return counts
-
-
-def _bytes(work: Workspace) -> int:
-    """Bytes of all tensors of a workspace."""
-    parts = [part if isinstance(part, tuple) else (part,) for part in work]
-    return sum(tensor.nbytes for part in parts for tensor in part)

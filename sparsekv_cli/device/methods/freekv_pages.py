@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from sparsekv_cli.device.cache import DeviceStore
+from sparsekv_cli.kernels.attention import select
 from sparsekv_cli.kernels.freekv import pages as page_cache
 from sparsekv_cli.kernels.freekv.pages import Layout, PageTensors
 from sparsekv_cli.kernels.pinned import zeros_on_host
 from sparsekv_cli.kernels.quest import pages
 
 COPIED = 1 << 26  # bytes of a store that go to the host at a time
+
+
+class Workspace(NamedTuple):
+    """Buffers between the launches of a choice; made anew only when something grows."""
+
+    wanted: torch.Tensor  # int32 (B, G): see correction.enter_row
+    query: torch.Tensor  # f32 (B, H, d)
+    pooled: pages.PooledPages
+    scores: pages.PageScratch
+    selection: select.SelectScratch
+    fresh: torch.Tensor  # int32 (B, G, m): candidates chosen
+    sizes: torch.Tensor  # int32 (B, G)
+    idx: torch.Tensor  # int32 (B, G, rows): resident rows attended to
+    counts: torch.Tensor  # int32 (B, G)
+
+    @property
+    def nbytes(self) -> int:
+        parts = [part if isinstance(part, tuple) else (part,) for part in self]
+        return sum(tensor.nbytes for part in parts for tensor in part)
 
 
 class DevicePages:

@@ -55,6 +55,11 @@ class HostLFPS(HostCache):
                 sinks = kind.read(theirs[:, :N_SINKS])[..., : kind.d]
                 ours[0] = torch.from_numpy(sinks).to(ours.device)
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether ``plan`` has nothing more to do."""
+        return self._copied
+
     def add_sinks(self, q: torch.Tensor, others: Attended, out: torch.Tensor) -> None:
         """Attention to the sinks and, merged with it, the host's attention -> out f32 (1, H, d_v).
 

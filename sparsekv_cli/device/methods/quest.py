@@ -71,6 +71,15 @@ class DeviceQuest(DeviceSelecting):
         self._k_max = max(1, self.budget_rows(n_max) // page)
         return self._k_max
 
+    def holds_until(self, n: int, n_max: int) -> int:
+        """To the end of the page of row n - 1, which is summarised then."""
+        until = super().holds_until(n, n_max)
+        return (
+            until
+            if self._dense
+            else min(until, ((n - 1) // self.method.page + 1) * self.method.page)
+        )
+
     def tensors(self) -> list[torch.Tensor]:
         return [*super().tensors(), self._hi, self._lo]
 

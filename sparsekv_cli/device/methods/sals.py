@@ -210,6 +210,11 @@ class DeviceSALS(DeviceCache):
         self._k_max = self.method.budget.rows(n_max) + self._n_back
         return "latents", n_max, self._n_back, self._k_max
 
+    def holds_until(self, n: int, n_max: int) -> int:
+        if not self._is_compressed:
+            return n_max if self.method.covers(n_max) else n
+        return n if self._n_back else n_max
+
     def tensors(self) -> list[torch.Tensor]:
         if not self._is_compressed:
             return super().tensors()

@@ -28,9 +28,16 @@ class DeviceTopK(DeviceSelecting):
         return self.budget_rows(n) + N_SINKS >= n
 
     def plan_selection(self, n: int, n_max: int) -> Hashable:
-        self._recent = min(self.method.recent, max(1, self.budget_rows(n) // 2))
+        self._recent = self._recent_of(n)
         self._k_max = self.budget_rows(n_max)
         return self._recent, self._k_max
+
+    def _recent_of(self, n: int) -> int:
+        return min(self.method.recent, max(1, self.budget_rows(n) // 2))
+
+    def holds_until(self, n: int, n_max: int) -> int:
+        until = super().holds_until(n, n_max)
+        return until if self._dense or self._recent == self._recent_of(n_max) else n
 
     def select(
         self, x: DeviceInput, k: torch.Tensor, v: torch.Tensor, *_: torch.Tensor
