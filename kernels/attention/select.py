@@ -24,6 +24,7 @@ from sparsekv_cli.kernels.attention.threshold import (
 from sparsekv_cli.kernels.checks import check
 
 CHUNK = 2048  # entries of a row that one program reads
+CHUNKS = 64  # of a row that one compiled kernel takes, that is 131072 entries
 ONE_PROGRAM = 8192  # entries up to which one program does the whole row, in registers
 REGISTERS = 8192  # keys that one program can hold
 
@@ -298,7 +299,7 @@ def select_largest(
     if scratch is None:
         scratch = select_scratch(n_row, n_max, k_max, device)
     n_chunk = triton.cdiv(n_max, CHUNK)
-    block_c = triton.next_power_of_2(n_chunk)
+    block_c = max(CHUNKS, triton.next_power_of_2(n_chunk))
     strides = scores.stride()[:2]
     of_rows = (n_list, n_first, n_last, k_less)
     collected = n_max > ONE_PROGRAM

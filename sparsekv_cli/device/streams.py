@@ -26,16 +26,23 @@ class SideStream:
 
     @contextmanager
     def fork(self) -> Iterator[None]:
-        """Launches inside this block begin after all earlier ones and run beside all later ones."""
+        """Launches inside this block begin after all earlier ones and run beside all later ones.
+
+        What breaks it off joins it, so that no later capture waits for what is not part of it.
+        """
         self.forked = True
-        if self._stream is None:
-            begin = time.perf_counter_ns()
-            yield
-            self._done_at_once += time.perf_counter_ns() - begin
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            yield
+        try:
+            if self._stream is None:
+                begin = time.perf_counter_ns()
+                yield
+                self._done_at_once += time.perf_counter_ns() - begin
+                return
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            with torch.cuda.stream(self._stream):
+                yield
+        except BaseException:
+            self.join()
+            raise
 
     def join(self) -> None:
         """Makes the current stream wait for what was forked, if anything was."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +24,7 @@ from sparsekv_cli.device import graphs
 from sparsekv_cli.device.batching import prepare_runs
 from sparsekv_cli.device.cache import DeviceCache
 from sparsekv_cli.device.graphs import Piece, Steps
+from sparsekv_cli.device.streams import SideStream
 from sparsekv_cli.methods.fasa import FASA
 from sparsekv_cli.methods.freekv import FreeKV
 from sparsekv_cli.methods.quest import Quest
@@ -209,3 +210,21 @@ def test_a_plan_holds_as_long_as_it_says(name, device):
         n += 1
     # Quest summarises each page of 8 rows; the first step of freekv chooses ahead.
     assert n_planned <= {"quest": 6}.get(name, 2)
+
+
+def test_a_fork_that_is_broken_off_is_joined(monkeypatch):
+    """On a stream, where the device has some: the step's stream waits for it."""
+    here = SideStream(torch.device("cpu"))
+    with pytest.raises(KeyboardInterrupt), here.fork():
+        assert here.forked
+        raise KeyboardInterrupt
+    assert not here.forked
+    waits = []
+    step = SimpleNamespace(wait_stream=lambda other: waits.append(("step", other)))
+    beside = SimpleNamespace(wait_stream=lambda other: waits.append(("beside", other)), device=None)
+    fake = SimpleNamespace(current_stream=lambda device: step, stream=lambda stream: nullcontext())
+    monkeypatch.setattr(torch, "cuda", fake)
+    here._stream = beside
+    with pytest.raises(KeyboardInterrupt), here.fork():
+        raise KeyboardInterrupt
+    assert waits == [("beside", step), ("step", beside)] and not here.forked
