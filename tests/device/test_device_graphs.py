@@ -181,7 +181,7 @@ def test_room_is_for_the_context_and_keys_are_not_of_a_step(name, device):
     assert len(keys) == 1
     a_row = cache.spec.n_head_kv * 2 * (cache.spec.head_dim + cache.spec.value_dim)
     memory = cache.memory()
-    assert memory.device + memory.host <= 1.2 * 300 * a_row  # and what is kept twice
+    assert memory.device + memory.host <= 1.5 * 300 * a_row  # some of it twice
     assert cache.bound(250) == 300 and cache.bound(301) == 301
 
 
