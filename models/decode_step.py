@@ -6,6 +6,8 @@ cpu/layer/decode.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from sparsekv_cli.cache.spec import WINDOW
@@ -17,18 +19,25 @@ from sparsekv_cli.cpu.layer.activation import ACTIVATIONS
 from sparsekv_cli.cpu.weights.integer import BLOCK, quantized_stride
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.experts import ExpertSteps, expert_matrices
-from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.hparams import HParams, LayerParams
 from sparsekv_cli.models.rope import RopeTables
-from sparsekv_cli.models.weights import ExpertWeights, LayerWeights, Weights
+from sparsekv_cli.models.weights import (
+    AttentionWeights,
+    ExpertWeights,
+    LayerWeights,
+    StateWeights,
+    Weights,
+)
 
-LayerInputs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+LayerInputs = tuple[np.ndarray, ...]
 
 
 class DecodeStep:
     """Records and buffers for steps of up to ``capacity`` rows.
 
     x: f32 (capacity, n_embd), the residual stream. inputs[i][b]: q, k, v, q_nope, k_nope of layer i
-    and row b, f32 views (heads, 1, d padded to 16), in the order of AttnInput.
+    and row b, f32 views (heads, 1, d padded to 16), in the order of AttnInput; of a recurrent layer
+    the rows and gates of StateInput, f32 views (1, width).
     """
 
     def __init__(
@@ -42,11 +51,8 @@ class DecodeStep:
     ) -> None:
         h = hparams
         self.capacity, self.n_threads = capacity, n_threads
-        n_attended = [each.n_head * each.value_dim for each in h.layers]
-        n_projected = [
-            each.n_head * each.head_dim + each.n_head_kv * (each.head_dim + each.value_dim)
-            for each in h.layers
-        ]
+        n_attended = [each.n_attended for each in h.layers]
+        n_projected = [sum(w.n_rows for w in each.inputs()) for each in weights.layers]
         n_ff = max(each.n_ff for each in h.layers)
         widest = max(h.n_embd, *n_attended, n_ff)
         half = h.n_rot // 2
@@ -54,16 +60,17 @@ class DecodeStep:
         self._turns = [self._rows(half) for _ in range(4)]  # cos, sin, and those of window layers
         self._normed = self._rows(h.n_embd)
         self._quantized = self._rows(quantized_stride(-(-widest // BLOCK) * BLOCK), np.uint8)
+        self._projected = self._rows(max(n_projected))
         self._shared = {
             "x": self.x,
             "q_scale": self._q_scale,
             "normed": self._normed,
-            "projected": self._rows(max(n_projected)),
+            "projected": self._projected,
             "packed": self._rows(max(n_attended)),
             "hidden": self._rows(2 * n_ff + fused.LANES),
             "quantized": self._quantized,
         }
-        self.inputs: list[list[LayerInputs]] = []
+        self.inputs: list[Sequence[LayerInputs]] = []
         self._tables = [
             expert_matrices(each, n_planes)
             if isinstance(each.ffn, ExpertWeights)
@@ -92,44 +99,42 @@ class DecodeStep:
             window_cos[b], window_sin[b] = ropes.window.cos[pos], ropes.window.sin[pos]
 
     def _fill(self, i: int, h: HParams, weights: LayerWeights, architecture: Architecture) -> None:
-        """Fills the record of layer i, and makes the arrays of its attention's inputs."""
+        """Fills the record of layer i, and makes the arrays of its cache's inputs."""
         sizes = h.layers[i]
-        n_head, n_kv, d = sizes.n_head, sizes.n_head_kv, padded(sizes.head_dim)
-        shapes = {
-            "q": (n_head, d),
-            "k": (n_kv, d),
-            "v": (n_kv, padded(sizes.value_dim)),
-            "q_nope": (n_head, d),
-            "k_nope": (n_kv, d),
-        }
-        results = {
-            name: self._rows(heads * width).reshape(self.capacity, heads, 1, width)
-            for name, (heads, width) in shapes.items()
-        }
-        q, k, v, q_nope, k_nope = results.values()
-        self.inputs.append([(q[b], k[b], v[b], q_nope[b], k_nope[b]) for b in range(self.capacity)])
-        vectors = {
+        vectors: dict[str, np.ndarray | None] = {
             "attn_norm": weights.attn_norm,
             "ffn_norm": weights.ffn_norm,
             "attn_post_norm": weights.attn_post_norm,
             "ffn_post_norm": weights.ffn_post_norm,
-            "q_bias": weights.q.bias,
-            "k_bias": weights.k.bias,
-            "v_bias": weights.v.bias,
             "o_bias": weights.o.bias,
-            "q_norm": weights.q_norm,
-            "k_norm": weights.k_norm,
+            **dict.fromkeys(("q_bias", "k_bias", "v_bias", "q_norm", "k_norm")),
         }
+        if isinstance(weights, AttentionWeights):
+            results = self._attention_inputs(sizes)
+            vectors |= {
+                "q_bias": weights.q.bias,
+                "k_bias": weights.k.bias,
+                "v_bias": weights.v.bias,
+                "q_norm": weights.q_norm,
+                "k_norm": weights.k_norm,
+            }
+            self.inputs.append(list(zip(*results.values(), strict=True)))
+        else:
+            assert isinstance(weights, StateWeights)
+            results = dict.fromkeys(("q", "k", "v", "q_nope", "k_nope"), self._projected)
+            self.inputs.append(self._state_inputs(weights))
         has_own = h.window_rope is not None and sizes.kind == WINDOW
         turns = dict(zip(("cos", "sin"), self._turns[2 * has_own :], strict=False))
         fields = {
             "n_embd": h.n_embd,
-            "n_head": n_head,
-            "n_head_kv": n_kv,
+            "n_head": sizes.n_head,
+            "n_head_kv": sizes.n_head_kv,
             "head_dim": sizes.head_dim,
-            "value_dim": sizes.value_dim,
+            "value_dim": sizes.value_dim or sizes.n_attended,
             "n_ff": sizes.n_ff,
             "n_rot": sizes.n_rot,
+            "n_inputs": len(weights.inputs()),
+            "gated": sizes.output_gate,
             "interleaved": architecture.rope_interleaved,
             "activation": ACTIVATIONS[architecture.activation],
             "eps": h.norm_eps,
@@ -142,6 +147,28 @@ class DecodeStep:
         assert fields.keys() == set(fused.LAYER.names or ())
         for name, value in fields.items():
             self._layers[i][name] = value
+
+    def _attention_inputs(self, sizes: LayerParams) -> dict[str, np.ndarray]:
+        """Zeros (capacity, heads, 1, d padded to 16) for the rows of AttnInput."""
+        n_head, n_kv, d = sizes.n_head, sizes.n_head_kv, padded(sizes.head_dim)
+        shapes = {
+            "q": (n_head, d),
+            "k": (n_kv, d),
+            "v": (n_kv, padded(sizes.value_dim)),
+            "q_nope": (n_head, d),
+            "k_nope": (n_kv, d),
+        }
+        return {
+            name: self._rows(heads * width).reshape(self.capacity, heads, 1, width)
+            for name, (heads, width) in shapes.items()
+        }
+
+    def _state_inputs(self, weights: StateWeights) -> list[LayerInputs]:
+        """Views (1, width) of each row's projections, which lie one behind the other."""
+        n_wide, n_gates = (sum(w.n_rows for w in part) for part in (weights.wide, weights.gates))
+        rows = self._projected.reshape(-1)[: self.capacity * (n_wide + n_gates)]
+        rows = rows.reshape(self.capacity, 1, n_wide + n_gates)
+        return [(row[:, :n_wide], row[:, n_wide:]) for row in rows]
 
     def project(self, n_rows: int) -> None:
         """``inputs`` of layer 0 from the first ``n_rows`` rows of x."""

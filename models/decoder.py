@@ -17,7 +17,7 @@ import numpy as np
 
 from sparsekv_cli.cache.attend import attend_causal
 from sparsekv_cli.cache.layer import LayerCache
-from sparsekv_cli.cache.spec import AttnInput
+from sparsekv_cli.cache.spec import AttnInput, StateInput
 from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.cpu.jit.threads import blas_threads
 from sparsekv_cli.cpu.layer import tiles_int8
@@ -158,7 +158,10 @@ class Decoder(Forward):
         step, n_rows = self._begin(tokens, positions), len(tokens)
         for i, layer_caches in enumerate(zip(*caches, strict=True)):
             rows = zip(layer_caches, step.inputs[i][:n_rows], positions, strict=True)
-            attended = [cache.decode(AttnInput(*row, pos)) for cache, row, pos in rows]
+            if self.hparams.layers[i].state is not None:
+                attended = [cache.decode(StateInput._make(row)) for cache, row, _ in rows]
+            else:
+                attended = [cache.decode(AttnInput._make((*row, n))) for cache, row, n in rows]
             step.finish(i, np.concatenate(attended) if n_rows > 1 else attended[0], n_rows)
         return self.cap(step.logits(n_rows))
 

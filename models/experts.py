@@ -56,7 +56,8 @@ def prefill_experts(
         logits += router.bias
     chosen, places = np.zeros((2, n_rows, n_used), np.int64)
     weights = np.zeros((n_rows, n_used), np.float32)
-    routing.route_rows(logits, params.normalised, chosen, weights, n_threads)
+    bias = routing.NO_BIAS if ffn.choice_bias is None else ffn.choice_bias
+    routing.route_rows(logits, bias, params.normalised, chosen, weights, n_threads)
     offsets, taken = np.zeros(params.n_expert + 1, np.int64), np.zeros(places.size, np.int64)
     routing.group_rows(chosen, offsets, taken, places)
     gate_up = products.of_experts("expert_gate_up", (experts.gate, experts.up), taken, offsets)
@@ -131,6 +132,7 @@ class ExpertSteps:
                 "n_ff": ffn.params.n_ff_expert,
                 "n_shared": ffn.params.n_ff_shared,
                 "normalised": ffn.params.normalised,
+                "choice_bias": 0 if ffn.choice_bias is None else address(ffn.choice_bias),
                 "matrices": self._address(table),
                 "shared_gate": 0 if gate is None else address(gate),
                 "router_bias": 0 if bias is None else address(bias),

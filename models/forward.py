@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
-from sparsekv_cli.cache.spec import NO_SINKS, AttnInput, LayerSpec
+from sparsekv_cli.cache.spec import NO_SINKS, AttnInput, LayerSpec, StateInput
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.rope import RopeTables
@@ -50,7 +50,8 @@ class Forward(ABC):
     def products(self, i: int) -> Mapping[str, Product]:
         """Layer i's products by name; valid until the next layer's are asked for.
 
-        They are qkv, o and, for ``feed_forward``, gate_up and down where it has no experts.
+        They are qkv, o and, for ``feed_forward``, gate_up and down where it has no experts; of a
+        recurrent layer also gates, where it has them.
 
         A product maps rows of the compute type, (T, columns), to (T, rows of the matrix); its
         result is valid until it is called again.
@@ -108,7 +109,7 @@ class Forward(ABC):
             out *= np.float32(self.hparams.embedding_scale)
 
     def layer_specs(self) -> list[LayerSpec]:
-        all_sinks = [layer.sinks for layer in self.weights.layers]
+        all_sinks = [getattr(layer, "sinks", None) for layer in self.weights.layers]
         return [
             LayerSpec(
                 layer=i,
@@ -125,6 +126,7 @@ class Forward(ABC):
                 kind=layer.kind,
                 window=layer.window,
                 sinks=NO_SINKS if sinks is None else sinks,
+                recurrence=getattr(self.weights.layers[i], "recurrence", None),
             )
             for i, (layer, sinks) in enumerate(zip(self.hparams.layers, all_sinks, strict=True))
         ]
@@ -199,8 +201,16 @@ class Forward(ABC):
     ) -> None:
         """One layer over a chunk: x f32 (T, n_embd), updated in place."""
         layer, sizes, rows = self.layers[i], self.hparams.layers[i], self.rows
-        raw = products["qkv"](rows.norm(x, layer.attn_norm))
-        attended = attend(cache, rows.heads(raw, layer, sizes, pos))
-        attended = attended.swapaxes(0, 1).reshape(len(x), sizes.n_head * sizes.value_dim)
-        rows.add(x, products["o"](attended), layer.attn_post_norm, layer.o.bias)
+        normed = rows.norm(x, layer.attn_norm)
+        raw = products["qkv"](normed)
+        if sizes.state is not None:
+            gates = products["gates"](normed) if "gates" in products else raw[:, :0]
+            state: Any = cache
+            mixed = state.extend(StateInput(raw, gates))
+        else:
+            attended = attend(cache, rows.heads(raw, layer, sizes, pos))
+            mixed = attended.swapaxes(0, 1).reshape(len(x), sizes.n_attended)
+            if sizes.output_gate:
+                mixed = rows.gate_heads(mixed, raw, sizes)
+        rows.add(x, products["o"](mixed), layer.attn_post_norm, layer.o.bias)
         rows.add(x, self.feed_forward(i, products, x), layer.ffn_post_norm)

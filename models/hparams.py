@@ -10,24 +10,23 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sparsekv_cli.cache.spec import FULL, WINDOW, window_rows
+from sparsekv_cli.cache.spec import FULL, STATE, WINDOW, window_rows
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.architectures import (
     ARCHITECTURES,
     Architecture,
-    Mixture,
     Windows,
     architecture_of,
 )
 from sparsekv_cli.models.gguf.file import GGUFFile, StringArray
 from sparsekv_cli.models.gguf.keys import MAX_TOKENS, ModelKeys
+from sparsekv_cli.models.layers.expert_params import ExpertParams, mixture_of, read_experts
+from sparsekv_cli.models.layers.state_params import StateParams, read_states
 from sparsekv_cli.models.rope import RopeParams, read_rope
 
 MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
 MAX_HEADS = 1 << 12
 MAX_WIDTH = 1 << 24  # of an embedding, a feed-forward layer or a head
-MAX_EXPERTS = 512  # LLAMA_MAX_EXPERTS
-SOFTMAX, SOFTMAX_WEIGHT = 1, 3  # expert_gating_func; the second is of the chosen, normalised
 
 # Keys that llama.cpp reads of some architectures only (Architecture.scalars).
 SCALARS = (
@@ -44,31 +43,15 @@ SCALARS = (
 
 
 @dataclass(frozen=True)
-class ExpertParams:
-    """The experts of a layer.
-
-    n_expert_used: of n_expert, how many a token takes. n_ff_expert, n_ff_shared: lengths of one
-    expert and of the one that all tokens take (0: none). shared_gate, normalised: see Mixture.
-    """
-
-    n_expert: int
-    n_expert_used: int
-    n_ff_expert: int
-    n_ff_shared: int
-    shared_gate: bool
-    normalised: bool
-
-
-@dataclass(frozen=True)
 class LayerParams:
-    """Sizes of one layer.
+    """Sizes of one layer. A recurrent one has a ``state`` and no heads: 0 of them, of size 0.
 
     head_dim, value_dim: of one key and one value head. n_rot: leading dimensions of a head that are
     rotated (even, at most head_dim), 0: none. n_ff: length of the gated feed-forward, 0 where there
     are ``experts`` instead. attention_scale: of the softmax; 0: 1/sqrt(head_dim). kind: of its
     cache (sparsekv_cli/cache/kinds.py). window: tokens that a window layer attends to, the current
     one among them; 0: all. softcap: c of scores c tanh(score / c), 0 for none. has_sinks: whether
-    each head has a score without a value in its softmax.
+    each head has a score without a value in its softmax. output_gate: see Architecture.
     """
 
     n_head: int
@@ -83,6 +66,13 @@ class LayerParams:
     window: int = 0
     softcap: float = 0.0
     has_sinks: bool = False
+    state: StateParams | None = None
+    output_gate: bool = False
+
+    @property
+    def n_attended(self) -> int:
+        """Elements of what the output projection multiplies."""
+        return self.state.n_out if self.state else self.n_head * self.value_dim
 
     def kv_bytes(self, n: int) -> int:
         """Bytes of K and V of n tokens in f16."""
@@ -100,6 +90,7 @@ class HParams:
     temperature_scale: t of the queries' factor 1 + t ln(1 + floor(position / n_ctx_original)).
     logit_softcap: c of logits c tanh(logit / c), 0 for none. window_rope: RoPE of the window
     layers, None: as that of the others.
+    n_skipped: blocks behind the layers that predict further tokens (MTP), which are not run.
     """
 
     architecture: str
@@ -115,6 +106,7 @@ class HParams:
     temperature_scale: float = 0.0
     logit_softcap: float = 0.0
     window_rope: RopeParams | None = None
+    n_skipped: int = 0
 
     @property
     def n_layer(self) -> int:
@@ -128,8 +120,8 @@ class HParams:
     @property
     def head_dim(self) -> int:
         """The head size that decides what kernels can be used: an odd one if there is any."""
-        sizes = [layer.head_dim for layer in self.layers]
-        return next((size for size in sizes if size % 2), sizes[0])
+        sizes = [layer.head_dim for layer in self.layers if layer.n_head]
+        return next((size for size in sizes if size % 2), sizes[0] if sizes else 2)
 
     @property
     def has_experts(self) -> bool:
@@ -178,9 +170,11 @@ def read_hparams(file: GGUFFile) -> HParams:
     plain = Architecture(name, rope_interleaved=False)
     architecture = architecture_of(name) if name in ARCHITECTURES else plain
     keys = ModelKeys(file, name)
-    if not _flag(keys, "attention.causal", True):
+    if not keys.flag("attention.causal", True):
         raise keys.unsupported("attention.causal", "is false: an embedding model cannot be run")
-    n_layer = keys.integer("block_count", 1, MAX_LAYERS)
+    n_blocks, n_skipped = keys.integer("block_count", 1, MAX_LAYERS), 0
+    if architecture.recurrence == "delta_net":
+        n_skipped = keys.integer("nextn_predict_layers", 0, n_blocks - 1, default=0)
     n_ctx_train = keys.integer("context_length", 1, MAX_TOKENS)
     n_embd = keys.integer("embedding_length", 1, MAX_WIDTH)
     scalars = _read_scalars(keys, architecture, n_embd)
@@ -189,7 +183,7 @@ def read_hparams(file: GGUFFile) -> HParams:
         architecture=name,
         n_ctx_train=n_ctx_train,
         n_embd=n_embd,
-        layers=_read_layers(keys, architecture, n_layer, n_embd, scalars),
+        layers=_read_layers(keys, architecture, n_blocks, n_embd, scalars)[: n_blocks - n_skipped],
         norm_eps=keys.number("attention.layer_norm_rms_epsilon", low=0.0, high=1.0),
         rope=rope,
         n_vocab=_read_n_vocab(keys),
@@ -199,16 +193,8 @@ def read_hparams(file: GGUFFile) -> HParams:
         temperature_scale=scalars["attention.temperature_scale"],
         logit_softcap=scalars["final_logit_softcapping"],
         window_rope=_read_window_rope(keys, architecture, rope),
+        n_skipped=n_skipped,
     )
-
-
-def _flag(keys: ModelKeys, name: str, default: bool) -> bool:
-    if name not in keys:
-        return default
-    value = keys.get(name)
-    if not isinstance(value, bool):
-        raise keys.mistyped(name, "bool")
-    return value
 
 
 def _read_window_rope(
@@ -252,7 +238,7 @@ def _read_scalars(keys: ModelKeys, architecture: Architecture, n_embd: int) -> d
     defaults = {"logit_scale": None, **dict(caps)}
     for name in architecture.scalars:
         if name == "rope.scaling.finetuned":
-            values[name] = float(_flag(keys, name, True))
+            values[name] = float(keys.flag(name, True))
         else:
             values[name] = keys.number(name, low=0.0, default=defaults.get(name, 0.0))
     if "logit_scale" in architecture.scalars and not values["logit_scale"]:
@@ -270,11 +256,12 @@ def _read_layers(
     scalars: dict[str, float],
 ) -> tuple[LayerParams, ...]:
     n_head = keys.per_layer("attention.head_count", n_layer, MAX_HEADS)
-    n_head_kv = n_head
+    n_head_kv, least = n_head, 0 if architecture.recurrence == "short_convolution" else 1
     if "attention.head_count_kv" in keys:
-        n_head_kv = keys.per_layer("attention.head_count_kv", n_layer, MAX_HEADS)
+        n_head_kv = keys.per_layer("attention.head_count_kv", n_layer, MAX_HEADS, least)
+    states = read_states(keys, architecture.recurrence, n_layer, n_embd, n_head_kv)
     for layer, (heads, kv_heads) in enumerate(zip(n_head, n_head_kv, strict=True)):
-        if heads % kv_heads:
+        if states[layer] is None and heads % kv_heads:
             raise keys.fail(
                 "attention.head_count",
                 f"is {heads} in layer {layer}, not a multiple of head_count_kv = {kv_heads}",
@@ -286,8 +273,10 @@ def _read_layers(
         raise keys.fail(
             "rope.dimension_count", f"is {n_rot}; it must be even and at most {head_dim}"
         )
-    step, n_ff, experts = architecture.no_rope_step, (0,) * n_layer, None
-    mixture = _mixture(keys, architecture)
+    step, n_ff = architecture.no_rope_step, (0,) * n_layer
+    mixture, n_dense = mixture_of(keys, architecture), 0
+    if mixture is not None and mixture.dense_lead:
+        n_dense = keys.integer("leading_dense_block_count", 0, n_layer, default=0)
     if mixture is None or not mixture.own_length or "feed_forward_length" in keys:
         n_ff = keys.per_layer("feed_forward_length", n_layer, MAX_WIDTH)
     windows = _read_windows(keys, architecture.windows, n_layer)
@@ -297,8 +286,15 @@ def _read_layers(
     layers = []
     for i in range(n_layer):
         is_rotated = scalars["rope.scaling.finetuned"] and not (step and (i + 1) % step == 0)
-        if mixture is not None:
-            experts = _read_experts(keys, mixture, i, n_layer, n_ff[i])
+        experts = None
+        if mixture is not None and i >= n_dense:
+            experts = read_experts(keys, mixture, i, n_layer, n_ff[i])
+        n_ff_dense = 0 if experts is not None else n_ff[i]
+        if states[i] is not None:
+            layers.append(
+                LayerParams(0, 0, 0, 0, 0, n_ff_dense, experts=experts, kind=STATE, state=states[i])
+            )
+            continue
         layers.append(
             LayerParams(
                 n_head=n_head[i],
@@ -306,71 +302,17 @@ def _read_layers(
                 head_dim=head_dim,
                 value_dim=value_dim,
                 n_rot=n_rot if is_rotated else 0,
-                n_ff=n_ff[i] if experts is None else 0,
+                n_ff=n_ff_dense,
                 attention_scale=scale,
                 experts=experts,
                 kind=WINDOW if windows[i] else FULL,
                 window=windows[i],
                 softcap=scalars["attn_logit_softcapping"],
                 has_sinks=architecture.sinks,
+                output_gate=architecture.output_gate,
             )
         )
     return tuple(layers)
-
-
-def _mixture(keys: ModelKeys, architecture: Architecture) -> Mixture | None:
-    """The architecture's mixture where the file has experts; what else it may ask for is refused.
-
-    Groups of experts, other gates and factors: llama.cpp's graphs of these architectures have none.
-    """
-    mixture = architecture.mixture
-    n_expert = keys.integer("expert_count", 0, MAX_EXPERTS, default=0)
-    if not n_expert:
-        if mixture is not None and mixture.required:
-            raise keys.fail("expert_count", "is missing or 0; this architecture has experts")
-        return None
-    if mixture is None:
-        raise keys.unsupported(
-            "expert_count", f"is {n_expert}: no experts can be run with this architecture"
-        )
-    for name, known in (
-        ("expert_group_count", (0, 1)),
-        ("expert_gating_func", (0, SOFTMAX, SOFTMAX_WEIGHT)[: 2 + mixture.normalised]),
-        ("leading_dense_block_count", (0,)),
-    ):
-        value = keys.integer(name, 0, MAX_TOKENS, default=0)
-        if value not in known:
-            raise keys.unsupported(name, f"is {value}: such a mixture of experts cannot be run")
-    factor = keys.number("expert_weights_scale", low=0.0, default=1.0)
-    if factor not in (0.0, 1.0):
-        raise keys.unsupported("expert_weights_scale", f"is {factor:g}: it must be 1 here")
-    if _flag(keys, "expert_weights_norm", mixture.normalised) != mixture.normalised:
-        raise keys.unsupported("expert_weights_norm", f"must be {str(mixture.normalised).lower()}")
-    return mixture
-
-
-def _read_experts(
-    keys: ModelKeys, mixture: Mixture, layer: int, n_layer: int, n_ff: int
-) -> ExpertParams:
-    """The experts of one layer; n_ff: its feed_forward_length, 0 if the file has none."""
-    n_expert = keys.integer("expert_count", 1, MAX_EXPERTS)
-    n_used = keys.per_layer("expert_used_count", n_layer, MAX_EXPERTS)[layer]
-    if n_used > n_expert:
-        raise keys.fail("expert_used_count", f"is {n_used}, but expert_count is {n_expert}")
-    own, length = "expert_feed_forward_length", n_ff
-    if mixture.own_length:
-        length = keys.per_layer(own, n_layer, MAX_WIDTH)[layer] if own in keys else n_ff // n_used
-    if not length:
-        raise keys.fail(own, "is missing, and so is a feed_forward_length to share out")
-    n_shared = 0
-    if mixture.shared != "none":
-        n_shared = keys.integer("expert_shared_feed_forward_length", 0, MAX_WIDTH, default=0)
-    is_gated = mixture.shared == "gated"
-    if is_gated and not n_shared:
-        n_shared = n_ff
-        if not n_shared:
-            raise keys.fail("expert_shared_feed_forward_length", "is missing or 0")
-    return ExpertParams(n_expert, n_used, length, n_shared, is_gated, mixture.normalised)
 
 
 def _head_size(keys: ModelKeys, name: str, n_embd: int, n_head: tuple[int, ...]) -> int:

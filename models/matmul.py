@@ -20,12 +20,17 @@ from sparsekv_cli.cpu.layer.decode import ROWS, matrix_table, multiply
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.cpu.weights.integer import quantized_stride
 from sparsekv_cli.models.forward import Product
-from sparsekv_cli.models.weights import GatedWeights, LayerWeights, Linear, Weights
+from sparsekv_cli.models.weights import GatedWeights, LayerWeights, Linear, StateWeights, Weights
 
 
 def stacks(layer: LayerWeights) -> Iterator[tuple[str, Sequence[Linear]]]:
     """The matrices of a layer by the name of their product, stacked if they share an input."""
-    yield "qkv", (layer.q, layer.k, layer.v)
+    if isinstance(layer, StateWeights):
+        yield "qkv", layer.wide
+        if layer.gates:
+            yield "gates", layer.gates
+    else:
+        yield "qkv", layer.inputs()
     yield "o", (layer.o,)
     if isinstance(layer.ffn, GatedWeights):
         yield "gate_up", (layer.ffn.gate, layer.ffn.up)

@@ -16,7 +16,7 @@ from sparsekv_cli.cpu.layer.activation import ACTIVATIONS
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.hparams import HParams, LayerParams
 from sparsekv_cli.models.rope import RopeTables
-from sparsekv_cli.models.weights import LayerWeights
+from sparsekv_cli.models.weights import AttentionWeights
 
 NONE = np.empty(0, np.float32)
 
@@ -36,8 +36,14 @@ class Rows(Protocol):
     def last_norm(self, x: Any, weight: np.ndarray) -> Any:
         """RMS norm of x in f32, for the output head."""
 
-    def heads(self, raw: Any, layer: LayerWeights, sizes: LayerParams, pos: int) -> AttnInput:
-        """Projections raw (T, H d + G d + G d_v) as q, k and v: bias, norm, rotation, scale."""
+    def heads(self, raw: Any, layer: AttentionWeights, sizes: LayerParams, pos: int) -> AttnInput:
+        """Projections raw (T, H d + G d + G d_v) as q, k and v: bias, norm, rotation, scale.
+
+        With an output gate, H 2 d instead of H d.
+        """
+
+    def gate_heads(self, attended: Any, raw: Any, sizes: LayerParams) -> Any:
+        """attended (T, H d) times the sigmoid of the gates in ``raw``, as ``heads`` takes it."""
 
     def gate(self, gate_up: Any) -> Any:
         """act(gate) * up of (T, 2 n_ff), gate first."""
@@ -79,7 +85,7 @@ class FusedRows:
         kernels.norm_rows(x, weight, self._eps, out, self._n_threads)
         return out
 
-    def heads(self, raw: Any, layer: LayerWeights, sizes: LayerParams, pos: int) -> AttnInput:
+    def heads(self, raw: Any, layer: AttentionWeights, sizes: LayerParams, pos: int) -> AttnInput:
         n_head, n_kv, n_rows = sizes.n_head, sizes.n_head_kv, len(raw)
         q, k, v = (n_head, sizes.head_dim), (n_kv, sizes.head_dim), (n_kv, sizes.value_dim)
         at, half = slice(pos, pos + n_rows), sizes.n_rot // 2
@@ -88,9 +94,14 @@ class FusedRows:
         kernels.split_heads(
             raw, *(given(w.bias) for w in (layer.q, layer.k, layer.v)), given(layer.q_norm),
             given(layer.k_norm), self._eps, rope.cos[at, :half], rope.sin[at, :half],
-            rope.q_scale[at], self._interleaved, *outs, self._n_threads,
+            rope.q_scale[at], self._interleaved, sizes.output_gate, *outs, self._n_threads,
         )  # fmt: skip
         return AttnInput._make((*outs, pos))
+
+    def gate_heads(self, attended: Any, raw: Any, sizes: LayerParams) -> Any:
+        out = self._new(*attended.shape)
+        kernels.gate_heads(attended, raw, sizes.value_dim, out, self._n_threads)
+        return out
 
     def gate(self, gate_up: Any) -> Any:
         out = self._new(len(gate_up), gate_up.shape[1] // 2)

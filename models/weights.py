@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -11,52 +13,9 @@ from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.gguf.file import GGUFFile, TensorInfo
-from sparsekv_cli.models.hparams import ExpertParams, HParams, LayerParams
-
-
-@dataclass(frozen=True)
-class Linear:
-    """y = W x + b. data: uint8 (rows, bytes a row) in ggml type ``code``; bias f32 (rows,).
-
-    repacked: the data have the layout of cpu/weights/interleaved.py, which only its dot products
-    read. n_matrices: the rows are those of so many matrices of one shape, one after another, such
-    as the experts of a layer.
-    """
-
-    code: int
-    data: np.ndarray
-    n_columns: int
-    bias: np.ndarray | None = None
-    repacked: bool = False
-    n_matrices: int = 1
-
-    @property
-    def n_rows(self) -> int:
-        return self.data.shape[0]
-
-    def matrix(self, i: int) -> Linear:
-        """One of its matrices; no copy."""
-        n = self.n_rows // self.n_matrices
-        return replace(self, data=self.data[i * n : (i + 1) * n], n_matrices=1)
-
-
-@dataclass(frozen=True)
-class GatedWeights:
-    """A gated feed-forward: down(silu(gate x) * up x)."""
-
-    gate: Linear
-    up: Linear
-    down: Linear
-
-    def linears(self) -> tuple[Linear, ...]:
-        return (self.gate, self.up, self.down)
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(linear.data.nbytes for linear in self.linears())
-
-    def mapped(self, change: Callable[[Linear], Linear]) -> GatedWeights:
-        return GatedWeights(*(change(linear) for linear in self.linears()))
+from sparsekv_cli.models.gguf.linear import GatedWeights, Linear
+from sparsekv_cli.models.hparams import ExpertParams, HParams
+from sparsekv_cli.models.layers.state_weights import read_mixer
 
 
 @dataclass(frozen=True)
@@ -66,7 +25,8 @@ class ExpertWeights:
     router: (experts, n_embd). experts: their matrices, of each kind all in one Linear. shared: what
     all tokens take, or None; shared_gate: f32 (n_embd,), whose product with a token, through a
     sigmoid, weighs it; None: it counts as it is. biases: f32 (experts, 2 n_ff), of gate and up, and
-    (experts, n_embd), of down; None: there are none.
+    (experts, n_embd), of down; None: there are none. choice_bias: f32 (experts,), of sigmoids that
+    route.
     """
 
     params: ExpertParams
@@ -75,6 +35,7 @@ class ExpertWeights:
     shared: GatedWeights | None
     shared_gate: np.ndarray | None
     biases: tuple[np.ndarray, np.ndarray] | None = None
+    choice_bias: np.ndarray | None = None
 
     def linears(self) -> tuple[Linear, ...]:
         """Those that decode reads as they are or repacked; not the router's."""
@@ -96,28 +57,31 @@ class ExpertWeights:
         return replace(self, experts=self.experts.mapped(change), shared=shared)
 
 
-@dataclass(frozen=True)
-class LayerWeights:
-    """One layer. Where the architecture has them, q_norm, k_norm: f32 (head_dim,); attn_post_norm,
-    ffn_post_norm: f32 (n_embd,), of what the block adds to the residual stream; sinks: f32
-    (n_head,), of each head a score without a value in the softmax.
+@dataclass(frozen=True, kw_only=True)
+class LayerWeights(ABC):
+    """What all layers have. o: the output projection of attention, or of what is in its place.
+
+    attn_post_norm, ffn_post_norm: f32 (n_embd,), where the architecture has them, of what the block
+    adds to the residual stream.
     """
 
     attn_norm: np.ndarray
-    q: Linear
-    k: Linear
-    v: Linear
-    q_norm: np.ndarray | None
-    k_norm: np.ndarray | None
     o: Linear
     ffn_norm: np.ndarray
     ffn: GatedWeights | ExpertWeights
     attn_post_norm: np.ndarray | None = None
     ffn_post_norm: np.ndarray | None = None
-    sinks: np.ndarray | None = None
+
+    @abstractmethod
+    def inputs(self) -> tuple[Linear, ...]:
+        """The matrices whose products with a normed row are what the layer's cache is given."""
+
+    @abstractmethod
+    def with_inputs(self, inputs: tuple[Linear, ...]) -> LayerWeights:
+        """The layer with other matrices of ``inputs``."""
 
     def attention(self) -> tuple[Linear, ...]:
-        return (self.q, self.k, self.v, self.o)
+        return (*self.inputs(), self.o)
 
     def linears(self) -> tuple[Linear, ...]:
         """All matrices in the order of their use, but a router's, which stays as it is."""
@@ -125,8 +89,45 @@ class LayerWeights:
 
     def mapped(self, change: Callable[[Linear], Linear]) -> LayerWeights:
         """The layer with every matrix of ``linears`` changed."""
-        q, k, v, o = (change(linear) for linear in self.attention())
-        return replace(self, q=q, k=k, v=v, o=o, ffn=self.ffn.mapped(change))
+        layer = self.with_inputs(tuple(change(linear) for linear in self.inputs()))
+        return replace(layer, o=change(self.o), ffn=self.ffn.mapped(change))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionWeights(LayerWeights):
+    """A layer with attention. Where the architecture has them, q_norm, k_norm: f32 (head_dim,);
+    sinks: f32 (n_head,), of each head a score without a value in the softmax.
+    """
+
+    q: Linear
+    k: Linear
+    v: Linear
+    q_norm: np.ndarray | None
+    k_norm: np.ndarray | None
+    sinks: np.ndarray | None = None
+
+    def inputs(self) -> tuple[Linear, ...]:
+        return (self.q, self.k, self.v)
+
+    def with_inputs(self, inputs: tuple[Linear, ...]) -> AttentionWeights:
+        q, k, v = inputs
+        return replace(self, q=q, k=k, v=v)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateWeights(LayerWeights):
+    """A recurrent layer: the matrices of StateInput's parts, and a Recurrence (cache/state.py)."""
+
+    wide: tuple[Linear, ...]
+    gates: tuple[Linear, ...]
+    recurrence: Any
+
+    def inputs(self) -> tuple[Linear, ...]:
+        return self.wide + self.gates
+
+    def with_inputs(self, inputs: tuple[Linear, ...]) -> StateWeights:
+        n = len(self.wide)
+        return replace(self, wide=inputs[:n], gates=inputs[n:])
 
 
 @dataclass(frozen=True)
@@ -190,14 +191,18 @@ class _Reader:
         """A small f32 tensor (a norm, a bias), copied so that it is aligned."""
         if not required and name not in self.file.tensors:
             return None
-        info = self.info(name, (length,))
+        return self.floats(name, (length,))
+
+    def floats(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A small f32 tensor of any shape, copied."""
+        info = self.info(name, shape)
         data = self.file.data(name).reshape(-1)
         if info.type.name == "F32":
-            return data.view("<f4").astype(np.float32)
+            return data.view("<f4").astype(np.float32).reshape(shape)
         if info.type.name == "F16":
-            return data.view("<f2").astype(np.float32)
+            return data.view("<f2").astype(np.float32).reshape(shape)
         if info.type.name == "BF16":
-            return (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
+            return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
         raise SparseKVError(
             f"{self.file.path}: tensor {name} has type {info.type.name}; norms and biases must be "
             "F32, F16 or BF16"
@@ -290,14 +295,13 @@ class _Reader:
             shared=self.gated(prefix, n_embd, n_shared, "_shexp") if n_shared else None,
             shared_gate=self.vector(shared_gate, n_embd) if params.shared_gate else None,
             biases=biases,
+            choice_bias=self.vector(f"{prefix}exp_probs_b.bias", n_expert)
+            if params.gating == "sigmoid"
+            else None,
         )
 
-    def layer(
-        self, i: int, n_embd: int, layer: LayerParams, architecture: Architecture
-    ) -> LayerWeights:
-        at, d = f"blk.{i}.", layer.head_dim
-        rows = (layer.n_head * d, layer.n_head_kv * d, layer.n_head_kv * layer.value_dim)
-        q, k, v = self.qkv(at, rows, n_embd, architecture.qkv_bias)
+    def layer(self, i: int, hparams: HParams, architecture: Architecture) -> LayerWeights:
+        at, n_embd, layer = f"blk.{i}.", hparams.n_embd, hparams.layers[i]
         ffn: GatedWeights | ExpertWeights
         if layer.experts is not None:
             mixture = architecture.mixture
@@ -307,28 +311,35 @@ class _Reader:
             ffn = self.fused_gated(at, n_embd, layer.n_ff)
         else:
             ffn = self.gated(at, n_embd, layer.n_ff)
-        return LayerWeights(
-            attn_norm=_present(self.vector(f"{at}attn_norm.weight", n_embd)),
+        attn_norm = _present(self.vector(f"{at}attn_norm.weight", n_embd))
+        ffn_norm = _present(self.vector(f"{at}{architecture.ffn_norm}.weight", n_embd))
+        if layer.state is not None:
+            mixer = read_mixer(self, at, n_embd, layer.state, hparams.norm_eps)
+            return StateWeights(attn_norm=attn_norm, ffn_norm=ffn_norm, ffn=ffn, **mixer)
+
+        def post_norm(name: str) -> np.ndarray | None:
+            return self.vector(f"{at}{name}.weight", n_embd)
+
+        d = layer.head_dim
+        n_q = layer.n_head * d * (1 + layer.output_gate)
+        rows = (n_q, layer.n_head_kv * d, layer.n_head_kv * layer.value_dim)
+        q, k, v = self.qkv(at, rows, n_embd, architecture.qkv_bias)
+        return AttentionWeights(
+            attn_norm=attn_norm,
             q=q,
             k=k,
             v=v,
             q_norm=self.vector(f"{at}attn_q_norm.weight", d, architecture.qk_norm),
             k_norm=self.vector(f"{at}attn_k_norm.weight", d, architecture.qk_norm),
             o=self.linear(
-                f"{at}attn_output",
-                n_embd,
-                layer.n_head * layer.value_dim,
-                bias=architecture.o_bias or None,
+                f"{at}attn_output", n_embd, layer.n_attended, bias=architecture.o_bias or None
             ),
-            ffn_norm=_present(self.vector(f"{at}{architecture.ffn_norm}.weight", n_embd)),
+            ffn_norm=ffn_norm,
             ffn=ffn,
-            attn_post_norm=self.post_norm(f"{at}post_attention_norm.weight", n_embd, architecture),
-            ffn_post_norm=self.post_norm(f"{at}post_ffw_norm.weight", n_embd, architecture),
+            attn_post_norm=post_norm("post_attention_norm") if architecture.post_norms else None,
+            ffn_post_norm=post_norm("post_ffw_norm") if architecture.post_norms else None,
             sinks=self.vector(f"{at}attn_sinks.weight", layer.n_head) if layer.has_sinks else None,
         )
-
-    def post_norm(self, name: str, n_embd: int, architecture: Architecture) -> np.ndarray | None:
-        return self.vector(name, n_embd) if architecture.post_norms else None
 
     def rope_freqs(self, hparams: HParams, n_ctx: int) -> np.ndarray | None:
         """What divides the angles: rope_freqs, or LongRoPE's factors for a context of n_ctx."""
@@ -359,12 +370,10 @@ def read_weights(
     file.check_types()
     reader = _Reader(file)
     n_embd = hparams.n_embd
-    layers = tuple(
-        reader.layer(i, n_embd, layer, architecture) for i, layer in enumerate(hparams.layers)
-    )
+    layers = tuple(reader.layer(i, hparams, architecture) for i in range(hparams.n_layer))
     rope_freqs = reader.rope_freqs(hparams, n_ctx or hparams.n_ctx_train)
     token_embd = reader.linear("token_embd", hparams.n_vocab, n_embd)
-    output_norm = _present(reader.vector("output_norm.weight", n_embd))
+    output_norm = _present(reader.vector(f"{architecture.output_norm}.weight", n_embd))
     tied = "output.weight" not in file.tensors
     weights = Weights(
         file=file,
@@ -374,7 +383,10 @@ def read_weights(
         output=token_embd if tied else reader.linear("output", hparams.n_vocab, n_embd),
         rope_freqs=rope_freqs,
     )
-    unused = [name for name in file.tensors if name not in reader.used]
+    skipped = tuple(f"blk.{hparams.n_layer + i}." for i in range(hparams.n_skipped))
+    unused = [
+        name for name in file.tensors if name not in reader.used and not name.startswith(skipped)
+    ]
     if unused:
         raise SparseKVError(
             f"{file.path}: tensor {unused[0]} is no part of architecture {architecture.name} as it "

@@ -48,5 +48,10 @@ class SessionConfig:
         "follow from the model's shape (methods/depth.py)", at_least=-1
     )  # fmt: skip
 
+    checkpoints: int = option(
+        8, "states of recurrent layers that are kept at most, to which a sequence can "
+        "go back; 0: none", at_least=0
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
         check_options(self)

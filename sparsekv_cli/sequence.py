@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +42,16 @@ class SequenceState(NamedTuple):
     checkpoint: Checkpoint | None = None
 
 
+class SequenceLedger:
+    """Counts of the sequence that a session works on; caches: asks for its caches."""
+
+    def __init__(self, caches: Callable[[], Sequence[LayerCache]]) -> None:
+        self._caches = caches
+
+    def as_dict(self) -> dict[str, int]:
+        return ledger_of(self._caches())
+
+
 def ledger_of(caches: Sequence[LayerCache]) -> dict[str, int]:
     """The counts of ``caches`` together, in the words of the JSON contract."""
     counts = total_counters(caches)
@@ -79,3 +89,22 @@ def hand_over(
             to.k[:, :n], to.v[:, :n], to.n = of.k[:, :n], of.v[:, :n], n
         taken.append(into if cache.spec.kind == FULL else cache)
     return taken
+
+
+def mark_messages(
+    caches: Sequence[LayerCache], ending: Container[int], ids: Sequence[int], n_past: int
+) -> None:
+    """Tells the caches where messages end in a prompt behind n_past tokens.
+
+    ending: the tokens behind which one does.
+    """
+    ends = [n_past + i + 1 for i, token in enumerate(ids) if token in ending]
+    for cache in caches:
+        cache.mark(ends)
+
+
+def reachable(caches: Sequence[LayerCache], n: int) -> int:
+    """The largest length of at most n to which all caches go back, as far as they know."""
+    while (least := min((cache.reach(n) for cache in caches), default=n)) < n:
+        n = least
+    return n

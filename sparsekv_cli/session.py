@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sparsekv_cli import warmup
+from sparsekv_cli import sequence, warmup
 from sparsekv_cli.cache.layer import reserve
-from sparsekv_cli.cache.spec import LayerSpec
+from sparsekv_cli.cache.spec import STATE, LayerSpec
 from sparsekv_cli.calibration import calibrations
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.engine import open_engine
@@ -27,7 +27,7 @@ from sparsekv_cli.models.gguf.file import GGUFFile, open_gguf
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.weights import Weights, read_weights
 from sparsekv_cli.prefix.prefixes import Found, Prefixes
-from sparsekv_cli.sequence import Attention, Checkpoint, SequenceState, hand_over, ledger_of
+from sparsekv_cli.sequence import Attention, Checkpoint, SequenceState, hand_over
 from sparsekv_cli.warmup import OnCompile
 
 Sample = Callable[[np.ndarray, Sequence[int]], int]
@@ -54,16 +54,6 @@ class Timings:
 
 
 N_HEADROOM = 512  # rows that a prefill makes room for beyond its own, so that an answer fits
-
-
-class SessionLedger:
-    """Counts of a session's sequence."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def as_dict(self) -> dict[str, int]:
-        return ledger_of(self._session.caches)
 
 
 class Session:
@@ -109,7 +99,7 @@ class Session:
         )
         self.timings = Timings()
         self.prefixes: Prefixes | None = None
-        self.ledger = SessionLedger(self)
+        self.ledger = sequence.SequenceLedger(lambda: self.caches)
         self.attention = self.attention_of(method, config.sparse_from, on_compile, on_calibrate)
         self.engine.load_kernels(method, self.attention.specs)
         self._is_ready_for_few = False
@@ -152,7 +142,10 @@ class Session:
     ) -> list[LayerSpec]:
         """The layers' specs for ``method``, which is calibrated and compiled first if necessary."""
         method.check_attention(self.decoder.layer_specs())
-        specs = self.calibrations.specs(method, on_calibrate)
+        specs = [
+            replace(spec, n_checkpoints=self.config.checkpoints)
+            for spec in self.calibrations.specs(method, on_calibrate)
+        ]
         if self.engine.decodes_on_host(method):
             warmup.compile_method_kernels(self.decoder, method, specs, on_compile)
         return specs
@@ -185,7 +178,8 @@ class Session:
         self.reset()
         if method.n_queried is None or not self.engine.shares_prefill:
             return
-        n, n_room = len(tokens) - max(1, method.n_queried), len(tokens) + N_HEADROOM
+        n = sequence.reachable(caches, len(tokens) - max(1, method.n_queried))
+        n_room = len(tokens) + N_HEADROOM
         taken = hand_over(caches, self.caches, n, min(self.n_ctx, n_room)) if n > 0 else None
         if taken is not None:
             self.tokens, self.caches = tokens[:n], taken
@@ -242,6 +236,8 @@ class Session:
             self._is_ready_for_few = True
         self.decoder.prepare(n - found.n)
         self.timings.load_s += time.perf_counter() - started
+        if any(spec.kind == STATE for spec in self.attention.specs):
+            sequence.mark_messages(self.caches, self.tokenizer.eog_ids, ids, n_past)
         started = time.perf_counter()
         self.checkpoint = None  # layers that are done with these rows forget where they were
         if n - found.n > self.config.chunk:  # rows that take much memory, and long
@@ -344,8 +340,8 @@ class Session:
         n = min(n, len(self.tokens))
         if n == len(self.tokens) and all(cache.n == n for cache in self.caches):
             return
-        at = self.checkpoint
-        for kept in (n, at.n if at is not None and at.n < n else 0):
+        at, reached = self.checkpoint, sequence.reachable(self.caches, n)
+        for kept in (reached, at.n if at is not None and at.n < reached else 0):
             if kept and all(cache.truncate(kept) == kept for cache in self.caches):
                 del self.tokens[kept:]
                 if at is not None and kept < at.n:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sparsekv_cli.cache.attend import attend_causal
 from sparsekv_cli.cache.kinds import full_layers
 from sparsekv_cli.cache.layer import LayerCache
-from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
+from sparsekv_cli.cache.spec import FULL, STATE, AttnInput, Budget, LayerSpec
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.methods.base import Method
 
@@ -156,7 +156,7 @@ def _trial(decoder: Decoder, method: Method, specs: Sequence[LayerSpec]) -> Iter
     marker = f"method-{type(method).__name__}-{_kind(decoder)}"
     if decoder.hparams.has_experts:
         for n in prompt_lengths(decoder):
-            tokens, dense = [0] * n, trial_caches(build_full(), specs[:1])
+            tokens, dense = [0] * n, trial_caches(build_full(), first_layers(specs))
             yield CompileTask(marker, "prefill", partial(decoder.forward, tokens, 0, dense))
     yield CompileTask(marker, "prefill", lambda: decoder.forward(prompt, 0, caches))
     yield CompileTask(marker, "decode", lambda: decoder.decode(0, N_PROMPT, caches))
@@ -166,7 +166,15 @@ def _trial(decoder: Decoder, method: Method, specs: Sequence[LayerSpec]) -> Iter
 def _kind(decoder: Decoder) -> str:
     """What decides which kernels a decoder's steps call."""
     name = f"{type(decoder).__name__}-{decoder.prefill_dtype}"
+    if any(spec.kind == STATE for spec in decoder.layer_specs()):
+        name += f"-{decoder.architecture.recurrence}"
     return f"{name}-experts" if decoder.hparams.has_experts else name
+
+
+def first_layers(specs: Sequence[LayerSpec]) -> list[LayerSpec]:
+    """The fewest first layers among which every kind is."""
+    kinds = [spec.kind for spec in specs]
+    return list(specs[: 1 + max(kinds.index(kind) for kind in set(kinds))])
 
 
 def prompt_lengths(decoder: Decoder) -> tuple[int, ...]:
@@ -179,9 +187,9 @@ def compile_few_rows(decoder: Decoder, report: OnCompile | None) -> int:
 
     Returns how many tasks were not done yet.
     """
-    caches = trial_caches(build_full(), decoder.layer_specs())
+    caches = trial_caches(build_full(), first_layers(decoder.layer_specs()))
     marker = f"few-rows-{_kind(decoder)}"
-    task = CompileTask(marker, "prefill", lambda: decoder.forward([0], 0, caches[:1]))
+    task = CompileTask(marker, "prefill", lambda: decoder.forward([0], 0, caches))
     n_missing = _run([task], report)
     if not n_missing:
         task.call()
@@ -191,11 +199,11 @@ def compile_few_rows(decoder: Decoder, report: OnCompile | None) -> int:
 def load_kernels(decoder: Decoder, method: Method, specs: Sequence[LayerSpec]) -> None:
     """Loads from disk what a prefill and decode steps with ``method`` call.
 
-    So the times of the first ones are their own. The first layer alone takes part, with as few rows
+    So the times of the first ones are their own. The first layers alone take part, with as few rows
     as a prefill of many has, which costs a fraction of a step.
     """
     for n in prompt_lengths(decoder):
-        dense = trial_caches(build_full(), specs[:1])
+        dense = trial_caches(build_full(), first_layers(specs))
         prompt = [token % decoder.hparams.n_vocab for token in range(n)]
         decoder.forward(prompt, 0, dense)
     decoder.decode(0, n, dense)
@@ -254,9 +262,11 @@ def _as_prefilled(rows: np.ndarray, rows_dtype: str) -> np.ndarray:
 def trial_caches(method: Method, specs: Sequence[LayerSpec]) -> list[LayerCache]:
     """Caches of the method at its smallest budget, so that a short trial leaves rows out.
 
-    Layer 0 is dense, the others are not, whatever the user's layers are: both kinds get compiled.
+    The first full layer is dense, the others are not, whatever the user's layers are: both get
+    compiled.
     """
-    method = replace(_smallest_budget(method), dense_layers=(0,) if len(specs) > 1 else ())
+    full = [i for i, spec in enumerate(specs) if spec.kind == FULL]
+    method = replace(_smallest_budget(method), dense_layers=(full[0],) if len(full) > 1 else ())
     return [method.layer(spec) for spec in specs]
 
 

@@ -16,7 +16,7 @@ from sparsekv_cli.methods import METHODS
 
 HERE = Path(__file__).resolve().parent
 # A folder of cpu/ and kernels/ is a method's, or holds what several methods call.
-SHARED = {"jit", "weights", "attention", "layer", "experts", "eviction"}
+SHARED = {"jit", "weights", "attention", "layer", "experts", "recurrent", "eviction"}
 # Folders of many alike things, one file each.
 ONE_FILE_EACH = {"sparsekv_cli/methods", "sparsekv_cli/commands", "models/architectures"}
 

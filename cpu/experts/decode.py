@@ -12,6 +12,7 @@ import numpy as np
 from numba import carray, njit, prange
 
 from sparsekv_cli.cpu.experts.routing import (
+    NO_BIAS,
     group_rows,
     route_ref,
     route_row,
@@ -43,9 +44,9 @@ from sparsekv_cli.cpu.weights.dot import call_rows
 from sparsekv_cli.cpu.weights.integer import quantize_rows, quantized_stride
 from sparsekv_cli.cpu.weights.interleaved import GROUP
 
-# The matrices of such a layer's record in ``LAYER``: q, k, v, o, the router, whose inputs are f32,
-# and the shared expert's gate, up and down, all zero if there is none.
-ROUTER, SHARED, N_MATRICES = 4, 5, 8
+# The matrices of such a layer's record in ``LAYER``, behind its inputs: o, the router, whose inputs
+# are f32, and the shared expert's gate, up and down, all zero if there is none.
+ROUTER, SHARED, BEHIND = 1, 2, 5
 
 # What a layer has beside its record. B: rows of the step; a slot is a row's and expert's, or behind
 # all these a row's and the shared expert's: B (n_used + 1).
@@ -55,6 +56,7 @@ EXPERTS = np.dtype(
         for name in (
             *("n_expert", "n_used", "n_ff", "n_shared"),  # n_shared: the shared one's length, or 0
             "normalised",  # whether the weights of the chosen sum to 1
+            "choice_bias",  # f32 (n_expert,) of sigmoids that route; 0: a softmax does
             "matrices",  # int64 (3, 6): gate, up and down of the first expert; the others follow
             "shared_gate",  # f32 (n_embd,), or 0
             "router_bias",  # f32 (n_expert,), or 0
@@ -168,6 +170,13 @@ def _expect_down(matrix, offsets):
 
 
 @njit(cache=True, nogil=True)
+def _behind(layer):
+    """The layer's matrices behind its inputs."""
+    n = layer.n_inputs
+    return carray(integer_pointer(layer.matrices), (n + BEHIND, 6))[n:]
+
+
+@njit(cache=True, nogil=True)
 def _gate_and_up(layer, mixture, offsets, rows, n_rows, jobs):
     """Jobs of the chosen experts' gates and ups, and of the shared ones; returns how many."""
     n_embd = layer.n_embd
@@ -192,7 +201,7 @@ def _gate_and_up(layer, mixture, offsets, rows, n_rows, jobs):
         _set_jobs(jobs[n : n + 2], table, e, inputs, count, out, mixture.hidden_row)
         n += 2
     if mixture.n_shared:
-        table = carray(integer_pointer(layer.matrices), (N_MATRICES, 6))[SHARED : SHARED + 2]
+        table = _behind(layer)[SHARED : SHARED + 2]
         inputs = (layer.normed, x_row, layer.quantized, stride)
         out = mixture.hidden + rows.shape[0] * mixture.hidden_row
         _set_jobs(jobs[n : n + 2], table, 0, inputs, n_rows, out, mixture.hidden_row)
@@ -242,7 +251,7 @@ def _down(layer, mixture, offsets, n_slots, n_rows, jobs):
             _set_jobs(jobs[n : n + 1], table, e, inputs, count, out, 4 * layer.n_embd)
             n += 1
     if mixture.n_shared:
-        table = carray(integer_pointer(layer.matrices), (N_MATRICES, 6))[SHARED + 2 :]
+        table = _behind(layer)[SHARED + 2 :]
         at = mixture.hidden + n_slots * row, row, mixture.quantized + n_slots * stride, stride
         out = mixture.results + 4 * layer.n_embd * n_slots
         _set_jobs(jobs[n : n + 1], table, 0, at, n_rows, out, 4 * layer.n_embd)
@@ -259,10 +268,10 @@ def add_experts(layers, mixtures, i, n_rows, n_threads):
     layer, mixture = layers[i], mixtures[i]
     n_embd, n_expert, n_used = layer.n_embd, mixture.n_expert, mixture.n_used
     n_slots = n_rows * n_used
-    matrices = carray(integer_pointer(layer.matrices), (N_MATRICES, 6))
+    matrices = _behind(layer)
     table = carray(integer_pointer(mixture.matrices), (3, 6))
     logits = np.empty((n_rows, n_expert), np.float32)
-    expect(layer.regions + REGION * SHARED)
+    expect(layer.regions + REGION * (layer.n_inputs + SHARED))
     multiply(
         matrices[ROUTER : ROUTER + 1], layer.normed, 4 * n_embd, n_rows, layer.quantized,
         logits.ctypes.data, 4 * n_expert, n_threads,
@@ -272,10 +281,11 @@ def add_experts(layers, mixtures, i, n_rows, n_threads):
     offsets, rows = np.empty(n_expert + 1, np.int64), np.empty(n_slots, np.int64)
     places = np.empty((n_rows, n_used), np.int64)
     router_bias = floats(mixture.router_bias, n_expert)
+    choice_bias = floats(mixture.choice_bias, n_expert)
     for b in range(n_rows):
         for e in range(router_bias.shape[0]):
             logits[b, e] += router_bias[e]
-        route_row(logits[b], mixture.normalised != 0, chosen[b], weights[b])
+        route_row(logits[b], choice_bias, mixture.normalised != 0, chosen[b], weights[b])
     group_rows(chosen, offsets, rows, places)
 
     n_planes = max(most_planes(table[0:2]), most_planes(matrices[SHARED : SHARED + 2]))
@@ -291,7 +301,7 @@ def add_experts(layers, mixtures, i, n_rows, n_threads):
     if mixture.n_shared:
         n_planes = matrices[SHARED + 2, PLANES]
         _gate_rows(layer.activation, mixture, n_slots, n_rows, mixture.n_shared, n_planes)
-    expect(layer.regions + REGION * N_MATRICES)
+    expect(layer.regions + REGION * (layer.n_inputs + BEHIND))
     run_jobs(jobs[: _down(layer, mixture, offsets, n_slots, n_rows, jobs)], n_threads)
 
     _add_biases((mixture.results, 4 * n_embd), offsets, mixture.result_bias, n_embd)
@@ -319,12 +329,12 @@ def next_expert_layer(layers, mixtures, i, attended, n_rows, n_threads):
         project_qkv(layers, i + 1, n_rows, n_threads)
 
 
-def experts_ref(normed, router, gates, ups, downs, n_used, normalised) -> np.ndarray:
+def experts_ref(normed, router, gates, ups, downs, n_used, normalised, bias=NO_BIAS) -> np.ndarray:
     """numpy reference of the chosen experts' sum: normed (B, n_embd), f64 of the same shape.
 
     router (experts, n_embd); gates, ups (experts, n_ff, n_embd); downs (experts, n_embd, n_ff).
     """
-    chosen, weights = route_ref(normed @ router.T, n_used, normalised)
+    chosen, weights = route_ref(normed @ router.T, bias, n_used, normalised)
     out = np.zeros(normed.shape)
     for b, row in enumerate(normed):
         for e, weight in zip(chosen[b], weights[b], strict=True):

@@ -8,16 +8,16 @@ from numba import njit, prange
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.prefill import rounded, widen
 
+CHOSEN = np.float32(-np.inf)
 LEAST_SUM = np.float32(2**-14)  # the smallest normal f16, as in llama.cpp's build_moe_ffn
 
 
-@njit(cache=True, nogil=True)
-def route_row(logits, normalised, chosen, weights):
-    """The experts of one row, best first, in chosen int64 (used,), and their weights f32 (used,).
+NO_BIAS = np.empty(0, np.float32)
 
-    logits f32 (experts,) become the shares of the softmax; those of the chosen become -1. Of
-    experts that are alike the first is chosen.
-    """
+
+@njit(cache=True, nogil=True)
+def _softmax(logits):
+    """logits f32 (experts,) become the shares of their softmax."""
     largest = logits.max()
     total = np.float32(0)
     for e in range(logits.shape[0]):
@@ -25,36 +25,58 @@ def route_row(logits, normalised, chosen, weights):
         total += logits[e]
     for e in range(logits.shape[0]):
         logits[e] /= total
+
+
+@njit(cache=True, nogil=True)
+def route_row(logits, bias, normalised, chosen, weights):
+    """The experts of one row, best first, in chosen int64 (used,), and their weights f32 (used,).
+
+    logits f32 (experts,) are overwritten; weights are the shares of their softmax. With a bias f32
+    (experts,) they are the sigmoids instead, and the best are those of the largest sigmoid plus
+    bias. Of experts that are alike the first is chosen.
+    """
+    if bias.shape[0]:
+        for e in range(logits.shape[0]):
+            logits[e] = np.float32(1) / (np.float32(1) + np.exp(-logits[e])) + bias[e]
+    else:
+        _softmax(logits)
     weight = np.float32(0)
     for j in range(chosen.shape[0]):
         best = 0
-        while logits[best] < 0:
+        while logits[best] == CHOSEN:
             best += 1  # stays among those that are not chosen, whatever is no number
         for e in range(best + 1, logits.shape[0]):
             if logits[e] > logits[best]:
                 best = e
         chosen[j], weights[j] = best, logits[best]
-        weight += logits[best]
-        logits[best] = -1
+        if bias.shape[0]:
+            weights[j] -= bias[best]
+        weight += weights[j]
+        logits[best] = CHOSEN
     if normalised:
         for j in range(chosen.shape[0]):
             weights[j] /= max(weight, LEAST_SUM)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def route_rows(logits, normalised, chosen, weights, n_threads):
+def route_rows(logits, bias, normalised, chosen, weights, n_threads):
     """``route_row`` of each of T rows: logits (T, experts), chosen and weights (T, used)."""
     n_rows = logits.shape[0]
     for part in prange(n_threads):
         for t in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
-            route_row(logits[t], normalised, chosen[t], weights[t])
+            route_row(logits[t], bias, normalised, chosen[t], weights[t])
 
 
-def route_ref(logits: np.ndarray, n_used: int, normalised: bool) -> tuple[np.ndarray, np.ndarray]:
+def route_ref(
+    logits: np.ndarray, bias: np.ndarray, n_used: int, normalised: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """numpy reference: the experts of each row, best first (T, used), and their weights f32."""
     shifted = np.exp(logits - logits.max(1, keepdims=True))
     shares = shifted / shifted.sum(1, keepdims=True)
-    chosen = np.argsort(-shares, axis=1, kind="stable")[:, :n_used]
+    if len(bias):
+        shares = 1 / (1 + np.exp(-logits))
+    order = -(shares + bias) if len(bias) else -shares
+    chosen = np.argsort(order, axis=1, kind="stable")[:, :n_used]
     weights = np.take_along_axis(shares, chosen, axis=1)
     if normalised:
         weights = weights / np.maximum(weights.sum(1, keepdims=True), LEAST_SUM)

@@ -2,7 +2,8 @@
 
 All are gate' sigmoid(s(gate')) up': SiLU with s(x) = x, GELU in its tanh form with s(x) = 2
 sqrt(2/pi) (x + 0.044715 x^3), and gpt-oss's clamped SwiGLU, in which s(x) = 1.702 x, gates are at
-most 7, and up' is up, clamped to 7 on both sides, plus 1.
+most 7, and up' is up, clamped to 7 on both sides, plus 1. Output gates of heads are sigmoid(gate)
+up.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.bf16 import narrowed
 from sparsekv_cli.cpu.jit.llvm import F32, I16, I32, I64, LANES, VF, VI, const, load, vec
 
-SILU, GELU, CLAMPED = range(3)
-ACTIVATIONS = {"silu": SILU, "gelu": GELU, "clamped": CLAMPED}
+SILU, GELU, CLAMPED, SIGMOID = range(4)
+ACTIVATIONS = {"silu": SILU, "gelu": GELU, "clamped": CLAMPED, "sigmoid": SIGMOID}
 SLOPE, CUBIC = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715  # of GELU
 CLAMPED_SLOPE, CLAMP = 1.702, 7.0
 
@@ -44,7 +45,7 @@ def _gated(b: ir.IRBuilder, activation: int, g: ir.Value, u: ir.Value) -> ir.Val
     e = exp_lanes(b, b.fneg(llvm.call_named(b, "llvm.fabs.v16f32", VF, s)))
     top = b.select(b.fcmp_ordered(">=", s, const(F32, 0.0)), const(F32, 1.0), e)
     sigmoid = b.fdiv(top, b.fadd(const(F32, 1.0), e))
-    return b.fmul(b.fmul(g, sigmoid), u)
+    return b.fmul(sigmoid if activation == SIGMOID else b.fmul(g, sigmoid), u)
 
 
 @intrinsic
@@ -99,6 +100,8 @@ def gate_one(activation, g, u):
         s = np.float32(CLAMPED_SLOPE) * g
     elif activation == GELU:
         s = g * (np.float32(SLOPE) + np.float32(CUBIC) * g * g)
+    elif activation == SIGMOID:
+        return u / (np.float32(1) + np.exp(-g))
     return g / (np.float32(1) + np.exp(-s)) * u
 
 
@@ -109,4 +112,6 @@ def gate_ref(activation: int, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
         return gate / (1 + np.exp(-CLAMPED_SLOPE * gate)) * up
     if activation == GELU:
         return gate / (1 + np.exp(-gate * (SLOPE + CUBIC * gate**2))) * up
+    if activation == SIGMOID:
+        return up / (1 + np.exp(-gate))
     return gate / (1 + np.exp(-gate)) * up

@@ -18,7 +18,7 @@ from sparsekv_cli.cpu.jit.llvm import LANES, sum_squares
 from sparsekv_cli.cpu.jit.pointers import address, float_pointer, integer_pointer
 from sparsekv_cli.cpu.jit.pool import N_REGIONS, expect
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
-from sparsekv_cli.cpu.layer.activation import gate_lanes
+from sparsekv_cli.cpu.layer.activation import SIGMOID, gate_lanes
 from sparsekv_cli.cpu.weights.dot import call_rows, kernel_address
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
 from sparsekv_cli.cpu.weights.integer import quantize_rows, quantized_stride
@@ -27,7 +27,7 @@ from sparsekv_cli.cpu.weights.interleaved import GROUP
 # Columns of a matrix table (int64, one row a matrix). PLANES: bytes of the quantised activations
 # that the kernel takes, 0: it takes f32.
 KERNEL, WEIGHTS, ROW_BYTES, ROWS, COLUMNS, PLANES = range(6)
-N_MATRICES = 7  # of a layer, in the order q, k, v, o, gate, up, down
+BEHIND = 4  # matrices of a layer behind its n_inputs: o, gate, up, down
 REGION = 16  # bytes of an address and a size
 
 # One layer. All but the last two are int64: sizes, and addresses of contiguous arrays (f32 unless
@@ -38,13 +38,15 @@ LAYER = np.dtype(
             (name, np.int64)
             for name in (
                 *("n_embd", "n_head", "n_head_kv", "head_dim", "value_dim", "n_ff", "n_rot"),
+                "n_inputs",  # matrices ahead of o: q, k, v; of recurrent layers (n_head = 0) others
+                "gated",  # whether behind each query's d projected elements lie d of a gate
                 "interleaved",  # whether q and k come as pairs (0, 1), (2, 3) ... of a rotation
                 "activation",  # of the gate, see layer/activation.py
                 *("attn_norm", "ffn_norm"),  # (n_embd,)
                 *("attn_post_norm", "ffn_post_norm"),  # (n_embd,), of what is added to x
                 *("q_bias", "k_bias", "v_bias", "o_bias"),  # (rows of the matrix,)
                 *("q_norm", "k_norm"),  # (d,)
-                "matrices",  # int64 (N_MATRICES, 6): a matrix table (experts/decode.py: others)
+                "matrices",  # int64 (n_inputs + BEHIND, 6): a table (experts/decode.py: others)
                 "regions",  # of its matrices and of all that follow (see matrix_regions)
                 "x",  # (B, n_embd): the residual stream
                 *("cos", "sin"),  # (B, n_rot / 2): the rotation of each row's position
@@ -53,7 +55,7 @@ LAYER = np.dtype(
                 *("k", "k_nope"),  # (B, G, d')
                 "v",  # (B, G, d_v')
                 "normed",  # scratch (B, n_embd)
-                "projected",  # scratch (B, H d + G d + G d_v)
+                "projected",  # scratch (B, rows of the inputs' matrices); a recurrent layer's input
                 "packed",  # scratch (B, H d_v)
                 "hidden",  # scratch (B, 2 n_ff + 16)
                 "quantized",  # scratch uint8 (B, quantized_stride of the widest input)
@@ -168,32 +170,33 @@ def rms_norm(x, weight, eps, out):
 
 
 @njit(cache=True, nogil=True)
-def _rotate_heads(raw, bias, norm, eps, cos, sin, scale, interleaved, out_nope, out):
+def _rotate_heads(raw, d, bias, norm, eps, cos, sin, scale, interleaved, out_nope, out):
     """Bias, norm, rotation and scale of one token's heads.
 
-    raw f32 (heads, d) as the file orders it; out_nope, out f32 (heads, >= d) in half-split order.
+    raw f32 (heads, >= d) as the file orders it, d elements of each row; out_nope, out f32
+    (heads, >= d) in half-split order.
     """
-    d = raw.shape[1]
     half = cos.shape[0]
     for h in range(raw.shape[0]):
+        head = raw[h, :d]
         if bias.shape[0]:
             for c in range(d):
-                raw[h, c] += bias[h * d + c]
+                head[c] += bias[h * d + c]
         if norm.shape[0]:
-            rms_norm(raw[h], norm, eps, raw[h])
+            rms_norm(head, norm, eps, head)
         if scale != np.float32(1):
             for c in range(d):
-                raw[h, c] *= scale
+                head[c] *= scale
         if interleaved:
             for i in range(half):
-                out_nope[h, i] = raw[h, 2 * i]
-                out_nope[h, i + half] = raw[h, 2 * i + 1]
+                out_nope[h, i] = head[2 * i]
+                out_nope[h, i + half] = head[2 * i + 1]
         else:
             for i in range(2 * half):
-                out_nope[h, i] = raw[h, i]
+                out_nope[h, i] = head[i]
         for c in range(2 * half, d):
-            out_nope[h, c] = raw[h, c]
-            out[h, c] = raw[h, c]
+            out_nope[h, c] = head[c]
+            out[h, c] = head[c]
         for i in range(half):
             a, b = out_nope[h, i], out_nope[h, i + half]
             out[h, i] = a * cos[i] - b * sin[i]
@@ -202,7 +205,10 @@ def _rotate_heads(raw, bias, norm, eps, cos, sin, scale, interleaved, out_nope, 
 
 @njit(cache=True, nogil=True)
 def project_qkv(layers, i, n_rows, n_threads):
-    """q, k, v, q_nope, k_nope of layer i from x for n_rows rows. layers: records of ``LAYER``."""
+    """q, k, v, q_nope, k_nope of layer i from x for n_rows rows. layers: records of ``LAYER``.
+
+    Of a recurrent layer only ``projected``.
+    """
     layer = layers[i]
     n_embd, d, d_v, eps = layer.n_embd, layer.head_dim, layer.value_dim, np.float32(layer.eps)
     n_head, n_kv = layer.n_head, layer.n_head_kv
@@ -210,31 +216,32 @@ def project_qkv(layers, i, n_rows, n_threads):
     norm = floats(layer.attn_norm, n_embd)
     for b in range(n_rows):
         rms_norm(x[b], norm, eps, normed[b])
-    table = carray(integer_pointer(layer.matrices), (N_MATRICES, 6))[0:3]
-    expect(layer.regions + REGION * 3)
-    n_q, n_k, n_v = n_head * d, n_kv * d, n_kv * d_v
-    width = n_q + n_k + n_v
+    table = carray(integer_pointer(layer.matrices), (layer.n_inputs, 6))
+    expect(layer.regions + REGION * layer.n_inputs)
+    q_row = 2 * d if layer.gated else d
+    n_q, n_k, width = n_head * q_row, n_kv * d, table[:, ROWS].sum()
     multiply(
         table, layer.normed, 4 * n_embd, n_rows, layer.quantized, layer.projected, 4 * width,
         n_threads,
     )  # fmt: skip
     q_bias, k_bias = floats(layer.q_bias, n_q), floats(layer.k_bias, n_k)
-    v_bias = floats(layer.v_bias, n_v)
+    v_bias = floats(layer.v_bias, n_kv * d_v)
     q_norm, k_norm = floats(layer.q_norm, d), floats(layer.k_norm, d)
     half, interleaved = layer.n_rot // 2, layer.interleaved != 0
     d_out, d_v_out = padded(d), padded(d_v)
     q_scale, one = floats(layer.q_scale, n_rows), np.float32(1)
-    for b in range(n_rows):
+    for b in range(n_rows if n_head else 0):
         cos, sin = floats(layer.cos + 4 * b * half, half), floats(layer.sin + 4 * b * half, half)
         raw = layer.projected + 4 * b * width
         at = 4 * b * n_head * d_out
         _rotate_heads(
-            float_rows(raw, n_head, d), q_bias, q_norm, eps, cos, sin, q_scale[b], interleaved,
-            float_rows(layer.q_nope + at, n_head, d_out), float_rows(layer.q + at, n_head, d_out),
+            float_rows(raw, n_head, q_row), d, q_bias, q_norm, eps, cos, sin, q_scale[b],
+            interleaved, float_rows(layer.q_nope + at, n_head, d_out),
+            float_rows(layer.q + at, n_head, d_out),
         )  # fmt: skip
         at = 4 * b * n_kv * d_out
         _rotate_heads(
-            float_rows(raw + 4 * n_q, n_kv, d), k_bias, k_norm, eps, cos, sin, one, interleaved,
+            float_rows(raw + 4 * n_q, n_kv, d), d, k_bias, k_norm, eps, cos, sin, one, interleaved,
             float_rows(layer.k_nope + at, n_kv, d_out), float_rows(layer.k + at, n_kv, d_out),
         )  # fmt: skip
         raw_v = float_rows(raw + 4 * (n_q + n_k), n_kv, d_v)
@@ -258,22 +265,38 @@ def add_rows(x, y, norm, eps, scale, n_rows):
 
 
 @njit(cache=True, nogil=True)
+def _gate_heads(layer, packed, n_rows, width):
+    """packed f32 (n_rows H, d_v) times the sigmoid of the gates in ``projected``."""
+    n_head, d, one = layer.n_head, layer.value_dim, np.float32(1)
+    projected, whole = float_rows(layer.projected, n_rows, width), d // LANES * LANES
+    for h in range(n_rows * n_head):
+        gate, x = projected[h // n_head, (2 * (h % n_head) + 1) * d :], packed[h]
+        gate_lanes(packed, SIGMOID, gate.ctypes.data, x.ctypes.data, x.ctypes.data, whole)
+        for c in range(whole, d):
+            x[c] /= one + np.exp(-gate[c])
+
+
+@njit(cache=True, nogil=True)
 def finish_attention(layers, i, attended, n_rows, n_threads):
     """x += s (W_o attended + b); normed = norm(x), for n_rows rows; s: residual_scale.
 
-    attended f32 (n_rows H, >= d_v): the heads of the first row, then those of the next.
+    attended f32 (n_rows H, >= d_v): the heads of the first row, then those of the next; of a
+    recurrent layer (n_rows, d_v).
     """
     layer = layers[i]
-    n_embd, n_head, d_v = layer.n_embd, layer.n_head, layer.value_dim
-    table = carray(integer_pointer(layer.matrices), (4, 6))
+    n_embd, n_head, d_v = layer.n_embd, max(1, layer.n_head), layer.value_dim
+    at = layer.n_inputs
+    table = carray(integer_pointer(layer.matrices), (at + 1, 6))
     x, normed = float_rows(layer.x, n_rows, n_embd), float_rows(layer.normed, n_rows, n_embd)
     packed = float_rows(layer.packed, n_rows * n_head, d_v)
     for h in range(n_rows * n_head):
         for c in range(d_v):
             packed[h, c] = attended[h, c]
-    expect(layer.regions + REGION * 4)
+    if layer.gated:
+        _gate_heads(layer, packed, n_rows, table[:at, ROWS].sum())
+    expect(layer.regions + REGION * (at + 1))
     multiply(
-        table[3:4], layer.packed, 4 * n_head * d_v, n_rows, layer.quantized, layer.normed,
+        table[at:], layer.packed, 4 * n_head * d_v, n_rows, layer.quantized, layer.normed,
         4 * n_embd, n_threads,
     )  # fmt: skip
     bias = floats(layer.o_bias, n_embd)
@@ -296,21 +319,22 @@ def finish_layer(layers, i, attended, n_rows, n_threads):
     finish_attention(layers, i, attended, n_rows, n_threads)
     layer = layers[i]
     n_embd, n_ff = layer.n_embd, layer.n_ff
-    table = carray(integer_pointer(layer.matrices), (N_MATRICES, 6))
+    at = layer.n_inputs
+    table = carray(integer_pointer(layer.matrices), (at + BEHIND, 6))
     hidden_row = 4 * (2 * n_ff + LANES)
-    expect(layer.regions + REGION * 6)
+    expect(layer.regions + REGION * (at + 3))
     multiply(
-        table[4:6], layer.normed, 4 * n_embd, n_rows, layer.quantized, layer.hidden, hidden_row,
-        n_threads,
+        table[at + 1 : at + 3], layer.normed, 4 * n_embd, n_rows, layer.quantized, layer.hidden,
+        hidden_row, n_threads,
     )  # fmt: skip
     x, normed = float_rows(layer.x, n_rows, n_embd), float_rows(layer.normed, n_rows, n_embd)
     for b in range(n_rows):
         gate = layer.hidden + b * hidden_row
         gate_lanes(x, layer.activation, gate, gate + 4 * n_ff, gate, n_ff)
-    expect(layer.regions + REGION * 7)
+    expect(layer.regions + REGION * (at + 4))
     multiply(
-        table[6:7], layer.hidden, hidden_row, n_rows, layer.quantized, layer.normed, 4 * n_embd,
-        n_threads,
+        table[at + 3 :], layer.hidden, hidden_row, n_rows, layer.quantized, layer.normed,
+        4 * n_embd, n_threads,
     )  # fmt: skip
     add_rows(
         x, normed, floats(layer.ffn_post_norm, n_embd), np.float32(layer.eps),

@@ -15,7 +15,7 @@ from sparsekv_cli.cpu.attention.store import store_row
 from sparsekv_cli.cpu.jit.bf16 import narrowed
 from sparsekv_cli.cpu.jit.llvm import F32, I32, LANES, sum_squares
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
-from sparsekv_cli.cpu.layer.activation import gate_lanes, gate_one
+from sparsekv_cli.cpu.layer.activation import SIGMOID, gate_lanes, gate_one
 
 
 @intrinsic
@@ -115,27 +115,29 @@ def _head(raw, bias, norm, eps, cos, sin, scale, interleaved, work, out_nope, ou
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def split_heads(
-    raw, q_bias, k_bias, v_bias, q_norm, k_norm, eps, cos, sin, q_scale, interleaved, q, k, v,
-    q_nope, k_nope, n_threads,
+    raw, q_bias, k_bias, v_bias, q_norm, k_norm, eps, cos, sin, q_scale, interleaved, gated, q, k,
+    v, q_nope, k_nope, n_threads,
 ):  # fmt: skip
     """A chunk's q/k/v as the projection gives them, into heads, with bias, norm and rotation.
 
     raw (T, H d + G d + G d_v); biases f32 as wide or empty, norms f32 (d,) or empty; cos, sin
-    f32 (T, n_rot / 2); q_scale f32 (T,) multiplies the queries. q, q_nope (H, T, d), k, k_nope
-    (G, T, d), v (G, T, d_v).
+    f32 (T, n_rot / 2); q_scale f32 (T,) multiplies the queries. gated: behind each query's d
+    elements lie d of a gate (``gate_heads``). q, q_nope (H, T, d), k, k_nope (G, T, d), v
+    (G, T, d_v).
     """
     n_head, n_rows, d = q.shape
     n_kv, d_v = v.shape[0], v.shape[2]
+    q_row = 2 * d if gated else d
     for part in prange(n_threads):
         work = np.empty((2, d), np.float32)
         for t in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
             for h in range(n_head):
                 bias = q_bias[h * d : (h + 1) * d]
                 _head(
-                    raw[t, h * d : (h + 1) * d], bias, q_norm, eps, cos[t], sin[t], q_scale[t],
-                    interleaved, work, q_nope[h, t], q[h, t],
+                    raw[t, h * q_row : h * q_row + d], bias, q_norm, eps, cos[t], sin[t],
+                    q_scale[t], interleaved, work, q_nope[h, t], q[h, t],
                 )  # fmt: skip
-            at = n_head * d
+            at = n_head * q_row
             for g in range(n_kv):
                 bias = k_bias[g * d : (g + 1) * d]
                 _head(
@@ -150,6 +152,24 @@ def split_heads(
                         value += v_bias[g * d_v + c]
                     v[g, t, c] = rounded(v, value)
                 at += d_v
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def gate_heads(attended, raw, d, out, n_threads):
+    """out (T, H d) = attended * sigmoid(gate); raw (T, >= H 2 d): a head's query, then its gate.
+
+    All f32 or all bf16.
+    """
+    n_rows, whole = out.shape[0], d // LANES * LANES
+    for part in prange(n_threads):
+        for t in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
+            for h in range(out.shape[1] // d):
+                gate, x = raw[t, (2 * h + 1) * d :], attended[t, h * d :]
+                to = out[t, h * d : (h + 1) * d]
+                places = gate.ctypes.data, x.ctypes.data, to.ctypes.data
+                gate_lanes(out, SIGMOID, *places, whole)
+                for c in range(whole, d):
+                    to[c] = rounded(out, gate_one(SIGMOID, widen(gate[c]), widen(x[c])))
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)

@@ -28,7 +28,7 @@ from numba.extending import intrinsic
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import F32, I64, LANES, VF, const, load, splat, sum_squares
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
-from sparsekv_cli.cpu.layer.decode import silu_multiply
+from sparsekv_cli.cpu.layer.activation import SILU, gate_lanes
 from sparsekv_cli.cpu.layer.prefill import rounded, widen
 from sparsekv_cli.cpu.recurrent.convolution import convolution_ref
 
@@ -58,6 +58,7 @@ def delta_rule_ref(
 
 def delta_net_ref(
     raw: np.ndarray,
+    gates: np.ndarray,
     weight: np.ndarray,
     dt: np.ndarray,
     a: np.ndarray,
@@ -73,7 +74,8 @@ def delta_net_ref(
     n_v, d_k, d_v = states.shape
     n_k = (weight.shape[1] - n_v * d_v) // (2 * d_k)
     n_qkv = weight.shape[1]
-    mixed, z, beta, alpha = np.split(raw, np.cumsum([n_qkv, n_v * d_v, n_v]), axis=1)
+    mixed, z = np.split(raw, [n_qkv], axis=1)
+    beta, alpha = np.split(gates, 2, axis=1)
     mixed, rows = convolution_ref(mixed, weight, rows)
     mixed = mixed / (1 + np.exp(-mixed))
     q, k, v = np.split(mixed, np.cumsum([n_k * d_k] * 2), axis=1)
@@ -235,7 +237,7 @@ def _convolved_head(raw, start, n_rows, first, d, weight, rows, recent, out):
     recent[0] = np.float32(1)
     for t in range(n_rows):
         at = out[t].ctypes.data
-        silu_multiply(at, recent[0].ctypes.data, at, d)
+        gate_lanes(out, SILU, at, recent[0].ctypes.data, at, d)
 
 
 @njit(cache=True, nogil=True)
@@ -258,24 +260,23 @@ def _gated_norm(x, z, norm, eps, gate, out):
     for c in range(d):
         x[c] *= factor * norm[c]
         gate[c] = widen(z[c])
-    silu_multiply(gate.ctypes.data, x.ctypes.data, x.ctypes.data, d)
+    gate_lanes(x, SILU, gate.ctypes.data, x.ctypes.data, x.ctypes.data, d)
     for c in range(d):
         out[c] = rounded(out, x[c])
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def delta_net(raw, weight, dt, a, norm, eps, rows, states, out, n_threads):
+def delta_net(raw, gates, weight, dt, a, norm, eps, rows, states, out, n_threads):
     """out (T, n_v d_v) of a chunk of rows, or of one: convolution, delta rule, norm and gate.
 
-    raw (T, 2 n_k d_k + n_v d_v + n_v d_v + n_v + n_v), the projections q, k, v, z, beta and alpha,
-    and out: f32, or both bf16. weight f32 (L, 2 n_k d_k + n_v d_v): the convolution; dt, a (n_v,),
-    a below 0; norm (d_v,). rows f32 (L - 1, as wide as weight) and states
+    raw (T, 2 n_k d_k + 2 n_v d_v), the projections q, k, v and z, gates (T, 2 n_v), those of beta
+    and alpha, and out: f32, or all bf16. weight f32 (L, 2 n_k d_k + n_v d_v): the convolution; dt,
+    a (n_v,), a below 0; norm (d_v,). rows f32 (L - 1, as wide as weight) and states
     (n_v, d_v / 16 rounded up, d_k, 16) become those after the rows. d_k, d_v at most MAX_HEAD.
     """
     n_rows, n_v, d_v = raw.shape[0], states.shape[0], norm.shape[0]
     n_blocks, d_k, n_qkv = states.shape[1], states.shape[2], weight.shape[1]
     n_k = (n_qkv - n_v * d_v) // (2 * d_k)
-    of_beta = n_qkv + n_v * d_v
     width = (d_k + LANES - 1) // LANES * LANES
     one = np.float32(1)
     for part in prange(n_threads):
@@ -296,9 +297,9 @@ def delta_net(raw, weight, dt, a, norm, eps, rows, states, out, n_threads):
                     at = 2 * n_k * d_k + h * d_v
                     _convolved_head(raw, start, n, at, d_v, weight, rows, recent, v)
                     for t in range(n):
-                        x = widen(raw[start + t, of_beta + n_v + h]) + dt[h]
+                        x = widen(gates[start + t, n_v + h]) + dt[h]
                         log_decay[t] = a[h] * (x if x > 20 else np.log1p(np.exp(x)))
-                        y = widen(raw[start + t, of_beta + h])
+                        y = widen(gates[start + t, h])
                         beta[t] = one / (one + np.exp(-y))
                     state, t = states[h].ctypes.data, 0
                     while t < n:

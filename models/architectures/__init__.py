@@ -19,6 +19,8 @@ ARCHITECTURES = {
     "gpt-oss": "gpt_oss",
     "granite": "granite",
     "granitemoe": "granitemoe",
+    "lfm2": "lfm2",
+    "lfm2moe": "lfm2moe",
     "llama": "llama",
     "mistral3": "mistral3",
     "phi3": "phi3",
@@ -26,6 +28,8 @@ ARCHITECTURES = {
     "qwen2moe": "qwen2moe",
     "qwen2vl": "qwen2vl",
     "qwen3": "qwen3",
+    "qwen35": "qwen35",
+    "qwen35moe": "qwen35moe",
     "qwen3moe": "qwen3moe",
     "qwen3vl": "qwen3vl",
     "qwen3vlmoe": "qwen3vlmoe",
@@ -45,6 +49,9 @@ class Mixture:
     shared: an expert that all tokens take: ``none``; ``optional``, where its length is stated;
         ``gated``: always there, and weighed by the sigmoid of a product with the token.
     biases: whether router, gates, ups and downs have biases.
+    gating: what makes weights of the router's products: ``softmax``, or ``sigmoid`` of each; then
+        a bias of each expert has a part in the choice, but not in the weights.
+    dense_lead: whether the first ``leading_dense_block_count`` layers have no experts.
     """
 
     required: bool = True
@@ -52,6 +59,8 @@ class Mixture:
     own_length: bool = True
     shared: str = "none"
     biases: bool = False
+    gating: str = "softmax"
+    dense_lead: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,11 @@ class Architecture:
     embeds_by_width: embeddings are multiplied by the root of their length.
     wide_scale_layers: number of layers of the model whose softmax scale is that of the embedding's
         length over the number of heads, whatever the heads' size; 0: none.
+    recurrence: what stands in place of attention in layers that have none: ``short_convolution`` or
+        ``delta_net``; empty: all have attention.
+    output_gate: attn_q holds for each head its query's rows, then those of a gate; the head's
+        attention is multiplied by the gate's sigmoid.
+    output_norm: the name of the tensor of the norm of the last layer's output.
     """
 
     name: str
@@ -110,6 +124,9 @@ class Architecture:
     activation: str = "silu"
     embeds_by_width: bool = False
     wide_scale_layers: int = 0
+    recurrence: str = ""
+    output_gate: bool = False
+    output_norm: str = "output_norm"
 
     @property
     def host_only(self) -> str:

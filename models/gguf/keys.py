@@ -44,6 +44,14 @@ class ModelKeys:
             raise self.fail(name, f"is {value}{where}; it must be {low} to {high}")
         return value
 
+    def flag(self, name: str, default: bool) -> bool:
+        if name not in self:
+            return default
+        value = self.get(name)
+        if not isinstance(value, bool):
+            raise self.mistyped(name, "bool")
+        return value
+
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
         if default is not None and name not in self:
             return default
@@ -52,19 +60,19 @@ class ModelKeys:
             raise self.mistyped(name, "an integer")
         return self._bounded(name, value, low, high)
 
-    def per_layer(self, name: str, n_layer: int, high: int) -> tuple[int, ...]:
+    def per_layer(self, name: str, n_layer: int, high: int, low: int = 1) -> tuple[int, ...]:
         """A scalar, repeated for every layer, or an array with one integer a layer."""
         value = self.get(name)
         if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
             if len(value) != n_layer:
                 raise self.fail(name, f"has {len(value)} values for {n_layer} layers")
             return tuple(
-                self._bounded(name, one, 1, high, f" in layer {layer}")
+                self._bounded(name, one, low, high, f" in layer {layer}")
                 for layer, one in enumerate(value.tolist())
             )
         if isinstance(value, np.ndarray | StringArray | str | float | bool):
             raise self.mistyped(name, "an integer or an array of integers")
-        return (self._bounded(name, value, 1, high),) * n_layer
+        return (self._bounded(name, value, low, high),) * n_layer
 
     def number(
         self, name: str, *, low: float, high: float = math.inf, default: float | None = None

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from sparsekv_cli.cache.layer import LayerCache
-from sparsekv_cli.cache.spec import FULL, WINDOW, LayerSpec
+from sparsekv_cli.cache.spec import FULL, STATE, WINDOW, LayerSpec
+from sparsekv_cli.cache.state import StateCache
 from sparsekv_cli.cache.window import WindowCache
 
 # The caches of layers of other kinds than full, which are the same with every method.
-CACHES: dict[str, Callable[[LayerSpec], LayerCache]] = {WINDOW: WindowCache}
+CACHES: dict[str, Callable[[LayerSpec], LayerCache]] = {STATE: StateCache, WINDOW: WindowCache}
 
 
 def full_layers(specs: Iterable[LayerSpec]) -> list[LayerSpec]:

@@ -93,6 +93,13 @@ class LayerCache(ABC):
         """Announces that ``n`` rows in all are coming."""
         self.store.reserve(n)
 
+    def mark(self, lengths: Sequence[int]) -> None:  # noqa: B027 - most can go back anywhere
+        """Announces at which lengths messages end in the rows of the next prefill."""
+
+    def reach(self, n: int) -> int:
+        """The largest length of at most n to which ``truncate`` goes back, as far as is known."""
+        return n
+
     def truncate(self, n: int) -> int:
         """Forgets all but the first n rows; returns n, or 0 if it cannot and has forgotten nothing.
 

@@ -16,6 +16,8 @@ FULL = "full"  # the kind of layers that attend to all rows, and that methods ch
 WINDOW = "window"  # that of layers that attend to the last rows
 N_SPARE = 128  # rows ahead of a window that stay: so many steps can always be taken back
 N_STEPS = 128  # decode steps between two moves of a window layer's rows
+STATE = "state"  # the kind of recurrent layers
+N_CHECKPOINTS = 8  # states of a recurrent layer that are kept at most, by default
 NO_SINKS = np.empty(0, np.float32)
 
 
@@ -39,6 +41,13 @@ class AttnInput(NamedTuple):
     pos: int  # absolute position of the first row
 
 
+class StateInput(NamedTuple):
+    """One recurrent layer, T new rows of one sequence: arrays f32, or in a prefill both bf16."""
+
+    rows: Any  # (T, width), the projections that its convolution and its output gate take
+    gates: Any  # (T, 2 heads), those that say how much of the state stays and changes; or (T, 0)
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """The sizes of one layer, and how many threads its kernels may use.
@@ -49,7 +58,8 @@ class LayerSpec:
     sinks: f32 (H,), of each head a score without a value in the softmax, or empty. calibration:
     this layer's arrays of the method's sidecar by name, empty for methods without a calibration.
     cache_type_k, cache_type_v: types of the rows (cache/store.py). kind: of the layer's cache
-    (cache/kinds.py). window: rows that a query sees, its own the last; 0: all.
+    (cache/kinds.py). window: rows that a query sees, its own the last; 0: all. recurrence: what a
+    recurrent layer computes (cache/state.py). n_checkpoints: of its states, that are kept at most.
     """
 
     layer: int
@@ -69,6 +79,8 @@ class LayerSpec:
     sinks: np.ndarray = field(default_factory=lambda: NO_SINKS, compare=False)
     kind: str = FULL
     window: int = 0
+    recurrence: Any = field(default=None, compare=False)
+    n_checkpoints: int = N_CHECKPOINTS
 
     @property
     def group(self) -> int:

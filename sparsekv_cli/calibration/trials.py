@@ -13,13 +13,14 @@ one attention.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sparsekv_cli.cache.attend import attend_causal
 from sparsekv_cli.cache.layer import DenseCache, LayerCache
-from sparsekv_cli.cache.spec import AttnInput, LayerSpec
+from sparsekv_cli.cache.spec import STATE, AttnInput, LayerSpec, StateInput
+from sparsekv_cli.cache.state import StateCache
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.calibration import allocation
 from sparsekv_cli.calibration.run import CalibrationRun
@@ -59,9 +60,10 @@ class Window:
         self._n_prefix = len(ids) - n_scored - 1
         self._rows = list(ids[self._n_prefix : -1])
         self._following = np.array(ids[self._n_prefix + 1 :])[:, None]
-        caches: list[LayerCache] = [DenseCache(spec) for spec in run.specs]
-        run.forward(ids[: self._n_prefix], 0, caches)
-        self._stores = [cache.store for cache in caches]
+        self._caches: list[LayerCache] = [
+            (StateCache if spec.kind == STATE else DenseCache)(spec) for spec in run.specs
+        ]
+        run.forward(ids[: self._n_prefix], 0, self._caches)
         self._logits = self._logits_of([Trial(-1, unchanged)])[0]  # (rows, n_vocab)
         full = self._logits - self._logits.max(-1, keepdims=True)
         full -= np.log(np.exp(full).sum(-1, keepdims=True))
@@ -88,9 +90,12 @@ class Window:
     def _logits_of(self, trials: Sequence[Trial]) -> np.ndarray:
         """f32 (trials, rows, n_vocab)"""
         run = self._run
+        n_prefix, n_rows = self._n_prefix, len(self._rows)
         caches = [
-            _TrialCache(spec, store, self._n_prefix, len(self._rows), trials, self._middle)
-            for spec, store in zip(run.specs, self._stores, strict=True)
+            _TrialState(cache, n_prefix, n_rows)
+            if isinstance(cache, StateCache)
+            else _TrialCache(cache.spec, cache.store, n_prefix, n_rows, trials, self._middle)
+            for cache in self._caches
         ]
         logits = run.forward(
             self._rows * len(trials), self._n_prefix, caches, all_logits=True,
@@ -180,6 +185,31 @@ class _TrialCache(LayerCache):
         a, b, rest = rows[..., :half], rows[..., half : 2 * half], rows[..., 2 * half :]
         turned = np.concatenate([a * cos - b * sin, a * sin + b * cos, rest], axis=-1)
         return as_type_of(heads, turned)
+
+    def decode(self, x: AttnInput) -> np.ndarray:
+        raise AssertionError("a calibration only prefills")
+
+
+class _TrialState(LayerCache):
+    """A recurrent layer, which no trial changes, for all trials: each begins behind the prefix."""
+
+    def __init__(self, prefix: StateCache, n_prefix: int, n_rows: int) -> None:
+        super().__init__(prefix.spec)
+        self._prefix, self._n_prefix, self._n_rows = prefix, n_prefix, n_rows
+        self._n_done = 0
+
+    def extend(self, x: Any) -> np.ndarray:
+        """As StateCache."""
+        out, done = [], 0
+        while done < len(x.rows):
+            first = self._n_done % self._n_rows
+            if first == 0:
+                self._prefix.truncate(self._n_prefix)
+            part = slice(done, min(len(x.rows), done + self._n_rows - first))
+            out.append(self._prefix.extend(StateInput(x.rows[part], x.gates[part])))
+            self._n_done += part.stop - part.start
+            done = part.stop
+        return np.concatenate(out)
 
     def decode(self, x: AttnInput) -> np.ndarray:
         raise AssertionError("a calibration only prefills")

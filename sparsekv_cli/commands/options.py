@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from sparsekv_cli.commands.machine_options import CHECKPOINTS_OPTION, GPU_OPTIONS, choice_of
 from sparsekv_cli.commands.terminal import explain_faults, say
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.option import allowed_values, options_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,11 +102,6 @@ def apply_options(function: Function, options: list[Callable[[Any], Any]]) -> Fu
     return function
 
 
-def _choice(name: str) -> click.Choice:
-    """The choices that SessionConfig declares for one of its options."""
-    return click.Choice(allowed_values(options_of(SessionConfig)[name]).choices)
-
-
 Q4_KEYS_FIT = 32768  # tokens up to which keys in q4_0 are recommended
 
 MODEL_OPTION = click.option(
@@ -128,39 +123,16 @@ MACHINE_OPTIONS: list[Callable[[Any], Any]] = [
     ),
     click.option(
         "--device",
-        type=_choice("device"),
+        type=choice_of("device"),
         default="auto",
         help="Where to compute. [default: auto]",
     ),
     click.option(
         "--prefill-dtype",
-        type=_choice("prefill_dtype"),
+        type=choice_of("prefill_dtype"),
         default="auto",
         help="Products of the prefill; auto is int8 on a CPU (integer sums over inputs rounded to "
         "8 bits), bf16 on a GPU and on a CPU with AMX. [default: auto]",
-    ),
-]
-
-GPU_OPTIONS: list[Callable[[Any], Any]] = [
-    click.option(
-        "--kv",
-        type=_choice("kv"),
-        default="auto",
-        help="Where a GPU's run keeps the KV cache; auto: on the GPU, if the method can and it "
-        "fits, otherwise on the host. [default: auto]",
-    ),
-    click.option(
-        "--gpu-weights",
-        type=_choice("gpu_weights"),
-        default="auto",
-        help="Weights in the GPU's memory; auto is quantized, as in the file. [default: auto]",
-    ),
-    click.option(
-        "--vram-limit",
-        metavar="GIB",
-        type=click.FloatRange(min=0),
-        default=0.0,
-        help="Most of the GPU's memory to use; 0 takes what is free. [default: 0]",
     ),
 ]
 
@@ -169,14 +141,14 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
     *MACHINE_OPTIONS,
     click.option(
         "--repack",
-        type=_choice("repack"),
+        type=choice_of("repack"),
         default="auto",
         help="Decode on the CPU from a copy of the weights in a faster layout; auto: if "
         "the weights take at most a quarter of the memory. [default: auto]",
     ),
     click.option(
         "--activations",
-        type=_choice("activations"),
+        type=choice_of("activations"),
         default="auto",
         help="Bits to which decode on the CPU rounds what it multiplies with quantised weights; "
         "auto: 8 where that is faster (AVX2 without AVX-512 VNNI), otherwise 16. [default: auto]",
@@ -267,7 +239,7 @@ def model_options(
         def gather(**values: Any) -> Any:
             return function(options=_gather_model_options(values), **values)
 
-        own = [] if bench else [CONTEXT_OPTION, METHOD_OPTION]
+        own = [] if bench else [CONTEXT_OPTION, METHOD_OPTION, CHECKPOINTS_OPTION]
         own += [SPARSE_FROM_OPTION] if sparse_from else []
         return apply_options(gather, [MODEL_OPTION, *own, *MODEL_OPTIONS[1:], verbose_option])
 
@@ -290,6 +262,7 @@ def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
             repack=values.pop("repack"),
             activations=values.pop("activations"),
             vram_limit=values.pop("vram_limit"),
+            checkpoints=values.pop("checkpoints", SessionConfig.checkpoints),
             sparse_from=-1 if sparse_from is None else sparse_from,
         ),
         seed=None if seed == -1 else seed,

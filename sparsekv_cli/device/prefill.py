@@ -11,7 +11,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention, silu
 
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.models.hparams import HParams, LayerParams
-from sparsekv_cli.models.weights import LayerWeights, Linear
+from sparsekv_cli.models.weights import AttentionWeights, Linear
 
 
 def rms_norm(x: torch.Tensor, weight: Any, eps: float) -> torch.Tensor:
@@ -47,10 +47,13 @@ class TorchRows:
         return rms_norm(x, weight, self._hparams.norm_eps)
 
     def heads(
-        self, raw: torch.Tensor, layer: LayerWeights, sizes: LayerParams, pos: int
+        self, raw: torch.Tensor, layer: AttentionWeights, sizes: LayerParams, pos: int
     ) -> AttnInput:
         n_head, n_kv, d, d_v = sizes.n_head, sizes.n_head_kv, sizes.head_dim, sizes.value_dim
-        q, k, v = raw.split([n_head * d, n_kv * d, n_kv * d_v], dim=1)
+        n_q = n_head * d * (1 + sizes.output_gate)
+        q, k, v = raw.split([n_q, n_kv * d, n_kv * d_v], dim=1)
+        if sizes.output_gate:
+            q = q.unflatten(1, (n_head, 2, d))[:, :, 0].flatten(1)
         q_scale = torch.as_tensor(self._rope.q_scale[pos : pos + len(raw)])
         q_nope = self._ordered(q, layer.q, layer.q_norm, n_head, sizes) * q_scale[:, None]
         k_nope = self._ordered(k, layer.k, layer.k_norm, n_kv, sizes)
@@ -75,6 +78,13 @@ class TorchRows:
             pairs = heads[..., :n_rot].unflatten(-1, (n_rot // 2, 2)).transpose(-1, -2).flatten(-2)
             heads = torch.cat([pairs, heads[..., n_rot:]], dim=-1)
         return heads.transpose(0, 1)
+
+    def gate_heads(
+        self, attended: torch.Tensor, raw: torch.Tensor, sizes: LayerParams
+    ) -> torch.Tensor:
+        n_head, d = sizes.n_head, sizes.head_dim
+        gates = raw[:, : 2 * n_head * d].unflatten(1, (n_head, 2, d))[:, :, 1].flatten(1)
+        return (attended.float() * gates.float().sigmoid()).to(self._dtype)
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=1)

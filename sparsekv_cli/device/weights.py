@@ -17,7 +17,13 @@ from sparsekv_cli.cpu.weights import dot as host_matvec
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
 from sparsekv_cli.kernels.weights import dot
 from sparsekv_cli.kernels.weights.packed import PACKABLE, PackedMatrix, merge_alike, repack
-from sparsekv_cli.models.weights import GatedWeights, LayerWeights, Linear, Weights
+from sparsekv_cli.models.weights import (
+    AttentionWeights,
+    GatedWeights,
+    LayerWeights,
+    Linear,
+    Weights,
+)
 
 
 class Stack:
@@ -97,7 +103,8 @@ class DeviceWeights:
         return sum(stack.nbytes for stack in [*stacks, self.output])
 
     def _layer(self, layer: LayerWeights) -> DeviceLayer:
-        assert isinstance(layer.ffn, GatedWeights)  # device/engine.py refuses the others
+        # device/engine.py refuses the others
+        assert isinstance(layer, AttentionWeights) and isinstance(layer.ffn, GatedWeights)
         vectors: dict[str, Any] = {
             name: self._vector(getattr(layer, name))
             for name in ("attn_norm", "q_norm", "k_norm", "ffn_norm")

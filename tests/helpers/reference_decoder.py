@@ -16,15 +16,18 @@ from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
+from tiny_recurrent import delta_net, short_convolution
 
 PAIRING = {
     **dict.fromkeys(("granite", "granitemoe", "llama", "mistral3", "smollm3"), "norm"),
     **dict.fromkeys(("qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3moe"), "neox"),
     **dict.fromkeys(("gemma2", "gemma3", "gpt-oss", "phi3", "qwen3vl", "qwen3vlmoe"), "neox"),
+    **dict.fromkeys(("lfm2", "lfm2moe", "qwen35", "qwen35moe"), "neox"),
 }
 
 
 NAMES = ("gate", "up", "down")
+LFM2_NORM = "token_embd_norm.weight"  # of the last layer's output
 
 
 def reference_logits(
@@ -60,7 +63,8 @@ def model_logits(
         hidden = hidden + residual * normed(block, layer, "post_attention_norm")
         block = feed_forward(model, layer, hidden)
         hidden = hidden + residual * normed(block, layer, "post_ffw_norm")
-    hidden = rms_norm(hidden[-n_last:], model.tensor("output_norm.weight"), model.epsilon)
+    norm = "output_norm.weight" if "output_norm.weight" in model.tensors else LFM2_NORM
+    hidden = rms_norm(hidden[-n_last:], model.tensor(norm), model.epsilon)
     head = "output.weight" if "output.weight" in model.tensors else "token_embd.weight"
     logits = hidden @ model.tensor(head).T / np.float32(model.key("logit_scale", 1.0))  # (T, V)
     return capped(logits, model.key("final_logit_softcapping", 0.0))
@@ -82,11 +86,17 @@ def attention(
     """The attention block's output (T, E) for hidden (T, E)."""
     n_rows = len(hidden)
     x = rms_norm(hidden, model.tensor(f"blk.{layer}.attn_norm.weight"), model.epsilon)
+    for tensor, mixer in (("shortconv.conv", short_convolution), ("ssm_conv1d", delta_net)):
+        if f"blk.{layer}.{tensor}.weight" in model.tensors:
+            return mixer(model, layer, x)
     counts = (model.n_head, model.n_head_kv, model.n_head_kv)
     q, k, v = (
         rows.reshape(n_rows, heads, -1)
         for rows, heads in zip(model.qkv(layer, x), counts, strict=True)
     )
+    gates = np.zeros(0, np.float32)
+    if q.shape[2] == 2 * model.head_dim:
+        q, gates = q[:, :, : model.head_dim], q[:, :, model.head_dim :]
     if f"blk.{layer}.attn_q_norm.weight" in model.tensors:
         q = rms_norm(q, model.tensor(f"blk.{layer}.attn_q_norm.weight"), model.epsilon)
         k = rms_norm(k, model.tensor(f"blk.{layer}.attn_k_norm.weight"), model.epsilon)
@@ -117,12 +127,16 @@ def attention(
         weights = np.exp(scores - peak)
         weights /= weights.sum(axis=-1, keepdims=True) + np.exp(sink - peak)
         heads.append(weights @ v[:, head // group])  # (T, d)
-    return model.project(layer, "attn_output", np.concatenate(heads, axis=-1))
+    attended = np.concatenate(heads, axis=-1)
+    if len(gates):
+        attended = attended / (1 + np.exp(-gates.reshape(n_rows, -1)))
+    return model.project(layer, "attn_output", attended)
 
 
 def feed_forward(model: ReferenceModel, layer: int, hidden: np.ndarray) -> np.ndarray:
     """The feed-forward block's output (T, E) for hidden (T, E)."""
-    name = "post_attention_norm" if model.arch == "gpt-oss" else "ffn_norm"
+    has_other_name = model.arch in ("gpt-oss", "qwen35", "qwen35moe")
+    name = "post_attention_norm" if has_other_name else "ffn_norm"
     x = rms_norm(hidden, model.tensor(f"blk.{layer}.{name}.weight"), model.epsilon)
     prefix = f"blk.{layer}.ffn_"
     if f"{prefix}gate_inp.weight" in model.tensors:
@@ -156,10 +170,14 @@ def mixture(model: ReferenceModel, prefix: str, x: np.ndarray) -> np.ndarray:
     gates, ups, downs = (model.tensor(f"{prefix}{name}_exps.weight") for name in NAMES)
     if model.arch == "gpt-oss":
         return clamped_mixture(model, prefix, x, gates, ups, downs)
-    probabilities = np.exp(log_softmax(x @ model.tensor(f"{prefix}gate_inp.weight").T))
+    products = x @ model.tensor(f"{prefix}gate_inp.weight").T
+    probabilities, bias = np.exp(log_softmax(products)), np.float32(0)
+    if model.key("expert_gating_func", 0) == 2:
+        probabilities = 1 / (1 + np.exp(-products))
+        bias = model.tensor(f"{prefix.removesuffix('ffn_')}exp_probs_b.bias")
     out = np.zeros_like(x)
     for row, shares in enumerate(probabilities):
-        chosen = np.argsort(-shares, kind="stable")[: model.key("expert_used_count", 0)]
+        chosen = np.argsort(-(shares + bias), kind="stable")[: model.key("expert_used_count", 0)]
         total = 1.0 if model.arch == "qwen2moe" else shares[chosen].sum()
         for e in chosen:
             one = swiglu(x[row], gates[e], ups[e], downs[e])
@@ -258,7 +276,7 @@ class ReferenceModel:
             arch=arch,
             n_layer=value("block_count"),
             n_head=n_head,
-            n_head_kv=value("attention.head_count_kv", n_head),
+            n_head_kv=int(np.max(value("attention.head_count_kv", n_head))),
             head_dim=head_dim,
             n_rot=value("rope.dimension_count", head_dim),
             epsilon=value("attention.layer_norm_rms_epsilon"),

@@ -94,6 +94,9 @@ QUANTISED_CASES = {
     f"{name}_Q8_0": {**LONG_CASES[name], "wtype": "Q8_0", "n_layer": 1}
     for name in ("qwen2moe", "qwen3moe", "granitemoe", "phi3", "mistral3", "gemma2", "gpt-oss")
 }
+QUANTISED_CASES |= {  # the second layer has attention
+    f"{name}_Q8_0": {**LONG_CASES[name], "wtype": "Q8_0"} for name in ("lfm2moe", "qwen35moe")
+}
 
 
 QUANTISED_CASES["gpt-oss_MXFP4"] = {**QUANTISED_CASES["gpt-oss_Q8_0"], "wtype": "MXFP4"}

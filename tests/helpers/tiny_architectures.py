@@ -6,11 +6,12 @@ An independent description: it says what llama.cpp wants in a file, not what the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from gguf import GGUFWriter
+from tiny_recurrent import DeltaNet, ShortConvolution
 
 GRANITE_SCALES = {
     "attention.scale": 0.2,
@@ -26,7 +27,8 @@ class Experts:
     """n_used of n experts of length n_ff; n_shared: length of the shared one, gate: whether gated.
 
     own_length: whether the length has a key of its own, or is feed_forward_length. biases: of the
-    router and of the experts' matrices.
+    router and of the experts' matrices. n_dense: the first layers, which have none; gating:
+    expert_gating_func, 2 for a sigmoid with a bias.
     """
 
     n: int = 8
@@ -36,6 +38,8 @@ class Experts:
     gate: bool = False
     own_length: bool = True
     biases: bool = False
+    n_dense: int = 0
+    gating: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,9 @@ class Traits:
     rotated: share of a head's dims. no_rope_step: of so many layers the last is not turned.
     post_norms: norms of what a block adds. fused: attn_qkv, and ffn_up with the gate's rows first.
     factors: LongRoPE's tensors. sinks: a score of each head without a value, and a bias of the
-    output; the norm ahead of the experts has the name of a norm behind attention.
-    keys: metadata, without the architecture's name; a list is an array of integers.
+    output. ffn_norm: name of the norm ahead of the feed-forward.
+    keys: metadata, without the architecture's name; a list is an array of integers. recurrent: what
+    some layers have instead of attention. gated: attn_q has a gate behind each head's query.
     """
 
     pairing: str = "neox"
@@ -59,6 +64,9 @@ class Traits:
     experts: Experts | None = None
     post_norms: bool = False
     sinks: bool = False
+    recurrent: ShortConvolution | DeltaNet | None = None
+    gated: bool = False
+    ffn_norm: str = "ffn_norm"
     keys: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -93,6 +101,7 @@ TRAITS = {
     "gpt-oss": Traits(
         biases=True,
         sinks=True,
+        ffn_norm="post_attention_norm",
         experts=Experts(biases=True),
         keys={
             "attention.sliding_window": 40,
@@ -132,6 +141,22 @@ TRAITS = {
         },
     ),
 }
+_QWEN35 = Traits(
+    qk_norm=True,
+    rotated=0.25,
+    recurrent=DeltaNet(),
+    gated=True,
+    ffn_norm="post_attention_norm",
+    keys={"rope.dimension_sections": [3, 3, 2, 0]},
+)
+TRAITS |= {
+    "lfm2": Traits(qk_norm=True, recurrent=ShortConvolution()),
+    "lfm2moe": Traits(
+        qk_norm=True, recurrent=ShortConvolution(), experts=Experts(n_dense=1, gating=2)
+    ),
+    "qwen35": _QWEN35,
+    "qwen35moe": replace(_QWEN35, experts=Experts(n_shared=160, gate=True)),
+}
 
 
 def rotated_dims(arch: str, head_dim: int) -> int:
@@ -148,11 +173,28 @@ def long_factors(n_rot: int) -> dict[str, np.ndarray]:
     }
 
 
+def llama3_factors(head_dim: int, freq_base: float) -> np.ndarray:
+    """rope_freqs.weight (head_dim // 2,) as Llama 3.1's converter writes it: factor 8, context 64.
+
+    High frequencies keep 1, low ones are divided by 8, those between are blended. The original
+    context is 64 positions here, so that all three cases occur in a small head.
+    """
+    factor, low, high, context = 8.0, 1.0, 4.0, 64.0
+    frequencies = freq_base ** -(np.arange(0, head_dim, 2) / head_dim)
+    turns = context * frequencies / (2 * np.pi)
+    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return (1.0 / ((1.0 - smooth) / factor + smooth)).astype(np.float32)
+
+
 def add_expert_keys(writer: GGUFWriter, arch: str, experts: Experts) -> None:
     writer.add_uint32(f"{arch}.expert_count", experts.n)
     writer.add_uint32(f"{arch}.expert_used_count", experts.n_used)
     if experts.own_length:
         writer.add_uint32(f"{arch}.expert_feed_forward_length", experts.n_ff)
+    if experts.gating:
+        writer.add_uint32(f"{arch}.expert_gating_func", experts.gating)
+    if experts.n_dense:
+        writer.add_uint32(f"{arch}.leading_dense_block_count", experts.n_dense)
     if experts.n_shared:
         writer.add_uint32(f"{arch}.expert_shared_feed_forward_length", experts.n_shared)
 

@@ -24,6 +24,7 @@ from tiny_architectures import (
     Experts,
     add_expert_keys,
     add_value,
+    llama3_factors,
     long_factors,
     rotated_dims,
 )
@@ -152,7 +153,11 @@ def make_model(
         n_ff = n_ff if experts.own_length else experts.n_ff
     writer.add_feed_forward_length(n_ff)
     writer.add_head_count(n_head)
-    writer.add_head_count_kv(n_head_kv)
+    recurrent = traits.recurrent
+    if recurrent is None:
+        writer.add_head_count_kv(n_head_kv)
+    else:
+        recurrent.add_keys(writer, arch, n_layer, n_head_kv)
     writer.add_layer_norm_rms_eps(1e-5 if arch == "llama" else 1e-6)
     if "rope.freq_base" not in traits.keys:
         writer.add_rope_freq_base(freq_base)
@@ -203,11 +208,14 @@ def make_model(
             writer.add_tensor(name, values.astype(np.float32))
 
     def table(name: str, n_out: int, size: int, std: float) -> None:
-        """F32 vectors, such as biases of experts, of mean 0."""
         writer.add_tensor(name, random_rows(tensor_rng(seed, name), "F32", n_out, size, std))
 
+    def rows(name: str, n_rows: int, n_columns: int) -> np.ndarray:
+        return random_rows(tensor_rng(seed, name), "F32", n_rows, n_columns, 0.4)
+
     matrix("token_embd.weight", n_vocab, n_embd)
-    vector("output_norm.weight", n_embd, 1.0, 0.1)
+    output_norm = "output_norm" if recurrent is None else recurrent.output_norm
+    vector(f"{output_norm}.weight", n_embd, 1.0, 0.1)
     if not tied:
         matrix("output.weight", n_vocab, n_embd)
     if rope_freqs and "rope_freqs.weight" not in omit:
@@ -218,32 +226,37 @@ def make_model(
     for layer in range(n_layer):
         prefix = f"blk.{layer}."
         vector(prefix + "attn_norm.weight", n_embd, 1.0, 0.1)
-        if traits.fused:
+        if recurrent is not None and recurrent.is_recurrent(layer):
+            recurrent.add_tensors(writer, prefix, n_embd, matrix, vector, rows)
+        elif traits.fused:
             n_rows = (n_head + n_head_kv) * width + n_head_kv * value_width
             matrix(prefix + "attn_qkv.weight", n_rows, n_embd, attention_gain)
         else:
-            matrix(prefix + "attn_q.weight", n_head * width, n_embd, attention_gain)
+            n_rows = (1 + traits.gated) * n_head * width
+            matrix(prefix + "attn_q.weight", n_rows, n_embd, attention_gain)
             matrix(prefix + "attn_k.weight", n_head_kv * width, n_embd, attention_gain)
             matrix(prefix + "attn_v.weight", n_head_kv * value_width, n_embd)
-        if biases:
+        is_attention = recurrent is None or not recurrent.is_recurrent(layer)
+        if biases and is_attention:
             vector(prefix + "attn_q.bias", n_head * width, 0.0, 0.5)
             vector(prefix + "attn_k.bias", n_head_kv * width, 0.0, 2.0)
             vector(prefix + "attn_v.bias", n_head_kv * value_width, 0.0, 0.2)
-        if traits.qk_norm:
+        if traits.qk_norm and is_attention:
             vector(prefix + "attn_q_norm.weight", width, 1.0, 0.3)
             vector(prefix + "attn_k_norm.weight", width, 1.0, 0.3)
-        matrix(prefix + "attn_output.weight", n_embd, n_head * value_width)
+        if is_attention:
+            matrix(prefix + "attn_output.weight", n_embd, n_head * value_width)
         if traits.sinks:
             vector(prefix + "attn_output.bias", n_embd, 0.0, 0.2)
             vector(prefix + "attn_sinks.weight", n_head, 3.0, 1.0)
-            vector(prefix + "post_attention_norm.weight", n_embd, 1.0, 0.1)
-        else:
-            vector(prefix + "ffn_norm.weight", n_embd, 1.0, 0.1)
+        vector(f"{prefix}{traits.ffn_norm}.weight", n_embd, 1.0, 0.1)
         if traits.post_norms:
             vector(prefix + "post_attention_norm.weight", n_embd, 1.0, 0.3)
             vector(prefix + "post_ffw_norm.weight", n_embd, 1.0, 0.3)
-        if experts is not None:
+        if experts is not None and layer >= experts.n_dense:
             router(prefix + "ffn_gate_inp.weight", experts.n)
+            if experts.gating:
+                vector(prefix + "exp_probs_b.bias", experts.n, 0.0, 0.3)
             matrix(prefix + "ffn_gate_exps.weight", experts.n_ff, n_embd, n=experts.n)
             matrix(prefix + "ffn_up_exps.weight", experts.n_ff, n_embd, n=experts.n)
             matrix(prefix + "ffn_down_exps.weight", n_embd, experts.n_ff, n=experts.n)
@@ -341,19 +354,6 @@ def random_blocks(rng: np.random.RandomState, wtype: str, n_blocks: int, std: fl
 def half_bytes(values: np.ndarray) -> np.ndarray:
     """(n,) float -> (n, 2) u8: little-endian f16."""
     return values.astype("<f2").view(np.uint8).reshape(-1, 2)
-
-
-def llama3_factors(head_dim: int, freq_base: float) -> np.ndarray:
-    """rope_freqs.weight (head_dim // 2,) as Llama 3.1's converter writes it: factor 8, context 64.
-
-    High frequencies keep 1, low ones are divided by 8, those between are blended. The original
-    context is 64 positions here, so that all three cases occur in a small head.
-    """
-    factor, low, high, context = 8.0, 1.0, 4.0, 64.0
-    frequencies = freq_base ** -(np.arange(0, head_dim, 2) / head_dim)
-    turns = context * frequencies / (2 * np.pi)
-    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return (1.0 / ((1.0 - smooth) / factor + smooth)).astype(np.float32)
 
 
 def byte_characters() -> list[str]:

@@ -13,7 +13,7 @@ from reference_records import LONG_CASES
 from tiny_sessions import CHUNK, decoded, tokens
 
 from sparsekv_cli.cache.layer import SelectingCache
-from sparsekv_cli.cache.spec import N_SINKS, Budget
+from sparsekv_cli.cache.spec import FULL, N_SINKS, Budget
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import METHODS
@@ -28,6 +28,7 @@ SPARSE = [name for name in METHODS if name != "full"]
 # Those whose attention is another one; the others differ from them in nothing that a method sees.
 OWN_ATTENTION = (
     "smollm3", "phi3", "mistral3", "granitemoe", "granite_without_rope", "gemma3", "gpt-oss",
+    "qwen35",
 )  # fmt: skip
 # What methods refuse whose own kernels attend: softcaps and sinks.
 REFUSED = {
@@ -128,7 +129,7 @@ def test_the_sparse_path_over_all_rows_is_full(name, case, session_of, tiny_mode
     assert nmse(decoded(full, text), decoded(sparse, text)) < LIMITS[name]
     n = N_PROMPT + N_STEPS
     for cache in sparse.caches:
-        if cache.spec.kind == "window":
+        if cache.spec.kind != FULL:
             continue
         _, counts = cache.attended
         assert set(counts.tolist()) == {n}

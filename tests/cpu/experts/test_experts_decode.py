@@ -68,7 +68,7 @@ class Mixture:
         self.x, self.normed = np.zeros((2, capacity, N_EMBD), np.float32)
         self.quantized = np.zeros((capacity, integer.quantized_stride(N_EMBD)), np.uint8)
         self.layers = np.zeros(1, fused.LAYER)
-        fields = {"n_embd": N_EMBD, "residual_scale": SCALE}
+        fields = {"n_embd": N_EMBD, "n_inputs": 3, "residual_scale": SCALE}
         arrays = {
             "matrices": self.table, "regions": self.regions, "x": self.x, "normed": self.normed,
             "quantized": self.quantized,

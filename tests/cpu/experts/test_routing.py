@@ -8,10 +8,12 @@ import pytest
 from sparsekv_cli.cpu.experts import routing
 
 
-def routed(logits: np.ndarray, n_used: int, normalised: bool, n_threads: int = 2):
+def routed(
+    logits: np.ndarray, n_used: int, normalised: bool, bias=routing.NO_BIAS, n_threads: int = 2
+):
     chosen = np.full((len(logits), n_used), -9)
     weights = np.full((len(logits), n_used), np.nan, np.float32)
-    routing.route_rows(logits.copy(), normalised, chosen, weights, n_threads)
+    routing.route_rows(logits.copy(), bias, normalised, chosen, weights, n_threads)
     return chosen, weights
 
 
@@ -22,7 +24,7 @@ def test_the_choice_and_its_weights(size, n_expert, n_used, normalised):
     logits = np.random.default_rng(n_expert).standard_normal((37, n_expert)).astype(np.float32)
     logits *= size
     chosen, weights = routed(logits, n_used, normalised)
-    expected, expected_weights = routing.route_ref(logits, n_used, normalised)
+    expected, expected_weights = routing.route_ref(logits, routing.NO_BIAS, n_used, normalised)
     np.testing.assert_allclose(weights, expected_weights, rtol=1e-5)
     shares = np.take_along_axis(logits, chosen, 1), np.take_along_axis(logits, expected, 1)
     np.testing.assert_allclose(*shares, atol=1e-6 * size)  # the same but for ties by rounding
@@ -30,11 +32,23 @@ def test_the_choice_and_its_weights(size, n_expert, n_used, normalised):
         np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-6)
 
 
+@pytest.mark.parametrize("normalised", [False, True])
+def test_a_bias_has_a_part_in_the_choice_alone(normalised):
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((37, 24)).astype(np.float32)
+    bias = rng.standard_normal(24).astype(np.float32)
+    chosen, weights = routed(logits, 5, normalised, bias)
+    expected, expected_weights = routing.route_ref(logits, bias, 5, normalised)
+    np.testing.assert_array_equal(chosen, expected)
+    np.testing.assert_allclose(weights, expected_weights, rtol=1e-5, atol=1e-6)
+    assert (expected != routing.route_ref(logits, 0 * bias, 5, normalised)[0]).any()
+
+
 def test_of_equal_experts_the_first_is_chosen():
     logits = np.array([[0, 2, 1, 2, 1, 1]], np.float32)
     chosen, _ = routed(logits, 4, True)
     np.testing.assert_array_equal(chosen, [[1, 3, 2, 4]])
-    np.testing.assert_array_equal(chosen, routing.route_ref(logits, 4, True)[0])
+    np.testing.assert_array_equal(chosen, routing.route_ref(logits, routing.NO_BIAS, 4, True)[0])
 
 
 def test_logits_of_the_largest_size_leave_a_weight():

@@ -57,7 +57,7 @@ class Layer:
     def __init__(self, n_rows: int, matrices: dict[str, Linear], sizes: dict[str, int], **arrays):
         """matrices: those of q, k, v, o, gate, up, down that are of use; arrays: norms, biases."""
         h = {"n_embd": 0, "n_head": 1, "n_head_kv": 1, "head_dim": 0, "value_dim": 0, "n_ff": 0}
-        h |= {"n_rot": 0, "interleaved": 0, **sizes}
+        h |= {"n_inputs": 3, "n_rot": 0, "interleaved": 0, **sizes}
         d, d_v = (-(-h[name] // 16) * 16 for name in ("head_dim", "value_dim"))
         heads, kv_heads = h["n_head"], h["n_head_kv"]
         width = heads * h["head_dim"] + kv_heads * (h["head_dim"] + h["value_dim"])

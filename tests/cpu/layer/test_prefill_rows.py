@@ -46,14 +46,14 @@ def test_narrowing_and_widening_are_torchs():
     angle = np.zeros((1, 1), np.float32)
     kernels.split_heads(
         as_array(raw), none, none, values.numpy(), none, none, np.float32(0), angle, angle,
-        angle[0], False, *map(as_array, heads), 1,
+        angle[0], False, False, *map(as_array, heads), 1,
     )  # fmt: skip
     assert torch.equal(heads[2][0, 0], expected)
 
 
 @pytest.fixture(
     scope="module",
-    params=product(["llama", "qwen2", "qwen3", "granite", "mistral3", "phi3"], TOLERANCE),
+    params=product(["llama", "qwen2", "qwen3", "granite", "mistral3", "phi3", "qwen35"], TOLERANCE),
 )
 def rows(request, tmp_path_factory):
     """(session, torch rows, fused rows) of a tiny model: rotation by pairs, biases, q/k norms."""
@@ -85,7 +85,8 @@ def test_rows_of_a_layer(rows, n_rows):
     )
 
     sizes = h.layers[1]
-    width = (sizes.n_head + sizes.n_head_kv) * sizes.head_dim + sizes.n_head_kv * sizes.value_dim
+    n_q = sizes.n_head * (1 + sizes.output_gate)
+    width = (n_q + sizes.n_head_kv) * sizes.head_dim + sizes.n_head_kv * sizes.value_dim
     raw = f32(1, n_rows, width).to(dtype)
     got = fused.heads(as_array(raw), layer, sizes, 300)
     expected = plain.heads(raw, layer, sizes, 300)
@@ -94,6 +95,11 @@ def test_rows_of_a_layer(rows, n_rows):
         assert a.shape == b.shape and a.dtype == dtype
         # a rotation may cancel; what f32 loses there is a step of its terms, not of the result
         torch.testing.assert_close(a.float(), b.float(), rtol=TOLERANCE[dtype], atol=1e-5)
+
+    if sizes.output_gate:
+        attended = f32(4, n_rows, sizes.n_attended).to(dtype)
+        gated = fused.gate_heads(as_array(attended), as_array(raw), sizes)
+        close(as_tensor(gated), plain.gate_heads(attended, raw, sizes))
 
     gate_up = 3 * f32(2, n_rows, 2 * sizes.n_ff).to(dtype)
     gate, up = gate_up.float().chunk(2, dim=1)
@@ -142,3 +148,13 @@ def test_what_is_added_may_have_a_bias_and_a_norm(dtype):
         if w is not None:
             expected = expected * (expected.square().mean(1, keepdim=True) + 1e-5).rsqrt() * w
         torch.testing.assert_close(x, 1 + 0.5 * expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("n_head", "d"), [(1, 15), (3, 17), (2, 64)])
+def test_gate_of_heads_that_fill_no_vector(n_head, d, dtype):
+    raw, attended = 3 * f32(0, 5, 2 * n_head * d + 7), f32(1, 5, n_head * d)
+    raw, attended, out = raw.to(dtype), attended.to(dtype), torch.empty(5, n_head * d, dtype=dtype)
+    kernels.gate_heads(as_array(attended), as_array(raw), d, as_array(out), 2)
+    gates = raw[:, : 2 * n_head * d].unflatten(1, (n_head, 2, d))[:, :, 1].flatten(1)
+    close(out, attended.float() * gates.float().sigmoid())

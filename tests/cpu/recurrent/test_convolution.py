@@ -8,8 +8,8 @@ import pytest
 from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 from sparsekv_cli.cpu.recurrent.convolution import gated_convolution, gated_convolution_ref
 
-
 BF16 = np.empty(0, np.uint16)
+
 
 @pytest.mark.parametrize("length", [2, 3, 4])
 @pytest.mark.parametrize(("n_rows", "n", "n_threads"), [(1, 80, 1), (63, 37, 2), (130, 64, 3)])

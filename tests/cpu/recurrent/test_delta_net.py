@@ -20,7 +20,7 @@ def inputs(n_rows, n_k, n_v, d_k, d_v, length, seed=0):
         return rng.standard_normal(shape).astype(np.float32)
 
     n = 2 * n_k * d_k + n_v * d_v
-    raw = normal(n_rows, n + n_v * d_v + 2 * n_v)
+    raw = normal(n_rows, n + n_v * d_v), normal(n_rows, 2 * n_v)
     weights = normal(length, n), normal(n_v), -np.exp(2 * normal(n_v)), 1 + 0.1 * normal(d_v)
     return raw, weights, normal(length - 1, n), 0.1 * normal(n_v, d_k, d_v)
 
@@ -46,16 +46,17 @@ def laid_out(states: np.ndarray) -> np.ndarray:
 def test_the_kernel_is_the_reference_across_chunks(n_rows, sizes, dtype):
     raw, weights, rows, states = inputs(n_rows, *sizes)
     if dtype == "bf16":
-        raw = as_type_of(BF16, raw)
-    wide = [x.astype(np.float64) for x in (as_f32(raw), *weights)]
+        raw = tuple(as_type_of(BF16, x) for x in raw)
+    wide = [as_f32(x).astype(np.float64) for x in (*raw, *weights)]
     expected, last_rows, last = kernels.delta_net_ref(
         *wide, EPS, rows.astype(np.float64), states.astype(np.float64)
     )
     found = laid_out(states)
-    out = np.empty(expected.shape, raw.dtype)
+    out = np.empty(expected.shape, raw[0].dtype)
     for start in range(0, n_rows, 100):
         part = slice(start, min(n_rows, start + 100))
-        kernels.delta_net(raw[part], *weights, np.float32(EPS), rows, found, out[part], 2)
+        pieces = [x[part] for x in raw]
+        kernels.delta_net(*pieces, *weights, np.float32(EPS), rows, found, out[part], 2)
     limit = 2e-2 if dtype == "bf16" else 2e-4
     np.testing.assert_allclose(as_f32(out), expected, rtol=limit, atol=limit)
     np.testing.assert_allclose(rows, last_rows, rtol=1e-6)
@@ -71,7 +72,8 @@ def test_rows_in_groups_are_rows_one_by_one(n_rows):
         out = np.empty((n_rows, 4 * 48), np.float32)
         for start in range(0, n_rows, step):
             part = slice(start, start + step)
-            kernels.delta_net(raw[part], *weights, np.float32(EPS), own_rows, own, out[part], 1)
+            pieces = [x[part] for x in raw]
+            kernels.delta_net(*pieces, *weights, np.float32(EPS), own_rows, own, out[part], 1)
         results.append((out, own_rows, own))
     for grouped, single in zip(*results, strict=True):
         np.testing.assert_allclose(grouped, single, rtol=1e-4, atol=1e-5)

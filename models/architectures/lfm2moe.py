@@ -1,0 +1,8 @@
+"""LFM2 with experts: a sigmoid routes, and a bias has a part in the choice."""
+
+from dataclasses import replace
+
+from sparsekv_cli.models.architectures import Mixture
+from sparsekv_cli.models.architectures.lfm2 import ARCHITECTURE as LFM2
+
+ARCHITECTURE = replace(LFM2, name="lfm2moe", mixture=Mixture(gating="sigmoid", dense_lead=True))

@@ -1,0 +1,53 @@
+"""Matrices of a file: views on its bytes, still quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Linear:
+    """y = W x + b. data: uint8 (rows, bytes a row) in ggml type ``code``; bias f32 (rows,).
+
+    repacked: the data have the layout of cpu/weights/interleaved.py, which only its dot products
+    read. n_matrices: the rows are those of so many matrices of one shape, one after another, such
+    as the experts of a layer.
+    """
+
+    code: int
+    data: np.ndarray
+    n_columns: int
+    bias: np.ndarray | None = None
+    repacked: bool = False
+    n_matrices: int = 1
+
+    @property
+    def n_rows(self) -> int:
+        return self.data.shape[0]
+
+    def matrix(self, i: int) -> Linear:
+        """One of its matrices; no copy."""
+        n = self.n_rows // self.n_matrices
+        return replace(self, data=self.data[i * n : (i + 1) * n], n_matrices=1)
+
+
+@dataclass(frozen=True)
+class GatedWeights:
+    """A gated feed-forward: down(silu(gate x) * up x)."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.gate, self.up, self.down)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(linear.data.nbytes for linear in self.linears())
+
+    def mapped(self, change: Callable[[Linear], Linear]) -> GatedWeights:
+        return GatedWeights(*(change(linear) for linear in self.linears()))

@@ -1,0 +1,92 @@
+"""The experts of a layer, as the metadata state them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparsekv_cli.models.architectures import Architecture, Mixture
+from sparsekv_cli.models.gguf.keys import MAX_TOKENS, ModelKeys
+
+MAX_EXPERTS = 512  # LLAMA_MAX_EXPERTS
+MAX_WIDTH = 1 << 24  # of an expert
+SOFTMAX, SIGMOID = 1, 2  # expert_gating_func
+SOFTMAX_WEIGHT = 3  # a softmax of the chosen, which is one of all, normalised
+
+
+@dataclass(frozen=True)
+class ExpertParams:
+    """The experts of a layer.
+
+    n_expert_used: of n_expert, how many a token takes. n_ff_expert, n_ff_shared: lengths of one
+    expert and of the one that all tokens take (0: none). shared_gate, normalised
+    and gating: see Mixture.
+    """
+
+    n_expert: int
+    n_expert_used: int
+    n_ff_expert: int
+    n_ff_shared: int
+    shared_gate: bool
+    normalised: bool
+    gating: str = "softmax"
+
+
+def mixture_of(keys: ModelKeys, architecture: Architecture) -> Mixture | None:
+    """The architecture's mixture where the file has experts; what else it may ask for is refused.
+
+    Groups of experts, other gates and factors: llama.cpp's graphs of these architectures have none.
+    """
+    mixture = architecture.mixture
+    n_expert = keys.integer("expert_count", 0, MAX_EXPERTS, default=0)
+    if not n_expert:
+        if mixture is not None and mixture.required:
+            raise keys.fail("expert_count", "is missing or 0; this architecture has experts")
+        return None
+    if mixture is None:
+        raise keys.unsupported(
+            "expert_count", f"is {n_expert}: no experts can be run with this architecture"
+        )
+    known_gating = (0, SOFTMAX, SOFTMAX_WEIGHT)[: 2 + mixture.normalised]
+    if mixture.gating == "sigmoid":
+        known_gating = (0, SIGMOID)
+    for name, known in (
+        ("expert_group_count", (0, 1)),
+        ("expert_gating_func", known_gating),
+        ("leading_dense_block_count", (0,)),
+    ):
+        value = keys.integer(name, 0, MAX_TOKENS, default=0)
+        is_known = name == "leading_dense_block_count" and mixture.dense_lead
+        if value not in known and not is_known:
+            raise keys.unsupported(name, f"is {value}: such a mixture of experts cannot be run")
+    factor = keys.number("expert_weights_scale", low=0.0, default=1.0)
+    if factor not in (0.0, 1.0):
+        raise keys.unsupported("expert_weights_scale", f"is {factor:g}: it must be 1 here")
+    if keys.flag("expert_weights_norm", mixture.normalised) != mixture.normalised:
+        raise keys.unsupported("expert_weights_norm", f"must be {str(mixture.normalised).lower()}")
+    return mixture
+
+
+def read_experts(
+    keys: ModelKeys, mixture: Mixture, layer: int, n_layer: int, n_ff: int
+) -> ExpertParams:
+    """The experts of one layer; n_ff: its feed_forward_length, 0 if the file has none."""
+    n_expert = keys.integer("expert_count", 1, MAX_EXPERTS)
+    n_used = keys.per_layer("expert_used_count", n_layer, MAX_EXPERTS)[layer]
+    if n_used > n_expert:
+        raise keys.fail("expert_used_count", f"is {n_used}, but expert_count is {n_expert}")
+    own, length = "expert_feed_forward_length", n_ff
+    if mixture.own_length:
+        length = keys.per_layer(own, n_layer, MAX_WIDTH)[layer] if own in keys else n_ff // n_used
+    if not length:
+        raise keys.fail(own, "is missing, and so is a feed_forward_length to share out")
+    n_shared = 0
+    if mixture.shared != "none":
+        n_shared = keys.integer("expert_shared_feed_forward_length", 0, MAX_WIDTH, default=0)
+    is_gated = mixture.shared == "gated"
+    if is_gated and not n_shared:
+        n_shared = n_ff
+        if not n_shared:
+            raise keys.fail("expert_shared_feed_forward_length", "is missing or 0")
+    return ExpertParams(
+        n_expert, n_used, length, n_shared, is_gated, mixture.normalised, mixture.gating
+    )

@@ -1,0 +1,75 @@
+"""Sizes of a recurrent layer, and which layers are recurrent, read from the metadata."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparsekv_cli.cpu.recurrent.delta_net import MAX_HEAD
+from sparsekv_cli.models.gguf.keys import ModelKeys
+
+MAX_LENGTH = 64  # of a convolution
+MAX_WIDTH = 1 << 24
+MAX_HEADS = 1 << 12
+FULL_ATTENTION_INTERVAL = 4  # qwen35's, where the file says nothing
+
+
+@dataclass(frozen=True)
+class StateParams:
+    """What stands in place of attention in a recurrent layer.
+
+    length: rows that its convolution sees. n_out: elements of its output. n_key, n_value: key and
+    value heads of a gated delta net, of head_dim elements each; 0: a gated convolution alone.
+    """
+
+    length: int
+    n_out: int
+    n_key: int = 0
+    n_value: int = 0
+    head_dim: int = 0
+
+    @property
+    def n_mixed(self) -> int:
+        """Channels of the convolution."""
+        return (2 * self.n_key + self.n_value) * self.head_dim or self.n_out
+
+
+def read_states(
+    keys: ModelKeys, recurrence: str, n_layer: int, n_embd: int, n_head_kv: tuple[int, ...]
+) -> list[StateParams | None]:
+    """For each layer its recurrent part, None where it has attention.
+
+    recurrence: as Architecture.recurrence. n_head_kv: of each layer; in models with short
+    convolutions 0 where it has no attention.
+    """
+    if not recurrence:
+        return [None] * n_layer
+    if recurrence == "short_convolution":
+        length = keys.integer("shortconv.l_cache", 2, MAX_LENGTH)
+        return [None if n else StateParams(length, n_embd) for n in n_head_kv]
+    length = keys.integer("ssm.conv_kernel", 2, MAX_LENGTH)
+    head_dim = keys.integer("ssm.state_size", 1, MAX_HEAD)
+    n_key = keys.integer("ssm.group_count", 1, MAX_HEADS)
+    n_value = keys.integer("ssm.time_step_rank", 1, MAX_HEADS)
+    if n_value % n_key:
+        raise keys.fail("ssm.time_step_rank", f"is {n_value}, no multiple of group_count = {n_key}")
+    n_out = keys.integer("ssm.inner_size", 1, MAX_WIDTH)
+    if n_out != n_value * head_dim:
+        raise keys.fail("ssm.inner_size", f"is {n_out}; {n_value} heads have {n_value * head_dim}")
+    params = StateParams(length, n_out, n_key, n_value, head_dim)
+    return [params if is_recurrent else None for is_recurrent in _recurrent(keys, n_layer)]
+
+
+def _recurrent(keys: ModelKeys, n_layer: int) -> list[bool]:
+    """Which layers have a delta net: those of a list, or all but every so many."""
+    name = "attention.recurrent_layers"
+    if name in keys:
+        value = keys.get(name)
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in "biu":
+            raise keys.mistyped(name, "an array of bool")
+        if len(value) < n_layer:
+            raise keys.fail(name, f"has {len(value)} values for {n_layer} layers")
+        return [bool(one) for one in value[:n_layer]]
+    step = keys.integer("full_attention_interval", 1, MAX_WIDTH, default=FULL_ATTENTION_INTERVAL)
+    return [(i + 1) % step != 0 for i in range(n_layer)]

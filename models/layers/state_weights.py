@@ -1,0 +1,69 @@
+"""The tensors of a recurrent layer's mixer, from the file to what its cache computes with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sparsekv_cli.cache.state import DeltaNet, GatedConvolution, Recurrence
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.gguf.linear import Linear
+from sparsekv_cli.models.layers.state_params import StateParams
+
+
+def read_mixer(
+    reader: Any, prefix: str, n_embd: int, params: StateParams, eps: float
+) -> dict[str, Any]:
+    """The fields of StateWeights that are the mixer's; reader: of models/weights.py."""
+    of = _short_convolution if not params.n_key else _delta_net
+    wide, gates, output, recurrence = of(reader, prefix, n_embd, params, eps)
+    return {
+        "wide": wide,
+        "gates": gates,
+        "o": reader.linear(f"{prefix}{output}", n_embd, params.n_out),
+        "recurrence": recurrence,
+    }
+
+
+Mixer = tuple[tuple[Linear, ...], tuple[Linear, ...], str, Recurrence]
+
+
+def _short_convolution(
+    reader: Any, prefix: str, n_embd: int, params: StateParams, eps: float
+) -> Mixer:
+    wide = (reader.linear(f"{prefix}shortconv.in_proj", 3 * n_embd, n_embd),)
+    weight = _filters(reader, f"{prefix}shortconv.conv.weight", params)
+    return wide, (), "shortconv.out_proj", GatedConvolution(weight)
+
+
+def _delta_net(reader: Any, prefix: str, n_embd: int, params: StateParams, eps: float) -> Mixer:
+    n_value = params.n_value
+    wide = (
+        reader.linear(f"{prefix}attn_qkv", params.n_mixed, n_embd),
+        reader.linear(f"{prefix}attn_gate", params.n_out, n_embd),
+    )
+    gates = tuple(reader.linear(f"{prefix}ssm_{name}", n_value, n_embd) for name in GATES)
+    a = reader.vector(f"{prefix}ssm_a", n_value)
+    if not (a < 0).all():
+        raise SparseKVError(
+            f"{reader.file.path}: tensor {prefix}ssm_a holds values that are not below 0"
+        )
+    recurrence = DeltaNet(
+        weight=_filters(reader, f"{prefix}ssm_conv1d.weight", params),
+        dt=reader.vector(f"{prefix}ssm_dt.bias", n_value),
+        a=a,
+        norm=reader.vector(f"{prefix}ssm_norm.weight", params.head_dim),
+        eps=eps,
+        d_k=params.head_dim,
+    )
+    return wide, gates, "ssm_out", recurrence
+
+
+GATES = ("beta", "alpha")
+
+
+def _filters(reader: Any, name: str, params: StateParams) -> np.ndarray:
+    """A filter of each channel, f32 (length, channels); the file has (channels, length)."""
+    filters = reader.floats(name, (params.n_mixed, params.length))
+    return np.ascontiguousarray(filters.T)

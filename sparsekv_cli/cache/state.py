@@ -1,0 +1,225 @@
+"""The cache of a recurrent layer: a state of a fixed size, and copies of it for rewinds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.spec import LayerSpec, Memory, StateInput
+from sparsekv_cli.cpu.jit.pointers import on_lines
+from sparsekv_cli.cpu.recurrent.convolution import gated_convolution
+from sparsekv_cli.cpu.recurrent.delta_net import LANES, delta_net
+
+STEP = 2048  # tokens from a checkpoint to the next where no message ends
+
+
+class Recurrence(Protocol):
+    """What a recurrent layer computes: rows and a state to rows, and the state after them."""
+
+    @property
+    def n_out(self) -> int:
+        """Elements of an output row."""
+
+    def new_state(self) -> list[np.ndarray]:
+        """The arrays of a state, f32, as they are ahead of a sequence: zeros."""
+
+    def advance(
+        self, x: StateInput, state: Sequence[np.ndarray], out: np.ndarray, n_threads: int
+    ) -> None:
+        """The output (T, n_out) of T rows, of their type, and the state behind them."""
+
+
+@dataclass(frozen=True)
+class GatedConvolution:
+    """LFM2's short convolutions; weight f32 (length, n)."""
+
+    weight: np.ndarray
+
+    @property
+    def n_out(self) -> int:
+        return self.weight.shape[1]
+
+    def new_state(self) -> list[np.ndarray]:
+        return [np.zeros((len(self.weight) - 1, self.n_out), np.float32)]
+
+    def advance(
+        self, x: StateInput, state: Sequence[np.ndarray], out: np.ndarray, n_threads: int
+    ) -> None:
+        n_threads = n_threads if len(x.rows) > 1 else 1
+        gated_convolution(x.rows, self.weight, state[0], out, n_threads)
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """The gated delta net; weights as cpu/recurrent/delta_net.py takes them, d_k: of a key head."""
+
+    weight: np.ndarray
+    dt: np.ndarray
+    a: np.ndarray
+    norm: np.ndarray
+    eps: float
+    d_k: int
+
+    @property
+    def n_out(self) -> int:
+        return len(self.a) * len(self.norm)
+
+    def new_state(self) -> list[np.ndarray]:
+        shape = (len(self.a), -(-len(self.norm) // LANES), self.d_k, LANES)
+        rows = np.zeros((len(self.weight) - 1, self.weight.shape[1]), np.float32)
+        return [rows, on_lines(shape, np.float32, zeros=True)]
+
+    def advance(
+        self, x: StateInput, state: Sequence[np.ndarray], out: np.ndarray, n_threads: int
+    ) -> None:
+        delta_net(
+            x.rows, x.gates, self.weight, self.dt, self.a, self.norm, np.float32(self.eps), *state,
+            out, n_threads,
+        )  # fmt: skip
+
+
+class Checkpoints:
+    """Copies of arrays, one set a length of the sequence; at most ``most`` sets.
+
+    If there are more, one goes: that between the others whose neighbours are nearest to each other
+    for their distance to the newest. So those that stay get sparser towards the beginning, and the
+    newest one always stays.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._sets: dict[int, list[np.ndarray]] = {}  # by rising length
+
+    def __contains__(self, n: int) -> bool:
+        return n in self._sets
+
+    @property
+    def lengths(self) -> list[int]:
+        return list(self._sets)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for arrays in self._sets.values() for array in arrays)
+
+    def keep(self, n: int, arrays: Sequence[np.ndarray]) -> None:
+        """Copies the arrays as those of length n, which no kept one exceeds."""
+        if n in self._sets or not self._most:
+            return
+        room = self._sets.pop(self._redundant()) if len(self._sets) == self._most else None
+        if room is None:
+            room = [np.empty_like(array) for array in arrays]
+        for copy, array in zip(room, arrays, strict=True):
+            copy[:] = array
+        self._sets[n] = room
+
+    def latest(self, n: int) -> int:
+        """The largest length of at most n; 0 if there is none: the empty sequence."""
+        return max((length for length in self._sets if length <= n), default=0)
+
+    def restore(self, n: int, arrays: Sequence[np.ndarray]) -> None:
+        """Puts what is kept of length n into the arrays; of 0 zeros. What is longer goes."""
+        for i, array in enumerate(arrays):
+            array[:] = self._sets[n][i] if n else 0
+        for length in [length for length in self._sets if length > n]:
+            del self._sets[length]
+
+    def _redundant(self) -> int:
+        """The length that goes when there are too many."""
+        lengths = [0, *self._sets]
+        newest = lengths[-1]
+        gaps = {
+            lengths[i]: (lengths[i + 1] - lengths[i - 1]) / (newest - lengths[i - 1])
+            for i in range(1, len(lengths) - 1)
+        }
+        return min(gaps, key=gaps.__getitem__, default=newest)
+
+
+class StateCache(LayerCache):
+    """The state of one recurrent layer of one sequence, and checkpoints of it.
+
+    A sequence goes back to lengths that have a checkpoint: where a prefill begins and ends, where
+    messages end in it (``mark``), and every STEP tokens; ``spec.n_checkpoints`` of them. Its steps
+    are in no ledger, because no method has a part in them.
+    """
+
+    attends_to_some = False
+    can_prefill_in_parts: ClassVar[bool] = True
+
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(spec)
+        assert spec.recurrence is not None
+        self._recurrence: Recurrence = spec.recurrence
+        self._state = self._recurrence.new_state()
+        self._n_bytes = sum(array.nbytes for array in self._state)
+        self._n = 0
+        self._checkpoints = Checkpoints(spec.n_checkpoints)
+        self._marks: set[int] = set()
+        self._is_prefilling = False
+        self._out = np.zeros((1, self._recurrence.n_out), np.float32)
+
+    @property
+    def n(self) -> int:
+        return self._n
+
+    def mark(self, lengths: Sequence[int]) -> None:
+        self._marks = set(lengths[-max(1, self.spec.n_checkpoints) :])
+
+    def extend(self, x: Any) -> np.ndarray:
+        """The output (T, n_out) of a chunk, of the type of its rows."""
+        if not self._is_prefilling:
+            self._is_prefilling = True
+            self._keep()
+        out = np.empty((len(x.rows), self._recurrence.n_out), x.rows.dtype)
+        first, last = self._n, self._n + len(x.rows)
+        borders = {n for n in self._marks if first < n < last}
+        borders |= set(range(first // STEP * STEP + STEP, last, STEP))
+        start = first
+        for stop in [*sorted(borders), last]:
+            part = slice(start - first, stop - first)
+            piece = StateInput(x.rows[part], x.gates[part])
+            self._recurrence.advance(piece, self._state, out[part], self.spec.n_threads)
+            self._n = start = stop
+            if stop in self._marks or stop % STEP == 0:
+                self._keep()
+        return out
+
+    def finish_prefill(self) -> None:
+        self._is_prefilling = False
+        self._marks = set()
+        self._keep()
+
+    def decode(self, x: Any) -> np.ndarray:
+        """The output f32 (1, n_out) of a row; valid until the next call."""
+        self._recurrence.advance(x, self._state, self._out, self.spec.n_threads)
+        self.ledger.counts["bytes_read"] += self._n_bytes
+        self._n += 1
+        if self._n % STEP == 0:
+            self._keep()
+        return self._out
+
+    def reserve(self, n: int) -> None:
+        """Does nothing: the state grows with no row."""
+
+    def reach(self, n: int) -> int:
+        return n if n == self._n else self._checkpoints.latest(n)
+
+    def truncate(self, n: int) -> int:
+        """As LayerCache; 0 for lengths without a checkpoint."""
+        if n >= self._n:
+            return self._n
+        if n and n not in self._checkpoints:
+            return 0
+        self._checkpoints.restore(n, self._state)
+        self._n, self._is_prefilling, self._marks = n, False, set()
+        return n
+
+    def memory(self) -> Memory:
+        return Memory(host=self._n_bytes + self._checkpoints.nbytes)
+
+    def _keep(self) -> None:
+        if self._n:
+            self._checkpoints.keep(self._n, self._state)
