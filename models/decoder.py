@@ -162,6 +162,8 @@ class Decoder(Forward):
                 attended = [cache.decode(StateInput._make(row)) for cache, row, _ in rows]
             else:
                 attended = [cache.decode(AttnInput._make((*row, n))) for cache, row, n in rows]
+            for cache in layer_caches:
+                cache.learn()
             step.finish(i, np.concatenate(attended) if n_rows > 1 else attended[0], n_rows)
         return self.cap(step.logits(n_rows))
 

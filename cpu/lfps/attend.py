@@ -38,6 +38,7 @@ from sparsekv_cli.cpu.lfps.search import (
     SCORES_DONE,
     SEARCHED,
     ask_for_entries,
+    mark,
     merge_candidates,
     search_head,
 )
@@ -75,7 +76,7 @@ def _attend_rows(h, rows, scores, part, step):
 
     scores f32 (count + PAD,) of the C1 ``rows``, ascending, of which the last n_recent are the
     recents. The entries of C2 in the head's tables gain ``part`` times (softmax over C2 - half its
-    mean). Returns C2's rows int32 (m,), in the thread's scratch.
+    mean), now or when the head learns. Returns C2's rows int32 (m,), in the thread's scratch.
     """
     tables, layout, n, n_recent = step.tables, step.layout, step.n, step.n_recent
     sinks, out, lse = step.work.near[h], step.out[h], step.lse[h : h + 1]
@@ -128,11 +129,16 @@ def _attend_rows(h, rows, scores, part, step):
     if mass == 0:  # the sinks' scores are so far above that C2's masses vanish: no information
         weights[:m] = 1
         learned = np.float64(m)
-    # The tables learn first: meanwhile the values arrive.
-    add_entries(
-        h, tables, n, picked, weights, 0.5 * learned / m, part / learned, v, v_row,
-        step.scratch.changes,
-    )  # fmt: skip
+    if step.lessons.rows.shape[1]:
+        step.lessons.sizes[h], step.lessons.masses[h] = m, learned
+        for j in range(m):
+            step.lessons.rows[h, j], step.lessons.weights[h, j] = picked[j], weights[j]
+            prefetch_lines(v + picked[j] * v_row, v_row)
+    else:  # meanwhile the values arrive
+        add_entries(
+            h, tables, n, picked, weights, 0.5 * learned / m, part / learned, v, v_row,
+            step.scratch.changes,
+        )  # fmt: skip
     if mass > 0:
         tile_values(
             1, v_kind | GATHER, weights.ctypes.data, 0, v, v_row, picked.ctypes.data, m, d_v,
@@ -164,10 +170,52 @@ def _attend_head(h, step):
             step.attended[h, j] = j
         for j in range(m):
             step.attended[h, SINKS + j] = picked[j]
+    if not step.lessons.rows.shape[1]:
+        _decay(h, gain, step)
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def _decay(h, gain, step):
+    """Sets g of a head's tables, which are multiplied out if it is small."""
     if gain < RESCALE_BELOW:
-        rescale_tables(h, tables, gain, step.n)
+        rescale_tables(h, step.tables, gain, step.n)
         gain = 1.0
-    tables.gain[h] = gain
+    step.tables.gain[h] = gain
+
+
+@njit(cache=True, nogil=True)
+def _learn_head(h, step):
+    """The update of a head (eq 10) by the rows that it attended to, unless it was bypassed."""
+    lessons, tables = step.lessons, step.tables
+    m = lessons.sizes[h]
+    if m == 0:
+        return
+    gain, learned = tables.gain[h] * step.rules.decay, lessons.masses[h]
+    add_entries(
+        h, tables, step.n, lessons.rows[h, :m], lessons.weights[h], 0.5 * learned / m,
+        1.0 / gain / learned, step.layout[V], 0, step.scratch.changes,
+    )  # fmt: skip
+    _decay(h, gain, step)
+    lessons.sizes[h] = 0
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def learn_tasks(counter, step):
+    """What one thread does behind a step: heads learn until none is left."""
+    h = next_task(counter)
+    while h < step.q.shape[0]:
+        _learn_head(h, step)
+        h = next_task(counter)
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def mark_tasks(counter, step):
+    """What one thread does ahead of a step: thresholds and C0 of heads (eq 7, 8)."""
+    h = next_task(counter)
+    while h < step.q.shape[0]:
+        ask_for_entries(h, step)
+        mark(h, step.raised[h], step)
+        h = next_task(counter)
 
 
 @njit(cache=True, nogil=True, forceinline=True)

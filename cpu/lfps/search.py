@@ -70,6 +70,18 @@ class Work(NamedTuple):
     progress: np.ndarray  # int64 (T, N_PROGRESS)
 
 
+class Lessons(NamedTuple):
+    """What a step leaves for ``learn`` (lfps/attend.py) to do when its output has left.
+
+    Arrays without columns where a step learns by itself.
+    """
+
+    rows: np.ndarray  # int32 (H, >= k_budget): C2
+    weights: np.ndarray  # f32 (H, >= k_budget): their masses
+    sizes: np.ndarray  # int64 (H,): |C2|; 0 where a head was bypassed
+    masses: np.ndarray  # f64 (H,): the sum of the weights
+
+
 class Scratch(NamedTuple):
     """Buffers of one thread."""
 
@@ -100,12 +112,16 @@ class StepState(NamedTuple):
     lse: np.ndarray  # f32 (H,) or (0,)
     out: np.ndarray  # f32 (H, d_v)
     work: Work
+    lessons: Lessons
+    is_marked: bool  # whether ``work`` has the thresholds and the bits of C0 already
     scratch: Scratch
 
 
 @njit(cache=True, nogil=True, forceinline=True)
 def ask_for_entries(h, step):
     """Computes a head's thresholds; prefetches the entries that its search will read."""
+    if step.is_marked:
+        return
     n, rules, tables = step.n, step.rules, step.tables
     taus, sums, raised = step.work.taus[h], tables.sums[h], step.raised[h]
     for t in range(2):
@@ -115,7 +131,7 @@ def ask_for_entries(h, step):
 
 
 @njit(cache=True, nogil=True)
-def _mark(h, factor, step):
+def mark(h, factor, step):
     """The bits of a head's C0 (eq 8), thresholds raised by ``factor``.
 
     If neighbours are filtered, which depends on the head, the bits of its C1 (eq 9).
@@ -175,7 +191,8 @@ def search_head(h, step):
     statistics[h, KEYS_READ] += n_near
     statistics[h, HEAD_STEPS] += 1
     if active[h]:
-        _mark(h, step.raised[h], step)
+        if not step.is_marked:
+            mark(h, step.raised[h], step)
         return
     statistics[h, BYPASSED] += 1
     statistics[h, ATTENDED] += n_near
@@ -220,7 +237,7 @@ def merge_candidates(team, step):
         factor *= RAISE
         for h in range(first, last):
             if work.active[h]:
-                _mark(h, factor, step)
+                mark(h, factor, step)
     calm = count < CALM * step.limit
     for h in range(first, last):
         step.raised[h] = max(1.0, factor / RAISE) if calm else factor

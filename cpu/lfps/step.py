@@ -23,16 +23,18 @@ from sparsekv_cli.cpu.jit.pointers import (
     function_address,
     index_pointer,
     integer_pointer,
+    on_lines,
 )
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.decode import float_rows
-from sparsekv_cli.cpu.lfps.attend import run_tasks
+from sparsekv_cli.cpu.lfps.attend import learn_tasks, mark_tasks, run_tasks
 from sparsekv_cli.cpu.lfps.bypass import Constants
 from sparsekv_cli.cpu.lfps.history import AT_ONCE, BLOCK, SINKS, Tables
 from sparsekv_cli.cpu.lfps.search import (
     LOCAL,
     N_PROGRESS,
     N_STATISTICS,
+    Lessons,
     Rules,
     Scratch,
     StepState,
@@ -48,7 +50,10 @@ SCALE, N_HEAD_KV, RECENT, A, HORIZON, DECAY, EPSILON, FILTERED, BY_GROUP = range
 VER, DIST, VER_BOUNDS, DIST_BOUNDS, SUMS, GAIN = range(27, 33)  # in the order of Tables
 MEAN_K, MEAN_V, COVARIANCE, RATIO = range(33, 37)  # in the order of Constants
 RAISED, STATISTICS, TRACE, N_COLUMNS, N_ATTENDED, LSE, OF_THREAD = range(37, 44)
-N_WORDS = 44
+C2_ROWS, C2_WEIGHTS, C2_SIZES, C2_MASSES, TAUS, BITS = range(44, 50)  # kept between the tasks
+N_KEPT, N_BIT_WORDS, IS_MARKED = range(50, 53)
+N_WORDS = 53
+STEP, LEARN, MARK = range(3)  # what threads do
 
 
 @njit(cache=True, nogil=True)
@@ -101,8 +106,8 @@ def _scratch(at, n, k_budget, limit):
 
 
 @njit(cache=True, nogil=True)
-def _run_thread(thread, words, q, out, counter, at):
-    """What a thread does in a step; addresses, ``at`` of the block behind the counter."""
+def _run_thread(thread, words, task, q, out, counter, at):
+    """What a thread does in a task; addresses, ``at`` of the block behind the counter."""
     word = carray(integer_pointer(words), N_WORDS)
     real = carray(double_pointer(words), N_WORDS)
     n, k_budget, limit = word[N], word[K_BUDGET], word[LIMIT]
@@ -129,6 +134,20 @@ def _run_thread(thread, words, q, out, counter, at):
     )
     n_team = n_kv if rules.by_group else n_head
     work, at = _work(at, n_head, k_width, n_team, n, limit)
+    n_kept = word[N_KEPT]
+    lessons = Lessons(
+        carray(index_pointer(word[C2_ROWS]), (n_head, n_kept)),
+        carray(float_pointer(word[C2_WEIGHTS]), (n_head, n_kept)),
+        carray(integer_pointer(word[C2_SIZES]), n_head),
+        carray(double_pointer(word[C2_MASSES]), n_head),
+    )
+    if n_kept:
+        taus = carray(double_pointer(word[TAUS]), (n_head, 2))
+        bits = carray(bits_pointer(word[BITS]), (n_head, word[N_BIT_WORDS]))
+        work = Work(
+            work.queries, work.near, work.active, taus, bits, work.rows, work.n_rows, work.scores,
+            work.progress,
+        )  # fmt: skip
     scratch, _ = _scratch(at + thread * _scratch(0, n, k_budget, limit)[1], n, k_budget, limit)
     step = StepState(
         carray(float_pointer(q), (n_head, k_width)), word[:N_LAYOUT], n, k_budget,
@@ -138,21 +157,44 @@ def _run_thread(thread, words, q, out, counter, at):
         carray(index_pointer(word[TRACE]), (n_head, word[N_COLUMNS])),
         carray(integer_pointer(word[N_ATTENDED]), n_head),
         carray(float_pointer(word[LSE]), n_head if word[LSE] else 0),
-        carray(float_pointer(out), (n_head, v_width)), work, scratch,
+        carray(float_pointer(out), (n_head, v_width)), work, lessons, word[IS_MARKED] != 0,
+        scratch,
     )  # fmt: skip
-    run_tasks(carray(integer_pointer(counter), 1), word[N_THREADS], step)
+    tasks = carray(integer_pointer(counter), 1)
+    if task == STEP:
+        run_tasks(tasks, word[N_THREADS], step)
+    elif task == LEARN:
+        learn_tasks(tasks, step)
+    else:
+        mark_tasks(tasks, step)
 
 
 @intrinsic
-def _call_thread(typingctx, function, thread, words, q, out, counter, at):
+def _call_thread(typingctx, function, thread, words, task, q, out, counter, at):
     """Calls ``_run_thread`` through its address, so that it is optimised once, outside the loop."""
-    return call_through(6)
+    return call_through(7)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def _run_threads(function, n_threads, words, q, out, counter, at):
+def _run_threads(function, n_threads, words, task, q, out, counter, at):
     for thread in prange(n_threads):
-        _call_thread(function, thread, words, q, out, counter, at)
+        _call_thread(function, thread, words, task, q, out, counter, at)
+
+
+@njit(cache=True, nogil=True)
+def _run_task(words, task, q, out):
+    """A task of all threads, in a block of memory for what they pass on."""
+    word = carray(integer_pointer(words), N_WORDS)
+    n_head, n_kv, n, limit = word[N_HEAD], word[N_HEAD_KV], word[N], word[LIMIT]
+    n_threads = word[N_THREADS]
+    n_team = n_kv if word[BY_GROUP] else n_head
+    shared = _work(0, n_head, word[K_WIDTH], n_team, n, limit)[1]
+    of_thread = _scratch(0, n, word[K_BUDGET], limit)[1]
+    block = np.empty((2 * 64 + shared + n_threads * of_thread) // 8, np.int64)
+    counter = block.ctypes.data + -block.ctypes.data % 64
+    carray(integer_pointer(counter), 8 + n_team * N_PROGRESS)[:] = 0  # progress comes first
+    _run_threads(word[OF_THREAD], n_threads, words, task, q, out, counter, counter + 64)
+    keep(block)
 
 
 @njit(cache=True, nogil=True)
@@ -162,19 +204,17 @@ def lfps_step(words, q, k, v, out):
     Addresses: of the words of an LFPSStep, of q f32 (H, d), k (G, d), v (G, d_v), out f32 (H, d_v).
     """
     word = carray(integer_pointer(words), N_WORDS)
-    n_head, n_kv, k_width, n = word[N_HEAD], word[N_HEAD_KV], word[K_WIDTH], word[N]
+    n_kv, k_width, n = word[N_HEAD_KV], word[K_WIDTH], word[N]
     append_row(
         float_rows(k, n_kv, k_width), float_rows(v, n_kv, word[V_WIDTH]), word[:N_LAYOUT], n - 1
     )
-    limit, n_threads = word[LIMIT], word[N_THREADS]
-    n_team = n_kv if word[BY_GROUP] else n_head
-    shared = _work(0, n_head, k_width, n_team, n, limit)[1]
-    of_thread = _scratch(0, n, word[K_BUDGET], limit)[1]
-    block = np.empty((2 * 64 + shared + n_threads * of_thread) // 8, np.int64)
-    counter = block.ctypes.data + -block.ctypes.data % 64
-    carray(integer_pointer(counter), 8 + n_team * N_PROGRESS)[:] = 0  # progress comes first
-    _run_threads(word[OF_THREAD], n_threads, words, q, out, counter, counter + 64)
-    keep(block)
+    _run_task(words, STEP, q, out)
+
+
+@njit(cache=True, nogil=True)
+def lfps_learn(words, task):
+    """What a step has left to do, LEARN, or part of the next one, MARK. words: its address."""
+    _run_task(words, task, 0, 0)
 
 
 class LFPSStep:
@@ -227,22 +267,54 @@ class LFPSStep:
         """
         self.words[LSE] = address(lse)
 
+    def learn_later(self) -> None:
+        """From now on a step leaves the update of its tables to ``learn``."""
+        self.words[N_KEPT] = 1
+
+    def _keep(self, k_budget: int) -> None:
+        """Makes room for what is kept between the tasks: |C2| rows a head, and its C0."""
+        words, n_head = self.words, int(self.words[N_HEAD])
+        n_words = int(words[N_ENTRIES]) // BLOCK + 2
+        if words[N_KEPT] >= k_budget and words[N_BIT_WORDS] >= n_words:
+            return
+        self._kept = (
+            on_lines((n_head, k_budget), np.int32), on_lines((n_head, k_budget), np.float32),
+            np.zeros(n_head, np.int64), np.zeros(n_head), np.zeros((n_head, 2)),
+            on_lines((n_head, n_words), np.uint64),
+        )  # fmt: skip
+        words[C2_ROWS : BITS + 1] = [address(array) for array in self._kept]
+        words[N_KEPT], words[N_BIT_WORDS] = k_budget, n_words
+
+    def learn(self) -> None:
+        """The update of the tables by the last step (eq 10)."""
+        lfps_learn(address(self.words), LEARN)
+
+    def mark(self) -> None:
+        """Thresholds and candidates C0 (eq 7, 8) of the step that ``at`` has set up."""
+        lfps_learn(address(self.words), MARK)
+
     def share(self, by_group: bool, a: float) -> None:
         """Sets whether the heads of a kv group score each other's candidates, and a of eq 8."""
         self.words[BY_GROUP], self.words.view(np.float64)[A] = by_group, a
 
-    def at(self, layout: np.ndarray, n: int, k_budget: int, limit: int) -> None:
+    def at(
+        self, layout: np.ndarray, n: int, k_budget: int, limit: int, *, is_marked: bool = False
+    ) -> None:
         """Sets up the next step, to n rows; k_budget: |C2|; limit: most rows of C1.
 
+        is_marked: whether ``mark`` has run for a step like this, and nothing changed since.
         limit is at least the number of recents, which always are in C1; otherwise thresholds would
         rise for ever.
         """
         words = self.words
         assert limit >= max(1, min(int(words[RECENT]), k_budget // 2))
         if not words[OF_THREAD]:
-            words[OF_THREAD] = function_address(_run_thread, (types.int64,) * 6)
+            words[OF_THREAD] = function_address(_run_thread, (types.int64,) * 7)
         words[:N_LAYOUT] = layout
         words[N], words[K_BUDGET], words[LIMIT] = n, k_budget, limit
+        words[IS_MARKED] = is_marked
+        if words[N_KEPT]:
+            self._keep(k_budget)
 
     def run(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray) -> None:
         """The step: f32 q (H, 1, d), k (G, 1, d), v (G, 1, d_v), contiguous -> out (H, d_v)."""

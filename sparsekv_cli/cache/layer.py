@@ -73,6 +73,12 @@ class LayerCache(ABC):
         Caches on a device take and return what device/cache.py says.
         """
 
+    def learn(self) -> None:  # noqa: B027 - most methods have nothing to do here
+        """Called after each ``decode``, when its output has left: what the step tells later ones.
+
+        Nobody waits for it, as long as it takes less time than what follows on a device.
+        """
+
     def attend_all(
         self, q: np.ndarray, *, scored: int | None = None, n_bytes: int = 0, sparse: bool = True
     ) -> np.ndarray:

@@ -190,18 +190,20 @@ class DeviceDecoder(Forward):
         """
         buffers = self._buffers
         calls: list[Callable[[], None]] = [buffers.upload]
+        beside: Callable[[], None] | None = None
         for i, layers in enumerate(zip(*caches, strict=True)):
             calls.append(partial(self._project, i))
             if runs[i]:
                 calls += [partial(self._attend, i, run) for run in runs[i]]
             else:
-                yield Piece(_in_order([*calls, buffers.download_inputs]), False)
+                yield Piece(_in_order([*calls, buffers.download_inputs]), False, beside)
                 yield Piece(partial(self._attend_on_host, i), True)
                 calls = [partial(self._take_in, i, layers)]
+                beside = partial(self._learn_on_host, i)
             calls.append(partial(self._finish, i))
         on_device = [c for layers in caches for c in layers if isinstance(c, DeviceCache)]
         join = partial(join_all, [c.side for c in on_device if c.side is not None])
-        yield Piece(_in_order([*calls, self._output, join]), False)
+        yield Piece(_in_order([*calls, self._output, join]), False, beside)
 
     def _project(self, i: int) -> None:
         """Layer i's q, k, v in the buffers, from the residual stream."""
@@ -250,6 +252,11 @@ class DeviceDecoder(Forward):
             attended[b] = out[:, : self.hparams.layers[i].value_dim]
             if isinstance(cache, HostLFPS):
                 lse[b] = cache.lse
+
+    def _learn_on_host(self, i: int) -> None:
+        """What caches on the host learn of layer i, whose output is on its way."""
+        for caches in self._caches:
+            caches[i].learn()
 
     def _take_in(self, i: int, caches: Sequence[LayerCache]) -> None:
         """Takes the host's results of layer i; merges the device's sinks with them."""

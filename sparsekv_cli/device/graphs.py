@@ -15,10 +15,14 @@ MOST_GRAPHS = 8  # steps of different keys that are kept; each holds its own int
 
 
 class Piece(NamedTuple):
-    """One piece of a step: host work, which waits for all earlier launches, or launches only."""
+    """One piece of a step: host work, which waits for all earlier launches, or launches only.
+
+    beside: host work beside the launches, which are under way then.
+    """
 
     call: Call
     on_host: bool
+    beside: Call | None = None
 
 
 class Steps:
@@ -71,6 +75,8 @@ class Steps:
             if piece.on_host:
                 self._synchronize()
             piece.call()
+            if piece.beside is not None:
+                piece.beside()
 
     def _captured(self, piece: Piece) -> Piece:
         if piece.on_host:
@@ -79,7 +85,7 @@ class Steps:
         # One pool for all: pieces run one after another, and nothing in it outlives its piece.
         with torch.cuda.graph(graph, pool=self._pool):
             piece.call()
-        return Piece(graph.replay, False)
+        return Piece(graph.replay, False, piece.beside)
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -132,6 +132,9 @@ class HostCache(LayerCache):
         """LayerCache.decode, with an AttnInput on the host."""
         return self.cache.decode(x)
 
+    def learn(self) -> None:
+        self.cache.learn()
+
     # --- the rest is the cache's ------------------------------------------------------------------
 
     @property

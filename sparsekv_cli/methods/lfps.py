@@ -194,6 +194,9 @@ class LFPSCache(LayerCache):
             self._rules, self._constants, self._raised, self._statistics, spec.n_threads
         )
         self.lse = np.empty(0, np.float32)  # see ``leave_sinks``
+        self._learns_later = False
+        self._to_learn = 0  # rows behind the step that is still to be learnt from; 0: none
+        self._marked = 0  # rows of the step whose candidates are marked already; 0: none
 
     def leave_sinks(self) -> None:
         """From now on ``decode`` leaves the sinks out of its output; a device attends to them.
@@ -203,6 +206,21 @@ class LFPSCache(LayerCache):
         """
         self.lse = np.empty(self.spec.n_head, np.float32)
         self._step.leave_sinks(self.lse)
+
+    def learn_later(self) -> None:
+        """From now on ``decode`` leaves eq 10 to ``learn``, and eq 7 and 8 of the next step."""
+        self._learns_later = True
+        self._step.learn_later()
+
+    def learn(self) -> None:
+        n, self._to_learn = self._to_learn, 0
+        if not n:
+            return
+        self._step.learn()
+        self._n_indexed = n
+        self._prepare(n + 1, self.method.budget.rows(n + 1))
+        self._step.mark()
+        self._marked = n + 1
 
     def _allocate(self, capacity: int) -> None:
         """Makes tables of ``capacity`` entries in whole blocks; keeps entries, new ones are 0."""
@@ -233,6 +251,7 @@ class LFPSCache(LayerCache):
 
     def _index(self, queries: np.ndarray) -> None:
         """Tables and constants from all stored rows; queries f32 (H, s, d) of the last s rows."""
+        self._marked = 0
         store, spec, constants = self.store, self.spec, self._constants
         n, mean_only = store.n - N_SINKS, np.empty((spec.n_head_kv, 0, 0), np.float32)
         for of, moments, mean, covariance in (
@@ -273,23 +292,27 @@ class LFPSCache(LayerCache):
             store.append_row(x.k, x.v)
             self._index(x.q[..., : spec.head_dim])
         k = self.method.budget.rows(n)
-        self._prepare(n, k)
+        self._prepare(n, k, is_marked=self._marked == n)
         out = np.empty((spec.n_head, store.v_type.width), np.float32)
         if self.records_attended:
             width = N_SINKS + max(k, search.LOCAL + 1)  # a bypassed head lists its local rows
             attended = np.empty((spec.n_head, width), np.int32)
             self.attended = (attended, np.zeros(spec.n_head, np.int64))
             self._step.trace(*self.attended)
-        self._n_indexed = 0  # should the step be interrupted
+        self._n_indexed = self._marked = self._to_learn = 0  # should the step be interrupted
         try:
             keys, values = store.k_type, store.v_type
             self._step.run(keys.rotated(x.q), keys.rotated(x.k), values.rotated(x.v), out)
         finally:
             self._step.untrace()
-        store.n = self._n_indexed = n
+        store.n = n
+        if self._learns_later:
+            self._to_learn = n
+        else:
+            self._n_indexed = n
         return store.v_type.rotated(out)
 
-    def _prepare(self, n: int, k: int) -> None:
+    def _prepare(self, n: int, k: int, *, is_marked: bool = False) -> None:
         """Sets the step to n rows of which a head attends to k, with room for rows and entries."""
         self.store.reserve(n)
         if n > self._tables.ver.shape[1]:
@@ -298,7 +321,7 @@ class LFPSCache(LayerCache):
         if method.candidates:
             limit = max(method.candidates * (2 if by_group else 1), 2 * k)
         self._step.share(by_group, self._a_of_group if by_group else method.a)
-        self._step.at(self.store.layout, n, k, limit)
+        self._step.at(self.store.layout, n, k, limit, is_marked=is_marked)
 
     def _scores_by_group(self, n: int) -> bool:
         """Whether the heads of a kv group score each other's candidates in a step to n rows."""
@@ -307,8 +330,8 @@ class LFPSCache(LayerCache):
 
     def truncate(self, n: int) -> int:
         self._queries.truncate(n)
-        if n < self._n_indexed:  # steps have changed the tables
-            self._n_indexed = 0
+        if n < max(self._n_indexed, self._to_learn):  # steps have changed the tables
+            self._n_indexed = self._marked = self._to_learn = 0
         for moments in self._moments:
             if n < N_SINKS + moments.n[0]:  # of rows that are gone
                 moments.n[0] = 0

@@ -166,6 +166,7 @@ def declare(patch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
         return Ranges.union(map(ranges_of, decoder._buffers.from_host(i)))
 
     around(DeviceDecoder, "_attend_on_host", "attention on the host", packed, received)
+    around(DeviceDecoder, "_learn_on_host", "learning on the host")
     around(DeviceDecoder, "embed_row", "embedding", writes=lambda _, token, x: ranges_of(x))
     logits = StepBuffers.logits
 
