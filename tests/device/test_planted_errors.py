@@ -42,7 +42,7 @@ def replaced(owner: Any, name: str, value: Any) -> Callable[[pytest.MonkeyPatch]
 
 
 def not_waiting(copy: Any) -> Callable[[Any, Any], Any]:
-    return lambda worker, x: (copy(worker, x)[0], lambda: None)
+    return lambda worker, *x: (copy(worker, *x)[0], lambda: None)
 
 
 def rows_move(patch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import FakeCuda, as_one
+from fake_cuda_modes import plain
 from memory_ranges import EMPTY, Ranges
 from tiny_models import make_model
 
@@ -28,8 +29,11 @@ from sparsekv_cli.device import cuda as found_devices
 from sparsekv_cli.device import decoder as device_decoder
 from sparsekv_cli.device.decoder import DeviceDecoder
 from sparsekv_cli.device.host import HostCache
+from sparsekv_cli.device.methods import fasa as fasa_caches
+from sparsekv_cli.device.methods import freekv_pages
 from sparsekv_cli.device.step import StepBuffers
 from sparsekv_cli.kernels import clock
+from sparsekv_cli.kernels.freekv import pages as page_cache
 from sparsekv_cli.kernels.weights import dot
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.session import Session, load_session
@@ -192,6 +196,13 @@ def declare(patch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
     patch.setattr(
         device_decoder, "attend_causal", as_one(cuda, "attend_causal", device_decoder.attend_causal)
     )
+
+    def locked(shape: tuple[int, ...], _: torch.device) -> torch.Tensor:
+        with plain():
+            return cuda.new(torch.zeros(shape, dtype=torch.float16), "pinned", filled=True)
+
+    for module in (freekv_pages, fasa_caches, page_cache):
+        patch.setattr(module, "zeros_on_host", locked)
 
     def take_time(times: torch.Tensor, *, stop: bool) -> None:
         cuda.launch("take_time", lambda: None, EMPTY, Ranges.of_tensor(times))
