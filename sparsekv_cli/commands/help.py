@@ -18,7 +18,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Method": ("method_options", "dense_layers", "sparse_from", "cache_type_k", "cache_type_v",
                "calibration"),
     "Sampling": ("top_k", "top_p", "min_p", "typ_p", "top_n_sigma", "xtc_probability",
-                 "xtc_threshold", "repeat_penalty",
+                 "xtc_threshold", "dynatemp_range", "dynatemp_exponent", "repeat_penalty",
                  "repeat_last_n", "presence_penalty", "frequency_penalty", "dry_multiplier",
                  "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
                  "logit_bias", "samplers"),

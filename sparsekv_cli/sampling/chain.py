@@ -75,7 +75,8 @@ def make_sampler(
     rng = np.random.Generator(np.random.PCG64(None if params.seed == -1 else params.seed))
     table = {sampler.name: sampler for sampler in SAMPLERS}
     active = [table[name] for name in params.samplers if table[name].is_on(params)]
-    takes_best = params.temp <= 0 and table["temperature"] in active
+    is_greedy = params.temp <= 0 and params.dynatemp_range == 0
+    takes_best = is_greedy and table["temperature"] in active
     while takes_best and active and active[-1].keeps_best:
         active.pop()
     steps = [chain_step(sampler, params, rng, piece, tokenize) for sampler in active]
@@ -317,8 +318,22 @@ def xtc(candidates: Candidates, probability: float, threshold: float, chance: fl
     return candidates.keep(slice(max(0, n_top - 1), None), is_sorted=True)
 
 
-def temperature(candidates: Candidates, temp: float) -> Candidates:
-    """logit / temp; for temp <= 0 the most likely token alone."""
+def temperature(
+    candidates: Candidates, temp: float, spread: float = 0.0, exponent: float = 1.0
+) -> Candidates:
+    """logit / temp; for temp <= 0 the most likely token alone.
+
+    spread: the temperature is from temp - spread to temp + spread, by the entropy's share of the
+    most that it could be, to the power ``exponent``.
+    """
+    if spread > 0:
+        if len(candidates.ids) < 2:
+            return candidates
+        mass = probabilities(candidates.logits)
+        mass = mass[mass > 0]
+        share = -np.sum(mass * np.log(mass)) / np.log(np.float32(len(candidates.ids)))
+        lowest = max(0.0, temp - spread)
+        temp = lowest + (temp + spread - lowest) * float(share) ** exponent
     if temp <= 0:
         index = int(np.argmax(candidates.logits))
         return candidates.keep(slice(index, index + 1), is_sorted=True)

@@ -101,8 +101,8 @@ SAMPLERS = (
     Sampler(
         "temperature",
         "chain:temperature",
-        ("temp",),
-        lambda p: p.temp != 1,
+        ("temp", "dynatemp_range", "dynatemp_exponent"),
+        lambda p: p.temp != 1 or p.dynatemp_range > 0,
         aliases=("temp",),
         keeps_best=True,
     ),
@@ -141,6 +141,14 @@ class SamplingParams:
     xtc_threshold: float = option(
         0.1, "Probability of a top token; above 0.5: off.", at_least=0, at_most=1
     )
+    dynatemp_range: float = option(
+        0.0, "The temperature is this much lower where the model is sure, and higher where it is "
+        "not; 0: off.", at_least=0,
+    )  # fmt: skip
+    dynatemp_exponent: float = option(
+        1.0, "Power of the uncertainty that the temperature follows.", at_least=0,
+        flags=("--dynatemp-exp",),
+    )  # fmt: skip
     repeat_last_n: int = option(64, "Tokens that are penalised; 0: off, -1: all.", at_least=-1)
     repeat_penalty: float = option(1.0, "1: off.", above=0)
     presence_penalty: float = option(0.0, "0: off.")

@@ -73,6 +73,13 @@ def test_truncation_keeps_llama_cpps_tokens(case):
     assert not kept.is_sorted or np.all(np.diff(kept.logits) <= 0)
 
 
+@pytest.mark.parametrize("case", RECORD["dynatemp"], ids=lambda case: str(case["arguments"]))
+def test_temperature_follows_the_entropy_as_in_llama_cpp(case):
+    kept = chain.temperature(full(LOGITS[case["logits"]]), *case["arguments"])
+    assert kept.ids.tolist() == case["ids"]
+    np.testing.assert_allclose(kept.logits, case["kept_logits"], rtol=1e-5)
+
+
 @pytest.mark.parametrize("case", RECORD["penalties"], ids=lambda case: str(case["arguments"]))
 def test_penalties_change_llama_cpps_logits(case):
     last_n, *amounts = case["arguments"]
@@ -226,6 +233,7 @@ def test_defaults_are_llama_cpps():
     llama_cpps = {
         "temp": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "typ_p": 1.0, "top_n_sigma": -1.0,
         "xtc_probability": 0.0, "xtc_threshold": 0.1,
+        "dynatemp_range": 0.0, "dynatemp_exponent": 1.0,
         "repeat_last_n": 64, "repeat_penalty": 1.0,
         "presence_penalty": 0.0, "frequency_penalty": 0.0,
         "dry_multiplier": 0.0, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": 64,
