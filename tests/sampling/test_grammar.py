@@ -227,7 +227,7 @@ def test_breakers_are_looked_for_in_the_whole_vocabulary(narrowed_by: str) -> No
     """The first step's candidates all have smaller ids than the breaker."""
     options: dict[str, Any] = {"temp": 0, "dry_multiplier": 9.0, "dry_sequence_breakers": (":",)}
     if narrowed_by == "top_k":
-        options |= {"samplers": ("top_k", "dry"), "top_k": 2}
+        options |= {"samplers": ("top_k", "dry", "temperature"), "top_k": 2}
     params = SamplingParams(**options)
     constraint = constraint_of("regex", "!+[bc]") if narrowed_by == "grammar" else None
     sample = make_sampler(params, piece=BPE.token_bytes, constraint=constraint)
