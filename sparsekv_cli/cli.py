@@ -17,8 +17,10 @@ from importlib import import_module
 from typing import NoReturn
 
 import click
+from click.shell_completion import CompletionItem
 
 from sparsekv_cli import __version__
+from sparsekv_cli.commands.completion import answer_shell
 from sparsekv_cli.commands.options import Invocation, verbose_option
 from sparsekv_cli.commands.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError
@@ -45,6 +47,11 @@ COMMANDS = {
         "sparsekv_cli.commands.warmup",
         "Compile all kernels now, so that later runs start at once.",
     ),
+    "completion": (
+        "sparsekv_cli.commands.completion",
+        "Print the completion script of a shell.",
+    ),
+    "man": ("sparsekv_cli.commands.man", "Print the manual page."),
 }
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -60,6 +67,11 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         return import_module(COMMANDS[cmd_name][0]).command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        found = [(name, short) for name, (_, short) in COMMANDS.items()]
+        items = [CompletionItem(n, help=short) for n, short in found if n.startswith(incomplete)]
+        return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -89,6 +101,9 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point: runs one command line and exits with its code."""
     _repair_standard_streams()
+    answered = answer_shell(cli, PROGRAM)
+    if answered is not None:
+        sys.exit(answered)
     with warnings.catch_warnings():
         warnings.showwarning = _say_warning
         try:

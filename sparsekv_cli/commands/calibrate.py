@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sparsekv_cli.commands import completion
+from sparsekv_cli.commands.completion import files
 from sparsekv_cli.commands.help import GroupedCommand
 from sparsekv_cli.commands.options import (
     MACHINE_OPTIONS,
@@ -41,6 +43,7 @@ def _machine_options(function: Any) -> Any:
 @click.option(
     "--method",
     metavar="LIST",
+    shell_complete=completion.methods,
     default=ALL,
     help="The methods, with commas between, or all that need it. [default: all]",
 )
@@ -48,6 +51,7 @@ def _machine_options(function: Any) -> Any:
     "-f",
     "--file",
     metavar="FILE",
+    shell_complete=files,
     help="Measure on this text instead of the built-in one; - is stdin.",
 )
 @click.option(
@@ -60,6 +64,7 @@ def _machine_options(function: Any) -> Any:
 @click.option(
     "--output",
     metavar="FILE",
+    shell_complete=files,
     help="Write here; runs find it with --calibration FILE. [default: beside the model, or in the "
     "user's cache directory where that cannot be written]",
 )

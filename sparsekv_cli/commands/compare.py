@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sparsekv_cli.commands import completion
+from sparsekv_cli.commands.completion import files
 from sparsekv_cli.commands.help import GroupedCommand
 from sparsekv_cli.commands.options import (
     CONTEXT_OPTION,
@@ -36,11 +38,18 @@ PIPE_WIDTH = 160  # columns of a table that no terminal limits
 
 @click.command(cls=GroupedCommand, short_help="Compare methods on one prompt.")
 @click.option("-p", "--prompt", metavar="TEXT", help="The prompt; after a piped text, if any.")
-@click.option("-f", "--file", metavar="FILE", help="Read the prompt from FILE; - is stdin.")
+@click.option(
+    "-f",
+    "--file",
+    metavar="FILE",
+    shell_complete=files,
+    help="Read the prompt from FILE; - is stdin.",
+)
 @click.option("--raw", is_flag=True, help="No chat template; control tokens are parsed.")
 @click.option(
     "--methods",
     metavar="LIST",
+    shell_complete=completion.methods,
     default="full,topk,lfps",
     help="Methods with commas between, each with its own options if it has any, as in "
     "lfps:preset=paper;budget=10%; 'all' is every method. [default: full,topk,lfps]",

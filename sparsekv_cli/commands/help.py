@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import click
 
@@ -30,25 +31,35 @@ WIDE = 70  # columns; on a narrower page the names of options get a third of it
 BOUNDS = re.compile(r"  \[[^\]]*\bx\b[^\]]*\]$")  # click's: the help says them where they matter
 
 
+Records = list[tuple[str, str]]  # an option's names, and its help
+
+
+def grouped_options(
+    command: click.Command, context: click.Context
+) -> Iterator[tuple[str, Records]]:
+    """The options of a command by group; of a command whose page has no groups, all as one."""
+    parameters = {
+        "help" if "--help" in each.opts else each.name: each for each in command.get_params(context)
+    }
+    named = {name for names in GROUPS.values() for name in names}
+    own = [each for name, each in parameters.items() if name not in named]
+    groups = GROUPS if isinstance(command, GroupedCommand) else {"Options": (OWN, *named)}
+    for title, names in groups.items():
+        shown = [
+            each
+            for name in names
+            for each in (own if name == OWN else filter(None, [parameters.get(name)]))
+        ]
+        records = [record for each in shown if (record := each.get_help_record(context))]
+        if records:
+            yield title, [(names, BOUNDS.sub("", text)) for names, text in records]
+
+
 class GroupedCommand(click.Command):
     """A command whose help page shows its options by ``GROUPS``."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        parameters = {
-            "help" if "--help" in each.opts else each.name: each for each in self.get_params(ctx)
-        }
-        grouped = {name for names in GROUPS.values() for name in names}
-        own = [each for name, each in parameters.items() if name not in grouped]
-        for title, names in GROUPS.items():
-            shown = [
-                each
-                for name in names
-                for each in (own if name == OWN else filter(None, [parameters.get(name)]))
-            ]
-            records = [record for each in shown if (record := each.get_help_record(ctx))]
-            if records:
-                with formatter.section(title):
-                    width = 30 if formatter.width >= WIDE else formatter.width // 3
-                    formatter.write_dl(
-                        [(names, BOUNDS.sub("", text)) for names, text in records], width
-                    )
+        width = 30 if formatter.width >= WIDE else formatter.width // 3
+        for title, records in grouped_options(self, ctx):
+            with formatter.section(title):
+                formatter.write_dl(records, width)

@@ -20,6 +20,7 @@ from sparsekv_cli.commands.answer import (
     stream_answer,
     timing_line,
 )
+from sparsekv_cli.commands.completion import files
 from sparsekv_cli.commands.help import GroupedCommand
 from sparsekv_cli.commands.jsonl_tasks import Task
 from sparsekv_cli.commands.options import Invocation, ModelOptions, model_options, open_session
@@ -41,7 +42,13 @@ MAX_PARALLEL = 256
 
 @click.command(cls=GroupedCommand, short_help="Complete one prompt; made for pipelines.")
 @click.option("-p", "--prompt", metavar="TEXT", help="The prompt; after a piped text, if any.")
-@click.option("-f", "--file", metavar="FILE", help="Read the prompt from FILE; - is stdin.")
+@click.option(
+    "-f",
+    "--file",
+    metavar="FILE",
+    shell_complete=files,
+    help="Read the prompt from FILE; - is stdin.",
+)
 @click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="System message.")
 @click.option(
     "--raw",
@@ -89,6 +96,7 @@ MAX_PARALLEL = 256
 @click.option(
     "--output",
     metavar="FILE",
+    shell_complete=files,
     help="With --jsonl: write to FILE, and go on where it ends.",
 )
 @model_options()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sparsekv_cli.commands.completion import files
 from sparsekv_cli.commands.options import apply_options
 from sparsekv_cli.commands.prompt import check_utf8, decode_utf8
 from sparsekv_cli.errors import SparseKVError
@@ -111,11 +112,13 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
     click.option(
         "--json-schema",
         metavar="FILE|TEXT",
+        shell_complete=files,
         help="The answer is JSON that fits this JSON schema; {}: any JSON.",
     ),
     click.option(
         "--grammar",
         metavar="FILE",
+        shell_complete=files,
         help="The answer matches this grammar, in llama.cpp's GBNF or in Lark.",
     ),
     click.option("--regex", metavar="TEXT", help="The answer matches this regular expression."),

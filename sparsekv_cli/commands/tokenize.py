@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from sparsekv_cli.commands.completion import files
 from sparsekv_cli.commands.options import MODEL_OPTION, find_model, verbose_option
 from sparsekv_cli.commands.prompt import check_utf8, decode_utf8, read_stdin
 from sparsekv_cli.commands.tables import print_table
@@ -18,7 +19,13 @@ from sparsekv_cli.commands.terminal import write_text
 @click.argument("text", required=False, metavar="[TEXT]")
 @MODEL_OPTION
 @click.option("-p", "--prompt", metavar="TEXT", help="The text.")
-@click.option("-f", "--file", metavar="FILE", help="File with the text, every byte; - is stdin.")
+@click.option(
+    "-f",
+    "--file",
+    metavar="FILE",
+    shell_complete=files,
+    help="File with the text, every byte; - is stdin.",
+)
 @click.option("--ids", "ids_only", is_flag=True, help="Print a list of ids: [1, 2].")
 @click.option("--json", "as_json", is_flag=True, help='Print {"ids": [...], "tokens": [...]}.')
 @click.option("--no-bos", is_flag=True, help="Do not add BOS or EOS, even if the model wants them.")

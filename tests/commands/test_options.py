@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from sparsekv_cli.commands.options import collecting_no_garbage
+from sparsekv_cli.commands.garbage import collecting_no_garbage
 
 
 def test_collector_is_off_within_and_on_after() -> None:
@@ -25,7 +25,7 @@ def test_collector_is_off_within_and_on_after() -> None:
 
 def test_triton_does_not_complain_at_the_end() -> None:
     program = (
-        "from sparsekv_cli.commands.options import collecting_no_garbage\n"
+        "from sparsekv_cli.commands.garbage import collecting_no_garbage\n"
         "with collecting_no_garbage():\n    import triton\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
