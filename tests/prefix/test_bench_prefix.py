@@ -23,15 +23,23 @@ def test_questions_without_and_with_the_cache(script, monkeypatch, tmp_path, cap
         asked.append((question, "--no-cache" in command, "--cache-dir" in command))
         seconds = 8.0 if "--no-cache" in command else [9.0, 0.1, 0.3][len(asked) - 4]
         timings = {"ttft_s": seconds}
-        return {"timings": timings, "tokens": [1], "prompt_tokens": 700, "cached_tokens": 640}
+        answer = {"timings": timings, "tokens": [1], "prompt_tokens": 700, "cached_tokens": 640}
+        return {**answer, "process_s": seconds + 1}
+
+    def answer_of(command):
+        return {"timings": {"ttft_s": 7.0}, "prompt_tokens": 690, "process_s": 7.5}
 
     monkeypatch.setattr(script, "ask", ask)
+    monkeypatch.setattr(script, "answer_of", answer_of)
     model, told = make_model(tmp_path / "model.gguf"), tmp_path / "told.json"
     arguments = ["-m", str(model), "--questions", "3", "--methods", "full", "--json", str(told)]
+    arguments.append("--llama")
     assert script.main(arguments) == 0
     questions = list(script.QUESTIONS[:3])
     assert asked == [(q, True, False) for q in questions] + [(q, False, True) for q in questions]
-    (row,) = json.loads(told.read_text())
+    row, llama = json.loads(told.read_text())
+    assert (llama["without_s"], llama["without_all_s"]) == (7.0, 22.5)
+    assert row["without_all_s"] == 27.0
     assert (row["without_s"], row["filling_s"], row["cached_s"]) == (8.0, 9.0, 0.2)
     assert row["same_answers"] == 3 and "| full | 700 | 8.00 | 0.200 |" in capsys.readouterr().out
 
