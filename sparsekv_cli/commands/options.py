@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from sparsekv_cli.commands.machine_options import CHECKPOINTS_OPTION, GPU_OPTIONS, choice_of
 from sparsekv_cli.commands import completion
 from sparsekv_cli.commands.garbage import collecting_no_garbage
+from sparsekv_cli.commands.machine_options import CHECKPOINTS_OPTION, GPU_OPTIONS, choice_of
 from sparsekv_cli.commands.terminal import explain_faults, say
 from sparsekv_cli.config import SessionConfig
 
