@@ -32,6 +32,10 @@ PROGRAM = "sparsekv-cli"
 COMMANDS = {
     "run": ("sparsekv_cli.commands.run", "Complete one prompt; made for pipelines."),
     "chat": ("sparsekv_cli.commands.chat", "Talk to a model; the KV cache is kept across turns."),
+    "serve": (
+        "sparsekv_cli.commands.serve",
+        "Serve OpenAI's and Anthropic's protocols, and a page.",
+    ),
     "bench": ("sparsekv_cli.commands.bench", "Measure prefill and decode speed at any depth."),
     "compare": ("sparsekv_cli.commands.compare", "Compare methods on one prompt."),
     "calibrate": (

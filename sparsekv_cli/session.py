@@ -26,7 +26,7 @@ from sparsekv_cli.models.forward import Progress
 from sparsekv_cli.models.gguf.file import GGUFFile, open_gguf
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.weights import Weights, read_weights
-from sparsekv_cli.prefix.prefixes import Found, Prefixes
+from sparsekv_cli.prefix.prefixes import Found, PromptRows
 from sparsekv_cli.sequence import Attention, Checkpoint, SequenceState, hand_over
 from sparsekv_cli.warmup import OnCompile
 
@@ -98,7 +98,7 @@ class Session:
             Path(config.calibration) if config.calibration else None,
         )
         self.timings = Timings()
-        self.prefixes: Prefixes | None = None
+        self.prefixes: PromptRows | None = None
         self.ledger = sequence.SequenceLedger(lambda: self.caches)
         self.attention = self.attention_of(method, config.sparse_from, on_compile, on_calibrate)
         self.engine.load_kernels(method, self.attention.specs)

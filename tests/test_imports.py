@@ -33,8 +33,10 @@ ALLOWED: dict[str, set[str]] = {
     | {"sequence", "warmup"},
     "batch": {"sequence", "session"},
     "generation": {"models", "sampling", "session"},
+    "serve": {"cache", "generation", "methods", "models", "prefix", "sampling", "sequence"}
+    | {"session"},
     "commands": {"batch", "cache", "calibration", "evaluation", "generation", "methods", "models"}
-    | {"prefix", "sampling", "session", "warmup"},
+    | {"prefix", "sampling", "serve", "session", "warmup"},
     "cli": {"commands"},
     "__main__": {"cli"},
 }

@@ -17,6 +17,8 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.option import TRUTH
 
 if TYPE_CHECKING:
+    from sparsekv_cli.methods.base import Method
+    from sparsekv_cli.prefix.prefixes import Prefixes
     from sparsekv_cli.session import Session
 
 SWITCH = "SPARSEKV_NO_CACHE"
@@ -104,44 +106,64 @@ def is_switched_off() -> bool:
 
 def use_prefixes(session: Session, options: PrefixOptions) -> None:
     """Lets the session find and keep prompts on disk, unless that is off or cannot be."""
-    from sparsekv_cli.prefix.folder import PrefixFolder, default_prefix_folder
-    from sparsekv_cli.prefix.prefixes import Prefixes, facts_of, root_of
+    from sparsekv_cli.prefix.prefixes import facts_of, root_of
     from sparsekv_cli.prefix.session_file import SessionFile
 
-    def tell(text: str) -> None:
-        if click.get_current_context().ensure_object(Invocation).verbose:
-            say(one_line(text))
-
-    def warn(text: str) -> None:
-        say(one_line(text))
-
-    if options.is_off:
+    if options.session is None:
+        session.prefixes = prefixes_maker(session, options)(session.method)
         return
-    directory, method = options.directory or default_prefix_folder(), session.method
-    n_queried, reason = method.n_queried, ""
-    if not session.engine.shares_prefill:
-        reason = "rows on a GPU are not kept on disk yet"
-    elif session.hparams.other_layers:
-        reason = f"{session.hparams.other_layers} do not keep the rows of all tokens"
-    elif n_queried is None:
-        reason = f"{method.name} needs the queries of all tokens"
-    if options.session is not None and reason:
+    method = session.method
+    reason, n_queried = _reason_against(session, method), method.n_queried
+    if reason or n_queried is None:
         raise SparseKVError(
             f"--session: {reason}; leave it out, or take another method, device or model"
         )
-    if directory is None and options.session is None:
-        reason = "there is no home folder and no XDG_CACHE_HOME"
-    if reason or n_queried is None:
-        tell(f"prefix cache: off, {reason}")
-        return
-    name, types = session.gguf.path.name, (method.cache_type_k, method.cache_type_v)
-    facts = facts_of(session.gguf, session.decoder)
-    if options.session is not None:
-        session.prefixes = SessionFile(
-            options.session, name, root_of(facts), types, n_queried, warn, tell
-        )
-    elif directory is not None:
-        facts["types"] = types
-        facts["products"] = [session.decoder.prefill_dtype, session.decoder.rows_dtype]
-        folder = PrefixFolder(directory, int(options.limit * 2**30), warn)
-        session.prefixes = Prefixes(folder, name, root_of(facts), types, n_queried, tell)
+    root = root_of(facts_of(session.gguf, session.decoder))
+    types, name = (method.cache_type_k, method.cache_type_v), session.gguf.path.name
+    session.prefixes = SessionFile(options.session, name, root, types, n_queried, _warn, _teller())
+
+
+def prefixes_maker(session: Session, options: PrefixOptions) -> Callable[[Method], Prefixes | None]:
+    """What gives the prompts on disk for a method; None where that is off or cannot be."""
+    from sparsekv_cli.prefix.folder import PrefixFolder, default_prefix_folder
+    from sparsekv_cli.prefix.prefixes import Prefixes, facts_of, root_of
+
+    tell = _teller()
+    directory = options.directory or default_prefix_folder()
+
+    def make(method: Method) -> Prefixes | None:
+        if options.is_off:
+            return None
+        reason, n_queried = _reason_against(session, method), method.n_queried
+        if directory is None:
+            reason = "there is no home folder and no XDG_CACHE_HOME"
+        if reason or n_queried is None or directory is None:
+            tell(f"prefix cache: off, {reason}")
+            return None
+        types = method.cache_type_k, method.cache_type_v
+        products = [session.decoder.prefill_dtype, session.decoder.rows_dtype]
+        facts = {**facts_of(session.gguf, session.decoder), "types": types, "products": products}
+        folder = PrefixFolder(directory, int(options.limit * 2**30), _warn)
+        name = session.gguf.path.name
+        return Prefixes(folder, name, root_of(facts), types, n_queried, tell)
+
+    return make
+
+
+def _reason_against(session: Session, method: Method) -> str:
+    """Why prompts cannot be kept on disk with this model and method; empty if they can."""
+    if not session.engine.shares_prefill:
+        return "rows on a GPU are not kept on disk yet"
+    if session.hparams.other_layers:
+        return f"{session.hparams.other_layers} do not keep the rows of all tokens"
+    return f"{method.name} needs the queries of all tokens" if method.n_queried is None else ""
+
+
+def _warn(text: str) -> None:
+    say(one_line(text))
+
+
+def _teller() -> Callable[[str], None]:
+    """Says a line under -v."""
+    verbose = click.get_current_context().ensure_object(Invocation).verbose
+    return _warn if verbose else lambda text: None

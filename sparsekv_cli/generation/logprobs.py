@@ -42,6 +42,10 @@ class LogProbs:
         """An entry for each token of the answer, which began with the first call."""
         return self._entries[: len(answer.tokens)]
 
+    def since(self, n: int) -> list[dict[str, Any]]:
+        """The entries behind the first n."""
+        return self._entries[n:]
+
     def _entry(self, token: int, logits: np.ndarray, total: float) -> dict[str, Any]:
         text = self._tokenizer.token_bytes(token).decode("utf-8", errors="replace")
         return {"id": token, "token": text, "logprob": float(logits[token]) - total}

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -68,6 +68,30 @@ def root_of(facts: Mapping[str, Any]) -> str:
     """The parent of the first block of all prompts with these facts."""
     text = json.dumps(facts, sort_keys=True).encode()
     return hashlib.sha256(text).hexdigest()[:NAME_DIGITS]
+
+
+class PromptRows(Protocol):
+    """Where a session looks for rows of a prompt, and tells those that it computes."""
+
+    def find(self, ids: Sequence[int]) -> Found:
+        """The longest beginning of ``ids`` that there is."""
+
+    def load(self, found: Found, caches: Sequence[LayerCache], n_room: int) -> int:
+        """Puts the rows of ``found`` into caches that are empty; how many tokens' there are."""
+
+    def begin(
+        self, ids: Sequence[int], found: Found, n_loaded: int, caches: Sequence[LayerCache]
+    ) -> None:
+        """A prefill of ``ids`` begins, of which the caches hold ``n_loaded``."""
+
+    def take(self, layer: int, cache: LayerCache) -> None:
+        """A layer has all rows of the prefill, and the method has not touched them."""
+
+    def abandon(self) -> None:
+        """The prefill has failed."""
+
+    def finish(self) -> None:
+        """The answer is out."""
 
 
 class Prefixes:

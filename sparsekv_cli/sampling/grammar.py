@@ -6,6 +6,7 @@ follow; the sampler (chain.py) chooses among these.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,13 @@ class Constraint:
         self._bits = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)  # a bit a token
         self.restart()
         self.allowed(tokenizer.vocab_size)
+
+    def copy(self) -> Constraint:
+        """The same for another answer, which begins."""
+        new = copy.copy(self)
+        new._bits = self._bits.copy()
+        new.restart()
+        return new
 
     def restart(self) -> None:
         """An answer begins."""

@@ -1,0 +1,158 @@
+"""``sparsekv-cli serve``: a server with OpenAI's and Anthropic's protocols, and a page."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import click
+
+from sparsekv_cli.commands.options import ModelOptions, model_options, open_session
+from sparsekv_cli.commands.prefix_options import PrefixOptions, prefix_options, prefixes_maker
+from sparsekv_cli.commands.sampling_options import sampling_options
+from sparsekv_cli.commands.terminal import one_line, say
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.generation.sampler import SamplingOptions
+
+if TYPE_CHECKING:
+    from sparsekv_cli.serve.requests import Service
+
+PACKAGES = ("starlette", "uvicorn", "prometheus_client")
+KEY = "SPARSEKV_API_KEY"
+
+
+@click.command(short_help="Serve OpenAI's and Anthropic's protocols, and a page.")
+@click.option("--host", metavar="ADDRESS", default="127.0.0.1", help="[default: 127.0.0.1]")
+@click.option(
+    "--port", metavar="N", type=click.IntRange(0, 65535), default=8080,
+    help="0 takes a free one. [default: 8080]",
+)  # fmt: skip
+@click.option("--api-key", metavar="KEY", help=f"Clients must send it. [env: {KEY}]")
+@click.option(
+    "--cors", metavar="ORIGIN", multiple=True,
+    help="Pages from there may use the server, such as https://example.org; repeatable.",
+)  # fmt: skip
+@click.option(
+    "--parallel", metavar="N", type=click.IntRange(1, 256), default=8,
+    help="Sequences that are decoded together. [default: 8]",
+)  # fmt: skip
+@click.option(
+    "--queue", metavar="N", type=click.IntRange(0, 65536), default=64,
+    help="Requests that may wait; others get the status 429. [default: 64]",
+)  # fmt: skip
+@click.option(
+    "--kv-memory", metavar="GIB", type=click.FloatRange(min=0, min_open=True),
+    help="Memory for the rows of all sequences. [default: half of what is available]",
+)  # fmt: skip
+@click.option(
+    "--max-tokens", metavar="N", type=click.IntRange(1), default=4096,
+    help="Most tokens of an answer. [default: 4096]",
+)  # fmt: skip
+@click.option(
+    "--timeout", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True), default=600.0,
+    help="Most time of a request, waiting included. [default: 600]",
+)  # fmt: skip
+@click.option(
+    "--max-body", metavar="MIB", type=click.FloatRange(min=0, min_open=True), default=16.0,
+    help="Most that a request's body may have. [default: 16]",
+)  # fmt: skip
+@click.option(
+    "--drain", metavar="SECONDS", type=click.IntRange(0), default=60,
+    help="At the end, the time that answers have to become whole. [default: 60]",
+)  # fmt: skip
+@model_options()
+@prefix_options
+@sampling_options
+def command(
+    options: ModelOptions,
+    prefix: PrefixOptions,
+    sampling: SamplingOptions,
+    host: str,
+    port: int,
+    api_key: str | None,
+    cors: tuple[str, ...],
+    parallel: int,
+    queue: int,
+    kv_memory: float | None,
+    max_tokens: int,
+    timeout: float,
+    max_body: float,
+    drain: int,
+) -> None:
+    """Serve a model: /v1/chat/completions, /v1/completions, /v1/messages, and a page at /.
+
+    The method, its options and those of sampling are what requests have that name no others.
+    """
+    missing = [package for package in PACKAGES if find_spec(package) is None]
+    if missing:
+        raise SparseKVError(
+            f"serve needs {' and '.join(missing)}: pip install 'sparsekv-cli[serve]'"
+        )
+    if prefix.session is not None:
+        raise click.UsageError("--session is for one prompt: leave it out")
+    if sampling.grammar is not None:
+        raise click.UsageError(f"--{sampling.grammar.kind} is a request's: leave it out")
+    key = os.environ.get(KEY, "") if api_key is None else api_key
+    if not key and not is_loopback(host):
+        say(f"warning: {host} is reached from other machines, and there is no --api-key")
+
+    from sparsekv_cli.serve.memory import default_limit
+    from sparsekv_cli.serve.requests import Limits, Service
+    from sparsekv_cli.serve.scheduler import Scheduler
+
+    session = open_session(options)
+    scheduler = Scheduler(
+        session,
+        n_parallel=parallel,
+        n_queue=queue,
+        kv_bytes=default_limit() if kv_memory is None else int(kv_memory * 2**30),
+        disk_of=prefixes_maker(session, prefix),
+    )
+    limits = Limits(tokens=max_tokens, seconds=timeout, body_bytes=int(max_body * 2**20))
+    named = {name: text for name, text in options.named.items() if text is not None}
+    service = Service(
+        session, scheduler, limits, {**options.method_options, **named}, sampling, options.seed
+    )
+    run(service, host, port, key, cors, drain)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def run(
+    service: Service, host: str, port: int, key: str, origins: tuple[str, ...], drain: int
+) -> None:
+    """Serves until the process is told to end; answers that have begun become whole first."""
+    import uvicorn
+
+    from sparsekv_cli.serve.app import Access, make_app
+
+    app = make_app(service, Access(key, origins, is_loopback(host)), lambda line: say(line))
+    config = uvicorn.Config(
+        app, host=host, port=port, log_level="critical", access_log=False, lifespan="off",
+        timeout_graceful_shutdown=drain, server_header=False,
+    )  # fmt: skip
+    try:
+        socket = config.bind_socket()
+    except SystemExit:
+        raise SparseKVError(
+            f"{host}:{port} cannot be listened on: choose another --host or --port"
+        ) from None
+    at = f"[{host}]" if ":" in host else host
+    scheduler = service.scheduler
+    scheduler.start()
+    say(one_line(f"{service.name}: http://{at}:{socket.getsockname()[1]}/"))
+    try:
+        uvicorn.Server(config).run([socket])
+    finally:
+        say("the server ends")
+        scheduler.stop()
+    if scheduler.failure is not None:
+        raise scheduler.failure

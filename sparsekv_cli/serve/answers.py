@@ -1,0 +1,118 @@
+"""From the scheduler's events to the parts of an answer that a protocol tells its client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, NamedTuple
+
+from sparsekv_cli.serve.jobs import Event, Failed, Finished, Job, Piece, PrefillProgress, Wish
+from sparsekv_cli.serve.requests import Service
+from sparsekv_cli.serve.tools import Part, Reader, Text, Thought
+
+PING_S = 10.0  # of silence, after which a client is told that the server lives
+
+
+class Ping(NamedTuple):
+    """Nothing has happened for a while."""
+
+
+class Told(NamedTuple):
+    """Something of a choice: parts of the answer, and what came with them."""
+
+    choice: int
+    parts: list[Part]
+    logprobs: list[dict[str, Any]]
+    rows: list[list[int]] | None = None
+    end: Finished | None = None
+
+
+class Answers:
+    """The answers to one request, one a choice, as they grow; use it in an ``async with``.
+
+    Leaving it aborts what is not done. ``readers``: of the choices.
+    """
+
+    def __init__(self, service: Service, wishes: Sequence[Wish], readers: Sequence[Reader]) -> None:
+        self._service, self._readers = service, readers
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        self._jobs = [self._job(i, wish, loop) for i, wish in enumerate(wishes)]
+        self._n_open = len(wishes)
+
+    def _job(self, index: int, wish: Wish, loop: asyncio.AbstractEventLoop) -> Job:
+        def emit(event: Event) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+        return Job(wish, emit, self._service.limits.seconds)
+
+    async def __aenter__(self) -> Answers:
+        self._service.scheduler.submit(self._jobs)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for job in self._jobs:
+            self._service.scheduler.abort(job)
+
+    async def parts(self) -> AsyncIterator[Told | PrefillProgress | Ping]:
+        """What the client can be told; raises the error of an answer that fails."""
+        while self._n_open:
+            try:
+                index, event = await asyncio.wait_for(self._events.get(), PING_S)
+            except TimeoutError:
+                yield Ping()
+                continue
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, PrefillProgress):
+                yield event
+            else:
+                yield self._told(index, event)
+
+    def _told(self, index: int, event: Piece | Finished) -> Told:
+        reader, end = self._readers[index], None
+        parts: list[Part] = [Thought(event.thinking)] if event.thinking else []
+        parts += reader.push(event.text)
+        if isinstance(event, Finished):
+            self._n_open -= 1
+            parts += reader.flush()
+            end = event
+        rows = event.rows if isinstance(event, Piece) else None
+        return Told(index, [*joined(parts)], event.logprobs, rows, end)
+
+    async def whole(self) -> list[Told]:
+        """All of each choice, when all are done."""
+        parts: list[list[Part]] = [[] for _ in self._jobs]
+        logprobs: list[list[dict[str, Any]]] = [[] for _ in self._jobs]
+        ends: list[Finished | None] = [None] * len(self._jobs)
+        async for told in self.parts():
+            if isinstance(told, Told):
+                parts[told.choice] += told.parts
+                logprobs[told.choice] += told.logprobs
+                ends[told.choice] = told.end or ends[told.choice]
+        return [Told(i, joined(parts[i]), logprobs[i], end=ends[i]) for i in range(len(self._jobs))]
+
+
+def joined(parts: Sequence[Part]) -> list[Part]:
+    """The parts with neighbouring texts, and neighbouring thoughts, in one."""
+    result: list[Part] = []
+    for part in parts:
+        last = result[-1] if result else None
+        if isinstance(part, Text) and isinstance(last, Text):
+            result[-1] = Text(last.text + part.text)
+        elif isinstance(part, Thought) and isinstance(last, Thought):
+            result[-1] = Thought(last.text + part.text)
+        else:
+            result.append(part)
+    return result
+
+
+def about(end: Finished, service: Service, wish: Wish) -> dict[str, Any]:
+    """What a response says of how it was computed, beside what its protocol has."""
+    return {
+        "method": {"name": wish.method.name, "options": wish.method.options()},
+        "context": {"used": end.n_prompt + end.n_generated, "size": service.session.n_ctx},
+        "timings": {name: round(value, 4) for name, value in end.timings.items()},
+        "ledger": end.ledger,
+    }

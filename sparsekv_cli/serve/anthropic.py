@@ -1,0 +1,244 @@
+"""Anthropic's protocol: /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from sparsekv_cli.generation.answer import STOP_LENGTH, STOP_TEXT
+from sparsekv_cli.serve.answers import Answers, Ping, about
+from sparsekv_cli.serve.jobs import Finished, PrefillProgress
+from sparsekv_cli.serve.openai import content_text, event
+from sparsekv_cli.serve.requests import RequestError, Service, in_range, taken, texts
+from sparsekv_cli.serve.tools import Part, Text, Thought, ToolCall, reader_of
+
+ROLES = ("user", "assistant")
+
+
+class Message:
+    """One request, checked; ``stream`` or ``whole`` answers it."""
+
+    def __init__(self, service: Service, values: Mapping[str, Any]) -> None:
+        """RequestError for what is no such request."""
+        self._service = service
+        self.streams = taken(values, "stream", bool, False)
+        taken(values, "model", str, "")
+        self._kind = service.format_for(bool(_tools(values)))
+        most = in_range(values, "max_tokens", 1, 2**31, None)
+        if most is None:
+            raise RequestError(
+                "max_tokens: expected a whole number of 1 or more", param="max_tokens"
+            )
+        self._wish = service.wish(
+            prompt_ids(service, values),
+            values,
+            max_tokens=most,
+            stops=texts(values, "stop_sequences"),
+            sampling={},
+            kind=self._kind,
+        )
+        self._id = f"msg_{uuid.uuid4().hex}"
+
+    async def whole(self) -> dict[str, Any]:
+        """The response to a request that does not stream."""
+        readers = [reader_of(self._kind)]
+        async with Answers(self._service, [self._wish], readers) as answers:
+            (told,) = await answers.whole()
+        assert told.end is not None
+        blocks = [_block(part) for part in told.parts]
+        has_called = any(isinstance(part, ToolCall) for part in told.parts)
+        if has_called:
+            blocks = [each for each in blocks if each.get("text", "x").strip()]
+        message = self._message(blocks, _usage(told.end))
+        message["stop_reason"] = _stop_reason(told.end, has_called)
+        return {**message, "sparsekv": about(told.end, self._service, self._wish)}
+
+    async def stream(self) -> AsyncIterator[str]:
+        """The events of a response that streams."""
+        n_prompt = len(self._wish.ids)
+        start = self._message([], {"input_tokens": n_prompt, "output_tokens": 0})
+        yield _event("message_start", message=start)
+        yield _event("ping")
+        blocks, has_called = _Blocks(), False
+        readers = [reader_of(self._kind)]
+        async with Answers(self._service, [self._wish], readers) as answers:
+            async for told in answers.parts():
+                if isinstance(told, Ping):
+                    yield _event("ping")
+                    continue
+                if isinstance(told, PrefillProgress):
+                    yield f": prefill {told.done} of {told.total}\n\n"
+                    continue
+                for part in told.parts:
+                    has_called = has_called or isinstance(part, ToolCall)
+                    for each in blocks.add(part):
+                        yield each
+                if told.rows is not None:
+                    yield event({"rows": told.rows, "index": 0}, "sparsekv.rows")
+                if told.end is not None:
+                    for each in blocks.close():
+                        yield each
+                    reason = _stop_reason(told.end, has_called)
+                    delta = {"stop_reason": reason, "stop_sequence": None}
+                    yield _event("message_delta", delta=delta, usage=_usage(told.end))
+        yield _event("message_stop")
+
+    def _message(self, blocks: Sequence[Any], usage: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._service.name,
+            "content": blocks,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+
+
+class _Blocks:
+    """The blocks of a stream, one open at a time."""
+
+    def __init__(self) -> None:
+        self._n, self._open = 0, ""
+
+    def add(self, part: Part) -> list[str]:
+        """The events of a part of the answer."""
+        if isinstance(part, Text) and not self._open and not part.text.strip():
+            return []  # no block for the white space between others
+        kind = _KINDS[type(part)]
+        events = [] if self._open == kind != "tool_use" else self.close() + self._begin(part)
+        if isinstance(part, ToolCall):
+            delta = {"type": "input_json_delta", "partial_json": part.arguments}
+        elif isinstance(part, Thought):
+            delta = {"type": "thinking_delta", "thinking": part.text}
+        else:
+            delta = {"type": "text_delta", "text": part.text}
+        events.append(_event("content_block_delta", index=self._n, delta=delta))
+        return events + (self.close() if kind == "tool_use" else [])
+
+    def _begin(self, part: Part) -> list[str]:
+        self._open, block = _KINDS[type(part)], _block(part)
+        empty: dict[str, Any] = {"input": {}} if isinstance(part, ToolCall) else {self._open: ""}
+        return [_event("content_block_start", index=self._n, content_block={**block, **empty})]
+
+    def close(self) -> list[str]:
+        """Ends the open block."""
+        if not self._open:
+            return []
+        self._open, self._n = "", self._n + 1
+        return [_event("content_block_stop", index=self._n - 1)]
+
+
+_KINDS: dict[type, str] = {Text: "text", Thought: "thinking", ToolCall: "tool_use"}
+
+
+def count_tokens(service: Service, values: Mapping[str, Any]) -> dict[str, int]:
+    """How many tokens a request's prompt has."""
+    return {"input_tokens": len(prompt_ids(service, values))}
+
+
+def error_body(message: str, kind: str) -> dict[str, Any]:
+    """An error in Anthropic's shape."""
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def prompt_ids(service: Service, values: Mapping[str, Any]) -> list[int]:
+    """The ids of a request's system text, tools and conversation."""
+    messages = []
+    system = content_text("system", values.get("system"))
+    if system:
+        messages.append({"role": "system", "content": system})
+    given = taken(values, "messages", list, [])
+    if not given:
+        raise RequestError("messages: expected a list that is not empty", param="messages")
+    for i, message in enumerate(given):
+        messages += _messages(f"messages[{i}]", message)
+    thinking = taken(values, "thinking", dict, {})
+    wanted = {"enabled": True, "adaptive": True, "disabled": False}.get(str(thinking.get("type")))
+    think = wanted if service.can_switch_thinking else None
+    return service.encode_chat(messages, _tools(values), think)
+
+
+def _messages(where: str, message: Any) -> list[dict[str, Any]]:
+    """A message as templates take it; results of tools are messages of their own."""
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise RequestError(f"{where}: expected an object whose role is user or assistant")
+    content = message.get("content")
+    if not isinstance(content, list):
+        return [{"role": message["role"], "content": content_text(where, content)}]
+    result: list[dict[str, Any]] = []
+    own: dict[str, Any] = {"role": message["role"], "content": ""}
+    for i, block in enumerate(content):
+        at = f"{where}.content[{i}]"
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "text":
+            own["content"] += content_text(at, block.get("text"))
+        elif kind == "thinking":
+            own["reasoning_content"] = content_text(at, block.get("thinking"))
+        elif kind == "tool_use" and isinstance(block.get("name"), str):
+            call = {"name": block["name"], "arguments": taken(block, "input", dict, {})}
+            calls = own.setdefault("tool_calls", [])
+            calls.append({"id": str(block.get("id")), "type": "function", "function": call})
+        elif kind == "tool_result":
+            text = content_text(at, block.get("content"))
+            answered = {"tool_call_id": str(block.get("tool_use_id")), "content": text}
+            result.append({"role": "tool", **answered})
+        elif kind != "redacted_thinking":
+            raise RequestError(
+                f"{at}: expected a block of type text, thinking, tool_use or tool_result"
+            )
+    has_own = own["content"] or "tool_calls" in own or not result
+    return [*result, own] if has_own else result
+
+
+def _tools(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The tools as templates take them."""
+    choice = taken(values, "tool_choice", dict, {"type": "auto"}).get("type")
+    if choice not in ("auto", "none"):
+        raise RequestError("tool_choice: expected auto or none; a call cannot be forced")
+    tools = []
+    for tool in taken(values, "tools", list, []):
+        if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
+            raise RequestError("tools: expected objects with name and input_schema", param="tools")
+        function = {
+            "name": tool["name"],
+            "description": content_text("tools.description", tool.get("description")),
+            "parameters": taken(tool, "input_schema", dict, {}),
+        }
+        tools.append({"type": "function", "function": function})
+    return [] if choice == "none" else tools
+
+
+def _block(part: Part) -> dict[str, Any]:
+    if isinstance(part, ToolCall):
+        name, given = part.name, json.loads(part.arguments)
+        return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": name, "input": given}
+    if isinstance(part, Thought):
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
+    return {"type": "text", "text": part.text}
+
+
+def _stop_reason(end: Finished, has_called: bool) -> str:
+    """In Anthropic's words."""
+    if end.stop_reason == STOP_LENGTH:
+        return "max_tokens"
+    if has_called:
+        return "tool_use"
+    return "stop_sequence" if end.stop_reason == STOP_TEXT else "end_turn"
+
+
+def _usage(end: Finished) -> dict[str, int]:
+    """Input tokens are those that were computed, as Anthropic counts them."""
+    return {
+        "input_tokens": end.n_prompt - end.n_cached,
+        "cache_read_input_tokens": end.n_cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": end.n_generated,
+    }
+
+
+def _event(kind: str, **fields: Any) -> str:
+    return event({"type": kind, **fields}, kind)

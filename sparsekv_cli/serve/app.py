@@ -1,0 +1,321 @@
+"""The web application: routes, what guards them, and errors in the shape that a client expects."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sparsekv_cli.errors import LostModelError, SparseKVError
+from sparsekv_cli.methods import describe_methods
+from sparsekv_cli.serve import anthropic, openai
+from sparsekv_cli.serve.jobs import QueueFullError, StoppingError, TimeLimitError, TooLargeError
+from sparsekv_cli.serve.metrics import Metrics
+from sparsekv_cli.serve.requests import RequestError, Service
+from sparsekv_cli.serve.schema import openapi
+
+RETRY_S = 2  # after which a client may ask again
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
+# What the page may do: its own script and style, and requests to where it came from.
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HTTP_ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may ask: api_key: empty: everyone. origins: of pages elsewhere that may, none by default.
+
+    only_local: requests must name this machine, so that no page elsewhere can pass for it.
+    """
+
+    api_key: str = ""
+    origins: tuple[str, ...] = ()
+    only_local: bool = True
+
+
+def make_app(
+    service: Service, access: Access, log: Callable[[str], None] = lambda line: None
+) -> ASGIApp:
+    """The application. log: told a line a request, without prompts."""
+    metrics = Metrics(service.scheduler)
+    created = int(time.time())
+    page = (files("sparsekv_cli") / "serve" / "page.html").read_text(encoding="utf-8")
+
+    async def chat(request: Request) -> Response:
+        return await _answer(request, lambda v: openai.Completion(service, v, is_chat=True))
+
+    async def complete(request: Request) -> Response:
+        return await _answer(request, lambda v: openai.Completion(service, v, is_chat=False))
+
+    async def message(request: Request) -> Response:
+        return await _answer(request, lambda v: anthropic.Message(service, v))
+
+    async def count(request: Request) -> Response:
+        values = await _body(request, service.limits.body_bytes)
+        return JSONResponse(await asyncio.to_thread(anthropic.count_tokens, service, values))
+
+    async def _answer(request: Request, read: Callable[[Mapping[str, Any]], Any]) -> Response:
+        values = await _body(request, service.limits.body_bytes)
+        asked = await asyncio.to_thread(read, values)
+        if asked.streams:
+            events = asked.stream()
+            first = await _unless_gone(request, anext(events))  # errors before it have a status
+            return EventStream(first, events, request.url.path)
+        return JSONResponse(await _unless_gone(request, asked.whole()))
+
+    async def models(request: Request) -> Response:
+        listed = openai.models(service, created)
+        name = request.path_params.get("name")
+        if name is None:
+            return JSONResponse(listed)
+        if name != service.name:
+            raise HTTPException(404, f"the model {name!r} is not here: {service.name} is")
+        return JSONResponse(listed["data"][0])
+
+    async def methods(request: Request) -> Response:
+        return JSONResponse({"default": service.session.method.name, "methods": describe_methods()})
+
+    async def health(request: Request) -> Response:
+        failure = service.scheduler.failure
+        status = {"status": "ok" if failure is None else "failed", "model": service.name}
+        return JSONResponse(status, 200 if failure is None else 503)
+
+    async def numbers(request: Request) -> Response:
+        return Response(metrics.text(), media_type=metrics.media_type)
+
+    async def index(request: Request) -> Response:
+        return HTMLResponse(page, headers={"content-security-policy": PAGE_POLICY})
+
+    async def description(request: Request) -> Response:
+        return JSONResponse(openapi(service))
+
+    routes = [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", complete, methods=["POST"]),
+        Route("/v1/models", models, methods=["GET"]),
+        Route("/v1/models/{name:path}", models, methods=["GET"]),
+        Route("/v1/methods", methods, methods=["GET"]),
+        Route("/v1/messages", message, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count, methods=["POST"]),
+        Route("/health", health, methods=["GET"]),
+        Route("/metrics", numbers, methods=["GET"]),
+        Route("/openapi.json", description, methods=["GET"]),
+        Route("/", index, methods=["GET"]),
+    ]
+    middleware = [Middleware(_Log, log=log, metrics=metrics)]
+    if access.origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=access.origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+            )
+        )
+    middleware.append(Middleware(_Guard, access=access))
+
+    async def failed(request: Request, error: Exception) -> Response:
+        return error_response(request.url.path, error)
+
+    handlers: dict[Any, Any] = {SparseKVError: failed, HTTPException: failed}
+    handlers |= {MemoryError: failed, Exception: failed, ClientDisconnect: _nobody}
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+
+
+async def _nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+def status_of(error: Exception) -> tuple[int, str, str | None]:
+    """The status of an error, its type in both protocols, and its code in OpenAI's."""
+    if isinstance(error, RequestError):
+        return error.status, "invalid_request_error", error.code
+    if isinstance(error, HTTPException):
+        kind = HTTP_ERRORS.get(error.status_code, "invalid_request_error")
+        return error.status_code, kind, None
+    if isinstance(error, QueueFullError):
+        return 429, "rate_limit_error", "queue_full"
+    if isinstance(error, TooLargeError):
+        return 400, "invalid_request_error", "too_large"
+    if isinstance(error, StoppingError | LostModelError):
+        return 503, "api_error", "stopping"
+    if isinstance(error, TimeLimitError):
+        return 504, "timeout_error", "time_limit"
+    if isinstance(error, SparseKVError):
+        return 400, "invalid_request_error", None
+    return 500, "api_error", None
+
+
+def error_body(path: str, error: Exception) -> tuple[int, dict[str, Any]]:
+    """The status and the body of an error, in the shape of the protocol that has ``path``."""
+    status, kind, code = status_of(error)
+    if isinstance(error, HTTPException):
+        message = str(error.detail)
+    elif isinstance(error, SparseKVError):
+        message = " ".join(str(error).split())
+    elif isinstance(error, MemoryError):
+        message = "out of memory"
+    else:
+        message = f"unexpected {type(error).__name__}"
+    if path.startswith("/v1/messages"):
+        return status, anthropic.error_body(message, kind)
+    param = error.param if isinstance(error, RequestError) else None
+    return status, openai.error_body(message, kind, param, code)
+
+
+def error_response(path: str, error: Exception) -> Response:
+    status, body = error_body(path, error)
+    headers = {"retry-after": str(RETRY_S)} if status in (429, 503) else {}
+    if isinstance(error, HTTPException) and error.headers:
+        headers.update(error.headers)
+    return JSONResponse(body, status, headers=headers)
+
+
+async def _body(request: Request, most: int) -> Mapping[str, Any]:
+    """A request's JSON object; RequestError for anything else, or more than ``most`` bytes."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise RequestError("expected the content type application/json", status=415)
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > most:
+            raise RequestError(f"the body has more than {most} bytes, the limit", status=413)
+    try:
+        values = json.loads(data)
+        json.dumps(values, ensure_ascii=False).encode()  # lone surrogates are no text
+    except (ValueError, RecursionError):
+        raise RequestError("the body is not JSON in UTF-8") from None
+    if not isinstance(values, dict):
+        raise RequestError(f"expected an object, found {type(values).__name__}")
+    return values
+
+
+async def _unless_gone(request: Request, answer: Any) -> Any:
+    """Awaits an answer; ClientDisconnect, and the answer is cancelled, when its client goes."""
+    answering = asyncio.ensure_future(answer)
+    leaving = asyncio.ensure_future(_gone(request.receive))
+    await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    leaving.cancel()
+    if not answering.done():
+        answering.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await answering
+        raise ClientDisconnect
+    return answering.result()
+
+
+async def _gone(receive: Receive) -> None:
+    """Returns when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events. They end, and what makes them is told, when the client goes."""
+
+    def __init__(self, first: str, events: AsyncIterator[str], path: str) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._first, self._events, self._path = first, events, path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        head: Message = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(head)
+        sending = asyncio.ensure_future(self._send(send))
+        leaving = asyncio.ensure_future(_gone(receive))
+        await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
+        sending.cancel()
+        with contextlib.suppress(asyncio.CancelledError, OSError):
+            await sending
+        await self._events.aclose()  # type: ignore[attr-defined]  # a generator
+
+    async def _send(self, send: Send) -> None:
+        await _send_text(send, self._first)
+        try:
+            async for text in self._events:
+                await _send_text(send, text)
+        except Exception as error:
+            _, body = error_body(self._path, error)
+            await _send_text(send, f"event: error\ndata: {json.dumps(body)}\n\n")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_text(send: Send, text: str) -> None:
+    await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+
+
+class _Guard:
+    """Lets those in who name this machine, if that is asked, and have the key, if there is one."""
+
+    OPEN = ("/", "/health")  # which tell nothing
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app, self._access = app, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or (error := self._reason_against(scope)) is None:
+            await self._app(scope, receive, send)
+        else:
+            await error_response(scope["path"], error)(scope, receive, send)
+
+    def _reason_against(self, scope: Scope) -> Exception | None:
+        headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
+        if self._access.only_local:
+            host = headers.get("host", b"").decode("latin-1")
+            if host.rpartition(":")[0] not in LOOPBACK and host not in LOOPBACK:
+                return HTTPException(421, "this server answers requests to localhost only")
+        if self._access.api_key and scope["path"] not in self.OPEN:
+            given = headers.get("authorization", b"").partition(b" ")
+            key = given[2].strip() if given[0].lower() == b"bearer" else b""
+            key = key or headers.get("x-api-key", b"")
+            if not hmac.compare_digest(key, self._access.api_key.encode()):
+                return HTTPException(
+                    401, "the API key is missing or wrong", {"www-authenticate": "Bearer"}
+                )
+        return None
+
+
+class _Log:
+    """Tells of each request when it has ended: method, path, status and time; no words of it."""
+
+    def __init__(self, app: ASGIApp, log: Callable[[str], None], metrics: Metrics) -> None:
+        self._app, self._log, self._metrics = app, log, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.monotonic(), 0
+
+        async def remember(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, remember)
+        finally:
+            seconds = time.monotonic() - started
+            self._metrics.add_request(scope["path"], status)
+            self._log(f"{scope['method']} {ascii(scope['path'])[1:-1]} {status} {seconds:.3f} s")

@@ -1,0 +1,172 @@
+"""One answer that a client waits for: what it asks for, and what it is told as it grows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.generation.growing import GrowingAnswer
+from sparsekv_cli.generation.sampler import SamplingOptions
+from sparsekv_cli.methods.base import Method
+from sparsekv_cli.models.chat.thinking import Thinking
+from sparsekv_cli.sampling.grammar import Constraint
+from sparsekv_cli.sequence import SequenceState
+
+
+class QueueFullError(SparseKVError):
+    """As many requests wait as may wait."""
+
+
+class StoppingError(SparseKVError):
+    """The server is about to end."""
+
+
+class TooLargeError(SparseKVError):
+    """The request takes more memory than the server has for all requests."""
+
+
+class TimeLimitError(SparseKVError):
+    """The request has taken longer than the server allows."""
+
+
+class PrefillProgress(NamedTuple):
+    """So many of the prompt's tokens have their rows; ``cached`` of them were there already."""
+
+    done: int
+    total: int
+    cached: int
+
+
+class Piece(NamedTuple):
+    """A token was chosen.
+
+    text, thinking: that are certain now, maybe none. logprobs: the entries of new tokens, if they
+    were asked for. rows: of the step behind it, by layer, the percentage of the rows attended
+    to in each bin.
+    """
+
+    text: str
+    thinking: str
+    logprobs: list[dict[str, Any]]
+    rows: list[list[int]] | None = None
+
+
+class Finished(NamedTuple):
+    """The answer is whole; text, thinking and logprobs are those behind the last piece.
+
+    stop_reason: of generation/answer.py. n_cached: of the prompt's tokens, those whose rows were
+    there. ledger: as ``run --json`` has it.
+    """
+
+    text: str
+    thinking: str
+    logprobs: list[dict[str, Any]]
+    stop_reason: str
+    n_prompt: int
+    n_cached: int
+    n_generated: int
+    timings: dict[str, float]
+    ledger: dict[str, int]
+
+
+class Failed(NamedTuple):
+    """There is no answer, or no more of it."""
+
+    error: Exception
+
+
+Event = PrefillProgress | Piece | Finished | Failed
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a job asks for. ``dense_rows``: as SessionConfig has ``sparse_from``."""
+
+    ids: Sequence[int]
+    method: Method
+    dense_rows: int
+    n_predict: int
+    sampling: SamplingOptions = SamplingOptions({})
+    seed: int | None = None
+    stops: Sequence[str] = ()
+    logprobs: int | None = None
+    constraint: Constraint | None = None
+    special: bool = False
+    thinking: Thinking | None = None
+    n_bins: int = 0  # of the live picture of attended rows; 0: none
+
+
+@dataclass(eq=False)
+class Job:
+    """A wish on its way through the scheduler, whose thread alone works on it.
+
+    emit: told all events, the last one is Finished or Failed. seconds: that it may take.
+    """
+
+    wish: Wish
+    emit: Callable[[Event], None]
+    seconds: float
+    created: float = field(default_factory=time.monotonic)
+    state: SequenceState | None = None
+    answer: GrowingAnswer | None = None
+    logits: np.ndarray | None = None
+    n_cached: int = 0
+    n_bytes: int = 0  # that are set aside for it
+    prefill_s: float = 0.0
+    first_token: float = 0.0
+    text: str = ""  # that was not told yet, as ``thinking``
+    thinking: str = ""
+    counted: dict[str, int] = field(default_factory=dict)  # ledger of the caches at the start
+    n_told: int = 0  # tokens whose log probabilities were told
+    _aborted: threading.Event = field(default_factory=threading.Event)
+
+    def abort(self) -> None:
+        """Nobody waits any more; from any thread."""
+        self._aborted.set()
+
+    @property
+    def is_aborted(self) -> bool:
+        return self._aborted.is_set()
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() - self.created > self.seconds
+
+    def write(self, text: str) -> None:
+        """Text of the answer that is certain."""
+        self.text += text
+
+    def write_thinking(self, text: str) -> None:
+        """The same of what is thought ahead of it."""
+        self.thinking += text
+
+    def told(self) -> tuple[str, str, list[dict[str, Any]]]:
+        """The text, the thinking and the log probabilities that are new."""
+        text, self.text = self.text, ""
+        thinking, self.thinking = self.thinking, ""
+        logprobs = self.answer.logprobs if self.answer is not None else None
+        entries = [] if logprobs is None else logprobs.since(self.n_told)
+        self.n_told += len(entries)
+        return text, thinking, entries
+
+
+def bins_of(attended: tuple[np.ndarray, np.ndarray] | None, n: int, n_bins: int) -> list[int]:
+    """The percentage of n rows that a layer's step attended to, in each of ``n_bins`` equal parts.
+
+    attended: as LayerCache has it, None: all rows.
+    """
+    n_bins = min(n_bins, n)
+    if attended is None:
+        return [100] * n_bins
+    idx, counts = attended
+    valid = np.arange(idx.shape[1]) < counts[:, None]
+    rows = idx[valid].astype(np.int64)
+    edges = np.bincount(np.arange(n) * n_bins // n, minlength=n_bins) * len(idx)
+    shares = np.bincount(rows * n_bins // n, minlength=n_bins)[:n_bins] / edges
+    return np.ceil(100 * np.minimum(shares, 1)).astype(int).tolist()

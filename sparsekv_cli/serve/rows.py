@@ -1,0 +1,153 @@
+"""Rows that were computed for one request and serve another: in memory, and on disk (prefix/).
+
+A prompt's rows do not depend on the method. So a sequence that has all rows of a prompt's
+beginning gives them to any other, whose prefill computes the rest; the text is that of a whole
+prefill, to the bit (prefix/prefixes.py says where that may begin). Rows of decode steps are not
+given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.spec import FULL
+from sparsekv_cli.methods.base import Method
+from sparsekv_cli.prefix.prefixes import LEAST, STEP, Found, Prefixes, n_common
+from sparsekv_cli.sequence import SequenceState
+from sparsekv_cli.session import Session
+
+
+@dataclass
+class Parked:
+    """A sequence whose answer is out, and the bytes that it takes."""
+
+    state: SequenceState
+    n_bytes: int
+
+
+def reusable(state: SequenceState, ids: Sequence[int], method: Method) -> int:
+    """How many of the prompt's rows at the beginning of ``ids`` a sequence can give to it.
+
+    None where a method has changed them, or needs queries that are not there.
+    """
+    at, n_queried = state.checkpoint, method.n_queried
+    if at is None or n_queried is None or not keeps_rows(state):
+        return 0
+    n = n_common(ids, state.tokens[: at.n])
+    return max(0, min(n, len(ids) - max(1, n_queried)) // STEP * STEP)
+
+
+def keeps_rows(state: SequenceState) -> bool:
+    """Whether all layers have the rows of all of the sequence's tokens."""
+    return all(layer.can_prefill_in_parts and layer.spec.kind == FULL for layer in state.caches)
+
+
+class SharedRows:
+    """Takes the place of a session's ``prefixes``: looks in other sequences first, then on disk.
+
+    donors: sequences that may give rows. disk_of: what there is on disk for a method; None: nothing
+    is found there, and nothing kept.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        disk_of: Callable[[Method], Prefixes | None],
+        donors: Callable[[], Iterable[SequenceState]],
+    ) -> None:
+        self._session, self._donors = session, donors
+        self._disk_of = cache(disk_of)
+        self._disk: Prefixes | None = None  # of the sequence that is prefilled, or was last
+        self._donor: SequenceState | None = None
+        self._found = Found()  # on disk
+        self._writer = ThreadPoolExecutor(1, "prefixes")
+        self._writing: Future[None] | None = None
+
+    def find(self, ids: Sequence[int]) -> Found:
+        """As Prefixes.find."""
+        self.wait()
+        method = self._session.method
+        self._disk = self._disk_of(method)
+        self._found = self._disk.find(ids) if self._disk is not None else Found()
+        best = self._found.n
+        types, self._donor = types_of(method), None
+        for state in self._donors():
+            if types_of(state.attention.method) == types:
+                n = reusable(state, ids, method)
+                if n > best:
+                    best, self._donor = n, state
+        return Found((), best, best) if self._donor is not None else self._found
+
+    def load(self, found: Found, caches: Sequence[LayerCache], n_room: int) -> int:
+        """As Prefixes.load."""
+        donor, self._donor = self._donor, None
+        if donor is None:
+            return self._disk.load(found, caches, n_room) if self._disk is not None else 0
+        stores = [layer.store for layer in caches], [layer.store for layer in donor.caches]
+        for store, given in zip(*stores, strict=True):
+            store.reserve(n_room)
+            store.k[:, : found.n], store.v[:, : found.n] = (
+                given.k[:, : found.n],
+                given.v[:, : found.n],
+            )
+            store.n = found.n
+        return found.n
+
+    def begin(
+        self, ids: Sequence[int], found: Found, n_loaded: int, caches: Sequence[LayerCache]
+    ) -> None:
+        """As Prefixes.begin."""
+        if self._disk is not None:
+            self._disk.begin(ids, self._found._replace(n=n_loaded), n_loaded, caches)
+
+    def take(self, layer: int, cache: LayerCache) -> None:
+        """As Prefixes.take."""
+        if self._disk is not None:
+            self._disk.take(layer, cache)
+
+    def abandon(self) -> None:
+        """As Prefixes.abandon."""
+        if self._disk is not None:
+            self._disk.abandon()
+
+    def finish(self) -> None:
+        """Writes the prompt's rows to disk while other things go on; ``wait`` waits for that."""
+        if self._disk is not None:
+            self._writing = self._writer.submit(self._disk.finish)
+
+    def wait(self) -> None:
+        """Until nothing is written: then the sequence may change."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def close(self) -> None:
+        self.wait()
+        self._writer.shutdown()
+
+
+def types_of(method: Method) -> tuple[str, str]:
+    """Of the rows of K and V."""
+    return method.cache_type_k, method.cache_type_v
+
+
+def takes_over(parked: SequenceState, ids: Sequence[int], method: Method, has_disk: bool) -> int:
+    """Of how many tokens ``parked`` keeps the rows if ``ids`` go on in its place; 0: it does not.
+
+    It does where nearly all of its prompt is a beginning of ``ids``, so that nobody else misses
+    it; or all, and ``ids`` end there: then nothing is left to be computed. Long prompts that are
+    mostly new begin anew where the disk keeps them, which takes whole prompts.
+    """
+    at = parked.checkpoint
+    if at is None:
+        return 0
+    if at.n == len(ids) and n_common(ids, parked.tokens[: at.n]) == at.n:
+        return at.n
+    n = reusable(parked, ids, method)
+    if n < at.n - 2 * STEP or (has_disk and n < LEAST <= len(ids) - n):
+        return 0
+    return n

@@ -1,0 +1,119 @@
+"""The answers that are decoded together: choosing of tokens, steps, and what clients are told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from sparsekv_cli.errors import LostModelError
+from sparsekv_cli.sequence import ledger_of
+from sparsekv_cli.serve.jobs import Failed, Finished, Job, Piece, bins_of
+from sparsekv_cli.serve.stats import Stats
+from sparsekv_cli.session import Session
+
+# What a ledger says of the memory; the rest counts what was done.
+LEDGER_BYTES = {"bytes_host", "bytes_device", "index_bytes"}
+
+
+class Running:
+    """Jobs whose prompts are prefilled. park: what becomes of the sequence of one that has left."""
+
+    def __init__(self, session: Session, stats: Stats, park: Callable[[Job], None]) -> None:
+        self.jobs: list[Job] = []
+        self._session, self._stats, self._park = session, stats, park
+
+    def step(self) -> None:
+        """The next token of every answer; those that are done leave."""
+        started = time.monotonic()
+        for job in list(self.jobs):
+            self._choose(job)
+        if self.jobs:
+            self._decode(list(self.jobs))
+            self._stats.add_step(len(self.jobs), time.monotonic() - started)
+
+    def fail(self, job: Job, error: Exception) -> None:
+        """There is no answer, or no more of it."""
+        self._stats.n_failed += 1
+        job.emit(Failed(error))
+
+    def _choose(self, job: Job) -> None:
+        """Chooses the next token of an answer, which ends with it or has it decoded."""
+        assert job.state is not None and job.answer is not None and job.logits is not None
+        self._session.state = job.state
+        try:
+            is_done = job.answer.choose(job.logits, self._session)
+            if not job.first_token:
+                job.first_token = time.monotonic()
+                self._stats.first_token_s.append(job.first_token - job.created)
+            if is_done:
+                self._finish(job)
+                return
+        except Exception as error:
+            self.jobs.remove(job)
+            self._park(job)
+            self.fail(job, error)
+            return
+        if not job.wish.n_bins:
+            job.emit(Piece(*job.told()))
+
+    def _decode(self, jobs: Sequence[Job]) -> None:
+        """Decodes the tokens that were chosen, together; each alone where that fails."""
+        lengths = [len(job.state.tokens) for job in jobs if job.state is not None]
+        try:
+            rows = self._decoded(jobs)
+        except LostModelError:
+            raise
+        except Exception as error:
+            for job, n in zip(jobs, lengths, strict=True):
+                if len(jobs) > 1 and job.state is not None and len(job.state.tokens) == n:
+                    self._decode([job])
+                else:  # it is the cause, or its method could not go back
+                    self.jobs.remove(job)
+                    self.fail(job, error)
+            return
+        for job, logits in zip(jobs, rows, strict=True):
+            job.logits = logits.copy()  # which another step overwrites
+            if job.wish.n_bins and job.state is not None:
+                n = len(job.state.tokens)
+                bins = [bins_of(c.attended, n, job.wish.n_bins) for c in job.state.caches]
+                job.emit(Piece(*job.told(), bins))
+
+    def _decoded(self, jobs: Sequence[Job]) -> np.ndarray:
+        """The logits of a step; after an exception the sequences are what they were, or empty."""
+        states = [job.state for job in jobs if job.state is not None]
+        tokens = [job.answer.token for job in jobs if job.answer is not None]
+        try:
+            return self._session.decode_batch(tokens, states)
+        except BaseException:
+            for job, state in zip(jobs, states, strict=True):
+                self._session.state = state
+                self._session.rewind(len(state.tokens))  # some layers have the row already
+                job.state = self._session.state
+            raise
+
+    def _finish(self, job: Job) -> None:
+        assert job.state is not None and job.answer is not None
+        answer = job.answer.finish()
+        logprobs = [] if job.answer.logprobs is None else job.answer.logprobs.of(answer)
+        n_told = job.n_told
+        text, thinking, _ = job.told()
+        now, ledger = time.monotonic(), ledger_of(job.state.caches)
+        for name in ledger.keys() - LEDGER_BYTES:  # another answer may have used the caches before
+            ledger[name] -= job.counted.get(name, 0)
+        timings = {
+            "queue_s": job.first_token - job.created - job.prefill_s,
+            "prefill_s": job.prefill_s,
+            "ttft_s": job.first_token - job.created,
+            "decode_s": now - job.first_token,
+        }
+        self._stats.add_answer(len(answer.tokens), ledger)
+        self.jobs.remove(job)
+        self._park(job)
+        job.emit(
+            Finished(
+                text, thinking, logprobs[n_told:], answer.stop_reason, len(job.wish.ids),
+                job.n_cached, len(answer.tokens), timings, ledger,
+            )
+        )  # fmt: skip

@@ -1,0 +1,296 @@
+"""Tool calls in what models write: the formats of Qwen, Llama 3, Mistral and gpt-oss.
+
+A chat template writes the tools into the prompt, and says by its words in which format the model
+was trained to call them. What fits no format is text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sparsekv_cli.models.chat.thinking import overlap
+
+
+class Text(NamedTuple):
+    """A part of the answer."""
+
+    text: str
+
+
+class Thought(NamedTuple):
+    """A part of what was thought ahead of it."""
+
+    text: str
+
+
+class ToolCall(NamedTuple):
+    """A call of a function. arguments: a JSON text."""
+
+    name: str
+    arguments: str
+
+
+Part = Text | Thought | ToolCall
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """name: of the reader. special: whether control tokens must be seen to read it."""
+
+    name: str
+    special: bool = False
+
+
+HERMES, LLAMA3 = ToolFormat("hermes"), ToolFormat("llama3", special=True)
+MISTRAL, HARMONY = ToolFormat("mistral", special=True), ToolFormat("harmony", special=True)
+# Words of a template, by which a format is known.
+SIGNS = (
+    ("<|channel|>", HARMONY),
+    ("[TOOL_CALLS]", MISTRAL),
+    ("<tool_call>", HERMES),
+    ("<|python_tag|>", LLAMA3),
+    ("<|start_header_id|>", LLAMA3),
+)
+
+
+def format_of(template: str | None) -> ToolFormat | None:
+    """The format that a chat template is written for; None: unknown."""
+    return next((kind for sign, kind in SIGNS if template is not None and sign in template), None)
+
+
+class PlainReader:
+    """Reads answers in which calls are not looked for: all is text."""
+
+    def push(self, text: str) -> Iterator[Part]:
+        """What can be told with this text."""
+        if text:
+            yield Text(text)
+
+    def flush(self) -> Iterator[Part]:
+        """What was held back, when nothing follows any more."""
+        yield from ()
+
+
+class HermesReader:
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, between texts or alone."""
+
+    START, END = "<tool_call>", "</tool_call>"
+
+    def __init__(self) -> None:
+        self._held, self._is_call, self._has_called = "", False, False
+
+    def push(self, text: str) -> Iterator[Part]:
+        self._held += text
+        while True:
+            mark = self.END if self._is_call else self.START
+            before, found, after = self._held.partition(mark)
+            if not found:
+                break
+            self._held = after
+            if self._is_call:
+                yield from self._called(before)
+            else:
+                yield from self._said(before.rstrip())
+            self._is_call = not self._is_call
+        if not self._is_call:
+            n = len(self._held) - overlap(self._held, self.START)
+            said, self._held = self._held[:n], self._held[n:]
+            yield from self._said(said)
+
+    def flush(self) -> Iterator[Part]:
+        held, self._held = self._held, ""
+        if self._is_call:  # models leave the last marker out
+            yield from self._called(held)
+        elif held.strip():
+            yield from self._said(held)
+
+    def _said(self, text: str) -> Iterator[Part]:
+        if text and not (self._has_called and not text.strip()):
+            yield Text(text)
+
+    def _called(self, text: str) -> Iterator[Part]:
+        calls = calls_in(text)
+        self._has_called = self._has_called or bool(calls)
+        yield from calls or [Text(f"{self.START}{text}{self.END}")]
+
+
+class Llama3Reader:
+    """A JSON object, or several with semicolons between, which is all of the answer."""
+
+    TAG = "<|python_tag|>"
+    ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+
+    def __init__(self) -> None:
+        self._held, self._is_text = "", False
+
+    def push(self, text: str) -> Iterator[Part]:
+        text = _without(text, self.ENDS)
+        if self._is_text:
+            if text:
+                yield Text(text)
+            return
+        self._held += text
+        begun = self._held.lstrip()
+        if begun and not begun.startswith(("{", self.TAG)) and not self.TAG.startswith(begun):
+            self._is_text, held, self._held = True, self._held, ""
+            yield Text(held)
+
+    def flush(self) -> Iterator[Part]:
+        held, self._held = self._held, ""
+        if held:
+            body = held.strip().removeprefix(self.TAG)
+            yield from calls_in(body) or [Text(held.removeprefix(self.TAG))]
+
+
+class MistralReader:
+    """``[TOOL_CALLS]`` and a list of objects, or ``[TOOL_CALLS]name[ARGS]{...}`` for each call."""
+
+    MARK, ARGS = "[TOOL_CALLS]", "[ARGS]"
+    NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*(\{.*\})\s*", re.S)
+
+    def __init__(self) -> None:
+        self._held, self._is_call = "", False
+
+    def push(self, text: str) -> Iterator[Part]:
+        self._held += _without(text, ("</s>",))
+        if self._is_call:
+            return
+        before, found, after = self._held.partition(self.MARK)
+        if found:
+            self._is_call, self._held = True, after
+            before = before.rstrip()
+        else:
+            n = len(self._held) - overlap(self._held, self.MARK)
+            before, self._held = self._held[:n], self._held[n:]
+        if before:
+            yield Text(before)
+
+    def flush(self) -> Iterator[Part]:
+        held, self._held = self._held, ""
+        if not self._is_call:
+            yield from [Text(held)] if held else []
+            return
+        calls: list[Part] = []
+        for part in held.split(self.MARK):
+            named = self.NAMED.fullmatch(part)
+            found = calls_in(part)
+            if named is not None and _is_json(named[2]):
+                found = [ToolCall(named[1], named[2])]
+            if not found:
+                yield Text(self.MARK + held)
+                return
+            calls += found
+        yield from calls
+
+
+class HarmonyReader:
+    """gpt-oss: messages on channels; ``analysis`` is thought, a recipient is a function.
+
+    ``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>``
+    """
+
+    MARKS = re.compile(r"<\|(channel|message|start|end|return|call|constrain)\|>")
+    RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
+    LONGEST = len("<|constrain|>")
+
+    def __init__(self) -> None:
+        self._held, self._header, self._body = "", "", ""
+        self._is_header = True
+
+    def push(self, text: str) -> Iterator[Part]:
+        self._held += text
+        while (mark := self.MARKS.search(self._held)) is not None:
+            yield from self._take(self._held[: mark.start()])
+            self._held = self._held[mark.end() :]
+            if mark[1] == "message":
+                self._is_header = False
+            elif mark[1] in ("end", "return", "call", "start"):
+                yield from self._end()
+        begun = self._held.rfind("<", max(0, len(self._held) - self.LONGEST))
+        n = begun if begun >= 0 else len(self._held)
+        told, self._held = self._held[:n], self._held[n:]
+        yield from self._take(told)
+
+    def flush(self) -> Iterator[Part]:
+        held, self._held = self._held, ""
+        yield from self._take(held)
+        yield from self._end()
+
+    def _take(self, text: str) -> Iterator[Part]:
+        if self._is_header:
+            self._header += " " + text
+        elif self.RECIPIENT.search(self._header):
+            self._body += text
+        elif text:
+            yield Thought(text) if "analysis" in self._header else Text(text)
+
+    def _end(self) -> Iterator[Part]:
+        """A message ends."""
+        recipient = self.RECIPIENT.search(self._header)
+        if recipient is not None and self._body:
+            body = self._body.strip()
+            yield ToolCall(recipient[1], body) if _is_json(body) else Text(body)
+        self._header, self._body, self._is_header = "", "", True
+
+
+Reader = PlainReader | HermesReader | Llama3Reader | MistralReader | HarmonyReader
+READERS: dict[str, type[Reader]] = {
+    "hermes": HermesReader,
+    "llama3": Llama3Reader,
+    "mistral": MistralReader,
+    "harmony": HarmonyReader,
+}
+
+
+def reader_of(kind: ToolFormat | None) -> Reader:
+    """What reads an answer for a format; None: no calls are looked for."""
+    return PlainReader() if kind is None else READERS[kind.name]()
+
+
+def calls_in(text: str) -> list[Part]:
+    """The calls in JSON texts, one behind the other; none if anything else is there."""
+    decoder, calls, rest = json.JSONDecoder(), [], text.strip()
+    while rest:
+        try:
+            value, end = decoder.raw_decode(rest)
+        except (ValueError, RecursionError):
+            return []
+        for call in value if isinstance(value, list) else [value]:
+            found = _call_of(call)
+            if found is None:
+                return []
+            calls.append(found)
+        rest = rest[end:].lstrip().removeprefix(";").lstrip()
+    return calls
+
+
+def _call_of(value: Any) -> Part | None:
+    """A call that an object describes; None if it describes none."""
+    if not isinstance(value, dict):
+        return None
+    value = value.get("function", value) if isinstance(value.get("function"), dict) else value
+    name = value.get("name")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str) and _is_json(arguments):
+        arguments = json.loads(arguments)
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _without(text: str, marks: tuple[str, ...]) -> str:
+    for mark in marks:
+        text = text.replace(mark, "")
+    return text

@@ -1,0 +1,82 @@
+"""Servers on a tiny model, in this process, for the clients that people use."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import uvicorn
+from tiny_sessions import SHAPE, open_tiny
+
+from sparsekv_cli.generation.sampler import SamplingOptions
+from sparsekv_cli.serve.app import Access, make_app
+from sparsekv_cli.serve.requests import Limits, Service
+from sparsekv_cli.serve.scheduler import Scheduler
+
+# Of Qwen's family: it knows tools, and thoughts that may be switched off.
+TEMPLATE = (
+    "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>"
+    "{% endfor %}"
+    "{% if enable_thinking is false %}<think></think>{% endif %}"
+)
+
+
+class Running(NamedTuple):
+    """A server that runs."""
+
+    url: str
+    service: Service
+    log: list[str]
+
+
+@pytest.fixture(scope="module")
+def serve(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
+    """Starts servers: limits, access and the scheduler's options by name."""
+    stops: list[Callable[[], None]] = []
+
+    def start(
+        *,
+        access: Access | None = None,
+        tokens: int = 64,
+        seconds: float = 60.0,
+        body_bytes: int = 1 << 16,
+        ctx_size: int = 512,
+        **options: Any,
+    ) -> Running:
+        shape = {**SHAPE, "chat_template": TEMPLATE, "wtype": "Q8_0"}
+        session = open_tiny(tiny_model, "full", ctx_size=ctx_size, shape=shape)
+        given = {"n_parallel": 4, "n_queue": 8, "kv_bytes": 1 << 28, **options}
+        scheduler = Scheduler(session, **given)
+        limits, log = Limits(tokens, seconds, body_bytes), []
+        service = Service(session, scheduler, limits, {}, SamplingOptions({"temp": 0.0}))
+        config = uvicorn.Config(
+            make_app(service, access or Access(), log.append),
+            port=0,
+            log_level="critical",
+            lifespan="off",
+        )
+        socket, server = config.bind_socket(), uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, args=([socket],))
+        scheduler.start()
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+
+        def stop() -> None:
+            server.should_exit = True
+            thread.join()
+            scheduler.stop()
+            session.gguf.close()
+
+        stops.append(stop)
+        return Running(f"http://127.0.0.1:{socket.getsockname()[1]}", service, log)
+
+    yield start
+    for stop in stops:
+        stop()

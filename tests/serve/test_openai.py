@@ -1,0 +1,149 @@
+"""OpenAI's protocol, by its own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+ASKED = [{"role": "user", "content": "hello there"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": 1\}\}\n</tool_call>'
+THOUGHT = "<think>well</think>yes"
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Any]) -> Any:
+    return serve()
+
+
+@pytest.fixture(scope="module")
+def client(server: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def chat(client: openai.OpenAI, **options: Any) -> Any:
+    given = {"model": "any", "messages": ASKED, "max_tokens": 8, **options}
+    return client.chat.completions.create(**given)
+
+
+def test_a_stream_has_the_text_of_the_whole(client: openai.OpenAI) -> None:
+    whole = chat(client)
+    chunks = list(chat(client, stream=True, stream_options={"include_usage": True}))
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content and text
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    usage = chunks[-1].usage
+    assert (usage.completion_tokens, usage.prompt_tokens) == (8, whole.usage.prompt_tokens)
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens  # the same prompt
+    assert usage.total_tokens == 8 + usage.prompt_tokens
+
+
+def test_choices_seeds_and_log_probabilities(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"n": 3, "seed": 5, "temperature": 1.5, "logprobs": True}
+    first, again = (chat(client, top_logprobs=2, **options) for _ in range(2))
+    texts = [choice.message.content for choice in first.choices]
+    assert texts == [choice.message.content for choice in again.choices] and len(set(texts)) > 1
+    assert [choice.index for choice in first.choices] == [0, 1, 2]
+    entries = first.choices[0].logprobs.content
+    assert len(entries) == 8 and all(len(each.top_logprobs) == 2 for each in entries)
+    assert all(each.logprob <= each.top_logprobs[0].logprob <= 0 for each in entries)
+    streamed = list(chat(client, stream=True, logprobs=True))
+    told = [c.choices[0].logprobs for c in streamed if c.choices and c.choices[0].logprobs]
+    assert sum(len(each.content) for each in told) == 8
+
+
+def test_bias_stops_and_formats(client: openai.OpenAI, server: Any) -> None:
+    letter = server.service.tokenizer.encode("q", add_bos=False, add_eos=False)[0]
+    biased = chat(client, logit_bias={str(letter): 100}).choices[0].message.content
+    assert biased == "q" * 8
+    stopped = chat(client, logit_bias={str(letter): 100}, stop=["qqq"]).choices[0]
+    assert (stopped.message.content, stopped.finish_reason) == ("", "stop")
+    schema = {"name": "x", "schema": {"enum": [1, 2]}}
+    one = chat(client, response_format={"type": "json_schema", "json_schema": schema})
+    assert one.choices[0].message.content in ("1", "2") and one.choices[0].finish_reason == "stop"
+    yes = chat(client, extra_body={"regex": "(yes|no)!"}, n=2)
+    assert {choice.message.content for choice in yes.choices} <= {"yes!", "no!"}
+
+
+def test_calls_of_tools_and_thinking(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"tools": [TOOL], "extra_body": {"regex": CALL}, "max_tokens": 64}
+    choice = chat(client, **options).choices[0]
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    deltas = [c.choices[0].delta for c in chat(client, stream=True, **options)]
+    (streamed,) = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert streamed.function.name == "add" and not any(d.content for d in deltas)
+    answered = [*ASKED, choice.message.model_dump(exclude_none=True)]
+    answered.append({"role": "tool", "tool_call_id": call.id, "content": "2"})
+    assert chat(client, messages=answered, tools=[TOOL]).choices[0].message.content
+    message = chat(client, extra_body={"regex": THOUGHT}, max_tokens=40).choices[0].message
+    assert (message.reasoning_content, message.content) == ("well", "yes")
+    off: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
+    plain = [chat(client, extra_body=each).usage.prompt_tokens for each in ({}, off)]
+    assert plain[1] > plain[0]
+
+
+def test_a_method_of_its_own_and_its_rows(client: openai.OpenAI, server: Any) -> None:
+    asked = [{"role": "user", "content": "many words " * 30}]
+    ours = {
+        "method": "topk",
+        "budget": 16,
+        "sparse_from": 0,
+        "method_options": {"dense_layers": []},
+    }
+    answer = chat(client, messages=asked, extra_body=ours)
+    ledger = answer.sparsekv["ledger"]
+    assert answer.sparsekv["method"]["options"]["budget"] == "16"
+    assert 0 < ledger["rows_attended"] < ledger["rows_total"] / 5
+    body = {"messages": asked, "stream": True, "max_tokens": 4, "sparsekv_rows": 10, **ours}
+    text = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).text
+    events = [json.loads(e.split("data: ")[1]) for e in text.split("\n\n") if "sparsekv.rows" in e]
+    rows = np.array(events[0]["rows"])
+    assert rows.shape == (4, 10) and 0 < rows.mean() < 50 and len(events) == 3
+
+
+def test_completions_and_models(client: openai.OpenAI, server: Any) -> None:
+    given: dict[str, Any] = {"model": "any", "max_tokens": 4}
+    both = client.completions.create(prompt=["hello", "one two"], **given)
+    alone = client.completions.create(prompt="one two", logprobs=1, **given)
+    assert both.choices[1].text == alone.choices[0].text and both.choices[0].text
+    assert len(alone.choices[0].logprobs.tokens) == 4
+    chunks = client.completions.create(prompt="one two", stream=True, **given)
+    assert "".join(c.choices[0].text for c in chunks) == alone.choices[0].text
+    (model,) = client.models.list().data
+    assert client.models.retrieve(model.id).id == server.service.name
+
+
+BAD = [
+    ({"method": "lpfs"}, "unknown method 'lpfs' (did you mean lfps?): choose from full, topk"),
+    ({"method": "quest", "method_options": {"pagee": 1}}, "its options: "),
+    ({"budget": "0%", "method": "topk"}, "budget = '0%': must be"),
+    ({"temperature": "warm"}, "temp"),
+    ({"n": 0}, "n = 0: expected 1 to 16"),
+    ({"messages": []}, "messages: expected a list that is not empty"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type text"),
+    ({"regex": "("}, "regex"),
+    ({"tool_choice": "required"}, "cannot be forced"),
+    ({"sparsekv_rows": True}, "expected a whole number"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), BAD, ids=[next(iter(f)) for f, _ in BAD])
+def test_what_is_no_request(client: openai.OpenAI, fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(openai.BadRequestError) as info:
+        chat(client, extra_body=fields)
+    assert words in info.value.message and "\n" not in info.value.message
+
+
+def test_a_prompt_that_is_too_long(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="context of this server holds 512") as info:
+        chat(client, messages=[{"role": "user", "content": "long " * 600}])
+    assert info.value.code == "context_length_exceeded"

@@ -1,0 +1,144 @@
+"""Keys, hosts, limits, metrics and the log; and ends of connections."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from sparsekv_cli.commands.serve import is_loopback
+from sparsekv_cli.serve.app import Access
+from sparsekv_cli.serve.tools import HARMONY, HERMES, LLAMA3, MISTRAL, format_of, reader_of
+
+CHAT = "/v1/chat/completions"
+ASKED = {"messages": [{"role": "user", "content": "hello secret"}], "max_tokens": 4}
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Any]) -> Any:
+    access = Access(api_key="sesame", origins=("https://example.org",))
+    return serve(access=access, n_parallel=1, n_queue=1, seconds=20.0)
+
+
+@pytest.fixture(scope="module")
+def client(server: Any) -> Any:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        client.headers["authorization"] = "Bearer sesame"
+        yield client
+
+
+def test_who_may_ask(client: httpx.Client, server: Any) -> None:
+    assert client.get("/health").json()["status"] == "ok"
+    for headers in ({"authorization": "Bearer wrong"}, {"authorization": "sesame"}):
+        refused = client.post(CHAT, json=ASKED, headers=headers)
+        assert refused.status_code == 401 and refused.json()["error"]["type"]
+    refused = client.post("/v1/messages", json=ASKED, headers={"authorization": ""})
+    assert refused.json()["type"] == "error"
+    by_name = {"authorization": "", "x-api-key": "sesame"}
+    assert client.post(CHAT, json=ASKED, headers=by_name).status_code == 200
+    assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 421
+    page = client.get("/", headers={"authorization": ""})
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    origin = {"origin": "https://example.org", "access-control-request-method": "POST"}
+    allowed = client.options(CHAT, headers=origin)
+    assert allowed.headers["access-control-allow-origin"] == "https://example.org"
+    other = client.options(CHAT, headers={**origin, "origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in other.headers
+    assert [is_loopback(host) for host in ("127.0.0.1", "::1", "0.0.0.0", "x.org")] == [
+        *(True, True),
+        *(False, False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status"),
+    [
+        (b"{", JSON, 400),
+        (b"[1]", JSON, 400),
+        (b'{"messages": "\\ud800"}', JSON, 400),
+        (b"[" * 60_000, JSON, 400),
+        (b"\xff", JSON, 400),
+        (b" " * (1 << 17), JSON, 413),
+        (b"{}", {"content-type": "text/plain"}, 415),
+    ],
+)
+def test_bodies(client: httpx.Client, content: bytes, headers: Any, status: int) -> None:
+    answer = client.post(CHAT, content=content, headers=headers)
+    assert answer.status_code == status and answer.json()["error"]["message"]
+
+
+def test_a_client_that_goes_frees_its_place(client: httpx.Client, server: Any) -> None:
+    asked = {**ASKED, "max_tokens": 64, "stream": True, "ignore_eos": True}
+    scheduler = server.service.scheduler
+    n_aborted = scheduler.stats.n_aborted
+    scheduler._running.step, step = lambda: time.sleep(0.02), scheduler._running.step
+    try:
+        with client.stream("POST", CHAT, json=asked) as response:
+            next(response.iter_text())
+            with client.stream("POST", CHAT, json=asked) as waiting:
+                next(waiting.iter_text())
+                full = client.post(CHAT, json=ASKED)
+                assert full.status_code == 429 and full.headers["retry-after"]
+        deadline = time.monotonic() + 20
+        while scheduler.stats.n_aborted < n_aborted + 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert scheduler.n_waiting == scheduler.n_running == 0
+    finally:
+        scheduler._running.step = step
+    assert client.post(CHAT, json=ASKED).status_code == 200
+
+
+def test_metrics_and_the_log(client: httpx.Client, server: Any) -> None:
+    assert client.post(CHAT, json=ASKED).status_code == 200
+    text = client.get("/metrics").text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(values["sparsekv_generated_tokens_total"]) >= 4
+    assert float(values["sparsekv_rows_attended_total"]) > 0
+    assert float(values['sparsekv_requests_total{path="/v1/chat/completions",status="200"}']) >= 1
+    assert any(line.startswith(f"POST {CHAT} 200 ") for line in server.log)
+    assert not any("secret" in line for line in server.log)
+
+
+TEXTS = [
+    (HERMES, 'Hi <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "Hi ", 1),
+    (HERMES, "a <b> <tool_call>nonsense</tool_call>", "a <b> <tool_call>nonsense</tool_call>", 0),
+    (LLAMA3, '<|python_tag|>{"name": "f", "parameters": {"a": 1}}<|eom_id|>', "", 1),
+    (LLAMA3, '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', "", 2),
+    (LLAMA3, '{"no": "call"}<|eot_id|>', '{"no": "call"}', 0),
+    (LLAMA3, "text {}<|eot_id|>", "text {}", 0),
+    (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]</s>', "", 1),
+    (MISTRAL, 'x[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}', "x", 2),
+    (MISTRAL, "[TOOL_CALLS]?", "[TOOL_CALLS]?", 0),
+    (
+        HARMONY,
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>',
+        "",
+        1,
+    ),
+    (HARMONY, "<|channel|>final<|message|>a < b<|return|>", "a < b", 0),
+    (None, "<tool_call>", "<tool_call>", 0),
+]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(("kind", "written", "text", "n_calls"), TEXTS)
+def test_formats_of_calls(kind: Any, written: str, text: str, n_calls: int, size: int) -> None:
+    """However the text is cut."""
+    reader = reader_of(kind)
+    pieces = [written[i : i + size] for i in range(0, len(written), size)]
+    parts = [part for piece in pieces for part in reader.push(piece)] + list(reader.flush())
+    kinds = [type(part).__name__ for part in parts]
+    assert "".join(p.text for p in parts if type(p).__name__ == "Text") == text
+    calls = [part for part in parts if type(part).__name__ == "ToolCall"]
+    assert len(calls) == n_calls and all(call.name in "fg" for call in calls)
+    assert ("Thought" in kinds) == ("analysis" in written)
+
+
+def test_a_format_is_known_by_the_template() -> None:
+    known = {"<tool_call>": HERMES, "[TOOL_CALLS]": MISTRAL, "<|channel|>": HARMONY, "x": None}
+    assert {sign: format_of(sign) for sign in known} == known and format_of(None) is None

@@ -1,0 +1,246 @@
+"""The scheduler: texts as alone, aborts, limits; nothing is lost in a thousand requests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_sessions import open_tiny, tokens
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.generation.sampler import SamplingOptions
+from sparsekv_cli.methods import build_method
+from sparsekv_cli.prefix.folder import PrefixFolder
+from sparsekv_cli.prefix.prefixes import Prefixes, facts_of, root_of
+from sparsekv_cli.serve.jobs import (
+    Event,
+    Failed,
+    Finished,
+    Job,
+    Piece,
+    PrefillProgress,
+    QueueFullError,
+    StoppingError,
+    TooLargeError,
+    Wish,
+    bins_of,
+)
+from sparsekv_cli.serve.memory import held_bytes, sequence_bytes
+from sparsekv_cli.serve.scheduler import Scheduler
+from sparsekv_cli.session import Session
+
+FULL = build_method("full", {})
+GREEDY = SamplingOptions({"temp": 0.0}, ignore_eos=True)
+METHODS = [FULL, build_method("topk", {}, budget="24"), build_method("snapkv", {}, budget="40")]
+
+
+class Asked:
+    """A job and what it was told; ``text`` waits for its end."""
+
+    def __init__(self, scheduler: Scheduler, ids: list[int], n: int = 6, **options: Any) -> None:
+        self.events: list[Event] = []
+        self.began, self.ended = threading.Event(), threading.Event()
+        seconds = options.pop("seconds", 60.0)
+        method = options.pop("method", FULL)
+        wish = Wish(ids, method, 0, n, GREEDY, **options)
+        self.job = Job(wish, self._tell, seconds)
+        scheduler.submit([self.job])
+
+    def _tell(self, event: Event) -> None:
+        self.events.append(event)
+        self.began.set()
+        if isinstance(event, Finished | Failed):
+            self.ended.set()
+
+    @property
+    def end(self) -> Event:
+        assert self.ended.wait(60)
+        return self.events[-1]
+
+    @property
+    def text(self) -> str:
+        assert isinstance(self.end, Finished), self.end
+        return "".join(e.text for e in self.events if isinstance(e, Piece | Finished))
+
+
+@pytest.fixture(scope="module")
+def session(tiny_model: Callable[..., Any]) -> Iterator[Session]:
+    session = open_tiny(tiny_model, "full", ctx_size=1024)
+    yield session
+    session.gguf.close()
+
+
+@pytest.fixture
+def start(session: Session) -> Iterator[Callable[..., Scheduler]]:
+    started: list[Scheduler] = []
+
+    def open_scheduler(**options: Any) -> Scheduler:
+        given = {"n_parallel": 4, "n_queue": 2000, "kv_bytes": 1 << 30, **options}
+        started.append(Scheduler(session, **given))
+        started[-1].start()
+        return started[-1]
+
+    yield open_scheduler
+    for scheduler in started:
+        scheduler.stop()
+    session.prefixes = None
+
+
+@pytest.mark.slow
+def test_a_thousand_requests_with_aborts(start: Callable[..., Scheduler]) -> None:
+    """Texts are those of sequences that run alone; no place and no memory is lost."""
+    rng, alone = np.random.RandomState(3), start(n_parallel=1)
+    kinds = [
+        (tokens(int(rng.randint(1, 90)), seed), int(rng.randint(1, 9)), METHODS[seed % 3])
+        for seed in range(24)
+    ]
+    wanted = []
+    for ids, n, method in kinds:
+        wanted.append(Asked(alone, ids, n, method=method).text)
+        alone._parked.clear()
+    alone.stop()
+    kv_bytes = 6 * sequence_bytes(alone.session.attention, 100)
+    scheduler = start(kv_bytes=kv_bytes)
+    asked, n_aborted, most = [], 0, 0
+    for i in range(1000):
+        which = int(rng.randint(len(kinds)))
+        ids, n, method = kinds[which]
+        each = Asked(scheduler, ids, n, method=method)
+        asked.append((which, each))
+        if i % 3 == 0:
+            asked[int(rng.randint(max(0, i - 8), i + 1))][1].job.abort()
+        if i % 50 == 49:
+            each.ended.wait(60)
+            most = max(most, held_bytes(c for s in scheduler._donors() for c in s.caches))
+    for which, each in asked:
+        if isinstance(each.end, Finished):
+            assert each.text == wanted[which], which
+        else:
+            assert each.job.is_aborted
+            n_aborted += 1
+    assert scheduler.stats.n_answers == 1000 - n_aborted > 500 and n_aborted > 50
+    assert scheduler.stats.n_failed == 0 and most <= kv_bytes
+    assert (scheduler.n_waiting, scheduler.n_running) == (0, 0)
+    assert all(job.state is None for job in (each.job for _, each in asked))
+
+
+def test_others_decode_while_a_prompt_is_prefilled(start: Callable[..., Scheduler]) -> None:
+    """And a much shorter prompt goes first."""
+    scheduler = start()
+    long = Asked(scheduler, tokens(900), 400)
+    alone = Asked(scheduler, tokens(40, 1), 30)
+    assert alone.text
+    n_before = len(long.events)
+    other = Asked(scheduler, tokens(900, 7), 2)
+    short = Asked(scheduler, tokens(20, 9), 2)
+    assert short.text and other.text
+    assert short.job.first_token < other.job.first_token
+    assert len(long.events) > n_before + 1
+    assert any(isinstance(event, PrefillProgress) for event in other.events)
+    scheduler.abort(long.job)
+    assert isinstance(long.end, Failed)
+
+
+def test_an_abort_frees_its_place_within_a_step(start: Callable[..., Scheduler]) -> None:
+    scheduler = start(n_parallel=1, n_queue=1)
+    first, second = Asked(scheduler, tokens(30), 900), Asked(scheduler, tokens(5), 2)
+    assert first.began.wait(60)
+    with pytest.raises(QueueFullError, match="wait already, at most 1 may"):
+        Asked(scheduler, tokens(5), 2)
+    assert not second.events
+    scheduler.abort(first.job)
+    assert second.text and isinstance(first.end, Failed)
+    late = Asked(scheduler, tokens(30), 900, seconds=0.2)
+    assert isinstance(late.end, Failed) and "longer than 0.2 s" in str(late.end.error)
+
+
+def test_a_prompt_is_aborted_while_it_is_prefilled(start: Callable[..., Scheduler]) -> None:
+    scheduler = start()
+    running, prompt = Asked(scheduler, tokens(30), 900), Asked(scheduler, tokens(1000, 4), 2)
+    while not prompt.events:  # so long nothing is known of it
+        time.sleep(0.001)
+    scheduler.abort(prompt.job)
+    scheduler.abort(running.job)
+    assert isinstance(prompt.end, Failed | Finished) and isinstance(running.end, Failed)
+    assert Asked(scheduler, tokens(30), 3).text
+
+
+def test_memory_is_set_aside_ahead_of_a_prefill(start: Callable[..., Scheduler]) -> None:
+    session = start().session
+    most = sequence_bytes(session.attention, 120)
+    scheduler = start(kv_bytes=most)
+    with pytest.raises(TooLargeError, match="start the server with more --kv-memory"):
+        Asked(scheduler, tokens(100), 200)
+    asked = [Asked(scheduler, tokens(80 + i, i), 20) for i in range(4)]
+    assert all(each.text for each in asked)  # one after the other
+    assert scheduler.n_parked == 1  # there is room for one only
+    state = next(iter(scheduler._donors()))
+    assert held_bytes(state.caches) <= sequence_bytes(state.attention, 103)
+
+
+def test_a_failure_hurts_nobody_else(
+    start: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = start()
+    alone = Asked(scheduler, tokens(25, 2), 12).text
+    decode = scheduler.session.decoder.decode_batch
+
+    def fails(ids: Any, positions: Any, caches: Any) -> np.ndarray:
+        if 61 in positions:  # behind one more step of the second prompt
+            raise MemoryError
+        return decode(ids, positions, caches)
+
+    monkeypatch.setattr(scheduler.session.decoder, "decode_batch", fails)
+    good, bad = (Asked(scheduler, tokens(n, 2), 12) for n in (25, 60))
+    assert good.text == alone
+    assert isinstance(bad.end, Failed) and isinstance(bad.end.error, MemoryError)
+    assert scheduler.stats.n_failed == 1 and scheduler.n_running == 0
+
+
+@pytest.mark.parametrize("method", ["full", "quest", "lfps", "sals"])
+def test_a_beginning_is_shared_in_memory_and_on_disk(
+    method: str, start: Callable[..., Scheduler], tmp_path: Any
+) -> None:
+    """The texts, and the rows, are those of a whole prefill."""
+    built = build_method(method, {})
+    prompt, other = tokens(700), [*tokens(600), *tokens(60, 5)]
+
+    def disk_of(wanted: Any) -> Prefixes:
+        session, types = scheduler.session, (wanted.cache_type_k, wanted.cache_type_v)
+        root = root_of({**facts_of(session.gguf, session.decoder), "types": types})
+        folder = PrefixFolder(tmp_path / "prefixes", 1 << 30, lambda text: None)
+        return Prefixes(folder, "tiny", root, types, wanted.n_queried or 0, lambda text: None)
+
+    scheduler = start()
+    alone = Asked(scheduler, other, method=built).text
+    scheduler = start(disk_of=lambda wanted: disk_of(wanted))
+    first = Asked(scheduler, prompt, 200)  # which full attention computes, and which runs on
+    shared = Asked(scheduler, other, method=built)
+    assert shared.text == alone and 560 <= shared.job.n_cached <= 600
+    first.job.abort()
+    scheduler.stop()
+    scheduler = start(disk_of=lambda wanted: disk_of(wanted))
+    from_disk = Asked(scheduler, other, method=built)
+    assert from_disk.text == alone and from_disk.job.n_cached >= 512
+    again = Asked(scheduler, other, method=built)
+    assert again.text == alone and again.job.n_cached == len(other)
+
+
+def test_the_end_lets_answers_become_whole(start: Callable[..., Scheduler]) -> None:
+    scheduler = start(n_parallel=2)
+    asked = [Asked(scheduler, tokens(20, i), 20) for i in range(5)]
+    scheduler.stop()
+    assert all(each.text for each in asked)
+    with pytest.raises(StoppingError):
+        Asked(scheduler, tokens(3))
+
+
+def test_bins_of_attended_rows() -> None:
+    idx, counts = np.array([[0, 5, 9, 9], [1, 5, 0, 0]], np.int32), np.array([3, 2])
+    assert bins_of((idx, counts), 10, 5) == [50, 0, 50, 0, 25]
+    assert bins_of(None, 3, 5) == [100, 100, 100]
+    assert issubclass(TooLargeError, SparseKVError)
