@@ -98,8 +98,8 @@ def command(
     if not key and not is_loopback(host):
         say(f"warning: {host} is reached from other machines, and there is no --api-key")
 
-    from sparsekv_cli.serve.memory import default_limit
     from sparsekv_cli.serve.requests import Limits, Service
+    from sparsekv_cli.serve.rows import default_limit
     from sparsekv_cli.serve.scheduler import Scheduler
 
     session = open_session(options)

@@ -4,6 +4,8 @@ A prompt's rows do not depend on the method. So a sequence that has all rows of 
 beginning gives them to any other, whose prefill computes the rest; the text is that of a whole
 prefill, to the bit (prefix/prefixes.py says where that may begin). Rows of decode steps are not
 given.
+
+Memory for rows is set aside ahead of a prefill, and given back with the answer.
 """
 
 from __future__ import annotations
@@ -12,13 +14,21 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+
+import numpy as np
 
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import FULL
+from sparsekv_cli.cache.store import CACHE_TYPES, RowType
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.prefix.prefixes import LEAST, STEP, Found, Prefixes, n_common
-from sparsekv_cli.sequence import SequenceState
-from sparsekv_cli.session import Session
+from sparsekv_cli.sequence import Attention, SequenceState
+from sparsekv_cli.session import N_HEADROOM, Session
+
+MEMINFO = Path("/proc/meminfo")  # Linux: what is free
+FALLBACK = 4 << 30  # bytes for rows where the system does not tell
+GROWTH = 9 / 8  # of a cache's memory over its rows, at most (KVStore.reserve)
 
 
 @dataclass
@@ -151,3 +161,30 @@ def takes_over(parked: SequenceState, ids: Sequence[int], method: Method, has_di
     if n < at.n - 2 * STEP or (has_disk and n < LEAST <= len(ids) - n):
         return 0
     return n
+
+
+def default_limit() -> int:
+    """Half of the memory that is available."""
+    if not MEMINFO.exists():
+        return FALLBACK
+    for line in MEMINFO.read_text(encoding="utf-8").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024 // 2
+    return FALLBACK
+
+
+def sequence_bytes(attention: Attention, n: int) -> int:
+    """Bytes that the rows of n tokens take, in all layers."""
+    method, total = attention.method, 0
+    n = int((n + N_HEADROOM) * GROWTH)
+    for spec in attention.specs:
+        k = RowType(CACHE_TYPES[method.cache_type_k], spec.head_dim)
+        v = RowType(CACHE_TYPES[method.cache_type_v], spec.value_dim)
+        row = sum(each.n_items * np.dtype(each.dtype).itemsize for each in (k, v))
+        total += spec.n_head_kv * row * (min(n, spec.window) if spec.window else n)
+    return total
+
+
+def held_bytes(caches: Iterable[LayerCache]) -> int:
+    """Bytes that caches take, indexes included."""
+    return sum(m.host + m.device + m.index for m in (cache.memory() for cache in caches))

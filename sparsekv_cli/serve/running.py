@@ -3,18 +3,51 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from sparsekv_cli.errors import LostModelError
 from sparsekv_cli.sequence import ledger_of
 from sparsekv_cli.serve.jobs import Failed, Finished, Job, Piece, bins_of
-from sparsekv_cli.serve.stats import Stats
 from sparsekv_cli.session import Session
 
+N_KEPT = 10_000  # times that wait for the next look of the metrics
 # What a ledger says of the memory; the rest counts what was done.
 LEDGER_BYTES = {"bytes_host", "bytes_device", "index_bytes"}
+
+
+@dataclass
+class Stats:
+    """Counts since the start; times in seconds."""
+
+    kv_limit: int
+    kv_bytes: int = 0  # of all sequences
+    prompt_tokens: int = 0  # that were computed
+    cached_tokens: int = 0  # of prompts, whose rows were there
+    generated_tokens: int = 0
+    rows_total: int = 0
+    rows_attended: int = 0
+    n_answers: int = 0
+    n_failed: int = 0
+    n_aborted: int = 0
+    n_steps: int = 0
+    step_s: float = 0.0
+    step_tokens: int = 0
+    first_token_s: deque[float] = field(default_factory=lambda: deque(maxlen=N_KEPT))
+
+    def add_step(self, n_tokens: int, seconds: float) -> None:
+        self.n_steps += 1
+        self.step_tokens += n_tokens
+        self.step_s += seconds
+
+    def add_answer(self, n_tokens: int, ledger: Mapping[str, int]) -> None:
+        self.n_answers += 1
+        self.generated_tokens += n_tokens
+        self.rows_total += ledger["rows_total"]
+        self.rows_attended += ledger["rows_attended"]
 
 
 class Running:

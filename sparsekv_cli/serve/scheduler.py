@@ -29,10 +29,8 @@ from sparsekv_cli.serve.jobs import (
     TooLargeError,
     Wish,
 )
-from sparsekv_cli.serve.memory import held_bytes, sequence_bytes
-from sparsekv_cli.serve.rows import Parked, SharedRows, takes_over
-from sparsekv_cli.serve.running import Running
-from sparsekv_cli.serve.stats import Stats
+from sparsekv_cli.serve.rows import Parked, SharedRows, held_bytes, sequence_bytes, takes_over
+from sparsekv_cli.serve.running import Running, Stats
 from sparsekv_cli.session import Session
 
 N_ATTENTIONS = 64  # methods with their options that are remembered

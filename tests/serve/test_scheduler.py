@@ -29,7 +29,7 @@ from sparsekv_cli.serve.jobs import (
     Wish,
     bins_of,
 )
-from sparsekv_cli.serve.memory import held_bytes, sequence_bytes
+from sparsekv_cli.serve.rows import held_bytes, sequence_bytes
 from sparsekv_cli.serve.scheduler import Scheduler
 from sparsekv_cli.session import Session
 
