@@ -26,7 +26,7 @@ from sparsekv_cli.models.forward import Progress
 from sparsekv_cli.models.gguf.file import GGUFFile, open_gguf
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.weights import Weights, read_weights
-from sparsekv_cli.prefix.prefixes import Found, PromptRows
+from sparsekv_cli.prefix.prompt_rows import Found, PromptRows
 from sparsekv_cli.sequence import Attention, Checkpoint, SequenceState, hand_over
 from sparsekv_cli.warmup import OnCompile
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from sparsekv_cli.prefix.blocks import (
     read_piece,
 )
 from sparsekv_cli.prefix.folder import PrefixFolder
+from sparsekv_cli.prefix.prompt_rows import Found
 
 LEAST = 512  # tokens that are worth a file, and worth finding
 # Tokens of which a multiple is reused: rows computed in chunks that begin at such a position have
@@ -44,14 +45,6 @@ LEAST = 512  # tokens that are worth a file, and worth finding
 STEP = 16
 Q8_FROM = 32 << 20  # bytes of a block in f16 beyond which it is kept in q8_0
 N_PENDING = 2  # layers whose rows wait for being written
-
-
-class Found(NamedTuple):
-    """What there is of a prompt: blocks in order, how many tokens they share, how many to reuse."""
-
-    headers: tuple[BlockHeader, ...] = ()
-    n_common: int = 0
-    n: int = 0
 
 
 def facts_of(file: GGUFFile, decoder: Forward) -> dict[str, Any]:
@@ -68,30 +61,6 @@ def root_of(facts: Mapping[str, Any]) -> str:
     """The parent of the first block of all prompts with these facts."""
     text = json.dumps(facts, sort_keys=True).encode()
     return hashlib.sha256(text).hexdigest()[:NAME_DIGITS]
-
-
-class PromptRows(Protocol):
-    """Where a session looks for rows of a prompt, and tells those that it computes."""
-
-    def find(self, ids: Sequence[int]) -> Found:
-        """The longest beginning of ``ids`` that there is."""
-
-    def load(self, found: Found, caches: Sequence[LayerCache], n_room: int) -> int:
-        """Puts the rows of ``found`` into caches that are empty; how many tokens' there are."""
-
-    def begin(
-        self, ids: Sequence[int], found: Found, n_loaded: int, caches: Sequence[LayerCache]
-    ) -> None:
-        """A prefill of ``ids`` begins, of which the caches hold ``n_loaded``."""
-
-    def take(self, layer: int, cache: LayerCache) -> None:
-        """A layer has all rows of the prefill, and the method has not touched them."""
-
-    def abandon(self) -> None:
-        """The prefill has failed."""
-
-    def finish(self) -> None:
-        """The answer is out."""
 
 
 class Prefixes:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from sparsekv_cli.prefix.blocks import BlockHeader, DamagedError, read_header
 from sparsekv_cli.prefix.folder import PrefixFolder
-from sparsekv_cli.prefix.prefixes import LEAST, STEP, Found, Prefixes, n_common
+from sparsekv_cli.prefix.prefixes import LEAST, STEP, Prefixes, n_common
+from sparsekv_cli.prefix.prompt_rows import Found
 
 
 class SessionFile(Prefixes):

@@ -22,7 +22,8 @@ from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import FULL
 from sparsekv_cli.cache.store import CACHE_TYPES, RowType
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.prefix.prefixes import LEAST, STEP, Found, Prefixes, n_common
+from sparsekv_cli.prefix.prefixes import LEAST, STEP, Prefixes, n_common
+from sparsekv_cli.prefix.prompt_rows import Found
 from sparsekv_cli.sequence import Attention, SequenceState
 from sparsekv_cli.session import N_HEADROOM, Session
 
