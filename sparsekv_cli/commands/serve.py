@@ -98,7 +98,7 @@ def command(
     if not key and not is_loopback(host):
         say(f"warning: {host} is reached from other machines, and there is no --api-key")
 
-    from sparsekv_cli.serve.requests import Limits, Service
+    from sparsekv_cli.serve.requests import RequestLimits, Service
     from sparsekv_cli.serve.rows import default_limit
     from sparsekv_cli.serve.scheduler import Scheduler
 
@@ -110,7 +110,7 @@ def command(
         kv_bytes=default_limit() if kv_memory is None else int(kv_memory * 2**30),
         disk_of=prefixes_maker(session, prefix),
     )
-    limits = Limits(tokens=max_tokens, seconds=timeout, body_bytes=int(max_body * 2**20))
+    limits = RequestLimits(tokens=max_tokens, seconds=timeout, body_bytes=int(max_body * 2**20))
     named = {name: text for name, text in options.named.items() if text is not None}
     service = Service(
         session, scheduler, limits, {**options.method_options, **named}, sampling, options.seed

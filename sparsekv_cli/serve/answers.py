@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
-from sparsekv_cli.serve.jobs import Event, Failed, Finished, Job, Piece, PrefillProgress, Wish
+from sparsekv_cli.serve.jobs import Event, Failed, Finished, Job, NewToken, PromptProgress, Wish
 from sparsekv_cli.serve.requests import Service
 from sparsekv_cli.serve.tools import Part, Reader, Text, Thought
 
@@ -55,7 +55,7 @@ class Answers:
         for job in self._jobs:
             self._service.scheduler.abort(job)
 
-    async def parts(self) -> AsyncIterator[Told | PrefillProgress | Ping]:
+    async def parts(self) -> AsyncIterator[Told | PromptProgress | Ping]:
         """What the client can be told; raises the error of an answer that fails."""
         while self._n_open:
             try:
@@ -65,12 +65,12 @@ class Answers:
                 continue
             if isinstance(event, Failed):
                 raise event.error
-            if isinstance(event, PrefillProgress):
+            if isinstance(event, PromptProgress):
                 yield event
             else:
                 yield self._told(index, event)
 
-    def _told(self, index: int, event: Piece | Finished) -> Told:
+    def _told(self, index: int, event: NewToken | Finished) -> Told:
         reader, end = self._readers[index], None
         parts: list[Part] = [Thought(event.thinking)] if event.thinking else []
         parts += reader.push(event.text)
@@ -78,7 +78,7 @@ class Answers:
             self._n_open -= 1
             parts += reader.flush()
             end = event
-        rows = event.rows if isinstance(event, Piece) else None
+        rows = event.rows if isinstance(event, NewToken) else None
         return Told(index, [*joined(parts)], event.logprobs, rows, end)
 
     async def whole(self) -> list[Told]:

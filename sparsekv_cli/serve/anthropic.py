@@ -9,7 +9,7 @@ from typing import Any
 
 from sparsekv_cli.generation.answer import STOP_LENGTH, STOP_TEXT
 from sparsekv_cli.serve.answers import Answers, Ping, about
-from sparsekv_cli.serve.jobs import Finished, PrefillProgress
+from sparsekv_cli.serve.jobs import Finished, PromptProgress
 from sparsekv_cli.serve.openai import content_text, event
 from sparsekv_cli.serve.requests import RequestError, Service, in_range, taken, texts
 from sparsekv_cli.serve.tools import Part, Text, Thought, ToolCall, reader_of
@@ -68,7 +68,7 @@ class Message:
                 if isinstance(told, Ping):
                     yield _event("ping")
                     continue
-                if isinstance(told, PrefillProgress):
+                if isinstance(told, PromptProgress):
                     yield f": prefill {told.done} of {told.total}\n\n"
                     continue
                 for part in told.parts:

@@ -35,7 +35,7 @@ class TimeLimitError(SparseKVError):
     """The request has taken longer than the server allows."""
 
 
-class PrefillProgress(NamedTuple):
+class PromptProgress(NamedTuple):
     """So many of the prompt's tokens have their rows; ``cached`` of them were there already."""
 
     done: int
@@ -43,7 +43,7 @@ class PrefillProgress(NamedTuple):
     cached: int
 
 
-class Piece(NamedTuple):
+class NewToken(NamedTuple):
     """A token was chosen.
 
     text, thinking: that are certain now, maybe none. logprobs: the entries of new tokens, if they
@@ -81,7 +81,7 @@ class Failed(NamedTuple):
     error: Exception
 
 
-Event = PrefillProgress | Piece | Finished | Failed
+Event = PromptProgress | NewToken | Finished | Failed
 
 
 @dataclass(frozen=True)

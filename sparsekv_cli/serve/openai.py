@@ -10,7 +10,7 @@ from typing import Any
 
 from sparsekv_cli.generation.answer import STOP_LENGTH
 from sparsekv_cli.serve.answers import Answers, Ping, Told, about
-from sparsekv_cli.serve.jobs import Finished, PrefillProgress, Wish
+from sparsekv_cli.serve.jobs import Finished, PromptProgress, Wish
 from sparsekv_cli.serve.requests import (
     MAX_CHOICES,
     MAX_LOGPROBS,
@@ -144,7 +144,7 @@ class Completion:
             async for told in answers.parts():
                 if isinstance(told, Ping):
                     yield ": ping\n\n"
-                elif isinstance(told, PrefillProgress):
+                elif isinstance(told, PromptProgress):
                     yield self._progress(head, told)
                 else:
                     for choice in self._chunks(told, n_calls):
@@ -180,7 +180,7 @@ class Completion:
             chunks.append({**last, "finish_reason": reason})
         return chunks
 
-    def _progress(self, head: Mapping[str, Any], told: PrefillProgress) -> str:
+    def _progress(self, head: Mapping[str, Any], told: PromptProgress) -> str:
         """Of the prefill: an event for clients that asked for it, a comment for the others."""
         if not self._tells_progress:
             return f": prefill {told.done} of {told.total}\n\n"

@@ -40,7 +40,7 @@ class RequestError(SparseKVError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """tokens: of an answer; seconds, body_bytes: of a request."""
 
     tokens: int
@@ -58,7 +58,7 @@ class Service:
         self,
         session: Session,
         scheduler: Scheduler,
-        limits: Limits,
+        limits: RequestLimits,
         method_options: Mapping[str, str],
         sampling: SamplingOptions,
         seed: int | None = None,

@@ -11,7 +11,7 @@ import numpy as np
 
 from sparsekv_cli.errors import LostModelError
 from sparsekv_cli.sequence import ledger_of
-from sparsekv_cli.serve.jobs import Failed, Finished, Job, Piece, bins_of
+from sparsekv_cli.serve.jobs import Failed, Finished, Job, NewToken, bins_of
 from sparsekv_cli.session import Session
 
 N_KEPT = 10_000  # times that wait for the next look of the metrics
@@ -89,7 +89,7 @@ class Running:
             self.fail(job, error)
             return
         if not job.wish.n_bins:
-            job.emit(Piece(*job.told()))
+            job.emit(NewToken(*job.told()))
 
     def _decode(self, jobs: Sequence[Job]) -> None:
         """Decodes the tokens that were chosen, together; each alone where that fails."""
@@ -111,7 +111,7 @@ class Running:
             if job.wish.n_bins and job.state is not None:
                 n = len(job.state.tokens)
                 bins = [bins_of(c.attended, n, job.wish.n_bins) for c in job.state.caches]
-                job.emit(Piece(*job.told(), bins))
+                job.emit(NewToken(*job.told(), bins))
 
     def _decoded(self, jobs: Sequence[Job]) -> np.ndarray:
         """The logits of a step; after an exception the sequences are what they were, or empty."""

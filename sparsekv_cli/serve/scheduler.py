@@ -22,7 +22,7 @@ from sparsekv_cli.sequence import Attention, SequenceState, ledger_of
 from sparsekv_cli.serve.jobs import (
     Failed,
     Job,
-    PrefillProgress,
+    PromptProgress,
     QueueFullError,
     StoppingError,
     TimeLimitError,
@@ -305,7 +305,7 @@ class Scheduler:
         else:
             logits = session.prefill(ids[n_kept:])
         job.n_cached = n_kept + session.timings.cached_tokens - before
-        job.emit(PrefillProgress(len(ids), len(ids), job.n_cached))
+        job.emit(PromptProgress(len(ids), len(ids), job.n_cached))
         return logits
 
     def _take_sequence(self, attention: Attention, ids: Sequence[int]) -> None:
@@ -336,7 +336,7 @@ class Scheduler:
             return
         if now - self._told > TELL_S:
             self._told = now
-            job.emit(PrefillProgress(done, len(job.wish.ids), job.n_cached))
+            job.emit(PromptProgress(done, len(job.wish.ids), job.n_cached))
         state = self.session.state
         try:
             self._drop_aborted()

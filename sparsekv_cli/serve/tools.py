@@ -94,7 +94,7 @@ class HermesReader:
             if self._is_call:
                 yield from self._called(before)
             else:
-                yield from self._said(before.rstrip())
+                yield from self._said(before)
             self._is_call = not self._is_call
         if not self._is_call:
             n = len(self._held) - overlap(self._held, self.START)
@@ -128,20 +128,20 @@ class Llama3Reader:
         self._held, self._is_text = "", False
 
     def push(self, text: str) -> Iterator[Part]:
-        text = _without(text, self.ENDS)
-        if self._is_text:
-            if text:
-                yield Text(text)
-            return
-        self._held += text
+        self._held = _without(self._held + text, self.ENDS)
         begun = self._held.lstrip()
         if begun and not begun.startswith(("{", self.TAG)) and not self.TAG.startswith(begun):
-            self._is_text, held, self._held = True, self._held, ""
-            yield Text(held)
+            self._is_text = True
+        if self._is_text:
+            n = len(self._held) - max(overlap(self._held, end) for end in self.ENDS)
+            told, self._held = self._held[:n], self._held[n:]
+            yield from [Text(told)] if told else []
 
     def flush(self) -> Iterator[Part]:
         held, self._held = self._held, ""
-        if held:
+        if held and self._is_text:
+            yield Text(held)
+        elif held:
             body = held.strip().removeprefix(self.TAG)
             yield from calls_in(body) or [Text(held.removeprefix(self.TAG))]
 
@@ -149,14 +149,14 @@ class Llama3Reader:
 class MistralReader:
     """``[TOOL_CALLS]`` and a list of objects, or ``[TOOL_CALLS]name[ARGS]{...}`` for each call."""
 
-    MARK, ARGS = "[TOOL_CALLS]", "[ARGS]"
+    MARK, END = "[TOOL_CALLS]", "</s>"
     NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*(\{.*\})\s*", re.S)
 
     def __init__(self) -> None:
         self._held, self._is_call = "", False
 
     def push(self, text: str) -> Iterator[Part]:
-        self._held += _without(text, ("</s>",))
+        self._held = _without(self._held + text, (self.END,))
         if self._is_call:
             return
         before, found, after = self._held.partition(self.MARK)
@@ -164,7 +164,7 @@ class MistralReader:
             self._is_call, self._held = True, after
             before = before.rstrip()
         else:
-            n = len(self._held) - overlap(self._held, self.MARK)
+            n = len(self._held) - max(overlap(self._held, m) for m in (self.MARK, self.END))
             before, self._held = self._held[:n], self._held[n:]
         if before:
             yield Text(before)
@@ -210,6 +210,8 @@ class HarmonyReader:
                 self._is_header = False
             elif mark[1] in ("end", "return", "call", "start"):
                 yield from self._end()
+            else:
+                self._header += " "
         begun = self._held.rfind("<", max(0, len(self._held) - self.LONGEST))
         n = begun if begun >= 0 else len(self._held)
         told, self._held = self._held[:n], self._held[n:]
@@ -222,7 +224,7 @@ class HarmonyReader:
 
     def _take(self, text: str) -> Iterator[Part]:
         if self._is_header:
-            self._header += " " + text
+            self._header += text
         elif self.RECIPIENT.search(self._header):
             self._body += text
         elif text:

@@ -14,7 +14,7 @@ from tiny_sessions import SHAPE, open_tiny
 
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.serve.app import Access, make_app
-from sparsekv_cli.serve.requests import Limits, Service
+from sparsekv_cli.serve.requests import RequestLimits, Service
 from sparsekv_cli.serve.scheduler import Scheduler
 
 # Of Qwen's family: it knows tools, and thoughts that may be switched off.
@@ -53,7 +53,7 @@ def serve(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
         session = open_tiny(tiny_model, "full", ctx_size=ctx_size, shape=shape)
         given = {"n_parallel": 4, "n_queue": 8, "kv_bytes": 1 << 28, **options}
         scheduler = Scheduler(session, **given)
-        limits, log = Limits(tokens, seconds, body_bytes), []
+        limits, log = RequestLimits(tokens, seconds, body_bytes), []
         service = Service(session, scheduler, limits, {}, SamplingOptions({"temp": 0.0}))
         config = uvicorn.Config(
             make_app(service, access or Access(), log.append),

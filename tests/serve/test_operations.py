@@ -71,6 +71,13 @@ def test_bodies(client: httpx.Client, content: bytes, headers: Any, status: int)
     assert answer.status_code == status and answer.json()["error"]["message"]
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_client_that_goes_frees_its_place(client: httpx.Client, server: Any) -> None:
     asked = {**ASKED, "max_tokens": 64, "stream": True, "ignore_eos": True}
     scheduler = server.service.scheduler
@@ -79,13 +86,13 @@ def test_a_client_that_goes_frees_its_place(client: httpx.Client, server: Any) -
     try:
         with client.stream("POST", CHAT, json=asked) as response:
             next(response.iter_text())
+            wait_for(lambda: scheduler.n_running == 1)
             with client.stream("POST", CHAT, json=asked) as waiting:
                 next(waiting.iter_text())
+                wait_for(lambda: scheduler.n_waiting == 1)
                 full = client.post(CHAT, json=ASKED)
                 assert full.status_code == 429 and full.headers["retry-after"]
-        deadline = time.monotonic() + 20
-        while scheduler.stats.n_aborted < n_aborted + 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(lambda: scheduler.stats.n_aborted == n_aborted + 2)
         assert scheduler.n_waiting == scheduler.n_running == 0
     finally:
         scheduler._running.step = step

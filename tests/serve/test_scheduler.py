@@ -21,8 +21,8 @@ from sparsekv_cli.serve.jobs import (
     Failed,
     Finished,
     Job,
-    Piece,
-    PrefillProgress,
+    NewToken,
+    PromptProgress,
     QueueFullError,
     StoppingError,
     TooLargeError,
@@ -64,7 +64,7 @@ class Asked:
     @property
     def text(self) -> str:
         assert isinstance(self.end, Finished), self.end
-        return "".join(e.text for e in self.events if isinstance(e, Piece | Finished))
+        return "".join(e.text for e in self.events if isinstance(e, NewToken | Finished))
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_others_decode_while_a_prompt_is_prefilled(start: Callable[..., Schedule
     assert short.text and other.text
     assert short.job.first_token < other.job.first_token
     assert len(long.events) > n_before + 1
-    assert any(isinstance(event, PrefillProgress) for event in other.events)
+    assert any(isinstance(event, PromptProgress) for event in other.events)
     scheduler.abort(long.job)
     assert isinstance(long.end, Failed)
 
