@@ -85,10 +85,12 @@ def test_a_client_that_goes_frees_its_place(client: httpx.Client, server: Any) -
     scheduler._running.step, step = lambda: time.sleep(0.02), scheduler._running.step
     try:
         with client.stream("POST", CHAT, json=asked) as response:
-            next(response.iter_text())
+            first = response.iter_text()  # which closes the connection when it is collected
+            assert next(first)
             wait_for(lambda: scheduler.n_running == 1)
             with client.stream("POST", CHAT, json=asked) as waiting:
-                next(waiting.iter_text())
+                second = waiting.iter_text()
+                assert next(second)
                 wait_for(lambda: scheduler.n_waiting == 1)
                 full = client.post(CHAT, json=ASKED)
                 assert full.status_code == 429 and full.headers["retry-after"]
