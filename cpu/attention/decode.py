@@ -187,11 +187,11 @@ def attend_dense(q, layout, start, stop, n_kv_head, scale, softcap, sinks, out, 
         )  # fmt: skip
     if n_split > 1:
         for h in range(n_head):
-            _merge(peak[:, h], mass[:, h], acc[:, h], out[h])
+            merge_pieces(peak[:, h], mass[:, h], acc[:, h], out[h])
 
 
 @njit(cache=True, nogil=True, fastmath={"contract", "nsz"})
-def _merge(peak, mass, acc, out):
+def merge_pieces(peak, mass, acc, out):
     """The softmax-weighted mean from pieces: peak, mass (S,), acc (S, d_v) -> out (d_v,)."""
     top = peak.max()
     total = np.float32(0)

@@ -97,7 +97,7 @@ def count_above(keys, n, pivot):
 
 
 @intrinsic
-def _bits_of(typingctx, value):
+def bits_of(typingctx, value):
     """The bits of an f32, int32."""
 
     def codegen(context, b, signature, args):
@@ -107,7 +107,7 @@ def _bits_of(typingctx, value):
 
 
 @intrinsic
-def _float_of(typingctx, bits):
+def float_of(typingctx, bits):
     """The f32 of given bits, int32."""
 
     def codegen(context, b, signature, args):
@@ -124,12 +124,12 @@ def _guess(low, high, n_low, n_high, k):
     taken to fall in a line, which is near the truth at the upper side of a bell. If low or high is
     no score, the guess is the middle.
     """
-    a, b = _float_of(_ordered(np.int32(low))), _float_of(_ordered(np.int32(high)))
+    a, b = float_of(_ordered(np.int32(low))), float_of(_ordered(np.int32(high)))
     if not -LARGEST < a <= b < LARGEST:
         return (low + high + 1) >> 1
     root = np.sqrt(np.float64(n_low))
     share = (root - np.sqrt(np.float64(k))) / (root - np.sqrt(np.float64(n_high)))
-    key = np.int64(_ordered(_bits_of(np.float32(a + (b - a) * share))))
+    key = np.int64(_ordered(bits_of(np.float32(a + (b - a) * share))))
     return min(max(key, low + 1), high)
 
 

@@ -20,7 +20,7 @@ from numba import njit, prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.decode import TILE, n_key_splits, scaled_copy, score_rows
-from sparsekv_cli.cpu.attention.rows import V_HEAD, V_ROW, K, V
+from sparsekv_cli.cpu.attention.rows import V_HEAD, V_ROW, V
 from sparsekv_cli.cpu.attention.tile import (
     NEGATIVE_INFINITY,
     PAD,
@@ -57,11 +57,11 @@ def _number(typingctx, address, i):
 
 
 @njit(cache=True, nogil=True)
-def _spread(row, z_a, z_b, factor, re, im):
+def _spread(row, z_a, z_b, re, im):
     """The spectrum f32 (n,) of scores_a + i scores_b from the rows' dot products z_a, z_b."""
     n, keep = row[LENGTH], row[N_KEEP]
-    single = np.float32(factor / np.sqrt(n))
-    double = np.float32(factor / np.sqrt(2.0 * n))
+    single = np.float32(1 / np.sqrt(n))
+    double = np.float32(1 / np.sqrt(2.0 * n))
     cosine, sine = 0, keep
     re[:] = 0
     im[:] = 0
@@ -81,11 +81,11 @@ def _spread(row, z_a, z_b, factor, re, im):
 
 
 @njit(cache=True, nogil=True)
-def _gather(row, re, im, factor, w_a, w_b):
+def _gather(row, re, im, w_a, w_b):
     """The kept coefficients of the weights of a and b from the spectrum of a + i b."""
     n, keep = row[LENGTH], row[N_KEEP]
-    single = np.float32(factor / np.sqrt(n))
-    double = np.float32(factor / np.sqrt(2.0 * n))
+    single = np.float32(1 / np.sqrt(n))
+    double = np.float32(1 / np.sqrt(2.0 * n))
     cosine, sine = 0, keep
     for i in range(row[N_RUNS]):
         first, count = _number(row[RUNS], 2 * i), _number(row[RUNS], 2 * i + 1)
@@ -111,48 +111,48 @@ def _plan_numbers(row):
 
 
 @njit(cache=True, nogil=True)
-def _fft_scores(row, z_a, z_b, factor, scores_a, scores_b, x_re, x_im):
+def _fft_scores(row, z_a, z_b, scores_a, scores_b, x_re, x_im):
     """Scores f32 (n,) of two heads over an FFT segment; x f32 (n,) is scratch."""
     plan = _plan_numbers(row)
     y_re, y_im = scores_a, scores_b
     if not ends_in_y(plan):
         x_re, x_im, y_re, y_im = y_re, y_im, x_re, x_im
-    _spread(row, z_a, z_b, factor, x_re, x_im)
+    _spread(row, z_a, z_b, x_re, x_im)
     fft(  # re and im exchanged: the inverse
         plan, row[TWIDDLES], x_im.ctypes.data, x_re.ctypes.data, y_im.ctypes.data, y_re.ctypes.data
     )
 
 
 @njit(cache=True, nogil=True)
-def _fft_weights(row, p_a, p_b, factor, w_a, w_b, y_re, y_im):
+def _fft_weights(row, p_a, p_b, w_a, w_b, y_re, y_im):
     """Coefficients of two heads' weights p f32 (n,) over an FFT segment; overwrites p and y."""
     plan = _plan_numbers(row)
     fft(plan, row[TWIDDLES], p_a.ctypes.data, p_b.ctypes.data, y_re.ctypes.data, y_im.ctypes.data)
     if ends_in_y(plan):
-        _gather(row, y_re, y_im, factor, w_a, w_b)
+        _gather(row, y_re, y_im, w_a, w_b)
     else:
-        _gather(row, p_a, p_b, factor, w_a, w_b)
+        _gather(row, p_a, p_b, w_a, w_b)
 
 
 @njit(cache=True, nogil=True, fastmath=FAST)
-def _direct_scores(basis, z, factor, scores):
-    """scores[j] = factor sum over i of z[i] basis[i, j]"""
+def _direct_scores(basis, z, scores):
+    """scores[j] = sum over i of z[i] basis[i, j]"""
     n = basis.shape[1]
     scores[:n] = 0
     for i in range(basis.shape[0]):
-        part = z[i] * factor
+        part = z[i]
         for j in range(n):
             scores[j] += part * basis[i, j]
 
 
 @njit(cache=True, nogil=True, fastmath=FAST)
-def _direct_weights(basis, p, factor, w):
-    """w[i] = factor sum over j of p[j] basis[i, j]"""
+def _direct_weights(basis, p, w):
+    """w[i] = sum over j of p[j] basis[i, j]"""
     for i in range(basis.shape[0]):
         total = np.float32(0)
         for j in range(basis.shape[1]):
             total += p[j] * basis[i, j]
-        w[i] = total * factor
+        w[i] = total
 
 
 @njit(cache=True, nogil=True)
@@ -161,7 +161,7 @@ def _n_scores(row):
 
 
 @njit(cache=True, nogil=True)
-def _weigh_pair(a, b, n_head, table, gains, basis, z, n_exact, scores, w, mass, x_re, x_im):
+def _weigh_pair(a, b, n_head, table, basis, z, n_exact, scores, w, mass, x_re, x_im):
     """Softmax of heads a and b over all rows, and its coefficients; b is n_head if a has no other.
 
     z f32 (> b, rows + PAD): dot products of the coefficient rows; scores f32 (> b, n + PAD): those
@@ -173,19 +173,18 @@ def _weigh_pair(a, b, n_head, table, gains, basis, z, n_exact, scores, w, mass, 
     for i in range(table.shape[0]):
         row = table[i]
         first, n = row[FIRST], row[LENGTH]
-        factor = np.float32(1) / gains[i, 0]
         if row[KIND] == FFT:
             _fft_scores(
-                row, z[a, first:], z[b, first:], factor, scores[a, at : at + n],
-                scores[b, at : at + n], x_re[:n], x_im[:n],
+                row, z[a, first:], z[b, first:], scores[a, at : at + n], scores[b, at : at + n],
+                x_re[:n], x_im[:n],
             )  # fmt: skip
         for h in heads:
             if row[KIND] == MEAN:
-                mean = z[h, first] * factor * np.float32(np.sqrt(n) / row[FILLED])
+                mean = z[h, first] * np.float32(np.sqrt(n) / row[FILLED])
                 scores[h, at] = mean + np.float32(np.log(row[FILLED]))
                 continue
             if row[KIND] == DIRECT:
-                _direct_scores(basis, z[h, first:], factor, scores[h, at:])
+                _direct_scores(basis, z[h, first:], scores[h, at:])
             for j in range(at + row[FILLED], at + n):
                 scores[h, j] = NEGATIVE_INFINITY
         at += _n_scores(row)
@@ -198,22 +197,21 @@ def _weigh_pair(a, b, n_head, table, gains, basis, z, n_exact, scores, w, mass, 
     for i in range(table.shape[0]):
         row = table[i]
         first, n = row[FIRST], row[LENGTH]
-        factor = np.float32(1) / gains[i, 1]
         if row[KIND] == FFT:
             _fft_weights(
-                row, scores[a, at : at + n], scores[b, at : at + n], factor, w[a, first:],
-                w[b, first:], x_re[:n], x_im[:n],
+                row, scores[a, at : at + n], scores[b, at : at + n], w[a, first:], w[b, first:],
+                x_re[:n], x_im[:n],
             )  # fmt: skip
         for h in heads:
             if row[KIND] == MEAN:
-                w[h, first] = scores[h, at] * factor * np.float32(np.sqrt(n) / row[FILLED])
+                w[h, first] = scores[h, at] * np.float32(np.sqrt(n) / row[FILLED])
             elif row[KIND] == DIRECT:
-                _direct_weights(basis, scores[h, at:], factor, w[h, first:])
+                _direct_weights(basis, scores[h, at:], w[h, first:])
         at += _n_scores(row)
 
 
 @njit(cache=True, nogil=True)
-def _weigh_heads(counter, n_head, table, gains, basis, z, n_exact, scores, w, mass):
+def _weigh_heads(counter, n_head, table, basis, z, n_exact, scores, w, mass):
     """Takes pairs of heads until there are none; see ``_weigh_pair``."""
     longest = 0
     for i in range(table.shape[0]):
@@ -226,7 +224,7 @@ def _weigh_heads(counter, n_head, table, gains, basis, z, n_exact, scores, w, ma
         if b == n_head:  # a head that is not there
             z[b] = 0
             scores[b] = 0
-        _weigh_pair(a, b, n_head, table, gains, basis, z, n_exact, scores, w, mass, x_re, x_im)
+        _weigh_pair(a, b, n_head, table, basis, z, n_exact, scores, w, mass, x_re, x_im)
         task = next_task(counter)
 
 
@@ -268,12 +266,10 @@ def _score_wide_pieces(counter, q, rows, n, scale, out, n_split):
 
 
 @njit(cache=True, nogil=True)
-def _value_pieces(
-    counter, layout, n_exact, half, wide, n_rows, p, w, acc
-):  # fmt: skip
+def _value_pieces(counter, layout, n_exact, wide, n_rows, p, w, acc):
     """Takes (kv head, split) tasks: acc[split] += weights . rows, f32 (splits, H, d_v) zeros.
 
-    Exact rows and coefficient rows (f16 by their layout, or f32) are both cut into the splits.
+    Exact rows and coefficient rows are both cut into the splits.
     """
     n_split, n_head, d = acc.shape
     n_kv_head = wide.shape[0]
@@ -291,14 +287,7 @@ def _value_pieces(
                 layout[V] + g * layout[V_HEAD] + from_exact * layout[V_ROW], layout[V_ROW], 0,
                 to_exact - from_exact, d, target,
             )  # fmt: skip
-            if half[V]:
-                tile_values(
-                    tile, 0, w[h, first:].ctypes.data, w.shape[1],
-                    half[V] + g * half[V_HEAD] + first * half[V_ROW], half[V_ROW], 0, last - first,
-                    d, target,
-                )  # fmt: skip
-            else:
-                _add_wide(w[h : h + tile, first:], wide[g, first:last], acc[split, h : h + tile])
+            _add_wide(w[h : h + tile, first:], wide[g, first:last], acc[split, h : h + tile])
         task = next_task(counter)
 
 
@@ -316,14 +305,13 @@ def _finish(acc, mass, out):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def attend_spectrum(
-    q, layout, n_exact, half, wide_k, wide_v, n_rows, table, gains, basis, scale, out, n_threads
-):  # fmt: skip
+    q, layout, n_exact, wide_k, wide_v, n_rows, table, basis, scale, out, n_threads
+):
     """Attention of one token over exact rows and segments.
 
     q f32 (H, d); layout int64 (8,) of the exact rows, which are f16, see attention/rows.py;
-    coefficient rows: f16 with the layout ``half``, or where that is 0 f32, wide_k (G, >= n_rows,
-    d) and wide_v; table int64 (segments, N_COLUMNS), gains f32 (segments, 2) of K and V; basis f32:
-    the waves of direct segments; out f32 (H, d_v).
+    coefficient rows f32: wide_k (G, >= n_rows, d) and wide_v; table int64 (segments, N_COLUMNS);
+    basis f32: the waves of direct segments; out f32 (H, d_v).
     """
     n_head, n_kv_head = q.shape[0], wide_k.shape[0]
     n_scores = n_exact
@@ -339,22 +327,18 @@ def attend_spectrum(
     n_split = n_key_splits(n_exact + n_rows, n_kv_head, n_threads)
     acc = np.zeros((n_split, n_head, out.shape[1]), np.float32)
     score_rows(q, layout, n_exact, n_kv_head, scale, scores, n_threads)
-    if half[K]:
-        score_rows(q, half, n_rows, n_kv_head, scale, z, n_threads)
     counter = np.zeros(3, np.int64)
     if n_threads == 1:
-        if not half[K]:
-            _score_wide_pieces(counter[0:1], q, wide_k, n_rows, scale, z, 1)
-        _weigh_heads(counter[1:2], n_head, table, gains, basis, z, n_exact, scores, w, mass)
-        _value_pieces(counter[2:3], layout, n_exact, half, wide_v, n_rows, scores, w, acc)
+        _score_wide_pieces(counter[0:1], q, wide_k, n_rows, scale, z, 1)
+        _weigh_heads(counter[1:2], n_head, table, basis, z, n_exact, scores, w, mass)
+        _value_pieces(counter[2:3], layout, n_exact, wide_v, n_rows, scores, w, acc)
     else:
-        if not half[K]:
-            for _thread in prange(n_threads):
-                _score_wide_pieces(counter[0:1], q, wide_k, n_rows, scale, z, n_split)
         for _thread in prange(n_threads):
-            _weigh_heads(counter[1:2], n_head, table, gains, basis, z, n_exact, scores, w, mass)
+            _score_wide_pieces(counter[0:1], q, wide_k, n_rows, scale, z, n_split)
         for _thread in prange(n_threads):
-            _value_pieces(counter[2:3], layout, n_exact, half, wide_v, n_rows, scores, w, acc)
+            _weigh_heads(counter[1:2], n_head, table, basis, z, n_exact, scores, w, mass)
+        for _thread in prange(n_threads):
+            _value_pieces(counter[2:3], layout, n_exact, wide_v, n_rows, scores, w, acc)
     _finish(acc, mass, out)
 
 

@@ -1,8 +1,6 @@
 """The transformed tokens of one layer: coefficient rows and the table of their segments.
 
-Segments follow each other in time. With ``half`` a segment is transformed as a whole and stored as
-f16; otherwise its coefficients are f32, and tokens can be added to the last one. This holds for all
-segments of a layer.
+Segments follow each other in time; tokens can be added to the last one.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from sparsekv_cli.cpu.attention.rows import layout_of
 from sparsekv_cli.cpu.faedkv import attention as kernels
 from sparsekv_cli.cpu.faedkv import fft, frequencies
 from sparsekv_cli.cpu.jit.pointers import on_lines
@@ -119,26 +116,25 @@ class Mark(NamedTuple):
     n_tokens: int
     n_rows: int
     n_segments: int
-    # f32: the rows of the last segment of K and V, and how many tokens it held; without ``half``.
+    # The rows of the last segment of K and V, and how many tokens it held; None: no segments.
     last: tuple[np.ndarray, np.ndarray, int] | None
 
 
 class Spectrum:
-    """Coefficient rows of K and V, (G, capacity, width), and the table of segments."""
+    """Coefficient rows of K and V, f32 (G, capacity, width), and the table of segments."""
 
-    def __init__(
-        self, n_head_kv: int, width: int, width_v: int, block: FourierBasis, half: bool
-    ) -> None:
-        self.block, self.half = block, half
-        self.dtype = np.dtype(np.float16 if half else np.float32)
-        self.k = np.zeros((n_head_kv, 0, width), self.dtype)
-        self.v = np.zeros((n_head_kv, 0, width_v), self.dtype)
+    def __init__(self, n_head_kv: int, width: int, width_v: int, block: FourierBasis) -> None:
+        self.block = block
+        self.k = np.zeros((n_head_kv, 0, width), np.float32)
+        self.v = np.zeros((n_head_kv, 0, width_v), np.float32)
         self.n_rows = 0
         self.n_tokens = 0
         self.bases: list[FourierBasis] = []
         self.table = np.zeros((0, kernels.N_COLUMNS), np.int64)
-        self.gains = np.zeros((0, 2), np.float32)
-        self._grown()
+
+    @property
+    def n_segments(self) -> int:
+        return len(self.table)
 
     @property
     def nbytes(self) -> int:
@@ -153,7 +149,7 @@ class Spectrum:
     @property
     def room(self) -> int:
         """Tokens that can be added to the last segment."""
-        if self.half or not len(self.table):
+        if not len(self.table):
             return 0
         return int(self.table[-1, kernels.LENGTH] - self.table[-1, kernels.FILLED])
 
@@ -165,37 +161,20 @@ class Spectrum:
         capacity = max(n, capacity + capacity // 8 + 32 if capacity else 0)
         for name in ("k", "v"):
             old = getattr(self, name)
-            new = on_lines((old.shape[0], capacity, old.shape[2]), self.dtype, zeros=True)
+            new = on_lines((old.shape[0], capacity, old.shape[2]), np.float32, zeros=True)
             new[:, : self.n_rows] = old[:, : self.n_rows]
             setattr(self, name, new)
-        self._grown()
-
-    def _grown(self) -> None:
-        """Remembers what the kernel takes of the rows."""
-        k, v = self.k, self.v
-        self.arguments: tuple[np.ndarray, ...] = (np.zeros(8, np.int64), k, v)
-        if self.half:
-            none = np.zeros((len(k), 0, 0), np.float32)
-            self.arguments = (layout_of(k, v), none, none)
 
     def append(self, k: np.ndarray, v: np.ndarray, basis: FourierBasis) -> None:
         """A new segment of tokens k f32 (G, m, d), v f32 (G, m, d_v), m <= basis.n."""
         first, n_new = self.n_rows, basis.n_rows
         self.reserve(first + n_new)
-        gains = []
         for target, x in ((self.k, k), (self.v, v)):
-            rows = basis.coefficients(x)
-            gain = np.float32(1)
-            if self.half:
-                # To a largest value between 2^13 and 2^14: f16 ends at 2^16.
-                gain = np.float32(2.0 ** (14 - np.frexp(max(np.abs(rows).max(), 1e-30))[1]))
-            target[:, first : first + n_new, : x.shape[2]] = rows * gain
-            gains.append(gain)
+            target[:, first : first + n_new, : x.shape[2]] = basis.coefficients(x)
         self.n_rows += n_new
         self.n_tokens += k.shape[1]
         self.bases.append(basis)
         self.table = np.vstack([self.table, basis.table_row(k.shape[1], first)])
-        self.gains = np.vstack([self.gains, np.array(gains, np.float32)])
 
     def add(self, k: np.ndarray, v: np.ndarray) -> None:
         """Adds tokens to the last segment (docs/methods.md, step 3): f32 (G, m, d), m <= room."""
@@ -210,7 +189,7 @@ class Spectrum:
 
     def mark(self) -> Mark:
         last = None
-        if not self.half and len(self.table):
+        if len(self.table):
             row = self.table[-1]
             rows = slice(int(row[kernels.FIRST]), self.n_rows)
             last = self.k[:, rows].copy(), self.v[:, rows].copy(), int(row[kernels.FILLED])
@@ -219,8 +198,7 @@ class Spectrum:
     def go_back(self, mark: Mark) -> None:
         """Takes back what came after ``mark``."""
         self.n_tokens, self.n_rows, n, last = mark
-        self.bases = self.bases[:n]
-        self.table, self.gains = self.table[:n].copy(), self.gains[:n].copy()
+        self.bases, self.table = self.bases[:n], self.table[:n].copy()
         if last is not None:
             k, v, self.table[-1, kernels.FILLED] = last
             rows = slice(int(self.table[-1, kernels.FIRST]), self.n_rows)
@@ -229,14 +207,24 @@ class Spectrum:
     def tokens(self) -> tuple[np.ndarray, np.ndarray]:
         """All tokens back in the time domain, lossy: f32 (G, n_tokens, width) of K and of V."""
         out = []
-        for array, column in ((self.k, 0), (self.v, 1)):
+        for array in (self.k, self.v):
             parts = []
-            for basis, row, gain in zip(self.bases, self.table, self.gains, strict=True):
-                first = row[kernels.FIRST]
-                rows = array[:, first : first + basis.n_rows].astype(np.float32) / gain[column]
+            for basis, row in zip(self.bases, self.table, strict=True):
+                rows = array[:, row[kernels.FIRST] : row[kernels.FIRST] + basis.n_rows]
                 parts.append(basis.tokens(rows, int(row[kernels.FILLED])))
             out.append(np.concatenate(parts, axis=1))
         return out[0], out[1]
+
+    def attend(
+        self, q: np.ndarray, exact: np.ndarray, n: int, scale: np.float32, n_threads: int
+    ) -> np.ndarray:
+        """Attention f32 (H, d_v) of q f32 (H, d) over n exact rows (layout) and all segments."""
+        out = np.empty((len(q), self.v.shape[2]), np.float32)
+        kernels.attend_spectrum(
+            q, exact, n, self.k, self.v, self.n_rows, self.table, self.block.matrix, scale, out,
+            n_threads,
+        )  # fmt: skip
+        return out
 
 
 def _address(array: np.ndarray) -> int:

@@ -1,9 +1,10 @@
 """SALS' latents: keys to latents and back, and their store.
 
-The latent of a token is its pre-RoPE key of all kv heads, times a basis E: z = k E, in f16. Scores
-use its first r* columns. These lie in tiles of sixteen tokens, (tile, r*, 16), so that a scan has
-one token a lane. The other columns, which only chosen rows need, lie as (token, r - r*), and the
-token's quantised values (sals/values.py) beside them.
+The latent of a token is its pre-RoPE key of all kv heads, times a basis E: z = k E. Scores use its
+first r* columns. These are whole numbers of 16 bits with a scale a token. Their high bytes lie in
+tiles of sixteen tokens: (words, 16, 4), then sixteen scales (attention/bytes.py says what a word
+is). What only chosen rows need is a record a token: the low bytes, the other columns in f16, and
+the quantised values (sals/values.py).
 
 Letters: G kv heads, d head size, d' = d padded to 16, r rank, r* score rank.
 """
@@ -15,6 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit, prange
 
+from sparsekv_cli.cpu.attention import bytes as rows
+from sparsekv_cli.cpu.attention.select import bits_of, float_of
 from sparsekv_cli.cpu.attention.store import store_halves
 from sparsekv_cli.cpu.jit.llvm import LANES, prefetch_lines
 from sparsekv_cli.cpu.jit.pointers import on_lines
@@ -23,11 +26,13 @@ from sparsekv_cli.cpu.sals.values import head_bytes, quantize_head, read_head
 from sparsekv_cli.cpu.sals.vectors import (
     MAX_ROWS,
     cos_sin,
-    gather_halves,
+    gather_words,
+    join_bytes,
     multiply,
     multiply_pair,
     rotate_row,
     scatter_halves,
+    scatter_words,
     widen,
 )
 
@@ -46,16 +51,28 @@ class RowPointers(NamedTuple):
 
 
 class Latents(NamedTuple):
-    """Addresses of the three parts of a layer's latents, and how they are laid out."""
+    """Addresses of the two parts of a layer's latents, and how they are laid out."""
 
-    score: int  # f16 (tiles, r*, 16), fifteen columns more readable behind the last
-    rest: int  # f16 (tokens, r - r*), sixteen more readable behind the last
-    values: int  # (tokens, G, head bytes)
+    score: int  # bytes (tiles, words, 16, 4) with scales
+    records: int  # (tokens, record), a line more readable behind the last
+    record: int  # bytes of a token's record
     rank: int
     score_rank: int
     bits: int
     head_bytes: int  # of one token's values in one kv head
     first: int  # position of latent 0
+
+
+@njit(cache=True, nogil=True)
+def words_of(r_star):
+    """Words of a token's scored columns."""
+    return (r_star + 3) // 4
+
+
+@njit(cache=True, nogil=True)
+def tile_bytes(n_words):
+    """Bytes of the scored columns of sixteen tokens, and their scales."""
+    return rows.LINE * (n_words + 1)
 
 
 class LatentBasis(NamedTuple):
@@ -107,37 +124,43 @@ class LatentStore:
         self.n, self.first = 0, first
         self._shape = rank, score_rank, bits
         self._head_bytes = head_bytes(basis.d_v, bits)
-        self._row = basis.n_kv * self._head_bytes
-        self._arrays: tuple[np.ndarray, ...] = ()
+        values = basis.n_kv * self._head_bytes
+        self._record = 4 * words_of(score_rank) + 2 * (rank - score_rank) + values
+        self._scored = self._records = np.zeros(0, np.uint8)
         self._allocate(0)
 
     def _allocate(self, capacity: int) -> None:
         """Room for ``capacity`` tokens; keeps those there are."""
-        rank, score_rank, _ = self._shape
-        n_rest = rank - score_rank
-        capacity = -(-capacity // (2 * LANES)) * 2 * LANES  # two tiles are scored at a time
-        arrays = (
-            on_lines(capacity * score_rank + LANES**2, np.float16),
-            on_lines(capacity * n_rest + LANES, np.float16),
-            on_lines(capacity * self._row, np.uint8),
+        tile = tile_bytes(words_of(self._shape[1]))
+        capacity = -(-capacity // rows.PAIR) * rows.PAIR
+        n_scored = capacity // LANES * tile
+        # In one piece, as numpy asks for huge pages from 4 MB on; whole lines.
+        block = on_lines(n_scored + capacity * self._record + rows.LINE, np.uint8, zeros=True)
+        scored, records = block[:n_scored], block[n_scored:]
+        for new, old, size in (
+            (scored, self._scored, -(-self.n // LANES) * tile),
+            (records, self._records, self.n * self._record),
+        ):
+            new[:size] = old[:size]
+        self.capacity, self._scored, self._records = capacity, scored, records
+        at, records_at = (a.__array_interface__["data"][0] for a in (scored, records))
+        self.table = Latents(
+            at, records_at, self._record, *self._shape, self._head_bytes, self.first
         )
-        if self.n:
-            tiles = -(-self.n // LANES) * LANES
-            sizes = (tiles * score_rank, self.n * n_rest, self.n * self._row)
-            for i, size in enumerate(sizes):
-                arrays[i][:size] = self._arrays[i][:size]
-        self.capacity, self._arrays = capacity, arrays
-        first, rest, values = (a.__array_interface__["data"][0] for a in arrays)
-        self.table = Latents(first, rest, values, *self._shape, self._head_bytes, self.first)
 
     @property
     def nbytes(self) -> int:
-        return sum(a.nbytes for a in self._arrays)
+        return self._scored.nbytes + self._records.nbytes
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one token."""
-        return 2 * self._shape[0] + self._row
+        return self.scored_bytes + self._record
+
+    @property
+    def scored_bytes(self) -> int:
+        """Bytes of one token that a scan reads."""
+        return tile_bytes(words_of(self._shape[1])) // LANES
 
     def reserve(self, n: int) -> None:
         """Room for ``n`` tokens; if it has to grow, at least a sixteenth more."""
@@ -176,6 +199,32 @@ def reconstruct_ref(
 
 
 @njit(cache=True, nogil=True)
+def write_columns(z, tile, lane, record, words):
+    """A token's scored columns z f32 (r*,) as whole numbers of 16 bits, in two parts.
+
+    The high bytes go to a ``lane`` of the tile at an address, the low bytes to address ``record``.
+    words int32 (2, words + 1): scratch.
+    """
+    n_words = words.shape[1] - 1
+    peak = np.float32(1e-30)
+    for c in range(len(z)):
+        peak = max(peak, abs(z[c]))
+    words[0, n_words] = bits_of(peak / np.float32(rows.ZERO - 1))
+    inverse = np.float32(256 * (rows.ZERO - 1)) / peak
+    for w in range(n_words):
+        high = low = np.int64(0)
+        for i in range(4):
+            c = 4 * w + i
+            x = np.int64(np.rint(z[c] * inverse)) if c < len(z) else 0
+            byte = (x + 128) >> 8
+            high |= (byte + rows.ZERO) << (8 * i)
+            low |= ((x - (byte << 8)) & 255) << (8 * i)
+        words[0, w], words[1, w] = np.int32(high), np.int32(low)
+    scatter_words(words[0].ctypes.data, n_words + 1, tile + 4 * lane, rows.LINE)
+    scatter_words(words[1].ctypes.data, n_words, record, 4)
+
+
+@njit(cache=True, nogil=True)
 def encode_rows(rows, slot, position, count, basis, latents, index):
     """Encodes ``count`` rows, from row ``slot`` and ``position`` on, as latents ``index`` on."""
     n_kv, r_star = basis.n_kv, latents.score_rank
@@ -186,6 +235,8 @@ def encode_rows(rows, slot, position, count, basis, latents, index):
     value = np.empty(rows.v_row // 2, np.float32)
     cosines = np.empty(len(basis.turns), np.float32)
     sines = np.empty(len(basis.turns), np.float32)
+    n_words = words_of(r_star)
+    words = np.empty((2, n_words + 1), np.int32)
     for start in range(0, count, MAX_ROWS):
         size = min(MAX_ROWS, count - start)
         for j in range(size):
@@ -208,16 +259,16 @@ def encode_rows(rows, slot, position, count, basis, latents, index):
             )  # fmt: skip
         for j in range(size):
             i = index + start + j
-            at = latents.score + 2 * (i // LANES * LANES * r_star + i % LANES)
-            scatter_halves(z[j].ctypes.data, r_star, at, 2 * LANES)
-            n_rest = latents.rank - r_star
-            at = latents.rest + 2 * i * n_rest
-            scatter_halves(z[j, r_star:].ctypes.data, n_rest, at, 2)
+            tile = latents.score + i // LANES * tile_bytes(n_words)
+            record = latents.records + i * latents.record
+            write_columns(z[j, :r_star], tile, i % LANES, record, words)
+            at = record + 4 * n_words
+            scatter_halves(z[j, r_star:].ctypes.data, latents.rank - r_star, at, 2)
+            values = at + 2 * (latents.rank - r_star)
             for g in range(n_kv):
                 at = rows.v + g * rows.v_head + (slot + start + j) * rows.v_row
                 widen(at, len(value), value.ctypes.data)
-                at = latents.values + (i * n_kv + g) * latents.head_bytes
-                quantize_head(value, basis.d_v, latents.bits, at)
+                quantize_head(value, basis.d_v, latents.bits, values + g * latents.head_bytes)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
@@ -231,37 +282,38 @@ def encode_range(rows, slot, position, count, basis, latents, index):
 
 
 @njit(cache=True, nogil=True)
-def prefetch_rows(chosen, basis, latents):
+def prefetch_rows(chosen, latents):
     """Prefetches what ``reconstruct_rows`` reads."""
-    rest = 2 * (latents.rank - latents.score_rank)
-    values = basis.n_kv * latents.head_bytes
+    tile = tile_bytes(words_of(latents.score_rank))
     for j in range(len(chosen)):
         i = np.int64(chosen[j])
-        tile = 2 * LANES * latents.score_rank
         prefetch_lines(latents.score + i // LANES * tile, tile)
-        prefetch_lines(latents.rest + i * rest, rest)
-        prefetch_lines(latents.values + i * values, values)
+        prefetch_lines(latents.records + i * latents.record, latents.record)
 
 
 @njit(cache=True, nogil=True)
-def reconstruct_rows(chosen, basis, latents, out, slot):
+def reconstruct_rows(chosen, slots, basis, latents, out):
     """K (decoded, rotated to its position) and V of the latents ``chosen`` int32, at most PIECE.
 
-    Written as f16 rows ``slot`` on of ``out``.
+    Written as the f16 rows ``slots`` int32 of ``out``.
     """
     count = len(chosen)
     n_kv, r, r_star = basis.n_kv, latents.rank, latents.score_rank
     d_padded = out.k_row // 2
-    z = np.empty((count, r + LANES), np.float32)
+    z = np.empty((count, r + 2 * LANES), np.float32)
     key = np.empty((count, d_padded), np.float32)
     cosines = np.empty((count, len(basis.turns)), np.float32)
     sines = np.empty((count, len(basis.turns)), np.float32)
+    n_words = words_of(r_star)
+    values = 4 * n_words + 2 * (r - r_star)  # where they begin in a record
+    words = np.empty(n_words + LANES, np.int32)
     for j in range(count):
         i = np.int64(chosen[j])
-        at = latents.score + 2 * (i // LANES * LANES * r_star + i % LANES)
-        gather_halves(at, 2 * LANES, r_star, z[j].ctypes.data)
-        at = latents.rest + 2 * i * (r - r_star)
-        widen(at, r - r_star, z[j, r_star:].ctypes.data)
+        tile = latents.score + i // LANES * tile_bytes(n_words)
+        gather_words(tile + 4 * (i % LANES), rows.LINE, n_words + 1, words.ctypes.data)
+        record = latents.records + i * latents.record
+        join_bytes(words.ctypes.data, record, float_of(words[n_words]), r_star, z[j].ctypes.data)
+        widen(record + 4 * n_words, r - r_star, z[j, r_star:].ctypes.data)
         cos_sin(
             basis.turns.ctypes.data, np.float64(latents.first + i), basis.n_pairs,
             cosines[j].ctypes.data, sines[j].ctypes.data,
@@ -284,23 +336,57 @@ def reconstruct_rows(chosen, basis, latents, out, slot):
                 key[j].ctypes.data, basis.n_pairs, cosines[j].ctypes.data, sines[j].ctypes.data,
                 basis.rope_scale,
             )  # fmt: skip
-            at = out.k + g * out.k_head + (slot + j) * out.k_row
+            at = out.k + g * out.k_head + slots[j] * out.k_row
             store_halves(key[j].ctypes.data, at, d_padded)
-            source = latents.values + (np.int64(chosen[j]) * n_kv + g) * latents.head_bytes
-            at = out.v + g * out.v_head + (slot + j) * out.v_row
-            read_head(latents.bits, source, basis.d_v, at)
+            source = latents.records + np.int64(chosen[j]) * latents.record + values
+            at = out.v + g * out.v_head + slots[j] * out.v_row
+            read_head(latents.bits, source + g * latents.head_bytes, basis.d_v, at)
 
 
 @njit(cache=True, nogil=True)
 def _reconstruct_piece(start, size, basis, latents, out, slot):
     chosen = np.arange(start, start + size).astype(np.int32)
-    reconstruct_rows(chosen, basis, latents, out, slot)
+    slots = np.arange(slot, slot + size).astype(np.int32)
+    reconstruct_rows(chosen, slots, basis, latents, out)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def reconstruct_range(count, basis, latents, out, slot):
-    """``reconstruct_rows`` of latents 0 .. count on all threads."""
+    """The latents 0 .. count as rows ``slot`` on of ``out``, on all threads."""
     for piece in prange((count + PIECE - 1) // PIECE):
         start = piece * PIECE
         size = min(PIECE, count - start)
         _reconstruct_piece(start, size, basis, latents, out, slot + start)
+
+
+# --- rows that stay reconstructed -----------------------------------------------------------------
+
+
+@njit(cache=True, nogil=True)
+def assign_slots(chosen, kept, slots, missing, missing_slots):
+    """Gives the chosen latents slots among rows that were reconstructed before.
+
+    chosen int32 (m,) ascending. kept int32 (>= m,): the latent in each slot, or -1; slots below m
+    get those that were chosen, and no others. slots int32 (m,): the slot of each of ``chosen``.
+    missing, missing_slots int32 (m,): those to be reconstructed, and where. Returns their number.
+    """
+    m, n_missing = len(chosen), 0
+    slots[:] = -1
+    free = np.empty(m, np.int32)
+    n_free = 0
+    for slot in range(m):
+        latent = kept[slot]
+        at = np.searchsorted(chosen, latent) if latent >= 0 else m
+        if at < m and chosen[at] == latent and slots[at] < 0:
+            slots[at] = slot
+        else:
+            free[n_free] = slot
+            n_free += 1
+    for i in range(m):
+        if slots[i] < 0:
+            slot = free[n_missing]
+            slots[i], kept[slot] = slot, chosen[i]
+            missing[n_missing], missing_slots[n_missing] = chosen[i], slot
+            n_missing += 1
+    kept[m:] = -1
+    return n_missing

@@ -114,18 +114,6 @@ def multiply_pair(n_rows, a, a_row, a_column, x, x_row, count, out, out_row):
         out += tile * out_row
 
 
-@njit(cache=True, nogil=True)
-def multiply_halves(n_rows, a, a_row, a_column, x, count, out, out_row):
-    """``multiply`` for two tiles of f16, x (2, count, 16), side by side in out[m, :32]."""
-    while n_rows > 0:
-        tile = _tile_of(n_rows)
-        x_next = 2 * LANES * count
-        _multiply_tile(2, True, tile, a, a_row, a_column, x, 32, x_next, count, out, out_row)
-        n_rows -= tile
-        a += tile * a_row
-        out += tile * out_row
-
-
 def multiply_ref(a, x):
     """numpy reference: a (M, C), x (C, 16) -> (M, 16) in f64."""
     return a.astype(np.float64) @ x.astype(np.float64)
@@ -254,26 +242,65 @@ def widen(typingctx, source, count, target):
 
 
 @intrinsic
-def gather_halves(typingctx, source, step, count, target):
-    """target[i] = f32 of the f16 at source + i step, i < count rounded up to 16; addresses."""
+def gather_words(typingctx, source, step, count, target):
+    """target[i] = the int32 at source + i step, i < count; addresses."""
 
     def codegen(context, b, signature, args):
         source, step, count, target = args
 
-        def body(j, carried):
-            # Converted together: one by one, each waits for the register of the one before.
-            lanes = ir.Constant(llvm.vec(F16), ir.Undefined)
-            for i in range(LANES):
-                value = load(b, F16, b.add(source, b.mul(b.add(j, I64(i)), step)))
-                lanes = b.insert_element(lanes, value, I32(i))
-            llvm.store(b, b.fpext(lanes, VF), b.add(target, b.mul(j, I64(4))))
+        def body(i, carried):
+            value = load(b, I32, b.add(source, b.mul(i, step)))
+            llvm.store(b, value, b.add(target, b.mul(i, I64(4))))
+            return []
+
+        llvm.loop(b, I64(0), count, 1, [], body)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+@intrinsic
+def join_bytes(typingctx, high, low, scale, count, target):
+    """target[i] = scale (high[i] - 128 + low[i] / 256), i < count rounded up to 16.
+
+    high: unsigned bytes, low: signed ones, target f32; addresses.
+    """
+
+    def codegen(context, b, signature, args):
+        high, low, scale, count, target = args
+        lanes, scale = llvm.vec(llvm.I8), b.fdiv(scale, F32(256.0))
+
+        def body(i, carried):
+            x = b.shl(b.zext(load(b, lanes, b.add(high, i)), VI), const(I32, 8))
+            x = b.add(x, b.sext(load(b, lanes, b.add(low, i)), VI))
+            x = b.sub(x, const(I32, 128 << 8))
+            x = b.fmul(b.sitofp(x, VF), splat(b, scale))
+            llvm.store(b, x, b.add(target, b.mul(i, I64(4))))
             return []
 
         llvm.loop(b, I64(0), count, LANES, [], body)
         return context.get_dummy_value()
 
     i64 = types.int64
-    return types.void(i64, i64, i64, i64), codegen
+    return types.void(i64, i64, types.float32, i64, i64), codegen
+
+
+@intrinsic
+def scatter_words(typingctx, source, count, target, step):
+    """The int32 at target + i step = source[i], i < count; addresses."""
+
+    def codegen(context, b, signature, args):
+        source, count, target, step = args
+
+        def body(i, carried):
+            value = load(b, I32, b.add(source, b.mul(i, I64(4))))
+            llvm.store(b, value, b.add(target, b.mul(i, step)))
+            return []
+
+        llvm.loop(b, I64(0), count, 1, [], body)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
 
 
 @intrinsic
@@ -356,31 +383,3 @@ def weigh(typingctx, scores, count, peak):
         return llvm.sum_lanes(b, llvm.loop(b, I64(0), count, n, [const(F32, 0.0, n)], body)[0])
 
     return types.float32(types.int64, types.int64, types.float32), codegen
-
-
-@intrinsic
-def weighted_sum(typingctx, rows, row, factors, n_rows, count, out):
-    """out[j] = sum over m < n_rows of factors[m] rows[m, j], j < count rounded up to 32.
-
-    f32, addresses; ``row``: bytes between rows.
-    """
-
-    def codegen(context, b, signature, args):
-        rows, row, factors, n_rows, count, out = args
-
-        def body(j, carried):
-            at = b.mul(j, I64(4))
-
-            def add(m, sums):
-                lanes = load(b, WIDE, b.add(b.add(rows, b.mul(m, row)), at))
-                factor = splat(b, load(b, F32, b.add(factors, b.mul(m, I64(4)))), 2 * LANES)
-                return [llvm.fma(b, factor, lanes, sums[0])]
-
-            zero = const(F32, 0.0, 2 * LANES)
-            llvm.store(b, llvm.loop(b, I64(0), n_rows, 1, [zero], add)[0], b.add(out, at))
-            return []
-
-        llvm.loop(b, I64(0), count, 2 * LANES, [], body)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 6), codegen

@@ -43,7 +43,7 @@ from sparsekv_cli.calibration.allocation import layer_share
 from sparsekv_cli.calibration.faedkv import study_frequencies
 from sparsekv_cli.calibration.run import CALIBRATION, CalibrationRun
 from sparsekv_cli.cpu.faedkv import fft, frequencies
-from sparsekv_cli.cpu.faedkv.attention import attend_spectrum
+from sparsekv_cli.cpu.faedkv.blocks import BlockSpectrum
 from sparsekv_cli.cpu.faedkv.spectrum import DIRECT_BELOW, FourierBasis, Mark, Spectrum
 from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.option import option
@@ -121,7 +121,7 @@ class FAEDKVCache(LayerCache):
         self._share = method.budget.share or 0.0  # r of this layer; 0: not known yet
         if self._share and method.allocation == "layers":
             self._share = self._share_of_layer(self._share)
-        self.spectrum: Spectrum | None = None  # None: all rows are exact
+        self.spectrum: Spectrum | BlockSpectrum | None = None  # None: all rows are exact
         self._whole: KVStore | None = None  # all rows, during a prefill that follows on a spectrum
         self._expected = 0  # rows that are coming, as announced
         self._n_absorbed = 0  # rows when the spectrum was made, or changed last
@@ -152,7 +152,7 @@ class FAEDKVCache(LayerCache):
         self._whole.append(x.k, x.v)
         return self._whole
 
-    def _reconstructed(self, spectrum: Spectrum) -> KVStore:
+    def _reconstructed(self, spectrum: Spectrum | BlockSpectrum) -> KVStore:
         """A store of all rows in the time domain, with room for those that were announced."""
         whole, n_sinks = KVStore(self.spec), self.method.sinks
         whole.reserve(max(self.n, self._expected))
@@ -206,7 +206,7 @@ class FAEDKVCache(LayerCache):
 
     def _transform(self, rows: KVStore, first: int, n_aged: int) -> int:
         """Transforms as many of the n_aged rows from ``first`` on as it can; returns how many."""
-        method, block = self.method, self.method.block
+        block = self.method.block
         if n_aged < self._most_waiting() or not self._may_transform(n_aged):
             return 0
         start = self._start
@@ -214,22 +214,19 @@ class FAEDKVCache(LayerCache):
             mark = None if self.spectrum is None else self.spectrum.mark()
             self._start = start._replace(rows=self.store.copy(start.n_exact), mark=mark)
         if self.spectrum is None:
-            widths = padded(self.spec.head_dim), padded(self.spec.value_dim)
-            self.spectrum = Spectrum(
-                self.spec.n_head_kv, *widths, self._basis(block), method.update == "block"
-            )
-        spectrum, taken = self.spectrum, 0
-        while (left := n_aged - taken) >= (block if method.update == "block" else 1):
-            length = count = block
-            if method.update == "additive" and spectrum.room:
-                length, count = 0, min(left, spectrum.room)
-            elif left >= DIRECT_BELOW:
-                length = count = fft.length_below(left)
-                if method.update == "additive":
-                    length, count = fft.length_above(left + block), left
-            count = min(count, left)
-            part = slice(first + taken, first + taken + count)
-            k, v = (each[:, part].astype(np.float32) for each in (rows.k, rows.v))
+            self.spectrum = self._new_spectrum()
+        spectrum = self.spectrum
+        if isinstance(spectrum, BlockSpectrum):
+            taken = n_aged // block * block
+            spectrum.append(*_floats(rows, first, taken))
+            return taken
+        taken = 0
+        while left := n_aged - taken:
+            length, count = 0, min(left, spectrum.room)
+            if not count:
+                length = block if left < DIRECT_BELOW else fft.length_above(left + block)
+                count = min(left, length)
+            k, v = _floats(rows, first + taken, count)
             if length:
                 basis = spectrum.block if length == block else self._basis(length)
                 spectrum.append(k, v, basis)
@@ -237,6 +234,11 @@ class FAEDKVCache(LayerCache):
                 spectrum.add(k, v)
             taken += count
         return taken
+
+    def _new_spectrum(self) -> Spectrum | BlockSpectrum:
+        kind = BlockSpectrum if self.method.update == "block" else Spectrum
+        widths = padded(self.spec.head_dim), padded(self.spec.value_dim)
+        return kind(self.spec.n_head_kv, *widths, self._basis(self.method.block))
 
     def _may_transform(self, n_aged: int) -> bool:
         """Whether frequencies are to be left out; a budget in tokens becomes a share here."""
@@ -261,11 +263,7 @@ class FAEDKVCache(LayerCache):
         store, spectrum = self.store, self.spectrum
         if spectrum is None:
             return self.attend_all(x.q)
-        out = np.empty((spec.n_head, store.v.shape[2]), np.float32)
-        attend_spectrum(
-            x.q[:, 0], store.layout, store.n, *spectrum.arguments, spectrum.n_rows, spectrum.table,
-            spectrum.gains, spectrum.block.matrix, spec.scale, out, spec.n_threads,
-        )  # fmt: skip
+        out = spectrum.attend(x.q[:, 0], store.layout, store.n, spec.scale, spec.n_threads)
         rows = spec.n_head * (store.n + spectrum.n_rows)
         n_bytes = spec.n_head_kv * (
             store.n * store.row_bytes + spectrum.n_rows * spectrum.row_bytes
@@ -312,3 +310,9 @@ class FAEDKVCache(LayerCache):
             counts["tokens_transformed"] += self.spectrum.n_tokens
             counts["coefficient_rows"] += self.spectrum.n_rows
         return counts
+
+
+def _floats(rows: KVStore, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """``count`` rows of K and V from ``first`` on, f32."""
+    k, v = (each[:, first : first + count].astype(np.float32) for each in (rows.k, rows.v))
+    return k, v

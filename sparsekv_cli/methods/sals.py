@@ -8,21 +8,23 @@ position, and attends to them, to the sinks and to the recent window, which stay
 |---|---|
 | section 4.2, C = K'K, its eigenvectors U | calibration/sals.py; cpu/sals/latent.py encode_rows |
 | section 5.1, quantised values | cpu/sals/values.py |
-| section 4.3, s_j = q~[:r*] . k~_j[:r*] | cpu/sals/step.py score_chunk, summed_query |
+| section 4.3, s_j = q~[:r*] . k~_j[:r*] | cpu/sals/scores.py importance, summed_query |
 | Algorithm 1 lines 5 to 7, top-k, reconstruction, RoPE | select_largest, reconstruct_rows |
-| eq 5, softmax over the selected rows | cpu/sals/step.py _attend_pieces, _merge |
+| eq 5, softmax over the selected rows | cpu/sals/step.py sals_step |
 
 Departures; docs/methods.md has their reasons and figures:
 (1) ``basis=diag`` weighs each RoPE pair of a kv head by the size of its queries. The weights are
     alike within a pair, so they commute with RoPE.
 (2) ``score=brope``: latents are scored in blocks of 128 tokens with queries rotated to the block's
-    distance, a softmax a head, summed over heads; its sums include the exact rows.
+    distance, by bytes; a softmax a head, summed over heads; its sums include the exact rows, and
+    are taken over a quarter of the latents.
 (3) Sinks stay exact (``exact_sinks``).
 (4) Values are quantised per token in groups of 32 channels.
 (5) The window is exact, not half compressed.
 (6) While budget, sinks and window cover the context, nothing is compressed.
 (7) Layers have ranks of their own, with the same sum (``allocation``).
 (8) A later prefill attends to all rows: latents are reconstructed for it, and kept.
+(9) Rows that a step chooses again are not reconstructed again.
 ``preset=paper`` undoes 1 to 3 and 7.
 """
 
@@ -40,13 +42,14 @@ from sparsekv_cli.calibration.allocation import layer_count
 from sparsekv_cli.calibration.run import CALIBRATION, CalibrationRun
 from sparsekv_cli.calibration.sals import BASES, SHARES, study_keys
 from sparsekv_cli.cpu.attention import decode as attention
-from sparsekv_cli.cpu.sals import latent, step
+from sparsekv_cli.cpu.sals import latent, scores, step
 from sparsekv_cli.cpu.sals.values import BITS
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.option import option
 
 SINKS, WINDOW = 16, 64  # rows kept as they are
+SPARE = 16  # for rows that stay reconstructed, beyond those that are chosen
 UNDO = 16  # rows by which a rewind costs no exact row: an interrupted step, a changed last token
 
 
@@ -164,8 +167,9 @@ class SALSCache(LayerCache):
         self._basis = latent.make_basis(
             *method.basis_of(spec), spec.theta, spec.rope_scale, spec.n_head_kv, spec.value_dim
         )
-        self._basis_bytes = self._basis.encode.nbytes + self._basis.decode.nbytes
-        self._damp = step.damping(spec.theta, step.ROPE_BLOCK) * np.float32(spec.rope_scale)
+        self._blocks = scores.make_block_basis(self._basis, spec.theta, self._score_rank)
+        matrices = self._basis.encode, self._basis.decode, self._blocks.decode
+        self._basis_bytes = sum(matrix.nbytes for matrix in matrices)
         self._first = method.sinks if method.exact_sinks else 0
         self._sinks = np.arange(self._first, dtype=np.int32)
         self._ring = method.window + UNDO
@@ -178,6 +182,8 @@ class SALSCache(LayerCache):
         self.store = KVStore(self.spec)
         self._latents: latent.LatentStore | None = None
         self._exact = KVStore(self.spec)
+        self._rows = KVStore(self.spec)  # of the latents that the last step chose, as they come
+        self._kept = np.zeros(0, np.int32)  # which these are
         self._n = 0  # rows in latents and exact rows
         self._ring_from = 0  # position of the oldest row in the ring
         self._start = NO_START
@@ -206,7 +212,7 @@ class SALSCache(LayerCache):
             rows = self._exact.copy(self._exact.capacity)
             self._start = _Start(self.n, self._latents.n, self._ring_from, rows)
 
-    def _rows(self, store: KVStore) -> latent.RowPointers:
+    def _pointers(self, store: KVStore) -> latent.RowPointers:
         return latent.RowPointers(*store.layout[: len(latent.RowPointers._fields)].tolist())
 
     def _slots_of(self, start: int, stop: int) -> np.ndarray:
@@ -227,7 +233,7 @@ class SALSCache(LayerCache):
         count = max(0, n - self.method.window - done)
         latents.reserve(max(latents.n + count, self._announced - first - self.method.window))
         latent.encode_range(
-            self._rows(store), done, done, count, self._basis, latents.table, latents.n
+            self._pointers(store), done, done, count, self._basis, latents.table, latents.n
         )
         self._ring_from = max(self._ring_from, n - self._ring)
         slots = self._slots_of(self._ring_from, n)
@@ -241,7 +247,9 @@ class SALSCache(LayerCache):
     def _restore(self, latents: latent.LatentStore) -> None:
         """Fills ``store`` with all rows: exact where they are, reconstructed where not."""
         store, n, first = self.store, self._n, self._first
-        latent.reconstruct_range(latents.n, self._basis, latents.table, self._rows(store), first)
+        latent.reconstruct_range(
+            latents.n, self._basis, latents.table, self._pointers(store), first
+        )
         exact_from = first + latents.n  # the ring may have older ones, as many as there were steps
         slots = self._slots_of(exact_from, n)
         for target, source in ((store.k, self._exact.k), (store.v, self._exact.v)):
@@ -275,23 +283,26 @@ class SALSCache(LayerCache):
         n_back = max(0, start - max(first, n - method.window))
         n_critical = method.budget.rows(n)
         chosen = np.empty(min(n_latent, n_front + n_back + n_critical), np.int32)
+        if len(self._kept) < len(chosen):
+            self._rows, self._kept = KVStore(spec), np.full(len(chosen) + SPARE, -1, np.int32)
+            self._rows.reserve(len(self._kept))
         out = np.empty((spec.n_head, exact.v.shape[2]), np.float32)
         by_head = method.score == "brope"
-        step.sals_step(
-            x.q[:, 0], x.q_nope[:, 0], spec.scale, self._rows(exact), exact_rows, leaving,
-            self._basis, self._damp, latents.table, n_latent, n_front, n_back, n_critical, by_head,
-            chosen, out, spec.n_threads,
+        n_new = step.sals_step(
+            x.q[:, 0], x.q_nope[:, 0], spec.scale, self._pointers(exact), exact_rows, leaving,
+            self._basis, self._blocks, latents.table, n_latent, n_front, n_back, n_critical,
+            by_head, chosen, self._pointers(self._rows), self._kept, out, spec.n_threads,
         )  # fmt: skip
         latents.n, self._n = n_latent, n
         if self.records_attended:
             rows = np.concatenate([self._sinks, first + chosen, np.arange(start, n)])
             self.attended = rows.astype(np.int32)[None], np.array([len(rows)])
-        n_bytes = n_latent * 2 * self._score_rank + len(chosen) * latents.row_bytes
-        n_bytes += len(exact_rows) * spec.n_head_kv * exact.row_bytes + self._basis_bytes
+        n_bytes = n_latent * latents.scored_bytes + n_new * latents.row_bytes
+        n_attended = len(exact_rows) + len(chosen)
+        n_bytes += n_attended * spec.n_head_kv * exact.row_bytes + self._basis_bytes
         scored = n_latent * (spec.n_head if by_head else 1)
-        attended = spec.n_head * (len(exact_rows) + len(chosen))
-        self.ledger.step(spec.n_head * n, scored, attended, n_bytes, True)
-        self.ledger.counts["rows_reconstructed"] += len(chosen)
+        self.ledger.step(spec.n_head * n, scored, spec.n_head * n_attended, n_bytes, True)
+        self.ledger.counts["rows_reconstructed"] += n_new
         return out
 
     def _decode_dense(self, x: AttnInput) -> np.ndarray:
@@ -316,7 +327,7 @@ class SALSCache(LayerCache):
             return 0
         if n < start.n:
             self._start = NO_START
-        self._latents.n = min(self._latents.n, exact_from - first)
+        self._keep_latents(exact_from - first)
         self._n = n
         return n
 
@@ -328,11 +339,18 @@ class SALSCache(LayerCache):
             self.store, self._start = rows, start._replace(rows=None)
             return
         self._exact = rows.copy(rows.n)
-        self._latents.n, self._n, self._ring_from = start.n_latent, start.n, start.ring_from
+        self._keep_latents(start.n_latent)
+        self._n, self._ring_from = start.n, start.ring_from
+
+    def _keep_latents(self, n: int) -> None:
+        """Forgets all but the first n latents."""
+        assert self._latents is not None
+        self._latents.n = min(self._latents.n, n)
+        self._kept[self._kept >= n] = -1
 
     def memory(self) -> Memory:
         """Rows in every form; ``index`` is E and D."""
-        host = self.store.nbytes + self._exact.nbytes
+        host = self.store.nbytes + self._exact.nbytes + self._rows.nbytes
         host += self._start.rows.nbytes if self._start.rows else 0
         host += self._latents.nbytes if self._latents else 0
         return Memory(host, index=self._basis_bytes)

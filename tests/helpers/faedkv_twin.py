@@ -87,12 +87,9 @@ class FAEDKVTwin:
             if o.update == "additive" and last.filled < last.length:
                 count = min(aged, last.length - last.filled)
                 last.filled += count
-            elif aged < 512:
+            elif aged < 512 or o.update == "block":
                 count = min(aged, o.block)
                 self.segments.append(Segment(self.first_exact, count, o.block))
-            elif o.update == "block":
-                count = max(m for m in range(512, aged + 1) if good_length(m))
-                self.segments.append(Segment(self.first_exact, count, count))
             else:
                 count, length = aged, aged + o.block
                 while not good_length(length):

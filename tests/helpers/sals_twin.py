@@ -145,11 +145,14 @@ class SALSTwin:
         return np.array([projected @ latent[:r_star] for latent in self.latents])
 
     def by_block(self, q: np.ndarray, q_nope: np.ndarray) -> np.ndarray:
-        """Step 3, brope: softmax over all tokens, exact ones with their exact score, per head."""
+        """Step 3, brope: softmax per head, whose sum has exact scores of exact tokens.
+
+        Of the others the sum has the 33rd to 64th of each block, or the first 32 of a short one.
+        """
         d, r_star, t = q_nope.shape[1], self.options.score_rank, self.n - 1
         half, n_latent = len(self.theta), len(self.latents)
         x = self.theta * BLOCK / 2
-        damping = np.maximum(0, np.sin(x) / x)
+        damping = np.where(x < np.pi, np.sin(x) / x, 0)
         latents = np.stack(self.latents)[:, :r_star]
         exact = [*range(self.first), *range(self.first + n_latent, self.n)]
         importance = np.zeros(n_latent)
@@ -163,10 +166,16 @@ class SALSTwin:
                 g = h * self.n_kv // self.n_head
                 projected = self.decoder[g * d : (g + 1) * d, :r_star].T @ turned[h]
                 scores[h, start : start + BLOCK] = latents[start : start + BLOCK] @ projected
+        sampled: list[int] = []
+        for start in range(0, n_latent, BLOCK):
+            first_of_them = start + 32 if start + 64 <= n_latent else start
+            sampled += range(first_of_them, min(first_of_them + 32, n_latent))
+        scores /= np.sqrt(d)
         for h in range(self.n_head):
             g = h * self.n_kv // self.n_head
-            others = np.array([self.k[p][g] @ q[h] for p in exact])
-            importance += softmax(np.concatenate([scores[h], others]) / np.sqrt(d))[:n_latent]
+            others = np.array([self.k[p][g] @ q[h] for p in exact]) / np.sqrt(d)
+            total = np.exp(scores[h, sampled]).sum() * n_latent / len(sampled)
+            importance += np.exp(scores[h]) / (total + np.exp(others).sum())
         return importance
 
     def rows(self, chosen: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:

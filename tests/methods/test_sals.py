@@ -60,7 +60,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", sweep(CASES, fast=1), ids=str)
 def test_fast_equals_twin(case):
-    """Through the first compression, tiles of 16, blocks of 32, chunks of 512, a second turn."""
+    """Through the first compression, tiles of 16, chunks of 512, a second turn."""
     cache = make_cache(case.layer, **case.options)
     twin = make_twin(cache, case.layer, cache.method)
     stream = Stream(case.layer)
@@ -79,7 +79,6 @@ def test_fast_equals_twin(case):
 
     assert cache.n == case.n_prefill + 37 + N_STEPS
     assert more["dense"] == 0 and more["encoded"] == more["left_out"] == N_STEPS - N_STEPS // 2
-    assert seen["ties"] + more["ties"] < 10
     if case is CASES[0]:
         assert seen["dense"] > 0 and seen["sparse"] > 0, "no step around the first compression"
 
@@ -107,10 +106,11 @@ HALF_STEP = 2.0**-11 / np.sqrt(3)  # of f16: the largest standard deviation of r
 
 
 def rounding(twin: SALSTwin, q: np.ndarray, full: np.ndarray) -> np.ndarray:
-    """Standard deviation (H, d_v) of what f16 latents and f16 keys made of them do to ``full``.
+    """Standard deviation (H, d_v) of what latents of 16 bits and f16 keys do to ``full``.
 
-    To first order: each column of a latent and each dim of a key errs by itself, relative to its
-    size; the errors shift scores, and shifted scores exchange weight between values.
+    To first order: each column of a latent errs by itself, relative to the largest one, and each
+    dim of a key, relative to its size; the errors shift scores, and shifted scores exchange weight
+    between values.
     """
     keys, values = np.stack(twin.k, 1), np.stack(twin.v, 1)  # (G, n, d)
     n_head, d = q.shape
@@ -120,9 +120,10 @@ def rounding(twin: SALSTwin, q: np.ndarray, full: np.ndarray) -> np.ndarray:
         turned = twin.rotate(q, -p, twin.rope_scale)
         for h in range(n_head):
             g = h * twin.n_kv // n_head
-            by_column = twin.decoder[g * d : (g + 1) * d].T @ turned[h] * latent
-            by_dim = q[h] * keys[g, p]
-            shift[h, p] = HALF_STEP * np.sqrt((by_column**2).sum() + (by_dim**2).sum())
+            by_column = twin.decoder[g * d : (g + 1) * d].T @ turned[h]
+            by_column *= np.abs(latent).max() / (127 * 256) / np.sqrt(12)
+            by_dim = HALF_STEP * q[h] * keys[g, p]
+            shift[h, p] = np.sqrt((by_column**2).sum() + (by_dim**2).sum())
     out = np.empty_like(full)
     for h in range(n_head):
         g = h * twin.n_kv // n_head
@@ -166,7 +167,7 @@ def errors_of_everything(layer: Layer, rank: int, basis: str) -> tuple[np.ndarra
 @pytest.mark.parametrize("layer", sweep(WHOLE_LAYERS), ids=str)
 @pytest.mark.parametrize("basis", ["diag", "pca"])
 def test_everything_kept_and_attended_equals_full(layer, basis, monkeypatch):
-    """r = G d, values in f16, all latents critical: what remains is f16 rounding of latents.
+    """r = G d, values in f16, all latents critical: what remains is rounding.
 
     How much that is depends on the eigenvectors, of which LAPACK has other ones on another machine;
     so it is held against what rounding does to these, not against a number.
@@ -190,11 +191,11 @@ def test_a_missing_column_is_more_than_rounding(layer, basis, monkeypatch):
 # --- memory ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("bits", "rank", "row_bytes"), [(4, 48, 216), (2, 24, 120)])
+@pytest.mark.parametrize(("bits", "rank", "row_bytes"), [(4, 48, 220), (2, 24, 124)])
 def test_resident_bytes(bits, rank, row_bytes):
-    """8K tokens of the default model's layer: the f16 rows are gone but for the exact ones.
+    """8K tokens of the default model's layer: of f16 rows, exact ones and the last step's remain.
 
-    Of these there is a copy, so that the sequence can go back to the end of the prompt.
+    Of the exact ones there is a copy, so that the sequence can go back to the end of the prompt.
     """
     layer, n = Layer(), 8192
     rng = np.random.default_rng(0)
@@ -218,13 +219,14 @@ def test_resident_bytes(bits, rank, row_bytes):
     tracemalloc.stop()
 
     exact = 2 * (16 + 64 + UNDO) * 3 * 2 * 64 * 2
-    formula = (n - 80) * row_bytes + exact
+    formula = (n - 80) * row_bytes + exact + (432 + 16) * 768
     memory = cache.memory()
-    assert row_bytes == 2 * rank + 3 * head_bytes(64, bits)
+    assert row_bytes == 2 * rank + 4 + 3 * head_bytes(64, bits)
     assert abs(memory.host - formula) < 0.1 * formula
     assert abs(held - memory.host - memory.index) < 0.02 * held
-    assert memory.index == 4 * (192 * padded(rank) + rank * (192 + 16))
-    assert memory.host < 0.35 * n * 768 and peak > n * 768
+    matrices = 192 * padded(rank) + rank * (192 + 16) + cache._blocks.decode.size
+    assert memory.index == 4 * matrices
+    assert memory.host < 0.4 * n * 768 and peak > n * 768
 
 
 def test_memory_grows_by_the_row():
@@ -237,7 +239,7 @@ def test_memory_grows_by_the_row():
         sizes.append(cache.memory().host)
     assert len(set(sizes)) < 8, "grows in steps"
     capacity = 17 / 16 * (cache.n - 80) + 280
-    assert sizes[-1] < capacity * 216 + 2 * 96 * 768
+    assert sizes[-1] < capacity * 220 + (2 * 96 + 56) * 768
 
 
 # --- turns and rewinds ----------------------------------------------------------------------------
@@ -351,9 +353,9 @@ def test_ledger():
     assert counts["sparse_rows_attended"] == 10 * 9 * (16 + 40 + 64)
     assert counts["rows_scored"] == 9 * sum(n - 80 for n in lengths)
     assert counts["rows_encoded"] == 310 - 80
-    assert counts["rows_reconstructed"] == 400
-    step_bytes = 120 * 768 - 40 * (768 - 216) + cache.memory().index
-    assert counts["bytes_read"] == 10 * step_bytes + 48 * sum(n - 80 for n in lengths)
+    assert 40 < counts["rows_reconstructed"] < 400  # the others were chosen the step before
+    n_bytes = 10 * (120 * 768 + cache.memory().index) + 220 * counts["rows_reconstructed"]
+    assert counts["bytes_read"] == n_bytes + 28 * sum(n - 80 for n in lengths)
 
 
 def test_ledger_of_the_papers_scores():

@@ -40,5 +40,6 @@ def test_what_lies_where(rows):
     assert rows["full"]["formula"]["host"] == rows["full"]["rows"]
     # Two of four layers are sparse; 8 of a head's 32 chunks are 16 of its 128 dims of K and V.
     assert rows[FASA]["formula"]["device"] == rows["full"]["rows"] // 2 * 16 // 128
-    # One of four layers is sparse: latents of 24 columns, 40 bytes a head of values, 80 rows exact.
-    assert rows[SALS]["formula"]["host"] == 3 * 1504 * 512 + 80 * 512 + 1424 * 128
+    # One of four layers is sparse: latents of 24 columns and a scale, 40 bytes a head of values; 80
+    # rows are exact, and there is room for 64 + 16 that a step attends to.
+    assert rows[SALS]["formula"]["host"] == 3 * 1504 * 512 + 160 * 512 + 1424 * 132

@@ -26,8 +26,18 @@ def rotate_pair(a, b, cosines, sines, out_a, out_b):
 
 
 @njit
-def gather_halves(source, step, count, target):
-    vectors.gather_halves(source, step, count, target)
+def gather_words(source, step, count, target):
+    vectors.gather_words(source, step, count, target)
+
+
+@njit
+def scatter_words(source, count, target, step):
+    vectors.scatter_words(source, count, target, step)
+
+
+@njit
+def join_bytes(high, low, scale, count, target):
+    vectors.join_bytes(high, low, scale, count, target)
 
 
 @njit
@@ -48,11 +58,6 @@ def largest_of(scores, count):
 @njit
 def weigh(scores, count, peak):
     return vectors.weigh(scores, count, peak)
-
-
-@njit
-def weighted_sum(rows, row, factors, n_rows, count, out):
-    vectors.weighted_sum(rows, row, factors, n_rows, count, out)
 
 
 @njit
@@ -80,12 +85,11 @@ def test_multiply(n_rows, count):
 @pytest.mark.parametrize("n_rows", [*range(1, 14), 25, 32])
 @pytest.mark.parametrize("count", [1, 7, 48, 129])
 def test_multiply_two_tiles(n_rows, count):
-    """The same bits as tile by tile: as f32 side by side, and as f16 one behind the other."""
+    """The same bits as tile by tile."""
     rng = np.random.default_rng(n_rows)
     a = rng.standard_normal((count, n_rows + 3)).astype(np.float32)
-    halves = rng.standard_normal((2, count, 16)).astype(np.float16)
-    x = np.concatenate(list(halves), axis=1).astype(np.float32)
-    one, pair, tiles = (np.full((n_rows + 1, 40), 7, np.float32) for _ in range(3))
+    x = rng.standard_normal((count, 32)).astype(np.float32)
+    one, pair = (np.full((n_rows + 1, 40), 7, np.float32) for _ in range(2))
     strides = a.strides[1], a.strides[0]
     for c in (0, 16):
         vectors.multiply(
@@ -96,13 +100,9 @@ def test_multiply_two_tiles(n_rows, count):
         n_rows, address(a), *strides, address(x), x.strides[0], count, address(pair),
         pair.strides[0],
     )  # fmt: skip
-    vectors.multiply_halves(
-        n_rows, address(a), *strides, address(halves), count, address(tiles), tiles.strides[0]
-    )
     expected = vectors.multiply_ref(a[:, :n_rows].T, x)
     np.testing.assert_allclose(one[:n_rows, :32], expected, atol=1e-4)
-    for found in (pair, tiles):
-        np.testing.assert_array_equal(found, one)
+    np.testing.assert_array_equal(pair, one)
     assert (one[n_rows] == 7).all() and (one[:, 32:] == 7).all()
 
 
@@ -114,7 +114,6 @@ def test_softmax_weights(n_rows, count):
     scores = (rng.standard_normal((n_rows, count + 8)) * 20).astype(np.float32)
     scores[:, 3] = -np.inf
     given = scores.astype(np.float64)
-    factors = rng.uniform(0, 2, n_rows).astype(np.float32)
     for m in range(n_rows):
         peak = largest_of(address(scores[m]), count)
         assert peak == given[m, :count].max()
@@ -123,13 +122,6 @@ def test_softmax_weights(n_rows, count):
         np.testing.assert_allclose(scores[m, :count], expected, rtol=2e-5, atol=2e-38)
         np.testing.assert_allclose(mass, expected.sum(), rtol=1e-5)
         np.testing.assert_array_equal(scores[m, count:], given[m, count:])
-    total = np.full(count + 8, 7, np.float32)
-    weighted_sum(
-        address(scores), scores.strides[0], address(factors), n_rows, count, address(total)
-    )
-    expected = factors.astype(np.float64) @ scores[:, :count]
-    np.testing.assert_allclose(total[:count], expected, rtol=1e-5, atol=2e-37)
-    assert (total[count:] == 7).all()
 
 
 @pytest.mark.parametrize("position", [0.0, 1.0, -5.0, 31.5, 8191.0, -131071.0])
@@ -171,8 +163,6 @@ def test_halves(count):
     rng = np.random.default_rng(count)
     source = rng.standard_normal((48, 3)).astype(np.float16)
     target = np.empty(48, np.float32)
-    gather_halves(address(source), source.strides[0], count, address(target))
-    np.testing.assert_array_equal(target[:count], source[:count, 0].astype(np.float32))
     row = source.reshape(-1)
     widen(address(row), count, address(target))
     np.testing.assert_array_equal(target[:count], row[:count].astype(np.float32))
@@ -189,3 +179,20 @@ def test_halves(count):
 @pytest.mark.parametrize("value", [0.1, -3.14159, 2049.0, 1e-7, 0.0])
 def test_rounded_to_half(value):
     assert rounded_to_half(np.float32(value)) == np.float32(np.float16(value))
+
+
+def test_words_and_bytes():
+    """Words that lie apart and side by side; numbers of 16 bits from their high and low bytes."""
+    rng = np.random.default_rng(0)
+    words = rng.integers(-(2**31), 2**31, 5).astype(np.int32)
+    apart, back = np.zeros((6, 7), np.int32), np.zeros(6, np.int32)
+    scatter_words(address(words), 5, address(apart), apart.strides[0])
+    gather_words(address(apart), apart.strides[0], 5, address(back))
+    np.testing.assert_array_equal(apart[:5, 0], words)
+    np.testing.assert_array_equal(back, [*words, 0])
+    assert not apart[5].any() and not apart[:, 1:].any()
+
+    high, low = rng.integers(0, 256, 32).astype(np.uint8), rng.integers(-128, 128, 32)
+    out = np.full(33, 7, np.float32)
+    join_bytes(address(high), address(low.astype(np.int8)), np.float32(0.5), 20, address(out))
+    np.testing.assert_array_equal(out, [*(0.5 * (high - 128.0 + low / 256)), 7])

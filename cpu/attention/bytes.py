@@ -1,0 +1,83 @@
+"""Scores of rows by bytes: dot products of unsigned bytes of rows and signed bytes of queries.
+
+Rows lie in tiles of sixteen, (words, 16, 4): a word is four dims of a row, so that each row of a
+tile has a lane of its own and nothing is summed across lanes. Two tiles are scored at a time, for
+as many queries as the registers hold sums of. With vpdpbusd (VNNI) an instruction multiplies a word
+of sixteen rows, elsewhere pairs of i16 do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from llvmlite import ir
+
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.llvm import I8, I16, I32, I64, LANES, const, load, shuffle, splat, vec
+from sparsekv_cli.cpu.weights import vnni
+from sparsekv_cli.cpu.weights.integer import pair_products
+
+PAIR = 2 * LANES  # rows of two tiles
+LINE = 4 * LANES  # bytes of a word of a tile
+MAX_QUERIES = 9 if llvm.has_feature("avx512f") else 3  # whose sums over two tiles fit registers
+ZERO = 128  # the unsigned byte that stands for 0
+
+
+def _add_products(b: ir.IRBuilder, total: ir.Value, rows: ir.Value, query: ir.Value) -> ir.Value:
+    """total <16 x i32> + products of a word of sixteen rows <64 x u8> and of a query <16 x i32>."""
+    if vnni.is_available():
+        return vnni.dot_bytes(b, total, rows, query)
+    halves, eight = vec(I16, PAIR), const(I16, 8, PAIR)
+    rows, query = b.bitcast(rows, halves), b.bitcast(query, halves)
+    even = b.and_(rows, const(I16, 255, PAIR)), b.ashr(b.shl(query, eight), eight)
+    odd = b.lshr(rows, eight), b.ashr(query, eight)
+    for pair in (even, odd):
+        parts = []
+        for lanes in (range(LANES), range(LANES, PAIR)):
+            parts.append(pair_products(b, *(shuffle(b, each, each, lanes) for each in pair)))
+        total = b.add(total, shuffle(b, parts[0], parts[1], range(LANES)))
+    return total
+
+
+def emit_products(
+    b: ir.IRBuilder,
+    starts: Sequence[ir.Value],
+    query: ir.Value,
+    query_row: ir.Value,
+    query_word: int,
+    tiles: Sequence[ir.Value],
+    n_words: ir.Value,
+) -> list[list[ir.Value]]:
+    """For each query its sums over each of ``tiles``, <16 x i32>; a query's begin at ``starts``.
+
+    query: address of the first query's first word; query_row, query_word: bytes to the next query
+    and word. tiles: addresses.
+    """
+
+    def word(w: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+        at = b.mul(w, I64(LINE))
+        rows = [load(b, vec(I8, LINE), b.add(tile, at)) for tile in tiles]
+        place, new = b.add(query, b.mul(w, I64(query_word))), list(sums)
+        for m in range(len(starts)):
+            factors = splat(b, load(b, I32, b.add(place, b.mul(query_row, I64(m)))))
+            for i, row in enumerate(rows, len(rows) * m):
+                new[i] = _add_products(b, new[i], row, factors)
+        return new
+
+    first = [splat(b, start) for start in starts for _ in tiles]
+    sums = llvm.loop(b, I64(0), n_words, 1, first, word)
+    n = len(tiles)
+    return [sums[n * m : n * (m + 1)] for m in range(len(starts))]
+
+
+def for_each_number(b: ir.IRBuilder, number: ir.Value, emit: Callable[[int], None]) -> None:
+    """The code of ``emit`` (a number of queries) for every number up to MAX_QUERIES."""
+    done = b.append_basic_block("done")
+    switch = b.switch(number, done)
+    for n in range(1, MAX_QUERIES + 1):
+        block = b.append_basic_block()
+        switch.add_case(I64(n), block)
+        b.position_at_end(block)
+        emit(n)
+        b.branch(done)
+    b.position_at_end(done)
