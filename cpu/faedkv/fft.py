@@ -55,12 +55,6 @@ def factors(n: int) -> tuple[int, int] | None:
 
 
 @lru_cache(maxsize=64)
-def length_below(n: int) -> int:
-    """The largest length of an FFT up to n; 0 if there is none."""
-    return next((m for m in range(n, MIN_LENGTH - 1, -1) if factors(m)), 0)
-
-
-@lru_cache(maxsize=64)
 def length_above(n: int) -> int:
     """The smallest length of an FFT of n or more."""
     n = max(n, MIN_LENGTH)
