@@ -82,7 +82,7 @@ def test_later_turns(update):
         limit = 2e-3 if twin.segments else 2e-5  # old tokens come back as f16
         np.testing.assert_allclose(prefill(cache, rows), twin.prefill(*rows), atol=limit)
         follow(cache, twin, stream, 20)
-    assert len([s for s in twin.segments if s.length > 512]) == 1
+    assert any(s.length > 512 for s in twin.segments) == (update == "additive")
 
 
 def test_a_turn_does_not_transform_old_tokens_again():
