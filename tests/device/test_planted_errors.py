@@ -16,7 +16,7 @@ from fake_cuda_graphs import CaptureError, Stream
 from sparsekv_cli.device.host import HostWorker
 from sparsekv_cli.device.methods.full import DeviceDense
 from sparsekv_cli.device.streams import SideStream
-from sparsekv_cli.kernels.attention import decode as attention
+from sparsekv_cli.kernels.layer.decode import silu_multiply
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,6 +45,11 @@ def not_waiting(copy: Any) -> Callable[[Any, Any], Any]:
     return lambda worker, *x: (copy(worker, *x)[0], lambda: None)
 
 
+def launch_if_captured(_: Any, x: Any) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        silu_multiply(x.q.flatten(1))
+
+
 def rows_move(patch: pytest.MonkeyPatch) -> None:
     """Each plan of a dense layer moves the rows, and the step's key does not tell."""
 
@@ -56,6 +61,7 @@ def rows_move(patch: pytest.MonkeyPatch) -> None:
         return "the same"
 
     patch.setattr(DeviceDense, "plan", plan)
+    patch.setattr(DeviceDense, "holds_until", lambda self, n, n_max: n)  # a plan in each step
     patch.setattr(DeviceDense, "places", "the same")
 
 
@@ -86,12 +92,7 @@ PLANTED: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = {
     ),
     "synchronize": ("full", in_each_step(lambda _, x: torch.cuda.synchronize()), "waits for the"),
     "another launch in a capture": (
-        "full",
-        in_each_step(
-            lambda _, x: torch.cuda.is_current_stream_capturing()
-            and attention.append_rows(x.k, x.v, *_.of_batch(1), x.step.pos)
-        ),
-        "launches something else",
+        "full", in_each_step(launch_if_captured), "launches something else"
     ),
     "a number of the host": (
         "full", in_each_step(lambda cache, x: float(cache.store.n)), "Arrays are not equal"
