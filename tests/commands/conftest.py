@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import pytest
 
+from sparsekv_cli.cache.spec import FULL
 from sparsekv_cli.cli import main
 from sparsekv_cli.commands import chat as chat_module
 from sparsekv_cli.commands import chat_commands, chat_conversation
@@ -64,6 +65,7 @@ class FakeCache(NamedTuple):
     """All layers of a fake session, as the ledger sees them."""
 
     counts: dict[str, int]
+    spec: SimpleNamespace = SimpleNamespace(kind=FULL)
 
     def counters(self) -> dict[str, int]:
         return self.counts

@@ -146,4 +146,4 @@ def test_the_need_is_listed(fake: Any, invoke: Invoke) -> None:
     needs = {method["name"]: method["needs"] for method in described}
     assert needs["fake"] == "calibration" and needs["topk"] == needs["full"] == ""
     text = invoke("methods", "fake").out
-    assert "  needs: calibration\n" in text
+    assert "  needs    calibration\n" in text

@@ -193,7 +193,7 @@ def test_a_trial_reaches_the_sparse_kernels(model: Path, name: str) -> None:
     if caches[-1].attends_to_some:
         assert 0 < counts["sparse_rows_attended"] < 0.7 * counts["sparse_rows_total"]
     dtype = loaded.decoder.rows_dtype
-    warmup.load_method_kernels(method, specs[-1], dtype)  # takes the same way
+    warmup.load_method_kernels(method, specs[-1:], dtype)  # takes the same way
 
 
 @pytest.mark.slow

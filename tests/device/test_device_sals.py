@@ -124,7 +124,7 @@ def test_sessions_agree(tmp_path, monkeypatch):
 
 def test_sequences_share_the_bases_of_a_layer(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = make_model(tmp_path / "m.gguf", n_ctx=512, n_embd=64, n_ff=64, n_vocab=400, head_dim=32)
+    path = make_model(tmp_path / "m.gguf", n_ctx=512, n_embd=64, n_ff=64, n_layer=3, head_dim=32)
     config = SessionConfig(threads=1, device="cuda", prefill_dtype="f32")
     session = load_session(path, build_method("sals", {"dense_layers": "0"}), config)
     session.prefill([5, 6, 7])
