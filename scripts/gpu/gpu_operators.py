@@ -90,7 +90,8 @@ class OperatorRows:
         """torch's own: FlashAttention or what it takes for one query."""
         gqa = self.shape.n_head != self.shape.n_head_kv
         q = self.q.half()[:, :, None]
-        return scaled_dot_product_attention(q, self.k, self.v, scale=self.scale, enable_gqa=gqa)
+        out = scaled_dot_product_attention(q, self.k, self.v, scale=self.scale, enable_gqa=gqa)
+        return out[:, :, 0]
 
     def flash_attention(self, attend: Callable[..., Any]) -> torch.Tensor:
         """FlashAttention's decode; k and v are (B, n, G, d) there."""

@@ -37,7 +37,7 @@ def best_rows_ref(scores: torch.Tensor, budget: int, n_first: int, n_last: int) 
     """The first and last rows and the best between, ``budget`` + n_first in all: bool (B, H, n)."""
     forced = scores.clone()
     forced[..., :n_first] = forced[..., scores.shape[2] - n_last :] = torch.inf
-    best = forced.topk(budget + n_first, dim=2).indices
+    best = forced.topk(min(budget + n_first, scores.shape[2]), dim=2).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(2, best, True)
 
 
@@ -63,7 +63,7 @@ def page_rows_ref(
     bounds = grouped.clamp(min=0) @ hi[:, :, :end].float().transpose(2, 3)
     bounds += grouped.clamp(max=0) @ lo[:, :, :end].float().transpose(2, 3)
     bounds = bounds.amax(2)
-    best = bounds.topk((budget - (n - end * page)) // page, dim=2).indices
+    best = bounds.topk(min((budget - (n - end * page)) // page, end), dim=2).indices
     is_page = torch.zeros_like(bounds, dtype=torch.bool).scatter_(2, best, True)
     is_row = torch.ones(*bounds.shape[:2], n, dtype=torch.bool, device=q.device)
     is_row[..., : end * page] = is_page.repeat_interleave(page, dim=2)
