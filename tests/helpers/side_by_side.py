@@ -156,6 +156,7 @@ def assert_sessions_agree(
     n_prompt: int,
     n_steps: int,
     kv: str = "auto",
+    atol: float = 5e-3,
 ) -> None:
     """A tiny model on the host and on the device: logits of a prompt, of steps, of a second prompt
     and of one more step."""
@@ -174,10 +175,10 @@ def assert_sessions_agree(
     for step in range(n_steps + 1):
         if step == n_steps:
             logits = [session.prefill(prompt[n_prompt:]) for session in sessions]
-        np.testing.assert_allclose(logits[1], logits[0], atol=5e-3)
+        np.testing.assert_allclose(logits[1], logits[0], atol=atol)
         token = int(logits[0].argmax())
         logits = [session.decode(token) for session in sessions]
-    np.testing.assert_allclose(logits[1], logits[0], atol=5e-3)
+    np.testing.assert_allclose(logits[1], logits[0], atol=atol)
     host, device = (session.ledger.as_dict() for session in sessions)
     assert host["sparse_rows_attended"] == device["sparse_rows_attended"] > 0
     assert device["bytes_device"] > 0
