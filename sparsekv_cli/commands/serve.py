@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import signal
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -148,9 +149,13 @@ def run(
     at = f"[{host}]" if ":" in host else host
     scheduler = service.scheduler
     scheduler.start()
-    say(one_line(f"{service.name}: http://{at}:{socket.getsockname()[1]}/"))
+    server = uvicorn.Server(config)
+    # uvicorn drains, then raises the signal again: what follows must still run.
+    signal.signal(signal.SIGTERM, server.handle_exit)
     try:
-        uvicorn.Server(config).run([socket])
+        socket.listen(config.backlog)  # whoever reads the address may connect at once
+        say(one_line(f"{service.name}: http://{at}:{socket.getsockname()[1]}/"))
+        server.run([socket])
     finally:
         say("the server ends")
         scheduler.stop()

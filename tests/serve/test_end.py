@@ -1,0 +1,30 @@
+"""A server that is told to end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_it_says_so_and_leaves(number: int, code: int, tiny_model: Callable[..., Path]) -> None:
+    arguments = ["serve", "-m", str(tiny_model(wtype="Q8_0")), "--port", "0", "-t", "1"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "sparsekv_cli", *arguments], stderr=subprocess.PIPE, text=True
+    )
+    assert server.stderr is not None
+    while "http://127.0.0.1:" not in (line := server.stderr.readline()):
+        assert line, "it ended"
+    address = line.split(": ", 1)[1].strip()
+    assert httpx.get(address + "health", timeout=60).status_code == 200  # it serves
+    server.send_signal(number)
+    _, err = server.communicate(timeout=60)
+    assert server.returncode == code and err.splitlines()[-1] == "the server ends"
