@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sparsekv_cli.commands import completion
+from sparsekv_cli.commands import completers
 from sparsekv_cli.commands.answer import N_REFRESH, keep_common
 from sparsekv_cli.commands.bench_report import REPORTS, BenchModel, BenchResult, BenchTest
 from sparsekv_cli.commands.help import GroupedCommand
@@ -115,7 +115,7 @@ def _at_least_one(context: click.Context, parameter: click.Parameter, value: str
     "--method",
     "methods",
     metavar="LIST",
-    shell_complete=completion.methods,
+    shell_complete=completers.methods,
     default="full",
     callback=_names,
     help="KV-cache methods, with commas between. [default: full]",

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sparsekv_cli.commands import completion
-from sparsekv_cli.commands.completion import files
+from sparsekv_cli.commands import completers
+from sparsekv_cli.commands.completers import files
 from sparsekv_cli.commands.help import GroupedCommand
 from sparsekv_cli.commands.options import (
     MACHINE_OPTIONS,
@@ -43,7 +43,7 @@ def _machine_options(function: Any) -> Any:
 @click.option(
     "--method",
     metavar="LIST",
-    shell_complete=completion.methods,
+    shell_complete=completers.methods,
     default=ALL,
     help="The methods, with commas between, or all that need it. [default: all]",
 )

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sparsekv_cli.commands import completion
-from sparsekv_cli.commands.completion import files
+from sparsekv_cli.commands import completers
+from sparsekv_cli.commands.completers import files
 from sparsekv_cli.commands.help import GroupedCommand
 from sparsekv_cli.commands.options import (
     CONTEXT_OPTION,
@@ -49,7 +49,7 @@ PIPE_WIDTH = 160  # columns of a table that no terminal limits
 @click.option(
     "--methods",
     metavar="LIST",
-    shell_complete=completion.methods,
+    shell_complete=completers.methods,
     default="full,topk,lfps",
     help="Methods with commas between, each with its own options if it has any, as in "
     "lfps:preset=paper;budget=10%; 'all' is every method. [default: full,topk,lfps]",

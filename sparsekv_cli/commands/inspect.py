@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sparsekv_cli.commands import completion
+from sparsekv_cli.commands import completers
 from sparsekv_cli.commands.options import MODEL_OPTIONS, find_model, verbose_option
 from sparsekv_cli.commands.tables import count, print_pairs, print_table, size
 from sparsekv_cli.errors import SparseKVError, UnsupportedModelError
@@ -25,7 +25,7 @@ SPECIAL_ID_SUFFIX = "_token_id"
 
 
 @click.command("inspect")
-@click.argument("file", required=False, metavar="[FILE|NAME]", shell_complete=completion.models)
+@click.argument("file", required=False, metavar="[FILE|NAME]", shell_complete=completers.models)
 @MODEL_OPTIONS[0]
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.option("--tensors", "list_tensors", is_flag=True, help="List every tensor.")

@@ -8,10 +8,11 @@ import click
 
 from sparsekv_cli import __version__
 from sparsekv_cli.commands.help import grouped_options
+from sparsekv_cli.commands.options import verbose_option
 
 
 @click.command(short_help="Print the manual page.")
-@click.option("-v", "--verbose", is_flag=True, expose_value=False, hidden=True)
+@verbose_option
 def command() -> None:
     """Print the manual page of all commands, in roff.
 

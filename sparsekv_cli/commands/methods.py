@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from sparsekv_cli.commands import completion
+from sparsekv_cli.commands import completers
 from sparsekv_cli.commands.options import verbose_option
 from sparsekv_cli.commands.tables import print_pairs, print_table
 from sparsekv_cli.commands.terminal import write_text
@@ -16,7 +16,7 @@ from sparsekv_cli.option import Allowed, did_you_mean
 
 
 @click.command(short_help="List the KV-cache methods and their options.")
-@click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=completion.methods)
+@click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=completers.methods)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array.")
 @verbose_option
 def command(names: tuple[str, ...], as_json: bool) -> None:

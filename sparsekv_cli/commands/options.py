@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from sparsekv_cli.commands import completion
+from sparsekv_cli.commands import completers
 from sparsekv_cli.commands.garbage import collecting_no_garbage
 from sparsekv_cli.commands.machine_options import CHECKPOINTS_OPTION, GPU_OPTIONS, choice_of
 from sparsekv_cli.commands.terminal import explain_faults, say
@@ -106,7 +106,7 @@ MODEL_OPTION = click.option(
     "-m",
     "--model",
     metavar="FILE|NAME",
-    shell_complete=completion.models,
+    shell_complete=completers.models,
     help="GGUF file (any part of a split one), a name that 'sparsekv-cli models' lists, or "
     "OWNER/REPO[:QUANT] of the Hugging Face hub. [env: SPARSEKV_MODEL]",
 )
@@ -160,7 +160,7 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
         metavar="KEY=VALUE",
         multiple=True,
         callback=_key_values,
-        shell_complete=completion.method_options,
+        shell_complete=completers.method_options,
         help="An option of the method; repeatable. See 'sparsekv-cli methods'.",
     ),
     click.option(
@@ -188,7 +188,7 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
     click.option(
         "--calibration",
         metavar="FILE",
-        shell_complete=completion.files,
+        shell_complete=completers.files,
         help="Calibration of the method to use, written by 'calibrate --output FILE'.",
     ),
     click.option(
@@ -222,7 +222,7 @@ METHOD_OPTION = click.option(
     "--method",
     metavar="NAME",
     default="full",
-    shell_complete=completion.methods,
+    shell_complete=completers.methods,
     help="KV-cache method. See 'sparsekv-cli methods'. [default: full]",
 )
 

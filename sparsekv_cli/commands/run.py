@@ -20,7 +20,7 @@ from sparsekv_cli.commands.answer import (
     stream_answer,
     timing_line,
 )
-from sparsekv_cli.commands.completion import files
+from sparsekv_cli.commands.completers import files
 from sparsekv_cli.commands.help import GroupedCommand
 from sparsekv_cli.commands.jsonl_tasks import Task
 from sparsekv_cli.commands.options import Invocation, ModelOptions, model_options, open_session

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sparsekv_cli.commands.completion import files
+from sparsekv_cli.commands.completers import files
 from sparsekv_cli.commands.options import apply_options
 from sparsekv_cli.commands.prompt import check_utf8, decode_utf8
 from sparsekv_cli.errors import SparseKVError

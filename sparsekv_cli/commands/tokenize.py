@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from sparsekv_cli.commands.completion import files
+from sparsekv_cli.commands.completers import files
 from sparsekv_cli.commands.options import MODEL_OPTION, find_model, verbose_option
 from sparsekv_cli.commands.prompt import check_utf8, decode_utf8, read_stdin
 from sparsekv_cli.commands.tables import print_table

@@ -12,6 +12,7 @@ from split_models import split_model
 from tiny_models import make_model
 
 from sparsekv_cli.commands import chat as chat_module
+from sparsekv_cli.commands import chat_conversation
 from sparsekv_cli.commands import run as run_module
 from sparsekv_cli.commands.options import open_session
 
@@ -120,13 +121,13 @@ def test_chat_continues_as_a_new_run_would(
     model: str, invoke: Invoke, sessions: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefilled: list[int] = []
-    real = chat_module.stream_answer
+    real = chat_conversation.stream_answer
 
-    def count(session: Any, ids: Any, *arguments: Any) -> Any:
+    def count(session: Any, ids: Any, *arguments: Any, **named: Any) -> Any:
         prefilled.append(len(ids))
-        return real(session, ids, *arguments)
+        return real(session, ids, *arguments, **named)
 
-    monkeypatch.setattr(chat_module, "stream_answer", count)
+    monkeypatch.setattr(chat_conversation, "stream_answer", count)
     options = ["-m", model, *GREEDY, "-n", "6", "-sys", LONG]
     result = invoke("chat", *options, stdin=b"One\nTwo\n")
     assert result.code == 0, result.err

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for sm_80, sm_89 and sm_90, without spills, within 99 KB of shared
+"""Every Triton kernel compiles for sm_80 and sm_90, without spills, within 99 KB of shared
 memory a block; no GPU is needed. The launches are listed in launches_NAME.py, one file a module of
 kernels/.
 """
@@ -12,12 +12,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
 
 HERE = Path(__file__).parent
-LARGEST_SHARED = 99 * 1024  # a block's on sm_89, the least of the three
+LARGEST_SHARED = 99 * 1024  # a block's on sm_86 and sm_89, which run sm_80's code
 REGISTERS = 65536  # of a multiprocessor
 
 
@@ -48,20 +49,23 @@ KERNELS = {
 
 @pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What compile_launches.py tells of the modules that are tested, in one process: torch and
-    Triton take seconds to import.
+    """What compile_launches.py tells of the modules that are tested, in two processes: torch and
+    Triton take seconds to import, and Triton compiles in one thread.
     """
     tests = [item for item in request.session.items if item.parent is request.node]
     modules = [test.callspec.params["module"] for test in tests if "compiled" in test.fixturenames]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     environment |= {"TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": python_path()}
-    done = subprocess.run(
-        [sys.executable, str(HERE / "compile_launches.py"), *modules],
-        capture_output=True, text=True, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    program = [sys.executable, str(HERE / "compile_launches.py")]
+    halves = [
+        subprocess.Popen([*program, *half], stdout=PIPE, stderr=PIPE, text=True, env=environment)
+        for half in (modules[::2], modules[1::2])
+    ]
+    told = [half.communicate() for half in halves]
+    for half, (_, err) in zip(halves, told, strict=True):
+        assert half.returncode == 0, err[-4000:]
+    return [json.loads(line) for out, _ in told for line in out.splitlines()]
 
 
 @pytest.mark.slow
@@ -70,7 +74,7 @@ def test_kernels_compile_for_every_capability(module, compiled):
     lines = [line for line in compiled if line["module"] == module]
     for line in lines:
         assert "error" not in line, line["error"][-4000:]
-    for capability in (80, 89, 90):
+    for capability in (80, 90):
         kernels = {line["kernel"] for line in lines if line["capability"] == capability}
         assert kernels >= KERNELS[module], f"not launched: {KERNELS[module] - kernels}"
     for line in lines:

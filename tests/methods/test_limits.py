@@ -178,7 +178,8 @@ def test_leaving_out_nobodys_row_equals_dense(case, geometry):
     make, nobodys = ALL_BUT_ONE[case]
     cache, rows = cache_of(make(geometry), geometry), rows_of(geometry, nobodys)
     out = outputs(cache, rows)
-    np.testing.assert_allclose(out, outputs(DenseCache(spec_of(geometry)), rows), atol=1e-5)
+    atol = 3e-5 if case.startswith("sals") else 1e-5  # latents are numbers of 16 bits
+    np.testing.assert_allclose(out, outputs(DenseCache(spec_of(geometry)), rows), atol=atol)
     expected = [*range(nobodys), *range(nobodys + 1, N_PREFILL + N_STEPS)]
     assert all(sorted(attended) == expected for attended in attended_rows(cache))
 
