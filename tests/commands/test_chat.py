@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plain_chat import TEMPLATE, lines, prompts_of
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
@@ -18,23 +19,11 @@ from prompt_toolkit.output import DummyOutput
 from sparsekv_cli.cli import main
 
 Invoke = Callable[..., Any]
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 
 
 @pytest.fixture(autouse=True)
 def template(fake: Any) -> None:
     fake.metadata["tokenizer.chat_template"] = TEMPLATE
-
-
-def prompts_of(fake: Any) -> list[str]:
-    return [bytes(ids).decode() for ids in fake.prompts]
-
-
-def lines(*messages: str) -> bytes:
-    return "".join(message + "\n" for message in messages).encode()
 
 
 def test_turns_keep_the_cache(fake: Any, invoke: Invoke) -> None:

@@ -9,28 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plain_chat import TEMPLATE, lines, prompts_of
 
 from sparsekv_cli.commands.chat_files import load_messages
 from sparsekv_cli.errors import SparseKVError
 
 Invoke = Callable[..., Any]
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 
 
 @pytest.fixture(autouse=True)
 def template(fake: Any) -> None:
     fake.metadata["tokenizer.chat_template"] = TEMPLATE
-
-
-def prompts_of(fake: Any) -> list[str]:
-    return [bytes(ids).decode() for ids in fake.prompts]
-
-
-def lines(*messages: str) -> bytes:
-    return "".join(message + "\n" for message in messages).encode()
 
 
 def test_undo_and_system(fake: Any, invoke: Invoke) -> None:
