@@ -29,7 +29,9 @@ UPSTREAM = {"docs/gguf.md"}  # ggml's
 DATA = sorted((ROOT / "docs" / "data").glob("*.json"))
 
 results = load_script("docs/results.py")
-pages, plots = sys.modules["results_pages"], sys.modules["results_plots"]
+pages, plots, elsewhere = (
+    sys.modules[f"results_{name}"] for name in ("pages", "plots", "elsewhere")
+)
 
 
 def without_code(text: str) -> str:
@@ -153,7 +155,11 @@ def test_pages_are_made_of_the_data():
     page = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
     assert page == pages.benchmarks(data), "run scripts/results --pages"
     readme = README.read_text("utf-8")
-    assert readme == pages.with_results(readme, pages.results(data)), "run scripts/results --pages"
+    written = elsewhere.between(readme, "results", pages.results(data))
+    assert readme == written, "run scripts/results --pages"
+    for part, name in elsewhere.PAGES.items():
+        page = (ROOT / "docs" / name).read_text("utf-8")
+        assert page == elsewhere.with_part(page, part, data, pages.provenance), "the same"
     drawn = {p.name for p in (ROOT / "docs").glob("*.svg")} - {"timelines.svg"}
     assert drawn == plots.drawn_from(data)
     shown = (ROOT / "docs" / "terminal.svg").read_text("utf-8").replace("&#160;", " ")
@@ -192,7 +198,7 @@ def test_figures_are_in_the_data():
             figures = list(numbers(data[section.part]["rows"]))
             shown = shown_numbers("\n".join(rows))
             assert shown and [s for s in shown if not is_in(s, figures)] == []
-    body = README.read_text("utf-8").partition(pages.BEGIN)[2].partition(pages.END)[0]
+    body = README.read_text("utf-8").partition("<!-- results -->")[2].partition("<!-- /")[0]
     for told in data.values():
         body = body.replace(told["machine"]["cpu"], "")
     figures = list(numbers(data))

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import results_elsewhere
 import results_plots
 from results_parts import PEERS
 from results_sections import SECTIONS, Column, Row, figure, name, table, three
 
 Data = Mapping[str, Mapping[str, Any]]  # by part: what its file holds
 
-BEGIN, END = "<!-- results -->", "<!-- /results -->"
 INTRO = """# Benchmarks
 
 `scripts/results` wrote this page from the files in [data](data); each section names its commands,
@@ -139,15 +139,6 @@ def remarks(data: Data) -> Iterable[str]:
             yield f"Times the speed of {' and '.join(names)}{faster} in the same run: {told}."
 
 
-def with_results(readme: str, body: str) -> str:
-    """README with ``body`` between its markers. ValueError when it has none."""
-    before, found, rest = readme.partition(BEGIN)
-    _, ended, after = rest.partition(END)
-    if not (found and ended):
-        raise ValueError(f"README has no {BEGIN} and {END} for the results to go between")
-    return f"{before}{BEGIN}\n{body}\n{END}{after}"
-
-
 def write(root: Path) -> None:
     """Writes the pages and pictures of ``root``/docs/data; README if it is there."""
     docs = root / "docs"
@@ -157,5 +148,8 @@ def write(root: Path) -> None:
         (docs / file).write_text(picture, encoding="utf-8")
     readme = root / "README.md"
     if readme.is_file() and {"decode", "accuracy"} <= data.keys():
-        body = with_results(readme.read_text(encoding="utf-8"), results(data))
-        readme.write_text(body, encoding="utf-8")
+        page = readme.read_text(encoding="utf-8")
+        readme.write_text(
+            results_elsewhere.between(page, "results", results(data)), encoding="utf-8"
+        )
+    results_elsewhere.write(docs, data, provenance)

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import results_elsewhere as elsewhere
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = "scripts/demo_document.txt"
 TEXT = "scripts/accuracy/texts/prose.txt"
@@ -58,6 +60,9 @@ class Sizes:
     peer: str = "--memory 16384"
     readers: str = "topk,quest,snapkv,h2o,lfps"
     formats: str = ""
+    questions: str = ""
+    kept: str = ""
+    schemas: str = ""
     far: str = "2048,8192,32768,131072"
     batches: str = "1,2,4,8"
     prepare: bool = True  # kernels and calibrations first
@@ -74,7 +79,8 @@ TINY = Sizes(
     length="100", lengths="100,150", steps=2, texts=1, needles=0, warm=1, compared="full,streaming",
     text=DOCUMENT, held=500, far="100,200", batches="1,2", prepare=False,
     peer="--pp 32 --depths 64 --tokens 2 --pairs 1 --memory 64",
-    readers="topk", formats="--formats Q8_0 --length 16 --texts 1 --needles 0",
+    questions="--questions 2 --cold 1", kept="--tokens 640 --steps 2",
+    schemas="--answers 2 --pairs 1 -n 4", readers="topk", formats="--formats Q8_0 --length 16 --texts 1 --needles 0",
 )  # fmt: skip
 
 
@@ -386,4 +392,8 @@ PARTS: Mapping[str, Part] = {
     "threads": Part(threads),
     "far": Part(far),
     "calibration": Part(calibration),
+    "prefix": Part(elsewhere.prefix, needs="llama_cpp"),
+    "prefix_kld": Part(elsewhere.prefix_kld),
+    "schemas": Part(elsewhere.schemas),
+    "serve": Part(elsewhere.serve, needs="llama_cpp"),
 }

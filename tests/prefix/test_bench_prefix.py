@@ -21,7 +21,7 @@ def test_questions_without_and_with_the_cache(script, monkeypatch, tmp_path, cap
 
     def ask(command, question):
         asked.append((question, "--no-cache" in command, "--cache-dir" in command))
-        seconds = 8.0 if "--no-cache" in command else [9.0, 0.1, 0.3][len(asked) - 4]
+        seconds = 8.0 if "--no-cache" in command else [9.0, 0.1, 0.3][len(asked) - 3]
         timings = {"ttft_s": seconds}
         answer = {"timings": timings, "tokens": [1], "prompt_tokens": 700, "cached_tokens": 640}
         return {**answer, "process_s": seconds + 1}
@@ -33,15 +33,20 @@ def test_questions_without_and_with_the_cache(script, monkeypatch, tmp_path, cap
     monkeypatch.setattr(script, "answer_of", answer_of)
     model, told = make_model(tmp_path / "model.gguf"), tmp_path / "told.json"
     arguments = ["-m", str(model), "--questions", "3", "--methods", "full", "--json", str(told)]
-    arguments.append("--llama")
+    arguments += ["--cold", "2", "--llama"]
     assert script.main(arguments) == 0
     questions = list(script.QUESTIONS[:3])
-    assert asked == [(q, True, False) for q in questions] + [(q, False, True) for q in questions]
+    cold = [(q, True, False) for q in questions[:2]]
+    assert asked == cold + [(q, False, True) for q in questions]
     row, llama = json.loads(told.read_text())
-    assert (llama["without_s"], llama["without_all_s"]) == (7.0, 22.5)
-    assert row["without_all_s"] == 27.0
+    assert (llama["without_n"], llama["without_s"], llama["without_process_s"]) == (2, 7.0, 7.5)
+    assert (row["without_process_s"], row["all_cached_s"]) == (9.0, 12.4)
     assert (row["without_s"], row["filling_s"], row["cached_s"]) == (8.0, 9.0, 0.2)
-    assert row["same_answers"] == 3 and "| full | 700 | 8.00 | 0.200 |" in capsys.readouterr().out
+    assert (row["cached_least_s"], row["cached_most_s"]) == (0.1, 0.3)
+    assert row["same_answers"] == 2 and "| full | 700 | 8.00 | 0.200 |" in capsys.readouterr().out
+    for bad in (["--questions", "1"], ["--cold", "0"], ["--cold", "11"]):
+        with pytest.raises(SystemExit):
+            script.main(["-m", str(model), *bad])
 
 
 def test_a_command_that_fails(script):

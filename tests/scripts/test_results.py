@@ -12,8 +12,8 @@ from scripts_as_modules import load_script
 from tiny_models import make_model
 
 results = load_script("docs/results.py")
-pages, parts, plots, sections = (
-    sys.modules[f"results_{name}"] for name in ("pages", "parts", "plots", "sections")
+pages, parts, plots, sections, elsewhere = (
+    sys.modules[f"results_{name}"] for name in ("pages", "parts", "plots", "sections", "elsewhere")
 )
 
 
@@ -45,7 +45,7 @@ def root(tmp_path, monkeypatch):
         results, "PARTS", {name: parts.Part(measure, quick=True) for name, measure in fakes.items()}
     )
     monkeypatch.setattr(results, "commit", lambda: "a" * 40)
-    (tmp_path / "README.md").write_text(f"# x\n\n{pages.BEGIN}\nold\n{pages.END}\nend\n")
+    (tmp_path / "README.md").write_text(f"# x\n\n<!-- results -->\nold\n<!-- /results -->\nend\n")
     return tmp_path
 
 
@@ -102,12 +102,17 @@ def test_usage(root, capsys):
         measure(root, "--only", "decode,nonsense")
     assert stopped.value.code == 2 and "nonsense" in capsys.readouterr().err
     (root / "README.md").write_text("no markers")
-    with pytest.raises(ValueError, match="README has no"):
-        pages.with_results("no markers", "")
+    with pytest.raises(ValueError, match="has no <!-- results -->"):
+        elsewhere.between("no markers", "results", "")
 
 
 def test_every_part_has_a_section():
-    assert {section.part for section in sections.SECTIONS} | {"terminal"} == set(parts.PARTS)
+    own_pages = set(elsewhere.PAGES)
+    assert own_pages == set(elsewhere.COLUMNS)
+    in_benchmarks = {section.part for section in sections.SECTIONS}
+    assert in_benchmarks | own_pages | {"terminal"} == set(parts.PARTS)
+    for part, page in elsewhere.PAGES.items():
+        assert f"<!-- {part} -->" in (parts.ROOT / "docs" / page).read_text("utf-8")
 
 
 @pytest.mark.slow
