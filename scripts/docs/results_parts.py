@@ -80,7 +80,8 @@ TINY = Sizes(
     text=DOCUMENT, held=500, far="100,200", batches="1,2", prepare=False,
     peer="--pp 32 --depths 64 --tokens 2 --pairs 1 --memory 64",
     questions="--questions 2 --cold 1", kept="--tokens 640 --steps 2",
-    schemas="--answers 2 --pairs 1 -n 4", readers="topk", formats="--formats Q8_0 --length 16 --texts 1 --needles 0",
+    schemas="--answers 2 --pairs 1 -n 4", readers="topk",
+    formats="--formats Q8_0 --length 16 --texts 1 --needles 0",
 )  # fmt: skip
 
 

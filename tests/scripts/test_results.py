@@ -45,7 +45,7 @@ def root(tmp_path, monkeypatch):
         results, "PARTS", {name: parts.Part(measure, quick=True) for name, measure in fakes.items()}
     )
     monkeypatch.setattr(results, "commit", lambda: "a" * 40)
-    (tmp_path / "README.md").write_text(f"# x\n\n<!-- results -->\nold\n<!-- /results -->\nend\n")
+    (tmp_path / "README.md").write_text("# x\n\n<!-- results -->\nold\n<!-- /results -->\nend\n")
     return tmp_path
 
 
