@@ -191,15 +191,16 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
         shell_complete=completers.files,
         help="Calibration of the method to use, written by 'calibrate --output FILE'.",
     ),
-    click.option(
-        "-s",
-        "--seed",
-        metavar="N",
-        type=click.IntRange(-1, 2**64 - 1),
-        default=-1,
-        help="Seed of every random choice; -1 takes a random one. [default: -1]",
-    ),
 ]
+
+SEED_OPTION = click.option(
+    "-s",
+    "--seed",
+    metavar="N",
+    type=click.IntRange(-1, 2**64 - 1),
+    default=-1,
+    help="Seed of every random choice; -1 takes a random one. [default: -1]",
+)
 
 CONTEXT_OPTION = click.option(
     "-c",
@@ -228,12 +229,13 @@ METHOD_OPTION = click.option(
 
 
 def model_options(
-    *, bench: bool = False, sparse_from: bool = True
+    *, bench: bool = False, sparse_from: bool = True, seed: bool = True
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Adds the options of every command that runs a model; passes them as ``options``.
 
     bench: leave out ``-c`` and ``--method``, because the command works both out by itself.
-    sparse_from: whether methods wait until they pay; otherwise they are sparse at once.
+    sparse_from: whether methods wait until they pay; otherwise they are sparse at once. seed:
+    whether there is ``--seed``.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -243,14 +245,15 @@ def model_options(
 
         own = [] if bench else [CONTEXT_OPTION, METHOD_OPTION, CHECKPOINTS_OPTION]
         own += [SPARSE_FROM_OPTION] if sparse_from else []
-        return apply_options(gather, [MODEL_OPTION, *own, *MODEL_OPTIONS[1:], verbose_option])
+        own += MODEL_OPTIONS[1:] + ([SEED_OPTION] if seed else [])
+        return apply_options(gather, [MODEL_OPTION, *own, verbose_option])
 
     return decorate
 
 
 def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
     """Takes the options above out of ``values``."""
-    seed, sparse_from = values.pop("seed"), values.pop("sparse_from", 0)
+    seed, sparse_from = values.pop("seed", -1), values.pop("sparse_from", 0)
     return ModelOptions(
         model=values.pop("model"),
         config=SessionConfig(

@@ -12,6 +12,8 @@ import numpy as np
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import FULL, AttnInput
 from sparsekv_cli.cache.store import padded
+from sparsekv_cli.memory import available_memory
+from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 
 if TYPE_CHECKING:
@@ -164,3 +166,35 @@ def resume(session: Session, ids: Sequence[int], caches: Sequence[Any]) -> None:
 def exact_keys(layers: Sequence[LayerCache], n: int) -> Keys:
     """The keys of the first ``n`` rows in the caches of ``full``; valid when those are gone."""
     return [cache.store.k[:, :n] for cache in layers]
+
+
+def prefill_each(
+    session: Session,
+    methods: Mapping[str, Method],
+    ids: Sequence[int],
+    *,
+    n_steps: int,
+    progress: Progress | None = None,
+) -> Iterator[tuple[str, MethodPrefill]]:
+    """``prefills`` by the names of the methods, of as many at once as half the memory holds.
+
+    What a method gets does not depend on the others: ``full``, which is not among the results
+    unless it is asked for, leads every prefill, so that prompts attend to rows in f16.
+    """
+    if not session.engine.shares_prefill:
+        started = prefills(session, list(methods.values()), ids, n_steps=n_steps, progress=progress)
+        yield from zip(methods, started, strict=True)
+        return
+    full = build_method("full", {})
+    lead = next((name for name, method in methods.items() if method == full), None)
+    others = {name: method for name, method in methods.items() if name != lead}
+    available = available_memory()
+    most = None if available is None else available // 2
+    for n, batch in enumerate(batches(session, {"": full, **others}, len(ids) + n_steps, most)):
+        group = list(batch.values())
+        started = prefills(session, group, ids, n_steps=n_steps, progress=progress)
+        for name, start in zip(batch, started, strict=True):
+            if name:
+                yield name, start
+            elif lead is not None and n == 0:
+                yield lead, start

@@ -1,0 +1,69 @@
+"""What the sub-commands of ``eval`` share: methods, the session, and progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sparsekv_cli.commands import completers
+from sparsekv_cli.commands.compare import parse
+from sparsekv_cli.commands.options import (
+    ModelOptions,
+    build_method,
+    find_model,
+    load_session,
+    warn_of_long_context,
+)
+from sparsekv_cli.commands.progress import CalibrationProgress, CompileProgress
+
+if TYPE_CHECKING:
+    from sparsekv_cli.methods.base import Method
+    from sparsekv_cli.session import Session
+
+
+def methods_option(help_text: str) -> Callable[[Any], Any]:
+    """``--method``, which may be repeated."""
+    return click.option(
+        "--method",
+        "methods",
+        metavar="NAME[:OPTIONS]",
+        multiple=True,
+        shell_complete=completers.methods,
+        help=help_text,
+    )
+
+
+def chosen_methods(specs: Sequence[str], options: ModelOptions) -> dict[str, Method]:
+    """The methods by their text, in compare's syntax; ``full`` only where it is named."""
+    found = parse(",".join(specs), options)
+    if not {"full", "all"} & {part.strip() for spec in specs for part in spec.split(",")}:
+        del found["full"]
+    return found
+
+
+def open_eval(options: ModelOptions, methods: Sequence[Method | None], n_ctx: int) -> Session:
+    """A session of ``full`` in which all methods are calibrated and compiled.
+
+    It is on the CPU, if the user names no device.
+    """
+    config = replace(options.config, ctx_size=n_ctx)
+    if config.device == "auto":
+        config = replace(config, device="cpu")
+    compiling = CompileProgress()
+    session = load_session(find_model(options.model), build_method("full", {}), config, compiling)
+    warn_of_long_context(session)
+    with compiling, CalibrationProgress() as calibrating:
+        for method in methods:
+            if method is not None:
+                session.prepare(method, compiling, calibrating)
+    return session
+
+
+def described(name: str, method: Method | None) -> dict[str, Any]:
+    """``name`` and ``options``, as in the JSON of all commands."""
+    if method is None:
+        return {"spec": name, "name": name, "options": {}}
+    return {"spec": name, "name": method.name, "options": method.options()}

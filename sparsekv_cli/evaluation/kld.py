@@ -1,0 +1,134 @@
+"""What llama-perplexity tells of two distributions over the same tokens: KLD, perplexities, Δp.
+
+The base is a file of log-probabilities (kld_file.py) or other logits. Entries of the vocabulary
+whose log-probability in the base is -16 or less are left out of the KLD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from sparsekv_cli.evaluation.kld_file import KLDFile
+from sparsekv_cli.evaluation.perplexity import Piece, negative_log_probs
+
+LEAST_LOG_PROB = -16.0
+LEAST_COUNT = 10  # values below which an uncertainty is said to be 0
+SHARES = (0.999, 0.99, 0.95, 0.9, 0.75, 0.5, 0.25, 0.1, 0.05, 0.01, 0.001)
+KLD_SHARES = tuple(share for share in SHARES if share not in (0.75, 0.25))
+
+
+class Estimate(NamedTuple):
+    """A figure and its standard error; None where it has none."""
+
+    value: float
+    stderr: float | None = None
+
+
+def log_probs_of(logits: np.ndarray) -> np.ndarray:
+    """Logits f32 (T, n_vocab) -> log-probabilities f32 of the same shape."""
+    best = logits.max(axis=-1, keepdims=True)
+    total = np.exp(logits - best).sum(axis=-1, keepdims=True, dtype=np.float64)
+    return logits - (best + np.log(total).astype(np.float32))
+
+
+class Divergence:
+    """Collects scored tokens, and tells llama-perplexity's statistics of them."""
+
+    def __init__(self) -> None:
+        self.nll = np.zeros(0)
+        self.nll_base = np.zeros(0)
+        self.kld = np.zeros(0)
+        self.p_diff = np.zeros(0)
+        self.same_top = np.zeros(0)
+
+    def add(self, base: np.ndarray, logits: np.ndarray, targets: np.ndarray) -> None:
+        """base f32 (T, n_vocab): log-probabilities; logits f32 (T, n_vocab); targets (T,)."""
+        log_probs = log_probs_of(logits)
+        terms = np.exp(base) * (base - log_probs)
+        kld = np.where(base > LEAST_LOG_PROB, terms, 0).sum(axis=-1, dtype=np.float64)
+        nll = negative_log_probs(logits, targets)
+        nll_base = -base[np.arange(len(targets)), targets].astype(np.float64)
+        for name, values in (
+            ("nll", nll),
+            ("nll_base", nll_base),
+            ("kld", kld),
+            ("p_diff", np.exp(-nll) - np.exp(-nll_base)),
+            ("same_top", base.argmax(axis=-1) == logits.argmax(axis=-1)),
+        ):
+            setattr(self, name, np.append(getattr(self, name), values))
+
+    def statistics(self) -> dict[str, Estimate]:
+        """By llama-perplexity's names; Δp and same top are shares, not per cent."""
+        log_ppl, log_base = mean(self.nll), mean(self.nll_base)
+        (var, cov), (_, var_base) = covariance(self.nll, self.nll_base)
+        ratio = log_ppl.value - log_base.value
+        ratio_error = error_of(var + var_base - 2 * cov)
+        ppl, base = np.exp(log_ppl.value), np.exp(log_base.value)
+        difference = error_of(ppl**2 * var + base**2 * var_base - 2 * ppl * base * cov)
+        square = mean(self.p_diff**2)
+        rms = square.value**0.5
+        top = float(self.same_top.mean())
+        found = {
+            "Mean PPL(Q)": Estimate(ppl, ppl * error_of(var)),
+            "Mean PPL(base)": Estimate(base, base * error_of(var_base)),
+            "Cor(ln(PPL(Q)), ln(PPL(base)))": Estimate(
+                cov / (var * var_base) ** 0.5 if var * var_base > 0 else 0.0
+            ),
+            "Mean ln(PPL(Q)/PPL(base))": Estimate(ratio, ratio_error),
+            "Mean PPL(Q)/PPL(base)": Estimate(np.exp(ratio), np.exp(ratio) * ratio_error),
+            "Mean PPL(Q)-PPL(base)": Estimate(ppl - base, difference),
+            "Mean KLD": mean(self.kld),
+            **quantiles("KLD", self.kld, KLD_SHARES),
+            "Mean Δp": mean(self.p_diff),
+            **quantiles("Δp", self.p_diff, SHARES),
+            "RMS Δp": Estimate(rms, 0.5 / rms * (square.stderr or 0.0) if rms else 0.0),
+            "Same top p": Estimate(top, error_of(top * (1 - top) / max(1, len(self.kld) - 1))),
+        }
+        return {
+            name: Estimate(float(value), None if stderr is None else float(stderr))
+            for name, (value, stderr) in found.items()
+        }
+
+
+def divergences(pieces: Iterable[Piece], base: KLDFile | str) -> dict[str, Divergence]:
+    """Of each way from a file, or from another way, whose pieces of a chunk come first."""
+    found: dict[str, Divergence] = {}
+    log_probs: list[np.ndarray] = []  # of a chunk, in the base
+    for piece in pieces:
+        if isinstance(base, KLDFile):
+            log_probs = [base.log_probs(piece.chunk)] if piece.start == 0 else log_probs
+        elif piece.way == base:
+            log_probs = [] if piece.start == 0 else log_probs
+            log_probs.extend(log_probs_of(piece.logits))
+        rows = log_probs[0] if isinstance(base, KLDFile) else log_probs
+        expected = np.asarray(rows[piece.start : piece.start + len(piece.logits)])
+        found.setdefault(piece.way, Divergence()).add(expected, piece.logits, piece.targets)
+    return found
+
+
+def error_of(variance: float) -> float:
+    """Its square root; 0 for one that rounding made negative."""
+    return float(max(0.0, variance)) ** 0.5
+
+
+def mean(values: np.ndarray) -> Estimate:
+    return Estimate(float(values.mean()), error_of(covariance(values, values)[0][0]))
+
+
+def covariance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """(2, 2): of the means of two series; zeros for few values."""
+    if len(one) <= LEAST_COUNT:
+        return np.zeros((2, 2))
+    return np.cov(one, other, ddof=0) / (len(one) - 1)
+
+
+def quantiles(of: str, values: np.ndarray, shares: tuple[float, ...]) -> dict[str, Estimate]:
+    """``Maximum``, the shares from above, ``Minimum``; between two values in proportion."""
+    found = {f"Maximum {of}": Estimate(values.max())}
+    for share in shares:
+        name = "Median" if share == 0.5 else f"{100 * share:.1f}%"
+        found[f"{name} {of}"] = Estimate(np.quantile(values, share))
+    return {**found, f"Minimum {of}": Estimate(values.min())}

@@ -1,0 +1,125 @@
+"""llama-perplexity's files of log-probabilities (``--kl-divergence-base``), read and written.
+
+A header with the tokens of all chunks; then, for each scored token, a scale, the least
+log-probability, and a number of 16 bits for each entry of the vocabulary (perplexity.cpp,
+log_softmax). Log-probabilities of more than 16 below the best are cut there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from sparsekv_cli.errors import SparseKVError
+
+MAGIC = b"_logits_"
+HEADER = np.dtype([("magic", "S8"), ("n_ctx", "<i4"), ("n_vocab", "<i4"), ("n_chunk", "<i4")])
+N_HEAD = 4  # numbers of 16 bits ahead of a token's: scale and least log-probability, both f32
+DEPTH = np.float32(16)  # how far below the best a logit is kept
+LEVELS = np.float32(65535)
+
+
+def row_length(n_vocab: int) -> int:
+    """Numbers of 16 bits that a scored token takes."""
+    return N_HEAD + 2 * ((n_vocab + 1) // 2)
+
+
+def encode(logits: np.ndarray) -> np.ndarray:
+    """Logits f32 (T, n_vocab) -> rows of the file, u16 (T, row_length)."""
+    best = logits.max(axis=-1, keepdims=True)
+    least = np.maximum(logits.min(axis=-1, keepdims=True), best - DEPTH)
+    total = np.exp(logits - best).sum(axis=-1, keepdims=True, dtype=np.float64)
+    scale = ((best - least) / LEVELS).astype(np.float32)
+    rows = np.zeros((len(logits), row_length(logits.shape[1])), np.uint16)
+    head = rows[:, :N_HEAD].view(np.float32)
+    head[:, :1] = scale
+    head[:, 1:] = least - best - np.log(total).astype(np.float32)
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+    steps = np.rint(inverse * np.maximum(logits - least, 0))
+    rows[:, N_HEAD : N_HEAD + logits.shape[1]] = steps
+    return rows
+
+
+def decode(rows: np.ndarray, n_vocab: int) -> np.ndarray:
+    """Rows of the file -> log-probabilities f32 (T, n_vocab)."""
+    head = np.ascontiguousarray(rows[:, :N_HEAD]).view(np.float32)
+    return head[:, :1] * rows[:, N_HEAD : N_HEAD + n_vocab].astype(np.float32) + head[:, 1:]
+
+
+class KLDFile:
+    """An open file: ``tokens`` i32 (n_chunk, n_ctx), and the log-probabilities of each chunk.
+
+    SparseKVError says what is wrong with the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        size = path.stat().st_size
+        if size < HEADER.itemsize:
+            raise SparseKVError(f"{path}: {size} bytes are too few for a file of log-probabilities")
+        header = np.fromfile(path, HEADER, 1)[0]
+        if header["magic"] != MAGIC:
+            raise SparseKVError(
+                f"{path}: begins with {bytes(header['magic'])!r}, a file of log-probabilities with "
+                f"{MAGIC!r}: make one with 'eval perplexity --kl-divergence-base FILE'"
+            )
+        self.n_ctx, self.n_vocab, n_chunk = (int(header[x]) for x in HEADER.names[1:])
+        if self.n_ctx < 4 or self.n_vocab < 1 or n_chunk < 1:
+            raise SparseKVError(
+                f"{path}: {n_chunk} chunks of {self.n_ctx} tokens of a vocabulary of "
+                f"{self.n_vocab} are no file of log-probabilities"
+            )
+        self.n_scored = self.n_ctx - 1 - self.n_ctx // 2
+        start = HEADER.itemsize + 4 * n_chunk * self.n_ctx
+        expected = start + 2 * n_chunk * self.n_scored * row_length(self.n_vocab)
+        if size != expected:
+            raise SparseKVError(
+                f"{path}: has {size} bytes, but {n_chunk} chunks of {self.n_ctx} tokens take "
+                f"{expected}: it was cut off, or is of another kind; make it again"
+            )
+        shape = (n_chunk, self.n_ctx)
+        self.tokens = np.memmap(path, "<i4", "r", HEADER.itemsize, shape)
+        if self.tokens.min() < 0 or self.tokens.max() >= self.n_vocab:
+            raise SparseKVError(f"{path}: has tokens outside its vocabulary of {self.n_vocab}")
+        rows = (n_chunk, self.n_scored, row_length(self.n_vocab))
+        self._rows = np.memmap(path, "<u2", "r", start, rows)
+
+    def log_probs(self, chunk: int) -> np.ndarray:
+        """f32 (n_scored, n_vocab)."""
+        return decode(self._rows[chunk], self.n_vocab)
+
+
+class KLDWriter:
+    """Writes rows behind a header; ``write_kld_file`` opens it."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+
+    def add(self, logits: np.ndarray) -> None:
+        """The logits f32 (T, n_vocab) of the next scored tokens."""
+        data = memoryview(encode(logits).astype("<u2", copy=False)).cast("B")
+        while data:
+            data = data[os.write(self._file, data) :]
+
+
+@contextmanager
+def write_kld_file(path: Path, tokens: np.ndarray, n_vocab: int) -> Iterator[KLDWriter]:
+    """A file of the chunks ``tokens`` (n_chunk, n_ctx); it has its name once it is whole."""
+    part = path.with_name(path.name + ".part")
+    n_chunk, n_ctx = tokens.shape
+    header = np.array([(MAGIC, n_ctx, n_vocab, n_chunk)], HEADER)
+    file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        try:
+            os.write(file, header.tobytes() + tokens.astype("<i4").tobytes())
+            yield KLDWriter(file)
+        finally:
+            os.close(file)
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise

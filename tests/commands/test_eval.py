@@ -1,0 +1,90 @@
+"""``eval perplexity`` and ``eval kld`` on a tiny model: what they print and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_models import make_model
+
+TEXT = "the quick brown fox jumps over the lazy dog and runs away " * 8
+LFPS = "lfps:budget=4;dense_layers=none"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model and a text."""
+    folder = tmp_path_factory.mktemp("eval")
+    (folder / "text").write_text(TEXT)
+    return str(make_model(folder / "m.gguf", n_embd=128, n_ff=128)), str(folder / "text")
+
+
+def evaluated(invoke, what, model, *arguments):
+    result = invoke("eval", what, "-m", model, "-t", "1", "--json", *arguments)
+    assert result.code == 0, result.err
+    return json.loads(result.out)
+
+
+def test_perplexity(files, invoke):
+    model, text = files
+    size = ["-f", text, "-c", "40", "--chunks", "2"]
+    plain = evaluated(invoke, "perplexity", model, *size)
+    assert set(plain) >= {"ppl", "ppl_stderr", "n_tokens"} and plain["n_tokens"] == 38
+    found = evaluated(invoke, "perplexity", model, *size, "--method", "full", "--method", LFPS)
+    full, lfps = found["methods"]
+    assert found["ppl"] == full["ppl"] == pytest.approx(plain["ppl"], rel=0.02)
+    assert full["rows_attended_mean"] == 30 > 2 * lfps["rows_attended_mean"]
+    assert lfps["ppl"] != full["ppl"] and lfps["options"]["budget"] == "4"
+    assert evaluated(invoke, "perplexity", model, *size, "--method", LFPS)["ppl"] == lfps["ppl"]
+    shown = invoke("eval", "perplexity", "-m", model, *size, "--method", "full", "-t", "1")
+    title, head, row = shown.out.splitlines()
+    assert title == "2 chunks of 40 tokens, 19 scored in each:"
+    assert head.split() == ["method", "PPL", "+/-", "tokens", "attended"]
+    assert row.split() == ["full", f"{full['ppl']:.4f}", f"{full['ppl_stderr']:.5f}", "38", "30"]
+
+
+def test_kld_to_a_file_and_to_full(files, invoke, tmp_path):
+    (model, text), base = files, str(tmp_path / "base")
+    size = ["-f", text, "-c", "40", "--chunks", "2"]
+    evaluated(invoke, "perplexity", model, *size, "--method", "full", "--kl-divergence-base", base)
+    by_file = evaluated(invoke, "kld", model, "--kl-divergence-base", base, "--method", LFPS)
+    by_full = evaluated(invoke, "kld", model, *size, "--method", LFPS)
+    (one,), (full, other) = by_file["methods"], by_full["methods"]
+    assert (by_file["base"], by_full["base"]) == (base, "full") and full["kld_mean"] < 1e-6
+    assert one["kld_mean"] == pytest.approx(other["kld_mean"], rel=0.02) != 0
+    assert one["statistics"]["Mean KLD"]["value"] == one["kld_mean"] and one["n_tokens"] == 38
+    plain = evaluated(invoke, "kld", model, "--kl-divergence-base", base, "--chunks", "1")
+    assert plain["methods"][0]["spec"] == "prefill" and plain["n_chunks"] == 1
+    shown = invoke("eval", "kld", "-m", model, *size, "--method", LFPS, "-t", "1").out
+    lines = {line[:32].strip(): line[32:] for line in shown.splitlines()}
+    mean = other["statistics"]["Mean KLD"]
+    assert f"{mean['value']:.6f} ± {mean['stderr']:.6f}" in lines["Mean KLD"]
+    assert lines["Same top p"].rstrip().endswith("%")
+    assert not lines["Mean ln(PPL(Q)/PPL(base))"].rstrip().endswith("%")
+
+
+@pytest.mark.parametrize(
+    ("what", "arguments", "code", "said"),
+    [
+        ("perplexity", ["--method", "fulll"], 2, "choose from"),
+        ("perplexity", ["--method", "full,lfps", "--kl-divergence-base", "x"], 2, "one method"),
+        ("perplexity", ["-c", "3"], 2, "ctx-size"),
+        ("perplexity", ["-c", "1000"], 1, "needs 2000"),
+        ("kld", [], 2, "nothing to compare"),
+        ("kld", ["--kl-divergence-base", "x"], 2, "no -f"),
+        ("perplex", [], 2, "No such command"),
+    ],
+)
+def test_what_cannot_be_done(files, invoke, what, arguments, code, said):
+    model, text = files
+    result = invoke("eval", what, "-m", model, "-f", text, *arguments)
+    assert (result.code, result.out) == (code, "") and said in result.err
+    assert result.err.startswith("error: ") and result.err.count("\n") == 1
+
+
+def test_a_file_that_is_no_base(files, invoke):
+    model, text = files
+    result = invoke("eval", "kld", "-m", model, "--kl-divergence-base", text)
+    assert result.code == 1 and result.err.count("\n") == 1
+    assert Path(text).name in result.err and "eval perplexity" in result.err
