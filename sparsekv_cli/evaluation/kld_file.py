@@ -67,7 +67,9 @@ class KLDFile:
                 f"{path}: begins with {bytes(header['magic'])!r}, a file of log-probabilities with "
                 f"{MAGIC!r}: make one with 'eval perplexity --kl-divergence-base FILE'"
             )
-        self.n_ctx, self.n_vocab, n_chunk = (int(header[x]) for x in HEADER.names[1:])
+        self.n_ctx, self.n_vocab, n_chunk = (
+            int(header[name]) for name in ("n_ctx", "n_vocab", "n_chunk")
+        )
         if self.n_ctx < 4 or self.n_vocab < 1 or n_chunk < 1:
             raise SparseKVError(
                 f"{path}: {n_chunk} chunks of {self.n_ctx} tokens of a vocabulary of "
@@ -101,7 +103,7 @@ class KLDWriter:
 
     def add(self, logits: np.ndarray) -> None:
         """The logits f32 (T, n_vocab) of the next scored tokens."""
-        data = memoryview(encode(logits).astype("<u2", copy=False)).cast("B")
+        data = memoryview(encode(logits).astype("<u2", copy=False).tobytes())
         while data:
             data = data[os.write(self._file, data) :]
 
