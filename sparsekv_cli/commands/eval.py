@@ -30,7 +30,7 @@ from sparsekv_cli.commands.tables import print_table
 from sparsekv_cli.commands.terminal import write_text
 
 if TYPE_CHECKING:
-    from sparsekv_cli.evaluation.kld import Estimate
+    from sparsekv_cli.evaluation.kld import Statistic
     from sparsekv_cli.evaluation.perplexity import Chunks, Ways
     from sparsekv_cli.methods.base import Method
 
@@ -112,7 +112,7 @@ def perplexity(
     session = open_eval(options, list(ways.values()), size)
     chunks = measured.split_chunks(session.tokenizer, text, size, n_chunks)
     found = {way: measured.Perplexity() for way in ways}
-    attended = {way: measured.Attended() for way in ways}
+    attended = {way: measured.RowsRead() for way in ways}
     n_vocab = session.hparams.n_vocab
     with (
         PrefillProgress("score") as progress,
@@ -206,7 +206,7 @@ def kld(
         chunks = measured.split_chunks(session.tokenizer, text, size, n_chunks)
     else:
         chunks = measured.chunks_of(session, opened, n_chunks)
-    attended = {way: measured.Attended() for way in ways}
+    attended = {way: measured.RowsRead() for way in ways}
     with PrefillProgress("score") as progress:
         pieces = measured.score_chunks(session, ways, chunks, attended, progress)
         found = divergences(pieces, "full" if opened is None else opened)
@@ -253,7 +253,7 @@ def shown(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def estimate(of: Estimate, name: str) -> str:
+def estimate(of: Statistic, name: str) -> str:
     """With its standard error; shares in per cent, as llama-perplexity has them."""
     is_share = name.startswith("Cor") or name.endswith("p")
     factor, digits = (100, 3) if is_share else (1, 6)

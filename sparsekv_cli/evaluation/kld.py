@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sparsekv_cli.evaluation.kld_file import KLDFile
-from sparsekv_cli.evaluation.perplexity import Piece, negative_log_probs
+from sparsekv_cli.evaluation.perplexity import ScoredLogits, negative_log_probs
 
 LEAST_LOG_PROB = -16.0
 LEAST_COUNT = 10  # values below which an uncertainty is said to be 0
@@ -20,7 +20,7 @@ SHARES = (0.999, 0.99, 0.95, 0.9, 0.75, 0.5, 0.25, 0.1, 0.05, 0.01, 0.001)
 KLD_SHARES = tuple(share for share in SHARES if share not in (0.75, 0.25))
 
 
-class Estimate(NamedTuple):
+class Statistic(NamedTuple):
     """A figure and its standard error; None where it has none."""
 
     value: float
@@ -60,7 +60,7 @@ class Divergence:
         ):
             setattr(self, name, np.append(getattr(self, name), values))
 
-    def statistics(self) -> dict[str, Estimate]:
+    def statistics(self) -> dict[str, Statistic]:
         """By llama-perplexity's names; Δp and same top are shares, not per cent."""
         log_ppl, log_base = mean(self.nll), mean(self.nll_base)
         (var, cov), (_, var_base) = covariance(self.nll, self.nll_base)
@@ -72,28 +72,28 @@ class Divergence:
         rms = square.value**0.5
         top = float(self.same_top.mean())
         found = {
-            "Mean PPL(Q)": Estimate(ppl, ppl * error_of(var)),
-            "Mean PPL(base)": Estimate(base, base * error_of(var_base)),
-            "Cor(ln(PPL(Q)), ln(PPL(base)))": Estimate(
+            "Mean PPL(Q)": Statistic(ppl, ppl * error_of(var)),
+            "Mean PPL(base)": Statistic(base, base * error_of(var_base)),
+            "Cor(ln(PPL(Q)), ln(PPL(base)))": Statistic(
                 cov / (var * var_base) ** 0.5 if var * var_base > 0 else 0.0
             ),
-            "Mean ln(PPL(Q)/PPL(base))": Estimate(ratio, ratio_error),
-            "Mean PPL(Q)/PPL(base)": Estimate(np.exp(ratio), np.exp(ratio) * ratio_error),
-            "Mean PPL(Q)-PPL(base)": Estimate(ppl - base, difference),
+            "Mean ln(PPL(Q)/PPL(base))": Statistic(ratio, ratio_error),
+            "Mean PPL(Q)/PPL(base)": Statistic(np.exp(ratio), np.exp(ratio) * ratio_error),
+            "Mean PPL(Q)-PPL(base)": Statistic(ppl - base, difference),
             "Mean KLD": mean(self.kld),
             **quantiles("KLD", self.kld, KLD_SHARES),
             "Mean Δp": mean(self.p_diff),
             **quantiles("Δp", self.p_diff, SHARES),
-            "RMS Δp": Estimate(rms, 0.5 / rms * (square.stderr or 0.0) if rms else 0.0),
-            "Same top p": Estimate(top, error_of(top * (1 - top) / max(1, len(self.kld) - 1))),
+            "RMS Δp": Statistic(rms, 0.5 / rms * (square.stderr or 0.0) if rms else 0.0),
+            "Same top p": Statistic(top, error_of(top * (1 - top) / max(1, len(self.kld) - 1))),
         }
         return {
-            name: Estimate(float(value), None if stderr is None else float(stderr))
+            name: Statistic(float(value), None if stderr is None else float(stderr))
             for name, (value, stderr) in found.items()
         }
 
 
-def divergences(pieces: Iterable[Piece], base: KLDFile | str) -> dict[str, Divergence]:
+def divergences(pieces: Iterable[ScoredLogits], base: KLDFile | str) -> dict[str, Divergence]:
     """Of each way from a file, or from another way, whose pieces of a chunk come first."""
     found: dict[str, Divergence] = {}
     log_probs: list[np.ndarray] = []  # of a chunk, in the base
@@ -114,8 +114,8 @@ def error_of(variance: float) -> float:
     return float(max(0.0, variance)) ** 0.5
 
 
-def mean(values: np.ndarray) -> Estimate:
-    return Estimate(float(values.mean()), error_of(covariance(values, values)[0][0]))
+def mean(values: np.ndarray) -> Statistic:
+    return Statistic(float(values.mean()), error_of(covariance(values, values)[0][0]))
 
 
 def covariance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -125,10 +125,10 @@ def covariance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return np.cov(one, other, ddof=0) / (len(one) - 1)
 
 
-def quantiles(of: str, values: np.ndarray, shares: tuple[float, ...]) -> dict[str, Estimate]:
+def quantiles(of: str, values: np.ndarray, shares: tuple[float, ...]) -> dict[str, Statistic]:
     """``Maximum``, the shares from above, ``Minimum``; between two values in proportion."""
-    found = {f"Maximum {of}": Estimate(values.max())}
+    found = {f"Maximum {of}": Statistic(values.max())}
     for share in shares:
         name = "Median" if share == 0.5 else f"{100 * share:.1f}%"
-        found[f"{name} {of}"] = Estimate(np.quantile(values, share))
-    return {**found, f"Minimum {of}": Estimate(values.min())}
+        found[f"{name} {of}"] = Statistic(np.quantile(values, share))
+    return {**found, f"Minimum {of}": Statistic(values.min())}

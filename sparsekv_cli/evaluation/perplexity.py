@@ -84,7 +84,7 @@ def chunks_of(session: Session, file: KLDFile, n_chunks: int | None = None) -> C
 
 
 @dataclass
-class Attended:
+class RowsRead:
     """What the steps of a method read, over all chunks; counts are of all heads and layers."""
 
     steps: int = 0
@@ -102,7 +102,7 @@ class Attended:
         return self.counts[name] / (self.steps * self.n_head) if self.steps else None
 
 
-class Piece(NamedTuple):
+class ScoredLogits(NamedTuple):
     """Some logits f32 (T, n_vocab) of a chunk, the ``start``-th scored ones and the next."""
 
     way: str
@@ -116,9 +116,9 @@ def score_chunks(
     session: Session,
     ways: Ways,
     chunks: Chunks,
-    attended: Mapping[str, Attended],
+    attended: Mapping[str, RowsRead],
     progress: Progress | None = None,
-) -> Iterator[Piece]:
+) -> Iterator[ScoredLogits]:
     """All scored logits, chunk by chunk, and of each in every way, prefills first, then ``full``.
 
     A piece is to be used up before the next is asked for. attended: added to, by way.
@@ -130,14 +130,14 @@ def score_chunks(
             start = 0
             for logits in parts:
                 stop = start + len(logits)
-                yield Piece(way, i, start, logits, targets[start:stop])
+                yield ScoredLogits(way, i, start, logits, targets[start:stop])
                 n_done, start = n_done + len(logits), stop
                 if progress is not None:
                     progress(n_done, n_all)
 
 
 def _logits_of(
-    session: Session, ways: Ways, ids: list[int], first: int, attended: Mapping[str, Attended]
+    session: Session, ways: Ways, ids: list[int], first: int, attended: Mapping[str, RowsRead]
 ) -> Iterator[tuple[str, Iterator[np.ndarray]]]:
     """The logits after ``ids[first:]`` in every way, in parts."""
 
@@ -147,7 +147,7 @@ def _logits_of(
         for start in range(first, len(ids), PIECE):
             yield session.prefill(ids[start : start + PIECE], all_logits=True)
 
-    def decoded(layers: Sequence[LayerCache], told: Attended) -> Iterator[np.ndarray]:
+    def decoded(layers: Sequence[LayerCache], told: RowsRead) -> Iterator[np.ndarray]:
         resume(session, ids[:first], layers)
         for token in ids[first:]:
             yield session.decode(token)[None]

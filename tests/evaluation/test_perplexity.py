@@ -42,7 +42,7 @@ def chunks(session):
 
 
 def score(session, ways, chunks):
-    attended = {way: measured.Attended() for way in ways}
+    attended = {way: measured.RowsRead() for way in ways}
     found = {way: measured.Perplexity() for way in ways}
     for piece in measured.score_chunks(session, ways, chunks, attended):
         found[piece.way].add(piece.logits, piece.targets)
@@ -140,7 +140,7 @@ def test_a_file_and_full_are_the_same_base(session, chunks, base):
     of_file = measured.chunks_of(session, opened)
     assert (of_file.tokens == chunks.tokens).all() and of_file.bos == BOS_ID
     ways = parse_methods(TOPK)
-    attended = {way: measured.Attended() for way in ways}
+    attended = {way: measured.RowsRead() for way in ways}
     by_file, by_full = (
         divergences(measured.score_chunks(session, ways, of_file, attended), each)
         for each in (opened, "full")
