@@ -16,10 +16,12 @@ from sparsekv_cli.cpu.experts import decode as experts
 from sparsekv_cli.cpu.jit.pointers import address, on_lines
 from sparsekv_cli.cpu.layer import decode as fused
 from sparsekv_cli.cpu.layer.activation import ACTIVATIONS
+from sparsekv_cli.cpu.layer.layer_input import add_input
 from sparsekv_cli.cpu.weights.integer import BLOCK, quantized_stride
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.experts import ExpertSteps, expert_matrices
 from sparsekv_cli.models.hparams import HParams, LayerParams
+from sparsekv_cli.models.layers.input_steps import InputSteps
 from sparsekv_cli.models.rope import RopeTables
 from sparsekv_cli.models.weights import (
     AttentionWeights,
@@ -54,10 +56,11 @@ class DecodeStep:
         n_attended = [each.n_attended for each in h.layers]
         n_projected = [sum(w.n_rows for w in each.inputs()) for each in weights.layers]
         n_ff = max(each.n_ff for each in h.layers)
-        widest = max(h.n_embd, *n_attended, n_ff)
-        half = h.n_rot // 2
+        widest = max(h.n_embd, *n_attended, n_ff, h.n_layer_input)
         self.x, self._q_scale = self._rows(h.n_embd), self._rows(1).reshape(-1)
-        self._turns = [self._rows(half) for _ in range(4)]  # cos, sin, and those of window layers
+        halves = (h.n_rot // 2, h.window_n_rot // 2)
+        # cos, sin, and those of window layers
+        self._turns = [self._rows(half) for half in halves for _ in range(2)]
         self._normed = self._rows(h.n_embd)
         self._quantized = self._rows(quantized_stride(-(-widest // BLOCK) * BLOCK), np.uint8)
         self._projected = self._rows(max(n_projected))
@@ -71,6 +74,7 @@ class DecodeStep:
             "quantized": self._quantized,
         }
         self.inputs: list[Sequence[LayerInputs]] = []
+        self._own: list[dict[str, np.ndarray]] = []  # of each layer, what ``inputs`` has views of
         self._tables = [
             expert_matrices(each, n_planes)
             if isinstance(each.ffn, ExpertWeights)
@@ -80,6 +84,8 @@ class DecodeStep:
         self._output = fused.matrix_table([weights.output], n_planes)
         self._regions = fused.matrix_regions([*self._tables, self._output])
         self._experts = ExpertSteps(weights, capacity, n_planes)
+        inputs = [(each.input, each.scale) for each in weights.layers]
+        self._layer_inputs = InputSteps(weights.inputs, inputs, capacity, n_planes, h.norm_eps)
         self._layers = np.zeros(h.n_layer, fused.LAYER)
         for i, layer in enumerate(weights.layers):
             self._fill(i, h, layer, architecture)
@@ -107,28 +113,26 @@ class DecodeStep:
             "attn_post_norm": weights.attn_post_norm,
             "ffn_post_norm": weights.ffn_post_norm,
             "o_bias": weights.o.bias,
-            **dict.fromkeys(("q_bias", "k_bias", "v_bias", "q_norm", "k_norm")),
+            **dict.fromkeys(("q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "v_norm")),
         }
         if isinstance(weights, AttentionWeights):
             results = self._attention_inputs(sizes)
-            vectors |= {
-                "q_bias": weights.q.bias,
-                "k_bias": weights.k.bias,
-                "v_bias": weights.v.bias,
-                "q_norm": weights.q_norm,
-                "k_norm": weights.k_norm,
-            }
+            if sizes.source >= 0:
+                results |= {name: self._own[sizes.source][name] for name in ("k", "v", "k_nope")}
+            vectors |= dict(zip(("q_bias", "k_bias", "v_bias"), weights.biases, strict=True))
+            vectors |= {name: getattr(weights, name) for name in ("q_norm", "k_norm", "v_norm")}
             self.inputs.append(list(zip(*results.values(), strict=True)))
         else:
             assert isinstance(weights, StateWeights)
             results = dict.fromkeys(("q", "k", "v", "q_nope", "k_nope"), self._projected)
             self.inputs.append(self._state_inputs(weights))
+        self._own.append(results)
         has_own = h.window_rope is not None and sizes.kind == WINDOW
         turns = dict(zip(("cos", "sin"), self._turns[2 * has_own :], strict=False))
         fields = {
             "n_embd": h.n_embd,
             "n_head": sizes.n_head,
-            "n_head_kv": sizes.n_head_kv,
+            "n_head_kv": sizes.n_head_kv if sizes.source < 0 else 0,
             "head_dim": sizes.head_dim,
             "value_dim": sizes.value_dim or sizes.n_attended,
             "n_ff": sizes.n_ff,
@@ -170,9 +174,13 @@ class DecodeStep:
         rows = rows.reshape(self.capacity, 1, n_wide + n_gates)
         return [(row[:, :n_wide], row[:, n_wide:]) for row in rows]
 
-    def project(self, n_rows: int) -> None:
-        """``inputs`` of layer 0 from the first ``n_rows`` rows of x."""
-        fused.project_qkv(self._layers, 0, n_rows, self.n_threads)
+    def begin_inputs(self, tokens: Sequence[int]) -> None:
+        """What the layers have beside x, which holds the tokens' embeddings."""
+        self._layer_inputs.begin(tokens, self.x, self._quantized, self.n_threads)
+
+    def project(self, n_rows: int, i: int = 0) -> None:
+        """``inputs`` of layer i from the first ``n_rows`` rows of x."""
+        fused.project_qkv(self._layers, i, n_rows, self.n_threads)
 
     def finish(self, i: int, attended: np.ndarray, n_rows: int) -> None:
         """The rest of layer i, from its attention on, and ``inputs`` of the next layer.
@@ -180,7 +188,12 @@ class DecodeStep:
         attended: f32 (n_rows H, >= d_v): the heads of the first row, then those of the next.
         """
         steps, layers, n = self._experts, self._layers, self.n_threads
-        if steps.has(i):
+        if self._layer_inputs.are_any:
+            fused.finish_layer(layers, i, attended, n_rows, n)
+            add_input(layers, self._layer_inputs.records, i, n_rows, n)
+            if i + 1 < len(layers):
+                self.project(n_rows, i + 1)
+        elif steps.has(i):
             experts.next_expert_layer(layers, steps.records, i, attended, n_rows, n)
         else:
             fused.next_layer(layers, i, attended, n_rows, n)

@@ -21,6 +21,7 @@ from sparsekv_cli.cache.spec import AttnInput, StateInput
 from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.cpu.jit.threads import blas_threads
 from sparsekv_cli.cpu.layer import tiles_int8
+from sparsekv_cli.cpu.layer.activation import ACTIVATIONS
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.architectures import Architecture
@@ -28,6 +29,7 @@ from sparsekv_cli.models.decode_step import DecodeStep
 from sparsekv_cli.models.experts import prefill_experts
 from sparsekv_cli.models.forward import Forward, Product
 from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.layers.input_steps import PromptInputs
 from sparsekv_cli.models.matmul import (
     BF16Products,
     F32Products,
@@ -109,11 +111,12 @@ class Decoder(Forward):
         self.prefill_dtype = prefill_dtype
         self.rows_dtype = rows_dtype(prefill_dtype, hparams.head_dim)
         self.chunk = chunk
-        full, window = (
-            RopeTable(hparams.n_rot, rope, weights.rope_freqs, hparams.temperature_scale)
-            for rope in (hparams.rope, hparams.window_rope or hparams.rope)
-        )
-        self.rope = RopeTables(full, window if hparams.window_rope else full)
+        temperature = hparams.temperature_scale
+        full = RopeTable(hparams.n_rot, hparams.rope, weights.rope_freqs, temperature)
+        window = full
+        if hparams.window_rope is not None:
+            window = RopeTable(hparams.window_n_rot, hparams.window_rope, None, temperature)
+        self.rope = RopeTables(full, window)
         self._model = (hparams, self.rope, architecture)
         # Not in f32, which is the reference with any number of rows.
         self._takes_few = prefill_dtype == "bf16" or (
@@ -177,6 +180,7 @@ class Decoder(Forward):
         for b, (token, pos) in enumerate(zip(tokens, positions, strict=True)):
             self.embed_row(token, step.x[b])
             step.set_position(b, pos, self.rope)
+        step.begin_inputs(tokens)
         step.project(n_rows)
         return step
 
@@ -240,6 +244,28 @@ class Decoder(Forward):
         return prefill_experts(
             layer.ffn, normed, rows, self._products, self.rows.gate, self.n_threads
         )
+
+    def begin_part(self, ids: Sequence[int], x: np.ndarray, pos: int) -> PromptInputs | None:
+        embedding, eps = self.weights.inputs, np.float32(self.hparams.norm_eps)
+        if embedding is None:
+            return None
+        return PromptInputs(embedding, ids, self.rows.rounded(x), pos, eps)
+
+    def add_inputs(
+        self,
+        i: int,
+        products: Mapping[str, Product],
+        x: np.ndarray,
+        inputs: PromptInputs | None,
+        pos: int,
+    ) -> None:
+        layer, activation = self.weights.layers[i], ACTIVATIONS[self.architecture.activation]
+        if inputs is not None and layer.input is not None:
+            gate = products["input_gate"](self.rows.rounded(x))
+            hidden = inputs.gated(i, products, gate, activation, pos, self.n_threads)
+            self.rows.add(x, products["input_output"](hidden), layer.input.norm)
+        if layer.scale != 1.0:
+            x *= np.float32(layer.scale)
 
     def attend(self, cache: LayerCache, x: AttnInput) -> np.ndarray:
         return attend_causal(x.q, cache.extend(x), cache.spec)

@@ -23,6 +23,7 @@ from sparsekv_cli.models.weights import Weights
 Progress = Callable[[int, int], None]
 OnRows = Callable[[int, LayerCache], None]
 Product = Callable[[Any], Any]
+Part = dict[tuple[int, int], AttnInput]  # by layer and position: rows that further layers read
 ROWS_AT_ONCE = 4096  # of a prompt, through all layers; dequantising takes 1 to 2 % of their time
 
 
@@ -65,6 +66,15 @@ class Forward(ABC):
         """What layer i's feed-forward adds to x f32 (T, n_embd), before its scale."""
         normed = self.rows.norm(x, self.layers[i].ffn_norm)
         return products["down"](self.rows.gate(products["gate_up"](normed)))
+
+    def begin_part(self, ids: Sequence[int], x: Any, pos: int) -> Any:
+        """The layers' own inputs of rows that begin at ``pos``, with the embeddings x; or None."""
+        return None
+
+    def add_inputs(  # noqa: B027 - most models have none
+        self, i: int, products: Mapping[str, Product], x: Any, inputs: Any, pos: int
+    ) -> None:
+        """Adds what layer i does with its own inputs, and scales x, in place."""
 
     @abstractmethod
     def end_layer(self, i: int) -> None:
@@ -127,6 +137,7 @@ class Forward(ABC):
                 window=layer.window,
                 sinks=NO_SINKS if sinks is None else sinks,
                 recurrence=getattr(self.weights.layers[i], "recurrence", None),
+                source=layer.source,
             )
             for i, (layer, sinks) in enumerate(zip(self.hparams.layers, all_sinks, strict=True))
         ]
@@ -162,9 +173,12 @@ class Forward(ABC):
             x = self.embed(ids[first : first + size])  # (T, n_embd) f32
             if len(x) > self.chunk:  # many rows of the table, which the layers do not need
                 self.weights.file.release(self.weights.token_embd.data)
+            inputs, part = self.begin_part(ids[first : first + size], x, pos + first), Part()
             for i, cache in enumerate(caches):
                 before = first * n_layer + i * len(x)  # rows times layers
-                for done in self._forward_layer(i, x, pos + first, cache, attend or self.attend):
+                for done in self._forward_layer(
+                    i, x, pos + first, cache, attend or self.attend, inputs, part
+                ):
                     if progress is not None:
                         progress((before + done) // n_layer, n)
                 if first + size >= n:
@@ -180,13 +194,22 @@ class Forward(ABC):
         return logits if all_logits else logits[0]
 
     def _forward_layer(
-        self, i: int, x: Any, pos: int, cache: LayerCache, attend: ChunkAttention
+        self,
+        i: int,
+        x: Any,
+        pos: int,
+        cache: LayerCache,
+        attend: ChunkAttention,
+        inputs: Any,
+        part: Part,
     ) -> Iterator[int]:
         """One layer over x f32 (T, n_embd), updated in place; yields how many rows are done."""
         products = self.products(i)
         for start in range(0, len(x), self.chunk):
             stop = min(len(x), start + self.chunk)
-            self._forward_chunk(i, products, x[start:stop], pos + start, cache, attend)
+            rows = x[start:stop]
+            self._forward_chunk(i, products, rows, pos + start, cache, attend, part)
+            self.add_inputs(i, products, rows, inputs, pos + start)
             yield stop
         self.end_layer(i)
 
@@ -198,6 +221,7 @@ class Forward(ABC):
         pos: int,
         cache: LayerCache,
         attend: ChunkAttention,
+        part: Part,
     ) -> None:
         """One layer over a chunk: x f32 (T, n_embd), updated in place."""
         layer, sizes, rows = self.layers[i], self.hparams.layers[i], self.rows
@@ -208,7 +232,12 @@ class Forward(ABC):
             state: Any = cache
             mixed = state.extend(StateInput(raw, gates))
         else:
-            attended = attend(cache, rows.heads(raw, layer, sizes, pos))
+            heads = rows.heads(raw, layer, sizes, pos)
+            if sizes.source >= 0:
+                heads = part[sizes.source, pos]._replace(q=heads.q, q_nope=heads.q_nope)
+            elif i in self.hparams.sources:
+                part[i, pos] = heads
+            attended = attend(cache, heads)
             mixed = attended.swapaxes(0, 1).reshape(len(x), sizes.n_attended)
             if sizes.output_gate:
                 mixed = rows.gate_heads(mixed, raw, sizes)

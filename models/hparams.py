@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -51,7 +52,8 @@ class LayerParams:
     are ``experts`` instead. attention_scale: of the softmax; 0: 1/sqrt(head_dim). kind: of its
     cache (sparsekv_cli/cache/kinds.py). window: tokens that a window layer attends to, the current
     one among them; 0: all. softcap: c of scores c tanh(score / c), 0 for none. has_sinks: whether
-    each head has a score without a value in its softmax. output_gate: see Architecture.
+    each head has a score without a value in its softmax. output_gate: see Architecture. source: the
+    layer ahead whose rows it reads; -1: it has its own.
     """
 
     n_head: int
@@ -68,6 +70,7 @@ class LayerParams:
     has_sinks: bool = False
     state: StateParams | None = None
     output_gate: bool = False
+    source: int = -1
 
     @property
     def n_attended(self) -> int:
@@ -75,7 +78,9 @@ class LayerParams:
         return self.state.n_out if self.state else self.n_head * self.value_dim
 
     def kv_bytes(self, n: int) -> int:
-        """Bytes of K and V of n tokens in f16."""
+        """Bytes of K and V of n tokens in f16, without those of another full layer."""
+        if self.source >= 0 and not self.window:
+            return 0
         rows = min(n, window_rows(self.window)) if self.window else n
         return 2 * rows * self.n_head_kv * (self.head_dim + self.value_dim)
 
@@ -89,7 +94,8 @@ class HParams:
     feed-forward adds to the residual stream. logit_scale: what divides the logits.
     temperature_scale: t of the queries' factor 1 + t ln(1 + floor(position / n_ctx_original)).
     logit_softcap: c of logits c tanh(logit / c), 0 for none. window_rope: RoPE of the window
-    layers, None: as that of the others.
+    layers, None: as that of the others. n_layer_input: length of each layer's own input, 0: there
+    is none.
     n_skipped: blocks behind the layers that predict further tokens (MTP), which are not run.
     """
 
@@ -106,16 +112,28 @@ class HParams:
     temperature_scale: float = 0.0
     logit_softcap: float = 0.0
     window_rope: RopeParams | None = None
+    n_layer_input: int = 0
     n_skipped: int = 0
 
     @property
     def n_layer(self) -> int:
         return len(self.layers)
 
+    @cached_property
+    def sources(self) -> frozenset[int]:
+        """The layers whose rows others read."""
+        return frozenset(layer.source for layer in self.layers) - {-1}
+
     @property
     def n_rot(self) -> int:
-        """Rotated dimensions of the layers that are rotated; 0 if none is."""
-        return max(layer.n_rot for layer in self.layers)
+        """Rotated dimensions of the layers that are rotated, but windows; 0 if none is."""
+        others = (each.n_rot for each in self.layers if each.kind != WINDOW)
+        return max(others, default=0) or self.window_n_rot
+
+    @property
+    def window_n_rot(self) -> int:
+        """Those of the window layers."""
+        return max((each.n_rot for each in self.layers if each.kind == WINDOW), default=0)
 
     @property
     def head_dim(self) -> int:
@@ -193,6 +211,9 @@ def read_hparams(file: GGUFFile) -> HParams:
         temperature_scale=scalars["attention.temperature_scale"],
         logit_softcap=scalars["final_logit_softcapping"],
         window_rope=_read_window_rope(keys, architecture, rope),
+        n_layer_input=keys.integer("embedding_length_per_layer_input", 0, MAX_WIDTH, default=0)
+        if architecture.layer_inputs
+        else 0,
         n_skipped=n_skipped,
     )
 
@@ -207,7 +228,7 @@ def _read_window_rope(
     own = rope if windows.freq_base == 0.0 else replace(rope, scaling="none")
     base = keys.number(name, low=1.0, default=windows.freq_base or rope.freq_base)
     own = replace(own, freq_base=base)
-    return None if own == rope else own
+    return None if own == rope and not windows.freq_base else own
 
 
 def _read_windows(keys: ModelKeys, windows: Windows | None, n_layer: int) -> tuple[int, ...]:
@@ -266,13 +287,8 @@ def _read_layers(
                 "attention.head_count",
                 f"is {heads} in layer {layer}, not a multiple of head_count_kv = {kv_heads}",
             )
-    head_dim = _head_size(keys, "attention.key_length", n_embd, n_head)
-    value_dim = _head_size(keys, "attention.value_length", n_embd, n_head)
-    n_rot = keys.integer("rope.dimension_count", 1, MAX_WIDTH, default=head_dim)
-    if n_rot % 2 or n_rot > head_dim:
-        raise keys.fail(
-            "rope.dimension_count", f"is {n_rot}; it must be even and at most {head_dim}"
-        )
+    sizes = _head_sizes(keys, n_embd, n_head)
+    window_sizes = _head_sizes(keys, n_embd, n_head, "_swa", sizes)
     step, n_ff = architecture.no_rope_step, (0,) * n_layer
     mixture, n_dense = mixture_of(keys, architecture), 0
     if mixture is not None and mixture.dense_lead:
@@ -280,7 +296,8 @@ def _read_layers(
     if mixture is None or not mixture.own_length or "feed_forward_length" in keys:
         n_ff = keys.per_layer("feed_forward_length", n_layer, MAX_WIDTH)
     windows = _read_windows(keys, architecture.windows, n_layer)
-    scale = scalars["attention.scale"]
+    scale = scalars["attention.scale"] or architecture.attention_scale
+    sources = _read_sources(keys, architecture, windows)
     if n_layer == architecture.wide_scale_layers:
         scale = (n_embd // n_head[0]) ** -0.5
     layers = []
@@ -289,6 +306,7 @@ def _read_layers(
         experts = None
         if mixture is not None and i >= n_dense:
             experts = read_experts(keys, mixture, i, n_layer, n_ff[i])
+        head_dim, value_dim, n_rot = window_sizes if windows[i] else sizes
         n_ff_dense = 0 if experts is not None else n_ff[i]
         if states[i] is not None:
             layers.append(
@@ -310,9 +328,55 @@ def _read_layers(
                 softcap=scalars["attn_logit_softcapping"],
                 has_sinks=architecture.sinks,
                 output_gate=architecture.output_gate,
+                source=sources[i],
             )
         )
     return tuple(layers)
+
+
+def _read_sources(
+    keys: ModelKeys, architecture: Architecture, windows: tuple[int, ...]
+) -> tuple[int, ...]:
+    """For each layer the one whose rows it reads, -1 for its own.
+
+    The last layers read those of the last one of their kind that has rows, which are the last two.
+    """
+    n_layer, n_shared, name = len(windows), 0, "attention.shared_kv_layers"
+    if architecture.layer_inputs:
+        n_shared = keys.integer(name, 0, n_layer, default=0)
+    n_own = n_layer - n_shared
+    if not n_shared:
+        return (-1,) * n_layer
+    if n_own < 2 or not windows[n_own - 2] or windows[n_own - 1]:
+        raise keys.unsupported(
+            name, f"is {n_shared} of {n_layer} layers: the last two others must be a window "
+            "layer and a full one",
+        )  # fmt: skip
+    return tuple(-1 if i < n_own else n_own - 1 - bool(windows[i]) for i in range(n_layer))
+
+
+def _head_sizes(
+    keys: ModelKeys,
+    n_embd: int,
+    n_head: tuple[int, ...],
+    suffix: str = "",
+    default: tuple[int, int, int] | None = None,
+) -> tuple[int, int, int]:
+    """Sizes of a key and of a value head, and how many dims of them are rotated.
+
+    suffix: of the keys that state them; default: what those that are missing mean.
+    """
+    head_dim, value_dim = (
+        default[i]
+        if default and f"{name}{suffix}" not in keys
+        else _head_size(keys, f"{name}{suffix}", n_embd, n_head)
+        for i, name in enumerate(("attention.key_length", "attention.value_length"))
+    )
+    name = f"rope.dimension_count{suffix}"
+    n_rot = keys.integer(name, 1, MAX_WIDTH, default=default[2] if default else head_dim)
+    if n_rot % 2 or n_rot > head_dim:
+        raise keys.fail(name, f"is {n_rot}; it must be even and at most {head_dim}")
+    return head_dim, value_dim, n_rot
 
 
 def _head_size(keys: ModelKeys, name: str, n_embd: int, n_head: tuple[int, ...]) -> int:

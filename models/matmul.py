@@ -35,6 +35,9 @@ def stacks(layer: LayerWeights) -> Iterator[tuple[str, Sequence[Linear]]]:
     if isinstance(layer.ffn, GatedWeights):
         yield "gate_up", (layer.ffn.gate, layer.ffn.up)
         yield "down", (layer.ffn.down,)
+    if layer.input is not None:
+        names = ("input_projection", "input_gate", "input_output")
+        yield from ((name, (w,)) for name, w in zip(names, layer.input.linears(), strict=True))
 
 
 def can_multiply(weights: Weights) -> bool:

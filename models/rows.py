@@ -36,10 +36,13 @@ class Rows(Protocol):
     def last_norm(self, x: Any, weight: np.ndarray) -> Any:
         """RMS norm of x in f32, for the output head."""
 
+    def rounded(self, x: Any) -> Any:
+        """x in the compute type."""
+
     def heads(self, raw: Any, layer: AttentionWeights, sizes: LayerParams, pos: int) -> AttnInput:
         """Projections raw (T, H d + G d + G d_v) as q, k and v: bias, norm, rotation, scale.
 
-        With an output gate, H 2 d instead of H d.
+        With an output gate, H 2 d instead of H d; without projections of k and v, none of these.
         """
 
     def gate_heads(self, attended: Any, raw: Any, sizes: LayerParams) -> Any:
@@ -85,15 +88,21 @@ class FusedRows:
         kernels.norm_rows(x, weight, self._eps, out, self._n_threads)
         return out
 
+    def rounded(self, x: np.ndarray) -> Any:
+        out = self._new(*x.shape)
+        kernels.round_rows(x, out, self._n_threads)
+        return out
+
     def heads(self, raw: Any, layer: AttentionWeights, sizes: LayerParams, pos: int) -> AttnInput:
-        n_head, n_kv, n_rows = sizes.n_head, sizes.n_head_kv, len(raw)
+        n_head, n_rows = sizes.n_head, len(raw)
+        n_kv = sizes.n_head_kv if layer.kv else 0
         q, k, v = (n_head, sizes.head_dim), (n_kv, sizes.head_dim), (n_kv, sizes.value_dim)
         at, half = slice(pos, pos + n_rows), sizes.n_rot // 2
         outs = [self._new(n, n_rows, d) for n, d in (q, k, v, q, k)]
         rope = self._ropes.of(sizes.kind)
         kernels.split_heads(
-            raw, *(given(w.bias) for w in (layer.q, layer.k, layer.v)), given(layer.q_norm),
-            given(layer.k_norm), self._eps, rope.cos[at, :half], rope.sin[at, :half],
+            raw, *map(given, layer.biases), given(layer.q_norm), given(layer.k_norm),
+            given(layer.v_norm), self._eps, rope.cos[at, :half], rope.sin[at, :half],
             rope.q_scale[at], self._interleaved, sizes.output_gate, *outs, self._n_threads,
         )  # fmt: skip
         return AttnInput._make((*outs, pos))

@@ -9,12 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.architectures import Architecture
-from sparsekv_cli.models.gguf.file import GGUFFile, TensorInfo
+from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.models.gguf.linear import GatedWeights, Linear
+from sparsekv_cli.models.gguf.tensors import TensorReader
 from sparsekv_cli.models.hparams import ExpertParams, HParams
+from sparsekv_cli.models.layers.layer_input import (
+    InputEmbedding,
+    LayerInput,
+    read_embedding,
+    read_layer_input,
+)
 from sparsekv_cli.models.layers.state_weights import read_mixer
 
 
@@ -62,7 +68,8 @@ class LayerWeights(ABC):
     """What all layers have. o: the output projection of attention, or of what is in its place.
 
     attn_post_norm, ffn_post_norm: f32 (n_embd,), where the architecture has them, of what the block
-    adds to the residual stream.
+    adds to the residual stream. input: what it does with an input of its own, None: it has none.
+    scale: of the residual stream behind it.
     """
 
     attn_norm: np.ndarray
@@ -71,6 +78,8 @@ class LayerWeights(ABC):
     ffn: GatedWeights | ExpertWeights
     attn_post_norm: np.ndarray | None = None
     ffn_post_norm: np.ndarray | None = None
+    input: LayerInput | None = None
+    scale: float = 1.0
 
     @abstractmethod
     def inputs(self) -> tuple[Linear, ...]:
@@ -84,7 +93,10 @@ class LayerWeights(ABC):
         return (*self.inputs(), self.o)
 
     def linears(self) -> tuple[Linear, ...]:
-        """All matrices in the order of their use, but a router's, which stays as it is."""
+        """All matrices in the order of their use, but those that stay as they are.
+
+        These are a router's and those of ``input``.
+        """
         return (*self.attention(), *self.ffn.linears())
 
     def mapped(self, change: Callable[[Linear], Linear]) -> LayerWeights:
@@ -96,22 +108,35 @@ class LayerWeights(ABC):
 @dataclass(frozen=True, kw_only=True)
 class AttentionWeights(LayerWeights):
     """A layer with attention. Where the architecture has them, q_norm, k_norm: f32 (head_dim,);
-    sinks: f32 (n_head,), of each head a score without a value in the softmax.
+    v_norm: ones f32 (value_dim,); sinks: f32 (n_head,), of each head a score without a value in the
+    softmax. kv: the projections of keys and values, or none in a layer that reads another's rows.
     """
 
     q: Linear
-    k: Linear
-    v: Linear
+    kv: tuple[Linear, ...]
     q_norm: np.ndarray | None
     k_norm: np.ndarray | None
+    v_norm: np.ndarray | None = None
     sinks: np.ndarray | None = None
 
+    @property
+    def k(self) -> Linear:
+        return self.kv[0]
+
+    @property
+    def v(self) -> Linear:
+        return self.kv[1]
+
+    @property
+    def biases(self) -> tuple[np.ndarray | None, ...]:
+        """Those of q, k and v."""
+        return tuple(linear.bias for linear in self.inputs()) + (None,) * (2 - len(self.kv))
+
     def inputs(self) -> tuple[Linear, ...]:
-        return (self.q, self.k, self.v)
+        return (self.q, *self.kv)
 
     def with_inputs(self, inputs: tuple[Linear, ...]) -> AttentionWeights:
-        q, k, v = inputs
-        return replace(self, q=q, k=k, v=v)
+        return replace(self, q=inputs[0], kv=inputs[1:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +160,8 @@ class Weights:
     """All tensors. output is token_embd where the file has none (tied embeddings).
 
     output_norm: divided by the architecture's logit_scale, which divides the logits.
-    rope_freqs: f32 (n_rot / 2,), divides the angles (Llama 3, LongRoPE).
+    rope_freqs: f32 (n_rot / 2,), divides the angles (Llama 3, LongRoPE). inputs: of what makes the
+    layers' own inputs, None: they have none.
     """
 
     file: GGUFFile
@@ -144,6 +170,7 @@ class Weights:
     output_norm: np.ndarray
     output: Linear
     rope_freqs: np.ndarray | None
+    inputs: InputEmbedding | None = None
 
     @property
     def n_bytes(self) -> int:
@@ -155,6 +182,7 @@ class Weights:
         total = self.output.data.nbytes
         for layer in self.layers:
             total += sum(linear.data.nbytes for linear in layer.attention())
+            total += 0 if layer.input is None else layer.input.n_bytes
             ffn = layer.ffn
             total += ffn.bytes_a_step(n_rows) if isinstance(ffn, ExpertWeights) else ffn.n_bytes
         return total
@@ -166,79 +194,49 @@ class Weights:
         return layers + self.output.data.nbytes
 
 
-class _Reader:
-    def __init__(self, file: GGUFFile) -> None:
-        self.file = file
-        self.used: set[str] = set()
+class _Reader(TensorReader):
+    """The parts of a decoder."""
 
-    def info(self, name: str, expected: tuple[int, ...]) -> TensorInfo:
-        """The tensor of this name; SparseKVError if it is missing or of another shape."""
-        info = self.file.tensors.get(name)
-        self.used.add(name)
-        if info is None:
-            raise SparseKVError(
-                f"{self.file.path}: tensor {name} is missing; the file is incomplete or its "
-                "architecture is another one"
-            )
-        if info.shape != expected:
-            found, wanted = (" x ".join(map(str, shape)) for shape in (info.shape, expected))
-            raise SparseKVError(
-                f"{self.file.path}: tensor {name} is {found}, but the hyper-parameters say {wanted}"
-            )
-        return info
+    def qkv(self, prefix: str, rows: Sequence[int], n_columns: int, bias: bool, v_is_k: bool):
+        """q, k and v, from three tensors or from the fused attn_qkv.
 
-    def vector(self, name: str, length: int, required: bool = True) -> np.ndarray | None:
-        """A small f32 tensor (a norm, a bias), copied so that it is aligned."""
-        if not required and name not in self.file.tensors:
-            return None
-        return self.floats(name, (length,))
-
-    def floats(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """A small f32 tensor of any shape, copied."""
-        info = self.info(name, shape)
-        data = self.file.data(name).reshape(-1)
-        if info.type.name == "F32":
-            return data.view("<f4").astype(np.float32).reshape(shape)
-        if info.type.name == "F16":
-            return data.view("<f2").astype(np.float32).reshape(shape)
-        if info.type.name == "BF16":
-            return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
-        raise SparseKVError(
-            f"{self.file.path}: tensor {name} has type {info.type.name}; norms and biases must be "
-            "F32, F16 or BF16"
-        )
-
-    def linear(self, name: str, n_rows: int, n_columns: int, *, bias: bool | None = None) -> Linear:
-        """A matrix and its bias. bias: True: must be there, False: may be there, None: must not.
-
-        With None a file that has one is refused, because that tensor would not be used.
+        v_is_k: whether a missing attn_v means that values are keys.
         """
-        info = self.info(f"{name}.weight", (n_rows, n_columns))
-        return Linear(
-            code=int(info.type),
-            data=self.file.data(info),
-            n_columns=n_columns,
-            bias=None if bias is None else self.vector(f"{name}.bias", n_rows, required=bias),
-        )
-
-    def split(self, fused: Linear, rows: Sequence[int]) -> tuple[Linear, ...]:
-        """A matrix as several, of so many rows each."""
-        parts, at = [], 0
-        for n in rows:
-            bias = None if fused.bias is None else fused.bias[at : at + n].copy()
-            parts.append(Linear(fused.code, fused.data[at : at + n], fused.n_columns, bias))
-            at += n
-        return tuple(parts)
-
-    def qkv(self, prefix: str, rows: Sequence[int], n_columns: int, bias: bool):
-        """q, k and v, from three tensors or from the fused attn_qkv."""
         if f"{prefix}attn_qkv.weight" in self.file.tensors:
             fused = self.linear(f"{prefix}attn_qkv", sum(rows), n_columns, bias=bias)
             return self.split(fused, rows)
+        letters = "qkv" if f"{prefix}attn_v.weight" in self.file.tensors or not v_is_k else "qkk"
         return tuple(
             self.linear(f"{prefix}attn_{letter}", n, n_columns, bias=bias)
-            for letter, n in zip("qkv", rows, strict=True)
+            for letter, n in zip(letters, rows, strict=True)
         )
+
+    def attention(self, at: str, i: int, hparams: HParams, architecture: Architecture) -> Any:
+        """The fields of AttentionWeights that are the attention's own."""
+        n_embd, layer, bias = hparams.n_embd, hparams.layers[i], architecture.qkv_bias
+        d, d_v, has_norm = layer.head_dim, layer.value_dim, architecture.qk_norm
+        n_q = layer.n_head * d * (1 + layer.output_gate)
+        fields: dict[str, Any] = {
+            "q_norm": self.vector(f"{at}attn_q_norm.weight", d, has_norm),
+            "sinks": self.vector(f"{at}attn_sinks.weight", layer.n_head)
+            if layer.has_sinks
+            else None,
+            "o": self.linear(
+                f"{at}attn_output", n_embd, layer.n_attended, bias=architecture.o_bias or None
+            ),
+        }
+        if layer.source >= 0:
+            self.used.update(f"{at}attn_{name}.weight" for name in ("k", "v", "k_norm"))
+            q = self.linear(f"{at}attn_q", n_q, n_embd, bias=bias)
+            return fields | {"q": q, "kv": (), "k_norm": None}
+        rows = (n_q, layer.n_head_kv * d, layer.n_head_kv * d_v)
+        q, *kv = self.qkv(at, rows, n_embd, bias, architecture.value_norm)
+        return fields | {
+            "q": q,
+            "kv": tuple(kv),
+            "k_norm": self.vector(f"{at}attn_k_norm.weight", d, has_norm),
+            "v_norm": np.ones(d_v, np.float32) if architecture.value_norm else None,
+        }
 
     def gated(self, prefix: str, n_embd: int, n_ff: int, suffix: str = "") -> GatedWeights:
         """A gated feed-forward from three tensors."""
@@ -253,16 +251,6 @@ class _Reader:
         both = self.linear(f"{prefix}ffn_up", 2 * n_ff, n_embd)
         gate, up = self.split(both, (n_ff, n_ff))
         return GatedWeights(gate, up, self.linear(f"{prefix}ffn_down", n_embd, n_ff))
-
-    def stack(self, name: str, n_matrices: int, n_rows: int, n_columns: int) -> Linear:
-        """Matrices of one shape from a tensor of three dimensions."""
-        info = self.info(f"{name}.weight", (n_matrices, n_rows, n_columns))
-        return Linear(int(info.type), self.file.data(info), n_columns, n_matrices=n_matrices)
-
-    def table(self, name: str, n_rows: int, n_columns: int) -> np.ndarray:
-        """A small tensor of two dimensions, such as the biases of experts, as f32."""
-        info = self.info(name, (n_rows, n_columns))
-        return dot.dequantize(int(info.type), self.file.data(info), n_columns)
 
     def mixture(
         self, prefix: str, n_embd: int, params: ExpertParams, has_biases: bool
@@ -300,7 +288,9 @@ class _Reader:
             else None,
         )
 
-    def layer(self, i: int, hparams: HParams, architecture: Architecture) -> LayerWeights:
+    def layer(
+        self, i: int, hparams: HParams, architecture: Architecture, inputs: InputEmbedding | None
+    ) -> LayerWeights:
         at, n_embd, layer = f"blk.{i}.", hparams.n_embd, hparams.layers[i]
         ffn: GatedWeights | ExpertWeights
         if layer.experts is not None:
@@ -320,25 +310,17 @@ class _Reader:
         def post_norm(name: str) -> np.ndarray | None:
             return self.vector(f"{at}{name}.weight", n_embd)
 
-        d = layer.head_dim
-        n_q = layer.n_head * d * (1 + layer.output_gate)
-        rows = (n_q, layer.n_head_kv * d, layer.n_head_kv * layer.value_dim)
-        q, k, v = self.qkv(at, rows, n_embd, architecture.qkv_bias)
+        scale = f"{at}layer_output_scale.weight"
+        has_scale = architecture.layer_inputs and scale in self.file.tensors
         return AttentionWeights(
+            **self.attention(at, i, hparams, architecture),
             attn_norm=attn_norm,
-            q=q,
-            k=k,
-            v=v,
-            q_norm=self.vector(f"{at}attn_q_norm.weight", d, architecture.qk_norm),
-            k_norm=self.vector(f"{at}attn_k_norm.weight", d, architecture.qk_norm),
-            o=self.linear(
-                f"{at}attn_output", n_embd, layer.n_attended, bias=architecture.o_bias or None
-            ),
             ffn_norm=ffn_norm,
             ffn=ffn,
             attn_post_norm=post_norm("post_attention_norm") if architecture.post_norms else None,
             ffn_post_norm=post_norm("post_ffw_norm") if architecture.post_norms else None,
-            sinks=self.vector(f"{at}attn_sinks.weight", layer.n_head) if layer.has_sinks else None,
+            input=None if inputs is None else read_layer_input(self, i, inputs),
+            scale=float(self.floats(scale, (1,))[0]) if has_scale else 1.0,
         )
 
     def rope_freqs(self, hparams: HParams, n_ctx: int) -> np.ndarray | None:
@@ -370,7 +352,10 @@ def read_weights(
     file.check_types()
     reader = _Reader(file)
     n_embd = hparams.n_embd
-    layers = tuple(reader.layer(i, hparams, architecture) for i in range(hparams.n_layer))
+    inputs, n_layer = None, hparams.n_layer
+    if hparams.n_layer_input:
+        inputs = read_embedding(reader, hparams.n_vocab, n_layer, hparams.n_layer_input, n_embd)
+    layers = tuple(reader.layer(i, hparams, architecture, inputs) for i in range(n_layer))
     rope_freqs = reader.rope_freqs(hparams, n_ctx or hparams.n_ctx_train)
     token_embd = reader.linear("token_embd", hparams.n_vocab, n_embd)
     output_norm = _present(reader.vector(f"{architecture.output_norm}.weight", n_embd))
@@ -382,6 +367,7 @@ def read_weights(
         output_norm=output_norm / np.float32(hparams.logit_scale),
         output=token_embd if tied else reader.linear("output", hparams.n_vocab, n_embd),
         rope_freqs=rope_freqs,
+        inputs=inputs,
     )
     skipped = tuple(f"blk.{hparams.n_layer + i}." for i in range(hparams.n_skipped))
     unused = [

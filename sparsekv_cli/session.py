@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from sparsekv_cli import sequence, warmup
+from sparsekv_cli.cache.kinds import share_rows
 from sparsekv_cli.cache.layer import reserve
 from sparsekv_cli.cache.spec import STATE, LayerSpec
 from sparsekv_cli.calibration import calibrations
@@ -157,6 +158,7 @@ class Session:
         self.caches = [
             self.engine.layer(self.attention.method, spec) for spec in self.attention.specs
         ]
+        share_rows(self.caches)
 
     def change_method(
         self,

@@ -37,6 +37,7 @@ LAYER = np.dtype(
         *(
             (name, np.int64)
             for name in (
+                # n_head_kv: of its own, 0 where it reads another layer's rows
                 *("n_embd", "n_head", "n_head_kv", "head_dim", "value_dim", "n_ff", "n_rot"),
                 "n_inputs",  # matrices ahead of o: q, k, v; of recurrent layers (n_head = 0) others
                 "gated",  # whether behind each query's d projected elements lie d of a gate
@@ -45,7 +46,7 @@ LAYER = np.dtype(
                 *("attn_norm", "ffn_norm"),  # (n_embd,)
                 *("attn_post_norm", "ffn_post_norm"),  # (n_embd,), of what is added to x
                 *("q_bias", "k_bias", "v_bias", "o_bias"),  # (rows of the matrix,)
-                *("q_norm", "k_norm"),  # (d,)
+                *("q_norm", "k_norm", "v_norm"),  # (d,), and (d_v,)
                 "matrices",  # int64 (n_inputs + BEHIND, 6): a table (experts/decode.py: others)
                 "regions",  # of its matrices and of all that follow (see matrix_regions)
                 "x",  # (B, n_embd): the residual stream
@@ -225,7 +226,7 @@ def project_qkv(layers, i, n_rows, n_threads):
         n_threads,
     )  # fmt: skip
     q_bias, k_bias = floats(layer.q_bias, n_q), floats(layer.k_bias, n_k)
-    v_bias = floats(layer.v_bias, n_kv * d_v)
+    v_bias, v_norm = floats(layer.v_bias, n_kv * d_v), floats(layer.v_norm, d_v)
     q_norm, k_norm = floats(layer.q_norm, d), floats(layer.k_norm, d)
     half, interleaved = layer.n_rot // 2, layer.interleaved != 0
     d_out, d_v_out = padded(d), padded(d_v)
@@ -252,6 +253,8 @@ def project_qkv(layers, i, n_rows, n_threads):
             if v_bias.shape[0]:
                 for c in range(d_v):
                     v[g, c] += v_bias[g * d_v + c]
+            if v_norm.shape[0]:
+                rms_norm(v[g, :d_v], v_norm, eps, v[g, :d_v])
 
 
 @njit(cache=True, nogil=True)

@@ -52,6 +52,16 @@ def norm_rows(x, weight, eps, out, n_threads):
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def round_rows(x, out, n_threads):
+    """out (T, n) = x f32 (T, n)."""
+    n_rows = x.shape[0]
+    for part in prange(n_threads):
+        for row in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
+            for c in range(x.shape[1]):
+                out[row, c] = rounded(out, x[row, c])
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def add_rows(x, y, bias, norm, eps, scale, n_threads):
     """x += scale y; x f32 (T, n). First y gets a bias and an RMS norm: f32 (n,), or empty."""
     n_rows, n = x.shape
@@ -79,10 +89,10 @@ def add_rows(x, y, bias, norm, eps, scale, n_threads):
 def _head(raw, bias, norm, eps, cos, sin, scale, interleaved, work, out_nope, out):
     """Bias, norm, rotation and scale of one head of one token: raw (d,) -> out_nope, out (d,).
 
-    work f32 (2, d) scratch; out_nope and out in half-split order.
+    work f32 (2, >= d) scratch; out_nope and out in half-split order.
     """
     d, half = raw.shape[0], cos.shape[0]
-    values, ordered = work[0], work[1]
+    values, ordered = work[0, :d], work[1, :d]
     for c in range(d):
         values[c] = widen(raw[c])
     if bias.shape[0]:
@@ -115,21 +125,21 @@ def _head(raw, bias, norm, eps, cos, sin, scale, interleaved, work, out_nope, ou
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def split_heads(
-    raw, q_bias, k_bias, v_bias, q_norm, k_norm, eps, cos, sin, q_scale, interleaved, gated, q, k,
-    v, q_nope, k_nope, n_threads,
+    raw, q_bias, k_bias, v_bias, q_norm, k_norm, v_norm, eps, cos, sin, q_scale, interleaved, gated,
+    q, k, v, q_nope, k_nope, n_threads,
 ):  # fmt: skip
     """A chunk's q/k/v as the projection gives them, into heads, with bias, norm and rotation.
 
-    raw (T, H d + G d + G d_v); biases f32 as wide or empty, norms f32 (d,) or empty; cos, sin
-    f32 (T, n_rot / 2); q_scale f32 (T,) multiplies the queries. gated: behind each query's d
-    elements lie d of a gate (``gate_heads``). q, q_nope (H, T, d), k, k_nope (G, T, d), v
-    (G, T, d_v).
+    raw (T, H d + G d + G d_v), G may be 0; biases f32 as wide or empty, norms f32 (d,), of the
+    values (d_v,), or empty; cos, sin f32 (T, n_rot / 2); q_scale f32 (T,) multiplies the queries.
+    gated: behind each query's d elements lie d of a gate (``gate_heads``). q, q_nope (H, T, d), k,
+    k_nope (G, T, d), v (G, T, d_v).
     """
     n_head, n_rows, d = q.shape
     n_kv, d_v = v.shape[0], v.shape[2]
     q_row = 2 * d if gated else d
     for part in prange(n_threads):
-        work = np.empty((2, d), np.float32)
+        work = np.empty((2, max(d, d_v)), np.float32)
         for t in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
             for h in range(n_head):
                 bias = q_bias[h * d : (h + 1) * d]
@@ -146,6 +156,13 @@ def split_heads(
                 )  # fmt: skip
                 at += d
             for g in range(n_kv):
+                if v_norm.shape[0]:
+                    _head(
+                        raw[t, at : at + d_v], v_bias[g * d_v : (g + 1) * d_v], v_norm, eps,
+                        cos[t, :0], sin[t, :0], np.float32(1), False, work, v[g, t], v[g, t],
+                    )  # fmt: skip
+                    at += d_v
+                    continue
                 for c in range(d_v):
                     value = widen(raw[t, at + c])
                     if v_bias.shape[0]:

@@ -16,6 +16,7 @@ from sparsekv_cli.errors import UnsupportedModelError
 ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3",
+    "gemma4": "gemma4",
     "gpt-oss": "gpt_oss",
     "granite": "granite",
     "granitemoe": "granitemoe",
@@ -105,6 +106,11 @@ class Architecture:
     output_gate: attn_q holds for each head its query's rows, then those of a gate; the head's
         attention is multiplied by the gate's sigmoid.
     output_norm: the name of the tensor of the norm of the last layer's output.
+    attention_scale: of the softmax, where it is not that of the heads' size.
+    value_norm: values have an RMS norm without a weight; a layer without attn_v takes its keys,
+        ahead of their norm, as values.
+    layer_inputs: layers may have an input of their own beside the residual stream, a factor of
+        their output, and the rows of another layer instead of their own.
     """
 
     name: str
@@ -127,6 +133,9 @@ class Architecture:
     recurrence: str = ""
     output_gate: bool = False
     output_norm: str = "output_norm"
+    attention_scale: float = 0.0
+    value_norm: bool = False
+    layer_inputs: bool = False
 
     @property
     def host_only(self) -> str:

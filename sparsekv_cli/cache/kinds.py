@@ -1,12 +1,18 @@
-"""Kinds of layers: ``full`` ones, which methods change, and others with caches of their own."""
+"""Kinds of layers: ``full`` ones, which methods change, and others with caches of their own.
+
+A layer of either may read the rows of another one ahead of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
 
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import FULL, STATE, WINDOW, LayerSpec
 from sparsekv_cli.cache.state import StateCache
+from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.cache.window import WindowCache
 
 # The caches of layers of other kinds than full, which are the same with every method.
@@ -16,3 +22,44 @@ CACHES: dict[str, Callable[[LayerSpec], LayerCache]] = {STATE: StateCache, WINDO
 def full_layers(specs: Iterable[LayerSpec]) -> list[LayerSpec]:
     """Those in which a method has a part."""
     return [spec for spec in specs if spec.kind == FULL]
+
+
+class SharedStore(KVStore):
+    """The first ``n`` rows of another layer's store, which gets every row first."""
+
+    is_shared = True
+
+    def __init__(self, of: KVStore) -> None:
+        self.k_type, self.v_type, self._n_threads = of.k_type, of.v_type, of._n_threads
+        self._of, self.n = of, 0
+        self.reserve(0)
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def reserve(self, n: int) -> None:
+        self._of.reserve(n)
+        self.k, self.v, self.layout = self._of.k, self._of.v, self._of.layout
+
+    def append(self, k: np.ndarray, v: np.ndarray) -> None:
+        self.reserve(self.n + k.shape[1])
+        self.n += k.shape[1]
+
+    def append_row(self, k: np.ndarray, v: np.ndarray) -> None:
+        self.reserve(self.n + 1)
+        self.n += 1
+
+
+def share_rows(caches: Sequence[LayerCache]) -> None:
+    """Gives the caches of a sequence one memory for rows that several layers read.
+
+    Those of methods that drop, move or compress rows keep their own; so do windows.
+    """
+    for cache in caches:
+        spec = cache.spec
+        if spec.source < 0 or spec.kind != FULL:
+            continue
+        pair = caches[spec.source], cache
+        if all(type(each.store) is KVStore and each.can_prefill_in_parts for each in pair):
+            cache.store = SharedStore(pair[0].store)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -189,7 +190,7 @@ def reserve(caches: Sequence[LayerCache], n: int, *, is_checked: bool) -> None:
     """
     kept, largest = 0, 0
     for cache in caches if is_checked else ():
-        spec = cache.spec
+        spec = cache.spec if cache.store.is_shared else replace(cache.spec, source=-1)
         n_bytes = n * token_bytes([spec], spec.cache_type_k, spec.cache_type_v)
         if cache.can_prefill_in_parts:
             kept += max(0, n_bytes - cache.store.nbytes)

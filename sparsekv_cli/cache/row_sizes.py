@@ -26,6 +26,8 @@ class Sizes(Protocol):
     def value_dim(self) -> int: ...
     @property
     def kind(self) -> str: ...
+    @property
+    def source(self) -> int: ...
 
 
 def padded(d: int) -> int:
@@ -34,13 +36,16 @@ def padded(d: int) -> int:
 
 
 def token_bytes(layers: Iterable[Sizes], cache_type_k: str, cache_type_v: str) -> int:
-    """Bytes of one token's K and V in those of these layers that keep the rows of all tokens."""
+    """Bytes of one token's K and V in those of these layers that keep the rows of all tokens.
+
+    Rows that several layers read count once.
+    """
     k, v = CACHE_TYPES[cache_type_k], CACHE_TYPES[cache_type_v]
     return sum(
         each.n_head_kv
         * (rows.row_bytes(k, padded(each.head_dim)) + rows.row_bytes(v, padded(each.value_dim)))
         for each in layers
-        if each.kind == FULL
+        if each.kind == FULL and each.source < 0
     )
 
 

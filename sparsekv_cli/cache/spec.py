@@ -60,6 +60,7 @@ class LayerSpec:
     cache_type_k, cache_type_v: types of the rows (cache/store.py). kind: of the layer's cache
     (cache/kinds.py). window: rows that a query sees, its own the last; 0: all. recurrence: what a
     recurrent layer computes (cache/state.py). n_checkpoints: of its states, that are kept at most.
+    source: the layer ahead whose rows this one is given; -1: it has its own.
     """
 
     layer: int
@@ -81,6 +82,7 @@ class LayerSpec:
     window: int = 0
     recurrence: Any = field(default=None, compare=False)
     n_checkpoints: int = N_CHECKPOINTS
+    source: int = -1
 
     @property
     def group(self) -> int:

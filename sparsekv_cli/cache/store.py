@@ -73,8 +73,10 @@ class KVStore:
     """K and V of one layer in host memory: (G, capacity, row), growing in steps.
 
     k, v: rows of the types that ``spec`` names. layout: where they are, int64 (8,), as kernels
-    take it (cpu/attention/rows.py).
+    take it (cpu/attention/rows.py). is_shared: whether the rows are another store's.
     """
+
+    is_shared = False
 
     def __init__(self, spec: LayerSpec) -> None:
         self.k_type = RowType(CACHE_TYPES[spec.cache_type_k], spec.head_dim)

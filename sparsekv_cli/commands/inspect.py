@@ -152,11 +152,12 @@ def _kv_cache(layers: Sequence[LayerParams], n_weights: int) -> dict[str, Any]:
 def _by_kind(layers: Sequence[LayerParams]) -> list[dict[str, Any]]:
     """Of each kind of layers how many there are, and what their K and V take at CONTEXT tokens.
 
-    In f16; a quantised cache takes less.
+    In f16; a quantised cache takes less. ``shared`` ones read the rows of another full layer.
     """
     kinds: dict[str, dict[str, Any]] = {}
     for layer in layers:
-        row = kinds.setdefault(layer.kind, {"kind": layer.kind, "layers": 0, "bytes": 0})
+        kind = "shared" if layer.source >= 0 and not layer.window else layer.kind
+        row = kinds.setdefault(kind, {"kind": kind, "layers": 0, "bytes": 0})
         row["layers"] += 1
         row["bytes"] += layer.kv_bytes(CONTEXT)
     return [{**row, "tokens": CONTEXT} for row in kinds.values()]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from sparsekv_cli.cache.kinds import share_rows
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import FULL, AttnInput
 from sparsekv_cli.cache.store import padded
@@ -78,6 +79,8 @@ def prefill_all(
     caches = [
         [method.layer(spec) for spec in session.calibrations.specs(method)] for method in methods
     ]
+    for layers_of_one in caches:
+        share_rows(layers_of_one)
     for cache in (cache for layers in caches for cache in layers):
         cache.reserve(len(ids) + n_steps)
     own_s = [0.0] * len(methods)
@@ -118,7 +121,10 @@ def prefills(
         return
 
     def new_caches(method: Method) -> list[LayerCache]:
-        return [session.engine.layer(method, spec) for spec in session.calibrations.specs(method)]
+        specs = session.calibrations.specs(method)
+        layers = [session.engine.layer(method, spec) for spec in specs]
+        share_rows(layers)
+        return layers
 
     def try_kernels(method: Method) -> None:
         layers, trial = new_caches(method), ids[:N_TRIAL]

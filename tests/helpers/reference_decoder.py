@@ -16,17 +16,26 @@ from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
+from reference_feed_forward import (
+    exact_gelu,
+    feed_forward,
+    ggml_gelu,
+    log_softmax,
+    rms_norm,
+)
+from tiny_gemma4 import end_of_layer, layer_inputs
 from tiny_recurrent import delta_net, short_convolution
 
 PAIRING = {
     **dict.fromkeys(("granite", "granitemoe", "llama", "mistral3", "smollm3"), "norm"),
     **dict.fromkeys(("qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3moe"), "neox"),
-    **dict.fromkeys(("gemma2", "gemma3", "gpt-oss", "phi3", "qwen3vl", "qwen3vlmoe"), "neox"),
+    **dict.fromkeys(
+        ("gemma2", "gemma3", "gemma4", "gpt-oss", "phi3", "qwen3vl", "qwen3vlmoe"), "neox"
+    ),
     **dict.fromkeys(("lfm2", "lfm2moe", "qwen35", "qwen35moe"), "neox"),
 }
 
 
-NAMES = ("gate", "up", "down")
 LFM2_NORM = "token_embd_norm.weight"  # of the last layer's output
 
 
@@ -35,7 +44,8 @@ def reference_logits(
 ) -> np.ndarray:
     """Logits (T, V) f32 of the tokens at positions 0..T-1.
 
-    kv_f16: round keys (after RoPE) and values to f16, as an f16 KV cache does. n_ctx: length of the
+    kv_f16: round what the package rounds: keys (after RoPE) and values to f16, as an f16 KV cache
+    does; otherwise what llama.cpp does with a cache of f32: GELU. n_ctx: length of the
     context, 0: that of the model. n_last: of the last tokens only; 0: of all.
     """
     model = ReferenceModel.open(path, n_ctx)
@@ -52,6 +62,7 @@ def model_logits(
     hidden = hidden * np.float32(scale)
     turns = model.rotation(len(ids)), model.rotation(len(ids), of_windows=True)  # (T, d/2) each
     residual = np.float32(model.key("residual_scale", 1.0))
+    inputs, gelu = layer_inputs(model, ids, hidden), exact_gelu if kv_f16 else ggml_gelu
 
     def normed(block: np.ndarray, layer: int, name: str) -> np.ndarray:
         name = f"blk.{layer}.{name}.weight"
@@ -61,8 +72,9 @@ def model_logits(
         cos, sin = turns[model.window(layer) > 0]
         block = attention(model, layer, hidden, cos, sin, kv_f16)
         hidden = hidden + residual * normed(block, layer, "post_attention_norm")
-        block = feed_forward(model, layer, hidden)
+        block = feed_forward(model, layer, hidden, gelu)
         hidden = hidden + residual * normed(block, layer, "post_ffw_norm")
+        hidden = end_of_layer(model, layer, hidden, inputs, gelu)
     norm = "output_norm.weight" if "output_norm.weight" in model.tensors else LFM2_NORM
     hidden = rms_norm(hidden[-n_last:], model.tensor(norm), model.epsilon)
     head = "output.weight" if "output.weight" in model.tensors else "token_embd.weight"
@@ -90,30 +102,36 @@ def attention(
         if f"blk.{layer}.{tensor}.weight" in model.tensors:
             return mixer(model, layer, x)
     counts = (model.n_head, model.n_head_kv, model.n_head_kv)
-    q, k, v = (
+    q, *kv = (
         rows.reshape(n_rows, heads, -1)
-        for rows, heads in zip(model.qkv(layer, x), counts, strict=True)
+        for rows, heads in zip(model.qkv(layer, x), counts, strict=False)
     )
     gates = np.zeros(0, np.float32)
     if q.shape[2] == 2 * model.head_dim:
         q, gates = q[:, :, : model.head_dim], q[:, :, model.head_dim :]
     if f"blk.{layer}.attn_q_norm.weight" in model.tensors:
         q = rms_norm(q, model.tensor(f"blk.{layer}.attn_q_norm.weight"), model.epsilon)
-        k = rms_norm(k, model.tensor(f"blk.{layer}.attn_k_norm.weight"), model.epsilon)
+    if f"blk.{layer}.attn_k_norm.weight" in model.tensors:
+        kv[0] = rms_norm(kv[0], model.tensor(f"blk.{layer}.attn_k_norm.weight"), model.epsilon)
+    if kv and model.arch == "gemma4":
+        kv[1] = rms_norm(kv[1], np.float32(1), model.epsilon)
     is_rotated = model.key("rope.scaling.finetuned", True)  # granite's switch
     if is_rotated and not (model.arch == "smollm3" and layer % 4 == 3):
-        q, k = (rotate(rows, cos, sin, PAIRING[model.arch]) for rows in (q, k))
+        q, *kv[:1] = (rotate(rows, cos, sin, PAIRING[model.arch]) for rows in (q, *kv[:1]))
     temperature = model.key("attention.temperature_scale", 0.0)
     if temperature:
         turns = np.arange(n_rows) // model.key("rope.scaling.original_context_length", 0)
         q = q * (1 + temperature * np.log(1.0 + turns)).astype(np.float32)[:, None, None]
-    if kv_f16:
-        k, v = (rows.astype(np.float16).astype(np.float32) for rows in (k, v))
+    if kv and kv_f16:
+        kv = [rows.astype(np.float16).astype(np.float32) for rows in kv]
+    if kv:
+        model.rows[layer] = kv
+    k, v = model.rows[layer if kv else model.source(layer)]
     future = np.triu(np.ones((n_rows, n_rows), bool), 1)
     window = model.window(layer)
     hidden_rows = future | np.tril(np.ones((n_rows, n_rows), bool), -window if window else -n_rows)
     group = model.n_head // model.n_head_kv
-    scale = model.key("attention.scale", 0.0)
+    scale = model.key("attention.scale", 1.0 if model.arch == "gemma4" else 0.0)
     divisor = np.float32(1 / scale if scale else math.sqrt(model.head_dim))
     heads = []
     for head in range(model.n_head):
@@ -131,93 +149,6 @@ def attention(
     if len(gates):
         attended = attended / (1 + np.exp(-gates.reshape(n_rows, -1)))
     return model.project(layer, "attn_output", attended)
-
-
-def feed_forward(model: ReferenceModel, layer: int, hidden: np.ndarray) -> np.ndarray:
-    """The feed-forward block's output (T, E) for hidden (T, E)."""
-    has_other_name = model.arch in ("gpt-oss", "qwen35", "qwen35moe")
-    name = "post_attention_norm" if has_other_name else "ffn_norm"
-    x = rms_norm(hidden, model.tensor(f"blk.{layer}.{name}.weight"), model.epsilon)
-    prefix = f"blk.{layer}.ffn_"
-    if f"{prefix}gate_inp.weight" in model.tensors:
-        return mixture(model, prefix, x)
-    down, up = model.tensor(f"{prefix}down.weight"), model.tensor(f"{prefix}up.weight")
-    if f"{prefix}gate.weight" in model.tensors:
-        gated = geglu if model.arch.startswith("gemma") else swiglu
-        return gated(x, model.tensor(f"{prefix}gate.weight"), up, down)
-    gate, up = np.split(up, 2)
-    return swiglu(x, gate, up, down)
-
-
-def swiglu(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
-    """down(silu(gate(x)) * up(x)), (T, E) -> (T, E)."""
-    gated = x @ gate.T
-    return (gated / (1 + np.exp(-gated)) * (x @ up.T)) @ down.T
-
-
-def geglu(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
-    """down(gelu(gate(x)) * up(x)) with GELU's tanh form, which ggml looks up by f16 numbers."""
-    gated = (x @ gate.T).astype(np.float16).astype(np.float32)
-    gelu = gated / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gated + 0.044715 * gated**3)))
-    return (gelu.astype(np.float16).astype(np.float32) * (x @ up.T)) @ down.T
-
-
-def mixture(model: ReferenceModel, prefix: str, x: np.ndarray) -> np.ndarray:
-    """Each row through the experts of the highest probability; qwen2moe leaves their sum as it is.
-
-    A shared expert, if there is one, adds to that, in qwen2moe times the sigmoid of a product.
-    """
-    gates, ups, downs = (model.tensor(f"{prefix}{name}_exps.weight") for name in NAMES)
-    if model.arch == "gpt-oss":
-        return clamped_mixture(model, prefix, x, gates, ups, downs)
-    products = x @ model.tensor(f"{prefix}gate_inp.weight").T
-    probabilities, bias = np.exp(log_softmax(products)), np.float32(0)
-    if model.key("expert_gating_func", 0) == 2:
-        probabilities = 1 / (1 + np.exp(-products))
-        bias = model.tensor(f"{prefix.removesuffix('ffn_')}exp_probs_b.bias")
-    out = np.zeros_like(x)
-    for row, shares in enumerate(probabilities):
-        chosen = np.argsort(-(shares + bias), kind="stable")[: model.key("expert_used_count", 0)]
-        total = 1.0 if model.arch == "qwen2moe" else shares[chosen].sum()
-        for e in chosen:
-            one = swiglu(x[row], gates[e], ups[e], downs[e])
-            out[row] += shares[e] / np.float32(total) * one
-    if f"{prefix}gate_shexp.weight" in model.tensors:
-        gate, up, down = (model.tensor(f"{prefix}{name}_shexp.weight") for name in NAMES)
-        shared = swiglu(x, gate, up, down)
-        if f"{prefix}gate_inp_shexp.weight" in model.tensors:
-            product = x @ model.tensor(f"{prefix}gate_inp_shexp.weight")
-            shared = shared / (1 + np.exp(-product))[:, None]
-        out += shared
-    return out
-
-
-def clamped_mixture(
-    model: ReferenceModel,
-    prefix: str,
-    x: np.ndarray,
-    gates: np.ndarray,
-    ups: np.ndarray,
-    downs: np.ndarray,
-) -> np.ndarray:
-    """gpt-oss's experts: biases everywhere, a softmax of the chosen ones, a clamped SwiGLU."""
-    biases = [model.tensor(f"{prefix}{name}_exps.bias") for name in NAMES]
-    scores = x @ model.tensor(f"{prefix}gate_inp.weight").T + model.tensor(f"{prefix}gate_inp.bias")
-    out = np.zeros_like(x)
-    for row, logits in enumerate(scores):
-        chosen = np.argsort(-logits, kind="stable")[: model.key("expert_used_count", 0)]
-        for e, share in zip(chosen, np.exp(log_softmax(logits[chosen])), strict=True):
-            gate = np.minimum(gates[e] @ x[row] + biases[0][e], np.float32(7))
-            up = np.clip(ups[e] @ x[row] + biases[1][e], -7, 7)
-            hidden = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
-            out[row] += share * (downs[e] @ hidden.astype(np.float32) + biases[2][e])
-    return out
-
-
-def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
-    """x / rms(x) * weight over the last axis."""
-    mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
-    return x / np.sqrt(mean_square + np.float32(epsilon)) * weight
 
 
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, pairing: str) -> np.ndarray:
@@ -241,7 +172,8 @@ def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, pairing: str) -> np.
 class ReferenceModel:
     """What the decoder needs of a file; tensors stay quantised until they are asked for.
 
-    kept: dequantised tensors by name, of a model that is asked for many texts.
+    kept: dequantised tensors by name, of a model that is asked for many texts. rows: K and V of the
+    layers so far.
     """
 
     reader: GGUFReader
@@ -255,6 +187,7 @@ class ReferenceModel:
     epsilon: float
     n_ctx: int
     kept: dict[str, np.ndarray] = field(default_factory=dict)
+    rows: dict[int, list[np.ndarray]] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: str | Path, n_ctx: int = 0) -> ReferenceModel:
@@ -308,33 +241,48 @@ class ReferenceModel:
         return out + self.tensor(bias) if bias in self.tensors else out
 
     def qkv(self, layer: int, x: np.ndarray) -> list[np.ndarray]:
-        """Queries, keys and values (T, n_out) of x (T, n_in), from one tensor or from three."""
+        """Queries, keys and values (T, n_out) of x (T, n_in), from one tensor or from three.
+
+        Queries alone in a layer that reads the rows of ``source``.
+        """
         if f"blk.{layer}.attn_qkv.weight" not in self.tensors:
-            return [self.project(layer, f"attn_{letter}", x) for letter in "qkv"]
+            names = {f"blk.{layer}.attn_{letter}.weight": letter for letter in "qkv"}
+            letters = [letter for name, letter in names.items() if name in self.tensors]
+            letters += ["k"] * (len(letters) == 2)  # Gemma 4: values are keys
+            return [self.project(layer, f"attn_{letter}", x) for letter in letters]
         n_q = self.n_head * self.head_dim
         both = self.project(layer, "attn_qkv", x)
         return np.split(both, [n_q, n_q + self.n_head_kv * self.head_dim], axis=1)
 
     def window(self, layer: int) -> int:
         """Tokens that a layer attends to; 0: all. Every sixth layer of Gemma 3 attends to all."""
+        if self.arch == "gemma4":
+            has_window = self.key("attention.sliding_window_pattern", [])[layer]
+            return self.key("attention.sliding_window", 0) if has_window else 0
         step = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}.get(self.arch, 0)
         size = self.key("attention.sliding_window", 0)
         return size if step and layer % step != step - 1 else 0
 
+    def source(self, layer: int) -> int:
+        """The last layer of the same kind that has rows."""
+        kind = self.window(layer) > 0
+        return max(i for i in self.rows if (self.window(i) > 0) == kind)
+
     def rotation(self, n_rows: int, *, of_windows: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """cos and sin (T, n_rot/2) f32 with the scaling of ggml's rope (rope_yarn in ggml-cpu).
 
-        of_windows: of the layers with a window, which in Gemma 3 have RoPE of their own.
+        of_windows: of the layers with a window, which in Gemma 3 and 4 have RoPE of their own.
         """
-        has_own = of_windows and self.arch == "gemma3"
+        has_own = of_windows and self.arch in ("gemma3", "gemma4")
         base = self.key("rope.freq_base", 10000.0)
         base = self.key("rope.freq_base_swa", 10000.0 if has_own else base) if of_windows else base
         context = self.key("rope.scaling.original_context_length", self.key("context_length", 0))
         kind = "none" if has_own else self.key("rope.scaling.type", "none")
         factor = self.key("rope.scaling.factor", 1.0) if kind != "none" else 1.0
-        i = np.arange(self.n_rot // 2, dtype=np.float64)
-        frequency = base ** (-2.0 * i / self.n_rot)
-        if "rope_freqs.weight" in self.tensors:
+        n_rot = self.key("rope.dimension_count_swa", self.n_rot) if of_windows else self.n_rot
+        i = np.arange(n_rot // 2, dtype=np.float64)
+        frequency = base ** (-2.0 * i / n_rot)
+        if "rope_freqs.weight" in self.tensors and not has_own:
             frequency = frequency / self.tensor("rope_freqs.weight")
         length = "long" if self.n_ctx > context else "short"
         if f"rope_factors_{length}.weight" in self.tensors:
@@ -372,12 +320,6 @@ class ReferenceModel:
         """One of the architecture's metadata values."""
         field = self.reader.fields.get(f"{self.arch}.{name}")
         return default if field is None else field.contents()
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Log-probabilities over the last axis, in the precision given."""
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.sum(np.exp(shifted), axis=-1, keepdims=True))
 
 
 def kl_divergences(expected: np.ndarray, actual: np.ndarray) -> Iterator[float]:

@@ -72,7 +72,8 @@ REFERENCE_CASES = {**ARCHITECTURE_CASES, **WEIGHT_CASES}
 # keys and values to f16 adds up in long contexts. llama.cpp's own rounding of activations decides
 # what quantised weights can be held to, so they are compared by their probabilities.
 _MILD = {"n_embd": 128, "n_head": 2, "n_head_kv": 1, "n_ff": 128, "attention_gain": 1.0}
-_LAYERS = {"smollm3": 4, "gemma3": 6}  # the fourth is not rotated, the sixth has no window
+# smollm3's fourth is not rotated, gemma3's sixth has no window, two of gemma4's read others' rows.
+_LAYERS = {"smollm3": 4, "gemma3": 6, "gemma4": 6}
 LONG_CASES: dict[str, dict[str, Any]] = {
     name: {"arch": name, "n_layer": _LAYERS.get(name, 2), **_MILD}
     for name in TRAITS
@@ -99,6 +100,7 @@ QUANTISED_CASES |= {  # the second layer has attention
 }
 
 
+QUANTISED_CASES["gemma4_Q8_0"] = {**LONG_CASES["gemma4"], "wtype": "Q8_0"}
 QUANTISED_CASES["gpt-oss_MXFP4"] = {**QUANTISED_CASES["gpt-oss_Q8_0"], "wtype": "MXFP4"}
 
 

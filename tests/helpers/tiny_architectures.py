@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from gguf import GGUFWriter
+from tiny_gemma4 import Gemma4Layers
 from tiny_recurrent import DeltaNet, ShortConvolution
 
 GRANITE_SCALES = {
@@ -47,16 +48,19 @@ class Traits:
     """pairing: which dims RoPE turns together: ``norm`` 2i and 2i + 1, ``neox`` i and i + n/2.
 
     rotated: share of a head's dims. no_rope_step: of so many layers the last is not turned.
-    post_norms: norms of what a block adds. fused: attn_qkv, and ffn_up with the gate's rows first.
+    norm_of_heads: mean and deviation of its weights. post_norms: norms of what a block adds.
+    fused: attn_qkv, and ffn_up with the gate's rows first.
     factors: LongRoPE's tensors. sinks: a score of each head without a value, and a bias of the
     output. ffn_norm: name of the norm ahead of the feed-forward.
     keys: metadata, without the architecture's name; a list is an array of integers. recurrent: what
     some layers have instead of attention. gated: attn_q has a gate behind each head's query.
+    layers: what the layers of Gemma 4 have.
     """
 
     pairing: str = "neox"
     biases: bool = False
     qk_norm: bool = False
+    norm_of_heads: tuple[float, float] = (1.0, 0.3)
     rotated: float = 1.0
     no_rope_step: int = 0
     fused: bool = False
@@ -66,6 +70,7 @@ class Traits:
     sinks: bool = False
     recurrent: ShortConvolution | DeltaNet | None = None
     gated: bool = False
+    layers: Gemma4Layers | None = None
     ffn_norm: str = "ffn_norm"
     keys: Mapping[str, Any] = field(default_factory=dict)
 
@@ -118,6 +123,17 @@ TRAITS = {
             "rope.scaling.type": "linear",
             "rope.scaling.factor": 4.0,
             "rope.freq_base": 50000.0,
+        },
+    ),
+    "gemma4": Traits(
+        qk_norm=True,
+        norm_of_heads=(0.25, 0.08),  # the softmax has no scale
+        post_norms=True,
+        layers=Gemma4Layers(),
+        keys={
+            "attention.sliding_window": 40,
+            "rope.freq_base": 50000.0,
+            "final_logit_softcapping": 5.0,
         },
     ),
     "mistral3": Traits(

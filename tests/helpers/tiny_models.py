@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import gguf_formats  # noqa: F401
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType, TokenType
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType
 from gguf.constants import GGML_QUANT_SIZES
 from quantized_rows import set_iq1_m_scale
 from tiny_architectures import (
@@ -28,11 +28,10 @@ from tiny_architectures import (
     long_factors,
     rotated_dims,
 )
+from tiny_tokenizer import add_tokenizer
 
 ARCHITECTURES = tuple(TRAITS)
 WEIGHT_STD = 0.05
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-EOS_ID, BOS_ID = 0, 1
 
 
 class BlockLayout(NamedTuple):
@@ -151,7 +150,11 @@ def make_model(
     if experts is not None:
         add_expert_keys(writer, arch, experts)
         n_ff = n_ff if experts.own_length else experts.n_ff
-    writer.add_feed_forward_length(n_ff)
+    layers = traits.layers
+    if layers is None:
+        writer.add_feed_forward_length(n_ff)
+    else:
+        layers.add_keys(writer, arch, n_layer, n_ff)
     writer.add_head_count(n_head)
     recurrent = traits.recurrent
     if recurrent is None:
@@ -162,7 +165,7 @@ def make_model(
     if "rope.freq_base" not in traits.keys:
         writer.add_rope_freq_base(freq_base)
     writer.add_vocab_size(n_vocab)
-    if head_dim is not None or traits.qk_norm:
+    if layers is None and (head_dim is not None or traits.qk_norm):
         writer.add_key_length(width)
         writer.add_value_length(value_width)
     if (head_dim is not None and arch == "llama") or traits.rotated < 1:
@@ -223,8 +226,15 @@ def make_model(
     if traits.factors:
         for name, factors in long_factors(rotated_dims(arch, width)).items():
             writer.add_tensor(name, factors)
+    if layers is not None:
+        layers.add_common(writer, (n_layer, n_vocab, n_embd), matrix, vector)
     for layer in range(n_layer):
         prefix = f"blk.{layer}."
+        has_rows, has_v, length = True, True, n_ff
+        if layers is not None:
+            width = value_width = layers.head_dim(layer)
+            has_rows, has_v = layers.has_rows(layer, n_layer), layers.has_v(layer)
+            length = layers.n_ff(layer, n_layer, n_ff)
         vector(prefix + "attn_norm.weight", n_embd, 1.0, 0.1)
         if recurrent is not None and recurrent.is_recurrent(layer):
             recurrent.add_tensors(writer, prefix, n_embd, matrix, vector, rows)
@@ -234,16 +244,19 @@ def make_model(
         else:
             n_rows = (1 + traits.gated) * n_head * width
             matrix(prefix + "attn_q.weight", n_rows, n_embd, attention_gain)
-            matrix(prefix + "attn_k.weight", n_head_kv * width, n_embd, attention_gain)
-            matrix(prefix + "attn_v.weight", n_head_kv * value_width, n_embd)
+            if has_rows:
+                matrix(prefix + "attn_k.weight", n_head_kv * width, n_embd, attention_gain)
+            if has_rows and has_v:
+                matrix(prefix + "attn_v.weight", n_head_kv * value_width, n_embd)
         is_attention = recurrent is None or not recurrent.is_recurrent(layer)
         if biases and is_attention:
             vector(prefix + "attn_q.bias", n_head * width, 0.0, 0.5)
             vector(prefix + "attn_k.bias", n_head_kv * width, 0.0, 2.0)
             vector(prefix + "attn_v.bias", n_head_kv * value_width, 0.0, 0.2)
         if traits.qk_norm and is_attention:
-            vector(prefix + "attn_q_norm.weight", width, 1.0, 0.3)
-            vector(prefix + "attn_k_norm.weight", width, 1.0, 0.3)
+            vector(prefix + "attn_q_norm.weight", width, *traits.norm_of_heads)
+            if has_rows:
+                vector(prefix + "attn_k_norm.weight", width, *traits.norm_of_heads)
         if is_attention:
             matrix(prefix + "attn_output.weight", n_embd, n_head * value_width)
         if traits.sinks:
@@ -253,6 +266,8 @@ def make_model(
         if traits.post_norms:
             vector(prefix + "post_attention_norm.weight", n_embd, 1.0, 0.3)
             vector(prefix + "post_ffw_norm.weight", n_embd, 1.0, 0.3)
+        if layers is not None:
+            layers.add_tensors(prefix, n_embd, matrix, vector)
         if experts is not None and layer >= experts.n_dense:
             router(prefix + "ffn_gate_inp.weight", experts.n)
             if experts.gating:
@@ -273,9 +288,9 @@ def make_model(
                 matrix(prefix + "ffn_down_shexp.weight", n_embd, experts.n_shared)
             continue
         if not traits.fused:
-            matrix(prefix + "ffn_gate.weight", n_ff, n_embd)
-        matrix(prefix + "ffn_up.weight", (1 + traits.fused) * n_ff, n_embd)
-        matrix(prefix + "ffn_down.weight", n_embd, n_ff)
+            matrix(prefix + "ffn_gate.weight", length, n_embd)
+        matrix(prefix + "ffn_up.weight", (1 + traits.fused) * length, n_embd)
+        matrix(prefix + "ffn_down.weight", n_embd, length)
 
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -354,47 +369,3 @@ def random_blocks(rng: np.random.RandomState, wtype: str, n_blocks: int, std: fl
 def half_bytes(values: np.ndarray) -> np.ndarray:
     """(n,) float -> (n, 2) u8: little-endian f16."""
     return values.astype("<f2").view(np.uint8).reshape(-1, 2)
-
-
-def byte_characters() -> list[str]:
-    """GPT-2's 256 printable stand-ins for the bytes, in byte order."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    shown = {byte: chr(byte) for byte in printable}
-    shown |= {byte: chr(256 + i) for i, byte in enumerate(others)}
-    return [shown[byte] for byte in range(256)]
-
-
-def tiny_vocabulary(n_vocab: int) -> tuple[list[str], list[int], list[str]]:
-    """(tokens, types, merges): specials, 256 bytes, common merges, then unused padding."""
-    words = ("t h", "i n", "a n", "th e", "in g", "an d", "Ġ the", "Ġ and", "Ġ th", "Ġ a")
-    letters = "Ġetaoinshrdlucm"
-    pairs = [f"{left} {right}" for left in letters for right in letters if right != "Ġ"]
-    merges = list(dict.fromkeys([*words, *pairs]))
-    tokens = [*SPECIAL_TOKENS, *byte_characters()]
-    if n_vocab < len(tokens):
-        raise ValueError(f"n_vocab = {n_vocab}: must be {len(tokens)} or more")
-    merges = merges[: n_vocab - len(tokens)]
-    tokens += [merge.replace(" ", "") for merge in merges]
-    types = [int(TokenType.NORMAL)] * len(tokens)
-    types[: len(SPECIAL_TOKENS)] = [int(TokenType.CONTROL)] * len(SPECIAL_TOKENS)
-    n_unused = n_vocab - len(tokens)
-    tokens += [f"[PAD{i}]" for i in range(n_unused)]
-    types += [int(TokenType.UNUSED)] * n_unused
-    return tokens, types, merges
-
-
-def add_tokenizer(writer: GGUFWriter, n_vocab: int, chat_template: str | None) -> None:
-    """A byte-level BPE tokenizer; BOS is added, EOS is 0, and <|im_end|> ends a turn."""
-    tokens, types, merges = tiny_vocabulary(n_vocab)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_token_merges(merges)
-    writer.add_bos_token_id(BOS_ID)
-    writer.add_eos_token_id(EOS_ID)
-    writer.add_eot_token_id(SPECIAL_TOKENS.index("<|im_end|>"))
-    writer.add_add_bos_token(True)
-    if chat_template is not None:
-        writer.add_chat_template(chat_template)

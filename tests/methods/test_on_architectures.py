@@ -27,8 +27,8 @@ from sparsekv_cli.session import load_session
 SPARSE = [name for name in METHODS if name != "full"]
 # Those whose attention is another one; the others differ from them in nothing that a method sees.
 OWN_ATTENTION = (
-    "smollm3", "phi3", "mistral3", "granitemoe", "granite_without_rope", "gemma3", "gpt-oss",
-    "qwen35",
+    "smollm3", "phi3", "mistral3", "granitemoe", "granite_without_rope", "gemma3", "gemma4",
+    "gpt-oss", "qwen35",
 )  # fmt: skip
 # What methods refuse whose own kernels attend: softcaps and sinks.
 REFUSED = {
@@ -40,8 +40,12 @@ OTHERS = [name for name in LONG_CASES if name not in OWN_ATTENTION]
 N_PROMPT, N_STEPS = 300, 12  # faedkv compresses no shorter prompts; mistral3, phi3 change at 96
 
 
-# Gemma 3 with every other layer a full one, so that two are enough.
-SHORTER = {"gemma3": {"n_layer": 2, "metadata": {"gemma3.attention.sliding_window_pattern": 2}}}
+# Gemma 3 with every other layer a full one, so that two are enough; Gemma 4's third and fourth
+# read the rows of the first two.
+SHORTER = {
+    "gemma3": {"n_layer": 2, "metadata": {"gemma3.attention.sliding_window_pattern": 2}},
+    "gemma4": {"n_layer": 4},
+}
 
 
 def shape(case: str) -> dict:

@@ -191,6 +191,8 @@ def test_repacked_experts_give_the_same_logits(name, tmp_path):
         ("gemma2", "final_logit_softcapping", 0.0),
         ("gemma3", "attention.sliding_window", 400),
         ("gemma3", "rope.freq_base_swa", 50000.0),
+        ("gemma4", "attention.sliding_window", 400),
+        ("gemma4", "rope.freq_base_swa", 50000.0),
         ("gpt-oss", "attention.sliding_window", 400),
         ("lfm2moe", "expert_gating_func", 1),
         ("qwen35", "rope.freq_base", 300.0),

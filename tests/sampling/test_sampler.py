@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import byte_characters, tiny_vocabulary
+from tiny_tokenizer import byte_characters, tiny_vocabulary
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.option import options_of

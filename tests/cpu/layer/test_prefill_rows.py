@@ -45,7 +45,7 @@ def test_narrowing_and_widening_are_torchs():
     raw = torch.zeros(1, 4 + len(values), dtype=torch.bfloat16)
     angle = np.zeros((1, 1), np.float32)
     kernels.split_heads(
-        as_array(raw), none, none, values.numpy(), none, none, np.float32(0), angle, angle,
+        as_array(raw), none, none, values.numpy(), none, none, none, np.float32(0), angle, angle,
         angle[0], False, False, *map(as_array, heads), 1,
     )  # fmt: skip
     assert torch.equal(heads[2][0, 0], expected)

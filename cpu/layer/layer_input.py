@@ -1,0 +1,118 @@
+"""The input that a layer has beside the residual stream: of a prefilled chunk, of a decode step.
+
+It is (norm(projection of the token's embedding) + the token's embedding for this layer) / sqrt(2).
+What a layer adds to the stream is norm(W_out (act(W_gate x) * input)).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, njit, prange
+
+from sparsekv_cli.cpu.jit.llvm import LANES, sum_squares
+from sparsekv_cli.cpu.jit.pointers import integer_pointer
+from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.layer.activation import gate_lanes, gate_ref
+from sparsekv_cli.cpu.layer.decode import add_rows, float_rows, floats, multiply
+from sparsekv_cli.cpu.layer.prefill import rounded, widen
+
+ROOT_HALF = np.float32(0.5**0.5)
+
+# What a layer has beside its record in ``LAYER``; all but the last are int64. B: rows of the step.
+INPUT = np.dtype(
+    [
+        *(
+            (name, np.int64)
+            for name in (
+                "n",  # elements of the input; 0: there is none
+                "matrices",  # int64 (2, 6): gate and output, a table as of layer/decode.py
+                "norm",  # f32 (n_embd,)
+                *("inputs", "inputs_row"),  # f32 (B, >= n + 16), and bytes from row to row
+                "hidden",  # scratch f32 (B, n + 16)
+            )
+        ),
+        ("scale", np.float64),  # of the residual stream behind the layer
+    ]
+)
+
+
+@njit(cache=True, nogil=True)
+def _make(projected, norm, eps, embedded, out):
+    """An input of f32 (n,)."""
+    n = norm.shape[0]
+    of_norm = np.float32(1) / np.sqrt(sum_squares(projected) / np.float32(n) + eps)
+    for c in range(n):
+        out[c] = (projected[c] * of_norm * norm[c] + embedded[c]) * ROOT_HALF
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def gate_inputs(projected, norm, eps, embedded, gate, activation, out, n_threads):
+    """out (T, n) = act(gate) * input; projected, gate, out: f32 or bf16; embedded f32 (T, n)."""
+    n_rows, n = out.shape
+    for part in prange(n_threads):
+        work = np.zeros((3, n + LANES), np.float32)
+        values, made, gates = work[0, :n], work[1, :n], work[2]
+        for t in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
+            for c in range(n):
+                values[c] = widen(projected[t, c])
+                gates[c] = widen(gate[t, c])
+            _make(values, norm, eps, embedded[t], made)
+            at = gates.ctypes.data
+            gate_lanes(work, activation, at, made.ctypes.data, at, n)
+            for c in range(n):
+                out[t, c] = rounded(out, gates[c])
+
+
+def gate_inputs_ref(projected, norm, eps, embedded, gate, activation) -> np.ndarray:
+    """numpy reference of ``gate_inputs``, f32 or wider."""
+    normed = projected / np.sqrt((projected**2).mean(-1, keepdims=True) + eps) * norm
+    return gate_ref(activation, gate, (normed + embedded) / np.sqrt(2))
+
+
+@njit(cache=True, nogil=True)
+def make_inputs(table, x, projected, norm, eps, quantized, inputs, n_rows, n_threads):
+    """The inputs of all layers of n_rows rows, in place of the embeddings that ``inputs`` holds.
+
+    table: of the projection; x f32 (B, n_embd); projected: scratch as ``inputs``, f32
+    (B, >= layers n); quantized: scratch uint8.
+    """
+    n, n_all = norm.shape[0], table[0, 3]
+    multiply(
+        table, x.ctypes.data, x.strides[0], n_rows, quantized.ctypes.data, projected.ctypes.data,
+        projected.strides[0], n_threads,
+    )  # fmt: skip
+    for b in range(n_rows):
+        for at in range(0, n_all, n):
+            own = inputs[b, at : at + n]
+            _make(projected[b, at : at + n], norm, eps, own, own)
+
+
+@njit(cache=True, nogil=True)
+def add_input(layers, records, i, n_rows, n_threads):
+    """What layer i adds to x of its input, and the scale of x, for n_rows rows.
+
+    layers, records: of ``LAYER`` and of ``INPUT``.
+    """
+    layer, own = layers[i], records[i]
+    n_embd, n = layer.n_embd, own.n
+    x, hidden_row = float_rows(layer.x, n_rows, n_embd), 4 * (n + LANES)
+    if n:
+        table = carray(integer_pointer(own.matrices), (2, 6))
+        multiply(
+            table[:1], layer.x, 4 * n_embd, n_rows, layer.quantized, own.hidden, hidden_row,
+            n_threads,
+        )  # fmt: skip
+        for b in range(n_rows):
+            at = own.hidden + b * hidden_row
+            gate_lanes(x, layer.activation, at, own.inputs + b * own.inputs_row, at, n)
+        multiply(
+            table[1:], own.hidden, hidden_row, n_rows, layer.quantized, layer.normed, 4 * n_embd,
+            n_threads,
+        )  # fmt: skip
+        added = float_rows(layer.normed, n_rows, n_embd)
+        norm, one = floats(own.norm, n_embd), np.float32(1)
+        add_rows(x, added, norm, np.float32(layer.eps), one, n_rows)
+    scale = np.float32(own.scale)
+    for b in range(n_rows):
+        for c in range(n_embd):
+            x[b, c] *= scale

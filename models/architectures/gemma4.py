@@ -1,0 +1,21 @@
+"""Gemma 4: Gemma 3's decoder with larger heads in the full layers, whose RoPE turns few dims.
+
+Values have a norm, the softmax no scale. Small models have an input for each layer and layers that
+read the rows of another.
+"""
+
+from sparsekv_cli.models.architectures import Architecture, Windows
+
+ARCHITECTURE = Architecture(
+    name="gemma4",
+    rope_interleaved=False,
+    qk_norm=True,
+    scalars=("final_logit_softcapping",),
+    windows=Windows(size=0, step=6, freq_base=10000.0),
+    post_norms=True,
+    activation="gelu",
+    embeds_by_width=True,
+    attention_scale=1.0,
+    value_norm=True,
+    layer_inputs=True,
+)

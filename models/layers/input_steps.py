@@ -1,0 +1,94 @@
+"""The layers' own inputs in prefill and decode, by the kernels of cpu/layer/layer_input.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sparsekv_cli.cpu.jit.pointers import address, on_lines
+from sparsekv_cli.cpu.layer import decode as fused
+from sparsekv_cli.cpu.layer import layer_input as kernels
+from sparsekv_cli.models.layers.layer_input import InputEmbedding, LayerInput
+
+
+class PromptInputs:
+    """The inputs of the rows of a prompt that go through the layers together.
+
+    ids: their tokens; x: their embeddings in the products' type; pos: of the first.
+    """
+
+    def __init__(
+        self, embedding: InputEmbedding, ids: Sequence[int], x: Any, pos: int, eps: np.float32
+    ) -> None:
+        self._embedding, self._ids, self._x, self._pos = embedding, np.asarray(ids), x, pos
+        self._eps = np.float32(eps * embedding.projection.n_columns)  # projections are not scaled
+
+    def gated(
+        self, i: int, products: Mapping[str, Any], gate: Any, activation: int, pos: int, n: int
+    ) -> Any:
+        """act(gate) times layer i's input of the rows from ``pos`` on; of gate's type."""
+        at = slice(pos - self._pos, pos - self._pos + len(gate))
+        projected = products["input_projection"](self._x[at])
+        embedded = self._embedding.rows(self._ids[at], i)
+        out = np.empty(gate.shape, gate.dtype)
+        kernels.gate_inputs(
+            projected, self._embedding.norm, self._eps, embedded, gate, activation, out, n
+        )
+        return out
+
+
+class InputSteps:
+    """The layers' inputs and scales in decode steps of up to ``capacity`` rows."""
+
+    def __init__(
+        self,
+        embedding: InputEmbedding | None,
+        layers: Sequence[tuple[LayerInput | None, float]],
+        capacity: int,
+        n_planes: int,
+        eps: float,
+    ) -> None:
+        self.records = np.zeros(len(layers), kernels.INPUT)
+        self._embedding = embedding
+        self._kept: list[np.ndarray] = []  # what the records have addresses of
+        self.are_any = embedding is not None or any(scale != 1.0 for _, scale in layers)
+        self.records["scale"] = [scale for _, scale in layers]
+        if embedding is None:
+            return
+        n, n_all = len(embedding.norm), embedding.projection.n_rows
+        self._eps = np.float32(eps * embedding.projection.n_columns)  # projections are not scaled
+        self._table = fused.matrix_table([embedding.projection], n_planes)
+        self._projected, self._inputs, hidden = (
+            on_lines((capacity, width + fused.LANES), np.float32, zeros=True)
+            for width in (n_all, n_all, n)
+        )
+        self._kept.append(hidden)
+        for i, (layer, _) in enumerate(layers):
+            assert layer is not None
+            table = fused.matrix_table([layer.gate, layer.output], n_planes)
+            self._kept.append(table)
+            fields = {
+                "n": n,
+                "matrices": address(table),
+                "norm": address(layer.norm),
+                "inputs": address(self._inputs) + 4 * n * i,
+                "inputs_row": self._inputs.strides[0],
+                "hidden": address(hidden),
+            }
+            for name, value in fields.items():
+                self.records[i][name] = value
+
+    def begin(
+        self, tokens: Sequence[int], x: np.ndarray, quantized: np.ndarray, n_threads: int
+    ) -> None:
+        """The inputs of all layers for a step's tokens, whose embeddings x has."""
+        if self._embedding is None:
+            return
+        n_all = self._embedding.projection.n_rows
+        self._inputs[: len(tokens), :n_all] = self._embedding.rows(tokens)
+        kernels.make_inputs(
+            self._table, x, self._projected, self._embedding.norm, self._eps, quantized,
+            self._inputs, len(tokens), n_threads,
+        )  # fmt: skip

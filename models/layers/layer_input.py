@@ -1,0 +1,84 @@
+"""The input that a layer may have beside the residual stream, and the tensors that make it.
+
+A token has an embedding for each layer; a projection of its common embedding is added to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sparsekv_cli.cpu.weights import dot
+from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.gguf.linear import Linear
+from sparsekv_cli.models.gguf.tensors import TensorReader
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """What a layer does with its input of P elements. norm: f32 (n_embd,), of what it adds.
+
+    projection (P, n_embd): of the token's embedding. gate (P, n_embd): of the residual stream; its
+    activation times the input goes through ``output`` (n_embd, P).
+    """
+
+    projection: Linear
+    gate: Linear
+    output: Linear
+    norm: np.ndarray
+
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.projection, self.gate, self.output)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(linear.data.nbytes for linear in self.linears())
+
+
+@dataclass(frozen=True)
+class InputEmbedding:
+    """Of all layers: table (n_vocab, layers P), projection (layers P, n_embd), norm f32 (P,)."""
+
+    table: Linear
+    projection: Linear
+    norm: np.ndarray
+
+    def rows(self, ids: Sequence[int], layer: int | None = None) -> np.ndarray:
+        """The tokens' embeddings for one layer f32 (T, P), or for all (T, layers P); scaled."""
+        table, n = self.table, len(self.norm)
+        data, n_columns = table.data[np.asarray(ids)], table.n_columns
+        if layer is not None:
+            n_bytes = data.shape[1] // (n_columns // n)
+            data, n_columns = data[:, layer * n_bytes : (layer + 1) * n_bytes], n
+        values = dot.dequantize(table.code, np.ascontiguousarray(data), n_columns)
+        values *= np.float32(n**0.5)
+        return values
+
+
+def read_embedding(
+    reader: TensorReader, n_vocab: int, n_layer: int, n_input: int, n_embd: int
+) -> InputEmbedding:
+    table = reader.linear("per_layer_token_embd", n_vocab, n_layer * n_input)
+    block = FORMAT_OF_CODE[table.code].n_elements
+    if n_input % block:
+        raise SparseKVError(
+            f"{reader.file.path}: tensor per_layer_token_embd.weight has blocks of {block} "
+            f"elements, which inputs of {n_input} do not fill: take another quantisation"
+        )
+    projection = reader.linear("per_layer_model_proj", n_layer * n_input, n_embd)
+    norm = reader.floats("per_layer_proj_norm.weight", (n_input,))
+    return InputEmbedding(table, projection, norm)
+
+
+def read_layer_input(reader: TensorReader, layer: int, embedding: InputEmbedding) -> LayerInput:
+    n, whole, at = len(embedding.norm), embedding.projection, f"blk.{layer}."
+    n_embd = whole.n_columns
+    return LayerInput(
+        projection=replace(whole, data=whole.data[layer * n : (layer + 1) * n]),
+        gate=reader.linear(f"{at}inp_gate", n, n_embd),
+        output=reader.linear(f"{at}proj", n_embd, n),
+        norm=reader.floats(f"{at}post_norm.weight", (n_embd,)),
+    )
