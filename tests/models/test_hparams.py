@@ -359,3 +359,15 @@ def test_windows(tmp_path: Path) -> None:
         windows(tmp_path, "gemma3", 4, size, flags)
     with pytest.raises(SparseKVError, match="must be a whole number, or a flag for each layer"):
         windows(tmp_path, "gemma3", 4, size, string(name, "all"))
+
+
+def test_layers_that_read_the_rows_of_others(tmp_path: Path) -> None:
+    """The last ones read those of the last layer of their kind ahead of them."""
+    name, flags = "gemma4.attention.shared_kv_layers", "gemma4.attention.sliding_window_pattern"
+    size = uint32("gemma4.attention.sliding_window", 8)
+    kinds = array(flags, BOOL, 6, b"\1\0" * 3)
+    windows(tmp_path, "gemma4", 6, size, kinds, uint32(name, 2))
+    layers = read_hparams(open_gguf(tmp_path / "m.gguf")).layers
+    assert [layer.source for layer in layers] == [-1] * 4 + [2, 3]
+    with pytest.raises(UnsupportedModelError, match="is 3 of 6 layers: the last two others must"):
+        windows(tmp_path, "gemma4", 6, size, kinds, uint32(name, 3))

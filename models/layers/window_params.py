@@ -1,0 +1,65 @@
+"""Which layers have a window, what their RoPE is, and which read the rows of others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from sparsekv_cli.models.architectures import Architecture, Windows
+from sparsekv_cli.models.gguf.keys import MAX_TOKENS, ModelKeys
+from sparsekv_cli.models.rope import RopeParams
+
+
+def read_window_rope(
+    keys: ModelKeys, architecture: Architecture, rope: RopeParams
+) -> RopeParams | None:
+    """RoPE of the window layers, None if it is that of the others."""
+    windows, name = architecture.windows, "rope.freq_base_swa"
+    if windows is None:
+        return None
+    own = rope if windows.freq_base == 0.0 else replace(rope, scaling="none")
+    base = keys.number(name, low=1.0, default=windows.freq_base or rope.freq_base)
+    own = replace(own, freq_base=base)
+    return None if own == rope and not windows.freq_base else own
+
+
+def read_windows(keys: ModelKeys, windows: Windows | None, n_layer: int) -> tuple[int, ...]:
+    """The window of each layer, 0 for one that attends to all tokens.
+
+    The file may say of each layer whether it has one, or state the number of layers of which the
+    last one has none.
+    """
+    name, pattern = "attention.sliding_window", "attention.sliding_window_pattern"
+    size = 0 if windows is None else keys.integer(name, 0, MAX_TOKENS, default=windows.size)
+    if windows is None or not size:
+        return (0,) * n_layer
+    flags = keys.get(pattern) if pattern in keys else windows.step
+    if isinstance(flags, np.ndarray):
+        if len(flags) != n_layer:
+            raise keys.fail(pattern, f"has {len(flags)} values for {n_layer} layers")
+        return tuple(size if flag else 0 for flag in flags.tolist())
+    if isinstance(flags, bool) or not isinstance(flags, int) or flags < 0:
+        raise keys.fail(pattern, "must be a whole number, or a flag for each layer")
+    return tuple(0 if flags and i % flags == flags - 1 else size for i in range(n_layer))
+
+
+def read_sources(
+    keys: ModelKeys, architecture: Architecture, windows: tuple[int, ...]
+) -> tuple[int, ...]:
+    """For each layer the one whose rows it reads, -1 for its own.
+
+    The last layers read those of the last one of their kind that has rows, which are the last two.
+    """
+    n_layer, n_shared, name = len(windows), 0, "attention.shared_kv_layers"
+    if architecture.layer_inputs:
+        n_shared = keys.integer(name, 0, n_layer, default=0)
+    n_own = n_layer - n_shared
+    if not n_shared:
+        return (-1,) * n_layer
+    if n_own < 2 or not windows[n_own - 2] or windows[n_own - 1]:
+        raise keys.unsupported(
+            name, f"is {n_shared} of {n_layer} layers: the last two others must be a window "
+            "layer and a full one",
+        )  # fmt: skip
+    return tuple(-1 if i < n_own else n_own - 1 - bool(windows[i]) for i in range(n_layer))
