@@ -6,7 +6,7 @@ Source of names, defaults and meaning: llama.cpp's llama_model::load_hparams, gg
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sparsekv_cli.cache.spec import FULL, STATE, WINDOW, window_rows
@@ -20,7 +20,7 @@ from sparsekv_cli.models.gguf.file import GGUFFile, StringArray
 from sparsekv_cli.models.gguf.keys import MAX_TOKENS, ModelKeys
 from sparsekv_cli.models.layers.expert_params import ExpertParams, mixture_of, read_experts
 from sparsekv_cli.models.layers.state_params import StateParams, read_states
-from sparsekv_cli.models.layers.window_params import read_sources, read_window_rope, read_windows
+from sparsekv_cli.models.layers.window_params import read_sources, read_windows
 from sparsekv_cli.models.rope import RopeParams, read_rope
 
 MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
@@ -208,12 +208,25 @@ def read_hparams(file: GGUFFile) -> HParams:
         logit_scale=scalars["logit_scale"] or 1.0,
         temperature_scale=scalars["attention.temperature_scale"],
         logit_softcap=scalars["final_logit_softcapping"],
-        window_rope=read_window_rope(keys, architecture, rope),
+        window_rope=_read_window_rope(keys, architecture, rope),
         n_layer_input=keys.integer("embedding_length_per_layer_input", 0, MAX_WIDTH, default=0)
         if architecture.layer_inputs
         else 0,
         n_skipped=n_skipped,
     )
+
+
+def _read_window_rope(
+    keys: ModelKeys, architecture: Architecture, rope: RopeParams
+) -> RopeParams | None:
+    """RoPE of the window layers, None if it is that of the others."""
+    windows, name = architecture.windows, "rope.freq_base_swa"
+    if windows is None:
+        return None
+    own = rope if windows.freq_base == 0.0 else replace(rope, scaling="none")
+    base = keys.number(name, low=1.0, default=windows.freq_base or rope.freq_base)
+    own = replace(own, freq_base=base)
+    return None if own == rope and not windows.freq_base else own
 
 
 def _read_scalars(keys: ModelKeys, architecture: Architecture, n_embd: int) -> dict[str, float]:

@@ -46,7 +46,7 @@ class InputEmbedding:
     projection: Linear
     norm: np.ndarray
 
-    def rows(self, ids: Sequence[int], layer: int | None = None) -> np.ndarray:
+    def rows(self, ids: Sequence[int] | np.ndarray, layer: int | None = None) -> np.ndarray:
         """The tokens' embeddings for one layer f32 (T, P), or for all (T, layers P); scaled."""
         table, n = self.table, len(self.norm)
         data, n_columns = table.data[np.asarray(ids)], table.n_columns

@@ -1,27 +1,11 @@
-"""Which layers have a window, what their RoPE is, and which read the rows of others."""
+"""Which layers have a window, and which read the rows of others."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 
 from sparsekv_cli.models.architectures import Architecture, Windows
 from sparsekv_cli.models.gguf.keys import MAX_TOKENS, ModelKeys
-from sparsekv_cli.models.rope import RopeParams
-
-
-def read_window_rope(
-    keys: ModelKeys, architecture: Architecture, rope: RopeParams
-) -> RopeParams | None:
-    """RoPE of the window layers, None if it is that of the others."""
-    windows, name = architecture.windows, "rope.freq_base_swa"
-    if windows is None:
-        return None
-    own = rope if windows.freq_base == 0.0 else replace(rope, scaling="none")
-    base = keys.number(name, low=1.0, default=windows.freq_base or rope.freq_base)
-    own = replace(own, freq_base=base)
-    return None if own == rope and not windows.freq_base else own
 
 
 def read_windows(keys: ModelKeys, windows: Windows | None, n_layer: int) -> tuple[int, ...]:

@@ -46,6 +46,9 @@ class TorchRows:
     def last_norm(self, x: torch.Tensor, weight: np.ndarray) -> torch.Tensor:
         return rms_norm(x, weight, self._hparams.norm_eps)
 
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self._dtype)
+
     def heads(
         self, raw: torch.Tensor, layer: AttentionWeights, sizes: LayerParams, pos: int
     ) -> AttnInput:
