@@ -38,7 +38,7 @@ COMMANDS = {
     ),
     "bench": ("sparsekv_cli.commands.bench", "Measure prefill and decode speed at any depth."),
     "compare": ("sparsekv_cli.commands.compare", "Compare methods on one prompt."),
-    "eval": ("sparsekv_cli.commands.eval", "Measure what methods lose: perplexity and KLD."),
+    "eval": ("sparsekv_cli.commands.eval", "Measure what methods lose: perplexity, KLD, RULER."),
     "calibrate": (
         "sparsekv_cli.commands.calibrate",
         "Measure what some methods must know about a model.",

@@ -1,22 +1,24 @@
-"""``sparsekv-cli eval``: perplexity and KLD as llama-perplexity has them."""
+"""``sparsekv-cli eval``: perplexity and KLD as llama-perplexity has them, and RULER's tasks."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from sparsekv_cli.commands.completers import files
 from sparsekv_cli.commands.eval_options import (
+    JSON_OPTION,
     chosen_methods,
     described,
     methods_option,
     open_eval,
+    write_json,
 )
+from sparsekv_cli.commands.eval_ruler import ruler
 from sparsekv_cli.commands.help import GroupedCommand
 from sparsekv_cli.commands.options import (
     ModelOptions,
@@ -27,7 +29,6 @@ from sparsekv_cli.commands.options import (
 from sparsekv_cli.commands.progress import PrefillProgress
 from sparsekv_cli.commands.prompt import read_prompt
 from sparsekv_cli.commands.tables import print_table
-from sparsekv_cli.commands.terminal import write_text
 
 if TYPE_CHECKING:
     from sparsekv_cli.evaluation.kld import Statistic
@@ -60,15 +61,12 @@ CHUNKS_OPTION = click.option(
     type=click.IntRange(min=1),
     help="Chunks to score at most. [default: all]",
 )
-JSON_OPTION = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object instead of a table."
-)
 
 
-@click.group(short_help="Measure what methods lose: perplexity and KLD.")
+@click.group(short_help="Measure what methods lose: perplexity, KLD, RULER.")
 @verbose_option
 def command() -> None:
-    """Measure what methods lose on a text."""
+    """Measure what methods lose, on a text or on RULER's tasks."""
 
 
 @command.command(cls=GroupedCommand)
@@ -245,10 +243,6 @@ def title(chunks: Chunks) -> str:
     return f"{n_chunk} chunks of {n_ctx} tokens, {chunks.n_scored} scored in each"
 
 
-def write_json(told: dict[str, Any]) -> None:
-    write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n")
-
-
 def shown(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
@@ -261,3 +255,6 @@ def estimate(of: Statistic, name: str) -> str:
     if of.stderr is not None:
         text += f" ± {factor * of.stderr:.{digits}f}"
     return text + " %" * is_share
+
+
+command.add_command(ruler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,10 +19,16 @@ from sparsekv_cli.commands.options import (
     warn_of_long_context,
 )
 from sparsekv_cli.commands.progress import CalibrationProgress, CompileProgress
+from sparsekv_cli.commands.terminal import write_text
 
 if TYPE_CHECKING:
     from sparsekv_cli.methods.base import Method
     from sparsekv_cli.session import Session
+
+
+JSON_OPTION = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object instead of a table."
+)
 
 
 def methods_option(help_text: str) -> Callable[[Any], Any]:
@@ -67,3 +74,7 @@ def described(name: str, method: Method | None) -> dict[str, Any]:
     if method is None:
         return {"spec": name, "name": name, "options": {}}
     return {"spec": name, "name": method.name, "options": method.options()}
+
+
+def write_json(told: dict[str, Any]) -> None:
+    write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n")

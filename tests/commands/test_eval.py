@@ -88,3 +88,54 @@ def test_a_file_that_is_no_base(files, invoke):
     result = invoke("eval", "kld", "-m", model, "--kl-divergence-base", text)
     assert result.code == 1 and result.err.count("\n") == 1
     assert Path(text).name in result.err and "eval perplexity" in result.err
+
+
+RULER = ["--lengths", "500", "--samples", "2", "--tasks", "niah_single_1,fwe", "-n", "6"]
+
+
+def test_ruler(files, invoke, tmp_path):
+    model, path = files[0], str(tmp_path / "r.jsonl")
+    found = evaluated(invoke, "ruler", model, *RULER, "--raw")
+    (full,) = found["results"]
+    assert (full["name"], full["length"], full["average"]["n"]) == ("full", 500, 4)
+    assert set(full["tasks"]) == {"niah_single_1", "fwe"} and found["configuration"]["seed"] == 42
+    kept = [*RULER, "--raw", "--jsonl", path]
+    assert evaluated(invoke, "ruler", model, *kept) == found
+    lines = Path(path).read_text().splitlines()
+    assert len(lines) == 5
+    more = evaluated(invoke, "ruler", model, *kept, "--method", "full", "--method", LFPS)
+    assert more["results"][0] == full and more["results"][1]["spec"] == LFPS
+    assert more["results"][1]["rows_attended_mean"] < full["rows_attended_mean"]
+    assert Path(path).read_text().splitlines()[:5] == lines
+    assert Path(path).read_text().count("\n") == 9
+    shown = invoke("eval", "ruler", "-m", model, "-t", "1", *kept, "--method", LFPS)
+    title, head, row = shown.out.splitlines()
+    assert title == "2 samples of each task:" and head.split()[:3] == [
+        "method",
+        "length",
+        "average",
+    ]
+    assert row.split()[:2] == [LFPS, "500"] and Path(path).read_text().count("\n") == 9
+    other = invoke("eval", "ruler", "-m", model, *kept, "--question-by", "decode")
+    assert (other.code, other.err.count("\n")) == (1, 1)
+    assert "question_by 'prefill', not 'decode'" in other.err
+
+
+def test_ruler_says_how_far_it_is(files, invoke):
+    result = invoke("eval", "ruler", "-m", files[0], "-t", "1", *RULER)
+    assert [line for line in result.err.splitlines() if " at 500: full" in line] != []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--tasks", "niah_double"], 2, "choose from niah_single_1"),
+        (["--lengths", "1024,x"], 2, "list of whole numbers"),
+        (["--lengths", "64"], 1, "give a greater one"),
+        (["--method", "full,a=1"], 2, "options"),
+    ],
+)
+def test_ruler_refuses(files, invoke, arguments, code, said):
+    result = invoke("eval", "ruler", "-m", files[0], *arguments)
+    assert (result.code, result.out) == (code, "") and said in result.err
+    assert result.err.startswith("error: ") and result.err.count("\n") == 1

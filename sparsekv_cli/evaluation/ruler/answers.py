@@ -1,0 +1,93 @@
+"""What methods answer to samples; each sample is prefilled once for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparsekv_cli.evaluation.perplexity import RowsRead
+from sparsekv_cli.evaluation.prefill import prefill_each, resume
+from sparsekv_cli.evaluation.ruler.records import Key, key_of
+from sparsekv_cli.evaluation.ruler.samples import Encode, RulerPlan, RulerPrompt, make_prompt
+from sparsekv_cli.evaluation.ruler.tasks import score
+from sparsekv_cli.methods.base import Method
+
+if TYPE_CHECKING:
+    from sparsekv_cli.session import Progress, Session
+
+
+def answer_all(
+    session: Session,
+    settings: Mapping[str, Method],
+    plan: RulerPlan,
+    encode: Encode,
+    done: Collection[Key],
+    on_prefill: Progress | None = None,
+) -> Iterator[list[dict[str, Any]]]:
+    """The new records of each sample, one a setting that is not in ``done``."""
+    for length, task, number in plan.samples():
+        at = {"task": task, "length": length, "sample": number}
+        missing = {
+            spec: method
+            for spec, method in settings.items()
+            if key_of({**at, "name": method.name, "options": method.options()}) not in done
+        }
+        records: list[dict[str, Any]] = []
+        if missing:
+            n_answer = plan.room(task)
+            prompt = make_prompt(task, length, number, plan.seed, n_answer, encode)
+            n_read = prompt.n_context if plan.question_by_decode else len(prompt.ids)
+            n_steps = len(prompt.ids) - n_read + n_answer
+            started = prefill_each(
+                session, missing, prompt.ids[:n_read], n_steps=n_steps, progress=on_prefill
+            )
+            for spec, start in started:
+                method = missing[spec]
+                told = answer(session, prompt, n_read, start.logits, start.caches, n_answer)
+                records.append({**at, "name": method.name, "options": method.options(), **told})
+            session.reset()
+        yield records
+
+
+def answer(
+    session: Session,
+    prompt: RulerPrompt,
+    n_read: int,
+    logits: np.ndarray,
+    layers: Sequence[Any],
+    n_answer: int,
+) -> dict[str, Any]:
+    """The greedy answer behind ``n_read`` tokens of a prompt, and its score.
+
+    It ends where the model ends it, or as soon as it holds all references: more text cannot change
+    the score.
+    """
+    references = prompt.sample.references
+    resume(session, prompt.ids[:n_read], layers)
+    for token in prompt.ids[n_read:]:
+        logits = session.decode(token)
+    tokens: list[int] = []
+    text = ""
+    while len(tokens) < n_answer:
+        token = int(logits.argmax())
+        if token in session.tokenizer.eog_ids:
+            break
+        tokens.append(token)
+        text = session.tokenizer.decode(tokens, skip_special=True)
+        if score(text, references) == 1 or len(tokens) == n_answer:
+            break
+        logits = session.decode(token)
+    attended, n_steps = RowsRead(), len(session.tokens) - n_read
+    if n_steps:
+        attended.add(layers, n_steps)
+    session.caches = []
+    return {
+        "score": score(text, references),
+        "answer": text,
+        "references": references,
+        "depths": prompt.sample.depths,
+        "prompt_tokens": len(prompt.ids),
+        "rows_attended_mean": attended.rows(),
+    }

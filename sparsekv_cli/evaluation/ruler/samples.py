@@ -1,0 +1,88 @@
+"""Samples: which are asked for, and each of a length in the model's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.evaluation.ruler.tasks import TASKS, RulerSample
+
+# The ids of a user's message and of the beginning of the answer to it.
+Encode = Callable[[str, str], list[int]]
+
+
+class RulerPrompt(NamedTuple):
+    """A sample as token ids; the first ``n_context`` of them come ahead of the question."""
+
+    sample: RulerSample
+    ids: list[int]
+    n_context: int
+
+
+@dataclass(frozen=True)
+class RulerPlan:
+    """What is asked. question_by_decode: questions enter token by token, behind the prefill.
+
+    n_answer: tokens of an answer at most, if less than the task's.
+    """
+
+    tasks: Sequence[str]
+    lengths: Sequence[int]
+    n_samples: int
+    seed: int
+    question_by_decode: bool = False
+    n_answer: int | None = None
+
+    def room(self, task: str) -> int:
+        """Tokens of an answer at most."""
+        return min(TASKS[task].n_answer, self.n_answer or TASKS[task].n_answer)
+
+    def samples(self) -> Iterator[tuple[int, str, int]]:
+        """Length, task and number of every sample."""
+        for length in self.lengths:
+            for task in self.tasks:
+                for number in range(self.n_samples):
+                    yield length, task, number
+
+
+def make_prompt(
+    task: str, length: int, number: int, seed: int, n_answer: int, encode: Encode
+) -> RulerPrompt:
+    """The ``number``-th sample of a task: as long a text as leaves room for the answer in length.
+
+    It depends on the arguments only. SparseKVError when not even the shortest text fits.
+    """
+    told = TASKS[task]
+
+    def prompt(n: int) -> tuple[RulerSample, list[int]]:
+        sample = told.make(Random(f"{seed} {task} {length} {number}"), n, length)
+        return sample, encode(message(sample), sample.answer)
+
+    room = length - n_answer
+    low, best = told.least, prompt(told.least)
+    if len(best[1]) > room:
+        raise SparseKVError(
+            f"{task} takes at least {len(best[1]) + n_answer} tokens, the answer's {n_answer} "
+            f"among them, and --lengths has {length}: give a greater one"
+        )
+    high = low + max(1, room)  # a unit has a token or more
+    while high - low > 1:
+        middle = (low + high) // 2
+        tried = prompt(middle)
+        if len(tried[1]) <= room:
+            low, best = middle, tried
+        else:
+            high = middle
+    sample, ids = best
+    other = encode(message(sample._replace(question="#")), "")
+    n_context = next(
+        (i for i, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), len(other)
+    )
+    return RulerPrompt(sample, ids, n_context)
+
+
+def message(sample: RulerSample) -> str:
+    return f"{sample.context}\n\n{sample.question}"
