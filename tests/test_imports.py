@@ -33,10 +33,12 @@ ALLOWED: dict[str, set[str]] = {
     | {"sequence", "warmup"},
     "batch": {"sequence", "session"},
     "generation": {"models", "sampling", "session"},
+    "planning": {"cache", "calibration", "cpu", "engine", "evaluation", "methods", "models"}
+    | {"session", "warmup"},
     "serve": {"cache", "generation", "methods", "models", "prefix", "sampling", "sequence"}
     | {"session"},
     "commands": {"batch", "cache", "calibration", "evaluation", "generation", "methods", "models"}
-    | {"prefix", "sampling", "serve", "session", "warmup"},
+    | {"planning", "prefix", "sampling", "serve", "session", "warmup"},
     "cli": {"commands"},
     "__main__": {"cli"},
 }

@@ -57,6 +57,11 @@ class GGUFFile:
         """Bytes of all parts when they were opened."""
         return sum(part.size for part in self.parts)
 
+    @property
+    def has_data(self) -> bool:
+        """Whether all tensors are there; not if it was opened for its header and is cut."""
+        return all(part.has_data for part in self.parts)
+
     def data(self, tensor: str | TensorInfo) -> np.ndarray:
         """The bytes of a tensor: (rows, bytes a row) uint8, read-only, on the memory map.
 
@@ -100,7 +105,9 @@ class GGUFFile:
         self.close()
 
 
-def open_gguf(path: str | os.PathLike[str], *, vocab_only_ok: bool = False) -> GGUFFile:
+def open_gguf(
+    path: str | os.PathLike[str], *, vocab_only_ok: bool = False, header_only: bool = False
+) -> GGUFFile:
     """Open a GGUF file, and with one part of a split model all of it; check all of the headers.
 
     vocab_only_ok: also accept what holds no complete model: vocabulary-only files, one part of a
@@ -108,13 +115,13 @@ def open_gguf(path: str | os.PathLike[str], *, vocab_only_ok: bool = False) -> G
     ``tokenize``).
     Raises SparseKVError, in one line, for everything that cannot be read.
     """
-    part = open_part(Path(path))
+    part = open_part(Path(path), header_only)
     try:
         paths = part_paths(part)
     except SparseKVError as error:
         file = GGUFFile([part], error)
     else:
-        file = GGUFFile(open_others(part, paths))
+        file = GGUFFile(open_others(part, paths, header_only))
     if not vocab_only_ok:
         try:
             check_whole_model(file)

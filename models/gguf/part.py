@@ -65,9 +65,10 @@ class GGUFPart:
 
     metadata, value_types, tensors: as GGUFFile has them.
     data_offset: where the tensor data begin; size: bytes of the file when it was opened.
+    has_data: whether all of the data are there.
     """
 
-    def __init__(self, path: Path, descriptor: int, size: int) -> None:
+    def __init__(self, path: Path, descriptor: int, size: int, header_only: bool = False) -> None:
         """Read the header of the file behind ``descriptor``, which now belongs to this object."""
         self.path = path
         self.size = size
@@ -88,6 +89,14 @@ class GGUFPart:
             self.value_types: Mapping[str, str] = MappingProxyType(value_types)
             alignment = _read_alignment(cursor, metadata, value_types)
             self.tensors, self.data_offset = _read_tensors(cursor, n_tensors, alignment)
+            cut = _cut_tensors(self.tensors, size)
+            self.has_data = not cut
+            if cut and not header_only:
+                end = cut[-1].offset + cut[-1].n_bytes
+                raise cursor.fail(
+                    f"{end - size} bytes are missing: the tensors end at {end}, the file at "
+                    f"{size} (from {show(cut[0].name)} on; download it again)"
+                )
         except BaseException:
             self.close()
             raise
@@ -210,18 +219,15 @@ def _read_tensors(
         relative.append(info)
         expected = -(-(expected + info.n_bytes) // alignment) * alignment
     base = -(-cursor.position // alignment) * alignment
-    if relative:
-        end = base + relative[-1].offset + relative[-1].n_bytes
-        if end > cursor.size:
-            cut = next(i for i in relative if base + i.offset + i.n_bytes > cursor.size)
-            raise cursor.fail(
-                f"{end - cursor.size} bytes are missing: the tensors end at {end}, the file at "
-                f"{cursor.size} (from {show(cut.name)} on; download it again)"
-            )
     tensors = {
         i.name: TensorInfo(i.name, i.shape, i.type, i.n_bytes, base + i.offset) for i in relative
     }
     return tensors, base
+
+
+def _cut_tensors(tensors: Mapping[str, TensorInfo], size: int) -> list[TensorInfo]:
+    """Those that do not lie within a file of ``size`` bytes."""
+    return [info for info in tensors.values() if info.offset + info.n_bytes > size]
 
 
 def _read_tensor(cursor: HeaderCursor, what: str) -> TensorInfo:
@@ -261,8 +267,11 @@ def _read_tensor(cursor: HeaderCursor, what: str) -> TensorInfo:
     return TensorInfo(name, dims[::-1], kind, n_bytes, offset)
 
 
-def open_part(path: Path) -> GGUFPart:
-    """Open one file and check all of its header; SparseKVError, in one line, if it is not right."""
+def open_part(path: Path, header_only: bool = False) -> GGUFPart:
+    """Open one file and check all of its header; SparseKVError, in one line, if it is not right.
+
+    header_only: also accept a file that ends ahead of its last tensor.
+    """
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:
@@ -280,4 +289,4 @@ def open_part(path: Path) -> GGUFPart:
     if size == 0:
         os.close(descriptor)
         raise SparseKVError(f"{path}: is empty; a GGUF model was expected")
-    return GGUFPart(path, descriptor, size)
+    return GGUFPart(path, descriptor, size, header_only)

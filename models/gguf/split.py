@@ -62,7 +62,7 @@ def part_paths(part: GGUFPart) -> list[Path]:
     return [part.path.with_name(each) for each in names]
 
 
-def open_others(part: GGUFPart, paths: Sequence[Path]) -> list[GGUFPart]:
+def open_others(part: GGUFPart, paths: Sequence[Path], header_only: bool = False) -> list[GGUFPart]:
     """``part`` and the other files of its model, in order, checked to belong together.
 
     SparseKVError names the file that does not; then all of them are closed.
@@ -72,7 +72,7 @@ def open_others(part: GGUFPart, paths: Sequence[Path]) -> list[GGUFPart]:
     parts: list[GGUFPart] = []
     try:
         for number, path in enumerate(paths):
-            parts.append(part if path == part.path else open_part(path))
+            parts.append(part if path == part.path else open_part(path, header_only))
             _check_number(parts[-1], number, len(paths))
             _check_metadata(parts[0], parts[-1])
         _check_tensors(parts)

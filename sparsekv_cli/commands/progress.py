@@ -153,6 +153,46 @@ class CalibrationProgress:
         self.close()
 
 
+class MeasureProgress:
+    """Says once that the machine is measured, with a bar on a terminal.
+
+    Call it with (what, done, of how many); use it as a context manager.
+    """
+
+    def __init__(self) -> None:
+        self._has_said = False
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if not self._has_said:
+            self._has_said = True
+            line = "measuring this machine with a model of this shape (once)"
+            print(line, file=sys.stderr, flush=True)
+        if not sys.stderr.isatty():
+            return
+        if self._bar is None:
+            self._bar = _new_bar("parts")
+            self._task = self._bar.add_task("measure", total=total)
+            self._bar.start()
+        assert self._task is not None
+        self._bar.update(self._task, completed=done, total=total, description=f"measure {what}")
+        if done >= total:
+            self.close()
+
+    def close(self) -> None:
+        """Takes the bar off the screen."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = self._task = None
+
+    def __enter__(self) -> MeasureProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 def _new_bar(unit: str) -> Progress:
     """A bar that counts ``unit``; without one, it shows per cent. Tokens have their rate, too."""
     from rich.console import Console

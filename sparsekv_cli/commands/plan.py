@@ -1,0 +1,123 @@
+"""``sparsekv-cli plan``: what a model takes here with each method, and how fast it is."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from sparsekv_cli.commands import completers
+from sparsekv_cli.commands.bench import build_for_bench
+from sparsekv_cli.commands.garbage import collecting_no_garbage
+from sparsekv_cli.commands.help import GroupedCommand
+from sparsekv_cli.commands.options import (
+    CONTEXT_OPTION,
+    ModelOptions,
+    check_sparse_from,
+    find_model,
+    model_options,
+)
+from sparsekv_cli.commands.progress import CompileProgress, MeasureProgress
+from sparsekv_cli.commands.tables import print_pairs, print_table, size
+from sparsekv_cli.commands.terminal import say, write_text
+
+if TYPE_CHECKING:
+    from sparsekv_cli.planning.plan import Plan, PlannedMethod
+
+ALL = "all"
+
+
+@click.command(cls=GroupedCommand, short_help="Forecast memory and speed of every method.")
+@click.option(
+    "--methods",
+    metavar="LIST",
+    shell_complete=completers.methods,
+    default=ALL,
+    help="Methods with commas between, or all. [default: all]",
+)
+@click.option(
+    "--measure",
+    is_flag=True,
+    help="Measure this machine again, not only what was never measured.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+@CONTEXT_OPTION
+@model_options(bench=True)
+def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -> None:
+    """Forecast what a model takes with each method at a context, and how fast it decodes.
+
+    The header of a model file is enough: a file that ends behind the table of its tensors will do.
+    What a step takes is measured once for a model's shape, with zeros for its weights, and kept in
+    the user's cache; it takes half a minute. Methods that need a calibration are measured when
+    the model has one. This is of the CPU.
+    """
+    from sparsekv_cli.methods import METHODS
+
+    config = options.config
+    if config.device == "cuda":
+        raise click.UsageError("plan measures the CPU; of a GPU, bench tells the speed")
+    names = list(METHODS) if methods == ALL else [name.strip() for name in methods.split(",")]
+    chosen = [build_for_bench(name, names, options) for name in names]
+    check_sparse_from(config, chosen)
+    path = find_model(options.model)
+    from sparsekv_cli.models.gguf.file import open_gguf
+    from sparsekv_cli.models.hparams import read_hparams
+
+    with open_gguf(path, header_only=True) as file:
+        hparams = read_hparams(file)
+        n_ctx = config.ctx_size or hparams.n_ctx_train
+        with collecting_no_garbage(), CompileProgress() as compiling, MeasureProgress() as progress:
+            from sparsekv_cli.planning.kept import speeds_of
+            from sparsekv_cli.planning.plan import make_plan
+
+            speeds = speeds_of(
+                file, config, chosen, again=measure, on_measure=progress, on_compile=compiling
+            )
+        plan = make_plan(file, speeds, chosen, n_ctx, config.sparse_from)
+    if as_json:
+        write_text(json.dumps(plan.as_dict(), indent=2) + "\n")
+    else:
+        show(plan)
+
+
+def show(plan: Plan) -> None:
+    """For people, on stdout."""
+    free = "" if plan.memory_available is None else size(plan.memory_available)
+    print_pairs(
+        "",
+        [
+            ("model", plan.model),
+            ("context", f"{plan.context} tokens"),
+            ("machine", f"{plan.machine}, {plan.threads} threads, measured {plan.date}"),
+            ("memory", f"{plan.bandwidth / 1e9:.1f} GB/s, {free} available"),
+            ("weights", f"read at {plan.weights_bandwidth / 1e9:.1f} GB/s in a step"),
+        ],
+    )
+    columns = ("method", "weights", "KV", "index", "scratch", "fits", "up to", "t/s", "pays from")
+    print_table("methods", columns, [row(each) for each in plan.methods])
+    say(plan.verdict())
+
+
+def row(method: PlannedMethod) -> list[str]:
+    """A line of the table."""
+    if method.decode_tps is None:
+        return [method.name, size(method.weights_bytes), method.note, *[""] * 6]
+    fits = {None: "", True: "yes", False: "no"}[method.fits]
+    pays = "" if method.name == "full" else str(method.pays_from or "nowhere")
+    return [
+        method.name,
+        *(
+            size(n or 0)
+            for n in (
+                method.weights_bytes,
+                method.kv_bytes,
+                method.index_bytes,
+                method.scratch_bytes,
+            )
+        ),
+        fits,
+        str(method.fitting_context or ""),
+        f"{method.decode_tps:.1f}",
+        pays,
+    ]

@@ -1,0 +1,143 @@
+"""The speeds of a model's shape on this machine: found in the user's cache, or measured once."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparsekv_cli import __version__
+from sparsekv_cli.calibration.calibrations import Calibrations
+from sparsekv_cli.calibration.run import CALIBRATION
+from sparsekv_cli.calibration.sidecar import Entry
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.methods import build_method
+from sparsekv_cli.methods.base import Method
+from sparsekv_cli.models.gguf.file import GGUFFile
+from sparsekv_cli.models.hparams import HParams, read_hparams
+from sparsekv_cli.planning.speeds import Speeds
+
+if TYPE_CHECKING:
+    from sparsekv_cli.warmup import OnCompile
+
+OnMeasure = Callable[[str, int, int], None]  # what is measured now, how many are done, of how many
+# Metadata that decide nothing of a step's time.
+NAMES = ("general.", "tokenizer.")
+
+
+def default_speeds_folder() -> Path:
+    """Where speeds are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "sparsekv-cli" / "speeds"
+
+
+def shape_key(file: GGUFFile, config: SessionConfig, machine: str, n_threads: int) -> str:
+    """32 hex digits over all that a step's time depends on: shapes and types, settings, machine."""
+    shapes = [(i.name, i.shape, int(i.type)) for i in file.tensors.values()]
+    metadata = [
+        (key, str(value)) for key, value in file.metadata.items() if not key.startswith(NAMES)
+    ]
+    architecture = file.metadata.get("general.architecture")
+    settings = config.activations, config.repack, machine, n_threads, __version__
+    text = repr((shapes, metadata, architecture, settings))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def method_key(method: Method) -> str:
+    """A method with all of its options."""
+    return f"{method.name} {json.dumps(method.options(), sort_keys=True)}"
+
+
+def read_speeds(path: Path) -> Speeds | None:
+    """What was kept; None if there is no such file, or it holds something else."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        return Speeds.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    return None
+
+
+def write_speeds(path: Path, speeds: Speeds) -> None:
+    """Replaces the file as a whole. OSError if it cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(speeds.as_dict(), indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def why_not(method: Method, file: GGUFFile, hparams: HParams) -> str:
+    """Why a method has no speeds of this model; empty if it can have them."""
+    for what, has in (
+        ("sinks", any(layer.has_sinks for layer in hparams.layers)),
+        ("softcaps", any(layer.softcap for layer in hparams.layers)),
+    ):
+        if has and what not in method.attends_with:
+            return f"does not attend with {what}"
+    if method.needs == CALIBRATION and calibration_of(method, file, hparams) is None:
+        return "not calibrated: sparsekv-cli calibrate"
+    return ""
+
+
+def calibration_of(method: Method, file: GGUFFile, hparams: HParams) -> Entry | None:
+    """What was measured of a method on this model; None of one whose tensors are not all there."""
+    if not file.has_data:
+        return None
+    nothing: Any = None  # a search neither decodes nor tokenizes
+    return Calibrations(file, hparams, nothing, nothing).find(method.name)
+
+
+def speeds_of(
+    file: GGUFFile,
+    config: SessionConfig,
+    methods: Sequence[Method],
+    *,
+    again: bool = False,
+    on_measure: OnMeasure | None = None,
+    on_compile: OnCompile | None = None,
+) -> Speeds:
+    """The speeds of a model's shape with ``methods``; what is missing is measured and kept.
+
+    Methods that cannot have any are left out. again: measure everything. SparseKVError for a model
+    that cannot be run, or a folder that cannot be written.
+    """
+    from sparsekv_cli.cpu.jit.threads import physical_cores
+    from sparsekv_cli.planning.measure import Measurement, machine_name
+
+    hparams, machine = read_hparams(file), machine_name()
+    folder = default_speeds_folder()
+    path = folder / f"{shape_key(file, config, machine, config.threads or physical_cores())}.json"
+    known = None if again else read_speeds(path)
+    wanted = {method_key(each): each for each in (build_method("full", {}), *methods)}
+    missing = {
+        key: each
+        for key, each in wanted.items()
+        if (known is None or key not in known.methods) and not why_not(each, file, hparams)
+    }
+    if known is not None and not missing:
+        return known
+    measurement = Measurement(file, config, on_compile)
+    report = on_measure or (lambda what, done, total: None)
+    report("weights", 0, 1 + len(missing))
+    if known is None:
+        known = measurement.speeds(machine)
+    curves = dict(known.methods)
+    for i, (key, method) in enumerate(missing.items()):
+        report(method.name, 1 + i, 1 + len(missing))
+        entry = calibration_of(method, file, hparams) if method.needs == CALIBRATION else None
+        tensors = {} if entry is None else entry.tensors
+        curves[key] = measurement.curve(method, tensors, curves.get(next(iter(wanted))))
+    speeds = replace(known, methods=curves)
+    report("done", 1 + len(missing), 1 + len(missing))
+    try:
+        write_speeds(path, speeds)
+    except OSError as error:
+        raise SparseKVError(f"{path}: speeds cannot be kept there: {error.strerror}") from None
+    return speeds

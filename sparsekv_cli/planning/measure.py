@@ -1,0 +1,317 @@
+"""Measures what a decode step takes on this machine: its weights, and each method's attention.
+
+A stand-in of the model decodes with caches that hold random rows, as many as a context of that
+depth has. No prompt is read for that, so that a depth of 32768 rows takes a moment.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+import tracemalloc
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sparsekv_cli import warmup
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.row_sizes import padded, token_bytes
+from sparsekv_cli.cache.spec import FULL, AttnInput, LayerSpec
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.engine import open_engine
+from sparsekv_cli.evaluation.roofline import measure_bandwidth
+from sparsekv_cli.memory import available_memory
+from sparsekv_cli.methods import build_method
+from sparsekv_cli.methods.base import Method
+from sparsekv_cli.models.gguf.file import GGUFFile
+from sparsekv_cli.planning.speeds import DepthPoint, LayerPoint, MethodCurve, Speeds
+from sparsekv_cli.planning.stand_in import read_stand_in
+from sparsekv_cli.warmup import OnCompile
+
+DEPTHS = (1024, 4096, 12288, 32768)
+MOST_WEIGHTS = 1 << 30  # bytes of a stand-in's weights
+MOST_ROWS = 256 << 20  # bytes of K and V in all layers that are measured
+LEAST_LAYERS = 4  # full ones that are measured, of which up to two are dense
+N_WARM, N_STEPS = 4, 10
+N_START = 64  # tokens of a prompt ahead of the first step
+N_QUERIES = 16  # different ones; half of their length is common, as of a text's
+CHUNK = 512
+SEED = 0
+# What a method does in a prefill only and would take minutes: h2o adds up all attention.
+PROBED: Mapping[str, Mapping[str, Any]] = {"h2o": {"window": 32}}
+
+
+class _Rows(NamedTuple):
+    """Rows of one layer's shape: q, k, v of a prompt's chunk, and of N_QUERIES steps."""
+
+    prompt: tuple[np.ndarray, ...]  # (heads, CHUNK, d)
+    steps: Sequence[tuple[np.ndarray, ...]]  # (heads, 1, padded d)
+
+
+class TimedLayer:
+    """A full layer's cache in a decoder: it is given random rows, and its steps are timed."""
+
+    def __init__(self, cache: LayerCache, rows: _Rows) -> None:
+        self.cache, self.rows, self.seconds = cache, rows, list[float]()
+
+    def decode(self, x: AttnInput) -> np.ndarray:
+        q, k, v = self.rows.steps[len(self.seconds) % N_QUERIES]
+        for target, values in zip(x[:5], (q, k, v, q, k), strict=True):
+            target[...] = values
+        started = time.perf_counter()
+        out = self.cache.decode(x)
+        self.seconds.append(time.perf_counter() - started)
+        return out
+
+    def learn(self) -> None:
+        self.cache.learn()
+
+
+class Measurement:
+    """A stand-in of one model on the CPU."""
+
+    def __init__(
+        self, file: GGUFFile, config: SessionConfig, on_compile: OnCompile | None = None
+    ) -> None:
+        import numba
+
+        from sparsekv_cli.cpu.jit.threads import physical_cores
+
+        self.n_threads = min(config.threads or physical_cores(), numba.config.NUMBA_NUM_THREADS)
+        numba.set_num_threads(self.n_threads)
+        self.whole = read_stand_in(file)
+        self._full = build_method("full", {})
+        n_layer = self._layers_that_fit()
+        hparams, architecture, weights = read_stand_in(file, n_layer)
+        engine = open_engine(
+            hparams, architecture, weights, self._full, config, self.n_threads, 0, on_compile
+        )
+        self.decoder: Any = engine.decoder
+        self._on_compile = on_compile
+        self.specs = self.decoder.layer_specs()
+        self._rng = np.random.default_rng(SEED)
+        self._rows: dict[tuple[int, ...], _Rows] = {}
+        self._pos = 0
+
+    def _layers_that_fit(self) -> int:
+        """As many first layers as MOST_WEIGHTS and the memory hold, every kind among them."""
+        layers, weights = self.whole.hparams.layers, self.whole.weights
+        room = min(MOST_WEIGHTS, (available_memory() or 1 << 40) // 6)
+        room -= weights.output.data.nbytes
+        sizes = [sum(w.data.nbytes for w in layer.linears()) for layer in weights.layers]
+        fitting = int(np.searchsorted(np.cumsum(sizes), room, side="right"))
+        kinds = [layer.kind for layer in layers]
+        fulls = [i for i, kind in enumerate(kinds) if kind == FULL][:LEAST_LAYERS]
+        least = max([kinds.index(kind) for kind in set(kinds)] + fulls) + 1
+        return min(max(fitting, least), len(layers))
+
+    def step(self) -> tuple[float, int, int]:
+        """Seconds of a step beside the attention of full layers, and its bytes of weights.
+
+        The third figure is what the layers of other kinds hold, of all layers of the model.
+        """
+        caches = [self._full.layer(spec) for spec in self.specs]
+        self._start(caches)
+        timed = self._timed(caches)
+        seconds = []
+        for _ in range(N_WARM + 2 * N_STEPS):
+            before = sum(sum(layer.seconds) for layer in timed if isinstance(layer, TimedLayer))
+            started = time.perf_counter()
+            self._decode(timed)
+            whole = time.perf_counter() - started
+            after = sum(sum(layer.seconds) for layer in timed if isinstance(layer, TimedLayer))
+            seconds.append(whole - (after - before))
+        others = [c.memory().host for c in caches if c.spec.kind != FULL]
+        n_others = sum(layer.kind != FULL for layer in self.whole.hparams.layers)
+        other_bytes = round(sum(others) / len(others) * n_others) if others else 0
+        n_bytes = self.decoder.weights.bytes_a_step(1)
+        return _typical(seconds[N_WARM:]), n_bytes, other_bytes
+
+    def scratch(self) -> int:
+        """Bytes that a chunk of a prefill takes beside caches and weights, at its peak."""
+        specs = warmup.first_layers(self.specs)
+        caches = [self._full.layer(spec) for spec in specs]
+        for cache in caches:
+            cache.reserve(CHUNK)
+        tracemalloc.start()
+        try:
+            self.decoder.forward([0] * CHUNK, 0, caches)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    def speeds(self, machine: str) -> Speeds:
+        """All but the methods' curves."""
+        seconds, n_bytes, other_bytes = self.step()
+        return Speeds(
+            machine=machine,
+            threads=self.n_threads,
+            date=datetime.now(UTC).date().isoformat(),
+            bandwidth=measure_bandwidth(self.n_threads),
+            step_seconds=seconds,
+            step_bytes=n_bytes,
+            other_bytes=other_bytes,
+            scratch_bytes=self.scratch(),
+            methods={},
+        )
+
+    def curve(
+        self,
+        method: Method,
+        calibration: Mapping[str, np.ndarray],
+        dense: MethodCurve | None,
+    ) -> MethodCurve:
+        """The method at those of DEPTHS whose rows have room, at least the first.
+
+        calibration: its arrays (n_layer, ...), if it needs them. dense: the curve of ``full``,
+        which dense layers have unless the method has its own; None for that of ``full`` itself.
+        """
+        specs = [
+            replace(spec, calibration={name: array[i] for name, array in calibration.items()})
+            for i, spec in enumerate(self.specs)
+        ]
+        warmup.compile_method_kernels(self.decoder, method, specs, self._on_compile)
+        probed: Any = replace(method, **PROBED.get(method.name, {}))
+        depths = [depth for depth in DEPTHS if depth == DEPTHS[0] or self._has_room(depth)]
+        points = [self._point(probed, specs, depth) for depth in depths]
+        if dense is not None and type(method).dense_layer is Method.dense_layer:
+            of_full = {point.n: point.sparse for point in dense.points}
+            points = [replace(point, dense=of_full.get(point.n, point.dense)) for point in points]
+        return MethodCurve(method.options(), *self.layers_of(method), points)
+
+    def _row_bytes(self) -> int:
+        """Of a token in one full layer, in f16."""
+        return token_bytes([next(s for s in self.specs if s.kind == FULL)], "f16", "f16")
+
+    def _has_room(self, depth: int) -> bool:
+        size = LEAST_LAYERS * depth * self._row_bytes()
+        return 2 * size <= (available_memory() or 1 << 40)
+
+    def layers_of(self, method: Method) -> tuple[int, int]:
+        """Dense and sparse layers, of the model's full ones, with this method."""
+        n_layer = self.whole.hparams.n_layer
+        dense = {i % n_layer for i in method.dense_layers if -n_layer <= i < n_layer}
+        full = {i for i, layer in enumerate(self.whole.hparams.layers) if layer.kind == FULL}
+        n_dense = len(full & dense) if method.name != "full" else 0
+        return n_dense, len(full) - n_dense
+
+    def _point(self, method: Method, specs: Sequence[LayerSpec], depth: int) -> DepthPoint:
+        full = [spec for spec in specs if spec.kind == FULL]
+        n_measured = max(LEAST_LAYERS, MOST_ROWS // (depth * self._row_bytes()))
+        last = full[:n_measured][-1].layer
+        caches = [method.layer(spec) for spec in specs[: last + 1]]
+        self._fill(caches, depth)
+        timed = self._timed(caches)
+        for _ in range(N_WARM + N_STEPS):
+            self._decode(timed)
+        found: dict[bool, list[tuple[float, LayerCache]]] = {True: [], False: []}
+        for layer in timed:
+            if isinstance(layer, TimedLayer):
+                is_dense = method.name != "full" and method.is_dense(layer.cache.spec)
+                found[is_dense].append((_typical(layer.seconds[N_WARM:]), layer.cache))
+        points = {is_dense: _mean_point(layers) for is_dense, layers in found.items()}
+        sparse = points[False] or points[True]
+        assert sparse is not None
+        return DepthPoint(depth, sparse, points[True])
+
+    def _start(self, caches: Sequence[LayerCache]) -> None:
+        """A short prompt; layers of other kinds than full begin with as much as they can hold."""
+        self.decoder.rope.reserve(max(DEPTHS) + N_WARM + 2 * N_STEPS)
+        self.decoder.forward([0] * N_START, 0, caches)
+        self._pos = N_START
+        for cache in caches:
+            if cache.spec.window:
+                self._extend(cache, N_START, cache.spec.window)
+                cache.finish_prefill()
+
+    def _fill(self, caches: Sequence[LayerCache], depth: int) -> None:
+        self.decoder.rope.reserve(depth + N_WARM + N_STEPS)
+        for cache in caches:
+            if cache.spec.kind == FULL:
+                cache.reserve(depth + CHUNK)
+                self._extend(cache, 0, depth)
+                cache.finish_prefill()
+        others = [cache for cache in caches if cache.spec.kind != FULL]
+        if others:
+            self._start_others(caches)
+        self._pos = depth
+
+    def _start_others(self, caches: Sequence[LayerCache]) -> None:
+        """Recurrent layers have a state only behind a prompt; full layers stand in for theirs."""
+        dense = [
+            cache if cache.spec.kind != FULL else self._full.layer(cache.spec) for cache in caches
+        ]
+        self.decoder.forward([0] * N_START, 0, dense)
+
+    def _extend(self, cache: LayerCache, first: int, last: int) -> None:
+        spec = cache.spec
+        q, k, v = self._rows_of(spec).prompt
+        for start in range(first, last, CHUNK):
+            n = min(CHUNK, last - start)
+            shift = int(self._rng.integers(CHUNK))
+            parts = (np.roll(array, shift, 1)[:, :n] for array in (q, k, v))
+            part_q, part_k, part_v = parts
+            cache.extend(AttnInput(part_q, part_k, part_v, part_q, part_k, start))
+
+    def _timed(self, caches: Sequence[LayerCache]) -> list[Any]:
+        return [
+            TimedLayer(cache, self._rows_of(cache.spec)) if cache.spec.kind == FULL else cache
+            for cache in caches
+        ]
+
+    def _decode(self, caches: Sequence[Any]) -> None:
+        self.decoder.decode(0, self._pos, caches)
+        self._pos += 1
+
+    def _rows_of(self, spec: LayerSpec) -> _Rows:
+        shape = spec.n_head, spec.n_head_kv, spec.head_dim, spec.value_dim
+        if shape not in self._rows:
+            self._rows[shape] = self._new_rows(spec)
+        return self._rows[shape]
+
+    def _new_rows(self, spec: LayerSpec) -> _Rows:
+        """Normal rows; of steps, a common half and one of their own."""
+        heads = (spec.n_head, spec.head_dim), (spec.n_head_kv, spec.head_dim)
+        sizes = (*heads, (spec.n_head_kv, spec.value_dim))
+        prompt = tuple(self._rng.standard_normal((h, CHUNK, d), np.float32) for h, d in sizes)
+        steps = []
+        for i in range(N_QUERIES):
+            step = []
+            for (h, d), rows in zip(sizes, prompt, strict=True):
+                row = np.zeros((h, 1, padded(d)), np.float32)
+                row[:, 0, :d] = (rows[:, 0] + rows[:, 1 + i]) * np.float32(0.5**0.5)
+                step.append(row)
+            steps.append(tuple(step))
+        return _Rows(prompt, steps)
+
+
+def _typical(seconds: Sequence[float]) -> float:
+    """The lower quartile: what other processes take is left out, lucky steps are not chosen."""
+    return float(np.quantile(seconds, 0.25))
+
+
+def _mean_point(layers: Sequence[tuple[float, LayerCache]]) -> LayerPoint | None:
+    """Of layers that are alike: their typical time, and the mean of what they hold."""
+    if not layers:
+        return None
+    memory = [cache.memory() for _, cache in layers]
+    return LayerPoint(
+        _typical([seconds for seconds, _ in layers]),
+        round(sum(each.host for each in memory) / len(layers)),
+        round(sum(each.index for each in memory) / len(layers)),
+    )
+
+
+def machine_name() -> str:
+    """The CPU's name, or what the system calls the machine's kind."""
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()

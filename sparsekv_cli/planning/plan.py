@@ -1,0 +1,208 @@
+"""What each method takes of a model at a context: memory, speed, and where it pays.
+
+A forecast: seconds are those of speeds.py, which were measured with a stand-in on this machine,
+bytes are what each method's caches say of themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sparsekv_cli.cache.row_sizes import FITTING
+from sparsekv_cli.cache.spec import FULL
+from sparsekv_cli.memory import available_memory
+from sparsekv_cli.methods import build_method
+from sparsekv_cli.methods.base import Method
+from sparsekv_cli.models.forward import ROWS_AT_ONCE
+from sparsekv_cli.models.gguf.file import GGUFFile
+from sparsekv_cli.planning.kept import method_key, why_not
+from sparsekv_cli.planning.measure import CHUNK
+from sparsekv_cli.planning.speeds import MethodCurve, Speeds
+from sparsekv_cli.planning.stand_in import read_stand_in
+
+SEARCHED = 1 << 18  # tokens up to which it is looked for where a method pays
+LOW = 1.5  # a ceiling below which sparse attention changes little
+
+
+@dataclass(frozen=True)
+class PlannedMethod:
+    """One method at the context. Bytes; None where a method could not be measured (``note``).
+
+    pays_from: tokens from which on a step is faster than a dense one; None: nowhere. sparse_from:
+    tokens up to which ``run`` attends to all rows with it. fitting_context: tokens that fit the
+    memory, None if the system does not tell.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    weights_bytes: int
+    kv_bytes: int | None = None
+    index_bytes: int | None = None
+    scratch_bytes: int | None = None
+    fits: bool | None = None
+    fitting_context: int | None = None
+    decode_tps: float | None = None
+    sparse_from: int = 0
+    pays_from: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of a model at a context. ceiling: how many times as fast as ``full`` a step without any
+    attention in full layers would be.
+    """
+
+    model: str
+    context: int
+    machine: str
+    threads: int
+    date: str
+    bandwidth: float
+    weights_bandwidth: float
+    memory_available: int | None
+    full_layers: int
+    layers: int
+    ceiling: float
+    methods: Sequence[PlannedMethod]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def verdict(self) -> str:
+        """What sparse attention can give here, in a sentence."""
+        low = "; that is little" if self.ceiling < LOW else ""
+        part = ""
+        if self.full_layers < self.layers:
+            part = f" ({self.full_layers} of {self.layers} layers attend to all rows)"
+        return (
+            f"at {self.context} tokens no method can be more than {self.ceiling:.2f} times as fast "
+            f"as full{part}{low}"
+        )
+
+
+class Forecast:
+    """Seconds and bytes of a model's steps with any of the methods that were measured."""
+
+    def __init__(self, file: GGUFFile, speeds: Speeds, dense_rows: int = -1) -> None:
+        """dense_rows: as SessionConfig has ``sparse_from``."""
+        self.speeds, self._dense_rows = speeds, dense_rows
+        self.hparams, _, weights = read_stand_in(file)
+        self.base = weights.bytes_a_step(1) / speeds.weights_bandwidth  # s, beside attention
+        tied = weights.output is weights.token_embd
+        self.weights_bytes = weights.n_bytes_held + (0 if tied else weights.token_embd.data.nbytes)
+        self.full = speeds.methods[method_key(build_method("full", {}))]
+
+    def sparse_from(self, method: Method) -> int:
+        """Rows up to which a session attends to all of them."""
+        if not method.work_of_a_head:
+            return 0
+        if self._dense_rows >= 0:
+            return self._dense_rows
+        full: Sequence[Any] = [layer for layer in self.hparams.layers if layer.kind == FULL]
+        return method.work_of_a_head * max(
+            (layer.n_head // layer.n_head_kv for layer in full), default=0
+        )
+
+    def curve(self, method: Method) -> MethodCurve:
+        return self.speeds.methods[method_key(method)]
+
+    def seconds(self, method: Method, n: int) -> float:
+        """Of a step at depth n, dense where a session is."""
+        curve = self.full if n <= self.sparse_from(method) else self.curve(method)
+        return self.base + curve.seconds(n)
+
+    def ceiling(self, n: int) -> float:
+        return (self.base + self.full.seconds(n)) / self.base
+
+    def pays_from(self, method: Method) -> int | None:
+        """Tokens from which on the method's step is faster than a dense one, as far as searched."""
+        curve, found = self.curve(method), None
+        for n in range(FITTING, SEARCHED + 1, FITTING):
+            if curve.seconds(n) >= self.full.seconds(n):
+                found = None
+            elif found is None:
+                found = n
+        return found
+
+    def kv_bytes(self, method: Method, n: int) -> int:
+        return self.curve(method).host(n) + self.speeds.other_bytes
+
+    def scratch(self, method: Method, n: int) -> int:
+        """Of a prefill of n tokens: a chunk's, the residual stream, and with a method that cuts
+        each layer's rows when all are there, one layer's.
+        """
+        n_at_once, more = min(n, ROWS_AT_ONCE), 0
+        if not method.holds_all_rows:
+            n_at_once = n
+            more = max(layer.kv_bytes(n) for layer in self.hparams.layers)
+        residual = 4 * self.hparams.n_embd * max(0, n_at_once - CHUNK)
+        return self.speeds.scratch_bytes + residual + more
+
+    def total(self, method: Method, n: int) -> int:
+        """Bytes of everything at a context of n tokens."""
+        index = self.curve(method).index(n)
+        return self.weights_bytes + self.kv_bytes(method, n) + index + self.scratch(method, n)
+
+    def fitting_context(self, method: Method, available: int) -> int:
+        """Tokens that fit the memory, by FITTING; what takes no memory a token fits SEARCHED."""
+        return FITTING * _last(
+            SEARCHED * 16 // FITTING, lambda i: self.total(method, FITTING * i) <= available
+        )
+
+
+def _last(most: int, holds: Callable[[int], bool]) -> int:
+    """The largest i of 0 to ``most`` for which it holds; it holds for none behind one that fails.
+
+    0 if it holds for no other.
+    """
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low
+
+
+def make_plan(
+    file: GGUFFile, speeds: Speeds, methods: Sequence[Method], n_ctx: int, dense_rows: int = -1
+) -> Plan:
+    """The plan of ``methods`` at a context of n_ctx tokens."""
+    forecast = Forecast(file, speeds, dense_rows)
+    available, layers = available_memory(), forecast.hparams.layers
+    return Plan(
+        model=str(file.path),
+        context=n_ctx,
+        machine=speeds.machine,
+        threads=speeds.threads,
+        date=speeds.date,
+        bandwidth=speeds.bandwidth,
+        weights_bandwidth=speeds.weights_bandwidth,
+        memory_available=available,
+        full_layers=sum(layer.kind == FULL for layer in layers),
+        layers=len(layers),
+        ceiling=forecast.ceiling(n_ctx),
+        methods=[_planned(each, file, forecast, n_ctx, available) for each in methods],
+    )
+
+
+def _planned(
+    method: Method, file: GGUFFile, forecast: Forecast, n_ctx: int, available: int | None
+) -> PlannedMethod:
+    if method_key(method) not in forecast.speeds.methods:
+        note = why_not(method, file, forecast.hparams)
+        return PlannedMethod(method.name, method.options(), forecast.weights_bytes, note=note)
+    return PlannedMethod(
+        name=method.name,
+        options=method.options(),
+        weights_bytes=forecast.weights_bytes,
+        kv_bytes=forecast.kv_bytes(method, n_ctx),
+        index_bytes=forecast.curve(method).index(n_ctx),
+        scratch_bytes=forecast.scratch(method, n_ctx),
+        fits=None if available is None else forecast.total(method, n_ctx) <= available,
+        fitting_context=None if available is None else forecast.fitting_context(method, available),
+        decode_tps=1 / forecast.seconds(method, n_ctx),
+        sparse_from=forecast.sparse_from(method),
+        pays_from=forecast.pays_from(method) if method.name != "full" else None,
+    )

@@ -1,0 +1,117 @@
+"""What was measured of a model's shape on a machine, and what follows for any context.
+
+A step is its weights, and in each full layer the attention of the method. Both were measured with
+a stand-in (stand_in.py): the weights as bytes a second, the attention of a layer at a few depths,
+between which seconds and bytes are interpolated, and beyond which they go on as a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LayerPoint:
+    """One layer at a depth: seconds of a step's attention, bytes of rows and of the index."""
+
+    seconds: float
+    host: int
+    index: int
+
+
+@dataclass(frozen=True)
+class DepthPoint:
+    """A method at a depth of n rows. dense: of its layers that attend to all rows, None: none."""
+
+    n: int
+    sparse: LayerPoint
+    dense: LayerPoint | None
+
+
+@dataclass(frozen=True)
+class MethodCurve:
+    """A method with its options, at growing depths."""
+
+    options: Mapping[str, Any]
+    dense_layers: int
+    sparse_layers: int
+    points: Sequence[DepthPoint]
+
+    def seconds(self, n: int) -> float:
+        """Of the attention of all full layers in a step at depth n."""
+        return self._sum(n, lambda point: point.seconds)
+
+    def host(self, n: int) -> int:
+        """Bytes of rows in all full layers at depth n."""
+        return round(self._sum(n, lambda point: point.host))
+
+    def index(self, n: int) -> int:
+        """Bytes that the method adds to the rows."""
+        return round(self._sum(n, lambda point: point.index))
+
+    def _sum(self, n: int, value: Callable[[LayerPoint], float]) -> float:
+        sparse = [(point.n, value(point.sparse)) for point in self.points]
+        dense = [(point.n, value(point.dense)) for point in self.points if point.dense]
+        total = self.sparse_layers * interpolate(sparse, n)
+        return total + (self.dense_layers * interpolate(dense, n) if dense else 0.0)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Of one model's shape on one machine.
+
+    bandwidth: bytes a second that threads read from memory. step_seconds: of a step beside the
+    attention of full layers, of a stand-in that reads ``step_bytes`` of weights. other_bytes: what
+    layers of other kinds hold. scratch_bytes: of a prefill's chunk. methods: by
+    ``method_key``, ``full`` among them.
+    """
+
+    machine: str
+    threads: int
+    date: str
+    bandwidth: float
+    step_seconds: float
+    step_bytes: int
+    other_bytes: int
+    scratch_bytes: int
+    methods: Mapping[str, MethodCurve]
+
+    @property
+    def weights_bandwidth(self) -> float:
+        """Bytes of weights a second, with all that a step does beside attention."""
+        return self.step_bytes / self.step_seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Speeds:
+        """KeyError or TypeError for what ``as_dict`` did not make."""
+        methods = {name: _curve(curve) for name, curve in values["methods"].items()}
+        return Speeds(**{**values, "methods": methods})
+
+
+def _curve(values: Mapping[str, Any]) -> MethodCurve:
+    points = [
+        DepthPoint(
+            each["n"],
+            LayerPoint(**each["sparse"]),
+            None if each["dense"] is None else LayerPoint(**each["dense"]),
+        )
+        for each in values["points"]
+    ]
+    return MethodCurve(**{**values, "points": points})
+
+
+def interpolate(points: Sequence[tuple[int, float]], n: int) -> float:
+    """The value at n of the line through the two points beside it, or the two last or first ones.
+
+    Not below 0. points: at least one, by growing n.
+    """
+    if len(points) == 1:
+        return points[0][1]
+    i = next((i for i, (at, _) in enumerate(points[1:-1], 1) if at >= n), len(points) - 1)
+    (x0, y0), (x1, y1) = points[i - 1], points[i]
+    return max(0.0, y0 + (n - x0) * (y1 - y0) / (x1 - x0))

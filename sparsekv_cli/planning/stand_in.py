@@ -1,0 +1,89 @@
+"""A stand-in for a model: the shapes of its file, zeros for its weights.
+
+A decode step takes the same time with any weights, so the header of a file is enough to measure
+one. Of a large model a few layers stand for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sparsekv_cli.models.architectures import Architecture, architecture_of
+from sparsekv_cli.models.gguf.file import GGMLType, GGUFFile, TensorInfo
+from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
+from sparsekv_cli.models.weights import Weights, read_weights
+
+SMALL = 1 << 20  # bytes; a float tensor up to this size has values
+NEGATIVE = "ssm_a"  # ends the names of tensors whose values must be below 0
+
+
+class StandInFile:
+    """Stands for a GGUFFile: the tensors of its first layers, and data that are not in it.
+
+    has_room: whether large tensors have memory of their own; otherwise only their sizes are right.
+    """
+
+    def __init__(self, file: GGUFFile, n_layer: int, *, has_room: bool) -> None:
+        self.path, self.metadata, self.value_types = file.path, file.metadata, file.value_types
+        self.parts = file.parts
+        self.check_types = file.check_types
+        self._has_room = has_room
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: info for name, info in file.tensors.items() if _layer_of(name) < n_layer
+        }
+
+    def data(self, tensor: str | TensorInfo) -> np.ndarray:
+        """(rows, bytes a row) uint8: of small float tensors ones, otherwise zeros."""
+        info = self.tensors[tensor] if isinstance(tensor, str) else tensor
+        row = info.type.row_bytes(info.shape[-1])
+        shape = info.n_bytes // row, row
+        if info.type == GGMLType.F32 and info.n_bytes <= SMALL:
+            value = np.float32(-1 if info.name.endswith(NEGATIVE) else 1)
+            return np.full(info.n_elements, value).view(np.uint8).reshape(shape)
+        if info.n_bytes <= SMALL:
+            return np.zeros(shape, np.uint8)
+        if self._has_room:
+            data = np.empty(shape, np.uint8)
+            data.fill(0)  # so that each page is memory of its own
+            return data
+        return np.broadcast_to(np.uint8(0), shape)
+
+    def release(self, data: np.ndarray) -> None:
+        """There is no file to read it from again."""
+
+    def check_intact(self) -> None:
+        """Nothing can become shorter."""
+
+
+class StandIn(NamedTuple):
+    """What a decoder is made of."""
+
+    hparams: HParams
+    architecture: Architecture
+    weights: Weights
+
+
+def _layer_of(name: str) -> int:
+    """The number of the layer that a tensor belongs to; -1 for those of none."""
+    prefix, _, rest = name.partition(".")
+    number = rest.partition(".")[0]
+    return int(number) if prefix == "blk" and number.isdecimal() else -1
+
+
+def read_stand_in(file: GGUFFile, n_layer: int | None = None) -> StandIn:
+    """The model with its first ``n_layer`` layers; None: all, whose weights take no memory.
+
+    SparseKVError for a model that this program cannot run.
+    """
+    architecture = architecture_of(read_architecture(file))
+    hparams = read_hparams(file)
+    if n_layer is not None:
+        hparams = replace(hparams, layers=hparams.layers[:n_layer], n_skipped=0)
+    has_room = n_layer is not None
+    n_tensors = hparams.n_layer + hparams.n_skipped
+    standing: Any = StandInFile(file, n_tensors, has_room=has_room)
+    return StandIn(hparams, architecture, read_weights(standing, hparams, architecture))

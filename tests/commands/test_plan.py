@@ -1,0 +1,80 @@
+"""``plan`` through the program's entry point."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tiny_models import make_model
+
+from sparsekv_cli.cli import main
+from sparsekv_cli.models.gguf.file import open_gguf
+from sparsekv_cli.planning import kept, measure
+
+KEYS = {"name", "weights_bytes", "kv_bytes", "index_bytes", "scratch_bytes", "fits"}
+KEYS |= {"decode_tps", "pays_from"}
+
+
+@pytest.fixture
+def header(tmp_path, monkeypatch):
+    """The header of a model, of which little is measured."""
+    monkeypatch.setattr(measure, "DEPTHS", (256, 512))
+    monkeypatch.setattr(measure, "measure_bandwidth", lambda n_threads: 1e10)
+    monkeypatch.setattr(kept, "default_speeds_folder", lambda: tmp_path / "speeds")
+    path = make_model(tmp_path / "whole.gguf", n_layer=3)
+    with open_gguf(path) as file:
+        end = file.parts[0].data_offset
+    path.write_bytes(path.read_bytes()[:end])
+    return path
+
+
+def call(capsys, *arguments):
+    with pytest.raises(SystemExit) as exit_:
+        main(["plan", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return exit_.value.code, out, err
+
+
+def test_a_plan_as_json_and_as_a_table(header, capsys):
+    given = ("-m", header, "-t", 1, "-c", 1000, "--methods", "full,streaming,fasa")
+    code, out, err = call(capsys, *given, "--budget", 100, "--json")
+    assert code == 0, err
+    assert "measuring this machine" in err
+    plan = json.loads(out)
+    assert (plan["context"], plan["bandwidth"], plan["layers"]) == (1000, 1e10, 3)
+    assert all(each.keys() >= KEYS for each in plan["methods"])
+    full, streaming, fasa = plan["methods"]
+    assert streaming["options"]["budget"] == "100"
+    assert full["kv_bytes"] >= 1000 * 3 * 2 * 2 * 2 * 64
+    assert full["fits"]
+    assert full["decode_tps"] > 0
+    assert "calibrate" in fasa["note"]
+    code, out, err = call(capsys, *given, "--budget", 100)
+    assert code == 0
+    assert "measuring" not in err
+    assert "times as fast as full" in err
+    assert [line.split()[0] for line in out.splitlines()[-3:]] == ["full", "streaming", "fasa"]
+
+
+def test_what_does_not_fit_is_told(header, capsys, monkeypatch):
+    from sparsekv_cli.planning import plan
+
+    monkeypatch.setattr(plan, "available_memory", lambda: 1 << 20)
+    code, out, err = call(capsys, "-m", header, "-t", 1, "-c", 4096, "--methods", "full")
+    assert code == 0, err
+    assert "1.00 MiB available" in out
+    assert "no" in out.splitlines()[-1].split()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--methods", "fulll"), "did you mean full"),
+        (("--methods", "full", "-o", "window=3"), "window"),
+        (("--device", "cuda"), "plan measures the CPU"),
+    ],
+)
+def test_usage_errors(header, capsys, arguments, said):
+    code, _, err = call(capsys, "-m", header, *arguments)
+    assert code == 2
+    assert said in err

@@ -1,0 +1,163 @@
+"""Forecasts from measured speeds, and what is measured of a model's shape."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import make_model
+
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.methods import build_method
+from sparsekv_cli.models.gguf.file import open_gguf
+from sparsekv_cli.planning import kept, measure
+from sparsekv_cli.planning.kept import method_key, read_speeds, speeds_of
+from sparsekv_cli.planning.plan import Forecast, make_plan
+from sparsekv_cli.planning.speeds import (
+    DepthPoint,
+    LayerPoint,
+    MethodCurve,
+    Speeds,
+    interpolate,
+)
+from sparsekv_cli.session import load_session
+
+FULL, QUEST, LFPS = (build_method(name, {}) for name in ("full", "quest", "lfps"))
+
+
+def curve(method, dense, sparse, each, index=0):
+    """Layers whose attention takes ``each`` seconds at 0 and 1000 rows."""
+    points = [
+        DepthPoint(n, LayerPoint(s, 100 * n, index * n), LayerPoint(2 * s, 100 * n, 0))
+        for n, s in zip((0, 1000), each, strict=True)
+    ]
+    return MethodCurve(method.options(), dense, sparse, points)
+
+
+def some_speeds(weight_bytes: int) -> Speeds:
+    methods = {
+        method_key(FULL): curve(FULL, 0, 4, (0.0, 0.001)),
+        method_key(QUEST): curve(QUEST, 2, 2, (0.0005, 0.0005), index=7),
+        method_key(LFPS): curve(LFPS, 0, 4, (0.0005, 0.0005)),
+    }
+    return Speeds("a CPU", 2, "2026-01-01", 1e10, 0.004, weight_bytes, 5000, 10_000, methods)
+
+
+@pytest.fixture
+def header(tmp_path: Path) -> Path:
+    """A model file that ends behind the table of its tensors."""
+    path = make_model(tmp_path / "whole.gguf", wtype="Q4_0", n_layer=4, n_head=4, n_head_kv=2)
+    with open_gguf(path) as file:
+        end = file.parts[0].data_offset
+    cut = tmp_path / "header.gguf"
+    cut.write_bytes(path.read_bytes()[:end])
+    return cut
+
+
+@pytest.mark.parametrize(
+    ("n", "expected"), [(0, 0.0), (150, 15.0), (200, 20.0), (300, 40.0), (500, 80.0), (50, 5.0)]
+)
+def test_between_points_there_is_a_line(n, expected):
+    assert interpolate([(100, 10.0), (200, 20.0), (400, 60.0)], n) == pytest.approx(expected)
+    assert interpolate([(100, 10.0)], n) == 10.0
+
+
+def test_a_forecast_from_a_header_alone(header):
+    with pytest.raises(SparseKVError, match="bytes are missing"):
+        open_gguf(header)
+    with open_gguf(header, header_only=True) as file:
+        assert not file.has_data
+        whole = read_weights_of(header.with_name("whole.gguf"))
+        speeds = some_speeds(whole.bytes_a_step(1))
+        plan = make_plan(file, speeds, [FULL, QUEST, LFPS, build_method("sals", {})], 2000)
+        forecast = Forecast(file, speeds)
+    full, quest, lfps, sals = plan.methods
+    assert full.decode_tps == pytest.approx(1 / (0.004 + 4 * 0.002))
+    assert quest.decode_tps == pytest.approx(1 / (0.004 + 2 * 0.001 + 2 * 0.0005))
+    assert quest.pays_from == 768  # 4 n / 1e6 > 0.003 s
+    assert (quest.kv_bytes, quest.index_bytes) == (4 * 100 * 2000 + 5000, 2 * 7 * 2000)
+    assert full.weights_bytes == whole.n_bytes_held
+    assert plan.ceiling == pytest.approx(3.0)
+    assert "3.00 times" in plan.verdict()
+    assert lfps.sparse_from == 2 * 1280  # so at 2000 rows it is dense
+    assert lfps.decode_tps == full.decode_tps
+    assert forecast.seconds(LFPS, 2561) == pytest.approx(0.004 + 4 * 0.0005)
+    assert sals.decode_tps is None
+    assert "calibrate" in sals.note
+    room = forecast.total(FULL, 1024)
+    assert forecast.fitting_context(FULL, room) == 1024
+
+
+def read_weights_of(path):
+    from sparsekv_cli.planning.stand_in import read_stand_in
+
+    with open_gguf(path) as file:
+        return read_stand_in(file).weights
+
+
+@pytest.fixture
+def briefly(monkeypatch, tmp_path):
+    """Two small depths, and speeds that are kept in a folder of the test's own."""
+    monkeypatch.setattr(measure, "DEPTHS", (300, 600))
+    monkeypatch.setattr(measure, "N_STEPS", 2)
+    monkeypatch.setattr(measure, "measure_bandwidth", lambda n_threads: 1e10)
+    monkeypatch.setattr(kept, "default_speeds_folder", lambda: tmp_path / "speeds")
+    return tmp_path / "speeds"
+
+
+def test_speeds_are_measured_once(header, briefly):
+    config, seen = SessionConfig(device="cpu", threads=1), []
+
+    def report(what, done, total):
+        seen.append(what)
+
+    with open_gguf(header, header_only=True) as file:
+        first = speeds_of(file, config, [QUEST], on_measure=report)
+        assert seen == ["weights", "full", "quest", "done"]
+        again = speeds_of(file, config, [QUEST, build_method("sals", {})], on_measure=report)
+        assert len(seen) == 4
+        more = speeds_of(file, config, [LFPS], on_measure=report)
+    assert json.dumps(again.as_dict()) == json.dumps(first.as_dict())
+    assert seen[4:] == ["weights", "lfps", "done"]
+    assert more.methods.keys() > first.methods.keys()
+    assert more.step_seconds == first.step_seconds
+    (path,) = briefly.glob("*.json")
+    assert json.dumps(read_speeds(path).as_dict()) == json.dumps(more.as_dict())
+    path.write_text("{}")
+    assert read_speeds(path) is None
+
+
+def test_what_is_measured_is_what_a_session_holds(header, briefly):
+    """Bytes of rows and index after a prompt, and of weights in a step."""
+    whole = header.with_name("whole.gguf")
+    config = SessionConfig(device="cpu", threads=1)
+    with open_gguf(whole) as file:
+        speeds = speeds_of(file, config, [QUEST])
+    assert speeds.methods[method_key(QUEST)].dense_layers == 2
+    for method in (FULL, QUEST):
+        session = load_session(whole, method, config)
+        session.prefill(np.arange(600) % 500)
+        memory = [cache.memory() for cache in session.caches]
+        found = speeds.methods[method_key(method)]
+        assert found.index(600) == pytest.approx(sum(m.index for m in memory), rel=0.05)
+        assert found.host(600) == pytest.approx(sum(m.host for m in memory), rel=0.3)
+    assert speeds.step_bytes == session.decoder.weights.bytes_a_step(1)
+    assert all(point.sparse.seconds > 0 for point in found.points)
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "gpt-oss", "lfm2", "qwen35moe"])
+def test_layers_of_all_kinds_and_experts(architecture, tmp_path, briefly):
+    """Methods have a part in full layers only, which bounds what they can gain."""
+    path = make_model(tmp_path / "model.gguf", arch=architecture, n_layer=6, n_ff=256)
+    with open_gguf(path) as file:
+        speeds = speeds_of(file, SessionConfig(device="cpu", threads=1), [QUEST, LFPS])
+        plan = make_plan(file, speeds, [FULL, QUEST, LFPS], 4096)
+    assert 0 < plan.full_layers < plan.layers == 6
+    assert f"{plan.full_layers} of 6 layers attend to all rows" in plan.verdict()
+    assert speeds.other_bytes > 0
+    has_sinks = architecture == "gpt-oss"
+    assert bool(plan.methods[2].note) == has_sinks
+    assert all(each.decode_tps for each in plan.methods[: 2 if has_sinks else 3])
