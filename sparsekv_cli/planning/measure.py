@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparsekv_cli import warmup
+from sparsekv_cli.cache.kinds import share_rows
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.row_sizes import padded, token_bytes
 from sparsekv_cli.cache.spec import FULL, AttnInput, LayerSpec
@@ -100,6 +101,8 @@ class Measurement:
     def _layers_that_fit(self) -> int:
         """As many first layers as MOST_WEIGHTS and the memory hold, every kind among them."""
         layers, weights = self.whole.hparams.layers, self.whole.weights
+        if self.whole.hparams.n_layer_input:  # one tensor has parts for all layers
+            return len(layers)
         room = min(MOST_WEIGHTS, (available_memory() or 1 << 40) // 6)
         room -= weights.output.data.nbytes
         sizes = [sum(w.data.nbytes for w in layer.linears()) for layer in weights.layers]
@@ -204,6 +207,7 @@ class Measurement:
         n_measured = max(LEAST_LAYERS, MOST_ROWS // (depth * self._row_bytes()))
         last = full[:n_measured][-1].layer
         caches = [method.layer(spec) for spec in specs[: last + 1]]
+        share_rows(caches)
         self._fill(caches, depth)
         timed = self._timed(caches)
         for _ in range(N_WARM + N_STEPS):

@@ -7,10 +7,10 @@ bytes are what each method's caches say of themselves.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from sparsekv_cli.cache.row_sizes import FITTING
+from sparsekv_cli.cache.row_sizes import FITTING, token_bytes
 from sparsekv_cli.cache.spec import FULL
 from sparsekv_cli.memory import available_memory
 from sparsekv_cli.methods import build_method
@@ -128,7 +128,14 @@ class Forecast:
         return found
 
     def kv_bytes(self, method: Method, n: int) -> int:
-        return self.curve(method).host(n) + self.speeds.other_bytes
+        """Rows that several layers read count once, unless the method drops or changes them."""
+        n_bytes = self.curve(method).host(n)
+        if method.holds_all_rows:
+            layers = self.hparams.layers
+            alone = [replace(layer, source=-1) for layer in layers]
+            once, each = (token_bytes(of, "f16", "f16") for of in (layers, alone))
+            n_bytes = n_bytes * once // each
+        return n_bytes + self.speeds.other_bytes
 
     def scratch(self, method: Method, n: int) -> int:
         """Of a prefill of n tokens: a chunk's, the residual stream, and with a method that cuts

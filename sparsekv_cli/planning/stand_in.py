@@ -18,6 +18,7 @@ from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.weights import Weights, read_weights
 
 SMALL = 1 << 20  # bytes; a float tensor up to this size has values
+TABLE = "per_layer_token_embd.weight"  # of which a step reads a row: zeros that take no memory
 NEGATIVE = "ssm_a"  # ends the names of tensors whose values must be below 0
 
 
@@ -44,7 +45,7 @@ class StandInFile:
         if info.type == GGMLType.F32 and info.n_bytes <= SMALL:
             value = np.float32(-1 if info.name.endswith(NEGATIVE) else 1)
             return np.full(info.n_elements, value).view(np.uint8).reshape(shape)
-        if info.n_bytes <= SMALL:
+        if info.n_bytes <= SMALL or (info.name == TABLE and self._has_room):
             return np.zeros(shape, np.uint8)
         if self._has_room:
             data = np.empty(shape, np.uint8)

@@ -148,7 +148,7 @@ def test_what_is_measured_is_what_a_session_holds(header, briefly):
     assert all(point.sparse.seconds > 0 for point in found.points)
 
 
-@pytest.mark.parametrize("architecture", ["gemma3", "gpt-oss", "lfm2", "qwen35moe"])
+@pytest.mark.parametrize("architecture", ["gemma3", "gemma4", "gpt-oss", "lfm2", "qwen35moe"])
 def test_layers_of_all_kinds_and_experts(architecture, tmp_path, briefly):
     """Methods have a part in full layers only, which bounds what they can gain."""
     path = make_model(tmp_path / "model.gguf", arch=architecture, n_layer=6, n_ff=256)
