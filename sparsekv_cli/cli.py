@@ -39,7 +39,6 @@ COMMANDS = {
     "bench": ("sparsekv_cli.commands.bench", "Measure prefill and decode speed at any depth."),
     "compare": ("sparsekv_cli.commands.compare", "Compare methods on one prompt."),
     "eval": ("sparsekv_cli.commands.eval", "Measure what methods lose: perplexity, KLD, RULER."),
-    "eval": ("sparsekv_cli.commands.eval", "Measure what methods lose: perplexity and KLD."),
     "plan": ("sparsekv_cli.commands.plan", "Forecast memory and speed of every method."),
     "calibrate": (
         "sparsekv_cli.commands.calibrate",
