@@ -40,24 +40,28 @@ def _rate_head(query, k, n, tail, n_tail, k_row, scale, rows, n_sinks):
         is_best[n_sinks + j] = True
     scores[0, total : total + LANES] = NEGATIVE_INFINITY
     mass = exp_in_place(to, total, max_of(to, total))
-    attended, n_best = 0.0, 0
+    attended, possible, n_best = 0.0, 0.0, 0
     for row in rows:
         attended += np.float64(scores[0, row])
+        possible += np.float64(scores[0, row]) if row < n_sinks else 0.0
         n_best += is_best[row]
-    return chosen, n_best, attended / mass
+    for j in best:
+        possible += np.float64(scores[0, n_sinks + j])
+    return chosen, n_best, attended / mass, possible / mass
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def rate_rows(
     q, k, k_head, n, tail, tail_head, n_tail, k_row, n_kv_head, scale, idx, counts, n_sinks,
-    n_chosen, n_best, mass, n_threads,
+    n_chosen, n_best, mass, best_mass, n_threads,
 ):  # fmt: skip
     """For each head: how many rows were attended to, how many exact top-k shares, and their mass.
 
     q f32 (H, d). k, tail: addresses of f16 keys, n rows and n_tail behind them; k_head, tail_head,
     k_row: bytes between kv heads and rows. idx int32 (U, m), counts int64 (U,): the rows, U = H, G
     or 1. n_chosen, n_best int64 (H,) leave out the first n_sinks rows, which are always attended;
-    top-k takes n_chosen of the others. mass f64 (H,): share of all attended rows in the softmax.
+    top-k takes n_chosen of the others. mass f64 (H,): share of all attended rows in the softmax;
+    best_mass f64 (H,): that of the attended sinks and top-k's rows.
     """
     n_head = q.shape[0]
     counter = np.zeros(1, np.int64)
@@ -65,7 +69,7 @@ def rate_rows(
         head = next_task(counter)
         while head < n_head:
             unit, kv_head = head * len(counts) // n_head, head * n_kv_head // n_head
-            n_chosen[head], n_best[head], mass[head] = _rate_head(
+            n_chosen[head], n_best[head], mass[head], best_mass[head] = _rate_head(
                 q[head : head + 1], k + kv_head * k_head, n, tail + kv_head * tail_head, n_tail,
                 k_row, scale, idx[unit, : counts[unit]], n_sinks,
             )  # fmt: skip

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import click
 
 from sparsekv_cli.commands import completers
+from sparsekv_cli.commands.compare_report import about, check_outputs, print_table, write_reports
 from sparsekv_cli.commands.completers import files
 from sparsekv_cli.commands.help import GroupedCommand
 from sparsekv_cli.commands.options import (
@@ -19,6 +20,7 @@ from sparsekv_cli.commands.options import (
     find_model,
     load_session,
     model_options,
+    number_list,
     warn_of_long_context,
 )
 from sparsekv_cli.commands.progress import CalibrationProgress, CompileProgress, PrefillProgress
@@ -28,12 +30,19 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.conversation import chat_template, encode_messages, messages_of
 
 if TYPE_CHECKING:
-    from sparsekv_cli.evaluation.compare import MethodResult
     from sparsekv_cli.methods.base import Method
     from sparsekv_cli.session import Session
 
 DEFAULT_STEPS = 64
-PIPE_WIDTH = 160  # columns of a table that no terminal limits
+LEAST_NEEDLE = 128  # tokens of a prompt with a fact, a question and some document
+
+
+def needle_lengths(context: click.Context, parameter: click.Parameter, value: str) -> Sequence[int]:
+    """Callback of --needles: lengths, none if it is not given."""
+    lengths = number_list(context, parameter, value) if value else []
+    if lengths and min(lengths) < LEAST_NEEDLE:
+        raise click.BadParameter(f"{min(lengths)} tokens are too few: {LEAST_NEEDLE} or more")
+    return lengths
 
 
 @click.command(cls=GroupedCommand, short_help="Compare methods on one prompt.")
@@ -55,6 +64,13 @@ PIPE_WIDTH = 160  # columns of a table that no terminal limits
     "lfps:preset=paper;budget=10%; 'all' is every method. [default: full,topk,lfps]",
 )
 @click.option(
+    "--sweep",
+    "sweeps",
+    metavar="OPTION=LIST",
+    multiple=True,
+    help="Each method once with each value of an option, as in budget=1%,2%,5%,10%; repeatable.",
+)
+@click.option(
     "--steps",
     "n_steps",
     metavar="N",
@@ -66,7 +82,19 @@ PIPE_WIDTH = 160  # columns of a table that no terminal limits
     metavar="FILE",
     help="Decode this text, instead of what the full model would write.",
 )
+@click.option(
+    "--needles",
+    metavar="LIST",
+    default="",
+    callback=needle_lengths,
+    help="Also plant a fact at five depths in so many tokens of the document, as in 1024,2048, "
+    "and ask every method for it.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+@click.option(
+    "--html", metavar="FILE", shell_complete=files, help="Write a report, one page, to FILE."
+)
+@click.option("--png", metavar="FILE", shell_complete=files, help="Write its pictures to FILE.")
 @CONTEXT_OPTION
 @model_options(bench=True, sparse_from=False)
 def command(
@@ -75,20 +103,26 @@ def command(
     file: str | None,
     raw: bool,
     methods: str,
+    sweeps: Sequence[str],
     n_steps: int | None,
     continuation: str | None,
+    needles: Sequence[int],
     as_json: bool,
+    html: str | None,
+    png: str | None,
 ) -> None:
     """Prefill a prompt once, then let every method decode the same tokens.
 
     KLD and top-1 compare a method's predictions with those of dense attention. Mass is the share of
-    the exact softmax that falls on the rows a method attends to, overlap the share of these rows
-    that exact top-k of the same size would take; both are measured on the layers that choose rows,
-    in the first half of the steps. Speed is measured in the second half. Attended and scored are
-    rows a head, layer and step. Options such as --budget hold for every method that has them and
-    does not state its own. The first row, full, is the reference and always has its cache in f16;
-    what a cache type costs by itself, full:cache_type_k=q8_0;cache_type_v=q8_0 tells. The prompt is
-    read with f16, too, and only stored in the type.
+    the exact softmax that falls on the rows a method attends to, 'of' what exact top-k of as many
+    rows would have, overlap the share of these rows that exact top-k would take; all are measured
+    on the layers that choose rows, in the first half of the steps. Speed is measured in the second
+    half. Attended and scored are rows a head, layer and step. Below each figure stands its 95%
+    bootstrap interval over the tokens; methods that differ by noise are named below the table.
+    Options such as --budget hold for every method that has them and does not state its own. The
+    first row, full, is the reference and always has its cache in f16; what a cache type costs by
+    itself, full:cache_type_k=q8_0;cache_type_v=q8_0 tells. The prompt is read with f16, too, and
+    only stored in the type.
 
     This runs on the CPU. With --device cuda each method has a prefill of its own there, after a
     short trial.
@@ -96,14 +130,17 @@ def command(
     config = options.config
     if config.device == "auto":
         config = replace(config, device="cpu")
-    chosen = parse(methods, options)
+    chosen = parse(methods, options, sweeps)
+    check_outputs(html, png)
     text = read_prompt(prompt, file)
     following = None if continuation is None else read_prompt(None, continuation)
     path = find_model(options.model)
     compiling = CompileProgress()
     session = load_session(path, chosen["full"], config, compiling)
     warn_of_long_context(session)
-    from sparsekv_cli.evaluation.compare import compare
+    from sparsekv_cli.evaluation.compare import compare, room_for_caches
+    from sparsekv_cli.evaluation.needles import find_needles
+    from sparsekv_cli.evaluation.report.contents import contents
 
     ids = prompt_ids(session, text, raw)
     tokens = None
@@ -117,15 +154,22 @@ def command(
             session.prepare(method, compiling, calibrating)
     with PrefillProgress() as prefilling, PrefillProgress("decode") as decoding:
         rows = compare(session, chosen, ids, steps, tokens, prefilling, decoding)
+    with PrefillProgress("needles") as planting:
+        encode = partial(prompt_ids, session, raw=raw)
+        room = room_for_caches(session)
+        planted = list(find_needles(session, chosen, text, needles, encode, room, planting))
+    found = contents(len(ids), steps, rows, planted, about(session))
+    write_reports(found, html, png)
     if as_json:
-        write_text(json.dumps(report(ids, rows), indent=2) + "\n")
+        write_text(json.dumps(found, indent=2) + "\n")
     else:
-        print_table(len(ids), steps, rows)
+        print_table(found)
 
 
-def parse(text: str, options: ModelOptions) -> dict[str, Method]:
+def parse(text: str, options: ModelOptions, sweeps: Sequence[str] = ()) -> dict[str, Method]:
     """The methods by their text; a usage error says what is wrong."""
     from sparsekv_cli.evaluation.compare import parse_methods
+    from sparsekv_cli.evaluation.sweep import parse_sweep
 
     common = dict(options.method_options)
     for key, value in options.named.items():
@@ -134,7 +178,7 @@ def parse(text: str, options: ModelOptions) -> dict[str, Method]:
                 raise click.UsageError(f"{key} is given twice, as an option and with -o")
             common[key] = value
     try:
-        return parse_methods(text, common)
+        return parse_methods(text, common, [parse_sweep(sweep) for sweep in sweeps])
     except ValueError as error:
         raise click.UsageError(str(error)) from None
 
@@ -159,53 +203,3 @@ def count_steps(n_steps: int | None, continuation: Sequence[int] | None) -> int:
             f"the continuation has {len(continuation)} tokens, too few for {wanted} steps"
         )
     return n_steps or min(DEFAULT_STEPS, len(continuation))
-
-
-def report(ids: Sequence[int], rows: Sequence[MethodResult]) -> dict[str, Any]:
-    """The object that ``--json`` prints."""
-    return {"context": len(ids), "methods": [asdict(row) for row in rows]}
-
-
-def print_table(n_context: int, n_steps: int, rows: Sequence[MethodResult]) -> None:
-    """A table for people, on stdout."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    width = None if sys.stdout.isatty() else PIPE_WIDTH
-    table = Table(
-        box=SIMPLE_HEAD, title=f"{n_context} tokens, {n_steps} steps", title_justify="left"
-    )
-    table.add_column("method", overflow="fold")
-    for title in (
-        "KLD",
-        "top-1",
-        "mass",
-        "overlap",
-        "attended",
-        "scored",
-        "host MiB",
-        "device MiB",
-        "index MiB",
-        "tokens/s",
-        "first token",
-    ):
-        table.add_column(title, justify="right")
-    for row in rows:
-        table.add_row(
-            row.spec,
-            f"{row.kld_mean:.4f}",
-            f"{row.top1_agreement:.0%}",
-            share(row.attn_mass_recall),
-            share(row.topk_overlap),
-            f"{row.rows_attended_mean:.0f}",
-            f"{row.rows_scored_mean:.0f}",
-            *(f"{n / 2**20:.1f}" for n in (row.bytes_host, row.bytes_device, row.index_bytes)),
-            f"{row.decode_tps:.1f}",
-            f"{row.ttft_s:.2f} s",
-        )
-    Console(highlight=False, markup=False, width=width).print(table)
-
-
-def share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"

@@ -1,15 +1,15 @@
 """Several methods on one prompt: how far each is from dense attention, and how fast.
 
-The prompt is prefilled once for all methods. Then each method decodes the same continuation, and
-its logits are compared with those of ``full``, which comes first. Some steps are watched: their
-attended rows are compared with exact attention. That takes time, so other steps are timed. On a GPU
-each method has a prefill of its own.
+The prompt is prefilled once for all methods that fit memory together. Then each method decodes the
+same continuation, and its logits are compared with those of ``full``, which comes first. Some steps
+are watched: their attended rows are compared with exact attention. That takes time, so other steps
+are timed. On a GPU each method has a prefill of its own.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,13 +17,15 @@ import numpy as np
 from sparsekv_cli import warmup
 from sparsekv_cli.cache.kinds import full_layers
 from sparsekv_cli.cache.layer import LayerCache, total_counters
-from sparsekv_cli.cache.spec import Memory
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.evaluation.observer import Measured, Observer, mean
-from sparsekv_cli.evaluation.prefill import Keys, exact_keys, prefills, resume
-from sparsekv_cli.methods import METHODS, build_method, method_class
+from sparsekv_cli.evaluation.observer import Measured, Observer
+from sparsekv_cli.evaluation.prefill import Keys, batches, exact_keys, prefills, resume
+from sparsekv_cli.evaluation.result import MethodResult, method_result
+from sparsekv_cli.evaluation.sweep import option_names, swept
+from sparsekv_cli.memory import available_memory
+from sparsekv_cli.methods import METHODS, build_method
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.option import did_you_mean, options_of
+from sparsekv_cli.option import did_you_mean
 
 if TYPE_CHECKING:
     from sparsekv_cli.session import Progress, Session
@@ -32,12 +34,17 @@ UNTIMED = 2  # steps behind watched ones on a GPU, in which a graph is captured
 LEAST_STEPS = 4  # the first for the time to the first token, then some watched and some timed
 
 
-def parse_methods(text: str, common: Mapping[str, str] | None = None) -> dict[str, Method]:
+def parse_methods(
+    text: str,
+    common: Mapping[str, str] | None = None,
+    sweeps: Iterable[tuple[str, Sequence[str]]] = (),
+) -> dict[str, Method]:
     """``lfps,topk:budget=2%`` -> methods by their text; ValueError says what is wrong.
 
     Options follow a colon, separated by ``;`` or ``,``. ``full`` comes first, given or not; ``all``
     stands for every method. common: options for every method that has them and is not given them;
-    but ``full`` itself, what the others are compared with, keeps its rows as f16.
+    but ``full`` itself, what the others are compared with, keeps its rows as f16. sweeps: options
+    with several values, as ``parse_sweep`` gives them.
     """
     specs: list[str] = ["full"]
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -53,6 +60,8 @@ def parse_methods(text: str, common: Mapping[str, str] | None = None) -> dict[st
             raise ValueError(f"unknown method {name!r}{close}: choose from {listed} or all")
         else:
             specs.append(part)
+    for option, values in sweeps:
+        specs = swept(specs, option, values)
     common = common or {}
     known = {option for spec in specs for option in option_names(spec)}
     for option in common:
@@ -63,11 +72,6 @@ def parse_methods(text: str, common: Mapping[str, str] | None = None) -> dict[st
     if len(exact) < len(common) and set(specs) == {"full"}:
         raise ValueError("cache types: full is the reference and stays f16; name another method")
     return {spec: build_spec(spec, exact if spec == "full" else common) for spec in specs}
-
-
-def option_names(spec: str) -> list[str]:
-    """The options that the method of ``spec`` has."""
-    return list(options_of(method_class(spec.partition(":")[0])))
 
 
 def build_spec(spec: str, common: Mapping[str, str] | None = None) -> Method:
@@ -109,6 +113,7 @@ def decode_tokens(
 
         observers = list(device_observer.observe(layers, keys, result))
     resume(session, prompt, caches)
+    so_far: Counter[str] = Counter()
     for step, token in enumerate(tokens):
         for observer in observers:
             observer.active = step in watched
@@ -119,8 +124,10 @@ def decode_tokens(
         before = session.timings.decode_s
         logits = session.decode(token)
         result.step_s.append(session.timings.decode_s - before)
+        counts = total_counters(layers)
+        result.end_step({name: count - so_far[name] for name, count in counts.items()})
+        so_far = counts
         see(logits)
-    result.counts.update(total_counters(layers))
 
 
 def greedy_tokens(
@@ -136,30 +143,6 @@ def greedy_tokens(
     for _ in range(n):
         yield int(np.where(allowed, logits, -np.inf).argmax())
         logits = seen[-1]
-
-
-@dataclass(frozen=True)
-class MethodResult:
-    """One method of a comparison, in the words of the JSON contract.
-
-    rows_*_mean: rows a query head, full layer and step, dense layers included. mass and overlap:
-    None for methods that do not choose rows, or never had to.
-    """
-
-    spec: str
-    name: str
-    options: Mapping[str, Any]
-    kld_mean: float
-    top1_agreement: float
-    attn_mass_recall: float | None
-    topk_overlap: float | None
-    rows_attended_mean: float
-    rows_scored_mean: float
-    bytes_host: int
-    bytes_device: int
-    index_bytes: int
-    decode_tps: float
-    ttft_s: float
 
 
 def split_steps(n: int, n_between: int = 0) -> tuple[range, range]:
@@ -201,72 +184,51 @@ def compare(
     reference: list[np.ndarray] = []
     tokens: list[int] = list(continuation or ())[:n_steps]
     rows: list[MethodResult] = []
-    started = prefills(session, list(methods.values()), ids, n_steps=n_steps, progress=on_prefill)
-    for logits, layers, seconds in started:
-        i = len(rows)
-        spec, method = list(methods.items())[i]
-        result = Measured()
-        if not keys and shared:
-            keys = exact_keys(layers, len(ids))
-        elif not keys:
-            from sparsekv_cli.evaluation import device_observer
+    for batch in batches(session, methods, n_context, room_for_caches(session)):
+        specs = iter(batch)
+        for logits, layers, seconds in prefills(
+            session, list(batch.values()), ids, n_steps=n_steps, progress=on_prefill
+        ):
+            spec = next(specs)
+            if spec == "full":
+                keys = exact_keys(layers, len(ids)) if shared else _device_keys(layers, len(ids))
+            if spec == "full" and rows:
+                continue  # a later batch, which needs the keys only
+            i, result = len(rows), Measured()
 
-            keys = device_observer.exact_keys(layers, len(ids))
+            def see(logits: np.ndarray, i: int = i, result: Measured = result) -> None:
+                if i == 0:
+                    reference.append(logits)
+                step = len(result.kld)
+                result.add_step(reference[step], logits)
+                if on_step is not None:
+                    on_step(i * n_steps + step + 1, len(methods) * n_steps)
 
-        def see(logits: np.ndarray, i: int = i, result: Measured = result) -> None:
-            if i == 0:
-                reference.append(logits)
-            step = len(result.kld)
-            result.add_step(reference[step], logits)
-            if on_step is not None:
-                on_step(i * n_steps + step + 1, len(methods) * n_steps)
-
-        following: Iterable[int] = tokens
-        if not tokens:
-            eog_ids = session.tokenizer.eog_ids
-            following = _kept(greedy_tokens(logits, reference, n_steps, eog_ids), tokens)
-        decode_tokens(session, ids, layers, following, result, keys, watched, see)
-        rows.append(_row(spec, method, layers, result, seconds, timed))
-        del layers  # gone before the next method has its own
-        session.caches = []
+            following: Iterable[int] = tokens
+            if not tokens:
+                eog_ids = session.tokenizer.eog_ids
+                following = _kept(greedy_tokens(logits, reference, n_steps, eog_ids), tokens)
+            decode_tokens(session, ids, layers, following, result, keys, watched, see)
+            rows.append(method_result(spec, methods[spec], layers, result, seconds, timed))
+            del layers  # gone before the next method has its own
+            session.caches = []
     session.reset()
     return rows
+
+
+def room_for_caches(session: Session) -> int | None:
+    """Bytes that the caches of methods that share a prefill may take; None: of any number."""
+    available = available_memory() if session.engine.shares_prefill else None
+    return None if available is None else available // 2
+
+
+def _device_keys(layers: Sequence[LayerCache], n: int) -> Keys:
+    from sparsekv_cli.evaluation import device_observer
+
+    return device_observer.exact_keys(layers, n)
 
 
 def _kept(tokens: Iterable[int], into: list[int]) -> Iterator[int]:
     for token in tokens:
         into.append(token)
         yield token
-
-
-def _row(
-    spec: str,
-    method: Method,
-    layers: Sequence[LayerCache],
-    result: Measured,
-    prefill_s: float,
-    timed: range,
-) -> MethodResult:
-    full = full_layers(cache.spec for cache in layers)
-    head_steps = max(1, len(result.kld) * sum(spec.n_head for spec in full))
-    memory = [cache.memory() for cache in layers]
-
-    def total(part: Callable[[Memory], int]) -> int:
-        return sum(part(each) for each in memory)
-
-    return MethodResult(
-        spec=spec,
-        name=spec.partition(":")[0],
-        options=method.options(),
-        kld_mean=float(np.mean(result.kld)),
-        top1_agreement=float(np.mean(result.same_top1)),
-        attn_mass_recall=mean(result.mass),
-        topk_overlap=mean(result.overlap),
-        rows_attended_mean=result.counts["rows_attended"] / head_steps,
-        rows_scored_mean=result.counts["rows_scored"] / head_steps,
-        bytes_host=total(lambda m: m.host),
-        bytes_device=total(lambda m: m.device),
-        index_bytes=total(lambda m: m.index),
-        decode_tps=len(timed) / sum(result.step_s[step] for step in timed),
-        ttft_s=prefill_s + result.step_s[0],
-    )

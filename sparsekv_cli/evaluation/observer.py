@@ -6,8 +6,8 @@ come from the caches of ``full``; those of decoded rows are kept here.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,14 +21,23 @@ MAX_BYPASS_ROWS = 11  # LFPS: sinks, six local rows and the current one
 
 @dataclass
 class Measured:
-    """Measurements of one method: a value a step, or a value a head and watched step."""
+    """Measurements of one method: a value a step, or a value a head and watched step.
+
+    oracle: the mass that exact top-k of the same size has. by_step: the means of ``overlap``,
+    ``mass`` and ``oracle`` in each watched step, and what each step added to each count.
+    by_layer: the mass f64 (H,) in each watched step, by layer.
+    """
 
     kld: list[float] = field(default_factory=list)
     same_top1: list[bool] = field(default_factory=list)
     overlap: list[float] = field(default_factory=list)
     mass: list[float] = field(default_factory=list)
+    oracle: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    by_step: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    by_layer: dict[int, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
+    _n_rated: Counter[str] = field(default_factory=Counter)  # values in steps that have ended
 
     def add_step(self, reference: np.ndarray, logits: np.ndarray) -> None:
         """KLD(full || method) and top-1 of one step; logits f32 (n_vocab,)."""
@@ -36,6 +45,24 @@ class Measured:
         # Not as a dot product: BLAS' threads would wait for each other far longer than it takes.
         self.kld.append(float((np.exp(expected) * (expected - actual)).sum()))
         self.same_top1.append(bool(expected.argmax() == actual.argmax()))
+
+    def rate(self, layer: int, overlap: list[float], mass: np.ndarray, oracle: np.ndarray) -> None:
+        """Adds what ``compare_rows`` says of a step of a layer."""
+        self.overlap.extend(overlap)
+        self.mass.extend(mass.tolist())
+        self.oracle.extend(oracle.tolist())
+        self.by_layer[layer].append(mass)
+
+    def end_step(self, added: Mapping[str, int]) -> None:
+        """All layers have done a step, which added this to the counts."""
+        for name in ("overlap", "mass", "oracle"):
+            values = getattr(self, name)[self._n_rated[name] :]
+            if values:
+                self.by_step[name].append(float(np.mean(values)))
+            self._n_rated[name] += len(values)
+        for name, count in added.items():
+            self.by_step[name].append(count)
+        self.counts.update(added)
 
 
 def mean(values: Sequence[float]) -> float | None:
@@ -91,11 +118,10 @@ class Observer:
     def rate(self, q: np.ndarray, attended: tuple[np.ndarray, np.ndarray] | None) -> None:
         """Measures a step of query f32 (H, d); attended as in ``compare_rows``."""
         spec, tail = self._cache.spec, self._tail[:, : self._n_tail]
-        overlap, mass = compare_rows(
+        rated = compare_rows(
             q, self._keys, attended, float(spec.scale), self._ignored, tail, spec.n_threads
         )
-        self._result.overlap.extend(overlap)
-        self._result.mass.extend(mass)
+        self._result.rate(spec.layer, *rated)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
@@ -109,8 +135,8 @@ def compare_rows(
     ignored: int = 0,
     tail: np.ndarray | None = None,
     n_threads: int = 1,
-) -> tuple[list[float], list[float]]:
-    """Overlap with exact top-k, and softmax mass, of each head's attended rows.
+) -> tuple[list[float], np.ndarray, np.ndarray]:
+    """Overlap with exact top-k, softmax mass, and top-k's mass, of each head's attended rows.
 
     q f32 (H, d), k f16 (G, n, d), tail f16 (G, m, d): rows behind those of k; attended: rows int32
     (U, m) and their counts (U,), U = H, G or 1; None: all rows, which have no overlap. A head of at
@@ -119,18 +145,18 @@ def compare_rows(
     from sparsekv_cli.cpu.attention.coverage import rate_rows
 
     if attended is None:
-        return [], [1.0] * len(q)
+        return [], np.ones(len(q)), np.ones(len(q))
     tail = k[:, :0] if tail is None else tail
     idx, counts = attended
     n_chosen, n_best = np.empty((2, len(q)), np.int64)
-    mass = np.empty(len(q))
+    mass, best_mass = np.empty((2, len(q)))
     (k_at, k_head), (tail_at, tail_head) = (
         (keys.__array_interface__["data"][0], keys.strides[0]) for keys in (k, tail)
     )
     rate_rows(
         q, k_at, k_head, k.shape[1], tail_at, tail_head, tail.shape[1], k.strides[1], len(k), scale,
-        np.ascontiguousarray(idx), counts, N_SINKS, n_chosen, n_best, mass, n_threads,
+        np.ascontiguousarray(idx), counts, N_SINKS, n_chosen, n_best, mass, best_mass, n_threads,
     )  # fmt: skip
     rows = counts.repeat(len(q) // len(counts))
     rated = (n_chosen > 0) & (rows > ignored)
-    return (n_best[rated] / n_chosen[rated]).tolist(), mass.tolist()
+    return (n_best[rated] / n_chosen[rated]).tolist(), mass, best_mass

@@ -1,0 +1,98 @@
+"""What ``compare`` prints and writes: a table for people, an HTML page, a picture."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparsekv_cli import __version__
+from sparsekv_cli.commands.bench_report import cpu_name
+from sparsekv_cli.errors import SparseKVError
+
+if TYPE_CHECKING:
+    from sparsekv_cli.session import Session
+
+PIPE_WIDTH = 170  # columns of a table that no terminal limits
+
+
+def about(session: Session) -> dict[str, Any]:
+    """What the figures are of."""
+    arguments = sys.argv[1:] if sys.argv[1:2] == ["compare"] else ["compare"]
+    return {
+        "model": session.gguf.metadata.get("general.name") or session.gguf.path.name,
+        "cpu": cpu_name(),
+        "device": session.config.device,
+        "threads": session.n_threads,
+        "version": f"sparsekv-cli {__version__}",
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "command": shlex.join(["sparsekv-cli", *arguments]),
+    }
+
+
+def check_outputs(*paths: str | None) -> None:
+    """Raises SparseKVError for a report that could not be written when all is measured."""
+    from sparsekv_cli.evaluation.report.figures import check_matplotlib
+
+    for path in (Path(path) for path in paths if path is not None):
+        check_matplotlib()
+        if not path.parent.is_dir():
+            raise SparseKVError(f"{path}: there is no folder {path.parent}")
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise SparseKVError(f"{path}: cannot be written: name another file")
+
+
+def write_reports(found: Mapping[str, Any], html: str | None, png: str | None) -> None:
+    """Writes the files that were asked for."""
+    from sparsekv_cli.evaluation.report import figures, page
+
+    try:
+        if html is not None:
+            Path(html).write_text(page.page(found), encoding="utf-8")
+        if png is not None:
+            Path(png).write_bytes(figures.png_picture(found, page.headline(found)))
+    except OSError as error:
+        raise SparseKVError(f"{error.filename}: {error.strerror}") from None
+
+
+def print_table(found: Mapping[str, Any]) -> None:
+    """A table for people on stdout, with intervals, and what noise does not tell apart."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    from sparsekv_cli.evaluation.report.page import COLUMNS, cells, equal_sentences
+
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    title = f"{found['context']} tokens, {found['steps']} steps"
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", padding=(0, 1, 0, 0))
+    table.add_column("method", overflow="fold")
+    for _, heading, _ in COLUMNS:
+        table.add_column(heading, justify="right")
+    for row in found["methods"]:
+        values = cells(row)
+        table.add_row(row["spec"], *(value for value, _ in values))
+        table.add_row("", *(interval for _, interval in values), style="dim")
+    console = Console(highlight=False, markup=False, width=width)
+    console.print(table)
+    for heading, methods in equal_sentences(found):
+        console.print(f"  {heading}, equal within noise: {methods}", soft_wrap=True)
+    for line in _needle_lines(found):
+        console.print(f"  {line}", soft_wrap=True)
+
+
+def _needle_lines(found: Mapping[str, Any]) -> list[str]:
+    """``needles found: full 10, topk 10, streaming 2 of 10``."""
+    needles = found["needles"]
+    if not needles:
+        return []
+    counts = {
+        row["spec"]: sum(needle["found"][row["spec"]] for needle in needles)
+        for row in found["methods"]
+    }
+    told = ", ".join(f"{spec} {n}" for spec, n in counts.items())
+    return [f"needles found: {told} of {len(needles)}"]

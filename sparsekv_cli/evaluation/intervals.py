@@ -1,0 +1,57 @@
+"""How sure a figure is: bootstrap intervals of means over tokens, and which figures are equal.
+
+The tokens of one prompt are drawn anew with replacement (Efron's percentile bootstrap). Two methods
+are compared on the same draws, token by token; an interval speaks of this prompt and this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+N_DRAWS = 2000
+LEVEL = 0.95
+
+
+def drawn_means(values: Sequence[float] | np.ndarray, seed: int = 0) -> np.ndarray:
+    """Means of ``values`` f64 (n,), drawn anew N_DRAWS times: f64 (N_DRAWS,).
+
+    The same seed and n draw the same tokens.
+    """
+    values = np.asarray(values, np.float64)
+    drawn = np.random.RandomState(seed).randint(0, len(values), (N_DRAWS, len(values)))
+    return values[drawn].mean(axis=1)
+
+
+def interval(means: np.ndarray) -> tuple[float, float]:
+    """The ends between which LEVEL of the means lie."""
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
+
+
+def equal_groups(means: Mapping[str, np.ndarray]) -> list[list[str]]:
+    """The names whose figures do not differ by more than noise, in groups, least figure first.
+
+    means: what ``drawn_means`` gives, by name. Any two of a group have an interval of their
+    difference that holds 0. A name may be in several groups; a group of one is left out.
+    """
+    names = sorted(means, key=lambda name: float(means[name].mean()))
+    groups: list[list[str]] = []
+    last = 0  # end of the last group
+    for start in range(len(names)):
+        end = start + 1
+        while end < len(names) and all(
+            is_equal(means[names[i]], means[names[end]]) for i in range(start, end)
+        ):
+            end += 1
+        if end - start > 1 and end > last:
+            groups.append(names[start:end])
+            last = end
+    return groups
+
+
+def is_equal(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether 0 lies in the interval of the difference of two means over the same draws."""
+    low, high = interval(a - b)
+    return low <= 0 <= high

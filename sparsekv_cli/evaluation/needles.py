@@ -1,0 +1,124 @@
+"""Facts planted in a document at several depths and lengths: which methods find them again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.evaluation.prefill import batches, prefills, resume
+from sparsekv_cli.methods.base import Method
+
+if TYPE_CHECKING:
+    from sparsekv_cli.session import Session
+
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # 0: ahead of the document, 1: behind it
+MAX_ANSWER_TOKENS = 24
+FACT = "The secret code of the harbour master is {}."
+QUESTION = "What is the secret code of the harbour master? Answer in one sentence."
+SENTENCE = re.compile(r".+?(?:[.!?]\s+|\n+|$)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A fact in a prompt; found: whether a method's answer named it, by the method's text."""
+
+    tokens: int
+    depth: float
+    found: Mapping[str, bool]
+
+
+def planted(document: str, fact: str, depth: float, room: int, count: Callable[[str], int]) -> str:
+    """As many sentences of the document as fit ``room`` tokens with ``fact`` between two of them.
+
+    SparseKVError if the document is shorter. count: tokens of a text.
+    """
+    room -= count(fact + " ")
+    sentences: list[str] = []
+    for sentence in SENTENCE.findall(document):
+        room -= count(sentence)
+        if room < 0:
+            break
+        sentences.append(sentence)
+    else:
+        raise SparseKVError(
+            f"needles: the document is {room} tokens too short: give less tokens, or a longer one"
+        )
+    sentences.insert(round(depth * len(sentences)), fact + " ")
+    return "".join(sentences).strip()
+
+
+def find_needles(
+    session: Session,
+    methods: Mapping[str, Method],
+    document: str,
+    lengths: Sequence[int],
+    encode: Callable[[str], list[int]],
+    most_bytes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[Needle]:
+    """Plants one fact at each depth in each length of ``document`` and asks every method for it.
+
+    encode: a prompt's ids, as the model is asked. Numbers of facts differ and are always the same.
+    """
+
+    longest = max(lengths, default=0) + MAX_ANSWER_TOKENS
+    if longest > session.n_ctx:
+        raise SparseKVError(
+            f"needles: {longest} tokens with the answer do not fit the context of {session.n_ctx}: "
+            "give less tokens, or raise --ctx-size"
+        )
+
+    def count(text: str) -> int:
+        return len(session.tokenizer.encode(text, add_bos=False, parse_special=False))
+
+    around = len(encode(QUESTION)) + 2
+    random = np.random.RandomState(len(DEPTHS))
+    for i, length in enumerate(lengths):
+        for j, depth in enumerate(DEPTHS):
+            value = str(random.randint(10_000, 100_000))
+            text = planted(document, FACT.format(value), depth, length - around, count)
+            ids = encode(f"{text}\n\n{QUESTION}")
+            told = greedy_answers(session, methods, ids, most_bytes)
+            yield Needle(len(ids), depth, {spec: value in answer for spec, answer in told})
+            if progress is not None:
+                progress(i * len(DEPTHS) + j + 1, len(lengths) * len(DEPTHS))
+
+
+def greedy_answers(
+    session: Session,
+    methods: Mapping[str, Method],
+    ids: Sequence[int],
+    most_bytes: int | None = None,
+) -> Iterator[tuple[str, str]]:
+    """Every method's greedy answer to a prompt, of at most MAX_ANSWER_TOKENS tokens.
+
+    Methods whose rows fit ``most_bytes`` together share a prefill.
+    """
+    tokenizer, reference = session.tokenizer, next(iter(methods))
+    answered: set[str] = set()
+    for batch in batches(session, methods, len(ids) + MAX_ANSWER_TOKENS, most_bytes):
+        specs = iter(batch)
+        for logits, layers, _ in prefills(
+            session, list(batch.values()), ids, n_steps=MAX_ANSWER_TOKENS
+        ):
+            spec = next(specs)
+            if spec == reference and answered:
+                continue
+            resume(session, ids, layers)
+            answer: list[int] = []
+            while len(answer) < MAX_ANSWER_TOKENS:
+                token = int(logits.argmax())
+                if token in tokenizer.eog_ids:
+                    break
+                answer.append(token)
+                logits = session.decode(token)
+            answered.add(spec)
+            yield spec, tokenizer.decode(answer, skip_special=True)
+            del layers
+            session.caches = []
+    session.reset()

@@ -1,0 +1,1 @@
+"""A comparison as pictures and as one HTML page."""

@@ -1,0 +1,87 @@
+"""A comparison as one HTML page that loads nothing: table, pictures, what the words mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sparsekv_cli.evaluation.report.colours import style, themed
+from sparsekv_cli.evaluation.report.figures import Contents, svg_pictures
+
+TEMPLATE = Path(__file__).with_name("page.html")
+MIB = 1 << 20
+# Columns of the table: figure, title, how a value is written.
+COLUMNS = (
+    ("kld_mean", "KLD", "{:.4f}"),
+    ("top1_agreement", "top-1", "{:.0%}"),
+    ("attn_mass_recall", "mass", "{:.0%}"),
+    ("oracle_mass_recall", "of", "{:.0%}"),
+    ("topk_overlap", "overlap", "{:.0%}"),
+    ("rows_attended_mean", "attended", "{:.0f}"),
+    ("rows_scored_mean", "scored", "{:.0f}"),
+    ("bytes_host", "host MiB", "{:.1f}"),
+    ("bytes_device", "device MiB", "{:.1f}"),
+    ("index_bytes", "index MiB", "{:.1f}"),
+    ("decode_tps", "tokens/s", "{:.1f}"),
+    ("ttft_s", "first token", "{:.2f} s"),
+)
+FIGURES = {"kld_mean": "KLD", "top1_agreement": "top-1", "decode_tps": "tokens/s"}
+
+
+def cells(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The figures of a method and their intervals, as text; an empty one where there is none."""
+    found = []
+    for figure, _, form in COLUMNS:
+        value = row[figure]
+        if figure.endswith("bytes") or figure.startswith("bytes"):
+            value = value / MIB
+        low_high = row["intervals"].get(figure)
+        told = "" if low_high is None else "–".join(form.format(end) for end in low_high)
+        found.append(("-" if value is None else form.format(value), told))
+    return found
+
+
+def equal_sentences(found: Contents) -> list[tuple[str, str]]:
+    """For each figure the methods that noise tells apart, as ``a = b; c = d``, or ``none``."""
+    return [
+        (title, "; ".join(" = ".join(group) for group in found["equal"][figure]) or "none")
+        for figure, title in FIGURES.items()
+    ]
+
+
+def headline(found: Contents) -> str:
+    """``SmolLM2 135M: 7000 tokens, 64 steps``."""
+    model = f"{found['model']}: " if found.get("model") else ""
+    return f"{model}{found['context']} tokens, {found['steps']} steps"
+
+
+def about_lines(found: Contents) -> Sequence[tuple[str, str]]:
+    """What the figures are of, as pairs."""
+    return [
+        (key, str(found[key]))
+        for key in ("cpu", "device", "threads", "version", "date", "command")
+        if found.get(key)
+    ]
+
+
+def page(found: Contents) -> str:
+    """The page as text."""
+    from jinja2 import Environment
+
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(
+        headline=headline(found),
+        style=style(),
+        columns=[title for _, title, _ in COLUMNS],
+        rows=[
+            (row["spec"], row["name"], row["spec"] in found["front"], cells(row))
+            for row in found["methods"]
+        ],
+        equal=equal_sentences(found),
+        front=found["front"],
+        pictures={name: themed(svg) for name, svg in svg_pictures(found).items()},
+        about=about_lines(found),
+        n_needles=len(found["needles"]),
+    )

@@ -1,0 +1,133 @@
+"""What a comparison says of one method: figures, their values token by token, recall by head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sparsekv_cli.cache.kinds import full_layers
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.spec import Memory
+from sparsekv_cli.evaluation.intervals import drawn_means, equal_groups, interval
+from sparsekv_cli.evaluation.observer import Measured
+from sparsekv_cli.methods.base import Method
+
+# Figures of which the lines that differ by noise are named; a method's draws of the last are its
+# own, as its steps are timed at another time than those of the others.
+COMPARED = ("kld_mean", "top1_agreement", "decode_tps")
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """One method of a comparison, in the words of the JSON contract.
+
+    rows_*_mean: rows a query head, full layer and step, dense layers included. mass and overlap:
+    None for methods that do not choose rows, or never had to. oracle_mass_recall: the mass of as
+    many rows that exact top-k takes. recall: the mass of each head, by layer. samples: a value a
+    token, by figure; seconds for decode_tps.
+    """
+
+    spec: str
+    name: str
+    options: Mapping[str, Any]
+    kld_mean: float
+    top1_agreement: float
+    attn_mass_recall: float | None
+    oracle_mass_recall: float | None
+    topk_overlap: float | None
+    rows_attended_mean: float
+    rows_scored_mean: float
+    bytes_host: int
+    bytes_device: int
+    index_bytes: int
+    decode_tps: float
+    ttft_s: float
+    recall: Mapping[int, list[float]] = field(default_factory=dict)
+    samples: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
+
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """The bootstrap interval of each figure that has a value a token."""
+        found = {}
+        for figure, values in self.samples.items():
+            low, high = interval(drawn_means(values))
+            found[figure] = (1 / high, 1 / low) if figure == "decode_tps" else (low, high)
+        return found
+
+
+def method_result(
+    spec: str,
+    method: Method,
+    layers: Sequence[LayerCache],
+    measured: Measured,
+    prefill_s: float,
+    timed: range,
+) -> MethodResult:
+    """What ``measured`` says of a method whose caches are ``layers``; timed: steps that count."""
+    n_heads = max(1, sum(of_layer.n_head for of_layer in full_layers(c.spec for c in layers)))
+    memory = [cache.memory() for cache in layers]
+    by_step = measured.by_step
+    samples = {
+        "kld_mean": np.array(measured.kld),
+        "top1_agreement": np.array(measured.same_top1),
+        "attn_mass_recall": np.array(by_step["mass"]),
+        "oracle_mass_recall": np.array(by_step["oracle"]),
+        "topk_overlap": np.array(by_step["overlap"]),
+        "rows_attended_mean": np.array(by_step["rows_attended"]) / n_heads,
+        "rows_scored_mean": np.array(by_step["rows_scored"]) / n_heads,
+        "decode_tps": np.array([measured.step_s[step] for step in timed]),
+    }
+    samples = {figure: values for figure, values in samples.items() if len(values)}
+    means: dict[str, Any] = {figure: float(values.mean()) for figure, values in samples.items()}
+
+    def total(part: Callable[[Memory], int]) -> int:
+        return sum(part(each) for each in memory)
+
+    return MethodResult(
+        spec=spec,
+        name=spec.partition(":")[0],
+        options=method.options(),
+        kld_mean=means["kld_mean"],
+        top1_agreement=means["top1_agreement"],
+        attn_mass_recall=means.get("attn_mass_recall"),
+        oracle_mass_recall=means.get("oracle_mass_recall"),
+        topk_overlap=means.get("topk_overlap"),
+        rows_attended_mean=means.get("rows_attended_mean", 0.0),
+        rows_scored_mean=means.get("rows_scored_mean", 0.0),
+        bytes_host=total(lambda m: m.host),
+        bytes_device=total(lambda m: m.device),
+        index_bytes=total(lambda m: m.index),
+        decode_tps=1 / means["decode_tps"],
+        ttft_s=prefill_s + measured.step_s[0],
+        recall={
+            layer: np.mean(masses, axis=0).tolist()
+            for layer, masses in sorted(measured.by_layer.items())
+        },
+        samples=samples,
+    )
+
+
+def equal_lines(rows: Sequence[MethodResult]) -> dict[str, list[list[str]]]:
+    """Methods by their text that differ by noise, for each figure of COMPARED; best first."""
+    found = {}
+    for figure in COMPARED:
+        draws = {
+            row.spec: drawn_means(row.samples[figure], i if figure == "decode_tps" else 0)
+            for i, row in enumerate(rows)
+        }
+        groups = equal_groups(draws)
+        if figure == "top1_agreement":
+            groups = [group[::-1] for group in reversed(groups)]
+        found[figure] = groups
+    return found
+
+
+def pareto_front(rows: Sequence[MethodResult]) -> list[str]:
+    """The texts of the methods than which no other is as near to full and as fast, fastest last."""
+    front: list[MethodResult] = []
+    for row in sorted(rows, key=lambda row: (-row.decode_tps, row.kld_mean)):
+        if not front or row.kld_mean < front[-1].kld_mean:
+            front.append(row)
+    return [row.spec for row in reversed(front)]
