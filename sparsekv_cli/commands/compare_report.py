@@ -65,16 +65,17 @@ def print_table(found: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from sparsekv_cli.evaluation.report.page import COLUMNS, cells, equal_sentences
+    from sparsekv_cli.evaluation.report.page import cells, columns_of, equal_sentences
 
     width = None if sys.stdout.isatty() else PIPE_WIDTH
     title = f"{found['context']} tokens, {found['steps']} steps"
     table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("method", overflow="fold")
-    for _, heading, _ in COLUMNS:
+    columns = columns_of(found)
+    for _, heading, _ in columns:
         table.add_column(heading, justify="right")
     for row in found["methods"]:
-        values = cells(row)
+        values = cells(row, columns)
         table.add_row(row["spec"], *(value for value, _ in values))
         table.add_row("", *(interval for _, interval in values), style="dim")
     console = Console(highlight=False, markup=False, width=width)

@@ -25,19 +25,23 @@ SENTENCE = re.compile(r".+?(?:[.!?]\s+|\n+|$)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Needle:
-    """A fact in a prompt; found: whether a method's answer named it, by the method's text."""
+    """A fact in a prompt; found: whether a method's answer named it, by the method's text.
 
+    length: tokens asked for; tokens: those of the prompt, hardly fewer.
+    """
+
+    length: int
     tokens: int
     depth: float
     found: Mapping[str, bool]
 
 
 def planted(document: str, fact: str, depth: float, room: int, count: Callable[[str], int]) -> str:
-    """As many sentences of the document as fit ``room`` tokens with ``fact`` between two of them.
+    """As many sentences of the document as fit ``room`` tokens, ``fact`` as a paragraph among them.
 
     SparseKVError if the document is shorter. count: tokens of a text.
     """
-    room -= count(fact + " ")
+    room -= count(f"\n\n{fact}\n\n")
     sentences: list[str] = []
     for sentence in SENTENCE.findall(document):
         room -= count(sentence)
@@ -48,8 +52,9 @@ def planted(document: str, fact: str, depth: float, room: int, count: Callable[[
         raise SparseKVError(
             f"needles: the document is {room} tokens too short: give less tokens, or a longer one"
         )
-    sentences.insert(round(depth * len(sentences)), fact + " ")
-    return "".join(sentences).strip()
+    at = round(depth * len(sentences))
+    parts = "".join(sentences[:at]).strip(), fact, "".join(sentences[at:]).strip()
+    return "\n\n".join(part for part in parts if part)
 
 
 def find_needles(
@@ -84,7 +89,7 @@ def find_needles(
             text = planted(document, FACT.format(value), depth, length - around, count)
             ids = encode(f"{text}\n\n{QUESTION}")
             told = greedy_answers(session, methods, ids, most_bytes)
-            yield Needle(len(ids), depth, {spec: value in answer for spec, answer in told})
+            yield Needle(length, len(ids), depth, {spec: value in answer for spec, answer in told})
             if progress is not None:
                 progress(i * len(DEPTHS) + j + 1, len(lengths) * len(DEPTHS))
 

@@ -125,12 +125,12 @@ def draw_needles(figure: Any, found: Contents) -> None:
     """Which facts each method found, by where they were planted and the tokens of the prompt."""
     needles = found["needles"]
     specs = [row["spec"] for row in found["methods"]]
-    lengths = list(dict.fromkeys(round(needle["tokens"], -2) for needle in needles))
+    lengths = list(dict.fromkeys(needle["length"] for needle in needles))
     depths = sorted({needle["depth"] for needle in needles})
     for i, (axes, spec) in enumerate(zip(_grid(figure, len(specs)), specs, strict=True)):
         for is_found, colour, marker in ((True, FOUND, "s"), (False, LOST, "x")):
             places = [
-                (lengths.index(round(needle["tokens"], -2)), needle["depth"])
+                (lengths.index(needle["length"]), needle["depth"])
                 for needle in needles
                 if needle["found"][spec] == is_found
             ]

@@ -29,10 +29,16 @@ COLUMNS = (
 FIGURES = {"kld_mean": "KLD", "top1_agreement": "top-1", "decode_tps": "tokens/s"}
 
 
-def cells(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+def columns_of(found: Contents) -> list[tuple[str, str, str]]:
+    """The columns of the table; bytes on a device only where there are some."""
+    on_device = any(row["bytes_device"] for row in found["methods"])
+    return [column for column in COLUMNS if on_device or column[0] != "bytes_device"]
+
+
+def cells(row: Mapping[str, Any], columns: Sequence[tuple[str, str, str]]) -> list[tuple[str, str]]:
     """The figures of a method and their intervals, as text; an empty one where there is none."""
     found = []
-    for figure, _, form in COLUMNS:
+    for figure, _, form in columns:
         value = row[figure]
         if figure.endswith("bytes") or figure.startswith("bytes"):
             value = value / MIB
@@ -71,12 +77,18 @@ def page(found: Contents) -> str:
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    columns = columns_of(found)
     return template.render(
         headline=headline(found),
         style=style(),
-        columns=[title for _, title, _ in COLUMNS],
+        columns=[title for _, title, _ in columns],
         rows=[
-            (row["spec"], row["name"], row["spec"] in found["front"], cells(row))
+            (
+                row["name"],
+                row["spec"].partition(":")[2].replace(";", " "),
+                row["spec"] in found["front"],
+                cells(row, columns),
+            )
             for row in found["methods"]
         ],
         equal=equal_sentences(found),
