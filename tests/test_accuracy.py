@@ -14,7 +14,8 @@ from typing import NamedTuple
 import pytest
 
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.evaluation.compare import MethodResult, compare, parse_methods
+from sparsekv_cli.evaluation.compare import compare, parse_methods
+from sparsekv_cli.evaluation.result import MethodResult
 from sparsekv_cli.methods import METHODS, build_method, method_class
 from sparsekv_cli.session import load_session
 

@@ -139,7 +139,7 @@ def command(
     session = load_session(path, chosen["full"], config, compiling)
     warn_of_long_context(session)
     from sparsekv_cli.evaluation.compare import compare, room_for_caches
-    from sparsekv_cli.evaluation.needles import find_needles
+    from sparsekv_cli.evaluation.needles import find_needles, plant_needles
     from sparsekv_cli.evaluation.report.contents import contents
 
     ids = prompt_ids(session, text, raw)
@@ -149,15 +149,15 @@ def command(
             following, add_bos=False, add_eos=False, parse_special=False
         )
     steps = count_steps(n_steps, tokens)
+    prompts = plant_needles(session, text, needles, partial(prompt_ids, session, raw=raw))
     with compiling, CalibrationProgress() as calibrating:
         for method in chosen.values():
             session.prepare(method, compiling, calibrating)
     with PrefillProgress() as prefilling, PrefillProgress("decode") as decoding:
         rows = compare(session, chosen, ids, steps, tokens, prefilling, decoding)
     with PrefillProgress("needles") as planting:
-        encode = partial(prompt_ids, session, raw=raw)
         room = room_for_caches(session)
-        planted = list(find_needles(session, chosen, text, needles, encode, room, planting))
+        planted = list(find_needles(session, chosen, prompts, room, planting))
     found = contents(len(ids), steps, rows, planted, about(session))
     write_reports(found, html, png)
     if as_json:

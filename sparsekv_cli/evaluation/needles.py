@@ -24,8 +24,18 @@ SENTENCE = re.compile(r".+?(?:[.!?]\s+|\n+|$)", re.DOTALL)
 
 
 @dataclass(frozen=True)
+class Planted:
+    """A prompt with a fact at a depth of the document; length: tokens asked for."""
+
+    length: int
+    depth: float
+    value: str
+    ids: Sequence[int]
+
+
+@dataclass(frozen=True)
 class Needle:
-    """A fact in a prompt; found: whether a method's answer named it, by the method's text.
+    """What became of a fact; found: whether a method's answer named it, by the method's text.
 
     length: tokens asked for; tokens: those of the prompt, hardly fewer.
     """
@@ -57,20 +67,17 @@ def planted(document: str, fact: str, depth: float, room: int, count: Callable[[
     return "\n\n".join(part for part in parts if part)
 
 
-def find_needles(
+def plant_needles(
     session: Session,
-    methods: Mapping[str, Method],
     document: str,
     lengths: Sequence[int],
     encode: Callable[[str], list[int]],
-    most_bytes: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Iterator[Needle]:
-    """Plants one fact at each depth in each length of ``document`` and asks every method for it.
+) -> list[Planted]:
+    """A prompt for each of ``lengths`` and each depth, with a fact in it and a question behind it.
 
-    encode: a prompt's ids, as the model is asked. Numbers of facts differ and are always the same.
+    encode: a prompt's ids, as the model is asked. The facts' numbers differ and are always the
+    same. SparseKVError for lengths that the document or the context does not have.
     """
-
     longest = max(lengths, default=0) + MAX_ANSWER_TOKENS
     if longest > session.n_ctx:
         raise SparseKVError(
@@ -83,15 +90,29 @@ def find_needles(
 
     around = len(encode(QUESTION)) + 2
     random = np.random.RandomState(len(DEPTHS))
-    for i, length in enumerate(lengths):
-        for j, depth in enumerate(DEPTHS):
+    found = []
+    for length in lengths:
+        for depth in DEPTHS:
             value = str(random.randint(10_000, 100_000))
             text = planted(document, FACT.format(value), depth, length - around, count)
-            ids = encode(f"{text}\n\n{QUESTION}")
-            told = greedy_answers(session, methods, ids, most_bytes)
-            yield Needle(length, len(ids), depth, {spec: value in answer for spec, answer in told})
-            if progress is not None:
-                progress(i * len(DEPTHS) + j + 1, len(lengths) * len(DEPTHS))
+            found.append(Planted(length, depth, value, encode(f"{text}\n\n{QUESTION}")))
+    return found
+
+
+def find_needles(
+    session: Session,
+    methods: Mapping[str, Method],
+    prompts: Sequence[Planted],
+    most_bytes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[Needle]:
+    """Asks every method for each fact; most_bytes as in ``greedy_answers``."""
+    for i, prompt in enumerate(prompts):
+        told = greedy_answers(session, methods, prompt.ids, most_bytes)
+        found = {spec: prompt.value in answer for spec, answer in told}
+        yield Needle(prompt.length, len(prompt.ids), prompt.depth, found)
+        if progress is not None:
+            progress(i + 1, len(prompts))
 
 
 def greedy_answers(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import calibrated_method
+import numpy as np
 import pytest
 from tiny_models import make_model
 
 from sparsekv_cli import warmup
-from sparsekv_cli.evaluation import prefill
+from sparsekv_cli.evaluation import needles, prefill
+from sparsekv_cli.evaluation.report import figures
 
 Invoke = Callable[..., Any]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
@@ -49,7 +52,7 @@ def test_json(model: str, invoke: Invoke) -> None:
     found = compare(
         invoke, model, "-p", TEXT, "--methods", methods, "--steps", "8", "--budget", "20%"
     )
-    assert found["context"] > 200 and set(found) == {"context", "methods"}
+    assert found["context"] > 200 and found["steps"] == 8 and found["model"]
     full, topk, lfps, streaming = found["methods"]
     for row in found["methods"]:
         assert set(row) >= CONTRACT and row["decode_tps"] > 0 and row["ttft_s"] > 0
@@ -59,6 +62,15 @@ def test_json(model: str, invoke: Invoke) -> None:
     assert lfps["options"]["expand"] == "filtered"
     assert lfps["spec"] == "lfps:preset=paper;budget=10%"
     assert topk["kld_mean"] > 0 and 0 < topk["attn_mass_recall"] < 1
+    for row in found["methods"]:
+        for figure, (low, high) in row["intervals"].items():
+            assert low <= row[figure] <= high
+    assert topk["recall"]["layers"] == [2] and len(topk["recall"]["heads"][0]) == 4
+    assert np.mean(topk["recall"]["heads"]) == pytest.approx(topk["attn_mass_recall"])
+    assert topk["attn_mass_recall"] <= topk["oracle_mass_recall"] + 1e-6 and not found["needles"]
+    assert full["recall"] == {"layers": [], "heads": []} and found["front"][-1] == max(
+        found["methods"], key=lambda row: row["decode_tps"]
+    )["spec"]  # fmt: skip
     assert topk["rows_attended_mean"] < streaming["rows_attended_mean"]
     assert streaming["rows_attended_mean"] < full["rows_attended_mean"]
     assert topk["rows_scored_mean"] == full["rows_scored_mean"]
@@ -100,11 +112,40 @@ def test_table(model: str, invoke: Invoke) -> None:
     result = invoke("compare", "-m", model, "-p", TEXT, "--methods", "lfps", "--steps", "6")
     assert result.code == 0
     lines = result.out.splitlines()
-    assert "6 steps" in lines[0] and max(len(line) for line in lines) <= 160
-    (head,) = [line.split() for line in lines if "KLD" in line]
+    assert "6 steps" in lines[0] and max(len(line) for line in lines) <= 170
+    assert "KLD, equal within noise: " in result.out
+    (head,) = [line.split() for line in lines if " KLD " in line]
     assert head[:3] == ["method", "KLD", "top-1"]
     rows = {line.split()[0]: line.split() for line in lines if line.split()[:1] > ["a"]}
     assert rows["full"][1:5] == ["0.0000", "100%", "-", "-"] and rows["lfps"][3].endswith("%")
+
+
+def test_reports(
+    model: str, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep with needles, as JSON, page and picture. The page loads nothing."""
+    monkeypatch.setattr(needles, "DEPTHS", (0.0, 1.0))
+    monkeypatch.setattr(needles, "FACT", "fox {}. ")
+    page, picture = tmp_path / "r.html", tmp_path / "r.png"
+    found = compare(
+        invoke, model, "-p", TEXT.replace(" and ", ". ") * 2, "--methods", "topk",
+        "--sweep", "budget=10%,50%", "--steps", "6", "--needles", "128,200",
+        "--html", str(page), "--png", str(picture),
+    )  # fmt: skip
+    specs = [row["spec"] for row in found["methods"]]
+    assert specs == ["full", "topk:budget=10%", "topk:budget=50%"]
+    assert [(n["length"], n["depth"]) for n in found["needles"]] == [
+        (128, 0.0), (128, 1.0), (200, 0.0), (200, 1.0)
+    ]  # fmt: skip
+    for needle in found["needles"]:
+        assert needle["length"] - 40 < needle["tokens"] <= needle["length"]
+        assert list(needle["found"]) == specs
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    text = page.read_text("utf-8")
+    assert text.count("<svg") == 3 and "budget=50%" in text and "prefers-color-scheme" in text
+    assert "fill: var(--ink)" in text and "<script" not in text and text.count("<title>") == 4
+    loaded = re.findall(r"""(?:src|href)=["']([^"']*)|url\(([^)]*)\)|@import""", text)
+    assert all(link.startswith(("#", "data:")) for pair in loaded for link in pair if link)
 
 
 def test_a_calibrated_method(model: str, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +174,9 @@ def test_cache_types(model: str, invoke: Invoke) -> None:
     )
 
 
-def test_what_cannot_be_done(model: str, invoke: Invoke, tmp_path: Path) -> None:
+def test_what_cannot_be_done(
+    model: str, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compare(invoke, model, "-p", TEXT, "--steps", "4")  # compiles, with a word about it
     base = ["-m", model, "-p", TEXT, "--prefill-dtype", "f32"]
     assert "choose from" in refused(invoke, 2, *base, "--methods", "fulll")
@@ -142,6 +185,16 @@ def test_what_cannot_be_done(model: str, invoke: Invoke, tmp_path: Path) -> None
     twice = ["-o", "budget=3", "--budget", "4"]
     assert "given twice" in refused(invoke, 2, *base, *twice)
     assert "--steps" in refused(invoke, 2, *base, "--steps", "3")
+    assert "OPTION=VALUE" in refused(invoke, 2, *base, "--sweep", "budget")
+    assert "'bugdet' (did you mean budget?)" in refused(invoke, 2, *base, "--sweep", "bugdet=1")
+    assert "128 or more" in refused(invoke, 2, *base, "--needles", "1024,100")
+    assert "too short" in refused(invoke, 1, *base, "--steps", "4", "--needles", "600")
+    assert "do not fit" in refused(invoke, 1, *base, "--steps", "4", "--needles", "690")
+    assert "there is no folder" in refused(invoke, 1, *base, "--png", str(tmp_path / "no" / "a"))
+    assert "cannot be written" in refused(invoke, 1, *base, "--html", str(tmp_path))
+    with monkeypatch.context() as without:
+        without.setattr(figures, "find_spec", lambda name: None)
+        assert "sparsekv-cli[plot]" in refused(invoke, 1, *base, "--png", "a.png")
     assert "do not fit" in refused(invoke, 1, *base, "-c", "100")
     assert "do not fit" in refused(invoke, 1, *base, "--steps", "600")
     missing = str(tmp_path / "missing.txt")

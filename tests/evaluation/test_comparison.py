@@ -154,7 +154,7 @@ def test_compare_rows_against_a_plain_computation():
     q[:, :d], k[..., :d] = rng.standard_normal((4, d)), rng.standard_normal((2, n, d))
     idx = np.stack([rng.permutation(n)[:20] for _ in range(4)]).astype(np.int32)
     counts = np.array([20, 11, 15, 12])
-    overlap, mass = compare_rows(q, k, (idx, counts), 0.5, 11)
+    overlap, mass, possible = compare_rows(q, k, (idx, counts), 0.5, 11)
     expected = []
     for head in range(4):
         scores = 0.5 * k[head // 2].astype(np.float64) @ q[head]
@@ -163,21 +163,24 @@ def test_compare_rows_against_a_plain_computation():
         assert mass[head] == pytest.approx(weights[rows].sum(), rel=1e-5)
         chosen = {row for row in rows if row >= 4}
         best = set((np.argsort(-scores[4:])[: len(chosen)] + 4).tolist())
+        oracle = weights[[*best, *(set(rows.tolist()) & set(range(4)))]].sum()
+        assert possible[head] == pytest.approx(oracle, rel=1e-5) and oracle >= mass[head] - 1e-6
         if counts[head] > 11:  # otherwise the head was bypassed
             expected.append(len(chosen & best) / len(chosen))
     assert overlap == pytest.approx(expected)
-    shared, mass = compare_rows(q, k, (idx[:2], counts[:1].repeat(2)), 0.5)
+    shared, mass, _ = compare_rows(q, k, (idx[:2], counts[:1].repeat(2)), 0.5)
     assert len(shared) == len(mass) == 4  # one list a kv head serves its two query heads
-    one, mass = compare_rows(q, k, (idx[:1], counts[:1]), 0.5)
+    one, mass, _ = compare_rows(q, k, (idx[:1], counts[:1]), 0.5)
     assert len(one) == len(mass) == 4  # and one list a layer serves all
     # The keys in two pieces are the keys.
     parts = compare_rows(q, k[:, :33], (idx, counts), 0.5, 11, k[:, 33:])
     whole = compare_rows(q, k, (idx, counts), 0.5, 11)
     assert parts[0] == whole[0] and parts[1] == pytest.approx(whole[1], rel=1e-6)
-    assert compare_rows(q, k, None, 0.5) == ([], [1.0] * 4)
+    overlap, *masses = compare_rows(q, k, None, 0.5)
+    assert overlap == [] and np.array(masses).tolist() == [[1.0] * 4] * 2
     only_sinks = np.arange(4, dtype=np.int32)[None], np.array([4])
-    overlap, mass = compare_rows(q, k, only_sinks, 0.5)
-    assert overlap == [] and 0 < max(mass) < 1
+    overlap, mass, possible = compare_rows(q, k, only_sinks, 0.5)
+    assert overlap == [] and 0 < max(mass) < 1 and mass == pytest.approx(possible)
 
 
 def test_an_observer_keeps_the_exact_keys(session):
@@ -265,6 +268,12 @@ def test_what_is_watched_and_what_is_not(session):
     assert len(whole.mass) == STEPS * a_step and len(some.mass) == 2 * a_step
     assert none.mass == none.overlap == []
     assert some.mass == whole.mass[a_step : 3 * a_step]
+    assert list(some.by_layer) == [2]
+    assert np.ravel(some.by_layer[2]).tolist() == some.mass
+    assert some.by_step["mass"] == pytest.approx(np.mean(np.reshape(some.mass, (2, 4)), axis=1))
+    assert len(some.by_step["oracle"]) == len(some.by_step["overlap"]) == 2
+    assert len(whole.by_step["rows_attended"]) == STEPS
+    assert sum(whole.by_step["rows_attended"]) == whole.counts["rows_attended"]
     for result in (some, none):  # watching changes nothing that is decoded
         assert result.kld == whole.kld and result.counts == whole.counts
         assert len(result.step_s) == STEPS and min(result.step_s) > 0
