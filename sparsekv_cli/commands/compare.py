@@ -138,7 +138,7 @@ def command(
     compiling = CompileProgress()
     session = load_session(path, chosen["full"], config, compiling)
     warn_of_long_context(session)
-    from sparsekv_cli.evaluation.compare import compare, room_for_caches
+    from sparsekv_cli.evaluation.compare import compare
     from sparsekv_cli.evaluation.needles import find_needles, plant_needles
     from sparsekv_cli.evaluation.report.contents import contents
 
@@ -155,9 +155,8 @@ def command(
             session.prepare(method, compiling, calibrating)
     with PrefillProgress() as prefilling, PrefillProgress("decode") as decoding:
         rows = compare(session, chosen, ids, steps, tokens, prefilling, decoding)
-    with PrefillProgress("needles") as planting:
-        room = room_for_caches(session)
-        planted = list(find_needles(session, chosen, prompts, room, planting))
+    with PrefillProgress("needles", "prompts") as planting:
+        planted = list(find_needles(session, chosen, prompts, planting))
     found = contents(len(ids), steps, rows, planted, about(session))
     write_reports(found, html, png)
     if as_json:

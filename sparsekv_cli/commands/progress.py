@@ -19,12 +19,12 @@ class PrefillProgress:
 
     It shows how many tokens a second are read, and how long the others will take.
 
-    Call it with (done tokens, total tokens); use it as a context manager so that the bar is taken
-    off the screen when an exception ends the prefill.
+    Call it with (done tokens, total tokens), or of another unit; use it as a context manager so
+    that the bar is taken off the screen when an exception ends the prefill.
     """
 
-    def __init__(self, label: str = "prefill") -> None:
-        self.label = label
+    def __init__(self, label: str = "prefill", unit: str = "tokens") -> None:
+        self.label, self.unit = label, unit
         self.enabled = sys.stderr.isatty()
         self._start: float | None = None
         self._n_start = 0  # tokens that were done by then
@@ -43,7 +43,7 @@ class PrefillProgress:
         if now - self._start < SECONDS_BEFORE_BAR:
             return
         if self._bar is None:
-            self._bar = _new_bar("tokens")
+            self._bar = _new_bar(self.unit)
             self._task = self._bar.add_task(self.label, total=total, rate="")
             self._bar.start()
         assert self._task is not None

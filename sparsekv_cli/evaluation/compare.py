@@ -19,10 +19,9 @@ from sparsekv_cli.cache.kinds import full_layers
 from sparsekv_cli.cache.layer import LayerCache, total_counters
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.observer import Measured, Observer
-from sparsekv_cli.evaluation.prefill import Keys, batches, exact_keys, prefills, resume
+from sparsekv_cli.evaluation.prefill import Keys, exact_keys, prefill_each, resume
 from sparsekv_cli.evaluation.result import MethodResult, method_result
 from sparsekv_cli.evaluation.sweep import option_names, swept
-from sparsekv_cli.memory import available_memory
 from sparsekv_cli.methods import METHODS, build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.option import did_you_mean
@@ -184,42 +183,31 @@ def compare(
     reference: list[np.ndarray] = []
     tokens: list[int] = list(continuation or ())[:n_steps]
     rows: list[MethodResult] = []
-    for batch in batches(session, methods, n_context, room_for_caches(session)):
-        specs = iter(batch)
-        for logits, layers, seconds in prefills(
-            session, list(batch.values()), ids, n_steps=n_steps, progress=on_prefill
-        ):
-            spec = next(specs)
-            if spec == "full":
-                keys = exact_keys(layers, len(ids)) if shared else _device_keys(layers, len(ids))
-            if spec == "full" and rows:
-                continue  # a later batch, which needs the keys only
-            i, result = len(rows), Measured()
+    for spec, (logits, layers, seconds) in prefill_each(
+        session, methods, ids, n_steps=n_steps, progress=on_prefill
+    ):
+        i, result = len(rows), Measured()
+        if i == 0:
+            keys = exact_keys(layers, len(ids)) if shared else _device_keys(layers, len(ids))
 
-            def see(logits: np.ndarray, i: int = i, result: Measured = result) -> None:
-                if i == 0:
-                    reference.append(logits)
-                step = len(result.kld)
-                result.add_step(reference[step], logits)
-                if on_step is not None:
-                    on_step(i * n_steps + step + 1, len(methods) * n_steps)
+        def see(logits: np.ndarray, i: int = i, result: Measured = result) -> None:
+            if i == 0:
+                reference.append(logits)
+            step = len(result.kld)
+            result.add_step(reference[step], logits)
+            if on_step is not None:
+                on_step(i * n_steps + step + 1, len(methods) * n_steps)
 
-            following: Iterable[int] = tokens
-            if not tokens:
-                eog_ids = session.tokenizer.eog_ids
-                following = _kept(greedy_tokens(logits, reference, n_steps, eog_ids), tokens)
-            decode_tokens(session, ids, layers, following, result, keys, watched, see)
-            rows.append(method_result(spec, methods[spec], layers, result, seconds, timed))
-            del layers  # gone before the next method has its own
-            session.caches = []
+        following: Iterable[int] = tokens
+        if not tokens:
+            eog_ids = session.tokenizer.eog_ids
+            following = _kept(greedy_tokens(logits, reference, n_steps, eog_ids), tokens)
+        decode_tokens(session, ids, layers, following, result, keys, watched, see)
+        rows.append(method_result(spec, methods[spec], layers, result, seconds, timed))
+        del layers  # gone before the next method has its own
+        session.caches = []
     session.reset()
     return rows
-
-
-def room_for_caches(session: Session) -> int | None:
-    """Bytes that the caches of methods that share a prefill may take; None: of any number."""
-    available = available_memory() if session.engine.shares_prefill else None
-    return None if available is None else available // 2
 
 
 def _device_keys(layers: Sequence[LayerCache], n: int) -> Keys:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.evaluation.prefill import batches, prefills, resume
+from sparsekv_cli.evaluation.prefill import prefill_each, resume
 from sparsekv_cli.methods.base import Method
 
 if TYPE_CHECKING:
@@ -103,12 +103,11 @@ def find_needles(
     session: Session,
     methods: Mapping[str, Method],
     prompts: Sequence[Planted],
-    most_bytes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[Needle]:
-    """Asks every method for each fact; most_bytes as in ``greedy_answers``."""
+    """Asks every method for each fact."""
     for i, prompt in enumerate(prompts):
-        told = greedy_answers(session, methods, prompt.ids, most_bytes)
+        told = greedy_answers(session, methods, prompt.ids)
         found = {spec: prompt.value in answer for spec, answer in told}
         yield Needle(prompt.length, len(prompt.ids), prompt.depth, found)
         if progress is not None:
@@ -116,35 +115,20 @@ def find_needles(
 
 
 def greedy_answers(
-    session: Session,
-    methods: Mapping[str, Method],
-    ids: Sequence[int],
-    most_bytes: int | None = None,
+    session: Session, methods: Mapping[str, Method], ids: Sequence[int]
 ) -> Iterator[tuple[str, str]]:
-    """Every method's greedy answer to a prompt, of at most MAX_ANSWER_TOKENS tokens.
-
-    Methods whose rows fit ``most_bytes`` together share a prefill.
-    """
-    tokenizer, reference = session.tokenizer, next(iter(methods))
-    answered: set[str] = set()
-    for batch in batches(session, methods, len(ids) + MAX_ANSWER_TOKENS, most_bytes):
-        specs = iter(batch)
-        for logits, layers, _ in prefills(
-            session, list(batch.values()), ids, n_steps=MAX_ANSWER_TOKENS
-        ):
-            spec = next(specs)
-            if spec == reference and answered:
-                continue
-            resume(session, ids, layers)
-            answer: list[int] = []
-            while len(answer) < MAX_ANSWER_TOKENS:
-                token = int(logits.argmax())
-                if token in tokenizer.eog_ids:
-                    break
-                answer.append(token)
-                logits = session.decode(token)
-            answered.add(spec)
-            yield spec, tokenizer.decode(answer, skip_special=True)
-            del layers
-            session.caches = []
+    """Every method's greedy answer to a prompt, of at most MAX_ANSWER_TOKENS tokens."""
+    tokenizer = session.tokenizer
+    for spec, (logits, layers, _) in prefill_each(session, methods, ids, n_steps=MAX_ANSWER_TOKENS):
+        resume(session, ids, layers)
+        answer: list[int] = []
+        while len(answer) < MAX_ANSWER_TOKENS:
+            token = int(logits.argmax())
+            if token in tokenizer.eog_ids:
+                break
+            answer.append(token)
+            logits = session.decode(token)
+        yield spec, tokenizer.decode(answer, skip_special=True)
+        del layers
+        session.caches = []
     session.reset()

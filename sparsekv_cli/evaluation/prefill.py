@@ -189,7 +189,8 @@ def prefill_each(
     """
     if not session.engine.shares_prefill:
         started = prefills(session, list(methods.values()), ids, n_steps=n_steps, progress=progress)
-        yield from zip(methods, started, strict=True)
+        for name in methods:
+            yield name, next(started)  # nobody here keeps it when the next one is made
         return
     full = build_method("full", {})
     lead = next((name for name, method in methods.items() if method == full), None)
@@ -199,8 +200,10 @@ def prefill_each(
     for n, batch in enumerate(batches(session, {"": full, **others}, len(ids) + n_steps, most)):
         group = list(batch.values())
         started = prefills(session, group, ids, n_steps=n_steps, progress=progress)
-        for name, start in zip(batch, started, strict=True):
+        for name in batch:
             if name:
-                yield name, start
+                yield name, next(started)
             elif lead is not None and n == 0:
-                yield lead, start
+                yield lead, next(started)
+            else:
+                next(started)

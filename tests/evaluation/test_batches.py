@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from sparsekv_cli.evaluation import compare as comparison
 from sparsekv_cli.evaluation import prefill as shared_prefill
 from sparsekv_cli.evaluation.compare import compare, parse_methods
 
@@ -21,7 +20,7 @@ def test_little_memory_means_more_prefills(session_of, monkeypatch):
         return real(session, methods, *arguments, **options)
 
     monkeypatch.setattr(shared_prefill, "prefill_all", count)
-    monkeypatch.setattr(comparison, "available_memory", lambda: 1)
+    monkeypatch.setattr(shared_prefill, "available_memory", lambda: 1)
     apart = compare(session, methods, ids, 8, following)
     assert prefilled == [2, 2, 2] and [row.spec for row in apart] == list(methods)
     for row, other in zip(together, apart, strict=True):
