@@ -18,7 +18,7 @@ COMMAND = "pip install 'sparsekv-cli[plot]'"
 INK, MUTED, LINE, FOUND, LOST = (
     THEME[name][0] for name in ("ink", "muted", "line", "found", "lost")
 )
-STYLE = {
+STYLE: Any = {
     "font.family": "sans-serif",
     "font.size": 9,
     "text.color": INK,
