@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import results_pages
-from results_parts import PARTS, ROOT, TINY, PartError, Runner, Sizes
+from results_parts import PARTS, TINY, Sizes
+from results_runner import ROOT, PartError, Runner
 
 MEASURED = ("cpu", "kernels", "models", "sparsekv_cli", "scripts/bench", "scripts/accuracy")
 

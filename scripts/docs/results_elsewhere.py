@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from results_sections import Column, Row, figure, name, table, text
 
 if TYPE_CHECKING:
-    from results_parts import Rows, Runner, Sizes
+    from results_parts import Rows, Sizes
+    from results_runner import Runner
 
 Data = Mapping[str, Mapping[str, Any]]  # by part: what its file holds
 Provenance = Callable[[Mapping[str, Any]], str]

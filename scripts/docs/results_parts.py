@@ -8,31 +8,25 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import results_elsewhere as elsewhere
+from results_runner import ROOT, Runner
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = "scripts/demo_document.txt"
 TEXT = "scripts/accuracy/texts/prose.txt"
 PEERS = ("llama.cpp", "ik_llama.cpp")
 QUESTION = "What is the pass code of the north gate? Answer with the code."
 
 Rows = list[dict[str, Any]]
-
-
-class PartError(Exception):
-    """A command that failed, in one line."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +51,20 @@ class Sizes:
     text: str = TEXT
     shape: str = "llama-3.2-1b"
     held: int = 8192  # rows of the caches whose memory is told apart
-    peer: str = "--memory 16384"
+    peer: str = "--pp 512,4096 --depths 0,2048,8192 --methods full,lfps --pairs 3 --memory 16384"
+    larger: str = (  # shapes and types of random models, and what of each is held against peers
+        "llama-3.2-1b q4_k_m --pp 512,4096 --depths 0,2048,8192 --methods full,lfps --pairs 3;"
+        "llama-3.2-1b q8_0 --pp 512 --depths 0,2048 --methods full,lfps --pairs 3;"
+        "llama-3.1-8b q4_k_m --pp 512 --depths 0,2048 --methods full,lfps --pairs 3 --tokens 16;"
+        "qwen3moe-4b q4_k_m --pp 512 --depths 0 --methods full --pairs 5"
+    )
     readers: str = "topk,quest,snapkv,h2o,lfps"
     formats: str = ""
     questions: str = ""
     kept: str = ""
     schemas: str = ""
-    far: str = "2048,8192,32768,131072"
+    far: str = "8192,32768,131072"
+    rows: int = 512  # that a head attends to, whatever the depth
     batches: str = "1,2,4,8"
     prepare: bool = True  # kernels and calibrations first
 
@@ -77,79 +78,12 @@ TYPES_OF_K_AND_V = (
 TINY = Sizes(
     methods="full,streaming,lfps", depths="0,64", deep="128", prompts="32", tokens=2, repetitions=1,
     length="100", lengths="100,150", steps=2, texts=1, needles=0, warm=1, compared="full,streaming",
-    text=DOCUMENT, held=500, far="100,200", batches="1,2", prepare=False,
-    peer="--pp 32 --depths 64 --tokens 2 --pairs 1 --memory 64",
+    text=DOCUMENT, held=500, far="100,200", rows=40, batches="1,2", prepare=False,
+    peer="--pp 32 --depths 64 --tokens 2 --pairs 1 --memory 64", larger="",
     questions="--questions 2 --cold 1", kept="--tokens 640 --steps 2",
     schemas="--answers 2 --pairs 1 -n 4", readers="topk",
     formats="--formats Q8_0 --length 16 --texts 1 --needles 0",
 )  # fmt: skip
-
-
-class Done(NamedTuple):
-    """What a command printed, how long it took, and the most memory it had."""
-
-    stdout: str
-    stderr: str
-    seconds: float
-    peak_bytes: int
-
-
-@dataclass
-class Runner:
-    """Runs commands in the repository's root and keeps them as a user would type them.
-
-    They neither find prompts on disk nor keep them there.
-    ik: llama-bench of ik_llama.cpp, if it is there.
-    """
-
-    ik: str = ""
-    commands: list[str] = field(default_factory=list)
-
-    def cli(self, *arguments: str, stdin: str | None = None) -> Done:
-        """``sparsekv-cli ARGUMENTS``, with the file ``stdin``. PartError when it fails."""
-        typed = shlex.join(["sparsekv-cli", *arguments]) + (f" < {stdin}" if stdin else "")
-        self.commands.append(typed)
-        return self._run(["-m", "sparsekv_cli", *arguments], typed, stdin)
-
-    def script(self, path: str, *arguments: str, may_end_with: int = 0) -> Any:
-        """What ``scripts/PATH ARGUMENTS`` writes with --json. PartError when it fails."""
-        typed = shlex.join([f"scripts/{path}", *arguments])
-        self.commands.append(typed)
-        with tempfile.TemporaryDirectory() as folder:
-            told = Path(folder) / "told.json"
-            command = [f"scripts/{path}", *arguments, "--json", str(told)]
-            self._run(command, typed, None, {0, may_end_with})
-            return json.loads(told.read_text(encoding="utf-8"))
-
-    def _run(
-        self, arguments: Sequence[str], typed: str, stdin: str | None, codes: set[int] | None = None
-    ) -> Done:
-        begin = time.perf_counter()
-        with (
-            tempfile.TemporaryFile("w+", encoding="utf-8") as out,
-            tempfile.TemporaryFile("w+", encoding="utf-8") as err,
-            open(ROOT / stdin if stdin else os.devnull, "rb") as source,
-        ):
-            process = subprocess.Popen(
-                [sys.executable, *arguments], cwd=ROOT, stdin=source, stdout=out, stderr=err,
-                env={**os.environ, "SPARSEKV_NO_CACHE": "1"},
-            )  # fmt: skip
-            try:
-                _, status, usage = os.wait4(process.pid, 0)
-            except KeyboardInterrupt:
-                process.kill()
-                raise
-            seconds = time.perf_counter() - begin
-            process.returncode = os.waitstatus_to_exitcode(status)
-            texts = []
-            for file in (out, err):
-                file.seek(0)
-                texts.append(file.read())
-        if process.returncode not in (codes or {0}):
-            last = (texts[1].strip().splitlines() or ["it said nothing"])[-1]
-            raise PartError(f"'{typed}' ended with {process.returncode}: {last}")
-        unit = 1 if sys.platform == "darwin" else 1024
-        return Done(*texts, seconds, usage.ru_maxrss * unit)
 
 
 def decode(run: Runner, sizes: Sizes) -> Rows:
@@ -235,6 +169,16 @@ def accuracy_all(run: Runner, sizes: Sizes) -> Rows:
     return distances(run, sizes, "--methods", "default", "--lengths", sizes.lengths)
 
 
+def accuracy_rows(run: Runner, sizes: Sizes) -> Rows:
+    """All methods attend to as many rows."""
+    names = [name for name in sizes.methods.split(",") if name != "full"]
+    methods = ",".join(f"{name}:budget={sizes.rows}" for name in names)
+    rows = distances(run, sizes, "--methods", methods, "--lengths", sizes.lengths.split(",")[-1])
+    for row in rows:
+        row["method"] = row["method"].partition(":")[0]
+    return rows
+
+
 def cache_types(run: Runner, sizes: Sizes) -> Rows:
     """Pairs of types with ``full``, and one type of both with the other methods that read it.
 
@@ -315,8 +259,33 @@ def terminal(run: Runner, sizes: Sizes) -> Rows:
 
 
 def peer(run: Runner, sizes: Sizes) -> Rows:
+    return against_peers(run, sizes.model, sizes.peer.split())
+
+
+def peer_larger(run: Runner, sizes: Sizes) -> Rows:
+    """Random models, which are made once in build/models."""
+    rows = []
+    for each in filter(None, sizes.larger.split(";")):
+        shape, wtype, *arguments = each.split()
+        path = ROOT / "build" / "models" / f"{shape}-{wtype}.gguf"
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            made = path.with_suffix(".part")
+            subprocess.run(
+                [sys.executable, "scripts/random_model", shape, wtype, str(made)],
+                cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
+            )  # fmt: skip
+            made.rename(path)
+        model = str(path.relative_to(ROOT))
+        run.commands.append(f"scripts/random_model {shape} {wtype} {model}")
+        found = against_peers(run, model, arguments)
+        rows += [{"model": f"{shape} {wtype.upper()}", **row} for row in found]
+    return rows
+
+
+def against_peers(run: Runner, model: str, arguments: Sequence[str]) -> Rows:
     ik = ["--ik", run.ik] if run.ik else []
-    told = run.script("bench/peer", "-m", sizes.model, *sizes.peer.split(), *ik)
+    told = run.script("bench/peer", "-m", model, *arguments, *ik)
     if run.ik:
         run.commands[-1] = run.commands[-1].replace(shlex.quote(run.ik), "llama-bench")
     rows = []
@@ -344,10 +313,16 @@ def caches(run: Runner, sizes: Sizes) -> Rows:
 
 
 def far(run: Runner, sizes: Sizes) -> Rows:
-    told = run.script("bench/depth", "-m", sizes.model, "--methods", sizes.fast,
-                      "--depths", sizes.far)  # fmt: skip
+    """On one thread, for a method's own work. of_full: attention of ``full`` over the method's."""
+    told = run.script("bench/depth", "-m", sizes.model, "--methods", sizes.methods,
+                      "--depths", sizes.far, "--budget", str(sizes.rows),
+                      "--tokens", str(sizes.tokens), "--threads", "1")  # fmt: skip
     kept = ("method", "depth", "tokens_per_s", "token_ms", "attention_ms", "resident_mb")
-    return [{name: row[name] for name in (*kept, "rows_scored", "rows_attended")} for row in told]
+    rows = [{name: row[name] for name in (*kept, "rows_scored", "rows_attended")} for row in told]
+    full = {row["depth"]: row["attention_ms"] for row in rows if row["method"] == "full"}
+    for row in rows:
+        row["of_full"] = full[row["depth"]] / row["attention_ms"]
+    return rows
 
 
 def calibration(run: Runner, sizes: Sizes) -> Rows:
@@ -383,8 +358,10 @@ PARTS: Mapping[str, Part] = {
     "memory": Part(memory, quick=True),
     "terminal": Part(terminal, quick=True),
     "peer": Part(peer, needs="llama_cpp"),
+    "peer_larger": Part(peer_larger, needs="llama_cpp"),
     "deep_others": Part(deep_others),
     "accuracy_all": Part(accuracy_all),
+    "accuracy_rows": Part(accuracy_rows),
     "cache_types": Part(cache_types),
     "formats": Part(formats, needs="llama_cpp"),
     "caches": Part(caches),

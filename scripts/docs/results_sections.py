@@ -91,6 +91,18 @@ class Section(NamedTuple):
     columns: Sequence[Column]
 
 
+AGAINST_PEERS = (
+    Column("test", text("test")),
+    *(
+        Column(title, figure(f"{program} {key}"))
+        for program in ("sparsekv-cli", "llama.cpp", "ik_llama.cpp")
+        for title, key in ((program, "median"), ("least", "min"), ("most", "max"))
+    ),
+    Column("unit", text("unit")),
+    Column("ratio", figure("ratio", 2)),
+    Column("versions", versions),
+)
+
 SECTIONS = (
     Section(
         "decode",
@@ -124,6 +136,12 @@ SECTIONS = (
         ACCURACY,
     ),
     Section("accuracy_all", "Accuracy by length, and of presets", "As above.", ACCURACY),
+    Section(
+        "accuracy_rows",
+        "Accuracy at 512 rows",
+        "As above, where every method attends to as many rows.",
+        ACCURACY,
+    ),
     Section(
         "cache_types",
         "Types of K and V",
@@ -194,17 +212,13 @@ SECTIONS = (
         "The programs in the same run, taking turns, on the same threads; llama.cpp as "
         "llama-cpp-python has it, ik_llama.cpp as its llama-bench, with flash attention and an f16 "
         "cache. The ratio is that to the faster of them (of memory: to the smaller).",
-        (
-            Column("test", text("test")),
-            *(
-                Column(title, figure(f"{program} {key}"))
-                for program in ("sparsekv-cli", "llama.cpp", "ik_llama.cpp")
-                for title, key in ((program, "median"), ("least", "min"), ("most", "max"))
-            ),
-            Column("unit", text("unit")),
-            Column("ratio", figure("ratio", 2)),
-            Column("versions", versions),
-        ),
+        AGAINST_PEERS,
+    ),
+    Section(
+        "peer_larger",
+        "Larger models against llama.cpp and ik_llama.cpp",
+        "As above, with random weights: they show speed only.",
+        (Column("model", text("model")), *AGAINST_PEERS),
     ),
     Section(
         "caches",
@@ -240,12 +254,13 @@ SECTIONS = (
     Section(
         "far",
         "What depth costs",
-        "The keys and values of a text laid end to end up to a depth, and 512 rows a head.",
+        "The keys and values of a text laid end to end up to a depth, 512 rows a head, one thread.",
         (
             Column("method", name),
             Column("depth", text("depth")),
             Column("tokens/s", figure("tokens_per_s")),
             Column("attention and index, ms", figure("attention_ms", 2)),
+            Column("times as fast as `full`", figure("of_full", 1)),
             Column("cache, MB", figure("resident_mb", 0)),
             Column("rows scored", figure("rows_scored", 0)),
             Column("rows attended", figure("rows_attended", 0)),
