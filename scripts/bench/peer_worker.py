@@ -109,10 +109,14 @@ class LlamaCpp:
         if not self._context:
             raise RuntimeError(f"llama.cpp cannot make a context of {setup['n_ctx']} tokens")
         self._memory = api.llama_get_memory(self._context)
+        self._is_recurrent = any(
+            of(self._model) for of in (api.llama_model_is_recurrent, api.llama_model_is_hybrid)
+        )
         n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
         ids = random_ids(n_vocab, setup["n_ctx"], setup["seed"])
         self._ids = (api.llama_token * len(ids))(*ids)
         self._n_past = 0
+        self._kept: tuple[int, Any] | None = None  # tokens and their state, of a recurrent model
 
     def about(self) -> dict[str, Any]:
         system = self._api.llama_print_system_info().decode().strip()
@@ -137,25 +141,45 @@ class LlamaCpp:
     def _double(self) -> None:
         """Copies all rows behind them, to the positions that follow."""
         api, memory, n = self._api, self._memory, self._n_past
-        size = api.llama_state_seq_get_size(self._context, 0)
-        state = (ctypes.c_uint8 * size)()
-        taken = api.llama_state_seq_get_data(self._context, state, size, 0)
-        if taken != size or api.llama_state_seq_set_data(self._context, state, size, 1) != size:
-            raise RuntimeError(f"llama.cpp cannot copy its cache of {n} tokens")
+        self._restore(self._state(), 1)
         api.llama_memory_seq_add(memory, 1, 0, -1, n)
         api.llama_memory_seq_cp(memory, 1, 0, -1, -1)
         api.llama_memory_seq_rm(memory, 1, -1, -1)
         self._n_past = 2 * n
 
+    def _state(self) -> Any:
+        """What its cache holds."""
+        size = self._api.llama_state_seq_get_size(self._context, 0)
+        state = (ctypes.c_uint8 * size)()
+        if self._api.llama_state_seq_get_data(self._context, state, size, 0) != size:
+            raise RuntimeError(f"llama.cpp cannot give its cache of {self._n_past} tokens")
+        return state
+
+    def _restore(self, state: Any, sequence: int) -> None:
+        size = len(state)
+        if self._api.llama_state_seq_set_data(self._context, state, size, sequence) != size:
+            raise RuntimeError(f"llama.cpp cannot take back a cache of {self._n_past} tokens")
+
     def go_to(self, n_prompt: int, n_gen: int, n_depth: int) -> None:
-        """Ours decodes after one token at least, so that is the smallest depth of decoding."""
+        """Ours decodes after one token at least, so that is the smallest depth of decoding.
+
+        A recurrent model goes back to the depth where it was last, and else begins again.
+        """
         n_depth = max(n_depth, 0 if n_prompt else 1)
         if self._n_past > n_depth:
+            kept = self._kept
             if not self._api.llama_memory_seq_rm(self._memory, 0, n_depth, -1):
-                raise RuntimeError(f"llama.cpp cannot go back to {n_depth} tokens")
-            self._n_past = n_depth
+                self._api.llama_memory_clear(self._memory, True)
+                self._n_past = 0
+                if kept is not None and kept[0] == n_depth:
+                    self._restore(kept[1], 0)
+                    self._n_past = n_depth
+            else:
+                self._n_past = n_depth
         if self._n_past < n_depth:
             self._decode(n_depth - self._n_past, N_BATCH)
+            if self._is_recurrent:
+                self._kept = n_depth, self._state()
 
     def run(self, n_prompt: int, n_gen: int) -> int:
         begin = time.perf_counter_ns()

@@ -109,9 +109,8 @@ class DeviceWeights:
             name: self._vector(getattr(layer, name))
             for name in ("attn_norm", "q_norm", "k_norm", "ffn_norm")
         }
-        for name in ("q", "k", "v"):
-            linear = getattr(layer, name)
-            vectors[name] = replace(linear, bias=self._vector(linear.bias))
+        q, *kv = (replace(each, bias=self._vector(each.bias)) for each in layer.inputs())
+        vectors |= {"q": q, "kv": tuple(kv)}
         return DeviceLayer(
             vectors=replace(layer, **vectors),
             qkv=self._stack(layer.q, layer.k, layer.v),

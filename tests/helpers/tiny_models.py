@@ -28,6 +28,8 @@ from tiny_architectures import (
     long_factors,
     rotated_dims,
 )
+from tiny_gemma4 import Gemma4Layers
+from tiny_recurrent import DeltaNet, ShortConvolution
 from tiny_tokenizer import add_tokenizer
 
 ARCHITECTURES = tuple(TRAITS)
@@ -112,6 +114,8 @@ def make_model(
     metadata: Mapping[str, Any] | None = None,
     omit: Collection[str] = (),
     experts: Experts | None = None,
+    recurrent: ShortConvolution | DeltaNet | None = None,
+    layers: Gemma4Layers | None = None,
     repeat: bool = False,
 ) -> Path:
     """Write a deterministic GGUF that llama.cpp loads; returns its path.
@@ -122,7 +126,8 @@ def make_model(
         have a norm.
     value_dim: width of a value; None is that of a head; otherwise head_dim is given too.
     biases: q/k/v biases; None writes them where the architecture has them.
-    experts: instead of the feed-forward layer; None: those of the architecture.
+    experts: instead of the feed-forward layer; recurrent, layers: see Traits; None: those of the
+        architecture.
     rope_freqs: write Llama 3's rope_freqs.weight (llama only).
     rope_scaling: ("linear", factor) or ("yarn", factor, original context length).
     attention_gain: how many times WEIGHT_STD the q and k weights are; 2 makes attention uneven, so
@@ -150,13 +155,13 @@ def make_model(
     if experts is not None:
         add_expert_keys(writer, arch, experts)
         n_ff = n_ff if experts.own_length else experts.n_ff
-    layers = traits.layers
+    layers = layers or traits.layers
     if layers is None:
         writer.add_feed_forward_length(n_ff)
     else:
         layers.add_keys(writer, arch, n_layer, n_ff)
     writer.add_head_count(n_head)
-    recurrent = traits.recurrent
+    recurrent = recurrent or traits.recurrent
     if recurrent is None:
         writer.add_head_count_kv(n_head_kv)
     else:

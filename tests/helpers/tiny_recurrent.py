@@ -18,14 +18,18 @@ Vector = Callable[[str, int, float, float], None]  # (name, size, mean, std)
 
 @dataclass(frozen=True)
 class ShortConvolution:
-    """LFM2's layers: every ``full``-th layer has attention instead, and head_count_kv above 0."""
+    """LFM2's layers: every ``full``-th layer has attention instead, and head_count_kv above 0.
+
+    attention: the layers that have it, where they are others.
+    """
 
     length: int = 3
     full: int = 2
+    attention: tuple[int, ...] = ()
     output_norm: str = "token_embd_norm"
 
     def is_recurrent(self, layer: int) -> bool:
-        return (layer + 1) % self.full != 0
+        return layer not in self.attention if self.attention else (layer + 1) % self.full != 0
 
     def add_keys(self, writer: GGUFWriter, arch: str, n_layer: int, n_head_kv: int) -> None:
         counts = [0 if self.is_recurrent(i) else n_head_kv for i in range(n_layer)]
