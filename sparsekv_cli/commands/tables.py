@@ -1,7 +1,7 @@
 """Tables for a reader, on stdout, of texts that come from files.
 
-A terminal gets rich's tables, folded to its width; anything else gets lines of columns, which are
-never folded.
+A terminal gets rich's tables, folded to its width; in a narrow one the last cell of a row stands below
+the others. Anything else gets lines of columns, which are never folded.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
+
+NARROW = 72  # characters of a line in which folded cells of three columns cannot be read
 
 
 def print_pairs(title: str, rows: Sequence[tuple[str, Any]]) -> None:
@@ -54,10 +56,25 @@ def _print_rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         table.add_column(Text(head), style="cyan" if i == 0 else "", overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
+    natural = sum(max(map(len, column)) + 3 for column in zip(heads, *rows, strict=True))
+    is_narrow = len(columns) > 2 and natural > console.width < NARROW
     with console.capture() as capture:  # made first, then written in one piece
-        console.print(table)
+        console.print(_stacked(title, rows) if is_narrow else table)
     lines = [line.rstrip() for line in capture.get().splitlines() if line.strip()]
     click.echo("\n".join([*lines, ""] if columns else lines))
+
+
+def _stacked(title: str, rows: Sequence[Sequence[str]]) -> Any:
+    """Rows whose last cells stand below the others."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.text import Text
+
+    lines: list[Any] = [Text(title, "bold")] if title else []
+    for first, *middle, last in rows:
+        lines.append(Text("  ").join([Text(first, "cyan"), *map(Text, middle)]))
+        lines.append(Padding(Text(last), (0, 0, 0, 4)))
+    return Group(*lines)
 
 
 def printable(cell: Any) -> str:

@@ -42,6 +42,13 @@ def test_a_terminal_gets_richs(
     assert not any("[2J" in line and "\x1b[2J" in line for line in lines)
     assert lines[-1].split() == ["file", "f"] and max(map(len, lines)) <= 80
 
+    monkeypatch.setenv("TERM", "xterm")  # a dumb one has 80 columns
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "50")
+    print_table("things", ("name", "n", "value"), ROWS[1:])
+    lines = capsys.readouterr().out.splitlines()
+    assert r"long name\x1b[2J\n" in lines[1] and lines[2] == "    " + "x" * 46
+
 
 def test_methods(invoke: Callable[..., Any]) -> None:
     lines = invoke("methods").out.splitlines()
