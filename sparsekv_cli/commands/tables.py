@@ -1,7 +1,7 @@
 """Tables for a reader, on stdout, of texts that come from files.
 
-A terminal gets rich's tables, folded to its width; in a narrow one the last cell of a row stands below
-the others. Anything else gets lines of columns, which are never folded.
+A terminal gets rich's tables, folded to its width; in a narrow one the last cell of a row stands
+below the others. Anything else gets lines of columns, which are never folded.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class Answer:
 
     text: the answer; a stop string and what follows it is not part of it.
     tokens: the sampled ids, without the end-of-generation token that ended them.
-    stop_reason: ``eos``, ``length``, ``stop`` or ``interrupt``.
+    stop_reason: ``eos``, ``length``, ``stop`` or ``interrupt``. stopped_by: the stop string.
     thinking: what was thought ahead of it. written: both as they came, with the markers.
     """
 
@@ -31,6 +31,7 @@ class Answer:
     stop_reason: str
     thinking: str = ""
     written: str = ""
+    stopped_by: str = ""
 
 
 class StopStrings:
@@ -43,16 +44,17 @@ class StopStrings:
         if any(not stop for stop in stops):
             raise ValueError("a stop string is empty")
         self.stops = tuple(stops)
-        self.found = False
+        self.found = ""  # the one that was found
         self._held = ""
 
     def push(self, text: str) -> str:
         """The part of everything so far that can be shown now."""
         text = self._held + text
-        starts = [start for stop in self.stops if (start := text.find(stop)) >= 0]
-        if starts:
-            self.found, self._held = True, ""
-            return text[: min(starts)]
+        found = [(start, stop) for stop in self.stops if (start := text.find(stop)) >= 0]
+        if found:
+            start, self.found = min(found)
+            self._held = ""
+            return text[:start]
         keep = max((overlap(text, stop) for stop in self.stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -111,7 +113,7 @@ class AnswerBuilder:
         piece = self._tokenizer.token_bytes(token) if is_text else b""
         self._emit(self._matcher.push(self._decoder.decode(piece)))
         if self._matcher.found and not is_end:
-            self.answer.stop_reason = STOP_TEXT
+            self._stop()
             return True
         if is_end or (self._constraint is not None and self._constraint.is_finished):
             self.answer.stop_reason = STOP_EOS
@@ -123,12 +125,15 @@ class AnswerBuilder:
         if not self._matcher.found:
             self._emit(self._matcher.push(self._decoder.decode(b"", final=True)))
             if self._matcher.found:
-                self.answer.stop_reason = STOP_TEXT
+                self._stop()
             else:
                 self._emit(self._matcher.flush())
         if self._splitter is not None:
             self._tell(*self._splitter.flush())
         return self.answer
+
+    def _stop(self) -> None:
+        self.answer.stop_reason, self.answer.stopped_by = STOP_TEXT, self._matcher.found
 
     def _is_shown(self, token: int) -> bool:
         return self._tokenizer.is_shown(token) or token in self._shown_ids

@@ -32,7 +32,8 @@ FOR_DEVELOPERS = re.compile(r"<(backtrace|state|grammar)>")
 class Grammar:
     """What answers have to match. ``read_grammar`` makes it.
 
-    kind: ``json-schema``, ``grammar`` or ``regex``. definition: what llguidance reads.
+    kind: ``json-schema``, ``grammar``, ``regex`` or ``tool_choice``.
+    definition: what llguidance reads.
     """
 
     kind: str
@@ -61,6 +62,8 @@ class TokenBytes:
 def read_grammar(kind: str, text: str) -> Grammar:
     """The grammar that a text describes; a GBNF grammar (llama.cpp's) or a Lark one for "grammar".
 
+    For "tool_choice" it is a Lark one, in whose schemas white space is that of JSON answers.
+
     Raises SparseKVError for what cannot be compiled and for what nothing can match, in llguidance's
     words, and without llguidance.
     """
@@ -73,6 +76,8 @@ def read_grammar(kind: str, text: str) -> Grammar:
             definition = matcher.grammar_from_json_schema(text, defaults=options)
         elif kind == "regex":
             definition = matcher.grammar_from_regex(text)
+        elif kind == "tool_choice":
+            definition = matcher.grammar_from_lark(text)
         else:
             to_lark = import_module("llguidance.gbnf_to_lark").any_to_lark
             definition = matcher.grammar_from_lark(to_lark(text))

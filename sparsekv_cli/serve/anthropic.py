@@ -12,7 +12,15 @@ from sparsekv_cli.serve.answers import Answers, Ping, about
 from sparsekv_cli.serve.jobs import Finished, PromptProgress
 from sparsekv_cli.serve.openai import content_text, event
 from sparsekv_cli.serve.requests import RequestError, Service, in_range, taken, texts
-from sparsekv_cli.serve.tools import Part, Text, Thought, ToolCall, reader_of
+from sparsekv_cli.serve.tools import (
+    ANY_OBJECT,
+    ForcedCall,
+    Part,
+    Text,
+    Thought,
+    ToolCall,
+    reader_of,
+)
 
 ROLES = ("user", "assistant")
 
@@ -25,25 +33,28 @@ class Message:
         self._service = service
         self.streams = taken(values, "stream", bool, False)
         taken(values, "model", str, "")
-        self._kind = service.format_for(bool(_tools(values)))
+        tools = _tools(values)
+        self._kind = service.format_for(bool(tools))
+        self._forced = _forced(service, values, tools)
         most = in_range(values, "max_tokens", 1, 2**31, None)
         if most is None:
             raise RequestError(
                 "max_tokens: expected a whole number of 1 or more", param="max_tokens"
             )
         self._wish = service.wish(
-            prompt_ids(service, values),
+            prompt_ids(service, values, is_forced=self._forced is not None),
             values,
             max_tokens=most,
             stops=texts(values, "stop_sequences"),
             sampling={},
             kind=self._kind,
+            forced=self._forced,
         )
         self._id = f"msg_{uuid.uuid4().hex}"
 
     async def whole(self) -> dict[str, Any]:
         """The response to a request that does not stream."""
-        readers = [reader_of(self._kind)]
+        readers = [reader_of(self._kind, self._forced)]
         async with Answers(self._service, [self._wish], readers) as answers:
             (told,) = await answers.whole()
         assert told.end is not None
@@ -52,7 +63,7 @@ class Message:
         if has_called:
             blocks = [each for each in blocks if each.get("text", "x").strip()]
         message = self._message(blocks, _usage(told.end))
-        message["stop_reason"] = _stop_reason(told.end, has_called)
+        message |= _stop(told.end, has_called)
         return {**message, "sparsekv": about(told.end, self._service, self._wish)}
 
     async def stream(self) -> AsyncIterator[str]:
@@ -62,7 +73,7 @@ class Message:
         yield _event("message_start", message=start)
         yield _event("ping")
         blocks, has_called = _Blocks(), False
-        readers = [reader_of(self._kind)]
+        readers = [reader_of(self._kind, self._forced)]
         async with Answers(self._service, [self._wish], readers) as answers:
             async for told in answers.parts():
                 if isinstance(told, Ping):
@@ -80,9 +91,8 @@ class Message:
                 if told.end is not None:
                     for each in blocks.close():
                         yield each
-                    reason = _stop_reason(told.end, has_called)
-                    delta = {"stop_reason": reason, "stop_sequence": None}
-                    yield _event("message_delta", delta=delta, usage=_usage(told.end))
+                    delta, spent = _stop(told.end, has_called), _usage(told.end)
+                    yield _event("message_delta", delta=delta, usage=spent)
         yield _event("message_stop")
 
     def _message(self, blocks: Sequence[Any], usage: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,8 +155,13 @@ def error_body(message: str, kind: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def prompt_ids(service: Service, values: Mapping[str, Any]) -> list[int]:
-    """The ids of a request's system text, tools and conversation."""
+def prompt_ids(
+    service: Service, values: Mapping[str, Any], *, is_forced: bool = False
+) -> list[int]:
+    """The ids of a request's system text, tools and conversation.
+
+    is_forced: the answer is a call, ahead of which nothing is thought.
+    """
     messages = []
     system = content_text("system", values.get("system"))
     if system:
@@ -158,6 +173,7 @@ def prompt_ids(service: Service, values: Mapping[str, Any]) -> list[int]:
         messages += _messages(f"messages[{i}]", message)
     thinking = taken(values, "thinking", dict, {})
     wanted = {"enabled": True, "adaptive": True, "disabled": False}.get(str(thinking.get("type")))
+    wanted = False if is_forced else wanted
     think = wanted if service.can_switch_thinking else None
     return service.encode_chat(messages, _tools(values), think)
 
@@ -196,9 +212,7 @@ def _messages(where: str, message: Any) -> list[dict[str, Any]]:
 
 def _tools(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The tools as templates take them."""
-    choice = taken(values, "tool_choice", dict, {"type": "auto"}).get("type")
-    if choice not in ("auto", "none"):
-        raise RequestError("tool_choice: expected auto or none; a call cannot be forced")
+    choice = taken(values, "tool_choice", dict, {}).get("type")
     tools = []
     for tool in taken(values, "tools", list, []):
         if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
@@ -212,6 +226,24 @@ def _tools(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [] if choice == "none" else tools
 
 
+def _forced(
+    service: Service, values: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
+) -> ForcedCall | None:
+    """The call that tool_choice asks for, if it does."""
+    choice = taken(values, "tool_choice", dict, {"type": "auto"})
+    kind, name = choice.get("type"), choice.get("name")
+    if kind in ("auto", "none"):
+        return None
+    if kind != "any" and (kind != "tool" or not isinstance(name, str)):
+        raise RequestError(
+            "tool_choice: expected the type auto, none, any, or tool with a name",
+            param="tool_choice",
+        )
+    own = [tool["function"] for tool in tools]
+    schemas = {each["name"]: each["parameters"] or ANY_OBJECT for each in own}
+    return service.forced_call(name if kind == "tool" else None, schemas)
+
+
 def _block(part: Part) -> dict[str, Any]:
     if isinstance(part, ToolCall):
         name, given = part.name, json.loads(part.arguments)
@@ -221,13 +253,12 @@ def _block(part: Part) -> dict[str, Any]:
     return {"type": "text", "text": part.text}
 
 
-def _stop_reason(end: Finished, has_called: bool) -> str:
-    """In Anthropic's words."""
-    if end.stop_reason == STOP_LENGTH:
-        return "max_tokens"
-    if has_called:
-        return "tool_use"
-    return "stop_sequence" if end.stop_reason == STOP_TEXT else "end_turn"
+def _stop(end: Finished, has_called: bool) -> dict[str, str | None]:
+    """Why the answer ended, in Anthropic's words, and the stop sequence that ended it."""
+    is_stopped = end.stop_reason == STOP_TEXT and not has_called
+    reason = "tool_use" if has_called else "stop_sequence" if is_stopped else "end_turn"
+    reason = "max_tokens" if end.stop_reason == STOP_LENGTH else reason
+    return {"stop_reason": reason, "stop_sequence": end.stopped_by if is_stopped else None}
 
 
 def _usage(end: Finished) -> dict[str, int]:

@@ -60,14 +60,15 @@ class NewToken(NamedTuple):
 class Finished(NamedTuple):
     """The answer is whole; text, thinking and logprobs are those behind the last piece.
 
-    stop_reason: of generation/answer.py. n_cached: of the prompt's tokens, those whose rows were
-    there. ledger: as ``run --json`` has it.
+    stop_reason, stopped_by: of generation/answer.py. n_cached: of the prompt's
+    tokens, those whose rows were there. ledger: as ``run --json`` has it.
     """
 
     text: str
     thinking: str
     logprobs: list[dict[str, Any]]
     stop_reason: str
+    stopped_by: str
     n_prompt: int
     n_cached: int
     n_generated: int

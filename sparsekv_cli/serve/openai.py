@@ -20,7 +20,15 @@ from sparsekv_cli.serve.requests import (
     taken,
     texts,
 )
-from sparsekv_cli.serve.tools import Part, Text, Thought, ToolCall, reader_of
+from sparsekv_cli.serve.tools import (
+    ANY_OBJECT,
+    ForcedCall,
+    Part,
+    Text,
+    Thought,
+    ToolCall,
+    reader_of,
+)
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 DONE = "data: [DONE]\n\n"
@@ -40,11 +48,12 @@ class Completion:
         taken(values, "model", str, "")
         n = in_range(values, "n", 1, MAX_CHOICES, 1)
         tools = _tools(values) if is_chat else []
+        self._forced = _forced(service, values, tools) if is_chat else None
         prompts = [self._chat_ids(tools)] if is_chat else self._prompt_ids()
         self._kind = service.format_for(bool(tools)) if is_chat else None
         wishes = [self._wish(ids) for ids in prompts]
         self._wishes = [each for wish in wishes for each in service.choices(wish, n)]
-        self._readers = [reader_of(self._kind) for _ in self._wishes]
+        self._readers = [reader_of(self._kind, self._forced) for _ in self._wishes]
         self._id = ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex
         self._created = int(time.time())
 
@@ -52,6 +61,8 @@ class Completion:
         messages = _messages(self._values)
         kwargs = taken(self._values, "chat_template_kwargs", dict, {})
         think = taken(kwargs, "enable_thinking", bool, None)
+        if self._forced is not None and self._service.can_switch_thinking:
+            think = False
         return self._service.encode_chat(messages, tools, think)
 
     def _prompt_ids(self) -> list[list[int]]:
@@ -95,6 +106,7 @@ class Completion:
             sampling=_response_format(values),
             logprobs=logprobs,
             kind=self._kind,
+            forced=self._forced,
         )
 
     # --- as a whole -------------------------------------------------------------------------------
@@ -295,12 +307,24 @@ def _tools(values: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "tools: expected objects of type function, each with a function's name",
                 param="tools",
             )
+    return [] if values.get("tool_choice") == "none" else tools
+
+
+def _forced(service: Service, values: Mapping[str, Any], tools: Sequence[Any]) -> ForcedCall | None:
+    """The call that tool_choice asks for, if it does."""
     choice = values.get("tool_choice")
-    if choice not in (None, "auto", "none"):
+    if choice in (None, "auto", "none"):
+        return None
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice != "required" and not isinstance(name, str):
         raise RequestError(
-            "tool_choice: expected auto or none; a call cannot be forced", param="tool_choice"
+            "tool_choice: expected auto, none, required, or an object with a function's name",
+            param="tool_choice",
         )
-    return [] if choice == "none" else tools
+    own = [tool["function"] for tool in tools]
+    schemas = {each["name"]: taken(each, "parameters", dict, ANY_OBJECT) for each in own}
+    return service.forced_call(name, schemas)
 
 
 def _messages(values: Mapping[str, Any]) -> list[dict[str, Any]]:

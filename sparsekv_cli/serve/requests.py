@@ -18,7 +18,7 @@ from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.chat.thinking import switch_of
 from sparsekv_cli.serve.jobs import Wish
 from sparsekv_cli.serve.scheduler import Scheduler
-from sparsekv_cli.serve.tools import HARMONY, ToolFormat, format_of
+from sparsekv_cli.serve.tools import HARMONY, ForcedCall, ToolFormat, forced_call, format_of
 from sparsekv_cli.session import Session
 
 TOO_LONG = "context_length_exceeded"
@@ -116,11 +116,18 @@ class Service:
         sampling: Mapping[str, Any],
         logprobs: int | None = None,
         kind: ToolFormat | None = None,
+        forced: ForcedCall | None = None,
     ) -> Wish:
         """What to ask of the scheduler. sampling: fields beside those of ``values``, by our names.
 
-        max_tokens: None: as many as the server allows. kind: of ``format_for``.
+        max_tokens: None: as many as the server allows. kind: of ``format_for``. forced: what the
+        answer has to be, of ``forced_call``.
         """
+        if forced is not None:
+            opened = self.tokenizer.encode(
+                forced.prompt, add_bos=False, add_eos=False, parse_special=True
+            )
+            ids = [*ids, *opened] if forced.prompt else ids
         n_ctx = self.session.n_ctx
         if len(ids) >= n_ctx:
             raise RequestError(
@@ -131,6 +138,8 @@ class Service:
             )
         method, dense_rows = self.method_of(values)
         options = self._sampling_of({**values, **sampling})
+        if forced is not None:
+            options = replace(options, grammar=_grammar_of(forced, options))
         constraint = None if options.grammar is None else self.make_constraint(options.grammar)
         n_predict = self.limits.tokens if max_tokens is None else max_tokens
         seed = taken(values, "seed", int, self._seed)
@@ -144,10 +153,23 @@ class Service:
             stops=stops,
             logprobs=logprobs,
             constraint=constraint,
-            special=kind is not None and kind.special,
-            thinking=None if kind == HARMONY else self.thinking,
+            special=kind is not None and kind.special and forced is None,
+            thinking=None if kind == HARMONY or forced is not None else self.thinking,
             n_bins=in_range(values, "sparsekv_rows", 0, MAX_BINS, 0),
         )
+
+    def forced_call(self, name: str | None, functions: Mapping[str, Any]) -> ForcedCall:
+        """The call that a request's ``tool_choice`` asks for, of the function ``name`` or of any.
+
+        functions: the schemas of their arguments. RequestError where there is no such function.
+        """
+        chosen = {key: schema for key, schema in functions.items() if name in (None, key)}
+        if not chosen:
+            what = f"no tool {name!r}" if name is not None else "no tools"
+            raise RequestError(
+                f"tool_choice asks for a call, but the request has {what}", param="tool_choice"
+            )
+        return forced_call(self.tool_format, self.template, chosen)
 
     def _sampling_of(self, values: Mapping[str, Any]) -> SamplingOptions:
         named = {**SAMPLING_NAMES, **{name: name for name in SAMPLING}}
@@ -191,6 +213,20 @@ class Service:
         ]
         pairs = zip(seeds, constraints, strict=True)
         return [replace(wish, seed=seed, constraint=each) for seed, each in pairs]
+
+
+def _grammar_of(forced: ForcedCall, options: SamplingOptions) -> Any:
+    from sparsekv_cli.sampling.grammar import read_grammar
+
+    if options.grammar is not None or options.ignore_eos:
+        raise RequestError(
+            "tool_choice asks for a call: leave out ignore_eos, grammar, regex and response_format",
+            param="tool_choice",
+        )
+    try:
+        return read_grammar("tool_choice", forced.lark)
+    except SparseKVError as error:
+        raise RequestError(str(error).removeprefix("--"), param="tools") from None
 
 
 SAMPLING_NAMES = {"temperature": "temp", "repetition_penalty": "repeat_penalty"}

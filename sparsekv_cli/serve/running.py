@@ -146,7 +146,7 @@ class Running:
         self._park(job)
         job.emit(
             Finished(
-                text, thinking, logprobs[n_told:], answer.stop_reason, len(job.wish.ids),
-                job.n_cached, len(answer.tokens), timings, ledger,
+                text, thinking, logprobs[n_told:], answer.stop_reason, answer.stopped_by,
+                len(job.wish.ids), job.n_cached, len(answer.tokens), timings, ledger,
             )
         )  # fmt: skip

@@ -32,10 +32,12 @@ def openapi(service: Service) -> dict[str, Any]:
     chat = {**ours, **_openai(), "messages": _list(OBJECT, 1), "tools": _list(OBJECT)}
     chat |= {"max_tokens": POSITIVE, "max_completion_tokens": POSITIVE, "logprobs": FLAG}
     chat |= {"top_logprobs": _whole(0, MAX_LOGPROBS), "response_format": OBJECT}
+    chat["tool_choice"] = {"anyOf": [TEXT, OBJECT]}
     completion = {**ours, **_openai(), "prompt": {"type": "string", "minLength": 1}}
     completion |= {"max_tokens": _whole(0, 2**31), "logprobs": _whole(0, MAX_LOGPROBS)}
     message = {**ours, "messages": _list(OBJECT, 1), "max_tokens": POSITIVE, "system": TEXT}
     message |= {"stream": FLAG, "stop_sequences": TEXTS, "tools": _list(OBJECT), "model": TEXT}
+    message["tool_choice"] = OBJECT
     counted = {"messages": _list(OBJECT, 1), "system": TEXT, "tools": _list(OBJECT)}
     return {
         "openapi": "3.1.0",

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sparsekv_cli.models.chat.thinking import overlap
+from sparsekv_cli.sampling.grammar import JSON_OPTIONS
 
 
 class Text(NamedTuple):
@@ -35,6 +36,7 @@ class ToolCall(NamedTuple):
 
 
 Part = Text | Thought | ToolCall
+ANY_OBJECT = {"type": "object"}  # arguments of a function that says nothing of them
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,10 @@ class PlainReader:
 
 
 class HermesReader:
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, between texts or alone."""
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, between texts or alone.
+
+    Or the call as newer Qwens write it: ``<function=NAME><parameter=KEY>value</parameter>...``
+    """
 
     START, END = "<tool_call>", "</tool_call>"
 
@@ -113,7 +118,7 @@ class HermesReader:
             yield Text(text)
 
     def _called(self, text: str) -> Iterator[Part]:
-        calls = calls_in(text)
+        calls = calls_in(text) or _functions_in(text)
         self._has_called = self._has_called or bool(calls)
         yield from calls or [Text(f"{self.START}{text}{self.END}")]
 
@@ -239,7 +244,25 @@ class HarmonyReader:
         self._header, self._body, self._is_header = "", "", True
 
 
-Reader = PlainReader | HermesReader | Llama3Reader | MistralReader | HarmonyReader
+class ForcedReader:
+    """An answer that is a call, or, of the function ``name``, its arguments."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._held = name, ""
+
+    def push(self, text: str) -> Iterator[Part]:
+        self._held += text
+        yield from ()
+
+    def flush(self) -> Iterator[Part]:
+        held, self._held = self._held, ""
+        if self._name and _is_json(held):
+            yield ToolCall(self._name, held)
+        elif held:  # cut, unless it is a call
+            yield from ([] if self._name else calls_in(held)) or [Text(held)]
+
+
+Reader = ForcedReader | PlainReader | HermesReader | Llama3Reader | MistralReader | HarmonyReader
 READERS: dict[str, type[Reader]] = {
     "hermes": HermesReader,
     "llama3": Llama3Reader,
@@ -248,9 +271,68 @@ READERS: dict[str, type[Reader]] = {
 }
 
 
-def reader_of(kind: ToolFormat | None) -> Reader:
+def reader_of(kind: ToolFormat | None, forced: ForcedCall | None = None) -> Reader:
     """What reads an answer for a format; None: no calls are looked for."""
+    if forced is not None:
+        return ForcedReader(forced.name)
     return PlainReader() if kind is None else READERS[kind.name]()
+
+
+@dataclass(frozen=True)
+class ForcedCall:
+    """A call that the answer has to be. prompt: what is written behind the prompt, in the words of
+    the format. lark: the grammar of the rest. name: of ForcedReader.
+    """
+
+    prompt: str
+    lark: str
+    name: str = ""
+
+
+def forced_call(
+    kind: ToolFormat | None, template: str | None, functions: Mapping[str, Mapping[str, Any]]
+) -> ForcedCall:
+    """A call of one of the functions: their names and the schemas of their arguments."""
+    spaced = [{"x-guidance": JSON_OPTIONS, **schema} for schema in functions.values()]
+    schemas = [f"a{i}: %json {json.dumps(schema)}" for i, schema in enumerate(spaced)]
+    (name, *others), prompt = functions, ""
+    if not others and kind == HARMONY:
+        prompt = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+    elif not others and kind == MISTRAL and "[ARGS]" in (template or ""):
+        prompt = f"[TOOL_CALLS]{name}[ARGS]"
+    if prompt:
+        return ForcedCall(prompt, "\n".join(["start: a0", *schemas]), name)
+    prompt, key, left, right = _FORMS.get(kind.name if kind else "", ("", "arguments", "{", "}"))
+    calls = [
+        json.dumps(f'{left}"name": {json.dumps(each, ensure_ascii=False)}, "{key}": ') + f" a{i}"
+        for i, each in enumerate(functions)
+    ]
+    lines = [f"start: call {json.dumps(right)}", "call: " + " | ".join(calls), *schemas]
+    return ForcedCall(prompt, "\n".join(lines))
+
+
+_FORMS = {  # by format: what opens a call, the key of its arguments, what is around the object
+    "hermes": ("<tool_call>\n", "arguments", "{", "}"),
+    "llama3": ("", "parameters", "{", "}"),
+    "mistral": ("[TOOL_CALLS]", "arguments", "[{", "}]"),
+    "harmony": ("<|channel|>commentary <|constrain|>json<|message|>", "arguments", "{", "}"),
+}
+
+
+def _functions_in(text: str) -> list[Part]:
+    """The calls in ``<function=NAME><parameter=KEY>value</parameter></function>``; none if other
+    text is there. A value is JSON if it can be, and a text otherwise."""
+    calls: list[Part] = []
+    for name, body in FUNCTION.findall(text):
+        values = {key: json.loads(v) if _is_json(v) else v for key, v in PARAMETER.findall(body)}
+        if PARAMETER.sub("", body).strip():
+            return []
+        calls.append(ToolCall(name, json.dumps(values, ensure_ascii=False)))
+    return [] if FUNCTION.sub("", text).strip() else calls
+
+
+FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.S)
+PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.S)
 
 
 def calls_in(text: str) -> list[Part]:

@@ -58,9 +58,17 @@ def test_tools_and_thinking(client: anthropic.Anthropic) -> None:
 def test_stops_counts_and_errors(client: anthropic.Anthropic) -> None:
     stopped = ask(client, stop_sequences=["!"], extra_body={"regex": "yes!"})
     assert stopped.stop_reason == "stop_sequence" and stopped.content[0].text == "yes"
+    assert stopped.stop_sequence == "!" and ask(client).stop_sequence is None
+    for choice in ({"type": "any"}, {"type": "tool", "name": "add"}):
+        forced = {"tools": [TOOL], "tool_choice": choice, "max_tokens": 90}
+        for answer in (ask(client, **forced), streamed(client, **forced)):
+            assert [block.name for block in answer.content] == ["add"]
+            assert answer.stop_reason == "tool_use" and answer.stop_sequence is None
     count = client.messages.count_tokens(model="any", messages=ASKED)
     usage = ask(client).usage
     assert count.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+    with pytest.raises(anthropic.BadRequestError, match="auto, none, any, or tool"):
+        ask(client, tools=[TOOL], tool_choice={"type": "tool"})
     with pytest.raises(anthropic.BadRequestError, match="choose from full"):
         ask(client, extra_body={"method": "none"})
     with pytest.raises(anthropic.BadRequestError, match="holds 512") as info:

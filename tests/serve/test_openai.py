@@ -91,6 +91,25 @@ def test_calls_of_tools_and_thinking(client: openai.OpenAI) -> None:
     assert plain[1] > plain[0]
 
 
+def test_calls_that_are_asked_for(client: openai.OpenAI) -> None:
+    one = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}
+    one |= {"additionalProperties": False, "$defs": {"n": {"enum": [7, 8]}}}
+    named = {"type": "function", "function": {"name": "pick", "parameters": one}}
+    for choice in ("required", {"type": "function", "function": {"name": "pick"}}):
+        tools = [named] if choice == "required" else [TOOL, named]
+        options: dict[str, Any] = {"tools": tools, "tool_choice": choice, "max_tokens": 64}
+        told = chat(client, n=2, temperature=1, seed=3, **options)
+        for each in told.choices:
+            (call,) = each.message.tool_calls
+            assert call.function.name == "pick" and each.finish_reason == "tool_calls"
+            assert json.loads(call.function.arguments) in ({"n": 7}, {"n": 8})
+    deltas = [c.choices[0].delta for c in chat(client, stream=True, **options)]
+    assert sum(len(delta.tool_calls or ()) for delta in deltas) == 1
+    bad = {**named, "function": {**named["function"], "parameters": {"type": "no"}}}
+    with pytest.raises(openai.BadRequestError, match="tool_choice: "):
+        chat(client, tools=[bad], tool_choice="required")
+
+
 def test_a_method_of_its_own_and_its_rows(client: openai.OpenAI, server: Any) -> None:
     asked = [{"role": "user", "content": "many words " * 30}]
     ours = {
@@ -131,7 +150,10 @@ BAD = [
     ({"messages": []}, "messages: expected a list that is not empty"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type text"),
     ({"regex": "("}, "regex"),
-    ({"tool_choice": "required"}, "cannot be forced"),
+    ({"tool_choice": "required"}, "has no tools"),
+    ({"tool_choice": "any"}, "expected auto, none, required"),
+    ({"tool_choice": {"function": {"name": "f"}}, "tools": [TOOL]}, "no tool 'f'"),
+    ({"tool_choice": "required", "tools": [TOOL], "regex": "a"}, "leave out ignore_eos"),
     ({"sparsekv_rows": True}, "expected a whole number"),
 ]
 

@@ -11,7 +11,6 @@ import pytest
 
 from sparsekv_cli.commands.serve import is_loopback
 from sparsekv_cli.serve.app import Access
-from sparsekv_cli.serve.tools import HARMONY, HERMES, LLAMA3, MISTRAL, format_of, reader_of
 
 CHAT = "/v1/chat/completions"
 ASKED = {"messages": [{"role": "user", "content": "hello secret"}], "max_tokens": 4}
@@ -110,44 +109,3 @@ def test_metrics_and_the_log(client: httpx.Client, server: Any) -> None:
     assert float(values['sparsekv_requests_total{path="/v1/chat/completions",status="200"}']) >= 1
     assert any(line.startswith(f"POST {CHAT} 200 ") for line in server.log)
     assert not any("secret" in line for line in server.log)
-
-
-TEXTS = [
-    (HERMES, 'Hi <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "Hi ", 1),
-    (HERMES, "a <b> <tool_call>nonsense</tool_call>", "a <b> <tool_call>nonsense</tool_call>", 0),
-    (LLAMA3, '<|python_tag|>{"name": "f", "parameters": {"a": 1}}<|eom_id|>', "", 1),
-    (LLAMA3, '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', "", 2),
-    (LLAMA3, '{"no": "call"}<|eot_id|>', '{"no": "call"}', 0),
-    (LLAMA3, "text {}<|eot_id|>", "text {}", 0),
-    (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]</s>', "", 1),
-    (MISTRAL, 'x[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}', "x", 2),
-    (MISTRAL, "[TOOL_CALLS]?", "[TOOL_CALLS]?", 0),
-    (
-        HARMONY,
-        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary "
-        'to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>',
-        "",
-        1,
-    ),
-    (HARMONY, "<|channel|>final<|message|>a < b<|return|>", "a < b", 0),
-    (None, "<tool_call>", "<tool_call>", 0),
-]
-
-
-@pytest.mark.parametrize("size", [1, 7, 1000])
-@pytest.mark.parametrize(("kind", "written", "text", "n_calls"), TEXTS)
-def test_formats_of_calls(kind: Any, written: str, text: str, n_calls: int, size: int) -> None:
-    """However the text is cut."""
-    reader = reader_of(kind)
-    pieces = [written[i : i + size] for i in range(0, len(written), size)]
-    parts = [part for piece in pieces for part in reader.push(piece)] + list(reader.flush())
-    kinds = [type(part).__name__ for part in parts]
-    assert "".join(p.text for p in parts if type(p).__name__ == "Text") == text
-    calls = [part for part in parts if type(part).__name__ == "ToolCall"]
-    assert len(calls) == n_calls and all(call.name in "fg" for call in calls)
-    assert ("Thought" in kinds) == ("analysis" in written)
-
-
-def test_a_format_is_known_by_the_template() -> None:
-    known = {"<tool_call>": HERMES, "[TOOL_CALLS]": MISTRAL, "<|channel|>": HARMONY, "x": None}
-    assert {sign: format_of(sign) for sign in known} == known and format_of(None) is None

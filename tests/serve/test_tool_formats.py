@@ -1,0 +1,137 @@
+"""Formats of tool calls: what models write, what templates teach them, and calls asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny_vocabularies import bpe_metadata
+
+from sparsekv_cli.generation.sampler import new_constraint
+from sparsekv_cli.models.chat.template import render
+from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer
+from sparsekv_cli.sampling.grammar import read_grammar
+from sparsekv_cli.serve.tools import (
+    HARMONY,
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    ToolCall,
+    forced_call,
+    format_of,
+    reader_of,
+)
+
+TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {"name": "f", "description": "Of a city.", "parameters": PARAMETERS}
+ARGUMENTS = {"city": "Bonn", "days": 3}
+OF_TEMPLATES = {
+    "Qwen-Qwen2.5-7B-Instruct": HERMES, "Qwen-Qwen3-0.6B": HERMES, "Qwen3-Coder": HERMES,
+    "Qwen3.5-4B": HERMES, "meta-llama-Llama-3.1-8B-Instruct": LLAMA3,
+    "mistralai-Mistral-Nemo-Instruct-2407": MISTRAL,
+    "Mistral-Small-3.2-24B-Instruct-2506": MISTRAL, "openai-gpt-oss-120b": HARMONY,
+    "microsoft-Phi-3.5-mini-instruct": None,
+}  # fmt: skip
+
+TEXTS = [
+    (HERMES, 'Hi <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "Hi ", 1),
+    (HERMES, "a <b> <tool_call>nonsense</tool_call>", "a <b> <tool_call>nonsense</tool_call>", 0),
+    (HERMES, "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n", "", 1),
+    (
+        HERMES,
+        "<tool_call><function=f>?</function>",
+        "<tool_call><function=f>?</function></tool_call>",
+        0,
+    ),
+    (LLAMA3, '<|python_tag|>{"name": "f", "parameters": {"a": 1}}<|eom_id|>', "", 1),
+    (LLAMA3, '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', "", 2),
+    (LLAMA3, '{"no": "call"}<|eot_id|>', '{"no": "call"}', 0),
+    (LLAMA3, "text {}<|eot_id|>", "text {}", 0),
+    (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]</s>', "", 1),
+    (MISTRAL, 'x[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}', "x", 2),
+    (MISTRAL, "[TOOL_CALLS]?", "[TOOL_CALLS]?", 0),
+    (
+        HARMONY,
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>',
+        "",
+        1,
+    ),
+    (HARMONY, "<|channel|>final<|message|>a < b<|return|>", "a < b", 0),
+    (None, "<tool_call>", "<tool_call>", 0),
+]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(("kind", "written", "text", "n_calls"), TEXTS)
+def test_formats_of_calls(kind: Any, written: str, text: str, n_calls: int, size: int) -> None:
+    """However the text is cut."""
+    reader = reader_of(kind)
+    pieces = [written[i : i + size] for i in range(0, len(written), size)]
+    parts = [part for piece in pieces for part in reader.push(piece)] + list(reader.flush())
+    kinds = [type(part).__name__ for part in parts]
+    assert "".join(p.text for p in parts if type(p).__name__ == "Text") == text
+    calls = [part for part in parts if type(part).__name__ == "ToolCall"]
+    assert len(calls) == n_calls and all(call.name in "fg" for call in calls)
+    assert ("Thought" in kinds) == ("analysis" in written)
+
+
+def test_a_format_is_known_by_the_template() -> None:
+    known = {"<tool_call>": HERMES, "[TOOL_CALLS]": MISTRAL, "<|channel|>": HARMONY, "x": None}
+    assert {sign: format_of(sign) for sign in known} == known and format_of(None) is None
+
+
+@pytest.mark.parametrize("name", OF_TEMPLATES)
+def test_a_call_as_the_template_writes_it_is_read(name: str) -> None:
+    template = (TEMPLATES / f"{name}.jinja").read_text("utf-8")
+    kind = format_of(template)
+    assert kind == OF_TEMPLATES[name]
+    if kind is None:
+        return
+    call = {"id": "123456789", "type": "function"}
+    call["function"] = {"name": "f", "arguments": ARGUMENTS}  # type: ignore[assignment]
+    asked = [{"role": "user", "content": "How is it?"}]
+    turns = [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tools = [{"type": "function", "function": TOOL}]
+    variables: dict[str, Any] = {"tools": tools, "bos_token": "<s>", "eos_token": "</s>"}
+    whole = render(template, turns, add_generation_prompt=False, **variables)
+    begins = [render(template, asked, add_generation_prompt=x, **variables) for x in (True, False)]
+    begin = next((each for each in begins if whole.startswith(each)), None)
+    written = whole.split("[/INST]")[-1] if begin is None else whole[len(begin) :]
+    reader = reader_of(kind)
+    parts = [*reader.push(written), *reader.flush()]
+    calls = [part for part in parts if isinstance(part, ToolCall)]
+    assert [(each.name, json.loads(each.arguments)) for each in calls] == [("f", ARGUMENTS)]
+
+
+@pytest.mark.parametrize("names", [("f",), ("f", "g")], ids="-".join)
+@pytest.mark.parametrize("name", OF_TEMPLATES)
+def test_a_call_that_is_asked_for(name: str, names: tuple[str, ...]) -> None:
+    """The grammar takes a call of the last function in its format, and the reader reads it."""
+    template = (TEMPLATES / f"{name}.jinja").read_text("utf-8")
+    kind = format_of(template)
+    forced = forced_call(kind, template, dict.fromkeys(names, PARAMETERS))
+    tokenizer = load_tokenizer(bpe_metadata())
+    session: Any = SimpleNamespace(tokenizer=tokenizer)
+    constraint = new_constraint(session, read_grammar("tool_choice", forced.lark))
+    assert constraint is not None
+    key = "parameters" if kind == LLAMA3 else "arguments"
+    said = json.dumps({"name": names[-1], key: {"city": "Bonn"}})
+    said = f"[{said}]" if kind == MISTRAL else said
+    said = '{"city": "Bonn"}' if forced.name else said
+    assert bool(forced.name) == (len(names) == 1 and name in ONE_BY_NAME)
+    for token in tokenizer.encode_within(said):
+        constraint.accept(token)
+    assert constraint.is_finished
+    reader = reader_of(kind, forced)
+    (call,) = [*reader.push(said[:9]), *reader.push(said[9:]), *reader.flush()]
+    assert call == ToolCall(names[-1], '{"city": "Bonn"}')
+    cut = reader_of(kind, forced)
+    assert not any(isinstance(part, ToolCall) for part in [*cut.push(said[:9]), *cut.flush()])
+
+
+ONE_BY_NAME = ("openai-gpt-oss-120b", "Mistral-Small-3.2-24B-Instruct-2506")
