@@ -262,8 +262,9 @@ class ForcedReader:
             yield from ([] if self._name else calls_in(held)) or [Text(held)]
 
 
-Reader = ForcedReader | PlainReader | HermesReader | Llama3Reader | MistralReader | HarmonyReader
-READERS: dict[str, type[Reader]] = {
+FormatReader = HermesReader | Llama3Reader | MistralReader | HarmonyReader
+Reader = ForcedReader | PlainReader | FormatReader
+READERS: dict[str, type[FormatReader]] = {
     "hermes": HermesReader,
     "llama3": Llama3Reader,
     "mistral": MistralReader,
