@@ -35,7 +35,7 @@ from sparsekv_cli.warmup import OnCompile
 
 DEPTHS = (1024, 4096, 12288, 32768)
 MOST_WEIGHTS = 1 << 30  # bytes of a stand-in's weights
-MOST_ROWS = 256 << 20  # bytes of K and V in all layers that are measured
+MOST_ROWS = 512 << 20  # bytes of K and V in all layers that are measured
 LEAST_LAYERS = 4  # full ones that are measured, of which up to two are dense
 N_WARM, N_STEPS = 4, 10
 N_START = 64  # tokens of a prompt ahead of the first step
@@ -119,20 +119,25 @@ class Measurement:
         """
         caches = [self._full.layer(spec) for spec in self.specs]
         self._start(caches)
-        timed = self._timed(caches)
-        seconds = []
-        for _ in range(N_WARM + 2 * N_STEPS):
-            before = sum(sum(layer.seconds) for layer in timed if isinstance(layer, TimedLayer))
-            started = time.perf_counter()
-            self._decode(timed)
-            whole = time.perf_counter() - started
-            after = sum(sum(layer.seconds) for layer in timed if isinstance(layer, TimedLayer))
-            seconds.append(whole - (after - before))
+        seconds = self._rest(self._timed(caches), 2 * N_STEPS)
         others = [c.memory().host for c in caches if c.spec.kind != FULL]
         n_others = sum(layer.kind != FULL for layer in self.whole.hparams.layers)
         other_bytes = round(sum(others) / len(others) * n_others) if others else 0
         n_bytes = self.decoder.weights.bytes_a_step(1)
-        return _typical(seconds[N_WARM:]), n_bytes, other_bytes
+        return seconds, n_bytes, other_bytes
+
+    def _rest(self, caches: Sequence[Any], n_steps: int) -> float:
+        """Decodes; seconds of a step beside the attention of full layers, the first ones left out.
+
+        Layers behind the last cache are left out of the step.
+        """
+        timed, seconds = [each for each in caches if isinstance(each, TimedLayer)], []
+        for i in range(N_WARM + n_steps):
+            started = time.perf_counter()
+            self._decode(caches)
+            whole = time.perf_counter() - started
+            seconds.append(whole - sum(layer.seconds[i] for layer in timed))
+        return _typical(seconds[N_WARM:])
 
     def scratch(self) -> int:
         """Bytes that a chunk of a prefill takes beside caches and weights, at its peak."""
@@ -210,8 +215,9 @@ class Measurement:
         share_rows(caches)
         self._fill(caches, depth)
         timed = self._timed(caches)
-        for _ in range(N_WARM + N_STEPS):
-            self._decode(timed)
+        rest = self._rest(timed, N_STEPS)
+        weights = self.decoder.weights
+        n_bytes = replace(weights, layers=weights.layers[: last + 1]).bytes_a_step(1)
         found: dict[bool, list[tuple[float, LayerCache]]] = {True: [], False: []}
         for layer in timed:
             if isinstance(layer, TimedLayer):
@@ -220,7 +226,7 @@ class Measurement:
         points = {is_dense: _mean_point(layers) for is_dense, layers in found.items()}
         sparse = points[False] or points[True]
         assert sparse is not None
-        return DepthPoint(depth, sparse, points[True])
+        return DepthPoint(depth, rest / n_bytes, sparse, points[True])
 
     def _start(self, caches: Sequence[LayerCache]) -> None:
         """A short prompt; layers of other kinds than full begin with as much as they can hold."""
@@ -294,8 +300,8 @@ class Measurement:
 
 
 def _typical(seconds: Sequence[float]) -> float:
-    """The lower quartile: what other processes take is left out, lucky steps are not chosen."""
-    return float(np.quantile(seconds, 0.25))
+    """The median: a step that other processes delay does not count."""
+    return float(np.median(seconds))
 
 
 def _mean_point(layers: Sequence[tuple[float, LayerCache]]) -> LayerPoint | None:

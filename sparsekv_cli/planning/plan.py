@@ -90,7 +90,7 @@ class Forecast:
         """dense_rows: as SessionConfig has ``sparse_from``."""
         self.speeds, self._dense_rows = speeds, dense_rows
         self.hparams, _, weights = read_stand_in(file)
-        self.base = weights.bytes_a_step(1) / speeds.weights_bandwidth  # s, beside attention
+        self._step_bytes = weights.bytes_a_step(1)
         tied = weights.output is weights.token_embd
         self.weights_bytes = weights.n_bytes_held + (0 if tied else weights.token_embd.data.nbytes)
         self.full = speeds.methods[method_key(build_method("full", {}))]
@@ -112,16 +112,20 @@ class Forecast:
     def seconds(self, method: Method, n: int) -> float:
         """Of a step at depth n, dense where a session is."""
         curve = self.full if n <= self.sparse_from(method) else self.curve(method)
-        return self.base + curve.seconds(n)
+        return self._step(curve, n)
+
+    def _step(self, curve: MethodCurve, n: int) -> float:
+        return self._step_bytes * curve.byte_seconds(n) + curve.seconds(n)
 
     def ceiling(self, n: int) -> float:
-        return (self.base + self.full.seconds(n)) / self.base
+        """How many times as fast as ``full`` a step without attention in full layers is."""
+        return self._step(self.full, n) / (self._step_bytes * self.speeds.byte_seconds)
 
     def pays_from(self, method: Method) -> int | None:
         """Tokens from which on the method's step is faster than a dense one, as far as searched."""
         curve, found = self.curve(method), None
         for n in range(FITTING, SEARCHED + 1, FITTING):
-            if curve.seconds(n) >= self.full.seconds(n):
+            if self._step(curve, n) >= self._step(self.full, n):
                 found = None
             elif found is None:
                 found = n
@@ -185,7 +189,7 @@ def make_plan(
         threads=speeds.threads,
         date=speeds.date,
         bandwidth=speeds.bandwidth,
-        weights_bandwidth=speeds.weights_bandwidth,
+        weights_bandwidth=1 / speeds.byte_seconds,
         memory_available=available,
         full_layers=sum(layer.kind == FULL for layer in layers),
         layers=len(layers),

@@ -1,8 +1,8 @@
 """What was measured of a model's shape on a machine, and what follows for any context.
 
 A step is its weights, and in each full layer the attention of the method. Both were measured with
-a stand-in (stand_in.py): the weights as bytes a second, the attention of a layer at a few depths,
-between which seconds and bytes are interpolated, and beyond which they go on as a line.
+a stand-in (stand_in.py) at a few depths: the weights as seconds a byte, the attention as seconds a
+layer. Between these depths figures are interpolated, and beyond them they go on as a line.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ class LayerPoint:
 
 @dataclass(frozen=True)
 class DepthPoint:
-    """A method at a depth of n rows. dense: of its layers that attend to all rows, None: none."""
+    """A method at a depth of n rows. dense: of its layers that attend to all rows, None: none.
+
+    byte_seconds: of a step beside the attention of full layers, a byte of weights; it depends on
+    how much of the weights the attention leaves in the CPU's caches.
+    """
 
     n: int
+    byte_seconds: float
     sparse: LayerPoint
     dense: LayerPoint | None
 
@@ -42,6 +47,11 @@ class MethodCurve:
     def seconds(self, n: int) -> float:
         """Of the attention of all full layers in a step at depth n."""
         return self._sum(n, lambda point: point.seconds)
+
+    def byte_seconds(self, n: int) -> float:
+        """Of a step at depth n beside the attention of full layers, a byte of weights."""
+        n = min(max(n, self.points[0].n), self.points[-1].n)
+        return interpolate([(point.n, point.byte_seconds) for point in self.points], n)
 
     def host(self, n: int) -> int:
         """Bytes of rows in all full layers at depth n."""
@@ -79,9 +89,9 @@ class Speeds:
     methods: Mapping[str, MethodCurve]
 
     @property
-    def weights_bandwidth(self) -> float:
-        """Bytes of weights a second, with all that a step does beside attention."""
-        return self.step_bytes / self.step_seconds
+    def byte_seconds(self) -> float:
+        """Of a step that hardly attends, a byte of weights."""
+        return self.step_seconds / self.step_bytes
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -97,6 +107,7 @@ def _curve(values: Mapping[str, Any]) -> MethodCurve:
     points = [
         DepthPoint(
             each["n"],
+            each["byte_seconds"],
             LayerPoint(**each["sparse"]),
             None if each["dense"] is None else LayerPoint(**each["dense"]),
         )
@@ -108,10 +119,10 @@ def _curve(values: Mapping[str, Any]) -> MethodCurve:
 def interpolate(points: Sequence[tuple[int, float]], n: int) -> float:
     """The value at n of the line through the two points beside it, or the two last or first ones.
 
-    Not below 0. points: at least one, by growing n.
+    Not below 0, and behind the last point not below that. points: at least one, by growing n.
     """
     if len(points) == 1:
         return points[0][1]
     i = next((i for i, (at, _) in enumerate(points[1:-1], 1) if at >= n), len(points) - 1)
     (x0, y0), (x1, y1) = points[i - 1], points[i]
-    return max(0.0, y0 + (n - x0) * (y1 - y0) / (x1 - x0))
+    return max(0.0 if n < x1 else y1, y0 + (n - x0) * (y1 - y0) / (x1 - x0))

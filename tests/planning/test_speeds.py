@@ -29,9 +29,9 @@ FULL, QUEST, LFPS = (build_method(name, {}) for name in ("full", "quest", "lfps"
 
 
 def curve(method, dense, sparse, each, index=0):
-    """Layers whose attention takes ``each`` seconds at 0 and 1000 rows."""
+    """Layers whose attention takes ``each`` seconds at 0 and 1000 rows; a byte 2e-8 seconds."""
     points = [
-        DepthPoint(n, LayerPoint(s, 100 * n, index * n), LayerPoint(2 * s, 100 * n, 0))
+        DepthPoint(n, 2e-8, LayerPoint(s, 100 * n, index * n), LayerPoint(2 * s, 100 * n, 0))
         for n, s in zip((0, 1000), each, strict=True)
     ]
     return MethodCurve(method.options(), dense, sparse, points)
@@ -63,6 +63,7 @@ def header(tmp_path: Path) -> Path:
 def test_between_points_there_is_a_line(n, expected):
     assert interpolate([(100, 10.0), (200, 20.0), (400, 60.0)], n) == pytest.approx(expected)
     assert interpolate([(100, 10.0)], n) == 10.0
+    assert interpolate([(100, 10.0), (200, 5.0)], 400) == 5.0
 
 
 def test_a_forecast_from_a_header_alone(header):
@@ -71,20 +72,21 @@ def test_a_forecast_from_a_header_alone(header):
     with open_gguf(header, header_only=True) as file:
         assert not file.has_data
         whole = read_weights_of(header.with_name("whole.gguf"))
-        speeds = some_speeds(whole.bytes_a_step(1))
+        n_bytes = whole.bytes_a_step(1)
+        speeds, step = some_speeds(n_bytes), 2e-8 * n_bytes
         plan = make_plan(file, speeds, [FULL, QUEST, LFPS, build_method("sals", {})], 2000)
         forecast = Forecast(file, speeds)
     full, quest, lfps, sals = plan.methods
-    assert full.decode_tps == pytest.approx(1 / (0.004 + 4 * 0.002))
-    assert quest.decode_tps == pytest.approx(1 / (0.004 + 2 * 0.001 + 2 * 0.0005))
+    assert full.decode_tps == pytest.approx(1 / (step + 4 * 0.002))
+    assert quest.decode_tps == pytest.approx(1 / (step + 2 * 2 * 0.0005 + 2 * 0.0005))
     assert quest.pays_from == 768  # 4 n / 1e6 > 0.003 s
     assert (quest.kv_bytes, quest.index_bytes) == (4 * 100 * 2000 + 5000, 2 * 7 * 2000)
     assert full.weights_bytes == whole.n_bytes_held
-    assert plan.ceiling == pytest.approx(3.0)
-    assert "3.00 times" in plan.verdict()
+    assert plan.ceiling == pytest.approx((step + 4 * 0.002) / 0.004)
+    assert f"{plan.ceiling:.2f} times" in plan.verdict()
     assert lfps.sparse_from == 2 * 1280  # so at 2000 rows it is dense
     assert lfps.decode_tps == full.decode_tps
-    assert forecast.seconds(LFPS, 2561) == pytest.approx(0.004 + 4 * 0.0005)
+    assert forecast.seconds(LFPS, 2561) == pytest.approx(step + 4 * 0.0005)
     assert sals.decode_tps is None
     assert "calibrate" in sals.note
     room = forecast.total(FULL, 1024)
