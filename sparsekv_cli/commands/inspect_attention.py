@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +15,11 @@ from sparsekv_cli.commands.tables import print_table
 from sparsekv_cli.commands.terminal import say, write_text
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.evaluation.report.figures import check_matplotlib
 
 if TYPE_CHECKING:
     from sparsekv_cli.evaluation.attention import AttentionMeasures, Suitability
 
-INSTALL = "pip install 'sparsekv-cli[plot]'"
 # What a picture shows by layer and head, and the largest value; 0: what there is.
 PANELS = (
     ("mass of the best 5% of rows", "mass", 1.0),
@@ -42,8 +41,8 @@ def inspect_attention(
 
     png: a file for the picture. SparseKVError for a text that is too short, or without matplotlib.
     """
-    if png is not None and find_spec("matplotlib") is None:
-        raise SparseKVError(f"a picture needs matplotlib: {INSTALL}")
+    if png is not None:
+        check_matplotlib()
     text = None if file is None else read_prompt(None, file)
     session = load_session(path, build_method("full", {}), SessionConfig(device="cpu"))
     from sparsekv_cli.calibration.calibrations import CalibrationText, built_in_text
