@@ -130,7 +130,7 @@ class DenseCache(LayerCache):
 
     attends_to_some = False
     can_prefill_in_parts = True
-    queries_read: int | None = 0
+    queries_read = 0
 
     def decode(self, x: AttnInput) -> np.ndarray:
         self.store.append_row(x.k, x.v)

@@ -109,7 +109,7 @@ def judge(measures: AttentionMeasures) -> Suitability:
 class WatchedCache(DenseCache):
     """A dense layer that measures the last queries of each chunk that lies far enough back."""
 
-    queries_read = None
+    queries_read = None  # type: ignore[assignment]  # all
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
