@@ -18,7 +18,7 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.report.figures import check_matplotlib
 
 if TYPE_CHECKING:
-    from sparsekv_cli.evaluation.attention import AttentionMeasures, Suitability
+    from sparsekv_cli.planning.attention import AttentionMeasures, Suitability
 
 # What a picture shows by layer and head, and the largest value; 0: what there is.
 PANELS = (
@@ -46,7 +46,7 @@ def inspect_attention(
     text = None if file is None else read_prompt(None, file)
     session = load_session(path, build_method("full", {}), SessionConfig(device="cpu"))
     from sparsekv_cli.calibration.calibrations import CalibrationText, built_in_text
-    from sparsekv_cli.evaluation.attention import judge, measure_attention
+    from sparsekv_cli.planning.attention import judge, measure_attention
 
     source = built_in_text() if text is None else CalibrationText(str(file), text)
     ids = session.tokenizer.encode(source.text, add_eos=False, parse_special=False)[:n_tokens]
@@ -66,7 +66,7 @@ def as_dict(
     measures: AttentionMeasures, judged: Suitability, path: Path, text: str
 ) -> dict[str, Any]:
     """What ``--json`` prints; values by layer, and in it by head."""
-    from sparsekv_cli.evaluation.attention import SHARES
+    from sparsekv_cli.planning.attention import SHARES
 
     layers = []
     for i, layer in enumerate(measures.layers):
@@ -95,7 +95,7 @@ def rounded(values: np.ndarray) -> list[Any]:
 
 def show(measures: AttentionMeasures) -> None:
     """A line a layer, means over its heads, on stdout."""
-    from sparsekv_cli.evaluation.attention import SHARES
+    from sparsekv_cli.planning.attention import SHARES
 
     names = ("sinks", "recent", "vertical", "slash", "past", "pages", "cosine")
     rows = []
@@ -112,7 +112,7 @@ def draw(measures: AttentionMeasures, judged: Suitability, name: str, to: Path) 
     """A picture of all measures by layer and head, and of the keys' spectrum by layer."""
     from matplotlib.figure import Figure
 
-    from sparsekv_cli.evaluation.attention import SHARE, SHARES
+    from sparsekv_cli.planning.attention import SHARE, SHARES
 
     figure = Figure(figsize=(16, 8), layout="constrained")
     words = judged.sentence.split("; ")

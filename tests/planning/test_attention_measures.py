@@ -10,8 +10,8 @@ from tiny_models import make_model
 
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cli import main
-from sparsekv_cli.evaluation import attention
-from sparsekv_cli.evaluation.attention import N_PAST, N_QUERIES, PAGE, best_mass, rate_pages
+from sparsekv_cli.planning import attention
+from sparsekv_cli.planning.attention import N_PAST, N_QUERIES, PAGE, best_mass, rate_pages
 
 N = 400
 
