@@ -3,11 +3,13 @@
     scripts/results --quick                    the main tables (15 minutes on two cores)
     scripts/results --all                      every part; what is there for this commit is skipped
     scripts/results --only decode,start        these parts, again
+    scripts/results --only budgets --size budget_lengths=1024 --size ruler_samples=3
     scripts/results --pages                    the pages again, from docs/data
     scripts/results --quick --tiny --into DIR  small sizes, to see that it runs
 
 A part is a file docs/data/PART.json with its figures, its commands, the machine, the commit and the
-date. From these files come docs/benchmarks.md, the pictures in docs/ and README's results.
+date. From these files come docs/benchmarks.md, the pictures in docs/ and README's results. --size
+changes one of the sizes in results_parts.py.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -27,7 +30,7 @@ from typing import Any
 
 import results_pages
 from results_parts import PARTS, TINY, Sizes
-from results_runner import ROOT, PartError, Runner
+from results_runner import ROOT, UNFINISHED, PartError, Runner
 
 MEASURED = ("cpu", "kernels", "models", "sparsekv_cli", "scripts/bench", "scripts/accuracy")
 
@@ -74,7 +77,10 @@ def is_there(path: Path, about: dict[str, Any]) -> bool:
 def measure(name: str, sizes: Sizes, path: Path, about: dict[str, Any], ik: str) -> None:
     """Runs a part and writes its file."""
     load = os.getloadavg()[0]
-    begin, run = time.perf_counter(), Runner(ik=ik)
+    unfinished = UNFINISHED / f"{name}-{about['commit']}"
+    if about["commit"].endswith("+"):  # of what code, nobody knows
+        shutil.rmtree(unfinished, ignore_errors=True)
+    begin, run = time.perf_counter(), Runner(ik=ik, unfinished=unfinished)
     rows = PARTS[name].measure(run, sizes)
     seconds = time.perf_counter() - begin
     told = {
@@ -87,6 +93,7 @@ def measure(name: str, sizes: Sizes, path: Path, about: dict[str, Any], ik: str)
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    shutil.rmtree(unfinished, ignore_errors=True)
     log(f"{name}: {seconds:.0f} s")
 
 
@@ -114,6 +121,15 @@ def measure_parts(names: Sequence[str], sizes: Sizes, data: Path, again: bool, i
     return status
 
 
+def size_of(text: str) -> tuple[str, Any]:
+    """``steps=16`` -> ("steps", 16)."""
+    name, _, value = text.partition("=")
+    default = asdict(Sizes()).get(name)
+    if default is None:
+        raise argparse.ArgumentTypeError(f"{name!r}: choose from {', '.join(asdict(Sizes()))}")
+    return name, type(default)(value)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "results", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -127,6 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ik", default="", metavar="FILE", help="llama-bench of ik_llama.cpp")
     parser.add_argument("--again", action="store_true", help="parts of this commit, too")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs")
+    parser.add_argument("--size", action="append", default=[], type=size_of, metavar="NAME=VALUE",
+        help="one of the sizes of results_parts.py (repeatable)")  # fmt: skip
     parser.add_argument("--into", type=Path, default=ROOT, help="where docs/ and README.md lie")
     options = parser.parse_args(arguments)
     names = [name for name, part in PARTS.items() if part.quick or options.all]
@@ -135,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         unknown = [name for name in names if name not in PARTS]
         if unknown:
             parser.error(f"unknown part {unknown[0]!r}: choose from {', '.join(PARTS)}")
-    sizes = replace(TINY if options.tiny else Sizes(), model=options.model)
+    sizes = replace(TINY if options.tiny else Sizes(), model=options.model, **dict(options.size))
     status = 0
     try:
         if not options.pages:

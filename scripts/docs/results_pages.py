@@ -72,7 +72,7 @@ def benchmarks(data: Data) -> str:
             told = data[section.part]
             parts.append(f"## {section.title}\n")
             parts += [f"{section.about}\n"] * bool(section.about)
-            parts.append(table(told["rows"], section.columns) + "\n")
+            parts.append(section.body(told["rows"]) + "\n")
             parts.append(provenance(told) + "\n")
     return "\n".join(parts)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import results_elsewhere as elsewhere
+from results_budgets import budgets
 from results_runner import ROOT, Runner
 
 DOCUMENT = "scripts/demo_document.txt"
@@ -66,6 +67,12 @@ class Sizes:
     far: str = "8192,32768,131072"
     rows: int = 512  # that a head attends to, whatever the depth
     batches: str = "1,2,4,8"
+    budget_shares: str = "2%,5%,10%"
+    budget_lengths: str = "1024,2048,4096,7168"
+    budget_steps: int = 32
+    ruler_tasks: str = "all"
+    ruler_samples: int = 1
+    ruler_tokens: int = 32
     prepare: bool = True  # kernels and calibrations first
 
 
@@ -82,7 +89,8 @@ TINY = Sizes(
     peer="--pp 32 --depths 64 --tokens 2 --pairs 1 --memory 64", larger="",
     questions="--questions 2 --cold 1", kept="--tokens 640 --steps 2",
     schemas="--answers 2 --pairs 1 -n 4", readers="topk",
-    formats="--formats Q8_0 --length 16 --texts 1 --needles 0",
+    formats="--formats Q8_0 --length 16 --texts 1 --needles 0", budget_shares="10%",
+    budget_lengths="640", budget_steps=4, ruler_tasks="niah_single_1", ruler_tokens=2,
 )  # fmt: skip
 
 
@@ -370,6 +378,7 @@ PARTS: Mapping[str, Part] = {
     "threads": Part(threads),
     "far": Part(far),
     "calibration": Part(calibration),
+    "budgets": Part(budgets),
     "prefix": Part(elsewhere.prefix, needs="llama_cpp"),
     "prefix_kld": Part(elsewhere.prefix_kld),
     "schemas": Part(elsewhere.schemas),

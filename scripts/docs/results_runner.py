@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+UNFINISHED = ROOT / "build" / "results"
 
 
 class PartError(Exception):
@@ -35,10 +36,12 @@ class Runner:
     """Runs commands in the repository's root and keeps them as a user would type them.
 
     They neither find prompts on disk nor keep them there.
-    ik: llama-bench of ik_llama.cpp, if it is there.
+    ik: llama-bench of ik_llama.cpp, if it is there; unfinished: a folder for what a long part has
+    until it is whole.
     """
 
     ik: str = ""
+    unfinished: Path = UNFINISHED
     commands: list[str] = field(default_factory=list)
 
     def cli(self, *arguments: str, stdin: str | None = None) -> Done:
