@@ -5,14 +5,20 @@ A chat template names the markers of its family, and mostly a variable that swit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
+
+from sparsekv_cli.models.chat.calls import Part, Thought, ToolCall
+from sparsekv_cli.models.chat.harmony import HarmonyReader
 
 if TYPE_CHECKING:
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
 
+CHANNELS = ("<|channel|>analysis<|message|>", "<|end|>")  # gpt-oss: each message is on a channel
+CHANNEL_MARKS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")
 # Start and end, by family.
 MARKERS = (
+    CHANNELS,
     ("<think>", "</think>"),  # Qwen, DeepSeek, SmolLM3, Granite and most others
     ("[THINK]", "[/THINK]"),  # Mistral
     ("<seed:think>", "</seed:think>"),  # Seed-OSS
@@ -31,6 +37,17 @@ class Thinking(NamedTuple):
     end: str
     control_ids: frozenset[int]
 
+    @property
+    def is_dropped(self) -> bool:
+        """Whether templates take no message with the thinking in it."""
+        return self[:2] == CHANNELS
+
+    def splitter(self, *, is_open: bool) -> ThinkingSplitter | ChannelSplitter:
+        """What divides a text. is_open: the prompt ended with the start marker."""
+        if self[:2] == CHANNELS:
+            return ChannelSplitter()
+        return ThinkingSplitter(self, is_open=is_open)
+
     def opened_by(self, tokenizer: Tokenizer, ids: Sequence[int]) -> str:
         """What a prompt ends with, from the start marker on, if it opens the thinking, or nothing.
 
@@ -44,10 +61,13 @@ class Thinking(NamedTuple):
 def thinking_of(template: str | None, tokenizer: Tokenizer) -> Thinking | None:
     """The markers that a chat template names; None without any."""
     for start, end in MARKERS:
-        if template is not None and (start in template or end in template):
+        is_named = template is not None and (start in template or end in template)
+        if (start, end) == CHANNELS:
+            is_named = template is not None and start in template
+        if is_named:
             ids = {
                 token
-                for text in (start, end)
+                for text in (CHANNEL_MARKS if (start, end) == CHANNELS else (start, end))
                 for token in tokenizer.encode(text, add_bos=False, add_eos=False)
             }
             control = frozenset(token for token in ids if not tokenizer.is_shown(token))
@@ -136,9 +156,34 @@ class ThinkingSplitter:
         return "", text
 
 
+class ChannelSplitter:
+    """Divides what gpt-oss writes: the channel of analysis is thought, calls are shown as text."""
+
+    def __init__(self) -> None:
+        self._reader = HarmonyReader()
+
+    def push(self, text: str) -> tuple[str, str]:
+        """As ThinkingSplitter."""
+        return _sides(self._reader.push(text))
+
+    def flush(self) -> tuple[str, str]:
+        """As ThinkingSplitter."""
+        return _sides(self._reader.flush())
+
+
+def _sides(parts: Iterable[Part]) -> tuple[str, str]:
+    thought, answer = "", ""
+    for part in parts:
+        if isinstance(part, Thought):
+            thought += part.text
+        else:
+            answer += f"{part.name}({part.arguments})" if isinstance(part, ToolCall) else part.text
+    return thought, answer
+
+
 def without_thinking(thinking: Thinking | None, text: str) -> str:
     """A whole answer without what was thought."""
     if thinking is None:
         return text
-    splitter = ThinkingSplitter(thinking, is_open=False)
+    splitter = thinking.splitter(is_open=False)
     return splitter.push(text)[1] + splitter.flush()[1]

@@ -108,7 +108,7 @@ class Conversation:
 
     def encode(self, messages: Messages) -> list[int]:
         """The ids of a conversation that the model is to go on with."""
-        if self.settings.drop_thinking:
+        if self.settings.drop_thinking or (self.thinking and self.thinking.is_dropped):
             messages = [self._without_thinking(message) for message in messages]
         return encode_messages(
             self.session.tokenizer,

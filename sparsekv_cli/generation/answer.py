@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sparsekv_cli.models.chat.thinking import Thinking, ThinkingSplitter, overlap
+from sparsekv_cli.models.chat.thinking import ChannelSplitter, Thinking, ThinkingSplitter, overlap
 
 if TYPE_CHECKING:
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
@@ -96,12 +96,12 @@ class AnswerBuilder:
         self._constraint = constraint
         self._special = special
         self._write_thinking = write_thinking
-        self._splitter: ThinkingSplitter | None = None
+        self._splitter: ThinkingSplitter | ChannelSplitter | None = None
         self._shown_ids: frozenset[int] = frozenset()
         if thinking is not None:
             opened = thinking.opened_by(tokenizer, prompt)
             self.answer.written = opened
-            self._splitter = ThinkingSplitter(thinking, is_open=bool(opened))
+            self._splitter = thinking.splitter(is_open=bool(opened))
             self._shown_ids = thinking.control_ids
 
     def push(self, token: int) -> bool:

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
+from sparsekv_cli.models.chat.calls import Part, Text, Thought
 from sparsekv_cli.serve.jobs import Event, Failed, Finished, Job, NewToken, PromptProgress, Wish
 from sparsekv_cli.serve.requests import Service
-from sparsekv_cli.serve.tools import Part, Reader, Text, Thought
+from sparsekv_cli.serve.tools import Reader
 
 PING_S = 10.0  # of silence, after which a client is told that the server lives
 

@@ -8,19 +8,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from sparsekv_cli.generation.answer import STOP_LENGTH, STOP_TEXT
+from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
 from sparsekv_cli.serve.answers import Answers, Ping, about
 from sparsekv_cli.serve.jobs import Finished, PromptProgress
 from sparsekv_cli.serve.openai import content_text, event
 from sparsekv_cli.serve.requests import RequestError, Service, in_range, taken, texts
-from sparsekv_cli.serve.tools import (
-    ANY_OBJECT,
-    ForcedCall,
-    Part,
-    Text,
-    Thought,
-    ToolCall,
-    reader_of,
-)
+from sparsekv_cli.serve.tools import ANY_OBJECT, ForcedCall, reader_of
 
 ROLES = ("user", "assistant")
 

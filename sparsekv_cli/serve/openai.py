@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from sparsekv_cli.generation.answer import STOP_LENGTH
+from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
 from sparsekv_cli.serve.answers import Answers, Ping, Told, about
 from sparsekv_cli.serve.jobs import Finished, PromptProgress, Wish
 from sparsekv_cli.serve.requests import (
@@ -20,15 +21,7 @@ from sparsekv_cli.serve.requests import (
     taken,
     texts,
 )
-from sparsekv_cli.serve.tools import (
-    ANY_OBJECT,
-    ForcedCall,
-    Part,
-    Text,
-    Thought,
-    ToolCall,
-    reader_of,
-)
+from sparsekv_cli.serve.tools import ANY_OBJECT, ForcedCall, reader_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 DONE = "data: [DONE]\n\n"
@@ -307,7 +300,8 @@ def _tools(values: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "tools: expected objects of type function, each with a function's name",
                 param="tools",
             )
-    return [] if values.get("tool_choice") == "none" else tools
+    named = ({**tool, "function": {"description": "", **tool["function"]}} for tool in tools)
+    return [] if values.get("tool_choice") == "none" else [*named]  # templates ask for it
 
 
 def _forced(service: Service, values: Mapping[str, Any], tools: Sequence[Any]) -> ForcedCall | None:

@@ -198,6 +198,11 @@ class Service:
         think: bool | None,
     ) -> list[int]:
         """The ids of a conversation; RequestError where the template does not take it."""
+        if self.tool_format == HARMONY:  # whose template has another name for it
+            messages = [
+                {**m, "thinking": m["reasoning_content"]} if m.get("reasoning_content") else m
+                for m in messages
+            ]
         try:
             return encode_messages(
                 self.tokenizer, self.template, messages, tools=tools or None, think=think

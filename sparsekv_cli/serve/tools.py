@@ -1,4 +1,4 @@
-"""Tool calls in what models write: the formats of Qwen, Llama 3, Mistral and gpt-oss.
+"""Tool calls in what models write: the formats of Qwen, Llama 3, Mistral, gpt-oss, Gemma 4, LFM2.
 
 A chat template writes the tools into the prompt, and says by its words in which format the model
 was trained to call them. What fits no format is text.
@@ -8,34 +8,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+from sparsekv_cli.models.chat.calls import (
+    Part,
+    Text,
+    ToolCall,
+    gemma_calls,
+    is_json,
+    json_calls,
+    python_calls,
+    tagged_calls,
+)
+from sparsekv_cli.models.chat.harmony import HarmonyReader
 from sparsekv_cli.models.chat.thinking import overlap
 from sparsekv_cli.sampling.grammar import JSON_OPTIONS
 
-
-class Text(NamedTuple):
-    """A part of the answer."""
-
-    text: str
-
-
-class Thought(NamedTuple):
-    """A part of what was thought ahead of it."""
-
-    text: str
-
-
-class ToolCall(NamedTuple):
-    """A call of a function. arguments: a JSON text."""
-
-    name: str
-    arguments: str
-
-
-Part = Text | Thought | ToolCall
 ANY_OBJECT = {"type": "object"}  # arguments of a function that says nothing of them
 
 
@@ -49,11 +39,14 @@ class ToolFormat:
 
 HERMES, LLAMA3 = ToolFormat("hermes"), ToolFormat("llama3", special=True)
 MISTRAL, HARMONY = ToolFormat("mistral", special=True), ToolFormat("harmony", special=True)
+GEMMA4, LFM2 = ToolFormat("gemma4", special=True), ToolFormat("lfm2", special=True)
 # Words of a template, by which a format is known.
 SIGNS = (
     ("<|channel|>", HARMONY),
     ("[TOOL_CALLS]", MISTRAL),
     ("<tool_call>", HERMES),
+    ("<|tool_call>", GEMMA4),
+    ("List of tools: ", LFM2),
     ("<|python_tag|>", LLAMA3),
     ("<|start_header_id|>", LLAMA3),
 )
@@ -77,21 +70,23 @@ class PlainReader:
         yield from ()
 
 
-class HermesReader:
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, between texts or alone.
+class MarkedReader:
+    """Calls between two marks, among texts or alone. ends: control tokens that are no text."""
 
-    Or the call as newer Qwens write it: ``<function=NAME><parameter=KEY>value</parameter>...``
-    """
-
-    START, END = "<tool_call>", "</tool_call>"
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        start: str,
+        end: str,
+        parse: Callable[[str], list[Part]],
+        ends: tuple[str, ...] = (),
+    ) -> None:
+        self._start, self._end, self._parse, self._ends = start, end, parse, ends
         self._held, self._is_call, self._has_called = "", False, False
 
     def push(self, text: str) -> Iterator[Part]:
-        self._held += text
+        self._held = _without(self._held + text, self._ends)
         while True:
-            mark = self.END if self._is_call else self.START
+            mark = self._end if self._is_call else self._start
             before, found, after = self._held.partition(mark)
             if not found:
                 break
@@ -102,13 +97,13 @@ class HermesReader:
                 yield from self._said(before)
             self._is_call = not self._is_call
         if not self._is_call:
-            n = len(self._held) - overlap(self._held, self.START)
+            n = len(self._held) - max(overlap(self._held, m) for m in (self._start, *self._ends))
             said, self._held = self._held[:n], self._held[n:]
             yield from self._said(said)
 
     def flush(self) -> Iterator[Part]:
         held, self._held = self._held, ""
-        if self._is_call:  # models leave the last marker out
+        if self._is_call:  # models leave the last mark out
             yield from self._called(held)
         elif held.strip():
             yield from self._said(held)
@@ -118,9 +113,28 @@ class HermesReader:
             yield Text(text)
 
     def _called(self, text: str) -> Iterator[Part]:
-        calls = calls_in(text) or _functions_in(text)
+        calls = self._parse(text)
         self._has_called = self._has_called or bool(calls)
-        yield from calls or [Text(f"{self.START}{text}{self.END}")]
+        yield from calls or [Text(f"{self._start}{text}{self._end}")]
+
+
+def hermes_reader() -> MarkedReader:
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, or tags between the marks."""
+    return MarkedReader(
+        "<tool_call>", "</tool_call>", lambda text: json_calls(text) or tagged_calls(text)
+    )
+
+
+def gemma4_reader() -> MarkedReader:
+    """``<|tool_call>call:NAME{KEY:VALUE}<tool_call|>``."""
+    ends = ("<turn|>", "<|tool_response>", "<eos>")
+    return MarkedReader("<|tool_call>", "<tool_call|>", gemma_calls, ends)
+
+
+def lfm2_reader() -> MarkedReader:
+    """``<|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>``."""
+    ends = ("<|im_end|>", "<|endoftext|>")
+    return MarkedReader("<|tool_call_start|>", "<|tool_call_end|>", python_calls, ends)
 
 
 class Llama3Reader:
@@ -148,7 +162,7 @@ class Llama3Reader:
             yield Text(held)
         elif held:
             body = held.strip().removeprefix(self.TAG)
-            yield from calls_in(body) or [Text(held.removeprefix(self.TAG))]
+            yield from json_calls(body) or [Text(held.removeprefix(self.TAG))]
 
 
 class MistralReader:
@@ -182,66 +196,14 @@ class MistralReader:
         calls: list[Part] = []
         for part in held.split(self.MARK):
             named = self.NAMED.fullmatch(part)
-            found = calls_in(part)
-            if named is not None and _is_json(named[2]):
+            found = json_calls(part)
+            if named is not None and is_json(named[2]):
                 found = [ToolCall(named[1], named[2])]
             if not found:
                 yield Text(self.MARK + held)
                 return
             calls += found
         yield from calls
-
-
-class HarmonyReader:
-    """gpt-oss: messages on channels; ``analysis`` is thought, a recipient is a function.
-
-    ``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>``
-    """
-
-    MARKS = re.compile(r"<\|(channel|message|start|end|return|call|constrain)\|>")
-    RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
-    LONGEST = len("<|constrain|>")
-
-    def __init__(self) -> None:
-        self._held, self._header, self._body = "", "", ""
-        self._is_header = True
-
-    def push(self, text: str) -> Iterator[Part]:
-        self._held += text
-        while (mark := self.MARKS.search(self._held)) is not None:
-            yield from self._take(self._held[: mark.start()])
-            self._held = self._held[mark.end() :]
-            if mark[1] == "message":
-                self._is_header = False
-            elif mark[1] in ("end", "return", "call", "start"):
-                yield from self._end()
-            else:
-                self._header += " "
-        begun = self._held.rfind("<", max(0, len(self._held) - self.LONGEST))
-        n = begun if begun >= 0 else len(self._held)
-        told, self._held = self._held[:n], self._held[n:]
-        yield from self._take(told)
-
-    def flush(self) -> Iterator[Part]:
-        held, self._held = self._held, ""
-        yield from self._take(held)
-        yield from self._end()
-
-    def _take(self, text: str) -> Iterator[Part]:
-        if self._is_header:
-            self._header += text
-        elif self.RECIPIENT.search(self._header):
-            self._body += text
-        elif text:
-            yield Thought(text) if "analysis" in self._header else Text(text)
-
-    def _end(self) -> Iterator[Part]:
-        """A message ends."""
-        recipient = self.RECIPIENT.search(self._header)
-        if recipient is not None and self._body:
-            body = self._body.strip()
-            yield ToolCall(recipient[1], body) if _is_json(body) else Text(body)
-        self._header, self._body, self._is_header = "", "", True
 
 
 class ForcedReader:
@@ -256,16 +218,18 @@ class ForcedReader:
 
     def flush(self) -> Iterator[Part]:
         held, self._held = self._held, ""
-        if self._name and _is_json(held):
+        if self._name and is_json(held):
             yield ToolCall(self._name, held)
         elif held:  # cut, unless it is a call
-            yield from ([] if self._name else calls_in(held)) or [Text(held)]
+            yield from ([] if self._name else json_calls(held)) or [Text(held)]
 
 
-FormatReader = HermesReader | Llama3Reader | MistralReader | HarmonyReader
+FormatReader = MarkedReader | Llama3Reader | MistralReader | HarmonyReader
 Reader = ForcedReader | PlainReader | FormatReader
-READERS: dict[str, type[FormatReader]] = {
-    "hermes": HermesReader,
+READERS: dict[str, Callable[[], FormatReader]] = {
+    "hermes": hermes_reader,
+    "gemma4": gemma4_reader,
+    "lfm2": lfm2_reader,
     "llama3": Llama3Reader,
     "mistral": MistralReader,
     "harmony": HarmonyReader,
@@ -318,61 +282,6 @@ _FORMS = {  # by format: what opens a call, the key of its arguments, what is ar
     "mistral": ("[TOOL_CALLS]", "arguments", "[{", "}]"),
     "harmony": ("<|channel|>commentary <|constrain|>json<|message|>", "arguments", "{", "}"),
 }
-
-
-def _functions_in(text: str) -> list[Part]:
-    """The calls in ``<function=NAME><parameter=KEY>value</parameter></function>``; none if other
-    text is there. A value is JSON if it can be, and a text otherwise."""
-    calls: list[Part] = []
-    for name, body in FUNCTION.findall(text):
-        values = {key: json.loads(v) if _is_json(v) else v for key, v in PARAMETER.findall(body)}
-        if PARAMETER.sub("", body).strip():
-            return []
-        calls.append(ToolCall(name, json.dumps(values, ensure_ascii=False)))
-    return [] if FUNCTION.sub("", text).strip() else calls
-
-
-FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.S)
-PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.S)
-
-
-def calls_in(text: str) -> list[Part]:
-    """The calls in JSON texts, one behind the other; none if anything else is there."""
-    decoder, calls, rest = json.JSONDecoder(), [], text.strip()
-    while rest:
-        try:
-            value, end = decoder.raw_decode(rest)
-        except (ValueError, RecursionError):
-            return []
-        for call in value if isinstance(value, list) else [value]:
-            found = _call_of(call)
-            if found is None:
-                return []
-            calls.append(found)
-        rest = rest[end:].lstrip().removeprefix(";").lstrip()
-    return calls
-
-
-def _call_of(value: Any) -> Part | None:
-    """A call that an object describes; None if it describes none."""
-    if not isinstance(value, dict):
-        return None
-    value = value.get("function", value) if isinstance(value.get("function"), dict) else value
-    name = value.get("name")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str) and _is_json(arguments):
-        arguments = json.loads(arguments)
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        return None
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def _without(text: str, marks: tuple[str, ...]) -> str:

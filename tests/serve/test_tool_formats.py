@@ -11,15 +11,17 @@ import pytest
 from tiny_vocabularies import bpe_metadata
 
 from sparsekv_cli.generation.sampler import new_constraint
+from sparsekv_cli.models.chat.calls import ToolCall
 from sparsekv_cli.models.chat.template import render
 from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer
 from sparsekv_cli.sampling.grammar import read_grammar
 from sparsekv_cli.serve.tools import (
+    GEMMA4,
     HARMONY,
     HERMES,
+    LFM2,
     LLAMA3,
     MISTRAL,
-    ToolCall,
     forced_call,
     format_of,
     reader_of,
@@ -28,15 +30,18 @@ from sparsekv_cli.serve.tools import (
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"name": "f", "description": "Of a city.", "parameters": PARAMETERS}
-ARGUMENTS = {"city": "Bonn", "days": 3}
+PLACE = {"lat": 47.4, "tags": ["a", "b"]}
+ARGUMENTS = {"city": 'Bonn, "D"', "days": 3, "place": PLACE, "ok": True}
 OF_TEMPLATES = {
     "Qwen-Qwen2.5-7B-Instruct": HERMES, "Qwen-Qwen3-0.6B": HERMES, "Qwen3-Coder": HERMES,
     "Qwen3.5-4B": HERMES, "meta-llama-Llama-3.1-8B-Instruct": LLAMA3,
     "mistralai-Mistral-Nemo-Instruct-2407": MISTRAL,
     "Mistral-Small-3.2-24B-Instruct-2506": MISTRAL, "openai-gpt-oss-120b": HARMONY,
+    "google-gemma-4-31B-it": GEMMA4,
     "microsoft-Phi-3.5-mini-instruct": None,
 }  # fmt: skip
 
+CALL = "<|tool_call_start|>"
 TEXTS = [
     (HERMES, 'Hi <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "Hi ", 1),
     (HERMES, "a <b> <tool_call>nonsense</tool_call>", "a <b> <tool_call>nonsense</tool_call>", 0),
@@ -62,6 +67,17 @@ TEXTS = [
         1,
     ),
     (HARMONY, "<|channel|>final<|message|>a < b<|return|>", "a < b", 0),
+    (HERMES, "<tool_call>\n<function=f>\n</function>\n</tool_call>", "", 1),
+    (GEMMA4, 'So: <|tool_call>call:f{a:<|"|>{b:1}<|"|>}<tool_call|><|tool_response>', "So: ", 1),
+    (GEMMA4, "<|tool_call>call:f{a:}<tool_call|><turn|>", "<|tool_call>call:f{a:}<tool_call|>", 0),
+    (LFM2, f'{CALL}[f(a="x"), g(b=[1, None])]<|tool_call_end|><|im_end|>', "", 2),
+    (
+        LFM2,
+        "<|tool_call_start|>f(x)<|tool_call_end|>",
+        "<|tool_call_start|>f(x)<|tool_call_end|>",
+        0,
+    ),
+    (LFM2, "a <|b|> c<|im_end|>", "a <|b|> c", 0),
     (None, "<tool_call>", "<tool_call>", 0),
 ]
 

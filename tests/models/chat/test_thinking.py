@@ -103,3 +103,24 @@ def test_the_switch_of_a_real_template_closes_the_thinking() -> None:
     off = render(template, messages, **{"enable_thinking": False})
     assert off.endswith("<think>\n\n</think>\n\n") and "<think>" not in render(template, messages)
     assert THINK.opened_by(Characters(), list(map(ord, off))) == ""  # type: ignore[arg-type]
+
+
+CHANNELS = (
+    "<|channel|>analysis<|message|>hm, a < b<|end|><|start|>assistant<|channel|>commentary"
+    "<|message|>Wait. <|end|><|start|>assistant<|channel|>final<|message|>So it is.<|return|>"
+)
+
+
+@pytest.mark.parametrize("n", [1, 3, 1000])
+def test_the_channel_of_analysis_is_thinking(n: int) -> None:
+    template = (TEMPLATES / "openai-gpt-oss-120b.jinja").read_text()
+    thinking = thinking_of(template, Characters())  # type: ignore[arg-type]
+    assert thinking is not None and thinking.is_dropped
+    splitter = thinking.splitter(is_open=False)
+    pieces = [CHANNELS[i : i + n] for i in range(0, len(CHANNELS), n)]
+    parts = [splitter.push(piece) for piece in pieces] + [splitter.flush()]
+    assert tuple(map("".join, zip(*parts, strict=True))) == ("hm, a < b", "Wait. So it is.")
+    assert without_thinking(thinking, CHANNELS) == "Wait. So it is."
+    asked, answered = ({"role": role, "content": CHANNELS} for role in ("user", "assistant"))
+    plain = {**answered, "content": without_thinking(thinking, CHANNELS)}
+    assert "final<|message|>Wait. So it is.<|end|>" in render(template, [asked, plain, asked])
