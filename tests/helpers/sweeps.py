@@ -16,5 +16,19 @@ def sweep(values: Sequence[Any], fast: int = 0) -> list[Any]:
     ]
 
 
+def crossed(geometries: Sequence[Any], variants: Sequence[Any], fast: int = 1) -> list[Any]:
+    """Pairs: every variant with geometry number ``fast``, each other geometry with a third of them.
+
+    The others are marked slow.
+    """
+    return [
+        pair if i == fast else pytest.param(*pair, marks=pytest.mark.slow)
+        for i, geometry in enumerate(geometries)
+        for j, variant in enumerate(variants)
+        if i == fast or (i + j) % 3 == 0
+        for pair in [(geometry, variant)]
+    ]
+
+
 def _parts(value: Any) -> tuple[Any, ...]:
     return value if type(value) is tuple else (value,)

@@ -17,7 +17,7 @@ from faedkv_layer import (
     uniform,
 )
 from layer_stream import Geometry, Stream, decode, prefill
-from sweeps import sweep
+from sweeps import crossed, sweep
 
 from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.cache.spec import AttnInput, Budget
@@ -29,9 +29,8 @@ from sparsekv_cli.methods.faedkv import FAEDKV
 # --- against the twin -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n_prefill", [40, 150, 700])
 @pytest.mark.parametrize("update", ["block", "additive"])
-@pytest.mark.parametrize("geometry", sweep(GEOMETRIES, fast=1), ids=str)
+@pytest.mark.parametrize(("geometry", "n_prefill"), crossed(GEOMETRIES, [40, 150, 700]), ids=str)
 def test_faedkv_equals_its_twin(geometry, update, n_prefill):
     """Past the borders of aging, of blocks, and of an additive basis."""
     method = uniform(0.25, update, block=48)

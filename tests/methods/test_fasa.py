@@ -8,7 +8,7 @@ import numba
 import numpy as np
 import pytest
 from fasa_layer import GEOMETRIES, N_STEPS, Geometry, Layer, prefill, row_input
-from sweeps import sweep
+from sweeps import crossed, sweep
 
 from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.cache.spec import Budget
@@ -29,8 +29,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("geometry", sweep(GEOMETRIES, fast=1), ids=str)
+@pytest.mark.parametrize(("geometry", "variant"), crossed(GEOMETRIES, [*VARIANTS]), ids=str)
 def test_fasa_equals_its_twin(geometry, variant):
     """Dense at first, sparse from 60 rows on, another prompt, and a rewind to a dense context."""
     options = {"budget": Budget(tokens=60), **VARIANTS[variant]}

@@ -18,7 +18,7 @@ from freekv_follow import (
 )
 from freekv_twin import FreeKVTwin, TwinOptions
 from layer_stream import decode, prefill
-from sweeps import sweep
+from sweeps import crossed, sweep
 
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import Budget
@@ -57,8 +57,7 @@ VARIANTS = {
 # --- the twin -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("geometry", sweep(GEOMETRIES, fast=1), ids=str)
+@pytest.mark.parametrize(("geometry", "variant"), crossed(GEOMETRIES, [*VARIANTS]), ids=str)
 def test_freekv_equals_its_twin(geometry, variant):
     cache, twin, seen = run_both(geometry, **VARIANTS[variant])
     page = twin.options.page

@@ -19,7 +19,7 @@ from lfps_follow import (
     run_both,
 )
 from lfps_twin import SINKS, LFPSTwin, TwinOptions
-from sweeps import sweep
+from sweeps import crossed
 
 from sparsekv_cli.cpu.lfps import step as lfps_chain
 from sparsekv_cli.methods import lfps
@@ -41,8 +41,7 @@ VARIANTS = {
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("geometry", sweep(GEOMETRIES, fast=1), ids=str)
+@pytest.mark.parametrize(("geometry", "variant"), crossed(GEOMETRIES, [*VARIANTS]), ids=str)
 def test_lfps_equals_its_twin(geometry, variant):
     options = TwinOptions(budget=24, epsilon=0.7, **VARIANTS[variant])
     cache, twin, seen = run_both(geometry, options, seed=1)

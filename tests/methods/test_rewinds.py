@@ -52,8 +52,10 @@ def answer_again(session: Session, answer: Sequence[int]) -> np.ndarray:
 # --- to the end of the last prefill ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", ["12", "10%", "200"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "budget"),
+    [(case, "12") for case in CASES] + [(name, b) for name in METHODS for b in ("10%", "200")],
+)
 def test_an_answer_again_has_the_same_bits(case, budget, session_of):
     """Whole, interrupted, and of two turns; with 200 rows the first answer outgrows the budget."""
     name, options = CASES[case]
