@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
-from sparsekv_cli.cache.spec import NO_SINKS, AttnInput, LayerSpec, StateInput
+from sparsekv_cli.cache.spec import FULL, NO_SINKS, AttnInput, LayerSpec, StateInput
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.rope import RopeTables
@@ -120,6 +120,7 @@ class Forward(ABC):
 
     def layer_specs(self) -> list[LayerSpec]:
         all_sinks = [getattr(layer, "sinks", None) for layer in self.weights.layers]
+        is_full = [layer.kind == FULL for layer in self.hparams.layers]
         return [
             LayerSpec(
                 layer=i,
@@ -138,6 +139,8 @@ class Forward(ABC):
                 sinks=NO_SINKS if sinks is None else sinks,
                 recurrence=getattr(self.weights.layers[i], "recurrence", None),
                 source=layer.source,
+                n_full=sum(is_full),
+                full_place=sum(is_full[:i]),
             )
             for i, (layer, sinks) in enumerate(zip(self.hparams.layers, all_sinks, strict=True))
         ]

@@ -60,7 +60,8 @@ class LayerSpec:
     cache_type_k, cache_type_v: types of the rows (cache/store.py). kind: of the layer's cache
     (cache/kinds.py). window: rows that a query sees, its own the last; 0: all. recurrence: what a
     recurrent layer computes (cache/state.py). n_checkpoints: of its states, that are kept at most.
-    source: the layer ahead whose rows this one is given; -1: it has its own.
+    source: the layer ahead whose rows this one is given; -1: it has its own. n_full, full_place:
+    how many layers of the model are full, and how many of them are ahead of this one.
     """
 
     layer: int
@@ -83,6 +84,8 @@ class LayerSpec:
     recurrence: Any = field(default=None, compare=False)
     n_checkpoints: int = N_CHECKPOINTS
     source: int = -1
+    n_full: int = 0
+    full_place: int = 0
 
     @property
     def group(self) -> int:

@@ -17,7 +17,10 @@ from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.option import check_options, option
 
-DENSE_HELP = "layers that attend to everything, such as 0,1 or none"
+DENSE_HELP = (
+    "layers that attend to everything, such as 0,1 or none; the default counts full layers only, "
+    "not windows and recurrent ones"
+)
 _CACHE_TYPE_HELP = "type of {} in the cache; fasa, sals, freekv and faedkv: f16 only"
 
 
@@ -76,14 +79,16 @@ class Method(ABC):
     def is_dense(self, spec: LayerSpec) -> bool:
         """Whether the layer is dense, by default or because the user says so, or of another kind.
 
-        Layers have the numbers that they have in the model, whatever their kind.
+        The user names layers by the numbers that they have in the model; the default names the
+        first or last full ones.
         """
-        return spec.kind != FULL or spec.layer in {
-            i % spec.n_layer for i in self.dense_layers if -spec.n_layer <= i < spec.n_layer
-        }
+        at, n = spec.layer, spec.n_layer
+        if spec.n_full and self.dense_layers == type(self).dense_layers:
+            at, n = spec.full_place, spec.n_full
+        return spec.kind != FULL or at in {i % n for i in self.dense_layers if -n <= i < n}
 
     def check_layers(self, kinds: Sequence[str]) -> None:
-        """SparseKVError for a layer that the user names and no method changes; the defaults may.
+        """SparseKVError for a layer that the user names and no method changes.
 
         kinds: of the model's layers.
         """

@@ -201,10 +201,11 @@ class Measurement:
 
     def layers_of(self, method: Method) -> tuple[int, int]:
         """Dense and sparse layers, of the model's full ones, with this method."""
-        n_layer = self.whole.hparams.n_layer
-        dense = {i % n_layer for i in method.dense_layers if -n_layer <= i < n_layer}
-        full = {i for i, layer in enumerate(self.whole.hparams.layers) if layer.kind == FULL}
-        n_dense = len(full & dense) if method.name != "full" else 0
+        layers = self.whole.hparams.layers
+        full = [i for i, layer in enumerate(layers) if layer.kind == FULL]
+        of_all = replace(self.specs[0], kind=FULL, n_layer=len(layers), n_full=len(full))
+        specs = [replace(of_all, layer=i, full_place=at) for at, i in enumerate(full)]
+        n_dense = sum(map(method.is_dense, specs)) if method.name != "full" else 0
         return n_dense, len(full) - n_dense
 
     def _point(self, method: Method, specs: Sequence[LayerSpec], depth: int) -> DepthPoint:

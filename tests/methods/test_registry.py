@@ -11,7 +11,7 @@ import pytest
 from source_tree import root
 
 import sparsekv_cli.methods as registry
-from sparsekv_cli.cache.spec import Budget, parse_layers
+from sparsekv_cli.cache.spec import FULL, WINDOW, Budget, LayerSpec, parse_layers
 from sparsekv_cli.methods import METHODS, build_method, describe_methods, method_class
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.option import options_of
@@ -181,3 +181,18 @@ def as_text(default: object) -> str:
     if isinstance(default, bool):
         return str(default).lower()
     return f"{default:g}" if isinstance(default, float) else str(default).partition(" ")[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "dense"),
+    [({}, [1, 3]), ({"dense_layers": "3"}, [3]), ({"dense_layers": "none"}, [])],
+)
+def test_the_default_dense_layers_are_full_ones(options, dense):
+    """Of a model whose layers 0, 2, 4 have windows; the user's numbers are the model's."""
+    kinds = [WINDOW, FULL, WINDOW, FULL, WINDOW, FULL]
+    specs = [
+        LayerSpec(i, 6, 2, 1, 8, 8, 1, kind=kind, n_full=3, full_place=kinds[:i].count(FULL))
+        for i, kind in enumerate(kinds)
+    ]
+    method = build_method("topk", options)
+    assert [spec.layer for spec in specs if spec.kind == FULL and method.is_dense(spec)] == dense
