@@ -72,7 +72,7 @@ class Sizes:
     budget_steps: int = 32
     ruler_tasks: str = "all"
     ruler_samples: int = 1
-    ruler_tokens: int = 32
+    ruler_tokens: int = 48
     prepare: bool = True  # kernels and calibrations first
 
 

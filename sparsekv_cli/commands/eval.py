@@ -16,6 +16,7 @@ from sparsekv_cli.commands.eval_options import (
     described,
     methods_option,
     open_eval,
+    read_text,
     write_json,
 )
 from sparsekv_cli.commands.eval_ruler import ruler
@@ -27,7 +28,6 @@ from sparsekv_cli.commands.options import (
     verbose_option,
 )
 from sparsekv_cli.commands.progress import PrefillProgress
-from sparsekv_cli.commands.prompt import read_prompt
 from sparsekv_cli.commands.tables import print_table
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def perplexity(
     from sparsekv_cli.evaluation import perplexity as measured
     from sparsekv_cli.evaluation.kld_file import write_kld_file
 
-    text = read_prompt(None, file)
+    text = read_text(file)
     ways: Ways = chosen_methods(methods, options) if methods else {measured.PREFILL: None}
     if base is not None and len(ways) > 1:
         raise click.UsageError("--kl-divergence-base takes one method's log-probabilities")
@@ -191,7 +191,7 @@ def kld(
     elif base is None:
         raise click.UsageError("nothing to compare: give --method, or --kl-divergence-base FILE")
     if base is None:
-        text, opened = read_prompt(None, file), None
+        text, opened = read_text(file), None
         ways = {"full": build_method("full", {}), **ways}
         size = n_ctx or DEFAULT_CONTEXT
     elif file is None and n_ctx is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from sparsekv_cli.commands.options import (
     warn_of_long_context,
 )
 from sparsekv_cli.commands.progress import CalibrationProgress, CompileProgress
+from sparsekv_cli.commands.prompt import read_prompt
 from sparsekv_cli.commands.terminal import write_text
 
 if TYPE_CHECKING:
@@ -41,6 +43,13 @@ def methods_option(help_text: str) -> Callable[[Any], Any]:
         shell_complete=completers.methods,
         help=help_text,
     )
+
+
+def read_text(file: str | None) -> str:
+    """The text of ``-f``, or what is piped."""
+    if file is None and sys.stdin.isatty():
+        raise click.UsageError("no text: give -f FILE, or pipe one to stdin")
+    return read_prompt(None, file)
 
 
 def chosen_methods(specs: Sequence[str], options: ModelOptions) -> dict[str, Method]:

@@ -139,3 +139,32 @@ def test_ruler_refuses(files, invoke, arguments, code, said):
     result = invoke("eval", "ruler", "-m", files[0], *arguments)
     assert (result.code, result.out) == (code, "") and said in result.err
     assert result.err.startswith("error: ") and result.err.count("\n") == 1
+
+
+def test_on_a_gpu(tmp_path, invoke, few_programs):
+    """Each method has a prefill of its own there; what is scored is the same."""
+    model = make_model(
+        tmp_path / "m.gguf", n_layer=1, n_embd=32, n_ff=32, n_vocab=270, head_dim=32, wtype="F32"
+    )
+    text = tmp_path / "text"
+    text.write_text("a quick brown fox")
+    arguments = [
+        "-f",
+        str(text),
+        "-c",
+        "6",
+        "--chunks",
+        "1",
+        "--method",
+        "full",
+        "--method",
+        "topk",
+    ]
+    found = [
+        evaluated(invoke, "perplexity", str(model), *arguments, "--device", device)
+        for device in ("cuda", "cpu")
+    ]
+    assert found[0]["n_tokens"] == 2
+    for cuda, cpu in zip(*(each["methods"] for each in found), strict=True):
+        assert cuda["ppl"] == pytest.approx(cpu["ppl"], rel=0.01)
+        assert cuda["rows_attended_mean"] == cpu["rows_attended_mean"]
