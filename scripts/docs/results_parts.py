@@ -70,9 +70,12 @@ class Sizes:
     budget_shares: str = "2%,5%,10%"
     budget_lengths: str = "1024,2048,4096,7168"
     budget_steps: int = 32
-    ruler_tasks: str = "all"
-    ruler_samples: int = 1
+    ruler_tasks: str = (
+        "niah_single_1,niah_single_2,niah_single_3,niah_multikey_1,niah_multivalue,niah_multiquery"
+    )
+    ruler_samples: int = 2
     ruler_tokens: int = 48
+    perplexity: str = ""
     prepare: bool = True  # kernels and calibrations first
 
 
@@ -90,7 +93,8 @@ TINY = Sizes(
     questions="--questions 2 --cold 1", kept="--tokens 640 --steps 2",
     schemas="--answers 2 --pairs 1 -n 4", readers="topk",
     formats="--formats Q8_0 --length 16 --texts 1 --needles 0", budget_shares="10%",
-    budget_lengths="640", budget_steps=4, ruler_tasks="niah_single_1", ruler_tokens=2,
+    budget_lengths="640", budget_steps=4, ruler_tasks="niah_single_1", ruler_samples=1,
+    ruler_tokens=2, perplexity="-c 32 --chunks 2",
 )  # fmt: skip
 
 
@@ -227,6 +231,13 @@ def formats(run: Runner, sizes: Sizes) -> Rows:
     """``scripts/accuracy/formats``, where a line that fails (status 1) is a figure like others."""
     model = ["-m", sizes.model] if sizes.model != Sizes.model else []
     return run.script("accuracy/formats", *model, *sizes.formats.split(), may_end_with=1)
+
+
+def perplexity(run: Runner, sizes: Sizes) -> Rows:
+    """``scripts/accuracy/perplexity``, where a line that fails (status 1) is a figure, too."""
+    model = ["-m", sizes.model] if sizes.model != Sizes.model else []
+    rows = run.script("accuracy/perplexity", *model, *sizes.perplexity.split(), may_end_with=1)
+    return [row | {"percent": 100 * (row["ratio"] - 1)} for row in rows]
 
 
 def start(run: Runner, sizes: Sizes) -> Rows:
@@ -378,6 +389,7 @@ PARTS: Mapping[str, Part] = {
     "threads": Part(threads),
     "far": Part(far),
     "calibration": Part(calibration),
+    "perplexity": Part(perplexity, needs="llama_cpp"),
     "budgets": Part(budgets),
     "prefix": Part(elsewhere.prefix, needs="llama_cpp"),
     "prefix_kld": Part(elsewhere.prefix_kld),

@@ -173,11 +173,10 @@ SECTIONS = (
     Section(
         "budgets",
         "Methods and budgets by length",
-        "RULER: the mean of one sample of each of its eleven tasks, in per cent, with Wilson's "
-        "interval of 95%; the same samples for all methods, so that the interval says how the "
-        "tasks vary, and differences of few points nothing. KLD(full || method), top-1, rows "
-        "attended a head and layer, and speed after a text of nearly the length. Every method is "
-        "sparse from the first row.",
+        "RULER: the mean of a few samples of needle tasks, those that a model of this size can do "
+        "at all, in per cent, with Wilson's interval of 95%; all methods have the same samples. "
+        "KLD(full || method), top-1, rows attended a head and layer, and speed after a text of "
+        "nearly the length. Every method is sparse from the first row.",
         (),
         by_length,
     ),
@@ -190,6 +189,19 @@ SECTIONS = (
             Column("K", text("k")),
             Column("V", text("v")),
             *ACCURACY[1:5],
+        ),
+    ),
+    Section(
+        "perplexity",
+        "Perplexity",
+        "By llama-perplexity's algorithm, of chunks of 512 tokens of our own texts: llama.cpp, our "
+        "prefill, and our decode with `full`. KLD and top-1 are to llama.cpp's log-probabilities.",
+        (
+            Column("program", text("program")),
+            Column("perplexity", figure("ppl", 3)),
+            Column("from llama.cpp's, %", figure("percent", 2)),
+            Column("KLD", figure("kld", 4)),
+            Column("top-1", figure("top1", 3)),
         ),
     ),
     Section(
