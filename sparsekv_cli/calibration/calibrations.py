@@ -117,6 +117,11 @@ class Calibrations:
             for i, spec in enumerate(specs)
         ]
 
+    def has(self, method: Calibrated) -> bool:
+        """Whether ``specs`` measures nothing: the method needs nothing, or that is stored."""
+        name = method.name
+        return method.needs != CALIBRATION or name in self._loaded or self.find(name) is not None
+
     def _tensors(self, method: Calibrated, report: OnCalibrate | None) -> Mapping[str, np.ndarray]:
         name = method.name
         if name not in self._loaded:

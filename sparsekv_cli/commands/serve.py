@@ -5,12 +5,13 @@ from __future__ import annotations
 import ipaddress
 import os
 import signal
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import click
 
-from sparsekv_cli.commands.options import ModelOptions, model_options, open_session
+from sparsekv_cli.commands.options import ModelOptions, build_method, model_options, open_session
 from sparsekv_cli.commands.prefix_options import PrefixOptions, prefix_options, prefixes_maker
 from sparsekv_cli.commands.sampling_options import sampling_options
 from sparsekv_cli.commands.terminal import one_line, say
@@ -18,7 +19,9 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.sampler import SamplingOptions
 
 if TYPE_CHECKING:
+    from sparsekv_cli.methods.base import Method
     from sparsekv_cli.serve.requests import Service
+    from sparsekv_cli.session import Session
 
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 KEY = "SPARSEKV_API_KEY"
@@ -60,6 +63,10 @@ KEY = "SPARSEKV_API_KEY"
     help="Most that a request's body may have. [default: 16]",
 )  # fmt: skip
 @click.option(
+    "--prepare", metavar="NAME,...", default="",
+    help="Methods that are compiled and calibrated before the first request.",
+)  # fmt: skip
+@click.option(
     "--drain", metavar="SECONDS", type=click.IntRange(0), default=60,
     help="At the end, the time that answers have to become whole. [default: 60]",
 )  # fmt: skip
@@ -80,6 +87,7 @@ def command(
     max_tokens: int,
     timeout: float,
     max_body: float,
+    prepare: str,
     drain: int,
 ) -> None:
     """Serve a model: /v1/chat/completions, /v1/completions, /v1/messages, and a page at /.
@@ -103,7 +111,9 @@ def command(
     from sparsekv_cli.serve.rows import default_limit
     from sparsekv_cli.serve.scheduler import Scheduler
 
+    prepared = [build_method(name, {}, {}) for name in prepare.split(",") if name]
     session = open_session(options)
+    prepare_methods(session, prepared)
     scheduler = Scheduler(
         session,
         n_parallel=parallel,
@@ -117,6 +127,15 @@ def command(
         session, scheduler, limits, {**options.method_options, **named}, sampling, options.seed
     )
     run(service, host, port, key, cors, drain)
+
+
+def prepare_methods(session: Session, methods: Sequence[Method]) -> None:
+    """Compiles and calibrates methods, so that no request has to wait for that."""
+    from sparsekv_cli.commands import progress
+
+    with progress.CompileProgress() as compiling, progress.CalibrationProgress() as calibrating:
+        for method in methods:
+            session.prepare(method, compiling, calibrating)
 
 
 def is_loopback(host: str) -> bool:

@@ -7,7 +7,16 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 from sparsekv_cli.models.chat.calls import Part, Text, Thought
-from sparsekv_cli.serve.jobs import Event, Failed, Finished, Job, NewToken, PromptProgress, Wish
+from sparsekv_cli.serve.jobs import (
+    Compiling,
+    Event,
+    Failed,
+    Finished,
+    Job,
+    NewToken,
+    PromptProgress,
+    Wish,
+)
 from sparsekv_cli.serve.requests import Service
 from sparsekv_cli.serve.tools import Reader
 
@@ -15,7 +24,9 @@ PING_S = 10.0  # of silence, after which a client is told that the server lives
 
 
 class Ping(NamedTuple):
-    """Nothing has happened for a while."""
+    """Nothing has happened for a while. why: what the answer waits for, if that is known."""
+
+    why: str = ""
 
 
 class Told(NamedTuple):
@@ -68,6 +79,8 @@ class Answers:
                 raise event.error
             if isinstance(event, PromptProgress):
                 yield event
+            elif isinstance(event, Compiling):
+                yield Ping(f"kernels of {event.method} are compiled")
             else:
                 yield self._told(index, event)
 

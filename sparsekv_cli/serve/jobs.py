@@ -43,6 +43,12 @@ class PromptProgress(NamedTuple):
     cached: int
 
 
+class Compiling(NamedTuple):
+    """Kernels of a method are compiled, which all requests wait for."""
+
+    method: str
+
+
 class NewToken(NamedTuple):
     """A token was chosen.
 
@@ -82,7 +88,7 @@ class Failed(NamedTuple):
     error: Exception
 
 
-Event = PromptProgress | NewToken | Finished | Failed
+Event = PromptProgress | Compiling | NewToken | Finished | Failed
 
 
 @dataclass(frozen=True)

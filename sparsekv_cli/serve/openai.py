@@ -148,7 +148,7 @@ class Completion:
             n_calls, ends = [0] * len(self._wishes), []
             async for told in answers.parts():
                 if isinstance(told, Ping):
-                    yield ": ping\n\n"
+                    yield f": {told.why or 'ping'}\n\n"
                 elif isinstance(told, PromptProgress):
                     yield self._progress(head, told)
                 else:

@@ -95,11 +95,22 @@ class Service:
         except (ValueError, SparseKVError) as error:
             param = "method" if str(error).startswith("unknown method") else "method_options"
             raise RequestError(str(error), param=param) from None
+        self._check_calibrated(method)
         if dense_rows < -1:
             raise RequestError(
                 f"sparse_from = {dense_rows}: must be 0 or more", param="sparse_from"
             )
         return method, dense_rows
+
+    def _check_calibrated(self, method: Method) -> None:
+        """Raises RequestError for a method that measures the model first: others would wait."""
+        if method.name != self._method and not self.session.calibrations.has(method):
+            raise RequestError(
+                f"{method.name} measures the model first, for which other requests would have to "
+                f"wait: run 'sparsekv-cli calibrate --method {method.name}' with this model once, "
+                f"or start the server with --prepare {method.name}",
+                param="method",
+            )
 
     def format_for(self, has_tools: bool) -> ToolFormat | None:
         """The format for which an answer is read; gpt-oss writes on channels without tools, too."""

@@ -29,6 +29,7 @@ from sparsekv_cli.session import N_HEADROOM, Session
 
 MEMINFO = Path("/proc/meminfo")  # Linux: what is free
 FALLBACK = 4 << 30  # bytes for rows where the system does not tell
+LEAST_SEEN = 512  # tokens; shorter prompts say little of what an index grows by
 GROWTH = 9 / 8  # of a cache's memory over its rows, at most (KVStore.reserve)
 
 
@@ -186,6 +187,40 @@ def sequence_bytes(attention: Attention, n: int) -> int:
     return total
 
 
+def best_parked(
+    all_parked: Iterable[Parked], attention: Attention, ids: Sequence[int], has_disk: bool
+) -> tuple[Parked | None, int]:
+    """The parked sequence that most of ``ids`` can be taken over from, and how many."""
+    best, n_best = None, 0
+    for parked in all_parked:
+        other = parked.state.attention
+        if other.method == attention.method and other.sparse_from == attention.sparse_from:
+            n = takes_over(parked.state, ids, attention.method, has_disk)
+            best, n_best = (parked, n) if n > n_best else (best, n_best)
+    return best, n_best
+
+
+class IndexSizes:
+    """The memory of methods' indexes, as prompts have shown it."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[int, int]] = {}  # by method: tokens, bytes
+
+    def add(self, method: Method, n: int, caches: Iterable[LayerCache]) -> None:
+        """A prompt of n tokens is prefilled; the longest one counts."""
+        if n >= self._seen.get(method.name, (0, 0))[0]:
+            self._seen[method.name] = n, sum(cache.memory().index for cache in caches)
+
+    def bytes_of(self, method: Method, n: int) -> int:
+        """An index of n tokens: as that of the longest prompt, and larger by the tokens."""
+        n_seen, n_bytes = self._seen.get(method.name, (0, 0))
+        return int(n_bytes * max(1.0, n / max(n_seen, LEAST_SEEN)))
+
+
 def held_bytes(caches: Iterable[LayerCache]) -> int:
     """Bytes that caches take, indexes included."""
     return sum(m.host + m.device + m.index for m in (cache.memory() for cache in caches))
+
+
+def gib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.2g} GiB"

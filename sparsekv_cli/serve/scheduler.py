@@ -20,6 +20,7 @@ from sparsekv_cli.methods.base import Method
 from sparsekv_cli.prefix.prefixes import Prefixes
 from sparsekv_cli.sequence import Attention, SequenceState, ledger_of
 from sparsekv_cli.serve.jobs import (
+    Compiling,
     Failed,
     Job,
     PromptProgress,
@@ -29,7 +30,15 @@ from sparsekv_cli.serve.jobs import (
     TooLargeError,
     Wish,
 )
-from sparsekv_cli.serve.rows import Parked, SharedRows, held_bytes, sequence_bytes, takes_over
+from sparsekv_cli.serve.rows import (
+    IndexSizes,
+    Parked,
+    SharedRows,
+    best_parked,
+    gib,
+    held_bytes,
+    sequence_bytes,
+)
 from sparsekv_cli.serve.running import Running, Stats
 from sparsekv_cli.session import Session
 
@@ -71,7 +80,8 @@ class Scheduler:
         self._prefilling: list[Job] = []  # one within another
         self._step_ended = self._step_s = self._watched = self._told = 0.0
         self._own = session.attention
-        self._attention = lru_cache(N_ATTENTIONS)(session.attention_of)
+        self._attention = lru_cache(N_ATTENTIONS)(self._new_attention)
+        self._indexes = IndexSizes()
         self._rows: SharedRows | None = None
         if session.engine.shares_prefill:
             self._rows = session.prefixes = SharedRows(session, disk_of, self._donors)
@@ -87,12 +97,12 @@ class Scheduler:
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queues all of the jobs, or none: QueueFullError, StoppingError, TooLargeError."""
         for job in jobs:
-            job.n_bytes = self.bytes_of(job.wish)
-            if job.n_bytes > self._kv_bytes:
+            n_bytes, job.n_bytes = self.bytes_of(job.wish)
+            if n_bytes > self._kv_bytes:
                 raise TooLargeError(
-                    f"the request takes {_gib(job.n_bytes)} for the rows of {len(job.wish.ids)} "
+                    f"the request takes {gib(n_bytes)} for the rows of {len(job.wish.ids)} "
                     f"tokens and an answer of up to {job.wish.n_predict}, but there are "
-                    f"{_gib(self._kv_bytes)} for all requests: shorten one of them, or start the "
+                    f"{gib(self._kv_bytes)} for all requests: shorten one of them, or start the "
                     "server with more --kv-memory"
                 )
         with self._changed:
@@ -119,10 +129,11 @@ class Scheduler:
             self._changed.notify()
         self._thread.join()
 
-    def bytes_of(self, wish: Wish) -> int:
-        """The memory that a job takes at most; that of methods is counted when it is there."""
-        own = Attention(wish.method, self._own.specs, 0)
-        return sequence_bytes(own, min(self.session.n_ctx, len(wish.ids) + wish.n_predict))
+    def bytes_of(self, wish: Wish) -> tuple[int, int]:
+        """The memory that a job's rows take at most; and with an index, which is an estimate."""
+        n = min(self.session.n_ctx, len(wish.ids) + wish.n_predict)
+        rows = sequence_bytes(Attention(wish.method, self._own.specs, 0), n)
+        return rows, min(self._kv_bytes, rows + self._indexes.bytes_of(wish.method, n))
 
     @property
     def n_waiting(self) -> int:
@@ -234,6 +245,15 @@ class Scheduler:
 
     # --- prefill ----------------------------------------------------------------------------------
 
+    def _new_attention(self, method: Method, dense_rows: int) -> Attention:
+        """How a sequence attends; everybody is told if kernels are compiled for it."""
+
+        def tell(*_: object) -> None:
+            for job in (*self._prefilling, *self._running.jobs, *list(self._queue)):
+                job.emit(Compiling(method.name))
+
+        return self.session.attention_of(method, dense_rows, tell)
+
     def _start(self, job: Job) -> None:
         """Prefills the prompt of a job, which then runs; what goes wrong is its failure alone."""
         self._prefilling.append(job)
@@ -256,6 +276,8 @@ class Scheduler:
         job.state, job.logits = self.session.state, logits.copy()
         self.stats.prompt_tokens += len(job.wish.ids) - job.n_cached
         self.stats.cached_tokens += job.n_cached
+        self._indexes.add(job.wish.method, len(job.wish.ids), job.state.caches)
+        _, job.n_bytes = self.bytes_of(job.wish)
         for cache in job.state.caches:
             cache.records_attended = bool(job.wish.n_bins)
         job.counted = ledger_of(job.state.caches)
@@ -310,13 +332,8 @@ class Scheduler:
 
     def _take_sequence(self, attention: Attention, ids: Sequence[int]) -> None:
         """The session works on a parked sequence that begins as ``ids`` do, or on a new one."""
-        session, method = self.session, attention.method
-        best, n_best = None, 0
-        for parked in self._parked:
-            other = parked.state.attention
-            if other.method == method and other.sparse_from == attention.sparse_from:
-                n = takes_over(parked.state, ids, method, self._has_disk)
-                best, n_best = (parked, n) if n > n_best else (best, n_best)
+        session = self.session
+        best, n_best = best_parked(self._parked, attention, ids, self._has_disk)
         if best is None:
             session.attention = attention
             session.reset()
@@ -379,7 +396,3 @@ class Scheduler:
                 cache.records_attended = False
             self._parked.append(Parked(state, held_bytes(state.caches)))
             self._makes_room(0)
-
-
-def _gib(n_bytes: int) -> str:
-    return f"{n_bytes / 2**30:.2g} GiB"

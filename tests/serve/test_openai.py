@@ -154,6 +154,7 @@ BAD = [
     ({"tool_choice": "any"}, "expected auto, none, required"),
     ({"tool_choice": {"function": {"name": "f"}}, "tools": [TOOL]}, "no tool 'f'"),
     ({"tool_choice": "required", "tools": [TOOL], "regex": "a"}, "leave out ignore_eos"),
+    ({"method": "fasa"}, "or start the server with --prepare fasa"),
     ({"sparsekv_rows": True}, "expected a whole number"),
 ]
 

@@ -17,6 +17,7 @@ from sparsekv_cli.methods import build_method
 from sparsekv_cli.prefix.folder import PrefixFolder
 from sparsekv_cli.prefix.prefixes import Prefixes, facts_of, root_of
 from sparsekv_cli.serve.jobs import (
+    Compiling,
     Event,
     Failed,
     Finished,
@@ -29,7 +30,7 @@ from sparsekv_cli.serve.jobs import (
     Wish,
     bins_of,
 )
-from sparsekv_cli.serve.rows import held_bytes, sequence_bytes
+from sparsekv_cli.serve.rows import IndexSizes, held_bytes, sequence_bytes
 from sparsekv_cli.serve.scheduler import Scheduler
 from sparsekv_cli.session import Session
 
@@ -180,6 +181,39 @@ def test_memory_is_set_aside_ahead_of_a_prefill(start: Callable[..., Scheduler])
     assert scheduler.n_parked == 1  # there is room for one only
     state = next(iter(scheduler._donors()))
     assert held_bytes(state.caches) <= sequence_bytes(state.attention, 103)
+
+
+def test_the_index_of_a_method_is_set_aside(start: Callable[..., Scheduler]) -> None:
+    quest = build_method("quest", {}, budget="64")
+    scheduler = start(kv_bytes=1 << 24)
+    wish = Wish(tokens(600), quest, 0, 6, GREEDY)
+    rows, first = scheduler.bytes_of(wish)
+    assert rows == first
+    assert Asked(scheduler, tokens(600), method=quest).text
+    _, after = scheduler.bytes_of(wish)
+    index = sum(cache.memory().index for state in scheduler._donors() for cache in state.caches)
+    assert index > 0 and after == rows + int(index * 606 / 600)
+    sizes = IndexSizes()
+    assert sizes.bytes_of(quest, 100) == 0 and start(kv_bytes=rows).bytes_of(wish) == (rows, rows)
+
+
+def test_a_method_that_is_compiled(
+    start: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits meanwhile is told."""
+    scheduler = start()
+    running = Asked(scheduler, tokens(30), 200)
+    assert running.began.wait(60)
+
+    def attention_of(method: Any, dense_rows: int, tell: Any) -> Any:
+        tell("decode", 0, 1)
+        return type(session).attention_of(session, method, dense_rows)
+
+    session = scheduler.session
+    monkeypatch.setattr(session, "attention_of", attention_of)
+    lfps = build_method("lfps", {}, budget="64")
+    assert Asked(scheduler, tokens(40), method=lfps).text and running.text
+    assert Compiling("lfps") in running.events
 
 
 def test_a_failure_hurts_nobody_else(
