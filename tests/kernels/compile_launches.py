@@ -4,7 +4,12 @@ Run as a program: NAME... The launchers are called as they are, on CPU tensors; 
 do is replaced by Triton's own warm-up, told by a driver that a GPU of each capability is present,
 so that types, alignment and options are specialised as in a real launch. One JSON line a kernel and
 capability: module (its NAME), kernel, capability, registers a thread, bytes of stack and local
-memory, shared bytes; for a module that fails, a line with its error.
+memory, shared bytes, and what scripts/gpu/gpu_ptx.py reads; for a module that fails, a line with
+its error.
+
+All launches are compiled for sm_80. sm_90 takes at most a quarter more registers, and its own
+instructions where matrices are multiplied. So it gets the first launch of each kernel, the first
+one that multiplies, and those that take more than MANY registers.
 """
 
 from __future__ import annotations
@@ -15,14 +20,17 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import triton
+from gpu_ptx import read_ptx
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 CAPABILITIES = (80, 90)
+MANY = 160  # registers of 255
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -54,43 +62,56 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {name: int(value) for name, value in pairs if name.isupper()}
 
 
-def compile_all(names: list[str]) -> None:
+def compile_all(
+    names: Sequence[str], capabilities: Sequence[int] = CAPABILITIES
+) -> Iterator[dict[str, Any]]:
+    """The lines of modules; all launches for the first capability, some for the others."""
     launch_now = triton.runtime.JITFunction.run
-    seen = set()
+    done: set[Any] = set()
+    lines: list[dict[str, Any]] = []
     name = ""
 
-    def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        for capability in CAPABILITIES:
-            driver.set_active(AbsentGpu(capability))  # type: ignore[arg-type]
-            kernel = launch_now(self, *args, grid=grid, warmup=True, **kwargs)
-            key = name, self.fn.__name__, capability, kernel.hash
-            if key in seen:
-                continue
-            seen.add(key)
-            used = resources(kernel.asm["cubin"])
-            line = {
-                "module": name,
-                "kernel": self.fn.__name__,
-                "capability": capability,
-                "registers": used["REG"],
-                "stack": used["STACK"],
-                "local": used["LOCAL"],
-                "shared": kernel.metadata.shared,
-                "warps": kernel.metadata.num_warps,
-                "constants": {
-                    k: v for k, v in kwargs.items() if isinstance(v, int | bool) and k.isupper()
-                },
-            }
-            print(json.dumps(line), flush=True)
+    def compiled(capability: int, jitted: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+        """The line of a launch; empty if the same was compiled before."""
+        driver.set_active(AbsentGpu(capability))  # type: ignore[arg-type]
+        kernel = launch_now(jitted, *args, warmup=True, **kwargs)
+        if (name, capability, kernel.hash) in done:
+            return {}
+        done.add((name, capability, kernel.hash))
+        used = resources(kernel.asm["cubin"])
+        constants = {k: v for k, v in kwargs.items() if isinstance(v, int | bool) and k.isupper()}
+        lines.append({
+            "module": name, "kernel": jitted.fn.__name__, "capability": capability,
+            "registers": used["REG"], "stack": used["STACK"], "local": used["LOCAL"],
+            "shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps,
+            "constants": constants, **read_ptx(kernel.asm["ptx"]),
+        })  # fmt: skip
+        return lines[-1]
+
+    def warm_up(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> None:
+        line = compiled(capabilities[0], self, args, kwargs)
+        if not line:
+            return
+        kind = name, line["kernel"], line["mma"] > 0
+        if kind not in done or line["registers"] > MANY:
+            done.add(kind)
+            for capability in capabilities[1:]:
+                compiled(capability, self, args, kwargs)
 
     triton.runtime.JITFunction.run = warm_up
-    for name in names:
-        try:
-            for launch in importlib.import_module(f"launches_{name}").launches():
-                launch()
-        except Exception:
-            print(json.dumps({"module": name, "error": traceback.format_exc()}), flush=True)
+    try:
+        for name in names:
+            try:
+                for launch in importlib.import_module(f"launches_{name}").launches():
+                    launch()
+                    yield from lines
+                    lines.clear()
+            except Exception:
+                yield {"module": name, "error": traceback.format_exc()}
+    finally:
+        triton.runtime.JITFunction.run = launch_now
 
 
 if __name__ == "__main__":
-    compile_all(sys.argv[1:])
+    for told in compile_all(sys.argv[1:]):
+        print(json.dumps(told), flush=True)

@@ -23,14 +23,14 @@ def launches() -> Iterator[Callable[[], object]]:
         q = torch.empty(1, n_head, d)
         heads, lists = torch.zeros(1, n_kv, dtype=torch.int32), torch.zeros(1, n_kv, 8192).int()
         leave = partial(recall.offload_pages, pages, layout, n, 64)
-        yield leave
+        apart = torch.zeros(1, dtype=torch.int64)
         yield partial(leave, ahead=1, budget=n, reserved=9, wanted=heads)
         assign = partial(recall.assign_slots, pages, layout, lists, heads, heads, n, n, 64, 128)
-        yield assign
         yield partial(assign, q=q, previous=q)
-        apart = torch.zeros(1, dtype=torch.int64)
-        yield partial(leave, pools=apart)
-        yield partial(recall.fetch_pages, pages, layout, pools=apart)
-        yield partial(recall.fetch_pages, pages, layout)
         yield partial(recall.fetch_pages, pages, layout, n, 64, lists, heads)
-        yield partial(recall.fetch_pages, pages, layout, n, 64, lists, heads)
+        if n_kv == 8:
+            yield leave
+            yield assign
+            yield partial(leave, pools=apart)
+            yield partial(recall.fetch_pages, pages, layout, pools=apart)
+            yield partial(recall.fetch_pages, pages, layout)

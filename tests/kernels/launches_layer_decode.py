@@ -23,11 +23,12 @@ def launches() -> Iterator[Callable[[], object]]:
         biases = torch.zeros(n_head * d), torch.zeros(n_kv * d), torch.zeros(n_kv * d)
         none = (None, None, None)
         scale = torch.zeros(64)
-        for given, norms, q_scale, interleaved in (
+        variants = (
+            (biases, (norm, norm), scale, False),
             (none, none[:2], None, True),
             (none, none[:2], scale, True),
-            (biases, (norm, norm), scale, False),
-        ):
+        )
+        for given, norms, q_scale, interleaved in variants if n_kv == 8 else variants[:1]:
             yield partial(
                 decode.split_heads, raw, out, pos, table, table, q_scale, biases=given, norms=norms,
                 interleaved=interleaved,

@@ -22,11 +22,13 @@ def launches() -> Iterator[Callable[[], object]]:
         k = torch.empty(2, n_kv, 8192 * page // 4, d, dtype=torch.float16)
         hi = torch.empty(2, n_kv, 8192, d, dtype=torch.float16)
         q = torch.empty(2, n_head, d)
-        for meanstd in (False, True):
+        new = NewRow(torch.empty(2, n_kv, d), torch.empty(2, n_kv, d))
+        for meanstd in (True, False) if n_kv == 8 else (True,):
             yield partial(pages.page_summaries, k, hi, hi, page, meanstd, 0, 100)
             yield partial(pages.page_summaries_step, k, n, hi, hi, page, meanstd, 4)
-            for n_page_max in (64, 8192) if n_head == 32 > n_kv else (8192,):
-                pool = partial(pages.pool_pages, q, hi, hi, n, n, n_page_max, page, 1.0)
-                yield partial(pool, softmax=meanstd)
-                new = NewRow(torch.empty(2, n_kv, d), torch.empty(2, n_kv, d))
-                yield partial(pool, softmax=meanstd, new=new, into=(k, k))
+            pool = partial(pages.pool_pages, q, hi, hi, n, n, 8192, page, 1.0)
+            yield partial(pool, softmax=meanstd, new=new, into=(k, k))
+        if n_kv == 8:
+            yield partial(pool, softmax=True)
+            few = partial(pages.pool_pages, q, hi, hi, n, n, 64, page, 1.0)
+            yield partial(few, softmax=False, new=new, into=(k, k))

@@ -53,14 +53,15 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     Triton take seconds to import, and Triton compiles in one thread.
     """
     tests = [item for item in request.session.items if item.parent is request.node]
-    modules = [test.callspec.params["module"] for test in tests if "compiled" in test.fixturenames]
+    parameters = [getattr(test, "callspec", None) for test in tests]
+    modules = [each.params["module"] for each in parameters if each is not None]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     environment |= {"TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": python_path()}
     program = [sys.executable, str(HERE / "compile_launches.py")]
     halves = [
         subprocess.Popen([*program, *half], stdout=PIPE, stderr=PIPE, text=True, env=environment)
-        for half in (modules[::2], modules[1::2])
+        for half in ([*modules[::2], "scalar_loads"], modules[1::2])
     ]
     told = [half.communicate() for half in halves]
     for half, (_, err) in zip(halves, told, strict=True):
@@ -83,9 +84,16 @@ def test_kernels_compile_for_every_capability(module, compiled):
         assert line["registers"] * 32 * line["warps"] <= REGISTERS, line
 
 
+@pytest.mark.slow
+def test_loads_of_single_elements_are_found(compiled):
+    """One kernel of helpers/launches_scalar_loads.py reads every other element, one all."""
+    loads = {line["kernel"]: line["loads"] for line in compiled if line["capability"] == 80}
+    assert loads["_every_other_kernel"].keys() == {"2"} and loads["_all_kernel"] == {"16": 1}
+
+
 def python_path() -> str:
-    """For the child: launches_NAME.py, the helpers, and what this process was given."""
-    folders = [str(HERE), str(HERE.parent / "helpers")]
+    """For the child: launches_NAME.py, helpers, gpu_ptx.py, and what this process was given."""
+    folders = [str(HERE), str(HERE.parent / "helpers"), str(HERE.parents[1] / "scripts" / "gpu")]
     return os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
