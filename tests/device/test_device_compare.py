@@ -18,13 +18,12 @@ from sparsekv_cli.methods import build_method
 from sparsekv_cli.session import load_session
 
 IDS = [int(token) for token in np.random.default_rng(0).integers(3, 270, 84)]
-METHODS = "topk:budget=24,lfps:budget=24"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny") / "m.gguf"
-    sizes = {"n_layer": 3, "n_embd": 32, "n_ff": 32, "n_vocab": 270, "head_dim": 32, "n_ctx": 512}
+    sizes = {"n_layer": 2, "n_embd": 32, "n_ff": 32, "n_vocab": 270, "head_dim": 32, "n_ctx": 512}
     return make_model(path, wtype="F32", **sizes)
 
 
@@ -37,7 +36,7 @@ def test_figures_are_those_of_the_cpu(model, monkeypatch):
     """And no method's caches are there any more when the next one's are made."""
     monkeypatch.setattr(prefill, "N_TRIAL", 10)
     monkeypatch.setattr(prefill, "N_TRIAL_STEPS", 1)
-    methods = parse_methods("topk:budget=24,lfps:budget=24")
+    methods = parse_methods("topk,lfps", {"budget": "24", "dense_layers": "0"})
     sessions = [session_on(model, where) for where in ("cpu", "cuda")]
     caches: list[weakref.ref] = []
     full_ones = []
@@ -50,7 +49,7 @@ def test_figures_are_those_of_the_cpu(model, monkeypatch):
 
     monkeypatch.setattr(sessions[1].engine, "layer", lambda *given: kept(real(*given)))
     host, device = (compare(session, methods, IDS[:80], 3, IDS[80:]) for session in sessions)
-    assert len(caches) == 3 * (3 * 3 + 1) and max(full_ones) == 0
+    assert len(caches) == 2 * (3 * 3 + 1) and max(full_ones) == 0
     assert [row.name for row in device] == ["full", "topk", "lfps"]
     for expected, found in zip(host, device, strict=True):
         # The interpreter's differ by some 1e-6 of each; a GPU's sums are in another order.

@@ -115,7 +115,7 @@ CACHE = ("pages_hit", "pages_recalled", "heads_corrected", "rows_scored", "bytes
 
 
 def test_follows_the_host_for_many_pages():
-    on_host, on_device, *_ = run_both(Geometry(2, 1, 16), 104)
+    on_host, on_device, *_ = run_both(Geometry(2, 1, 16), 50)
     expected = counts_of(on_host, *ALWAYS, *CACHE)
     assert counts_of(on_device, *ALWAYS, *CACHE) == expected
     assert all(expected.values())
@@ -135,7 +135,7 @@ def test_follows_the_host_for_many_pages():
     ids="-".join,
 )
 def test_follows_the_host_with_other_options(options):
-    on_host, on_device, *_ = run_both(Geometry(6, 2, 24), 9, **options)
+    on_host, on_device, *_ = run_both(Geometry(4, 2, 24), 9, **options)
     assert counts_of(on_device, *ALWAYS) == counts_of(on_host, *ALWAYS)
     corrected = counts_of(on_device, "heads_corrected")
     assert corrected == counts_of(on_host, "heads_corrected")
@@ -188,7 +188,7 @@ def test_back_to_the_end_of_the_prompt(n_prompt):
     cache = make_on_device(FreeKV(**SMALL), geometry)
     stream = Stream(geometry, seed=4)
     prefill(cache, stream.rows(n_prompt))
-    rows = [stream.rows(1) for _ in range(25)]
+    rows = [stream.rows(1) for _ in range(16)]
     first = [decode(cache, row).copy() for row in rows]
     assert cache.truncate(n_prompt) == n_prompt == cache.n
     again = [decode(cache, row).copy() for row in rows[:8]]

@@ -139,9 +139,9 @@ def test_sessions_whose_dense_layer_chooses_pages(tmp_path, monkeypatch):
     pages = Quest(page=8, budget=Budget(tokens=24))
     monkeypatch.setattr("sparsekv_cli.methods.lfps.PAGES", pages)
     options = {"budget": "20", "dense_layers": "0", "dense_rows": "63"}
-    assert_sessions_agree(tmp_path, "lfps", options, 60, 6, kv="host")
+    assert_sessions_agree(tmp_path, "lfps", options, 60, 5, kv="host")
 
 
 def test_sessions(tmp_path):
     options = {"budget": "24", "epsilon": "0.3", "dense_layers": "0"}
-    assert_sessions_agree(tmp_path, "lfps", options, 60, 6)
+    assert_sessions_agree(tmp_path, "lfps", options, 60, 2)

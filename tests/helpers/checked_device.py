@@ -38,8 +38,8 @@ from sparsekv_cli.kernels.weights import dot
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.session import Session, load_session
 
-SHAPE = {"n_layer": 2, "n_ctx": 512, "n_embd": 64, "n_ff": 64, "n_vocab": 259, "n_head": 4,
-         "n_head_kv": 2, "head_dim": 32, "wtype": "F32"}  # fmt: skip
+SHAPE = {"n_layer": 2, "n_ctx": 512, "n_embd": 64, "n_ff": 64, "n_vocab": 259, "n_head": 2,
+         "n_head_kv": 1, "head_dim": 32, "wtype": "F32"}  # fmt: skip
 # Methods with options that make them choose among a prompt of N_PROMPT rows.
 METHODS: dict[str, tuple[str, dict[str, str]]] = {
     "full": ("full", {}),
