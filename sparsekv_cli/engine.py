@@ -33,6 +33,7 @@ class Engine(Protocol):
     note: str  # what the user should know of how it runs
     shares_prefill: bool  # whether one can fill caches of several methods (evaluation/prefill.py)
     first_steps: int  # of a sequence's decode steps, those that take longer than later ones
+    chooses_tokens: bool  # whether the decoder has choose_next (device/decoder.py)
 
     def layer(self, method: Method, spec: LayerSpec) -> LayerCache:
         """The cache of one layer."""
@@ -52,6 +53,7 @@ class HostEngine:
         self.note = note
         self.shares_prefill = True
         self.first_steps = 1
+        self.chooses_tokens = False
 
     def layer(self, method: Method, spec: LayerSpec) -> LayerCache:
         return method.layer(spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +41,26 @@ class SequenceState(NamedTuple):
     tokens: list[int]
     caches: list[LayerCache]
     checkpoint: Checkpoint | None = None
+
+
+@dataclass
+class Timings:
+    """Seconds and tokens so far; ``reset`` keeps the load time.
+
+    cached_tokens: of prompts, whose rows came from disk. ttft_s: from a prompt to its first token.
+    """
+
+    load_s: float = 0.0
+    prefill_s: float = 0.0
+    prefill_tokens: int = 0
+    decode_s: float = 0.0
+    decode_tokens: int = 0
+    cached_tokens: int = 0
+    ttft_s: float = 0.0
+
+    def reset(self) -> None:
+        self.prefill_s = self.decode_s = self.ttft_s = 0.0
+        self.prefill_tokens = self.decode_tokens = self.cached_tokens = 0
 
 
 class SequenceLedger:

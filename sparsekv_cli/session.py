@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from sparsekv_cli import sequence, warmup
 from sparsekv_cli.cache.kinds import share_rows
-from sparsekv_cli.cache.layer import reserve
+from sparsekv_cli.cache.layer import LayerCache, reserve
 from sparsekv_cli.cache.spec import STATE, LayerSpec
 from sparsekv_cli.calibration import calibrations
 from sparsekv_cli.config import SessionConfig
@@ -28,30 +29,12 @@ from sparsekv_cli.models.gguf.file import GGUFFile, open_gguf
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.weights import Weights, read_weights
 from sparsekv_cli.prefix.prompt_rows import Found, PromptRows
-from sparsekv_cli.sequence import Attention, Checkpoint, SequenceState, hand_over
+from sparsekv_cli.sampling.plain import PlainSampler
+from sparsekv_cli.sequence import Attention, Checkpoint, SequenceState, Timings, hand_over
 from sparsekv_cli.warmup import OnCompile
 
 Sample = Callable[[np.ndarray, Sequence[int]], int]
-
-
-@dataclass
-class Timings:
-    """Seconds and tokens so far; ``reset`` keeps the load time.
-
-    cached_tokens: of prompts, whose rows came from disk. ttft_s: from a prompt to its first token.
-    """
-
-    load_s: float = 0.0
-    prefill_s: float = 0.0
-    prefill_tokens: int = 0
-    decode_s: float = 0.0
-    decode_tokens: int = 0
-    cached_tokens: int = 0
-    ttft_s: float = 0.0
-
-    def reset(self) -> None:
-        self.prefill_s = self.decode_s = self.ttft_s = 0.0
-        self.prefill_tokens = self.decode_tokens = self.cached_tokens = 0
+Added = TypeVar("Added")
 
 
 N_HEADROOM = 512  # rows that a prefill makes room for beyond its own, so that an answer fits
@@ -270,20 +253,29 @@ class Session:
 
     def decode(self, token: int) -> np.ndarray:
         """Adds one token with the method; logits f32 (n_vocab,) after it."""
+        return self._add(token, self.decoder.decode)
+
+    def decode_next(self, token: int, sample: Sample) -> int:
+        """Adds one token; the next one. A device chooses it itself, if it can do ``sample``."""
+        if self.engine.chooses_tokens and isinstance(sample, PlainSampler):
+            return self._add(token, partial(self.decoder.choose_next, sample))
+        return sample(self.decode(token), self.tokens)
+
+    def _add(self, token: int, step: Callable[[int, int, list[LayerCache]], Added]) -> Added:
         self._check_room(1, len(self.tokens))
         self._check_ids((token,))
         self.gguf.check_intact()
         started = time.perf_counter()
         n_past = len(self.tokens)
         try:
-            logits = self.decoder.decode(token, n_past, self.caches)
+            added = step(token, n_past, self.caches)
         except BaseException:
             self.rewind(n_past)  # some layers have the row already
             raise
         self.tokens.append(int(token))
         self.timings.decode_s += time.perf_counter() - started
         self.timings.decode_tokens += 1
-        return logits
+        return added
 
     def decode_batch(self, tokens: Sequence[int], sequences: Sequence[SequenceState]) -> np.ndarray:
         """Adds a token to each of B sequences of this session: logits f32 (B, n_vocab).
@@ -322,16 +314,15 @@ class Session:
             logits = at.logits
         else:
             logits = self.prefill(ids, progress)
-        produced = 0
-        while produced != n_predict:
-            token = sample(logits, self.tokens)
-            if not produced:
-                self.timings.ttft_s = time.perf_counter() - started
+        if n_predict == 0:
+            return
+        token = sample(logits, self.tokens)
+        self.timings.ttft_s = time.perf_counter() - started
+        for produced in count(1):
             yield token
-            produced += 1
             if produced == n_predict or len(self.tokens) >= self.n_ctx:
                 return
-            logits = self.decode(token)
+            token = self.decode_next(token, sample)
 
     def rewind(self, n: int) -> None:
         """Keeps at most the first n tokens; fewer if the method cannot go back to them.

@@ -24,13 +24,13 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"cache", "cpu"},
     "prefix": {"cache", "calibration", "cpu", "models"},
     "sampling": set(),
-    "device": {"cache", "cpu", "kernels", "methods", "models"},
+    "device": {"cache", "cpu", "kernels", "methods", "models", "sampling"},
     "evaluation": {"cache", "cpu", "device", "methods", "session", "warmup"},
     "engine": {"cache", "cpu", "device", "methods", "models", "warmup"},
     "warmup": {"cache", "cpu", "methods", "models"},
     "sequence": {"cache", "methods"},
     "session": {"cache", "calibration", "cpu", "engine", "memory", "methods", "models", "prefix"}
-    | {"sequence", "warmup"},
+    | {"sampling", "sequence", "warmup"},
     "batch": {"sequence", "session"},
     "generation": {"models", "sampling", "session"},
     "planning": {"cache", "calibration", "cpu", "engine", "evaluation", "methods", "models"}

@@ -1,10 +1,13 @@
-"""Which device torch and Triton offer; nothing else of device/ is imported for it."""
+"""Which device torch and Triton offer, and what Triton compiles for it; imports little of ours."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import triton
 
 from sparsekv_cli.errors import SparseKVError
 
@@ -25,3 +28,17 @@ def find_cuda(name: str) -> torch.device | None:
     raise SparseKVError(
         "--device cuda: torch finds no CUDA device; use --device cpu, or install a torch for CUDA"
     )
+
+
+def report_compiling(report: Callable[[str, int, int], None]) -> None:
+    """From now on tells ``report`` the name of each kernel that Triton has to compile.
+
+    It reports 0 of 0 done, because how many kernels follow depends on what is computed. Triton has
+    one such listener; a session that is opened later takes it over.
+    """
+
+    def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            report(src.name, 0, 0)
+
+    triton.knobs.compilation.listener = listen

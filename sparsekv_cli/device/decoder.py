@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from sparsekv_cli.models.forward import Forward, OnRows, Product, Progress
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.rope import RopeTable, RopeTables
 from sparsekv_cli.models.weights import Weights
+from sparsekv_cli.sampling.plain import PlainChain, PlainSampler
+
+Result = TypeVar("Result")
 
 
 class DeviceRope:
@@ -154,6 +157,29 @@ class DeviceDecoder(Forward):
         caches: Sequence[Sequence[LayerCache]],
     ) -> np.ndarray:
         """``decode`` of B sequences, which share every load of a weight: logits (B, n_vocab)."""
+        return self._run_step(tokens, positions, caches, None, StepBuffers.logits)
+
+    def choose_next(
+        self, sampler: PlainSampler, token: int, pos: int, caches: Sequence[LayerCache]
+    ) -> int:
+        """``decode``, but the token that ``sampler`` chooses behind it. Logits stay on the device.
+
+        SparseKVError where the highest logit is no number.
+        """
+        return self._run_step([token], [pos], [caches], sampler, StepBuffers.chosen)
+
+    def _run_step(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        caches: Sequence[Sequence[LayerCache]],
+        sampler: PlainSampler | None,
+        result: Callable[[StepBuffers], Result],
+    ) -> Result:
+        """A step of B sequences. sampler: chooses a token; None: the logits come to the host.
+
+        result: waits for the step, and reads what came.
+        """
         n_rows = len(tokens)
         if n_rows != self._buffers.n_rows:
             self._buffers = StepBuffers(self.hparams, n_rows, self.device)
@@ -163,28 +189,35 @@ class DeviceDecoder(Forward):
             self.embed_row(token, buffers.host_x[b].numpy())
             budgets = [c.budget_rows(pos + 1) for c in caches[b] if isinstance(c, DeviceCache)]
             buffers.set_numbers(b, pos, min(budgets, default=pos + 1))
+        chain = None
+        if sampler is not None:
+            chain = sampler.chain
+            buffers.host_chance[0] = sampler.chance()
         plan = self._planner.begin(positions, caches)
         owners = [buffers, *(cache for layers in caches for cache in layers)]
         on_device = (c for layers in caches for c in layers if isinstance(c, DeviceCache))
         self._steps.run(
             owners,
-            (len(self.rope.full.cos), plan.key),
-            lambda: list(self._program(caches, plan.runs_of(caches))),
+            (len(self.rope.full.cos), plan.key, chain),
+            lambda: list(self._program(caches, plan.runs_of(caches), chain)),
             watched=any(cache.on_step is not None for cache in on_device),
         )
-        logits = buffers.logits()
+        found = result(buffers)
         self._caches = ()
         for layers, pos in zip(caches, positions, strict=True):
             for cache in layers:
                 if isinstance(cache, DeviceCache):
                     cache.settle(pos + 1)
         self._planner.end(plan, positions)
-        return logits
+        return found
 
     def _program(
-        self, caches: Sequence[Sequence[LayerCache]], runs: Sequence[Sequence[Run]]
+        self,
+        caches: Sequence[Sequence[LayerCache]],
+        runs: Sequence[Sequence[Run]],
+        chain: PlainChain | None = None,
     ) -> Iterator[Piece]:
-        """A step: from the token's embedding in the buffers to the logits there.
+        """A step: from the token's embedding in the buffers to the logits there, or a token.
 
         runs: the runs of each layer, none where caches lie on the host.
         """
@@ -203,7 +236,7 @@ class DeviceDecoder(Forward):
             calls.append(partial(self._finish, i))
         on_device = [c for layers in caches for c in layers if isinstance(c, DeviceCache)]
         join = partial(join_all, [c.side for c in on_device if c.side is not None])
-        yield Piece(_in_order([*calls, self._output, join]), False, beside)
+        yield Piece(_in_order([*calls, partial(self._output, chain), join]), False, beside)
 
     def _project(self, i: int) -> None:
         """Layer i's q, k, v in the buffers, from the residual stream."""
@@ -278,10 +311,13 @@ class DeviceDecoder(Forward):
         hidden = kernels.silu_multiply(layer.gate_up.apply(self._norm(ffn_norm)))
         layer.down.apply(hidden, buffers.y)
 
-    def _output(self) -> None:
+    def _output(self, chain: PlainChain | None) -> None:
         output_norm: Any = self.output_norm
         logits = self._on_device.output.apply(self._norm(output_norm))
-        self._buffers.download_logits(logits)
+        if chain is None:
+            self._buffers.download_logits(logits)
+        else:
+            self._buffers.choose(logits, chain)
 
 
 def _in_order(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:

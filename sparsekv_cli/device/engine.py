@@ -13,7 +13,7 @@ from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.device.cache import DeviceCache
-from sparsekv_cli.device.compiling import report_compiling
+from sparsekv_cli.device.cuda import report_compiling
 from sparsekv_cli.device.decoder import DeviceDecoder
 from sparsekv_cli.device.host import HostCache, HostWorker
 from sparsekv_cli.device.methods.full import DeviceDense
@@ -54,6 +54,7 @@ class DeviceEngine:
         self.note = note
         self.shares_prefill = False
         self.first_steps = 3  # run as it is, captured, replayed for the first time
+        self.chooses_tokens = True
         self.on_host = on_host
         self.n_ctx = n_ctx
         self.device = decoder.device
@@ -102,7 +103,7 @@ def open_device_engine(
     n_ctx: int,
     on_compile: Callable[[str, int, int], None] | None = None,
 ) -> DeviceEngine:
-    """Loads the weights and decides where the KV cache lies. on_compile: see device/compiling.py.
+    """Loads the weights and decides where the KV cache lies. on_compile: see device/cuda.py.
 
     SparseKVError, with the numbers, for what does not fit. If ``config.kv`` is auto, a KV cache
     that does not fit stays on the host, and the engine's note says so.

@@ -8,8 +8,11 @@ import numpy as np
 import torch
 
 from sparsekv_cli.cache.store import padded
+from sparsekv_cli.device.choosing import choose
 from sparsekv_cli.kernels.attention.decode import Attended
 from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.sampling.chain import check_finite
+from sparsekv_cli.sampling.plain import PlainChain
 
 
 class StepBuffers:
@@ -40,6 +43,8 @@ class StepBuffers:
         self._attended = torch.zeros(wide, dtype=torch.float32, device=device)
         self._from_host, self._received = self._both((wider,), torch.float32)
         self._host_logits = self._on_host((n_rows, h.n_vocab), torch.float32)
+        self.host_chance, self._chance = self._both((1,), torch.float64)
+        self._host_chosen = self._on_host((2,), torch.float64)
 
     def _on_host(self, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=kind, pin_memory=self._device.type == "cuda")
@@ -114,9 +119,24 @@ class StepBuffers:
 
     def logits(self) -> np.ndarray:
         """f32 (B, n_vocab) of the step, the caller's own; waits for it."""
+        self._wait()
+        return self._host_logits.numpy().copy()
+
+    def choose(self, logits: torch.Tensor, chain: PlainChain) -> None:
+        """Chooses the next token of a step of one sequence at ``host_chance``."""
+        self._chance.copy_(self.host_chance, non_blocking=True)
+        self._host_chosen.copy_(choose(logits[0], chain, self._chance), non_blocking=True)
+
+    def chosen(self) -> int:
+        """The token that the step has chosen; waits for it."""
+        self._wait()
+        token, highest = self._host_chosen.tolist()
+        check_finite(np.float32(highest))
+        return int(token)
+
+    def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        return self._host_logits.numpy().copy()
 
 
 def _widened(rows: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.sampling.dry import Breakers, dry_penalties, find_breakers
 from sparsekv_cli.sampling.grammar import Constraint
 from sparsekv_cli.sampling.params import SAMPLERS, Sampler, SamplingParams
+from sparsekv_cli.sampling.plain import PlainSampler, plain_chain
 
 BLOCK = 128  # logits a block when looking for the largest few
 FIRST_SORTED = 256  # tokens that top_p sorts before it needs more
@@ -99,7 +100,10 @@ def make_sampler(
             constraint.accept(token)
         return token
 
-    return sample
+    plain = None if constraint is not None else plain_chain(params, active, takes_best)
+    if plain is None:
+        return sample
+    return PlainSampler(sample, plain, lambda: 0.0 if takes_best else rng.random())
 
 
 def chain_step(

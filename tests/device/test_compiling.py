@@ -12,7 +12,7 @@ from sparsekv_cli.session import Session
 
 
 def test_only_what_is_compiled_is_told_of(monkeypatch, capsys):
-    from sparsekv_cli.device.compiling import report_compiling
+    from sparsekv_cli.device.cuda import report_compiling
 
     monkeypatch.setattr(triton.knobs.compilation, "listener", None)
     report_compiling(CompileProgress())

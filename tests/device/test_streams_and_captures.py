@@ -13,8 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checked_device import METHODS, Checked, check, checked, plain_logits, write_model
+from checked_device import METHODS, N_PROMPT, Checked, check, checked, plain_logits, write_model
 from fake_cuda import FakeCuda
+
+from sparsekv_cli.sampling.chain import make_sampler
+from sparsekv_cli.sampling.params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,3 +48,18 @@ def engine(path: Path, plain: dict[str, np.ndarray]) -> Iterator[Checked]:
 @pytest.mark.parametrize("method", METHODS)
 def test_steps_and_captures(method, engine, plain):
     check(engine, method, plain[method])
+
+
+@pytest.mark.parametrize("method", ["full", "lfps"])
+def test_tokens_are_chosen_in_the_captures(method, engine, plain):
+    """Those that the host's chain draws from the logits, which stay on the device."""
+    host, on_device = (make_sampler(SamplingParams(seed=1, temp=2.0)) for _ in range(2))
+    session, caches, cuda = engine.session, engine.caches(method), engine.cuda
+    engine.prefill(caches)
+    found_logits = session.decoder._buffers._host_logits.numpy()
+    found_logits[:] = np.nan
+    for i, logits in enumerate(plain[method][1:]):
+        n = N_PROMPT + i
+        assert session.decoder.choose_next(on_device, 5 + n, n, caches) == host(logits, [])
+    assert not cuda.found
+    assert np.isnan(found_logits).all()

@@ -1,0 +1,61 @@
+"""Chains of the plainest samplers, which can be applied on a device, where the logits are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from sparsekv_cli.sampling.params import Sampler, SamplingParams
+
+PLAIN = ("top_k", "top_p", "min_p", "temperature")  # in this order only
+
+
+class PlainChain(NamedTuple):
+    """What such a chain does. top_k = 0, top_p = 1, min_p = 0, temp = 1: nothing.
+
+    is_greedy: the most likely token is taken, and nothing is drawn.
+    """
+
+    is_greedy: bool
+    top_k: int
+    top_p: float
+    min_p: float
+    temp: float
+
+
+def plain_chain(
+    params: SamplingParams, active: Sequence[Sampler], takes_best: bool
+) -> PlainChain | None:
+    """The chain ``active`` of chain.py, if it is plain."""
+    names = [sampler.name for sampler in active]
+    if params.logit_bias or params.dynatemp_range > 0:
+        return None
+    if takes_best:
+        return None if names else PlainChain(True, 0, 1.0, 0.0, 1.0)
+    if names != [name for name in PLAIN if name in names]:
+        return None
+    return PlainChain(
+        False,
+        params.top_k if "top_k" in names else 0,
+        params.top_p if "top_p" in names else 1.0,
+        params.min_p if "min_p" in names else 0.0,
+        params.temp if "temperature" in names else 1.0,
+    )
+
+
+@dataclass(frozen=True)
+class PlainSampler:
+    """A sampler whose chain is plain: called with logits it chooses on the host.
+
+    chance: the number in [0, 1) at which the next token is drawn.
+    """
+
+    sample: Callable[[np.ndarray, Sequence[int]], int]
+    chain: PlainChain
+    chance: Callable[[], float]
+
+    def __call__(self, logits: np.ndarray, history: Sequence[int]) -> int:
+        return self.sample(logits, history)
