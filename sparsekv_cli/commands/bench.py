@@ -14,6 +14,7 @@ from sparsekv_cli.commands import completers
 from sparsekv_cli.commands.answer import N_REFRESH, keep_common
 from sparsekv_cli.commands.bench_report import REPORTS, BenchModel, BenchResult, BenchTest
 from sparsekv_cli.commands.help import GroupedCommand
+from sparsekv_cli.commands.method_choice import settle
 from sparsekv_cli.commands.options import (
     ModelOptions,
     build_method,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from sparsekv_cli.models.gguf.file import GGUFFile
     from sparsekv_cli.session import Session
 
+AUTO = "auto"
 DEFAULT_SEED = 0
 WARM_UP_TOKENS = 3  # decoded by a run that is not timed
 # Counters of the ledger that say how much there is now; the others add up over steps.
@@ -159,7 +161,8 @@ def command(
 
     Tokens are random, with a fixed seed. Loading, filling the cache up to the depth and a short run
     ahead of each test are not timed. An option given with -o goes to those of the methods that have
-    it. What memory allows (the roofline) is told for tests that only decode.
+    it. The method auto is chosen for the largest test, and shown by its name. What memory allows
+    (the roofline) is told for tests that only decode.
     """
     shapes = [(n, 0, 1) for n in n_prompts if n]
     shapes += [(0, n, seqs) for n in n_gens if n for seqs in n_seqs]
@@ -167,7 +170,10 @@ def command(
     tests = [BenchTest(prompt, gen, depth, n) for depth in n_depths for prompt, gen, n in shapes]
     if not tests:
         raise click.UsageError("nothing to measure: -p and -n are 0 and there is no -pg", context)
-    built = [(name, build_for_bench(name, methods, options)) for name in methods]
+    built = [
+        (name, build_for_bench("full" if name == AUTO else name, methods, options))
+        for name in methods
+    ]
     check_sparse_from(options.config, [method for _, method in built])
     path = find_model(options.model)
     config = replace(options.config, ctx_size=context_size(tests))
@@ -177,6 +183,8 @@ def command(
     try:
         for name, method in built:
             session = load_session(path, method, config)
+            if name == AUTO:  # for the largest test
+                name = settle(session, replace(options, method=AUTO), config.ctx_size).method
             model = describe_model(session, config.chunk)
             if bandwidth is None and any(decodes_only(test) for test in tests):
                 bandwidth = measure_bandwidth(session.n_threads)

@@ -13,6 +13,7 @@ import click
 from sparsekv_cli.commands import completers
 from sparsekv_cli.commands.completers import files
 from sparsekv_cli.commands.help import GroupedCommand
+from sparsekv_cli.commands.method_choice import measure_losses
 from sparsekv_cli.commands.options import (
     MACHINE_OPTIONS,
     MODEL_OPTION,
@@ -31,7 +32,7 @@ from sparsekv_cli.option import did_you_mean
 if TYPE_CHECKING:
     from sparsekv_cli.calibration.sidecar import Entry
 
-ALL = "all"
+ALL, AUTO = "all", "auto"
 
 
 def _machine_options(function: Any) -> Any:
@@ -45,7 +46,8 @@ def _machine_options(function: Any) -> Any:
     metavar="LIST",
     shell_complete=completers.methods,
     default=ALL,
-    help="The methods, with commas between, or all that need it. [default: all]",
+    help="The methods, with commas between, or all that need it; auto: what each method loses, by "
+    "which --method auto chooses. [default: all]",
 )
 @click.option(
     "-f",
@@ -103,9 +105,11 @@ def command(
     with CalibrationProgress() as progress:
         for name in names:
             begin = time.perf_counter()
-            entry = calibrations.calibrate(
-                _method(name), source, n_tokens or DEFAULT_TOKENS, progress
-            )
+            n = n_tokens or DEFAULT_TOKENS
+            if name == AUTO:
+                _, entry = measure_losses(session, source, n)
+            else:
+                entry = calibrations.calibrate(_method(name), source, n, progress)
             write_entry(place, name, calibrations.identity, entry)
             seconds = time.perf_counter() - begin
             progress(name, 1.0, f"{entry.n_tokens} tokens, {seconds:.1f} s, stored in {place}")
@@ -119,7 +123,10 @@ def command(
 
 
 def choose_methods(text: str) -> list[str]:
-    """The names in ``text``, or all; a usage error for one that needs no calibration."""
+    """The names in ``text``, or all; a usage error for one that needs no calibration.
+
+    AUTO is the measurement behind ``--method auto``, and no part of all.
+    """
     from sparsekv_cli.methods import calibrated_methods
 
     known = calibrated_methods()
@@ -130,10 +137,11 @@ def choose_methods(text: str) -> list[str]:
         return known
     names = list(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
-        if name not in known:
+        if name not in known and name != AUTO:
             close = did_you_mean(name, known)
             raise click.UsageError(
-                f"method {name!r}{close} is none that needs a calibration; those are {listed}"
+                f"method {name!r}{close} is none that needs a calibration; those are {listed}, and "
+                f"{AUTO} is what all methods lose"
             )
     return names
 

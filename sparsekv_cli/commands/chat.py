@@ -10,6 +10,7 @@ import click
 from sparsekv_cli.commands.chat_commands import Chat, enter, respond, send
 from sparsekv_cli.commands.chat_conversation import ChatSettings, Conversation
 from sparsekv_cli.commands.help import GroupedCommand
+from sparsekv_cli.commands.method_choice import settle
 from sparsekv_cli.commands.options import Invocation, ModelOptions, model_options, open_session
 from sparsekv_cli.commands.prefix_options import PrefixOptions, prefix_options, use_prefixes
 from sparsekv_cli.commands.prompt import check_utf8, parse_special_option, think_option
@@ -87,6 +88,7 @@ def command(
         for text, source in ((prompt, "-p"), (system, "-sys"))
     )
     session = open_session(options)
+    options = settle(session, options)
     use_prefixes(session, prefix)
     settings = ChatSettings(
         sampling,

@@ -45,6 +45,12 @@ class ModelOptions:
     dense_layers: str | None = None
     cache_type_k: str | None = None
     cache_type_v: str | None = None
+    max_loss: float = 0.0
+    choice: Mapping[str, Any] | None = None  # what ``auto`` chose, and why (planning/auto.py)
+
+    @property
+    def is_auto(self) -> bool:
+        return self.method == "auto"
 
     @property
     def named(self) -> dict[str, str | None]:
@@ -224,18 +230,27 @@ METHOD_OPTION = click.option(
     metavar="NAME",
     default="full",
     shell_complete=completers.methods,
-    help="KV-cache method. See 'sparsekv-cli methods'. [default: full]",
+    help="KV-cache method (see 'sparsekv-cli methods'), or auto: the fastest that loses at most "
+    "--max-loss. [default: full]",
+)
+
+MAX_LOSS_OPTION = click.option(
+    "--max-loss",
+    metavar="KLD",
+    type=click.FloatRange(min=0),
+    default=0.1,
+    help="What --method auto may lose: mean KLD to dense attention. [default: 0.1]",
 )
 
 
 def model_options(
-    *, bench: bool = False, sparse_from: bool = True, seed: bool = True
+    *, bench: bool = False, sparse_from: bool = True, seed: bool = True, auto: bool = True
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Adds the options of every command that runs a model; passes them as ``options``.
 
     bench: leave out ``-c`` and ``--method``, because the command works both out by itself.
     sparse_from: whether methods wait until they pay; otherwise they are sparse at once. seed:
-    whether there is ``--seed``.
+    whether there is ``--seed``. auto: whether the method may be left to the program.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -245,6 +260,7 @@ def model_options(
 
         own = [] if bench else [CONTEXT_OPTION, METHOD_OPTION, CHECKPOINTS_OPTION]
         own += [SPARSE_FROM_OPTION] if sparse_from else []
+        own += [MAX_LOSS_OPTION] if sparse_from and auto else []
         own += MODEL_OPTIONS[1:] + ([SEED_OPTION] if seed else [])
         return apply_options(gather, [MODEL_OPTION, *own, verbose_option])
 
@@ -277,6 +293,7 @@ def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
         dense_layers=values.pop("dense_layers"),
         cache_type_k=values.pop("cache_type_k"),
         cache_type_v=values.pop("cache_type_v"),
+        max_loss=values.pop("max_loss", 0.0),
     )
 
 
@@ -303,13 +320,22 @@ def find_model(name: str | None) -> Path:
 
 
 def open_session(options: ModelOptions) -> Session:
-    """Checks the method first, then loads the model.
+    """Checks the method first, then loads the model; with ``auto`` it has ``full`` at first.
 
     click.UsageError for a method or an option that does not exist, SparseKVError for a bad model.
     """
+    name = options.method
+    if options.is_auto:
+        name, given = "full", [*options.method_options, *filter(options.named.get, options.named)]
+        if given:
+            raise click.UsageError(
+                f"--method auto chooses a method with its options: leave {given[0]} out, or name "
+                "a method"
+            )
     with collecting_no_garbage():
-        method = build_method(options.method, options.method_options, options.named)
-    check_sparse_from(options.config, [method])
+        method = build_method(name, options.method_options, options.named)
+    if not options.is_auto:
+        check_sparse_from(options.config, [method])
     session = load_session(find_model(options.model), method, options.config)
     warn_of_long_context(session)
     return session

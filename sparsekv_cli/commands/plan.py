@@ -43,7 +43,7 @@ ALL = "all"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @CONTEXT_OPTION
-@model_options(bench=True)
+@model_options(bench=True, seed=False, auto=False)
 def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -> None:
     """Forecast what a model takes with each method at a context, and how fast it decodes.
 

@@ -23,6 +23,7 @@ from sparsekv_cli.commands.answer import (
 from sparsekv_cli.commands.completers import files
 from sparsekv_cli.commands.help import GroupedCommand
 from sparsekv_cli.commands.jsonl_tasks import Task
+from sparsekv_cli.commands.method_choice import settle
 from sparsekv_cli.commands.options import Invocation, ModelOptions, model_options, open_session
 from sparsekv_cli.commands.prefix_options import PrefixOptions, prefix_options, use_prefixes
 from sparsekv_cli.commands.prompt import check_utf8, parse_special_option, read_prompt, think_option
@@ -160,8 +161,9 @@ def command(
         return
     text = read_prompt(prompt, file)
     session = open_session(options)
-    use_prefixes(session, prefix)
     ids = prompt_ids(session, text, system, raw=raw, parse_special=parse_special, think=think)
+    options = settle(session, options, len(ids) + max(n_predict, 0))
+    use_prefixes(session, prefix)
     thinking = None if raw or special or inline_thinking else model_thinking(session)
     constraint = new_constraint(session, sampling.grammar)
     sampler = new_sampler(session, sampling, options.seed, constraint)
@@ -189,6 +191,8 @@ def command(
         say(line)
     if as_json:
         printed = result(session, ids, answer, options.method)
+        if options.choice is not None:
+            printed["method"]["auto"] = options.choice
         if logprobs is not None:
             printed["logprobs"] = remembered.of(answer)
         click.echo(json.dumps(printed))
@@ -231,6 +235,7 @@ def _answer_lines(
         if n_done:
             say(f"{path} has answers up to line {n_done}: going on behind it")
         session = open_session(options)
+        settle(session, options)
         use_prefixes(session, prefix)
         output = Output(write)
         Answering(session, n_parallel, output).run(lines, task)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from sparsekv_cli.commands.method_choice import settle
 from sparsekv_cli.commands.options import ModelOptions, build_method, model_options, open_session
 from sparsekv_cli.commands.prefix_options import PrefixOptions, prefix_options, prefixes_maker
 from sparsekv_cli.commands.sampling_options import sampling_options
@@ -113,6 +114,7 @@ def command(
 
     prepared = [build_method(name, {}, {}) for name in prepare.split(",") if name]
     session = open_session(options)
+    options = settle(session, options)
     prepare_methods(session, prepared)
     scheduler = Scheduler(
         session,

@@ -1,0 +1,211 @@
+"""``--method auto``: the fastest method that loses no more than the user allows.
+
+What methods lose is measured once a model, and kept in its sidecar with machine and date: the
+mean distance to dense attention (KLD) over tokens that each method decodes behind a text. Half of
+them go on with the text. The others repeat a passage of it, which the prompt's end has begun to
+repeat; who has lost the passage cannot. How fast methods are is forecast (plan.py). Up to the depth
+where the chosen method pays, all rows are attended to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparsekv_cli.calibration.calibrations import CalibrationText
+from sparsekv_cli.calibration.sidecar import Entry
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.evaluation.compare import compare
+from sparsekv_cli.methods import METHODS, build_method
+from sparsekv_cli.methods.base import Method
+from sparsekv_cli.planning.kept import method_key, why_not
+from sparsekv_cli.planning.measure import machine_name
+from sparsekv_cli.planning.plan import Forecast
+
+if TYPE_CHECKING:
+    from sparsekv_cli.session import Progress, Session
+
+AUTO = "auto"  # as a method on the command line, and in the sidecar
+N_TEXT = 4096  # tokens of the text
+N_BEGUN, N_HALF = 32, 48  # of a passage: repeated by the prompt, and by each method; of the text
+LEAST_TEXT = 1024  # below, methods leave too little out to tell what they lose
+GAIN = 1.02  # times as fast as ``full`` that a method must be
+
+
+@dataclass(frozen=True)
+class Losses:
+    """KLD to dense attention of methods by ``method_key``."""
+
+    machine: str
+    date: str
+    kld: Mapping[str, float]
+
+    def know_one_of(self, methods: Sequence[Method]) -> bool:
+        """Whether one of ``methods`` was measured; not if it was with other options."""
+        return any(method_key(each) in self.kld for each in methods)
+
+    def as_entry(self, n_tokens: int, text: CalibrationText) -> Entry:
+        told = {"machine": self.machine, "date": self.date, "kld": dict(self.kld)}
+        digest = hashlib.sha256(text.text.encode()).hexdigest()
+        return Entry({"losses": np.array(json.dumps(told))}, n_tokens, text.name, digest)
+
+    @staticmethod
+    def of_entry(entry: Entry) -> Losses:
+        """KeyError, TypeError or ValueError for what ``as_entry`` did not make."""
+        return Losses(**json.loads(str(entry.tensors["losses"])))
+
+
+@dataclass(frozen=True)
+class Rated:
+    """A method with what it loses, and the tokens/s that are predicted of it."""
+
+    method: Method
+    kld: float
+    tps: float
+
+
+@dataclass(frozen=True)
+class MethodChoice:
+    """The method for a context of n tokens. dense_rows: rows up to which it attends to all."""
+
+    chosen: Rated
+    dense_rows: int
+    full_tps: float
+    n: int
+    max_loss: float
+    rated: Sequence[Rated]
+    losses: Losses | None
+
+    @property
+    def repeat(self) -> str:
+        """The options that make the same choice again."""
+        method = self.chosen.method
+        wait = f" --sparse-from {self.dense_rows}" if method.work_of_a_head else ""
+        return f"--method {method.name}{wait}"
+
+    @property
+    def why(self) -> str:
+        """In a sentence."""
+        name, found = self.chosen.method.name, self.losses
+        if found is None:
+            return (
+                f"auto: {name}, because contexts below {LEAST_TEXT} tokens are too short for more"
+            )
+        measured = f"KLD measured {found.date} on {found.machine}"
+        faster = [
+            f"{each.method.name} {each.kld:.3f}"
+            for each in self.rated
+            if each.kld > self.max_loss and each.tps > self.chosen.tps
+        ]
+        beyond = f"; faster ones lose more: {', '.join(faster)}" if faster else ""
+        if name == "full":
+            return (
+                f"auto: full, because at {self.n} tokens no method that loses at most "
+                f"{self.max_loss:g} is predicted to be faster ({measured}){beyond}"
+            )
+        return (
+            f"auto: {name}, because at {self.n} tokens {self.chosen.tps:.0f} tokens/s are "
+            f"predicted of it, {self.full_tps:.0f} of full, and it loses {self.chosen.kld:.3f} of "
+            f"the {self.max_loss:g} allowed ({measured}){beyond}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "name": self.chosen.method.name,
+            "repeat": self.repeat,
+            "why": self.why,
+            "context": self.n,
+            "max_loss": self.max_loss,
+            "kld": self.chosen.kld,
+            "predicted_tps": self.chosen.tps,
+            "considered": [
+                {"name": each.method.name, "kld": each.kld, "predicted_tps": each.tps}
+                for each in self.rated
+            ],
+        }
+
+
+def candidates(session: Session) -> list[Method]:
+    """Methods with their defaults that the model can run, calibrated ones if they are."""
+    methods = [build_method(name, {}) for name in METHODS if name != "full"]
+    return [each for each in methods if not why_not(each, session.gguf, session.hparams)]
+
+
+def kept_losses(session: Session) -> Losses | None:
+    """What is in the model's sidecar; None if nothing is, or nothing that this version reads."""
+    entry = session.calibrations.find(AUTO)
+    try:
+        return None if entry is None else Losses.of_entry(entry)
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def measure_losses(
+    session: Session,
+    methods: Sequence[Method],
+    text: CalibrationText,
+    n_tokens: int = N_TEXT,
+    progress: Progress | None = None,
+) -> tuple[Losses, Entry]:
+    """Decodes the last tokens of a text, and a passage of it again, with each of ``methods``.
+
+    The session's sequence is lost. SparseKVError for a text that is too short.
+    """
+    ids = session.tokenizer.encode(text.text, add_eos=False, parse_special=False)
+    ids = ids[: min(n_tokens, session.n_ctx)]
+    if len(ids) < LEAST_TEXT:
+        raise SparseKVError(
+            f"{len(ids)} tokens of text {text.name} are too few to measure what methods lose: at "
+            f"least {LEAST_TEXT} are needed"
+        )
+    by_key = {"full": build_method("full", {}), **{method_key(each): each for each in methods}}
+    prompt, following = loss_task(ids)
+    rows = compare(session, by_key, prompt, len(following), following, on_step=progress)
+    kld = {row.spec: max(0.0, row.kld_mean) for row in rows[1:]}
+    losses = Losses(machine_name(), datetime.now(UTC).date().isoformat(), kld)
+    return losses, losses.as_entry(len(ids), text)
+
+
+def loss_task(ids: Sequence[int]) -> tuple[list[int], list[int]]:
+    """A prompt and what follows on it: a passage from the middle, repeated, and the text's end."""
+    end, middle = len(ids) - N_HALF - N_BEGUN - N_HALF, len(ids) // 2
+    passage = ids[middle : middle + N_BEGUN + N_HALF]
+    prompt = [*ids[:end], *passage[:N_BEGUN]]
+    return prompt, [*passage[N_BEGUN:], *ids[end : end + N_HALF]]
+
+
+def choose(
+    forecast: Forecast, methods: Sequence[Method], losses: Losses, n: int, max_loss: float
+) -> MethodChoice:
+    """The fastest of ``methods`` at n tokens that loses at most ``max_loss``, or ``full``.
+
+    forecast: of methods that are sparse at once.
+    """
+    full = build_method("full", {})
+    dense = Rated(full, 0.0, 1 / forecast.seconds(full, n))
+    rated = [
+        Rated(each, losses.kld[key], 1 / forecast.seconds(each, n))
+        for each in methods
+        if (key := method_key(each)) in losses.kld and key in forecast.speeds.methods
+    ]
+    rated.sort(key=lambda each: -each.tps)
+    allowed = [each for each in rated if each.kld <= max_loss and each.tps > GAIN * dense.tps]
+    chosen, dense_rows = dense, 0
+    if allowed:
+        chosen = allowed[0]
+        pays = forecast.pays_from(chosen.method) or 0
+        dense_rows = max(0, min(n, pays) - 1)
+    return MethodChoice(chosen, dense_rows, dense.tps, n, max_loss, rated, losses)
+
+
+def too_short(n: int, max_loss: float) -> MethodChoice:
+    """The choice for a context in which methods leave out nothing to speak of."""
+    full = Rated(build_method("full", {}), 0.0, 0.0)
+    return MethodChoice(full, 0, 0.0, n, max_loss, (), None)

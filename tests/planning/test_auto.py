@@ -1,0 +1,158 @@
+"""``--method auto``: what is chosen, what it is chosen by, and how commands show it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from tiny_models import make_model
+
+from sparsekv_cli.calibration.calibrations import CalibrationText
+from sparsekv_cli.cli import main
+from sparsekv_cli.methods import build_method
+from sparsekv_cli.planning import auto, kept, measure
+from sparsekv_cli.planning.auto import Losses, choose, loss_task
+from sparsekv_cli.planning.kept import method_key
+
+NAMES = ("full", "lfps", "quest", "snapkv")
+FULL, LFPS, QUEST, SNAPKV = METHODS = [build_method(name, {}) for name in NAMES]
+KLD = {"lfps": 0.08, "quest": 0.25, "snapkv": 0.3}
+
+
+class FakeForecast:
+    """Full takes a millisecond a 1000 tokens, the others constant times."""
+
+    def __init__(self):
+        self.speeds = replace_methods = type("Speeds", (), {})()
+        replace_methods.methods = {method_key(each): None for each in METHODS}
+        self.fixed = {"lfps": 0.004, "quest": 0.003, "snapkv": 0.002}
+
+    def seconds(self, method, n):
+        return self.fixed.get(method.name, n / 1e6)
+
+    def pays_from(self, method):
+        return round(self.fixed[method.name] * 1e6)
+
+
+def losses(**kld):
+    by_key = {method_key(each): kld[each.name] for each in METHODS if each.name in kld}
+    return Losses("a CPU", "2026-01-01", by_key)
+
+
+@pytest.mark.parametrize(
+    ("n", "max_loss", "name", "repeat"),
+    [
+        (8000, 0.1, "lfps", "--method lfps --sparse-from 3999"),
+        (8000, 0.27, "quest", "--method quest --sparse-from 2999"),
+        (8000, 0.5, "snapkv", "--method snapkv"),
+        (8000, 0.01, "full", "--method full"),
+        (3990, 0.1, "full", "--method full"),
+        (4050, 0.1, "full", "--method full"),  # less than 2% faster
+    ],
+)
+def test_the_fastest_of_those_within_the_loss(n, max_loss, name, repeat):
+    choice = choose(FakeForecast(), METHODS[1:], losses(**KLD), n, max_loss)
+    assert (choice.chosen.method.name, choice.repeat) == (name, repeat)
+    assert choice.why.startswith(f"auto: {name}, because at {n} tokens")
+    assert "2026-01-01" in choice.why
+    found = choice.as_dict()
+    assert [each["name"] for each in found["considered"]] == ["snapkv", "quest", "lfps"]
+    if (n, max_loss) == (8000, 0.1):
+        assert "faster ones lose more: snapkv 0.300, quest 0.250" in choice.why
+
+
+def test_methods_that_were_not_measured_are_not_chosen():
+    choice = choose(FakeForecast(), METHODS[1:], losses(quest=0.25), 8000, 0.3)
+    assert [each.method.name for each in choice.rated] == ["quest"]
+    assert losses(quest=0.2).know_one_of([LFPS, QUEST])
+    assert not losses(quest=0.2).know_one_of([LFPS, replace(QUEST, dense_layers=())])
+
+
+def test_a_passage_is_repeated_and_the_text_goes_on():
+    ids = list(range(4096))
+    prompt, following = loss_task(ids)
+    assert len(prompt) + len(following) == 4096
+    assert prompt[:-32] == ids[: 4096 - 128]
+    assert [*prompt[-32:], *following[:48]] == ids[2048:2128]
+    assert following[48:] == ids[4096 - 128 : 4096 - 80]
+
+
+def test_losses_are_kept_in_a_sidecar_as_they_are():
+    entry = losses(**KLD).as_entry(4096, CalibrationText("t", "text"))
+    assert Losses.of_entry(entry) == losses(**KLD)
+
+
+def call(capsys, *arguments):
+    with pytest.raises(SystemExit) as exit_:
+        main([*map(str, arguments)])
+    out, err = capsys.readouterr()
+    return exit_.value.code, out, err
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    """A tiny model, of which little is measured, with two methods to choose from."""
+    monkeypatch.setattr(measure, "DEPTHS", (512, 1024))
+    monkeypatch.setattr(measure, "N_STEPS", 2)
+    monkeypatch.setattr(measure, "measure_bandwidth", lambda n_threads: 1e10)
+    monkeypatch.setattr(kept, "default_speeds_folder", lambda: tmp_path / "speeds")
+    monkeypatch.setattr(auto, "N_TEXT", 1100)
+    monkeypatch.setattr(auto, "candidates", lambda session: [QUEST, SNAPKV])
+    monkeypatch.setattr(auto, "GAIN", 0.0)  # a tiny model's speeds say nothing
+    return make_model(tmp_path / "model.gguf", n_layer=3)
+
+
+def test_commands_choose_and_say_so(model, tmp_path, capsys):
+    text = tmp_path / "prompt.txt"
+    text.write_text("a b c d " * 400)
+    run = ("run", "-m", model, "-t", 1, "-f", text, "-n", 2, "--no-cache", "--temp", 0)
+    given = (*run, "--method", "auto", "--max-loss", 100, "--json")
+    code, out, err = call(capsys, *given, "-v")
+    assert code == 0, err
+    assert "measuring what methods lose" in err
+    said = json.loads(out)
+    chosen = said["method"]["auto"]
+    assert said["method"]["name"] == chosen["name"] in ("quest", "snapkv")
+    assert {each["name"] for each in chosen["considered"]} == {"quest", "snapkv"}
+    assert all(each["kld"] > 0 for each in chosen["considered"])
+    assert chosen["why"] in err
+    assert said["timings"]["decode_s"] < 5  # of the answer alone
+    code, again, err = call(capsys, *run, "--json", *chosen["repeat"].split())
+    assert json.loads(again)["tokens"] == said["tokens"]
+    code, out, err = call(capsys, *given)
+    assert json.loads(out)["method"] == said["method"]
+    assert "measuring" not in err
+    strict = (*run, "--method", "auto", "--max-loss", 0, "--json")
+    code, out, _ = call(capsys, *strict)
+    assert json.loads(out)["method"]["name"] == "full"
+    bench = ("bench", "-m", model, "-t", 1, "-p", 0, "-n", 2, "-d", 1200, "-r", 1, "-O", "json")
+    code, out, err = call(capsys, *bench, "--method", "auto", "--max-loss", 100)
+    assert code == 0, err
+    assert json.loads(out)[0]["method"] in ("quest", "snapkv")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--budget", "10%"), "leave budget out"),
+        (("-o", "page=8"), "leave page out"),
+        (("--max-loss", "-1"), "--max-loss"),
+    ],
+)
+def test_auto_takes_no_options_of_methods(model, tmp_path, capsys, arguments, said):
+    text = tmp_path / "prompt.txt"
+    text.write_text("a")
+    code, _, err = call(capsys, "run", "-m", model, "-f", text, "--method", "auto", *arguments)
+    assert code == 2
+    assert said in err
+
+
+def test_short_contexts_are_dense(model, tmp_path, capsys):
+    text = tmp_path / "prompt.txt"
+    text.write_text("a")
+    given = ("run", "-m", model, "-t", 1, "-f", text, "-n", 1, "--method", "auto", "--json")
+    code, out, err = call(capsys, *given)
+    assert code == 0, err
+    assert json.loads(out)["method"]["name"] == "full"
+    assert "too short" in json.loads(out)["method"]["auto"]["why"]
