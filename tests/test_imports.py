@@ -32,13 +32,23 @@ ALLOWED: dict[str, set[str]] = {
     "session": {"cache", "calibration", "cpu", "engine", "memory", "methods", "models", "prefix"}
     | {"sampling", "sequence", "warmup"},
     "batch": {"sequence", "session"},
+    "distributed": {"cache", "calibration", "cpu", "methods", "models", "session"},
     "generation": {"models", "sampling", "session"},
     "planning": {"cache", "calibration", "cpu", "engine", "evaluation", "methods", "models"}
     | {"session", "warmup"},
     "serve": {"cache", "generation", "methods", "models", "prefix", "sampling", "sequence"}
     | {"session"},
-    "commands": {"batch", "cache", "calibration", "evaluation", "generation", "methods", "models"}
-    | {"planning", "prefix", "sampling", "serve", "session", "warmup"},
+    "commands": {
+        "batch",
+        "cache",
+        "calibration",
+        "distributed",
+        "evaluation",
+        "generation",
+        "methods",
+        "models",
+    }
+    | {"methods", "models", "planning", "prefix", "sampling", "serve", "session", "warmup"},
     "cli": {"commands"},
     "__main__": {"cli"},
 }

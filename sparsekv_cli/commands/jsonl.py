@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 class Output:
     """Where answers go, in the order of their lines, however they are done."""
 
-    def __init__(self, write: Callable[[str], object]) -> None:
+    def __init__(self, write: Callable[[str], object], tell: Callable[[str], object] = say) -> None:
+        """tell: gets remarks about lines, which are no answers."""
         self.n_failed = self.n_answered = 0
+        self.tell = tell
         self._write = write
         self._waiting: dict[int, str] = {}
         self._order: deque[int] = deque()
@@ -47,7 +49,7 @@ class Output:
     def fail(self, number: int, task_id: Any, reason: str) -> None:
         """A line that has no answer, and why."""
         self.n_failed += 1
-        say(f"error: line {number}: {one_line(reason)}")
+        self.tell(f"error: line {number}: {one_line(reason)}")
         self.put(number, with_id(number, task_id, {"error": one_line(reason)}))
 
 
@@ -85,12 +87,12 @@ class LineAnswer:
         )
         self._n_prompt = len(prompt)
 
-    def result(self, session: Session) -> dict[str, Any]:
-        """What is written when it is done; says if the context has cut it. session: at its end."""
+    def result(self, session: Session, tell: Callable[[str], object]) -> dict[str, Any]:
+        """What is written when it is done; tells if the context has cut it. session: at its end."""
         answer = self.growing.finish()
         line = full_context_line(session, answer, self.task.n_predict)
         if line is not None:
-            say(f"line {self.number}: {line}")
+            tell(f"line {self.number}: {line}")
         result = {
             "text": answer.text,
             "thinking": answer.thinking,
@@ -192,7 +194,7 @@ class Answering:
                 self._drop(i)
                 continue
             if is_done:
-                self._output.put(answer.number, answer.result(self._session))
+                self._output.put(answer.number, answer.result(self._session, self._output.tell))
                 self._drop(i)
             else:
                 i += 1

@@ -164,6 +164,7 @@ def _warn(text: str) -> None:
 
 
 def _teller() -> Callable[[str], None]:
-    """Says a line under -v."""
-    verbose = click.get_current_context().ensure_object(Invocation).verbose
+    """Says a line under -v; nobody hears it on another machine, where no command runs."""
+    context = click.get_current_context(silent=True)
+    verbose = context is not None and context.ensure_object(Invocation).verbose
     return _warn if verbose else lambda text: None

@@ -24,7 +24,13 @@ from sparsekv_cli.commands.completers import files
 from sparsekv_cli.commands.help import GroupedCommand
 from sparsekv_cli.commands.jsonl_tasks import Task
 from sparsekv_cli.commands.method_choice import settle
-from sparsekv_cli.commands.options import Invocation, ModelOptions, model_options, open_session
+from sparsekv_cli.commands.options import (
+    Invocation,
+    ModelOptions,
+    build_method,
+    model_options,
+    open_session,
+)
 from sparsekv_cli.commands.prefix_options import PrefixOptions, prefix_options, use_prefixes
 from sparsekv_cli.commands.prompt import check_utf8, parse_special_option, read_prompt, think_option
 from sparsekv_cli.commands.sampling_options import sampling_options, stop_option
@@ -100,6 +106,11 @@ MAX_PARALLEL = 256
     shell_complete=files,
     help="With --jsonl: write to FILE, and go on where it ends.",
 )
+@click.option(
+    "--ray",
+    metavar="ADDRESS|auto",
+    help="With --jsonl: answer the lines on the nodes of a Ray cluster (docs/distributed.md).",
+)
 @model_options()
 @prefix_options
 @sampling_options
@@ -124,6 +135,7 @@ def command(
     jsonl: bool,
     parallel: int | None,
     output: str | None,
+    ray: str | None,
 ) -> None:
     """Complete one prompt and print the text.
 
@@ -133,8 +145,10 @@ def command(
     """
     if jsonl and (as_json or prompt is not None):
         raise click.UsageError("--jsonl excludes --json and -p", context)
-    if not jsonl and (parallel is not None or output is not None):
-        raise click.UsageError("--parallel and --output need --jsonl", context)
+    if not jsonl and any(each is not None for each in (parallel, output, ray)):
+        raise click.UsageError("--parallel, --output and --ray need --jsonl", context)
+    if ray is not None and prefix.session is not None:
+        raise click.UsageError("--session is a file of one machine: leave it out", context)
     if logprobs is not None and not (as_json or jsonl):
         raise click.UsageError("--logprobs needs --json or --jsonl", context)
     if raw and system is not None:
@@ -157,7 +171,7 @@ def command(
             logprobs=logprobs,
             sampling=sampling,
         )
-        _answer_lines(options, prefix, file, task, parallel or 1, output)
+        _answer_lines(options, prefix, file, task, parallel or 1, output, ray)
         return
     text = read_prompt(prompt, file)
     session = open_session(options)
@@ -217,9 +231,12 @@ def _answer_lines(
     task: Task,
     n_parallel: int,
     path: str | None,
+    ray: str | None,
 ) -> None:
-    """``--jsonl``: what is in a file or on stdin, to a file or to stdout."""
+    """``--jsonl``: what is in a file or on stdin, to a file or to stdout; on a Ray cluster."""
     from sparsekv_cli.commands.jsonl import Answering, Output, resume
+    from sparsekv_cli.commands.jsonl_ray import answer_lines
+    from sparsekv_cli.distributed.cluster import check_address as check_ray
 
     n_done = resume(Path(path)) if path is not None else 0
     with contextlib.ExitStack() as stack:
@@ -234,15 +251,23 @@ def _answer_lines(
             write = target.write
         if n_done:
             say(f"{path} has answers up to line {n_done}: going on behind it")
+        if ray is not None:
+            check_ray(ray)
         session = open_session(options)
-        settle(session, options)
-        use_prefixes(session, prefix)
-        output = Output(write)
-        Answering(session, n_parallel, output).run(lines, task)
-    say(timing_line(session))
-    if output.n_failed:
-        n_lines = output.n_failed + output.n_answered
-        raise SparseKVError(f"{output.n_failed} of {n_lines} lines have no answer")
+        options = settle(session, options)
+        if ray is not None:
+            method = build_method(options.method, options.method_options, options.named)
+            n_answered, n_failed = answer_lines(
+                ray, session, method, prefix, task, n_parallel, lines, write
+            )
+        else:
+            use_prefixes(session, prefix)
+            output = Output(write)
+            Answering(session, n_parallel, output).run(lines, task)
+            n_answered, n_failed = output.n_answered, output.n_failed
+            say(timing_line(session))
+    if n_failed:
+        raise SparseKVError(f"{n_failed} of {n_failed + n_answered} lines have no answer")
 
 
 def result(session: Session, ids: list[int], answer: Answer, method: str) -> dict[str, Any]:

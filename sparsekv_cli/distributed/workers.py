@@ -1,0 +1,198 @@
+"""Shards of work for actors that each hold a session, and what becomes of those that are lost.
+
+Ray places the actors and starts their processes; a shard goes to whichever is idle. The shard of an
+actor that was lost goes to another one, and a new actor takes its place if a node has room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sparsekv_cli.distributed.cluster import RayCluster
+from sparsekv_cli.distributed.settings import Room
+from sparsekv_cli.errors import SparseKVError
+
+SECONDS_BETWEEN_CHECKS = 2.0
+MOST_LOSSES = 3  # of actors over one shard, which may be what ends them
+Open = Callable[[Any], Callable[[Any], Any]]  # settings -> what answers shards
+
+
+class Worker:
+    """What an actor is: it opens its session when it is asked to, and tells what is wrong."""
+
+    def __init__(self) -> None:
+        self._work: Callable[[Any], Any] | None = None
+
+    def open(self, open_work: Open, settings: Any) -> tuple[str, str]:
+        """The name of the node, and why it cannot work, empty if it can."""
+        import socket
+
+        try:
+            self._work = open_work(settings)
+        except Exception as error:
+            return socket.gethostname(), _told(error)
+        return socket.gethostname(), ""
+
+    def work(self, shard: Any) -> tuple[Any, str]:
+        """What the shard gives, and the reason why it gives nothing."""
+        assert self._work is not None
+        try:
+            return self._work(shard), ""
+        except Exception as error:
+            return None, _told(error)
+
+
+@dataclass
+class Shard:
+    """Work, its number, and how many actors were lost over it."""
+
+    number: int
+    work: Any
+    n_lost: int = 0
+
+
+class Workers:
+    """Actors of a cluster. ``map`` hands them shards.
+
+    tell: gets what a user should know. SparseKVError ends everything where a node cannot work.
+    """
+
+    def __init__(
+        self,
+        cluster: RayCluster,
+        room: Room,
+        open_work: Open,
+        settings: Any,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._cluster, self._room, self._tell = cluster, room, tell
+        self._ray = cluster.ray
+        self._open_work, self._settings = open_work, cluster.ray.put(settings)
+        self._actor_class = self._ray.remote(
+            num_cpus=room.n_cpus, num_gpus=room.n_gpus, memory=room.n_bytes, max_restarts=0,
+            scheduling_strategy="SPREAD",
+        )(Worker)  # fmt: skip
+        self._starting: dict[Any, Any] = {}  # what ``open`` will tell -> actor
+        self._busy: dict[Any, tuple[Any, Shard]] = {}
+        self._idle: list[Any] = []
+        self._again: deque[Shard] = deque()
+        self.n_lost = self._n_start_lost = 0
+
+    @property
+    def n_actors(self) -> int:
+        return len(self._starting) + len(self._busy) + len(self._idle)
+
+    def map(self, work: Iterable[Any]) -> Iterator[Any]:
+        """The results of all shards, in their order."""
+        shards = (Shard(number, each) for number, each in enumerate(work))
+        following = next(shards, None)
+        done: dict[int, Any] = {}
+        n_given = 0  # results that were handed out
+        while following is not None or self._again or self._busy:
+            self._grow()
+            while self._idle and (self._again or following is not None):
+                if self._again:
+                    self._start(self._again.popleft())
+                else:
+                    assert following is not None
+                    self._start(following)
+                    following = next(shards, None)
+            self._wait(done)
+            while n_given in done:
+                yield done.pop(n_given)
+                n_given += 1
+
+    def close(self) -> None:
+        """Ends the actors."""
+        actors = [*self._starting.values(), *(actor for actor, _ in self._busy.values())]
+        for actor in [*actors, *self._idle]:
+            self._kill(actor)
+
+    def _grow(self) -> None:
+        """Starts as many actors as the cluster has room for; SparseKVError if that is none."""
+        n_room = self._cluster.room_for(self._room)
+        for _ in range(n_room - self.n_actors):
+            actor = self._actor_class.remote()
+            self._starting[actor.open.remote(self._open_work, self._settings)] = actor
+        if not self.n_actors:
+            room = self._room
+            gpus = f", {room.n_gpus} GPU" * bool(room.n_gpus)
+            raise SparseKVError(
+                f"no node of the Ray cluster has room for the model: it takes {room.n_cpus} CPUs"
+                f"{gpus} and {room.n_bytes / 2**30:.1f} GiB; give less --threads, --ctx-size or "
+                "--parallel, or add nodes"
+            )
+
+    def _start(self, shard: Shard) -> None:
+        actor = self._idle.pop()
+        self._busy[actor.work.remote(shard.work)] = actor, shard
+
+    def _wait(self, done: dict[int, Any]) -> None:
+        """Until something has happened, and a while longest."""
+        pending = [*self._starting, *self._busy]
+        ready, _ = self._ray.wait(pending, num_returns=1, timeout=SECONDS_BETWEEN_CHECKS)
+        if not ready:
+            self._cluster.check()
+        for told in ready:
+            if told in self._starting:
+                self._opened(self._starting.pop(told), told)
+            else:
+                self._worked(*self._busy.pop(told), told, done)
+
+    def _opened(self, actor: Any, told: Any) -> None:
+        try:
+            node, problem = self._ray.get(told)
+        except self._ray.exceptions.RayError as error:
+            self._lose(actor, error)
+            self._n_start_lost += 1
+            if self._n_start_lost == MOST_LOSSES:
+                raise SparseKVError(
+                    f"{MOST_LOSSES} workers were lost while they opened the model: {_reason(error)}"
+                ) from None
+            return
+        self._n_start_lost = 0
+        if problem:
+            raise SparseKVError(f"node {node}: {problem}")
+        self._idle.append(actor)
+
+    def _worked(self, actor: Any, shard: Shard, told: Any, done: dict[int, Any]) -> None:
+        try:
+            result, problem = self._ray.get(told)
+        except self._ray.exceptions.RayError as error:
+            self._lose(actor, error)
+            shard.n_lost += 1
+            if shard.n_lost == MOST_LOSSES:
+                raise SparseKVError(
+                    f"shard {shard.number + 1} was given to {MOST_LOSSES} workers, and all were "
+                    f"lost: {_reason(error)}"
+                ) from None
+            self._again.append(shard)
+            return
+        if problem:
+            raise SparseKVError(problem)
+        done[shard.number] = result
+        self._idle.append(actor)
+
+    def _lose(self, actor: Any, error: Exception) -> None:
+        self.n_lost += 1
+        self._kill(actor)
+        self._cluster.check()
+        self._tell(f"a worker was lost, another one does its part: {_reason(error)}")
+
+    def _kill(self, actor: Any) -> None:
+        with contextlib.suppress(Exception):  # it may be gone, and its node, too
+            self._ray.kill(actor)
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, SparseKVError):
+        return str(error)
+    return f"unexpected {type(error).__name__}: {error}"
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
