@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -245,7 +246,7 @@ def _answer_lines(
         else:
             source = stack.enter_context(Path(file).open("rb"))
         lines = itertools.islice(enumerate(source, start=1), n_done, None)
-        write: Callable[[str], object] = write_text
+        write: Callable[[str], object] = partial(write_text, stream=sys.stdout)
         if path is not None:
             target = stack.enter_context(Path(path).open("a", encoding="utf-8", buffering=1))
             write = target.write

@@ -26,10 +26,11 @@ def say(text: str) -> None:
         click.echo(text, err=True)
 
 
-def write_text(text: str) -> None:
-    """Text of the model, on stdout, at once."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+def write_text(text: str, stream: TextIO | None = None) -> None:
+    """Text of the model, on stdout or ``stream``, at once."""
+    stream = stream or sys.stdout
+    stream.write(text)
+    stream.flush()
 
 
 def has_styles(stream: TextIO) -> bool:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 from sparsekv_cli.distributed.settings import Room
 from sparsekv_cli.errors import SparseKVError
 
 COMMAND = "pip install 'sparsekv-cli[ray]'"
+Result = TypeVar("Result")
 SECONDS_TO_ANSWER = 5.0
+SECONDS_TO_CONNECT = 30.0
 HOW_TO_START = "start one with 'ray start --head' (docs/distributed.md)"
 
 
@@ -24,6 +30,7 @@ class RayCluster:
     def __init__(self, ray: Any, address: str) -> None:
         self.ray = ray
         self.address = address
+        self.is_lost = False
 
     def room_for(self, room: Room) -> int:
         """How many sessions the nodes hold that are alive, whatever else they do."""
@@ -43,30 +50,70 @@ class RayCluster:
     def check(self) -> None:
         """SparseKVError if the head of the cluster does not answer any more."""
         if not _answers(self.address):
-            raise SparseKVError(f"the Ray cluster at {self.address} is lost: its head is gone")
+            self.is_lost = True
+            raise SparseKVError(
+                f"the Ray cluster at {self.address} is lost: its head does not answer any more"
+            )
 
 
 @contextlib.contextmanager
 def connect(address: str) -> Iterator[RayCluster]:
     """A connection to the cluster at ``HOST:PORT``; ``auto`` finds one that this machine is in.
 
-    SparseKVError if Ray is missing, or no cluster is there.
+    Meanwhile ``sys.stdout`` leads nowhere, since Ray prints there what it notices; whoever writes
+    results keeps the stream. SparseKVError if Ray is missing, or no cluster is there.
     """
     check_address(address)
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or it warns of what it keeps
     import ray
 
-    try:
+    def open_connection() -> RayCluster:
         told = ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-        reason = " ".join(str(error).split())
+        return RayCluster(ray, told.address_info["gcs_address"])
+
+    opening = in_background(open_connection)
+    try:
+        cluster = opening.result(SECONDS_TO_CONNECT)
+    except (ConnectionError, ValueError, RuntimeError, OSError, TimeoutError) as error:
+        _leave_at_exit(ray)
+        reason = " ".join(str(error).split())[:160] or f"for {SECONDS_TO_CONNECT:.0f} s"
         raise SparseKVError(
-            f"--ray {address}: no Ray cluster answers ({reason[:160]}): {HOW_TO_START}"
+            f"--ray {address}: no Ray cluster answers ({reason}): {HOW_TO_START}"
         ) from None
     try:
-        yield RayCluster(ray, told.address_info["gcs_address"])
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            yield cluster
     finally:
-        ray.shutdown()
+        if cluster.is_lost:
+            _leave_at_exit(ray)
+        else:
+            ray.shutdown()
+
+
+def _leave_at_exit(ray: Any) -> None:
+    """Ends the process at its end without Ray, which would wait for the cluster, or crash."""
+
+    def leave() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(1)
+
+    atexit.unregister(ray.shutdown)
+    atexit.register(leave)
+
+
+def in_background(call: Callable[[], Result]) -> Future[Result]:
+    """What ``call`` gives, from a thread that nobody waits for: calls of Ray may hang."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def check_address(address: str) -> None:

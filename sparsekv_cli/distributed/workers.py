@@ -10,9 +10,10 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any
 
-from sparsekv_cli.distributed.cluster import RayCluster
+from sparsekv_cli.distributed.cluster import RayCluster, in_background
 from sparsekv_cli.distributed.settings import Room
 from sparsekv_cli.errors import SparseKVError
 
@@ -87,7 +88,29 @@ class Workers:
         return len(self._starting) + len(self._busy) + len(self._idle)
 
     def map(self, work: Iterable[Any]) -> Iterator[Any]:
-        """The results of all shards, in their order."""
+        """The results of all shards, in their order; SparseKVError for a cluster that is lost."""
+        results: SimpleQueue[Any] = SimpleQueue()
+
+        def run() -> None:
+            try:
+                for result in self._results(work):
+                    results.put((result,))
+            finally:
+                results.put(())
+
+        running = in_background(run)
+        while True:
+            try:
+                result = results.get(timeout=SECONDS_BETWEEN_CHECKS)
+            except Empty:
+                self._cluster.check()
+                continue
+            if not result:
+                break
+            yield from result
+        running.result()
+
+    def _results(self, work: Iterable[Any]) -> Iterator[Any]:
         shards = (Shard(number, each) for number, each in enumerate(work))
         following = next(shards, None)
         done: dict[int, Any] = {}
@@ -107,7 +130,9 @@ class Workers:
                 n_given += 1
 
     def close(self) -> None:
-        """Ends the actors."""
+        """Ends the actors, if the cluster is there."""
+        if self._cluster.is_lost:
+            return
         actors = [*self._starting.values(), *(actor for actor, _ in self._busy.values())]
         for actor in [*actors, *self._idle]:
             self._kill(actor)
@@ -135,8 +160,6 @@ class Workers:
         """Until something has happened, and a while longest."""
         pending = [*self._starting, *self._busy]
         ready, _ = self._ray.wait(pending, num_returns=1, timeout=SECONDS_BETWEEN_CHECKS)
-        if not ready:
-            self._cluster.check()
         for told in ready:
             if told in self._starting:
                 self._opened(self._starting.pop(told), told)
@@ -180,7 +203,6 @@ class Workers:
     def _lose(self, actor: Any, error: Exception) -> None:
         self.n_lost += 1
         self._kill(actor)
-        self._cluster.check()
         self._tell(f"a worker was lost, another one does its part: {_reason(error)}")
 
     def _kill(self, actor: Any) -> None:

@@ -1,0 +1,140 @@
+"""Shards and actors: order, losses, nodes that cannot work; what is sent along; bad addresses."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import calibrated_method
+import numpy as np
+import pytest
+from fake_ray import FakeRay
+from tiny_models import make_model
+
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.distributed import cluster as connection
+from sparsekv_cli.distributed.cluster import RayCluster, check_address
+from sparsekv_cli.distributed.settings import Room, room_of, settings_of
+from sparsekv_cli.distributed.workers import Workers
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.methods import build_method
+from sparsekv_cli.session import load_session
+
+
+def open_squares(settings: Any) -> Callable[[int], int]:
+    if settings == "no model":
+        raise SparseKVError("m.gguf is missing")
+
+    def work(n: int) -> int:
+        if n == 13:
+            raise ZeroDivisionError("of 13")
+        return n * n
+
+    return work
+
+
+def squares(ray: FakeRay, numbers: Any, settings: str = "") -> tuple[list[int], Workers, list[str]]:
+    told: list[str] = []
+    workers = Workers(RayCluster(ray, ""), Room(2, 0, 8), open_squares, settings, told.append)
+    return list(workers.map(numbers)), workers, told
+
+
+def test_results_come_in_order_from_all_the_room_there_is() -> None:
+    ray = FakeRay([4, 1, 3], lambda arguments: False)
+    found, workers, told = squares(ray, range(20, 29))
+    assert found == [n * n for n in range(20, 29)]
+    assert ray.n_made == workers.n_actors == 3 and not told
+    workers.close()
+    assert ray.n_killed == 3
+    assert squares(ray, [])[0] == []
+
+
+def test_a_lost_shard_goes_to_another_actor() -> None:
+    """Whose place is taken as long as a node has room for it."""
+    ray = FakeRay([2, 2], lambda arguments: False)
+    lost: list[int] = []
+
+    def lose(arguments: tuple[Any, ...]) -> bool:
+        if arguments == (23,) and len(lost) < 2:
+            lost.append(23)
+            ray.cpus = [2, 0]
+            return True
+        return False
+
+    ray.lose = lose
+    found, workers, told = squares(ray, range(20, 26))
+    assert found == [n * n for n in range(20, 26)] and workers.n_lost == 2 == len(told)
+    assert "node died" in told[0] and workers.n_actors == 1
+
+
+@pytest.mark.parametrize(
+    ("lost", "cpus", "settings", "words"),
+    [
+        (lambda arguments: arguments == (5,), [2], "", "shard 1 was given to 3 workers"),
+        (lambda arguments: len(arguments) == 2, [2], "", "3 workers were lost while they opened"),
+        (lambda arguments: False, [1, 1], "", "no node of the Ray cluster has room"),
+        (lambda arguments: False, [2], "no model", "m.gguf is missing"),
+    ],
+)
+def test_what_ends_the_work(lost: Any, cpus: list[int], settings: str, words: str) -> None:
+    with pytest.raises(SparseKVError, match=words):
+        squares(FakeRay(cpus, lost), [5, 6], settings)
+
+
+def test_a_fault_of_the_work_is_no_loss() -> None:
+    with pytest.raises(SparseKVError, match="unexpected ZeroDivisionError: of 13"):
+        squares(FakeRay([2], lambda arguments: False), [13])
+
+
+def test_a_lost_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparsekv_cli.distributed import workers
+
+    monkeypatch.setattr(workers, "SECONDS_BETWEEN_CHECKS", 0.01)
+    monkeypatch.setattr(connection, "_answers", lambda address: False)
+    ray = FakeRay([2], lambda arguments: False)
+    ray.wait = lambda *_, **__: __import__("time").sleep(5)  # type: ignore[method-assign]
+    with pytest.raises(SparseKVError, match="is lost: its head does not answer"):
+        squares(ray, [1])
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [("here", "expected auto or HOST:PORT"), ("a:0", "expected auto"),
+     ("127.0.0.1:1", "nobody answers there")],
+)  # fmt: skip
+def test_addresses(address: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SparseKVError, match=words):
+        check_address(address)
+    monkeypatch.setattr(connection, "find_spec", lambda name: None)
+    with pytest.raises(SparseKVError, match=r"sparsekv-cli\[ray\]"):
+        check_address(address)
+
+
+def test_a_session_is_opened_as_it_was_here(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left to a machine; a calibration is sent, and not made again."""
+    path = make_model(tmp_path / "model.gguf", n_layer=3, n_ctx=400, wtype="Q8_0")
+    fake = calibrated_method.install(monkeypatch)
+    method = build_method("fake", {})
+    session = load_session(path, method, SessionConfig(sparse_from=-1))
+    settings = pickle.loads(pickle.dumps(settings_of(session, method)))
+    config = settings.config
+    assert config.threads >= 1 and config.sparse_from >= 0 and config.device == "cpu"
+    assert "auto" not in (config.prefill_dtype, config.activations, config.repack)
+    path.with_name("model.calibration.npz").unlink()
+    other = settings.open()
+    assert len(fake.runs) == 1 and other.sparse_from == session.sparse_from
+    ids = list(range(3, 60))
+    np.testing.assert_array_equal(session.prefill(ids), other.prefill(ids))
+    np.testing.assert_array_equal(session.decode(5), other.decode(5))
+    one, two = room_of(session, 1), room_of(session, 3)
+    assert one.n_cpus == session.n_threads and one.n_gpus == 0
+    assert two.n_bytes - one.n_bytes == 2 * 400 * 3 * 2 * 2 * (64 + 64)  # rows, layers, heads
+    for wrong, words in (
+        (replace(settings, path="/none.gguf"), "every node needs the model at that path"),
+        (replace(settings, version="0"), "not 0"),
+        (replace(settings, sidecar=b"", method=build_method("full", {}), model_hash=""), "another"),
+    ):
+        with pytest.raises(SparseKVError, match=words):
+            wrong.open()
