@@ -67,8 +67,8 @@ def connect(address: str) -> Iterator[RayCluster]:
     import ray
 
     def open_connection() -> RayCluster:
-        told = ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        return RayCluster(ray, told.address_info["gcs_address"])
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        return RayCluster(ray, ray.get_runtime_context().gcs_address)
 
     opening = in_background(open_connection)
     try:

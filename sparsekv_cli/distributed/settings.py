@@ -26,7 +26,7 @@ ROOM_CONTEXT = 8192  # tokens of K and V that a session is given memory for, if 
 class SessionSettings:
     """A session without what a machine decides. sidecar: a file with the methods' calibrations."""
 
-    path: str
+    path: Path
     model_hash: str
     version: str
     method: Method
@@ -39,7 +39,7 @@ class SessionSettings:
 
         if self.version != __version__:
             raise SparseKVError(f"sparsekv-cli is {__version__}, not {self.version}")
-        if not Path(self.path).exists():
+        if not self.path.exists():
             raise SparseKVError(f"{self.path} is missing: every node needs the model at that path")
         config = self.config
         if not self.sidecar:
@@ -77,7 +77,7 @@ def settings_of(session: Session, method: Method) -> SessionSettings:
     if session.engine.shares_prefill:
         config = replace(config, **_host_choices(session))
     return SessionSettings(
-        str(Path(session.gguf.path).absolute()),
+        Path(session.gguf.path).absolute(),
         session.calibrations.identity.model_hash,
         __version__,
         method,

@@ -132,7 +132,7 @@ def test_a_session_is_opened_as_it_was_here(tmp_path: Any, monkeypatch: pytest.M
     assert one.n_cpus == session.n_threads and one.n_gpus == 0
     assert two.n_bytes - one.n_bytes == 2 * 400 * 3 * 2 * 2 * (64 + 64)  # rows, layers, heads
     for wrong, words in (
-        (replace(settings, path="/none.gguf"), "every node needs the model at that path"),
+        (replace(settings, path=tmp_path / "none.gguf"), "every node needs the model at that path"),
         (replace(settings, version="0"), "not 0"),
         (replace(settings, sidecar=b"", method=build_method("full", {}), model_hash=""), "another"),
     ):
