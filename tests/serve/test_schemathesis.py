@@ -1,0 +1,41 @@
+"""Requests made of the OpenAPI page, well-formed or not: none is a fault of the server's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+N_EXAMPLES = 5  # of each kind, for each path
+
+
+@pytest.mark.slow
+def test_no_request_is_a_fault(serve: Callable[..., Any]) -> None:
+    import schemathesis
+    from hypothesis import HealthCheck, Phase, given, settings
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi.checks import status_code_conformance
+
+    page = schemathesis.openapi.from_url(f"{serve(tokens=2).url}/openapi.json")
+    statuses: dict[str, set[int]] = {}
+    few = settings(
+        max_examples=N_EXAMPLES, derandomize=True, deadline=None, database=None,
+        phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    for found in page.get_all_operations():
+        operation = found.ok()
+        kinds = list(schemathesis.GenerationMode) if operation.method == "post" else [None]
+        for kind in kinds:
+            strategy = operation.as_strategy(**({"generation_mode": kind} if kind else {}))
+
+            @few
+            @given(case=strategy)
+            def ask(case: Any) -> None:
+                checks = [not_a_server_error, status_code_conformance]
+                answer = case.call_and_validate(checks=checks, timeout=30)
+                statuses.setdefault(case.operation.path, set()).add(answer.status_code)
+
+            ask()
+    assert all(200 in codes or 400 in codes for codes in statuses.values()) and len(statuses) == 7
+    assert statuses["/v1/completions"] >= {200, 400}
