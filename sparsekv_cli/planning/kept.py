@@ -26,6 +26,7 @@ from sparsekv_cli.planning.speeds import Speeds
 if TYPE_CHECKING:
     from sparsekv_cli.warmup import OnCompile
 
+FORMAT = 2  # raised when what is measured changes
 OnMeasure = Callable[[str, int, int], None]  # what is measured now, how many are done, of how many
 # Metadata that decide nothing of a step's time.
 NAMES = ("general.", "tokenizer.")
@@ -44,7 +45,7 @@ def shape_key(file: GGUFFile, config: SessionConfig, machine: str, n_threads: in
         (key, str(value)) for key, value in file.metadata.items() if not key.startswith(NAMES)
     ]
     architecture = file.metadata.get("general.architecture")
-    settings = config.activations, config.repack, machine, n_threads, __version__
+    settings = config.activations, config.repack, machine, n_threads, __version__, FORMAT
     text = repr((shapes, metadata, architecture, settings))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
