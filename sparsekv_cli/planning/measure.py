@@ -40,7 +40,7 @@ LEAST_LAYERS = 4  # full ones that are measured, of which up to two are dense
 N_WARM, N_STEPS = 4, 10
 N_START = 64  # tokens of a prompt ahead of the first step
 N_QUERIES = 16  # different ones; half of their length is common, as of a text's
-CHUNK = 512
+CHUNK, N_ROWS = 512, 4096  # rows of a prefill's chunk; different ones
 SEED = 0
 # Spread of the logarithms of random keys' lengths. lfps, whose work depends on how uneven scores
 # are, then reads about as much as with SmolLM2-135M: 72 KB a head and step at 8192.
@@ -50,9 +50,9 @@ PROBED: Mapping[str, Mapping[str, Any]] = {"h2o": {"window": 32}}
 
 
 class _Rows(NamedTuple):
-    """Rows of one layer's shape: q, k, v of a prompt's chunk, and of N_QUERIES steps."""
+    """Rows of one layer's shape: q, k, v of which a prompt's are taken, and of N_QUERIES steps."""
 
-    prompt: tuple[np.ndarray, ...]  # (heads, CHUNK, d)
+    prompt: tuple[np.ndarray, ...]  # (heads, N_ROWS, d)
     steps: Sequence[tuple[np.ndarray, ...]]  # (heads, 1, padded d)
 
 
@@ -266,9 +266,8 @@ class Measurement:
         q, k, v = self._rows_of(spec).prompt
         for start in range(first, last, CHUNK):
             n = min(CHUNK, last - start)
-            shift = int(self._rng.integers(CHUNK))
-            parts = (np.roll(array, shift, 1)[:, :n] for array in (q, k, v))
-            part_q, part_k, part_v = parts
+            at = int(self._rng.integers(N_ROWS - CHUNK))
+            part_q, part_k, part_v = (rows[:, at : at + n] for rows in (q, k, v))
             cache.extend(AttnInput(part_q, part_k, part_v, part_q, part_k, start))
 
     def _timed(self, caches: Sequence[LayerCache]) -> list[Any]:
@@ -291,8 +290,8 @@ class Measurement:
         """Normal rows; of steps, a common half and one of their own."""
         heads = (spec.n_head, spec.head_dim), (spec.n_head_kv, spec.head_dim)
         sizes = (*heads, (spec.n_head_kv, spec.value_dim))
-        prompt = tuple(self._rng.standard_normal((h, CHUNK, d), np.float32) for h, d in sizes)
-        lengths = np.exp(KEY_SPREAD * self._rng.standard_normal((spec.n_head_kv, CHUNK, 1)))
+        prompt = tuple(self._rng.standard_normal((h, N_ROWS, d), np.float32) for h, d in sizes)
+        lengths = np.exp(KEY_SPREAD * self._rng.standard_normal((spec.n_head_kv, N_ROWS, 1)))
         prompt[1][:] *= lengths.astype(np.float32)
         steps = []
         for i in range(N_QUERIES):
