@@ -237,7 +237,7 @@ def perplexity(run: Runner, sizes: Sizes) -> Rows:
     """``scripts/accuracy/perplexity``, where a line that fails (status 1) is a figure, too."""
     model = ["-m", sizes.model] if sizes.model != Sizes.model else []
     rows = run.script("accuracy/perplexity", *model, *sizes.perplexity.split(), may_end_with=1)
-    return [row | {"percent": 100 * (row["ratio"] - 1)} for row in rows]
+    return [row | {"percent": 100 * abs(row["ratio"] - 1)} for row in rows]
 
 
 def start(run: Runner, sizes: Sizes) -> Rows:

@@ -12,7 +12,7 @@ import click
 from sparsekv_cli.commands.completers import files
 from sparsekv_cli.commands.eval_options import (
     JSON_OPTION,
-    chosen_methods,
+    chosen_ways,
     described,
     methods_option,
     open_eval,
@@ -32,8 +32,7 @@ from sparsekv_cli.commands.tables import print_table
 
 if TYPE_CHECKING:
     from sparsekv_cli.evaluation.kld import Statistic
-    from sparsekv_cli.evaluation.perplexity import Chunks, Ways
-    from sparsekv_cli.methods.base import Method
+    from sparsekv_cli.evaluation.perplexity import Chunks
 
 DEFAULT_CONTEXT = 512
 SCORED_BY = (
@@ -69,7 +68,7 @@ def command() -> None:
     """Measure what methods lose, on a text or on RULER's tasks."""
 
 
-@command.command(cls=GroupedCommand)
+@command.command(cls=GroupedCommand, short_help="Perplexity of a text.")
 @FILE_OPTION
 @methods_option(SCORED_BY + "[default: none; chunks are prefilled]")
 @CHUNK_OPTION
@@ -103,7 +102,7 @@ def perplexity(
     from sparsekv_cli.evaluation.kld_file import write_kld_file
 
     text = read_text(file)
-    ways: Ways = chosen_methods(methods, options) if methods else {measured.PREFILL: None}
+    ways = chosen_ways(methods, options, measured.PREFILL)
     if base is not None and len(ways) > 1:
         raise click.UsageError("--kl-divergence-base takes one method's log-probabilities")
     size = n_ctx or DEFAULT_CONTEXT
@@ -150,7 +149,7 @@ def perplexity(
         )
 
 
-@command.command(cls=GroupedCommand)
+@command.command(cls=GroupedCommand, short_help="Distance to a base, on a text.")
 @FILE_OPTION
 @methods_option(SCORED_BY + "[default with a base file: none; chunks are prefilled]")
 @CHUNK_OPTION
@@ -185,10 +184,8 @@ def kld(
     from sparsekv_cli.evaluation.kld import divergences
     from sparsekv_cli.evaluation.kld_file import KLDFile
 
-    ways: dict[str, Method | None] = {measured.PREFILL: None}
-    if methods:
-        ways = dict(chosen_methods(methods, options))
-    elif base is None:
+    ways = chosen_ways(methods, options, measured.PREFILL)
+    if base is None and not methods:
         raise click.UsageError("nothing to compare: give --method, or --kl-divergence-base FILE")
     if base is None:
         text, opened = read_text(file), None

@@ -52,6 +52,16 @@ def read_text(file: str | None) -> str:
     return read_prompt(None, file)
 
 
+def chosen_ways(
+    specs: Sequence[str], options: ModelOptions, default: str
+) -> dict[str, Method | None]:
+    """``chosen_methods``, or ``default``, which stands for none; then no option may be for one."""
+    if specs:
+        return dict(chosen_methods(specs, options))
+    chosen_methods(["full"], options)
+    return {default: None}
+
+
 def chosen_methods(specs: Sequence[str], options: ModelOptions) -> dict[str, Method]:
     """The methods by their text, in compare's syntax; ``full`` only where it is named."""
     found = parse(",".join(specs), options)

@@ -46,7 +46,7 @@ def task_list(_: click.Context, _parameter: click.Parameter, value: str) -> list
     return list(chosen)
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=GroupedCommand, short_help="RULER's tasks at any length.")
 @methods_option("A method, in the syntax of 'compare --methods'; repeatable. [default: full]")
 @click.option(
     "--tasks",

@@ -98,8 +98,9 @@ class RowsRead:
         self.counts.update(total_counters(layers))
 
     def rows(self, name: str = "rows_attended") -> float | None:
-        """Rows a head, full layer and step; None where nothing was decoded."""
-        return self.counts[name] / (self.steps * self.n_head) if self.steps else None
+        """Rows a head, full layer and step; None where there is none of them."""
+        n = self.steps * self.n_head
+        return self.counts[name] / n if n else None
 
 
 class ScoredLogits(NamedTuple):

@@ -158,7 +158,7 @@ def batches(
     )
     size = len(methods)
     if most_bytes is not None:
-        size = max(1, most_bytes // (row_bytes * max(1, n_rows)) - 1)
+        size = max(1, most_bytes // max(1, row_bytes * n_rows) - 1)
     (first, reference), *others = methods.items()
     for start in range(0, max(1, len(others)), size):
         yield {first: reference, **dict(others[start : start + size])}

@@ -71,6 +71,8 @@ def test_kld_to_a_file_and_to_full(files, invoke, tmp_path):
         ("perplexity", ["--method", "full,lfps", "--kl-divergence-base", "x"], 2, "one method"),
         ("perplexity", ["-c", "3"], 2, "ctx-size"),
         ("perplexity", ["-c", "1000"], 1, "needs 2000"),
+        ("perplexity", ["--budget", "5%"], 2, "none of the methods has an option 'budget'"),
+        ("perplexity", ["-ctk", "q8_0"], 2, "name another method"),
         ("kld", [], 2, "nothing to compare"),
         ("kld", ["--kl-divergence-base", "x"], 2, "no -f"),
         ("perplex", [], 2, "No such command"),

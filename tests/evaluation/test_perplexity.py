@@ -8,7 +8,8 @@ import struct
 import numpy as np
 import pytest
 from reference_decoder import log_softmax, reference_logits
-from tiny_models import BOS_ID, make_model
+from tiny_models import make_model
+from tiny_tokenizer import BOS_ID
 
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
@@ -95,6 +96,16 @@ def test_a_method_does_not_depend_on_the_others(session, chunks, monkeypatch):
     assert list(together) == list(apart) == list(ways)
     assert all(together[way].nll == apart[way].nll for way in ways)
     assert alone[q8].nll == together[q8].nll != together["full"].nll
+
+
+def test_a_model_without_full_layers(tmp_path):
+    """Its windows have no rows that methods choose among."""
+    path = make_model(tmp_path / "m.gguf", arch="gemma3", n_embd=128, n_ff=128)
+    session = load_session(path, build_method("full", {}), CONFIG)
+    chunks = measured.split_chunks(session.tokenizer, TEXT, N_CTX, 1)
+    found, attended = score(session, parse_methods("full,topk:budget=8"), chunks)
+    full, topk = found.values()
+    assert full.nll == topk.nll and attended["full"].rows() is None
 
 
 # --- files of log-probabilities -------------------------------------------------------------------
