@@ -61,7 +61,7 @@ def _tops_kernel(
     tl.store(tops_ptr + at + tl.arange(0, GROUPS), tops)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_top"])
 def _bound_kernel(
     n_ptr, k_ptr, wanted_ptr, tops_ptr, bound_ptr, n_list, n_first, n_last, k_less, n_top,
     BLOCK: tl.constexpr, IN_REGISTERS: tl.constexpr, SOME: tl.constexpr,
@@ -82,7 +82,7 @@ def _bound_kernel(
     tl.store(bound_ptr + row, bound)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_chunk"])
 def _collect_kernel(
     scores_ptr, n_ptr, k_ptr, wanted_ptr, bound_ptr, sizes_ptr, keys_ptr, rows_ptr, n_list, n_first,
     n_last, k_less, n_chunk, stride_sb, stride_su,
@@ -140,7 +140,7 @@ def _close_gaps(
     return size
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_chunk"])
 def _select_kernel(
     scores_ptr, n_ptr, k_ptr, wanted_ptr, sizes_ptr, keys_ptr, rows_ptr, idx_ptr, counts_ptr,
     n_list, n_first, n_last, k_less, n_chunk, stride_sb, stride_su, stride_ib, stride_iu,

@@ -112,7 +112,7 @@ def _score_latents_kernel(
     tl.store(masses_ptr + at, mass, mask=is_head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_chunk"])
 def _head_lse_kernel(
     peaks_ptr, masses_ptr, exact_lse_ptr, out_ptr, n_head, n_chunk, BLOCK: tl.constexpr
 ):

@@ -15,6 +15,7 @@ from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 
 GPU_PROMPT, GPU_STEPS = 1100, 3
+GPU_ROWS = (2048, 4096, 8192, 16384, 32768)  # numbers of rows among which kernels differ
 TRIAL_CONTEXT = 64  # tokens; the trial sequence of warmup.py does not pass through the session
 
 
@@ -33,7 +34,7 @@ def command(model: str | None, device: str) -> None:
     Methods that must be calibrated are calibrated for this model, if that was not done before.
 
     With --device cuda it is the kernels for this GPU, which depend on the model: those that a
-    prompt and some tokens with each method take.
+    prompt and some tokens with each method take, in contexts of up to 32768 tokens.
     """
     from sparsekv_cli import session, warmup
     from sparsekv_cli.methods import METHODS, build_method
@@ -67,20 +68,31 @@ def command(model: str | None, device: str) -> None:
 
 
 def try_on_gpu(path: Path) -> None:
-    """A prompt longer than any budget, and some tokens, with every method as it is by default."""
+    """A prompt longer than any budget, and some tokens, with every method as it is by default.
+
+    Then a step with the kernels of each of GPU_ROWS, as long as a cache of so many rows fits.
+    """
     from sparsekv_cli import session
     from sparsekv_cli.methods import METHODS, build_method
 
-    config = SessionConfig(device="cuda", ctx_size=GPU_PROMPT + GPU_STEPS)
+    short = GPU_PROMPT + GPU_STEPS + len(GPU_ROWS)
     with CompileProgress() as progress, CalibrationProgress() as calibrating:
         for name in METHODS:
-            loaded = session.load_session(
-                path, build_method(name, {}), config, progress, calibrating
-            )
+            for n_ctx in (GPU_ROWS[-1] * 5 // 4, short):
+                loaded = session.load_session(
+                    path, build_method(name, {}), SessionConfig(device="cuda", ctx_size=n_ctx),
+                    progress, calibrating,
+                )  # fmt: skip
+                if n_ctx == short or not loaded.engine.note:  # it fits
+                    break
+                loaded.gguf.close()
             ids = [token % loaded.hparams.n_vocab for token in range(GPU_PROMPT)]
             loaded.prefill(ids)
             for token in ids[:GPU_STEPS]:
                 loaded.decode(token)
+            for n_rows in GPU_ROWS if n_ctx > short else ():
+                loaded.decoder.plan_for(n_rows)
+                loaded.decode(ids[0])
             loaded.gguf.close()
 
 

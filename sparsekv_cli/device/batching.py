@@ -50,9 +50,13 @@ class StepPlan(NamedTuple):
 
 
 class Planner:
-    """Plans steps, only where the plan of the step before does not hold."""
+    """Plans steps, only where the plan of the step before does not hold.
+
+    least_rows: steps are planned for so many rows at least.
+    """
 
     def __init__(self) -> None:
+        self.least_rows = 0
         self._plan: StepPlan | None = None
         self._next: list[int] = []  # positions of the step that the plan would hold for
 
@@ -65,7 +69,8 @@ class Planner:
         plan, flat = self._plan, [cache for layers in caches for cache in layers]
         self.forget()
         if plan is None or not self._holds(plan, positions, flat):
-            return _plan_step(positions, caches, flat)
+            longest = max(self.least_rows, max(positions) + 1)
+            return _plan_step(positions, longest, caches, flat)
         for cache in flat:
             if isinstance(cache, DeviceCache):
                 cache.resume()
@@ -84,16 +89,19 @@ class Planner:
 
 def _plan_step(
     positions: Sequence[int],
+    longest: int,
     caches: Sequence[Sequence[LayerCache]],
     flat: Sequence[LayerCache],
 ) -> StepPlan:
-    longest, n_more = max(positions) + 1, UNLIMITED
+    n_more = UNLIMITED
     parts: list[Hashable] = []
     runs: list[list[tuple[int, int]]] = []
     for layers in zip(*caches, strict=True):
         keys, on_device = [], []
         for cache, pos in zip(layers, positions, strict=True):
             if isinstance(cache, DeviceCache):
+                if cache.side is not None:  # of a step that was broken off: captures cannot wait
+                    cache.side.join()
                 n, n_max = pos + 1, cache.bound(longest)
                 keys.append(cache.plan(n, n_max))
                 on_device.append(cache)

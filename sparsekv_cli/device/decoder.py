@@ -144,6 +144,11 @@ class DeviceDecoder(Forward):
         parts = [self._on_device.output.apply(part).cpu() for part in normed.float().split(step)]
         return torch.cat(parts).numpy()
 
+    def plan_for(self, n_rows: int) -> None:
+        """From now on steps launch what they do among so many rows at least, as a warm-up does."""
+        self._planner.least_rows = n_rows
+        self._planner.forget()
+
     # --- a row a sequence -------------------------------------------------------------------------
 
     def decode(self, token: int, pos: int, caches: Sequence[LayerCache]) -> np.ndarray:

@@ -1,14 +1,19 @@
 """What is said of Triton's compiling, and what is tried so that it compiles."""
 
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
 import triton
 from tiny_models import make_model
+from triton.runtime.interpreter import InterpretedFunction
 
 from sparsekv_cli import methods
 from sparsekv_cli.commands import warmup
 from sparsekv_cli.commands.progress import CompileProgress
-from sparsekv_cli.session import Session
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.session import Session, load_session
 
 
 def test_only_what_is_compiled_is_told_of(monkeypatch, capsys):
@@ -37,6 +42,7 @@ def test_every_method_is_tried_on_the_gpu(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(warmup, "GPU_PROMPT", 20)
     monkeypatch.setattr(warmup, "GPU_STEPS", 1)
+    monkeypatch.setattr(warmup, "GPU_ROWS", (64,))
     tried = []
     decode = Session.decode
 
@@ -47,4 +53,46 @@ def test_every_method_is_tried_on_the_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(Session, "decode", watched)
     path = make_model(tmp_path / "m.gguf", n_embd=64, n_ff=64, n_vocab=259, head_dim=32)
     warmup.try_on_gpu(path)
-    assert tried == ["Full", "TopK"]
+    assert tried == 2 * ["Full"] + 2 * ["TopK"]
+
+
+@pytest.mark.parametrize("name", ["full", "topk", "quest"])
+def test_nothing_is_compiled_in_mid_generation(name, tmp_path, monkeypatch):
+    """A long context launches no specialisation that warming up has not launched."""
+    compiled: set[Any] = set()
+
+    def note(kernel, *args, grid, warmup, **constants):
+        varying = kernel.kwargs["do_not_specialize"] or ()
+        named = zip(kernel.arg_names, args, strict=False)
+        kinds = (kind(x) for at, x in named if at not in varying)
+        compiled.add((kernel.fn.__name__, *kinds, *sorted(constants.items())))
+
+    monkeypatch.setattr(InterpretedFunction, "run", note)
+    monkeypatch.setattr(triton.knobs.compilation, "listener", None)
+    monkeypatch.setattr(methods, "METHODS", {name: methods.METHODS[name]})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = make_model(
+        tmp_path / "m.gguf", n_layer=3, n_embd=64, n_ff=64, n_vocab=259, n_head=2, n_head_kv=1,
+        head_dim=32,
+    )  # fmt: skip
+    warmup.try_on_gpu(path)
+    warm, long = set(compiled), {}
+    session = load_session(
+        path, methods.build_method(name, {}), SessionConfig(device="cuda", ctx_size=40_000)
+    )
+    session.prefill([5] * 1100)
+    for n_rows in (3000, 9000, 20_000, 33_000):
+        compiled.clear()
+        for cache in session.caches:
+            cache.reserve(n_rows)
+            cache.store.n = n_rows  # as if it had them
+        session.decoder.decode(5, n_rows, session.caches)
+        long[n_rows] = compiled - warm
+    assert len(warm) > 8 and {n: x for n, x in long.items() if x} == {}
+
+
+def kind(x: Any) -> Any:
+    """What Triton specialises a kernel for."""
+    if isinstance(x, torch.Tensor):
+        return str(x.dtype), x.data_ptr() % 16 == 0
+    return ("int", x == 1, x % 16 == 0) if type(x) is int else type(x)

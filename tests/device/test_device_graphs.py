@@ -21,7 +21,7 @@ from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.calibration import fasa, sals
 from sparsekv_cli.calibration.allocation import even_budgets
 from sparsekv_cli.device import graphs
-from sparsekv_cli.device.batching import prepare_runs
+from sparsekv_cli.device.batching import Planner, prepare_runs
 from sparsekv_cli.device.cache import DeviceCache
 from sparsekv_cli.device.graphs import Piece, Steps
 from sparsekv_cli.device.streams import SideStream
@@ -228,3 +228,14 @@ def test_a_fork_that_is_broken_off_is_joined(monkeypatch):
     with pytest.raises(KeyboardInterrupt), here.fork():
         raise KeyboardInterrupt
     assert waits == [("beside", step), ("step", beside)] and not here.forked
+
+
+def test_a_step_that_was_broken_off_behind_its_fork_is_joined_by_the_next_plan(device):
+    cache = sequences.make("freekv", device)
+    sequences.prefill(cache, sequences.rows_of(cache, torch.Generator().manual_seed(0), 100))
+    planner = Planner()
+    planner.begin([100], [[cache]])
+    assert cache.side is not None
+    cache.side.forked = True  # Ctrl-C came ahead of the join
+    planner.begin([100], [[cache]])
+    assert not cache.side.forked

@@ -16,8 +16,12 @@ from sparsekv_cli.cache.spec import AttnInput
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.device.host import HostCache, HostWorker
 from sparsekv_cli.device.methods.full import DeviceDense
+from sparsekv_cli.device.step import StepBuffers
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
+from sparsekv_cli.sampling.chain import make_sampler
+from sparsekv_cli.sampling.params import SamplingParams
+from sparsekv_cli.sampling.plain import PlainSampler
 from sparsekv_cli.session import load_session
 
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, 400, 300)]
@@ -185,6 +189,22 @@ def test_a_step_is_planned_where_the_last_plan_does_not_hold(tiny_model, monkeyp
     session.prefill(PROMPT[:3])
     session.decode(5)
     assert planned == [61, 62, 67]
+
+
+def test_a_session_draws_on_the_device_what_the_host_draws(tmp_path, monkeypatch):
+    path = make_model(tmp_path / "m.gguf", wtype="F32", n_layer=1, **SIZES)
+    _, session = sessions(path, "full")
+    answers = []
+    for on_device in (False, True):
+        sampler = make_sampler(SamplingParams(seed=7, temp=1.5))
+        assert isinstance(sampler, PlainSampler)
+        sample = sampler if on_device else sampler.sample
+        if on_device:
+            monkeypatch.setattr(StepBuffers, "logits", None)  # they stay there
+        session.reset()
+        answers.append(list(session.generate(PROMPT[:20], sample, 4)))
+    assert answers[0] == answers[1] and len(answers[0]) == 4
+    assert list(session.generate(PROMPT[:3], sample, 0)) == []
 
 
 def test_what_does_not_fit_goes_to_the_host_or_is_refused(tmp_path):

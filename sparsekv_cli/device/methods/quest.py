@@ -45,8 +45,8 @@ class DeviceQuest(DeviceSelecting):
             self._n_page = n_page
 
     def _grow(self, n_page: int) -> None:
-        """Room for the summaries of ``n_page`` pages."""
-        grown = []
+        """Room for the summaries of ``n_page`` pages, and up to a number that kernels know."""
+        n_page, grown = -(-n_page // 16) * 16, []
         for old in (self._hi, self._lo):
             new = self._summaries(n_page)
             new[:, :, : self._n_page] = old[:, :, : self._n_page]
