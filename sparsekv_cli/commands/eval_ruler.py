@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sparsekv_cli.commands.completers import files
+from sparsekv_cli.commands.eval_encode import encoder
 from sparsekv_cli.commands.eval_options import (
     JSON_OPTION,
     chosen_methods,
@@ -22,13 +23,11 @@ from sparsekv_cli.commands.options import ModelOptions, model_options, number_li
 from sparsekv_cli.commands.progress import PrefillProgress
 from sparsekv_cli.commands.tables import print_table
 from sparsekv_cli.commands.terminal import one_line, say
-from sparsekv_cli.generation.conversation import chat_template, encode_messages, messages_of
 
 if TYPE_CHECKING:
     from sparsekv_cli.evaluation.ruler.records import RulerRecords
-    from sparsekv_cli.evaluation.ruler.samples import Encode, RulerPlan
+    from sparsekv_cli.evaluation.ruler.samples import RulerPlan
     from sparsekv_cli.methods.base import Method
-    from sparsekv_cli.session import Session
 
 SEED = 42
 
@@ -102,6 +101,11 @@ def task_list(_: click.Context, _parameter: click.Parameter, value: str) -> list
     default=SEED,
     help=f"Seed of the samples. [default: {SEED}]",
 )
+@click.option(
+    "--ray",
+    metavar="ADDRESS|auto",
+    help="Answer the samples on the nodes of a Ray cluster (docs/distributed.md).",
+)
 @JSON_OPTION
 @model_options(bench=True, sparse_from=False, seed=False)
 def ruler(
@@ -115,6 +119,7 @@ def ruler(
     raw: bool,
     path: Path | None,
     sample_seed: int,
+    ray: str | None,
     as_json: bool,
 ) -> None:
     """Methods on RULER's tasks: needles in haystacks, chains of variables, frequent words.
@@ -123,11 +128,15 @@ def ruler(
     sample is prefilled once for all methods, and each answers greedily. The score is the share of
     the wanted words that the answer holds, in per cent; the interval is Wilson's, of 95%.
     """
+    from sparsekv_cli.commands.eval_ray import answer_on_cluster
+    from sparsekv_cli.distributed.cluster import check_address
     from sparsekv_cli.evaluation.ruler.answers import answer_all
     from sparsekv_cli.evaluation.ruler.records import RulerRecords
     from sparsekv_cli.evaluation.ruler.samples import RulerPlan
 
     settings = chosen_methods(methods or ["full"], options)
+    if ray is not None:
+        check_address(ray)
     by_decode = question_by == "decode"
     lengths = list(dict.fromkeys(lengths))
     plan = RulerPlan(tasks, lengths, n_samples, sample_seed, by_decode, n_predict)
@@ -146,9 +155,12 @@ def ruler(
     records = RulerRecords(path, configuration)
     n_all, n_done = len(list(plan.samples())), 0
     with PrefillProgress() as prefilling, PrefillProgress("samples") as sampling:
-        answered = answer_all(
-            session, settings, plan, encoder(session, raw), records.by_key.keys(), prefilling
-        )
+        done = frozenset(records.by_key)
+        if ray is not None:
+            answered = answer_on_cluster(ray, session, settings, plan, raw, done)
+        else:
+            encode = encoder(session, raw)
+            answered = answer_all(session, settings, plan, encode, done, prefilling)
         for (length, task, number), new in zip(plan.samples(), answered, strict=True):
             for record in new:
                 records.add(record)
@@ -161,20 +173,6 @@ def ruler(
         write_json({"configuration": configuration, "results": found})
     else:
         print_scores(found, plan)
-
-
-def encoder(session: Session, raw: bool) -> Encode:
-    """The ids of a message in the model's chat template, if it has one, and the answer's start."""
-    template = None if raw else chat_template(session.gguf.metadata)
-    tokenizer = session.tokenizer
-
-    def encode(text: str, answer: str) -> list[int]:
-        if template is None:
-            return tokenizer.encode(f"{text}\n{answer}", add_eos=False, parse_special=False)
-        ids = encode_messages(tokenizer, template, messages_of(None, text))
-        return ids + tokenizer.encode(answer, add_bos=False, parse_special=False)
-
-    return encode
 
 
 def progress_line(

@@ -78,28 +78,20 @@ def answer_lines(
 
     session: opened here with ``method``, so that every node decides as this machine does; closed.
     """
-    from sparsekv_cli.distributed.cluster import connect
-    from sparsekv_cli.distributed.workers import Workers
+    from sparsekv_cli.distributed.workers import workers_at
 
     settings = LineSettings(settings_of(session, method), prefix, task, n_parallel)
     room = room_of(session, n_parallel)
     session.gguf.close()
     n_answered = n_failed = 0
     started = time.monotonic()
-    with connect(address) as cluster:
-        workers = Workers(cluster, room, open_answers, settings, say)
-        try:
-            for answered in workers.map(shards_of(lines, SHARDS_A_BATCH * n_parallel)):
-                for line in answered.told:
-                    say(line)
-                for line in answered.written:
-                    write(line)
-                n_answered += answered.n_answered
-                n_failed += answered.n_failed
-            say(
-                f"{n_answered} lines in {time.monotonic() - started:.1f} s: "
-                f"{workers.n_actors} workers on {cluster.n_nodes()} nodes, {workers.n_lost} lost"
-            )
-        finally:
-            workers.close()
+    with workers_at(address, room, open_answers, settings, say) as workers:
+        for answered in workers.map(shards_of(lines, SHARDS_A_BATCH * n_parallel)):
+            for line in answered.told:
+                say(line)
+            for line in answered.written:
+                write(line)
+            n_answered += answered.n_answered
+            n_failed += answered.n_failed
+        say(f"{n_answered} lines in {time.monotonic() - started:.1f} s: {workers.summary()}")
     return n_answered, n_failed

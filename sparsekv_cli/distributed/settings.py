@@ -7,6 +7,7 @@ method begins to be sparse, calibrations) is worked out once and sent along.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +34,11 @@ class SessionSettings:
     config: SessionConfig
     sidecar: bytes
 
-    def open(self) -> Session:
-        """The session; SparseKVError where model or program are not those that were sent."""
+    def open(self, others: Iterable[Method] = ()) -> Session:
+        """The session, with ``others`` prepared.
+
+        SparseKVError where model or program are not those that were sent.
+        """
         from sparsekv_cli.session import load_session
 
         if self.version != __version__:
@@ -43,16 +47,18 @@ class SessionSettings:
             raise SparseKVError(f"{self.path} is missing: every node needs the model at that path")
         config = self.config
         if not self.sidecar:
-            return self._checked(load_session(self.path, self.method, config))
+            return self._ready(load_session(self.path, self.method, config), others)
         with tempfile.TemporaryDirectory() as folder:
             sidecar = Path(folder) / "sent.npz"
             sidecar.write_bytes(self.sidecar)
             config = replace(config, calibration=str(sidecar))
-            return self._checked(load_session(self.path, self.method, config))
+            return self._ready(load_session(self.path, self.method, config), others)
 
-    def _checked(self, session: Session) -> Session:
+    def _ready(self, session: Session, others: Iterable[Method]) -> Session:
         if session.calibrations.identity.model_hash != self.model_hash:
             raise SparseKVError(f"{self.path} is another model there: copy the file to every node")
+        for method in others:
+            session.prepare(method)
         return session
 
 
@@ -65,8 +71,11 @@ class Room:
     n_bytes: int
 
 
-def settings_of(session: Session, method: Method) -> SessionSettings:
-    """What ``session``, which was opened with ``method``, has worked out."""
+def settings_of(session: Session, method: Method, others: Iterable[Method] = ()) -> SessionSettings:
+    """What ``session``, which was opened with ``method``, has worked out.
+
+    others: methods that the nodes use, too, and whose calibrations they get.
+    """
     config = replace(
         session.config,
         threads=session.n_threads,
@@ -82,7 +91,7 @@ def settings_of(session: Session, method: Method) -> SessionSettings:
         __version__,
         method,
         config,
-        _sidecar(session, method),
+        _sidecar(session, [method, *others]),
     )
 
 
@@ -111,21 +120,23 @@ def _host_choices(session: Session) -> dict[str, Any]:
     }
 
 
-def _sidecar(session: Session, method: Method) -> bytes:
-    """A calibration file with what the method needs; empty if it needs none."""
+def _sidecar(session: Session, methods: Iterable[Method]) -> bytes:
+    """A calibration file with what the methods need; empty if they need none."""
     from sparsekv_cli.calibration.run import CALIBRATION
     from sparsekv_cli.calibration.sidecar import write_entry
 
-    if method.needs != CALIBRATION:
+    calibrated = {method.name for method in methods if method.needs == CALIBRATION}
+    if not calibrated:
         return b""
-    entry = session.calibrations.find(method.name)
-    if entry is None:
-        raise SparseKVError(
-            f"the calibration of {method.name} could not be stored, so it cannot be sent: make one "
-            f"with 'sparsekv-cli calibrate --method {method.name} --output FILE' and give "
-            "--calibration FILE"
-        )
     with tempfile.TemporaryDirectory() as folder:
         sidecar = Path(folder) / "sent.npz"
-        write_entry(sidecar, method.name, session.calibrations.identity, entry)
+        for name in sorted(calibrated):
+            entry = session.calibrations.find(name)
+            if entry is None:
+                raise SparseKVError(
+                    f"the calibration of {name} could not be stored, so it cannot be sent: make "
+                    f"one with 'sparsekv-cli calibrate --method {name} --output FILE' and give "
+                    "--calibration FILE"
+                )
+            write_entry(sidecar, name, session.calibrations.identity, entry)
         return sidecar.read_bytes()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from sparsekv_cli.distributed.cluster import RayCluster, in_background
+from sparsekv_cli.distributed.cluster import RayCluster, connect, in_background
 from sparsekv_cli.distributed.settings import Room
 from sparsekv_cli.errors import SparseKVError
 
@@ -129,6 +129,11 @@ class Workers:
                 yield done.pop(n_given)
                 n_given += 1
 
+    def summary(self) -> str:
+        """``2 workers on 2 nodes, 1 lost``."""
+        n_nodes = self._cluster.n_nodes()
+        return f"{self.n_actors} workers on {n_nodes} nodes, {self.n_lost} lost"
+
     def close(self) -> None:
         """Ends the actors, if the cluster is there."""
         if self._cluster.is_lost:
@@ -208,6 +213,19 @@ class Workers:
     def _kill(self, actor: Any) -> None:
         with contextlib.suppress(Exception):  # it may be gone, and its node, too
             self._ray.kill(actor)
+
+
+@contextlib.contextmanager
+def workers_at(
+    address: str, room: Room, open_work: Open, settings: Any, tell: Callable[[str], None]
+) -> Iterator[Workers]:
+    """Workers on the cluster at ``address`` (cluster.py), which end with the context."""
+    with connect(address) as cluster:
+        workers = Workers(cluster, room, open_work, settings, tell)
+        try:
+            yield workers
+        finally:
+            workers.close()
 
 
 def _told(error: Exception) -> str:

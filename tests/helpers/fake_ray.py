@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ class FakeRay:
         return [{"Alive": n > 0, "Resources": {"CPU": n, "memory": 1 << 40}} for n in self.cpus]
 
     def put(self, value: Any) -> Any:
-        return value
+        return pickle.loads(pickle.dumps(value))
 
     def remote(self, **_options: Any) -> Callable[[type], Any]:
         def wrapped(of: type) -> Any:

@@ -17,6 +17,8 @@ from sparsekv_cli.methods.base import Method
 if TYPE_CHECKING:
     from sparsekv_cli.session import Progress, Session
 
+RulerPoint = tuple[int, str, int]  # length, task and number of a sample
+
 
 def answer_all(
     session: Session,
@@ -27,28 +29,54 @@ def answer_all(
     on_prefill: Progress | None = None,
 ) -> Iterator[list[dict[str, Any]]]:
     """The new records of each sample, one a setting that is not in ``done``."""
-    for length, task, number in plan.samples():
-        at = {"task": task, "length": length, "sample": number}
-        missing = {
-            spec: method
-            for spec, method in settings.items()
-            if key_of({**at, "name": method.name, "options": method.options()}) not in done
-        }
-        records: list[dict[str, Any]] = []
-        if missing:
-            n_answer = plan.room(task)
-            prompt = make_prompt(task, length, number, plan.seed, n_answer, encode)
-            n_read = prompt.n_context if plan.question_by_decode else len(prompt.ids)
-            n_steps = len(prompt.ids) - n_read + n_answer
-            started = prefill_each(
-                session, missing, prompt.ids[:n_read], n_steps=n_steps, progress=on_prefill
-            )
-            for spec, start in started:
-                method = missing[spec]
-                told = answer(session, prompt, n_read, start.logits, start.caches, n_answer)
-                records.append({**at, "name": method.name, "options": method.options(), **told})
-            session.reset()
-        yield records
+    for sample in plan.samples():
+        missing = missing_settings(settings, sample, done)
+        yield answer_sample(session, missing, plan, sample, encode, on_prefill)
+
+
+def missing_settings(
+    settings: Mapping[str, Method], sample: RulerPoint, done: Collection[Key]
+) -> dict[str, Method]:
+    """The settings that have no record of a sample."""
+    return {
+        spec: method
+        for spec, method in settings.items()
+        if key_of({**_place(sample), "name": method.name, "options": method.options()}) not in done
+    }
+
+
+def answer_sample(
+    session: Session,
+    settings: Mapping[str, Method],
+    plan: RulerPlan,
+    sample: RulerPoint,
+    encode: Encode,
+    on_prefill: Progress | None = None,
+) -> list[dict[str, Any]]:
+    """The records of a sample, one a setting; they do not depend on each other."""
+    if not settings:
+        return []
+    length, task, number = sample
+    n_answer = plan.room(task)
+    prompt = make_prompt(task, length, number, plan.seed, n_answer, encode)
+    n_read = prompt.n_context if plan.question_by_decode else len(prompt.ids)
+    n_steps = len(prompt.ids) - n_read + n_answer
+    started = prefill_each(
+        session, settings, prompt.ids[:n_read], n_steps=n_steps, progress=on_prefill
+    )
+    records = []
+    for spec, start in started:
+        method = settings[spec]
+        told = answer(session, prompt, n_read, start.logits, start.caches, n_answer)
+        what = {"name": method.name, "options": method.options()}
+        records.append({**_place(sample), **what, **told})
+    session.reset()
+    return records
+
+
+def _place(sample: RulerPoint) -> dict[str, Any]:
+    length, task, number = sample
+    return {"task": task, "length": length, "sample": number}
 
 
 def answer(
