@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import termios
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -189,3 +198,39 @@ def test_a_context_beyond_the_training_is_a_warning(model: str, invoke: Invoke) 
     assert "q8_0" not in invoke(*few_bits, "2048").err
     deep = ["bench", "-m", model, "-p", "0", "-n", "1", "-d", "2048", "-r", "1"]
     assert "warning" not in invoke(*deep, "--prefill-dtype", "f32").err  # random tokens
+
+
+@pytest.mark.slow
+def test_chat_at_a_terminal(model: str, tmp_path: Path) -> None:
+    """Typed as a user would: an answer, another method; no colours where none are wanted."""
+    terminal, end = pty.openpty()
+    termios.tcsetwinsize(end, (24, 80))
+    command = [sys.executable, "-m", "sparsekv_cli", "chat", "-m", model, "-n", "4", *GREEDY]
+    state = {"XDG_STATE_HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path)}
+    environment = {**os.environ, **state, "TERM": "xterm-256color", "NO_COLOR": "1"}
+    chat = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=environment)
+    os.close(end)
+    shown = b""
+
+    def wait_for(words: bytes) -> None:
+        nonlocal shown
+        at, deadline = len(shown), time.monotonic() + 30
+        while words not in shown[at:]:
+            assert time.monotonic() < deadline, shown
+            if select.select([terminal], [], [], 1)[0]:
+                piece = os.read(terminal, 4096)
+                shown += piece
+                if b"\x1b[6n" in piece:  # where the cursor is
+                    os.write(terminal, b"\x1b[2;1R")
+
+    wait_for(b"0 of ")  # the line below what is typed
+    for typed, told in ((b"hello", b" | full |"), (b"/method topk", b" | topk |")):
+        os.write(terminal, typed + b"\r")
+        wait_for(told)
+    os.write(terminal, b"/exit\r")
+    with contextlib.suppress(OSError):  # how Linux tells that the other end is closed
+        while piece := os.read(terminal, 4096):
+            shown += piece
+    os.close(terminal)
+    assert chat.wait(60) == 0
+    assert b"topk attention" in shown and not re.search(rb"\x1b\[[\d;]*\b[34][0-8][;m]", shown)
