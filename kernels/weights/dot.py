@@ -27,6 +27,7 @@ MAX_BATCH = 16
 MAX_FUSED = 2  # vectors above which the tensor cores take fewer instructions
 MATMUL_ROWS = 64  # rows of a program of the tensor-core kernel: they share its inputs
 MATMUL_UNITS = 4  # units of a step of that kernel: more do not fit the registers
+MATMUL_WARPS, MATMUL_STAGES = 4, 3  # of that kernel, and of its pipeline of loads
 PROGRAMS = 512  # wanted at least, a few for each multiprocessor
 
 
@@ -336,15 +337,16 @@ def _matmul(w: PackedMatrix, x: torch.Tensor, scratch: torch.Tensor) -> int:
     if w.name in FLOATS:
         _matmul_float_kernel[grid](
             w.low, x, scratch, n_batch, w.n_rows, w.n_columns, steps * columns, w.low.stride(0),
-            x.stride(0), BATCH=16, ROWS=MATMUL_ROWS, COLUMNS=columns, num_warps=4, num_stages=3,
+            x.stride(0), BATCH=16, ROWS=MATMUL_ROWS, COLUMNS=columns,
+            num_warps=MATMUL_WARPS, num_stages=MATMUL_STAGES,
         )  # fmt: skip
         return n_part
     n_unit = w.low.shape[1] // 4
     units = MATMUL_UNITS
     _matmul_kernel[grid](
         *planes_of(w), x, scratch, n_batch, w.n_rows, n_unit, steps * units, x.stride(0),
-        EXPONENT, BATCH=16, ROWS=MATMUL_ROWS, UNITS=units, **constants_of(w), num_warps=4,
-        num_stages=3,
+        EXPONENT, BATCH=16, ROWS=MATMUL_ROWS, UNITS=units, **constants_of(w),
+        num_warps=MATMUL_WARPS, num_stages=MATMUL_STAGES,
     )  # fmt: skip
     return n_part
 
