@@ -76,7 +76,9 @@ class LayerParams:
         return self.state.n_out if self.state else self.n_head * self.value_dim
 
     def kv_bytes(self, n: int) -> int:
-        """Bytes of K and V of n tokens in f16, without those of another full layer."""
+        """Bytes of K and V of n tokens in f16, without another full layer's; or of a state."""
+        if self.state is not None:
+            return self.state.n_bytes
         if self.source >= 0 and not self.window:
             return 0
         rows = min(n, window_rows(self.window)) if self.window else n

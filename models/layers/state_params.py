@@ -34,6 +34,11 @@ class StateParams:
         """Channels of the convolution."""
         return (2 * self.n_key + self.n_value) * self.head_dim or self.n_out
 
+    @property
+    def n_bytes(self) -> int:
+        """Of a state, in f32: the convolution's last rows, and a matrix of each value head."""
+        return 4 * ((self.length - 1) * self.n_mixed + self.n_value * self.head_dim**2)
+
 
 def read_states(
     keys: ModelKeys, recurrence: str, n_layer: int, n_embd: int, n_head_kv: tuple[int, ...]

@@ -185,7 +185,8 @@ def _kv_cache(layers: Sequence[LayerParams], n_weights: int) -> dict[str, Any]:
 def _by_kind(layers: Sequence[LayerParams]) -> list[dict[str, Any]]:
     """Of each kind of layers how many there are, and what their K and V take at CONTEXT tokens.
 
-    In f16; a quantised cache takes less. ``shared`` ones read the rows of another full layer.
+    In f16; a quantised cache takes less. Of recurrent layers a state, in f32. ``shared`` ones read
+    the rows of another full layer.
     """
     kinds: dict[str, dict[str, Any]] = {}
     for layer in layers:
@@ -306,7 +307,7 @@ def _show(summary: dict[str, Any], list_metadata: bool) -> None:
         print_pairs("hyper-parameters", shown)
         print_pairs("rope", list(summary["rope"].items()))
         kinds = [(each["kind"], each["layers"], size(each["bytes"])) for each in summary["layers"]]
-        print_table("layers", ("kind", "layers", f"f16 KV at {CONTEXT} tokens"), kinds)
+        print_table("layers", ("kind", "layers", f"f16 at {CONTEXT} tokens"), kinds)
     if summary["tokenizer"]:
         print_pairs("tokenizer", _tokenizer_rows(summary["tokenizer"]))
     if list_metadata:
@@ -348,5 +349,5 @@ def _sizes(layers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     flat = [{**layer, **(layer["experts"] or {})} for layer in layers]
     names = dict.fromkeys(name for layer in flat for name in layer if name != "experts")
     columns = {name: [layer.get(name, 0) for layer in flat] for name in names}
-    sizes = {k: values[0] if len(set(values)) == 1 else values for k, values in columns.items()}
+    sizes = {k: v[0] if all(each == v[0] for each in v) else v for k, v in columns.items()}
     return {"n_layer": len(layers), **sizes}

@@ -225,6 +225,24 @@ def test_layers_that_differ_are_listed(tmp_path: Path, capsys: pytest.CaptureFix
     assert sizes["n_rot"] == [16, 16, 16, 0] and sizes["n_head"] == 4
 
 
+def test_kinds_of_layers_and_their_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Recurrent layers have a state, whose bytes do not depend on the context."""
+    path = make_model(tmp_path / "model.gguf", arch="qwen35", n_layer=4, n_embd=64)
+    assert inspect(path, "--json") == 0
+    state, full = read_json(capsys)["layers"]
+    assert (state["kind"], state["layers"], full["kind"], full["layers"]) == ("state", 2, "full", 2)
+    d, n_v, n_k = 32, 4, 2
+    assert state["bytes"] == 2 * 4 * (3 * (n_v + 2 * n_k) * d + n_v * d * d)
+    path = make_model(tmp_path / "model.gguf", arch="gemma4", n_layer=4, n_embd=64)
+    assert inspect(path, "--json") == 0
+    layers = read_json(capsys)["layers"]
+    kinds = {each["kind"]: (each["layers"], each["bytes"]) for each in layers}
+    assert kinds["shared"] == (1, 0) and kinds["full"] == (1, 32768 * 2 * 2 * 2 * 512)
+    assert kinds["window"] == (2, 2 * 2 * (40 + 256) * 2 * 2 * 256)
+
+
 def test_an_unsupported_type_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_model(tmp_path / "other.gguf", extra_type=gguf.GGMLQuantizationType.Q8_K)
     assert inspect(path, "--json", "--check-tensors") == 0
