@@ -70,9 +70,7 @@ class Sizes:
     budget_shares: str = "2%,5%,10%"
     budget_lengths: str = "1024,2048,4096,7168"
     budget_steps: int = 32
-    ruler_tasks: str = (
-        "niah_single_1,niah_single_2,niah_single_3,niah_multikey_1,niah_multivalue,niah_multiquery"
-    )
+    ruler_tasks: str = "niah_single_1,niah_single_2,niah_multikey_1,niah_multivalue,niah_multiquery"
     ruler_samples: int = 2
     ruler_tokens: int = 48
     perplexity: str = ""
