@@ -13,11 +13,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checked_device import METHODS, N_PROMPT, Checked, check, checked, plain_logits, write_model
+from checked_device import (
+    METHODS,
+    N_PROMPT,
+    Checked,
+    batch_logits,
+    check,
+    checked,
+    plain_logits,
+    write_model,
+)
 from fake_cuda import FakeCuda
 
 from sparsekv_cli.sampling.chain import make_sampler
 from sparsekv_cli.sampling.params import SamplingParams
+
+BATCHES = ("topk", "freekv", "lfps")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,7 +46,8 @@ def plain(path: Path, request: pytest.FixtureRequest) -> dict[str, np.ndarray]:
     tests = [item for item in request.session.items if getattr(item, "callspec", None)]
     names = {test.callspec.params.get("method") for test in tests} & set(METHODS)
     with checked(path, None) as engine:
-        return {name: plain_logits(engine, name) for name in names}
+        of_batches = {f"batch of {name}": batch_logits(engine, name) for name in names & {*BATCHES}}
+        return of_batches | {name: plain_logits(engine, name) for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +75,9 @@ def test_tokens_are_chosen_in_the_captures(method, engine, plain):
         assert session.decoder.choose_next(on_device, 5 + n, n, caches) == host(logits, [])
     assert not cuda.found
     assert np.isnan(found_logits).all()
+
+
+@pytest.mark.parametrize("method", BATCHES)
+def test_sequences_that_decode_together(method, engine, plain):
+    np.testing.assert_array_equal(batch_logits(engine, method), plain[f"batch of {method}"])
+    assert not engine.cuda.found

@@ -100,6 +100,16 @@ def plain_logits(engine: Checked, method: str) -> np.ndarray:
     return np.vstack([engine.prefill(caches), engine.decode(caches, N_PROMPT)])
 
 
+def batch_logits(engine: Checked, method: str) -> np.ndarray:
+    """Of steps of two sequences that decode together: f32 (N_STEPS, 2, n_vocab)."""
+    lengths = N_PROMPT, N_PROMPT - 9
+    batch = [engine.caches(method) for _ in lengths]
+    for caches, n in zip(batch, lengths, strict=True):
+        engine.prefill(caches, n)
+    decode = engine.session.decoder.decode_batch
+    return np.stack([decode([5, 6], [n + i for n in lengths], batch) for i in range(N_STEPS)])
+
+
 def check(engine: Checked, method: str, expected: np.ndarray) -> None:
     """A prompt and steps of a method: no race, nothing refused, as many launches, the same bits."""
     cuda = engine.cuda
