@@ -26,7 +26,7 @@ from sparsekv_cli.planning.speeds import Speeds
 if TYPE_CHECKING:
     from sparsekv_cli.warmup import OnCompile
 
-FORMAT = 2  # raised when what is measured changes
+FORMAT = 3  # raised when what is measured changes
 OnMeasure = Callable[[str, int, int], None]  # what is measured now, how many are done, of how many
 # Metadata that decide nothing of a step's time.
 NAMES = ("general.", "tokenizer.")

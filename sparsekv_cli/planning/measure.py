@@ -35,7 +35,7 @@ from sparsekv_cli.warmup import OnCompile
 
 DEPTHS = (1024, 4096, 12288, 32768)
 MOST_WEIGHTS = 1 << 30  # bytes of a stand-in's weights
-MOST_ROWS = 512 << 20  # bytes of K and V in all layers that are measured
+MOST_ROWS = 1 << 30  # bytes of K and V in all layers that are measured
 LEAST_LAYERS = 4  # full ones that are measured, of which up to two are dense
 N_WARM, N_STEPS = 4, 10
 N_START = 64  # tokens of a prompt ahead of the first step
@@ -213,7 +213,8 @@ class Measurement:
 
     def _point(self, method: Method, specs: Sequence[LayerSpec], depth: int) -> DepthPoint:
         full = [spec for spec in specs if spec.kind == FULL]
-        n_measured = max(LEAST_LAYERS, MOST_ROWS // (depth * self._row_bytes()))
+        room = min(MOST_ROWS, (available_memory() or 1 << 40) // 4)
+        n_measured = max(LEAST_LAYERS, room // (depth * self._row_bytes()))
         last = full[:n_measured][-1].layer
         caches = [method.layer(spec) for spec in specs[: last + 1]]
         share_rows(caches)
