@@ -213,7 +213,7 @@ def test_chat_at_a_terminal(model: str, tmp_path: Path) -> None:
 
     def wait_for(words: bytes) -> None:
         nonlocal shown
-        at, deadline = len(shown), time.monotonic() + 30
+        at, deadline = len(shown), time.monotonic() + 120
         while words not in shown[at:]:
             assert time.monotonic() < deadline, shown
             if select.select([terminal], [], [], 1)[0]:
