@@ -42,13 +42,14 @@ def of(key: str, of_key: str) -> Any:
 
 
 def span(key: str) -> Any:
-    """A cell: a median and its range in brackets; empty if there is none."""
+    """A cell: a median and, of several, the range in brackets; empty if there is none."""
 
     def show(row: Row) -> str:
         if f"{key}_s" not in row:
             return ""
         median, least, most = (row[f"{key}_{x}"] for x in ("s", "least_s", "most_s"))
-        return f"{median:.2f} ({least:.2f} to {most:.2f})"
+        spread = f" ({least:.2f} to {most:.2f})" if row[f"{key}_n"] > 1 else ""
+        return f"{median:.2f}{spread}"
 
     return show
 
