@@ -151,10 +151,13 @@ def read_texts() -> list[str]:
     return [path.read_text(encoding="utf-8") for path in TEXT_FILES]
 
 
-def needle_prompt(needle: Needle, text: str, n_tokens: int, count: Callable[[str], int]) -> str:
-    """A user message of nearly ``n_tokens``: as many whole paragraphs of ``text`` as fit.
+def needle_prompt(
+    needle: Needle, text: str, n_tokens: int, count: Callable[[str], int]
+) -> tuple[str, str]:
+    """A user message of nearly ``n_tokens``, and the question that it ends with.
 
-    count: tokens of a string. SparseKVError when the text is shorter than that.
+    It has as many whole paragraphs of ``text`` as fit; count: tokens of a string. SparseKVError
+    when the text is shorter than that.
     """
     question = f"{needle.question} Answer in one sentence."
     room = n_tokens - count(f"\n\n{needle.fact}\n\n{question}")
@@ -167,4 +170,4 @@ def needle_prompt(needle: Needle, text: str, n_tokens: int, count: Callable[[str
     else:
         raise SparseKVError(f"needle prompt of {n_tokens} tokens: the text is {room} too short")
     paragraphs.insert(round(needle.depth * len(paragraphs)), needle.fact)
-    return "\n\n".join([*paragraphs, question])
+    return "\n\n".join([*paragraphs, question]), question

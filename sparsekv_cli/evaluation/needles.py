@@ -115,12 +115,17 @@ def find_needles(
 
 
 def greedy_answers(
-    session: Session, methods: Mapping[str, Method], ids: Sequence[int]
+    session: Session, methods: Mapping[str, Method], ids: Sequence[int], behind: Sequence[int] = ()
 ) -> Iterator[tuple[str, str]]:
-    """Every method's greedy answer to a prompt, of at most MAX_ANSWER_TOKENS tokens."""
-    tokenizer = session.tokenizer
-    for spec, (logits, layers, _) in prefill_each(session, methods, ids, n_steps=MAX_ANSWER_TOKENS):
+    """Every method's greedy answer to a prompt, of at most MAX_ANSWER_TOKENS tokens.
+
+    behind: the end of the prompt, which is decoded token by token.
+    """
+    tokenizer, n_steps = session.tokenizer, len(behind) + MAX_ANSWER_TOKENS
+    for spec, (logits, layers, _) in prefill_each(session, methods, ids, n_steps=n_steps):
         resume(session, ids, layers)
+        for token in behind:
+            logits = session.decode(token)
         answer: list[int] = []
         while len(answer) < MAX_ANSWER_TOKENS:
             token = int(logits.argmax())
