@@ -52,7 +52,7 @@ def test_sequences_are_those_that_a_session_would_have_alone(session):
     ("name", "options"),
     [
         ("full", {"cache_type_k": "q8_0"}),
-        ("lfps", {"budget": "12"}),
+        ("lfps", {"budget": "12", "scout": "256"}),
         ("quest", {"budget": "32"}),
         ("freekv", {"budget": "32", "page": "4", "sinks": "4", "window": "8"}),
         ("h2o", {"budget": "12"}),

@@ -29,12 +29,13 @@ from sparsekv_cli.cpu.lfps.history import (
     set_range,
     threshold,
 )
+from sparsekv_cli.cpu.lfps.scout import PART, Codes, find_rows
 
 LOCAL = 6  # keys before the current one in the local mass of the bypass test (eq 6)
 # Columns of the statistics (int64, one row a head).
 ROWS, SCORED, ATTENDED, TESTED, BYPASSED, HEAD_STEPS = range(6)
-BOUNDS_READ, ENTRIES_READ, KEYS_READ = range(6, 9)
-N_STATISTICS = 9
+BOUNDS_READ, ENTRIES_READ, KEYS_READ, SCOUTING, CODES_READ = range(6, 11)
+N_STATISTICS = 11
 RAISE = 1.25  # factor of the thresholds where too many rows pass
 CALM = 0.7  # share of the limit below which the thresholds come down again
 # Columns of Work.progress, on lines of their own: a team's searches that are done, one more when it
@@ -64,6 +65,7 @@ class Work(NamedTuple):
     active: np.ndarray  # int64 (H,): 1, or 0 where bypassed
     taus: np.ndarray  # f64 (H, 2): thresholds of the two tables (eq 8), before they are raised
     bits: np.ndarray  # uint64 (H, n // 64 + 2): rows above a threshold, a bit each
+    found: np.ndarray  # int32 (H, m): rows that the scout found; 0 where there is none
     rows: np.ndarray  # int32 (T, >= limit + AT_ONCE): C1, ascending, in front
     n_rows: np.ndarray  # int64 (T,); 0 where no head is active
     scores: np.ndarray  # f32 (T, H / T, >= limit + PAD): of C1, by active heads
@@ -113,6 +115,7 @@ class StepState(NamedTuple):
     out: np.ndarray  # f32 (H, d_v)
     work: Work
     lessons: Lessons
+    codes: Codes
     is_marked: bool  # whether ``work`` has the thresholds and the bits of C0 already
     scratch: Scratch
 
@@ -157,6 +160,22 @@ def mark(h, factor, step):
 
 
 @njit(cache=True, nogil=True, forceinline=True)
+def scout(h, step):
+    """Finds the best row of each part of the step's slice of all rows for a head."""
+    found, codes = step.work.found[h], step.codes
+    found[:] = 0
+    if found.shape[0] == 0 or codes.n_parts == 0:
+        return
+    n_slices = (codes.n_parts + found.shape[0] - 1) // found.shape[0]
+    turn = step.n % n_slices
+    first, last = turn * codes.n_parts // n_slices, (turn + 1) * codes.n_parts // n_slices
+    kv_head = h // (step.q.shape[0] // step.rules.n_kv_head)
+    find_rows(step.work.queries[h], codes, kv_head, first, last, found)
+    step.statistics[h, SCOUTING] += 1
+    step.statistics[h, CODES_READ] += (last - first) * PART
+
+
+@njit(cache=True, nogil=True, forceinline=True)
 def search_head(h, step):
     """The bypass test of a head: its output if it is bypassed, its C0 otherwise."""
     n, layout, rules, constants = step.n, step.layout, step.rules, step.constants
@@ -193,6 +212,7 @@ def search_head(h, step):
     if active[h]:
         if not step.is_marked:
             mark(h, step.raised[h], step)
+        scout(h, step)
         return
     statistics[h, BYPASSED] += 1
     statistics[h, ATTENDED] += n_near
@@ -205,6 +225,8 @@ def search_head(h, step):
 @njit(cache=True, nogil=True, forceinline=True)
 def merge_candidates(team, step):
     """C1 of a team, ascending: its active heads' C0, their neighbours and the recents (eq 9).
+
+    What the scout found for them is added.
 
     While more than ``limit`` rows pass, its heads' thresholds are raised by RAISE; ``raised`` f64
     (H,) keeps the factor from step to step, and falls again when fewer than CALM of them pass. The
@@ -230,6 +252,9 @@ def merge_candidates(team, step):
                 wide[w] = merged[w]
         else:
             expand(merged, wide, n_words)
+        for h in range(first, last):
+            for j in range(work.found.shape[1] if work.active[h] else 0):
+                set_range(wide, work.found[h, j], work.found[h, j] + 1)
         set_range(wide, n - step.n_recent, n)
         count = count_rows(wide, n_words, n)
         if count <= step.limit:

@@ -30,6 +30,7 @@ from sparsekv_cli.cpu.layer.decode import float_rows
 from sparsekv_cli.cpu.lfps.attend import learn_tasks, mark_tasks, run_tasks
 from sparsekv_cli.cpu.lfps.bypass import Constants
 from sparsekv_cli.cpu.lfps.history import AT_ONCE, BLOCK, SINKS, Tables
+from sparsekv_cli.cpu.lfps.scout import PART, Codes, Scout
 from sparsekv_cli.cpu.lfps.search import (
     LOCAL,
     N_PROGRESS,
@@ -52,7 +53,9 @@ MEAN_K, MEAN_V, COVARIANCE, RATIO = range(33, 37)  # in the order of Constants
 RAISED, STATISTICS, TRACE, N_COLUMNS, N_ATTENDED, LSE, OF_THREAD = range(37, 44)
 C2_ROWS, C2_WEIGHTS, C2_SIZES, C2_MASSES, TAUS, BITS = range(44, 50)  # kept between the tasks
 N_KEPT, N_BIT_WORDS, IS_MARKED = range(50, 53)
-N_WORDS = 53
+CODES, CODES_HEAD, N_PARTS, DIRECTIONS, N_CODES = range(53, 58)  # in the order of Codes
+N_FOUND = 58
+N_WORDS = 59
 STEP, LEARN, MARK = range(3)  # what threads do
 
 
@@ -62,7 +65,7 @@ def _lines(n_bytes):
 
 
 @njit(cache=True, nogil=True)
-def _work(at, n_head, d, n_team, n, limit):
+def _work(at, n_head, d, n_team, n, limit, n_found):
     """A step's Work at an address, and the address behind it."""
     n_near, stride, n_words = SINKS + LOCAL + 1 + PAD, limit + PAD, n // BLOCK + 2
     progress = carray(integer_pointer(at), (n_team, N_PROGRESS))
@@ -77,13 +80,15 @@ def _work(at, n_head, d, n_team, n, limit):
     at += _lines(16 * n_head)
     bits = carray(bits_pointer(at), (n_head, n_words))
     at += _lines(8 * n_head * n_words)
+    found = carray(index_pointer(at), (n_head, n_found))
+    at += _lines(4 * n_head * n_found)
     rows = carray(index_pointer(at), (n_team, limit + AT_ONCE))
     at += _lines(4 * n_team * (limit + AT_ONCE))
     n_rows = carray(integer_pointer(at), n_team)
     at += _lines(8 * n_team)
     scores = carray(float_pointer(at), (n_team, n_head // n_team, stride))
     at += _lines(4 * n_head * stride)
-    return Work(queries, near, active, taus, bits, rows, n_rows, scores, progress), at
+    return Work(queries, near, active, taus, bits, found, rows, n_rows, scores, progress), at
 
 
 @njit(cache=True, nogil=True)
@@ -133,7 +138,7 @@ def _run_thread(thread, words, task, q, out, counter, at):
         carray(float_pointer(word[RATIO]), n_head),
     )
     n_team = n_kv if rules.by_group else n_head
-    work, at = _work(at, n_head, k_width, n_team, n, limit)
+    work, at = _work(at, n_head, k_width, n_team, n, limit, word[N_FOUND])
     n_kept = word[N_KEPT]
     lessons = Lessons(
         carray(index_pointer(word[C2_ROWS]), (n_head, n_kept)),
@@ -145,9 +150,10 @@ def _run_thread(thread, words, task, q, out, counter, at):
         taus = carray(double_pointer(word[TAUS]), (n_head, 2))
         bits = carray(bits_pointer(word[BITS]), (n_head, word[N_BIT_WORDS]))
         work = Work(
-            work.queries, work.near, work.active, taus, bits, work.rows, work.n_rows, work.scores,
-            work.progress,
+            work.queries, work.near, work.active, taus, bits, work.found, work.rows, work.n_rows,
+            work.scores, work.progress,
         )  # fmt: skip
+    codes = Codes(word[CODES], word[CODES_HEAD], word[N_PARTS], word[DIRECTIONS], word[N_CODES])
     scratch, _ = _scratch(at + thread * _scratch(0, n, k_budget, limit)[1], n, k_budget, limit)
     step = StepState(
         carray(float_pointer(q), (n_head, k_width)), word[:N_LAYOUT], n, k_budget,
@@ -157,7 +163,7 @@ def _run_thread(thread, words, task, q, out, counter, at):
         carray(index_pointer(word[TRACE]), (n_head, word[N_COLUMNS])),
         carray(integer_pointer(word[N_ATTENDED]), n_head),
         carray(float_pointer(word[LSE]), n_head if word[LSE] else 0),
-        carray(float_pointer(out), (n_head, v_width)), work, lessons, word[IS_MARKED] != 0,
+        carray(float_pointer(out), (n_head, v_width)), work, lessons, codes, word[IS_MARKED] != 0,
         scratch,
     )  # fmt: skip
     tasks = carray(integer_pointer(counter), 1)
@@ -188,7 +194,7 @@ def _run_task(words, task, q, out):
     n_head, n_kv, n, limit = word[N_HEAD], word[N_HEAD_KV], word[N], word[LIMIT]
     n_threads = word[N_THREADS]
     n_team = n_kv if word[BY_GROUP] else n_head
-    shared = _work(0, n_head, word[K_WIDTH], n_team, n, limit)[1]
+    shared = _work(0, n_head, word[K_WIDTH], n_team, n, limit, word[N_FOUND])[1]
     of_thread = _scratch(0, n, word[K_BUDGET], limit)[1]
     block = np.empty((2 * 64 + shared + n_threads * of_thread) // 8, np.int64)
     counter = block.ctypes.data + -block.ctypes.data % 64
@@ -248,6 +254,12 @@ class LFPSStep:
             tables.ver.shape[1],
             tables.ver_bounds.shape[1],
         )
+
+    def use_scout(self, scout: Scout, n_rows: int) -> None:
+        """From now on steps look at the codes of up to n_rows rows; again for new codes."""
+        words, codes = self.words, scout.known()
+        words[CODES : N_CODES + 1] = codes
+        words[N_FOUND] = -(-n_rows // PART)
 
     def trace(self, attended: np.ndarray, counts: np.ndarray) -> None:
         """Until ``untrace``, steps list the rows that each head attended to, sinks first.

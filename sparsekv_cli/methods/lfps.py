@@ -24,6 +24,7 @@ Departures; docs/methods.md has their reasons and figures:
 (7) The budget is at most 256 rows.
 (8) The mean of eq 8 is over at most ``horizon`` entries.
 (9) Beyond 8192 rows the heads of a kv group score each other's candidates (``scored_by``).
+(10) With ``scout`` rows that history does not know become candidates by codes of their keys.
 ``preset=paper`` undoes 3 to 9.
 """
 
@@ -42,7 +43,7 @@ from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, AttnInput, Budget, 
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.attention.rows import K, V
 from sparsekv_cli.cpu.jit.pointers import on_lines
-from sparsekv_cli.cpu.lfps import history, search
+from sparsekv_cli.cpu.lfps import history, scout, search
 from sparsekv_cli.cpu.lfps.bypass import Constants
 from sparsekv_cli.cpu.lfps.covariance import make_moments, mean_and_covariance
 from sparsekv_cli.cpu.lfps.history import Tables
@@ -81,6 +82,7 @@ class LFPS(Method):
             "a": 0.2,
             "horizon": 0,
             "sigma": "ratio",
+            "scout": 0,
             "dense_layers": (),
         },
     }
@@ -116,6 +118,12 @@ class LFPS(Method):
         "cov", "variance of scores: cov (q' C q) or ratio (of the last query)",
         choices=("cov", "ratio"),
     )  # fmt: skip
+    scout: int = option(0, "rows whose codes a step looks at; 0 = none", at_least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scout and self.sigma != "cov":
+            raise ValueError(f"scout = {self.scout}: needs sigma=cov, whose covariance it uses")
 
     @property
     def n_queried(self) -> int:
@@ -193,6 +201,7 @@ class LFPSCache(LayerCache):
         self._step = LFPSStep(
             self._rules, self._constants, self._raised, self._statistics, spec.n_threads
         )
+        self._scout = scout.Scout(n_kv, width) if method.scout else None
         self.lse = np.empty(0, np.float32)  # see ``leave_sinks``
         self._learns_later = False
         self._to_learn = 0  # rows behind the step that is still to be learnt from; 0: none
@@ -270,9 +279,18 @@ class LFPSCache(LayerCache):
             constants.ratio[:] = scores.var(-1, dtype=np.float64) / norm
         self._allocate(max(store.capacity, store.n + 256))
         q = store.k_type.rotated(q)
+        if self._scout:
+            self._scout.aim(q, constants.mean_k, constants.covariance)
+            self._code(self._scout)
         lfps_init(q, store.layout, store.n, self._rules, self._tables, spec.n_threads)
         self._raised[:] = 1.0
         self._n_indexed = store.n
+
+    def _code(self, codes: scout.Scout) -> None:
+        """Codes the rows that have none."""
+        store, keys = self.store, self.store.k_type
+        codes.code(lambda i, j: keys.rotated(keys.read(store.k[:, i:j])), store.n)
+        self._step.use_scout(codes, self.method.scout)
 
     def _covers(self, n: int) -> bool:
         """Whether the budget covers a context of n rows, so that attention is dense."""
@@ -315,11 +333,14 @@ class LFPSCache(LayerCache):
     def _prepare(self, n: int, k: int, *, is_marked: bool = False) -> None:
         """Sets the step to n rows of which a head attends to k, with room for rows and entries."""
         self.store.reserve(n)
+        if self._scout and self._scout.n_parts < self.store.n // scout.PART:
+            self._code(self._scout)
         if n > self._tables.ver.shape[1]:
             self._allocate(n + n // 8 + 256)
         method, limit, by_group = self.method, n, self._scores_by_group(n)
         if method.candidates:
             limit = max(method.candidates * (2 if by_group else 1), 2 * k)
+            limit += method.scout and self.spec.n_head * -(-method.scout // scout.PART)
         self._step.share(by_group, self._a_of_group if by_group else method.a)
         self._step.at(self.store.layout, n, k, limit, is_marked=is_marked)
 
@@ -340,7 +361,7 @@ class LFPSCache(LayerCache):
     def memory(self) -> Memory:
         key_sums, value_sums = self._moments
         arrays = (*self._tables, *self._constants, *key_sums, *value_sums, self._queries)
-        index = sum(array.nbytes for array in arrays)
+        index = sum(array.nbytes for array in arrays) + (self._scout.nbytes if self._scout else 0)
         return Memory(host=self.store.nbytes, index=index)
 
     def counters(self) -> Mapping[str, int]:
@@ -358,6 +379,11 @@ class LFPSCache(LayerCache):
         a_head = 4 * self.spec.head_dim * (self.spec.head_dim if self.method.sigma == "cov" else 1)
         entries = int(total[search.BOUNDS_READ] + total[search.ENTRIES_READ])
         counts["bytes_read"] += 4 * entries + a_head * int(total[search.TESTED])
+        if self._scout:
+            directions, codes = self._scout.directions[0], int(total[search.CODES_READ])
+            counts["codes_read"] += codes
+            counts["bytes_read"] += len(directions) * codes
+            counts["bytes_read"] += directions.nbytes * int(total[search.SCOUTING])
         counts["heads_stepped"] += int(total[search.HEAD_STEPS])
         counts["heads_tested"] += int(total[search.TESTED])
         counts["heads_bypassed"] += int(total[search.BYPASSED])

@@ -13,6 +13,7 @@ from lfps_follow import (
     Stream,
     compare_tables,
     follow,
+    half,
     make_cache,
     prefill,
     row_input,
@@ -251,3 +252,50 @@ def test_tiny_contexts(n_prefill):
         if n_prefill > SINKS + 1 and n_prefill + step + 1 > 3 + SINKS:
             assert cache.attended is not None
             assert (cache.attended[1] <= SINKS + 7).all()
+
+
+def scouted(scout: int, cache_type_k: str = "f16", n_threads: int = 1) -> list[set[int]]:
+    """Rows that both heads attend to, step by step, of 700 rows whose row 200 has no past.
+
+    The prompt's queries look along the first dim, and the steps' along the second, where that row
+    is far ahead of all others.
+    """
+    geometry, options = Geometry(2, 1, 64, 700), TwinOptions(budget=24, epsilon=1.0)
+    cache = make_cache(
+        geometry, options, n_threads=n_threads, scout=scout, cache_type_k=cache_type_k
+    )
+    rng = np.random.default_rng(0)
+    spread = np.where(np.arange(64) < 4, 1.0, 0.05)
+    q, k, v = (spread * rng.standard_normal((heads, 720, 64)) for heads in (2, 1, 1))
+    q[:, :700, 0] += 30
+    q[:, 700:, 1] += 30
+    k[:, 200, :2] = -8, 8
+    q, k, v = (half(x) for x in (q, k, v))
+    prefill(cache, q[:, :700], k[:, :700], v[:, :700])
+    steps = []
+    for n in range(700, 720):
+        cache.decode(row_input(q[:, n], k[:, n], v[:, n], n))
+        assert cache.attended is not None
+        rows, counts = cache.attended
+        steps.append(set.intersection(*(set(r[:m]) for r, m in zip(rows, counts, strict=True))))
+    counts = cache.counters()
+    n_parts = min(5, -(-scout // 128))
+    assert counts.get("codes_read", 0) in range(2 * 20 * 128 * (n_parts - 1), 2 * 20 * 128 * 5 + 1)
+    return steps
+
+
+@pytest.mark.parametrize("cache_type_k", ["f16", "q4_0"])
+def test_the_scout_finds_what_history_cannot(cache_type_k):
+    """When its turn comes, and from then on history knows the row."""
+    never, at_once, in_turn = (scouted(n, cache_type_k) for n in (0, 640, 256))
+    assert not any(200 in rows for rows in never)
+    assert all(200 in rows for rows in at_once)
+    first = [200 in rows for rows in in_turn].index(True)
+    assert first < 3 and all(200 in rows for rows in in_turn[first:])
+    assert scouted(256, cache_type_k, n_threads=3) == in_turn
+
+
+def test_a_scout_needs_the_covariance():
+    with pytest.raises(ValueError, match="scout = 64: needs sigma=cov"):
+        lfps.LFPS(scout=64, sigma="ratio")
+    assert lfps.LFPS(preset="tuned").scout == lfps.LFPS().scout

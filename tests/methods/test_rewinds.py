@@ -21,6 +21,7 @@ PROMPT = tokens(20 * CHUNK)
 # Every method with a small budget, and what else of a method knows of the past.
 CASES = {name: (name, {}) for name in METHODS} | {
     "lfps, paper": ("lfps", {"preset": "paper"}),
+    "lfps, scout": ("lfps", {"scout": "128"}),
     "freekv, ahead": ("freekv", {"overlap": "true"}),
     "freekv, pages of 16": ("freekv", {"page": "16", "summary": "minmax"}),
     "streaming, repositioned": ("streaming", {"reposition": "true"}),

@@ -1,0 +1,191 @@
+"""LFPS' scout: rows that history cannot know, found by codes of all keys.
+
+A key's code is its part along the few directions that matter most to scores, a byte each. A step
+scores the codes of a slice of all rows; slices take turns from step to step. The best row of each
+part of the slice becomes a candidate, and what it is worth is its exact score's to say.
+
+Codes lie in parts of 128 rows, (8, words, 16, 4), as attention/bytes.py takes them: eight tiles of
+sixteen rows, a word is four directions. The sinks, which are attended to anyway, have the code of
+the row behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic
+
+from sparsekv_cli.cpu.attention import bytes as rows_of_bytes
+from sparsekv_cli.cpu.attention.bytes import LINE, ZERO
+from sparsekv_cli.cpu.attention.rows import F16
+from sparsekv_cli.cpu.attention.tile import PAD, tile_scores
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.llvm import I32, I64, LANES, VI, const, keep
+from sparsekv_cli.cpu.jit.pointers import address, on_lines
+from sparsekv_cli.cpu.lfps.history import SINKS
+
+PART = 128  # rows of which one is found
+_ROW_BITS = 7
+_TILES = 4  # whose sums are in registers together
+DIRECTIONS = 8  # a direction for so many dims of a head
+MOST = 3.0  # standard deviations that a code reaches
+RIDGE = 0.05  # of the mean variance of the queries: what is added to that of every direction
+CODED_AT_ONCE = 16  # parts
+TINY = 1e-30
+
+
+class Codes(NamedTuple):
+    """What a step knows of the codes of G kv heads."""
+
+    at: int  # address of the first kv head's
+    head_bytes: int  # between kv heads
+    n_parts: int  # that are coded
+    directions: int  # address of the first kv head's directions
+    n_codes: int  # r, bytes a row
+
+
+class Scout:
+    """The codes of one layer's keys; d is padded to a multiple of 16."""
+
+    def __init__(self, n_kv_head: int, d: int) -> None:
+        self.n_words = -(-d // (4 * DIRECTIONS))
+        r = 4 * self.n_words
+        self.encode = np.zeros((n_kv_head, d, r), np.float32)
+        self.directions = on_lines((n_kv_head, r, d), np.float16)  # D'
+        self.mean = np.zeros((n_kv_head, 1, d), np.float32)
+        self.codes = self._room(0)
+        self.n_parts = 0
+
+    def _room(self, n_parts: int) -> np.ndarray:
+        shape = (len(self.mean), n_parts, PART // LANES, self.n_words, LANES, 4)
+        return on_lines(shape, np.uint8)
+
+    def aim(self, queries: np.ndarray, mean: np.ndarray, covariance: np.ndarray) -> None:
+        """Chooses directions by queries f32 (H, s, d) and the keys' moments; forgets all codes.
+
+        mean f32 (G, d), covariance f32 (G, d, d).
+        """
+        n_kv, d = mean.shape
+        of_heads = queries.reshape(n_kv, -1, d)
+        encode, decode = choose_directions(of_heads, covariance, 4 * self.n_words)
+        decode /= np.abs(decode).max((1, 2), keepdims=True)  # the size of scores does not matter
+        self.encode[:], self.mean[:] = encode, mean[:, None]
+        self.directions[:] = decode.swapaxes(1, 2)
+        self.n_parts = 0
+
+    def code(self, read: Callable[[int, int], np.ndarray], n: int) -> None:
+        """Codes the whole parts of n rows that have no code. read(i, j): keys f32 (G, j - i, d)."""
+        n_parts = n // PART
+        if n_parts > self.codes.shape[1]:
+            grown = self._room(n_parts + n_parts // 8 + 4)
+            grown[:, : self.n_parts] = self.codes[:, : self.n_parts]
+            self.codes = grown
+        for first in range(self.n_parts, n_parts, CODED_AT_ONCE):
+            last = min(first + CODED_AT_ONCE, n_parts)
+            keys = read(first * PART, last * PART)
+            self.codes[:, first:last] = encoded(keys, self.mean, self.encode, first == 0)
+        self.n_parts = n_parts
+
+    def known(self) -> Codes:
+        """What steps know of them, until more rows are coded."""
+        return Codes(
+            address(self.codes), self.codes.strides[0], self.n_parts, address(self.directions),
+            self.directions.shape[1],
+        )  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        arrays = self.encode, self.directions, self.mean, self.codes
+        return sum(array.nbytes for array in arrays)
+
+
+def choose_directions(
+    queries: np.ndarray, covariance: np.ndarray, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """E, D f32 (G, d, count): of all products of that rank (q D) . (k E) is nearest to q . k.
+
+    queries (G, m, d); covariance (G, d, d) of the keys. Both are scaled so that a byte of E k
+    reaches MOST standard deviations. With the queries' moments C = L L' these are the leading
+    eigenvectors U of L' covariance L: E = L U and D = L'^-1 U.
+    """
+    d = queries.shape[2]
+    moments = queries.swapaxes(1, 2).astype(np.float64) @ queries / queries.shape[1]
+    spread = RIDGE * np.trace(moments, axis1=1, axis2=2) / d + 1e-12
+    lower = np.linalg.cholesky(moments + spread[:, None, None] * np.eye(d))
+    upper = lower.swapaxes(1, 2)
+    variances, vectors = np.linalg.eigh(upper @ covariance @ lower)
+    best = vectors[..., : -count - 1 : -1]
+    deviations = np.sqrt(np.maximum(variances[:, : -count - 1 : -1], 1e-12))[:, None]
+    step = MOST * deviations / (ZERO - 1)
+    encode, decode = lower @ best / step, np.linalg.solve(upper, best) * step
+    return encode.astype(np.float32), decode.astype(np.float32)
+
+
+def encoded(keys: np.ndarray, mean: np.ndarray, encode: np.ndarray, has_sinks: bool) -> np.ndarray:
+    """uint8 (G, parts, 8, words, 16, 4): the codes of keys f32 (G, parts x 128, d)."""
+    parts = np.rint((keys - mean) @ encode)
+    if has_sinks:
+        parts[:, :SINKS] = parts[:, SINKS : SINKS + 1]
+    codes = (np.clip(parts, 1 - ZERO, ZERO - 1) + ZERO).astype(np.uint8)
+    tiled = codes.reshape(len(codes), -1, PART // LANES, LANES, codes.shape[2] // 4, 4)
+    return tiled.swapaxes(3, 4)
+
+
+def find_rows_ref(query: np.ndarray, codes: np.ndarray, directions: np.ndarray) -> np.ndarray:
+    """The row of the highest score in each part; of equal ones the last. numpy reference.
+
+    query f32 (d,); codes uint8 (parts, 8, words, 16, 4) and directions f16 (r, d) of its kv head.
+    """
+    projected = directions.astype(np.float32) @ query
+    projected *= (ZERO - 1) / max(np.abs(projected).max(), TINY)
+    rows = codes.swapaxes(2, 3).reshape(len(codes), PART, -1).astype(np.int64)
+    scores = rows @ np.rint(projected).astype(np.int64)
+    best = PART - 1 - scores[:, ::-1].argmax(1)
+    return np.arange(len(codes)) * PART + best
+
+
+@intrinsic
+def _best_of_part(typingctx, query, part, n_words):
+    """The place of the highest score in a part, 0 to 127. query: address of int8 (4 n_words,)."""
+
+    def codegen(context, b, signature, args):
+        query, part, n_words = args
+        tile_bytes, best = b.mul(n_words, I64(LINE)), None
+        lanes = llvm.ir.Constant(VI, list(range(LANES)))
+        for first in range(0, PART // LANES, _TILES):
+            tiles = [b.add(part, b.mul(tile_bytes, I64(first + i))) for i in range(_TILES)]
+            (sums,) = rows_of_bytes.emit_products(b, [I32(0)], query, I64(0), 4, tiles, n_words)
+            for i, total in enumerate(sums):
+                place = b.add(lanes, const(I32, LANES * (first + i)))
+                key = b.or_(b.shl(total, const(I32, _ROW_BITS)), place)
+                best = key if best is None else b.select(b.icmp_signed(">", key, best), key, best)
+        highest = llvm.call_named(b, "llvm.vector.reduce.smax.v16i32", I32, best)
+        return b.sext(b.and_(highest, I32(PART - 1)), I64)
+
+    return types.int64(types.int64, types.int64, types.int64), codegen
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def find_rows(query, codes, kv_head, first, last, found):
+    """The row of the highest score in each part first..last - 1 -> found int32 (>= last - first,).
+
+    query f32 (d,), of a head of ``kv_head``.
+    """
+    d, r = query.shape[0], codes.n_codes
+    projected, rounded = np.empty(r + PAD, np.float32), np.empty(r, np.int8)
+    at = codes.directions + kv_head * r * d * 2
+    tile_scores(1, F16, query.ctypes.data, at, 2 * d, 0, r, d, projected.ctypes.data, 0)
+    largest = np.float32(TINY)
+    for j in range(r):
+        largest = max(largest, abs(projected[j]))
+    for j in range(r):
+        rounded[j] = np.int8(np.rint(projected[j] * (np.float32(ZERO - 1) / largest)))
+    at = codes.at + kv_head * codes.head_bytes
+    for part in range(first, last):
+        place = _best_of_part(rounded.ctypes.data, at + part * PART * r, r // 4)
+        found[part - first] = part * PART + place
+    keep(projected)
+    keep(rounded)

@@ -1,0 +1,89 @@
+"""The scout's codes: which directions, which bytes, and which row of a part is found."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numba import njit
+
+from sparsekv_cli.cpu.lfps import scout
+from sparsekv_cli.cpu.lfps.history import SINKS
+from sparsekv_cli.cpu.lfps.scout import PART, Scout
+
+N_KV, GROUP = 2, 3
+
+
+@njit
+def find_rows(query, codes, kv_head, first, last, found):
+    scout.find_rows(query, codes, kv_head, first, last, found)
+
+
+def heads(d: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Queries f32 (H, 32, d), and keys f32 (G, n, d) whose dims differ in their variance."""
+    rng = np.random.default_rng(d)
+    spread = 3 * rng.random((N_KV, 1, d)) ** 3
+    keys = rng.standard_normal((N_KV, 1, d)) + spread * rng.standard_normal((N_KV, n, d))
+    queries = rng.standard_normal((N_KV * GROUP, 32, d))
+    return queries.astype(np.float32), keys.astype(np.float32)
+
+
+def scout_of(queries: np.ndarray, keys: np.ndarray) -> Scout:
+    made = Scout(len(keys), keys.shape[2])
+    covariance = np.stack([np.cov(each.T, bias=True) for each in keys])
+    made.aim(queries, keys.mean(1), covariance)
+    made.code(lambda i, j: keys[:, i:j], keys.shape[1])
+    return made
+
+
+@pytest.mark.parametrize(("d", "n"), [(16, 140), (64, 2500), (80, 640), (128, 300)])
+def test_the_best_row_of_each_part_is_found(d, n):
+    queries, keys = heads(d, n)
+    keys[:, :SINKS] *= 9  # with the highest scores of all, or the lowest
+    of = scout_of(queries, keys)
+    assert of.n_parts == n // PART
+    worth = []
+    for h, query in enumerate(queries[:, -1]):
+        g = h // GROUP
+        expected = scout.find_rows_ref(query, of.codes[g, : of.n_parts], of.directions[g])
+        found = np.full(of.n_parts + 1, -7, np.int32)
+        for first in {0, of.n_parts // 2}:
+            find_rows(query, of.known(), g, first, of.n_parts, found)
+            np.testing.assert_array_equal(found[: of.n_parts - first], expected[first:])
+        assert found[-1] == -7 and SINKS <= expected[0] < PART
+        scores = keys[g, SINKS : of.n_parts * PART] @ query
+        worth.append((scores < keys[g, expected[0]] @ query).mean())
+    assert np.mean(worth) > 0.9  # a random row is worth a half
+
+
+def test_with_all_directions_products_are_those_of_queries_and_keys():
+    queries, keys = heads(64, 500)
+    covariance = np.stack([np.cov(each.T) for each in keys])
+    encode, decode = scout.choose_directions(queries.reshape(N_KV, -1, 64), covariance, 64)
+    np.testing.assert_allclose(
+        np.einsum("hsd,hde,hke,hnk->hsn", queries.reshape(N_KV, -1, 64), decode, encode, keys),
+        queries.reshape(N_KV, -1, 64) @ keys.swapaxes(1, 2),
+        atol=2e-3,
+    )
+
+
+def test_rows_are_coded_when_they_are_a_part_and_once():
+    queries, keys = heads(64, 700)
+    whole, grown = scout_of(queries, keys), scout_of(queries, keys[:, :300])
+    grown.aim(queries, keys.mean(1), np.stack([np.cov(each.T, bias=True) for each in keys]))
+    grown.code(lambda i, j: keys[:, i:j], 300)
+    assert grown.n_parts == 2
+    asked: list[tuple[int, int]] = []
+    for n in (383, 384, 500, 700):
+        grown.code(lambda i, j: asked.append((i, j)) or keys[:, i:j], n)  # type: ignore[func-returns-value]
+    assert asked == [(256, 384), (384, 640)] and grown.n_parts == whole.n_parts == 5
+    np.testing.assert_array_equal(grown.codes[:, :5], whole.codes[:, :5])
+    assert grown.nbytes > 5 * PART * 8 * N_KV
+
+
+def test_queries_and_keys_that_are_all_equal():
+    """Nothing to tell rows apart by: any row will do, and nothing is divided by zero."""
+    of = scout_of(np.zeros((2, 1, 64), np.float32), np.ones((1, 256, 64), np.float32))
+    found = np.zeros(2, np.int32)
+    query = np.zeros(64, np.float32)
+    find_rows(query, of.known(), 0, 0, 2, found)
+    assert np.isfinite(of.encode).all() and found.tolist() == [PART - 1, 2 * PART - 1]
