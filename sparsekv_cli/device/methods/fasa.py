@@ -248,8 +248,9 @@ class DeviceFASAM(DeviceFASA):
         self._build_copy()
         self._host.reserve(self.room(n_max), 0)
         wide = self._rest_dims.long()[:, None].expand(-1, n, -1)
-        self._host.rest[0, :, :n] = store.keys().gather(2, wide).cpu()
-        self._host.v[0, :, :n] = store.values().cpu()
+        for g in range(self.spec.n_head_kv):  # whole pieces, which go to locked memory directly
+            self._host.rest[0, g, :n].copy_(store.keys()[g].gather(1, wide[g]))
+            self._host.v[0, g, :n].copy_(store.values()[g])
         store.k, store.v = store.k[:, :, :0].clone(), store.v[:, :, :0].clone()
         self._is_split = True
         self._n_made += 1
