@@ -7,8 +7,8 @@ capability: module (its NAME), kernel, capability, registers a thread, bytes of 
 memory, shared bytes, and what scripts/gpu/gpu_ptx.py reads; for a module that fails, a line with
 its error.
 
-All launches are compiled for sm_80. sm_90 takes at most a quarter more registers, and its own
-instructions where matrices are multiplied. So it gets the first launch of each kernel, the first
+All launches are compiled for sm_80. sm_90 takes about as many registers (from 40 on at most a
+quarter more), and its own instructions where matrices are multiplied. So it gets the first launch of each kernel, the first
 one that multiplies, and those that take more than MANY registers.
 """
 
