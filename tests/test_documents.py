@@ -136,7 +136,7 @@ def test_the_pipeline_of_the_readme_runs(default_model):
         line, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=600,
         env={**os.environ, "PATH": PATH},
     )  # fmt: skip
-    assert done.returncode == 0 and len(done.stdout.split()) > 5, done.stderr
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
 @pytest.mark.parametrize("path", DATA, ids=lambda path: path.stem)

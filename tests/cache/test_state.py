@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from reference_decoder import nmse
 from reference_records import LONG_CASES
-from tiny_models import SPECIAL_TOKENS
 from tiny_sessions import decoded, open_tiny, tokens
+from tiny_tokenizer import SPECIAL_TOKENS
 
 from sparsekv_cli.cache import state
 from sparsekv_cli.cache.state import Checkpoints, StateCache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import weakref
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation import prefill
 from sparsekv_cli.evaluation.compare import compare, parse_methods
+from sparsekv_cli.evaluation.report.contents import contents
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.session import load_session
 
@@ -62,7 +62,7 @@ def test_figures_are_those_of_the_cpu(model, monkeypatch):
     assert full.kld_mean == 0 and min(topk.kld_mean, lfps.kld_mean) > 0
     assert full.bytes_device == topk.bytes_device > lfps.bytes_device > 0
     assert full.bytes_host == topk.bytes_host == 0 < lfps.bytes_host
-    json.dumps([asdict(row) for row in device])
+    json.dumps(contents(80, 3, device, [], {}))
 
 
 def test_what_cannot_run_is_refused_first(model):

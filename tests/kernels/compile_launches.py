@@ -8,8 +8,8 @@ memory, shared bytes, and what scripts/gpu/gpu_ptx.py reads; for a module that f
 its error.
 
 All launches are compiled for sm_80. sm_90 takes about as many registers (from 40 on at most a
-quarter more), and its own instructions where matrices are multiplied. So it gets the first launch of each kernel, the first
-one that multiplies, and those that take more than MANY registers.
+quarter more), and its own instructions where matrices are multiplied. So it gets the first launch
+of each kernel, the first one that multiplies, and those that take more than MANY registers.
 """
 
 from __future__ import annotations

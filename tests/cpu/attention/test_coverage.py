@@ -27,14 +27,12 @@ def test_rated_rows(n_units, n, n_tail, m, n_threads):
     k, tail = store[:, :n], tails[:, :n_tail]
     idx = np.stack([rng.permutation(total)[:m] for _ in range(n_units)]).astype(np.int32)
     counts = np.array([max(1, m - 3 * unit) for unit in range(n_units)])
-    n_chosen, n_best, mass = (
-        np.empty(n_head, np.int64),
-        np.empty(n_head, np.int64),
-        np.empty(n_head),
-    )
+    n_chosen, n_best = (np.empty(n_head, np.int64) for _ in range(2))
+    mass, best_mass = (np.empty(n_head) for _ in range(2))
     rate_rows(
         q, address(k), k.strides[0], n, address(tail), tail.strides[0], n_tail, k.strides[1],
-        n_kv_head, scale, idx, counts, n_sinks, n_chosen, n_best, mass, n_threads,
+        n_kv_head, scale, idx, counts, n_sinks, n_chosen, n_best, mass,
+        best_mass, n_threads,
     )  # fmt: skip
     for head in range(n_head):
         unit, kv_head = head * n_units // n_head, head * n_kv_head // n_head
@@ -46,4 +44,8 @@ def test_rated_rows(n_units, n, n_tail, m, n_threads):
         others = {int(row) for row in rows if row >= n_sinks}
         order = np.argsort(-scores[n_sinks:], kind="stable") + n_sinks
         assert n_chosen[head] == len(others)
-        assert n_best[head] == len(others & set(order[: len(others)].tolist()))
+        best = set(order[: len(others)].tolist())
+        assert n_best[head] == len(others & best)
+        best_rows = [*best, *(row for row in rows if row < n_sinks)]
+        expected = weights[best_rows].sum() / weights.sum()
+        assert best_mass[head] == pytest.approx(expected, rel=1e-5)
