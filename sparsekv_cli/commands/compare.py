@@ -120,9 +120,9 @@ def command(
     half. Attended and scored are rows a head, layer and step. Below each figure stands its 95%
     bootstrap interval over the tokens; methods that differ by noise are named below the table.
     A method's options, such as --budget, hold for every method that has them and does not state its
-    own. The first row, full, is the reference and always has its cache in f16; what a cache type costs by
-    itself, full:cache_type_k=q8_0;cache_type_v=q8_0 tells. The prompt is read with f16, too, and
-    only stored in the type.
+    own. The first row, full, is the reference and always has its cache in f16; what a cache type
+    costs by itself, full:cache_type_k=q8_0;cache_type_v=q8_0 tells. The prompt is read with f16,
+    too, and only stored in the type.
 
     This runs on the CPU. With --device cuda each method has a prefill of its own there, after a
     short trial.

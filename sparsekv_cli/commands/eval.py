@@ -177,8 +177,8 @@ def kld(
     """Distance of methods to a file of log-probabilities, or to dense attention.
 
     The statistics are llama-perplexity's: Q is what is scored, KLD is KLD(base || Q), the delta of
-    p the difference of the probabilities of the text's own tokens, Same top p how often both predict the
-    same token first.
+    p the difference of the probabilities of the text's own tokens, Same top p how often both
+    predict the same token first.
     """
     from sparsekv_cli.evaluation import perplexity as measured
     from sparsekv_cli.evaluation.kld import divergences
