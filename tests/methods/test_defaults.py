@@ -43,6 +43,7 @@ DEFAULTS = {
         "window": 32,
         "epsilon": 0.85,
         "sigma": "cov",
+        "scout": 0,
     },
     "fasa": {
         "dense_layers": [0, 1],
