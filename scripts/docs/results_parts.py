@@ -54,8 +54,8 @@ class Sizes:
     held: int = 8192  # rows of the caches whose memory is told apart
     peer: str = "--pp 512,4096 --depths 0,2048,8192 --methods full,lfps --pairs 3 --memory 16384"
     larger: str = (  # shapes and types of random models, and what of each is held against peers
-        "llama-3.2-1b q4_k_m --pp 512,4096 --depths 0,2048,8192 --methods full,lfps --pairs 3;"
-        "llama-3.2-1b q8_0 --pp 512 --depths 0,2048 --methods full,lfps --pairs 3;"
+        "llama-3.2-1b q4_k_m --pp 512 --depths 0,2048,8192 --methods full,lfps --pairs 3;"
+        "llama-3.2-1b q8_0 --pp 512 --depths 0 --methods full --pairs 3;"
         "llama-3.1-8b q4_k_m --pp 512 --depths 0,2048 --methods full,lfps --pairs 3 --tokens 16;"
         "qwen3moe-4b q4_k_m --pp 512 --depths 0 --methods full --pairs 5"
     )
