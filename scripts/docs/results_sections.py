@@ -269,7 +269,7 @@ SECTIONS = (
         "peer_larger",
         "Larger models against llama.cpp and ik_llama.cpp",
         "As above, with random weights: they show speed only.",
-        (Column("model", text("model")), *AGAINST_PEERS),
+        (Column("model", lambda row: f"`{row['model']}`"), *AGAINST_PEERS),
     ),
     Section(
         "caches",
