@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -70,7 +70,36 @@ class PrefillProgress:
         self.close()
 
 
-class CompileProgress:
+class _LateBar:
+    """A bar on a terminal's stderr that its first figures bring; a context manager takes it off."""
+
+    def __init__(self) -> None:
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def _show(self, unit: str, label: str, done: float, total: float) -> None:
+        """The bar at ``done`` of ``total``; unit: what it counts, per cent without one."""
+        if self._bar is None:
+            self._bar = _new_bar(unit)
+            self._task = self._bar.add_task(label, total=total)
+            self._bar.start()
+        assert self._task is not None
+        self._bar.update(self._task, completed=done, total=total, description=label)
+
+    def close(self) -> None:
+        """Takes the bar off the screen; a later call starts a new one."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = self._task = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class CompileProgress(_LateBar):
     """Says once that kernels are being compiled, with a bar on a terminal.
 
     Call it with (what, steps done, steps in all), the GPU's with 0 steps in all, whose number
@@ -78,9 +107,8 @@ class CompileProgress:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._said: set[str] = set()
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
 
     def __call__(self, what: str, done: int, total: int) -> None:
         place = "CPU" if total else "GPU"
@@ -90,38 +118,20 @@ class CompileProgress:
             print(line, file=sys.stderr, flush=True)
         if not total or not sys.stderr.isatty():
             return
-        if self._bar is None:
-            self._bar = _new_bar("steps")
-            self._task = self._bar.add_task("compile", total=total)
-            self._bar.start()
-        assert self._task is not None
-        self._bar.update(self._task, completed=done, total=total, description=f"compile {what}")
+        self._show("steps", f"compile {what}", done, total)
         if done >= total:
             self.close()
 
-    def close(self) -> None:
-        """Takes the bar off the screen; a later call starts a new one."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = self._task = None
 
-    def __enter__(self) -> CompileProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class CalibrationProgress:
+class CalibrationProgress(_LateBar):
     """Says that a method is being calibrated and where that is kept, with a bar on a terminal.
 
     Call it with (method, share done, remark at the end); use it as a context manager.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._method = ""
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
 
     def __call__(self, method: str, share: float, note: str) -> None:
         if method != self._method:
@@ -133,36 +143,18 @@ class CalibrationProgress:
             self.close()
             print(f"calibration of {method}: {note}", file=sys.stderr, flush=True)
         elif sys.stderr.isatty():
-            if self._bar is None:
-                self._bar = _new_bar("")
-                self._task = self._bar.add_task(f"calibrate {method}", total=1.0)
-                self._bar.start()
-            assert self._task is not None
-            self._bar.update(self._task, completed=share)
-
-    def close(self) -> None:
-        """Takes the bar off the screen; a later call starts a new one."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = self._task = None
-
-    def __enter__(self) -> CalibrationProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            self._show("", f"calibrate {method}", share, 1.0)
 
 
-class MeasureProgress:
+class MeasureProgress(_LateBar):
     """Says once that the machine is measured, with a bar on a terminal.
 
     Call it with (what, done, of how many); use it as a context manager.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._has_said = False
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
 
     def __call__(self, what: str, done: int, total: int) -> None:
         if not self._has_said:
@@ -171,26 +163,9 @@ class MeasureProgress:
             print(line, file=sys.stderr, flush=True)
         if not sys.stderr.isatty():
             return
-        if self._bar is None:
-            self._bar = _new_bar("parts")
-            self._task = self._bar.add_task("measure", total=total)
-            self._bar.start()
-        assert self._task is not None
-        self._bar.update(self._task, completed=done, total=total, description=f"measure {what}")
+        self._show("parts", f"measure {what}", done, total)
         if done >= total:
             self.close()
-
-    def close(self) -> None:
-        """Takes the bar off the screen."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = self._task = None
-
-    def __enter__(self) -> MeasureProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _new_bar(unit: str) -> Progress:
