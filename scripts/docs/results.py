@@ -56,7 +56,7 @@ def commit() -> str:
 
 def machine() -> dict[str, Any]:
     """What the figures are of."""
-    from sparsekv_cli.commands.bench_report import cpu_name
+    from sparsekv_cli.evaluation.roofline import cpu_name
 
     return {
         "cpu": cpu_name(),

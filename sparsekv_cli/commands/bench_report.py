@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
-import platform
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv_cli import __version__
-from sparsekv_cli.evaluation.roofline import Roofline
+from sparsekv_cli.evaluation.roofline import Roofline, cpu_name
 
 # Left out of CSV as llama-bench does: a list has no place in a cell.
 SAMPLE_FIELDS = ("samples_ns", "samples_ts")
@@ -269,17 +267,6 @@ REPORTS: dict[str, type[Report]] = {
     "jsonl": JsonLinesReport,
     "csv": CsvReport,
 }
-
-
-def cpu_name() -> str:
-    """The processor's name as the system tells it."""
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                key, _, value = line.partition(":")
-                if key.strip() in ("model name", "Model", "cpu model") and value.strip():
-                    return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def _binary_size(n_bytes: int) -> str:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli import __version__
-from sparsekv_cli.commands.bench_report import cpu_name
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.evaluation.roofline import cpu_name
 
 if TYPE_CHECKING:
     from sparsekv_cli.session import Session

@@ -9,6 +9,8 @@ than the bound. How many experts several sequences choose between them is an exp
 
 from __future__ import annotations
 
+import os
+import platform
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -87,3 +89,14 @@ def _megabytes(n_bytes: int) -> str:
     """Decimal, as bandwidths are: ``98 MB``; one figure more below 10."""
     size = n_bytes / 1e6
     return f"{size:.1f} MB" if 0 < size < 10 else f"{size:.0f} MB"
+
+
+def cpu_name() -> str:
+    """The processor's name as the system tells it."""
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                key, _, value = line.partition(":")
+                if key.strip() in ("model name", "Model", "cpu model") and value.strip():
+                    return value.strip()
+    return platform.processor() or platform.machine()

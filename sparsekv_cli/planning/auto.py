@@ -22,10 +22,10 @@ from sparsekv_cli.calibration.calibrations import CalibrationText
 from sparsekv_cli.calibration.sidecar import Entry
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.compare import compare
+from sparsekv_cli.evaluation.roofline import cpu_name
 from sparsekv_cli.methods import METHODS, build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.planning.kept import method_key, why_not
-from sparsekv_cli.planning.measure import machine_name
 from sparsekv_cli.planning.plan import Forecast
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def measure_losses(
     prompt, following = loss_task(ids)
     rows = compare(session, by_key, prompt, len(following), following, on_step=progress)
     kld = {row.spec: max(0.0, row.kld_mean) for row in rows[1:]}
-    losses = Losses(machine_name(), datetime.now(UTC).date().isoformat(), kld)
+    losses = Losses(cpu_name(), datetime.now(UTC).date().isoformat(), kld)
     return losses, losses.as_entry(len(ids), text)
 
 

@@ -110,9 +110,10 @@ def speeds_of(
     that cannot be run, or a folder that cannot be written.
     """
     from sparsekv_cli.cpu.jit.threads import physical_cores
-    from sparsekv_cli.planning.measure import Measurement, machine_name
+    from sparsekv_cli.evaluation.roofline import cpu_name
+    from sparsekv_cli.planning.measure import Measurement
 
-    hparams, machine = read_hparams(file), machine_name()
+    hparams, machine = read_hparams(file), cpu_name()
     folder = default_speeds_folder()
     path = folder / f"{shape_key(file, config, machine, config.threads or physical_cores())}.json"
     known = None if again else read_speeds(path)

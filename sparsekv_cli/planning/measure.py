@@ -6,13 +6,11 @@ depth has. No prompt is read for that, so that a depth of 32768 rows takes a mom
 
 from __future__ import annotations
 
-import platform
 import time
 import tracemalloc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -320,14 +318,3 @@ def _mean_point(layers: Sequence[tuple[float, LayerCache]]) -> LayerPoint | None
         round(sum(each.host for each in memory) / len(layers)),
         round(sum(each.index for each in memory) / len(layers)),
     )
-
-
-def machine_name() -> str:
-    """The CPU's name, or what the system calls the machine's kind."""
-    path = Path("/proc/cpuinfo")
-    if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
