@@ -83,6 +83,13 @@ def largest_products(name: str, n_columns: int, n_planes: int) -> tuple[np.ndarr
     return w, x
 
 
+def three_dots(
+    code, n_planes, w, row_bytes, n_columns, x, x_row, n_inputs, out, out_row, first, last
+):  # fmt: skip
+    """``groups_dot`` of three inputs only, which is compiled in a third of the time."""
+    interleaved._group_dots(code, n_planes, 3, w, x, x_row, n_columns, out, out_row)
+
+
 @pytest.mark.skipif(not llvm.has_feature("avx2"), reason="products for CPUs with AVX2")
 @pytest.mark.parametrize("n_planes", [1, 2])
 @pytest.mark.parametrize("name", sweep(NAMES))
@@ -92,7 +99,7 @@ def test_products_without_vnni(name, n_planes, monkeypatch):
     monkeypatch.setattr(vnni, "bytes_are_beside", lambda: True)
     code, n_columns = FORMATS[name].code, 768
     signature = (types.literal(code), types.literal(n_planes)) + (types.int64,) * 10
-    kernel = dot.function_address(njit(interleaved.groups_dot.py_func), signature)
+    kernel = dot.function_address(njit(three_dots), signature)
     quantize = njit(integer.quantize_rows.py_func)
     any_x = np.random.default_rng(1).standard_normal((3, n_columns)).astype(np.float32)
     any_values = random_rows(name, 16, n_columns), any_x
