@@ -27,6 +27,7 @@ from sparsekv_cli.cpu.attention.tile import (
     NEGATIVE_INFINITY,
     exp_in_place,
     max_of,
+    soften,
     tile_scores,
     tile_values,
 )
@@ -75,8 +76,9 @@ def _attend_rows(h, rows, scores, part, step):
     """C2 = the recents and the best of C1 by exact score; attends to sinks and C2, updates (eq 10).
 
     scores f32 (count + PAD,) of the C1 ``rows``, ascending, of which the last n_recent are the
-    recents. The entries of C2 in the head's tables gain ``part`` times (softmax over C2 - half its
-    mean), now or when the head learns. Returns C2's rows int32 (m,), in the thread's scratch.
+    recents; a softcap keeps their order, so it is applied to those of C2 only. The entries of C2 in
+    the head's tables gain ``part`` times (softmax over C2 - half its mean), now or when the head
+    learns. Returns C2's rows int32 (m,), in the thread's scratch.
     """
     tables, layout, n, n_recent = step.tables, step.layout, step.n, step.n_recent
     sinks, out, lse = step.work.near[h], step.out[h], step.lse[h : h + 1]
@@ -105,7 +107,9 @@ def _attend_rows(h, rows, scores, part, step):
         weights[j] = scores[at]
     for j in range(m, m + LANES):
         weights[j] = NEGATIVE_INFINITY
-    peak = max_of(weights.ctypes.data, m)
+    if step.rules.softcap:
+        soften(weights.ctypes.data, m, np.float32(step.rules.softcap))
+    peak = max(max_of(weights.ctypes.data, m), step.sinks[h])
     sink_weights = np.empty(SINKS, np.float32)
     for j in range(SINKS):
         peak = max(peak, sinks[j])
@@ -114,7 +118,7 @@ def _attend_rows(h, rows, scores, part, step):
         sink_weights[j] = np.exp(sinks[j] - peak)
         sink_mass += sink_weights[j]
     mass = exp_in_place(weights.ctypes.data, m, peak)
-    total = sink_mass + mass
+    total = sink_mass + mass + np.exp(step.sinks[h] - peak)
     d_v = out.shape[0]
     out[:] = 0
     if lse.shape[0]:

@@ -1,7 +1,8 @@
 """LFPS' high-sparsity test: a head that attends almost only to its sinks needs no search (eq 5, 6).
 
 Its output is then the weighted mean of the sinks' values, the local values and the mean value, with
-the masses of the test as weights.
+the masses of the test as weights. The sinks are the first rows and, in models that have it, the
+head's sink, a score without a value. Scores are those behind the model's softcap.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from numba import njit
 from sparsekv_cli.cpu.attention.tile import tile_values
 from sparsekv_cli.cpu.jit.llvm import keep, sum_squares
 from sparsekv_cli.cpu.lfps.history import SINKS
+
+REACH, PER_DEVIATION = 8, 2  # standard deviations on either side, and points in each
 
 
 class Constants(NamedTuple):
@@ -41,15 +44,33 @@ def _half_variance(q, covariance, ratio):
 
 
 @njit(cache=True, nogil=True)
-def may_bypass(near, n_near, epsilon):
+def log_mean_exp(mean, half_variance, softcap):
+    """ln of the mean of e^x for scores x that are normal ahead of the softcap, 0 for none."""
+    if not softcap:
+        return mean + half_variance
+    deviation = np.sqrt(2 * max(half_variance, 0.0))
+    exponents = np.empty(2 * REACH * PER_DEVIATION + 1)
+    top = -np.inf
+    for i in range(len(exponents)):
+        z = i / PER_DEVIATION - REACH
+        exponents[i] = softcap * np.tanh((mean + z * deviation) / softcap) - 0.5 * z * z
+        top = max(top, exponents[i])
+    total = 0.0
+    for i in range(len(exponents)):
+        total += np.exp(exponents[i] - top)
+    return top + np.log(total / PER_DEVIATION) - 0.5 * np.log(2 * np.pi)
+
+
+@njit(cache=True, nogil=True)
+def may_bypass(near, n_near, sink, epsilon):
     """Whether the test could hold if the global mass were 0; for most heads it could not.
 
-    near: see ``bypass``.
+    near, sink: see ``bypass``.
     """
-    peak = np.float64(near[0])
+    peak = np.float64(sink)
     for j in range(n_near):
         peak = max(peak, np.float64(near[j]))
-    sinks, local = 0.0, 0.0
+    sinks, local = np.exp(sink - peak), 0.0
     for j in range(n_near - 1):
         weight = np.exp(near[j] - peak)
         if j < SINKS:
@@ -61,23 +82,27 @@ def may_bypass(near, n_near, epsilon):
 
 @njit(cache=True, nogil=True)
 def bypass(
-    q, near, n_near, constants, kv_head, ratio, v, v_row, v_kind, first_local, n, epsilon, lse, out
+    q, near, n_near, sink, softcap, constants, kv_head, ratio, v, v_row, v_kind, first_local, n,
+    epsilon, lse, out
 ):  # fmt: skip
     """The high-sparsity test (eq 6) and, where it holds, the head's output. q is scaled.
 
-    near: scores of the sinks (4), then of the keys first_local..n-1. v: address of rows of v_kind,
-    v_row bytes apart. lse: f32 (1,) if the sinks are left out of the output (see
-    ``LFPSStep.leave_sinks``), else (0,). Returns whether the head was bypassed.
+    near: scores of the sinks (4), then of the keys first_local..n-1. sink: the score without a
+    value, or -inf. v: address of rows of v_kind, v_row bytes apart. lse: f32 (1,) if the sinks are
+    left out of the output (see ``LFPSStep.leave_sinks``), else (0,). Returns whether the head was
+    bypassed.
     """
     mean_k, mean_v = constants.mean_k[kv_head], constants.mean_v[kv_head]
-    log_global = _half_variance(q, constants.covariance[kv_head], ratio) + np.log(n - SINKS)
+    mean = 0.0
     for c in range(mean_k.shape[0]):
-        log_global += q[c] * mean_k[c]
-    peak = log_global
+        mean += q[c] * mean_k[c]
+    half_variance = np.float64(_half_variance(q, constants.covariance[kv_head], ratio))
+    log_global = log_mean_exp(mean, half_variance, softcap) + np.log(n - SINKS)
+    peak = max(log_global, np.float64(sink))
     for j in range(n_near):
         peak = max(peak, np.float64(near[j]))
     weights = np.empty(n_near, np.float32)
-    sinks, local = 0.0, 0.0
+    sinks, local = np.exp(sink - peak), 0.0
     for j in range(n_near):
         weight = np.exp(near[j] - peak)
         weights[j] = weight

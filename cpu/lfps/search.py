@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from sparsekv_cli.cpu.attention.rows import K_HEAD, K_KIND, K_ROW, V_HEAD, V_KIND, V_ROW, K, V
-from sparsekv_cli.cpu.attention.tile import MAX_TILE, tile_scores
+from sparsekv_cli.cpu.attention.tile import MAX_TILE, soften, tile_scores
 from sparsekv_cli.cpu.jit.llvm import prefetch_lines
 from sparsekv_cli.cpu.lfps.bypass import Constants, bypass, may_bypass
 from sparsekv_cli.cpu.lfps.history import (
@@ -55,20 +55,21 @@ class Rules(NamedTuple):
     epsilon: float
     filtered: bool  # whether neighbours must be above the mean (eq 9)
     by_group: bool  # whether a kv group's heads score each other's candidates
+    softcap: float  # of the scores; 0 for none
 
 
 class Work(NamedTuple):
     """What a step's tasks pass on; H heads in T teams, whose heads score the same rows."""
 
     queries: np.ndarray  # f32 (H, d), scaled; then, of a team, those of its active heads first
-    near: np.ndarray  # f32 (H, >= n_near): scores of the sinks and of the local rows
+    near: np.ndarray  # f32 (H, >= n_near): capped scores of the sinks and of the local rows
     active: np.ndarray  # int64 (H,): 1, or 0 where bypassed
     taus: np.ndarray  # f64 (H, 2): thresholds of the two tables (eq 8), before they are raised
     bits: np.ndarray  # uint64 (H, n // 64 + 2): rows above a threshold, a bit each
     found: np.ndarray  # int32 (H, m): rows that the scout found; 0 where there is none
     rows: np.ndarray  # int32 (T, >= limit + AT_ONCE): C1, ascending, in front
     n_rows: np.ndarray  # int64 (T,); 0 where no head is active
-    scores: np.ndarray  # f32 (T, H / T, >= limit + PAD): of C1, by active heads
+    scores: np.ndarray  # f32 (T, H / T, >= limit + PAD): of C1, by active heads, not capped
     progress: np.ndarray  # int64 (T, N_PROGRESS)
 
 
@@ -112,6 +113,7 @@ class StepState(NamedTuple):
     attended: np.ndarray  # int32 (H, m)
     n_attended: np.ndarray  # int64 (H,)
     lse: np.ndarray  # f32 (H,) or (0,)
+    sinks: np.ndarray  # f32 (H,): of each head a score without a value, -inf where there is none
     out: np.ndarray  # f32 (H, d_v)
     work: Work
     lessons: Lessons
@@ -198,12 +200,15 @@ def search_head(h, step):
         1, k_kind, query.ctypes.data, k_at + first_local * k_row, k_row, 0, n - first_local, d,
         at + 4 * SINKS, 0,
     )  # fmt: skip
+    if rules.softcap:
+        soften(at, n_near, np.float32(rules.softcap))
     active[h] = 1
-    if may_bypass(near[h], n_near, rules.epsilon):
+    if may_bypass(near[h], n_near, step.sinks[h], rules.epsilon):
         statistics[h, TESTED] += 1
         active[h] = not bypass(
-            query, near[h], n_near, constants, kv_head, constants.ratio[h], v_at, v_row, v_kind,
-            first_local, n, rules.epsilon, step.lse[h : h + 1], step.out[h],
+            query, near[h], n_near, step.sinks[h], rules.softcap, constants, kv_head,
+            constants.ratio[h], v_at, v_row, v_kind, first_local, n, rules.epsilon,
+            step.lse[h : h + 1], step.out[h],
         )  # fmt: skip
     statistics[h, ROWS] += n
     statistics[h, SCORED] += n_near

@@ -13,6 +13,7 @@ from sparsekv_cli.cpu.attention.tile import (
     PAD,
     exp_in_place,
     max_of,
+    soften,
     tile_scores,
 )
 from sparsekv_cli.cpu.jit.llvm import LANES, keep
@@ -56,17 +57,19 @@ def _init_head(h, q, layout, n, rules, tables):
         for t in range(tile):
             count = n_rows - (tile - 1 - t)
             if count > 0:
-                _add_weights(scores[t], count, share, ver[SINKS:], dist)
+                _add_weights(scores[t], count, np.float32(rules.softcap), share, ver[SINKS:], dist)
     keep(scaled)
     tables.gain[h] = 1.0
     rescale_tables(h, tables, 1.0, n)
 
 
 @njit(cache=True, nogil=True)
-def _add_weights(scores, count, share, ver, dist):
+def _add_weights(scores, count, softcap, share, ver, dist):
     """Adds a query's softmax weights, which sum to ``share``; it stands at row count - 1 of ver."""
     scores[count : count + LANES] = NEGATIVE_INFINITY
     at = scores.ctypes.data
+    if softcap:
+        soften(at, count, softcap)
     factor = share / exp_in_place(at, count, max_of(at, count))
     for i in range(count):
         ver[i] += factor * scores[i]

@@ -47,15 +47,16 @@ N_LAYOUT = 8  # words of a KV store's layout (attention/rows.py)
 # Words behind the layout: what a step changes, sizes, the rules, addresses.
 N, K_BUDGET, LIMIT = range(N_LAYOUT, N_LAYOUT + 3)
 N_HEAD, K_WIDTH, V_WIDTH, N_ENTRIES, N_BLOCKS, N_COVARIANCE, N_THREADS = range(11, 18)
-SCALE, N_HEAD_KV, RECENT, A, HORIZON, DECAY, EPSILON, FILTERED, BY_GROUP = range(18, 27)  # Rules
-VER, DIST, VER_BOUNDS, DIST_BOUNDS, SUMS, GAIN = range(27, 33)  # in the order of Tables
-MEAN_K, MEAN_V, COVARIANCE, RATIO = range(33, 37)  # in the order of Constants
-RAISED, STATISTICS, TRACE, N_COLUMNS, N_ATTENDED, LSE, OF_THREAD = range(37, 44)
-C2_ROWS, C2_WEIGHTS, C2_SIZES, C2_MASSES, TAUS, BITS = range(44, 50)  # kept between the tasks
-N_KEPT, N_BIT_WORDS, IS_MARKED = range(50, 53)
-CODES, CODES_HEAD, N_PARTS, DIRECTIONS, N_CODES = range(53, 58)  # in the order of Codes
-N_FOUND = 58
-N_WORDS = 59
+# In the order of Rules:
+SCALE, N_HEAD_KV, RECENT, A, HORIZON, DECAY, EPSILON, FILTERED, BY_GROUP, SOFTCAP = range(18, 28)
+VER, DIST, VER_BOUNDS, DIST_BOUNDS, SUMS, GAIN = range(28, 34)  # in the order of Tables
+MEAN_K, MEAN_V, COVARIANCE, RATIO = range(34, 38)  # in the order of Constants
+RAISED, STATISTICS, TRACE, N_COLUMNS, N_ATTENDED, LSE, OF_THREAD, OF_SINKS = range(38, 46)
+C2_ROWS, C2_WEIGHTS, C2_SIZES, C2_MASSES, TAUS, BITS = range(46, 52)  # kept between the tasks
+N_KEPT, N_BIT_WORDS, IS_MARKED = range(52, 55)
+CODES, CODES_HEAD, N_PARTS, DIRECTIONS, N_CODES = range(55, 60)  # in the order of Codes
+N_FOUND = 60
+N_WORDS = 61
 STEP, LEARN, MARK = range(3)  # what threads do
 
 
@@ -120,7 +121,7 @@ def _run_thread(thread, words, task, q, out, counter, at):
     k_width, v_width, size = word[K_WIDTH], word[V_WIDTH], word[N_COVARIANCE]
     rules = Rules(
         real[SCALE], n_kv, word[RECENT], real[A], word[HORIZON], real[DECAY], real[EPSILON],
-        word[FILTERED] != 0, word[BY_GROUP] != 0,
+        word[FILTERED] != 0, word[BY_GROUP] != 0, real[SOFTCAP],
     )  # fmt: skip
     entries, blocks = (n_head, word[N_ENTRIES]), (n_head, word[N_BLOCKS])
     tables = Tables(
@@ -163,6 +164,7 @@ def _run_thread(thread, words, task, q, out, counter, at):
         carray(index_pointer(word[TRACE]), (n_head, word[N_COLUMNS])),
         carray(integer_pointer(word[N_ATTENDED]), n_head),
         carray(float_pointer(word[LSE]), n_head if word[LSE] else 0),
+        carray(float_pointer(word[OF_SINKS]), n_head),
         carray(float_pointer(out), (n_head, v_width)), work, lessons, codes, word[IS_MARKED] != 0,
         scratch,
     )  # fmt: skip
@@ -226,15 +228,17 @@ def lfps_learn(words, task):
 class LFPSStep:
     """The step of one layer's LFPS cache, which finds its arrays by address.
 
-    constants: lfps/bypass.py. raised f64 (H,): factors by which the thresholds are raised.
-    statistics int64 (H, N_STATISTICS), added to. The caller keeps these and all arguments of the
-    methods alive. It calls ``use_tables`` first, and again for new tables.
+    constants: lfps/bypass.py. sinks f32 (H,): of each head a score without a value, or empty.
+    raised f64 (H,): factors by which the thresholds are raised. statistics int64 (H, N_STATISTICS),
+    added to. The caller keeps these and all arguments of the methods alive. It calls ``use_tables``
+    first, and again for new tables.
     """
 
     def __init__(
         self,
         rules: Rules,
         constants: Constants,
+        sinks: np.ndarray,
         raised: np.ndarray,
         statistics: np.ndarray,
         n_threads: int,
@@ -243,10 +247,14 @@ class LFPSStep:
         words[N_HEAD], words[N_THREADS] = len(raised), n_threads
         words[K_WIDTH], words[V_WIDTH] = constants.mean_k.shape[1], constants.mean_v.shape[1]
         words[N_COVARIANCE] = constants.covariance.shape[1]
-        for at, value in zip(range(SCALE, BY_GROUP + 1), rules, strict=True):
-            words.view(np.float64 if at in (SCALE, A, DECAY, EPSILON) else np.int64)[at] = value
+        for at, value in zip(range(SCALE, SOFTCAP + 1), rules, strict=True):
+            is_real = at in (SCALE, A, DECAY, EPSILON, SOFTCAP)
+            words.view(np.float64 if is_real else np.int64)[at] = value
         words[MEAN_K : RATIO + 1] = [address(array) for array in constants]
         words[RAISED], words[STATISTICS] = address(raised), address(statistics)
+        self._sinks = np.full(len(raised), -np.inf, np.float32)
+        self._sinks[: len(sinks)] = sinks
+        words[OF_SINKS] = address(self._sinks)
 
     def use_tables(self, tables: Tables) -> None:
         self.words[VER : GAIN + 1] = [address(array) for array in tables]

@@ -68,7 +68,6 @@ class LFPS(Method):
 
     paper: ClassVar[str] = "arXiv:2506.15704"
     description: ClassVar[str] = "candidates from tables of past attention (vertical and slash)"
-    attends_with: ClassVar[tuple[str, ...]] = ()
     work_of_a_head: ClassVar[int] = 1280
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},
@@ -190,7 +189,7 @@ class LFPSCache(LayerCache):
         self._rules = search.Rules(
             float(spec.scale), n_kv, method.recent, float(method.a), method.horizon or NO_HORIZON,
             float(method.decay), float(method.epsilon), method.expand == "filtered",
-            by_group=False,
+            by_group=False, softcap=float(spec.softcap),
         )  # fmt: skip
         none = np.zeros((spec.n_head, 0), np.float32)
         sums, gain = np.zeros((spec.n_head, 2, 4)), np.ones(spec.n_head)
@@ -199,8 +198,9 @@ class LFPSCache(LayerCache):
         self._statistics = np.zeros((spec.n_head, search.N_STATISTICS), np.int64)
         self._n_indexed = 0  # rows that the tables know; 0: none
         self._step = LFPSStep(
-            self._rules, self._constants, self._raised, self._statistics, spec.n_threads
-        )
+            self._rules, self._constants, spec.sinks, self._raised, self._statistics,
+            spec.n_threads,
+        )  # fmt: skip
         self._scout = scout.Scout(n_kv, width) if method.scout else None
         self.lse = np.empty(0, np.float32)  # see ``leave_sinks``
         self._learns_later = False

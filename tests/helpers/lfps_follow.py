@@ -23,9 +23,17 @@ class Geometry:
     n_head_kv: int
     d: int
     n_prefill: int
+    softcap: float = 0.0
+    has_sinks: bool = False
 
     def __str__(self) -> str:
-        return f"H{self.n_head}-G{self.n_head_kv}-d{self.d}-n{self.n_prefill}"
+        capped = "-capped" if self.softcap else ""
+        return f"H{self.n_head}-G{self.n_head_kv}-d{self.d}-n{self.n_prefill}{capped}"
+
+    @property
+    def sinks(self) -> np.ndarray:
+        """f32 (H,): a score without a value, which some heads attend to most; or empty."""
+        return np.linspace(-4, 11, self.n_head if self.has_sinks else 0, dtype=np.float32)
 
 
 class Stream:
@@ -85,7 +93,7 @@ def make_cache(
     g = geometry
     spec = LayerSpec(
         layer=2, n_layer=4, n_head=g.n_head, n_head_kv=g.n_head_kv, head_dim=g.d, value_dim=g.d,
-        n_threads=n_threads,
+        n_threads=n_threads, softcap=np.float32(g.softcap), sinks=g.sinks,
     )  # fmt: skip
     cache = LFPS(**values).layer(spec)
     assert isinstance(cache, LFPSCache)
@@ -186,7 +194,10 @@ def run_both(geometry, options, seed, sink_strength=3.0, n_steps=N_STEPS):
     stream = Stream(geometry, seed, sink_strength)
     q, k, v = stream.prompt(geometry.n_prefill)
     cache = make_cache(geometry, options)
-    twin = LFPSTwin(options, geometry.n_head, geometry.n_head_kv)
+    twin = LFPSTwin(
+        options, geometry.n_head, geometry.n_head_kv, geometry.softcap,
+        geometry.sinks if geometry.has_sinks else None,
+    )  # fmt: skip
     prefill(cache, q, k, v)
     capacities = cache._tables.ver.shape[1], cache.store.capacity
     twin.start(q, k, v)

@@ -64,10 +64,22 @@ class StepCounts:
 
 
 class LFPSTwin:
-    """One layer: ``start`` after the prefill, then ``choose`` and ``finish`` for every token."""
+    """One layer: ``start`` after the prefill, then ``choose`` and ``finish`` for every token.
 
-    def __init__(self, options: TwinOptions, n_head: int, n_head_kv: int) -> None:
+    softcap: c of scores c tanh(score / c), or 0. sinks (H,): scores without values, -inf for none.
+    """
+
+    def __init__(
+        self,
+        options: TwinOptions,
+        n_head: int,
+        n_head_kv: int,
+        softcap: float = 0.0,
+        sinks: np.ndarray | None = None,
+    ) -> None:
         self.options, self.n_head, self.group = options, n_head, n_head // n_head_kv
+        self.softcap = softcap
+        self.sinks = np.full(n_head, -np.inf) if sinks is None else sinks.astype(np.float64)
         self.heads_a_team = 1 if options.scored_by == "head" else self.group
 
     def start(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
@@ -84,7 +96,9 @@ class LFPSTwin:
                 rows = np.arange(SINKS, position + 1)
                 if not len(rows):
                     continue
-                weights = softmax(self.k[h // self.group, rows] @ q[h, -j] * self.scale)
+                weights = softmax(
+                    self.capped(self.k[h // self.group, rows] @ q[h, -j] * self.scale)
+                )
                 weights /= 2 * s * (1 - r)
                 self.ver[h, rows] += weights
                 self.dist[h, position - rows] += weights
@@ -112,7 +126,10 @@ class LFPSTwin:
         self.dist = np.concatenate([self.dist, new], axis=1)
         self.q = q.astype(np.float64)
         n = self.k.shape[1]
-        scores = [self.k[h // self.group] @ self.q[h] * self.scale for h in range(self.n_head)]
+        scores = [
+            self.capped(self.k[h // self.group] @ self.q[h] * self.scale)
+            for h in range(self.n_head)
+        ]
         rho = [self.sink_share(h, scores[h]) for h in range(self.n_head)]
         choices = []
         counts = self.counts = StepCounts()
@@ -145,27 +162,40 @@ class LFPSTwin:
         counts.attended = sum(len(choice.attended) for choice in choices)
         return choices
 
+    def capped(self, scores: np.ndarray) -> np.ndarray:
+        return self.softcap * np.tanh(scores / self.softcap) if self.softcap else scores
+
     def n_recent(self) -> int:
         return max(1, min(self.options.recent, self.options.budget // 2))
 
     def sink_share(self, h: int, scores: np.ndarray, of_all: bool = True) -> float:
         """Step 4: rho; or the most that it could be, were there no other keys."""
         n = len(scores)
-        peak = scores.max()
-        ws = np.exp(scores[:SINKS] - peak).sum()
+        peak = max(scores.max(), self.sinks[h])
+        ws = np.exp(scores[:SINKS] - peak).sum() + np.exp(self.sinks[h] - peak)
         wl = np.exp(scores[max(SINKS, n - 1 - LOCAL) : n - 1] - peak).sum()
         wg = np.exp(self.log_global(h, n) - peak) if of_all else 0.0
         return ws / (ws + wg + wl)
 
     def log_global(self, h: int, n: int) -> float:
-        """ln of nn exp(q.Kbar/sqrt d + Var/2), the mass of all keys but the sinks."""
+        """ln of nn exp(q.Kbar/sqrt d + Var/2), the mass of all keys but the sinks.
+
+        With a softcap the integral of exp(capped score) over this normal distribution.
+        """
         q, g = self.q[h], h // self.group
         d = len(q)
         if self.options.sigma == "cov":
             variance = q @ self.covariance[g] @ q / d
         else:
             variance = (q @ q) * self.ratio[h]
-        return np.log(n - SINKS) + q @ self.mean_k[g] * self.scale + variance / 2
+        mean = q @ self.mean_k[g] * self.scale
+        if not self.softcap:
+            return np.log(n - SINKS) + mean + variance / 2
+        z = np.arange(-10, 10, 0.01)
+        density = 0.01 * np.exp(-z * z / 2) / np.sqrt(2 * np.pi)
+        return np.log(n - SINKS) + np.log(
+            density @ np.exp(self.capped(mean + z * np.sqrt(variance)))
+        )
 
     def candidates(self, heads: range, active: list[int]) -> tuple[np.ndarray, float]:
         """Steps 5 to 7: C1, ascending, of a team's heads that are not bypassed, the recents
@@ -241,12 +271,10 @@ class LFPSTwin:
         """Exact attention over the rows; a bypassed head adds the mean value with mass wg."""
         values = self.v[h // self.group, choice.attended]
         scores = choice.scores[choice.attended]
-        if not choice.bypassed:
-            return softmax(scores) @ values
-        log_global = self.log_global(h, self.k.shape[1])
-        peak = max(scores.max(), log_global)
+        log_global = self.log_global(h, self.k.shape[1]) if choice.bypassed else -np.inf
+        peak = max(scores.max(), log_global, self.sinks[h])
         weights, wide = np.exp(scores - peak), np.exp(log_global - peak)
-        total = weights.sum() + wide
+        total = weights.sum() + wide + np.exp(self.sinks[h] - peak)
         return (weights @ values + wide * self.mean_v[h // self.group]) / total
 
 

@@ -31,6 +31,7 @@ GEOMETRIES = [
     Geometry(8, 2, 80, 191),
     Geometry(8, 1, 128, 320),
 ]
+CAPPED = Geometry(8, 2, 64, 191, softcap=10.0, has_sinks=True)
 VARIANTS = {
     "tuned": {},
     "alone": {"scored_by": "head"},
@@ -42,7 +43,11 @@ VARIANTS = {
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize(("geometry", "variant"), crossed(GEOMETRIES, [*VARIANTS]), ids=str)
+@pytest.mark.parametrize(
+    ("geometry", "variant"),
+    [*crossed(GEOMETRIES, [*VARIANTS]), (CAPPED, "tuned"), *crossed([CAPPED], ["paper"], fast=-1)],
+    ids=str,
+)
 def test_lfps_equals_its_twin(geometry, variant):
     options = TwinOptions(budget=24, epsilon=0.7, **VARIANTS[variant])
     cache, twin, seen = run_both(geometry, options, seed=1)

@@ -170,9 +170,11 @@ class Layer:
     """Arguments of an LFPSStep for random keys: every entry of the tables is above tau."""
 
     def __init__(
-        self, n_head: int, n_head_kv: int, d: int, n: int, kinds=(F16, F16), by_group: bool = False
-    ) -> None:
-        self.by_group = by_group
+        self, n_head: int, n_head_kv: int, d: int, n: int, kinds=(F16, F16), by_group: bool = False,
+        softcap: float = 0.0, sinks: float = -np.inf,
+    ) -> None:  # fmt: skip
+        self.by_group, self.softcap = by_group, softcap
+        self.sinks = np.full(n_head, sinks, np.float32)
         rng = np.random.default_rng(n)
         self.q = (2 * rng.standard_normal((n_head, d))).astype(np.float32)
         self.stored = [store(rng.standard_normal((n_head_kv, n + 9, d)), kind) for kind in kinds]
@@ -194,8 +196,9 @@ class Layer:
 
     def rules(self, a: float, epsilon: float, decay: float = 0.95) -> search.Rules:
         return search.Rules(
-            float(self.scale), self.n_kv, 32, a, 1 << 62, decay, epsilon, False, self.by_group
-        )
+            float(self.scale), self.n_kv, 32, a, 1 << 62, decay, epsilon, False, self.by_group,
+            self.softcap,
+        )  # fmt: skip
 
     def step(self, k_budget: int, a: float, epsilon: float = 1.0, limit: int | None = None) -> None:
         n_head, d = self.q.shape
@@ -205,7 +208,7 @@ class Layer:
         # The row is stored already.
         k, v = (np.ascontiguousarray(rows[:, self.n - 1, None]) for rows in (self.k, self.v))
         rules = self.rules(a, epsilon)
-        step = LFPSStep(rules, constants, self.raised, self.statistics, 2)
+        step = LFPSStep(rules, constants, self.sinks, self.raised, self.statistics, 2)
         step.use_tables(self.tables)
         step.trace(self.attended, self.counts)
         step.at(layout(*self.stored), self.n, k_budget, limit or self.n)
@@ -215,12 +218,18 @@ class Layer:
 @pytest.mark.parametrize(("n_head", "n_kv", "d"), [(3, 3, 64), (9, 3, 64), (8, 1, 80), (4, 2, 128)])
 @pytest.mark.parametrize("n", [64, 65, 100, 700])
 @pytest.mark.parametrize("by_group", [False, True])
-@pytest.mark.parametrize("kinds", KINDS)
-def test_all_candidates_equal_dense_attention(n_head, n_kv, d, n, by_group, kinds):
-    layer = Layer(n_head, n_kv, d, n, kinds, by_group)
+@pytest.mark.parametrize(("kinds", "softcap", "sinks"), [
+    *((kinds, 0.0, -np.inf) for kinds in KINDS), (KINDS[0], 4.0, 5.0), (KINDS[0], 4.0, 200.0),
+])  # fmt: skip
+def test_all_candidates_equal_dense_attention(
+    n_head, n_kv, d, n, by_group, kinds, softcap, sinks
+):  # fmt: skip
+    layer = Layer(n_head, n_kv, d, n, kinds, by_group, softcap, sinks)
     layer.init(np.repeat(layer.q[:, None], 5, axis=1))
     layer.step(k_budget=n - SINKS, a=-1e9)  # a threshold far below zero
-    expected = attend_dense_ref(layer.q, layer.k[:, :n], layer.v[:, :n], layer.scale)
+    expected = attend_dense_ref(
+        layer.q, layer.k[:, :n], layer.v[:, :n], layer.scale, softcap, layer.sinks
+    )
     np.testing.assert_allclose(layer.out, expected, atol=1e-5)
     np.testing.assert_array_equal(layer.counts, n)
     rows = np.sort(layer.attended[:, :n], axis=1)
