@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from reference_decoder import nmse
 from tiny_sessions import decoded, tokens
 
 from sparsekv_cli.cache.spec import window_rows
@@ -78,3 +79,16 @@ def test_inspect_shows_the_memory_of_each_kind(tiny_model):
     full, window = sorted(json.loads(result.stdout)["layers"], key=lambda row: row["kind"])
     assert full == {"kind": "full", "layers": 2, "bytes": 2 * 32768 * ROW, "tokens": 32768}
     assert window["layers"] == 2 and window["bytes"] == 2 * window_rows(WINDOW) * ROW
+
+
+def test_a_changed_last_message_keeps_the_others(session_of):
+    session = session_of("full", shape=SHAPE)
+    for seed, n in ((0, 300), (1, 200)):
+        session.prefill(tokens(n, seed))
+        decoded(session, tokens(150, seed + 2))
+    session.rewind(460)
+    assert len(session.tokens) == 450  # where the second message began
+    changed = tokens(90, 5)
+    again, before = session.prefill(changed), tokens(300) + tokens(150, 2)
+    session.reset()
+    assert nmse(session.prefill(before + changed), again) < 1e-9

@@ -22,6 +22,7 @@ from sparsekv_cli.cache.store import KVStore
 
 # How a chunk of a prefill attends: (cache, input) -> (H, T, d_v), as the input's q is.
 ChunkAttention = Callable[[Any, AttnInput], Any]
+Snapshot = tuple[np.ndarray, np.ndarray]  # two arrays (heads, rows, items)
 
 
 class LayerCache(ABC):
@@ -171,6 +172,49 @@ class SelectingCache(LayerCache):
     def bytes_to_select(self, n: int) -> int:
         """Bytes that one ``select`` reads."""
         return 0
+
+
+class BoundedCache(LayerCache):
+    """A cache whose memory does not grow with the sequence: of windows and of states.
+
+    It cannot go back everywhere. A snapshot is what it holds, at some length, for all that comes
+    behind; an empty cache that is given one goes on from there. No method has a part in it.
+    """
+
+    attends_to_some = False
+    can_prefill_in_parts = True
+
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(spec)
+        self._snapshot_lengths: frozenset[int] = frozenset()
+        self._on_snapshot: Callable[[int, Snapshot], None] | None = None
+
+    def take_snapshots(
+        self, lengths: Iterable[int], on_snapshot: Callable[[int, Snapshot], None]
+    ) -> None:
+        """Announces lengths of the next prefill; ``on_snapshot`` gets each, valid until it ends."""
+        self._snapshot_lengths, self._on_snapshot = frozenset(lengths), on_snapshot
+
+    def finish_prefill(self) -> None:
+        self._snapshot_lengths, self._on_snapshot = frozenset(), None
+
+    @abstractmethod
+    def snapshot(self, n: int) -> Snapshot:
+        """That of length n, not copied; of a length that ``extend`` has just passed."""
+
+    @abstractmethod
+    def empty_snapshot(self, n: int) -> Snapshot:
+        """Memory for that of length n."""
+
+    @abstractmethod
+    def restore(self, n: int, held: Snapshot) -> None:
+        """Makes an empty cache that of a sequence of length n."""
+
+    def _tell_snapshots(self, first: int, last: int) -> None:
+        """Gives those of lengths above ``first`` up to ``last`` to whom they are for."""
+        for n in sorted(self._snapshot_lengths):
+            if first < n <= last and self._on_snapshot is not None:
+                self._on_snapshot(n, self.snapshot(n))
 
 
 def total_counters(caches: Iterable[LayerCache]) -> Counter[str]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from itertools import pairwise
+from typing import Any, Protocol
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.layer import BoundedCache, Snapshot
 from sparsekv_cli.cache.spec import LayerSpec, Memory, StateInput
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.recurrent.convolution import gated_convolution
-from sparsekv_cli.cpu.recurrent.delta_net import LANES, delta_net
+from sparsekv_cli.cpu.recurrent.delta_net import LANES, STRETCH, delta_net
 
 STEP = 2048  # tokens from a checkpoint to the next where no message ends
 
@@ -138,16 +139,13 @@ class Checkpoints:
         return min(gaps, key=gaps.__getitem__, default=newest)
 
 
-class StateCache(LayerCache):
+class StateCache(BoundedCache):
     """The state of one recurrent layer of one sequence, and checkpoints of it.
 
     A sequence goes back to lengths that have a checkpoint: where a prefill begins and ends, where
     messages end in it (``mark``), and every STEP tokens; ``spec.n_checkpoints`` of them. Its steps
-    are in no ledger, because no method has a part in them.
+    are in no ledger. The state behind a prompt has the same bits wherever messages end in it.
     """
-
-    attends_to_some = False
-    can_prefill_in_parts: ClassVar[bool] = True
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
@@ -175,19 +173,24 @@ class StateCache(LayerCache):
             self._keep()
         out = np.empty((len(x.rows), self._recurrence.n_out), x.rows.dtype)
         first, last = self._n, self._n + len(x.rows)
-        borders = {n for n in self._marks if first < n < last}
-        borders |= set(range(first // STEP * STEP + STEP, last, STEP))
-        start = first
-        for stop in [*sorted(borders), last]:
+        marks = [n for n in sorted(self._marks) if first < n < last]
+        borders = {first, last, *range(first // STEP * STEP + STEP, last, STEP)}
+        borders |= {first + (n - first) // STRETCH * STRETCH for n in marks}
+        borders |= {n for n in self._snapshot_lengths if first < n < last}
+        for start, stop in pairwise(sorted(borders)):
+            for mark in marks:
+                if start < mark < stop:
+                    self._keep_ahead(x, first, mark)
             part = slice(start - first, stop - first)
-            piece = StateInput(x.rows[part], x.gates[part])
-            self._recurrence.advance(piece, self._state, out[part], self.spec.n_threads)
-            self._n = start = stop
+            self._advance(x, part, self._state, out[part])
+            self._n = stop
             if stop in self._marks or stop % STEP == 0:
                 self._keep()
+            self._tell_snapshots(start, stop)
         return out
 
     def finish_prefill(self) -> None:
+        super().finish_prefill()
         self._is_prefilling = False
         self._marks = set()
         self._keep()
@@ -220,6 +223,43 @@ class StateCache(LayerCache):
     def memory(self) -> Memory:
         return Memory(host=self._n_bytes + self._checkpoints.nbytes)
 
+    def snapshot(self, n: int) -> Snapshot:
+        return _as_snapshot(self._state)
+
+    def empty_snapshot(self, n: int) -> Snapshot:
+        return _as_snapshot(self._recurrence.new_state())
+
+    def restore(self, n: int, held: Snapshot) -> None:
+        for array, given in zip(_as_snapshot(self._state), held, strict=True):
+            array[:] = given
+        self._n = n
+
+    def _advance(
+        self, x: StateInput, part: slice, state: Sequence[np.ndarray], out: np.ndarray
+    ) -> None:
+        """Takes a state over some rows of a chunk."""
+        rows = StateInput(x.rows[part], x.gates[part])
+        self._recurrence.advance(rows, state, out, self.spec.n_threads)
+
     def _keep(self) -> None:
         if self._n:
             self._checkpoints.keep(self._n, self._state)
+
+    def _keep_ahead(self, x: StateInput, first: int, n: int) -> None:
+        """Keeps the state of length n, a few rows ahead in a chunk that begins at ``first``.
+
+        Rows that are grouped in another way round in another way: the state itself is not taken
+        there.
+        """
+        ahead = self._recurrence.new_state()
+        for array, of in zip(ahead, self._state, strict=True):
+            array[:] = of
+        out = np.empty((n - self._n, self._recurrence.n_out), x.rows.dtype)
+        self._advance(x, slice(self._n - first, n - first), ahead, out)
+        self._checkpoints.keep(n, ahead)
+
+
+def _as_snapshot(state: Sequence[np.ndarray]) -> Snapshot:
+    """The arrays of a state, one or two, as bytes (1, 1, bytes)."""
+    arrays = [array.reshape(1, 1, -1).view(np.uint8) for array in state]
+    return arrays[0], arrays[1] if len(arrays) > 1 else np.empty((1, 1, 0), np.uint8)

@@ -3,50 +3,50 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from sparsekv_cli.cache.attend import attend_dense
-from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.layer import BoundedCache, Snapshot
 from sparsekv_cli.cache.spec import N_SPARE, AttnInput, LayerSpec, Memory, window_rows
 from sparsekv_cli.cache.store import KVStore
 
 
-class WindowCache(LayerCache):
+class WindowCache(BoundedCache):
     """Keeps the window's rows and a few more; when their memory is full, they move to its start.
 
     ``store`` holds the sequence's rows from ``first`` on. A sequence goes back where its window is
-    still there: by ``N_SPARE`` rows, and to where its last prefill began, while that runs, or
-    ended, because those rows are copied when they would go. Of its steps only the bytes that they
-    read are counted, because no method has a part in them.
+    still there: by ``N_SPARE`` rows, and to where its last prefill began and ended, because those
+    rows are copied when they would go. Of its steps only the bytes that they read are counted.
     """
-
-    attends_to_some = False
-    can_prefill_in_parts: ClassVar[bool] = True
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
         self.first = 0
         self._is_prefilling = False
-        self._mark = 0  # a length to which the sequence can always go back
-        self._kept: tuple[int, KVStore] | None = None  # what is left of ``_mark``: first, its rows
+        # Lengths to which the sequence can always go back, and what they need that is no longer in
+        # ``store``: its first position and the rows. Where a length has such rows, all below do.
+        self._marks: dict[int, tuple[int, KVStore] | None] = {}
 
     @property
     def n(self) -> int:
         return self.first + self.store.n
 
     def extend(self, x: AttnInput) -> Any:
+        before = self.n
         if not self._is_prefilling:
             self._is_prefilling = True
-            self._set_mark()
+            self._marks = {before: None} if before else {}
         self._make_room(x.k.shape[1])
         self.store.append(x.k, x.v)
+        self._tell_snapshots(before, self.n)
         return self.store
 
     def finish_prefill(self) -> None:
+        super().finish_prefill()
         self._is_prefilling = False
-        self._set_mark()
+        self._marks[self.n] = None
         if self.store.capacity > self._capacity:
             self._move(self._rows_to_keep(), self._capacity)
 
@@ -60,24 +60,48 @@ class WindowCache(LayerCache):
     def reserve(self, n: int) -> None:
         self.store.reserve(min(n, self._capacity))
 
+    def reach(self, n: int) -> int:
+        if self._has_rows_of(n):
+            return n
+        return max((mark for mark in self._marks if mark <= n), default=0)
+
     def truncate(self, n: int) -> int:
         """As LayerCache; 0 where rows of the window are gone."""
         if n >= self.n:
             return self.n
-        if self._rows_of(n).start < self.first:
-            if self._kept is None or n != self._mark:
+        if not self._has_rows_of(n):
+            kept = self._marks.get(n)
+            if kept is None:
                 return 0
-            self.first, kept = self._kept
-            self.store, self._kept = kept.copy(kept.n, self._capacity - kept.n), None
+            self.first, rows = kept
+            self.store = rows.copy(rows.n, self._capacity - rows.n)
+            self._marks[n] = None
         self.store.truncate(n - self.first)
         self._is_prefilling = False
-        if n < self._mark:
-            self._set_mark()
+        self._marks = {mark: rows for mark, rows in self._marks.items() if mark <= n}
         return n
 
     def memory(self) -> Memory:
-        kept = 0 if self._kept is None else self._kept[1].nbytes
+        kept = sum(rows[1].nbytes for rows in self._marks.values() if rows is not None)
         return Memory(host=self.store.nbytes + kept)
+
+    def snapshot(self, n: int) -> Snapshot:
+        rows = self._rows_of(n)
+        held = slice(rows.start - self.first, rows.stop - self.first)
+        return self.store.k[:, held], self.store.v[:, held]
+
+    def empty_snapshot(self, n: int) -> Snapshot:
+        k, v = (
+            np.empty((len(rows), len(self._rows_of(n)), rows.shape[2]), rows.dtype)
+            for rows in (self.store.k, self.store.v)
+        )
+        return k, v
+
+    def restore(self, n: int, held: Snapshot) -> None:
+        rows = self._rows_of(n)
+        self.store.reserve(self._capacity)
+        self.store.k[:, : len(rows)], self.store.v[:, : len(rows)] = held
+        self.first, self.store.n = rows.start, len(rows)
 
     @property
     def _capacity(self) -> int:
@@ -87,13 +111,14 @@ class WindowCache(LayerCache):
         """The positions below n that the query at n sees."""
         return range(max(0, n - self.spec.window + 1), n)
 
+    def _has_rows_of(self, n: int) -> bool:
+        """Whether ``store`` has these."""
+        return self._rows_of(n).start >= self.first
+
     def _rows_to_keep(self) -> range:
         """The positions that stay when rows move."""
         start = max(self.first, self._rows_of(self.n).start - N_SPARE)
         return range(start, self.n)
-
-    def _set_mark(self) -> None:
-        self._mark, self._kept = self.n, None
 
     def _make_room(self, n_new: int) -> None:
         """Room for new rows: drops those ahead of the window, if that is needed."""
@@ -103,10 +128,11 @@ class WindowCache(LayerCache):
         self._move(kept, max(self._capacity, len(kept) + n_new))
 
     def _move(self, kept: range, n_room: int) -> None:
-        """Keeps these positions, in memory for ``n_room`` rows, and what ``_mark`` needs."""
-        marked = self._rows_of(self._mark)
-        if self._kept is None and marked.start < kept.start and self._mark:
-            self._kept = marked.start, _cut(self.store, self.first, marked)
+        """Keeps these positions, in memory for ``n_room`` rows, and what the marks need."""
+        for mark, rows in self._marks.items():
+            needed = self._rows_of(mark)
+            if rows is None and needed.start < kept.start:
+                self._marks[mark] = needed.start, _cut(self.store, self.first, needed)
         self.store = _cut(self.store, self.first, kept, n_room)
         self.first = kept.start
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +73,18 @@ def prompts_of(folder: PrefixFolder) -> tuple[list[dict[str, Any]], int]:
     """A description of each prompt, the one used last first, and the bytes of all files."""
     entries = folder.entries()
     blocks = {own_hash(e.path.name): e for e in entries if e.path.suffix == SUFFIX}
+    sizes = Counter[str]()  # of blocks and their snapshots
+    for entry in entries:
+        sizes[own_hash(entry.path.name)] += entry.size
     children = folder.children()
     prompts: list[dict[str, Any]] = []
     for own, entry in blocks.items():
         header = None if own in children else folder.header(entry.path.name)
         if header is None:
             continue
-        size, parent = entry.size, header.parent
+        size, parent = sizes[own], header.parent
         while parent in blocks and len(children[parent]) == 1:
-            size += blocks[parent].size
+            size += sizes[parent]
             parent = blocks[parent].path.name.partition("-")[0]
         prompts.append(
             {

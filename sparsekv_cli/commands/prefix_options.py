@@ -114,6 +114,8 @@ def use_prefixes(session: Session, options: PrefixOptions) -> None:
         return
     method = session.method
     reason, n_queried = _reason_against(session, method), method.n_queried
+    if not reason and session.hparams.other_layers:
+        reason = f"{session.hparams.other_layers} do not keep the rows of all tokens"
     if reason or n_queried is None:
         raise SparseKVError(
             f"--session: {reason}; leave it out, or take another method, device or model"
@@ -145,7 +147,8 @@ def prefixes_maker(session: Session, options: PrefixOptions) -> Callable[[Method
         facts = {**facts_of(session.gguf, session.decoder), "types": types, "products": products}
         folder = PrefixFolder(directory, int(options.limit * 2**30), _warn)
         name = session.gguf.path.name
-        return Prefixes(folder, name, root_of(facts), types, n_queried, tell)
+        is_bounded = bool(session.hparams.other_layers)
+        return Prefixes(folder, name, root_of(facts), types, n_queried, tell, is_bounded)
 
     return make
 
@@ -154,8 +157,6 @@ def _reason_against(session: Session, method: Method) -> str:
     """Why prompts cannot be kept on disk with this model and method; empty if they can."""
     if not session.engine.shares_prefill:
         return "rows on a GPU are not kept on disk yet"
-    if session.hparams.other_layers:
-        return f"{session.hparams.other_layers} do not keep the rows of all tokens"
     return f"{method.name} needs the queries of all tokens" if method.n_queried is None else ""
 
 

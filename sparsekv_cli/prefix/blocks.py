@@ -1,12 +1,14 @@
-"""A file of rows: those of up to 512 tokens of a prompt, or of a whole one, in all layers.
+"""A file of rows: those of up to 512 tokens of a prompt, or of a whole one; or a snapshot.
 
     magic, length of the header, checksum of the header: 16 + 4 + 4 bytes
     header: JSON, then zeros up to a multiple of 64 bytes
-    a piece a layer: K (kv heads, tokens, bytes of a row), then V, as cache/store.py keeps them
+    a piece a layer: K (kv heads, rows, bytes of a row), then V, as cache/store.py keeps them
 
 Numbers are little-endian; a checksum is a CRC-32, and each piece has one in the header. A block is
 named by its parent, the block of the tokens before it, and by a hash of that and its tokens. So
-equal names mean equal prompts up to the block's end.
+equal names mean equal prompts up to the block's end. Layers whose memory does not grow with the
+sequence (BoundedCache) have nothing in a block. What they hold where one ends is its snapshot: a
+file of the same form and name, but for the suffix, in which a layer's rows are not the tokens'.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from pathlib import Path
 import numpy as np
 
 BLOCK = 512  # tokens
-MAGIC = b"sparsekv rows 1\n"
-SUFFIX, TEMPORARY = ".rows", ".tmp"
+MAGIC = b"sparsekv rows 2\n"
+SUFFIX, SNAPSHOT, TEMPORARY = ".rows", ".snapshot", ".tmp"
 NAME_DIGITS = 32
 ALIGNMENT = 64
 LENGTHS = struct.Struct("<II")
@@ -45,7 +47,8 @@ class BlockHeader:
     """What a file says of its rows.
 
     model: the file's name. first: position of the first token. types: of K and of V. layers: kv
-    heads, bytes of a row of K and of V. sums: the pieces' checksums, eight hex digits each.
+    heads, bytes of a row of K and of V; 0 heads if there is no piece. rows: of a snapshot's pieces;
+    empty: they have one for each token. sums: the pieces' checksums, eight hex digits each.
     """
 
     model: str
@@ -54,15 +57,22 @@ class BlockHeader:
     tokens: tuple[int, ...]
     types: tuple[str, str]
     layers: tuple[tuple[int, int, int], ...]
+    rows: tuple[int, ...] = ()
     sums: str = ""
 
     @property
     def name(self) -> str:
-        return block_name(self.parent, self.tokens)
+        return block_name(self.parent, self.tokens, SNAPSHOT if self.rows else SUFFIX)
+
+    @property
+    def layer_rows(self) -> tuple[int, ...]:
+        """Rows of each layer's piece."""
+        return self.rows or (len(self.tokens),) * len(self.layers)
 
     @property
     def piece_bytes(self) -> list[int]:
-        return [len(self.tokens) * heads * (k + v) for heads, k, v in self.layers]
+        sizes = zip(self.layer_rows, self.layers, strict=True)
+        return [n * heads * (k + v) for n, (heads, k, v) in sizes]
 
     @cached_property
     def n_packed(self) -> int:
@@ -83,14 +93,14 @@ def block_hash(parent: str, tokens: Sequence[int]) -> str:
     return hashlib.sha256(parent.encode() + ids).hexdigest()[:NAME_DIGITS]
 
 
-def block_name(parent: str, tokens: Sequence[int]) -> str:
-    """The file of a block."""
-    return f"{parent}-{block_hash(parent, tokens)}{SUFFIX}"
+def block_name(parent: str, tokens: Sequence[int], suffix: str = SUFFIX) -> str:
+    """The file of a block, or of its snapshot."""
+    return f"{parent}-{block_hash(parent, tokens)}{suffix}"
 
 
 def own_hash(name: str) -> str:
-    """The second half of a block's name."""
-    return name.removesuffix(SUFFIX).partition("-")[2]
+    """The second half of the name of a block or snapshot."""
+    return name.partition(".")[0].partition("-")[2]
 
 
 def read_header(file: FileIO) -> BlockHeader:
@@ -111,8 +121,11 @@ def read_header(file: FileIO) -> BlockHeader:
             tokens=tuple(int(token) for token in values["tokens"]),
             types=(str(values["types"][0]), str(values["types"][1])),
             layers=tuple((int(g), int(k), int(v)) for g, k, v in values["layers"]),
+            rows=tuple(int(n) for n in values["rows"]),
             sums=str(values["sums"]),
         )
+        if len(header.layer_rows) != len(header.layers):
+            raise ValueError
     except (ValueError, KeyError, TypeError, IndexError):
         raise DamagedError("its header cannot be read") from None
     expected = _pieces_start(len(start) + length) + sum(header.piece_bytes)
@@ -132,9 +145,9 @@ def read_piece(file: FileIO, header: BlockHeader, layer: int, piece: Piece) -> N
     All rows are read and have to fit the checksum, those that find no place in ``piece`` too.
     """
     file.seek(header.n_packed + sum(header.piece_bytes[:layer]))
-    checksum, n_heads = 0, header.layers[layer][0]
+    checksum, n_heads, n_rows = 0, header.layers[layer][0], header.layer_rows[layer]
     for rows, row_bytes in zip(piece, header.layers[layer][1:], strict=True):
-        rest = np.empty((len(header.tokens) - rows.shape[1]) * row_bytes, np.uint8)
+        rest = np.empty((n_rows - rows.shape[1]) * row_bytes, np.uint8)
         for head in range(n_heads):
             for part in (rows[head], rest):
                 if part.nbytes and file.readinto(part.data) != part.nbytes:
@@ -182,7 +195,3 @@ class BlockWriter:
         with contextlib.suppress(OSError):
             self._temporary.unlink()
 
-
-def block_bytes(n_tokens: int, layers: Sequence[tuple[int, int, int]]) -> int:
-    """Bytes of the rows of ``n_tokens``."""
-    return n_tokens * sum(heads * (k + v) for heads, k, v in layers)

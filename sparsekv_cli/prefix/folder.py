@@ -13,7 +13,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from sparsekv_cli.prefix.blocks import SUFFIX, TEMPORARY, BlockHeader, DamagedError, read_header
+from sparsekv_cli.prefix.blocks import (
+    SNAPSHOT,
+    SUFFIX,
+    TEMPORARY,
+    BlockHeader,
+    DamagedError,
+    read_header,
+)
 
 WRITABLE_BY_OTHERS = 0o022
 HOUR = 3600  # seconds after which a file that is being written has been left behind
@@ -116,7 +123,7 @@ class PrefixFolder:
                     status = path.stat()
                     if path.suffix == TEMPORARY and status.st_mtime < time.time() - HOUR:
                         path.unlink()
-                    elif path.suffix in (SUFFIX, TEMPORARY):
+                    elif path.suffix in (SUFFIX, SNAPSHOT, TEMPORARY):
                         entries.append(KeptFile(path, status.st_mtime, status.st_size))
         return sorted(entries, key=lambda entry: entry.used, reverse=True)
 

@@ -17,10 +17,8 @@ from typing import Any
 import numpy as np
 
 from sparsekv_cli import __version__
-from sparsekv_cli.cache.layer import LayerCache
-from sparsekv_cli.cache.store import CACHE_TYPES, RowType
+from sparsekv_cli.cache.layer import BoundedCache, LayerCache
 from sparsekv_cli.calibration.sidecar import model_hash
-from sparsekv_cli.cpu.attention.rows import F16, quantize_rows_ref
 from sparsekv_cli.models.forward import Forward
 from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.prefix.blocks import (
@@ -30,14 +28,20 @@ from sparsekv_cli.prefix.blocks import (
     BlockWriter,
     DamagedError,
     Piece,
-    block_bytes,
     block_hash,
     block_name,
     read_header,
     read_piece,
 )
 from sparsekv_cli.prefix.folder import PrefixFolder
+from sparsekv_cli.prefix.pieces import block_layers, converted, empty_piece, row_types
 from sparsekv_cli.prefix.prompt_rows import Found
+from sparsekv_cli.prefix.snapshots import (
+    SnapshotWriter,
+    latest_snapshot,
+    restore_snapshot,
+    snapshot_headers,
+)
 
 LEAST = 512  # tokens that are worth a file, and worth finding
 # Tokens of which a multiple is reused: rows computed in chunks that begin at such a position have
@@ -67,7 +71,8 @@ class Prefixes:
     """Blocks of one model's prompts in a folder, for a session whose caches are on the host.
 
     model: its file's name. root: by ``root_of``. types: of the session's rows. n_queried: last
-    tokens of a prompt that are always computed. tell: told, under -v, what is done.
+    tokens of a prompt that are always computed. tell: told, under -v, what is done. is_bounded:
+    whether the model has layers that need snapshots.
     """
 
     def __init__(
@@ -78,10 +83,13 @@ class Prefixes:
         types: tuple[str, str],
         n_queried: int,
         tell: Callable[[str], None],
+        is_bounded: bool = False,
     ) -> None:
         self.folder, self.model, self.root, self.types = folder, model, root, types
         self._n_queried, self._tell = max(1, n_queried), tell
+        self._is_bounded = is_bounded
         self._storing: _Storing | None = None
+        self._snapshots: SnapshotWriter | None = None
 
     # --- from disk --------------------------------------------------------------------------------
 
@@ -107,6 +115,8 @@ class Prefixes:
     ) -> Found:
         """What to reuse of blocks that have n tokens in common with ``ids``; says it."""
         n_reused = min(n, len(ids) - self._n_queried) // STEP * STEP
+        if self._is_bounded:
+            n_reused = latest_snapshot(self.folder, headers, n_reused)
         n_reused = n_reused if n_reused >= least else 0
         said = f"{n_reused} of {len(ids)} tokens are reused"
         if headers and n < min(len(ids), _end(headers[-1])):
@@ -134,7 +144,8 @@ class Prefixes:
         """
         if not found.n:
             return 0
-        for cache in caches:
+        full = [cache for cache in caches if not isinstance(cache, BoundedCache)]
+        for cache in full:
             cache.store.reserve(n_room)
         wanted = [header for header in found.headers if header.first < found.n]
         n = 0
@@ -148,27 +159,34 @@ class Prefixes:
                     self._drop(header, error)
                     break
                 n = stop
-        for cache in caches:
+        if self._is_bounded:
+            n = restore_snapshot(self.folder, wanted, n, caches)
+        for cache in full:
+            if cache.spec.source >= 0 and not cache.store.is_shared:
+                of = caches[cache.spec.source].store
+                cache.store.k[:, :n], cache.store.v[:, :n] = of.k[:, :n], of.v[:, :n]
             cache.store.n = n
         self.folder.touch(header.name for header in wanted)
         return n
 
     def _read(self, header: BlockHeader, stop: int, caches: Sequence[LayerCache]) -> None:
         """Reads a block's rows up to position ``stop``; OSError, DamagedError."""
-        if header.layers != _layers(caches, header.types):
+        if header.layers != block_layers(caches, header.types):
             raise DamagedError("its rows have other sizes than the model's")
         first, is_direct = header.first, header.types == self.types
         with open(self._path(header), "rb", buffering=0) as file:
             if read_header(file) != header:
                 raise DamagedError("it was replaced")
             for layer, cache in enumerate(caches):
+                if not header.layers[layer][0]:
+                    continue
                 place = cache.store.k[:, first:stop], cache.store.v[:, first:stop]
-                piece = place if is_direct else _empty(cache, header.types, stop - first)
+                piece = place if is_direct else empty_piece(cache, header.types, stop - first)
                 read_piece(file, header, layer, piece)
                 if not is_direct:
-                    kinds = zip(_kinds(cache, header.types), _kinds(cache, self.types), strict=True)
-                    for rows, to, of in zip(piece, place, kinds, strict=True):
-                        to[:] = _converted(rows, *of)
+                    ways = (row_types(cache, types) for types in (header.types, self.types))
+                    for rows, to, of in zip(piece, place, zip(*ways, strict=True), strict=True):
+                        to[:] = converted(rows, *of)
 
     def _drop(self, header: BlockHeader, error: Exception) -> None:
         """The file is damaged, or has gone."""
@@ -185,15 +203,25 @@ class Prefixes:
         """A prefill of ``ids`` begins, of which the caches hold ``n_loaded``."""
         self.finish()
         types = self.types
-        if block_bytes(BLOCK, _layers(caches, types)) > Q8_FROM:
+        row_bytes = sum(heads * (k + v) for heads, k, v in block_layers(caches, types))
+        if BLOCK * row_bytes > Q8_FROM:
             k, v = ("q8_0" if each == "f16" else each for each in types)
             types = k, v
-        n_kept = found.n_common if n_loaded == found.n else n_loaded
-        headers = self._new_blocks(ids, n_loaded, n_kept, types, _layers(caches, types))
+        n_kept = found.n_common if n_loaded == found.n and not self._is_bounded else n_loaded
+        headers = self._new_blocks(ids, n_loaded, n_kept, types, block_layers(caches, types))
+        snapshots: list[BlockHeader] = []
+        if self._is_bounded and headers:
+            of = self.model, self.root, ids, n_loaded, self.types, caches
+            snapshots = snapshot_headers(*of)
+            headers = headers if snapshots else []  # without any, rows are of no use
         if headers:
             try:
-                if self._may_keep(headers):
+                if self._may_keep([*headers, *snapshots]):
                     self._storing = _Storing(headers, self._path)
+                    if snapshots:
+                        self._snapshots = SnapshotWriter(
+                            self.folder.path, snapshots, caches, self._not_kept
+                        )
             except OSError as error:
                 self._not_kept(error)
 
@@ -243,11 +271,13 @@ class Prefixes:
             return
         try:
             n = self._storing.finish()
+            if self._snapshots is not None:
+                self._snapshots.finish()
         except OSError as error:
             self._not_kept(error)
             return
         self._settle(self._storing.headers[0])
-        self._storing = None
+        self._storing = self._snapshots = None
         self._tell(f"prefix cache: {n} tokens are kept in {self._place}")
 
     def _settle(self, new: BlockHeader) -> None:
@@ -267,6 +297,9 @@ class Prefixes:
         if self._storing is not None:
             self._storing.abandon()
             self._storing = None
+        if self._snapshots is not None:
+            self._snapshots.abandon()
+            self._snapshots = None
 
     def _not_kept(self, error: OSError) -> None:
         self.abandon()
@@ -297,6 +330,8 @@ class _Storing:
             raise
 
     def take(self, layer: int, cache: LayerCache) -> None:
+        if not self.headers[0].layers[layer][0]:
+            return
         if cache.can_prefill_in_parts:
             self._keeping.append((layer, cache))
             return
@@ -312,8 +347,8 @@ class _Storing:
         for writer in self._writers:
             at = slice(writer.rows.start - first, writer.rows.stop - first)
             own = cache.store.k_type, cache.store.v_type
-            kept = _kinds(cache, writer.header.types)
-            k, v = (_converted(x[:, at], *of) for x, *of in zip(rows, own, kept, strict=True))
+            kept = row_types(cache, writer.header.types)
+            k, v = (converted(x[:, at], *of) for x, *of in zip(rows, own, kept, strict=True))
             writer.write(layer, (k, v))
 
     def finish(self) -> int:
@@ -346,37 +381,3 @@ def n_common(left: Sequence[int], right: Sequence[int]) -> int:
 
 def _end(header: BlockHeader) -> int:
     return header.first + len(header.tokens)
-
-
-def _kinds(cache: LayerCache, types: tuple[str, str]) -> tuple[RowType, RowType]:
-    """A layer's rows of K and of V in these types."""
-    k, v = types
-    spec = cache.spec
-    return RowType(CACHE_TYPES[k], spec.head_dim), RowType(CACHE_TYPES[v], spec.value_dim)
-
-
-def _layers(
-    caches: Sequence[LayerCache], types: tuple[str, str]
-) -> tuple[tuple[int, int, int], ...]:
-    """For each layer its kv heads, and the bytes of a row of K and of V of these types."""
-    layers = []
-    for cache in caches:
-        k, v = (each.n_items * np.dtype(each.dtype).itemsize for each in _kinds(cache, types))
-        layers.append((cache.spec.n_head_kv, k, v))
-    return tuple(layers)
-
-
-def _empty(cache: LayerCache, types: tuple[str, str], n: int) -> Piece:
-    """Memory for a layer's rows of n tokens in these types."""
-    k, v = _kinds(cache, types)
-    heads = cache.spec.n_head_kv
-    return np.empty((heads, n, k.n_items), k.dtype), np.empty((heads, n, v.n_items), v.dtype)
-
-
-def _converted(rows: np.ndarray, source: RowType, target: RowType) -> np.ndarray:
-    """Rows (G, T, items) of one type as rows of another; themselves if it is the same."""
-    if source.kind == target.kind:
-        return rows
-    x = target.rotated(source.read(rows).astype(np.float32))
-    # Not by kernels: threads convert rows while others compute.
-    return x.astype(np.float16) if target.kind == F16 else quantize_rows_ref(x, target.kind)

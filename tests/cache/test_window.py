@@ -91,6 +91,21 @@ def test_it_goes_back_by_some_rows_at_any_time(n_back):
         np.testing.assert_array_equal(found, all_rows(steps.start, steps.stop))
 
 
+def test_it_goes_back_to_where_the_last_prefill_began():
+    cache = WindowCache(spec_of())
+    prefill(cache, 0, 300)
+    decode(cache, 300, 400)
+    prefill(cache, 400, 900)
+    decode(cache, 900, 1300)
+    assert (cache.reach(1250), cache.reach(1000), cache.reach(899), cache.reach(399)) == (
+        1250, 900, 400, 0,
+    )  # fmt: skip
+    assert cache.memory().host <= 3 * cache.store.row_bytes * N_KV * CAPACITY
+    for n in (900, 400):
+        assert cache.truncate(n) == n
+        np.testing.assert_array_equal(decode(cache, n, n + 10), all_rows(n, n + 10))
+
+
 def test_where_rows_are_gone_nothing_is_forgotten():
     cache = WindowCache(spec_of())
     prefill(cache, 0, 400)

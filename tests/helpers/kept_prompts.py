@@ -26,6 +26,7 @@ def keeping(session: Session, folder: Path, limit: int = LIMIT) -> list[str]:
         types,
         method.n_queried,
         lambda text: said.append(f"-v {text}"),
+        bool(session.hparams.other_layers),
     )
     return said
 

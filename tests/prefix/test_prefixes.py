@@ -9,15 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kept_prompts import keep, keeping
+from reference_records import LONG_CASES
 from tiny_sessions import decoded, tokens
+from tiny_tokenizer import SPECIAL_TOKENS
 
 from sparsekv_cli.methods import METHODS
 from sparsekv_cli.prefix import prefixes
 from sparsekv_cli.prefix.blocks import BLOCK, BlockWriter
+from sparsekv_cli.prefix.snapshots import snapshot_lengths
 
 DOCUMENT = tokens(1100)
 FIRST, SECOND = DOCUMENT + tokens(40, 1), DOCUMENT + tokens(50, 2)
 ANSWER = tokens(8, 3)
+END = SPECIAL_TOKENS.index("<|im_end|>")
 SHARING = [name for name in METHODS if name != "h2o"]
 LAYERS = {"dense_layers": "0", "ctx_size": 4096}
 
@@ -25,8 +29,9 @@ LAYERS = {"dense_layers": "0", "ctx_size": 4096}
 def open_pair(session_of, folder, name="full", **options):
     """A session that keeps prompts, and one that does not."""
     budget = None if name == "full" else "64"
-    alone = session_of(name, budget=budget, **LAYERS, **options)
-    session = session_of(name, budget=budget, **LAYERS, **options)
+    alone, session = (
+        session_of(name, budget=budget, **{**LAYERS, **options}) for _ in range(2)
+    )
     return session, alone, keeping(session, folder)
 
 
@@ -177,6 +182,48 @@ def test_damaged_blocks_are_one_line_and_computed_again(how, block, session_of, 
         session.timings.reset()
         session.prefill(FIRST)
         assert session.timings.cached_tokens == 1136
+
+
+@pytest.mark.parametrize(
+    ("arch", "name"), [("gemma4", "full"), ("gemma4", "snapkv"), ("qwen35", "full")]
+)
+def test_windows_and_states_go_on_where_a_block_ends(arch, name, session_of, tmp_path):
+    """Some layers of gemma4 read others' rows. Messages end in the documents."""
+    document = [*tokens(299), END, *tokens(800, 7)]
+    shorter = [*document[:700], *tokens(30, 5), END, *tokens(560, 6)]
+    options = {"shape": LONG_CASES[arch], "dense_layers": "none"}
+    session, alone, said = open_pair(session_of, tmp_path, name, **options)
+    keep(session, document + tokens(40, 1))
+    said.clear()
+    for ids, n in ((document + tokens(50, 2), 1024), (shorter, 512)):
+        for each in (session, alone):
+            each.reset()
+        session.timings.reset()
+        np.testing.assert_array_equal(keep(session, ids), alone.prefill(ids))
+        assert session.timings.cached_tokens == n
+        np.testing.assert_array_equal(decoded(session, ANSWER), decoded(alone, ANSWER))
+    assert all(line.startswith("-v") for line in said)
+    assert len(list(tmp_path.glob("*.snapshot"))) == 3  # behind 512, and behind 1024 of each
+
+
+def test_without_a_whole_snapshot_everything_is_computed(session_of, tmp_path):
+    session, alone, said = open_pair(
+        session_of, tmp_path, shape=LONG_CASES["lfm2"], dense_layers="none"
+    )
+    keep(session, FIRST)
+    said.clear()
+    for path in tmp_path.glob("*.snapshot"):
+        damage(path, "flipped")
+    session.reset()
+    np.testing.assert_array_equal(keep(session, SECOND), alone.prefill(SECOND))
+    assert session.timings.cached_tokens == 0
+    lines = [line for line in said if not line.startswith("-v")]
+    assert len(lines) == 2 and all(".snapshot: the rows of layer" in line for line in lines)
+    session.reset()
+    session.prefill(SECOND)  # they are there again
+    assert session.timings.cached_tokens == 1024
+    assert snapshot_lengths(40 * BLOCK + 7, 4) == [n * BLOCK for n in (40, 39, 36, 24)]
+    assert snapshot_lengths(40 * BLOCK, 0) == snapshot_lengths(BLOCK - 1, 8) == []
 
 
 def test_what_was_not_used_for_longest_goes(session_of, tmp_path):

@@ -1,0 +1,54 @@
+"""What a file has of one layer: the sizes of its rows, and rows of one type as those of another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sparsekv_cli.cache.layer import BoundedCache, LayerCache
+from sparsekv_cli.cache.store import CACHE_TYPES, RowType
+from sparsekv_cli.cpu.attention.rows import F16, quantize_rows_ref
+from sparsekv_cli.prefix.blocks import Piece
+
+NONE = (0, 0, 0)  # the sizes of a layer without a piece
+
+
+def row_types(cache: LayerCache, types: tuple[str, str]) -> tuple[RowType, RowType]:
+    """A layer's rows of K and of V in these types."""
+    k, v = types
+    spec = cache.spec
+    return RowType(CACHE_TYPES[k], spec.head_dim), RowType(CACHE_TYPES[v], spec.value_dim)
+
+
+def block_layers(
+    caches: Sequence[LayerCache], types: tuple[str, str]
+) -> tuple[tuple[int, int, int], ...]:
+    """For each layer its kv heads, and the bytes of a row of K and of V of these types.
+
+    Blocks have all rows of the layers that keep them all, but for those that are another layer's.
+    """
+    layers = []
+    for cache in caches:
+        if isinstance(cache, BoundedCache) or cache.spec.source >= 0:
+            layers.append(NONE)
+            continue
+        k, v = (each.n_items * np.dtype(each.dtype).itemsize for each in row_types(cache, types))
+        layers.append((cache.spec.n_head_kv, k, v))
+    return tuple(layers)
+
+
+def empty_piece(cache: LayerCache, types: tuple[str, str], n: int) -> Piece:
+    """Memory for a layer's rows of n tokens in these types."""
+    k, v = row_types(cache, types)
+    heads = cache.spec.n_head_kv
+    return np.empty((heads, n, k.n_items), k.dtype), np.empty((heads, n, v.n_items), v.dtype)
+
+
+def converted(rows: np.ndarray, source: RowType, target: RowType) -> np.ndarray:
+    """Rows (G, T, items) of one type as rows of another; themselves if it is the same."""
+    if source.kind == target.kind:
+        return rows
+    x = target.rotated(source.read(rows).astype(np.float32))
+    # Not by kernels: threads convert rows while others compute.
+    return x.astype(np.float16) if target.kind == F16 else quantize_rows_ref(x, target.kind)

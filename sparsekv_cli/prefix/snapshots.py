@@ -1,0 +1,172 @@
+"""Snapshots of prompts: what windows and states hold where some of a prompt's blocks end.
+
+A model with such layers goes on from a prompt on disk only where there is one. They are taken at
+ends of blocks, so that the rows behind them have the bits of a whole prefill: chunks and the delta
+net's groups begin there too. The last block has one, and those before it, ever farther apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from sparsekv_cli.cache.layer import BoundedCache, LayerCache, Snapshot
+from sparsekv_cli.prefix.blocks import (
+    BLOCK,
+    SNAPSHOT,
+    SUFFIX,
+    BlockHeader,
+    BlockWriter,
+    DamagedError,
+    block_hash,
+    read_header,
+    read_piece,
+)
+from sparsekv_cli.prefix.folder import PrefixFolder
+from sparsekv_cli.prefix.pieces import NONE
+
+SPREAD = 4  # ratio of the distances of two snapshots from the last one
+
+
+def snapshot_lengths(n: int, most: int) -> list[int]:
+    """Where a prompt of n tokens has snapshots, at most so many: the last first."""
+    last, lengths, distance = n // BLOCK, [], 0
+    while distance < last and len(lengths) < most:
+        lengths.append((last - distance) * BLOCK)
+        distance = distance * SPREAD or 1
+    return lengths
+
+
+def snapshot_headers(
+    model: str,
+    root: str,
+    ids: Sequence[int],
+    n_loaded: int,
+    types: tuple[str, str],
+    caches: Sequence[LayerCache],
+) -> list[BlockHeader]:
+    """The headers of a prompt's snapshots that are to be taken behind ``n_loaded`` tokens."""
+    lengths = snapshot_lengths(len(ids), caches[0].spec.n_checkpoints)
+    parent, headers = root, []
+    for first in range(0, max(lengths, default=0), BLOCK):
+        tokens = tuple(int(token) for token in ids[first : first + BLOCK])
+        stop = first + BLOCK
+        if stop in lengths and stop > n_loaded:
+            layers, rows = _sizes(caches, stop)
+            headers.append(BlockHeader(model, parent, first, tokens, types, layers, rows))
+        parent = block_hash(parent, tokens)
+    return headers
+
+
+def latest_snapshot(folder: PrefixFolder, headers: Sequence[BlockHeader], n: int) -> int:
+    """The largest length of at most n, of a prompt with these blocks, that has one; or 0."""
+    for header in reversed(headers):
+        if _is_whole(header, n) and (folder.path / _name_of(header)).exists():
+            return header.first + BLOCK
+    return 0
+
+
+def restore_snapshot(
+    folder: PrefixFolder, headers: Sequence[BlockHeader], n: int, caches: Sequence[LayerCache]
+) -> int:
+    """Makes empty caches those of the latest snapshot of at most n tokens; of how many, or 0.
+
+    A damaged one is removed, and the one before it is taken.
+    """
+    while length := latest_snapshot(folder, headers, n):
+        name = _name_of(headers[length // BLOCK - 1])
+        try:
+            pieces = _read(folder.path / name, length, caches)
+        except (OSError, DamagedError) as error:
+            folder.remove_damaged(name, error)
+            n = length - 1
+            continue
+        for i, cache in enumerate(caches):
+            if isinstance(cache, BoundedCache):
+                cache.restore(length, pieces[i if cache.spec.source < 0 else cache.spec.source])
+        folder.touch([name])
+        return length
+    return 0
+
+
+class SnapshotWriter:
+    """The snapshots of a prompt that is being prefilled; each layer's is written when it is there.
+
+    failed: told what the disk says; then nothing more is written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        headers: Sequence[BlockHeader],
+        caches: Sequence[LayerCache],
+        failed: Callable[[OSError], None],
+    ) -> None:
+        """OSError if the folder cannot be written."""
+        self._folder, self._failed = folder, failed
+        self._writers: dict[int, BlockWriter] = {}
+        try:
+            for header in headers:
+                self._writers[header.first + BLOCK] = BlockWriter(folder, header)
+        except BaseException:
+            self.abandon()
+            raise
+        for i, cache in enumerate(caches):
+            if isinstance(cache, BoundedCache) and cache.spec.source < 0:
+                cache.take_snapshots(self._writers, partial(self._write, i))
+
+    def _write(self, layer: int, n: int, held: Snapshot) -> None:
+        if n not in self._writers:
+            return
+        try:
+            self._writers[n].write(layer, held)
+        except OSError as error:
+            self._failed(error)
+
+    def finish(self) -> None:
+        """The files appear; OSError."""
+        for writer in self._writers.values():
+            writer.finish(self._folder / writer.header.name)
+
+    def abandon(self) -> None:
+        for writer in self._writers.values():
+            writer.abandon()
+        self._writers = {}
+
+
+def _read(path: Path, length: int, caches: Sequence[LayerCache]) -> dict[int, Snapshot]:
+    """A snapshot's pieces by layer; OSError, DamagedError."""
+    pieces = {}
+    with open(path, "rb", buffering=0) as file:
+        header = read_header(file)
+        if header.name != path.name or (header.layers, header.rows) != _sizes(caches, length):
+            raise DamagedError("its pieces have other sizes than the model's")
+        for i, cache in enumerate(caches):
+            if isinstance(cache, BoundedCache) and cache.spec.source < 0:
+                pieces[i] = cache.empty_snapshot(length)
+                read_piece(file, header, i, pieces[i])
+    return pieces
+
+
+def _sizes(
+    caches: Sequence[LayerCache], length: int
+) -> tuple[tuple[tuple[int, int, int], ...], tuple[int, ...]]:
+    """For each layer the sizes of its piece and its rows; of those with other layers' rows none."""
+    layers, rows = [NONE] * len(caches), [0] * len(caches)
+    for i, cache in enumerate(caches):
+        if isinstance(cache, BoundedCache) and cache.spec.source < 0:
+            k, v = cache.empty_snapshot(length)
+            layers[i] = len(k), k.shape[2] * k.itemsize, v.shape[2] * v.itemsize
+            rows[i] = k.shape[1]
+    return tuple(layers), tuple(rows)
+
+
+def _is_whole(header: BlockHeader, n: int) -> bool:
+    """Whether a block is full and ends within n tokens."""
+    return len(header.tokens) == BLOCK and header.first + BLOCK <= n
+
+
+def _name_of(header: BlockHeader) -> str:
+    """The file of the snapshot at a block's end."""
+    return header.name.removesuffix(SUFFIX) + SNAPSHOT
