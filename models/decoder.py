@@ -234,15 +234,15 @@ class Decoder(Forward):
         layer = self.weights.layers[i]
         if not isinstance(layer.ffn, ExpertWeights):
             return super().feed_forward(i, products, x)
-        normed = self.rows.last_norm(x, layer.ffn_norm)
         if self._has_few_an_expert:
             decoded = self._decode_weights.layers[i].ffn
             assert isinstance(decoded, ExpertWeights)
-            few, gate = FewRowsProducts(self.n_threads, self._n_planes), self._few[0].gate
-            return prefill_experts(decoded, normed, normed, few, gate, self.n_threads)
-        rows = self.rows.norm(x, layer.ffn_norm)
+            few = FewRowsProducts(self.n_threads, self._n_planes)
+            return prefill_experts(
+                decoded, layer.ffn_norm, x, few, self._few[0], self.n_threads
+            )
         return prefill_experts(
-            layer.ffn, normed, rows, self._products, self.rows.gate, self.n_threads
+            layer.ffn, layer.ffn_norm, x, self._products, self.rows, self.n_threads
         )
 
     def begin_part(self, ids: Sequence[int], x: np.ndarray, pos: int) -> PromptInputs | None:

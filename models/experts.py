@@ -13,10 +13,12 @@ import numpy as np
 
 from sparsekv_cli.cpu.experts import decode as kernels
 from sparsekv_cli.cpu.experts import routing
+from sparsekv_cli.cpu.jit.floats import as_f32
 from sparsekv_cli.cpu.jit.pointers import address, on_lines
 from sparsekv_cli.cpu.layer import decode as fused
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.cpu.weights.integer import BLOCK, quantized_stride
+from sparsekv_cli.models.rows import Rows
 from sparsekv_cli.models.weights import ExpertWeights, LayerWeights, Linear, Weights
 
 
@@ -38,17 +40,19 @@ class StackProducts(Protocol):
 
 def prefill_experts(
     ffn: ExpertWeights,
-    normed: np.ndarray,
-    rows: Any,
+    ffn_norm: np.ndarray,
+    x: np.ndarray,
     products: StackProducts,
-    gate: Callable[[Any], Any],
+    rows: Rows,
     n_threads: int,
 ) -> np.ndarray:
-    """The output f32 (T, n_embd) of a chunk.
+    """The output f32 (T, n_embd) of a chunk x, f32 too.
 
-    normed f32 (T, n_embd) is routed; rows, the same in the type of the products, are multiplied.
-    gate: silu(gate) * up, as Rows.gate.
+    ffn_norm: of the layer. rows: of the type of the products.
     """
+    norms = ffn.norms
+    normed = rows.last_norm(x, ffn_norm if norms is None else norms.router)
+    given = rows.norm(x, ffn_norm if norms is None else norms.experts)
     params, router, experts, shared = ffn.params, ffn.router, ffn.experts, ffn.shared
     n_rows, n_used = len(normed), params.n_expert_used
     logits = dot.matvec(router.code, router.data, router.n_columns, normed, n_threads)
@@ -58,24 +62,30 @@ def prefill_experts(
     weights = np.zeros((n_rows, n_used), np.float32)
     bias = routing.NO_BIAS if ffn.choice_bias is None else ffn.choice_bias
     routing.route_rows(logits, bias, params.normalised, chosen, weights, n_threads)
+    if ffn.scales is not None:
+        weights *= ffn.scales[chosen]
     offsets, taken = np.zeros(params.n_expert + 1, np.int64), np.zeros(places.size, np.int64)
     routing.group_rows(chosen, offsets, taken, places)
-    gate_up = products.of_experts("expert_gate_up", (experts.gate, experts.up), taken, offsets)
-    projected = gate_up(rows)
+    gate_up = products.of_experts("expert_gate_up", experts.gate_up, taken, offsets)
+    projected = gate_up(given)
     if ffn.biases is not None:
         routing.add_biases(projected, offsets, ffn.biases[0], n_threads)
-    hidden = gate(projected)
+    hidden = rows.gate(projected)
     down = products.of_experts("expert_down", (experts.down,), np.arange(places.size), offsets)
     results = down(hidden)
     if ffn.biases is not None:
         routing.add_biases(results, offsets, ffn.biases[1], n_threads)
     of_shared = results[:0]
     if shared is not None:
-        hidden = gate(products.of_stack("shared_gate_up", (shared.gate, shared.up))(rows))
+        of_all = given if norms is None else rows.norm(x, ffn_norm)
+        hidden = rows.gate(products.of_stack("shared_gate_up", shared.gate_up)(of_all))
         of_shared = products.of_stack("shared_down", (shared.down,))(hidden)
     out = np.empty_like(normed)
     shared_gate = ffn.shared_gate if ffn.shared_gate is not None else normed[0, :0]
-    routing.add_weighted(results, places, weights, of_shared, normed, shared_gate, out, n_threads)
+    added = of_shared if norms is None else results[:0]
+    routing.add_weighted(results, places, weights, added, normed, shared_gate, out, n_threads)
+    if norms is not None:
+        out = rows.last_norm(out, norms.after) + rows.last_norm(as_f32(of_shared), norms.shared)
     return out
 
 
@@ -123,6 +133,7 @@ class ExpertSteps:
         scratch |= {f"{name}_row": n for name, n in widths.items() if name != "results"}
         for i, ffn in mixtures.items():
             table = fused.matrix_table(ffn.experts.linears(), n_planes)
+            norms = ffn.norms
             table[:, fused.ROWS] //= ffn.params.n_expert
             gate, bias = ffn.shared_gate, ffn.router.bias
             of_hidden, of_results = ffn.biases or (None, None)
@@ -131,6 +142,7 @@ class ExpertSteps:
                 "n_used": ffn.params.n_expert_used,
                 "n_ff": ffn.params.n_ff_expert,
                 "n_shared": ffn.params.n_ff_shared,
+                "n_parts": len(ffn.experts.gate_up),
                 "normalised": ffn.params.normalised,
                 "choice_bias": 0 if ffn.choice_bias is None else address(ffn.choice_bias),
                 "matrices": self._address(table),
@@ -138,6 +150,11 @@ class ExpertSteps:
                 "router_bias": 0 if bias is None else address(bias),
                 "hidden_bias": 0 if of_hidden is None else address(of_hidden),
                 "result_bias": 0 if of_results is None else address(of_results),
+                "result_scale": 0 if ffn.scales is None else address(ffn.scales),
+                "router_norm": 0 if norms is None else address(norms.router),
+                "expert_norm": 0 if norms is None else address(norms.experts),
+                "result_norm": 0 if norms is None else address(norms.after),
+                "shared_norm": 0 if norms is None else address(norms.shared),
             }
             assert fields.keys() == set(kernels.EXPERTS.names or ())
             for name, value in fields.items():

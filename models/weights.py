@@ -14,7 +14,8 @@ from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.models.gguf.linear import GatedWeights, Linear
 from sparsekv_cli.models.gguf.tensors import TensorReader
-from sparsekv_cli.models.hparams import ExpertParams, HParams
+from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.layers.expert_weights import ExpertWeights, read_mixture
 from sparsekv_cli.models.layers.layer_input import (
     InputEmbedding,
     LayerInput,
@@ -22,45 +23,6 @@ from sparsekv_cli.models.layers.layer_input import (
     read_layer_input,
 )
 from sparsekv_cli.models.layers.state_weights import read_mixer
-
-
-@dataclass(frozen=True)
-class ExpertWeights:
-    """Experts that a router chooses from (models/experts.py).
-
-    router: (experts, n_embd). experts: their matrices, of each kind all in one Linear. shared: what
-    all tokens take, or None; shared_gate: f32 (n_embd,), whose product with a token, through a
-    sigmoid, weighs it; None: it counts as it is. biases: f32 (experts, 2 n_ff), of gate and up, and
-    (experts, n_embd), of down; None: there are none. choice_bias: f32 (experts,), of sigmoids that
-    route.
-    """
-
-    params: ExpertParams
-    router: Linear
-    experts: GatedWeights
-    shared: GatedWeights | None
-    shared_gate: np.ndarray | None
-    biases: tuple[np.ndarray, np.ndarray] | None = None
-    choice_bias: np.ndarray | None = None
-
-    def linears(self) -> tuple[Linear, ...]:
-        """Those that decode reads as they are or repacked; not the router's."""
-        shared = () if self.shared is None else self.shared.linears()
-        return (*self.experts.linears(), *shared)
-
-    def bytes_a_step(self, n_rows: int) -> int:
-        """Bytes that a step of so many rows reads: of the experts those that are chosen.
-
-        An expert that several rows choose is read once. Counted are those that n_rows choose
-        between them on average, if they choose independently.
-        """
-        left_out = (1 - self.params.n_expert_used / self.params.n_expert) ** n_rows
-        shared = 0 if self.shared is None else self.shared.n_bytes
-        return self.router.data.nbytes + round((1 - left_out) * self.experts.n_bytes) + shared
-
-    def mapped(self, change: Callable[[Linear], Linear]) -> ExpertWeights:
-        shared = None if self.shared is None else self.shared.mapped(change)
-        return replace(self, experts=self.experts.mapped(change), shared=shared)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,55 +200,11 @@ class _Reader(TensorReader):
             "v_norm": np.ones(d_v, np.float32) if architecture.value_norm else None,
         }
 
-    def gated(self, prefix: str, n_embd: int, n_ff: int, suffix: str = "") -> GatedWeights:
-        """A gated feed-forward from three tensors."""
-        return GatedWeights(
-            self.linear(f"{prefix}ffn_gate{suffix}", n_ff, n_embd),
-            self.linear(f"{prefix}ffn_up{suffix}", n_ff, n_embd),
-            self.linear(f"{prefix}ffn_down{suffix}", n_embd, n_ff),
-        )
-
     def fused_gated(self, prefix: str, n_embd: int, n_ff: int) -> GatedWeights:
-        """The same with gate and up in one tensor."""
+        """A gated feed-forward with gate and up in one tensor."""
         both = self.linear(f"{prefix}ffn_up", 2 * n_ff, n_embd)
         gate, up = self.split(both, (n_ff, n_ff))
         return GatedWeights(gate, up, self.linear(f"{prefix}ffn_down", n_embd, n_ff))
-
-    def mixture(
-        self, prefix: str, n_embd: int, params: ExpertParams, has_biases: bool
-    ) -> ExpertWeights:
-        """A router, its experts and what all tokens share."""
-        old = f"{prefix}ffn_gate.0.weight"
-        if old in self.file.tensors:
-            raise SparseKVError(
-                f"{self.file.path}: tensor {old}: its experts are separate tensors, an old form of "
-                "such files; convert or download the model again"
-            )
-        n_expert, n_ff, n_shared = params.n_expert, params.n_ff_expert, params.n_ff_shared
-        experts = GatedWeights(
-            self.stack(f"{prefix}ffn_gate_exps", n_expert, n_ff, n_embd),
-            self.stack(f"{prefix}ffn_up_exps", n_expert, n_ff, n_embd),
-            self.stack(f"{prefix}ffn_down_exps", n_expert, n_embd, n_ff),
-        )
-        biases = None
-        if has_biases:
-            sizes = (("gate", n_ff), ("up", n_ff), ("down", n_embd))
-            gate, up, down = (
-                self.table(f"{prefix}ffn_{name}_exps.bias", n_expert, n) for name, n in sizes
-            )
-            biases = np.concatenate([gate, up], axis=1), down
-        shared_gate = f"{prefix}ffn_gate_inp_shexp.weight"
-        return ExpertWeights(
-            params=params,
-            router=self.linear(f"{prefix}ffn_gate_inp", n_expert, n_embd, bias=has_biases or None),
-            experts=experts,
-            shared=self.gated(prefix, n_embd, n_shared, "_shexp") if n_shared else None,
-            shared_gate=self.vector(shared_gate, n_embd) if params.shared_gate else None,
-            biases=biases,
-            choice_bias=self.vector(f"{prefix}exp_probs_b.bias", n_expert)
-            if params.gating == "sigmoid"
-            else None,
-        )
 
     def layer(
         self, i: int, hparams: HParams, architecture: Architecture, inputs: InputEmbedding | None
@@ -296,7 +214,7 @@ class _Reader(TensorReader):
         if layer.experts is not None:
             mixture = architecture.mixture
             has_biases = mixture is not None and mixture.biases
-            ffn = self.mixture(at, n_embd, layer.experts, has_biases)
+            ffn = read_mixture(self, at, n_embd, layer.experts, has_biases)
         elif architecture.fused_gate_up:
             ffn = self.fused_gated(at, n_embd, layer.n_ff)
         else:

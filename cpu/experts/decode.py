@@ -39,6 +39,7 @@ from sparsekv_cli.cpu.layer.decode import (
     most_planes,
     multiply,
     project_qkv,
+    rms_norm,
 )
 from sparsekv_cli.cpu.weights.dot import call_rows
 from sparsekv_cli.cpu.weights.integer import quantize_rows, quantized_stride
@@ -55,12 +56,16 @@ EXPERTS = np.dtype(
         (name, np.int64)
         for name in (
             *("n_expert", "n_used", "n_ff", "n_shared"),  # n_shared: the shared one's length, or 0
+            "n_parts",  # matrices of an input: gate and up are two, or one
             "normalised",  # whether the weights of the chosen sum to 1
             "choice_bias",  # f32 (n_expert,) of sigmoids that route; 0: a softmax does
-            "matrices",  # int64 (3, 6): gate, up and down of the first expert; the others follow
+            "matrices",  # int64 (n_parts + 1, 6): the first expert's, down last; the others follow
             "shared_gate",  # f32 (n_embd,), or 0
             "router_bias",  # f32 (n_expert,), or 0
             *("hidden_bias", "result_bias"),  # f32 (n_expert, 2 n_ff) and (n_expert, n_embd), or 0
+            "result_scale",  # f32 (n_expert,), of what an expert gives, or 0
+            *("router_norm", "expert_norm"),  # f32 (n_embd,), of x; or 0: both take ``normed``
+            *("result_norm", "shared_norm"),  # f32 (n_embd,), of both sums, or 0
             *("gathered", "gathered_row"),  # scratch (slots, bytes of a row as f32 and quantised)
             *("hidden", "hidden_row"),  # scratch (slots, 4 (2 n_ff + 16) bytes)
             *("quantized", "quantized_row"),  # scratch (slots, bytes of a quantised row of n_ff)
@@ -177,29 +182,33 @@ def _behind(layer):
 
 
 @njit(cache=True, nogil=True)
-def _gate_and_up(layer, mixture, offsets, rows, n_rows, jobs):
-    """Jobs of the chosen experts' gates and ups, and of the shared ones; returns how many."""
+def _gate_and_up(layer, mixture, given, offsets, rows, n_rows, jobs):
+    """Jobs of the chosen experts' gates and ups, and of the shared ones; returns how many.
+
+    given: addresses of what the experts take, in f32 and quantised.
+    """
     n_embd = layer.n_embd
     x_row, stride = 4 * n_embd, quantized_stride(n_embd)
-    table = carray(integer_pointer(mixture.matrices), (3, 6))[0:2]
+    n_parts = mixture.n_parts
+    table = carray(integer_pointer(mixture.matrices), (n_parts, 6))
     n = 0
     for e in range(mixture.n_expert):
         first, count = offsets[e], offsets[e + 1] - offsets[e]
         if count == 0:
             continue
         b = rows[first]
-        x, quantized = layer.normed + b * x_row, layer.quantized + b * stride
+        x, quantized = given[0] + b * x_row, given[1] + b * stride
         inputs = (x, x_row, quantized, stride)
         if count > 1:
             at, row = mixture.gathered + first * mixture.gathered_row, mixture.gathered_row
             for p in range(count):
                 b = rows[first + p]
-                _copy(layer.normed + b * x_row, at + p * row, x_row)
-                _copy(layer.quantized + b * stride, at + p * row + x_row, stride)
+                _copy(given[0] + b * x_row, at + p * row, x_row)
+                _copy(given[1] + b * stride, at + p * row + x_row, stride)
             inputs = (at, row, at + x_row, row)
         out = mixture.hidden + first * mixture.hidden_row
-        _set_jobs(jobs[n : n + 2], table, e, inputs, count, out, mixture.hidden_row)
-        n += 2
+        _set_jobs(jobs[n : n + n_parts], table, e, inputs, count, out, mixture.hidden_row)
+        n += n_parts
     if mixture.n_shared:
         table = _behind(layer)[SHARED : SHARED + 2]
         inputs = (layer.normed, x_row, layer.quantized, stride)
@@ -241,7 +250,8 @@ def _gate_rows(activation, mixture, first, count, n_ff, n_planes):
 @njit(cache=True, nogil=True)
 def _down(layer, mixture, offsets, n_slots, n_rows, jobs):
     """Jobs of the chosen experts' downs and of the shared one; returns how many."""
-    table = carray(integer_pointer(mixture.matrices), (3, 6))[2:3]
+    n_parts = mixture.n_parts
+    table = carray(integer_pointer(mixture.matrices), (n_parts + 1, 6))[n_parts:]
     row, stride, n = mixture.hidden_row, mixture.quantized_row, 0
     for e in range(mixture.n_expert):
         first, count = offsets[e], offsets[e + 1] - offsets[e]
@@ -263,17 +273,28 @@ def _down(layer, mixture, offsets, n_slots, n_rows, jobs):
 def add_experts(layers, mixtures, i, n_rows, n_threads):
     """x += s (the experts of layer i over ``normed``), for n_rows rows; s: residual_scale.
 
-    layers, mixtures: records of ``LAYER`` and of ``EXPERTS``.
+    layers, mixtures: records of ``LAYER`` and of ``EXPERTS``. Where experts have norms of their own,
+    these are of x, ``normed`` is for the shared one, and the results of both have a norm too.
     """
     layer, mixture = layers[i], mixtures[i]
     n_embd, n_expert, n_used = layer.n_embd, mixture.n_expert, mixture.n_used
-    n_slots = n_rows * n_used
+    n_slots, n_parts, eps = n_rows * n_used, mixture.n_parts, np.float32(layer.eps)
     matrices = _behind(layer)
-    table = carray(integer_pointer(mixture.matrices), (3, 6))
+    table = carray(integer_pointer(mixture.matrices), (n_parts + 1, 6))
+    x, normed = float_rows(layer.x, n_rows, n_embd), float_rows(layer.normed, n_rows, n_embd)
+    router_norm = floats(mixture.router_norm, n_embd)
+    expert_norm = floats(mixture.expert_norm, n_embd)
+    has_norms, routed, given = router_norm.shape[0] > 0, layer.normed, layer.normed
+    own = np.empty((2, n_rows if has_norms else 0, n_embd), np.float32)
+    if has_norms:
+        routed, given = np.int64(own[0].ctypes.data), np.int64(own[1].ctypes.data)
+        for b in range(n_rows):
+            rms_norm(x[b], router_norm, eps, own[0, b])
+            rms_norm(x[b], expert_norm, eps, own[1, b])
     logits = np.empty((n_rows, n_expert), np.float32)
     expect(layer.regions + REGION * (layer.n_inputs + SHARED))
     multiply(
-        matrices[ROUTER : ROUTER + 1], layer.normed, 4 * n_embd, n_rows, layer.quantized,
+        matrices[ROUTER : ROUTER + 1], routed, 4 * n_embd, n_rows, layer.quantized,
         logits.ctypes.data, 4 * n_expert, n_threads,
     )  # fmt: skip
     keep(logits)
@@ -282,22 +303,33 @@ def add_experts(layers, mixtures, i, n_rows, n_threads):
     places = np.empty((n_rows, n_used), np.int64)
     router_bias = floats(mixture.router_bias, n_expert)
     choice_bias = floats(mixture.choice_bias, n_expert)
+    scale = floats(mixture.result_scale, n_expert)
     for b in range(n_rows):
         for e in range(router_bias.shape[0]):
             logits[b, e] += router_bias[e]
         route_row(logits[b], choice_bias, mixture.normalised != 0, chosen[b], weights[b])
+        if scale.shape[0]:
+            for j in range(n_used):
+                weights[b, j] *= scale[chosen[b, j]]
     group_rows(chosen, offsets, rows, places)
 
-    n_planes = max(most_planes(table[0:2]), most_planes(matrices[SHARED : SHARED + 2]))
+    n_planes = max(most_planes(table[:n_parts]), most_planes(matrices[SHARED : SHARED + 2]))
+    stride, quantized = quantized_stride(n_embd), layer.quantized
     if n_planes:
-        stride = quantized_stride(n_embd)
-        quantize_rows(layer.normed, 4 * n_embd, n_rows, n_embd, n_planes, layer.quantized, stride)
+        quantize_rows(layer.normed, 4 * n_embd, n_rows, n_embd, n_planes, quantized, stride)
+    own_quantized = np.empty(n_rows * stride if has_norms and n_planes else 0, np.uint8)
+    if has_norms and n_planes:
+        quantized = np.int64(own_quantized.ctypes.data)
+        quantize_rows(given, 4 * n_embd, n_rows, n_embd, n_planes, quantized, stride)
     jobs = np.empty((2 * (min(n_slots, n_expert) + 1), N_COLUMNS), np.int64)
-    _expect_down(table[2], offsets)
-    run_jobs(jobs[: _gate_and_up(layer, mixture, offsets, rows, n_rows, jobs)], n_threads)
+    _expect_down(table[n_parts], offsets)
+    n = _gate_and_up(layer, mixture, (given, quantized), offsets, rows, n_rows, jobs)
+    run_jobs(jobs[:n], n_threads)
+    keep(own)
+    keep(own_quantized)
     hidden = mixture.hidden, mixture.hidden_row
     _add_biases(hidden, offsets, mixture.hidden_bias, 2 * mixture.n_ff)
-    _gate_rows(layer.activation, mixture, 0, n_slots, mixture.n_ff, table[2, PLANES])
+    _gate_rows(layer.activation, mixture, 0, n_slots, mixture.n_ff, table[n_parts, PLANES])
     if mixture.n_shared:
         n_planes = matrices[SHARED + 2, PLANES]
         _gate_rows(layer.activation, mixture, n_slots, n_rows, mixture.n_shared, n_planes)
@@ -306,17 +338,21 @@ def add_experts(layers, mixtures, i, n_rows, n_threads):
 
     _add_biases((mixture.results, 4 * n_embd), offsets, mixture.result_bias, n_embd)
     results = float_rows(mixture.results, n_slots + n_rows, n_embd)
-    x, normed = float_rows(layer.x, n_rows, n_embd), float_rows(layer.normed, n_rows, n_embd)
     shared_gate = floats(mixture.shared_gate, n_embd)
+    result_norm = floats(mixture.result_norm, n_embd)
+    shared_norm = floats(mixture.shared_norm, n_embd)
     for b in range(n_rows):
-        weight = sigmoid_product(normed[b], shared_gate)
+        weight, shared = sigmoid_product(normed[b], shared_gate), results[n_slots + b]
         weigh_row(results, places[b], weights[b], normed[b])
+        if has_norms:
+            rms_norm(normed[b], result_norm, eps, normed[b])
+            rms_norm(shared, shared_norm, eps, shared)
         if mixture.n_shared:
             for c in range(n_embd):
-                normed[b, c] += weight * results[n_slots + b, c]
+                normed[b, c] += weight * shared[c]
     add_rows(
-        x, normed, floats(layer.ffn_post_norm, n_embd), np.float32(layer.eps),
-        np.float32(layer.residual_scale), n_rows,
+        x, normed, floats(layer.ffn_post_norm, n_embd), eps, np.float32(layer.residual_scale),
+        n_rows,
     )  # fmt: skip
 
 
@@ -329,14 +365,18 @@ def next_expert_layer(layers, mixtures, i, attended, n_rows, n_threads):
         project_qkv(layers, i + 1, n_rows, n_threads)
 
 
-def experts_ref(normed, router, gates, ups, downs, n_used, normalised, bias=NO_BIAS) -> np.ndarray:
+def experts_ref(
+    normed, router, gates, ups, downs, n_used, normalised, bias=NO_BIAS, given=None, scale=None
+) -> np.ndarray:
     """numpy reference of the chosen experts' sum: normed (B, n_embd), f64 of the same shape.
 
+    given: what the experts take, None: normed. scale (experts,): of what each gives, None: 1.
     router (experts, n_embd); gates, ups (experts, n_ff, n_embd); downs (experts, n_embd, n_ff).
     """
     chosen, weights = route_ref(normed @ router.T, bias, n_used, normalised)
     out = np.zeros(normed.shape)
-    for b, row in enumerate(normed):
+    weights = weights if scale is None else weights * scale[chosen]
+    for b, row in enumerate(normed if given is None else given):
         for e, weight in zip(chosen[b], weights[b], strict=True):
             gate = gates[e] @ row
             out[b] += weight * (downs[e] @ (gate / (1 + np.exp(-gate)) * (ups[e] @ row)))

@@ -48,7 +48,9 @@ class Mixture:
         of the feed-forward layer over the number of experts used); otherwise
         ``feed_forward_length``.
     shared: an expert that all tokens take: ``none``; ``optional``, where its length is stated;
-        ``gated``: always there, and weighed by the sigmoid of a product with the token.
+        ``gated``: always there, and weighed by the sigmoid of a product with the token; ``dense``:
+        the feed-forward of a layer without experts, here beside them: then what goes to the router
+        and to the experts and what comes from them and from it have norms of their own.
     biases: whether router, gates, ups and downs have biases.
     gating: what makes weights of the router's products: ``softmax``, or ``sigmoid`` of each; then
         a bias of each expert has a part in the choice, but not in the weights.

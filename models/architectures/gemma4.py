@@ -1,16 +1,17 @@
 """Gemma 4: Gemma 3's decoder with larger heads in the full layers, whose RoPE turns few dims.
 
 Values have a norm, the softmax no scale. Small models have an input for each layer and layers that
-read the rows of another.
+read the rows of another. A large one has experts beside the feed-forward of its layers.
 """
 
-from sparsekv_cli.models.architectures import Architecture, Windows
+from sparsekv_cli.models.architectures import Architecture, Mixture, Windows
 
 ARCHITECTURE = Architecture(
     name="gemma4",
     rope_interleaved=False,
     qk_norm=True,
     scalars=("final_logit_softcapping",),
+    mixture=Mixture(required=False, shared="dense"),
     windows=Windows(size=0, step=6, freq_base=10000.0),
     post_norms=True,
     activation="gelu",

@@ -42,8 +42,13 @@ class GatedWeights:
     up: Linear
     down: Linear
 
+    @property
+    def gate_up(self) -> tuple[Linear, ...]:
+        """The matrices of an input: their rows are those of gate, then of up."""
+        return (self.gate, self.up)
+
     def linears(self) -> tuple[Linear, ...]:
-        return (self.gate, self.up, self.down)
+        return (*self.gate_up, self.down)
 
     @property
     def n_bytes(self) -> int:
@@ -51,3 +56,25 @@ class GatedWeights:
 
     def mapped(self, change: Callable[[Linear], Linear]) -> GatedWeights:
         return GatedWeights(*(change(linear) for linear in self.linears()))
+
+
+@dataclass(frozen=True)
+class FusedWeights:
+    """The same of experts whose gate and up are one matrix, the rows of the gate first."""
+
+    fused: Linear
+    down: Linear
+
+    @property
+    def gate_up(self) -> tuple[Linear, ...]:
+        return (self.fused,)
+
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.fused, self.down)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(linear.data.nbytes for linear in self.linears())
+
+    def mapped(self, change: Callable[[Linear], Linear]) -> FusedWeights:
+        return FusedWeights(change(self.fused), change(self.down))

@@ -9,7 +9,7 @@ import numpy as np
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.gguf.file import GGUFFile, TensorInfo
-from sparsekv_cli.models.gguf.linear import Linear
+from sparsekv_cli.models.gguf.linear import GatedWeights, Linear
 
 
 class TensorReader:
@@ -87,3 +87,11 @@ class TensorReader:
         """A small tensor of two dimensions, such as the biases of experts, as f32."""
         info = self.info(name, (n_rows, n_columns))
         return dot.dequantize(int(info.type), self.file.data(info), n_columns)
+
+    def gated(self, prefix: str, n_embd: int, n_ff: int, suffix: str = "") -> GatedWeights:
+        """A gated feed-forward from three tensors."""
+        return GatedWeights(
+            self.linear(f"{prefix}ffn_gate{suffix}", n_ff, n_embd),
+            self.linear(f"{prefix}ffn_up{suffix}", n_ff, n_embd),
+            self.linear(f"{prefix}ffn_down{suffix}", n_embd, n_ff),
+        )

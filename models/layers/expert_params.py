@@ -29,6 +29,7 @@ class ExpertParams:
     shared_gate: bool
     normalised: bool
     gating: str = "softmax"
+    normed: bool = False
 
 
 def mixture_of(keys: ModelKeys, architecture: Architecture) -> Mixture | None:
@@ -80,7 +81,9 @@ def read_experts(
     if not length:
         raise keys.fail(own, "is missing, and so is a feed_forward_length to share out")
     n_shared = 0
-    if mixture.shared != "none":
+    if mixture.shared == "dense":
+        n_shared = n_ff
+    elif mixture.shared != "none":
         n_shared = keys.integer("expert_shared_feed_forward_length", 0, MAX_WIDTH, default=0)
     is_gated = mixture.shared == "gated"
     if is_gated and not n_shared:
@@ -88,5 +91,6 @@ def read_experts(
         if not n_shared:
             raise keys.fail("expert_shared_feed_forward_length", "is missing or 0")
     return ExpertParams(
-        n_expert, n_used, length, n_shared, is_gated, mixture.normalised, mixture.gating
-    )
+        n_expert, n_used, length, n_shared, is_gated, mixture.normalised, mixture.gating,
+        mixture.shared == "dense",
+    )  # fmt: skip

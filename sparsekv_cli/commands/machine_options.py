@@ -45,5 +45,6 @@ CHECKPOINTS_OPTION = click.option(
     type=click.IntRange(min=0),
     default=SessionConfig.checkpoints,
     help="States of recurrent layers that are kept at most: another answer, or one to a changed "
-    "message, begins at one. Other models need none. [default: 8]",
+    "message, begins at one; and most snapshots of a prompt on disk. Other models need none. "
+    "[default: 8]",
 )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from tiny_gemma4 import experts_beside
 
 NAMES = ("gate", "up", "down")
 
@@ -15,6 +16,8 @@ def feed_forward(
     model: Any, layer: int, hidden: np.ndarray, gelu: Callable[[np.ndarray], np.ndarray]
 ) -> np.ndarray:
     """The feed-forward block's output (T, E) for hidden (T, E)."""
+    if f"blk.{layer}.ffn_gate_inp.scale" in model.tensors:
+        return experts_beside(model, layer, hidden, gelu)
     has_other_name = model.arch in ("gpt-oss", "qwen35", "qwen35moe")
     name = "post_attention_norm" if has_other_name else "ffn_norm"
     x = rms_norm(hidden, model.tensor(f"blk.{layer}.{name}.weight"), model.epsilon)

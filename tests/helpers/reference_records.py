@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from reference_decoder import log_softmax
 from tiny_architectures import TRAITS, Experts
+from tiny_gemma4 import Gemma4Layers
 from tiny_models import WEIGHT_TYPES
 
 DATA = Path(__file__).parents[1] / "data"
@@ -90,6 +91,10 @@ LONG_CASES |= {
     "granite_with_experts": {
         **LONG_CASES["granite"], "experts": Experts(own_length=False),
     },
+    "gemma4_with_experts": {
+        **LONG_CASES["gemma4"], "n_layer": 4, "experts": Experts(beside=True),
+        "layers": Gemma4Layers(n_shared=0, n_input=0),
+    },
 }  # fmt: skip
 QUANTISED_CASES = {
     f"{name}_Q8_0": {**LONG_CASES[name], "wtype": "Q8_0", "n_layer": 1}
@@ -98,9 +103,10 @@ QUANTISED_CASES = {
 QUANTISED_CASES |= {  # the second layer has attention
     f"{name}_Q8_0": {**LONG_CASES[name], "wtype": "Q8_0"} for name in ("lfm2moe", "qwen35moe")
 }
-
-
-QUANTISED_CASES["gemma4_Q8_0"] = {**LONG_CASES["gemma4"], "wtype": "Q8_0"}
+QUANTISED_CASES |= {
+    f"{name}_Q8_0": {**LONG_CASES[name], "wtype": "Q8_0"}
+    for name in ("gemma4", "gemma4_with_experts")
+}
 QUANTISED_CASES["gpt-oss_MXFP4"] = {**QUANTISED_CASES["gpt-oss_Q8_0"], "wtype": "MXFP4"}
 
 

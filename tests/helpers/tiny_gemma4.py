@@ -108,3 +108,39 @@ def end_of_layer(
         hidden = hidden + block
     name = f"blk.{layer}.layer_output_scale.weight"
     return hidden * model.tensor(name) if name in model.tensors else hidden
+
+
+def add_norms(at: str, n_expert: int, n_embd: int, vector: Vector) -> None:
+    """Norms and scales of experts; that of the router undoes its factor, the root of n_embd."""
+    root = math.sqrt(n_embd)
+    vector(f"{at}ffn_gate_inp.scale", n_embd, root, 0.3 * root)
+    for name in ("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"):
+        vector(f"{at}{name}.weight", n_embd, 1.0, 0.3)
+    vector(f"{at}ffn_down_exps.scale", n_expert, 1.0, 0.3)
+
+
+def experts_beside(
+    model: Any, layer: int, hidden: np.ndarray, gelu: Callable[[np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """The feed-forward of hidden (T, E) and the experts beside it: each by norms of its own."""
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        mean_square = (x**2).mean(-1, keepdims=True)
+        return x / np.sqrt(mean_square + np.float32(model.epsilon)) * model.tensor(at + name)
+
+    at = f"blk.{layer}."
+    x = norm(hidden, "ffn_norm.weight")
+    gate, up, down = (model.tensor(f"{at}ffn_{name}.weight") for name in ("gate", "up", "down"))
+    dense = norm((gelu(x @ gate.T) * (x @ up.T)) @ down.T, "post_ffw_norm_1.weight")
+    routed = norm(hidden, "ffn_gate_inp.scale") / np.float32(math.sqrt(hidden.shape[1]))
+    logits = routed @ model.tensor(f"{at}ffn_gate_inp.weight").T
+    x, out = norm(hidden, "pre_ffw_norm_2.weight"), np.zeros_like(hidden)
+    both, downs = (model.tensor(f"{at}ffn_{name}_exps.weight") for name in ("gate_up", "down"))
+    scales = model.tensor(f"{at}ffn_down_exps.scale")
+    for row, scores in enumerate(logits):
+        chosen = np.argsort(-scores, kind="stable")[: model.key("expert_used_count", 0)]
+        shares = np.exp(scores[chosen] - scores[chosen].max())
+        for e, share in zip(chosen, shares / shares.sum(), strict=True):
+            gated, given = np.split(both[e] @ x[row], 2)
+            out[row] += share * scales[e] * (downs[e] @ (gelu(gated) * given))
+    return dense + norm(out, "post_ffw_norm_2.weight")

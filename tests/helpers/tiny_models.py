@@ -28,7 +28,7 @@ from tiny_architectures import (
     long_factors,
     rotated_dims,
 )
-from tiny_gemma4 import Gemma4Layers
+from tiny_gemma4 import Gemma4Layers, add_norms
 from tiny_recurrent import DeltaNet, ShortConvolution
 from tiny_tokenizer import add_tokenizer
 
@@ -277,8 +277,12 @@ def make_model(
             router(prefix + "ffn_gate_inp.weight", experts.n)
             if experts.gating:
                 vector(prefix + "exp_probs_b.bias", experts.n, 0.0, 0.3)
-            matrix(prefix + "ffn_gate_exps.weight", experts.n_ff, n_embd, n=experts.n)
-            matrix(prefix + "ffn_up_exps.weight", experts.n_ff, n_embd, n=experts.n)
+            if experts.beside:
+                add_norms(prefix, experts.n, n_embd, vector)
+                matrix(prefix + "ffn_gate_up_exps.weight", 2 * experts.n_ff, n_embd, n=experts.n)
+            else:
+                matrix(prefix + "ffn_gate_exps.weight", experts.n_ff, n_embd, n=experts.n)
+                matrix(prefix + "ffn_up_exps.weight", experts.n_ff, n_embd, n=experts.n)
             matrix(prefix + "ffn_down_exps.weight", n_embd, experts.n_ff, n=experts.n)
             if experts.biases:
                 vector(prefix + "ffn_gate_inp.bias", experts.n, 0.0, 0.5)
@@ -291,6 +295,7 @@ def make_model(
                 matrix(prefix + "ffn_gate_shexp.weight", experts.n_shared, n_embd)
                 matrix(prefix + "ffn_up_shexp.weight", experts.n_shared, n_embd)
                 matrix(prefix + "ffn_down_shexp.weight", n_embd, experts.n_shared)
+        if experts is not None and layer >= experts.n_dense and not experts.beside:
             continue
         if not traits.fused:
             matrix(prefix + "ffn_gate.weight", length, n_embd)

@@ -14,8 +14,9 @@ from sparsekv_cli.cpu.experts import decode, routing
 from sparsekv_cli.cpu.layer import decode as fused
 from sparsekv_cli.cpu.weights import dot, integer, interleaved
 from sparsekv_cli.models.experts import ExpertSteps, expert_matrices
+from sparsekv_cli.models.gguf.linear import FusedWeights, GatedWeights, Linear
 from sparsekv_cli.models.hparams import ExpertParams
-from sparsekv_cli.models.weights import ExpertWeights, GatedWeights, Linear
+from sparsekv_cli.models.layers.expert_weights import ExpertNorms, ExpertWeights
 
 N_EMBD, N_EXPERT, N_USED, SCALE = 96, 6, 3, 0.25
 
@@ -41,6 +42,7 @@ class Mixture:
     def __init__(
         self, capacity: int, wtype: str = "F32", *, n_ff: int = 64, n_shared: int = 0,
         is_gated: bool = False, normalised: bool = True, repacks: bool = False, n_planes: int = 2,
+        has_norms: bool = False,
     ) -> None:  # fmt: skip
         sizes = {"gate": (n_ff, N_EMBD), "up": (n_ff, N_EMBD), "down": (N_EMBD, n_ff)}
         experts = {k: linear(k, *v, wtype, N_EXPERT, repacks) for k, v in sizes.items()}
@@ -57,8 +59,18 @@ class Mixture:
                 gate = np.random.default_rng(5).standard_normal(N_EMBD).astype(np.float32)
         self.gate, self.kept = gate, (router, experts, shared)
         params = ExpertParams(N_EXPERT, N_USED, n_ff, n_shared, is_gated, normalised)
-        stacks = GatedWeights(*(weights for weights, _ in experts.values()))
-        ffn = ExpertWeights(params, router, stacks, shared, gate)
+        stacks: Any = GatedWeights(*(weights for weights, _ in experts.values()))
+        self.norms, self.scales = None, None
+        if has_norms:  # and gate and up are one matrix
+            both, values = linear("gate_up", 2 * n_ff, N_EMBD, wtype, N_EXPERT, repacks)
+            stacks = FusedWeights(both, stacks.down)
+            self.experts[:2] = np.split(values, 2, axis=1)
+            drawn = np.random.default_rng(6).uniform(0.5, 2, (5, N_EMBD)).astype(np.float32)
+            self.norms, self.scales = ExpertNorms(*drawn[:4]), drawn[4, :N_EXPERT].copy()
+        ffn = ExpertWeights(
+            params, router, stacks, shared, gate, norms=self.norms, scales=self.scales
+        )
+        self.kept += (stacks,)
         q, _ = linear("q", 16, N_EMBD, "F32")
         layer: Any = SimpleNamespace(ffn=ffn, attention=lambda: [q] * 4)
         weights: Any = SimpleNamespace(layers=[layer], token_embd=router)
@@ -79,20 +91,32 @@ class Mixture:
     def run(self, normed: np.ndarray, n_threads: int = 2) -> np.ndarray:
         """What a step of these rows adds to x."""
         n_rows = len(normed)
-        self.x[:], self.normed[:n_rows] = 0, normed
+        x = 2 * normed[:, ::-1] if self.norms else 0
+        self.x[:n_rows], self.normed[:n_rows] = x, normed
         decode.add_experts(self.layers, self.steps.records, 0, n_rows, n_threads)
-        return self.x[:n_rows].copy()
+        return self.x[:n_rows] - x
 
     def expected(self, normed: np.ndarray) -> np.ndarray:
         rows = normed.astype(np.float64)
-        experts = self.experts, N_USED, self.normalised
-        out = decode.experts_ref(rows, self.router[0], *experts[0], *experts[1:])
+        routed, given, norms = rows, rows, self.norms
+        if norms is not None:
+            routed, given = (rms(rows[:, ::-1]) * norm for norm in (norms.router, norms.experts))
+        out = decode.experts_ref(
+            routed, self.router[0], *self.experts, N_USED, self.normalised, given=given,
+            scale=self.scales,
+        )  # fmt: skip
+        out = out if norms is None else rms(out) * norms.after
         if self.shared is not None:
             one = np.zeros((1, N_EMBD))  # a router of one expert that all rows take
             shared = decode.experts_ref(rows, one, *self.shared, 1, True)
             gate = 1 if self.gate is None else 1 / (1 + np.exp(-(rows @ self.gate)))[:, None]
+            shared = shared if norms is None else rms(shared) * norms.shared
             out = out + gate * shared
         return SCALE * out
+
+
+def rms(x: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(1, keepdims=True))
 
 
 def rows(n: int) -> np.ndarray:
@@ -112,6 +136,7 @@ def rows(n: int) -> np.ndarray:
         ("Q8_0", {"n_shared": 160, "is_gated": True}),
         ("Q4_1", {"n_shared": 32, "is_gated": True, "repacks": True}),
         ("Q4_0", {"n_planes": 1}),
+        ("Q8_0", {"n_shared": 64, "has_norms": True, "repacks": True}),
     ],
 )
 def test_against_numpy(wtype, options, n_threads, n_rows):
@@ -136,11 +161,12 @@ def test_weights_of_an_expert_are_read_once_for_all_rows():
     """Rows that choose the same experts make no more jobs than one of them."""
     mixture = Mixture(4, "Q8_0")
     layer, record = mixture.layers[0], mixture.steps.records[0]
+    given = layer["normed"], layer["quantized"]
     for n_rows in (1, 4):
         jobs = np.zeros((2 * N_EXPERT, decode.N_COLUMNS), np.int64)
         chosen = np.array([[2, 0, 5]] * n_rows)
         offsets, taken, _ = routing.group_ref(chosen, N_EXPERT)
-        n = decode._gate_and_up(layer, record, offsets, taken, n_rows, jobs)
+        n = decode._gate_and_up(layer, record, given, offsets, taken, n_rows, jobs)
         assert n == 2 * N_USED
         np.testing.assert_array_equal(jobs[:n, decode.N_INPUTS], n_rows)
 

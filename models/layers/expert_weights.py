@@ -1,0 +1,124 @@
+"""The tensors of a layer's experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.gguf.linear import FusedWeights, GatedWeights, Linear
+from sparsekv_cli.models.gguf.tensors import TensorReader
+from sparsekv_cli.models.layers.expert_params import ExpertParams
+
+
+@dataclass(frozen=True)
+class ExpertNorms:
+    """RMS norms, f32 (n_embd,), of experts that are beside a layer's own feed-forward (Gemma 4).
+
+    router, experts: of the residual stream, for the router and for the experts. after, shared: of
+    what the experts give together, and of what the feed-forward gives.
+    """
+
+    router: np.ndarray
+    experts: np.ndarray
+    after: np.ndarray
+    shared: np.ndarray
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Experts that a router chooses from (models/experts.py).
+
+    router: (experts, n_embd). experts: their matrices, of each kind all in one Linear. shared: what
+    all tokens take, or None; shared_gate: f32 (n_embd,), whose product with a token, through a
+    sigmoid, weighs it; None: it counts as it is. biases: f32 (experts, 2 n_ff), of gate and up, and
+    (experts, n_embd), of down; None: there are none. choice_bias: f32 (experts,), of sigmoids that
+    route. norms: where they are not those of the layer. scales: f32 (experts,), of what each gives.
+    """
+
+    params: ExpertParams
+    router: Linear
+    experts: GatedWeights | FusedWeights
+    shared: GatedWeights | None
+    shared_gate: np.ndarray | None
+    biases: tuple[np.ndarray, np.ndarray] | None = None
+    choice_bias: np.ndarray | None = None
+    norms: ExpertNorms | None = None
+    scales: np.ndarray | None = None
+
+    def linears(self) -> tuple[Linear, ...]:
+        """Those that decode reads as they are or repacked; not the router's."""
+        shared = () if self.shared is None else self.shared.linears()
+        return (*self.experts.linears(), *shared)
+
+    def bytes_a_step(self, n_rows: int) -> int:
+        """Bytes that a step of so many rows reads: of the experts those that are chosen.
+
+        An expert that several rows choose is read once. Counted are those that n_rows choose
+        between them on average, if they choose independently.
+        """
+        left_out = (1 - self.params.n_expert_used / self.params.n_expert) ** n_rows
+        shared = 0 if self.shared is None else self.shared.n_bytes
+        return self.router.data.nbytes + round((1 - left_out) * self.experts.n_bytes) + shared
+
+    def mapped(self, change: Callable[[Linear], Linear]) -> ExpertWeights:
+        shared = None if self.shared is None else self.shared.mapped(change)
+        return replace(self, experts=self.experts.mapped(change), shared=shared)
+
+
+def read_mixture(
+    reader: TensorReader, at: str, n_embd: int, params: ExpertParams, has_biases: bool
+) -> ExpertWeights:
+    """A router, its experts and what all tokens share, of the layer whose tensors begin with at."""
+    prefix, tensors = f"{at}ffn_", reader.file.tensors
+    old = f"{prefix}gate.0.weight"
+    if old in tensors:
+        raise SparseKVError(
+            f"{reader.file.path}: tensor {old}: its experts are separate tensors, an old form of "
+            "such files; convert or download the model again"
+        )
+    n_expert, n_ff, n_shared = params.n_expert, params.n_ff_expert, params.n_ff_shared
+    down = reader.stack(f"{prefix}down_exps", n_expert, n_embd, n_ff)
+    experts: GatedWeights | FusedWeights
+    if params.normed and f"{prefix}gate_up_exps.weight" in tensors:
+        fused = reader.stack(f"{prefix}gate_up_exps", n_expert, 2 * n_ff, n_embd)
+        experts = FusedWeights(fused, down)
+    else:
+        gate, up = (
+            reader.stack(f"{prefix}{name}_exps", n_expert, n_ff, n_embd) for name in ("gate", "up")
+        )
+        experts = GatedWeights(gate, up, down)
+    biases = None
+    if has_biases:
+        sizes = (("gate", n_ff), ("up", n_ff), ("down", n_embd))
+        of_gate, of_up, of_down = (
+            reader.table(f"{prefix}{name}_exps.bias", n_expert, n) for name, n in sizes
+        )
+        biases = np.concatenate([of_gate, of_up], axis=1), of_down
+    shared_gate, suffix = f"{prefix}gate_inp_shexp.weight", "" if params.normed else "_shexp"
+    scales = f"{prefix}down_exps.scale"
+    return ExpertWeights(
+        params=params,
+        router=reader.linear(f"{prefix}gate_inp", n_expert, n_embd, bias=has_biases or None),
+        experts=experts,
+        shared=reader.gated(at, n_embd, n_shared, suffix) if n_shared else None,
+        shared_gate=reader.vector(shared_gate, n_embd) if params.shared_gate else None,
+        biases=biases,
+        choice_bias=reader.vector(f"{at}exp_probs_b.bias", n_expert)
+        if params.gating == "sigmoid"
+        else None,
+        norms=_read_norms(reader, at, n_embd) if params.normed else None,
+        scales=reader.vector(scales, n_expert, required=False) if params.normed else None,
+    )
+
+
+def _read_norms(reader: TensorReader, at: str, n_embd: int) -> ExpertNorms:
+    """The router's is that of its input over the root of its length, times a scale."""
+    scale = reader.floats(f"{at}ffn_gate_inp.scale", (n_embd,))
+    experts, after, shared = (
+        reader.floats(f"{at}{name}.weight", (n_embd,))
+        for name in ("pre_ffw_norm_2", "post_ffw_norm_2", "post_ffw_norm_1")
+    )
+    return ExpertNorms(scale / np.float32(np.sqrt(n_embd)), experts, after, shared)
