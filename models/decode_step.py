@@ -189,7 +189,11 @@ class DecodeStep:
         """
         steps, layers, n = self._experts, self._layers, self.n_threads
         if self._layer_inputs.are_any:
-            fused.finish_layer(layers, i, attended, n_rows, n)
+            if steps.has(i):
+                fused.finish_attention(layers, i, attended, n_rows, n)
+                experts.add_experts(layers, steps.records, i, n_rows, n)
+            else:
+                fused.finish_layer(layers, i, attended, n_rows, n)
             add_input(layers, self._layer_inputs.records, i, n_rows, n)
             if i + 1 < len(layers):
                 self.project(n_rows, i + 1)

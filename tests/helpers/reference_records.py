@@ -92,7 +92,7 @@ LONG_CASES |= {
         **LONG_CASES["granite"], "experts": Experts(own_length=False),
     },
     "gemma4_with_experts": {
-        **LONG_CASES["gemma4"], "n_layer": 4, "experts": Experts(beside=True),
+        **LONG_CASES["gemma4"], "n_layer": 2, "seed": 3, "experts": Experts(beside=True),
         "layers": Gemma4Layers(n_shared=0, n_input=0),
     },
 }  # fmt: skip
