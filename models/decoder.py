@@ -238,9 +238,7 @@ class Decoder(Forward):
             decoded = self._decode_weights.layers[i].ffn
             assert isinstance(decoded, ExpertWeights)
             few = FewRowsProducts(self.n_threads, self._n_planes)
-            return prefill_experts(
-                decoded, layer.ffn_norm, x, few, self._few[0], self.n_threads
-            )
+            return prefill_experts(decoded, layer.ffn_norm, x, few, self._few[0], self.n_threads)
         return prefill_experts(
             layer.ffn, layer.ffn_norm, x, self._products, self.rows, self.n_threads
         )

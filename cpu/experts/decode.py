@@ -273,8 +273,8 @@ def _down(layer, mixture, offsets, n_slots, n_rows, jobs):
 def add_experts(layers, mixtures, i, n_rows, n_threads):
     """x += s (the experts of layer i over ``normed``), for n_rows rows; s: residual_scale.
 
-    layers, mixtures: records of ``LAYER`` and of ``EXPERTS``. Where experts have norms of their own,
-    these are of x, ``normed`` is for the shared one, and the results of both have a norm too.
+    layers, mixtures: records of ``LAYER`` and of ``EXPERTS``. Where experts have norms of their
+    own, these are of x, ``normed`` is for the shared one, and the results of both have a norm too.
     """
     layer, mixture = layers[i], mixtures[i]
     n_embd, n_expert, n_used = layer.n_embd, mixture.n_expert, mixture.n_used

@@ -194,4 +194,3 @@ class BlockWriter:
     def abandon(self) -> None:
         with contextlib.suppress(OSError):
             self._temporary.unlink()
-

@@ -29,8 +29,8 @@ class Experts:
 
     own_length: whether the length has a key of its own, or is feed_forward_length. biases: of the
     router and of the experts' matrices. n_dense: the first layers, which have none; gating:
-    expert_gating_func, 2 for a sigmoid with a bias. beside: the feed-forward stays beside them, router,
-    experts and it have norms, gate and up are one tensor, and each expert has a scale.
+    expert_gating_func, 2 for a sigmoid with a bias. beside: the feed-forward stays beside them;
+    router, experts and it have norms, gate and up are one tensor, and each expert has a scale.
     """
 
     n: int = 8

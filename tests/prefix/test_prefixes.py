@@ -30,9 +30,7 @@ LAYERS = {"dense_layers": "0", "ctx_size": 4096}
 def open_pair(session_of, folder, name="full", **options):
     """A session that keeps prompts, and one that does not."""
     budget = None if name == "full" else "64"
-    alone, session = (
-        session_of(name, budget=budget, **{**LAYERS, **options}) for _ in range(2)
-    )
+    alone, session = (session_of(name, budget=budget, **{**LAYERS, **options}) for _ in range(2))
     return session, alone, keeping(session, folder)
 
 
