@@ -31,7 +31,8 @@ SPREAD = 4  # ratio of the distances of two snapshots from the last one
 
 def snapshot_lengths(n: int, most: int) -> list[int]:
     """Where a prompt of n tokens has snapshots, at most so many: the last first."""
-    last, lengths, distance = n // BLOCK, [], 0
+    last, distance = n // BLOCK, 0
+    lengths: list[int] = []
     while distance < last and len(lengths) < most:
         lengths.append((last - distance) * BLOCK)
         distance = distance * SPREAD or 1
