@@ -88,6 +88,18 @@ def open_eval(options: ModelOptions, methods: Sequence[Method | None], n_ctx: in
     return session
 
 
+def configuration_of(session: Session, **others: Any) -> dict[str, Any]:
+    """What the records of a file have in common: the model, ``others``, and how it computes."""
+    return {
+        "model": session.gguf.path.name,
+        "model_hash": session.calibrations.identity.model_hash,
+        **others,
+        "device": session.config.device,
+        "prefill_dtype": session.config.prefill_dtype,
+        "activations": session.config.activations,
+    }
+
+
 def described(name: str, method: Method | None) -> dict[str, Any]:
     """``name`` and ``options``, as in the JSON of all commands."""
     if method is None:

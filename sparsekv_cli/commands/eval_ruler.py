@@ -13,6 +13,7 @@ from sparsekv_cli.commands.eval_encode import encoder
 from sparsekv_cli.commands.eval_options import (
     JSON_OPTION,
     chosen_methods,
+    configuration_of,
     described,
     methods_option,
     open_eval,
@@ -141,17 +142,9 @@ def ruler(
     lengths = list(dict.fromkeys(lengths))
     plan = RulerPlan(tasks, lengths, n_samples, sample_seed, by_decode, n_predict)
     session = open_eval(options, list(settings.values()), max(lengths))
-    configuration = {
-        "model": session.gguf.path.name,
-        "model_hash": session.calibrations.identity.model_hash,
-        "seed": sample_seed,
-        "n_predict": n_predict,
-        "question_by": question_by,
-        "raw": raw,
-        "device": session.config.device,
-        "prefill_dtype": session.config.prefill_dtype,
-        "activations": session.config.activations,
-    }
+    configuration = configuration_of(
+        session, seed=sample_seed, n_predict=n_predict, question_by=question_by, raw=raw
+    )
     records = RulerRecords(path, configuration)
     n_all, n_done = len(list(plan.samples())), 0
     with PrefillProgress() as prefilling, PrefillProgress("samples") as sampling:
@@ -162,8 +155,7 @@ def ruler(
             encode = encoder(session, raw)
             answered = answer_all(session, settings, plan, encode, done, prefilling)
         for (length, task, number), new in zip(plan.samples(), answered, strict=True):
-            for record in new:
-                records.add(record)
+            records.add_all(new)
             n_done += 1
             sampling(n_done, n_all)
             if new and number == n_samples - 1:

@@ -43,7 +43,8 @@ def settle(session: Session, options: ModelOptions, depth: int | None = None) ->
     if click.get_current_context().ensure_object(Invocation).verbose:
         say(choice.why)
         say(f"the same choice: {choice.repeat}")
-    return replace(options, method=choice.chosen.method.name, choice=choice.as_dict())
+    chosen = choice.as_dict()
+    return replace(options, method=chosen["name"], method_options=chosen["options"], choice=chosen)
 
 
 def _choose(session: Session, max_loss: float, depth: int) -> MethodChoice:
@@ -58,12 +59,19 @@ def _choose(session: Session, max_loss: float, depth: int) -> MethodChoice:
     if depth < auto.LEAST_TEXT:
         return auto.too_short(depth, max_loss)
     methods, losses = auto.candidates(session), auto.kept_losses(session)
-    if losses is None or not losses.know_one_of(methods):
+    lacking = methods if losses is None else losses.lacks(methods)
+    if losses is None or len(lacking) == len(methods):
         from sparsekv_cli.calibration.calibrations import built_in_text
 
         say("measuring what methods lose with this model (once)")
         losses, entry = measure_losses(session, built_in_text(), auto.N_TEXT)
         say(f"kept in {keep_losses(session, entry)}")
+    elif lacking:
+        say(
+            f"auto: {len(lacking)} of {len(methods)} methods and budgets are left out, which were "
+            f"not measured on {losses.date}: sparsekv-cli calibrate --method auto measures all"
+        )
+    methods = auto.worth_forecasting(methods, losses, max_loss)
     with CompileProgress() as compiling, MeasureProgress() as progress:
         speeds = speeds_of(
             session.gguf, session.config, methods, on_measure=progress, on_compile=compiling

@@ -89,6 +89,17 @@ def _parse(declared: Field[Any], text: str) -> Any:
     return parse_number_or_word(declared, text)
 
 
+def stated_options(method: Method) -> dict[str, str]:
+    """The options that are not the defaults, as ``build_method`` takes them."""
+    stated = {}
+    for name, declared in options_of(method).items():
+        value = getattr(method, name)
+        if value != declared.default:
+            is_list = isinstance(value, tuple)
+            stated[name] = ",".join(map(str, value)) or "none" if is_list else str(value)
+    return stated
+
+
 def describe_methods() -> list[dict[str, Any]]:
     """Name, paper, summary, needs and options of every method, for people and for JSON."""
     described = []

@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from sparsekv_cli.calibration.sidecar import Entry
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.compare import compare
 from sparsekv_cli.evaluation.roofline import cpu_name
-from sparsekv_cli.methods import METHODS, build_method
+from sparsekv_cli.methods import METHODS, build_method, stated_options
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.planning.kept import method_key, why_not
 from sparsekv_cli.planning.plan import Forecast
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 AUTO = "auto"  # as a method on the command line, and in the sidecar
 N_TEXT = 4096  # tokens of the text
 N_BEGUN, N_HALF = 32, 48  # of a passage: repeated by the prompt, and by each method; of the text
+BUDGETS = ("2%", "10%")  # beside the default of each method, which is 5% of 4096 tokens for most
 LEAST_TEXT = 1024  # below, methods leave too little out to tell what they lose
 GAIN = 1.02  # times as fast as ``full`` that a method must be
 
@@ -46,9 +48,9 @@ class Losses:
     date: str
     kld: Mapping[str, float]
 
-    def know_one_of(self, methods: Sequence[Method]) -> bool:
-        """Whether one of ``methods`` was measured; not if it was with other options."""
-        return any(method_key(each) in self.kld for each in methods)
+    def lacks(self, methods: Sequence[Method]) -> list[Method]:
+        """Those of ``methods`` that were not measured, or with other options only."""
+        return [each for each in methods if method_key(each) not in self.kld]
 
     def as_entry(self, n_tokens: int, text: CalibrationText) -> Entry:
         told = {"machine": self.machine, "date": self.date, "kld": dict(self.kld)}
@@ -69,6 +71,19 @@ class Rated:
     kld: float
     tps: float
 
+    @property
+    def spec(self) -> str:
+        """As the command line has it: ``quest:budget=2%``."""
+        stated = stated_options(self.method)
+        options = ";".join(f"{key}={text}" for key, text in stated.items())
+        return f"{self.method.name}:{options}" if options else self.method.name
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        method = self.method
+        told = {"name": method.name, "options": stated_options(method)}
+        return {**told, "kld": self.kld, "predicted_tps": self.tps}
+
 
 @dataclass(frozen=True)
 class MethodChoice:
@@ -86,20 +101,21 @@ class MethodChoice:
     def repeat(self) -> str:
         """The options that make the same choice again."""
         method = self.chosen.method
+        options = "".join(f" -o {key}={text}" for key, text in stated_options(method).items())
         wait = f" --sparse-from {self.dense_rows}" if method.work_of_a_head else ""
-        return f"--method {method.name}{wait}"
+        return f"--method {method.name}{options}{wait}"
 
     @property
     def why(self) -> str:
         """In a sentence."""
-        name, found = self.chosen.method.name, self.losses
+        name, found = self.chosen.spec, self.losses
         if found is None:
             return (
                 f"auto: {name}, because contexts below {LEAST_TEXT} tokens are too short for more"
             )
         measured = f"KLD measured {found.date} on {found.machine}"
         faster = [
-            f"{each.method.name} {each.kld:.3f}"
+            f"{each.spec} {each.kld:.3f}"
             for each in self.rated
             if each.kld > self.max_loss and each.tps > self.chosen.tps
         ]
@@ -118,24 +134,33 @@ class MethodChoice:
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
         return {
-            "name": self.chosen.method.name,
+            **self.chosen.as_dict(),
             "repeat": self.repeat,
             "why": self.why,
             "context": self.n,
             "max_loss": self.max_loss,
-            "kld": self.chosen.kld,
-            "predicted_tps": self.chosen.tps,
-            "considered": [
-                {"name": each.method.name, "kld": each.kld, "predicted_tps": each.tps}
-                for each in self.rated
-            ],
+            "considered": [each.as_dict() for each in self.rated],
         }
 
 
 def candidates(session: Session) -> list[Method]:
-    """Methods with their defaults that the model can run, calibrated ones if they are."""
+    """Methods that the model can run, calibrated ones if they are: by default, and with BUDGETS."""
     methods = [build_method(name, {}) for name in METHODS if name != "full"]
-    return [each for each in methods if not why_not(each, session.gguf, session.hparams)]
+    return [
+        variant
+        for each in methods
+        if not why_not(each, session.gguf, session.hparams)
+        for variant in (each, *(build_method(each.name, {"budget": text}) for text in BUDGETS))
+    ]
+
+
+def worth_forecasting(methods: Sequence[Method], losses: Losses, max_loss: float) -> list[Method]:
+    """Those that lose at most ``max_loss``, and all by default, to be told beside them."""
+    return [
+        each
+        for each in methods
+        if losses.kld.get(method_key(each), inf) <= max_loss or not stated_options(each)
+    ]
 
 
 def kept_losses(session: Session) -> Losses | None:

@@ -45,12 +45,12 @@ class StandInFile:
         if info.type == GGMLType.F32 and info.n_bytes <= SMALL:
             value = np.float32(-1 if info.name.endswith(NEGATIVE) else 1)
             return np.full(info.n_elements, value).view(np.uint8).reshape(shape)
-        if info.n_bytes <= SMALL or (info.name == TABLE and self._has_room):
-            return np.zeros(shape, np.uint8)
-        if self._has_room:
+        if self._has_room and info.name != TABLE:
             data = np.empty(shape, np.uint8)
             data.fill(0)  # so that each page is memory of its own
             return data
+        if info.n_bytes <= SMALL or self._has_room:
+            return np.zeros(shape, np.uint8)
         return np.broadcast_to(np.uint8(0), shape)
 
     def release(self, data: np.ndarray) -> None:

@@ -70,3 +70,36 @@ def test_samples_of_ruler(ray: FakeRay, tiny_model: Callable[..., Path], tmp_pat
     assert ray.n_made == 3
     assert call(*command, "--jsonl", str(many), "--ray", "auto") == 0  # nothing is left to do
     assert many.read_bytes() == one.read_bytes() and ray.n_made == 3
+
+
+def test_chunks_of_a_text(
+    ray: FakeRay, tiny_model: Callable[..., Path], tmp_path: Path, capsys: Any
+) -> None:
+    """Figures, records and log-probabilities; what is there is not scored again."""
+    text, one, many = (tmp_path / name for name in ("text", "one", "many"))
+    text.write_text("the quick brown fox jumps over the lazy dog and runs away " * 8)
+    command = ["-m", str(tiny_model()), "-t", "1", "--prefill-dtype", "f32", "--json"]
+    of_text = [*command, "-f", str(text), "-c", "40", "--chunks", "3"]
+    two = ["--method", "full", "--method", "streaming:budget=8;dense_layers=none"]
+
+    def same(what: str, *arguments: str, kept: str, n_lines: int = 0) -> None:
+        ray.n_made = 0
+        told = []
+        for path, others in ((one, []), (many, ["--ray", "auto"])):
+            assert call("eval", what, *arguments, kept, str(path), *others) == 0
+            told.append(capsys.readouterr().out)
+        assert many.read_bytes() == one.read_bytes() and told[0] == told[1]
+        assert not n_lines or one.read_bytes().count(b"\n") == n_lines
+
+    same("perplexity", *of_text, kept="--kl-divergence-base")
+    base = one.rename(tmp_path / "base")
+    many.unlink()
+    same("kld", *command, *two, "--kl-divergence-base", str(base), kept="--jsonl", n_lines=7)
+    one.unlink(), many.unlink()
+    same("kld", *of_text, *two[2:], kept="--jsonl", n_lines=7)
+    one.unlink(), many.unlink()
+    same("perplexity", *of_text, *two[:2], kept="--jsonl", n_lines=4)
+    same("perplexity", *of_text, *two, kept="--jsonl", n_lines=7)
+    assert ray.n_made == 2
+    same("perplexity", *of_text, *two, kept="--jsonl", n_lines=7)
+    assert ray.n_made == 0

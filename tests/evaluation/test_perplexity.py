@@ -13,11 +13,18 @@ from tiny_tokenizer import BOS_ID
 
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.evaluation import perplexity as measured
 from sparsekv_cli.evaluation import prefill
 from sparsekv_cli.evaluation.compare import parse_methods
-from sparsekv_cli.evaluation.kld import Divergence, divergences, log_probs_of
-from sparsekv_cli.evaluation.kld_file import KLDFile, decode, encode, write_kld_file
+from sparsekv_cli.evaluation.perplexity import chunks as chunked
+from sparsekv_cli.evaluation.perplexity import scores
+from sparsekv_cli.evaluation.perplexity.kld import (
+    Divergence,
+    Perplexity,
+    log_probs_of,
+    token_scores,
+)
+from sparsekv_cli.evaluation.perplexity.kld_file import KLDFile, decode, encode, write_kld_file
+from sparsekv_cli.evaluation.perplexity.records import DivergenceRecords, PerplexityRecords
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.session import load_session
 
@@ -39,24 +46,29 @@ def session(model):
 
 @pytest.fixture(scope="module")
 def chunks(session):
-    return measured.split_chunks(session.tokenizer, TEXT, N_CTX, 2)
+    return chunked.split_chunks(session.tokenizer, TEXT, N_CTX, 2)
+
+
+def scored(session, ways, chunks, records, base=""):
+    for i in range(len(chunks.tokens)):
+        records.add_all(scores.score_chunk(session, ways, chunks.chunk(i), base))
+    return records
 
 
 def score(session, ways, chunks):
-    attended = {way: measured.RowsRead() for way in ways}
-    found = {way: measured.Perplexity() for way in ways}
-    for piece in measured.score_chunks(session, ways, chunks, attended):
-        found[piece.way].add(piece.logits, piece.targets)
-    return found, attended
+    """By way: perplexities, and the mean rows attended to."""
+    records, n = scored(session, ways, chunks, PerplexityRecords(None, {})), len(chunks.tokens)
+    found = {way: Perplexity(**records.scores(method, n)) for way, method in ways.items()}
+    return found, {way: records.rows(method, n).mean for way, method in ways.items()}
 
 
 def test_perplexity_against_the_reference_decoder(session, model, chunks, monkeypatch):
-    monkeypatch.setattr(measured, "PIECE", 7)
+    monkeypatch.setattr(scores, "PIECE", 7)
     expected = []
     for ids in chunks.tokens.tolist():
         log_probs = log_softmax(reference_logits(model, [BOS_ID, *ids[1:]]))
         expected += [-log_probs[j, ids[j + 1]] for j in range(20, 40)]
-    ways = {measured.PREFILL: None, **parse_methods("full,streaming:budget=100%")}
+    ways = {scores.PREFILL: None, **parse_methods("full,streaming:budget=100%")}
     found, attended = score(session, ways, chunks)
     for each in found.values():
         assert each.nll == pytest.approx(expected, abs=0.02)
@@ -64,8 +76,8 @@ def test_perplexity_against_the_reference_decoder(session, model, chunks, monkey
     n, square = len(expected), np.mean(np.square(expected)) - np.mean(expected) ** 2
     ppl = found["full"]
     assert ppl.stderr == pytest.approx(ppl.value * (square / (n - 1)) ** 0.5, rel=1e-2)
-    assert found["streaming:budget=100%"].nll == ppl.nll
-    assert attended["full"].rows() == np.mean(range(21, 41)) and attended["prefill"].rows() is None
+    assert found["streaming:budget=100%"].nll.tolist() == ppl.nll.tolist()
+    assert attended["full"] == np.mean(range(21, 41)) and attended["prefill"] is None
 
 
 def test_a_method_decodes_the_second_half(session, chunks):
@@ -73,16 +85,16 @@ def test_a_method_decodes_the_second_half(session, chunks):
     found, attended = score(session, ways, chunks)
     full, topk = found.values()
     assert abs(full.value - topk.value) > 1e-3 * full.value
-    assert attended[TOPK].rows() < 12
+    assert attended[TOPK] < 12
 
 
 def test_chunks(session, chunks):
     ids = session.tokenizer.encode(TEXT, add_eos=False)
     assert chunks.tokens.ravel().tolist() == ids[: 2 * N_CTX] and ids[0] == BOS_ID
-    assert chunks.fed(1) == [BOS_ID, *ids[N_CTX + 1 : 2 * N_CTX - 1]]
-    assert chunks.targets(1).tolist() == ids[N_CTX + 21 : 2 * N_CTX]
+    assert chunks.chunk(1).ids == [BOS_ID, *ids[N_CTX + 1 : 2 * N_CTX - 1]]
+    assert chunks.chunk(1).targets.tolist() == ids[N_CTX + 21 : 2 * N_CTX]
     with pytest.raises(SparseKVError, match=f"{len(ids)} tokens, and a context of 200 needs 400"):
-        measured.split_chunks(session.tokenizer, TEXT, 200)
+        chunked.split_chunks(session.tokenizer, TEXT, 200)
 
 
 def test_a_method_does_not_depend_on_the_others(session, chunks, monkeypatch):
@@ -94,18 +106,19 @@ def test_a_method_does_not_depend_on_the_others(session, chunks, monkeypatch):
     apart, _ = score(session, ways, chunks)
     alone, _ = score(session, {q8: ways[q8]}, chunks)
     assert list(together) == list(apart) == list(ways)
-    assert all(together[way].nll == apart[way].nll for way in ways)
-    assert alone[q8].nll == together[q8].nll != together["full"].nll
+    assert all((together[way].nll == apart[way].nll).all() for way in ways)
+    assert (alone[q8].nll == together[q8].nll).all()
+    assert (alone[q8].nll != together["full"].nll).any()
 
 
 def test_a_model_without_full_layers(tmp_path):
     """Its windows have no rows that methods choose among."""
     path = make_model(tmp_path / "m.gguf", arch="gemma3", n_embd=128, n_ff=128)
     session = load_session(path, build_method("full", {}), CONFIG)
-    chunks = measured.split_chunks(session.tokenizer, TEXT, N_CTX, 1)
+    chunks = chunked.split_chunks(session.tokenizer, TEXT, N_CTX, 1)
     found, attended = score(session, parse_methods("full,topk:budget=8"), chunks)
     full, topk = found.values()
-    assert full.nll == topk.nll and attended["full"].rows() is None
+    assert (full.nll == topk.nll).all() and attended["full"] is None
 
 
 # --- files of log-probabilities -------------------------------------------------------------------
@@ -138,8 +151,8 @@ def test_rows_of_the_file():
 def base(session, chunks, tmp_path_factory):
     path = tmp_path_factory.mktemp("base") / "base"
     with write_kld_file(path, chunks.tokens, 511) as writer:
-        for piece in measured.score_chunks(session, {"prefill": None}, chunks, {}):
-            writer.add(piece.logits)
+        for chunk in map(chunks.chunk, range(2)):
+            scores.score_chunk(session, {"prefill": None}, chunk, see=writer.add)
     return path
 
 
@@ -148,20 +161,22 @@ def test_a_file_and_full_are_the_same_base(session, chunks, base):
     assert data[:20] == b"_logits_" + struct.pack("<3i", N_CTX, 511, 2)
     assert len(data) == 20 + 4 * 2 * N_CTX + 2 * 2 * 20 * 516
     opened = KLDFile(base)
-    of_file = measured.chunks_of(session, opened)
+    of_file = chunked.chunks_of(session, opened)
     assert (of_file.tokens == chunks.tokens).all() and of_file.bos == BOS_ID
     ways = parse_methods(TOPK)
-    attended = {way: measured.RowsRead() for way in ways}
     by_file, by_full = (
-        divergences(measured.score_chunks(session, ways, of_file, attended), each)
-        for each in (opened, "full")
+        {way: records.divergence(method, 2) for way, method in ways.items()}
+        for records in (
+            scored(session, ways, of_file, DivergenceRecords(None, {})),
+            scored(session, ways, chunks, DivergenceRecords(None, {}), "full"),
+        )
     )
     assert by_full["full"].kld.max() < 1e-6 and abs(by_file["full"].kld).max() < 1e-4
     assert by_file[TOPK].kld == pytest.approx(by_full[TOPK].kld, abs=2e-4)
     assert by_full[TOPK].kld.mean() > 1e-3
     other = load_session(make_model(base.parent / "other.gguf"), build_method("full", {}), CONFIG)
     with pytest.raises(SparseKVError, match="vocabulary of 511, the model has one of 512"):
-        measured.chunks_of(other, opened)
+        chunked.chunks_of(other, opened)
 
 
 @pytest.mark.parametrize(
@@ -202,9 +217,7 @@ def test_statistics_against_sums():
     p, q = np.exp(log_softmax(base.astype(np.float64))), log_softmax(logits.astype(np.float64))
     kld = (p * (np.log(p) - q)).sum(axis=-1)
     nll, nll_base = (-x[range(40), targets] for x in (q, np.log(p)))
-    found = Divergence()
-    for part in (slice(0, 15), slice(15, 40)):
-        found.add(log_probs_of(base[part]), logits[part], targets[part])
+    found = Divergence(**token_scores(logits, targets, log_probs_of(base)))
     told = found.statistics()
 
     def error(values):

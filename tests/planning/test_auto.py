@@ -17,6 +17,7 @@ from sparsekv_cli.planning.kept import method_key
 
 NAMES = ("full", "lfps", "quest", "snapkv")
 FULL, LFPS, QUEST, SNAPKV = METHODS = [build_method(name, {}) for name in NAMES]
+FEW, MANY = (build_method("quest", {"budget": text}) for text in auto.BUDGETS)
 KLD = {"lfps": 0.08, "quest": 0.25, "snapkv": 0.3}
 
 
@@ -29,10 +30,10 @@ class FakeForecast:
         self.fixed = {"lfps": 0.004, "quest": 0.003, "snapkv": 0.002}
 
     def seconds(self, method, n):
-        return self.fixed.get(method.name, n / 1e6)
+        return self.fixed.get(method_key(method), self.fixed.get(method.name, n / 1e6))
 
     def pays_from(self, method):
-        return round(self.fixed[method.name] * 1e6)
+        return round(self.seconds(method, 0) * 1e6)
 
 
 def losses(**kld):
@@ -65,8 +66,37 @@ def test_the_fastest_of_those_within_the_loss(n, max_loss, name, repeat):
 def test_methods_that_were_not_measured_are_not_chosen():
     choice = choose(FakeForecast(), METHODS[1:], losses(quest=0.25), 8000, 0.3)
     assert [each.method.name for each in choice.rated] == ["quest"]
-    assert losses(quest=0.2).know_one_of([LFPS, QUEST])
-    assert not losses(quest=0.2).know_one_of([LFPS, replace(QUEST, dense_layers=())])
+    assert losses(quest=0.2).lacks([LFPS, QUEST]) == [LFPS]
+    other = replace(QUEST, dense_layers=())
+    assert losses(quest=0.2).lacks([LFPS, other]) == [LFPS, other]
+
+
+@pytest.mark.parametrize(
+    ("max_loss", "spec", "n_worth"),
+    [
+        (0.05, "full", 3),
+        (0.1, "quest:budget=10%", 4),
+        (0.27, "quest", 4),
+        (0.4, "quest:budget=2%", 5),
+    ],
+)
+def test_budgets_are_chosen_among(max_loss, spec, n_worth):
+    """Of a method the fastest that loses little enough; others but the default need no speed."""
+    forecast = FakeForecast()
+    forecast.fixed |= {
+        method_key(FEW): 0.002,
+        method_key(MANY): 0.0035,
+        "lfps": 0.01,
+        "snapkv": 0.01,
+    }
+    forecast.speeds.methods |= {method_key(each): None for each in (FEW, MANY)}
+    known = losses(lfps=1, quest=0.25, snapkv=1)
+    known = replace(known, kld={**known.kld, method_key(FEW): 0.4, method_key(MANY): 0.1})
+    worth = auto.worth_forecasting([*METHODS[1:], FEW, MANY], known, max_loss)
+    assert len(worth) == n_worth
+    choice = choose(forecast, worth, known, 8000, max_loss)
+    assert choice.chosen.spec == spec
+    assert choice.repeat.startswith(f"--method {spec.replace(':', ' -o ')}")
 
 
 def test_a_passage_is_repeated_and_the_text_goes_on():
@@ -98,12 +128,12 @@ def model(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "measure_bandwidth", lambda n_threads: 1e10)
     monkeypatch.setattr(kept, "default_speeds_folder", lambda: tmp_path / "speeds")
     monkeypatch.setattr(auto, "N_TEXT", 1100)
-    monkeypatch.setattr(auto, "candidates", lambda session: [QUEST, SNAPKV])
+    monkeypatch.setattr(auto, "candidates", lambda session: [FEW, SNAPKV])
     monkeypatch.setattr(auto, "GAIN", 0.0)  # a tiny model's speeds say nothing
     return make_model(tmp_path / "model.gguf", n_layer=3)
 
 
-def test_commands_choose_and_say_so(model, tmp_path, capsys):
+def test_commands_choose_and_say_so(model, tmp_path, capsys, monkeypatch):
     text = tmp_path / "prompt.txt"
     text.write_text("a b c d " * 400)
     run = ("run", "-m", model, "-t", 1, "-f", text, "-n", 2, "--no-cache", "--temp", 0)
@@ -116,15 +146,22 @@ def test_commands_choose_and_say_so(model, tmp_path, capsys):
     assert said["method"]["name"] == chosen["name"] in ("quest", "snapkv")
     assert {each["name"] for each in chosen["considered"]} == {"quest", "snapkv"}
     assert all(each["kld"] > 0 for each in chosen["considered"])
+    assert {each["name"]: each["options"] for each in chosen["considered"]} == {
+        "quest": {"budget": "2%"},
+        "snapkv": {},
+    }
     assert chosen["why"] in err
     assert said["timings"]["decode_s"] < 5  # of the answer alone
     code, again, err = call(capsys, *run, "--json", *chosen["repeat"].split())
+    assert json.loads(again)["method"]["options"] == said["method"]["options"]
     assert json.loads(again)["tokens"] == said["tokens"]
     code, out, err = call(capsys, *given)
     assert json.loads(out)["method"] == said["method"]
     assert "measuring" not in err
+    monkeypatch.setattr(auto, "candidates", lambda session: [FEW, SNAPKV, QUEST])
     strict = (*run, "--method", "auto", "--max-loss", 0, "--json")
-    code, out, _ = call(capsys, *strict)
+    code, out, err = call(capsys, *strict)
+    assert "1 of 3 methods and budgets are left out" in err
     assert json.loads(out)["method"]["name"] == "full"
     bench = ("bench", "-m", model, "-t", 1, "-p", 0, "-n", 2, "-d", 1200, "-r", 1, "-O", "json")
     code, out, err = call(capsys, *bench, "--method", "auto", "--max-loss", 100)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparsekv_cli.evaluation.perplexity import RowsRead
 from sparsekv_cli.evaluation.prefill import prefill_each, resume
+from sparsekv_cli.evaluation.rows_read import rows_read
 from sparsekv_cli.evaluation.ruler.records import Key, key_of
 from sparsekv_cli.evaluation.ruler.samples import Encode, RulerPlan, RulerPrompt, make_prompt
 from sparsekv_cli.evaluation.ruler.tasks import score
@@ -107,9 +107,7 @@ def answer(
         if score(text, references) == 1 or len(tokens) == n_answer:
             break
         logits = session.decode(token)
-    attended, n_steps = RowsRead(), len(session.tokens) - n_read
-    if n_steps:
-        attended.add(layers, n_steps)
+    attended = rows_read(layers, len(session.tokens) - n_read)
     session.caches = []
     return {
         "score": score(text, references),
@@ -117,5 +115,5 @@ def answer(
         "references": references,
         "depths": prompt.sample.depths,
         "prompt_tokens": len(prompt.ids),
-        "rows_attended_mean": attended.rows(),
+        "rows_attended_mean": attended.mean,
     }

@@ -1,4 +1,4 @@
-"""What llama-perplexity tells of two distributions over the same tokens: KLD, perplexities, Δp.
+"""What llama-perplexity tells of scored tokens: perplexity, and KLD, perplexities and Δp to a base.
 
 The base is a file of log-probabilities (kld_file.py) or other logits. Entries of the vocabulary
 whose log-probability in the base is -16 or less are left out of the KLD.
@@ -6,13 +6,10 @@ whose log-probability in the base is -16 or less are left out of the KLD.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-
-from sparsekv_cli.evaluation.kld_file import KLDFile
-from sparsekv_cli.evaluation.perplexity import ScoredLogits, negative_log_probs
 
 LEAST_LOG_PROB = -16.0
 LEAST_COUNT = 10  # values below which an uncertainty is said to be 0
@@ -34,41 +31,66 @@ def log_probs_of(logits: np.ndarray) -> np.ndarray:
     return logits - (best + np.log(total).astype(np.float32))
 
 
+def negative_log_probs(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """f64 (T,): of the targets (T,) after logits f32 (T, n_vocab)."""
+    best = logits.max(axis=-1)
+    total = np.exp(logits - best[:, None]).sum(axis=-1, dtype=np.float64)
+    return np.log(total) - (logits[np.arange(len(targets)), targets] - best)
+
+
+def token_scores(
+    logits: np.ndarray, targets: np.ndarray, base: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """By token (T,): ``nll`` of the targets (T,) after logits f32 (T, n_vocab).
+
+    base f32 (T, n_vocab): log-probabilities; with them ``nll_base``, ``kld``, ``same_top``, too.
+    """
+    nll = negative_log_probs(logits, targets)
+    if base is None:
+        return {"nll": nll}
+    terms = np.exp(base) * (base - log_probs_of(logits))
+    return {
+        "nll": nll,
+        "nll_base": -base[np.arange(len(targets)), targets].astype(np.float64),
+        "kld": np.where(base > LEAST_LOG_PROB, terms, 0).sum(axis=-1, dtype=np.float64),
+        "same_top": (base.argmax(axis=-1) == logits.argmax(axis=-1)).astype(np.int64),
+    }
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Of scored tokens (T,), and its standard error as llama-perplexity has it."""
+
+    nll: np.ndarray
+
+    @property
+    def value(self) -> float:
+        return float(np.exp(np.mean(self.nll)))
+
+    @property
+    def stderr(self) -> float:
+        return self.value * float(np.std(self.nll)) / max(1, len(self.nll) - 1) ** 0.5
+
+
+@dataclass(frozen=True)
 class Divergence:
-    """Collects scored tokens, and tells llama-perplexity's statistics of them."""
+    """Scored tokens (T,), as ``token_scores`` has them; llama-perplexity's statistics of them."""
 
-    def __init__(self) -> None:
-        self.nll = np.zeros(0)
-        self.nll_base = np.zeros(0)
-        self.kld = np.zeros(0)
-        self.p_diff = np.zeros(0)
-        self.same_top = np.zeros(0)
-
-    def add(self, base: np.ndarray, logits: np.ndarray, targets: np.ndarray) -> None:
-        """base f32 (T, n_vocab): log-probabilities; logits f32 (T, n_vocab); targets (T,)."""
-        log_probs = log_probs_of(logits)
-        terms = np.exp(base) * (base - log_probs)
-        kld = np.where(base > LEAST_LOG_PROB, terms, 0).sum(axis=-1, dtype=np.float64)
-        nll = negative_log_probs(logits, targets)
-        nll_base = -base[np.arange(len(targets)), targets].astype(np.float64)
-        for name, values in (
-            ("nll", nll),
-            ("nll_base", nll_base),
-            ("kld", kld),
-            ("p_diff", np.exp(-nll) - np.exp(-nll_base)),
-            ("same_top", base.argmax(axis=-1) == logits.argmax(axis=-1)),
-        ):
-            setattr(self, name, np.append(getattr(self, name), values))
+    nll: np.ndarray
+    nll_base: np.ndarray
+    kld: np.ndarray
+    same_top: np.ndarray
 
     def statistics(self) -> dict[str, Statistic]:
         """By llama-perplexity's names; Δp and same top are shares, not per cent."""
+        p_diff = np.exp(-self.nll) - np.exp(-self.nll_base)
         log_ppl, log_base = mean(self.nll), mean(self.nll_base)
         (var, cov), (_, var_base) = covariance(self.nll, self.nll_base)
         ratio = log_ppl.value - log_base.value
         ratio_error = error_of(var + var_base - 2 * cov)
         ppl, base = np.exp(log_ppl.value), np.exp(log_base.value)
         difference = error_of(ppl**2 * var + base**2 * var_base - 2 * ppl * base * cov)
-        square = mean(self.p_diff**2)
+        square = mean(p_diff**2)
         rms = square.value**0.5
         top = float(self.same_top.mean())
         found = {
@@ -82,8 +104,8 @@ class Divergence:
             "Mean PPL(Q)-PPL(base)": Statistic(ppl - base, difference),
             "Mean KLD": mean(self.kld),
             **quantiles("KLD", self.kld, KLD_SHARES),
-            "Mean Δp": mean(self.p_diff),
-            **quantiles("Δp", self.p_diff, SHARES),
+            "Mean Δp": mean(p_diff),
+            **quantiles("Δp", p_diff, SHARES),
             "RMS Δp": Statistic(rms, 0.5 / rms * (square.stderr or 0.0) if rms else 0.0),
             "Same top p": Statistic(top, error_of(top * (1 - top) / max(1, len(self.kld) - 1))),
         }
@@ -91,22 +113,6 @@ class Divergence:
             name: Statistic(float(value), None if stderr is None else float(stderr))
             for name, (value, stderr) in found.items()
         }
-
-
-def divergences(pieces: Iterable[ScoredLogits], base: KLDFile | str) -> dict[str, Divergence]:
-    """Of each way from a file, or from another way, whose pieces of a chunk come first."""
-    found: dict[str, Divergence] = {}
-    log_probs: list[np.ndarray] = []  # of a chunk, in the base
-    for piece in pieces:
-        if isinstance(base, KLDFile):
-            log_probs = [base.log_probs(piece.chunk)] if piece.start == 0 else log_probs
-        elif piece.way == base:
-            log_probs = [] if piece.start == 0 else log_probs
-            log_probs.extend(log_probs_of(piece.logits))
-        rows = log_probs[0] if isinstance(base, KLDFile) else log_probs
-        expected = np.asarray(rows[piece.start : piece.start + len(piece.logits)])
-        found.setdefault(piece.way, Divergence()).add(expected, piece.logits, piece.targets)
-    return found
 
 
 def error_of(variance: float) -> float:

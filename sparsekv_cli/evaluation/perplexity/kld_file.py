@@ -7,6 +7,7 @@ log_softmax). Log-probabilities of more than 16 below the best are cut there.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,9 +91,16 @@ class KLDFile:
         rows = (n_chunk, self.n_scored, row_length(self.n_vocab))
         self._rows = np.memmap(path, "<u2", "r", start, rows)
 
-    def log_probs(self, chunk: int) -> np.ndarray:
-        """f32 (n_scored, n_vocab)."""
-        return decode(self._rows[chunk], self.n_vocab)
+    def rows(self, chunk: int) -> np.ndarray:
+        """The scored tokens of a chunk, u16 (n_scored, row_length)."""
+        return np.asarray(self._rows[chunk])
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits of its tokens, and of the first chunk's rows, which tell models apart."""
+        found = hashlib.sha256(self.tokens.tobytes())
+        found.update(self.rows(0).tobytes())
+        return found.hexdigest()[:32]
 
 
 class KLDWriter:
@@ -103,7 +111,11 @@ class KLDWriter:
 
     def add(self, logits: np.ndarray) -> None:
         """The logits f32 (T, n_vocab) of the next scored tokens."""
-        data = memoryview(encode(logits).astype("<u2", copy=False).tobytes())
+        self.add_rows(encode(logits))
+
+    def add_rows(self, rows: np.ndarray) -> None:
+        """The same as rows of the file (``encode``)."""
+        data = memoryview(rows.astype("<u2", copy=False).tobytes())
         while data:
             data = data[os.write(self._file, data) :]
 

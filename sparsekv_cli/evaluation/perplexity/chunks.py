@@ -1,0 +1,87 @@
+"""The chunks of a text as llama-perplexity cuts it, of which the second halves are scored.
+
+A text is cut into chunks of n_ctx tokens. The first of each gives way to BOS if the model adds one.
+The logits after the tokens n_ctx/2 to n_ctx - 2 predict the ones that follow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.evaluation.perplexity.kld_file import KLDFile
+
+if TYPE_CHECKING:
+    from sparsekv_cli.session import Session
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What is needed to score one chunk, wherever that is done.
+
+    ids: the tokens that the model is given. targets (n_scored,): those that are to be predicted,
+    the last of which it is not given. base: the rows of these in a file of log-probabilities.
+    """
+
+    number: int
+    ids: list[int]
+    targets: np.ndarray
+    base: np.ndarray | None = None
+
+    @property
+    def first(self) -> int:
+        """Position of the first token after which logits are scored."""
+        return len(self.ids) - len(self.targets)
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """tokens i32 (n_chunk, n_ctx); bos: what the first of each gives way to, None if it stays.
+
+    base: a file of log-probabilities that has the same tokens.
+    """
+
+    tokens: np.ndarray
+    bos: int | None
+    base: KLDFile | None = None
+
+    @property
+    def n_scored(self) -> int:
+        """Scored tokens of a chunk."""
+        n_ctx = self.tokens.shape[1]
+        return n_ctx - 1 - n_ctx // 2
+
+    def chunk(self, i: int) -> Chunk:
+        ids = self.tokens[i, :-1].tolist()
+        if self.bos is not None:
+            ids[0] = self.bos
+        base = None if self.base is None else self.base.rows(i)
+        return Chunk(i, ids, np.asarray(self.tokens[i, -self.n_scored :]), base)
+
+
+def split_chunks(tokenizer: Any, text: str, n_ctx: int, n_chunks: int | None = None) -> Chunks:
+    """The chunks of a text, at most ``n_chunks``; SparseKVError when it is too short for two."""
+    ids = tokenizer.encode(text, add_eos=False, parse_special=False)
+    if len(ids) < 2 * n_ctx:
+        raise SparseKVError(
+            f"the text has {len(ids)} tokens, and a context of {n_ctx} needs {2 * n_ctx} of them: "
+            "give a longer text, or a smaller --ctx-size"
+        )
+    n = min(len(ids) // n_ctx, n_chunks or len(ids))
+    tokens = np.array(ids[: n * n_ctx], np.int32).reshape(n, n_ctx)
+    return Chunks(tokens, tokenizer.bos_id if tokenizer.add_bos else None)
+
+
+def chunks_of(session: Session, file: KLDFile, n_chunks: int | None = None) -> Chunks:
+    """The chunks of a file of log-probabilities; SparseKVError if it is of another vocabulary."""
+    n_vocab = session.hparams.n_vocab
+    if file.n_vocab != n_vocab:
+        raise SparseKVError(
+            f"{file.path}: is of a vocabulary of {file.n_vocab}, the model has one of {n_vocab}: "
+            "give the model that it was made with, or one with the same vocabulary"
+        )
+    tokenizer = session.tokenizer
+    return Chunks(file.tokens[:n_chunks], tokenizer.bos_id if tokenizer.add_bos else None, file)

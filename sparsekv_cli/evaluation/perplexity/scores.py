@@ -1,0 +1,108 @@
+"""Chunks scored in several ways: by a prefill, or by methods that decode the second half.
+
+Without a method a chunk is prefilled, as llama-perplexity does; with one its first half is
+prefilled, once for all methods, and the method decodes the others token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.evaluation.perplexity.chunks import Chunk
+from sparsekv_cli.evaluation.perplexity.kld import log_probs_of, token_scores
+from sparsekv_cli.evaluation.perplexity.kld_file import decode
+from sparsekv_cli.evaluation.prefill import prefill_each, resume
+from sparsekv_cli.evaluation.rows_read import RowsRead, rows_read
+from sparsekv_cli.methods.base import Method
+
+if TYPE_CHECKING:
+    from sparsekv_cli.session import Session
+
+PREFILL = "prefill"  # stands for no method: what the dense prefill of a whole chunk gives
+PIECE = 256  # rows of logits at once
+
+Ways = Mapping[str, Method | None]  # how to score, by the text that names it; None is a prefill
+See = Callable[[np.ndarray], object]  # gets logits f32 (T, n_vocab)
+
+
+def setting_of(method: Method | None) -> dict[str, Any]:
+    """The name and the options of a way."""
+    if method is None:
+        return {"name": PREFILL, "options": {}}
+    return {"name": method.name, "options": method.options()}
+
+
+def score_chunk(
+    session: Session, ways: Ways, chunk: Chunk, base: str = "", see: See | None = None
+) -> list[dict[str, Any]]:
+    """The records of a chunk, one a way, prefills first, then ``full``; without effect on others.
+
+    base: the way that the others are compared with, which must be one of those that come first;
+    what a chunk has of a file is compared with otherwise. see: gets all logits that are scored.
+    """
+    records, reference = [], list[np.ndarray]()
+    for scored in _logits_of(session, ways, chunk):
+        columns: dict[str, list[float]] = {}
+        n_done = 0
+        for logits in scored.parts:
+            part = slice(n_done, n_done + len(logits))
+            n_done = part.stop
+            expected = None
+            if chunk.base is not None:
+                expected = decode(chunk.base[part], logits.shape[1])
+            elif base:
+                if scored.way == base:
+                    reference.extend(log_probs_of(logits))
+                expected = np.asarray(reference[part])
+            found = token_scores(logits, chunk.targets[part], expected)
+            for name, values in found.items():
+                columns.setdefault(name, []).extend(values.tolist())
+            if see is not None:
+                see(logits)
+        read = {"rows_attended": scored.read.rows, "head_steps": scored.read.head_steps}
+        records.append({"chunk": chunk.number, **setting_of(ways[scored.way]), **read, **columns})
+    session.reset()
+    return records
+
+
+@dataclass
+class _Scored:
+    """A way's logits f32 (T, n_vocab) in parts, and what was read once they are used up."""
+
+    way: str
+    parts: Iterator[np.ndarray] = iter(())
+    read: RowsRead = RowsRead()
+
+
+def _logits_of(session: Session, ways: Ways, chunk: Chunk) -> Iterator[_Scored]:
+    ids, first = chunk.ids, chunk.first
+    n_steps = len(ids) - first
+
+    def prefilled() -> Iterator[np.ndarray]:
+        session.reset()
+        session.prefill(ids[:first])
+        for start in range(first, len(ids), PIECE):
+            yield session.prefill(ids[start : start + PIECE], all_logits=True)
+
+    def decoded(scored: _Scored, layers: Sequence[LayerCache]) -> Iterator[np.ndarray]:
+        resume(session, ids[:first], layers)
+        for token in ids[first:]:
+            yield session.decode(token)[None]
+        scored.read = rows_read(layers, n_steps)
+        session.caches = []
+
+    methods = {name: method for name, method in ways.items() if method is not None}
+    for name in ways.keys() - methods.keys():
+        yield _Scored(name, prefilled())
+    if not methods:
+        return
+    for name, start in prefill_each(session, methods, ids[:first], n_steps=n_steps):
+        scored = _Scored(name)
+        scored.parts = decoded(scored, start.caches)
+        del start  # its caches go with the last part
+        yield scored

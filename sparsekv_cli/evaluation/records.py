@@ -1,0 +1,95 @@
+"""A JSONL file of records, one a line, behind a line that says what all of them are of.
+
+A record is written as soon as it is there, so that what was interrupted goes on where it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from sparsekv_cli.errors import SparseKVError
+
+
+class Records(ABC):
+    """The records by key: those of the file and new ones, which are written at once.
+
+    configuration: what all records have in common; None as a path: no file. SparseKVError for a
+    file of another configuration, or of something else. Half a line at its end is cut off.
+    """
+
+    command: ClassVar[str]  # whose file it is
+
+    def __init__(self, path: Path | None, configuration: Mapping[str, Any]) -> None:
+        self.path = path
+        self.by_key: dict[Any, dict[str, Any]] = {}
+        if path is None:
+            return
+        expected = {"format": f"sparsekv-cli {self.command}", **configuration}
+        head = json.dumps(expected, ensure_ascii=False)
+        data = path.read_bytes() if path.exists() else b""
+        whole = data[: data.rfind(b"\n") + 1]
+        lines = whole.splitlines()
+        if lines:
+            self._check_head(lines[0], json.loads(head))
+        elif data and not (head + "\n").encode().startswith(data):
+            raise SparseKVError(f"{path}: is no file of {self.command}: name another file")
+        for number, line in enumerate(lines[1:], 2):
+            try:
+                record = json.loads(line)
+                self.check(record)
+                self.by_key[self.key_of(record)] = record
+            except (ValueError, TypeError, KeyError, RecursionError):
+                raise SparseKVError(
+                    f"{path}: line {number} is no record of {self.command}: name another file"
+                ) from None
+        if len(whole) < len(data):
+            os.truncate(path, len(whole))
+        if not lines:
+            self._append(head)
+
+    @staticmethod
+    @abstractmethod
+    def key_of(record: Mapping[str, Any]) -> Any:
+        """What a record is of."""
+
+    @staticmethod
+    @abstractmethod
+    def check(record: Mapping[str, Any]) -> None:
+        """KeyError, TypeError or ValueError for what does not say what it should."""
+
+    def _check_head(self, line: bytes, expected: Mapping[str, Any]) -> None:
+        try:
+            found = json.loads(line)
+            is_ours = found.get("format") == expected["format"]
+        except (ValueError, AttributeError, RecursionError):
+            is_ours = False
+        if not is_ours:
+            raise SparseKVError(f"{self.path}: is no file of {self.command}: name another file")
+        for name in (*expected, *found):
+            if found.get(name) != expected.get(name):
+                raise SparseKVError(
+                    f"{self.path}: its records are of {name} {found.get(name)!r}, not "
+                    f"{expected.get(name)!r}: give the same options, or name another file"
+                )
+
+    def add_all(self, records: Iterable[dict[str, Any]]) -> None:
+        for record in records:
+            self.add(record)
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Keeps a record, unless there is one of the same already."""
+        if self.key_of(record) in self.by_key:
+            return
+        self.by_key[self.key_of(record)] = record
+        if self.path is not None:
+            self._append(json.dumps(record, ensure_ascii=False))
+
+    def _append(self, line: str) -> None:
+        assert self.path is not None
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
