@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -86,10 +86,11 @@ def kld(
     if base is None:
         text, opened = read_text(file), None
         ways = {"full": build_method("full", {}), **ways}
-        size, of = n_ctx or DEFAULT_CONTEXT, {"base": "full", "text_sha256": digest(text)}
+        size = n_ctx or DEFAULT_CONTEXT
+        of: dict[str, Any] = {"base": "full", "text_sha256": digest(text)}
     else:
         text, opened = "", KLDFile(base)
-        size, of = opened.n_ctx, {"base": opened.digest, "text_sha256": None}
+        size, of = opened.n_ctx, {"base": opened.digest}
     session = open_eval(options, list(ways.values()), size)
     if opened is None:
         chunks = split_chunks(session.tokenizer, text, size, n_chunks)

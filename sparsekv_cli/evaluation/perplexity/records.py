@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -22,7 +22,7 @@ class PerplexityRecords(Records):
     """Records by chunk and way, with the negative log-probability of each scored token."""
 
     command = "eval perplexity"
-    columns = COLUMNS
+    columns: ClassVar[tuple[str, ...]] = COLUMNS
 
     @staticmethod
     def key_of(record: Mapping[str, Any]) -> tuple[int, str, str]:
