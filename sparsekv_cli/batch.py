@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
-from sparsekv_cli.sequence import ledger_of
-from sparsekv_cli.session import Session
+from sparsekv_cli.sampling.plain import Outcome
+from sparsekv_cli.sequence import SequenceState, ledger_of
+from sparsekv_cli.session import Sample, Session
+
+Decoded = TypeVar("Decoded")
 
 
 class Batch:
@@ -45,12 +49,25 @@ class Batch:
         ValueError unless 1 <= B <= n. After an exception a sequence is as it was, or empty if the
         method cannot go back.
         """
+        return self._step(tokens, self.session.decode_batch)
+
+    def decode_next(self, tokens: Sequence[int], samples: Sequence[Sample]) -> list[Outcome]:
+        """``decode``, but the next tokens of those that a device can choose itself."""
+        return self._step(
+            tokens, lambda ids, states: self.session.decode_batch_next(ids, states, samples)
+        )
+
+    def _step(
+        self,
+        tokens: Sequence[int],
+        decode: Callable[[Sequence[int], Sequence[SequenceState]], Decoded],
+    ) -> Decoded:
         if not 1 <= len(tokens) <= len(self._sequences):
             raise ValueError(f"{len(tokens)} tokens: must be 1 to {len(self._sequences)}")
         self._keep()
         states, current = self._sequences[: len(tokens)], self._current
         try:
-            return self.session.decode_batch(tokens, states)
+            return decode(tokens, states)
         except BaseException:
             for i, state in enumerate(states):
                 self.use(i).rewind(len(state.tokens))  # some layers have the row already

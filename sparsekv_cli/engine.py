@@ -33,7 +33,7 @@ class Engine(Protocol):
     note: str  # what the user should know of how it runs
     shares_prefill: bool  # whether one can fill caches of several methods (evaluation/prefill.py)
     first_steps: int  # of a sequence's decode steps, those that take longer than later ones
-    chooses_tokens: bool  # whether the decoder has choose_next (device/decoder.py)
+    chooses_tokens: bool  # whether the decoder has choose_batch (device/decoder.py)
 
     def layer(self, method: Method, spec: LayerSpec) -> LayerCache:
         """The cache of one layer."""

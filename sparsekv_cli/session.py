@@ -29,7 +29,7 @@ from sparsekv_cli.models.gguf.file import GGUFFile, open_gguf
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.weights import Weights, read_weights
 from sparsekv_cli.prefix.prompt_rows import Found, PromptRows
-from sparsekv_cli.sampling.plain import PlainSampler
+from sparsekv_cli.sampling.plain import Outcome, PlainSampler
 from sparsekv_cli.sequence import Attention, Checkpoint, SequenceState, Timings, hand_over
 from sparsekv_cli.warmup import OnCompile
 
@@ -253,47 +253,54 @@ class Session:
 
     def decode(self, token: int) -> np.ndarray:
         """Adds one token with the method; logits f32 (n_vocab,) after it."""
-        return self._add(token, self.decoder.decode)
+        return self._add(token, self.decode_batch)[0]
 
     def decode_next(self, token: int, sample: Sample) -> int:
         """Adds one token; the next one. A device chooses it itself, if it can do ``sample``."""
-        if self.engine.chooses_tokens and isinstance(sample, PlainSampler):
-            return self._add(token, partial(self.decoder.choose_next, sample))
-        return sample(self.decode(token), self.tokens)
+        (found,) = self._add(token, partial(self.decode_batch_next, samples=[sample]))
+        return found if isinstance(found, int) else sample(found, self.tokens)
 
-    def _add(self, token: int, step: Callable[[int, int, list[LayerCache]], Added]) -> Added:
-        self._check_room(1, len(self.tokens))
-        self._check_ids((token,))
-        self.gguf.check_intact()
-        started = time.perf_counter()
+    def _add(
+        self, token: int, decode: Callable[[Sequence[int], Sequence[SequenceState]], Added]
+    ) -> Added:
         n_past = len(self.tokens)
         try:
-            added = step(token, n_past, self.caches)
+            return decode([token], [self.state])
         except BaseException:
             self.rewind(n_past)  # some layers have the row already
             raise
-        self.tokens.append(int(token))
-        self.timings.decode_s += time.perf_counter() - started
-        self.timings.decode_tokens += 1
-        return added
 
     def decode_batch(self, tokens: Sequence[int], sequences: Sequence[SequenceState]) -> np.ndarray:
         """Adds a token to each of B sequences of this session: logits f32 (B, n_vocab).
 
         After an exception some layers may hold the new row already; Batch (batch.py) rewinds them.
         """
+        return self._add_batch(tokens, sequences, self.decoder.decode_batch)
+
+    def decode_batch_next(
+        self, tokens: Sequence[int], sequences: Sequence[SequenceState], samples: Sequence[Sample]
+    ) -> list[Outcome]:
+        """``decode_batch``, but the next tokens of those that a device can choose itself."""
+        plain = [each if isinstance(each, PlainSampler) else None for each in samples]
+        if self.engine.chooses_tokens and any(plain):
+            return self._add_batch(tokens, sequences, partial(self.decoder.choose_batch, plain))
+        return [row.copy() for row in self.decode_batch(tokens, sequences)]
+
+    def _add_batch(
+        self, tokens: Sequence[int], sequences: Sequence[SequenceState], step: Callable[..., Added]
+    ) -> Added:
         for state in sequences:
             self._check_room(1, len(state.tokens))
         self._check_ids(tokens)
         self.gguf.check_intact()
         started = time.perf_counter()
-        positions = [len(state.tokens) for state in sequences]
-        logits = self.decoder.decode_batch(tokens, positions, [each.caches for each in sequences])
+        lengths = [len(state.tokens) for state in sequences]
+        added = step(tokens, lengths, [state.caches for state in sequences])
         for token, state in zip(tokens, sequences, strict=True):
             state.tokens.append(int(token))
         self.timings.decode_s += time.perf_counter() - started
         self.timings.decode_tokens += len(tokens)
-        return logits
+        return added
 
     def generate(
         self,

@@ -18,9 +18,8 @@ from sparsekv_cli.generation.growing import GrowingAnswer
 from sparsekv_cli.generation.sampler import constraint_maker
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from sparsekv_cli.sampling.grammar import Constraint, Grammar
+    from sparsekv_cli.sampling.plain import Outcome
     from sparsekv_cli.session import Session
 
 
@@ -118,7 +117,7 @@ class Answering:
         self._output = output
         self._make_constraint: Callable[[Grammar], Constraint] | None = None
         self._active: list[LineAnswer] = []
-        self._logits: list[np.ndarray] = []  # of each active answer, after its last token
+        self._outcomes: list[Outcome] = []  # of each active answer, after its last token
 
     def run(self, lines: Iterable[tuple[int, bytes]], defaults: Task) -> None:
         """Answers every line. lines: their numbers and texts."""
@@ -172,7 +171,7 @@ class Answering:
             self._output.fail(number, task.id, str(error))
             return
         self._active.append(answer)
-        self._logits.append(logits.copy())
+        self._outcomes.append(logits.copy())
 
     def _constraint(self, task: Task) -> Constraint | None:
         grammar = task.sampling.grammar
@@ -188,7 +187,7 @@ class Answering:
         while i < len(self._active):
             answer = self._active[i]
             try:
-                is_done = answer.growing.choose(self._logits[i], self._batch.use(i))
+                is_done = answer.growing.choose(self._outcomes[i], self._batch.use(i))
             except SparseKVError as error:
                 self._output.fail(answer.number, answer.task.id, str(error))
                 self._drop(i)
@@ -202,14 +201,15 @@ class Answering:
     def _drop(self, i: int) -> None:
         """The last answer takes the place of the i-th."""
         self._batch.exchange(i, len(self._active) - 1)
-        self._active[i], self._logits[i] = self._active[-1], self._logits[-1]
-        del self._active[-1], self._logits[-1]
+        self._active[i], self._outcomes[i] = self._active[-1], self._outcomes[-1]
+        del self._active[-1], self._outcomes[-1]
 
     def _step(self) -> None:
         """Decodes the tokens that were chosen."""
         if self._active:
-            logits = self._batch.decode([answer.growing.token for answer in self._active])
-            self._logits = [row.copy() for row in logits]  # which a prefill may overwrite
+            growing = [answer.growing for answer in self._active]
+            tokens, samples = [each.token for each in growing], [each.sample for each in growing]
+            self._outcomes = self._batch.decode_next(tokens, samples)
 
 
 def resume(path: Path) -> int:

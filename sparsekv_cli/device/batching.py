@@ -1,9 +1,11 @@
 """Sequences of a step whose caches launch each kernel once for all of them.
 
-Kernels take the tensors of B sequences at one stride, but each cache has tensors of its own. So
-caches of a layer that are about to launch the same are moved into common tensors, (B, ...), as wide
-as the widest of them; each keeps its part as a view. They stay there until one outgrows its part,
-and then all move again.
+Each sequence has its own number of rows, which lies in device memory. Kernels take the tensors of B
+sequences at one stride, but each cache has tensors of its own. So caches of a layer that are about
+to launch the same are moved into common tensors, (B, ...), as wide as the widest of them; each
+keeps its part as a view. They stay there until one outgrows its part, joins or leaves; then all
+move again, so that no memory is kept for one that is gone. Sequences that are much longer than
+others launch for themselves: nobody is given more than twice the rows that it needs, if it is many.
 
 What is planned for a step holds for the next ones, up to a number of rows that caches tell.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -20,6 +22,8 @@ import torch
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.device.cache import UNLIMITED, DeviceCache
 from sparsekv_cli.device.methods.lfps import HostLFPS
+
+SHORT = 4096  # rows for which there is room in every sequence of a batch
 
 
 class Run(NamedTuple):
@@ -31,7 +35,7 @@ class Run(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """What a step launches. runs: of each layer, first and last of each ``Run``; none on the host.
+    """What a step launches. runs: of each layer, first and last of each ``Run`` on the device.
 
     It holds for ``n_more`` steps behind it in which each sequence gets one row.
     """
@@ -59,6 +63,7 @@ class Planner:
         self.least_rows = 0
         self._plan: StepPlan | None = None
         self._next: list[int] = []  # positions of the step that the plan would hold for
+        self._planned: list[ref[LayerCache]] = []  # caches of the last plan, whether it holds or not
 
     def forget(self) -> None:
         """Nothing is planned any more: rows were added in another way, or a step was broken off."""
@@ -69,12 +74,22 @@ class Planner:
         plan, flat = self._plan, [cache for layers in caches for cache in layers]
         self.forget()
         if plan is None or not self._holds(plan, positions, flat):
-            longest = max(self.least_rows, max(positions) + 1)
-            return _plan_step(positions, longest, caches, flat)
+            self._part_from(flat)
+            plan = _plan_step(positions, self.least_rows, caches, flat)
+            self._planned = plan.caches
+            return plan
         for cache in flat:
             if isinstance(cache, DeviceCache):
                 cache.resume()
         return plan._replace(n_more=plan.n_more - 1)
+
+    def _part_from(self, caches: Sequence[LayerCache]) -> None:
+        """Caches that are not among these any more leave the common tensors."""
+        left = set(map(id, caches))
+        for planned in self._planned:
+            cache = planned()
+            if isinstance(cache, DeviceCache) and id(cache) not in left:
+                _leave_common(cache)
 
     def _holds(
         self, plan: StepPlan, positions: Sequence[int], caches: Sequence[LayerCache]
@@ -87,38 +102,70 @@ class Planner:
         self._plan, self._next = plan, [pos + 1 for pos in positions]
 
 
+def launch_order(positions: Sequence[int], caches: Sequence[Sequence[LayerCache]]) -> list[int]:
+    """The order of sequences in which those that may launch together follow each other.
+
+    Those of a method, the longest first; steps do not change it.
+    """
+    if len(positions) == 1:
+        return [0]
+    kinds: dict[Hashable, int] = {}
+    numbers = []
+    for layers in caches:
+        kind = tuple((type(cache), id(getattr(cache, "method", None))) for cache in layers)
+        numbers.append(kinds.setdefault(kind, len(kinds)))
+    return sorted(range(len(positions)), key=lambda b: (numbers[b], -positions[b]))
+
+
+def lengths_to_plan(ns: Sequence[int], least: int) -> list[int]:
+    """For each of the sequences of n rows the number of rows that launches are planned for.
+
+    That of the longest with which it shares them and, in common tensors, their width. It has at
+    most twice its rows, or few. Sequences that share them go on doing so.
+    """
+    found, longest = [0] * len(ns), 0
+    for b in sorted(range(len(ns)), key=lambda b: -ns[b]):
+        if longest == 0 or longest > max(SHORT, 2 * ns[b]):
+            longest = ns[b]
+        found[b] = max(least, longest)
+    return found
+
+
 def _plan_step(
     positions: Sequence[int],
-    longest: int,
+    least: int,
     caches: Sequence[Sequence[LayerCache]],
     flat: Sequence[LayerCache],
 ) -> StepPlan:
     n_more = UNLIMITED
     parts: list[Hashable] = []
     runs: list[list[tuple[int, int]]] = []
+    planned_for = lengths_to_plan([pos + 1 for pos in positions], least)
     for layers in zip(*caches, strict=True):
-        keys, on_device = [], []
-        for cache, pos in zip(layers, positions, strict=True):
+        keys: list[Hashable] = []  # None: on the host
+        for cache, pos, longest in zip(layers, positions, planned_for, strict=True):
+            key: Hashable = None
             if isinstance(cache, DeviceCache):
                 if cache.side is not None:  # of a step that was broken off: captures cannot wait
                     cache.side.join()
                 n, n_max = pos + 1, cache.bound(longest)
-                keys.append(cache.plan(n, n_max))
-                on_device.append(cache)
-                n_more = min(n_more, cache.holds_until(n, n_max) - n, n_max - longest)
+                key = cache.plan(n, n_max)
+                n_more = min(n_more, cache.holds_until(n, n_max) - n)
             elif isinstance(cache, HostLFPS):
                 cache.plan()
                 n_more = min(n_more, UNLIMITED if cache.is_planned else 0)
-        of_layer = prepare_runs(on_device, keys) if keys else []
+            keys.append(key)
+        of_layer = prepare_runs(layers, keys)
         parts.append(tuple((run.last, keys[run.first], run.cache.places) for run in of_layer))
         runs.append([(run.first, run.last) for run in of_layer])
     return StepPlan(tuple(parts), runs, [ref(cache) for cache in flat], n_more)
 
 
-def prepare_runs(caches: Sequence[DeviceCache], keys: Sequence[Hashable]) -> list[Run]:
+def prepare_runs(caches: Sequence[LayerCache], keys: Sequence[Hashable]) -> list[Run]:
     """One layer's caches as runs of equal keys (DeviceCache.plan), ready to decode.
 
-    The caches of a run lie in common tensors.
+    The caches of a run are of one method, and lie in common tensors. A key is None, and no run has
+    it, where the cache lies on the host.
     """
     runs = list(_runs(caches, keys))
     for run in runs:
@@ -126,15 +173,29 @@ def prepare_runs(caches: Sequence[DeviceCache], keys: Sequence[Hashable]) -> lis
     return runs
 
 
-def _runs(caches: Sequence[DeviceCache], keys: Sequence[Hashable]) -> Iterator[Run]:
-    for _, group in groupby(range(len(caches)), key=lambda b: keys[b]):
+def _runs(caches: Sequence[Any], keys: Sequence[Hashable]) -> Iterator[Run]:
+    def of(b: int) -> Hashable:
+        return type(caches[b]), getattr(caches[b], "method", None), keys[b]
+
+    for (_, _, key), group in groupby(range(len(caches)), key=of):
         members = list(group)
         first, last = members[0], members[-1] + 1
+        if key is None:
+            continue
         if last - first > 1 and all(caches[b].moves for b in members):
             _move_to_common(caches[first:last])
             yield Run(first, last, caches[first])
         else:
-            yield from (Run(b, b + 1, caches[b]) for b in members)
+            for b in members:
+                _leave_common(caches[b])
+                yield Run(b, b + 1, caches[b])
+
+
+def _leave_common(cache: DeviceCache) -> None:
+    """Moves the cache's tensors to memory of its own, if they are parts of others."""
+    tensors = cache.tensors()
+    if any(x.numel() and x.untyped_storage().nbytes() > x.nbytes for x in tensors):
+        cache.put([x.clone() for x in tensors])
 
 
 def _move_to_common(caches: Sequence[DeviceCache]) -> None:
@@ -148,10 +209,12 @@ def _move_to_common(caches: Sequence[DeviceCache]) -> None:
 
 
 def _are_in_common(parts: Sequence[torch.Tensor]) -> bool:
-    """Whether the parts follow each other in one tensor."""
+    """Whether the parts follow each other in one tensor, and are all of it."""
     first = parts[0]
     step = first.stride(0) if first.numel() else 0  # nothing lies nowhere
     n_bytes = step * first.element_size()
+    if first.numel() and first.untyped_storage().nbytes() != n_bytes * len(parts):
+        return False  # there is more than these
     at, offset, shape = first.data_ptr(), first.storage_offset(), first.shape
     for part in parts:
         if part.data_ptr() != at or part.shape != shape:

@@ -1,59 +1,116 @@
-"""The next token, chosen on the device: launches of torch without any read by the host."""
+"""The next tokens, chosen on the device: launches of torch without any read by the host.
+
+What the sequences' chains are set to lies in device memory, so that a captured step serves others.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 
 from sparsekv_cli.sampling.chain import FIRST_SORTED
-from sparsekv_cli.sampling.plain import PlainChain
+from sparsekv_cli.sampling.plain import PlainChain, PlainSampler
 
 
-def choose(logits: torch.Tensor, chain: PlainChain, chance: torch.Tensor) -> torch.Tensor:
-    """The token that sampling/chain.py chooses, and the highest logit, which tells damage.
+class Settings(NamedTuple):
+    """A sequence's chain and its random number: numbers, or of B sequences tensors f64 (B, 1).
 
-    logits f32 (V,); chance f64 (1,), uniform in [0, 1). Returns f64 (2,).
+    least: what is added to the highest logit is the least one that stays. chance: uniform in [0, 1).
+    The defaults choose greedily; infinite is off.
     """
-    highest = logits.max()
-    token = logits.argmax()[None] if chain.is_greedy else _drawn(logits, highest, chain, chance)
-    return torch.cat([token.double(), highest.double()[None]])
+
+    is_greedy: Any = 1.0
+    top_k: Any = math.inf
+    top_p: Any = math.inf
+    least: Any = -math.inf
+    temp: Any = 1.0
+    chance: Any = 0.0
+
+
+def settings_of(sampler: PlainSampler | None) -> Settings:
+    """What chooses the sampler's next token; the best one where there is none."""
+    if sampler is None or sampler.chain.is_greedy:
+        return Settings()
+    chain = sampler.chain
+    return Settings(
+        0.0,
+        chain.top_k or math.inf,
+        chain.top_p if chain.top_p < 1 else math.inf,
+        math.log(chain.min_p) if chain.min_p > 0 else -math.inf,
+        chain.temp,
+        sampler.chance(),
+    )
+
+
+class Work(NamedTuple):
+    """What a step's chains need beside the highest logits; a captured step does always the same.
+
+    sorts: tokens in the order of their logits. by_id: draws among tokens in the order of their ids.
+    """
+
+    sorts: bool
+    by_id: bool
+
+
+def work_of(chains: Iterable[PlainChain]) -> Work:
+    drawing = [chain for chain in chains if not chain.is_greedy]
+    return Work(
+        any(chain.top_k > 0 or chain.top_p < 1 for chain in drawing),
+        any(chain.top_k == 0 for chain in drawing),
+    )
+
+
+def choose(logits: torch.Tensor, settings: torch.Tensor, work: Work) -> torch.Tensor:
+    """The tokens that sampling/chain.py chooses, and the highest logits, which tell damage.
+
+    logits f32 (B, V); settings f64 (B, 6), a Settings a row. Returns f64 (B, 2).
+    """
+    highest, token = logits.amax(1, keepdim=True), logits.argmax(1, keepdim=True)
+    if work.sorts or work.by_id:
+        each = Settings(*settings.split(1, dim=1))
+        token = torch.where(each.is_greedy > 0, token, _drawn(logits, highest, each, work))
+    return torch.cat([token.double(), highest.double()], 1)
 
 
 def _drawn(
-    logits: torch.Tensor, highest: torch.Tensor, chain: PlainChain, chance: torch.Tensor
+    logits: torch.Tensor, highest: torch.Tensor, settings: Settings, work: Work
 ) -> torch.Tensor:
-    """A token of what the chain keeps: i64 (1,)."""
-    if chain.top_k == 0 and chain.top_p == 1:
-        return _index(_powers(logits, highest, chain), chance)
-    values, ids = logits.sort(descending=True, stable=True)
-    if chain.top_k > 0:
-        values, ids = values[: chain.top_k], ids[: chain.top_k]
-    powers, rank = _powers(values, highest, chain), torch.arange(len(ids), device=ids.device)
-    is_kept = rank >= 0
-    if chain.top_p < 1:
-        mass = torch.exp(values - highest)
-        is_kept = rank <= (torch.cumsum(mass / mass.sum(), 0) < chain.top_p).sum()
-        powers = torch.where(is_kept, powers, 0.0)
+    """A token of what each chain keeps: i64 (B, 1)."""
+    top_k, top_p, chance = settings.top_k, settings.top_p, settings.chance
+    if not work.sorts:
+        return _index(_powers(logits, highest, settings), chance)
+    values, ids = logits.sort(1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    is_kept = rank < top_k
+    mass = torch.where(is_kept, torch.exp(values - highest), 0.0)
+    share = torch.cumsum(mass / mass.sum(1, keepdim=True), 1)
+    is_kept = is_kept & (rank <= (share < top_p.float()).sum(1, keepdim=True))
+    powers = torch.where(is_kept, _powers(values, highest, settings), 0.0)
     # The id at a rank without indexing, which could leave the list in a step of garbled numbers.
-    token = torch.where(rank == _index(powers, chance), ids, 0).sum(0, keepdim=True)
-    if chain.top_k > 0 or len(ids) <= FIRST_SORTED:
+    token = torch.where(rank == _index(powers, chance), ids, 0).sum(1, keepdim=True)
+    if not work.by_id:
         return token
-    # So many tokens are left in the order of their ids.
-    in_order = _index(torch.zeros_like(powers).scatter_(0, ids, powers), chance)
-    return torch.where(is_kept[FIRST_SORTED], in_order, token)
+    in_order = _index(torch.zeros_like(powers).scatter_(1, ids, powers), chance)
+    # Where nothing is sorted, tokens are in the order of their ids; as so many are behind top_p.
+    is_by_id = torch.isinf(top_p)
+    if logits.shape[1] > FIRST_SORTED:
+        is_by_id = is_by_id | is_kept[:, FIRST_SORTED, None]
+    return torch.where(torch.isinf(top_k) & is_by_id, in_order, token)
 
 
-def _powers(values: torch.Tensor, highest: torch.Tensor, chain: PlainChain) -> torch.Tensor:
+def _powers(values: torch.Tensor, highest: torch.Tensor, settings: Settings) -> torch.Tensor:
     """Proportional to the probabilities of the logits ``values``: min_p and the temperature."""
-    powers = torch.exp(values / chain.temp - highest / chain.temp)
-    if chain.min_p == 0:
-        return powers
-    return torch.where(values >= highest + math.log(chain.min_p), powers, 0.0)
+    temp, least = settings.temp.float(), settings.least.float()
+    powers = torch.exp(values / temp - highest / temp)
+    return torch.where(values >= highest + least, powers, 0.0)
 
 
 def _index(powers: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
-    """Where ``chance`` is in the distribution powers / sum(powers): i64 (1,)."""
-    total = powers.cumsum(0, dtype=torch.float64)
-    at, last_possible = (total <= chance * total[-1]).sum(), (total < total[-1]).sum()
-    return torch.minimum(at, last_possible)[None]
+    """Where ``chance`` (B, 1) is in the distributions powers / sum(powers): i64 (B, 1)."""
+    total = powers.cumsum(1, dtype=torch.float64)
+    whole = total[:, -1:]
+    at, last_possible = (total <= chance * whole).sum(1), (total < whole).sum(1)
+    return torch.minimum(at, last_possible)[:, None]

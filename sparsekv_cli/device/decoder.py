@@ -6,9 +6,9 @@ lies on the host interrupt it. Letters as in cache/spec.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -16,8 +16,9 @@ from torch.nn.functional import linear
 
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import AttnInput
-from sparsekv_cli.device.batching import Planner, Run
+from sparsekv_cli.device.batching import Planner, Run, launch_order
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, DeviceStore, StepNumbers
+from sparsekv_cli.device.choosing import Work, settings_of, work_of
 from sparsekv_cli.device.graphs import Piece, Steps
 from sparsekv_cli.device.host import HostCache
 from sparsekv_cli.device.methods.lfps import HostLFPS
@@ -32,7 +33,7 @@ from sparsekv_cli.models.forward import Forward, OnRows, Product, Progress
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.rope import RopeTable, RopeTables
 from sparsekv_cli.models.weights import Weights
-from sparsekv_cli.sampling.plain import PlainChain, PlainSampler
+from sparsekv_cli.sampling.plain import Outcome, PlainSampler
 
 Result = TypeVar("Result")
 
@@ -162,52 +163,65 @@ class DeviceDecoder(Forward):
         caches: Sequence[Sequence[LayerCache]],
     ) -> np.ndarray:
         """``decode`` of B sequences, which share every load of a weight: logits (B, n_vocab)."""
-        return self._run_step(tokens, positions, caches, None, StepBuffers.logits)
+        none = [None] * len(tokens)
+        return self._run_step(tokens, positions, caches, none, StepBuffers.logits)
 
-    def choose_next(
-        self, sampler: PlainSampler, token: int, pos: int, caches: Sequence[LayerCache]
-    ) -> int:
-        """``decode``, but the token that ``sampler`` chooses behind it. Logits stay on the device.
+    def choose_batch(
+        self,
+        samplers: Sequence[PlainSampler | None],
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        caches: Sequence[Sequence[LayerCache]],
+    ) -> list[Outcome]:
+        """``decode_batch``, but the tokens that samplers choose behind it: their logits stay here.
 
-        SparseKVError where the highest logit is no number.
+        samplers: of each sequence; None: its logits f32 (n_vocab,).
         """
-        return self._run_step([token], [pos], [caches], sampler, StepBuffers.chosen)
+        are_chosen = [sampler is not None for sampler in samplers]
+        found = self._run_step(
+            tokens, positions, caches, samplers,
+            lambda buffers, order: buffers.outcomes(order, are_chosen),
+        )  # fmt: skip
+        for sampler in samplers:
+            if sampler is not None:
+                sampler.drawn()
+        return found
 
     def _run_step(
         self,
         tokens: Sequence[int],
         positions: Sequence[int],
         caches: Sequence[Sequence[LayerCache]],
-        sampler: PlainSampler | None,
-        result: Callable[[StepBuffers], Result],
+        samplers: Sequence[PlainSampler | None],
+        result: Callable[[StepBuffers, Sequence[int]], Result],
     ) -> Result:
-        """A step of B sequences. sampler: chooses a token; None: the logits come to the host.
+        """A step of B sequences. samplers: choose tokens; None: the logits come to the host.
 
-        result: waits for the step, and reads what came.
+        result: waits for the step, and reads what came; it is told the order of the sequences.
         """
-        n_rows = len(tokens)
+        n_rows, order = len(tokens), launch_order(positions, caches)
+        choosing = _Choosing.of(samplers)
         if n_rows != self._buffers.n_rows:
             self._buffers = StepBuffers(self.hparams, n_rows, self.device)
+        positions, caches = [positions[b] for b in order], [caches[b] for b in order]
         buffers, self._positions, self._caches = self._buffers, positions, caches
         self.rope.reserve(max(positions) + 1)
-        for b, (token, pos) in enumerate(zip(tokens, positions, strict=True)):
-            self.embed_row(token, buffers.host_x[b].numpy())
-            budgets = [c.budget_rows(pos + 1) for c in caches[b] if isinstance(c, DeviceCache)]
-            buffers.set_numbers(b, pos, min(budgets, default=pos + 1))
-        chain = None
-        if sampler is not None:
-            chain = sampler.chain
-            buffers.host_chance[0] = sampler.chance()
+        for row, (b, pos) in enumerate(zip(order, positions, strict=True)):
+            self.embed_row(tokens[b], buffers.host_x[row].numpy())
+            budgets = [c.budget_rows(pos + 1) for c in caches[row] if isinstance(c, DeviceCache)]
+            buffers.set_numbers(row, pos, min(budgets, default=pos + 1))
+            if choosing.work is not None:
+                buffers.set_chain(row, settings_of(samplers[b]))
         plan = self._planner.begin(positions, caches)
         owners = [buffers, *(cache for layers in caches for cache in layers)]
         on_device = (c for layers in caches for c in layers if isinstance(c, DeviceCache))
         self._steps.run(
             owners,
-            (len(self.rope.full.cos), plan.key, chain),
-            lambda: list(self._program(caches, plan.runs_of(caches), chain)),
+            (len(self.rope.full.cos), plan.key, choosing),
+            lambda: list(self._program(caches, plan.runs_of(caches), choosing)),
             watched=any(cache.on_step is not None for cache in on_device),
         )
-        found = result(buffers)
+        found = result(buffers, order)
         self._caches = ()
         for layers, pos in zip(caches, positions, strict=True):
             for cache in layers:
@@ -220,28 +234,28 @@ class DeviceDecoder(Forward):
         self,
         caches: Sequence[Sequence[LayerCache]],
         runs: Sequence[Sequence[Run]],
-        chain: PlainChain | None = None,
+        choosing: _Choosing,
     ) -> Iterator[Piece]:
         """A step: from the token's embedding in the buffers to the logits there, or a token.
 
-        runs: the runs of each layer, none where caches lie on the host.
+        runs: the runs of each layer, of those rows whose caches do not lie on the host.
         """
         buffers = self._buffers
+        on_device = [c for layers in caches for c in layers if isinstance(c, DeviceCache)]
+        join = partial(join_all, [c.side for c in on_device if c.side is not None])
         calls: list[Callable[[], None]] = [buffers.upload]
         beside: Callable[[], None] | None = None
         for i, layers in enumerate(zip(*caches, strict=True)):
             calls.append(partial(self._project, i))
-            if runs[i]:
-                calls += [partial(self._attend, i, run) for run in runs[i]]
-            else:
-                yield Piece(_in_order([*calls, buffers.download_inputs]), False, beside)
-                yield Piece(partial(self._attend_on_host, i), True)
-                calls = [partial(self._take_in, i, layers)]
-                beside = partial(self._learn_on_host, i)
+            calls += [partial(self._attend, i, run) for run in runs[i]]
+            on_host = [b for b, c in enumerate(layers) if not isinstance(c, DeviceCache)]
+            if on_host:
+                yield Piece(_in_order([*calls, buffers.download_inputs, join]), False, beside)
+                yield Piece(partial(self._attend_on_host, i, on_host), True)
+                calls = [partial(self._take_in, i, {b: layers[b] for b in on_host})]
+                beside = partial(self._learn_on_host, i, on_host)
             calls.append(partial(self._finish, i))
-        on_device = [c for layers in caches for c in layers if isinstance(c, DeviceCache)]
-        join = partial(join_all, [c.side for c in on_device if c.side is not None])
-        yield Piece(_in_order([*calls, partial(self._output, chain), join]), False, beside)
+        yield Piece(_in_order([*calls, partial(self._output, choosing), join]), False, beside)
 
     def _project(self, i: int) -> None:
         """Layer i's q, k, v in the buffers, from the residual stream."""
@@ -281,32 +295,36 @@ class DeviceDecoder(Forward):
         if run.cache.on_step is not None:
             run.cache.on_step(x)
 
-    def _attend_on_host(self, i: int) -> None:
-        """The attention of all rows by caches on the host, written to the host's buffers."""
+    def _attend_on_host(self, i: int, rows: Sequence[int]) -> None:
+        """The attention of rows whose caches lie on the host, written to the host's buffers."""
         attended, lse = (x.numpy() for x in self._buffers.from_host(i))
-        for b, (caches, pos) in enumerate(zip(self._caches, self._positions, strict=True)):
-            cache = caches[i]
+        for b in rows:
+            cache, pos = self._caches[b][i], self._positions[b]
             out = cache.decode(AttnInput._make((*self._buffers.host_inputs(i, b), pos)))
             attended[b] = out[:, : self.hparams.layers[i].value_dim]
             if isinstance(cache, HostLFPS):
                 lse[b] = cache.lse
 
-    def _learn_on_host(self, i: int) -> None:
+    def _learn_on_host(self, i: int, rows: Sequence[int]) -> None:
         """What caches on the host learn of layer i, whose output is on its way."""
-        for caches in self._caches:
-            caches[i].learn()
+        for b in rows:
+            self._caches[b][i].learn()
 
-    def _take_in(self, i: int, caches: Sequence[LayerCache]) -> None:
-        """Takes the host's results of layer i; merges the device's sinks with them."""
+    def _take_in(self, i: int, caches: Mapping[int, LayerCache]) -> None:
+        """Takes the host's results of layer i; merges the device's sinks with them.
+
+        caches: on the host, by their rows.
+        """
         buffers = self._buffers
-        if not isinstance(caches[0], HostLFPS):
-            buffers.upload_attended(i)
-            return
-        q, out, seen = buffers.inputs(i)[0], buffers.attended(i), buffers.upload_part(i)
-        for b, cache in enumerate(caches):
-            assert isinstance(cache, HostLFPS)
-            row = slice(b, b + 1)
-            cache.add_sinks(q[row], Attended(seen.out[row], seen.lse[row]), out[row])
+        q, out = buffers.inputs(i)[0], buffers.attended(i)
+        sparse = {b: cache for b, cache in caches.items() if isinstance(cache, HostLFPS)}
+        for b in (b for b in caches if b not in sparse):
+            buffers.upload_attended(i, b)
+        if sparse:
+            seen = buffers.upload_part(i)
+            for b, cache in sparse.items():
+                row = slice(b, b + 1)
+                cache.add_sinks(q[row], Attended(seen.out[row], seen.lse[row]), out[row])
 
     def _finish(self, i: int) -> None:
         """The rest of layer i, from its attention on; what it adds to the stream is in ``y``."""
@@ -316,13 +334,25 @@ class DeviceDecoder(Forward):
         hidden = kernels.silu_multiply(layer.gate_up.apply(self._norm(ffn_norm)))
         layer.down.apply(hidden, buffers.y)
 
-    def _output(self, chain: PlainChain | None) -> None:
+    def _output(self, choosing: _Choosing) -> None:
         output_norm: Any = self.output_norm
         logits = self._on_device.output.apply(self._norm(output_norm))
-        if chain is None:
+        if choosing.work is not None:
+            self._buffers.choose(logits, choosing.work)
+        if choosing.downloads:
             self._buffers.download_logits(logits)
-        else:
-            self._buffers.choose(logits, chain)
+
+
+class _Choosing(NamedTuple):
+    """What becomes of a step's logits. work: None where no token is chosen on the device."""
+
+    work: Work | None
+    downloads: bool  # whether the logits come to the host
+
+    @classmethod
+    def of(cls, samplers: Sequence[PlainSampler | None]) -> _Choosing:
+        chains = [sampler.chain for sampler in samplers if sampler is not None]
+        return cls(work_of(chains) if chains else None, len(chains) < len(samplers))
 
 
 def _in_order(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:

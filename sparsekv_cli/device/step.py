@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from sparsekv_cli.cache.store import padded
-from sparsekv_cli.device.choosing import choose
+from sparsekv_cli.device.choosing import Settings, Work, choose
 from sparsekv_cli.kernels.attention.decode import Attended
 from sparsekv_cli.models.hparams import HParams
-from sparsekv_cli.sampling.chain import check_finite
-from sparsekv_cli.sampling.plain import PlainChain
+from sparsekv_cli.sampling.plain import Outcome
 
 
 class StepBuffers:
@@ -43,8 +43,8 @@ class StepBuffers:
         self._attended = torch.zeros(wide, dtype=torch.float32, device=device)
         self._from_host, self._received = self._both((wider,), torch.float32)
         self._host_logits = self._on_host((n_rows, h.n_vocab), torch.float32)
-        self.host_chance, self._chance = self._both((1,), torch.float64)
-        self._host_chosen = self._on_host((2,), torch.float64)
+        self._host_settings, self._settings = self._both((n_rows, 6), torch.float64)
+        self._host_chosen = self._on_host((n_rows, 2), torch.float64)
 
     def _on_host(self, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=kind, pin_memory=self._device.type == "cuda")
@@ -56,6 +56,10 @@ class StepBuffers:
     def set_numbers(self, b: int, pos: int, budget: int) -> None:
         """Sets the numbers of sequence b that ``upload`` copies."""
         self._host_numbers[:, b] = torch.tensor([pos, pos + 1, budget], dtype=torch.int32)
+
+    def set_chain(self, b: int, settings: Settings) -> None:
+        """Sets what ``choose`` does for sequence b."""
+        self._host_settings[b] = torch.tensor(settings, dtype=torch.float64)
 
     def upload(self) -> None:
         """Copies the embeddings and numbers of a step to the device."""
@@ -104,9 +108,9 @@ class StepBuffers:
         """Where the host writes its results of layer i."""
         return self._part(self._from_host, i)
 
-    def upload_attended(self, i: int) -> None:
-        """Copies the host's results to the device, as all of layer i's attention."""
-        self.attended(i).copy_(self.from_host(i).out, non_blocking=True)
+    def upload_attended(self, i: int, b: int) -> None:
+        """Copies the host's results of sequence b to the device, as all of layer i's attention."""
+        self.attended(i)[b].copy_(self.from_host(i).out[b], non_blocking=True)
 
     def upload_part(self, i: int) -> Attended:
         """Copies the host's results and their log-sum-exp to the device, a part of attention."""
@@ -117,22 +121,37 @@ class StepBuffers:
     def download_logits(self, logits: torch.Tensor) -> None:
         self._host_logits.copy_(logits, non_blocking=True)
 
-    def logits(self) -> np.ndarray:
-        """f32 (B, n_vocab) of the step, the caller's own; waits for it."""
-        self._wait()
-        return self._host_logits.numpy().copy()
+    def logits(self, order: Sequence[int]) -> np.ndarray:
+        """f32 (B, n_vocab) of the step, the caller's own; waits for it.
 
-    def choose(self, logits: torch.Tensor, chain: PlainChain) -> None:
-        """Chooses the next token of a step of one sequence at ``host_chance``."""
-        self._chance.copy_(self.host_chance, non_blocking=True)
-        self._host_chosen.copy_(choose(logits[0], chain, self._chance), non_blocking=True)
-
-    def chosen(self) -> int:
-        """The token that the step has chosen; waits for it."""
+        order: which sequence of the caller's each of the step's is.
+        """
         self._wait()
-        token, highest = self._host_chosen.tolist()
-        check_finite(np.float32(highest))
-        return int(token)
+        logits = np.empty(self._host_logits.shape, np.float32)
+        logits[order] = self._host_logits.numpy()
+        return logits
+
+    def choose(self, logits: torch.Tensor, work: Work) -> None:
+        """Chooses the next tokens of a step, as ``set_chain`` says."""
+        self._settings.copy_(self._host_settings, non_blocking=True)
+        self._host_chosen.copy_(choose(logits, self._settings, work), non_blocking=True)
+
+    def outcomes(self, order: Sequence[int], are_chosen: Sequence[bool]) -> list[Outcome]:
+        """Of each sequence the token where it was chosen here, else its logits; as ``logits``.
+
+        Where the highest logit is no number, it stands for all of them: a sampler refuses it.
+        """
+        self._wait()
+        found: list[Outcome] = [0] * self.n_rows
+        for row, b in enumerate(order):
+            token, highest = self._host_chosen[row].tolist()
+            if not are_chosen[b]:
+                found[b] = self._host_logits[row].numpy().copy()
+            elif math.isfinite(highest):
+                found[b] = int(token)
+            else:
+                found[b] = np.full(self._host_logits.shape[1], highest, np.float32)
+        return found
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

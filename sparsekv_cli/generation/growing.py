@@ -10,10 +10,9 @@ from sparsekv_cli.generation.logprobs import LogProbs
 from sparsekv_cli.generation.sampler import SamplingOptions, new_sampler
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from sparsekv_cli.models.chat.thinking import Thinking
     from sparsekv_cli.sampling.grammar import Constraint
+    from sparsekv_cli.sampling.plain import Outcome
     from sparsekv_cli.session import Sample, Session
 
 
@@ -44,9 +43,9 @@ class GrowingAnswer:
         self.token = -1
         self.logprobs: LogProbs | None = None
         self._n_predict = n_predict
-        self._sample: Sample = new_sampler(session, sampling, seed, constraint)
+        self.sample: Sample = new_sampler(session, sampling, seed, constraint)
         if logprobs is not None:
-            self._sample = self.logprobs = LogProbs(self._sample, logprobs, session.tokenizer)
+            self.sample = self.logprobs = LogProbs(self.sample, logprobs, session.tokenizer)
         self._builder = AnswerBuilder(
             session.tokenizer,
             stops,
@@ -58,14 +57,17 @@ class GrowingAnswer:
             prompt=prompt,
         )
 
-    def choose(self, logits: np.ndarray, session: Session) -> bool:
+    def choose(self, outcome: Outcome, session: Session) -> bool:
         """Chooses the next token of the session's sequence; whether the answer is done.
 
-        logits: f32 (n_vocab,) after the sequence.
+        outcome: of the step or the prefill that the sequence ends with.
         """
         if self._n_predict == 0:
             return True
-        self.token = self._sample(logits, session.tokens)
+        if isinstance(outcome, int):
+            self.token = outcome
+        else:
+            self.token = self.sample(outcome, session.tokens)
         if self._builder.push(self.token):
             return True
         tokens = self._builder.answer.tokens

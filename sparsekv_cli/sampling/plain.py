@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +10,9 @@ import numpy as np
 from sparsekv_cli.sampling.params import Sampler, SamplingParams
 
 PLAIN = ("top_k", "top_p", "min_p", "temperature")  # in this order only
+
+# Of a sequence's step: logits f32 (n_vocab,), or the next token, if a device has chosen it.
+Outcome = np.ndarray | int
 
 
 class PlainChain(NamedTuple):
@@ -46,16 +48,29 @@ def plain_chain(
     )
 
 
-@dataclass(frozen=True)
 class PlainSampler:
     """A sampler whose chain is plain: called with logits it chooses on the host.
 
-    chance: the number in [0, 1) at which the next token is drawn.
+    draw: gives the numbers in [0, 1) at which tokens are drawn, one after another.
     """
 
-    sample: Callable[[np.ndarray, Sequence[int]], int]
-    chain: PlainChain
-    chance: Callable[[], float]
+    def __init__(
+        self,
+        sample: Callable[[np.ndarray, Sequence[int]], int],
+        chain: PlainChain,
+        draw: Callable[[], float],
+    ) -> None:
+        self.sample, self.chain, self._draw = sample, chain, draw
+        self._ahead: float | None = None
 
     def __call__(self, logits: np.ndarray, history: Sequence[int]) -> int:
         return self.sample(logits, history)
+
+    def chance(self) -> float:
+        """The number at which a device draws the next token; the same until it is ``drawn``."""
+        if self._ahead is None:
+            self._ahead = self._draw()
+        return self._ahead
+
+    def drawn(self) -> None:
+        self._ahead = None

@@ -16,6 +16,7 @@ from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.chat.thinking import Thinking
 from sparsekv_cli.sampling.grammar import Constraint
+from sparsekv_cli.sampling.plain import Outcome
 from sparsekv_cli.sequence import SequenceState
 
 
@@ -122,7 +123,7 @@ class Job:
     created: float = field(default_factory=time.monotonic)
     state: SequenceState | None = None
     answer: GrowingAnswer | None = None
-    logits: np.ndarray | None = None
+    outcome: Outcome | None = None  # of the last step, or of the prefill
     n_cached: int = 0
     n_bytes: int = 0  # that are set aside for it
     prefill_s: float = 0.0

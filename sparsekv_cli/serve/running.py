@@ -7,9 +7,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from sparsekv_cli.errors import LostModelError
+from sparsekv_cli.sampling.plain import Outcome
 from sparsekv_cli.sequence import ledger_of
 from sparsekv_cli.serve.jobs import Failed, Finished, Job, NewToken, bins_of
 from sparsekv_cli.session import Session
@@ -73,10 +72,10 @@ class Running:
 
     def _choose(self, job: Job) -> None:
         """Chooses the next token of an answer, which ends with it or has it decoded."""
-        assert job.state is not None and job.answer is not None and job.logits is not None
+        assert job.state is not None and job.answer is not None and job.outcome is not None
         self._session.state = job.state
         try:
-            is_done = job.answer.choose(job.logits, self._session)
+            is_done = job.answer.choose(job.outcome, self._session)
             if not job.first_token:
                 job.first_token = time.monotonic()
                 self._stats.first_token_s.append(job.first_token - job.created)
@@ -95,7 +94,7 @@ class Running:
         """Decodes the tokens that were chosen, together; each alone where that fails."""
         lengths = [len(job.state.tokens) for job in jobs if job.state is not None]
         try:
-            rows = self._decoded(jobs)
+            outcomes = self._decoded(jobs)
         except LostModelError:
             raise
         except Exception as error:
@@ -106,19 +105,20 @@ class Running:
                     self.jobs.remove(job)
                     self.fail(job, error)
             return
-        for job, logits in zip(jobs, rows, strict=True):
-            job.logits = logits.copy()  # which another step overwrites
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            job.outcome = outcome
             if job.wish.n_bins and job.state is not None:
                 n = len(job.state.tokens)
                 bins = [bins_of(c.attended, n, job.wish.n_bins) for c in job.state.caches]
                 job.emit(NewToken(*job.told(), bins))
 
-    def _decoded(self, jobs: Sequence[Job]) -> np.ndarray:
-        """The logits of a step; after an exception the sequences are what they were, or empty."""
+    def _decoded(self, jobs: Sequence[Job]) -> list[Outcome]:
+        """What a step gives; after an exception the sequences are what they were, or empty."""
         states = [job.state for job in jobs if job.state is not None]
-        tokens = [job.answer.token for job in jobs if job.answer is not None]
+        answers = [job.answer for job in jobs if job.answer is not None]
+        tokens, samples = [each.token for each in answers], [each.sample for each in answers]
         try:
-            return self._session.decode_batch(tokens, states)
+            return self._session.decode_batch_next(tokens, states, samples)
         except BaseException:
             for job, state in zip(jobs, states, strict=True):
                 self._session.state = state

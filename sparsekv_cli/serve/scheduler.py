@@ -273,7 +273,7 @@ class Scheduler:
             return
         self._prefilling.remove(job)
         job.prefill_s = time.monotonic() - started
-        job.state, job.logits = self.session.state, logits.copy()
+        job.state, job.outcome = self.session.state, logits.copy()
         self.stats.prompt_tokens += len(job.wish.ids) - job.n_cached
         self.stats.cached_tokens += job.n_cached
         self._indexes.add(job.wish.method, len(job.wish.ids), job.state.caches)

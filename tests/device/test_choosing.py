@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparsekv_cli.device.choosing import choose
+from sparsekv_cli.device.choosing import choose, settings_of, work_of
 from sparsekv_cli.sampling.chain import make_sampler
 from sparsekv_cli.sampling.params import SamplingParams
 from sparsekv_cli.sampling.plain import PlainSampler
@@ -26,21 +26,29 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("n_vocab", [200, 1000])
-@pytest.mark.parametrize("name", CHAINS)
-def test_device_and_host_draw_the_same(name, n_vocab, device):
-    params = SamplingParams(**CHAINS[name], seed=3)
-    host, on_device = make_sampler(params), make_sampler(params)
-    assert isinstance(on_device, PlainSampler)
-    rng, found = np.random.default_rng(0), set()
+def test_device_and_host_draw_the_same(n_vocab, device):
+    """Each sequence of a batch by its own chain and seed, and each alone."""
+    params = [SamplingParams(**chain, seed=3 + i) for i, chain in enumerate(CHAINS.values())]
+    hosts, samplers = ([make_sampler(each) for each in params] for _ in range(2))
+    together = work_of(sampler.chain for sampler in samplers)
+    rng, found = np.random.default_rng(0), [set() for _ in params]
     for step in range(100):
-        logits = rng.normal(0, 1 + 2 * (step % 3), n_vocab).astype(np.float32)
-        logits[rng.integers(n_vocab, size=7)] = logits.max() - step % 3  # several are equal
-        chance = torch.tensor([on_device.chance()], dtype=torch.float64, device=device)
+        logits = rng.normal(0, 1 + 2 * (step % 3), (len(params), n_vocab)).astype(np.float32)
+        for row in logits:
+            row[rng.integers(n_vocab, size=7)] = row.max() - step % 3  # several are equal
         given = torch.from_numpy(logits).to(device)
-        token, highest = choose(given, on_device.chain, chance).tolist()
-        assert token == host(logits, []) and highest == logits.max()
-        found.add(token)
-    assert len(found) > 30
+        settings = [settings_of(sampler) for sampler in samplers]
+        assert settings == [settings_of(sampler) for sampler in samplers], "drawn once a token"
+        numbers = torch.tensor(settings, dtype=torch.float64, device=device)
+        chosen = choose(given, numbers, together)
+        for b, (sampler, host) in enumerate(zip(samplers, hosts, strict=True)):
+            row = slice(b, b + 1)
+            alone = choose(given[row], numbers[row], work_of([sampler.chain]))
+            assert torch.equal(alone[0], chosen[b])
+            assert chosen[b].tolist() == [host(logits[b], []), logits[b].max()]
+            sampler.drawn()
+            found[b].add(int(chosen[b, 0]))
+    assert min(map(len, found)) > 30
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from side_by_side import Geometry
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
 from sparsekv_cli.calibration import fasa, sals
 from sparsekv_cli.calibration.allocation import even_budgets
-from sparsekv_cli.device.batching import prepare_runs
+from sparsekv_cli.device.batching import Planner, launch_order, lengths_to_plan, prepare_runs
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, StepNumbers, grid_bound
 from sparsekv_cli.device.engine import device_cache
 from sparsekv_cli.device.methods.full import DeviceDense
@@ -129,8 +129,41 @@ def test_sequences_in_one_launch_are_what_they_are_alone(name, device):
         assert cache.truncate(LENGTHS[2]) == LENGTHS[2]
     follow((1, 2), 1)
     follow((0, 1, 2), 1)  # what is special behind a rewind may be a run of its own
+    alone[0], together[0] = make(name, device), make(name, device)  # in the place of one that ended
+    feed(0, 45)
+    follow((0, 1, 2), 1)
     for a, b in zip(alone, together, strict=True):
         if n_run == 1:  # fasa-m's slots are made anew when the bound changes, which others may do
             expected, found = dict(a.counters()), dict(b.counters())
             assert expected.pop("us_waited", 0) >= 0 <= found.pop("us_waited", 0)
             assert found == expected
+
+
+def test_lengths_are_shared_where_few_rows_are_wasted():
+    assert lengths_to_plan([9000, 100, 5000, 4400], 0) == [9000, 100, 9000, 4400]
+    assert lengths_to_plan([3, 4000, 10], 0) == [4000] * 3
+    assert lengths_to_plan([10, 9000], 700) == [700, 9000]
+    caches = [[make(name, "cpu")] for name in ("full", "topk", "full", "full")]
+    assert launch_order([5, 7, 9, 5], caches) == [2, 0, 3, 1]
+
+
+def test_a_sequence_has_the_memory_that_it_needs(device):
+    """Beside a longer one, much longer ones, and when those that it lay beside are gone."""
+    lengths, caches, planner = (9000, 5000, 100), [], Planner()
+    for n in lengths:
+        caches.append(make("full", device))
+        prefill(caches[-1], rows_of(caches[-1], torch.Generator(), n))
+
+    def parts() -> list[int]:
+        """Of each sequence, how many have their rows in the same memory."""
+        return [c.store.k.untyped_storage().nbytes() // c.store.k.nbytes for c in caches]
+
+    planner.begin(lengths, [[cache] for cache in caches])
+    capacities = [cache.store.capacity for cache in caches]
+    assert capacities[0] == capacities[1] > 9000 and capacities[2] < 512
+    assert parts() == [2, 2, 1]
+    kept = [cache.store.k[:, :, : cache.n].clone() for cache in caches]
+    planner.begin(lengths[1:], [[cache] for cache in caches[1:]])
+    assert parts() == [1, 1, 1]
+    for cache, rows in zip(caches, kept, strict=True):
+        assert torch.equal(cache.store.k[:, :, : cache.n], rows)

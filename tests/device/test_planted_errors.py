@@ -1,4 +1,7 @@
-"""The checks of test_streams_and_captures.py find errors of each kind that are planted here."""
+"""The checks of test_streams_and_captures.py find errors of each kind that are planted here.
+
+They are planted in one of two sequences that decode together.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checked_device import check, checked, plain_logits, write_model
+from checked_device import LENGTHS, N_PROMPT, SHAPE, check, checked, steps, write_model
 from fake_cuda import Block, FakeCuda
 from fake_cuda_graphs import CaptureError, Stream
 
+from sparsekv_cli.device.cache import DeviceInput, StepNumbers
 from sparsekv_cli.device.host import HostWorker
 from sparsekv_cli.device.methods.full import DeviceDense
 from sparsekv_cli.device.streams import SideStream
@@ -22,15 +26,22 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def in_each_step(act: Callable[[Any, Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
-    """Dense layers also call act(cache, input); what it returns is added to their attention."""
+    """Dense layers also call act(cache, input of the last sequence).
+
+    What it returns is added to that sequence's attention.
+    """
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         decode = DeviceDense.decode
 
         def planted(self: Any, x: Any, *out: torch.Tensor) -> torch.Tensor:
-            more = act(self, x)
+            last = slice(-1, None)
+            numbers = StepNumbers(*(each[last] for each in x.step))
+            more = act(self, DeviceInput(*(each[last] for each in x[:5]), numbers))
             result = decode(self, x, *out)
-            return result if more is None else (out or [result])[0].add_(more)
+            if more is not None:
+                (out or [result])[0][last].add_(more)
+            return result
 
         patch.setattr(DeviceDense, "decode", planted)
 
@@ -41,8 +52,39 @@ def replaced(owner: Any, name: str, value: Any) -> Callable[[pytest.MonkeyPatch]
     return lambda patch: patch.setattr(owner, name, value)
 
 
+def of_second(owner: Any, name: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    """Replaces a method of the objects that the second sequence's layers have."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        begin, call, made = owner.__init__, getattr(owner, name), []
+
+        def watched(self: Any, *args: Any) -> None:
+            begin(self, *args)
+            made.append(id(self))
+
+        def planted(self: Any, *args: Any) -> Any:
+            is_second = made.index(id(self)) >= SHAPE["n_layer"]
+            return (value if is_second else call)(self, *args)
+
+        patch.setattr(owner, "__init__", watched)
+        patch.setattr(owner, name, planted)
+
+    return plant
+
+
 def not_waiting(copy: Any) -> Callable[[Any, Any], Any]:
-    return lambda worker, *x: (copy(worker, *x)[0], lambda: None)
+    """Copies of the last rows of the second prompt are not waited for."""
+
+    def planted(worker: Any, x: Any, *more: Any) -> Any:
+        copied, wait = copy(worker, x, *more)
+        return copied, wait if x.pos + x.k.shape[1] != LENGTHS[1] else lambda: None
+
+    return planted
+
+
+def on_its_own_stream(_: Any, x: Any) -> None:
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x.q.mul_(1)
 
 
 def launch_if_captured(_: Any, x: Any) -> None:
@@ -51,13 +93,14 @@ def launch_if_captured(_: Any, x: Any) -> None:
 
 
 def rows_move(patch: pytest.MonkeyPatch) -> None:
-    """Each plan of a dense layer moves the rows, and the step's key does not tell."""
+    """Each plan of the second sequence moves its rows, and the step's key does not tell."""
 
     def plan(self: DeviceDense, n: int, n_max: int) -> str:
         self._n_max = n_max
         self.store.reserve(n_max)
-        self.store = self.store.copy(self.store.capacity)
-        self.store.n = n - 1
+        if n <= N_PROMPT:  # of the second
+            self.store = self.store.copy(self.store.capacity)
+            self.store.n = n - 1
         return "the same"
 
     patch.setattr(DeviceDense, "plan", plan)
@@ -67,10 +110,13 @@ def rows_move(patch: pytest.MonkeyPatch) -> None:
 
 PLANTED: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = {
     "fork without a wait": (
-        "freekv", replaced(SideStream, "fork", lambda self: torch.cuda.stream(self._stream)),
+        "freekv", of_second(SideStream, "fork", lambda self: torch.cuda.stream(self._stream)),
         "nothing orders them|not captured",
     ),
-    "no join": ("freekv", replaced(SideStream, "join", lambda self: None), "nothing orders them"),
+    "no join": (
+        "freekv", of_second(SideStream, "join", lambda self: None), "nothing orders them"
+    ),
+    "a stream of its own": ("full", in_each_step(on_its_own_stream), "nothing orders them"),
     "the host does not wait for a step": (
         "lfps", replaced(Stream, "synchronize", lambda self: None), "nothing orders them"
     ),
@@ -112,17 +158,17 @@ def path(tmp_path_factory: pytest.TempPathFactory, device: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def dense(path: Path) -> np.ndarray:
+def dense(path: Path) -> list[np.ndarray]:
     with checked(path, None) as engine:
-        return plain_logits(engine, "full")
+        return list(steps(engine, "full", LENGTHS))
 
 
 @pytest.mark.parametrize("error", PLANTED)
-def test_planted_errors_are_found(error, path, dense, monkeypatch):
+def test_errors_planted_in_one_sequence_of_two_are_found(error, path, dense, monkeypatch):
     method, plant, found = PLANTED[error]
     plant(monkeypatch)
     with checked(path, FakeCuda()) as engine, pytest.raises(AssertionError, match=found):
-        check(engine, method, dense)
+        check(engine, steps(engine, method, LENGTHS), dense)
 
 
 @pytest.mark.parametrize("lives", [False, True])

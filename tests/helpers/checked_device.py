@@ -55,6 +55,7 @@ METHODS: dict[str, tuple[str, dict[str, str]]] = {
     "snapkv": ("snapkv", {"budget": "24"}),
 }  # fmt: skip
 N_PROMPT, N_STEPS = 60, 3  # run as it is; captured and replayed; replayed
+LENGTHS = N_PROMPT, N_PROMPT - 9  # of sequences that decode together
 
 
 @dataclass
@@ -88,45 +89,67 @@ class Checked:
         self.session.decoder.prepare(n)
         return self.session.decoder.forward(ids, 0, caches)
 
+    def step(self, batch: Sequence[Sequence[LayerCache]]) -> np.ndarray:
+        """Logits of a step of sequences together: f32 (B, n_vocab)."""
+        lengths = [caches[0].n for caches in batch]
+        tokens = [5 + n for n in lengths]
+        return self.session.decoder.decode_batch(tokens, lengths, batch)
+
     def decode(self, caches: Sequence[LayerCache], n: int, n_steps: int = N_STEPS) -> np.ndarray:
         """Logits of steps behind n rows: f32 (n_steps, n_vocab)."""
         decoder = self.session.decoder
         return np.stack([decoder.decode(5 + n + i, n + i, caches) for i in range(n_steps)])
 
 
-def plain_logits(engine: Checked, method: str) -> np.ndarray:
-    """What ``check`` expects: logits f32 (1 + N_STEPS, n_vocab) of an engine that is not fake."""
-    caches = engine.caches(method)
-    return np.vstack([engine.prefill(caches), engine.decode(caches, N_PROMPT)])
-
-
-def batch_logits(engine: Checked, method: str) -> np.ndarray:
-    """Of steps of two sequences that decode together: f32 (N_STEPS, 2, n_vocab)."""
-    lengths = N_PROMPT, N_PROMPT - 9
+def steps(
+    engine: Checked, method: str, lengths: Sequence[int] = (N_PROMPT,)
+) -> Iterator[np.ndarray]:
+    """Logits f32 (B, n_vocab) of a prompt for each sequence, and of N_STEPS steps together."""
     batch = [engine.caches(method) for _ in lengths]
-    for caches, n in zip(batch, lengths, strict=True):
-        engine.prefill(caches, n)
-    decode = engine.session.decoder.decode_batch
-    return np.stack([decode([5, 6], [n + i for n in lengths], batch) for i in range(N_STEPS)])
+    yield np.stack([engine.prefill(caches, n) for caches, n in zip(batch, lengths, strict=True)])
+    for _ in range(N_STEPS):
+        yield engine.step(batch)
 
 
-def check(engine: Checked, method: str, expected: np.ndarray) -> None:
-    """A prompt and steps of a method: no race, nothing refused, as many launches, the same bits."""
+def come_and_go(engine: Checked, method: str) -> Iterator[np.ndarray]:
+    """As ``steps`` of LENGTHS; then one is rewound, one ends, and another takes its place."""
+    batch = [engine.caches(method) for _ in LENGTHS]
+    yield np.stack([engine.prefill(caches, n) for caches, n in zip(batch, LENGTHS, strict=True)])
+    for _ in range(N_STEPS):
+        yield engine.step(batch)
+    for cache in batch[1]:
+        assert cache.truncate(LENGTHS[1]) == LENGTHS[1]
+    yield engine.step(batch)
+    del batch[0]
+    yield engine.step(batch)
+    batch.insert(0, engine.caches(method))
+    yield engine.prefill(batch[0], N_PROMPT - 4)[None]
+    yield engine.step(batch)
+
+
+def check(
+    engine: Checked, steps: Iterator[np.ndarray], expected: Sequence[np.ndarray]
+) -> list[list[Any]]:
+    """Steps of this engine: no race, nothing refused, as many launches, the same bits.
+
+    expected: what they give on an engine that is not fake. Returns what each of them launched.
+    """
     cuda = engine.cuda
     assert cuda is not None
-    caches = engine.caches(method)
-    logits = [engine.prefill(caches)]
-    launched = []
-    for step in range(N_STEPS):
-        cuda.launches.clear()
-        logits.extend(engine.decode(caches, N_PROMPT + step, 1))
+    cuda.launches.clear()
+    logits, launched = [], []
+    for found in steps:
+        logits.append(found)
         launched.append(list(cuda.launches))
-    as_it_is, captured, replayed = launched
+        cuda.launches.clear()
+    _, as_it_is, captured, replayed, *_ = launched
     if cuda.found:
         raise cuda.found[0]
     assert as_it_is == captured and len(captured) > 10, "a capture launches something else"
     assert replayed == []
-    np.testing.assert_array_equal(logits, expected)
+    for ours, theirs in zip(logits, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    return launched
 
 
 def ranges_of(x: Any) -> Ranges:
@@ -173,23 +196,30 @@ def declare(patch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
 
         patch.setattr(owner, name, declared)
 
-    def packed(decoder: DeviceDecoder, i: int) -> Ranges:
+    def packed(decoder: DeviceDecoder, *_: Any) -> Ranges:
         return ranges_of(decoder._buffers._host_packed)
 
-    def received(decoder: DeviceDecoder, i: int) -> Ranges:
+    def received(decoder: DeviceDecoder, i: int, *_: Any) -> Ranges:
         return Ranges.union(map(ranges_of, decoder._buffers.from_host(i)))
 
     around(DeviceDecoder, "_attend_on_host", "attention on the host", packed, received)
     around(DeviceDecoder, "_learn_on_host", "learning on the host")
     around(DeviceDecoder, "embed_row", "embedding", writes=lambda _, token, x: ranges_of(x))
-    logits = StepBuffers.logits
 
-    def read_logits(buffers: StepBuffers) -> np.ndarray:
-        out = logits(buffers)
-        cuda.host_work("reading logits", ranges_of(buffers._host_logits))
-        return out
+    def reads(name: str, parts: Sequence[str]) -> None:
+        """The host reads these buffers at the end of a method of StepBuffers."""
+        call = getattr(StepBuffers, name)
 
-    patch.setattr(StepBuffers, "logits", read_logits)
+        def read(buffers: StepBuffers, *args: Any) -> Any:
+            out = call(buffers, *args)
+            for part in parts:
+                cuda.host_work(f"reading {part}", ranges_of(getattr(buffers, part)))
+            return out
+
+        patch.setattr(StepBuffers, name, read)
+
+    reads("logits", ["_host_logits"])
+    reads("outcomes", ["_host_logits", "_host_chosen"])
     begin = HostCache.__init__
 
     def watched(host: HostCache, cache: LayerCache, *args: Any) -> None:

@@ -1,0 +1,123 @@
+"""Several sequences of a session on the device: of several methods, and what each draws."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sparsekv_cli.batch import Batch
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.device.step import StepBuffers
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.generation.sampler import SamplingOptions
+from sparsekv_cli.methods import build_method
+from sparsekv_cli.sampling.chain import make_sampler
+from sparsekv_cli.sampling.params import SamplingParams
+from sparsekv_cli.serve.jobs import Finished, Job, NewToken, Wish
+from sparsekv_cli.serve.scheduler import Scheduler
+from sparsekv_cli.session import Session, load_session
+
+PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, 400, 120)]
+SIZES = {"n_embd": 64, "n_ff": 64, "n_vocab": 400, "head_dim": 32}  # the interpreter is slow
+# Pairs that decode together: what lies on the device and on the host, what both attend to densely.
+PAIRS = (
+    (("full", {}), ("lfps", {"budget": "24", "dense_layers": "0"})),
+    (("topk", {"budget": "500"}), ("quest", {"budget": "500"})),
+    (("snapkv", {"budget": "40", "dense_layers": "none"}), ("topk", {"budget": "24"})),
+)
+
+
+@pytest.fixture
+def session(tiny_model) -> Session:
+    config = SessionConfig(threads=1, device="cuda", prefill_dtype="f32", ctx_size=256)
+    path = tiny_model(wtype="F32", n_layer=2, **SIZES)
+    return load_session(path, build_method("full", {}), config)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_sequences_of_several_methods(pair, session):
+    """As each alone, whichever comes first."""
+    states, expected = [], []
+    for (name, options), n in zip(pair, (60, 75), strict=True):
+        session.attention = session.attention_of(build_method(name, options), 0)
+        session.reset()
+        session.prefill(PROMPT[:n])
+        expected.append([session.decode(token) for token in (5, 6)])
+        session.rewind(n)
+        states.append(session.state)
+    for step, order in enumerate(([0, 1], [1, 0])):
+        logits = session.decode_batch([5 + step] * 2, [states[b] for b in order])
+        wanted = [expected[b][step] for b in order]
+        np.testing.assert_allclose(logits, wanted, atol=1e-4)
+
+
+def test_a_batch_draws_what_its_sequences_draw_alone(session, monkeypatch):
+    """By their own settings and seeds; some on the host, and again behind a step that failed."""
+    params = SamplingParams(seed=7, temp=1.5), SamplingParams(seed=8, top_k=0, top_p=0.8)
+    prompts, alone = (PROMPT[:20], PROMPT[30:80]), []
+    for prompt, each in zip(prompts, params, strict=True):
+        session.reset()
+        alone.append(list(session.generate(prompt, make_sampler(each).sample, 5)))
+    session.reset()
+    batch, samplers = Batch(session, 2), [make_sampler(each) for each in params]
+    found = []
+    for i, prompt in enumerate(prompts):
+        found.append([samplers[i](batch.use(i).prefill(prompt), [])])
+    outcomes = StepBuffers.outcomes
+
+    def fail(*args):
+        monkeypatch.setattr(StepBuffers, "outcomes", outcomes)
+        raise MemoryError
+
+    for step in range(4):
+        samples = [samplers[0], samplers[1] if step != 1 else samplers[1].sample]
+        if step == 2:
+            monkeypatch.setattr(StepBuffers, "outcomes", fail)
+            with pytest.raises(MemoryError):
+                batch.decode_next([tokens[-1] for tokens in found], samples)
+        given = batch.decode_next([tokens[-1] for tokens in found], samples)
+        assert [isinstance(each, int) for each in given] == [True, step != 1]
+        for tokens, sample, each in zip(found, samples, given, strict=True):
+            tokens.append(each if isinstance(each, int) else sample(each, []))
+    assert found == alone
+    buffers = session.decoder._buffers
+    buffers._host_chosen[:] = torch.tensor([[3.0, 1.0], [0.0, np.nan]])
+    damaged, token = buffers.outcomes([1, 0], [True, True])
+    assert token == 3
+    with pytest.raises(SparseKVError, match="highest logit is nan"):
+        samplers[0](damaged, [])
+
+
+def test_serve_draws_where_the_logits_are(session, monkeypatch):
+    """An answer that joins when another has ended needs them on the host, for its logprobs."""
+    wishes = [
+        Wish(PROMPT[20 * i : 30 + 25 * i], session.method, 0, n, SamplingOptions(options), seed=i,
+             logprobs=1 if i == 2 else None)
+        for i, (n, options) in enumerate([(3, {"temp": 1.5}), (6, {"top_k": 9}), (3, {})])
+    ]  # fmt: skip
+    outcomes, seen = StepBuffers.outcomes, set()
+
+    def watched(buffers, order, are_chosen):
+        seen.add(tuple(are_chosen))
+        return outcomes(buffers, order, are_chosen)
+
+    monkeypatch.setattr(StepBuffers, "outcomes", watched)
+
+    def texts(n_parallel: int) -> list[str]:
+        events = [[] for _ in wishes]
+        jobs = [Job(w, each.append, 60.0) for w, each in zip(wishes, events, strict=True)]
+        scheduler = Scheduler(session, n_parallel=n_parallel, n_queue=8, kv_bytes=1 << 30)
+        scheduler.submit(jobs)
+        scheduler.start()
+        scheduler.stop()
+        assert all(isinstance(each[-1], Finished) for each in events)
+        return ["".join(e.text for e in each if isinstance(e, NewToken | Finished))
+                for each in events]  # fmt: skip
+
+    session.engine.chooses_tokens = False
+    alone = texts(1)
+    assert not seen and all(alone)
+    session.engine.chooses_tokens = True
+    assert texts(2) == alone
+    assert seen == {(True, True), (True, False)}
