@@ -34,6 +34,7 @@ class Engine(Protocol):
     shares_prefill: bool  # whether one can fill caches of several methods (evaluation/prefill.py)
     first_steps: int  # of a sequence's decode steps, those that take longer than later ones
     chooses_tokens: bool  # whether the decoder has choose_batch (device/decoder.py)
+    records_attended: bool  # whether caches can keep which rows a step attended to
 
     def layer(self, method: Method, spec: LayerSpec) -> LayerCache:
         """The cache of one layer."""
@@ -54,6 +55,7 @@ class HostEngine:
         self.shares_prefill = True
         self.first_steps = 1
         self.chooses_tokens = False
+        self.records_attended = True
 
     def layer(self, method: Method, spec: LayerSpec) -> LayerCache:
         return method.layer(spec)

@@ -85,10 +85,11 @@ class Planner:
 
     def _part_from(self, caches: Sequence[LayerCache]) -> None:
         """Caches that are not among these any more leave the common tensors."""
-        left = set(map(id, caches))
+        here = set(map(id, caches))
         for planned in self._planned:
             cache = planned()
-            if isinstance(cache, DeviceCache) and id(cache) not in left:
+            if isinstance(cache, DeviceCache) and id(cache) not in here:
+                cache.join()  # a step that was broken off may still write
                 _leave_common(cache)
 
     def _holds(

@@ -55,6 +55,7 @@ class DeviceEngine:
         self.shares_prefill = False
         self.first_steps = 3  # run as it is, captured, replayed for the first time
         self.chooses_tokens = True
+        self.records_attended = False
         self.on_host = on_host
         self.n_ctx = n_ctx
         self.device = decoder.device

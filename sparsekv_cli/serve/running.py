@@ -65,6 +65,10 @@ class Running:
             self._decode(list(self.jobs))
             self._stats.add_step(len(self.jobs), time.monotonic() - started)
 
+    def tells_rows(self, job: Job) -> bool:
+        """Whether the client is told which rows a step has attended to."""
+        return job.wish.n_bins > 0 and self._session.engine.records_attended
+
     def fail(self, job: Job, error: Exception) -> None:
         """There is no answer, or no more of it."""
         self._stats.n_failed += 1
@@ -87,7 +91,7 @@ class Running:
             self._park(job)
             self.fail(job, error)
             return
-        if not job.wish.n_bins:
+        if not self.tells_rows(job):
             job.emit(NewToken(*job.told()))
 
     def _decode(self, jobs: Sequence[Job]) -> None:
@@ -107,7 +111,7 @@ class Running:
             return
         for job, outcome in zip(jobs, outcomes, strict=True):
             job.outcome = outcome
-            if job.wish.n_bins and job.state is not None:
+            if self.tells_rows(job) and job.state is not None:
                 n = len(job.state.tokens)
                 bins = [bins_of(c.attended, n, job.wish.n_bins) for c in job.state.caches]
                 job.emit(NewToken(*job.told(), bins))

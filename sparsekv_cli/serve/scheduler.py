@@ -279,7 +279,7 @@ class Scheduler:
         self._indexes.add(job.wish.method, len(job.wish.ids), job.state.caches)
         _, job.n_bytes = self.bytes_of(job.wish)
         for cache in job.state.caches:
-            cache.records_attended = bool(job.wish.n_bins)
+            cache.records_attended = self._running.tells_rows(job)
         job.counted = ledger_of(job.state.caches)
         self._running.jobs.append(job)
         if self.session.prefixes is not None:

@@ -93,7 +93,7 @@ def test_serve_draws_where_the_logits_are(session, monkeypatch):
     """An answer that joins when another has ended needs them on the host, for its logprobs."""
     wishes = [
         Wish(PROMPT[20 * i : 30 + 25 * i], session.method, 0, n, SamplingOptions(options), seed=i,
-             logprobs=1 if i == 2 else None)
+             logprobs=1 if i == 2 else None, n_bins=4 * i)
         for i, (n, options) in enumerate([(3, {"temp": 1.5}), (6, {"top_k": 9}), (3, {})])
     ]  # fmt: skip
     outcomes, seen = StepBuffers.outcomes, set()
