@@ -14,7 +14,7 @@ import numpy as np
 
 from sparsekv_cli import sequence, warmup
 from sparsekv_cli.cache.kinds import share_rows
-from sparsekv_cli.cache.layer import LayerCache, reserve
+from sparsekv_cli.cache.layer import reserve
 from sparsekv_cli.cache.spec import STATE, LayerSpec
 from sparsekv_cli.calibration import calibrations
 from sparsekv_cli.config import SessionConfig

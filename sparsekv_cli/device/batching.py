@@ -63,7 +63,7 @@ class Planner:
         self.least_rows = 0
         self._plan: StepPlan | None = None
         self._next: list[int] = []  # positions of the step that the plan would hold for
-        self._planned: list[ref[LayerCache]] = []  # caches of the last plan, whether it holds or not
+        self._planned: list[ref[LayerCache]] = []  # by the last plan, whether it holds or not
 
     def forget(self) -> None:
         """Nothing is planned any more: rows were added in another way, or a step was broken off."""

@@ -18,8 +18,8 @@ from sparsekv_cli.sampling.plain import PlainChain, PlainSampler
 class Settings(NamedTuple):
     """A sequence's chain and its random number: numbers, or of B sequences tensors f64 (B, 1).
 
-    least: what is added to the highest logit is the least one that stays. chance: uniform in [0, 1).
-    The defaults choose greedily; infinite is off.
+    least: what the least logit that stays is behind the highest. chance: uniform in [0, 1). The
+    defaults choose greedily; infinite is off.
     """
 
     is_greedy: Any = 1.0
@@ -82,7 +82,7 @@ def _drawn(
     top_k, top_p, chance = settings.top_k, settings.top_p, settings.chance
     if not work.sorts:
         return _index(_powers(logits, highest, settings), chance)
-    values, ids = logits.sort(1, descending=True, stable=True)
+    values, ids = logits.sort(dim=1, descending=True, stable=True)
     rank = torch.arange(logits.shape[1], device=logits.device)
     is_kept = rank < top_k
     mass = torch.where(is_kept, torch.exp(values - highest), 0.0)
