@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "sequence": {"cache", "methods"},
     "session": {"cache", "calibration", "cpu", "engine", "memory", "methods", "models", "prefix"}
     | {"sampling", "sequence", "warmup"},
-    "batch": {"sequence", "session"},
+    "batch": {"sampling", "sequence", "session"},
     "distributed": {"cache", "calibration", "cpu", "methods", "models", "session"},
     "generation": {"models", "sampling", "session"},
     "planning": {"cache", "calibration", "cpu", "engine", "evaluation", "methods", "models"}

@@ -175,7 +175,7 @@ def prepare_runs(caches: Sequence[LayerCache], keys: Sequence[Hashable]) -> list
 
 
 def _runs(caches: Sequence[Any], keys: Sequence[Hashable]) -> Iterator[Run]:
-    def of(b: int) -> Hashable:
+    def of(b: int) -> tuple[Any, ...]:
         return type(caches[b]), getattr(caches[b], "method", None), keys[b]
 
     for (_, _, key), group in groupby(range(len(caches)), key=of):

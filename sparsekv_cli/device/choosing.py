@@ -45,7 +45,7 @@ def settings_of(sampler: PlainSampler | None) -> Settings:
     )
 
 
-class Work(NamedTuple):
+class Drawing(NamedTuple):
     """What a step's chains need beside the highest logits; a captured step does always the same.
 
     sorts: tokens in the order of their logits. by_id: draws among tokens in the order of their ids.
@@ -55,32 +55,32 @@ class Work(NamedTuple):
     by_id: bool
 
 
-def work_of(chains: Iterable[PlainChain]) -> Work:
-    drawing = [chain for chain in chains if not chain.is_greedy]
-    return Work(
-        any(chain.top_k > 0 or chain.top_p < 1 for chain in drawing),
-        any(chain.top_k == 0 for chain in drawing),
+def drawing_of(chains: Iterable[PlainChain]) -> Drawing:
+    random = [chain for chain in chains if not chain.is_greedy]
+    return Drawing(
+        any(chain.top_k > 0 or chain.top_p < 1 for chain in random),
+        any(chain.top_k == 0 for chain in random),
     )
 
 
-def choose(logits: torch.Tensor, settings: torch.Tensor, work: Work) -> torch.Tensor:
+def choose(logits: torch.Tensor, settings: torch.Tensor, drawing: Drawing) -> torch.Tensor:
     """The tokens that sampling/chain.py chooses, and the highest logits, which tell damage.
 
     logits f32 (B, V); settings f64 (B, 6), a Settings a row. Returns f64 (B, 2).
     """
     highest, token = logits.amax(1, keepdim=True), logits.argmax(1, keepdim=True)
-    if work.sorts or work.by_id:
+    if drawing.sorts or drawing.by_id:
         each = Settings(*settings.split(1, dim=1))
-        token = torch.where(each.is_greedy > 0, token, _drawn(logits, highest, each, work))
+        token = torch.where(each.is_greedy > 0, token, _drawn(logits, highest, each, drawing))
     return torch.cat([token.double(), highest.double()], 1)
 
 
 def _drawn(
-    logits: torch.Tensor, highest: torch.Tensor, settings: Settings, work: Work
+    logits: torch.Tensor, highest: torch.Tensor, settings: Settings, drawing: Drawing
 ) -> torch.Tensor:
     """A token of what each chain keeps: i64 (B, 1)."""
     top_k, top_p, chance = settings.top_k, settings.top_p, settings.chance
-    if not work.sorts:
+    if not drawing.sorts:
         return _index(_powers(logits, highest, settings), chance)
     values, ids = logits.sort(dim=1, descending=True, stable=True)
     rank = torch.arange(logits.shape[1], device=logits.device)
@@ -91,7 +91,7 @@ def _drawn(
     powers = torch.where(is_kept, _powers(values, highest, settings), 0.0)
     # The id at a rank without indexing, which could leave the list in a step of garbled numbers.
     token = torch.where(rank == _index(powers, chance), ids, 0).sum(1, keepdim=True)
-    if not work.by_id:
+    if not drawing.by_id:
         return token
     in_order = _index(torch.zeros_like(powers).scatter_(1, ids, powers), chance)
     # Where nothing is sorted, tokens are in the order of their ids; as so many are behind top_p.

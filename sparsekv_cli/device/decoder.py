@@ -18,7 +18,7 @@ from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import AttnInput
 from sparsekv_cli.device.batching import Planner, Run, launch_order
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, DeviceStore, StepNumbers
-from sparsekv_cli.device.choosing import Work, settings_of, work_of
+from sparsekv_cli.device.choosing import Drawing, drawing_of, settings_of
 from sparsekv_cli.device.graphs import Piece, Steps
 from sparsekv_cli.device.host import HostCache
 from sparsekv_cli.device.methods.lfps import HostLFPS
@@ -210,7 +210,7 @@ class DeviceDecoder(Forward):
             self.embed_row(tokens[b], buffers.host_x[row].numpy())
             budgets = [c.budget_rows(pos + 1) for c in caches[row] if isinstance(c, DeviceCache)]
             buffers.set_numbers(row, pos, min(budgets, default=pos + 1))
-            if choosing.work is not None:
+            if choosing.drawing is not None:
                 buffers.set_chain(row, settings_of(samplers[b]))
         plan = self._planner.begin(positions, caches)
         owners = [buffers, *(cache for layers in caches for cache in layers)]
@@ -337,22 +337,22 @@ class DeviceDecoder(Forward):
     def _output(self, choosing: _Choosing) -> None:
         output_norm: Any = self.output_norm
         logits = self._on_device.output.apply(self._norm(output_norm))
-        if choosing.work is not None:
-            self._buffers.choose(logits, choosing.work)
+        if choosing.drawing is not None:
+            self._buffers.choose(logits, choosing.drawing)
         if choosing.downloads:
             self._buffers.download_logits(logits)
 
 
 class _Choosing(NamedTuple):
-    """What becomes of a step's logits. work: None where no token is chosen on the device."""
+    """What becomes of a step's logits. drawing: None where no token is chosen on the device."""
 
-    work: Work | None
+    drawing: Drawing | None
     downloads: bool  # whether the logits come to the host
 
     @classmethod
     def of(cls, samplers: Sequence[PlainSampler | None]) -> _Choosing:
         chains = [sampler.chain for sampler in samplers if sampler is not None]
-        return cls(work_of(chains) if chains else None, len(chains) < len(samplers))
+        return cls(drawing_of(chains) if chains else None, len(chains) < len(samplers))
 
 
 def _in_order(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:

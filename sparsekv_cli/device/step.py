@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sparsekv_cli.cache.store import padded
-from sparsekv_cli.device.choosing import Settings, Work, choose
+from sparsekv_cli.device.choosing import Drawing, Settings, choose
 from sparsekv_cli.kernels.attention.decode import Attended
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.sampling.plain import Outcome
@@ -131,10 +131,10 @@ class StepBuffers:
         logits[order] = self._host_logits.numpy()
         return logits
 
-    def choose(self, logits: torch.Tensor, work: Work) -> None:
+    def choose(self, logits: torch.Tensor, drawing: Drawing) -> None:
         """Chooses the next tokens of a step, as ``set_chain`` says."""
         self._settings.copy_(self._host_settings, non_blocking=True)
-        self._host_chosen.copy_(choose(logits, self._settings, work), non_blocking=True)
+        self._host_chosen.copy_(choose(logits, self._settings, drawing), non_blocking=True)
 
     def outcomes(self, order: Sequence[int], are_chosen: Sequence[bool]) -> list[Outcome]:
         """Of each sequence the token where it was chosen here, else its logits; as ``logits``.

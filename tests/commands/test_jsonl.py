@@ -134,15 +134,15 @@ def test_an_interrupt_keeps_what_is_done(
     model: str, prompts: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[int] = []
-    decode = Batch.decode
+    decode = Batch.decode_next
 
-    def interrupted(self: Batch, tokens: Any) -> Any:
+    def interrupted(self: Batch, tokens: Any, samples: Any) -> Any:
         steps.append(len(tokens))
         if len(steps) == 6:  # after the five of the first line
             raise KeyboardInterrupt
-        return decode(self, tokens)
+        return decode(self, tokens, samples)
 
-    monkeypatch.setattr(Batch, "decode", interrupted)
+    monkeypatch.setattr(Batch, "decode_next", interrupted)
     result = run(invoke, model, "-f", str(prompts))
     assert result.code == 130 and [answer["line"] for answer in objects(result.out)] == [1]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparsekv_cli.device.choosing import choose, settings_of, work_of
+from sparsekv_cli.device.choosing import choose, drawing_of, settings_of
 from sparsekv_cli.sampling.chain import make_sampler
 from sparsekv_cli.sampling.params import SamplingParams
 from sparsekv_cli.sampling.plain import PlainSampler
@@ -30,7 +30,7 @@ def test_device_and_host_draw_the_same(n_vocab, device):
     """Each sequence of a batch by its own chain and seed, and each alone."""
     params = [SamplingParams(**chain, seed=3 + i) for i, chain in enumerate(CHAINS.values())]
     hosts, samplers = ([make_sampler(each) for each in params] for _ in range(2))
-    together = work_of(sampler.chain for sampler in samplers)
+    together = drawing_of(sampler.chain for sampler in samplers)
     rng, found = np.random.default_rng(0), [set() for _ in params]
     for step in range(100):
         logits = rng.normal(0, 1 + 2 * (step % 3), (len(params), n_vocab)).astype(np.float32)
@@ -43,7 +43,7 @@ def test_device_and_host_draw_the_same(n_vocab, device):
         chosen = choose(given, numbers, together)
         for b, (sampler, host) in enumerate(zip(samplers, hosts, strict=True)):
             row = slice(b, b + 1)
-            alone = choose(given[row], numbers[row], work_of([sampler.chain]))
+            alone = choose(given[row], numbers[row], drawing_of([sampler.chain]))
             assert torch.equal(alone[0], chosen[b])
             assert chosen[b].tolist() == [host(logits[b], []), logits[b].max()]
             sampler.drawn()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checked_device import LENGTHS, N_PROMPT, SHAPE, check, checked, steps, write_model
+from checked_device import LENGTHS, N_PROMPT, check, checked, steps, write_model
 from fake_cuda import Block, FakeCuda
 from fake_cuda_graphs import CaptureError, Stream
 
@@ -21,6 +21,8 @@ from sparsekv_cli.device.host import HostWorker
 from sparsekv_cli.device.methods.full import DeviceDense
 from sparsekv_cli.device.streams import SideStream
 from sparsekv_cli.kernels.layer.decode import silu_multiply
+
+N_LAYER = 1
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -63,7 +65,7 @@ def of_second(owner: Any, name: str, value: Any) -> Callable[[pytest.MonkeyPatch
             made.append(id(self))
 
         def planted(self: Any, *args: Any) -> Any:
-            is_second = made.index(id(self)) >= SHAPE["n_layer"]
+            is_second = made.index(id(self)) >= N_LAYER
             return (value if is_second else call)(self, *args)
 
         patch.setattr(owner, "__init__", watched)
@@ -154,7 +156,7 @@ PLANTED: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = {
 def path(tmp_path_factory: pytest.TempPathFactory, device: str) -> Path:
     if device == "cuda":
         pytest.skip("a GPU is there")
-    return write_model(tmp_path_factory.mktemp("checked"))
+    return write_model(tmp_path_factory.mktemp("checked"), n_layer=N_LAYER)
 
 
 @pytest.fixture(scope="module")

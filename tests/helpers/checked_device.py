@@ -173,8 +173,8 @@ def checked(path: Path, cuda: FakeCuda | None) -> Iterator[Checked]:
             yield Checked(load_session(path, build_method("full", {}), config), cuda)
 
 
-def write_model(folder: Path) -> Path:
-    return make_model(folder / "checked.gguf", **SHAPE)
+def write_model(folder: Path, **options: Any) -> Path:
+    return make_model(folder / "checked.gguf", **SHAPE | options)
 
 
 def declare(patch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
