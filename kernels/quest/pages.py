@@ -50,27 +50,34 @@ def summarise_rows(
     return high, low
 
 
+@triton.jit
+def _summarise_page(
+    k_at, stride_kn, hi_at, lo_at, j, n_sinks,
+    PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MEANSTD: tl.constexpr,
+):  # fmt: skip
+    """Writes the summary of page j of the rows at ``k_at`` to ``hi_at`` and ``lo_at``."""
+    c = tl.arange(0, BLOCK_D)
+    skipped = tl.where(j == 0, n_sinks, 0)
+    first_row = k_at + j.to(tl.int64) * PAGE * stride_kn
+    high, low = summarise_rows(first_row, stride_kn, c, c < D, skipped, PAGE, MEANSTD)
+    tl.store(hi_at + c, high.to(tl.float16), mask=c < D)
+    tl.store(lo_at + c, low.to(tl.float16), mask=c < D)
+
+
 @triton.jit(do_not_specialize=["first_page"])
 def _page_summaries_kernel(
-    k_ptr, n_ptr, hi_ptr, lo_ptr, first_page, n_sinks, n_kv_head,
+    k_ptr, hi_ptr, lo_ptr, first_page, n_sinks, n_kv_head,
     stride_kb, stride_kg, stride_kn, stride_hb, stride_hg, stride_hn,
     PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MEANSTD: tl.constexpr,
-    STEP: tl.constexpr,
 ):  # fmt: skip
     unit = tl.program_id(1)
     b, g = (unit // n_kv_head).to(tl.int64), (unit % n_kv_head).to(tl.int64)
     j = first_page + tl.program_id(0)
-    if STEP:
-        n = tl.load(n_ptr + b)
-        j = tl.where((n - 1) % PAGE == 0, (n - 1) // PAGE - 1, -1)
-    if j >= 0:
-        c = tl.arange(0, BLOCK_D)
-        k_at = k_ptr + b * stride_kb + g * stride_kg + j.to(tl.int64) * PAGE * stride_kn
-        skipped = tl.where(j == 0, n_sinks, 0)
-        high, low = summarise_rows(k_at, stride_kn, c, c < D, skipped, PAGE, MEANSTD)
-        at = b * stride_hb + g * stride_hg + j.to(tl.int64) * stride_hn
-        tl.store(hi_ptr + at + c, high.to(tl.float16), mask=c < D)
-        tl.store(lo_ptr + at + c, low.to(tl.float16), mask=c < D)
+    k_at = k_ptr + b * stride_kb + g * stride_kg
+    at = b * stride_hb + g * stride_hg + j.to(tl.int64) * stride_hn
+    _summarise_page(
+        k_at, stride_kn, hi_ptr + at, lo_ptr + at, j, n_sinks, PAGE, D, BLOCK_D, MEANSTD
+    )
 
 
 def page_summaries(
@@ -91,26 +98,12 @@ def page_summaries(
     _check_summaries(k, hi, lo, page, last_page, n_sinks)
     if last_page * page > k.shape[2]:
         raise ValueError(f"last_page = {last_page}: k has {k.shape[2]} rows")
+    n_batch, n_kv_head, _, d = k.shape
     if last_page > first_page:
-        _summarise(k, None, hi, lo, page, meanstd, first_page, last_page - first_page, n_sinks)
-
-
-def page_summaries_step(
-    k: torch.Tensor,
-    n: torch.Tensor,
-    hi: torch.Tensor,
-    lo: torch.Tensor,
-    page: int,
-    meanstd: bool,
-    n_sinks: int = 0,
-) -> None:
-    """``page_summaries`` of the page that became whole with row n - 2, if one did.
-
-    n int32 (B,), on the device; in most steps there is nothing to do.
-    """
-    check("n", n, torch.int32, (k.shape[0],), k.device)
-    _check_summaries(k, hi, lo, page, 0, n_sinks)
-    _summarise(k, n, hi, lo, page, meanstd, 0, 1, n_sinks)
+        _page_summaries_kernel[(last_page - first_page, n_batch * n_kv_head)](
+            k, hi, lo, first_page, n_sinks, n_kv_head, *k.stride()[:3], *hi.stride()[:3],
+            PAGE=page, D=d, BLOCK_D=_width(d, d), MEANSTD=meanstd, num_warps=1,
+        )  # fmt: skip
 
 
 def _check_summaries(
@@ -128,24 +121,6 @@ def _check_summaries(
         raise ValueError(f"n_sinks = {n_sinks}: expected 0 to page - 1 = {page - 1}")
 
 
-def _summarise(
-    k: torch.Tensor,
-    n: torch.Tensor | None,
-    hi: torch.Tensor,
-    lo: torch.Tensor,
-    page: int,
-    meanstd: bool,
-    first_page: int,
-    n_page: int,
-    n_sinks: int,
-) -> None:
-    n_batch, n_kv_head, _, d = k.shape
-    _page_summaries_kernel[(n_page, n_batch * n_kv_head)](
-        k, n, hi, lo, first_page, n_sinks, n_kv_head, *k.stride()[:3], *hi.stride()[:3],
-        PAGE=page, D=d, BLOCK_D=_width(d, d), MEANSTD=meanstd, STEP=n is not None, num_warps=1,
-    )  # fmt: skip
-
-
 @triton.jit
 def _halves(q):
     """f32 as the sum of two f16."""
@@ -156,16 +131,17 @@ def _halves(q):
 @triton.jit(do_not_specialize=["n_split"])
 def _page_scores_kernel(
     q_ptr, hi_ptr, lo_ptr, n_ptr, budget_ptr, wanted_ptr, out_ptr, peak_ptr, mass_ptr, n_page_ptr,
-    n_best_ptr, k_new_ptr, v_new_ptr, k_ptr, v_ptr, scale, first, recent, reserved, least,
+    n_best_ptr, k_new_ptr, v_new_ptr, k_ptr, v_ptr, scale, first, recent, reserved, least, n_sinks,
     n_kv_head, n_split, stride_hb, stride_hg, stride_hn, stride_ob, stride_oh,
     stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn,
     PAGE: tl.constexpr, GROUP: tl.constexpr, TILE_H: tl.constexpr, D: tl.constexpr,
     D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    SOFTMAX: tl.constexpr, SOME: tl.constexpr, HAS_NEW: tl.constexpr,
+    SOFTMAX: tl.constexpr, SOME: tl.constexpr, HAS_NEW: tl.constexpr, MEANSTD: tl.constexpr,
 ):  # fmt: skip
     """SOFTMAX: each head's scores, with peak and mass of their softmax over the split.
 
-    Otherwise the largest score of a group. HAS_NEW: stores the row that comes from the step, too.
+    Otherwise the largest score of a group. HAS_NEW: stores the row that comes from the step, too,
+    and the summary of the page that it completes, which is no candidate yet.
     """
     split, unit = tl.program_id(0), tl.program_id(1)
     b, g = (unit // n_kv_head).to(tl.int64), (unit % n_kv_head).to(tl.int64)
@@ -180,10 +156,18 @@ def _page_scores_kernel(
     if HAS_NEW:  # noqa: SIM102 - decided when the kernel is compiled
         if split == 0:
             row = (n - 1).to(tl.int64)
-            k_at = k_ptr + b * stride_kb + g * stride_kg + row * stride_kn
+            k_at = k_ptr + b * stride_kb + g * stride_kg
             v_at = v_ptr + b * stride_vb + g * stride_vg + row * stride_vn
-            store_row(k_new_ptr + unit * D, k_at, tl.arange(0, BLOCK_D), D)
+            store_row(k_new_ptr + unit * D, k_at + row * stride_kn, tl.arange(0, BLOCK_D), D)
             store_row(v_new_ptr + unit * D_V, v_at, tl.arange(0, BLOCK_V), D_V)
+            if n % PAGE == 0:
+                tl.debug_barrier()  # the summary reads what other threads have stored
+                whole = n // PAGE - 1
+                to = b * stride_hb + g * stride_hg + whole.to(tl.int64) * stride_hn
+                _summarise_page(
+                    k_at, stride_kn, hi_ptr + to, lo_ptr + to, whole, n_sinks, PAGE, D, BLOCK_D,
+                    MEANSTD,
+                )  # fmt: skip
     if SOME:
         n_page = tl.where(tl.load(wanted_ptr + unit) > 0, n_page, 0)
     chunk = tl.cdiv(tl.cdiv(n_page, n_split), BLOCK_N) * BLOCK_N
@@ -310,6 +294,8 @@ def pool_pages(
     scratch: PageScratch | None = None,
     new: NewRow | None = None,
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
+    meanstd: bool = False,
+    n_sinks: int = 0,
 ) -> PooledPages:
     """Scores of the candidates, pooled over each kv head's group, and how many are to be taken.
 
@@ -320,7 +306,8 @@ def pool_pages(
     page) are to be taken. reserved: rows attended beside, by default those behind the candidates.
     wanted int32 (B, G), if given: the kv heads that choose; scores of others are not written. new:
     the last row of each sequence, which is written to the two of ``into``, k f16 (B, G, capacity,
-    d) and v (B, G, capacity, d_v).
+    d) and v (B, G, capacity, d_v); if it completes a page, hi and lo get its summary, as
+    ``page_summaries`` makes it with ``meanstd`` and ``n_sinks``.
     """
     n_batch, n_head, d = q.shape
     n_kv_head, device = hi.shape[1], q.device
@@ -338,6 +325,7 @@ def pool_pages(
     if new is not None:
         assert into is not None
         check_new(new, *into, d)
+        _check_summaries(into[0], hi, lo, page, 0, n_sinks)
     k, v = into or (hi, hi)
     if out is None:
         out = pooled_pages(n_batch, n_kv_head, n_page_max, device)
@@ -357,12 +345,12 @@ def pool_pages(
     _page_scores_kernel[(n_split, n_batch * n_kv_head)](
         q, hi, lo, n, budget, wanted, scores, peak, mass, out.n_page, out.n_best,
         *(new or (None, None)), k, v, scale, first, recent, -1 if reserved is None else reserved,
-        least, n_kv_head, n_split, *hi.stride()[:3], *scores.stride()[:2], *k.stride()[:3],
+        least, n_sinks, n_kv_head, n_split, *hi.stride()[:3], *scores.stride()[:2], *k.stride()[:3],
         *v.stride()[:3],
         PAGE=page, GROUP=group, TILE_H=max(TILE, triton.next_power_of_2(group)), D=d,
         D_V=v.shape[3], BLOCK_D=_width(d, d), BLOCK_V=_width(v.shape[3], v.shape[3]),
         BLOCK_N=block, SOFTMAX=softmax, SOME=wanted is not None, HAS_NEW=new is not None,
-        num_warps=4, num_stages=3,
+        MEANSTD=meanstd, num_warps=4, num_stages=3,
     )  # fmt: skip
     if softmax:
         _pool_softmax_kernel[(triton.cdiv(n_page_max, 256), n_batch * n_kv_head)](

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -15,7 +16,8 @@ from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 
 GPU_PROMPT, GPU_STEPS = 1100, 3
-GPU_ROWS = (2048, 4096, 8192, 16384, 32768)  # numbers of rows among which kernels differ
+# Numbers of rows among which kernels differ.
+GPU_ROWS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 TRIAL_CONTEXT = 64  # tokens; the trial sequence of warmup.py does not pass through the session
 
 
@@ -34,7 +36,8 @@ def command(model: str | None, device: str) -> None:
     Methods that must be calibrated are calibrated for this model, if that was not done before.
 
     With --device cuda it is the kernels for this GPU, which depend on the model: those that a
-    prompt and some tokens with each method take, in contexts of up to 32768 tokens.
+    prompt and some tokens with each method take, in contexts of up to 131072 tokens, as far as the
+    GPU has room for them.
     """
     from sparsekv_cli import session, warmup
     from sparsekv_cli.methods import METHODS, build_method
@@ -42,8 +45,9 @@ def command(model: str | None, device: str) -> None:
     path = trial_model(model)
     begin = time.perf_counter()
     if device == "cuda":
-        try_on_gpu(find_model(model) if path is None else path)
-        say(f"kernels of the methods {', '.join(METHODS)} on the GPU: ready")
+        n_rows = try_on_gpu(find_model(model) if path is None else path)
+        methods = ", ".join(METHODS)
+        say(f"kernels of the methods {methods} on the GPU: ready, for up to {n_rows} tokens")
         say(f"{time.perf_counter() - begin:.1f} s; kept where Triton keeps them")
         return
     with CompileProgress() as progress, CalibrationProgress() as calibrating:
@@ -67,33 +71,52 @@ def command(model: str | None, device: str) -> None:
     say(f"{seconds:.1f} s; kept in {warmup.kernel_folder()}")
 
 
-def try_on_gpu(path: Path) -> None:
+def try_on_gpu(path: Path) -> int:
     """A prompt longer than any budget, and some tokens, with every method as it is by default.
 
-    Then a step with the kernels of each of GPU_ROWS, as long as a cache of so many rows fits.
+    Then a step with the kernels of each of GPU_ROWS, as far as a cache of so many rows fits.
+    Returns up to how many rows that was.
     """
-    from sparsekv_cli import session
+    from torch import OutOfMemoryError
+
     from sparsekv_cli.methods import METHODS, build_method
 
-    short = GPU_PROMPT + GPU_STEPS + len(GPU_ROWS)
     with CompileProgress() as progress, CalibrationProgress() as calibrating:
+        loaded, planned = _longest_session(path, progress)
+        ids = [token % loaded.hparams.n_vocab for token in range(GPU_PROMPT)]
         for name in METHODS:
-            for n_ctx in (GPU_ROWS[-1] * 5 // 4, short):
-                loaded = session.load_session(
-                    path, build_method(name, {}), SessionConfig(device="cuda", ctx_size=n_ctx),
-                    progress, calibrating,
-                )  # fmt: skip
-                if n_ctx == short or not loaded.engine.note:  # it fits
-                    break
-                loaded.gguf.close()
-            ids = [token % loaded.hparams.n_vocab for token in range(GPU_PROMPT)]
+            loaded.change_method(build_method(name, {}), progress, calibrating)
+            loaded.decoder.plan_for(0)
             loaded.prefill(ids)
             for token in ids[:GPU_STEPS]:
                 loaded.decode(token)
-            for n_rows in GPU_ROWS if n_ctx > short else ():
+            for n_rows in planned:
                 loaded.decoder.plan_for(n_rows)
-                loaded.decode(ids[0])
+                try:
+                    loaded.decode(ids[0])
+                except OutOfMemoryError:
+                    say(f"{name}: kernels for {n_rows} tokens and more are left out: no memory")
+                    break
+        loaded.gguf.close()
+    return max(planned, default=len(ids))
+
+
+def _longest_session(path: Path, progress: CompileProgress) -> tuple[Any, tuple[int, ...]]:
+    """A session on the GPU, and those of GPU_ROWS of which its cache fits."""
+    from sparsekv_cli import session
+    from sparsekv_cli.methods import build_method
+
+    for n_planned in range(len(GPU_ROWS), -1, -1):
+        planned = GPU_ROWS[:n_planned]
+        n_ctx = max(planned, default=GPU_PROMPT + GPU_STEPS) * 5 // 4
+        loaded = session.load_session(
+            path, build_method("full", {}), SessionConfig(device="cuda", ctx_size=n_ctx), progress
+        )
+        if loaded.engine.note and planned:  # it does not fit
             loaded.gguf.close()
+            continue
+        break
+    return loaded, planned
 
 
 def trial_model(name: str | None) -> Path | None:

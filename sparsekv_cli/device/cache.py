@@ -25,6 +25,7 @@ from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention.decode import NewRow
 
 AHEAD = 64  # rows that a bound leaves for steps to come, at least
+LEAST_STEP = 256  # rows: bounds are multiples of it
 UNLIMITED = 1 << 62  # rows, of a cache that is not told how many there will be at most
 
 
@@ -48,13 +49,13 @@ class DeviceInput(NamedTuple):
 
 
 def grid_bound(n: int) -> int:
-    """A bound of n for a graph's grids: larger by a quarter at most (256 for few rows).
+    """A bound of n for a graph's grids: larger by a quarter at most (LEAST_STEP for few rows).
 
     It is chosen so that the next steps have the same bound just behind a power of two, where
     measured contexts begin.
     """
     n += AHEAD
-    step = max(256, 1 << max(0, n.bit_length() - 3))
+    step = max(LEAST_STEP, 1 << max(0, n.bit_length() - 3))
     return -(-n // step) * step
 
 

@@ -12,7 +12,7 @@ import torch
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.device.cache import DeviceCache
+from sparsekv_cli.device.cache import LEAST_STEP, DeviceCache
 from sparsekv_cli.device.cuda import report_compiling
 from sparsekv_cli.device.decoder import DeviceDecoder
 from sparsekv_cli.device.host import HostCache, HostWorker
@@ -147,7 +147,8 @@ def open_device_engine(
         hparams, architecture, weights, DeviceWeights(weights, device, mode, dtype),
         n_threads=n_threads, chunk=chunk,
     )  # fmt: skip
-    return DeviceEngine(decoder, on_host=on_host, n_ctx=n_ctx, note=note)
+    n_rows = -(-n_ctx // LEAST_STEP) * LEAST_STEP  # kernels are compiled for such numbers
+    return DeviceEngine(decoder, on_host=on_host, n_ctx=n_rows, note=note)
 
 
 def free_bytes(device: torch.device, limit: float) -> int | None:

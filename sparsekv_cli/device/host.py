@@ -1,15 +1,16 @@
 """A layer whose cache lies on the host: dense prefill on the GPU, decode by the CPU's kernels.
 
 This is the LFPS paper's setting, and used for every method without a cache of its own on the
-device. In prefill the rows are copied to pinned host memory on a second stream while the device
-goes on, and a thread hands them to the cache.
+device. In prefill the rows go to page-locked memory on a second stream while the device goes on, and
+a thread hands them to the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,10 @@ from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import AttnInput, Memory
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.device.cache import DeviceStore
+
+Result = TypeVar("Result")
+ALIGNMENT = 64  # bytes: a vector of the kernels that read the rows
+N_BUFFERS = 4  # chunks on their way to the host: copied, waiting, and read
 
 
 def as_array(t: torch.Tensor) -> np.ndarray:
@@ -31,30 +36,67 @@ def as_tensor(x: np.ndarray) -> torch.Tensor:
     return tensor.view(torch.bfloat16) if x.dtype == np.uint16 else tensor
 
 
+class Buffer:
+    """Memory of the host, through which a chunk's rows go; page-locked where there is a GPU."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._reader: Future[Any] | None = None  # of the rows that were given last
+
+    def split(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Room for each of ``tensors``. Waits until what was here has been read."""
+        self.wait()
+        sizes = [-(-t.nbytes // ALIGNMENT) * ALIGNMENT for t in tensors]
+        if len(self._memory) < sum(sizes):
+            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+        parts = self._memory[: sum(sizes)].split(sizes)
+        return [
+            part[: t.nbytes].view(t.dtype).view(t.shape)
+            for t, part in zip(tensors, parts, strict=True)
+        ]
+
+    def read_by(self, reader: Future[Any]) -> None:
+        self._reader = reader
+
+    def wait(self) -> None:
+        if self._reader is not None:
+            self._reader.exception()  # HostWorker.wait raises it
+            self._reader = None
+
+
 class HostWorker:
-    """The thread on which caches take the rows of a prefill, in order."""
+    """The thread on which caches take the rows of a prefill, in order.
+
+    Rows come through a ring of buffers, so that a copy waits for what is read out of its buffer,
+    N_BUFFERS copies earlier, and for no copy.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pool = ThreadPoolExecutor(1, "host-kv")
-        self._pending: list[Future[None]] = []
+        self._pending: list[Future[Any]] = []
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ring = deque(Buffer() for _ in range(N_BUFFERS))
 
-    def submit(self, call: Callable[[], None]) -> None:
-        self._pending.append(self._pool.submit(call))
+    def submit(self, call: Callable[[], Result]) -> Future[Result]:
+        future = self._pool.submit(call)
+        self._pending.append(future)
+        return future
 
     def wait(self) -> None:
         """Waits until all is done; raises the first exception."""
         pending, self._pending = self._pending, []
         for future in pending:
             future.exception()
+        for buffer in self._ring:
+            buffer.wait()
         for future in pending:
             future.result()
 
-    def copy(
-        self, x: AttnInput, n_queries: int | None = None
-    ) -> tuple[AttnInput, Callable[[], None]]:
-        """x as arrays on the host, and a function that waits until they are filled.
+    def hand_over(
+        self, x: AttnInput, take: Callable[[AttnInput], Result], n_queries: int | None = None
+    ) -> Future[Result]:
+        """Submits ``take`` of x as arrays on the host, which are its own until it returns.
 
         n_queries: see LayerCache.queries_read.
         """
@@ -63,16 +105,26 @@ class HostWorker:
             unrotated = x.q_nope[:, :0], x.k_nope[:, :0]
             x = AttnInput(x.q[:, from_row:], x.k, x.v, *unrotated, x.pos)
         if self.stream is None:
-            return AttnInput._make((*map(as_array, x[:5]), x.pos)), lambda: None
+            on_host = AttnInput._make((*map(as_array, x[:5]), x.pos))
+            return self.submit(lambda: take(on_host))
+        self._ring.rotate(-1)
+        buffer = self._ring[-1]
+        copies = buffer.split(x[:5])
         self.stream.wait_stream(torch.cuda.current_stream())
-        copies = []
         with torch.cuda.stream(self.stream):
-            for t in x[:5]:
+            for to, t in zip(copies, x[:5], strict=True):
                 t.record_stream(self.stream)
-                host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
-                copies.append(as_array(host.copy_(t, non_blocking=True)))
-            event = self.stream.record_event()
-        return AttnInput._make((*copies, x.pos)), event.synchronize
+                to.copy_(t, non_blocking=True)
+            copied = self.stream.record_event()
+        arrays = AttnInput._make((*map(as_array, copies), x.pos))
+
+        def read() -> Result:
+            copied.synchronize()
+            return take(arrays)
+
+        reader = self.submit(read)
+        buffer.read_by(reader)
+        return reader
 
 
 class HostCache(LayerCache):
@@ -87,16 +139,15 @@ class HostCache(LayerCache):
 
     def extend(self, x: AttnInput) -> DeviceStore:
         """The rows on the device; the cache takes its own in while the device goes on."""
-        device, n_new = self._worker.device, x.q.shape[1]
-        on_host, wait = self._worker.copy(x, self.cache.queries_read)
+        worker, device, n_new = self._worker, self._worker.device, x.q.shape[1]
         if x.pos != self._next:  # what is left of a prefill that was interrupted
             self._rows = None
         self._next = x.pos + n_new
         rows = self._rows
         if rows is None and x.pos > 0:  # what there is of earlier rows only the cache itself knows
-            self._worker.wait()
-            wait()
-            store: KVStore = self.cache.extend(on_host)
+            taken = worker.hand_over(x, self.cache.extend, self.cache.queries_read)
+            worker.wait()
+            store: KVStore = taken.result()
             rows, spec = DeviceStore(self.spec, device), self.spec
             past = (stored[:, :-n_new] for stored in (store.keys(), store.values()))
             k, v = (torch.from_numpy(stored).to(device) for stored in past)
@@ -104,21 +155,19 @@ class HostCache(LayerCache):
         else:
             rows = rows or DeviceStore(self.spec, device)
 
-            def take_in() -> None:
-                wait()
+            def take_in(on_host: AttnInput) -> None:
                 self.cache.extend(on_host)
 
-            self._worker.submit(take_in)
+            worker.hand_over(x, take_in, self.cache.queries_read)
         rows.append(x.k, x.v)
         self._rows = rows
         return rows
 
     def attend(self, attend: ChunkAttention, x: AttnInput) -> torch.Tensor:
         """A chunk that attends on the host in its own way, as in a calibration's trials."""
-        on_host, wait = self._worker.copy(x)
+        attended = self._worker.hand_over(x, lambda on_host: attend(self.cache, on_host))
         self._worker.wait()
-        wait()
-        return as_tensor(attend(self.cache, on_host)).to(self._worker.device)
+        return as_tensor(attended.result()).to(self._worker.device)
 
     def finish_prefill(self) -> None:
         self._rows = None

@@ -1,15 +1,20 @@
 """What is said of Triton's compiling, and what is tried so that it compiles."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import triton
+from side_by_side import Geometry
+from test_device_batching import calibration_of
 from tiny_models import make_model
 from triton.runtime.interpreter import InterpretedFunction
 
 from sparsekv_cli import methods
+from sparsekv_cli.cache.spec import AttnInput, LayerSpec
+from sparsekv_cli.calibration.calibrations import Calibrations
 from sparsekv_cli.commands import warmup
 from sparsekv_cli.commands.progress import CompileProgress
 from sparsekv_cli.config import SessionConfig
@@ -35,28 +40,34 @@ def test_only_what_is_compiled_is_told_of(monkeypatch, capsys):
     assert capsys.readouterr().err == "compiling kernels for this GPU (first run only)\n"
 
 
-def test_every_method_is_tried_on_the_gpu(tmp_path, monkeypatch):
+def test_every_method_is_tried_on_the_gpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(triton.knobs.compilation, "listener", None)
     monkeypatch.setattr(
         methods, "METHODS", {name: methods.METHODS[name] for name in ("full", "topk")}
     )
     monkeypatch.setattr(warmup, "GPU_PROMPT", 20)
     monkeypatch.setattr(warmup, "GPU_STEPS", 1)
-    monkeypatch.setattr(warmup, "GPU_ROWS", (64,))
+    monkeypatch.setattr(warmup, "GPU_ROWS", (64, 128))
     tried = []
     decode = Session.decode
 
     def watched(self, token):
         tried.append(type(self.method).__name__)
+        if tried[-1] == "TopK" and self.decoder._planner.least_rows == 128:
+            raise torch.OutOfMemoryError
         return decode(self, token)
 
     monkeypatch.setattr(Session, "decode", watched)
     path = make_model(tmp_path / "m.gguf", n_embd=64, n_ff=64, n_vocab=259, head_dim=32)
-    warmup.try_on_gpu(path)
-    assert tried == 2 * ["Full"] + 2 * ["TopK"]
+    assert warmup.try_on_gpu(path) == 128
+    assert tried == 3 * ["Full"] + 3 * ["TopK"]
+    left_out = "topk: kernels for 128 tokens and more are left out: no memory\n"
+    assert capsys.readouterr().err.endswith(left_out)
 
 
-@pytest.mark.parametrize("name", ["full", "topk", "quest"])
+@pytest.mark.parametrize(
+    "name", ["full", "topk", "streaming", "quest", "fasa", "sals", "freekv"]
+)
 def test_nothing_is_compiled_in_mid_generation(name, tmp_path, monkeypatch):
     """A long context launches no specialisation that warming up has not launched."""
     compiled: set[Any] = set()
@@ -69,26 +80,42 @@ def test_nothing_is_compiled_in_mid_generation(name, tmp_path, monkeypatch):
 
     monkeypatch.setattr(InterpretedFunction, "run", note)
     monkeypatch.setattr(triton.knobs.compilation, "listener", None)
-    monkeypatch.setattr(methods, "METHODS", {name: methods.METHODS[name]})
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    used = {each: methods.METHODS[each] for each in ("full", name)}
+    monkeypatch.setattr(methods, "METHODS", used)
+    monkeypatch.setattr(Calibrations, "specs", with_random_calibration)
     path = make_model(
-        tmp_path / "m.gguf", n_layer=3, n_embd=64, n_ff=64, n_vocab=259, n_head=2, n_head_kv=1,
+        tmp_path / "m.gguf", n_layer=4, n_embd=64, n_ff=64, n_vocab=259, n_head=2, n_head_kv=1,
         head_dim=32,
     )  # fmt: skip
-    warmup.try_on_gpu(path)
+    assert warmup.try_on_gpu(path) == 131072
     warm, long = set(compiled), {}
     session = load_session(
-        path, methods.build_method(name, {}), SessionConfig(device="cuda", ctx_size=40_000)
+        path, methods.build_method(name, {}), SessionConfig(device="cuda", ctx_size=150_001)
     )
-    session.prefill([5] * 1100)
-    for n_rows in (3000, 9000, 20_000, 33_000):
+    for n_rows in (3000, 9000, 20_000, 33_000, 70_000, 140_000):
         compiled.clear()
+        session.reset()
         for cache in session.caches:
-            cache.reserve(n_rows)
-            cache.store.n = n_rows  # as if it had them
+            fill(cache, n_rows)
         session.decoder.decode(5, n_rows, session.caches)
         long[n_rows] = compiled - warm
     assert len(warm) > 8 and {n: x for n, x in long.items() if x} == {}
+
+
+def with_random_calibration(calibrations: Any, *_: object) -> list[LayerSpec]:
+    calibration = calibration_of(Geometry(2, 1, 32, 32, 32))
+    specs = calibrations._decoder.layer_specs()
+    return [replace(spec, calibration=calibration) for spec in specs]
+
+
+def fill(cache: Any, n: int) -> None:
+    """A prefill of n rows of zeros."""
+    spec = cache.spec
+    sizes = (spec.n_head, spec.head_dim), (spec.n_head_kv, spec.head_dim)
+    q, k = (torch.zeros(heads, n, d, dtype=torch.float16) for heads, d in sizes)
+    cache.reserve(n)
+    cache.extend(AttnInput(q, k, k, q, k, 0))
+    cache.finish_prefill()
 
 
 def kind(x: Any) -> Any:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fake_cuda import FakeCuda
+from memory_ranges import Ranges
 from tiny_models import make_model
 
 from sparsekv_cli import engine
 from sparsekv_cli.batch import Batch
 from sparsekv_cli.cache.spec import AttnInput
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.device.host import HostCache, HostWorker
+from sparsekv_cli.device.host import N_BUFFERS, Buffer, HostCache, HostWorker
 from sparsekv_cli.device.methods.full import DeviceDense
 from sparsekv_cli.device.step import StepBuffers
 from sparsekv_cli.errors import SparseKVError
@@ -61,12 +65,45 @@ def test_only_queries_that_are_read_are_copied():
     x = AttnInput(*(torch.randn(2, 40, 8) for _ in range(5)), 3)
     worker = HostWorker(torch.device("cpu"))
     for n_queries, n_copied in ((0, 0), (32, 32), (50, 40)):
-        copied, wait = worker.copy(x, n_queries)
-        wait()
+        copied = worker.hand_over(x, lambda rows: rows, n_queries).result()
         assert np.array_equal(copied.q, x.q[:, 40 - n_copied :])
         assert np.array_equal(copied.k, x.k) and np.array_equal(copied.v, x.v)
         assert copied.q_nope.shape[1] == copied.k_nope.shape[1] == 0 and copied.pos == 3
-    assert worker.copy(x)[0].k_nope.shape == (2, 40, 8)
+    assert worker.hand_over(x, lambda rows: rows.k_nope.shape).result() == (2, 40, 8)
+
+
+def test_a_copy_to_the_host_waits_for_the_reader_of_its_buffer(device, monkeypatch):
+    """And for no copy: as many are under way as the ring has buffers."""
+    if device == "cuda":
+        pytest.skip("a GPU is there")
+    order: list[Any] = []
+    may_read, wait = threading.Event(), Buffer.wait
+
+    def watched(buffer: Buffer) -> None:
+        if buffer._reader is not None:
+            order.append("waits")
+            may_read.set()
+        wait(buffer)
+
+    monkeypatch.setattr(Buffer, "wait", watched)
+    with FakeCuda() as cuda:
+        worker = HostWorker(torch.device("cuda"))
+
+        def take(rows: AttnInput) -> np.ndarray:
+            assert may_read.wait(10)
+            cuda.host_work("reading", Ranges.of_tensor(torch.from_numpy(rows.v)))
+            return rows.v.copy()
+
+        readers = []
+        for i in range(N_BUFFERS + 1):
+            rows = (torch.full((2, 3 + i, 8), float(i), device="cuda") for _ in range(5))
+            readers.append(worker.hand_over(AttnInput(*rows, 0), take))
+            order.append(i)
+        found = [reader.result() for reader in readers]
+        assert not cuda.found
+    assert order == [*range(N_BUFFERS), "waits", N_BUFFERS]
+    for i, v in enumerate(found):
+        np.testing.assert_array_equal(v, np.full((2, 3 + i, 8), i))
 
 
 @pytest.mark.parametrize(("method", "kv"), [("full", "device"), ("full", "host"), ("lfps", "host")])

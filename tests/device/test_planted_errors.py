@@ -6,6 +6,8 @@ They are planted in one of two sequences that decode together.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ import pytest
 import torch
 from checked_device import LENGTHS, N_PROMPT, check, checked, steps, write_model
 from fake_cuda import Block, FakeCuda
-from fake_cuda_graphs import CaptureError, Stream
+from fake_cuda_graphs import CaptureError, Event, Stream
 
+from sparsekv_cli.device import engine as device_engine
+from sparsekv_cli.device import host
 from sparsekv_cli.device.cache import DeviceInput, StepNumbers
-from sparsekv_cli.device.host import HostWorker
+from sparsekv_cli.device.methods.freekv import DeviceFreeKV
 from sparsekv_cli.device.methods.full import DeviceDense
 from sparsekv_cli.device.streams import SideStream
 from sparsekv_cli.kernels.layer.decode import silu_multiply
@@ -74,19 +78,38 @@ def of_second(owner: Any, name: str, value: Any) -> Callable[[pytest.MonkeyPatch
     return plant
 
 
-def not_waiting(copy: Any) -> Callable[[Any, Any], Any]:
-    """Copies of the last rows of the second prompt are not waited for."""
+def not_waiting(patch: pytest.MonkeyPatch) -> None:
+    """The copies of the second prompt's rows are not waited for."""
+    wait, n_waits = Event.synchronize, count()
+    patch.setattr(Event, "synchronize", lambda event: next(n_waits) > 0 or wait(event))
 
-    def planted(worker: Any, x: Any, *more: Any) -> Any:
-        copied, wait = copy(worker, x, *more)
-        return copied, wait if x.pos + x.k.shape[1] != LENGTHS[1] else lambda: None
 
-    return planted
+def too_short(patch: pytest.MonkeyPatch) -> None:
+    """The copies of two chunks go through one buffer, which does not wait for its reader."""
+    patch.setattr(device_engine, "CHUNK", 1)
+    patch.setattr(host, "N_BUFFERS", 1)
+    patch.setattr(host.Buffer, "wait", lambda self: None)
 
 
 def on_its_own_stream(_: Any, x: Any) -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         x.q.mul_(1)
+
+
+def read_beside(captured: bool) -> Callable[[pytest.MonkeyPatch], None]:
+    """A second stream reads what the first one lets go of, in steps as they are or in captures."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        recall = DeviceFreeKV._recall_ahead
+
+        def planted(self: Any, arrays: Any, query: torch.Tensor, *numbers: Any) -> None:
+            if torch.cuda.is_current_stream_capturing() == captured:
+                query = query.clone()
+            recall(self, arrays, query, *numbers)
+
+        patch.setattr(DeviceFreeKV, "_recall_ahead", planted)
+
+    return plant
 
 
 def launch_if_captured(_: Any, x: Any) -> None:
@@ -123,10 +146,15 @@ PLANTED: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = {
         "lfps", replaced(Stream, "synchronize", lambda self: None), "nothing orders them"
     ),
     "rows taken in ahead of their copy": (
-        "lfps", replaced(HostWorker, "copy", not_waiting(HostWorker.copy)), "nothing orders them"
+        "lfps", not_waiting, "nothing orders them"
     ),
+    "a ring that is too short": ("lfps", too_short, "nothing orders them"),
     "the allocator is not told": (
         "lfps", replaced(Block, "used_by", lambda *_: None), "giving back"
+    ),
+    "memory that a second stream reads": ("freekv", read_beside(captured=False), "giving back"),
+    "memory that a second stream of a capture reads": (
+        "freekv", read_beside(captured=True), "giving back"
     ),
     "item": ("full", in_each_step(lambda _, x: int(x.step.n[0]) * 0), "_local_scalar_dense"),
     "nonzero": ("full", in_each_step(lambda _, x: len(x.q.nonzero()) * 0), "nonzero"),
@@ -194,3 +222,13 @@ def test_a_pool_whose_graphs_are_gone(lives):
             return
         with pytest.raises(CaptureError, match="use_count > 0"):
             capture()
+
+
+def test_memory_of_the_host_that_goes_under_a_copy():
+    """torch waits for the copies of what it has pinned, not of what it does not know."""
+    with FakeCuda() as cuda:
+        x = torch.zeros(4, dtype=torch.float16, device="cuda")
+        known = partial(torch.zeros, 4, dtype=torch.float16, pin_memory=True)
+        for make, n_found in ((known, 0), (partial(cuda.locked, (4,)), 1)):
+            make().copy_(x, non_blocking=True)
+            assert len(cuda.found) == n_found

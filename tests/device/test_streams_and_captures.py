@@ -83,3 +83,23 @@ def test_sequences_that_come_and_go(method, engine, plain):
     """Each has its own length; behind a rewind of one, what was captured goes on."""
     launched = check(engine, come_and_go(engine, method), plain[f"batch of {method}"])
     assert (launched[4] == []) == (method != "freekv")  # which leaves its pages
+
+
+def test_a_prompt_behind_a_step_that_was_broken_off(engine, monkeypatch):
+    """Nothing that the step has begun beside is read before it is done, and nothing of it is left."""
+    decoder, logits = engine.session.decoder, []
+    for breaks in (False, True):
+        caches = engine.caches("freekv")
+        engine.prefill(caches)
+        if breaks:
+            with monkeypatch.context() as patch:
+                patch.setattr(type(decoder), "_output", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    decoder.decode(5, N_PROMPT, caches)
+        logits.append(decoder.forward([7, 8, 9], N_PROMPT, caches))
+    np.testing.assert_array_equal(*logits)
+    assert not engine.cuda.found
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import FakeCuda, as_one
-from fake_cuda_modes import plain
 from memory_ranges import EMPTY, Ranges
 from tiny_models import make_model
 
@@ -237,12 +236,8 @@ def declare(patch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
         device_decoder, "attend_causal", as_one(cuda, "attend_causal", device_decoder.attend_causal)
     )
 
-    def locked(shape: tuple[int, ...], _: torch.device) -> torch.Tensor:
-        with plain():
-            return cuda.new(torch.zeros(shape, dtype=torch.float16), "pinned", filled=True)
-
     for module in (freekv_pages, fasa_caches, page_cache):
-        patch.setattr(module, "zeros_on_host", locked)
+        patch.setattr(module, "zeros_on_host", cuda.locked)
 
     def take_time(times: torch.Tensor, *, stop: bool) -> None:
         cuda.launch("take_time", lambda: None, EMPTY, Ranges.of_tensor(times))

@@ -32,13 +32,15 @@ LARGE = 0x7F7F7F7F  # no index, count or size
 class Block:
     """An allocation. place: device or pinned; pool: of a graph, if it was made in a capture.
 
-    lane: in whose order its memory may be used again once it is given back.
+    lane: in whose order its memory may be used again once it is given back. torch_knows: whether
+    torch notes the streams that copy pinned memory, and waits for them before it is used again.
     """
 
     def __init__(self, memory: np.ndarray, place: str, lane: Lane, pool: object) -> None:
         self.memory, self.place, self.lane, self.pool = memory, place, lane, pool
         self.users: list[Lane] = []  # lanes that its giving back waits for (record_stream)
         self.is_free = False
+        self.torch_knows = True
 
     def used_by(self, lane: Lane) -> None:
         self.users.append(lane)
@@ -93,6 +95,13 @@ class FakeCuda:
             poison(tensor)
         return tensor
 
+    def locked(self, shape: tuple[int, ...], _: Any = None) -> torch.Tensor:
+        """As kernels/pinned.py zeros_on_host: f16, in memory of the host that torch did not pin."""
+        with plain():
+            tensor = self.new(torch.zeros(shape, dtype=torch.float16), "pinned", filled=True)
+        self._blocks[tensor.untyped_storage()._cdata].torch_knows = False
+        return tensor
+
     def tensor_on(
         self,
         block: Block,
@@ -119,11 +128,15 @@ class FakeCuda:
         return block.place if block else "pageable"
 
     def _give_back(self, block: Block) -> None:
-        """The memory may be used again, by what the block's lane does from here on."""
         block.is_free = True
-        if block.pool is not None:
-            return
-        lane = Lane("memory's next use", dict(block.lane.clock))
+        if block.pool is None:
+            self.check_free(block, block.lane)
+        elif self.capturing is not None:
+            self.capturing.give_back(block)
+
+    def check_free(self, block: Block, behind: Lane) -> None:
+        """The memory may be used again, by what the lane ``behind`` does from here on."""
+        lane = Lane("memory's next use", dict(behind.clock))
         # No thread refers to it any more: what they did with memory of the host is done.
         threads = self.threads.values() if block.place == "pinned" else [self.thread]
         for each in (*threads, *block.users):

@@ -153,6 +153,20 @@ class Graph:
 
         self._steps.append(step)
 
+    def give_back(self, block: Any) -> None:
+        """From here on what else the capture makes in the block's lane may lie in its memory.
+
+        torch keeps what ``record_stream`` was called for to the end of the capture.
+        """
+        lane = block.lane
+        if lane not in self.lanes or block.users:
+            return
+
+        def step(lanes: dict[int, Lane], _: Any) -> None:
+            self.cuda.check_free(block, lanes[id(lane)])
+
+        self._steps.append(step)
+
     def replay(self) -> None:
         cuda = self.cuda
         if cuda.capturing:

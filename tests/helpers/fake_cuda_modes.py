@@ -132,7 +132,7 @@ class Operators(TorchDispatchMode):
 
         cuda.launch("copy_", run, Ranges.of_tensor(x), Ranges.of_tensor(to))
         block = cuda.block(host)
-        if block is not None:
+        if block is not None and block.torch_knows:
             block.used_by(cuda.stream)
         if waits:
             cuda.wait_for(cuda.stream, "copy_")

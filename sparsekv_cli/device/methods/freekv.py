@@ -89,6 +89,7 @@ class DeviceFreeKV(DeviceCache):
     # --- prefill ----------------------------------------------------------------------------------
 
     def extend(self, x: AttnInput) -> Any:
+        self._leave_step()
         self._leave_pages()
         self._last = x.q[:, -1]
         return super().extend(x)

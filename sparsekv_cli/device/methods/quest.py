@@ -65,20 +65,11 @@ class DeviceQuest(DeviceSelecting):
 
     def plan_selection(self, n: int, n_max: int) -> Hashable:
         page = self.method.page
-        self._summarise(n - 1)
+        self._summarise(n - 1)  # pages of prompts and of dense steps
         if n_max // page > self._hi.shape[2]:
             self._grow(n_max // page)
         self._k_max = max(1, self.budget_rows(n_max) // page)
         return self._k_max
-
-    def holds_until(self, n: int, n_max: int) -> int:
-        """To the end of the page of row n - 1, which is summarised then."""
-        until = super().holds_until(n, n_max)
-        return (
-            until
-            if self._dense
-            else min(until, ((n - 1) // self.method.page + 1) * self.method.page)
-        )
 
     def tensors(self) -> list[torch.Tensor]:
         return [*super().tensors(), self._hi, self._lo]
@@ -94,12 +85,18 @@ class DeviceQuest(DeviceSelecting):
         hi, lo = index
         pooled = pages.pool_pages(
             x.q, hi, lo, step.n, step.budget, hi.shape[2], page, float(self.spec.scale),
-            softmax=False, new=NewRow(x.k, x.v), into=(k, v),
+            softmax=False, new=NewRow(x.k, x.v), into=(k, v), meanstd=self._meanstd,
+            n_sinks=N_SINKS,
         )  # fmt: skip
         chosen, sizes = select.select_largest(
             pooled.scores, pooled.n_page, hi.shape[2], pooled.n_best, self._k_max
         )
         return page_rows(chosen, sizes, step.n, page, N_SINKS)
+
+    def settle(self, n: int) -> None:
+        super().settle(n)
+        if not self._dense:  # the step has summarised the page that it completed
+            self._n_page = n // self.method.page
 
     def count(self, n: int) -> tuple[int, int, int]:
         spec, page = self.spec, self.method.page

@@ -1,0 +1,69 @@
+"""scripts/gpu/overlap: what is launched when, a device that sleeps, and what is made of times."""
+
+from __future__ import annotations
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+from scripts_as_modules import load_script
+
+overlap = load_script("gpu/overlap")
+
+
+@pytest.mark.parametrize(
+    ("beside", "order"),
+    [(False, ["attend", "learn", "launch", "wait"]), (True, ["attend", "launch", "learn", "wait"])],
+)
+def test_order_of_a_layer(beside, order):
+    done = []
+    cache = SimpleNamespace(
+        decode=lambda x: done.append("attend"), learn=lambda: done.append("learn")
+    )
+    device = SimpleNamespace(
+        launch=lambda seconds: done.append("launch"), wait=lambda: done.append("wait")
+    )
+    step = overlap.step([cache, cache], [None, None], device, 1.0, beside=beside)
+    assert done == 2 * order
+    assert step.whole >= step.output + step.learning > 0
+
+
+def test_a_piece_ends_no_earlier_than_asked():
+    device, begin = overlap.Device(), time.perf_counter()
+    device.launch(0.01)
+    device.launch(0.02)
+    for seconds in (0.01, 0.02):
+        device.wait()
+        assert time.perf_counter() - begin >= seconds
+
+
+def test_a_machine_that_wakes_up_late_is_told(monkeypatch):
+    def piece(device, seconds):
+        return max(3e-4, seconds + 1e-4 - device.wake_up)
+
+    monkeypatch.setattr(overlap.Device, "piece", piece)
+    device = overlap.Device()
+    device.allow_for_waking(4e-4)
+    assert device.wake_up == pytest.approx(1e-4)
+    with pytest.raises(ValueError, match="--device-us 100: here a piece takes 300 us at least"):
+        device.allow_for_waking(1e-4)
+
+
+def test_what_is_hidden_is_the_median_of_neighbours():
+    steps = [(10, 7), (12, 8), (90, 87)]  # the last pair was disturbed, both of it
+    rounds = [
+        overlap.Round(5e-6, overlap.Step(2e-6 * a, 8e-6, 12e-6), overlap.Step(2e-6 * b, 0, 0))
+        for a, b in steps
+    ]
+    assert overlap.figures(rounds, 2) == {
+        "piece_us": 5, "apart_us": 12, "beside_us": 8, "output_us": 4, "learning_us": 6,
+        "hidden_us": 3, "hidden_of_learning": 0.5,
+    }  # fmt: skip
+
+
+def test_a_line_for_each_piece(capsys):
+    overlap.main("--rows 600 --layers 1 --steps 2 --device-us 4000,5000 -t 1".split())
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["device_us"] for line in lines] == [4000, 5000]
+    assert all(line["rows"] == 600 and line["learning_us"] > 0 for line in lines)
