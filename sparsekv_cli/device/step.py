@@ -30,9 +30,9 @@ class StepBuffers:
         self._device = device
         self.host_x, self.x = self._both((n_rows, h.n_embd), torch.float32)
         self.y = torch.zeros_like(self.x)
-        self._host_numbers, numbers = self._both((3, n_rows), torch.int32)
-        self._numbers = numbers
-        self.pos, self.n, self.budget = numbers
+        # Each on 16 bytes, whatever n_rows: Triton compiles for what an address is a multiple of.
+        self._host_numbers, self._numbers = self._both((3, -(-n_rows // 4) * 4), torch.int32)
+        self.pos, self.n, self.budget = self._numbers[:, :n_rows]
         sizes = {
             2 * each.n_head * each.head_dim + each.n_head_kv * (2 * each.head_dim + each.value_dim)
             for each in h.layers

@@ -65,9 +65,7 @@ def test_every_method_is_tried_on_the_gpu(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.endswith(left_out)
 
 
-@pytest.mark.parametrize(
-    "name", ["full", "topk", "streaming", "quest", "fasa", "sals", "freekv"]
-)
+@pytest.mark.parametrize("name", ["full", "topk", "streaming", "quest", "fasa", "sals", "freekv"])
 def test_nothing_is_compiled_in_mid_generation(name, tmp_path, monkeypatch):
     """A long context launches no specialisation that warming up has not launched."""
     compiled: set[Any] = set()

@@ -86,7 +86,7 @@ def test_sequences_that_come_and_go(method, engine, plain):
 
 
 def test_a_prompt_behind_a_step_that_was_broken_off(engine, monkeypatch):
-    """Nothing that the step has begun beside is read before it is done, and nothing of it is left."""
+    """What the step has begun beside is done before it is read, and nothing of it is left."""
     decoder, logits = engine.session.decoder, []
     for breaks in (False, True):
         caches = engine.caches("freekv")

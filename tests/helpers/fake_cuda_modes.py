@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from memory_ranges import EMPTY, Ranges
 from torch.overrides import TorchFunctionMode
@@ -247,18 +248,20 @@ class Kernels:
         self._touched: tuple[list[Any], list[Any]] = [], []
 
     def __enter__(self) -> None:
-        self._before = interpreter.GridExecutor.__call__, interpreter._interpreter
-        call, memory = self._before
-        kernels = self
+        kernels, executors, self._patch = self, interpreter.GridExecutor, pytest.MonkeyPatch()
+        call, patched = executors.__call__, self._patch.setattr
 
         def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
             kernels._launch(executor, call, args, kwargs)
 
-        interpreter.GridExecutor.__call__ = launch
-        interpreter._interpreter = Watched(memory, self._touched)
+        patched(executors, "__call__", launch)
+        # The interpreter's own copies of arguments, in cycles, outlive the launch.
+        patched(executors, "_init_args_hst", lambda _, args, kwargs: (args, kwargs))
+        patched(executors, "_restore_args_dev", lambda *_: None)
+        patched(interpreter, "_interpreter", Watched(interpreter._interpreter, self._touched))
 
     def __exit__(self, *error: object) -> None:
-        interpreter.GridExecutor.__call__, interpreter._interpreter = self._before
+        self._patch.undo()
 
     def _launch(self, executor: Any, call: Any, args: Sequence[Any], kwargs: Any) -> None:
         cuda = self.cuda

@@ -26,9 +26,7 @@ def launches() -> Iterator[Callable[[], object]]:
         for meanstd in (True, False) if n_kv == 8 else (True,):
             yield partial(pages.page_summaries, k, hi, hi, page, meanstd, 0, 100)
             pool = partial(pages.pool_pages, q, hi, hi, n, n, 8192, page, 1.0)
-            yield partial(
-                pool, softmax=meanstd, new=new, into=(k, k), meanstd=meanstd, n_sinks=4
-            )
+            yield partial(pool, softmax=meanstd, new=new, into=(k, k), meanstd=meanstd, n_sinks=4)
         if n_kv == 8:
             yield partial(pool, softmax=True)
             few = partial(pages.pool_pages, q, hi, hi, n, n, 64, page, 1.0)

@@ -51,22 +51,22 @@ def test_page_summaries(n_kv_head, d, page, meanstd, device):
 @pytest.mark.parametrize("meanstd", [False, True])
 def test_steps_summarise_the_pages_that_they_complete(meanstd, device):
     """As they are summarised at once, by sequences of several lengths, from rows of the steps."""
-    rows = random(2, 2, 34, 64).to(device)
+    rows = random(2, 2, 18, 64).to(device)
     at_once, stepped = (empty_summaries(2, 2, 5, 64, device) for _ in range(2))
-    pages.page_summaries(rows.half(), *at_once, 8, meanstd, 0, 4, 3)
+    pages.page_summaries(rows.half(), *at_once, 4, meanstd, 0, 4, 3)
     k, v = (torch.full_like(rows, torch.nan).half() for _ in range(2))
-    for n in range(1, 34):
+    for n in range(1, 18):
         lengths = [n, max(1, n - 5)]
         new = torch.stack([rows[b, :, n_rows - 1] for b, n_rows in enumerate(lengths)])
         pages.pool_pages(
-            new, *stepped, ints(lengths, device), ints([8, 8], device), 5, 8, 1.0, softmax=False,
+            new, *stepped, ints(lengths, device), ints([8, 8], device), 5, 4, 1.0, softmax=False,
             new=NewRow(new, new), into=(k, v), meanstd=meanstd, n_sinks=3,
         )  # fmt: skip
     for whole, grown in zip(at_once, stepped, strict=True):
         assert (whole[0] == grown[0]).all()
         assert (whole[1, :, :3] == grown[1, :, :3]).all() and (grown[1, :, 3:] == 7).all()
     for stored in (k, v):
-        assert (stored[0, :, :33] == rows[0, :, :33].half()).all()
+        assert (stored[0, :, :17] == rows[0, :, :17].half()).all()
 
 
 def test_deviations_of_large_keys_do_not_cancel(device):

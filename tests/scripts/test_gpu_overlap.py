@@ -63,7 +63,8 @@ def test_what_is_hidden_is_the_median_of_neighbours():
 
 
 def test_a_line_for_each_piece(capsys):
-    overlap.main("--rows 600 --layers 1 --steps 2 --device-us 4000,5000 -t 1".split())
+    shape = ["--rows", "600", "--layers", "1", "--steps", "2", "-t", "1"]
+    overlap.main([*shape, "--device-us", "4000,5000"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["device_us"] for line in lines] == [4000, 5000]
     assert all(line["rows"] == 600 and line["learning_us"] > 0 for line in lines)

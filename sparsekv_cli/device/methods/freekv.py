@@ -111,8 +111,11 @@ class DeviceFreeKV(DeviceCache):
             self._recent = self._recent_of(n)
             self.lead([self])
             *rows, previous = self.tensors()
-            numbers = torch.tensor([[n], [self.budget_rows(n + 1)]], dtype=torch.int32)
-            self._recall_ahead(self._arrays(rows), previous, *numbers.to(self.device))
+            numbers = [  # they must be there until the join
+                torch.tensor([x], dtype=torch.int32, device=self.device)
+                for x in (n, self.budget_rows(n + 1))
+            ]
+            self._recall_ahead(self._arrays(rows), previous, *numbers)
             self.side.join()
 
     def _layout(self, n_sink: int) -> Layout:
