@@ -77,8 +77,6 @@ def try_on_gpu(path: Path) -> int:
     Then a step with the kernels of each of GPU_ROWS, as far as a cache of so many rows fits.
     Returns up to how many rows that was.
     """
-    from torch import OutOfMemoryError
-
     from sparsekv_cli.methods import METHODS, build_method
 
     with CompileProgress() as progress, CalibrationProgress() as calibrating:
@@ -94,8 +92,8 @@ def try_on_gpu(path: Path) -> int:
                 loaded.decoder.plan_for(n_rows)
                 try:
                     loaded.decode(ids[0])
-                except OutOfMemoryError:
-                    say(f"{name}: kernels for {n_rows} tokens and more are left out: no memory")
+                except SparseKVError as error:
+                    say(f"{name}: kernels for {n_rows} tokens and more are left out: {error}")
                     break
         loaded.gguf.close()
     return max(planned, default=len(ids))

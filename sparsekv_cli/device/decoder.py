@@ -26,6 +26,7 @@ from sparsekv_cli.device.prefill import TorchRows, attend_causal
 from sparsekv_cli.device.step import StepBuffers
 from sparsekv_cli.device.streams import join_all
 from sparsekv_cli.device.weights import DeviceWeights
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.kernels.attention.decode import Attended
 from sparsekv_cli.kernels.layer import decode as kernels
 from sparsekv_cli.models.architectures import Architecture
@@ -212,17 +213,24 @@ class DeviceDecoder(Forward):
             buffers.set_numbers(row, pos, min(budgets, default=pos + 1))
             if choosing.drawing is not None:
                 buffers.set_chain(row, settings_of(samplers[b]))
-        plan = self._planner.begin(positions, caches)
         owners = [buffers, *(cache for layers in caches for cache in layers)]
         on_device = (c for layers in caches for c in layers if isinstance(c, DeviceCache))
-        self._steps.run(
-            owners,
-            (len(self.rope.full.cos), plan.key, choosing),
-            lambda: list(self._program(caches, plan.runs_of(caches), choosing)),
-            watched=any(cache.on_step is not None for cache in on_device),
-        )
+        try:
+            plan = self._planner.begin(positions, caches)
+            self._steps.run(
+                owners,
+                (len(self.rope.full.cos), plan.key, choosing),
+                lambda: list(self._program(caches, plan.runs_of(caches), choosing)),
+                watched=any(cache.on_step is not None for cache in on_device),
+            )
+        except torch.OutOfMemoryError:
+            raise SparseKVError(
+                f"the GPU has no memory for a step behind {max(positions)} tokens; use a smaller "
+                "--ctx-size, or --kv host"
+            ) from None
+        finally:
+            self._caches = ()
         found = result(buffers, order)
-        self._caches = ()
         for layers, pos in zip(caches, positions, strict=True):
             for cache in layers:
                 if isinstance(cache, DeviceCache):

@@ -18,6 +18,7 @@ from sparsekv_cli.calibration.calibrations import Calibrations
 from sparsekv_cli.commands import warmup
 from sparsekv_cli.commands.progress import CompileProgress
 from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.device.batching import Planner
 from sparsekv_cli.session import Session, load_session
 
 
@@ -53,16 +54,23 @@ def test_every_method_is_tried_on_the_gpu(tmp_path, monkeypatch, capsys):
 
     def watched(self, token):
         tried.append(type(self.method).__name__)
-        if tried[-1] == "TopK" and self.decoder._planner.least_rows == 128:
-            raise torch.OutOfMemoryError
         return decode(self, token)
 
     monkeypatch.setattr(Session, "decode", watched)
+    begin = Planner.begin
+
+    def begun(planner, positions, caches):
+        if tried[-1] == "TopK" and planner.least_rows == 128:
+            raise torch.OutOfMemoryError
+        return begin(planner, positions, caches)
+
+    monkeypatch.setattr(Planner, "begin", begun)
     path = make_model(tmp_path / "m.gguf", n_embd=64, n_ff=64, n_vocab=259, head_dim=32)
     assert warmup.try_on_gpu(path) == 128
     assert tried == 3 * ["Full"] + 3 * ["TopK"]
-    left_out = "topk: kernels for 128 tokens and more are left out: no memory\n"
-    assert capsys.readouterr().err.endswith(left_out)
+    said = capsys.readouterr().err.splitlines()[-1]
+    left_out = "topk: kernels for 128 tokens and more are left out: "
+    assert said.startswith(left_out + "the GPU has no memory for a step behind 22 tokens")
 
 
 @pytest.mark.parametrize("name", ["full", "topk", "streaming", "quest", "fasa", "sals", "freekv"])
