@@ -125,7 +125,6 @@ class Session:
         on_calibrate: calibrations.OnCalibrate | None = None,
     ) -> list[LayerSpec]:
         """The layers' specs for ``method``, which is calibrated and compiled first if necessary."""
-        method.check_attention(self.decoder.layer_specs())
         specs = [
             replace(spec, n_checkpoints=self.config.checkpoints)
             for spec in self.calibrations.specs(method, on_calibrate)

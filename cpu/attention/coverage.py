@@ -13,6 +13,7 @@ from sparsekv_cli.cpu.attention.tile import (
     PAD,
     exp_in_place,
     max_of,
+    soften,
     tile_scores,
 )
 from sparsekv_cli.cpu.jit.llvm import LANES, keep, next_task
@@ -20,7 +21,7 @@ from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 
 @njit(cache=True, nogil=True)
-def _rate_head(query, k, n, tail, n_tail, k_row, scale, rows, n_sinks):
+def _rate_head(query, k, n, tail, n_tail, k_row, scale, softcap, rows, n_sinks):
     """``rate_rows`` of one head: query f32 (1, d); k, tail: addresses of its kv head's rows."""
     d, total = query.shape[1], n + n_tail
     scores = np.empty((1, total + PAD), np.float32)
@@ -39,6 +40,8 @@ def _rate_head(query, k, n, tail, n_tail, k_row, scale, rows, n_sinks):
     for j in best:
         is_best[n_sinks + j] = True
     scores[0, total : total + LANES] = NEGATIVE_INFINITY
+    if softcap:
+        soften(to, total, np.float32(softcap))
     mass = exp_in_place(to, total, max_of(to, total))
     attended, possible, n_best = 0.0, 0.0, 0
     for row in rows:
@@ -52,16 +55,17 @@ def _rate_head(query, k, n, tail, n_tail, k_row, scale, rows, n_sinks):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def rate_rows(
-    q, k, k_head, n, tail, tail_head, n_tail, k_row, n_kv_head, scale, idx, counts, n_sinks,
-    n_chosen, n_best, mass, best_mass, n_threads,
+    q, k, k_head, n, tail, tail_head, n_tail, k_row, n_kv_head, scale, softcap, idx, counts,
+    n_sinks, n_chosen, n_best, mass, best_mass, n_threads,
 ):  # fmt: skip
     """For each head: how many rows were attended to, how many exact top-k shares, and their mass.
 
     q f32 (H, d). k, tail: addresses of f16 keys, n rows and n_tail behind them; k_head, tail_head,
-    k_row: bytes between kv heads and rows. idx int32 (U, m), counts int64 (U,): the rows, U = H, G
-    or 1. n_chosen, n_best int64 (H,) leave out the first n_sinks rows, which are always attended;
-    top-k takes n_chosen of the others. mass f64 (H,): share of all attended rows in the softmax;
-    best_mass f64 (H,): that of the attended sinks and top-k's rows.
+    k_row: bytes between kv heads and rows. softcap: of the scores, 0 for none. idx int32 (U, m),
+    counts int64 (U,): the rows, U = H, G or 1. n_chosen, n_best int64 (H,) leave out the first
+    n_sinks rows, which are always attended; top-k takes n_chosen of the others. mass f64 (H,):
+    share of all attended rows in the softmax; best_mass f64 (H,): that of the attended sinks and
+    top-k's rows.
     """
     n_head = q.shape[0]
     counter = np.zeros(1, np.int64)
@@ -71,6 +75,6 @@ def rate_rows(
             unit, kv_head = head * len(counts) // n_head, head * n_kv_head // n_head
             n_chosen[head], n_best[head], mass[head], best_mass[head] = _rate_head(
                 q[head : head + 1], k + kv_head * k_head, n, tail + kv_head * tail_head, n_tail,
-                k_row, scale, idx[unit, : counts[unit]], n_sinks,
+                k_row, scale, softcap, idx[unit, : counts[unit]], n_sinks,
             )  # fmt: skip
             head = next_task(counter)

@@ -38,7 +38,6 @@ from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 BLOCK = 256  # keys whose scores are kept at a time: K and V of a block stay in the L2 cache
 TILE = 4  # query heads that share a loaded row
-NO_CAP = np.float32(0)  # the softcap of scores that have none
 ONE_THREAD_BELOW = 160  # rows under which starting threads costs more than they save
 
 
@@ -46,6 +45,17 @@ ONE_THREAD_BELOW = 160  # rows under which starting threads costs more than they
 def scaled_copy(q, scale):
     """q * scale in a new array (numba keeps array expressions out of prange loops)."""
     return q * scale
+
+
+@njit(cache=True, nogil=True)
+def begin_softmax(sinks, peak, mass):
+    """The state of softmaxes that no row is in yet: peak, mass f32 (heads,).
+
+    sinks f32 (heads,): scores without values that they begin with, or empty.
+    """
+    for h in range(len(peak)):
+        peak[h] = sinks[h] if len(sinks) else NEGATIVE_INFINITY
+        mass[h] = 1 if len(sinks) else 0
 
 
 @njit(cache=True, nogil=True)
@@ -114,16 +124,13 @@ def _attend_piece(
 ):  # fmt: skip
     """A tile of heads over one list of rows, in memory of this thread until the end.
 
-    sinks f32 (tile,): scores without values that the softmax begins with, or empty. target f32
-    (tile, d_v): the output (``whole``: these are all rows), or numerators with respect to the peaks
-    and masses written at peak_out, mass_out f32 (tile,).
+    sinks: see ``begin_softmax``. target f32 (tile, d_v): the output (``whole``: these are all
+    rows), or numerators with respect to the peaks and masses written at peak_out, mass_out f32
+    (tile,).
     """
     tile, d_v = target.shape
-    peak = np.full(tile, NEGATIVE_INFINITY, np.float32)
-    mass = np.zeros(tile, np.float32)
-    for t in range(len(sinks)):
-        peak[t] = sinks[t]
-        mass[t] = 1
+    peak, mass = np.empty(tile, np.float32), np.empty(tile, np.float32)
+    begin_softmax(sinks, peak, mass)
     acc = np.zeros((tile, d_v), np.float32)
     scaled = scaled_copy(q, scale)
     attend_tile(scaled, k, v, k_row, v_row, mode, idx, count, softcap, peak, mass, acc, scores)

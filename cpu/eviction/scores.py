@@ -1,8 +1,9 @@
 """The attention that keys have received, by which SnapKV and H2O drop rows.
 
 The sums are columns of the causal softmax over the rows that a cache holds, one list a kv head: its
-query heads add to the same sums. f32. A thread never adds where another does, and the parts are
-merged in a fixed order, so the number of threads changes no bit.
+query heads add to the same sums. The softmax is the attention's: a sink takes its part of it. f32.
+A thread never adds where another does, and the parts are merged in a fixed order, so the number of
+threads changes no bit.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from sparsekv_cli.cpu.attention.tile import (
     PAD,
     exp_in_place,
     max_of,
+    soften,
     tile_scores,
 )
 from sparsekv_cli.cpu.jit import llvm
@@ -38,8 +40,11 @@ def _add_weighted(target, source, n, factor):
 
 
 @njit(cache=True, nogil=True)
-def _add_columns(q, first, last, k, k_row, kind, n_past, group, scale, sums):
-    """Adds the softmax of the queries q[first:last] of one kv head to sums f32 (n,)."""
+def _add_columns(q, first, last, k, k_row, kind, n_past, group, scale, softcap, sinks, sums):
+    """Adds the softmax of the queries q[first:last] of one kv head to sums f32 (n,).
+
+    sinks: those of its query heads, or empty.
+    """
     if first == last:
         return
     d = q.shape[1]
@@ -58,12 +63,16 @@ def _add_columns(q, first, last, k, k_row, kind, n_past, group, scale, sums):
             for j in range(visible, visible + LANES):
                 scores[t, j] = NEGATIVE_INFINITY
             address = scores.ctypes.data + 4 * t * stride
-            mass = exp_in_place(address, visible, max_of(address, visible))
+            if softcap:
+                soften(address, visible, softcap)
+            sink = sinks[(row + t) % group] if len(sinks) else NEGATIVE_INFINITY
+            peak = max(max_of(address, visible), sink)
+            mass = exp_in_place(address, visible, peak) + np.exp(sink - peak)
             _add_weighted(sums, scores[t], visible, np.float32(1) / mass)
 
 
 @njit(cache=True, nogil=True)
-def _add_parts(counter, q, layout, n_past, group, scale, parts):
+def _add_parts(counter, q, layout, n_past, group, scale, softcap, sinks, parts):
     """Takes (kv head, part) tasks until there are none; parts f32 (G, parts, n)."""
     n_kv_head, n_part, _ = parts.shape
     n_row = q.shape[1]
@@ -73,18 +82,20 @@ def _add_parts(counter, q, layout, n_past, group, scale, parts):
         first, last = part * n_row // n_part, (part + 1) * n_row // n_part
         _add_columns(
             q[kv_head], first, last, layout[K] + kv_head * layout[K_HEAD], layout[K_ROW],
-            layout[K_KIND], n_past, group, scale, parts[kv_head, part],
+            layout[K_KIND], n_past, group, scale, softcap,
+            sinks[kv_head * group : (kv_head + 1) * group], parts[kv_head, part],
         )  # fmt: skip
         task = next_task(counter)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def add_attention(q, layout, n, group, scale, sums, n_threads):
+def add_attention(q, layout, n, group, scale, softcap, sinks, sums, n_threads):
     """sums[g, j] += softmax(scale q . k)[j], summed over the queries of the last positions.
 
     q f32 (G, R, d): the ``group`` query heads of the first of R / group positions, then of the
     next one; the last position sees n rows, each one before it one row less. layout int64 (8,):
-    see attention/rows.py. sums f32 (G, >= n).
+    see attention/rows.py. softcap: 0 for none; sinks f32 (H,): scores without values, or empty.
+    sums f32 (G, >= n).
     """
     n_kv_head, n_row, _ = q.shape
     n_past = n - n_row // group
@@ -92,16 +103,16 @@ def add_attention(q, layout, n, group, scale, sums, n_threads):
     parts = np.zeros((n_kv_head, n_part, n), np.float32)
     counter = np.zeros(1, np.int64)
     if n_threads == 1 or n_kv_head * n_row * n < ONE_THREAD_BELOW:
-        _add_parts(counter, q, layout, n_past, group, scale, parts)
+        _add_parts(counter, q, layout, n_past, group, scale, softcap, sinks, parts)
     else:
         for _thread in prange(n_threads):
-            _add_parts(counter, q, layout, n_past, group, scale, parts)
+            _add_parts(counter, q, layout, n_past, group, scale, softcap, sinks, parts)
     for kv_head in range(n_kv_head):
         for part in range(n_part):
             _add_weighted(sums[kv_head], parts[kv_head, part], n, np.float32(1))
 
 
-def add_attention_ref(q, k, n, group, scale, sums):
+def add_attention_ref(q, k, n, group, scale, sums, softcap=0.0, sinks=()):
     """numpy reference in f64: q (G, R, d), k (G, >= n, d) -> sums + the columns (G, n)."""
     total = sums[:, :n].astype(np.float64)
     n_row = q.shape[1]
@@ -109,8 +120,11 @@ def add_attention_ref(q, k, n, group, scale, sums):
         for row in range(n_row):
             visible = n - n_row // group + row // group + 1
             s = k[g, :visible].astype(np.float64) @ q[g, row].astype(np.float64) * scale
-            p = np.exp(s - s.max())
-            total[g, :visible] += p / p.sum()
+            s = softcap * np.tanh(s / softcap) if softcap else s
+            sink = np.float64(sinks[g * group + row % group]) if len(sinks) else -np.inf
+            peak = max(s.max(), sink)
+            p = np.exp(s - peak)
+            total[g, :visible] += p / (p.sum() + np.exp(sink - peak))
     return total
 
 
@@ -192,13 +206,13 @@ def drop_least_attended_ref(first, last, positions, mass):
 
 @njit(cache=True, nogil=True)
 def heavy_hitter_step(
-    q, layout, n, scale, drops, first, last, positions, mass, n_threads
+    q, layout, n, scale, softcap, sinks, drops, first, last, positions, mass, n_threads
 ):  # fmt: skip
     """H2O's work after the attention of a decode step, whose row is the last of n.
 
     q f32 (G, group, d). Adds the step's attention to mass and, if ``drops``, drops a row of every
     kv head (``drop_least_attended``).
     """
-    add_attention(q, layout, n, q.shape[1], scale, mass, n_threads)
+    add_attention(q, layout, n, q.shape[1], scale, softcap, sinks, mass, n_threads)
     if drops:
         drop_least_attended(layout, n, first, last, positions, mass)

@@ -26,6 +26,7 @@ from sparsekv_cli.cpu.attention.tile import (
     PAD,
     exp_in_place,
     max_of,
+    soften,
     tile_values,
 )
 from sparsekv_cli.cpu.faedkv.fft import SIZE, ends_in_y, fft
@@ -161,14 +162,20 @@ def _n_scores(row):
 
 
 @njit(cache=True, nogil=True)
-def _weigh_pair(a, b, n_head, table, basis, z, n_exact, scores, w, mass, x_re, x_im):
+def _weigh_pair(
+    a, b, n_head, table, basis, z, n_exact, softcap, sinks, scores, w, mass, x_re, x_im
+):
     """Softmax of heads a and b over all rows, and its coefficients; b is n_head if a has no other.
 
     z f32 (> b, rows + PAD): dot products of the coefficient rows; scores f32 (> b, n + PAD): those
-    of the exact rows in front, which become weights e^(s - peak); w f32 (> b, rows + PAD): their
+    of the exact rows in front, which become weights e^(s - peak); softcap, sinks: see
+    ``attend_spectrum``; w f32 (> b, rows + PAD): their
     coefficients; mass f32 (H,): sums of the weights; x f32: scratch of the longest segment.
     """
     heads = range(a, min(b + 1, n_head))
+    for h in heads:
+        if softcap:
+            soften(scores[h].ctypes.data, n_exact, softcap)
     at = n_exact
     for i in range(table.shape[0]):
         row = table[i]
@@ -181,10 +188,14 @@ def _weigh_pair(a, b, n_head, table, basis, z, n_exact, scores, w, mass, x_re, x
         for h in heads:
             if row[KIND] == MEAN:
                 mean = z[h, first] * np.float32(np.sqrt(n) / row[FILLED])
+                if softcap:
+                    mean = softcap * np.float32(np.tanh(mean / softcap))
                 scores[h, at] = mean + np.float32(np.log(row[FILLED]))
                 continue
             if row[KIND] == DIRECT:
                 _direct_scores(basis, z[h, first:], scores[h, at:])
+            if softcap:
+                soften(scores[h, at:].ctypes.data, row[FILLED], softcap)
             for j in range(at + row[FILLED], at + n):
                 scores[h, j] = NEGATIVE_INFINITY
         at += _n_scores(row)
@@ -192,7 +203,9 @@ def _weigh_pair(a, b, n_head, table, basis, z, n_exact, scores, w, mass, x_re, x
         for j in range(at, at + PAD):
             scores[h, j] = NEGATIVE_INFINITY
         address = scores[h].ctypes.data
-        mass[h] = exp_in_place(address, at, max_of(address, at))
+        sink = sinks[h] if len(sinks) else NEGATIVE_INFINITY
+        peak = max(max_of(address, at), sink)
+        mass[h] = exp_in_place(address, at, peak) + np.exp(sink - peak)
     at = n_exact
     for i in range(table.shape[0]):
         row = table[i]
@@ -211,7 +224,7 @@ def _weigh_pair(a, b, n_head, table, basis, z, n_exact, scores, w, mass, x_re, x
 
 
 @njit(cache=True, nogil=True)
-def _weigh_heads(counter, n_head, table, basis, z, n_exact, scores, w, mass):
+def _weigh_heads(counter, n_head, table, basis, z, n_exact, softcap, sinks, scores, w, mass):
     """Takes pairs of heads until there are none; see ``_weigh_pair``."""
     longest = 0
     for i in range(table.shape[0]):
@@ -224,7 +237,9 @@ def _weigh_heads(counter, n_head, table, basis, z, n_exact, scores, w, mass):
         if b == n_head:  # a head that is not there
             z[b] = 0
             scores[b] = 0
-        _weigh_pair(a, b, n_head, table, basis, z, n_exact, scores, w, mass, x_re, x_im)
+        _weigh_pair(
+            a, b, n_head, table, basis, z, n_exact, softcap, sinks, scores, w, mass, x_re, x_im
+        )
         task = next_task(counter)
 
 
@@ -305,13 +320,14 @@ def _finish(acc, mass, out):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def attend_spectrum(
-    q, layout, n_exact, wide_k, wide_v, n_rows, table, basis, scale, out, n_threads
+    q, layout, n_exact, wide_k, wide_v, n_rows, table, basis, scale, softcap, sinks, out, n_threads
 ):
     """Attention of one token over exact rows and segments.
 
     q f32 (H, d); layout int64 (8,) of the exact rows, which are f16, see attention/rows.py;
     coefficient rows f32: wide_k (G, >= n_rows, d) and wide_v; table int64 (segments, N_COLUMNS);
-    basis f32: the waves of direct segments; out f32 (H, d_v).
+    basis f32: the waves of direct segments. softcap: 0 for none; sinks f32 (H,): scores without
+    values, or empty. out f32 (H, d_v).
     """
     n_head, n_kv_head = q.shape[0], wide_k.shape[0]
     n_scores = n_exact
@@ -330,19 +346,23 @@ def attend_spectrum(
     counter = np.zeros(3, np.int64)
     if n_threads == 1:
         _score_wide_pieces(counter[0:1], q, wide_k, n_rows, scale, z, 1)
-        _weigh_heads(counter[1:2], n_head, table, basis, z, n_exact, scores, w, mass)
+        _weigh_heads(
+            counter[1:2], n_head, table, basis, z, n_exact, softcap, sinks, scores, w, mass
+        )
         _value_pieces(counter[2:3], layout, n_exact, wide_v, n_rows, scores, w, acc)
     else:
         for _thread in prange(n_threads):
             _score_wide_pieces(counter[0:1], q, wide_k, n_rows, scale, z, n_split)
         for _thread in prange(n_threads):
-            _weigh_heads(counter[1:2], n_head, table, basis, z, n_exact, scores, w, mass)
+            _weigh_heads(
+                counter[1:2], n_head, table, basis, z, n_exact, softcap, sinks, scores, w, mass
+            )
         for _thread in prange(n_threads):
             _value_pieces(counter[2:3], layout, n_exact, wide_v, n_rows, scores, w, acc)
     _finish(acc, mass, out)
 
 
-def attend_spectrum_ref(q, k, v, segments, scale):
+def attend_spectrum_ref(q, k, v, segments, scale, softcap=0.0, sinks=()):
     """numpy f64: q (H, d), exact k (G, n, d), v (G, n, d_v) -> (H, d_v).
 
     segments: (waves (rows, tokens), rows of K (G, rows, d), rows of V (G, rows, d_v)) each.
@@ -355,10 +375,13 @@ def attend_spectrum_ref(q, k, v, segments, scale):
         scores += [
             basis.T @ (rows_k[g].astype(np.float64) @ query) for basis, rows_k, _ in segments
         ]
-        peak = max(s.max() for s in scores if len(s))
+        if softcap:
+            scores = [softcap * np.tanh(s / softcap) for s in scores]
+        sink = np.float64(sinks[h]) if len(sinks) else -np.inf
+        peak = max(sink, *(s.max() for s in scores if len(s)))
         p = [np.exp(s - peak) for s in scores]
         total = p[0] @ v[g].astype(np.float64)
         for weights, (basis, _, rows_v) in zip(p[1:], segments, strict=True):
             total += (basis @ weights) @ rows_v[g].astype(np.float64)
-        out[h] = total / sum(w.sum() for w in p)
+        out[h] = total / (sum(w.sum() for w in p) + np.exp(sink - peak))
     return out

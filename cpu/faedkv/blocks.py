@@ -18,13 +18,20 @@ import numpy as np
 from numba import njit, prange
 
 from sparsekv_cli.cpu.attention.decode import BLOCK as ATTENDED_AT_ONCE
-from sparsekv_cli.cpu.attention.decode import NO_CAP, TILE, attend_tile, merge_pieces, scaled_copy
+from sparsekv_cli.cpu.attention.decode import (
+    TILE,
+    attend_tile,
+    begin_softmax,
+    merge_pieces,
+    scaled_copy,
+)
 from sparsekv_cli.cpu.attention.rows import K_HEAD, K_ROW, V_HEAD, V_ROW, K, V, layout_of
 from sparsekv_cli.cpu.attention.tile import (
     NEGATIVE_INFINITY,
     PAD,
     exp_in_place,
     max_of,
+    soften,
     tile_scores,
     tile_values,
 )
@@ -66,11 +73,13 @@ def _scale_rows(x, n_rows, factors, first):
 
 
 @njit(cache=True, nogil=True)
-def _attend_blocks(q, layout, n_kv, n_rows, length, gains, waves, first, last, peak, mass, acc):
+def _attend_blocks(
+    q, layout, n_kv, n_rows, length, gains, waves, softcap, first, last, peak, mass, acc
+):
     """Softmax state of all heads over the blocks first .. last.
 
     q f32 (H, d) scaled; layout: of the coefficient rows, ``n_rows`` a block of ``length`` tokens;
-    gains f32 (blocks, 2). peak, mass f32 (H,), acc f32 (H, d_v).
+    gains f32 (blocks, 2); softcap: 0 for none. peak, mass f32 (H,), acc f32 (H, d_v).
     """
     n_head, d = q.shape
     group, n_block = n_head // n_kv, last - first
@@ -104,6 +113,8 @@ def _attend_blocks(q, layout, n_kv, n_rows, length, gains, waves, first, last, p
     for h in range(n_head):
         scores[h, n_score:] = NEGATIVE_INFINITY
         at = scores[h].ctypes.data
+        if softcap:
+            soften(at, n_score, softcap)
         peak[h] = max_of(at, n_score)
         mass[h] = exp_in_place(at, n_score, peak[h])
         if is_mean:
@@ -136,48 +147,53 @@ def _attend_blocks(q, layout, n_kv, n_rows, length, gains, waves, first, last, p
 
 
 @njit(cache=True, nogil=True)
-def _attend_exact(q, layout, n, n_kv, g, peak, mass, acc):
-    """Softmax state of kv head g's query heads over n exact rows; see ``_attend_blocks``."""
+def _attend_exact(q, layout, n, n_kv, g, softcap, sinks, peak, mass, acc):
+    """Softmax state of kv head g's query heads over n exact rows; see ``_attend_blocks``.
+
+    sinks f32 (H,): scores without values that it begins with, or empty.
+    """
     group = q.shape[0] // n_kv
     buffer = np.empty((TILE, ATTENDED_AT_ONCE + PAD), np.float32)
     for h in range(g * group, (g + 1) * group, TILE):
         end = min(h + TILE, (g + 1) * group)
-        peak[h:end] = NEGATIVE_INFINITY
-        mass[h:end] = 0
+        begin_softmax(sinks[h:end], peak[h:end], mass[h:end])
         acc[h:end] = 0
         attend_tile(
             q[h:end], layout[K] + g * layout[K_HEAD], layout[V] + g * layout[V_HEAD], layout[K_ROW],
-            layout[V_ROW], 0, 0, n, NO_CAP, peak[h:end], mass[h:end], acc[h:end], buffer,
+            layout[V_ROW], 0, 0, n, softcap, peak[h:end], mass[h:end], acc[h:end], buffer,
         )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)
 def _take_tasks(
-    counter, q, exact, n_exact, layout, n_kv, n_rows, length, gains, waves, at_once, peak, mass, acc
+    counter, q, exact, n_exact, layout, n_kv, n_rows, length, gains, waves, softcap, sinks, at_once,
+    peak, mass, acc
 ):  # fmt: skip
     """Takes tasks: the exact rows of each kv head, then ``at_once`` blocks after the other."""
     task = next_task(counter)
     while task < n_kv + len(peak) - 1:
         part = task - n_kv
         if part < 0:
-            _attend_exact(q, exact, n_exact, n_kv, task, peak[0], mass[0], acc[0])
+            _attend_exact(q, exact, n_exact, n_kv, task, softcap, sinks, peak[0], mass[0], acc[0])
         else:
             first, last = part * at_once, min(len(gains), (part + 1) * at_once)
             _attend_blocks(
-                q, layout, n_kv, n_rows, length, gains, waves, first, last, peak[part + 1],
-                mass[part + 1], acc[part + 1],
+                q, layout, n_kv, n_rows, length, gains, waves, softcap, first, last,
+                peak[part + 1], mass[part + 1], acc[part + 1],
             )  # fmt: skip
         task = next_task(counter)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def attend_blocks(
-    q, exact, n_exact, layout, n_kv, n_rows, length, gains, waves, scale, out, n_threads
-):
+    q, exact, n_exact, layout, n_kv, n_rows, length, gains, waves, scale, softcap, sinks, out,
+    n_threads,
+):  # fmt: skip
     """Attention of one token over exact rows and blocks of ``length`` tokens.
 
     q f32 (H, d); exact, layout: of the exact rows and of the coefficient rows, which are f16, see
-    attention/rows.py; n_rows of these a block, gains f32 (blocks, 2) of K and V; out f32 (H, d_v).
+    attention/rows.py; n_rows of these a block, gains f32 (blocks, 2) of K and V. softcap: 0 for
+    none; sinks f32 (H,): scores without values, or empty. out f32 (H, d_v).
     """
     n_block, n_head = len(gains), q.shape[0]
     at_once = TOKENS_AT_ONCE // length if len(waves.waves) else MEANS_AT_ONCE
@@ -192,8 +208,8 @@ def attend_blocks(
         n_threads = 1
     for _thread in prange(n_threads):
         _take_tasks(
-            counter, scaled, exact, n_exact, layout, n_kv, n_rows, length, gains, waves, at_once,
-            peak, mass, acc,
+            counter, scaled, exact, n_exact, layout, n_kv, n_rows, length, gains, waves, softcap,
+            sinks, at_once, peak, mass, acc,
         )  # fmt: skip
     for h in range(n_head):
         merge_pieces(peak[:, h], mass[:, h], acc[:, h], out[h])
@@ -284,12 +300,22 @@ class BlockSpectrum:
         self.n_tokens = mark.n_tokens
 
     def attend(
-        self, q: np.ndarray, exact: np.ndarray, n: int, scale: np.float32, n_threads: int
+        self,
+        q: np.ndarray,
+        exact: np.ndarray,
+        n: int,
+        scale: np.float32,
+        softcap: np.float32,
+        sinks: np.ndarray,
+        n_threads: int,
     ) -> np.ndarray:
-        """Attention f32 (H, d_v) of q f32 (H, d) over n exact rows and all blocks."""
+        """Attention f32 (H, d_v) of q f32 (H, d) over n exact rows and all blocks.
+
+        softcap, sinks: see ``attend_blocks``.
+        """
         out = np.empty((len(q), self.v.shape[2]), np.float32)
         attend_blocks(
             q, exact, n, self._layout, self._n_kv, self.basis.n_rows, self.basis.n,
-            self._gains[: self.n_segments], self._waves, scale, out, n_threads,
+            self._gains[: self.n_segments], self._waves, scale, softcap, sinks, out, n_threads,
         )  # fmt: skip
         return out

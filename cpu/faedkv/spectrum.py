@@ -216,13 +216,23 @@ class Spectrum:
         return out[0], out[1]
 
     def attend(
-        self, q: np.ndarray, exact: np.ndarray, n: int, scale: np.float32, n_threads: int
+        self,
+        q: np.ndarray,
+        exact: np.ndarray,
+        n: int,
+        scale: np.float32,
+        softcap: np.float32,
+        sinks: np.ndarray,
+        n_threads: int,
     ) -> np.ndarray:
-        """Attention f32 (H, d_v) of q f32 (H, d) over n exact rows (layout) and all segments."""
+        """Attention f32 (H, d_v) of q f32 (H, d) over n exact rows (layout) and all segments.
+
+        softcap, sinks: see ``attend_spectrum``.
+        """
         out = np.empty((len(q), self.v.shape[2]), np.float32)
         kernels.attend_spectrum(
-            q, exact, n, self.k, self.v, self.n_rows, self.table, self.block.matrix, scale, out,
-            n_threads,
+            q, exact, n, self.k, self.v, self.n_rows, self.table, self.block.matrix, scale, softcap,
+            sinks, out, n_threads,
         )  # fmt: skip
         return out
 

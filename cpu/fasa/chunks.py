@@ -13,14 +13,8 @@ from numba.extending import intrinsic
 from sparsekv_cli.cpu.attention.decode import TILE, n_key_splits
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.attention.store import store_halves
-from sparsekv_cli.cpu.attention.tile import (
-    NEGATIVE_INFINITY,
-    PAD,
-    exp_in_place,
-    max_of,
-    tile_scores,
-    tile_values,
-)
+from sparsekv_cli.cpu.attention.tile import NEGATIVE_INFINITY
+from sparsekv_cli.cpu.fasa.attend import attend_split_rows
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import F32, I64, LANES, const, load, next_task, splat
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
@@ -288,51 +282,6 @@ def count_distinct(rows, n_list, n):
     return total
 
 
-# --- focused attention ----------------------------------------------------------------------------
-
-
-@njit(cache=True, nogil=True)
-def attend_split_rows(q_rest, rest, v, rows, scores, scale, out):
-    """Exact attention of one head over listed rows; ``scores`` holds the dominant part of q . k.
-
-    q_rest f32 (d_rest padded,), rest u16 (n, d_rest padded), v u16 (n, d_v), rows int32 (k,),
-    scores f32 (k,), out f32 (d_v,).
-    """
-    count = rows.shape[0]
-    dots = np.empty(count + PAD, np.float32)
-    tile_scores(
-        1, 1, q_rest.ctypes.data, rest.ctypes.data, rest.strides[0], rows.ctypes.data, count,
-        q_rest.shape[0], dots.ctypes.data, 0,
-    )  # fmt: skip
-    for j in range(count):
-        dots[j] = scale * (dots[j] + scores[j])
-    for j in range(count, count + LANES):
-        dots[j] = NEGATIVE_INFINITY
-    peak = max_of(dots.ctypes.data, count)
-    mass = exp_in_place(dots.ctypes.data, count, peak)
-    out[:] = 0
-    tile_values(
-        1, 1, dots.ctypes.data, 0, v.ctypes.data, v.strides[0], rows.ctypes.data, count,
-        out.shape[0], out.ctypes.data,
-    )  # fmt: skip
-    llvm.keep(dots)
-    for c in range(out.shape[0]):
-        out[c] /= mass
-
-
-def attend_split_rows_ref(q, dom, rest, v, dims, rows, scale):
-    """numpy f64 reference of one kv head, with K put together again.
-
-    q (d,), dom (blocks, n_dom, 16), rest (n, d - n_dom), v (n, d_v).
-    """
-    dominant = dom.swapaxes(1, 2).reshape(-1, dom.shape[1])[rows]
-    keys = np.empty((len(rows), len(dims)))
-    keys[:, dims] = np.concatenate([dominant, rest[rows]], axis=1)
-    scores = keys @ q.astype(np.float64) * scale
-    weights = np.exp(scores - scores.max())
-    return weights @ v[rows].astype(np.float64) / weights.sum()
-
-
 # --- a decode step --------------------------------------------------------------------------------
 
 
@@ -351,8 +300,9 @@ def _split_queries(q, dims, q_dom, q_rest):
 
 @njit(cache=True, nogil=True)
 def _attend_heads(
-    counter, q_dom, q_rest, dom, rest, v, n, best, n_sinks, n_recent, scale, rows, out
-):
+    counter, q_dom, q_rest, dom, rest, v, n, best, n_sinks, n_recent, scale, softcap, sinks, rows,
+    out,
+):  # fmt: skip
     """Takes query heads until there are none: each chooses its rows and attends to them."""
     n_head = q_rest.shape[0]
     group = n_head // rest.shape[0]
@@ -361,19 +311,22 @@ def _attend_heads(
     while h < n_head:
         kv = h // group
         choose_rows(q_dom[h], dom[kv], best[h], n, n_sinks, n_recent, rows[h], scores)
-        attend_split_rows(q_rest[h], rest[kv], v[kv], rows[h], scores, scale, out[h])
+        sink = sinks[h] if len(sinks) else NEGATIVE_INFINITY
+        attend_split_rows(q_rest[h], rest[kv], v[kv], rows[h], scores, scale, softcap, sink, out[h])
         h = next_task(counter)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def fasa_step(
-    q, k_new, v_new, n, dims, dom, rest, v, scale, n_sinks, n_recent, rows, out, n_threads
-):
+    q, k_new, v_new, n, dims, dom, rest, v, scale, softcap, sinks, n_sinks, n_recent, rows, out,
+    n_threads,
+):  # fmt: skip
     """One decode step of a layer: adds a token as row n - 1, scores all, attends to the best.
 
     q f32 (H, d), k_new f32 (G, d), v_new f32 (G, d_v), all padded to 16. dims, dom, rest as in
-    ``split_keys``, v u16 (G, >= n, d_v). n_sinks, n_recent: the rows that every head attends to, of
-    the k that it may; fewer than n. rows int32 (H, k): filled with the rows attended, ascending;
+    ``split_keys``, v u16 (G, >= n, d_v). softcap: 0 for none; sinks f32 (H,): scores without
+    values, or empty. n_sinks, n_recent: the rows that every head attends to, of the k that it may;
+    fewer than n. rows int32 (H, k): filled with the rows attended, ascending;
     out f32 (H, d_v).
     """
     append_split_row(k_new, v_new, n - 1, dims, dom, rest, v)
@@ -388,5 +341,6 @@ def fasa_step(
         _score_pieces(pieces, q_dom, dom, n_split, best)
     for _thread in prange(n_threads):
         _attend_heads(
-            heads, q_dom, q_rest, dom, rest, v, n, best, n_sinks, n_recent, scale, rows, out
-        )
+            heads, q_dom, q_rest, dom, rest, v, n, best, n_sinks, n_recent, scale, softcap, sinks,
+            rows, out,
+        )  # fmt: skip

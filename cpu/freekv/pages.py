@@ -3,7 +3,8 @@
     resident   sinks' pages, the window's ring, slots   NHD (page, p, kv head, d), K and V apart
     pool       all pages between sinks and window       HND (page, kv head, K and V, p, d)
 
-Only pages in slots are stored twice. The kernels are in freekv/recall.py.
+Only pages in slots are stored twice. The kernels are in freekv/choice.py and
+freekv/recall.py.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from sparsekv_cli.cpu.attention.decode import BLOCK, NO_CAP, TILE, attend_tile, scaled_copy
-from sparsekv_cli.cpu.attention.select import order_keys, select_largest
+from sparsekv_cli.cpu.attention.decode import BLOCK, TILE, attend_tile, begin_softmax, scaled_copy
 from sparsekv_cli.cpu.attention.store import store_halves
-from sparsekv_cli.cpu.attention.tile import NEGATIVE_INFINITY, PAD, exp_in_place, max_of
+from sparsekv_cli.cpu.attention.tile import PAD
+from sparsekv_cli.cpu.freekv.choice import choose_pages, choose_pages_by_groups
 from sparsekv_cli.cpu.freekv.pages import (
     ATTENDED,
     BEST,
@@ -32,9 +32,9 @@ from sparsekv_cli.cpu.freekv.pages import (
     STEPPED,
     group_summaries,
 )
-from sparsekv_cli.cpu.jit.llvm import LANES, next_task
+from sparsekv_cli.cpu.jit.llvm import next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
-from sparsekv_cli.cpu.quest.pages import listed_page_scores, page_scores, page_summaries
+from sparsekv_cli.cpu.quest.pages import page_summaries
 
 VISITED = 2  # groups whose pages are scored, in pages that are chosen
 
@@ -69,86 +69,6 @@ def offload_pages_ref(pages, first, last, n_sink, n_ring):
     at = [n_sink + j % n_ring for j in range(first, last)]
     parts = [x[at].transpose(0, 2, 1, 3).reshape(len(at), x.shape[2], -1) for x in pages[1:3]]
     return np.concatenate(parts, axis=2)
-
-
-@njit(cache=True, nogil=True)
-def choose_pages(q, hi, lo, first, end, n_best, scale, chosen):
-    """chosen[:m] = the best of the pages first..end - 1 for a kv head, ascending; returns m.
-
-    q f32 (group, d); hi, lo uint16 (1, n_page, d). A page's score is the mean over the group of
-    each head's softmax over these pages; ties go to the first.
-    """
-    n = end - first
-    if n_best >= n:
-        for j in range(n):
-            chosen[j] = first + j
-        return n
-    scores = np.empty((q.shape[0], end + PAD), np.float32)
-    page_scores(q, hi, lo, end, 1, scale, scores)
-    _best_pooled(scores[:, first:], n, n_best, chosen)
-    for j in range(n_best):
-        chosen[j] += first
-    return n_best
-
-
-@njit(cache=True, nogil=True)
-def choose_pages_by_groups(
-    q, hi, lo, group_hi, group_lo, first, end, n_visited, n_best, scale, chosen
-):
-    """``choose_pages`` among the pages of the best ``n_visited`` groups, and those behind groups.
-
-    Returns how many are chosen, and how many summaries were scored. A group's score is the mean of
-    its heads' softmax over all whole groups. hi, lo, group_hi, group_lo uint16 (1, n, d).
-    """
-    n_group = end // GROUPED
-    scores = np.empty((q.shape[0], n_group + PAD), np.float32)
-    page_scores(q, group_hi, group_lo, n_group, 1, scale, scores)
-    visited = np.empty(n_visited, np.int32)
-    _best_pooled(scores, n_group, n_visited, visited)
-    listed = np.empty((n_visited + 1) * GROUPED, np.int32)
-    count = 0
-    for i in range(n_visited):
-        for j in range(max(first, visited[i] * GROUPED), (visited[i] + 1) * GROUPED):
-            listed[count] = j
-            count += 1
-    for j in range(max(first, n_group * GROUPED), end):
-        listed[count] = j
-        count += 1
-    scores = np.empty((q.shape[0], count + PAD), np.float32)
-    listed_page_scores(q, hi[0], lo[0], listed[:count], scale, scores)
-    n_best = min(n_best, count)
-    _best_pooled(scores, count, n_best, chosen)
-    for j in range(n_best):
-        chosen[j] = listed[chosen[j]]
-    return n_best, n_group + count
-
-
-@njit(cache=True, nogil=True)
-def _best_pooled(scores, n, n_best, chosen):
-    """chosen[:n_best] = the columns of scores (group, n + PAD) whose mean softmax is largest."""
-    group = scores.shape[0]
-    pooled = np.zeros(n, np.float32)
-    for t in range(group):
-        row = scores[t]
-        for j in range(n, n + LANES):
-            row[j] = NEGATIVE_INFINITY
-        address = row.ctypes.data
-        mass = exp_in_place(address, n, max_of(address, n))
-        share = np.float32(1) / (mass * np.float32(group))
-        for j in range(n):
-            pooled[j] += share * row[j]
-    keys = np.empty(n, np.int32)
-    order_keys(pooled, keys, n)
-    select_largest(keys, n, n_best, chosen)
-
-
-def choose_pages_ref(q, hi, lo, first, end, n_best, scale):
-    """numpy reference in f64: q (group, d), hi, lo (n_page, d) floats; also the pooled scores."""
-    q, hi, lo = (x.astype(np.float64) for x in (q, hi[first:end], lo[first:end]))
-    scores = scale * (np.maximum(q, 0) @ hi.T + np.minimum(q, 0) @ lo.T)
-    weights = np.exp(scores - scores.max(1, keepdims=True))
-    pooled = (weights / weights.sum(1, keepdims=True)).mean(0)
-    return first + np.sort(np.argsort(-pooled, kind="stable")[:n_best]), pooled
 
 
 @njit(cache=True, nogil=True)
@@ -208,7 +128,7 @@ def recall_pages(pages, g, n_chosen, n_sink, first_slot):
 
 
 @njit(cache=True, nogil=True)
-def _select(pages, g, queries, query, end, n_best, scale, n_sink, first_slot):
+def _select(pages, g, queries, query, end, n_best, scale, softcap, n_sink, first_slot):
     """Chooses and recalls kv head g's pages. queries f32 (group, d), current at ``query`` rows.
 
     Groups are used where they leave out half of the pages.
@@ -218,11 +138,13 @@ def _select(pages, g, queries, query, end, n_best, scale, n_sink, first_slot):
     n_visited, n_scored = VISITED * n_best, end
     if group_hi.shape[1] and end // GROUPED > 2 * n_visited:
         n_chosen, n_scored = choose_pages_by_groups(
-            queries, hi, lo, group_hi, group_lo, n_sink, end, n_visited, n_best, scale,
+            queries, hi, lo, group_hi, group_lo, n_sink, end, n_visited, n_best, scale, softcap,
             pages.chosen[g],
         )  # fmt: skip
     else:
-        n_chosen = choose_pages(queries, hi, lo, n_sink, end, n_best, scale, pages.chosen[g])
+        n_chosen = choose_pages(
+            queries, hi, lo, n_sink, end, n_best, scale, softcap, pages.chosen[g]
+        )
     recall_pages(pages, g, n_chosen, n_sink, first_slot)
     state = pages.state[g]
     state[N_CHOSEN], state[QUERY], state[END], state[BEST] = n_chosen, query, end, n_best
@@ -231,7 +153,9 @@ def _select(pages, g, queries, query, end, n_best, scale, n_sink, first_slot):
 
 
 @njit(cache=True, nogil=True)
-def recall_ahead(pages, previous, n, window, offloaded, n_best, scale, n_sink, n_ring, meanstd):
+def recall_ahead(
+    pages, previous, n, window, offloaded, n_best, scale, softcap, n_sink, n_ring, meanstd
+):
     """Speculative retrieval for a step of n rows with the query of the step before.
 
     previous f32 (H, d), current at n - 1 rows. The window starts at page ``window``; the pages
@@ -246,7 +170,7 @@ def recall_ahead(pages, previous, n, window, offloaded, n_best, scale, n_sink, n
         if state[QUERY] != n - 1 or state[END] != window or state[BEST] != n_best:
             _select(
                 pages, g, previous[g * group : (g + 1) * group], n - 1, window, n_best, scale,
-                n_sink, n_sink + n_ring,
+                softcap, n_sink, n_sink + n_ring,
             )  # fmt: skip
 
 
@@ -305,7 +229,7 @@ def _resident_rows(pages, g, n, window, n_sink, n_ring, rows, positions):
 
 
 @njit(cache=True, nogil=True)
-def _attend_head(pages, g, q, rows, count, scale, scores, out):
+def _attend_head(pages, g, q, rows, count, scale, softcap, sinks, scores, out):
     """Attention of a kv head's queries f32 (group, d) over resident rows -> f32 (group, d_v)."""
     n_kv_head, width = pages.k.shape[2:]
     width_v = pages.v.shape[3]
@@ -313,13 +237,13 @@ def _attend_head(pages, g, q, rows, count, scale, scores, out):
     v = np.int64(pages.v.ctypes.data) + g * 8 * width_v
     for t in range(0, q.shape[0], TILE):
         tile = min(TILE, q.shape[0] - t)
-        peak = np.full(tile, NEGATIVE_INFINITY, np.float32)
-        mass = np.zeros(tile, np.float32)
+        peak, mass = np.empty(tile, np.float32), np.empty(tile, np.float32)
+        begin_softmax(sinks[t : t + tile], peak, mass)
         acc = np.zeros((tile, out.shape[1]), np.float32)
         attend_tile(
             scaled_copy(q[t : t + tile], scale), k, v, n_kv_head * 8 * width,
-            n_kv_head * 8 * width_v, 1, np.int64(rows.ctypes.data), count, NO_CAP, peak, mass, acc,
-            scores,
+            n_kv_head * 8 * width_v, 1, np.int64(rows.ctypes.data), count, softcap, peak, mass,
+            acc, scores,
         )  # fmt: skip
         for h in range(tile):
             factor = np.float32(1) / mass[h]
@@ -329,8 +253,8 @@ def _attend_head(pages, g, q, rows, count, scale, scores, out):
 
 @njit(cache=True, nogil=True)
 def _step_heads(
-    counter, pages, q, previous, k_new, v_new, n, window, n_best, tau, current, scale, n_sink,
-    n_ring, attended, counts, out,
+    counter, pages, q, previous, k_new, v_new, n, window, n_best, tau, current, scale, softcap,
+    sinks, n_sink, n_ring, attended, counts, out,
 ):  # fmt: skip
     """Takes kv heads until there are none; see ``recall_step``."""
     page, n_kv_head, width = pages.k.shape[1:]
@@ -350,15 +274,20 @@ def _step_heads(
         first, last = g * group, (g + 1) * group
         corrected = not current and mean_cosine(q[first:last], previous[first:last]) < tau
         if current or corrected:
-            _select(pages, g, q[first:last], n, window, n_best, scale, n_sink, n_sink + n_ring)
+            _select(
+                pages, g, q[first:last], n, window, n_best, scale, softcap, n_sink, n_sink + n_ring
+            )
         elif state[QUERY] != n - 1 or state[END] != window or state[BEST] != n_best:
             _select(
-                pages, g, previous[first:last], n - 1, window, n_best, scale, n_sink,
+                pages, g, previous[first:last], n - 1, window, n_best, scale, softcap, n_sink,
                 n_sink + n_ring,
             )  # fmt: skip
         count = _resident_rows(pages, g, n, window, n_sink, n_ring, rows, attended[g])
         counts[g] = count
-        _attend_head(pages, g, q[first:last], rows, count, scale, scores, out[first:last])
+        _attend_head(
+            pages, g, q[first:last], rows, count, scale, softcap, sinks[first:last], scores,
+            out[first:last],
+        )  # fmt: skip
         statistics[CORRECTED] += corrected
         statistics[STEPPED] += 1
         statistics[ATTENDED] += count
@@ -367,21 +296,22 @@ def _step_heads(
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def recall_step(
-    pages, q, previous, k_new, v_new, n, window, offloaded, n_best, tau, current, scale, n_sink,
-    n_ring, meanstd, attended, counts, out, n_threads,
+    pages, q, previous, k_new, v_new, n, window, offloaded, n_best, tau, current, scale, softcap,
+    sinks, n_sink, n_ring, meanstd, attended, counts, out, n_threads,
 ):  # fmt: skip
     """One decode step of a layer over n rows, the new one included.
 
     q, previous f32 (H, d), k_new (G, d), v_new (G, d_v), padded. Attends to the sinks' pages, at
     most n_best chosen pages and the rows from page ``window`` on; the pages offloaded..window - 1
     leave the window first. A kv head chooses with q if ``current``, or if its queries' mean cosine
-    is below tau; otherwise with ``previous``, unless ``recall_ahead`` did so. attended int32 (G,
-    m): rows attended to, not filled if m = 0; counts int64 (G,). out f32 (H, d_v).
+    is below tau; otherwise with ``previous``, unless ``recall_ahead`` did so. softcap: 0 for none;
+    sinks f32 (H,), or empty: they are in the attention's softmax, not in that over pages. attended
+    int32 (G, m): rows attended to, not filled if m = 0; counts int64 (G,). out f32 (H, d_v).
     """
     offload_pages(pages, offloaded, window, n_sink, n_ring, meanstd)
     counter = np.zeros(1, np.int64)
     for _thread in prange(n_threads):
         _step_heads(
             counter, pages, q, previous, k_new, v_new, n, window, n_best, tau, current, scale,
-            n_sink, n_ring, attended, counts, out,
+            softcap, sinks, n_sink, n_ring, attended, counts, out,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention import bytes as rows
 from sparsekv_cli.cpu.attention.flash import LOG2_E, larger
-from sparsekv_cli.cpu.attention.tile import NEGATIVE_INFINITY
+from sparsekv_cli.cpu.attention.tile import NEGATIVE_INFINITY, soften
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import (
     F32,
@@ -315,7 +315,7 @@ def _first_query(words, factors, at):
 
 
 @njit(cache=True, nogil=True)
-def _scores_of_pair(words, factors, latents, at, out):
+def scores_of_pair(words, factors, latents, at, out):
     """Scores f32 (H, >= 32) of the 32 latents from ``at`` on."""
     n_head, n_words = words.shape[1], words.shape[2] - 1
     word, factor = _first_query(words, factors, at)
@@ -329,11 +329,11 @@ def _scores_of_pair(words, factors, latents, at, out):
 
 
 @njit(cache=True, nogil=True)
-def sample_span(span, words, factors, latents, n_latent, peak, mass):
+def sample_span(span, words, factors, latents, n_latent, softcap, peak, mass):
     """What a span's latents add to each head's softmax sum, mass e^peak, by a pair of each block.
 
-    words int32 (spans, H, words + 1, 16), factors f32 (spans, H, 16): see ``block_queries``; peak,
-    mass f32 (H,).
+    words int32 (spans, H, words + 1, 16), factors f32 (spans, H, 16): see ``block_queries``;
+    softcap: of the scores, 0 for none; peak, mass f32 (H,).
     """
     start, stop = span * SPAN, min(n_latent, (span + 1) * SPAN)
     n_block = (stop - start + ROPE_BLOCK - 1) // ROPE_BLOCK
@@ -344,11 +344,13 @@ def sample_span(span, words, factors, latents, n_latent, peak, mass):
         if at + (SAMPLED + 1) * rows.PAIR <= stop:
             at += SAMPLED * rows.PAIR
         to = block * rows.PAIR
-        _scores_of_pair(words, factors, latents, at, scores[:, to:])
+        scores_of_pair(words, factors, latents, at, scores[:, to:])
         count = min(rows.PAIR, stop - at)
         scores[:, to + count : to + rows.PAIR] = NEGATIVE_INFINITY
         n_scored += count
     for h in range(words.shape[1]):
+        if softcap:
+            soften(scores[h].ctypes.data, scores.shape[1], softcap)
         peak[h] = largest_of(scores[h].ctypes.data, scores.shape[1])
         mass[h] = weigh(scores[h].ctypes.data, scores.shape[1], peak[h])
         mass[h] *= np.float32(stop - start) / np.float32(n_scored)
@@ -379,7 +381,7 @@ def importance(start, stop, words, factors, bias, latents, out):
     size = tile_bytes(n_words)
     for at in range(start, stop, rows.PAIR):
         if len(bias) == 0:
-            _scores_of_pair(words, factors, latents, at, out[at - start :].reshape(1, -1))
+            scores_of_pair(words, factors, latents, at, out[at - start :].reshape(1, -1))
             continue
         word, factor = _first_query(words, factors, at)
         tiles = latents.score + at // LANES * size

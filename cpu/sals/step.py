@@ -9,10 +9,18 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
+from sparsekv_cli.cpu.attention.bytes import PAIR
 from sparsekv_cli.cpu.attention.decode import BLOCK as ATTENDED_AT_ONCE
-from sparsekv_cli.cpu.attention.decode import NO_CAP, TILE, attend_tile, merge_pieces, scaled_copy
+from sparsekv_cli.cpu.attention.decode import (
+    TILE,
+    attend_tile,
+    begin_softmax,
+    merge_pieces,
+    scaled_copy,
+)
+from sparsekv_cli.cpu.attention.flash import LOG2_E
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
-from sparsekv_cli.cpu.attention.tile import NEGATIVE_INFINITY, PAD
+from sparsekv_cli.cpu.attention.tile import PAD, exp_in_place, soften
 from sparsekv_cli.cpu.jit.llvm import LANES, next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.sals.latent import (
@@ -24,43 +32,49 @@ from sparsekv_cli.cpu.sals.latent import (
     words_of,
 )
 from sparsekv_cli.cpu.sals.scores import (
+    BIAS,
     CHUNK,
+    ONE_POWER,
     SPAN,
     block_queries,
     head_biases,
     importance,
     sample_span,
+    scores_of_pair,
     summed_queries,
 )
 
+MOST = np.float32(69)  # of a weight's exponent: a sum over the heads stays finite
+
 
 @njit(cache=True, nogil=True)
-def _attend(q, n_kv, g, rows, idx, count, gather, peak, mass, acc, buffer):
+def _attend(q, n_kv, g, rows, idx, count, gather, softcap, sinks, peak, mass, acc, buffer):
     """Softmax state of kv head g's query heads over ``count`` rows; q f32 (H, d') scaled.
 
-    peak, mass f32 (H,), acc f32 (H, d_v'); idx: address of int32 rows (``gather``).
+    peak, mass f32 (H,), acc f32 (H, d_v'); idx: address of int32 rows (``gather``). softcap: 0 for
+    none; sinks f32 (H,): scores without values, or empty.
     """
     group = q.shape[0] // n_kv
-    peak[g * group : (g + 1) * group] = NEGATIVE_INFINITY
-    mass[g * group : (g + 1) * group] = 0
-    acc[g * group : (g + 1) * group] = 0
+    heads = slice(g * group, (g + 1) * group)
+    begin_softmax(sinks[heads], peak[heads], mass[heads])
+    acc[heads] = 0
     for h in range(g * group, (g + 1) * group, TILE):
         end = min(h + TILE, (g + 1) * group)
         attend_tile(
             q[h:end], rows.k + g * rows.k_head, rows.v + g * rows.v_head, rows.k_row, rows.v_row,
-            gather, idx, count, NO_CAP, peak[h:end], mass[h:end], acc[h:end], buffer,
+            gather, idx, count, softcap, peak[h:end], mass[h:end], acc[h:end], buffer,
         )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)
 def _first_tasks(
-    counter, q, exact, exact_rows, basis, blocks, latents, n_latent, words, factors, peak, mass,
-    acc, peaks, masses
+    counter, q, softcap, sinks, exact, exact_rows, basis, blocks, latents, n_latent, words, factors,
+    peak, mass, acc, peaks, masses
 ):  # fmt: skip
     """Takes tasks: attention over the exact rows of each kv head, then the queries of each span.
 
-    peak, mass, acc: see ``_attend``. peaks, masses f32 (spans, H): what the spans add to the heads'
-    softmax sums. by_head is False: there are no queries of spans.
+    softcap, sinks, peak, mass, acc: see ``_attend``. peaks, masses f32 (spans, H): what the spans
+    add to the heads' softmax sums. by_head is False: there are no queries of spans.
     """
     buffer = np.empty((TILE, ATTENDED_AT_ONCE + PAD), np.float32)
     task = next_task(counter)
@@ -68,18 +82,37 @@ def _first_tasks(
         span = task - basis.n_kv
         if span < 0:
             _attend(
-                q, basis.n_kv, task, exact, exact_rows.ctypes.data, len(exact_rows), 1, peak, mass,
-                acc, buffer,
+                q, basis.n_kv, task, exact, exact_rows.ctypes.data, len(exact_rows), 1, softcap,
+                sinks, peak, mass, acc, buffer,
             )  # fmt: skip
         else:
             first = latents.first + span * SPAN
             block_queries(q, first, basis.n_kv, blocks, words[span], factors[span])
-            sample_span(span, words, factors, latents, n_latent, peaks[span], masses[span])
+            sample_span(span, words, factors, latents, n_latent, softcap, peaks[span], masses[span])
         task = next_task(counter)
 
 
 @njit(cache=True, nogil=True)
-def _score_tasks(counter, words, factors, bias, latents, n_latent, n_front, n_back, keys):
+def capped_importance(start, stop, words, factors, bias, softcap, latents, out):
+    """``importance`` of scores with a softcap: their weights are exponentials of their own."""
+    scores = np.empty((len(bias), PAIR), np.float32)
+    for at in range(start, stop, PAIR):
+        scores_of_pair(words, factors, latents, at, scores)
+        total = out[at - start : at - start + PAIR]
+        total[:] = 0
+        for h in range(len(bias)):
+            address = scores[h].ctypes.data
+            soften(address, PAIR, softcap)
+            log_sum = (BIAS - bias[h]) / (LOG2_E * ONE_POWER)
+            for j in range(PAIR):
+                scores[h, j] = min(scores[h, j] - log_sum, MOST)
+            exp_in_place(address, PAIR, np.float32(0))
+            for j in range(PAIR):
+                total[j] += scores[h, j]
+
+
+@njit(cache=True, nogil=True)
+def _score_tasks(counter, words, factors, bias, softcap, latents, n_latent, n_front, n_back, keys):
     """Takes chunks of latents: keys int32 (n_latent,) get the order of their importance.
 
     The first ``n_front`` and last ``n_back`` latents come first in that order.
@@ -88,7 +121,10 @@ def _score_tasks(counter, words, factors, bias, latents, n_latent, n_front, n_ba
     chunk = next_task(counter)
     while chunk * CHUNK < n_latent:
         start, stop = chunk * CHUNK, min(n_latent, (chunk + 1) * CHUNK)
-        importance(start, stop, words, factors, bias, latents, weight)
+        if softcap and len(bias):
+            capped_importance(start, stop, words, factors, bias, softcap, latents, weight)
+        else:
+            importance(start, stop, words, factors, bias, latents, weight)
         for j in range(start, min(n_front, stop)):
             weight[j - start] = np.float32(np.inf)
         for j in range(max(start, n_latent - n_back), stop):
@@ -110,10 +146,11 @@ def _reconstruct_tasks(counter, missing, slots, basis, latents, rows, n_threads)
 
 
 @njit(cache=True, nogil=True)
-def _attend_tasks(counter, q, n_kv, rows, slots, peak, mass, acc):
+def _attend_tasks(counter, q, softcap, none, n_kv, rows, slots, peak, mass, acc):
     """Takes tasks, a kv head and a part of the chosen rows: their softmax state.
 
-    peak, mass f32 (1 + parts, H), acc (1 + parts, H, d_v'); entry 0 is that of the exact rows.
+    peak, mass f32 (1 + parts, H), acc (1 + parts, H, d_v'); entry 0 is that of the exact rows, in
+    which the sinks are. none: no sinks, f32 (0,).
     """
     buffer = np.empty((TILE, ATTENDED_AT_ONCE + PAD), np.float32)
     n_part = len(peak) - 1
@@ -122,22 +159,23 @@ def _attend_tasks(counter, q, n_kv, rows, slots, peak, mass, acc):
         g, part = task // n_part, task % n_part
         first, last = part * len(slots) // n_part, (part + 1) * len(slots) // n_part
         _attend(
-            q, n_kv, g, rows, slots[first:].ctypes.data, last - first, 1, peak[part + 1],
-            mass[part + 1], acc[part + 1], buffer,
+            q, n_kv, g, rows, slots[first:].ctypes.data, last - first, 1, softcap, none,
+            peak[part + 1], mass[part + 1], acc[part + 1], buffer,
         )  # fmt: skip
         task = next_task(counter)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def sals_step(
-    q, q_nope, scale, exact, exact_rows, leaving, basis, blocks, latents, n_latent, n_front, n_back,
-    n_critical, by_head, chosen, rows, kept, out, n_threads,
+    q, q_nope, scale, softcap, sinks, exact, exact_rows, leaving, basis, blocks, latents, n_latent,
+    n_front, n_back, n_critical, by_head, chosen, rows, kept, out, n_threads,
 ):  # fmt: skip
     """One token's attention over exact rows and chosen latents; returns how many are new.
 
-    q, q_nope f32 (H, d'). exact: f16 rows, of which ``exact_rows`` int32 take part. leaving: the
-    row that leaves the window and becomes the last latent first, or -1. blocks: a BlockBasis. Of
-    the n_latent latents the first n_front and last n_back are always chosen, and the n_critical
+    q, q_nope f32 (H, d'). softcap, sinks: see ``_attend``; the softmax that weighs latents has
+    both, as the attention has. exact: f16 rows, of which ``exact_rows`` int32 take part. leaving:
+    the row that leaves the window and becomes the last latent first, or -1. blocks: a BlockBasis.
+    Of the n_latent latents the first n_front and last n_back are always chosen, and the n_critical
     best others; chosen int32 (all of these,) is filled ascending. by_head: one softmax a head
     (brope), otherwise the paper's sum. rows: f16, reconstructed from the latents ``kept`` int32 (>=
     len(chosen),), or -1; they become those that are chosen. out f32 (H, d_v').
@@ -162,8 +200,8 @@ def sals_step(
     counter = np.zeros(4, np.int64)
     for _thread in prange(n_threads):
         _first_tasks(
-            counter[0:1], scaled, exact, exact_rows, basis, blocks, latents, n_latent, words,
-            factors, peak[0], mass[0], acc[0], peaks[:-1], masses[:-1],
+            counter[0:1], scaled, softcap, sinks, exact, exact_rows, basis, blocks, latents,
+            n_latent, words, factors, peak[0], mass[0], acc[0], peaks[:-1], masses[:-1],
         )  # fmt: skip
     bias = np.empty(peaks.shape[1] if by_head else 0, np.float32)
     if by_head:
@@ -174,7 +212,9 @@ def sals_step(
             summed_queries(q_nope, basis, latents.score_rank, words[span], factors[span])
     keys = np.empty(n_latent, np.int32)
     for _thread in prange(n_threads):
-        _score_tasks(counter[1:2], words, factors, bias, latents, n_latent, n_front, n_back, keys)
+        _score_tasks(
+            counter[1:2], words, factors, bias, softcap, latents, n_latent, n_front, n_back, keys
+        )
     select_largest(keys, n_latent, n_chosen, chosen)
     slots = np.empty(n_chosen, np.int32)
     missing = np.empty(n_chosen, np.int32)
@@ -185,7 +225,9 @@ def sals_step(
             counter[2:3], missing[:n_new], missing_slots, basis, latents, rows, n_threads
         )
     for _thread in prange(n_threads):
-        _attend_tasks(counter[3:4], scaled, basis.n_kv, rows, slots, peak, mass, acc)
+        _attend_tasks(
+            counter[3:4], scaled, softcap, sinks[:0], basis.n_kv, rows, slots, peak, mass, acc
+        )
     for h in range(n_head):
         merge_pieces(peak[:, h], mass[:, h], acc[:, h], out[h])
     return n_new

@@ -75,9 +75,17 @@ def _attend_best(dims: np.ndarray, n_sinks: int, n_recent: int) -> Attend:
         scores[:, row > own] = -np.inf
         least = max(0, n - N_CHOSEN)
         chosen = scores >= np.partition(scores, least, axis=2)[..., least, None]
-        weights = np.where(chosen & (row <= own), q @ k.swapaxes(1, 2) * spec.scale, -np.inf)
-        weights = np.exp(weights - weights.max(2, keepdims=True))
-        out = (weights / weights.sum(2, keepdims=True)) @ v  # (G, H/G T, d_v)
+        exact = q @ k.swapaxes(1, 2) * spec.scale
+        if spec.softcap:
+            exact = spec.softcap * np.tanh(exact / spec.softcap)
+        weights = np.where(chosen & (row <= own), exact, -np.inf)
+        sinks = np.full(spec.n_head, -np.inf, np.float32)
+        sinks[: len(spec.sinks)] = spec.sinks
+        sinks = np.repeat(sinks, n_new).reshape(spec.n_head_kv, -1, 1)
+        peak = np.maximum(weights.max(2, keepdims=True), sinks)
+        weights = np.exp(weights - peak)
+        mass = weights.sum(2, keepdims=True) + np.exp(sinks - peak)
+        out = (weights / mass) @ v  # (G, H/G T, d_v)
         return as_type_of(q_new, out.reshape(spec.n_head, n_new, spec.value_dim))
 
     return attend

@@ -119,8 +119,9 @@ class Observer:
         """Measures a step of query f32 (H, d); attended as in ``compare_rows``."""
         spec, tail = self._cache.spec, self._tail[:, : self._n_tail]
         rated = compare_rows(
-            q, self._keys, attended, float(spec.scale), self._ignored, tail, spec.n_threads
-        )
+            q, self._keys, attended, float(spec.scale), self._ignored, tail, spec.n_threads,
+            float(spec.softcap),
+        )  # fmt: skip
         self._result.rate(spec.layer, *rated)
 
     def __getattr__(self, name: str) -> Any:
@@ -135,6 +136,7 @@ def compare_rows(
     ignored: int = 0,
     tail: np.ndarray | None = None,
     n_threads: int = 1,
+    softcap: float = 0.0,
 ) -> tuple[list[float], np.ndarray, np.ndarray]:
     """Overlap with exact top-k, softmax mass, and top-k's mass, of each head's attended rows.
 
@@ -155,7 +157,8 @@ def compare_rows(
     )
     rate_rows(
         q, k_at, k_head, k.shape[1], tail_at, tail_head, tail.shape[1], k.strides[1], len(k), scale,
-        np.ascontiguousarray(idx), counts, N_SINKS, n_chosen, n_best, mass, best_mass, n_threads,
+        softcap, np.ascontiguousarray(idx), counts, N_SINKS, n_chosen, n_best, mass, best_mass,
+        n_threads,
     )  # fmt: skip
     rows = counts.repeat(len(q) // len(counts))
     rated = (n_chosen > 0) & (rows > ignored)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsekv_cli.cache.kinds import CACHES, full_layers
+from sparsekv_cli.cache.kinds import CACHES
 from sparsekv_cli.cache.layer import DenseCache, LayerCache
 from sparsekv_cli.cache.spec import FULL, Budget, LayerSpec
 from sparsekv_cli.cache.store import CACHE_TYPES
@@ -37,8 +37,6 @@ class Method(ABC):
     needs: ClassVar[str] = ""  # what must exist before it runs, such as a calibration
     cache_types: ClassVar[tuple[str, ...]] = tuple(CACHE_TYPES)  # of K and of V that it can read
     holds_all_rows: ClassVar[bool] = True  # of all tokens, as they are, as long as a sequence lives
-    # What it knows of softmaxes beside scores and values: sinks, softcaps.
-    attends_with: ClassVar[tuple[str, ...]] = ("sinks", "softcaps")
     # Its cache on a GPU, module:class of device/; a method without one keeps its rows on the host.
     device_cache: ClassVar[str] = ""
     # What a query head does for itself in a sparse step, in rows of a dense one (depth.py); 0 for a
@@ -106,19 +104,6 @@ class Method(ABC):
                 raise SparseKVError(
                     f"--dense-layers names layer {layer}, a {kinds[layer]} layer, which no method "
                     f"changes; those that attend to all rows are {full or 'none'}"
-                )
-
-    def check_attention(self, specs: Sequence[LayerSpec]) -> None:
-        """SparseKVError for layers whose attention the method does not have."""
-        has = {
-            "sinks": any(len(spec.sinks) for spec in full_layers(specs)),
-            "softcaps": any(spec.softcap for spec in full_layers(specs)),
-        }
-        for what, is_there in has.items():
-            if is_there and what not in self.attends_with:
-                raise SparseKVError(
-                    f"method {self.name} does not attend with {what}, which this model has: take "
-                    "another method, such as topk or quest"
                 )
 
     def layer(self, spec: LayerSpec) -> LayerCache:

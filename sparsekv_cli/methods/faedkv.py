@@ -60,7 +60,6 @@ class FAEDKV(Method):
     paper: ClassVar[str] = "FAEDKV: Infinite-Window Fourier Transform (Li et al.)"
     description: ClassVar[str] = "K and V as some of their frequencies along the tokens"
     holds_all_rows: ClassVar[bool] = False
-    attends_with: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[str] = CALIBRATION
     cache_types: ClassVar[tuple[str, ...]] = ("f16",)
     presets: ClassVar[dict[str, dict[str, Any]]] = {
@@ -263,7 +262,9 @@ class FAEDKVCache(LayerCache):
         store, spectrum = self.store, self.spectrum
         if spectrum is None:
             return self.attend_all(x.q)
-        out = spectrum.attend(x.q[:, 0], store.layout, store.n, spec.scale, spec.n_threads)
+        out = spectrum.attend(
+            x.q[:, 0], store.layout, store.n, spec.scale, spec.softcap, spec.sinks, spec.n_threads
+        )
         rows = spec.n_head * (store.n + spectrum.n_rows)
         n_bytes = spec.n_head_kv * (
             store.n * store.row_bytes + spectrum.n_rows * spectrum.row_bytes

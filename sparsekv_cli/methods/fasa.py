@@ -9,7 +9,7 @@ chunks of their kv head, and each query head attends exactly to its best N_fac k
 | eq 4, Algorithm 1: contextual agreement of a chunk | judge_chunks (cpu/fasa/dominance.py) |
 | eq 5, the N_tip dominant chunks | rank_chunks, order_dims (cpu/fasa/dominance.py) |
 | section 4.1, scores by dominant chunks, top N_fac | cpu/fasa/chunks.py score_chunks, choose_rows |
-| eq 6, 7, focused attention at original positions | cpu/fasa/chunks.py attend_split_rows |
+| eq 6, 7, focused attention at original positions | cpu/fasa/attend.py attend_split_rows |
 | section 4.3, D.1, FASA-C and FASA-M | variant=c and variant=m of SplitStore |
 
 Departures; docs/methods.md has their reasons and figures:
@@ -52,7 +52,6 @@ class FASA(Method):
 
     paper: ClassVar[str] = "FASA: Frequency-Aware Sparse Attention (Wang et al.)"
     description: ClassVar[str] = "scores keys by the dominant RoPE frequencies, attends to the best"
-    attends_with: ClassVar[tuple[str, ...]] = ()
     work_of_a_head: ClassVar[int] = 2048
     needs: ClassVar[str] = CALIBRATION
     cache_types: ClassVar[tuple[str, ...]] = ("f16",)
@@ -149,8 +148,8 @@ class FASACache(LayerCache):
         rows = np.empty((spec.n_head, n_fac), np.int32)
         out = np.empty((spec.n_head, store.v.shape[2]), np.float32)
         chunks.fasa_step(
-            q, x.k[:, 0], x.v[:, 0], n, store.dims, dom, *store.halves, spec.scale, n_sinks,
-            n_recent, rows, out, spec.n_threads,
+            q, x.k[:, 0], x.v[:, 0], n, store.dims, dom, *store.halves, spec.scale, spec.softcap,
+            spec.sinks, n_sinks, n_recent, rows, out, spec.n_threads,
         )  # fmt: skip
         store.n = n
         self.attended = rows, np.full(spec.n_head, n_fac)

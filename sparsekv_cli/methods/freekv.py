@@ -7,8 +7,8 @@ before, its kv head chooses again, with the query itself. All other pages lie in
 | paper | here |
 |---|---|
 | 3.2 page summaries (min-max pooled keys), page scores | cpu/quest/pages.py |
-| 3.2 group-consistent selection, mean of softmax(P) | cpu/freekv/recall.py choose_pages |
-| 3.2 speculative retrieval for the next step | recall_ahead, on a thread of its own (overlap) |
+| 3.2 group-consistent selection, mean of softmax(P) | cpu/freekv/choice.py choose_pages |
+| 3.2 speculative retrieval for the next step | cpu/freekv/recall.py recall_ahead, on a thread |
 | 3.3 query-based identification, C_i < tau; head-wise correction | mean_cosine, recall_step |
 | 4.2 hybrid layouts, NHD and HND; offloading | cpu/freekv/pages.py, offload_pages |
 | 4.2 streamed recall | recall_pages |
@@ -77,7 +77,6 @@ class FreeKV(Method):
 
     paper: ClassVar[str] = "arXiv:2505.13109"
     description: ClassVar[str] = "pages recalled a step ahead, and corrected where the query turns"
-    attends_with: ClassVar[tuple[str, ...]] = ()
     work_of_a_head: ClassVar[int] = 2048
     cache_types: ClassVar[tuple[str, ...]] = ("f16",)
     device_cache: ClassVar[str] = "freekv:DeviceFreeKV"
@@ -256,8 +255,8 @@ class FreeKVCache(LayerCache):
         current = not method.speculate or self._previous_n != n - 1
         recall.recall_step(
             cache.pages, q, self._previous, x.k[:, 0], x.v[:, 0], n, plan.window, cache.offloaded,
-            plan.n_best, method.threshold, current, spec.scale, cache.n_sink, cache.n_ring,
-            cache.meanstd, attended, counts, out, spec.n_threads,
+            plan.n_best, method.threshold, current, spec.scale, spec.softcap, spec.sinks,
+            cache.n_sink, cache.n_ring, cache.meanstd, attended, counts, out, spec.n_threads,
         )  # fmt: skip
         cache.offloaded, cache.n = plan.window, n
         self._remember(q, n)
@@ -289,7 +288,8 @@ class FreeKVCache(LayerCache):
         cache.make_room(plan.window, self.method.slots(plan))
         choose = partial(
             recall.recall_ahead, cache.pages, self._previous, n, plan.window, cache.offloaded,
-            plan.n_best, self.spec.scale, cache.n_sink, cache.n_ring, cache.meanstd,
+            plan.n_best, self.spec.scale, self.spec.softcap, cache.n_sink, cache.n_ring,
+            cache.meanstd,
         )  # fmt: skip
         if background:
             self._ahead = self.method.worker.submit(choose), plan.window

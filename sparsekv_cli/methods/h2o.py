@@ -105,7 +105,7 @@ class H2OCache(EvictingCache):
         self._new_mass = _widened(self._new_mass, store.n)
         evict.add_attention(
             store.k_type.rotated(queries), store.layout, store.n, spec.group, spec.scale,
-            self._new_mass, spec.n_threads,
+            spec.softcap, spec.sinks, self._new_mass, spec.n_threads,
         )  # fmt: skip
 
     def finish_prefill(self) -> None:
@@ -144,8 +144,8 @@ class H2OCache(EvictingCache):
         store, self._n_settled = self.store, n_seen
         q = store.k_type.rotated(x.q).reshape(spec.n_head_kv, spec.group, -1)
         evict.heavy_hitter_step(
-            q, store.layout, n, spec.scale, n > limit, N_SINKS, first_recent, self._positions,
-            self._mass, spec.n_threads,
+            q, store.layout, n, spec.scale, spec.softcap, spec.sinks, n > limit, N_SINKS,
+            first_recent, self._positions, self._mass, spec.n_threads,
         )  # fmt: skip
         if n > limit:
             store.truncate(n - 1)

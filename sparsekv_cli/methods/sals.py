@@ -60,7 +60,6 @@ class SALS(Method):
     paper: ClassVar[str] = "SALS: Sparse Attention in Latent Space (Mu et al., 2025)"
     description: ClassVar[str] = "low-rank keys and 4-bit values, scored as latents"
     holds_all_rows: ClassVar[bool] = False
-    attends_with: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[str] = CALIBRATION
     cache_types: ClassVar[tuple[str, ...]] = ("f16",)
     device_cache: ClassVar[str] = "sals:DeviceSALS"
@@ -289,9 +288,10 @@ class SALSCache(LayerCache):
         out = np.empty((spec.n_head, exact.v.shape[2]), np.float32)
         by_head = method.score == "brope"
         n_new = step.sals_step(
-            x.q[:, 0], x.q_nope[:, 0], spec.scale, self._pointers(exact), exact_rows, leaving,
-            self._basis, self._blocks, latents.table, n_latent, n_front, n_back, n_critical,
-            by_head, chosen, self._pointers(self._rows), self._kept, out, spec.n_threads,
+            x.q[:, 0], x.q_nope[:, 0], spec.scale, spec.softcap, spec.sinks, self._pointers(exact),
+            exact_rows, leaving, self._basis, self._blocks, latents.table, n_latent, n_front,
+            n_back, n_critical, by_head, chosen, self._pointers(self._rows), self._kept, out,
+            spec.n_threads,
         )  # fmt: skip
         latents.n, self._n = n_latent, n
         if self.records_attended:

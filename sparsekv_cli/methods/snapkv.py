@@ -87,8 +87,9 @@ class SnapKVCache(EvictingCache):
             return
         received = np.zeros((spec.n_head_kv, n), np.float32)
         evict.add_attention(
-            queries, store.layout, n, spec.group, spec.scale, received, spec.n_threads
-        )
+            queries, store.layout, n, spec.group, spec.scale, spec.softcap, spec.sinks, received,
+            spec.n_threads,
+        )  # fmt: skip
         scores = np.full((spec.n_head_kv, n), np.inf, np.float32)
         evict.max_pool(received, n - method.window, method.kernel, scores)
         scores[:, :N_SINKS] = np.inf

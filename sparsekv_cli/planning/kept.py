@@ -76,12 +76,6 @@ def write_speeds(path: Path, speeds: Speeds) -> None:
 
 def why_not(method: Method, file: GGUFFile, hparams: HParams) -> str:
     """Why a method has no speeds of this model; empty if it can have them."""
-    for what, has in (
-        ("sinks", any(layer.has_sinks for layer in hparams.layers)),
-        ("softcaps", any(layer.softcap for layer in hparams.layers)),
-    ):
-        if has and what not in method.attends_with:
-            return f"does not attend with {what}"
     if method.needs == CALIBRATION and calibration_of(method, file, hparams) is None:
         return "not calibrated: sparsekv-cli calibrate"
     return ""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sweeps import sweep
 
-from sparsekv_cli.cpu.freekv.recall import choose_pages_ref
+from sparsekv_cli.cpu.freekv.choice import choose_pages_ref
 from sparsekv_cli.cpu.quest.pages import page_scores_ref, page_summaries_ref, select_pages_ref
 from sparsekv_cli.kernels.attention import select
 from sparsekv_cli.kernels.attention.decode import NewRow

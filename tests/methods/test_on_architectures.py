@@ -15,7 +15,6 @@ from tiny_sessions import CHUNK, decoded, tokens
 from sparsekv_cli.cache.layer import SelectingCache
 from sparsekv_cli.cache.spec import FULL, N_SINKS, Budget
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import METHODS
 from sparsekv_cli.methods.fasa import FASA
 from sparsekv_cli.methods.lfps import LFPS, LFPSCache
@@ -31,10 +30,6 @@ OWN_ATTENTION = (
     "smollm3", "phi3", "mistral3", "granitemoe", "granite_without_rope", "gemma3", "gemma4",
     "gpt-oss", "qwen35",
 )  # fmt: skip
-# What methods refuse whose own kernels attend: softcaps and sinks.
-REFUSED = {
-    (name, case) for name in ("fasa", "sals", "freekv", "faedkv") for case in ("gemma2", "gpt-oss")
-}
 OTHERS = [name for name in LONG_CASES if name not in OWN_ATTENTION]
 N_PROMPT, N_STEPS = 300, 12  # faedkv compresses no shorter prompts; mistral3, phi3 change at 96
 
@@ -52,20 +47,13 @@ def shape(case: str) -> dict:
 
 
 def pairs(names, every: int = 1) -> list:
-    """Every method on every architecture that it does not refuse; on one in ``every`` of OTHERS."""
+    """Every method on every architecture; on one in ``every`` of OTHERS."""
     return [
         pytest.param(name, case, marks=() if case in OWN_ATTENTION else pytest.mark.slow)
         for i, name in enumerate(names)
         for j, case in enumerate((*OTHERS, *OWN_ATTENTION))
-        if (name, case) not in REFUSED and (case in OWN_ATTENTION or (i + j) % every == 0)
+        if case in OWN_ATTENTION or (i + j) % every == 0
     ]
-
-
-@pytest.mark.parametrize(("name", "case"), sorted(REFUSED))
-def test_what_a_method_cannot_attend_with_is_refused_by_name(name, case, session_of):
-    what = "softcaps" if case == "gemma2" else "sinks"
-    with pytest.raises(SparseKVError, match=f"method {name} does not attend with {what}"):
-        session_of(name, shape=shape(case))
 
 
 def open_pair(session_of, name: str, case: str, budget: str, options=None):

@@ -20,6 +20,7 @@ def address(array):
 def test_rated_rows(n_units, n, n_tail, m, n_threads):
     rng = np.random.default_rng(n + m)
     n_head, n_kv_head, n_sinks, scale = 6, 3, 4, 0.3
+    softcap = 1.5 if n_tail else 0.0
     total = n + n_tail
     q = rng.standard_normal((n_head, WIDTH)).astype(np.float32)
     store = rng.standard_normal((n_kv_head, n + 7, WIDTH)).astype(np.float16)
@@ -31,13 +32,14 @@ def test_rated_rows(n_units, n, n_tail, m, n_threads):
     mass, best_mass = (np.empty(n_head) for _ in range(2))
     rate_rows(
         q, address(k), k.strides[0], n, address(tail), tail.strides[0], n_tail, k.strides[1],
-        n_kv_head, scale, idx, counts, n_sinks, n_chosen, n_best, mass,
-        best_mass, n_threads,
+        n_kv_head, scale, softcap, idx, counts, n_sinks, n_chosen, n_best, mass, best_mass,
+        n_threads,
     )  # fmt: skip
     for head in range(n_head):
         unit, kv_head = head * n_units // n_head, head * n_kv_head // n_head
         keys = np.concatenate([k[kv_head], tail[kv_head]]).astype(np.float64)
         scores = scale * keys @ q[head]
+        scores = softcap * np.tanh(scores / softcap) if softcap else scores
         rows = idx[unit, : counts[unit]]
         weights = np.exp(scores - scores.max())
         assert mass[head] == pytest.approx(weights[rows].sum() / weights.sum(), rel=1e-5)

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
+from sparsekv_cli.cache.spec import NO_SINKS
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.attention.rows import layout_of
 from sparsekv_cli.cpu.eviction import scores as evict
 
+NO_CAP = np.float32(0)
 GEOMETRIES = [(1, 1, 64), (9, 3, 64), (8, 2, 80), (8, 1, 128), (4, 4, 128), (5, 1, 24)]
 
 
@@ -29,26 +31,34 @@ def test_add_attention(n_head, n_kv_head, d, n, n_position):
     q, k = make(n_head, n_kv_head, d, n, n_position)
     before = np.random.default_rng(1).random((n_kv_head, n + 5), np.float32)
     scale = np.float32(d**-0.5)
+    softcap, sinks = NO_CAP, NO_SINKS
+    if n % 2 == 0:
+        softcap, sinks = np.float32(2), np.linspace(-3, 9, n_head, dtype=np.float32)
     results = []
     for n_threads in (1, 2):
         sums = before.copy()
-        evict.add_attention(q, layout_of(k, k), n, group, scale, sums, n_threads)
+        evict.add_attention(q, layout_of(k, k), n, group, scale, softcap, sinks, sums, n_threads)
         results.append(sums)
-    expected = evict.add_attention_ref(q, k, n, group, scale, before)
+    expected = evict.add_attention_ref(q, k, n, group, scale, before, softcap, sinks)
     np.testing.assert_allclose(results[0][:, :n], expected, rtol=2e-5, atol=1e-6)
     np.testing.assert_array_equal(results[0][:, n:], before[:, n:])
     np.testing.assert_array_equal(*results)
     added = (results[0] - before).sum(1)
-    np.testing.assert_allclose(added, n_position * group, rtol=1e-4)
+    if not len(sinks):
+        np.testing.assert_allclose(added, n_position * group, rtol=1e-4)
 
 
 def test_attention_in_two_parts_is_that_of_all():
     q, k = make(6, 2, 64, 200, 200)
     at_once, in_parts = np.zeros((2, 200), np.float32), np.zeros((2, 200), np.float32)
     layout = layout_of(k, k)
-    evict.add_attention(q, layout, 200, 3, np.float32(0.1), at_once, 1)
-    evict.add_attention(q[:, : 3 * 77].copy(), layout, 77, 3, np.float32(0.1), in_parts, 1)
-    evict.add_attention(q[:, 3 * 77 :].copy(), layout, 200, 3, np.float32(0.1), in_parts, 1)
+    evict.add_attention(q, layout, 200, 3, np.float32(0.1), NO_CAP, NO_SINKS, at_once, 1)
+    evict.add_attention(
+        q[:, : 3 * 77].copy(), layout, 77, 3, np.float32(0.1), NO_CAP, NO_SINKS, in_parts, 1
+    )
+    evict.add_attention(
+        q[:, 3 * 77 :].copy(), layout, 200, 3, np.float32(0.1), NO_CAP, NO_SINKS, in_parts, 1
+    )
     np.testing.assert_allclose(at_once, in_parts, rtol=1e-5)
 
 
@@ -56,7 +66,7 @@ def test_attention_sums_survive_huge_scores():
     q, k = make(2, 1, 64, 100, 1)
     k[0, 40, :64] = 300 * np.sign(q[0, 0, :64])
     sums = np.zeros((1, 100), np.float32)
-    evict.add_attention(q, layout_of(k, k), 100, 2, np.float32(1), sums, 1)
+    evict.add_attention(q, layout_of(k, k), 100, 2, np.float32(1), NO_CAP, NO_SINKS, sums, 1)
     assert np.isfinite(sums).all() and sums[0, 40] >= 1
 
 
@@ -107,8 +117,11 @@ def test_heavy_hitter_step(n_head, n_kv_head, d, drops):
     positions = np.tile(np.arange(n + 2, dtype=np.int32) + 100, (n_kv_head, 1))
     positions[:, n - 1] = 999
     mass = np.random.default_rng(0).random((n_kv_head, n + 2), np.float32) / 10
-    expected = evict.add_attention_ref(q, k, n, group, scale, mass)
-    evict.heavy_hitter_step(q, layout_of(k, v), n, scale, drops, 104, 140, positions, mass, 1)
+    sinks = np.linspace(-3, 9, n_head, dtype=np.float32)
+    expected = evict.add_attention_ref(q, k, n, group, scale, mass, NO_CAP, sinks)
+    evict.heavy_hitter_step(
+        q, layout_of(k, v), n, scale, NO_CAP, sinks, drops, 104, 140, positions, mass, 1
+    )
     order = np.tile(np.append(np.arange(n - 1) + 100, 999), (n_kv_head, 1))
     if drops:
         slots = evict.drop_least_attended_ref(104, 140, order, expected)

@@ -168,6 +168,9 @@ class Layer:
         self.q = np.zeros((n_head, padded(d)), np.float32)
         self.q[:, :d] = 1.5 * self.rng.standard_normal((n_head, d))
         self.scale = np.float32(d**-0.5)
+        is_plain = n_head % 2  # the others have a softcap and sinks
+        self.softcap = np.float32(0 if is_plain else 3)
+        self.sinks = np.linspace(0, 9, 0 if is_plain else n_head, dtype=np.float32)
 
     def basis(self, length: int) -> FourierBasis:
         return FourierBasis(length, frequencies.kept_bins(length, self.share, self.importance))
@@ -181,7 +184,9 @@ class Layer:
 
     def attend(self, n_threads: int = 1) -> np.ndarray:
         exact = layout_of(*self.exact)
-        return self.spectrum.attend(self.q, exact, self.n_exact, self.scale, n_threads)
+        return self.spectrum.attend(
+            self.q, exact, self.n_exact, self.scale, self.softcap, self.sinks, n_threads
+        )
 
     def projected(self) -> np.ndarray:
         """In f64 by waves, from the coefficients as they are stored."""
@@ -194,7 +199,9 @@ class Layer:
             rows = slice(first, first + basis.n_rows)
             k, v = s.k[:, rows].astype(np.float64), s.v[:, rows].astype(np.float64)
             segments.append((matrix, k, v))
-        return attention.attend_spectrum_ref(self.q, *self.exact, segments, self.scale)
+        return attention.attend_spectrum_ref(
+            self.q, *self.exact, segments, self.scale, self.softcap, self.sinks
+        )
 
     def materialised(self, tokens) -> np.ndarray:
         """Dense attention over exact rows and tokens (K, V)."""
@@ -202,7 +209,8 @@ class Layer:
             np.concatenate([exact.astype(np.float32), *each], axis=1)
             for exact, each in zip(self.exact, tokens, strict=True)
         )
-        return attend_dense_ref(self.q, k, v, self.scale)
+        sinks = self.sinks if len(self.sinks) else None
+        return attend_dense_ref(self.q, k, v, self.scale, self.softcap, sinks)
 
 
 SEGMENTS = {

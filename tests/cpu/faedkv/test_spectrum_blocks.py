@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from sparsekv_cli.cache.spec import NO_SINKS
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.attention.rows import layout_of
 from sparsekv_cli.cpu.faedkv import attention
@@ -59,9 +60,10 @@ def test_blocks_equal_what_they_stand_for(
     q[:, d:] = 0
     scale = np.float32(d**-0.5)
     exact = [np.pad(half(rng, n_kv, 60, d), [(0, 0), (0, 0), (0, padded(d) - d)]) for _ in range(2)]
-    out = spectrum.attend(q, layout_of(*exact), 60, scale, n_threads)
+    softcap, sinks = (np.float32(0), NO_SINKS) if n_kv == 1 else (np.float32(2), q[:, 0] + 4)
+    out = spectrum.attend(q, layout_of(*exact), 60, scale, softcap, sinks, n_threads)
     rows = [np.concatenate(pair, 1) for pair in zip(exact, actual, strict=True)]
-    reference = attention.attend_spectrum_ref(q, *rows, [], scale)
+    reference = attention.attend_spectrum_ref(q, *rows, [], scale, softcap, sinks)
     np.testing.assert_allclose(out, reference, rtol=1e-3, atol=1e-3 * abs(v).max())
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from sparsekv_cli.cache.spec import NO_SINKS
 from sparsekv_cli.cpu.attention.decode import attend_rows_ref
-from sparsekv_cli.cpu.fasa import chunks
+from sparsekv_cli.cpu.fasa import attend, chunks
 from sparsekv_cli.cpu.fasa.chunks import BLOCK
 from sparsekv_cli.cpu.fasa.split import split_keys
 
@@ -182,16 +183,21 @@ def test_attend_split_rows(n_head, n_kv, d, n_dom, n):
     dom, rest = split.dom.view(np.float16), split.rest.view(np.float16)
     scores = split.k[0, :, order[:n_dom]].astype(np.float32).T @ q[order[:n_dom]]
     rows = np.sort(rng.permutation(n)[: max(1, n // 2)]).astype(np.int32)
-    out = np.full(padded(d), np.nan, np.float32)
-    chunks.attend_split_rows(
-        q_rest, split.rest[0], split.v.view(np.uint16)[0], rows, scores[rows], scale, out
-    )
-    expected = chunks.attend_split_rows_ref(
-        q, dom[0], rest[0, :, : d - n_dom], split.v[0], order, rows, scale
-    )
-    np.testing.assert_allclose(out, expected, atol=1e-5)
-    whole = attend_rows_ref(q[None], split.k[:1, :, :d], split.v[:1], [rows], scale)
-    np.testing.assert_allclose(expected, whole[0], atol=1e-12)
+    for softcap, sink in ((0, -np.inf), (3, -np.inf), (0, 2), (3, 50)):
+        out = np.full(padded(d), np.nan, np.float32)
+        softcap, sink = np.float32(softcap), np.float32(sink)
+        attend.attend_split_rows(
+            q_rest, split.rest[0], split.v.view(np.uint16)[0], rows, scores[rows], scale, softcap,
+            sink, out,
+        )  # fmt: skip
+        expected = attend.attend_split_rows_ref(
+            q, dom[0], rest[0, :, : d - n_dom], split.v[0], order, rows, scale, softcap, sink
+        )
+        np.testing.assert_allclose(out, expected, atol=1e-5)
+        whole = attend_rows_ref(
+            q[None], split.k[:1, :, :d], split.v[:1], [rows], scale, softcap, sink[None]
+        )
+        np.testing.assert_allclose(expected, whole[0], atol=1e-12)
 
 
 @pytest.mark.parametrize("n", [2, 16, 17, 64, 65, 257, 1100])
@@ -208,9 +214,11 @@ def test_fasa_step(n_head, n_kv, d, n_dom, n, n_fac, n_threads):
     n_recent = min(16, max(1, k // 2))
     n_sinks = min(4, k - n_recent)
     rows, out = np.full((n_head, k), -7, np.int32), np.full((n_head, padded(d)), np.nan, np.float32)
+    softcap, has_sinks = (0, False) if n % 2 else (1.5, True)
+    sinks = np.linspace(-3, 9, n_head if has_sinks else 0, dtype=np.float32)
     chunks.fasa_step(
         q, k_new, v_new, n, split.dims, split.dom, split.rest, split.v.view(np.uint16),
-        np.float32(d**-0.5), n_sinks, n_recent, rows, out, n_threads,
+        np.float32(d**-0.5), np.float32(softcap), sinks, n_sinks, n_recent, rows, out, n_threads,
     )  # fmt: skip
     keys, values = split.k[:, :n].copy(), split.v[:, :n]
     keys[:, n - 1] = k_new
@@ -221,7 +229,9 @@ def test_fasa_step(n_head, n_kv, d, n_dom, n, n_fac, n_threads):
         scores = keys[h // group][:, order].astype(np.float64) @ q[h, order]
         expected = chunks.choose_rows_ref(scores, n, n_sinks, n_recent, k)
         np.testing.assert_array_equal(rows[h], expected)
-    expected = attend_rows_ref(q, keys, values, list(rows), d**-0.5)
+    expected = attend_rows_ref(
+        q, keys, values, list(rows), d**-0.5, softcap, sinks if has_sinks else None
+    )
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
@@ -233,6 +243,7 @@ def test_huge_scores_stay_finite():
     rows, out = np.zeros((2, 32), np.int32), np.zeros((2, 64), np.float32)
     chunks.fasa_step(
         q, np.zeros((1, 64), np.float32), np.zeros((1, 64), np.float32), 301, split.dims,
-        split.dom, split.rest, split.v.view(np.uint16), np.float32(1), 4, 16, rows, out, 1,
+        split.dom, split.rest, split.v.view(np.uint16), np.float32(1), np.float32(0), NO_SINKS, 4,
+        16, rows, out, 1,
     )  # fmt: skip
     np.testing.assert_allclose(out, np.tile(split.v[0, 100], (2, 1)).astype(np.float32), atol=1e-6)

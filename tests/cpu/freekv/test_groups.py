@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from freekv_pages import half, make_cache
 
-from sparsekv_cli.cpu.freekv import recall
+from sparsekv_cli.cpu.freekv import choice, recall
 from sparsekv_cli.cpu.freekv.pages import GROUPED, SCORED, group_summaries_ref
 from sparsekv_cli.cpu.quest.pages import page_summaries_ref
 
@@ -53,23 +53,23 @@ def test_choice_among_the_pages_of_the_best_groups(first, end):
     lo = (hi - rng.uniform(0.1, 1, hi.shape)).astype(np.float16)
     tops = [x.astype(np.float16) for x in group_summaries_ref(hi, lo, True)]
     bits = [np.ascontiguousarray(x).view(np.uint16) for x in (hi, lo, *tops)]
-    chosen, scale = np.zeros(32, np.int32), np.float32(0.125)
+    chosen, scale, softcap = np.zeros(32, np.int32), np.float32(0.125), np.float32(2)
     n_group = end // GROUPED
     for n_visited in (2, 5, n_group):
-        m, n_scored = recall.choose_pages_by_groups(
-            q, *bits, first, end, n_visited, n_best, scale, chosen
+        m, n_scored = choice.choose_pages_by_groups(
+            q, *bits, first, end, n_visited, n_best, scale, softcap, chosen
         )
-        visited, _ = recall.choose_pages_ref(
-            q, tops[0][0], tops[1][0], 0, n_group, n_visited, scale
+        visited, _ = choice.choose_pages_ref(
+            q, tops[0][0], tops[1][0], 0, n_group, n_visited, scale, softcap
         )
         listed = [j for i in visited for j in range(i * GROUPED, (i + 1) * GROUPED)]
         listed = np.array([j for j in [*listed, *range(n_group * GROUPED, end)] if j >= first])
-        best, _ = recall.choose_pages_ref(
-            q, hi[0][listed], lo[0][listed], 0, len(listed), n_best, scale
+        best, _ = choice.choose_pages_ref(
+            q, hi[0][listed], lo[0][listed], 0, len(listed), n_best, scale, softcap
         )
         assert m == n_best and n_scored == n_group + len(listed)
         np.testing.assert_array_equal(chosen[:m], listed[best])
-    everything, _ = recall.choose_pages_ref(q, hi[0], lo[0], first, end, n_best, scale)
+    everything, _ = choice.choose_pages_ref(q, hi[0], lo[0], first, end, n_best, scale, softcap)
     np.testing.assert_array_equal(chosen[:m], everything)
 
 
@@ -81,8 +81,8 @@ def test_steps_use_groups_where_they_leave_out_half():
     for best, few in ((n_best, True), (16, False)):
         cache.pages.statistics[:] = 0
         recall.recall_ahead(
-            cache.pages, previous, cache.n + 1, end, end, best, np.float32(0.125), cache.n_sink,
-            cache.n_ring, True,
+            cache.pages, previous, cache.n + 1, end, end, best, np.float32(0.125), np.float32(0),
+            cache.n_sink, cache.n_ring, True,
         )  # fmt: skip
         scored = cache.pages.statistics[:, SCORED]
         most = end // GROUPED + (2 * best + 1) * GROUPED

@@ -10,7 +10,7 @@ from freekv_pages import half, make_cache
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.cpu.attention.decode import attend_rows_ref
-from sparsekv_cli.cpu.freekv import recall
+from sparsekv_cli.cpu.freekv import choice, recall
 from sparsekv_cli.cpu.freekv.pages import (
     HIT,
     OFFLOADED,
@@ -19,6 +19,7 @@ from sparsekv_cli.cpu.freekv.pages import (
 )
 from sparsekv_cli.cpu.quest.pages import page_summaries_ref
 
+NO_CAP = np.float32(0)
 GEOMETRIES = [(1, 1, 64), (9, 3, 64), (8, 2, 80), (8, 1, 128), (3, 3, 96)]
 
 
@@ -116,9 +117,10 @@ def test_choose_pages(group, d, n_page):
     scale = np.float32(d**-0.5)
     for n_best in {1, max(1, n_page // 3), n_page - 1, n_page, n_page + 5} - {0}:
         chosen = np.full(n_best, -7, np.int32)
-        m = recall.choose_pages(q, hi, lo, first, end, n_best, scale, chosen)
+        softcap = np.float32(4 * (n_best % 2))
+        m = choice.choose_pages(q, hi, lo, first, end, n_best, scale, softcap, chosen)
         floats = [x[0].astype(np.float32) for x in bits]
-        expected, pooled = recall.choose_pages_ref(q, *floats, first, end, n_best, scale)
+        expected, pooled = choice.choose_pages_ref(q, *floats, first, end, n_best, scale, softcap)
         assert m == min(n_best, n_page)
         np.testing.assert_array_equal(chosen[:m], expected)
         assert pooled.sum() == pytest.approx(1)
@@ -128,7 +130,7 @@ def test_equal_pages_are_chosen_in_order():
     q = np.ones((2, 64), np.float32)
     hi = np.ones((1, 40, 64), np.float16).view(np.uint16)
     chosen = np.empty(5, np.int32)
-    assert recall.choose_pages(q, hi, hi, 4, 40, 5, np.float32(1), chosen) == 5
+    assert choice.choose_pages(q, hi, hi, 4, 40, 5, np.float32(1), NO_CAP, chosen) == 5
     np.testing.assert_array_equal(chosen, range(4, 9))
 
 
@@ -139,7 +141,7 @@ def test_choosing_survives_huge_scores():
     hi[0, 20] = 100
     chosen = np.empty(2, np.int32)
     bits = hi.view(np.uint16)
-    assert recall.choose_pages(q, bits, bits, 0, 50, 2, np.float32(1), chosen) == 2
+    assert choice.choose_pages(q, bits, bits, 0, 50, 2, np.float32(1), NO_CAP, chosen) == 2
     np.testing.assert_array_equal(chosen, [0, 20])
 
 
@@ -217,7 +219,10 @@ def test_any_sequence_of_choices_is_served(n_slot):
 class Step:
     """A page cache and what one step over it takes."""
 
-    def __init__(self, n_head, n_kv_head, d, n, *, n_best=4, window=32, seed=0):
+    def __init__(
+        self, n_head, n_kv_head, d, n, *, n_best=4, window=32, seed=0, softcap=NO_CAP, sinks=()
+    ):
+        self.softcap, self.sinks = softcap, np.array(sinks, np.float32)
         self.cache, self.store = make_cache(n, n_kv_head, d, n_slot=8, window=window, seed=seed)
         rng = np.random.default_rng(seed + 1)
         shapes = (n_head, n_head, n_kv_head, n_kv_head)
@@ -235,8 +240,8 @@ class Step:
         out = np.empty_like(self.q)
         recall.recall_step(
             cache.pages, self.q, self.previous, self.k, self.v, self.n, self.window,
-            cache.offloaded, self.n_best, tau, current, self.scale, cache.n_sink, cache.n_ring,
-            cache.meanstd, attended, counts, out, n_threads,
+            cache.offloaded, self.n_best, tau, current, self.scale, self.softcap, self.sinks,
+            cache.n_sink, cache.n_ring, cache.meanstd, attended, counts, out, n_threads,
         )  # fmt: skip
         cache.offloaded = self.window
         return out, [rows[:count] for rows, count in zip(attended, counts, strict=True)]
@@ -245,7 +250,7 @@ class Step:
         cache = self.cache
         recall.recall_ahead(
             cache.pages, self.previous, self.n, self.window, cache.offloaded, self.n_best,
-            self.scale, cache.n_sink, cache.n_ring, cache.meanstd,
+            self.scale, self.softcap, cache.n_sink, cache.n_ring, cache.meanstd,
         )  # fmt: skip
         cache.offloaded = self.window
 
@@ -262,18 +267,22 @@ class Step:
 @pytest.mark.parametrize("n_threads", [1, 2])
 def test_recall_step(n_head, n_kv_head, d, n, n_threads):
     numba.set_num_threads(n_threads)
-    step = Step(n_head, n_kv_head, d, n)
+    softcap, sinks = (NO_CAP, ()) if n % 2 else (np.float32(1.5), np.linspace(-3, 9, n_head))
+    step = Step(n_head, n_kv_head, d, n, softcap=softcap, sinks=sinks)
     out, rows = step.run(current=True, n_threads=n_threads)
     numba.set_num_threads(1)
     k, v = step.keys_and_values()
     group = n_head // n_kv_head
-    expected = attend_rows_ref(step.q, k, v, [rows[h // group] for h in range(n_head)], step.scale)
+    expected = attend_rows_ref(
+        step.q, k, v, [rows[h // group] for h in range(n_head)], step.scale, softcap,
+        step.sinks if len(sinks) else None,
+    )  # fmt: skip
     np.testing.assert_allclose(out, expected, atol=1e-5)
     hi, lo = page_summaries_ref(k[:, : step.window * 16], 16, True)
     for g in range(n_kv_head):
-        chosen, _ = recall.choose_pages_ref(
+        chosen, _ = choice.choose_pages_ref(
             step.q[g * group : (g + 1) * group], hi[g], lo[g], 1, step.window, step.n_best,
-            step.scale,
+            step.scale, softcap,
         )  # fmt: skip
         parts = [np.arange(16), *(np.arange(16 * j, 16 * j + 16) for j in chosen)]
         parts.append(np.arange(16 * step.window, step.n))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_latent import CASES, ROPE_SCALE, Case, bases, make_rows, make_store, stored_latents
 
-from sparsekv_cli.cpu.sals import latent, scores
+from sparsekv_cli.cpu.sals import latent, scores, step
 
 
 def exact_scores(q_nope, position, k_nope, first, theta, rope_scale):
@@ -81,7 +81,7 @@ class Scored:
         out = np.empty((len(self.q_nope), -(-self.n // 32) * 32), np.float32)
         for at in range(0, self.n, 32):
             part = np.empty((len(out), 32), np.float32)
-            scores._scores_of_pair(self.words, self.factors, self.store.table, at, part)
+            scores.scores_of_pair(self.words, self.factors, self.store.table, at, part)
             out[:, at : at + 32] = part
         return out[:, : self.n]
 
@@ -104,16 +104,17 @@ def test_scores_by_block(case, group, n):
 
 
 @pytest.mark.parametrize("case", CASES[:3])
-@pytest.mark.parametrize("n", [1, 33, 500, 2049])
-def test_weights_are_summed_over_heads(case, n):
+@pytest.mark.parametrize(("n", "softcap"), [(1, 0), (33, 2), (500, 0), (2049, 0), (2049, 2)])
+def test_weights_are_summed_over_heads(case, n, softcap):
     """By the scores that the kernel finds, and softmax sums of these or of other rows."""
     scored = Scored(case, 3, n)
-    found = scored.found().astype(np.float64)
+    found, softcap = scored.found().astype(np.float64), np.float32(softcap)
+    found = softcap * np.tanh(found / softcap) if softcap else found
     n_span, n_head = scored.factors.shape[:2]
     peaks, masses = (np.empty((n_span + 1, n_head), np.float32) for _ in range(2))
     for i in range(n_span):
         part = scored.words, scored.factors, scored.store.table, n
-        scores.sample_span(i, *part, peaks[i], masses[i])
+        scores.sample_span(i, *part, softcap, peaks[i], masses[i])
     peaks[-1], masses[-1] = 1.5, 2.0
     sums = (masses.astype(np.float64) * np.exp(peaks.astype(np.float64))).sum(0)
     expected = np.full(n_head, 2 * np.exp(1.5))
@@ -128,8 +129,11 @@ def test_weights_are_summed_over_heads(case, n):
     bias = np.empty(n_head, np.float32)
     scores.head_biases(peaks, masses, bias)
     weights = np.full(-(-n // 32) * 32 + 8, 7, np.float32)
-    part = scored.words, scored.factors, bias, scored.store.table
-    scores.importance(0, n, *part, weights)
+    part = scored.words, scored.factors, bias
+    if softcap:
+        step.capped_importance(0, n, *part, softcap, scored.store.table, weights)
+    else:
+        scores.importance(0, n, *part, scored.store.table, weights)
     ratio = weights[:n] / (np.exp(found) / sums[:, None]).sum(0)
     assert ratio.min() > 0.99 and ratio.max() < 1.07
     assert (weights[-8:] == 7).all()

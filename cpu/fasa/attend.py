@@ -1,0 +1,64 @@
+"""FASA's focused attention: exact, over a head's chosen rows, with K in its two parts."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from sparsekv_cli.cpu.attention.tile import (
+    NEGATIVE_INFINITY,
+    PAD,
+    exp_in_place,
+    max_of,
+    soften,
+    tile_scores,
+    tile_values,
+)
+from sparsekv_cli.cpu.jit.llvm import LANES, keep
+
+
+@njit(cache=True, nogil=True)
+def attend_split_rows(q_rest, rest, v, rows, scores, scale, softcap, sink, out):
+    """Exact attention of one head over listed rows; ``scores`` holds the dominant part of q . k.
+
+    q_rest f32 (d_rest padded,), rest u16 (n, d_rest padded), v u16 (n, d_v), rows int32 (k,),
+    scores f32 (k,), out f32 (d_v,). softcap: of the scores, 0 for none; sink: a score without a
+    value, -inf for none.
+    """
+    count = rows.shape[0]
+    dots = np.empty(count + PAD, np.float32)
+    tile_scores(
+        1, 1, q_rest.ctypes.data, rest.ctypes.data, rest.strides[0], rows.ctypes.data, count,
+        q_rest.shape[0], dots.ctypes.data, 0,
+    )  # fmt: skip
+    for j in range(count):
+        dots[j] = scale * (dots[j] + scores[j])
+    for j in range(count, count + LANES):
+        dots[j] = NEGATIVE_INFINITY
+    if softcap:
+        soften(dots.ctypes.data, count, softcap)
+    peak = max(max_of(dots.ctypes.data, count), sink)
+    mass = exp_in_place(dots.ctypes.data, count, peak) + np.exp(sink - peak)
+    out[:] = 0
+    tile_values(
+        1, 1, dots.ctypes.data, 0, v.ctypes.data, v.strides[0], rows.ctypes.data, count,
+        out.shape[0], out.ctypes.data,
+    )  # fmt: skip
+    keep(dots)
+    for c in range(out.shape[0]):
+        out[c] /= mass
+
+
+def attend_split_rows_ref(q, dom, rest, v, dims, rows, scale, softcap=0.0, sink=-np.inf):
+    """numpy f64 reference of one kv head, with K put together again.
+
+    q (d,), dom (blocks, n_dom, 16), rest (n, d - n_dom), v (n, d_v).
+    """
+    dominant = dom.swapaxes(1, 2).reshape(-1, dom.shape[1])[rows]
+    keys = np.empty((len(rows), len(dims)))
+    keys[:, dims] = np.concatenate([dominant, rest[rows]], axis=1)
+    scores = keys @ q.astype(np.float64) * scale
+    scores = softcap * np.tanh(scores / softcap) if softcap else scores
+    peak = max(scores.max(), np.float64(sink))
+    weights = np.exp(scores - peak)
+    return weights @ v[rows].astype(np.float64) / (weights.sum() + np.exp(sink - peak))

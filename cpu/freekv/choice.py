@@ -1,0 +1,98 @@
+"""FreeKV's choice of pages for a kv head, by the mean of its heads' softmax over page scores.
+
+Contexts of many pages are searched in groups of pages first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from sparsekv_cli.cpu.attention.select import order_keys, select_largest
+from sparsekv_cli.cpu.attention.tile import NEGATIVE_INFINITY, PAD, exp_in_place, max_of, soften
+from sparsekv_cli.cpu.freekv.pages import GROUPED
+from sparsekv_cli.cpu.jit.llvm import LANES
+from sparsekv_cli.cpu.quest.pages import listed_page_scores, page_scores
+
+
+@njit(cache=True, nogil=True)
+def choose_pages(q, hi, lo, first, end, n_best, scale, softcap, chosen):
+    """chosen[:m] = the best of the pages first..end - 1 for a kv head, ascending; returns m.
+
+    q f32 (group, d); hi, lo uint16 (1, n_page, d). A page's score is the mean over the group of
+    each head's softmax over these pages; ties go to the first. softcap: of the scores, 0 for none.
+    """
+    n = end - first
+    if n_best >= n:
+        for j in range(n):
+            chosen[j] = first + j
+        return n
+    scores = np.empty((q.shape[0], end + PAD), np.float32)
+    page_scores(q, hi, lo, end, 1, scale, scores)
+    _best_pooled(scores[:, first:], n, n_best, softcap, chosen)
+    for j in range(n_best):
+        chosen[j] += first
+    return n_best
+
+
+@njit(cache=True, nogil=True)
+def choose_pages_by_groups(
+    q, hi, lo, group_hi, group_lo, first, end, n_visited, n_best, scale, softcap, chosen
+):
+    """``choose_pages`` among the pages of the best ``n_visited`` groups, and those behind groups.
+
+    Returns how many are chosen, and how many summaries were scored. A group's score is the mean of
+    its heads' softmax over all whole groups. hi, lo, group_hi, group_lo uint16 (1, n, d).
+    """
+    n_group = end // GROUPED
+    scores = np.empty((q.shape[0], n_group + PAD), np.float32)
+    page_scores(q, group_hi, group_lo, n_group, 1, scale, scores)
+    visited = np.empty(n_visited, np.int32)
+    _best_pooled(scores, n_group, n_visited, softcap, visited)
+    listed = np.empty((n_visited + 1) * GROUPED, np.int32)
+    count = 0
+    for i in range(n_visited):
+        for j in range(max(first, visited[i] * GROUPED), (visited[i] + 1) * GROUPED):
+            listed[count] = j
+            count += 1
+    for j in range(max(first, n_group * GROUPED), end):
+        listed[count] = j
+        count += 1
+    scores = np.empty((q.shape[0], count + PAD), np.float32)
+    listed_page_scores(q, hi[0], lo[0], listed[:count], scale, scores)
+    n_best = min(n_best, count)
+    _best_pooled(scores, count, n_best, softcap, chosen)
+    for j in range(n_best):
+        chosen[j] = listed[chosen[j]]
+    return n_best, n_group + count
+
+
+@njit(cache=True, nogil=True)
+def _best_pooled(scores, n, n_best, softcap, chosen):
+    """chosen[:n_best] = the columns of scores (group, n + PAD) whose mean softmax is largest."""
+    group = scores.shape[0]
+    pooled = np.zeros(n, np.float32)
+    for t in range(group):
+        row = scores[t]
+        for j in range(n, n + LANES):
+            row[j] = NEGATIVE_INFINITY
+        address = row.ctypes.data
+        if softcap:
+            soften(address, n, softcap)
+        mass = exp_in_place(address, n, max_of(address, n))
+        share = np.float32(1) / (mass * np.float32(group))
+        for j in range(n):
+            pooled[j] += share * row[j]
+    keys = np.empty(n, np.int32)
+    order_keys(pooled, keys, n)
+    select_largest(keys, n, n_best, chosen)
+
+
+def choose_pages_ref(q, hi, lo, first, end, n_best, scale, softcap=0.0):
+    """numpy reference in f64: q (group, d), hi, lo (n_page, d) floats; also the pooled scores."""
+    q, hi, lo = (x.astype(np.float64) for x in (q, hi[first:end], lo[first:end]))
+    scores = scale * (np.maximum(q, 0) @ hi.T + np.minimum(q, 0) @ lo.T)
+    scores = softcap * np.tanh(scores / softcap) if softcap else scores
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    pooled = (weights / weights.sum(1, keepdims=True)).mean(0)
+    return first + np.sort(np.argsort(-pooled, kind="stable")[:n_best]), pooled
