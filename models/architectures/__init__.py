@@ -145,6 +145,7 @@ class Architecture:
         parts = {
             "norms behind its blocks": self.post_norms,
             "sinks": self.sinks,
+            "softcaps": self.softcaps[0] > 0,
             "its activation": self.activation != "silu",
         }
         return " and ".join(name for name, has in parts.items() if has)

@@ -132,16 +132,19 @@ def test_architectures(tmp_path, arch, kv):
         a, b = (session.decode(token) for session in (expected, actual))
 
 
-@pytest.mark.parametrize("arch", ["granitemoe", "qwen3moe"])
-def test_experts_are_refused_or_run_on_the_cpu(tmp_path, arch, monkeypatch):
+@pytest.mark.parametrize(
+    ("arch", "what"),
+    [("granitemoe", "experts"), ("gpt-oss", "experts"), ("gemma2", "window layers")],
+)
+def test_what_has_no_kernels_is_refused_or_runs_on_the_cpu(tmp_path, arch, what, monkeypatch):
     path = make_model(tmp_path / "m.gguf", arch=arch, **SIZES)
     config = SessionConfig(device="cuda")
-    with pytest.raises(SparseKVError, match=f"{arch} with experts does not run on a GPU; use --de"):
+    with pytest.raises(SparseKVError, match=f"{arch} with {what} does not run on a GPU; use --de"):
         load_session(path, build_method("full", {}), config)
     monkeypatch.setattr(engine, "may_have_device", lambda: True)
     session = load_session(path, build_method("full", {}), SessionConfig(device="auto"))
     assert isinstance(session.engine, engine.HostEngine)
-    assert session.engine.note == "the GPU is not used: experts run on the CPU"
+    assert session.engine.note == f"the GPU is not used: {what} run on the CPU"
 
 
 @pytest.mark.parametrize("method", ["full", "lfps"])

@@ -169,8 +169,8 @@ class Layer:
         self.q[:, :d] = 1.5 * self.rng.standard_normal((n_head, d))
         self.scale = np.float32(d**-0.5)
         is_plain = n_head % 2  # the others have a softcap and sinks
-        self.softcap = np.float32(0 if is_plain else 3)
-        self.sinks = np.linspace(0, 9, 0 if is_plain else n_head, dtype=np.float32)
+        self.softcap = np.float32(0 if is_plain else 8)
+        self.sinks = np.linspace(0, 4, 0 if is_plain else n_head, dtype=np.float32)
 
     def basis(self, length: int) -> FourierBasis:
         return FourierBasis(length, frequencies.kept_bins(length, self.share, self.importance))
