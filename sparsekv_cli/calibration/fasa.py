@@ -81,10 +81,10 @@ def _attend_best(dims: np.ndarray, n_sinks: int, n_recent: int) -> Attend:
         weights = np.where(chosen & (row <= own), exact, -np.inf)
         sinks = np.full(spec.n_head, -np.inf, np.float32)
         sinks[: len(spec.sinks)] = spec.sinks
-        sinks = np.repeat(sinks, n_new).reshape(spec.n_head_kv, -1, 1)
-        peak = np.maximum(weights.max(2, keepdims=True), sinks)
+        of_row = np.repeat(sinks, n_new).reshape(spec.n_head_kv, -1, 1)
+        peak = np.maximum(weights.max(2, keepdims=True), of_row)
         weights = np.exp(weights - peak)
-        mass = weights.sum(2, keepdims=True) + np.exp(sinks - peak)
+        mass = weights.sum(2, keepdims=True) + np.exp(of_row - peak)
         out = (weights / mass) @ v  # (G, H/G T, d_v)
         return as_type_of(q_new, out.reshape(spec.n_head, n_new, spec.value_dim))
 
