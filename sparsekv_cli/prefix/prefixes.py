@@ -207,8 +207,13 @@ class Prefixes:
         if BLOCK * row_bytes > Q8_FROM:
             k, v = ("q8_0" if each == "f16" else each for each in types)
             types = k, v
-        n_kept = found.n_common if n_loaded == found.n and not self._is_bounded else n_loaded
-        headers = self._new_blocks(ids, n_loaded, n_kept, types, block_layers(caches, types))
+        n_kept, n_known = n_loaded, n_loaded
+        if self._is_bounded:  # what was computed again is not new, if no snapshot was missing
+            has_last = n_loaded >= found.n_common // BLOCK * BLOCK
+            n_known = found.n_common if has_last else n_loaded
+        elif n_loaded == found.n:
+            n_kept = found.n_common
+        headers = self._new_blocks(ids, n_known, n_kept, types, block_layers(caches, types))
         snapshots: list[BlockHeader] = []
         if self._is_bounded and headers:
             of = self.model, self.root, ids, n_loaded, self.types, caches
@@ -228,14 +233,17 @@ class Prefixes:
     def _new_blocks(
         self,
         ids: Sequence[int],
-        n_loaded: int,
+        n_known: int,
         n_kept: int,
         types: tuple[str, str],
         layers: tuple[tuple[int, int, int], ...],
     ) -> list[BlockHeader]:
-        """The blocks of ``ids`` that are worth keeping; n_kept: tokens that the folder has."""
+        """The blocks of ``ids`` that are worth keeping.
+
+        n_known: tokens that are not new. n_kept: those whose blocks are not written again.
+        """
         parent, headers = self.root, []
-        for first in range(0, len(ids) if len(ids) - n_loaded >= LEAST else 0, BLOCK):
+        for first in range(0, len(ids) if len(ids) - n_known >= LEAST else 0, BLOCK):
             tokens = tuple(int(token) for token in ids[first : first + BLOCK])
             if first + BLOCK > n_kept:
                 headers.append(BlockHeader(self.model, parent, first, tokens, types, layers))

@@ -71,12 +71,12 @@ class SessionFile(Prefixes):
     def _new_blocks(
         self,
         ids: Sequence[int],
-        n_loaded: int,
+        n_known: int,
         n_kept: int,
         types: tuple[str, str],
         layers: tuple[tuple[int, int, int], ...],
     ) -> list[BlockHeader]:
-        if self._is_foreign or not (self._is_new or len(ids) - n_loaded >= LEAST):
+        if self._is_foreign or not (self._is_new or len(ids) - n_known >= LEAST):
             return []
         tokens = tuple(int(token) for token in ids)
         return [BlockHeader(self.model, self.root, 0, tokens, types, layers)]

@@ -224,6 +224,13 @@ def test_without_a_whole_snapshot_everything_is_computed(session_of, tmp_path):
     session.reset()
     session.prefill(SECOND)  # they are there again
     assert session.timings.cached_tokens == 1024
+    session.prefixes.finish()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    session.reset()
+    session.timings.reset()
+    keep(session, SECOND[:1000] + tokens(100, 4))  # 588 are computed, but 100 are new
+    assert session.timings.cached_tokens == 512
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert snapshot_lengths(40 * BLOCK + 7, 4) == [n * BLOCK for n in (40, 39, 36, 24)]
     assert snapshot_lengths(40 * BLOCK, 0) == snapshot_lengths(BLOCK - 1, 8) == []
 
