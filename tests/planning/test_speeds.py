@@ -160,6 +160,4 @@ def test_layers_of_all_kinds_and_experts(architecture, tmp_path, briefly):
     assert 0 < plan.full_layers < plan.layers == 6
     assert f"{plan.full_layers} of 6 layers attend to all rows" in plan.verdict()
     assert speeds.other_bytes > 0
-    has_sinks = architecture == "gpt-oss"
-    assert bool(plan.methods[2].note) == has_sinks
-    assert all(each.decode_tps for each in plan.methods[: 2 if has_sinks else 3])
+    assert all(each.decode_tps and not each.note for each in plan.methods)
