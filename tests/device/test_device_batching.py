@@ -124,7 +124,7 @@ def test_sequences_in_one_launch_are_what_they_are_alone(name, device):
     assert follow((0, 1, 2), 1) == [max(n_run, dense_alone)]
     feed(0, 30)
     feed(1, 70)  # to 191, so that the second step needs more room
-    assert follow((0, 1, 2), 3)[-1] == n_run
+    assert follow((0, 1, 2), 2)[-1] == n_run
     for cache in (alone[2], together[2]):
         assert cache.truncate(LENGTHS[2]) == LENGTHS[2]
     follow((1, 2), 1)
