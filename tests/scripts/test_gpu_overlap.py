@@ -29,25 +29,24 @@ def test_order_of_a_layer(beside, order):
     assert step.whole >= step.output + step.learning > 0
 
 
-def test_a_piece_ends_no_earlier_than_asked():
-    device, begin = overlap.Device(), time.perf_counter()
+@pytest.mark.parametrize("device", [overlap.Clock(), overlap.Sleeper()])
+def test_a_piece_ends_no_earlier_than_asked(device):
+    begin = time.perf_counter()
     device.launch(0.01)
-    device.launch(0.02)
-    for seconds in (0.01, 0.02):
-        device.wait()
-        assert time.perf_counter() - begin >= seconds
+    device.wait()
+    assert time.perf_counter() - begin >= 0.01
 
 
 def test_a_machine_that_wakes_up_late_is_told(monkeypatch):
     def piece(device, seconds):
         return max(3e-4, seconds + 1e-4 - device.wake_up)
 
-    monkeypatch.setattr(overlap.Device, "piece", piece)
-    device = overlap.Device()
-    device.allow_for_waking(4e-4)
+    monkeypatch.setattr(overlap.Sleeper, "piece", piece)
+    device = overlap.Sleeper()
+    device.prepare(4e-4)
     assert device.wake_up == pytest.approx(1e-4)
     with pytest.raises(ValueError, match="--device-us 100: here a piece takes 300 us at least"):
-        device.allow_for_waking(1e-4)
+        device.prepare(1e-4)
 
 
 def test_what_is_hidden_is_the_median_of_neighbours():
@@ -66,5 +65,6 @@ def test_a_line_for_each_piece(capsys):
     shape = ["--rows", "600", "--layers", "1", "--steps", "2", "-t", "1"]
     overlap.main([*shape, "--device-us", "4000,5000"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["device_us"] for line in lines] == [4000, 5000]
+    shown = [(line["device"], line["device_us"]) for line in lines]
+    assert shown == [(kind, us) for us in (4000, 5000) for kind in ("clock", "thread")]
     assert all(line["rows"] == 600 and line["learning_us"] > 0 for line in lines)
