@@ -26,7 +26,7 @@ def test_order_of_a_layer(beside, order):
     )
     step = overlap.step([cache, cache], [None, None], device, 1.0, beside=beside)
     assert done == 2 * order
-    assert step.whole >= step.output + step.learning > 0
+    assert step.whole >= step.output + step.rest > step.output + step.learning > 0
 
 
 @pytest.mark.parametrize("device", [overlap.Clock(), overlap.Sleeper()])
@@ -50,14 +50,19 @@ def test_a_machine_that_wakes_up_late_is_told(monkeypatch):
 
 
 def test_what_is_hidden_is_the_median_of_neighbours():
+    """Behind the output; what the whole step saves is told beside it."""
     steps = [(10, 7), (12, 8), (90, 87)]  # the last pair was disturbed, both of it
     rounds = [
-        overlap.Round(5e-6, overlap.Step(2e-6 * a, 8e-6, 12e-6), overlap.Step(2e-6 * b, 0, 0))
+        overlap.Round(
+            5e-6,
+            overlap.Step(2e-6 * (a + 4), 8e-6, 12e-6, 2e-6 * a),
+            overlap.Step(2e-6 * (b + 3), 6e-6, 14e-6, 2e-6 * b),
+        )
         for a, b in steps
     ]
     assert overlap.figures(rounds, 2) == {
-        "piece_us": 5, "apart_us": 12, "beside_us": 8, "output_us": 4, "learning_us": 6,
-        "hidden_us": 3, "hidden_of_learning": 0.5,
+        "piece_us": 5, "apart_us": 16, "beside_us": 11, "output_apart_us": 4, "output_beside_us": 3,
+        "learning_us": 6, "hidden_us": 3, "hidden_of_learning": 0.5, "saved_us": 4,
     }  # fmt: skip
 
 
