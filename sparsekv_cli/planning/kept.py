@@ -21,12 +21,15 @@ from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.models.hparams import HParams, read_hparams
-from sparsekv_cli.planning.speeds import Speeds
+from sparsekv_cli.planning.speeds import MethodCurve, Speeds
 
 if TYPE_CHECKING:
     from sparsekv_cli.warmup import OnCompile
 
-FORMAT = 3  # raised when what is measured changes
+FORMAT = 4  # raised when what is measured changes
+# Each method is measured so often, the others in between, and its least times count: what else a
+# machine does comes in phases, and slows steps down.
+N_PASSES = 2
 OnMeasure = Callable[[str, int, int], None]  # what is measured now, how many are done, of how many
 # Metadata that decide nothing of a step's time.
 NAMES = ("general.", "tokenizer.")
@@ -121,17 +124,19 @@ def speeds_of(
         return known
     measurement = Measurement(file, config, on_compile)
     report = on_measure or (lambda what, done, total: None)
-    report("weights", 0, 1 + len(missing))
+    n_parts = 1 + N_PASSES * len(missing)
+    report("weights", 0, n_parts)
     if known is None:
         known = measurement.speeds(machine)
-    curves = dict(known.methods)
-    for i, (key, method) in enumerate(missing.items()):
-        report(method.name, 1 + i, 1 + len(missing))
+    curves, new = dict(known.methods), dict[str, MethodCurve]()
+    for i, (key, method) in enumerate(N_PASSES * list(missing.items()), 1):
+        report(method.name, i, n_parts)
         entry = calibration_of(method, file, hparams) if method.needs == CALIBRATION else None
         tensors = {} if entry is None else entry.tensors
-        curves[key] = measurement.curve(method, tensors, curves.get(next(iter(wanted))))
+        dense = None if method.name == "full" else curves[next(iter(wanted))]
+        new[key] = curves[key] = measurement.curve(method, tensors, dense).quickest(new.get(key))
     speeds = replace(known, methods=curves)
-    report("done", 1 + len(missing), 1 + len(missing))
+    report("done", n_parts, n_parts)
     try:
         write_speeds(path, speeds)
     except OSError as error:

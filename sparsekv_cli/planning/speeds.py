@@ -8,7 +8,7 @@ layer. Between these depths figures are interpolated, and beyond them they go on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -19,6 +19,10 @@ class LayerPoint:
     seconds: float
     host: int
     index: int
+
+    def quickest(self, other: LayerPoint) -> LayerPoint:
+        """The same with the lesser time of two."""
+        return replace(self, seconds=min(self.seconds, other.seconds))
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,14 @@ class DepthPoint:
     byte_seconds: float
     sparse: LayerPoint
     dense: LayerPoint | None
+
+    def quickest(self, other: DepthPoint) -> DepthPoint:
+        """The same with the lesser times of two."""
+        dense = self.dense
+        if dense is not None and other.dense is not None:
+            dense = dense.quickest(other.dense)
+        byte_seconds = min(self.byte_seconds, other.byte_seconds)
+        return DepthPoint(self.n, byte_seconds, self.sparse.quickest(other.sparse), dense)
 
 
 @dataclass(frozen=True)
@@ -60,6 +72,13 @@ class MethodCurve:
     def index(self, n: int) -> int:
         """Bytes that the method adds to the rows."""
         return round(self._sum(n, lambda point: point.index))
+
+    def quickest(self, other: MethodCurve | None) -> MethodCurve:
+        """The same with the lesser times of two, at the depths that both have."""
+        if other is None:
+            return self
+        pairs = zip(self.points, other.points, strict=False)
+        return replace(self, points=[one.quickest(two) for one, two in pairs])
 
     def _sum(self, n: int, value: Callable[[LayerPoint], float]) -> float:
         sparse = [(point.n, value(point.sparse)) for point in self.points]

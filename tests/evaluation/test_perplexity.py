@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from sparsekv_cli.methods import build_method
 from sparsekv_cli.session import load_session
 
 N_CTX = 41  # the second half begins at 20
+DATA = Path(__file__).parents[1] / "data"
 TOPK = "topk:budget=4;dense_layers=none"
 TEXT = "the quick brown fox jumps over the lazy dog and runs away " * 4
 CONFIG = SessionConfig(threads=1, prefill_dtype="f32", chunk=16, ctx_size=N_CTX)
@@ -177,6 +179,29 @@ def test_a_file_and_full_are_the_same_base(session, chunks, base):
     other = load_session(make_model(base.parent / "other.gguf"), build_method("full", {}), CONFIG)
     with pytest.raises(SparseKVError, match="vocabulary of 511, the model has one of 512"):
         chunked.chunks_of(other, opened)
+
+
+def test_a_file_of_llama_perplexity(tmp_path):
+    """Of llama.cpp's program: a model of tests/helpers, chunks of 8 tokens, as the data says."""
+    opened = KLDFile(DATA / "llama_perplexity.base")
+    path = make_model(tmp_path / "m.gguf", n_vocab=270)
+    session = load_session(path, build_method("full", {}), CONFIG)
+    chunks = chunked.chunks_of(session, opened)
+    text = "a quick brown fox jumps over the lazy dog"
+    of_text = chunked.split_chunks(session.tokenizer, text, 8, 2)
+    assert (chunks.tokens == of_text.tokens).all() and chunks.n_scored == 3
+    ways = {"prefill": None}
+    records = scored(session, ways, chunks, DivergenceRecords(None, {}))
+    told = records.divergence(None, 2).statistics()
+    assert told["Mean PPL(base)"].value == pytest.approx(412.8978, rel=1e-4)  # which it printed
+    assert told["Mean PPL(Q)"].value == pytest.approx(412.8978, rel=1e-2)
+    assert abs(told["Mean KLD"].value) < 1e-3 and told["Same top p"].value == 1
+    rows: list = []
+    scores.score_chunk(
+        session, ways, chunks.chunk(1), see=lambda logits: rows.append(encode(logits))
+    )
+    ours, theirs = (decode(each, 270) for each in (np.concatenate(rows), opened.rows(1)))
+    assert ours == pytest.approx(theirs, abs=0.05)
 
 
 @pytest.mark.parametrize(

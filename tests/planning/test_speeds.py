@@ -25,7 +25,8 @@ from sparsekv_cli.planning.speeds import (
 )
 from sparsekv_cli.session import load_session
 
-FULL, QUEST, LFPS = (build_method(name, {}) for name in ("full", "quest", "lfps"))
+NAMES = ("full", "quest", "lfps", "freekv")
+FULL, QUEST, LFPS, FREEKV = (build_method(name, {}) for name in NAMES)
 
 
 def curve(method, dense, sparse, each, index=0):
@@ -64,6 +65,13 @@ def test_between_points_there_is_a_line(n, expected):
     assert interpolate([(100, 10.0), (200, 20.0), (400, 60.0)], n) == pytest.approx(expected)
     assert interpolate([(100, 10.0)], n) == 10.0
     assert interpolate([(100, 10.0), (200, 5.0)], 400) == 5.0
+
+
+def test_the_least_times_of_two_measurements():
+    one, two = (curve(QUEST, 2, 2, each, index=7) for each in ((0.1, 0.4), (0.2, 0.3)))
+    best = one.quickest(two)
+    assert best == two.quickest(one) == curve(QUEST, 2, 2, (0.1, 0.3), index=7)
+    assert one.quickest(None) == one
 
 
 def test_a_forecast_from_a_header_alone(header):
@@ -118,12 +126,12 @@ def test_speeds_are_measured_once(header, briefly):
 
     with open_gguf(header, header_only=True) as file:
         first = speeds_of(file, config, [QUEST], on_measure=report)
-        assert seen == ["weights", "full", "quest", "done"]
+        assert seen == ["weights", "full", "quest", "full", "quest", "done"]
         again = speeds_of(file, config, [QUEST, build_method("sals", {})], on_measure=report)
-        assert len(seen) == 4
+        assert len(seen) == 6
         more = speeds_of(file, config, [LFPS], on_measure=report)
     assert json.dumps(again.as_dict()) == json.dumps(first.as_dict())
-    assert seen[4:] == ["weights", "lfps", "done"]
+    assert seen[6:] == ["weights", "lfps", "lfps", "done"]
     assert more.methods.keys() > first.methods.keys()
     assert more.step_seconds == first.step_seconds
     (path,) = briefly.glob("*.json")
@@ -155,8 +163,8 @@ def test_layers_of_all_kinds_and_experts(architecture, tmp_path, briefly):
     """Methods have a part in full layers only, which bounds what they can gain."""
     path = make_model(tmp_path / "model.gguf", arch=architecture, n_layer=6, n_ff=256)
     with open_gguf(path) as file:
-        speeds = speeds_of(file, SessionConfig(device="cpu", threads=1), [QUEST, LFPS])
-        plan = make_plan(file, speeds, [FULL, QUEST, LFPS], 4096)
+        speeds = speeds_of(file, SessionConfig(device="cpu", threads=1), [QUEST, FREEKV])
+        plan = make_plan(file, speeds, [FULL, QUEST, FREEKV], 4096)
     assert 0 < plan.full_layers < plan.layers == 6
     assert f"{plan.full_layers} of 6 layers attend to all rows" in plan.verdict()
     assert speeds.other_bytes > 0
