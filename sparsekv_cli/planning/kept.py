@@ -21,15 +21,15 @@ from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.models.hparams import HParams, read_hparams
-from sparsekv_cli.planning.speeds import MethodCurve, Speeds
+from sparsekv_cli.planning.speeds import MethodCurve, Speeds, middle
 
 if TYPE_CHECKING:
     from sparsekv_cli.warmup import OnCompile
 
 FORMAT = 4  # raised when what is measured changes
-# Each method is measured so often, the others in between, and its least times count: what else a
-# machine does comes in phases, and slows steps down.
-N_PASSES = 2
+# Each method is measured so often, the others in between, and medians count: what else a machine
+# does comes in phases.
+N_PASSES = 3
 OnMeasure = Callable[[str, int, int], None]  # what is measured now, how many are done, of how many
 # Metadata that decide nothing of a step's time.
 NAMES = ("general.", "tokenizer.")
@@ -128,13 +128,15 @@ def speeds_of(
     report("weights", 0, n_parts)
     if known is None:
         known = measurement.speeds(machine)
-    curves, new = dict(known.methods), dict[str, MethodCurve]()
+    curves = dict(known.methods)
+    found: dict[str, list[MethodCurve]] = {key: [] for key in missing}
     for i, (key, method) in enumerate(N_PASSES * list(missing.items()), 1):
         report(method.name, i, n_parts)
         entry = calibration_of(method, file, hparams) if method.needs == CALIBRATION else None
         tensors = {} if entry is None else entry.tensors
         dense = None if method.name == "full" else curves[next(iter(wanted))]
-        new[key] = curves[key] = measurement.curve(method, tensors, dense).quickest(new.get(key))
+        found[key].append(measurement.curve(method, tensors, dense))
+        curves[key] = middle(found[key])
     speeds = replace(known, methods=curves)
     report("done", n_parts, n_parts)
     try:

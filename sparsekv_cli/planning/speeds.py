@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any
 
 
@@ -19,10 +20,6 @@ class LayerPoint:
     seconds: float
     host: int
     index: int
-
-    def quickest(self, other: LayerPoint) -> LayerPoint:
-        """The same with the lesser time of two."""
-        return replace(self, seconds=min(self.seconds, other.seconds))
 
 
 @dataclass(frozen=True)
@@ -37,14 +34,6 @@ class DepthPoint:
     byte_seconds: float
     sparse: LayerPoint
     dense: LayerPoint | None
-
-    def quickest(self, other: DepthPoint) -> DepthPoint:
-        """The same with the lesser times of two."""
-        dense = self.dense
-        if dense is not None and other.dense is not None:
-            dense = dense.quickest(other.dense)
-        byte_seconds = min(self.byte_seconds, other.byte_seconds)
-        return DepthPoint(self.n, byte_seconds, self.sparse.quickest(other.sparse), dense)
 
 
 @dataclass(frozen=True)
@@ -73,18 +62,30 @@ class MethodCurve:
         """Bytes that the method adds to the rows."""
         return round(self._sum(n, lambda point: point.index))
 
-    def quickest(self, other: MethodCurve | None) -> MethodCurve:
-        """The same with the lesser times of two, at the depths that both have."""
-        if other is None:
-            return self
-        pairs = zip(self.points, other.points, strict=False)
-        return replace(self, points=[one.quickest(two) for one, two in pairs])
-
     def _sum(self, n: int, value: Callable[[LayerPoint], float]) -> float:
         sparse = [(point.n, value(point.sparse)) for point in self.points]
         dense = [(point.n, value(point.dense)) for point in self.points if point.dense]
         total = self.sparse_layers * interpolate(sparse, n)
         return total + (self.dense_layers * interpolate(dense, n) if dense else 0.0)
+
+
+def middle(curves: Sequence[MethodCurve]) -> MethodCurve:
+    """A method that was measured several times: medians, at the depths that all have."""
+    together = zip(*(curve.points for curve in curves), strict=False)
+    return replace(curves[-1], points=[_middle_point(points) for points in together])
+
+
+def _middle_point(points: Sequence[DepthPoint]) -> DepthPoint:
+    def layer(found: Sequence[LayerPoint]) -> LayerPoint:
+        return replace(found[-1], seconds=median(each.seconds for each in found))
+
+    dense = [point.dense for point in points if point.dense is not None]
+    return DepthPoint(
+        points[-1].n,
+        median(point.byte_seconds for point in points),
+        layer([point.sparse for point in points]),
+        layer(dense) if dense else None,
+    )
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from sparsekv_cli.planning.speeds import (
     MethodCurve,
     Speeds,
     interpolate,
+    middle,
 )
 from sparsekv_cli.session import load_session
 
@@ -67,11 +68,11 @@ def test_between_points_there_is_a_line(n, expected):
     assert interpolate([(100, 10.0), (200, 5.0)], 400) == 5.0
 
 
-def test_the_least_times_of_two_measurements():
-    one, two = (curve(QUEST, 2, 2, each, index=7) for each in ((0.1, 0.4), (0.2, 0.3)))
-    best = one.quickest(two)
-    assert best == two.quickest(one) == curve(QUEST, 2, 2, (0.1, 0.3), index=7)
-    assert one.quickest(None) == one
+def test_the_medians_of_several_measurements():
+    times = (0.1, 0.4), (0.2, 0.9), (0.3, 0.2)
+    found = [curve(QUEST, 2, 2, each, index=7) for each in times]
+    assert middle(found) == curve(QUEST, 2, 2, (0.2, 0.4), index=7)
+    assert middle(found[:1]) == found[0]
 
 
 def test_a_forecast_from_a_header_alone(header):
@@ -126,12 +127,12 @@ def test_speeds_are_measured_once(header, briefly):
 
     with open_gguf(header, header_only=True) as file:
         first = speeds_of(file, config, [QUEST], on_measure=report)
-        assert seen == ["weights", "full", "quest", "full", "quest", "done"]
+        assert seen == ["weights", *["full", "quest"] * 3, "done"]
         again = speeds_of(file, config, [QUEST, build_method("sals", {})], on_measure=report)
-        assert len(seen) == 6
+        assert len(seen) == 8
         more = speeds_of(file, config, [LFPS], on_measure=report)
     assert json.dumps(again.as_dict()) == json.dumps(first.as_dict())
-    assert seen[6:] == ["weights", "lfps", "lfps", "done"]
+    assert seen[8:] == ["weights", *["lfps"] * 3, "done"]
     assert more.methods.keys() > first.methods.keys()
     assert more.step_seconds == first.step_seconds
     (path,) = briefly.glob("*.json")
