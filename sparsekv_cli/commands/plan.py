@@ -49,7 +49,7 @@ def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -
 
     The header of a model file is enough: a file that ends behind the table of its tensors will do.
     What a step takes is measured once for a model's shape, with zeros for its weights, and kept in
-    the user's cache; it takes half a minute. Methods that need a calibration are measured when
+    the user's cache; it takes a minute or two. Methods that need a calibration are measured when
     the model has one. This is of the CPU.
     """
     from sparsekv_cli.methods import METHODS
