@@ -213,7 +213,7 @@ def _convolved_head(raw, start, n_rows, first, d, weight, rows, recent, out):
     """silu(conv(raw)) of one head's d channels, from ``first`` on, to out (>= n_rows, ROW).
 
     rows f32 (L - 1, channels): what was ahead of row ``start``, then what is ahead of the next one.
-    recent f32 (L - 1 + STRETCH, ROW): scratch.
+    recent f32 (L - 1 + rows, ROW): scratch.
     """
     before, last = rows.shape[0], first + d
     for j in range(before):
@@ -278,12 +278,12 @@ def delta_net(raw, gates, weight, dt, a, norm, eps, rows, states, out, n_threads
     n_blocks, d_k, n_qkv = states.shape[1], states.shape[2], weight.shape[1]
     n_k = (n_qkv - n_v * d_v) // (2 * d_k)
     width = (d_k + LANES - 1) // LANES * LANES
-    one = np.float32(1)
+    one, most = np.float32(1), min(STRETCH, n_rows)
     for part in prange(n_threads):
-        q, k, v, o = np.zeros((4, STRETCH, ROW), np.float32)
-        recent = np.zeros((rows.shape[0] + STRETCH, ROW), np.float32)
+        q, k, v, o = np.zeros((4, most, ROW), np.float32)
+        recent = np.zeros((rows.shape[0] + most, ROW), np.float32)
         factors = np.zeros(3 * GROUP + 2 * GROUP * GROUP, np.float32)
-        log_decay, beta = np.empty(STRETCH, np.float32), np.empty(STRETCH, np.float32)
+        log_decay, beta = np.empty(most, np.float32), np.empty(most, np.float32)
         for key_head in range(part * n_k // n_threads, (part + 1) * n_k // n_threads):
             for start in range(0, n_rows, STRETCH):
                 n = min(STRETCH, n_rows - start)
