@@ -42,10 +42,10 @@ if moment == "load":
 elif moment == "prefill":
     cut_ahead_of(Decoder, "forward")
 elif moment == "decode":
-    cut_ahead_of(Decoder, "decode", lambda: seen.count("decode") == 4)
+    cut_ahead_of(Decoder, "decode_batch", lambda: seen.count("decode_batch") == 4)
 elif moment == "row":
     cut_ahead_of(JsonReport, "row", lambda: False)
-    cut_ahead_of(Decoder, "decode", lambda: "row" in seen)
+    cut_ahead_of(Decoder, "decode_batch", lambda: "row" in seen)
 elif moment == "bar":
     forward = Decoder.forward
 

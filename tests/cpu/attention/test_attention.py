@@ -6,9 +6,9 @@ from stored_rows import KINDS, layout, store
 
 from sparsekv_cli.cache.spec import NO_SINKS
 from sparsekv_cli.cpu.attention import decode
-from sparsekv_cli.cpu.attention.decode import NO_CAP
 from sparsekv_cli.cpu.attention.rows import F16, Q8_0
 
+NO_CAP = np.float32(0)
 GEOMETRIES = [
     (1, 1, 64), (9, 3, 64), (8, 1, 80), (4, 4, 128), (5, 1, 16), (2, 1, 96), (8, 2, 64), (8, 1, 128)
 ]  # fmt: skip
