@@ -59,9 +59,10 @@ def test_with_all_directions_products_are_those_of_queries_and_keys():
     queries, keys = heads(64, 500)
     covariance = np.stack([np.cov(each.T) for each in keys])
     encode, decode = scout.choose_directions(queries.reshape(N_KV, -1, 64), covariance, 64)
+    of_heads = queries.reshape(N_KV, -1, 64)
     np.testing.assert_allclose(
-        np.einsum("hsd,hde,hke,hnk->hsn", queries.reshape(N_KV, -1, 64), decode, encode, keys),
-        queries.reshape(N_KV, -1, 64) @ keys.swapaxes(1, 2),
+        (of_heads @ decode) @ (keys @ encode).swapaxes(1, 2),
+        of_heads @ keys.swapaxes(1, 2),
         atol=2e-3,
     )
 
