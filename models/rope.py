@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from sparsekv_cli.cache.spec import WINDOW
+from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 from sparsekv_cli.models.gguf.keys import MAX_TOKENS, ModelKeys
 
 ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
@@ -184,3 +185,14 @@ class RopeTable:
         turns = np.log1p(positions // self._n_original) if self._temperature else 0 * positions
         q_scale = (1.0 + self._temperature * turns).astype(np.float32)
         self.q_scale = np.concatenate([self.q_scale, q_scale])
+
+
+def rotate_heads(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """(heads, T, d) half-split, before RoPE -> rotated, of the same type.
+
+    cos, sin: f32 (T, n_rot/2), of the rows' positions; dims from n_rot on stay.
+    """
+    half, rows = cos.shape[1], as_f32(heads)
+    a, b, rest = rows[..., :half], rows[..., half : 2 * half], rows[..., 2 * half :]
+    turned = np.concatenate([a * cos - b * sin, a * sin + b * cos, rest], axis=-1)
+    return as_type_of(heads, turned)

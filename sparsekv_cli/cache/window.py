@@ -25,7 +25,7 @@ class WindowCache(BoundedCache):
         super().__init__(spec)
         self.first = 0
         self._is_prefilling = False
-        # Lengths to which the sequence can always go back, and what they need that is no longer in
+        # Lengths to which the sequence can always go back, and what they need that is not in
         # ``store``: its first position and the rows. Where a length has such rows, all below do.
         self._marks: dict[int, tuple[int, KVStore] | None] = {}
 

@@ -24,7 +24,7 @@ from sparsekv_cli.cache.state import StateCache
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.calibration import allocation
 from sparsekv_cli.calibration.run import CalibrationRun
-from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
+from sparsekv_cli.models.rope import rotate_heads
 
 N_PREFIX, N_SCORED, N_WINDOWS = 1024, 48, 2  # rows of a window; windows
 ROWS_AT_ONCE = 512  # rows of a forward pass: bounds the logits, which are held for all of them
@@ -181,10 +181,7 @@ class _TrialCache(LayerCache):
     def _rotated(self, heads: np.ndarray, first: int) -> np.ndarray:
         """(heads, T, d) before RoPE, a trial's rows from ``first`` on -> rotated."""
         cos, sin = (turn[first : first + heads.shape[1]] for turn in self._turns)
-        half, rows = cos.shape[1], as_f32(heads)
-        a, b, rest = rows[..., :half], rows[..., half : 2 * half], rows[..., 2 * half :]
-        turned = np.concatenate([a * cos - b * sin, a * sin + b * cos, rest], axis=-1)
-        return as_type_of(heads, turned)
+        return rotate_heads(heads, cos, sin)
 
     def decode(self, x: AttnInput) -> np.ndarray:
         raise AssertionError("a calibration only prefills")
