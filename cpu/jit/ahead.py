@@ -103,7 +103,6 @@ def kernels_of(calls: Sequence[Call]) -> list[Kernel]:
 
 def _compile_in_copy(calls: Sequence[Call], number: int, pipe: int) -> None:
     """The work of copy ``number`` of the process; it reports in lines of text."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
     parent = os.getppid()
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
@@ -128,10 +127,18 @@ def _compile_in_copy(calls: Sequence[Call], number: int, pipe: int) -> None:
 def _start_copy(calls: Sequence[Call], number: int) -> tuple[int, int]:
     """Starts a copy of this process; its process number, and the pipe that it writes to."""
     reading, writing = os.pipe()
-    with global_compiler_lock, warnings.catch_warnings():  # another thread's would never be free
-        # Python's warning of threads: those of jit/pool.py hold no locks, and the copy has none.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        process = os.fork()
+    # The copy does not hear Ctrl-C, from its first instruction on: the first process ends it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    process = -1
+    try:
+        # With the lock: if another thread had it, it would never be free in the copy.
+        with global_compiler_lock, warnings.catch_warnings():
+            # Python's warning of threads: those of jit/pool.py hold no locks, and the copy has none.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process = os.fork()
+    finally:
+        if process:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if process:
         os.close(writing)
         return process, reading
