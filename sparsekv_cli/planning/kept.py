@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli import __version__
@@ -26,9 +27,8 @@ from sparsekv_cli.planning.speeds import MethodCurve, Speeds, middle
 if TYPE_CHECKING:
     from sparsekv_cli.warmup import OnCompile
 
-FORMAT = 4  # raised when what is measured changes
-# Each method is measured so often, the others in between, and medians count: what else a machine
-# does comes in phases.
+FORMAT = 5  # raised when what is measured changes
+# Each method is measured so often, the others in between, and medians count.
 N_PASSES = 3
 OnMeasure = Callable[[str, int, int], None]  # what is measured now, how many are done, of how many
 # Metadata that decide nothing of a step's time.
@@ -103,6 +103,8 @@ def speeds_of(
 ) -> Speeds:
     """The speeds of a model's shape with ``methods``; what is missing is measured and kept.
 
+    What else a machine does makes it slower for minutes. So each curve is divided by the pace
+    before and after it; the median pace of the first measurement is what all are told at.
     Methods that cannot have any are left out. again: measure everything. SparseKVError for a model
     that cannot be run, or a folder that cannot be written.
     """
@@ -126,17 +128,25 @@ def speeds_of(
     report = on_measure or (lambda what, done, total: None)
     n_parts = 1 + N_PASSES * len(missing)
     report("weights", 0, n_parts)
+    first = known is None
     if known is None:
         known = measurement.speeds(machine)
-    curves = dict(known.methods)
-    found: dict[str, list[MethodCurve]] = {key: [] for key in missing}
+    found: dict[str, list[MethodCurve]] = {key: [] for key in missing}  # in units of the pace
+    paces = [measurement.pace()]
     for i, (key, method) in enumerate(N_PASSES * list(missing.items()), 1):
         report(method.name, i, n_parts)
         entry = calibration_of(method, file, hparams) if method.needs == CALIBRATION else None
-        tensors = {} if entry is None else entry.tensors
-        dense = None if method.name == "full" else curves[next(iter(wanted))]
-        found[key].append(measurement.curve(method, tensors, dense))
-        curves[key] = middle(found[key])
+        curve = measurement.curve(method, {} if entry is None else entry.tensors)
+        paces.append(measurement.pace())
+        found[key].append(curve.times(2 / sum(paces[-2:])))
+    if first:
+        pace = median(paces)
+        known = replace(known, pace=pace, step_seconds=known.step_seconds * pace / known.pace)
+    curves = dict(known.methods)
+    for key, method in missing.items():
+        curves[key] = middle(found[key]).times(known.pace)
+        if method.name != "full" and type(method).dense_layer is Method.dense_layer:
+            curves[key] = curves[key].with_dense_layers_of(curves[next(iter(wanted))])
     speeds = replace(known, methods=curves)
     report("done", n_parts, n_parts)
     try:

@@ -98,6 +98,8 @@ class Measurement:
         self._rng = np.random.default_rng(SEED)
         self._rows: dict[tuple[int, ...], _Rows] = {}
         self._pos = 0
+        self._pace_depth = DEPTHS[1] if self._has_room(DEPTHS[1]) else DEPTHS[0]
+        self._pace_caches: list[Any] = []
 
     def _layers_that_fit(self) -> int:
         """As many first layers as MOST_WEIGHTS and the memory hold, every kind among them."""
@@ -127,6 +129,25 @@ class Measurement:
         n_bytes = self.decoder.weights.bytes_a_step(1)
         return seconds, n_bytes, other_bytes
 
+    def pace(self) -> float:
+        """Seconds of a step of ``full`` in the middle of DEPTHS, the same one at each call.
+
+        They tell how fast the machine is now. What else it does changes that by half, for minutes.
+        """
+        depth = self._pace_depth
+        if not self._pace_caches:
+            caches, _ = self._filled(self._full, self.specs, depth)
+            self._pace_caches = self._timed(caches)
+        self._pos, seconds = depth, []
+        for _ in range(N_WARM + N_STEPS):
+            started = time.perf_counter()
+            self._decode(self._pace_caches)
+            seconds.append(time.perf_counter() - started)
+        for layer in self._pace_caches:
+            if isinstance(layer, TimedLayer):
+                layer.cache.truncate(depth)
+        return _typical(seconds[N_WARM:])
+
     def _rest(self, caches: Sequence[Any], n_steps: int) -> float:
         """Decodes; seconds of a step beside the attention of full layers, the first ones left out.
 
@@ -154,13 +175,15 @@ class Measurement:
             tracemalloc.stop()
 
     def speeds(self, machine: str) -> Speeds:
-        """All but the methods' curves."""
+        """All but the methods' curves; ``pace`` is what it was meanwhile."""
+        pace = self.pace()
         seconds, n_bytes, other_bytes = self.step()
         return Speeds(
             machine=machine,
             threads=self.n_threads,
             date=datetime.now(UTC).date().isoformat(),
             bandwidth=measure_bandwidth(self.n_threads),
+            pace=(pace + self.pace()) / 2,
             step_seconds=seconds,
             step_bytes=n_bytes,
             other_bytes=other_bytes,
@@ -168,16 +191,10 @@ class Measurement:
             methods={},
         )
 
-    def curve(
-        self,
-        method: Method,
-        calibration: Mapping[str, np.ndarray],
-        dense: MethodCurve | None,
-    ) -> MethodCurve:
+    def curve(self, method: Method, calibration: Mapping[str, np.ndarray]) -> MethodCurve:
         """The method at those of DEPTHS whose rows have room, at least the first.
 
-        calibration: its arrays (n_layer, ...), if it needs them. dense: the curve of ``full``,
-        which dense layers have unless the method has its own; None for that of ``full`` itself.
+        calibration: its arrays (n_layer, ...), if it needs them.
         """
         specs = [
             replace(spec, calibration={name: array[i] for name, array in calibration.items()})
@@ -187,9 +204,6 @@ class Measurement:
         probed: Any = replace(method, **PROBED.get(method.name, {}))
         depths = [depth for depth in DEPTHS if depth == DEPTHS[0] or self._has_room(depth)]
         points = [self._point(probed, specs, depth) for depth in depths]
-        if dense is not None and type(method).dense_layer is Method.dense_layer:
-            of_full = {point.n: point.sparse for point in dense.points}
-            points = [replace(point, dense=of_full.get(point.n, point.dense)) for point in points]
         return MethodCurve(method.options(), *self.layers_of(method), points)
 
     def _row_bytes(self) -> int:
@@ -209,7 +223,10 @@ class Measurement:
         n_dense = sum(map(method.is_dense, specs)) if method.name != "full" else 0
         return n_dense, len(full) - n_dense
 
-    def _point(self, method: Method, specs: Sequence[LayerSpec], depth: int) -> DepthPoint:
+    def _filled(
+        self, method: Method, specs: Sequence[LayerSpec], depth: int
+    ) -> tuple[list[LayerCache], int]:
+        """Caches of a depth, of as many first layers as have room; bytes of weights of a step."""
         full = [spec for spec in specs if spec.kind == FULL]
         room = min(MOST_ROWS, (available_memory() or 1 << 40) // 4)
         n_measured = max(LEAST_LAYERS, room // (depth * self._row_bytes()))
@@ -217,10 +234,13 @@ class Measurement:
         caches = [method.layer(spec) for spec in specs[: last + 1]]
         share_rows(caches)
         self._fill(caches, depth)
+        weights = self.decoder.weights
+        return caches, replace(weights, layers=weights.layers[: last + 1]).bytes_a_step(1)
+
+    def _point(self, method: Method, specs: Sequence[LayerSpec], depth: int) -> DepthPoint:
+        caches, n_bytes = self._filled(method, specs, depth)
         timed = self._timed(caches)
         rest = self._rest(timed, N_STEPS)
-        weights = self.decoder.weights
-        n_bytes = replace(weights, layers=weights.layers[: last + 1]).bytes_a_step(1)
         found: dict[bool, list[tuple[float, LayerCache]]] = {True: [], False: []}
         for layer in timed:
             if isinstance(layer, TimedLayer):

@@ -62,6 +62,29 @@ class MethodCurve:
         """Bytes that the method adds to the rows."""
         return round(self._sum(n, lambda point: point.index))
 
+    def times(self, factor: float) -> MethodCurve:
+        """The same, where all takes ``factor`` times as long."""
+
+        def layer(point: LayerPoint) -> LayerPoint:
+            return replace(point, seconds=factor * point.seconds)
+
+        points = [
+            DepthPoint(
+                point.n,
+                factor * point.byte_seconds,
+                layer(point.sparse),
+                None if point.dense is None else layer(point.dense),
+            )
+            for point in self.points
+        ]
+        return replace(self, points=points)
+
+    def with_dense_layers_of(self, full: MethodCurve) -> MethodCurve:
+        """The same, with what ``full`` takes for the layers that attend to all rows."""
+        of_full = {point.n: point.sparse for point in full.points}
+        points = [replace(each, dense=of_full.get(each.n, each.dense)) for each in self.points]
+        return replace(self, points=points)
+
     def _sum(self, n: int, value: Callable[[LayerPoint], float]) -> float:
         sparse = [(point.n, value(point.sparse)) for point in self.points]
         dense = [(point.n, value(point.dense)) for point in self.points if point.dense]
@@ -92,9 +115,10 @@ def _middle_point(points: Sequence[DepthPoint]) -> DepthPoint:
 class Speeds:
     """Of one model's shape on one machine.
 
-    bandwidth: bytes a second that threads read from memory. step_seconds: of a step beside the
-    attention of full layers, of a stand-in that reads ``step_bytes`` of weights. other_bytes: what
-    layers of other kinds hold. scratch_bytes: of a prefill's chunk. methods: by
+    bandwidth: bytes a second that threads read from memory. pace: seconds of a step of ``full``
+    when the machine was as fast as all figures mean it (Measurement.pace). step_seconds: of a step
+    beside the attention of full layers, of a stand-in that reads ``step_bytes`` of weights.
+    other_bytes: what layers of other kinds hold. scratch_bytes: of a prefill's chunk. methods: by
     ``method_key``, ``full`` among them.
     """
 
@@ -102,6 +126,7 @@ class Speeds:
     threads: int
     date: str
     bandwidth: float
+    pace: float
     step_seconds: float
     step_bytes: int
     other_bytes: int

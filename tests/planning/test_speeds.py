@@ -45,7 +45,7 @@ def some_speeds(weight_bytes: int) -> Speeds:
         method_key(QUEST): curve(QUEST, 2, 2, (0.0005, 0.0005), index=7),
         method_key(LFPS): curve(LFPS, 0, 4, (0.0005, 0.0005)),
     }
-    return Speeds("a CPU", 2, "2026-01-01", 1e10, 0.004, weight_bytes, 5000, 10_000, methods)
+    return Speeds("a CPU", 2, "2026-01-01", 1e10, 0.009, 0.004, weight_bytes, 5000, 10_000, methods)
 
 
 @pytest.fixture
@@ -73,6 +73,16 @@ def test_the_medians_of_several_measurements():
     found = [curve(QUEST, 2, 2, each, index=7) for each in times]
     assert middle(found) == curve(QUEST, 2, 2, (0.2, 0.4), index=7)
     assert middle(found[:1]) == found[0]
+
+
+def test_a_slower_minute_and_the_dense_layers_of_full():
+    quest = curve(QUEST, 2, 2, (0.2, 0.4), index=7)
+    assert quest.times(2).seconds(1000) == pytest.approx(2 * quest.seconds(1000))
+    assert quest.times(2).byte_seconds(500) == pytest.approx(4e-8)
+    assert quest.times(2).index(1000) == quest.index(1000)
+    assert quest.times(0.5).times(2) == quest
+    mixed = quest.with_dense_layers_of(curve(FULL, 0, 4, (0.5, 0.7)))
+    assert mixed.seconds(1000) == pytest.approx(2 * 0.7 + 2 * 0.4)
 
 
 def test_a_forecast_from_a_header_alone(header):
@@ -139,6 +149,30 @@ def test_speeds_are_measured_once(header, briefly):
     assert json.dumps(read_speeds(path).as_dict()) == json.dumps(more.as_dict())
     path.write_text("{}")
     assert read_speeds(path) is None
+
+
+def test_curves_of_slow_and_fast_minutes_are_alike(header, briefly, monkeypatch):
+    """All that is measured takes as long as the machine is slow, the yardstick too."""
+    first, later = [1] * 6, [1, 4, 4, 4]  # by call of pace, of which two are beside the weights
+    slowness = iter(first + later)
+    now = [1.0]
+
+    def pace(self):
+        now[0] = next(slowness)
+        return 0.01 * now[0]
+
+    def measured(self, method, calibration):
+        return curve(method, 0, 4, (0.1, 0.2)).times(now[0])
+
+    monkeypatch.setattr(measure.Measurement, "pace", pace)
+    monkeypatch.setattr(measure.Measurement, "curve", measured)
+    config = SessionConfig(device="cpu", threads=1)
+    with open_gguf(header, header_only=True) as file:
+        speeds_of(file, config, [])
+        slow = speeds_of(file, config, [LFPS])
+    assert slow.pace == 0.01
+    full, lfps = (slow.methods[method_key(each)] for each in (FULL, LFPS))
+    assert lfps.seconds(1000) == pytest.approx(full.seconds(1000))
 
 
 def test_what_is_measured_is_what_a_session_holds(header, briefly):
