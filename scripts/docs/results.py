@@ -66,6 +66,23 @@ def machine() -> dict[str, Any]:
     }
 
 
+def busy_cores(seconds: float = 2.0) -> float:
+    """How many cores other programs keep busy now. Where there is no /proc/stat: the load average,
+    in which this program's last commands count too.
+    """
+
+    def ticks() -> list[int]:  # of all cores: user, nice, system, idle, waiting for a disk, ...
+        return [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+
+    try:
+        before = ticks()
+        time.sleep(seconds)
+        spent = [after - at for at, after in zip(before, ticks(), strict=True)]
+    except OSError:
+        return os.getloadavg()[0]
+    return (os.cpu_count() or 1) * (1 - (spent[3] + spent[4]) / max(1, sum(spent)))
+
+
 def is_there(path: Path, about: dict[str, Any]) -> bool:
     """Whether ``path`` holds a part of this commit, this machine and these sizes."""
     if not path.is_file() or about["commit"].endswith("+"):
@@ -76,7 +93,7 @@ def is_there(path: Path, about: dict[str, Any]) -> bool:
 
 def measure(name: str, sizes: Sizes, path: Path, about: dict[str, Any], ik: str) -> None:
     """Runs a part and writes its file."""
-    load = os.getloadavg()[0]
+    load = busy_cores()
     unfinished = UNFINISHED / f"{name}-{about['commit']}"
     if about["commit"].endswith("+"):  # of what code, nobody knows
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -16,6 +16,7 @@ from results_parts import PEERS
 from results_sections import SECTIONS, Column, Row, figure, name, table, three
 
 Data = Mapping[str, Mapping[str, Any]]  # by part: what its file holds
+BUSY = 0.5  # cores in other programs' hands that a page speaks of
 
 INTRO = """# Benchmarks
 
@@ -55,7 +56,8 @@ def provenance(told: Mapping[str, Any]) -> str:
     """Machine, commit, date and commands of a part."""
     where = told["machine"]
     line = f"{where['cpu']}, {where['cores']} cores, {where['memory_gib']} GiB; {where['system']}"
-    busy = f"; **busy with other work (load {told['load']})**" if told["load"] > 1 else ""
+    load = f"{told['load']} cores"
+    busy = f"; **{load} busy with other work**" if told["load"] > BUSY else ""
     commands = "\n".join(told["commands"])
     when = f"commit {told['commit'][:12]}, {told['date']}, {told['seconds']:.0f} s{busy}"
     return f"{line}; {when}.\n\n```sh\n{commands}\n```"
