@@ -133,7 +133,7 @@ def _start_copy(calls: Sequence[Call], number: int) -> tuple[int, int]:
     try:
         # With the lock: if another thread had it, it would never be free in the copy.
         with global_compiler_lock, warnings.catch_warnings():
-            # Python's warning of threads: those of jit/pool.py hold no locks, and the copy has none.
+            # Python warns of threads: those of jit/pool.py hold no locks, and the copy has none.
             warnings.simplefilter("ignore", DeprecationWarning)
             process = os.fork()
     finally:
