@@ -128,7 +128,6 @@ def speeds_of(
     report = on_measure or (lambda what, done, total: None)
     n_parts = 1 + N_PASSES * len(missing)
     report("weights", 0, n_parts)
-    first = known is None
     if known is None:
         known = measurement.speeds(machine)
     found: dict[str, list[MethodCurve]] = {key: [] for key in missing}  # in units of the pace
@@ -139,7 +138,7 @@ def speeds_of(
         curve = measurement.curve(method, {} if entry is None else entry.tensors)
         paces.append(measurement.pace())
         found[key].append(curve.times(2 / sum(paces[-2:])))
-    if first:
+    if not known.methods:
         pace = median(paces)
         known = replace(known, pace=pace, step_seconds=known.step_seconds * pace / known.pace)
     curves = dict(known.methods)
