@@ -66,21 +66,20 @@ def machine() -> dict[str, Any]:
     }
 
 
-def busy_cores(seconds: float = 2.0) -> float:
-    """How many cores other programs keep busy now. Where there is no /proc/stat: the load average,
-    in which this program's last commands count too.
-    """
+def busy_cores(seconds: float = 2.0) -> float | None:
+    """How many cores other programs keep busy now; None where there is no /proc/stat."""
 
     def ticks() -> list[int]:  # of all cores: user, nice, system, idle, waiting for a disk, ...
         return [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
 
     try:
-        before = ticks()
+        start = ticks()
         time.sleep(seconds)
-        spent = [after - at for at, after in zip(before, ticks(), strict=True)]
+        spent = [end - begin for begin, end in zip(start, ticks(), strict=True)]
     except OSError:
-        return os.getloadavg()[0]
-    return (os.cpu_count() or 1) * (1 - (spent[3] + spent[4]) / max(1, sum(spent)))
+        return None
+    share = 1 - (spent[3] + spent[4]) / max(1, sum(spent))
+    return round((os.cpu_count() or 1) * share, 2)
 
 
 def is_there(path: Path, about: dict[str, Any]) -> bool:
@@ -93,7 +92,7 @@ def is_there(path: Path, about: dict[str, Any]) -> bool:
 
 def measure(name: str, sizes: Sizes, path: Path, about: dict[str, Any], ik: str) -> None:
     """Runs a part and writes its file."""
-    load = busy_cores()
+    busy = busy_cores()
     unfinished = UNFINISHED / f"{name}-{about['commit']}"
     if about["commit"].endswith("+"):  # of what code, nobody knows
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -103,7 +102,7 @@ def measure(name: str, sizes: Sizes, path: Path, about: dict[str, Any], ik: str)
     told = {
         **about,
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "load": round(load, 2),
+        "busy_cores": busy,
         "seconds": round(seconds, 1),
         "commands": run.commands,
         "rows": rows,

@@ -56,8 +56,10 @@ def provenance(told: Mapping[str, Any]) -> str:
     """Machine, commit, date and commands of a part."""
     where = told["machine"]
     line = f"{where['cpu']}, {where['cores']} cores, {where['memory_gib']} GiB; {where['system']}"
-    load = f"{told['load']} cores"
-    busy = f"; **{load} busy with other work**" if told["load"] > BUSY else ""
+    cores = told["busy_cores"]
+    busy = "; how busy the machine was is not known" if cores is None else ""
+    if cores is not None and cores > BUSY:
+        busy = f"; **{cores} cores busy with other work**"
     commands = "\n".join(told["commands"])
     when = f"commit {told['commit'][:12]}, {told['date']}, {told['seconds']:.0f} s{busy}"
     return f"{line}; {when}.\n\n```sh\n{commands}\n```"
