@@ -33,8 +33,7 @@ from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, VF, VI, const, keep,
 from sparsekv_cli.cpu.jit.pointers import address, function_address
 
 PAD = 32  # floats that a score buffer needs behind its last score
-# Rows between a load and its prefetch; what is scanned goes into L1 on AMD's CPUs, else into L2.
-AHEAD_SCAN, AHEAD_GATHER = 96 if llvm.ON_AMD else 16, 40
+AHEAD_SCAN, AHEAD_GATHER = 64 if llvm.ON_AMD else 16, 40  # rows between a load and its prefetch
 NEGATIVE_INFINITY = np.float32(-np.inf)
 MAX_TILE = 4  # query heads
 # Dims of a tile's values that registers sum at a time, a multiple of 16.
@@ -88,9 +87,7 @@ def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
 
             def body(c, sums):
                 at = reader.bytes_to(c)
-                lines = llvm.Prefetches(
-                    [b.add(row, at) for row in ahead], n_keys * n_vectors, once=not mode & GATHER
-                )
+                lines = llvm.Prefetches([b.add(row, at) for row in ahead], n_keys * n_vectors)
                 scales = [reader.scale(row, c) for row in rows]
                 for vector in range(n_vectors):
                     at = b.add(c, I64(VECTOR_LANES * vector))
@@ -167,7 +164,7 @@ def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
                     addresses.append(b.add(first, I64(line)))
                 if reader.has_scales:
                     llvm.prefetch(b, reader.behind(row))
-            lines = llvm.Prefetches(addresses, unroll * n_vectors, once=not mode & GATHER)
+            lines = llvm.Prefetches(addresses, unroll * n_vectors)
             new = []
             for u in range(unroll):
                 new += key(b.add(j, I64(u)), sums[u * n_sums : (u + 1) * n_sums], lines)

@@ -34,9 +34,7 @@ from sparsekv_cli.cpu.weights.interleaved_blocks import DECODERS, InterleavedBlo
 from sparsekv_cli.cpu.weights.vnni import BLOCK, BYTES, LINE, ByteInputs
 
 GROUP = LANES  # rows side by side
-# Bytes by which weights are fetched before their use. AMD's prefetchnta puts them into few ways of
-# L1, where 8 KB ahead push each other out: 10% of a token (Zen 4, 1B in Q4_K_M).
-AHEAD = 1024 if llvm.ON_AMD else 16384
+AHEAD = 7168 if llvm.ON_AMD else 16384  # bytes by which weights are fetched before their use
 
 
 class Scales(NamedTuple):
@@ -260,7 +258,7 @@ def _group_dots(typingctx, code, n_planes, count, w, x, x_row, n, out, out_row):
             ahead = [b.add(p, I64(AHEAD + line)) for line in range(0, block_bytes, LINE)]
             n_steps = planes * format_.n_elements // 4
             is_short = vnni.is_available() or planes == 1
-            lines = llvm.Prefetches(ahead, n_steps, once=True, fixed=is_short)
+            lines = llvm.Prefetches(ahead, n_steps, fixed=is_short)
             for block in DECODERS[format_.name](b, p):
                 totals = [
                     _add_block(b, block, format_.largest, inputs, at, total, lines)
