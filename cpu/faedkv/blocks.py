@@ -5,6 +5,10 @@ small products with the waves, which stay in the L1 cache:
 
     scores = waves^T (rows_k . q),    output = (waves p) . rows_v,    p = softmax(scores)
 
+The waves are counted from the middle of a block. So each is the same in both halves, if one is read
+backwards, or of the other sign; products of one half's length and a butterfly are enough. Scores of
+a block therefore lie as its first half and then its second half backwards.
+
 A few blocks at a time go through all of it with a softmax of their own, and these parts are merged
 as flash attention does. Where a block keeps its mean only, it has one score for all its tokens.
 Rows are f16, scaled to its range by a gain a block.
@@ -36,7 +40,7 @@ from sparsekv_cli.cpu.attention.tile import (
     tile_values,
 )
 from sparsekv_cli.cpu.faedkv.attention import MEAN
-from sparsekv_cli.cpu.faedkv.spectrum import FourierBasis, Mark
+from sparsekv_cli.cpu.faedkv.spectrum import FourierBasis, Mark, is_single
 from sparsekv_cli.cpu.jit.llvm import LANES, next_task
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
@@ -48,28 +52,96 @@ ONE_THREAD_BELOW = 256  # rows under which threads cost more than they save
 
 
 class Waves(NamedTuple):
-    """The waves of a block and their transpose, f32, padded with zeros."""
+    """First halves of a block's waves and their transposes, f32, padded with zeros.
 
-    waves: np.ndarray  # (rows, L padded to two vectors)
-    transposed: np.ndarray  # (L, rows padded to one vector)
+    P: the longer half of a block, padded to two vectors. In the second half even waves are the same
+    backwards, odd ones have the other sign.
+    """
+
+    even: np.ndarray  # (even waves, P)
+    odd: np.ndarray  # (odd waves, P)
+    even_columns: np.ndarray  # (P, even waves padded to a vector)
+    odd_columns: np.ndarray  # (P, odd waves padded to a vector)
 
 
-def make_waves(matrix: np.ndarray) -> Waves:
-    """matrix (rows, L) as kernels take it."""
-    n_rows, length = matrix.shape
-    waves = np.pad(matrix, [(0, 0), (0, -length % (2 * LANES))])
-    transposed = np.pad(matrix, [(0, -n_rows % LANES), (0, 0)]).T
-    return Waves(*(np.ascontiguousarray(a, np.float32) for a in (waves, transposed)))
+def centred_waves(n: int, bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Even and odd waves of the kept bins around the middle of n tokens: f64 (rows, n) each.
+
+    Together they are an orthonormal basis of what ``waves`` spans.
+    """
+    angles = np.pi / n * (np.multiply.outer(bins, 2 * np.arange(n) + 1) % (2 * n))
+    norm = np.sqrt(np.where(is_single(n, bins), 1, 2) / n)[:, None]
+    return (norm * np.cos(angles))[2 * bins != n], (norm * np.sin(angles))[bins != 0]
+
+
+def make_waves(even: np.ndarray, odd: np.ndarray) -> Waves:
+    """even, odd (rows, n) as kernels take them."""
+    half = (even.shape[1] + 1) // 2
+    rows = [np.pad(x[:, :half], [(0, 0), (0, -half % (2 * LANES))]) for x in (even, odd)]
+    columns = [np.pad(x, [(0, -len(x) % LANES), (0, 0)]).T for x in rows]
+    return Waves(*(np.ascontiguousarray(x, np.float32) for x in rows + columns))
 
 
 @njit(cache=True, nogil=True)
-def _scale_rows(x, n_rows, factors, first):
-    """x[:, i] /= the gain, a power of 2, of i's block; n_rows a block, gains f32 from ``first``."""
+def _divide_rows(x, n_block, n_rows, gains):
+    """x[:, i] /= the gain, a power of 2, of i's block, f32; n_rows a block."""
     for h in range(x.shape[0]):
-        for block in range(x.shape[1] // n_rows):
-            inverse = np.float32(1) / factors[first + block]
+        for block in range(n_block):
+            inverse = np.float32(1) / gains[block]
             for i in range(block * n_rows, (block + 1) * n_rows):
                 x[h, i] *= inverse
+
+
+@njit(cache=True, nogil=True, fastmath={"nsz"})
+def _butterflies(x, n_block, half):
+    """(a, b) becomes (a + b, a - b); x f32 (H, >= 2 n_block half) has halves a, b a block."""
+    for h in range(x.shape[0]):
+        for block in range(n_block):
+            at = 2 * block * half
+            first, second = x[h, at : at + half], x[h, at + half : at + 2 * half]
+            for j in range(half):
+                a, b = first[j], second[j]
+                first[j], second[j] = a + b, a - b
+
+
+@njit(cache=True, nogil=True)
+def _to_tokens(z, n_block, n_rows, waves, x):
+    """x f32 (H, >= 2 P blocks), a number a token, from z f32 (H, >= n_rows blocks), one a wave."""
+    n_head, (n_even, half) = len(x), waves.even.shape
+    even, odd, row = waves.even.ctypes.data, waves.odd.ctypes.data, waves.even.strides[0]
+    for block in range(n_block):
+        source = z.ctypes.data + 4 * block * n_rows
+        to = x.ctypes.data + 4 * block * 2 * half
+        for c in range(0, 4 * half, 4 * 2 * LANES):
+            multiply_pair(
+                n_head, source, z.strides[0], 4, even + c, row, n_even, to + c, x.strides[0]
+            )
+            multiply_pair(
+                n_head, source + 4 * n_even, z.strides[0], 4, odd + c, row, n_rows - n_even,
+                to + 4 * half + c, x.strides[0],
+            )  # fmt: skip
+    _butterflies(x, n_block, half)
+
+
+@njit(cache=True, nogil=True)
+def _to_waves(x, n_block, n_rows, waves, z):
+    """z from x, see ``_to_tokens``; x changes. z f32 (H, >= n_rows blocks + LANES)."""
+    n_head, (n_even, half) = len(x), waves.even.shape
+    even, even_row = waves.even_columns.ctypes.data, waves.even_columns.strides[0]
+    odd, odd_row = waves.odd_columns.ctypes.data, waves.odd_columns.strides[0]
+    _butterflies(x, n_block, half)
+    for block in range(n_block):  # of a vector that ends behind its rows, the rest is overwritten
+        source = x.ctypes.data + 4 * block * 2 * half
+        to = z.ctypes.data + 4 * block * n_rows
+        for c in range(0, 4 * n_even, 4 * LANES):
+            multiply(
+                n_head, source, x.strides[0], 4, even + c, even_row, half, to + c, z.strides[0]
+            )
+        for c in range(0, 4 * (n_rows - n_even), 4 * LANES):
+            multiply(
+                n_head, source + 4 * half, x.strides[0], 4, odd + c, odd_row, half,
+                to + 4 * n_even + c, z.strides[0],
+            )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)
@@ -84,8 +156,9 @@ def _attend_blocks(
     n_head, d = q.shape
     group, n_block = n_head // n_kv, last - first
     count = n_block * n_rows
-    is_mean = waves.waves.shape[0] == 0
-    n_score = n_block if is_mean else n_block * length
+    half = waves.even.shape[1]
+    is_mean = half == 0
+    n_score = n_block if is_mean else n_block * 2 * half
     z = np.empty((n_head, count + PAD), np.float32)
     scores = np.empty((n_head, n_score + PAD), np.float32)
     at = layout[K] + first * n_rows * layout[K_ROW]
@@ -96,25 +169,24 @@ def _attend_blocks(
                 tile, 0, q[h:].ctypes.data, at + g * layout[K_HEAD], layout[K_ROW], 0, count, d,
                 z[h].ctypes.data, z.shape[1],
             )  # fmt: skip
-    _scale_rows(z[:, :count], n_rows, gains[:, 0], first)
+    _divide_rows(z, n_block, n_rows, gains[first:last, 0])
     root = np.float32(np.sqrt(length))
     if is_mean:
         for h in range(n_head):
             for i in range(n_block):
                 scores[h, i] = z[h, i] / root
     else:
-        for block in range(n_block):
-            for c in range(0, length, 2 * LANES):
-                multiply_pair(
-                    n_head, z.ctypes.data + 4 * block * n_rows, z.strides[0], 4,
-                    waves.waves.ctypes.data + 4 * c, waves.waves.strides[0], n_rows,
-                    scores.ctypes.data + 4 * (block * length + c), scores.strides[0],
-                )  # fmt: skip
+        _to_tokens(z, n_block, n_rows, waves, scores)
     for h in range(n_head):
-        scores[h, n_score:] = NEGATIVE_INFINITY
+        for i in range(n_score, n_score + PAD):
+            scores[h, i] = NEGATIVE_INFINITY
         at = scores[h].ctypes.data
         if softcap:
             soften(at, n_score, softcap)
+        for block in range(n_block if length < 2 * half else 0):  # what is no token
+            start = 2 * block * half
+            scores[h, start + (length + 1) // 2 : start + half] = NEGATIVE_INFINITY
+            scores[h, start + half + length // 2 : start + 2 * half] = NEGATIVE_INFINITY
         peak[h] = max_of(at, n_score)
         mass[h] = exp_in_place(at, n_score, peak[h])
         if is_mean:
@@ -124,18 +196,11 @@ def _attend_blocks(
             for i in range(n_block):
                 z[h, i] = scores[h, i] * root
     else:
-        width = waves.transposed.shape[1]
-        w = np.empty((n_head, width), np.float32)
-        for block in range(n_block):
-            for c in range(0, width, LANES):
-                multiply(
-                    n_head, scores.ctypes.data + 4 * block * length, scores.strides[0], 4,
-                    waves.transposed.ctypes.data + 4 * c, waves.transposed.strides[0], length,
-                    w.ctypes.data + 4 * c, w.strides[0],
-                )  # fmt: skip
-            z[:, block * n_rows : (block + 1) * n_rows] = w[:, :n_rows]
-    _scale_rows(z[:, :count], n_rows, gains[:, 1], first)
-    acc[:] = 0
+        _to_waves(scores, n_block, n_rows, waves, z)
+    _divide_rows(z, n_block, n_rows, gains[first:last, 1])
+    for h in range(n_head):
+        for c in range(acc.shape[1]):
+            acc[h, c] = 0
     at = layout[V] + first * n_rows * layout[V_ROW]
     for g in range(n_kv):
         for h in range(g * group, (g + 1) * group, TILE):
@@ -196,7 +261,7 @@ def attend_blocks(
     none; sinks f32 (H,): scores without values, or empty. out f32 (H, d_v).
     """
     n_block, n_head = len(gains), q.shape[0]
-    at_once = TOKENS_AT_ONCE // length if len(waves.waves) else MEANS_AT_ONCE
+    at_once = TOKENS_AT_ONCE // length if waves.even.shape[1] else MEANS_AT_ONCE
     at_once = max(1, at_once)
     n_part = 1 + (n_block + at_once - 1) // at_once
     peak = np.empty((n_part, n_head), np.float32)
@@ -224,8 +289,11 @@ class BlockSpectrum:
     def __init__(self, n_head_kv: int, width: int, width_v: int, basis: FourierBasis) -> None:
         self.basis, self._n_kv = basis, n_head_kv
         self.n_tokens = 0
-        matrix = np.zeros((0, 0), np.float32) if basis.kind == MEAN else basis.matrix
-        self._waves = make_waves(matrix)
+        even, odd = centred_waves(basis.n, basis.bins)
+        self._matrix = np.concatenate([even, odd]).astype(np.float32)
+        if basis.kind == MEAN:
+            even = odd = np.zeros((0, 0))
+        self._waves = make_waves(even, odd)
         self._gains = np.ones((0, 2), np.float32)  # a row a block
         self.k, self.v = (np.zeros((n_head_kv, 0, w), np.float16) for w in (width, width_v))
 
@@ -239,7 +307,7 @@ class BlockSpectrum:
 
     @property
     def nbytes(self) -> int:
-        return sum(a.nbytes for a in (self.k, self.v, self._gains, *self._waves))
+        return sum(a.nbytes for a in (self.k, self.v, self._gains, self._matrix, *self._waves))
 
     @property
     def row_bytes(self) -> int:
@@ -272,7 +340,7 @@ class BlockSpectrum:
         first = self.n_tokens // length
         for column, (target, x) in enumerate(((self.k, k), (self.v, v))):
             blocks = x.reshape(len(x), -1, length, x.shape[2])
-            found = np.matmul(self.basis.matrix, blocks)  # (G, blocks, rows, d)
+            found = np.matmul(self._matrix, blocks)  # (G, blocks, rows, d)
             # To a largest value between 2^13 and 2^14: f16 ends at 2^16.
             largest = np.maximum(np.abs(found).max((0, 2, 3)), 1e-30)
             gains = np.exp2(14 - np.frexp(largest)[1]).astype(np.float32)
@@ -289,7 +357,7 @@ class BlockSpectrum:
             rows = array[:, : self.n_rows].astype(np.float32)
             rows = rows.reshape(len(rows), n_block, -1, array.shape[2])
             rows /= self._gains[:n_block, column][:, None, None]
-            out.append(np.matmul(self.basis.matrix.T, rows).reshape(len(rows), -1, array.shape[2]))
+            out.append(np.matmul(self._matrix.T, rows).reshape(len(rows), -1, array.shape[2]))
         return out[0], out[1]
 
     def mark(self) -> Mark:
