@@ -34,6 +34,7 @@ CASES = {name: (name, {}) for name in METHODS} | {
 }  # fmt: skip
 # Methods that drop rows, or keep old ones roughly, do not go back to every row.
 FORGETFUL = {"snapkv", "h2o", "sals", "faedkv"}
+KEPT = (20 * CHUNK + 3, 10 * CHUNK)  # tokens to go back to: in the answer, in the prompt
 
 
 def turn(session: Session, prompt: Sequence[int], answer: Sequence[int]) -> np.ndarray:
@@ -113,8 +114,11 @@ def test_turns_equal_one_forward(session_of):
     assert session.tokens == [*parts[0], *parts[1], *parts[2], *parts[3]]
 
 
-@pytest.mark.parametrize("keep", [20 * CHUNK + 140, 20 * CHUNK + 3, 20 * CHUNK, 10 * CHUNK, 0])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "keep"),
+    [(name, keep) for name in METHODS for keep in (*KEPT, 20 * CHUNK + 140, 20 * CHUNK, 0)]
+    + [(case, keep) for case in CASES if case not in METHODS for keep in KEPT],
+)
 def test_a_rewound_session_equals_a_fresh_one(case, keep, session_of):
     """Into an answer, to its beginning, into the prompt, and to nothing; then another turn.
 
