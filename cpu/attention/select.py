@@ -13,6 +13,8 @@ from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 WORD = 64  # keys that are compared at a time
 N_GUESSES = 9  # passes of a search for a threshold that may be guesses
 LARGEST = np.float32(1e38)
+SAMPLED_FROM, SAMPLED_SHARE = 16384, 16  # keys, and the share of them that is few
+SAMPLE_STEP = 16  # vectors of keys to the next one of a sample
 
 
 @njit(cache=True, nogil=True)
@@ -184,16 +186,12 @@ def _compare(typingctx, keys, pivot, equal):
 
 
 @njit(cache=True, nogil=True)
-def select_largest(keys, n, k, out):
-    """out[:k] = positions of the k largest of keys[:n], ascending; ties go to the first."""
-    if k <= 0:
-        return
-    if k >= n:
-        for j in range(n):
-            out[j] = j
-        return
-    threshold = threshold_of_largest(keys, n, k)
-    at, ties = 0, k - count_above(keys, n, threshold)
+def _positions_above(keys, n, threshold, ties, out):
+    """out = positions of the keys[:n] above the threshold and of the first ``ties`` equal to it.
+
+    Ascending. Returns how many there are; once ``out`` is full, this is more than fit.
+    """
+    at, room = 0, len(out)
     whole = n - n % WORD
     for start in range(0, whole, WORD):  # where few of many are chosen, most words are empty
         address = keys.ctypes.data + 4 * start
@@ -206,15 +204,61 @@ def select_largest(keys, n, k, out):
                 equal = others
                 ties -= 1
         while word:
+            if at == room:
+                return room + 1
             out[at] = start + trailing_zeros(word)
             at += 1
             word &= word - np.uint64(1)
     for j in range(whole, n):
         is_tie = (keys[j] == threshold) & (ties > 0)
         if keys[j] > threshold or is_tie:
+            if at == room:
+                return room + 1
             out[at] = j
             at += 1
             ties -= is_tie
+    return at
+
+
+@njit(cache=True, nogil=True)
+def _candidates(keys, n, k, out):
+    """``_positions_above`` a threshold that more than k keys are likely to exceed, by a sample."""
+    sample = np.empty(n // (SAMPLE_STEP * LANES) * LANES, np.int32)
+    for at in range(0, len(sample), LANES):
+        sample[at : at + LANES] = keys[at * SAMPLE_STEP : at * SAMPLE_STEP + LANES]
+    rank = k / SAMPLE_STEP
+    rank = int(rank + 4 * np.sqrt(rank)) + 2
+    return _positions_above(keys, n, threshold_of_largest(sample, len(sample), rank), 0, out)
+
+
+@njit(cache=True, nogil=True)
+def _select(keys, n, k, out):
+    threshold = threshold_of_largest(keys, n, k)
+    ties = k - count_above(keys, n, threshold)
+    _positions_above(keys, n, threshold, ties, out)
+
+
+@njit(cache=True, nogil=True)
+def select_largest(keys, n, k, out):
+    """out[:k] = positions of the k largest of keys[:n], ascending; ties go to the first.
+
+    Few of many are chosen among those that exceed the threshold of a sample, if these are enough.
+    """
+    if k <= 0:
+        return
+    if k >= n:
+        for j in range(n):
+            out[j] = j
+        return
+    if n >= SAMPLED_FROM and k <= n // SAMPLED_SHARE:
+        places = np.empty(6 * k + 256, np.int32)
+        count = _candidates(keys, n, k, places)
+        if k <= count <= len(places):
+            _select(keys[places[:count]], count, k, out)
+            for i in range(k):
+                out[i] = places[out[i]]
+            return
+    _select(keys, n, k, out)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)

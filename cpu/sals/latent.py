@@ -374,10 +374,13 @@ def assign_slots(chosen, kept, slots, missing, missing_slots):
     slots[:] = -1
     free = np.empty(m, np.int32)
     n_free = 0
+    place = np.full(chosen[-1] + 1 if m else 0, -1, np.int32)  # of a latent among the chosen
+    for i in range(m):
+        place[chosen[i]] = i
     for slot in range(m):
         latent = kept[slot]
-        at = np.searchsorted(chosen, latent) if latent >= 0 else m
-        if at < m and chosen[at] == latent and slots[at] < 0:
+        at = place[latent] if 0 <= latent < len(place) else -1
+        if at >= 0 and slots[at] < 0:
             slots[at] = slot
         else:
             free[n_free] = slot

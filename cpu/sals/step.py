@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from sparsekv_cli.cpu.attention.bytes import PAIR
 from sparsekv_cli.cpu.attention.decode import BLOCK as ATTENDED_AT_ONCE
 from sparsekv_cli.cpu.attention.decode import (
     TILE,
@@ -18,9 +17,8 @@ from sparsekv_cli.cpu.attention.decode import (
     merge_pieces,
     scaled_copy,
 )
-from sparsekv_cli.cpu.attention.flash import LOG2_E
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
-from sparsekv_cli.cpu.attention.tile import PAD, exp_in_place, soften
+from sparsekv_cli.cpu.attention.tile import PAD
 from sparsekv_cli.cpu.jit.llvm import LANES, next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.sals.latent import (
@@ -31,20 +29,14 @@ from sparsekv_cli.cpu.sals.latent import (
     reconstruct_rows,
     words_of,
 )
+from sparsekv_cli.cpu.sals.queries import SPAN, block_queries, summed_queries
 from sparsekv_cli.cpu.sals.scores import (
-    BIAS,
     CHUNK,
-    ONE_POWER,
-    SPAN,
-    block_queries,
     head_biases,
     importance,
+    prefetch_samples,
     sample_span,
-    scores_of_pair,
-    summed_queries,
 )
-
-MOST = np.float32(69)  # of a weight's exponent: a sum over the heads stays finite
 
 
 @njit(cache=True, nogil=True)
@@ -87,28 +79,10 @@ def _first_tasks(
             )  # fmt: skip
         else:
             first = latents.first + span * SPAN
+            prefetch_samples(span, latents, n_latent)
             block_queries(q, first, basis.n_kv, blocks, words[span], factors[span])
             sample_span(span, words, factors, latents, n_latent, softcap, peaks[span], masses[span])
         task = next_task(counter)
-
-
-@njit(cache=True, nogil=True)
-def capped_importance(start, stop, words, factors, bias, softcap, latents, out):
-    """``importance`` of scores with a softcap: their weights are exponentials of their own."""
-    scores = np.empty((len(bias), PAIR), np.float32)
-    for at in range(start, stop, PAIR):
-        scores_of_pair(words, factors, latents, at, scores)
-        total = out[at - start : at - start + PAIR]
-        total[:] = 0
-        for h in range(len(bias)):
-            address = scores[h].ctypes.data
-            soften(address, PAIR, softcap)
-            log_sum = (BIAS - bias[h]) / (LOG2_E * ONE_POWER)
-            for j in range(PAIR):
-                scores[h, j] = min(scores[h, j] - log_sum, MOST)
-            exp_in_place(address, PAIR, np.float32(0))
-            for j in range(PAIR):
-                total[j] += scores[h, j]
 
 
 @njit(cache=True, nogil=True)
@@ -121,10 +95,7 @@ def _score_tasks(counter, words, factors, bias, softcap, latents, n_latent, n_fr
     chunk = next_task(counter)
     while chunk * CHUNK < n_latent:
         start, stop = chunk * CHUNK, min(n_latent, (chunk + 1) * CHUNK)
-        if softcap and len(bias):
-            capped_importance(start, stop, words, factors, bias, softcap, latents, weight)
-        else:
-            importance(start, stop, words, factors, bias, latents, weight)
+        importance(start, stop, words, factors, bias, softcap, latents, weight)
         for j in range(start, min(n_front, stop)):
             weight[j - start] = np.float32(np.inf)
         for j in range(max(start, n_latent - n_back), stop):

@@ -16,8 +16,6 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from sparsekv_cli.cpu.attention.flash import LOG2_E, larger
-from sparsekv_cli.cpu.attention.prefill_f32 import EXP2, ROUND
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import F16, F32, I32, I64, LANES, VF, VI, const, load, splat
 
@@ -332,54 +330,3 @@ def rounded_to_half(typingctx, value):
         return b.fpext(b.fptrunc(args[0], F16), F32)
 
     return types.float32(types.float32), codegen
-
-
-WIDE = llvm.vec(F32, 2 * LANES)  # two vectors at a time, so that sums do not wait for each other
-
-
-@intrinsic
-def largest_of(typingctx, scores, count):
-    """The largest of f32 scores[:count], count a multiple of 32; an address."""
-
-    def codegen(context, b, signature, args):
-        scores, count = args
-
-        def body(j, best):
-            return [larger(b, load(b, WIDE, b.add(scores, b.mul(j, I64(4)))), best[0])]
-
-        start = [const(F32, -math.inf, 2 * LANES)]
-        return llvm.max_lanes(b, llvm.loop(b, I64(0), count, 2 * LANES, start, body)[0])
-
-    return types.float32(types.int64, types.int64), codegen
-
-
-@intrinsic
-def weigh(typingctx, scores, count, peak):
-    """scores[j] = e^(scores[j] - peak), at least 2^-126; returns their sum (f32).
-
-    f32 scores[:count], count a multiple of 32; an address.
-    """
-
-    def codegen(context, b, signature, args):
-        scores, count, peak = args
-        n, integers = 2 * LANES, llvm.vec(I32, 2 * LANES)
-        peak, low, whole = splat(b, peak, n), const(F32, -126.0, n), const(F32, ROUND, n)
-
-        def body(j, sums):
-            at = b.add(scores, b.mul(j, I64(4)))
-            x = b.fmul(b.fsub(load(b, WIDE, at), peak), const(F32, float(LOG2_E), n))
-            x = larger(b, x, low)
-            shifted = b.fadd(x, whole)
-            r = b.fsub(x, b.fsub(shifted, whole))
-            power = const(F32, EXP2[-1], n)
-            for c in EXP2[-2::-1]:
-                power = llvm.fma(b, power, r, const(F32, c, n))
-            # the whole number is in the low bits of ``shifted``
-            exponent = b.shl(b.bitcast(shifted, integers), const(I32, 23, n))
-            power = b.bitcast(b.add(b.bitcast(power, integers), exponent), WIDE)
-            llvm.store(b, power, at)
-            return [b.fadd(sums[0], power)]
-
-        return llvm.sum_lanes(b, llvm.loop(b, I64(0), count, n, [const(F32, 0.0, n)], body)[0])
-
-    return types.float32(types.int64, types.int64, types.float32), codegen

@@ -8,7 +8,7 @@ position, and attends to them, to the sinks and to the recent window, which stay
 |---|---|
 | section 4.2, C = K'K, its eigenvectors U | calibration/sals.py; cpu/sals/latent.py encode_rows |
 | section 5.1, quantised values | cpu/sals/values.py |
-| section 4.3, s_j = q~[:r*] . k~_j[:r*] | cpu/sals/scores.py importance, summed_query |
+| section 4.3, s_j = q~[:r*] . k~_j[:r*] | cpu/sals/ importance, summed_query |
 | Algorithm 1 lines 5 to 7, top-k, reconstruction, RoPE | select_largest, reconstruct_rows |
 | eq 5, softmax over the selected rows | cpu/sals/step.py sals_step |
 
@@ -42,7 +42,7 @@ from sparsekv_cli.calibration.allocation import layer_count
 from sparsekv_cli.calibration.run import CALIBRATION, CalibrationRun
 from sparsekv_cli.calibration.sals import BASES, SHARES, study_keys
 from sparsekv_cli.cpu.attention import decode as attention
-from sparsekv_cli.cpu.sals import latent, scores, step
+from sparsekv_cli.cpu.sals import latent, queries, step
 from sparsekv_cli.cpu.sals.values import BITS
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import DENSE_HELP, Method
@@ -166,7 +166,7 @@ class SALSCache(LayerCache):
         self._basis = latent.make_basis(
             *method.basis_of(spec), spec.theta, spec.rope_scale, spec.n_head_kv, spec.value_dim
         )
-        self._blocks = scores.make_block_basis(self._basis, spec.theta, self._score_rank)
+        self._blocks = queries.make_block_basis(self._basis, spec.theta, self._score_rank)
         matrices = self._basis.encode, self._basis.decode, self._blocks.decode
         self._basis_bytes = sum(matrix.nbytes for matrix in matrices)
         self._first = method.sinks if method.exact_sinks else 0

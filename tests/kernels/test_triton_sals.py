@@ -7,7 +7,7 @@ from sweeps import sweep
 
 from sparsekv_cli.cpu.sals import values as quantized_values
 from sparsekv_cli.cpu.sals.latent import encode_ref, reconstruct_ref
-from sparsekv_cli.cpu.sals.scores import brope_ref, damping, summed_ref
+from sparsekv_cli.cpu.sals.queries import brope_ref, damping, summed_ref
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.sals import attention as latent_attention
 from sparsekv_cli.kernels.sals import latent

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec, Memory
-from sparsekv_cli.cpu.sals.scores import ROPE_BLOCK, damping
+from sparsekv_cli.cpu.sals.queries import ROPE_BLOCK, damping
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, DeviceStore, attend_all, count_dense
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention import select

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from sparsekv_cli.cpu.attention.select import (
+    SAMPLED_FROM,
+    SAMPLED_SHARE,
     order_keys,
     select_largest,
     select_rows,
@@ -66,6 +68,23 @@ def test_threshold_over_the_whole_range_of_keys():
 def test_select_largest_takes_the_first_of_equals(n, values):
     scores = np.random.default_rng(n).integers(0, values, n)
     for k in {0, 1, n // 3, n - 1, n}:
+        expected = np.sort(np.argsort(-scores, kind="stable")[:k])
+        np.testing.assert_array_equal(largest(scores, k), expected)
+
+
+@pytest.mark.parametrize("n", [SAMPLED_FROM, 20_000])
+@pytest.mark.parametrize("kind", ["bell", "runs", "equals", "hidden"])
+def test_few_of_many_by_a_sample(n, kind):
+    """Also where the sample says nothing of the largest: they lie where it does not look."""
+    rng = np.random.default_rng(n)
+    scores = rng.standard_normal(n).astype(np.float32)
+    if kind == "runs":
+        scores = np.repeat(scores[: -(-n // 100)], 100)[:n]
+    elif kind == "equals":
+        scores = rng.integers(0, 3, n).astype(np.float32)
+    elif kind == "hidden":
+        scores[20:220] += 100
+    for k in (1, 100, n // SAMPLED_SHARE):
         expected = np.sort(np.argsort(-scores, kind="stable")[:k])
         np.testing.assert_array_equal(largest(scores, k), expected)
 

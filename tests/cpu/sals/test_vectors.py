@@ -51,16 +51,6 @@ def widen(source, count, target):
 
 
 @njit
-def largest_of(scores, count):
-    return vectors.largest_of(scores, count)
-
-
-@njit
-def weigh(scores, count, peak):
-    return vectors.weigh(scores, count, peak)
-
-
-@njit
 def rounded_to_half(value):
     return vectors.rounded_to_half(value)
 
@@ -104,24 +94,6 @@ def test_multiply_two_tiles(n_rows, count):
     np.testing.assert_allclose(one[:n_rows, :32], expected, atol=1e-4)
     np.testing.assert_array_equal(pair, one)
     assert (one[n_rows] == 7).all() and (one[:, 32:] == 7).all()
-
-
-@pytest.mark.parametrize("n_rows", [1, 9, 40])
-@pytest.mark.parametrize("count", [32, 96, 512])
-def test_softmax_weights(n_rows, count):
-    """Scores far apart, some of them without weight; rows with room behind them."""
-    rng = np.random.default_rng(count)
-    scores = (rng.standard_normal((n_rows, count + 8)) * 20).astype(np.float32)
-    scores[:, 3] = -np.inf
-    given = scores.astype(np.float64)
-    for m in range(n_rows):
-        peak = largest_of(address(scores[m]), count)
-        assert peak == given[m, :count].max()
-        mass = weigh(address(scores[m]), count, peak)
-        expected = np.exp(given[m, :count] - peak)
-        np.testing.assert_allclose(scores[m, :count], expected, rtol=2e-5, atol=2e-38)
-        np.testing.assert_allclose(mass, expected.sum(), rtol=1e-5)
-        np.testing.assert_array_equal(scores[m, count:], given[m, count:])
 
 
 @pytest.mark.parametrize("position", [0.0, 1.0, -5.0, 31.5, 8191.0, -131071.0])

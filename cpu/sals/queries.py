@@ -1,0 +1,223 @@
+"""SALS' queries of blocks, in latent space and as bytes.
+
+With ``score=brope`` each block of 128 tokens has queries of its own: RoPE turns the query to the
+distance of the block's centre, and pairs that turn much within a block are damped by their mean
+over it, down to none. They are made for a span of sixteen blocks at a time, a block a lane, and
+rounded to bytes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic
+
+from sparsekv_cli.cpu.attention import bytes as rows
+from sparsekv_cli.cpu.attention.flash import larger
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, VF, VI, const, load
+from sparsekv_cli.cpu.sals.latent import LatentBasis
+from sparsekv_cli.cpu.sals.vectors import cos_sin, multiply, rotate_pair
+
+ROPE_BLOCK = 128  # tokens that share a query
+SPAN = LANES * ROPE_BLOCK  # tokens whose queries are made together
+LARGEST = np.float32(127)  # of a query's bytes
+TINY = np.float32(1e-30)
+
+
+def damping(theta: np.ndarray, block: int) -> np.ndarray:
+    """Mean cosine of each pair's angle within a block, as an integral; f32.
+
+    0 for pairs that turn by more than a circle.
+    """
+    half_width = theta * block / 2 if block > 1 else np.zeros(len(theta))
+    return np.where(half_width < np.pi, np.sinc(half_width / np.pi), 0).astype(np.float32)
+
+
+def brope_ref(
+    q_nope: np.ndarray,
+    position: int,
+    latents: np.ndarray,
+    first: int,
+    decode: np.ndarray,
+    theta: np.ndarray,
+    rope_scale: float,
+    block: int,
+) -> np.ndarray:
+    """Scores (H, n) before 1/sqrt(d), block by block: q_nope (H, d) at ``position``.
+
+    latents (n, r*) of the positions from ``first`` on; decode D[:, :r*] (G d, r*). With block = 1
+    and r* = G d, the exact q . k.
+    """
+    n_head, d = q_nope.shape
+    n_kv = len(decode) // d
+    half = len(theta)
+    factor = np.ones(d)
+    factor[: 2 * half] = rope_scale**2 * np.tile(damping(theta, block).astype(float), 2)
+    scores = np.empty((n_head, len(latents)))
+    for start in range(0, len(latents), block):
+        angles = (position - (first + start + (block - 1) / 2)) * theta
+        a, b = q_nope[:, :half], q_nope[:, half : 2 * half]
+        cos, sin = np.cos(angles), np.sin(angles)
+        turned = np.concatenate([a * cos - b * sin, a * sin + b * cos, q_nope[:, 2 * half :]], 1)
+        for h in range(n_head):
+            g = h * n_kv // n_head
+            projected = decode[g * d : (g + 1) * d].T @ (turned[h] * factor)
+            scores[h, start : start + block] = latents[start : start + block] @ projected
+    return scores
+
+
+def summed_ref(q_nope: np.ndarray, latents: np.ndarray, decode: np.ndarray) -> np.ndarray:
+    """The paper's scores (n,): pre-RoPE logits summed over the heads."""
+    n_head, d = q_nope.shape
+    n_kv = len(decode) // d
+    summed = q_nope.reshape(n_kv, n_head // n_kv, d).sum(1).reshape(-1)
+    return latents @ (decode.T @ summed)
+
+
+class BlockBasis(NamedTuple):
+    """What makes a block's queries: of the dims that are not damped to nothing.
+
+    These are the dims of some pairs, first elements before second ones, and those behind the pairs.
+    """
+
+    decode: np.ndarray  # D^T f32 (r*, G x dims, and more)
+    dims: np.ndarray  # int64
+    turns: np.ndarray  # theta / 2 pi f64 (pairs,)
+    damp: np.ndarray  # f32 (pairs,), rope_scale included
+
+
+def make_block_basis(basis: LatentBasis, theta: np.ndarray, r_star: int) -> BlockBasis:
+    """The part of ``basis`` that scores by the first r* columns need."""
+    damp = damping(theta, ROPE_BLOCK)
+    pairs = np.flatnonzero(damp)
+    dims = np.concatenate([pairs, pairs + len(theta), np.arange(2 * len(theta), basis.d)])
+    width = (basis.decode.shape[1] - LANES) // basis.n_kv
+    columns = (width * np.arange(basis.n_kv)[:, None] + dims).reshape(-1)
+    # Sixteen floats more a row, so that rows do not all fall on the same lines of the L1 cache.
+    decode = np.zeros((r_star, len(columns) // LANES * LANES + 2 * LANES), np.float32)
+    decode[:, : len(columns)] = basis.decode[:r_star, columns]
+    turns = theta[pairs] / (2 * np.pi)
+    return BlockBasis(decode, dims.astype(np.int64), turns, damp[pairs] * basis.rope_scale)
+
+
+@intrinsic
+def _round_queries(typingctx, projected, count, words, n_words, factors):
+    """Sixteen blocks' queries f32 (count, 16) as bytes.
+
+    words int32 (n_words + 1, 16): four bytes each, then minus the sum of what ZERO adds to a score;
+    factors f32 (16,): what a product of bytes is worth. Addresses.
+    """
+
+    def codegen(context, b, signature, args):
+        projected, count, words, n_words, factors = args
+
+        def column(c):
+            return load(b, VF, b.add(projected, b.mul(c, I64(4 * LANES))))
+
+        def greater(c, peak):
+            size = llvm.call_named(b, "llvm.fabs.v16f32", VF, column(c))
+            return [larger(b, size, peak[0])]
+
+        peak = llvm.loop(b, I64(0), count, 1, [const(F32, float(TINY))], greater)[0]
+        inverse = b.fdiv(const(F32, float(LARGEST)), peak)
+        llvm.store(b, b.fdiv(peak, const(F32, float(LARGEST))), factors)
+
+        def word(w, carried):
+            (total,), packed = carried, const(I32, 0)
+            for i in range(4):
+                c = b.add(b.mul(w, I64(4)), I64(i))
+                is_there = b.icmp_signed("<", c, count)
+                x = column(b.select(is_there, c, I64(0)))
+                x = llvm.call_named(b, "llvm.rint.v16f32", VF, b.fmul(x, inverse))
+                whole = b.select(is_there, b.fptosi(x, VI), const(I32, 0))
+                total = b.add(total, whole)
+                byte = b.shl(b.and_(whole, const(I32, 255)), const(I32, 8 * i))
+                packed = b.or_(packed, byte)
+            llvm.store(b, packed, b.add(words, b.mul(w, I64(4 * LANES))))
+            return [total]
+
+        total = llvm.loop(b, I64(0), n_words, 1, [const(I32, 0)], word)[0]
+        offset = b.mul(total, const(I32, -rows.ZERO))
+        llvm.store(b, offset, b.add(words, b.mul(n_words, I64(4 * LANES))))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
+
+
+@njit(cache=True, nogil=True)
+def block_queries(q, first, n_kv, basis, words, factors):
+    """The queries of sixteen blocks from position ``first`` on in latent space, as bytes.
+
+    q f32 (H, d') rotated and scaled; basis: a BlockBasis. words int32 (H, words + 1, 16), factors
+    f32 (H, 16): a block a lane, see ``_round_queries``.
+    """
+    group = q.shape[0] // n_kv
+    r_star, n_pairs, n_dims = basis.decode.shape[0], len(basis.turns), len(basis.dims)
+    centres = np.empty(LANES)
+    for lane in range(LANES):
+        centres[lane] = first + lane * ROPE_BLOCK + (ROPE_BLOCK - 1) / 2
+    cosines = np.empty((n_pairs, LANES), np.float32)
+    sines = np.empty((n_pairs, LANES), np.float32)
+    for i in range(n_pairs):
+        cos_sin(
+            centres.ctypes.data, basis.turns[i], LANES, cosines[i].ctypes.data,
+            sines[i].ctypes.data,
+        )  # fmt: skip
+    turned = np.empty((n_dims, LANES), np.float32)
+    projected = np.empty((r_star, LANES), np.float32)
+    for h in range(q.shape[0]):
+        for i in range(n_pairs):
+            rotate_pair(
+                q[h, basis.dims[i]] * basis.damp[i], q[h, basis.dims[i + n_pairs]] * basis.damp[i],
+                cosines[i].ctypes.data, sines[i].ctypes.data, turned[i].ctypes.data,
+                turned[i + n_pairs].ctypes.data,
+            )  # fmt: skip
+        for c in range(2 * n_pairs, n_dims):
+            turned[c] = q[h, basis.dims[c]]
+        decode = basis.decode.ctypes.data + 4 * (h // group) * n_dims
+        multiply(
+            r_star, decode, basis.decode.strides[0], 4, turned.ctypes.data, 4 * LANES, n_dims,
+            projected.ctypes.data, 4 * LANES,
+        )  # fmt: skip
+        _round_queries(
+            projected.ctypes.data, r_star, words[h].ctypes.data, words.shape[1] - 1,
+            factors[h].ctypes.data,
+        )  # fmt: skip
+
+
+@njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
+def _dot(a, b):
+    total = np.float32(0)
+    for i in range(a.shape[0]):
+        total += a[i] * b[i]
+    return total
+
+
+@njit(cache=True, nogil=True)
+def summed_query(q_nope, basis, r_star):
+    """The paper's q~ f32 (r*,): all heads' pre-RoPE queries f32 (H, d'), projected and added up."""
+    n_head, d_padded = q_nope.shape
+    by_kv_head = np.zeros(basis.n_kv * d_padded, np.float32)
+    for h in range(n_head):
+        at = h * basis.n_kv // n_head * d_padded
+        by_kv_head[at : at + d_padded] += q_nope[h]
+    summed = np.empty(r_star, np.float32)
+    for c in range(r_star):
+        summed[c] = _dot(by_kv_head, basis.decode[c])
+    return summed
+
+
+@njit(cache=True, nogil=True)
+def summed_queries(q_nope, basis, r_star, words, factors):
+    """``summed_query`` as bytes, the same one for sixteen blocks of one head."""
+    summed = summed_query(q_nope, basis, r_star)
+    projected = np.empty((r_star, LANES), np.float32)
+    for c in range(r_star):
+        projected[c] = summed[c]
+    _round_queries(
+        projected.ctypes.data, r_star, words[0].ctypes.data, words.shape[1] - 1,
+        factors[0].ctypes.data,
+    )  # fmt: skip
