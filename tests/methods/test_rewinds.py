@@ -63,11 +63,11 @@ def test_an_answer_again_has_the_same_bits(case, budget, session_of):
     name, options = CASES[case]
     session = session_of(name, options, budget=budget)
     for n_prompt, seed in ((9 * CHUNK, 0), (40, 3)):
-        prompt, answer = tokens(n_prompt, seed), tokens(170, seed + 1)
+        prompt, answer = tokens(n_prompt, seed), tokens(80, seed + 1)
         first = turn(session, prompt, answer[:25])  # the user stops it
         n_tokens = len(session.tokens)
         np.testing.assert_array_equal(answer_again(session, answer)[:26], first)
-        assert len(session.tokens) == n_tokens - 25 + 170
+        assert len(session.tokens) == n_tokens - 25 + 80
         whole = answer_again(session, answer)
         np.testing.assert_array_equal(whole[:26], first)
         other = answer_again(session, tokens(60, seed + 2))

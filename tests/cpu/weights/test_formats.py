@@ -121,7 +121,7 @@ def error_of(found: np.ndarray, expected: np.ndarray) -> float:
 
 @pytest.mark.parametrize("n_planes", [1, 2])
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
-@pytest.mark.parametrize("n_columns", [256, 768, 1536])
+@pytest.mark.parametrize("n_columns", [256, 768])
 def test_integer_matvec_is_exact_but_for_the_activations(name, n_columns, n_planes):
     w = random_rows(name, 7, n_columns)
     x = np.random.default_rng(1).standard_normal(n_columns).astype(np.float32)
