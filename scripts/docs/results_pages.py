@@ -12,7 +12,7 @@ from typing import Any
 
 import results_elsewhere
 import results_plots
-from results_parts import PEERS
+from results_peers import PEERS
 from results_sections import SECTIONS, Column, Row, figure, name, table, three
 
 Data = Mapping[str, Mapping[str, Any]]  # by part: what its file holds

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import results_elsewhere as elsewhere
+import results_peers as peers
 from results_budgets import budgets
 from results_runner import ROOT, Runner
 
 DOCUMENT = "scripts/demo_document.txt"
 TEXT = "scripts/accuracy/texts/prose.txt"
-PEERS = ("llama.cpp", "ik_llama.cpp")
 QUESTION = "What is the pass code of the north gate? Answer with the code."
 
 Rows = list[dict[str, Any]]
@@ -53,12 +52,8 @@ class Sizes:
     shape: str = "llama-3.2-1b"
     held: int = 8192  # rows of the caches whose memory is told apart
     peer: str = "--pp 512,4096 --depths 0,2048,8192 --methods full,lfps --pairs 3 --memory 16384"
-    larger: str = (  # shapes and types of random models, and what of each is held against peers
-        "llama-3.2-1b q4_k_m --pp 512 --depths 0,2048,8192 --methods full,lfps --pairs 3;"
-        "llama-3.2-1b q8_0 --pp 512 --depths 0 --methods full --pairs 3;"
-        "llama-3.1-8b q4_k_m --pp 512 --depths 0,2048 --methods full,lfps --pairs 3 --tokens 16;"
-        "qwen3moe-4b q4_k_m --pp 512 --depths 0 --methods full --pairs 5"
-    )
+    larger: str = peers.LARGER
+    types: str = peers.TYPES
     readers: str = "topk,quest,snapkv,h2o,lfps"
     formats: str = ""
     questions: str = ""
@@ -87,7 +82,7 @@ TINY = Sizes(
     methods="full,streaming,lfps", depths="0,64", deep="128", prompts="32", tokens=2, repetitions=1,
     length="100", lengths="100,150", steps=2, texts=1, needles=0, warm=1, compared="full,streaming",
     text=DOCUMENT, held=500, far="100,200", rows=40, batches="1,2", prepare=False,
-    peer="--pp 32 --depths 64 --tokens 2 --pairs 1 --memory 64", larger="",
+    peer="--pp 32 --depths 64 --tokens 2 --pairs 1 --memory 64", larger="", types="",
     questions="--questions 2 --cold 1", kept="--tokens 640 --steps 2",
     schemas="--answers 2 --pairs 1 -n 4", readers="topk",
     formats="--formats Q8_0 --length 16 --texts 1 --needles 0", budget_shares="10%",
@@ -275,47 +270,6 @@ def terminal(run: Runner, sizes: Sizes) -> Rows:
     return rows
 
 
-def peer(run: Runner, sizes: Sizes) -> Rows:
-    return against_peers(run, sizes.model, sizes.peer.split())
-
-
-def peer_larger(run: Runner, sizes: Sizes) -> Rows:
-    """Random models, which are made once in build/models."""
-    rows = []
-    for each in filter(None, sizes.larger.split(";")):
-        shape, wtype, *arguments = each.split()
-        path = ROOT / "build" / "models" / f"{shape}-{wtype}.gguf"
-        if not path.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            made = path.with_suffix(".part")
-            subprocess.run(
-                [sys.executable, "scripts/random_model", shape, wtype, str(made)],
-                cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
-            )  # fmt: skip
-            made.rename(path)
-        model = str(path.relative_to(ROOT))
-        run.commands.append(f"scripts/random_model {shape} {wtype} {model}")
-        found = against_peers(run, model, arguments)
-        rows += [{"model": f"{shape} {wtype.upper()}", **row} for row in found]
-    return rows
-
-
-def against_peers(run: Runner, model: str, arguments: Sequence[str]) -> Rows:
-    ik = ["--ik", run.ik] if run.ik else []
-    told = run.script("bench/peer", "-m", model, *arguments, *ik)
-    if run.ik:
-        run.commands[-1] = run.commands[-1].replace(shlex.quote(run.ik), "llama-bench")
-    rows = []
-    for row in told["rows"]:
-        rows.append({"test": row["test"], "unit": row["unit"], "ratio": row["ratio"]})
-        of_peers = {name: row["peers"][name] for name in PEERS if name in row["peers"]}
-        for name, spread in {"sparsekv-cli": row["sparsekv_cli"], **of_peers}.items():
-            rows[-1] |= {f"{name} {x}": spread[x] for x in ("median", "min", "max")}
-        for name in of_peers:
-            rows[-1][f"{name} version"] = told["programs"].get(name, {}).get("version", "")
-    return rows
-
-
 def caches(run: Runner, sizes: Sizes) -> Rows:
     told = run.script("bench/memory", "-m", sizes.model, "--depth", str(sizes.held))
     rows = []
@@ -378,8 +332,9 @@ PARTS: Mapping[str, Part] = {
     "start": Part(start, quick=True),
     "memory": Part(memory, quick=True),
     "terminal": Part(terminal, quick=True),
-    "peer": Part(peer, needs="llama_cpp"),
-    "peer_larger": Part(peer_larger, needs="llama_cpp"),
+    "peer": Part(peers.peer, needs="llama_cpp"),
+    "peer_larger": Part(peers.peer_larger, needs="llama_cpp"),
+    "peer_types": Part(peers.peer_types, needs="llama_cpp"),
     "deep_others": Part(deep_others),
     "accuracy_all": Part(accuracy_all),
     "accuracy_rows": Part(accuracy_rows),

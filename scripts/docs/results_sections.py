@@ -272,6 +272,12 @@ SECTIONS = (
         (Column("model", lambda row: f"`{row['model']}`"), *AGAINST_PEERS),
     ),
     Section(
+        "peer_types",
+        "Other weight types against llama.cpp and ik_llama.cpp",
+        "As above, in the shape of Llama-3.2-1B.",
+        (Column("model", lambda row: f"`{row['model']}`"), *AGAINST_PEERS),
+    ),
+    Section(
         "caches",
         "What caches hold",
         "After a long prompt: by the method's formula, as the cache says, and as the "

@@ -97,6 +97,19 @@ def test_8b_at_a_small_size(small, tmp_path, capsys):
     assert np.isfinite(logits).all() and np.isfinite(session.decode(4)).all()
 
 
+@pytest.mark.parametrize(
+    ("mix", "most", "more", "last"),
+    [("q5_k_m", "Q5_K", "Q6_K", "Q6_K"), ("mxfp4", "MXFP4", "MXFP4", "Q8_0")],
+)
+def test_other_mixes(mix, most, more, last, small, tmp_path):
+    path = tmp_path / "model.gguf"
+    assert script.main(["llama-3.1-8b", mix, str(path)]) == 0
+    kinds = {name: tensor.tensor_type.name for name, tensor in tensors(path).items()}
+    assert kinds["blk.0.attn_q.weight"] == kinds["blk.4.ffn_down.weight"] == most
+    assert kinds["blk.0.ffn_down.weight"] == kinds["blk.31.attn_v.weight"] == more
+    assert kinds["token_embd.weight"] == most and kinds["output.weight"] == last
+
+
 def test_tied_models_keep_their_mix(small, tmp_path):
     path = tmp_path / "1b.gguf"
     assert script.main(["llama-3.2-1b", "q4_k_m", str(path)]) == 0
