@@ -135,12 +135,12 @@ def remarks(data: Data) -> Iterable[str]:
     if "peer" in data:
         ratios = [(r["test"], r["ratio"]) for r in data["peer"]["rows"] if r["unit"] == "t/s"]
         wanted = ("pp512", "tg32 @ d8192, full", "tg32 @ d8192, lfps", "tg32 @ d32768, lfps")
-        found = [f"{test} {ratio:.1f}" for test, ratio in ratios if test in wanted]
+        of_test = {test.replace("tg32 @ d", "at "): x for test, x in ratios if test in wanted}
+        found = [f"{test} {ratio:.1f}" for test, ratio in of_test.items()]
         if found:
             names = [p for p in PEERS if any(f"{p} median" in r for r in data["peer"]["rows"])]
-            faster = " (the faster of the two)" if len(names) > 1 else ""
-            told = "; ".join(found)
-            yield f"Times the speed of {' and '.join(names)}{faster} in the same run: {told}."
+            of = "the faster of " if len(names) > 1 else "the speed of "
+            yield f"Times {of}{' and '.join(names)}: {'; '.join(found)}."
 
 
 def write(root: Path) -> None:

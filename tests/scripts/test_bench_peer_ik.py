@@ -16,6 +16,7 @@ from tiny_models import make_model
 
 script = load_script("bench/peer")
 parts = load_script("docs/results_parts.py")
+peers = sys.modules["results_peers"]
 table, ik = sys.modules["peer_table"], sys.modules["peer_ik"]
 
 # What the real one prints around its figures; SPEED is (n_prompt, n_gen, depth, repack) -> t/s.
@@ -209,7 +210,7 @@ def test_rows_of_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(parts.Runner, "script", script_)
     run = parts.Runner(ik="/some/where/llama-bench")
-    rows = parts.peer(run, parts.TINY)
+    rows = peers.peer(run, parts.TINY)
     assert rows[0]["ik_llama.cpp median"] == 2.0 and rows[0]["ik_llama.cpp version"] == "abc"
     assert "llama.cpp median" not in rows[0] and rows[1]["sparsekv-cli max"] == 3.0
     assert run.commands[0].endswith("--memory 64 --ik llama-bench")
