@@ -107,40 +107,36 @@ def _score_pair(
     return types.void(made, *[types.int64] * 10), codegen
 
 
-@njit(cache=True, nogil=True)
-def _first_query(words, factors, at):
-    """Addresses of the words and the factor of the first head's query for latent ``at``."""
-    lane = 4 * (at % SPAN // ROPE_BLOCK)
-    span = at // SPAN
-    return words[span].ctypes.data + lane, factors[span].ctypes.data + lane
+@njit(inline="always")
+def _of_pair(made, words, factors, bias, latents, at, out, out_row):
+    """What ``_score_pair`` makes of the 32 latents from ``at`` on, for all heads.
+
+    out: an address, out_row: bytes to the next head's place there, or 0. bias: the address of f32
+    (H,), or 0 for SCORES. It is inlined: a call would cost as much as a head.
+    """
+    n_head, n_words = words.shape[1], words.shape[2] - 1
+    lane, span = 4 * (at % SPAN // ROPE_BLOCK), at // SPAN
+    word, factor = words[span].ctypes.data + lane, factors[span].ctypes.data + lane
+    tiles = latents.score + at // LANES * tile_bytes(n_words)
+    for h in range(0, n_head, rows.MAX_QUERIES):
+        _score_pair(
+            made, min(rows.MAX_QUERIES, n_head - h), word + h * words.strides[1],
+            words.strides[1], n_words, factor + h * factors.strides[1], bias + 4 * h, tiles,
+            out + h * out_row, out_row, h,
+        )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)
 def scores_of_pair(words, factors, latents, at, out):
     """Scores f32 (H, >= 32) of the 32 latents from ``at`` on."""
-    n_head, n_words = words.shape[1], words.shape[2] - 1
-    word, factor = _first_query(words, factors, at)
-    tiles = latents.score + at // LANES * tile_bytes(n_words)
-    for h in range(0, n_head, rows.MAX_QUERIES):
-        _score_pair(
-            SCORES, min(rows.MAX_QUERIES, n_head - h), word + h * words.strides[1],
-            words.strides[1], n_words, factor + h * factors.strides[1], 0, tiles,
-            out[h].ctypes.data, out.strides[0], 0,
-        )  # fmt: skip
+    _of_pair(SCORES, words, factors, 0, latents, at, out.ctypes.data, out.strides[0])
 
 
 @njit(cache=True, nogil=True)
 def _add_weights_of_pair(words, factors, bias, latents, at, sums):
     """To sums f32 (H, 32) the weights of the 32 latents from ``at`` on; bias f32 (H,)."""
-    n_head, n_words = words.shape[1], words.shape[2] - 1
-    word, factor = _first_query(words, factors, at)
-    tiles = latents.score + at // LANES * tile_bytes(n_words)
-    for h in range(0, n_head, rows.MAX_QUERIES):
-        _score_pair(
-            SUMS_BY_HEAD, min(rows.MAX_QUERIES, n_head - h), word + h * words.strides[1],
-            words.strides[1], n_words, factor + h * factors.strides[1], bias[h:].ctypes.data,
-            tiles, sums[h].ctypes.data, sums.strides[0], 0,
-        )  # fmt: skip
+    place, row = sums.ctypes.data, sums.strides[0]
+    _of_pair(SUMS_BY_HEAD, words, factors, bias.ctypes.data, latents, at, place, row)
 
 
 @njit(cache=True, nogil=True)
@@ -234,20 +230,13 @@ def importance(start, stop, words, factors, bias, softcap, latents, out):
     out f32 (>= stop - start rounded up to 32,). bias f32 (H,); if it is empty, there is one head,
     and scores are wanted. words, factors, softcap: as in ``sample_span``.
     """
-    n_head, n_words = words.shape[1], words.shape[2] - 1
-    size = tile_bytes(n_words)
+    size = tile_bytes(words.shape[2] - 1)
     weights = np.empty((max(1, len(bias)), rows.PAIR), np.float32)
     for at in range(start, stop, rows.PAIR):
         if len(bias) and not softcap:
-            word, factor = _first_query(words, factors, at)
-            tiles = latents.score + at // LANES * size
-            prefetch_lines(tiles + 2 * AHEAD * size, 2 * size)
-            for h in range(0, len(bias), rows.MAX_QUERIES):
-                _score_pair(
-                    SUM_OF_HEADS, min(rows.MAX_QUERIES, n_head - h), word + h * words.strides[1],
-                    words.strides[1], n_words, factor + h * factors.strides[1],
-                    bias[h:].ctypes.data, tiles, out[at - start :].ctypes.data, 0, h,
-                )  # fmt: skip
+            prefetch_lines(latents.score + (at // LANES + 2 * AHEAD) * size, 2 * size)
+            place = out[at - start :].ctypes.data
+            _of_pair(SUM_OF_HEADS, words, factors, bias.ctypes.data, latents, at, place, 0)
             continue
         if len(bias):
             capped_weights(words, factors, bias, softcap, latents, at, weights)

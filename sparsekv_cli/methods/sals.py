@@ -8,7 +8,7 @@ position, and attends to them, to the sinks and to the recent window, which stay
 |---|---|
 | section 4.2, C = K'K, its eigenvectors U | calibration/sals.py; cpu/sals/latent.py encode_rows |
 | section 5.1, quantised values | cpu/sals/values.py |
-| section 4.3, s_j = q~[:r*] . k~_j[:r*] | cpu/sals/ importance, summed_query |
+| section 4.3, s_j = q~[:r*] . k~_j[:r*] | cpu/sals/scores.py importance, queries.py summed_query |
 | Algorithm 1 lines 5 to 7, top-k, reconstruction, RoPE | select_largest, reconstruct_rows |
 | eq 5, softmax over the selected rows | cpu/sals/step.py sals_step |
 
