@@ -18,13 +18,14 @@ TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no":
 
 @dataclass(frozen=True)
 class Allowed:
-    """The values that an option takes: some choices, or numbers within bounds."""
+    """The values that an option takes: some choices, or numbers within bounds, in steps."""
 
     choices: tuple[Any, ...] = ()
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
+    multiple_of: int | None = None
 
     def permits(self, value: Any) -> bool:
         """Whether ``value``, of the option's type, is allowed."""
@@ -34,6 +35,7 @@ class Allowed:
             and (self.above is None or value > self.above)
             and (self.at_most is None or value <= self.at_most)
             and (self.below is None or value < self.below)
+            and (self.multiple_of is None or value % self.multiple_of == 0)
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -42,19 +44,24 @@ class Allowed:
         return {name: value for name, value in named.items() if value not in (None, ())}
 
     def __str__(self) -> str:
-        """``a or b``, ``0 or more``, ``1 to 9``, ``above 0 and below 1``; empty for any value."""
+        """``a or b``, ``0 or more``, ``1 to 9``, ``above 0 and below 1``; empty for any value.
+
+        ``, a multiple of 4`` may follow.
+        """
         if self.choices:
             *others, last = map(str, self.choices)
             return f"{', '.join(others)} or {last}" if others else last
-        if self.at_least is not None and self.at_most is not None:
-            return f"{self.at_least} to {self.at_most}"
         words = (
             (self.at_least, "{} or more"),
             (self.above, "above {}"),
             (self.at_most, "at most {}"),
             (self.below, "below {}"),
         )
-        return " and ".join(text.format(bound) for bound, text in words if bound is not None)
+        bounds = " and ".join(text.format(bound) for bound, text in words if bound is not None)
+        if self.at_least is not None and self.at_most is not None:
+            bounds = f"{self.at_least} to {self.at_most}"
+        step = "" if self.multiple_of is None else f"a multiple of {self.multiple_of}"
+        return ", ".join(part for part in (bounds, step) if part)
 
 
 def option(
@@ -66,13 +73,14 @@ def option(
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
+    multiple_of: int | None = None,
     flags: tuple[str, ...] = (),
 ) -> Any:
     """A dataclass field that is an option; its type is that of its default.
 
     flags: its spellings on the command line, where that is not the name with two dashes before it.
     """
-    allowed = Allowed(tuple(choices), at_least, above, at_most, below)
+    allowed = Allowed(tuple(choices), at_least, above, at_most, below, multiple_of)
     return field(default=default, metadata={"help": help, "allowed": allowed, "flags": flags})
 
 

@@ -93,6 +93,11 @@ def test_options_are_the_fields_that_are_declared_so():
         (Allowed(), "", {}),
         (Allowed(at_least=0), "0 or more", {"at_least": 0}),
         (Allowed(above=0, at_most=5), "above 0 and at most 5", {"above": 0, "at_most": 5}),
+        (
+            Allowed(at_least=4, at_most=8, multiple_of=2),
+            "4 to 8, a multiple of 2",
+            {"at_least": 4, "at_most": 8, "multiple_of": 2},
+        ),
         (Allowed(("a", "b", "c")), "a, b or c", {"choices": ("a", "b", "c")}),
         (Allowed(("a",)), "a", {"choices": ("a",)}),
     ],

@@ -6,17 +6,17 @@ small products with the waves, which stay in the L1 cache:
     scores = waves^T (rows_k . q),    output = (waves p) . rows_v,    p = softmax(scores)
 
 The waves are counted from the middle of a block. So each is the same in both halves, if one is read
-backwards, or of the other sign; products of one half's length and a butterfly are enough. Scores of
-a block therefore lie as its first half and then its second half backwards.
+backwards, or of the other sign, and so it is in both quarters of a half. Products of a quarter's
+length and two levels of butterflies are enough. Scores of a block therefore lie as
+``_quarters`` says.
 
-A few blocks at a time go through all of it with a softmax of their own, and these parts are merged
-as flash attention does. Where a block keeps its mean only, it has one score for all its tokens.
-Rows are f16, scaled to its range by a gain a block.
+Sixteen blocks make a group: each is a lane of the vectors, and of their rows those of one wave lie
+side by side. A group goes through all of it with a softmax of its own, and these are merged as
+flash attention does. Where a block keeps its mean only, it has one score for all its tokens. Rows
+are f16, scaled to its range by a gain a block.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 from numba import njit, prange
@@ -44,185 +44,128 @@ from sparsekv_cli.cpu.faedkv.spectrum import FourierBasis, Mark, is_single
 from sparsekv_cli.cpu.jit.llvm import LANES, next_task
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
-from sparsekv_cli.cpu.sals.vectors import multiply, multiply_pair
+from sparsekv_cli.cpu.sals.vectors import multiply, scale_lanes
 
-TOKENS_AT_ONCE = 512  # of the blocks that share a softmax
 MEANS_AT_ONCE = 256  # blocks, where each has one score
 ONE_THREAD_BELOW = 256  # rows under which threads cost more than they save
+LINE = 4 * LANES  # bytes of one number of each block of a group
 
 
-class Waves(NamedTuple):
-    """First halves of a block's waves and their transposes, f32, padded with zeros.
+def centred_waves(n: int, bins: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """The waves of the kept bins around the middle of n tokens, f64 (rows, n), in four parts.
 
-    P: the longer half of a block, padded to two vectors. In the second half even waves are the same
-    backwards, odd ones have the other sign.
-    """
-
-    even: np.ndarray  # (even waves, P)
-    odd: np.ndarray  # (odd waves, P)
-    even_columns: np.ndarray  # (P, even waves padded to a vector)
-    odd_columns: np.ndarray  # (P, odd waves padded to a vector)
-
-
-def centred_waves(n: int, bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Even and odd waves of the kept bins around the middle of n tokens: f64 (rows, n) each.
-
-    Together they are an orthonormal basis of what ``waves`` spans.
+    They are an orthonormal basis of what ``waves`` spans. Parts, with the number of waves of each:
+    even waves of even and of odd bins, odd waves of odd and of even bins. In the second quarter of
+    the tokens, read backwards, the first and third part are what they are in the first, the others
+    have the other sign.
     """
     angles = np.pi / n * (np.multiply.outer(bins, 2 * np.arange(n) + 1) % (2 * n))
     norm = np.sqrt(np.where(is_single(n, bins), 1, 2) / n)[:, None]
-    return (norm * np.cos(angles))[2 * bins != n], (norm * np.sin(angles))[bins != 0]
-
-
-def make_waves(even: np.ndarray, odd: np.ndarray) -> Waves:
-    """even, odd (rows, n) as kernels take them."""
-    half = (even.shape[1] + 1) // 2
-    rows = [np.pad(x[:, :half], [(0, 0), (0, -half % (2 * LANES))]) for x in (even, odd)]
-    columns = [np.pad(x, [(0, -len(x) % LANES), (0, 0)]).T for x in rows]
-    return Waves(*(np.ascontiguousarray(x, np.float32) for x in rows + columns))
-
-
-@njit(cache=True, nogil=True)
-def _divide_rows(x, n_block, n_rows, gains):
-    """x[:, i] /= the gain, a power of 2, of i's block, f32; n_rows a block."""
-    for h in range(x.shape[0]):
-        for block in range(n_block):
-            inverse = np.float32(1) / gains[block]
-            for i in range(block * n_rows, (block + 1) * n_rows):
-                x[h, i] *= inverse
+    even, odd = bins % 2 == 0, bins % 2 == 1
+    has_cosine, has_sine = 2 * bins != n, bins != 0
+    cosines, sines = norm * np.cos(angles), norm * np.sin(angles)
+    parts = [
+        cosines[has_cosine & even], cosines[has_cosine & odd], sines[has_sine & odd],
+        sines[has_sine & even],
+    ]  # fmt: skip
+    return np.concatenate(parts), [len(part) for part in parts]
 
 
 @njit(cache=True, nogil=True, fastmath={"nsz"})
-def _butterflies(x, n_block, half):
-    """(a, b) becomes (a + b, a - b); x f32 (H, >= 2 n_block half) has halves a, b a block."""
-    for h in range(x.shape[0]):
-        for block in range(n_block):
-            at = 2 * block * half
-            first, second = x[h, at : at + half], x[h, at + half : at + 2 * half]
-            for j in range(half):
-                a, b = first[j], second[j]
-                first[j], second[j] = a + b, a - b
+def _quarters(x, size):
+    """Sums of parts become tokens, or the other way: x f32 (>= 4 size), four parts or quarters.
 
-
-@njit(cache=True, nogil=True)
-def _to_tokens(z, n_block, n_rows, waves, x):
-    """x f32 (H, >= 2 P blocks), a number a token, from z f32 (H, >= n_rows blocks), one a wave."""
-    n_head, (n_even, half) = len(x), waves.even.shape
-    even, odd, row = waves.even.ctypes.data, waves.odd.ctypes.data, waves.even.strides[0]
-    for block in range(n_block):
-        source = z.ctypes.data + 4 * block * n_rows
-        to = x.ctypes.data + 4 * block * 2 * half
-        for c in range(0, 4 * half, 4 * 2 * LANES):
-            multiply_pair(
-                n_head, source, z.strides[0], 4, even + c, row, n_even, to + c, x.strides[0]
-            )
-            multiply_pair(
-                n_head, source + 4 * n_even, z.strides[0], 4, odd + c, row, n_rows - n_even,
-                to + 4 * half + c, x.strides[0],
-            )  # fmt: skip
-    _butterflies(x, n_block, half)
-
-
-@njit(cache=True, nogil=True)
-def _to_waves(x, n_block, n_rows, waves, z):
-    """z from x, see ``_to_tokens``; x changes. z f32 (H, >= n_rows blocks + LANES)."""
-    n_head, (n_even, half) = len(x), waves.even.shape
-    even, even_row = waves.even_columns.ctypes.data, waves.even_columns.strides[0]
-    odd, odd_row = waves.odd_columns.ctypes.data, waves.odd_columns.strides[0]
-    _butterflies(x, n_block, half)
-    for block in range(n_block):  # of a vector that ends behind its rows, the rest is overwritten
-        source = x.ctypes.data + 4 * block * 2 * half
-        to = z.ctypes.data + 4 * block * n_rows
-        for c in range(0, 4 * n_even, 4 * LANES):
-            multiply(
-                n_head, source, x.strides[0], 4, even + c, even_row, half, to + c, z.strides[0]
-            )
-        for c in range(0, 4 * (n_rows - n_even), 4 * LANES):
-            multiply(
-                n_head, source + 4 * half, x.strides[0], 4, odd + c, odd_row, half,
-                to + 4 * n_even + c, z.strides[0],
-            )  # fmt: skip
-
-
-@njit(cache=True, nogil=True)
-def _attend_blocks(
-    q, layout, n_kv, n_rows, length, gains, waves, softcap, first, last, peak, mass, acc
-):
-    """Softmax state of all heads over the blocks first .. last.
-
-    q f32 (H, d) scaled; layout: of the coefficient rows, ``n_rows`` a block of ``length`` tokens;
-    gains f32 (blocks, 2); softcap: 0 for none. peak, mass f32 (H,), acc f32 (H, d_v).
+    Quarters: tokens 0, 1, ..; of the second quarter backwards; of the fourth backwards; of the
+    third.
     """
-    n_head, d = q.shape
-    group, n_block = n_head // n_kv, last - first
-    count = n_block * n_rows
-    half = waves.even.shape[1]
-    is_mean = half == 0
-    n_score = n_block if is_mean else n_block * 2 * half
-    z = np.empty((n_head, count + PAD), np.float32)
-    scores = np.empty((n_head, n_score + PAD), np.float32)
-    at = layout[K] + first * n_rows * layout[K_ROW]
-    for g in range(n_kv):
-        for h in range(g * group, (g + 1) * group, TILE):
-            tile = min(TILE, (g + 1) * group - h)
-            tile_scores(
-                tile, 0, q[h:].ctypes.data, at + g * layout[K_HEAD], layout[K_ROW], 0, count, d,
-                z[h].ctypes.data, z.shape[1],
-            )  # fmt: skip
-    _divide_rows(z, n_block, n_rows, gains[first:last, 0])
+    a, b, c, d = x[:size], x[size : 2 * size], x[2 * size : 3 * size], x[3 * size : 4 * size]
+    for i in range(size):
+        even, even_back, odd, odd_back = a[i] + b[i], a[i] - b[i], c[i] + d[i], c[i] - d[i]
+        a[i], b[i], c[i], d[i] = even + odd, even_back + odd_back, even - odd, even_back - odd_back
+
+
+@njit(cache=True, nogil=True)
+def _to_tokens(z, waves, n_waves, x):
+    """x f32 (>= length LANES), numbers of tokens, from z f32 (>= rows LANES), of waves."""
+    quarter, row = waves.shape[1], 0
+    for part in range(4):
+        multiply(
+            quarter, waves.ctypes.data + 4 * row * quarter, 4, 4 * quarter,
+            z.ctypes.data + row * LINE, LINE, n_waves[part],
+            x.ctypes.data + part * quarter * LINE, LINE,
+        )  # fmt: skip
+        row += n_waves[part]
+    _quarters(x, quarter * LANES)
+
+
+@njit(cache=True, nogil=True)
+def _to_waves(x, waves, n_waves, z):
+    """z from x, see ``_to_tokens``; x changes."""
+    quarter, row = waves.shape[1], 0
+    _quarters(x, quarter * LANES)
+    for part in range(4):
+        multiply(
+            n_waves[part], waves.ctypes.data + 4 * row * quarter, 4 * quarter, 4,
+            x.ctypes.data + part * quarter * LINE, LINE, quarter, z.ctypes.data + row * LINE, LINE,
+        )  # fmt: skip
+        row += n_waves[part]
+
+
+@njit(cache=True, nogil=True)
+def _soft(scores, n, softcap):
+    """scores become e^(scores - peak) after the cap; returns the peak and their sum."""
+    for i in range(n, n + LANES):
+        scores[i] = NEGATIVE_INFINITY
+    at = scores.ctypes.data
+    if softcap:
+        soften(at, n, softcap)
+    peak = max_of(at, n)
+    return peak, exp_in_place(at, n, peak)
+
+
+@njit(cache=True, nogil=True)
+def _weigh_means(z, n_block, length, from_k, from_v, softcap):
+    """Softmax of one head over blocks with one score each: peak and mass; see ``_weigh_blocks``."""
     root = np.float32(np.sqrt(length))
-    if is_mean:
-        for h in range(n_head):
-            for i in range(n_block):
-                scores[h, i] = z[h, i] / root
-    else:
-        _to_tokens(z, n_block, n_rows, waves, scores)
-    for h in range(n_head):
-        for i in range(n_score, n_score + PAD):
-            scores[h, i] = NEGATIVE_INFINITY
-        at = scores[h].ctypes.data
-        if softcap:
-            soften(at, n_score, softcap)
-        for block in range(n_block if length < 2 * half else 0):  # what is no token
-            start = 2 * block * half
-            scores[h, start + (length + 1) // 2 : start + half] = NEGATIVE_INFINITY
-            scores[h, start + half + length // 2 : start + 2 * half] = NEGATIVE_INFINITY
-        peak[h] = max_of(at, n_score)
-        mass[h] = exp_in_place(at, n_score, peak[h])
-        if is_mean:
-            mass[h] *= length
-    if is_mean:
-        for h in range(n_head):
-            for i in range(n_block):
-                z[h, i] = scores[h, i] * root
-    else:
-        _to_waves(scores, n_block, n_rows, waves, z)
-    _divide_rows(z, n_block, n_rows, gains[first:last, 1])
-    for h in range(n_head):
-        for c in range(acc.shape[1]):
-            acc[h, c] = 0
-    at = layout[V] + first * n_rows * layout[V_ROW]
-    for g in range(n_kv):
-        for h in range(g * group, (g + 1) * group, TILE):
-            tile = min(TILE, (g + 1) * group - h)
-            tile_values(
-                tile, 0, z[h].ctypes.data, z.shape[1], at + g * layout[V_HEAD], layout[V_ROW], 0,
-                count, acc.shape[1], acc[h:].ctypes.data,
-            )  # fmt: skip
+    for i in range(n_block):
+        z[i] *= from_k[i] / root
+    peak, mass = _soft(z, n_block, softcap)
+    for i in range(n_block):
+        z[i] *= from_v[i] * root
+    return peak, mass * np.float32(length)
 
 
 @njit(cache=True, nogil=True)
-def _attend_exact(q, layout, n, n_kv, g, softcap, sinks, peak, mass, acc):
-    """Softmax state of kv head g's query heads over n exact rows; see ``_attend_blocks``.
+def _weigh_blocks(z, n_block, waves, n_waves, from_k, from_v, softcap, x):
+    """Softmax of one head over a group of blocks: peak and mass.
 
-    sinks f32 (H,): scores without values that it begins with, or empty.
+    z f32 (>= rows LANES + PAD): the rows' dot products, which become the factors of the value rows.
+    from_k, from_v f32 (LANES,): what takes the gains back. x f32 (>= length LANES + PAD): scratch.
     """
-    group = q.shape[0] // n_kv
+    n_rows, quarter = waves.shape
+    scale_lanes(z.ctypes.data, n_rows, from_k.ctypes.data)
+    _to_tokens(z, waves, n_waves, x)
+    n = 4 * quarter * LANES
+    for block in range(n_block, LANES):
+        x[block:n:LANES] = NEGATIVE_INFINITY
+    peak, mass = _soft(x, n, softcap)
+    _to_waves(x, waves, n_waves, z)
+    scale_lanes(z.ctypes.data, n_rows, from_v.ctypes.data)
+    return peak, mass
+
+
+@njit(cache=True, nogil=True)
+def _attend_exact(q, layout, n, g, softcap, sinks, peak, mass, acc):
+    """Softmax state of kv head g's query heads over n exact rows.
+
+    q f32 (heads, d) scaled; softcap: 0 for none; sinks f32 (heads,): scores without values that it
+    begins with, or empty. State: peak, mass f32 (heads,), acc f32 (heads, d_v).
+    """
     buffer = np.empty((TILE, ATTENDED_AT_ONCE + PAD), np.float32)
-    for h in range(g * group, (g + 1) * group, TILE):
-        end = min(h + TILE, (g + 1) * group)
-        begin_softmax(sinks[h:end], peak[h:end], mass[h:end])
-        acc[h:end] = 0
+    begin_softmax(sinks, peak, mass)
+    acc[:] = 0
+    for h in range(0, len(q), TILE):
+        end = min(h + TILE, len(q))
         attend_tile(
             q[h:end], layout[K] + g * layout[K_HEAD], layout[V] + g * layout[V_HEAD], layout[K_ROW],
             layout[V_ROW], 0, 0, n, softcap, peak[h:end], mass[h:end], acc[h:end], buffer,
@@ -230,39 +173,80 @@ def _attend_exact(q, layout, n, n_kv, g, softcap, sinks, peak, mass, acc):
 
 
 @njit(cache=True, nogil=True)
-def _take_tasks(
-    counter, q, exact, n_exact, layout, n_kv, n_rows, length, gains, waves, softcap, sinks, at_once,
-    peak, mass, acc
+def _attend_group(
+    q, layout, g, first, n_block, n_rows, length, waves, n_waves, from_k, from_v, softcap, peak,
+    mass, acc, z, x,
 ):  # fmt: skip
-    """Takes tasks: the exact rows of each kv head, then ``at_once`` blocks after the other."""
+    """Softmax state of kv head g's query heads over ``n_block`` blocks from ``first`` on.
+
+    layout: of the coefficient rows. z f32 (TILE, >= rows + PAD), x: scratch. See ``_attend_exact``,
+    ``_weigh_blocks``.
+    """
+    d, d_v = q.shape[1], acc.shape[1]
+    is_mean = waves.shape[1] == 0
+    count = n_block if is_mean else n_rows * LANES
+    k = layout[K] + g * layout[K_HEAD] + first * n_rows * layout[K_ROW]
+    v = layout[V] + g * layout[V_HEAD] + first * n_rows * layout[V_ROW]
+    acc[:] = 0
+    for h in range(0, len(q), TILE):
+        tile = min(TILE, len(q) - h)
+        tile_scores(
+            tile, 0, q[h:].ctypes.data, k, layout[K_ROW], 0, count, d, z.ctypes.data, z.shape[1]
+        )
+        for t in range(tile):
+            if is_mean:
+                state = _weigh_means(z[t], n_block, length, from_k, from_v, softcap)
+            else:
+                state = _weigh_blocks(z[t], n_block, waves, n_waves, from_k, from_v, softcap, x)
+            peak[h + t], mass[h + t] = state
+        tile_values(
+            tile, 0, z.ctypes.data, z.shape[1], v, layout[V_ROW], 0, count, d_v, acc[h:].ctypes.data
+        )
+
+
+@njit(cache=True, nogil=True)
+def _take_tasks(
+    counter, q, exact, n_exact, layout, n_kv, n_block, n_rows, length, inverse, waves, n_waves,
+    softcap, sinks, at_once, peak, mass, acc
+):  # fmt: skip
+    """Takes tasks of a kv head: its exact rows, or ``at_once`` of its blocks."""
+    group = len(q) // n_kv
+    z = np.empty((TILE, at_once * n_rows + PAD), np.float32)
+    x = np.empty(at_once * length + PAD, np.float32)
     task = next_task(counter)
-    while task < n_kv + len(peak) - 1:
-        part = task - n_kv
-        if part < 0:
-            _attend_exact(q, exact, n_exact, n_kv, task, softcap, sinks, peak[0], mass[0], acc[0])
+    while task < n_kv * len(peak):
+        part, g = task // n_kv, task % n_kv
+        heads = slice(g * group, (g + 1) * group)
+        if part == 0:
+            _attend_exact(
+                q[heads], exact, n_exact, g, softcap, sinks[heads], peak[0, heads], mass[0, heads],
+                acc[0, heads],
+            )  # fmt: skip
         else:
-            first, last = part * at_once, min(len(gains), (part + 1) * at_once)
-            _attend_blocks(
-                q, layout, n_kv, n_rows, length, gains, waves, softcap, first, last,
-                peak[part + 1], mass[part + 1], acc[part + 1],
+            first = (part - 1) * at_once
+            _attend_group(
+                q[heads], layout, g, first, min(at_once, n_block - first), n_rows, length, waves,
+                n_waves, inverse[0, first:], inverse[1, first:], softcap, peak[part, heads],
+                mass[part, heads], acc[part, heads], z, x,
             )  # fmt: skip
         task = next_task(counter)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def attend_blocks(
-    q, exact, n_exact, layout, n_kv, n_rows, length, gains, waves, scale, softcap, sinks, out,
-    n_threads,
+    q, exact, n_exact, layout, n_kv, n_block, n_rows, length, inverse, waves, n_waves, scale,
+    softcap, sinks, out, n_threads,
 ):  # fmt: skip
-    """Attention of one token over exact rows and blocks of ``length`` tokens.
+    """Attention of one token over exact rows and ``n_block`` blocks of ``length`` tokens.
 
     q f32 (H, d); exact, layout: of the exact rows and of the coefficient rows, which are f16, see
-    attention/rows.py; n_rows of these a block, gains f32 (blocks, 2) of K and V. softcap: 0 for
-    none; sinks f32 (H,): scores without values, or empty. out f32 (H, d_v).
+    attention/rows.py; n_rows of these a block. inverse f32 (2, blocks): what takes the gains of K
+    and V back. waves f32 (n_rows, length / 4), without columns where blocks keep their mean only;
+    n_waves int64 (4,): of each part of ``centred_waves``. softcap: 0 for none; sinks f32 (H,):
+    scores without values, or empty. out f32 (H, d_v).
     """
-    n_block, n_head = len(gains), q.shape[0]
-    at_once = TOKENS_AT_ONCE // length if waves.even.shape[1] else MEANS_AT_ONCE
-    at_once = max(1, at_once)
+    n_head = q.shape[0]
+    at_once = LANES if waves.shape[1] else MEANS_AT_ONCE
     n_part = 1 + (n_block + at_once - 1) // at_once
     peak = np.empty((n_part, n_head), np.float32)
     mass = np.empty((n_part, n_head), np.float32)
@@ -273,8 +257,8 @@ def attend_blocks(
         n_threads = 1
     for _thread in prange(n_threads):
         _take_tasks(
-            counter, scaled, exact, n_exact, layout, n_kv, n_rows, length, gains, waves, softcap,
-            sinks, at_once, peak, mass, acc,
+            counter, scaled, exact, n_exact, layout, n_kv, n_block, n_rows, length, inverse, waves,
+            n_waves, softcap, sinks, at_once, peak, mass, acc,
         )  # fmt: skip
     for h in range(n_head):
         merge_pieces(peak[:, h], mass[:, h], acc[:, h], out[h])
@@ -283,18 +267,18 @@ def attend_blocks(
 class BlockSpectrum:
     """The coefficient rows of K and V of blocks of tokens, (G, capacity, width) f16.
 
-    basis: the waves that a block keeps.
+    The rows of a group of LANES blocks are (wave, block). basis: the waves that a block keeps; its
+    length is a multiple of 4.
     """
 
     def __init__(self, n_head_kv: int, width: int, width_v: int, basis: FourierBasis) -> None:
         self.basis, self._n_kv = basis, n_head_kv
         self.n_tokens = 0
-        even, odd = centred_waves(basis.n, basis.bins)
-        self._matrix = np.concatenate([even, odd]).astype(np.float32)
-        if basis.kind == MEAN:
-            even = odd = np.zeros((0, 0))
-        self._waves = make_waves(even, odd)
-        self._gains = np.ones((0, 2), np.float32)  # a row a block
+        matrix, n_waves = centred_waves(basis.n, basis.bins)
+        self._matrix, self._n_waves = matrix.astype(np.float32), np.array(n_waves)
+        columns = 0 if basis.kind == MEAN else basis.n // 4
+        self._waves = self._matrix[:, :columns].copy()
+        self._inverse = np.ones((2, 0), np.float32)  # 1 / gain of K and V, a column a block
         self.k, self.v = (np.zeros((n_head_kv, 0, w), np.float16) for w in (width, width_v))
 
     @property
@@ -307,57 +291,60 @@ class BlockSpectrum:
 
     @property
     def nbytes(self) -> int:
-        return sum(a.nbytes for a in (self.k, self.v, self._gains, self._matrix, *self._waves))
+        return sum(a.nbytes for a in (self.k, self.v, self._inverse, self._matrix, self._waves))
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row of K and V in one kv head."""
         return self.k.strides[1] + self.v.strides[1]
 
+    def _groups(self, array: np.ndarray) -> np.ndarray:
+        """K or V as (G, groups, waves, LANES, width)."""
+        return array.reshape(len(array), -1, self.basis.n_rows, LANES, array.shape[2])
+
     def reserve(self, n: int) -> None:
-        """Room for the rows of n tokens; if it has to grow, at least an eighth more."""
-        n_rows = n // self.basis.n * self.basis.n_rows
-        capacity = self.k.shape[1]
-        if n_rows <= capacity:
+        """Room for the rows of n tokens, in whole groups; if it has to grow, an eighth more."""
+        n_block, capacity = n // self.basis.n, self._inverse.shape[1]
+        if n_block <= capacity:
             return
-        capacity = max(n_rows, capacity + capacity // 8 + 32 if capacity else 0)
-        grown = []
+        n_group = -(-max(n_block, capacity + capacity // 8) // LANES)
+        used, grown = capacity * self.basis.n_rows, []
         for old in (self.k, self.v):
-            new = on_lines((old.shape[0], capacity, old.shape[2]), np.float16, zeros=True)
-            new[:, : self.n_rows] = old[:, : self.n_rows]
+            shape = old.shape[0], n_group * LANES * self.basis.n_rows, old.shape[2]
+            new = on_lines(shape, np.float16, zeros=True)
+            new[:, :used] = old
             grown.append(new)
         self.k, self.v = grown
-        gains = np.ones((capacity // self.basis.n_rows, 2), np.float32)
-        gains[: len(self._gains)] = self._gains
-        self._gains, self._layout = gains, layout_of(self.k, self.v)
+        inverse = np.ones((2, n_group * LANES), np.float32)
+        inverse[:, :capacity] = self._inverse
+        self._inverse, self._layout = inverse, layout_of(self.k, self.v)
 
     def append(self, k: np.ndarray, v: np.ndarray) -> None:
         """New blocks of tokens k f32 (G, m, d), v f32 (G, m, d_v)."""
         length, m = self.basis.n, k.shape[1]
         assert m % length == 0
         self.reserve(self.n_tokens + m)
-        rows = slice(self.n_rows, self.n_rows + m // length * self.basis.n_rows)
-        first = self.n_tokens // length
-        for column, (target, x) in enumerate(((self.k, k), (self.v, v))):
+        group, lane = np.divmod(self.n_tokens // length + np.arange(m // length), LANES)
+        for target, inverse, x in zip((self.k, self.v), self._inverse, (k, v), strict=True):
             blocks = x.reshape(len(x), -1, length, x.shape[2])
             found = np.matmul(self._matrix, blocks)  # (G, blocks, rows, d)
             # To a largest value between 2^13 and 2^14: f16 ends at 2^16.
             largest = np.maximum(np.abs(found).max((0, 2, 3)), 1e-30)
             gains = np.exp2(14 - np.frexp(largest)[1]).astype(np.float32)
             found *= gains[:, None, None]
-            target[:, rows, : x.shape[2]] = found.reshape(len(x), -1, x.shape[2])
-            self._gains[first : first + len(gains), column] = gains
+            self._groups(target)[:, group, :, lane, : x.shape[2]] = found.swapaxes(0, 1)
+            inverse[group * LANES + lane] = 1 / gains
         self.n_tokens += m
 
     def tokens(self) -> tuple[np.ndarray, np.ndarray]:
         """All tokens back in the time domain, lossy: f32 (G, n_tokens, width) of K and of V."""
         out = []
-        n_block = self.n_segments
-        for column, array in enumerate((self.k, self.v)):
-            rows = array[:, : self.n_rows].astype(np.float32)
-            rows = rows.reshape(len(rows), n_block, -1, array.shape[2])
-            rows /= self._gains[:n_block, column][:, None, None]
-            out.append(np.matmul(self._matrix.T, rows).reshape(len(rows), -1, array.shape[2]))
+        group, lane = np.divmod(np.arange(self.n_segments), LANES)
+        for array, inverse in zip((self.k, self.v), self._inverse, strict=True):
+            rows = self._groups(array)[:, group, :, lane].astype(np.float32)  # (blocks, G, ..)
+            rows *= inverse[: self.n_segments, None, None, None]
+            tokens = np.matmul(self._matrix.T, rows).swapaxes(0, 1)
+            out.append(tokens.reshape(len(array), -1, array.shape[2]))
         return out[0], out[1]
 
     def mark(self) -> Mark:
@@ -383,7 +370,7 @@ class BlockSpectrum:
         """
         out = np.empty((len(q), self.v.shape[2]), np.float32)
         attend_blocks(
-            q, exact, n, self._layout, self._n_kv, self.basis.n_rows, self.basis.n,
-            self._gains[: self.n_segments], self._waves, scale, softcap, sinks, out, n_threads,
+            q, exact, n, self._layout, self._n_kv, self.n_segments, self.basis.n_rows, self.basis.n,
+            self._inverse, self._waves, self._n_waves, scale, softcap, sinks, out, n_threads,
         )  # fmt: skip
         return out

@@ -221,6 +221,25 @@ def rotate_row(typingctx, x, n_pairs, cosines, sines, scale):
 
 
 @intrinsic
+def scale_lanes(typingctx, x, n_rows, factors):
+    """x[i, :16] *= factors[:16] for i < n_rows; f32, addresses."""
+
+    def codegen(context, b, signature, args):
+        x, n_rows, factors = args
+        lanes = load(b, VF, factors)
+
+        def body(i, carried):
+            at = b.add(x, b.mul(i, I64(4 * LANES)))
+            llvm.store(b, b.fmul(load(b, VF, at), lanes), at)
+            return []
+
+        llvm.loop(b, I64(0), n_rows, 1, [], body)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
+
+
+@intrinsic
 def widen(typingctx, source, count, target):
     """target[i] = f32 of the f16 source[i], i < count rounded up to 16; addresses."""
 

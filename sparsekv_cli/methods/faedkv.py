@@ -80,7 +80,11 @@ class FAEDKV(Method):
         "block", "aged tokens: a block at once, or added by eq 9", choices=("block", "additive")
     )
     block: int = option(
-        128, "tokens of a block, and of room in an additive basis", at_least=16, at_most=256
+        128,
+        "tokens of a block, and of room in an additive basis",
+        at_least=16,
+        at_most=256,
+        multiple_of=4,
     )
     sinks: int = option(SINKS, "S: first tokens kept exact", at_least=0, at_most=MOST)
     recent: int = option(RECENT, "R: most recent tokens kept exact", at_least=1, at_most=MOST)

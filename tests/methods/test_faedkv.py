@@ -89,11 +89,12 @@ def test_a_turn_does_not_transform_old_tokens_again():
     cache = make_cache(uniform(0.25), geometry)
     prefill(cache, stream.rows(900))
     assert cache.spectrum is not None
-    n_rows, k = cache.spectrum.n_rows, cache.spectrum.k.copy()
+    n_tokens, before = cache.spectrum.n_tokens, cache.spectrum.tokens()
     for _ in range(3):
         prefill(cache, stream.rows(200))
-    assert cache.spectrum.n_rows > n_rows
-    np.testing.assert_array_equal(cache.spectrum.k[:, :n_rows], k[:, :n_rows])
+    assert cache.spectrum.n_tokens > n_tokens
+    for now, then in zip(cache.spectrum.tokens(), before, strict=True):
+        np.testing.assert_array_equal(now[:, :n_tokens], then)
 
 
 def test_threads_change_nothing_but_rounding():

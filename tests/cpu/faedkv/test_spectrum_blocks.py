@@ -28,7 +28,7 @@ def half(rng: np.random.Generator, *shape: int) -> np.ndarray:
         (128, 9, 0.25, LOW_FIRST),
         (128, 300, 0.001, LOW_FIRST),  # the mean only, more than are taken at once
         (100, 7, 0.1, LOW_FIRST),
-        (45, 7, 0.5, LOW_FIRST),  # an odd number of tokens
+        (44, 17, 0.5, LOW_FIRST),  # more than a group of blocks
         (16, 40, 0.9, SHUFFLED),
         (256, 3, 0.001, SHUFFLED),  # a wave that is not the mean
     ],
