@@ -2,15 +2,17 @@
 
 With ``score=brope`` each block of 128 tokens has queries of its own: RoPE turns the query to the
 distance of the block's centre, and pairs that turn much within a block are damped by their mean
-over it, down to none. They are made for a span of sixteen blocks at a time, a block a lane, and
-rounded to bytes.
+over it, down to none. They are made for a span of sixteen blocks at a time, a block a lane: turned
+and rounded to bytes, taken to latent space by products of bytes, and rounded again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
@@ -19,7 +21,7 @@ from sparsekv_cli.cpu.attention.flash import larger
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, VF, VI, const, load
 from sparsekv_cli.cpu.sals.latent import LatentBasis
-from sparsekv_cli.cpu.sals.vectors import cos_sin, multiply, rotate_pair
+from sparsekv_cli.cpu.sals.vectors import cos_sin, rotate_pair
 
 ROPE_BLOCK = 128  # tokens that share a query
 SPAN = LANES * ROPE_BLOCK  # tokens whose queries are made together
@@ -83,7 +85,8 @@ class BlockBasis(NamedTuple):
     These are the dims of some pairs, first elements before second ones, and those behind the pairs.
     """
 
-    decode: np.ndarray  # D^T f32 (r*, G x dims, and more)
+    decode: np.ndarray  # D^T as bytes, a scale a row: int32 (G, r*, words + 1), see ``_round_rows``
+    scales: np.ndarray  # f32 (G, r*)
     dims: np.ndarray  # int64
     turns: np.ndarray  # theta / 2 pi f64 (pairs,)
     damp: np.ndarray  # f32 (pairs,), rope_scale included
@@ -96,11 +99,81 @@ def make_block_basis(basis: LatentBasis, theta: np.ndarray, r_star: int) -> Bloc
     dims = np.concatenate([pairs, pairs + len(theta), np.arange(2 * len(theta), basis.d)])
     width = (basis.decode.shape[1] - LANES) // basis.n_kv
     columns = (width * np.arange(basis.n_kv)[:, None] + dims).reshape(-1)
-    # Sixteen floats more a row, so that rows do not all fall on the same lines of the L1 cache.
-    decode = np.zeros((r_star, len(columns) // LANES * LANES + 2 * LANES), np.float32)
-    decode[:, : len(columns)] = basis.decode[:r_star, columns]
+    decode = basis.decode[:r_star, columns].reshape(r_star, basis.n_kv, -1).swapaxes(0, 1)
+    words, scales = _round_rows(decode)
     turns = theta[pairs] / (2 * np.pi)
-    return BlockBasis(decode, dims.astype(np.int64), turns, damp[pairs] * basis.rope_scale)
+    damp = damp[pairs] * basis.rope_scale
+    return BlockBasis(words, scales, dims.astype(np.int64), turns, damp)
+
+
+def _round_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """x f32 (.., columns) as bytes, a scale f32 (..) a row.
+
+    int32 (.., words + 1): four bytes each, then minus the sum of what ZERO adds to a product.
+    """
+    scales = np.maximum(np.abs(x).max(-1), TINY) / LARGEST
+    whole = np.rint(np.ascontiguousarray(x) / scales[..., None]).astype(np.int8)
+    whole = np.pad(whole, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 4)])
+    offsets = -rows.ZERO * whole.sum(-1, dtype=np.int32, keepdims=True)
+    return np.concatenate([whole.view(np.int32), offsets], axis=-1), scales.astype(np.float32)
+
+
+def _packed(b: ir.IRBuilder, columns: Sequence[ir.Value]) -> ir.Value:
+    """The low bytes of four <16 x i32>, the first one lowest."""
+    word = const(I32, 0)
+    for i, column in enumerate(columns):
+        word = b.or_(word, b.shl(b.and_(column, const(I32, 255)), const(I32, 8 * i)))
+    return word
+
+
+def _rounded(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    return b.fptosi(llvm.call_named(b, "llvm.rint.v16f32", VF, x), VI)
+
+
+@intrinsic
+def _pack_turned(typingctx, turned, n_words, tile):
+    """A tile of unsigned bytes (words, 16, 4) of turned f32 (4 words, 16) within 127; addresses."""
+
+    def codegen(context, b, signature, args):
+        turned, n_words, tile = args
+
+        def word(w, carried):
+            at = b.add(turned, b.mul(w, I64(4 * rows.LINE)))
+            columns = [_rounded(b, load(b, VF, at, rows.LINE * i)) for i in range(4)]
+            lanes = b.xor(_packed(b, columns), const(I32, 0x80808080 - (1 << 32)))
+            llvm.store(b, lanes, b.add(tile, b.mul(w, I64(rows.LINE))))
+            return []
+
+        llvm.loop(b, I64(0), n_words, 1, [], word)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
+
+
+@intrinsic
+def _project(typingctx, n_rows, words, n_words, scales, unit, tile, out):
+    """out[m] f32 (16,) = unit scales[m] x the product of row m of D^T with a tile, as bytes.
+
+    n_rows: at most MAX_QUERIES; words: rows of ``_round_rows``. Addresses.
+    """
+
+    def codegen(context, b, signature, args):
+        n_rows, words, n_words, scales, unit, tile, out = args
+        row = b.mul(b.add(n_words, I64(1)), I64(4))
+        last = b.add(words, b.mul(n_words, I64(4)))
+
+        def emit(n):
+            starts = [load(b, I32, b.add(last, b.mul(row, I64(m)))) for m in range(n)]
+            products = rows.emit_products(b, starts, words, row, 4, [tile], n_words)
+            for m, (dot,) in enumerate(products):
+                factor = llvm.splat(b, b.fmul(unit, load(b, F32, scales, 4 * m)))
+                llvm.store(b, b.fmul(b.sitofp(dot, VF), factor), out, rows.LINE * m)
+
+        rows.for_each_number(b, n_rows, emit)
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(i64, i64, i64, i64, types.float32, i64, i64), codegen
 
 
 @intrinsic
@@ -126,17 +199,14 @@ def _round_queries(typingctx, projected, count, words, n_words, factors):
         llvm.store(b, b.fdiv(peak, const(F32, float(LARGEST))), factors)
 
         def word(w, carried):
-            (total,), packed = carried, const(I32, 0)
+            (total,), columns = carried, []
             for i in range(4):
                 c = b.add(b.mul(w, I64(4)), I64(i))
                 is_there = b.icmp_signed("<", c, count)
-                x = column(b.select(is_there, c, I64(0)))
-                x = llvm.call_named(b, "llvm.rint.v16f32", VF, b.fmul(x, inverse))
-                whole = b.select(is_there, b.fptosi(x, VI), const(I32, 0))
-                total = b.add(total, whole)
-                byte = b.shl(b.and_(whole, const(I32, 255)), const(I32, 8 * i))
-                packed = b.or_(packed, byte)
-            llvm.store(b, packed, b.add(words, b.mul(w, I64(4 * LANES))))
+                whole = _rounded(b, b.fmul(column(b.select(is_there, c, I64(0))), inverse))
+                columns.append(b.select(is_there, whole, const(I32, 0)))
+                total = b.add(total, columns[-1])
+            llvm.store(b, _packed(b, columns), b.add(words, b.mul(w, I64(4 * LANES))))
             return [total]
 
         total = llvm.loop(b, I64(0), n_words, 1, [const(I32, 0)], word)[0]
@@ -148,6 +218,18 @@ def _round_queries(typingctx, projected, count, words, n_words, factors):
 
 
 @njit(cache=True, nogil=True)
+def _largest_turned(q, basis):
+    """What no dim of a query f32 (d',) exceeds, however its pairs are turned; f32."""
+    n_pairs, largest = len(basis.turns), TINY
+    for i in range(n_pairs):
+        a, b = q[basis.dims[i]], q[basis.dims[i + n_pairs]]
+        largest = max(largest, np.sqrt(a * a + b * b) * basis.damp[i])
+    for c in range(2 * n_pairs, len(basis.dims)):
+        largest = max(largest, abs(q[basis.dims[c]]))
+    return largest
+
+
+@njit(cache=True, nogil=True)
 def block_queries(q, first, n_kv, basis, words, factors):
     """The queries of sixteen blocks from position ``first`` on in latent space, as bytes.
 
@@ -155,7 +237,8 @@ def block_queries(q, first, n_kv, basis, words, factors):
     f32 (H, 16): a block a lane, see ``_round_queries``.
     """
     group = q.shape[0] // n_kv
-    r_star, n_pairs, n_dims = basis.decode.shape[0], len(basis.turns), len(basis.dims)
+    r_star, n_pairs, n_dims = basis.decode.shape[1], len(basis.turns), len(basis.dims)
+    n_words = basis.decode.shape[2] - 1
     centres = np.empty(LANES)
     for lane in range(LANES):
         centres[lane] = first + lane * ROPE_BLOCK + (ROPE_BLOCK - 1) / 2
@@ -166,22 +249,26 @@ def block_queries(q, first, n_kv, basis, words, factors):
             centres.ctypes.data, basis.turns[i], LANES, cosines[i].ctypes.data,
             sines[i].ctypes.data,
         )  # fmt: skip
-    turned = np.empty((n_dims, LANES), np.float32)
+    turned = np.zeros((4 * n_words, LANES), np.float32)
+    tile = np.empty((n_words, LANES), np.int32)
     projected = np.empty((r_star, LANES), np.float32)
     for h in range(q.shape[0]):
+        g, unit = h // group, _largest_turned(q[h], basis) / LARGEST
         for i in range(n_pairs):
+            factor = basis.damp[i] / unit
             rotate_pair(
-                q[h, basis.dims[i]] * basis.damp[i], q[h, basis.dims[i + n_pairs]] * basis.damp[i],
+                q[h, basis.dims[i]] * factor, q[h, basis.dims[i + n_pairs]] * factor,
                 cosines[i].ctypes.data, sines[i].ctypes.data, turned[i].ctypes.data,
                 turned[i + n_pairs].ctypes.data,
             )  # fmt: skip
         for c in range(2 * n_pairs, n_dims):
-            turned[c] = q[h, basis.dims[c]]
-        decode = basis.decode.ctypes.data + 4 * (h // group) * n_dims
-        multiply(
-            r_star, decode, basis.decode.strides[0], 4, turned.ctypes.data, 4 * LANES, n_dims,
-            projected.ctypes.data, 4 * LANES,
-        )  # fmt: skip
+            turned[c] = q[h, basis.dims[c]] / unit
+        _pack_turned(turned.ctypes.data, n_words, tile.ctypes.data)
+        for r in range(0, r_star, rows.MAX_QUERIES):
+            _project(
+                min(rows.MAX_QUERIES, r_star - r), basis.decode[g, r].ctypes.data, n_words,
+                basis.scales[g, r:].ctypes.data, unit, tile.ctypes.data, projected[r].ctypes.data,
+            )  # fmt: skip
         _round_queries(
             projected.ctypes.data, r_star, words[h].ctypes.data, words.shape[1] - 1,
             factors[h].ctypes.data,

@@ -167,7 +167,8 @@ class SALSCache(LayerCache):
             *method.basis_of(spec), spec.theta, spec.rope_scale, spec.n_head_kv, spec.value_dim
         )
         self._blocks = queries.make_block_basis(self._basis, spec.theta, self._score_rank)
-        matrices = self._basis.encode, self._basis.decode, self._blocks.decode
+        blocks = self._blocks.decode, self._blocks.scales
+        matrices = self._basis.encode, self._basis.decode, *blocks
         self._basis_bytes = sum(matrix.nbytes for matrix in matrices)
         self._first = method.sinks if method.exact_sinks else 0
         self._sinks = np.arange(self._first, dtype=np.int32)

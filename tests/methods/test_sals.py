@@ -224,7 +224,8 @@ def test_resident_bytes(bits, rank, row_bytes):
     assert row_bytes == 2 * rank + 4 + 3 * head_bytes(64, bits)
     assert abs(memory.host - formula) < 0.1 * formula
     assert abs(held - memory.host - memory.index) < 0.02 * held
-    matrices = 192 * padded(rank) + rank * (192 + 16) + cache._blocks.decode.size
+    matrices = 192 * padded(rank) + rank * (192 + 16)
+    matrices += cache._blocks.decode.size + cache._blocks.scales.size
     assert memory.index == 4 * matrices
     assert memory.host < 0.4 * n * 768 and peak > n * 768
 
