@@ -218,23 +218,30 @@ def _round_queries(typingctx, projected, count, words, n_words, factors):
 
 
 @njit(cache=True, nogil=True)
-def _largest_turned(q, basis):
-    """What no dim of a query f32 (d',) exceeds, however its pairs are turned; f32."""
-    n_pairs, largest = len(basis.turns), TINY
-    for i in range(n_pairs):
-        a, b = q[basis.dims[i]], q[basis.dims[i + n_pairs]]
-        largest = max(largest, np.sqrt(a * a + b * b) * basis.damp[i])
-    for c in range(2 * n_pairs, len(basis.dims)):
-        largest = max(largest, abs(q[basis.dims[c]]))
-    return largest
+def query_units(q, basis):
+    """What a byte of each turned query is worth, f32 (H,), however its pairs are turned.
+
+    q f32 (H, d') rotated and scaled; basis: a BlockBasis.
+    """
+    n_pairs = len(basis.turns)
+    units = np.empty(len(q), np.float32)
+    for h in range(len(q)):
+        largest = TINY
+        for i in range(n_pairs):
+            a, b = q[h, basis.dims[i]], q[h, basis.dims[i + n_pairs]]
+            largest = max(largest, np.sqrt(a * a + b * b) * basis.damp[i])
+        for c in range(2 * n_pairs, len(basis.dims)):
+            largest = max(largest, abs(q[h, basis.dims[c]]))
+        units[h] = largest / LARGEST
+    return units
 
 
 @njit(cache=True, nogil=True)
-def block_queries(q, first, n_kv, basis, words, factors):
+def block_queries(q, units, first, n_kv, basis, words, factors):
     """The queries of sixteen blocks from position ``first`` on in latent space, as bytes.
 
-    q f32 (H, d') rotated and scaled; basis: a BlockBasis. words int32 (H, words + 1, 16), factors
-    f32 (H, 16): a block a lane, see ``_round_queries``.
+    q f32 (H, d') rotated and scaled; units: its ``query_units``; basis: a BlockBasis. words int32
+    (H, words + 1, 16), factors f32 (H, 16): a block a lane, see ``_round_queries``.
     """
     group = q.shape[0] // n_kv
     r_star, n_pairs, n_dims = basis.decode.shape[1], len(basis.turns), len(basis.dims)
@@ -253,7 +260,7 @@ def block_queries(q, first, n_kv, basis, words, factors):
     tile = np.empty((n_words, LANES), np.int32)
     projected = np.empty((r_star, LANES), np.float32)
     for h in range(q.shape[0]):
-        g, unit = h // group, _largest_turned(q[h], basis) / LARGEST
+        g, unit = h // group, units[h]
         for i in range(n_pairs):
             factor = basis.damp[i] / unit
             rotate_pair(

@@ -29,7 +29,7 @@ from sparsekv_cli.cpu.sals.latent import (
     reconstruct_rows,
     words_of,
 )
-from sparsekv_cli.cpu.sals.queries import SPAN, block_queries, summed_queries
+from sparsekv_cli.cpu.sals.queries import SPAN, block_queries, query_units, summed_queries
 from sparsekv_cli.cpu.sals.scores import (
     CHUNK,
     head_biases,
@@ -60,13 +60,13 @@ def _attend(q, n_kv, g, rows, idx, count, gather, softcap, sinks, peak, mass, ac
 
 @njit(cache=True, nogil=True)
 def _first_tasks(
-    counter, q, softcap, sinks, exact, exact_rows, basis, blocks, latents, n_latent, words, factors,
-    peak, mass, acc, peaks, masses
+    counter, q, units, softcap, sinks, exact, exact_rows, basis, blocks, latents, n_latent, words,
+    factors, peak, mass, acc, peaks, masses
 ):  # fmt: skip
     """Takes tasks: attention over the exact rows of each kv head, then the queries of each span.
 
-    softcap, sinks, peak, mass, acc: see ``_attend``. peaks, masses f32 (spans, H): what the spans
-    add to the heads' softmax sums. by_head is False: there are no queries of spans.
+    units: of q, see ``query_units``. softcap, sinks, peak, mass, acc: see ``_attend``. peaks,
+    masses f32 (spans, H): what the spans add to the heads' softmax sums. by_head is False: there are no queries of spans.
     """
     buffer = np.empty((TILE, ATTENDED_AT_ONCE + PAD), np.float32)
     task = next_task(counter)
@@ -80,7 +80,7 @@ def _first_tasks(
         else:
             first = latents.first + span * SPAN
             prefetch_samples(span, latents, n_latent)
-            block_queries(q, first, basis.n_kv, blocks, words[span], factors[span])
+            block_queries(q, units, first, basis.n_kv, blocks, words[span], factors[span])
             sample_span(span, words, factors, latents, n_latent, softcap, peaks[span], masses[span])
         task = next_task(counter)
 
@@ -168,10 +168,11 @@ def sals_step(
     # The exact rows' part of the heads' softmax sums comes last.
     peaks = np.empty((n_span + 1 if by_head else 0, n_head), np.float32)
     masses = np.empty(peaks.shape, np.float32)
+    units = query_units(scaled, blocks)
     counter = np.zeros(4, np.int64)
     for _thread in prange(n_threads):
         _first_tasks(
-            counter[0:1], scaled, softcap, sinks, exact, exact_rows, basis, blocks, latents,
+            counter[0:1], scaled, units, softcap, sinks, exact, exact_rows, basis, blocks, latents,
             n_latent, words, factors, peak[0], mass[0], acc[0], peaks[:-1], masses[:-1],
         )  # fmt: skip
     bias = np.empty(peaks.shape[1] if by_head else 0, np.float32)

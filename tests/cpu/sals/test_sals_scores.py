@@ -65,9 +65,10 @@ class Scored:
         n_span, n_words = -(-n // queries.SPAN), latent.words_of(case.score_rank)
         self.words = np.empty((n_span, len(q), n_words + 1, 16), np.int32)
         self.factors = np.empty((n_span, len(q), 16), np.float32)
+        units = queries.query_units(q, self.blocks)
         for i in range(n_span):
-            at = first + i * queries.SPAN
-            queries.block_queries(q, at, case.n_kv, self.blocks, self.words[i], self.factors[i])
+            at, made = first + i * queries.SPAN, (self.words[i], self.factors[i])
+            queries.block_queries(q, units, at, case.n_kv, self.blocks, *made)
 
     def expected(self, latents: np.ndarray) -> np.ndarray:
         """Scores (H, n) without rounding of queries."""
