@@ -66,7 +66,8 @@ def _first_tasks(
     """Takes tasks: attention over the exact rows of each kv head, then the queries of each span.
 
     units: of q, see ``query_units``. softcap, sinks, peak, mass, acc: see ``_attend``. peaks,
-    masses f32 (spans, H): what the spans add to the heads' softmax sums. by_head is False: there are no queries of spans.
+    masses f32 (spans, H): what the spans add to the heads' softmax sums. by_head is False: there
+    are no queries of spans.
     """
     buffer = np.empty((TILE, ATTENDED_AT_ONCE + PAD), np.float32)
     task = next_task(counter)
