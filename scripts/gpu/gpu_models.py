@@ -51,6 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "n_layer": 2, "n_embd": 64, "n_head": 2, "n_head_kv": 1, "n_ff": 64, "n_vocab": 259,
     },
 }  # fmt: skip
+FILL = torch.randn  # what makes rows; kernels that are only compiled need no random ones
 FILL_ROWS = 8192  # rows that a cache is given at a time
 
 
@@ -147,7 +148,7 @@ def fill(cache: Any, spec: LayerSpec, n: int, generator: torch.Generator) -> Non
         rows = min(FILL_ROWS, n - pos)
 
         def heads(count: int, width: int, rows: int = rows) -> Any:
-            made = torch.randn(count, rows, width, generator=generator, device=generator.device)
+            made = FILL(count, rows, width, generator=generator, device=generator.device)
             return made.half() if inner is cache else made.cpu().numpy()
 
         q, k = heads(spec.n_head, spec.head_dim), heads(spec.n_head_kv, spec.head_dim)

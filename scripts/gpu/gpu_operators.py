@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from gpu_models import fill, random_calibration
 from gpu_references import attend_ref, best_rows_ref, dominant_scores_ref, page_rows_ref
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparsekv_cli.cache.spec import Budget, LayerSpec
@@ -63,6 +64,7 @@ class OperatorRows:
         self.shape, self.n_batch, self.n_rows = shape, n_batch, n
         _, n_head, n_kv, d = shape
         self.q = torch.randn(n_batch, n_head, d, device=device)
+        self.q_half = self.q.half()  # what the baselines take
         self.k, self.v = (
             torch.randn(n_batch, n_kv, n, d, device=device, dtype=torch.float16) for _ in range(2)
         )
@@ -89,26 +91,33 @@ class OperatorRows:
     def sdpa(self) -> torch.Tensor:
         """torch's own: FlashAttention or what it takes for one query."""
         gqa = self.shape.n_head != self.shape.n_head_kv
-        q = self.q.half()[:, :, None]
+        q = self.q_half[:, :, None]
         out = scaled_dot_product_attention(q, self.k, self.v, scale=self.scale, enable_gqa=gqa)
         return out[:, :, 0]
 
+    def cudnn(self) -> torch.Tensor:
+        """The same by cuDNN's attention."""
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return self.sdpa()
+
     def flash_attention(self, attend: Callable[..., Any]) -> torch.Tensor:
         """FlashAttention's decode; k and v are (B, n, G, d) there."""
-        q, k, v = self.q.half()[:, None], self.k.transpose(1, 2), self.v.transpose(1, 2)
+        q, k, v = self.q_half[:, None], self.k.transpose(1, 2), self.v.transpose(1, 2)
         out: torch.Tensor = attend(q, k, v, cache_seqlens=self.n, softmax_scale=self.scale)
         return out[:, 0]
 
     def flash_infer(self, attend: Callable[..., Any]) -> torch.Tensor:
         """FlashInfer's decode of one sequence."""
         out: torch.Tensor = attend(
-            self.q[0].half(), self.k[0], self.v[0], kv_layout="HND", sm_scale=self.scale
+            self.q_half[0], self.k[0], self.v[0], kv_layout="HND", sm_scale=self.scale
         )
         return out[None]
 
     def baselines(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
         """Dense attention by others: torch's, and that of libraries which are installed."""
         yield "torch sdpa", self.sdpa
+        if self.q.device.type == "cuda":
+            yield "cudnn sdpa", self.cudnn
         for module in ("flash_attn_interface", "flash_attn"):  # version 3, version 2
             attend = _installed(module, "flash_attn_with_kvcache")
             if attend is not None:
@@ -126,8 +135,10 @@ class OperatorRows:
         return attend_ref(self.q, self.k, self.v, self.scale, is_best)
 
     def all_scores(self) -> torch.Tensor:
-        grouped = self.q.unflatten(1, (self.shape.n_head_kv, -1))
-        return (grouped @ self.k.float().transpose(2, 3)).flatten(1, 2)
+        """f32 (B, H, n), a kv head at a time: an f32 copy of all keys may not fit the device."""
+        groups = self.q.unflatten(1, (self.shape.n_head_kv, -1)).unbind(1)
+        each = zip(groups, self.k.unbind(1), strict=True)
+        return torch.cat([q @ k.float().transpose(1, 2) for q, k in each], 1)
 
     def in_best_pages(self) -> torch.Tensor:
         is_row = page_rows_ref(self.q, self.hi, self.lo, self.n_rows, BUDGET, PAGE, N_FIRST)
@@ -205,7 +216,7 @@ def cache_operators(
     generator = torch.Generator(device=device).manual_seed(0)
     for name in names:
         method: Any = build_spec(name)
-        if name == "freekv":
+        if name.startswith("freekv"):
             method = replace(method, budget=Budget(tokens=BUDGET))
         caches = [device_cache(method)(spec, device, method) for _ in range(n_batch)]
         for cache in caches:

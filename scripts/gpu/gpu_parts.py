@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_decoding import Decoding, profile_rows
 from gpu_launches import recorded
 from gpu_models import Model, filled_caches, open_engine, random_model, tiny_model
 from gpu_operators import SHAPES, Operator, OperatorRows, Shape, cache_operators
@@ -40,6 +41,9 @@ WHOLE_OF = ("topk", "streaming", "quest", "fasa", "fasa:variant=m", "freekv")
 TOKENS_OF = (
     "full", "fasa", "sals", "freekv", "fasa:variant=m", "quest", "topk", "streaming",
 )  # fmt: skip
+OVER_THE_BUS = ("freekv", "fasa:variant=m")
+PROFILED = ("full", "quest", "sals", "freekv", "fasa")
+OPERATOR_ROWS, OPERATOR_BATCHES = (32768, 131072, 8192), (1, 8)
 DEFAULT_MODEL = "smollm2"
 LARGEST_KLD = 1e-3
 ABLATION = (
@@ -137,8 +141,8 @@ class Bench:
     def operators(self) -> Iterator[Task]:
         """Attention of one layer; the shapes and depths that are claimed first."""
         shapes: Sequence[Shape] = [Shape("tiny", 4, 2, 64)] if self.tiny else SHAPES
-        for n in (200,) if self.tiny else (32768, 131072, 4096, 16384):
-            for n_batch in (2,) if self.tiny else (1, 8, 16):
+        for n in (200,) if self.tiny else OPERATOR_ROWS:
+            for n_batch in (2,) if self.tiny else OPERATOR_BATCHES:
                 for shape in shapes:
                     name = f"{shape.name} B={n_batch} {n}"
                     yield Task("operators", name, partial(self._operators_at, shape, n_batch, n))
@@ -159,7 +163,8 @@ class Bench:
             yield self._operator_row(shape, n_batch, n, first, ms, base)
         del sets, together, first
         # To pin more memory of the host than that takes longer than all the measuring.
-        names = ("sals", "freekv") if n_bytes <= 4 << 30 else ("sals",)
+        # freekv's row holds its side stream; without speculation there is none to hide.
+        names = ("sals", "freekv", "freekv:speculate=false") if n_bytes <= 4 << 30 else ("sals",)
         for operator in cache_operators(names, shape, n_batch, n, self.device):
             ms = time_calls([operator.run], self.device, restore=operator.restore).median
             yield self._operator_row(shape, n_batch, n, operator, ms, base)
@@ -194,18 +199,20 @@ class Bench:
             (name, kv): open_engine(model, self.device, self.n_threads, kv)
             for name, model in models.items() for kv in ("auto", "host")
         }  # fmt: skip
-        # What takes minutes to fill comes last.
-        depths = [(large, 32768), (large, 8192), (small, 32768), (small, 8192), (small, 131072),
-                  (large, 131072)]  # fmt: skip
-        for name, n in [("tiny", 150)] if self.tiny else depths:
+        # The settings that are claimed come first; what takes long to fill comes last.
+        depths = [(large, 32768, 1), (large, 32768, 8), (large, 8192, 1), (large, 131072, 1),
+                  (large, 8192, 8), (small, 32768, 1), (small, 131072, 1)]  # fmt: skip
+        for name, n, n_batch in [("tiny", 150, 2)] if self.tiny else depths:
             model, engine = models[name], engines[name, "auto"]
-            if n < 131072:
+            if n < 131072 and n_batch < 8:
                 prefill = partial(self._prefill_speed, model, engine, n)
                 yield Task(f"prefill, {name}", str(n), prefill)
             for spec in TOKENS_OF:
-                decode = partial(self._decode_speed, model, engine, spec, n, "auto")
-                yield Task(f"tokens, {name}", f"{spec} {n}", decode)
-            for spec in ("lfps", "full"):
+                if n_batch > 1 and spec in OVER_THE_BUS and not self.tiny:
+                    continue  # to pin that much memory of the host takes longer than to measure
+                decode = partial(self._decode_speed, model, engine, spec, n, "auto", n_batch)
+                yield Task(f"tokens, {name}", f"{spec} B={n_batch} {n}", decode)
+            for spec in ("lfps", "full") if n_batch == 1 or self.tiny else ():
                 on_host = partial(self._decode_speed, model, engines[name, "host"], spec, n, "host")
                 yield Task(f"tokens, {name}", f"{spec} {n}, K and V on the host", on_host)
 
@@ -222,34 +229,53 @@ class Bench:
         yield {"tokens": n, "t/s": n / seconds[-1], "s": seconds[-1]}
 
     def _decode_speed(
-        self, model: Model, engine: DeviceEngine, spec: str, n: int, kv: str
+        self, model: Model, engine: DeviceEngine, spec: str, n: int, kv: str, n_batch: int = 1
     ) -> Iterator[Row]:
-        if kv == "auto" and not self._fits(1.4 * kv_bytes(model.hparams, n)):
+        """Steps of n_batch sequences that choose their tokens greedily, as generation does."""
+        if kv == "auto" and not self._fits(1.4 * n_batch * kv_bytes(model.hparams, n)):
             return
+        # The first steps are compiled, captured, and replayed once.
+        n_first, n_steps = (0, 1) if self.tiny else (3, 16)
+        steps = Decoding(engine, self.method(spec), n, n_first + n_steps, n_batch)
+        for _ in range(n_first):
+            steps.step()
+        before = steps.ledger()
+        ms = statistics.median(1e3 * steps.timed_step() for _ in range(n_steps))
+        after = steps.ledger()
+        moved = (after["bytes_moved"] - before.get("bytes_moved", 0)) / n_steps
+        waited = (after.get("us_waited", 0) - before.get("us_waited", 0)) / n_steps
+        yield {
+            "method": spec, "B": n_batch, "context": n, "K and V": kv, "ms": ms,
+            "t/s": 1e3 * n_batch / ms,
+            "device MB": after["bytes_device"] / 1e6, "host MB": after["bytes_host"] / 1e6,
+            "MB moved a token, random rows": moved / 1e6, "us waited": waited,
+        }  # fmt: skip
+
+    def method(self, spec: str) -> Any:
+        """A method as ``tokens`` runs it: 512 rows, and its own dense layers."""
         method: Any = build_spec(spec)
         if hasattr(method, "budget") and not spec.startswith("sals"):
             method = replace(method, budget=self._budget)
         if self.tiny:  # it has two layers
             method = replace(method, dense_layers=(0,))
-        # The first steps are compiled, captured, and replayed once.
-        n_first, n_steps = (0, 1) if self.tiny else (3, 16)
-        caches = filled_caches(engine, method, n, n_first + n_steps)
-        samples, before, token = [], ledger_of(caches), 1
-        for step in range(n_first + n_steps):
-            if step == n_first:
-                before = ledger_of(caches)
-            begin = time.perf_counter()
-            token = int(engine.decoder.decode(token, n + step, caches).argmax())
-            samples.append(1e3 * (time.perf_counter() - begin))
-        ms = statistics.median(samples[n_first:])
-        after = ledger_of(caches)
-        moved = (after["bytes_moved"] - before.get("bytes_moved", 0)) / n_steps
-        waited = (after.get("us_waited", 0) - before.get("us_waited", 0)) / n_steps
-        yield {
-            "method": spec, "context": n, "K and V": kv, "ms": ms, "t/s": 1e3 / ms,
-            "device MB": after["bytes_device"] / 1e6, "host MB": after["bytes_host"] / 1e6,
-            "MB moved a token, random rows": moved / 1e6, "us waited": waited,
-        }  # fmt: skip
+        return method
+
+    def profile(self) -> Iterator[Task]:
+        """Where a step's time goes, by kernel."""
+        name, n = ("tiny", 150) if self.tiny else ("llama-3.1-8b", 32768)
+        engine = open_engine(random_model(name), self.device, self.n_threads, "auto")
+        for n_batch in (1, 8):
+            for spec in PROFILED:
+                rows = partial(self._profile_of, engine, spec, n, n_batch)
+                yield Task(f"profile, {spec} B={n_batch}", spec, rows)
+
+    def _profile_of(self, engine: DeviceEngine, spec: str, n: int, n_batch: int) -> Iterator[Row]:
+        n_first, n_steps = (0, 1) if self.tiny else (3, 4)
+        steps = Decoding(engine, self.method(spec), n, n_first + 2 * n_steps, n_batch)
+        for _ in range(n_first):
+            steps.step()
+        ms = statistics.median(1e3 * steps.timed_step() for _ in range(n_steps))
+        yield from profile_rows(steps.step, n_steps, ms, self.device)
 
     def freekv(self) -> Iterator[Task]:
         """FreeKV's parts switched on and off."""

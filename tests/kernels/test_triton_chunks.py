@@ -42,6 +42,8 @@ def test_score_chunks(n_head, n_kv_head, d, n_dim, ns, device):
         for b, n_b in enumerate(ns):
             dom[b, :, :, n_b - 1] = torch.nan
         chunks.score_chunks(q, dims, dom, n, n_max, out.fill_(torch.nan), new, into, k_dims)
+        if device == "cuda":
+            torch.cuda.synchronize()  # the host reads what the kernel wrote over the bus
         of_row = new.k
         if k_dims is not None:
             of_row = new.k.gather(2, k_dims.long()[None].expand(len(ns), -1, -1))

@@ -1,0 +1,201 @@
+"""Compiles ahead what scripts/gpu/bench launches, for a GPU that need not be there.
+
+    python -P scripts/gpu/gpu_compile.py CACHE [--processes N] [--forbid] [--sm 90] [--only PART]
+
+The parts of the bench run on the CPU, where each launch of Triton is compiled and left undone. So
+what is compiled is what the engine launches, with its types, alignments and options. CACHE is
+Triton's cache folder. --forbid: nothing may be compiled: every launch must find its kernel there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+N_LAYER = 6  # of the shapes: dense layers and others
+DEPTHS = {1: (8192, 32768, 131072), 8: (8192, 32768)}  # rows, by number of sequences
+
+
+class AbsentGpu:
+    """As much of Triton's driver as a warm-up asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+
+class Compiled:
+    """Replaces Triton's launches by compilations; counts them."""
+
+    def __init__(self, capability: int, forbid: bool) -> None:
+        import triton
+        from triton.runtime.driver import driver
+
+        self.n_compiled = self.n_found = 0
+        self.missing: list[str] = []
+        self._hashes: set[str] = set()
+        driver.set_active(AbsentGpu(capability))  # type: ignore[arg-type]
+        launch = triton.runtime.JITFunction.run
+
+        def warm_up(kernel: Any, *args: Any, warmup: bool, **kwargs: Any) -> None:
+            launch(kernel, *args, warmup=True, **kwargs)
+
+        def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
+            self.n_found += cache_hit
+            self.n_compiled += not cache_hit
+            if forbid and not cache_hit:
+                self.missing.append(src.name)
+
+        triton.runtime.JITFunction.run = warm_up
+        triton.knobs.compilation.listener = listen
+
+
+def tasks() -> Iterator[tuple[str, Callable[[], None]]]:
+    """What the bench measures, by name; each is done alone."""
+    from gpu_parts import PROFILED, TOKENS_OF
+
+    for name in ("llama-3.1-8b", "llama-3.2-1b"):
+        for spec in (*TOKENS_OF, "lfps"):
+            for n_batch, depths in DEPTHS.items():
+                if n_batch > 1 and spec == "lfps":
+                    continue
+                yield f"tokens {name} {spec} B={n_batch}", partial(steps, name, spec, n_batch, depths)
+    yield "operators", operators
+    yield "weights", products
+    yield "clock", times
+    assert PROFILED
+
+
+def blank(*shape: int, device: Any, generator: Any = None) -> Any:
+    """Zeros in the place of random rows: they cost no time."""
+    import torch
+
+    return torch.zeros(*shape, device=device)
+
+
+def steps(name: str, spec: str, n_batch: int, depths: tuple[int, ...]) -> None:
+    """The steps of ``tokens`` at some depths, and a short prefill."""
+    import gpu_models
+    import torch
+    from gpu_decoding import Decoding
+    from gpu_parts import Bench
+
+    device = torch.device("cpu")
+    gpu_models.FILL = blank
+    bench = Bench(device, False, None)
+    kv = "host" if spec == "lfps" else "auto"
+    engine = gpu_models.open_engine(gpu_models.random_model(name, N_LAYER), device, 1, kv)
+    if n_batch == 1:
+        caches = [engine.layer(bench.method("full"), s) for s in engine.decoder.layer_specs()]
+        engine.decoder.forward(list(range(32)), 0, caches)
+    for n in depths:
+        decoding = Decoding(engine, bench.method(spec), n, 3, n_batch)
+        for _ in range(3):
+            decoding.step()
+
+
+def operators() -> None:
+    import gpu_models
+    import torch
+    from gpu_operators import SHAPES, OperatorRows, cache_operators
+    from gpu_parts import OPERATOR_BATCHES, OPERATOR_ROWS
+
+    gpu_models.FILL = blank
+    torch.randn = torch.zeros  # type: ignore[assignment]
+    device = torch.device("cpu")
+    for n in OPERATOR_ROWS:
+        for n_batch in OPERATOR_BATCHES:
+            for shape in SHAPES:
+                if n * n_batch * shape.n_head_kv > 8 * 8 * 32768:
+                    continue  # specialised as those before it
+                for operator in OperatorRows(shape, n_batch, n, device).operators():
+                    if "sdpa" not in operator.name:
+                        operator.run()
+                for operator in cache_operators(("sals", "freekv"), shape, n_batch, n, device):
+                    operator.run()
+
+
+def products() -> None:
+    import torch
+    from gpu_weights import BATCHES, FORMATS, SIZES, random_matrix
+
+    from sparsekv_cli.kernels.weights import dot
+
+    for name in FORMATS:
+        for _, n_rows, n_columns in SIZES:
+            w = random_matrix(name, n_rows, n_columns, torch.device("cpu"))
+            for n_batch in BATCHES:
+                dot.matvec(w, torch.zeros(n_batch, n_columns))
+
+
+def times() -> None:
+    """What steps launch on streams, which the CPU has not."""
+    import torch
+
+    from sparsekv_cli.kernels import clock
+
+    for stop in (False, True):
+        clock.take_time(torch.zeros(clock.N_TIMES.value, dtype=torch.int64), stop=stop)
+
+
+def do(name: str, capability: int, forbid: bool) -> dict[str, Any]:
+    """Does the task of this name in a process of its own."""
+    begin, compiled, error = time.monotonic(), Compiled(capability, forbid), ""
+    import torch
+
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(1)
+    try:
+        dict(tasks())[name]()
+    except Exception:
+        error = traceback.format_exc()
+    return {"task": name, "compiled": compiled.n_compiled, "found": compiled.n_found,
+            "missing": compiled.missing, "error": error,
+            "s": round(time.monotonic() - begin, 1)}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cache", type=Path)
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--forbid", action="store_true", help="fail where something is missing")
+    parser.add_argument("--sm", type=int, default=90, help="compute capability")
+    parser.add_argument("--only", default="", help="tasks whose names have this in them")
+    options = parser.parse_args()
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ["TRITON_CACHE_DIR"] = str(options.cache.absolute())
+    names = [name for name, _ in tasks() if options.only in name]
+    work = partial(do, capability=options.sm, forbid=options.forbid)
+    status = 0
+    with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=1) as pool:
+        for told in pool.imap_unordered(work, names, chunksize=1):
+            status |= bool(told["error"] or told["missing"])
+            print(json.dumps(told), flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Decode steps of several sequences with random rows, and where their time goes by kernel."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from gpu_models import filled_caches
+
+from sparsekv_cli.device.engine import DeviceEngine
+from sparsekv_cli.methods.base import Method
+from sparsekv_cli.sampling.plain import PlainChain, PlainSampler
+from sparsekv_cli.sequence import ledger_of
+
+GREEDY = PlainChain(True, 0, 1.0, 0.0, 1.0)
+
+
+def greedy_sampler() -> PlainSampler:
+    """Takes the most likely token, on the device."""
+    return PlainSampler(lambda logits, _: int(logits.argmax()), GREEDY, lambda: 0.0)
+
+
+class Decoding:
+    """B sequences of n random rows each, and room for n_more steps."""
+
+    def __init__(
+        self, engine: DeviceEngine, method: Method, n: int, n_more: int, n_batch: int
+    ) -> None:
+        self.engine, self.n = engine, n
+        self.caches = [filled_caches(engine, method, n, n_more) for _ in range(n_batch)]
+        self.tokens = [1] * n_batch
+        self.samplers = [greedy_sampler() for _ in range(n_batch)]
+
+    def step(self) -> None:
+        """Decodes a token of each sequence; the next one is chosen as generation does it."""
+        positions = [self.n] * len(self.tokens)
+        found: Any = self.engine.decoder.choose_batch(
+            self.samplers, self.tokens, positions, self.caches
+        )
+        # Random rows may give no number: then any token does.
+        self.tokens = [token if isinstance(token, int) else 1 for token in found]
+        self.n += 1
+
+    def timed_step(self) -> float:
+        """Seconds of a step."""
+        begin = time.perf_counter()
+        self.step()
+        return time.perf_counter() - begin
+
+    def ledger(self) -> dict[str, int]:
+        """What the caches have counted, of all sequences."""
+        total: dict[str, int] = defaultdict(int)
+        for caches in self.caches:
+            for name, value in ledger_of(caches).items():
+                total[name] += value
+        return total
+
+
+def profile_rows(
+    step: Callable[[], None], n_steps: int, ms: float, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """A row a kernel of ``n_steps`` steps, the longest first. ms: a step without the profiler."""
+    if device.type != "cuda":
+        step()
+        return
+    kinds = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profiler:
+        for _ in range(n_steps):
+            step()
+        torch.cuda.synchronize()
+    times: dict[str, list[float]] = defaultdict(list)
+    spans = []
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times[event.name].append(event.device_time_total)
+            spans.append((event.time_range.start, event.time_range.end))
+    busy = sum(map(sum, times.values())) / n_steps / 1e3
+    row = {"kernel": "step", "launches": len(spans) / n_steps, "us each": 1e3 * ms,
+           "ms a step": ms, "busy ms": busy}  # fmt: skip
+    yield row
+    for name, each in sorted(times.items(), key=lambda item: -sum(item[1]))[:16]:
+        yield {
+            "kernel": name[:60], "launches": len(each) / n_steps, "us each": sum(each) / len(each),
+            "ms a step": sum(each) / n_steps / 1e3, "busy ms": None,
+        }  # fmt: skip
