@@ -95,10 +95,11 @@ def one_thread() -> Iterator[None]:
 def few_programs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes about as long for a program of one matrix row as for one of 64."""
     if device == "cpu":
-        from sparsekv_cli.kernels.weights import dot
+        from sparsekv_cli.kernels.weights import matmul, matvec
 
-        monkeypatch.setattr(dot, "PROGRAMS", 1)
-        monkeypatch.setattr(dot, "_rows_a_program", lambda n_rows: 64)
+        monkeypatch.setattr(matmul, "PROGRAMS", 1)
+        monkeypatch.setattr(matvec, "_rows_a_program", lambda n_rows: 64)
+        monkeypatch.setattr(matvec, "_tiling", lambda n_unit, n_fields: (64, 1))
 
 
 def quicken_interpreter() -> None:

@@ -1,12 +1,13 @@
-"""Fields of packed words as floats, in few GPU instructions (layout: weights/packed.py).
+"""Fields of packed words as numbers, in few GPU instructions (layout: weights/packed.py).
 
-An integer becomes a float by writing it into the mantissa of 2^23, one logic operation, and
-subtracting 2^23 and the zero point, one addition. Fields are not shifted down; the factor that they
-are multiplied by is scaled instead.
+A field of at most 10 bits becomes an f16 when it is written into the mantissa of 1024. So two
+fields of a word, 16 bits apart, become two f16 at once. Four fields of at most 8 bits, a byte each,
+are multiplied with four bytes of the inputs at once.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -15,48 +16,138 @@ import triton.language as tl
 
 from sparsekv_cli.kernels.weights.packed import PACKINGS, PackedMatrix
 
-EXPONENT = 0x4B000000  # bits of 2^23 as f32
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @triton.jit
-def times_field(
-    low, high, x, exponent,
-    K: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, ZERO: tl.constexpr,
-):  # fmt: skip
-    """(q - ZERO) x, f32, for field K of the words ``low`` and ``high``, u32.
+def halves(word):
+    """The low and the high f16 of words u32."""
+    low = word.to(tl.uint16).to(tl.float16, bitcast=True)
+    high = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+    return low, high
 
-    exponent: the bits of 2^23, as a value that the compiler does not know: two constants in one
-    operation would cost another one.
+
+@triton.jit
+def dot4_ref(a, b, c):
+    """c plus the sum of the products of four bytes: a unsigned, b signed; all int32."""
+    for i in tl.static_range(4):
+        c += ((a >> (8 * i)) & 255) * ((b << (24 - 8 * i)) >> 24)
+    return c
+
+
+@triton.jit
+def _dot4_ptx(a, b, c):
+    """``dot4_ref`` in one instruction."""
+    return tl.inline_asm_elementwise(
+        "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+dot4 = dot4_ref if INTERPRETED else _dot4_ptx
+
+
+@triton.jit
+def byte_fields(low, high, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, HALVES: tl.constexpr):
+    """The fields of words as bytes: two int32 of four bytes; of fields of 8 bits only the first.
+
+    They are fields 0, 2, 4, 6 and 1, 3, 5, 7. With HALVES = 2, where the first four fields have
+    another scale than the last four: 0, 2, 1, 3 and 4, 6, 5, 7.
     """
-    # Fields stay below bit 23, where the mantissa ends; a field at bit 0 is not shifted there, as
-    # that takes an instruction more.
-    last: tl.constexpr = 4 if LOW_BITS == 4 else 1
-    shift: tl.constexpr = 0 if last >= K else (16 if LOW_BITS == 4 else 8 * K - 8)
-    at: tl.constexpr = LOW_BITS * K - shift
-    q = (low >> shift) & ((2**LOW_BITS - 1) << at)
-    if HIGH_BITS > 0:
-        left: tl.constexpr = at + 4 - HIGH_BITS * K
-        moved = high << left if left >= 0 else high >> -left
-        q |= moved & ((2**HIGH_BITS - 1) << (at + 4))
-    value = (q | exponent).to(tl.float32, bitcast=True) - (8388608.0 + ZERO * 2**at)
-    return value * (x * (1.0 / 2**at))
+    even = low
+    odd = low
+    if LOW_BITS == 4:
+        even = low & 0x0F0F0F0F
+        odd = (low >> 4) & 0x0F0F0F0F
+    if HIGH_BITS == 1:  # field k at bit k: to bit 4 of its byte; sums of bits carry to none of them
+        even |= ((high & 0x55) * 0x00410410) & 0x10101010
+        odd |= (((high >> 1) & 0x55) * 0x00410410) & 0x10101010
+    if HIGH_BITS == 2:  # field k at bit 2 k
+        even |= _spread(high)
+        odd |= _spread(high >> 2)
+    if HALVES == 2:
+        first = (even & 0xFFFF) | (odd << 16)
+        odd = (even >> 16) | (odd & 0xFFFF0000)
+        even = first
+    return even.to(tl.int32, bitcast=True), odd.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def group_values(scale_ptr, super_ptr, row, group, half, n_group, mask, SUPER: tl.constexpr,
-                  HALVES: tl.constexpr):  # fmt: skip
-    """Scales (or minima) f32 of the groups of 32, or of their first or second 16 elements."""
-    at = row * (n_group * HALVES) + half * n_group + group
-    value = tl.load(scale_ptr + at, mask=mask, other=0).to(tl.float32)
+def wide_bits(high, HIGH_BITS: tl.constexpr):
+    """The words of the plane of high bits as u32."""
+    if HIGH_BITS == 2:
+        high = high.to(tl.uint16, bitcast=True)
+    return high.to(tl.uint32)
+
+
+@triton.jit
+def _spread(high):
+    """Two bits each at 0, 4, 8 and 12 to bits 4 and 5 of the four bytes."""
+    outer = ((high & 0x0303) * 0x1010) & 0x00300030
+    inner = ((high & 0x3030) * 0x10100) & 0x30003000
+    return outer | inner
+
+
+@triton.jit
+def field_pair(
+    low, high, I: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, ZERO: tl.constexpr
+):  # fmt: skip
+    """Two fields of each word minus ZERO, f16: I and I + 4, or of fields of 8 bits I and I + 2."""
+    word = low
+    if I > 0:
+        word = low >> (LOW_BITS * I)
+    word &= 0x000F000F if LOW_BITS == 4 else 0x00FF00FF
+    if HIGH_BITS > 0:
+        # The bits of field I + 4 lie 4 HIGH_BITS above those of field I: 16 in the copy.
+        both = high | (high << (16 - 4 * HIGH_BITS))
+        left: tl.constexpr = 4 - HIGH_BITS * I
+        moved = both << left if left >= 0 else both >> -left
+        word |= moved & (0x00100010 if HIGH_BITS == 1 else 0x00300030)
+    first, second = halves(word | 0x64006400)  # 1024 + field
+    base = tl.full([], -1024.0 - ZERO, tl.float16)
+    return first + base, second + base
+
+
+@triton.jit
+def load_scales(scale_ptr, super_ptr, row, group, n_group, mask, SUPER: tl.constexpr):
+    """The words of a group's scales, and of the 256 elements that it is in (absent: the same)."""
+    of_group = tl.load(scale_ptr + row * n_group + group, mask=mask, other=0)
+    of_super = of_group
     if SUPER:
         at = row * (n_group // 8) + group // 8
-        value *= tl.load(super_ptr + at, mask=mask, other=0).to(tl.float32)
-    return value
+        of_super = tl.load(super_ptr + at, mask=mask, other=0)
+    return of_group, of_super
+
+
+@triton.jit
+def group_values(
+    of_group, of_super, HALVES: tl.constexpr, MINIMUM: tl.constexpr, SUPER: tl.constexpr
+):
+    """f32: the scale of a group, and its minimum (0 without).
+
+    With HALVES = 2: the scales of its first and of its second 16 elements.
+    """
+    if HALVES == 2:
+        scale = of_super.to(tl.float32)
+        pair = of_group.to(tl.int32)
+        first = ((pair << 24) >> 24).to(tl.float32) * scale
+        second = (pair >> 8).to(tl.float32) * scale
+    elif SUPER:
+        scale, minimum = halves(of_super.to(tl.uint32, bitcast=True))
+        pair = of_group.to(tl.uint16, bitcast=True).to(tl.uint32)
+        first = (pair & 255).to(tl.float32) * scale.to(tl.float32)
+        second = -((pair >> 8).to(tl.float32) * minimum.to(tl.float32))
+    elif MINIMUM:
+        scale, minimum = halves(of_group.to(tl.uint32, bitcast=True))
+        first, second = scale.to(tl.float32), minimum.to(tl.float32)
+    else:
+        first = of_group.to(tl.float32)
+        second = tl.zeros_like(first)
+    return first, second
 
 
 def planes_of(w: PackedMatrix) -> tuple[torch.Tensor, ...]:
-    """The kernels' first six arguments; a plane that is absent is not read."""
-    planes = (w.low, w.high, w.scale, w.minimum, w.super_scale, w.super_minimum)
+    """The kernels' first four arguments; a plane that is absent is not read."""
+    planes = (w.low, w.high, w.scale, w.super_scale)
     return tuple(w.low if plane is None else plane for plane in planes)
 
 
@@ -64,6 +155,6 @@ def constants_of(w: PackedMatrix) -> dict[str, Any]:
     packing = PACKINGS[w.name]
     return {
         "LOW_BITS": packing.low_bits, "HIGH_BITS": packing.high_bits, "ZERO": packing.zero,
-        "HALVES": 2 if w.scale is not None and w.scale.dim() == 3 else 1,
-        "MINIMUM": w.minimum is not None, "SUPER": w.super_scale is not None,
+        "HALVES": packing.halves, "MINIMUM": packing.has_minimum,
+        "SUPER": w.super_scale is not None,
     }  # fmt: skip

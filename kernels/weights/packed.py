@@ -5,8 +5,9 @@ when it is loaded, and every bit is kept. A row is cut into units of four 32-bit
 thread loads at a time: field k of word t is element 4 k + t of the unit (fields of 4 bits, 32
 elements a unit, or of 8 bits, 16 elements). Bits above the fourth have a plane of their own, with
 the fields of a word side by side. A weight is (q - zero) * scale + minimum, where scale and minimum
-of the K formats are small integers times a float that 256 elements share. Unpacked 6-bit scales
-make Q4_K and Q5_K 2.8% and 2.3% larger; other formats keep their size.
+of the K formats are small integers times a float that 256 elements share. What belongs to a group of
+32 elements lies in one word. Unpacked 6-bit scales make Q4_K and Q5_K 2.8% and 2.3% larger; other
+formats keep their size.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ class PackedMatrix:
     """W (rows, columns) on a device. Planes that a format lacks are None; n_unit a row.
 
     low: int32 (rows, 4 n_unit), or plain floats (rows, columns). high: uint8 (rows, 4 n_unit) of
-    one bit a field, int16 of two bits. scale, minimum: f16 (rows, columns / 32); of the K formats
-    uint8 (rows, columns / 32), or int8 (rows, 2, columns / 32), the scales of the first and of the
-    second 16 elements of each unit. super_scale, super_minimum: f16 (rows, columns / 256).
+    one bit a field, int16 of two bits. scale (rows, columns / 32): f16; with a minimum int32, the
+    scale in the low f16; of the K formats int16, two bytes: scale and minimum, or (Q6_K, signed) the
+    scales of the first and of the second 16 elements. super_scale (rows, columns / 256), what these
+    are multiplied by: int32, two f16 for scale and minus the minimum, or f16 (Q6_K).
     """
 
     name: str  # of the format, as GGUF calls it
@@ -40,9 +42,7 @@ class PackedMatrix:
     low: torch.Tensor
     high: torch.Tensor | None = None
     scale: torch.Tensor | None = None
-    minimum: torch.Tensor | None = None
     super_scale: torch.Tensor | None = None
-    super_minimum: torch.Tensor | None = None
 
     @property
     def planes(self) -> list[torch.Tensor]:
@@ -60,6 +60,7 @@ class Packing:
     """How a block format is packed: bits of the planes, zero point, and what a block decodes to.
 
     decode: uint8 (n, block bytes) -> integers uint8 (n, elements), then the planes of scales.
+    halves: 2 where the first and the second 16 elements of 32 have a scale each.
     """
 
     n_elements: int
@@ -68,6 +69,8 @@ class Packing:
     high_bits: int
     zero: int
     decode: Callable[[torch.Tensor], dict[str, torch.Tensor]]
+    has_minimum: bool = False
+    halves: int = 1
 
 
 def _halves(blocks: torch.Tensor, at: int) -> torch.Tensor:
@@ -90,8 +93,14 @@ def _q4_0(b: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"q": _nibbles(b[:, 2:]), "scale": _halves(b, 0)}
 
 
+def _pairs(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Two numbers each in one integer of twice the size, the first in its low half."""
+    wide = {1: torch.int16, 2: torch.int32}[first.itemsize]
+    return torch.stack([first, second], dim=-1).view(wide).squeeze(-1)
+
+
 def _q4_1(b: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"q": _nibbles(b[:, 4:]), "scale": _halves(b, 0), "minimum": _halves(b, 2)}
+    return {"q": _nibbles(b[:, 4:]), "scale": _pairs(_halves(b, 0), _halves(b, 2))}
 
 
 def _q5_0(b: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -101,7 +110,7 @@ def _q5_0(b: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def _q5_1(b: torch.Tensor) -> dict[str, torch.Tensor]:
     q = _nibbles(b[:, 8:]) | _single_bits(b[:, 4:8]) << 4
-    return {"q": q, "scale": _halves(b, 0), "minimum": _halves(b, 2)}
+    return {"q": q, "scale": _pairs(_halves(b, 0), _halves(b, 2))}
 
 
 def _q8_0(b: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -111,11 +120,11 @@ def _q8_0(b: torch.Tensor) -> dict[str, torch.Tensor]:
 def _k_scales(b: torch.Tensor) -> dict[str, torch.Tensor]:
     """Scales and minima of Q4_K and Q5_K: eight 6-bit pairs in the 12 bytes at 4."""
     first, second, third = b[:, 4:8], b[:, 8:12], b[:, 12:16]
+    scale = torch.cat([first & 63, (third & 15) | first >> 6 << 4], dim=1)
+    minimum = torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=1)
     return {
-        "scale": torch.cat([first & 63, (third & 15) | first >> 6 << 4], dim=1),
-        "minimum": torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=1),
-        "super_scale": _halves(b, 0),
-        "super_minimum": _halves(b, 2),
+        "scale": _pairs(scale, minimum),
+        "super_scale": _pairs(_halves(b, 0), _halves(b, 2)),
     }
 
 
@@ -134,23 +143,23 @@ def _q6_k(b: torch.Tensor) -> dict[str, torch.Tensor]:
     low = _nibbles(b[:, :128].unflatten(1, (2, 64)))  # (n, 2, 128)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=b.device)[:, None]
     high = (b[:, 128:192].unflatten(1, (2, 1, 32)) >> shifts) & 3  # (n, 2, 4, 32)
-    scales = b[:, 192:208].unflatten(1, (8, 2)).transpose(1, 2)  # halves of a unit, (n, 2, 8)
+    scales = b[:, 192:208].unflatten(1, (8, 2))  # of the halves of 32 elements
     return {
         "q": (low | high.flatten(2) << 4).flatten(1),
-        "scale": scales.contiguous().view(torch.int8),
+        "scale": _pairs(scales[..., 0], scales[..., 1]),
         "super_scale": _halves(b, 208),
     }
 
 
 PACKINGS: dict[str, Packing] = {
     "Q4_0": Packing(32, 18, 4, 0, 8, _q4_0),
-    "Q4_1": Packing(32, 20, 4, 0, 0, _q4_1),
+    "Q4_1": Packing(32, 20, 4, 0, 0, _q4_1, has_minimum=True),
     "Q5_0": Packing(32, 22, 4, 1, 16, _q5_0),
-    "Q5_1": Packing(32, 24, 4, 1, 0, _q5_1),
+    "Q5_1": Packing(32, 24, 4, 1, 0, _q5_1, has_minimum=True),
     "Q8_0": Packing(32, 34, 8, 0, 128, _q8_0),
-    "Q4_K": Packing(256, 144, 4, 0, 0, _q4_k),
-    "Q5_K": Packing(256, 176, 4, 1, 0, _q5_k),
-    "Q6_K": Packing(256, 210, 4, 2, 32, _q6_k),
+    "Q4_K": Packing(256, 144, 4, 0, 0, _q4_k, has_minimum=True),
+    "Q5_K": Packing(256, 176, 4, 1, 0, _q5_k, has_minimum=True),
+    "Q6_K": Packing(256, 210, 4, 2, 32, _q6_k, halves=2),
 }
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PACKABLE = (*PACKINGS, *FLOATS)
@@ -181,12 +190,7 @@ def _planes(data: torch.Tensor, packing: Packing) -> dict[str, torch.Tensor]:
     planes = {"low": _pack_low(q, packing.low_bits)}
     if packing.high_bits:
         planes["high"] = _pack_high(q, packing.high_bits)
-    for name, plane in decoded.items():
-        if plane.dim() == 3:  # (blocks, 2, 8) -> (rows, 2, units)
-            plane = plane.unflatten(0, (n_rows, -1)).transpose(1, 2).flatten(2)
-            planes[name] = plane.contiguous()
-        else:
-            planes[name] = plane.reshape(n_rows, -1)
+    planes |= {name: plane.reshape(n_rows, -1) for name, plane in decoded.items()}
     return planes
 
 
@@ -248,18 +252,35 @@ def dequantize_ref(matrix: PackedMatrix) -> torch.Tensor:
         high = matrix.high.long().unflatten(1, (-1, 1, 4))
         shifts = torch.arange(0, 8 * packing.high_bits, packing.high_bits, device=q.device)
         q = q | ((high >> shifts[:, None]) & (2**packing.high_bits - 1)) << 4
-    q = (q - packing.zero).float().reshape(n_rows, -1, 32)
+    q = (q - packing.zero).float().reshape(n_rows, -1, 2, 16)  # by halves of a group
     assert matrix.scale is not None
-    scale = matrix.scale.float()  # (rows, groups) or (rows, 2, groups)
-    if matrix.super_scale is not None:
-        wide = matrix.super_scale.float().repeat_interleave(8, dim=1)
-        scale = scale * (wide if scale.dim() == 2 else wide[:, None])
-    if scale.dim() == 3:
-        return (q.unflatten(2, (2, 16)) * scale.transpose(1, 2)[..., None]).reshape(n_rows, -1)
-    weights = q * scale[..., None]
-    if matrix.minimum is not None:
-        minimum = matrix.minimum.float()
-        if matrix.super_minimum is not None:
-            minimum = -minimum * matrix.super_minimum.float().repeat_interleave(8, dim=1)
-        weights = weights + minimum[..., None]
+    first, second = _group_values_ref(matrix.scale, matrix.super_scale, packing)
+    if packing.halves == 2:
+        weights = q * torch.stack([first, second], dim=-1)[..., None]
+    else:
+        weights = q * first[..., None, None]
+        if packing.has_minimum:
+            weights = weights + second[..., None, None]
     return weights.reshape(n_rows, -1)
+
+
+def _group_values_ref(
+    scale: torch.Tensor, of_super: torch.Tensor | None, packing: Packing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """f32 (rows, groups): scale and minimum, or the scales of the first and the second half."""
+
+    def unpaired(x: torch.Tensor, kind: torch.dtype) -> list[torch.Tensor]:
+        return [half.float() for half in x.contiguous().view(kind).unflatten(1, (-1, 2)).unbind(2)]
+
+    if of_super is None:
+        if packing.has_minimum:
+            first, second = unpaired(scale, torch.float16)
+            return first, second
+        return scale.float(), torch.zeros_like(scale, dtype=torch.float32)
+    if packing.halves == 2:
+        first, second = unpaired(scale, torch.int8)
+        wide = of_super.float().repeat_interleave(8, dim=1)
+        return first * wide, second * wide
+    first, second = unpaired(scale, torch.uint8)
+    d, m = (x.repeat_interleave(8, dim=1) for x in unpaired(of_super, torch.float16))
+    return first * d, -second * m

@@ -146,7 +146,7 @@ def products() -> None:
         for _, n_rows, n_columns in SIZES:
             w = random_matrix(name, n_rows, n_columns, torch.device("cpu"))
             for n_batch in BATCHES:
-                dot.matvec(w, torch.zeros(n_batch, n_columns))
+                dot.multiply(w, torch.zeros(n_batch, n_columns))
 
 
 def times() -> None:

@@ -20,7 +20,7 @@ from gpu_operators import SHAPES, Operator, OperatorRows, Shape, cache_operators
 from gpu_references import compare
 from gpu_report import Row, Task
 from gpu_timing import copy_bandwidth, link_bandwidth, time_calls
-from gpu_weights import FORMATS, sweep_rows, weight_rows
+from gpu_weights import FORMATS, weight_rows
 
 from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.config import SessionConfig
@@ -59,13 +59,12 @@ class Bench:
     """Where to measure, and how large.
 
     tiny: sizes for Triton's interpreter, to see that it runs. model: a GGUF file for ``logits``.
-    sweep: ``weights`` tries tilings.
     """
 
     def __init__(
-        self, device: torch.device, tiny: bool, model: str | None, sweep: bool = False
+        self, device: torch.device, tiny: bool, model: str | None
     ) -> None:
-        self.device, self.tiny, self._model, self._sweep = device, tiny, model, sweep
+        self.device, self.tiny, self._model = device, tiny, model
         self.n_threads = physical_cores()
         self._budget = Budget(tokens=64 if tiny else 512)
 
@@ -134,9 +133,9 @@ class Bench:
 
     def weights(self) -> Iterator[Task]:
         """Products with quantised matrices."""
-        table, measure = ("sweep", sweep_rows) if self._sweep else ("weights", weight_rows)
         for name in FORMATS:
-            yield Task(table, name, partial(measure, name, self.device, self.tiny, self.bandwidth))
+            rows = partial(weight_rows, name, self.device, self.tiny, self.bandwidth)
+            yield Task("weights", name, rows)
 
     def operators(self) -> Iterator[Task]:
         """Attention of one layer; the shapes and depths that are claimed first."""

@@ -15,7 +15,7 @@ import torch
 
 from sparsekv_cli.cpu.weights import dot as host_matvec
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
-from sparsekv_cli.kernels.weights import dot
+from sparsekv_cli.kernels.weights import dequantize, dot
 from sparsekv_cli.kernels.weights.packed import PACKABLE, PackedMatrix, merge_alike, repack
 from sparsekv_cli.models.weights import (
     AttentionWeights,
@@ -49,7 +49,7 @@ class Stack:
         for part in self.parts:
             for start in range(0, len(x), dot.MAX_BATCH):
                 some = slice(start, start + dot.MAX_BATCH)
-                dot.matvec(part, x[some], out[some, at : at + part.n_rows])
+                dot.multiply(part, x[some], out[some, at : at + part.n_rows])
             at += part.n_rows
         return out
 
@@ -61,7 +61,7 @@ class Stack:
         out = torch.empty(self.n_rows, self.n_columns, dtype=dtype, device=device)
         at = 0
         for part in self.parts:
-            dot.dequantize(part, dtype, out[at : at + part.n_rows])
+            dequantize.dequantize(part, dtype, out[at : at + part.n_rows])
             at += part.n_rows
         return out
 

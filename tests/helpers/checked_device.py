@@ -33,7 +33,7 @@ from sparsekv_cli.device.methods import freekv_pages
 from sparsekv_cli.device.step import StepBuffers
 from sparsekv_cli.kernels import clock
 from sparsekv_cli.kernels.freekv import pages as page_cache
-from sparsekv_cli.kernels.weights import dot
+from sparsekv_cli.kernels.weights import matmul, matvec
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.session import Session, load_session
 
@@ -160,8 +160,9 @@ def ranges_of(x: Any) -> Ranges:
 def checked(path: Path, cuda: FakeCuda | None) -> Iterator[Checked]:
     """Opens the model of SHAPE on a fake device; on the interpreter alone, if cuda is None."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dot, "PROGRAMS", 1)  # the interpreter takes as long for a small program
-        patch.setattr(dot, "_rows_a_program", lambda n_rows: 64)
+        patch.setattr(matmul, "PROGRAMS", 1)  # the interpreter takes as long for a small program
+        patch.setattr(matvec, "_rows_a_program", lambda n_rows: 64)
+        patch.setattr(matvec, "_tiling", lambda n_unit, n_fields: (64, 1))
         config = SessionConfig(threads=1, device="cuda", prefill_dtype="f32", chunk=32)
         if cuda is None:
             yield Checked(load_session(path, build_method("full", {}), config), None)

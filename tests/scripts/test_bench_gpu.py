@@ -69,12 +69,6 @@ def test_a_part_runs(part, tmp_path):
         assert all(row.get("ms", 1) > 0 for row in rows)
 
 
-def test_a_sweep_of_tilings(tmp_path):
-    figures = run_here(tmp_path, "--sweep", "--only", "weights", "--match", "Q4_K")
-    assert figures["errors"] == [] and len(figures["sweep"]) == 2
-    assert all(row["ok"] and row["ms"] > 0 for row in figures["sweep"]), figures["sweep"]
-
-
 def test_a_part_that_fails_costs_the_others_nothing(tmp_path):
     missing = str(tmp_path / "no.gguf")
     figures, done = run(

@@ -242,7 +242,7 @@ class DeviceSALS(DeviceCache):
         latents, values, *parts = tensors
         exact, basis, bits = latent.Exact(*parts), self._basis, self.method.bits
         latent.append_latent(
-            dot.matvec(self._matrices.encode, x.k_nope.flatten(1)), x.k, x.v, step.pos, step.budget,
+            dot.multiply(self._matrices.encode, x.k_nope.flatten(1)), x.k, x.v, step.pos, step.budget,
             latents, values, exact, basis.encode_factor, bits, self._first,
             self.method.window, self._n_back,
         )  # fmt: skip
@@ -278,7 +278,7 @@ class DeviceSALS(DeviceCache):
                 self._n_max, float(self.spec.scale), self._first, exact_lse,
             )  # fmt: skip
         summed = x.q_nope.unflatten(1, (self.spec.n_head_kv, -1)).sum(2).flatten(1)  # (B, G d)
-        query = dot.matvec(self._matrices.score, summed)
+        query = dot.multiply(self._matrices.score, summed)
         return scores.score_summed(query, latents, exact.n_latent, self._n_max, self._first)
 
     def _choose(

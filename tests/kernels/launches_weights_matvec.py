@@ -1,4 +1,4 @@
-"""Launches of kernels/weights/dot.py to compile; see test_compile.py."""
+"""Launches of kernels/weights/matvec.py to compile; see test_compile.py."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ def empty_matrix(name: str, n_rows: int, n_columns: int) -> packed.PackedMatrix:
 def launches() -> Iterator[Callable[[], object]]:
     for name in packed.PACKABLE:
         w = empty_matrix(name, 8192, 4096)
-        for n_batch in (1, 2, 16) if name in ("Q4_K", "Q6_K", "F16") else (1,):
-            x = torch.zeros(n_batch, 4096)
-            yield partial(dot.matvec, w, x)
+        for n_batch in (1, 2) if name in ("Q4_K", "Q6_K", "F16") else (1,):
+            yield partial(dot.multiply, w, torch.zeros(n_batch, 4096))
     for name in ("Q4_0", "Q6_K"):  # one warp a row
-        w = empty_matrix(name, 96, 768)
-        yield partial(dot.matvec, w, torch.zeros(1, 768))
-        yield partial(dot.dequantize, w)
+        yield partial(dot.multiply, empty_matrix(name, 96, 768), torch.zeros(1, 768))
+    yield partial(dot.multiply, empty_matrix("Q4_K", 4096, 14336), torch.zeros(1, 14336))

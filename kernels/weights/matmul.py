@@ -1,0 +1,194 @@
+"""Products of matrices with several vectors, by the GPU's tensor cores.
+
+Weights and inputs are f16 (of plain floats TF32), sums f32. The inputs of a vector are scaled, so
+that none is beyond f16, and put in the order in which the kernel unpacks weights.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sparsekv_cli.kernels.weights.fields import (
+    constants_of,
+    field_pair,
+    group_values,
+    load_scales,
+    planes_of,
+    wide_bits,
+)
+from sparsekv_cli.kernels.weights.packed import FLOATS, PackedMatrix
+
+BATCH = 16  # vectors that a program multiplies, some of them idle
+ROWS = 64  # of a program: they share its inputs
+UNITS = 8  # of a step of a program
+WARPS, STAGES = 4, 3  # of a program, and of its pipeline of loads
+PROGRAMS = 512  # wanted at least, a few for each multiprocessor
+PEAK = 2048.0  # of a vector's inputs as f16
+
+
+@triton.jit
+def _to_f16_kernel(
+    x_ptr, out_ptr, scale_ptr, n_columns, stride_xb,
+    BLOCK: tl.constexpr, FIELDS: tl.constexpr, UNITS: tl.constexpr, PEAK: tl.constexpr,
+):  # fmt: skip
+    """A vector as f16 times 1 / scale, in steps of UNITS units: by field, unit and word.
+
+    What lies behind the last column in the last step is 0.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    SIZE: tl.constexpr = 4 * FIELDS * UNITS
+    within = at % SIZE
+    unit = at // SIZE * UNITS + within % (4 * UNITS) // 4
+    column = unit * (4 * FIELDS) + within // (4 * UNITS) * 4 + within % 4
+    x = tl.load(x_ptr + b * stride_xb + column, mask=column < n_columns, other=0).to(tl.float32)
+    peak = tl.max(tl.abs(x), 0)
+    damage = tl.sum(x * 0.0, 0)  # no number, if one of x is none or infinite
+    inverse = PEAK / tl.maximum(peak, 1e-30)
+    n_out = tl.cdiv(n_columns, SIZE) * SIZE
+    tl.store(out_ptr + b * n_out + at, (x * inverse).to(tl.float16), mask=at < n_out)
+    tl.store(scale_ptr + b, peak * (1.0 / PEAK) + damage)
+
+
+@triton.jit(do_not_specialize=["n_batch", "units_a_part"])
+def _matmul_kernel(
+    low_ptr, high_ptr, scale_ptr, super_ptr, x_ptr, x_scale_ptr, out_ptr,
+    n_batch, n_rows, n_unit, units_a_part, stride_xb, stride_op, stride_ob,
+    BATCH: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, LOW_BITS: tl.constexpr,
+    HIGH_BITS: tl.constexpr, ZERO: tl.constexpr, HALVES: tl.constexpr, MINIMUM: tl.constexpr,
+    SUPER: tl.constexpr,
+):  # fmt: skip
+    FIELDS: tl.constexpr = 32 // LOW_BITS
+    SPLIT: tl.constexpr = 32 // (4 * FIELDS)
+    part = tl.program_id(1)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    batch = tl.arange(0, BATCH)
+    word, word_of_x = tl.arange(0, 4 * UNITS)[None, :], tl.arange(0, 4 * UNITS)[:, None]
+    unit = tl.arange(0, UNITS)[None, :]
+    n_group = n_unit // SPLIT
+    stop = tl.minimum(n_unit, (part + 1) * units_a_part)
+    sums = tl.zeros((ROWS, BATCH), tl.float32)
+    for start in range(part * units_a_part, stop, UNITS):
+        mask = (start + word // 4 < stop) & (row < n_rows)
+        at = row * (4 * n_unit) + start * 4 + word
+        low = tl.load(low_ptr + at, mask=mask, other=0).to(tl.uint32, bitcast=True)
+        high = low
+        if HIGH_BITS > 0:
+            high = wide_bits(tl.load(high_ptr + at, mask=mask, other=0), HIGH_BITS)
+        of_group, of_super = load_scales(
+            scale_ptr, super_ptr, row, (start + unit) // SPLIT, n_group,
+            (start + unit < stop) & (row < n_rows), SUPER,
+        )  # fmt: skip
+        scale, second = group_values(of_group, of_super, HALVES, MINIMUM, SUPER)
+        scale = _a_word(scale.to(tl.float16), ROWS, UNITS)
+        second = _a_word(second.to(tl.float16), ROWS, UNITS)
+        x_at = x_ptr + batch[None, :] * stride_xb + start * (4 * FIELDS) + word_of_x
+        has_x = batch[None, :] < n_batch
+        for i in tl.static_range(FIELDS // 2):
+            one, two = field_pair(low, high, i, LOW_BITS, HIGH_BITS, ZERO)
+            if HALVES == 2:
+                one, two = one * scale, two * second
+            elif MINIMUM:
+                one, two = one * scale + second, two * scale + second
+            else:
+                one, two = one * scale, two * scale
+            x_one = tl.load(x_at + 4 * UNITS * i, mask=has_x, other=0)
+            x_two = tl.load(x_at + 4 * UNITS * (i + FIELDS // 2), mask=has_x, other=0)
+            sums = tl.dot(one, x_one, sums)
+            sums = tl.dot(two, x_two, sums)
+    is_batch = batch[None, :] < n_batch
+    sums *= tl.load(x_scale_ptr + batch[None, :], mask=is_batch, other=0)
+    at = part.to(tl.int64) * stride_op + batch[None, :] * stride_ob + row
+    tl.store(out_ptr + at, sums, mask=(row < n_rows) & is_batch)
+
+
+@triton.jit
+def _a_word(values, ROWS: tl.constexpr, UNITS: tl.constexpr):
+    """(ROWS, UNITS) for each of the four words of a unit: (ROWS, 4 UNITS)."""
+    wide = tl.broadcast_to(values[:, :, None], (ROWS, UNITS, 4))
+    return tl.reshape(wide, (ROWS, 4 * UNITS))
+
+
+@triton.jit
+def _rounded(x):
+    """f32 rounded to the 10 bits of mantissa that tensor cores keep; they would cut them off."""
+    bits = (x.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _matmul_float_kernel(
+    w_ptr, x_ptr, out_ptr, n_batch, n_rows, n_columns, columns_a_part, stride_w, stride_xb,
+    stride_op, stride_ob,
+    BATCH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(1)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    batch, column = tl.arange(0, BATCH)[None, :], tl.arange(0, COLUMNS)
+    stop = tl.minimum(n_columns, (part + 1) * columns_a_part)
+    sums = tl.zeros((ROWS, BATCH), tl.float32)
+    for start in range(part * columns_a_part, stop, COLUMNS):
+        c, c_of_x = start + column[None, :], start + column[:, None]
+        w = tl.load(w_ptr + row * stride_w + c, mask=(c < stop) & (row < n_rows), other=0)
+        mask = (c_of_x < stop) & (batch < n_batch)
+        x = tl.load(x_ptr + batch * stride_xb + c_of_x, mask=mask, other=0)
+        w, x = w.to(tl.float32), x.to(tl.float32)
+        sums = tl.dot(_rounded(w), _rounded(x), sums, input_precision="tf32")
+    at = part.to(tl.int64) * stride_op + batch * stride_ob + row
+    tl.store(out_ptr + at, sums, mask=(row < n_rows) & (batch < n_batch))
+
+
+@triton.jit
+def _add_parts_kernel(parts_ptr, out_ptr, n, n_row, n_part, stride_ob, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in range(n_part):
+        total += tl.load(parts_ptr + part * n + at, mask=at < n, other=0)
+    tl.store(out_ptr + at // n_row * stride_ob + at % n_row, total, mask=at < n)
+
+
+def _parts(n_rows: int, n_step: int) -> tuple[int, int]:
+    """Steps of the inner loop in a program, and programs a row."""
+    wanted = max(1, PROGRAMS // -(-n_rows // ROWS))
+    steps = -(-n_step // min(wanted, n_step))
+    return steps, -(-n_step // steps)
+
+
+def matmul(w: PackedMatrix, x: torch.Tensor, out: torch.Tensor) -> None:
+    """As weights/dot.py's, of up to BATCH vectors."""
+    n_batch = x.shape[0]
+    columns = 64 if w.name in FLOATS else UNITS * 128 // constants_of(w)["LOW_BITS"]
+    n_step = -(-w.n_columns // columns)
+    steps, n_part = _parts(w.n_rows, n_step)
+    grid = (triton.cdiv(w.n_rows, ROWS), n_part)
+    parts = out[None]
+    if n_part > 1:
+        parts = torch.empty(n_part, n_batch, w.n_rows, dtype=torch.float32, device=out.device)
+    if w.name in FLOATS:
+        _matmul_float_kernel[grid](
+            w.low, x, parts, n_batch, w.n_rows, w.n_columns, steps * columns, w.low.stride(0),
+            x.stride(0), *parts.stride()[:2], BATCH=BATCH, ROWS=ROWS, COLUMNS=columns,
+            num_warps=WARPS, num_stages=STAGES,
+        )  # fmt: skip
+    else:
+        inputs = torch.empty(n_batch, n_step * columns, dtype=torch.float16, device=out.device)
+        scales = torch.empty(n_batch, dtype=torch.float32, device=out.device)
+        n_unit, constants = w.low.shape[1] // 4, constants_of(w)
+        block = triton.next_power_of_2(n_step * columns)
+        _to_f16_kernel[(n_batch,)](
+            x, inputs, scales, w.n_columns, x.stride(0), BLOCK=block,
+            FIELDS=32 // constants["LOW_BITS"], UNITS=UNITS, PEAK=PEAK,
+            num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
+        _matmul_kernel[grid](
+            *planes_of(w), inputs, scales, parts, n_batch, w.n_rows, n_unit, steps * UNITS,
+            inputs.stride(0), *parts.stride()[:2], BATCH=BATCH, ROWS=ROWS, UNITS=UNITS,
+            **constants, num_warps=WARPS, num_stages=STAGES,
+        )  # fmt: skip
+    if n_part > 1:
+        n = n_batch * w.n_rows
+        _add_parts_kernel[(triton.cdiv(n, 256),)](
+            parts, out, n, w.n_rows, n_part, out.stride(0), BLOCK=256, num_warps=2
+        )
