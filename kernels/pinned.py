@@ -46,7 +46,12 @@ def zeros_on_host(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     n = math.prod(shape)
     if device.type != "cuda" or n == 0:
         return torch.zeros(shape, dtype=torch.float16)
-    pages = _LockedPages(-1, -(-2 * n // mmap.PAGESIZE) * mmap.PAGESIZE)
+    n_bytes = -(-2 * n // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = _LockedPages(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Large pages are locked sooner. A child that shared private pages would have them copied, and
+    # the GPU would go on with the old ones: it gets none.
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+        pages.madvise(advice)
     flat = torch.frombuffer(pages, dtype=torch.float16, count=n)
     pages.lock(flat.data_ptr())
     return flat.view(shape)

@@ -114,6 +114,7 @@ def _place_rows_kernel(
             order = n_missing + tl.cumsum(is_new.to(tl.int32), 0) - 1  # below n_free
             new = tl.load(free_at + order, mask=is_new, other=0)
             old = tl.load(row_in_at + new, mask=is_new, other=NO_ROW)
+            tl.debug_barrier()  # every warp knows which rows are new
             tl.store(slot_of_at + old, tl.full([BLOCK], NO_ROW, tl.int32), mask=old >= 0)
             tl.store(slot_of_at + row, new, mask=is_new)
             tl.store(row_in_at + new, row, mask=is_new)

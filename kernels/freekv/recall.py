@@ -80,6 +80,7 @@ def _offload_pages_kernel(
         at = ((b * n_kv_head + g) * n_page_max + j) * D
         tl.store(hi_ptr + at + c, high.to(tl.float16), mask=c < D)
         tl.store(lo_ptr + at + c, low.to(tl.float16), mask=c < D)
+    tl.debug_barrier()  # every warp has read OFFLOADED, by which it knows the pages to copy
     if window > first:
         tl.store(state_at + OFFLOADED, window)
         sent_at = statistics_ptr + unit * N_STATISTICS + SENT

@@ -142,9 +142,9 @@ def _matvec_kernel(
             if MINIMUM:
                 sums += x_sum.to(tl.float32) * second
         out = tl.sum(sums * x_scale, axis=2)[:, :, None]
-        row = start + rows
+        done = start + rows
         tl.store(
-            out_ptr + batch * stride_ob + row, out, mask=(batch < n_batch) & (row < n_rows)
+            out_ptr + batch * stride_ob + done, out, mask=(batch < n_batch) & (done < n_rows)
         )
 
 

@@ -69,6 +69,7 @@ class DeviceStore:
 
     def __init__(self, spec: LayerSpec, device: torch.device) -> None:
         self.n = 0
+        self.row_bytes = 2 * (spec.head_dim + spec.value_dim)  # of one token's K and V in a kv head
         self._device = device
         self.k = self._rows(spec.n_head_kv, 0, spec.head_dim)
         self.v = self._rows(spec.n_head_kv, 0, spec.value_dim)
@@ -83,11 +84,6 @@ class DeviceStore:
     @property
     def nbytes(self) -> int:
         return self.k.nbytes + self.v.nbytes
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one token's K and V in one kv head."""
-        return 2 * (self.k.shape[3] + self.v.shape[3])
 
     def reserve(self, n: int) -> None:
         """Room for ``n`` rows: exactly that at first; later it grows by an eighth at least."""

@@ -230,11 +230,15 @@ class DeviceDecoder(Forward):
             ) from None
         finally:
             self._caches = ()
-        found = result(buffers, order)
-        for layers, pos in zip(caches, positions, strict=True):
-            for cache in layers:
-                if isinstance(cache, DeviceCache):
-                    cache.settle(pos + 1)
+        try:
+            _settle(caches, positions)  # while the device works
+            found = result(buffers, order)
+        except BaseException:  # Ctrl-C, for one: the step has not been
+            for layers, pos in zip(caches, positions, strict=True):
+                for cache in layers:
+                    if isinstance(cache, DeviceCache):
+                        cache.truncate(pos)
+            raise
         self._planner.end(plan, positions)
         return found
 
@@ -349,6 +353,14 @@ class DeviceDecoder(Forward):
             self._buffers.choose(logits, choosing.drawing)
         if choosing.downloads:
             self._buffers.download_logits(logits)
+
+
+def _settle(caches: Sequence[Sequence[LayerCache]], positions: Sequence[int]) -> None:
+    """Counts a step of each sequence in its caches on the device."""
+    for layers, pos in zip(caches, positions, strict=True):
+        for cache in layers:
+            if isinstance(cache, DeviceCache):
+                cache.settle(pos + 1)
 
 
 class _Choosing(NamedTuple):
