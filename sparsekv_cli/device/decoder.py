@@ -206,22 +206,22 @@ class DeviceDecoder(Forward):
             self._buffers = StepBuffers(self.hparams, n_rows, self.device)
         positions, caches = [positions[b] for b in order], [caches[b] for b in order]
         buffers, self._positions, self._caches = self._buffers, positions, caches
+        on_device = [[c for c in layers if isinstance(c, DeviceCache)] for layers in caches]
         self.rope.reserve(max(positions) + 1)
         for row, (b, pos) in enumerate(zip(order, positions, strict=True)):
             self.embed_row(tokens[b], buffers.host_x[row].numpy())
-            budgets = [c.budget_rows(pos + 1) for c in caches[row] if isinstance(c, DeviceCache)]
+            budgets = [cache.budget_rows(pos + 1) for cache in on_device[row]]
             buffers.set_numbers(row, pos, min(budgets, default=pos + 1))
             if choosing.drawing is not None:
                 buffers.set_chain(row, settings_of(samplers[b]))
         owners = [buffers, *(cache for layers in caches for cache in layers)]
-        on_device = (c for layers in caches for c in layers if isinstance(c, DeviceCache))
         try:
             plan = self._planner.begin(positions, caches)
             self._steps.run(
                 owners,
                 (len(self.rope.full.cos), plan.key, choosing),
                 lambda: list(self._program(caches, plan.runs_of(caches), choosing)),
-                watched=any(cache.on_step is not None for cache in on_device),
+                watched=any(c.on_step is not None for layers in on_device for c in layers),
             )
         except torch.OutOfMemoryError:
             raise SparseKVError(
@@ -231,13 +231,14 @@ class DeviceDecoder(Forward):
         finally:
             self._caches = ()
         try:
-            _settle(caches, positions)  # while the device works
-            found = result(buffers, order)
-        except BaseException:  # Ctrl-C, for one: the step has not been
-            for layers, pos in zip(caches, positions, strict=True):
+            for layers, pos in zip(on_device, positions, strict=True):
                 for cache in layers:
-                    if isinstance(cache, DeviceCache):
-                        cache.truncate(pos)
+                    cache.settle(pos + 1)  # while the device works
+            found = result(buffers, order)
+        except BaseException:  # such as Ctrl-C: the step has not been
+            for layers, pos in zip(on_device, positions, strict=True):
+                for cache in layers:
+                    cache.truncate(pos)
             raise
         self._planner.end(plan, positions)
         return found
@@ -353,14 +354,6 @@ class DeviceDecoder(Forward):
             self._buffers.choose(logits, choosing.drawing)
         if choosing.downloads:
             self._buffers.download_logits(logits)
-
-
-def _settle(caches: Sequence[Sequence[LayerCache]], positions: Sequence[int]) -> None:
-    """Counts a step of each sequence in its caches on the device."""
-    for layers, pos in zip(caches, positions, strict=True):
-        for cache in layers:
-            if isinstance(cache, DeviceCache):
-                cache.settle(pos + 1)
 
 
 class _Choosing(NamedTuple):
