@@ -9,7 +9,6 @@ files.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
 import os
@@ -26,11 +25,10 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.models.hparams import HParams
 
-FORMAT_VERSION = 4  # raised when the layout changes, or the arrays of a method or their meaning
+FORMAT_VERSION = 5  # raised when the layout changes, or the arrays of a method or their meaning
 KIND = "sparsekv-calibration"
 SUFFIX = ".calibration.npz"
 PAIRING = "half-split"  # RoPE pairs (i, i + n_rot/2), as the decoder gives q and k to the methods
-SAMPLE_BYTES = 256  # of a tensor, at its beginning, middle and end
 
 WORDS = {
     "n_layer": "layers",
@@ -79,7 +77,7 @@ class Entry:
 
 
 def identify(file: GGUFFile, hparams: HParams) -> ModelIdentity:
-    """The identity of an open model."""
+    """The identity of an open model. SparseKVError if its file cannot be read or has changed."""
     return ModelIdentity(
         n_layer=hparams.n_layer,
         n_head=tuple(layer.n_head for layer in hparams.layers),
@@ -91,22 +89,8 @@ def identify(file: GGUFFile, hparams: HParams) -> ModelIdentity:
         rope_scaling=hparams.rope.scaling,
         rope_factor=hparams.rope.factor,
         pairing=PAIRING,
-        model_hash=model_hash(file),
+        model_hash=file.content.wait(),
     )
-
-
-def model_hash(file: GGUFFile) -> str:
-    """32 hex digits over size, header and a sample of every tensor, which takes milliseconds."""
-    digest = hashlib.sha256()
-    for part in file.parts:
-        digest.update(part.size.to_bytes(8, "little"))
-        with open(part.path, "rb") as header:
-            digest.update(header.read(part.data_offset))
-    for info in file.tensors.values():
-        data = file.data(info).reshape(-1)
-        for start in (0, len(data) // 2, max(0, len(data) - SAMPLE_BYTES)):
-            digest.update(data[start : start + SAMPLE_BYTES].tobytes())
-    return digest.hexdigest()[:32]
 
 
 class OutdatedError(SparseKVError):

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from sparsekv_cli.prefix.folder import PrefixFolder
-from sparsekv_cli.prefix.prefixes import Prefixes, facts_of, root_of
+from sparsekv_cli.prefix.prefixes import Prefixes, Root
 from sparsekv_cli.session import Session
 
 LIMIT = 1 << 30  # bytes
+
+
+class KnownRoot(NamedTuple):
+    """In the place of a Root (prefixes.py), without a model."""
+
+    name: str | None
+
+    def known(self) -> str | None:
+        return self.name
 
 
 def keeping(session: Session, folder: Path, limit: int = LIMIT) -> list[str]:
@@ -22,7 +32,7 @@ def keeping(session: Session, folder: Path, limit: int = LIMIT) -> list[str]:
     session.prefixes = Prefixes(
         PrefixFolder(folder, limit, said.append),
         "tiny.gguf",
-        root_of({**facts_of(session.gguf, session.decoder), "types": types}),
+        Root(session.gguf, session.decoder, types=types),
         types,
         method.n_queried,
         lambda text: said.append(f"-v {text}"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kept_prompts import KnownRoot
 from tiny_sessions import tokens
 
 from sparsekv_cli.cache.layer import DenseCache
@@ -40,7 +41,7 @@ def prefixes_in(folder: Path, said: list[str]) -> Prefixes:
     return Prefixes(
         PrefixFolder(folder, 1 << 30, said.append),
         "m",
-        "0" * 32,
+        KnownRoot("f" * 32),
         ("f16", "f16"),
         1,
         lambda text: None,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kept_prompts import keep
+from kept_prompts import KnownRoot, keep
 from tiny_sessions import decoded, tokens
 
-from sparsekv_cli.prefix.prefixes import facts_of, root_of
+from sparsekv_cli.prefix.prefixes import Root
 from sparsekv_cli.prefix.session_file import SessionFile
 
 DOCUMENT = tokens(700)
@@ -23,7 +23,7 @@ def open_with(session_of, path: Path, name: str = "full", **options):
     session.prefixes = SessionFile(
         path,
         "tiny.gguf",
-        root_of(facts_of(session.gguf, session.decoder)),
+        Root(session.gguf, session.decoder),
         (session.method.cache_type_k, session.method.cache_type_v),
         session.method.n_queried,
         said.append,
@@ -100,7 +100,7 @@ def test_a_damaged_file_is_one_line_and_written_anew(how, session_of, tmp_path):
 def test_another_model_s_file_is_one_line_and_left_as_it_is(session_of, tmp_path):
     path = tmp_path / "a.session"
     session, said = open_with(session_of, path)
-    session.prefixes.root = "f" * 32
+    session.prefixes.root = KnownRoot("f" * 32)
     keep(session, FIRST)
     before = path.read_bytes()
     session, said = open_with(session_of, path)
