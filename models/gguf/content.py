@@ -21,7 +21,7 @@ from sparsekv_cli.files import is_private, open_regular, replace_file, user_cach
 from sparsekv_cli.models.gguf.part import GGUFPart
 
 DIGITS = 32
-SMALL = 16 << 20  # bytes of a model that is read at once, and not by a thread
+SMALL = 16 << 20  # bytes; a model of so few is read at once, and its hash is not remembered
 BUFFER = 1 << 20  # bytes
 MOST_REMEMBERED = 256  # files
 # Seconds since the last change. A file that changed later may change again within the same step of
@@ -50,7 +50,7 @@ class ModelContent:
         if not all(part.is_unchanged() for part in self._parts):
             return None
         with self._lock:
-            if self._digest is None and self._thread is None:
+            if self._digest is None and self._thread is None and not self._failure:
                 self._begin()
         return self._digest
 
@@ -67,7 +67,10 @@ class ModelContent:
         return found
 
     def _begin(self) -> None:
-        """Finds the hash at once if it is remembered or the model is small; else in a thread."""
+        """Finds the hash at once if the model is small or it is remembered; else in a thread."""
+        if sum(part.size for part in self._parts) <= SMALL:
+            self._read(is_small=True)
+            return
         remembered = _remembered()
         found = [remembered.get(part.mark, "") for part in self._parts]
         if all(found):
@@ -75,10 +78,8 @@ class ModelContent:
             return
         self._thread = threading.Thread(target=self._read, name="model hash", daemon=True)
         self._thread.start()
-        if sum(part.size for part in self._parts) <= SMALL:
-            self._thread.join()
 
-    def _read(self) -> None:
+    def _read(self, is_small: bool = False) -> None:
         now = time.time()
         try:
             found = [_hash_of(part) for part in self._parts]
@@ -87,8 +88,9 @@ class ModelContent:
             return
         if all(part.is_unchanged() for part in self._parts):
             self._digest = _joined(found)
-            both = zip(self._parts, found, strict=True)
-            _remember({part.mark: digest for part, digest in both if part.changed < now - SETTLED})
+            if not is_small and all(part.changed < now - SETTLED for part in self._parts):
+                marks = [part.mark for part in self._parts]
+                _remember(dict(zip(marks, found, strict=True)))
 
 
 def _hash_of(part: GGUFPart) -> str:

@@ -215,7 +215,7 @@ def test_hash_of_a_model(model, blueprint, tmp_path):
     data = bytearray(model.read_bytes())
     with open_gguf(model) as file:
         info = file.tensors["blk.1.ffn_up.weight"]
-        data[info.offset + info.n_bytes - 3] ^= 1
+        data[info.offset + info.n_bytes // 3] ^= 1
     changed.write_bytes(data)
     hashes = {identity_of(p).model_hash for p in (model, longer, other_key, changed)}
     assert len(hashes) == 4 and {len(h) for h in hashes} == {32}
