@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forged_headers import forge
 from kept_prompts import KnownRoot, keep
 from tiny_sessions import decoded, tokens
 
@@ -94,6 +95,25 @@ def test_a_damaged_file_is_one_line_and_written_anew(how, session_of, tmp_path):
     session.reset()
     expected = session_of("full", ctx_size=4096).prefill(FIRST)
     np.testing.assert_array_equal(keep(session, FIRST), expected)
+    assert len(said) == 1 and str(path) in said[0] and path.read_bytes() == whole
+
+
+BAD = [{"first": 5}, {"first": -1}, {"types": ["q8_0", "f16"]}, {"rows": [740] * 4}]
+
+
+@pytest.mark.parametrize("change", [*BAD, "[" * 100_000])
+def test_a_header_of_other_rows_is_one_line_and_written_anew(change, session_of, tmp_path):
+    """No row is attended to that no file has filled."""
+    path = tmp_path / "a.session"
+    session, said = open_with(session_of, path)
+    keep(session, FIRST)
+    whole = path.read_bytes()
+    forge(path, change)
+    session.reset()
+    session.timings.reset()
+    expected = session_of("full", ctx_size=4096).prefill(FIRST)
+    np.testing.assert_array_equal(keep(session, FIRST), expected)
+    assert session.timings.cached_tokens == 0
     assert len(said) == 1 and str(path) in said[0] and path.read_bytes() == whole
 
 
