@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from typing import Any
 import numpy as np
 
 from sparsekv_cli import __version__
+from sparsekv_cli.calibration.run import CalibrationArray
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.files import open_regular
 from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.models.hparams import HParams
 
@@ -101,21 +104,28 @@ class OutdatedError(SparseKVError):
         self.text_name = text_name
 
 
-def read_entry(path: Path, method: str, identity: ModelIdentity) -> Entry | None:
+def read_entry(
+    path: Path,
+    method: str,
+    identity: ModelIdentity,
+    arrays: Mapping[str, CalibrationArray] | None = None,
+) -> Entry | None:
     """The calibration of ``method``; None if there is no such file or it has none of this method.
 
-    SparseKVError for a file that is damaged or of another model or format, OutdatedError for one
-    of an older format.
+    arrays: what its arrays must be; None: anything. SparseKVError for a file that is damaged or of
+    another model or format, OutdatedError for one of an older format.
     """
     if not os.path.lexists(path):
         return None
     try:
-        with zipfile.ZipFile(path) as archive:
+        with _archive(path) as archive:
             about = _about(archive)
             if method not in about["methods"]:
                 return None
             _check(path, method, about, identity)
-            return _entry(archive, method, about["methods"][method])
+            entry = _entry(archive, method, about["methods"][method])
+            _check_arrays(path, method, entry, arrays)
+            return entry
     except SparseKVError:
         raise
     except Exception as error:  # whatever damage makes zipfile, numpy and json raise
@@ -149,11 +159,29 @@ def write_entry(path: Path, method: str, identity: ModelIdentity, entry: Entry) 
             temporary.unlink()
 
 
+@contextlib.contextmanager
+def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    """An npz file whose members are no larger together than the file, so that it bounds them."""
+    with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+        size = os.fstat(file.fileno()).st_size
+        if sum(member.file_size for member in archive.infolist()) > size:
+            raise ValueError("its members overlap")
+        yield archive
+
+
 def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """A member of the npz file. None is compressed, so the file's size bounds what it takes."""
+    """A member of the npz file; ValueError unless it holds one array, of the size that it says."""
     if archive.getinfo(f"{name}.npy").compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{name} is compressed")
-    return np.load(io.BytesIO(archive.read(f"{name}.npy")), allow_pickle=False)
+    file = io.BytesIO(archive.read(f"{name}.npy"))
+    version = np.lib.format.read_magic(file)
+    if version != (1, 0):
+        raise ValueError(f"{name} has version {version} of the npy format, not (1, 0)")
+    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(file.getbuffer()) - file.tell():
+        raise ValueError(f"{name} has another size than it says")
+    file.seek(0)
+    return np.load(file, allow_pickle=False)
 
 
 def _about(archive: zipfile.ZipFile) -> dict[str, Any]:
@@ -202,8 +230,27 @@ def _show(value: Any) -> str:
 
 
 def _entry(archive: zipfile.ZipFile, method: str, own: dict[str, Any]) -> Entry:
+    """What a method stored; ValueError for what is none of that."""
+    texts = own["text_name"], own["text_hash"], own["program"]
+    if type(own["n_tokens"]) is not int or not all(isinstance(text, str) for text in texts):
+        raise ValueError("it does not say what text it was measured on")
     tensors = {name: _array(archive, f"{method}.{name}") for name in own["tensors"]}
-    return Entry(tensors, own["n_tokens"], own["text_name"], own["text_hash"], own["program"])
+    return Entry(tensors, own["n_tokens"], *texts)
+
+
+def _check_arrays(
+    path: Path, method: str, entry: Entry, expected: Mapping[str, CalibrationArray] | None
+) -> None:
+    """SparseKVError unless the arrays are those that are expected."""
+    if expected is None:
+        return
+    if set(entry.tensors) != set(expected):
+        found = ", ".join(sorted(entry.tensors))
+        names = ", ".join(sorted(expected))
+        raise _unusable(path, method, f"has the arrays {found}, but {names} were expected")
+    for name, array in expected.items():
+        if problem := array.problem(entry.tensors[name]):
+            raise _unusable(path, method, f"cannot be used: {name} {problem}")
 
 
 def check_place(path: Path) -> None:
@@ -216,7 +263,7 @@ def check_place(path: Path) -> None:
     if not os.path.lexists(path):
         return
     if path.is_file():
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             start = file.read(4)
         if start == b"":
             return
@@ -234,7 +281,7 @@ def check_place(path: Path) -> None:
 def _entries(path: Path, identity: ModelIdentity) -> dict[str, Entry]:
     """The entries of a file that can be kept: of this model and format, and not damaged."""
     kept: dict[str, Entry] = {}
-    with contextlib.suppress(Exception), zipfile.ZipFile(path) as archive:
+    with contextlib.suppress(Exception), _archive(path) as archive:
         about = _about(archive)
         for name, own in about["methods"].items():
             with contextlib.suppress(Exception):

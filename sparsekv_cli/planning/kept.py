@@ -89,7 +89,7 @@ def calibration_of(method: Method, file: GGUFFile, hparams: HParams) -> Entry | 
     if not file.has_data:
         return None
     nothing: Any = None  # a search neither decodes nor tokenizes
-    return Calibrations(file, hparams, nothing, nothing).find(method.name)
+    return Calibrations(file, hparams, nothing, nothing).find_of(method)
 
 
 def speeds_of(

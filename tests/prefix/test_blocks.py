@@ -96,7 +96,7 @@ def test_every_cut_is_noticed(written):
 @pytest.mark.parametrize("change", [*({n: v} for n, v in BAD_FIELDS), *BAD_TEXTS])
 def test_a_header_is_believed_field_by_field(change, written):
     forge(written, change)
-    with pytest.raises(DamagedError, match="its header cannot be read|bytes instead of"):
+    with pytest.raises(DamagedError, match=r"its header cannot be read|bytes instead of"):
         read(written)
     # In the folder it is one line, and a listing says so and goes on.
     said: list[str] = []
