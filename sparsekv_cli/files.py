@@ -60,10 +60,31 @@ def replace_file(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """An OSError of what is written within names the file; the system's own does not."""
+    """Turns an OSError into a SparseKVError that names the file, which the system's may not do."""
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
         raise SparseKVError(f"{os.fspath(path)}: {error.strerror or error}") from error
+
+
+class AppendedFile:
+    """Text at the end of a file. It is there when ``write`` returns. Every error names the file."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = path
+        with naming(path):
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+
+    def write(self, text: str) -> None:
+        data = memoryview(text.encode())
+        with naming(self._path):
+            while data:
+                data = data[self._file.write(data) :]
+
+    def __enter__(self) -> AppendedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()

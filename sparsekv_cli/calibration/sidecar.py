@@ -24,7 +24,7 @@ import numpy as np
 from sparsekv_cli import __version__
 from sparsekv_cli.calibration.run import CalibrationArray
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.files import open_regular
+from sparsekv_cli.files import naming, open_regular
 from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.models.hparams import HParams
 
@@ -137,7 +137,7 @@ def write_entry(path: Path, method: str, identity: ModelIdentity, entry: Entry) 
     """Puts one method's calibration into ``path``, beside those of other methods of this model.
 
     The file is replaced as a whole. Entries that are damaged or of another model are dropped.
-    SparseKVError if ``path`` is some other kind of file, OSError if it cannot be written.
+    SparseKVError if ``path`` is some other kind of file, or cannot be written.
     """
     check_place(path)
     entries = {**_entries(path, identity), method: entry}
@@ -148,15 +148,16 @@ def write_entry(path: Path, method: str, identity: ModelIdentity, entry: Entry) 
     arrays: dict[str, Any] = {
         f"{m}.{name}": array for m, each in entries.items() for name, array in each.tensors.items()
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            np.savez(file, about=np.array(json.dumps(about)), **arrays)
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "wb") as file:
+                np.savez(file, about=np.array(json.dumps(about)), **arrays)
+            os.replace(temporary, path)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
 
 
 @contextlib.contextmanager
