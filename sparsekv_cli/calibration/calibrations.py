@@ -194,7 +194,7 @@ class Calibrations:
         path = self.place_to_write()
         try:
             write_entry(path, name, self.identity, entry)
-        except SparseKVError as error:
+        except (OSError, SparseKVError) as error:
             return f"could not be stored and is made again next time ({error})"
         return f"stored in {path}"
 
