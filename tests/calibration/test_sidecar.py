@@ -61,7 +61,7 @@ def test_writing_is_all_or_nothing(model, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(sidecar.os, "replace", fail)
-    with pytest.raises(OSError):
+    with pytest.raises(SparseKVError, match="No space left on device"):
         write_entry(path, "fasa", identity, entry(2))
     assert_same(read_entry(path, "fasa", identity), old)
     assert [p.name for p in tmp_path.glob(".*")] == []
