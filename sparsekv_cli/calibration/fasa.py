@@ -16,7 +16,7 @@ from sparsekv_cli.cache.kinds import full_layers
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore
-from sparsekv_cli.calibration.run import CalibrationRun
+from sparsekv_cli.calibration.run import CalibrationArray, CalibrationRun, budgets_array
 from sparsekv_cli.calibration.trials import Attend, Trial, middle_rows, study_shares, unchanged
 from sparsekv_cli.cpu.fasa import dominance
 from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
@@ -60,6 +60,27 @@ def study_chunks(
     return tensors
 
 
+def arrays_of_chunks(specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
+    """What the arrays of ``study_chunks`` are for these layers."""
+    n_layer, (n_head, n_kv, n_chunk) = len(specs), _most(specs)
+    found = {
+        "tip_kld": CalibrationArray("f4", (n_layer, len(SHARES))),
+        "tip_budget": budgets_array(n_layer, SHARES),
+    }
+    for metric in METRICS:
+        found[f"score_{metric}"] = CalibrationArray("f4", (n_layer, n_head, n_chunk))
+        shape = n_layer, n_kv, n_chunk
+        found[f"dom_{metric}"] = CalibrationArray("u1", shape, 0, n_chunk - 1)
+    return found
+
+
+def _most(specs: Sequence[LayerSpec]) -> tuple[int, int, int]:
+    """The most query heads, kv heads and chunks of a full layer."""
+    full = full_layers(specs)
+    n_head, n_kv = max(s.n_head for s in full), max(s.n_head_kv for s in full)
+    return n_head, n_kv, max(s.n_chunk for s in full)
+
+
 def _attend_best(dims: np.ndarray, n_sinks: int, n_recent: int) -> Attend:
     """Attention to the first and last rows, and the best of the others by ``dims`` (G, m)."""
 
@@ -100,9 +121,7 @@ def rank_all(run: CalibrationRun, n_query: int, top_k: int) -> dict[str, np.ndar
     """
     specs = run.specs
     positions = dominance.query_positions(len(run.ids), n_query)
-    n_head, n_kv, n_chunk = (
-        max(getattr(s, f) for s in full_layers(specs)) for f in ("n_head", "n_head_kv", "n_chunk")
-    )
+    n_head, n_kv, n_chunk = _most(specs)
     tensors = {}
     for metric in METRICS:
         tensors[f"score_{metric}"] = np.zeros((len(specs), n_head, n_chunk), np.float32)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -13,6 +14,38 @@ from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import LayerSpec
 
 CALIBRATION = "calibration"  # ``needs`` of methods that read a sidecar
+
+
+class CalibrationArray(NamedTuple):
+    """What one array of a calibration must be, so that a method can use it.
+
+    shape: (n_layer, ...). least, most: of its values. is_rising: whether the values of a layer
+    never fall, in the order in which they are stored.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    least: float = -math.inf
+    most: float = math.inf
+    is_rising: bool = False
+
+    def problem(self, array: np.ndarray) -> str:
+        """What is wrong with an array; empty if nothing is."""
+        if array.dtype != np.dtype(self.dtype) or array.shape != self.shape:
+            expected = f"{np.dtype(self.dtype).name} {self.shape}"
+            return f"is {array.dtype.name} {array.shape}, but {expected} was expected"
+        if not np.isfinite(array).all():
+            return "holds values that are not finite"
+        if array.size and not self.least <= array.min() <= array.max() <= self.most:
+            return f"holds values that are not within {self.least:g} and {self.most:g}"
+        if self.is_rising and (np.diff(array.reshape(len(array), -1)) < 0).any():
+            return "holds values that fall"
+        return ""
+
+
+def budgets_array(n_layer: int, shares: Sequence[float]) -> CalibrationArray:
+    """What the result of ``allocation.budgets_of_levels`` must be."""
+    return CalibrationArray("f4", (n_layer, len(shares), 2), 0.0, 1.0, is_rising=True)
 
 
 class CalibrationForward(Protocol):
@@ -56,3 +89,5 @@ class Calibrated(Protocol):
     def needs(self) -> str: ...
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]: ...
+
+    def calibration_arrays(self, specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]: ...

@@ -7,7 +7,7 @@ ranks (calibration/trials.py), and columns go where they save the most KLD.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from sparsekv_cli.cache.kinds import full_layers
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore
-from sparsekv_cli.calibration.run import CalibrationRun
+from sparsekv_cli.calibration.run import CalibrationArray, CalibrationRun, budgets_array
 from sparsekv_cli.calibration.trials import Change, Trial, middle_rows, study_shares
 from sparsekv_cli.cpu.jit.floats import as_f32
 from sparsekv_cli.cpu.sals import latent
@@ -51,6 +51,21 @@ def study_keys(
         run, is_dense, cut, SHARES, middle, n_recent, progress
     )
     return tensors
+
+
+def arrays_of_keys(specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
+    """What the arrays of ``study_keys`` are for these layers."""
+    n_layer = len(specs)
+    width = max(spec.n_head_kv * spec.head_dim for spec in full_layers(specs))
+    found = {
+        "weights": CalibrationArray("f4", (n_layer, width), 0.0),
+        "rank_kld": CalibrationArray("f4", (n_layer, len(SHARES))),
+        "rank_budget": budgets_array(n_layer, SHARES),
+    }
+    for basis in BASES:
+        found[f"vectors_{basis}"] = CalibrationArray("f4", (n_layer, width, width))
+        found[f"eigenvalues_{basis}"] = CalibrationArray("f4", (n_layer, width))
+    return found
 
 
 def _cut(spec: LayerSpec, tensors: dict[str, np.ndarray], middle: slice, share: float) -> Change:

@@ -215,12 +215,12 @@ class Answering:
 def resume(path: Path) -> int:
     """The number of the last line that a file of answers has one to, 0 if there is no such file.
 
-    Half a line at its end is cut off. Raises SparseKVError for a file of something else.
+    A pipe or device has none. Half a line at its end is cut off. Raises SparseKVError for a file of
+    something else.
     """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
+    if not path.is_file():
         return 0
+    data = path.read_bytes()
     lines = data.splitlines(keepends=True)
     n_whole, last = 0, 0
     for line in lines:

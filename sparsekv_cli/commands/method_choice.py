@@ -98,8 +98,5 @@ def keep_losses(session: Session, entry: Entry) -> str:
     from sparsekv_cli.planning.auto import AUTO
 
     place = session.calibrations.place_to_write()
-    try:
-        write_entry(place, AUTO, session.calibrations.identity, entry)
-    except OSError as error:
-        raise SparseKVError(f"{place}: cannot be written: {error.strerror}") from None
+    write_entry(place, AUTO, session.calibrations.identity, entry)
     return str(place)

@@ -37,6 +37,7 @@ from sparsekv_cli.commands.prompt import check_utf8, parse_special_option, read_
 from sparsekv_cli.commands.sampling_options import sampling_options, stop_option
 from sparsekv_cli.commands.terminal import ShownAnswer, say, write_text
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.files import AppendedFile
 from sparsekv_cli.generation.answer import STOP_INTERRUPT, Answer
 from sparsekv_cli.generation.conversation import model_thinking, prompt_ids
 from sparsekv_cli.generation.logprobs import LogProbs
@@ -248,8 +249,7 @@ def _answer_lines(
         lines = itertools.islice(enumerate(source, start=1), n_done, None)
         write: Callable[[str], object] = partial(write_text, stream=sys.stdout)
         if path is not None:
-            target = stack.enter_context(Path(path).open("a", encoding="utf-8", buffering=1))
-            write = target.write
+            write = stack.enter_context(AppendedFile(path)).write
         if n_done:
             say(f"{path} has answers up to line {n_done}: going on behind it")
         if ray is not None:

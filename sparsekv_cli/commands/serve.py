@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 KEY = "SPARSEKV_API_KEY"
+LEAST_OPEN_FILES = 64  # the model, the event loop, and a connection a client
 
 
 @click.command(short_help="Serve OpenAI's and Anthropic's protocols, and a page.")
@@ -100,6 +101,7 @@ def command(
         raise SparseKVError(
             f"serve needs {' and '.join(missing)}: pip install 'sparsekv-cli[serve]'"
         )
+    check_open_files()
     if prefix.session is not None:
         raise click.UsageError("--session is for one prompt: leave it out")
     if sampling.grammar is not None:
@@ -138,6 +140,20 @@ def prepare_methods(session: Session, methods: Sequence[Method]) -> None:
     with progress.CompileProgress() as compiling, progress.CalibrationProgress() as calibrating:
         for method in methods:
             session.prepare(method, compiling, calibrating)
+
+
+def check_open_files() -> None:
+    """SparseKVError where the process may open too few files to answer a few clients."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most < LEAST_OPEN_FILES and most != resource.RLIM_INFINITY:
+        raise SparseKVError(
+            f"serve may open {most} files, too few for a few clients: allow at least "
+            f"{LEAST_OPEN_FILES} with 'ulimit -n 1024'"
+        )
 
 
 def is_loopback(host: str) -> bool:

@@ -18,6 +18,7 @@ from sparsekv_cli.calibration.run import CALIBRATION
 from sparsekv_cli.calibration.sidecar import Entry
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.files import open_regular
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.gguf.file import GGUFFile
@@ -58,10 +59,21 @@ def method_key(method: Method) -> str:
     return f"{method.name} {json.dumps(method.options(), sort_keys=True)}"
 
 
+def _digest(entry: Entry | None) -> str | None:
+    """32 hex digits over the arrays of a calibration."""
+    if entry is None:
+        return None
+    digest = hashlib.sha256()
+    for name, array in sorted(entry.tensors.items()):
+        digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
+    return digest.hexdigest()[:32]
+
+
 def read_speeds(path: Path) -> Speeds | None:
     """What was kept; None if there is no such file, or it holds something else."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        return Speeds.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    bad = ValueError, KeyError, TypeError, AttributeError, RecursionError
+    with contextlib.suppress(OSError, *bad), open_regular(path) as file:
+        return Speeds.from_dict(json.loads(file.read()))
     return None
 
 
@@ -89,7 +101,7 @@ def calibration_of(method: Method, file: GGUFFile, hparams: HParams) -> Entry | 
     if not file.has_data:
         return None
     nothing: Any = None  # a search neither decodes nor tokenizes
-    return Calibrations(file, hparams, nothing, nothing).find(method.name)
+    return Calibrations(file, hparams, nothing, nothing).find_of(method)
 
 
 def speeds_of(
@@ -117,10 +129,26 @@ def speeds_of(
     path = folder / f"{shape_key(file, config, machine, config.threads or physical_cores())}.json"
     known = None if again else read_speeds(path)
     wanted = {method_key(each): each for each in (build_method("full", {}), *methods)}
+    entries = {
+        key: calibration_of(each, file, hparams)
+        for key, each in wanted.items()
+        if each.needs == CALIBRATION
+    }
+
+    if known is not None:  # a curve with another calibration is another model's, of this shape
+        known = replace(
+            known,
+            methods={
+                key: curve
+                for key, curve in known.methods.items()
+                if key not in entries or curve.options.get(CALIBRATION) == _digest(entries[key])
+            },
+        )
     missing = {
         key: each
         for key, each in wanted.items()
-        if (known is None or key not in known.methods) and not why_not(each, file, hparams)
+        if (known is None or key not in known.methods)
+        and (key not in entries or entries[key] is not None)
     }
     if known is not None and not missing:
         return known
@@ -134,8 +162,10 @@ def speeds_of(
     paces = [measurement.pace()]
     for i, (key, method) in enumerate(N_PASSES * list(missing.items()), 1):
         report(method.name, i, n_parts)
-        entry = calibration_of(method, file, hparams) if method.needs == CALIBRATION else None
+        entry = entries.get(key)
         curve = measurement.curve(method, {} if entry is None else entry.tensors)
+        if entry is not None:
+            curve = replace(curve, options={**curve.options, CALIBRATION: _digest(entry)})
         paces.append(measurement.pace())
         found[key].append(curve.times(2 / sum(paces[-2:])))
     if not known.methods:

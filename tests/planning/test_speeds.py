@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sidecars import entry
 from tiny_models import make_model
 
 from sparsekv_cli.config import SessionConfig
@@ -173,6 +174,25 @@ def test_curves_of_slow_and_fast_minutes_are_alike(header, briefly, monkeypatch)
     assert slow.pace == 0.01
     full, lfps = (slow.methods[method_key(each)] for each in (FULL, LFPS))
     assert lfps.seconds(1000) == pytest.approx(full.seconds(1000))
+
+
+def test_a_curve_is_of_one_calibration(header, briefly, monkeypatch):
+    """Models of one shape share speeds, but not those of a calibrated method."""
+    entries, measured, sals = [entry(0), entry(1), None, entry(0)], [], build_method("sals", {})
+
+    def measure_curve(self, method, calibration):
+        measured.append(method.name)
+        return curve(method, 0, 4, (0.1, 0.2))
+
+    monkeypatch.setattr(measure.Measurement, "curve", measure_curve)
+    config = SessionConfig(device="cpu", threads=1)
+    for i, own in enumerate(entries):
+        monkeypatch.setattr(kept, "calibration_of", lambda *of, own=own: own)
+        for _ in range(2):
+            with open_gguf(header, header_only=True) as file:
+                found = speeds_of(file, config, [sals])
+            assert (method_key(sals) in found.methods) == (own is not None), i
+    assert measured == ["full", "sals"] * 3 + ["sals"] * 6
 
 
 def test_what_is_measured_is_what_a_session_holds(header, briefly):
