@@ -35,16 +35,15 @@ class SamplingOptions:
 
 def new_constraint(session: Session, grammar: Grammar | None) -> Constraint | None:
     """What keeps a model's answers to a grammar; None without one."""
-    return None if grammar is None else constraint_maker(session)(grammar)
+    return None if grammar is None else constraint_maker(session.tokenizer)(grammar)
 
 
-def constraint_maker(session: Session) -> Callable[[Grammar], Constraint]:
+def constraint_maker(tokenizer: Tokenizer) -> Callable[[Grammar], Constraint]:
     """What makes constraints for a model, whose vocabulary is read once, for the first of them."""
     from sparsekv_cli.sampling.grammar import Constraint, TokenBytes, open_tokenizer
 
     @functools.cache
     def tokenizer_of_grammars() -> Any:
-        tokenizer = session.tokenizer
         ids = range(tokenizer.n_vocab)
         end_ids = sorted(tokenizer.eog_ids)
         if not end_ids:
