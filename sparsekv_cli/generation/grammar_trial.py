@@ -8,6 +8,7 @@ answers each line of stdin, a JSON list of kind and text, with a line of stdout:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -23,6 +24,11 @@ from sparsekv_cli.sampling.grammar import Grammar, read_grammar
 BYTES = 3 << 30  # of addresses that the process may have
 START_S, WAIT_S = 120.0, 30.0  # that a start, and a grammar, may take on a busy machine
 N_KNOWN = 256  # grammars that are remembered
+N_WAITING = 4  # that may be read at once, or wait for that
+
+
+class BusyError(SparseKVError):
+    """As many grammars are read as may be."""
 
 
 class GrammarTrial:
@@ -34,23 +40,23 @@ class GrammarTrial:
 
     def __init__(self, model: Path, seconds: int = 4) -> None:
         self._model, self._seconds = model, seconds
-        self._lock = threading.Lock()
+        self._lock, self._places = threading.Lock(), threading.Semaphore(N_WAITING)
         self._process: subprocess.Popen[bytes] | None = None
         self.read = lru_cache(N_KNOWN)(self._read)
 
     def _read(self, kind: str, text: str) -> Grammar:
         """As ``read_grammar``; SparseKVError also for a grammar that takes too long."""
-        if not self._lock.acquire(timeout=WAIT_S):
-            raise SparseKVError(f"--{kind}: other requests' grammars are read: try again later")
+        if not self._places.acquire(blocking=False):
+            raise BusyError("the grammars of other requests are read: try again later")
         try:
-            line = self._ask(json.dumps([kind, text]).encode() + b"\n")
+            with self._lock:
+                line = self._ask(json.dumps([kind, text]).encode() + b"\n")
         finally:
-            self._lock.release()
+            self._places.release()
         if not line:
-            self.close()
             raise SparseKVError(
-                f"--{kind}: it takes more than {self._seconds} s or {BYTES >> 30} GiB to read: make "
-                "it simpler"
+                f"--{kind}: it takes more than {self._seconds} s or {BYTES >> 30} GiB to read: "
+                "make it simpler"
             )
         answer: dict[str, str] = json.loads(line)
         if "error" in answer:
@@ -58,7 +64,7 @@ class GrammarTrial:
         return Grammar(kind, answer["definition"])
 
     def _ask(self, line: bytes) -> bytes:
-        """The process's answer to a line; empty if it ended."""
+        """The process's answer to a line; empty if it ended: the next line starts another one."""
         process = self._process
         if process is None:
             options = [str(self._model), str(self._seconds)]
@@ -68,17 +74,22 @@ class GrammarTrial:
             )  # a session of its own: an interrupt at the terminal is not for it
             _line_of(process, START_S)  # says that it has started
         assert process.stdin is not None
-        try:
+        answer = b""
+        with contextlib.suppress(OSError):
             process.stdin.write(line)
             process.stdin.flush()
-        except OSError:
-            return b""
-        return _line_of(process, WAIT_S)
+            answer = _line_of(process, WAIT_S)
+        if not answer:
+            self._end()
+        return answer
 
     def close(self) -> None:
         """Ends the process."""
         with self._lock:
-            process, self._process = self._process, None
+            self._end()
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.communicate()

@@ -161,7 +161,7 @@ def repeated_lengths(backwards: np.ndarray, limit: int) -> np.ndarray:
 
 
 def common_beginnings(values: Sequence[int]) -> np.ndarray:
-    """(n - 1,) how much of ``values`` values[1:], values[2:], ... begin with, in linear time (Z)."""
+    """(n - 1,) how many values from 1, 2, ... on equal those from 0 on: Z's algorithm, in O(n)."""
     n = len(values)
     lengths = [0] * n
     left = right = 0  # the part found so far that reaches furthest is values[left:right]

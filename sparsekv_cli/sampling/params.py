@@ -135,7 +135,7 @@ class SamplingParams:
     )  # fmt: skip
     top_n_sigma: float = option(
         -1.0, "Standard deviations below the best logit that are kept; -1: off.",
-        flags=("--top-nsigma", "--top-n-sigma"),
+        at_least=-1, flags=("--top-nsigma", "--top-n-sigma"),
     )  # fmt: skip
     xtc_probability: float = option(
         0.0, "Chance that all but the least likely of the top tokens go; 0: off.",

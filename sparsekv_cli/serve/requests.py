@@ -12,7 +12,7 @@ from typing import Any
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.conversation import chat_template, encode_messages, model_thinking
 from sparsekv_cli.generation.fields import SAMPLING, read_sampling
-from sparsekv_cli.generation.grammar_trial import GrammarTrial
+from sparsekv_cli.generation.grammar_trial import BusyError, GrammarTrial
 from sparsekv_cli.generation.sampler import SamplingOptions, constraint_maker, new_sampler
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
@@ -202,6 +202,8 @@ class Service:
                     for token, value in options.explicit["logit_bias"].items()
                 }
                 options = replace(options, explicit={**options.explicit, "logit_bias": banned})
+        except BusyError:
+            raise
         except SparseKVError as error:
             raise RequestError(str(error).removeprefix("--")) from None
         return options
@@ -215,6 +217,8 @@ class Service:
             )
         try:
             return self.grammars.read("tool_choice", forced.lark)
+        except BusyError:
+            raise
         except SparseKVError as error:
             raise RequestError(str(error).removeprefix("--"), param="tools") from None
 
