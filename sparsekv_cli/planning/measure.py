@@ -37,7 +37,8 @@ MOST_ROWS = 1 << 30  # bytes of K and V in all layers that are measured
 LEAST_LAYERS = 4  # full ones that are measured, of which up to two are dense
 N_WARM, N_STEPS = 4, 10
 # A quick measurement: the first layers only, few tokens of the vocabulary, depths and steps.
-QUICK_DEPTHS, QUICK_STEPS, QUICK_VOCABULARY = (4096, 12288, 32768), 5, 4096
+QUICK_DEPTHS, QUICK_VOCABULARY = (4096, 12288, 32768), 4096
+QUICK_WARM, QUICK_STEPS = 2, 3
 N_START = 64  # tokens of a prompt ahead of the first step
 N_QUERIES = 16  # different ones; half of their length is common, as of a text's
 CHUNK, N_ROWS = 512, 4096  # rows of a prefill's chunk; different ones
@@ -96,6 +97,7 @@ class Measurement:
         self.n_threads = min(config.threads or physical_cores(), numba.config.NUMBA_NUM_THREADS)
         numba.set_num_threads(self.n_threads)
         self._depths = QUICK_DEPTHS if is_quick else DEPTHS
+        self._n_warm = QUICK_WARM if is_quick else N_WARM
         self._n_steps = QUICK_STEPS if is_quick else N_STEPS
         self._most_weights, self._most_rows = (0, 0) if is_quick else (MOST_WEIGHTS, MOST_ROWS)
         self.whole = read_stand_in(file)
@@ -155,14 +157,14 @@ class Measurement:
             caches, _ = self._filled(self._full, self.specs, depth)
             self._pace_caches = self._timed(caches)
         self._pos, seconds = depth, []
-        for _ in range(N_WARM + self._n_steps):
+        for _ in range(self._n_warm + self._n_steps):
             started = time.perf_counter()
             self._decode(self._pace_caches)
             seconds.append(time.perf_counter() - started)
         for layer in self._pace_caches:
             if isinstance(layer, TimedLayer):
                 layer.cache.truncate(depth)
-        return _typical(seconds[N_WARM:])
+        return _typical(seconds[self._n_warm :])
 
     def _rest(self, caches: Sequence[Any], n_steps: int) -> float:
         """Decodes; seconds of a step beside the attention of full layers, the first ones left out.
@@ -170,12 +172,12 @@ class Measurement:
         Layers behind the last cache are left out of the step.
         """
         timed, seconds = [each for each in caches if isinstance(each, TimedLayer)], []
-        for i in range(N_WARM + n_steps):
+        for i in range(self._n_warm + n_steps):
             started = time.perf_counter()
             self._decode(caches)
             whole = time.perf_counter() - started
             seconds.append(whole - sum(layer.seconds[i] for layer in timed))
-        return _typical(seconds[N_WARM:])
+        return _typical(seconds[self._n_warm :])
 
     def scratch(self) -> int:
         """Bytes that a chunk of a prefill takes beside caches and weights, at its peak."""
@@ -261,7 +263,7 @@ class Measurement:
         for layer in timed:
             if isinstance(layer, TimedLayer):
                 is_dense = method.name != "full" and method.is_dense(layer.cache.spec)
-                found[is_dense].append((_typical(layer.seconds[N_WARM:]), layer.cache))
+                found[is_dense].append((_typical(layer.seconds[self._n_warm :]), layer.cache))
         points = {is_dense: _mean_point(layers) for is_dense, layers in found.items()}
         sparse = points[False] or points[True]
         assert sparse is not None
@@ -269,7 +271,7 @@ class Measurement:
 
     def _start(self, caches: Sequence[LayerCache]) -> None:
         """A short prompt; layers of other kinds than full begin with as much as they can hold."""
-        self.decoder.rope.reserve(max(self._depths) + N_WARM + 2 * self._n_steps)
+        self.decoder.rope.reserve(max(self._depths) + self._n_warm + 2 * self._n_steps)
         self.decoder.forward([0] * N_START, 0, caches)
         self._pos = N_START
         for cache in caches:
@@ -278,7 +280,7 @@ class Measurement:
                 cache.finish_prefill()
 
     def _fill(self, caches: Sequence[LayerCache], depth: int) -> None:
-        self.decoder.rope.reserve(depth + N_WARM + self._n_steps)
+        self.decoder.rope.reserve(depth + self._n_warm + self._n_steps)
         for cache in caches:
             if cache.spec.kind == FULL:
                 cache.reserve(depth + CHUNK)
