@@ -13,7 +13,7 @@ from sparsekv_cli.sampling.params import params_from_metadata
 
 if TYPE_CHECKING:
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
-    from sparsekv_cli.sampling.dry import Breakers, Pieces
+    from sparsekv_cli.sampling.dry import Breakers, VocabularyBytes
     from sparsekv_cli.sampling.grammar import Constraint, Grammar
     from sparsekv_cli.session import Sample, Session
 
@@ -87,7 +87,7 @@ def new_sampler(
 
 
 @functools.lru_cache(1)
-def _pieces(tokenizer: Tokenizer) -> Pieces:
+def _pieces(tokenizer: Tokenizer) -> VocabularyBytes:
     from sparsekv_cli.sampling.dry import pieces_of
 
     return pieces_of(tokenizer.n_vocab, tokenizer.token_bytes)

@@ -24,7 +24,7 @@ LEAST_GROWING_BASE = 1.000001
 MOST_COMPARED = 64  # tokens of the context, times its length: compared before Z's algorithm
 
 
-class Pieces(NamedTuple):
+class VocabularyBytes(NamedTuple):
     """The bytes of all tokens of a vocabulary.
 
     text: u8, one token after another, and one byte more. token_of: i32, the token of each byte.
@@ -36,16 +36,18 @@ class Pieces(NamedTuple):
     ends: np.ndarray
 
 
-def pieces_of(n_vocab: int, piece: Callable[[int], bytes]) -> Pieces:
-    """The pieces of tokens 0 to n_vocab - 1. piece: the bytes of a token."""
+def pieces_of(n_vocab: int, piece: Callable[[int], bytes]) -> VocabularyBytes:
+    """The bytes of tokens 0 to n_vocab - 1. piece: the bytes of a token."""
     words = [piece(token) for token in range(n_vocab)]
     lengths = [len(word) for word in words]
     text = np.frombuffer(b"".join(words) + b"\0", np.uint8)
-    return Pieces(text, np.repeat(np.arange(n_vocab, dtype=np.int32), lengths), np.cumsum(lengths))
+    return VocabularyBytes(
+        text, np.repeat(np.arange(n_vocab, dtype=np.int32), lengths), np.cumsum(lengths)
+    )
 
 
 def find_breakers(
-    texts: Sequence[str], pieces: Pieces, tokenize: Callable[[str], Sequence[int]]
+    texts: Sequence[str], pieces: VocabularyBytes, tokenize: Callable[[str], Sequence[int]]
 ) -> Breakers:
     """Every token in which a breaker occurs or begins.
 
@@ -63,7 +65,9 @@ def find_breakers(
     return {tail: np.unique(np.concatenate(tokens)) for tail, tokens in heads.items()}
 
 
-def occurrences(breaker: bytes, pieces: Pieces) -> tuple[np.ndarray, dict[bytes, np.ndarray]]:
+def occurrences(
+    breaker: bytes, pieces: VocabularyBytes
+) -> tuple[np.ndarray, dict[bytes, np.ndarray]]:
     """The tokens that contain a breaker; and by its other bytes, those that end in its first ones.
 
     Follows all places where it may begin at once, one byte further at each step.

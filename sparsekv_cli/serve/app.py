@@ -31,7 +31,7 @@ from sparsekv_cli.serve.jobs import QueueFullError, StoppingError, TimeLimitErro
 from sparsekv_cli.serve.metrics import Metrics
 from sparsekv_cli.serve.requests import RequestError, Service
 from sparsekv_cli.serve.schema import openapi
-from sparsekv_cli.serve.wire.bodies import Bodies, WholeBodies
+from sparsekv_cli.serve.wire.bodies import Bodies, BodyError, WholeBodies
 
 N_READERS = 16  # requests that are read at once, of which grammar_trial.N_WAITING may wait
 RETRY_S = 2  # after which a client may ask again
@@ -159,6 +159,8 @@ def status_of(error: Exception) -> tuple[int, str, str | None]:
     """The status of an error, its type in both protocols, and its code in OpenAI's."""
     if isinstance(error, RequestError):
         return error.status, "invalid_request_error", error.code
+    if isinstance(error, BodyError):
+        return error.status, "invalid_request_error", None
     if isinstance(error, HTTPException):
         kind = HTTP_ERRORS.get(error.status_code, "invalid_request_error")
         return error.status_code, kind, None

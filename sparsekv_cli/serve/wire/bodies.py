@@ -13,12 +13,20 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sparsekv_cli.serve.requests import RequestError
+from sparsekv_cli.errors import SparseKVError
 
 BODY_S = 60.0  # that a body may take
 TOGETHER = 4  # times the limit of one body: bytes of all bodies that are read or parsed
 DISCARD_S = 1.0  # for which more of a body is taken whose request is refused
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+class BodyError(SparseKVError):
+    """A body that is not read, or is no JSON object. status: HTTP's."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Bodies:
@@ -30,10 +38,10 @@ class Bodies:
         self._parsing = asyncio.Lock()
 
     async def read(self, request: Request) -> Mapping[str, Any]:
-        """A request's JSON object; RequestError for anything else, and beyond a limit."""
+        """A request's JSON object; BodyError for anything else, and beyond a limit."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise RequestError("expected the content type application/json", status=415)
+            raise BodyError("expected the content type application/json", status=415)
         data = bytearray()
         try:
             async with asyncio.timeout(BODY_S):
@@ -44,15 +52,15 @@ class Bodies:
             async with self._parsing:  # one at a time: it takes a multiple of a body's memory
                 return await asyncio.to_thread(parse, data)
         except TimeoutError:
-            raise RequestError(f"the body did not arrive within {BODY_S:g} s", status=408) from None
+            raise BodyError(f"the body did not arrive within {BODY_S:g} s", status=408) from None
         finally:
             self._n_held -= len(data)
 
     def _check(self, n: int) -> None:
         if n > self._most:
-            raise RequestError(f"the body has more than {self._most} bytes, the limit", status=413)
+            raise BodyError(f"the body has more than {self._most} bytes, the limit", status=413)
         if self._n_held > TOGETHER * self._most:
-            raise RequestError(
+            raise BodyError(
                 f"all bodies together have more than {TOGETHER * self._most} bytes: try again "
                 "later",
                 status=503,
@@ -60,7 +68,7 @@ class Bodies:
 
 
 def parse(data: bytearray) -> Mapping[str, Any]:
-    """The JSON object that a body is; RequestError if it is none.
+    """The JSON object that a body is; BodyError if it is none.
 
     Python's garbage collector, which a million new lists would start again and again, waits.
     """
@@ -71,12 +79,12 @@ def parse(data: bytearray) -> Mapping[str, Any]:
         if SURROGATE.search(data):
             json.dumps(values, ensure_ascii=False).encode()  # lone surrogates are no text
     except (ValueError, RecursionError):
-        raise RequestError("the body is not JSON in UTF-8") from None
+        raise BodyError("the body is not JSON in UTF-8") from None
     finally:
         if collects:
             gc.enable()
     if not isinstance(values, dict):
-        raise RequestError(f"expected an object, found {type(values).__name__}")
+        raise BodyError(f"expected an object, found {type(values).__name__}")
     return values
 
 
