@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from sparsekv_cli.generation.sampler import SamplingOptions, constraint_maker, n
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.chat.thinking import switch_of
+from sparsekv_cli.option import options_of
 from sparsekv_cli.sampling.grammar import Grammar
 from sparsekv_cli.serve.jobs import Wish
 from sparsekv_cli.serve.scheduler import Scheduler
@@ -98,12 +99,27 @@ class Service:
         except (ValueError, SparseKVError) as error:
             param = "method" if str(error).startswith("unknown method") else "method_options"
             raise RequestError(str(error), param=param) from None
+        self._check_sizes(method, given)
         self._check_calibrated(method)
         if dense_rows < -1:
             raise RequestError(
                 f"sparse_from = {dense_rows}: must be 0 or more", param="sparse_from"
             )
         return method, dense_rows
+
+    def _check_sizes(self, method: Method, names: Iterable[str]) -> None:
+        """Raises RequestError for an option beyond the context: some take memory for each row."""
+        declared = options_of(method)
+        for name in names:
+            value = getattr(method, name, None)
+            if isinstance(value, int | float) and name in declared:
+                most = max(self.session.n_ctx, declared[name].default)
+                if value > most:
+                    raise RequestError(
+                        f"method_options.{name} = {value}: expected at most {most}, for the "
+                        f"context of this server holds {self.session.n_ctx} tokens",
+                        param="method_options",
+                    )
 
     def _check_calibrated(self, method: Method) -> None:
         """Raises RequestError for a method that measures the model first: others would wait."""

@@ -105,6 +105,8 @@ def test_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"dry_multiplier": 1, "dry_sequence_breakers": ["x"] * 500}, None),
         ({"stop": "x" * 1025}, "stop"),
         ({"temperature": -1}, None),
+        ({"method": "freekv", "method_options": {"window": 10**9}}, "method_options"),
+        ({"method": "lfps", "method_options": {"candidates": 10**8}}, "method_options"),
     ],
 )
 def test_what_asks_for_too_much_is_refused(server: Any, fields: Any, param: Any) -> None:
