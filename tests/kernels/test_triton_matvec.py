@@ -8,7 +8,7 @@ from gguf.quants import dequantize as gguf_dequantize
 from quantized_rows import random_rows
 from sweeps import sweep
 
-from sparsekv_cli.kernels.weights import dot
+from sparsekv_cli.kernels.weights import dot, fields, matmul
 from sparsekv_cli.kernels.weights import packed as blocks
 from sparsekv_cli.kernels.weights.dequantize import dequantize
 
