@@ -113,7 +113,8 @@ class Service:
         for name in names:
             value = getattr(method, name, None)
             if isinstance(value, int | float) and name in declared:
-                most = max(self.session.n_ctx, declared[name].default)
+                default: Any = declared[name].default
+                most = max(self.session.n_ctx, default)
                 if value > most:
                     raise RequestError(
                         f"method_options.{name} = {value}: expected at most {most}, for the "
