@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli import __version__
@@ -142,8 +142,9 @@ def speeds_of(
         report(method.name, i, n_parts)
         entry = calibration_of(method, file, hparams) if method.needs == CALIBRATION else None
         curve = measurement.curve(method, {} if entry is None else entry.tensors)
-        paces.append(measurement.pace())
-        found[key].append(curve.times(2 / sum(paces[-2:])))
+        if not is_quick:
+            paces.append(measurement.pace())
+        found[key].append(curve.times(1 / mean(paces[-2:])))
     if not known.methods:
         pace = median(paces)
         known = replace(known, pace=pace, step_seconds=known.step_seconds * pace / known.pace)
