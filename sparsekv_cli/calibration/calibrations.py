@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from sparsekv_cli.models.decoder import Decoder
 
 DEFAULT_TOKENS = 4096
+# Rows of all forward passes times weights; and rows that even the largest model takes.
+PRODUCTS, LEAST_ROWS = 5.5e12, 3600
 BUILT_IN = "built-in"  # name of the text that comes with the program
 MIN_TOKENS = 256  # below, statistics of keys and queries say little
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")  # belong to pip, not to us
@@ -61,6 +63,24 @@ def built_in_text() -> CalibrationText:
     """Prose, code and dialogue: about 5,000 tokens of an English vocabulary."""
     path = files("sparsekv_cli") / "data" / "calibration.txt"
     return CalibrationText(BUILT_IN, path.read_text(encoding="utf-8"))
+
+
+def affordable_rows(file: GGUFFile, hparams: HParams) -> int:
+    """Rows of forward passes that a calibration takes: a minute's, or with 8B parameters five.
+
+    Of two cores; a small model is done with all rows sooner. It follows from the model alone, so
+    that a calibration is the same on a slow machine.
+    """
+    share = min(
+        (e.n_expert_used / e.n_expert for layer in hparams.layers if (e := layer.experts)),
+        default=1.0,
+    )
+    n_weights = sum(
+        info.n_elements * (share if len(info.shape) > 2 else 1.0)
+        for name, info in file.tensors.items()
+        if name.startswith("blk.") or name == "output.weight"
+    )
+    return max(LEAST_ROWS, int(PRODUCTS / n_weights))
 
 
 class Calibrations:
@@ -240,7 +260,9 @@ class Calibrations:
                 report(name, share, "")
 
         progress(0.0)
-        run = CalibrationRun(decoder.layer_specs(), ids, forward, progress)
+        n_rows = affordable_rows(self._file, self._hparams)
+        n_rows = n_rows * max(n_tokens, DEFAULT_TOKENS) // DEFAULT_TOKENS
+        run = CalibrationRun(decoder.layer_specs(), ids, forward, progress, n_rows)
         with blas_threads(decoder.n_threads):
             tensors = method.calibrate(run)
         check_tensors(name, tensors, self._hparams.n_layer)

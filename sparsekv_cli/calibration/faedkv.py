@@ -51,15 +51,15 @@ def study_frequencies(run: CalibrationRun, n_sinks: int, n_recent: int) -> dict[
     n = middle.stop - middle.start
     if n < 2 * frequencies.N_CHUNKS:
         raise SparseKVError(f"calibration of faedkv: a text of {len(run.ids)} tokens is too short")
-    windows = windows_of(run, middle, n_recent)
     levels, borders = allocation.LEVELS[:-1], frequencies.chunk_borders(n // 2 + 1)
-    n_trials = len(windows) * len(layers) * (frequencies.N_CHUNKS + len(levels))
+    n_trials = len(layers) * (frequencies.N_CHUNKS + len(levels))
+    windows = windows_of(run, middle, n_recent, n_trials, run.n_rows)
     n_done = 0
 
     def advance(count: int) -> None:
         nonlocal n_done
         n_done += count
-        run.progress(n_done / n_trials)
+        run.progress(n_done / (n_trials * len(windows)))
 
     chunks = [np.arange(*borders[c : c + 2]) for c in range(frequencies.N_CHUNKS)]
     trials = [Trial(layer, without(chunk)) for layer in layers for chunk in chunks]

@@ -24,7 +24,6 @@ from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 METRICS = ("var", "ca")  # as dominance.judge_chunks returns them
 SHARES = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 1.0)  # of all chunks, at which layers choose rows
 N_CHOSEN = 128  # of the thousand rows of a trial; fewer are measured with more noise
-STATISTICS_SHARE = 0.2  # of the time of a calibration
 
 
 def study_chunks(
@@ -52,7 +51,7 @@ def study_chunks(
         return Trial(spec.layer, unchanged, _attend_best(dims, n_sinks, n_recent))
 
     def progress(share: float) -> None:
-        run.progress(STATISTICS_SHARE + (1 - STATISTICS_SHARE) * share)
+        run.progress(run.statistics_share + (1 - run.statistics_share) * share)
 
     tensors["tip_kld"], tensors["tip_budget"] = study_shares(
         run, is_dense, choose, SHARES, middle, n_recent, progress
@@ -120,7 +119,7 @@ def rank_all(run: CalibrationRun, n_query: int, top_k: int) -> dict[str, np.ndar
     others end in zeros.
     """
     specs = run.specs
-    positions = dominance.query_positions(len(run.ids), n_query)
+    positions = dominance.query_positions(len(run.statistics_ids), n_query)
     n_head, n_kv, n_chunk = _most(specs)
     tensors = {}
     for metric in METRICS:
@@ -132,9 +131,11 @@ def rank_all(run: CalibrationRun, n_query: int, top_k: int) -> dict[str, np.ndar
             rank = dominance.rank_chunks(score, spec.n_head_kv)
             tensors[f"score_{metric}"][spec.layer, : spec.n_head, : spec.n_chunk] = score
             tensors[f"dom_{metric}"][spec.layer, : spec.n_head_kv, : spec.n_chunk] = rank
-        run.progress(STATISTICS_SHARE * (spec.layer + 1) / len(specs))
+        run.progress(run.statistics_share * (spec.layer + 1) / len(specs))
 
-    run.forward(run.ids, 0, run.caches(lambda spec: _JudgingCache(spec, positions, top_k, keep)))
+    run.forward(
+        run.statistics_ids, 0, run.caches(lambda spec: _JudgingCache(spec, positions, top_k, keep))
+    )
     return tensors
 
 

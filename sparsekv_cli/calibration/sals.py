@@ -23,7 +23,6 @@ from sparsekv_cli.cpu.sals import latent
 
 BASES = ("diag", "pca")  # weighted by queries, and not
 SHARES = (1 / 8, 1 / 6, 1 / 4, 3 / 8, 1 / 2, 1.0)  # of all columns, at which layers are cut
-STATISTICS_SHARE = 0.2  # of the time of a calibration
 
 
 def study_keys(
@@ -43,7 +42,7 @@ def study_keys(
         return Trial(spec.layer, _cut(spec, tensors, middle, share))
 
     def progress(share: float) -> None:
-        run.progress(STATISTICS_SHARE + (1 - STATISTICS_SHARE) * share)
+        run.progress(run.statistics_share + (1 - run.statistics_share) * share)
 
     # Half of the columns are as good as all: there the KLD is little more than that of rounding
     # (0.0002 in bf16), which no column takes away.
@@ -106,9 +105,9 @@ def study_directions(run: CalibrationRun) -> dict[str, np.ndarray]:
             values, vectors = np.linalg.eigh(w[:, None] * covariance * w)
             tensors[f"eigenvalues_{basis}"][spec.layer, :size] = values[::-1]
             tensors[f"vectors_{basis}"][spec.layer, :size, :size] = vectors[:, ::-1]
-        run.progress(STATISTICS_SHARE * (spec.layer + 1) / spec.n_layer)
+        run.progress(run.statistics_share * (spec.layer + 1) / spec.n_layer)
 
-    run.forward(run.ids, 0, run.caches(lambda spec: _StatisticsCache(spec, keep)))
+    run.forward(run.statistics_ids, 0, run.caches(lambda spec: _StatisticsCache(spec, keep)))
     return tensors
 
 

@@ -178,7 +178,7 @@ class Answering:
         if grammar is None:
             return None
         if self._make_constraint is None:
-            self._make_constraint = constraint_maker(self._session)
+            self._make_constraint = constraint_maker(self._session.tokenizer)
         return self._make_constraint(grammar)
 
     def _choose(self) -> None:

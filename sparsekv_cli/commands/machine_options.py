@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from sparsekv_cli.commands.numbers import FiniteRange
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.option import allowed_values, options_of
 
@@ -33,7 +34,7 @@ GPU_OPTIONS: list[Callable[[Any], Any]] = [
     click.option(
         "--vram-limit",
         metavar="GIB",
-        type=click.FloatRange(min=0),
+        type=FiniteRange(min=0),
         default=0.0,
         help="Most of the GPU's memory to use; 0 takes what is free. [default: 0]",
     ),

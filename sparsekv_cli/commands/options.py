@@ -12,6 +12,7 @@ import click
 from sparsekv_cli.commands import completers
 from sparsekv_cli.commands.garbage import collecting_no_garbage
 from sparsekv_cli.commands.machine_options import CHECKPOINTS_OPTION, GPU_OPTIONS, choice_of
+from sparsekv_cli.commands.numbers import FiniteRange
 from sparsekv_cli.commands.terminal import explain_faults, say
 from sparsekv_cli.config import SessionConfig
 
@@ -237,7 +238,7 @@ METHOD_OPTION = click.option(
 MAX_LOSS_OPTION = click.option(
     "--max-loss",
     metavar="KLD",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=0.1,
     help="What --method auto may lose: mean KLD to dense attention. [default: 0.1]",
 )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sparsekv_cli.commands.numbers import FiniteRange
 from sparsekv_cli.commands.options import Invocation, apply_options
 from sparsekv_cli.commands.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError
@@ -35,7 +36,7 @@ OPTIONS: list[Callable[[Any], Any]] = [
     click.option(
         "--cache-limit",
         metavar="GIB",
-        type=click.FloatRange(min=0, min_open=True),
+        type=FiniteRange(min=0, min_open=True),
         default=2.0,
         help="Most that the folder takes; what was not used for longest goes. [default: 2]",
     ),

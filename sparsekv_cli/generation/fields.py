@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.sampling.params import SamplingParams
 
+if TYPE_CHECKING:
+    from sparsekv_cli.sampling.grammar import Grammar
+
 GRAMMARS = {"json_schema": "json-schema", "grammar": "grammar", "regex": "regex"}
 SAMPLING = {each.name for each in fields(SamplingParams)} - {"seed"}
 
 
-def read_sampling(values: Mapping[str, Any], defaults: SamplingOptions) -> SamplingOptions:
-    """The sampling options of an object; SparseKVError for a bad value."""
+def read_sampling(
+    values: Mapping[str, Any],
+    defaults: SamplingOptions,
+    read: Callable[[str, str], Grammar] | None = None,
+) -> SamplingOptions:
+    """The sampling options of an object; SparseKVError for a bad value.
+
+    read: reads a grammar, as ``read_grammar`` does; by default that.
+    """
     explicit = {key: values[key] for key in SAMPLING & values.keys()}
     for key in ("samplers", "dry_sequence_breakers"):
         if key in explicit:
@@ -47,7 +57,7 @@ def read_sampling(values: Mapping[str, Any], defaults: SamplingOptions) -> Sampl
             value = json.dumps(value)
         elif not isinstance(value, str):
             raise SparseKVError(f"{key}: expected a text")
-        grammar = read_grammar(GRAMMARS[key], value)
+        grammar = (read or read_grammar)(GRAMMARS[key], value)
     if ignore_eos and grammar is not None:
         raise SparseKVError(f"ignore_eos and {grammar.kind} exclude each other")
     return SamplingOptions({**defaults.explicit, **explicit}, ignore_eos, grammar)

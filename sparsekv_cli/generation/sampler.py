@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,12 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.sampling.params import params_from_metadata
 
 if TYPE_CHECKING:
+    from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
+    from sparsekv_cli.sampling.dry import Breakers, VocabularyBytes
     from sparsekv_cli.sampling.grammar import Constraint, Grammar
     from sparsekv_cli.session import Sample, Session
+
+N_BREAKERS = 32  # lists of DRY's sequence breakers that are remembered
 
 
 @dataclass(frozen=True)
@@ -31,16 +35,15 @@ class SamplingOptions:
 
 def new_constraint(session: Session, grammar: Grammar | None) -> Constraint | None:
     """What keeps a model's answers to a grammar; None without one."""
-    return None if grammar is None else constraint_maker(session)(grammar)
+    return None if grammar is None else constraint_maker(session.tokenizer)(grammar)
 
 
-def constraint_maker(session: Session) -> Callable[[Grammar], Constraint]:
+def constraint_maker(tokenizer: Tokenizer) -> Callable[[Grammar], Constraint]:
     """What makes constraints for a model, whose vocabulary is read once, for the first of them."""
     from sparsekv_cli.sampling.grammar import Constraint, TokenBytes, open_tokenizer
 
     @functools.cache
     def tokenizer_of_grammars() -> Any:
-        tokenizer = session.tokenizer
         ids = range(tokenizer.n_vocab)
         end_ids = sorted(tokenizer.eog_ids)
         if not end_ids:
@@ -78,7 +81,24 @@ def new_sampler(
         explicit["logit_bias"] = {**explicit.get("logit_bias", {}), **bans}
     return make_sampler(
         params_from_metadata(session.gguf.metadata, explicit),
-        piece=tokenizer.token_bytes,
-        tokenize=lambda text: tokenizer.encode(text, add_bos=False, parse_special=False),
+        find_breakers=functools.partial(_find_breakers, tokenizer),
         constraint=constraint,
     )
+
+
+@functools.lru_cache(1)
+def _pieces(tokenizer: Tokenizer) -> VocabularyBytes:
+    from sparsekv_cli.sampling.dry import pieces_of
+
+    return pieces_of(tokenizer.n_vocab, tokenizer.token_bytes)
+
+
+@functools.lru_cache(N_BREAKERS)
+def _find_breakers(tokenizer: Tokenizer, texts: tuple[str, ...]) -> Breakers:
+    """Where a model's vocabulary has DRY's sequence breakers; remembered, as it takes a while."""
+    from sparsekv_cli.sampling.dry import find_breakers
+
+    def tokenize(text: str) -> Sequence[int]:
+        return tokenizer.encode(text, add_bos=False, parse_special=False)
+
+    return find_breakers(texts, _pieces(tokenizer), tokenize)

@@ -11,6 +11,7 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.option import check_options, did_you_mean, option
 
 MAX_SEED = 2**64 - 1
+MAX_BREAKERS, MAX_BREAKERS_BYTES = 64, 1024  # texts, and their bytes in all
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,9 @@ class SamplingParams:
     samplers: the order of the chain, names from SAMPLER_ORDER; one left out is not applied.
     """
 
-    temp: float = option(0.8, "0: the most likely token.", flags=("--temp", "--temperature"))
+    temp: float = option(
+        0.8, "0: the most likely token.", at_least=0, flags=("--temp", "--temperature"),
+    )  # fmt: skip
     top_k: int = option(40, "Most likely tokens kept; 0: all.", at_least=-1)
     top_p: float = option(0.95, "Probability mass kept; 1: all.", at_least=0, at_most=1)
     min_p: float = option(0.05, "Least share of the best token's.", at_least=0, at_most=1)
@@ -132,7 +135,7 @@ class SamplingParams:
     )  # fmt: skip
     top_n_sigma: float = option(
         -1.0, "Standard deviations below the best logit that are kept; -1: off.",
-        flags=("--top-nsigma", "--top-n-sigma"),
+        at_least=-1, flags=("--top-nsigma", "--top-n-sigma"),
     )  # fmt: skip
     xtc_probability: float = option(
         0.0, "Chance that all but the least likely of the top tokens go; 0: off.",
@@ -177,6 +180,12 @@ class SamplingParams:
             isinstance(text, str) and text for text in breakers
         ):
             raise ValueError(f"dry_sequence_breakers = {breakers!r}: must be non-empty texts")
+        n_bytes = sum(len(text.encode()) for text in breakers)
+        if len(breakers) > MAX_BREAKERS or n_bytes > MAX_BREAKERS_BYTES:
+            raise ValueError(
+                f"dry_sequence_breakers: {len(breakers)} texts of {n_bytes} bytes in all: must be "
+                f"at most {MAX_BREAKERS} texts of {MAX_BREAKERS_BYTES} bytes in all"
+            )
         object.__setattr__(self, "dry_sequence_breakers", tuple(breakers))
 
     def _check_logit_bias(self) -> None:

@@ -8,7 +8,9 @@ import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -22,13 +24,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sparsekv_cli.errors import LostModelError, SparseKVError
+from sparsekv_cli.generation.grammar_trial import BusyError
 from sparsekv_cli.methods import describe_methods
 from sparsekv_cli.serve import anthropic, openai
 from sparsekv_cli.serve.jobs import QueueFullError, StoppingError, TimeLimitError, TooLargeError
 from sparsekv_cli.serve.metrics import Metrics
 from sparsekv_cli.serve.requests import RequestError, Service
 from sparsekv_cli.serve.schema import openapi
+from sparsekv_cli.serve.wire.bodies import Bodies, BodyError, WholeBodies
 
+N_READERS = 16  # requests that are read at once, of which grammar_trial.N_WAITING may wait
 RETRY_S = 2  # after which a client may ask again
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 # What the page may do: its own script and style, and requests to where it came from.
@@ -55,9 +60,14 @@ def make_app(
     service: Service, access: Access, log: Callable[[str], None] = lambda line: None
 ) -> ASGIApp:
     """The application. log: told a line a request, without prompts."""
-    metrics = Metrics(service.scheduler)
+    metrics, bodies = Metrics(service.scheduler), Bodies(service.limits.body_bytes)
     created = int(time.time())
     page = (files("sparsekv_cli") / "serve" / "page.html").read_text(encoding="utf-8")
+
+    readers = ThreadPoolExecutor(N_READERS, "request")
+
+    async def in_thread(read: Callable[[Mapping[str, Any]], Any], values: Mapping[str, Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(readers, read, values)
 
     async def chat(request: Request) -> Response:
         return await _answer(request, lambda v: openai.Completion(service, v, is_chat=True))
@@ -69,12 +79,12 @@ def make_app(
         return await _answer(request, lambda v: anthropic.Message(service, v))
 
     async def count(request: Request) -> Response:
-        values = await _body(request, service.limits.body_bytes)
-        return JSONResponse(await asyncio.to_thread(anthropic.count_tokens, service, values))
+        values = await bodies.read(request)
+        return JSONResponse(await in_thread(partial(anthropic.count_tokens, service), values))
 
     async def _answer(request: Request, read: Callable[[Mapping[str, Any]], Any]) -> Response:
-        values = await _body(request, service.limits.body_bytes)
-        asked = await asyncio.to_thread(read, values)
+        values = await bodies.read(request)
+        asked = await in_thread(read, values)
         if asked.streams:
             events = asked.stream()
             first = await _unless_gone(request, anext(events))  # errors before it have a status
@@ -137,7 +147,8 @@ def make_app(
 
     handlers: dict[Any, Any] = {SparseKVError: failed, HTTPException: failed}
     handlers |= {MemoryError: failed, Exception: failed, ClientDisconnect: _nobody}
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    starlette = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    return WholeBodies(starlette)
 
 
 async def _nobody(request: Request, error: Exception) -> Response:
@@ -148,6 +159,8 @@ def status_of(error: Exception) -> tuple[int, str, str | None]:
     """The status of an error, its type in both protocols, and its code in OpenAI's."""
     if isinstance(error, RequestError):
         return error.status, "invalid_request_error", error.code
+    if isinstance(error, BodyError):
+        return error.status, "invalid_request_error", None
     if isinstance(error, HTTPException):
         kind = HTTP_ERRORS.get(error.status_code, "invalid_request_error")
         return error.status_code, kind, None
@@ -157,6 +170,8 @@ def status_of(error: Exception) -> tuple[int, str, str | None]:
         return 400, "invalid_request_error", "too_large"
     if isinstance(error, StoppingError | LostModelError):
         return 503, "api_error", "stopping"
+    if isinstance(error, BusyError):
+        return 503, "api_error", "busy"
     if isinstance(error, TimeLimitError):
         return 504, "timeout_error", "time_limit"
     if isinstance(error, SparseKVError):
@@ -187,26 +202,6 @@ def error_response(path: str, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.headers:
         headers.update(error.headers)
     return JSONResponse(body, status, headers=headers)
-
-
-async def _body(request: Request, most: int) -> Mapping[str, Any]:
-    """A request's JSON object; RequestError for anything else, or more than ``most`` bytes."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise RequestError("expected the content type application/json", status=415)
-    data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > most:
-            raise RequestError(f"the body has more than {most} bytes, the limit", status=413)
-    try:
-        values = json.loads(data)
-        json.dumps(values, ensure_ascii=False).encode()  # lone surrogates are no text
-    except (ValueError, RecursionError):
-        raise RequestError("the body is not JSON in UTF-8") from None
-    if not isinstance(values, dict):
-        raise RequestError(f"expected an object, found {type(values).__name__}")
-    return values
 
 
 async def _unless_gone(request: Request, answer: Any) -> Any:
@@ -280,8 +275,10 @@ class _Guard:
 
     def _reason_against(self, scope: Scope) -> Exception | None:
         headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
+        if "transfer-encoding" in headers and "content-length" in headers:  # two ends of one body
+            return RequestError("Content-Length and Transfer-Encoding exclude each other")
         if self._access.only_local:
-            host = headers.get("host", b"").decode("latin-1")
+            host = headers.get("host", b"").decode("latin-1").lower()
             if host.rpartition(":")[0] not in LOOPBACK and host not in LOOPBACK:
                 return HTTPException(421, "this server answers requests to localhost only")
         if self._access.api_key and scope["path"] not in self.OPEN:

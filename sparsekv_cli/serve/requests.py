@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.conversation import chat_template, encode_messages, model_thinking
 from sparsekv_cli.generation.fields import SAMPLING, read_sampling
-from sparsekv_cli.generation.sampler import SamplingOptions, constraint_maker
+from sparsekv_cli.generation.grammar_trial import BusyError, GrammarTrial
+from sparsekv_cli.generation.sampler import SamplingOptions, constraint_maker, new_sampler
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.chat.thinking import switch_of
+from sparsekv_cli.option import options_of
+from sparsekv_cli.sampling.grammar import Grammar
 from sparsekv_cli.serve.jobs import Wish
 from sparsekv_cli.serve.scheduler import Scheduler
 from sparsekv_cli.serve.tools import HARMONY, ForcedCall, ToolFormat, forced_call, format_of
@@ -24,7 +27,7 @@ from sparsekv_cli.session import Session
 TOO_LONG = "context_length_exceeded"
 BAN = -100  # a bias of OpenAI's protocol that bans a token
 MAX_CHOICES = 16
-MAX_STOPS = 16
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
 MAX_LOGPROBS = 20
 MAX_BINS = 256
 
@@ -71,7 +74,8 @@ class Service:
         self.thinking = model_thinking(session)
         self.can_switch_thinking = switch_of(self.template) is not None
         self.tool_format: ToolFormat | None = format_of(self.template)
-        self.make_constraint = functools.partial(_call, constraint_maker(session))
+        self.make_constraint = functools.partial(_call, constraint_maker(session.tokenizer))
+        self.grammars = GrammarTrial(session.gguf.path)
         self._method, self._method_options = session.method.name, dict(method_options)
         self._sampling = sampling
         self.kinds = [layer.kind for layer in session.hparams.layers]
@@ -95,12 +99,28 @@ class Service:
         except (ValueError, SparseKVError) as error:
             param = "method" if str(error).startswith("unknown method") else "method_options"
             raise RequestError(str(error), param=param) from None
+        self._check_sizes(method, given)
         self._check_calibrated(method)
         if dense_rows < -1:
             raise RequestError(
                 f"sparse_from = {dense_rows}: must be 0 or more", param="sparse_from"
             )
         return method, dense_rows
+
+    def _check_sizes(self, method: Method, names: Iterable[str]) -> None:
+        """Raises RequestError for an option beyond the context: some take memory for each row."""
+        declared = options_of(method)
+        for name in names:
+            value = getattr(method, name, None)
+            if isinstance(value, int | float) and name in declared:
+                default: Any = declared[name].default
+                most = max(self.session.n_ctx, default)
+                if value > most:
+                    raise RequestError(
+                        f"method_options.{name} = {value}: expected at most {most}, for the "
+                        f"context of this server holds {self.session.n_ctx} tokens",
+                        param="method_options",
+                    )
 
     def _check_calibrated(self, method: Method) -> None:
         """Raises RequestError for a method that measures the model first: others would wait."""
@@ -150,9 +170,10 @@ class Service:
         method, dense_rows = self.method_of(values)
         options = self._sampling_of({**values, **sampling})
         if forced is not None:
-            options = replace(options, grammar=_grammar_of(forced, options))
+            options = replace(options, grammar=self._grammar_of(forced, options))
         constraint = None if options.grammar is None else self.make_constraint(options.grammar)
         n_predict = self.limits.tokens if max_tokens is None else max_tokens
+        new_sampler(self.session, options, 0)  # DRY's table is made by this thread, and remembered
         seed = taken(values, "seed", int, self._seed)
         return Wish(
             ids=ids,
@@ -191,16 +212,32 @@ class Service:
                 fields[key] = values[key]
         bias = fields.get("logit_bias")
         try:
-            options = read_sampling(fields, self._sampling)
+            options = read_sampling(fields, self._sampling, self.grammars.read)
             if bias:
                 banned = {
                     token: -math.inf if value <= BAN else value
                     for token, value in options.explicit["logit_bias"].items()
                 }
                 options = replace(options, explicit={**options.explicit, "logit_bias": banned})
+        except BusyError:
+            raise
         except SparseKVError as error:
             raise RequestError(str(error).removeprefix("--")) from None
         return options
+
+    def _grammar_of(self, forced: ForcedCall, options: SamplingOptions) -> Grammar:
+        if options.grammar is not None or options.ignore_eos:
+            raise RequestError(
+                "tool_choice asks for a call: leave out ignore_eos, grammar, regex and "
+                "response_format",
+                param="tool_choice",
+            )
+        try:
+            return self.grammars.read("tool_choice", forced.lark)
+        except BusyError:
+            raise
+        except SparseKVError as error:
+            raise RequestError(str(error).removeprefix("--"), param="tools") from None
 
     def encode_chat(
         self,
@@ -229,20 +266,6 @@ class Service:
         ]
         pairs = zip(seeds, constraints, strict=True)
         return [replace(wish, seed=seed, constraint=each) for seed, each in pairs]
-
-
-def _grammar_of(forced: ForcedCall, options: SamplingOptions) -> Any:
-    from sparsekv_cli.sampling.grammar import read_grammar
-
-    if options.grammar is not None or options.ignore_eos:
-        raise RequestError(
-            "tool_choice asks for a call: leave out ignore_eos, grammar, regex and response_format",
-            param="tool_choice",
-        )
-    try:
-        return read_grammar("tool_choice", forced.lark)
-    except SparseKVError as error:
-        raise RequestError(str(error).removeprefix("--"), param="tools") from None
 
 
 SAMPLING_NAMES = {"temperature": "temp", "repetition_penalty": "repeat_penalty"}
@@ -294,10 +317,11 @@ def texts(values: Mapping[str, Any], key: str) -> tuple[str, ...]:
     if (
         not isinstance(given, list)
         or len(given) > MAX_STOPS
-        or not all(isinstance(each, str) and each for each in given)
+        or not all(isinstance(x, str) and 0 < len(x) <= MAX_STOP_CHARACTERS for x in given)
     ):
         raise RequestError(
-            f"{key} is {_shown(value)}: expected a text or up to {MAX_STOPS} texts, none empty",
+            f"{key} is {_shown(value)}: expected a text or up to {MAX_STOPS} texts of 1 to "
+            f"{MAX_STOP_CHARACTERS} characters",
             param=key,
         )
     return tuple(given)

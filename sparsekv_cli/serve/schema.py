@@ -10,20 +10,18 @@ from sparsekv_cli.serve.requests import (
     MAX_BINS,
     MAX_CHOICES,
     MAX_LOGPROBS,
+    MAX_STOP_CHARACTERS,
     MAX_STOPS,
     Service,
 )
 
 TEXT, FLAG, OBJECT = {"type": "string"}, {"type": "boolean"}, {"type": "object"}
-TEXTS = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_STOPS},
-    ]
-}
+STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
+TEXTS = {"anyOf": [STOP, {"type": "array", "items": STOP, "maxItems": MAX_STOPS}]}
 POSITIVE = {"type": "integer", "minimum": 1, "maximum": 2**31}
-STATUSES = {400: "not answered", 401: "no key", 413: "too large", 415: "not JSON", 421: "not local"}
-STATUSES |= {422: "not answered", 429: "queue is full", 500: "failed", 503: "ending", 504: "time"}
+STATUSES = {400: "not answered", 401: "no key", 408: "too slow", 413: "too large"}
+STATUSES |= {415: "not JSON", 421: "not local", 422: "not answered", 429: "queue is full"}
+STATUSES |= {500: "failed", 503: "busy or ending", 504: "time"}
 
 
 def openapi(service: Service) -> dict[str, Any]:

@@ -124,6 +124,7 @@ def read_weights_of(path):
 def briefly(monkeypatch, tmp_path):
     """Two small depths, and speeds that are kept in a folder of the test's own."""
     monkeypatch.setattr(measure, "DEPTHS", (300, 600))
+    monkeypatch.setattr(measure, "QUICK_DEPTHS", (300, 600))
     monkeypatch.setattr(measure, "N_STEPS", 2)
     monkeypatch.setattr(measure, "measure_bandwidth", lambda n_threads: 1e10)
     monkeypatch.setattr(kept, "default_speeds_folder", lambda: tmp_path / "speeds")
@@ -150,6 +151,23 @@ def test_speeds_are_measured_once(header, briefly):
     assert json.dumps(read_speeds(path).as_dict()) == json.dumps(more.as_dict())
     path.write_text("{}")
     assert read_speeds(path) is None
+
+
+def test_a_quick_measurement_is_kept_apart(header, briefly):
+    """It measures each method once; what --measure finds goes first."""
+    config, seen = SessionConfig(device="cpu", threads=1), []
+
+    def report(what, done, total):
+        seen.append(what)
+
+    with open_gguf(header, header_only=True) as file:
+        for methods in ([QUEST], [QUEST], [QUEST, LFPS]):
+            quick = speeds_of(file, config, methods, is_quick=True, on_measure=report)
+        assert seen == ["weights", "full", "quest", "done", "weights", "lfps", "done"]
+        assert quick.is_quick and not speeds_of(file, config, [QUEST]).is_quick
+        assert not speeds_of(file, config, [QUEST], is_quick=True).is_quick
+        assert speeds_of(file, config, [QUEST, LFPS], is_quick=True).is_quick
+    assert len(list(briefly.iterdir())) == 2
 
 
 def test_curves_of_slow_and_fast_minutes_are_alike(header, briefly, monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +13,14 @@ import pytest
 from tiny_vocabularies import bpe_metadata, spm_metadata
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.generation.sampler import new_constraint
+from sparsekv_cli.generation.grammar_trial import GrammarTrial
+from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
 from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from sparsekv_cli.sampling.chain import make_sampler
 from sparsekv_cli.sampling.grammar import Constraint, read_grammar
-from sparsekv_cli.sampling.params import SamplingParams
 
 BPE = load_tokenizer(bpe_metadata())
 SPM = load_tokenizer(spm_metadata())
+MODEL: Any = SimpleNamespace(tokenizer=BPE, gguf=SimpleNamespace(metadata={}))
 BOTH = pytest.mark.parametrize("tokenizer", [BPE, SPM], ids=["bpe", "spm"])
 END = 263  # <|im_end|> of BPE
 
@@ -173,15 +175,10 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 # the sampler chain
 
 
-def sampled(regex: str, params: SamplingParams, best: dict[int, float], n: int) -> str:
+def sampled(regex: str, params: dict[str, Any], best: dict[int, float], n: int) -> str:
     """The first n tokens that a sampler chooses of the same logits, 0 but for ``best``."""
     constraint = constraint_of("regex", regex)
-    sample = make_sampler(
-        params,
-        piece=BPE.token_bytes,
-        tokenize=lambda text: BPE.encode(text, add_bos=False),
-        constraint=constraint,
-    )
+    sample = new_sampler(MODEL, SamplingOptions(params), None, constraint)
     logits = np.zeros(BPE.n_vocab, np.float32)
     for token, logit in best.items():
         logits[token] = logit
@@ -210,15 +207,15 @@ A, B, C = BPE.encode_within("abc")
 )
 def test_the_chain_sees_what_may_follow_only(params: dict[str, Any]) -> None:
     best = {C: 30.0, B: 20.0, A: 15.0, END: 10.0}
-    assert sampled("[ab]{3}", SamplingParams(seed=1, **params), best, 3) == "bbb"
+    assert sampled("[ab]{3}", {"seed": 1, **params}, best, 3) == "bbb"
 
 
 def test_penalties_choose_among_what_may_follow() -> None:
-    params = SamplingParams(temp=0, dry_multiplier=5.0, dry_allowed_length=1)
+    params = {"temp": 0, "dry_multiplier": 5.0, "dry_allowed_length": 1}
     best = {C: 30.0, B: 4.0, A: 2.0}
-    assert sampled("[ab]{6}", SamplingParams(temp=0), best, 6) == "bbbbbb"
+    assert sampled("[ab]{6}", {"temp": 0}, best, 6) == "bbbbbb"
     assert sampled("[ab]{6}", params, best, 6).startswith("bba")
-    penalty = SamplingParams(temp=0, repeat_penalty=4.0)
+    penalty = {"temp": 0, "repeat_penalty": 4.0}
     assert sampled("[ab]{2}", penalty, best, 2) == "ba"
 
 
@@ -228,11 +225,23 @@ def test_breakers_are_looked_for_in_the_whole_vocabulary(narrowed_by: str) -> No
     options: dict[str, Any] = {"temp": 0, "dry_multiplier": 9.0, "dry_sequence_breakers": (":",)}
     if narrowed_by == "top_k":
         options |= {"samplers": ("top_k", "dry", "temperature"), "top_k": 2}
-    params = SamplingParams(**options)
     constraint = constraint_of("regex", "!+[bc]") if narrowed_by == "grammar" else None
-    sample = make_sampler(params, piece=BPE.token_bytes, constraint=constraint)
+    sample = new_sampler(MODEL, SamplingOptions(options), None, constraint)
     logits = np.zeros(BPE.n_vocab, np.float32)
     logits[ord("!")] = 9.0
     assert sample(logits, []) == ord("!") < ord(":")
     logits[ord("!")], logits[B], logits[C] = 0.0, 9.0, 8.0
     assert sample(logits, BPE.encode_within("a:ba:")) == B
+
+
+def test_a_grammar_that_takes_too_long_is_refused(tiny_model: Callable[..., Path]) -> None:
+    """llguidance would read this schema for a quarter of a minute; the next one is read again."""
+    trial = GrammarTrial(tiny_model(wtype="Q8_0"), seconds=1)
+    try:
+        with pytest.raises(SparseKVError, match=r"json-schema: it takes more than 1 s"):
+            trial.read("json-schema", '{"type": "integer", "multipleOf": 999983}')
+        assert trial.read("regex", "a+") == read_grammar("regex", "a+")
+        with pytest.raises(SparseKVError, match="regex"):
+            trial.read("regex", "(")
+    finally:
+        trial.close()
