@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sparsekv_cli.errors import LostModelError, SparseKVError
+from sparsekv_cli.generation.fields import read_object
 from sparsekv_cli.methods import describe_methods
 from sparsekv_cli.serve import anthropic, openai
 from sparsekv_cli.serve.jobs import QueueFullError, StoppingError, TimeLimitError, TooLargeError
@@ -199,14 +200,7 @@ async def _body(request: Request, most: int) -> Mapping[str, Any]:
         data += part
         if len(data) > most:
             raise RequestError(f"the body has more than {most} bytes, the limit", status=413)
-    try:
-        values = json.loads(data)
-        json.dumps(values, ensure_ascii=False).encode()  # lone surrogates are no text
-    except (ValueError, RecursionError):
-        raise RequestError("the body is not JSON in UTF-8") from None
-    if not isinstance(values, dict):
-        raise RequestError(f"expected an object, found {type(values).__name__}")
-    return values
+    return read_object(bytes(data))
 
 
 async def _unless_gone(request: Request, answer: Any) -> Any:
