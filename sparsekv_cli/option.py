@@ -109,7 +109,8 @@ def check_value(declared: Field[Any], value: Any) -> None:
     wanted = ""
     if kind in (int, float):
         number = numbers.Integral if kind is int else numbers.Real
-        if not isinstance(value, number) or isinstance(value, bool):
+        is_number = isinstance(value, number) and not isinstance(value, bool)
+        if not is_number:
             wanted = _number_words(kind)
         elif kind is int and allowed.at_most is None and abs(value) > MAX_WHOLE:
             wanted = f"at most {MAX_WHOLE} in size"

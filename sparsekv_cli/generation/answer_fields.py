@@ -31,7 +31,7 @@ def _declared() -> dict[str, Any]:
         if name == "seed":
             continue
         allowed = allowed_values(declared)
-        bounds = {
+        bounds: dict[str, Any] = {
             "ge": allowed.at_least, "gt": allowed.above, "le": allowed.at_most, "lt": allowed.below,
         }  # fmt: skip
         names = [ALIASES[name], name] if name in ALIASES else [name]

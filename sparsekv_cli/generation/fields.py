@@ -133,7 +133,7 @@ def _place(values: Any, parts: Sequence[str | int]) -> list[str | int]:
 
 def names_of(kind: type[Fields]) -> list[str]:
     """All names that the fields of a model have."""
-    names = []
+    names: list[Any] = []
     for name, declared in kind.model_fields.items():
         choices = getattr(declared.validation_alias, "choices", None)
         names += choices or [declared.alias or name]

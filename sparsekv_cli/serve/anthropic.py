@@ -12,7 +12,7 @@ from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
 from sparsekv_cli.serve.answers import Answers, Ping, about
 from sparsekv_cli.serve.jobs import Finished, PromptProgress
 from sparsekv_cli.serve.openai import content_text, event
-from sparsekv_cli.serve.requests import EFFORT, RequestError, Service, read_request
+from sparsekv_cli.serve.requests import EFFORT, RequestError, Service
 from sparsekv_cli.serve.schema import CountFields, MessageFields
 from sparsekv_cli.serve.tools import ANY_OBJECT, ForcedCall, reader_of
 
@@ -22,10 +22,9 @@ ROLES = ("user", "assistant")
 class Message:
     """One request, checked; ``stream`` or ``whole`` answers it."""
 
-    def __init__(self, service: Service, values: Mapping[str, Any]) -> None:
-        """RequestError for what is no such request."""
+    def __init__(self, service: Service, fields: MessageFields) -> None:
+        """RequestError for what cannot be answered."""
         self._service = service
-        fields = read_request(MessageFields, values)
         self.streams = fields.stream
         tools = _tools(fields)
         self._kind = service.format_for(bool(tools))
@@ -140,9 +139,8 @@ class _Blocks:
 _KINDS: dict[type, str] = {Text: "text", Thought: "thinking", ToolCall: "tool_use"}
 
 
-def count_tokens(service: Service, values: Mapping[str, Any]) -> dict[str, int]:
+def count_tokens(service: Service, fields: CountFields) -> dict[str, int]:
     """How many tokens a request's prompt has."""
-    fields = read_request(CountFields, values)
     tools = _tools(fields)
     is_forced = _forced(service, fields, tools) is not None
     return {"input_tokens": len(_prompt_ids(service, fields, tools, is_forced=is_forced))}

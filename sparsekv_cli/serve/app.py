@@ -27,8 +27,14 @@ from sparsekv_cli.methods import describe_methods
 from sparsekv_cli.serve import anthropic, openai
 from sparsekv_cli.serve.jobs import QueueFullError, StoppingError, TimeLimitError, TooLargeError
 from sparsekv_cli.serve.metrics import Metrics
-from sparsekv_cli.serve.requests import RequestError, Service
-from sparsekv_cli.serve.schema import openapi
+from sparsekv_cli.serve.requests import RequestError, Service, read_request
+from sparsekv_cli.serve.schema import (
+    ChatFields,
+    CompletionFields,
+    CountFields,
+    MessageFields,
+    openapi,
+)
 
 RETRY_S = 2  # after which a client may ask again
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
@@ -61,17 +67,24 @@ def make_app(
     page = (files("sparsekv_cli") / "serve" / "page.html").read_text(encoding="utf-8")
 
     async def chat(request: Request) -> Response:
-        return await _answer(request, lambda v: openai.Completion(service, v, is_chat=True))
+        return await _answer(
+            request, lambda v: openai.Completion(service, read_request(ChatFields, v))
+        )
 
     async def complete(request: Request) -> Response:
-        return await _answer(request, lambda v: openai.Completion(service, v, is_chat=False))
+        return await _answer(
+            request, lambda v: openai.Completion(service, read_request(CompletionFields, v))
+        )
 
     async def message(request: Request) -> Response:
-        return await _answer(request, lambda v: anthropic.Message(service, v))
+        return await _answer(
+            request, lambda v: anthropic.Message(service, read_request(MessageFields, v))
+        )
 
     async def count(request: Request) -> Response:
         values = await _body(request, service.limits.body_bytes)
-        return JSONResponse(await asyncio.to_thread(anthropic.count_tokens, service, values))
+        fields = read_request(CountFields, values)
+        return JSONResponse(await asyncio.to_thread(anthropic.count_tokens, service, fields))
 
     async def _answer(request: Request, read: Callable[[Mapping[str, Any]], Any]) -> Response:
         values = await _body(request, service.limits.body_bytes)

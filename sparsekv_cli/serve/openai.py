@@ -13,7 +13,7 @@ from sparsekv_cli.generation.answer import STOP_LENGTH
 from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
 from sparsekv_cli.serve.answers import Answers, Ping, Told, about
 from sparsekv_cli.serve.jobs import Finished, PromptProgress, Wish
-from sparsekv_cli.serve.requests import EFFORT, RequestError, Service, read_request
+from sparsekv_cli.serve.requests import EFFORT, RequestError, Service
 from sparsekv_cli.serve.schema import MAX_CHOICES, ChatFields, CompletionFields
 from sparsekv_cli.serve.tools import ANY_OBJECT, ForcedCall, reader_of
 
@@ -24,10 +24,10 @@ DONE = "data: [DONE]\n\n"
 class Completion:
     """One request, checked; ``stream`` or ``whole`` answers it."""
 
-    def __init__(self, service: Service, values: Mapping[str, Any], *, is_chat: bool) -> None:
-        """RequestError for what is no such request."""
-        self._service, self._is_chat = service, is_chat
-        self._fields = fields = read_request(ChatFields if is_chat else CompletionFields, values)
+    def __init__(self, service: Service, fields: ChatFields | CompletionFields) -> None:
+        """RequestError for what cannot be answered."""
+        self._service, self._fields = service, fields
+        self._is_chat = is_chat = isinstance(fields, ChatFields)
         self.streams = fields.stream
         self._forced, self._kind, is_single = None, None, False
         if isinstance(fields, ChatFields):

@@ -244,8 +244,8 @@ class Service:
 
     def choices(self, wish: Wish, n: int) -> list[Wish]:
         """The wish n times, each with a seed of its own."""
-        is_random = wish.seed in (None, -1)
-        seeds = [wish.seed if is_random else (wish.seed + i) % (MAX_SEED + 1) for i in range(n)]
+        seed = -1 if wish.seed is None else wish.seed
+        seeds = [seed if seed == -1 else (seed + i) % (MAX_SEED + 1) for i in range(n)]
         constraints = [wish.constraint] + [
             wish.constraint and wish.constraint.copy() for _ in range(n - 1)
         ]

@@ -15,6 +15,7 @@ from pydantic.json_schema import models_json_schema
 from sparsekv_cli import __version__
 from sparsekv_cli.generation.answer_fields import AnswerFields
 from sparsekv_cli.generation.fields import FieldError, Fields, Text, Texts
+from sparsekv_cli.methods import METHODS
 from sparsekv_cli.option import MAX_WHOLE
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class ServedFields(AnswerFields):
 
     model: str = ""
     stream: bool = False
-    method: str | None = None
+    method: Annotated[str, Field(json_schema_extra={"enum": list(METHODS)})] | None = None
     method_options: dict[str, OptionText] = Field({})
     budget: OptionText | None = None
     sparse_from: Annotated[int, Field(ge=-1, le=MAX_WHOLE)] | None = None
@@ -112,7 +113,7 @@ class ResponseFormat(Fields):
     """The form of the answer; ``json_object`` may have a schema, as llama.cpp has it."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    definition: dict[str, Any] | None = Field(None, alias="schema")
+    definition: dict[str, Any] | None = Field(default=None, alias="schema")
     json_schema: AnswerSchema | None = None
 
     @check_model(mode="after")
@@ -206,7 +207,7 @@ class CompletionFields(OpenAIFields):
     logprobs: TopLogprobs | None = None
     echo: Literal[False] = False
     suffix: Literal[""] = ""
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
 
     @check_model(mode="after")
     def _check_best(self) -> CompletionFields:
@@ -308,8 +309,10 @@ PATHS: tuple[tuple[str, str, type[Fields]], ...] = (
 
 def openapi(service: Service) -> dict[str, Any]:
     """The page."""
-    models = [(model, "validation") for _, _, model in PATHS]
-    schemas, shared = models_json_schema(models, ref_template="#/components/schemas/{model}")
+    schemas, shared = models_json_schema(
+        [(model, "validation") for _, _, model in PATHS],
+        ref_template="#/components/schemas/{model}",
+    )
     posts = {path: _post(text, schemas[model, "validation"]) for path, text, model in PATHS}
     return {
         "openapi": "3.1.0",
