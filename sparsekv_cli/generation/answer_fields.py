@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AliasChoices, Field, create_model
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.generation.fields import FieldError, Fields, Whole
+from sparsekv_cli.generation.fields import FieldError, Fields, Number, Whole
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.option import allowed_values, options_of
 from sparsekv_cli.sampling.params import MAX_SEED, SamplingParams
@@ -35,7 +35,7 @@ def _declared() -> dict[str, Any]:
             "ge": allowed.at_least, "gt": allowed.above, "le": allowed.at_most, "lt": allowed.below,
         }  # fmt: skip
         names = [ALIASES[name], name] if name in ALIASES else [name]
-        kind = Whole if isinstance(declared.default, int) else float
+        kind = Whole if isinstance(declared.default, int) else Number
         field = Field(None, validation_alias=AliasChoices(*names))
         found[name] = (Annotated[kind, Field(**bounds)] | None, field)
     return found
@@ -58,7 +58,7 @@ class AnswerFields(SamplingFields):
 
     seed: Seed | None = None
     dry_sequence_breakers: list[str] | None = None
-    logit_bias: dict[TokenId, float] | None = None
+    logit_bias: dict[TokenId, Number] | None = None
     samplers: list[str] | None = None
     ignore_eos: bool | None = None
     json_schema: dict[str, Any] | bool | None = None

@@ -14,7 +14,7 @@ from pydantic import model_validator as check_model
 from pydantic_core import ErrorDetails, from_json
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.option import MAX_WHOLE, did_you_mean
+from sparsekv_cli.option import MAX_FLOAT, MAX_WHOLE, did_you_mean
 
 BOM = b"\xef\xbb\xbf"
 MAX_SHOWN = 60  # characters of a value in a message
@@ -165,6 +165,7 @@ def _texts(value: Any) -> Any:
     return tuple(given)
 
 
+Number = Annotated[float, Field(ge=-MAX_FLOAT, le=MAX_FLOAT)]
 Whole = Annotated[int, Field(ge=-MAX_WHOLE, le=MAX_WHOLE)]
 Text = Annotated[str, Field(min_length=1)]  # not empty
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts, json_schema_input_type=str | list[str])]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic import model_validator as check_model
 from pydantic.json_schema import models_json_schema
 
@@ -51,6 +51,18 @@ MaxTokens = Annotated[int, Field(ge=-1, le=MAX_WHOLE)]  # of an answer; -1: no l
 SomeTokens = Annotated[MaxTokens, AfterValidator(_limit)]
 Stops = Annotated[Texts, Field(max_length=MAX_STOPS)]
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Prompt = Annotated[
+    str | list[Any],
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+                {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+            ]
+        }
+    ),
+]
 Objects = list[dict[str, Any]]
 Messages = Annotated[Objects, Field(min_length=1)]
 
@@ -202,7 +214,7 @@ class CompletionFields(OpenAIFields):
     echo, suffix and best_of are taken where they change nothing.
     """
 
-    prompt: str | list[Any]
+    prompt: Prompt
     max_tokens: MaxTokens = 16
     logprobs: TopLogprobs | None = None
     echo: Literal[False] = False
