@@ -5,6 +5,7 @@ A model checks types and bounds. Here are its base, and the words for what it fi
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
@@ -16,7 +17,6 @@ from pydantic_core import ErrorDetails, from_json
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.option import MAX_FLOAT, MAX_WHOLE, did_you_mean
 
-BOM = b"\xef\xbb\xbf"
 MAX_SHOWN = 60  # characters of a value in a message
 
 
@@ -44,20 +44,26 @@ class Fields(BaseModel):
 F = TypeVar("F", bound=Fields)
 
 
-def read_object(data: bytes) -> dict[str, Any]:
-    """A JSON object in UTF-8, after a byte order mark or none.
+def read_json(data: bytes) -> Any:
+    """A JSON value in UTF-8, after a byte order mark or none.
 
-    Raises FieldError for anything else, and for numbers that JSON does not have: NaN, Infinity, or
-    one that no f64 holds.
+    Raises FieldError for anything else: for NaN, for a number that no f64 holds, and for a text
+    with half a surrogate pair, which cannot be encoded.
     """
     try:
-        values = from_json(data.removeprefix(BOM), allow_inf_nan=False)
-        json.dumps(values, allow_nan=False)  # 1e999 was read as infinite
+        value = from_json(data.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
+        json.dumps(value, allow_nan=False)  # 1e999 was read as infinite
+        return value
     except (ValueError, RecursionError) as error:
         reason = "a number is out of range" if "JSON compliant" in str(error) else str(error)
         if b"\n" not in data.strip():
             reason = reason.replace(" line 1 ", " ")
         raise FieldError("", f"not JSON in UTF-8: {' '.join(reason.split())}") from None
+
+
+def read_object(data: bytes) -> dict[str, Any]:
+    """A JSON object, as ``read_json`` reads it; FieldError for another value."""
+    values = read_json(data)
     if not isinstance(values, dict):
         raise FieldError("", f"expected an object, found {type(values).__name__}")
     return values
