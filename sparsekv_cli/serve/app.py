@@ -119,7 +119,7 @@ def make_app(
         return HTMLResponse(page, headers={"content-security-policy": PAGE_POLICY})
 
     async def description(request: Request) -> Response:
-        return JSONResponse(openapi(service))
+        return JSONResponse(openapi(service.name))
 
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),

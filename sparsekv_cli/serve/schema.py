@@ -1,12 +1,12 @@
 """The fields of requests, as pydantic models, and the OpenAPI page that is made of them.
 
-Every field has an effect or is refused by name. The only ones without are those that a hosted
-service uses and that cannot change an answer here: ``LABELS``.
+Every field has an effect or is refused by name. The only ones without are labels: what a hosted
+service reads, and what cannot change an answer here.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic import model_validator as check_model
@@ -17,9 +17,6 @@ from sparsekv_cli.generation.answer_fields import AnswerFields
 from sparsekv_cli.generation.fields import FieldError, Fields, Text, Texts
 from sparsekv_cli.methods import METHODS
 from sparsekv_cli.option import MAX_WHOLE
-
-if TYPE_CHECKING:
-    from sparsekv_cli.serve.requests import Service
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
@@ -319,8 +316,8 @@ PATHS: tuple[tuple[str, str, type[Fields]], ...] = (
 )
 
 
-def openapi(service: Service) -> dict[str, Any]:
-    """The page."""
+def openapi(name: str) -> dict[str, Any]:
+    """The page. name: of the model."""
     schemas, shared = models_json_schema(
         [(model, "validation") for _, _, model in PATHS],
         ref_template="#/components/schemas/{model}",
@@ -328,7 +325,7 @@ def openapi(service: Service) -> dict[str, Any]:
     posts = {path: _post(text, schemas[model, "validation"]) for path, text, model in PATHS}
     return {
         "openapi": "3.1.0",
-        "info": {"title": f"sparsekv-cli serve: {service.name}", "version": __version__},
+        "info": {"title": f"sparsekv-cli serve: {name}", "version": __version__},
         "components": {"schemas": shared["$defs"]},
         "paths": {
             **posts,
