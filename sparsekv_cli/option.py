@@ -7,6 +7,7 @@ of a value, the text on the command line and the description that ``sparsekv-cli
 from __future__ import annotations
 
 import difflib
+import math
 import numbers
 from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields
@@ -114,6 +115,8 @@ def check_value(declared: Field[Any], value: Any) -> None:
             wanted = _number_words(kind)
         elif kind is int and allowed.at_most is None and abs(value) > MAX_WHOLE:
             wanted = f"at most {MAX_WHOLE} in size"
+        elif kind is float and (value != value or abs(value) == math.inf):
+            wanted = "finite"
         elif kind is float and value != 0 and not LEAST_FLOAT <= abs(value) <= MAX_FLOAT:
             wanted = f"0, or from {LEAST_FLOAT:.1e} to {MAX_FLOAT:.1e} in size"
     elif not isinstance(value, kind):

@@ -20,7 +20,7 @@ from sparsekv_cli.sampling.params import MAX_SEED, SamplingParams
 ALIASES = {"temp": "temperature", "repeat_penalty": "repetition_penalty"}  # other protocols' names
 GRAMMARS = {"json_schema": "json-schema", "grammar": "grammar", "regex": "regex"}
 BAN = -100  # a bias of OpenAI's protocol that bans a token
-TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 Seed = Annotated[int, Field(ge=-1, le=MAX_SEED)]
 
 
@@ -84,7 +84,8 @@ class AnswerFields(SamplingFields):
         try:
             SamplingParams(**explicit)
         except ValueError as error:
-            raise FieldError("", str(error)) from None
+            name, equals, reason = str(error).partition(" = ")
+            raise FieldError(name, equals + reason) from None
         grammar = self._grammar(required or {}) or defaults.grammar
         ignore_eos = defaults.ignore_eos if self.ignore_eos is None else self.ignore_eos
         if ignore_eos and grammar is not None:

@@ -77,6 +77,8 @@ def test_values_that_are_refused_later_than_by_their_type(post: Any) -> None:
     assert "recent = 99999" in refused(
         post(CHAT, method="topk", method_options={"recent": int("9" * 20)})
     )
+    ours = {"method": "lfps", "sparse_from": 0}
+    told(post(CHAT, max_tokens=3, method_options={"candidates": 2**31 - 1}, **ours))
     assert "vocabulary has 512" in refused(post(CHAT, logit_bias={"512": 1}))
     assert "temperature = 1" in refused(post(CHAT, temperature=HUGE))
 
@@ -168,6 +170,8 @@ def test_bytes_of_log_probabilities(post: Any, server: Any) -> None:
     asked = {"logit_bias": {str(first): 90, str(second): 89}, "max_tokens": 3}
     entry = told(post(CHAT, **asked, logprobs=True, top_logprobs=5))["choices"][0]["logprobs"]
     assert entry["content"][0]["bytes"] == [0xC3]
+    thought = "<think>well</think>yes"
+    assert told(post(COMPLETE, regex=thought, max_tokens=90))["choices"][0]["text"] == thought
     plain = {"max_tokens": 3, "logprobs": 5, "regex": "a\u00e9b"}
     found = told(post(COMPLETE, **plain))["choices"][0]
     assert found["text"] == "a\u00e9"
