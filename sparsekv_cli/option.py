@@ -114,7 +114,7 @@ def check_value(declared: Field[Any], value: Any) -> None:
         if not is_number:
             wanted = _number_words(kind)
         elif kind is int and allowed.at_most is None and abs(value) > MAX_WHOLE:
-            wanted = f"at most {MAX_WHOLE} in size"
+            wanted = f"from {-MAX_WHOLE} to {MAX_WHOLE}"
         elif kind is float and (value != value or abs(value) == math.inf):
             wanted = "finite"
         elif kind is float and value != 0 and not LEAST_FLOAT <= abs(value) <= MAX_FLOAT:

@@ -135,7 +135,10 @@ class Budget:
         """ValueError unless ``text`` is a whole number from 1 to MAX_WHOLE, or a percentage in
         (0, 100].
         """
-        wrong = ValueError(f"budget = {text!r}: must be a number of tokens or a share such as 5%")
+        wrong = ValueError(
+            f"budget = {text[:40]!r}: must be a number of tokens up to {MAX_WHOLE}, or a share "
+            "such as 5%"
+        )
         try:
             if text.endswith("%"):
                 share = float(text[:-1]) / 100
