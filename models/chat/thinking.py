@@ -27,6 +27,8 @@ MARKERS = (
     ("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
 )
 SWITCHES = ("enable_thinking", "thinking")  # a template's variable, the first that it has
+# Variables of a template that are no user's.
+SET_BY_PROGRAM = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
 N_TAIL = 16  # tokens at the end of a prompt in which the start marker may be
 
 
@@ -77,20 +79,28 @@ def thinking_of(template: str | None, tokenizer: Tokenizer) -> Thinking | None:
 
 def switch_of(template: str | None) -> str | None:
     """The template's variable that is true or false for thinking; None if it has none."""
+    if template is None or not any(name in template for name in SWITCHES):
+        return None
+    names = variables_of(template)
+    return next((name for name in SWITCHES if name in names), None)
+
+
+def variables_of(template: str | None) -> frozenset[str]:
+    """The variables that a template reads and that a user may set."""
     from jinja2 import TemplateError, meta
 
     from sparsekv_cli.models.chat.limits import Limits
     from sparsekv_cli.models.chat.sandbox import BoundedEnvironment
     from sparsekv_cli.models.chat.template import SPARE_CHARS, source_of
 
-    if template is None or not any(name in template for name in SWITCHES):
-        return None
+    if template is None:
+        return frozenset()
+    environment = BoundedEnvironment(Limits(SPARE_CHARS))
     try:
-        tree = BoundedEnvironment(Limits(SPARE_CHARS)).parse(source_of(template))
+        names = meta.find_undeclared_variables(environment.parse(source_of(template)))
     except TemplateError:  # whoever renders it says so
-        return None
-    names = meta.find_undeclared_variables(tree)
-    return next((name for name in SWITCHES if name in names), None)
+        return frozenset()
+    return frozenset(names - set(environment.globals) - SET_BY_PROGRAM)
 
 
 def overlap(text: str, word: str) -> int:

@@ -15,6 +15,7 @@ from sparsekv_cli.commands.machine_options import CHECKPOINTS_OPTION, GPU_OPTION
 from sparsekv_cli.commands.numbers import FiniteRange
 from sparsekv_cli.commands.terminal import explain_faults, say
 from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.option import MAX_WHOLE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -123,7 +124,7 @@ MACHINE_OPTIONS: list[Callable[[Any], Any]] = [
         "-t",
         "--threads",
         metavar="N",
-        type=click.IntRange(min=0),
+        type=click.IntRange(0, MAX_WHOLE),
         default=0,
         help="Threads; 0 takes the physical cores. [default: 0]",
     ),
@@ -213,7 +214,7 @@ CONTEXT_OPTION = click.option(
     "-c",
     "--ctx-size",
     metavar="N",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, MAX_WHOLE),
     default=0,
     help="Most tokens the KV cache may hold; 0 takes the model's. [default: 0]",
 )
@@ -221,7 +222,7 @@ CONTEXT_OPTION = click.option(
 SPARSE_FROM_OPTION = click.option(
     "--sparse-from",
     metavar="N",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, MAX_WHOLE),
     help="Tokens up to which a method that keeps all rows attends to all of them; 0: it is sparse "
     "at once. [default: where that pays, by the model's shape]",
 )

@@ -23,7 +23,6 @@ from sparsekv_cli.commands.answer import (
 )
 from sparsekv_cli.commands.completers import files
 from sparsekv_cli.commands.help import GroupedCommand
-from sparsekv_cli.commands.jsonl_tasks import Task
 from sparsekv_cli.commands.method_choice import settle
 from sparsekv_cli.commands.options import (
     Invocation,
@@ -44,6 +43,7 @@ from sparsekv_cli.generation.logprobs import LogProbs
 from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
 
 if TYPE_CHECKING:
+    from sparsekv_cli.commands.jsonl_tasks import Task
     from sparsekv_cli.session import Session
 
 MAX_PARALLEL = 256
@@ -160,6 +160,8 @@ def command(
     if system is not None:
         system = check_utf8(system, "the system message given with -sys")
     if jsonl:
+        from sparsekv_cli.commands.jsonl_tasks import Task  # which imports pydantic
+
         task = Task(
             system=system,
             raw=raw,

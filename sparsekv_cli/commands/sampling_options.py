@@ -13,7 +13,7 @@ import click
 
 from sparsekv_cli.commands.completers import files
 from sparsekv_cli.commands.options import apply_options
-from sparsekv_cli.commands.prompt import check_utf8, decode_utf8
+from sparsekv_cli.commands.prompt import check_utf8, decode_file
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.option import options_of
@@ -167,7 +167,7 @@ def _gather_grammar(values: dict[str, Any]) -> Grammar | None:
         text = check_utf8(text, f"the text given with --{option}")
         is_file = option == "grammar" or (option == "json-schema" and not _is_schema(text))
         if is_file:
-            text = decode_utf8(_read(option, text), text)
+            text = decode_file(_read(option, text), text)
         return read_grammar(option, text)
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli.errors import SparseKVError
@@ -38,6 +39,7 @@ def encode_messages(
     tools: Sequence[Mapping[str, Any]] | None = None,
     parse_special: bool = False,
     think: bool | None = None,
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[int]:
     """The ids of a conversation that the assistant is to continue; BOS is there at most once.
 
@@ -51,9 +53,10 @@ def encode_messages(
     bos, eos = (token_text(tokenizer, tokenizer.bos_id), token_text(tokenizer, tokenizer.eos_id))
     plain = None
     if not parse_special:
-        cover = Cover(tokenizer.control_texts, template, [*messages, *(tools or ())])
+        cover = Cover(tokenizer.control_texts, template, [*messages, *(tools or ()), variables])
         messages, plain = cover.messages(messages), cover.lift
         tools = tools and cover.value(tools)
+        variables = {name: cover.value(value) for name, value in variables.items()}
     text = render(
         template,
         messages,
@@ -61,7 +64,7 @@ def encode_messages(
         bos_token=bos,
         eos_token=eos,
         tools=tools,
-        **thinking_switch(template, think),
+        **{**variables, **thinking_switch(template, think)},
     )
     add_bos = False if bos and text.startswith(bos) else None
     return tokenizer.encode(text, add_bos=add_bos, add_eos=False, parse_special=True, plain=plain)

@@ -18,17 +18,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
-from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.errors import BusyError, SparseKVError
 from sparsekv_cli.sampling.grammar import Grammar, read_grammar
 
 BYTES = 3 << 30  # of addresses that the process may have
 START_S, WAIT_S = 120.0, 30.0  # that a start, and a grammar, may take on a busy machine
 N_KNOWN = 256  # grammars that are remembered
 N_WAITING = 4  # that may be read at once, or wait for that
-
-
-class BusyError(SparseKVError):
-    """As many grammars are read as may be."""
 
 
 class GrammarTrial:

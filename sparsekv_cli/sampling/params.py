@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.option import check_options, did_you_mean, option
+from sparsekv_cli.option import MAX_FLOAT, MAX_WHOLE, check_options, did_you_mean, option
 
 MAX_SEED = 2**64 - 1
 MAX_BREAKERS, MAX_BREAKERS_BYTES = 64, 1024  # texts, and their bytes in all
@@ -190,10 +190,15 @@ class SamplingParams:
 
     def _check_logit_bias(self) -> None:
         for token, bias in self.logit_bias.items():
-            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+            is_id = isinstance(token, int) and not isinstance(token, bool)
+            if not is_id or not 0 <= token <= MAX_WHOLE:
                 raise ValueError(f"logit_bias = {{{token!r}: ...}}: a token id must be 0 or more")
-            if not isinstance(bias, (int, float)) or math.isnan(bias) or bias == math.inf:
-                raise ValueError(f"logit_bias = {{{token}: {bias!r}}}: must be a number or -inf")
+            is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
+            if not is_number or not (abs(bias) <= MAX_FLOAT or bias == -math.inf):
+                raise ValueError(
+                    f"logit_bias = {{{token}: {bias!r}}}: must be a number up to {MAX_FLOAT:.1e} "
+                    "in size, or -inf"
+                )
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     def _check_samplers(self) -> None:

@@ -12,7 +12,8 @@ from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
 from sparsekv_cli.serve.answers import Answers, Ping, about
 from sparsekv_cli.serve.jobs import Finished, PromptProgress
 from sparsekv_cli.serve.openai import content_text, event
-from sparsekv_cli.serve.requests import RequestError, Service, in_range, taken, texts
+from sparsekv_cli.serve.requests import EFFORT, RequestError, Service
+from sparsekv_cli.serve.schema import CountFields, MessageFields
 from sparsekv_cli.serve.tools import ANY_OBJECT, ForcedCall, reader_of
 
 ROLES = ("user", "assistant")
@@ -21,25 +22,22 @@ ROLES = ("user", "assistant")
 class Message:
     """One request, checked; ``stream`` or ``whole`` answers it."""
 
-    def __init__(self, service: Service, values: Mapping[str, Any]) -> None:
-        """RequestError for what is no such request."""
+    def __init__(self, service: Service, fields: MessageFields) -> None:
+        """RequestError for what cannot be answered."""
         self._service = service
-        self.streams = taken(values, "stream", bool, False)
-        taken(values, "model", str, "")
-        tools = _tools(values)
+        self.streams = fields.stream
+        tools = _tools(fields)
         self._kind = service.format_for(bool(tools))
-        self._forced = _forced(service, values, tools)
-        most = in_range(values, "max_tokens", 1, 2**31, None)
-        if most is None:
-            raise RequestError(
-                "max_tokens: expected a whole number of 1 or more", param="max_tokens"
-            )
+        self._forced = _forced(service, fields, tools)
+        self._is_single = fields.tool_choice.disable_parallel_tool_use
+        self._shows_thoughts = fields.thinking is None or fields.thinking.display != "omitted"
+        form = fields.output_config.format
         self._wish = service.wish(
-            prompt_ids(service, values, is_forced=self._forced is not None),
-            values,
-            max_tokens=most,
-            stops=texts(values, "stop_sequences"),
-            sampling={},
+            _prompt_ids(service, fields, tools, is_forced=self._forced is not None),
+            fields,
+            max_tokens=fields.max_tokens,
+            stops=fields.stop_sequences,
+            schema=None if form is None else form.definition,
             kind=self._kind,
             forced=self._forced,
         )
@@ -47,11 +45,11 @@ class Message:
 
     async def whole(self) -> dict[str, Any]:
         """The response to a request that does not stream."""
-        readers = [reader_of(self._kind, self._forced)]
+        readers = [reader_of(self._kind, self._forced, is_single=self._is_single)]
         async with Answers(self._service, [self._wish], readers) as answers:
             (told,) = await answers.whole()
         assert told.end is not None
-        blocks = [_block(part) for part in told.parts]
+        blocks = [_block(part) for part in self._shown(told.parts)]
         has_called = any(isinstance(part, ToolCall) for part in told.parts)
         if has_called:
             blocks = [each for each in blocks if each.get("text", "x").strip()]
@@ -66,7 +64,7 @@ class Message:
         yield _event("message_start", message=start)
         yield _event("ping")
         blocks, has_called = _Blocks(), False
-        readers = [reader_of(self._kind, self._forced)]
+        readers = [reader_of(self._kind, self._forced, is_single=self._is_single)]
         async with Answers(self._service, [self._wish], readers) as answers:
             async for told in answers.parts():
                 if isinstance(told, Ping):
@@ -75,7 +73,7 @@ class Message:
                 if isinstance(told, PromptProgress):
                     yield f": prefill {told.done} of {told.total}\n\n"
                     continue
-                for part in told.parts:
+                for part in self._shown(told.parts):
                     has_called = has_called or isinstance(part, ToolCall)
                     for each in blocks.add(part):
                         yield each
@@ -87,6 +85,9 @@ class Message:
                     delta, spent = _stop(told.end, has_called), _usage(told.end)
                     yield _event("message_delta", delta=delta, usage=spent)
         yield _event("message_stop")
+
+    def _shown(self, parts: Sequence[Part]) -> list[Part]:
+        return [each for each in parts if self._shows_thoughts or not isinstance(each, Thought)]
 
     def _message(self, blocks: Sequence[Any], usage: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -138,9 +139,11 @@ class _Blocks:
 _KINDS: dict[type, str] = {Text: "text", Thought: "thinking", ToolCall: "tool_use"}
 
 
-def count_tokens(service: Service, values: Mapping[str, Any]) -> dict[str, int]:
+def count_tokens(service: Service, fields: CountFields) -> dict[str, int]:
     """How many tokens a request's prompt has."""
-    return {"input_tokens": len(prompt_ids(service, values))}
+    tools = _tools(fields)
+    is_forced = _forced(service, fields, tools) is not None
+    return {"input_tokens": len(_prompt_ids(service, fields, tools, is_forced=is_forced))}
 
 
 def error_body(message: str, kind: str) -> dict[str, Any]:
@@ -148,27 +151,25 @@ def error_body(message: str, kind: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def prompt_ids(
-    service: Service, values: Mapping[str, Any], *, is_forced: bool = False
+def _prompt_ids(
+    service: Service, fields: CountFields, tools: Sequence[Mapping[str, Any]], *, is_forced: bool
 ) -> list[int]:
     """The ids of a request's system text, tools and conversation.
 
     is_forced: the answer is a call, ahead of which nothing is thought.
     """
     messages = []
-    system = content_text("system", values.get("system"))
+    system = content_text("system", fields.system)
     if system:
         messages.append({"role": "system", "content": system})
-    given = taken(values, "messages", list, [])
-    if not given:
-        raise RequestError("messages: expected a list that is not empty", param="messages")
-    for i, message in enumerate(given):
+    for i, message in enumerate(fields.messages):
         messages += _messages(f"messages[{i}]", message)
-    thinking = taken(values, "thinking", dict, {})
-    wanted = {"enabled": True, "adaptive": True, "disabled": False}.get(str(thinking.get("type")))
-    wanted = False if is_forced else wanted
-    think = wanted if service.can_switch_thinking else None
-    return service.encode_chat(messages, _tools(values), think)
+    think: bool | None = None
+    if service.can_switch_thinking and (fields.thinking is not None or is_forced):
+        think = not is_forced and fields.thinking is not None and fields.thinking.type != "disabled"
+    effort = fields.output_config.effort  # a wish, which Claude Code sends to every model
+    variables = {} if effort is None or EFFORT not in service.variables else {EFFORT: effort}
+    return service.encode_chat(messages, tools, think, variables)
 
 
 def _messages(where: str, message: Any) -> list[dict[str, Any]]:
@@ -188,7 +189,10 @@ def _messages(where: str, message: Any) -> list[dict[str, Any]]:
         elif kind == "thinking":
             own["reasoning_content"] = content_text(at, block.get("thinking"))
         elif kind == "tool_use" and isinstance(block.get("name"), str):
-            call = {"name": block["name"], "arguments": taken(block, "input", dict, {})}
+            given = block.get("input") or {}
+            if not isinstance(given, dict):
+                raise RequestError(f"{at}.input: expected an object")
+            call = {"name": block["name"], "arguments": given}
             calls = own.setdefault("tool_calls", [])
             calls.append({"id": str(block.get("id")), "type": "function", "function": call})
         elif kind == "tool_result":
@@ -203,38 +207,26 @@ def _messages(where: str, message: Any) -> list[dict[str, Any]]:
     return [*result, own] if has_own else result
 
 
-def _tools(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The tools as templates take them."""
-    choice = taken(values, "tool_choice", dict, {}).get("type")
-    tools = []
-    for tool in taken(values, "tools", list, []):
-        if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
-            raise RequestError("tools: expected objects with name and input_schema", param="tools")
-        function = {
-            "name": tool["name"],
-            "description": content_text("tools.description", tool.get("description")),
-            "parameters": taken(tool, "input_schema", dict, {}),
-        }
-        tools.append({"type": "function", "function": function})
-    return [] if choice == "none" else tools
+def _tools(fields: CountFields) -> list[dict[str, Any]]:
+    """The tools as templates take them; none with the tool_choice none."""
+    if fields.tool_choice.type == "none":
+        return []
+    functions = [
+        {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+        for tool in fields.tools
+    ]
+    return [{"type": "function", "function": function} for function in functions]
 
 
 def _forced(
-    service: Service, values: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
+    service: Service, fields: CountFields, tools: Sequence[Mapping[str, Any]]
 ) -> ForcedCall | None:
     """The call that tool_choice asks for, if it does."""
-    choice = taken(values, "tool_choice", dict, {"type": "auto"})
-    kind, name = choice.get("type"), choice.get("name")
-    if kind in ("auto", "none"):
+    if fields.tool_choice.type in ("auto", "none"):
         return None
-    if kind != "any" and (kind != "tool" or not isinstance(name, str)):
-        raise RequestError(
-            "tool_choice: expected the type auto, none, any, or tool with a name",
-            param="tool_choice",
-        )
     own = [tool["function"] for tool in tools]
     schemas = {each["name"]: each["parameters"] or ANY_OBJECT for each in own}
-    return service.forced_call(name if kind == "tool" else None, schemas)
+    return service.forced_call(fields.tool_choice.name, schemas)
 
 
 def _block(part: Part) -> dict[str, Any]:

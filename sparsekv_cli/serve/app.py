@@ -7,12 +7,11 @@ import contextlib
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,14 +22,20 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sparsekv_cli.errors import LostModelError, SparseKVError
-from sparsekv_cli.generation.grammar_trial import BusyError
+from sparsekv_cli.errors import BusyError, LostModelError, SparseKVError
+from sparsekv_cli.generation.fields import Fields
 from sparsekv_cli.methods import describe_methods
 from sparsekv_cli.serve import anthropic, openai
 from sparsekv_cli.serve.jobs import QueueFullError, StoppingError, TimeLimitError, TooLargeError
 from sparsekv_cli.serve.metrics import Metrics
-from sparsekv_cli.serve.requests import RequestError, Service
-from sparsekv_cli.serve.schema import openapi
+from sparsekv_cli.serve.requests import RequestError, Service, read_request
+from sparsekv_cli.serve.schema import (
+    ChatFields,
+    CompletionFields,
+    CountFields,
+    MessageFields,
+    openapi,
+)
 from sparsekv_cli.serve.wire.bodies import Bodies, BodyError, WholeBodies
 
 N_READERS = 16  # requests that are read at once, of which grammar_trial.N_WAITING may wait
@@ -41,6 +46,7 @@ PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+F, T = TypeVar("F", bound=Fields), TypeVar("T")
 HTTP_ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -66,25 +72,27 @@ def make_app(
 
     readers = ThreadPoolExecutor(N_READERS, "request")
 
-    async def in_thread(read: Callable[[Mapping[str, Any]], Any], values: Mapping[str, Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(readers, read, values)
+    async def read(request: Request, kind: type[F], make: Callable[[Service, F], T]) -> T:
+        """What ``make`` makes of a request's fields, in a thread."""
+        values = await bodies.read(request)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            readers, lambda: make(service, read_request(kind, values))
+        )
 
     async def chat(request: Request) -> Response:
-        return await _answer(request, lambda v: openai.Completion(service, v, is_chat=True))
+        return await _answer(request, await read(request, ChatFields, openai.Completion))
 
     async def complete(request: Request) -> Response:
-        return await _answer(request, lambda v: openai.Completion(service, v, is_chat=False))
+        return await _answer(request, await read(request, CompletionFields, openai.Completion))
 
     async def message(request: Request) -> Response:
-        return await _answer(request, lambda v: anthropic.Message(service, v))
+        return await _answer(request, await read(request, MessageFields, anthropic.Message))
 
     async def count(request: Request) -> Response:
-        values = await bodies.read(request)
-        return JSONResponse(await in_thread(partial(anthropic.count_tokens, service), values))
+        return JSONResponse(await read(request, CountFields, anthropic.count_tokens))
 
-    async def _answer(request: Request, read: Callable[[Mapping[str, Any]], Any]) -> Response:
-        values = await bodies.read(request)
-        asked = await in_thread(read, values)
+    async def _answer(request: Request, asked: Any) -> Response:
         if asked.streams:
             events = asked.stream()
             first = await _unless_gone(request, anext(events))  # errors before it have a status
@@ -115,7 +123,7 @@ def make_app(
         return HTMLResponse(page, headers={"content-security-policy": PAGE_POLICY})
 
     async def description(request: Request) -> Response:
-        return JSONResponse(openapi(service))
+        return JSONResponse(openapi(service.name))
 
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,7 +225,30 @@ class ForcedReader:
 
 
 FormatReader = MarkedReader | Llama3Reader | MistralReader | HarmonyReader
-Reader = ForcedReader | PlainReader | FormatReader
+
+
+class SingleReader:
+    """Reads as another reader does, and leaves out all calls but the first."""
+
+    def __init__(self, reader: FormatReader) -> None:
+        self._reader, self._has_called = reader, False
+
+    def push(self, text: str) -> Iterator[Part]:
+        yield from self._first(self._reader.push(text))
+
+    def flush(self) -> Iterator[Part]:
+        yield from self._first(self._reader.flush())
+
+    def _first(self, parts: Iterable[Part]) -> Iterator[Part]:
+        for part in parts:
+            if isinstance(part, ToolCall):
+                if self._has_called:
+                    continue
+                self._has_called = True
+            yield part
+
+
+Reader = ForcedReader | PlainReader | FormatReader | SingleReader
 READERS: dict[str, Callable[[], FormatReader]] = {
     "hermes": hermes_reader,
     "gemma4": gemma4_reader,
@@ -236,11 +259,19 @@ READERS: dict[str, Callable[[], FormatReader]] = {
 }
 
 
-def reader_of(kind: ToolFormat | None, forced: ForcedCall | None = None) -> Reader:
-    """What reads an answer for a format; None: no calls are looked for."""
+def reader_of(
+    kind: ToolFormat | None, forced: ForcedCall | None = None, *, is_single: bool = False
+) -> Reader:
+    """What reads an answer for a format; None: no calls are looked for.
+
+    is_single: all calls but the first are left out.
+    """
     if forced is not None:
         return ForcedReader(forced.name)
-    return PlainReader() if kind is None else READERS[kind.name]()
+    if kind is None:
+        return PlainReader()
+    reader = READERS[kind.name]()
+    return SingleReader(reader) if is_single else reader
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def run_json(invoke: Invoke, model: str, *arguments: str) -> dict[str, Any]:
 def test_every_answer_is_what_was_asked_for(model: str, invoke: Invoke, tmp_path: Path) -> None:
     """Random weights at a high temperature want to say anything but JSON."""
     file = tmp_path / "person.json"
-    file.write_text(json.dumps(PERSON), "utf-8")
+    file.write_text(json.dumps(PERSON), "utf-8-sig")
     for seed, schema in enumerate((str(file), json.dumps(PERSON)) * 2):
         arguments = ["--temp", "1.5", "--top-k", "0", "-s", str(seed), "--json-schema", schema]
         answer = run_json(invoke, model, *arguments)
@@ -71,7 +71,7 @@ def test_every_answer_is_what_was_asked_for(model: str, invoke: Invoke, tmp_path
 
 def test_other_options_hold_beside_a_grammar(model: str, invoke: Invoke, tmp_path: Path) -> None:
     grammar = tmp_path / "list.gbnf"
-    grammar.write_text('root ::= ("- " [ab] "\\n"){3,}\n', "utf-8")
+    grammar.write_text('root ::= ("- " [ab] "\\n"){3,}\n', "utf-8-sig")
     ever = ["--grammar", str(grammar), "--temp", "0"]
     cut = run_json(invoke, model, *ever, "-n", "5")
     assert (cut["generated_tokens"], cut["stop_reason"]) == (5, "length")

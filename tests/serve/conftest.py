@@ -20,6 +20,7 @@ from sparsekv_cli.serve.wire.connections import limited
 
 # Of Qwen's family: it knows tools, and thoughts that may be switched off.
 TEMPLATE = (
+    "{% if reasoning_effort is defined %}Effort: {{ reasoning_effort }}. {% endif %}"
     "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}"
     "{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>"

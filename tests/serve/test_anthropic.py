@@ -67,7 +67,7 @@ def test_stops_counts_and_errors(client: anthropic.Anthropic) -> None:
     count = client.messages.count_tokens(model="any", messages=ASKED)
     usage = ask(client).usage
     assert count.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
-    with pytest.raises(anthropic.BadRequestError, match="auto, none, any, or tool"):
+    with pytest.raises(anthropic.BadRequestError, match="type tool, and no other, needs a name"):
         ask(client, tools=[TOOL], tool_choice={"type": "tool"})
     with pytest.raises(anthropic.BadRequestError, match="choose from full"):
         ask(client, extra_body={"method": "none"})

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,15 +12,15 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.generation.fields import read_object
 
 BODY_S = 60.0  # that a body may take
 TOGETHER = 4  # times the limit of one body: bytes of all bodies that are read or parsed
 DISCARD_S = 1.0  # for which more of a body is taken whose request is refused
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class BodyError(SparseKVError):
-    """A body that is not read, or is no JSON object. status: HTTP's."""
+    """A body that is not read. status: HTTP's."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -38,7 +36,7 @@ class Bodies:
         self._parsing = asyncio.Lock()
 
     async def read(self, request: Request) -> Mapping[str, Any]:
-        """A request's JSON object; BodyError for anything else, and beyond a limit."""
+        """A request's JSON object; BodyError beyond a limit, FieldError for anything else."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise BodyError("expected the content type application/json", status=415)
@@ -68,24 +66,17 @@ class Bodies:
 
 
 def parse(data: bytearray) -> Mapping[str, Any]:
-    """The JSON object that a body is; BodyError if it is none.
+    """The JSON object that a body is; FieldError if it is none.
 
     Python's garbage collector, which a million new lists would start again and again, waits.
     """
     collects = gc.isenabled()
     gc.disable()
     try:
-        values = json.loads(data.decode())
-        if SURROGATE.search(data):
-            json.dumps(values, ensure_ascii=False).encode()  # lone surrogates are no text
-    except (ValueError, RecursionError):
-        raise BodyError("the body is not JSON in UTF-8") from None
+        return read_object(data)
     finally:
         if collects:
             gc.enable()
-    if not isinstance(values, dict):
-        raise BodyError(f"expected an object, found {type(values).__name__}")
-    return values
 
 
 class WholeBodies:
