@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AliasChoices, Field, create_model
 
 from sparsekv_cli.errors import BusyError, SparseKVError
-from sparsekv_cli.generation.fields import FieldError, Fields, Number, Whole
+from sparsekv_cli.generation.fields import FieldError, Fields, Number, Text, Whole
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.option import allowed_values, options_of
-from sparsekv_cli.sampling.params import MAX_SEED, SamplingParams
+from sparsekv_cli.sampling.params import MAX_BREAKERS, MAX_SEED, SamplingParams
 
 ALIASES = {"temp": "temperature", "repeat_penalty": "repetition_penalty"}  # other protocols' names
 GRAMMARS = {"json_schema": "json-schema", "grammar": "grammar", "regex": "regex"}
 BAN = -100  # a bias of OpenAI's protocol that bans a token
 TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+Breakers = Annotated[list[Text], Field(max_length=MAX_BREAKERS)]
 Seed = Annotated[int, Field(ge=-1, le=MAX_SEED)]
 
 
@@ -57,7 +58,7 @@ class AnswerFields(SamplingFields):
     """
 
     seed: Seed | None = None
-    dry_sequence_breakers: list[str] | None = None
+    dry_sequence_breakers: Breakers | None = None
     logit_bias: dict[TokenId, Number] | None = None
     samplers: list[str] | None = None
     ignore_eos: bool | None = None
@@ -88,8 +89,8 @@ class AnswerFields(SamplingFields):
         try:
             SamplingParams(**explicit)
         except ValueError as error:
-            name, equals, reason = str(error).partition(" = ")
-            raise FieldError(name, equals + reason) from None
+            name = str(error).partition(" = ")[0].partition(":")[0]
+            raise FieldError(name, str(error).removeprefix(name)) from None
         grammar = self._grammar(required or {}, read) or defaults.grammar
         ignore_eos = defaults.ignore_eos if self.ignore_eos is None else self.ignore_eos
         if ignore_eos and grammar is not None:

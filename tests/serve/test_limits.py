@@ -20,6 +20,7 @@ ASKED = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 HEAD = (
     b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 )
+BREAKERS = "dry_sequence_breakers"
 MOST_BYTES = 1 << 16
 
 
@@ -102,9 +103,10 @@ def test_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"dry_multiplier": 1, "dry_sequence_breakers": ["x"] * 500}, None),
+        ({"dry_multiplier": 1, "dry_sequence_breakers": ["x"] * 500}, BREAKERS),
+        ({"dry_multiplier": 1, "dry_sequence_breakers": ["x" * 1025]}, BREAKERS),
         ({"stop": "x" * 1025}, "stop"),
-        ({"temperature": -1}, None),
+        ({"temperature": -1}, "temperature"),
         ({"method": "freekv", "method_options": {"window": 10**9}}, "method_options"),
         ({"method": "lfps", "method_options": {"candidates": 10**8}}, "method_options"),
     ],
