@@ -13,7 +13,7 @@ from sparsekv_cli.serve.answers import Answers, Ping, about
 from sparsekv_cli.serve.jobs import Finished, PromptProgress
 from sparsekv_cli.serve.openai import content_text, event
 from sparsekv_cli.serve.requests import RequestError, Service, in_range, taken, texts
-from sparsekv_cli.serve.tools import ANY_OBJECT, ForcedCall, reader_of
+from sparsekv_cli.serve.tools import ANY_OBJECT, ForcedCall, functions_of, reader_of
 
 ROLES = ("user", "assistant")
 
@@ -29,6 +29,7 @@ class Message:
         tools = _tools(values)
         self._kind = service.format_for(bool(tools))
         self._forced = _forced(service, values, tools)
+        self._reader = reader_of(self._kind, self._forced, functions_of(tools))
         most = in_range(values, "max_tokens", 1, 2**31, None)
         if most is None:
             raise RequestError(
@@ -47,8 +48,7 @@ class Message:
 
     async def whole(self) -> dict[str, Any]:
         """The response to a request that does not stream."""
-        readers = [reader_of(self._kind, self._forced)]
-        async with Answers(self._service, [self._wish], readers) as answers:
+        async with Answers(self._service, [self._wish], [self._reader]) as answers:
             (told,) = await answers.whole()
         assert told.end is not None
         blocks = [_block(part) for part in told.parts]
@@ -66,8 +66,7 @@ class Message:
         yield _event("message_start", message=start)
         yield _event("ping")
         blocks, has_called = _Blocks(), False
-        readers = [reader_of(self._kind, self._forced)]
-        async with Answers(self._service, [self._wish], readers) as answers:
+        async with Answers(self._service, [self._wish], [self._reader]) as answers:
             async for told in answers.parts():
                 if isinstance(told, Ping):
                     yield _event("ping")

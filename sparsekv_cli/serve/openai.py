@@ -21,7 +21,7 @@ from sparsekv_cli.serve.requests import (
     taken,
     texts,
 )
-from sparsekv_cli.serve.tools import ANY_OBJECT, ForcedCall, reader_of
+from sparsekv_cli.serve.tools import ANY_OBJECT, ForcedCall, functions_of, reader_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 DONE = "data: [DONE]\n\n"
@@ -46,7 +46,8 @@ class Completion:
         self._kind = service.format_for(bool(tools)) if is_chat else None
         wishes = [self._wish(ids) for ids in prompts]
         self._wishes = [each for wish in wishes for each in service.choices(wish, n)]
-        self._readers = [reader_of(self._kind, self._forced) for _ in self._wishes]
+        functions = functions_of(tools)
+        self._readers = [reader_of(self._kind, self._forced, functions) for _ in self._wishes]
         self._id = ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex
         self._created = int(time.time())
 
