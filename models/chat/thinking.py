@@ -5,6 +5,7 @@ A chat template names the markers of its family, and mostly a variable that swit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
 
 CHANNELS = ("<|channel|>analysis<|message|>", "<|end|>")  # gpt-oss: each message is on a channel
+FINAL = "<|channel|>final<|message|>"
+FINAL_BEGINS = re.compile(rb"<\|channel\|>\s*final\b[^<]*(<\|constrain\|>[^<]*)?<\|message\|>\Z")
 CHANNEL_MARKS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")
 # Start and end, by family.
 MARKERS = (
@@ -27,6 +30,7 @@ MARKERS = (
     ("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
 )
 SWITCHES = ("enable_thinking", "thinking")  # a template's variable, the first that it has
+N_TAIL_BYTES = 256  # at the end of what was thought, in which the end marker may be
 N_TAIL = 16  # tokens at the end of a prompt in which the start marker may be
 
 
@@ -38,13 +42,45 @@ class Thinking(NamedTuple):
     control_ids: frozenset[int]
 
     @property
+    def is_channel(self) -> bool:
+        """Whether all of an answer is on channels (gpt-oss), of which one is the answer proper."""
+        return self[:2] == CHANNELS
+
+    @property
     def is_dropped(self) -> bool:
         """Whether templates take no message with the thinking in it."""
-        return self[:2] == CHANNELS
+        return self.is_channel
+
+    def closing(self, thought: bytes) -> str:
+        """What ends the thinking after ``thought``, and begins the answer."""
+        if not self.is_channel:
+            return f"\n{self.end}\n\n"
+        header = thought.rpartition(b"<|start|>")[2]
+        if b"<|message|>" in header:
+            return f"<|end|><|start|>assistant{FINAL}"
+        return f"<|message|><|end|><|start|>assistant{FINAL}" if b"<|channel|>" in header else FINAL
+
+    def end_of(self, thought: bytes) -> bytes:
+        """The last bytes of what was thought, which say as much as all of them to ``is_closed``,
+        ``closing`` and ``channels_after``.
+        """
+        end = thought[-N_TAIL_BYTES:]
+        is_body = self.is_channel and b"<|start|>" not in end and b"<|message|>" in thought
+        return b"<|message|>" + end if is_body and b"<|message|>" not in end else end
+
+    def is_closed(self, thought: bytes) -> bool:
+        """Whether the thinking has ended with its last bytes, and the answer begins."""
+        if self.is_channel:
+            return FINAL_BEGINS.search(thought) is not None
+        return thought.rstrip().endswith(self.end.encode())
+
+    def channels_after(self, thought: bytes) -> tuple[str, ...]:
+        """The channels that may be named next; none where no channel is to be named."""
+        return ("analysis", "final") if self.is_channel and thought.endswith(b"<|channel|>") else ()
 
     def splitter(self, *, is_open: bool) -> ThinkingSplitter | ChannelSplitter:
         """What divides a text. is_open: the prompt ended with the start marker."""
-        if self[:2] == CHANNELS:
+        if self.is_channel:
             return ChannelSplitter()
         return ThinkingSplitter(self, is_open=is_open)
 
@@ -53,9 +89,17 @@ class Thinking(NamedTuple):
 
         ids: the prompt, or its end.
         """
-        tail = b"".join(map(tokenizer.token_bytes, ids[-N_TAIL:])).decode("utf-8", errors="replace")
-        _, start, after = tail.rpartition(self.start)
+        _, start, after = _tail(tokenizer, ids).rpartition(self.start)
         return start + after if start and not after.strip() else ""
+
+    def closed_by(self, tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
+        """Whether a prompt ends with the end marker, so that nothing is thought."""
+        return not self.is_channel and _tail(tokenizer, ids).rstrip().endswith(self.end)
+
+
+def _tail(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text that a prompt ends with."""
+    return b"".join(map(tokenizer.token_bytes, ids[-N_TAIL:])).decode("utf-8", errors="replace")
 
 
 def thinking_of(template: str | None, tokenizer: Tokenizer) -> Thinking | None:

@@ -37,7 +37,14 @@ class Task:
     sampling: SamplingOptions = SamplingOptions({})
 
 
-KEYS = {"prompt", "messages", "ignore_eos", *(each.name for each in fields(Task)), *GRAMMARS}
+KEYS = {
+    "prompt",
+    "messages",
+    "ignore_eos",
+    "think_budget",
+    *(each.name for each in fields(Task)),
+    *GRAMMARS,
+}
 KEYS = (KEYS | SAMPLING) - {"sampling"}
 
 
@@ -66,14 +73,19 @@ def read_task(line: bytes, defaults: Task) -> Task:
     if "messages" in values:
         given["system"] = None
     given["sampling"] = read_sampling(values, defaults.sampling)
-    task = replace(defaults, **given)
+    task, given_budget = replace(defaults, **given), values.get("think_budget")
     needing = {
         "messages": "messages" in values,
         "system": task.system is not None,
         "think": task.think is not None,
+        "think_budget": given_budget is not None,
     }
     for key in (key for key, is_given in needing.items() if is_given and task.raw):
         raise SparseKVError(f"{key} needs the chat template, which raw switches off")
+    if task.raw or task.think is False:
+        if given_budget is not None and not task.raw:
+            raise SparseKVError("think_budget and 'think': false exclude each other")
+        task = replace(task, sampling=replace(task.sampling, think_budget=None))
     return task
 
 

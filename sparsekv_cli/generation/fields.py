@@ -50,4 +50,9 @@ def read_sampling(values: Mapping[str, Any], defaults: SamplingOptions) -> Sampl
         grammar = read_grammar(GRAMMARS[key], value)
     if ignore_eos and grammar is not None:
         raise SparseKVError(f"ignore_eos and {grammar.kind} exclude each other")
-    return SamplingOptions({**defaults.explicit, **explicit}, ignore_eos, grammar)
+    budget = values.get("think_budget", defaults.think_budget)
+    if budget is not None and (
+        isinstance(budget, bool) or not isinstance(budget, int) or budget < 0
+    ):
+        raise SparseKVError("think_budget: expected a whole number of 0 or more")
+    return SamplingOptions({**defaults.explicit, **explicit}, ignore_eos, grammar, budget)

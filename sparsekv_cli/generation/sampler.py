@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.sampling.params import params_from_metadata
 
 if TYPE_CHECKING:
-    from sparsekv_cli.sampling.grammar import Constraint, Grammar
+    from sparsekv_cli.generation.constraint import AnswerConstraint
+    from sparsekv_cli.models.chat.thinking import Thinking
+    from sparsekv_cli.sampling.grammar import Grammar
     from sparsekv_cli.session import Sample, Session
 
 
@@ -21,21 +23,39 @@ class SamplingOptions:
     """What the user set; what is missing comes from the model file or from llama.cpp's defaults.
 
     explicit: field of SamplingParams -> value. ignore_eos: never choose a token that ends the text.
-    grammar: what every answer has to match.
+    grammar: what every answer has to match, from the first token behind the thinking on.
+    think_budget: most tokens that are thought ahead of an answer; None: as AnswerConstraint has it.
     """
 
     explicit: Mapping[str, Any]
     ignore_eos: bool = False
     grammar: Grammar | None = None
+    think_budget: int | None = None
+
+    def after(self, think: bool | None) -> SamplingOptions:
+        """The options of an answer that is switched to think or not; None: as the template has it.
+
+        A model that is not to think has no tokens for it, whatever its template does.
+        """
+        if think is not False or self.grammar is None:
+            return self
+        return replace(self, think_budget=0)
 
 
-def new_constraint(session: Session, grammar: Grammar | None) -> Constraint | None:
-    """What keeps a model's answers to a grammar; None without one."""
-    return None if grammar is None else constraint_maker(session)(grammar)
+# Of options and of the markers of thinking, None where nothing is thought: what may follow.
+MakeConstraint = Callable[[SamplingOptions, "Thinking | None"], "AnswerConstraint | None"]
 
 
-def constraint_maker(session: Session) -> Callable[[Grammar], Constraint]:
+def new_constraint(
+    session: Session, sampling: SamplingOptions, thinking: Thinking | None
+) -> AnswerConstraint | None:
+    """What may follow in a model's answers; None: anything. As a MakeConstraint."""
+    return constraint_maker(session)(sampling, thinking)
+
+
+def constraint_maker(session: Session) -> MakeConstraint:
     """What makes constraints for a model, whose vocabulary is read once, for the first of them."""
+    from sparsekv_cli.generation.constraint import AnswerConstraint
     from sparsekv_cli.sampling.grammar import Constraint, TokenBytes, open_tokenizer
 
     @functools.cache
@@ -54,18 +74,25 @@ def constraint_maker(session: Session) -> Callable[[Grammar], Constraint]:
         )
         return open_tokenizer(vocabulary, end_ids)
 
-    return lambda grammar: Constraint(grammar, tokenizer_of_grammars())
+    def make(sampling: SamplingOptions, thinking: Thinking | None) -> AnswerConstraint | None:
+        grammar, budget = sampling.grammar, sampling.think_budget
+        if grammar is None and budget is None:
+            return None
+        matched = None if grammar is None else Constraint(grammar, tokenizer_of_grammars())
+        return AnswerConstraint(session.tokenizer, thinking, matched, budget)
+
+    return make
 
 
 def new_sampler(
     session: Session,
     sampling: SamplingOptions,
     seed: int | None,
-    constraint: Constraint | None = None,
+    constraint: AnswerConstraint | None = None,
 ) -> Sample:
     """The sampler for a model: the user's values, the file's, then the defaults.
 
-    seed: None takes a random one. constraint: of ``new_constraint``, what answers have to match.
+    seed: None takes a random one. constraint: of ``new_constraint``, what may follow.
     """
     from sparsekv_cli.sampling.chain import make_sampler
 

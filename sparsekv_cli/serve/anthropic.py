@@ -35,14 +35,20 @@ class Message:
             raise RequestError(
                 "max_tokens: expected a whole number of 1 or more", param="max_tokens"
             )
+        think, budget = _thinking(values)
+        is_thought = service.thinking is not None and self._forced is None
+        given = {"think_budget": budget} if is_thought and budget is not None else {}
+        if think is False and is_thought and not service.can_switch_thinking:
+            given = {"think_budget": 0}
         self._wish = service.wish(
             prompt_ids(service, values, is_forced=self._forced is not None),
-            values,
+            {**given, **values},
             max_tokens=most,
             stops=texts(values, "stop_sequences"),
             sampling={},
             kind=self._kind,
             forced=self._forced,
+            think=think,
         )
         self._id = f"msg_{uuid.uuid4().hex}"
 
@@ -163,11 +169,17 @@ def prompt_ids(
         raise RequestError("messages: expected a list that is not empty", param="messages")
     for i, message in enumerate(given):
         messages += _messages(f"messages[{i}]", message)
-    thinking = taken(values, "thinking", dict, {})
-    wanted = {"enabled": True, "adaptive": True, "disabled": False}.get(str(thinking.get("type")))
-    wanted = False if is_forced else wanted
+    wanted = False if is_forced else _thinking(values)[0]
     think = wanted if service.can_switch_thinking else None
     return service.encode_chat(messages, _tools(values), think)
+
+
+def _thinking(values: Mapping[str, Any]) -> tuple[bool | None, int | None]:
+    """Whether the model is to think, None: as its template has it; and the most tokens for it."""
+    thinking = taken(values, "thinking", dict, {})
+    think = {"enabled": True, "adaptive": True, "disabled": False}.get(str(thinking.get("type")))
+    budget = in_range(thinking, "budget_tokens", 0, 2**31, None)
+    return think, None if think is False else budget
 
 
 def _messages(where: str, message: Any) -> list[dict[str, Any]]:

@@ -40,6 +40,7 @@ class Completion:
         self._tells_rows = in_range(values, "sparsekv_rows", 0, 256, 0) > 0
         taken(values, "model", str, "")
         n = in_range(values, "n", 1, MAX_CHOICES, 1)
+        self._think: bool | None = None
         tools = _tools(values) if is_chat else []
         self._forced = _forced(service, values, tools) if is_chat else None
         prompts = [self._chat_ids(tools)] if is_chat else self._prompt_ids()
@@ -54,10 +55,10 @@ class Completion:
     def _chat_ids(self, tools: Sequence[Mapping[str, Any]]) -> list[int]:
         messages = _messages(self._values)
         kwargs = taken(self._values, "chat_template_kwargs", dict, {})
-        think = taken(kwargs, "enable_thinking", bool, None)
+        self._think = taken(kwargs, "enable_thinking", bool, None)
         if self._forced is not None and self._service.can_switch_thinking:
-            think = False
-        return self._service.encode_chat(messages, tools, think)
+            self._think = False
+        return self._service.encode_chat(messages, tools, self._think)
 
     def _prompt_ids(self) -> list[list[int]]:
         """The prompts of a completion: a text, ids, or a list of either."""
@@ -101,6 +102,8 @@ class Completion:
             logprobs=logprobs,
             kind=self._kind,
             forced=self._forced,
+            is_chat=self._is_chat,
+            think=self._think,
         )
 
     # --- as a whole -------------------------------------------------------------------------------

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,7 +70,11 @@ class Service:
         self.thinking = model_thinking(session)
         self.can_switch_thinking = switch_of(self.template) is not None
         self.tool_format: ToolFormat | None = format_of(self.template)
-        self.make_constraint = functools.partial(_call, constraint_maker(session))
+        if sampling.think_budget is not None and self.thinking is None:
+            raise SparseKVError(
+                "--think-budget: the chat template of this model names no markers of thinking"
+            )
+        self._make_constraint = constraint_maker(session)
         self._method, self._method_options = session.method.name, dict(method_options)
         self._sampling = sampling
         self.kinds = [layer.kind for layer in session.hparams.layers]
@@ -128,17 +131,18 @@ class Service:
         logprobs: int | None = None,
         kind: ToolFormat | None = None,
         forced: ForcedCall | None = None,
+        is_chat: bool = True,
+        think: bool | None = None,
     ) -> Wish:
         """What to ask of the scheduler. sampling: fields beside those of ``values``, by our names.
 
         max_tokens: None: as many as the server allows. kind: of ``format_for``. forced: what the
-        answer has to be, of ``forced_call``.
+        answer has to be, of ``forced_call``. is_chat: the template was applied. think: whether the
+        model is to think first; None: as the template has it.
         """
+        thinking = self.thinking if is_chat and forced is None else None
         if forced is not None:
-            opened = self.tokenizer.encode(
-                forced.prompt, add_bos=False, add_eos=False, parse_special=True
-            )
-            ids = [*ids, *opened] if forced.prompt else ids
+            ids = [*ids, *self._ids_ahead_of(forced, ids)]
         n_ctx = self.session.n_ctx
         if len(ids) >= n_ctx:
             raise RequestError(
@@ -151,7 +155,18 @@ class Service:
         options = self._sampling_of({**values, **sampling})
         if forced is not None:
             options = replace(options, grammar=_grammar_of(forced, options))
-        constraint = None if options.grammar is None else self.make_constraint(options.grammar)
+        if thinking is None:
+            if values.get("think_budget") is not None:
+                raise RequestError(
+                    "think_budget: nothing is thought ahead of this answer: leave it out",
+                    param="think_budget",
+                )
+            options = replace(options, think_budget=None)
+        try:
+            constraint = self._make_constraint(options.after(think), thinking)
+        except SparseKVError as error:
+            param = "response_format"
+            raise RequestError(str(error).removeprefix("--"), param=param) from None
         n_predict = self.limits.tokens if max_tokens is None else max_tokens
         seed = taken(values, "seed", int, self._seed)
         return Wish(
@@ -165,9 +180,16 @@ class Service:
             logprobs=logprobs,
             constraint=constraint,
             special=kind is not None and kind.special and forced is None,
-            thinking=None if kind == HARMONY or forced is not None else self.thinking,
+            thinking=None if kind == HARMONY else thinking,
             n_bins=in_range(values, "sparsekv_rows", 0, MAX_BINS, 0),
         )
+
+    def _ids_ahead_of(self, forced: ForcedCall, ids: Sequence[int]) -> list[int]:
+        """What follows a prompt whose answer has to be a call: no thinking, and its first words."""
+        thinking = self.thinking
+        is_open = thinking is not None and thinking.opened_by(self.tokenizer, ids)
+        text = (thinking.closing(b"") if thinking and is_open else "") + forced.prompt
+        return self.tokenizer.encode(text, add_bos=False, add_eos=False, parse_special=True)
 
     def forced_call(self, name: str | None, functions: Mapping[str, Any]) -> ForcedCall:
         """The call that a request's ``tool_choice`` asks for, of the function ``name`` or of any.
@@ -186,7 +208,7 @@ class Service:
         named = {**SAMPLING_NAMES, **{name: name for name in SAMPLING}}
         fields = {named[key]: value for key, value in values.items() if key in named}
         fields = {key: value for key, value in fields.items() if value is not None}
-        for key in ("json_schema", "grammar", "regex", "ignore_eos"):
+        for key in ("json_schema", "grammar", "regex", "ignore_eos", "think_budget"):
             if values.get(key) is not None:
                 fields[key] = values[key]
         bias = fields.get("logit_bias")
@@ -246,13 +268,6 @@ def _grammar_of(forced: ForcedCall, options: SamplingOptions) -> Any:
 
 
 SAMPLING_NAMES = {"temperature": "temp", "repetition_penalty": "repeat_penalty"}
-
-
-def _call(make: Callable[[Any], Any], grammar: Any) -> Any:
-    try:
-        return make(grammar)
-    except SparseKVError as error:
-        raise RequestError(str(error).removeprefix("--"), param="response_format") from None
 
 
 def taken(values: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:

@@ -135,7 +135,11 @@ def test_without_llguidance(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_model_that_was_trained(schema: Any, question: str, default_model: Path) -> None:
     """Answers at temperature 1 fit the schema, and none is as long as it could be."""
     session = open_session(ModelOptions(str(default_model), SessionConfig(ctx_size=1024), None))
-    constraint = new_constraint(session, read_grammar("json-schema", json.dumps(schema)))
+    constraint = new_constraint(
+        session,
+        SamplingOptions({}, grammar=read_grammar("json-schema", json.dumps(schema))),
+        None,
+    )
     template = session.gguf.metadata["tokenizer.chat_template"]
     ids = encode_messages(session.tokenizer, template, [{"role": "user", "content": question}])
     everything = SamplingOptions({"temp": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0})

@@ -11,7 +11,7 @@ import pytest
 from tiny_vocabularies import bpe_metadata, spm_metadata
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.generation.sampler import new_constraint
+from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint
 from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from sparsekv_cli.sampling.chain import make_sampler
 from sparsekv_cli.sampling.grammar import Constraint, read_grammar
@@ -25,7 +25,9 @@ END = 263  # <|im_end|> of BPE
 
 def constraint_of(kind: str, text: str, tokenizer: Tokenizer = BPE) -> Constraint:
     session: Any = SimpleNamespace(tokenizer=tokenizer)
-    constraint = new_constraint(session, read_grammar(kind, text))
+    constraint = new_constraint(
+        session, SamplingOptions({}, grammar=read_grammar(kind, text)), None
+    )
     assert constraint is not None
     return constraint
 

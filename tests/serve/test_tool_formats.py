@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_vocabularies import bpe_metadata
 
-from sparsekv_cli.generation.sampler import new_constraint
+from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint
 from sparsekv_cli.models.chat.calls import ToolCall
 from sparsekv_cli.models.chat.template import render
 from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer
@@ -244,7 +244,9 @@ def test_a_call_that_is_asked_for(name: str, names: tuple[str, ...]) -> None:
     forced = forced_call(kind, template, dict.fromkeys(names, PARAMETERS))
     tokenizer = load_tokenizer(bpe_metadata())
     session: Any = SimpleNamespace(tokenizer=tokenizer)
-    constraint = new_constraint(session, read_grammar("tool_choice", forced.lark))
+    constraint = new_constraint(
+        session, SamplingOptions({}, grammar=read_grammar("tool_choice", forced.lark)), None
+    )
     assert constraint is not None
     key = "parameters" if kind == LLAMA3 else "arguments"
     said = json.dumps({"name": names[-1], key: {"city": "Bonn"}})
