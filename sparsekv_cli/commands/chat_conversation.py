@@ -72,9 +72,7 @@ class Conversation:
     def renew_sampler(self) -> None:
         """Makes the sampler that the settings describe."""
         settings = self.settings
-        self._constraint = self._make_constraint(
-            settings.sampling.after(settings.think), self.thinking
-        )
+        self._constraint = self._make_constraint(settings.sampling, self.thinking, settings.think)
         self._sample: Sample = new_sampler(
             self.session, settings.sampling, settings.seed, self._constraint
         )

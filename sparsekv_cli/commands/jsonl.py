@@ -178,7 +178,7 @@ class Answering:
         if self._make_constraint is None:
             self._make_constraint = constraint_maker(self._session)
         thinking = None if task.raw else model_thinking(self._session)
-        return self._make_constraint(task.sampling.after(task.think), thinking)
+        return self._make_constraint(task.sampling, thinking, task.think)
 
     def _choose(self) -> None:
         """The next token of every answer; those that are done are written and go."""

@@ -182,7 +182,7 @@ def command(
     use_prefixes(session, prefix)
     marked = None if raw else model_thinking(session)
     thinking = None if special or inline_thinking else marked
-    constraint = new_constraint(session, sampling.after(think), marked)
+    constraint = new_constraint(session, sampling, marked, think)
     sampler = new_sampler(session, sampling, options.seed, constraint)
     if logprobs is not None:
         sampler = remembered = LogProbs(sampler, logprobs, session.tokenizer)

@@ -67,8 +67,10 @@ class AnswerConstraint:
         if opened or thinking.is_channel:
             self._phase = THINKS
             self._close_in_time()
-        elif self._n_most:
-            self._phase, self._forced = BEGINS, self._ids(thinking.start)
+            return
+        start = self._ids(thinking.start)
+        if self._n_most is None or self._n_most > len(start):
+            self._phase, self._forced, self._n_thought = BEGINS, start, len(start)
         elif self._grammar is None:
             self._phase, self._forced = CLOSES, self._ids(thinking.start + thinking.closing(b""))
 

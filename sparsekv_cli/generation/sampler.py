@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli.errors import SparseKVError
@@ -32,25 +32,22 @@ class SamplingOptions:
     grammar: Grammar | None = None
     think_budget: int | None = None
 
-    def after(self, think: bool | None) -> SamplingOptions:
-        """The options of an answer that is switched to think or not; None: as the template has it.
 
-        A model that is not to think has no tokens for it, whatever its template does.
-        """
-        if think is not False or self.grammar is None:
-            return self
-        return replace(self, think_budget=0)
-
-
-# Of options and of the markers of thinking, None where nothing is thought: what may follow.
-MakeConstraint = Callable[[SamplingOptions, "Thinking | None"], "AnswerConstraint | None"]
+# Of options, of the markers of thinking (None where nothing is thought) and of whether the model is
+# to think (None: as its template has it): what may follow in an answer, None: anything.
+MakeConstraint = Callable[
+    [SamplingOptions, "Thinking | None", bool | None], "AnswerConstraint | None"
+]
 
 
 def new_constraint(
-    session: Session, sampling: SamplingOptions, thinking: Thinking | None
+    session: Session,
+    sampling: SamplingOptions,
+    thinking: Thinking | None,
+    think: bool | None = None,
 ) -> AnswerConstraint | None:
-    """What may follow in a model's answers; None: anything. As a MakeConstraint."""
-    return constraint_maker(session)(sampling, thinking)
+    """What may follow in a model's answers, as a MakeConstraint says it."""
+    return constraint_maker(session)(sampling, thinking, think)
 
 
 def constraint_maker(session: Session) -> MakeConstraint:
@@ -74,8 +71,12 @@ def constraint_maker(session: Session) -> MakeConstraint:
         )
         return open_tokenizer(vocabulary, end_ids)
 
-    def make(sampling: SamplingOptions, thinking: Thinking | None) -> AnswerConstraint | None:
+    def make(
+        sampling: SamplingOptions, thinking: Thinking | None, think: bool | None
+    ) -> AnswerConstraint | None:
         grammar, budget = sampling.grammar, sampling.think_budget
+        if think is False and grammar is not None and thinking is not None:
+            budget = 0  # whatever the template's switch does
         if grammar is None and budget is None:
             return None
         matched = None if grammar is None else Constraint(grammar, tokenizer_of_grammars())

@@ -163,7 +163,7 @@ class Service:
                 )
             options = replace(options, think_budget=None)
         try:
-            constraint = self._make_constraint(options.after(think), thinking)
+            constraint = self._make_constraint(options, thinking, think)
         except SparseKVError as error:
             param = "response_format"
             raise RequestError(str(error).removeprefix("--"), param=param) from None

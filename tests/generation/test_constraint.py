@@ -60,8 +60,8 @@ def answered(
     tokenizer = TOKENIZERS[kind]
     session: Any = SimpleNamespace(tokenizer=tokenizer)
     thinking = thinking_of(template, tokenizer)
-    sampling = SamplingOptions({}, grammar=grammar, think_budget=budget).after(think)
-    constraint = new_constraint(session, sampling, thinking)
+    sampling = SamplingOptions({}, grammar=grammar, think_budget=budget)
+    constraint = new_constraint(session, sampling, thinking, think)
     assert constraint is not None
     prompt = encode_messages(tokenizer, template, ASKED, think=think)
     builder = AnswerBuilder(
