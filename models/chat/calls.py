@@ -36,7 +36,7 @@ class ToolCall(NamedTuple):
 Part = Text | Thought | ToolCall
 
 
-class Found(NamedTuple):
+class ReadCalls(NamedTuple):
     """What a text has been read as.
 
     calls: none: it is no call. doubt: 0: the text is whole; 1: its last tags are missing; MAYBE:
@@ -145,14 +145,14 @@ QUOTE = '<|"|>'
 NAMED = re.compile(r"\s*call:([\w.-]+)\s*(\{.*\})\s*", re.S)
 
 
-def gemma_calls(text: str) -> Found:
+def gemma_calls(text: str) -> ReadCalls:
     """``call:NAME{KEY:VALUE,...}``: keys without quotes, strings between ``<|"|>``."""
     parts = text.split(QUOTE)
     if len(parts) % 2 == 0:
-        return Found([], MAYBE)
+        return ReadCalls([], MAYBE)
     named = NAMED.fullmatch(text)
     if named is None:
-        return Found([])
+        return ReadCalls([])
     parts = named[2].split(QUOTE)
     for i, part in enumerate(parts):
         if i % 2:  # between two quotes
@@ -160,18 +160,18 @@ def gemma_calls(text: str) -> Found:
         else:
             parts[i] = re.sub(r"([{,]\s*)([A-Za-z_][\w.-]*)\s*:", r'\1"\2":', part)
     call = call_of(named[1], "".join(parts))
-    return Found([] if call is None else [call])
+    return ReadCalls([] if call is None else [call])
 
 
-def python_calls(text: str) -> Found:
+def python_calls(text: str) -> ReadCalls:
     """``[NAME(KEY=VALUE, ...), ...]`` with literals as values."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
         calls = tree.elts if isinstance(tree, ast.List) else [tree]
-        return Found([_python_call(call) for call in calls])
+        return ReadCalls([_python_call(call) for call in calls])
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         rest = ANY_STRING.sub("", text)
-        return Found([], MAYBE if '"' in rest or "'" in rest else 0)
+        return ReadCalls([], MAYBE if '"' in rest or "'" in rest else 0)
 
 
 def _python_call(call: ast.expr) -> ToolCall:

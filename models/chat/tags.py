@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from sparsekv_cli.models.chat.calls import MAYBE, Found, Part, call_of, read_json
+from sparsekv_cli.models.chat.calls import MAYBE, ReadCalls, Part, call_of, read_json
 
 FUNCTION = re.compile(r"\s*<function=([^>\s]+)>")
 FUNCTION_END = re.compile(r"\s*</function>")
@@ -27,7 +27,7 @@ TYPES: Mapping[str, type | tuple[type, ...]] = {
 MAX_REFERENCES = 8  # that are followed from one schema
 
 
-def tagged_calls(text: str, functions: Mapping[str, Any]) -> Found:
+def tagged_calls(text: str, functions: Mapping[str, Any]) -> ReadCalls:
     """The calls in a text that holds nothing else.
 
     functions: the schemas of their arguments, by name. A value of a declared type is read as that;
@@ -39,7 +39,7 @@ def tagged_calls(text: str, functions: Mapping[str, Any]) -> Found:
     while text[at:].strip():
         function = FUNCTION.match(text, at)
         if function is None:
-            return Found([])
+            return ReadCalls([])
         schema = functions.get(function[1])
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
         declared = properties if isinstance(properties, Mapping) else {}
@@ -56,14 +56,14 @@ def tagged_calls(text: str, functions: Mapping[str, Any]) -> Found:
             doubt = 2 if end is None else 1 if end["last"] is not None else doubt
         closing = FUNCTION_END.match(text, at)
         if closing is None and text[at:].strip() and FUNCTION.match(text, at) is None:
-            return Found([], MAYBE)
+            return ReadCalls([], MAYBE)
         doubt = max(doubt, 1) if closing is None else doubt
         at = at if closing is None else closing.end()
         call = call_of(function[1], arguments)
         if call is None:
-            return Found([])
+            return ReadCalls([])
         calls.append(call)
-    return Found(calls, doubt)
+    return ReadCalls(calls, doubt)
 
 
 def types_of(schema: Any, root: Any, n_references: int = 0) -> set[str] | None:

@@ -92,6 +92,20 @@ class Thinking(NamedTuple):
         _, start, after = _tail(tokenizer, ids).rpartition(self.start)
         return start + after if start and not after.strip() else ""
 
+    def written(self, prompt: str, thought: str) -> str:
+        """What makes of a prompt's text one after which the answer proper begins.
+
+        thought: what has been thought already.
+        """
+        if self.is_channel:
+            analysis = f"{self.start}{thought}<|end|><|start|>assistant" if thought else ""
+            return analysis + FINAL
+        _, start, after = prompt.rpartition(self.start)
+        is_open = bool(start) and not after.strip()
+        if is_open or thought:
+            return ("" if is_open else f"{self.start}\n") + thought + self.closing(b"")
+        return ""
+
     def closed_by(self, tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
         """Whether a prompt ends with the end marker, so that nothing is thought."""
         return not self.is_channel and _tail(tokenizer, ids).rstrip().endswith(self.end)

@@ -72,7 +72,7 @@ class LineAnswer:
     ) -> None:
         self.number = number
         self.task = task
-        is_whole = task.raw or task.special or task.inline_thinking
+        is_whole = not task.thinks or task.special or task.inline_thinking
         self.growing = GrowingAnswer(
             session,
             task.sampling,
@@ -160,6 +160,8 @@ class Answering:
                 raw=task.raw,
                 parse_special=task.parse_special,
                 think=task.think,
+                continues=bool(task.continue_final_message),
+                add_generation_prompt=task.add_generation_prompt is not False,
             )
             answer = LineAnswer(number, task, ids, session, self._constraint(task))
             self._batch.use(len(self._active)).reset()
@@ -177,7 +179,7 @@ class Answering:
     def _constraint(self, task: Task) -> AnswerConstraint | None:
         if self._make_constraint is None:
             self._make_constraint = constraint_maker(self._session)
-        thinking = None if task.raw else model_thinking(self._session)
+        thinking = model_thinking(self._session) if task.thinks else None
         return self._make_constraint(task.sampling, thinking, task.think)
 
     def _choose(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from sparsekv_cli.commands.prompt import decode_utf8
 from sparsekv_cli.commands.terminal import one_line
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.generation.conversation import continues_last
 from sparsekv_cli.generation.fields import GRAMMARS, SAMPLING, read_sampling
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.option import did_you_mean
@@ -19,7 +20,9 @@ from sparsekv_cli.option import did_you_mean
 class Task:
     """What one line asks for; the command line's options are the defaults.
 
-    prompt: a text, or a conversation that the assistant is to continue.
+    prompt: a text, or a conversation that the assistant is to continue. continue_final_message:
+    its last message is the beginning of the answer. add_generation_prompt: False: the template does
+    not begin one. thinks: whether anything may be thought ahead of the answer.
     """
 
     prompt: str | list[dict[str, str]] = ""
@@ -30,11 +33,17 @@ class Task:
     special: bool = False
     think: bool | None = None
     inline_thinking: bool = False
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     n_predict: int = -1
     stop: tuple[str, ...] = ()
     seed: int | None = None
     logprobs: int | None = None
     sampling: SamplingOptions = SamplingOptions({})
+
+    @property
+    def thinks(self) -> bool:
+        return not (self.raw or self.continue_final_message or self.add_generation_prompt is False)
 
 
 KEYS = {
@@ -82,9 +91,15 @@ def read_task(line: bytes, defaults: Task) -> Task:
     }
     for key in (key for key, is_given in needing.items() if is_given and task.raw):
         raise SparseKVError(f"{key} needs the chat template, which raw switches off")
-    if task.raw or task.think is False:
-        if given_budget is not None and not task.raw:
-            raise SparseKVError("think_budget and 'think': false exclude each other")
+    if "messages" in values:
+        flags = task.continue_final_message, task.add_generation_prompt
+        is_continued = continues_last(values["messages"], *flags)
+        task = replace(task, continue_final_message=is_continued)
+    elif {"continue_final_message", "add_generation_prompt"} & values.keys():
+        raise SparseKVError("continue_final_message and add_generation_prompt need 'messages'")
+    if not task.thinks or task.think is False:
+        if given_budget is not None:
+            raise SparseKVError("think_budget: nothing is thought ahead of this answer")
         task = replace(task, sampling=replace(task.sampling, think_budget=None))
     return task
 
@@ -96,6 +111,8 @@ TYPES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("special", lambda value: isinstance(value, bool), "true or false"),
     ("think", lambda value: isinstance(value, bool), "true or false"),
     ("inline_thinking", lambda value: isinstance(value, bool), "true or false"),
+    ("continue_final_message", lambda value: isinstance(value, bool), "true or false"),
+    ("add_generation_prompt", lambda value: isinstance(value, bool), "true or false"),
     ("n_predict", lambda value: _is_whole(value) and value >= -1, "-1 or more"),
     ("seed", lambda value: _is_whole(value) and 0 <= value < 2**64, "0 to 2**64 - 1"),
     ("logprobs", lambda value: _is_whole(value) and value >= 0, "0 or more"),

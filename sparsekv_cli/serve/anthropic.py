@@ -8,14 +8,24 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from sparsekv_cli.generation.answer import STOP_LENGTH, STOP_TEXT
+from sparsekv_cli.generation.conversation import continues_last
 from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
+from sparsekv_cli.models.chat.history import new_call_id
 from sparsekv_cli.serve.answers import Answers, Ping, about
 from sparsekv_cli.serve.jobs import Finished, PromptProgress
-from sparsekv_cli.serve.openai import content_text, event
-from sparsekv_cli.serve.requests import RequestError, Service, in_range, taken, texts
+from sparsekv_cli.serve.openai import event
+from sparsekv_cli.serve.requests import (
+    RequestError,
+    Service,
+    content_text,
+    in_range,
+    shown,
+    taken,
+    texts,
+)
 from sparsekv_cli.serve.tools import ANY_OBJECT, ForcedCall, functions_of, reader_of
 
-ROLES = ("user", "assistant")
+ROLES = ("user", "assistant", "system")
 
 
 class Message:
@@ -29,14 +39,16 @@ class Message:
         tools = _tools(values)
         self._kind = service.format_for(bool(tools))
         self._forced = _forced(service, values, tools)
-        self._reader = reader_of(self._kind, self._forced, functions_of(tools))
+        messages = _conversation(values)
+        continues = continues_last(messages, None, None)
+        self._reader = reader_of(self._kind, self._forced, functions_of(tools), is_begun=continues)
         most = in_range(values, "max_tokens", 1, 2**31, None)
         if most is None:
             raise RequestError(
                 "max_tokens: expected a whole number of 1 or more", param="max_tokens"
             )
         think, budget = _thinking(values)
-        is_thought = service.thinking is not None and self._forced is None
+        is_thought = service.thinking is not None and self._forced is None and not continues
         given = {"think_budget": budget} if is_thought and budget is not None else {}
         if think is False and is_thought and not service.can_switch_thinking:
             given = {"think_budget": 0}
@@ -48,6 +60,7 @@ class Message:
             sampling={},
             kind=self._kind,
             forced=self._forced,
+            thinks=not continues,
             think=think,
         )
         self._id = f"msg_{uuid.uuid4().hex}"
@@ -160,6 +173,15 @@ def prompt_ids(
 
     is_forced: the answer is a call, ahead of which nothing is thought.
     """
+    messages = _conversation(values)
+    wanted = False if is_forced else _thinking(values)[0]
+    think = wanted if service.can_switch_thinking else None
+    continues = continues_last(messages, None, None)
+    return service.encode_chat(messages, _tools(values), think, continues=continues)
+
+
+def _conversation(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a request as templates take them, its system text first."""
     messages = []
     system = content_text("system", values.get("system"))
     if system:
@@ -169,9 +191,7 @@ def prompt_ids(
         raise RequestError("messages: expected a list that is not empty", param="messages")
     for i, message in enumerate(given):
         messages += _messages(f"messages[{i}]", message)
-    wanted = False if is_forced else _thinking(values)[0]
-    think = wanted if service.can_switch_thinking else None
-    return service.encode_chat(messages, _tools(values), think)
+    return messages
 
 
 def _thinking(values: Mapping[str, Any]) -> tuple[bool | None, int | None]:
@@ -185,7 +205,7 @@ def _thinking(values: Mapping[str, Any]) -> tuple[bool | None, int | None]:
 def _messages(where: str, message: Any) -> list[dict[str, Any]]:
     """A message as templates take it; results of tools are messages of their own."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise RequestError(f"{where}: expected an object whose role is user or assistant")
+        raise RequestError(f"{where}: expected an object whose role is one of {', '.join(ROLES)}")
     content = message.get("content")
     if not isinstance(content, list):
         return [{"role": message["role"], "content": content_text(where, content)}]
@@ -196,22 +216,50 @@ def _messages(where: str, message: Any) -> list[dict[str, Any]]:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text":
             own["content"] += content_text(at, block.get("text"))
+        elif kind == "tool_reference":
+            own["content"] += _reference(at, block)
         elif kind == "thinking":
             own["reasoning_content"] = content_text(at, block.get("thinking"))
         elif kind == "tool_use" and isinstance(block.get("name"), str):
-            call = {"name": block["name"], "arguments": taken(block, "input", dict, {})}
+            given = block.get("input")
+            if not isinstance(given, dict | None):
+                raise RequestError(
+                    f"{at}.input: expected an object, found {shown(given)}", param=f"{at}.input"
+                )
+            call = {"name": block["name"], "arguments": given or {}}
             calls = own.setdefault("tool_calls", [])
-            calls.append({"id": str(block.get("id")), "type": "function", "function": call})
+            calls.append({"id": str(block.get("id") or ""), "type": "function", "function": call})
         elif kind == "tool_result":
-            text = content_text(at, block.get("content"))
-            answered = {"tool_call_id": str(block.get("tool_use_id")), "content": text}
+            text = _result_text(at, block.get("content"))
+            answered = {"tool_call_id": str(block.get("tool_use_id") or ""), "content": text}
             result.append({"role": "tool", **answered})
         elif kind != "redacted_thinking":
             raise RequestError(
-                f"{at}: expected a block of type text, thinking, tool_use or tool_result"
+                f"{at}: expected a block of type text, thinking, tool_use, tool_result or "
+                "tool_reference"
             )
     has_own = own["content"] or "tool_calls" in own or not result
     return [*result, own] if has_own else result
+
+
+def _result_text(where: str, content: Any) -> str:
+    """The text of a tool's result: its texts, and the names of tools that it refers to."""
+    if not isinstance(content, list):
+        return content_text(where, content)
+    return "".join(
+        _reference(where, part)
+        if isinstance(part, dict) and part.get("type") == "tool_reference"
+        else content_text(where, [part])
+        for part in content
+    )
+
+
+def _reference(where: str, block: Mapping[str, Any]) -> str:
+    """A line about a tool that was searched for; the prompt describes all of them."""
+    name = block.get("tool_name")
+    if not isinstance(name, str):
+        raise RequestError(f"{where}: expected a tool_reference with a tool_name", param=where)
+    return f"tool: {name}\n"
 
 
 def _tools(values: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -251,7 +299,7 @@ def _forced(
 def _block(part: Part) -> dict[str, Any]:
     if isinstance(part, ToolCall):
         name, given = part.name, json.loads(part.arguments)
-        return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": name, "input": given}
+        return {"type": "tool_use", "id": new_call_id(), "name": name, "input": given}
     if isinstance(part, Thought):
         return {"type": "thinking", "thinking": part.text, "signature": ""}
     return {"type": "text", "text": part.text}

@@ -8,8 +8,11 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.answer import STOP_LENGTH
-from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
+from sparsekv_cli.generation.conversation import continues_last
+from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall, read_json
+from sparsekv_cli.models.chat.history import new_call_id
 from sparsekv_cli.serve.answers import Answers, Ping, Told, about
 from sparsekv_cli.serve.jobs import Finished, PromptProgress, Wish
 from sparsekv_cli.serve.requests import (
@@ -17,7 +20,9 @@ from sparsekv_cli.serve.requests import (
     MAX_LOGPROBS,
     RequestError,
     Service,
+    content_text,
     in_range,
+    shown,
     taken,
     texts,
 )
@@ -41,14 +46,17 @@ class Completion:
         taken(values, "model", str, "")
         n = in_range(values, "n", 1, MAX_CHOICES, 1)
         self._think: bool | None = None
+        self._continues, self._thinks = False, is_chat
         tools = _tools(values) if is_chat else []
         self._forced = _forced(service, values, tools) if is_chat else None
         prompts = [self._chat_ids(tools)] if is_chat else self._prompt_ids()
         self._kind = service.format_for(bool(tools)) if is_chat else None
         wishes = [self._wish(ids) for ids in prompts]
         self._wishes = [each for wish in wishes for each in service.choices(wish, n)]
-        functions = functions_of(tools)
-        self._readers = [reader_of(self._kind, self._forced, functions) for _ in self._wishes]
+        functions, is_begun = functions_of(tools), self._continues
+        self._readers = [
+            reader_of(self._kind, self._forced, functions, is_begun=is_begun) for _ in self._wishes
+        ]
         self._id = ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex
         self._created = int(time.time())
 
@@ -58,7 +66,20 @@ class Completion:
         self._think = taken(kwargs, "enable_thinking", bool, None)
         if self._forced is not None and self._service.can_switch_thinking:
             self._think = False
-        return self._service.encode_chat(messages, tools, self._think)
+        continues = taken(self._values, "continue_final_message", bool, None)
+        adds_prompt = taken(self._values, "add_generation_prompt", bool, None)
+        try:
+            self._continues = continues_last(messages, continues, adds_prompt)
+        except SparseKVError as error:
+            raise RequestError(str(error), param="continue_final_message") from None
+        self._thinks = not self._continues and adds_prompt is not False
+        return self._service.encode_chat(
+            messages,
+            tools,
+            self._think,
+            continues=self._continues,
+            add_generation_prompt=adds_prompt is not False,
+        )
 
     def _prompt_ids(self) -> list[list[int]]:
         """The prompts of a completion: a text, ids, or a list of either."""
@@ -102,7 +123,7 @@ class Completion:
             logprobs=logprobs,
             kind=self._kind,
             forced=self._forced,
-            is_chat=self._is_chat,
+            thinks=self._thinks,
             think=self._think,
         )
 
@@ -263,7 +284,7 @@ def _delta(index: int, delta: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+    return {"id": new_call_id(), "type": "function", "function": function}
 
 
 def _logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -348,39 +369,26 @@ def _message(i: int, message: Any) -> dict[str, Any]:
     if calls:
         if not isinstance(calls, list):
             raise RequestError(f"{where}.tool_calls: expected a list", param=where)
-        result["tool_calls"] = [_call(where, call) for call in calls]
+        result["tool_calls"] = [
+            _call(f"{where}.tool_calls[{k}]", call) for k, call in enumerate(calls)
+        ]
     return result
-
-
-def content_text(where: str, content: Any) -> str:
-    """A message's text: itself, or its parts of type text."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        for part in content
-    ):
-        return "".join(part["text"] for part in content)
-    raise RequestError(
-        f"{where}.content: expected a text, or a list of parts of type text", param=where
-    )
 
 
 def _call(where: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if isinstance(function, dict) and isinstance(function.get("name"), str):
-        arguments = function.get("arguments") or "{}"
+        at, written = f"{where}.function.arguments", function.get("arguments")
         try:
-            given = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):
-            given = arguments
+            given = read_json(written or "{}") if isinstance(written, str) else written
+        except ValueError as error:
+            raise RequestError(f"{at}: expected a JSON object: {error}", param=at) from None
+        given = {} if given is None else given
+        if not isinstance(given, dict):
+            raise RequestError(f"{at}: expected a JSON object, found {shown(given)}", param=at)
         return {
             "id": str(call.get("id") or ""),
             "type": "function",
             "function": {"name": function["name"], "arguments": given},
         }
-    raise RequestError(
-        f"{where}.tool_calls: expected functions with name and arguments", param=where
-    )
+    raise RequestError(f"{where}: expected a function with name and arguments", param=where)

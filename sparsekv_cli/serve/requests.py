@@ -131,16 +131,16 @@ class Service:
         logprobs: int | None = None,
         kind: ToolFormat | None = None,
         forced: ForcedCall | None = None,
-        is_chat: bool = True,
+        thinks: bool = True,
         think: bool | None = None,
     ) -> Wish:
         """What to ask of the scheduler. sampling: fields beside those of ``values``, by our names.
 
         max_tokens: None: as many as the server allows. kind: of ``format_for``. forced: what the
-        answer has to be, of ``forced_call``. is_chat: the template was applied. think: whether the
-        model is to think first; None: as the template has it.
+        answer has to be, of ``forced_call``. thinks: something may be thought ahead of the answer.
+        think: whether the model is to do so; None: as the template has it.
         """
-        thinking = self.thinking if is_chat and forced is None else None
+        thinking = self.thinking if thinks and forced is None else None
         if forced is not None:
             ids = [*ids, *self._ids_ahead_of(forced, ids)]
         n_ctx = self.session.n_ctx
@@ -229,16 +229,22 @@ class Service:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         think: bool | None,
+        *,
+        continues: bool = False,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         """The ids of a conversation; RequestError where the template does not take it."""
-        if self.tool_format == HARMONY:  # whose template has another name for it
-            messages = [
-                {**m, "thinking": m["reasoning_content"]} if m.get("reasoning_content") else m
-                for m in messages
-            ]
+        if self.tool_format == HARMONY:
+            messages = [_on_channels(message) for message in messages]
         try:
             return encode_messages(
-                self.tokenizer, self.template, messages, tools=tools or None, think=think
+                self.tokenizer,
+                self.template,
+                messages,
+                tools=tools or None,
+                think=think,
+                continues=continues,
+                add_generation_prompt=add_generation_prompt,
             )
         except SparseKVError as error:
             raise RequestError(str(error), param="messages") from None
@@ -251,6 +257,16 @@ class Service:
         ]
         pairs = zip(seeds, constraints, strict=True)
         return [replace(wish, seed=seed, constraint=each) for seed, each in pairs]
+
+
+def _on_channels(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message as gpt-oss' template takes it: one text is thought ahead of a call."""
+    thought, text = message.get("reasoning_content"), message["content"]
+    if not thought:
+        return message
+    if text and message.get("tool_calls"):
+        return {**message, "content": f"{thought}\n\n{text}"}
+    return {**message, "thinking": thought}
 
 
 def _grammar_of(forced: ForcedCall, options: SamplingOptions) -> Any:
@@ -280,7 +296,7 @@ def taken(values: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
     if kind is float:
         fits = isinstance(value, int | float) and not is_bool
     if not fits:
-        raise RequestError(f"{key} is {_shown(value)}: expected {WORDS[kind]}", param=key)
+        raise RequestError(f"{key} is {shown(value)}: expected {WORDS[kind]}", param=key)
     return value
 
 
@@ -300,6 +316,22 @@ def in_range(values: Mapping[str, Any], key: str, low: int, high: int, default: 
     return value
 
 
+def content_text(where: str, content: Any) -> str:
+    """A message's text: itself, or its parts of type text."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    raise RequestError(
+        f"{where}.content: expected a text, or a list of parts of type text", param=where
+    )
+
+
 def texts(values: Mapping[str, Any], key: str) -> tuple[str, ...]:
     """A text or a list of texts, none of them empty."""
     value = values.get(key)
@@ -312,7 +344,7 @@ def texts(values: Mapping[str, Any], key: str) -> tuple[str, ...]:
         or not all(isinstance(each, str) and each for each in given)
     ):
         raise RequestError(
-            f"{key} is {_shown(value)}: expected a text or up to {MAX_STOPS} texts, none empty",
+            f"{key} is {shown(value)}: expected a text or up to {MAX_STOPS} texts, none empty",
             param=key,
         )
     return tuple(given)
@@ -326,10 +358,10 @@ def _text(key: str, value: Any) -> str:
         return ",".join(map(str, value)) or "none"
     if isinstance(value, str | int | float):
         return str(value)
-    raise RequestError(f"{key} is {_shown(value)}: expected a text or a number", param=key)
+    raise RequestError(f"{key} is {shown(value)}: expected a text or a number", param=key)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value in an error message."""
     text = json.dumps(value, ensure_ascii=True)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -15,7 +15,7 @@ from typing import Any
 from sparsekv_cli.models.chat.calls import (
     DECODER,
     MAYBE,
-    Found,
+    ReadCalls,
     Part,
     Text,
     call_of,
@@ -26,7 +26,7 @@ from sparsekv_cli.models.chat.calls import (
 )
 from sparsekv_cli.models.chat.harmony import HarmonyReader
 from sparsekv_cli.models.chat.tags import tagged_calls
-from sparsekv_cli.models.chat.thinking import overlap
+from sparsekv_cli.models.chat.thinking import FINAL, overlap
 from sparsekv_cli.sampling.grammar import JSON_OPTIONS
 
 ANY_OBJECT = {"type": "object"}  # arguments of a function that says nothing of them
@@ -86,7 +86,7 @@ class MarkedReader:
         self,
         start: str,
         end: str,
-        parse: Callable[[str], Found],
+        parse: Callable[[str], ReadCalls],
         begins: str,
         ends: tuple[str, ...] = (),
     ) -> None:
@@ -165,11 +165,11 @@ class MarkedReader:
 def hermes_reader(functions: Functions) -> MarkedReader:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, or tags between the marks."""
 
-    def parse(text: str) -> Found:
+    def parse(text: str) -> ReadCalls:
         if text.lstrip().startswith("<"):
             return tagged_calls(text, functions)
         calls = json_calls(text)
-        return Found(calls, MAYBE if not calls and in_string(text) else 0)
+        return ReadCalls(calls, MAYBE if not calls and in_string(text) else 0)
 
     return MarkedReader("<tool_call>", "</tool_call>", parse, r"\s*(?:[{\[]|<function=)")
 
@@ -299,15 +299,24 @@ READERS: dict[str, Callable[[Functions], FormatReader]] = {
 
 
 def reader_of(
-    kind: ToolFormat | None, forced: ForcedCall | None = None, functions: Functions = ANY_FUNCTIONS
+    kind: ToolFormat | None,
+    forced: ForcedCall | None = None,
+    functions: Functions = ANY_FUNCTIONS,
+    *,
+    is_begun: bool = False,
 ) -> Reader:
     """What reads an answer for a format; None: no calls are looked for.
 
-    functions: the schemas of the arguments of the functions, by name.
+    functions: the schemas of the arguments of the functions, by name. is_begun: the prompt holds
+    the beginning of the answer.
     """
     if forced is not None:
         return ForcedReader(forced.name)
-    return PlainReader() if kind is None else READERS[kind.name](functions)
+    reader = PlainReader() if kind is None else READERS[kind.name](functions)
+    if is_begun and kind == HARMONY:
+        for _ in reader.push(FINAL):
+            pass
+    return reader
 
 
 def functions_of(tools: Sequence[Mapping[str, Any]]) -> Functions:
