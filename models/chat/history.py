@@ -51,12 +51,12 @@ def fitted(template: str | None, messages: Sequence[Mapping[str, Any]]) -> Messa
     it takes; those without an id get one, and so do their results.
     """
     result = [dict(message) for message in messages]
-    n_systems = sum(message["role"] == "system" for message in result)
-    is_first = n_systems == 1 and result[0]["role"] == "system"
+    n_systems = sum(message.get("role") == "system" for message in result)
+    is_first = n_systems == 1 and result[0].get("role") == "system"
     if n_systems and not is_first and not takes_systems(template):
-        systems = [m["content"] for m in result if m["role"] == "system" and m["content"]]
-        others = [m for m in result if m["role"] != "system"]
-        result = [{"role": "system", "content": "\n\n".join(systems)}, *others]
+        systems = [m["content"] for m in result if m.get("role") == "system"]
+        others = [m for m in result if m.get("role") != "system"]
+        result = [{"role": "system", "content": "\n\n".join(filter(None, systems))}, *others]
     if any(message.get("tool_calls") for message in result):
         result = _with_calls(result, call_form(template))
     return result
@@ -102,7 +102,7 @@ def _with_calls(messages: Messages, form: CallForm) -> Messages:
     result: Messages = []
     open_ids: list[str] = []  # of calls that have no result yet
     for i, message in enumerate(messages):
-        if message["role"] == "tool":
+        if message.get("role") == "tool":
             given = message.get("tool_call_id") or (open_ids[0] if open_ids else f"{i}")
             open_ids = [each for each in open_ids if each != given]
             message = {**message, "tool_call_id": _id(given, form)}
@@ -142,9 +142,9 @@ def _one_by_one(messages: Messages) -> Messages:
         message["tool_calls"][0]["id"]: message for message in result if message.get("tool_calls")
     }
     ordered: Messages = []
-    results = {m["tool_call_id"]: m for m in result if m["role"] == "tool"}
+    results = {m["tool_call_id"]: m for m in result if m.get("role") == "tool"}
     for message in result:
-        if message["role"] == "tool" and message["tool_call_id"] in places:
+        if message.get("role") == "tool" and message["tool_call_id"] in places:
             continue  # stands behind its call
         ordered.append(message)
         if message.get("tool_calls"):

@@ -47,9 +47,10 @@ def serve(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
         seconds: float = 60.0,
         body_bytes: int = 1 << 16,
         ctx_size: int = 512,
+        template: str = TEMPLATE,
         **options: Any,
     ) -> Running:
-        shape = {**SHAPE, "chat_template": TEMPLATE, "wtype": "Q8_0"}
+        shape = {**SHAPE, "chat_template": template, "wtype": "Q8_0"}
         session = open_tiny(tiny_model, "full", ctx_size=ctx_size, shape=shape)
         given = {"n_parallel": 4, "n_queue": 8, "kv_bytes": 1 << 28, **options}
         scheduler = Scheduler(session, **given)
