@@ -24,7 +24,7 @@ TEMPLATE = (
 ASKED = [{"role": "user", "content": "hello there"}]
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"],
           "additionalProperties": False,
-          "x-guidance": {"whitespace_flexible": False}}  # fmt: skip
+          "x-guidance": {"whitespace_pattern": " ?"}}  # fmt: skip
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
 USE = {"name": "add", "input_schema": SCHEMA}
