@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import product
@@ -100,18 +101,18 @@ def _writes(template: str | None, messages: Messages) -> bool:
 
 def _with_calls(messages: Messages, form: CallForm) -> Messages:
     result: Messages = []
-    open_ids: list[str] = []  # of calls that have no result yet
+    open_ids: dict[str, None] = {}  # of calls that have no result yet
     for i, message in enumerate(messages):
         if message.get("role") == "tool":
-            given = message.get("tool_call_id") or (open_ids[0] if open_ids else f"{i}")
-            open_ids = [each for each in open_ids if each != given]
+            given = message.get("tool_call_id") or next(iter(open_ids), f"{i}")
+            open_ids.pop(given, None)
             message = {**message, "tool_call_id": _id(given, form)}
         elif message.get("tool_calls"):
             calls = [
                 {**call, "id": call.get("id") or f"{i}.{k}"}
                 for k, call in enumerate(message["tool_calls"])
             ]
-            open_ids += [call["id"] for call in calls]
+            open_ids |= dict.fromkeys(call["id"] for call in calls)
             message = {**message, "tool_calls": [_call(call, form) for call in calls]}
             if form.is_null:
                 if message["content"]:
@@ -138,18 +139,21 @@ def _one_by_one(messages: Messages) -> Messages:
         for call in calls[1:]:
             content = None if message["content"] is None else ""
             result.append({"role": "assistant", "content": content, "tool_calls": [call]})
-    places = {
-        message["tool_calls"][0]["id"]: message for message in result if message.get("tool_calls")
-    }
+    n_calls = Counter(m["tool_calls"][0]["id"] for m in result if m.get("tool_calls"))
+    results: dict[str, Messages] = {identity: [] for identity in n_calls}
+    others: Messages = []
+    for message in result:  # a result whose call is known stands behind that
+        is_known = message.get("role") == "tool" and message["tool_call_id"] in results
+        (results[message["tool_call_id"]] if is_known else others).append(message)
     ordered: Messages = []
-    results = {m["tool_call_id"]: m for m in result if m.get("role") == "tool"}
-    for message in result:
-        if message.get("role") == "tool" and message["tool_call_id"] in places:
-            continue  # stands behind its call
+    for message in others:
         ordered.append(message)
         if message.get("tool_calls"):
-            found = results.get(message["tool_calls"][0]["id"])
-            ordered += [] if found is None else [found]
+            identity = message["tool_calls"][0]["id"]
+            n_calls[identity] -= 1
+            n = 1 if n_calls[identity] else len(results[identity])
+            ordered += results[identity][:n]
+            del results[identity][:n]
     return ordered
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from sparsekv_cli.models.chat.calls import MAYBE, ReadCalls, Part, call_of, read_json
+from sparsekv_cli.models.chat.calls import MAYBE, Part, ReadCalls, call_of, read_json
 
 FUNCTION = re.compile(r"\s*<function=([^>\s]+)>")
 FUNCTION_END = re.compile(r"\s*</function>")

@@ -32,6 +32,7 @@ def openapi(service: Service) -> dict[str, Any]:
     chat = {**ours, **_openai(), "messages": _list(OBJECT, 1), "tools": _list(OBJECT)}
     chat |= {"max_tokens": POSITIVE, "max_completion_tokens": POSITIVE, "logprobs": FLAG}
     chat |= {"top_logprobs": _whole(0, MAX_LOGPROBS), "response_format": OBJECT}
+    chat |= {"continue_final_message": FLAG, "add_generation_prompt": FLAG}
     chat["tool_choice"] = {"anyOf": [TEXT, OBJECT]}
     completion = {**ours, **_openai(), "prompt": {"type": "string", "minLength": 1}}
     completion |= {"max_tokens": _whole(0, 2**31), "logprobs": _whole(0, MAX_LOGPROBS)}
@@ -67,6 +68,7 @@ def _ours() -> dict[str, Any]:
         "top_k": {"type": "integer", "minimum": 0},
         "grammar": TEXT,
         "regex": TEXT,
+        "think_budget": {"type": "integer", "minimum": 0},
     }
 
 

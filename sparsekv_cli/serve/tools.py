@@ -15,8 +15,8 @@ from typing import Any
 from sparsekv_cli.models.chat.calls import (
     DECODER,
     MAYBE,
-    ReadCalls,
     Part,
+    ReadCalls,
     Text,
     call_of,
     gemma_calls,
