@@ -60,7 +60,7 @@ def _number(kind: type[int] | type[float], text: str) -> Any:
         value = kind(text)
     except ValueError:  # more digits than Python reads
         return text
-    return value if math.isfinite(value) else text
+    return text if isinstance(value, float) and not math.isfinite(value) else value
 
 
 DECODER = json.JSONDecoder(

@@ -30,6 +30,7 @@ from sparsekv_cli.models.chat.thinking import FINAL, overlap
 from sparsekv_cli.sampling.grammar import JSON_OPTIONS
 
 ANY_OBJECT = {"type": "object"}  # arguments of a function that says nothing of them
+MAX_PASSED = 256  # marks within arguments of an answer; later ones end a call wherever they stand
 Functions = Mapping[str, Any]  # the schemas of their arguments, by name
 ANY_FUNCTIONS: Functions = {}
 
@@ -95,6 +96,7 @@ class MarkedReader:
         self._held, self._is_call = "", False
         self._has_called, self._blank = False, ""  # white space behind a call
         self._seen = 0  # up to where the held text has no mark that ends the call
+        self._n_passed = 0  # marks of this answer that were none
 
     def push(self, text: str) -> Iterator[Part]:
         self._held = _without(self._held + text, self._ends)
@@ -116,7 +118,10 @@ class MarkedReader:
 
     def flush(self) -> Iterator[Part]:
         while self._is_call:
-            found, at = self._parse(self._held), self._held.find(self._end)
+            at = self._held.find(self._end)
+            is_read = at < 0 or self._n_passed < MAX_PASSED
+            found = self._parse(self._held) if is_read else ReadCalls([])
+            self._n_passed += 1
             if at < 0 or (found.calls and not found.doubt):  # models leave the last mark out
                 is_whole = found.calls and found.doubt < MAYBE
                 yield from found.calls if is_whole else [Text(self._start + self._held)]
@@ -133,7 +138,7 @@ class MarkedReader:
         first = self._held.find(self._end)
         while (at := self._held.find(self._end, self._seen)) >= 0:
             body, after = self._held[:at], self._held[at + len(self._end) :].lstrip()
-            if self._begins.match(body) is None:
+            if self._begins.match(body) is None or self._n_passed >= MAX_PASSED:
                 return first
             calls, doubt = self._parse(body)
             if not doubt:
@@ -142,7 +147,7 @@ class MarkedReader:
                 return at
             if calls and self._start.startswith(after):
                 return None
-            self._seen = at + 1
+            self._seen, self._n_passed = at + 1, self._n_passed + 1
         return None
 
     def _said(self, text: str) -> Iterator[Part]:
