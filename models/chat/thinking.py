@@ -55,28 +55,46 @@ class Thinking(NamedTuple):
         """What ends the thinking after ``thought``, and begins the answer."""
         if not self.is_channel:
             return f"\n{self.end}\n\n"
-        header = thought.rpartition(b"<|start|>")[2]
-        if b"<|message|>" in header:
-            return f"<|end|><|start|>assistant{FINAL}"
-        return f"<|message|><|end|><|start|>assistant{FINAL}" if b"<|channel|>" in header else FINAL
+        again = f"<|end|><|start|>assistant{FINAL}"
+        if not self._is_header(thought):
+            return again
+        header, thinks, answers = self._headers(thought)
+        if answers.startswith(header):
+            return answers[len(header) :]
+        return (thinks[len(header) :] if thinks.startswith(header) else "<|message|>") + again
+
+    def rests_of_header(self, thought: bytes) -> tuple[str, ...]:
+        """What may follow until a message begins; nothing where one has begun.
+
+        Ahead of an answer a message is thinking, or it is the answer.
+        """
+        if not self._is_header(thought):
+            return ()
+        header, *whole = self._headers(thought)
+        return tuple(each[len(header) :] for each in whole if each.startswith(header))
+
+    def _headers(self, thought: bytes) -> tuple[str, str, str]:
+        """The header so far, that of a message with thinking, and that of the answer."""
+        _, end, header = thought.decode("utf-8", errors="replace").rpartition("<|end|>")
+        begin = "<|start|>assistant" if end else ""
+        return header, begin + self.start, begin + FINAL
+
+    def _is_header(self, thought: bytes) -> bool:
+        return self.is_channel and b"<|message|>" not in thought.rpartition(b"<|end|>")[2]
 
     def end_of(self, thought: bytes) -> bytes:
         """The last bytes of what was thought, which say as much as all of them to ``is_closed``,
-        ``closing`` and ``channels_after``.
+        ``closing`` and ``rests_of_header``.
         """
         end = thought[-N_TAIL_BYTES:]
-        is_body = self.is_channel and b"<|start|>" not in end and b"<|message|>" in thought
-        return b"<|message|>" + end if is_body and b"<|message|>" not in end else end
+        is_cut_body = self.is_channel and not self._is_header(thought) and self._is_header(end)
+        return b"<|message|>" + end if is_cut_body else end
 
     def is_closed(self, thought: bytes) -> bool:
         """Whether the thinking has ended with its last bytes, and the answer begins."""
         if self.is_channel:
             return FINAL_BEGINS.search(thought) is not None
         return thought.rstrip().endswith(self.end.encode())
-
-    def channels_after(self, thought: bytes) -> tuple[str, ...]:
-        """The channels that may be named next; none where no channel is to be named."""
-        return ("analysis", "final") if self.is_channel and thought.endswith(b"<|channel|>") else ()
 
     def splitter(self, *, is_open: bool) -> ThinkingSplitter | ChannelSplitter:
         """What divides a text. is_open: the prompt ended with the start marker."""

@@ -147,9 +147,9 @@ class AnswerConstraint:
             ends = [token for token in self._tokenizer.eog_ids if token < n_vocab]
             self._all = np.arange(n_vocab)
             self._not_ends = np.delete(self._all, ends)
-        channels = self._thinking.channels_after(self._tail)
-        if channels:
-            return np.unique([self._ids(name)[0] for name in channels])
+        rests = self._thinking.rests_of_header(self._tail)
+        if rests:
+            return np.unique([self._ids(rest)[0] for rest in rests])
         return np.setdiff1d(self._not_ends, self._too_long(), assume_unique=True)
 
     def _too_long(self) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from tiny_vocabularies import CONTROL, USER_DEFINED, bpe_metadata
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.answer import Answer, AnswerBuilder
 from sparsekv_cli.generation.conversation import encode_messages
-from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint
+from sparsekv_cli.generation.sampler import MakeConstraint, SamplingOptions, constraint_maker
 from sparsekv_cli.models.chat.thinking import CHANNEL_MARKS, MARKERS, thinking_of
 from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from sparsekv_cli.sampling.grammar import read_grammar
@@ -46,6 +47,17 @@ TOKENIZERS = {kind: tokenizer_with_markers(kind) for kind in (0, CONTROL, USER_D
 KINDS = pytest.mark.parametrize("kind", TOKENIZERS)
 
 
+@cache
+def maker(kind: int) -> MakeConstraint:
+    session: Any = SimpleNamespace(tokenizer=TOKENIZERS[kind])
+    return constraint_maker(session)
+
+
+@cache
+def prompt_of(template: str, kind: int, think: bool | None) -> list[int]:
+    return encode_messages(TOKENIZERS[kind], template, ASKED, think=think)
+
+
 def answered(
     template: str,
     wanted: str,
@@ -58,12 +70,11 @@ def answered(
 ) -> Answer:
     """What a model says that wants to say a text, and the first token that may follow elsewhere."""
     tokenizer = TOKENIZERS[kind]
-    session: Any = SimpleNamespace(tokenizer=tokenizer)
     thinking = thinking_of(template, tokenizer)
     sampling = SamplingOptions({}, grammar=grammar, think_budget=budget)
-    constraint = new_constraint(session, sampling, thinking, think)
+    constraint = maker(kind)(sampling, thinking, think)
     assert constraint is not None
-    prompt = encode_messages(tokenizer, template, ASKED, think=think)
+    prompt = prompt_of(template, kind, think)
     builder = AnswerBuilder(
         tokenizer, (), lambda text: None, constraint, thinking=thinking, prompt=prompt
     )
@@ -141,6 +152,17 @@ def test_a_budget_without_a_grammar(name: str, kind: int) -> None:
     ended = answered(template, begun + "so", kind=kind, grammar=None, budget=100)
     assert (ended.thinking, ended.text, ended.stop_reason) == ("so", "", "eos")
     assert answered(template, LONG, kind=kind, grammar=None, n=300, budget=0).thinking == ""
+
+
+@KINDS
+def test_a_header_that_is_half_written_is_closed(kind: int) -> None:
+    """gpt-oss': wherever the budget ends, the answer is on the channel of answers."""
+    written = THINKERS["openai-gpt-oss-120b"].replace("final", "analysis") + LONG
+    n = len(TOKENIZERS[kind].encode(written.partition("hm")[0], add_bos=False, add_eos=False))
+    for budget in range(n + 2):
+        template = TEMPLATES["openai-gpt-oss-120b"]
+        answer = answered(template, written, kind=kind, n=300, budget=budget)
+        assert answer.text in ("yes!", "no!") and answer.thinking in ("", "s", "so", "soh", "sohm")
 
 
 def test_a_token_that_ends_the_marker_and_goes_on() -> None:
