@@ -8,7 +8,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from sparsekv_cli.generation.answer_fields import AnswerFields
+from sparsekv_cli.generation.conversation import continues_last
 from sparsekv_cli.generation.fields import FieldError, Text, Texts, Whole, read_fields, read_object
+from sparsekv_cli.generation.messages import read_messages
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.option import MAX_WHOLE
 
@@ -17,7 +19,9 @@ from sparsekv_cli.option import MAX_WHOLE
 class Task:
     """What one line asks for; the command line's options are the defaults.
 
-    prompt: a text, or a conversation that the assistant is to continue.
+    prompt: a text, or a conversation that the assistant is to continue. continue_final_message:
+    its last message is the beginning of the answer. add_generation_prompt: False: the template does
+    not begin one. thinks: whether anything may be thought ahead of the answer.
     """
 
     prompt: str | list[dict[str, Any]] = ""
@@ -28,11 +32,17 @@ class Task:
     special: bool = False
     think: bool | None = None
     inline_thinking: bool = False
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     n_predict: int = -1
     stop: tuple[str, ...] = ()
     seed: int | None = None
     logprobs: int | None = None
     sampling: SamplingOptions = SamplingOptions({})
+
+    @property
+    def thinks(self) -> bool:
+        return not (self.raw or self.continue_final_message or self.add_generation_prompt is False)
 
 
 class LineFields(AnswerFields):
@@ -47,6 +57,8 @@ class LineFields(AnswerFields):
     special: bool | None = None
     think: bool | None = None
     inline_thinking: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     n_predict: Annotated[Whole, Field(ge=-1)] | None = None
     stop: Texts | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_WHOLE)] | None = None
@@ -54,7 +66,8 @@ class LineFields(AnswerFields):
 
 # Fields that a task has by the same name and in the same form.
 SAME = {
-    "id", "system", "raw", "parse_special", "special", "think", "inline_thinking", "n_predict",
+    "id", "system", "raw", "parse_special", "special", "think", "inline_thinking",
+    "add_generation_prompt", "n_predict",
     "stop", "seed", "logprobs",
 }  # fmt: skip
 
@@ -66,20 +79,29 @@ def read_task(line: bytes, defaults: Task) -> Task:
         raise FieldError("", "expected either 'prompt' or 'messages'")
     given = {name: value for name in SAME if (value := getattr(fields, name)) is not None}
     if fields.messages is not None:
-        from sparsekv_cli.serve.openai import read_messages
-
         if fields.system is not None:
             raise FieldError("system", ": expected it among the messages")
-        given |= {"prompt": read_messages(fields.messages), "system": None}
+        messages = read_messages(fields.messages)
+        flags = fields.continue_final_message, fields.add_generation_prompt
+        given |= {"prompt": messages, "system": None}
+        given["continue_final_message"] = continues_last(messages, *flags)
     else:
         given["prompt"] = fields.prompt
+        for name in ("continue_final_message", "add_generation_prompt"):
+            if getattr(fields, name) is not None:
+                raise FieldError(name, " needs 'messages'")
     given["sampling"] = fields.sampling(defaults.sampling)
     task = replace(defaults, **given)
     needing = {
         "messages": fields.messages is not None,
         "system": task.system is not None,
         "think": task.think is not None,
+        "think_budget": fields.think_budget is not None,
     }
     for key in (key for key, is_given in needing.items() if is_given and task.raw):
         raise FieldError(key, " needs the chat template, which raw switches off")
+    if not task.thinks or task.think is False:
+        if fields.think_budget is not None:
+            raise FieldError("think_budget", ": nothing is thought ahead of this answer")
+        task = replace(task, sampling=replace(task.sampling, think_budget=None))
     return task

@@ -33,7 +33,7 @@ from sparsekv_cli.commands.options import (
 )
 from sparsekv_cli.commands.prefix_options import PrefixOptions, prefix_options, use_prefixes
 from sparsekv_cli.commands.prompt import check_utf8, parse_special_option, read_prompt, think_option
-from sparsekv_cli.commands.sampling_options import sampling_options, stop_option
+from sparsekv_cli.commands.sampling_options import check_think_budget, sampling_options, stop_option
 from sparsekv_cli.commands.terminal import ShownAnswer, say, write_text
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.files import AppendedFile
@@ -157,6 +157,7 @@ def command(
         raise click.UsageError("-sys needs the chat template, which --raw switches off", context)
     if raw and think is not None:
         raise click.UsageError("--think needs the chat template, which --raw switches off", context)
+    check_think_budget(context, sampling, think, raw=raw)
     if system is not None:
         system = check_utf8(system, "the system message given with -sys")
     if jsonl:
@@ -182,8 +183,9 @@ def command(
     ids = prompt_ids(session, text, system, raw=raw, parse_special=parse_special, think=think)
     options = settle(session, options, len(ids) + max(n_predict, 0))
     use_prefixes(session, prefix)
-    thinking = None if raw or special or inline_thinking else model_thinking(session)
-    constraint = new_constraint(session, sampling.grammar)
+    marked = None if raw else model_thinking(session)
+    thinking = None if special or inline_thinking else marked
+    constraint = new_constraint(session, sampling, marked, think)
     sampler = new_sampler(session, sampling, options.seed, constraint)
     if logprobs is not None:
         sampler = remembered = LogProbs(sampler, logprobs, session.tokenizer)

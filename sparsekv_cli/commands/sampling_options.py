@@ -122,6 +122,13 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
         help="The answer matches this grammar, in llama.cpp's GBNF or in Lark.",
     ),
     click.option("--regex", metavar="TEXT", help="The answer matches this regular expression."),
+    click.option(
+        "--think-budget",
+        metavar="N",
+        type=click.IntRange(min=0),
+        help="Most tokens that the model thinks ahead of its answer; then the thinking is closed. "
+        "[default: half of -n, or of the context, with a schema, a grammar or a regex; else any]",
+    ),
 ]
 
 
@@ -143,10 +150,24 @@ def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 "matches",
                 click.get_current_context(),
             )
-        sampling = SamplingOptions(explicit, ignore_eos, grammar)
+        sampling = SamplingOptions(explicit, ignore_eos, grammar, values.pop("think_budget"))
         return function(sampling=sampling, **values)
 
     return apply_options(gather, SAMPLING_OPTIONS)
+
+
+def check_think_budget(
+    context: click.Context, sampling: SamplingOptions, think: bool | None, *, raw: bool = False
+) -> None:
+    """UsageError for --think-budget where nothing is thought."""
+    if sampling.think_budget is None:
+        return
+    if raw:
+        raise click.UsageError(
+            "--think-budget needs the chat template, which --raw switches off", context
+        )
+    if think is False:
+        raise click.UsageError("--think-budget and --think off exclude each other", context)
 
 
 def _gather_grammar(values: dict[str, Any]) -> Grammar | None:

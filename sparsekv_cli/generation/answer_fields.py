@@ -14,7 +14,7 @@ from pydantic import AliasChoices, Field, create_model
 from sparsekv_cli.errors import BusyError, SparseKVError
 from sparsekv_cli.generation.fields import FieldError, Fields, Number, Text, Whole
 from sparsekv_cli.generation.sampler import SamplingOptions
-from sparsekv_cli.option import allowed_values, options_of
+from sparsekv_cli.option import MAX_WHOLE, allowed_values, options_of
 from sparsekv_cli.sampling.params import MAX_BREAKERS, MAX_SEED, SamplingParams
 
 ALIASES = {"temp": "temperature", "repeat_penalty": "repetition_penalty"}  # other protocols' names
@@ -54,7 +54,8 @@ class AnswerFields(SamplingFields):
     """What a user sets about an answer. What is missing is as on the command line.
 
     seed: -1 takes a random one. logit_bias: number added to the logit of a token, by the token's
-    id; -100 or less bans it. Of json_schema, grammar and regex there is at most one.
+    id; -100 or less bans it. think_budget: most tokens
+    that are thought ahead of the answer. Of json_schema, grammar and regex there is at most one.
     """
 
     seed: Seed | None = None
@@ -62,6 +63,7 @@ class AnswerFields(SamplingFields):
     logit_bias: dict[TokenId, Number] | None = None
     samplers: list[str] | None = None
     ignore_eos: bool | None = None
+    think_budget: Annotated[int, Field(ge=0, le=MAX_WHOLE)] | None = None
     json_schema: dict[str, Any] | bool | None = None
     grammar: str | None = None
     regex: str | None = None
@@ -95,7 +97,8 @@ class AnswerFields(SamplingFields):
         ignore_eos = defaults.ignore_eos if self.ignore_eos is None else self.ignore_eos
         if ignore_eos and grammar is not None:
             raise FieldError("ignore_eos", f" and {grammar.kind} exclude each other")
-        return SamplingOptions({**defaults.explicit, **explicit}, ignore_eos, grammar)
+        budget = defaults.think_budget if self.think_budget is None else self.think_budget
+        return SamplingOptions({**defaults.explicit, **explicit}, ignore_eos, grammar, budget)
 
     def _grammar(
         self, required: Mapping[str, Any], read: Callable[[str, str], Grammar] | None

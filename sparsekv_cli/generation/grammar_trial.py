@@ -117,14 +117,18 @@ def _limit_work(seconds: int) -> None:
 
 def main(model: str, seconds: int, questions: IO[str], answers: IO[str]) -> None:
     """The process."""
-    from sparsekv_cli.generation.sampler import constraint_maker
+    from sparsekv_cli.generation.sampler import SamplingOptions, constraint_maker
     from sparsekv_cli.models.gguf.file import open_gguf
     from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer
 
     os.nice(10)
     with open_gguf(Path(model), header_only=True) as file:
-        make = constraint_maker(load_tokenizer(file.metadata))
-    make(Grammar("regex", read_grammar("regex", "a").definition))  # reads the vocabulary
+        make_constraint = constraint_maker(load_tokenizer(file.metadata))
+
+    def make(grammar: Grammar) -> None:
+        make_constraint(SamplingOptions({}, grammar=grammar), None, None)
+
+    make(read_grammar("regex", "a"))  # reads the vocabulary
     answer: dict[str, Any] = {}
     print(json.dumps(answer), file=answers, flush=True)
     for line in questions:

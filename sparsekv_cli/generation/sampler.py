@@ -12,9 +12,11 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.sampling.params import params_from_metadata
 
 if TYPE_CHECKING:
+    from sparsekv_cli.generation.constraint import AnswerConstraint
+    from sparsekv_cli.models.chat.thinking import Thinking
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
     from sparsekv_cli.sampling.dry import Breakers, VocabularyBytes
-    from sparsekv_cli.sampling.grammar import Constraint, Grammar
+    from sparsekv_cli.sampling.grammar import Grammar
     from sparsekv_cli.session import Sample, Session
 
 N_BREAKERS = 32  # lists of DRY's sequence breakers that are remembered
@@ -25,21 +27,36 @@ class SamplingOptions:
     """What the user set; what is missing comes from the model file or from llama.cpp's defaults.
 
     explicit: field of SamplingParams -> value. ignore_eos: never choose a token that ends the text.
-    grammar: what every answer has to match.
+    grammar: what every answer has to match, from the first token behind the thinking on.
+    think_budget: most tokens that are thought ahead of an answer; None: as AnswerConstraint has it.
     """
 
     explicit: Mapping[str, Any]
     ignore_eos: bool = False
     grammar: Grammar | None = None
+    think_budget: int | None = None
 
 
-def new_constraint(session: Session, grammar: Grammar | None) -> Constraint | None:
-    """What keeps a model's answers to a grammar; None without one."""
-    return None if grammar is None else constraint_maker(session.tokenizer)(grammar)
+# Of options, of the markers of thinking (None where nothing is thought) and of whether the model is
+# to think (None: as its template has it): what may follow in an answer, None: anything.
+MakeConstraint = Callable[
+    [SamplingOptions, "Thinking | None", bool | None], "AnswerConstraint | None"
+]
 
 
-def constraint_maker(tokenizer: Tokenizer) -> Callable[[Grammar], Constraint]:
+def new_constraint(
+    session: Session,
+    sampling: SamplingOptions,
+    thinking: Thinking | None,
+    think: bool | None = None,
+) -> AnswerConstraint | None:
+    """What may follow in a model's answers, as a MakeConstraint says it."""
+    return constraint_maker(session.tokenizer)(sampling, thinking, think)
+
+
+def constraint_maker(tokenizer: Tokenizer) -> MakeConstraint:
     """What makes constraints for a model, whose vocabulary is read once, for the first of them."""
+    from sparsekv_cli.generation.constraint import AnswerConstraint
     from sparsekv_cli.sampling.grammar import Constraint, TokenBytes, open_tokenizer
 
     @functools.cache
@@ -57,18 +74,29 @@ def constraint_maker(tokenizer: Tokenizer) -> Callable[[Grammar], Constraint]:
         )
         return open_tokenizer(vocabulary, end_ids)
 
-    return lambda grammar: Constraint(grammar, tokenizer_of_grammars())
+    def make(
+        sampling: SamplingOptions, thinking: Thinking | None, think: bool | None
+    ) -> AnswerConstraint | None:
+        grammar, budget = sampling.grammar, sampling.think_budget
+        if think is False and grammar is not None and thinking is not None:
+            budget = 0  # whatever the template's switch does
+        if grammar is None and budget is None:
+            return None
+        matched = None if grammar is None else Constraint(grammar, tokenizer_of_grammars())
+        return AnswerConstraint(tokenizer, thinking, matched, budget)
+
+    return make
 
 
 def new_sampler(
     session: Session,
     sampling: SamplingOptions,
     seed: int | None,
-    constraint: Constraint | None = None,
+    constraint: AnswerConstraint | None = None,
 ) -> Sample:
     """The sampler for a model: the user's values, the file's, then the defaults.
 
-    seed: None takes a random one. constraint: of ``new_constraint``, what answers have to match.
+    seed: None takes a random one. constraint: of ``new_constraint``, what may follow.
     """
     from sparsekv_cli.sampling.chain import make_sampler
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.sampling.dry import Breakers, dry_penalties
-from sparsekv_cli.sampling.grammar import Constraint
 from sparsekv_cli.sampling.params import SAMPLERS, Sampler, SamplingParams
 from sparsekv_cli.sampling.plain import PlainSampler, plain_chain
 
@@ -51,6 +50,16 @@ class Candidates(NamedTuple):
         return found, at[found]
 
 
+class Follows(Protocol):
+    """What may follow in an answer, token by token."""
+
+    def allowed(self, n_vocab: int) -> np.ndarray | None:
+        """Ids of the tokens that may follow, ascending, all below n_vocab: (n,) i64; None: all."""
+
+    def accept(self, token: int) -> None:
+        """``token`` follows, which is an allowed one."""
+
+
 Sample = Callable[[np.ndarray, Sequence[int]], int]
 ChainStep = Callable[[Candidates, Sequence[int]], Candidates]
 
@@ -59,7 +68,7 @@ def make_sampler(
     params: SamplingParams,
     *,
     find_breakers: Callable[[tuple[str, ...]], Breakers] | None = None,
-    constraint: Constraint | None = None,
+    constraint: Follows | None = None,
 ) -> Sample:
     """A function (logits (V,) f32, history) -> token id; history holds prompt and answer so far.
 
@@ -89,6 +98,7 @@ def make_sampler(
         candidates = add_bias(candidates, *bias)
         if constraint is not None:
             allowed = constraint.allowed(len(logits))
+        if constraint is not None and allowed is not None:
             candidates = Candidates(allowed, candidates.logits[allowed], len(logits))
         check_finite(candidates.logits.max())
         for step in steps:

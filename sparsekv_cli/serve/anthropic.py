@@ -8,15 +8,19 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from sparsekv_cli.generation.answer import STOP_LENGTH, STOP_TEXT
+from sparsekv_cli.generation.conversation import continues_last
+from sparsekv_cli.generation.fields import FieldError, shown
+from sparsekv_cli.generation.messages import content_text
 from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
+from sparsekv_cli.models.chat.history import new_call_id
 from sparsekv_cli.serve.answers import Answers, Ping, about
 from sparsekv_cli.serve.jobs import Finished, PromptProgress
-from sparsekv_cli.serve.openai import content_text, event
-from sparsekv_cli.serve.requests import EFFORT, RequestError, Service
+from sparsekv_cli.serve.openai import event
+from sparsekv_cli.serve.requests import EFFORT, Service
 from sparsekv_cli.serve.schema import CountFields, MessageFields
-from sparsekv_cli.serve.tools import ANY_OBJECT, ForcedCall, reader_of
+from sparsekv_cli.serve.tools import ForcedCall, functions_of, reader_of
 
-ROLES = ("user", "assistant")
+ROLES = ("user", "assistant", "system")
 
 
 class Message:
@@ -29,24 +33,37 @@ class Message:
         tools = _tools(fields)
         self._kind = service.format_for(bool(tools))
         self._forced = _forced(service, fields, tools)
-        self._is_single = fields.tool_choice.disable_parallel_tool_use
+        messages = _conversation(fields)
+        continues = continues_last(messages, None, None)
+        self._reader = reader_of(
+            self._kind,
+            self._forced,
+            functions_of(tools),
+            is_begun=continues,
+            is_single=fields.tool_choice.disable_parallel_tool_use,
+        )
         self._shows_thoughts = fields.thinking is None or fields.thinking.display != "omitted"
         form = fields.output_config.format
+        think, budget = _thinking(fields)
+        if think is False and not service.can_switch_thinking:
+            budget = 0
         self._wish = service.wish(
-            _prompt_ids(service, fields, tools, is_forced=self._forced is not None),
+            _prompt_ids(service, fields, messages, tools, is_forced=self._forced is not None),
             fields,
             max_tokens=fields.max_tokens,
             stops=fields.stop_sequences,
             schema=None if form is None else form.definition,
             kind=self._kind,
             forced=self._forced,
+            thinks=not continues,
+            think=think,
+            think_budget=budget,
         )
         self._id = f"msg_{uuid.uuid4().hex}"
 
     async def whole(self) -> dict[str, Any]:
         """The response to a request that does not stream."""
-        readers = [reader_of(self._kind, self._forced, is_single=self._is_single)]
-        async with Answers(self._service, [self._wish], readers) as answers:
+        async with Answers(self._service, [self._wish], [self._reader]) as answers:
             (told,) = await answers.whole()
         assert told.end is not None
         blocks = [_block(part) for part in self._shown(told.parts)]
@@ -64,8 +81,7 @@ class Message:
         yield _event("message_start", message=start)
         yield _event("ping")
         blocks, has_called = _Blocks(), False
-        readers = [reader_of(self._kind, self._forced, is_single=self._is_single)]
-        async with Answers(self._service, [self._wish], readers) as answers:
+        async with Answers(self._service, [self._wish], [self._reader]) as answers:
             async for told in answers.parts():
                 if isinstance(told, Ping):
                     yield _event("ping")
@@ -143,7 +159,8 @@ def count_tokens(service: Service, fields: CountFields) -> dict[str, int]:
     """How many tokens a request's prompt has."""
     tools = _tools(fields)
     is_forced = _forced(service, fields, tools) is not None
-    return {"input_tokens": len(_prompt_ids(service, fields, tools, is_forced=is_forced))}
+    ids = _prompt_ids(service, fields, _conversation(fields), tools, is_forced=is_forced)
+    return {"input_tokens": len(ids)}
 
 
 def error_body(message: str, kind: str) -> dict[str, Any]:
@@ -152,30 +169,49 @@ def error_body(message: str, kind: str) -> dict[str, Any]:
 
 
 def _prompt_ids(
-    service: Service, fields: CountFields, tools: Sequence[Mapping[str, Any]], *, is_forced: bool
+    service: Service,
+    fields: CountFields,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    is_forced: bool,
 ) -> list[int]:
-    """The ids of a request's system text, tools and conversation.
+    """The ids of a request's conversation (of ``_conversation``) and tools.
 
     is_forced: the answer is a call, ahead of which nothing is thought.
     """
+    wanted = False if is_forced else _thinking(fields)[0]
+    think = wanted if service.can_switch_thinking else None
+    effort = fields.output_config.effort  # a wish, which Claude Code sends to every model
+    variables = {} if effort is None or EFFORT not in service.variables else {EFFORT: effort}
+    continues = continues_last(messages, None, None)
+    return service.encode_chat(messages, tools, think, variables, continues=continues)
+
+
+def _conversation(fields: CountFields) -> list[dict[str, Any]]:
+    """The messages of a request as templates take them, its system text first."""
     messages = []
     system = content_text("system", fields.system)
     if system:
         messages.append({"role": "system", "content": system})
     for i, message in enumerate(fields.messages):
         messages += _messages(f"messages[{i}]", message)
-    think: bool | None = None
-    if service.can_switch_thinking and (fields.thinking is not None or is_forced):
-        think = not is_forced and fields.thinking is not None and fields.thinking.type != "disabled"
-    effort = fields.output_config.effort  # a wish, which Claude Code sends to every model
-    variables = {} if effort is None or EFFORT not in service.variables else {EFFORT: effort}
-    return service.encode_chat(messages, tools, think, variables)
+    return messages
+
+
+def _thinking(fields: CountFields) -> tuple[bool | None, int | None]:
+    """Whether the model is to think, None: as its template has it; and the most tokens for it."""
+    thinking = fields.thinking
+    if thinking is None:
+        return None, None
+    think = thinking.type != "disabled"
+    return think, thinking.budget_tokens if think else None
 
 
 def _messages(where: str, message: Any) -> list[dict[str, Any]]:
     """A message as templates take it; results of tools are messages of their own."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise RequestError(f"{where}: expected an object whose role is user or assistant")
+        raise FieldError(where, f": expected an object whose role is one of {', '.join(ROLES)}")
     content = message.get("content")
     if not isinstance(content, list):
         return [{"role": message["role"], "content": content_text(where, content)}]
@@ -186,25 +222,49 @@ def _messages(where: str, message: Any) -> list[dict[str, Any]]:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text":
             own["content"] += content_text(at, block.get("text"))
+        elif kind == "tool_reference":
+            own["content"] += _reference(at, block)
         elif kind == "thinking":
             own["reasoning_content"] = content_text(at, block.get("thinking"))
         elif kind == "tool_use" and isinstance(block.get("name"), str):
-            given = block.get("input") or {}
-            if not isinstance(given, dict):
-                raise RequestError(f"{at}.input: expected an object")
-            call = {"name": block["name"], "arguments": given}
+            given = block.get("input")
+            if not isinstance(given, dict | None):
+                raise FieldError(f"{at}.input", f": expected an object, found {shown(given)}")
+            call = {"name": block["name"], "arguments": given or {}}
             calls = own.setdefault("tool_calls", [])
-            calls.append({"id": str(block.get("id")), "type": "function", "function": call})
+            calls.append({"id": str(block.get("id") or ""), "type": "function", "function": call})
         elif kind == "tool_result":
-            text = content_text(at, block.get("content"))
-            answered = {"tool_call_id": str(block.get("tool_use_id")), "content": text}
+            text = _result_text(at, block.get("content"))
+            answered = {"tool_call_id": str(block.get("tool_use_id") or ""), "content": text}
             result.append({"role": "tool", **answered})
         elif kind != "redacted_thinking":
-            raise RequestError(
-                f"{at}: expected a block of type text, thinking, tool_use or tool_result"
+            raise FieldError(
+                at,
+                ": expected a block of type text, thinking, tool_use, tool_result or "
+                "tool_reference",
             )
     has_own = own["content"] or "tool_calls" in own or not result
     return [*result, own] if has_own else result
+
+
+def _result_text(where: str, content: Any) -> str:
+    """The text of a tool's result: its texts, and the names of tools that it refers to."""
+    if not isinstance(content, list):
+        return content_text(where, content)
+    return "".join(
+        _reference(where, part)
+        if isinstance(part, dict) and part.get("type") == "tool_reference"
+        else content_text(where, [part])
+        for part in content
+    )
+
+
+def _reference(where: str, block: Mapping[str, Any]) -> str:
+    """A line about a tool that was searched for; the prompt describes all of them."""
+    name = block.get("tool_name")
+    if not isinstance(name, str):
+        raise FieldError(where, ": expected a tool_reference with a tool_name")
+    return f"tool: {name}\n"
 
 
 def _tools(fields: CountFields) -> list[dict[str, Any]]:
@@ -224,15 +284,13 @@ def _forced(
     """The call that tool_choice asks for, if it does."""
     if fields.tool_choice.type in ("auto", "none"):
         return None
-    own = [tool["function"] for tool in tools]
-    schemas = {each["name"]: each["parameters"] or ANY_OBJECT for each in own}
-    return service.forced_call(fields.tool_choice.name, schemas)
+    return service.forced_call(fields.tool_choice.name, functions_of(tools))
 
 
 def _block(part: Part) -> dict[str, Any]:
     if isinstance(part, ToolCall):
         name, given = part.name, json.loads(part.arguments)
-        return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": name, "input": given}
+        return {"type": "tool_use", "id": new_call_id(), "name": name, "input": given}
     if isinstance(part, Thought):
         return {"type": "thinking", "thinking": part.text, "signature": ""}
     return {"type": "text", "text": part.text}

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sparsekv_cli.errors import BusyError, LostModelError, SparseKVError
-from sparsekv_cli.generation.fields import Fields
+from sparsekv_cli.generation.fields import FieldError, Fields
 from sparsekv_cli.methods import describe_methods
 from sparsekv_cli.serve import anthropic, openai
 from sparsekv_cli.serve.jobs import QueueFullError, StoppingError, TimeLimitError, TooLargeError
@@ -46,8 +46,10 @@ PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-F, T = TypeVar("F", bound=Fields), TypeVar("T")
 HTTP_ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+F = TypeVar("F", bound=Fields)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,8 @@ def error_body(path: str, error: Exception) -> tuple[int, dict[str, Any]]:
     if path.startswith("/v1/messages"):
         return status, anthropic.error_body(message, kind)
     param = error.param if isinstance(error, RequestError) else None
+    if isinstance(error, FieldError):
+        param = error.field or None
     return status, openai.error_body(message, kind, param, code)
 
 

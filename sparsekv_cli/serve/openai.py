@@ -9,15 +9,18 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.answer import STOP_LENGTH
+from sparsekv_cli.generation.conversation import continues_last
+from sparsekv_cli.generation.messages import read_messages
 from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
+from sparsekv_cli.models.chat.history import new_call_id
 from sparsekv_cli.serve.answers import Answers, Ping, Told, about
 from sparsekv_cli.serve.jobs import Finished, PromptProgress, Wish
 from sparsekv_cli.serve.requests import EFFORT, RequestError, Service
 from sparsekv_cli.serve.schema import MAX_CHOICES, ChatFields, CompletionFields
-from sparsekv_cli.serve.tools import ANY_OBJECT, ForcedCall, reader_of
+from sparsekv_cli.serve.tools import ForcedCall, Functions, functions_of, reader_of
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 DONE = "data: [DONE]\n\n"
 
 
@@ -30,18 +33,28 @@ class Completion:
         self._is_chat = is_chat = isinstance(fields, ChatFields)
         self.streams = fields.stream
         self._forced, self._kind, is_single = None, None, False
+        self._think: bool | None = None
+        self._continues, self._thinks = False, is_chat
+        functions: Functions = {}
         if isinstance(fields, ChatFields):
             tools = _tools(fields)
             self._forced = _forced(service, fields, tools)
             prompts = [self._chat_ids(fields, tools)]
             self._kind = service.format_for(bool(tools))
-            is_single = not fields.parallel_tool_calls
+            is_single, functions = not fields.parallel_tool_calls, functions_of(tools)
         else:
             prompts = self._prompt_ids(fields.prompt)
         wishes = [self._wish(fields, ids) for ids in prompts]
         self._wishes = [each for wish in wishes for each in service.choices(wish, fields.n)]
         self._readers = [
-            reader_of(self._kind, self._forced, is_single=is_single) for _ in self._wishes
+            reader_of(
+                self._kind,
+                self._forced,
+                functions,
+                is_begun=self._continues,
+                is_single=is_single,
+            )
+            for _ in self._wishes
         ]
         self._places = [_Places(service.tokenizer.is_shown) for _ in self._wishes]
         self._id = ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex
@@ -60,8 +73,22 @@ class Completion:
             think, effort = False, None
         if self._forced is not None and service.can_switch_thinking:
             think = False
-        variables = service.variables_of(given, effort)
-        return service.encode_chat(read_messages(fields.messages), tools, think, variables)
+        variables, messages = service.variables_of(given, effort), read_messages(fields.messages)
+        adds_prompt = fields.add_generation_prompt
+        try:
+            self._continues = continues_last(messages, fields.continue_final_message, adds_prompt)
+        except SparseKVError as error:
+            raise RequestError(str(error), param="continue_final_message") from None
+        self._think = think
+        self._thinks = not self._continues and adds_prompt is not False
+        return service.encode_chat(
+            messages,
+            tools,
+            think,
+            variables,
+            continues=self._continues,
+            add_generation_prompt=adds_prompt is not False,
+        )
 
     def _prompt_ids(self, prompt: str | list[Any]) -> list[list[int]]:
         """The prompts of a completion: a text, ids, or a list of either."""
@@ -99,6 +126,8 @@ class Completion:
             logprobs=logprobs,
             kind=self._kind,
             forced=self._forced,
+            thinks=self._thinks,
+            think=self._think,
         )
 
     # --- as a whole -------------------------------------------------------------------------------
@@ -277,7 +306,7 @@ def _delta(index: int, delta: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+    return {"id": new_call_id(), "type": "function", "function": function}
 
 
 def _logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -323,65 +352,5 @@ def _forced(
     choice = fields.tool_choice
     if choice in ("auto", "none"):
         return None
-    own = [tool["function"] for tool in tools]
-    schemas = {each["name"]: each.get("parameters") or ANY_OBJECT for each in own}
     name = None if isinstance(choice, str) else choice.function.name
-    return service.forced_call(name, schemas)
-
-
-def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """The conversation as templates take it: texts, and arguments of calls as objects."""
-    return [_message(i, message) for i, message in enumerate(messages)]
-
-
-def _message(i: int, message: Any) -> dict[str, Any]:
-    where = f"messages[{i}]"
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise RequestError(
-            f"{where}: expected an object whose role is one of {', '.join(ROLES)}", param=where
-        )
-    role = "system" if message["role"] == "developer" else message["role"]
-    result: dict[str, Any] = {"role": role, "content": content_text(where, message.get("content"))}
-    for key in ("name", "tool_call_id", "reasoning_content"):
-        if isinstance(message.get(key), str):
-            result[key] = message[key]
-    calls = message.get("tool_calls")
-    if calls:
-        if not isinstance(calls, list):
-            raise RequestError(f"{where}.tool_calls: expected a list", param=where)
-        result["tool_calls"] = [_call(where, call) for call in calls]
-    return result
-
-
-def content_text(where: str, content: Any) -> str:
-    """A message's text: itself, or its parts of type text."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        for part in content
-    ):
-        return "".join(part["text"] for part in content)
-    raise RequestError(
-        f"{where}.content: expected a text, or a list of parts of type text", param=where
-    )
-
-
-def _call(where: str, call: Any) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if isinstance(function, dict) and isinstance(function.get("name"), str):
-        arguments = function.get("arguments") or "{}"
-        try:
-            given = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):
-            given = arguments
-        return {
-            "id": str(call.get("id") or ""),
-            "type": "function",
-            "function": {"name": function["name"], "arguments": given},
-        }
-    raise RequestError(
-        f"{where}.tool_calls: expected functions with name and arguments", param=where
-    )
+    return service.forced_call(name, functions_of(tools))

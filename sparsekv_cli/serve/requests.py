@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -83,7 +82,11 @@ class Service:
         self.can_switch_thinking = switch_of(self.template) is not None
         self.variables = variables_of(self.template)
         self.tool_format: ToolFormat | None = format_of(self.template)
-        self.make_constraint = functools.partial(_call, constraint_maker(session.tokenizer))
+        if sampling.think_budget is not None and self.thinking is None:
+            raise SparseKVError(
+                "--think-budget: the chat template of this model names no markers of thinking"
+            )
+        self._make_constraint = constraint_maker(session.tokenizer)
         self.grammars = GrammarTrial(session.gguf.path)
         self._method, self._method_options = session.method.name, dict(method_options)
         self._sampling = sampling
@@ -153,17 +156,20 @@ class Service:
         logprobs: int | None = None,
         kind: ToolFormat | None = None,
         forced: ForcedCall | None = None,
+        thinks: bool = True,
+        think: bool | None = None,
+        think_budget: int | None = None,
     ) -> Wish:
         """What to ask of the scheduler.
 
         max_tokens: None or -1: as many as the server allows. schema: what the answer has to fit.
-        kind: of ``format_for``. forced: what the answer has to be, of ``forced_call``.
+        kind: of ``format_for``. forced: what the answer has to be, of ``forced_call``. thinks:
+        something may be thought ahead of the answer. think: whether the model is to do so; None: as
+        the template has it. think_budget: where ``fields`` has none.
         """
+        thinking = self.thinking if thinks and forced is None else None
         if forced is not None:
-            opened = self.tokenizer.encode(
-                forced.prompt, add_bos=False, add_eos=False, parse_special=True
-            )
-            ids = [*ids, *opened] if forced.prompt else ids
+            ids = [*ids, *self._ids_ahead_of(forced, ids)]
         n_ctx = self.session.n_ctx
         if len(ids) >= n_ctx:
             raise RequestError(
@@ -176,10 +182,22 @@ class Service:
         options = self._sampling_of(fields, schema)
         if forced is not None:
             options = replace(options, grammar=self._grammar_of(forced, options))
-        constraint = None if options.grammar is None else self.make_constraint(options.grammar)
+        if thinking is None and fields.think_budget is not None:
+            raise RequestError(
+                "think_budget: nothing is thought ahead of this answer: leave it out",
+                param="think_budget",
+            )
+        if thinking is None:
+            options = replace(options, think_budget=None)
+        elif fields.think_budget is None and think_budget is not None:
+            options = replace(options, think_budget=think_budget)
+        try:
+            constraint = self._make_constraint(options, thinking, think)
+        except SparseKVError as error:
+            param = FORMAT
+            raise RequestError(str(error).removeprefix("--"), param=param) from None
         n_predict = self.limits.tokens if max_tokens is None or max_tokens < 0 else max_tokens
         new_sampler(self.session, options, 0)  # DRY's table is made by this thread, and remembered
-        is_raw = isinstance(fields, CompletionFields)
         return Wish(
             ids=ids,
             method=method,
@@ -191,9 +209,16 @@ class Service:
             logprobs=logprobs,
             constraint=constraint,
             special=kind is not None and kind.special and forced is None,
-            thinking=None if is_raw or kind == HARMONY or forced is not None else self.thinking,
+            thinking=None if kind == HARMONY else thinking,
             n_bins=fields.sparsekv_rows,
         )
+
+    def _ids_ahead_of(self, forced: ForcedCall, ids: Sequence[int]) -> list[int]:
+        """What follows a prompt whose answer has to be a call: no thinking, and its first words."""
+        thinking = self.thinking
+        is_open = thinking is not None and thinking.opened_by(self.tokenizer, ids)
+        text = (thinking.closing(b"") if thinking and is_open else "") + forced.prompt
+        return self.tokenizer.encode(text, add_bos=False, add_eos=False, parse_special=True)
 
     def forced_call(self, name: str | None, functions: Mapping[str, Any]) -> ForcedCall:
         """The call that a request's ``tool_choice`` asks for, of the function ``name`` or of any.
@@ -256,16 +281,16 @@ class Service:
         tools: Sequence[Mapping[str, Any]] | None,
         think: bool | None,
         variables: Mapping[str, Any] | None = None,
+        *,
+        continues: bool = False,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         """The ids of a conversation; RequestError where the template does not take it.
 
         variables: of the template.
         """
-        if self.tool_format == HARMONY:  # whose template has another name for it
-            messages = [
-                {**m, "thinking": m["reasoning_content"]} if m.get("reasoning_content") else m
-                for m in messages
-            ]
+        if self.tool_format == HARMONY:
+            messages = [_on_channels(message) for message in messages]
         try:
             return encode_messages(
                 self.tokenizer,
@@ -274,6 +299,8 @@ class Service:
                 tools=tools or None,
                 think=think,
                 variables=variables or {},
+                continues=continues,
+                add_generation_prompt=add_generation_prompt,
             )
         except SparseKVError as error:
             raise RequestError(str(error), param="messages") from None
@@ -289,8 +316,11 @@ class Service:
         return [replace(wish, seed=seed, constraint=each) for seed, each in pairs]
 
 
-def _call(make: Callable[[Any], Any], grammar: Any) -> Any:
-    try:
-        return make(grammar)
-    except SparseKVError as error:
-        raise RequestError(str(error).removeprefix("--"), param="response_format") from None
+def _on_channels(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message as gpt-oss' template takes it: one text is thought ahead of a call."""
+    thought, text = message.get("reasoning_content"), message["content"]
+    if not thought:
+        return message
+    if text and message.get("tool_calls"):
+        return {**message, "content": f"{thought}\n\n{text}"}
+    return {**message, "thinking": thought}

@@ -188,7 +188,9 @@ class ChosenTool(Fields):
 class ChatFields(OpenAIFields):
     """``/v1/chat/completions``. parallel_tool_calls: false tells the first call alone.
 
-    reasoning_effort, chat_template_kwargs: variables of the chat template.
+    reasoning_effort, chat_template_kwargs: variables of the chat template. continue_final_message:
+    the answer goes on with the last message; as it is missing, it does where that is the
+    assistant's. add_generation_prompt: false leaves out what begins an answer in the template.
     """
 
     messages: Messages
@@ -202,6 +204,8 @@ class ChatFields(OpenAIFields):
     parallel_tool_calls: bool = True
     reasoning_effort: Text | None = None
     chat_template_kwargs: dict[str, Any] = Field({})
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
     @check_model(mode="after")
     def _check_chat(self) -> ChatFields:

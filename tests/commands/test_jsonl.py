@@ -270,13 +270,18 @@ def test_special_tokens_are_written(fake: Any, invoke: Invoke) -> None:
 
 
 def test_thinking_has_a_field_of_its_own(tiny_model: Callable[..., Path], invoke: Invoke) -> None:
-    """The prompt opens the thinking, which a regular expression ends at once."""
+    """The prompt opens the thinking, which ends in time for the answer."""
     template = TEMPLATE + "{% if thinking is not false %}<think>{% endif %}"
     model = str(tiny_model(wtype="Q8_0", chat_template=template))
-    asked = {"prompt": "a", "regex": "\nso</think>\n\nyes!"}
-    lines = [asked, {**asked, "inline_thinking": True}, {**asked, "think": False}]
+    asked = {"prompt": "a", "regex": "yes!", "think_budget": 8, "ignore_eos": False}
+    lines = [
+        asked,
+        {**asked, "inline_thinking": True},
+        {**asked, "think": False, "think_budget": None},
+    ]
     stdin = "".join(json.dumps(line) + "\n" for line in lines).encode()
     answers = objects(run(invoke, model, "-n", "40", stdin=stdin).out)
-    whole = ("", "\nso</think>\n\nyes!")
-    told = [(answer["thinking"], answer["text"]) for answer in answers]
-    assert told == [("so", "yes!"), whole, whole]
+    assert [answer["thinking"] != "" for answer in answers] == [True, False, False]
+    assert [answers[0]["text"], answers[2]["text"]] == ["yes!", "yes!"]
+    inline = answers[1]["text"]
+    assert inline.endswith("\n</think>\n\nyes!") and answers[0]["thinking"] in inline

@@ -27,7 +27,9 @@ END = 263  # <|im_end|> of BPE
 
 def constraint_of(kind: str, text: str, tokenizer: Tokenizer = BPE) -> Constraint:
     session: Any = SimpleNamespace(tokenizer=tokenizer)
-    constraint = new_constraint(session, read_grammar(kind, text))
+    constraint = new_constraint(
+        session, SamplingOptions({}, grammar=read_grammar(kind, text)), None
+    )
     assert constraint is not None
     return constraint
 
@@ -121,6 +123,25 @@ def test_grammars(grammar: str) -> None:
         assert not matches(constraint, text), text
 
 
+# GBNF that llama.cpp takes: a grammar, a text that matches, one that does not.
+LEGAL = [
+    ('root ::= my-rule my_rule\nmy-rule ::= "a"\nmy_rule ::= "b"', "ab", "aa"),
+    ('root ::= Foo foo fooBar\nFoo ::= "a"\nfoo ::= "b"\nfooBar ::= "c" fooBar?', "abc", "bac"),
+    ('root ::= start "b"\nstart ::= "a"', "ab", "b"),
+    ('root ::= "a"{0} ("a" x){0,0} [ac]{0} x{0} "b"\nx ::= "x"', "b", "ab"),
+    ('root ::= 1 json-1 rule_0\n1 ::= "a"\njson-1 ::= "b"\nrule_0 ::= "c"', "abc", "aaa"),
+    (r'root ::= "\u00e9" "\U0001F600" "\x41" [\u0062-\u0063]', "é😀Ac", "é😀Aa"),
+    (r'root ::= [^"\\\x7F\x00-\x1F] "\x01\"\\"', 'a\x01"\\', '"\x01"\\'),
+    ('root ::= "a\nb" ("b"{2})* ("c"+ )? # "[', "a\nbbbccc", "a\nbb b"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "text", "other"), LEGAL)
+def test_gbnf_that_llama_cpp_takes(grammar: str, text: str, other: str) -> None:
+    constraint = constraint_of("grammar", grammar)
+    assert matches(constraint, text) and not matches(constraint, other)
+
+
 def test_a_lark_grammar_may_name_the_models_special_tokens() -> None:
     constraint = constraint_of("grammar", 'start: "a" <|im_start|> "b"')
     say(constraint, "a")
@@ -145,6 +166,8 @@ def test_a_lark_grammar_may_name_the_models_special_tokens() -> None:
         ("grammar", "", "--grammar: No 'root' rule found"),
         ("grammar", 'root ::= "a', "--grammar: Unexpected end of input at line 1"),
         ("grammar", "root ::= word", "--grammar: Rule 'word' not found"),
+        ("grammar", "root ::= " + "[" * 100_000, "--grammar: Unexpected end of input at line 1"),
+        ("grammar", r'root ::= "\ud800"', r"--grammar: \ud800 is no character"),
         ("grammar", "root ::= " + "(" * 50_000, "--grammar: nested too deeply"),
         ("grammar", "start: word", '--grammar: at 1(8): unknown name: "word"'),
         ("grammar", "root ::= root", "--grammar: no token of the model can follow"),

@@ -51,9 +51,10 @@ def serve(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
         ctx_size: int = 512,
         connections: int = 64,
         head_s: float = 10.0,
+        template: str = TEMPLATE,
         **options: Any,
     ) -> Running:
-        shape = {**SHAPE, "chat_template": TEMPLATE, "wtype": "Q8_0"}
+        shape = {**SHAPE, "chat_template": template, "wtype": "Q8_0"}
         session = open_tiny(tiny_model, "full", ctx_size=ctx_size, shape=shape)
         given = {"n_parallel": 4, "n_queue": 8, "kv_bytes": 1 << 28, **options}
         scheduler = Scheduler(session, **given)

@@ -73,7 +73,8 @@ def test_bias_stops_and_formats(client: openai.OpenAI, server: Any) -> None:
 
 
 def test_calls_of_tools_and_thinking(client: openai.OpenAI) -> None:
-    options: dict[str, Any] = {"tools": [TOOL], "extra_body": {"regex": CALL}, "max_tokens": 64}
+    calls = {"regex": CALL, "think_budget": 0}
+    options: dict[str, Any] = {"tools": [TOOL], "extra_body": calls, "max_tokens": 64}
     choice = chat(client, **options).choices[0]
     (call,) = choice.message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
@@ -84,7 +85,8 @@ def test_calls_of_tools_and_thinking(client: openai.OpenAI) -> None:
     answered = [*ASKED, choice.message.model_dump(exclude_none=True)]
     answered.append({"role": "tool", "tool_call_id": call.id, "content": "2"})
     assert chat(client, messages=answered, tools=[TOOL]).choices[0].message.content
-    message = chat(client, extra_body={"regex": THOUGHT}, max_tokens=40).choices[0].message
+    thought = {"regex": THOUGHT, "think_budget": 0}
+    message = chat(client, extra_body=thought, max_tokens=40).choices[0].message
     assert (message.reasoning_content, message.content) == ("well", "yes")
     off: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
     plain = [chat(client, extra_body=each).usage.prompt_tokens for each in ({}, off)]
