@@ -24,7 +24,7 @@ class AnswerConstraint:
     thinking: the markers of the model's template; None: nothing is thought ahead of the answer.
     grammar: what the answer proper has to match; None: anything.
     budget: most tokens that are thought; then the end marker follows. None: with a grammar half of
-    the tokens of the answer, without one any number.
+    the tokens that the end marker leaves for the answer, without one any number.
     """
 
     def __init__(
@@ -58,11 +58,12 @@ class AnswerConstraint:
         self._phase, self._tail, self._n_thought = ANSWERS, b"", 0
         self._forced: list[int] = []
         self._n_most = self.budget
-        if self._n_most is None and self._grammar is not None:
-            self._n_most = n_left // 2
         thinking = self._thinking
         if thinking is None or thinking.closed_by(self._tokenizer, prompt):
             return
+        if self._n_most is None and self._grammar is not None:
+            n_closing = len(self._ids(thinking.closing(b"")))
+            self._n_most = max(0, n_left - n_closing) // 2
         opened = thinking.opened_by(self._tokenizer, prompt)
         if opened or thinking.is_channel:
             self._phase = THINKS

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -49,8 +48,7 @@ KINDS = pytest.mark.parametrize("kind", TOKENIZERS)
 
 @cache
 def maker(kind: int) -> MakeConstraint:
-    session: Any = SimpleNamespace(tokenizer=TOKENIZERS[kind])
-    return constraint_maker(session)
+    return constraint_maker(TOKENIZERS[kind])
 
 
 @cache
@@ -96,12 +94,12 @@ def chosen(constraint: Any, wants: Sequence[int], tokenizer: Tokenizer, n: int) 
         yield token
 
 
-@KINDS
+@pytest.mark.parametrize("kind", [0, CONTROL])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_answer_always_comes(name: str, kind: int) -> None:
     """Whatever a model wants to say, with every template: after half of its tokens."""
     for wanted in (LONG, f"<think>{LONG}", f"<|channel|>analysis<|message|>{LONG}", ""):
-        answer = answered(TEMPLATES[name], wanted, kind=kind, n=400)
+        answer = answered(TEMPLATES[name], wanted, kind=kind, n=200)
         assert answer.text in ("yes!", "no!") and answer.stop_reason == "eos", wanted[:20]
 
 
