@@ -137,14 +137,15 @@ def test_schemas_of_both_protocols(post: Any) -> None:
 
 def test_one_call_where_calls_must_not_be_parallel(post: Any) -> None:
     function = {"name": "add", "parameters": {"type": "object"}}
-    asked = {"tools": [{"type": "function", "function": function}], "regex": TWO_CALLS}
+    calls = {"regex": TWO_CALLS, "think_budget": 0}
+    asked = {"tools": [{"type": "function", "function": function}], **calls}
     numbers = [
         len(told(post(CHAT, **asked, **more))["choices"][0]["message"]["tool_calls"])
         for more in ({}, {"parallel_tool_calls": False})
     ]
     assert numbers == [2, 1]
     choice = {"type": "auto", "disable_parallel_tool_use": True}
-    asked = {"tools": [{"name": "add"}], "tool_choice": choice, "regex": TWO_CALLS}
+    asked = {"tools": [{"name": "add"}], "tool_choice": choice, **calls}
     blocks = told(post(MESSAGE, **{**asked, "max_tokens": -1}))["content"]
     assert [block["type"] for block in blocks] == ["tool_use"]
 
