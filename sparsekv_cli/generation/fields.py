@@ -113,7 +113,7 @@ def _words(
             return field, ": is given twice, under two names"
         return field, f": no such field{did_you_mean(str(place[-1]), names)}"
     if error == "missing":
-        return path_of([*place, found[0]["loc"][-1]]), ": is missing"
+        return path_of([*_place(values, found[0]["loc"][:-1]), found[0]["loc"][-1]]), ": is missing"
     if error == "value_error":
         return field, f": {context['error']}"
     if error in ("string_too_short", "too_short"):

@@ -102,8 +102,9 @@ class Constraint:
         self._kind = grammar.kind
         self._at_start = _llguidance().LLMatcher(tokenizer, grammar.definition, log_level=0)
         self._bits = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)  # a bit a token
-        self.restart()
-        self.allowed(tokenizer.vocab_size)
+        for _ in range(2):  # some grammars are too large only with what the first time has built
+            self.restart()
+            self.allowed(tokenizer.vocab_size)
 
     def copy(self) -> Constraint:
         """The same for another answer, which begins."""

@@ -195,7 +195,7 @@ def error_body(path: str, error: Exception) -> tuple[int, dict[str, Any]]:
     if isinstance(error, HTTPException):
         message = str(error.detail)
     elif isinstance(error, SparseKVError):
-        message = " ".join(str(error).split())
+        message = " ".join(str(error).removeprefix("--").split())
     elif isinstance(error, MemoryError):
         message = "out of memory"
     else:

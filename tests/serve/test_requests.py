@@ -89,9 +89,11 @@ def test_fields_that_nothing_reads_are_refused_by_name(post: Any) -> None:
     assert refused(post(CHAT, tool=[])) == "tool: no such field (did you mean tools?)"
     for fields in ({"echo": True}, {"suffix": "x"}, {"best_of": 3}, {"store": True}):
         assert refused(post(COMPLETE, **fields)).startswith(next(iter(fields)))
+    assert refused(post(MESSAGE, max_tokens=None)) == "max_tokens: is missing"
     assert refused(post(CHAT, top_logprobs=2)) == "top_logprobs needs logprobs: true"
     assert refused(post(CHAT, sparsekv_rows=2)) == "sparsekv_rows needs stream: true"
     assert refused(post(CHAT, stream_options={"include_usage": True})).startswith("stream_options")
+    assert refused(post(CHAT, stream=True, regex="(a{1000}){1000}")).startswith("regex: lexer")
     both = {"response_format": {"type": "json_object"}, "regex": "a"}
     assert refused(post(CHAT, **both)) == "response_format and regex exclude each other"
     odd = refused(post(CHAT, chat_template_kwargs={"colour": 1}))
