@@ -9,7 +9,15 @@ from pydantic import Field
 
 from sparsekv_cli.generation.answer_fields import AnswerFields
 from sparsekv_cli.generation.conversation import continues_last
-from sparsekv_cli.generation.fields import FieldError, Text, Texts, Whole, read_fields, read_object
+from sparsekv_cli.generation.fields import (
+    FieldError,
+    Many,
+    Text,
+    Texts,
+    Whole,
+    read_fields,
+    read_object,
+)
 from sparsekv_cli.generation.messages import read_messages
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.option import MAX_WHOLE
@@ -49,7 +57,7 @@ class LineFields(AnswerFields):
     """The fields of a line. Those that are missing are as on the command line."""
 
     prompt: Text | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    messages: Annotated[Many[dict[str, Any]], Field(min_length=1)] | None = None
     id: Any = None
     system: str | None = None
     raw: bool | None = None

@@ -6,23 +6,38 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AliasChoices, Field, create_model
+from pydantic import AliasChoices, BeforeValidator, Field, create_model
 
 from sparsekv_cli.errors import BusyError, SparseKVError
-from sparsekv_cli.generation.fields import FieldError, Fields, Number, Text, Whole
+from sparsekv_cli.generation.fields import FieldError, Fields, Many, Number, Text, Whole
 from sparsekv_cli.generation.sampler import SamplingOptions
-from sparsekv_cli.option import MAX_WHOLE, allowed_values, options_of
+from sparsekv_cli.option import MAX_FLOAT, MAX_WHOLE, allowed_values, options_of
 from sparsekv_cli.sampling.params import MAX_BREAKERS, MAX_SEED, SamplingParams
 
 ALIASES = {"temp": "temperature", "repeat_penalty": "repetition_penalty"}  # other protocols' names
 GRAMMARS = {"json_schema": "json-schema", "grammar": "grammar", "regex": "regex"}
 BAN = -100  # a bias of OpenAI's protocol that bans a token
-TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
-Breakers = Annotated[list[Text], Field(max_length=MAX_BREAKERS)]
+TOKEN_ID = re.compile(r"^(0|[1-9][0-9]{0,8})$")
+TokenId = Annotated[str, Field(pattern=TOKEN_ID.pattern)]
+Breakers = Annotated[Many[Text], Field(max_length=MAX_BREAKERS)]
 Seed = Annotated[int, Field(ge=-1, le=MAX_SEED)]
+
+
+def _first_wrong(values: Any) -> Any:
+    """Biases, or the first that is wrong: only that one is reported."""
+    if isinstance(values, dict):
+        for token, bias in values.items():
+            is_right = type(bias) in (int, float) and abs(bias) <= MAX_FLOAT
+            if not is_right or not TOKEN_ID.match(token):
+                return {token: bias}
+    return values
+
+
+Biases = Annotated[dict[TokenId, Number], BeforeValidator(_first_wrong)]
 
 
 def _declared() -> dict[str, Any]:
@@ -60,8 +75,8 @@ class AnswerFields(SamplingFields):
 
     seed: Seed | None = None
     dry_sequence_breakers: Breakers | None = None
-    logit_bias: dict[TokenId, Number] | None = None
-    samplers: list[str] | None = None
+    logit_bias: Biases | None = None
+    samplers: Many[str] | None = None
     ignore_eos: bool | None = None
     think_budget: Annotated[int, Field(ge=0, le=MAX_WHOLE)] | None = None
     json_schema: dict[str, Any] | bool | None = None

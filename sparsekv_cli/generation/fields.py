@@ -19,7 +19,10 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.option import MAX_FLOAT, MAX_WHOLE, did_you_mean
 
 MAX_SHOWN = 60  # characters of a value in a message
-LARGE = re.compile(rb"[0-9]{200}|[eE]\+?[0-9]{3}")  # in every number that an f64 may not hold
+MAX_FIELDS = 256  # of one object; each that is wrong takes a kilobyte
+LARGE = re.compile(
+    rb"(?<![0-9])[0-9]{200}|[eE]\+?[0-9]{3}"
+)  # in every number that an f64 may not hold
 
 
 class FieldError(SparseKVError):
@@ -40,10 +43,24 @@ class Fields(BaseModel):
     def _without_nulls(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        check_length(values)
         return {key: value for key, value in values.items() if value is not None}
 
 
+def check_length(values: dict[str, Any]) -> dict[str, Any]:
+    """FieldError for an object of very many fields."""
+    if len(values) > MAX_FIELDS:
+        raise FieldError(
+            "", f"an object has {len(values)} fields: expected at most {MAX_FIELDS} of them"
+        )
+    return values
+
+
 F = TypeVar("F", bound=Fields)
+T = TypeVar("T")
+Many = Annotated[
+    list[T], Field(fail_fast=True)
+]  # only the first wrong one of a million is reported
 
 
 def read_json(data: bytes | bytearray) -> Any:

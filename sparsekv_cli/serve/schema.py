@@ -14,7 +14,7 @@ from pydantic.json_schema import models_json_schema
 
 from sparsekv_cli import __version__
 from sparsekv_cli.generation.answer_fields import AnswerFields
-from sparsekv_cli.generation.fields import FieldError, Fields, Text, as_texts
+from sparsekv_cli.generation.fields import FieldError, Fields, Many, Text, as_texts, check_length
 from sparsekv_cli.methods import METHODS
 from sparsekv_cli.option import MAX_WHOLE
 
@@ -38,6 +38,10 @@ def _option_text(value: Any) -> Any:
     raise ValueError("expected a text, a number, true or false, or a list of whole numbers")
 
 
+def _few(value: Any) -> Any:
+    return check_length(value) if isinstance(value, dict) else value
+
+
 def _limit(value: int) -> int:
     if value == 0:
         raise ValueError("expected 1 or more, or -1 for no limit")
@@ -45,6 +49,7 @@ def _limit(value: int) -> int:
 
 
 OptionText = Annotated[str, BeforeValidator(_option_text, json_schema_input_type=str | int)]
+MethodOptions = Annotated[dict[str, OptionText], BeforeValidator(_few)]
 MaxTokens = Annotated[int, Field(ge=-1, le=MAX_WHOLE)]  # of an answer; -1: no limit
 SomeTokens = Annotated[MaxTokens, AfterValidator(_limit)]
 Stop = Annotated[Text, Field(max_length=MAX_STOP_CHARACTERS)]
@@ -67,7 +72,7 @@ Prompt = Annotated[
         }
     ),
 ]
-Objects = list[dict[str, Any]]
+Objects = Many[dict[str, Any]]
 Messages = Annotated[Objects, Field(min_length=1)]
 
 
@@ -81,7 +86,7 @@ class ServedFields(AnswerFields):
     model: str = ""
     stream: bool = False
     method: Annotated[str, Field(json_schema_extra={"enum": list(METHODS)})] | None = None
-    method_options: dict[str, OptionText] = Field({})
+    method_options: MethodOptions = Field({})
     budget: OptionText | None = None
     sparse_from: Annotated[int, Field(ge=-1, le=MAX_WHOLE)] | None = None
     sparsekv_rows: Annotated[int, Field(ge=0, le=MAX_BINS)] = 0
@@ -199,7 +204,7 @@ class ChatFields(OpenAIFields):
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None
     response_format: ResponseFormat = ResponseFormat()
-    tools: list[ToolFields] = Field([])
+    tools: Many[ToolFields] = Field([])
     tool_choice: Literal["auto", "none", "required"] | ChosenTool = "auto"
     parallel_tool_calls: bool = True
     reasoning_effort: Text | None = None
@@ -293,7 +298,7 @@ class ContextEdit(Fields):
 class ContextManagement(Fields):
     """What to take out of the conversation: nothing."""
 
-    edits: list[ContextEdit] = Field([])
+    edits: Many[ContextEdit] = Field([])
 
 
 class CountFields(Fields):
@@ -302,7 +307,7 @@ class CountFields(Fields):
     model: str = ""
     messages: Messages
     system: str | Objects | None = None
-    tools: list[MessageTool] = Field([])
+    tools: Many[MessageTool] = Field([])
     tool_choice: MessageToolChoice = MessageToolChoice(type="auto")
     thinking: ThinkingFields | None = None
     output_config: OutputConfig = OutputConfig()

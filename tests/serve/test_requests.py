@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import httpx
 import pytest
 
 from sparsekv_cli.serve.requests import RequestError, read_request
-from sparsekv_cli.serve.schema import PATHS
+from sparsekv_cli.serve.schema import PATHS, ChatFields
 
 CHAT, COMPLETE, MESSAGE, COUNT = (path for path, _, _ in PATHS)
 ASKED = [{"role": "user", "content": "hello there"}]
@@ -27,6 +28,7 @@ ODD = [
     1e-320, {"type": "json_schema"}, {"type": "json_object", "schema": 3},
 ]  # fmt: skip
 CALL = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+MANY = 20_000
 TWO_CALLS = (CALL * 2).replace("{", r"\{").replace("}", r"\}")
 
 
@@ -183,3 +185,23 @@ def test_bytes_of_log_probabilities(post: Any, server: Any) -> None:
     assert found["logprobs"]["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9"]
     assert found["logprobs"]["text_offset"] == [0, 1, 1]
     assert all(len(top) == 5 for top in found["logprobs"]["top_logprobs"])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [[]] * MANY},
+        {"tools": [{}] * MANY},
+        {"samplers": [1] * MANY},
+        {"logit_bias": {f"x{i}": 1 for i in range(MANY)}},
+        {"method_options": {f"x{i}": {} for i in range(MANY)}},
+        {f"x{i}": 1 for i in range(MANY)},
+    ],
+)
+def test_of_many_wrong_values_one_is_reported(fields: dict[str, Any]) -> None:
+    """pydantic keeps a kilobyte for each of them."""
+    tracemalloc.start()
+    with pytest.raises(RequestError):
+        read_request(ChatFields, {"messages": [{}], **fields})
+    assert tracemalloc.get_traced_memory()[1] < 4e6
+    tracemalloc.stop()
