@@ -33,8 +33,8 @@ def _pack_inputs(
     """Rounds the inputs of units to two bytes, in the order of ``byte_fields``.
 
     x_at: of field 0 of each word, (BATCH, 1, 4 UNITS). Returns high bytes and low bytes of the
-    first and of the second word of bytes, the unit's scale (BATCH, 1, UNITS), and sums of the integers of
-    the first and of the second word's fields, (BATCH, 1, UNITS).
+    first and of the second word of bytes, the unit's scale (BATCH, 1, UNITS), and sums of the
+    integers of the first and of the second word's fields, (BATCH, 1, UNITS).
     """
     peak = tl.zeros((BATCH, 1, 4 * UNITS), tl.float32)
     damage = tl.zeros((BATCH, 1, 4 * UNITS), tl.float32)
