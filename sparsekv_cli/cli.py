@@ -159,7 +159,9 @@ def _invoke(arguments: list[str]) -> int:
 
 def describe(error: Exception) -> str:
     """One printable line for an exception: expected failures as they are, others by their type."""
-    if isinstance(error, SparseKVError):
+    if _has_too_many_files(error):
+        text = "too many open files: allow more with 'ulimit -n 1024'"
+    elif isinstance(error, SparseKVError):
         text = str(error)
     elif _is_out_of_memory(error):
         text = "out of memory: use a smaller context (-c) or a smaller model"
@@ -181,6 +183,15 @@ MEMORY_WORDS = (
     "error return without exception set",
     "returned NULL without setting an exception",
 )
+
+
+def _has_too_many_files(error: BaseException | None) -> bool:
+    """Whether no more files could be opened, by the exception or one that it comes from."""
+    while error is not None:
+        if os.strerror(errno.EMFILE) in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

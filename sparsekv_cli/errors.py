@@ -8,6 +8,10 @@ class SparseKVError(Exception):
     """
 
 
+class BusyError(SparseKVError):
+    """As much is done as may be done at once: the same may be asked later."""
+
+
 class LostModelError(SparseKVError):
     """The model's file is not what it was when it was opened: nothing more can be computed."""
 

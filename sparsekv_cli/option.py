@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
+MAX_WHOLE = 2**31 - 1  # of an option without a bound of its own: what kernels and samplers hold
+MAX_FLOAT, LEAST_FLOAT = 3.4028234e38, 1.1754944e-38  # and that of f32; 0 apart
 TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -101,22 +103,28 @@ def check_options(owner: Any) -> None:
 
 
 def check_value(declared: Field[Any], value: Any) -> None:
-    """ValueError unless an option may have this value: of its default's type, finite, allowed."""
-    kind = _kind(declared)
+    """ValueError unless an option may have this value: of its default's type, allowed, and one
+    that kernels and samplers can hold.
+    """
+    kind, allowed = _kind(declared), allowed_values(declared)
     wanted = ""
     if kind in (int, float):
         number = numbers.Integral if kind is int else numbers.Real
-        if not isinstance(value, number) or isinstance(value, bool):
+        is_number = isinstance(value, number) and not isinstance(value, bool)
+        if not is_number:
             wanted = _number_words(kind)
-        elif not math.isfinite(float(value)):
+        elif kind is int and allowed.at_most is None and abs(value) > MAX_WHOLE:
+            wanted = f"from {-MAX_WHOLE} to {MAX_WHOLE}"
+        elif kind is float and (value != value or abs(value) == math.inf):
             wanted = "finite"
+        elif kind is float and value != 0 and not LEAST_FLOAT <= abs(value) <= MAX_FLOAT:
+            wanted = f"0, or from {LEAST_FLOAT:.1e} to {MAX_FLOAT:.1e} in size"
     elif not isinstance(value, kind):
         wanted = f"of type {kind.__name__}"
-    allowed = allowed_values(declared)
     if not wanted and not allowed.permits(value):
         wanted = str(allowed)
     if wanted:
-        shown = value if isinstance(value, numbers.Real) else repr(value)
+        shown = repr(value) if not isinstance(value, numbers.Real) else _short(value)
         raise ValueError(f"{declared.name} = {shown}: must be {wanted}")
 
 
@@ -137,6 +145,12 @@ def parse_number_or_word(declared: Field[Any], text: str) -> Any:
 
 def _kind(declared: Field[Any]) -> Any:
     return type(declared.default)
+
+
+def _short(value: Any) -> str:
+    """A number in a message; a whole one may have thousands of digits."""
+    is_long = isinstance(value, int) and abs(value) >= 10**40
+    return "a very large number" if is_long else str(value)
 
 
 def _number_words(kind: type) -> str:

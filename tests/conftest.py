@@ -7,6 +7,7 @@ kernels run in its interpreter, which has to be chosen before any of them is imp
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -30,6 +31,10 @@ if missing := [name for name in ("torch", "triton") if find_spec(name) is None]:
 import torch
 
 os.environ["SPARSEKV_NO_CACHE"] = "1"  # no test leaves prompts in the user's folder
+
+# Tests interrupt this process and their children, who inherit it if a shell that started the tests
+# in the background ignores the signal.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -52,7 +52,8 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {"commands"},
     "__main__": {"cli"},
 }
-ANYONE = {"", "config", "errors", "memory", "option"}  # the empty name is sparsekv_cli/__init__.py
+# The empty name is sparsekv_cli/__init__.py.
+ANYONE = {"", "config", "errors", "files", "memory", "option"}
 ALLOWED |= {name: set() for name in ANYONE}
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from sparsekv_cli import memory
 from sparsekv_cli.memory import MAPS, large_code, release_code
+from sparsekv_cli.serve.rows import default_limit
 
 
 def resident(start: int) -> int:
@@ -49,6 +50,7 @@ def test_available_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (groups / "in" / "memory.current").write_text("5000000\n")
     (groups / "in" / "memory.stat").write_text("anon 7\ninactive_file 300000\n")
     assert memory.available_memory() == 1300000
+    assert default_limit() == 650000  # of serve: half
     (groups / "memory").mkdir()
     (groups / "memory" / "memory.limit_in_bytes").write_text("2000\n")
     (groups / "memory" / "memory.usage_in_bytes").write_text("3000\n")

@@ -1,14 +1,16 @@
 """The parts of an answer, and the calls of functions in the texts that models write for them.
 
-A call is written as JSON (Hermes, Llama 3, Mistral), in tags (Qwen3-Coder, Qwen3.5), in Gemma 4's
-own notation or as Python (LFM2). A text that is none of a form has no calls in it.
+A call is written as JSON (Hermes, Llama 3, Mistral), in Gemma 4's own notation, as Python (LFM2) or
+in tags (tags.py). A text that is none of a form has no calls in it.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import math
 import re
+from functools import partial
 from typing import Any, NamedTuple
 
 
@@ -34,24 +36,94 @@ class ToolCall(NamedTuple):
 Part = Text | Thought | ToolCall
 
 
-def is_json(text: str) -> bool:
+class ReadCalls(NamedTuple):
+    """What a text has been read as.
+
+    calls: none: it is no call. doubt: 0: the text is whole; 1: its last tags are missing; MAYBE:
+    it is within a value, so that what follows may be a part of it.
+    """
+
+    calls: list[Part]
+    doubt: int = 0
+
+
+MAYBE = 2
+MAX_DEPTH = 100  # of arguments: objects and lists within each other
+SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which UTF-8 cannot say
+STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
+ANY_STRING = re.compile(r""""(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'""", re.S)
+
+
+def _number(kind: type[int] | type[float], text: str) -> Any:
+    """A number; the text of one that is out of the range of ``kind``."""
     try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
+        value = kind(text)
+    except ValueError:  # more digits than Python reads
+        return text
+    return text if isinstance(value, float) and not math.isfinite(value) else value
+
+
+DECODER = json.JSONDecoder(
+    parse_float=partial(_number, float), parse_int=partial(_number, int), parse_constant=str
+)
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text; ValueError for another one.
+
+    What Python reads as a number and JSON does not have (NaN, Infinity, 1e999) is a text.
+    """
+    try:
+        return DECODER.decode(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def call_of(name: str, arguments: Any) -> ToolCall | None:
+    """A call; None where the arguments are no object that JSON can say, or are nested too deeply.
+
+    arguments: an object, or its JSON text.
+    """
+    try:
+        value = read_json(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(value, dict) or _is_deep(value):
+            return None
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError):
+        return None
+    return ToolCall(name, SURROGATE.sub("\ufffd", written))
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, dict | list | tuple)
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return False
     return True
+
+
+def in_string(text: str) -> bool:
+    """Whether a JSON text ends within a string."""
+    return '"' in STRING.sub("", text)
 
 
 def json_calls(text: str) -> list[Part]:
     """The calls in JSON texts, one behind the other; none if anything else is there."""
-    decoder, calls, rest = json.JSONDecoder(), [], text.strip()
+    calls: list[Part] = []
+    rest = text.strip()
     while rest:
         try:
-            value, end = decoder.raw_decode(rest)
+            value, end = DECODER.raw_decode(rest)
         except (ValueError, RecursionError):
             return []
         for call in value if isinstance(value, list) else [value]:
-            found = _call_of(call)
+            found = _described(call)
             if found is None:
                 return []
             calls.append(found)
@@ -59,95 +131,47 @@ def json_calls(text: str) -> list[Part]:
     return calls
 
 
-def _call_of(value: Any) -> Part | None:
+def _described(value: Any) -> Part | None:
     """A call that an object describes; None if it describes none."""
     if not isinstance(value, dict):
         return None
     value = value.get("function", value) if isinstance(value.get("function"), dict) else value
     name = value.get("name")
     arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str) and is_json(arguments):
-        arguments = json.loads(arguments)
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        return None
-    return _call(name, arguments)
-
-
-def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
-
-
-FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>\s*|\Z)", re.S)
-PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*", re.S)
-
-
-def tagged_calls(text: str) -> list[Part]:
-    """``<function=NAME><parameter=KEY>VALUE</parameter></function>``, one or several.
-
-    A value that is JSON but no string is taken as such, and Python's constants as theirs: the tags
-    do not tell.
-    """
-    calls: list[Part] = []
-    for name, body in _all_of(FUNCTION, text):
-        pairs = _all_of(PARAMETER, body.strip())
-        if body.strip() and not pairs:
-            return []
-        calls.append(_call(name, {key: _value(value) for key, value in pairs}))
-    return calls
-
-
-def _all_of(pattern: re.Pattern[str], text: str) -> list[tuple[str, str]]:
-    """The groups of all matches, if they are all of the text; else none."""
-    found, at = [], 0
-    while at < len(text.rstrip()):
-        match = pattern.match(text, at)
-        if match is None:
-            return []
-        found.append((match[1], match[2]))
-        at = match.end()
-    return found
-
-
-CONSTANTS = {"True": True, "False": False, "None": None}
-
-
-def _value(text: str) -> Any:
-    if text in CONSTANTS:
-        return CONSTANTS[text]
-    if not is_json(text) or isinstance(json.loads(text), str):
-        return text
-    return json.loads(text)
+    return call_of(name, arguments) if isinstance(name, str) and name else None
 
 
 QUOTE = '<|"|>'
 NAMED = re.compile(r"\s*call:([\w.-]+)\s*(\{.*\})\s*", re.S)
 
 
-def gemma_calls(text: str) -> list[Part]:
+def gemma_calls(text: str) -> ReadCalls:
     """``call:NAME{KEY:VALUE,...}``: keys without quotes, strings between ``<|"|>``."""
+    parts = text.split(QUOTE)
+    if len(parts) % 2 == 0:
+        return ReadCalls([], MAYBE)
     named = NAMED.fullmatch(text)
     if named is None:
-        return []
+        return ReadCalls([])
     parts = named[2].split(QUOTE)
     for i, part in enumerate(parts):
         if i % 2:  # between two quotes
             parts[i] = json.dumps(part)
         else:
             parts[i] = re.sub(r"([{,]\s*)([A-Za-z_][\w.-]*)\s*:", r'\1"\2":', part)
-    written = "".join(parts)
-    if len(parts) % 2 == 0 or not is_json(written):
-        return []
-    return [_call(named[1], json.loads(written))]
+    call = call_of(named[1], "".join(parts))
+    return ReadCalls([] if call is None else [call])
 
 
-def python_calls(text: str) -> list[Part]:
+def python_calls(text: str) -> ReadCalls:
     """``[NAME(KEY=VALUE, ...), ...]`` with literals as values."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
         calls = tree.elts if isinstance(tree, ast.List) else [tree]
-        return [_python_call(call) for call in calls]
+        return ReadCalls([_python_call(call) for call in calls])
     except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return []
+        rest = ANY_STRING.sub("", text)
+        return ReadCalls([], MAYBE if '"' in rest or "'" in rest else 0)
 
 
 def _python_call(call: ast.expr) -> ToolCall:
@@ -155,7 +179,7 @@ def _python_call(call: ast.expr) -> ToolCall:
     if not isinstance(call, ast.Call) or call.args or any(w.arg is None for w in call.keywords):
         raise ValueError("no call with named arguments")
     arguments = {str(w.arg): ast.literal_eval(w.value) for w in call.keywords}
-    try:
-        return _call(ast.unparse(call.func), arguments)
-    except TypeError as error:  # bytes, sets
-        raise ValueError(str(error)) from None
+    found = call_of(ast.unparse(call.func), arguments)
+    if found is None:  # bytes, sets, numbers without an end
+        raise ValueError("no arguments that JSON can say")
+    return found

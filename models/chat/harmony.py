@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall, is_json
+from sparsekv_cli.models.chat.calls import Part, Text, Thought, call_of, in_string
 
 
 class HarmonyReader:
@@ -27,7 +27,9 @@ class HarmonyReader:
         while (mark := self.MARKS.search(self._held)) is not None:
             yield from self._take(self._held[: mark.start()])
             self._held = self._held[mark.end() :]
-            if mark[1] == "message":
+            if self._recipient is not None and in_string(self._body):
+                self._body += mark[0]  # of an argument
+            elif mark[1] == "message":
                 self._is_header = False
             elif mark[1] in ("end", "return", "call", "start"):
                 yield from self._end()
@@ -43,18 +45,23 @@ class HarmonyReader:
         yield from self._take(held)
         yield from self._end()
 
+    @property
+    def _recipient(self) -> str | None:
+        """The function for which the message is that is open."""
+        found = None if self._is_header else self.RECIPIENT.search(self._header)
+        return None if found is None else found[1]
+
     def _take(self, text: str) -> Iterator[Part]:
         if self._is_header:
             self._header += text
-        elif self.RECIPIENT.search(self._header):
+        elif self._recipient is not None:
             self._body += text
         elif text:
             yield Thought(text) if "analysis" in self._header else Text(text)
 
     def _end(self) -> Iterator[Part]:
         """A message ends."""
-        recipient = self.RECIPIENT.search(self._header)
-        if recipient is not None and self._body:
+        if self._recipient is not None and self._body:
             body = self._body.strip()
-            yield ToolCall(recipient[1], body) if is_json(body) else Text(body)
+            yield call_of(self._recipient, body) or Text(body)
         self._header, self._body, self._is_header = "", "", True

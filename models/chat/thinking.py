@@ -5,6 +5,7 @@ A chat template names the markers of its family, and mostly a variable that swit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
 
 CHANNELS = ("<|channel|>analysis<|message|>", "<|end|>")  # gpt-oss: each message is on a channel
+FINAL = "<|channel|>final<|message|>"
+FINAL_BEGINS = re.compile(rb"<\|channel\|>\s*final\b[^<]*(<\|constrain\|>[^<]*)?<\|message\|>\Z")
 CHANNEL_MARKS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")
 # Start and end, by family.
 MARKERS = (
@@ -27,6 +30,9 @@ MARKERS = (
     ("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
 )
 SWITCHES = ("enable_thinking", "thinking")  # a template's variable, the first that it has
+# Variables of a template that are no user's.
+SET_BY_PROGRAM = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
+N_TAIL_BYTES = 256  # at the end of what was thought, in which the end marker may be
 N_TAIL = 16  # tokens at the end of a prompt in which the start marker may be
 
 
@@ -38,13 +44,63 @@ class Thinking(NamedTuple):
     control_ids: frozenset[int]
 
     @property
+    def is_channel(self) -> bool:
+        """Whether all of an answer is on channels (gpt-oss), of which one is the answer proper."""
+        return self[:2] == CHANNELS
+
+    @property
     def is_dropped(self) -> bool:
         """Whether templates take no message with the thinking in it."""
-        return self[:2] == CHANNELS
+        return self.is_channel
+
+    def closing(self, thought: bytes) -> str:
+        """What ends the thinking after ``thought``, and begins the answer."""
+        if not self.is_channel:
+            return f"\n{self.end}\n\n"
+        again = f"<|end|><|start|>assistant{FINAL}"
+        if not self._is_header(thought):
+            return again
+        header, thinks, answers = self._headers(thought)
+        if answers.startswith(header):
+            return answers[len(header) :]
+        return (thinks[len(header) :] if thinks.startswith(header) else "<|message|>") + again
+
+    def rests_of_header(self, thought: bytes) -> tuple[str, ...]:
+        """What may follow until a message begins; nothing where one has begun.
+
+        Ahead of an answer a message is thinking, or it is the answer.
+        """
+        if not self._is_header(thought):
+            return ()
+        header, *whole = self._headers(thought)
+        return tuple(each[len(header) :] for each in whole if each.startswith(header))
+
+    def _headers(self, thought: bytes) -> tuple[str, str, str]:
+        """The header so far, that of a message with thinking, and that of the answer."""
+        _, end, header = thought.decode("utf-8", errors="replace").rpartition("<|end|>")
+        begin = "<|start|>assistant" if end else ""
+        return header, begin + self.start, begin + FINAL
+
+    def _is_header(self, thought: bytes) -> bool:
+        return self.is_channel and b"<|message|>" not in thought.rpartition(b"<|end|>")[2]
+
+    def end_of(self, thought: bytes) -> bytes:
+        """The last bytes of what was thought, which say as much as all of them to ``is_closed``,
+        ``closing`` and ``rests_of_header``.
+        """
+        end = thought[-N_TAIL_BYTES:]
+        is_cut_body = self.is_channel and not self._is_header(thought) and self._is_header(end)
+        return b"<|message|>" + end if is_cut_body else end
+
+    def is_closed(self, thought: bytes) -> bool:
+        """Whether the thinking has ended with its last bytes, and the answer begins."""
+        if self.is_channel:
+            return FINAL_BEGINS.search(thought) is not None
+        return thought.rstrip().endswith(self.end.encode())
 
     def splitter(self, *, is_open: bool) -> ThinkingSplitter | ChannelSplitter:
         """What divides a text. is_open: the prompt ended with the start marker."""
-        if self[:2] == CHANNELS:
+        if self.is_channel:
             return ChannelSplitter()
         return ThinkingSplitter(self, is_open=is_open)
 
@@ -53,9 +109,31 @@ class Thinking(NamedTuple):
 
         ids: the prompt, or its end.
         """
-        tail = b"".join(map(tokenizer.token_bytes, ids[-N_TAIL:])).decode("utf-8", errors="replace")
-        _, start, after = tail.rpartition(self.start)
+        _, start, after = _tail(tokenizer, ids).rpartition(self.start)
         return start + after if start and not after.strip() else ""
+
+    def written(self, prompt: str, thought: str) -> str:
+        """What makes of a prompt's text one after which the answer proper begins.
+
+        thought: what has been thought already.
+        """
+        if self.is_channel:
+            analysis = f"{self.start}{thought}<|end|><|start|>assistant" if thought else ""
+            return analysis + FINAL
+        _, start, after = prompt.rpartition(self.start)
+        is_open = bool(start) and not after.strip()
+        if is_open or thought:
+            return ("" if is_open else f"{self.start}\n") + thought + self.closing(b"")
+        return ""
+
+    def closed_by(self, tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
+        """Whether a prompt ends with the end marker, so that nothing is thought."""
+        return not self.is_channel and _tail(tokenizer, ids).rstrip().endswith(self.end)
+
+
+def _tail(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text that a prompt ends with."""
+    return b"".join(map(tokenizer.token_bytes, ids[-N_TAIL:])).decode("utf-8", errors="replace")
 
 
 def thinking_of(template: str | None, tokenizer: Tokenizer) -> Thinking | None:
@@ -77,20 +155,28 @@ def thinking_of(template: str | None, tokenizer: Tokenizer) -> Thinking | None:
 
 def switch_of(template: str | None) -> str | None:
     """The template's variable that is true or false for thinking; None if it has none."""
+    if template is None or not any(name in template for name in SWITCHES):
+        return None
+    names = variables_of(template)
+    return next((name for name in SWITCHES if name in names), None)
+
+
+def variables_of(template: str | None) -> frozenset[str]:
+    """The variables that a template reads and that a user may set."""
     from jinja2 import TemplateError, meta
 
     from sparsekv_cli.models.chat.limits import Limits
     from sparsekv_cli.models.chat.sandbox import BoundedEnvironment
     from sparsekv_cli.models.chat.template import SPARE_CHARS, source_of
 
-    if template is None or not any(name in template for name in SWITCHES):
-        return None
+    if template is None:
+        return frozenset()
+    environment = BoundedEnvironment(Limits(SPARE_CHARS))
     try:
-        tree = BoundedEnvironment(Limits(SPARE_CHARS)).parse(source_of(template))
+        names = meta.find_undeclared_variables(environment.parse(source_of(template)))
     except TemplateError:  # whoever renders it says so
-        return None
-    names = meta.find_undeclared_variables(tree)
-    return next((name for name in SWITCHES if name in names), None)
+        return frozenset()
+    return frozenset(names - set(environment.globals) - SET_BY_PROGRAM)
 
 
 def overlap(text: str, word: str) -> int:

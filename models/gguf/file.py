@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 
 from sparsekv_cli.cpu.weights.types import DECODABLE_TYPES, GGMLType
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.gguf.content import ModelContent
 from sparsekv_cli.models.gguf.header import StringArray, show
 from sparsekv_cli.models.gguf.part import GGUFPart, TensorInfo, open_part
 from sparsekv_cli.models.gguf.split import open_others, part_paths
@@ -51,6 +53,11 @@ class GGUFFile:
                     for name, info in part.tensors.items()
                 }
             )
+
+    @cached_property
+    def content(self) -> ModelContent:
+        """Tells the model from all others, by every byte."""
+        return ModelContent(self.parts)
 
     @property
     def size(self) -> int:

@@ -15,6 +15,7 @@ import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -66,6 +67,8 @@ class GGUFPart:
     metadata, value_types, tensors: as GGUFFile has them.
     data_offset: where the tensor data begin; size: bytes of the file when it was opened.
     has_data: whether all of the data are there.
+    mark: tells the file, as it was when it was opened, from all others of this machine.
+    changed: seconds since 1970 when it was changed last.
     """
 
     def __init__(self, path: Path, descriptor: int, size: int, header_only: bool = False) -> None:
@@ -73,6 +76,8 @@ class GGUFPart:
         self.path = path
         self.size = size
         self._descriptor: int | None = descriptor
+        status = os.fstat(descriptor)
+        self.mark, self.changed = _mark(status), max(status.st_mtime, status.st_ctime)
         self._map: mmap.mmap | None = None
         self._bytes = np.empty(0, np.uint8)
         try:
@@ -130,6 +135,18 @@ class GGUFPart:
                 "stop what writes to it and start again"
             )
 
+    def is_unchanged(self) -> bool:
+        """Whether the file is open, and nothing has been written to it since it was opened."""
+        return self._descriptor is not None and _mark(os.fstat(self._descriptor)) == self.mark
+
+    def reopened(self) -> FileIO:
+        """The same file at its beginning, even if its path is another file's now."""
+        if self._descriptor is None:
+            raise ValueError(f"{self.path} is closed")
+        file = FileIO(os.dup(self._descriptor), "rb")
+        file.seek(0)
+        return file
+
     def close(self) -> None:
         """Close the file; arrays that view the map keep it until they are gone."""
         if self._descriptor is None:
@@ -144,6 +161,11 @@ class GGUFPart:
     def __del__(self) -> None:
         if getattr(self, "_descriptor", None) is not None:
             self.close()
+
+
+def _mark(status: os.stat_result) -> str:
+    times = status.st_mtime_ns, status.st_ctime_ns
+    return ":".join(map(str, (status.st_dev, status.st_ino, status.st_size, *times)))
 
 
 def _read_counts(cursor: HeaderCursor) -> tuple[int, int, int]:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sparsekv_cli.option import MAX_WHOLE
+
 N_SINKS = 4  # the first tokens, always attended
 FULL = "full"  # the kind of layers that attend to all rows, and that methods change
 WINDOW = "window"  # that of layers that attend to the last rows
@@ -130,15 +132,20 @@ class Budget:
 
     @staticmethod
     def parse(text: str) -> Budget:
-        """ValueError unless ``text`` is a whole number >= 1 or a percentage in (0, 100]."""
-        wrong = ValueError(f"budget = {text!r}: must be a number of tokens or a share such as 5%")
+        """ValueError unless ``text`` is a whole number from 1 to MAX_WHOLE, or a percentage in
+        (0, 100].
+        """
+        wrong = ValueError(
+            f"budget = {text[:40]!r}: must be a number of tokens up to {MAX_WHOLE}, or a share "
+            "such as 5%"
+        )
         try:
             if text.endswith("%"):
                 share = float(text[:-1]) / 100
                 if not 0 < share <= 1:
                     raise wrong
                 return Budget(share=share)
-            if int(text) < 1:
+            if not 1 <= int(text) <= MAX_WHOLE:
                 raise wrong
             return Budget(tokens=int(text))
         except ValueError:

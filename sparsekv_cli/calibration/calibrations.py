@@ -20,7 +20,7 @@ import numpy as np
 
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import LayerSpec
-from sparsekv_cli.calibration.run import CALIBRATION, Calibrated, CalibrationRun
+from sparsekv_cli.calibration.run import CALIBRATION, Calibrated, CalibrationArray, CalibrationRun
 from sparsekv_cli.calibration.sidecar import (
     SUFFIX,
     Entry,
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from sparsekv_cli.models.decoder import Decoder
 
 DEFAULT_TOKENS = 4096
+# Rows of all forward passes times weights; and rows that even the largest model takes.
+PRODUCTS, LEAST_ROWS = 5.5e12, 3600
 BUILT_IN = "built-in"  # name of the text that comes with the program
 MIN_TOKENS = 256  # below, statistics of keys and queries say little
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")  # belong to pip, not to us
@@ -61,6 +63,24 @@ def built_in_text() -> CalibrationText:
     """Prose, code and dialogue: about 5,000 tokens of an English vocabulary."""
     path = files("sparsekv_cli") / "data" / "calibration.txt"
     return CalibrationText(BUILT_IN, path.read_text(encoding="utf-8"))
+
+
+def affordable_rows(file: GGUFFile, hparams: HParams) -> int:
+    """Rows of forward passes that a calibration takes: a minute's, or with 8B parameters five.
+
+    Of two cores; a small model is done with all rows sooner. It follows from the model alone, so
+    that a calibration is the same on a slow machine.
+    """
+    share = min(
+        (e.n_expert_used / e.n_expert for layer in hparams.layers if (e := layer.experts)),
+        default=1.0,
+    )
+    n_weights = sum(
+        info.n_elements * (share if len(info.shape) > 2 else 1.0)
+        for name, info in file.tensors.items()
+        if name.startswith("blk.") or name == "output.weight"
+    )
+    return max(LEAST_ROWS, int(PRODUCTS / n_weights))
 
 
 class Calibrations:
@@ -120,12 +140,14 @@ class Calibrations:
     def has(self, method: Calibrated) -> bool:
         """Whether ``specs`` measures nothing: the method needs nothing, or that is stored."""
         name = method.name
-        return method.needs != CALIBRATION or name in self._loaded or self.find(name) is not None
+        if method.needs != CALIBRATION or name in self._loaded:
+            return True
+        return self.find_of(method) is not None
 
     def _tensors(self, method: Calibrated, report: OnCalibrate | None) -> Mapping[str, np.ndarray]:
         name = method.name
         if name not in self._loaded:
-            entry = self.find(name, report)
+            entry = self.find_of(method, report)
             if entry is None:
                 entry = self.calibrate(method, built_in_text(), DEFAULT_TOKENS, report)
                 note = self._store(name, entry)
@@ -134,16 +156,43 @@ class Calibrations:
             self._loaded[name] = entry.tensors
         return self._loaded[name]
 
-    def find(self, name: str, report: OnCalibrate | None = None) -> Entry | None:
+    def find_of(self, method: Calibrated, report: OnCalibrate | None = None) -> Entry | None:
+        """As ``find``; SparseKVError, too, for arrays that are not what ``method`` needs."""
+        return self.find(method.name, report, method.calibration_arrays(self._sizes()))
+
+    def _sizes(self) -> list[LayerSpec]:
+        """The layers' sizes, which are known without a decoder."""
+        layers = self._hparams.layers
+        return [
+            LayerSpec(
+                i,
+                len(layers),
+                each.n_head,
+                each.n_head_kv,
+                each.head_dim,
+                each.value_dim,
+                n_threads=1,
+                theta=np.zeros(each.n_rot // 2),
+                kind=each.kind,
+            )
+            for i, each in enumerate(layers)
+        ]
+
+    def find(
+        self,
+        name: str,
+        report: OnCalibrate | None = None,
+        arrays: Mapping[str, CalibrationArray] | None = None,
+    ) -> Entry | None:
         """The stored calibration of a method; SparseKVError for a sidecar that is unusable.
 
         None, and a word about it, for one in the cache directory that an older version made by
-        itself.
+        itself. arrays: what its arrays must be.
         """
         places = self.places() if self._sidecar is None else (self._sidecar,)
         for path in places:
             try:
-                entry = read_entry(path, name, self.identity)
+                entry = read_entry(path, name, self.identity, arrays)
             except OutdatedError as error:
                 if path != self.places()[1] or error.text_name != BUILT_IN:
                     raise
@@ -211,7 +260,9 @@ class Calibrations:
                 report(name, share, "")
 
         progress(0.0)
-        run = CalibrationRun(decoder.layer_specs(), ids, forward, progress)
+        n_rows = affordable_rows(self._file, self._hparams)
+        n_rows = n_rows * max(n_tokens, DEFAULT_TOKENS) // DEFAULT_TOKENS
+        run = CalibrationRun(decoder.layer_specs(), ids, forward, progress, n_rows)
         with blas_threads(decoder.n_threads):
             tensors = method.calibrate(run)
         check_tensors(name, tensors, self._hparams.n_layer)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from sparsekv_cli.cache.kinds import full_layers
+from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.calibration import allocation
-from sparsekv_cli.calibration.run import CalibrationRun
+from sparsekv_cli.calibration.run import CalibrationArray, CalibrationRun, budgets_array
 from sparsekv_cli.calibration.trials import Change, Trial, middle_rows, windows_of
 from sparsekv_cli.cpu.faedkv import frequencies
 from sparsekv_cli.errors import SparseKVError
@@ -20,6 +23,18 @@ def without(dropped: np.ndarray) -> Change:
             rows[:] = frequencies.without_bins(rows.astype(np.float32), dropped)
 
     return change
+
+
+def arrays_of_frequencies(specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
+    """What the arrays of ``study_frequencies`` are for these layers."""
+    n_layer, levels = len(specs), allocation.LEVELS
+    worth = CalibrationArray("f4", (n_layer, frequencies.N_CHUNKS))
+    return {
+        "imp_kld": worth,
+        "imp_ppl": worth,
+        "layer_kld": CalibrationArray("f4", (n_layer, len(levels))),
+        "layer_budget": budgets_array(n_layer, levels),
+    }
 
 
 def study_frequencies(run: CalibrationRun, n_sinks: int, n_recent: int) -> dict[str, np.ndarray]:
@@ -36,15 +51,15 @@ def study_frequencies(run: CalibrationRun, n_sinks: int, n_recent: int) -> dict[
     n = middle.stop - middle.start
     if n < 2 * frequencies.N_CHUNKS:
         raise SparseKVError(f"calibration of faedkv: a text of {len(run.ids)} tokens is too short")
-    windows = windows_of(run, middle, n_recent)
     levels, borders = allocation.LEVELS[:-1], frequencies.chunk_borders(n // 2 + 1)
-    n_trials = len(windows) * len(layers) * (frequencies.N_CHUNKS + len(levels))
+    n_trials = len(layers) * (frequencies.N_CHUNKS + len(levels))
+    windows = windows_of(run, middle, n_recent, n_trials, run.n_rows)
     n_done = 0
 
     def advance(count: int) -> None:
         nonlocal n_done
         n_done += count
-        run.progress(n_done / n_trials)
+        run.progress(n_done / (n_trials * len(windows)))
 
     chunks = [np.arange(*borders[c : c + 2]) for c in range(frequencies.N_CHUNKS)]
     trials = [Trial(layer, without(chunk)) for layer in layers for chunk in chunks]

@@ -16,7 +16,7 @@ from sparsekv_cli.cache.kinds import full_layers
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore
-from sparsekv_cli.calibration.run import CalibrationRun
+from sparsekv_cli.calibration.run import CalibrationArray, CalibrationRun, budgets_array
 from sparsekv_cli.calibration.trials import Attend, Trial, middle_rows, study_shares, unchanged
 from sparsekv_cli.cpu.fasa import dominance
 from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
@@ -24,7 +24,6 @@ from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 METRICS = ("var", "ca")  # as dominance.judge_chunks returns them
 SHARES = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 1.0)  # of all chunks, at which layers choose rows
 N_CHOSEN = 128  # of the thousand rows of a trial; fewer are measured with more noise
-STATISTICS_SHARE = 0.2  # of the time of a calibration
 
 
 def study_chunks(
@@ -52,12 +51,33 @@ def study_chunks(
         return Trial(spec.layer, unchanged, _attend_best(dims, n_sinks, n_recent))
 
     def progress(share: float) -> None:
-        run.progress(STATISTICS_SHARE + (1 - STATISTICS_SHARE) * share)
+        run.progress(run.statistics_share + (1 - run.statistics_share) * share)
 
     tensors["tip_kld"], tensors["tip_budget"] = study_shares(
         run, is_dense, choose, SHARES, middle, n_recent, progress
     )
     return tensors
+
+
+def arrays_of_chunks(specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
+    """What the arrays of ``study_chunks`` are for these layers."""
+    n_layer, (n_head, n_kv, n_chunk) = len(specs), _most(specs)
+    found = {
+        "tip_kld": CalibrationArray("f4", (n_layer, len(SHARES))),
+        "tip_budget": budgets_array(n_layer, SHARES),
+    }
+    for metric in METRICS:
+        found[f"score_{metric}"] = CalibrationArray("f4", (n_layer, n_head, n_chunk))
+        shape = n_layer, n_kv, n_chunk
+        found[f"dom_{metric}"] = CalibrationArray("u1", shape, 0, n_chunk - 1)
+    return found
+
+
+def _most(specs: Sequence[LayerSpec]) -> tuple[int, int, int]:
+    """The most query heads, kv heads and chunks of a full layer."""
+    full = full_layers(specs)
+    n_head, n_kv = max(s.n_head for s in full), max(s.n_head_kv for s in full)
+    return n_head, n_kv, max(s.n_chunk for s in full)
 
 
 def _attend_best(dims: np.ndarray, n_sinks: int, n_recent: int) -> Attend:
@@ -99,10 +119,8 @@ def rank_all(run: CalibrationRun, n_query: int, top_k: int) -> dict[str, np.ndar
     others end in zeros.
     """
     specs = run.specs
-    positions = dominance.query_positions(len(run.ids), n_query)
-    n_head, n_kv, n_chunk = (
-        max(getattr(s, f) for s in full_layers(specs)) for f in ("n_head", "n_head_kv", "n_chunk")
-    )
+    positions = dominance.query_positions(len(run.statistics_ids), n_query)
+    n_head, n_kv, n_chunk = _most(specs)
     tensors = {}
     for metric in METRICS:
         tensors[f"score_{metric}"] = np.zeros((len(specs), n_head, n_chunk), np.float32)
@@ -113,9 +131,11 @@ def rank_all(run: CalibrationRun, n_query: int, top_k: int) -> dict[str, np.ndar
             rank = dominance.rank_chunks(score, spec.n_head_kv)
             tensors[f"score_{metric}"][spec.layer, : spec.n_head, : spec.n_chunk] = score
             tensors[f"dom_{metric}"][spec.layer, : spec.n_head_kv, : spec.n_chunk] = rank
-        run.progress(STATISTICS_SHARE * (spec.layer + 1) / len(specs))
+        run.progress(run.statistics_share * (spec.layer + 1) / len(specs))
 
-    run.forward(run.ids, 0, run.caches(lambda spec: _JudgingCache(spec, positions, top_k, keep)))
+    run.forward(
+        run.statistics_ids, 0, run.caches(lambda spec: _JudgingCache(spec, positions, top_k, keep))
+    )
     return tensors
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -13,6 +14,41 @@ from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import LayerSpec
 
 CALIBRATION = "calibration"  # ``needs`` of methods that read a sidecar
+STATISTICS_SHARE = 0.2  # of a calibration's time: for a pass over the text, ahead of trials
+MOST_STATISTICS = 0.4  # of its rows that this pass may take
+LEAST_TEXT = 1024  # tokens of the text that it takes at least
+
+
+class CalibrationArray(NamedTuple):
+    """What one array of a calibration must be, so that a method can use it.
+
+    shape: (n_layer, ...). least, most: of its values. is_rising: whether the values of a layer
+    never fall, in the order in which they are stored.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    least: float = -math.inf
+    most: float = math.inf
+    is_rising: bool = False
+
+    def problem(self, array: np.ndarray) -> str:
+        """What is wrong with an array; empty if nothing is."""
+        if array.dtype != np.dtype(self.dtype) or array.shape != self.shape:
+            expected = f"{np.dtype(self.dtype).name} {self.shape}"
+            return f"is {array.dtype.name} {array.shape}, but {expected} was expected"
+        if not np.isfinite(array).all():
+            return "holds values that are not finite"
+        if array.size and not self.least <= array.min() <= array.max() <= self.most:
+            return f"holds values that are not within {self.least:g} and {self.most:g}"
+        if self.is_rising and (np.diff(array.reshape(len(array), -1)) < 0).any():
+            return "holds values that fall"
+        return ""
+
+
+def budgets_array(n_layer: int, shares: Sequence[float]) -> CalibrationArray:
+    """What the result of ``allocation.budgets_of_levels`` must be."""
+    return CalibrationArray("f4", (n_layer, len(shares), 2), 0.0, 1.0, is_rising=True)
 
 
 class CalibrationForward(Protocol):
@@ -33,13 +69,25 @@ class CalibrationRun:
 
     specs: one a layer, ``calibration`` empty. ids: the text. forward: as ``Forward.forward``
     (models/forward.py), through one LayerCache a layer; the method may pass caches of its own that
-    keep what they need. progress: called with the share that is done, 0 to 1.
+    keep what they need. progress: called with the share that is done, 0 to 1. n_rows: about as many
+    as all forward passes together may take.
     """
 
     specs: Sequence[LayerSpec]
     ids: Sequence[int]
     forward: CalibrationForward
     progress: Callable[[float], None]
+    n_rows: int = 1 << 30
+
+    @property
+    def statistics_ids(self) -> Sequence[int]:
+        """The beginning of the text, for a pass ahead of trials."""
+        return self.ids[: max(LEAST_TEXT, int(MOST_STATISTICS * self.n_rows))]
+
+    @property
+    def statistics_share(self) -> float:
+        """Of the time, that this pass takes."""
+        return max(STATISTICS_SHARE, min(1.0, len(self.statistics_ids) / self.n_rows))
 
     def caches(self, make: Callable[[LayerSpec], LayerCache]) -> list[LayerCache]:
         """One cache a layer: ``make``'s of full layers, those of their kinds of the others."""
@@ -56,3 +104,5 @@ class Calibrated(Protocol):
     def needs(self) -> str: ...
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]: ...
+
+    def calibration_arrays(self, specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]: ...

@@ -7,7 +7,7 @@ ranks (calibration/trials.py), and columns go where they save the most KLD.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,13 @@ from sparsekv_cli.cache.kinds import full_layers
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore
-from sparsekv_cli.calibration.run import CalibrationRun
+from sparsekv_cli.calibration.run import CalibrationArray, CalibrationRun, budgets_array
 from sparsekv_cli.calibration.trials import Change, Trial, middle_rows, study_shares
 from sparsekv_cli.cpu.jit.floats import as_f32
 from sparsekv_cli.cpu.sals import latent
 
 BASES = ("diag", "pca")  # weighted by queries, and not
 SHARES = (1 / 8, 1 / 6, 1 / 4, 3 / 8, 1 / 2, 1.0)  # of all columns, at which layers are cut
-STATISTICS_SHARE = 0.2  # of the time of a calibration
 
 
 def study_keys(
@@ -43,7 +42,7 @@ def study_keys(
         return Trial(spec.layer, _cut(spec, tensors, middle, share))
 
     def progress(share: float) -> None:
-        run.progress(STATISTICS_SHARE + (1 - STATISTICS_SHARE) * share)
+        run.progress(run.statistics_share + (1 - run.statistics_share) * share)
 
     # Half of the columns are as good as all: there the KLD is little more than that of rounding
     # (0.0002 in bf16), which no column takes away.
@@ -51,6 +50,21 @@ def study_keys(
         run, is_dense, cut, SHARES, middle, n_recent, progress
     )
     return tensors
+
+
+def arrays_of_keys(specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
+    """What the arrays of ``study_keys`` are for these layers."""
+    n_layer = len(specs)
+    width = max(spec.n_head_kv * spec.head_dim for spec in full_layers(specs))
+    found = {
+        "weights": CalibrationArray("f4", (n_layer, width), 0.0),
+        "rank_kld": CalibrationArray("f4", (n_layer, len(SHARES))),
+        "rank_budget": budgets_array(n_layer, SHARES),
+    }
+    for basis in BASES:
+        found[f"vectors_{basis}"] = CalibrationArray("f4", (n_layer, width, width))
+        found[f"eigenvalues_{basis}"] = CalibrationArray("f4", (n_layer, width))
+    return found
 
 
 def _cut(spec: LayerSpec, tensors: dict[str, np.ndarray], middle: slice, share: float) -> Change:
@@ -91,9 +105,9 @@ def study_directions(run: CalibrationRun) -> dict[str, np.ndarray]:
             values, vectors = np.linalg.eigh(w[:, None] * covariance * w)
             tensors[f"eigenvalues_{basis}"][spec.layer, :size] = values[::-1]
             tensors[f"vectors_{basis}"][spec.layer, :size, :size] = vectors[:, ::-1]
-        run.progress(STATISTICS_SHARE * (spec.layer + 1) / spec.n_layer)
+        run.progress(run.statistics_share * (spec.layer + 1) / spec.n_layer)
 
-    run.forward(run.ids, 0, run.caches(lambda spec: _StatisticsCache(spec, keep)))
+    run.forward(run.statistics_ids, 0, run.caches(lambda spec: _StatisticsCache(spec, keep)))
     return tensors
 
 

@@ -9,12 +9,12 @@ files.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
+import math
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,16 @@ from typing import Any
 import numpy as np
 
 from sparsekv_cli import __version__
+from sparsekv_cli.calibration.run import CalibrationArray
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.files import naming, open_regular
 from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.models.hparams import HParams
 
-FORMAT_VERSION = 4  # raised when the layout changes, or the arrays of a method or their meaning
+FORMAT_VERSION = 5  # raised when the layout changes, or the arrays of a method or their meaning
 KIND = "sparsekv-calibration"
 SUFFIX = ".calibration.npz"
 PAIRING = "half-split"  # RoPE pairs (i, i + n_rot/2), as the decoder gives q and k to the methods
-SAMPLE_BYTES = 256  # of a tensor, at its beginning, middle and end
 
 WORDS = {
     "n_layer": "layers",
@@ -79,7 +80,7 @@ class Entry:
 
 
 def identify(file: GGUFFile, hparams: HParams) -> ModelIdentity:
-    """The identity of an open model."""
+    """The identity of an open model. SparseKVError if its file cannot be read or has changed."""
     return ModelIdentity(
         n_layer=hparams.n_layer,
         n_head=tuple(layer.n_head for layer in hparams.layers),
@@ -91,22 +92,8 @@ def identify(file: GGUFFile, hparams: HParams) -> ModelIdentity:
         rope_scaling=hparams.rope.scaling,
         rope_factor=hparams.rope.factor,
         pairing=PAIRING,
-        model_hash=model_hash(file),
+        model_hash=file.content.wait(),
     )
-
-
-def model_hash(file: GGUFFile) -> str:
-    """32 hex digits over size, header and a sample of every tensor, which takes milliseconds."""
-    digest = hashlib.sha256()
-    for part in file.parts:
-        digest.update(part.size.to_bytes(8, "little"))
-        with open(part.path, "rb") as header:
-            digest.update(header.read(part.data_offset))
-    for info in file.tensors.values():
-        data = file.data(info).reshape(-1)
-        for start in (0, len(data) // 2, max(0, len(data) - SAMPLE_BYTES)):
-            digest.update(data[start : start + SAMPLE_BYTES].tobytes())
-    return digest.hexdigest()[:32]
 
 
 class OutdatedError(SparseKVError):
@@ -117,21 +104,28 @@ class OutdatedError(SparseKVError):
         self.text_name = text_name
 
 
-def read_entry(path: Path, method: str, identity: ModelIdentity) -> Entry | None:
+def read_entry(
+    path: Path,
+    method: str,
+    identity: ModelIdentity,
+    arrays: Mapping[str, CalibrationArray] | None = None,
+) -> Entry | None:
     """The calibration of ``method``; None if there is no such file or it has none of this method.
 
-    SparseKVError for a file that is damaged or of another model or format, OutdatedError for one
-    of an older format.
+    arrays: what its arrays must be; None: anything. SparseKVError for a file that is damaged or of
+    another model or format, OutdatedError for one of an older format.
     """
     if not os.path.lexists(path):
         return None
     try:
-        with zipfile.ZipFile(path) as archive:
+        with _archive(path) as archive:
             about = _about(archive)
             if method not in about["methods"]:
                 return None
             _check(path, method, about, identity)
-            return _entry(archive, method, about["methods"][method])
+            entry = _entry(archive, method, about["methods"][method])
+            _check_arrays(path, method, entry, arrays)
+            return entry
     except SparseKVError:
         raise
     except Exception as error:  # whatever damage makes zipfile, numpy and json raise
@@ -143,7 +137,7 @@ def write_entry(path: Path, method: str, identity: ModelIdentity, entry: Entry) 
     """Puts one method's calibration into ``path``, beside those of other methods of this model.
 
     The file is replaced as a whole. Entries that are damaged or of another model are dropped.
-    SparseKVError if ``path`` is some other kind of file, OSError if it cannot be written.
+    SparseKVError if ``path`` is some other kind of file, or cannot be written.
     """
     check_place(path)
     entries = {**_entries(path, identity), method: entry}
@@ -154,22 +148,41 @@ def write_entry(path: Path, method: str, identity: ModelIdentity, entry: Entry) 
     arrays: dict[str, Any] = {
         f"{m}.{name}": array for m, each in entries.items() for name, array in each.tensors.items()
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            np.savez(file, about=np.array(json.dumps(about)), **arrays)
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "wb") as file:
+                np.savez(file, about=np.array(json.dumps(about)), **arrays)
+            os.replace(temporary, path)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+
+@contextlib.contextmanager
+def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    """An npz file whose members are no larger together than the file, so that it bounds them."""
+    with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+        size = os.fstat(file.fileno()).st_size
+        if sum(member.file_size for member in archive.infolist()) > size:
+            raise ValueError("its members overlap")
+        yield archive
 
 
 def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """A member of the npz file. None is compressed, so the file's size bounds what it takes."""
+    """A member of the npz file; ValueError unless it holds one array, of the size that it says."""
     if archive.getinfo(f"{name}.npy").compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{name} is compressed")
-    return np.load(io.BytesIO(archive.read(f"{name}.npy")), allow_pickle=False)
+    file = io.BytesIO(archive.read(f"{name}.npy"))
+    version = np.lib.format.read_magic(file)
+    if version != (1, 0):
+        raise ValueError(f"{name} has version {version} of the npy format, not (1, 0)")
+    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(file.getbuffer()) - file.tell():
+        raise ValueError(f"{name} has another size than it says")
+    file.seek(0)
+    return np.load(file, allow_pickle=False)
 
 
 def _about(archive: zipfile.ZipFile) -> dict[str, Any]:
@@ -218,8 +231,27 @@ def _show(value: Any) -> str:
 
 
 def _entry(archive: zipfile.ZipFile, method: str, own: dict[str, Any]) -> Entry:
+    """What a method stored; ValueError for what is none of that."""
+    texts = own["text_name"], own["text_hash"], own["program"]
+    if type(own["n_tokens"]) is not int or not all(isinstance(text, str) for text in texts):
+        raise ValueError("it does not say what text it was measured on")
     tensors = {name: _array(archive, f"{method}.{name}") for name in own["tensors"]}
-    return Entry(tensors, own["n_tokens"], own["text_name"], own["text_hash"], own["program"])
+    return Entry(tensors, own["n_tokens"], *texts)
+
+
+def _check_arrays(
+    path: Path, method: str, entry: Entry, expected: Mapping[str, CalibrationArray] | None
+) -> None:
+    """SparseKVError unless the arrays are those that are expected."""
+    if expected is None:
+        return
+    if set(entry.tensors) != set(expected):
+        found = ", ".join(sorted(entry.tensors))
+        names = ", ".join(sorted(expected))
+        raise _unusable(path, method, f"has the arrays {found}, but {names} were expected")
+    for name, array in expected.items():
+        if problem := array.problem(entry.tensors[name]):
+            raise _unusable(path, method, f"cannot be used: {name} {problem}")
 
 
 def check_place(path: Path) -> None:
@@ -232,7 +264,7 @@ def check_place(path: Path) -> None:
     if not os.path.lexists(path):
         return
     if path.is_file():
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             start = file.read(4)
         if start == b"":
             return
@@ -250,7 +282,7 @@ def check_place(path: Path) -> None:
 def _entries(path: Path, identity: ModelIdentity) -> dict[str, Entry]:
     """The entries of a file that can be kept: of this model and format, and not damaged."""
     kept: dict[str, Entry] = {}
-    with contextlib.suppress(Exception), zipfile.ZipFile(path) as archive:
+    with contextlib.suppress(Exception), _archive(path) as archive:
         about = _about(archive)
         for name, own in about["methods"].items():
             with contextlib.suppress(Exception):

@@ -27,6 +27,7 @@ from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.models.rope import rotate_heads
 
 N_PREFIX, N_SCORED, N_WINDOWS = 1024, 48, 2  # rows of a window; windows
+LEAST_SCORED = 6  # rows of a window of a large model, for which there is little time
 ROWS_AT_ONCE = 512  # rows of a forward pass: bounds the logits, which are held for all of them
 MOST_CHANGE = 80.0  # of a logit: its exponential fits f32
 
@@ -239,11 +240,20 @@ def middle_rows(n_ids: int, n_sinks: int, n_recent: int) -> slice:
     return slice(n_sinks, min(N_PREFIX, n_ids - n_scored - 1) - n_recent)
 
 
-def windows_of(run: CalibrationRun, middle: slice, n_recent: int) -> list[Window]:
-    """Windows spread over the text; middle: as ``middle_rows`` says."""
+def windows_of(
+    run: CalibrationRun, middle: slice, n_recent: int, n_trials: int, n_rows: int
+) -> list[Window]:
+    """Windows spread over the text; middle: as ``middle_rows`` says.
+
+    n_trials: that each will score. n_rows: about as many as forward passes may take for that; with
+    few there is one window, or fewer rows are scored.
+    """
     n_ids, n_prefix = len(run.ids), middle.stop + n_recent
     n_scored = min(N_SCORED, n_ids // 4)
-    starts = np.linspace(0, n_ids - n_prefix - n_scored - 1, N_WINDOWS).astype(int)
+    n_windows = N_WINDOWS if n_rows >= N_WINDOWS * (n_prefix + n_scored * n_trials) else 1
+    n_affordable = (n_rows - n_prefix) // (2 * n_trials) * 2  # half continue, half repeat
+    n_scored = min(n_scored, max(LEAST_SCORED, n_affordable))
+    starts = np.linspace(0, n_ids - n_prefix - n_scored - 1, n_windows).astype(int)
     return [
         Window(run, _window(run.ids[start:], n_prefix, n_scored, middle), n_scored, middle)
         for start in starts
@@ -272,7 +282,8 @@ def study_shares(
     budgets = np.tile(allocation.even_budgets(shares), (n_layer, 1, 1))
     if specs:
         trials = [trial_of(spec, share) for spec in specs for share in shares[:-1]]
-        windows, done = windows_of(run, middle, n_recent), 0
+        n_rows = run.n_rows - len(run.statistics_ids)
+        windows, done = windows_of(run, middle, n_recent, len(trials), n_rows), 0
 
         def advance(count: int) -> None:
             nonlocal done

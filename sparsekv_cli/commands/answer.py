@@ -13,7 +13,7 @@ from sparsekv_cli.generation.answer import STOP_INTERRUPT, STOP_LENGTH, Answer, 
 from sparsekv_cli.models.chat.thinking import N_TAIL, Thinking
 
 if TYPE_CHECKING:
-    from sparsekv_cli.sampling.grammar import Constraint
+    from sparsekv_cli.generation.constraint import AnswerConstraint
     from sparsekv_cli.session import Sample, Session
 
 # Tokens that are prefilled again after the cache was cut: a method begins its index with the last
@@ -68,7 +68,7 @@ def stream_answer(
     n_predict: int,
     stops: Sequence[str],
     write: Callable[[str], None],
-    constraint: Constraint | None = None,
+    constraint: AnswerConstraint | None = None,
     *,
     special: bool = False,
     thinking: Thinking | None = None,
@@ -85,6 +85,7 @@ def stream_answer(
     it held before; or nothing, if a method that drops rows for good (snapkv, h2o) had done so in
     some layer by then: what it held has to be prefilled again.
     """
+    prompt = [*session.tokens[-N_TAIL:], *ids]
     builder = AnswerBuilder(
         session.tokenizer,
         stops,
@@ -93,7 +94,7 @@ def stream_answer(
         special=special,
         thinking=thinking,
         write_thinking=write_thinking,
-        prompt=[*session.tokens[-N_TAIL:], *ids],
+        prompt=prompt,
     )
     tokens = builder.answer.tokens
     with Interrupt().watch() as interrupt, PrefillProgress() as bar, _keeping_prompt(session):
@@ -104,7 +105,8 @@ def stream_answer(
             bar(done, total)
 
         if constraint is not None:
-            constraint.restart()
+            n_room = session.n_ctx - len(session.tokens) - len(ids)
+            constraint.restart(prompt, n_room if n_predict < 0 else min(n_room, n_predict))
         going_on: Sequence[int] | None = ids
         while going_on is not None:
             left = n_predict if n_predict < 0 else n_predict - len(tokens)

@@ -15,8 +15,8 @@ from sparsekv_cli.commands.prefix_options import DIRECTORY_OPTION
 from sparsekv_cli.commands.tables import print_table
 from sparsekv_cli.commands.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.prefix.blocks import SUFFIX, own_hash
-from sparsekv_cli.prefix.folder import PrefixFolder, default_prefix_folder
+from sparsekv_cli.prefix.blocks import SUFFIX, DamagedError, own_hash
+from sparsekv_cli.prefix.folder import PrefixFolder, check_folder, default_prefix_folder
 
 
 @click.group(short_help="List or clear the prompts that are kept on disk.")
@@ -66,6 +66,8 @@ def _folder(directory: Path | None) -> PrefixFolder:
     path = directory or default_prefix_folder()
     if path is None:
         raise SparseKVError("there is no home folder and no XDG_CACHE_HOME: give --cache-dir DIR")
+    if directory is not None:
+        check_folder(directory)
     return PrefixFolder(path, 0, lambda text: say(one_line(text)))
 
 
@@ -79,11 +81,17 @@ def prompts_of(folder: PrefixFolder) -> tuple[list[dict[str, Any]], int]:
     children = folder.children()
     prompts: list[dict[str, Any]] = []
     for own, entry in blocks.items():
-        header = None if own in children else folder.header(entry.path.name)
-        if header is None:
+        if own in children:
+            continue
+        try:
+            header = folder.read_header(entry.path.name)
+        except OSError:
+            continue  # it has just been removed
+        except DamagedError as error:
+            folder.warn(f"{entry.path}: {error}; 'sparsekv-cli cache clear' removes it")
             continue
         size, parent = sizes[own], header.parent
-        while parent in blocks and len(children[parent]) == 1:
+        while parent in blocks and len(children.get(parent, ())) == 1:
             size += sizes[parent]
             parent = blocks[parent].path.name.partition("-")[0]
         prompts.append(

@@ -14,7 +14,7 @@ from sparsekv_cli.commands.method_choice import settle
 from sparsekv_cli.commands.options import Invocation, ModelOptions, model_options, open_session
 from sparsekv_cli.commands.prefix_options import PrefixOptions, prefix_options, use_prefixes
 from sparsekv_cli.commands.prompt import check_utf8, parse_special_option, think_option
-from sparsekv_cli.commands.sampling_options import sampling_options, stop_option
+from sparsekv_cli.commands.sampling_options import check_think_budget, sampling_options, stop_option
 from sparsekv_cli.commands.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.conversation import thinking_switch
@@ -81,6 +81,7 @@ def command(
     command) and the answers go to stdout, a line break after each. A model without a chat template
     gets ChatML.
     """
+    check_think_budget(context, sampling, think)
     if keep and not context_shift:
         raise click.UsageError("--keep needs --context-shift", context)
     prompt, system = (

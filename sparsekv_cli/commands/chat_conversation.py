@@ -18,7 +18,7 @@ from sparsekv_cli.generation.conversation import (
     encode_messages,
     model_thinking,
 )
-from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
+from sparsekv_cli.generation.sampler import SamplingOptions, constraint_maker, new_sampler
 from sparsekv_cli.models.chat.thinking import without_thinking
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Conversation:
         self.template = chat_template(session.gguf.metadata)
         self.thinking = model_thinking(session)
         self.messages: Messages = []
-        self._constraint = new_constraint(session, settings.sampling.grammar)
+        self._make_constraint = constraint_maker(session.tokenizer)
         self.n_used = 0  # tokens of the context that the conversation takes
         self.renew_sampler()
         self.set_system(system)
@@ -72,6 +72,7 @@ class Conversation:
     def renew_sampler(self) -> None:
         """Makes the sampler that the settings describe."""
         settings = self.settings
+        self._constraint = self._make_constraint(settings.sampling, self.thinking, settings.think)
         self._sample: Sample = new_sampler(
             self.session, settings.sampling, settings.seed, self._constraint
         )

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from sparsekv_cli.commands.prompt import decode_utf8
+from sparsekv_cli.commands.prompt import decode_file
 from sparsekv_cli.errors import SparseKVError
 
 ROLES = ("system", "user", "assistant")
@@ -17,7 +17,7 @@ ROLES = ("system", "user", "assistant")
 
 def read_text(name: str) -> str:
     """A text file without its last line break; SparseKVError if it cannot be read or is empty."""
-    text = decode_utf8(_read(name), name).removesuffix("\n")
+    text = decode_file(_read(name), name).removesuffix("\n")
     if not text.strip():
         raise SparseKVError(f"{name}: holds no text")
     return text
@@ -50,10 +50,12 @@ def save_messages(name: str, messages: list[dict[str, str]]) -> None:
 
 def load_messages(name: str) -> list[dict[str, str]]:
     """A saved conversation; SparseKVError that says what is wrong with the file."""
+    from sparsekv_cli.generation.fields import read_json  # which imports pydantic
+
     try:
-        value = json.loads(decode_utf8(_read(name), name))
-    except (ValueError, RecursionError) as error:
-        raise SparseKVError(f"{name}: no JSON: {error}") from None
+        value = read_json(_read(name))
+    except SparseKVError as error:
+        raise SparseKVError(f"{name}: {error}") from None
     messages = value.get("messages") if isinstance(value, dict) else value
     if not isinstance(messages, list) or not messages:
         raise SparseKVError(f'{name}: expected {{"messages": [...]}} with one message at least')

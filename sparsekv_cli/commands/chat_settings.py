@@ -151,6 +151,23 @@ def _change_think(conversation: Conversation, text: str) -> None:
     think = None if text == DEFAULT else _switch("think", text)
     thinking_switch(conversation.template, think)
     _changing("think", lambda _name, _text: think)(conversation, text)
+    conversation.renew_sampler()
+
+
+def _change_think_budget(conversation: Conversation, text: str) -> None:
+    settings, before = conversation.settings, conversation.settings.sampling
+    budget = None if text == DEFAULT else _whole("think_budget", text, 0)
+    settings.sampling = replace(before, think_budget=budget)
+    try:
+        conversation.renew_sampler()
+    except SparseKVError:
+        settings.sampling = before
+        raise
+
+
+def _show_think_budget(conversation: Conversation) -> str:
+    budget = conversation.settings.sampling.think_budget
+    return DEFAULT if budget is None else str(budget)
 
 
 def _show_think(conversation: Conversation) -> str:
@@ -208,6 +225,12 @@ SETTINGS: dict[str, Setting] = {
     "parse_special": _switched("parse_special", "control tokens in messages are parsed"),
     "think": Setting(
         "whether the model thinks first", _show_think, _change_think, ("on", "off", DEFAULT)
+    ),
+    "think_budget": Setting(
+        "most tokens that are thought ahead of an answer",
+        _show_think_budget,
+        _change_think_budget,
+        (DEFAULT,),
     ),
     "drop_thinking": _switched("drop_thinking", "what was thought is no part of later prompts"),
     "ctx": Setting(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sparsekv_cli import __version__
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.roofline import cpu_name
+from sparsekv_cli.files import naming
 
 if TYPE_CHECKING:
     from sparsekv_cli.session import Session
@@ -50,13 +51,12 @@ def write_reports(found: Mapping[str, Any], html: str | None, png: str | None) -
     """Writes the files that were asked for."""
     from sparsekv_cli.evaluation.report import figures, page
 
-    try:
-        if html is not None:
+    if html is not None:
+        with naming(html):
             Path(html).write_text(page.page(found), encoding="utf-8")
-        if png is not None:
+    if png is not None:
+        with naming(png):
             Path(png).write_bytes(figures.png_picture(found, page.headline(found)))
-    except OSError as error:
-        raise SparseKVError(f"{error.filename}: {error.strerror}") from None
 
 
 def print_table(found: Mapping[str, Any]) -> None:

@@ -18,7 +18,8 @@ from sparsekv_cli.generation.growing import GrowingAnswer
 from sparsekv_cli.generation.sampler import constraint_maker
 
 if TYPE_CHECKING:
-    from sparsekv_cli.sampling.grammar import Constraint, Grammar
+    from sparsekv_cli.generation.constraint import AnswerConstraint
+    from sparsekv_cli.generation.sampler import MakeConstraint
     from sparsekv_cli.sampling.plain import Outcome
     from sparsekv_cli.session import Session
 
@@ -67,11 +68,11 @@ class LineAnswer:
         task: Task,
         prompt: Sequence[int],
         session: Session,
-        constraint: Constraint | None,
+        constraint: AnswerConstraint | None,
     ) -> None:
         self.number = number
         self.task = task
-        is_whole = task.raw or task.special or task.inline_thinking
+        is_whole = not task.thinks or task.special or task.inline_thinking
         self.growing = GrowingAnswer(
             session,
             task.sampling,
@@ -115,7 +116,7 @@ class Answering:
         self._batch = Batch(session, n_parallel)
         self._n_parallel = n_parallel
         self._output = output
-        self._make_constraint: Callable[[Grammar], Constraint] | None = None
+        self._make_constraint: MakeConstraint | None = None
         self._active: list[LineAnswer] = []
         self._outcomes: list[Outcome] = []  # of each active answer, after its last token
 
@@ -159,6 +160,8 @@ class Answering:
                 raw=task.raw,
                 parse_special=task.parse_special,
                 think=task.think,
+                continues=bool(task.continue_final_message),
+                add_generation_prompt=task.add_generation_prompt is not False,
             )
             answer = LineAnswer(number, task, ids, session, self._constraint(task))
             self._batch.use(len(self._active)).reset()
@@ -173,13 +176,11 @@ class Answering:
         self._active.append(answer)
         self._outcomes.append(logits.copy())
 
-    def _constraint(self, task: Task) -> Constraint | None:
-        grammar = task.sampling.grammar
-        if grammar is None:
-            return None
+    def _constraint(self, task: Task) -> AnswerConstraint | None:
         if self._make_constraint is None:
-            self._make_constraint = constraint_maker(self._session)
-        return self._make_constraint(grammar)
+            self._make_constraint = constraint_maker(self._session.tokenizer)
+        thinking = model_thinking(self._session) if task.thinks else None
+        return self._make_constraint(task.sampling, thinking, task.think)
 
     def _choose(self) -> None:
         """The next token of every answer; those that are done are written and go."""
@@ -215,12 +216,12 @@ class Answering:
 def resume(path: Path) -> int:
     """The number of the last line that a file of answers has one to, 0 if there is no such file.
 
-    Half a line at its end is cut off. Raises SparseKVError for a file of something else.
+    A pipe or device has none. Half a line at its end is cut off. Raises SparseKVError for a file of
+    something else.
     """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
+    if not path.is_file():
         return 0
+    data = path.read_bytes()
     lines = data.splitlines(keepends=True)
     n_whole, last = 0, 0
     for line in lines:

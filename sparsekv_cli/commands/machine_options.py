@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
+from sparsekv_cli.commands.numbers import FiniteRange
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.option import allowed_values, options_of
+from sparsekv_cli.option import MAX_WHOLE, allowed_values, options_of
 
 
 def choice_of(name: str) -> click.Choice:
@@ -33,7 +34,7 @@ GPU_OPTIONS: list[Callable[[Any], Any]] = [
     click.option(
         "--vram-limit",
         metavar="GIB",
-        type=click.FloatRange(min=0),
+        type=FiniteRange(min=0),
         default=0.0,
         help="Most of the GPU's memory to use; 0 takes what is free. [default: 0]",
     ),
@@ -42,7 +43,7 @@ GPU_OPTIONS: list[Callable[[Any], Any]] = [
 CHECKPOINTS_OPTION = click.option(
     "--checkpoints",
     metavar="N",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, MAX_WHOLE),
     default=SessionConfig.checkpoints,
     help="States of recurrent layers that are kept at most: another answer, or one to a changed "
     "message, begins at one; and most snapshots of a prompt on disk. Other models need none. "

@@ -12,7 +12,6 @@ from sparsekv_cli.commands.progress import (
     CalibrationProgress,
     CompileProgress,
     MeasureProgress,
-    PrefillProgress,
 )
 from sparsekv_cli.commands.terminal import say
 from sparsekv_cli.errors import SparseKVError
@@ -74,8 +73,9 @@ def _choose(session: Session, max_loss: float, depth: int) -> MethodChoice:
     methods = auto.worth_forecasting(methods, losses, max_loss)
     with CompileProgress() as compiling, MeasureProgress() as progress:
         speeds = speeds_of(
-            session.gguf, session.config, methods, on_measure=progress, on_compile=compiling
-        )
+            session.gguf, session.config, methods,
+            is_quick=True, on_measure=progress, on_compile=compiling,
+        )  # fmt: skip
     forecast = Forecast(session.gguf, speeds, dense_rows=0)
     return auto.choose(forecast, methods, losses, depth, max_loss)
 
@@ -88,8 +88,11 @@ def measure_losses(session: Session, text: CalibrationText, n_tokens: int) -> tu
     with CompileProgress() as compiling, CalibrationProgress() as calibrating:
         for method in methods:
             session.prepare(method, compiling, calibrating)
-    with PrefillProgress("what methods lose") as progress:
-        return auto.measure_losses(session, methods, text, n_tokens, progress)
+    with CalibrationProgress() as progress:
+        return auto.measure_losses(
+            session, methods, text, n_tokens,
+            lambda done, total: progress(auto.AUTO, done / total, ""),
+        )  # fmt: skip
 
 
 def keep_losses(session: Session, entry: Entry) -> str:
@@ -98,8 +101,5 @@ def keep_losses(session: Session, entry: Entry) -> str:
     from sparsekv_cli.planning.auto import AUTO
 
     place = session.calibrations.place_to_write()
-    try:
-        write_entry(place, AUTO, session.calibrations.identity, entry)
-    except OSError as error:
-        raise SparseKVError(f"{place}: cannot be written: {error.strerror}") from None
+    write_entry(place, AUTO, session.calibrations.identity, entry)
     return str(place)

@@ -12,8 +12,10 @@ import click
 from sparsekv_cli.commands import completers
 from sparsekv_cli.commands.garbage import collecting_no_garbage
 from sparsekv_cli.commands.machine_options import CHECKPOINTS_OPTION, GPU_OPTIONS, choice_of
+from sparsekv_cli.commands.numbers import FiniteRange
 from sparsekv_cli.commands.terminal import explain_faults, say
 from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.option import MAX_WHOLE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -122,7 +124,7 @@ MACHINE_OPTIONS: list[Callable[[Any], Any]] = [
         "-t",
         "--threads",
         metavar="N",
-        type=click.IntRange(min=0),
+        type=click.IntRange(0, MAX_WHOLE),
         default=0,
         help="Threads; 0 takes the physical cores. [default: 0]",
     ),
@@ -212,7 +214,7 @@ CONTEXT_OPTION = click.option(
     "-c",
     "--ctx-size",
     metavar="N",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, MAX_WHOLE),
     default=0,
     help="Most tokens the KV cache may hold; 0 takes the model's. [default: 0]",
 )
@@ -220,7 +222,7 @@ CONTEXT_OPTION = click.option(
 SPARSE_FROM_OPTION = click.option(
     "--sparse-from",
     metavar="N",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, MAX_WHOLE),
     help="Tokens up to which a method that keeps all rows attends to all of them; 0: it is sparse "
     "at once. [default: where that pays, by the model's shape]",
 )
@@ -237,7 +239,7 @@ METHOD_OPTION = click.option(
 MAX_LOSS_OPTION = click.option(
     "--max-loss",
     metavar="KLD",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=0.1,
     help="What --method auto may lose: mean KLD to dense attention. [default: 0.1]",
 )

@@ -39,7 +39,7 @@ ALL = "all"
 @click.option(
     "--measure",
     is_flag=True,
-    help="Measure this machine again, not only what was never measured.",
+    help="Measure this machine again, for minutes and more exactly.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @CONTEXT_OPTION
@@ -49,8 +49,8 @@ def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -
 
     The header of a model file is enough: a file that ends behind the table of its tensors will do.
     What a step takes is measured once for a model's shape, with zeros for its weights, and kept in
-    the user's cache; it takes a minute or two. Methods that need a calibration are measured when
-    the model has one. This is of the CPU.
+    the user's cache. That takes some seconds; --measure takes minutes, and is more exact. Methods
+    that need a calibration are measured when the model has one. This is of the CPU.
     """
     from sparsekv_cli.methods import METHODS
 
@@ -72,8 +72,9 @@ def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -
             from sparsekv_cli.planning.plan import make_plan
 
             speeds = speeds_of(
-                file, config, chosen, again=measure, on_measure=progress, on_compile=compiling
-            )
+                file, config, chosen, again=measure, is_quick=not measure,
+                on_measure=progress, on_compile=compiling,
+            )  # fmt: skip
         plan = make_plan(file, speeds, chosen, n_ctx, config.sparse_from)
     if as_json:
         write_text(json.dumps(plan.as_dict(), indent=2) + "\n")
@@ -97,6 +98,8 @@ def show(plan: Plan) -> None:
     columns = ("method", "weights", "KV", "index", "scratch", "fits", "up to", "t/s", "pays from")
     print_table("methods", columns, [row(each) for each in plan.methods])
     say(plan.verdict())
+    if plan.is_quick:
+        say("the speeds are of a short measurement; --measure takes minutes and is more exact")
 
 
 def row(method: PlannedMethod) -> list[str]:

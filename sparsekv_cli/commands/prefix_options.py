@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sparsekv_cli.commands.numbers import FiniteRange
 from sparsekv_cli.commands.options import Invocation, apply_options
 from sparsekv_cli.commands.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError
@@ -35,7 +36,7 @@ OPTIONS: list[Callable[[Any], Any]] = [
     click.option(
         "--cache-limit",
         metavar="GIB",
-        type=click.FloatRange(min=0, min_open=True),
+        type=FiniteRange(min=0, min_open=True),
         default=2.0,
         help="Most that the folder takes; what was not used for longest goes. [default: 2]",
     ),
@@ -69,12 +70,16 @@ def prefix_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def gather(**values: Any) -> Any:
+        from sparsekv_cli.prefix.folder import check_folder
+
         directory, limit = values.pop("cache_dir"), values.pop("cache_limit")
         is_off = values.pop("no_cache") or is_switched_off()
         session = values.pop("session")
         if session is not None:
             check_session_file(session)
             is_off = False  # it was asked for
+        elif directory is not None and not is_off:
+            check_folder(directory)
         return function(prefix=PrefixOptions(directory, limit, is_off, session), **values)
 
     return apply_options(gather, OPTIONS)
@@ -82,12 +87,13 @@ def prefix_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def check_session_file(path: Path) -> None:
     """SparseKVError for a file of another kind, or in no folder."""
+    from sparsekv_cli.files import naming, open_regular
     from sparsekv_cli.prefix.blocks import MAGIC
 
     if not path.parent.is_dir():
         raise SparseKVError(f"--session {path}: there is no folder {path.parent}")
     if path.exists():
-        with open(path, "rb") as file:
+        with naming(f"--session {path}"), open_regular(path) as file:
             start = file.read(len(MAGIC))
         if start and start != MAGIC:
             raise SparseKVError(
@@ -106,7 +112,7 @@ def is_switched_off() -> bool:
 
 def use_prefixes(session: Session, options: PrefixOptions) -> None:
     """Lets the session find and keep prompts on disk, unless that is off or cannot be."""
-    from sparsekv_cli.prefix.prefixes import facts_of, root_of
+    from sparsekv_cli.prefix.prefixes import Root
     from sparsekv_cli.prefix.session_file import SessionFile
 
     if options.session is None:
@@ -120,7 +126,11 @@ def use_prefixes(session: Session, options: PrefixOptions) -> None:
         raise SparseKVError(
             f"--session: {reason}; leave it out, or take another method, device or model"
         )
-    root = root_of(facts_of(session.gguf, session.decoder))
+    root = Root(session.gguf, session.decoder)
+    if root.known() is None:
+        size = f"{session.gguf.size / 2**30:.1f} GiB"
+        _warn(f"--session: the {size} of the model are read once, to know which model it is")
+        session.gguf.content.wait()
     types, name = (method.cache_type_k, method.cache_type_v), session.gguf.path.name
     session.prefixes = SessionFile(options.session, name, root, types, n_queried, _warn, _teller())
 
@@ -128,7 +138,7 @@ def use_prefixes(session: Session, options: PrefixOptions) -> None:
 def prefixes_maker(session: Session, options: PrefixOptions) -> Callable[[Method], Prefixes | None]:
     """What gives the prompts on disk for a method; None where that is off or cannot be."""
     from sparsekv_cli.prefix.folder import PrefixFolder, default_prefix_folder
-    from sparsekv_cli.prefix.prefixes import Prefixes, facts_of, root_of
+    from sparsekv_cli.prefix.prefixes import Prefixes, Root
 
     tell = _teller()
     directory = options.directory or default_prefix_folder()
@@ -144,11 +154,12 @@ def prefixes_maker(session: Session, options: PrefixOptions) -> Callable[[Method
             return None
         types = method.cache_type_k, method.cache_type_v
         products = [session.decoder.prefill_dtype, session.decoder.rows_dtype]
-        facts = {**facts_of(session.gguf, session.decoder), "types": types, "products": products}
+        root = Root(session.gguf, session.decoder, types=types, products=products)
+        root.known()  # which begins to read the model
         folder = PrefixFolder(directory, int(options.limit * 2**30), _warn)
         name = session.gguf.path.name
         is_bounded = bool(session.hparams.other_layers)
-        return Prefixes(folder, name, root_of(facts), types, n_queried, tell, is_bounded)
+        return Prefixes(folder, name, root, types, n_queried, tell, is_bounded)
 
     return make
 

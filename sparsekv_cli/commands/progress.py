@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 SECONDS_BEFORE_BAR = 0.3
+LINE_S = 10.0  # between two lines where stderr is no terminal
 NARROW = 70  # columns of a terminal that has no room for the bar beside its numbers
 
 
@@ -71,14 +72,28 @@ class PrefillProgress:
 
 
 class _LateBar:
-    """A bar on a terminal's stderr that its first figures bring; a context manager takes it off."""
+    """A bar on a terminal's stderr that its first figures bring; a context manager takes it off.
+
+    Elsewhere it is a line every LINE_S seconds. Both say how long the rest will take.
+    """
 
     def __init__(self) -> None:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
+        self._started = self._said_at = time.monotonic()
 
     def _show(self, unit: str, label: str, done: float, total: float) -> None:
         """The bar at ``done`` of ``total``; unit: what it counts, per cent without one."""
+        now = time.monotonic()
+        if done <= 0:
+            self._started = self._said_at = now
+        if not sys.stderr.isatty():
+            if now - self._said_at >= LINE_S and 0 < done < total:
+                self._said_at = now
+                left = (now - self._started) * (total - done) / done
+                line = f"{label}: {100 * done / total:.0f} %, about {left:.0f} s left"
+                print(line, file=sys.stderr, flush=True)
+            return
         if self._bar is None:
             self._bar = _new_bar(unit)
             self._task = self._bar.add_task(label, total=total)
@@ -116,7 +131,7 @@ class CompileProgress(_LateBar):
             self._said.add(place)
             line = f"compiling kernels for this {place} (first run only)"
             print(line, file=sys.stderr, flush=True)
-        if not total or not sys.stderr.isatty():
+        if not total:
             return
         self._show("steps", f"compile {what}", done, total)
         if done >= total:
@@ -142,7 +157,7 @@ class CalibrationProgress(_LateBar):
         if note:
             self.close()
             print(f"calibration of {method}: {note}", file=sys.stderr, flush=True)
-        elif sys.stderr.isatty():
+        else:
             self._show("", f"calibrate {method}", share, 1.0)
 
 
@@ -161,8 +176,6 @@ class MeasureProgress(_LateBar):
             self._has_said = True
             line = "measuring this machine with a model of this shape (once)"
             print(line, file=sys.stderr, flush=True)
-        if not sys.stderr.isatty():
-            return
         self._show("parts", f"measure {what}", done, total)
         if done >= total:
             self.close()
@@ -178,6 +191,7 @@ def _new_bar(unit: str) -> Progress:
         TaskProgressColumn,
         TextColumn,
         TimeElapsedColumn,
+        TimeRemainingColumn,
     )
 
     console = Console(stderr=True)
@@ -187,7 +201,8 @@ def _new_bar(unit: str) -> Progress:
         *bar,
         MofNCompleteColumn() if unit else TaskProgressColumn(),
         TextColumn("{task.fields[rate]}" if unit == "tokens" else unit),
-        *([] if unit == "tokens" else [TimeElapsedColumn()]),
+        *([] if unit == "tokens" else [TimeElapsedColumn(), TextColumn("left:")]),
+        *([] if unit == "tokens" else [TimeRemainingColumn()]),
         console=console,
         transient=True,
     )

@@ -30,15 +30,15 @@ def read_prompt(text: str | None, file: str | None) -> str:
     """The prompt: a file's or the piped text, a blank line, then ``text``; either may be missing.
 
     file: a path, or ``-`` for stdin. Without one, stdin is read when it is no terminal. One
-    trailing newline of a file or of stdin is dropped; nothing else is changed.
-    Raises SparseKVError for an empty prompt and for bytes that are not UTF-8, OSError for a file
-    that cannot be read.
+    trailing newline of a file or of stdin is dropped, and a byte order mark at its start; nothing
+    else is changed. Raises SparseKVError for an empty prompt and for bytes that are not UTF-8,
+    OSError for a file that cannot be read.
     """
     parts = []
     if file is not None and file != "-":
-        parts.append(decode_utf8(Path(file).read_bytes(), file).removesuffix("\n"))
+        parts.append(decode_file(Path(file).read_bytes(), file).removesuffix("\n"))
     elif file == "-" or not sys.stdin.isatty():
-        parts.append(decode_utf8(read_stdin(), "stdin").removesuffix("\n"))
+        parts.append(decode_file(read_stdin(), "stdin").removesuffix("\n"))
     if text is not None:
         parts.append(check_utf8(text, "the prompt given with -p"))
     prompt = "\n\n".join(part for part in parts if part)
@@ -53,6 +53,11 @@ def read_stdin() -> bytes:
     """All of stdin, as bytes where it has any (a replaced stdin may be text only)."""
     buffer = getattr(sys.stdin, "buffer", None)
     return buffer.read() if buffer is not None else sys.stdin.read().encode()
+
+
+def decode_file(data: bytes, source: str) -> str:
+    """``decode_utf8`` of a file or of stdin, without the byte order mark that it may begin with."""
+    return decode_utf8(data, source).removeprefix("\ufeff")
 
 
 def decode_utf8(data: bytes, source: str) -> str:

@@ -23,7 +23,6 @@ from sparsekv_cli.commands.answer import (
 )
 from sparsekv_cli.commands.completers import files
 from sparsekv_cli.commands.help import GroupedCommand
-from sparsekv_cli.commands.jsonl_tasks import Task
 from sparsekv_cli.commands.method_choice import settle
 from sparsekv_cli.commands.options import (
     Invocation,
@@ -34,15 +33,17 @@ from sparsekv_cli.commands.options import (
 )
 from sparsekv_cli.commands.prefix_options import PrefixOptions, prefix_options, use_prefixes
 from sparsekv_cli.commands.prompt import check_utf8, parse_special_option, read_prompt, think_option
-from sparsekv_cli.commands.sampling_options import sampling_options, stop_option
+from sparsekv_cli.commands.sampling_options import check_think_budget, sampling_options, stop_option
 from sparsekv_cli.commands.terminal import ShownAnswer, say, write_text
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.files import AppendedFile
 from sparsekv_cli.generation.answer import STOP_INTERRUPT, Answer
 from sparsekv_cli.generation.conversation import model_thinking, prompt_ids
 from sparsekv_cli.generation.logprobs import LogProbs
 from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
 
 if TYPE_CHECKING:
+    from sparsekv_cli.commands.jsonl_tasks import Task
     from sparsekv_cli.session import Session
 
 MAX_PARALLEL = 256
@@ -156,9 +157,12 @@ def command(
         raise click.UsageError("-sys needs the chat template, which --raw switches off", context)
     if raw and think is not None:
         raise click.UsageError("--think needs the chat template, which --raw switches off", context)
+    check_think_budget(context, sampling, think, raw=raw)
     if system is not None:
         system = check_utf8(system, "the system message given with -sys")
     if jsonl:
+        from sparsekv_cli.commands.jsonl_tasks import Task  # which imports pydantic
+
         task = Task(
             system=system,
             raw=raw,
@@ -179,8 +183,9 @@ def command(
     ids = prompt_ids(session, text, system, raw=raw, parse_special=parse_special, think=think)
     options = settle(session, options, len(ids) + max(n_predict, 0))
     use_prefixes(session, prefix)
-    thinking = None if raw or special or inline_thinking else model_thinking(session)
-    constraint = new_constraint(session, sampling.grammar)
+    marked = None if raw else model_thinking(session)
+    thinking = None if special or inline_thinking else marked
+    constraint = new_constraint(session, sampling, marked, think)
     sampler = new_sampler(session, sampling, options.seed, constraint)
     if logprobs is not None:
         sampler = remembered = LogProbs(sampler, logprobs, session.tokenizer)
@@ -248,8 +253,7 @@ def _answer_lines(
         lines = itertools.islice(enumerate(source, start=1), n_done, None)
         write: Callable[[str], object] = partial(write_text, stream=sys.stdout)
         if path is not None:
-            target = stack.enter_context(Path(path).open("a", encoding="utf-8", buffering=1))
-            write = target.write
+            write = stack.enter_context(AppendedFile(path)).write
         if n_done:
             say(f"{path} has answers up to line {n_done}: going on behind it")
         if ray is not None:

@@ -13,7 +13,7 @@ import click
 
 from sparsekv_cli.commands.completers import files
 from sparsekv_cli.commands.options import apply_options
-from sparsekv_cli.commands.prompt import check_utf8, decode_utf8
+from sparsekv_cli.commands.prompt import check_utf8, decode_file
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.option import options_of
@@ -122,6 +122,13 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
         help="The answer matches this grammar, in llama.cpp's GBNF or in Lark.",
     ),
     click.option("--regex", metavar="TEXT", help="The answer matches this regular expression."),
+    click.option(
+        "--think-budget",
+        metavar="N",
+        type=click.IntRange(min=0),
+        help="Most tokens that the model thinks ahead of its answer; then the thinking is closed. "
+        "[default: half of -n, or of the context, with a schema, a grammar or a regex; else any]",
+    ),
 ]
 
 
@@ -143,10 +150,24 @@ def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 "matches",
                 click.get_current_context(),
             )
-        sampling = SamplingOptions(explicit, ignore_eos, grammar)
+        sampling = SamplingOptions(explicit, ignore_eos, grammar, values.pop("think_budget"))
         return function(sampling=sampling, **values)
 
     return apply_options(gather, SAMPLING_OPTIONS)
+
+
+def check_think_budget(
+    context: click.Context, sampling: SamplingOptions, think: bool | None, *, raw: bool = False
+) -> None:
+    """UsageError for --think-budget where nothing is thought."""
+    if sampling.think_budget is None:
+        return
+    if raw:
+        raise click.UsageError(
+            "--think-budget needs the chat template, which --raw switches off", context
+        )
+    if think is False:
+        raise click.UsageError("--think-budget and --think off exclude each other", context)
 
 
 def _gather_grammar(values: dict[str, Any]) -> Grammar | None:
@@ -167,7 +188,7 @@ def _gather_grammar(values: dict[str, Any]) -> Grammar | None:
         text = check_utf8(text, f"the text given with --{option}")
         is_file = option == "grammar" or (option == "json-schema" and not _is_schema(text))
         if is_file:
-            text = decode_utf8(_read(option, text), text)
+            text = decode_file(_read(option, text), text)
         return read_grammar(option, text)
     return None
 

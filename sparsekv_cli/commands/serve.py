@@ -7,11 +7,12 @@ import os
 import signal
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from sparsekv_cli.commands.method_choice import settle
+from sparsekv_cli.commands.numbers import FiniteRange
 from sparsekv_cli.commands.options import ModelOptions, build_method, model_options, open_session
 from sparsekv_cli.commands.prefix_options import PrefixOptions, prefix_options, prefixes_maker
 from sparsekv_cli.commands.sampling_options import sampling_options
@@ -22,10 +23,13 @@ from sparsekv_cli.generation.sampler import SamplingOptions
 if TYPE_CHECKING:
     from sparsekv_cli.methods.base import Method
     from sparsekv_cli.serve.requests import Service
+    from sparsekv_cli.serve.scheduler import Scheduler
     from sparsekv_cli.session import Session
 
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 KEY = "SPARSEKV_API_KEY"
+LEAST_OPEN_FILES = 64  # the model, the event loop, and a connection a client
+CLOSE_S = 5  # after --drain, for clients to be told that there is no answer
 
 
 @click.command(short_help="Serve OpenAI's and Anthropic's protocols, and a page.")
@@ -48,7 +52,7 @@ KEY = "SPARSEKV_API_KEY"
     help="Requests that may wait; others get the status 429. [default: 64]",
 )  # fmt: skip
 @click.option(
-    "--kv-memory", metavar="GIB", type=click.FloatRange(min=0, min_open=True),
+    "--kv-memory", metavar="GIB", type=FiniteRange(min=0, min_open=True),
     help="Memory for the rows of all sequences. [default: half of what is available]",
 )  # fmt: skip
 @click.option(
@@ -56,12 +60,12 @@ KEY = "SPARSEKV_API_KEY"
     help="Most tokens of an answer. [default: 4096]",
 )  # fmt: skip
 @click.option(
-    "--timeout", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True), default=600.0,
+    "--timeout", metavar="SECONDS", type=FiniteRange(min=0, min_open=True), default=600.0,
     help="Most time of a request, waiting included. [default: 600]",
 )  # fmt: skip
 @click.option(
-    "--max-body", metavar="MIB", type=click.FloatRange(min=0, min_open=True), default=16.0,
-    help="Most that a request's body may have. [default: 16]",
+    "--max-body", metavar="MIB", type=FiniteRange(min=0, min_open=True), default=4.0,
+    help="Most that a request's body may have. [default: 4]",
 )  # fmt: skip
 @click.option(
     "--prepare", metavar="NAME,...", default="",
@@ -100,6 +104,7 @@ def command(
         raise SparseKVError(
             f"serve needs {' and '.join(missing)}: pip install 'sparsekv-cli[serve]'"
         )
+    check_open_files()
     if prefix.session is not None:
         raise click.UsageError("--session is for one prompt: leave it out")
     if sampling.grammar is not None:
@@ -128,7 +133,7 @@ def command(
     service = Service(
         session, scheduler, limits, {**options.method_options, **named}, sampling, options.seed
     )
-    run(service, host, port, key, cors, drain)
+    run(service, host, port, key, cors, drain, parallel + queue)
 
 
 def prepare_methods(session: Session, methods: Sequence[Method]) -> None:
@@ -140,6 +145,20 @@ def prepare_methods(session: Session, methods: Sequence[Method]) -> None:
             session.prepare(method, compiling, calibrating)
 
 
+def check_open_files() -> None:
+    """SparseKVError where the process may open too few files to answer a few clients."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most < LEAST_OPEN_FILES and most != resource.RLIM_INFINITY:
+        raise SparseKVError(
+            f"serve may open {most} files, too few for a few clients: allow at least "
+            f"{LEAST_OPEN_FILES} with 'ulimit -n 1024'"
+        )
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches an address."""
     try:
@@ -148,18 +167,46 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def draining(config: Any, drain: int, scheduler: Scheduler) -> Any:
+    """uvicorn's server. Told to end, it lets answers become whole for so many seconds, and then
+    has the scheduler end the others.
+    """
+    import asyncio
+
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: Any = None) -> None:
+            timer = asyncio.get_running_loop().call_later(drain, scheduler.end_all)
+            await super().shutdown(sockets)
+            timer.cancel()
+
+    return Server(config)
+
+
 def run(
-    service: Service, host: str, port: int, key: str, origins: tuple[str, ...], drain: int
+    service: Service,
+    host: str,
+    port: int,
+    key: str,
+    origins: tuple[str, ...],
+    drain: int,
+    n_requests: int,
 ) -> None:
-    """Serves until the process is told to end; answers that have begun become whole first."""
+    """Serves until the process is told to end; answers that have begun become whole first.
+
+    n_requests: that may run or wait.
+    """
     import uvicorn
 
     from sparsekv_cli.serve.app import Access, make_app
+    from sparsekv_cli.serve.wire.connections import BACKLOG, limited, most_connections
 
     app = make_app(service, Access(key, origins, is_loopback(host)), lambda line: say(line))
     config = uvicorn.Config(
         app, host=host, port=port, log_level="critical", access_log=False, lifespan="off",
-        timeout_graceful_shutdown=drain, server_header=False,
+        http=limited(most_connections(n_requests)), backlog=BACKLOG, ws="none",
+        timeout_graceful_shutdown=drain + CLOSE_S, server_header=False,
     )  # fmt: skip
     try:
         socket = config.bind_socket()
@@ -170,7 +217,7 @@ def run(
     at = f"[{host}]" if ":" in host else host
     scheduler = service.scheduler
     scheduler.start()
-    server = uvicorn.Server(config)
+    server = draining(config, drain, scheduler)
     # uvicorn drains, then raises the signal again: what follows must still run.
     signal.signal(signal.SIGTERM, server.handle_exit)
     try:
@@ -180,5 +227,6 @@ def run(
     finally:
         say("the server ends")
         scheduler.stop()
+        service.grammars.close()
     if scheduler.failure is not None:
         raise scheduler.failure

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.files import naming
 
 
 class Records(ABC):
@@ -31,7 +32,7 @@ class Records(ABC):
             return
         expected = {"format": f"sparsekv-cli {self.command}", **configuration}
         head = json.dumps(expected, ensure_ascii=False)
-        data = path.read_bytes() if path.exists() else b""
+        data = path.read_bytes() if path.is_file() else b""
         whole = data[: data.rfind(b"\n") + 1]
         lines = whole.splitlines()
         if lines:
@@ -91,5 +92,5 @@ class Records(ABC):
 
     def _append(self, line: str) -> None:
         assert self.path is not None
-        with self.path.open("a", encoding="utf-8") as file:
+        with naming(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from sparsekv_cli.models.chat.thinking import ChannelSplitter, Thinking, ThinkingSplitter, overlap
 
 if TYPE_CHECKING:
+    from sparsekv_cli.generation.constraint import AnswerConstraint
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
-    from sparsekv_cli.sampling.grammar import Constraint
 
 STOP_EOS, STOP_LENGTH, STOP_TEXT, STOP_INTERRUPT = "eos", "length", "stop", "interrupt"
 
@@ -79,7 +79,7 @@ class AnswerBuilder:
         tokenizer: Tokenizer,
         stops: Sequence[str],
         write: Callable[[str], None],
-        constraint: Constraint | None = None,
+        constraint: AnswerConstraint | None = None,
         *,
         special: bool = False,
         thinking: Thinking | None = None,

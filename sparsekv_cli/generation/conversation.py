@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli.errors import SparseKVError
@@ -38,31 +39,48 @@ def encode_messages(
     tools: Sequence[Mapping[str, Any]] | None = None,
     parse_special: bool = False,
     think: bool | None = None,
+    variables: Mapping[str, Any] = MappingProxyType({}),
+    continues: bool = False,
+    add_generation_prompt: bool = True,
 ) -> list[int]:
     """The ids of a conversation that the assistant is to continue; BOS is there at most once.
 
+    continues: the last message is the beginning of the answer, which its text, without what was
+    thought, goes on with. add_generation_prompt: the template ends with what begins an answer.
     parse_special: control tokens such as ``<|im_end|>`` in the messages and tools are parsed, too,
     not only those that the template writes. think: whether the model is to think first; None: as
-    the template has it. SparseKVError where the template leaves no choice.
+    the template has it. SparseKVError where the template leaves no choice. variables: of the
+    template, by name.
     """
     from sparsekv_cli.models.chat.cover import Cover
+    from sparsekv_cli.models.chat.history import fitted
     from sparsekv_cli.models.chat.template import render
+    from sparsekv_cli.models.chat.thinking import thinking_of
 
     bos, eos = (token_text(tokenizer, tokenizer.bos_id), token_text(tokenizer, tokenizer.eos_id))
-    plain = None
+    plain, last = None, None
+    messages = fitted(template, messages)
     if not parse_special:
-        cover = Cover(tokenizer.control_texts, template, [*messages, *(tools or ())])
+        cover = Cover(tokenizer.control_texts, template, [*messages, *(tools or ()), variables])
         messages, plain = cover.messages(messages), cover.lift
         tools = tools and cover.value(tools)
+        variables = {name: cover.value(value) for name, value in variables.items()}
+    if continues:
+        *messages, last = messages
     text = render(
         template,
         messages,
-        add_generation_prompt=True,
+        add_generation_prompt=add_generation_prompt,
         bos_token=bos,
         eos_token=eos,
         tools=tools,
-        **thinking_switch(template, think),
+        **{**variables, **thinking_switch(template, think)},
     )
+    if last is not None:
+        thinking = thinking_of(template, tokenizer)
+        thought = str(last.get("reasoning_content") or last.get("thinking") or "").strip()
+        text += "" if thinking is None else thinking.written(text, thought)
+        text += last["content"] or ""
     add_bos = False if bos and text.startswith(bos) else None
     return tokenizer.encode(text, add_bos=add_bos, add_eos=False, parse_special=True, plain=plain)
 
@@ -97,11 +115,13 @@ def prompt_ids(
     raw: bool,
     parse_special: bool,
     think: bool | None = None,
+    continues: bool = False,
+    add_generation_prompt: bool = True,
 ) -> list[int]:
     """The ids of a prompt: a text, after the system message if there is one, or a conversation.
 
     Without ``raw`` the model's chat template is applied, if it has one. SparseKVError where a
-    message needs a template and there is none.
+    message needs a template and there is none. The others are as ``encode_messages`` has them.
     """
     template = chat_template(session.gguf.metadata)
     if template is None:
@@ -119,8 +139,35 @@ def prompt_ids(
         return session.tokenizer.encode(prompt, add_eos=False, parse_special=True)
     messages = messages_of(system, prompt) if isinstance(prompt, str) else prompt
     return encode_messages(
-        session.tokenizer, template, messages, parse_special=parse_special, think=think
+        session.tokenizer,
+        template,
+        messages,
+        parse_special=parse_special,
+        think=think,
+        continues=continues,
+        add_generation_prompt=add_generation_prompt,
     )
+
+
+def continues_last(
+    messages: Sequence[Mapping[str, Any]], continues: bool | None, adds_prompt: bool | None
+) -> bool:
+    """Whether an answer goes on with the last message, which is so where that is the assistant's.
+
+    continues, adds_prompt: continue_final_message and add_generation_prompt of a request; None: not
+    said. SparseKVError where they contradict each other or the messages.
+    """
+    last = messages[-1] if messages else {}
+    is_open = last.get("role") == "assistant" and not last.get("tool_calls")
+    if continues is None:
+        return is_open and adds_prompt is None
+    if continues and adds_prompt:
+        raise SparseKVError("continue_final_message and add_generation_prompt exclude each other")
+    if continues and not is_open:
+        raise SparseKVError(
+            "continue_final_message: the last message is not one of the assistant without calls"
+        )
+    return continues
 
 
 def token_text(tokenizer: Tokenizer, token: int | None) -> str:

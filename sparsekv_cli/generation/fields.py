@@ -1,53 +1,183 @@
-"""Sampling options as the fields of a JSON object: of a line of ``run --jsonl``, of a request."""
+"""JSON objects that users write, as pydantic models: lines of ``run --jsonl``, requests of serve.
+
+A model checks types and bounds. Here are its base, and the words for what it finds.
+"""
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import model_validator as check_model
+from pydantic_core import ErrorDetails, from_json
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.generation.sampler import SamplingOptions
-from sparsekv_cli.sampling.params import SamplingParams
+from sparsekv_cli.option import MAX_FLOAT, MAX_WHOLE, did_you_mean
 
-GRAMMARS = {"json_schema": "json-schema", "grammar": "grammar", "regex": "regex"}
-SAMPLING = {each.name for each in fields(SamplingParams)} - {"seed"}
+MAX_SHOWN = 60  # characters of a value in a message
+LARGE = re.compile(rb"[0-9]{200}|[eE]\+?[0-9]{3}")  # in every number that an f64 may not hold
 
 
-def read_sampling(values: Mapping[str, Any], defaults: SamplingOptions) -> SamplingOptions:
-    """The sampling options of an object; SparseKVError for a bad value."""
-    explicit = {key: values[key] for key in SAMPLING & values.keys()}
-    for key in ("samplers", "dry_sequence_breakers"):
-        if key in explicit:
-            if not isinstance(explicit[key], list):
-                raise SparseKVError(f"{key}: expected a list of texts")
-            explicit[key] = tuple(explicit[key])
-    if "logit_bias" in explicit:
-        bias = explicit["logit_bias"]
-        if not isinstance(bias, dict) or not all(token.isdecimal() for token in bias):
-            raise SparseKVError("logit_bias: expected an object of token ids and numbers")
-        explicit["logit_bias"] = {int(token): number for token, number in bias.items()}
+class FieldError(SparseKVError):
+    """A field of a JSON object is not as expected. field: its path, empty for the whole object."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}{message}")
+        self.field = field
+
+
+class Fields(BaseModel):
+    """The fields of a JSON object. A field that is null counts as one that is missing."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @check_model(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if value is not None}
+
+
+F = TypeVar("F", bound=Fields)
+
+
+def read_json(data: bytes | bytearray) -> Any:
+    """A JSON value in UTF-8, after a byte order mark or none.
+
+    Raises FieldError for anything else: for NaN, for a number that no f64 holds, and for a text
+    with half a surrogate pair, which cannot be encoded.
+    """
     try:
-        SamplingParams(**explicit)
-    except (ValueError, TypeError) as error:  # a name of a sampler may be no text
-        raise SparseKVError(str(error)) from None
-    ignore_eos = values.get("ignore_eos", defaults.ignore_eos)
-    if not isinstance(ignore_eos, bool):
-        raise SparseKVError("ignore_eos: expected true or false")
-    grammar = defaults.grammar
-    given = [key for key in GRAMMARS if key in values]
-    if len(given) > 1:
-        raise SparseKVError(f"{given[0]} and {given[1]} exclude each other")
-    for key in given:
-        from sparsekv_cli.sampling.grammar import read_grammar
+        value = from_json(data.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
+        if LARGE.search(data):
+            json.dumps(value, allow_nan=False)  # 1e999 was read as infinite
+        return value
+    except (ValueError, RecursionError) as error:
+        reason = "a number is out of range" if "JSON compliant" in str(error) else str(error)
+        if b"\n" not in data.strip():
+            reason = reason.replace(" line 1 ", " ")
+        raise FieldError("", f"not JSON in UTF-8: {' '.join(reason.split())}") from None
 
-        value = values[key]
-        if key == "json_schema":
-            value = json.dumps(value)
-        elif not isinstance(value, str):
-            raise SparseKVError(f"{key}: expected a text")
-        grammar = read_grammar(GRAMMARS[key], value)
-    if ignore_eos and grammar is not None:
-        raise SparseKVError(f"ignore_eos and {grammar.kind} exclude each other")
-    return SamplingOptions({**defaults.explicit, **explicit}, ignore_eos, grammar)
+
+def read_object(data: bytes | bytearray) -> dict[str, Any]:
+    """A JSON object, as ``read_json`` reads it; FieldError for another value."""
+    values = read_json(data)
+    if not isinstance(values, dict):
+        raise FieldError("", f"expected an object, found {type(values).__name__}")
+    return values
+
+
+def read_fields(kind: type[F], values: Mapping[str, Any]) -> F:
+    """``values`` as a model. FieldError names the first field that is not as expected."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise FieldError(*_words(kind, values, error.errors(include_url=False))) from None
+
+
+WORDS = {
+    "string_type": "a text",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "greater_than_equal": "{ge} or more",
+    "greater_than": "more than {gt}",
+    "less_than_equal": "at most {le}",
+    "literal_error": "{expected}",
+    "too_long": "at most {max_length} of them",
+    "string_too_long": "at most {max_length} characters",
+}
+
+
+def _words(
+    kind: type[Fields], values: Mapping[str, Any], found: Sequence[ErrorDetails]
+) -> tuple[str, str]:
+    """The path of the first field that is wrong, and what is wrong with it. kind: of ``values``."""
+    error, context = found[0]["type"], found[0].get("ctx", {})
+    place, value = _place(values, found[0]["loc"]), found[0]["input"]
+    field = path_of(place)
+    if error == "extra_forbidden":
+        names = names_of(kind) if len(place) == 1 else ()
+        if place[-1] in names:
+            return field, ": is given twice, under two names"
+        return field, f": no such field{did_you_mean(str(place[-1]), names)}"
+    if error == "missing":
+        return path_of([*_place(values, found[0]["loc"][:-1]), found[0]["loc"][-1]]), ": is missing"
+    if error == "value_error":
+        return field, f": {context['error']}"
+    if error in ("string_too_short", "too_short"):
+        return field, f" is {shown(value)}: expected one that is not empty"
+    if error == "string_pattern_mismatch":
+        return path_of(place[:-1]), f": the key {shown(value)} is no token's number"
+    same = [each for each in found if _place(values, each["loc"]) == place]  # of a union
+    expected = dict.fromkeys(_expected(each) for each in same)
+    return field, f" = {shown(value)}: expected {' or '.join(expected)}"
+
+
+def _expected(found: ErrorDetails) -> str:
+    words = WORDS.get(found["type"])
+    return found["msg"] if words is None else words.format(**found.get("ctx", {}))
+
+
+def _place(values: Any, parts: Sequence[str | int]) -> list[str | int]:
+    """The path of an error within ``values``, without pydantic's names for parts of a union."""
+    place: list[str | int] = []
+    for part in parts:
+        is_key = isinstance(values, Mapping) and part in values
+        if is_key or (isinstance(values, list) and isinstance(part, int)):
+            place.append(part)
+            values = values[part]
+    return place
+
+
+def names_of(kind: type[Fields]) -> list[str]:
+    """All names that the fields of a model have."""
+    names: list[Any] = []
+    for name, declared in kind.model_fields.items():
+        choices = getattr(declared.validation_alias, "choices", None)
+        names += choices or [declared.alias or name]
+    return [str(name) for name in names]
+
+
+def path_of(place: Sequence[str | int]) -> str:
+    """``messages[0].role``, cut where a key is long."""
+    text = ""
+    for part in place:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return ascii(text[:MAX_SHOWN])[1:-1]
+
+
+def shown(value: Any) -> str:
+    """A value in a message, in ASCII."""
+    try:
+        text = json.dumps(value)
+    except ValueError:  # a whole number of thousands of digits
+        text = "a very large number"
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+def as_texts(value: Any) -> Any:
+    """A text, or a list of texts, as a tuple."""
+    given = [value] if isinstance(value, str) else value
+    if not isinstance(given, list) or not all(isinstance(each, str) and each for each in given):
+        raise ValueError("expected a text or a list of texts, none of them empty")
+    return tuple(given)
+
+
+Number = Annotated[float, Field(ge=-MAX_FLOAT, le=MAX_FLOAT)]
+Whole = Annotated[int, Field(ge=-MAX_WHOLE, le=MAX_WHOLE)]
+Text = Annotated[str, Field(min_length=1)]  # not empty
+Texts = Annotated[
+    tuple[str, ...], BeforeValidator(as_texts, json_schema_input_type=str | list[str])
+]

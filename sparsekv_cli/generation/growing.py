@@ -10,8 +10,8 @@ from sparsekv_cli.generation.logprobs import LogProbs
 from sparsekv_cli.generation.sampler import SamplingOptions, new_sampler
 
 if TYPE_CHECKING:
+    from sparsekv_cli.generation.constraint import AnswerConstraint
     from sparsekv_cli.models.chat.thinking import Thinking
-    from sparsekv_cli.sampling.grammar import Constraint
     from sparsekv_cli.sampling.plain import Outcome
     from sparsekv_cli.session import Sample, Session
 
@@ -33,7 +33,7 @@ class GrowingAnswer:
         n_predict: int,
         stops: Sequence[str],
         logprobs: int | None = None,
-        constraint: Constraint | None = None,
+        constraint: AnswerConstraint | None = None,
         special: bool = False,
         write: Callable[[str], None] = lambda text: None,
         thinking: Thinking | None = None,
@@ -43,6 +43,9 @@ class GrowingAnswer:
         self.token = -1
         self.logprobs: LogProbs | None = None
         self._n_predict = n_predict
+        if constraint is not None:
+            n_room = session.n_ctx - len(prompt)
+            constraint.restart(prompt, n_room if n_predict < 0 else min(n_room, n_predict))
         self.sample: Sample = new_sampler(session, sampling, seed, constraint)
         if logprobs is not None:
             self.sample = self.logprobs = LogProbs(self.sample, logprobs, session.tokenizer)

@@ -39,7 +39,10 @@ class LogProbs:
         return token
 
     def of(self, answer: Answer) -> list[dict[str, Any]]:
-        """An entry for each token of the answer, which began with the first call."""
+        """An entry for each token of the answer, which began with the first call.
+
+        ``bytes`` are the token's own; its text replaces a part of a character.
+        """
         return self._entries[: len(answer.tokens)]
 
     def since(self, n: int) -> list[dict[str, Any]]:
@@ -47,5 +50,7 @@ class LogProbs:
         return self._entries[n:]
 
     def _entry(self, token: int, logits: np.ndarray, total: float) -> dict[str, Any]:
-        text = self._tokenizer.token_bytes(token).decode("utf-8", errors="replace")
-        return {"id": token, "token": text, "logprob": float(logits[token]) - total}
+        data = self._tokenizer.token_bytes(token)
+        text = data.decode("utf-8", errors="replace")
+        logprob = float(logits[token]) - total
+        return {"id": token, "token": text, "bytes": list(data), "logprob": logprob}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,14 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.sampling.params import params_from_metadata
 
 if TYPE_CHECKING:
-    from sparsekv_cli.sampling.grammar import Constraint, Grammar
+    from sparsekv_cli.generation.constraint import AnswerConstraint
+    from sparsekv_cli.models.chat.thinking import Thinking
+    from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
+    from sparsekv_cli.sampling.dry import Breakers, VocabularyBytes
+    from sparsekv_cli.sampling.grammar import Grammar
     from sparsekv_cli.session import Sample, Session
+
+N_BREAKERS = 32  # lists of DRY's sequence breakers that are remembered
 
 
 @dataclass(frozen=True)
@@ -21,26 +27,40 @@ class SamplingOptions:
     """What the user set; what is missing comes from the model file or from llama.cpp's defaults.
 
     explicit: field of SamplingParams -> value. ignore_eos: never choose a token that ends the text.
-    grammar: what every answer has to match.
+    grammar: what every answer has to match, from the first token behind the thinking on.
+    think_budget: most tokens that are thought ahead of an answer; None: as AnswerConstraint has it.
     """
 
     explicit: Mapping[str, Any]
     ignore_eos: bool = False
     grammar: Grammar | None = None
+    think_budget: int | None = None
 
 
-def new_constraint(session: Session, grammar: Grammar | None) -> Constraint | None:
-    """What keeps a model's answers to a grammar; None without one."""
-    return None if grammar is None else constraint_maker(session)(grammar)
+# Of options, of the markers of thinking (None where nothing is thought) and of whether the model is
+# to think (None: as its template has it): what may follow in an answer, None: anything.
+MakeConstraint = Callable[
+    [SamplingOptions, "Thinking | None", bool | None], "AnswerConstraint | None"
+]
 
 
-def constraint_maker(session: Session) -> Callable[[Grammar], Constraint]:
+def new_constraint(
+    session: Session,
+    sampling: SamplingOptions,
+    thinking: Thinking | None,
+    think: bool | None = None,
+) -> AnswerConstraint | None:
+    """What may follow in a model's answers, as a MakeConstraint says it."""
+    return constraint_maker(session.tokenizer)(sampling, thinking, think)
+
+
+def constraint_maker(tokenizer: Tokenizer) -> MakeConstraint:
     """What makes constraints for a model, whose vocabulary is read once, for the first of them."""
+    from sparsekv_cli.generation.constraint import AnswerConstraint
     from sparsekv_cli.sampling.grammar import Constraint, TokenBytes, open_tokenizer
 
     @functools.cache
     def tokenizer_of_grammars() -> Any:
-        tokenizer = session.tokenizer
         ids = range(tokenizer.n_vocab)
         end_ids = sorted(tokenizer.eog_ids)
         if not end_ids:
@@ -54,18 +74,29 @@ def constraint_maker(session: Session) -> Callable[[Grammar], Constraint]:
         )
         return open_tokenizer(vocabulary, end_ids)
 
-    return lambda grammar: Constraint(grammar, tokenizer_of_grammars())
+    def make(
+        sampling: SamplingOptions, thinking: Thinking | None, think: bool | None
+    ) -> AnswerConstraint | None:
+        grammar, budget = sampling.grammar, sampling.think_budget
+        if think is False and grammar is not None and thinking is not None:
+            budget = 0  # whatever the template's switch does
+        if grammar is None and budget is None:
+            return None
+        matched = None if grammar is None else Constraint(grammar, tokenizer_of_grammars())
+        return AnswerConstraint(tokenizer, thinking, matched, budget)
+
+    return make
 
 
 def new_sampler(
     session: Session,
     sampling: SamplingOptions,
     seed: int | None,
-    constraint: Constraint | None = None,
+    constraint: AnswerConstraint | None = None,
 ) -> Sample:
     """The sampler for a model: the user's values, the file's, then the defaults.
 
-    seed: None takes a random one. constraint: of ``new_constraint``, what answers have to match.
+    seed: None takes a random one. constraint: of ``new_constraint``, what may follow.
     """
     from sparsekv_cli.sampling.chain import make_sampler
 
@@ -78,7 +109,24 @@ def new_sampler(
         explicit["logit_bias"] = {**explicit.get("logit_bias", {}), **bans}
     return make_sampler(
         params_from_metadata(session.gguf.metadata, explicit),
-        piece=tokenizer.token_bytes,
-        tokenize=lambda text: tokenizer.encode(text, add_bos=False, parse_special=False),
+        find_breakers=functools.partial(_find_breakers, tokenizer),
         constraint=constraint,
     )
+
+
+@functools.lru_cache(1)
+def _pieces(tokenizer: Tokenizer) -> VocabularyBytes:
+    from sparsekv_cli.sampling.dry import pieces_of
+
+    return pieces_of(tokenizer.n_vocab, tokenizer.token_bytes)
+
+
+@functools.lru_cache(N_BREAKERS)
+def _find_breakers(tokenizer: Tokenizer, texts: tuple[str, ...]) -> Breakers:
+    """Where a model's vocabulary has DRY's sequence breakers; remembered, as it takes a while."""
+    from sparsekv_cli.sampling.dry import find_breakers
+
+    def tokenize(text: str) -> Sequence[int]:
+        return tokenizer.encode(text, add_bos=False, parse_special=False)
+
+    return find_breakers(texts, _pieces(tokenizer), tokenize)

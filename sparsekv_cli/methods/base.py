@@ -13,7 +13,7 @@ from sparsekv_cli.cache.kinds import CACHES
 from sparsekv_cli.cache.layer import DenseCache, LayerCache
 from sparsekv_cli.cache.spec import FULL, Budget, LayerSpec
 from sparsekv_cli.cache.store import CACHE_TYPES
-from sparsekv_cli.calibration.run import CalibrationRun
+from sparsekv_cli.calibration.run import CalibrationArray, CalibrationRun
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.option import check_options, option
 
@@ -131,6 +131,13 @@ class Method(ABC):
 
         Called for methods whose ``needs`` is CALIBRATION. The arrays must not depend on the
         method's options, because one sidecar serves all of them.
+        """
+        raise NotImplementedError
+
+    def calibration_arrays(self, specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
+        """What the arrays of ``calibrate`` must be for these layers, by name.
+
+        A file with other arrays is refused ahead of their use.
         """
         raise NotImplementedError
 

@@ -30,7 +30,7 @@ Departures; docs/methods.md has their reasons and figures:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -40,8 +40,8 @@ from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.store import KVStore, padded
 from sparsekv_cli.calibration.allocation import layer_share
-from sparsekv_cli.calibration.faedkv import study_frequencies
-from sparsekv_cli.calibration.run import CALIBRATION, CalibrationRun
+from sparsekv_cli.calibration.faedkv import arrays_of_frequencies, study_frequencies
+from sparsekv_cli.calibration.run import CALIBRATION, CalibrationArray, CalibrationRun
 from sparsekv_cli.cpu.faedkv import fft, frequencies
 from sparsekv_cli.cpu.faedkv.blocks import BlockSpectrum
 from sparsekv_cli.cpu.faedkv.spectrum import DIRECT_BELOW, FourierBasis, Mark, Spectrum
@@ -95,6 +95,9 @@ class FAEDKV(Method):
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
         """The ablation study, with the paper's numbers of exact rows whatever the options are."""
         return study_frequencies(run, SINKS, RECENT)
+
+    def calibration_arrays(self, specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
+        return arrays_of_frequencies(specs)
 
 
 class _Start(NamedTuple):

@@ -25,6 +25,7 @@ Departures; docs/methods.md has their reasons and figures:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,8 +35,8 @@ from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import N_SINKS, AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.split_store import SplitStore
 from sparsekv_cli.calibration.allocation import layer_count
-from sparsekv_cli.calibration.fasa import METRICS, SHARES, study_chunks
-from sparsekv_cli.calibration.run import CALIBRATION, CalibrationRun
+from sparsekv_cli.calibration.fasa import METRICS, SHARES, arrays_of_chunks, study_chunks
+from sparsekv_cli.calibration.run import CALIBRATION, CalibrationArray, CalibrationRun
 from sparsekv_cli.cpu.fasa import chunks, dominance
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import Method
@@ -113,6 +114,9 @@ class FASA(Method):
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
         """The worth of chunks, and what a layer loses with some of them, whatever the options."""
         return study_chunks(run, FASA().is_dense, N_QUERIES, TOP_K, N_SINKS, N_RECENT)
+
+    def calibration_arrays(self, specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
+        return arrays_of_chunks(specs)
 
 
 class FASACache(LayerCache):

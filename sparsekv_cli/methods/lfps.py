@@ -339,7 +339,7 @@ class LFPSCache(LayerCache):
             self._allocate(n + n // 8 + 256)
         method, limit, by_group = self.method, n, self._scores_by_group(n)
         if method.candidates:
-            limit = max(method.candidates * (2 if by_group else 1), 2 * k)
+            limit = max(min(method.candidates, n) * (2 if by_group else 1), 2 * k)
             limit += method.scout and self.spec.n_head * -(-method.scout // scout.PART)
         self._step.share(by_group, self._a_of_group if by_group else method.a)
         self._step.at(self.store.layout, n, k, limit, is_marked=is_marked)

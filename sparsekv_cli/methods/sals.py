@@ -30,6 +30,7 @@ Departures; docs/methods.md has their reasons and figures:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -39,8 +40,8 @@ from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.calibration.allocation import layer_count
-from sparsekv_cli.calibration.run import CALIBRATION, CalibrationRun
-from sparsekv_cli.calibration.sals import BASES, SHARES, study_keys
+from sparsekv_cli.calibration.run import CALIBRATION, CalibrationArray, CalibrationRun
+from sparsekv_cli.calibration.sals import BASES, SHARES, arrays_of_keys, study_keys
 from sparsekv_cli.cpu.attention import decode as attention
 from sparsekv_cli.cpu.sals import latent, queries, step
 from sparsekv_cli.cpu.sals.values import BITS
@@ -113,6 +114,11 @@ class SALS(Method):
         """A layer's vectors U (G d, r) and weights w (G d,) from its calibration: E = w U."""
         size = spec.n_head_kv * spec.head_dim
         weights = _calibrated(spec, "weights")[:size]
+        if not (weights > 0).all():
+            raise SparseKVError(
+                f"calibration of sals: layer {spec.layer} has weights that are not positive; make "
+                "a new one: `sparsekv-cli calibrate -m MODEL --method sals`"
+            )
         vectors = _calibrated(spec, f"vectors_{self.basis}")[:size, : self.ranks(spec)[0]]
         return vectors, weights if self.basis == "diag" else np.ones_like(weights)
 
@@ -126,6 +132,9 @@ class SALS(Method):
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
         """Both bases of every layer, and the cost of ranks, whatever the options are."""
         return study_keys(run, SALS().is_dense, SINKS, WINDOW)
+
+    def calibration_arrays(self, specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
+        return arrays_of_keys(specs)
 
 
 def _calibrated(spec: LayerSpec, name: str) -> np.ndarray:

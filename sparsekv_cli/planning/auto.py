@@ -60,7 +60,17 @@ class Losses:
     @staticmethod
     def of_entry(entry: Entry) -> Losses:
         """KeyError, TypeError or ValueError for what ``as_entry`` did not make."""
-        return Losses(**json.loads(str(entry.tensors["losses"])))
+        try:
+            losses = Losses(**json.loads(str(entry.tensors["losses"])))
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+        if not isinstance(losses.kld, dict) or not all(map(_is_loss, losses.kld.values())):
+            raise ValueError("a loss is no number")
+        return losses
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, float | int) and 0 <= value < inf
 
 
 @dataclass(frozen=True)

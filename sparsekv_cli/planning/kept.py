@@ -6,10 +6,10 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli import __version__
@@ -18,6 +18,7 @@ from sparsekv_cli.calibration.run import CALIBRATION
 from sparsekv_cli.calibration.sidecar import Entry
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.files import open_regular
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.gguf.file import GGUFFile
@@ -27,7 +28,7 @@ from sparsekv_cli.planning.speeds import MethodCurve, Speeds, middle
 if TYPE_CHECKING:
     from sparsekv_cli.warmup import OnCompile
 
-FORMAT = 5  # raised when what is measured changes
+FORMAT = 6  # raised when what is measured changes
 # Each method is measured so often, the others in between, and medians count.
 N_PASSES = 3
 OnMeasure = Callable[[str, int, int], None]  # what is measured now, how many are done, of how many
@@ -58,10 +59,21 @@ def method_key(method: Method) -> str:
     return f"{method.name} {json.dumps(method.options(), sort_keys=True)}"
 
 
+def _digest(entry: Entry | None) -> str | None:
+    """32 hex digits over the arrays of a calibration."""
+    if entry is None:
+        return None
+    digest = hashlib.sha256()
+    for name, array in sorted(entry.tensors.items()):
+        digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
+    return digest.hexdigest()[:32]
+
+
 def read_speeds(path: Path) -> Speeds | None:
     """What was kept; None if there is no such file, or it holds something else."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        return Speeds.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    bad = ValueError, KeyError, TypeError, AttributeError, RecursionError
+    with contextlib.suppress(OSError, *bad), open_regular(path) as file:
+        return Speeds.from_dict(json.loads(file.read()))
     return None
 
 
@@ -89,7 +101,19 @@ def calibration_of(method: Method, file: GGUFFile, hparams: HParams) -> Entry | 
     if not file.has_data:
         return None
     nothing: Any = None  # a search neither decodes nor tokenizes
-    return Calibrations(file, hparams, nothing, nothing).find(method.name)
+    return Calibrations(file, hparams, nothing, nothing).find_of(method)
+
+
+def _without_others(known: Speeds | None, entries: Mapping[str, Entry | None]) -> Speeds | None:
+    """Leaves out curves with another calibration, which is another model's of this shape."""
+    if known is None:
+        return None
+    curves = {
+        key: curve
+        for key, curve in known.methods.items()
+        if key not in entries or curve.options.get(CALIBRATION) == _digest(entries[key])
+    }
+    return replace(known, methods=curves)
 
 
 def speeds_of(
@@ -98,6 +122,7 @@ def speeds_of(
     methods: Sequence[Method],
     *,
     again: bool = False,
+    is_quick: bool = False,
     on_measure: OnMeasure | None = None,
     on_compile: OnCompile | None = None,
 ) -> Speeds:
@@ -105,8 +130,10 @@ def speeds_of(
 
     What else a machine does makes it slower for minutes. So each curve is divided by the pace
     before and after it; the median pace of the first measurement is what all are told at.
-    Methods that cannot have any are left out. again: measure everything. SparseKVError for a model
-    that cannot be run, or a folder that cannot be written.
+    Methods that cannot have any are left out. again: measure everything. is_quick: what is missing
+    is measured in seconds, once and less exactly, and kept apart; a longer measurement that has all
+    methods goes first. SparseKVError for a model that cannot be run, or a folder that cannot be
+    written.
     """
     from sparsekv_cli.cpu.jit.threads import physical_cores
     from sparsekv_cli.evaluation.roofline import cpu_name
@@ -115,29 +142,40 @@ def speeds_of(
     hparams, machine = read_hparams(file), cpu_name()
     folder = default_speeds_folder()
     path = folder / f"{shape_key(file, config, machine, config.threads or physical_cores())}.json"
-    known = None if again else read_speeds(path)
     wanted = {method_key(each): each for each in (build_method("full", {}), *methods)}
-    missing = {
-        key: each
+    entries = {
+        key: calibration_of(each, file, hparams)
         for key, each in wanted.items()
-        if (known is None or key not in known.methods) and not why_not(each, file, hparams)
+        if each.needs == CALIBRATION
+    }
+    wanted = {key: each for key, each in wanted.items() if entries.get(key, each) is not None}
+    known = None if again else _without_others(read_speeds(path), entries)
+    if is_quick and (known is None or not known.methods.keys() >= wanted.keys()):
+        path = path.with_suffix(".quick.json")
+        known = None if again else _without_others(read_speeds(path), entries)
+    missing = {
+        key: each for key, each in wanted.items() if known is None or key not in known.methods
     }
     if known is not None and not missing:
         return known
-    measurement = Measurement(file, config, on_compile)
+    measurement = Measurement(file, config, on_compile, is_quick=is_quick)
     report = on_measure or (lambda what, done, total: None)
-    n_parts = 1 + N_PASSES * len(missing)
+    n_passes = 1 if is_quick else N_PASSES
+    n_parts = 1 + n_passes * len(missing)
     report("weights", 0, n_parts)
     if known is None:
-        known = measurement.speeds(machine)
+        known = replace(measurement.speeds(machine), is_quick=is_quick)
     found: dict[str, list[MethodCurve]] = {key: [] for key in missing}  # in units of the pace
     paces = [measurement.pace()]
-    for i, (key, method) in enumerate(N_PASSES * list(missing.items()), 1):
+    for i, (key, method) in enumerate(n_passes * list(missing.items()), 1):
         report(method.name, i, n_parts)
-        entry = calibration_of(method, file, hparams) if method.needs == CALIBRATION else None
+        entry = entries.get(key)
         curve = measurement.curve(method, {} if entry is None else entry.tensors)
-        paces.append(measurement.pace())
-        found[key].append(curve.times(2 / sum(paces[-2:])))
+        if entry is not None:
+            curve = replace(curve, options={**curve.options, CALIBRATION: _digest(entry)})
+        if not is_quick:
+            paces.append(measurement.pace())
+        found[key].append(curve.times(1 / mean(paces[-2:])))
     if not known.methods:
         pace = median(paces)
         known = replace(known, pace=pace, step_seconds=known.step_seconds * pace / known.pace)

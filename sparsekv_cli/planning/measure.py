@@ -36,6 +36,9 @@ MOST_WEIGHTS = 1 << 30  # bytes of a stand-in's weights
 MOST_ROWS = 1 << 30  # bytes of K and V in all layers that are measured
 LEAST_LAYERS = 4  # full ones that are measured, of which up to two are dense
 N_WARM, N_STEPS = 4, 10
+# A quick measurement: the first layers only, few tokens of the vocabulary, depths and steps.
+QUICK_DEPTHS, QUICK_VOCABULARY = (4096, 12288, 32768), 4096
+QUICK_WARM, QUICK_STEPS = 2, 3
 N_START = 64  # tokens of a prompt ahead of the first step
 N_QUERIES = 16  # different ones; half of their length is common, as of a text's
 CHUNK, N_ROWS = 512, 4096  # rows of a prefill's chunk; different ones
@@ -74,10 +77,18 @@ class TimedLayer:
 
 
 class Measurement:
-    """A stand-in of one model on the CPU."""
+    """A stand-in of one model on the CPU.
+
+    is_quick: it takes seconds, not minutes, and is less exact.
+    """
 
     def __init__(
-        self, file: GGUFFile, config: SessionConfig, on_compile: OnCompile | None = None
+        self,
+        file: GGUFFile,
+        config: SessionConfig,
+        on_compile: OnCompile | None = None,
+        *,
+        is_quick: bool = False,
     ) -> None:
         import numba
 
@@ -85,10 +96,16 @@ class Measurement:
 
         self.n_threads = min(config.threads or physical_cores(), numba.config.NUMBA_NUM_THREADS)
         numba.set_num_threads(self.n_threads)
+        self._depths = QUICK_DEPTHS if is_quick else DEPTHS
+        self._n_warm = QUICK_WARM if is_quick else N_WARM
+        self._n_steps = QUICK_STEPS if is_quick else N_STEPS
+        self._most_weights, self._most_rows = (0, 0) if is_quick else (MOST_WEIGHTS, MOST_ROWS)
         self.whole = read_stand_in(file)
         self._full = build_method("full", {})
         n_layer = self._layers_that_fit()
-        hparams, architecture, weights = read_stand_in(file, n_layer)
+        hparams, architecture, weights = read_stand_in(
+            file, n_layer, QUICK_VOCABULARY if is_quick else None
+        )
         engine = open_engine(
             hparams, architecture, weights, self._full, config, self.n_threads, 0, on_compile
         )
@@ -98,7 +115,8 @@ class Measurement:
         self._rng = np.random.default_rng(SEED)
         self._rows: dict[tuple[int, ...], _Rows] = {}
         self._pos = 0
-        self._pace_depth = DEPTHS[1] if self._has_room(DEPTHS[1]) else DEPTHS[0]
+        first, second = self._depths[:2]
+        self._pace_depth = second if self._has_room(second) else first
         self._pace_caches: list[Any] = []
 
     def _layers_that_fit(self) -> int:
@@ -106,7 +124,7 @@ class Measurement:
         layers, weights = self.whole.hparams.layers, self.whole.weights
         if self.whole.hparams.n_layer_input:  # one tensor has parts for all layers
             return len(layers)
-        room = min(MOST_WEIGHTS, (available_memory() or 1 << 40) // 6)
+        room = min(self._most_weights, (available_memory() or 1 << 40) // 6)
         room -= weights.output.data.nbytes
         sizes = [sum(w.data.nbytes for w in layer.linears()) for layer in weights.layers]
         fitting = int(np.searchsorted(np.cumsum(sizes), room, side="right"))
@@ -122,7 +140,7 @@ class Measurement:
         """
         caches = [self._full.layer(spec) for spec in self.specs]
         self._start(caches)
-        seconds = self._rest(self._timed(caches), 2 * N_STEPS)
+        seconds = self._rest(self._timed(caches), 2 * self._n_steps)
         others = [c.memory().host for c in caches if c.spec.kind != FULL]
         n_others = sum(layer.kind != FULL for layer in self.whole.hparams.layers)
         other_bytes = round(sum(others) / len(others) * n_others) if others else 0
@@ -139,14 +157,14 @@ class Measurement:
             caches, _ = self._filled(self._full, self.specs, depth)
             self._pace_caches = self._timed(caches)
         self._pos, seconds = depth, []
-        for _ in range(N_WARM + N_STEPS):
+        for _ in range(self._n_warm + self._n_steps):
             started = time.perf_counter()
             self._decode(self._pace_caches)
             seconds.append(time.perf_counter() - started)
         for layer in self._pace_caches:
             if isinstance(layer, TimedLayer):
                 layer.cache.truncate(depth)
-        return _typical(seconds[N_WARM:])
+        return _typical(seconds[self._n_warm :])
 
     def _rest(self, caches: Sequence[Any], n_steps: int) -> float:
         """Decodes; seconds of a step beside the attention of full layers, the first ones left out.
@@ -154,12 +172,12 @@ class Measurement:
         Layers behind the last cache are left out of the step.
         """
         timed, seconds = [each for each in caches if isinstance(each, TimedLayer)], []
-        for i in range(N_WARM + n_steps):
+        for i in range(self._n_warm + n_steps):
             started = time.perf_counter()
             self._decode(caches)
             whole = time.perf_counter() - started
             seconds.append(whole - sum(layer.seconds[i] for layer in timed))
-        return _typical(seconds[N_WARM:])
+        return _typical(seconds[self._n_warm :])
 
     def scratch(self) -> int:
         """Bytes that a chunk of a prefill takes beside caches and weights, at its peak."""
@@ -202,7 +220,7 @@ class Measurement:
         ]
         warmup.compile_method_kernels(self.decoder, method, specs, self._on_compile)
         probed: Any = replace(method, **PROBED.get(method.name, {}))
-        depths = [depth for depth in DEPTHS if depth == DEPTHS[0] or self._has_room(depth)]
+        depths = [d for d in self._depths if d == self._depths[0] or self._has_room(d)]
         points = [self._point(probed, specs, depth) for depth in depths]
         return MethodCurve(method.options(), *self.layers_of(method), points)
 
@@ -228,7 +246,7 @@ class Measurement:
     ) -> tuple[list[LayerCache], int]:
         """Caches of a depth, of as many first layers as have room; bytes of weights of a step."""
         full = [spec for spec in specs if spec.kind == FULL]
-        room = min(MOST_ROWS, (available_memory() or 1 << 40) // 4)
+        room = min(self._most_rows, (available_memory() or 1 << 40) // 4)
         n_measured = max(LEAST_LAYERS, room // (depth * self._row_bytes()))
         last = full[:n_measured][-1].layer
         caches = [method.layer(spec) for spec in specs[: last + 1]]
@@ -240,12 +258,12 @@ class Measurement:
     def _point(self, method: Method, specs: Sequence[LayerSpec], depth: int) -> DepthPoint:
         caches, n_bytes = self._filled(method, specs, depth)
         timed = self._timed(caches)
-        rest = self._rest(timed, N_STEPS)
+        rest = self._rest(timed, self._n_steps)
         found: dict[bool, list[tuple[float, LayerCache]]] = {True: [], False: []}
         for layer in timed:
             if isinstance(layer, TimedLayer):
                 is_dense = method.name != "full" and method.is_dense(layer.cache.spec)
-                found[is_dense].append((_typical(layer.seconds[N_WARM:]), layer.cache))
+                found[is_dense].append((_typical(layer.seconds[self._n_warm :]), layer.cache))
         points = {is_dense: _mean_point(layers) for is_dense, layers in found.items()}
         sparse = points[False] or points[True]
         assert sparse is not None
@@ -253,7 +271,7 @@ class Measurement:
 
     def _start(self, caches: Sequence[LayerCache]) -> None:
         """A short prompt; layers of other kinds than full begin with as much as they can hold."""
-        self.decoder.rope.reserve(max(DEPTHS) + N_WARM + 2 * N_STEPS)
+        self.decoder.rope.reserve(max(self._depths) + self._n_warm + 2 * self._n_steps)
         self.decoder.forward([0] * N_START, 0, caches)
         self._pos = N_START
         for cache in caches:
@@ -262,7 +280,7 @@ class Measurement:
                 cache.finish_prefill()
 
     def _fill(self, caches: Sequence[LayerCache], depth: int) -> None:
-        self.decoder.rope.reserve(depth + N_WARM + N_STEPS)
+        self.decoder.rope.reserve(depth + self._n_warm + self._n_steps)
         for cache in caches:
             if cache.spec.kind == FULL:
                 cache.reserve(depth + CHUNK)

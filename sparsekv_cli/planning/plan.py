@@ -52,7 +52,7 @@ class PlannedMethod:
 @dataclass(frozen=True)
 class Plan:
     """Of a model at a context. ceiling: how many times as fast as ``full`` a step without any
-    attention in full layers would be.
+    attention in full layers would be. is_quick: see ``Speeds``.
     """
 
     model: str
@@ -67,6 +67,7 @@ class Plan:
     layers: int
     ceiling: float
     methods: Sequence[PlannedMethod]
+    is_quick: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -195,6 +196,7 @@ def make_plan(
         layers=len(layers),
         ceiling=forecast.ceiling(n_ctx),
         methods=[_planned(each, file, forecast, n_ctx, available) for each in methods],
+        is_quick=speeds.is_quick,
     )
 
 

@@ -119,7 +119,7 @@ class Speeds:
     when the machine was as fast as all figures mean it (Measurement.pace). step_seconds: of a step
     beside the attention of full layers, of a stand-in that reads ``step_bytes`` of weights.
     other_bytes: what layers of other kinds hold. scratch_bytes: of a prefill's chunk. methods: by
-    ``method_key``, ``full`` among them.
+    ``method_key``, ``full`` among them. is_quick: measured in seconds, less exactly.
     """
 
     machine: str
@@ -132,6 +132,7 @@ class Speeds:
     other_bytes: int
     scratch_bytes: int
     methods: Mapping[str, MethodCurve]
+    is_quick: bool = False
 
     @property
     def byte_seconds(self) -> float:

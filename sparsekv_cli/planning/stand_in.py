@@ -19,6 +19,7 @@ from sparsekv_cli.models.weights import Weights, read_weights
 
 SMALL = 1 << 20  # bytes; a float tensor up to this size has values
 TABLE = "per_layer_token_embd.weight"  # of which a step reads a row: zeros that take no memory
+OF_TOKENS = (TABLE, "token_embd.weight", "output.weight")  # a row a token
 NEGATIVE = "ssm_a"  # ends the names of tensors whose values must be below 0
 
 
@@ -26,15 +27,20 @@ class StandInFile:
     """Stands for a GGUFFile: the tensors of its first layers, and data that are not in it.
 
     has_room: whether large tensors have memory of their own; otherwise only their sizes are right.
+    n_vocab: tokens of the vocabulary, None: all.
     """
 
-    def __init__(self, file: GGUFFile, n_layer: int, *, has_room: bool) -> None:
+    def __init__(
+        self, file: GGUFFile, n_layer: int, n_vocab: int | None, *, has_room: bool
+    ) -> None:
         self.path, self.metadata, self.value_types = file.path, file.metadata, file.value_types
         self.parts = file.parts
         self.check_types = file.check_types
         self._has_room = has_room
         self.tensors: Mapping[str, TensorInfo] = {
-            name: info for name, info in file.tensors.items() if _layer_of(name) < n_layer
+            name: info if name not in OF_TOKENS else _first_rows(info, n_vocab)
+            for name, info in file.tensors.items()
+            if _layer_of(name) < n_layer
         }
 
     def data(self, tensor: str | TensorInfo) -> np.ndarray:
@@ -75,8 +81,18 @@ def _layer_of(name: str) -> int:
     return int(number) if prefix == "blk" and number.isdecimal() else -1
 
 
-def read_stand_in(file: GGUFFile, n_layer: int | None = None) -> StandIn:
+def _first_rows(info: TensorInfo, n: int | None) -> TensorInfo:
+    if n is None or n >= info.shape[0]:
+        return info
+    return replace(info, shape=(n, *info.shape[1:]), n_bytes=info.n_bytes // info.shape[0] * n)
+
+
+def read_stand_in(
+    file: GGUFFile, n_layer: int | None = None, n_vocab: int | None = None
+) -> StandIn:
     """The model with its first ``n_layer`` layers; None: all, whose weights take no memory.
+
+    n_vocab: the most tokens that its vocabulary keeps; None: all.
 
     SparseKVError for a model that this program cannot run.
     """
@@ -84,7 +100,9 @@ def read_stand_in(file: GGUFFile, n_layer: int | None = None) -> StandIn:
     hparams = read_hparams(file)
     if n_layer is not None:
         hparams = replace(hparams, layers=hparams.layers[:n_layer], n_skipped=0)
+    if n_vocab is not None:
+        hparams = replace(hparams, n_vocab=min(n_vocab, hparams.n_vocab))
     has_room = n_layer is not None
     n_tensors = hparams.n_layer + hparams.n_skipped
-    standing: Any = StandInFile(file, n_tensors, has_room=has_room)
+    standing: Any = StandInFile(file, n_tensors, n_vocab, has_room=has_room)
     return StandIn(hparams, architecture, read_weights(standing, hparams, architecture))

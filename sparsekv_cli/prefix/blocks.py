@@ -17,24 +17,34 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import struct
 import tempfile
 import zlib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from sparsekv_cli.cache.row_sizes import CACHE_TYPES
+from sparsekv_cli.files import open_regular
+
 BLOCK = 512  # tokens
-MAGIC = b"sparsekv rows 2\n"
+KIND = b"sparsekv rows "  # begins the files of all versions
+MAGIC = KIND + b"2\n"
 SUFFIX, SNAPSHOT, TEMPORARY = ".rows", ".snapshot", ".tmp"
+TEMPORARY_START = ".sparsekv-"
 NAME_DIGITS = 32
+BLOCK_NAME = re.compile(rf"[0-9a-f]{{{NAME_DIGITS}}}-[0-9a-f]{{{NAME_DIGITS}}}\.(rows|snapshot)")
+TEMPORARY_NAME = re.compile(r"\.sparsekv-[a-z0-9_]{8}\.tmp")  # as tempfile.mkstemp makes them
 ALIGNMENT = 64
 LENGTHS = struct.Struct("<II")
 MOST_HEADER = 1 << 24  # bytes
+MOST = (1 << 31) - 1  # of every number in a header
 Piece = tuple[np.ndarray, np.ndarray]  # K and V, (kv heads, tokens, items of a row)
 
 
@@ -103,6 +113,23 @@ def own_hash(name: str) -> str:
     return name.partition(".")[0].partition("-")[2]
 
 
+def is_own(path: Path) -> bool:
+    """Whether a file has a name that only this program gives, and begins as its files do.
+
+    A shorter file is what a writer leaves that is killed at once.
+    """
+    if not BLOCK_NAME.fullmatch(path.name) and not TEMPORARY_NAME.fullmatch(path.name):
+        return False
+    try:
+        if path.is_symlink():
+            return False
+        with open_regular(path) as file:
+            start = file.read(len(KIND))
+    except OSError:
+        return False
+    return KIND.startswith(start)
+
+
 def read_header(file: FileIO) -> BlockHeader:
     """The header of a file that is open at its beginning, and whose size fits it; DamagedError."""
     start = file.read(len(MAGIC) + LENGTHS.size)
@@ -113,26 +140,62 @@ def read_header(file: FileIO) -> BlockHeader:
     if len(text) != length or zlib.crc32(text) != checksum:
         raise DamagedError("its header has another checksum")
     try:
-        values = json.loads(text)
-        header = BlockHeader(
-            model=str(values["model"]),
-            parent=str(values["parent"]),
-            first=int(values["first"]),
-            tokens=tuple(int(token) for token in values["tokens"]),
-            types=(str(values["types"][0]), str(values["types"][1])),
-            layers=tuple((int(g), int(k), int(v)) for g, k, v in values["layers"]),
-            rows=tuple(int(n) for n in values["rows"]),
-            sums=str(values["sums"]),
-        )
-        if len(header.layer_rows) != len(header.layers):
-            raise ValueError
-    except (ValueError, KeyError, TypeError, IndexError):
-        raise DamagedError("its header cannot be read") from None
+        header = _header_of(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        what = error.args[0] if isinstance(error, _FieldError) else "it is no JSON"
+        raise DamagedError(f"its header cannot be read: {what}") from None
     expected = _pieces_start(len(start) + length) + sum(header.piece_bytes)
     size = os.fstat(file.fileno()).st_size
     if size != expected:
         raise DamagedError(f"it has {size} bytes instead of {expected}")
     return header
+
+
+class _FieldError(ValueError):
+    """A field of a header that is not what it must be."""
+
+
+_HASH = re.compile(rf"[0-9a-f]{{{NAME_DIGITS}}}")
+_SUMS = re.compile(r"[0-9a-f]*")
+
+
+def _header_of(values: Any) -> BlockHeader:
+    """The header that JSON has; _FieldError unless every field has its type and range."""
+    names = [field.name for field in fields(BlockHeader)]
+    if not isinstance(values, dict) or sorted(values) != sorted(names):
+        raise _FieldError(f"it must have the fields {', '.join(names)}")
+
+    def check(name: str, is_right: bool) -> None:
+        if not is_right:
+            raise _FieldError(f"{name} is not what it must be")
+
+    model, parent, first, tokens, types, layers, rows, sums = (values[name] for name in names)
+    check("model", isinstance(model, str))
+    check("parent", isinstance(parent, str) and bool(_HASH.fullmatch(parent)))
+    check("first", _are_counts([first]))
+    check("tokens", _are_counts(tokens) and bool(tokens))
+    check("types", isinstance(types, list) and len(types) == 2)
+    check("types", all(isinstance(name, str) and name in CACHE_TYPES for name in types))
+    check("layers", isinstance(layers, list))
+    check("layers", all(_are_counts(layer) and len(layer) == 3 for layer in layers))
+    check("rows", _are_counts(rows) and len(rows) in (0, len(layers)))
+    check("sums", isinstance(sums, str) and bool(_SUMS.fullmatch(sums)))
+    check("sums", len(sums) == 8 * len(layers))
+    return BlockHeader(
+        model,
+        parent,
+        first,
+        tuple(tokens),
+        (types[0], types[1]),
+        tuple((heads, k, v) for heads, k, v in layers),
+        tuple(rows),
+        sums,
+    )
+
+
+def _are_counts(values: Any) -> bool:
+    """Whether it is a list of whole numbers, none of them negative or too large."""
+    return isinstance(values, list) and all(type(n) is int and 0 <= n <= MOST for n in values)
 
 
 def _pieces_start(header_end: int) -> int:
@@ -164,9 +227,14 @@ class BlockWriter:
         """OSError if the folder cannot be written."""
         self.header = header
         self._sums = [0] * len(header.layers)
-        handle, name = tempfile.mkstemp(TEMPORARY, ".sparsekv-", folder)  # mode 0600
-        os.close(handle)
+        handle, name = tempfile.mkstemp(TEMPORARY, TEMPORARY_START, folder)  # mode 0600
         self._temporary = Path(name)
+        try:
+            with open(handle, "wb") as file:
+                file.write(MAGIC)  # tells whose file it is
+        except BaseException:
+            self.abandon()
+            raise
 
     @property
     def rows(self) -> slice:
@@ -183,6 +251,10 @@ class BlockWriter:
                 file.write(head.data)
                 checksum = zlib.crc32(head.data, checksum)
         self._sums[layer] = checksum
+
+    def change_parent(self, parents: Mapping[str, str]) -> None:
+        """Gives the block the parent that is found under its present one."""
+        self.header = replace(self.header, parent=parents[self.header.parent])
 
     def finish(self, path: Path) -> None:
         """Writes the header and gives the file its name, in the same folder; OSError."""

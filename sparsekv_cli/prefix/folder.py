@@ -1,7 +1,7 @@
 """The folder of the prefix cache: who may read it, what lies in it, what goes when it is full.
 
 Prompts are private: the folder has mode 0700 and its files 0600. A fault of the disk is a line and
-never stops a run.
+never stops a run. Files of others may lie in the folder. They are neither read nor removed.
 """
 
 from __future__ import annotations
@@ -13,26 +13,38 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.files import is_private, open_regular, user_cache
 from sparsekv_cli.prefix.blocks import (
-    SNAPSHOT,
+    BLOCK,
+    BLOCK_NAME,
     SUFFIX,
     TEMPORARY,
     BlockHeader,
     DamagedError,
+    is_own,
     read_header,
 )
 
-WRITABLE_BY_OTHERS = 0o022
 HOUR = 3600  # seconds after which a file that is being written has been left behind
 
 
 def default_prefix_folder() -> Path | None:
     """Where the user's prompts are kept; None where there is no home folder."""
+    return user_cache("prefixes")
+
+
+def check_folder(path: Path) -> None:
+    """SparseKVError for a folder that holds files, none of which is the prefix cache's."""
     try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return Path(base) / "sparsekv-cli" / "prefixes"
+        found = sorted(path.iterdir())
+    except OSError:
+        return  # what cannot be read is told when it is used
+    if found and not any(map(is_own, found)):
+        raise SparseKVError(
+            f"--cache-dir {path}: holds files that are not the prefix cache's, such as "
+            f"{found[0].name}; name an empty folder, or one that is not there yet"
+        )
 
 
 class KeptFile(NamedTuple):
@@ -58,9 +70,7 @@ class PrefixFolder:
             status = os.stat(self.path)
         except OSError:
             return False
-        if not hasattr(os, "geteuid"):
-            return True
-        if status.st_uid == os.geteuid() and not status.st_mode & WRITABLE_BY_OTHERS:
+        if is_private(status):
             return True
         self.warn(
             f"prompts in {self.path} are not used: the folder belongs to another user or others "
@@ -70,9 +80,12 @@ class PrefixFolder:
 
     def make(self) -> bool:
         """Makes the folder if there is none; whether it was made. OSError if it cannot be."""
-        if self.path.is_dir():
+        try:
+            self.path.mkdir(mode=0o700, parents=True)
+        except FileExistsError:  # another process may just have made it
+            if not self.path.is_dir():
+                raise
             return False
-        self.path.mkdir(mode=0o700, parents=True)
         return True
 
     def children(self) -> dict[str, list[str]]:
@@ -80,33 +93,43 @@ class PrefixFolder:
         found: dict[str, list[str]] = {}
         with contextlib.suppress(OSError):
             for name in os.listdir(self.path):
-                if name.endswith(SUFFIX):
+                if name.endswith(SUFFIX) and BLOCK_NAME.fullmatch(name):
                     found.setdefault(name.partition("-")[0], []).append(name)
         return found
+
+    def read_header(self, name: str) -> BlockHeader:
+        """What a file says of itself; OSError, DamagedError."""
+        with open_regular(self.path / name) as file:
+            header = read_header(file)
+        if header.name != name:
+            raise DamagedError("it has another block's name")
+        if len(header.tokens) > BLOCK:
+            raise DamagedError(f"it has {len(header.tokens)} tokens; a block has at most {BLOCK}")
+        return header
 
     def header(self, name: str) -> BlockHeader | None:
         """What a file says of itself; None if it is not there. A damaged one is removed."""
         try:
-            with open(self.path / name, "rb", buffering=0) as file:
-                header = read_header(file)
-            if header.name != name:
-                raise DamagedError("it has another block's name")
+            return self.read_header(name)
         except DamagedError as error:
             self.remove_damaged(name, error)
-            return None
         except OSError:
-            return None
-        return header
+            pass
+        return None
 
     def remove_damaged(self, name: str, error: Exception) -> None:
+        """Says what is wrong with a file, and removes it if it is the program's."""
         what = (isinstance(error, OSError) and error.strerror) or error
-        self.warn(f"{self.path / name}: {what}; it is removed, and its tokens are computed again")
+        done = "removed" if is_own(self.path / name) else "left as it is"
+        self.warn(f"{self.path / name}: {what}; it is {done}, and its tokens are computed again")
         self.remove([name])
 
     def remove(self, names: Iterable[str]) -> None:
+        """Removes files; those that are not the program's are left."""
         for name in names:
             with contextlib.suppress(OSError):
-                (self.path / name).unlink()
+                if is_own(self.path / name):
+                    (self.path / name).unlink()
 
     def touch(self, names: Iterable[str]) -> None:
         """Marks blocks of one prompt as used; the first ones last, for they serve more prompts."""
@@ -115,24 +138,21 @@ class PrefixFolder:
                 os.utime(self.path / name)
 
     def entries(self) -> list[KeptFile]:
-        """All files, the ones that were used last first; those left behind are removed."""
+        """All files of the program, the ones that were used last first."""
         entries = []
         with contextlib.suppress(OSError):
-            for path in self.path.iterdir():
+            for path in filter(is_own, self.path.iterdir()):
                 with contextlib.suppress(OSError):
                     status = path.stat()
-                    if path.suffix == TEMPORARY and status.st_mtime < time.time() - HOUR:
-                        path.unlink()
-                    elif path.suffix in (SUFFIX, SNAPSHOT, TEMPORARY):
-                        entries.append(KeptFile(path, status.st_mtime, status.st_size))
+                    entries.append(KeptFile(path, status.st_mtime, status.st_size))
         return sorted(entries, key=lambda entry: entry.used, reverse=True)
 
     def trim(self) -> None:
-        """Removes the files that were not used for the longest time, down to the limit."""
-        total = 0
-        for path, _, size in self.entries():
+        """Removes files that a killed process left, and beyond the limit those unused longest."""
+        total, long_ago = 0, time.time() - HOUR
+        for path, used, size in self.entries():
             total += size
-            if total > self.limit:
+            if total > self.limit or (path.suffix == TEMPORARY and used < long_ago):
                 self.remove([path.name])
 
     def clear(self) -> tuple[int, int]:

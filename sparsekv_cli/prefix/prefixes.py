@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,14 @@ import numpy as np
 
 from sparsekv_cli import __version__
 from sparsekv_cli.cache.layer import BoundedCache, LayerCache
-from sparsekv_cli.calibration.sidecar import model_hash
+from sparsekv_cli.files import open_regular
 from sparsekv_cli.models.forward import Forward
 from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.prefix.blocks import (
     BLOCK,
     NAME_DIGITS,
     BlockHeader,
-    BlockWriter,
     DamagedError,
-    Piece,
     block_hash,
     block_name,
     read_header,
@@ -36,6 +34,7 @@ from sparsekv_cli.prefix.blocks import (
 from sparsekv_cli.prefix.folder import PrefixFolder
 from sparsekv_cli.prefix.pieces import block_layers, converted, empty_piece, row_types
 from sparsekv_cli.prefix.prompt_rows import Found
+from sparsekv_cli.prefix.rows_writer import RowsWriter
 from sparsekv_cli.prefix.snapshots import (
     SnapshotWriter,
     latest_snapshot,
@@ -48,38 +47,44 @@ LEAST = 512  # tokens that are worth a file, and worth finding
 # the bits of those computed in chunks that begin at 0.
 STEP = 16
 Q8_FROM = 32 << 20  # bytes of a block in f16 beyond which it is kept in q8_0
-N_PENDING = 2  # layers whose rows wait for being written
+UNKNOWN = "0" * NAME_DIGITS  # stands for the root while the model's hash is not known
 
 
-def facts_of(file: GGUFFile, decoder: Forward) -> dict[str, Any]:
-    """What the rows of a prompt stand for: all but how they were computed."""
-    rope = decoder.rope.full
-    return {
-        "program": __version__,
-        "model": model_hash(file),
-        "rope": [rope.theta.tobytes().hex(), float(rope.magnitude)],
-    }
+class Root:
+    """The parent of the first block of all prompts of a model. It depends on every byte of it.
 
+    facts: what else the rows depend on.
+    """
 
-def root_of(facts: Mapping[str, Any]) -> str:
-    """The parent of the first block of all prompts with these facts."""
-    text = json.dumps(facts, sort_keys=True).encode()
-    return hashlib.sha256(text).hexdigest()[:NAME_DIGITS]
+    def __init__(self, file: GGUFFile, decoder: Forward, **facts: Any) -> None:
+        rope = decoder.rope.full
+        turns = [rope.theta.tobytes().hex(), float(rope.magnitude)]
+        self._content = file.content
+        self._facts = {"program": __version__, "rope": turns, **facts}
+
+    def known(self) -> str | None:
+        """None while the model's hash is not known, and for ever once its file has changed."""
+        model = self._content.known()
+        if model is None:
+            return None
+        text = json.dumps({**self._facts, "model": model}, sort_keys=True).encode()
+        return hashlib.sha256(text).hexdigest()[:NAME_DIGITS]
 
 
 class Prefixes:
     """Blocks of one model's prompts in a folder, for a session whose caches are on the host.
 
-    model: its file's name. root: by ``root_of``. types: of the session's rows. n_queried: last
-    tokens of a prompt that are always computed. tell: told, under -v, what is done. is_bounded:
-    whether the model has layers that need snapshots.
+    model: its file's name. types: of the session's rows. n_queried: last tokens of a prompt that
+    are always computed. tell: told, under -v, what is done. is_bounded: whether the model has
+    layers that need snapshots. While ``root`` is not known, nothing is found. A prompt is kept if
+    it is known when the answer is out.
     """
 
     def __init__(
         self,
         folder: PrefixFolder,
         model: str,
-        root: str,
+        root: Root,
         types: tuple[str, str],
         n_queried: int,
         tell: Callable[[str], None],
@@ -88,8 +93,9 @@ class Prefixes:
         self.folder, self.model, self.root, self.types = folder, model, root, types
         self._n_queried, self._tell = max(1, n_queried), tell
         self._is_bounded = is_bounded
-        self._storing: _Storing | None = None
+        self._storing: RowsWriter | None = None
         self._snapshots: SnapshotWriter | None = None
+        self._begun = UNKNOWN  # the root when the prefill began
 
     # --- from disk --------------------------------------------------------------------------------
 
@@ -97,9 +103,12 @@ class Prefixes:
         """The longest beginning of ``ids`` that the folder has."""
         if len(ids) < LEAST or not self.folder.is_usable():
             return Found()
+        root = self.known_root("looked for")
+        if root is None:
+            return Found()
         children = self.folder.children()
         headers: list[BlockHeader] = []
-        parent, n, goes_on = self.root, 0, True
+        parent, n, goes_on = root, 0, True
         while goes_on and n < len(ids):
             header, common = self._closest(children.get(parent, ()), parent, ids[n : n + BLOCK])
             if header is None or header.first != n:
@@ -109,6 +118,14 @@ class Prefixes:
             goes_on = common == BLOCK
             parent = block_hash(parent, header.tokens)
         return self._found(headers, n, ids, LEAST)
+
+    def known_root(self, what: str) -> str | None:
+        """The root, or None; then it says that the prompt is not ``what``."""
+        root = self.root.known()
+        if root is None:
+            reason = "the model is still being read, or its file has changed"
+            self._tell(f"prefix cache: not {what}, {reason}")
+        return root
 
     def _found(
         self, headers: Sequence[BlockHeader], n: int, ids: Sequence[int], least: int
@@ -144,10 +161,17 @@ class Prefixes:
         """
         if not found.n:
             return 0
+        wanted: list[BlockHeader] = []
+        for header in found.headers:
+            if header.first >= found.n:
+                break
+            if header.layers != block_layers(caches, header.types):
+                self._drop(header, DamagedError("its rows have other sizes than the model's"))
+                break
+            wanted.append(header)
         full = [cache for cache in caches if not isinstance(cache, BoundedCache)]
         for cache in full:
             cache.store.reserve(n_room)
-        wanted = [header for header in found.headers if header.first < found.n]
         n = 0
         with ThreadPoolExecutor(caches[0].spec.n_threads) as pool:
             stops = [min(found.n, _end(header)) for header in wanted]
@@ -171,10 +195,8 @@ class Prefixes:
 
     def _read(self, header: BlockHeader, stop: int, caches: Sequence[LayerCache]) -> None:
         """Reads a block's rows up to position ``stop``; OSError, DamagedError."""
-        if header.layers != block_layers(caches, header.types):
-            raise DamagedError("its rows have other sizes than the model's")
         first, is_direct = header.first, header.types == self.types
-        with open(self._path(header), "rb", buffering=0) as file:
+        with open_regular(self._path(header)) as file:
             if read_header(file) != header:
                 raise DamagedError("it was replaced")
             for layer, cache in enumerate(caches):
@@ -202,7 +224,7 @@ class Prefixes:
     ) -> None:
         """A prefill of ``ids`` begins, of which the caches hold ``n_loaded``."""
         self.finish()
-        types = self.types
+        self._begun, types = self.root.known() or UNKNOWN, self.types
         row_bytes = sum(heads * (k + v) for heads, k, v in block_layers(caches, types))
         if BLOCK * row_bytes > Q8_FROM:
             k, v = ("q8_0" if each == "f16" else each for each in types)
@@ -216,13 +238,13 @@ class Prefixes:
         headers = self._new_blocks(ids, n_known, n_kept, types, block_layers(caches, types))
         snapshots: list[BlockHeader] = []
         if self._is_bounded and headers:
-            of = self.model, self.root, ids, n_loaded, self.types, caches
+            of = self.model, self._begun, ids, n_loaded, self.types, caches
             snapshots = snapshot_headers(*of)
             headers = headers if snapshots else []  # without any, rows are of no use
         if headers:
             try:
                 if self._may_keep([*headers, *snapshots]):
-                    self._storing = _Storing(headers, self._path)
+                    self._storing = RowsWriter(ids, headers, self._path)
                     if snapshots:
                         self._snapshots = SnapshotWriter(
                             self.folder.path, snapshots, caches, self._not_kept
@@ -242,7 +264,7 @@ class Prefixes:
 
         n_known: tokens that are not new. n_kept: those whose blocks are not written again.
         """
-        parent, headers = self.root, []
+        parent, headers = self._begun, []
         for first in range(0, len(ids) if len(ids) - n_known >= LEAST else 0, BLOCK):
             tokens = tuple(int(token) for token in ids[first : first + BLOCK])
             if first + BLOCK > n_kept:
@@ -277,10 +299,15 @@ class Prefixes:
         """Writes what is left of the prompt's rows; the answer is out."""
         if self._storing is None:
             return
+        root = self.known_root("kept")
+        if root is None or self._begun not in (root, UNKNOWN):
+            self.abandon()
+            return
         try:
-            n = self._storing.finish()
+            parents = self._storing.parents(self._begun, root)
+            n = self._storing.finish(parents)
             if self._snapshots is not None:
-                self._snapshots.finish()
+                self._snapshots.finish(parents)
         except OSError as error:
             self._not_kept(error)
             return
@@ -313,71 +340,6 @@ class Prefixes:
         self.abandon()
         reason = error.strerror or type(error).__name__
         self.folder.warn(f"warning: the prompt is not kept: {self._place}: {reason}")
-
-
-class _Storing:
-    """The new blocks of one prompt on their way to disk.
-
-    A cache that keeps its rows is read when the answer is out. Of one that drops or moves them, a
-    copy is written by a thread while the next layers are computed.
-    """
-
-    def __init__(
-        self, headers: Sequence[BlockHeader], path_of: Callable[[BlockHeader], Path]
-    ) -> None:
-        self.headers, self._path_of = headers, path_of
-        self._writers: list[BlockWriter] = []
-        self._keeping: list[tuple[int, LayerCache]] = []
-        self._pending: list[Future[None]] = []
-        self._thread: ThreadPoolExecutor | None = None
-        try:
-            for header in headers:
-                self._writers.append(BlockWriter(path_of(header).parent, header))
-        except BaseException:
-            self.abandon()
-            raise
-
-    def take(self, layer: int, cache: LayerCache) -> None:
-        if not self.headers[0].layers[layer][0]:
-            return
-        if cache.can_prefill_in_parts:
-            self._keeping.append((layer, cache))
-            return
-        first, stop = self._writers[0].rows.start, self._writers[-1].rows.stop
-        k, v = (rows[:, first:stop].copy() for rows in (cache.store.k, cache.store.v))
-        self._thread = self._thread or ThreadPoolExecutor(1, "prefix")
-        self._pending.append(self._thread.submit(self._write, layer, (k, v), first, cache))
-        while len(self._pending) > N_PENDING:
-            self._pending.pop(0).result()
-
-    def _write(self, layer: int, rows: Piece, first: int, cache: LayerCache) -> None:
-        """Writes one layer's rows, which begin at position ``first``, to all blocks."""
-        for writer in self._writers:
-            at = slice(writer.rows.start - first, writer.rows.stop - first)
-            own = cache.store.k_type, cache.store.v_type
-            kept = row_types(cache, writer.header.types)
-            k, v = (converted(x[:, at], *of) for x, *of in zip(rows, own, kept, strict=True))
-            writer.write(layer, (k, v))
-
-    def finish(self) -> int:
-        """How many tokens the folder has of the prompt."""
-        for layer, cache in self._keeping:
-            self._write(layer, (cache.store.k, cache.store.v), 0, cache)
-        for future in self._pending:
-            future.result()
-        self._close()
-        for writer in reversed(self._writers):  # the first blocks are the ones used last
-            writer.finish(self._path_of(writer.header))
-        return self._writers[-1].rows.stop
-
-    def abandon(self) -> None:
-        self._close()
-        for writer in self._writers:
-            writer.abandon()
-
-    def _close(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
 
 
 def n_common(left: Sequence[int], right: Sequence[int]) -> int:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from sparsekv_cli.files import open_regular
 from sparsekv_cli.prefix.blocks import BlockHeader, DamagedError, read_header
 from sparsekv_cli.prefix.folder import PrefixFolder
-from sparsekv_cli.prefix.prefixes import LEAST, STEP, Prefixes, n_common
+from sparsekv_cli.prefix.prefixes import LEAST, STEP, Prefixes, Root, n_common
 from sparsekv_cli.prefix.prompt_rows import Found
 
 
@@ -26,7 +27,7 @@ class SessionFile(Prefixes):
         self,
         path: Path,
         model: str,
-        root: str,
+        root: Root,
         types: tuple[str, str],
         n_queried: int,
         warn: Callable[[str], None],
@@ -38,16 +39,21 @@ class SessionFile(Prefixes):
 
     def find(self, ids: Sequence[int]) -> Found:
         self._is_new = self._is_foreign = False
+        root = self.known_root("looked for")
+        if root is None:
+            return Found()
         try:
-            with open(self._file, "rb", buffering=0) as file:
+            with open_regular(self._file) as file:
                 header = read_header(file)
+            if header.first or header.rows:
+                raise DamagedError("its rows are not those of a whole prompt")
         except FileNotFoundError:
             self._is_new = True
             return Found()
         except (OSError, DamagedError) as error:
             self._drop(None, error)
             return Found()
-        if header.parent != self.root:
+        if header.parent != root:
             self._is_foreign = True
             self.folder.warn(
                 f"{self._file}: is of another model or version ({header.model}) and is left as it "
@@ -79,7 +85,7 @@ class SessionFile(Prefixes):
         if self._is_foreign or not (self._is_new or len(ids) - n_known >= LEAST):
             return []
         tokens = tuple(int(token) for token in ids)
-        return [BlockHeader(self.model, self.root, 0, tokens, types, layers)]
+        return [BlockHeader(self.model, self._begun, 0, tokens, types, layers)]
 
     def _may_keep(self, headers: Sequence[BlockHeader]) -> bool:
         return True

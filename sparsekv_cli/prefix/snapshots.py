@@ -7,11 +7,12 @@ net's groups begin there too. The last block has one, and those before it, ever 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from sparsekv_cli.cache.layer import BoundedCache, LayerCache, Snapshot
+from sparsekv_cli.files import open_regular
 from sparsekv_cli.prefix.blocks import (
     BLOCK,
     SNAPSHOT,
@@ -125,9 +126,10 @@ class SnapshotWriter:
         except OSError as error:
             self._failed(error)
 
-    def finish(self) -> None:
-        """The files appear; OSError."""
+    def finish(self, parents: Mapping[str, str]) -> None:
+        """The files appear; OSError. parents: as RowsWriter.parents says."""
         for writer in self._writers.values():
+            writer.change_parent(parents)
             writer.finish(self._folder / writer.header.name)
 
     def abandon(self) -> None:
@@ -139,7 +141,7 @@ class SnapshotWriter:
 def _read(path: Path, length: int, caches: Sequence[LayerCache]) -> dict[int, Snapshot]:
     """A snapshot's pieces by layer; OSError, DamagedError."""
     pieces = {}
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         header = read_header(file)
         if header.name != path.name or (header.layers, header.rows) != _sizes(caches, length):
             raise DamagedError("its pieces have other sizes than the model's")

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.sampling.dry import Breakers, dry_penalties, find_breakers
-from sparsekv_cli.sampling.grammar import Constraint
+from sparsekv_cli.sampling.dry import Breakers, dry_penalties
 from sparsekv_cli.sampling.params import SAMPLERS, Sampler, SamplingParams
 from sparsekv_cli.sampling.plain import PlainSampler, plain_chain
 
@@ -51,6 +50,16 @@ class Candidates(NamedTuple):
         return found, at[found]
 
 
+class Follows(Protocol):
+    """What may follow in an answer, token by token."""
+
+    def allowed(self, n_vocab: int) -> np.ndarray | None:
+        """Ids of the tokens that may follow, ascending, all below n_vocab: (n,) i64; None: all."""
+
+    def accept(self, token: int) -> None:
+        """``token`` follows, which is an allowed one."""
+
+
 Sample = Callable[[np.ndarray, Sequence[int]], int]
 ChainStep = Callable[[Candidates, Sequence[int]], Candidates]
 
@@ -58,15 +67,13 @@ ChainStep = Callable[[Candidates, Sequence[int]], Candidates]
 def make_sampler(
     params: SamplingParams,
     *,
-    piece: Callable[[int], str | bytes] | None = None,
-    tokenize: Callable[[str], Sequence[int]] | None = None,
-    constraint: Constraint | None = None,
+    find_breakers: Callable[[tuple[str, ...]], Breakers] | None = None,
+    constraint: Follows | None = None,
 ) -> Sample:
     """A function (logits (V,) f32, history) -> token id; history holds prompt and answer so far.
 
-    piece: text of a token, special tokens included; needed by DRY's sequence breakers.
-    tokenize: tokens of a text without BOS, special tokens not parsed; needed by breakers of more
-        than one byte, which may be spread over tokens.
+    find_breakers: where the vocabulary has DRY's sequence breakers (dry.find_breakers); called
+        only if DRY is on and has breakers.
     constraint: what the answer has to match, which is told every token that is chosen. Tokens that
         cannot follow take no part in the chain.
     The same parameters and the same calls give the same tokens, unless params.seed is -1.
@@ -80,17 +87,18 @@ def make_sampler(
     takes_best = is_greedy and table["temperature"] in active
     while takes_best and active and active[-1].keeps_best:
         active.pop()
-    steps = [chain_step(sampler, params, rng, piece, tokenize) for sampler in active]
-    ids = np.arange(0)
+    steps = [chain_step(sampler, params, rng, find_breakers) for sampler in active]
+    ids, bias = np.arange(0), bias_of(params.logit_bias)
 
     def sample(logits: np.ndarray, history: Sequence[int]) -> int:
         nonlocal ids
         if len(ids) != len(logits):
             ids = np.arange(len(logits))
         candidates = Candidates(ids, np.asarray(logits, np.float32), len(logits), is_full=True)
-        candidates = add_bias(candidates, params.logit_bias)
+        candidates = add_bias(candidates, *bias)
         if constraint is not None:
             allowed = constraint.allowed(len(logits))
+        if constraint is not None and allowed is not None:
             candidates = Candidates(allowed, candidates.logits[allowed], len(logits))
         check_finite(candidates.logits.max())
         for step in steps:
@@ -110,8 +118,7 @@ def chain_step(
     sampler: Sampler,
     params: SamplingParams,
     rng: np.random.Generator,
-    piece: Callable[[int], str | bytes] | None,
-    tokenize: Callable[[str], Sequence[int]] | None,
+    find_breakers: Callable[[tuple[str, ...]], Breakers] | None,
 ) -> ChainStep:
     """One sampler of the chain with its parameters bound."""
     module, _, name = sampler.function.partition(":")
@@ -119,9 +126,12 @@ def chain_step(
     values = [getattr(params, field) for field in sampler.fields]
     if sampler.takes == "vocabulary":
         n_last, *others = values
-        breakers = breakers_of(params.dry_sequence_breakers, piece, tokenize)
+        texts = params.dry_sequence_breakers
+        if texts and find_breakers is None:
+            raise ValueError(f"dry_sequence_breakers = {texts!r}: need a vocabulary")
+        breakers = find_breakers(texts) if texts and find_breakers is not None else {}
         return lambda candidates, history: function(
-            candidates, last(history, n_last), *others, breakers(candidates)
+            candidates, last(history, n_last), *others, breakers
         )
     if sampler.takes == "history":
         n_last, *others = values
@@ -131,53 +141,28 @@ def chain_step(
     return lambda candidates, _: function(candidates, *values)
 
 
-def breakers_of(
-    texts: Sequence[str],
-    piece: Callable[[int], str | bytes] | None,
-    tokenize: Callable[[str], Sequence[int]] | None,
-) -> Callable[[Candidates], Breakers]:
-    """DRY's sequence breakers; the vocabulary is searched when its size is first seen."""
-    check_breakers(texts, piece, tokenize)
-    found: list[Breakers] = []
-
-    def breakers(candidates: Candidates) -> Breakers:
-        if not found:
-            found.append(find_breakers(texts, candidates.n_vocab, piece, tokenize))
-        return found[0]
-
-    return breakers
-
-
-def check_breakers(
-    texts: Sequence[str],
-    piece: Callable[[int], str | bytes] | None,
-    tokenize: Callable[[str], Sequence[int]] | None,
-) -> None:
-    """ValueError when the sequence breakers need a function that was not given."""
-    if texts and piece is None:
-        raise ValueError(f"dry_sequence_breakers = {texts!r}: need a token's text (`piece`)")
-    for text in texts:
-        if len(text.encode()) > 1 and tokenize is None:
-            raise ValueError(f"dry_sequence_breakers = {text!r}: needs a tokenizer (`tokenize`)")
-
-
 def last(history: Sequence[int], n_last: int) -> np.ndarray:
     """The last n tokens of the history, all of it for -1: (n,) i64."""
     return np.asarray(history if n_last == -1 else history[-n_last:], dtype=np.int64)
 
 
-def add_bias(candidates: Candidates, bias: Mapping[int, float]) -> Candidates:
-    """logit += bias of its token; SparseKVError for a token outside the vocabulary."""
-    if not bias:
+def bias_of(bias: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens i64 (m,) and what is added to the logit of each f32 (m,)."""
+    n = len(bias)
+    return np.fromiter(bias.keys(), np.int64, n), np.fromiter(bias.values(), np.float32, n)
+
+
+def add_bias(candidates: Candidates, tokens: np.ndarray, amounts: np.ndarray) -> Candidates:
+    """logit += amount of each token; SparseKVError for a token outside the vocabulary."""
+    if not len(tokens):
         return candidates
-    tokens = np.fromiter(bias.keys(), np.int64, len(bias))
     found, index = candidates.locate(tokens)
     if not found.all():
         raise SparseKVError(
             f"logit bias for token {tokens[~found][0]}: the vocabulary has {len(candidates.ids)}"
         )
     logits = candidates.logits.copy()
-    logits[index] += np.fromiter(bias.values(), np.float32, len(bias))
+    logits[index] += amounts
     return candidates._replace(logits=logits, is_sorted=False)
 
 

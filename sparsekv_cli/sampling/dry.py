@@ -9,64 +9,88 @@ request 5677; the details follow llama.cpp (src/llama-sampler.cpp, llama_sampler
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-# First token of a breaker -> the token sequences that may follow it (empty: it is one token).
-Breakers = Mapping[int, Sequence[tuple[int, ...]]]
+# The tokens that follow a breaker's first token (empty: the breaker is in one token) -> the ids of
+# those first tokens, i32, ascending.
+Breakers = Mapping[tuple[int, ...], np.ndarray]
 
 MAX_BREAKER_BYTES = 40  # llama.cpp's MAX_CHAR_LEN and MAX_SEQ_LEN
 MAX_TAIL_TOKENS = 20
 LOG_FLOAT_MAX = np.float32(88.7228391)  # base**exponent must stay within f32
 LEAST_GROWING_BASE = 1.000001
+MOST_COMPARED = 64  # tokens of the context, times its length: compared before Z's algorithm
+
+
+class VocabularyBytes(NamedTuple):
+    """The bytes of all tokens of a vocabulary.
+
+    text: u8, one token after another, and one byte more. token_of: i32, the token of each byte.
+    ends: i64 (n_vocab,), where each token's bytes end.
+    """
+
+    text: np.ndarray
+    token_of: np.ndarray
+    ends: np.ndarray
+
+
+def pieces_of(n_vocab: int, piece: Callable[[int], bytes]) -> VocabularyBytes:
+    """The bytes of tokens 0 to n_vocab - 1. piece: the bytes of a token."""
+    words = [piece(token) for token in range(n_vocab)]
+    lengths = [len(word) for word in words]
+    text = np.frombuffer(b"".join(words) + b"\0", np.uint8)
+    return VocabularyBytes(
+        text, np.repeat(np.arange(n_vocab, dtype=np.int32), lengths), np.cumsum(lengths)
+    )
 
 
 def find_breakers(
-    texts: Sequence[str],
-    n_vocab: int,
-    piece: Callable[[int], str | bytes] | None,
-    tokenize: Callable[[str], Sequence[int]] | None,
+    texts: Sequence[str], pieces: VocabularyBytes, tokenize: Callable[[str], Sequence[int]]
 ) -> Breakers:
     """Every token in which a breaker occurs or begins.
 
     A token that ends in the first bytes of a breaker is paired with the tokens of its other bytes.
     A split inside a character is left out: its rest is no text that could be tokenised.
     """
-    if not texts or piece is None:
-        return {}
-    found: dict[int, list[tuple[int, ...]]] = {}
-    breakers = [text.encode()[:MAX_BREAKER_BYTES] for text in texts]
-    tails: dict[bytes, tuple[int, ...] | None] = {}
-    for token in range(n_vocab):
-        word = piece(token)
-        word = word.encode() if isinstance(word, str) else word
-        for breaker in breakers:
-            if breaker in word:
-                found.setdefault(token, []).append(())
-                continue
-            for n_bytes in range(1, min(len(breaker), len(word) + 1)):
-                if not word.endswith(breaker[:n_bytes]):
-                    continue
-                rest = breaker[n_bytes:]
-                if rest not in tails:
-                    tails[rest] = tail_tokens(rest, tokenize)
-                tail = tails[rest]
-                if tail is not None and tail not in found.get(token, ()):
-                    found.setdefault(token, []).append(tail)
-    return found
+    heads: dict[tuple[int, ...], list[np.ndarray]] = {}
+    for breaker in {text.encode()[:MAX_BREAKER_BYTES] for text in texts}:
+        whole, parts = occurrences(breaker, pieces)
+        heads.setdefault((), []).append(whole)
+        for rest, tokens in parts.items():
+            tail = tail_tokens(rest, tokenize)
+            if tail is not None:
+                heads.setdefault(tail, []).append(np.setdiff1d(tokens, whole))
+    return {tail: np.unique(np.concatenate(tokens)) for tail, tokens in heads.items()}
 
 
-def tail_tokens(
-    rest: bytes, tokenize: Callable[[str], Sequence[int]] | None
-) -> tuple[int, ...] | None:
+def occurrences(
+    breaker: bytes, pieces: VocabularyBytes
+) -> tuple[np.ndarray, dict[bytes, np.ndarray]]:
+    """The tokens that contain a breaker; and by its other bytes, those that end in its first ones.
+
+    Follows all places where it may begin at once, one byte further at each step.
+    """
+    text, token_of, ends = pieces
+    places = np.flatnonzero(text[:-1] == breaker[0])
+    parts = {}
+    for n in range(1, len(breaker)):
+        tokens = token_of[places]
+        is_end = ends[tokens] == places + n
+        if is_end.any():
+            parts[breaker[n:]] = tokens[is_end]
+        places = places[~is_end]
+        places = places[text[places + n] == breaker[n]]
+    return np.unique(token_of[places]), parts
+
+
+def tail_tokens(rest: bytes, tokenize: Callable[[str], Sequence[int]]) -> tuple[int, ...] | None:
     """Tokens of the end of a breaker; None when it does not begin with a whole character."""
     try:
-        text = rest.decode()
+        return tuple(tokenize(rest.decode()))[:MAX_TAIL_TOKENS]
     except UnicodeDecodeError:
         return None
-    if tokenize is None:
-        raise ValueError(f"sequence breaker ending in {text!r}: needs a tokenizer (`tokenize`)")
-    return tuple(tokenize(text))[:MAX_TAIL_TOKENS]
 
 
 def dry_penalties(
@@ -97,7 +121,7 @@ def dry_penalties(
     longest = np.zeros(len(tokens), np.int64)
     np.maximum.at(longest, which, lengths[repeats])
 
-    is_breaker = np.array([() in breakers.get(int(token), ()) for token in tokens], bool)
+    is_breaker = np.isin(tokens, breakers.get((), ()))
     growth = np.power(np.float64(np.float32(base)), longest - allowed_length)
     with np.errstate(over="ignore"):  # an infinite penalty bans the token
         amounts = (np.float64(np.float32(multiplier)) * growth).astype(np.float32)
@@ -106,18 +130,17 @@ def dry_penalties(
 
 def repetition_limit(backwards: np.ndarray, breakers: Breakers) -> int:
     """Tokens after the last sequence breaker; all when there is none. backwards: newest first."""
-    if not breakers:
-        return len(backwards)
-    heads = np.fromiter(breakers.keys(), np.int64, len(breakers))
-    for i in np.flatnonzero(np.isin(backwards, heads)):
-        lengths = [
-            len(tail)
-            for tail in breakers[int(backwards[i])]
-            if len(tail) <= i and tail == tuple(backwards[i - len(tail) : i][::-1].tolist())
-        ]
-        if lengths:
-            return int(i) - max(lengths)
-    return len(backwards)
+    last, longest = len(backwards), 0  # where the last breaker begins, and its longest tail
+    for tail, heads in breakers.items():
+        # Places of a breaker's first token that are as new as the last one found, or newer.
+        places = np.arange(len(tail), min(last + 1, len(backwards)))
+        for n, token in enumerate(tail, 1):
+            places = places[backwards[places - n] == token]
+        places = places[np.isin(backwards[places], heads)]
+        if len(places):
+            longest = max(longest, len(tail)) if places[0] == last else len(tail)
+            last = int(places[0])
+    return last - longest
 
 
 def repeated_lengths(backwards: np.ndarray, limit: int) -> np.ndarray:
@@ -128,10 +151,29 @@ def repeated_lengths(backwards: np.ndarray, limit: int) -> np.ndarray:
     """
     lengths = np.zeros(len(backwards) - 1, np.int64)
     places = np.arange(1, len(backwards))
+    n_left = MOST_COMPARED * len(backwards)
     for n in range(limit):
         places = places[places + n < len(backwards)]
         places = places[backwards[places + n] == backwards[n]]
         if not len(places):
             break
         lengths[places - 1] = n + 1
+        n_left -= len(places)
+        if n_left < 0:
+            return np.minimum(common_beginnings(backwards.tolist()), limit)
     return lengths
+
+
+def common_beginnings(values: Sequence[int]) -> np.ndarray:
+    """(n - 1,) how many values from 1, 2, ... on equal those from 0 on: Z's algorithm, in O(n)."""
+    n = len(values)
+    lengths = [0] * n
+    left = right = 0  # the part found so far that reaches furthest is values[left:right]
+    for i in range(1, n):
+        length = min(lengths[i - left], right - i) if i < right else 0
+        while i + length < n and values[length] == values[i + length]:
+            length += 1
+        lengths[i] = length
+        if i + length > right:
+            left, right = i, i + length
+    return np.array(lengths[1:], np.int64)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.sampling.gbnf import is_gbnf, lark_of
 
 COMMAND = "pip install 'sparsekv-cli[grammar]'"
 # White space between two parts of a JSON text, bounded as in llama.cpp: none, one space, or one or
@@ -79,8 +80,7 @@ def read_grammar(kind: str, text: str) -> Grammar:
         elif kind == "tool_choice":
             definition = matcher.grammar_from_lark(text)
         else:
-            to_lark = import_module("llguidance.gbnf_to_lark").any_to_lark
-            definition = matcher.grammar_from_lark(to_lark(text))
+            definition = matcher.grammar_from_lark(lark_of(text) if is_gbnf(text) else text)
     except RecursionError:
         raise SparseKVError(f"--{kind}: nested too deeply") from None
     except Exception as error:  # the converter of GBNF raises plain ones
@@ -102,8 +102,9 @@ class Constraint:
         self._kind = grammar.kind
         self._at_start = _llguidance().LLMatcher(tokenizer, grammar.definition, log_level=0)
         self._bits = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)  # a bit a token
-        self.restart()
-        self.allowed(tokenizer.vocab_size)
+        for _ in range(2):  # some grammars are too large only with what the first time has built
+            self.restart()
+            self.allowed(tokenizer.vocab_size)
 
     def copy(self) -> Constraint:
         """The same for another answer, which begins."""

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.option import check_options, did_you_mean, option
+from sparsekv_cli.option import MAX_FLOAT, MAX_WHOLE, check_options, did_you_mean, option
 
 MAX_SEED = 2**64 - 1
+MAX_BREAKERS, MAX_BREAKERS_BYTES = 64, 1024  # texts, and their bytes in all
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,9 @@ class SamplingParams:
     samplers: the order of the chain, names from SAMPLER_ORDER; one left out is not applied.
     """
 
-    temp: float = option(0.8, "0: the most likely token.", flags=("--temp", "--temperature"))
+    temp: float = option(
+        0.8, "0: the most likely token.", at_least=0, flags=("--temp", "--temperature"),
+    )  # fmt: skip
     top_k: int = option(40, "Most likely tokens kept; 0: all.", at_least=-1)
     top_p: float = option(0.95, "Probability mass kept; 1: all.", at_least=0, at_most=1)
     min_p: float = option(0.05, "Least share of the best token's.", at_least=0, at_most=1)
@@ -132,7 +135,7 @@ class SamplingParams:
     )  # fmt: skip
     top_n_sigma: float = option(
         -1.0, "Standard deviations below the best logit that are kept; -1: off.",
-        flags=("--top-nsigma", "--top-n-sigma"),
+        at_least=-1, flags=("--top-nsigma", "--top-n-sigma"),
     )  # fmt: skip
     xtc_probability: float = option(
         0.0, "Chance that all but the least likely of the top tokens go; 0: off.",
@@ -177,14 +180,25 @@ class SamplingParams:
             isinstance(text, str) and text for text in breakers
         ):
             raise ValueError(f"dry_sequence_breakers = {breakers!r}: must be non-empty texts")
+        n_bytes = sum(len(text.encode()) for text in breakers)
+        if len(breakers) > MAX_BREAKERS or n_bytes > MAX_BREAKERS_BYTES:
+            raise ValueError(
+                f"dry_sequence_breakers: {len(breakers)} texts of {n_bytes} bytes in all: must be "
+                f"at most {MAX_BREAKERS} texts of {MAX_BREAKERS_BYTES} bytes in all"
+            )
         object.__setattr__(self, "dry_sequence_breakers", tuple(breakers))
 
     def _check_logit_bias(self) -> None:
         for token, bias in self.logit_bias.items():
-            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+            is_id = isinstance(token, int) and not isinstance(token, bool)
+            if not is_id or not 0 <= token <= MAX_WHOLE:
                 raise ValueError(f"logit_bias = {{{token!r}: ...}}: a token id must be 0 or more")
-            if not isinstance(bias, (int, float)) or math.isnan(bias) or bias == math.inf:
-                raise ValueError(f"logit_bias = {{{token}: {bias!r}}}: must be a number or -inf")
+            is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
+            if not is_number or not (abs(bias) <= MAX_FLOAT or bias == -math.inf):
+                raise ValueError(
+                    f"logit_bias = {{{token}: {bias!r}}}: must be a number up to {MAX_FLOAT:.1e} "
+                    "in size, or -inf"
+                )
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     def _check_samplers(self) -> None:

@@ -8,50 +8,65 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from sparsekv_cli.generation.answer import STOP_LENGTH, STOP_TEXT
+from sparsekv_cli.generation.conversation import continues_last
+from sparsekv_cli.generation.fields import FieldError, shown
+from sparsekv_cli.generation.messages import content_text
 from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
+from sparsekv_cli.models.chat.history import new_call_id
 from sparsekv_cli.serve.answers import Answers, Ping, about
 from sparsekv_cli.serve.jobs import Finished, PromptProgress
-from sparsekv_cli.serve.openai import content_text, event
-from sparsekv_cli.serve.requests import RequestError, Service, in_range, taken, texts
-from sparsekv_cli.serve.tools import ANY_OBJECT, ForcedCall, reader_of
+from sparsekv_cli.serve.openai import event
+from sparsekv_cli.serve.requests import EFFORT, Service
+from sparsekv_cli.serve.schema import CountFields, MessageFields
+from sparsekv_cli.serve.tools import ForcedCall, functions_of, reader_of
 
-ROLES = ("user", "assistant")
+ROLES = ("user", "assistant", "system")
 
 
 class Message:
     """One request, checked; ``stream`` or ``whole`` answers it."""
 
-    def __init__(self, service: Service, values: Mapping[str, Any]) -> None:
-        """RequestError for what is no such request."""
+    def __init__(self, service: Service, fields: MessageFields) -> None:
+        """RequestError for what cannot be answered."""
         self._service = service
-        self.streams = taken(values, "stream", bool, False)
-        taken(values, "model", str, "")
-        tools = _tools(values)
+        self.streams = fields.stream
+        tools = _tools(fields)
         self._kind = service.format_for(bool(tools))
-        self._forced = _forced(service, values, tools)
-        most = in_range(values, "max_tokens", 1, 2**31, None)
-        if most is None:
-            raise RequestError(
-                "max_tokens: expected a whole number of 1 or more", param="max_tokens"
-            )
+        self._forced = _forced(service, fields, tools)
+        messages = _conversation(fields)
+        continues = continues_last(messages, None, None)
+        self._reader = reader_of(
+            self._kind,
+            self._forced,
+            functions_of(tools),
+            is_begun=continues,
+            is_single=fields.tool_choice.disable_parallel_tool_use,
+        )
+        self._shows_thoughts = fields.thinking is None or fields.thinking.display != "omitted"
+        form = fields.output_config.format
+        think, budget = _thinking(fields)
+        if think is False and not service.can_switch_thinking:
+            budget = 0
         self._wish = service.wish(
-            prompt_ids(service, values, is_forced=self._forced is not None),
-            values,
-            max_tokens=most,
-            stops=texts(values, "stop_sequences"),
-            sampling={},
+            _prompt_ids(service, fields, messages, tools, is_forced=self._forced is not None),
+            fields,
+            max_tokens=fields.max_tokens,
+            stops=fields.stop_sequences,
+            schema=None if form is None else form.definition,
             kind=self._kind,
             forced=self._forced,
+            thinks=not continues,
+            think=think,
+            think_budget=budget,
         )
         self._id = f"msg_{uuid.uuid4().hex}"
 
     async def whole(self) -> dict[str, Any]:
         """The response to a request that does not stream."""
-        readers = [reader_of(self._kind, self._forced)]
-        async with Answers(self._service, [self._wish], readers) as answers:
+        async with Answers(self._service, [self._wish], [self._reader]) as answers:
             (told,) = await answers.whole()
         assert told.end is not None
-        blocks = [_block(part) for part in told.parts]
+        blocks = [_block(part) for part in self._shown(told.parts)]
         has_called = any(isinstance(part, ToolCall) for part in told.parts)
         if has_called:
             blocks = [each for each in blocks if each.get("text", "x").strip()]
@@ -66,8 +81,7 @@ class Message:
         yield _event("message_start", message=start)
         yield _event("ping")
         blocks, has_called = _Blocks(), False
-        readers = [reader_of(self._kind, self._forced)]
-        async with Answers(self._service, [self._wish], readers) as answers:
+        async with Answers(self._service, [self._wish], [self._reader]) as answers:
             async for told in answers.parts():
                 if isinstance(told, Ping):
                     yield _event("ping")
@@ -75,7 +89,7 @@ class Message:
                 if isinstance(told, PromptProgress):
                     yield f": prefill {told.done} of {told.total}\n\n"
                     continue
-                for part in told.parts:
+                for part in self._shown(told.parts):
                     has_called = has_called or isinstance(part, ToolCall)
                     for each in blocks.add(part):
                         yield each
@@ -87,6 +101,9 @@ class Message:
                     delta, spent = _stop(told.end, has_called), _usage(told.end)
                     yield _event("message_delta", delta=delta, usage=spent)
         yield _event("message_stop")
+
+    def _shown(self, parts: Sequence[Part]) -> list[Part]:
+        return [each for each in parts if self._shows_thoughts or not isinstance(each, Thought)]
 
     def _message(self, blocks: Sequence[Any], usage: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -138,9 +155,12 @@ class _Blocks:
 _KINDS: dict[type, str] = {Text: "text", Thought: "thinking", ToolCall: "tool_use"}
 
 
-def count_tokens(service: Service, values: Mapping[str, Any]) -> dict[str, int]:
+def count_tokens(service: Service, fields: CountFields) -> dict[str, int]:
     """How many tokens a request's prompt has."""
-    return {"input_tokens": len(prompt_ids(service, values))}
+    tools = _tools(fields)
+    is_forced = _forced(service, fields, tools) is not None
+    ids = _prompt_ids(service, fields, _conversation(fields), tools, is_forced=is_forced)
+    return {"input_tokens": len(ids)}
 
 
 def error_body(message: str, kind: str) -> dict[str, Any]:
@@ -148,33 +168,50 @@ def error_body(message: str, kind: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def prompt_ids(
-    service: Service, values: Mapping[str, Any], *, is_forced: bool = False
+def _prompt_ids(
+    service: Service,
+    fields: CountFields,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    is_forced: bool,
 ) -> list[int]:
-    """The ids of a request's system text, tools and conversation.
+    """The ids of a request's conversation (of ``_conversation``) and tools.
 
     is_forced: the answer is a call, ahead of which nothing is thought.
     """
+    wanted = False if is_forced else _thinking(fields)[0]
+    think = wanted if service.can_switch_thinking else None
+    effort = fields.output_config.effort  # a wish, which Claude Code sends to every model
+    variables = {} if effort is None or EFFORT not in service.variables else {EFFORT: effort}
+    continues = continues_last(messages, None, None)
+    return service.encode_chat(messages, tools, think, variables, continues=continues)
+
+
+def _conversation(fields: CountFields) -> list[dict[str, Any]]:
+    """The messages of a request as templates take them, its system text first."""
     messages = []
-    system = content_text("system", values.get("system"))
+    system = content_text("system", fields.system)
     if system:
         messages.append({"role": "system", "content": system})
-    given = taken(values, "messages", list, [])
-    if not given:
-        raise RequestError("messages: expected a list that is not empty", param="messages")
-    for i, message in enumerate(given):
+    for i, message in enumerate(fields.messages):
         messages += _messages(f"messages[{i}]", message)
-    thinking = taken(values, "thinking", dict, {})
-    wanted = {"enabled": True, "adaptive": True, "disabled": False}.get(str(thinking.get("type")))
-    wanted = False if is_forced else wanted
-    think = wanted if service.can_switch_thinking else None
-    return service.encode_chat(messages, _tools(values), think)
+    return messages
+
+
+def _thinking(fields: CountFields) -> tuple[bool | None, int | None]:
+    """Whether the model is to think, None: as its template has it; and the most tokens for it."""
+    thinking = fields.thinking
+    if thinking is None:
+        return None, None
+    think = thinking.type != "disabled"
+    return think, thinking.budget_tokens if think else None
 
 
 def _messages(where: str, message: Any) -> list[dict[str, Any]]:
     """A message as templates take it; results of tools are messages of their own."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise RequestError(f"{where}: expected an object whose role is user or assistant")
+        raise FieldError(where, f": expected an object whose role is one of {', '.join(ROLES)}")
     content = message.get("content")
     if not isinstance(content, list):
         return [{"role": message["role"], "content": content_text(where, content)}]
@@ -185,62 +222,75 @@ def _messages(where: str, message: Any) -> list[dict[str, Any]]:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text":
             own["content"] += content_text(at, block.get("text"))
+        elif kind == "tool_reference":
+            own["content"] += _reference(at, block)
         elif kind == "thinking":
             own["reasoning_content"] = content_text(at, block.get("thinking"))
         elif kind == "tool_use" and isinstance(block.get("name"), str):
-            call = {"name": block["name"], "arguments": taken(block, "input", dict, {})}
+            given = block.get("input")
+            if not isinstance(given, dict | None):
+                raise FieldError(f"{at}.input", f": expected an object, found {shown(given)}")
+            call = {"name": block["name"], "arguments": given or {}}
             calls = own.setdefault("tool_calls", [])
-            calls.append({"id": str(block.get("id")), "type": "function", "function": call})
+            calls.append({"id": str(block.get("id") or ""), "type": "function", "function": call})
         elif kind == "tool_result":
-            text = content_text(at, block.get("content"))
-            answered = {"tool_call_id": str(block.get("tool_use_id")), "content": text}
+            text = _result_text(at, block.get("content"))
+            answered = {"tool_call_id": str(block.get("tool_use_id") or ""), "content": text}
             result.append({"role": "tool", **answered})
         elif kind != "redacted_thinking":
-            raise RequestError(
-                f"{at}: expected a block of type text, thinking, tool_use or tool_result"
+            raise FieldError(
+                at,
+                ": expected a block of type text, thinking, tool_use, tool_result or "
+                "tool_reference",
             )
     has_own = own["content"] or "tool_calls" in own or not result
     return [*result, own] if has_own else result
 
 
-def _tools(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The tools as templates take them."""
-    choice = taken(values, "tool_choice", dict, {}).get("type")
-    tools = []
-    for tool in taken(values, "tools", list, []):
-        if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
-            raise RequestError("tools: expected objects with name and input_schema", param="tools")
-        function = {
-            "name": tool["name"],
-            "description": content_text("tools.description", tool.get("description")),
-            "parameters": taken(tool, "input_schema", dict, {}),
-        }
-        tools.append({"type": "function", "function": function})
-    return [] if choice == "none" else tools
+def _result_text(where: str, content: Any) -> str:
+    """The text of a tool's result: its texts, and the names of tools that it refers to."""
+    if not isinstance(content, list):
+        return content_text(where, content)
+    return "".join(
+        _reference(where, part)
+        if isinstance(part, dict) and part.get("type") == "tool_reference"
+        else content_text(where, [part])
+        for part in content
+    )
+
+
+def _reference(where: str, block: Mapping[str, Any]) -> str:
+    """A line about a tool that was searched for; the prompt describes all of them."""
+    name = block.get("tool_name")
+    if not isinstance(name, str):
+        raise FieldError(where, ": expected a tool_reference with a tool_name")
+    return f"tool: {name}\n"
+
+
+def _tools(fields: CountFields) -> list[dict[str, Any]]:
+    """The tools as templates take them; none with the tool_choice none."""
+    if fields.tool_choice.type == "none":
+        return []
+    functions = [
+        {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+        for tool in fields.tools
+    ]
+    return [{"type": "function", "function": function} for function in functions]
 
 
 def _forced(
-    service: Service, values: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
+    service: Service, fields: CountFields, tools: Sequence[Mapping[str, Any]]
 ) -> ForcedCall | None:
     """The call that tool_choice asks for, if it does."""
-    choice = taken(values, "tool_choice", dict, {"type": "auto"})
-    kind, name = choice.get("type"), choice.get("name")
-    if kind in ("auto", "none"):
+    if fields.tool_choice.type in ("auto", "none"):
         return None
-    if kind != "any" and (kind != "tool" or not isinstance(name, str)):
-        raise RequestError(
-            "tool_choice: expected the type auto, none, any, or tool with a name",
-            param="tool_choice",
-        )
-    own = [tool["function"] for tool in tools]
-    schemas = {each["name"]: each["parameters"] or ANY_OBJECT for each in own}
-    return service.forced_call(name if kind == "tool" else None, schemas)
+    return service.forced_call(fields.tool_choice.name, functions_of(tools))
 
 
 def _block(part: Part) -> dict[str, Any]:
     if isinstance(part, ToolCall):
         name, given = part.name, json.loads(part.arguments)
-        return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": name, "input": given}
+        return {"type": "tool_use", "id": new_call_id(), "name": name, "input": given}
     if isinstance(part, Thought):
         return {"type": "thinking", "thinking": part.text, "signature": ""}
     return {"type": "text", "text": part.text}

@@ -7,10 +7,11 @@ import contextlib
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,14 +22,23 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sparsekv_cli.errors import LostModelError, SparseKVError
+from sparsekv_cli.errors import BusyError, LostModelError, SparseKVError
+from sparsekv_cli.generation.fields import FieldError, Fields
 from sparsekv_cli.methods import describe_methods
 from sparsekv_cli.serve import anthropic, openai
 from sparsekv_cli.serve.jobs import QueueFullError, StoppingError, TimeLimitError, TooLargeError
 from sparsekv_cli.serve.metrics import Metrics
-from sparsekv_cli.serve.requests import RequestError, Service
-from sparsekv_cli.serve.schema import openapi
+from sparsekv_cli.serve.requests import RequestError, Service, read_request
+from sparsekv_cli.serve.schema import (
+    ChatFields,
+    CompletionFields,
+    CountFields,
+    MessageFields,
+    openapi,
+)
+from sparsekv_cli.serve.wire.bodies import Bodies, BodyError, WholeBodies
 
+N_READERS = 16  # requests that are read at once, of which grammar_trial.N_WAITING may wait
 RETRY_S = 2  # after which a client may ask again
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 # What the page may do: its own script and style, and requests to where it came from.
@@ -37,6 +47,9 @@ PAGE_POLICY = (
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HTTP_ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+F = TypeVar("F", bound=Fields)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,26 +68,33 @@ def make_app(
     service: Service, access: Access, log: Callable[[str], None] = lambda line: None
 ) -> ASGIApp:
     """The application. log: told a line a request, without prompts."""
-    metrics = Metrics(service.scheduler)
+    metrics, bodies = Metrics(service.scheduler), Bodies(service.limits.body_bytes)
     created = int(time.time())
     page = (files("sparsekv_cli") / "serve" / "page.html").read_text(encoding="utf-8")
 
+    readers = ThreadPoolExecutor(N_READERS, "request")
+
+    async def read(request: Request, kind: type[F], make: Callable[[Service, F], T]) -> T:
+        """What ``make`` makes of a request's fields, in a thread."""
+        values = await bodies.read(request)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            readers, lambda: make(service, read_request(kind, values))
+        )
+
     async def chat(request: Request) -> Response:
-        return await _answer(request, lambda v: openai.Completion(service, v, is_chat=True))
+        return await _answer(request, await read(request, ChatFields, openai.Completion))
 
     async def complete(request: Request) -> Response:
-        return await _answer(request, lambda v: openai.Completion(service, v, is_chat=False))
+        return await _answer(request, await read(request, CompletionFields, openai.Completion))
 
     async def message(request: Request) -> Response:
-        return await _answer(request, lambda v: anthropic.Message(service, v))
+        return await _answer(request, await read(request, MessageFields, anthropic.Message))
 
     async def count(request: Request) -> Response:
-        values = await _body(request, service.limits.body_bytes)
-        return JSONResponse(await asyncio.to_thread(anthropic.count_tokens, service, values))
+        return JSONResponse(await read(request, CountFields, anthropic.count_tokens))
 
-    async def _answer(request: Request, read: Callable[[Mapping[str, Any]], Any]) -> Response:
-        values = await _body(request, service.limits.body_bytes)
-        asked = await asyncio.to_thread(read, values)
+    async def _answer(request: Request, asked: Any) -> Response:
         if asked.streams:
             events = asked.stream()
             first = await _unless_gone(request, anext(events))  # errors before it have a status
@@ -105,7 +125,7 @@ def make_app(
         return HTMLResponse(page, headers={"content-security-policy": PAGE_POLICY})
 
     async def description(request: Request) -> Response:
-        return JSONResponse(openapi(service))
+        return JSONResponse(openapi(service.name))
 
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -137,7 +157,8 @@ def make_app(
 
     handlers: dict[Any, Any] = {SparseKVError: failed, HTTPException: failed}
     handlers |= {MemoryError: failed, Exception: failed, ClientDisconnect: _nobody}
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    starlette = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    return WholeBodies(starlette)
 
 
 async def _nobody(request: Request, error: Exception) -> Response:
@@ -148,6 +169,8 @@ def status_of(error: Exception) -> tuple[int, str, str | None]:
     """The status of an error, its type in both protocols, and its code in OpenAI's."""
     if isinstance(error, RequestError):
         return error.status, "invalid_request_error", error.code
+    if isinstance(error, BodyError):
+        return error.status, "invalid_request_error", None
     if isinstance(error, HTTPException):
         kind = HTTP_ERRORS.get(error.status_code, "invalid_request_error")
         return error.status_code, kind, None
@@ -157,6 +180,8 @@ def status_of(error: Exception) -> tuple[int, str, str | None]:
         return 400, "invalid_request_error", "too_large"
     if isinstance(error, StoppingError | LostModelError):
         return 503, "api_error", "stopping"
+    if isinstance(error, BusyError):
+        return 503, "api_error", "busy"
     if isinstance(error, TimeLimitError):
         return 504, "timeout_error", "time_limit"
     if isinstance(error, SparseKVError):
@@ -170,7 +195,7 @@ def error_body(path: str, error: Exception) -> tuple[int, dict[str, Any]]:
     if isinstance(error, HTTPException):
         message = str(error.detail)
     elif isinstance(error, SparseKVError):
-        message = " ".join(str(error).split())
+        message = " ".join(str(error).removeprefix("--").split())
     elif isinstance(error, MemoryError):
         message = "out of memory"
     else:
@@ -178,6 +203,8 @@ def error_body(path: str, error: Exception) -> tuple[int, dict[str, Any]]:
     if path.startswith("/v1/messages"):
         return status, anthropic.error_body(message, kind)
     param = error.param if isinstance(error, RequestError) else None
+    if isinstance(error, FieldError):
+        param = error.field or None
     return status, openai.error_body(message, kind, param, code)
 
 
@@ -187,26 +214,6 @@ def error_response(path: str, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.headers:
         headers.update(error.headers)
     return JSONResponse(body, status, headers=headers)
-
-
-async def _body(request: Request, most: int) -> Mapping[str, Any]:
-    """A request's JSON object; RequestError for anything else, or more than ``most`` bytes."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise RequestError("expected the content type application/json", status=415)
-    data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > most:
-            raise RequestError(f"the body has more than {most} bytes, the limit", status=413)
-    try:
-        values = json.loads(data)
-        json.dumps(values, ensure_ascii=False).encode()  # lone surrogates are no text
-    except (ValueError, RecursionError):
-        raise RequestError("the body is not JSON in UTF-8") from None
-    if not isinstance(values, dict):
-        raise RequestError(f"expected an object, found {type(values).__name__}")
-    return values
 
 
 async def _unless_gone(request: Request, answer: Any) -> Any:
@@ -280,8 +287,10 @@ class _Guard:
 
     def _reason_against(self, scope: Scope) -> Exception | None:
         headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
+        if "transfer-encoding" in headers and "content-length" in headers:  # two ends of one body
+            return RequestError("Content-Length and Transfer-Encoding exclude each other")
         if self._access.only_local:
-            host = headers.get("host", b"").decode("latin-1")
+            host = headers.get("host", b"").decode("latin-1").lower()
             if host.rpartition(":")[0] not in LOOPBACK and host not in LOOPBACK:
                 return HTTPException(421, "this server answers requests to localhost only")
         if self._access.api_key and scope["path"] not in self.OPEN:

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.generation.constraint import AnswerConstraint
 from sparsekv_cli.generation.growing import GrowingAnswer
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.chat.thinking import Thinking
-from sparsekv_cli.sampling.grammar import Constraint
 from sparsekv_cli.sampling.plain import Outcome
 from sparsekv_cli.sequence import SequenceState
 
@@ -104,7 +104,7 @@ class Wish:
     seed: int | None = None
     stops: Sequence[str] = ()
     logprobs: int | None = None
-    constraint: Constraint | None = None
+    constraint: AnswerConstraint | None = None
     special: bool = False
     thinking: Thinking | None = None
     n_bins: int = 0  # of the live picture of attended rows; 0: none

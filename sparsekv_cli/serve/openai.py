@@ -2,67 +2,98 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.answer import STOP_LENGTH
+from sparsekv_cli.generation.conversation import continues_last
+from sparsekv_cli.generation.messages import read_messages
 from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
+from sparsekv_cli.models.chat.history import new_call_id
 from sparsekv_cli.serve.answers import Answers, Ping, Told, about
 from sparsekv_cli.serve.jobs import Finished, PromptProgress, Wish
-from sparsekv_cli.serve.requests import (
-    MAX_CHOICES,
-    MAX_LOGPROBS,
-    RequestError,
-    Service,
-    in_range,
-    taken,
-    texts,
-)
-from sparsekv_cli.serve.tools import ANY_OBJECT, ForcedCall, reader_of
+from sparsekv_cli.serve.requests import EFFORT, RequestError, Service
+from sparsekv_cli.serve.schema import MAX_CHOICES, ChatFields, CompletionFields
+from sparsekv_cli.serve.tools import ForcedCall, Functions, functions_of, reader_of
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 DONE = "data: [DONE]\n\n"
 
 
 class Completion:
     """One request, checked; ``stream`` or ``whole`` answers it."""
 
-    def __init__(self, service: Service, values: Mapping[str, Any], *, is_chat: bool) -> None:
-        """RequestError for what is no such request."""
-        self._service, self._values, self._is_chat = service, values, is_chat
-        self.streams = taken(values, "stream", bool, False)
-        options = taken(values, "stream_options", dict, {})
-        self._tells_usage = taken(options, "include_usage", bool, False)
-        self._tells_progress = taken(values, "return_progress", bool, False)
-        self._tells_rows = in_range(values, "sparsekv_rows", 0, 256, 0) > 0
-        taken(values, "model", str, "")
-        n = in_range(values, "n", 1, MAX_CHOICES, 1)
-        tools = _tools(values) if is_chat else []
-        self._forced = _forced(service, values, tools) if is_chat else None
-        prompts = [self._chat_ids(tools)] if is_chat else self._prompt_ids()
-        self._kind = service.format_for(bool(tools)) if is_chat else None
-        wishes = [self._wish(ids) for ids in prompts]
-        self._wishes = [each for wish in wishes for each in service.choices(wish, n)]
-        self._readers = [reader_of(self._kind, self._forced) for _ in self._wishes]
+    def __init__(self, service: Service, fields: ChatFields | CompletionFields) -> None:
+        """RequestError for what cannot be answered."""
+        self._service, self._fields = service, fields
+        self._is_chat = is_chat = isinstance(fields, ChatFields)
+        self.streams = fields.stream
+        self._forced, self._kind, is_single = None, None, False
+        self._think: bool | None = None
+        self._continues, self._thinks = False, is_chat
+        functions: Functions = {}
+        if isinstance(fields, ChatFields):
+            tools = _tools(fields)
+            self._forced = _forced(service, fields, tools)
+            prompts = [self._chat_ids(fields, tools)]
+            self._kind = service.format_for(bool(tools))
+            is_single, functions = not fields.parallel_tool_calls, functions_of(tools)
+        else:
+            prompts = self._prompt_ids(fields.prompt)
+        wishes = [self._wish(fields, ids) for ids in prompts]
+        self._wishes = [each for wish in wishes for each in service.choices(wish, fields.n)]
+        self._readers = [
+            reader_of(
+                self._kind,
+                self._forced,
+                functions,
+                is_begun=self._continues,
+                is_single=is_single,
+            )
+            for _ in self._wishes
+        ]
+        self._places = [_Places(service.tokenizer.is_shown) for _ in self._wishes]
         self._id = ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex
         self._created = int(time.time())
 
-    def _chat_ids(self, tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        messages = _messages(self._values)
-        kwargs = taken(self._values, "chat_template_kwargs", dict, {})
-        think = taken(kwargs, "enable_thinking", bool, None)
-        if self._forced is not None and self._service.can_switch_thinking:
+    def _chat_ids(self, fields: ChatFields, tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        given, effort = dict(fields.chat_template_kwargs), fields.reasoning_effort
+        think = given.pop("enable_thinking", None)
+        if not isinstance(think, bool | None):
+            raise RequestError(
+                "chat_template_kwargs.enable_thinking: expected true or false",
+                param="chat_template_kwargs.enable_thinking",
+            )
+        service = self._service
+        if effort == "none" and EFFORT not in service.variables and service.can_switch_thinking:
+            think, effort = False, None
+        if self._forced is not None and service.can_switch_thinking:
             think = False
-        return self._service.encode_chat(messages, tools, think)
+        variables, messages = service.variables_of(given, effort), read_messages(fields.messages)
+        adds_prompt = fields.add_generation_prompt
+        try:
+            self._continues = continues_last(messages, fields.continue_final_message, adds_prompt)
+        except SparseKVError as error:
+            raise RequestError(str(error), param="continue_final_message") from None
+        self._think = think
+        self._thinks = not self._continues and adds_prompt is not False
+        return service.encode_chat(
+            messages,
+            tools,
+            think,
+            variables,
+            continues=self._continues,
+            add_generation_prompt=adds_prompt is not False,
+        )
 
-    def _prompt_ids(self) -> list[list[int]]:
+    def _prompt_ids(self, prompt: str | list[Any]) -> list[list[int]]:
         """The prompts of a completion: a text, ids, or a list of either."""
-        prompt = self._values.get("prompt")
-        many = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
-        prompts = prompt if many and isinstance(prompt, list) else [prompt]
+        is_many = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+        prompts = prompt if is_many and isinstance(prompt, list) else [prompt]
         n_vocab, encode = self._service.session.hparams.n_vocab, self._service.tokenizer.encode
         result = []
         for each in prompts[: MAX_CHOICES + 1]:
@@ -80,26 +111,23 @@ class Completion:
             raise RequestError(f"prompt: expected at most {MAX_CHOICES} prompts", param="prompt")
         return result
 
-    def _wish(self, ids: Sequence[int]) -> Wish:
-        values, limit = self._values, 2**31
-        most = in_range(values, "max_tokens", 0 if not self._is_chat else 1, limit, None)
-        if self._is_chat:
-            most = in_range(values, "max_completion_tokens", 1, limit, most)
-            wants = taken(values, "logprobs", bool, False)
-            n_top = in_range(values, "top_logprobs", 0, MAX_LOGPROBS, 0)
-            logprobs = n_top if wants else None
-        else:
-            logprobs = in_range(values, "logprobs", 0, MAX_LOGPROBS, None)
-            most = 16 if most is None else most
+    def _wish(self, fields: ChatFields | CompletionFields, ids: Sequence[int]) -> Wish:
+        schema, most, logprobs = None, fields.max_tokens, fields.logprobs
+        if isinstance(fields, ChatFields):
+            schema = fields.response_format.schema_of_answer
+            most = most if fields.max_completion_tokens is None else fields.max_completion_tokens
+            logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         return self._service.wish(
             ids,
-            values,
+            fields,
             max_tokens=most,
-            stops=texts(values, "stop"),
-            sampling=_response_format(values),
+            stops=fields.stop,
+            schema=schema,
             logprobs=logprobs,
             kind=self._kind,
             forced=self._forced,
+            thinks=self._thinks,
+            think=self._think,
         )
 
     # --- as a whole -------------------------------------------------------------------------------
@@ -108,11 +136,11 @@ class Completion:
         """The response to a request that does not stream."""
         async with Answers(self._service, self._wishes, self._readers) as answers:
             choices = await answers.whole()
-        ends = [told.end for told in choices if told.end is not None]
+        ends = {told.choice: told.end for told in choices if told.end is not None}
         body = self._head("chat.completion" if self._is_chat else "text_completion")
         body["choices"] = [self._choice(told) for told in choices]
-        body["usage"] = usage(ends)
-        body["sparsekv"] = about(ends[-1], self._service, self._wishes[-1])
+        body["usage"] = usage(ends, self._fields.n)
+        body["sparsekv"] = self._about(ends)
         return body
 
     def _choice(self, told: Told) -> dict[str, Any]:
@@ -131,7 +159,7 @@ class Completion:
             choice["message"] = message
         else:
             choice["text"] = text
-        choice["logprobs"] = self._logprobs(told, self._wishes[told.choice])
+        choice["logprobs"] = self._logprobs(told)
         choice["finish_reason"] = finish_reason(told.end, bool(calls))
         return choice
 
@@ -145,7 +173,7 @@ class Completion:
             if self._is_chat:
                 for i in range(len(self._wishes)):
                     yield event({**head, "choices": [_delta(i, {"role": "assistant"})]})
-            n_calls, ends = [0] * len(self._wishes), []
+            n_calls, ends = [0] * len(self._wishes), {}
             async for told in answers.parts():
                 if isinstance(told, Ping):
                     yield f": {told.why or 'ping'}\n\n"
@@ -154,17 +182,18 @@ class Completion:
                 else:
                     for choice in self._chunks(told, n_calls):
                         yield event({**head, "choices": [choice]})
-                    if told.rows is not None and self._tells_rows:
+                    if told.rows is not None:
                         yield event({"rows": told.rows, "index": told.choice}, "sparsekv.rows")
                     if told.end is not None:
-                        ends.append(told.end)
-            if self._tells_usage:
-                extra = about(ends[-1], self._service, self._wishes[-1])
-                yield event({**head, "choices": [], "usage": usage(ends), "sparsekv": extra})
+                        ends[told.choice] = told.end
+            options = self._fields.stream_options
+            if options is not None and options.include_usage:
+                told_of = {"usage": usage(ends, self._fields.n), "sparsekv": self._about(ends)}
+                yield event({**head, "choices": [], **told_of})
             yield DONE
 
     def _chunks(self, told: Told, n_calls: list[int]) -> list[dict[str, Any]]:
-        chunks, entries = [], self._logprobs(told, self._wishes[told.choice])
+        chunks, entries = [], self._logprobs(told)
         parts: list[Part] = told.parts or ([Text("")] if told.logprobs else [])
         for part in parts:
             if not self._is_chat:
@@ -187,7 +216,7 @@ class Completion:
 
     def _progress(self, head: Mapping[str, Any], told: PromptProgress) -> str:
         """Of the prefill: an event for clients that asked for it, a comment for the others."""
-        if not self._tells_progress:
+        if not self._fields.return_progress:
             return f": prefill {told.done} of {told.total}\n\n"
         progress = {"total": told.total, "processed": told.done, "cache": told.cached}
         return event({**head, "choices": [], "prompt_progress": progress})
@@ -198,8 +227,12 @@ class Completion:
         name = self._service.name
         return {"id": self._id, "object": kind, "created": self._created, "model": name}
 
-    def _logprobs(self, told: Told, wish: Wish) -> dict[str, Any] | None:
-        if wish.logprobs is None:
+    def _about(self, ends: Mapping[int, Finished]) -> dict[str, Any]:
+        last = max(ends)
+        return about(ends[last], self._service, self._wishes[last])
+
+    def _logprobs(self, told: Told) -> dict[str, Any] | None:
+        if self._wishes[told.choice].logprobs is None:
             return None
         if self._is_chat:
             entries = [
@@ -207,15 +240,27 @@ class Completion:
                 for each in told.logprobs
             ]
             return {"content": entries, "refusal": None}
-        tops = [
-            {other["token"]: other["logprob"] for other in each["top"]} for each in told.logprobs
-        ]
         return {
-            "tokens": [each["token"] for each in told.logprobs],
+            "tokens": [_token(each) for each in told.logprobs],
             "token_logprobs": [each["logprob"] for each in told.logprobs],
-            "top_logprobs": tops,
-            "text_offset": [],
+            "top_logprobs": [_by_token(each["top"]) for each in told.logprobs],
+            "text_offset": [self._places[told.choice].next(each) for each in told.logprobs],
         }
+
+
+class _Places:
+    """Where the tokens of a completion begin in its text, in characters."""
+
+    def __init__(self, is_shown: Callable[[int], bool]) -> None:
+        self._is_shown, self._n = is_shown, 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def next(self, entry: Mapping[str, Any]) -> int:
+        """Where the next token begins; within a character: where that begins."""
+        place = self._n
+        if self._is_shown(entry["id"]):
+            self._n += len(self._decoder.decode(bytes(entry["bytes"])))
+        return place
 
 
 def models(service: Service, created: int) -> dict[str, Any]:
@@ -234,10 +279,12 @@ def event(value: Mapping[str, Any], name: str = "") -> str:
     return (f"event: {name}\n" if name else "") + f"data: {json.dumps(value)}\n\n"
 
 
-def usage(ends: Sequence[Finished]) -> dict[str, Any]:
-    """The tokens of a request; a prompt that was answered n times counts once."""
-    n_prompt, n_answer = ends[0].n_prompt, sum(end.n_generated for end in ends)
-    cached = min(end.n_cached for end in ends)
+def usage(ends: Mapping[int, Finished], n: int) -> dict[str, Any]:
+    """The tokens of a request. ends: by choice; each prompt has n of them and counts once."""
+    prompts = [[ends[i] for i in range(first, first + n)] for first in range(0, len(ends), n)]
+    n_prompt = sum(same[0].n_prompt for same in prompts)
+    n_answer = sum(end.n_generated for end in ends.values())
+    cached = sum(min(end.n_cached for end in same) for same in prompts)
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_answer,
@@ -259,124 +306,51 @@ def _delta(index: int, delta: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+    return {"id": new_call_id(), "type": "function", "function": function}
 
 
 def _logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
-    text = entry["token"]
-    return {"token": text, "logprob": entry["logprob"], "bytes": list(text.encode())}
+    return {key: entry[key] for key in ("token", "logprob", "bytes")}
+
+
+def _token(entry: Mapping[str, Any]) -> str:
+    """A token's text, or the bytes of a part of a character, as OpenAI writes them."""
+    data = bytes(entry["bytes"])
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _by_token(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Log probabilities by token; of tokens with the same text, that of the most likely one."""
+    found: dict[str, float] = {}
+    for entry in entries:
+        found.setdefault(_token(entry), entry["logprob"])
+    return found
 
 
 def _is_id(value: Any, n_vocab: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < n_vocab
 
 
-def _response_format(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The grammar that response_format asks for, by our names."""
-    wanted = taken(values, "response_format", dict, {"type": "text"})
-    kind = wanted.get("type")
-    if kind == "text":
-        return {}
-    if kind == "json_object":
-        return {"json_schema": {"type": "object"}}
-    if kind == "json_schema":
-        schema = taken(wanted, "json_schema", dict, {}).get("schema")
-        if isinstance(schema, dict):
-            return {"json_schema": schema}
-    raise RequestError(
-        "response_format: expected the type text, json_object, or json_schema with "
-        "json_schema.schema",
-        param="response_format",
-    )
-
-
-def _tools(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _tools(fields: ChatFields) -> list[dict[str, Any]]:
     """The functions that may be called; none with tool_choice none."""
-    tools = taken(values, "tools", list, [])
-    for tool in tools:
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RequestError(
-                "tools: expected objects of type function, each with a function's name",
-                param="tools",
-            )
-    named = ({**tool, "function": {"description": "", **tool["function"]}} for tool in tools)
-    return [] if values.get("tool_choice") == "none" else [*named]  # templates ask for it
+    if fields.tool_choice == "none":
+        return []
+    tools = [tool.model_dump(exclude_unset=True) for tool in fields.tools]
+    return [  # templates ask for type and description
+        {"type": "function", **tool, "function": {"description": "", **tool["function"]}}
+        for tool in tools
+    ]
 
 
-def _forced(service: Service, values: Mapping[str, Any], tools: Sequence[Any]) -> ForcedCall | None:
+def _forced(
+    service: Service, fields: ChatFields, tools: Sequence[Mapping[str, Any]]
+) -> ForcedCall | None:
     """The call that tool_choice asks for, if it does."""
-    choice = values.get("tool_choice")
-    if choice in (None, "auto", "none"):
+    choice = fields.tool_choice
+    if choice in ("auto", "none"):
         return None
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if choice != "required" and not isinstance(name, str):
-        raise RequestError(
-            "tool_choice: expected auto, none, required, or an object with a function's name",
-            param="tool_choice",
-        )
-    own = [tool["function"] for tool in tools]
-    schemas = {each["name"]: taken(each, "parameters", dict, ANY_OBJECT) for each in own}
-    return service.forced_call(name, schemas)
-
-
-def _messages(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The conversation as templates take it: texts, and arguments of calls as objects."""
-    messages = taken(values, "messages", list, [])
-    if not messages:
-        raise RequestError("messages: expected a list that is not empty", param="messages")
-    return [_message(i, message) for i, message in enumerate(messages)]
-
-
-def _message(i: int, message: Any) -> dict[str, Any]:
-    where = f"messages[{i}]"
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise RequestError(
-            f"{where}: expected an object whose role is one of {', '.join(ROLES)}", param=where
-        )
-    role = "system" if message["role"] == "developer" else message["role"]
-    result: dict[str, Any] = {"role": role, "content": content_text(where, message.get("content"))}
-    for key in ("name", "tool_call_id", "reasoning_content"):
-        if isinstance(message.get(key), str):
-            result[key] = message[key]
-    calls = message.get("tool_calls")
-    if calls:
-        if not isinstance(calls, list):
-            raise RequestError(f"{where}.tool_calls: expected a list", param=where)
-        result["tool_calls"] = [_call(where, call) for call in calls]
-    return result
-
-
-def content_text(where: str, content: Any) -> str:
-    """A message's text: itself, or its parts of type text."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        for part in content
-    ):
-        return "".join(part["text"] for part in content)
-    raise RequestError(
-        f"{where}.content: expected a text, or a list of parts of type text", param=where
-    )
-
-
-def _call(where: str, call: Any) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if isinstance(function, dict) and isinstance(function.get("name"), str):
-        arguments = function.get("arguments") or "{}"
-        try:
-            given = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):
-            given = arguments
-        return {
-            "id": str(call.get("id") or ""),
-            "type": "function",
-            "function": {"name": function["name"], "arguments": given},
-        }
-    raise RequestError(
-        f"{where}.tool_calls: expected functions with name and arguments", param=where
-    )
+    name = None if isinstance(choice, str) else choice.function.name
+    return service.forced_call(name, functions_of(tools))

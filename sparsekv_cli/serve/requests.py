@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import functools
-import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.errors import BusyError, SparseKVError
 from sparsekv_cli.generation.conversation import chat_template, encode_messages, model_thinking
-from sparsekv_cli.generation.fields import SAMPLING, read_sampling
-from sparsekv_cli.generation.sampler import SamplingOptions, constraint_maker
+from sparsekv_cli.generation.fields import FieldError, Fields, path_of, read_fields
+from sparsekv_cli.generation.grammar_trial import GrammarTrial
+from sparsekv_cli.generation.sampler import SamplingOptions, constraint_maker, new_sampler
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.models.chat.thinking import switch_of
+from sparsekv_cli.models.chat.thinking import switch_of, variables_of
+from sparsekv_cli.option import options_of
+from sparsekv_cli.sampling.grammar import Grammar
+from sparsekv_cli.sampling.params import MAX_SEED
 from sparsekv_cli.serve.jobs import Wish
 from sparsekv_cli.serve.scheduler import Scheduler
+from sparsekv_cli.serve.schema import CompletionFields, ServedFields
 from sparsekv_cli.serve.tools import HARMONY, ForcedCall, ToolFormat, forced_call, format_of
 from sparsekv_cli.session import Session
 
 TOO_LONG = "context_length_exceeded"
-BAN = -100  # a bias of OpenAI's protocol that bans a token
-MAX_CHOICES = 16
-MAX_STOPS = 16
-MAX_LOGPROBS = 20
-MAX_BINS = 256
+FORMAT, KWARGS = "response_format", "chat_template_kwargs"
+EFFORT = "reasoning_effort"  # a variable of chat templates, too
 
 
 class RequestError(SparseKVError):
@@ -37,6 +36,17 @@ class RequestError(SparseKVError):
     ) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
+
+
+F = TypeVar("F", bound=Fields)
+
+
+def read_request(kind: type[F], values: Mapping[str, Any]) -> F:
+    """The fields of a request; RequestError names the one that is not as expected."""
+    try:
+        return read_fields(kind, values)
+    except FieldError as error:
+        raise RequestError(str(error), param=error.field or None) from None
 
 
 @dataclass(frozen=True)
@@ -70,37 +80,55 @@ class Service:
         self.template = chat_template(session.gguf.metadata)
         self.thinking = model_thinking(session)
         self.can_switch_thinking = switch_of(self.template) is not None
+        self.variables = variables_of(self.template)
         self.tool_format: ToolFormat | None = format_of(self.template)
-        self.make_constraint = functools.partial(_call, constraint_maker(session))
+        if sampling.think_budget is not None and self.thinking is None:
+            raise SparseKVError(
+                "--think-budget: the chat template of this model names no markers of thinking"
+            )
+        self._make_constraint = constraint_maker(session.tokenizer)
+        self.grammars = GrammarTrial(session.gguf.path)
         self._method, self._method_options = session.method.name, dict(method_options)
         self._sampling = sampling
         self.kinds = [layer.kind for layer in session.hparams.layers]
 
-    def method_of(self, values: Mapping[str, Any]) -> tuple[Method, int]:
+    def method_of(self, fields: ServedFields) -> tuple[Method, int]:
         """The method that a request names with its options, and up to where it is dense.
 
         RequestError lists what there is.
         """
-        name = taken(values, "method", str, self._method)
-        given = taken(values, "method_options", dict, {})
-        options = {key: _text(f"method_options.{key}", value) for key, value in given.items()}
+        name = self._method if fields.method is None else fields.method
+        options = dict(fields.method_options)
         if name == self._method:
             options = {**self._method_options, **options}
-        if "budget" in values:
-            options["budget"] = _text("budget", values["budget"])
-        dense_rows = taken(values, "sparse_from", int, self.session.config.sparse_from)
+        if fields.budget is not None:
+            options["budget"] = fields.budget
+        default = self.session.config.sparse_from
+        dense_rows = default if fields.sparse_from is None else fields.sparse_from
         try:
             method = build_method(name, options)
             method.check_layers(self.kinds)
         except (ValueError, SparseKVError) as error:
             param = "method" if str(error).startswith("unknown method") else "method_options"
             raise RequestError(str(error), param=param) from None
+        self._check_sizes(method, fields.method_options)
         self._check_calibrated(method)
-        if dense_rows < -1:
-            raise RequestError(
-                f"sparse_from = {dense_rows}: must be 0 or more", param="sparse_from"
-            )
         return method, dense_rows
+
+    def _check_sizes(self, method: Method, names: Iterable[str]) -> None:
+        """Raises RequestError for an option beyond the context: some take memory for each row."""
+        declared = options_of(method)
+        for name in names:
+            value = getattr(method, name, None)
+            if isinstance(value, int | float) and name in declared:
+                default: Any = declared[name].default
+                most = max(self.session.n_ctx, default)
+                if value > most:
+                    raise RequestError(
+                        f"method_options.{name} = {value}: expected at most {most}, for the "
+                        f"context of this server holds {self.session.n_ctx} tokens",
+                        param="method_options",
+                    )
 
     def _check_calibrated(self, method: Method) -> None:
         """Raises RequestError for a method that measures the model first: others would wait."""
@@ -120,54 +148,77 @@ class Service:
     def wish(
         self,
         ids: Sequence[int],
-        values: Mapping[str, Any],
+        fields: ServedFields,
         *,
         max_tokens: int | None,
         stops: Sequence[str],
-        sampling: Mapping[str, Any],
+        schema: Mapping[str, Any] | None = None,
         logprobs: int | None = None,
         kind: ToolFormat | None = None,
         forced: ForcedCall | None = None,
+        thinks: bool = True,
+        think: bool | None = None,
+        think_budget: int | None = None,
     ) -> Wish:
-        """What to ask of the scheduler. sampling: fields beside those of ``values``, by our names.
+        """What to ask of the scheduler.
 
-        max_tokens: None: as many as the server allows. kind: of ``format_for``. forced: what the
-        answer has to be, of ``forced_call``.
+        max_tokens: None or -1: as many as the server allows. schema: what the answer has to fit.
+        kind: of ``format_for``. forced: what the answer has to be, of ``forced_call``. thinks:
+        something may be thought ahead of the answer. think: whether the model is to do so; None: as
+        the template has it. think_budget: where ``fields`` has none.
         """
+        thinking = self.thinking if thinks and forced is None else None
         if forced is not None:
-            opened = self.tokenizer.encode(
-                forced.prompt, add_bos=False, add_eos=False, parse_special=True
-            )
-            ids = [*ids, *opened] if forced.prompt else ids
+            ids = [*ids, *self._ids_ahead_of(forced, ids)]
         n_ctx = self.session.n_ctx
         if len(ids) >= n_ctx:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens, and the context of this server holds {n_ctx}, "
                 "the answer among them: shorten the prompt",
-                param="messages" if "messages" in values else "prompt",
+                param="prompt" if isinstance(fields, CompletionFields) else "messages",
                 code=TOO_LONG,
             )
-        method, dense_rows = self.method_of(values)
-        options = self._sampling_of({**values, **sampling})
+        method, dense_rows = self.method_of(fields)
+        options = self._sampling_of(fields, schema)
         if forced is not None:
-            options = replace(options, grammar=_grammar_of(forced, options))
-        constraint = None if options.grammar is None else self.make_constraint(options.grammar)
-        n_predict = self.limits.tokens if max_tokens is None else max_tokens
-        seed = taken(values, "seed", int, self._seed)
+            options = replace(options, grammar=self._grammar_of(forced, options))
+        if thinking is None and fields.think_budget is not None:
+            raise RequestError(
+                "think_budget: nothing is thought ahead of this answer: leave it out",
+                param="think_budget",
+            )
+        if thinking is None:
+            options = replace(options, think_budget=None)
+        elif fields.think_budget is None and think_budget is not None:
+            options = replace(options, think_budget=think_budget)
+        try:
+            constraint = self._make_constraint(options, thinking, think)
+        except SparseKVError as error:
+            param = FORMAT
+            raise RequestError(str(error).removeprefix("--"), param=param) from None
+        n_predict = self.limits.tokens if max_tokens is None or max_tokens < 0 else max_tokens
+        new_sampler(self.session, options, 0)  # DRY's table is made by this thread, and remembered
         return Wish(
             ids=ids,
             method=method,
             dense_rows=dense_rows,
             n_predict=min(n_predict, self.limits.tokens, n_ctx - len(ids)),
             sampling=options,
-            seed=None if seed is None else seed % 2**63,
+            seed=self._seed if fields.seed is None else fields.seed,
             stops=stops,
             logprobs=logprobs,
             constraint=constraint,
             special=kind is not None and kind.special and forced is None,
-            thinking=None if kind == HARMONY or forced is not None else self.thinking,
-            n_bins=in_range(values, "sparsekv_rows", 0, MAX_BINS, 0),
+            thinking=None if kind == HARMONY else thinking,
+            n_bins=fields.sparsekv_rows,
         )
+
+    def _ids_ahead_of(self, forced: ForcedCall, ids: Sequence[int]) -> list[int]:
+        """What follows a prompt whose answer has to be a call: no thinking, and its first words."""
+        thinking = self.thinking
+        is_open = thinking is not None and thinking.opened_by(self.tokenizer, ids)
+        text = (thinking.closing(b"") if thinking and is_open else "") + forced.prompt
+        return self.tokenizer.encode(text, add_bos=False, add_eos=False, parse_special=True)
 
     def forced_call(self, name: str | None, functions: Mapping[str, Any]) -> ForcedCall:
         """The call that a request's ``tool_choice`` asks for, of the function ``name`` or of any.
@@ -182,48 +233,82 @@ class Service:
             )
         return forced_call(self.tool_format, self.template, chosen)
 
-    def _sampling_of(self, values: Mapping[str, Any]) -> SamplingOptions:
-        named = {**SAMPLING_NAMES, **{name: name for name in SAMPLING}}
-        fields = {named[key]: value for key, value in values.items() if key in named}
-        fields = {key: value for key, value in fields.items() if value is not None}
-        for key in ("json_schema", "grammar", "regex", "ignore_eos"):
-            if values.get(key) is not None:
-                fields[key] = values[key]
-        bias = fields.get("logit_bias")
+    def _sampling_of(
+        self, fields: ServedFields, schema: Mapping[str, Any] | None
+    ) -> SamplingOptions:
+        required = {} if schema is None else {FORMAT: schema}
         try:
-            options = read_sampling(fields, self._sampling)
-            if bias:
-                banned = {
-                    token: -math.inf if value <= BAN else value
-                    for token, value in options.explicit["logit_bias"].items()
-                }
-                options = replace(options, explicit={**options.explicit, "logit_bias": banned})
+            return fields.sampling(self._sampling, required, self.grammars.read)
+        except FieldError as error:
+            raise RequestError(str(error), param=error.field or None) from None
+
+    def _grammar_of(self, forced: ForcedCall, options: SamplingOptions) -> Grammar:
+        if options.grammar is not None or options.ignore_eos:
+            raise RequestError(
+                "tool_choice asks for a call: leave out ignore_eos, grammar, regex and "
+                "response_format",
+                param="tool_choice",
+            )
+        try:
+            return self.grammars.read("tool_choice", forced.lark)
+        except BusyError:
+            raise
         except SparseKVError as error:
-            raise RequestError(str(error).removeprefix("--")) from None
-        return options
+            raise RequestError(str(error).removeprefix("--"), param="tools") from None
+
+    def variables_of(self, given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
+        """The variables of the chat template that a request sets, by name.
+
+        given: of ``chat_template_kwargs``. effort: of ``reasoning_effort``. RequestError for a
+        variable that the template does not read.
+        """
+        named = {f"{KWARGS}.{name}": (name, value) for name, value in given.items()}
+        if effort is not None:
+            named[EFFORT] = (EFFORT, effort)
+        for field, (name, _) in named.items():
+            if name not in self.variables:
+                known = ", ".join(sorted(self.variables)) or "none"
+                raise RequestError(
+                    f"{path_of([field])}: the model's chat template has no such variable; "
+                    f"it has: {known}",
+                    param=path_of([field]),
+                )
+        return dict(named.values())
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         think: bool | None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        continues: bool = False,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
-        """The ids of a conversation; RequestError where the template does not take it."""
-        if self.tool_format == HARMONY:  # whose template has another name for it
-            messages = [
-                {**m, "thinking": m["reasoning_content"]} if m.get("reasoning_content") else m
-                for m in messages
-            ]
+        """The ids of a conversation; RequestError where the template does not take it.
+
+        variables: of the template.
+        """
+        if self.tool_format == HARMONY:
+            messages = [_on_channels(message) for message in messages]
         try:
             return encode_messages(
-                self.tokenizer, self.template, messages, tools=tools or None, think=think
+                self.tokenizer,
+                self.template,
+                messages,
+                tools=tools or None,
+                think=think,
+                variables=variables or {},
+                continues=continues,
+                add_generation_prompt=add_generation_prompt,
             )
         except SparseKVError as error:
             raise RequestError(str(error), param="messages") from None
 
     def choices(self, wish: Wish, n: int) -> list[Wish]:
         """The wish n times, each with a seed of its own."""
-        seeds = [None if wish.seed is None else wish.seed + i for i in range(n)]
+        seed = -1 if wish.seed is None else wish.seed
+        seeds = [seed if seed == -1 else (seed + i) % (MAX_SEED + 1) for i in range(n)]
         constraints = [wish.constraint] + [
             wish.constraint and wish.constraint.copy() for _ in range(n - 1)
         ]
@@ -231,90 +316,11 @@ class Service:
         return [replace(wish, seed=seed, constraint=each) for seed, each in pairs]
 
 
-def _grammar_of(forced: ForcedCall, options: SamplingOptions) -> Any:
-    from sparsekv_cli.sampling.grammar import read_grammar
-
-    if options.grammar is not None or options.ignore_eos:
-        raise RequestError(
-            "tool_choice asks for a call: leave out ignore_eos, grammar, regex and response_format",
-            param="tool_choice",
-        )
-    try:
-        return read_grammar("tool_choice", forced.lark)
-    except SparseKVError as error:
-        raise RequestError(str(error).removeprefix("--"), param="tools") from None
-
-
-SAMPLING_NAMES = {"temperature": "temp", "repetition_penalty": "repeat_penalty"}
-
-
-def _call(make: Callable[[Any], Any], grammar: Any) -> Any:
-    try:
-        return make(grammar)
-    except SparseKVError as error:
-        raise RequestError(str(error).removeprefix("--"), param="response_format") from None
-
-
-def taken(values: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
-    """A field of a type, or the default where it is missing or null; RequestError otherwise."""
-    value = values.get(key)
-    if value is None:
-        return default
-    is_bool = isinstance(value, bool)
-    fits = isinstance(value, kind) and (kind is bool or not is_bool)
-    if kind is float:
-        fits = isinstance(value, int | float) and not is_bool
-    if not fits:
-        raise RequestError(f"{key} is {_shown(value)}: expected {WORDS[kind]}", param=key)
-    return value
-
-
-WORDS = {
-    str: "a text", int: "a whole number", float: "a number", bool: "true or false",
-    dict: "an object", list: "a list",
-}  # fmt: skip
-
-
-def in_range(values: Mapping[str, Any], key: str, low: int, high: int, default: Any) -> Any:
-    """A whole number of a field, or the default."""
-    value = taken(values, key, int, None)
-    if value is None:
-        return default
-    if not low <= value <= high:
-        raise RequestError(f"{key} = {value}: expected {low} to {high}", param=key)
-    return value
-
-
-def texts(values: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """A text or a list of texts, none of them empty."""
-    value = values.get(key)
-    if value is None:
-        return ()
-    given = [value] if isinstance(value, str) else value
-    if (
-        not isinstance(given, list)
-        or len(given) > MAX_STOPS
-        or not all(isinstance(each, str) and each for each in given)
-    ):
-        raise RequestError(
-            f"{key} is {_shown(value)}: expected a text or up to {MAX_STOPS} texts, none empty",
-            param=key,
-        )
-    return tuple(given)
-
-
-def _text(key: str, value: Any) -> str:
-    """The value of a method's option as the command line would have it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, list) and all(isinstance(each, int) for each in value):
-        return ",".join(map(str, value)) or "none"
-    if isinstance(value, str | int | float):
-        return str(value)
-    raise RequestError(f"{key} is {_shown(value)}: expected a text or a number", param=key)
-
-
-def _shown(value: Any) -> str:
-    """A value in an error message."""
-    text = json.dumps(value, ensure_ascii=True)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _on_channels(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message as gpt-oss' template takes it: one text is thought ahead of a call."""
+    thought, text = message.get("reasoning_content"), message["content"]
+    if not thought:
+        return message
+    if text and message.get("tool_calls"):
+        return {**message, "content": f"{thought}\n\n{text}"}
+    return {**message, "thinking": thought}

@@ -14,20 +14,19 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import FULL
 from sparsekv_cli.cache.store import CACHE_TYPES, RowType
+from sparsekv_cli.memory import available_memory
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.prefix.prefixes import LEAST, STEP, Prefixes, n_common
 from sparsekv_cli.prefix.prompt_rows import Found
 from sparsekv_cli.sequence import Attention, SequenceState
 from sparsekv_cli.session import N_HEADROOM, Session
 
-MEMINFO = Path("/proc/meminfo")  # Linux: what is free
 FALLBACK = 4 << 30  # bytes for rows where the system does not tell
 LEAST_SEEN = 512  # tokens; shorter prompts say little of what an index grows by
 GROWTH = 9 / 8  # of a cache's memory over its rows, at most (KVStore.reserve)
@@ -166,13 +165,9 @@ def takes_over(parked: SequenceState, ids: Sequence[int], method: Method, has_di
 
 
 def default_limit() -> int:
-    """Half of the memory that is available."""
-    if not MEMINFO.exists():
-        return FALLBACK
-    for line in MEMINFO.read_text(encoding="utf-8").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024 // 2
-    return FALLBACK
+    """Half of the memory that is available, to this process in its container."""
+    available = available_memory()
+    return FALLBACK if available is None else available // 2
 
 
 def sequence_bytes(attention: Attention, n: int) -> int:

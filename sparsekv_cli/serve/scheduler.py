@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -110,8 +110,7 @@ class Scheduler:
                 raise StoppingError("the server is about to end")
             if len(self._queue) + len(jobs) > self._n_queue + self._n_free:
                 raise QueueFullError(
-                    f"{len(self._queue)} requests wait already, at most {self._n_queue} may: try "
-                    "again later"
+                    f"{len(self._queue)} wait already, at most {self._n_queue} may: try later"
                 )
             self._queue.extend(jobs)
             self._changed.notify()
@@ -121,6 +120,12 @@ class Scheduler:
         job.abort()
         with self._changed:
             self._changed.notify()
+
+    def end_all(self) -> None:
+        """Tells every job that the server ends, and ends it."""
+        for job in (*self._prefilling, *self._running.jobs, *list(self._queue)):
+            job.emit(Failed(StoppingError("the server ends: try again later")))
+            self.abort(job)
 
     def stop(self) -> None:
         """Answers what has been queued, then ends the thread and waits for that."""
@@ -230,8 +235,7 @@ class Scheduler:
             waiting = [job for job in self._queue if job.is_aborted or job.is_late]
             for job in waiting:
                 self._queue.remove(job)
-        for job in waiting:
-            self._give_up(job)
+                self._give_up(job)
         for job in [job for job in self._running.jobs if job.is_aborted or job.is_late]:
             self._running.jobs.remove(job)
             self._park(job)
@@ -319,11 +323,9 @@ class Scheduler:
             job.n_cached = len(ids) - total
             self._between_chunks(job, job.n_cached + done)
 
-        def between_layers() -> None:
-            self._between_layers(job, len(ids))
-
+        between = partial(self._between_layers, len(ids))
         if session.engine.shares_prefill:  # where steps do not share a prefill's buffers
-            logits = session.prefill(ids[n_kept:], progress, between_layers=between_layers)
+            logits = session.prefill(ids[n_kept:], progress, between_layers=between)
         else:
             logits = session.prefill(ids[n_kept:])
         job.n_cached = n_kept + session.timings.cached_tokens - before
@@ -362,7 +364,7 @@ class Scheduler:
             self.session.state = state
             self._step_ended = time.monotonic()
 
-    def _between_layers(self, job: Job, n: int) -> None:
+    def _between_layers(self, n: int) -> None:
         """A layer of a prefill of n tokens is done: a much shorter prompt may go first."""
         if len(self._prefilling) > 1:
             return

@@ -1,95 +1,350 @@
-"""The OpenAPI page: what the server takes and gives, for tools that read that."""
+"""The fields of requests, as pydantic models, and the OpenAPI page that is made of them.
+
+Every field has an effect or is refused by name. The only ones without are labels: what a hosted
+service reads, and what cannot change an answer here.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import model_validator as check_model
+from pydantic.json_schema import models_json_schema
 
 from sparsekv_cli import __version__
+from sparsekv_cli.generation.answer_fields import AnswerFields
+from sparsekv_cli.generation.fields import FieldError, Fields, Text, as_texts
 from sparsekv_cli.methods import METHODS
-from sparsekv_cli.serve.requests import (
-    MAX_BINS,
-    MAX_CHOICES,
-    MAX_LOGPROBS,
-    MAX_STOPS,
-    Service,
+from sparsekv_cli.option import MAX_WHOLE
+
+MAX_CHOICES = 16
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
+MAX_LOGPROBS = 20
+MAX_BINS = 256
+STATUSES = {400: "not answered", 401: "no key", 408: "too slow", 413: "too large"}
+STATUSES |= {415: "not JSON", 421: "not local", 422: "not answered", 429: "queue is full"}
+STATUSES |= {500: "failed", 503: "busy or ending", 504: "time"}
+
+
+def _option_text(value: Any) -> Any:
+    """The value of a method's option as the command line would have it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list) and all(isinstance(each, int) for each in value):
+        return ",".join(map(str, value)) or "none"
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise ValueError("expected a text, a number, true or false, or a list of whole numbers")
+
+
+def _limit(value: int) -> int:
+    if value == 0:
+        raise ValueError("expected 1 or more, or -1 for no limit")
+    return value
+
+
+OptionText = Annotated[str, BeforeValidator(_option_text, json_schema_input_type=str | int)]
+MaxTokens = Annotated[int, Field(ge=-1, le=MAX_WHOLE)]  # of an answer; -1: no limit
+SomeTokens = Annotated[MaxTokens, AfterValidator(_limit)]
+Stop = Annotated[Text, Field(max_length=MAX_STOP_CHARACTERS)]
+ListOfStops = Annotated[list[Stop], Field(max_length=MAX_STOPS)]
+Stops = Annotated[
+    tuple[Stop, ...],
+    Field(max_length=MAX_STOPS),
+    BeforeValidator(as_texts, json_schema_input_type=Stop | ListOfStops),
+]
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Prompt = Annotated[
+    str | list[Any],
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+                {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+            ]
+        }
+    ),
+]
+Objects = list[dict[str, Any]]
+Messages = Annotated[Objects, Field(min_length=1)]
+
+
+class ServedFields(AnswerFields):
+    """What requests of all protocols share.
+
+    model: any name, since a server has one. method, method_options, budget, sparse_from: as on the
+    command line. sparsekv_rows: parts of the context in the live picture of attended rows; 0: none.
+    """
+
+    model: str = ""
+    stream: bool = False
+    method: Annotated[str, Field(json_schema_extra={"enum": list(METHODS)})] | None = None
+    method_options: dict[str, OptionText] = Field({})
+    budget: OptionText | None = None
+    sparse_from: Annotated[int, Field(ge=-1, le=MAX_WHOLE)] | None = None
+    sparsekv_rows: Annotated[int, Field(ge=0, le=MAX_BINS)] = 0
+
+    @check_model(mode="after")
+    def _check_stream(self) -> ServedFields:
+        for name in ("stream_options", "return_progress", "sparsekv_rows"):
+            if not self.stream and getattr(self, name, None):
+                raise FieldError(name, " needs stream: true")
+        return self
+
+
+class StreamOptions(Fields):
+    """include_usage: a last event with the tokens. include_obfuscation: there is none here."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class OpenAIFields(ServedFields):
+    """What both requests of OpenAI's protocol share. Those after ``return_progress`` are labels."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    stop: Stops = ()
+    stream_options: StreamOptions | None = None
+    return_progress: bool = False
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: Literal[False] = False
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class AnswerSchema(Fields):
+    """The schema of ``response_format``; its name and description are labels."""
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool = True
+    definition: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Fields):
+    """The form of the answer; ``json_object`` may have a schema, as llama.cpp has it."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    definition: dict[str, Any] | None = Field(default=None, alias="schema")
+    json_schema: AnswerSchema | None = None
+
+    @check_model(mode="after")
+    def _check_type(self) -> ResponseFormat:
+        needs = {"definition": ("json_object",), "json_schema": ("json_schema",)}
+        for name, kinds in needs.items():
+            if getattr(self, name) is not None and self.type not in kinds:
+                named = "schema" if name == "definition" else name
+                raise FieldError(f"response_format.{named}", f" needs the type {kinds[0]}")
+        if self.type == "json_schema" and self.json_schema is None:
+            raise FieldError("response_format.json_schema", ": is missing")
+        return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """What the answer has to fit; None: any text."""
+        if self.type == "text":
+            return None
+        if self.json_schema is not None:
+            return self.json_schema.definition
+        return self.definition or {"type": "object"}
+
+
+class FunctionFields(Fields):
+    """A function that may be called. A template may use other fields, so they are kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Text
+    description: str = ""
+    parameters: dict[str, Any] | None = None
+
+
+class ToolFields(Fields):
+    """A tool of OpenAI's protocol."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"] = "function"
+    function: FunctionFields
+
+
+class NamedFunction(Fields):
+    """The function that an answer has to call."""
+
+    name: Text
+
+
+class ChosenTool(Fields):
+    """A ``tool_choice`` of OpenAI's protocol that names a function."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class ChatFields(OpenAIFields):
+    """``/v1/chat/completions``. parallel_tool_calls: false tells the first call alone.
+
+    reasoning_effort, chat_template_kwargs: variables of the chat template. continue_final_message:
+    the answer goes on with the last message; as it is missing, it does where that is the
+    assistant's. add_generation_prompt: false leaves out what begins an answer in the template.
+    """
+
+    messages: Messages
+    max_tokens: SomeTokens | None = None
+    max_completion_tokens: SomeTokens | None = None
+    logprobs: bool = False
+    top_logprobs: TopLogprobs | None = None
+    response_format: ResponseFormat = ResponseFormat()
+    tools: list[ToolFields] = Field([])
+    tool_choice: Literal["auto", "none", "required"] | ChosenTool = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: Text | None = None
+    chat_template_kwargs: dict[str, Any] = Field({})
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    @check_model(mode="after")
+    def _check_chat(self) -> ChatFields:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise FieldError("top_logprobs", " needs logprobs: true")
+        if self.max_tokens not in (None, self.max_completion_tokens or self.max_tokens):
+            raise FieldError("max_tokens", " and max_completion_tokens are two names of one field")
+        return self
+
+
+class CompletionFields(OpenAIFields):
+    """``/v1/completions``. prompt: a text, token ids, or a list of either.
+
+    echo, suffix and best_of are taken where they change nothing.
+    """
+
+    prompt: Prompt
+    max_tokens: MaxTokens = 16
+    logprobs: TopLogprobs | None = None
+    echo: Literal[False] = False
+    suffix: Literal[""] = ""
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+
+    @check_model(mode="after")
+    def _check_best(self) -> CompletionFields:
+        if self.best_of not in (None, self.n):
+            raise FieldError("best_of", f" = {self.best_of}: expected n = {self.n}, or none")
+        return self
+
+
+class ThinkingFields(Fields):
+    """Whether the model thinks first. budget_tokens: how much it may."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, Field(ge=1, le=MAX_WHOLE)] | None = None
+    display: Literal["summarized", "omitted"] = "summarized"
+
+
+class MessageTool(Fields):
+    """A tool of Anthropic's protocol, which the client runs."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["custom"] = "custom"
+    name: Text
+    description: str = ""
+    input_schema: dict[str, Any] = Field({})
+
+
+class MessageToolChoice(Fields):
+    """A ``tool_choice`` of Anthropic's protocol."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Text | None = None
+    disable_parallel_tool_use: bool = False
+
+    @check_model(mode="after")
+    def _check_name(self) -> MessageToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise FieldError("tool_choice", ": the type tool, and no other, needs a name")
+        return self
+
+
+class OutputConfig(Fields):
+    """effort: ``reasoning_effort`` where the chat template has it. format: of the answer."""
+
+    effort: Text | None = None
+    format: MessageFormat | None = None
+
+
+class MessageFormat(Fields):
+    """The form of the answer."""
+
+    type: Literal["json_schema"]
+    definition: dict[str, Any] = Field(alias="schema")
+
+
+class ContextEdit(Fields):
+    """An edit of the conversation. The one that changes nothing is taken."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(Fields):
+    """What to take out of the conversation: nothing."""
+
+    edits: list[ContextEdit] = Field([])
+
+
+class CountFields(Fields):
+    """``/v1/messages/count_tokens``. Those after ``output_config`` are labels or change nothing."""
+
+    model: str = ""
+    messages: Messages
+    system: str | Objects | None = None
+    tools: list[MessageTool] = Field([])
+    tool_choice: MessageToolChoice = MessageToolChoice(type="auto")
+    thinking: ThinkingFields | None = None
+    output_config: OutputConfig = OutputConfig()
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    cache_control: dict[str, Any] | None = None  # prompts are always cached
+    context_management: ContextManagement | None = None
+
+
+class MessageFields(CountFields, ServedFields):
+    """``/v1/messages``."""
+
+    max_tokens: SomeTokens
+    stop_sequences: Stops = ()
+
+
+PATHS: tuple[tuple[str, str, type[Fields]], ...] = (
+    ("/v1/chat/completions", "A chat completion (OpenAI)", ChatFields),
+    ("/v1/completions", "A completion (OpenAI)", CompletionFields),
+    ("/v1/messages", "A message (Anthropic)", MessageFields),
+    ("/v1/messages/count_tokens", "Tokens of a prompt", CountFields),
 )
 
-TEXT, FLAG, OBJECT = {"type": "string"}, {"type": "boolean"}, {"type": "object"}
-TEXTS = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_STOPS},
-    ]
-}
-POSITIVE = {"type": "integer", "minimum": 1, "maximum": 2**31}
-STATUSES = {400: "not answered", 401: "no key", 413: "too large", 415: "not JSON", 421: "not local"}
-STATUSES |= {422: "not answered", 429: "queue is full", 500: "failed", 503: "ending", 504: "time"}
 
-
-def openapi(service: Service) -> dict[str, Any]:
-    """The page."""
-    ours = _ours()
-    chat = {**ours, **_openai(), "messages": _list(OBJECT, 1), "tools": _list(OBJECT)}
-    chat |= {"max_tokens": POSITIVE, "max_completion_tokens": POSITIVE, "logprobs": FLAG}
-    chat |= {"top_logprobs": _whole(0, MAX_LOGPROBS), "response_format": OBJECT}
-    chat["tool_choice"] = {"anyOf": [TEXT, OBJECT]}
-    completion = {**ours, **_openai(), "prompt": {"type": "string", "minLength": 1}}
-    completion |= {"max_tokens": _whole(0, 2**31), "logprobs": _whole(0, MAX_LOGPROBS)}
-    message = {**ours, "messages": _list(OBJECT, 1), "max_tokens": POSITIVE, "system": TEXT}
-    message |= {"stream": FLAG, "stop_sequences": TEXTS, "tools": _list(OBJECT), "model": TEXT}
-    message["tool_choice"] = OBJECT
-    counted = {"messages": _list(OBJECT, 1), "system": TEXT, "tools": _list(OBJECT)}
+def openapi(name: str) -> dict[str, Any]:
+    """The page. name: of the model."""
+    schemas, shared = models_json_schema(
+        [(model, "validation") for _, _, model in PATHS],
+        ref_template="#/components/schemas/{model}",
+    )
+    posts = {path: _post(text, schemas[model, "validation"]) for path, text, model in PATHS}
     return {
         "openapi": "3.1.0",
-        "info": {"title": f"sparsekv-cli serve: {service.name}", "version": __version__},
+        "info": {"title": f"sparsekv-cli serve: {name}", "version": __version__},
+        "components": {"schemas": shared["$defs"]},
         "paths": {
-            "/v1/chat/completions": _post("A chat completion (OpenAI)", chat, ["messages"]),
-            "/v1/completions": _post("A completion (OpenAI)", completion, ["prompt"]),
-            "/v1/messages": _post("A message (Anthropic)", message, ["messages", "max_tokens"]),
-            "/v1/messages/count_tokens": _post("Tokens of a prompt", counted, ["messages"]),
+            **posts,
             "/v1/models": _get("The model"),
             "/v1/methods": _get("KV-cache methods and their options"),
             "/health": _get("Whether the server works"),
         },
     }
-
-
-def _ours() -> dict[str, Any]:
-    """Fields that all protocols have here."""
-    return {
-        "method": {"type": "string", "enum": list(METHODS)},
-        "method_options": OBJECT,
-        "budget": {"type": ["string", "integer"]},
-        "sparse_from": {"type": "integer", "minimum": 0},
-        "sparsekv_rows": _whole(0, MAX_BINS),
-        "temperature": {"type": "number"},
-        "top_p": {"type": "number", "minimum": 0, "maximum": 1},
-        "top_k": {"type": "integer", "minimum": 0},
-        "grammar": TEXT,
-        "regex": TEXT,
-    }
-
-
-def _openai() -> dict[str, Any]:
-    return {
-        "model": TEXT,
-        "stream": FLAG,
-        "stream_options": OBJECT,
-        "stop": TEXTS,
-        "n": _whole(1, MAX_CHOICES),
-        "seed": {"type": "integer"},
-        "presence_penalty": {"type": "number"},
-        "frequency_penalty": {"type": "number"},
-        "logit_bias": OBJECT,
-    }
-
-
-def _whole(low: int, high: int) -> dict[str, Any]:
-    return {"type": "integer", "minimum": low, "maximum": high}
-
-
-def _list(items: dict[str, Any], least: int = 0) -> dict[str, Any]:
-    return {"type": "array", "items": items, "minItems": least}
 
 
 def _responses() -> dict[str, Any]:
@@ -101,7 +356,6 @@ def _get(text: str) -> dict[str, Any]:
     return {"get": {"summary": text, "responses": _responses()}}
 
 
-def _post(text: str, fields: dict[str, Any], required: list[str]) -> dict[str, Any]:
-    schema = {"type": "object", "properties": fields, "required": required}
+def _post(text: str, schema: dict[str, Any]) -> dict[str, Any]:
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
     return {"post": {"summary": text, "requestBody": body, "responses": _responses()}}

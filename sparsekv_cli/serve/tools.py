@@ -8,25 +8,32 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sparsekv_cli.models.chat.calls import (
+    DECODER,
+    MAYBE,
     Part,
+    ReadCalls,
     Text,
     ToolCall,
+    call_of,
     gemma_calls,
-    is_json,
+    in_string,
     json_calls,
     python_calls,
-    tagged_calls,
 )
 from sparsekv_cli.models.chat.harmony import HarmonyReader
-from sparsekv_cli.models.chat.thinking import overlap
+from sparsekv_cli.models.chat.tags import tagged_calls
+from sparsekv_cli.models.chat.thinking import FINAL, overlap
 from sparsekv_cli.sampling.grammar import JSON_OPTIONS
 
 ANY_OBJECT = {"type": "object"}  # arguments of a function that says nothing of them
+MAX_PASSED = 256  # marks within arguments of an answer; later ones end a call wherever they stand
+Functions = Mapping[str, Any]  # the schemas of their arguments, by name
+ANY_FUNCTIONS: Functions = {}
 
 
 @dataclass(frozen=True)
@@ -62,8 +69,7 @@ class PlainReader:
 
     def push(self, text: str) -> Iterator[Part]:
         """What can be told with this text."""
-        if text:
-            yield Text(text)
+        yield from [Text(text)] if text else []
 
     def flush(self) -> Iterator[Part]:
         """What was held back, when nothing follows any more."""
@@ -71,70 +77,118 @@ class PlainReader:
 
 
 class MarkedReader:
-    """Calls between two marks, among texts or alone. ends: control tokens that are no text."""
+    """Calls between two marks, among texts or alone. A mark within an argument is a part of it.
+
+    parse: reads what is between the marks. begins: how that begins. ends: control tokens that are
+    no text.
+    """
 
     def __init__(
         self,
         start: str,
         end: str,
-        parse: Callable[[str], list[Part]],
+        parse: Callable[[str], ReadCalls],
+        begins: str,
         ends: tuple[str, ...] = (),
     ) -> None:
         self._start, self._end, self._parse, self._ends = start, end, parse, ends
-        self._held, self._is_call, self._has_called = "", False, False
+        self._begins = re.compile(begins)
+        self._held, self._is_call = "", False
+        self._has_called, self._blank = False, ""  # white space behind a call
+        self._seen = 0  # up to where the held text has no mark that ends the call
+        self._n_passed = 0  # marks of this answer that were none
 
     def push(self, text: str) -> Iterator[Part]:
         self._held = _without(self._held + text, self._ends)
         while True:
-            mark = self._end if self._is_call else self._start
-            before, found, after = self._held.partition(mark)
-            if not found:
-                break
-            self._held = after
             if self._is_call:
-                yield from self._called(before)
+                at = self._end_of_call()
+                if at is None:
+                    return
+                yield from self._called(at)
             else:
+                before, found, after = self._held.partition(self._start)
+                if not found:
+                    break
+                self._held, self._is_call, self._seen = after, True, 0
                 yield from self._said(before)
-            self._is_call = not self._is_call
-        if not self._is_call:
-            n = len(self._held) - max(overlap(self._held, m) for m in (self._start, *self._ends))
-            said, self._held = self._held[:n], self._held[n:]
-            yield from self._said(said)
+        n = len(self._held) - max(overlap(self._held, m) for m in (self._start, *self._ends))
+        said, self._held = self._held[:n], self._held[n:]
+        yield from self._said(said)
 
     def flush(self) -> Iterator[Part]:
+        while self._is_call:
+            at = self._held.find(self._end)
+            is_read = at < 0 or self._n_passed < MAX_PASSED
+            found = self._parse(self._held) if is_read else ReadCalls([])
+            self._n_passed += 1
+            if at < 0 or (found.calls and not found.doubt):  # models leave the last mark out
+                is_whole = found.calls and found.doubt < MAYBE
+                yield from found.calls if is_whole else [Text(self._start + self._held)]
+                self._held, self._is_call = "", False
+            else:
+                yield from self._called(at)
+                yield from self.push("")
         held, self._held = self._held, ""
-        if self._is_call:  # models leave the last mark out
-            yield from self._called(held)
-        elif held.strip():
+        if held.strip():
             yield from self._said(held)
 
+    def _end_of_call(self) -> int | None:
+        """Where the mark is that ends the call; None: it has not come, or what follows decides."""
+        first = self._held.find(self._end)
+        while (at := self._held.find(self._end, self._seen)) >= 0:
+            body, after = self._held[:at], self._held[at + len(self._end) :].lstrip()
+            if self._begins.match(body) is None or self._n_passed >= MAX_PASSED:
+                return first
+            calls, doubt = self._parse(body)
+            if not doubt:
+                return at if calls else first
+            if calls and after.startswith(self._start):
+                return at
+            if calls and self._start.startswith(after):
+                return None
+            self._seen, self._n_passed = at + 1, self._n_passed + 1
+        return None
+
     def _said(self, text: str) -> Iterator[Part]:
-        if text and not (self._has_called and not text.strip()):
+        if self._has_called:
+            self._blank, text = self._blank + text, ""
+            if self._blank.strip():
+                self._has_called, text = False, self._blank
+        if text:
             yield Text(text)
 
-    def _called(self, text: str) -> Iterator[Part]:
-        calls = self._parse(text)
-        self._has_called = self._has_called or bool(calls)
-        yield from calls or [Text(f"{self._start}{text}{self._end}")]
+    def _called(self, at: int) -> Iterator[Part]:
+        """The call, or the text, that ends with the mark there."""
+        body, self._held = self._held[:at], self._held[at + len(self._end) :]
+        self._is_call = False
+        calls = self._parse(body).calls
+        self._has_called, self._blank = self._has_called or bool(calls), ""
+        yield from calls or [Text(f"{self._start}{body}{self._end}")]
 
 
-def hermes_reader() -> MarkedReader:
+def hermes_reader(functions: Functions) -> MarkedReader:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, or tags between the marks."""
-    return MarkedReader(
-        "<tool_call>", "</tool_call>", lambda text: json_calls(text) or tagged_calls(text)
-    )
+
+    def parse(text: str) -> ReadCalls:
+        if text.lstrip().startswith("<"):
+            return tagged_calls(text, functions)
+        calls = json_calls(text)
+        return ReadCalls(calls, MAYBE if not calls and in_string(text) else 0)
+
+    return MarkedReader("<tool_call>", "</tool_call>", parse, r"\s*(?:[{\[]|<function=)")
 
 
-def gemma4_reader() -> MarkedReader:
+def gemma4_reader(_functions: Functions) -> MarkedReader:
     """``<|tool_call>call:NAME{KEY:VALUE}<tool_call|>``."""
     ends = ("<turn|>", "<|tool_response>", "<eos>")
-    return MarkedReader("<|tool_call>", "<tool_call|>", gemma_calls, ends)
+    return MarkedReader("<|tool_call>", "<tool_call|>", gemma_calls, r"\s*call:", ends)
 
 
-def lfm2_reader() -> MarkedReader:
+def lfm2_reader(_functions: Functions) -> MarkedReader:
     """``<|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>``."""
-    ends = ("<|im_end|>", "<|endoftext|>")
-    return MarkedReader("<|tool_call_start|>", "<|tool_call_end|>", python_calls, ends)
+    start, end = "<|tool_call_start|>", "<|tool_call_end|>"
+    return MarkedReader(start, end, python_calls, r"\s*\[?\s*\w", ("<|im_end|>", "<|endoftext|>"))
 
 
 class Llama3Reader:
@@ -169,7 +223,7 @@ class MistralReader:
     """``[TOOL_CALLS]`` and a list of objects, or ``[TOOL_CALLS]name[ARGS]{...}`` for each call."""
 
     MARK, END = "[TOOL_CALLS]", "</s>"
-    NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*(\{.*\})\s*", re.S)
+    NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*(?=\{)")
 
     def __init__(self) -> None:
         self._held, self._is_call = "", False
@@ -185,25 +239,36 @@ class MistralReader:
         else:
             n = len(self._held) - max(overlap(self._held, m) for m in (self.MARK, self.END))
             before, self._held = self._held[:n], self._held[n:]
-        if before:
-            yield Text(before)
+        yield from [Text(before)] if before else []
 
     def flush(self) -> Iterator[Part]:
         held, self._held = self._held, ""
         if not self._is_call:
             yield from [Text(held)] if held else []
             return
+        yield from self._calls(held) or [Text(self.MARK + held)]
+
+    def _calls(self, text: str) -> list[Part]:
+        """The calls behind the first mark; none if anything else is there."""
         calls: list[Part] = []
-        for part in held.split(self.MARK):
-            named = self.NAMED.fullmatch(part)
-            found = json_calls(part)
-            if named is not None and is_json(named[2]):
-                found = [ToolCall(named[1], named[2])]
-            if not found:
-                yield Text(self.MARK + held)
-                return
+        while text.strip():
+            named = self.NAMED.match(text)
+            text = text[0 if named is None else named.end() :].lstrip()
+            try:
+                value, end = DECODER.raw_decode(text)
+            except (ValueError, RecursionError):
+                return []
+            if named is None:
+                found = json_calls(text[:end])
+            else:
+                call = call_of(named[1], value)
+                found = [] if call is None else [call]
+            text = text[end:].lstrip()
+            if not found or (text and not text.startswith(self.MARK)):
+                return []
             calls += found
-        yield from calls
+            text = text.removeprefix(self.MARK)
+        return calls
 
 
 class ForcedReader:
@@ -218,29 +283,74 @@ class ForcedReader:
 
     def flush(self) -> Iterator[Part]:
         held, self._held = self._held, ""
-        if self._name and is_json(held):
-            yield ToolCall(self._name, held)
+        call = call_of(self._name, held) if self._name else None
+        if call is not None:
+            yield call
         elif held:  # cut, unless it is a call
             yield from ([] if self._name else json_calls(held)) or [Text(held)]
 
 
 FormatReader = MarkedReader | Llama3Reader | MistralReader | HarmonyReader
-Reader = ForcedReader | PlainReader | FormatReader
-READERS: dict[str, Callable[[], FormatReader]] = {
+
+
+class SingleReader:
+    """Reads as another reader does, and leaves out all calls but the first."""
+
+    def __init__(self, reader: FormatReader) -> None:
+        self._reader, self._has_called = reader, False
+
+    def push(self, text: str) -> Iterator[Part]:
+        yield from self._first(self._reader.push(text))
+
+    def flush(self) -> Iterator[Part]:
+        yield from self._first(self._reader.flush())
+
+    def _first(self, parts: Iterable[Part]) -> Iterator[Part]:
+        for part in parts:
+            is_call = isinstance(part, ToolCall)
+            if not (is_call and self._has_called):
+                yield part
+            self._has_called = self._has_called or is_call
+
+
+Reader = ForcedReader | PlainReader | FormatReader | SingleReader
+READERS: dict[str, Callable[[Functions], FormatReader]] = {
     "hermes": hermes_reader,
     "gemma4": gemma4_reader,
     "lfm2": lfm2_reader,
-    "llama3": Llama3Reader,
-    "mistral": MistralReader,
-    "harmony": HarmonyReader,
+    "llama3": lambda functions: Llama3Reader(),
+    "mistral": lambda functions: MistralReader(),
+    "harmony": lambda functions: HarmonyReader(),
 }
 
 
-def reader_of(kind: ToolFormat | None, forced: ForcedCall | None = None) -> Reader:
-    """What reads an answer for a format; None: no calls are looked for."""
+def reader_of(
+    kind: ToolFormat | None,
+    forced: ForcedCall | None = None,
+    functions: Functions = ANY_FUNCTIONS,
+    *,
+    is_begun: bool = False,
+    is_single: bool = False,
+) -> Reader:
+    """What reads an answer for a format; None: no calls are looked for.
+
+    functions: the schemas of the arguments of the functions, by name. is_begun: the prompt holds
+    the beginning of the answer. is_single: all calls but the first are left out.
+    """
     if forced is not None:
         return ForcedReader(forced.name)
-    return PlainReader() if kind is None else READERS[kind.name]()
+    if kind is None:
+        return PlainReader()
+    reader = READERS[kind.name](functions)
+    if is_begun and kind == HARMONY:
+        list(reader.push(FINAL))
+    return SingleReader(reader) if is_single else reader
+
+
+def functions_of(tools: Sequence[Mapping[str, Any]]) -> Functions:
+    """The schemas of the arguments of tools, which are as templates take them, by name."""
+    own = (tool["function"] for tool in tools)
+    return {each["name"]: each.get("parameters") or ANY_OBJECT for each in own}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import pytest
 from tiny_models import make_model
 
 from sparsekv_cli.calibration import calibrations
+from sparsekv_cli.commands import progress
 from sparsekv_cli.methods import METHODS, calibrated_methods
 
 Invoke = Callable[..., Any]
@@ -147,3 +148,16 @@ def test_the_need_is_listed(fake: Any, invoke: Invoke) -> None:
     assert needs["fake"] == "calibration" and needs["topk"] == needs["full"] == ""
     text = invoke("methods", "fake").out
     assert "  needs    calibration\n" in text
+
+
+def test_what_remains_is_told_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LINE_S", 0.0)
+    with progress.CalibrationProgress() as calibrating, progress.MeasureProgress() as measuring:
+        for done in range(5):
+            calibrating("sals", done / 4, "")
+            measuring("quest", done, 4)
+    told = capsys.readouterr().err
+    assert "calibrate sals: 25 %, about 0 s left" in told
+    assert "measure quest: 75 %, about 0 s left" in told and "100 %" not in told

@@ -115,7 +115,7 @@ def test_what_cannot_be(text: str, reason: str, fake: Any, invoke: Invoke) -> No
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON in UTF-8"),
         ("{}", "expected"),
         ("[]", "with one message at least"),
         ([{"role": "user"}], "message 1: expected an object with the texts"),

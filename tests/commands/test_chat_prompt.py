@@ -150,7 +150,7 @@ def completions(text: str) -> list[str]:
         ("/method quest pa", ["/method quest page="]),
         ("/method quest cache_type_k=q8", ["/method quest cache_type_k=q8_0"]),
         ("/method quest page=16 bu", ["/method quest page=16 budget="]),
-        ("/set thi", ["/set think"]),
+        ("/set thi", ["/set think", "/set think_budget"]),
         ("/set think o", ["/set think on", "/set think off"]),
         ("/nothing x", []),
         ("Hi /s", []),

@@ -26,10 +26,12 @@ LINES = [
     {"prompt": "long " * 300},
     {"prompt": "x", "n_predict": 0},
     {"prompt": "hello there", "n_predict": 6, "temp": 1.5, "seed": 7},
-    {"prompt": "a", "tmp": 1},
+    {"prompt": "a", "temp": 10**400},
     {"prompt": "the end", "json_schema": {"enum": [1, 2]}, "id": [8]},
 ]
-FAILED = {4: "do not fit the context of 256", 7: "'tmp': no such key (did you mean temp?)"}
+FAILED = {4: "do not fit the context of 256", 7: "temp = 10000000"}
+ZEROS = b"0" * 400
+BOM = b"\xef\xbb\xbf"
 
 
 @pytest.fixture(scope="module")
@@ -150,37 +152,54 @@ def test_an_interrupt_keeps_what_is_done(
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (b"\xff", "the line is not UTF-8"),
-        (b"{", "not JSON"),
-        (b"[" * 100_000, "not JSON"),
-        (b"1" * 5000, "not JSON"),
+        (b"\xff", "not JSON in UTF-8: "),
+        (b"{", "not JSON in UTF-8: EOF while parsing an object at column 1"),
+        (b"[" * 100_000, "not JSON in UTF-8: recursion limit"),
+        (b"1" * 5000, "not JSON in UTF-8: number out of range"),
+        (b'{"prompt": "\\ud800"}', "not JSON in UTF-8: "),
+        (b'{"prompt": "a", "id": NaN}', "not JSON in UTF-8: "),
+        (b'{"prompt": "a", "id": [-1e999]}', "not JSON in UTF-8: a number is out of range"),
         (b"[]", "expected an object, found list"),
         (b"{}", "expected either 'prompt' or 'messages'"),
-        (b'{"prompt": "a", "messages": []}', "expected either"),
-        (b'{"prompt": ""}', "prompt: expected a text that is not empty"),
-        (b'{"prompt": 3}', "prompt: expected a text"),
-        (b'{"messages": []}', "messages: expected a list"),
-        (b'{"messages": [{"role": "user"}]}', "messages: expected objects"),
-        (b'{"messages": ["role"]}', "messages: expected objects"),
+        (b'{"prompt": "a", "messages": [{}]}', "expected either"),
+        (b'{"prompt": ""}', 'prompt is "": expected one that is not empty'),
+        (b'{"prompt": 3}', "prompt = 3: expected a text"),
+        (b'{"prompt": "a", "tmp": 1}', "tmp: no such field (did you mean temp?)"),
+        (b'{"prompt": "a", "' + b"x" * 5000 + b'": 1}', "x" * 60 + ": no such field"),
+        (b'{"messages": []}', "messages is []: expected one"),
+        (b'{"messages": [{"content": "a"}]}', "messages[0]: expected an object whose role"),
+        (b'{"messages": ["role"]}', 'messages[0] = "role": expected an object'),
+        (b'{"messages": [{"role": "user", "content": 1}]}', "messages[0].content: expected a text"),
+        (b'{"messages": [{"role": "user", "content": "a"}], "system": "b"}', "system: expected it"),
         (b'{"messages": [{"role": "user", "content": "a"}], "raw": true}', "messages needs the"),
         (b'{"prompt": "a", "system": "b", "raw": true}', "system needs the chat template"),
         (b'{"prompt": "a", "n_predict": -2}', "n_predict = -2: expected -1 or more"),
         (b'{"prompt": "a", "n_predict": true}', "n_predict = true: expected"),
         (b'{"prompt": "a", "seed": 1.5}', "seed = 1.5: expected"),
         (b'{"prompt": "a", "stop": [""]}', "stop: expected"),
-        (b'{"prompt": "a", "temp": "hot"}', "temp = 'hot': must be a number"),
-        (b'{"prompt": "a", "temp": NaN}', "temp = nan: must be finite"),
-        (b'{"prompt": "a", "samplers": 3}', "samplers: expected a list"),
-        (b'{"prompt": "a", "logit_bias": [1]}', "logit_bias: expected"),
-        (b'{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias: expected"),
-        (b'{"prompt": "a", "logit_bias": {"1": "x"}}', "logit_bias = {1: 'x'}: must be"),
-        (b'{"prompt": "a", "ignore_eos": 1}', "ignore_eos: expected true or false"),
+        (b'{"prompt": "a", "temp": "hot"}', 'temp = "hot": expected a number'),
+        (b'{"prompt": "a", "temp": 1%s}' % ZEROS, "temp = 1000"),
+        (b'{"prompt": "a", "temp": 1e300}', "temp = 1e+300: expected at most 3.4"),
+        (b'{"prompt": "a", "temp": 1, "temperature": 1}', "temp: is given twice"),
+        (b'{"prompt": "a", "top_k": 1%s}' % ZEROS, "top_k = 1000"),
+        (b'{"prompt": "a", "top_p": 2}', "top_p = 2: expected at most 1"),
+        (b'{"prompt": "a", "samplers": 3}', "samplers = 3: expected a list"),
+        (b'{"prompt": "a", "samplers": [1]}', "samplers[0] = 1: expected a text"),
+        (b'{"prompt": "a", "samplers": ["x"]}', "samplers = 'x': must be names from"),
+        (b'{"prompt": "a", "logit_bias": [1]}', "logit_bias = [1]: expected an object"),
+        (b'{"prompt": "a", "logit_bias": {"x": 1}}', 'logit_bias: the key "x" is no token'),
+        (b'{"prompt": "a", "logit_bias": {"1%s": 1}}' % ZEROS, "logit_bias: the key"),
+        (b'{"prompt": "a", "logit_bias": {"01": 1}}', 'logit_bias: the key "01" is no token'),
+        (b'{"prompt": "a", "logit_bias": {"1": "x"}}', 'logit_bias.1 = "x": expected a number'),
+        (b'{"prompt": "a", "logit_bias": {"1": 1e300}}', "logit_bias.1 = 1e+300: expected at most"),
+        (b'{"prompt": "a", "ignore_eos": 1}', "ignore_eos = 1: expected true or false"),
         (b'{"prompt": "a", "regex": "a", "grammar": "b"}', "grammar and regex exclude each other"),
         (b'{"prompt": "a", "regex": "a", "ignore_eos": true}', "ignore_eos and regex exclude"),
         (b'{"prompt": "a", "think": 1}', "think = 1: expected true or false"),
         (b'{"prompt": "a", "think": true, "raw": true}', "think needs the chat template"),
-        (b'{"prompt": "a", "regex": 1}', "regex: expected a text"),
-        (b'{"prompt": "a", "json_schema": {"uniqueItems": true}}', "--json-schema: Unimplemented"),
+        (b'{"prompt": "a", "regex": 1}', "regex = 1: expected a text"),
+        (b'{"prompt": "a", "json_schema": 1}', "json_schema = 1: expected an object or true or"),
+        (b'{"prompt": "a", "json_schema": {"uniqueItems": true}}', "json_schema: Unimplemented"),
     ],
 )
 def test_a_line_that_is_no_task(line: bytes, expected: str) -> None:
@@ -192,11 +211,17 @@ def test_a_line_that_is_no_task(line: bytes, expected: str) -> None:
 def test_a_task_overrides_the_command_line() -> None:
     defaults = Task(n_predict=9, stop=("x",), seed=1, system="S")
     line = {"prompt": "a", "stop": "y", "temp": 0, "logit_bias": {"5": -1.5}, "samplers": ["top_k"]}
+    line |= {"system": None, "seed": -1}
     task = read_task(json.dumps(line).encode(), defaults)
     assert (task.prompt, task.n_predict, task.stop, task.system) == ("a", 9, ("y",), "S")
     assert task.sampling.explicit == {"temp": 0, "logit_bias": {5: -1.5}, "samplers": ("top_k",)}
-    messages = [{"role": "user", "content": "a"}]
-    assert read_task(json.dumps({"messages": messages}).encode(), defaults).system is None
+    assert task.seed == -1
+    banned = read_task(b'{"prompt": "a", "logit_bias": {"5": -100}}', defaults).sampling.explicit
+    assert banned == {"logit_bias": {5: -np.inf}}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": None}]
+    task = read_task(BOM + json.dumps({"messages": messages}).encode(), defaults)
+    assert task.system is None and [each["content"] for each in task.prompt] == ["ab", ""]
 
 
 @pytest.mark.parametrize(
@@ -227,7 +252,8 @@ def test_log_probabilities(model: str, invoke: Invoke) -> None:
     first = entries[0]
     assert first["logprob"] == pytest.approx(expected.max(), abs=1e-4)
     assert [each["id"] for each in first["top"]] == np.argsort(-expected)[:2].tolist()
-    assert first["top"][0] == {key: first[key] for key in ("id", "token", "logprob")}
+    assert first["top"][0] == {key: value for key, value in first.items() if key != "top"}
+    assert first["bytes"] == list(session.tokenizer.token_bytes(first["id"]))
     line = {"prompt": "hello", "logprobs": 2, "raw": True, "temp": 0, "n_predict": 3}
     lines = run(invoke, model, stdin=json.dumps(line).encode())
     (together,) = objects(lines.out)
@@ -244,13 +270,18 @@ def test_special_tokens_are_written(fake: Any, invoke: Invoke) -> None:
 
 
 def test_thinking_has_a_field_of_its_own(tiny_model: Callable[..., Path], invoke: Invoke) -> None:
-    """The prompt opens the thinking, which a regular expression ends at once."""
+    """The prompt opens the thinking, which ends in time for the answer."""
     template = TEMPLATE + "{% if thinking is not false %}<think>{% endif %}"
     model = str(tiny_model(wtype="Q8_0", chat_template=template))
-    asked = {"prompt": "a", "regex": "\nso</think>\n\nyes!"}
-    lines = [asked, {**asked, "inline_thinking": True}, {**asked, "think": False}]
+    asked = {"prompt": "a", "regex": "yes!", "think_budget": 8, "ignore_eos": False}
+    lines = [
+        asked,
+        {**asked, "inline_thinking": True},
+        {**asked, "think": False, "think_budget": None},
+    ]
     stdin = "".join(json.dumps(line) + "\n" for line in lines).encode()
     answers = objects(run(invoke, model, "-n", "40", stdin=stdin).out)
-    whole = ("", "\nso</think>\n\nyes!")
-    told = [(answer["thinking"], answer["text"]) for answer in answers]
-    assert told == [("so", "yes!"), whole, whole]
+    assert [answer["thinking"] != "" for answer in answers] == [True, False, False]
+    assert [answers[0]["text"], answers[2]["text"]] == ["yes!", "yes!"]
+    inline = answers[1]["text"]
+    assert inline.endswith("\n</think>\n\nyes!") and answers[0]["thinking"] in inline

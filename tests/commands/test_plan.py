@@ -19,6 +19,7 @@ KEYS |= {"decode_tps", "pays_from"}
 def header(tmp_path, monkeypatch):
     """The header of a model, of which little is measured."""
     monkeypatch.setattr(measure, "DEPTHS", (256, 512))
+    monkeypatch.setattr(measure, "QUICK_DEPTHS", (256, 512))
     monkeypatch.setattr(measure, "measure_bandwidth", lambda n_threads: 1e10)
     monkeypatch.setattr(kept, "default_speeds_folder", lambda: tmp_path / "speeds")
     path = make_model(tmp_path / "whole.gguf", n_layer=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,8 @@ def test_a_session_file_is_no_other_file(invoke, tmp_path):
         result = invoke("run", "-p", "x", "--session", str(path))
         assert result.code == 1 and result.err.count("\n") == 1 and what in result.err
     assert notes.read_text() == "Mine."
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        result = invoke("run", "-p", "x", "--session", str(path))
+        assert result.code in (1, 2) and result.err.count("\n") == 1
+    assert (tmp_path / "pipe").is_fifo()

@@ -64,6 +64,15 @@ def test_empty_prompt(stdin: bytes, fake: Any, invoke: Invoke) -> None:
     assert result.err.count("\n") == 1 and not fake.prompts
 
 
+def test_a_byte_order_mark_is_no_text(fake: Any, invoke: Invoke, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"\xef\xbb\xbftext\n")
+    fake.script = ["ok<eos>"] * 2
+    invoke("run", "-f", str(file))
+    invoke("run", stdin=file.read_bytes())
+    assert [bytes(ids) for ids in fake.prompts] == [b"text", b"textoktext"]
+
+
 def test_prompt_that_is_not_utf8(fake: Any, invoke: Invoke, tmp_path: Path) -> None:
     result = invoke("run", stdin=b"abc\xff")
     assert result.code == 1 and "0xff at offset 3" in result.err

@@ -67,7 +67,7 @@ def with_limit(name: str, value: int, *arguments: str) -> subprocess.CompletedPr
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("RLIMIT_NOFILE", 3),
+        ("RLIMIT_NOFILE", 4),
         ("RLIMIT_NOFILE", 5),
         ("RLIMIT_FSIZE", 0),
         *[("RLIMIT_AS", mebibytes << 20) for mebibytes in (60, 150, 250, 300)],
@@ -88,6 +88,20 @@ def test_a_limit_is_a_line_or_no_hindrance(
         assert said[-1].startswith(("error: ", "OpenBLAS error: Memory"))
         aborted = "its words are above" in said[-1]
         assert aborted or len(said) == 1
+
+
+@pytest.mark.parametrize("n", [3, 4, 8])
+def test_too_few_open_files_are_one_line_that_says_what_to_do(
+    n: int, tiny_model: Callable[..., Path]
+) -> None:
+    for command in ("run", "serve"):
+        more = () if command == "serve" else ("-p", "x", "-n", "2")
+        model = str(tiny_model(wtype="Q8_0"))
+        done = with_limit("RLIMIT_NOFILE", n, command, "-m", model, "-t", "1", *more)
+        if command == "run" and n == 8 and done.returncode == 0:
+            continue
+        assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+        assert "ulimit -n 1024" in done.stderr
 
 
 def test_a_library_that_finds_no_room_is_out_of_memory() -> None:

@@ -52,7 +52,7 @@ def test_lines(ray: FakeRay, tiny_model: Callable[..., Path], tmp_path: Path, ca
     assert call(*command, "--output", str(many), "--ray", "auto") == 1
     said = capsys.readouterr().err
     assert many.read_bytes() == one.read_bytes() and one.read_bytes().count(b"\n") == len(LINES)
-    assert "error: line 2: prompt: expected a text" in said and "2 nodes, 1 lost" in said
+    assert 'error: line 2: prompt is "": expected one' in said and "2 nodes, 1 lost" in said
     assert "error: 1 of 8 lines have no answer" in said and ray.n_made == 3
     assert call(*command[:1], *command[2:], "--ray", "auto") == 2  # without --jsonl
     assert call(*command, "--ray", "auto", "--session", str(tmp_path / "s")) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ import pytest
 from sparsekv_cli import methods
 from sparsekv_cli.cache.layer import LayerCache, SelectingCache
 from sparsekv_cli.cache.spec import N_SINKS, Budget, LayerSpec
-from sparsekv_cli.calibration.run import CALIBRATION, CalibrationRun
+from sparsekv_cli.calibration.run import CALIBRATION, CalibrationArray, CalibrationRun
 from sparsekv_cli.cpu.jit.floats import as_f32
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.option import option
@@ -43,6 +44,13 @@ class Fake(Method):
         run.forward(run.ids, 0, caches)
         run.progress(1.0)
         return {"means": means, "stride": np.arange(2, 2 + len(run.specs), dtype=np.uint8)}
+
+    def calibration_arrays(self, specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
+        n_layer, first = len(specs), specs[0]
+        return {
+            "means": CalibrationArray("f4", (n_layer, first.n_head_kv, first.head_dim)),
+            "stride": CalibrationArray("u1", (n_layer,), 1),
+        }
 
 
 class MeanKeys(LayerCache):

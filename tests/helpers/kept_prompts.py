@@ -2,15 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from sparsekv_cli.cache.layer import DenseCache
+from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.prefix.folder import PrefixFolder
-from sparsekv_cli.prefix.prefixes import Prefixes, facts_of, root_of
+from sparsekv_cli.prefix.prefixes import Prefixes, Root
 from sparsekv_cli.session import Session
 
 LIMIT = 1 << 30  # bytes
+N_SMALL_LAYERS = 2
+
+
+@dataclass
+class KnownRoot:
+    """In the place of a Root (prefixes.py), without a model."""
+
+    name: str | None
+
+    def known(self) -> str | None:
+        return self.name
+
+
+def prefixes_of(
+    folder: Path,
+    root: KnownRoot,
+    warn: Callable[[str], None],
+    tell: Callable[[str], None],
+    n_queried: int = 1,
+) -> Prefixes:
+    """A prefix cache of no model, for ``small_layers``."""
+    return Prefixes(PrefixFolder(folder, LIMIT, warn), "m", root, ("f16", "f16"), n_queried, tell)
+
+
+def small_layers(n: int = 0) -> list[DenseCache]:
+    """The caches of two small layers; n rows that tell their place."""
+    caches = []
+    for i in range(N_SMALL_LAYERS):
+        cache = DenseCache(LayerSpec(i, N_SMALL_LAYERS, 2, 2, 16, 16, 1))
+        cache.store.reserve(n)
+        rows = np.arange(n, dtype=np.float16)[:, None] + np.float16(i)
+        cache.store.k[:, :n], cache.store.v[:, :n], cache.store.n = rows, -rows, n
+        caches.append(cache)
+    return caches
 
 
 def keeping(session: Session, folder: Path, limit: int = LIMIT) -> list[str]:
@@ -22,7 +60,7 @@ def keeping(session: Session, folder: Path, limit: int = LIMIT) -> list[str]:
     session.prefixes = Prefixes(
         PrefixFolder(folder, limit, said.append),
         "tiny.gguf",
-        root_of({**facts_of(session.gguf, session.decoder), "types": types}),
+        Root(session.gguf, session.decoder, types=types),
         types,
         method.n_queried,
         lambda text: said.append(f"-v {text}"),

@@ -125,6 +125,13 @@ def test_thresholds_rise_to_keep_the_limit(scored_by, expand, candidates):
     assert (cache._raised > 1).any() and seen["active"] > 100
 
 
+@pytest.mark.parametrize("scored_by", ["head", "group"])
+def test_a_limit_that_an_i32_just_holds(scored_by):
+    options = TwinOptions(budget=24, epsilon=0.7, scored_by=scored_by, candidates=2**31 - 1)
+    cache, _, _ = run_both(Geometry(6, 2, 64, 127), options, seed=2, n_steps=8)
+    assert (cache._raised == 1).all()
+
+
 @pytest.mark.parametrize(
     "others",
     [

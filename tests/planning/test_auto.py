@@ -124,6 +124,7 @@ def call(capsys, *arguments):
 def model(tmp_path, monkeypatch):
     """A tiny model, of which little is measured, with two methods to choose from."""
     monkeypatch.setattr(measure, "DEPTHS", (512, 1024))
+    monkeypatch.setattr(measure, "QUICK_DEPTHS", (512, 1024))
     monkeypatch.setattr(measure, "N_STEPS", 2)
     monkeypatch.setattr(measure, "measure_bandwidth", lambda n_threads: 1e10)
     monkeypatch.setattr(kept, "default_speeds_folder", lambda: tmp_path / "speeds")

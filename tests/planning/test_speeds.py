@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sidecars import entry
 from tiny_models import make_model
 
 from sparsekv_cli.config import SessionConfig
@@ -123,6 +124,7 @@ def read_weights_of(path):
 def briefly(monkeypatch, tmp_path):
     """Two small depths, and speeds that are kept in a folder of the test's own."""
     monkeypatch.setattr(measure, "DEPTHS", (300, 600))
+    monkeypatch.setattr(measure, "QUICK_DEPTHS", (300, 600))
     monkeypatch.setattr(measure, "N_STEPS", 2)
     monkeypatch.setattr(measure, "measure_bandwidth", lambda n_threads: 1e10)
     monkeypatch.setattr(kept, "default_speeds_folder", lambda: tmp_path / "speeds")
@@ -151,6 +153,23 @@ def test_speeds_are_measured_once(header, briefly):
     assert read_speeds(path) is None
 
 
+def test_a_quick_measurement_is_kept_apart(header, briefly):
+    """It measures each method once; what --measure finds goes first."""
+    config, seen = SessionConfig(device="cpu", threads=1), []
+
+    def report(what, done, total):
+        seen.append(what)
+
+    with open_gguf(header, header_only=True) as file:
+        for methods in ([QUEST], [QUEST], [QUEST, LFPS]):
+            quick = speeds_of(file, config, methods, is_quick=True, on_measure=report)
+        assert seen == ["weights", "full", "quest", "done", "weights", "lfps", "done"]
+        assert quick.is_quick and not speeds_of(file, config, [QUEST]).is_quick
+        assert not speeds_of(file, config, [QUEST], is_quick=True).is_quick
+        assert speeds_of(file, config, [QUEST, LFPS], is_quick=True).is_quick
+    assert len(list(briefly.iterdir())) == 2
+
+
 def test_curves_of_slow_and_fast_minutes_are_alike(header, briefly, monkeypatch):
     """All that is measured takes as long as the machine is slow, the yardstick too."""
     first, later = [1] * 6, [1, 4, 4, 4]  # by call of pace, of which two are beside the weights
@@ -173,6 +192,25 @@ def test_curves_of_slow_and_fast_minutes_are_alike(header, briefly, monkeypatch)
     assert slow.pace == 0.01
     full, lfps = (slow.methods[method_key(each)] for each in (FULL, LFPS))
     assert lfps.seconds(1000) == pytest.approx(full.seconds(1000))
+
+
+def test_a_curve_is_of_one_calibration(header, briefly, monkeypatch):
+    """Models of one shape share speeds, but not those of a calibrated method."""
+    entries, measured, sals = [entry(0), entry(1), None, entry(0)], [], build_method("sals", {})
+
+    def measure_curve(self, method, calibration):
+        measured.append(method.name)
+        return curve(method, 0, 4, (0.1, 0.2))
+
+    monkeypatch.setattr(measure.Measurement, "curve", measure_curve)
+    config = SessionConfig(device="cpu", threads=1)
+    for i, own in enumerate(entries):
+        monkeypatch.setattr(kept, "calibration_of", lambda *of, own=own: own)
+        for _ in range(2):
+            with open_gguf(header, header_only=True) as file:
+                found = speeds_of(file, config, [sals])
+            assert (method_key(sals) in found.methods) == (own is not None), i
+    assert measured == ["full", "sals"] * 3 + ["sals"] * 6
 
 
 def test_what_is_measured_is_what_a_session_holds(header, briefly):

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forged_headers import BAD_FIELDS, BAD_TEXTS, forge
 
+from sparsekv_cli.commands.cache import prompts_of
 from sparsekv_cli.prefix.blocks import (
     BlockHeader,
     BlockWriter,
@@ -15,6 +17,7 @@ from sparsekv_cli.prefix.blocks import (
     read_header,
     read_piece,
 )
+from sparsekv_cli.prefix.folder import PrefixFolder
 
 TOKENS, LAYERS = (5, 3, 2, 7, 1), ((2, 64, 32), (1, 16, 16))
 HEADER = BlockHeader("a model.gguf", "0" * 32, 512, TOKENS, ("f16", "q8_0"), LAYERS)
@@ -88,6 +91,19 @@ def test_every_cut_is_noticed(written):
     written.write_bytes(data + b"\0")
     with pytest.raises(DamagedError, match="bytes instead of"):
         read(written)
+
+
+@pytest.mark.parametrize("change", [*({n: v} for n, v in BAD_FIELDS), *BAD_TEXTS])
+def test_a_header_is_believed_field_by_field(change, written):
+    forge(written, change)
+    with pytest.raises(DamagedError, match=r"its header cannot be read|bytes instead of"):
+        read(written)
+    # In the folder it is one line, and a listing says so and goes on.
+    said: list[str] = []
+    folder = PrefixFolder(written.parent, 1 << 30, said.append)
+    assert prompts_of(folder)[0] == [] and written.exists()
+    assert folder.header(written.name) is None and not written.exists()
+    assert len(said) == 2 and all(line.count("\n") == 0 for line in said)
 
 
 def test_nothing_is_left_of_an_abandoned_file(tmp_path):

@@ -11,40 +11,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kept_prompts import N_SMALL_LAYERS, KnownRoot, prefixes_of
+from kept_prompts import small_layers as layers
 from tiny_sessions import tokens
 
 from sparsekv_cli.cache.layer import DenseCache
-from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.prefix import blocks
 from sparsekv_cli.prefix.folder import PrefixFolder
 from sparsekv_cli.prefix.prefixes import Prefixes
 
 IDS = tokens(1100)
-N_LAYER = 2
 LONG_AGO = 10**9  # seconds
 
 
-def layers(n: int = 0) -> list[DenseCache]:
-    """The caches of two small layers; n rows that tell their place."""
-    caches = []
-    for i in range(N_LAYER):
-        cache = DenseCache(LayerSpec(i, N_LAYER, 2, 2, 16, 16, 1))
-        cache.store.reserve(n)
-        rows = np.arange(n, dtype=np.float16)[:, None] + np.float16(i)
-        cache.store.k[:, :n], cache.store.v[:, :n], cache.store.n = rows, -rows, n
-        caches.append(cache)
-    return caches
-
-
 def prefixes_in(folder: Path, said: list[str]) -> Prefixes:
-    return Prefixes(
-        PrefixFolder(folder, 1 << 30, said.append),
-        "m",
-        "0" * 32,
-        ("f16", "f16"),
-        1,
-        lambda text: None,
-    )
+    return prefixes_of(folder, KnownRoot("f" * 32), said.append, lambda text: None)
 
 
 def keep(folder: Path, caches: list[DenseCache], said: list[str]) -> None:
@@ -133,5 +114,5 @@ def test_killed_at_every_write(tmp_path: Path) -> None:
         PrefixFolder(folder, 1 << 30, said.append).trim()
         assert sorted(path.suffix for path in folder.iterdir()) == [".rows"] * 3
         n_steps += 1
-    assert n_steps > 3 * (2 * N_LAYER * 2 * 2 + 2) / 2
+    assert n_steps > 3 * (2 * N_SMALL_LAYERS * 2 * 2 + 2) / 2
     assert found == {(False, 0), (False, 1088), (True, 1088)}

@@ -165,7 +165,7 @@ def test_damaged_blocks_are_one_line_and_computed_again(how, block, session_of, 
     session, alone, said = open_pair(session_of, tmp_path)
     keep(session, FIRST)
     by_parent = {path.name[:32]: path for path in tmp_path.iterdir()}
-    parent = session.prefixes.root
+    parent = session.prefixes.root.known()
     for _ in range(block):
         parent = by_parent[parent].stem[33:]
     damage(by_parent[parent], how)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kept_prompts import keep
+from forged_headers import forge
+from kept_prompts import KnownRoot, keep
 from tiny_sessions import decoded, tokens
 
-from sparsekv_cli.prefix.prefixes import facts_of, root_of
+from sparsekv_cli.prefix.prefixes import Root
 from sparsekv_cli.prefix.session_file import SessionFile
 
 DOCUMENT = tokens(700)
@@ -23,7 +24,7 @@ def open_with(session_of, path: Path, name: str = "full", **options):
     session.prefixes = SessionFile(
         path,
         "tiny.gguf",
-        root_of(facts_of(session.gguf, session.decoder)),
+        Root(session.gguf, session.decoder),
         (session.method.cache_type_k, session.method.cache_type_v),
         session.method.n_queried,
         said.append,
@@ -97,10 +98,29 @@ def test_a_damaged_file_is_one_line_and_written_anew(how, session_of, tmp_path):
     assert len(said) == 1 and str(path) in said[0] and path.read_bytes() == whole
 
 
+BAD = [{"first": 5}, {"first": -1}, {"types": ["q8_0", "f16"]}, {"rows": [740] * 4}]
+
+
+@pytest.mark.parametrize("change", [*BAD, "[" * 100_000])
+def test_a_header_of_other_rows_is_one_line_and_written_anew(change, session_of, tmp_path):
+    """No row is attended to that no file has filled."""
+    path = tmp_path / "a.session"
+    session, said = open_with(session_of, path)
+    keep(session, FIRST)
+    whole = path.read_bytes()
+    forge(path, change)
+    session.reset()
+    session.timings.reset()
+    expected = session_of("full", ctx_size=4096).prefill(FIRST)
+    np.testing.assert_array_equal(keep(session, FIRST), expected)
+    assert session.timings.cached_tokens == 0
+    assert len(said) == 1 and str(path) in said[0] and path.read_bytes() == whole
+
+
 def test_another_model_s_file_is_one_line_and_left_as_it_is(session_of, tmp_path):
     path = tmp_path / "a.session"
     session, said = open_with(session_of, path)
-    session.prefixes.root = "f" * 32
+    session.prefixes.root = KnownRoot("f" * 32)
     keep(session, FIRST)
     before = path.read_bytes()
     session, said = open_with(session_of, path)

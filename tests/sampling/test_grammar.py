@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,21 +13,23 @@ import pytest
 from tiny_vocabularies import bpe_metadata, spm_metadata
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.generation.sampler import new_constraint
+from sparsekv_cli.generation.grammar_trial import GrammarTrial
+from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
 from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from sparsekv_cli.sampling.chain import make_sampler
 from sparsekv_cli.sampling.grammar import Constraint, read_grammar
-from sparsekv_cli.sampling.params import SamplingParams
 
 BPE = load_tokenizer(bpe_metadata())
 SPM = load_tokenizer(spm_metadata())
+MODEL: Any = SimpleNamespace(tokenizer=BPE, gguf=SimpleNamespace(metadata={}))
 BOTH = pytest.mark.parametrize("tokenizer", [BPE, SPM], ids=["bpe", "spm"])
 END = 263  # <|im_end|> of BPE
 
 
 def constraint_of(kind: str, text: str, tokenizer: Tokenizer = BPE) -> Constraint:
     session: Any = SimpleNamespace(tokenizer=tokenizer)
-    constraint = new_constraint(session, read_grammar(kind, text))
+    constraint = new_constraint(
+        session, SamplingOptions({}, grammar=read_grammar(kind, text)), None
+    )
     assert constraint is not None
     return constraint
 
@@ -119,6 +123,25 @@ def test_grammars(grammar: str) -> None:
         assert not matches(constraint, text), text
 
 
+# GBNF that llama.cpp takes: a grammar, a text that matches, one that does not.
+LEGAL = [
+    ('root ::= my-rule my_rule\nmy-rule ::= "a"\nmy_rule ::= "b"', "ab", "aa"),
+    ('root ::= Foo foo fooBar\nFoo ::= "a"\nfoo ::= "b"\nfooBar ::= "c" fooBar?', "abc", "bac"),
+    ('root ::= start "b"\nstart ::= "a"', "ab", "b"),
+    ('root ::= "a"{0} ("a" x){0,0} [ac]{0} x{0} "b"\nx ::= "x"', "b", "ab"),
+    ('root ::= 1 json-1 rule_0\n1 ::= "a"\njson-1 ::= "b"\nrule_0 ::= "c"', "abc", "aaa"),
+    (r'root ::= "\u00e9" "\U0001F600" "\x41" [\u0062-\u0063]', "é😀Ac", "é😀Aa"),
+    (r'root ::= [^"\\\x7F\x00-\x1F] "\x01\"\\"', 'a\x01"\\', '"\x01"\\'),
+    ('root ::= "a\nb" ("b"{2})* ("c"+ )? # "[', "a\nbbbccc", "a\nbb b"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "text", "other"), LEGAL)
+def test_gbnf_that_llama_cpp_takes(grammar: str, text: str, other: str) -> None:
+    constraint = constraint_of("grammar", grammar)
+    assert matches(constraint, text) and not matches(constraint, other)
+
+
 def test_a_lark_grammar_may_name_the_models_special_tokens() -> None:
     constraint = constraint_of("grammar", 'start: "a" <|im_start|> "b"')
     say(constraint, "a")
@@ -143,6 +166,8 @@ def test_a_lark_grammar_may_name_the_models_special_tokens() -> None:
         ("grammar", "", "--grammar: No 'root' rule found"),
         ("grammar", 'root ::= "a', "--grammar: Unexpected end of input at line 1"),
         ("grammar", "root ::= word", "--grammar: Rule 'word' not found"),
+        ("grammar", "root ::= " + "[" * 100_000, "--grammar: Unexpected end of input at line 1"),
+        ("grammar", r'root ::= "\ud800"', r"--grammar: \ud800 is no character"),
         ("grammar", "root ::= " + "(" * 50_000, "--grammar: nested too deeply"),
         ("grammar", "start: word", '--grammar: at 1(8): unknown name: "word"'),
         ("grammar", "root ::= root", "--grammar: no token of the model can follow"),
@@ -173,15 +198,10 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 # the sampler chain
 
 
-def sampled(regex: str, params: SamplingParams, best: dict[int, float], n: int) -> str:
+def sampled(regex: str, params: dict[str, Any], best: dict[int, float], n: int) -> str:
     """The first n tokens that a sampler chooses of the same logits, 0 but for ``best``."""
     constraint = constraint_of("regex", regex)
-    sample = make_sampler(
-        params,
-        piece=BPE.token_bytes,
-        tokenize=lambda text: BPE.encode(text, add_bos=False),
-        constraint=constraint,
-    )
+    sample = new_sampler(MODEL, SamplingOptions(params), None, constraint)
     logits = np.zeros(BPE.n_vocab, np.float32)
     for token, logit in best.items():
         logits[token] = logit
@@ -210,15 +230,15 @@ A, B, C = BPE.encode_within("abc")
 )
 def test_the_chain_sees_what_may_follow_only(params: dict[str, Any]) -> None:
     best = {C: 30.0, B: 20.0, A: 15.0, END: 10.0}
-    assert sampled("[ab]{3}", SamplingParams(seed=1, **params), best, 3) == "bbb"
+    assert sampled("[ab]{3}", {"seed": 1, **params}, best, 3) == "bbb"
 
 
 def test_penalties_choose_among_what_may_follow() -> None:
-    params = SamplingParams(temp=0, dry_multiplier=5.0, dry_allowed_length=1)
+    params = {"temp": 0, "dry_multiplier": 5.0, "dry_allowed_length": 1}
     best = {C: 30.0, B: 4.0, A: 2.0}
-    assert sampled("[ab]{6}", SamplingParams(temp=0), best, 6) == "bbbbbb"
+    assert sampled("[ab]{6}", {"temp": 0}, best, 6) == "bbbbbb"
     assert sampled("[ab]{6}", params, best, 6).startswith("bba")
-    penalty = SamplingParams(temp=0, repeat_penalty=4.0)
+    penalty = {"temp": 0, "repeat_penalty": 4.0}
     assert sampled("[ab]{2}", penalty, best, 2) == "ba"
 
 
@@ -228,11 +248,23 @@ def test_breakers_are_looked_for_in_the_whole_vocabulary(narrowed_by: str) -> No
     options: dict[str, Any] = {"temp": 0, "dry_multiplier": 9.0, "dry_sequence_breakers": (":",)}
     if narrowed_by == "top_k":
         options |= {"samplers": ("top_k", "dry", "temperature"), "top_k": 2}
-    params = SamplingParams(**options)
     constraint = constraint_of("regex", "!+[bc]") if narrowed_by == "grammar" else None
-    sample = make_sampler(params, piece=BPE.token_bytes, constraint=constraint)
+    sample = new_sampler(MODEL, SamplingOptions(options), None, constraint)
     logits = np.zeros(BPE.n_vocab, np.float32)
     logits[ord("!")] = 9.0
     assert sample(logits, []) == ord("!") < ord(":")
     logits[ord("!")], logits[B], logits[C] = 0.0, 9.0, 8.0
     assert sample(logits, BPE.encode_within("a:ba:")) == B
+
+
+def test_a_grammar_that_takes_too_long_is_refused(tiny_model: Callable[..., Path]) -> None:
+    """llguidance would read this schema for a quarter of a minute; the next one is read again."""
+    trial = GrammarTrial(tiny_model(wtype="Q8_0"), seconds=1)
+    try:
+        with pytest.raises(SparseKVError, match=r"json-schema: it takes more than 1 s"):
+            trial.read("json-schema", '{"type": "integer", "multipleOf": 999983}')
+        assert trial.read("regex", "a+") == read_grammar("regex", "a+")
+        with pytest.raises(SparseKVError, match="regex"):
+            trial.read("regex", "(")
+    finally:
+        trial.close()

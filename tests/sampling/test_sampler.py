@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections import Counter
 from dataclasses import asdict, replace
 from importlib import import_module
@@ -19,7 +20,13 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.option import options_of
 from sparsekv_cli.sampling import chain
 from sparsekv_cli.sampling.chain import Candidates, make_sampler
-from sparsekv_cli.sampling.dry import dry_penalties, find_breakers
+from sparsekv_cli.sampling.dry import (
+    common_beginnings,
+    dry_penalties,
+    find_breakers,
+    pieces_of,
+    repeated_lengths,
+)
 from sparsekv_cli.sampling.params import (
     SAMPLER_ORDER,
     SAMPLERS,
@@ -46,7 +53,7 @@ def piece(token: int) -> bytes:
     return bytes(values[character] for character in tokens[token])
 
 
-PIECES = [piece(token) for token in range(512)]
+VOCABULARY = pieces_of(512, piece)
 
 
 def label(case: dict) -> str:
@@ -99,9 +106,7 @@ def test_penalties_change_llama_cpps_logits(case):
 
 @pytest.mark.parametrize("case", RECORD["dry"], ids=lambda case: str(case["breakers"]))
 def test_dry_subtracts_what_llama_cpp_does(case):
-    breakers = find_breakers(
-        case["breakers"], 512, PIECES.__getitem__, RECORD["tokens"].__getitem__
-    )
+    breakers = find_breakers(case["breakers"], VOCABULARY, RECORD["tokens"].__getitem__)
     multiplier, base, allowed_length, last_n = case["arguments"]
     recent = chain.last(case["history"], last_n)
     tokens, amounts = dry_penalties(recent, multiplier, base, allowed_length, breakers)
@@ -198,15 +203,35 @@ def test_dry_in_the_chain_stops_a_loop():
     assert make_sampler(SamplingParams(dry_multiplier=0.8, **loop))(logits, history) == 11
 
 
-def test_dry_needs_texts_for_its_breakers():
-    with pytest.raises(ValueError, match="piece"):
+def test_dry_needs_a_vocabulary_for_its_breakers():
+    with pytest.raises(ValueError, match="vocabulary"):
         make_sampler(SamplingParams(dry_multiplier=0.8))
-    with pytest.raises(ValueError, match="tokenize"):
-        make_sampler(
-            SamplingParams(dry_multiplier=0.8, dry_sequence_breakers=("ab",)),
-            piece=PIECES.__getitem__,
-        )
-    make_sampler(SamplingParams(dry_multiplier=0.8), piece=PIECES.__getitem__)
+
+
+def test_what_dry_may_be_asked_for_has_bounds():
+    """Of breakers, and of a context that repeats one token: seconds a token without bounds."""
+    for texts in (["a"] * 65, ["b" * 1025]):
+        with pytest.raises(ValueError, match="at most 64 texts of 1024 bytes in all"):
+            SamplingParams(dry_sequence_breakers=texts)
+    rng = np.random.default_rng(0)
+    words = [rng.bytes(6) for _ in range(50_000)]
+    texts = [chr(97 + i % 26) * 8 + str(i) for i in range(64)]
+    started = time.perf_counter()
+    many = find_breakers(texts, pieces_of(len(words), words.__getitem__), lambda text: [1, 2])
+    recent = np.full(50_000, int(many[1, 2][0]))
+    dry_penalties(recent, 1.0, 1.00001, 2, many)
+    assert time.perf_counter() - started < 5
+
+
+def test_lengths_of_repetitions_are_the_same_by_either_algorithm():
+    rng = np.random.default_rng(1)
+    for period in (1, 2, 7):
+        backwards = np.tile(rng.integers(0, 2, period), 400)[:400]
+        backwards[rng.integers(0, 400, 3)] = 5
+        expected = common_beginnings(backwards.tolist())
+        for limit in (3, 400):
+            lengths = repeated_lengths(backwards, limit)
+            assert lengths.tolist() == np.minimum(expected, limit).tolist()
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])

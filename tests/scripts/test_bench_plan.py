@@ -18,6 +18,7 @@ from sparsekv_cli.session import load_session
 @pytest.fixture
 def briefly(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "DEPTHS", (200, 400))
+    monkeypatch.setattr(measure, "QUICK_DEPTHS", (200, 400))
     monkeypatch.setattr(measure, "N_STEPS", 2)
     monkeypatch.setattr(measure, "measure_bandwidth", lambda n_threads: 1e10)
     monkeypatch.setattr(kept, "default_speeds_folder", lambda: tmp_path / "speeds")

@@ -16,9 +16,11 @@ from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.serve.app import Access, make_app
 from sparsekv_cli.serve.requests import RequestLimits, Service
 from sparsekv_cli.serve.scheduler import Scheduler
+from sparsekv_cli.serve.wire.connections import limited
 
 # Of Qwen's family: it knows tools, and thoughts that may be switched off.
 TEMPLATE = (
+    "{% if reasoning_effort is defined %}Effort: {{ reasoning_effort }}. {% endif %}"
     "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}"
     "{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>"
@@ -37,7 +39,7 @@ class Running(NamedTuple):
 
 @pytest.fixture(scope="module")
 def serve(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
-    """Starts servers: limits, access and the scheduler's options by name."""
+    """Starts servers: limits, access, connections and the scheduler's options by name."""
     stops: list[Callable[[], None]] = []
 
     def start(
@@ -47,9 +49,12 @@ def serve(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
         seconds: float = 60.0,
         body_bytes: int = 1 << 16,
         ctx_size: int = 512,
+        connections: int = 64,
+        head_s: float = 10.0,
+        template: str = TEMPLATE,
         **options: Any,
     ) -> Running:
-        shape = {**SHAPE, "chat_template": TEMPLATE, "wtype": "Q8_0"}
+        shape = {**SHAPE, "chat_template": template, "wtype": "Q8_0"}
         session = open_tiny(tiny_model, "full", ctx_size=ctx_size, shape=shape)
         given = {"n_parallel": 4, "n_queue": 8, "kv_bytes": 1 << 28, **options}
         scheduler = Scheduler(session, **given)
@@ -60,6 +65,7 @@ def serve(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
             port=0,
             log_level="critical",
             lifespan="off",
+            http=limited(connections, head_s),
         )
         socket, server = config.bind_socket(), uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([socket],))
@@ -72,6 +78,7 @@ def serve(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
             server.should_exit = True
             thread.join()
             scheduler.stop()
+            service.grammars.close()
             session.gguf.close()
 
         stops.append(stop)

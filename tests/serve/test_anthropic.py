@@ -40,7 +40,8 @@ def test_a_stream_has_the_text_of_the_whole(client: anthropic.Anthropic) -> None
 
 
 def test_tools_and_thinking(client: anthropic.Anthropic) -> None:
-    options: dict[str, Any] = {"tools": [TOOL], "extra_body": {"regex": CALL}, "max_tokens": 90}
+    calls = {"regex": CALL, "think_budget": 0}
+    options: dict[str, Any] = {"tools": [TOOL], "extra_body": calls, "max_tokens": 90}
     for answer in (ask(client, **options), streamed(client, **options)):
         text, call = answer.content
         assert text.text == "I add." and answer.stop_reason == "tool_use"
@@ -48,7 +49,7 @@ def test_tools_and_thinking(client: anthropic.Anthropic) -> None:
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "2"}
     turns = [*ASKED, {"role": "assistant", "content": answer.content}]
     assert ask(client, messages=[*turns, {"role": "user", "content": [result]}]).content
-    thought: dict[str, Any] = {"extra_body": {"regex": "<think>well</think>yes"}}
+    thought: dict[str, Any] = {"extra_body": {"regex": "<think>well</think>yes", "think_budget": 0}}
     thought["max_tokens"] = 40
     for answer in (ask(client, **thought), streamed(client, **thought)):
         assert [block.type for block in answer.content] == ["thinking", "text"]
@@ -67,7 +68,7 @@ def test_stops_counts_and_errors(client: anthropic.Anthropic) -> None:
     count = client.messages.count_tokens(model="any", messages=ASKED)
     usage = ask(client).usage
     assert count.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
-    with pytest.raises(anthropic.BadRequestError, match="auto, none, any, or tool"):
+    with pytest.raises(anthropic.BadRequestError, match="type tool, and no other, needs a name"):
         ask(client, tools=[TOOL], tool_choice={"type": "tool"})
     with pytest.raises(anthropic.BadRequestError, match="choose from full"):
         ask(client, extra_body={"method": "none"})

@@ -15,7 +15,7 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.prefix.folder import PrefixFolder
-from sparsekv_cli.prefix.prefixes import Prefixes, facts_of, root_of
+from sparsekv_cli.prefix.prefixes import Prefixes, Root
 from sparsekv_cli.serve.jobs import (
     Compiling,
     Event,
@@ -245,7 +245,7 @@ def test_a_beginning_is_shared_in_memory_and_on_disk(
 
     def disk_of(wanted: Any) -> Prefixes:
         session, types = scheduler.session, (wanted.cache_type_k, wanted.cache_type_v)
-        root = root_of({**facts_of(session.gguf, session.decoder), "types": types})
+        root = Root(session.gguf, session.decoder, types=types)
         folder = PrefixFolder(tmp_path / "prefixes", 1 << 30, lambda text: None)
         return Prefixes(folder, "tiny", root, types, wanted.n_queried or 0, lambda text: None)
 

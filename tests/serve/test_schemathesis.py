@@ -8,6 +8,15 @@ from typing import Any
 import pytest
 
 N_EXAMPLES = 5  # of each kind, for each path
+# Fields of which a JSON schema cannot say what is taken; well-formed requests are sent without.
+UNSAID = {"grammar", "regex", "json_schema", "method", "method_options", "budget", "samplers"}
+UNSAID |= {"logit_bias", "response_format", "best_of", "sparsekv_rows", "return_progress"}
+
+
+def said(case: Any) -> Any:
+    """The request without the fields of UNSAID."""
+    case.body = {key: value for key, value in case.body.items() if key not in UNSAID}
+    return case
 
 
 @pytest.mark.slow
@@ -28,6 +37,8 @@ def test_no_request_is_a_fault(serve: Callable[..., Any]) -> None:
         kinds = list(schemathesis.GenerationMode) if operation.method == "post" else [None]
         for kind in kinds:
             strategy = operation.as_strategy(**({"generation_mode": kind} if kind else {}))
+            if kind == schemathesis.GenerationMode.POSITIVE:
+                strategy = strategy.map(said)
 
             @few
             @given(case=strategy)

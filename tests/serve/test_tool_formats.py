@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_vocabularies import bpe_metadata
 
-from sparsekv_cli.generation.sampler import new_constraint
+from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint
 from sparsekv_cli.models.chat.calls import ToolCall
 from sparsekv_cli.models.chat.template import render
 from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer
@@ -49,7 +49,7 @@ TEXTS = [
     (
         HERMES,
         "<tool_call><function=f>?</function>",
-        "<tool_call><function=f>?</function></tool_call>",
+        "<tool_call><function=f>?</function>",
         0,
     ),
     (LLAMA3, '<|python_tag|>{"name": "f", "parameters": {"a": 1}}<|eom_id|>', "", 1),
@@ -96,6 +96,117 @@ def test_formats_of_calls(kind: Any, written: str, text: str, n_calls: int, size
     assert ("Thought" in kinds) == ("analysis" in written)
 
 
+OF_TYPES: dict[str, Any] = {
+    "type": "object",
+    "$defs": {"count": {"type": "integer"}},
+    "properties": {
+        "s": {"type": "string"},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "n": {"type": "number"},
+        "count": {"$ref": "#/$defs/count"},
+        "on": {"enum": [True, False]},
+        "list": {"type": ["array", "object"]},
+    },
+}
+
+
+def calls_of(kind: Any, written: str) -> list[tuple[str, Any]]:
+    """The calls of functions f and g in an answer, which comes in pieces, and the texts."""
+    reader = reader_of(kind, None, {"f": OF_TYPES})
+    pieces = [written[i : i + 3] for i in range(0, len(written), 3)]
+    parts = [part for piece in pieces for part in reader.push(piece)] + [*reader.flush()]
+    told: list[tuple[str, Any]] = []
+    for part in parts:
+        if isinstance(part, ToolCall):
+            told.append((part.name, json.loads(part.arguments, parse_constant=pytest.fail)))
+        elif told and told[-1][0] == "":
+            told[-1] = ("", told[-1][1] + part.text)
+        else:
+            told.append(("", part.text))
+    return told
+
+
+def tagged(*values: tuple[str, str]) -> str:
+    parameters = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in values)
+    return f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
+
+
+TEXTS_OF_ARGUMENTS = (
+    '{"a": 1}', "42", "true", "None", "null", "3.10", "NaN", "", '"', " a\n b ", "a </tool_call> b",
+    "a </parameter> b", "a\n</function>\nb", "<parameter=n>", "\n<parameter=x>\n", "<tool_call>",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TEXTS_OF_ARGUMENTS)
+def test_a_declared_text_stays_what_it_is(text: str) -> None:
+    """Its neighbour is read, too, and what follows the call."""
+    assert calls_of(HERMES, f"{tagged(('s', text), ('n', '1.5'))} then") == [
+        ("f", {"s": text, "n": 1.5}),
+        ("", " then"),
+    ]
+    in_json = json.dumps({"name": "g", "arguments": {"s": text}})
+    assert calls_of(HERMES, f"<tool_call>{in_json}</tool_call>") == [("g", {"s": text})]
+    assert calls_of(MISTRAL, f'[TOOL_CALLS]g[ARGS]{{"s": {json.dumps(text)}}}') == [
+        ("g", {"s": text})
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("maybe", "None", None), ("maybe", "null", None), ("maybe", "7", "7"), ("count", "7", 7),
+        ("count", "7.5", "7.5"), ("on", "True", True), ("on", "false", False), ("on", "1", "1"),
+        ("list", "[1, NaN]", [1, "NaN"]), ("list", "5", "5"), ("n", "1e999", "1e999"),
+        ("n", "-Infinity", "-Infinity"), ("n", "9" * 5000, "9" * 5000), ("other", "[1]", [1]),
+        ("other", "None", None), ("other", "NaN", "NaN"), ("other", "a", "a"),
+    ],
+)  # fmt: skip
+def test_values_are_of_the_declared_types(key: str, text: str, value: Any) -> None:
+    assert calls_of(HERMES, tagged((key, text))) == [("f", {key: value})]
+
+
+UNCLOSED = "<tool_call>\n<function=f>\n<parameter=s>\na\n"
+OTHERS: list[tuple[Any, str, list[tuple[str, Any]]]] = [
+    # A tag is missing: the next parameter, the next call and the text are not swallowed.
+    (HERMES, UNCLOSED + "<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>",
+     [("f", {"s": "a", "n": 1})]),
+    (HERMES, f"{UNCLOSED}</function>\n</tool_call>\n{tagged(('n', '2'))}",
+     [("f", {"s": "a"}), ("f", {"n": 2})]),
+    (HERMES, f"{UNCLOSED}</function>\n</tool_call> b", [("f", {"s": "a"}), ("", " b")]),
+    (HERMES, f"{UNCLOSED}</tool_call>", [("f", {"s": "a"})]),
+    (HERMES, UNCLOSED, [("", UNCLOSED)]),  # is cut
+    (HERMES, tagged(("s", "</tool_call>"))[:-12], [("f", {"s": "</tool_call>"})]),
+    # A broken call is text, and does not take the next one with it.
+    (HERMES, f'<tool_call>{{"name": "f}}</tool_call>{tagged()}',
+     [("", '<tool_call>{"name": "f}</tool_call>'), ("f", {})]),
+    (HERMES, '<tool_call>{"name": "g", "arguments": {"a": NaN, "b": 1e999}}</tool_call>',
+     [("g", {"a": "NaN", "b": "1e999"})]),
+    (HERMES, r'<tool_call>{"name": "g", "arguments": {"a": "\ud800"}}</tool_call>',
+     [("g", {"a": "\ufffd"})]),
+    (MISTRAL, '[TOOL_CALLS]f[ARGS]{"s": "[TOOL_CALLS]g[ARGS]{}"}[TOOL_CALLS]g[ARGS]{}',
+     [("f", {"s": "[TOOL_CALLS]g[ARGS]{}"}), ("g", {})]),
+    (GEMMA4, '<|tool_call>call:g{s:<|"|>a<tool_call|>b<|"|>}<tool_call|>',
+     [("g", {"s": "a<tool_call|>b"})]),
+    (LFM2, f'{CALL}[g(s="a<|tool_call_end|>")]<|tool_call_end|>',
+     [("g", {"s": "a<|tool_call_end|>"})]),
+    (HARMONY, '<|channel|>commentary to=g <|message|>{"s": "<|end|>"}<|call|>',
+     [("g", {"s": "<|end|>"})]),
+    (HARMONY, "<|channel|>commentary to=g <|message|>[1]<|call|>", [("", "[1]")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "written", "told"), OTHERS)
+def test_marks_within_arguments_and_marks_that_are_missing(
+    kind: Any, written: str, told: list[tuple[str, Any]]
+) -> None:
+    assert calls_of(kind, written) == told
+
+
+def test_arguments_that_are_nested_too_deeply_are_text() -> None:
+    written = '<tool_call>{"name": "g", "arguments": {"a": ' + "[" * 5000 + "]" * 5000 + "}}"
+    assert calls_of(HERMES, written + "</tool_call>") == [("", written + "</tool_call>")]
+
+
 def test_a_format_is_known_by_the_template() -> None:
     known = {"<tool_call>": HERMES, "[TOOL_CALLS]": MISTRAL, "<|channel|>": HARMONY, "x": None}
     assert {sign: format_of(sign) for sign in known} == known and format_of(None) is None
@@ -133,7 +244,9 @@ def test_a_call_that_is_asked_for(name: str, names: tuple[str, ...]) -> None:
     forced = forced_call(kind, template, dict.fromkeys(names, PARAMETERS))
     tokenizer = load_tokenizer(bpe_metadata())
     session: Any = SimpleNamespace(tokenizer=tokenizer)
-    constraint = new_constraint(session, read_grammar("tool_choice", forced.lark))
+    constraint = new_constraint(
+        session, SamplingOptions({}, grammar=read_grammar("tool_choice", forced.lark)), None
+    )
     assert constraint is not None
     key = "parameters" if kind == LLAMA3 else "arguments"
     said = json.dumps({"name": names[-1], key: {"city": "Bonn"}})

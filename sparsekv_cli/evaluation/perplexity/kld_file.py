@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.files import naming
 
 MAGIC = b"_logits_"
 HEADER = np.dtype([("magic", "S8"), ("n_ctx", "<i4"), ("n_vocab", "<i4"), ("n_chunk", "<i4")])
@@ -104,10 +105,10 @@ class KLDFile:
 
 
 class KLDWriter:
-    """Writes rows behind a header; ``write_kld_file`` opens it."""
+    """Writes rows behind a header; ``write_kld_file`` opens it. SparseKVError names ``path``."""
 
-    def __init__(self, file: int) -> None:
-        self._file = file
+    def __init__(self, file: int, path: Path) -> None:
+        self._file, self._path = file, path
 
     def add(self, logits: np.ndarray) -> None:
         """The logits f32 (T, n_vocab) of the next scored tokens."""
@@ -115,9 +116,13 @@ class KLDWriter:
 
     def add_rows(self, rows: np.ndarray) -> None:
         """The same as rows of the file (``encode``)."""
-        data = memoryview(rows.astype("<u2", copy=False).tobytes())
-        while data:
-            data = data[os.write(self._file, data) :]
+        self.write(rows.astype("<u2", copy=False).tobytes())
+
+    def write(self, data: bytes) -> None:
+        rest = memoryview(data)
+        with naming(self._path):
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
 
 
 @contextmanager
@@ -126,11 +131,13 @@ def write_kld_file(path: Path, tokens: np.ndarray, n_vocab: int) -> Iterator[KLD
     part = path.with_name(path.name + ".part")
     n_chunk, n_ctx = tokens.shape
     header = np.array([(MAGIC, n_ctx, n_vocab, n_chunk)], HEADER)
-    file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    with naming(path):
+        file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         try:
-            os.write(file, header.tobytes() + tokens.astype("<i4").tobytes())
-            yield KLDWriter(file)
+            writer = KLDWriter(file, path)
+            writer.write(header.tobytes() + tokens.astype("<i4").tobytes())
+            yield writer
         finally:
             os.close(file)
         os.replace(part, path)

@@ -142,6 +142,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 def conversation(said: Callable[[str], str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Messages and tools; ``said`` makes their texts of short words."""
     call = {"function": {"name": said("f"), "arguments": {said("key"): [said("value"), 1]}}}
+    call["id"] = said("i") or "i"  # type: ignore[assignment]
     messages = [
         {"role": "system", "content": said("s")},
         {"role": "user", "content": said("u")},

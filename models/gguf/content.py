@@ -1,0 +1,137 @@
+"""Which model a file holds: a hash of every byte, read once and remembered.
+
+To read a large model takes seconds. So a thread does it, and a file in the user's cache has the
+hashes of files by device, inode, size and both times of change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.files import is_private, open_regular, replace_file, user_cache
+from sparsekv_cli.models.gguf.part import GGUFPart
+
+DIGITS = 32
+SMALL = 16 << 20  # bytes; a model of so few is read at once, and its hash is not remembered
+BUFFER = 1 << 20  # bytes
+MOST_REMEMBERED = 256  # files
+# Seconds since the last change. A file that changed later may change again within the same step of
+# the file system's clock, so its hash is not remembered.
+SETTLED = 2.0
+
+
+class ModelContent:
+    """The hash of all bytes of a model's parts, in order, for as long as none of them changes.
+
+    Its methods may be called from any thread.
+    """
+
+    def __init__(self, parts: Sequence[GGUFPart]) -> None:
+        self._parts = tuple(parts)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._digest: str | None = None
+        self._failure = ""
+
+    def known(self) -> str | None:
+        """32 hex digits, or None while they are not known. The first call begins to read.
+
+        None, too, if a file cannot be read, or has changed since it was opened.
+        """
+        if not all(part.is_unchanged() for part in self._parts):
+            return None
+        with self._lock:
+            if self._digest is None and self._thread is None and not self._failure:
+                self._begin()
+        return self._digest
+
+    def wait(self) -> str:
+        """As ``known``, when all is read. SparseKVError if that cannot be, or a file changed."""
+        found = self.known()
+        if found is None and self._thread is not None:
+            self._thread.join()
+            found = self.known()
+        if found is None:
+            path = self._parts[0].path
+            why = self._failure or "was changed while in use; start again"
+            raise SparseKVError(f"{path}: {why}")
+        return found
+
+    def _begin(self) -> None:
+        """Finds the hash at once if the model is small or it is remembered; else in a thread."""
+        if sum(part.size for part in self._parts) <= SMALL:
+            self._read(is_small=True)
+            return
+        remembered = _remembered()
+        found = [remembered.get(part.mark, "") for part in self._parts]
+        if all(found):
+            self._digest = _joined(found)
+            return
+        self._thread = threading.Thread(target=self._read, name="model hash", daemon=True)
+        self._thread.start()
+
+    def _read(self, is_small: bool = False) -> None:
+        now = time.time()
+        try:
+            found = [_hash_of(part) for part in self._parts]
+        except (OSError, ValueError) as error:  # ValueError: the model was closed meanwhile
+            self._failure = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+            return
+        if all(part.is_unchanged() for part in self._parts):
+            self._digest = _joined(found)
+            if not is_small and all(part.changed < now - SETTLED for part in self._parts):
+                marks = [part.mark for part in self._parts]
+                _remember(dict(zip(marks, found, strict=True)))
+
+
+def _hash_of(part: GGUFPart) -> str:
+    """64 hex digits over all bytes of a file; OSError, ValueError."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(BUFFER))
+    with part.reopened() as file:
+        while n := file.readinto(buffer):
+            digest.update(buffer[:n])
+    return digest.hexdigest()
+
+
+def _joined(digests: Sequence[str]) -> str:
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:DIGITS]
+
+
+def _remembered() -> dict[str, str]:
+    """The hashes of files by their marks, the oldest first; nothing of a file that is damaged."""
+    path = user_cache("hashes.json")
+    if path is None:
+        return {}
+    try:
+        with open_regular(path) as file:
+            found = json.loads(file.read() if is_private(os.fstat(file.fileno())) else b"{}")
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {mark: digest for mark, digest in found.items() if _is_digest(digest)}
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{64}", value))
+
+
+def _remember(found: Mapping[str, str]) -> None:
+    """Adds hashes to those of the user's cache. Where that cannot be, the file is read again."""
+    path = user_cache("hashes.json")
+    if path is None or not found:
+        return
+    hashes = {**_remembered(), **found}
+    kept = dict(list(hashes.items())[-MOST_REMEMBERED:])
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace_file(path, json.dumps(kept, indent=0).encode())

@@ -1,0 +1,90 @@
+"""Files that other programs may have written, and errors that name their file."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+
+from sparsekv_cli.errors import SparseKVError
+
+WRITABLE_BY_OTHERS = 0o022
+
+
+def user_cache(name: str) -> Path | None:
+    """A file or folder in the user's cache; None where there is no home folder."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return Path(base) / "sparsekv-cli" / name
+
+
+def open_regular(path: str | os.PathLike[str]) -> FileIO:
+    """A regular file, open for reading. OSError for any other: to open a pipe might take for ever.
+
+    A link to a regular file is one.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is no regular file", os.fspath(path))
+    return FileIO(descriptor, "rb")
+
+
+def is_private(status: os.stat_result) -> bool:
+    """Whether a file or folder belongs to the user and nobody else may write to it."""
+    if not hasattr(os, "geteuid"):
+        return True
+    return status.st_uid == os.geteuid() and not status.st_mode & WRITABLE_BY_OTHERS
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replaces a file as a whole, or leaves it as it is. Only the user may read it. OSError."""
+    descriptor, temporary = tempfile.mkstemp(".tmp", f".{path.name}.", path.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns an OSError into a SparseKVError that names the file, which the system's may not do."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise SparseKVError(f"{os.fspath(path)}: {error.strerror or error}") from error
+
+
+class AppendedFile:
+    """Text at the end of a file. It is there when ``write`` returns. Every error names the file."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = path
+        with naming(path):
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+
+    def write(self, text: str) -> None:
+        data = memoryview(text.encode())
+        with naming(self._path):
+            while data:
+                data = data[self._file.write(data) :]
+
+    def __enter__(self) -> AppendedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()

@@ -1,0 +1,175 @@
+"""What may follow in an answer: first the model thinks, free and bounded; then a grammar holds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.chat.thinking import Thinking, overlap
+
+if TYPE_CHECKING:
+    from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
+    from sparsekv_cli.sampling.grammar import Constraint
+
+BEGINS, THINKS, CLOSES, ANSWERS = range(4)
+
+
+class AnswerConstraint:
+    """The state of an answer. ``restart`` begins one.
+
+    thinking: the markers of the model's template; None: nothing is thought ahead of the answer.
+    grammar: what the answer proper has to match; None: anything.
+    budget: most tokens that are thought; then the end marker follows. None: with a grammar half of
+    the tokens that the end marker leaves for the answer, without one any number.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        thinking: Thinking | None,
+        grammar: Constraint | None,
+        budget: int | None = None,
+    ) -> None:
+        if thinking is None and budget is not None:
+            raise SparseKVError(
+                "--think-budget: the chat template of this model names no markers of thinking, or "
+                "is not applied: leave the option out"
+            )
+        self._tokenizer, self._thinking, self._grammar = tokenizer, thinking, grammar
+        self.budget = budget
+        self._all = np.arange(0)
+        self._not_ends = np.arange(0)  # of all tokens, those that do not end an answer
+        self._long: list[tuple[int, bytes]] | None = None
+        self._phase = ANSWERS
+
+    def copy(self) -> AnswerConstraint:
+        """The same for another answer, which begins; ``restart`` says with what."""
+        new = copy.copy(self)
+        new._grammar = None if self._grammar is None else self._grammar.copy()
+        return new
+
+    def restart(self, prompt: Sequence[int] = (), n_left: int = 0) -> None:
+        """An answer begins. prompt: its ids, or the last of them. n_left: most of its tokens."""
+        self._restart_grammar()
+        self._phase, self._tail, self._n_thought = ANSWERS, b"", 0
+        self._forced: list[int] = []
+        self._n_most = self.budget
+        thinking = self._thinking
+        if thinking is None or thinking.closed_by(self._tokenizer, prompt):
+            return
+        if self._n_most is None and self._grammar is not None:
+            n_closing = len(self._ids(thinking.closing(b"")))
+            self._n_most = max(0, n_left - n_closing) // 2
+        opened = thinking.opened_by(self._tokenizer, prompt)
+        if opened or thinking.is_channel:
+            self._phase = THINKS
+            self._close_in_time()
+            return
+        start = self._ids(thinking.start)
+        if self._n_most is None or self._n_most > len(start):
+            self._phase, self._forced, self._n_thought = BEGINS, start, len(start)
+        elif self._grammar is None:
+            self._phase, self._forced = CLOSES, self._ids(thinking.start + thinking.closing(b""))
+
+    def allowed(self, n_vocab: int) -> np.ndarray | None:
+        """Ids of the tokens that may follow, ascending, all below n_vocab: (n,) i64; None: all."""
+        if self._phase == CLOSES:
+            return np.array(self._forced[:1])
+        if self._phase == THINKS:
+            return self._thinkable(n_vocab)
+        if self._grammar is None:
+            return None
+        if self._phase == ANSWERS:
+            return self._grammar.allowed(n_vocab)
+        self._matching = self._grammar.allowed(n_vocab) if self._matches else np.arange(0)
+        return np.union1d(self._matching, self._forced[:1])
+
+    def accept(self, token: int) -> None:
+        """``token`` follows, which is an allowed one."""
+        if self._phase == CLOSES:
+            del self._forced[0]
+            self._phase = CLOSES if self._forced else ANSWERS
+        elif self._phase == THINKS:
+            self._think(token)
+        elif self._phase == BEGINS:
+            self._begin(token)
+        elif self._grammar is not None:
+            self._grammar.accept(token)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the answer matches and nothing can follow but its end."""
+        is_answer = self._phase == ANSWERS or (self._phase == BEGINS and self._matches)
+        return is_answer and self._grammar is not None and self._grammar.is_finished
+
+    def _restart_grammar(self) -> None:
+        self._matches = True  # so far: what may still be the start marker, or the answer
+        if self._grammar is not None:
+            self._grammar.restart()
+
+    def _begin(self, token: int) -> None:
+        """The first tokens: of the start marker, of the answer, or of both so far."""
+        if self._grammar is not None and self._matches:
+            self._matches = token in self._matching
+            if self._matches:
+                self._grammar.accept(token)
+        if token != self._forced[0]:
+            self._phase = ANSWERS
+            return
+        del self._forced[0]
+        if not self._forced:
+            self._restart_grammar()
+            self._phase = THINKS
+
+    def _think(self, token: int) -> None:
+        assert self._thinking is not None
+        self._n_thought += 1
+        self._tail = self._thinking.end_of(self._tail + self._tokenizer.token_bytes(token))
+        if self._thinking.is_closed(self._tail):
+            self._phase = ANSWERS
+        else:
+            self._close_in_time()
+
+    def _close_in_time(self) -> None:
+        assert self._thinking is not None
+        if self._n_most is not None and self._n_thought >= self._n_most:
+            self._phase, self._forced = CLOSES, self._ids(self._thinking.closing(self._tail))
+
+    def _thinkable(self, n_vocab: int) -> np.ndarray | None:
+        """What may follow in the thinking: no end of the answer where a grammar waits for it."""
+        assert self._thinking is not None
+        if self._grammar is None:
+            return None
+        if len(self._all) != n_vocab:
+            ends = [token for token in self._tokenizer.eog_ids if token < n_vocab]
+            self._all = np.arange(n_vocab)
+            self._not_ends = np.delete(self._all, ends)
+        rests = self._thinking.rests_of_header(self._tail)
+        if rests:
+            return np.unique([self._ids(rest)[0] for rest in rests])
+        return np.setdiff1d(self._not_ends, self._too_long(), assume_unique=True)
+
+    def _too_long(self) -> list[int]:
+        """Tokens with the rest of an end marker that has begun, and with text of the answer."""
+        assert self._thinking is not None
+        end = self._thinking.end.encode()
+        n = overlap(self._tail.decode("latin-1"), end.decode("latin-1"))
+        if not n or self._thinking.is_channel:
+            return []
+        if self._long is None:
+            tokens = ((i, self._tokenizer.token_bytes(i)) for i in range(self._tokenizer.n_vocab))
+            self._long = [(i, text) for i, text in tokens if text.rpartition(end[-1:])[2].strip()]
+            self._long = [(i, text) for i, text in self._long if end[-1:] in text]
+        return [
+            token
+            for token, text in self._long
+            if text.startswith(end[n:]) and text[len(end) - n :].strip()
+        ]
+
+    def _ids(self, text: str) -> list[int]:
+        """The ids of a text with control tokens, within the answer."""
+        return self._tokenizer.encode(text, add_bos=False, add_eos=False, parse_special=True)

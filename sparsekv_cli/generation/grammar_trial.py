@@ -1,0 +1,147 @@
+"""Reads the grammars of requests in a process of its own, which ends if one takes too long.
+
+llguidance has no limit of time, and nothing else ends its work: some schemas of a hundred bytes
+take minutes. ``python -m sparsekv_cli.generation.grammar_trial MODEL SECONDS`` is that process. It
+answers each line of stdin, a JSON list of kind and text, with a line of stdout:
+{"definition": text} or {"error": text}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any
+
+from sparsekv_cli.errors import BusyError, SparseKVError
+from sparsekv_cli.sampling.grammar import Grammar, read_grammar
+
+BYTES = 3 << 30  # of addresses that the process may have
+START_S, WAIT_S = 120.0, 30.0  # that a start, and a grammar, may take on a busy machine
+N_KNOWN = 256  # grammars that are remembered
+N_WAITING = 4  # that may be read at once, or wait for that
+
+
+class GrammarTrial:
+    """Reads grammars for one model; any thread may call ``read``.
+
+    model: the model's file. seconds: of computing that a grammar may take. The process starts with
+    the first grammar.
+    """
+
+    def __init__(self, model: Path, seconds: int = 4) -> None:
+        self._model, self._seconds = model, seconds
+        self._lock, self._places = threading.Lock(), threading.Semaphore(N_WAITING)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.read = lru_cache(N_KNOWN)(self._read)
+
+    def _read(self, kind: str, text: str) -> Grammar:
+        """As ``read_grammar``; SparseKVError also for a grammar that takes too long."""
+        if not self._places.acquire(blocking=False):
+            raise BusyError("the grammars of other requests are read: try again later")
+        try:
+            with self._lock:
+                line = self._ask(json.dumps([kind, text]).encode() + b"\n")
+        finally:
+            self._places.release()
+        if not line:
+            raise SparseKVError(
+                f"--{kind}: it takes more than {self._seconds} s or {BYTES >> 30} GiB to read: "
+                "make it simpler"
+            )
+        answer: dict[str, str] = json.loads(line)
+        if "error" in answer:
+            raise SparseKVError(answer["error"])
+        return Grammar(kind, answer["definition"])
+
+    def _ask(self, line: bytes) -> bytes:
+        """The process's answer to a line; empty if it ended: the next line starts another one."""
+        process = self._process
+        if process is None:
+            options = [str(self._model), str(self._seconds)]
+            command = [sys.executable, "-m", __spec__.name, *options]
+            process = self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )  # a session of its own: an interrupt at the terminal is not for it
+            _line_of(process, START_S)  # says that it has started
+        assert process.stdin is not None
+        answer = b""
+        with contextlib.suppress(OSError):
+            process.stdin.write(line)
+            process.stdin.flush()
+            answer = _line_of(process, WAIT_S)
+        if not answer:
+            self._end()
+        return answer
+
+    def close(self) -> None:
+        """Ends the process."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+
+def _line_of(process: subprocess.Popen[bytes], seconds: float) -> bytes:
+    """The next line of a process, which is ended if there is none in time."""
+    assert process.stdout is not None
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    try:
+        return process.stdout.readline()
+    finally:
+        timer.cancel()
+
+
+def _limit_work(seconds: int) -> None:
+    """From now on the process may compute for so many seconds more."""
+    try:
+        import resource
+    except ImportError:  # no such limits there: WAIT_S remains
+        return
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    end = int(used.ru_utime + used.ru_stime) + 1 + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def main(model: str, seconds: int, questions: IO[str], answers: IO[str]) -> None:
+    """The process."""
+    from sparsekv_cli.generation.sampler import SamplingOptions, constraint_maker
+    from sparsekv_cli.models.gguf.file import open_gguf
+    from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer
+
+    os.nice(10)
+    with open_gguf(Path(model), header_only=True) as file:
+        make_constraint = constraint_maker(load_tokenizer(file.metadata))
+
+    def make(grammar: Grammar) -> None:
+        make_constraint(SamplingOptions({}, grammar=grammar), None, None)
+
+    make(read_grammar("regex", "a"))  # reads the vocabulary
+    answer: dict[str, Any] = {}
+    print(json.dumps(answer), file=answers, flush=True)
+    for line in questions:
+        kind, text = json.loads(line)
+        _limit_work(seconds)
+        try:
+            grammar = read_grammar(kind, text)
+            make(grammar)
+            answer = {"definition": grammar.definition}
+        except SparseKVError as error:
+            answer = {"error": str(error)}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.stdin, sys.stdout)

@@ -1,0 +1,67 @@
+"""Conversations as OpenAI's protocol and lines of ``run --jsonl`` have them, read for templates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sparsekv_cli.generation.fields import FieldError, shown
+from sparsekv_cli.models.chat.calls import read_json
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """The conversation as templates take it: texts, and arguments of calls as objects.
+
+    FieldError names what is not as expected.
+    """
+    return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+
+
+def _message(where: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise FieldError(where, f": expected an object whose role is one of {', '.join(ROLES)}")
+    role = "system" if message["role"] == "developer" else message["role"]
+    result: dict[str, Any] = {"role": role, "content": content_text(where, message.get("content"))}
+    for key in ("name", "tool_call_id", "reasoning_content"):
+        if isinstance(message.get(key), str):
+            result[key] = message[key]
+    calls = message.get("tool_calls")
+    if calls:
+        if not isinstance(calls, list):
+            raise FieldError(f"{where}.tool_calls", ": expected a list")
+        result["tool_calls"] = [
+            _call(f"{where}.tool_calls[{k}]", call) for k, call in enumerate(calls)
+        ]
+    return result
+
+
+def content_text(where: str, content: Any) -> str:
+    """A message's text: itself, or its parts of type text."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    raise FieldError(f"{where}.content", ": expected a text, or a list of parts of type text")
+
+
+def _call(where: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise FieldError(where, ": expected a function with name and arguments")
+    at, written = f"{where}.function.arguments", function.get("arguments")
+    try:
+        given = read_json(written or "{}") if isinstance(written, str) else written
+    except ValueError as error:
+        raise FieldError(at, f": expected a JSON object: {error}") from None
+    given = {} if given is None else given
+    if not isinstance(given, dict):
+        raise FieldError(at, f": expected a JSON object, found {shown(given)}")
+    named = {"name": function["name"], "arguments": given}
+    return {"id": str(call.get("id") or ""), "type": "function", "function": named}

@@ -1,0 +1,97 @@
+"""The new blocks of a prompt on their way to disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.prefix.blocks import BLOCK, BlockHeader, BlockWriter, Piece, block_hash
+from sparsekv_cli.prefix.pieces import converted, row_types
+
+N_PENDING = 2  # layers whose rows wait for being written
+
+
+class RowsWriter:
+    """The new blocks of one prompt on their way to disk.
+
+    A cache that keeps its rows is read when the answer is out. Of one that drops or moves them, a
+    copy is written by a thread while the next layers are computed.
+
+    ids: of the whole prompt. path_of: a block's file.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[int],
+        headers: Sequence[BlockHeader],
+        path_of: Callable[[BlockHeader], Path],
+    ) -> None:
+        self._ids, self._path_of = ids, path_of
+        self._writers: list[BlockWriter] = []
+        self._keeping: list[tuple[int, LayerCache]] = []
+        self._pending: list[Future[None]] = []
+        self._thread: ThreadPoolExecutor | None = None
+        try:
+            for header in headers:
+                self._writers.append(BlockWriter(path_of(header).parent, header))
+        except BaseException:
+            self.abandon()
+            raise
+
+    @property
+    def headers(self) -> list[BlockHeader]:
+        return [writer.header for writer in self._writers]
+
+    def parents(self, begun: str, root: str) -> dict[str, str]:
+        """The parents of the prompt's blocks by what they were under the root ``begun``."""
+        found = {}
+        for first in range(0, len(self._ids), BLOCK):
+            tokens = self._ids[first : first + BLOCK]
+            found[begun] = root
+            begun, root = block_hash(begun, tokens), block_hash(root, tokens)
+        return found
+
+    def take(self, layer: int, cache: LayerCache) -> None:
+        if not self._writers[0].header.layers[layer][0]:
+            return
+        if cache.can_prefill_in_parts:
+            self._keeping.append((layer, cache))
+            return
+        first, stop = self._writers[0].rows.start, self._writers[-1].rows.stop
+        k, v = (rows[:, first:stop].copy() for rows in (cache.store.k, cache.store.v))
+        self._thread = self._thread or ThreadPoolExecutor(1, "prefix")
+        self._pending.append(self._thread.submit(self._write, layer, (k, v), first, cache))
+        while len(self._pending) > N_PENDING:
+            self._pending.pop(0).result()
+
+    def _write(self, layer: int, rows: Piece, first: int, cache: LayerCache) -> None:
+        """Writes one layer's rows, which begin at position ``first``, to all blocks."""
+        for writer in self._writers:
+            at = slice(writer.rows.start - first, writer.rows.stop - first)
+            own = cache.store.k_type, cache.store.v_type
+            kept = row_types(cache, writer.header.types)
+            k, v = (converted(x[:, at], *of) for x, *of in zip(rows, own, kept, strict=True))
+            writer.write(layer, (k, v))
+
+    def finish(self, parents: Mapping[str, str]) -> int:
+        """How many tokens the folder has of the prompt; OSError. parents: by ``parents``."""
+        for layer, cache in self._keeping:
+            self._write(layer, (cache.store.k, cache.store.v), 0, cache)
+        for future in self._pending:
+            future.result()
+        self._close()
+        for writer in reversed(self._writers):  # the first blocks are the ones used last
+            writer.change_parent(parents)
+            writer.finish(self._path_of(writer.header))
+        return self._writers[-1].rows.stop
+
+    def abandon(self) -> None:
+        self._close()
+        for writer in self._writers:
+            writer.abandon()
+
+    def _close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)

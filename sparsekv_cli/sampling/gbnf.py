@@ -1,0 +1,114 @@
+"""GBNF, llama.cpp's grammars, as the Lark grammars that llguidance reads.
+
+llguidance brings a converter. It takes fewer grammars than llama.cpp does, so this module first
+writes the grammar in the words that it takes: rules are numbered, escapes become characters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from importlib import import_module
+
+RULE = re.compile(r"(?m)^\s*[\w-]+\s*::=")
+LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:)")
+NUMBERED = re.compile(r"(?i)\brule_(\d+)\b")
+TOKEN = re.compile(
+    r"""(?P<space>\s+|\#[^\n]*)
+    | (?P<text>"(?:\\.|[^"\\])*")
+    | (?P<chars>\[(?:\\.|[^\]\\])*\])
+    | (?P<times>\{[^}]*\}|[*+?])
+    | (?P<name>[\w-]+)
+    | (?P<define>::=)
+    | (?P<other>.)""",
+    re.VERBOSE | re.DOTALL,
+)
+NEVER = re.compile(r"\{\s*0+\s*(,\s*0+\s*)?\}")
+CODE = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|(\\.)|(.)", re.S)
+IN_TEXT = {'"': r"\"", "\\": r"\\", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
+ROOT = "root"
+
+
+def is_gbnf(text: str) -> bool:
+    """Whether a grammar defines its rules with ``::=``, as no Lark grammar does, or is neither."""
+    return RULE.search(text) is not None or LARK.search(text) is None
+
+
+def lark_of(text: str) -> str:
+    """The Lark grammar of a GBNF one. ValueError, in the names of the grammar, for a bad one."""
+    names: dict[str, str] = {}
+    written = _rewritten(text, lambda name: names.setdefault(name, f"rule_{len(names)}"))
+    convert: Callable[[str], str] = import_module("llguidance.gbnf_to_lark").gbnf_to_lark
+    try:
+        return convert(written)
+    except RecursionError:
+        raise
+    except Exception as error:  # the converter raises plain ones
+        own = list(names)
+        raise ValueError(NUMBERED.sub(lambda found: own[int(found[1])], str(error))) from None
+
+
+def _rewritten(text: str, number: Callable[[str], str]) -> str:
+    """The grammar in the converter's words. number: gives the name that stands for a rule's."""
+    parts: list[str] = []
+    groups: list[int] = []  # where the groups begin that are open
+    atom = 0  # where the last thing begins that may be repeated
+    for token in TOKEN.finditer(text):
+        kind, part = token.lastgroup, token[0]
+        if kind == "times":
+            if NEVER.fullmatch(part):
+                parts[atom:] = ['""']
+                continue
+            if parts[-1:] == [")"]:  # or the converter writes (x+)* as x+*
+                parts[-1] = ' "")'
+        elif part == ")" and groups:
+            atom = groups.pop()
+        elif kind != "space":
+            atom = len(parts)
+        if part in ("[", '"', "{"):
+            line = text.count("\n", 0, token.start()) + 1
+            raise ValueError(f"Unexpected end of input at line {line}: {part} is not closed")
+        if part == "(":
+            groups.append(atom)
+        if kind == "name":
+            part = part if part == ROOT else number(part)
+        elif kind == "text":
+            part = _text(part[1:-1])
+        elif kind == "chars":
+            part = f"[{CODE.sub(_class_character, part[1:-1])}]"
+        parts.append(part)
+    return "".join(parts)
+
+
+def _text(written: str) -> str:
+    """A text between quotes, with the characters that Lark's texts cannot hold beside it."""
+    plain = CODE.sub(_text_character, written)
+    parts = re.split(r"([\x00-\x08\x0b-\x1f\x7f])", plain)
+    if len(parts) == 1:
+        return f'"{plain}"'
+    texts = (f"[\\x{ord(part):02x}]" if i % 2 else f'"{part}"' for i, part in enumerate(parts))
+    return f"({' '.join(texts)})"
+
+
+def _text_character(found: re.Match[str]) -> str:
+    if found[4]:
+        return found[4]
+    char = _character(found)
+    return IN_TEXT.get(char, char)
+
+
+def _class_character(found: re.Match[str]) -> str:
+    if found[4] or found[5]:
+        return found[0]
+    char = _character(found)
+    return f"\\x{ord(char):02x}" if ord(char) < 128 else char
+
+
+def _character(found: re.Match[str]) -> str:
+    """The character that a code or itself stands for; ValueError for a code of none."""
+    code = found[1] or found[2] or found[3]
+    if not code:
+        return found[5]
+    if int(code, 16) > 0x10FFFF or 0xD800 <= int(code, 16) < 0xE000:
+        raise ValueError(f"{found[0]} is no character")
+    return chr(int(code, 16))

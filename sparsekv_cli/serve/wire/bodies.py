@@ -1,0 +1,123 @@
+"""Bodies of requests: limits of bytes and time, and what becomes of one that nobody reads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.generation.fields import read_object
+
+BODY_S = 60.0  # that a body may take
+TOGETHER = 4  # times the limit of one body: bytes of all bodies that are read or parsed
+DISCARD_S = 1.0  # for which more of a body is taken whose request is refused
+
+
+class BodyError(SparseKVError):
+    """A body that is not read. status: HTTP's."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Bodies:
+    """Reads bodies of at most ``most`` bytes, each within BODY_S."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._n_held = 0  # bytes of bodies that are read or parsed
+        self._parsing = asyncio.Lock()
+
+    async def read(self, request: Request) -> Mapping[str, Any]:
+        """A request's JSON object; BodyError beyond a limit, FieldError for anything else."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise BodyError("expected the content type application/json", status=415)
+        data = bytearray()
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for part in request.stream():
+                    data += part
+                    self._n_held += len(part)
+                    self._check(len(data))
+            async with self._parsing:  # one at a time: it takes a multiple of a body's memory
+                return await asyncio.to_thread(parse, data)
+        except TimeoutError:
+            raise BodyError(f"the body did not arrive within {BODY_S:g} s", status=408) from None
+        finally:
+            self._n_held -= len(data)
+
+    def _check(self, n: int) -> None:
+        if n > self._most:
+            raise BodyError(f"the body has more than {self._most} bytes, the limit", status=413)
+        if self._n_held > TOGETHER * self._most:
+            raise BodyError(
+                f"all bodies together have more than {TOGETHER * self._most} bytes: try again "
+                "later",
+                status=503,
+            )
+
+
+def parse(data: bytearray) -> Mapping[str, Any]:
+    """The JSON object that a body is; FieldError if it is none.
+
+    Python's garbage collector, which a million new lists would start again and again, waits.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return read_object(data)
+    finally:
+        if collects:
+            gc.enable()
+
+
+class WholeBodies:
+    """Ends the connection of a request that is answered before its body was read.
+
+    Some of the body is taken first: a client that still sends would not see the answer.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _has_body(scope):
+            await self._app(scope, receive, send)
+            return
+        is_read = False
+
+        async def reading() -> Message:
+            nonlocal is_read
+            message = await receive()
+            is_read = is_read or not message.get("more_body", False)
+            return message
+
+        async def discard() -> None:
+            while not is_read:
+                await reading()
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start" and not is_read:
+                if not any(name == b"expect" for name, _ in scope["headers"]):
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(discard(), DISCARD_S)
+                if not is_read:
+                    message["headers"] = [*message["headers"], (b"connection", b"close")]
+            await send(message)
+
+        await self._app(scope, reading, sending)
+
+
+def _has_body(scope: Scope) -> bool:
+    lengths = [value for name, value in scope["headers"] if name == b"content-length"]
+    return any(name == b"transfer-encoding" for name, _ in scope["headers"]) or any(
+        value.strip() != b"0" for value in lengths
+    )

@@ -1,0 +1,137 @@
+"""Connections, heads and bodies without an end; requests that ask for too much; an end in time."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.serve.wire import bodies, connections
+
+CHAT = "/v1/chat/completions"
+ASKED = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+HEAD = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+)
+BREAKERS = "dry_sequence_breakers"
+MOST_BYTES = 1 << 16
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Any]) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bodies, "BODY_S", 1.0)
+        yield serve(body_bytes=MOST_BYTES, connections=12, head_s=1.0)
+
+
+def opened(server: Any, text: bytes) -> socket.socket:
+    port = int(server.url.rpartition(":")[2])
+    link = socket.create_connection(("127.0.0.1", port), timeout=20)
+    link.sendall(text)
+    return link
+
+
+def answer_of(link: socket.socket) -> bytes:
+    """All that the server says until it ends the connection."""
+    said = b""
+    try:
+        while part := link.recv(1 << 16):
+            said += part
+    except ConnectionResetError:
+        pass
+    finally:
+        link.close()
+    return said
+
+
+def test_half_sent_heads_lock_nobody_out(server: Any) -> None:
+    links = [opened(server, HEAD) for _ in range(40)]
+    assert httpx.get(server.url + "/health", timeout=20).status_code == 200
+    answers = [answer_of(link) for link in links]  # the oldest went at once, the others in time
+    assert answers[0] == b"" and answers[-1].startswith(b"HTTP/1.1 408 ")
+
+
+def test_bodies_end(server: Any) -> None:
+    length = f"Content-Length: {MOST_BYTES}\r\n\r\n".encode()
+    late = answer_of(opened(server, HEAD + length + b"{"))
+    assert late.startswith(b"HTTP/1.1 408 ") and b"did not arrive within 1 s" in late
+    links = [opened(server, HEAD + length + b" " * (MOST_BYTES - 9)) for _ in range(5)]
+    answers = [answer_of(link) for link in links]  # of four, there is room for the bytes
+    assert sum(answer.startswith(b"HTTP/1.1 503 ") for answer in answers) == 1
+    assert sum(answer.startswith(b"HTTP/1.1 408 ") for answer in answers) == 4
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"413"),
+        (HEAD.replace(b"localhost", b"evil.example") + b"Content-Length: 99\r\n\r\n", b"421"),
+        (HEAD + b"Content-Length: 9\r\nTransfer-Encoding: chunked\r\n\r\n", b"400"),
+    ],
+)
+def test_a_refusal_closes_the_connection(server: Any, head: bytes, status: bytes) -> None:
+    chunk = b"8000\r\n" + b" " * 0x8000 + b"\r\n"
+    said = answer_of(opened(server, head + (chunk * 4 if b"chunked" in head else b"")))
+    assert said.startswith(b"HTTP/1.1 " + status) and b"connection: close" in said
+
+
+def test_hosts_have_no_case(server: Any) -> None:
+    asked = b"GET /health HTTP/1.1\r\nHost: LocalHost:80\r\nConnection: close\r\n\r\n"
+    assert answer_of(opened(server, asked)).startswith(b"HTTP/1.1 200 ")
+
+
+def test_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = pytest.importorskip("resource")
+    limits = [256, 4096]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, new: limits.__setitem__(0, new[0]))
+    assert connections.most_connections(8) == 8 + connections.SPARE and limits[0] == 264
+    limits[:] = [256, 256]
+    assert connections.most_connections(500) == 64
+    limits[:] = [64, 64]
+    with pytest.raises(SparseKVError, match="may open 64 files, too few"):
+        connections.most_connections(8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"dry_multiplier": 1, "dry_sequence_breakers": ["x"] * 500}, BREAKERS),
+        ({"dry_multiplier": 1, "dry_sequence_breakers": ["x" * 1025]}, BREAKERS),
+        ({"stop": "x" * 1025}, "stop"),
+        ({"temperature": -1}, "temperature"),
+        ({"method": "freekv", "method_options": {"window": 10**9}}, "method_options"),
+        ({"method": "lfps", "method_options": {"candidates": 10**8}}, "method_options"),
+    ],
+)
+def test_what_asks_for_too_much_is_refused(server: Any, fields: Any, param: Any) -> None:
+    answer = httpx.post(server.url + CHAT, json={**ASKED, **fields}, timeout=20)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+
+
+def test_an_end_in_the_protocols_shapes(server: Any) -> None:
+    """What --drain does when its time is over."""
+    scheduler = server.service.scheduler
+    scheduler._running.step, step = lambda: time.sleep(0.02), scheduler._running.step
+    try:
+        with ThreadPoolExecutor() as pool:
+            asked = [
+                pool.submit(httpx.post, server.url + path, json=ASKED, timeout=20)
+                for path in (CHAT, "/v1/messages")
+            ]
+            while scheduler.n_running < 2:
+                time.sleep(0.01)
+            threading.Thread(target=scheduler.end_all).start()
+            answers = [each.result() for each in asked]
+    finally:
+        scheduler._running.step = step
+    assert [answer.status_code for answer in answers] == [503, 503]
+    assert answers[0].json()["error"]["code"] == "stopping"
+    assert answers[1].json()["type"] == "error"

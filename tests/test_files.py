@@ -1,0 +1,100 @@
+"""Files: what is read is a regular file, and what cannot be written is named."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sidecars import entry, identity_of
+from tiny_models import make_model
+
+from sparsekv_cli.calibration.sidecar import write_entry
+from sparsekv_cli.commands import compare_report
+from sparsekv_cli.commands.jsonl import resume
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.evaluation.perplexity.kld_file import write_kld_file
+from sparsekv_cli.evaluation.perplexity.records import PerplexityRecords
+from sparsekv_cli.files import AppendedFile, open_regular, replace_file
+
+FULL = Path("/dev/full")
+
+
+@contextmanager
+def full_disk(n_bytes: int) -> Iterator[None]:
+    """No file becomes longer than so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def append(path: Path) -> None:
+    with AppendedFile(path) as file:
+        file.write("an answer\n" * 10_000)
+
+
+def keep_record(path: Path) -> None:
+    PerplexityRecords(path, {"model": "m" * 100_000})
+
+
+def write_base(path: Path) -> None:
+    with write_kld_file(path, np.zeros((4, 4096), np.int32), 512) as writer:
+        writer.add_rows(np.zeros((8, 516), np.uint16))
+
+
+def write_report(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparsekv_cli.evaluation.report import page
+
+    monkeypatch.setattr(page, "page", lambda found: "x" * 100_000)
+    compare_report.write_reports({}, str(path), None)
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    identity = identity_of(make_model(tmp_path / "m.gguf", n_layer=1, n_embd=64, n_ff=64))
+    values = {"a": np.zeros((1, 100_000), np.float32)}
+    writers: dict[str, Callable[[Path], None]] = {
+        "--output of run": append,
+        "--jsonl of eval": keep_record,
+        "--kl-divergence-base of eval": write_base,
+        "--html of compare": lambda path: write_report(path, monkeypatch),
+        "--output of calibrate": lambda path: write_entry(path, "fasa", identity, entry(**values)),
+    }
+    for what, write in writers.items():
+        path = tmp_path / what.replace(" ", "_")
+        with full_disk(4096), pytest.raises(SparseKVError) as error:
+            write(path)
+        assert str(error.value) == f"{path}: {os.strerror(27)}", what
+        left = {each.name for each in tmp_path.iterdir()}
+        assert not [name for name in left if name.endswith((".tmp", ".part"))], what
+        write(path)  # there is room again
+    if FULL.exists():
+        with pytest.raises(SparseKVError, match=r"^/dev/full: No space left on device$"):
+            append(FULL)
+    assert resume(tmp_path / "none") == 0 == resume(Path(os.devnull))
+
+
+def test_a_file_is_replaced_as_a_whole_or_not(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    replace_file(path, b"before")
+    with full_disk(10), pytest.raises(OSError):
+        replace_file(path, b"after" * 10)
+    assert path.read_bytes() == b"before" and os.listdir(tmp_path) == ["a"]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x")
+    (tmp_path / "link").symlink_to("a")
+    os.mkfifo(tmp_path / "pipe")
+    with open_regular(tmp_path / "link") as file:
+        assert file.read() == b"x"
+    for path in (tmp_path / "pipe", tmp_path, Path(os.devnull)):
+        with pytest.raises(OSError, match="is no regular file"):
+            open_regular(path)
