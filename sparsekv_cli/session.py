@@ -18,7 +18,7 @@ from sparsekv_cli.cache.layer import reserve
 from sparsekv_cli.cache.spec import STATE, LayerSpec
 from sparsekv_cli.calibration import calibrations
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.engine import open_engine
+from sparsekv_cli.engine import may_have_device, open_engine
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.memory import release_code
 from sparsekv_cli.methods.base import Method
@@ -385,6 +385,8 @@ def load_session(
         method.check_layers([layer.kind for layer in hparams.layers])
         n_ctx = config.ctx_size or hparams.n_ctx_train
         weights = read_weights(file, hparams, architecture, n_ctx)
+        if config.device != "cpu" and may_have_device():
+            warmup.compile_for_gpus_host(model_path, method, config.kv == "host")
         session = Session(
             file, architecture, hparams, weights, method, config, on_compile, on_calibrate
         )

@@ -7,6 +7,8 @@ which kernels are there, so that a first run can say what takes long, and other 
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -145,6 +147,29 @@ def compile_method_kernels(
     done yet.
     """
     return _run(list(_trial(decoder, method, specs)), report)
+
+
+def compile_for_gpus_host(path: Path, method: Method, on_host: bool) -> None:
+    """Compiles what ``method`` runs on the host of a GPU, the first time, in a process of its own.
+
+    A process with torch compiles one kernel after another (cpu/jit/ahead.py), and a session on a
+    GPU needs torch. on_host: K and V of all methods lie on the host. A failure costs time only: the
+    session compiles what is missing.
+    """
+    from sparsekv_cli.cpu.jit import kernel_cache
+    from sparsekv_cli.methods import METHODS
+
+    name = next((name for name, kind in METHODS.items() if kind is type(method)), "")
+    if (
+        not name
+        or (method.device_cache and not on_host)
+        or kernel_cache.is_marked(f"host-of-gpu-{name}")
+    ):
+        return
+    command = [sys.executable, "-P", "-m", "sparsekv_cli", "warmup", "-m", str(path)]
+    done = subprocess.run([*command, "--method", name], check=False, stdin=subprocess.DEVNULL)
+    if done.returncode == 0:
+        kernel_cache.mark(f"host-of-gpu-{name}")
 
 
 def _trial(decoder: Decoder, method: Method, specs: Sequence[LayerSpec]) -> Iterator[CompileTask]:

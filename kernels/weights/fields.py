@@ -89,17 +89,17 @@ def _spread(high):
 
 @triton.jit
 def field_pair(
-    low, high, I: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, ZERO: tl.constexpr
+    low, high, K: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, ZERO: tl.constexpr
 ):  # fmt: skip
-    """Two fields of each word minus ZERO, f16: I and I + 4, or of fields of 8 bits I and I + 2."""
+    """Two fields of each word minus ZERO, f16: K and K + 4, or of fields of 8 bits K and K + 2."""
     word = low
-    if I > 0:
-        word = low >> (LOW_BITS * I)
+    if K > 0:
+        word = low >> (LOW_BITS * K)
     word &= 0x000F000F if LOW_BITS == 4 else 0x00FF00FF
     if HIGH_BITS > 0:
-        # The bits of field I + 4 lie 4 HIGH_BITS above those of field I: 16 in the copy.
+        # The bits of field K + 4 lie 4 HIGH_BITS above those of field K: 16 in the copy.
         both = high | (high << (16 - 4 * HIGH_BITS))
-        left: tl.constexpr = 4 - HIGH_BITS * I
+        left: tl.constexpr = 4 - HIGH_BITS * K
         moved = both << left if left >= 0 else both >> -left
         word |= moved & (0x00100010 if HIGH_BITS == 1 else 0x00300030)
     first, second = halves(word | 0x64006400)  # 1024 + field

@@ -32,9 +32,9 @@ def _pack_inputs(
 ):  # fmt: skip
     """Rounds the inputs of units to two bytes, in the order of ``byte_fields``.
 
-    x_at: of field 0 of each word, (BATCH, 1, 4 UNITS). Returns high bytes and low bytes of the first
-    and of the second word of bytes, the unit's scale (BATCH, 1, UNITS), and sums of the integers of
-    the first and of the second word's fields, (BATCH, 1, UNITS).
+    x_at: of field 0 of each word, (BATCH, 1, 4 UNITS). Returns high bytes and low bytes of the
+    first and of the second word of bytes, the unit's scale (BATCH, 1, UNITS), and sums of the
+    integers of the first and of the second word's fields, (BATCH, 1, UNITS).
     """
     peak = tl.zeros((BATCH, 1, 4 * UNITS), tl.float32)
     damage = tl.zeros((BATCH, 1, 4 * UNITS), tl.float32)
@@ -143,9 +143,7 @@ def _matvec_kernel(
                 sums += x_sum.to(tl.float32) * second
         out = tl.sum(sums * x_scale, axis=2)[:, :, None]
         done = start + rows
-        tl.store(
-            out_ptr + batch * stride_ob + done, out, mask=(batch < n_batch) & (done < n_rows)
-        )
+        tl.store(out_ptr + batch * stride_ob + done, out, mask=(batch < n_batch) & (done < n_rows))
 
 
 @triton.jit

@@ -17,13 +17,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-N_LAYER = 6  # of the shapes: dense layers and others
+N_LAYER = 4  # of the shapes: dense layers and others
 DEPTHS = {1: (8192, 32768, 131072), 8: (8192, 32768)}  # rows, by number of sequences
 
 
@@ -72,19 +73,14 @@ class Compiled:
 
 
 def tasks() -> Iterator[tuple[str, Callable[[], None]]]:
-    """What the bench measures, by name; each is done alone."""
-    from gpu_parts import PROFILED, TOKENS_OF
-
+    """What the bench measures, by name; each is done in a process of its own."""
     for name in ("llama-3.1-8b", "llama-3.2-1b"):
-        for spec in (*TOKENS_OF, "lfps"):
-            for n_batch, depths in DEPTHS.items():
-                if n_batch > 1 and spec == "lfps":
-                    continue
-                yield f"tokens {name} {spec} B={n_batch}", partial(steps, name, spec, n_batch, depths)
+        for n_batch in DEPTHS:
+            yield f"tokens {name} B={n_batch}", partial(steps, name, n_batch)
+        yield f"tokens {name}, K and V on the host", partial(steps_on_host, name)
     yield "operators", operators
     yield "weights", products
     yield "clock", times
-    assert PROFILED
 
 
 def blank(*shape: int, device: Any, generator: Any = None) -> Any:
@@ -94,23 +90,54 @@ def blank(*shape: int, device: Any, generator: Any = None) -> Any:
     return torch.zeros(*shape, device=device)
 
 
-def steps(name: str, spec: str, n_batch: int, depths: tuple[int, ...]) -> None:
-    """The steps of ``tokens`` at some depths, and a short prefill."""
+def open_blank(name: str, kv: str) -> tuple[Any, Any]:
+    """An engine whose weights have the shapes of ``name``, and a Bench."""
     import gpu_models
     import torch
-    from gpu_decoding import Decoding
     from gpu_parts import Bench
 
-    device = torch.device("cpu")
+    from sparsekv_cli.device import weights
+    from sparsekv_cli.kernels.weights import packed
+
+    def repack(name: str, data: torch.Tensor, n_columns: int) -> packed.PackedMatrix:
+        few = packed.repack(name, data[:1], n_columns)
+        planes = {
+            field: torch.empty(len(data), plane.shape[1], dtype=plane.dtype)
+            for field, plane in vars(few).items() if isinstance(plane, torch.Tensor)
+        }  # fmt: skip
+        return replace(few, n_rows=len(data), **planes)
+
+    weights.repack = repack
     gpu_models.FILL = blank
-    bench = Bench(device, False, None)
-    kv = "host" if spec == "lfps" else "auto"
+    device = torch.device("cpu")
     engine = gpu_models.open_engine(gpu_models.random_model(name, N_LAYER), device, 1, kv)
-    if n_batch == 1:
-        caches = [engine.layer(bench.method("full"), s) for s in engine.decoder.layer_specs()]
-        engine.decoder.forward(list(range(32)), 0, caches)
-    for n in depths:
-        decoding = Decoding(engine, bench.method(spec), n, 3, n_batch)
+    return engine, Bench(device, False, None)
+
+
+def steps(name: str, n_batch: int) -> None:
+    """Three steps of every method at each depth of ``tokens``, and a short prefill."""
+    from gpu_decoding import BACKENDS, Decoding
+    from gpu_parts import OVER_THE_BUS, TOKENS_OF
+
+    engine, bench = open_blank(name, "auto")
+    caches = [engine.layer(bench.method("full"), s) for s in engine.decoder.layer_specs()]
+    engine.decoder.forward(list(range(32)), 0, caches)
+    for spec in TOKENS_OF:
+        if spec in BACKENDS or (n_batch > 1 and spec in OVER_THE_BUS):
+            continue
+        for n in DEPTHS[n_batch]:
+            decoding = Decoding(engine, bench.method(spec), n, 3, n_batch)
+            for _ in range(3):
+                decoding.step()
+
+
+def steps_on_host(name: str) -> None:
+    """Steps of lfps and full whose K and V lie on the host."""
+    from gpu_decoding import Decoding
+
+    engine, bench = open_blank(name, "host")
+    for spec in ("lfps", "full"):
+        decoding = Decoding(engine, bench.method(spec), 2048, 3, 1)
         for _ in range(3):
             decoding.step()
 

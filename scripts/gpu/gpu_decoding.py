@@ -5,22 +5,57 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from gpu_models import filled_caches
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from sparsekv_cli.device.engine import DeviceEngine
+from sparsekv_cli.device.methods import full
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.sampling.plain import PlainChain, PlainSampler
 from sparsekv_cli.sequence import ledger_of
 
+BACKENDS = {"torch sdpa": None, "cudnn sdpa": SDPBackend.CUDNN_ATTENTION}
 GREEDY = PlainChain(True, 0, 1.0, 0.0, 1.0)
 
 
 def greedy_sampler() -> PlainSampler:
     """Takes the most likely token, on the device."""
     return PlainSampler(lambda logits, _: int(logits.argmax()), GREEDY, lambda: 0.0)
+
+
+@contextmanager
+def attention_of(name: str) -> Iterator[None]:
+    """Within this block dense layers attend by torch, if ``name`` is one of BACKENDS.
+
+    All sequences must have as many rows. Attention is over the rows that the step is planned for,
+    some of which are 0: there to be timed.
+    """
+    if name not in BACKENDS:
+        yield
+        return
+
+    def attend(x: Any, k: Any, v: Any, n_max: int, scale: float, out: Any) -> Any:
+        pos = x.step.pos[:1].long()
+        k.index_copy_(2, pos, x.k[:, :, None].half())
+        v.index_copy_(2, pos, x.v[:, :, None].half())
+        backend = BACKENDS[name]
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            found = scaled_dot_product_attention(
+                x.q[:, :, None].half(), k[:, :, :n_max], v[:, :, :n_max], scale=scale,
+                enable_gqa=x.q.shape[1] != k.shape[1],
+            )  # fmt: skip
+        return found[:, :, 0].float() if out is None else out.copy_(found[:, :, 0])
+
+    ours, full.attend_all = full.attend_all, attend
+    try:
+        yield
+    finally:
+        full.attend_all = ours
 
 
 class Decoding:

@@ -8,7 +8,7 @@ from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 
 def write_first_layers(source: Path, target: Path, n_layer: int) -> None:
-    """target: the file with n_layer layers of ``source``; it speaks nonsense, but at real scales."""
+    """target: a file with n_layer layers of ``source``; it speaks nonsense, but at real scales."""
     reader = GGUFReader(source)
     architecture = str(reader.fields["general.architecture"].contents())
     writer = GGUFWriter(target, architecture)

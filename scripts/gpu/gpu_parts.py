@@ -7,13 +7,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gpu_decoding import Decoding, profile_rows
+from gpu_decoding import BACKENDS, Decoding, attention_of, profile_rows
 from gpu_launches import recorded
 from gpu_models import Model, filled_caches, open_engine, random_model, tiny_model
 from gpu_operators import SHAPES, Operator, OperatorRows, Shape, cache_operators
@@ -39,10 +39,20 @@ LOGITS_OF = (
 )  # fmt: skip
 WHOLE_OF = ("topk", "streaming", "quest", "fasa", "fasa:variant=m", "freekv")
 TOKENS_OF = (
-    "full", "fasa", "sals", "freekv", "fasa:variant=m", "quest", "topk", "streaming",
+    "full", "quest", "fasa", "topk", "streaming", "sals", "torch sdpa", "cudnn sdpa", "freekv",
+    "fasa:variant=m",
 )  # fmt: skip
 OVER_THE_BUS = ("freekv", "fasa:variant=m")
-PROFILED = ("full", "quest", "sals", "freekv", "fasa")
+# Of ``tokens``: the settings that are claimed come first.
+DEPTHS = (
+    ("llama-3.1-8b", 32768, 1),
+    ("llama-3.1-8b", 32768, 8),
+    ("llama-3.1-8b", 131072, 1),
+    ("llama-3.1-8b", 8192, 1),
+    ("llama-3.1-8b", 8192, 8),
+    ("llama-3.2-1b", 32768, 1),
+)
+PROFILED = ("full", "quest", "fasa")
 OPERATOR_ROWS, OPERATOR_BATCHES = (32768, 131072, 8192), (1, 8)
 DEFAULT_MODEL = "smollm2"
 LARGEST_KLD = 1e-3
@@ -61,9 +71,7 @@ class Bench:
     tiny: sizes for Triton's interpreter, to see that it runs. model: a GGUF file for ``logits``.
     """
 
-    def __init__(
-        self, device: torch.device, tiny: bool, model: str | None
-    ) -> None:
+    def __init__(self, device: torch.device, tiny: bool, model: str | None) -> None:
         self.device, self.tiny, self._model = device, tiny, model
         self.n_threads = physical_cores()
         self._budget = Budget(tokens=64 if tiny else 512)
@@ -192,28 +200,30 @@ class Bench:
     def tokens(self) -> Iterator[Task]:
         """Decode and prefill with random weights; lfps and full with K and V on the host too."""
         names = ("tiny",) if self.tiny else ("llama-3.1-8b", "llama-3.2-1b")
-        large, small = names[0], names[-1]
+        large = names[0]
         models = {name: random_model(name) for name in names}
-        engines = {
-            (name, kv): open_engine(model, self.device, self.n_threads, kv)
-            for name, model in models.items() for kv in ("auto", "host")
-        }  # fmt: skip
-        # The settings that are claimed come first; what takes long to fill comes last.
-        depths = [(large, 32768, 1), (large, 32768, 8), (large, 8192, 1), (large, 131072, 1),
-                  (large, 8192, 8), (small, 32768, 1), (small, 131072, 1)]  # fmt: skip
-        for name, n, n_batch in [("tiny", 150, 2)] if self.tiny else depths:
-            model, engine = models[name], engines[name, "auto"]
+
+        @lru_cache
+        def engine_of(name: str, kv: str) -> DeviceEngine:
+            return open_engine(models[name], self.device, self.n_threads, kv)
+
+        for name, n, n_batch in [("tiny", 150, 2)] if self.tiny else DEPTHS:
+            model, engine = models[name], engine_of(name, "auto")
             if n < 131072 and n_batch < 8:
                 prefill = partial(self._prefill_speed, model, engine, n)
                 yield Task(f"prefill, {name}", str(n), prefill)
             for spec in TOKENS_OF:
-                if n_batch > 1 and spec in OVER_THE_BUS and not self.tiny:
+                if spec == "cudnn sdpa" and self.device.type != "cuda":
+                    continue
+                if (n_batch > 1 or n > 32768) and spec in OVER_THE_BUS:
                     continue  # to pin that much memory of the host takes longer than to measure
                 decode = partial(self._decode_speed, model, engine, spec, n, "auto", n_batch)
                 yield Task(f"tokens, {name}", f"{spec} B={n_batch} {n}", decode)
-            for spec in ("lfps", "full") if n_batch == 1 or self.tiny else ():
-                on_host = partial(self._decode_speed, model, engines[name, "host"], spec, n, "host")
-                yield Task(f"tokens, {name}", f"{spec} {n}, K and V on the host", on_host)
+        n = 150 if self.tiny else 32768
+        for spec in ("lfps", "full"):
+            engine = engine_of(large, "host")
+            on_host = partial(self._decode_speed, models[large], engine, spec, n, "host")
+            yield Task(f"tokens, {large}", f"{spec} {n}, K and V on the host", on_host)
 
     def _prefill_speed(self, model: Model, engine: DeviceEngine, n: int) -> Iterator[Row]:
         ids = np.random.default_rng(0).integers(0, model.hparams.n_vocab, n).tolist()
@@ -235,11 +245,13 @@ class Bench:
             return
         # The first steps are compiled, captured, and replayed once.
         n_first, n_steps = (0, 1) if self.tiny else (3, 16)
-        steps = Decoding(engine, self.method(spec), n, n_first + n_steps, n_batch)
-        for _ in range(n_first):
-            steps.step()
-        before = steps.ledger()
-        ms = statistics.median(1e3 * steps.timed_step() for _ in range(n_steps))
+        method = self.method("full" if spec in BACKENDS else spec)
+        with attention_of(spec):
+            steps = Decoding(engine, method, n, n_first + n_steps, n_batch)
+            for _ in range(n_first):
+                steps.step()
+            before = steps.ledger()
+            ms = statistics.median(1e3 * steps.timed_step() for _ in range(n_steps))
         after = steps.ledger()
         moved = (after["bytes_moved"] - before.get("bytes_moved", 0)) / n_steps
         waited = (after.get("us_waited", 0) - before.get("us_waited", 0)) / n_steps

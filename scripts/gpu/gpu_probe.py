@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import os
 import platform
@@ -10,18 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from gpu_carry import kernels_fit, library_hash
+
 NAMES = (
     "torch", "triton", "numba", "llvmlite", "numpy", "gguf", "tokenizers", "sentencepiece", "rich",
     "click", "jinja2", "prompt_toolkit", "wcwidth", "threadpoolctl", "pytest", "pytest-xdist",
 )  # fmt: skip
-
-
-def library_hash() -> str:
-    """SHA-256 of libtriton.so, on which the names of compiled kernels depend."""
-    import triton
-
-    path = Path(triton.__file__).parent / "_C" / "libtriton.so"
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def version_of(name: str) -> str:
@@ -34,7 +29,8 @@ def version_of(name: str) -> str:
 def main() -> None:
     print(f"Python {sys.version.split()[0]}, {os.cpu_count()} CPU cores, {platform.platform()}")
     print(", ".join(f"{name} {version_of(name)}" for name in NAMES))
-    print(f"libtriton.so {library_hash()}")
+    fits = "those carried fit" if kernels_fit() else "none are carried that fit"
+    print(f"libtriton.so {library_hash()}: compiled kernels: {fits}")
     for command in (["nvidia-smi", "-L"], ["lscpu"], ["free", "-g"]):
         try:
             text = subprocess.run(command, capture_output=True, text=True, check=False).stdout

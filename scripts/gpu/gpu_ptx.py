@@ -14,7 +14,8 @@ BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$L__BB\w+);")
 
 def read_ptx(ptx: str) -> dict[str, Any]:
     """loads, stores: how many of each number of bytes; cp_async, mma, wgmma: how many; loop:
-    instructions of the longest loop that holds no other (0: there is none)."""
+    instructions of the longest loop that holds no other (0: there is none); barriers: those behind
+    the first load from memory and ahead of the last store to it."""
     widths: dict[str, Counter[int]] = {"ld": Counter(), "st": Counter()}
     for kind, n_vector, bits in ACCESS.findall(ptx):
         widths[kind][int(n_vector or 1) * int(bits) // 8] += 1
@@ -24,8 +25,14 @@ def read_ptx(ptx: str) -> dict[str, Any]:
         "cp_async": ptx.count("cp.async.c"),
         "mma": len(re.findall(r"\bmma\.sync", ptx)),
         "wgmma": len(re.findall(r"\bwgmma\.mma_async", ptx)),
+        "barriers": _between(ptx).count("bar.sync"),
         "loop": max((len(INSTRUCTION.findall(body)) for body in _innermost_loops(ptx)), default=0),
     }
+
+
+def _between(ptx: str) -> str:
+    """The text from the first load to the last store."""
+    return ptx[ptx.find("ld.global") : ptx.rfind("st.global")]
 
 
 def _innermost_loops(ptx: str) -> list[str]:

@@ -13,7 +13,7 @@ from gpu_timing import time_calls
 from sparsekv_cli.kernels.weights import dot
 from sparsekv_cli.kernels.weights.packed import FLOATS, PACKINGS, PackedMatrix, repack
 
-FORMATS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "BF16")
+FORMATS = ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q5_K", "BF16")
 SIZES = (("k", 1024, 4096), ("o", 4096, 4096), ("gate, up", 28672, 4096), ("down", 4096, 14336))
 BATCHES = (1, 2, 4, 8, 16)
 MOVED = 400 << 20  # bytes of several matrices together, so that no cache holds them

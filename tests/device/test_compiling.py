@@ -66,7 +66,8 @@ def test_every_method_is_tried_on_the_gpu(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(Planner, "begin", begun)
     path = make_model(tmp_path / "m.gguf", n_embd=64, n_ff=64, n_vocab=259, head_dim=32)
-    assert warmup.try_on_gpu(path) == 128
+    made = {name: methods.build_method(name, {}) for name in methods.METHODS}
+    assert warmup.try_on_gpu(path, made) == 128
     assert tried == 3 * ["Full"] + 3 * ["TopK"]
     said = capsys.readouterr().err.splitlines()[-1]
     left_out = "topk: kernels for 128 tokens and more are left out: "
@@ -93,7 +94,8 @@ def test_nothing_is_compiled_in_mid_generation(name, tmp_path, monkeypatch):
         tmp_path / "m.gguf", n_layer=4, n_embd=64, n_ff=64, n_vocab=259, n_head=2, n_head_kv=1,
         head_dim=32,
     )  # fmt: skip
-    assert warmup.try_on_gpu(path) == 131072
+    made = {each: methods.build_method(each, {}) for each in used}
+    assert warmup.try_on_gpu(path, made) == 131072
     warm, long = set(compiled), {}
     session = load_session(
         path, methods.build_method(name, {}), SessionConfig(device="cuda", ctx_size=150_001)

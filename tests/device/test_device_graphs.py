@@ -188,7 +188,9 @@ def test_room_is_for_the_context_and_keys_are_not_of_a_step(name, device):
 @pytest.mark.parametrize("name", sequences.METHODS)
 def test_a_plan_holds_as_long_as_it_says(name, device):
     """Until then ``plan`` launches nothing, moves nothing and returns the same."""
-    recorded = load_script("gpu/launches").recorded
+    load_script("gpu/bench")
+    from gpu_launches import recorded
+
     cache = sequences.make(name, device)
     n_first, n_max = 120, 184
     sequences.prefill(cache, sequences.rows_of(cache, torch.Generator().manual_seed(0), n_first))

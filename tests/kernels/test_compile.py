@@ -85,6 +85,16 @@ def test_kernels_compile_for_every_capability(module, compiled):
 
 
 @pytest.mark.slow
+def test_warps_wait_ahead_of_a_store_that_others_read(compiled):
+    """Every warp reads how many pages have left before one changes that, and copies by it.
+
+    The interpreter runs a program's threads as one, so that it cannot see it.
+    """
+    lines = [line for line in compiled if line["kernel"] == "_offload_pages_kernel"]
+    assert lines and all(line["barriers"] for line in lines), lines
+
+
+@pytest.mark.slow
 def test_loads_of_single_elements_are_found(compiled):
     """One kernel of helpers/launches_scalar_loads.py reads every other element, one all."""
     loads = {line["kernel"]: line["loads"] for line in compiled if line["capability"] == 80}

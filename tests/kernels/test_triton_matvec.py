@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize as gguf_dequantize
 from quantized_rows import random_rows
 from sweeps import sweep
 
-from sparsekv_cli.kernels.weights import dot, fields, matmul
+from sparsekv_cli.kernels.weights import dot, fields
 from sparsekv_cli.kernels.weights import packed as blocks
 from sparsekv_cli.kernels.weights.dequantize import dequantize
 
@@ -82,6 +84,36 @@ def test_dequantize_rounds_once(name, device):
         assert torch.equal(found.cpu(), torch.from_numpy(weights).to(dtype))
     found = dequantize(packed).cpu()  # Triton's interpreter cuts bf16 off
     torch.testing.assert_close(found, torch.from_numpy(weights).bfloat16(), rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("n_batch", [1, 3])
+@pytest.mark.parametrize("damage", [np.nan, np.inf, -np.inf])
+def test_damaged_inputs_are_no_numbers_behind_it(damage, n_batch, device):
+    """Rounding to integers must not hide them; other vectors are as they are."""
+    packed, weights = matrix("Q4_K", 9, 256, device)
+    x = np.ones((n_batch, 256), np.float32)
+    x[0, 17] = damage
+    found = dot.multiply(packed, torch.from_numpy(x).to(device)).cpu()
+    assert not found[0].isfinite().any()
+    if n_batch > 1:
+        assert_close(found[1:], x[1:], weights, 2e-4)
+
+
+@triton.jit
+def _dot4_kernel(a_ptr, b_ptr, out_ptr):
+    at = tl.arange(0, 64)
+    out = fields.dot4(tl.load(a_ptr + at), tl.load(b_ptr + at), tl.full([64], 5, tl.int32))
+    tl.store(out_ptr + at, out)
+
+
+def test_four_bytes_at_once(device):
+    """The instruction (on a GPU) and what stands for it: unsigned times signed bytes."""
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(0, 256, (64, 4), np.uint8), rng.integers(-128, 128, (64, 4), np.int8)
+    words = [torch.from_numpy(x.view(np.int32)[:, 0].copy()).to(device) for x in (a, b)]
+    out = torch.empty_like(words[0])
+    _dot4_kernel[(1,)](*words, out)
+    assert out.tolist() == (5 + (a.astype(int) * b).sum(1)).tolist()
 
 
 def test_wrong_arguments_are_refused(device):

@@ -241,8 +241,9 @@ class DeviceSALS(DeviceCache):
             return attend_all(x, k, v, self._n_max, scale, out)
         latents, values, *parts = tensors
         exact, basis, bits = latent.Exact(*parts), self._basis, self.method.bits
+        encoded = dot.multiply(self._matrices.encode, x.k_nope.flatten(1))
         latent.append_latent(
-            dot.multiply(self._matrices.encode, x.k_nope.flatten(1)), x.k, x.v, step.pos, step.budget,
+            encoded, x.k, x.v, step.pos, step.budget,
             latents, values, exact, basis.encode_factor, bits, self._first,
             self.method.window, self._n_back,
         )  # fmt: skip
