@@ -16,7 +16,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 N_LAYER = 4  # of the shapes: dense layers and others
-DEPTHS = {1: (8192, 32768, 131072), 8: (8192, 32768)}  # rows, by number of sequences
 
 
 class AbsentGpu:
@@ -74,10 +73,12 @@ class Compiled:
 
 def tasks() -> Iterator[tuple[str, Callable[[], None]]]:
     """What the bench measures, by name; each is done in a process of its own."""
-    for name in ("llama-3.1-8b", "llama-3.2-1b"):
-        for n_batch in DEPTHS:
-            yield f"tokens {name} B={n_batch}", partial(steps, name, n_batch)
-        yield f"tokens {name}, K and V on the host", partial(steps_on_host, name)
+    from gpu_parts import DEPTHS
+
+    for name, n_batch in dict.fromkeys((name, n_batch) for name, _, n_batch in DEPTHS):
+        depths = [n for other, n, b in DEPTHS if (other, b) == (name, n_batch)]
+        yield f"tokens {name} B={n_batch}", partial(steps, name, n_batch, depths)
+    yield "tokens, K and V on the host", partial(steps_on_host, DEPTHS[0][0])
     yield "operators", operators
     yield "weights", products
     yield "clock", times
@@ -114,8 +115,8 @@ def open_blank(name: str, kv: str) -> tuple[Any, Any]:
     return engine, Bench(device, False, None)
 
 
-def steps(name: str, n_batch: int) -> None:
-    """Three steps of every method at each depth of ``tokens``, and a short prefill."""
+def steps(name: str, n_batch: int, depths: Sequence[int]) -> None:
+    """Three steps of every method at each of the depths, and a short prefill."""
     from gpu_decoding import BACKENDS, Decoding
     from gpu_parts import OVER_THE_BUS, TOKENS_OF
 
@@ -125,7 +126,9 @@ def steps(name: str, n_batch: int) -> None:
     for spec in TOKENS_OF:
         if spec in BACKENDS or (n_batch > 1 and spec in OVER_THE_BUS):
             continue
-        for n in DEPTHS[n_batch]:
+        for n in depths:
+            if n > 32768 and spec in OVER_THE_BUS:
+                continue
             decoding = Decoding(engine, bench.method(spec), n, 3, n_batch)
             for _ in range(3):
                 decoding.step()

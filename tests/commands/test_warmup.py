@@ -262,3 +262,29 @@ def test_nor_those_of_a_model_with_experts(
     model_with_experts: Path, dtype: str, n_prompt: int
 ) -> None:
     assert loaded_by_first_steps(model_with_experts, "full", dtype, n_prompt) == "[]\n"
+
+
+def test_a_gpus_host_compiles_in_a_process_without_torch(monkeypatch, tmp_path):
+    """Once a method, where it attends on the host."""
+    marked, ran = set(), []
+    monkeypatch.setattr(kernel_cache, "is_marked", marked.__contains__)
+    monkeypatch.setattr(kernel_cache, "mark", marked.add)
+    statuses = iter([1, 0])
+
+    def run(command, **_):
+        ran.append(command)
+        return SimpleNamespace(returncode=next(statuses))
+
+    monkeypatch.setattr(warmup.subprocess, "run", run)
+    path, lfps, quest = tmp_path / "m.gguf", build_method("lfps", {}), build_method("quest", {})
+    warmup.compile_for_gpus_host(path, quest, False)
+    assert not ran  # its cache lies on the device
+    for _ in range(3):  # the first time it fails, and is tried again
+        warmup.compile_for_gpus_host(path, lfps, False)
+    assert len(ran) == 2 and ran[0][-5:] == ["warmup", "-m", str(path), "--method", "lfps"]
+    assert "-P" in ran[0] and marked == {"host-of-gpu-lfps"}
+
+
+def test_methods_that_are_chosen(monkeypatch):
+    result = invoke("warmup", "--method", "no-such-method")
+    assert result.exit_code != 0 and "no-such-method" in result.stderr
