@@ -285,6 +285,6 @@ def test_a_gpus_host_compiles_in_a_process_without_torch(monkeypatch, tmp_path):
     assert "-P" in ran[0] and marked == {"host-of-gpu-lfps"}
 
 
-def test_methods_that_are_chosen(monkeypatch):
+def test_methods_that_are_chosen(invoke):
     result = invoke("warmup", "--method", "no-such-method")
     assert result.exit_code != 0 and "no-such-method" in result.stderr
