@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Triton's own functions are what the variable says now, also where a test is first to delete it.
+import_module("triton")
 
 
 @pytest.fixture(scope="session")
