@@ -287,4 +287,4 @@ def test_a_gpus_host_compiles_in_a_process_without_torch(monkeypatch, tmp_path):
 
 def test_methods_that_are_chosen(invoke):
     result = invoke("warmup", "--method", "no-such-method")
-    assert result.exit_code != 0 and "no-such-method" in result.stderr
+    assert result.code != 0 and "no-such-method" in result.err
