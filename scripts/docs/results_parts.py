@@ -24,7 +24,6 @@ from results_runner import ROOT, Runner
 
 DOCUMENT = "scripts/demo_document.txt"
 TEXT = "scripts/accuracy/texts/prose.txt"
-QUESTION = "What is the pass code of the north gate? Answer with the code."
 
 Rows = list[dict[str, Any]]
 
@@ -257,17 +256,15 @@ def memory(run: Runner, sizes: Sizes) -> Rows:
 
 
 def terminal(run: Runner, sizes: Sizes) -> Rows:
-    """What README's picture shows: commands, and what they print."""
-    rows = []
+    """What README's picture shows: the demo, or of another model a comparison."""
     if sizes.model == Sizes.model:
-        done = run.cli("run", "-m", sizes.model, "--method", "lfps", "--temp", "0", "-n", "16",
-                       "-v", "-p", QUESTION, stdin=DOCUMENT)  # fmt: skip
-        said = done.stdout.rstrip() + "\n" + done.stderr.strip()
-        rows.append({"command": run.commands[-1], "output": said})
-    done = run.cli("compare", "-m", sizes.model, "-f", DOCUMENT, "--methods", sizes.compared,
-                   "--steps", "32")  # fmt: skip
-    rows.append({"command": run.commands[-1], "output": done.stdout.rstrip()})
-    return rows
+        done = run.program("scripts/demo")
+        said = "A document" + done.stdout.partition("A document")[2]
+    else:
+        done = run.cli("compare", "-m", sizes.model, "-f", DOCUMENT, "--methods", sizes.compared,
+                       "--steps", "32")  # fmt: skip
+        said = done.stdout
+    return [{"command": run.commands[-1], "output": said.rstrip()}]
 
 
 def caches(run: Runner, sizes: Sizes) -> Rows:

@@ -50,6 +50,11 @@ class Runner:
         self.commands.append(typed)
         return self._run(["-m", "sparsekv_cli", *arguments], typed, stdin)
 
+    def program(self, path: str) -> Done:
+        """A program of ours, by its path. PartError when it fails."""
+        self.commands.append(path)
+        return self._run([path], path, None)
+
     def script(self, path: str, *arguments: str, may_end_with: int = 0) -> Any:
         """What ``scripts/PATH ARGUMENTS`` writes with --json. PartError when it fails."""
         typed = shlex.join([f"scripts/{path}", *arguments])
