@@ -107,7 +107,7 @@ def few_programs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(matmul, "PROGRAMS", 1)
         monkeypatch.setattr(matvec, "_rows_a_program", lambda n_rows: 64)
-        monkeypatch.setattr(matvec, "_tiling", lambda n_unit, n_fields: (64, 1))
+        monkeypatch.setattr(matvec, "_tiling", lambda *_: (64, 1))
 
 
 def quicken_interpreter() -> None:

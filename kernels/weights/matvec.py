@@ -180,10 +180,14 @@ def _rows_a_program(n_rows: int) -> int:
     return most
 
 
-def _tiling(n_unit: int, n_fields: int) -> tuple[int, int]:
-    """Rows of a step of a program and its warps; a thread has two units of a row."""
+def _tiling(n_unit: int, n_fields: int, n_values: int) -> tuple[int, int]:
+    """Rows of a step of a program and its warps; a thread has two units of a row.
+
+    n_values: of a unit and row, sums that a thread has at once. More rows would not fit registers.
+    """
     units = triton.next_power_of_2(n_unit)
-    return 4 if units * n_fields <= 1024 else 2, min(16, max(1, units // 64))
+    rows = 4 if units * n_fields <= 1024 and n_values < 4 else 2
+    return rows, min(16, max(1, units // 64))
 
 
 def matvec(w: PackedMatrix, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -200,7 +204,7 @@ def matvec(w: PackedMatrix, x: torch.Tensor, out: torch.Tensor) -> None:
         )  # fmt: skip
         return
     n_unit, constants = w.low.shape[1] // 4, constants_of(w)
-    rows, warps = _tiling(n_unit, 32 // constants["LOW_BITS"])
+    rows, warps = _tiling(n_unit, 32 // constants["LOW_BITS"], batch * constants["HALVES"])
     n_program = min(triton.cdiv(w.n_rows, rows), PROGRAMS)
     _matvec_kernel[(n_program,)](
         *planes_of(w), x, out, n_batch, w.n_rows, n_unit, n_program * rows, x.stride(0),

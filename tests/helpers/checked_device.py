@@ -162,7 +162,7 @@ def checked(path: Path, cuda: FakeCuda | None) -> Iterator[Checked]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matmul, "PROGRAMS", 1)  # the interpreter takes as long for a small program
         patch.setattr(matvec, "_rows_a_program", lambda n_rows: 64)
-        patch.setattr(matvec, "_tiling", lambda n_unit, n_fields: (64, 1))
+        patch.setattr(matvec, "_tiling", lambda *_: (64, 1))
         config = SessionConfig(threads=1, device="cuda", prefill_dtype="f32", chunk=32)
         if cuda is None:
             yield Checked(load_session(path, build_method("full", {}), config), None)

@@ -34,8 +34,9 @@ RECURRENT = ("lfm2moe_Q8_0", "qwen35")
 
 def open_model(path, *, prefill_dtype="f32", ctx_size=LONG_PROMPT + 8, chunk=64, repack="auto"):
     config = SessionConfig(
-        prefill_dtype=prefill_dtype, threads=2, chunk=chunk, ctx_size=ctx_size, repack=repack
-    )
+        prefill_dtype=prefill_dtype, threads=2, chunk=chunk, ctx_size=ctx_size, repack=repack,
+        activations="16",  # whatever the CPU, steps are as exact as prefills
+    )  # fmt: skip
     return load_session(path, Full(), config)
 
 
