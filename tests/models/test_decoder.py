@@ -318,7 +318,7 @@ def test_prefill_of_eight_bits_stays_close(smollm2, dtype):
 
 
 def test_decode_of_eight_bits_stays_close(smollm2):
-    """KLD about llama.cpp's own .003 (with AVX2 alone .0032), nine in ten of the f32 path's choices."""
+    """KLD of llama.cpp's own .003 (AVX2 alone: .0032), nine in ten of the f32 path's choices."""
     session = open_model(smollm2.session.gguf.path, activations="8", threads=2)
     decoded = decode_all(session, smollm2.ids[:129])[1:]
     expected = smollm2.forward[1:129]
