@@ -7,6 +7,7 @@ tensor.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 from typing import Any
@@ -48,10 +49,11 @@ def zeros_on_host(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.float16)
     n_bytes = -(-2 * n // mmap.PAGESIZE) * mmap.PAGESIZE
     pages = _LockedPages(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Large pages are locked sooner. A child that shared private pages would have them copied, and
-    # the GPU would go on with the old ones: it gets none.
-    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
-        pages.madvise(advice)
+    with contextlib.suppress(OSError):  # a kernel that has no large pages takes small ones
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    # A child that shared private pages would have them copied, and the GPU would go on with the old
+    # ones: it gets none.
+    pages.madvise(mmap.MADV_DONTFORK)
     flat = torch.frombuffer(pages, dtype=torch.float16, count=n)
     pages.lock(flat.data_ptr())
     return flat.view(shape)

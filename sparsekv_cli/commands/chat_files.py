@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from sparsekv_cli.commands.prompt import decode_file
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.files import replace_file
 
 ROLES = ("system", "user", "assistant")
 
@@ -35,15 +33,7 @@ def save_messages(name: str, messages: list[dict[str, str]]) -> None:
             ) from None
     text = json.dumps({"messages": messages}, ensure_ascii=False, indent=1) + "\n"
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with open(handle, "w", encoding="utf-8", newline="\n") as file:
-                file.write(text)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        replace_file(path, text.encode())
     except OSError as error:
         raise SparseKVError(f"{name}: {error.strerror}") from None
 

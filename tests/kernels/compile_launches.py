@@ -25,29 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from gpu_compile import AbsentGpu
 from gpu_ptx import read_ptx
-from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 CAPABILITIES = (80, 90)
 MANY = 160  # registers of 255
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-
-
-class AbsentGpu:
-    """As much of Triton's driver as a warm-up asks for; the device's number is its capability."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_device(self) -> int:
-        return self.capability
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
 
 
 def resources(cubin: bytes) -> dict[str, int]:
