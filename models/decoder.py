@@ -153,20 +153,20 @@ class Decoder(Forward):
         positions: Sequence[int],
         caches: Sequence[Sequence[LayerCache]],
     ) -> np.ndarray:
-        """``decode`` of B sequences, which share every load of a weight: logits (B, n_vocab).
+        """``decode`` of B rows, which share every load of a weight: logits f32 (B, n_vocab).
 
-        caches: for each sequence those of all layers, all different. A sequence's logits have the
-        same bits as alone.
+        caches: for each row those of its sequence, one a layer. Rows of one sequence follow each
+        other in the order of their positions. A row's logits have the same bits as alone.
         """
         step, n_rows = self._begin(tokens, positions), len(tokens)
         for i, layer_caches in enumerate(zip(*caches, strict=True)):
-            rows = zip(layer_caches, step.inputs[i][:n_rows], positions, strict=True)
-            if self.hparams.layers[i].state is not None:
-                attended = [cache.decode(StateInput._make(row)) for cache, row, _ in rows]
-            else:
-                attended = [cache.decode(AttnInput._make((*row, n))) for cache, row, n in rows]
-            for cache in layer_caches:
+            is_state, attended = self.hparams.layers[i].state is not None, []
+            for b, (cache, row) in enumerate(zip(layer_caches, step.inputs[i], strict=False)):
+                x: Any = StateInput._make(row) if is_state else AttnInput._make((*row, positions[b]))
+                out = cache.decode(x)
                 cache.learn()
+                goes_on = b + 1 < n_rows and layer_caches[b + 1] is cache
+                attended.append(out.copy() if goes_on else out)
             step.finish(i, np.concatenate(attended) if n_rows > 1 else attended[0], n_rows)
         return self.cap(step.logits(n_rows))
 

@@ -7,8 +7,9 @@ dequantised once for all of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,11 +21,33 @@ from sparsekv_cli.models.rope import RopeTables
 from sparsekv_cli.models.rows import Rows
 from sparsekv_cli.models.weights import Weights
 
-Progress = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]  # called with the rows that are done, and all rows
 OnRows = Callable[[int, LayerCache], None]
 Product = Callable[[Any], Any]
 Part = dict[tuple[int, int], AttnInput]  # by layer and position: rows that further layers read
 ROWS_AT_ONCE = 4096  # of a prompt, through all layers; dequantising takes 1 to 2 % of their time
+
+
+class Progress(NamedTuple):
+    """How far a forward pass is."""
+
+    done: int  # rows
+    total: int  # rows
+    ends_layer: bool  # whether another forward pass may run before the next step
+
+
+def drain(
+    steps: Generator[Progress, None, np.ndarray], progress: OnProgress | None = None
+) -> np.ndarray:
+    """Runs a forward pass to its end and returns the logits."""
+    with closing(steps):
+        while True:
+            try:
+                at = next(steps)
+            except StopIteration as end:
+                return end.value
+            if progress is not None and not at.ends_layer:
+                progress(at.done, at.total)
 
 
 class Forward(ABC):
@@ -151,20 +174,32 @@ class Forward(ABC):
         pos: int,
         caches: Sequence[LayerCache],
         *,
-        progress: Progress | None = None,
+        progress: OnProgress | None = None,
+        all_logits: bool = False,
+        attend: ChunkAttention | None = None,
+    ) -> np.ndarray:
+        """Runs ``forward_steps`` to its end and returns the logits."""
+        steps = self.forward_steps(ids, pos, caches, all_logits=all_logits, attend=attend)
+        return drain(steps, progress)
+
+    def forward_steps(
+        self,
+        ids: Sequence[int],
+        pos: int,
+        caches: Sequence[LayerCache],
+        *,
         all_logits: bool = False,
         attend: ChunkAttention | None = None,
         on_rows: OnRows | None = None,
-        between_layers: Callable[[], None] | None = None,
-    ) -> np.ndarray:
-        """Dense forward of T rows from position ``pos`` on: logits f32 (n_vocab,), or (T, n_vocab).
+    ) -> Generator[Progress, None, np.ndarray]:
+        """Dense forward pass of T rows from position ``pos`` on. Yields after chunks and layers.
 
-        Every cache gets the rows in chunks, then ``finish_prefill``. attend: how chunks attend, if
-        not densely. on_rows: told, ahead of that, of each layer's cache when it has all rows.
-        between_layers: called where another ``forward`` may run ahead of the next layer. A
-        long prompt goes through the layers in parts of ROWS_AT_ONCE rows, so that its residual
-        stream never exists as a whole; not if a cache cannot (``can_prefill_in_parts``) or all
-        logits are wanted.
+        Returns logits f32 (n_vocab,) of the last row. With ``all_logits`` it returns those of all
+        rows, (T, n_vocab). Every cache gets the rows in chunks, then ``finish_prefill``.
+        attend: how chunks attend, if not densely. on_rows: called before ``finish_prefill`` with
+        each layer and its cache, which has all rows. A long prompt goes through the layers in parts
+        of ROWS_AT_ONCE rows, so that its residual stream never exists as a whole. It goes as a
+        whole if a cache needs that (``can_prefill_in_parts``) or all logits are wanted.
         """
         n, n_layer = len(ids), self.hparams.n_layer
         self.prepare(n)
@@ -182,15 +217,13 @@ class Forward(ABC):
                 for done in self._forward_layer(
                     i, x, pos + first, cache, attend or self.attend, inputs, part
                 ):
-                    if progress is not None:
-                        progress((before + done) // n_layer, n)
+                    yield Progress((before + done) // n_layer, n, False)
                 if first + size >= n:
                     if on_rows is not None:
                         on_rows(i, cache)
                     cache.finish_prefill()
-                if between_layers is not None:
-                    between_layers()
-                    self.prepare(n)
+                yield Progress((before + len(x)) // n_layer, n, True)
+                self.prepare(n)  # another forward pass may have prepared for its own rows
             normed = self.rows.last_norm(x if all_logits else x[-1:], self.output_norm)
             del x  # before the next part comes
         logits = self.cap(self.output(normed))

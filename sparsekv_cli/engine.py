@@ -1,61 +1,190 @@
-"""What a session computes with: the CPU's decoder or a GPU's (device/), and their caches."""
+"""What computes the rows of sequences: the two verbs of every engine, and the CPU's engine."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Generator
+from collections.abc import Sequence as Ids
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from sparsekv_cli import warmup
-from sparsekv_cli.cache.layer import LayerCache
-from sparsekv_cli.cache.row_sizes import check_memory, fitting_context, token_bytes
-from sparsekv_cli.cache.spec import LayerSpec
-from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.cache.kinds import share_rows
+from sparsekv_cli.cache.layer import LayerCache, reserve
+from sparsekv_cli.cache.spec import STATE, LayerSpec
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.memory import available_memory
+from sparsekv_cli.memory import release_code
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.models.architectures import Architecture
-from sparsekv_cli.models.hparams import HParams
-from sparsekv_cli.models.weights import Weights
+from sparsekv_cli.models.forward import Forward, Progress
+from sparsekv_cli.prefix.prompt_rows import Found, PromptRows
+from sparsekv_cli.sampling.plain import Outcome
+from sparsekv_cli.sequence import N_HEADROOM, Attention, Checkpoint, Sample, Sequence
 from sparsekv_cli.warmup import OnCompile
 
 if TYPE_CHECKING:
     from sparsekv_cli.models.decoder import Decoder
 
 
-class Engine(Protocol):
-    """One model on one machine."""
+class DecoderEngine(ABC):
+    """One model on one machine. Its verbs are those of Engine (sequence.py)."""
 
-    decoder: Any  # of models/decoder.py, or one with its methods
+    decoder: Forward
     note: str  # what the user should know of how it runs
     shares_prefill: bool  # whether one can fill caches of several methods (evaluation/prefill.py)
     first_steps: int  # of a sequence's decode steps, those that take longer than later ones
-    chooses_tokens: bool  # whether the decoder has choose_batch (device/decoder.py)
+    chooses_tokens: bool  # whether a step can choose the next token where the logits are
     records_attended: bool  # whether caches can keep which rows a step attended to
 
-    def layer(self, method: Method, spec: LayerSpec) -> LayerCache:
-        """The cache of one layer."""
+    def __init__(
+        self,
+        note: str,
+        n_ctx: int,
+        ends: Callable[[], Container[int]] = frozenset,
+    ) -> None:
+        """n_ctx: the most tokens of a sequence. ends: returns the tokens that end a message."""
+        self.note, self.n_ctx = note, n_ctx
+        self._ends = ends
 
+    @abstractmethod
+    def layer(self, method: Method, spec: LayerSpec) -> LayerCache:
+        """Returns an empty cache of one layer."""
+
+    @abstractmethod
     def decodes_on_host(self, method: Method) -> bool:
         """Whether a step with ``method`` runs kernels of cpu/."""
 
-    def load_kernels(self, method: Method, specs: Sequence[LayerSpec]) -> None:
+    @abstractmethod
+    def load_kernels(self, method: Method, specs: Ids[LayerSpec]) -> None:
         """Loads what the first steps with ``method`` run, as far as that can be done ahead."""
 
+    @abstractmethod
+    def _decode(
+        self, sequences: Ids[Sequence], rows: Ids[Ids[int]], samples: Ids[Sample]
+    ) -> list[list[Outcome]]:
+        """The step of ``decode``. It changes the caches only."""
 
-class HostEngine:
+    def caches(self, attention: Attention) -> list[LayerCache]:
+        """Returns empty caches, one a layer."""
+        caches = [self.layer(attention.method, spec) for spec in attention.specs]
+        share_rows(caches)
+        return caches
+
+    def prefill(
+        self,
+        sequence: Sequence,
+        ids: Ids[int],
+        *,
+        rows: PromptRows | None = None,
+        all_logits: bool = False,
+    ) -> Generator[Progress, None, np.ndarray]:
+        """As Engine.prefill. rows: used at the beginning of a sequence, without ``all_logits``."""
+        if len(ids) == 0:
+            raise SparseKVError("the prompt is empty: give at least one token")
+        self._check([sequence], [ids])
+        timings, n, n_past = sequence.timings, len(ids), len(sequence.tokens)
+        started, found = time.perf_counter(), Found()
+        if n_past or all_logits:
+            rows = None
+        if rows is not None:
+            found = rows.find(ids)
+        timings.prefill_s += time.perf_counter() - started
+        started = time.perf_counter()
+        self._prepare(n - found.n)
+        timings.load_s += time.perf_counter() - started
+        started = time.perf_counter()
+        if any(spec.kind == STATE for spec in sequence.attention.specs):
+            sequence.mark_messages(ids, self._ends())
+        sequence.checkpoint = None  # layers that are done with these rows forget where they were
+        try:
+            n_room, n_loaded = min(sequence.n_ctx, n_past + n + N_HEADROOM), 0
+            reserve(sequence.caches, n_room, is_checked=self.shares_prefill)
+            if rows is not None:
+                n_loaded = rows.load(found, sequence.caches, n_room)
+                rows.begin(ids, found, n_loaded, sequence.caches)
+            logits = yield from self.decoder.forward_steps(
+                ids[n_loaded:], n_past + n_loaded, sequence.caches,
+                all_logits=all_logits, on_rows=None if rows is None else rows.take,
+            )  # fmt: skip
+        except BaseException:
+            if rows is not None:
+                rows.abandon()
+            sequence.rewind(n_past)
+            raise
+        sequence.tokens.extend(int(token) for token in ids)
+        last = logits[-1] if all_logits else logits
+        sequence.checkpoint = Checkpoint(len(sequence.tokens), last.copy())
+        timings.prefill_s += time.perf_counter() - started
+        timings.prefill_tokens += n - n_loaded
+        timings.cached_tokens += n_loaded
+        return logits
+
+    def decode(
+        self, sequences: Ids[Sequence], rows: Ids[Ids[int]], samples: Ids[Sample] = ()
+    ) -> list[list[Outcome]]:
+        """As Engine.decode."""
+        self._check(sequences, rows)
+        started = time.perf_counter()
+        try:
+            outcomes = self._decode(sequences, rows, samples)
+        except BaseException:
+            for sequence in sequences:
+                sequence.rewind(len(sequence.tokens))  # some layers have the rows already
+            raise
+        seconds = time.perf_counter() - started
+        for sequence, new in zip(sequences, rows, strict=True):
+            sequence.tokens.extend(int(token) for token in new)
+            sequence.timings.decode_s += seconds
+            sequence.timings.decode_tokens += len(new)
+        return outcomes
+
+    def _prepare(self, n_rows: int) -> None:
+        """Compiles and loads what a prefill of ``n_rows`` rows needs."""
+        self.decoder.prepare(n_rows)
+        if n_rows > self.decoder.chunk:  # rows that take much memory, and long
+            release_code()
+
+    def _check(self, sequences: Ids[Sequence], rows: Ids[Ids[int]]) -> None:
+        """Raises SparseKVError for rows that do not fit, and for a file that has changed."""
+        hparams = self.decoder.hparams
+        for sequence, new in zip(sequences, rows, strict=True):
+            have, n = len(sequence.tokens), len(new)
+            if have + n > sequence.n_ctx:
+                what = f"{have} tokens in the cache and {n} new ones" if have else f"{n} tokens"
+                raise SparseKVError(
+                    f"{what} do not fit the context of {sequence.n_ctx}: shorten the prompt or "
+                    f"raise --ctx-size (the model was trained for {hparams.n_ctx_train})"
+                )
+        for new in rows:
+            low, high = min(new), max(new)
+            if low < 0 or high >= hparams.n_vocab:
+                bad = low if low < 0 else high
+                raise SparseKVError(f"token id {bad} is not in the vocabulary of {hparams.n_vocab}")
+        self.decoder.weights.file.check_intact()
+
+
+class HostEngine(DecoderEngine):
     """The CPU alone."""
 
-    def __init__(self, decoder: Decoder, note: str) -> None:
+    decoder: Decoder
+    shares_prefill = True
+    first_steps = 1
+    chooses_tokens = False
+    records_attended = True
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        note: str,
+        n_ctx: int,
+        ends: Callable[[], Container[int]] = frozenset,
+        on_compile: OnCompile | None = None,
+    ) -> None:
+        super().__init__(note, n_ctx, ends)
         self.decoder = decoder
-        self.note = note
-        self.shares_prefill = True
-        self.first_steps = 1
-        self.chooses_tokens = False
-        self.records_attended = True
+        self._on_compile = on_compile
+        self._is_ready_for_few = False
 
     def layer(self, method: Method, spec: LayerSpec) -> LayerCache:
         return method.layer(spec)
@@ -63,96 +192,24 @@ class HostEngine:
     def decodes_on_host(self, method: Method) -> bool:
         return True
 
-    def load_kernels(self, method: Method, specs: Sequence[LayerSpec]) -> None:
+    def load_kernels(self, method: Method, specs: Ids[LayerSpec]) -> None:
         warmup.load_kernels(self.decoder, method, specs)
 
+    def _prepare(self, n_rows: int) -> None:
+        if self.decoder.is_few(n_rows) and not self._is_ready_for_few:
+            warmup.compile_few_rows(self.decoder, self._on_compile)
+            self._is_ready_for_few = True
+        super()._prepare(n_rows)
 
-GPU_PACKAGES = ("torch", "triton")
-GPU_COMMAND = "pip install 'sparsekv-cli[gpu]'"
-GPU_FILES = ("nvidia*", "nvhost*", "dxg", "kfd")  # in /dev: NVIDIA's, its boards', WSL's, AMD's
-
-
-def may_have_device() -> bool:
-    """Whether there is a GPU's driver; without one torch, slow to import, is not asked."""
-    if any(found for name in GPU_FILES for found in Path("/dev").glob(name)):
-        return True
-    try:
-        ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    except OSError:
-        return False
-    return True
-
-
-def find_device(name: str) -> tuple[Any, str]:
-    """The GPU for ``auto``, ``cpu`` or ``cuda``, a torch.device or None, and a note for the user.
-
-    None is the CPU. SparseKVError for cuda where there is none.
-    """
-    if name == "cpu" or (name == "auto" and not may_have_device()):
-        return None, ""
-    missing = [package for package in GPU_PACKAGES if find_spec(package) is None]
-    if missing:
-        lacks = f"{' and '.join(missing)} not installed: {GPU_COMMAND}"
-        if name == "cuda":
-            raise SparseKVError(f"--device cuda: {lacks}")
-        return None, f"the GPU is not used, {lacks}"
-    from sparsekv_cli.device.cuda import find_cuda
-
-    return find_cuda(name), ""
-
-
-def open_engine(
-    hparams: HParams,
-    architecture: Architecture,
-    weights: Weights,
-    method: Method,
-    config: SessionConfig,
-    n_threads: int,
-    n_ctx: int,
-    on_compile: OnCompile | None,
-) -> Engine:
-    """The engine that ``config.device`` names; SparseKVError where there is none or no room."""
-    host_only = hparams.host_only or architecture.host_only
-    if config.device == "auto" and host_only:
-        device, note = None, f"the GPU is not used: {host_only} run on the CPU" * may_have_device()
-    else:
-        device, note = find_device(config.device)
-    if device is not None:
-        from sparsekv_cli.device.engine import open_device_engine
-
-        return open_device_engine(
-            device, hparams, architecture, weights, method, config, n_threads, n_ctx, on_compile
-        )
-    if config.ctx_size:
-        _check_context(hparams, method, config.ctx_size)
-    from sparsekv_cli.cpu.weights.integer import activation_planes
-    from sparsekv_cli.models.decoder import Decoder, cpu_prefill_dtype
-    from sparsekv_cli.models.repack import wants_repacking
-
-    dtype = cpu_prefill_dtype(config.prefill_dtype, hparams.head_dim)
-    n_planes = activation_planes(config.activations)
-    repacks = wants_repacking(weights, config.repack)
-    warmup.compile_weight_kernels(weights, dtype, n_planes, repacks, on_compile)
-    decoder = Decoder(
-        hparams,
-        architecture,
-        weights,
-        n_threads=n_threads,
-        prefill_dtype=dtype,
-        chunk=config.chunk,
-        repack=config.repack,
-        n_planes=n_planes,
-    )
-    return HostEngine(decoder, note)
-
-
-def _check_context(hparams: HParams, method: Method, n_ctx: int) -> None:
-    """SparseKVError if a context that the user asks for is larger than the machine's memory."""
-    if not method.holds_all_rows:
-        return
-    types = method.cache_type_k, method.cache_type_v
-    size = token_bytes(hparams.layers, *types)
-    mend = f"take -c {fitting_context(available_memory() or 0, size)} or less"
-    if types == ("f16", "f16") and "q4_0" in method.cache_types:
-        mend += ", or smaller rows: --cache-type-k q8_0 --cache-type-v q8_0, or q4_0"
-    check_memory(f"K and V of {n_ctx} tokens (-c)", n_ctx * size, mend)
+    def _decode(
+        self, sequences: Ids[Sequence], rows: Ids[Ids[int]], samples: Ids[Sample]
+    ) -> list[list[Outcome]]:
+        tokens = [token for new in rows for token in new]
+        positions: list[int] = []
+        caches: list[Ids[LayerCache]] = []
+        for sequence, new in zip(sequences, rows, strict=True):
+            n_past = len(sequence.tokens)
+            positions += range(n_past, n_past + len(new))
+            caches += [sequence.caches] * len(new)
+        left = iter(self.decoder.decode_batch(tokens, positions, caches))
+        return [[next(left) for _ in new] for new in rows]

@@ -1,18 +1,26 @@
-"""One sequence of a session: its tokens, the caches that hold their rows, and how it attends."""
+"""One sequence: its tokens, the caches that hold their rows, and how it attends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Container, Generator
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from sparsekv_cli.cache.layer import LayerCache, total_counters
 from sparsekv_cli.cache.spec import FULL, LayerSpec
 from sparsekv_cli.methods.base import Method
+from sparsekv_cli.models.forward import OnProgress, Progress, drain
+from sparsekv_cli.prefix.prompt_rows import PromptRows
+from sparsekv_cli.sampling.plain import Outcome
+
+# Chooses a token by logits f32 (n_vocab,) and the sequence's tokens.
+Sample = Callable[[np.ndarray, Ids[int]], int]
 
 LEDGER_ROWS = ("rows_total", "rows_scored", "rows_attended")
+N_HEADROOM = 512  # rows that a prefill makes room for after its own, so that an answer fits
 
 
 class Checkpoint(NamedTuple):
@@ -23,57 +31,186 @@ class Checkpoint(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """How a sequence attends.
+    """How a sequence attends."""
 
-    method: with the budget that it has where it is dense at first. specs: the layers, calibrated
-    for it. sparse_from: of so many rows the method attends to all; among more it chooses.
-    """
-
-    method: Method
-    specs: Sequence[LayerSpec]
-    sparse_from: int
-
-
-class SequenceState(NamedTuple):
-    """One sequence: its tokens, and for every layer the cache that holds their rows."""
-
-    attention: Attention
-    tokens: list[int]
-    caches: list[LayerCache]
-    checkpoint: Checkpoint | None = None
+    method: Method  # with the budget of a sequence that is dense at first
+    specs: Ids[LayerSpec]  # the layers, calibrated for the method
+    sparse_from: int  # the method attends to all of so many rows; among more it chooses
 
 
 @dataclass
 class Timings:
-    """Seconds and tokens so far; ``reset`` keeps the load time.
-
-    cached_tokens: of prompts, whose rows came from disk. ttft_s: from a prompt to its first token.
-    """
+    """Seconds and tokens so far. ``reset`` keeps the load time."""
 
     load_s: float = 0.0
     prefill_s: float = 0.0
     prefill_tokens: int = 0
     decode_s: float = 0.0
     decode_tokens: int = 0
-    cached_tokens: int = 0
-    ttft_s: float = 0.0
+    cached_tokens: int = 0  # tokens of prompts whose rows were not computed
+    ttft_s: float = 0.0  # from a prompt to its first token
 
     def reset(self) -> None:
         self.prefill_s = self.decode_s = self.ttft_s = 0.0
         self.prefill_tokens = self.decode_tokens = self.cached_tokens = 0
 
-
-class SequenceLedger:
-    """Counts of the sequence that a session works on; caches: asks for its caches."""
-
-    def __init__(self, caches: Callable[[], Sequence[LayerCache]]) -> None:
-        self._caches = caches
-
-    def as_dict(self) -> dict[str, int]:
-        return ledger_of(self._caches())
+    def add(self, other: Timings) -> None:
+        """Adds the work of another sequence. The load time and ``ttft_s`` stay."""
+        self.prefill_s += other.prefill_s
+        self.prefill_tokens += other.prefill_tokens
+        self.decode_s += other.decode_s
+        self.decode_tokens += other.decode_tokens
+        self.cached_tokens += other.cached_tokens
 
 
-def ledger_of(caches: Sequence[LayerCache]) -> dict[str, int]:
+class Engine(Protocol):
+    """What computes the rows of sequences, on a CPU and on a GPU alike."""
+
+    n_ctx: int  # the most tokens of a sequence
+    shares_prefill: bool  # one prefill can fill the caches of several methods
+
+    def caches(self, attention: Attention) -> list[LayerCache]:
+        """Returns empty caches, one a layer."""
+
+    def load_kernels(self, method: Method, specs: Ids[LayerSpec]) -> None:
+        """Loads what the first steps with ``method`` run, as far as that can be done ahead."""
+
+    def prefill(
+        self,
+        sequence: Sequence,
+        ids: Ids[int],
+        *,
+        rows: PromptRows | None = None,
+        all_logits: bool = False,
+    ) -> Generator[Progress, None, np.ndarray]:
+        """Adds ``ids`` densely. Yields after chunks and layers.
+
+        Returns logits f32 (n_vocab,) after the last token. With ``all_logits`` it returns
+        (T, n_vocab), one row after each token. rows: finds and keeps the rows of prompts.
+        Between two steps of the iterator other sequences can be decoded. After a layer another
+        prefill can run. Raises SparseKVError for no tokens, for a token outside the vocabulary and
+        for more tokens than the context holds. After an exception, or if the iterator is closed,
+        nothing is added.
+        """
+
+    def decode(
+        self, sequences: Ids[Sequence], rows: Ids[Ids[int]], samples: Ids[Sample] = ()
+    ) -> list[list[Outcome]]:
+        """Adds new tokens to B sequences: ``rows`` has one or several tokens a sequence.
+
+        All rows share every load of a weight. Returns an outcome after each token: logits f32
+        (n_vocab,), or the next token. A device can choose the next token where ``samples`` has a
+        PlainSampler for the sequence. Raises SparseKVError as ``prefill`` does. After an exception
+        every sequence has the tokens that it had, or none if its method cannot go back.
+        """
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sequence of a model. Positions are absolute."""
+
+    engine: Engine
+    attention: Attention
+    tokens: list[int] = field(default_factory=list)  # the tokens whose rows the caches hold
+    caches: list[LayerCache] = field(default_factory=list)  # one a layer; made where none are given
+    checkpoint: Checkpoint | None = None  # the end of the last prefill, if it is still there
+    timings: Timings = field(default_factory=Timings)
+    n_ctx: int = 0  # the most tokens; 0 takes the engine's
+
+    def __post_init__(self) -> None:
+        self.n_ctx = self.n_ctx or self.engine.n_ctx
+        if not self.caches:
+            self.caches = self.engine.caches(self.attention)
+
+    @property
+    def method(self) -> Method:
+        return self.attention.method
+
+    @property
+    def sparse_from(self) -> int:
+        return self.attention.sparse_from
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more tokens fit the context."""
+        return len(self.tokens) >= self.n_ctx
+
+    def prefill(
+        self,
+        ids: Ids[int],
+        progress: OnProgress | None = None,
+        *,
+        rows: PromptRows | None = None,
+        all_logits: bool = False,
+    ) -> np.ndarray:
+        """Runs ``Engine.prefill`` to its end and returns the logits. progress: see the bars."""
+        return drain(self.engine.prefill(self, ids, rows=rows, all_logits=all_logits), progress)
+
+    def decode(self, token: int) -> np.ndarray:
+        """Adds one token with the method; returns logits f32 (n_vocab,) after it."""
+        ((logits,),) = self.engine.decode([self], [[token]])
+        assert isinstance(logits, np.ndarray)
+        return logits
+
+    def reset(self) -> None:
+        """Forgets the tokens. The way to attend and the timings stay."""
+        self.tokens, self.checkpoint = [], None
+        self.caches = self.engine.caches(self.attention)
+
+    def rewind(self, n: int) -> None:
+        """Keeps at most the first n tokens; fewer if the method cannot go back to them.
+
+        Then it keeps those up to the checkpoint, or none. At the checkpoint the sequence is what
+        it was when its last prefill had ended: decode steps from there have the same bits.
+        """
+        n = min(n, len(self.tokens))
+        if n == len(self.tokens) and all(cache.n == n for cache in self.caches):
+            return
+        at, reached = self.checkpoint, reachable(self.caches, n)
+        for kept in (reached, at.n if at is not None and at.n < reached else 0):
+            if kept and all(cache.truncate(kept) == kept for cache in self.caches):
+                del self.tokens[kept:]
+                if at is not None and kept < at.n:
+                    self.checkpoint = None
+                return
+        self.reset()
+
+    def change_method(self, attention: Attention) -> None:
+        """Goes on with another method, and with the same tokens if their rows can be taken over.
+
+        They can where the old caches keep all rows on the host, as the new ones do. The tokens
+        whose queries the new method needs are prefilled again. Otherwise no tokens are left.
+        """
+        tokens, old = self.tokens, self.caches
+        self.attention = attention
+        self.engine.load_kernels(attention.method, attention.specs)
+        self.reset()
+        n_queried = attention.method.n_queried
+        if n_queried is None or not self.engine.shares_prefill:
+            return
+        n = reachable(old, len(tokens) - max(1, n_queried))
+        n_room = min(self.n_ctx, len(tokens) + N_HEADROOM)
+        taken = hand_over(old, self.caches, n, n_room) if n > 0 else None
+        if taken is not None:
+            self.tokens, self.caches = tokens[:n], taken
+            self.prefill(tokens[n:])
+
+    def ledger(self) -> dict[str, int]:
+        """The counts of all layers, in the words of the JSON contract."""
+        return ledger_of(self.caches)
+
+    def mark_messages(self, ids: Ids[int], ends: Container[int]) -> None:
+        """Tells the caches where messages end in the prompt ``ids`` that is coming.
+
+        ends: the tokens that end a message.
+        """
+        n_past = len(self.tokens)
+        lengths = [n_past + i + 1 for i, token in enumerate(ids) if token in ends]
+        for cache in self.caches:
+            cache.mark(lengths)
+
+
+def ledger_of(caches: Ids[LayerCache]) -> dict[str, int]:
     """The counts of ``caches`` together, in the words of the JSON contract."""
     counts = total_counters(caches)
     memory = [cache.memory() for cache in caches]
@@ -81,7 +218,7 @@ def ledger_of(caches: Sequence[LayerCache]) -> dict[str, int]:
     result["bytes_host"] = sum(m.host for m in memory)
     for kind in sorted({cache.spec.kind for cache in caches} - {FULL}):
         held = sum(cache.memory().host for cache in caches if cache.spec.kind == kind)
-        result[f"bytes_host_{kind}"] = held  # of those above
+        result[f"bytes_host_{kind}"] = held  # part of bytes_host
     result["bytes_device"] = sum(m.device for m in memory)
     result["bytes_moved"] = int(counts.pop("bytes_moved", 0))
     result["index_bytes"] = sum(m.index for m in memory)
@@ -90,13 +227,13 @@ def ledger_of(caches: Sequence[LayerCache]) -> dict[str, int]:
 
 
 def hand_over(
-    old: Sequence[LayerCache], new: Sequence[LayerCache], n: int, n_room: int
+    old: Ids[LayerCache], new: Ids[LayerCache], n: int, n_room: int
 ) -> list[LayerCache] | None:
     """The caches of another method with the first n rows of a sequence; all on the host.
 
-    new: empty ones; of a layer in which methods have no part the old one is taken. None unless the
-    old ones keep all rows, and as the new ones do; ``old`` is of no use after either. n_room: rows
-    in all that are to fit. A prefill of more rows must follow.
+    new: empty caches. For a layer in which methods have no part the old cache is taken. Returns
+    None unless the old caches keep all rows in the types of the new ones. ``old`` is of no use
+    afterwards. n_room: rows in all that are to fit. A prefill of more rows must follow.
     """
     for cache, into in zip(old, new, strict=True):
         kinds = [(each.store.k_type.kind, each.store.v_type.kind) for each in (cache, into)]
@@ -112,19 +249,7 @@ def hand_over(
     return taken
 
 
-def mark_messages(
-    caches: Sequence[LayerCache], ending: Container[int], ids: Sequence[int], n_past: int
-) -> None:
-    """Tells the caches where messages end in a prompt behind n_past tokens.
-
-    ending: the tokens behind which one does.
-    """
-    ends = [n_past + i + 1 for i, token in enumerate(ids) if token in ending]
-    for cache in caches:
-        cache.mark(ends)
-
-
-def reachable(caches: Sequence[LayerCache], n: int) -> int:
+def reachable(caches: Ids[LayerCache], n: int) -> int:
     """The largest length of at most n to which all caches go back, as far as they know."""
     while (least := min((cache.reach(n) for cache in caches), default=n)) < n:
         n = least

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Generator, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Ids
 from types import FrameType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from sparsekv_cli.commands.progress import PrefillProgress
-from sparsekv_cli.generation.answer import STOP_INTERRUPT, STOP_LENGTH, Answer, AnswerBuilder
-from sparsekv_cli.models.chat.thinking import N_TAIL, Thinking
+from sparsekv_cli.generation.answer import STOP_INTERRUPT, STOP_LENGTH, Answer
+from sparsekv_cli.generation.generation import Generation, step
 
 if TYPE_CHECKING:
-    from sparsekv_cli.generation.constraint import AnswerConstraint
-    from sparsekv_cli.session import Sample, Session
+    from sparsekv_cli.model import Model
+    from sparsekv_cli.prefix.prompt_rows import PromptRows
+    from sparsekv_cli.sequence import Sequence, Timings
 
 # Tokens that are prefilled again after the cache was cut: a method begins its index with the last
 # queries of a prefill (32 by default). None are where the last prefill ended.
 N_REFRESH = 64
 
 # Called with an answer's tokens: the ids to prefill and go on from, or None.
-MakeRoom = Callable[[Sequence[int]], Sequence[int] | None]
+MakeRoom = Callable[[Ids[int]], Ids[int] | None]
 
 # So few tokens are prefilled again ahead of as many new ones where prompts are kept on disk, which
 # finds and keeps whole ones only.
@@ -62,89 +65,80 @@ class PrefillInterrupted(Exception):
 
 
 def stream_answer(
-    session: Session,
-    ids: Sequence[int],
-    sample: Sample,
-    n_predict: int,
-    stops: Sequence[str],
-    write: Callable[[str], None],
-    constraint: AnswerConstraint | None = None,
+    sequence: Sequence,
+    ids: Ids[int],
+    begin: Callable[[], Generation],
     *,
-    special: bool = False,
-    thinking: Thinking | None = None,
-    write_thinking: Callable[[str], None] = lambda text: None,
+    rows: PromptRows | None = None,
     make_room: MakeRoom | None = None,
 ) -> Answer:
-    """Prefills ``ids`` after what the session holds, generates, hands every text to ``write``.
+    """Prefills ``ids`` after what the sequence holds, then generates until the answer is done.
 
-    n_predict: most tokens to generate; negative: until the end of the answer or the context.
-    constraint: what the answer has to match, with which ``sample`` was made. It ends the answer.
-    special: control tokens are part of the text. thinking: markers of what ``write_thinking`` gets.
-    make_room: asked for the ids to go on from when the context is full; None: the answer ends.
-    Raises PrefillInterrupted when Ctrl-C comes before the first token. The session then holds what
-    it held before; or nothing, if a method that drops rows for good (snapkv, h2o) had done so in
-    some layer by then: what it held has to be prefilled again.
+    Without ``ids`` the sequence ends with its last prefill. begin: makes the generation when the
+    prompt is prefilled. rows: finds and keeps the rows of prompts. make_room: asked for the ids to
+    go on from when the context is full; None ends the answer. Raises PrefillInterrupted when Ctrl-C
+    comes before the first token. The sequence then holds what it held before. It holds nothing if a
+    method that drops rows for good (snapkv, h2o) had done so in some layer by then.
     """
-    prompt = [*session.tokens[-N_TAIL:], *ids]
-    builder = AnswerBuilder(
-        session.tokenizer,
-        stops,
-        write,
-        constraint,
-        special=special,
-        thinking=thinking,
-        write_thinking=write_thinking,
-        prompt=prompt,
-    )
-    tokens = builder.answer.tokens
-    with Interrupt().watch() as interrupt, PrefillProgress() as bar, _keeping_prompt(session):
-
-        def progress(done: int, total: int) -> None:
-            if interrupt.requested and done < total:
-                raise PrefillInterrupted
-            bar(done, total)
-
-        if constraint is not None:
-            n_room = session.n_ctx - len(session.tokens) - len(ids)
-            constraint.restart(prompt, n_room if n_predict < 0 else min(n_room, n_predict))
-        going_on: Sequence[int] | None = ids
-        while going_on is not None:
-            left = n_predict if n_predict < 0 else n_predict - len(tokens)
-            generated = session.generate(going_on, sample, left, progress=progress)
-            going_on = None
-            try:
-                if _generate(generated, builder, interrupt) and make_room is not None:
-                    going_on = make_room(tokens) if len(tokens) != n_predict else None
-            except PrefillInterrupted:
-                if not tokens:
-                    raise
-                builder.answer.stop_reason = STOP_INTERRUPT
-    return builder.finish()
+    started = time.perf_counter()
+    with Interrupt().watch() as interrupt, PrefillProgress() as bar, _keeping_prompt(rows):
+        _prefill(sequence, ids, rows, interrupt, bar)
+        generation = begin()
+        answer = generation.answer
+        is_done = generation.choose()
+        sequence.timings.ttft_s = time.perf_counter() - started
+        while True:
+            if interrupt.requested and (not is_done or answer.stop_reason == STOP_LENGTH):
+                answer.stop_reason = STOP_INTERRUPT
+                break
+            if not is_done:
+                step(sequence.engine, [generation])
+            elif make_room is not None and generation.is_cut:
+                going_on = make_room(answer.tokens)
+                if going_on is None:
+                    break
+                try:
+                    _prefill(sequence, going_on, None, interrupt, bar)
+                except PrefillInterrupted:
+                    answer.stop_reason = STOP_INTERRUPT
+                    break
+                generation.resume()
+            else:
+                break
+            is_done = generation.choose()
+    return generation.finish()
 
 
-def _generate(generated: Iterator[int], builder: AnswerBuilder, interrupt: Interrupt) -> bool:
-    """Adds what is generated to an answer; whether it could go on, had it been allowed more."""
-    with contextlib.closing(cast(Generator[int, None, None], generated)) as tokens:
-        for token in tokens:
-            if builder.push(token):
-                return False
-            if interrupt.requested:
-                builder.answer.stop_reason = STOP_INTERRUPT
-                return False
-    return True
+def _prefill(
+    sequence: Sequence,
+    ids: Ids[int],
+    rows: PromptRows | None,
+    interrupt: Interrupt,
+    bar: PrefillProgress,
+) -> None:
+    """Prefills ``ids``, if there are any. Raises PrefillInterrupted between two chunks."""
+
+    def progress(done: int, total: int) -> None:
+        if interrupt.requested and done < total:
+            raise PrefillInterrupted
+        bar(done, total)
+
+    at = sequence.checkpoint
+    if len(ids) or at is None or at.n != len(sequence.tokens):
+        sequence.prefill(ids, progress, rows=rows)
 
 
 @contextlib.contextmanager
-def _keeping_prompt(session: Session) -> Iterator[None]:
-    """Keeps the prompt's rows on disk, if the session does that, when the answer is out."""
+def _keeping_prompt(rows: PromptRows | None) -> Iterator[None]:
+    """Keeps the prompt's rows on disk when the answer is out."""
     try:
         yield
     finally:
-        if session.prefixes is not None:
-            session.prefixes.finish()
+        if rows is not None:
+            rows.finish()
 
 
-def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+def common_prefix(left: Ids[int], right: Ids[int]) -> int:
     """How many ids two sequences have in common at their beginning."""
     n_common = 0
     for a, b in zip(left, right, strict=False):
@@ -154,19 +148,20 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     return n_common
 
 
-def keep_common(session: Session, ids: Sequence[int]) -> Sequence[int]:
-    """Keeps what the session has of ``ids``; returns the others, which are to be prefilled.
+def keep_common(sequence: Sequence, ids: Ids[int], *, has_disk: bool = False) -> Ids[int]:
+    """Keeps what the sequence has of ``ids``; returns the others, which are to be prefilled.
 
-    None are left if its last prefill ended where ``ids`` end.
+    None are left if its last prefill ended where ``ids`` end. has_disk: long prompts that are
+    mostly new begin anew, because the disk keeps whole prompts.
     """
-    n_common, at = common_prefix(ids, session.tokens), session.checkpoint
-    if session.prefixes is not None and n_common < N_WHOLE <= len(ids) - n_common:
-        session.rewind(0)
+    n_common, at = common_prefix(ids, sequence.tokens), sequence.checkpoint
+    if has_disk and n_common < N_WHOLE <= len(ids) - n_common:
+        sequence.rewind(0)
         return ids
-    if n_common < len(session.tokens) or n_common == len(ids):
+    if n_common < len(sequence.tokens) or n_common == len(ids):
         again = 0 if at is not None and at.n == n_common == len(ids) else N_REFRESH
-        session.rewind(min(n_common, max(0, len(ids) - again)))
-    return ids[len(session.tokens) :]
+        sequence.rewind(min(n_common, max(0, len(ids) - again)))
+    return ids[len(sequence.tokens) :]
 
 
 def speed(count: int, seconds: float) -> float:
@@ -174,27 +169,28 @@ def speed(count: int, seconds: float) -> float:
     return count / seconds if seconds > 0 else 0.0
 
 
-def is_cut_by_context(session: Session, answer: Answer, n_predict: int) -> bool:
+def is_cut_by_context(sequence: Sequence, answer: Answer, n_predict: int) -> bool:
     """Whether an answer ended because no more tokens fit."""
-    is_full = answer.stop_reason == STOP_LENGTH and len(answer.tokens) != n_predict
-    return is_full and len(session.tokens) >= session.n_ctx
+    is_short = answer.stop_reason == STOP_LENGTH and len(answer.tokens) != n_predict
+    return is_short and sequence.is_full
 
 
-def full_context_line(session: Session, answer: Answer, n_predict: int) -> str | None:
+def full_context_line(
+    model: Model, sequence: Sequence, answer: Answer, n_predict: int
+) -> str | None:
     """One line with the numbers, if the context has cut the answer."""
-    if not is_cut_by_context(session, answer, n_predict):
+    if not is_cut_by_context(sequence, answer, n_predict):
         return None
-    n_prompt = len(session.tokens) - len(answer.tokens) + 1
+    n_prompt = len(sequence.tokens) - len(answer.tokens) + 1
     return (
-        f"the answer is cut, the context of {session.n_ctx} tokens is full: {n_prompt} of the "
+        f"the answer is cut, the context of {sequence.n_ctx} tokens is full: {n_prompt} of the "
         f"prompt and {len(answer.tokens)} of the answer; raise --ctx-size (the model was trained "
-        f"for {session.hparams.n_ctx_train})"
+        f"for {model.hparams.n_ctx_train})"
     )
 
 
-def timing_line(session: Session) -> str:
-    """One line about what the session has done since its timings were reset."""
-    timings = session.timings
+def timing_line(timings: Timings) -> str:
+    """One line about what was computed."""
     parts = []
     if timings.prefill_tokens:
         rate = speed(timings.prefill_tokens, timings.prefill_s)
@@ -207,20 +203,20 @@ def timing_line(session: Session) -> str:
     return " | ".join(parts) or "nothing was computed"
 
 
-def ledger_line(session: Session, method: str) -> str:
+def ledger_line(sequence: Sequence, method: str) -> str:
     """One line about the KV rows that decoding touched and the memory they take."""
-    ledger = session.ledger.as_dict()
+    ledger = sequence.ledger()
     total = ledger["rows_total"] or 1
     text = (
-        f"{method}: {len(session.tokens)} of {session.n_ctx} tokens in the cache, "
+        f"{method}: {len(sequence.tokens)} of {sequence.n_ctx} tokens in the cache, "
         f"{100 * ledger['rows_scored'] / total:.1f}% of rows scored, "
         f"{100 * ledger['rows_attended'] / total:.1f}% attended, "
         f"{ledger['bytes_host'] / 2**20:.1f} MiB host"
     )
     for kind in (name.removeprefix("bytes_host_") for name in ledger if "bytes_host_" in name):
         text += f" ({ledger[f'bytes_host_{kind}'] / 2**20:.1f} in {kind} layers)"
-    if session.sparse_from:
-        text += f", sparse from {session.sparse_from} tokens on"
+    if sequence.sparse_from:
+        text += f", sparse from {sequence.sparse_from} tokens on"
     if ledger["bytes_device"]:
         text += f", {ledger['bytes_device'] / 2**20:.1f} MiB device"
     if "pages_recalled" in ledger:

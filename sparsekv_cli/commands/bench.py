@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Ids
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from sparsekv_cli.commands.options import (
     build_method,
     check_sparse_from,
     find_model,
-    load_session,
+    load_model,
     model_options,
     number_list,
 )
@@ -29,10 +30,10 @@ from sparsekv_cli.commands.terminal import write_text
 from sparsekv_cli.evaluation.roofline import Roofline, decode_roofline, measure_bandwidth
 
 if TYPE_CHECKING:
-    from sparsekv_cli.batch import Batch
     from sparsekv_cli.methods.base import Method
+    from sparsekv_cli.model import Model
     from sparsekv_cli.models.gguf.file import GGUFFile
-    from sparsekv_cli.session import Session
+    from sparsekv_cli.sequence import Sequence
 
 AUTO = "auto"
 DEFAULT_SEED = 0
@@ -182,41 +183,44 @@ def command(
     bandwidth: float | None = None
     try:
         for name, method in built:
-            session = load_session(path, method, config)
+            model = load_model(path, method, config)
             if name == AUTO:  # for the largest test
-                name = settle(session, replace(options, method=AUTO), config.ctx_size).method
-            model = describe_model(session, config.chunk)
+                auto = replace(options, method=AUTO)
+                model, chosen = settle(model, auto, config.ctx_size)
+                name = chosen.method
+            described = describe_model(model, config.chunk)
             if bandwidth is None and any(decodes_only(test) for test in tests):
-                bandwidth = measure_bandwidth(session.n_threads)
+                bandwidth = measure_bandwidth(model.n_threads)
             for test, samples, ledger in run_tests(
-                session, tests, repetitions, seed, warm_up=not no_warmup
+                model, tests, repetitions, seed, warm_up=not no_warmup
             ):
+                method_options = model.method.options()
                 report.row(
                     BenchResult(
-                        model=model,
+                        model=described,
                         test=test,
                         method=name,
-                        method_options=session.method_options(),
-                        budget=str(session.method_options().get("budget", "")) or None,
+                        method_options=method_options,
+                        budget=str(method_options.get("budget", "")) or None,
                         samples_ns=samples,
                         ledger=ledger,
-                        roofline=roofline_of(session, test, repetitions, ledger, bandwidth),
-                        sparse_from=session.sparse_from,
+                        roofline=roofline_of(model, test, repetitions, ledger, bandwidth),
+                        sparse_from=model.sparse_from,
                     )
                 )
-            del session  # its memory goes before the next method's is taken
+            del model  # its memory goes before the next method's is taken
             gc.unfreeze()
             gc.collect()
     finally:
         report.close()
 
 
-def context_size(tests: Sequence[BenchTest]) -> int:
+def context_size(tests: Ids[BenchTest]) -> int:
     """Tokens that the largest test leaves in the cache, and one more for decoding at depth 0."""
     return max(test.n_depth + test.n_tokens for test in tests) + 1
 
 
-def build_for_bench(name: str, names: Sequence[str], options: ModelOptions) -> Method:
+def build_for_bench(name: str, names: Ids[str], options: ModelOptions) -> Method:
     """Method ``name`` with those of the options, ``--budget`` among them, that it has.
 
     Raises click.UsageError for an option that none of ``names`` has.
@@ -240,8 +244,8 @@ def build_for_bench(name: str, names: Sequence[str], options: ModelOptions) -> M
 
 
 def run_tests(
-    session: Session,
-    tests: Sequence[BenchTest],
+    model: Model,
+    tests: Ids[BenchTest],
     repetitions: int,
     seed: int,
     *,
@@ -253,91 +257,75 @@ def run_tests(
     """
     import numpy as np
 
-    from sparsekv_cli.batch import Batch
-
     most = max(test.n_seqs for test in tests)
     generator = np.random.default_rng(seed)
-    ids = generator.integers(0, session.hparams.n_vocab, size=(most, session.n_ctx)).tolist()
-    batch = Batch(session, most)
+    ids = generator.integers(0, model.hparams.n_vocab, size=(most, model.n_ctx)).tolist()
+    sequences = [model.sequence() for _ in range(most)]
     for test in tests:
         samples: list[int] = []
         ledger: dict[str, Any] = {}
+        first = sequences[: test.n_seqs]
         if warm_up:
-            run_once(batch, ids, replace(test, n_gen=min(test.n_gen, WARM_UP_TOKENS)))
+            run_once(model, first, ids, replace(test, n_gen=min(test.n_gen, WARM_UP_TOKENS)))
         for _ in range(repetitions):
-            nanoseconds, before = run_once(batch, ids, test)
+            nanoseconds, before = run_once(model, first, ids, test)
             samples.append(nanoseconds)
-            ledger = add_ledger(ledger, before, batch.ledger(test.n_seqs))
+            ledger = add_ledger(ledger, before, ledger_of_all(first))
         yield test, samples, ledger
 
 
+def ledger_of_all(sequences: Ids[Sequence]) -> dict[str, int]:
+    """The counts and the memory of all sequences together."""
+    from sparsekv_cli.sequence import ledger_of
+
+    return ledger_of([cache for sequence in sequences for cache in sequence.caches])
+
+
 def run_once(
-    batch: Batch, ids: Sequence[Sequence[int]], test: BenchTest
+    model: Model, sequences: Ids[Sequence], ids: Ids[Ids[int]], test: BenchTest
 ) -> tuple[int, dict[str, Any]]:
     """One repetition: its nanoseconds, and the ledger from which they begin."""
-    n_last = batch.session.engine.first_steps
-    if test.n_seqs == 1:
-        go_to_depth(batch.use(0), ids[0], test, n_last)
-        before = batch.ledger(1)
-        return time_once(batch.session, ids[0], test), before
-    left = [prefill_to_depth(batch.use(i), ids[i], test, n_last) for i in range(test.n_seqs)]
+    n_last = model.engine.first_steps
+    pairs = list(zip(sequences, ids, strict=False))
+    left = [prefill_to_depth(sequence, row, test, n_last) for sequence, row in pairs]
     for tokens in zip(*left, strict=True):
-        batch.decode(tokens)
-    before = batch.ledger(test.n_seqs)
-    return time_batch(batch, ids, test), before
-
-
-def go_to_depth(session: Session, ids: Sequence[int], test: BenchTest, n_last: int = 1) -> None:
-    """Fills the cache up to the test's depth by a prefill, which rebuilds the method's indexes.
-
-    Of a test that only decodes, the last n_last tokens are decoded, so that work done once in the
-    first decode steps is not timed. At depth 0 it starts from one token, because a method sees a
-    prefill ahead of its first decode.
-    """
-    for token in prefill_to_depth(session, ids, test, n_last):
-        session.decode(token)
+        model.engine.decode(sequences, [[token] for token in tokens])
+    before = ledger_of_all(sequences)
+    return time_once(model, sequences, ids, test), before
 
 
 def prefill_to_depth(
-    session: Session, ids: Sequence[int], test: BenchTest, n_last: int
-) -> Sequence[int]:
-    """``go_to_depth`` without the tokens that are to be decoded, which it returns."""
+    sequence: Sequence, ids: Ids[int], test: BenchTest, n_last: int = 1
+) -> Ids[int]:
+    """Fills the cache by a prefill, which rebuilds the method's indexes.
+
+    In a test that only decodes, the last n_last tokens before the depth are decoded, so that work
+    done once in the first decode steps is not timed. Returns these tokens. At depth 0 the test
+    starts from one token, because a method sees a prefill ahead of its first decode.
+    """
     n_decoded = min(n_last, test.n_depth - 1) if decodes_only(test) and test.n_depth > 1 else 0
     n_prefill = max(test.n_depth - n_decoded, int(decodes_only(test)))
-    missing = keep_common(session, ids[:n_prefill])
+    missing = keep_common(sequence, ids[:n_prefill])
     if 0 < len(missing) < N_REFRESH:
-        session.rewind(max(0, n_prefill - N_REFRESH))
-        missing = ids[len(session.tokens) : n_prefill]
+        sequence.rewind(max(0, n_prefill - N_REFRESH))
+        missing = ids[len(sequence.tokens) : n_prefill]
     if missing:
         with PrefillProgress(f"depth {test.n_depth}") as bar:
-            session.prefill(missing, progress=bar)
+            sequence.prefill(missing, bar)
     return ids[n_prefill : n_prefill + n_decoded]
 
 
-def time_once(session: Session, ids: Sequence[int], test: BenchTest) -> int:
-    """Nanoseconds of one repetition, from the depth at which the session is."""
-    start = len(session.tokens)
-    prompt = ids[start : start + test.n_prompt]
-    generated = ids[start + test.n_prompt : start + test.n_tokens]
-    begin = time.perf_counter_ns()
-    if prompt:
-        session.prefill(prompt)
-    for token in generated:
-        session.decode(token)
-    return time.perf_counter_ns() - begin
-
-
-def time_batch(batch: Batch, ids: Sequence[Sequence[int]], test: BenchTest) -> int:
-    """``time_once`` of the first n_seqs sequences: each one's prefill, then all decode together."""
-    start = len(batch.use(0).tokens)
+def time_once(model: Model, sequences: Ids[Sequence], ids: Ids[Ids[int]], test: BenchTest) -> int:
+    """Nanoseconds of one repetition: each sequence's prefill, then all decode together."""
+    start = len(sequences[0].tokens)
     first = start + test.n_prompt
-    generated = [row[first : first + test.n_gen] for row in ids[: test.n_seqs]]
+    generated = [row[first : first + test.n_gen] for row in ids[: len(sequences)]]
     begin = time.perf_counter_ns()
     if test.n_prompt:
-        for i in range(test.n_seqs):
-            batch.use(i).prefill(ids[i][start:first])
+        for sequence, row in zip(sequences, ids, strict=False):
+            sequence.prefill(row[start:first])
     for tokens in zip(*generated, strict=True):
-        batch.decode(tokens)
+        model.engine.decode(sequences, [[token] for token in tokens])
     return time.perf_counter_ns() - begin
 
 
@@ -356,7 +344,7 @@ def decodes_only(test: BenchTest) -> bool:
 
 
 def roofline_of(
-    session: Session,
+    model: Model,
     test: BenchTest,
     repetitions: int,
     ledger: Mapping[str, Any],
@@ -369,20 +357,20 @@ def roofline_of(
     """
     if bandwidth is None or not decodes_only(test):
         return None
-    weight_bytes = session.decoder.weights.bytes_a_step(test.n_seqs) // test.n_seqs
+    weight_bytes = model.decoder.weights.bytes_a_step(test.n_seqs) // test.n_seqs
     return decode_roofline(weight_bytes, ledger, repetitions * test.n_gen * test.n_seqs, bandwidth)
 
 
-def describe_model(session: Session, n_batch: int) -> BenchModel:
+def describe_model(model: Model, n_batch: int) -> BenchModel:
     """The fields of a row that belong to the model and the machine."""
-    file = session.gguf
+    file = model.gguf
     n_params = sum(tensor.n_elements for tensor in file.tensors.values())
     return BenchModel(
         path=file.path,
         type=model_type(file, n_params),
         size=sum(tensor.n_bytes for tensor in file.tensors.values()),
         n_params=n_params,
-        n_threads=session.n_threads,
+        n_threads=model.n_threads,
         n_batch=n_batch,
     )
 

@@ -20,7 +20,7 @@ from sparsekv_cli.commands.options import (
     apply_options,
     build_method,
     find_model,
-    load_session,
+    load_model,
     verbose_option,
 )
 from sparsekv_cli.commands.progress import CalibrationProgress
@@ -97,8 +97,8 @@ def command(
     from sparsekv_cli.calibration.sidecar import check_place, write_entry
 
     source = built_in_text() if text is None else CalibrationText(str(file), text)
-    session = load_session(path, _method("full"), config)
-    calibrations = session.calibrations
+    opened = load_model(path, _method("full"), config)
+    calibrations = opened.calibrations
     place = calibrations.place_to_write() if output is None else Path(output)
     check_place(place)
     rows = []
@@ -107,7 +107,7 @@ def command(
             begin = time.perf_counter()
             n = n_tokens or DEFAULT_TOKENS
             if name == AUTO:
-                _, entry = measure_losses(session, source, n)
+                _, entry = measure_losses(opened, source, n)
             else:
                 entry = calibrations.calibrate(_method(name), source, n, progress)
             write_entry(place, name, calibrations.identity, entry)

@@ -11,8 +11,8 @@ from sparsekv_cli.commands.chat_commands import Chat, enter, respond, send
 from sparsekv_cli.commands.chat_conversation import ChatSettings, Conversation
 from sparsekv_cli.commands.help import GroupedCommand
 from sparsekv_cli.commands.method_choice import settle
-from sparsekv_cli.commands.options import Invocation, ModelOptions, model_options, open_session
-from sparsekv_cli.commands.prefix_options import PrefixOptions, prefix_options, use_prefixes
+from sparsekv_cli.commands.options import Invocation, ModelOptions, model_options, open_model
+from sparsekv_cli.commands.prefix_options import PrefixOptions, open_prompt_rows, prefix_options
 from sparsekv_cli.commands.prompt import check_utf8, parse_special_option, think_option
 from sparsekv_cli.commands.sampling_options import check_think_budget, sampling_options, stop_option
 from sparsekv_cli.commands.terminal import one_line, say
@@ -88,9 +88,8 @@ def command(
         None if text is None else check_utf8(text, f"the text given with {source}")
         for text, source in ((prompt, "-p"), (system, "-sys"))
     )
-    session = open_session(options)
-    options = settle(session, options)
-    use_prefixes(session, prefix)
+    model = open_model(options)
+    model, options = settle(model, options)
     settings = ChatSettings(
         sampling,
         seed=options.seed,
@@ -102,13 +101,14 @@ def command(
         context_shift=context_shift,
         keep=keep,
     )
-    conversation = Conversation(session, settings, system)
+    rows = open_prompt_rows(model, prefix, model.method)
+    conversation = Conversation(model, settings, system, rows)
     thinking_switch(conversation.template, think)
     shows_stats = stats or context.ensure_object(Invocation).verbose
     chat = Chat(conversation, options, prefix, shows_stats)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        say(f"{options.method} attention, {session.n_ctx} tokens of context; /help for help")
+        say(f"{options.method} attention, {model.n_ctx} tokens of context; /help for help")
     if prompt is not None:
         respond(chat, lambda: send(chat, prompt))
     for entry in typed(chat) if is_terminal else lines():

@@ -16,7 +16,7 @@ from sparsekv_cli.commands.chat_conversation import Conversation
 from sparsekv_cli.commands.chat_files import load_messages, read_text, save_messages
 from sparsekv_cli.commands.chat_settings import change_setting, show_settings
 from sparsekv_cli.commands.options import ModelOptions, build_method
-from sparsekv_cli.commands.prefix_options import PrefixOptions, use_prefixes
+from sparsekv_cli.commands.prefix_options import PrefixOptions, open_prompt_rows
 from sparsekv_cli.commands.terminal import one_line, say, write_text
 from sparsekv_cli.errors import LostModelError, SparseKVError
 from sparsekv_cli.generation.answer import STOP_INTERRUPT, Answer
@@ -207,18 +207,19 @@ def _load(chat: Chat, argument: str) -> None:
     messages = load_messages(argument)
     chat.conversation.replace(messages)
     last = "" if messages[-1]["role"] == "assistant" else "; /regen answers the last one"
-    n_used, n_ctx = chat.conversation.n_used, chat.conversation.session.n_ctx
+    n_used, n_ctx = chat.conversation.n_used, chat.conversation.sequence.n_ctx
     say(f"{argument}: {len(messages)} messages, {n_used} of {n_ctx} tokens{last}")
 
 
 def _stats(chat: Chat, _argument: str) -> None:
-    session = chat.conversation.session
-    say(timing_line(session))
-    say(ledger_line(session, chat.method))
+    sequence = chat.conversation.sequence
+    say(timing_line(sequence.timings))
+    say(ledger_line(sequence, chat.method))
 
 
 def _method(chat: Chat, argument: str) -> None:
-    session, options = chat.conversation.session, chat.options
+    conversation, options = chat.conversation, chat.options
+    model, sequence = conversation.model, conversation.sequence
     name, *pairs = argument.split()
     given = {}
     for pair in pairs:
@@ -232,13 +233,12 @@ def _method(chat: Chat, argument: str) -> None:
     named = {key: text for key, text in options.named.items() if key in known and key not in given}
     method = build_method(name, given, named)
     with progress.CompileProgress() as compiling, progress.CalibrationProgress() as calibrating:
-        session.change_method(method, compiling, calibrating)
+        sequence.change_method(model.attention_of(method, None, compiling, calibrating))
     chat.method = name
-    session.prefixes = None
-    use_prefixes(session, chat.prefix)
+    conversation.rows = open_prompt_rows(model, chat.prefix, method)
     what = f"{name} attention"
-    if chat.conversation.n_used:
-        rows = "its rows are kept" if session.tokens else "it is read again with your next message"
+    if conversation.n_used:
+        rows = "its rows are kept" if sequence.tokens else "it is read again with your next message"
         what += f"; the conversation goes on: {rows}"
     say(what)
 

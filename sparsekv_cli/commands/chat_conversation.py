@@ -1,11 +1,12 @@
-"""The conversation of ``chat``: its messages, and a session whose KV cache holds them."""
+"""The conversation of ``chat``: its messages, and a sequence whose KV cache holds them."""
 
 from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sparsekv_cli.commands.answer import is_cut_by_context, keep_common, stream_answer
@@ -18,11 +19,14 @@ from sparsekv_cli.generation.conversation import (
     encode_messages,
     model_thinking,
 )
+from sparsekv_cli.generation.generation import Generation
 from sparsekv_cli.generation.sampler import SamplingOptions, constraint_maker, new_sampler
 from sparsekv_cli.models.chat.thinking import without_thinking
 
 if TYPE_CHECKING:
-    from sparsekv_cli.session import Sample, Session
+    from sparsekv_cli.model import Model
+    from sparsekv_cli.prefix.prompt_rows import PromptRows
+    from sparsekv_cli.sequence import Sample
 
 Messages = list[dict[str, str]]
 CHOICES = (
@@ -53,18 +57,26 @@ class ChatSettings:
 
 
 class Conversation:
-    """The messages so far, and a session whose KV cache holds as much of them as it can.
+    """The messages so far, and a sequence whose KV cache holds as much of them as it can.
 
-    Of an answer, a message has all that was written, thinking included.
+    A message with an answer has all that was written, thinking included.
     """
 
-    def __init__(self, session: Session, settings: ChatSettings, system: str | None) -> None:
-        self.session = session
+    def __init__(
+        self,
+        model: Model,
+        settings: ChatSettings,
+        system: str | None,
+        rows: PromptRows | None = None,
+    ) -> None:
+        """rows: finds and keeps the rows of prompts."""
+        self.model, self.rows = model, rows
+        self.sequence = model.sequence()
         self.settings = settings
-        self.template = chat_template(session.gguf.metadata)
-        self.thinking = model_thinking(session)
+        self.template = chat_template(model.gguf.metadata)
+        self.thinking = model_thinking(model)
         self.messages: Messages = []
-        self._make_constraint = constraint_maker(session.tokenizer)
+        self._make_constraint = constraint_maker(model.tokenizer)
         self.n_used = 0  # tokens of the context that the conversation takes
         self.renew_sampler()
         self.set_system(system)
@@ -74,7 +86,7 @@ class Conversation:
         settings = self.settings
         self._constraint = self._make_constraint(settings.sampling, self.thinking, settings.think)
         self._sample: Sample = new_sampler(
-            self.session, settings.sampling, settings.seed, self._constraint
+            self.model, settings.sampling, settings.seed, self._constraint
         )
 
     @property
@@ -112,7 +124,7 @@ class Conversation:
         if self.settings.drop_thinking or (self.thinking and self.thinking.is_dropped):
             messages = [self._without_thinking(message) for message in messages]
         return encode_messages(
-            self.session.tokenizer,
+            self.model.tokenizer,
             self.template,
             messages,
             parse_special=self.settings.parse_special,
@@ -136,49 +148,51 @@ class Conversation:
         return self._answer(self.messages[:-1] if is_answered else self.messages)
 
     def _answer(self, messages: Messages) -> Answer:
-        session, settings = self.session, self.settings
+        sequence, settings = self.sequence, self.settings
         ids = self.encode(messages)
-        if len(ids) >= session.n_ctx:
+        if len(ids) >= sequence.n_ctx:
             messages, ids = self._shortened(messages, len(ids), 1)
-        session.timings.reset()
+        sequence.timings.reset()
         shown = ShownAnswer(
             sys.stdout if sys.stdout.isatty() else sys.stderr,
             self.thinking[:2] if self.thinking is not None else ("", ""),
         )
 
-        def make_room(tokens: Sequence[int]) -> Sequence[int] | None:
+        def make_room(tokens: Ids[int]) -> Ids[int] | None:
             nonlocal messages
             if not settings.context_shift:
                 return None
             try:
-                messages, ids = self._shortened(messages, session.n_ctx, len(tokens) + 1)
+                messages, ids = self._shortened(messages, sequence.n_ctx, len(tokens) + 1)
             except SparseKVError:  # the turn alone is too long: the answer ends
                 return None
-            return keep_common(session, [*ids, *tokens])
+            return keep_common(sequence, [*ids, *tokens], has_disk=self.rows is not None)
 
         stops = settings.stop if self.template else (*settings.stop, CHATML_END)
-        answer = stream_answer(
-            session,
-            keep_common(session, ids),
+        begin = partial(
+            Generation,
+            self.model.tokenizer,
+            sequence,
             self._sample,
-            settings.n_predict,
-            stops,
-            shown.write,
-            self._constraint,
+            n_predict=settings.n_predict,
+            stops=stops,
+            constraint=self._constraint,
             thinking=self.thinking,
+            write=shown.write,
             write_thinking=shown.think,
-            make_room=make_room,
         )
+        missing = keep_common(sequence, ids, has_disk=self.rows is not None)
+        answer = stream_answer(sequence, missing, begin, rows=self.rows, make_room=make_room)
         shown.end_thinking()
         self.messages = [*messages, {"role": "assistant", "content": answer.written}]
-        self.n_used = len(session.tokens)
+        self.n_used = len(sequence.tokens)
         return answer
 
     def full_context_line(self, answer: Answer) -> str | None:
         """One line with the choices, if the context has cut the answer."""
-        if not is_cut_by_context(self.session, answer, self.settings.n_predict):
+        if not is_cut_by_context(self.sequence, answer, self.settings.n_predict):
             return None
-        n_ctx = self.session.n_ctx
+        n_ctx = self.sequence.n_ctx
         return f"the answer is cut, the context is full ({n_ctx} of {n_ctx} tokens): {CHOICES}"
 
     def _shortened(self, messages: Messages, n: int, n_more: int) -> tuple[Messages, list[int]]:
@@ -188,7 +202,7 @@ class Conversation:
         that come behind it and have to fit. SparseKVError, with the numbers, where turns may not
         go, or too few of them.
         """
-        n_ctx, settings = self.session.n_ctx, self.settings
+        n_ctx, settings = self.sequence.n_ctx, self.settings
         takes = f"the conversation takes {n} tokens, the context holds {n_ctx}"
         if not settings.context_shift:
             raise SparseKVError(f"{takes}: {CHOICES}")

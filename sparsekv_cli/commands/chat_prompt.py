@@ -64,7 +64,7 @@ def entries(chat: Chat) -> Iterator[str]:
 def toolbar(chat: Chat, width: int) -> StyleAndTextTuples:
     """The method and how full the context is, as far as they fit."""
     conversation = chat.conversation
-    n_used, n_ctx = conversation.n_used, conversation.session.n_ctx
+    n_used, n_ctx = conversation.n_used, conversation.sequence.n_ctx
     parts = [f"{n_used} of {n_ctx} tokens", chat.method]
     if chat.read:
         parts.append(f"files read: {len(chat.read)}")

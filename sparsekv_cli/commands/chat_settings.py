@@ -92,7 +92,7 @@ def _texts(name: str, text: str) -> tuple[str, ...]:
 
 def _params(conversation: Conversation) -> SamplingParams:
     settings = conversation.settings
-    return params_from_metadata(conversation.session.gguf.metadata, settings.sampling.explicit)
+    return params_from_metadata(conversation.model.gguf.metadata, settings.sampling.explicit)
 
 
 def _change_sampling(conversation: Conversation, name: str, value: Any) -> None:
@@ -176,13 +176,13 @@ def _show_think(conversation: Conversation) -> str:
 
 
 def _change_context(conversation: Conversation, text: str) -> None:
-    session, n = conversation.session, _whole("ctx", text, 0)
-    n = n or session.hparams.n_ctx_train
-    if not session.engine.shares_prefill:
+    model, sequence = conversation.model, conversation.sequence
+    n = _whole("ctx", text, 0) or model.hparams.n_ctx_train
+    if not model.engine.shares_prefill:
         raise SparseKVError("/set ctx: on a GPU the context has its size from the start: -c N")
-    n_short = session.hparams.rope.n_ctx_original
-    if "rope_factors_long.weight" in session.gguf.tensors and (n > n_short) != (
-        session.n_ctx > n_short
+    n_short = model.hparams.rope.n_ctx_original
+    if "rope_factors_long.weight" in model.gguf.tensors and (n > n_short) != (
+        sequence.n_ctx > n_short
     ):
         raise SparseKVError(
             f"/set ctx {n}: this model (LongRoPE) computes otherwise for more than {n_short} "
@@ -193,9 +193,9 @@ def _change_context(conversation: Conversation, text: str) -> None:
             f"/set ctx {n}: the conversation takes {conversation.n_used} tokens; take more, or "
             "/clear it first"
         )
-    if n < len(session.tokens):
-        session.reset()
-    session.n_ctx = n
+    if n < len(sequence.tokens):
+        sequence.reset()
+    sequence.n_ctx = n
 
 
 SETTINGS: dict[str, Setting] = {
@@ -235,7 +235,7 @@ SETTINGS: dict[str, Setting] = {
     "drop_thinking": _switched("drop_thinking", "what was thought is no part of later prompts"),
     "ctx": Setting(
         "most tokens of the context; 0: the model's",
-        lambda c: str(c.session.n_ctx),
+        lambda c: str(c.sequence.n_ctx),
         _change_context,
     ),
     "context_shift": _switched("context_shift", "a full context drops the oldest turns"),

@@ -18,7 +18,7 @@ from sparsekv_cli.commands.options import (
     CONTEXT_OPTION,
     ModelOptions,
     find_model,
-    load_session,
+    load_model,
     model_options,
     number_list,
     warn_of_long_context,
@@ -31,7 +31,7 @@ from sparsekv_cli.generation.conversation import chat_template, encode_messages,
 
 if TYPE_CHECKING:
     from sparsekv_cli.methods.base import Method
-    from sparsekv_cli.session import Session
+    from sparsekv_cli.model import Model
 
 DEFAULT_STEPS = 64
 LEAST_NEEDLE = 128  # tokens of a prompt with a fact, a question and some document
@@ -136,28 +136,28 @@ def command(
     following = None if continuation is None else read_prompt(None, continuation)
     path = find_model(options.model)
     compiling = CompileProgress()
-    session = load_session(path, chosen["full"], config, compiling)
-    warn_of_long_context(session)
+    model = load_model(path, chosen["full"], config, compiling)
+    warn_of_long_context(model)
     from sparsekv_cli.evaluation.compare import compare
     from sparsekv_cli.evaluation.needles import find_needles, plant_needles
     from sparsekv_cli.evaluation.report.contents import contents
 
-    ids = prompt_ids(session, text, raw)
+    ids = prompt_ids(model, text, raw)
     tokens = None
     if following is not None:
-        tokens = session.tokenizer.encode(
+        tokens = model.tokenizer.encode(
             following, add_bos=False, add_eos=False, parse_special=False
         )
     steps = count_steps(n_steps, tokens)
-    prompts = plant_needles(session, text, needles, partial(prompt_ids, session, raw=raw))
+    prompts = plant_needles(model, text, needles, partial(prompt_ids, model, raw=raw))
     with compiling, CalibrationProgress() as calibrating:
         for method in chosen.values():
-            session.prepare(method, compiling, calibrating)
+            model.prepare(method, compiling, calibrating)
     with PrefillProgress() as prefilling, PrefillProgress("decode") as decoding:
-        rows = compare(session, chosen, ids, steps, tokens, prefilling, decoding)
+        rows = compare(model, chosen, ids, steps, tokens, prefilling, decoding)
     with PrefillProgress("needles", "prompts") as planting:
-        planted = list(find_needles(session, chosen, prompts, planting))
-    found = contents(len(ids), steps, rows, planted, about(session))
+        planted = list(find_needles(model, chosen, prompts, planting))
+    found = contents(len(ids), steps, rows, planted, about(model))
     write_reports(found, html, png)
     if as_json:
         write_text(json.dumps(found, indent=2) + "\n")
@@ -182,12 +182,12 @@ def parse(text: str, options: ModelOptions, sweeps: Sequence[str] = ()) -> dict[
         raise click.UsageError(str(error)) from None
 
 
-def prompt_ids(session: Session, text: str, raw: bool) -> list[int]:
+def prompt_ids(model: Model, text: str, raw: bool) -> list[int]:
     """The ids of the prompt, in the model's chat template if it has one."""
-    template = chat_template(session.gguf.metadata)
+    template = chat_template(model.gguf.metadata)
     if raw or template is None:
-        return session.tokenizer.encode(text, add_eos=False, parse_special=True)
-    return encode_messages(session.tokenizer, template, messages_of(None, text))
+        return model.tokenizer.encode(text, add_eos=False, parse_special=True)
+    return encode_messages(model.tokenizer, template, messages_of(None, text))
 
 
 def count_steps(n_steps: int | None, continuation: Sequence[int] | None) -> int:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sparsekv_cli.evaluation.perplexity.kld_file import KLDWriter
     from sparsekv_cli.evaluation.perplexity.records import PerplexityRecords
     from sparsekv_cli.evaluation.perplexity.scores import Ways
-    from sparsekv_cli.session import Session
+    from sparsekv_cli.model import Model
 
 DEFAULT_CONTEXT = 512
 SCORED_BY = (
@@ -83,7 +83,7 @@ def digest(text: str) -> str:
 
 
 def score(
-    session: Session,
+    model: Model,
     ways: Ways,
     chunks: Chunks,
     records: PerplexityRecords,
@@ -113,7 +113,7 @@ def score(
     with PrefillProgress("score") as progress, opened or nullcontext() as writer:
         if ray is not None:
             keeps = writer is not None
-            for new, rows in score_on_cluster(ray, session, ways, chunks, parts, base, keeps):
+            for new, rows in score_on_cluster(ray, model, ways, chunks, parts, base, keeps):
                 if writer is not None:
                     writer.add_rows(rows)
                 count(len(new) * chunks.n_scored)
@@ -126,7 +126,7 @@ def score(
                 writer.add(logits)
 
         for i, some in parts:
-            records.add_all(score_chunk(session, some, chunks.chunk(i), base, see))
+            records.add_all(score_chunk(model, some, chunks.chunk(i), base, see))
 
 
 def sizes(chunks: Chunks) -> dict[str, int]:

@@ -8,13 +8,13 @@ from sparsekv_cli.generation.conversation import chat_template, encode_messages,
 
 if TYPE_CHECKING:
     from sparsekv_cli.evaluation.ruler.samples import Encode
-    from sparsekv_cli.session import Session
+    from sparsekv_cli.model import Model
 
 
-def encoder(session: Session, raw: bool) -> Encode:
+def encoder(model: Model, raw: bool) -> Encode:
     """The ids of a message in the model's chat template, if it has one, and the answer's start."""
-    template = None if raw else chat_template(session.gguf.metadata)
-    tokenizer = session.tokenizer
+    template = None if raw else chat_template(model.gguf.metadata)
+    tokenizer = model.tokenizer
 
     def encode(text: str, answer: str) -> list[int]:
         if template is None:

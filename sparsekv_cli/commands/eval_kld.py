@@ -91,13 +91,13 @@ def kld(
     else:
         text, opened = "", KLDFile(base)
         size, of = opened.n_ctx, {"base": opened.digest}
-    session = open_eval(options, list(ways.values()), size)
+    model = open_eval(options, list(ways.values()), size)
     if opened is None:
-        chunks = split_chunks(session.tokenizer, text, size, n_chunks)
+        chunks = split_chunks(model.tokenizer, text, size, n_chunks)
     else:
-        chunks = chunks_of(session, opened, n_chunks)
-    records = DivergenceRecords(path, configuration_of(session, **of, n_ctx=size))
-    score(session, ways, chunks, records, base="full" if opened is None else "", ray=ray)
+        chunks = chunks_of(model, opened, n_chunks)
+    records = DivergenceRecords(path, configuration_of(model, **of, n_ctx=size))
+    score(model, ways, chunks, records, base="full" if opened is None else "", ray=ray)
     n = len(chunks.tokens)
     found = {way: records.divergence(method, n) for way, method in ways.items()}
     read = {way: records.rows(method, n).mean for way, method in ways.items()}

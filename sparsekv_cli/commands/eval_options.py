@@ -16,7 +16,7 @@ from sparsekv_cli.commands.options import (
     ModelOptions,
     build_method,
     find_model,
-    load_session,
+    load_model,
     warn_of_long_context,
 )
 from sparsekv_cli.commands.progress import CalibrationProgress, CompileProgress
@@ -25,7 +25,7 @@ from sparsekv_cli.commands.terminal import write_text
 
 if TYPE_CHECKING:
     from sparsekv_cli.methods.base import Method
-    from sparsekv_cli.session import Session
+    from sparsekv_cli.model import Model
 
 
 JSON_OPTION = click.option(
@@ -70,7 +70,7 @@ def chosen_methods(specs: Sequence[str], options: ModelOptions) -> dict[str, Met
     return found
 
 
-def open_eval(options: ModelOptions, methods: Sequence[Method | None], n_ctx: int) -> Session:
+def open_eval(options: ModelOptions, methods: Sequence[Method | None], n_ctx: int) -> Model:
     """A session of ``full`` in which all methods are calibrated and compiled.
 
     It is on the CPU, if the user names no device.
@@ -79,24 +79,24 @@ def open_eval(options: ModelOptions, methods: Sequence[Method | None], n_ctx: in
     if config.device == "auto":
         config = replace(config, device="cpu")
     compiling = CompileProgress()
-    session = load_session(find_model(options.model), build_method("full", {}), config, compiling)
-    warn_of_long_context(session)
+    model = load_model(find_model(options.model), build_method("full", {}), config, compiling)
+    warn_of_long_context(model)
     with compiling, CalibrationProgress() as calibrating:
         for method in methods:
             if method is not None:
-                session.prepare(method, compiling, calibrating)
-    return session
+                model.prepare(method, compiling, calibrating)
+    return model
 
 
-def configuration_of(session: Session, **others: Any) -> dict[str, Any]:
+def configuration_of(model: Model, **others: Any) -> dict[str, Any]:
     """What the records of a file have in common: the model, ``others``, and how it computes."""
     return {
-        "model": session.gguf.path.name,
-        "model_hash": session.calibrations.identity.model_hash,
+        "model": model.gguf.path.name,
+        "model_hash": model.calibrations.identity.model_hash,
         **others,
-        "device": session.config.device,
-        "prefill_dtype": session.config.prefill_dtype,
-        "activations": session.config.activations,
+        "device": model.config.device,
+        "prefill_dtype": model.config.prefill_dtype,
+        "activations": model.config.activations,
     }
 
 

@@ -81,14 +81,12 @@ def perplexity(
     if ray is not None:
         check_address(ray)
     size = n_ctx or DEFAULT_CONTEXT
-    session = open_eval(options, list(ways.values()), size)
-    chunks = split_chunks(session.tokenizer, text, size, n_chunks)
-    records = PerplexityRecords(
-        path, configuration_of(session, text_sha256=digest(text), n_ctx=size)
-    )
-    n_vocab = session.hparams.n_vocab
+    model = open_eval(options, list(ways.values()), size)
+    chunks = split_chunks(model.tokenizer, text, size, n_chunks)
+    records = PerplexityRecords(path, configuration_of(model, text_sha256=digest(text), n_ctx=size))
+    n_vocab = model.hparams.n_vocab
     opened = None if base is None else write_kld_file(base, chunks.tokens, n_vocab)
-    score(session, ways, chunks, records, opened=opened, ray=ray)
+    score(model, ways, chunks, records, opened=opened, ray=ray)
     rows = []
     for way, method in ways.items():
         n = len(chunks.tokens)

@@ -21,7 +21,7 @@ from sparsekv_cli.evaluation.ruler.samples import RulerPlan
 from sparsekv_cli.methods.base import Method
 
 if TYPE_CHECKING:
-    from sparsekv_cli.session import Session
+    from sparsekv_cli.model import Model
 
 SEQUENCES = 2  # full, which leads a prefill, and a method at a time at least
 
@@ -40,21 +40,21 @@ SampleShard = tuple[RulerPoint, list[str]]  # a sample, and the methods that are
 
 
 def open_ruler(settings: RulerSettings) -> Callable[[SampleShard], list[dict[str, Any]]]:
-    """Opens a session on a node; what it returns answers a sample."""
-    session = settings.session.open(settings.methods.values())
-    encode = encoder(session, settings.raw)
+    """Opens the model on a node; what it returns answers a sample."""
+    model = settings.session.open(settings.methods.values())
+    encode = encoder(model, settings.raw)
 
     def answer(shard: SampleShard) -> list[dict[str, Any]]:
         sample, specs = shard
         missing = {spec: settings.methods[spec] for spec in specs}
-        return answer_sample(session, missing, settings.plan, sample, encode)
+        return answer_sample(model, missing, settings.plan, sample, encode)
 
     return answer
 
 
 def answer_on_cluster(
     address: str,
-    session: Session,
+    model: Model,
     methods: Mapping[str, Method],
     plan: RulerPlan,
     raw: bool,
@@ -63,10 +63,10 @@ def answer_on_cluster(
     """As ``answer_all`` of ruler/answers.py, on a cluster; session: opened here with ``full``."""
     from sparsekv_cli.distributed.workers import workers_at
 
-    sent = settings_of(session, build_method("full", {}), methods.values())
+    sent = settings_of(model, build_method("full", {}), methods.values())
     settings = RulerSettings(sent, methods, plan, raw)
     shards = [(point, list(missing_settings(methods, point, done))) for point in plan.samples()]
-    room = room_of(session, SEQUENCES)
+    room = room_of(model, SEQUENCES)
     with workers_at(address, room, open_ruler, settings, say) as workers:
         found = workers.map([shard for shard in shards if shard[1]])
         for _, specs in shards:
@@ -89,15 +89,15 @@ ScoredChunk = tuple[list[dict[str, Any]], np.ndarray]  # its records, and rows o
 
 
 def open_chunks(settings: ChunkSettings) -> Callable[[tuple[Chunk, list[str]]], ScoredChunk]:
-    """Opens a session on a node; what it returns scores a chunk in the ways of these names."""
-    session = settings.session.open(method for method in settings.ways.values() if method)
+    """Opens the model on a node; what it returns scores a chunk in the ways of these names."""
+    model = settings.session.open(method for method in settings.ways.values() if method)
 
     def score(shard: tuple[Chunk, list[str]]) -> ScoredChunk:
         chunk, names = shard
         ways = {way: settings.ways[way] for way in names}
         rows: list[np.ndarray] = []
         see = (lambda logits: rows.append(encode(logits))) if settings.keeps_rows else None
-        records = score_chunk(session, ways, chunk, settings.base, see)
+        records = score_chunk(model, ways, chunk, settings.base, see)
         return records, np.concatenate(rows) if rows else np.zeros(0, np.uint16)
 
     return score
@@ -105,7 +105,7 @@ def open_chunks(settings: ChunkSettings) -> Callable[[tuple[Chunk, list[str]]], 
 
 def score_on_cluster(
     address: str,
-    session: Session,
+    model: Model,
     ways: Ways,
     chunks: Chunks,
     parts: Sequence[ChunkPart],
@@ -116,9 +116,9 @@ def score_on_cluster(
     from sparsekv_cli.distributed.workers import workers_at
 
     methods = [method for method in ways.values() if method is not None]
-    sent = settings_of(session, build_method("full", {}), methods)
+    sent = settings_of(model, build_method("full", {}), methods)
     settings = ChunkSettings(sent, ways, base, keeps_rows)
-    room = room_of(session, SEQUENCES)
+    room = room_of(model, SEQUENCES)
     with workers_at(address, room, open_chunks, settings, say) as workers:
         yield from workers.map((chunks.chunk(i), list(some)) for i, some in parts)
         say(workers.summary())

@@ -141,19 +141,19 @@ def ruler(
     by_decode = question_by == "decode"
     lengths = list(dict.fromkeys(lengths))
     plan = RulerPlan(tasks, lengths, n_samples, sample_seed, by_decode, n_predict)
-    session = open_eval(options, list(settings.values()), max(lengths))
+    model = open_eval(options, list(settings.values()), max(lengths))
     configuration = configuration_of(
-        session, seed=sample_seed, n_predict=n_predict, question_by=question_by, raw=raw
+        model, seed=sample_seed, n_predict=n_predict, question_by=question_by, raw=raw
     )
     records = RulerRecords(path, configuration)
     n_all, n_done = len(list(plan.samples())), 0
     with PrefillProgress() as prefilling, PrefillProgress("samples") as sampling:
         done = frozenset(records.by_key)
         if ray is not None:
-            answered = answer_on_cluster(ray, session, settings, plan, raw, done)
+            answered = answer_on_cluster(ray, model, settings, plan, raw, done)
         else:
-            encode = encoder(session, raw)
-            answered = answer_all(session, settings, plan, encode, done, prefilling)
+            encode = encoder(model, raw)
+            answered = answer_all(model, settings, plan, encode, done, prefilling)
         for (length, task, number), new in zip(plan.samples(), answered, strict=True):
             records.add_all(new)
             n_done += 1

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparsekv_cli.commands.options import build_method, load_session
+from sparsekv_cli.commands.options import build_method, load_model
 from sparsekv_cli.commands.progress import PrefillProgress
 from sparsekv_cli.commands.prompt import read_prompt
 from sparsekv_cli.commands.tables import print_table
@@ -44,14 +44,14 @@ def inspect_attention(
     if png is not None:
         check_matplotlib()
     text = None if file is None else read_prompt(None, file)
-    session = load_session(path, build_method("full", {}), SessionConfig(device="cpu"))
+    model = load_model(path, build_method("full", {}), SessionConfig(device="cpu"))
     from sparsekv_cli.calibration.calibrations import CalibrationText, built_in_text
     from sparsekv_cli.planning.attention import judge, measure_attention
 
     source = built_in_text() if text is None else CalibrationText(str(file), text)
-    ids = session.tokenizer.encode(source.text, add_eos=False, parse_special=False)[:n_tokens]
+    ids = model.tokenizer.encode(source.text, add_eos=False, parse_special=False)[:n_tokens]
     with PrefillProgress("attention") as progress:
-        measures = measure_attention(session, ids, progress)
+        measures = measure_attention(model, ids, progress)
     judged = judge(measures)
     if png is not None:
         draw(measures, judged, path.name, Path(png))

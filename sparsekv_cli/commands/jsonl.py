@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +16,15 @@ from sparsekv_cli.commands.jsonl_tasks import Task, read_task
 from sparsekv_cli.commands.terminal import one_line, say
 from sparsekv_cli.errors import LostModelError, SparseKVError
 from sparsekv_cli.generation.conversation import model_thinking, prompt_ids
-from sparsekv_cli.generation.growing import GrowingAnswer
-from sparsekv_cli.generation.sampler import constraint_maker
+from sparsekv_cli.generation.generation import Generation, step
+from sparsekv_cli.generation.logprobs import LogProbs
+from sparsekv_cli.generation.sampler import constraint_maker, new_sampler
 
 if TYPE_CHECKING:
     from sparsekv_cli.generation.constraint import AnswerConstraint
     from sparsekv_cli.generation.sampler import MakeConstraint
-    from sparsekv_cli.sampling.plain import Outcome
-    from sparsekv_cli.session import Session
+    from sparsekv_cli.model import Model
+    from sparsekv_cli.prefix.prompt_rows import PromptRows
 
 
 class Output:
@@ -59,66 +62,47 @@ def with_id(number: int, task_id: Any, result: Mapping[str, Any]) -> dict[str, A
     return {**head, **result}
 
 
-class LineAnswer:
-    """The answer to a line while it is generated, and the token that comes next."""
+@dataclass
+class Line:
+    """A line whose answer is generated."""
 
-    def __init__(
-        self,
-        number: int,
-        task: Task,
-        prompt: Sequence[int],
-        session: Session,
-        constraint: AnswerConstraint | None,
-    ) -> None:
-        self.number = number
-        self.task = task
-        is_whole = not task.thinks or task.special or task.inline_thinking
-        self.growing = GrowingAnswer(
-            session,
-            task.sampling,
-            seed=task.seed,
-            n_predict=task.n_predict,
-            stops=task.stop,
-            logprobs=task.logprobs,
-            constraint=constraint,
-            special=task.special,
-            thinking=None if is_whole else model_thinking(session),
-            prompt=prompt,
-        )
-        self._n_prompt = len(prompt)
+    number: int
+    task: Task
+    n_prompt: int  # tokens
+    generation: Generation
 
-    def result(self, session: Session, tell: Callable[[str], object]) -> dict[str, Any]:
-        """What is written when it is done; tells if the context has cut it. session: at its end."""
-        answer = self.growing.finish()
-        line = full_context_line(session, answer, self.task.n_predict)
+    def result(self, line: str | None, tell: Callable[[str], object]) -> dict[str, Any]:
+        """What is written when it is done. line: what is told about an answer that is cut."""
+        answer = self.generation.finish()
         if line is not None:
             tell(f"line {self.number}: {line}")
         result = {
             "text": answer.text,
             "thinking": answer.thinking,
-            "prompt_tokens": self._n_prompt,
+            "prompt_tokens": self.n_prompt,
             "generated_tokens": len(answer.tokens),
             "tokens": answer.tokens,
             "stop_reason": answer.stop_reason,
         }
-        if self.growing.logprobs is not None:
-            result["logprobs"] = self.growing.logprobs.of(answer)
+        if self.generation.logprobs is not None:
+            result["logprobs"] = self.generation.logprobs.of(answer)
         return with_id(self.number, self.task.id, result)
 
 
-class Answering:
+class LineAnswers:
     """Answers lines, up to ``n_parallel`` at a time, whose decode steps are one."""
 
-    def __init__(self, session: Session, n_parallel: int, output: Output) -> None:
-        from sparsekv_cli.batch import Batch  # which imports numba
+    def __init__(
+        self, model: Model, n_parallel: int, output: Output, rows: PromptRows | None
+    ) -> None:
+        """rows: finds and keeps the rows of prompts."""
+        from sparsekv_cli.sequence import Timings  # which imports numba
 
-        self._session = session
-        self._batch = Batch(session, n_parallel)
-        self._n_parallel = n_parallel
-        self._output = output
+        self.timings = Timings(load_s=model.load_s)
+        self._model, self._n_parallel = model, n_parallel
+        self._output, self._rows = output, rows
         self._make_constraint: MakeConstraint | None = None
-        self._active: list[LineAnswer] = []
-        self._outcomes: list[Outcome] = []  # of each active answer, after its last token
+        self._active: list[Line] = []
 
     def run(self, lines: Iterable[tuple[int, bytes]], defaults: Task) -> None:
         """Answers every line. lines: their numbers and texts."""
@@ -131,7 +115,8 @@ class Answering:
                 self._start(*following)
             if not self._active:
                 return
-            self._choose()
+            for line in list(self._active):
+                self._choose(line)
             self._step()
 
     def _tasks(
@@ -151,10 +136,10 @@ class Answering:
 
     def _start(self, number: int, task: Task) -> None:
         """Prefills the prompt of a task, or reports why that cannot be."""
-        session = self._session
+        model = self._model
         try:
             ids = prompt_ids(
-                session,
+                model,
                 task.prompt,
                 task.system,
                 raw=task.raw,
@@ -163,54 +148,61 @@ class Answering:
                 continues=bool(task.continue_final_message),
                 add_generation_prompt=task.add_generation_prompt is not False,
             )
-            answer = LineAnswer(number, task, ids, session, self._constraint(task))
-            self._batch.use(len(self._active)).reset()
-            logits = session.prefill(ids)
-            if session.prefixes is not None:
-                session.prefixes.finish()
+            constraint = self._constraint(task)
+            sample = new_sampler(model, task.sampling, task.seed, constraint)
+            if task.logprobs is not None:
+                sample = LogProbs(sample, task.logprobs, model.tokenizer)
+            sequence = model.sequence()
+            sequence.prefill(ids, rows=self._rows)
+            if self._rows is not None:
+                self._rows.finish()
+            is_whole = not task.thinks or task.special or task.inline_thinking
+            generation = Generation(
+                model.tokenizer,
+                sequence,
+                sample,
+                n_predict=task.n_predict,
+                stops=task.stop,
+                constraint=constraint,
+                special=task.special,
+                thinking=None if is_whole else model_thinking(model),
+            )
         except LostModelError:
             raise
         except SparseKVError as error:
             self._output.fail(number, task.id, str(error))
             return
-        self._active.append(answer)
-        self._outcomes.append(logits.copy())
+        self.timings.add(sequence.timings)
+        self._active.append(Line(number, task, len(ids), generation))
 
     def _constraint(self, task: Task) -> AnswerConstraint | None:
         if self._make_constraint is None:
-            self._make_constraint = constraint_maker(self._session.tokenizer)
-        thinking = model_thinking(self._session) if task.thinks else None
+            self._make_constraint = constraint_maker(self._model.tokenizer)
+        thinking = model_thinking(self._model) if task.thinks else None
         return self._make_constraint(task.sampling, thinking, task.think)
 
-    def _choose(self) -> None:
-        """The next token of every answer; those that are done are written and go."""
-        i = 0
-        while i < len(self._active):
-            answer = self._active[i]
-            try:
-                is_done = answer.growing.choose(self._outcomes[i], self._batch.use(i))
-            except SparseKVError as error:
-                self._output.fail(answer.number, answer.task.id, str(error))
-                self._drop(i)
-                continue
-            if is_done:
-                self._output.put(answer.number, answer.result(self._session, self._output.tell))
-                self._drop(i)
-            else:
-                i += 1
-
-    def _drop(self, i: int) -> None:
-        """The last answer takes the place of the i-th."""
-        self._batch.exchange(i, len(self._active) - 1)
-        self._active[i], self._outcomes[i] = self._active[-1], self._outcomes[-1]
-        del self._active[-1], self._outcomes[-1]
+    def _choose(self, line: Line) -> None:
+        """Chooses the next token of an answer. An answer that is done is written and leaves."""
+        generation = line.generation
+        try:
+            if not generation.choose():
+                return
+        except SparseKVError as error:
+            self._output.fail(line.number, line.task.id, str(error))
+        else:
+            is_cut = full_context_line(
+                self._model, generation.sequence, generation.answer, line.task.n_predict
+            )
+            self._output.put(line.number, line.result(is_cut, self._output.tell))
+        self._active.remove(line)
 
     def _step(self) -> None:
         """Decodes the tokens that were chosen."""
         if self._active:
-            growing = [answer.growing for answer in self._active]
-            tokens, samples = [each.token for each in growing], [each.sample for each in growing]
-            self._outcomes = self._batch.decode_next(tokens, samples)
+            started = time.perf_counter()
+            step(self._model.engine, [line.generation for line in self._active])
+            self.timings.decode_s += time.perf_counter() - started
+            self.timings.decode_tokens += len(self._active)
 
 
 def resume(path: Path) -> int:

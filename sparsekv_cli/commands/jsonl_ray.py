@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from sparsekv_cli.commands.jsonl import Answering, Output
+from sparsekv_cli.commands.jsonl import LineAnswers, Output
 from sparsekv_cli.commands.jsonl_tasks import Task
-from sparsekv_cli.commands.prefix_options import PrefixOptions, use_prefixes
+from sparsekv_cli.commands.prefix_options import PrefixOptions, open_prompt_rows
 from sparsekv_cli.commands.terminal import say
 from sparsekv_cli.distributed.settings import SessionSettings, room_of, settings_of
 
 if TYPE_CHECKING:
     from sparsekv_cli.methods.base import Method
-    from sparsekv_cli.session import Session
+    from sparsekv_cli.model import Model
 
 Lines = Sequence[tuple[int, bytes]]
 SHARDS_A_BATCH = 2  # lines of a shard, times those that are answered together
@@ -43,15 +43,15 @@ class AnsweredLines:
 
 
 def open_answers(settings: LineSettings) -> Callable[[Lines], AnsweredLines]:
-    """Opens a session on a node; what it returns answers lines."""
-    session = settings.session.open()
-    use_prefixes(session, settings.prefix)
+    """Opens the model on a node; what it returns answers lines."""
+    model = settings.session.open()
+    rows = open_prompt_rows(model, settings.prefix, model.method)
 
     def answer(lines: Lines) -> AnsweredLines:
         written: list[str] = []
         told: list[str] = []
         output = Output(written.append, told.append)
-        Answering(session, settings.n_parallel, output).run(lines, settings.task)
+        LineAnswers(model, settings.n_parallel, output, rows).run(lines, settings.task)
         return AnsweredLines(written, told, output.n_answered, output.n_failed)
 
     return answer
@@ -66,7 +66,7 @@ def shards_of(lines: Iterable[tuple[int, bytes]], size: int) -> Iterator[Lines]:
 
 def answer_lines(
     address: str,
-    session: Session,
+    model: Model,
     method: Method,
     prefix: PrefixOptions,
     task: Task,
@@ -80,9 +80,9 @@ def answer_lines(
     """
     from sparsekv_cli.distributed.workers import workers_at
 
-    settings = LineSettings(settings_of(session, method), prefix, task, n_parallel)
-    room = room_of(session, n_parallel)
-    session.gguf.close()
+    settings = LineSettings(settings_of(model, method), prefix, task, n_parallel)
+    room = room_of(model, n_parallel)
+    model.gguf.close()
     n_answered = n_failed = 0
     started = time.monotonic()
     with workers_at(address, room, open_answers, settings, say) as workers:

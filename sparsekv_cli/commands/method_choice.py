@@ -19,52 +19,56 @@ from sparsekv_cli.errors import SparseKVError
 if TYPE_CHECKING:
     from sparsekv_cli.calibration.calibrations import CalibrationText
     from sparsekv_cli.calibration.sidecar import Entry
+    from sparsekv_cli.model import Model
     from sparsekv_cli.planning.auto import Losses, MethodChoice
-    from sparsekv_cli.session import Session
 
 DEFAULT_DEPTH = 8192  # tokens that a conversation is taken to have where -c does not say
 
 
-def settle(session: Session, options: ModelOptions, depth: int | None = None) -> ModelOptions:
-    """With ``auto``: gives a session without tokens its method, and the options its name.
+def settle(
+    model: Model, options: ModelOptions, depth: int | None = None
+) -> tuple[Model, ModelOptions]:
+    """With ``auto``: chooses the model's default method. Returns the model and its options.
 
-    depth: tokens of the context that it is chosen for; None: those of -c, or DEFAULT_DEPTH.
+    depth: tokens of the context that the method is chosen for. None takes those of -c, or
+    DEFAULT_DEPTH.
     """
     if not options.is_auto:
-        return options
-    depth = min(session.n_ctx, depth or session.config.ctx_size or DEFAULT_DEPTH)
-    choice = _choose(session, options.max_loss, depth)
-    if session.config.sparse_from < 0:
-        session.config = replace(session.config, sparse_from=choice.dense_rows)
+        return model, options
+    depth = min(model.n_ctx, depth or model.config.ctx_size or DEFAULT_DEPTH)
+    choice = _choose(model, options.max_loss, depth)
+    if model.config.sparse_from < 0:
+        model = replace(model, config=replace(model.config, sparse_from=choice.dense_rows))
     with CompileProgress() as compiling, CalibrationProgress() as calibrating:
-        session.change_method(choice.chosen.method, compiling, calibrating)
-    session.timings.reset()
+        attention = model.attention_of(choice.chosen.method, None, compiling, calibrating)
     if click.get_current_context().ensure_object(Invocation).verbose:
         say(choice.why)
         say(f"the same choice: {choice.repeat}")
     chosen = choice.as_dict()
-    return replace(options, method=chosen["name"], method_options=chosen["options"], choice=chosen)
+    return model.using(attention), replace(
+        options, method=chosen["name"], method_options=chosen["options"], choice=chosen
+    )
 
 
-def _choose(session: Session, max_loss: float, depth: int) -> MethodChoice:
+def _choose(model: Model, max_loss: float, depth: int) -> MethodChoice:
     from sparsekv_cli.planning import auto
     from sparsekv_cli.planning.kept import speeds_of
     from sparsekv_cli.planning.plan import Forecast
 
-    if not session.engine.shares_prefill:
+    if not model.engine.shares_prefill:
         raise SparseKVError(
             "--method auto chooses by speeds of the CPU: take --device cpu, or name a method"
         )
     if depth < auto.LEAST_TEXT:
         return auto.too_short(depth, max_loss)
-    methods, losses = auto.candidates(session), auto.kept_losses(session)
+    methods, losses = auto.candidates(model), auto.kept_losses(model)
     lacking = methods if losses is None else losses.lacks(methods)
     if losses is None or len(lacking) == len(methods):
         from sparsekv_cli.calibration.calibrations import built_in_text
 
         say("measuring what methods lose with this model (once)")
-        losses, entry = measure_losses(session, built_in_text(), auto.N_TEXT)
-        say(f"kept in {keep_losses(session, entry)}")
+        losses, entry = measure_losses(model, built_in_text(), auto.N_TEXT)
+        say(f"kept in {keep_losses(model, entry)}")
     elif lacking:
         say(
             f"auto: {len(lacking)} of {len(methods)} methods and budgets are left out, which were "
@@ -73,33 +77,33 @@ def _choose(session: Session, max_loss: float, depth: int) -> MethodChoice:
     methods = auto.worth_forecasting(methods, losses, max_loss)
     with CompileProgress() as compiling, MeasureProgress() as progress:
         speeds = speeds_of(
-            session.gguf, session.config, methods,
+            model.gguf, model.config, methods,
             is_quick=True, on_measure=progress, on_compile=compiling,
         )  # fmt: skip
-    forecast = Forecast(session.gguf, speeds, dense_rows=0)
+    forecast = Forecast(model.gguf, speeds, dense_rows=0)
     return auto.choose(forecast, methods, losses, depth, max_loss)
 
 
-def measure_losses(session: Session, text: CalibrationText, n_tokens: int) -> tuple[Losses, Entry]:
+def measure_losses(model: Model, text: CalibrationText, n_tokens: int) -> tuple[Losses, Entry]:
     """What all methods lose that the model can run; those with a calibration if it has one."""
     from sparsekv_cli.planning import auto
 
-    methods = auto.candidates(session)
+    methods = auto.candidates(model)
     with CompileProgress() as compiling, CalibrationProgress() as calibrating:
         for method in methods:
-            session.prepare(method, compiling, calibrating)
+            model.prepare(method, compiling, calibrating)
     with CalibrationProgress() as progress:
         return auto.measure_losses(
-            session, methods, text, n_tokens,
+            model, methods, text, n_tokens,
             lambda done, total: progress(auto.AUTO, done / total, ""),
         )  # fmt: skip
 
 
-def keep_losses(session: Session, entry: Entry) -> str:
+def keep_losses(model: Model, entry: Entry) -> str:
     """Puts losses into the model's sidecar; where that is."""
     from sparsekv_cli.calibration.sidecar import write_entry
     from sparsekv_cli.planning.auto import AUTO
 
-    place = session.calibrations.place_to_write()
-    write_entry(place, AUTO, session.calibrations.identity, entry)
+    place = model.calibrations.place_to_write()
+    write_entry(place, AUTO, model.calibrations.identity, entry)
     return str(place)

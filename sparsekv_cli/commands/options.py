@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from sparsekv_cli.commands.progress import CompileProgress
     from sparsekv_cli.methods.base import Method
-    from sparsekv_cli.session import Session
+    from sparsekv_cli.model import Model
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -321,7 +321,7 @@ def find_model(name: str | None) -> Path:
     return path
 
 
-def open_session(options: ModelOptions) -> Session:
+def open_model(options: ModelOptions) -> Model:
     """Checks the method first, then loads the model; with ``auto`` it has ``full`` at first.
 
     click.UsageError for a method or an option that does not exist, SparseKVError for a bad model.
@@ -338,9 +338,9 @@ def open_session(options: ModelOptions) -> Session:
         method = build_method(name, options.method_options, options.named)
     if not options.is_auto:
         check_sparse_from(options.config, [method])
-    session = load_session(find_model(options.model), method, options.config)
-    warn_of_long_context(session)
-    return session
+    model = load_model(find_model(options.model), method, options.config)
+    warn_of_long_context(model)
+    return model
 
 
 def check_sparse_from(config: SessionConfig, methods: Sequence[Method]) -> None:
@@ -350,24 +350,24 @@ def check_sparse_from(config: SessionConfig, methods: Sequence[Method]) -> None:
         raise click.UsageError(f"--sparse-from is for methods that choose among rows, not {names}")
 
 
-def warn_of_long_context(session: Session) -> None:
+def warn_of_long_context(model: Model) -> None:
     """Says that the context is longer than the model, or the type of its keys, was made for."""
-    asked, n_ctx, fit = session.config.ctx_size, session.n_ctx, session.hparams.n_ctx_fit
+    asked, n_ctx, fit = model.config.ctx_size, model.n_ctx, model.hparams.n_ctx_fit
     if asked > fit:
         say(
             f"warning: -c {asked} is more than the {fit} tokens that the model was trained for: "
             "what it writes beyond them may make no sense"
         )
-    if session.method.cache_type_k == "q4_0" and n_ctx > Q4_KEYS_FIT:
+    if model.method.cache_type_k == "q4_0" and n_ctx > Q4_KEYS_FIT:
         say(
             f"warning: keys in q4_0 lose more as the context grows: for more than {Q4_KEYS_FIT} "
             f"tokens ({n_ctx} fit) take --cache-type-k q8_0"
         )
 
 
-def load_session(
+def load_model(
     path: Path, method: Method, config: SessionConfig, compiling: CompileProgress | None = None
-) -> Session:
+) -> Model:
     """A loaded model; imports numba, so it comes after all that can be refused before.
 
     compiling: told what is compiled, by a command that goes on to compile more.
@@ -379,9 +379,9 @@ def load_session(
         compiling or progress.CompileProgress() as compiling,
         progress.CalibrationProgress() as calibrating,
     ):
-        from sparsekv_cli import session
+        from sparsekv_cli import model
 
-        loaded = session.load_session(path, method, config, compiling, calibrating)
+        loaded = model.load_model(path, method, config, compiling, calibrating)
     if loaded.engine.note:
         click.echo(loaded.engine.note, err=True)
     return loaded

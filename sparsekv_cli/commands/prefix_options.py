@@ -19,8 +19,9 @@ from sparsekv_cli.option import TRUTH
 
 if TYPE_CHECKING:
     from sparsekv_cli.methods.base import Method
+    from sparsekv_cli.model import Model
     from sparsekv_cli.prefix.prefixes import Prefixes
-    from sparsekv_cli.session import Session
+    from sparsekv_cli.prefix.prompt_rows import PromptRows
 
 SWITCH = "SPARSEKV_NO_CACHE"
 
@@ -110,32 +111,30 @@ def is_switched_off() -> bool:
     return bool(value) and TRUTH[value]
 
 
-def use_prefixes(session: Session, options: PrefixOptions) -> None:
-    """Lets the session find and keep prompts on disk, unless that is off or cannot be."""
+def open_prompt_rows(model: Model, options: PrefixOptions, method: Method) -> PromptRows | None:
+    """Returns what finds and keeps prompts on disk, or None where that is off or cannot be."""
     from sparsekv_cli.prefix.prefixes import Root
     from sparsekv_cli.prefix.session_file import SessionFile
 
     if options.session is None:
-        session.prefixes = prefixes_maker(session, options)(session.method)
-        return
-    method = session.method
-    reason, n_queried = _reason_against(session, method), method.n_queried
-    if not reason and session.hparams.other_layers:
-        reason = f"{session.hparams.other_layers} do not keep the rows of all tokens"
+        return prefixes_maker(model, options)(method)
+    reason, n_queried = _reason_against(model, method), method.n_queried
+    if not reason and model.hparams.other_layers:
+        reason = f"{model.hparams.other_layers} do not keep the rows of all tokens"
     if reason or n_queried is None:
         raise SparseKVError(
             f"--session: {reason}; leave it out, or take another method, device or model"
         )
-    root = Root(session.gguf, session.decoder)
+    root = Root(model.gguf, model.decoder)
     if root.known() is None:
-        size = f"{session.gguf.size / 2**30:.1f} GiB"
+        size = f"{model.gguf.size / 2**30:.1f} GiB"
         _warn(f"--session: the {size} of the model are read once, to know which model it is")
-        session.gguf.content.wait()
-    types, name = (method.cache_type_k, method.cache_type_v), session.gguf.path.name
-    session.prefixes = SessionFile(options.session, name, root, types, n_queried, _warn, _teller())
+        model.gguf.content.wait()
+    types, name = (method.cache_type_k, method.cache_type_v), model.gguf.path.name
+    return SessionFile(options.session, name, root, types, n_queried, _warn, _teller())
 
 
-def prefixes_maker(session: Session, options: PrefixOptions) -> Callable[[Method], Prefixes | None]:
+def prefixes_maker(model: Model, options: PrefixOptions) -> Callable[[Method], Prefixes | None]:
     """What gives the prompts on disk for a method; None where that is off or cannot be."""
     from sparsekv_cli.prefix.folder import PrefixFolder, default_prefix_folder
     from sparsekv_cli.prefix.prefixes import Prefixes, Root
@@ -146,27 +145,27 @@ def prefixes_maker(session: Session, options: PrefixOptions) -> Callable[[Method
     def make(method: Method) -> Prefixes | None:
         if options.is_off:
             return None
-        reason, n_queried = _reason_against(session, method), method.n_queried
+        reason, n_queried = _reason_against(model, method), method.n_queried
         if directory is None:
             reason = "there is no home folder and no XDG_CACHE_HOME"
         if reason or n_queried is None or directory is None:
             tell(f"prefix cache: off, {reason}")
             return None
         types = method.cache_type_k, method.cache_type_v
-        products = [session.decoder.prefill_dtype, session.decoder.rows_dtype]
-        root = Root(session.gguf, session.decoder, types=types, products=products)
+        products = [model.decoder.prefill_dtype, model.decoder.rows_dtype]
+        root = Root(model.gguf, model.decoder, types=types, products=products)
         root.known()  # which begins to read the model
         folder = PrefixFolder(directory, int(options.limit * 2**30), _warn)
-        name = session.gguf.path.name
-        is_bounded = bool(session.hparams.other_layers)
+        name = model.gguf.path.name
+        is_bounded = bool(model.hparams.other_layers)
         return Prefixes(folder, name, root, types, n_queried, tell, is_bounded)
 
     return make
 
 
-def _reason_against(session: Session, method: Method) -> str:
+def _reason_against(model: Model, method: Method) -> str:
     """Why prompts cannot be kept on disk with this model and method; empty if they can."""
-    if not session.engine.shares_prefill:
+    if not model.engine.shares_prefill:
         return "rows on a GPU are not kept on disk yet"
     return f"{method.name} needs the queries of all tokens" if method.n_queried is None else ""
 

@@ -29,9 +29,9 @@ from sparsekv_cli.commands.options import (
     ModelOptions,
     build_method,
     model_options,
-    open_session,
+    open_model,
 )
-from sparsekv_cli.commands.prefix_options import PrefixOptions, prefix_options, use_prefixes
+from sparsekv_cli.commands.prefix_options import PrefixOptions, open_prompt_rows, prefix_options
 from sparsekv_cli.commands.prompt import check_utf8, parse_special_option, read_prompt, think_option
 from sparsekv_cli.commands.sampling_options import check_think_budget, sampling_options, stop_option
 from sparsekv_cli.commands.terminal import ShownAnswer, say, write_text
@@ -39,12 +39,13 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.files import AppendedFile
 from sparsekv_cli.generation.answer import STOP_INTERRUPT, Answer
 from sparsekv_cli.generation.conversation import model_thinking, prompt_ids
+from sparsekv_cli.generation.generation import Generation
 from sparsekv_cli.generation.logprobs import LogProbs
 from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
 
 if TYPE_CHECKING:
     from sparsekv_cli.commands.jsonl_tasks import Task
-    from sparsekv_cli.session import Session
+    from sparsekv_cli.sequence import Sequence
 
 MAX_PARALLEL = 256
 
@@ -179,38 +180,41 @@ def command(
         _answer_lines(options, prefix, file, task, parallel or 1, output, ray)
         return
     text = read_prompt(prompt, file)
-    session = open_session(options)
-    ids = prompt_ids(session, text, system, raw=raw, parse_special=parse_special, think=think)
-    options = settle(session, options, len(ids) + max(n_predict, 0))
-    use_prefixes(session, prefix)
-    marked = None if raw else model_thinking(session)
+    model = open_model(options)
+    ids = prompt_ids(model, text, system, raw=raw, parse_special=parse_special, think=think)
+    model, options = settle(model, options, len(ids) + max(n_predict, 0))
+    rows = open_prompt_rows(model, prefix, model.method)
+    marked = None if raw else model_thinking(model)
     thinking = None if special or inline_thinking else marked
-    constraint = new_constraint(session, sampling, marked, think)
-    sampler = new_sampler(session, sampling, options.seed, constraint)
+    constraint = new_constraint(model, sampling, marked, think)
+    sampler = new_sampler(model, sampling, options.seed, constraint)
     if logprobs is not None:
-        sampler = remembered = LogProbs(sampler, logprobs, session.tokenizer)
+        sampler = remembered = LogProbs(sampler, logprobs, model.tokenizer)
     shown = ShownAnswer(sys.stderr, thinking[:2] if thinking is not None else ("", ""))
     write, write_thinking = (_ignore, _ignore) if as_json else (shown.write, shown.think)
+    sequence = model.sequence()
+    begin = partial(
+        Generation,
+        model.tokenizer,
+        sequence,
+        sampler,
+        n_predict=n_predict,
+        stops=stop,
+        constraint=constraint,
+        special=special,
+        thinking=thinking,
+        write=write,
+        write_thinking=write_thinking,
+    )
     try:
-        answer = stream_answer(
-            session,
-            ids,
-            sampler,
-            n_predict,
-            stop,
-            write,
-            constraint,
-            special=special,
-            thinking=thinking,
-            write_thinking=write_thinking,
-        )
+        answer = stream_answer(sequence, ids, begin, rows=rows)
     except PrefillInterrupted:
         answer = Answer("", [], STOP_INTERRUPT)
     shown.end_thinking()
-    if (line := full_context_line(session, answer, n_predict)) is not None:
+    if (line := full_context_line(model, sequence, answer, n_predict)) is not None:
         say(line)
     if as_json:
-        printed = result(session, ids, answer, options.method)
+        printed = result(sequence, ids, answer, options.method)
         if options.choice is not None:
             printed["method"]["auto"] = options.choice
         if logprobs is not None:
@@ -219,9 +223,9 @@ def command(
     else:
         if sys.stdout.isatty() and not answer.text.endswith("\n"):
             write_text("\n")
-        say(timing_line(session))
+        say(timing_line(sequence.timings))
         if context.ensure_object(Invocation).verbose:
-            say(ledger_line(session, options.method))
+            say(ledger_line(sequence, options.method))
     if answer.stop_reason == STOP_INTERRUPT:
         raise KeyboardInterrupt
 
@@ -240,7 +244,7 @@ def _answer_lines(
     ray: str | None,
 ) -> None:
     """``--jsonl``: what is in a file or on stdin, to a file or to stdout; on a Ray cluster."""
-    from sparsekv_cli.commands.jsonl import Answering, Output, resume
+    from sparsekv_cli.commands.jsonl import LineAnswers, Output, resume
     from sparsekv_cli.commands.jsonl_ray import answer_lines
     from sparsekv_cli.distributed.cluster import check_address as check_ray
 
@@ -258,26 +262,26 @@ def _answer_lines(
             say(f"{path} has answers up to line {n_done}: going on behind it")
         if ray is not None:
             check_ray(ray)
-        session = open_session(options)
-        options = settle(session, options)
+        model, options = settle(open_model(options), options)
         if ray is not None:
             method = build_method(options.method, options.method_options, options.named)
             n_answered, n_failed = answer_lines(
-                ray, session, method, prefix, task, n_parallel, lines, write
+                ray, model, method, prefix, task, n_parallel, lines, write
             )
         else:
-            use_prefixes(session, prefix)
             output = Output(write)
-            Answering(session, n_parallel, output).run(lines, task)
+            rows = open_prompt_rows(model, prefix, model.method)
+            answers = LineAnswers(model, n_parallel, output, rows)
+            answers.run(lines, task)
             n_answered, n_failed = output.n_answered, output.n_failed
-            say(timing_line(session))
+            say(timing_line(answers.timings))
     if n_failed:
         raise SparseKVError(f"{n_failed} of {n_failed + n_answered} lines have no answer")
 
 
-def result(session: Session, ids: list[int], answer: Answer, method: str) -> dict[str, Any]:
+def result(sequence: Sequence, ids: list[int], answer: Answer, method: str) -> dict[str, Any]:
     """The object that ``--json`` prints."""
-    timings = session.timings
+    timings = sequence.timings
     return {
         "text": answer.text,
         "thinking": answer.thinking,
@@ -296,8 +300,8 @@ def result(session: Session, ids: list[int], answer: Answer, method: str) -> dic
         },
         "method": {
             "name": method,
-            "options": session.method_options(),
-            "sparse_from": session.sparse_from,
+            "options": sequence.method.options(),
+            "sparse_from": sequence.sparse_from,
         },
-        "ledger": session.ledger.as_dict(),
+        "ledger": sequence.ledger(),
     }

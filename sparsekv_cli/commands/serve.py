@@ -13,7 +13,7 @@ import click
 
 from sparsekv_cli.commands.method_choice import settle
 from sparsekv_cli.commands.numbers import FiniteRange
-from sparsekv_cli.commands.options import ModelOptions, build_method, model_options, open_session
+from sparsekv_cli.commands.options import ModelOptions, build_method, model_options, open_model
 from sparsekv_cli.commands.prefix_options import PrefixOptions, prefix_options, prefixes_maker
 from sparsekv_cli.commands.sampling_options import sampling_options
 from sparsekv_cli.commands.terminal import one_line, say
@@ -22,9 +22,9 @@ from sparsekv_cli.generation.sampler import SamplingOptions
 
 if TYPE_CHECKING:
     from sparsekv_cli.methods.base import Method
+    from sparsekv_cli.model import Model
     from sparsekv_cli.serve.requests import Service
     from sparsekv_cli.serve.scheduler import Scheduler
-    from sparsekv_cli.session import Session
 
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 KEY = "SPARSEKV_API_KEY"
@@ -118,31 +118,31 @@ def command(
     from sparsekv_cli.serve.scheduler import Scheduler
 
     prepared = [build_method(name, {}, {}) for name in prepare.split(",") if name]
-    session = open_session(options)
-    options = settle(session, options)
-    prepare_methods(session, prepared)
+    model = open_model(options)
+    model, options = settle(model, options)
+    prepare_methods(model, prepared)
     scheduler = Scheduler(
-        session,
+        model,
         n_parallel=parallel,
         n_queue=queue,
         kv_bytes=default_limit() if kv_memory is None else int(kv_memory * 2**30),
-        disk_of=prefixes_maker(session, prefix),
+        disk_of=prefixes_maker(model, prefix),
     )
     limits = RequestLimits(tokens=max_tokens, seconds=timeout, body_bytes=int(max_body * 2**20))
     named = {name: text for name, text in options.named.items() if text is not None}
     service = Service(
-        session, scheduler, limits, {**options.method_options, **named}, sampling, options.seed
+        model, scheduler, limits, {**options.method_options, **named}, sampling, options.seed
     )
     run(service, host, port, key, cors, drain, parallel + queue)
 
 
-def prepare_methods(session: Session, methods: Sequence[Method]) -> None:
+def prepare_methods(model: Model, methods: Sequence[Method]) -> None:
     """Compiles and calibrates methods, so that no request has to wait for that."""
     from sparsekv_cli.commands import progress
 
     with progress.CompileProgress() as compiling, progress.CalibrationProgress() as calibrating:
         for method in methods:
-            session.prepare(method, compiling, calibrating)
+            model.prepare(method, compiling, calibrating)
 
 
 def check_open_files() -> None:

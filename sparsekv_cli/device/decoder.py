@@ -6,7 +6,7 @@ lies on the host interrupt it. Letters as in cache/spec.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -102,25 +102,22 @@ class DeviceDecoder(Forward):
 
     # --- many rows, layer by layer ----------------------------------------------------------------
 
-    def forward(
+    def forward_steps(
         self,
         ids: Sequence[int],
         pos: int,
         caches: Sequence[LayerCache],
         *,
-        progress: Progress | None = None,
         all_logits: bool = False,
         attend: ChunkAttention | None = None,
         on_rows: OnRows | None = None,
-        between_layers: Callable[[], None] | None = None,
-    ) -> np.ndarray:
-        """As Forward.forward; returns when every cache has its rows, those on the host too."""
+    ) -> Generator[Progress, None, np.ndarray]:
+        """As Forward.forward_steps. At its end every cache has its rows, also those on the host."""
         self._planner.forget()
         mine = [c if isinstance(c, DeviceCache | HostCache) else self.foreign(c) for c in caches]
-        logits = super().forward(
-            ids, pos, mine, progress=progress, all_logits=all_logits,
+        logits = yield from super().forward_steps(
+            ids, pos, mine, all_logits=all_logits,
             attend=attend and (lambda cache, x: cache.attend(attend, x)), on_rows=on_rows,
-            between_layers=between_layers,
         )  # fmt: skip
         for cache in mine:
             if isinstance(cache, HostCache):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from importlib import import_module
 from typing import Any
 from weakref import WeakValueDictionary
@@ -19,12 +19,16 @@ from sparsekv_cli.device.host import HostCache, HostWorker
 from sparsekv_cli.device.methods.full import DeviceDense
 from sparsekv_cli.device.methods.lfps import HostLFPS
 from sparsekv_cli.device.weights import DeviceWeights, resident_bytes
+from sparsekv_cli.engine import DecoderEngine
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.methods.lfps import LFPSCache
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.weights import Weights
+from sparsekv_cli.sampling.plain import Outcome, PlainSampler
+from sparsekv_cli.sequence import Sample
+from sparsekv_cli.sequence import Sequence as SequenceOfModel
 
 GIB = 1 << 30
 CHUNK = 2048  # prompt tokens a chunk at least: a GPU wants more rows than a CPU
@@ -39,25 +43,33 @@ def device_cache(method: Method) -> Any:
     return getattr(import_module(f"sparsekv_cli.device.methods.{module}"), name)
 
 
-class DeviceEngine:
+class DeviceEngine(DecoderEngine):
     """One GPU and its host.
 
-    on_host: whether all caches lie on the host; otherwise only those of methods that have none of
-    their own for a device. n_ctx: rows that a sequence has at most. note: what the user should
-    know.
+    on_host: whether all caches lie on the host. Otherwise only the caches of methods that have no
+    cache for a device lie there.
     """
 
+    decoder: DeviceDecoder
+    shares_prefill = False
+    first_steps = 3  # run as it is, captured, replayed for the first time
+    chooses_tokens = True
+    records_attended = False
+
     def __init__(
-        self, decoder: DeviceDecoder, *, on_host: bool, n_ctx: int, note: str = ""
+        self,
+        decoder: DeviceDecoder,
+        *,
+        on_host: bool,
+        n_ctx: int,
+        note: str = "",
+        ends: Callable[[], Container[int]] = frozenset,
     ) -> None:
+        super().__init__(note, n_ctx, ends)
         self.decoder = decoder
-        self.note = note
-        self.shares_prefill = False
-        self.first_steps = 3  # run as it is, captured, replayed for the first time
-        self.chooses_tokens = True
-        self.records_attended = False
         self.on_host = on_host
-        self.n_ctx = n_ctx
+        # Kernels are compiled for such numbers of rows.
+        self._n_rows = -(-n_ctx // LEAST_STEP) * LEAST_STEP
         self.device = decoder.device
         self._worker = HostWorker(decoder.device)
         self._made: WeakValueDictionary[Hashable, DeviceCache] = (
@@ -80,7 +92,7 @@ class DeviceEngine:
                 "caches on a GPU are f16; use --kv host or --device cpu"
             )
         made = DeviceDense(spec, self.device) if dense else own(spec, self.device, method)
-        made.n_ctx = self.n_ctx
+        made.n_ctx = self._n_rows
         tensors = spec.calibration.values()
         of_layer = method, spec.layer, *(x.ctypes.data for x in tensors)
         made.share(self._made.setdefault(of_layer, made))
@@ -91,6 +103,32 @@ class DeviceEngine:
 
     def load_kernels(self, method: Method, specs: Sequence[LayerSpec]) -> None:
         """Nothing: CUDA graphs are of a sequence's caches, so its ``first_steps`` make them."""
+
+    def _decode(
+        self,
+        sequences: Sequence[SequenceOfModel],
+        rows: Sequence[Sequence[int]],
+        samples: Sequence[Sample],
+    ) -> list[list[Outcome]]:
+        """Steps of one row a sequence: a cache on a device takes one row at a time."""
+        plain = [each if isinstance(each, PlainSampler) else None for each in samples]
+        found: list[list[Outcome]] = [[] for _ in rows]
+        for j in range(max(map(len, rows))):
+            now = [b for b, new in enumerate(rows) if j < len(new)]
+            step = (
+                [rows[b][j] for b in now],
+                [len(sequences[b].tokens) + j for b in now],
+                [sequences[b].caches for b in now],
+            )
+            outcomes: Sequence[Outcome]
+            # A drafted token is known: only the last row's token can be chosen.
+            if any(plain) and all(len(new) == 1 for new in rows):
+                outcomes = self.decoder.choose_batch(plain, *step)
+            else:
+                outcomes = list(self.decoder.decode_batch(*step))
+            for b, outcome in zip(now, outcomes, strict=True):
+                found[b].append(outcome)
+        return found
 
 
 def open_device_engine(
@@ -103,6 +141,7 @@ def open_device_engine(
     n_threads: int,
     n_ctx: int,
     on_compile: Callable[[str, int, int], None] | None = None,
+    ends: Callable[[], Container[int]] = frozenset,
 ) -> DeviceEngine:
     """Loads the weights and decides where the KV cache lies. on_compile: see device/cuda.py.
 
@@ -147,8 +186,7 @@ def open_device_engine(
         hparams, architecture, weights, DeviceWeights(weights, device, mode, dtype),
         n_threads=n_threads, chunk=chunk,
     )  # fmt: skip
-    n_rows = -(-n_ctx // LEAST_STEP) * LEAST_STEP  # kernels are compiled for such numbers
-    return DeviceEngine(decoder, on_host=on_host, n_ctx=n_rows, note=note)
+    return DeviceEngine(decoder, on_host=on_host, n_ctx=n_ctx, note=note, ends=ends)
 
 
 def free_bytes(device: torch.device, limit: float) -> int | None:

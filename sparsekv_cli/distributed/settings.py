@@ -1,6 +1,6 @@
-"""What every machine opens a session from, so that all of them compute alike.
+"""What every machine opens the model from, so that all of them compute alike.
 
-Whatever a session works out on its machine (threads, types of products, copies of weights, where a
+Whatever a model works out on its machine (threads, types of products, copies of weights, where a
 method begins to be sparse, calibrations) is worked out once and sent along.
 """
 
@@ -18,14 +18,17 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import Method
 
 if TYPE_CHECKING:
-    from sparsekv_cli.session import Session
+    from sparsekv_cli.model import Model
 
-ROOM_CONTEXT = 8192  # tokens of K and V that a session is given memory for, if -c does not say
+ROOM_CONTEXT = 8192  # tokens of K and V that a model is given memory for, if -c does not say
 
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """A session without what a machine decides. sidecar: a file with the methods' calibrations."""
+    """A model to open, without what a machine decides.
+
+    sidecar: a file with the methods' calibrations.
+    """
 
     path: Path
     model_hash: str
@@ -34,12 +37,12 @@ class SessionSettings:
     config: SessionConfig
     sidecar: bytes
 
-    def open(self, others: Iterable[Method] = ()) -> Session:
-        """The session, with ``others`` prepared.
+    def open(self, others: Iterable[Method] = ()) -> Model:
+        """The model, with ``others`` prepared.
 
         SparseKVError where model or program are not those that were sent.
         """
-        from sparsekv_cli.session import load_session
+        from sparsekv_cli.model import load_model
 
         if self.version != __version__:
             raise SparseKVError(f"sparsekv-cli is {__version__}, not {self.version}")
@@ -47,72 +50,72 @@ class SessionSettings:
             raise SparseKVError(f"{self.path} is missing: every node needs the model at that path")
         config = self.config
         if not self.sidecar:
-            return self._ready(load_session(self.path, self.method, config), others)
+            return self._ready(load_model(self.path, self.method, config), others)
         with tempfile.TemporaryDirectory() as folder:
             sidecar = Path(folder) / "sent.npz"
             sidecar.write_bytes(self.sidecar)
             config = replace(config, calibration=str(sidecar))
-            return self._ready(load_session(self.path, self.method, config), others)
+            return self._ready(load_model(self.path, self.method, config), others)
 
-    def _ready(self, session: Session, others: Iterable[Method]) -> Session:
-        if session.calibrations.identity.model_hash != self.model_hash:
+    def _ready(self, model: Model, others: Iterable[Method]) -> Model:
+        if model.calibrations.identity.model_hash != self.model_hash:
             raise SparseKVError(f"{self.path} is another model there: copy the file to every node")
         for method in others:
-            session.prepare(method)
-        return session
+            model.prepare(method)
+        return model
 
 
 @dataclass(frozen=True)
 class Room:
-    """What a session takes of a machine."""
+    """What a model takes of a machine."""
 
     n_cpus: int
     n_gpus: int
     n_bytes: int
 
 
-def settings_of(session: Session, method: Method, others: Iterable[Method] = ()) -> SessionSettings:
-    """What ``session``, which was opened with ``method``, has worked out.
+def settings_of(model: Model, method: Method, others: Iterable[Method] = ()) -> SessionSettings:
+    """What ``model``, which was opened with ``method``, has worked out.
 
     others: methods that the nodes use, too, and whose calibrations they get.
     """
     config = replace(
-        session.config,
-        threads=session.n_threads,
-        sparse_from=session.sparse_from,
-        device="cpu" if session.engine.shares_prefill else "cuda",
+        model.config,
+        threads=model.n_threads,
+        sparse_from=model.sparse_from,
+        device="cpu" if model.engine.shares_prefill else "cuda",
         calibration="",
     )
-    if session.engine.shares_prefill:
-        config = replace(config, **_host_choices(session))
+    if model.engine.shares_prefill:
+        config = replace(config, **_host_choices(model))
     return SessionSettings(
-        Path(session.gguf.path).absolute(),
-        session.calibrations.identity.model_hash,
+        Path(model.gguf.path).absolute(),
+        model.calibrations.identity.model_hash,
         __version__,
         method,
         config,
-        _sidecar(session, [method, *others]),
+        _sidecar(model, [method, *others]),
     )
 
 
-def room_of(session: Session, n_sequences: int) -> Room:
-    """What a session like this one takes with so many sequences."""
+def room_of(model: Model, n_sequences: int) -> Room:
+    """What a model like this one takes with so many sequences."""
     from sparsekv_cli.cache.row_sizes import token_bytes
 
-    n_rows = session.config.ctx_size or min(session.n_ctx, ROOM_CONTEXT)
-    types = session.method.cache_type_k, session.method.cache_type_v
-    row = token_bytes(session.hparams.layers, *types)
-    on_gpu = not session.engine.shares_prefill
-    is_copied = not on_gpu and _host_choices(session)["repack"] == "on"
-    weights = session.gguf.size * (2 if is_copied else 1)
-    return Room(session.n_threads, int(on_gpu), weights + n_sequences * n_rows * row)
+    n_rows = model.config.ctx_size or min(model.n_ctx, ROOM_CONTEXT)
+    types = model.method.cache_type_k, model.method.cache_type_v
+    row = token_bytes(model.hparams.layers, *types)
+    on_gpu = not model.engine.shares_prefill
+    is_copied = not on_gpu and _host_choices(model)["repack"] == "on"
+    weights = model.gguf.size * (2 if is_copied else 1)
+    return Room(model.n_threads, int(on_gpu), weights + n_sequences * n_rows * row)
 
 
-def _host_choices(session: Session) -> dict[str, Any]:
+def _host_choices(model: Model) -> dict[str, Any]:
     from sparsekv_cli.cpu.weights.integer import activation_planes
     from sparsekv_cli.models.repack import wants_repacking
 
-    decoder, config = session.decoder, session.config
+    decoder, config = model.decoder, model.config
     return {
         "prefill_dtype": decoder.prefill_dtype,
         "activations": str(8 * activation_planes(config.activations)),
@@ -120,7 +123,7 @@ def _host_choices(session: Session) -> dict[str, Any]:
     }
 
 
-def _sidecar(session: Session, methods: Iterable[Method]) -> bytes:
+def _sidecar(model: Model, methods: Iterable[Method]) -> bytes:
     """A calibration file with what the methods need; empty if they need none."""
     from sparsekv_cli.calibration.run import CALIBRATION
     from sparsekv_cli.calibration.sidecar import write_entry
@@ -131,12 +134,12 @@ def _sidecar(session: Session, methods: Iterable[Method]) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         sidecar = Path(folder) / "sent.npz"
         for name in sorted(calibrated):
-            entry = session.calibrations.find(name)
+            entry = model.calibrations.find(name)
             if entry is None:
                 raise SparseKVError(
                     f"the calibration of {name} could not be stored, so it cannot be sent: make "
                     f"one with 'sparsekv-cli calibrate --method {name} --output FILE' and give "
                     "--calibration FILE"
                 )
-            write_entry(sidecar, name, session.calibrations.identity, entry)
+            write_entry(sidecar, name, model.calibrations.identity, entry)
         return sidecar.read_bytes()

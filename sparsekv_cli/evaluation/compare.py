@@ -9,7 +9,8 @@ are timed. On a GPU each method has a prefill of its own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Ids
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from sparsekv_cli.cache.kinds import full_layers
 from sparsekv_cli.cache.layer import LayerCache, total_counters
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.observer import Measured, Observer
-from sparsekv_cli.evaluation.prefill import Keys, exact_keys, prefill_each, resume
+from sparsekv_cli.evaluation.prefill import Keys, exact_keys, prefill_each
 from sparsekv_cli.evaluation.result import MethodResult, method_result
 from sparsekv_cli.evaluation.sweep import option_names, swept
 from sparsekv_cli.methods import METHODS, build_method
@@ -27,7 +28,9 @@ from sparsekv_cli.methods.base import Method
 from sparsekv_cli.option import did_you_mean
 
 if TYPE_CHECKING:
-    from sparsekv_cli.session import Progress, Session
+    from sparsekv_cli.model import Model
+    from sparsekv_cli.models.forward import OnProgress
+    from sparsekv_cli.sequence import Sequence
 
 UNTIMED = 2  # steps behind watched ones on a GPU, in which a graph is captured
 LEAST_STEPS = 4  # the first for the time to the first token, then some watched and some timed
@@ -36,7 +39,7 @@ LEAST_STEPS = 4  # the first for the time to the first token, then some watched 
 def parse_methods(
     text: str,
     common: Mapping[str, str] | None = None,
-    sweeps: Iterable[tuple[str, Sequence[str]]] = (),
+    sweeps: Iterable[tuple[str, Ids[str]]] = (),
 ) -> dict[str, Method]:
     """``lfps,topk:budget=2%`` -> methods by their text; ValueError says what is wrong.
 
@@ -85,44 +88,42 @@ def build_spec(spec: str, common: Mapping[str, str] | None = None) -> Method:
 
 
 def decode_tokens(
-    session: Session,
-    prompt: Sequence[int],
-    layers: Sequence[LayerCache],
+    sequence: Sequence,
     tokens: Iterable[int],
     result: Measured,
     keys: Keys,
     watched: Collection[int],
     see: Callable[[np.ndarray], None],
 ) -> None:
-    """Decodes ``tokens`` behind ``prompt`` with one method's caches; ``see`` gets the logits.
+    """Decodes ``tokens`` after a sequence's prompt with its method. ``see`` gets the logits.
 
     watched: the steps whose attended rows are compared with exact attention. Layers that do not
     choose rows are never watched. Watching ends with the last watched step.
     """
-    caches: list[Any] = list(layers)
+    layers, shared = sequence.caches, sequence.engine.shares_prefill
     observers: list[Observer] = []
-    if watched and session.engine.shares_prefill:
-        caches = [
+    if watched and shared:
+        caches: list[Any] = [
             Observer(cache, k, result) if cache.attends_to_some else cache
             for cache, k in zip(layers, keys, strict=True)
         ]
         observers = [cache for cache in caches if isinstance(cache, Observer)]
+        sequence.caches = caches
     elif watched:
         from sparsekv_cli.evaluation import device_observer
 
         observers = list(device_observer.observe(layers, keys, result))
-    resume(session, prompt, caches)
     so_far: Counter[str] = Counter()
     for step, token in enumerate(tokens):
         for observer in observers:
             observer.active = step in watched
         if observers and step > max(watched, default=-1):
-            session.caches, observers = list(layers), []
-            if not session.engine.shares_prefill:
+            sequence.caches, observers = layers, []
+            if not shared:
                 device_observer.leave_alone(layers)
-        before = session.timings.decode_s
-        logits = session.decode(token)
-        result.step_s.append(session.timings.decode_s - before)
+        before = sequence.timings.decode_s
+        logits = sequence.decode(token)
+        result.step_s.append(sequence.timings.decode_s - before)
         counts = total_counters(layers)
         result.end_step({name: count - so_far[name] for name, count in counts.items()})
         so_far = counts
@@ -130,7 +131,7 @@ def decode_tokens(
 
 
 def greedy_tokens(
-    first: np.ndarray, seen: Sequence[np.ndarray], n: int, banned: Collection[int]
+    first: np.ndarray, seen: Ids[np.ndarray], n: int, banned: Collection[int]
 ) -> Iterator[int]:
     """``n`` greedy tokens after the logits ``first``; ``seen`` receives the logits of each step.
 
@@ -154,13 +155,13 @@ def split_steps(n: int, n_between: int = 0) -> tuple[range, range]:
 
 
 def compare(
-    session: Session,
+    model: Model,
     methods: Mapping[str, Method],
-    ids: Sequence[int],
+    ids: Ids[int],
     n_steps: int,
-    continuation: Sequence[int] | None = None,
-    on_prefill: Progress | None = None,
-    on_step: Progress | None = None,
+    continuation: Ids[int] | None = None,
+    on_prefill: OnProgress | None = None,
+    on_step: OnProgress | None = None,
 ) -> list[MethodResult]:
     """Compares ``methods``, by their text, ``full`` first, on ``ids`` and ``n_steps`` tokens.
 
@@ -168,25 +169,25 @@ def compare(
     SparseKVError when prompt and steps do not fit the context.
     """
     n_context = len(ids) + n_steps
-    if n_context > session.n_ctx:
+    if n_context > model.n_ctx:
         raise SparseKVError(
-            f"{len(ids)} tokens and {n_steps} steps do not fit the context of {session.n_ctx}: "
+            f"{len(ids)} tokens and {n_steps} steps do not fit the context of {model.n_ctx}: "
             "shorten the prompt, or raise --ctx-size"
         )
-    shared = session.engine.shares_prefill
+    shared = model.engine.shares_prefill
     if shared:
         for method in methods.values():
-            last_layer = full_layers(session.calibrations.specs(method))[-1:]
-            warmup.load_method_kernels(method, last_layer, session.decoder.rows_dtype)
+            last_layer = full_layers(model.calibrations.specs(method))[-1:]
+            warmup.load_method_kernels(method, last_layer, model.decoder.rows_dtype)
     keys: Keys = ()
     watched, timed = split_steps(n_steps, 0 if shared else UNTIMED)
     reference: list[np.ndarray] = []
     tokens: list[int] = list(continuation or ())[:n_steps]
     rows: list[MethodResult] = []
-    for spec, (logits, layers, seconds) in prefill_each(
-        session, methods, ids, n_steps=n_steps, progress=on_prefill
+    for spec, (logits, sequence, seconds) in prefill_each(
+        model, methods, ids, n_steps=n_steps, progress=on_prefill
     ):
-        i, result = len(rows), Measured()
+        i, result, layers = len(rows), Measured(), sequence.caches
         if i == 0:
             keys = exact_keys(layers, len(ids)) if shared else _device_keys(layers, len(ids))
 
@@ -200,17 +201,15 @@ def compare(
 
         following: Iterable[int] = tokens
         if not tokens:
-            eog_ids = session.tokenizer.eog_ids
+            eog_ids = model.tokenizer.eog_ids
             following = _kept(greedy_tokens(logits, reference, n_steps, eog_ids), tokens)
-        decode_tokens(session, ids, layers, following, result, keys, watched, see)
+        decode_tokens(sequence, following, result, keys, watched, see)
         rows.append(method_result(spec, methods[spec], layers, result, seconds, timed))
-        del layers  # gone before the next method has its own
-        session.caches = []
-    session.reset()
+        del layers, sequence  # gone before the next method has its own
     return rows
 
 
-def _device_keys(layers: Sequence[LayerCache], n: int) -> Keys:
+def _device_keys(layers: Ids[LayerCache], n: int) -> Keys:
     from sparsekv_cli.evaluation import device_observer
 
     return device_observer.exact_keys(layers, n)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.evaluation.prefill import prefill_each, resume
+from sparsekv_cli.evaluation.prefill import prefill_each
 from sparsekv_cli.methods.base import Method
 
 if TYPE_CHECKING:
-    from sparsekv_cli.session import Session
+    from sparsekv_cli.model import Model
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # 0: ahead of the document, 1: behind it
 MAX_ANSWER_TOKENS = 24
@@ -68,7 +68,7 @@ def planted(document: str, fact: str, depth: float, room: int, count: Callable[[
 
 
 def plant_needles(
-    session: Session,
+    model: Model,
     document: str,
     lengths: Sequence[int],
     encode: Callable[[str], list[int]],
@@ -79,14 +79,14 @@ def plant_needles(
     same. SparseKVError for lengths that the document or the context does not have.
     """
     longest = max(lengths, default=0) + MAX_ANSWER_TOKENS
-    if longest > session.n_ctx:
+    if longest > model.n_ctx:
         raise SparseKVError(
-            f"needles: {longest} tokens with the answer do not fit the context of {session.n_ctx}: "
+            f"needles: {longest} tokens with the answer do not fit the context of {model.n_ctx}: "
             "give less tokens, or raise --ctx-size"
         )
 
     def count(text: str) -> int:
-        return len(session.tokenizer.encode(text, add_bos=False, parse_special=False))
+        return len(model.tokenizer.encode(text, add_bos=False, parse_special=False))
 
     around = len(encode(QUESTION)) + 2
     random = np.random.RandomState(len(DEPTHS))
@@ -100,14 +100,14 @@ def plant_needles(
 
 
 def find_needles(
-    session: Session,
+    model: Model,
     methods: Mapping[str, Method],
     prompts: Sequence[Planted],
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[Needle]:
     """Asks every method for each fact."""
     for i, prompt in enumerate(prompts):
-        told = greedy_answers(session, methods, prompt.ids)
+        told = greedy_answers(model, methods, prompt.ids)
         found = {spec: prompt.value in answer for spec, answer in told}
         yield Needle(prompt.length, len(prompt.ids), prompt.depth, found)
         if progress is not None:
@@ -115,25 +115,22 @@ def find_needles(
 
 
 def greedy_answers(
-    session: Session, methods: Mapping[str, Method], ids: Sequence[int], behind: Sequence[int] = ()
+    model: Model, methods: Mapping[str, Method], ids: Sequence[int], after: Sequence[int] = ()
 ) -> Iterator[tuple[str, str]]:
     """Every method's greedy answer to a prompt, of at most MAX_ANSWER_TOKENS tokens.
 
-    behind: the end of the prompt, which is decoded token by token.
+    after: the end of the prompt, which is decoded token by token.
     """
-    tokenizer, n_steps = session.tokenizer, len(behind) + MAX_ANSWER_TOKENS
-    for spec, (logits, layers, _) in prefill_each(session, methods, ids, n_steps=n_steps):
-        resume(session, ids, layers)
-        for token in behind:
-            logits = session.decode(token)
+    tokenizer, n_steps = model.tokenizer, len(after) + MAX_ANSWER_TOKENS
+    for spec, (logits, sequence, _) in prefill_each(model, methods, ids, n_steps=n_steps):
+        for token in after:
+            logits = sequence.decode(token)
         answer: list[int] = []
         while len(answer) < MAX_ANSWER_TOKENS:
             token = int(logits.argmax())
             if token in tokenizer.eog_ids:
                 break
             answer.append(token)
-            logits = session.decode(token)
+            logits = sequence.decode(token)
         yield spec, tokenizer.decode(answer, skip_special=True)
-        del layers
-        session.caches = []
-    session.reset()
+        del sequence  # gone before the next method has its own

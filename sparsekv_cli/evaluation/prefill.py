@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Ids
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from sparsekv_cli.cache.kinds import share_rows
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import FULL, AttnInput
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.memory import available_memory
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
+from sparsekv_cli.sequence import Attention, Sequence
 
 if TYPE_CHECKING:
-    from sparsekv_cli.session import Progress, Session
+    from sparsekv_cli.model import Model
+    from sparsekv_cli.models.forward import OnProgress
 
 N_TRIAL = 1100  # tokens of a prompt that kernels are tried on: more than any default budget
 N_TRIAL_STEPS = 3  # a graph is captured and replayed by then
-Keys = Sequence[np.ndarray]  # one a layer: the prompt's keys, f16 (G, n, row)
+Keys = Ids[np.ndarray]  # one a layer: the prompt's keys, f16 (G, n, row)
 
 
 class FanOut:
@@ -33,7 +35,7 @@ class FanOut:
 
     can_prefill_in_parts = False  # a method may drop or compress its rows in ``finish_prefill``
 
-    def __init__(self, caches: Sequence[LayerCache], own_s: list[float]) -> None:
+    def __init__(self, caches: Ids[LayerCache], own_s: list[float]) -> None:
         self._caches, self._own_s = caches, own_s
         self.spec = caches[0].spec
 
@@ -54,106 +56,100 @@ class FanOut:
 
 
 class SharedPrefill(NamedTuple):
-    """The result of one prefill for all methods.
-
-    seconds: one a method: the time of the prefill without the other methods' own work.
-    """
+    """The result of one prefill for all methods."""
 
     logits: np.ndarray  # f32 (n_vocab,) after the prompt
-    caches: list[list[LayerCache]]  # a list a method
-    seconds: list[float]
+    sequences: list[Sequence]  # one a method
+    seconds: list[float]  # of the prefill without the other methods' own work, one a method
 
 
 def prefill_all(
-    session: Session,
-    methods: Sequence[Method],
-    ids: Sequence[int],
+    model: Model,
+    methods: Ids[Method],
+    ids: Ids[int],
     *,
     n_steps: int = 0,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> SharedPrefill:
     """Prefills ``ids`` for all methods and makes room for ``n_steps`` more rows.
 
-    The methods are calibrated if need be; ``Session.prepare`` does it beforehand and says so.
+    The methods are calibrated if need be; ``Model.prepare`` does it beforehand and says so.
     """
-    caches = [
-        [method.layer(spec) for spec in session.calibrations.specs(method)] for method in methods
-    ]
-    for layers_of_one in caches:
-        share_rows(layers_of_one)
-    for cache in (cache for layers in caches for cache in layers):
+    sequences = [new_sequence(model, method) for method in methods]
+    for cache in (cache for sequence in sequences for cache in sequence.caches):
         cache.reserve(len(ids) + n_steps)
     own_s = [0.0] * len(methods)
+    caches = [sequence.caches for sequence in sequences]
     layers: Any = [FanOut(together, own_s) for together in zip(*caches, strict=True)]
     begin = time.perf_counter()
-    logits = session.decoder.forward(ids, 0, layers, progress=progress)
+    logits = model.decoder.forward(ids, 0, layers, progress=progress)
     shared = time.perf_counter() - begin - sum(own_s)
-    return SharedPrefill(logits, caches, [shared + own for own in own_s])
+    for sequence in sequences:
+        sequence.tokens = list(ids)
+    return SharedPrefill(logits, sequences, [shared + own for own in own_s])
+
+
+def new_sequence(model: Model, method: Method) -> Sequence:
+    """Returns a sequence that attends with ``method`` from the first row on."""
+    return model.sequence(Attention(method, model.calibrations.specs(method), 0))
 
 
 class MethodPrefill(NamedTuple):
     """What one method starts to decode from."""
 
     logits: np.ndarray  # f32 (n_vocab,) after the prompt
-    caches: list[LayerCache]  # one a layer
+    sequence: Sequence
     seconds: float
 
 
 def prefills(
-    session: Session,
-    methods: Sequence[Method],
-    ids: Sequence[int],
+    model: Model,
+    methods: Ids[Method],
+    ids: Ids[int],
     *,
     n_steps: int,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Iterator[MethodPrefill]:
     """One ``prefill_all`` for all methods; where caches lie on a GPU, a prefill for each method.
 
     On a GPU each method's kernels are tried first, and its caches must be released when the next
     method's turn comes. A method that cannot run there is refused ahead of all prefills.
     """
-    if session.engine.shares_prefill:
-        together = prefill_all(session, methods, ids, n_steps=n_steps, progress=progress)
-        for i, seconds in enumerate(together.seconds):
-            layers, together.caches[i] = together.caches[i], []
-            yield MethodPrefill(together.logits, layers, seconds)
-            del layers
+    if model.engine.shares_prefill:
+        together = prefill_all(model, methods, ids, n_steps=n_steps, progress=progress)
+        together.sequences.reverse()
+        for seconds in together.seconds:
+            yield MethodPrefill(together.logits, together.sequences.pop(), seconds)
         return
 
-    def new_caches(method: Method) -> list[LayerCache]:
-        specs = session.calibrations.specs(method)
-        layers = [session.engine.layer(method, spec) for spec in specs]
-        share_rows(layers)
-        return layers
-
     def try_kernels(method: Method) -> None:
-        layers, trial = new_caches(method), ids[:N_TRIAL]
-        session.decoder.forward(trial, 0, layers)
-        for pos in range(len(trial), len(trial) + N_TRIAL_STEPS):
-            session.decoder.decode(ids[0], pos, layers)
+        sequence, trial = new_sequence(model, method), ids[:N_TRIAL]
+        sequence.prefill(trial)
+        for _ in range(N_TRIAL_STEPS):
+            sequence.decode(ids[0])
 
     def prefilled(method: Method) -> MethodPrefill:
-        layers = new_caches(method)
-        for cache in layers:
+        sequence = new_sequence(model, method)
+        for cache in sequence.caches:
             cache.reserve(len(ids) + n_steps)
         begin = time.perf_counter()
-        logits = session.decoder.forward(ids, 0, layers, progress=progress)
-        return MethodPrefill(logits, layers, time.perf_counter() - begin)
+        logits = sequence.prefill(ids, progress)
+        return MethodPrefill(logits, sequence, time.perf_counter() - begin)
 
     for method in methods:
-        new_caches(method)
+        new_sequence(model, method)
     for method in methods:
         try_kernels(method)
         yield prefilled(method)
 
 
 def batches(
-    session: Session, methods: Mapping[str, Method], n_rows: int, most_bytes: int | None
+    model: Model, methods: Mapping[str, Method], n_rows: int, most_bytes: int | None
 ) -> Iterator[dict[str, Method]]:
     """``methods`` in groups that take at most ``most_bytes`` of K and V, each led by the first."""
     row_bytes = sum(
         2 * (padded(layer.head_dim) + padded(layer.value_dim)) * layer.n_head_kv
-        for layer in session.hparams.layers
+        for layer in model.hparams.layers
         if layer.kind == FULL
     )
     size = len(methods)
@@ -164,31 +160,26 @@ def batches(
         yield {first: reference, **dict(others[start : start + size])}
 
 
-def resume(session: Session, ids: Sequence[int], caches: Sequence[Any]) -> None:
-    """Makes the session continue behind ``ids`` with ``caches`` that hold them."""
-    session.tokens, session.caches, session.checkpoint = list(ids), list(caches), None
-
-
-def exact_keys(layers: Sequence[LayerCache], n: int) -> Keys:
+def exact_keys(layers: Ids[LayerCache], n: int) -> Keys:
     """The keys of the first ``n`` rows in the caches of ``full``; valid when those are gone."""
     return [cache.store.k[:, :n] for cache in layers]
 
 
 def prefill_each(
-    session: Session,
+    model: Model,
     methods: Mapping[str, Method],
-    ids: Sequence[int],
+    ids: Ids[int],
     *,
     n_steps: int,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Iterator[tuple[str, MethodPrefill]]:
     """``prefills`` by the names of the methods, of as many at once as half the memory holds.
 
     What a method gets does not depend on the others: ``full``, which is not among the results
     unless it is asked for, leads every prefill, so that prompts attend to rows in f16.
     """
-    if not session.engine.shares_prefill:
-        started = prefills(session, list(methods.values()), ids, n_steps=n_steps, progress=progress)
+    if not model.engine.shares_prefill:
+        started = prefills(model, list(methods.values()), ids, n_steps=n_steps, progress=progress)
         for name in methods:
             yield name, next(started)  # nobody here keeps it when the next one is made
         return
@@ -197,9 +188,9 @@ def prefill_each(
     others = {name: method for name, method in methods.items() if name != lead}
     available = available_memory()
     most = None if available is None else available // 2
-    for n, batch in enumerate(batches(session, {"": full, **others}, len(ids) + n_steps, most)):
+    for n, batch in enumerate(batches(model, {"": full, **others}, len(ids) + n_steps, most)):
         group = list(batch.values())
-        started = prefills(session, group, ids, n_steps=n_steps, progress=progress)
+        started = prefills(model, group, ids, n_steps=n_steps, progress=progress)
         for name in batch:
             if name:
                 yield name, next(started)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from sparsekv_cli.errors import SparseKVError
 
 if TYPE_CHECKING:
+    from sparsekv_cli.model import Model
     from sparsekv_cli.models.chat.thinking import Thinking
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
-    from sparsekv_cli.session import Session
 
 TEMPLATE_KEY = "tokenizer.chat_template"
 CHATML_END = "<|im_end|>"
@@ -85,11 +85,11 @@ def encode_messages(
     return tokenizer.encode(text, add_bos=add_bos, add_eos=False, parse_special=True, plain=plain)
 
 
-def model_thinking(session: Session) -> Thinking | None:
-    """How the session's model marks what it thinks; None if its template knows of nothing."""
+def model_thinking(model: Model) -> Thinking | None:
+    """How the model marks what it thinks; None if its template knows of nothing."""
     from sparsekv_cli.models.chat.thinking import thinking_of
 
-    return thinking_of(chat_template(session.gguf.metadata), session.tokenizer)
+    return thinking_of(chat_template(model.gguf.metadata), model.tokenizer)
 
 
 def thinking_switch(template: str | None, think: bool | None) -> dict[str, bool]:
@@ -108,7 +108,7 @@ def thinking_switch(template: str | None, think: bool | None) -> dict[str, bool]
 
 
 def prompt_ids(
-    session: Session,
+    model: Model,
     prompt: str | Sequence[Mapping[str, Any]],
     system: str | None,
     *,
@@ -123,7 +123,7 @@ def prompt_ids(
     Without ``raw`` the model's chat template is applied, if it has one. SparseKVError where a
     message needs a template and there is none. The others are as ``encode_messages`` has them.
     """
-    template = chat_template(session.gguf.metadata)
+    template = chat_template(model.gguf.metadata)
     if template is None:
         thinking_switch(None, think)
     if template is None or (raw and isinstance(prompt, str)):
@@ -136,10 +136,10 @@ def prompt_ids(
             raise SparseKVError(
                 "this model has no chat template, which messages need: give a prompt"
             )
-        return session.tokenizer.encode(prompt, add_eos=False, parse_special=True)
+        return model.tokenizer.encode(prompt, add_eos=False, parse_special=True)
     messages = messages_of(system, prompt) if isinstance(prompt, str) else prompt
     return encode_messages(
-        session.tokenizer,
+        model.tokenizer,
         template,
         messages,
         parse_special=parse_special,

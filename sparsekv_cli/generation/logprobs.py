@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from sparsekv_cli.generation.answer import Answer
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
-    from sparsekv_cli.session import Sample
+    from sparsekv_cli.sequence import Sample
 
 
 class LogProbs:

@@ -13,11 +13,12 @@ from sparsekv_cli.sampling.params import params_from_metadata
 
 if TYPE_CHECKING:
     from sparsekv_cli.generation.constraint import AnswerConstraint
+    from sparsekv_cli.model import Model
     from sparsekv_cli.models.chat.thinking import Thinking
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
     from sparsekv_cli.sampling.dry import Breakers, VocabularyBytes
     from sparsekv_cli.sampling.grammar import Grammar
-    from sparsekv_cli.session import Sample, Session
+    from sparsekv_cli.sequence import Sample
 
 N_BREAKERS = 32  # lists of DRY's sequence breakers that are remembered
 
@@ -45,13 +46,13 @@ MakeConstraint = Callable[
 
 
 def new_constraint(
-    session: Session,
+    model: Model,
     sampling: SamplingOptions,
     thinking: Thinking | None,
     think: bool | None = None,
 ) -> AnswerConstraint | None:
     """What may follow in a model's answers, as a MakeConstraint says it."""
-    return constraint_maker(session.tokenizer)(sampling, thinking, think)
+    return constraint_maker(model.tokenizer)(sampling, thinking, think)
 
 
 def constraint_maker(tokenizer: Tokenizer) -> MakeConstraint:
@@ -89,7 +90,7 @@ def constraint_maker(tokenizer: Tokenizer) -> MakeConstraint:
 
 
 def new_sampler(
-    session: Session,
+    model: Model,
     sampling: SamplingOptions,
     seed: int | None,
     constraint: AnswerConstraint | None = None,
@@ -100,7 +101,7 @@ def new_sampler(
     """
     from sparsekv_cli.sampling.chain import make_sampler
 
-    tokenizer = session.tokenizer
+    tokenizer = model.tokenizer
     explicit = dict(sampling.explicit)
     if seed is not None:
         explicit["seed"] = seed
@@ -108,7 +109,7 @@ def new_sampler(
         bans = {int(token): -math.inf for token in tokenizer.eog_ids}
         explicit["logit_bias"] = {**explicit.get("logit_bias", {}), **bans}
     return make_sampler(
-        params_from_metadata(session.gguf.metadata, explicit),
+        params_from_metadata(model.gguf.metadata, explicit),
         find_breakers=functools.partial(_find_breakers, tokenizer),
         constraint=constraint,
     )

@@ -19,7 +19,8 @@ from sparsekv_cli.cpu.jit.floats import as_f32
 from sparsekv_cli.errors import SparseKVError
 
 if TYPE_CHECKING:
-    from sparsekv_cli.session import Progress, Session
+    from sparsekv_cli.model import Model
+    from sparsekv_cli.models.forward import OnProgress
 
 SHARES = (0.01, 0.02, 0.05, 0.10)  # of the rows, whose mass is measured
 SHARE = 0.05  # of the rows, by which rules of choice are compared
@@ -225,9 +226,9 @@ def rate_pages(weights: np.ndarray, q: np.ndarray, keys: np.ndarray) -> float:
 
 
 def measure_attention(
-    session: Session, ids: Sequence[int], progress: Progress | None = None
+    model: Model, ids: Sequence[int], progress: OnProgress | None = None
 ) -> AttentionMeasures:
-    """Measures the full layers of the session's model in a dense prefill of ``ids``.
+    """Measures the model's full layers in a dense prefill of ``ids``.
 
     SparseKVError for a text that is too short, or a model without full layers.
     """
@@ -238,13 +239,13 @@ def measure_attention(
         )
     from sparsekv_cli.cpu.jit.threads import blas_threads
 
-    specs = session.decoder.layer_specs()
+    specs = model.decoder.layer_specs()
     caches = [CACHES.get(spec.kind, WatchedCache)(spec) for spec in specs]
     for cache in caches:
         cache.reserve(len(ids))
     share_rows(caches)
-    with blas_threads(session.n_threads):
-        session.decoder.forward(ids, 0, caches, progress=progress)
+    with blas_threads(model.n_threads):
+        model.decoder.forward(ids, 0, caches, progress=progress)
     watched = [cache for cache in caches if isinstance(cache, WatchedCache)]
     if not watched:
         raise SparseKVError("the model has no layer that attends to all rows")

@@ -30,7 +30,8 @@ from sparsekv_cli.planning.kept import method_key, why_not
 from sparsekv_cli.planning.plan import Forecast
 
 if TYPE_CHECKING:
-    from sparsekv_cli.session import Progress, Session
+    from sparsekv_cli.model import Model
+    from sparsekv_cli.models.forward import OnProgress
 
 AUTO = "auto"  # as a method on the command line, and in the sidecar
 N_TEXT = 4096  # tokens of the text
@@ -153,13 +154,13 @@ class MethodChoice:
         }
 
 
-def candidates(session: Session) -> list[Method]:
+def candidates(model: Model) -> list[Method]:
     """Methods that the model can run, calibrated ones if they are: by default, and with BUDGETS."""
     methods = [build_method(name, {}) for name in METHODS if name != "full"]
     return [
         variant
         for each in methods
-        if not why_not(each, session.gguf, session.hparams)
+        if not why_not(each, model.gguf, model.hparams)
         for variant in (each, *(build_method(each.name, {"budget": text}) for text in BUDGETS))
     ]
 
@@ -173,9 +174,9 @@ def worth_forecasting(methods: Sequence[Method], losses: Losses, max_loss: float
     ]
 
 
-def kept_losses(session: Session) -> Losses | None:
+def kept_losses(model: Model) -> Losses | None:
     """What is in the model's sidecar; None if nothing is, or nothing that this version reads."""
-    entry = session.calibrations.find(AUTO)
+    entry = model.calibrations.find(AUTO)
     try:
         return None if entry is None else Losses.of_entry(entry)
     except (KeyError, TypeError, ValueError):
@@ -183,18 +184,18 @@ def kept_losses(session: Session) -> Losses | None:
 
 
 def measure_losses(
-    session: Session,
+    model: Model,
     methods: Sequence[Method],
     text: CalibrationText,
     n_tokens: int = N_TEXT,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> tuple[Losses, Entry]:
     """Decodes the last tokens of a text, and a passage of it again, with each of ``methods``.
 
-    The session's sequence is lost. SparseKVError for a text that is too short.
+    Raises SparseKVError for a text that is too short.
     """
-    ids = session.tokenizer.encode(text.text, add_eos=False, parse_special=False)
-    ids = ids[: min(n_tokens, session.n_ctx)]
+    ids = model.tokenizer.encode(text.text, add_eos=False, parse_special=False)
+    ids = ids[: min(n_tokens, model.n_ctx)]
     if len(ids) < LEAST_TEXT:
         raise SparseKVError(
             f"{len(ids)} tokens of text {text.name} are too few to measure what methods lose: at "
@@ -202,7 +203,7 @@ def measure_losses(
         )
     by_key = {"full": build_method("full", {}), **{method_key(each): each for each in methods}}
     prompt, following = loss_task(ids)
-    rows = compare(session, by_key, prompt, len(following), following, on_step=progress)
+    rows = compare(model, by_key, prompt, len(following), following, on_step=progress)
     kld = {row.spec: max(0.0, row.kld_mean) for row in rows[1:]}
     losses = Losses(cpu_name(), datetime.now(UTC).date().isoformat(), kld)
     return losses, losses.as_entry(len(ids), text)

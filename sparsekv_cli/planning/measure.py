@@ -21,8 +21,8 @@ from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.row_sizes import padded, token_bytes
 from sparsekv_cli.cache.spec import FULL, AttnInput, LayerSpec
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.engine import open_engine
 from sparsekv_cli.evaluation.roofline import measure_bandwidth
+from sparsekv_cli.machine import open_engine
 from sparsekv_cli.memory import available_memory
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method

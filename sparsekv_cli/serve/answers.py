@@ -15,7 +15,7 @@ from sparsekv_cli.serve.jobs import (
     Job,
     NewToken,
     PromptProgress,
-    Wish,
+    Request,
 )
 from sparsekv_cli.serve.requests import Service
 from sparsekv_cli.serve.tools import Reader
@@ -45,19 +45,21 @@ class Answers:
     Leaving it aborts what is not done. ``readers``: of the choices.
     """
 
-    def __init__(self, service: Service, wishes: Sequence[Wish], readers: Sequence[Reader]) -> None:
+    def __init__(
+        self, service: Service, requests: Sequence[Request], readers: Sequence[Reader]
+    ) -> None:
         self._service, self._readers = service, readers
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        self._jobs = [self._job(i, wish, loop) for i, wish in enumerate(wishes)]
-        self._n_open = len(wishes)
+        self._jobs = [self._job(i, request, loop) for i, request in enumerate(requests)]
+        self._n_open = len(requests)
 
-    def _job(self, index: int, wish: Wish, loop: asyncio.AbstractEventLoop) -> Job:
+    def _job(self, index: int, request: Request, loop: asyncio.AbstractEventLoop) -> Job:
         def emit(event: Event) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
-        return Job(wish, emit, self._service.limits.seconds)
+        return Job(request, emit, self._service.limits.seconds)
 
     async def __aenter__(self) -> Answers:
         self._service.scheduler.submit(self._jobs)
@@ -122,11 +124,11 @@ def joined(parts: Sequence[Part]) -> list[Part]:
     return result
 
 
-def about(end: Finished, service: Service, wish: Wish) -> dict[str, Any]:
+def about(end: Finished, service: Service, request: Request) -> dict[str, Any]:
     """What a response says of how it was computed, beside what its protocol has."""
     return {
-        "method": {"name": wish.method.name, "options": wish.method.options()},
-        "context": {"used": end.n_prompt + end.n_generated, "size": service.session.n_ctx},
+        "method": {"name": request.method.name, "options": request.method.options()},
+        "context": {"used": end.n_prompt + end.n_generated, "size": service.model.n_ctx},
         "timings": {name: round(value, 4) for name, value in end.timings.items()},
         "ledger": end.ledger,
     }

@@ -47,7 +47,7 @@ class Message:
         think, budget = _thinking(fields)
         if think is False and not service.can_switch_thinking:
             budget = 0
-        self._wish = service.wish(
+        self._request = service.request(
             _prompt_ids(service, fields, messages, tools, is_forced=self._forced is not None),
             fields,
             max_tokens=fields.max_tokens,
@@ -63,7 +63,7 @@ class Message:
 
     async def whole(self) -> dict[str, Any]:
         """The response to a request that does not stream."""
-        async with Answers(self._service, [self._wish], [self._reader]) as answers:
+        async with Answers(self._service, [self._request], [self._reader]) as answers:
             (told,) = await answers.whole()
         assert told.end is not None
         blocks = [_block(part) for part in self._shown(told.parts)]
@@ -72,16 +72,16 @@ class Message:
             blocks = [each for each in blocks if each.get("text", "x").strip()]
         message = self._message(blocks, _usage(told.end))
         message |= _stop(told.end, has_called)
-        return {**message, "sparsekv": about(told.end, self._service, self._wish)}
+        return {**message, "sparsekv": about(told.end, self._service, self._request)}
 
     async def stream(self) -> AsyncIterator[str]:
         """The events of a response that streams."""
-        n_prompt = len(self._wish.ids)
+        n_prompt = len(self._request.ids)
         start = self._message([], {"input_tokens": n_prompt, "output_tokens": 0})
         yield _event("message_start", message=start)
         yield _event("ping")
         blocks, has_called = _Blocks(), False
-        async with Answers(self._service, [self._wish], [self._reader]) as answers:
+        async with Answers(self._service, [self._request], [self._reader]) as answers:
             async for told in answers.parts():
                 if isinstance(told, Ping):
                     yield _event("ping")
@@ -182,7 +182,7 @@ def _prompt_ids(
     """
     wanted = False if is_forced else _thinking(fields)[0]
     think = wanted if service.can_switch_thinking else None
-    effort = fields.output_config.effort  # a wish, which Claude Code sends to every model
+    effort = fields.output_config.effort  # a hint, which Claude Code sends to every model
     variables = {} if effort is None or EFFORT not in service.variables else {EFFORT: effort}
     continues = continues_last(messages, None, None)
     return service.encode_chat(messages, tools, think, variables, continues=continues)

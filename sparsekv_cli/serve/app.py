@@ -111,7 +111,7 @@ def make_app(
         return JSONResponse(listed["data"][0])
 
     async def methods(request: Request) -> Response:
-        return JSONResponse({"default": service.session.method.name, "methods": describe_methods()})
+        return JSONResponse({"default": service.model.method.name, "methods": describe_methods()})
 
     async def health(request: Request) -> Response:
         failure = service.scheduler.failure

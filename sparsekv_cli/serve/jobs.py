@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,12 +13,11 @@ import numpy as np
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.constraint import AnswerConstraint
-from sparsekv_cli.generation.growing import GrowingAnswer
+from sparsekv_cli.generation.generation import Generation
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.chat.thinking import Thinking
-from sparsekv_cli.sampling.plain import Outcome
-from sparsekv_cli.sequence import SequenceState
+from sparsekv_cli.sequence import Sequence
 
 
 class QueueFullError(SparseKVError):
@@ -93,16 +93,16 @@ Event = PromptProgress | Compiling | NewToken | Finished | Failed
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What a job asks for. ``dense_rows``: as SessionConfig has ``sparse_from``."""
+class Request:
+    """What a job asks for. ``sparse_from``: as SessionConfig has it."""
 
-    ids: Sequence[int]
+    ids: Ids[int]
     method: Method
-    dense_rows: int
+    sparse_from: int
     n_predict: int
     sampling: SamplingOptions = SamplingOptions({})
     seed: int | None = None
-    stops: Sequence[str] = ()
+    stops: Ids[str] = ()
     logprobs: int | None = None
     constraint: AnswerConstraint | None = None
     special: bool = False
@@ -112,18 +112,16 @@ class Wish:
 
 @dataclass(eq=False)
 class Job:
-    """A wish on its way through the scheduler, whose thread alone works on it.
+    """A request on its way through the scheduler, whose thread alone works on it.
 
     emit: told all events, the last one is Finished or Failed. seconds: that it may take.
     """
 
-    wish: Wish
+    request: Request
     emit: Callable[[Event], None]
     seconds: float
     created: float = field(default_factory=time.monotonic)
-    state: SequenceState | None = None
-    answer: GrowingAnswer | None = None
-    outcome: Outcome | None = None  # of the last step, or of the prefill
+    generation: Generation | None = None  # while its answer is generated
     n_cached: int = 0
     n_bytes: int = 0  # that are set aside for it
     prefill_s: float = 0.0
@@ -146,6 +144,12 @@ class Job:
     def is_late(self) -> bool:
         return time.monotonic() - self.created > self.seconds
 
+    def end(self) -> Sequence:
+        """Ends the generation. Returns its sequence, which the job does not hold any more."""
+        assert self.generation is not None
+        generation, self.generation = self.generation, None
+        return generation.sequence
+
     def write(self, text: str) -> None:
         """Text of the answer that is certain."""
         self.text += text
@@ -158,7 +162,7 @@ class Job:
         """The text, the thinking and the log probabilities that are new."""
         text, self.text = self.text, ""
         thinking, self.thinking = self.thinking, ""
-        logprobs = self.answer.logprobs if self.answer is not None else None
+        logprobs = self.generation.logprobs if self.generation is not None else None
         entries = [] if logprobs is None else logprobs.since(self.n_told)
         self.n_told += len(entries)
         return text, thinking, entries

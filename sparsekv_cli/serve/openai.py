@@ -16,7 +16,7 @@ from sparsekv_cli.generation.messages import read_messages
 from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
 from sparsekv_cli.models.chat.history import new_call_id
 from sparsekv_cli.serve.answers import Answers, Ping, Told, about
-from sparsekv_cli.serve.jobs import Finished, PromptProgress, Wish
+from sparsekv_cli.serve.jobs import Finished, PromptProgress, Request
 from sparsekv_cli.serve.requests import EFFORT, RequestError, Service
 from sparsekv_cli.serve.schema import MAX_CHOICES, ChatFields, CompletionFields
 from sparsekv_cli.serve.tools import ForcedCall, Functions, functions_of, reader_of
@@ -44,8 +44,10 @@ class Completion:
             is_single, functions = not fields.parallel_tool_calls, functions_of(tools)
         else:
             prompts = self._prompt_ids(fields.prompt)
-        wishes = [self._wish(fields, ids) for ids in prompts]
-        self._wishes = [each for wish in wishes for each in service.choices(wish, fields.n)]
+        requests = [self._request(fields, ids) for ids in prompts]
+        self._requests = [
+            each for request in requests for each in service.choices(request, fields.n)
+        ]
         self._readers = [
             reader_of(
                 self._kind,
@@ -54,9 +56,9 @@ class Completion:
                 is_begun=self._continues,
                 is_single=is_single,
             )
-            for _ in self._wishes
+            for _ in self._requests
         ]
-        self._places = [_Places(service.tokenizer.is_shown) for _ in self._wishes]
+        self._places = [_Places(service.tokenizer.is_shown) for _ in self._requests]
         self._id = ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex
         self._created = int(time.time())
 
@@ -94,7 +96,7 @@ class Completion:
         """The prompts of a completion: a text, ids, or a list of either."""
         is_many = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
         prompts = prompt if is_many and isinstance(prompt, list) else [prompt]
-        n_vocab, encode = self._service.session.hparams.n_vocab, self._service.tokenizer.encode
+        n_vocab, encode = self._service.model.hparams.n_vocab, self._service.tokenizer.encode
         result = []
         for each in prompts[: MAX_CHOICES + 1]:
             if isinstance(each, str) and each:
@@ -111,13 +113,13 @@ class Completion:
             raise RequestError(f"prompt: expected at most {MAX_CHOICES} prompts", param="prompt")
         return result
 
-    def _wish(self, fields: ChatFields | CompletionFields, ids: Sequence[int]) -> Wish:
+    def _request(self, fields: ChatFields | CompletionFields, ids: Sequence[int]) -> Request:
         schema, most, logprobs = None, fields.max_tokens, fields.logprobs
         if isinstance(fields, ChatFields):
             schema = fields.response_format.schema_of_answer
             most = most if fields.max_completion_tokens is None else fields.max_completion_tokens
             logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-        return self._service.wish(
+        return self._service.request(
             ids,
             fields,
             max_tokens=most,
@@ -134,7 +136,7 @@ class Completion:
 
     async def whole(self) -> dict[str, Any]:
         """The response to a request that does not stream."""
-        async with Answers(self._service, self._wishes, self._readers) as answers:
+        async with Answers(self._service, self._requests, self._readers) as answers:
             choices = await answers.whole()
         ends = {told.choice: told.end for told in choices if told.end is not None}
         body = self._head("chat.completion" if self._is_chat else "text_completion")
@@ -169,11 +171,11 @@ class Completion:
         """The events of a response that streams."""
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         head = self._head(kind)
-        async with Answers(self._service, self._wishes, self._readers) as answers:
+        async with Answers(self._service, self._requests, self._readers) as answers:
             if self._is_chat:
-                for i in range(len(self._wishes)):
+                for i in range(len(self._requests)):
                     yield event({**head, "choices": [_delta(i, {"role": "assistant"})]})
-            n_calls, ends = [0] * len(self._wishes), {}
+            n_calls, ends = [0] * len(self._requests), {}
             async for told in answers.parts():
                 if isinstance(told, Ping):
                     yield f": {told.why or 'ping'}\n\n"
@@ -229,10 +231,10 @@ class Completion:
 
     def _about(self, ends: Mapping[int, Finished]) -> dict[str, Any]:
         last = max(ends)
-        return about(ends[last], self._service, self._wishes[last])
+        return about(ends[last], self._service, self._requests[last])
 
     def _logprobs(self, told: Told) -> dict[str, Any] | None:
-        if self._wishes[told.choice].logprobs is None:
+        if self._requests[told.choice].logprobs is None:
             return None
         if self._is_chat:
             entries = [
@@ -266,7 +268,7 @@ class _Places:
 def models(service: Service, created: int) -> dict[str, Any]:
     """The one model that there is."""
     model = {"id": service.name, "object": "model", "created": created, "owned_by": "local"}
-    return {"object": "list", "data": [{**model, "context_length": service.session.n_ctx}]}
+    return {"object": "list", "data": [{**model, "context_length": service.model.n_ctx}]}
 
 
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the requests of all protocols have in common: from a JSON object to what it wishes."""
+"""What the requests of all protocols have in common: from a JSON object to a Request."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sparsekv_cli.generation.grammar_trial import GrammarTrial
 from sparsekv_cli.generation.sampler import SamplingOptions, constraint_maker, new_sampler
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
+from sparsekv_cli.model import Model
 from sparsekv_cli.models.chat.thinking import switch_of, variables_of
 from sparsekv_cli.option import options_of
 from sparsekv_cli.sampling.grammar import Grammar
 from sparsekv_cli.sampling.params import MAX_SEED
-from sparsekv_cli.serve.jobs import Wish
+from sparsekv_cli.serve.jobs import Request
 from sparsekv_cli.serve.scheduler import Scheduler
 from sparsekv_cli.serve.schema import CompletionFields, ServedFields
 from sparsekv_cli.serve.tools import HARMONY, ForcedCall, ToolFormat, forced_call, format_of
-from sparsekv_cli.session import Session
 
 TOO_LONG = "context_length_exceeded"
 FORMAT, KWARGS = "response_format", "chat_template_kwargs"
@@ -66,7 +66,7 @@ class Service:
 
     def __init__(
         self,
-        session: Session,
+        model: Model,
         scheduler: Scheduler,
         limits: RequestLimits,
         method_options: Mapping[str, str],
@@ -74,11 +74,11 @@ class Service:
         seed: int | None = None,
     ) -> None:
         self._seed = seed
-        self.session, self.scheduler, self.limits = session, scheduler, limits
-        self.tokenizer = session.tokenizer
-        self.name = session.gguf.path.stem
-        self.template = chat_template(session.gguf.metadata)
-        self.thinking = model_thinking(session)
+        self.model, self.scheduler, self.limits = model, scheduler, limits
+        self.tokenizer = model.tokenizer
+        self.name = model.gguf.path.stem
+        self.template = chat_template(model.gguf.metadata)
+        self.thinking = model_thinking(model)
         self.can_switch_thinking = switch_of(self.template) is not None
         self.variables = variables_of(self.template)
         self.tool_format: ToolFormat | None = format_of(self.template)
@@ -86,11 +86,11 @@ class Service:
             raise SparseKVError(
                 "--think-budget: the chat template of this model names no markers of thinking"
             )
-        self._make_constraint = constraint_maker(session.tokenizer)
-        self.grammars = GrammarTrial(session.gguf.path)
-        self._method, self._method_options = session.method.name, dict(method_options)
+        self._make_constraint = constraint_maker(model.tokenizer)
+        self.grammars = GrammarTrial(model.gguf.path)
+        self._method, self._method_options = model.method.name, dict(method_options)
         self._sampling = sampling
-        self.kinds = [layer.kind for layer in session.hparams.layers]
+        self.kinds = [layer.kind for layer in model.hparams.layers]
 
     def method_of(self, fields: ServedFields) -> tuple[Method, int]:
         """The method that a request names with its options, and up to where it is dense.
@@ -103,8 +103,8 @@ class Service:
             options = {**self._method_options, **options}
         if fields.budget is not None:
             options["budget"] = fields.budget
-        default = self.session.config.sparse_from
-        dense_rows = default if fields.sparse_from is None else fields.sparse_from
+        default = self.model.config.sparse_from
+        sparse_from = default if fields.sparse_from is None else fields.sparse_from
         try:
             method = build_method(name, options)
             method.check_layers(self.kinds)
@@ -113,7 +113,7 @@ class Service:
             raise RequestError(str(error), param=param) from None
         self._check_sizes(method, fields.method_options)
         self._check_calibrated(method)
-        return method, dense_rows
+        return method, sparse_from
 
     def _check_sizes(self, method: Method, names: Iterable[str]) -> None:
         """Raises RequestError for an option beyond the context: some take memory for each row."""
@@ -122,17 +122,17 @@ class Service:
             value = getattr(method, name, None)
             if isinstance(value, int | float) and name in declared:
                 default: Any = declared[name].default
-                most = max(self.session.n_ctx, default)
+                most = max(self.model.n_ctx, default)
                 if value > most:
                     raise RequestError(
                         f"method_options.{name} = {value}: expected at most {most}, for the "
-                        f"context of this server holds {self.session.n_ctx} tokens",
+                        f"context of this server holds {self.model.n_ctx} tokens",
                         param="method_options",
                     )
 
     def _check_calibrated(self, method: Method) -> None:
         """Raises RequestError for a method that measures the model first: others would wait."""
-        if method.name != self._method and not self.session.calibrations.has(method):
+        if method.name != self._method and not self.model.calibrations.has(method):
             raise RequestError(
                 f"{method.name} measures the model first, for which other requests would have to "
                 f"wait: run 'sparsekv-cli calibrate --method {method.name}' with this model once, "
@@ -145,7 +145,7 @@ class Service:
         kind = self.tool_format
         return kind if has_tools or kind == HARMONY else None
 
-    def wish(
+    def request(
         self,
         ids: Sequence[int],
         fields: ServedFields,
@@ -159,7 +159,7 @@ class Service:
         thinks: bool = True,
         think: bool | None = None,
         think_budget: int | None = None,
-    ) -> Wish:
+    ) -> Request:
         """What to ask of the scheduler.
 
         max_tokens: None or -1: as many as the server allows. schema: what the answer has to fit.
@@ -170,7 +170,7 @@ class Service:
         thinking = self.thinking if thinks and forced is None else None
         if forced is not None:
             ids = [*ids, *self._ids_ahead_of(forced, ids)]
-        n_ctx = self.session.n_ctx
+        n_ctx = self.model.n_ctx
         if len(ids) >= n_ctx:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens, and the context of this server holds {n_ctx}, "
@@ -178,7 +178,7 @@ class Service:
                 param="prompt" if isinstance(fields, CompletionFields) else "messages",
                 code=TOO_LONG,
             )
-        method, dense_rows = self.method_of(fields)
+        method, sparse_from = self.method_of(fields)
         options = self._sampling_of(fields, schema)
         if forced is not None:
             options = replace(options, grammar=self._grammar_of(forced, options))
@@ -197,11 +197,11 @@ class Service:
             param = FORMAT
             raise RequestError(str(error).removeprefix("--"), param=param) from None
         n_predict = self.limits.tokens if max_tokens is None or max_tokens < 0 else max_tokens
-        new_sampler(self.session, options, 0)  # DRY's table is made by this thread, and remembered
-        return Wish(
+        new_sampler(self.model, options, 0)  # DRY's table is made by this thread, and remembered
+        return Request(
             ids=ids,
             method=method,
-            dense_rows=dense_rows,
+            sparse_from=sparse_from,
             n_predict=min(n_predict, self.limits.tokens, n_ctx - len(ids)),
             sampling=options,
             seed=self._seed if fields.seed is None else fields.seed,
@@ -305,15 +305,15 @@ class Service:
         except SparseKVError as error:
             raise RequestError(str(error), param="messages") from None
 
-    def choices(self, wish: Wish, n: int) -> list[Wish]:
-        """The wish n times, each with a seed of its own."""
-        seed = -1 if wish.seed is None else wish.seed
+    def choices(self, request: Request, n: int) -> list[Request]:
+        """The request n times, each with a seed of its own."""
+        seed = -1 if request.seed is None else request.seed
         seeds = [seed if seed == -1 else (seed + i) % (MAX_SEED + 1) for i in range(n)]
-        constraints = [wish.constraint] + [
-            wish.constraint and wish.constraint.copy() for _ in range(n - 1)
+        constraints = [request.constraint] + [
+            request.constraint and request.constraint.copy() for _ in range(n - 1)
         ]
         pairs = zip(seeds, constraints, strict=True)
-        return [replace(wish, seed=seed, constraint=each) for seed, each in pairs]
+        return [replace(request, seed=seed, constraint=each) for seed, each in pairs]
 
 
 def _on_channels(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,7 +10,8 @@ Memory for rows is set aside ahead of a prefill, and given back with the answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Ids
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -18,14 +19,13 @@ from functools import cache
 import numpy as np
 
 from sparsekv_cli.cache.layer import LayerCache
-from sparsekv_cli.cache.spec import FULL
+from sparsekv_cli.cache.spec import FULL, LayerSpec
 from sparsekv_cli.cache.store import CACHE_TYPES, RowType
 from sparsekv_cli.memory import available_memory
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.prefix.prefixes import LEAST, STEP, Prefixes, n_common
 from sparsekv_cli.prefix.prompt_rows import Found
-from sparsekv_cli.sequence import Attention, SequenceState
-from sparsekv_cli.session import N_HEADROOM, Session
+from sparsekv_cli.sequence import N_HEADROOM, Attention, Sequence
 
 FALLBACK = 4 << 30  # bytes for rows where the system does not tell
 LEAST_SEEN = 512  # tokens; shorter prompts say little of what an index grows by
@@ -36,29 +36,29 @@ GROWTH = 9 / 8  # of a cache's memory over its rows, at most (KVStore.reserve)
 class Parked:
     """A sequence whose answer is out, and the bytes that it takes."""
 
-    state: SequenceState
+    sequence: Sequence
     n_bytes: int
 
 
-def reusable(state: SequenceState, ids: Sequence[int], method: Method) -> int:
+def reusable(sequence: Sequence, ids: Ids[int], method: Method) -> int:
     """How many of the prompt's rows at the beginning of ``ids`` a sequence can give to it.
 
     None where a method has changed them, or needs queries that are not there.
     """
-    at, n_queried = state.checkpoint, method.n_queried
-    if at is None or n_queried is None or not keeps_rows(state):
+    at, n_queried = sequence.checkpoint, method.n_queried
+    if at is None or n_queried is None or not keeps_rows(sequence):
         return 0
-    n = n_common(ids, state.tokens[: at.n])
+    n = n_common(ids, sequence.tokens[: at.n])
     return max(0, min(n, len(ids) - max(1, n_queried)) // STEP * STEP)
 
 
-def keeps_rows(state: SequenceState) -> bool:
+def keeps_rows(sequence: Sequence) -> bool:
     """Whether all layers have the rows of all of the sequence's tokens."""
-    return all(layer.can_prefill_in_parts and layer.spec.kind == FULL for layer in state.caches)
+    return all(layer.can_prefill_in_parts and layer.spec.kind == FULL for layer in sequence.caches)
 
 
 class SharedRows:
-    """Takes the place of a session's ``prefixes``: looks in other sequences first, then on disk.
+    """Finds a prompt's rows in other sequences first, then on disk (a PromptRows).
 
     donors: sequences that may give rows. disk_of: what there is on disk for a method; None: nothing
     is found there, and nothing kept.
@@ -66,34 +66,39 @@ class SharedRows:
 
     def __init__(
         self,
-        session: Session,
         disk_of: Callable[[Method], Prefixes | None],
-        donors: Callable[[], Iterable[SequenceState]],
+        donors: Callable[[], Iterable[Sequence]],
     ) -> None:
-        self._session, self._donors = session, donors
+        self._donors = donors
+        self._method: Method | None = None  # of the next prompt
         self._disk_of = cache(disk_of)
         self._disk: Prefixes | None = None  # of the sequence that is prefilled, or was last
-        self._donor: SequenceState | None = None
+        self._donor: Sequence | None = None
         self._found = Found()  # on disk
         self._writer = ThreadPoolExecutor(1, "prefixes")
         self._writing: Future[None] | None = None
 
-    def find(self, ids: Sequence[int]) -> Found:
+    def use(self, method: Method) -> None:
+        """The next prompt's sequence attends with ``method``."""
+        self._method = method
+
+    def find(self, ids: Ids[int]) -> Found:
         """As Prefixes.find."""
         self.wait()
-        method = self._session.method
+        method = self._method
+        assert method is not None
         self._disk = self._disk_of(method)
         self._found = self._disk.find(ids) if self._disk is not None else Found()
         best = self._found.n
         types, self._donor = types_of(method), None
-        for state in self._donors():
-            if types_of(state.attention.method) == types:
-                n = reusable(state, ids, method)
+        for sequence in self._donors():
+            if types_of(sequence.method) == types:
+                n = reusable(sequence, ids, method)
                 if n > best:
-                    best, self._donor = n, state
+                    best, self._donor = n, sequence
         return Found((), best, best) if self._donor is not None else self._found
 
-    def load(self, found: Found, caches: Sequence[LayerCache], n_room: int) -> int:
+    def load(self, found: Found, caches: Ids[LayerCache], n_room: int) -> int:
         """As Prefixes.load."""
         donor, self._donor = self._donor, None
         if donor is None:
@@ -108,9 +113,7 @@ class SharedRows:
             store.n = found.n
         return found.n
 
-    def begin(
-        self, ids: Sequence[int], found: Found, n_loaded: int, caches: Sequence[LayerCache]
-    ) -> None:
+    def begin(self, ids: Ids[int], found: Found, n_loaded: int, caches: Ids[LayerCache]) -> None:
         """As Prefixes.begin."""
         if self._disk is not None:
             self._disk.begin(ids, self._found._replace(n=n_loaded), n_loaded, caches)
@@ -146,7 +149,7 @@ def types_of(method: Method) -> tuple[str, str]:
     return method.cache_type_k, method.cache_type_v
 
 
-def takes_over(parked: SequenceState, ids: Sequence[int], method: Method, has_disk: bool) -> int:
+def takes_over(parked: Sequence, ids: Ids[int], method: Method, has_disk: bool) -> int:
     """Of how many tokens ``parked`` keeps the rows if ``ids`` go on in its place; 0: it does not.
 
     It does where nearly all of its prompt is a beginning of ``ids``, so that nobody else misses
@@ -170,11 +173,11 @@ def default_limit() -> int:
     return FALLBACK if available is None else available // 2
 
 
-def sequence_bytes(attention: Attention, n: int) -> int:
+def sequence_bytes(method: Method, specs: Ids[LayerSpec], n: int) -> int:
     """Bytes that the rows of n tokens take, in all layers."""
-    method, total = attention.method, 0
+    total = 0
     n = int((n + N_HEADROOM) * GROWTH)
-    for spec in attention.specs:
+    for spec in specs:
         k = RowType(CACHE_TYPES[method.cache_type_k], spec.head_dim)
         v = RowType(CACHE_TYPES[method.cache_type_v], spec.value_dim)
         row = sum(each.n_items * np.dtype(each.dtype).itemsize for each in (k, v))
@@ -183,14 +186,14 @@ def sequence_bytes(attention: Attention, n: int) -> int:
 
 
 def best_parked(
-    all_parked: Iterable[Parked], attention: Attention, ids: Sequence[int], has_disk: bool
+    all_parked: Iterable[Parked], attention: Attention, ids: Ids[int], has_disk: bool
 ) -> tuple[Parked | None, int]:
     """The parked sequence that most of ``ids`` can be taken over from, and how many."""
     best, n_best = None, 0
     for parked in all_parked:
-        other = parked.state.attention
+        other = parked.sequence.attention
         if other.method == attention.method and other.sparse_from == attention.sparse_from:
-            n = takes_over(parked.state, ids, attention.method, has_disk)
+            n = takes_over(parked.sequence, ids, attention.method, has_disk)
             best, n_best = (parked, n) if n > n_best else (best, n_best)
     return best, n_best
 

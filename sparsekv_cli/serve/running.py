@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
 from sparsekv_cli.errors import LostModelError
-from sparsekv_cli.sampling.plain import Outcome
-from sparsekv_cli.sequence import ledger_of
+from sparsekv_cli.generation.generation import Generation, step
+from sparsekv_cli.generation.logprobs import LogProbs
+from sparsekv_cli.generation.sampler import new_sampler
+from sparsekv_cli.model import Model
+from sparsekv_cli.sequence import Sequence
 from sparsekv_cli.serve.jobs import Failed, Finished, Job, NewToken, bins_of
-from sparsekv_cli.session import Session
 
 N_KEPT = 10_000  # times that wait for the next look of the metrics
 # What a ledger says of the memory; the rest counts what was done.
@@ -52,9 +55,35 @@ class Stats:
 class Running:
     """Jobs whose prompts are prefilled. park: what becomes of the sequence of one that has left."""
 
-    def __init__(self, session: Session, stats: Stats, park: Callable[[Job], None]) -> None:
+    def __init__(self, model: Model, stats: Stats, park: Callable[[Sequence], None]) -> None:
         self.jobs: list[Job] = []
-        self._session, self._stats, self._park = session, stats, park
+        self._model, self._stats, self._park = model, stats, park
+
+    def begin(self, job: Job, sequence: Sequence) -> None:
+        """A job runs from now on, whose prompt is prefilled in ``sequence``.
+
+        Raises SparseKVError for a sampler or a grammar that cannot be.
+        """
+        request, model = job.request, self._model
+        sample = new_sampler(model, request.sampling, request.seed, request.constraint)
+        if request.logprobs is not None:
+            sample = LogProbs(sample, request.logprobs, model.tokenizer)
+        job.generation = Generation(
+            model.tokenizer,
+            sequence,
+            sample,
+            n_predict=request.n_predict,
+            stops=request.stops,
+            constraint=request.constraint,
+            special=request.special,
+            thinking=request.thinking,
+            write=job.write,
+            write_thinking=job.write_thinking,
+        )
+        for cache in sequence.caches:
+            cache.records_attended = self._tells_rows(job)
+        job.counted = sequence.ledger()
+        self.jobs.append(job)
 
     def step(self) -> None:
         """The next token of every answer; those that are done leave."""
@@ -65,78 +94,70 @@ class Running:
             self._decode(list(self.jobs))
             self._stats.add_step(len(self.jobs), time.monotonic() - started)
 
-    def tells_rows(self, job: Job) -> bool:
-        """Whether the client is told which rows a step has attended to."""
-        return job.wish.n_bins > 0 and self._session.engine.records_attended
-
     def fail(self, job: Job, error: Exception) -> None:
         """There is no answer, or no more of it."""
         self._stats.n_failed += 1
         job.emit(Failed(error))
 
+    def leave(self, job: Job) -> None:
+        """A job runs no more. Its sequence is kept for later prompts."""
+        self.jobs.remove(job)
+        sequence = job.end()
+        for cache in sequence.caches:
+            cache.records_attended = False
+        self._park(sequence)
+
+    def _tells_rows(self, job: Job) -> bool:
+        """Whether the client is told which rows a step has attended to."""
+        return job.request.n_bins > 0 and self._model.engine.records_attended
+
     def _choose(self, job: Job) -> None:
         """Chooses the next token of an answer, which ends with it or has it decoded."""
-        assert job.state is not None and job.answer is not None and job.outcome is not None
-        self._session.state = job.state
+        assert job.generation is not None
         try:
-            is_done = job.answer.choose(job.outcome, self._session)
+            is_done = job.generation.choose()
             if not job.first_token:
                 job.first_token = time.monotonic()
                 self._stats.first_token_s.append(job.first_token - job.created)
             if is_done:
-                self._finish(job)
+                self._finish(job, job.generation)
                 return
         except Exception as error:
-            self.jobs.remove(job)
-            self._park(job)
+            self.leave(job)
             self.fail(job, error)
             return
-        if not self.tells_rows(job):
+        if not self._tells_rows(job):
             job.emit(NewToken(*job.told()))
 
-    def _decode(self, jobs: Sequence[Job]) -> None:
+    def _decode(self, jobs: Ids[Job]) -> None:
         """Decodes the tokens that were chosen, together; each alone where that fails."""
-        lengths = [len(job.state.tokens) for job in jobs if job.state is not None]
+        generations = [job.generation for job in jobs if job.generation is not None]
+        lengths = [len(each.sequence.tokens) for each in generations]
         try:
-            outcomes = self._decoded(jobs)
+            step(self._model.engine, generations)
         except LostModelError:
             raise
         except Exception as error:
-            for job, n in zip(jobs, lengths, strict=True):
-                if len(jobs) > 1 and job.state is not None and len(job.state.tokens) == n:
+            for job, generation, n in zip(jobs, generations, lengths, strict=True):
+                if len(jobs) > 1 and len(generation.sequence.tokens) == n:
                     self._decode([job])
                 else:  # it is the cause, or its method could not go back
                     self.jobs.remove(job)
                     self.fail(job, error)
             return
-        for job, outcome in zip(jobs, outcomes, strict=True):
-            job.outcome = outcome
-            if self.tells_rows(job) and job.state is not None:
-                n = len(job.state.tokens)
-                bins = [bins_of(c.attended, n, job.wish.n_bins) for c in job.state.caches]
+        for job, generation in zip(jobs, generations, strict=True):
+            if self._tells_rows(job):
+                sequence = generation.sequence
+                n, n_bins = len(sequence.tokens), job.request.n_bins
+                bins = [bins_of(cache.attended, n, n_bins) for cache in sequence.caches]
                 job.emit(NewToken(*job.told(), bins))
 
-    def _decoded(self, jobs: Sequence[Job]) -> list[Outcome]:
-        """What a step gives; after an exception the sequences are what they were, or empty."""
-        states = [job.state for job in jobs if job.state is not None]
-        answers = [job.answer for job in jobs if job.answer is not None]
-        tokens, samples = [each.token for each in answers], [each.sample for each in answers]
-        try:
-            return self._session.decode_batch_next(tokens, states, samples)
-        except BaseException:
-            for job, state in zip(jobs, states, strict=True):
-                self._session.state = state
-                self._session.rewind(len(state.tokens))  # some layers have the row already
-                job.state = self._session.state
-            raise
-
-    def _finish(self, job: Job) -> None:
-        assert job.state is not None and job.answer is not None
-        answer = job.answer.finish()
-        logprobs = [] if job.answer.logprobs is None else job.answer.logprobs.of(answer)
+    def _finish(self, job: Job, generation: Generation) -> None:
+        answer = generation.finish()
+        logprobs = [] if generation.logprobs is None else generation.logprobs.of(answer)
         n_told = job.n_told
         text, thinking, _ = job.told()
-        now, ledger = time.monotonic(), ledger_of(job.state.caches)
+        now, ledger = time.monotonic(), generation.sequence.ledger()
         for name in ledger.keys() - LEDGER_BYTES:  # another answer may have used the caches before
             ledger[name] -= job.counted.get(name, 0)
         timings = {
@@ -146,11 +167,10 @@ class Running:
             "decode_s": now - job.first_token,
         }
         self._stats.add_answer(len(answer.tokens), ledger)
-        self.jobs.remove(job)
-        self._park(job)
+        self.leave(job)
         job.emit(
             Finished(
                 text, thinking, logprobs[n_told:], answer.stop_reason, answer.stopped_by,
-                len(job.wish.ids), job.n_cached, len(answer.tokens), timings, ledger,
+                len(job.request.ids), job.n_cached, len(answer.tokens), timings, ledger,
             )
         )  # fmt: skip

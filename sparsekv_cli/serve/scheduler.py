@@ -1,7 +1,7 @@
 """The thread that owns the model: sequences join and leave its decode steps at any of them.
 
-A prefill is not cut: between two of its chunks the other sequences decode, and between two of its
-layers a much shorter prompt may be prefilled. So texts are those of sequences that run alone.
+A prefill is an iterator. Between two of its chunks the other sequences decode. Between two of its
+layers a much shorter prompt may be prefilled first. So texts are those of sequences that run alone.
 """
 
 from __future__ import annotations
@@ -9,26 +9,28 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
-
-import numpy as np
+from collections.abc import Callable, Generator, Iterable
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 from sparsekv_cli.errors import LostModelError
-from sparsekv_cli.generation.growing import GrowingAnswer
 from sparsekv_cli.methods.base import Method
+from sparsekv_cli.model import Model
+from sparsekv_cli.models.forward import Progress
 from sparsekv_cli.prefix.prefixes import Prefixes
-from sparsekv_cli.sequence import Attention, SequenceState, ledger_of
+from sparsekv_cli.sequence import Attention, Sequence
 from sparsekv_cli.serve.jobs import (
     Compiling,
     Failed,
     Job,
     PromptProgress,
     QueueFullError,
+    Request,
     StoppingError,
     TimeLimitError,
     TooLargeError,
-    Wish,
 )
 from sparsekv_cli.serve.rows import (
     IndexSizes,
@@ -40,7 +42,6 @@ from sparsekv_cli.serve.rows import (
     sequence_bytes,
 )
 from sparsekv_cli.serve.running import Running, Stats
-from sparsekv_cli.session import Session
 
 N_ATTENTIONS = 64  # methods with their options that are remembered
 # A prefill computes at least as long as the step that interrupted it took, and at least so long.
@@ -50,12 +51,21 @@ TELL_S = 0.25  # between two words about a prefill
 WATCH_S = 1.0  # between two looks at the memory that is in use
 
 
-class _Gone(Exception):
-    """The job that is being prefilled is aborted or late."""
+@dataclass
+class Prefilling:
+    """A job whose prompt is being prefilled."""
+
+    job: Job
+    sequence: Sequence
+    n_kept: int  # tokens of the prompt that the sequence had already
+    steps: Generator[Progress, None, Any]
+    rows: SharedRows | None  # finds and keeps the prompt's rows
+    started: float
+    told: float = 0.0  # when the client was told how far it is
 
 
 class Scheduler:
-    """Answers jobs with a session, which nobody else uses while the scheduler runs.
+    """Answers jobs with a model, which nobody else uses while the scheduler runs.
 
     n_parallel: sequences that are decoded together. n_queue: jobs that may wait. kv_bytes: memory
     for the rows of all sequences. disk_of: as SharedRows takes it.
@@ -63,29 +73,29 @@ class Scheduler:
 
     def __init__(
         self,
-        session: Session,
+        model: Model,
         *,
         n_parallel: int,
         n_queue: int,
         kv_bytes: int,
         disk_of: Callable[[Method], Prefixes | None] = lambda method: None,
     ) -> None:
-        self.session, self.stats = session, Stats(kv_limit=kv_bytes)
+        self.model, self.stats = model, Stats(kv_limit=kv_bytes)
         self._n_parallel, self._n_queue, self._kv_bytes = n_parallel, n_queue, kv_bytes
         self._queue: deque[Job] = deque()
-        self._running = Running(session, self.stats, self._park)
+        self._running = Running(model, self.stats, self._park)
         self._parked: list[Parked] = []  # the one used last is the last
         self._changed = threading.Condition()
         self._is_stopping = False
-        self._prefilling: list[Job] = []  # one within another
-        self._step_ended = self._step_s = self._watched = self._told = 0.0
-        self._own = session.attention
+        self._starting: list[Job] = []  # at most one, which waits for its method
+        self._prefilling: list[Prefilling] = []  # the last one goes on, then the one before it
+        self._step_ended = self._step_s = self._watched = 0.0
         self._attention = lru_cache(N_ATTENTIONS)(self._new_attention)
         self._indexes = IndexSizes()
         self._rows: SharedRows | None = None
-        if session.engine.shares_prefill:
-            self._rows = session.prefixes = SharedRows(session, disk_of, self._donors)
-        self._has_disk = disk_of(session.method) is not None
+        if model.engine.shares_prefill:
+            self._rows = SharedRows(disk_of, self._donors)
+        self._has_disk = disk_of(model.method) is not None
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         self.failure: Exception | None = None  # that ended the thread
 
@@ -94,14 +104,14 @@ class Scheduler:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, jobs: Sequence[Job]) -> None:
+    def submit(self, jobs: Ids[Job]) -> None:
         """Queues all of the jobs, or none: QueueFullError, StoppingError, TooLargeError."""
         for job in jobs:
-            n_bytes, job.n_bytes = self.bytes_of(job.wish)
+            n_bytes, job.n_bytes = self.bytes_of(job.request)
             if n_bytes > self._kv_bytes:
                 raise TooLargeError(
-                    f"the request takes {gib(n_bytes)} for the rows of {len(job.wish.ids)} "
-                    f"tokens and an answer of up to {job.wish.n_predict}, but there are "
+                    f"the request takes {gib(n_bytes)} for the rows of {len(job.request.ids)} "
+                    f"tokens and an answer of up to {job.request.n_predict}, but there are "
                     f"{gib(self._kv_bytes)} for all requests: shorten one of them, or start the "
                     "server with more --kv-memory"
                 )
@@ -123,7 +133,7 @@ class Scheduler:
 
     def end_all(self) -> None:
         """Tells every job that the server ends, and ends it."""
-        for job in (*self._prefilling, *self._running.jobs, *list(self._queue)):
+        for job in self._all_jobs():
             job.emit(Failed(StoppingError("the server ends: try again later")))
             self.abort(job)
 
@@ -134,11 +144,11 @@ class Scheduler:
             self._changed.notify()
         self._thread.join()
 
-    def bytes_of(self, wish: Wish) -> tuple[int, int]:
+    def bytes_of(self, request: Request) -> tuple[int, int]:
         """The memory that a job's rows take at most; and with an index, which is an estimate."""
-        n = min(self.session.n_ctx, len(wish.ids) + wish.n_predict)
-        rows = sequence_bytes(Attention(wish.method, self._own.specs, 0), n)
-        return rows, min(self._kv_bytes, rows + self._indexes.bytes_of(wish.method, n))
+        n, method = min(self.model.n_ctx, len(request.ids) + request.n_predict), request.method
+        rows = sequence_bytes(method, self.model.decoder.layer_specs(), n)
+        return rows, min(self._kv_bytes, rows + self._indexes.bytes_of(method, n))
 
     @property
     def n_waiting(self) -> int:
@@ -146,7 +156,7 @@ class Scheduler:
 
     @property
     def n_running(self) -> int:
-        return len(self._running.jobs) + len(self._prefilling)
+        return len(self._running.jobs) + len(self._prefilling) + len(self._starting)
 
     @property
     def n_parked(self) -> int:
@@ -156,18 +166,23 @@ class Scheduler:
     def _n_free(self) -> int:
         return max(0, self._n_parallel - self.n_running)
 
+    def _all_jobs(self) -> list[Job]:
+        prefilling = [each.job for each in self._prefilling]
+        return [*self._starting, *prefilling, *self._running.jobs, *list(self._queue)]
+
     # --- the thread -------------------------------------------------------------------------------
 
     def _work(self) -> None:
         import numba
 
-        numba.set_num_threads(self.session.n_threads)  # which numba keeps for each thread
+        numba.set_num_threads(self.model.n_threads)  # which numba keeps for each thread
         try:
             while self._waits_for_work():
                 self._drop_aborted()
-                job = self._next(None)
+                job = None if self._prefilling else self._next(None)
                 if job is not None:
-                    self._start(job)
+                    self._begin(job, self._rows)
+                self._go_on()
                 self._step()
         except Exception as error:
             self.failure = error
@@ -179,7 +194,7 @@ class Scheduler:
         error = self.failure or StoppingError("the server is about to end")
         with self._changed:
             self._is_stopping = True
-            left = [*self._prefilling, *self._running.jobs, *self._queue]
+            left = self._all_jobs()
             self._queue.clear()
         for job in left:
             job.emit(Failed(error))
@@ -190,15 +205,16 @@ class Scheduler:
     def _waits_for_work(self) -> bool:
         """Returns when there is some; False: never again."""
         with self._changed:
-            while not self._queue and not self._running.jobs:
+            while not self._queue and not self._running.jobs and not self._prefilling:
                 if self._is_stopping:
                     return False
                 self._changed.wait()
         return True
 
-    def _donors(self) -> Iterable[SequenceState]:
-        yield from (job.state for job in self._running.jobs if job.state is not None)
-        yield from (parked.state for parked in self._parked)
+    def _donors(self) -> Iterable[Sequence]:
+        running = (job.generation for job in self._running.jobs)
+        yield from (each.sequence for each in running if each is not None)
+        yield from (parked.sequence for parked in self._parked)
 
     # --- who goes next ----------------------------------------------------------------------------
 
@@ -211,14 +227,15 @@ class Scheduler:
             if not self._n_free:
                 return None
             for job in list(self._queue)[: 1 if most is None else None]:
-                if (most is None or len(job.wish.ids) <= most) and self._makes_room(job.n_bytes):
+                if (most is None or len(job.request.ids) <= most) and self._makes_room(job.n_bytes):
                     self._queue.remove(job)
                     return job
         return None
 
     def _makes_room(self, n_bytes: int) -> bool:
         """Whether so much memory is free, parked sequences given up from the oldest on."""
-        taken = sum(job.n_bytes for job in (*self._running.jobs, *self._prefilling))
+        prefilling = [each.job for each in self._prefilling]
+        taken = sum(job.n_bytes for job in (*self._running.jobs, *prefilling))
         if taken + n_bytes > self._kv_bytes:
             return False
         while self._parked and taken + n_bytes + self._parked_bytes > self._kv_bytes:
@@ -237,8 +254,7 @@ class Scheduler:
                 self._queue.remove(job)
                 self._give_up(job)
         for job in [job for job in self._running.jobs if job.is_aborted or job.is_late]:
-            self._running.jobs.remove(job)
-            self._park(job)
+            self._running.leave(job)
             self._give_up(job)
 
     def _give_up(self, job: Job) -> None:
@@ -249,134 +265,117 @@ class Scheduler:
 
     # --- prefill ----------------------------------------------------------------------------------
 
-    def _new_attention(self, method: Method, dense_rows: int) -> Attention:
+    def _new_attention(self, method: Method, sparse_from: int) -> Attention:
         """How a sequence attends; everybody is told if kernels are compiled for it."""
 
         def tell(*_: object) -> None:
-            for job in (*self._prefilling, *self._running.jobs, *list(self._queue)):
+            for job in self._all_jobs():
                 job.emit(Compiling(method.name))
 
-        return self.session.attention_of(method, dense_rows, tell)
+        return self.model.attention_of(method, sparse_from, tell)
 
-    def _start(self, job: Job) -> None:
-        """Prefills the prompt of a job, which then runs; what goes wrong is its failure alone."""
-        self._prefilling.append(job)
-        started = time.monotonic()
+    def _begin(self, job: Job, rows: SharedRows | None) -> None:
+        """The prompt of a job is prefilled from now on. rows: finds and keeps its rows."""
+        ids, engine = job.request.ids, self.model.engine
+        started, self._starting = time.monotonic(), [job]
         try:
-            logits = self._prefill(job)
-            self._make_answer(job)
+            attention = self._attention(job.request.method, job.request.sparse_from)
+            sequence = self._sequence_for(attention, ids)
         except LostModelError:
             raise
-        except _Gone:
-            self._prefilling.remove(job)
-            self._give_up(job)
-            return
         except Exception as error:
-            self._prefilling.remove(job)
+            self._starting = []
             self._running.fail(job, error)
             return
-        self._prefilling.remove(job)
-        job.prefill_s = time.monotonic() - started
-        job.state, job.outcome = self.session.state, logits.copy()
-        self.stats.prompt_tokens += len(job.wish.ids) - job.n_cached
-        self.stats.cached_tokens += job.n_cached
-        self._indexes.add(job.wish.method, len(job.wish.ids), job.state.caches)
-        _, job.n_bytes = self.bytes_of(job.wish)
-        for cache in job.state.caches:
-            cache.records_attended = self._running.tells_rows(job)
-        job.counted = ledger_of(job.state.caches)
-        self._running.jobs.append(job)
-        if self.session.prefixes is not None:
-            self.session.prefixes.finish()
+        if rows is not None:
+            rows.use(attention.method)
+        job.n_cached = n_kept = len(sequence.tokens)
+        steps = engine.prefill(sequence, ids[n_kept:], rows=rows)
+        self._prefilling.append(Prefilling(job, sequence, n_kept, steps, rows, started))
+        self._starting = []
 
-    def _make_answer(self, job: Job) -> None:
-        wish = job.wish
-        job.answer = GrowingAnswer(
-            self.session,
-            wish.sampling,
-            seed=wish.seed,
-            n_predict=wish.n_predict,
-            stops=wish.stops,
-            logprobs=wish.logprobs,
-            constraint=wish.constraint,
-            special=wish.special,
-            write=job.write,
-            thinking=wish.thinking,
-            write_thinking=job.write_thinking,
-            prompt=wish.ids,
-        )
-
-    def _prefill(self, job: Job) -> np.ndarray:
-        """The logits f32 (n_vocab,) after the prompt, which becomes the session's sequence."""
-        session, ids = self.session, job.wish.ids
-        attention = self._attention(job.wish.method, job.wish.dense_rows)
-        self._take_sequence(attention, ids)
-        n_kept = len(session.tokens)
-        at = session.checkpoint
-        if at is not None and n_kept == at.n == len(ids):
-            job.n_cached = n_kept
-            return at.logits
-        job.n_cached, before = n_kept, session.timings.cached_tokens
-        self._step_ended = time.monotonic()
-
-        def progress(done: int, total: int) -> None:
-            job.n_cached = len(ids) - total
-            self._between_chunks(job, job.n_cached + done)
-
-        between = partial(self._between_layers, len(ids))
-        if session.engine.shares_prefill:  # where steps do not share a prefill's buffers
-            logits = session.prefill(ids[n_kept:], progress, between_layers=between)
-        else:
-            logits = session.prefill(ids[n_kept:])
-        job.n_cached = n_kept + session.timings.cached_tokens - before
-        job.emit(PromptProgress(len(ids), len(ids), job.n_cached))
-        return logits
-
-    def _take_sequence(self, attention: Attention, ids: Sequence[int]) -> None:
-        """The session works on a parked sequence that begins as ``ids`` do, or on a new one."""
-        session = self.session
+    def _sequence_for(self, attention: Attention, ids: Ids[int]) -> Sequence:
+        """A parked sequence that begins as ``ids`` do, or a new one."""
         best, n_best = best_parked(self._parked, attention, ids, self._has_disk)
         if best is None:
-            session.attention = attention
-            session.reset()
-            return
+            return self.model.sequence(attention)
         if self._rows is not None:
             self._rows.wait()
         self._parked.remove(best)
-        session.state = best.state
-        session.rewind(n_best)
+        best.sequence.rewind(n_best)
+        return best.sequence
 
-    def _between_chunks(self, job: Job, done: int) -> None:
-        """A chunk of a prefill is done: the others have their turn."""
-        if job.is_aborted or job.is_late:
-            raise _Gone
-        now = time.monotonic()
-        if now - self._step_ended < max(LEAST_PREFILL_S, self._step_s):
-            return
-        if now - self._told > TELL_S:
-            self._told = now
-            job.emit(PromptProgress(done, len(job.wish.ids), job.n_cached))
-        state = self.session.state
+    def _go_on(self) -> None:
+        """Goes on with a prefill until the others have their turn, or until it ends."""
+        while self._prefilling:
+            now = self._prefilling[-1]
+            job = now.job
+            try:
+                at = self._next_step(now)
+            except LostModelError:
+                raise
+            except Exception as error:
+                self._prefilling.remove(now)
+                self._running.fail(job, error)
+                return
+            if at is None:
+                self._prefilling.remove(now)
+                self._run(now)
+                return
+            if at.ends_layer:
+                self._let_shorter_go_first(len(job.request.ids))
+            elif self._has_turn(now, at):
+                return
+
+    def _next_step(self, now: Prefilling) -> Progress | None:
+        """A step of a prefill; None: it has ended."""
+        at = now.sequence.checkpoint
+        if now.n_kept == len(now.job.request.ids) and at is not None and at.n == now.n_kept:
+            return None
+        return next(now.steps, None)
+
+    def _run(self, now: Prefilling) -> None:
+        """A job whose prompt is prefilled runs."""
+        job, sequence, request = now.job, now.sequence, now.job.request
+        n_prompt = len(request.ids)
+        job.prefill_s = time.monotonic() - now.started
         try:
-            self._drop_aborted()
-            self._step()
-        finally:
-            self.session.state = state
-            self._step_ended = time.monotonic()
+            self._running.begin(job, sequence)
+        except Exception as error:
+            self._running.fail(job, error)
+            return
+        self.stats.prompt_tokens += n_prompt - job.n_cached
+        self.stats.cached_tokens += job.n_cached
+        self._indexes.add(request.method, n_prompt, sequence.caches)
+        _, job.n_bytes = self.bytes_of(request)
+        job.emit(PromptProgress(n_prompt, n_prompt, job.n_cached))
+        if now.rows is not None:
+            now.rows.finish()
 
-    def _between_layers(self, n: int) -> None:
+    def _has_turn(self, now: Prefilling, at: Progress) -> bool:
+        """A chunk of a prefill is done: whether the others have their turn."""
+        job, n_prompt = now.job, len(now.job.request.ids)
+        job.n_cached = n_prompt - at.total
+        if job.is_aborted or job.is_late:
+            self._prefilling.remove(now)
+            now.steps.close()
+            self._give_up(job)
+            return True
+        moment = time.monotonic()
+        if moment - self._step_ended < max(LEAST_PREFILL_S, self._step_s):
+            return False
+        if moment - now.told > TELL_S:
+            now.told = moment
+            job.emit(PromptProgress(job.n_cached + at.done, n_prompt, job.n_cached))
+        return self.model.engine.shares_prefill  # otherwise steps need the prefill's buffers
+
+    def _let_shorter_go_first(self, n: int) -> None:
         """A layer of a prefill of n tokens is done: a much shorter prompt may go first."""
-        if len(self._prefilling) > 1:
+        if len(self._prefilling) > 1 or not self.model.engine.shares_prefill:
             return
         other = self._next(n // SHORTER)
-        if other is None:
-            return
-        state, rows = self.session.state, self.session.prefixes
-        self.session.prefixes = None
-        try:
-            self._start(other)
-        finally:
-            self.session.state, self.session.prefixes = state, rows
+        if other is not None:
+            self._begin(other, None)
 
     # --- decode -----------------------------------------------------------------------------------
 
@@ -384,17 +383,16 @@ class Scheduler:
         """The next token of every answer that runs; those that are done leave."""
         started = time.monotonic()
         self._running.step()
-        self._step_s = time.monotonic() - started
+        self._step_ended = time.monotonic()
+        self._step_s = self._step_ended - started
         if started - self._watched > WATCH_S:
             self._watched = started
-            running = sum(held_bytes(job.state.caches) for job in self._running.jobs if job.state)
-            self.stats.kv_bytes = running + self._parked_bytes
+            running = [job.generation for job in self._running.jobs]
+            held = sum(held_bytes(each.sequence.caches) for each in running if each is not None)
+            self.stats.kv_bytes = held + self._parked_bytes
 
-    def _park(self, job: Job) -> None:
-        """Keeps a job's sequence for later prompts, unless its rows are none of theirs."""
-        state, job.state = job.state, None
-        if state is not None and state.checkpoint is not None:
-            for cache in state.caches:
-                cache.records_attended = False
-            self._parked.append(Parked(state, held_bytes(state.caches)))
+    def _park(self, sequence: Sequence) -> None:
+        """Keeps a sequence for later prompts, unless its rows are none of theirs."""
+        if sequence.checkpoint is not None:
+            self._parked.append(Parked(sequence, held_bytes(sequence.caches)))
             self._makes_room(0)

@@ -15,7 +15,7 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.perplexity.kld_file import KLDFile
 
 if TYPE_CHECKING:
-    from sparsekv_cli.session import Session
+    from sparsekv_cli.model import Model
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,13 @@ def split_chunks(tokenizer: Any, text: str, n_ctx: int, n_chunks: int | None = N
     return Chunks(tokens, tokenizer.bos_id if tokenizer.add_bos else None)
 
 
-def chunks_of(session: Session, file: KLDFile, n_chunks: int | None = None) -> Chunks:
+def chunks_of(model: Model, file: KLDFile, n_chunks: int | None = None) -> Chunks:
     """The chunks of a file of log-probabilities; SparseKVError if it is of another vocabulary."""
-    n_vocab = session.hparams.n_vocab
+    n_vocab = model.hparams.n_vocab
     if file.n_vocab != n_vocab:
         raise SparseKVError(
             f"{file.path}: is of a vocabulary of {file.n_vocab}, the model has one of {n_vocab}: "
             "give the model that it was made with, or one with the same vocabulary"
         )
-    tokenizer = session.tokenizer
+    tokenizer = model.tokenizer
     return Chunks(file.tokens[:n_chunks], tokenizer.bos_id if tokenizer.add_bos else None, file)

@@ -6,22 +6,22 @@ prefilled, once for all methods, and the method decodes the others token by toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.evaluation.perplexity.chunks import Chunk
 from sparsekv_cli.evaluation.perplexity.kld import log_probs_of, token_scores
 from sparsekv_cli.evaluation.perplexity.kld_file import decode
-from sparsekv_cli.evaluation.prefill import prefill_each, resume
+from sparsekv_cli.evaluation.prefill import prefill_each
 from sparsekv_cli.evaluation.rows_read import RowsRead, rows_read
 from sparsekv_cli.methods.base import Method
 
 if TYPE_CHECKING:
-    from sparsekv_cli.session import Session
+    from sparsekv_cli.model import Model
+    from sparsekv_cli.sequence import Sequence
 
 PREFILL = "prefill"  # stands for no method: what the dense prefill of a whole chunk gives
 PIECE = 256  # rows of logits at once
@@ -38,7 +38,7 @@ def setting_of(method: Method | None) -> dict[str, Any]:
 
 
 def score_chunk(
-    session: Session, ways: Ways, chunk: Chunk, base: str = "", see: See | None = None
+    model: Model, ways: Ways, chunk: Chunk, base: str = "", see: See | None = None
 ) -> list[dict[str, Any]]:
     """The records of a chunk, one a way, prefills first, then ``full``; without effect on others.
 
@@ -46,7 +46,7 @@ def score_chunk(
     what a chunk has of a file is compared with otherwise. see: gets all logits that are scored.
     """
     records, reference = [], list[np.ndarray]()
-    for scored in _logits_of(session, ways, chunk):
+    for scored in _logits_of(model, ways, chunk):
         columns: dict[str, list[float]] = {}
         n_done = 0
         for logits in scored.parts:
@@ -66,7 +66,6 @@ def score_chunk(
                 see(logits)
         read = {"rows_attended": scored.read.rows, "head_steps": scored.read.head_steps}
         records.append({"chunk": chunk.number, **setting_of(ways[scored.way]), **read, **columns})
-    session.reset()
     return records
 
 
@@ -79,30 +78,28 @@ class _Scored:
     read: RowsRead = RowsRead()
 
 
-def _logits_of(session: Session, ways: Ways, chunk: Chunk) -> Iterator[_Scored]:
+def _logits_of(model: Model, ways: Ways, chunk: Chunk) -> Iterator[_Scored]:
     ids, first = chunk.ids, chunk.first
     n_steps = len(ids) - first
 
     def prefilled() -> Iterator[np.ndarray]:
-        session.reset()
-        session.prefill(ids[:first])
+        sequence = model.sequence()
+        sequence.prefill(ids[:first])
         for start in range(first, len(ids), PIECE):
-            yield session.prefill(ids[start : start + PIECE], all_logits=True)
+            yield sequence.prefill(ids[start : start + PIECE], all_logits=True)
 
-    def decoded(scored: _Scored, layers: Sequence[LayerCache]) -> Iterator[np.ndarray]:
-        resume(session, ids[:first], layers)
+    def decoded(scored: _Scored, sequence: Sequence) -> Iterator[np.ndarray]:
         for token in ids[first:]:
-            yield session.decode(token)[None]
-        scored.read = rows_read(layers, n_steps)
-        session.caches = []
+            yield sequence.decode(token)[None]
+        scored.read = rows_read(sequence.caches, n_steps)
 
     methods = {name: method for name, method in ways.items() if method is not None}
     for name in ways.keys() - methods.keys():
         yield _Scored(name, prefilled())
     if not methods:
         return
-    for name, start in prefill_each(session, methods, ids[:first], n_steps=n_steps):
+    for name, start in prefill_each(model, methods, ids[:first], n_steps=n_steps):
         scored = _Scored(name)
-        scored.parts = decoded(scored, start.caches)
+        scored.parts = decoded(scored, start.sequence)
         del start  # its caches go with the last part
         yield scored

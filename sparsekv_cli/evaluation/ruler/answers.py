@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from sparsekv_cli.evaluation.prefill import prefill_each, resume
+from sparsekv_cli.evaluation.prefill import MethodPrefill, prefill_each
 from sparsekv_cli.evaluation.rows_read import rows_read
 from sparsekv_cli.evaluation.ruler.records import Key, key_of
 from sparsekv_cli.evaluation.ruler.samples import Encode, RulerPlan, RulerPrompt, make_prompt
@@ -15,23 +13,24 @@ from sparsekv_cli.evaluation.ruler.tasks import score
 from sparsekv_cli.methods.base import Method
 
 if TYPE_CHECKING:
-    from sparsekv_cli.session import Progress, Session
+    from sparsekv_cli.model import Model
+    from sparsekv_cli.models.forward import OnProgress
 
 RulerPoint = tuple[int, str, int]  # length, task and number of a sample
 
 
 def answer_all(
-    session: Session,
+    model: Model,
     settings: Mapping[str, Method],
     plan: RulerPlan,
     encode: Encode,
     done: Collection[Key],
-    on_prefill: Progress | None = None,
+    on_prefill: OnProgress | None = None,
 ) -> Iterator[list[dict[str, Any]]]:
     """The new records of each sample, one a setting that is not in ``done``."""
     for sample in plan.samples():
         missing = missing_settings(settings, sample, done)
-        yield answer_sample(session, missing, plan, sample, encode, on_prefill)
+        yield answer_sample(model, missing, plan, sample, encode, on_prefill)
 
 
 def missing_settings(
@@ -46,12 +45,12 @@ def missing_settings(
 
 
 def answer_sample(
-    session: Session,
+    model: Model,
     settings: Mapping[str, Method],
     plan: RulerPlan,
     sample: RulerPoint,
     encode: Encode,
-    on_prefill: Progress | None = None,
+    on_prefill: OnProgress | None = None,
 ) -> list[dict[str, Any]]:
     """The records of a sample, one a setting; they do not depend on each other."""
     if not settings:
@@ -62,15 +61,15 @@ def answer_sample(
     n_read = prompt.n_context if plan.question_by_decode else len(prompt.ids)
     n_steps = len(prompt.ids) - n_read + n_answer
     started = prefill_each(
-        session, settings, prompt.ids[:n_read], n_steps=n_steps, progress=on_prefill
+        model, settings, prompt.ids[:n_read], n_steps=n_steps, progress=on_prefill
     )
     records = []
     for spec, start in started:
         method = settings[spec]
-        told = answer(session, prompt, n_read, start.logits, start.caches, n_answer)
+        told = answer(model, prompt, n_read, start, n_answer)
+        del start  # gone before the next method has its own
         what = {"name": method.name, "options": method.options()}
         records.append({**_place(sample), **what, **told})
-    session.reset()
     return records
 
 
@@ -80,35 +79,33 @@ def _place(sample: RulerPoint) -> dict[str, Any]:
 
 
 def answer(
-    session: Session,
+    model: Model,
     prompt: RulerPrompt,
     n_read: int,
-    logits: np.ndarray,
-    layers: Sequence[Any],
+    start: MethodPrefill,
     n_answer: int,
 ) -> dict[str, Any]:
-    """The greedy answer behind ``n_read`` tokens of a prompt, and its score.
+    """The greedy answer after ``n_read`` tokens of a prompt, and its score.
 
     It ends where the model ends it, or as soon as it holds all references: more text cannot change
     the score.
     """
     references = prompt.sample.references
-    resume(session, prompt.ids[:n_read], layers)
+    logits, sequence, _ = start
     for token in prompt.ids[n_read:]:
-        logits = session.decode(token)
+        logits = sequence.decode(token)
     tokens: list[int] = []
     text = ""
     while len(tokens) < n_answer:
         token = int(logits.argmax())
-        if token in session.tokenizer.eog_ids:
+        if token in model.tokenizer.eog_ids:
             break
         tokens.append(token)
-        text = session.tokenizer.decode(tokens, skip_special=True)
+        text = model.tokenizer.decode(tokens, skip_special=True)
         if score(text, references) == 1 or len(tokens) == n_answer:
             break
-        logits = session.decode(token)
-    attended = rows_read(layers, len(session.tokens) - n_read)
-    session.caches = []
+        logits = sequence.decode(token)
+    attended = rows_read(sequence.caches, len(sequence.tokens) - n_read)
     return {
         "score": score(text, references),
         "answer": text,

@@ -1,0 +1,162 @@
+"""One answer while it is generated: ``chat``, ``run``, ``jsonl`` and ``serve`` share it."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable
+from collections.abc import Sequence as Ids
+from typing import TYPE_CHECKING
+
+from sparsekv_cli.generation.answer import STOP_EOS, STOP_LENGTH, STOP_TEXT, Answer, StopStrings
+from sparsekv_cli.generation.logprobs import LogProbs
+from sparsekv_cli.models.chat.thinking import ChannelSplitter, Thinking, ThinkingSplitter
+
+if TYPE_CHECKING:
+    from sparsekv_cli.generation.constraint import AnswerConstraint
+    from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
+    from sparsekv_cli.sampling.plain import Outcome
+    from sparsekv_cli.sequence import Engine, Sample, Sequence
+
+
+def _ignore(_text: str) -> None:
+    """The writer of an answer whose text is read at its end."""
+
+
+class Generation:
+    """An answer that grows by tokens of a sequence, from the end of its prefill.
+
+    Call ``choose``, and then ``step``, until ``choose`` returns True. ``finish`` gives the answer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        sequence: Sequence,
+        sample: Sample,
+        *,
+        n_predict: int = -1,
+        stops: Ids[str] = (),
+        constraint: AnswerConstraint | None = None,
+        special: bool = False,
+        thinking: Thinking | None = None,
+        write: Callable[[str], None] = _ignore,
+        write_thinking: Callable[[str], None] = _ignore,
+    ) -> None:
+        """sequence: ends with its prompt. sample: chooses tokens; it was made with ``constraint``.
+
+        n_predict: the most tokens; a negative number takes as many as fit. stops: texts before
+        which the answer ends. constraint: ends the answer where nothing can follow. special:
+        control tokens are part of the text. thinking: the markers of what ``write_thinking`` gets.
+        write: gets the text as soon as it is certain.
+        """
+        self.sequence, self.sample = sequence, sample
+        self.logprobs = sample if isinstance(sample, LogProbs) else None
+        self.token = -1  # the token that was chosen last
+        self.answer = Answer("", [], STOP_LENGTH)
+        self._n_predict = n_predict
+        self._tokenizer = tokenizer
+        self._end_ids = frozenset(tokenizer.eog_ids)
+        # Not StreamDecoder: a completion keeps the space before its first word.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._matcher = StopStrings(stops)
+        self._constraint = constraint
+        self._special = special
+        self._write, self._write_thinking = write, write_thinking
+        self._splitter: ThinkingSplitter | ChannelSplitter | None = None
+        self._shown_ids: frozenset[int] = frozenset()
+        self.outcome: Outcome = -1  # of the last step or prefill
+        self.resume()
+        if constraint is not None:
+            n_room = sequence.n_ctx - len(sequence.tokens)
+            n_most = n_room if n_predict < 0 else min(n_room, n_predict)
+            constraint.restart(sequence.tokens, n_most)
+        if thinking is not None:
+            opened = thinking.opened_by(tokenizer, sequence.tokens)
+            self.answer.written = opened
+            self._splitter = thinking.splitter(is_open=bool(opened))
+            self._shown_ids = thinking.control_ids
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the answer has ended because the context is full."""
+        answer = self.answer
+        is_short = len(answer.tokens) != self._n_predict
+        return answer.stop_reason == STOP_LENGTH and is_short and self.sequence.is_full
+
+    def resume(self) -> None:
+        """Goes on from the end of the sequence's last prefill."""
+        at = self.sequence.checkpoint
+        if at is None or at.n != len(self.sequence.tokens):
+            raise ValueError("the sequence does not end with a prefill")
+        self.outcome = at.logits.copy()
+
+    def choose(self) -> bool:
+        """Chooses the next token by ``outcome``. Returns whether the answer is done."""
+        if self._n_predict == 0:
+            return True
+        outcome, sequence = self.outcome, self.sequence
+        if isinstance(outcome, int):
+            self.token = outcome
+        else:
+            self.token = self.sample(outcome, sequence.tokens)
+        if self.push(self.token):
+            return True
+        return len(self.answer.tokens) == self._n_predict or sequence.is_full
+
+    def push(self, token: int) -> bool:
+        """Adds a token to the text. Returns whether the answer ends with it."""
+        is_end = token in self._end_ids
+        if not is_end:
+            self.answer.tokens.append(token)
+        is_text = self._special or (not is_end and self._is_shown(token))
+        piece = self._tokenizer.token_bytes(token) if is_text else b""
+        self._emit(self._matcher.push(self._decoder.decode(piece)))
+        if self._matcher.found and not is_end:
+            self._stop()
+            return True
+        if is_end or (self._constraint is not None and self._constraint.is_finished):
+            self.answer.stop_reason = STOP_EOS
+            return True
+        return False
+
+    def finish(self) -> Answer:
+        """Returns the answer, to which nothing is added any more."""
+        if not self._matcher.found:
+            self._emit(self._matcher.push(self._decoder.decode(b"", final=True)))
+            if self._matcher.found:
+                self._stop()
+            else:
+                self._emit(self._matcher.flush())
+        if self._splitter is not None:
+            self._tell(*self._splitter.flush())
+        return self.answer
+
+    def _stop(self) -> None:
+        self.answer.stop_reason, self.answer.stopped_by = STOP_TEXT, self._matcher.found
+
+    def _is_shown(self, token: int) -> bool:
+        return self._tokenizer.is_shown(token) or token in self._shown_ids
+
+    def _emit(self, text: str) -> None:
+        if text:
+            self.answer.written += text
+            self._tell(*(self._splitter.push(text) if self._splitter is not None else ("", text)))
+
+    def _tell(self, thought: str, text: str) -> None:
+        if thought:
+            self.answer.thinking += thought
+            self._write_thinking(thought)
+        if text:
+            self.answer.text += text
+            self._write(text)
+
+
+def step(engine: Engine, generations: Ids[Generation]) -> None:
+    """Decodes the tokens that were chosen, all in one step."""
+    outcomes = engine.decode(
+        [each.sequence for each in generations],
+        [[each.token] for each in generations],
+        [each.sample for each in generations],
+    )
+    for each, (outcome,) in zip(generations, outcomes, strict=True):
+        each.outcome = outcome

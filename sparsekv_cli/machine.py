@@ -1,0 +1,126 @@
+"""Where a model runs: on the CPU or on a GPU, and the engine that is opened there."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Container
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from sparsekv_cli import warmup
+from sparsekv_cli.cache.row_sizes import check_memory, fitting_context, token_bytes
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.engine import DecoderEngine, HostEngine
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.memory import available_memory
+from sparsekv_cli.methods.base import Method
+from sparsekv_cli.models.architectures import Architecture
+from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.weights import Weights
+from sparsekv_cli.warmup import OnCompile
+
+GPU_PACKAGES = ("torch", "triton")
+GPU_COMMAND = "pip install 'sparsekv-cli[gpu]'"
+GPU_FILES = ("nvidia*", "nvhost*", "dxg", "kfd")  # in /dev: NVIDIA's, its boards', WSL's, AMD's
+
+
+def may_have_device() -> bool:
+    """Whether there is a GPU's driver; without one torch, slow to import, is not asked."""
+    if any(found for name in GPU_FILES for found in Path("/dev").glob(name)):
+        return True
+    try:
+        ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def find_device(name: str) -> tuple[Any, str]:
+    """The GPU for ``auto``, ``cpu`` or ``cuda``, a torch.device or None, and a note for the user.
+
+    None is the CPU. SparseKVError for cuda where there is none.
+    """
+    if name == "cpu" or (name == "auto" and not may_have_device()):
+        return None, ""
+    missing = [package for package in GPU_PACKAGES if find_spec(package) is None]
+    if missing:
+        lacks = f"{' and '.join(missing)} not installed: {GPU_COMMAND}"
+        if name == "cuda":
+            raise SparseKVError(f"--device cuda: {lacks}")
+        return None, f"the GPU is not used, {lacks}"
+    from sparsekv_cli.device.cuda import find_cuda
+
+    return find_cuda(name), ""
+
+
+def open_engine(
+    hparams: HParams,
+    architecture: Architecture,
+    weights: Weights,
+    method: Method,
+    config: SessionConfig,
+    n_threads: int,
+    n_ctx: int,
+    on_compile: OnCompile | None,
+    ends: Callable[[], Container[int]] = frozenset,
+) -> DecoderEngine:
+    """Returns the engine that ``config.device`` names.
+
+    ends: returns the tokens that end a message. Raises SparseKVError where there is no such device
+    or no room.
+    """
+    host_only = hparams.host_only or architecture.host_only
+    if config.device == "auto" and host_only:
+        device, note = None, f"the GPU is not used: {host_only} run on the CPU" * may_have_device()
+    else:
+        device, note = find_device(config.device)
+    if device is not None:
+        from sparsekv_cli.device.engine import open_device_engine
+
+        return open_device_engine(
+            device,
+            hparams,
+            architecture,
+            weights,
+            method,
+            config,
+            n_threads,
+            n_ctx,
+            on_compile,
+            ends,
+        )
+    if config.ctx_size:
+        _check_context(hparams, method, config.ctx_size)
+    from sparsekv_cli.cpu.weights.integer import activation_planes
+    from sparsekv_cli.models.decoder import Decoder, cpu_prefill_dtype
+    from sparsekv_cli.models.repack import wants_repacking
+
+    dtype = cpu_prefill_dtype(config.prefill_dtype, hparams.head_dim)
+    n_planes = activation_planes(config.activations)
+    repacks = wants_repacking(weights, config.repack)
+    warmup.compile_weight_kernels(weights, dtype, n_planes, repacks, on_compile)
+    decoder = Decoder(
+        hparams,
+        architecture,
+        weights,
+        n_threads=n_threads,
+        prefill_dtype=dtype,
+        chunk=config.chunk,
+        repack=config.repack,
+        n_planes=n_planes,
+    )
+    return HostEngine(decoder, note, n_ctx, ends, on_compile)
+
+
+def _check_context(hparams: HParams, method: Method, n_ctx: int) -> None:
+    """SparseKVError if a context that the user asks for is larger than the machine's memory."""
+    if not method.holds_all_rows:
+        return
+    types = method.cache_type_k, method.cache_type_v
+    size = token_bytes(hparams.layers, *types)
+    mend = f"take -c {fitting_context(available_memory() or 0, size)} or less"
+    if types == ("f16", "f16") and "q4_0" in method.cache_types:
+        mend += ", or smaller rows: --cache-type-k q8_0 --cache-type-v q8_0, or q4_0"
+    check_memory(f"K and V of {n_ctx} tokens (-c)", n_ctx * size, mend)

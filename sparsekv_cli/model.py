@@ -1,0 +1,173 @@
+"""A model that was opened, and what belongs to it: file, sizes, tokenizer, engine, calibrations."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparsekv_cli import warmup
+from sparsekv_cli.calibration.calibrations import Calibrations, OnCalibrate
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.engine import DecoderEngine
+from sparsekv_cli.machine import may_have_device, open_engine
+from sparsekv_cli.methods.base import Method
+from sparsekv_cli.methods.depth import dense_up_to, sparse_from
+from sparsekv_cli.models.architectures import architecture_of
+from sparsekv_cli.models.gguf.file import GGUFFile, open_gguf
+from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
+from sparsekv_cli.models.weights import read_weights
+from sparsekv_cli.sequence import Attention, Sequence, Timings
+from sparsekv_cli.warmup import OnCompile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sparsekv_cli.cache.spec import LayerSpec
+    from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Model:
+    """What was opened. Its sequences own all that changes. ``load_model`` makes it."""
+
+    gguf: GGUFFile
+    hparams: HParams
+    config: SessionConfig  # what the user asked for
+    engine: DecoderEngine
+    calibrations: Calibrations
+    n_threads: int
+    load_s: float  # seconds
+    load_tokenizer: Callable[[], Tokenizer]  # reads it once
+    attention: Attention | None = None  # of sequences that are not told how to attend
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.load_tokenizer()
+
+    @property
+    def n_ctx(self) -> int:
+        return self.engine.n_ctx
+
+    @property
+    def decoder(self) -> Any:
+        return self.engine.decoder
+
+    @property
+    def method(self) -> Method:
+        return self._default.method
+
+    @property
+    def sparse_from(self) -> int:
+        return self._default.sparse_from
+
+    @property
+    def _default(self) -> Attention:
+        assert self.attention is not None
+        return self.attention
+
+    def sequence(self, attention: Attention | None = None) -> Sequence:
+        """Returns a sequence without tokens."""
+        return Sequence(
+            self.engine, attention or self._default, timings=Timings(load_s=self.load_s)
+        )
+
+    def using(self, attention: Attention) -> Model:
+        """Returns the model with another default way to attend, whose kernels are loaded."""
+        self.engine.load_kernels(attention.method, attention.specs)
+        return replace(self, attention=attention)
+
+    def attention_of(
+        self,
+        method: Method,
+        dense_rows: int | None = None,
+        on_compile: OnCompile | None = None,
+        on_calibrate: OnCalibrate | None = None,
+    ) -> Attention:
+        """Returns how a sequence attends with ``method``, which is calibrated if necessary.
+
+        dense_rows: as ``sparse_from`` of SessionConfig, which None takes. The depth from which
+        sparse steps pay is known only of steps on the host. Raises SparseKVError for a method that
+        the model's layers do not allow.
+        """
+        method.check_layers([layer.kind for layer in self.hparams.layers])
+        specs = self.prepare(method, on_compile, on_calibrate)
+        dense_rows = self.config.sparse_from if dense_rows is None else dense_rows
+        if not method.work_of_a_head:
+            return Attention(method, specs, 0)
+        if dense_rows < 0:
+            dense_rows = sparse_from(method, specs) if self.engine.decodes_on_host(method) else 0
+        if dense_rows:
+            method = dense_up_to(method, dense_rows)
+        return Attention(method, specs, dense_rows)
+
+    def prepare(
+        self,
+        method: Method,
+        on_compile: OnCompile | None = None,
+        on_calibrate: OnCalibrate | None = None,
+    ) -> list[LayerSpec]:
+        """Returns the layers' specs for ``method``, which is calibrated and compiled if necessary.
+
+        on_compile: told what is compiled (see warmup.py). on_calibrate: told what is calibrated
+        (see calibration/calibrations.py).
+        """
+        specs = [
+            replace(spec, n_checkpoints=self.config.checkpoints)
+            for spec in self.calibrations.specs(method, on_calibrate)
+        ]
+        if self.engine.decodes_on_host(method):
+            warmup.compile_method_kernels(self.decoder, method, specs, on_compile)
+        return specs
+
+
+def load_model(
+    path: Path,
+    method: Method,
+    config: SessionConfig,
+    on_compile: OnCompile | None = None,
+    on_calibrate: OnCalibrate | None = None,
+) -> Model:
+    """Opens and checks a model whose sequences attend with ``method`` by default.
+
+    on_compile, on_calibrate: as Model.prepare takes them. Raises SparseKVError, which says what is
+    wrong.
+    """
+    import numba
+
+    from sparsekv_cli.cpu.jit.threads import physical_cores
+    from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer
+
+    started = time.perf_counter()
+    file = open_gguf(path)
+    try:
+        architecture = architecture_of(read_architecture(file))
+        hparams = read_hparams(file)
+        method.check_layers([layer.kind for layer in hparams.layers])
+        n_ctx = config.ctx_size or hparams.n_ctx_train
+        weights = read_weights(file, hparams, architecture, n_ctx)
+        if config.device != "cpu" and may_have_device():
+            warmup.compile_for_gpus_host(path, method, config.kv == "host")
+        n_threads = min(config.threads or physical_cores(), numba.config.NUMBA_NUM_THREADS)
+        numba.set_num_threads(n_threads)
+        tokenizer = cache(lambda: load_tokenizer(file.metadata))
+        engine = open_engine(
+            hparams, architecture, weights, method, config, n_threads, n_ctx, on_compile,
+            lambda: tokenizer().eog_ids,
+        )  # fmt: skip
+        decoder: Any = engine.decoder
+        calibrations = Calibrations(
+            file,
+            hparams,
+            decoder,
+            lambda text: tokenizer().encode(text, add_eos=False, parse_special=False),
+            Path(config.calibration) if config.calibration else None,
+        )
+        model = Model(file, hparams, config, engine, calibrations, n_threads, 0.0, tokenizer)
+        model = model.using(model.attention_of(method, None, on_compile, on_calibrate))
+        return replace(model, load_s=time.perf_counter() - started)
+    except BaseException:
+        file.close()
+        raise
