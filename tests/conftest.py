@@ -20,11 +20,11 @@ import numba
 import numpy as np
 import pytest
 from tiny_models import make_model
-from tiny_sessions import open_tiny
+from tiny_sequences import open_tiny
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.sources.locate import resolve_model
-from sparsekv_cli.session import Session
+from sparsekv_cli.sequence import Sequence
 
 if missing := [name for name in ("torch", "triton") if find_spec(name) is None]:
     pytest.exit(f"the tests need {' and '.join(missing)}: run scripts/setup", returncode=1)
@@ -77,17 +77,17 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def session_of(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Session]]:
+def sequence_of(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Sequence]]:
     """Opens sessions on tiny models, as ``open_tiny`` says, and closes them after the test."""
-    opened: list[Session] = []
+    opened: list[Sequence] = []
 
-    def open_session(*arguments: Any, **options: Any) -> Session:
+    def open_one(*arguments: Any, **options: Any) -> Sequence:
         opened.append(open_tiny(tiny_model, *arguments, **options))
         return opened[-1]
 
-    yield open_session
-    for session in opened:
-        session.gguf.close()
+    yield open_one
+    for sequence in opened:
+        sequence.model.gguf.close()
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from opened import open_sequence
 
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.evaluation.compare import compare, parse_methods
 from sparsekv_cli.evaluation.result import MethodResult
 from sparsekv_cli.methods import METHODS, build_method, method_class
-from sparsekv_cli.session import load_session
 
 pytestmark = pytest.mark.slow
 
@@ -52,10 +52,12 @@ MEASURED = [name for name in METHODS if not method_class(name).needs]
 
 def results(path: Path, names: list[str]) -> dict[str, MethodResult]:
     config = SessionConfig(threads=2, prefill_dtype="f32", activations="16", ctx_size=2048)
-    session = load_session(path, build_method("full", {}), config)
-    ids = session.tokenizer.encode(TEXT.read_text(encoding="utf-8"))[: N_PROMPT + N_STEPS]
-    rows = compare(session, parse_methods(",".join(names)), ids[:N_PROMPT], N_STEPS, ids[N_PROMPT:])
-    session.gguf.close()
+    sequence = open_sequence(path, build_method("full", {}), config)
+    ids = sequence.model.tokenizer.encode(TEXT.read_text(encoding="utf-8"))[: N_PROMPT + N_STEPS]
+    rows = compare(
+        sequence, parse_methods(",".join(names)), ids[:N_PROMPT], N_STEPS, ids[N_PROMPT:]
+    )
+    sequence.model.gguf.close()
     return {row.name: row for row in rows}
 
 

@@ -1,10 +1,10 @@
-"""A session that goes on with another method: which rows it takes over, and that they are right."""
+"""A sequence that goes on with another method: which rows it takes over, and that they are right."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from tiny_sessions import decoded, tokens
+from tiny_sequences import decoded, tokens
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
@@ -15,35 +15,35 @@ GIVE_ROWS = {"full", "topk", "streaming", "quest", "lfps"}  # they keep all rows
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_method_takes_over_the_rows(session_of, name):
+def test_another_method_takes_over_the_rows(sequence_of, name):
     """From full, and back: it decodes as after a prefill of its own."""
-    session, alone = session_of("full"), session_of(name, budget="16")
-    method, full = alone.method, session.method
-    session.prefill(tokens(N_PROMPT))
-    session.change_method(method)
-    assert session.method is method
-    assert len(session.tokens) == (0 if name == "h2o" else N_PROMPT)
+    sequence, alone = sequence_of("full"), sequence_of(name, budget="16")
+    method, full = alone.method, sequence.method
+    sequence.prefill(tokens(N_PROMPT))
+    sequence.change_method(method)
+    assert sequence.method is method
+    assert len(sequence.tokens) == (0 if name == "h2o" else N_PROMPT)
     if name == "h2o":  # needs all queries
-        session.prefill(tokens(N_PROMPT))
+        sequence.prefill(tokens(N_PROMPT))
     alone.prefill(tokens(N_PROMPT))
-    np.testing.assert_allclose(decoded(session, STEPS), decoded(alone, STEPS), atol=1e-3)
-    session.change_method(full)
-    assert len(session.tokens) == (N_PROMPT + len(STEPS) if name in GIVE_ROWS else 0)
-    assert all(cache.n == len(session.tokens) for cache in session.caches)
+    np.testing.assert_allclose(decoded(sequence, STEPS), decoded(alone, STEPS), atol=1e-3)
+    sequence.change_method(full)
+    assert len(sequence.tokens) == (N_PROMPT + len(STEPS) if name in GIVE_ROWS else 0)
+    assert all(cache.n == len(sequence.tokens) for cache in sequence.caches)
 
 
-def test_other_types_of_rows_are_not_taken_over(session_of):
-    session = session_of("full")
-    session.prefill(tokens(50))
-    session.change_method(build_method("quest", {}, cache_type_k="q8_0"))
-    assert session.tokens == [] and all(cache.n == 0 for cache in session.caches)
-    session.prefill(tokens(50))
-    assert len(session.tokens) == 50
+def test_other_types_of_rows_are_not_taken_over(sequence_of):
+    sequence = sequence_of("full")
+    sequence.prefill(tokens(50))
+    sequence.change_method(build_method("quest", {}, cache_type_k="q8_0"))
+    assert sequence.tokens == [] and all(cache.n == 0 for cache in sequence.caches)
+    sequence.prefill(tokens(50))
+    assert len(sequence.tokens) == 50
 
 
-def test_a_method_that_is_refused_changes_nothing(session_of):
-    session = session_of("full")
-    session.prefill(tokens(50))
+def test_a_method_that_is_refused_changes_nothing(sequence_of):
+    sequence = sequence_of("full")
+    sequence.prefill(tokens(50))
     with pytest.raises(SparseKVError, match="layer 9"):
-        session.change_method(build_method("quest", {}, dense_layers="9"))
-    assert len(session.tokens) == 50 and session.method.name == "full"
+        sequence.change_method(build_method("quest", {}, dense_layers="9"))
+    assert len(sequence.tokens) == 50 and sequence.method.name == "full"

@@ -54,7 +54,7 @@ def test_a_file_has_at_most_400_lines():
 
 
 def package_of(name: str) -> str:
-    """The folder of a module; a module beside the folders, such as session, stands for itself."""
+    """The folder of a module; a module beside the folders, such as sequence, stands for itself."""
     package = MODULES[name].package
     return name if package == PACKAGE else package
 

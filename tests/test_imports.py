@@ -1,4 +1,4 @@
-"""The arrows of the design: commands -> session -> decoder -> cache and methods -> kernels.
+"""The arrows of the design: commands -> sequence -> decoder -> cache and methods -> kernels.
 
 Every import of ours is looked at: at the top of a file, inside a function, under TYPE_CHECKING.
 """
@@ -91,7 +91,7 @@ def test_no_modules_import_each_other_in_a_circle():
 def test_the_walk_sees_imports_wherever_they_are():
     source = """
 import os, cpu.bandwidth
-from sparsekv_cli import session, __version__
+from sparsekv_cli import sequence, __version__
 if TYPE_CHECKING:
     from sparsekv_cli.cli import main
 else:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from tiny_sessions import N_KV, N_LAYER, decoded, tokens
+from tiny_sequences import N_KV, N_LAYER, decoded, tokens
 
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o"])
-def test_evicting_methods_hold_less_however_long_the_answer(name, session_of):
+def test_evicting_methods_hold_less_however_long_the_answer(name, sequence_of):
     """Less than the prompt's rows, in memory and in what a step reads."""
-    full, session = session_of("full"), session_of(name, budget="10", dense_layers="none")
-    for each in (full, session):
+    full, sequence = sequence_of("full"), sequence_of(name, budget="10", dense_layers="none")
+    for each in (full, sequence):
         each.prefill(tokens(1900))
         decoded(each, tokens(100, 1))
-    whole, counts = full.ledger.as_dict(), session.ledger.as_dict()
+    whole, counts = full.ledger.as_dict(), sequence.ledger()
     assert counts["bytes_host"] < 0.2 * whole["bytes_host"]
     assert counts["bytes_read"] < 0.1 * whole["bytes_read"]
-    n_held = {cache.store.n for cache in session.caches}
+    n_held = {cache.store.n for cache in sequence.caches}
     assert n_held == {46 + 100 if name == "snapkv" else 13}
     assert counts["rows_dropped"] == N_LAYER * N_KV * (2000 - n_held.pop())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from opened import open_sequence
 from tiny_models import make_model
 
 from sparsekv_cli import engine
@@ -17,7 +18,6 @@ from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import METHODS, build_method, method_class
-from sparsekv_cli.session import load_session
 
 
 @pytest.mark.parametrize(("k", "v"), list(product(CACHE_TYPES, repeat=2)))
@@ -46,10 +46,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def load(method: str, n_ctx: int = 0):
         config = SessionConfig(ctx_size=n_ctx, threads=1, prefill_dtype="f32")
-        return load_session(path, build_method(method, {}), config)
+        return open_sequence(path, build_method(method, {}), config)
 
-    session = load("full")
-    n_bytes = token_bytes(session.hparams.layers, "f16", "f16")
+    sequence = load("full")
+    n_bytes = token_bytes(sequence.model.hparams.layers, "f16", "f16")
     ids = [3 + i % 200 for i in range(600)]
     available(1000 * n_bytes)
     with pytest.raises(SparseKVError, match=r"^K and V of 2000 tokens .* take .*: take -c 768 or"):
@@ -57,20 +57,20 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     load("snapkv", 2000).gguf.close()
     load("full", 1000).gguf.close()
     with pytest.raises(SparseKVError, match=r"^K and V of 1112 tokens .* shorten the prompt"):
-        session.prefill(ids)
-    assert not session.tokens and not session.caches[0].store.nbytes
+        sequence.prefill(ids)
+    assert not sequence.tokens and not sequence.caches[0].store.nbytes
     available(1112 * n_bytes)
-    logits = session.prefill(ids).copy()
+    logits = sequence.prefill(ids).copy()
     available(0)
     monkeypatch.setattr(store, "LARGE", 1)
     for _ in range(512):
-        session.decode(5)
+        sequence.decode(5)
     with pytest.raises(SparseKVError, match="K and V of 1507 tokens in a layer take"):
-        session.decode(5)
-    assert len(session.tokens) == 1112
+        sequence.decode(5)
+    assert len(sequence.tokens) == 1112
     available(1 << 40)
-    session.decode(5)
-    session.rewind(600)
-    assert session.checkpoint is not None
-    np.testing.assert_array_equal(session.checkpoint.logits, logits)
-    session.gguf.close()
+    sequence.decode(5)
+    sequence.rewind(600)
+    assert sequence.checkpoint is not None
+    np.testing.assert_array_equal(sequence.checkpoint.logits, logits)
+    sequence.model.gguf.close()

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from opened import open_sequence
 from reference_decoder import nmse
 from reference_records import LONG_CASES
-from tiny_sessions import decoded, open_tiny, tokens
+from tiny_sequences import decoded, open_tiny, tokens
 from tiny_tokenizer import SPECIAL_TOKENS
 
 from sparsekv_cli.cache import state
 from sparsekv_cli.cache.state import Checkpoints, StateCache
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods.full import Full
-from sparsekv_cli.session import load_session
 
 END = SPECIAL_TOKENS.index("<|im_end|>")
 
 
-def states(session) -> list[StateCache]:
-    return [cache for cache in session.caches if isinstance(cache, StateCache)]
+def states(sequence) -> list[StateCache]:
+    return [cache for cache in sequence.caches if isinstance(cache, StateCache)]
 
 
 def messages(*lengths: int) -> list[int]:
@@ -31,85 +31,85 @@ def messages(*lengths: int) -> list[int]:
 
 
 @pytest.fixture(params=["lfm2", "qwen35"])
-def session(request, tiny_model):
-    session = open_tiny(tiny_model, "full", shape=LONG_CASES[request.param])
-    yield session
-    session.gguf.close()
+def sequence(request, tiny_model):
+    sequence = open_tiny(tiny_model, "full", shape=LONG_CASES[request.param])
+    yield sequence
+    sequence.model.gguf.close()
 
 
-def test_a_changed_last_message_keeps_the_others(session):
+def test_a_changed_last_message_keeps_the_others(sequence):
     prompt, changed = messages(40, 30, 50), messages(40, 30) + tokens(20, 9)
-    session.prefill(prompt)
-    decoded(session, tokens(5, 3))
-    session.rewind(75)
-    assert session.tokens == prompt[:70]
-    again = session.prefill(changed[70:])
-    session.reset()
-    assert nmse(session.prefill(changed), again) < 1e-9
+    sequence.prefill(prompt)
+    decoded(sequence, tokens(5, 3))
+    sequence.rewind(75)
+    assert sequence.tokens == prompt[:70]
+    again = sequence.prefill(changed[70:])
+    sequence.reset()
+    assert nmse(sequence.prefill(changed), again) < 1e-9
 
 
-def test_the_end_of_a_prefill_is_kept_to_the_last_bit(session):
+def test_the_end_of_a_prefill_is_kept_to_the_last_bit(sequence):
     """As another answer to the same prompt needs it."""
-    session.prefill(tokens(33))
-    first = decoded(session, tokens(7, 1))
-    assert session.checkpoint is not None
-    session.rewind(33)
-    assert len(session.tokens) == 33 and session.checkpoint is not None
-    np.testing.assert_array_equal(first, decoded(session, tokens(7, 1)))
-    n_before = len(session.tokens)
-    session.prefill(tokens(8, 2))
-    session.rewind(n_before)
-    assert len(session.tokens) == n_before  # where the second prefill began
+    sequence.prefill(tokens(33))
+    first = decoded(sequence, tokens(7, 1))
+    assert sequence.checkpoint is not None
+    sequence.rewind(33)
+    assert len(sequence.tokens) == 33 and sequence.checkpoint is not None
+    np.testing.assert_array_equal(first, decoded(sequence, tokens(7, 1)))
+    n_before = len(sequence.tokens)
+    sequence.prefill(tokens(8, 2))
+    sequence.rewind(n_before)
+    assert len(sequence.tokens) == n_before  # where the second prefill began
 
 
-def test_a_failed_step_goes_back_to_a_checkpoint(session, monkeypatch):
-    session.prefill(tokens(20))
-    session.decode(5)
-    last = states(session)[-1]
+def test_a_failed_step_goes_back_to_a_checkpoint(sequence, monkeypatch):
+    sequence.prefill(tokens(20))
+    sequence.decode(5)
+    last = states(sequence)[-1]
 
     def fail(x):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(session.caches[-1], "decode", fail)
+    monkeypatch.setattr(sequence.caches[-1], "decode", fail)
     with pytest.raises(KeyboardInterrupt):
-        session.decode(6)
+        sequence.decode(6)
     monkeypatch.undo()
-    assert session.tokens == tokens(20) and last.n == 20
-    after = session.decode(5)
-    session.reset()
-    session.prefill(tokens(20))
-    np.testing.assert_array_equal(after, session.decode(5))
+    assert sequence.tokens == tokens(20) and last.n == 20
+    after = sequence.decode(5)
+    sequence.reset()
+    sequence.prefill(tokens(20))
+    np.testing.assert_array_equal(after, sequence.decode(5))
 
 
-def test_long_prompts_and_answers_have_checkpoints_every_step(session, monkeypatch):
+def test_long_prompts_and_answers_have_checkpoints_every_step(sequence, monkeypatch):
     monkeypatch.setattr(state, "STEP", 32)
-    session.prefill(tokens(100))
-    decoded(session, tokens(40, 1))
+    sequence.prefill(tokens(100))
+    decoded(sequence, tokens(40, 1))
     for n, kept in ((135, 128), (127, 100), (99, 96), (50, 32), (31, 0)):
-        session.rewind(n)
-        assert len(session.tokens) == kept
-        assert all(cache.n == kept for cache in session.caches)
+        sequence.rewind(n)
+        assert len(sequence.tokens) == kept
+        assert all(cache.n == kept for cache in sequence.caches)
 
 
-def test_memory_is_the_states_and_that_of_checkpoints(session):
-    session.prefill(tokens(10))
-    (first, *_) = states(session)
+def test_memory_is_the_states_and_that_of_checkpoints(sequence):
+    sequence.prefill(tokens(10))
+    (first, *_) = states(sequence)
     one = first.memory().host // 2  # the state and a copy
-    session.prefill(tokens(300, 1))
+    sequence.prefill(tokens(300, 1))
     assert first.memory().host == 3 * one
-    decoded(session, tokens(20))
+    decoded(sequence, tokens(20))
     assert first.memory().host == 3 * one
-    assert session.ledger.as_dict()["bytes_host"] >= 3 * one
+    assert sequence.ledger()["bytes_host"] >= 3 * one
 
 
 def test_without_checkpoints_everything_is_prefilled_again(tiny_model):
     config = SessionConfig(threads=1, prefill_dtype="f32", checkpoints=0)
-    session = load_session(tiny_model(**LONG_CASES["lfm2"]), Full(), config)
-    session.prefill(tokens(30))
-    session.decode(4)
-    session.rewind(30)
-    assert session.tokens == []
-    session.gguf.close()
+    sequence = open_sequence(tiny_model(**LONG_CASES["lfm2"]), Full(), config)
+    sequence.prefill(tokens(30))
+    sequence.decode(4)
+    sequence.rewind(30)
+    assert sequence.tokens == []
+    sequence.model.gguf.close()
 
 
 def test_checkpoints_get_sparser_towards_the_beginning():

@@ -1,4 +1,4 @@
-"""Where a calibration lies, when it is made, and what a session makes of it."""
+"""Where a calibration lies, when it is made, and what a sequence makes of it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from opened import open_sequence
 from sidecars import CONFIG, N_CTX, N_LAYER, ROOT, SIZES, entry, identity_of, refused
 from tiny_models import make_model
 
@@ -20,19 +21,18 @@ from sparsekv_cli.methods import build_method, calibrated_methods
 from sparsekv_cli.models.gguf.file import open_gguf
 from sparsekv_cli.models.sources.locate import resolve_model
 from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer
-from sparsekv_cli.session import load_session
 
 
 def load(model, method="fake", reports=None, **changes):
-    session = load_session(
+    sequence = open_sequence(
         model,
         build_method(method, {}),
         replace(CONFIG, **changes),
         None,
         None if reports is None else lambda *report: reports.append(report),
     )
-    session.gguf.close()
-    return session
+    sequence.model.gguf.close()
+    return sequence
 
 
 def calibration_path(model):
@@ -43,18 +43,18 @@ def calibration_path(model):
 
 def test_first_use_calibrates_and_says_so(model, fake):
     reports = []
-    session = load(model, reports=reports)
+    sequence = load(model, reports=reports)
     beside = model.with_name("model.calibration.npz")
     assert reports[0] == ("fake", 0.0, "") and reports[-1] == ("fake", 1.0, f"stored in {beside}")
     assert [share for _, share, _ in reports] == sorted(share for _, share, _ in reports)
     assert beside.exists() and not list(model.parent.parent.glob("cache/*/calibration"))
     (ids,) = fake.runs
     text = calibrations.built_in_text().text
-    assert ids == session.tokenizer.encode(text, add_eos=False, parse_special=False)[:N_CTX]
+    assert ids == sequence.model.tokenizer.encode(text, add_eos=False, parse_special=False)[:N_CTX]
     del reports[:]
     again = load(model, reports=reports)
     assert reports == [] and len(fake.runs) == 1
-    for before, after in zip(session.caches, again.caches, strict=True):
+    for before, after in zip(sequence.caches, again.caches, strict=True):
         left, right = before.spec.calibration, after.spec.calibration
         assert left.keys() == right.keys() == {"means", "stride"}
         np.testing.assert_array_equal(left["means"], right["means"])
@@ -62,28 +62,28 @@ def test_first_use_calibrates_and_says_so(model, fake):
 
 
 def test_every_layer_has_its_slice_also_after_a_reset(model, fake):
-    session = load_session(model, build_method("fake", {}, dense_layers="none"), CONFIG)
+    sequence = open_sequence(model, build_method("fake", {}, dense_layers="none"), CONFIG)
     stored = read_entry(model.with_name("model.calibration.npz"), "fake", identity_of(model))
     assert stored.n_tokens == N_CTX and stored.text_name == "built-in"
     assert np.abs(stored.tensors["means"]).min(axis=(1, 2)).max() > 0
     for _ in range(2):
-        for i, cache in enumerate(session.caches):
+        for i, cache in enumerate(sequence.caches):
             np.testing.assert_array_equal(
                 cache.spec.calibration["means"], stored.tensors["means"][i]
             )
             assert cache.stride == 2 + i
-        session.prefill(list(range(3, 103)))
-        session.decode(7)
-        counts = session.ledger.as_dict()
+        sequence.prefill(list(range(3, 103)))
+        sequence.decode(7)
+        counts = sequence.ledger()
         rows = sum(4 + -(-(100 - 4) // (2 + i)) + 1 for i in range(N_LAYER))
         assert counts["sparse_rows_attended"] == 4 * rows
-        session.reset()
-    session.gguf.close()
+        sequence.reset()
+    sequence.model.gguf.close()
 
 
 def test_methods_without_need_get_nothing(model, fake):
-    session = load(model, "topk")
-    assert all(cache.spec.calibration == {} for cache in session.caches)
+    sequence = load(model, "topk")
+    assert all(cache.spec.calibration == {} for cache in sequence.caches)
     assert fake.runs == [] and list(model.parent.iterdir()) == [model]
 
 
@@ -143,9 +143,9 @@ def test_nowhere_to_store_is_no_failure(model, fake, monkeypatch):
 
     monkeypatch.setattr(calibrations, "write_entry", fail)
     reports = []
-    session = load(model, reports=reports)
+    sequence = load(model, reports=reports)
     assert "could not be stored" in reports[-1][2] and "Read-only" in reports[-1][2]
-    assert session.caches[2].spec.calibration["stride"] == 4
+    assert sequence.caches[2].spec.calibration["stride"] == 4
 
 
 def test_a_sidecar_of_another_model_stops_the_session(model, fake, tmp_path):
@@ -166,8 +166,8 @@ def test_a_sidecar_that_is_named(model, fake, tmp_path):
     assert "holds none" in message and "--output" in message and fake.runs == []
     tensors = {"means": np.ones((N_LAYER, 2, 16), "f4"), "stride": np.full(N_LAYER, 9, np.uint8)}
     write_entry(place, "fake", identity_of(model), entry(**tensors))
-    session = load(model, calibration=str(place))
-    assert session.caches[2].stride == 9 and fake.runs == []
+    sequence = load(model, calibration=str(place))
+    assert sequence.caches[2].stride == 9 and fake.runs == []
 
 
 def test_an_interrupted_calibration_stores_nothing(model, fake, monkeypatch):
@@ -185,15 +185,15 @@ def test_an_interrupted_calibration_stores_nothing(model, fake, monkeypatch):
 
 
 def test_text_and_context_must_be_long_enough(model, fake, tmp_path):
-    session = load_session(model, build_method("full", {}), CONFIG)
+    sequence = open_sequence(model, build_method("full", {}), CONFIG)
     method, text = build_method("fake", {}), calibrations.built_in_text()
-    made = session.calibrations.calibrate(method, text, 290)
+    made = sequence.model.calibrations.calibrate(method, text, 290)
     assert made.n_tokens == 290 == len(fake.runs[-1])
-    assert session.calibrations.calibrate(method, text, 10**6).n_tokens == N_CTX
+    assert sequence.model.calibrations.calibrate(method, text, 10**6).n_tokens == N_CTX
     short = CalibrationText("notes.txt", "too short")
-    message = refused(lambda: session.calibrations.calibrate(method, short, 4096))
+    message = refused(lambda: sequence.model.calibrations.calibrate(method, short, 4096))
     assert "notes.txt" in message and "256" in message
-    session.gguf.close()
+    sequence.model.gguf.close()
     narrow = make_model(tmp_path / "narrow.gguf", **{**SIZES, "n_ctx": 128})
     assert "128" in refused(lambda: load(narrow))
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from faedkv_layer import EVERY_BIN, calibration, uniform
-from tiny_sessions import SHAPE, tokens
+from opened import open_sequence
+from tiny_sequences import SHAPE, tokens
 
 from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.cache.spec import Budget
@@ -19,28 +20,27 @@ from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.faedkv import frequencies
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.faedkv import FAEDKV
-from sparsekv_cli.session import load_session
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
-def session(request, tiny_model):
+def sequence(request, tiny_model):
     shape = {**SHAPE, "arch": request.param, "n_layer": 3, "rope_scaling": ("yarn", 4.0, 256)}
     config = SessionConfig(threads=1, prefill_dtype="f32", chunk=100)
-    opened = load_session(tiny_model(**shape), build_method("full", {}), config)
+    opened = open_sequence(tiny_model(**shape), build_method("full", {}), config)
     yield opened
     opened.gguf.close()
 
 
-def run_of(session, ids, progress=lambda share: None) -> CalibrationRun:
+def run_of(sequence, ids, progress=lambda share: None) -> CalibrationRun:
     return CalibrationRun(
-        session.decoder.layer_specs(), ids, session.decoder.forward,
+        sequence.model.decoder.layer_specs(), ids, sequence.model.decoder.forward,
         progress,
     )  # fmt: skip
 
 
-def test_a_trial_equals_one_by_itself(session):
+def test_a_trial_equals_one_by_itself(sequence):
     """Eleven copies of 30 rows in chunks of 100 against one forward on changed K and V."""
-    run, middle = run_of(session, tokens(231)), slice(10, 150)
+    run, middle = run_of(sequence, tokens(231)), slice(10, 150)
     window = Window(run, run.ids, 30, middle)
     changes = [(0, np.empty(0, np.int64)), (-1, np.arange(71))]
     changes += [(layer, np.arange(a, 71, 2)) for layer in range(3) for a in (0, 1, 40)]
@@ -81,9 +81,9 @@ def test_half_of_the_scored_rows_repeat_what_trials_change():
     assert middle.start <= repeated[0] and repeated[-1] < middle.stop
 
 
-def test_calibration_and_what_comes_of_it(session):
+def test_calibration_and_what_comes_of_it(sequence):
     shares: list[float] = []
-    run = run_of(session, tokens(400), shares.append)
+    run = run_of(sequence, tokens(400), shares.append)
     tensors = FAEDKV().calibrate(run)
     assert {name: array.shape for name, array in tensors.items()} == {
         "imp_kld": (3, 22), "imp_ppl": (3, 22), "layer_kld": (3, 5), "layer_budget": (3, 5, 2),
@@ -105,8 +105,10 @@ def test_calibration_and_what_comes_of_it(session):
     answers = []
     for method in (build_method("full", {}), FAEDKV(budget=Budget(share=0.7))):
         caches = [method.layer(spec) for spec in specs]
-        session.decoder.forward(ids, 0, caches)
-        logits = [session.decoder.decode(t, 400 + i, caches) for i, t in enumerate(following)]
+        sequence.model.decoder.forward(ids, 0, caches)
+        logits = [
+            sequence.model.decoder.decode(t, 400 + i, caches) for i, t in enumerate(following)
+        ]
         answers.append(torch.from_numpy(np.stack(logits)).log_softmax(-1))
     full, actual = answers
     kld = float((full.exp() * (full - actual)).sum(-1).mean())
@@ -114,25 +116,27 @@ def test_calibration_and_what_comes_of_it(session):
     assert sum(cache.counters()["tokens_transformed"] for cache in caches) > 0
 
 
-def test_every_bin_answers_like_full(session):
+def test_every_bin_answers_like_full(sequence):
     """docs/methods.md: r = 1 has a KLD below 1e-5; in f32, since f16 coefficients round."""
     specs = [
         replace(spec, calibration={name: array[spec.layer] for name, array in tensors.items()})
         for tensors in [calibration(3)]
-        for spec in session.decoder.layer_specs()
+        for spec in sequence.model.decoder.layer_specs()
     ]
     ids, following = tokens(400, 3), tokens(80, 4)
     answers, exact, fewer = [], uniform(EVERY_BIN.share, "additive"), uniform(0.7, "additive")
     for method in (build_method("full", {}), exact, fewer):
         caches = [method.layer(spec) for spec in specs]
-        session.decoder.forward(ids, 0, caches)
-        logits = [session.decoder.decode(t, 400 + i, caches) for i, t in enumerate(following)]
+        sequence.model.decoder.forward(ids, 0, caches)
+        logits = [
+            sequence.model.decoder.decode(t, 400 + i, caches) for i, t in enumerate(following)
+        ]
         answers.append(torch.from_numpy(np.stack(logits)).double().log_softmax(-1))
     full = answers[0]
     klds = [float((full.exp() * (full - each)).sum(-1).mean()) for each in answers[1:]]
     assert klds[0] < 1e-5 and klds[1] > 1e-4
 
 
-def test_a_text_that_is_too_short_is_refused(session):
+def test_a_text_that_is_too_short_is_refused(sequence):
     with pytest.raises(Exception, match="110 tokens is too short"):
-        FAEDKV().calibrate(run_of(session, tokens(110)))
+        FAEDKV().calibrate(run_of(sequence, tokens(110)))

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fasa_layer import GEOMETRIES, Layer, half, prefill, row_input
-from tiny_sessions import N_HEAD, N_KV, N_LAYER, SHAPE, decoded, greedy, tokens
+from opened import generated, open_sequence
+from tiny_sequences import N_HEAD, N_KV, N_LAYER, SHAPE, decoded, greedy, tokens
 
 from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.cache.spec import Budget, LayerSpec
@@ -19,7 +20,7 @@ from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.fasa import FASA
 from sparsekv_cli.methods.full import Full
-from sparsekv_cli.session import Session, load_session
+from sparsekv_cli.sequence import Sequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -32,21 +33,21 @@ def model(tiny_model):
     return tiny_model(**SHAPE)
 
 
-def open_session(model, method) -> Session:
-    return load_session(model, method, SessionConfig(threads=1, prefill_dtype="f32", chunk=16))
+def open_session(model, method) -> Sequence:
+    return open_sequence(model, method, SessionConfig(threads=1, prefill_dtype="f32", chunk=16))
 
 
 def open_specs(model) -> list[LayerSpec]:
-    session = open_session(model, Full())
-    specs = session.decoder.layer_specs()
-    session.gguf.close()
+    sequence = open_session(model, Full())
+    specs = sequence.model.decoder.layer_specs()
+    sequence.model.gguf.close()
     return specs
 
 
-def calibrate(session: Session, method: FASA, ids) -> dict[str, np.ndarray]:
+def calibrate(sequence: Sequence, method: FASA, ids) -> dict[str, np.ndarray]:
     shares: list[float] = []
     run = CalibrationRun(
-        session.decoder.layer_specs(), ids, session.decoder.forward,
+        sequence.model.decoder.layer_specs(), ids, sequence.model.decoder.forward,
         shares.append,
     )  # fmt: skip
     tensors = method.calibrate(run)
@@ -56,13 +57,13 @@ def calibrate(session: Session, method: FASA, ids) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def tensors(model):
-    session = open_session(model, Full())
-    yield calibrate(session, FASA(), tokens(300))
-    session.gguf.close()
+    sequence = open_session(model, Full())
+    yield calibrate(sequence, FASA(), tokens(300))
+    sequence.model.gguf.close()
 
 
 @pytest.fixture
-def session_of(model, tensors):
+def sequence_of(model, tensors):
     """Opens sessions with FASA (options as fields) or, without options, with full attention."""
 
     class Calibrated(FASA):
@@ -74,24 +75,24 @@ def session_of(model, tensors):
             own = {name: array[spec.layer] for name, array in tensors.items()}
             return super().layer(replace(spec, calibration=own))
 
-    opened: list[Session] = []
+    opened: list[Sequence] = []
 
-    def open_with(**options) -> Session:
+    def open_with(**options) -> Sequence:
         opened.append(open_session(model, Calibrated(**options) if options else Full()))
         return opened[-1]
 
     yield open_with
-    for session in opened:
-        session.gguf.close()
+    for sequence in opened:
+        sequence.model.gguf.close()
 
 
 @pytest.mark.parametrize("options", [{"metric": "var"}, {"metric": "ca", "variant": "m"}])
-def test_a_rewound_session_equals_a_fresh_one(options, session_of):
+def test_a_rewound_session_equals_a_fresh_one(options, sequence_of):
     """To the end of the prompt, into it, to a context within the budget, and to nothing."""
     prompt, question, answer = tokens(64), tokens(7, 1), tokens(10, 2)
-    used = session_of(budget=Budget(tokens=24), **options)
+    used = sequence_of(budget=Budget(tokens=24), **options)
     for keep in (64, 32, 16, 0):
-        fresh = session_of(budget=Budget(tokens=24), **options)
+        fresh = sequence_of(budget=Budget(tokens=24), **options)
         if keep:
             fresh.prefill(prompt[:keep])
         used.rewind(0)
@@ -102,11 +103,11 @@ def test_a_rewound_session_equals_a_fresh_one(options, session_of):
         np.testing.assert_array_equal(decoded(used, answer), decoded(fresh, answer))
 
 
-def test_generation_as_long_as_the_prompt(session_of):
-    session = session_of(budget=Budget(share=0.1))
-    produced = list(session.generate(tokens(150), greedy, 150))
+def test_generation_as_long_as_the_prompt(sequence_of):
+    sequence = sequence_of(budget=Budget(share=0.1))
+    produced = list(generated(sequence, tokens(150), greedy, 150))
     assert len(produced) == 150
-    counts = session.ledger.as_dict()
+    counts = sequence.ledger()
     attended = sum(round(0.1 * n) for n in range(151, 300))
     assert counts["sparse_rows_attended"] == 2 * N_HEAD * attended
     assert counts["sparse_rows_scored"] == counts["sparse_rows_total"]
@@ -125,11 +126,11 @@ class RecordingCache(DenseCache):
 
 def test_calibration_is_what_it_says(model, tensors):
     ids = tokens(300)
-    session = open_session(model, Full())
-    specs = session.decoder.layer_specs()
+    sequence = open_session(model, Full())
+    specs = sequence.model.decoder.layer_specs()
     caches = [RecordingCache(spec) for spec in specs]
-    session.decoder.forward(ids, 0, caches)
-    session.gguf.close()
+    sequence.model.decoder.forward(ids, 0, caches)
+    sequence.model.gguf.close()
     assert {name: (a.shape, a.dtype) for name, a in tensors.items()} == {
         "score_var": ((N_LAYER, N_HEAD, 32), np.float32),
         "score_ca": ((N_LAYER, N_HEAD, 32), np.float32),
@@ -219,10 +220,10 @@ def test_rows_of_a_trial_attend_as_a_step_does(geometry, monkeypatch):
 
 
 def test_options_do_not_change_the_calibration(model, tensors):
-    session = open_session(model, Full())
+    sequence = open_session(model, Full())
     other = calibrate(
-        session, FASA(metric="ca", n_tip=3, budget=Budget(tokens=7), variant="m"), tokens(300)
+        sequence, FASA(metric="ca", n_tip=3, budget=Budget(tokens=7), variant="m"), tokens(300)
     )
-    session.gguf.close()
+    sequence.model.gguf.close()
     for name, array in tensors.items():
         np.testing.assert_array_equal(other[name], array)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_sessions import SHAPE
+from opened import generated, open_sequence
+from tiny_sequences import SHAPE
 
 from sparsekv_cli.cache.layer import DenseCache, total_counters
 from sparsekv_cli.cache.spec import AttnInput, Budget
@@ -19,29 +20,29 @@ from sparsekv_cli.calibration.sals import SHARES, study_keys
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.sals import SALS
-from sparsekv_cli.session import Session, load_session
+from sparsekv_cli.sequence import Sequence
 
 
 @pytest.fixture(scope="module")
-def session(tiny_model):
+def sequence(tiny_model):
     config = SessionConfig(threads=1, prefill_dtype="f32", chunk=64)
-    session = load_session(tiny_model(**SHAPE), build_method("full", {}), config)
-    yield session
-    session.gguf.close()
+    sequence = open_sequence(tiny_model(**SHAPE), build_method("full", {}), config)
+    yield sequence
+    sequence.model.gguf.close()
 
 
-def run_of(session: Session, ids) -> CalibrationRun:
-    decoder = session.decoder
+def run_of(sequence: Sequence, ids) -> CalibrationRun:
+    decoder = sequence.model.decoder
     return CalibrationRun(decoder.layer_specs(), ids, decoder.forward, lambda share: None)
 
 
 @pytest.fixture(scope="module")
-def calibration(session) -> dict[str, np.ndarray]:
+def calibration(sequence) -> dict[str, np.ndarray]:
     ids = np.random.RandomState(0).randint(3, 512, 400).tolist()
-    return SALS().calibrate(run_of(session, ids))
+    return SALS().calibrate(run_of(sequence, ids))
 
 
-def test_calibration(session, calibration):
+def test_calibration(sequence, calibration):
     size = 2 * 64
     assert {name: a.shape for name, a in calibration.items()} == {
         "weights": (4, size),
@@ -64,10 +65,10 @@ def test_calibration(session, calibration):
             assert (np.diff(values) <= 1e-6 * values[0]).all()
 
 
-def test_ranks_go_where_they_save_most(session):
+def test_ranks_go_where_they_save_most(sequence):
     """One dense layer of four: the others have the sum of columns, where a column saves most."""
     ids = np.random.RandomState(0).randint(3, 512, 400).tolist()
-    run, shares = run_of(session, ids), []
+    run, shares = run_of(sequence, ids), []
     method = SALS(dense_layers=(0,))
     tensors = study_keys(replace(run, progress=shares.append), method.is_dense, 16, 64)
     kld, budgets = tensors["rank_kld"], tensors["rank_budget"]
@@ -104,7 +105,7 @@ def test_ranks_go_where_they_save_most(session):
     assert abs(cache.store.k[:, 16:150].astype("f4") - k.astype("f4")).max() < 0.02 * abs(k).max()
 
 
-def test_calibration_measures_keys_and_queries(session, calibration):
+def test_calibration_measures_keys_and_queries(sequence, calibration):
     """Statistics of a layer, from the rows that its cache is shown."""
     kept: list[AttnInput] = []
 
@@ -115,8 +116,8 @@ def test_calibration_measures_keys_and_queries(session, calibration):
             return super().extend(x)
 
     ids = np.random.RandomState(0).randint(3, 512, 400).tolist()
-    specs = session.decoder.layer_specs()
-    session.decoder.forward(ids, 0, [Keeper(spec) for spec in specs])
+    specs = sequence.model.decoder.layer_specs()
+    sequence.model.decoder.forward(ids, 0, [Keeper(spec) for spec in specs])
     keys = np.concatenate([x.k_nope for x in kept], 1, dtype=np.float64)  # (G, n, d)
     queries = np.concatenate([x.q_nope for x in kept], 1, dtype=np.float64)  # (H, n, d)
     stacked = np.concatenate(list(keys), axis=1)
@@ -135,17 +136,17 @@ def test_calibration_measures_keys_and_queries(session, calibration):
         np.testing.assert_allclose(ratio, ratio[0], rtol=1e-4)
 
 
-def calibrated_caches(session: Session, calibration, method: SALS) -> list[Any]:
+def calibrated_caches(sequence: Sequence, calibration, method: SALS) -> list[Any]:
     return [
         method.layer(replace(spec, calibration={k: v[spec.layer] for k, v in calibration.items()}))
-        for spec in session.decoder.layer_specs()
+        for spec in sequence.model.decoder.layer_specs()
     ]
 
 
-def logits_of(session: Session, caches, prompt, text) -> np.ndarray:
-    session.tokens, session.caches = [], list(caches)
-    session.prefill(prompt)
-    return np.stack([session.decode(token) for token in text])
+def logits_of(sequence: Sequence, caches, prompt, text) -> np.ndarray:
+    sequence.tokens, sequence.caches = [], list(caches)
+    sequence.prefill(prompt)
+    return np.stack([sequence.decode(token) for token in text])
 
 
 def kld(expected: np.ndarray, actual: np.ndarray) -> float:
@@ -153,34 +154,34 @@ def kld(expected: np.ndarray, actual: np.ndarray) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-def test_a_model_with_everything_kept_answers_like_full(session, calibration, monkeypatch):
+def test_a_model_with_everything_kept_answers_like_full(sequence, calibration, monkeypatch):
     monkeypatch.setattr(SALS, "covers", lambda self, n: False)
     rng = np.random.RandomState(1)
     prompt, text = rng.randint(3, 512, 200).tolist(), rng.randint(3, 512, 40).tolist()
     full = build_method("full", {})
-    expected = logits_of(session, [full.layer(s) for s in session.decoder.layer_specs()],
+    expected = logits_of(sequence, [full.layer(s) for s in sequence.model.decoder.layer_specs()],
                          prompt, text)  # fmt: skip
     whole = SALS(rank=128, score_rank=128, bits=16, budget=Budget(tokens=10**6), dense_layers=())
-    caches = calibrated_caches(session, calibration, whole)
-    assert kld(expected, logits_of(session, caches, prompt, text)) < 1e-5
+    caches = calibrated_caches(sequence, calibration, whole)
+    assert kld(expected, logits_of(sequence, caches, prompt, text)) < 1e-5
     counts = total_counters(caches)
     assert counts["rows_encoded"] == 4 * (240 - 80) and counts["rows_reconstructed"] > 0
 
     rough = SALS(rank=16, budget=Budget(tokens=20), dense_layers=())
-    caches = calibrated_caches(session, calibration, rough)
-    assert kld(expected, logits_of(session, caches, prompt, text)) > 1e-3
+    caches = calibrated_caches(sequence, calibration, rough)
+    assert kld(expected, logits_of(sequence, caches, prompt, text)) > 1e-3
 
 
-def test_generation_as_long_as_the_prompt_and_a_second_turn(session, calibration):
+def test_generation_as_long_as_the_prompt_and_a_second_turn(sequence, calibration):
     method = SALS(budget=Budget(tokens=20))
     texts = []
     for _ in range(2):
-        session.tokens = []
-        session.caches = calibrated_caches(session, calibration, method)
+        sequence.tokens = []
+        sequence.caches = calibrated_caches(sequence, calibration, method)
         rng = np.random.RandomState(2)
         prompt, question = rng.randint(3, 512, 150).tolist(), rng.randint(3, 512, 20).tolist()
-        produced = list(session.generate(prompt, lambda x, _: int(x.argmax()), 150))
-        produced += list(session.generate(question, lambda x, _: int(x.argmax()), 20))
+        produced = list(generated(sequence, prompt, lambda x, _: int(x.argmax()), 150))
+        produced += list(generated(sequence, question, lambda x, _: int(x.argmax()), 20))
         texts.append(produced)
-        assert {cache.n for cache in session.caches} == {len(session.tokens)} == {338}
+        assert {cache.n for cache in sequence.caches} == {len(sequence.tokens)} == {338}
     assert texts[0] == texts[1]

@@ -1,10 +1,11 @@
-"""A session that answers from a script, so that the commands are tested without a model."""
+"""A sequence that answers from a script, so that the commands are tested without a model."""
 
 from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Ids
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
@@ -17,8 +18,7 @@ from sparsekv_cli.cli import main
 from sparsekv_cli.commands import chat as chat_module
 from sparsekv_cli.commands import chat_commands, chat_conversation
 from sparsekv_cli.commands import run as run_module
-from sparsekv_cli.sequence import Checkpoint
-from sparsekv_cli.session import Session
+from sparsekv_cli.sequence import Checkpoint, Sequence
 
 EOS_ID, BOS_ID = 256, 257
 
@@ -62,7 +62,7 @@ class ByteTokenizer:
 
 
 class FakeCache(NamedTuple):
-    """All layers of a fake session, as the ledger sees them."""
+    """All layers of a fake sequence, as the ledger sees them."""
 
     counts: dict[str, int]
     spec: SimpleNamespace = SimpleNamespace(kind=FULL)
@@ -80,7 +80,7 @@ class FakeSession:
     In a text, ``<eos>`` ends the answer. ``on_token`` is called before a token is handed out.
     """
 
-    def __init__(self, script: Sequence[str] = (), n_ctx: int = 4096) -> None:
+    def __init__(self, script: Ids[str] = (), n_ctx: int = 4096) -> None:
         self.script = list(script)
         self.n_ctx = n_ctx
         self.n_threads = 2
@@ -119,7 +119,7 @@ class FakeSession:
         self.can_rewind_within = True
         self.rewinds: list[int] = []
 
-    state = Session.state
+    state = Sequence.state
 
     def take_settings(self, _session: Any, sampling: Any, seed: int | None, _: Any) -> None:
         """In place of ``new_sampler``."""
@@ -140,7 +140,7 @@ class FakeSession:
     def method_options(self) -> dict[str, Any]:
         return {"budget": "5%"}
 
-    def prefill(self, ids: Sequence[int], progress: Any = None) -> None:
+    def prefill(self, ids: Ids[int], progress: Any = None) -> None:
         assert len(ids) and len(self.tokens) + len(ids) <= self.n_ctx
         self.on_prefill()
         if progress is not None:
@@ -169,7 +169,7 @@ class FakeSession:
             self.checkpoint = None
 
     def generate(
-        self, ids: Sequence[int], sample: Any, n_predict: int, progress: Any = None
+        self, ids: Ids[int], sample: Any, n_predict: int, progress: Any = None
     ) -> Iterator[int]:
         self.prompts.append([*self.tokens, *ids])
         if ids or self.checkpoint is None or self.checkpoint.n != len(self.tokens):
@@ -188,15 +188,15 @@ class FakeSession:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
-    """A fake session in place of what ``run`` and ``chat`` would open."""
-    session = FakeSession()
+    """A fake sequence in place of what ``run`` and ``chat`` would open."""
+    sequence = FakeSession()
     for module in (run_module, chat_module):
-        monkeypatch.setattr(module, "open_session", lambda options: session)
+        monkeypatch.setattr(module, "open_session", lambda options: sequence)
     for module in (run_module, chat_module, chat_commands):
         monkeypatch.setattr(module, "use_prefixes", lambda *arguments: None)
     monkeypatch.setattr(run_module, "new_sampler", lambda *arguments: None)
-    monkeypatch.setattr(chat_conversation, "new_sampler", session.take_settings)
-    return session
+    monkeypatch.setattr(chat_conversation, "new_sampler", sequence.take_settings)
+    return sequence
 
 
 class Result(NamedTuple):

@@ -36,23 +36,23 @@ def sessions(monkeypatch: pytest.MonkeyPatch, fake: Any) -> list[Any]:
     tensor = SimpleNamespace(n_elements=1000, n_bytes=500, type=SimpleNamespace(name="Q4_1"))
 
     def load(path: Path, method: Any, config: Any) -> Any:
-        session = type(fake)(n_ctx=config.ctx_size)
-        session.gguf.tensors = {"a": tensor}
-        session.metadata["general.size_label"] = "1K"
-        session.method, session.config = method, config
-        session.method_options = method.options
-        session.counts["bytes_read"] = 0
-        decode = session.decode
+        sequence = type(fake)(n_ctx=config.ctx_size)
+        sequence.model.gguf.tensors = {"a": tensor}
+        sequence.metadata["general.size_label"] = "1K"
+        sequence.method, sequence.model.config = method, config
+        sequence.method_options = method.options
+        sequence.counts["bytes_read"] = 0
+        decode = sequence.decode
 
         def decode_reading(token: int) -> None:
             decode(token)
-            session.counts["bytes_read"] += 100
+            sequence.counts["bytes_read"] += 100
 
-        session.decode = decode_reading
-        opened.append(session)
-        return session
+        sequence.decode = decode_reading
+        opened.append(sequence)
+        return sequence
 
-    monkeypatch.setattr(bench, "load_session", load)
+    monkeypatch.setattr(bench, "open_sequence", load)
     monkeypatch.setattr(bench, "find_model", lambda name: Path("fake.gguf"))
     monkeypatch.setattr(bench, "measure_bandwidth", lambda n_threads: BANDWIDTH)
     return opened
@@ -133,9 +133,9 @@ def test_a_run_ahead_of_each_test_is_not_timed(
     timed: list[tuple[int, int, int]] = []
     real = bench.time_once
 
-    def time_once(session: Any, ids: Any, test: BenchTest) -> int:
-        timed.append((test.n_prompt, test.n_gen, len(session.tokens)))
-        return real(session, ids, test)
+    def time_once(sequence: Any, ids: Any, test: BenchTest) -> int:
+        timed.append((test.n_prompt, test.n_gen, len(sequence.tokens)))
+        return real(sequence, ids, test)
 
     monkeypatch.setattr(bench, "time_once", time_once)
     warm = json.loads(invoke(*arguments).out)
@@ -158,7 +158,7 @@ def test_options_go_to_the_methods_that_have_them(sessions: list[Any], invoke: I
     arguments = ["bench", "-p", "4", "-n", "0", "-r", "1", "--method", "full,topk,streaming"]
     result = invoke(*arguments, "-o", "sinks=2", "--budget", "7", "--dense-layers", "none")
     assert result.code == 0, result.err
-    full, topk, streaming = (session.method.options() for session in sessions)
+    full, topk, streaming = (sequence.method.options() for sequence in sessions)
     assert "budget" not in full and full["dense_layers"] == ()
     assert topk["budget"] == streaming["budget"] == "7"
     assert streaming["sinks"] == 2
@@ -213,10 +213,10 @@ def test_json_is_complete_after_an_error(
 ) -> None:
     real = bench.time_once
 
-    def fail_at_decode(session: Any, ids: Any, test: BenchTest) -> int:
+    def fail_at_decode(sequence: Any, ids: Any, test: BenchTest) -> int:
         if test.n_gen:
             raise MemoryError
-        return real(session, ids, test)
+        return real(sequence, ids, test)
 
     monkeypatch.setattr(bench, "time_once", fail_at_decode)
     result = invoke("bench", "-p", "4", "-n", "4", "-O", "json")
@@ -227,7 +227,7 @@ def test_json_is_complete_after_an_error(
 def test_seed_makes_the_tokens(sessions: list[Any], invoke: Invoke) -> None:
     for seed in ([], [], ["--seed", "7"]):
         invoke("bench", "-p", "0", "-n", "32", "-r", "1", *seed)
-    first, second, third = (session.decoded for session in sessions)
+    first, second, third = (sequence.decoded for sequence in sessions)
     assert first == second != third
     assert all(0 <= token < 258 for token in first)
 
@@ -247,7 +247,7 @@ def test_order_of_batches_and_their_rates(sessions: list[Any], invoke: Invoke) -
     arguments = ["-p", "8", "-n", "4", "-pg", "8,4", "-b", "1,3", "-d", "32"]
     tests = []
 
-    def run_tests(session: Any, given: Any, *_: Any, **__: Any) -> Any:
+    def run_tests(sequence: Any, given: Any, *_: Any, **__: Any) -> Any:
         tests.extend(given)
         return ((test, [10**9], {}) for test in given)
 

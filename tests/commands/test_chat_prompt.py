@@ -36,8 +36,8 @@ PASTE, END = "\x1b[200~", "\x1b[201~"
 @pytest.fixture
 def chat() -> Any:
     """What the prompt asks of a chat."""
-    session = SimpleNamespace(n_ctx=8192)
-    conversation = SimpleNamespace(n_used=1234, session=session)
+    sequence = SimpleNamespace(n_ctx=8192)
+    conversation = SimpleNamespace(n_used=1234, sequence=sequence)
     return SimpleNamespace(conversation=conversation, method="lfps", read=[], draft="")
 
 

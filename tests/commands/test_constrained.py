@@ -161,19 +161,21 @@ def test_without_llguidance(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(("schema", "question"), [(PERSON, "Who?"), (POINTS, "Where?")])
 def test_a_model_that_was_trained(schema: Any, question: str, default_model: Path) -> None:
     """Answers at temperature 1 fit the schema, and none is as long as it could be."""
-    session = open_session(ModelOptions(str(default_model), SessionConfig(ctx_size=1024), None))
+    sequence = open_session(ModelOptions(str(default_model), SessionConfig(ctx_size=1024), None))
     constraint = new_constraint(
-        session,
+        sequence,
         SamplingOptions({}, grammar=read_grammar("json-schema", json.dumps(schema))),
         None,
     )
-    template = session.gguf.metadata["tokenizer.chat_template"]
-    ids = encode_messages(session.tokenizer, template, [{"role": "user", "content": question}])
+    template = sequence.model.gguf.metadata["tokenizer.chat_template"]
+    ids = encode_messages(
+        sequence.model.tokenizer, template, [{"role": "user", "content": question}]
+    )
     everything = SamplingOptions({"temp": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0})
     for seed in range(5):
-        session.reset()
-        sample = new_sampler(session, everything, seed, constraint)
-        answer = stream_answer(session, ids, sample, 600, (), lambda text: None, constraint)
+        sequence.reset()
+        sample = new_sampler(sequence, everything, seed, constraint)
+        answer = stream_answer(sequence, ids, sample, 600, (), lambda text: None, constraint)
         assert answer.stop_reason == "eos"
         jsonschema.validate(json.loads(answer.text), schema)
-    session.gguf.close()
+    sequence.model.gguf.close()

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 # Cuts the file FILE at MOMENT of the command that follows.
 PROGRAM = """
 import os, sys, time
-from sparsekv_cli import session
+from sparsekv_cli import sequence
 from sparsekv_cli.cli import main
 from sparsekv_cli.commands.bench_report import JsonReport
 from sparsekv_cli.models.decoder import Decoder
@@ -38,7 +38,7 @@ def cut_ahead_of(owner, name, is_now=lambda: True):
     setattr(owner, name, cutting)
 
 if moment == "load":
-    cut_ahead_of(session, "read_weights")
+    cut_ahead_of(sequence, "read_weights")
 elif moment == "prefill":
     cut_ahead_of(Decoder, "forward")
 elif moment == "decode":

@@ -15,7 +15,7 @@ from sparsekv_cli.commands.jsonl_tasks import Task, read_task
 from sparsekv_cli.commands.options import ModelOptions, open_session
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.session import Session
+from sparsekv_cli.sequence import Sequence
 
 Invoke = Callable[..., Any]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
@@ -107,13 +107,13 @@ def test_it_goes_on_where_the_output_ends(
     lines = whole.read_bytes().splitlines(keepends=True)
     output.write_bytes(b"".join(lines[:5]) + lines[5][:20])
     prefilled: list[int] = []
-    prefill = Session.prefill
+    prefill = Sequence.prefill
 
-    def counting(self: Session, ids: Any, *more: Any, **options: Any) -> Any:
+    def counting(self: Sequence, ids: Any, *more: Any, **options: Any) -> Any:
         prefilled.append(len(ids))
         return prefill(self, ids, *more, **options)
 
-    monkeypatch.setattr(Session, "prefill", counting)
+    monkeypatch.setattr(Sequence, "prefill", counting)
     result = run(invoke, model, *arguments, str(output))
     assert output.read_bytes() == whole.read_bytes()
     assert len(prefilled) == 2 and "has answers up to line 5" in result.err
@@ -246,20 +246,22 @@ def test_log_probabilities(model: str, invoke: Invoke) -> None:
     answer = json.loads(single.out)
     entries = answer["logprobs"]
     assert [entry["id"] for entry in entries] == answer["tokens"] and len(entries) == 3
-    session = open_session(ModelOptions(model, SessionConfig(prefill_dtype="f32"), None))
-    logits = session.prefill(session.tokenizer.encode("hello", add_eos=False)).astype(np.float64)
+    sequence = open_session(ModelOptions(model, SessionConfig(prefill_dtype="f32"), None))
+    logits = sequence.prefill(sequence.model.tokenizer.encode("hello", add_eos=False)).astype(
+        np.float64
+    )
     expected = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
     first = entries[0]
     assert first["logprob"] == pytest.approx(expected.max(), abs=1e-4)
     assert [each["id"] for each in first["top"]] == np.argsort(-expected)[:2].tolist()
     assert first["top"][0] == {key: value for key, value in first.items() if key != "top"}
-    assert first["bytes"] == list(session.tokenizer.token_bytes(first["id"]))
+    assert first["bytes"] == list(sequence.model.tokenizer.token_bytes(first["id"]))
     line = {"prompt": "hello", "logprobs": 2, "raw": True, "temp": 0, "n_predict": 3}
     lines = run(invoke, model, stdin=json.dumps(line).encode())
     (together,) = objects(lines.out)
     assert [entry["id"] for entry in together["logprobs"]] == answer["tokens"]
     assert together["logprobs"][2]["logprob"] == pytest.approx(entries[2]["logprob"], abs=1e-4)
-    session.gguf.close()
+    sequence.model.gguf.close()
 
 
 def test_special_tokens_are_written(fake: Any, invoke: Invoke) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_sessions import SHAPE
+from tiny_sequences import SHAPE
 
 Invoke = Callable[..., Any]
 DOCUMENT = "The ship had left before the rain. " * 60
@@ -84,7 +84,7 @@ def test_other_models_and_other_rows_find_nothing(ask, tiny_model):
 
 
 def test_chat_uses_it_where_a_conversation_begins(model, invoke, tmp_path):
-    """Also behind a short turn, and after /clear; not where the session has the rows itself."""
+    """Also behind a short turn, and after /clear; not where the sequence has the rows itself."""
     turns = ["Hi", f"{DOCUMENT} Who?", "And when?", "/clear", f"Now: {DOCUMENT} Who?"]
     found = []
     for _ in range(2):

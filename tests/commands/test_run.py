@@ -303,9 +303,9 @@ def test_verbose_tells_how_long_recalls_were_waited_for():
     ledger = {"rows_total": 10, "rows_scored": 5, "rows_attended": 2, "bytes_host": 0,
               "bytes_device": 0, "pages_recalled": 7, "us_waited": 1500, "heads_corrected": 1,
               "heads_stepped": 4}  # fmt: skip
-    session = SimpleNamespace(
+    sequence = SimpleNamespace(
         ledger=SimpleNamespace(as_dict=lambda: ledger), tokens=[1], n_ctx=8, sparse_from=6144
     )
-    line = ledger_line(session, "freekv")
+    line = ledger_line(sequence, "freekv")
     assert ", sparse from 6144 tokens on, " in line
     assert line.endswith("7 pages recalled (1.5 ms waited), 1 of 4 heads corrected")

@@ -131,9 +131,9 @@ def test_chat_continues_as_a_new_run_would(
     prefilled: list[int] = []
     real = chat_conversation.stream_answer
 
-    def count(session: Any, ids: Any, *arguments: Any, **named: Any) -> Any:
+    def count(sequence: Any, ids: Any, *arguments: Any, **named: Any) -> Any:
         prefilled.append(len(ids))
-        return real(session, ids, *arguments, **named)
+        return real(sequence, ids, *arguments, **named)
 
     monkeypatch.setattr(chat_conversation, "stream_answer", count)
     options = ["-m", model, *GREEDY, "-n", "6", "-sys", LONG]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tiny_models import make_model
 
-from sparsekv_cli import session, warmup
+from sparsekv_cli import sequence, warmup
 from sparsekv_cli.commands import warmup as warmup_command
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.jit import ahead, kernel_cache
@@ -122,7 +122,7 @@ def test_a_session_after_it_says_nothing(markers: Path, model: Path, invoke: Inv
     config = SessionConfig(ctx_size=80, threads=1)
 
     def load(method: str) -> None:
-        loaded = session.load_session(
+        loaded = sequence.open_sequence(
             model, build_method(method, {}), config, lambda *report: said.append(report)
         )
         loaded.gguf.close()
@@ -170,7 +170,7 @@ def test_a_model_that_is_named_must_exist(
 
 
 def test_a_session_compiles_what_its_method_uses_of_others(markers: Path, model: Path) -> None:
-    loaded = session.load_session(model, build_method("lfps", {}), SessionConfig(threads=1))
+    loaded = sequence.open_sequence(model, build_method("lfps", {}), SessionConfig(threads=1))
     loaded.gguf.close()
     done = [path.name for path in markers.iterdir()]
     for used in ("LFPS", "Quest"):
@@ -181,7 +181,7 @@ def test_a_session_compiles_what_its_method_uses_of_others(markers: Path, model:
 def test_a_trial_reaches_the_sparse_kernels(model: Path, name: str) -> None:
     """Both of them: rows are left out, or the step would end in the dense kernels."""
     method = build_method(name, {})
-    loaded = session.load_session(model, method, SessionConfig(threads=1))
+    loaded = sequence.open_sequence(model, method, SessionConfig(threads=1))
     specs = loaded.prepare(method)
     caches = warmup.trial_caches(method, specs)
     loaded.decoder.forward(list(range(warmup.N_PROMPT)), 0, caches)
@@ -212,19 +212,19 @@ def test_a_first_run_that_is_interrupted_ends_at_once(model: Path, tmp_path: Pat
         os.killpg(process.pid, 0)  # nothing that it started is left
 
 
-# Counts the kernels that are loaded or compiled by the first steps of a session that is opened.
+# Counts the kernels that are loaded or compiled by the first steps of a sequence that is opened.
 FIRST_STEPS = """
 import sys
 from pathlib import Path
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.jit.kernel_cache import KernelCache
 from sparsekv_cli.methods import build_method
-from sparsekv_cli.session import load_session
+from opened import open_sequence
 
 model, name, dtype, n_prompt = sys.argv[1:]
 options = {} if name == "full" else {"budget": "8"}
 config = SessionConfig(threads=1, prefill_dtype=dtype)
-session = load_session(Path(model), build_method(name, options), config)
+sequence = open_sequence(Path(model), build_method(name, options), config)
 loaded, load = [], KernelCache.load_overload
 
 def note(self, *arguments):
@@ -232,9 +232,9 @@ def note(self, *arguments):
     return load(self, *arguments)
 
 KernelCache.load_overload = note
-session.prefill([1] * int(n_prompt))
+sequence.prefill([1] * int(n_prompt))
 for token in range(3):
-    session.decode(token)
+    sequence.decode(token)
 print(loaded)
 """
 

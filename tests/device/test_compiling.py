@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from opened import open_sequence
 from side_by_side import Geometry
 from test_device_batching import calibration_of
 from tiny_models import make_model
@@ -19,7 +20,7 @@ from sparsekv_cli.commands import warmup
 from sparsekv_cli.commands.progress import CompileProgress
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.device.batching import Planner
-from sparsekv_cli.session import Session, load_session
+from sparsekv_cli.sequence import Sequence
 
 
 def test_only_what_is_compiled_is_told_of(monkeypatch, capsys):
@@ -50,13 +51,13 @@ def test_every_method_is_tried_on_the_gpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(warmup, "GPU_STEPS", 1)
     monkeypatch.setattr(warmup, "GPU_ROWS", (64, 128))
     tried = []
-    decode = Session.decode
+    decode = Sequence.decode
 
     def watched(self, token):
         tried.append(type(self.method).__name__)
         return decode(self, token)
 
-    monkeypatch.setattr(Session, "decode", watched)
+    monkeypatch.setattr(Sequence, "decode", watched)
     begin = Planner.begin
 
     def begun(planner, positions, caches):
@@ -97,15 +98,15 @@ def test_nothing_is_compiled_in_mid_generation(name, tmp_path, monkeypatch):
     made = {each: methods.build_method(each, {}) for each in used}
     assert warmup.try_on_gpu(path, made) == 131072
     warm, long = set(compiled), {}
-    session = load_session(
+    sequence = open_sequence(
         path, methods.build_method(name, {}), SessionConfig(device="cuda", ctx_size=150_001)
     )
     for n_rows in (3000, 9000, 20_000, 33_000, 70_000, 140_000):
         compiled.clear()
-        session.reset()
-        for cache in session.caches:
+        sequence.reset()
+        for cache in sequence.caches:
             fill(cache, n_rows)
-        session.decoder.decode(5, n_rows, session.caches)
+        sequence.model.decoder.decode(5, n_rows, sequence.caches)
         long[n_rows] = compiled - warm
     assert len(warm) > 8 and {n: x for n, x in long.items() if x} == {}
 

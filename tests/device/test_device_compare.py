@@ -7,6 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
+from opened import open_sequence
 from tiny_models import make_model
 
 from sparsekv_cli.config import SessionConfig
@@ -15,7 +16,6 @@ from sparsekv_cli.evaluation import prefill
 from sparsekv_cli.evaluation.compare import compare, parse_methods
 from sparsekv_cli.evaluation.report.contents import contents
 from sparsekv_cli.methods import build_method
-from sparsekv_cli.session import load_session
 
 IDS = [int(token) for token in np.random.default_rng(0).integers(3, 270, 84)]
 
@@ -29,7 +29,7 @@ def model(tmp_path_factory):
 
 def session_on(model, device):
     config = SessionConfig(threads=1, device=device, prefill_dtype="f32", chunk=64)
-    return load_session(model, build_method("full", {}), config)
+    return open_sequence(model, build_method("full", {}), config)
 
 
 def test_figures_are_those_of_the_cpu(model, monkeypatch):
@@ -48,7 +48,7 @@ def test_figures_are_those_of_the_cpu(model, monkeypatch):
         return cache
 
     monkeypatch.setattr(sessions[1].engine, "layer", lambda *given: kept(real(*given)))
-    host, device = (compare(session, methods, IDS[:80], 3, IDS[80:]) for session in sessions)
+    host, device = (compare(sequence, methods, IDS[:80], 3, IDS[80:]) for sequence in sessions)
     assert len(caches) == 2 * (3 * 3 + 1) and max(full_ones) == 0
     assert [row.name for row in device] == ["full", "topk", "lfps"]
     for expected, found in zip(host, device, strict=True):
@@ -66,9 +66,9 @@ def test_figures_are_those_of_the_cpu(model, monkeypatch):
 
 
 def test_what_cannot_run_is_refused_first(model):
-    session = session_on(model, "cuda")
+    sequence = session_on(model, "cuda")
     steps = []
-    session.decoder.forward = lambda *_, **__: steps.append(1)
+    sequence.model.decoder.forward = lambda *_, **__: steps.append(1)
     with pytest.raises(SparseKVError, match="caches on a GPU are f16"):
-        compare(session, parse_methods("topk,quest:cache_type_k=q8_0"), IDS[:80], 4)
+        compare(sequence, parse_methods("topk,quest:cache_type_k=q8_0"), IDS[:80], 4)
     assert not steps

@@ -9,6 +9,7 @@ from layer_stream import Geometry, Stream, attended_rows
 from layer_stream import decode as decode_on_host
 from layer_stream import make_cache as make_on_host
 from layer_stream import prefill as prefill_on_host
+from opened import open_sequence
 from side_by_side import prepare
 from tiny_models import make_model
 
@@ -19,7 +20,6 @@ from sparsekv_cli.device.methods.freekv import DeviceFreeKV
 from sparsekv_cli.kernels.freekv import pages as page_cache
 from sparsekv_cli.kernels.freekv import recall
 from sparsekv_cli.methods.freekv import FreeKV
-from sparsekv_cli.session import load_session
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = {"budget": Budget(tokens=44), "page": 8, "sinks": 8, "window": 10, "overlap": "true"}
@@ -243,12 +243,12 @@ def test_a_session_on_the_device_counts_what_one_on_the_host_does(tmp_path):
     sessions = []
     for device in ("cpu", "cuda"):
         config = SessionConfig(threads=1, device=device, prefill_dtype="f32")
-        sessions.append(load_session(path, FreeKV(**SMALL), config))
-    expected, actual = (session.prefill(prompt) for session in sessions)
+        sessions.append(open_sequence(path, FreeKV(**SMALL), config))
+    expected, actual = (sequence.prefill(prompt) for sequence in sessions)
     for _ in range(2):
         np.testing.assert_allclose(actual, expected, atol=4e-3)
-        expected, actual = (session.decode(int(expected.argmax())) for session in sessions)
-    host, device = (session.ledger.as_dict() for session in sessions)
+        expected, actual = (sequence.decode(int(expected.argmax())) for sequence in sessions)
+    host, device = (sequence.ledger() for sequence in sessions)
     own = {"bytes_host", "bytes_device", "index_bytes", "us_waited"}
     assert {k: host[k] for k in host.keys() - own} == {k: device[k] for k in device.keys() - own}
     assert device["pages_recalled"] > 0 and device["bytes_host"] > 0

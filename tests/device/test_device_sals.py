@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from opened import open_sequence
 from side_by_side import GEOMETRIES, SideBySide, assert_sessions_agree, watch
 from sweeps import sweep
 from tiny_models import make_model
@@ -12,7 +13,6 @@ from sparsekv_cli.calibration.sals import SHARES
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.sals import SALS
-from sparsekv_cli.session import load_session
 
 SMALL = {"sinks": 4, "window": 20, "budget": Budget(tokens=24)}  # all rows up to 48
 TIE = 0.06  # of an importance: what products of bytes on the host make of it
@@ -127,12 +127,12 @@ def test_sequences_share_the_bases_of_a_layer(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = make_model(tmp_path / "m.gguf", n_ctx=512, n_embd=64, n_ff=64, n_layer=3, head_dim=32)
     config = SessionConfig(threads=1, device="cuda", prefill_dtype="f32")
-    session = load_session(path, build_method("sals", {"dense_layers": "0"}), config)
-    session.prefill([5, 6, 7])
-    first = session.caches
-    session.reset()
-    session.prefill([5, 6])
-    assert session.caches[1] is not first[1]
-    for layer in range(1, session.hparams.n_layer):
-        assert session.caches[layer]._basis is first[layer]._basis
+    sequence = open_sequence(path, build_method("sals", {"dense_layers": "0"}), config)
+    sequence.prefill([5, 6, 7])
+    first = sequence.caches
+    sequence.reset()
+    sequence.prefill([5, 6])
+    assert sequence.caches[1] is not first[1]
+    for layer in range(1, sequence.model.hparams.n_layer):
+        assert sequence.caches[layer]._basis is first[layer]._basis
     assert first[2]._basis is not first[1]._basis

@@ -1,4 +1,4 @@
-"""Several sequences of a session on the device: of several methods, and what each draws."""
+"""Several sequences of a sequence on the device: of several methods, and what each draws."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from opened import generated, open_sequence
 
 from sparsekv_cli.batch import Batch
 from sparsekv_cli.config import SessionConfig
@@ -16,9 +17,9 @@ from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.sampling.chain import make_sampler
 from sparsekv_cli.sampling.params import SamplingParams
+from sparsekv_cli.sequence import Sequence
 from sparsekv_cli.serve.jobs import Finished, Job, NewToken, Wish
 from sparsekv_cli.serve.scheduler import Scheduler
-from sparsekv_cli.session import Session, load_session
 
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, 400, 120)]
 # The interpreter is slow.
@@ -33,11 +34,11 @@ PAIRS = (
 
 
 @pytest.fixture
-def open_session(tiny_model) -> Callable[[int], Session]:
-    """Opens a session on a model of so many layers."""
+def open_session(tiny_model) -> Callable[[int], Sequence]:
+    """Opens a sequence on a model of so many layers."""
     config = SessionConfig(threads=1, device="cuda", prefill_dtype="f32", ctx_size=256)
     full = build_method("full", {})
-    return lambda n_layer: load_session(
+    return lambda n_layer: open_sequence(
         tiny_model(wtype="F32", n_layer=n_layer, **SIZES), full, config
     )
 
@@ -46,15 +47,15 @@ def open_session(tiny_model) -> Callable[[int], Session]:
 def test_sequences_of_several_methods(pair, open_session):
     """As each alone."""
     *methods, n_layer = pair
-    session, states, expected = open_session(n_layer), [], []
+    sequence, states, expected = open_session(n_layer), [], []
     for (name, options), n in zip(methods, (60, 75), strict=True):
-        session.attention = session.attention_of(build_method(name, options), 0)
-        session.reset()
-        session.prefill(PROMPT[:n])
-        expected.append(session.decode(5))
-        session.rewind(n)
-        states.append(session.state)
-    logits = session.decode_batch([5, 5], states[::-1])
+        sequence.attention = sequence.model.attention_of(build_method(name, options), 0)
+        sequence.reset()
+        sequence.prefill(PROMPT[:n])
+        expected.append(sequence.decode(5))
+        sequence.rewind(n)
+        states.append(sequence.state)
+    logits = sequence.decode_batch([5, 5], states[::-1])
     np.testing.assert_allclose(logits, expected[::-1], atol=1e-4)
     assert [[cache.n for cache in state.caches] for state in states] == [
         [61] * n_layer, [76] * n_layer
@@ -63,14 +64,14 @@ def test_sequences_of_several_methods(pair, open_session):
 
 def test_a_batch_draws_what_its_sequences_draw_alone(open_session, monkeypatch):
     """By their own settings and seeds; some on the host, and again behind a step that failed."""
-    session = open_session(1)
+    sequence = open_session(1)
     params = SamplingParams(seed=7, temp=1.5), SamplingParams(seed=8, top_k=0, top_p=0.8)
     prompts, alone = (PROMPT[:20], PROMPT[30:80]), []
     for prompt, each in zip(prompts, params, strict=True):
-        session.reset()
-        alone.append(list(session.generate(prompt, make_sampler(each).sample, 4)))
-    session.reset()
-    batch, samplers = Batch(session, 2), [make_sampler(each) for each in params]
+        sequence.reset()
+        alone.append(list(generated(sequence, prompt, make_sampler(each).sample, 4)))
+    sequence.reset()
+    batch, samplers = Batch(sequence, 2), [make_sampler(each) for each in params]
     found = []
     for i, prompt in enumerate(prompts):
         found.append([samplers[i](batch.use(i).prefill(prompt), [])])
@@ -91,7 +92,7 @@ def test_a_batch_draws_what_its_sequences_draw_alone(open_session, monkeypatch):
         for tokens, sample, each in zip(found, samples, given, strict=True):
             tokens.append(each if isinstance(each, int) else sample(each, []))
     assert found == alone
-    buffers = session.decoder._buffers
+    buffers = sequence.model.decoder._buffers
     buffers._host_chosen[:] = torch.tensor([[3.0, 1.0], [0.0, np.nan]])
     damaged, token = buffers.outcomes([1, 0], [True, True])
     assert token == 3
@@ -101,9 +102,9 @@ def test_a_batch_draws_what_its_sequences_draw_alone(open_session, monkeypatch):
 
 def test_serve_draws_where_the_logits_are(open_session, monkeypatch):
     """An answer that joins when another has ended needs them on the host, for its logprobs."""
-    session = open_session(1)
+    sequence = open_session(1)
     wishes = [
-        Wish(PROMPT[20 * i : 30 + 25 * i], session.method, 0, n, SamplingOptions(options), seed=i,
+        Wish(PROMPT[20 * i : 30 + 25 * i], sequence.method, 0, n, SamplingOptions(options), seed=i,
              logprobs=1 if i == 2 else None, n_bins=4 * i)
         for i, (n, options) in enumerate([(3, {"temp": 1.5}), (5, {"top_k": 9}), (2, {})])
     ]  # fmt: skip
@@ -118,7 +119,7 @@ def test_serve_draws_where_the_logits_are(open_session, monkeypatch):
     def texts(n_parallel: int) -> list[str]:
         events = [[] for _ in wishes]
         jobs = [Job(w, each.append, 60.0) for w, each in zip(wishes, events, strict=True)]
-        scheduler = Scheduler(session, n_parallel=n_parallel, n_queue=8, kv_bytes=1 << 30)
+        scheduler = Scheduler(sequence, n_parallel=n_parallel, n_queue=8, kv_bytes=1 << 30)
         scheduler.submit(jobs)
         scheduler.start()
         scheduler.stop()
@@ -126,9 +127,9 @@ def test_serve_draws_where_the_logits_are(open_session, monkeypatch):
         return ["".join(e.text for e in each if isinstance(e, NewToken | Finished))
                 for each in events]  # fmt: skip
 
-    session.engine.chooses_tokens = False
+    sequence.engine.chooses_tokens = False
     alone = texts(1)
     assert not seen and all(alone)
-    session.engine.chooses_tokens = True
+    sequence.engine.chooses_tokens = True
     assert texts(2) == alone
     assert seen >= {(True, True), (True, False)}

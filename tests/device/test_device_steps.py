@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from opened import open_sequence
 
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.device.methods.full import DeviceDense
 from sparsekv_cli.device.step import StepBuffers
 from sparsekv_cli.methods import build_method
-from sparsekv_cli.session import load_session
 
 SIZES = {"n_embd": 32, "n_ff": 32, "n_vocab": 400, "head_dim": 32, "n_head": 2, "n_head_kv": 1}
 
 
 @pytest.fixture
-def session(tiny_model):
+def sequence(tiny_model):
     config = SessionConfig(threads=1, device="cuda", prefill_dtype="f32", ctx_size=256)
     model = tiny_model(wtype="F32", n_layer=2, **SIZES)
-    opened = load_session(model, build_method("full", {}), config)
+    opened = open_sequence(model, build_method("full", {}), config)
     opened.prefill(list(range(3, 40)))
     yield opened
     opened.gguf.close()
 
 
-def test_steps_are_counted_while_the_device_works(session, monkeypatch):
+def test_steps_are_counted_while_the_device_works(sequence, monkeypatch):
     """Ahead of the wait for the logits, not behind it."""
     done = []
     settle, wait = DeviceDense.settle, StepBuffers._wait
@@ -32,20 +32,20 @@ def test_steps_are_counted_while_the_device_works(session, monkeypatch):
         DeviceDense, "settle", lambda cache, n: (done.append("settle"), settle(cache, n))
     )
     monkeypatch.setattr(StepBuffers, "_wait", lambda self: (done.append("wait"), wait(self)))
-    session.decode(5)
+    sequence.decode(5)
     assert done == ["settle", "settle", "wait"]
 
 
-def test_a_step_that_is_broken_off_in_the_wait_has_not_been(session, monkeypatch):
-    n = session.caches[0].n
-    expected = session.decode(5)
-    session.rewind(n)
+def test_a_step_that_is_broken_off_in_the_wait_has_not_been(sequence, monkeypatch):
+    n = sequence.caches[0].n
+    expected = sequence.decode(5)
+    sequence.rewind(n)
 
     def interrupted(self):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(StepBuffers, "_wait", interrupted)
-        session.decode(7)
-    assert [cache.n for cache in session.caches] == [n, n]
-    np.testing.assert_array_equal(session.decode(5), expected)
+        sequence.decode(7)
+    assert [cache.n for cache in sequence.caches] == [n, n]
+    np.testing.assert_array_equal(sequence.decode(5), expected)

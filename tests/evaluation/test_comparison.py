@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import calibrated_method
 import numpy as np
 import pytest
+from opened import open_sequence
 from tiny_models import make_model
 
 from sparsekv_cli.cache.attend import attend_dense
@@ -29,7 +30,6 @@ from sparsekv_cli.evaluation.prefill import batches, exact_keys, prefill_all, re
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models import decoder
-from sparsekv_cli.session import load_session
 
 LENGTH, STEPS = 150, 6
 CONFIG = SessionConfig(threads=1, prefill_dtype="f32", chunk=64, ctx_size=400)
@@ -41,8 +41,8 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def session(model):
-    return load_session(model, build_method("full", {}), CONFIG)
+def sequence(model):
+    return open_sequence(model, build_method("full", {}), CONFIG)
 
 
 def random_ids(n):
@@ -88,20 +88,20 @@ def test_all_means_every_method(monkeypatch):
 # --- the prefill ----------------------------------------------------------------------------------
 
 
-def test_shared_prefill_decodes_as_a_session_of_its_own(model, session):
+def test_shared_prefill_decodes_as_a_session_of_its_own(model, sequence):
     ids = random_ids(LENGTH + STEPS)
     names = ["full", "lfps:budget=20%", "streaming:budget=10%"]
     methods = [build_spec(name) for name in names]
-    prefill = prefill_all(session, methods, ids[:LENGTH])
+    prefill = prefill_all(sequence, methods, ids[:LENGTH])
     for method, layers in zip(methods, prefill.caches, strict=True):
-        own = load_session(model, method, CONFIG)
+        own = open_sequence(model, method, CONFIG)
         np.testing.assert_array_equal(own.prefill(ids[:LENGTH]), prefill.logits)
-        resume(session, ids[:LENGTH], layers)
+        resume(sequence, ids[:LENGTH], layers)
         for token in ids[LENGTH:]:
-            np.testing.assert_array_equal(own.decode(token), session.decode(token))
+            np.testing.assert_array_equal(own.decode(token), sequence.decode(token))
 
 
-def test_dense_attention_is_computed_once(session, monkeypatch):
+def test_dense_attention_is_computed_once(sequence, monkeypatch):
     calls, real = [], decoder.attend_causal
 
     def count(q, store, spec):
@@ -110,11 +110,11 @@ def test_dense_attention_is_computed_once(session, monkeypatch):
 
     monkeypatch.setattr(decoder, "attend_causal", count)
     methods = [build_spec(name) for name in ("full", "topk", "lfps", "full")]
-    prefill_all(session, methods, random_ids(LENGTH))
+    prefill_all(sequence, methods, random_ids(LENGTH))
     assert calls == [layer for layer in range(3) for _ in range(0, LENGTH, 64)]
 
 
-def test_a_method_pays_for_its_own_index_only(session, monkeypatch):
+def test_a_method_pays_for_its_own_index_only(sequence, monkeypatch):
     """The clock advances in finish_prefill only: 1 s a layer of topk, 10 s a layer of streaming."""
     now = 0.0
     monkeypatch.setattr(shared_prefill.time, "perf_counter", lambda: now)
@@ -125,22 +125,22 @@ def test_a_method_pays_for_its_own_index_only(session, monkeypatch):
 
     monkeypatch.setattr(LayerCache, "finish_prefill", finish)
     methods = [build_spec(f"{name}:dense_layers=0") for name in ("full", "topk", "streaming")]
-    names = {type(m.layer(session.decoder.layer_specs()[1])).__name__ for m in methods}
+    names = {type(m.layer(sequence.model.decoder.layer_specs()[1])).__name__ for m in methods}
     assert {"_TopKCache", "_StreamingCache"} < names
-    assert prefill_all(session, methods, random_ids(80)).seconds == [0.0, 2.0, 20.0]
+    assert prefill_all(sequence, methods, random_ids(80)).seconds == [0.0, 2.0, 20.0]
 
 
-def test_batches_hold_what_memory_allows(session):
+def test_batches_hold_what_memory_allows(sequence):
     methods = parse_methods("topk,lfps,streaming,topk:budget=64,topk:budget=65")
     a_method = 100 * 3 * 2 * 2 * (64 + 64)  # rows, layers, heads, bytes, K and V
-    assert [list(b) for b in batches(session, methods, 100, None)] == [list(methods)]
-    assert [list(b) for b in batches(session, methods, 100, 3 * a_method)] == [
+    assert [list(b) for b in batches(sequence, methods, 100, None)] == [list(methods)]
+    assert [list(b) for b in batches(sequence, methods, 100, 3 * a_method)] == [
         ["full", "topk", "lfps"],
         ["full", "streaming", "topk:budget=64"],
         ["full", "topk:budget=65"],
     ]
-    assert len(list(batches(session, methods, 100, 1))) == 5
-    assert [list(b) for b in batches(session, parse_methods("full"), 100, 1)] == [["full"]]
+    assert len(list(batches(sequence, methods, 100, 1))) == 5
+    assert [list(b) for b in batches(sequence, parse_methods("full"), 100, 1)] == [["full"]]
 
 
 # --- what is watched ------------------------------------------------------------------------------
@@ -183,16 +183,16 @@ def test_compare_rows_against_a_plain_computation():
     assert overlap == [] and 0 < max(mass) < 1 and mass == pytest.approx(possible)
 
 
-def test_an_observer_keeps_the_exact_keys(session):
+def test_an_observer_keeps_the_exact_keys(sequence):
     """Those of a method that stores all keys are the oracle's, row by row, over many steps."""
     ids = random_ids(LENGTH + 100)
     method = build_spec("topk:budget=20%;dense_layers=none")
-    _, caches, _ = prefill_all(session, [build_spec("full"), method], ids[:LENGTH])
+    _, caches, _ = prefill_all(sequence, [build_spec("full"), method], ids[:LENGTH])
     keys = exact_keys(caches[0], LENGTH)
     observers = [Observer(c, k, Measured()) for c, k in zip(caches[1], keys, strict=True)]
-    resume(session, ids[:LENGTH], observers)
+    resume(sequence, ids[:LENGTH], observers)
     for token in ids[LENGTH:]:
-        session.decode(token)
+        sequence.decode(token)
     for observer, k, cache in zip(observers, keys, caches[1], strict=True):
         assert k.shape[1] == LENGTH and observer.n == len(ids)
         seen = np.concatenate([k, observer._tail[:, : observer._n_tail]], axis=1)
@@ -229,10 +229,10 @@ class ForgetfulCache(LayerCache):
         return attend_dense(x.q[:, 0], self.store, self.spec)
 
 
-def measure(session, method, length=LENGTH, steps=STEPS, watched=None):
+def measure(sequence, method, length=LENGTH, steps=STEPS, watched=None):
     ids = random_ids(length + steps)
     full = build_spec("full")
-    _, caches, _ = prefill_all(session, [full, method], ids[:length])
+    _, caches, _ = prefill_all(sequence, [full, method], ids[:length])
     keys = exact_keys(caches[0], length)
     reference: list[np.ndarray] = []
     results = [Measured(), Measured()]
@@ -245,25 +245,25 @@ def measure(session, method, length=LENGTH, steps=STEPS, watched=None):
             result.add_step(reference[len(result.kld)], logits)
 
         decode_tokens(
-            session, ids[:length], layers, ids[length:], result, keys, watched, see
+            sequence, ids[:length], layers, ids[length:], result, keys, watched, see
         )  # fmt: skip
     return results[1], keys
 
 
-def test_a_method_that_forgets_its_keys_is_measured_all_the_same(session):
-    forgetful, _ = measure(session, Forgetful())
-    recent, _ = measure(session, build_spec("streaming:sinks=0;budget=43;dense_layers=none"))
+def test_a_method_that_forgets_its_keys_is_measured_all_the_same(sequence):
+    forgetful, _ = measure(sequence, Forgetful())
+    recent, _ = measure(sequence, build_spec("streaming:sinks=0;budget=43;dense_layers=none"))
     assert len(forgetful.mass) == len(recent.mass) == 3 * 4 * STEPS
     assert np.mean(forgetful.mass) == pytest.approx(np.mean(recent.mass), abs=0.02)
     assert np.mean(forgetful.overlap) == pytest.approx(np.mean(recent.overlap), abs=0.05)
     assert 0 < np.mean(forgetful.overlap) < 0.6
 
 
-def test_what_is_watched_and_what_is_not(session):
+def test_what_is_watched_and_what_is_not(sequence):
     method = build_spec("topk:budget=20%")
-    whole, _ = measure(session, method)
-    some, _ = measure(session, method, watched=range(1, 3))
-    none, _ = measure(session, method, watched=())
+    whole, _ = measure(sequence, method)
+    some, _ = measure(sequence, method, watched=range(1, 3))
+    none, _ = measure(sequence, method, watched=())
     a_step = 4  # one sparse layer of 4 heads
     assert len(whole.mass) == STEPS * a_step and len(some.mass) == 2 * a_step
     assert none.mass == none.overlap == []
@@ -279,11 +279,11 @@ def test_what_is_watched_and_what_is_not(session):
         assert len(result.step_s) == STEPS and min(result.step_s) > 0
 
 
-def test_layers_that_do_not_choose_are_not_watched(session, monkeypatch):
+def test_layers_that_do_not_choose_are_not_watched(sequence, monkeypatch):
     monkeypatch.setattr(ForgetfulCache, "attends_to_some", False)
-    result, _ = measure(session, Forgetful())
+    result, _ = measure(sequence, Forgetful())
     assert result.mass == result.overlap == [] and np.mean(result.kld) > 0
-    assert measure(session, build_spec("topk:dense_layers=0,1,2"))[0].mass == []
+    assert measure(sequence, build_spec("topk:dense_layers=0,1,2"))[0].mass == []
 
 
 def test_steps_are_split():
@@ -304,11 +304,11 @@ def test_kld_of_a_known_pair():
 # --- the figures ----------------------------------------------------------------------------------
 
 
-def test_figures_of_dense_exact_and_recent_rows(session):
+def test_figures_of_dense_exact_and_recent_rows(sequence):
     names = "topk:budget=100%,topk:budget=20%;recent=1,streaming:budget=20%,lfps"
     progress: list[tuple[int, int]] = []
     rows = compare(
-        session, parse_methods(names), random_ids(LENGTH), 8, random_ids(8)[::-1], None,
+        sequence, parse_methods(names), random_ids(LENGTH), 8, random_ids(8)[::-1], None,
         lambda *done: progress.append(done),
     )  # fmt: skip
     full, everything, best, recent, lfps = rows
@@ -331,34 +331,34 @@ def test_figures_of_dense_exact_and_recent_rows(session):
     for row in rows:
         assert row.decode_tps > 0 and row.ttft_s > 0
     assert progress == [(i + 1, 40) for i in range(40)]
-    assert session.tokens == [] and all(cache.n == 0 for cache in session.caches)
+    assert sequence.tokens == [] and all(cache.n == 0 for cache in sequence.caches)
 
 
-def test_the_continuation_is_what_full_would_write(session):
+def test_the_continuation_is_what_full_would_write(sequence):
     """And never a token that would end the text."""
     prompt = random_ids(60)
     seen: list[int] = []
-    real = session.decode
+    real = sequence.decode
 
     def remember(token):
         seen.append(token)
         return real(token)
 
-    session.decode = remember
+    sequence.decode = remember
     try:
-        rows = compare(session, parse_methods("topk"), prompt, 8)
+        rows = compare(sequence, parse_methods("topk"), prompt, 8)
     finally:
-        del session.decode
+        del sequence.decode
     assert len(seen) == 16 and seen[:8] == seen[8:]
-    session.reset()
-    banned = list(session.tokenizer.eog_ids)
-    logits, expected = session.prefill(prompt), []
+    sequence.reset()
+    banned = list(sequence.model.tokenizer.eog_ids)
+    logits, expected = sequence.prefill(prompt), []
     for _ in range(8):
         logits[banned] = -np.inf
         expected.append(int(logits.argmax()))
-        logits = session.decode(expected[-1])
+        logits = sequence.decode(expected[-1])
     assert seen[:8] == expected and rows[0].kld_mean == 0
-    session.reset()
+    sequence.reset()
 
 
 def test_greedy_tokens_skip_what_is_banned():
@@ -372,25 +372,25 @@ def test_greedy_tokens_skip_what_is_banned():
     assert list(tokens) == [3]
 
 
-def test_what_does_not_fit_the_context(session):
+def test_what_does_not_fit_the_context(sequence):
     with pytest.raises(SparseKVError, match="395 tokens and 8 steps do not fit the context of 400"):
-        compare(session, parse_methods("topk"), random_ids(395), 8)
+        compare(sequence, parse_methods("topk"), random_ids(395), 8)
 
 
-def test_calibrated_methods_are_compared_too(model, session, monkeypatch):
+def test_calibrated_methods_are_compared_too(model, sequence, monkeypatch):
     fake = calibrated_method.install(monkeypatch)
     reports: list[tuple[str, float, str]] = []
     methods = parse_methods("fake,fake:budget=100%")
     for method in methods.values():
-        session.prepare(method, None, lambda *report: reports.append(report))
+        sequence.model.prepare(method, None, lambda *report: reports.append(report))
     assert len(fake.runs) == 1 and reports[-1][1] == 1.0
-    _, sparse, everything = compare(session, methods, random_ids(LENGTH), 8)
+    _, sparse, everything = compare(sequence, methods, random_ids(LENGTH), 8)
     assert everything.kld_mean == 0 < sparse.kld_mean
     assert 0 < sparse.attn_mass_recall < 1
     model.with_name("model.calibration.npz").unlink()
 
 
-def test_memory_is_taken_after_decoding(session, monkeypatch):
+def test_memory_is_taken_after_decoding(sequence, monkeypatch):
     monkeypatch.setattr(ForgetfulCache, "memory", lambda self: Memory(1, 20, 300))
-    row = compare(session, {"full": build_spec("full"), "x": Forgetful()}, random_ids(80), 4)[1]
+    row = compare(sequence, {"full": build_spec("full"), "x": Forgetful()}, random_ids(80), 4)[1]
     assert (row.bytes_host, row.bytes_device, row.index_bytes) == (3, 60, 900)

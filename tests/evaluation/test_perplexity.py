@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from opened import open_sequence
 from reference_decoder import log_softmax, reference_logits
 from tiny_models import make_model
 from tiny_tokenizer import BOS_ID
@@ -27,7 +28,6 @@ from sparsekv_cli.evaluation.perplexity.kld import (
 from sparsekv_cli.evaluation.perplexity.kld_file import KLDFile, decode, encode, write_kld_file
 from sparsekv_cli.evaluation.perplexity.records import DivergenceRecords, PerplexityRecords
 from sparsekv_cli.methods import build_method
-from sparsekv_cli.session import load_session
 
 N_CTX = 41  # the second half begins at 20
 DATA = Path(__file__).parents[1] / "data"
@@ -42,36 +42,36 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def session(model):
-    return load_session(model, build_method("full", {}), CONFIG)
+def sequence(model):
+    return open_sequence(model, build_method("full", {}), CONFIG)
 
 
 @pytest.fixture(scope="module")
-def chunks(session):
-    return chunked.split_chunks(session.tokenizer, TEXT, N_CTX, 2)
+def chunks(sequence):
+    return chunked.split_chunks(sequence.model.tokenizer, TEXT, N_CTX, 2)
 
 
-def scored(session, ways, chunks, records, base=""):
+def scored(sequence, ways, chunks, records, base=""):
     for i in range(len(chunks.tokens)):
-        records.add_all(scores.score_chunk(session, ways, chunks.chunk(i), base))
+        records.add_all(scores.score_chunk(sequence, ways, chunks.chunk(i), base))
     return records
 
 
-def score(session, ways, chunks):
+def score(sequence, ways, chunks):
     """By way: perplexities, and the mean rows attended to."""
-    records, n = scored(session, ways, chunks, PerplexityRecords(None, {})), len(chunks.tokens)
+    records, n = scored(sequence, ways, chunks, PerplexityRecords(None, {})), len(chunks.tokens)
     found = {way: Perplexity(**records.scores(method, n)) for way, method in ways.items()}
     return found, {way: records.rows(method, n).mean for way, method in ways.items()}
 
 
-def test_perplexity_against_the_reference_decoder(session, model, chunks, monkeypatch):
+def test_perplexity_against_the_reference_decoder(sequence, model, chunks, monkeypatch):
     monkeypatch.setattr(scores, "PIECE", 7)
     expected = []
     for ids in chunks.tokens.tolist():
         log_probs = log_softmax(reference_logits(model, [BOS_ID, *ids[1:]]))
         expected += [-log_probs[j, ids[j + 1]] for j in range(20, 40)]
     ways = {scores.PREFILL: None, **parse_methods("full,streaming:budget=100%")}
-    found, attended = score(session, ways, chunks)
+    found, attended = score(sequence, ways, chunks)
     for each in found.values():
         assert each.nll == pytest.approx(expected, abs=0.02)
         assert each.value == pytest.approx(np.exp(np.mean(expected)), rel=2e-3)
@@ -82,31 +82,31 @@ def test_perplexity_against_the_reference_decoder(session, model, chunks, monkey
     assert attended["full"] == np.mean(range(21, 41)) and attended["prefill"] is None
 
 
-def test_a_method_decodes_the_second_half(session, chunks):
+def test_a_method_decodes_the_second_half(sequence, chunks):
     ways = parse_methods(f"full,{TOPK}")
-    found, attended = score(session, ways, chunks)
+    found, attended = score(sequence, ways, chunks)
     full, topk = found.values()
     assert abs(full.value - topk.value) > 1e-3 * full.value
     assert attended[TOPK] < 12
 
 
-def test_chunks(session, chunks):
-    ids = session.tokenizer.encode(TEXT, add_eos=False)
+def test_chunks(sequence, chunks):
+    ids = sequence.model.tokenizer.encode(TEXT, add_eos=False)
     assert chunks.tokens.ravel().tolist() == ids[: 2 * N_CTX] and ids[0] == BOS_ID
     assert chunks.chunk(1).ids == [BOS_ID, *ids[N_CTX + 1 : 2 * N_CTX - 1]]
     assert chunks.chunk(1).targets.tolist() == ids[N_CTX + 21 : 2 * N_CTX]
     with pytest.raises(SparseKVError, match=f"{len(ids)} tokens, and a context of 200 needs 400"):
-        chunked.split_chunks(session.tokenizer, TEXT, 200)
+        chunked.split_chunks(sequence.model.tokenizer, TEXT, 200)
 
 
-def test_a_method_does_not_depend_on_the_others(session, chunks, monkeypatch):
+def test_a_method_does_not_depend_on_the_others(sequence, chunks, monkeypatch):
     """Nor on how many share a prefill: here memory holds one at a time; ``full`` is not lost."""
     q8 = "full:cache_type_k=q8_0;cache_type_v=q8_0"
     ways = parse_methods(f"{TOPK},{q8},streaming:budget=8")
-    together, _ = score(session, ways, chunks)
+    together, _ = score(sequence, ways, chunks)
     monkeypatch.setattr(prefill, "available_memory", lambda: 1)
-    apart, _ = score(session, ways, chunks)
-    alone, _ = score(session, {q8: ways[q8]}, chunks)
+    apart, _ = score(sequence, ways, chunks)
+    alone, _ = score(sequence, {q8: ways[q8]}, chunks)
     assert list(together) == list(apart) == list(ways)
     assert all((together[way].nll == apart[way].nll).all() for way in ways)
     assert (alone[q8].nll == together[q8].nll).all()
@@ -116,9 +116,9 @@ def test_a_method_does_not_depend_on_the_others(session, chunks, monkeypatch):
 def test_a_model_without_full_layers(tmp_path):
     """Its windows have no rows that methods choose among."""
     path = make_model(tmp_path / "m.gguf", arch="gemma3", n_embd=128, n_ff=128)
-    session = load_session(path, build_method("full", {}), CONFIG)
-    chunks = chunked.split_chunks(session.tokenizer, TEXT, N_CTX, 1)
-    found, attended = score(session, parse_methods("full,topk:budget=8"), chunks)
+    sequence = open_sequence(path, build_method("full", {}), CONFIG)
+    chunks = chunked.split_chunks(sequence.model.tokenizer, TEXT, N_CTX, 1)
+    found, attended = score(sequence, parse_methods("full,topk:budget=8"), chunks)
     full, topk = found.values()
     assert (full.nll == topk.nll).all() and attended["full"] is None
 
@@ -150,33 +150,33 @@ def test_rows_of_the_file():
 
 
 @pytest.fixture(scope="module")
-def base(session, chunks, tmp_path_factory):
+def base(sequence, chunks, tmp_path_factory):
     path = tmp_path_factory.mktemp("base") / "base"
     with write_kld_file(path, chunks.tokens, 511) as writer:
         for chunk in map(chunks.chunk, range(2)):
-            scores.score_chunk(session, {"prefill": None}, chunk, see=writer.add)
+            scores.score_chunk(sequence, {"prefill": None}, chunk, see=writer.add)
     return path
 
 
-def test_a_file_and_full_are_the_same_base(session, chunks, base):
+def test_a_file_and_full_are_the_same_base(sequence, chunks, base):
     data = base.read_bytes()
     assert data[:20] == b"_logits_" + struct.pack("<3i", N_CTX, 511, 2)
     assert len(data) == 20 + 4 * 2 * N_CTX + 2 * 2 * 20 * 516
     opened = KLDFile(base)
-    of_file = chunked.chunks_of(session, opened)
+    of_file = chunked.chunks_of(sequence, opened)
     assert (of_file.tokens == chunks.tokens).all() and of_file.bos == BOS_ID
     ways = parse_methods(TOPK)
     by_file, by_full = (
         {way: records.divergence(method, 2) for way, method in ways.items()}
         for records in (
-            scored(session, ways, of_file, DivergenceRecords(None, {})),
-            scored(session, ways, chunks, DivergenceRecords(None, {}), "full"),
+            scored(sequence, ways, of_file, DivergenceRecords(None, {})),
+            scored(sequence, ways, chunks, DivergenceRecords(None, {}), "full"),
         )
     )
     assert by_full["full"].kld.max() < 1e-6 and abs(by_file["full"].kld).max() < 1e-4
     assert by_file[TOPK].kld == pytest.approx(by_full[TOPK].kld, abs=2e-4)
     assert by_full[TOPK].kld.mean() > 1e-3
-    other = load_session(make_model(base.parent / "other.gguf"), build_method("full", {}), CONFIG)
+    other = open_sequence(make_model(base.parent / "other.gguf"), build_method("full", {}), CONFIG)
     with pytest.raises(SparseKVError, match="vocabulary of 511, the model has one of 512"):
         chunked.chunks_of(other, opened)
 
@@ -185,20 +185,20 @@ def test_a_file_of_llama_perplexity(tmp_path):
     """Of llama.cpp's program: a model of tests/helpers, chunks of 8 tokens, as the data says."""
     opened = KLDFile(DATA / "llama_perplexity.base")
     path = make_model(tmp_path / "m.gguf", n_vocab=270)
-    session = load_session(path, build_method("full", {}), CONFIG)
-    chunks = chunked.chunks_of(session, opened)
+    sequence = open_sequence(path, build_method("full", {}), CONFIG)
+    chunks = chunked.chunks_of(sequence, opened)
     text = "a quick brown fox jumps over the lazy dog"
-    of_text = chunked.split_chunks(session.tokenizer, text, 8, 2)
+    of_text = chunked.split_chunks(sequence.model.tokenizer, text, 8, 2)
     assert (chunks.tokens == of_text.tokens).all() and chunks.n_scored == 3
     ways = {"prefill": None}
-    records = scored(session, ways, chunks, DivergenceRecords(None, {}))
+    records = scored(sequence, ways, chunks, DivergenceRecords(None, {}))
     told = records.divergence(None, 2).statistics()
     assert told["Mean PPL(base)"].value == pytest.approx(412.8978, rel=1e-4)  # which it printed
     assert told["Mean PPL(Q)"].value == pytest.approx(412.8978, rel=1e-2)
     assert abs(told["Mean KLD"].value) < 1e-3 and told["Same top p"].value == 1
     rows: list = []
     scores.score_chunk(
-        session, ways, chunks.chunk(1), see=lambda logits: rows.append(encode(logits))
+        sequence, ways, chunks.chunk(1), see=lambda logits: rows.append(encode(logits))
     )
     ours, theirs = (decode(each, 270) for each in (np.concatenate(rows), opened.rows(1)))
     assert ours == pytest.approx(theirs, abs=0.05)

@@ -1,14 +1,14 @@
-"""The roofline: its arithmetic by hand, its bytes against a real session, a measured bandwidth."""
+"""The roofline: its arithmetic by hand, its bytes against a real sequence, a measured bandwidth."""
 
 from __future__ import annotations
 
 import pytest
+from opened import open_sequence
 from tiny_models import make_model
 
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.evaluation.roofline import Roofline, decode_roofline, measure_bandwidth
 from sparsekv_cli.methods import build_method
-from sparsekv_cli.session import load_session
 
 
 def test_bound_by_hand() -> None:
@@ -36,18 +36,18 @@ def test_bytes_a_token_are_those_of_the_ledger() -> None:
 def test_full_attention_reads_all_rows(tmp_path) -> None:
     path = make_model(tmp_path / "model.gguf", n_layer=2, n_embd=128, n_ff=128)
     config = SessionConfig(ctx_size=40, threads=1, prefill_dtype="f32")
-    session = load_session(path, build_method("full", {}), config)
-    session.prefill(list(range(3, 23)))
-    session.decode(5)
-    roofline = decode_roofline(session.decoder.weights.n_bytes, session.ledger.as_dict(), 1, 1e9)
-    h = session.hparams
+    sequence = open_sequence(path, build_method("full", {}), config)
+    sequence.prefill(list(range(3, 23)))
+    sequence.decode(5)
+    roofline = decode_roofline(sequence.model.decoder.weights.n_bytes, sequence.ledger(), 1, 1e9)
+    h = sequence.model.hparams
     row = sum(x.n_head_kv * 2 * (x.head_dim + x.value_dim) for x in h.layers)
     assert roofline.kv_bytes == 21 * row  # 20 prefilled and the token's own
     n_linear = sum(
-        w.data.nbytes for layer in session.decoder.weights.layers for w in layer.linears()
+        w.data.nbytes for layer in sequence.model.decoder.weights.layers for w in layer.linears()
     )
-    assert roofline.weight_bytes == n_linear + session.decoder.weights.output.data.nbytes
-    session.gguf.close()
+    assert roofline.weight_bytes == n_linear + sequence.model.decoder.weights.output.data.nbytes
+    sequence.model.gguf.close()
 
 
 def test_bandwidth_is_of_a_plausible_size() -> None:

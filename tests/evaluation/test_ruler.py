@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from opened import open_sequence
 from tiny_models import make_model
 
 from sparsekv_cli.config import SessionConfig
@@ -16,7 +17,6 @@ from sparsekv_cli.evaluation.ruler.samples import RulerPlan, make_prompt
 from sparsekv_cli.evaluation.ruler.scores import mean_score
 from sparsekv_cli.evaluation.ruler.tasks import DOTS, TASKS, score
 from sparsekv_cli.methods import build_method
-from sparsekv_cli.session import load_session
 
 LENGTH = 4000  # bytes, which are tokens here
 CONFIGURATION = {"model": "m", "seed": 42}
@@ -192,64 +192,67 @@ def test_a_line_that_is_no_record(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory):
+def sequence(tmp_path_factory):
     path = make_model(tmp_path_factory.mktemp("tiny") / "m.gguf", n_embd=128, n_ff=128)
     config = SessionConfig(threads=1, prefill_dtype="f32", chunk=64, ctx_size=500)
-    return load_session(path, build_method("full", {}), config)
+    return open_sequence(path, build_method("full", {}), config)
 
 
-def test_answers(session, monkeypatch):
-    """Those of a session of its own; one prefill a sample; what is done is not done again."""
+def test_answers(sequence, monkeypatch):
+    """Those of a sequence of its own; one prefill a sample; what is done is not done again."""
 
     def encode(text, answer):
-        return session.tokenizer.encode(f"{text}\n{answer}", parse_special=False)
+        return sequence.model.tokenizer.encode(f"{text}\n{answer}", parse_special=False)
 
-    forwards, real = [], session.decoder.forward
+    forwards, real = [], sequence.model.decoder.forward
     monkeypatch.setattr(
-        session.decoder,
+        sequence.model.decoder,
         "forward",
         lambda ids, *a, **k: forwards.append(len(ids)) or real(ids, *a, **k),
     )
     settings = parse_methods("full,streaming:budget=8;dense_layers=none")
     plan = RulerPlan(["niah_single_1"], [500], 2, seed=42, n_answer=12)
-    by_prefill = list(answer_all(session, settings, plan, encode, ()))
+    by_prefill = list(answer_all(sequence, settings, plan, encode, ()))
     prompts = [make_prompt("niah_single_1", 500, i, 42, 12, encode) for i in range(2)]
     assert forwards == [len(prompt.ids) for prompt in prompts]
     keys = {key_of(by_prefill[0][0]), *map(key_of, by_prefill[1])}
-    again = list(answer_all(session, settings, plan, encode, keys))
+    again = list(answer_all(sequence, settings, plan, encode, keys))
     assert [len(new) for new in again] == [1, 0] and again[0] == by_prefill[0][1:]
     decoding = RulerPlan(["niah_single_1"], [500], 2, 42, question_by_decode=True, n_answer=12)
-    by_decode = list(answer_all(session, settings, decoding, encode, ()))
+    by_decode = list(answer_all(sequence, settings, decoding, encode, ()))
     assert forwards[-2:] == [prompt.n_context for prompt in prompts]
     for number, prompt in enumerate(prompts):
         for i, (name, method) in enumerate(settings.items()):
             for told, n_read in ((by_prefill, len(prompt.ids)), (by_decode, prompt.n_context)):
-                session.attention = session.attention_of(method, 0)
-                session.reset()
-                logits = session.prefill(prompt.ids[:n_read])
+                sequence.attention = sequence.model.attention_of(method, 0)
+                sequence.reset()
+                logits = sequence.prefill(prompt.ids[:n_read])
                 for token in prompt.ids[n_read:]:
-                    logits = session.decode(token)
+                    logits = sequence.decode(token)
                 tokens = []
-                while len(tokens) < 12 and int(logits.argmax()) not in session.tokenizer.eog_ids:
+                while (
+                    len(tokens) < 12
+                    and int(logits.argmax()) not in sequence.model.tokenizer.eog_ids
+                ):
                     tokens.append(int(logits.argmax()))
-                    logits = session.decode(tokens[-1])
-                assert told[number][i]["answer"] == session.tokenizer.decode(tokens), name
+                    logits = sequence.decode(tokens[-1])
+                assert told[number][i]["answer"] == sequence.model.tokenizer.decode(tokens), name
     attended = [new[1]["rows_attended_mean"] for new in by_prefill]
     assert max(attended) < 20 and min(new[0]["rows_attended_mean"] for new in by_prefill) > 400
 
 
-def test_an_answer_ends_when_it_holds_everything(session, monkeypatch):
+def test_an_answer_ends_when_it_holds_everything(sequence, monkeypatch):
     def encode(text, answer):
-        return session.tokenizer.encode(f"{text}\n{answer}", parse_special=False)
+        return sequence.model.tokenizer.encode(f"{text}\n{answer}", parse_special=False)
 
     settings, plan = parse_methods("full"), RulerPlan(["niah_single_1"], [500], 1, 42, n_answer=12)
-    ((whole,),) = answer_all(session, settings, plan, encode, ())
+    ((whole,),) = answer_all(sequence, settings, plan, encode, ())
     prompt = make_prompt("niah_single_1", 500, 0, 42, 12, encode)
     start = whole["answer"][: len(whole["answer"]) // 2]
     easy = prompt._replace(sample=prompt.sample._replace(references=[start]))
     monkeypatch.setattr(
         "sparsekv_cli.evaluation.ruler.answers.make_prompt", lambda *arguments: easy
     )
-    ((told,),) = answer_all(session, settings, plan, encode, ())
+    ((told,),) = answer_all(sequence, settings, plan, encode, ())
     assert told["score"] == 1 > whole["score"] and start in told["answer"]
     assert len(told["answer"]) < len(whole["answer"])

@@ -6,7 +6,8 @@ memory that streams copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Ids
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -18,6 +19,7 @@ import pytest
 import torch
 from fake_cuda import FakeCuda, as_one
 from memory_ranges import EMPTY, Ranges
+from opened import open_sequence
 from tiny_models import make_model
 
 from sparsekv_cli.cache.layer import LayerCache
@@ -35,7 +37,7 @@ from sparsekv_cli.kernels import clock
 from sparsekv_cli.kernels.freekv import pages as page_cache
 from sparsekv_cli.kernels.weights import matmul, matvec
 from sparsekv_cli.methods import build_method
-from sparsekv_cli.session import Session, load_session
+from sparsekv_cli.sequence import Sequence
 
 SHAPE = {"n_layer": 2, "n_ctx": 512, "n_embd": 64, "n_ff": 64, "n_vocab": 259, "n_head": 2,
          "n_head_kv": 1, "head_dim": 32, "wtype": "F32"}  # fmt: skip
@@ -61,14 +63,14 @@ LENGTHS = N_PROMPT, N_PROMPT - 9  # of sequences that decode together
 class Checked:
     """One engine, and the caches of the method that decodes."""
 
-    session: Session
+    sequence: Sequence
     cuda: FakeCuda | None
 
     def caches(self, name: str) -> list[LayerCache]:
         """New caches of a method in METHODS."""
         kind, options = METHODS[name]
         method = build_method(kind, options, dense_layers=None if kind == "full" else "none")
-        decoder, engine = self.session.decoder, self.session.engine
+        decoder, engine = self.sequence.model.decoder, self.sequence.engine
         rng, size = np.random.default_rng(5), SHAPE["n_head_kv"] * SHAPE["head_dim"]
         ranks = [rng.permutation(SHAPE["head_dim"] // 2) for _ in range(SHAPE["n_head_kv"])]
         vectors = np.linalg.qr(rng.standard_normal((size, size)))[0].astype(np.float32)
@@ -81,28 +83,26 @@ class Checked:
         specs = [replace(spec, calibration=calibration) for spec in decoder.layer_specs()]
         return [engine.layer(method, spec) for spec in specs]
 
-    def prefill(self, caches: Sequence[LayerCache], n: int = N_PROMPT) -> np.ndarray:
+    def prefill(self, caches: Ids[LayerCache], n: int = N_PROMPT) -> np.ndarray:
         ids = np.random.default_rng(0).integers(3, SHAPE["n_vocab"], n).tolist()
         for cache in caches:
             cache.reserve(n + 64)
-        self.session.decoder.prepare(n)
-        return self.session.decoder.forward(ids, 0, caches)
+        self.sequence.model.decoder.prepare(n)
+        return self.sequence.model.decoder.forward(ids, 0, caches)
 
-    def step(self, batch: Sequence[Sequence[LayerCache]]) -> np.ndarray:
+    def step(self, batch: Ids[Ids[LayerCache]]) -> np.ndarray:
         """Logits of a step of sequences together: f32 (B, n_vocab)."""
         lengths = [caches[0].n for caches in batch]
         tokens = [5 + n for n in lengths]
-        return self.session.decoder.decode_batch(tokens, lengths, batch)
+        return self.sequence.model.decoder.decode_batch(tokens, lengths, batch)
 
-    def decode(self, caches: Sequence[LayerCache], n: int, n_steps: int = N_STEPS) -> np.ndarray:
+    def decode(self, caches: Ids[LayerCache], n: int, n_steps: int = N_STEPS) -> np.ndarray:
         """Logits of steps behind n rows: f32 (n_steps, n_vocab)."""
-        decoder = self.session.decoder
+        decoder = self.sequence.model.decoder
         return np.stack([decoder.decode(5 + n + i, n + i, caches) for i in range(n_steps)])
 
 
-def steps(
-    engine: Checked, method: str, lengths: Sequence[int] = (N_PROMPT,)
-) -> Iterator[np.ndarray]:
+def steps(engine: Checked, method: str, lengths: Ids[int] = (N_PROMPT,)) -> Iterator[np.ndarray]:
     """Logits f32 (B, n_vocab) of a prompt for each sequence, and of N_STEPS steps together."""
     batch = [engine.caches(method) for _ in lengths]
     yield np.stack([engine.prefill(caches, n) for caches, n in zip(batch, lengths, strict=True)])
@@ -127,7 +127,7 @@ def come_and_go(engine: Checked, method: str) -> Iterator[np.ndarray]:
 
 
 def check(
-    engine: Checked, steps: Iterator[np.ndarray], expected: Sequence[np.ndarray]
+    engine: Checked, steps: Iterator[np.ndarray], expected: Ids[np.ndarray]
 ) -> list[list[Any]]:
     """Steps of this engine: no race, nothing refused, as many launches, the same bits.
 
@@ -165,12 +165,12 @@ def checked(path: Path, cuda: FakeCuda | None) -> Iterator[Checked]:
         patch.setattr(matvec, "_tiling", lambda *_: (64, 1))
         config = SessionConfig(threads=1, device="cuda", prefill_dtype="f32", chunk=32)
         if cuda is None:
-            yield Checked(load_session(path, build_method("full", {}), config), None)
+            yield Checked(open_sequence(path, build_method("full", {}), config), None)
             return
         with cuda:
             declare(patch, cuda)
             patch.setattr(found_devices, "find_cuda", lambda _: torch.device("cuda"))
-            yield Checked(load_session(path, build_method("full", {}), config), cuda)
+            yield Checked(open_sequence(path, build_method("full", {}), config), cuda)
 
 
 def write_model(folder: Path, **options: Any) -> Path:
@@ -206,7 +206,7 @@ def declare(patch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
     around(DeviceDecoder, "_learn_on_host", "learning on the host")
     around(DeviceDecoder, "embed_row", "embedding", writes=lambda _, token, x: ranges_of(x))
 
-    def reads(name: str, parts: Sequence[str]) -> None:
+    def reads(name: str, parts: Ids[str]) -> None:
         """The host reads these buffers at the end of a method of StepBuffers."""
         call = getattr(StepBuffers, name)
 

@@ -12,7 +12,7 @@ from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.prefix.folder import PrefixFolder
 from sparsekv_cli.prefix.prefixes import Prefixes, Root
-from sparsekv_cli.session import Session
+from sparsekv_cli.sequence import Sequence
 
 LIMIT = 1 << 30  # bytes
 N_SMALL_LAYERS = 2
@@ -51,27 +51,27 @@ def small_layers(n: int = 0) -> list[DenseCache]:
     return caches
 
 
-def keeping(session: Session, folder: Path, limit: int = LIMIT) -> list[str]:
+def keeping(sequence: Sequence, folder: Path, limit: int = LIMIT) -> list[str]:
     """Lets ``session`` keep its prompts in ``folder``; returns the lines that it will say."""
     said: list[str] = []
-    method = session.method
+    method = sequence.method
     types = method.cache_type_k, method.cache_type_v
     assert method.n_queried is not None
-    session.prefixes = Prefixes(
+    sequence.rows = Prefixes(
         PrefixFolder(folder, limit, said.append),
         "tiny.gguf",
-        Root(session.gguf, session.decoder, types=types),
+        Root(sequence.model.gguf, sequence.model.decoder, types=types),
         types,
         method.n_queried,
         lambda text: said.append(f"-v {text}"),
-        bool(session.hparams.other_layers),
+        bool(sequence.model.hparams.other_layers),
     )
     return said
 
 
-def keep(session: Session, ids: list[int]) -> np.ndarray:
+def keep(sequence: Sequence, ids: list[int]) -> np.ndarray:
     """Prefills ``ids`` and keeps their rows; the logits after them."""
-    assert session.prefixes is not None
-    logits = session.prefill(ids)
-    session.prefixes.finish()
+    assert sequence.rows is not None
+    logits = sequence.prefill(ids)
+    sequence.rows.finish()
     return logits

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from chunks import attend_chunk
+from opened import open_sequence
 from tiny_models import make_model
 
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
@@ -22,7 +23,6 @@ from sparsekv_cli.device.engine import device_cache
 from sparsekv_cli.device.prefill import attend_causal
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.session import load_session
 
 Rows = tuple[np.ndarray, ...]  # q, k, v, q_nope, k_nope: f32 (heads, T, d)
 
@@ -165,20 +165,20 @@ def assert_sessions_agree(
     )
     prompt = [int(token) for token in np.random.default_rng(0).integers(3, 400, n_prompt + 40)]
     sessions = [
-        load_session(
+        open_sequence(
             path, build_method(method, options),
             SessionConfig(threads=1, device=device, prefill_dtype="f32", chunk=64, kv=kv),
         )
         for device in ("cpu", "cuda")
     ]  # fmt: skip
-    logits = [session.prefill(prompt[:n_prompt]) for session in sessions]
+    logits = [sequence.prefill(prompt[:n_prompt]) for sequence in sessions]
     for step in range(n_steps + 1):
         if step == n_steps:
-            logits = [session.prefill(prompt[n_prompt:]) for session in sessions]
+            logits = [sequence.prefill(prompt[n_prompt:]) for sequence in sessions]
         np.testing.assert_allclose(logits[1], logits[0], atol=atol)
         token = int(logits[0].argmax())
-        logits = [session.decode(token) for session in sessions]
+        logits = [sequence.decode(token) for sequence in sessions]
     np.testing.assert_allclose(logits[1], logits[0], atol=atol)
-    host, device = (session.ledger.as_dict() for session in sessions)
+    host, device = (sequence.ledger() for sequence in sessions)
     assert host["sparse_rows_attended"] == device["sparse_rows_attended"] > 0
     assert device["bytes_device"] > 0

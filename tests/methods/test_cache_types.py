@@ -9,7 +9,7 @@ import pytest
 from chunks import attend_chunk
 from layer_stream import GEOMETRIES, Stream, decode, make_cache, prefill
 from sweeps import sweep
-from tiny_sessions import N_LAYER, decoded, tokens
+from tiny_sequences import N_LAYER, decoded, tokens
 
 from sparsekv_cli.cache.attend import attend_dense
 from sparsekv_cli.cache.spec import N_SINKS, AttnInput, Budget, LayerSpec
@@ -31,14 +31,14 @@ ERRORS = {"f16": 2**-11, "q8_0": 0.51 / 127, "q5_1": 1.02 / 31, "q4_0": 0.5}
 
 
 @pytest.mark.parametrize("types", TYPES)
-def test_pages_of_dense_layers_read_the_rows_as_they_are(types, session_of, monkeypatch):
+def test_pages_of_dense_layers_read_the_rows_as_they_are(types, sequence_of, monkeypatch):
     """Dense layers of LFPS that choose pages give what Quest gives."""
     monkeypatch.setattr(lfps, "PAGES", Quest(budget=Budget(tokens=40)))
-    paged = session_of(
+    paged = sequence_of(
         "lfps", {"dense_rows": "70"}, budget="5", dense_layers="0,1,2,3", types=types
     )
-    quest = session_of("quest", budget="40", dense_layers="none", types=types)
-    logits = [session.prefill(tokens(90)) for session in (paged, quest)]
+    quest = sequence_of("quest", budget="40", dense_layers="none", types=types)
+    logits = [sequence.prefill(tokens(90)) for sequence in (paged, quest)]
     np.testing.assert_array_equal(*logits)
     text = tokens(6, 1)
     np.testing.assert_array_equal(decoded(paged, text), decoded(quest, text))
@@ -64,9 +64,9 @@ class AllRows(Budget):
 @pytest.mark.parametrize(
     ("name", "budget"), [("topk", AllButSinks), ("streaming", AllButSinks), ("quest", AllRows)]
 )
-def test_selecting_every_row_equals_dense(name, budget, types, session_of, monkeypatch):
+def test_selecting_every_row_equals_dense(name, budget, types, sequence_of, monkeypatch):
     """The sparse path itself, layer by layer; LFPS' is in tests/cpu/lfps/test_history.py."""
-    sparse = session_of(name, dense_layers="none", types=types)
+    sparse = sequence_of(name, dense_layers="none", types=types)
     object.__setattr__(sparse.method, "budget", budget(share=1.0))
     cache_type = type(sparse.caches[0])
     select_and_attend, errors = cache_type.decode, []
@@ -85,17 +85,17 @@ def test_selecting_every_row_equals_dense(name, budget, types, session_of, monke
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_types_change_the_answer_a_little(name, session_of):
+def test_types_change_the_answer_a_little(name, sequence_of):
     """Each type by itself, and both; less than leaving out most rows does."""
     half = ("f16", "f16")
     sessions = [
-        session_of(name, budget="100%", dense_layers="none", types=types)
+        sequence_of(name, budget="100%", dense_layers="none", types=types)
         for types in (half, *TYPES)
     ]
-    sessions.append(session_of("streaming", budget="10", dense_layers="none"))
-    for session in sessions:
-        session.prefill(tokens(80))
-    exact, *others = (decoded(session, tokens(20, 1)) for session in sessions)
+    sessions.append(sequence_of("streaming", budget="10", dense_layers="none"))
+    for sequence in sessions:
+        sequence.prefill(tokens(80))
+    exact, *others = (decoded(sequence, tokens(20, 1)) for sequence in sessions)
     *errors, of_streaming = (np.abs(other - exact).mean() for other in others)
     for error, types in zip(errors, TYPES, strict=True):
         share = 0.8 if "q4_0" in types else 0.2
@@ -225,25 +225,25 @@ def test_quest_summarises_the_stored_keys(summary, key_type):
     ],
 )
 @pytest.mark.parametrize("name", [name for name in READERS if name != "h2o"])  # it keeps copies
-def test_bytes(name, types, row_bytes, session_of):
-    session = session_of(name, budget="100%", dense_layers="none", types=types)
-    session.prefill(tokens(90))
-    decoded(session, tokens(5, 1))
-    counts = session.ledger.as_dict()
-    capacity = session.caches[0].store.capacity
+def test_bytes(name, types, row_bytes, sequence_of):
+    sequence = sequence_of(name, budget="100%", dense_layers="none", types=types)
+    sequence.prefill(tokens(90))
+    decoded(sequence, tokens(5, 1))
+    counts = sequence.ledger()
+    capacity = sequence.caches[0].store.capacity
     assert counts["bytes_host"] == N_LAYER * 2 * capacity * row_bytes
     assert counts["bytes_read"] == N_LAYER * 2 * sum(range(91, 96)) * row_bytes
 
 
-def test_bytes_that_choosing_methods_read(session_of):
+def test_bytes_that_choosing_methods_read(sequence_of):
     """topk reads every key and the values of its rows; lfps less than that."""
     both = {}
     for name in ("topk", "lfps"):
         for types in (("f16", "f16"), ("q8_0", "q8_0")):
-            session = session_of(name, budget="10", dense_layers="none", types=types)
-            session.prefill(tokens(300))
-            session.decode(1)
-            both[name, types[0]] = session.ledger.as_dict()
+            sequence = sequence_of(name, budget="10", dense_layers="none", types=types)
+            sequence.prefill(tokens(300))
+            sequence.decode(1)
+            both[name, types[0]] = sequence.ledger()
     n_bytes = {key: counts["bytes_read"] for key, counts in both.items()}
     for size, name in ((128, "f16"), (68, "q8_0")):
         # Layer by layer: keys of 2 kv heads, then K and V of 14 rows for each of 6 heads.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tiny_sessions import CHUNK, N_HEAD, N_LAYER, SHAPE, counts_after, decoded, greedy, tokens
+from opened import generated
+from tiny_sequences import CHUNK, N_HEAD, N_LAYER, SHAPE, counts_after, decoded, greedy, tokens
 
 from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.errors import SparseKVError
@@ -35,10 +36,10 @@ SHAPES = {
 
 @pytest.mark.parametrize("budget", ["100%", "100000", "just"])
 @pytest.mark.parametrize("name", SPARSE)
-def test_a_budget_of_the_context_changes_no_bit(name, budget, session_of):
+def test_a_budget_of_the_context_changes_no_bit(name, budget, sequence_of):
     """A prompt and an answer, twice; 100 rows in the end."""
     budget = COVERS_100[name] if budget == "just" else budget
-    full, sparse = session_of("full"), session_of(name, budget=budget, dense_layers="none")
+    full, sparse = sequence_of("full"), sequence_of(name, budget=budget, dense_layers="none")
     for n_prompt, n_steps, seed in ((60, 10, 0), (20, 10, 2)):
         prompt, text = tokens(n_prompt, seed), tokens(n_steps, seed + 1)
         np.testing.assert_array_equal(full.prefill(prompt), sparse.prefill(prompt))
@@ -49,35 +50,35 @@ def test_a_budget_of_the_context_changes_no_bit(name, budget, session_of):
 
 @pytest.mark.parametrize("layers", ["0,1,2,3", "-1,-2,-3,-4", "0,1,-1,2"])
 @pytest.mark.parametrize("name", SPARSE)
-def test_all_layers_dense_is_full(name, layers, session_of):
-    full, sparse = session_of("full"), session_of(name, budget="4", dense_layers=layers)
-    for session in (full, sparse):
-        session.prefill(tokens(60))
+def test_all_layers_dense_is_full(name, layers, sequence_of):
+    full, sparse = sequence_of("full"), sequence_of(name, budget="4", dense_layers=layers)
+    for sequence in (full, sparse):
+        sequence.prefill(tokens(60))
     np.testing.assert_array_equal(decoded(full, tokens(5, 1)), decoded(sparse, tokens(5, 1)))
     assert sparse.ledger.as_dict().get("sparse_rows_total", 0) == 0
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_which_layers_are_dense(name, session_of):
+def test_which_layers_are_dense(name, sequence_of):
     own = {i % N_LAYER for i in method_class(name)().dense_layers}
     for text, dense in ((None, own), ("none", set()), ("", set()), ("-1", {3}), ("0,-2", {0, 2})):
-        session = session_of(name, dense_layers=text)
-        found = {i for i, cache in enumerate(session.caches) if isinstance(cache, DenseCache)}
+        sequence = sequence_of(name, dense_layers=text)
+        found = {i for i, cache in enumerate(sequence.caches) if isinstance(cache, DenseCache)}
         assert found == dense, text
     for text in ("4", "0,-5"):
         with pytest.raises(SparseKVError, match="the model's layers are 0 to 3"):
-            session_of(name, dense_layers=text)
+            sequence_of(name, dense_layers=text)
 
 
 # --- a budget that does not -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_a_small_budget_changes_the_answer_and_is_counted(name, session_of):
+def test_a_small_budget_changes_the_answer_and_is_counted(name, sequence_of):
     """A method that is on and does nothing would attend to every row, and answer like full."""
-    full, sparse = session_of("full"), session_of(name, budget="10", dense_layers="none")
-    for session in (full, sparse):
-        session.prefill(tokens(300))
+    full, sparse = sequence_of("full"), sequence_of(name, budget="10", dense_layers="none")
+    for sequence in (full, sparse):
+        sequence.prefill(tokens(300))
     assert np.abs(decoded(full, tokens(20, 1)) - decoded(sparse, tokens(20, 1))).max() > 1e-3
     counts, whole = sparse.ledger.as_dict(), full.ledger.as_dict()
     assert counts["rows_total"] == counts["sparse_rows_total"] == whole["rows_total"]
@@ -87,23 +88,23 @@ def test_a_small_budget_changes_the_answer_and_is_counted(name, session_of):
 
 @pytest.mark.parametrize("budget", ["1", "2", "3", "5%"])
 @pytest.mark.parametrize("name", SPARSE)
-def test_short_contexts_and_small_budgets(name, budget, session_of):
-    session = session_of(name, budget=budget, dense_layers="none")
+def test_short_contexts_and_small_budgets(name, budget, sequence_of):
+    sequence = sequence_of(name, budget=budget, dense_layers="none")
     for n_prompt in (1, 3, 5, 9, 20, 70):
-        session.rewind(0)
-        session.prefill(tokens(n_prompt))
-        assert np.isfinite(decoded(session, tokens(25, 1))).all(), n_prompt
+        sequence.rewind(0)
+        sequence.prefill(tokens(n_prompt))
+        assert np.isfinite(decoded(sequence, tokens(25, 1))).all(), n_prompt
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_generation_as_long_as_the_context(name, session_of):
+def test_a_generation_as_long_as_the_context(name, sequence_of):
     """Half of the context is prompt, the rest is generated; twice, since nothing is random."""
     answers = []
     for _ in range(2):
-        session = session_of(name, budget="10%", ctx_size=300)
-        answers.append(list(session.generate(tokens(150), greedy, -1)))
-        assert len(answers[-1]) == 151 and session.tokens == tokens(150) + answers[-1][:-1]
-        assert {cache.n for cache in session.caches} == {300}
+        sequence = sequence_of(name, budget="10%", ctx_size=300)
+        answers.append(list(generated(sequence, tokens(150), greedy, -1)))
+        assert len(answers[-1]) == 151 and sequence.tokens == tokens(150) + answers[-1][:-1]
+        assert {cache.n for cache in sequence.caches} == {300}
     assert answers[0] == answers[1]
 
 
@@ -111,23 +112,23 @@ def test_a_generation_as_long_as_the_context(name, session_of):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_rows_are_counted_as_they_are_attended_to(name, session_of):
+def test_rows_are_counted_as_they_are_attended_to(name, sequence_of):
     """Against the lists of rows that the caches keep when they are asked to."""
-    session = session_of(name, budget="20")
-    session.prefill(tokens(300))
-    for cache in session.caches:
+    sequence = sequence_of(name, budget="20")
+    sequence.prefill(tokens(300))
+    for cache in sequence.caches:
         cache.records_attended = True
-    before, attended, dense, listed = session.ledger.as_dict(), 0, 0, 0
+    before, attended, dense, listed = sequence.ledger(), 0, 0, 0
     for n, token in enumerate(tokens(20, 1), 301):
-        session.decode(token)
-        for cache in session.caches:
+        sequence.decode(token)
+        for cache in sequence.caches:
             if cache.attended is not None:
                 _, counts = cache.attended
                 attended += int(counts.sum()) * (N_HEAD // len(counts))
                 listed += 1
             elif isinstance(cache, DenseCache):
                 dense += N_HEAD * n
-    counts = session.ledger.as_dict()
+    counts = sequence.ledger()
     found = {key: counts[key] - before.get(key, 0) for key in counts}
     assert found["rows_total"] == N_LAYER * N_HEAD * sum(range(301, 321))
     if listed or name == "full":
@@ -137,20 +138,20 @@ def test_rows_are_counted_as_they_are_attended_to(name, session_of):
     assert found["rows_attended"] - found.get("sparse_rows_attended", 0) == dense
 
 
-def test_ledger_of_full(session_of):
-    session = session_of("full")
-    session.prefill(tokens(60))
-    decoded(session, tokens(5, 1))
-    counts = session.ledger.as_dict()
+def test_ledger_of_full(sequence_of):
+    sequence = sequence_of("full")
+    sequence.prefill(tokens(60))
+    decoded(sequence, tokens(5, 1))
+    counts = sequence.ledger()
     assert counts["rows_total"] == counts["rows_scored"] == counts["rows_attended"]
     assert counts.get("sparse_rows_total", 0) == 0 and counts["index_bytes"] == 0
     assert counts["bytes_host"] > 0 and counts["bytes_device"] == counts["bytes_moved"] == 0
 
 
 @pytest.mark.parametrize("name", [name for name in SPARSE if name not in BY_HEAD])
-def test_bytes_read_shrink_with_the_budget(name, session_of):
-    full = counts_after(session_of("full"), 300, 5)["bytes_read"]
-    small = counts_after(session_of(name, budget="5%", dense_layers="none"), 300, 5)["bytes_read"]
+def test_bytes_read_shrink_with_the_budget(name, sequence_of):
+    full = counts_after(sequence_of("full"), 300, 5)["bytes_read"]
+    small = counts_after(sequence_of(name, budget="5%", dense_layers="none"), 300, 5)["bytes_read"]
     assert 0 < small < 0.75 * full
 
 
@@ -159,24 +160,25 @@ def test_bytes_read_shrink_with_the_budget(name, session_of):
 
 @pytest.mark.parametrize("types", [("q8_0", "q8_0"), ("f16", "q8_0"), ("q4_0", "q5_1")])
 @pytest.mark.parametrize("name", METHODS)
-def test_cache_types_are_read_or_refused_by_name(name, types, session_of):
+def test_cache_types_are_read_or_refused_by_name(name, types, sequence_of):
     """A budget of the context is full to the bit with them; a rewind is a fresh start."""
     if types[1] not in method_class(name).cache_types:
         with pytest.raises(ValueError, match=rf"': method {name} keeps .* f16 only"):
-            session_of(name, types=types)
+            sequence_of(name, types=types)
         return
     full, sparse = (
-        session_of(each, budget="100%", dense_layers="none", types=types) for each in ("full", name)
+        sequence_of(each, budget="100%", dense_layers="none", types=types)
+        for each in ("full", name)
     )
     np.testing.assert_array_equal(full.prefill(tokens(80)), sparse.prefill(tokens(80)))
     exact = decoded(full, tokens(20, 1))
     np.testing.assert_array_equal(exact, decoded(sparse, tokens(20, 1)))
-    half = session_of("full")
+    half = sequence_of("full")
     half.prefill(tokens(80))
     error = np.abs(decoded(half, tokens(20, 1)) - exact).mean()
     assert 1e-5 < error < (0.5 if "q4_0" in types else 0.05)
 
-    used, fresh = (session_of(name, budget="12", types=types) for _ in range(2))
+    used, fresh = (sequence_of(name, budget="12", types=types) for _ in range(2))
     used.prefill(tokens(4 * CHUNK))
     decoded(used, tokens(12, 3))
     used.rewind(2 * CHUNK)
@@ -203,11 +205,11 @@ def test_descriptions_say_which_types_a_method_reads():
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", METHODS)
-def test_odd_shapes(name, shape, session_of):
+def test_odd_shapes(name, shape, sequence_of):
     """Bit for bit full with a budget of the context; finite, counted and repeatable with less."""
     sizes = {**SHAPE, **SHAPES[shape]}
     full, whole, small = (
-        session_of(each, budget=budget, dense_layers="none", shape=sizes)
+        sequence_of(each, budget=budget, dense_layers="none", shape=sizes)
         for each, budget in (("full", None), (name, "100%"), (name, "12"))
     )
     np.testing.assert_array_equal(full.prefill(tokens(70)), whole.prefill(tokens(70)))

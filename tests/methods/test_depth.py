@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tiny_sessions import N_HEAD, N_KV, decoded, tokens
+from tiny_sequences import N_HEAD, N_KV, decoded, tokens
 
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.methods import METHODS, build_method
@@ -36,24 +36,24 @@ def test_the_depths_of_three_models(name):
 
 
 @pytest.mark.parametrize("name", DEPTHS)
-def test_a_session_is_dense_up_to_its_depth(name, session_of):
+def test_a_session_is_dense_up_to_its_depth(name, sequence_of):
     """It has the bits of ``full`` in all steps to 100 rows, and no longer in the next one."""
-    sparse = session_of(name, budget="12", sparse_from=100)
-    full = session_of("full")
+    sparse = sequence_of(name, budget="12", sparse_from=100)
+    full = sequence_of("full")
     assert sparse.sparse_from == 100 and full.sparse_from == 0
-    for session in (sparse, full):
-        session.prefill(tokens(60))
+    for sequence in (sparse, full):
+        sequence.prefill(tokens(60))
     answer = tokens(60, 1)
-    ours, dense = (decoded(session, answer) for session in (sparse, full))
+    ours, dense = (decoded(sequence, answer) for sequence in (sparse, full))
     np.testing.assert_array_equal(ours[:40], dense[:40])
     assert (ours[40] != dense[40]).any()
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_depth_of_a_session(name, session_of):
+def test_the_depth_of_a_session(name, sequence_of):
     """Methods that drop rows, or are dense anyway, have none."""
-    session = session_of(name, budget="12", sparse_from=-1)
+    sequence = sequence_of(name, budget="12", sparse_from=-1)
     work = build_method(name, {}).work_of_a_head
-    assert session.sparse_from == work * (N_HEAD // N_KV)
+    assert sequence.sparse_from == work * (N_HEAD // N_KV)
     assert (work > 0) == (name in DEPTHS)
-    assert session_of(name, budget="12").sparse_from == 0
+    assert sequence_of(name, budget="12").sparse_from == 0

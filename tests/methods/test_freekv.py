@@ -23,8 +23,9 @@ from freekv_follow import (
 from freekv_twin import FreeKVTwin, TwinOptions
 from layer_stream import decode as decode_row
 from layer_stream import prefill
+from opened import generated
 from sweeps import sweep
-from tiny_sessions import CHUNK, decoded, tokens
+from tiny_sequences import CHUNK, decoded, tokens
 
 from sparsekv_cli.cache.attend import attend_causal
 from sparsekv_cli.cache.spec import Budget
@@ -217,7 +218,7 @@ def test_the_thread_ends_with_its_method():
     method = FreeKV(overlap="true", **SMALL)
     stream = Stream(PLAIN, 0)
     prompt = stream.rows(300)
-    for _ in range(3):  # three sequences, as after session.reset()
+    for _ in range(3):  # three sequences, as after sequence.reset()
         caches = [method.layer(replace(make_cache(PLAIN).spec, layer=i)) for i in (1, 2, 3)]
         for cache in caches:
             prefill(cache, prompt)
@@ -268,10 +269,10 @@ def test_a_failure_ahead_is_raised_and_loses_nothing(monkeypatch):
 
 
 @pytest.fixture
-def opened(session_of):
+def opened(sequence_of):
     """Opens sessions whose layers all attend to 48 rows, but for what the options say."""
     common = {"budget": "48", "dense_layers": "none"}
-    return lambda **options: session_of("freekv", common | options)
+    return lambda **options: sequence_of("freekv", common | options)
 
 
 @pytest.mark.parametrize("overlap", ["false", "true"])
@@ -302,27 +303,27 @@ def test_an_interrupted_prefill_adds_nothing(calls, opened):
             raise KeyboardInterrupt
 
     prompt, question, answer = tokens(8 * CHUNK), tokens(7, 1), tokens(40, 2)
-    session, other = opened(overlap="true"), opened()
-    for each in (session, other):
+    sequence, other = opened(overlap="true"), opened()
+    for each in (sequence, other):
         each.prefill(prompt)
         decoded(each, answer)
-    left, before = calls, list(session.tokens)
+    left, before = calls, list(sequence.tokens)
     with pytest.raises(KeyboardInterrupt):
-        session.prefill(tokens(2 * CHUNK, 5), interrupt)
-    assert left == 0 and session.tokens == before
-    assert {cache.n for cache in session.caches} == {len(before)}
-    np.testing.assert_array_equal(session.prefill(question), other.prefill(question))
-    np.testing.assert_array_equal(decoded(session, answer), decoded(other, answer))
+        sequence.prefill(tokens(2 * CHUNK, 5), interrupt)
+    assert left == 0 and sequence.tokens == before
+    assert {cache.n for cache in sequence.caches} == {len(before)}
+    np.testing.assert_array_equal(sequence.prefill(question), other.prefill(question))
+    np.testing.assert_array_equal(decoded(sequence, answer), decoded(other, answer))
 
 
 @pytest.mark.parametrize("before_or_after", ["before", "after"])
 def test_an_interrupted_step_can_be_taken_again(before_or_after, opened, monkeypatch):
     """Some layers have the row already when it strikes, or this layer has computed it as well."""
-    session, other = opened(overlap="true"), opened()
-    for each in (session, other):
+    sequence, other = opened(overlap="true"), opened()
+    for each in (sequence, other):
         each.prefill(tokens(8 * CHUNK))
         decoded(each, tokens(20, 1))
-    last = session.caches[-1]
+    last = sequence.caches[-1]
     step = last.decode
 
     def interrupt(x):
@@ -332,34 +333,34 @@ def test_an_interrupted_step_can_be_taken_again(before_or_after, opened, monkeyp
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(last, "decode", interrupt)
-        session.decode(5)
-    assert session.tokens == other.tokens
-    assert {cache.n for cache in session.caches} == {len(other.tokens)}
-    assert np.isfinite(decoded(session, tokens(20, 2))).all()
-    session.rewind(len(other.tokens))
+        sequence.decode(5)
+    assert sequence.tokens == other.tokens
+    assert {cache.n for cache in sequence.caches} == {len(other.tokens)}
+    assert np.isfinite(decoded(sequence, tokens(20, 2))).all()
+    sequence.rewind(len(other.tokens))
     question, answer = tokens(7, 3), tokens(20, 4)
-    np.testing.assert_array_equal(session.prefill(question), other.prefill(question))
-    np.testing.assert_array_equal(decoded(session, answer), decoded(other, answer))
+    np.testing.assert_array_equal(sequence.prefill(question), other.prefill(question))
+    np.testing.assert_array_equal(decoded(sequence, answer), decoded(other, answer))
 
 
 @pytest.mark.parametrize("budget", ["1", "2", "8", "5%", "30%"])
 @pytest.mark.parametrize("n_prompt", [1, 5, 17, 40, 70])
 def test_short_contexts_and_small_budgets(budget, n_prompt, opened):
-    session = opened(budget=budget, overlap="true")
-    session.prefill(tokens(n_prompt))
-    assert np.isfinite(decoded(session, tokens(80, 1))).all()
-    counts = session.ledger.as_dict()
+    sequence = opened(budget=budget, overlap="true")
+    sequence.prefill(tokens(n_prompt))
+    assert np.isfinite(decoded(sequence, tokens(80, 1))).all()
+    counts = sequence.ledger()
     assert 0 < counts["sparse_rows_attended"] < counts["sparse_rows_total"]
 
 
 def test_generation_as_long_as_the_prompt(opened):
     produced = []
     for overlap in ("false", "true"):
-        session = opened(overlap=overlap)
-        ids = session.generate(tokens(200), lambda logits, _: int(np.argmax(logits)), 200)
+        sequence = opened(overlap=overlap)
+        ids = generated(sequence, tokens(200), lambda logits, _: int(np.argmax(logits)), 200)
         produced.append(list(ids))
-        assert {cache.n for cache in session.caches} == {399}
-        assert session.ledger.as_dict()["heads_stepped"] == 199 * 4 * 2
+        assert {cache.n for cache in sequence.caches} == {399}
+        assert sequence.ledger()["heads_stepped"] == 199 * 4 * 2
     assert produced[0] == produced[1] and len(produced[0]) == 200
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tiny_sessions import N_HEAD, counts_after, decoded, tokens
+from tiny_sequences import N_HEAD, counts_after, decoded, tokens
 
 from sparsekv_cli.cache.spec import N_SINKS, Budget
 from sparsekv_cli.methods import lfps
@@ -12,53 +12,53 @@ from sparsekv_cli.methods.quest import Quest
 
 
 @pytest.mark.parametrize("n_prompt", [1, 5])
-def test_lfps_starts_by_itself_after_a_tiny_prompt(n_prompt, session_of):
-    session = session_of("lfps", budget="8", dense_layers="none")
-    session.prefill(tokens(n_prompt))
-    assert np.isfinite(decoded(session, tokens(60, 1))).all()
-    counts = session.ledger.as_dict()
+def test_lfps_starts_by_itself_after_a_tiny_prompt(n_prompt, sequence_of):
+    sequence = sequence_of("lfps", budget="8", dense_layers="none")
+    sequence.prefill(tokens(n_prompt))
+    assert np.isfinite(decoded(sequence, tokens(60, 1))).all()
+    counts = sequence.ledger()
     assert counts["sparse_rows_attended"] < counts["sparse_rows_total"] / 2
 
 
-def test_dense_layers_of_lfps_choose_pages_when_the_context_is_long(session_of, monkeypatch):
+def test_dense_layers_of_lfps_choose_pages_when_the_context_is_long(sequence_of, monkeypatch):
     """Dense until then, and from then on as Quest, whose pages are those of all rows before."""
     monkeypatch.setattr(lfps, "PAGES", Quest(page=8, budget=Budget(tokens=24)))
     options = {"dense_rows": "70"}
-    paged = session_of("lfps", options, budget="5", dense_layers="0,1,2,3")
-    full = session_of("full")
-    quest = session_of("quest", {"page": "8"}, budget="24", dense_layers="none")
-    for session in (paged, full, quest):
-        session.prefill(tokens(60))
+    paged = sequence_of("lfps", options, budget="5", dense_layers="0,1,2,3")
+    full = sequence_of("full")
+    quest = sequence_of("quest", {"page": "8"}, budget="24", dense_layers="none")
+    for sequence in (paged, full, quest):
+        sequence.prefill(tokens(60))
     text = tokens(10, 1)
     np.testing.assert_array_equal(decoded(paged, text), decoded(full, text))
     assert paged.ledger.as_dict().get("sparse_rows_total", 0) == 0
-    for session in (paged, quest):
-        session.rewind(0)
-        session.prefill(tokens(90))
+    for sequence in (paged, quest):
+        sequence.rewind(0)
+        sequence.prefill(tokens(90))
     np.testing.assert_array_equal(decoded(paged, text), decoded(quest, text))
     counts = paged.ledger.as_dict()
     assert 0 < counts["sparse_rows_attended"] < counts["sparse_rows_total"] / 2
-    for session in (paged, full):
-        session.rewind(0)
-        session.prefill(tokens(60))
+    for sequence in (paged, full):
+        sequence.rewind(0)
+        sequence.prefill(tokens(60))
     np.testing.assert_array_equal(decoded(paged, text), decoded(full, text))
     assert all(cache.attended is None for cache in paged.caches)
 
 
 @pytest.mark.parametrize("budget", ["100%", "200"])
-def test_pages_of_lfps_keep_to_its_budget(budget, session_of):
+def test_pages_of_lfps_keep_to_its_budget(budget, sequence_of):
     """They never have less than the other layers: a budget of the context changes no bit."""
-    full = session_of("full")
-    paged = session_of("lfps", {"dense_rows": "20"}, budget=budget, dense_layers="0,1")
-    for session in (full, paged):
-        session.prefill(tokens(80))
+    full = sequence_of("full")
+    paged = sequence_of("lfps", {"dense_rows": "20"}, budget=budget, dense_layers="0,1")
+    for sequence in (full, paged):
+        sequence.prefill(tokens(80))
     np.testing.assert_array_equal(decoded(full, tokens(20, 1)), decoded(paged, tokens(20, 1)))
 
 
 @pytest.mark.parametrize("preset", ["tuned", "paper"])
-def test_ledger_of_lfps(preset, session_of):
-    session = session_of("lfps", {"preset": preset}, budget="10%")
-    counts = counts_after(session, 300, 10)
+def test_ledger_of_lfps(preset, sequence_of):
+    sequence = sequence_of("lfps", {"preset": preset}, budget="10%")
+    counts = counts_after(sequence, 300, 10)
     n_sparse = {"tuned": 3, "paper": 4}[preset]
     limit = sum(max(round(0.1 * n), 7) + N_SINKS for n in range(301, 311))
     assert 0 < counts["sparse_rows_attended"] <= n_sparse * N_HEAD * limit

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from opened import open_sequence
 from reference_decoder import nmse
 from reference_records import LONG_CASES
-from tiny_sessions import CHUNK, decoded, tokens
+from tiny_sequences import CHUNK, decoded, tokens
 
 from sparsekv_cli.cache.layer import SelectingCache
 from sparsekv_cli.cache.spec import FULL, N_SINKS, Budget
@@ -22,7 +23,6 @@ from sparsekv_cli.methods.quest import Quest
 from sparsekv_cli.methods.sals import SALS
 from sparsekv_cli.methods.streaming import Streaming
 from sparsekv_cli.methods.topk import TopK
-from sparsekv_cli.session import load_session
 
 SPARSE = [name for name in METHODS if name != "full"]
 # Those whose attention is another one; the others differ from them in nothing that a method sees.
@@ -56,23 +56,23 @@ def pairs(names) -> list:
     ]
 
 
-def open_pair(session_of, name: str, case: str, budget: str, options=None):
+def open_pair(sequence_of, name: str, case: str, budget: str, options=None):
     """Sessions of ``full`` and of the method with this budget, both prefilled."""
-    full = session_of("full", shape=shape(case))
-    sparse = session_of(name, options, budget=budget, dense_layers="none", shape=shape(case))
+    full = sequence_of("full", shape=shape(case))
+    sparse = sequence_of(name, options, budget=budget, dense_layers="none", shape=shape(case))
     prompt = tokens(N_PROMPT)
     np.testing.assert_array_equal(full.prefill(prompt), sparse.prefill(prompt))
     return full, sparse
 
 
 @pytest.mark.parametrize(("name", "case"), pairs(SPARSE))
-def test_a_budget_of_the_context_changes_no_bit_and_a_small_one_is_counted(name, case, session_of):
+def test_a_budget_of_the_context_changes_no_bit_and_a_small_one_is_counted(name, case, sequence_of):
     """Calibrations of the models are made for it."""
-    full, whole = open_pair(session_of, name, case, "100%")
+    full, whole = open_pair(sequence_of, name, case, "100%")
     text = tokens(N_STEPS, 1)
     exact = decoded(full, text)
     np.testing.assert_array_equal(exact, decoded(whole, text))
-    _, small = open_pair(session_of, name, case, "10")
+    _, small = open_pair(sequence_of, name, case, "10")
     answers = decoded(small, text)
     assert np.isfinite(answers).all() and np.abs(answers - exact).max() > 1e-4
     counts = small.ledger.as_dict()
@@ -107,12 +107,12 @@ LIMITS = dict.fromkeys(FORCED, 1e-9) | {"sals": 1e-4}
 
 
 @pytest.mark.parametrize(("name", "case"), pairs(FORCED))
-def test_the_sparse_path_over_all_rows_is_full(name, case, session_of, tiny_model, monkeypatch):
-    full = session_of("full", shape=shape(case))
+def test_the_sparse_path_over_all_rows_is_full(name, case, sequence_of, tiny_model, monkeypatch):
+    full = sequence_of("full", shape=shape(case))
     config = SessionConfig(threads=1, prefill_dtype="f32", chunk=CHUNK)
-    sparse = load_session(tiny_model(**shape(case)), FORCED[name], config)
-    for session in (full, sparse):
-        session.prefill(tokens(N_PROMPT))
+    sparse = open_sequence(tiny_model(**shape(case)), FORCED[name], config)
+    for sequence in (full, sparse):
+        sequence.prefill(tokens(N_PROMPT))
     for cache in sparse.caches:
         if isinstance(cache, SelectingCache):
             monkeypatch.setattr(type(cache), "selects_all", lambda self, n: False)
@@ -132,10 +132,10 @@ def test_the_sparse_path_over_all_rows_is_full(name, case, session_of, tiny_mode
 
 
 @pytest.mark.parametrize(("name", "case"), pairs(sorted(NEARER)))
-def test_most_rows_are_nearer_to_full_than_few(name, case, session_of):
+def test_most_rows_are_nearer_to_full_than_few(name, case, sequence_of):
     text, errors = tokens(N_STEPS, 1), []
     for budget in ("10", "85%"):
-        full, sparse = open_pair(session_of, name, case, budget)
+        full, sparse = open_pair(sequence_of, name, case, budget)
         errors.append(nmse(decoded(full, text), decoded(sparse, text)))
     assert errors[1] < errors[0] / 2
 

@@ -209,7 +209,7 @@ def test_resident_bytes(bits, rank, row_bytes):
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     cache = method.layer(calibrated)
-    cache.reserve(n + 512)  # as a session does
+    cache.reserve(n + 512)  # as a sequence does
     for start in range(0, n, 1024):
         cache.extend(AttnInput(x, x, x, x, x, start))
     peak = tracemalloc.get_traced_memory()[1] - before

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 from chunks import attend_chunk
-from tiny_sessions import N_HEAD, counts_after
+from tiny_sequences import N_HEAD, counts_after
 
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cpu.attention.decode import attend_dense_ref
 from sparsekv_cli.methods import build_method
 
 
-def test_ledger_of_streaming(session_of):
-    session = session_of("streaming", {"sinks": "3"}, budget="10", dense_layers="0")
-    counts = counts_after(session, 60, 5)
+def test_ledger_of_streaming(sequence_of):
+    sequence = sequence_of("streaming", {"sinks": "3"}, budget="10", dense_layers="0")
+    counts = counts_after(sequence, 60, 5)
     dense = N_HEAD * sum(range(61, 66))
     assert counts["sparse_rows_attended"] == 3 * N_HEAD * 5 * (10 + 3)
     assert counts["rows_attended"] == dense + counts["sparse_rows_attended"]

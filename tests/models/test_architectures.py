@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from opened import open_sequence
 from reference_decoder import ReferenceModel, kl_divergences, model_logits, nmse, reference_logits
 from reference_records import (
     ARCHITECTURES_FILE,
@@ -25,7 +26,7 @@ from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.cpu.layer import tiles_int8
 from sparsekv_cli.methods.full import Full
 from sparsekv_cli.models import decoder
-from sparsekv_cli.session import Session, load_session
+from sparsekv_cli.sequence import Sequence
 
 IDS = long_prompt()
 N_DECODED = 40  # of the prompt's last tokens
@@ -37,18 +38,18 @@ def open_model(path, *, prefill_dtype="f32", ctx_size=LONG_PROMPT + 8, chunk=64,
         prefill_dtype=prefill_dtype, threads=2, chunk=chunk, ctx_size=ctx_size, repack=repack,
         activations="16",  # whatever the CPU, steps are as exact as prefills
     )  # fmt: skip
-    return load_session(path, Full(), config)
+    return open_sequence(path, Full(), config)
 
 
 @pytest.fixture(scope="module", params=[*LONG_CASES, *QUANTISED_CASES])
 def case(request, tmp_path_factory):
-    """(name, path, session, logits of the prefill)."""
+    """(name, path, sequence, logits of the prefill)."""
     name = request.param
     path = tmp_path_factory.mktemp("architectures") / f"{name}.gguf"
     make_model(path, **(LONG_CASES | QUANTISED_CASES)[name])
-    session = open_model(path)
-    yield name, path, session, session.prefill(IDS, all_logits=True)
-    session.gguf.close()
+    sequence = open_model(path)
+    yield name, path, sequence, sequence.prefill(IDS, all_logits=True)
+    sequence.model.gguf.close()
     path.unlink()
 
 
@@ -62,29 +63,29 @@ def check(name: str, logits: np.ndarray, positions=LONG_POSITIONS) -> None:
         assert nmse(expected[rows], kept_tokens(logits)) < 1e-6
 
 
-def decoded(session: Session, first: int) -> np.ndarray:
+def decoded(sequence: Sequence, first: int) -> np.ndarray:
     """Logits of the tokens from ``first`` on, decoded; those ahead of it are prefilled again.
 
     A model with recurrent layers goes back to its checkpoints only.
     """
-    if len(session.tokens) < first:
-        session.prefill(IDS[len(session.tokens) : first])
-    return np.stack([session.decode(token) for token in IDS[first:]])
+    if len(sequence.tokens) < first:
+        sequence.prefill(IDS[len(sequence.tokens) : first])
+    return np.stack([sequence.decode(token) for token in IDS[first:]])
 
 
 def test_logits_are_llama_cpps(case):
-    name, path, session, prefilled = case
+    name, path, sequence, prefilled = case
     expected = tiny_reference(name, ARCHITECTURES_FILE)
     assert fingerprint(path) == expected.fingerprint, "run scripts/references/logits again"
     check(name, prefilled[list(LONG_POSITIONS)])
-    session.rewind(LONG_PROMPT - N_DECODED)
-    after_rewind = decoded(session, LONG_PROMPT - N_DECODED)
+    sequence.rewind(LONG_PROMPT - N_DECODED)
+    after_rewind = decoded(sequence, LONG_PROMPT - N_DECODED)
     check(name, after_rewind[-2:], LONG_POSITIONS[1:])
     assert nmse(prefilled[-N_DECODED:], after_rewind) < 1e-6
-    session.rewind(99)
-    if len(session.tokens) < 99:  # window layers do not have those rows any more
-        session.prefill(IDS[len(session.tokens) : 99])
-    parts = [session.prefill(IDS[99:100])[None], session.prefill(IDS[100:], all_logits=True)[-2:]]
+    sequence.rewind(99)
+    if len(sequence.tokens) < 99:  # window layers do not have those rows any more
+        sequence.prefill(IDS[len(sequence.tokens) : 99])
+    parts = [sequence.prefill(IDS[99:100])[None], sequence.prefill(IDS[100:], all_logits=True)[-2:]]
     check(name, np.concatenate(parts))
 
 
@@ -104,31 +105,31 @@ def test_other_products_give_the_same_but_for_rounding(case, prefill_dtype, monk
         pytest.skip("needs byte products (AVX2)")
     _, path, _, prefilled = case
     monkeypatch.setattr(decoder, "FEW_ROWS", 0)
-    session = open_model(path, prefill_dtype=prefill_dtype)
-    logits = session.prefill(IDS[:100], all_logits=True)
+    sequence = open_model(path, prefill_dtype=prefill_dtype)
+    logits = sequence.prefill(IDS[:100], all_logits=True)
     assert np.median([nmse(a, b) for a, b in zip(prefilled[:100], logits, strict=True)]) < 2e-3
-    session.gguf.close()
+    sequence.model.gguf.close()
 
 
 @pytest.mark.parametrize("name", ["granitemoe", "mistral3", "qwen2moe_Q8_0", "smollm3", *RECURRENT])
 def test_a_batch_gives_the_bits_of_each_sequence(name, tmp_path):
     path = make_model(tmp_path / "model.gguf", **(LONG_CASES | QUANTISED_CASES)[name])
-    session = open_model(path)
+    sequence = open_model(path)
     lengths = (3, 190, 97)
     expected, caches = [], []
     for n in lengths:
-        session.reset()
-        session.prefill(IDS[:n])
-        expected.append([session.decode(token) for token in IDS[n : n + 3]])
-        session.reset()
-        session.prefill(IDS[:n])
-        caches.append(session.caches)
+        sequence.reset()
+        sequence.prefill(IDS[:n])
+        expected.append([sequence.decode(token) for token in IDS[n : n + 3]])
+        sequence.reset()
+        sequence.prefill(IDS[:n])
+        caches.append(sequence.caches)
     for step in range(3):
         positions = [n + step for n in lengths]
         tokens = [IDS[position] for position in positions]
-        logits = session.decoder.decode_batch(tokens, positions, caches)
+        logits = sequence.model.decoder.decode_batch(tokens, positions, caches)
         np.testing.assert_array_equal(logits, [rows[step] for rows in expected])
-    session.gguf.close()
+    sequence.model.gguf.close()
 
 
 def test_a_short_context_takes_the_short_factors(tmp_path):
@@ -138,9 +139,9 @@ def test_a_short_context_takes_the_short_factors(tmp_path):
     short, long = (reference_logits(path, ids, kv_f16=True, n_ctx=n) for n in (96, 97))
     assert nmse(short, long) > 1e-3
     for n_ctx, expected in ((96, short), (97, long)):
-        session = open_model(path, ctx_size=n_ctx)
-        assert nmse(expected, session.prefill(ids, all_logits=True)) < 1e-6
-        session.gguf.close()
+        sequence = open_model(path, ctx_size=n_ctx)
+        assert nmse(expected, sequence.prefill(ids, all_logits=True)) < 1e-6
+        sequence.model.gguf.close()
 
 
 @pytest.mark.parametrize("repack", ["off", "on"])
@@ -152,16 +153,16 @@ def test_short_prompts_take_decodes_products_for_experts(dtype, repack, tmp_path
     if dtype == "int8" and not tiles_int8.is_available():
         pytest.skip("needs byte products (AVX2)")
     path = make_model(tmp_path / "model.gguf", **QUANTISED_CASES["qwen2moe_Q8_0"])
-    session, exact = open_model(path, prefill_dtype=dtype, repack=repack), open_model(path)
-    least = session.decoder.least_many
+    sequence, exact = open_model(path, prefill_dtype=dtype, repack=repack), open_model(path)
+    least = sequence.model.decoder.least_many
     assert exact.decoder.least_many == 1 and 17 < least <= len(IDS)
     for n in (least - 1, least):
-        session.reset(), exact.reset()
-        found, expected = (each.prefill(IDS[:n], all_logits=True) for each in (session, exact))
+        sequence.reset(), exact.reset()
+        found, expected = (each.prefill(IDS[:n], all_logits=True) for each in (sequence, exact))
         errors = [nmse(a, b) for a, b in zip(expected, found, strict=True)]
         assert np.median(errors) < 2e-3
-        assert session.decoder._has_few_an_expert == (n < least)
-    session.gguf.close(), exact.gguf.close()
+        assert sequence.model.decoder._has_few_an_expert == (n < least)
+    sequence.model.gguf.close(), exact.gguf.close()
 
 
 @pytest.mark.parametrize("name", ["qwen2moe_Q8_0", "qwen3moe_Q8_0"])
@@ -169,10 +170,10 @@ def test_repacked_experts_give_the_same_logits(name, tmp_path):
     path = make_model(tmp_path / "model.gguf", **QUANTISED_CASES[name])
     logits = []
     for repack in ("off", "on"):
-        session = open_model(path, repack=repack)
-        session.prefill(IDS[:50])
-        logits.append(np.stack([session.decode(token) for token in IDS[50:60]]))
-        session.gguf.close()
+        sequence = open_model(path, repack=repack)
+        sequence.prefill(IDS[:50])
+        logits.append(np.stack([sequence.decode(token) for token in IDS[50:60]]))
+        sequence.model.gguf.close()
     assert nmse(*logits) < 1e-9
 
 

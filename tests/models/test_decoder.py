@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from opened import open_sequence
 from reference_decoder import kl_divergences, log_softmax, nmse, reference_logits
 from reference_records import (
     REFERENCE_CASES,
@@ -29,23 +30,23 @@ from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.cpu.layer import tiles_int8
 from sparsekv_cli.methods.full import Full
 from sparsekv_cli.models import decoder, forward
-from sparsekv_cli.session import Session, load_session
+from sparsekv_cli.sequence import Sequence
 
 N_DECODED = 64  # positions of the default model that go through the fused path
 
 
-def open_model(path, *, prefill_dtype="f32", threads=1, chunk=512, activations="16") -> Session:
+def open_model(path, *, prefill_dtype="f32", threads=1, chunk=512, activations="16") -> Sequence:
     config = SessionConfig(
         prefill_dtype=prefill_dtype, threads=threads, chunk=chunk, activations=activations
     )
-    return load_session(path, Full(), config)
+    return open_sequence(path, Full(), config)
 
 
-def decode_all(session: Session, ids) -> np.ndarray:
+def decode_all(sequence: Sequence, ids) -> np.ndarray:
     """Logits (T, V), every token but the first through the fused path."""
-    session.reset()
-    rows = [session.prefill(ids[:1])]
-    rows += [session.decode(token) for token in ids[1:]]
+    sequence.reset()
+    rows = [sequence.prefill(ids[:1])]
+    rows += [sequence.decode(token) for token in ids[1:]]
     return np.stack(rows)
 
 
@@ -57,10 +58,10 @@ def tiny(request, tmp_path_factory):
     """(case, path, logits of forward, logits of decode); prompts in chunks of 7."""
     path = tmp_path_factory.mktemp("tiny") / f"{request.param}.gguf"
     make_model(path, **REFERENCE_CASES[request.param])
-    session = open_model(path, chunk=7)
-    forward = session.prefill(REFERENCE_IDS, all_logits=True)
-    yield request.param, path, forward, decode_all(session, REFERENCE_IDS)
-    session.gguf.close()
+    sequence = open_model(path, chunk=7)
+    forward = sequence.prefill(REFERENCE_IDS, all_logits=True)
+    yield request.param, path, forward, decode_all(sequence, REFERENCE_IDS)
+    sequence.model.gguf.close()
     path.unlink()
 
 
@@ -75,11 +76,11 @@ def test_int8_products_give_the_same_but_for_rounding(tiny, monkeypatch):
     monkeypatch.setattr(decoder, "FEW_ROWS", 0)
     monkeypatch.setattr(decoder, "rows_dtype", lambda *_: rows)
     _, path, forward, _ = tiny
-    session = open_model(path, prefill_dtype="int8", threads=2, chunk=7)
-    assert nmse(forward, session.prefill(REFERENCE_IDS, all_logits=True)) < 1e-3
-    session.reset()
-    assert nmse(forward[-1:], session.prefill(REFERENCE_IDS)[None]) < 1e-3
-    session.gguf.close()
+    sequence = open_model(path, prefill_dtype="int8", threads=2, chunk=7)
+    assert nmse(forward, sequence.prefill(REFERENCE_IDS, all_logits=True)) < 1e-3
+    sequence.reset()
+    assert nmse(forward[-1:], sequence.prefill(REFERENCE_IDS)[None]) < 1e-3
+    sequence.model.gguf.close()
 
 
 @pytest.mark.skipif(not bf16.is_available(), reason="this CPU has no bf16 products")
@@ -88,16 +89,16 @@ def test_few_rows_are_exact_in_bf16(tiny, monkeypatch):
     _, path, forward, _ = tiny
     n = len(REFERENCE_IDS)
     monkeypatch.setattr(decoder, "FEW_ROWS", n)
-    session = open_model(path, prefill_dtype="bf16", threads=2, chunk=7)
-    few = session.prefill(REFERENCE_IDS, all_logits=True)
+    sequence = open_model(path, prefill_dtype="bf16", threads=2, chunk=7)
+    few = sequence.prefill(REFERENCE_IDS, all_logits=True)
     assert nmse(forward, few) < 2e-7
-    session.reset()
-    session.prefill(REFERENCE_IDS[:3])
-    assert nmse(forward[-1:], session.prefill(REFERENCE_IDS[3:])[None]) < 2e-7
+    sequence.reset()
+    sequence.prefill(REFERENCE_IDS[:3])
+    assert nmse(forward[-1:], sequence.prefill(REFERENCE_IDS[3:])[None]) < 2e-7
     monkeypatch.setattr(decoder, "FEW_ROWS", n - 1)
-    session.reset()
-    assert 1e-6 < nmse(forward, session.prefill(REFERENCE_IDS, all_logits=True)) < 1e-2
-    session.gguf.close()
+    sequence.reset()
+    assert 1e-6 < nmse(forward, sequence.prefill(REFERENCE_IDS, all_logits=True)) < 1e-2
+    sequence.model.gguf.close()
 
 
 def test_tiny_model_equals_the_reference_decoder(tiny):
@@ -123,11 +124,11 @@ def test_tiny_model_agrees_with_llama_cpp(tiny):
 @pytest.mark.parametrize("chunk", [1, 5, 22, 23, 512])
 def test_chunks_and_threads_change_nothing(chunk, threads, tmp_path):
     path = make_model(tmp_path / "model.gguf", n_head=6, n_embd=192, n_head_kv=2)
-    session = open_model(path, threads=threads, chunk=chunk)
-    logits = session.prefill(REFERENCE_IDS, all_logits=True)
+    sequence = open_model(path, threads=threads, chunk=chunk)
+    logits = sequence.prefill(REFERENCE_IDS, all_logits=True)
     assert nmse(reference_logits(path, REFERENCE_IDS, kv_f16=True), logits) < 2e-7
-    session.reset()
-    np.testing.assert_allclose(session.prefill(REFERENCE_IDS), logits[-1], atol=1e-4)
+    sequence.reset()
+    np.testing.assert_allclose(sequence.prefill(REFERENCE_IDS), logits[-1], atol=1e-4)
 
 
 def test_output_of_many_rows_crosses_the_vocabulary_step(tmp_path):
@@ -135,11 +136,11 @@ def test_output_of_many_rows_crosses_the_vocabulary_step(tmp_path):
     path = make_model(
         tmp_path / "model.gguf", n_layer=1, n_vocab=8192 + 77, n_embd=64, n_ff=64, wtype="Q8_0"
     )
-    session = open_model(path)
-    logits = session.prefill(REFERENCE_IDS, all_logits=True)
+    sequence = open_model(path)
+    logits = sequence.prefill(REFERENCE_IDS, all_logits=True)
     assert nmse(reference_logits(path, REFERENCE_IDS, kv_f16=True), logits) < 2e-7
-    session.reset()
-    few = session.prefill(REFERENCE_IDS[:3], all_logits=True)
+    sequence.reset()
+    few = sequence.prefill(REFERENCE_IDS[:3], all_logits=True)
     np.testing.assert_allclose(few, logits[:3], atol=1e-4)
 
 
@@ -152,19 +153,19 @@ def test_mixed_weight_types_and_partial_rotation(tmp_path):
         wtypes=kinds,
         metadata={"llama.rope.dimension_count": 32},
     )
-    session = open_model(path, chunk=9)
-    assert session.hparams.n_rot == 32 and session.hparams.head_dim == 64
+    sequence = open_model(path, chunk=9)
+    assert sequence.model.hparams.n_rot == 32 and sequence.model.hparams.head_dim == 64
     expected = reference_logits(path, REFERENCE_IDS, kv_f16=True)
-    assert nmse(expected, session.prefill(REFERENCE_IDS, all_logits=True)) < 2e-7
-    assert nmse(expected, decode_all(session, REFERENCE_IDS)) < 2e-7
+    assert nmse(expected, sequence.prefill(REFERENCE_IDS, all_logits=True)) < 2e-7
+    assert nmse(expected, decode_all(sequence, REFERENCE_IDS)) < 2e-7
 
 
 def test_decode_returns_logits_of_its_own(tmp_path):
-    session = open_model(make_model(tmp_path / "model.gguf"))
-    session.prefill(REFERENCE_IDS[:4])
-    first = session.decode(5)
+    sequence = open_model(make_model(tmp_path / "model.gguf"))
+    sequence.prefill(REFERENCE_IDS[:4])
+    first = sequence.decode(5)
     kept = first.copy()
-    session.decode(6)
+    sequence.decode(6)
     np.testing.assert_array_equal(first, kept)
 
 
@@ -179,20 +180,20 @@ def test_decode_returns_logits_of_its_own(tmp_path):
 )
 def test_a_batch_gives_the_bits_of_each_sequence(wtype, sizes, n_rows, tmp_path):
     path = make_model(tmp_path / "model.gguf", wtype=wtype, **sizes)
-    session = open_model(path, prefill_dtype="f32", threads=2)
+    sequence = open_model(path, prefill_dtype="f32", threads=2)
     prompts = [REFERENCE_IDS[b : 2 * b + 3] for b in range(n_rows)]  # of different lengths
     following = [REFERENCE_IDS[b : b + 4] for b in range(n_rows)]
     expected, caches = [], []
     for prompt, tokens in zip(prompts, following, strict=True):
-        session.reset()
-        session.prefill(prompt)
-        expected.append([session.decode(token) for token in tokens])
-        session.reset()
-        session.prefill(prompt)
-        caches.append(session.caches)
+        sequence.reset()
+        sequence.prefill(prompt)
+        expected.append([sequence.decode(token) for token in tokens])
+        sequence.reset()
+        sequence.prefill(prompt)
+        caches.append(sequence.caches)
     for step, tokens in enumerate(zip(*following, strict=True)):
         positions = [len(prompt) + step for prompt in prompts]
-        logits = session.decoder.decode_batch(tokens, positions, caches)
+        logits = sequence.model.decoder.decode_batch(tokens, positions, caches)
         np.testing.assert_array_equal(logits, [rows[step] for rows in expected])
     assert [cache[0].n for cache in caches] == [len(prompt) + 4 for prompt in prompts]
 
@@ -200,9 +201,9 @@ def test_a_batch_gives_the_bits_of_each_sequence(wtype, sizes, n_rows, tmp_path)
 @pytest.mark.parametrize("can_prefill_in_parts", [True, False])
 def test_a_long_prompt_takes_the_layers_in_parts(can_prefill_in_parts, tmp_path, monkeypatch):
     """But not where a cache waits for the end; and it changes no bit."""
-    session = open_model(make_model(tmp_path / "model.gguf", n_layer=3), chunk=5)
-    ids = [token % session.hparams.n_vocab for token in range(33)]
-    whole = session.prefill(ids)
+    sequence = open_model(make_model(tmp_path / "model.gguf", n_layer=3), chunk=5)
+    ids = [token % sequence.model.hparams.n_vocab for token in range(33)]
+    whole = sequence.prefill(ids)
     calls, progress = [], []
 
     class Recording(DenseCache):
@@ -217,11 +218,13 @@ def test_a_long_prompt_takes_the_layers_in_parts(can_prefill_in_parts, tmp_path,
         can_prefill_in_parts = False
 
     monkeypatch.setattr(forward, "ROWS_AT_ONCE", 12)  # two chunks
-    specs = session.decoder.layer_specs()
+    specs = sequence.model.decoder.layer_specs()
     caches = [Recording(spec) for spec in specs]
     if not can_prefill_in_parts:
         caches[1] = Waiting(specs[1])
-    logits = session.decoder.forward(ids, 0, caches, progress=lambda *at: progress.append(at))
+    logits = sequence.model.decoder.forward(
+        ids, 0, caches, progress=lambda *at: progress.append(at)
+    )
     np.testing.assert_array_equal(logits, whole)
     assert progress == sorted(progress) and progress[-1] == (33, 33)
     parts = [range(0, 10, 5), range(10, 20, 5), range(20, 30, 5), range(30, 33, 5)]
@@ -233,13 +236,13 @@ def test_a_long_prompt_takes_the_layers_in_parts(can_prefill_in_parts, tmp_path,
             expected += [(layer, pos) for pos in part]
             expected += [(layer, "end")] if part is parts[-1] else []
     assert calls == expected
-    session.gguf.close()
+    sequence.model.gguf.close()
 
 
 def test_progress_ends_at_the_prompt_length(tmp_path):
-    session = open_model(make_model(tmp_path / "model.gguf", n_layer=3), chunk=5)
+    sequence = open_model(make_model(tmp_path / "model.gguf", n_layer=3), chunk=5)
     seen: list[tuple[int, int]] = []
-    session.prefill(REFERENCE_IDS, progress=lambda done, total: seen.append((done, total)))
+    sequence.prefill(REFERENCE_IDS, progress=lambda done, total: seen.append((done, total)))
     done = [step for step, _ in seen]
     assert done == sorted(done) and done[-1] == len(REFERENCE_IDS)
     assert {total for _, total in seen} == {len(REFERENCE_IDS)}
@@ -263,7 +266,7 @@ class DefaultModel:
 def smollm2(default_model):
     model = DefaultModel(default_model)
     yield model
-    model.session.gguf.close()
+    model.session.model.gguf.close()
 
 
 def test_default_model_agrees_with_llama_cpp(smollm2):
@@ -292,9 +295,9 @@ def test_default_model_decodes_what_it_prefills(smollm2):
 def test_repeated_text_is_predicted(smollm2):
     """A wrong rotary pairing still writes fluent text, but cannot copy from far back."""
     text = smollm2.ids[1:181]
-    session = smollm2.session
-    session.reset()
-    logits = session.prefill([smollm2.ids[0], *text, *text], all_logits=True)
+    sequence = smollm2.session
+    sequence.reset()
+    logits = sequence.prefill([smollm2.ids[0], *text, *text], all_logits=True)
     surprise = -np.take_along_axis(log_softmax(logits[:-1]), np.array([*text, *text])[:, None], 1)
     first, second = (float(np.exp(half.mean())) for half in np.split(surprise, 2))
     assert second < 1.5 and first > 4 * second
@@ -308,21 +311,21 @@ def test_prefill_of_eight_bits_stays_close(smollm2, dtype):
     if dtype == "int8" and not tiles_int8.is_available():
         pytest.skip("needs byte products (AVX2)")
     ids = smollm2.ids[:256]
-    session = open_model(smollm2.session.gguf.path, prefill_dtype=dtype, threads=2)
-    logits = session.prefill(ids, all_logits=True)
+    sequence = open_model(smollm2.session.model.gguf.path, prefill_dtype=dtype, threads=2)
+    logits = sequence.prefill(ids, all_logits=True)
     expected = smollm2.forward[: len(ids)]
     assert np.mean(list(kl_divergences(expected, logits))) < 1e-2
     assert np.mean(logits.argmax(-1) == expected.argmax(-1)) >= 0.95
     assert not np.array_equal(logits, expected)
-    session.gguf.close()
+    sequence.model.gguf.close()
 
 
 def test_decode_of_eight_bits_stays_close(smollm2):
     """KLD of llama.cpp's own .003 (AVX2 alone: .0032), nine in ten of the f32 path's choices."""
-    session = open_model(smollm2.session.gguf.path, activations="8", threads=2)
-    decoded = decode_all(session, smollm2.ids[:129])[1:]
+    sequence = open_model(smollm2.session.model.gguf.path, activations="8", threads=2)
+    decoded = decode_all(sequence, smollm2.ids[:129])[1:]
     expected = smollm2.forward[1:129]
     divergence = np.mean(list(kl_divergences(expected, decoded)))
     assert 1e-5 < divergence < 3.3e-3  # rounded, but not too much
     assert np.mean(decoded.argmax(-1) == expected.argmax(-1)) >= 0.9
-    session.gguf.close()
+    sequence.model.gguf.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from opened import open_sequence
 from test_weights import copy_with, read
 from tiny_architectures import TRAITS, Experts
 from tiny_models import make_model
@@ -14,7 +15,6 @@ from sparsekv_cli.errors import SparseKVError, UnsupportedModelError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.models.architectures import ARCHITECTURES
 from sparsekv_cli.models.weights import ExpertWeights
-from sparsekv_cli.session import load_session
 
 SIZES = {"arch": "qwen2moe", "n_layer": 1, "n_embd": 64, "n_ff": 64, "tied": False}
 
@@ -127,14 +127,14 @@ def test_every_architecture_has_a_tiny_model():
 def test_what_a_step_prefetches_follows_the_order_of_use(tmp_path):
     """A layer's regions: attention, router, shared expert; then the next layer's, or the head."""
     path = make_model(tmp_path / "model.gguf", wtype="Q8_0", **{**SIZES, "n_layer": 2})
-    session = load_session(path, build_method("full", {}), SessionConfig(threads=1, repack="off"))
-    step, expected = session.decoder._step, []
-    for layer in session.decoder.weights.layers:
+    sequence = open_sequence(path, build_method("full", {}), SessionConfig(threads=1, repack="off"))
+    step, expected = sequence.model.decoder._step, []
+    for layer in sequence.model.decoder.weights.layers:
         linears = [*layer.attention(), layer.ffn.router, *layer.ffn.shared.linears()]
         expected += [(address(w.data), w.data.nbytes) for w in linears]
-    output = session.decoder.weights.output
+    output = sequence.model.decoder.weights.output
     expected.append((address(output.data), output.data.nbytes))
     np.testing.assert_array_equal(step._regions, [*expected, *expected[:4]])
     first, second = (int(step._layers[i]["regions"]) for i in range(2))
     assert first == address(step._regions) and second - first == 8 * 16
-    session.gguf.close()
+    sequence.model.gguf.close()

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from opened import open_sequence
 from reference_records import LONG_CASES
 from tiny_models import make_model
-from tiny_sessions import tokens
+from tiny_sequences import tokens
 
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.full import Full
-from sparsekv_cli.session import load_session
 
 CONFIG = SessionConfig(threads=1, prefill_dtype="f32")
 
 
 def logits(path):
-    session = load_session(path, Full(), CONFIG)
-    result = session.prefill(tokens(20))
-    session.gguf.close()
+    sequence = open_sequence(path, Full(), CONFIG)
+    result = sequence.prefill(tokens(20))
+    sequence.model.gguf.close()
     return result
 
 
@@ -46,7 +46,7 @@ def test_blocks_that_predict_further_tokens_are_not_run(tmp_path):
 def test_impossible_sizes_are_refused_by_name(arch, metadata, said, tmp_path):
     path = make_model(tmp_path / "model.gguf", **LONG_CASES[arch], metadata=metadata)
     with pytest.raises(SparseKVError, match=said):
-        load_session(path, Full(), CONFIG)
+        open_sequence(path, Full(), CONFIG)
 
 
 def test_a_gpu_refuses_them_by_name(tmp_path):
@@ -54,9 +54,9 @@ def test_a_gpu_refuses_them_by_name(tmp_path):
     from sparsekv_cli.device.engine import open_device_engine
 
     path = make_model(tmp_path / "model.gguf", **LONG_CASES["lfm2"])
-    session = load_session(path, Full(), CONFIG)
+    sequence = open_sequence(path, Full(), CONFIG)
     with pytest.raises(SparseKVError, match="architecture lfm2 with state layers does not run"):
         open_device_engine(
-            None, session.hparams, None, None, Full(), CONFIG, 1, 64, None
+            None, sequence.model.hparams, None, None, Full(), CONFIG, 1, 64, None
         )  # fmt: skip
-    session.gguf.close()
+    sequence.model.gguf.close()

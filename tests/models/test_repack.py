@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from opened import open_sequence
 from split_models import split_model
 from tiny_models import make_model
 
@@ -15,7 +16,6 @@ from sparsekv_cli.cpu.weights import interleaved
 from sparsekv_cli.cpu.weights.formats import FORMATS
 from sparsekv_cli.methods.full import Full
 from sparsekv_cli.models import repack
-from sparsekv_cli.session import load_session
 
 SMAPS = Path("/proc/self/smaps")
 IDS = [5, 17, 3, 250, 99, 41, 7, 7, 123]
@@ -24,7 +24,7 @@ IDS = [5, 17, 3, 250, 99, 41, 7, 7, 123]
 def open_model(path, choice: str):
     # With 16 bits, so that differences of last bits stay as small from layer to layer.
     config = SessionConfig(prefill_dtype="f32", threads=2, repack=choice, activations="16")
-    return load_session(path, Full(), config)
+    return open_sequence(path, Full(), config)
 
 
 @pytest.mark.skipif(
@@ -42,17 +42,17 @@ def test_decode_is_the_same_but_for_rounding(wtype, tmp_path):
     for linear in [*linears, packed.output]:
         assert linear.repacked == interleaved.can_repack(linear.code, linear.n_rows)
     assert not packed.token_embd.repacked  # its rows are read one by one
-    first = [session.prefill(IDS) for session in sessions]
+    first = [sequence.prefill(IDS) for sequence in sessions]
     np.testing.assert_array_equal(*first)
     for token in IDS:
-        plain, repacked_ = (session.decode(token) for session in sessions)
+        plain, repacked_ = (sequence.decode(token) for sequence in sessions)
         np.testing.assert_allclose(repacked_, plain, atol=2e-4 * np.abs(plain).max())
         # Rounding flips some elements of a row to the next f16, which is not to add up.
-        for from_, to in zip(*(session.caches for session in sessions), strict=True):
+        for from_, to in zip(*(sequence.caches for sequence in sessions), strict=True):
             to.store.k[:], to.store.v[:] = from_.store.k, from_.store.v
-    for session, before in zip(sessions, first, strict=True):
-        session.rewind(0)
-        again = session.prefill(IDS)  # from pages that were released
+    for sequence, before in zip(sessions, first, strict=True):
+        sequence.rewind(0)
+        again = sequence.prefill(IDS)  # from pages that were released
         np.testing.assert_array_equal(before, again)
 
 
@@ -78,8 +78,8 @@ def test_released_pages_leave_memory_and_come_back(n_files, tmp_path):
     make_model(path, wtype="F32", n_vocab=2048, n_embd=512)
     if n_files > 1:
         path = split_model(path, tmp_path, n_files)[-1]
-    session = open_model(path, "off")
-    file, data = session.gguf, session.decoder.weights.token_embd.data
+    sequence = open_model(path, "off")
+    file, data = sequence.model.gguf, sequence.model.decoder.weights.token_embd.data
     before = data.copy()
     start = data.__array_interface__["data"][0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from opened import open_sequence
 from reference_decoder import nmse
 from tiny_models import make_model
 
@@ -15,7 +16,6 @@ from sparsekv_cli.models.architectures import architecture_of
 from sparsekv_cli.models.gguf.file import open_gguf
 from sparsekv_cli.models.hparams import read_architecture, read_hparams
 from sparsekv_cli.models.weights import read_weights
-from sparsekv_cli.session import load_session
 
 IDS = list(range(3, 20))
 
@@ -51,9 +51,9 @@ def copy_with(source, target, edit):
 
 
 def logits_of(path) -> np.ndarray:
-    session = load_session(path, Full(), SessionConfig(threads=1, prefill_dtype="f32"))
-    rows = [session.prefill(IDS[:9]), *(session.decode(token) for token in IDS[9:])]
-    session.gguf.close()
+    sequence = open_sequence(path, Full(), SessionConfig(threads=1, prefill_dtype="f32"))
+    rows = [sequence.prefill(IDS[:9]), *(sequence.decode(token) for token in IDS[9:])]
+    sequence.model.gguf.close()
     return np.stack(rows)
 
 

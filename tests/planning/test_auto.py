@@ -129,7 +129,7 @@ def model(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "measure_bandwidth", lambda n_threads: 1e10)
     monkeypatch.setattr(kept, "default_speeds_folder", lambda: tmp_path / "speeds")
     monkeypatch.setattr(auto, "N_TEXT", 1100)
-    monkeypatch.setattr(auto, "candidates", lambda session: [FEW, SNAPKV])
+    monkeypatch.setattr(auto, "candidates", lambda sequence: [FEW, SNAPKV])
     monkeypatch.setattr(auto, "GAIN", 0.0)  # a tiny model's speeds say nothing
     return make_model(tmp_path / "model.gguf", n_layer=3)
 
@@ -159,7 +159,7 @@ def test_commands_choose_and_say_so(model, tmp_path, capsys, monkeypatch):
     code, out, err = call(capsys, *given)
     assert json.loads(out)["method"] == said["method"]
     assert "measuring" not in err
-    monkeypatch.setattr(auto, "candidates", lambda session: [FEW, SNAPKV, QUEST])
+    monkeypatch.setattr(auto, "candidates", lambda sequence: [FEW, SNAPKV, QUEST])
     strict = (*run, "--method", "auto", "--max-loss", 0, "--json")
     code, out, err = call(capsys, *strict)
     assert "1 of 3 methods and budgets are left out" in err

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from opened import open_sequence
 from sidecars import entry
 from tiny_models import make_model
 
@@ -25,7 +26,6 @@ from sparsekv_cli.planning.speeds import (
     interpolate,
     middle,
 )
-from sparsekv_cli.session import load_session
 
 NAMES = ("full", "quest", "lfps", "freekv")
 FULL, QUEST, LFPS, FREEKV = (build_method(name, {}) for name in NAMES)
@@ -221,13 +221,13 @@ def test_what_is_measured_is_what_a_session_holds(header, briefly):
         speeds = speeds_of(file, config, [QUEST])
     assert speeds.methods[method_key(QUEST)].dense_layers == 2
     for method in (FULL, QUEST):
-        session = load_session(whole, method, config)
-        session.prefill(np.arange(600) % 500)
-        memory = [cache.memory() for cache in session.caches]
+        sequence = open_sequence(whole, method, config)
+        sequence.prefill(np.arange(600) % 500)
+        memory = [cache.memory() for cache in sequence.caches]
         found = speeds.methods[method_key(method)]
         assert found.index(600) == pytest.approx(sum(m.index for m in memory), rel=0.05)
         assert found.host(600) == pytest.approx(sum(m.host for m in memory), rel=0.3)
-    assert speeds.step_bytes == session.decoder.weights.bytes_a_step(1)
+    assert speeds.step_bytes == sequence.model.decoder.weights.bytes_a_step(1)
     assert all(point.sparse.seconds > 0 for point in found.points)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from kept_prompts import N_SMALL_LAYERS, KnownRoot, prefixes_of
 from kept_prompts import small_layers as layers
-from tiny_sessions import tokens
+from tiny_sequences import tokens
 
 from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.prefix import blocks

@@ -11,7 +11,7 @@ import pytest
 from kept_prompts import keep, keeping
 from reference_records import LONG_CASES
 from tiny_gemma4 import Gemma4Layers
-from tiny_sessions import decoded, tokens
+from tiny_sequences import decoded, tokens
 from tiny_tokenizer import SPECIAL_TOKENS
 
 from sparsekv_cli.methods import METHODS
@@ -27,27 +27,27 @@ SHARING = [name for name in METHODS if name != "h2o"]
 LAYERS = {"dense_layers": "0", "ctx_size": 4096}
 
 
-def open_pair(session_of, folder, name="full", **options):
-    """A session that keeps prompts, and one that does not."""
+def open_pair(sequence_of, folder, name="full", **options):
+    """A sequence that keeps prompts, and one that does not."""
     budget = None if name == "full" else "64"
-    alone, session = (session_of(name, budget=budget, **{**LAYERS, **options}) for _ in range(2))
-    return session, alone, keeping(session, folder)
+    alone, sequence = (sequence_of(name, budget=budget, **{**LAYERS, **options}) for _ in range(2))
+    return sequence, alone, keeping(sequence, folder)
 
 
 @pytest.mark.parametrize("name", SHARING)
-def test_an_answer_has_the_bits_of_one_without_the_cache(name, session_of, tmp_path):
-    """The rows are kept by another process' session, of the method itself and of ``full``."""
+def test_an_answer_has_the_bits_of_one_without_the_cache(name, sequence_of, tmp_path):
+    """The rows are kept by another process' sequence, of the method itself and of ``full``."""
     for writer_name in dict.fromkeys((name, "full")):
         folder = tmp_path / writer_name
-        writer, _, _ = open_pair(session_of, folder, writer_name)
+        writer, _, _ = open_pair(sequence_of, folder, writer_name)
         keep(writer, FIRST)
-        session, alone, said = open_pair(session_of, folder, name)
+        sequence, alone, said = open_pair(sequence_of, folder, name)
         expected = alone.prefill(SECOND)
-        np.testing.assert_array_equal(session.prefill(SECOND), expected)
-        assert session.timings.cached_tokens == 1088  # whole steps of 16
-        assert session.timings.prefill_tokens == len(SECOND) - 1088
-        np.testing.assert_array_equal(decoded(session, ANSWER), decoded(alone, ANSWER))
-        assert session.tokens == alone.tokens
+        np.testing.assert_array_equal(sequence.prefill(SECOND), expected)
+        assert sequence.timings.cached_tokens == 1088  # whole steps of 16
+        assert sequence.timings.prefill_tokens == len(SECOND) - 1088
+        np.testing.assert_array_equal(decoded(sequence, ANSWER), decoded(alone, ANSWER))
+        assert sequence.tokens == alone.tokens
         assert said == [
             "-v prefix cache: 1088 of 1150 tokens are reused; the prompt diverges from what is "
             "kept at token 1100"
@@ -55,59 +55,59 @@ def test_an_answer_has_the_bits_of_one_without_the_cache(name, session_of, tmp_p
 
 
 @pytest.mark.parametrize("types", [("q8_0", "q8_0"), ("q4_0", "q5_1"), ("f16", "q8_0")])
-def test_rows_of_all_types_are_kept_as_they_are(types, session_of, tmp_path):
-    session, alone, _ = open_pair(session_of, tmp_path, types=types)
-    keep(session, FIRST)
-    session.reset()
-    np.testing.assert_array_equal(session.prefill(SECOND), alone.prefill(SECOND))
-    assert session.timings.cached_tokens == 1088
-    other, _, _ = open_pair(session_of, tmp_path)  # rows of f16 are other rows
+def test_rows_of_all_types_are_kept_as_they_are(types, sequence_of, tmp_path):
+    sequence, alone, _ = open_pair(sequence_of, tmp_path, types=types)
+    keep(sequence, FIRST)
+    sequence.reset()
+    np.testing.assert_array_equal(sequence.prefill(SECOND), alone.prefill(SECOND))
+    assert sequence.timings.cached_tokens == 1088
+    other, _, _ = open_pair(sequence_of, tmp_path)  # rows of f16 are other rows
     other.prefill(SECOND)
     assert other.timings.cached_tokens == 0
 
 
-def test_large_rows_are_kept_in_eight_bits(session_of, tmp_path, monkeypatch):
+def test_large_rows_are_kept_in_eight_bits(sequence_of, tmp_path, monkeypatch):
     """The answer differs a little; the bound is that of a cache in q8_0."""
     monkeypatch.setattr(prefixes, "Q8_FROM", 0)
     for name in ("full", "snapkv"):  # written after the answer, and by a thread
-        session, alone, _ = open_pair(session_of, tmp_path / name, name)
-        keep(session, FIRST)
+        sequence, alone, _ = open_pair(sequence_of, tmp_path / name, name)
+        keep(sequence, FIRST)
         size = sum(path.stat().st_size for path in (tmp_path / name).iterdir())
-        f16 = len(FIRST) * sum(cache.spec.n_head_kv for cache in session.caches) * 64 * 2 * 2
+        f16 = len(FIRST) * sum(cache.spec.n_head_kv for cache in sequence.caches) * 64 * 2 * 2
         assert 0.53 * f16 < size < 0.57 * f16
-        session.reset()
-        found, expected = session.prefill(SECOND), alone.prefill(SECOND)
-        assert session.timings.cached_tokens == 1088
+        sequence.reset()
+        found, expected = sequence.prefill(SECOND), alone.prefill(SECOND)
+        assert sequence.timings.cached_tokens == 1088
         p, q = (np.exp(x - x.max()) / np.exp(x - x.max()).sum() for x in (expected, found))
         assert 0 < np.sum(p * np.log(p / q)) < 1e-3
 
 
-def test_the_same_prompt_again_and_a_longer_one(session_of, tmp_path):
-    session, alone, _ = open_pair(session_of, tmp_path)
-    keep(session, FIRST)
-    session.reset()
-    session.timings.reset()
+def test_the_same_prompt_again_and_a_longer_one(sequence_of, tmp_path):
+    sequence, alone, _ = open_pair(sequence_of, tmp_path)
+    keep(sequence, FIRST)
+    sequence.reset()
+    sequence.timings.reset()
     expected = alone.prefill(FIRST)
-    np.testing.assert_allclose(session.prefill(FIRST), expected, atol=1e-4)
-    assert session.timings.cached_tokens == 1136
+    np.testing.assert_allclose(sequence.prefill(FIRST), expected, atol=1e-4)
+    assert sequence.timings.cached_tokens == 1136
     longer = FIRST + tokens(700, 4)
-    session.reset()
-    session.timings.reset()
-    keep(session, longer)
-    assert session.timings.cached_tokens == 1136
+    sequence.reset()
+    sequence.timings.reset()
+    keep(sequence, longer)
+    assert sequence.timings.cached_tokens == 1136
     names = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
     assert len(names) == len(list(tmp_path.iterdir())) == 4  # the block of 116 tokens has gone
-    session.reset()
-    session.timings.reset()
+    sequence.reset()
+    sequence.timings.reset()
     alone.reset()
     np.testing.assert_array_equal(
-        session.prefill(longer + ANSWER * 3), alone.prefill(longer + ANSWER * 3)
+        sequence.prefill(longer + ANSWER * 3), alone.prefill(longer + ANSWER * 3)
     )
-    assert session.timings.cached_tokens == 1840
+    assert sequence.timings.cached_tokens == 1840
 
 
-def test_documents_share_no_more_than_they_have_in_common(session_of, tmp_path):
-    session, alone, said = open_pair(session_of, tmp_path)
+def test_documents_share_no_more_than_they_have_in_common(sequence_of, tmp_path):
+    sequence, alone, said = open_pair(sequence_of, tmp_path)
     other = DOCUMENT[:700] + tokens(600, 5)
     for ids, n in (
         (FIRST, 0),
@@ -116,39 +116,39 @@ def test_documents_share_no_more_than_they_have_in_common(session_of, tmp_path):
         (other[:1290], 1280),
         (tokens(600, 6), 0),
     ):
-        session.reset()
-        session.timings.reset()
-        keep(session, ids)
-        assert session.timings.cached_tokens == n
+        sequence.reset()
+        sequence.timings.reset()
+        keep(sequence, ids)
+        assert sequence.timings.cached_tokens == n
     alone.prefill(other[:1290])
-    session.reset()
-    session.prefill(other[:1290])
-    np.testing.assert_allclose(decoded(session, ANSWER), decoded(alone, ANSWER), atol=1e-4)
+    sequence.reset()
+    sequence.prefill(other[:1290])
+    np.testing.assert_allclose(decoded(sequence, ANSWER), decoded(alone, ANSWER), atol=1e-4)
     assert not [line for line in said[1:] if not line.startswith("-v")]
 
 
-def test_short_prompts_and_short_ends_are_not_kept(session_of, tmp_path):
-    session, _, said = open_pair(session_of, tmp_path / "folder")
-    keep(session, DOCUMENT[:511])
+def test_short_prompts_and_short_ends_are_not_kept(sequence_of, tmp_path):
+    sequence, _, said = open_pair(sequence_of, tmp_path / "folder")
+    keep(sequence, DOCUMENT[:511])
     assert not (tmp_path / "folder").exists() and not said
-    session.reset()
-    keep(session, FIRST)
+    sequence.reset()
+    keep(sequence, FIRST)
     before = {path.name for path in (tmp_path / "folder").iterdir()}
-    session.reset()
-    keep(session, SECOND)
+    sequence.reset()
+    keep(sequence, SECOND)
     assert {path.name for path in (tmp_path / "folder").iterdir()} == before
-    keep(session, tokens(600, 7))  # behind other rows: no beginning of a prompt
+    keep(sequence, tokens(600, 7))  # behind other rows: no beginning of a prompt
     assert {path.name for path in (tmp_path / "folder").iterdir()} == before
 
 
-def test_the_first_time_is_said_and_the_folder_is_private(session_of, tmp_path):
-    session, _, said = open_pair(session_of, tmp_path / "a" / "b")
-    keep(session, FIRST)
+def test_the_first_time_is_said_and_the_folder_is_private(sequence_of, tmp_path):
+    sequence, _, said = open_pair(sequence_of, tmp_path / "a" / "b")
+    keep(sequence, FIRST)
     assert len(said) == 2 and "are kept in" in said[0] and "--no-cache" in said[0]
     assert said[1] == f"-v prefix cache: 1140 tokens are kept in {tmp_path / 'a' / 'b'}"
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
-    session.reset()
-    keep(session, tokens(600, 8))
+    sequence.reset()
+    keep(sequence, tokens(600, 8))
     assert [line[:3] for line in said[2:]] == ["-v ", "-v "]
 
 
@@ -161,32 +161,32 @@ def damage(path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["flipped", "cut"])
 @pytest.mark.parametrize("block", [0, 1, 2])
-def test_damaged_blocks_are_one_line_and_computed_again(how, block, session_of, tmp_path):
-    session, alone, said = open_pair(session_of, tmp_path)
-    keep(session, FIRST)
+def test_damaged_blocks_are_one_line_and_computed_again(how, block, sequence_of, tmp_path):
+    sequence, alone, said = open_pair(sequence_of, tmp_path)
+    keep(sequence, FIRST)
     by_parent = {path.name[:32]: path for path in tmp_path.iterdir()}
-    parent = session.prefixes.root.known()
+    parent = sequence.rows.root.known()
     for _ in range(block):
         parent = by_parent[parent].stem[33:]
     damage(by_parent[parent], how)
-    session.reset()
-    session.timings.reset()
+    sequence.reset()
+    sequence.timings.reset()
     said.clear()
-    np.testing.assert_array_equal(keep(session, SECOND), alone.prefill(SECOND))
-    assert session.timings.cached_tokens == block * BLOCK
+    np.testing.assert_array_equal(keep(sequence, SECOND), alone.prefill(SECOND))
+    assert sequence.timings.cached_tokens == block * BLOCK
     warnings = [line for line in said if not line.startswith("-v")]
     assert len(warnings) == 1 and by_parent[parent].name in warnings[0]
     if len(SECOND) - block * BLOCK >= BLOCK:  # it is written again
-        session.reset()
-        session.timings.reset()
-        session.prefill(FIRST)
-        assert session.timings.cached_tokens == 1136
+        sequence.reset()
+        sequence.timings.reset()
+        sequence.prefill(FIRST)
+        assert sequence.timings.cached_tokens == 1136
 
 
 @pytest.mark.parametrize(
     ("arch", "name"), [("gemma4", "full"), ("gemma4", "snapkv"), ("qwen35", "full")]
 )
-def test_windows_and_states_go_on_where_a_block_ends(arch, name, session_of, tmp_path):
+def test_windows_and_states_go_on_where_a_block_ends(arch, name, sequence_of, tmp_path):
     """Some layers of gemma4 read others' rows. Messages end in the documents."""
     document = [*tokens(299), END, *tokens(800, 7)]
     shorter = [*document[:700], *tokens(30, 5), END, *tokens(560, 6)]
@@ -194,127 +194,127 @@ def test_windows_and_states_go_on_where_a_block_ends(arch, name, session_of, tmp
     if arch == "gemma4":
         shape = {**shape, "n_layer": 4, "layers": Gemma4Layers(wide=64, narrow=32)}
     options = {"shape": shape, "dense_layers": "none"}
-    session, alone, said = open_pair(session_of, tmp_path, name, **options)
-    keep(session, document + tokens(40, 1))
+    sequence, alone, said = open_pair(sequence_of, tmp_path, name, **options)
+    keep(sequence, document + tokens(40, 1))
     said.clear()
     for ids, n in ((document + tokens(50, 2), 1024), (shorter, 512)):
-        for each in (session, alone):
+        for each in (sequence, alone):
             each.reset()
-        session.timings.reset()
-        np.testing.assert_array_equal(keep(session, ids), alone.prefill(ids))
-        assert session.timings.cached_tokens == n
-        np.testing.assert_array_equal(decoded(session, ANSWER), decoded(alone, ANSWER))
+        sequence.timings.reset()
+        np.testing.assert_array_equal(keep(sequence, ids), alone.prefill(ids))
+        assert sequence.timings.cached_tokens == n
+        np.testing.assert_array_equal(decoded(sequence, ANSWER), decoded(alone, ANSWER))
     assert all(line.startswith("-v") for line in said)
     assert len(list(tmp_path.glob("*.snapshot"))) == 3  # behind 512, and behind 1024 of each
 
 
-def test_without_a_whole_snapshot_everything_is_computed(session_of, tmp_path):
-    session, alone, said = open_pair(
-        session_of, tmp_path, shape=LONG_CASES["lfm2"], dense_layers="none"
+def test_without_a_whole_snapshot_everything_is_computed(sequence_of, tmp_path):
+    sequence, alone, said = open_pair(
+        sequence_of, tmp_path, shape=LONG_CASES["lfm2"], dense_layers="none"
     )
-    keep(session, FIRST)
+    keep(sequence, FIRST)
     said.clear()
     for path in tmp_path.glob("*.snapshot"):
         damage(path, "flipped")
-    session.reset()
-    np.testing.assert_array_equal(keep(session, SECOND), alone.prefill(SECOND))
-    assert session.timings.cached_tokens == 0
+    sequence.reset()
+    np.testing.assert_array_equal(keep(sequence, SECOND), alone.prefill(SECOND))
+    assert sequence.timings.cached_tokens == 0
     lines = [line for line in said if not line.startswith("-v")]
     assert len(lines) == 2 and all(".snapshot: its " in line for line in lines)
-    session.reset()
-    session.prefill(SECOND)  # they are there again
-    assert session.timings.cached_tokens == 1024
-    session.prefixes.finish()
+    sequence.reset()
+    sequence.prefill(SECOND)  # they are there again
+    assert sequence.timings.cached_tokens == 1024
+    sequence.rows.finish()
     names = sorted(path.name for path in tmp_path.iterdir())
-    session.reset()
-    session.timings.reset()
-    keep(session, SECOND[:1000] + tokens(100, 4))  # 588 are computed, but 100 are new
-    assert session.timings.cached_tokens == 512
+    sequence.reset()
+    sequence.timings.reset()
+    keep(sequence, SECOND[:1000] + tokens(100, 4))  # 588 are computed, but 100 are new
+    assert sequence.timings.cached_tokens == 512
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert snapshot_lengths(40 * BLOCK + 7, 4) == [n * BLOCK for n in (40, 39, 36, 24)]
     assert snapshot_lengths(40 * BLOCK, 0) == snapshot_lengths(BLOCK - 1, 8) == []
 
 
-def test_what_was_not_used_for_longest_goes(session_of, tmp_path):
-    session, _, said = open_pair(session_of, tmp_path)
-    keep(session, FIRST)
+def test_what_was_not_used_for_longest_goes(sequence_of, tmp_path):
+    sequence, _, said = open_pair(sequence_of, tmp_path)
+    keep(sequence, FIRST)
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
-    session.prefixes.folder.limit = 2 * size + size // 2
+    sequence.rows.folder.limit = 2 * size + size // 2
     for seed in (10, 11):
         for path in tmp_path.iterdir():  # the clock's steps may be longer than a test
             status = path.stat()
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns - 10**9))
         if seed == 11:
-            session.reset()
-            session.prefill(SECOND)  # uses what FIRST has left
-        session.reset()
-        keep(session, tokens(1140, seed))
+            sequence.reset()
+            sequence.prefill(SECOND)  # uses what FIRST has left
+        sequence.reset()
+        keep(sequence, tokens(1140, seed))
     total = sum(path.stat().st_size for path in tmp_path.iterdir())
-    assert total <= session.prefixes.folder.limit
+    assert total <= sequence.rows.folder.limit
     for ids, n in ((SECOND, 1088), (tokens(1140, 11) + ANSWER * 2, 1136)):
-        session.reset()
-        session.timings.reset()
-        session.prefill(ids)
-        assert session.timings.cached_tokens == n
-    session.reset()
-    session.timings.reset()
-    session.prefill(tokens(1140, 10))
-    assert session.timings.cached_tokens < 1100
-    session.prefixes.abandon()
-    session.prefixes.folder.limit, n_files = size // 2, len(list(tmp_path.iterdir()))
+        sequence.reset()
+        sequence.timings.reset()
+        sequence.prefill(ids)
+        assert sequence.timings.cached_tokens == n
+    sequence.reset()
+    sequence.timings.reset()
+    sequence.prefill(tokens(1140, 10))
+    assert sequence.timings.cached_tokens < 1100
+    sequence.rows.abandon()
+    sequence.rows.folder.limit, n_files = size // 2, len(list(tmp_path.iterdir()))
     said.clear()
-    session.reset()
-    keep(session, tokens(1140, 12))
+    sequence.reset()
+    keep(sequence, tokens(1140, 12))
     assert "not kept" in said[-1] and len(list(tmp_path.iterdir())) == n_files
 
 
 @pytest.mark.parametrize("name", ["full", "snapkv"])
-def test_a_full_disk_is_one_line(name, session_of, tmp_path, monkeypatch):
-    session, alone, said = open_pair(session_of, tmp_path / "folder", name)
+def test_a_full_disk_is_one_line(name, sequence_of, tmp_path, monkeypatch):
+    sequence, alone, said = open_pair(sequence_of, tmp_path / "folder", name)
 
     def write(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(BlockWriter, "write", write)
-    np.testing.assert_array_equal(keep(session, FIRST), alone.prefill(FIRST))
-    np.testing.assert_array_equal(decoded(session, ANSWER), decoded(alone, ANSWER))
+    np.testing.assert_array_equal(keep(sequence, FIRST), alone.prefill(FIRST))
+    np.testing.assert_array_equal(decoded(sequence, ANSWER), decoded(alone, ANSWER))
     assert not list((tmp_path / "folder").iterdir())
     lines = [line for line in said if "warning" in line]
     assert len(lines) == 1 and lines[0].endswith("No space left on device")
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(session_of, tmp_path):
+def test_a_folder_that_cannot_be_made_is_one_line(sequence_of, tmp_path):
     (tmp_path / "file").write_text("")
-    session, alone, said = open_pair(session_of, tmp_path / "file" / "folder")
-    np.testing.assert_array_equal(keep(session, FIRST), alone.prefill(FIRST))
+    sequence, alone, said = open_pair(sequence_of, tmp_path / "file" / "folder")
+    np.testing.assert_array_equal(keep(sequence, FIRST), alone.prefill(FIRST))
     assert len(said) == 1 and said[0].startswith("warning: the prompt is not kept")
 
 
-def test_a_folder_that_others_may_write_to_is_not_used(session_of, tmp_path):
-    session, _, said = open_pair(session_of, tmp_path)
-    keep(session, FIRST)
+def test_a_folder_that_others_may_write_to_is_not_used(sequence_of, tmp_path):
+    sequence, _, said = open_pair(sequence_of, tmp_path)
+    keep(sequence, FIRST)
     tmp_path.chmod(0o777)
     said.clear()
-    session.reset()
-    session.prefill(SECOND)
-    assert session.timings.cached_tokens == 0
+    sequence.reset()
+    sequence.prefill(SECOND)
+    assert sequence.timings.cached_tokens == 0
     assert said[0].startswith(f"prompts in {tmp_path} are not used")
     tmp_path.chmod(0o700)
 
 
 @pytest.mark.parametrize("name", ["full", "fasa", "snapkv"])
-def test_an_interrupted_prefill_keeps_nothing(name, session_of, tmp_path):
-    session, alone, _ = open_pair(session_of, tmp_path, name)
-    keep(session, FIRST)
+def test_an_interrupted_prefill_keeps_nothing(name, sequence_of, tmp_path):
+    sequence, alone, _ = open_pair(sequence_of, tmp_path, name)
+    keep(sequence, FIRST)
     before = sorted(tmp_path.iterdir())
 
     def stop(done, total):
         if done > total // 2:
             raise KeyboardInterrupt
 
-    session.reset()
+    sequence.reset()
     with pytest.raises(KeyboardInterrupt):
-        session.prefill(DOCUMENT[:600] + tokens(1500, 9), stop)
-    assert session.tokens == [] and sorted(tmp_path.iterdir()) == before
-    np.testing.assert_array_equal(session.prefill(SECOND), alone.prefill(SECOND))
-    np.testing.assert_array_equal(decoded(session, ANSWER), decoded(alone, ANSWER))
+        sequence.prefill(DOCUMENT[:600] + tokens(1500, 9), stop)
+    assert sequence.tokens == [] and sorted(tmp_path.iterdir()) == before
+    np.testing.assert_array_equal(sequence.prefill(SECOND), alone.prefill(SECOND))
+    np.testing.assert_array_equal(decoded(sequence, ANSWER), decoded(alone, ANSWER))

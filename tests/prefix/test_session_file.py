@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from forged_headers import forge
 from kept_prompts import KnownRoot, keep
-from tiny_sessions import decoded, tokens
+from tiny_sequences import decoded, tokens
 
 from sparsekv_cli.prefix.prefixes import Root
 from sparsekv_cli.prefix.session_file import SessionFile
@@ -18,55 +18,58 @@ FIRST, SECOND = DOCUMENT + tokens(40, 1), DOCUMENT + tokens(50, 2)
 ANSWER = tokens(8, 3)
 
 
-def open_with(session_of, path: Path, name: str = "full", **options):
-    session = session_of(name, budget=None if name == "full" else "64", ctx_size=4096, **options)
+def open_with(sequence_of, path: Path, name: str = "full", **options):
+    sequence = sequence_of(name, budget=None if name == "full" else "64", ctx_size=4096, **options)
     said: list[str] = []
-    session.prefixes = SessionFile(
+    sequence.rows = SessionFile(
         path,
         "tiny.gguf",
-        Root(session.gguf, session.decoder),
-        (session.method.cache_type_k, session.method.cache_type_v),
-        session.method.n_queried,
+        Root(sequence.model.gguf, sequence.model.decoder),
+        (sequence.method.cache_type_k, sequence.method.cache_type_v),
+        sequence.method.n_queried,
         said.append,
         lambda text: None,
     )
-    return session, said
+    return sequence, said
 
 
 @pytest.mark.parametrize("name", ["full", "lfps", "snapkv", "freekv"])
-def test_another_method_goes_on_from_it(name, session_of, tmp_path):
+def test_another_method_goes_on_from_it(name, sequence_of, tmp_path):
     for writer in dict.fromkeys((name, "full")):
         path = tmp_path / f"{writer}.session"
-        keep(open_with(session_of, path, writer)[0], FIRST)
+        keep(open_with(sequence_of, path, writer)[0], FIRST)
         assert [each.name for each in tmp_path.glob(f"{writer}*")] == [path.name]
-        session, said = open_with(session_of, path, name)
-        alone = session_of(name, budget=None if name == "full" else "64", ctx_size=4096)
-        np.testing.assert_array_equal(keep(session, SECOND), alone.prefill(SECOND))
-        assert session.timings.cached_tokens == 688 and not said
-        np.testing.assert_array_equal(decoded(session, ANSWER), decoded(alone, ANSWER))
+        sequence, said = open_with(sequence_of, path, name)
+        alone = sequence_of(name, budget=None if name == "full" else "64", ctx_size=4096)
+        np.testing.assert_array_equal(keep(sequence, SECOND), alone.prefill(SECOND))
+        assert sequence.timings.cached_tokens == 688 and not said
+        np.testing.assert_array_equal(decoded(sequence, ANSWER), decoded(alone, ANSWER))
 
 
 @pytest.mark.parametrize("types", [("q8_0", "q8_0"), ("q4_0", "q5_1")])
-def test_rows_become_those_of_the_session(types, session_of, tmp_path):
+def test_rows_become_those_of_the_session(types, sequence_of, tmp_path):
     """As near to the answer without the file as rows of these types are to f16."""
     path = tmp_path / "a.session"
-    keep(open_with(session_of, path)[0], FIRST)
-    session, _ = open_with(session_of, path, types=types)
-    exact, alone = session_of("full", ctx_size=4096), session_of("full", ctx_size=4096, types=types)
-    found, own, expected = (each.prefill(SECOND) for each in (session, alone, exact))
-    assert session.timings.cached_tokens == 688
+    keep(open_with(sequence_of, path)[0], FIRST)
+    sequence, _ = open_with(sequence_of, path, types=types)
+    exact, alone = (
+        sequence_of("full", ctx_size=4096),
+        sequence_of("full", ctx_size=4096, types=types),
+    )
+    found, own, expected = (each.prefill(SECOND) for each in (sequence, alone, exact))
+    assert sequence.timings.cached_tokens == 688
     assert 0 < np.abs(found - expected).max() < 2 * np.abs(own - expected).max()
-    back, _ = open_with(session_of, tmp_path / "b.session", types=types)
+    back, _ = open_with(sequence_of, tmp_path / "b.session", types=types)
     keep(back, FIRST)
-    again, _ = open_with(session_of, tmp_path / "b.session")
+    again, _ = open_with(sequence_of, tmp_path / "b.session")
     again.prefill(SECOND)
     assert again.timings.cached_tokens == 688
 
 
-def test_when_it_is_written(session_of, tmp_path):
+def test_when_it_is_written(sequence_of, tmp_path):
     path = tmp_path / "a.session"
-    session, said = open_with(session_of, path)
-    keep(session, ANSWER * 4)  # short, but asked for
+    sequence, said = open_with(sequence_of, path)
+    keep(sequence, ANSWER * 4)  # short, but asked for
     first = path.read_bytes()
     for ids, n_cached, is_new in (
         (ANSWER * 4 + tokens(40, 4), 32, False),
@@ -74,27 +77,27 @@ def test_when_it_is_written(session_of, tmp_path):
         (SECOND, 688, False),
         (SECOND + tokens(600, 5), 688, True),
     ):
-        session.reset()
-        session.timings.reset()
-        keep(session, ids)
-        assert session.timings.cached_tokens == n_cached
+        sequence.reset()
+        sequence.timings.reset()
+        keep(sequence, ids)
+        assert sequence.timings.cached_tokens == n_cached
         assert (path.read_bytes() != first) == is_new
         first = path.read_bytes()
     assert not said and path.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("how", ["flipped", "cut", "empty"])
-def test_a_damaged_file_is_one_line_and_written_anew(how, session_of, tmp_path):
+def test_a_damaged_file_is_one_line_and_written_anew(how, sequence_of, tmp_path):
     path = tmp_path / "a.session"
-    session, said = open_with(session_of, path)
-    keep(session, FIRST)
+    sequence, said = open_with(sequence_of, path)
+    keep(sequence, FIRST)
     whole = path.read_bytes()
     data = bytearray(whole)
     data[-1000] ^= 1
     path.write_bytes({"flipped": data, "cut": data[:-1], "empty": b""}[how])
-    session.reset()
-    expected = session_of("full", ctx_size=4096).prefill(FIRST)
-    np.testing.assert_array_equal(keep(session, FIRST), expected)
+    sequence.reset()
+    expected = sequence_of("full", ctx_size=4096).prefill(FIRST)
+    np.testing.assert_array_equal(keep(sequence, FIRST), expected)
     assert len(said) == 1 and str(path) in said[0] and path.read_bytes() == whole
 
 
@@ -102,28 +105,28 @@ BAD = [{"first": 5}, {"first": -1}, {"types": ["q8_0", "f16"]}, {"rows": [740] *
 
 
 @pytest.mark.parametrize("change", [*BAD, "[" * 100_000])
-def test_a_header_of_other_rows_is_one_line_and_written_anew(change, session_of, tmp_path):
+def test_a_header_of_other_rows_is_one_line_and_written_anew(change, sequence_of, tmp_path):
     """No row is attended to that no file has filled."""
     path = tmp_path / "a.session"
-    session, said = open_with(session_of, path)
-    keep(session, FIRST)
+    sequence, said = open_with(sequence_of, path)
+    keep(sequence, FIRST)
     whole = path.read_bytes()
     forge(path, change)
-    session.reset()
-    session.timings.reset()
-    expected = session_of("full", ctx_size=4096).prefill(FIRST)
-    np.testing.assert_array_equal(keep(session, FIRST), expected)
-    assert session.timings.cached_tokens == 0
+    sequence.reset()
+    sequence.timings.reset()
+    expected = sequence_of("full", ctx_size=4096).prefill(FIRST)
+    np.testing.assert_array_equal(keep(sequence, FIRST), expected)
+    assert sequence.timings.cached_tokens == 0
     assert len(said) == 1 and str(path) in said[0] and path.read_bytes() == whole
 
 
-def test_another_model_s_file_is_one_line_and_left_as_it_is(session_of, tmp_path):
+def test_another_model_s_file_is_one_line_and_left_as_it_is(sequence_of, tmp_path):
     path = tmp_path / "a.session"
-    session, said = open_with(session_of, path)
-    session.prefixes.root = KnownRoot("f" * 32)
-    keep(session, FIRST)
+    sequence, said = open_with(sequence_of, path)
+    sequence.rows.root = KnownRoot("f" * 32)
+    keep(sequence, FIRST)
     before = path.read_bytes()
-    session, said = open_with(session_of, path)
-    keep(session, SECOND)
-    assert session.timings.cached_tokens == 0
+    sequence, said = open_with(sequence_of, path)
+    keep(sequence, SECOND)
+    assert sequence.timings.cached_tokens == 0
     assert len(said) == 1 and "another model" in said[0] and path.read_bytes() == before

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kept_prompts import KnownRoot, keep, keeping, prefixes_of, small_layers
 from reference_records import LONG_CASES
-from tiny_sessions import tokens
+from tiny_sequences import tokens
 
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.prefix.prefixes import Root
@@ -51,19 +51,19 @@ def test_a_prompt_is_kept_if_its_model_is_known_in_the_end(
     assert prefixes.find(IDS).n == 0
 
 
-def test_snapshots_of_a_model_that_is_known_late(session_of, tmp_path, monkeypatch):
+def test_snapshots_of_a_model_that_is_known_late(sequence_of, tmp_path, monkeypatch):
     options = {"shape": LONG_CASES["lfm2"], "dense_layers": "none", "ctx_size": 4096}
-    session = session_of("full", **options)
-    said, known = keeping(session, tmp_path), Root.known
+    sequence = sequence_of("full", **options)
+    said, known = keeping(sequence, tmp_path), Root.known
     with monkeypatch.context() as patched:
         patched.setattr(Root, "known", lambda root: None)
-        session.prefill(IDS)
-    session.prefixes.finish()
+        sequence.prefill(IDS)
+    sequence.rows.finish()
     assert len(list(tmp_path.glob("*.snapshot"))) == 2 and Root.known is known
-    alone = session_of("full", **options)
-    session.reset()
-    np.testing.assert_array_equal(keep(session, IDS + IDS[:9]), alone.prefill(IDS + IDS[:9]))
-    assert session.timings.cached_tokens == 1024 and "not looked for" in said[0]
+    alone = sequence_of("full", **options)
+    sequence.reset()
+    np.testing.assert_array_equal(keep(sequence, IDS + IDS[:9]), alone.prefill(IDS + IDS[:9]))
+    assert sequence.timings.cached_tokens == 1024 and "not looked for" in said[0]
 
 
 def test_the_tokens_that_a_method_queries_are_computed_again(tmp_path: Path) -> None:

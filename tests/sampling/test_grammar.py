@@ -26,9 +26,9 @@ END = 263  # <|im_end|> of BPE
 
 
 def constraint_of(kind: str, text: str, tokenizer: Tokenizer = BPE) -> Constraint:
-    session: Any = SimpleNamespace(tokenizer=tokenizer)
+    sequence: Any = SimpleNamespace(tokenizer=tokenizer)
     constraint = new_constraint(
-        session, SamplingOptions({}, grammar=read_grammar(kind, text)), None
+        sequence, SamplingOptions({}, grammar=read_grammar(kind, text)), None
     )
     assert constraint is not None
     return constraint

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from opened import open_sequence
 from scripts_as_modules import load_script
 from tiny_models import make_model
 
@@ -15,7 +16,6 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation import needles
 from sparsekv_cli.evaluation.compare import build_spec, parse_methods
 from sparsekv_cli.methods import build_method
-from sparsekv_cli.session import load_session
 
 LENGTH, STEPS = 150, 6
 CONFIG = SessionConfig(threads=1, prefill_dtype="f32", chunk=64)
@@ -34,19 +34,19 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def session(model):
-    return load_session(model, build_method("full", {}), CONFIG)
+def sequence(model):
+    return open_sequence(model, build_method("full", {}), CONFIG)
 
 
 def random_ids(n):
     return np.random.RandomState(0).randint(3, 512, n).tolist()
 
 
-def test_measured_figures_of_dense_exact_and_recent_rows(session):
+def test_measured_figures_of_dense_exact_and_recent_rows(sequence):
     names = ["full", "topk:budget=100%", "topk:budget=20%;recent=1", "streaming:budget=20%"]
     methods = {name: build_spec(name) for name in names}
     results = {name: accuracy.Result() for name in names}
-    accuracy.measure_text(session, methods, random_ids(LENGTH + STEPS), LENGTH, STEPS, results)
+    accuracy.measure_text(sequence, methods, random_ids(LENGTH + STEPS), LENGTH, STEPS, results)
     full, everything, best, recent = (results[name].summary() for name in names)
     assert full["kld"] == 0 and full["top1"] == 1 and full["mass"] is None
     assert everything["kld"] == 0 and everything["mass"] == 1 and everything["overlap"] is None
@@ -57,7 +57,7 @@ def test_measured_figures_of_dense_exact_and_recent_rows(session):
     assert recent["mass"] < best["mass"] < 1 and best["kld"] > 0
 
 
-def test_texts_are_measured_apart_and_together(session):
+def test_texts_are_measured_apart_and_together(sequence):
     """Two texts: figures of each, and of both that are their mean."""
     methods = {name: build_spec(name) for name in ("full", "streaming:budget=20%")}
     both = {name: accuracy.Result() for name in methods}
@@ -65,7 +65,7 @@ def test_texts_are_measured_apart_and_together(session):
     for seed in (0, 1):
         ids = np.random.RandomState(seed).randint(3, 512, LENGTH + STEPS).tolist()
         results = {name: accuracy.Result() for name in methods}
-        accuracy.measure_text(session, methods, ids, LENGTH, STEPS, results)
+        accuracy.measure_text(sequence, methods, ids, LENGTH, STEPS, results)
         apart.append(results["streaming:budget=20%"].summary())
         for name, result in results.items():
             both[name].add_text(result)
@@ -167,7 +167,7 @@ def test_texts_and_needles_are_long_enough_and_distinct():
         accuracy.needle_prompt(first, "one\n\ntwo", 1200, len)
 
 
-def test_a_question_that_is_decoded_comes_behind_the_prefill(session, monkeypatch):
+def test_a_question_that_is_decoded_comes_behind_the_prefill(sequence, monkeypatch):
     """The same tokens in the same order; only the text is prefilled, for ``full`` no difference."""
     text = "\n\n".join(f"the sand and the thing {i} in an inn" for i in range(20))
     prompt, question = f"{text}\n\nthe inn in the sand?", "the inn in the sand?"
@@ -175,20 +175,20 @@ def test_a_question_that_is_decoded_comes_behind_the_prefill(session, monkeypatc
     prefilled: list[list[int]] = []
     prefill_each = needles.prefill_each
 
-    def prefill(session, methods, ids, **others):
+    def prefill(sequence, methods, ids, **others):
         prefilled.append(list(ids))
-        return prefill_each(session, methods, ids, **others)
+        return prefill_each(sequence, methods, ids, **others)
 
     monkeypatch.setattr(needles, "prefill_each", prefill)
     answers: list[list[str]] = [[], []]
     for decoded, log in zip(("", question), answers, strict=True):
         monkeypatch.setattr(accuracy, "log", log.append)
         results = {name: accuracy.Result() for name in methods}
-        accuracy.measure_needle(session, methods, prompt, "in", results, decoded)
+        accuracy.measure_needle(sequence, methods, prompt, "in", results, decoded)
         assert all(len(result.found) == 1 for result in results.values())
     whole, first = prefilled
     assert first == whole[: len(first)] and 3 <= len(whole) - len(first) < 20
-    assert session.tokenizer.decode(whole[len(first) :]).strip() == question
+    assert sequence.model.tokenizer.decode(whole[len(first) :]).strip() == question
     assert answers[0][0] == answers[1][0]
 
 

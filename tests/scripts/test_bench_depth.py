@@ -6,13 +6,13 @@ import json
 
 import numpy as np
 import pytest
+from opened import open_sequence
 from scripts_as_modules import load_script
 from tiny_models import make_model
 
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.layer import tiles_int8
 from sparsekv_cli.methods import build_method
-from sparsekv_cli.session import load_session
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +29,12 @@ def model(tmp_path_factory):
 def test_caches_hold_the_rows_of_a_prefill_again_and_again(script, model, dtype):
     if dtype == "int8" and not tiles_int8.is_available():
         pytest.skip("needs byte products (AVX2)")
-    session = load_session(model, build_method("full", {}), SessionConfig(prefill_dtype=dtype))
-    recorded = script.record(session, 100)
-    caches = script.caches_at(session, session.method, recorded, 250)
-    ids = session.tokenizer.encode(script.TEXT.read_text("utf-8"), parse_special=False)[:100]
-    session.prefill(ids)
-    for laid, prefilled in zip(caches, session.caches, strict=True):
+    sequence = open_sequence(model, build_method("full", {}), SessionConfig(prefill_dtype=dtype))
+    recorded = script.record(sequence, 100)
+    caches = script.caches_at(sequence, sequence.method, recorded, 250)
+    ids = sequence.model.tokenizer.encode(script.TEXT.read_text("utf-8"), parse_special=False)[:100]
+    sequence.prefill(ids)
+    for laid, prefilled in zip(caches, sequence.caches, strict=True):
         assert laid.n == 250
         for found, once in ((laid.store.k, prefilled.store.k), (laid.store.v, prefilled.store.v)):
             # The rotation is torch's, the prefill's maybe another: a last bit of an f16 may differ.

@@ -6,13 +6,13 @@ import json
 
 import numpy as np
 import pytest
+from opened import open_sequence
 from scripts_as_modules import load_script
 from tiny_models import make_model
 
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.planning import kept, measure
-from sparsekv_cli.session import load_session
 
 
 @pytest.fixture
@@ -42,11 +42,11 @@ def test_predictions_beside_measurements(tmp_path, briefly, capsys):
 
 def test_rows_are_laid_end_to_end(tmp_path):
     script, path = load_script("bench/plan"), make_model(tmp_path / "model.gguf")
-    session = load_session(path, build_method("full", {}), SessionConfig())
-    recorded = script.record(session, 100)
-    caches = script.laid_out(session, session.method, recorded, 250, 1)
-    session.prefill(script.random_ids(session, 100))
-    for laid, prefilled in zip(caches, session.caches, strict=True):
+    sequence = open_sequence(path, build_method("full", {}), SessionConfig())
+    recorded = script.record(sequence, 100)
+    caches = script.laid_out(sequence, sequence.method, recorded, 250, 1)
+    sequence.prefill(script.random_ids(sequence, 100))
+    for laid, prefilled in zip(caches, sequence.caches, strict=True):
         assert laid.n == 250
         np.testing.assert_array_equal(laid.store.k[:, :100], prefilled.store.k[:, :100])
         np.testing.assert_array_equal(laid.store.v[:, 200:250], prefilled.store.v[:, :50])

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import uvicorn
-from tiny_sessions import SHAPE, open_tiny
+from tiny_sequences import SHAPE, open_tiny
 
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.serve.app import Access, make_app
@@ -55,11 +55,11 @@ def serve(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
         **options: Any,
     ) -> Running:
         shape = {**SHAPE, "chat_template": template, "wtype": "Q8_0"}
-        session = open_tiny(tiny_model, "full", ctx_size=ctx_size, shape=shape)
+        sequence = open_tiny(tiny_model, "full", ctx_size=ctx_size, shape=shape)
         given = {"n_parallel": 4, "n_queue": 8, "kv_bytes": 1 << 28, **options}
-        scheduler = Scheduler(session, **given)
+        scheduler = Scheduler(sequence, **given)
         limits, log = RequestLimits(tokens, seconds, body_bytes), []
-        service = Service(session, scheduler, limits, {}, SamplingOptions({"temp": 0.0}))
+        service = Service(sequence, scheduler, limits, {}, SamplingOptions({"temp": 0.0}))
         config = uvicorn.Config(
             make_app(service, access or Access(), log.append),
             port=0,
@@ -79,7 +79,7 @@ def serve(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
             thread.join()
             scheduler.stop()
             service.grammars.close()
-            session.gguf.close()
+            sequence.model.gguf.close()
 
         stops.append(stop)
         return Running(f"http://127.0.0.1:{socket.getsockname()[1]}", service, log)

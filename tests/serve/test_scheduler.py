@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_sessions import open_tiny, tokens
+from tiny_sequences import open_tiny, tokens
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.prefix.folder import PrefixFolder
 from sparsekv_cli.prefix.prefixes import Prefixes, Root
+from sparsekv_cli.sequence import Sequence
 from sparsekv_cli.serve.jobs import (
     Compiling,
     Event,
@@ -32,7 +33,6 @@ from sparsekv_cli.serve.jobs import (
 )
 from sparsekv_cli.serve.rows import IndexSizes, held_bytes, sequence_bytes
 from sparsekv_cli.serve.scheduler import Scheduler
-from sparsekv_cli.session import Session
 
 FULL = build_method("full", {})
 GREEDY = SamplingOptions({"temp": 0.0}, ignore_eos=True)
@@ -69,26 +69,26 @@ class Asked:
 
 
 @pytest.fixture(scope="module")
-def session(tiny_model: Callable[..., Any]) -> Iterator[Session]:
-    session = open_tiny(tiny_model, "full", ctx_size=1024)
-    yield session
-    session.gguf.close()
+def sequence(tiny_model: Callable[..., Any]) -> Iterator[Sequence]:
+    sequence = open_tiny(tiny_model, "full", ctx_size=1024)
+    yield sequence
+    sequence.model.gguf.close()
 
 
 @pytest.fixture
-def start(session: Session) -> Iterator[Callable[..., Scheduler]]:
+def start(sequence: Sequence) -> Iterator[Callable[..., Scheduler]]:
     started: list[Scheduler] = []
 
     def open_scheduler(**options: Any) -> Scheduler:
         given = {"n_parallel": 4, "n_queue": 2000, "kv_bytes": 1 << 30, **options}
-        started.append(Scheduler(session, **given))
+        started.append(Scheduler(sequence, **given))
         started[-1].start()
         return started[-1]
 
     yield open_scheduler
     for scheduler in started:
         scheduler.stop()
-    session.prefixes = None
+    sequence.rows = None
 
 
 @pytest.mark.slow
@@ -171,8 +171,8 @@ def test_a_prompt_is_aborted_while_it_is_prefilled(start: Callable[..., Schedule
 
 
 def test_memory_is_set_aside_ahead_of_a_prefill(start: Callable[..., Scheduler]) -> None:
-    session = start().session
-    most = sequence_bytes(session.attention, 120)
+    sequence = start().session
+    most = sequence_bytes(sequence.attention, 120)
     scheduler = start(kv_bytes=most)
     with pytest.raises(TooLargeError, match="start the server with more --kv-memory"):
         Asked(scheduler, tokens(100), 200)
@@ -207,10 +207,10 @@ def test_a_method_that_is_compiled(
 
     def attention_of(method: Any, dense_rows: int, tell: Any) -> Any:
         tell("decode", 0, 1)
-        return type(session).attention_of(session, method, dense_rows)
+        return type(sequence).attention_of(sequence, method, dense_rows)
 
-    session = scheduler.session
-    monkeypatch.setattr(session, "attention_of", attention_of)
+    sequence = scheduler.session
+    monkeypatch.setattr(sequence, "attention_of", attention_of)
     lfps = build_method("lfps", {}, budget="64")
     assert Asked(scheduler, tokens(40), method=lfps).text and running.text
     assert Compiling("lfps") in running.events
@@ -221,14 +221,14 @@ def test_a_failure_hurts_nobody_else(
 ) -> None:
     scheduler = start()
     alone = Asked(scheduler, tokens(25, 2), 12).text
-    decode = scheduler.session.decoder.decode_batch
+    decode = scheduler.session.model.decoder.decode_batch
 
     def fails(ids: Any, positions: Any, caches: Any) -> np.ndarray:
         if 61 in positions:  # behind one more step of the second prompt
             raise MemoryError
         return decode(ids, positions, caches)
 
-    monkeypatch.setattr(scheduler.session.decoder, "decode_batch", fails)
+    monkeypatch.setattr(scheduler.session.model.decoder, "decode_batch", fails)
     good, bad = (Asked(scheduler, tokens(n, 2), 12) for n in (25, 60))
     assert good.text == alone
     assert isinstance(bad.end, Failed) and isinstance(bad.end.error, MemoryError)
@@ -244,8 +244,8 @@ def test_a_beginning_is_shared_in_memory_and_on_disk(
     prompt, other = tokens(700), [*tokens(600), *tokens(60, 5)]
 
     def disk_of(wanted: Any) -> Prefixes:
-        session, types = scheduler.session, (wanted.cache_type_k, wanted.cache_type_v)
-        root = Root(session.gguf, session.decoder, types=types)
+        sequence, types = scheduler.session, (wanted.cache_type_k, wanted.cache_type_v)
+        root = Root(sequence.model.gguf, sequence.model.decoder, types=types)
         folder = PrefixFolder(tmp_path / "prefixes", 1 << 30, lambda text: None)
         return Prefixes(folder, "tiny", root, types, wanted.n_queried or 0, lambda text: None)
 

@@ -158,11 +158,11 @@ def test_a_step_runs_where_the_pool_cannot(tmp_path):
         "ctypes.CDLL = real\n"
         "from sparsekv_cli.config import SessionConfig\n"
         "from sparsekv_cli.methods import build_method\n"
-        "from sparsekv_cli.session import load_session\n"
+        "from opened import open_sequence
         "config = SessionConfig(threads=2, prefill_dtype='f32')\n"
-        "session = load_session(Path(sys.argv[1]), build_method('full', {}), config)\n"
+        "session = open_sequence(Path(sys.argv[1]), build_method('full', {}), config)\n"
         "session.prefill([1, 2, 3])\n"
-        "assert np.isfinite(session.decode(4)).all()\n"
+        "assert np.isfinite(sequence.decode(4)).all()\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=600
@@ -179,16 +179,16 @@ def test_many_more_threads_than_cores_end_and_agree_with_one(tmp_path):
         "import numpy as np\n"
         "from sparsekv_cli.config import SessionConfig\n"
         "from sparsekv_cli.methods import build_method\n"
-        "from sparsekv_cli.session import load_session\n"
+        "from opened import open_sequence
         "for name in ('full', 'lfps', 'quest'):\n"
         "    options = {} if name == 'full' else {'budget': '64'}\n"
         "    method, logits = build_method(name, options), []\n"
         "    for threads in (1, 16):\n"
         "        config = SessionConfig(ctx_size=512, threads=threads, prefill_dtype='f32')\n"
-        "        session = load_session(Path(sys.argv[1]), method, config)\n"
-        "        assert session.n_threads == threads\n"
-        "        session.prefill([i % 50 for i in range(400)])\n"
-        "        logits.append(np.stack([session.decode(i) for i in range(20)]))\n"
+        "        sequence = open_sequence(Path(sys.argv[1]), method, config)\n"
+        "        assert sequence.model.n_threads == threads\n"
+        "        sequence.prefill([i % 50 for i in range(400)])\n"
+        "        logits.append(np.stack([sequence.decode(i) for i in range(20)]))\n"
         "    np.testing.assert_allclose(*logits, atol=1e-3)\n"
     )
     done = subprocess.run(

@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from opened import open_sequence
 from tiny_models import make_model
 
 from sparsekv_cli.config import SessionConfig
@@ -16,7 +17,6 @@ from sparsekv_cli.device.host import as_array, as_tensor
 from sparsekv_cli.device.prefill import TorchRows
 from sparsekv_cli.methods.full import Full
 from sparsekv_cli.models.rows import FusedBF16Rows, FusedRows
-from sparsekv_cli.session import load_session
 
 # One step of bf16, as both sides round, and may round apart; and some of f32
 TOLERANCE = {torch.bfloat16: 2**-7, torch.float32: 4e-6}
@@ -56,24 +56,24 @@ def test_narrowing_and_widening_are_torchs():
     params=product(["llama", "qwen2", "qwen3", "granite", "mistral3", "phi3", "qwen35"], TOLERANCE),
 )
 def rows(request, tmp_path_factory):
-    """(session, torch rows, fused rows) of a tiny model: rotation by pairs, biases, q/k norms."""
+    """(sequence, torch rows, fused rows) of a tiny model: rotation by pairs, biases, q/k norms."""
     path = tmp_path_factory.mktemp("rows") / "tiny.gguf"
     arch, dtype = request.param
     make_model(path, arch=arch)
-    session = load_session(path, Full(), SessionConfig(prefill_dtype="f32", threads=1))
-    decoder = session.decoder
+    sequence = open_sequence(path, Full(), SessionConfig(prefill_dtype="f32", threads=1))
+    decoder = sequence.model.decoder
     decoder.rope.reserve(400)
-    h, architecture = session.hparams, decoder.architecture
+    h, architecture = sequence.model.hparams, decoder.architecture
     plain = TorchRows(h, decoder.rope.full, architecture.rope_interleaved, dtype)
     fused = FusedBF16Rows if dtype == torch.bfloat16 else FusedRows
-    yield session, plain, fused(h, decoder.rope, architecture, 2)
-    session.gguf.close()
+    yield sequence, plain, fused(h, decoder.rope, architecture, 2)
+    sequence.model.gguf.close()
 
 
 @pytest.mark.parametrize("n_rows", [1, 2, 63])
 def test_rows_of_a_layer(rows, n_rows):
-    session, plain, fused = rows
-    h, layer = session.hparams, session.decoder.weights.layers[1]
+    sequence, plain, fused = rows
+    h, layer = sequence.model.hparams, sequence.model.decoder.weights.layers[1]
     x = f32(0, n_rows, h.n_embd)
     expected = plain.norm(x, layer.attn_norm)
     dtype = expected.dtype

@@ -12,6 +12,7 @@ import pytest
 import torch
 from fake_cuda import FakeCuda
 from memory_ranges import Ranges
+from opened import generated, open_sequence
 from tiny_models import make_model
 
 from sparsekv_cli import engine
@@ -26,7 +27,6 @@ from sparsekv_cli.methods import build_method
 from sparsekv_cli.sampling.chain import make_sampler
 from sparsekv_cli.sampling.params import SamplingParams
 from sparsekv_cli.sampling.plain import PlainSampler
-from sparsekv_cli.session import load_session
 
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, 400, 300)]
 SIZES = {"n_embd": 64, "n_ff": 64, "n_vocab": 400, "head_dim": 32}  # the interpreter is slow
@@ -44,7 +44,7 @@ def sessions(path, method, **options):
             chunk=32,
             **(options if device == "cuda" else {}),
         )
-        both.append(load_session(path, build_method(method, {}, budget=None), config))
+        both.append(open_sequence(path, build_method(method, {}, budget=None), config))
     return both
 
 
@@ -110,11 +110,11 @@ def test_a_copy_to_the_host_waits_for_the_reader_of_its_buffer(device, monkeypat
 def test_decode(tmp_path, method, kv):
     path = make_model(tmp_path / "m.gguf", wtype="F32", **SIZES)
     expected, actual = sessions(path, method, kv=kv)
-    a, b = (session.prefill(PROMPT[:90]) for session in (expected, actual))
+    a, b = (sequence.prefill(PROMPT[:90]) for sequence in (expected, actual))
     for _ in range(2):
         np.testing.assert_allclose(b, a, atol=4e-3)
         token = int(a.argmax())
-        a, b = (session.decode(token) for session in (expected, actual))
+        a, b = (sequence.decode(token) for sequence in (expected, actual))
     assert expected.ledger.as_dict()["rows_attended"] == actual.ledger.as_dict()["rows_attended"]
 
 
@@ -125,11 +125,11 @@ def test_architectures(tmp_path, arch, kv):
     sizes = {**SIZES, "n_head": 2, "n_head_kv": 1, "n_layer": 4 if arch == "smollm3" else 2}
     path = make_model(tmp_path / "m.gguf", arch=arch, wtype="F32", n_ctx=512, **sizes)
     expected, actual = sessions(path, "full", kv=kv)
-    a, b = (session.prefill(PROMPT[:110]) for session in (expected, actual))
+    a, b = (sequence.prefill(PROMPT[:110]) for sequence in (expected, actual))
     for _ in range(2):
         np.testing.assert_allclose(b, a, atol=4e-3)
         token = int(a.argmax())
-        a, b = (session.decode(token) for session in (expected, actual))
+        a, b = (sequence.decode(token) for sequence in (expected, actual))
 
 
 @pytest.mark.parametrize(
@@ -140,21 +140,21 @@ def test_what_has_no_kernels_is_refused_or_runs_on_the_cpu(tmp_path, arch, what,
     path = make_model(tmp_path / "m.gguf", arch=arch, **SIZES)
     config = SessionConfig(device="cuda")
     with pytest.raises(SparseKVError, match=f"{arch} with {what} does not run on a GPU; use --de"):
-        load_session(path, build_method("full", {}), config)
+        open_sequence(path, build_method("full", {}), config)
     monkeypatch.setattr(engine, "may_have_device", lambda: True)
-    session = load_session(path, build_method("full", {}), SessionConfig(device="auto"))
-    assert isinstance(session.engine, engine.HostEngine)
-    assert session.engine.note == f"the GPU is not used: {what} run on the CPU"
+    sequence = open_sequence(path, build_method("full", {}), SessionConfig(device="auto"))
+    assert isinstance(sequence.engine, engine.HostEngine)
+    assert sequence.engine.note == f"the GPU is not used: {what} run on the CPU"
 
 
 @pytest.mark.parametrize("method", ["full", "lfps"])
 def test_a_sequence_that_is_forgotten_leaves_no_cache_behind(tmp_path, method):
     path = make_model(tmp_path / "m.gguf", wtype="F32", **SIZES)
-    _, session = sessions(path, method)
-    session.prefill(PROMPT[:90])
-    session.decode(5)
-    caches = [weakref.ref(cache) for cache in session.caches]
-    session.reset()
+    _, sequence = sessions(path, method)
+    sequence.prefill(PROMPT[:90])
+    sequence.decode(5)
+    caches = [weakref.ref(cache) for cache in sequence.caches]
+    sequence.reset()
     gc.collect()
     assert [cache() for cache in caches] == [None] * len(caches)
 
@@ -165,30 +165,30 @@ def test_calibration_and_batch_on_the_device(tmp_path, monkeypatch):
     path = make_model(tmp_path / "m.gguf", n_ctx=512, **SIZES)
     config = SessionConfig(threads=1, device="cuda", prefill_dtype="f32")
     method = build_method("fasa", {"budget": "24", "dense_layers": "0"})
-    session = load_session(path, method, config)
-    batch = Batch(session, 2)
+    sequence = open_sequence(path, method, config)
+    batch = Batch(sequence, 2)
     for i, n in enumerate((40, 60)):
         batch.use(i).prefill(PROMPT[:n])
     together = batch.decode([5, 6])
     ledger = batch.ledger(2)
     assert ledger["bytes_device"] > 0 and ledger["sparse_rows_attended"] == 2 * 4 * 24
-    session = load_session(path, method, config)
-    session.prefill(PROMPT[:60])
-    np.testing.assert_allclose(session.decode(6), together[1], atol=1e-4)
+    sequence = open_sequence(path, method, config)
+    sequence.prefill(PROMPT[:60])
+    np.testing.assert_allclose(sequence.decode(6), together[1], atol=1e-4)
 
 
 def test_a_batch_is_decoded_in_common_launches(tmp_path, monkeypatch):
     """Once a layer, for sequences of any lengths; one that comes to them later joins them."""
     path = make_model(tmp_path / "m.gguf", n_ctx=512, wtype="F32", **SIZES)
-    session = load_session(
+    sequence = open_sequence(
         path, build_method("full", {}), SessionConfig(device="cuda", prefill_dtype="f32")
     )
     expected, lengths = [], (30, 70, 50)
     for i, n in enumerate(lengths):
-        session.reset()
-        session.prefill(PROMPT[i : i + n])
-        expected.append([session.decode(5), session.decode(7)])
-    session.reset()
+        sequence.reset()
+        sequence.prefill(PROMPT[i : i + n])
+        expected.append([sequence.decode(5), sequence.decode(7)])
+    sequence.reset()
     launched, decode = [], DeviceDense.decode
 
     def watched(cache, x, out):
@@ -196,13 +196,13 @@ def test_a_batch_is_decoded_in_common_launches(tmp_path, monkeypatch):
         return decode(cache, x, out)
 
     monkeypatch.setattr(DeviceDense, "decode", watched)
-    batch = Batch(session, 3)
+    batch = Batch(sequence, 3)
     for i, n in enumerate(lengths):
         batch.use(i).prefill(PROMPT[i : i + n])
     two = batch.decode([5, 5])
     batch.use(2).decode(5)
     three = batch.decode([7, 7, 7])
-    n_layer = session.hparams.n_layer
+    n_layer = sequence.model.hparams.n_layer
     assert launched == [2] * n_layer + [1] * n_layer + [3] * n_layer
     np.testing.assert_allclose(two, [rows[0] for rows in expected[:2]], atol=1e-4)
     # From three rows on, products with weights round both to 11 bits.
@@ -213,7 +213,7 @@ def test_a_step_is_planned_where_the_last_plan_does_not_hold(tiny_model, monkeyp
     """Once for steps that follow each other; again behind a rewind, and behind a prompt."""
     path = tiny_model(wtype="F32", n_layer=1, **SIZES)
     config = SessionConfig(device="cuda", prefill_dtype="f32")
-    session = load_session(path, build_method("full", {}), config)
+    sequence = open_sequence(path, build_method("full", {}), config)
     planned, plan = [], DeviceDense.plan
 
     def watched(cache, n, n_max):
@@ -221,19 +221,19 @@ def test_a_step_is_planned_where_the_last_plan_does_not_hold(tiny_model, monkeyp
         return plan(cache, n, n_max)
 
     monkeypatch.setattr(DeviceDense, "plan", watched)
-    session.prefill(PROMPT[:60])
-    first = [session.decode(token) for token in (5, 6, 7)]
-    session.rewind(61)
-    again = [session.decode(token) for token in (6, 7)]
+    sequence.prefill(PROMPT[:60])
+    first = [sequence.decode(token) for token in (5, 6, 7)]
+    sequence.rewind(61)
+    again = [sequence.decode(token) for token in (6, 7)]
     assert np.array_equal(first[1:], again)
-    session.prefill(PROMPT[:3])
-    session.decode(5)
+    sequence.prefill(PROMPT[:3])
+    sequence.decode(5)
     assert planned == [61, 62, 67]
 
 
 def test_a_session_draws_on_the_device_what_the_host_draws(tmp_path, monkeypatch):
     path = make_model(tmp_path / "m.gguf", wtype="F32", n_layer=1, **SIZES)
-    _, session = sessions(path, "full")
+    _, sequence = sessions(path, "full")
     answers = []
     for on_device in (False, True):
         sampler = make_sampler(SamplingParams(seed=7, temp=1.5))
@@ -241,10 +241,10 @@ def test_a_session_draws_on_the_device_what_the_host_draws(tmp_path, monkeypatch
         sample = sampler if on_device else sampler.sample
         if on_device:
             monkeypatch.setattr(StepBuffers, "logits", None)  # they stay there
-        session.reset()
-        answers.append(list(session.generate(PROMPT[:20], sample, 4)))
+        sequence.reset()
+        answers.append(list(generated(sequence, PROMPT[:20], sample, 4)))
     assert answers[0] == answers[1] and len(answers[0]) == 4
-    assert list(session.generate(PROMPT[:3], sample, 0)) == []
+    assert list(generated(sequence, PROMPT[:3], sample, 0)) == []
 
 
 def test_what_does_not_fit_goes_to_the_host_or_is_refused(tmp_path):
@@ -252,20 +252,20 @@ def test_what_does_not_fit_goes_to_the_host_or_is_refused(tmp_path):
 
     def opened(method="full", **options):
         config = SessionConfig(threads=1, device="cuda", ctx_size=1_000_000, **options)
-        return load_session(path, build_method(method, {}), config)
+        return open_sequence(path, build_method(method, {}), config)
 
-    session = opened(vram_limit=0.1)
-    assert "KV cache stays on the host" in session.engine.note
-    assert all(isinstance(cache, HostCache) for cache in session.caches)
-    session = opened(vram_limit=2.0)
-    assert session.engine.note == ""
-    assert not any(isinstance(cache, HostCache) for cache in session.caches)
+    sequence = opened(vram_limit=0.1)
+    assert "KV cache stays on the host" in sequence.engine.note
+    assert all(isinstance(cache, HostCache) for cache in sequence.caches)
+    sequence = opened(vram_limit=2.0)
+    assert sequence.engine.note == ""
+    assert not any(isinstance(cache, HostCache) for cache in sequence.caches)
     with pytest.raises(SparseKVError, match=r"0\.1 GiB to use.*KV cache of 1000000.*--kv host"):
         opened(vram_limit=0.1, kv="device")
     with pytest.raises(SparseKVError, match=r"0\.0 GiB to use.*--device cpu"):
         opened(vram_limit=0.001)
     with pytest.raises(SparseKVError, match="caches on a GPU are f16"):
-        load_session(
+        open_sequence(
             path, build_method("topk", {}, cache_type_k="q8_0"), SessionConfig(device="cuda")
         )
 
@@ -276,13 +276,13 @@ def test_a_share_of_the_context_counts_the_new_row(method, tiny_model):
     path = tiny_model(wtype="F32", n_layer=1, attention_gain=0.3, **SIZES)
     prepared = build_method(method, {}, budget="25%", dense_layers="none")
     expected, actual = (
-        load_session(path, prepared, SessionConfig(threads=1, device=device, prefill_dtype="f32"))
+        open_sequence(path, prepared, SessionConfig(threads=1, device=device, prefill_dtype="f32"))
         for device in ("cpu", "cuda")
     )
-    for session in (expected, actual):
-        session.prefill(PROMPT[:59])
+    for sequence in (expected, actual):
+        sequence.prefill(PROMPT[:59])
     for token in PROMPT[59:64]:
-        a, b = (session.decode(token) for session in (expected, actual))
+        a, b = (sequence.decode(token) for sequence in (expected, actual))
         np.testing.assert_allclose(b, a, atol=LIMIT)
-    counts = [session.ledger.as_dict()["sparse_rows_attended"] for session in (expected, actual)]
+    counts = [sequence.ledger()["sparse_rows_attended"] for sequence in (expected, actual)]
     assert counts[0] == counts[1] == 4 * sum(4 + round(n / 4) for n in range(60, 65))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Ids
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from opened import open_sequence
 
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
-from sparsekv_cli.session import Session, load_session
+from sparsekv_cli.sequence import Sequence
 
 N_LAYER, N_HEAD, N_KV = 4, 6, 2
 SHAPE = {
@@ -32,8 +34,8 @@ def open_tiny(
     ctx_size: int = 0,
     sparse_from: int = 0,
     shape: Mapping[str, Any] = SHAPE,
-) -> Session:
-    """A session with one thread and f32 prefill; a method's name and options as on the command
+) -> Sequence:
+    """A sequence with one thread and f32 prefill; a method's name and options as on the command
     line (``full`` has no budget), ``types`` of K and V, the model's ``shape``.
     """
     method = build_method(
@@ -47,7 +49,7 @@ def open_tiny(
     config = SessionConfig(
         threads=1, prefill_dtype="f32", chunk=chunk, ctx_size=ctx_size, sparse_from=sparse_from
     )
-    return load_session(tiny_model(**shape), method, config)
+    return open_sequence(tiny_model(**shape), method, config)
 
 
 def tokens(n: int, seed: int = 0) -> list[int]:
@@ -55,20 +57,20 @@ def tokens(n: int, seed: int = 0) -> list[int]:
     return np.random.RandomState(seed).randint(3, 512, n).tolist()
 
 
-def decoded(session: Session, ids: Sequence[int]) -> np.ndarray:
+def decoded(sequence: Sequence, ids: Ids[int]) -> np.ndarray:
     """Logits f32 (len(ids), n_vocab) of one decode step after another."""
-    return np.stack([session.decode(token) for token in ids])
+    return np.stack([sequence.decode(token) for token in ids])
 
 
-def greedy(logits: np.ndarray, _tokens: Sequence[int]) -> int:
+def greedy(logits: np.ndarray, _tokens: Ids[int]) -> int:
     return int(np.argmax(logits))
 
 
-def counts_after(session: Session, n_prompt: int, n_steps: int) -> dict[str, int]:
+def counts_after(sequence: Sequence, n_prompt: int, n_steps: int) -> dict[str, int]:
     """The ledger after a prompt and decode steps, whose rows it has counted."""
-    session.prefill(tokens(n_prompt))
-    decoded(session, tokens(n_steps, 1))
-    counts = session.ledger.as_dict()
+    sequence.prefill(tokens(n_prompt))
+    decoded(sequence, tokens(n_steps, 1))
+    counts = sequence.ledger()
     lengths = range(n_prompt + 1, n_prompt + n_steps + 1)
     assert counts["rows_total"] == N_LAYER * N_HEAD * sum(lengths)
     return counts

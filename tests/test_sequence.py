@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from opened import generated, open_sequence
 from tiny_models import make_model
 
 from sparsekv_cli import engine
@@ -22,7 +23,6 @@ from sparsekv_cli.cpu.layer import tiles_int8
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.models.decoder import cpu_prefill_dtype, rows_dtype
-from sparsekv_cli.session import load_session
 
 N_VOCAB = 512
 
@@ -35,12 +35,12 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def session(model):
-    session = load_session(
+def sequence(model):
+    sequence = open_sequence(
         model, build_method("full", {}), SessionConfig(ctx_size=40, threads=1, prefill_dtype="f32")
     )
-    yield session
-    session.gguf.close()
+    yield sequence
+    sequence.model.gguf.close()
 
 
 def ids(n: int) -> list[int]:
@@ -62,41 +62,41 @@ def refused(call) -> str:
     return message
 
 
-def test_empty_prompt(session):
-    assert "empty" in refused(lambda: session.prefill([]))
-    assert session.tokens == []
+def test_empty_prompt(sequence):
+    assert "empty" in refused(lambda: sequence.prefill([]))
+    assert sequence.tokens == []
 
 
-def test_prompt_longer_than_the_context(session):
-    message = refused(lambda: session.prefill(ids(41)))
+def test_prompt_longer_than_the_context(sequence):
+    message = refused(lambda: sequence.prefill(ids(41)))
     assert "41" in message and "40" in message and "--ctx-size" in message and "300" in message
-    assert session.tokens == [] and all(cache.store.n == 0 for cache in session.caches)
-    assert session.prefill(ids(40)).shape == (N_VOCAB,)
+    assert sequence.tokens == [] and all(cache.store.n == 0 for cache in sequence.caches)
+    assert sequence.prefill(ids(40)).shape == (N_VOCAB,)
 
 
-def test_a_later_prompt_that_does_not_fit(session):
-    session.prefill(ids(30))
-    message = refused(lambda: session.prefill(ids(11)))
+def test_a_later_prompt_that_does_not_fit(sequence):
+    sequence.prefill(ids(30))
+    message = refused(lambda: sequence.prefill(ids(11)))
     assert "30" in message and "11" in message and "40" in message
-    assert len(session.tokens) == 30
-    session.prefill(ids(10))
+    assert len(sequence.tokens) == 30
+    sequence.prefill(ids(10))
 
 
 @pytest.mark.parametrize("token", [-1, N_VOCAB, 10**6])
-def test_token_out_of_range(session, token):
-    assert str(token) in refused(lambda: session.prefill([5, token, 6]))
-    assert session.tokens == []
-    session.prefill([5])
-    assert str(token) in refused(lambda: session.decode(token))
-    assert session.tokens == [5] and all(cache.store.n == 1 for cache in session.caches)
-    session.decode(N_VOCAB - 1)
+def test_token_out_of_range(sequence, token):
+    assert str(token) in refused(lambda: sequence.prefill([5, token, 6]))
+    assert sequence.tokens == []
+    sequence.prefill([5])
+    assert str(token) in refused(lambda: sequence.decode(token))
+    assert sequence.tokens == [5] and all(cache.store.n == 1 for cache in sequence.caches)
+    sequence.decode(N_VOCAB - 1)
 
 
-def test_decode_beyond_the_context(session):
-    session.prefill(ids(39))
-    session.decode(5)
-    assert "40" in refused(lambda: session.decode(5))
-    assert len(session.tokens) == 40
+def test_decode_beyond_the_context(sequence):
+    sequence.prefill(ids(39))
+    sequence.decode(5)
+    assert "40" in refused(lambda: sequence.decode(5))
+    assert len(sequence.tokens) == 40
 
 
 @pytest.mark.parametrize("missing", [["torch", "triton"], ["triton"]])
@@ -105,11 +105,11 @@ def test_a_gpu_without_its_packages(model, missing, monkeypatch):
     monkeypatch.setattr(engine, "may_have_device", lambda: True)
     monkeypatch.setattr(engine, "find_spec", lambda name: None if name in missing else name)
     method, words = build_method("full", {}), f"{' and '.join(missing)} not installed: pip install"
-    opened = load_session(model, method, SessionConfig(device="auto"))
+    opened = open_sequence(model, method, SessionConfig(device="auto"))
     assert isinstance(opened.engine, engine.HostEngine) and words in opened.engine.note
     opened.gguf.close()
-    assert words in refused(lambda: load_session(model, method, SessionConfig(device="cuda")))
-    opened = load_session(model, method, SessionConfig(device="cpu"))
+    assert words in refused(lambda: open_sequence(model, method, SessionConfig(device="cuda")))
+    opened = open_sequence(model, method, SessionConfig(device="cpu"))
     assert opened.engine.note == ""
     opened.gguf.close()
 
@@ -136,21 +136,21 @@ def test_bf16_is_refused_where_it_cannot_be_multiplied(monkeypatch):
 def test_missing_file_and_wrong_device(model, tmp_path, monkeypatch):
     method = build_method("full", {})
     absent = tmp_path / "absent.gguf"
-    assert "absent.gguf" in refused(lambda: load_session(absent, method, SessionConfig()))
+    assert "absent.gguf" in refused(lambda: open_sequence(absent, method, SessionConfig()))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert "cuda" in refused(lambda: load_session(model, method, SessionConfig(device="cuda")))
-    load_session(model, method, SessionConfig(device="auto"))
+    assert "cuda" in refused(lambda: open_sequence(model, method, SessionConfig(device="cuda")))
+    open_sequence(model, method, SessionConfig(device="auto"))
 
 
 def test_file_that_is_cut_while_in_use(tmp_path):
     path = make_model(tmp_path / "model.gguf", n_layer=1, n_embd=64, n_ff=64)
-    session = load_session(path, build_method("full", {}), SessionConfig(threads=1))
-    session.prefill(ids(3))
+    sequence = open_sequence(path, build_method("full", {}), SessionConfig(threads=1))
+    sequence.prefill(ids(3))
     os.truncate(path, path.stat().st_size - 64)
-    assert "model.gguf" in refused(lambda: session.decode(5))
-    assert "model.gguf" in refused(lambda: session.prefill(ids(2)))
-    assert len(session.tokens) == 3
+    assert "model.gguf" in refused(lambda: sequence.decode(5))
+    assert "model.gguf" in refused(lambda: sequence.prefill(ids(2)))
+    assert len(sequence.tokens) == 3
 
 
 @pytest.mark.parametrize(
@@ -176,72 +176,72 @@ def test_configuration_names_the_field(field, value):
 # --- generation -----------------------------------------------------------------------------------
 
 
-def test_generate_stops_at_the_context(session):
-    produced = list(session.generate(ids(30), greedy, -1))
-    assert len(session.tokens) == 40
+def test_generate_stops_at_the_context(sequence):
+    produced = list(generated(sequence, ids(30), greedy, -1))
+    assert len(sequence.tokens) == 40
     assert len(produced) == 11  # the last needs no row
-    assert session.tokens == ids(30) + produced[:-1]
+    assert sequence.tokens == ids(30) + produced[:-1]
 
 
 @pytest.mark.parametrize("n_predict", [0, 1, 5])
-def test_generate_counts(session, n_predict):
-    produced = list(session.generate(ids(10), greedy, n_predict))
+def test_generate_counts(sequence, n_predict):
+    produced = list(generated(sequence, ids(10), greedy, n_predict))
     assert len(produced) == n_predict
-    assert len(session.tokens) == 10 + max(0, n_predict - 1)
+    assert len(sequence.tokens) == 10 + max(0, n_predict - 1)
 
 
-def test_generate_is_what_decode_says(session):
-    produced = list(session.generate(ids(10), greedy, 6))
-    session.reset()
-    expected = [greedy(session.prefill(ids(10)), [])]
+def test_generate_is_what_decode_says(sequence):
+    produced = list(generated(sequence, ids(10), greedy, 6))
+    sequence.reset()
+    expected = [greedy(sequence.prefill(ids(10)), [])]
     while len(expected) < 6:
-        expected.append(greedy(session.decode(expected[-1]), []))
+        expected.append(greedy(sequence.decode(expected[-1]), []))
     assert produced == expected
 
 
-def test_closing_the_iterator_leaves_the_last_token_out(session):
-    stream = session.generate(ids(10), greedy, 20)
+def test_closing_the_iterator_leaves_the_last_token_out(sequence):
+    stream = generated(sequence, ids(10), greedy, 20)
     first, second = next(stream), next(stream)
     stream.close()
-    assert session.tokens == [*ids(10), first] and isinstance(second, int)
+    assert sequence.tokens == [*ids(10), first] and isinstance(second, int)
 
 
-def test_the_sampler_sees_the_tokens_so_far(session):
+def test_the_sampler_sees_the_tokens_so_far(sequence):
     seen = []
 
     def sample(logits, tokens):
         seen.append(list(tokens))
         return 7
 
-    list(session.generate(ids(3), sample, 3))
+    list(generated(sequence, ids(3), sample, 3))
     assert seen == [ids(3), [*ids(3), 7], [*ids(3), 7, 7]]
 
 
 # --- state ----------------------------------------------------------------------------------------
 
 
-def test_rewind(session):
-    session.prefill(ids(20))
-    session.rewind(25)
-    assert len(session.tokens) == 20
-    session.rewind(12)
-    assert session.tokens == ids(12) and all(cache.store.n == 12 for cache in session.caches)
-    session.rewind(0)
-    assert session.tokens == [] and all(cache.store.n == 0 for cache in session.caches)
-    np.testing.assert_array_equal(session.prefill(ids(5)), _fresh(session, ids(5)))
+def test_rewind(sequence):
+    sequence.prefill(ids(20))
+    sequence.rewind(25)
+    assert len(sequence.tokens) == 20
+    sequence.rewind(12)
+    assert sequence.tokens == ids(12) and all(cache.store.n == 12 for cache in sequence.caches)
+    sequence.rewind(0)
+    assert sequence.tokens == [] and all(cache.store.n == 0 for cache in sequence.caches)
+    np.testing.assert_array_equal(sequence.prefill(ids(5)), _fresh(sequence, ids(5)))
 
 
-def _fresh(session, tokens):
-    session.reset()
-    return session.prefill(tokens)
+def _fresh(sequence, tokens):
+    sequence.reset()
+    return sequence.prefill(tokens)
 
 
-def test_timings(session):
-    assert session.timings.load_s > 0 and session.timings.prefill_tokens == 0
-    session.prefill(ids(20))
-    session.decode(5)
-    session.decode(6)
-    timings = session.timings
+def test_timings(sequence):
+    assert sequence.timings.load_s > 0 and sequence.timings.prefill_tokens == 0
+    sequence.prefill(ids(20))
+    sequence.decode(5)
+    sequence.decode(6)
+    timings = sequence.timings
     assert (timings.prefill_tokens, timings.decode_tokens) == (20, 2)
     assert timings.prefill_s > 0 and timings.decode_s > 0
     loaded = timings.load_s
@@ -250,21 +250,21 @@ def test_timings(session):
     assert timings.prefill_tokens == timings.decode_tokens == 0
 
 
-def test_ledger_speaks_the_contract(session):
-    session.prefill(ids(20))
-    session.decode(5)
-    counts = session.ledger.as_dict()
+def test_ledger_speaks_the_contract(sequence):
+    sequence.prefill(ids(20))
+    sequence.decode(5)
+    counts = sequence.ledger()
     contract = ["rows_total", "rows_scored", "rows_attended", "bytes_host", "bytes_device"]
     assert list(counts)[:7] == [*contract, "bytes_moved", "index_bytes"]
     assert counts["rows_total"] == 2 * 4 * 21 and all(isinstance(v, int) for v in counts.values())
 
 
 def test_defaults_come_from_the_model_and_the_machine(model):
-    session = load_session(model, build_method("full", {}), SessionConfig(threads=10**6))
-    assert session.n_ctx == 300
-    assert 1 <= session.n_threads <= (os.cpu_count() or 1)
-    assert session.tokenizer is session.tokenizer
-    session.gguf.close()
+    sequence = open_sequence(model, build_method("full", {}), SessionConfig(threads=10**6))
+    assert sequence.n_ctx == 300
+    assert 1 <= sequence.model.n_threads <= (os.cpu_count() or 1)
+    assert sequence.model.tokenizer is sequence.model.tokenizer
+    sequence.model.gguf.close()
     assert 1 <= physical_cores() <= (os.cpu_count() or 1)
 
 
