@@ -34,7 +34,6 @@ class DecoderEngine(ABC):
     note: str  # what the user should know of how it runs
     shares_prefill: bool  # whether one can fill caches of several methods (evaluation/prefill.py)
     first_steps: int  # of a sequence's decode steps, those that take longer than later ones
-    chooses_tokens: bool  # whether a step can choose the next token where the logits are
     records_attended: bool  # whether caches can keep which rows a step attended to
 
     def __init__(
@@ -170,7 +169,6 @@ class HostEngine(DecoderEngine):
     decoder: Decoder
     shares_prefill = True
     first_steps = 1
-    chooses_tokens = False
     records_attended = True
 
     def __init__(

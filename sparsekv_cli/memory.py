@@ -1,6 +1,6 @@
 """Memory that is available, and that of the machine code in this process.
 
-Most of that code runs only while a session is opened.
+Most of that code runs only while a model is opened.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def large_code() -> Iterator[tuple[int, int]]:
 def release_code() -> None:
     """Releases the pages of large libraries' code; those that run are mapped again.
 
-    Opening a session runs up to 120 MB of code, mostly LLVM's, of which prefill and decode run a
+    Opening a model runs up to 120 MB of code, mostly LLVM's, of which prefill and decode run a
     small part. The pages stay in the system's cache of the file as long as there is memory.
     """
     if not hasattr(mmap, "MADV_DONTNEED"):

@@ -13,8 +13,8 @@ from sparsekv_cli.calibration.calibrations import Calibrations, OnCalibrate
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.engine import DecoderEngine
 from sparsekv_cli.machine import may_have_device, open_engine
+from sparsekv_cli.methods import depth
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.methods.depth import dense_up_to, sparse_from
 from sparsekv_cli.models.architectures import architecture_of
 from sparsekv_cli.models.gguf.file import GGUFFile, open_gguf
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
@@ -82,26 +82,24 @@ class Model:
     def attention_of(
         self,
         method: Method,
-        dense_rows: int | None = None,
+        sparse_from: int | None = None,
         on_compile: OnCompile | None = None,
         on_calibrate: OnCalibrate | None = None,
     ) -> Attention:
         """Returns how a sequence attends with ``method``, which is calibrated if necessary.
 
-        dense_rows: as ``sparse_from`` of SessionConfig, which None takes. The depth from which
-        sparse steps pay is known only of steps on the host. Raises SparseKVError for a method that
-        the model's layers do not allow.
+        sparse_from: as SessionConfig has it, which None takes. The depth from which sparse steps
+        pay is known only of steps on the host. Raises SparseKVError for a method that the model's
+        layers do not allow.
         """
         method.check_layers([layer.kind for layer in self.hparams.layers])
         specs = self.prepare(method, on_compile, on_calibrate)
-        dense_rows = self.config.sparse_from if dense_rows is None else dense_rows
+        n = self.config.sparse_from if sparse_from is None else sparse_from
         if not method.work_of_a_head:
             return Attention(method, specs, 0)
-        if dense_rows < 0:
-            dense_rows = sparse_from(method, specs) if self.engine.decodes_on_host(method) else 0
-        if dense_rows:
-            method = dense_up_to(method, dense_rows)
-        return Attention(method, specs, dense_rows)
+        if n < 0:
+            n = depth.sparse_from(method, specs) if self.engine.decodes_on_host(method) else 0
+        return Attention(depth.dense_up_to(method, n) if n else method, specs, n)
 
     def prepare(
         self,

@@ -1,6 +1,6 @@
 """Options: fields of frozen dataclasses, each declared once with its default, help and bounds.
 
-The methods, the session and the samplers declare their options so. One declaration serves the check
+The methods, the engine and the samplers declare their options so. One declaration serves the check
 of a value, the text on the command line and the description that ``sparsekv-cli methods`` prints.
 """
 

@@ -2,7 +2,7 @@
 
 numba compiles a kernel when it is first called and keeps it on disk. Markers beside that cache tell
 which kernels are there, so that a first run can say what takes long, and other runs start at once.
-``sparsekv-cli warmup`` runs all tasks of this file; a session those that it needs.
+``sparsekv-cli warmup`` runs all tasks of this file; a model those that it needs.
 """
 
 from __future__ import annotations
@@ -152,9 +152,9 @@ def compile_method_kernels(
 def compile_for_gpus_host(path: Path, method: Method, on_host: bool) -> None:
     """Compiles what ``method`` runs on the host of a GPU, the first time, in a process of its own.
 
-    A process with torch compiles one kernel after another (cpu/jit/ahead.py), and a session on a
+    A process with torch compiles one kernel after another (cpu/jit/ahead.py), and a model on a
     GPU needs torch. on_host: K and V of all methods lie on the host. A failure costs time only: the
-    session compiles what is missing.
+    model's process compiles what is missing.
     """
     from sparsekv_cli.cpu.jit import kernel_cache
     from sparsekv_cli.methods import METHODS

@@ -55,7 +55,7 @@ def results(path: Path, names: list[str]) -> dict[str, MethodResult]:
     sequence = open_sequence(path, build_method("full", {}), config)
     ids = sequence.model.tokenizer.encode(TEXT.read_text(encoding="utf-8"))[: N_PROMPT + N_STEPS]
     rows = compare(
-        sequence, parse_methods(",".join(names)), ids[:N_PROMPT], N_STEPS, ids[N_PROMPT:]
+        sequence.model, parse_methods(",".join(names)), ids[:N_PROMPT], N_STEPS, ids[N_PROMPT:]
     )
     sequence.model.gguf.close()
     return {row.name: row for row in rows}

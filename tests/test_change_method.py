@@ -1,4 +1,4 @@
-"""A sequence that goes on with another method: which rows it takes over, and that they are right."""
+"""A sequence that goes on with another method: which rows it takes over, and their bits."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def test_another_method_takes_over_the_rows(sequence_of, name):
     sequence, alone = sequence_of("full"), sequence_of(name, budget="16")
     method, full = alone.method, sequence.method
     sequence.prefill(tokens(N_PROMPT))
-    sequence.change_method(method)
+    sequence.change_method(sequence.model.attention_of(method))
     assert sequence.method is method
     assert len(sequence.tokens) == (0 if name == "h2o" else N_PROMPT)
     if name == "h2o":  # needs all queries
         sequence.prefill(tokens(N_PROMPT))
     alone.prefill(tokens(N_PROMPT))
     np.testing.assert_allclose(decoded(sequence, STEPS), decoded(alone, STEPS), atol=1e-3)
-    sequence.change_method(full)
+    sequence.change_method(sequence.model.attention_of(full))
     assert len(sequence.tokens) == (N_PROMPT + len(STEPS) if name in GIVE_ROWS else 0)
     assert all(cache.n == len(sequence.tokens) for cache in sequence.caches)
 
@@ -35,7 +35,8 @@ def test_another_method_takes_over_the_rows(sequence_of, name):
 def test_other_types_of_rows_are_not_taken_over(sequence_of):
     sequence = sequence_of("full")
     sequence.prefill(tokens(50))
-    sequence.change_method(build_method("quest", {}, cache_type_k="q8_0"))
+    quest = build_method("quest", {}, cache_type_k="q8_0")
+    sequence.change_method(sequence.model.attention_of(quest))
     assert sequence.tokens == [] and all(cache.n == 0 for cache in sequence.caches)
     sequence.prefill(tokens(50))
     assert len(sequence.tokens) == 50
@@ -44,6 +45,7 @@ def test_other_types_of_rows_are_not_taken_over(sequence_of):
 def test_a_method_that_is_refused_changes_nothing(sequence_of):
     sequence = sequence_of("full")
     sequence.prefill(tokens(50))
+    quest = build_method("quest", {}, dense_layers="9")
     with pytest.raises(SparseKVError, match="layer 9"):
-        sequence.change_method(build_method("quest", {}, dense_layers="9"))
+        sequence.change_method(sequence.model.attention_of(quest))
     assert len(sequence.tokens) == 50 and sequence.method.name == "full"

@@ -1,4 +1,4 @@
-"""The arrows of the design: commands -> sequence -> decoder -> cache and methods -> kernels.
+"""The arrows of the design: commands -> model -> engine -> decoder -> cache and methods -> kernels.
 
 Every import of ours is looked at: at the top of a file, inside a function, under TYPE_CHECKING.
 """
@@ -24,31 +24,22 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"cache", "cpu"},
     "prefix": {"cache", "calibration", "cpu", "models"},
     "sampling": set(),
-    "device": {"cache", "cpu", "kernels", "methods", "models", "sampling"},
-    "evaluation": {"cache", "cpu", "device", "methods", "session", "warmup"},
-    "engine": {"cache", "cpu", "device", "methods", "models", "warmup"},
     "warmup": {"cache", "cpu", "methods", "models"},
-    "sequence": {"cache", "methods"},
-    "session": {"cache", "calibration", "cpu", "engine", "memory", "methods", "models", "prefix"}
-    | {"sampling", "sequence", "warmup"},
-    "batch": {"sampling", "sequence", "session"},
-    "distributed": {"cache", "calibration", "cpu", "methods", "models", "session"},
-    "generation": {"models", "sampling", "session"},
-    "planning": {"cache", "calibration", "cpu", "engine", "evaluation", "methods", "models"}
-    | {"session", "warmup"},
-    "serve": {"cache", "generation", "methods", "models", "prefix", "sampling", "sequence"}
-    | {"session"},
-    "commands": {
-        "batch",
-        "cache",
-        "calibration",
-        "distributed",
-        "evaluation",
-        "generation",
-        "methods",
-        "models",
-    }
-    | {"methods", "models", "planning", "prefix", "sampling", "serve", "session", "warmup"},
+    "sequence": {"cache", "methods", "models", "prefix", "sampling"},
+    "engine": {"cache", "methods", "models", "prefix", "sampling", "sequence", "warmup"},
+    "device": {"cache", "cpu", "engine", "kernels", "methods", "models", "sampling", "sequence"},
+    "machine": {"cache", "cpu", "device", "engine", "methods", "models", "warmup"},
+    "model": {"cache", "calibration", "cpu", "engine", "machine", "methods", "models", "sequence"}
+    | {"warmup"},
+    "evaluation": {"cache", "cpu", "device", "methods", "model", "models", "sequence", "warmup"},
+    "distributed": {"cache", "calibration", "cpu", "methods", "model", "models"},
+    "generation": {"model", "models", "sampling", "sequence"},
+    "planning": {"cache", "calibration", "cpu", "evaluation", "machine", "methods", "model"}
+    | {"models", "warmup"},
+    "serve": {"cache", "generation", "methods", "model", "models", "prefix", "sampling"}
+    | {"sequence"},
+    "commands": {"cache", "calibration", "distributed", "evaluation", "generation", "methods"}
+    | {"model", "models", "planning", "prefix", "sampling", "sequence", "serve", "warmup"},
     "cli": {"commands"},
     "__main__": {"cli"},
 }
@@ -105,7 +96,7 @@ def f():
         "os",
         "cpu.bandwidth",
         "sparsekv_cli",
-        "sparsekv_cli.session",
+        "sparsekv_cli.sequence",
         "sparsekv_cli.cache",
         "sparsekv_cli.methods.lfps",
     }

@@ -1,4 +1,4 @@
-"""Sessions: limits, growth of the KV store, timings, and what is refused."""
+"""Sequences: limits, growth of the KV store, timings, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from opened import generated, open_sequence
 from tiny_models import make_model
 
-from sparsekv_cli import engine
+from sparsekv_cli import machine
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.config import SessionConfig
@@ -20,6 +20,7 @@ from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 from sparsekv_cli.cpu.jit.threads import physical_cores
 from sparsekv_cli.cpu.layer import tiles_int8
+from sparsekv_cli.engine import HostEngine
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.models.decoder import cpu_prefill_dtype, rows_dtype
@@ -102,16 +103,16 @@ def test_decode_beyond_the_context(sequence):
 @pytest.mark.parametrize("missing", [["torch", "triton"], ["triton"]])
 def test_a_gpu_without_its_packages(model, missing, monkeypatch):
     """auto goes on with the CPU and says so; cuda names the command."""
-    monkeypatch.setattr(engine, "may_have_device", lambda: True)
-    monkeypatch.setattr(engine, "find_spec", lambda name: None if name in missing else name)
+    monkeypatch.setattr(machine, "may_have_device", lambda: True)
+    monkeypatch.setattr(machine, "find_spec", lambda name: None if name in missing else name)
     method, words = build_method("full", {}), f"{' and '.join(missing)} not installed: pip install"
     opened = open_sequence(model, method, SessionConfig(device="auto"))
-    assert isinstance(opened.engine, engine.HostEngine) and words in opened.engine.note
-    opened.gguf.close()
+    assert isinstance(opened.engine, HostEngine) and words in opened.engine.note
+    opened.model.gguf.close()
     assert words in refused(lambda: open_sequence(model, method, SessionConfig(device="cuda")))
     opened = open_sequence(model, method, SessionConfig(device="cpu"))
     assert opened.engine.note == ""
-    opened.gguf.close()
+    opened.model.gguf.close()
 
 
 def test_bf16_is_refused_where_it_cannot_be_multiplied(monkeypatch):

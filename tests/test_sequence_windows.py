@@ -1,4 +1,4 @@
-"""Sessions on a model whose layers alternate between a window and all tokens."""
+"""Sequences on a model whose layers alternate between a window and all tokens."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_dense_layers_are_full_ones(sequence_of):
 def test_methods_are_compared_on_full_layers(sequence_of):
     sequence = sequence_of("full", shape=SHAPE)
     methods = parse_methods("topk:budget=20;dense_layers=none,streaming:budget=20")
-    full, topk, _ = compare(sequence, methods, tokens(200), 6, tokens(6, 1))
+    full, topk, _ = compare(sequence.model, methods, tokens(200), 6, tokens(6, 1))
     assert full.kld_mean == 0 and topk.kld_mean > 0
     assert full.rows_attended_mean == np.mean(range(201, 207))
     assert topk.rows_attended_mean == 24 and 0 < topk.attn_mass_recall < 1

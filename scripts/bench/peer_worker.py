@@ -51,19 +51,20 @@ class Ours:
     def __init__(self, setup: dict[str, Any]) -> None:
         from sparsekv_cli.commands import bench
         from sparsekv_cli.commands.bench_report import BenchTest
-        from sparsekv_cli.commands.options import load_session
+        from sparsekv_cli.commands.options import load_model
         from sparsekv_cli.config import SessionConfig
         from sparsekv_cli.methods import build_method
 
         self._bench, self._test = bench, BenchTest
         method = build_method(setup["method"], setup["options"])
         config = SessionConfig(ctx_size=setup["n_ctx"], threads=setup["threads"], chunk=N_BATCH)
-        self._session = load_session(Path(setup["model"]), method, config)
-        n_vocab = self._session.hparams.n_vocab
+        self._model = load_model(Path(setup["model"]), method, config)
+        self._sequence = self._model.sequence()
+        n_vocab = self._model.hparams.n_vocab
         self._ids = random_ids(n_vocab, setup["n_ctx"], setup["seed"])
 
     def about(self) -> dict[str, Any]:
-        options = self._session.method_options()
+        options = self._sequence.method.options()
         return {"version": version("sparsekv-cli"), "method_options": options}
 
     def warm_up(self) -> None:
@@ -73,10 +74,13 @@ class Ours:
         self.go_to(0, 1, n_depth)
 
     def go_to(self, n_prompt: int, n_gen: int, n_depth: int) -> None:
-        self._bench.go_to_depth(self._session, self._ids, self._test(n_prompt, n_gen, n_depth))
+        test = self._test(n_prompt, n_gen, n_depth)
+        for token in self._bench.prefill_to_depth(self._sequence, self._ids, test):
+            self._sequence.decode(token)
 
     def run(self, n_prompt: int, n_gen: int) -> int:
-        return self._bench.time_once(self._session, self._ids, self._test(n_prompt, n_gen, 0))
+        test = self._test(n_prompt, n_gen, 0)
+        return self._bench.time_once(self._model, [self._sequence], [self._ids], test)
 
 
 class LlamaCpp:

@@ -56,7 +56,7 @@ FILL_ROWS = 8192  # rows that a cache is given at a time
 
 
 @dataclass(frozen=True)
-class Model:
+class RandomModel:
     """What an engine is made of."""
 
     name: str
@@ -65,7 +65,7 @@ class Model:
     weights: Weights
 
 
-def random_model(name: str, n_layer: int = 0) -> Model:
+def random_model(name: str, n_layer: int = 0) -> RandomModel:
     """Random weights in a shape of SHAPES: Q4_K (F32 for ``tiny``), the output Q6_K.
 
     n_layer: layers, if not as many as the shape has.
@@ -83,7 +83,7 @@ def random_model(name: str, n_layer: int = 0) -> Model:
         one = read_hparams(file)
         architecture = architecture_of(read_architecture(file))
         weights = read_weights(file, one, architecture)
-    return Model(
+    return RandomModel(
         name,
         replace(one, layers=one.layers * n_layer),
         architecture,
@@ -99,9 +99,9 @@ def tiny_model(folder: str) -> Path:
 
 
 def open_engine(
-    model: Model, device: torch.device, n_threads: int, kv: str, gpu_weights: str = "auto"
+    model: RandomModel, device: torch.device, n_threads: int, kv: str, gpu_weights: str = "auto"
 ) -> DeviceEngine:
-    """An engine for any method, without a session: no prompt and no tokenizer are needed."""
+    """Returns an engine for any method. There is no tokenizer."""
     config = SessionConfig(kv=kv, gpu_weights=gpu_weights)
     return open_device_engine(
         device, model.hparams, model.architecture, model.weights, build_method("full", {}), config,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Ids
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from gpu_decoding import BACKENDS, Decoding, attention_of, profile_rows
 from gpu_launches import recorded
-from gpu_models import Model, filled_caches, open_engine, random_model, tiny_model
+from gpu_models import RandomModel, filled_caches, open_engine, random_model, tiny_model
 from gpu_operators import SHAPES, Operator, OperatorRows, Shape, cache_operators
 from gpu_references import compare
 from gpu_report import Row, Task
@@ -28,9 +29,9 @@ from sparsekv_cli.cpu.jit.threads import physical_cores
 from sparsekv_cli.device.engine import DeviceEngine, device_cache, kv_bytes
 from sparsekv_cli.evaluation.compare import build_spec
 from sparsekv_cli.evaluation.observer import Measured
+from sparsekv_cli.model import Model, load_model
 from sparsekv_cli.models.sources.locate import resolve_model
-from sparsekv_cli.sequence import ledger_of
-from sparsekv_cli.session import Session, load_session
+from sparsekv_cli.sequence import Sequence, ledger_of
 
 TEXT = Path(__file__).resolve().parents[1] / "accuracy" / "texts" / "mixed.txt"
 LOGITS_OF = (
@@ -99,25 +100,26 @@ class Bench:
             for name in WHOLE_OF:
                 yield Task("whole budget", name, partial(self._whole_budget_of, path, name))
 
-    def _session(self, path: Path, spec: str, device: str, common: dict[str, str]) -> Session:
+    def _open(self, path: Path, spec: str, device: str, common: dict[str, str]) -> Model:
         config = SessionConfig(
             threads=self.n_threads, ctx_size=4096, device=device, prefill_dtype="f32"
         )
         if self.tiny:
             config = replace(config, ctx_size=256)
-        return load_session(path, build_spec(spec, common), config)
+        return load_model(path, build_spec(spec, common), config)
 
-    def _ids(self, session: Session, n: int) -> list[int]:
+    def _ids(self, model: Model, n: int) -> list[int]:
         if self.tiny:
-            return np.random.default_rng(0).integers(3, session.hparams.n_vocab, n).tolist()
-        return list(session.tokenizer.encode(TEXT.read_text(encoding="utf-8")))[:n]
+            return np.random.default_rng(0).integers(3, model.hparams.n_vocab, n).tolist()
+        return list(model.tokenizer.encode(TEXT.read_text(encoding="utf-8")))[:n]
 
     def _logits_of(self, path: Path, spec: str) -> Iterator[Row]:
         n_prompt, n_steps = (100, 1) if self.tiny else (2000, 16)
         common = {"budget": "40", "dense_layers": "0"} if self.tiny else {}
-        cpu, gpu = (self._session(path, spec, device, common) for device in ("cpu", "cuda"))
-        at_prompt, kld, top1 = _compare(cpu, gpu, self._ids(cpu, n_prompt), n_steps)
-        counts = gpu.ledger.as_dict()
+        model = self._open(path, spec, "cpu", common)
+        cpu, gpu = model.sequence(), self._open(path, spec, "cuda", common).sequence()
+        at_prompt, kld, top1 = _compare(cpu, gpu, self._ids(model, n_prompt), n_steps)
+        counts = gpu.ledger()
         yield {
             "method": spec, "KLD": kld, "top-1": top1, "KLD of prefill": at_prompt,
             "ok": kld < LARGEST_KLD, "cache": "device" if device_cache(cpu.method) else "host",
@@ -130,8 +132,9 @@ class Bench:
     def _whole_budget_of(self, path: Path, spec: str) -> Iterator[Row]:
         n_prompt, n_steps = (40, 1) if self.tiny else (600, 4)
         whole = {"budget": "4096", **({"dense_layers": "0"} if self.tiny else {})}
-        full, method = (self._session(path, s, "cuda", whole) for s in ("full", spec))
-        at_prompt, kld, top1 = _compare(full, method, self._ids(full, n_prompt), n_steps)
+        model = self._open(path, "full", "cuda", whole)
+        full, method = model.sequence(), self._open(path, spec, "cuda", whole).sequence()
+        at_prompt, kld, top1 = _compare(full, method, self._ids(model, n_prompt), n_steps)
         yield {
             "method": spec, "KLD": kld, "top-1": top1, "KLD of prefill": at_prompt,
             "ok": kld < 1e-6,
@@ -147,7 +150,7 @@ class Bench:
 
     def operators(self) -> Iterator[Task]:
         """Attention of one layer; the shapes and depths that are claimed first."""
-        shapes: Sequence[Shape] = [Shape("tiny", 4, 2, 64)] if self.tiny else SHAPES
+        shapes: Ids[Shape] = [Shape("tiny", 4, 2, 64)] if self.tiny else SHAPES
         for n in (200,) if self.tiny else OPERATOR_ROWS:
             for n_batch in (2,) if self.tiny else OPERATOR_BATCHES:
                 for shape in shapes:
@@ -225,7 +228,7 @@ class Bench:
             on_host = partial(self._decode_speed, models[large], engine, spec, n, "host")
             yield Task(f"tokens, {large}", f"{spec} {n}, K and V on the host", on_host)
 
-    def _prefill_speed(self, model: Model, engine: DeviceEngine, n: int) -> Iterator[Row]:
+    def _prefill_speed(self, model: RandomModel, engine: DeviceEngine, n: int) -> Iterator[Row]:
         ids = np.random.default_rng(0).integers(0, model.hparams.n_vocab, n).tolist()
         seconds = []
         for _ in range(2):  # the first compiles
@@ -238,7 +241,7 @@ class Bench:
         yield {"tokens": n, "t/s": n / seconds[-1], "s": seconds[-1]}
 
     def _decode_speed(
-        self, model: Model, engine: DeviceEngine, spec: str, n: int, kv: str, n_batch: int = 1
+        self, model: RandomModel, engine: DeviceEngine, spec: str, n: int, kv: str, n_batch: int = 1
     ) -> Iterator[Row]:
         """Steps of n_batch sequences that choose their tokens greedily, as generation does."""
         if kv == "auto" and not self._fits(1.4 * n_batch * kv_bytes(model.hparams, n)):
@@ -305,7 +308,9 @@ class Bench:
         for spec in ("full", "fasa", "fasa:variant=m", "sals", "freekv", "quest"):
             yield Task("memory", spec, partial(self._memory_of, model, engine, spec, n))
 
-    def _memory_of(self, model: Model, engine: DeviceEngine, spec: str, n: int) -> Iterator[Row]:
+    def _memory_of(
+        self, model: RandomModel, engine: DeviceEngine, spec: str, n: int
+    ) -> Iterator[Row]:
         method = replace(build_spec(spec), dense_layers=())
         held = ledger_of(filled_caches(engine, method, n, 4))
         yield {
@@ -316,7 +321,7 @@ class Bench:
 
 
 def _compare(
-    one: Session, other: Session, ids: Sequence[int], n_steps: int
+    one: Sequence, other: Sequence, ids: Ids[int], n_steps: int
 ) -> tuple[float, float, float]:
     """KLD(one || other) after ``ids``, and its mean and the shared top-1 of steps, in which both
     get what ``one`` predicts."""

@@ -1,6 +1,6 @@
 """Calibrations: what methods measure once on a model and a text, and keep in a sidecar.
 
-A session asks for the arrays of its method. They are read from the sidecar beside the model or in
+A model asks for the arrays of its method. They are read from the sidecar beside the model or in
 the user's cache directory. If they are not there, they are measured on the built-in text and
 stored.
 """

@@ -1,1 +1,1 @@
-"""Sub-commands, one file each: options -> config -> session -> print."""
+"""Sub-commands, one file each: options -> model -> sequence -> print."""

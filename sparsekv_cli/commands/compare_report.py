@@ -16,19 +16,19 @@ from sparsekv_cli.evaluation.roofline import cpu_name
 from sparsekv_cli.files import naming
 
 if TYPE_CHECKING:
-    from sparsekv_cli.session import Session
+    from sparsekv_cli.model import Model
 
 PIPE_WIDTH = 170  # columns of a table that no terminal limits
 
 
-def about(session: Session) -> dict[str, Any]:
+def about(model: Model) -> dict[str, Any]:
     """What the figures are of."""
     arguments = sys.argv[1:] if sys.argv[1:2] == ["compare"] else ["compare"]
     return {
-        "model": session.gguf.metadata.get("general.name") or session.gguf.path.name,
+        "model": model.gguf.metadata.get("general.name") or model.gguf.path.name,
         "cpu": cpu_name(),
-        "device": session.config.device,
-        "threads": session.n_threads,
+        "device": model.config.device,
+        "threads": model.n_threads,
         "version": f"sparsekv-cli {__version__}",
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "command": shlex.join(["sparsekv-cli", *arguments]),

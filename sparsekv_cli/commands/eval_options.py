@@ -1,4 +1,4 @@
-"""What the sub-commands of ``eval`` share: methods, the session, and progress."""
+"""What the sub-commands of ``eval`` share: methods, the model, and progress."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def chosen_methods(specs: Sequence[str], options: ModelOptions) -> dict[str, Met
 
 
 def open_eval(options: ModelOptions, methods: Sequence[Method | None], n_ctx: int) -> Model:
-    """A session of ``full`` in which all methods are calibrated and compiled.
+    """A model of ``full`` for which all methods are calibrated and compiled.
 
     It is on the CPU, if the user names no device.
     """

@@ -1,4 +1,4 @@
-"""``eval --ray``: samples and chunks are answered by sessions on the nodes of a Ray cluster."""
+"""``eval --ray``: samples and chunks are answered by models on the nodes of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def answer_on_cluster(
     raw: bool,
     done: Collection[Key],
 ) -> Iterator[list[dict[str, Any]]]:
-    """As ``answer_all`` of ruler/answers.py, on a cluster; session: opened here with ``full``."""
+    """As ``answer_all`` of ruler/answers.py, on a cluster; model: opened here with ``full``."""
     from sparsekv_cli.distributed.workers import workers_at
 
     sent = settings_of(model, build_method("full", {}), methods.values())
@@ -112,7 +112,7 @@ def score_on_cluster(
     base: str,
     keeps_rows: bool,
 ) -> Iterator[ScoredChunk]:
-    """``score_chunk`` of each part, on a cluster; session: opened here with ``full``."""
+    """``score_chunk`` of each part, on a cluster; model: opened here with ``full``."""
     from sparsekv_cli.distributed.workers import workers_at
 
     methods = [method for method in ways.values() if method is not None]

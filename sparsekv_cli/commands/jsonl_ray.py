@@ -1,4 +1,4 @@
-"""``run --jsonl --ray``: shards of lines are answered by sessions on the nodes of a Ray cluster."""
+"""``run --jsonl --ray``: shards of lines are answered by models on the nodes of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def answer_lines(
 ) -> tuple[int, int]:
     """Answers lines on a cluster; how many were answered, and how many could not be.
 
-    session: opened here with ``method``, so that every node decides as this machine does; closed.
+    model: opened here with ``method``, so that every node decides as this machine does; closed.
     """
     from sparsekv_cli.distributed.workers import workers_at
 

@@ -20,7 +20,7 @@ from sparsekv_cli.methods.base import Method
 GPU_PROMPT, GPU_STEPS = 1100, 3
 # Numbers of rows among which kernels differ.
 GPU_ROWS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
-TRIAL_CONTEXT = 64  # tokens; the trial sequence of warmup.py does not pass through the session
+TRIAL_CONTEXT = 64  # tokens; the trial sequence of warmup.py does not pass through an engine
 
 
 @click.command(short_help="Compile all kernels now, so that later runs start at once.")
@@ -44,8 +44,9 @@ def command(model: str | None, device: str, chosen: str | None) -> None:
     prompt and some tokens with each method take, in contexts of up to 131072 tokens, as far as the
     GPU has room for them.
     """
-    from sparsekv_cli import session, warmup
+    from sparsekv_cli import warmup
     from sparsekv_cli.methods import METHODS, build_method
+    from sparsekv_cli.model import load_model
 
     names = chosen.split(",") if chosen else list(METHODS)
     made = {name: build_method(name, {}) for name in names}
@@ -62,7 +63,7 @@ def command(model: str | None, device: str, chosen: str | None) -> None:
         if path is not None:
             config = SessionConfig(ctx_size=TRIAL_CONTEXT)
             for method in made.values():
-                loaded = session.load_session(path, method, config, progress, calibrating)
+                loaded = load_model(path, method, config, progress, calibrating)
                 loaded.gguf.close()
     seconds = time.perf_counter() - begin
     say(f"kernels of all weight formats: ready, {n_compiled} compiled")
@@ -83,18 +84,18 @@ def try_on_gpu(path: Path, methods: Mapping[str, Method]) -> int:
     Returns up to how many rows that was.
     """
     with CompileProgress() as progress, CalibrationProgress() as calibrating:
-        loaded, planned = _longest_session(path, progress)
+        loaded, planned = _longest_model(path, progress)
         ids = [token % loaded.hparams.n_vocab for token in range(GPU_PROMPT)]
         for name, method in methods.items():
-            loaded.change_method(method, progress, calibrating)
+            sequence = loaded.sequence(loaded.attention_of(method, None, progress, calibrating))
             loaded.decoder.plan_for(0)
-            loaded.prefill(ids)
+            sequence.prefill(ids)
             for token in ids[:GPU_STEPS]:
-                loaded.decode(token)
+                sequence.decode(token)
             for n_rows in planned:
                 loaded.decoder.plan_for(n_rows)
                 try:
-                    loaded.decode(ids[0])
+                    sequence.decode(ids[0])
                 except SparseKVError as error:
                     say(f"{name}: kernels for {n_rows} tokens and more are left out: {error}")
                     break
@@ -102,15 +103,15 @@ def try_on_gpu(path: Path, methods: Mapping[str, Method]) -> int:
     return max(planned, default=len(ids))
 
 
-def _longest_session(path: Path, progress: CompileProgress) -> tuple[Any, tuple[int, ...]]:
-    """A session on the GPU, and those of GPU_ROWS of which its cache fits."""
-    from sparsekv_cli import session
+def _longest_model(path: Path, progress: CompileProgress) -> tuple[Any, tuple[int, ...]]:
+    """A model on the GPU, and those of GPU_ROWS of which its cache fits."""
     from sparsekv_cli.methods import build_method
+    from sparsekv_cli.model import load_model
 
     for n_planned in range(len(GPU_ROWS), -1, -1):
         planned = GPU_ROWS[:n_planned]
         n_ctx = max(planned, default=GPU_PROMPT + GPU_STEPS) * 5 // 4
-        loaded = session.load_session(
+        loaded = load_model(
             path, build_method("full", {}), SessionConfig(device="cuda", ctx_size=n_ctx), progress
         )
         if loaded.engine.note and planned:  # it does not fit

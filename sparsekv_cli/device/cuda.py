@@ -34,7 +34,7 @@ def report_compiling(report: Callable[[str, int, int], None]) -> None:
     """From now on tells ``report`` the name of each kernel that Triton has to compile.
 
     It reports 0 of 0 done, because how many kernels follow depends on what is computed. Triton has
-    one such listener; a session that is opened later takes it over.
+    one such listener; a model that is opened later takes it over.
     """
 
     def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:

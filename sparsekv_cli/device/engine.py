@@ -1,4 +1,4 @@
-"""A session's engine on a GPU: the device, the decoder, and where each cache lies."""
+"""The engine on a GPU: the device, the decoder, and where each cache lies."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ class DeviceEngine(DecoderEngine):
     decoder: DeviceDecoder
     shares_prefill = False
     first_steps = 3  # run as it is, captured, replayed for the first time
-    chooses_tokens = True
     records_attended = False
 
     def __init__(
@@ -68,8 +67,6 @@ class DeviceEngine(DecoderEngine):
         super().__init__(note, n_ctx, ends)
         self.decoder = decoder
         self.on_host = on_host
-        # Kernels are compiled for such numbers of rows.
-        self._n_rows = -(-n_ctx // LEAST_STEP) * LEAST_STEP
         self.device = decoder.device
         self._worker = HostWorker(decoder.device)
         self._made: WeakValueDictionary[Hashable, DeviceCache] = (
@@ -92,7 +89,8 @@ class DeviceEngine(DecoderEngine):
                 "caches on a GPU are f16; use --kv host or --device cpu"
             )
         made = DeviceDense(spec, self.device) if dense else own(spec, self.device, method)
-        made.n_ctx = self._n_rows
+        # Kernels are compiled for such numbers of rows.
+        made.n_ctx = -(-self.n_ctx // LEAST_STEP) * LEAST_STEP
         tensors = spec.calibration.values()
         of_layer = method, spec.layer, *(x.ctypes.data for x in tensors)
         made.share(self._made.setdefault(of_layer, made))

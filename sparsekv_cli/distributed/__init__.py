@@ -1,1 +1,1 @@
-"""Work on several machines, by Ray: sessions that are alike, and shards of work for them."""
+"""Work on several machines, by Ray: models that are opened alike, and shards of work for them."""

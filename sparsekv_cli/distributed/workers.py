@@ -1,4 +1,4 @@
-"""Shards of work for actors that each hold a session, and what becomes of those that are lost.
+"""Shards of work for actors that each hold a model, and what becomes of those that are lost.
 
 Ray places the actors and starts their processes; a shard goes to whichever is idle. The shard of an
 actor that was lost goes to another one, and a new actor takes its place if a node has room.
@@ -23,7 +23,7 @@ Open = Callable[[Any], Callable[[Any], Any]]  # settings -> what answers shards
 
 
 class Worker:
-    """What an actor is: it opens its session when it is asked to, and tells what is wrong."""
+    """What an actor is: it opens its model when it is asked to, and tells what is wrong."""
 
     def __init__(self) -> None:
         self._work: Callable[[Any], Any] | None = None

@@ -66,7 +66,7 @@ def decode_roofline(
 def measure_bandwidth(n_threads: int, n_bytes: int = PROBE_BYTES) -> float:
     """Bytes a second that ``n_threads`` threads read together: the best of several passes.
 
-    numba's thread count must be set already, as a session does it.
+    numba's thread count must be set already, as load_model does it.
     """
     import numpy as np
 

@@ -97,7 +97,7 @@ class Forecast:
         self.full = speeds.methods[method_key(build_method("full", {}))]
 
     def sparse_from(self, method: Method) -> int:
-        """Rows up to which a session attends to all of them."""
+        """Rows up to which a sequence attends to all of them."""
         if not method.work_of_a_head:
             return 0
         if self._dense_rows >= 0:
@@ -111,7 +111,7 @@ class Forecast:
         return self.speeds.methods[method_key(method)]
 
     def seconds(self, method: Method, n: int) -> float:
-        """Of a step at depth n, dense where a session is."""
+        """Of a step at depth n, dense where a sequence is."""
         curve = self.full if n <= self.sparse_from(method) else self.curve(method)
         return self._step(curve, n)
 

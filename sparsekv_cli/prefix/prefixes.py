@@ -1,4 +1,4 @@
-"""The prefix cache of a session: finds the rows of a prompt's beginning on disk, keeps new ones.
+"""The prefix cache on disk: finds the rows of a prompt's beginning on disk, keeps new ones.
 
 Rows depend on the model, on the tokens up to theirs and on how a prefill computes; the method has
 no part in them. Whatever it makes of rows, it makes of those from disk when the prefill ends. What
@@ -72,9 +72,9 @@ class Root:
 
 
 class Prefixes:
-    """Blocks of one model's prompts in a folder, for a session whose caches are on the host.
+    """Blocks of one model's prompts in a folder, for sequences whose caches are on the host.
 
-    model: its file's name. types: of the session's rows. n_queried: last tokens of a prompt that
+    model: its file's name. types: of the sequence's rows. n_queried: last tokens of a prompt that
     are always computed. tell: told, under -v, what is done. is_bounded: whether the model has
     layers that need snapshots. While ``root`` is not known, nothing is found. A prompt is kept if
     it is known when the answer is out.

@@ -1,4 +1,4 @@
-"""What a session asks of that which has rows of prompts."""
+"""What an engine asks of that which has rows of prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Found(NamedTuple):
 
 
 class PromptRows(Protocol):
-    """Where a session looks for rows of a prompt, and tells those that it computes."""
+    """Where an engine looks for rows of a prompt, and puts those that it computes."""
 
     def find(self, ids: Sequence[int]) -> Found:
         """The longest beginning of ``ids`` that there is."""

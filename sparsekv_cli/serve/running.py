@@ -143,6 +143,7 @@ class Running:
                     self._decode([job])
                 else:  # it is the cause, or its method could not go back
                     self.jobs.remove(job)
+                    job.end()
                     self.fail(job, error)
             return
         for job, generation in zip(jobs, generations, strict=True):

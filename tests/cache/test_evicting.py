@@ -1,4 +1,4 @@
-"""Caches that drop rows, in whole sessions."""
+"""Caches that drop rows, in whole sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_evicting_methods_hold_less_however_long_the_answer(name, sequence_of):
     for each in (full, sequence):
         each.prefill(tokens(1900))
         decoded(each, tokens(100, 1))
-    whole, counts = full.ledger.as_dict(), sequence.ledger()
+    whole, counts = full.ledger(), sequence.ledger()
     assert counts["bytes_host"] < 0.2 * whole["bytes_host"]
     assert counts["bytes_read"] < 0.1 * whole["bytes_read"]
     n_held = {cache.store.n for cache in sequence.caches}

@@ -10,7 +10,7 @@ import pytest
 from opened import open_sequence
 from tiny_models import make_model
 
-from sparsekv_cli import engine
+from sparsekv_cli import machine
 from sparsekv_cli.cache import row_sizes, store
 from sparsekv_cli.cache.row_sizes import CACHE_TYPES, fitting_context, token_bytes
 from sparsekv_cli.cache.spec import LayerSpec
@@ -41,7 +41,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     n_bytes = 0
 
     def available(n: int) -> None:
-        for module in (row_sizes, engine):
+        for module in (row_sizes, machine):
             monkeypatch.setattr(module, "available_memory", lambda: n)
 
     def load(method: str, n_ctx: int = 0):
@@ -54,8 +54,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     available(1000 * n_bytes)
     with pytest.raises(SparseKVError, match=r"^K and V of 2000 tokens .* take .*: take -c 768 or"):
         load("full", 2000)
-    load("snapkv", 2000).gguf.close()
-    load("full", 1000).gguf.close()
+    load("snapkv", 2000).model.gguf.close()
+    load("full", 1000).model.gguf.close()
     with pytest.raises(SparseKVError, match=r"^K and V of 1112 tokens .* shorten the prompt"):
         sequence.prefill(ids)
     assert not sequence.tokens and not sequence.caches[0].store.nbytes

@@ -1,4 +1,4 @@
-"""Recurrent layers in sessions: rewinds to checkpoints, message ends, memory, what is refused."""
+"""Recurrent layers in sequences: rewinds to checkpoints, message ends, memory, what is refused."""
 
 from __future__ import annotations
 

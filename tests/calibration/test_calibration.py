@@ -148,7 +148,7 @@ def test_nowhere_to_store_is_no_failure(model, fake, monkeypatch):
     assert sequence.caches[2].spec.calibration["stride"] == 4
 
 
-def test_a_sidecar_of_another_model_stops_the_session(model, fake, tmp_path):
+def test_a_sidecar_of_another_model_stops_the_opening(model, fake, tmp_path):
     other = make_model(tmp_path / "other.gguf", **SIZES, seed=1)
     load(other)
     shutil.copy(other.with_name("other.calibration.npz"), model.parent / "model.calibration.npz")

@@ -1,4 +1,4 @@
-"""What FAEDKV measures of a model, and sessions that use it."""
+"""What FAEDKV measures of a model, and sequences that use it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sequence(request, tiny_model):
     config = SessionConfig(threads=1, prefill_dtype="f32", chunk=100)
     opened = open_sequence(tiny_model(**shape), build_method("full", {}), config)
     yield opened
-    opened.gguf.close()
+    opened.model.gguf.close()
 
 
 def run_of(sequence, ids, progress=lambda share: None) -> CalibrationRun:

@@ -1,4 +1,4 @@
-"""What FASA measures of a model, and sessions that use it."""
+"""What FASA measures of a model, and sequences that use it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fasa_layer import GEOMETRIES, Layer, half, prefill, row_input
-from opened import generated, open_sequence
+from opened import OpenSequence, generated, open_sequence
 from tiny_sequences import N_HEAD, N_KV, N_LAYER, SHAPE, decoded, greedy, tokens
 
 from sparsekv_cli.cache.layer import DenseCache
@@ -20,7 +20,6 @@ from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.fasa import FASA
 from sparsekv_cli.methods.full import Full
-from sparsekv_cli.sequence import Sequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,18 +32,18 @@ def model(tiny_model):
     return tiny_model(**SHAPE)
 
 
-def open_session(model, method) -> Sequence:
+def open_with_method(model, method) -> OpenSequence:
     return open_sequence(model, method, SessionConfig(threads=1, prefill_dtype="f32", chunk=16))
 
 
 def open_specs(model) -> list[LayerSpec]:
-    sequence = open_session(model, Full())
+    sequence = open_with_method(model, Full())
     specs = sequence.model.decoder.layer_specs()
     sequence.model.gguf.close()
     return specs
 
 
-def calibrate(sequence: Sequence, method: FASA, ids) -> dict[str, np.ndarray]:
+def calibrate(sequence: OpenSequence, method: FASA, ids) -> dict[str, np.ndarray]:
     shares: list[float] = []
     run = CalibrationRun(
         sequence.model.decoder.layer_specs(), ids, sequence.model.decoder.forward,
@@ -57,14 +56,14 @@ def calibrate(sequence: Sequence, method: FASA, ids) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def tensors(model):
-    sequence = open_session(model, Full())
+    sequence = open_with_method(model, Full())
     yield calibrate(sequence, FASA(), tokens(300))
     sequence.model.gguf.close()
 
 
 @pytest.fixture
 def sequence_of(model, tensors):
-    """Opens sessions with FASA (options as fields) or, without options, with full attention."""
+    """Opens sequences with FASA (options as fields) or, without options, with full attention."""
 
     class Calibrated(FASA):
         """FASA that brings its calibration along."""
@@ -75,10 +74,10 @@ def sequence_of(model, tensors):
             own = {name: array[spec.layer] for name, array in tensors.items()}
             return super().layer(replace(spec, calibration=own))
 
-    opened: list[Sequence] = []
+    opened: list[OpenSequence] = []
 
-    def open_with(**options) -> Sequence:
-        opened.append(open_session(model, Calibrated(**options) if options else Full()))
+    def open_with(**options) -> OpenSequence:
+        opened.append(open_with_method(model, Calibrated(**options) if options else Full()))
         return opened[-1]
 
     yield open_with
@@ -87,7 +86,7 @@ def sequence_of(model, tensors):
 
 
 @pytest.mark.parametrize("options", [{"metric": "var"}, {"metric": "ca", "variant": "m"}])
-def test_a_rewound_session_equals_a_fresh_one(options, sequence_of):
+def test_a_rewound_sequence_equals_a_fresh_one(options, sequence_of):
     """To the end of the prompt, into it, to a context within the budget, and to nothing."""
     prompt, question, answer = tokens(64), tokens(7, 1), tokens(10, 2)
     used = sequence_of(budget=Budget(tokens=24), **options)
@@ -126,7 +125,7 @@ class RecordingCache(DenseCache):
 
 def test_calibration_is_what_it_says(model, tensors):
     ids = tokens(300)
-    sequence = open_session(model, Full())
+    sequence = open_with_method(model, Full())
     specs = sequence.model.decoder.layer_specs()
     caches = [RecordingCache(spec) for spec in specs]
     sequence.model.decoder.forward(ids, 0, caches)
@@ -220,7 +219,7 @@ def test_rows_of_a_trial_attend_as_a_step_does(geometry, monkeypatch):
 
 
 def test_options_do_not_change_the_calibration(model, tensors):
-    sequence = open_session(model, Full())
+    sequence = open_with_method(model, Full())
     other = calibrate(
         sequence, FASA(metric="ca", n_tip=3, budget=Budget(tokens=7), variant="m"), tokens(300)
     )

@@ -1,4 +1,4 @@
-"""What SALS measures of a model, and sessions that use it."""
+"""What SALS measures of a model, and sequences that use it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from opened import generated, open_sequence
+from opened import OpenSequence, generated, open_sequence
 from tiny_sequences import SHAPE
 
 from sparsekv_cli.cache.layer import DenseCache, total_counters
@@ -20,7 +20,6 @@ from sparsekv_cli.calibration.sals import SHARES, study_keys
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.sals import SALS
-from sparsekv_cli.sequence import Sequence
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +30,7 @@ def sequence(tiny_model):
     sequence.model.gguf.close()
 
 
-def run_of(sequence: Sequence, ids) -> CalibrationRun:
+def run_of(sequence: OpenSequence, ids) -> CalibrationRun:
     decoder = sequence.model.decoder
     return CalibrationRun(decoder.layer_specs(), ids, decoder.forward, lambda share: None)
 
@@ -136,14 +135,14 @@ def test_calibration_measures_keys_and_queries(sequence, calibration):
         np.testing.assert_allclose(ratio, ratio[0], rtol=1e-4)
 
 
-def calibrated_caches(sequence: Sequence, calibration, method: SALS) -> list[Any]:
+def calibrated_caches(sequence: OpenSequence, calibration, method: SALS) -> list[Any]:
     return [
         method.layer(replace(spec, calibration={k: v[spec.layer] for k, v in calibration.items()}))
         for spec in sequence.model.decoder.layer_specs()
     ]
 
 
-def logits_of(sequence: Sequence, caches, prompt, text) -> np.ndarray:
+def logits_of(sequence: OpenSequence, caches, prompt, text) -> np.ndarray:
     sequence.tokens, sequence.caches = [], list(caches)
     sequence.prefill(prompt)
     return np.stack([sequence.decode(token) for token in text])

@@ -1,10 +1,10 @@
-"""A sequence that answers from a script, so that the commands are tested without a model."""
+"""A fake model that answers from a script, so that commands are tested without a real one."""
 
 from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from sparsekv_cli.cli import main
 from sparsekv_cli.commands import chat as chat_module
 from sparsekv_cli.commands import chat_commands, chat_conversation
 from sparsekv_cli.commands import run as run_module
-from sparsekv_cli.sequence import Checkpoint, Sequence
+from sparsekv_cli.sequence import Checkpoint, Timings
 
 EOS_ID, BOS_ID = 256, 257
 
@@ -74,8 +74,8 @@ class FakeCache(NamedTuple):
         return SimpleNamespace(host=10, device=0, index=1)
 
 
-class FakeSession:
-    """Keeps the books of a session; answers come from ``script``, one text a generation.
+class FakeModel:
+    """A model and its one sequence; answers come from ``script``, one text a generation.
 
     In a text, ``<eos>`` ends the answer. ``on_token`` is called before a token is handed out.
     """
@@ -89,59 +89,61 @@ class FakeSession:
         self.hparams = SimpleNamespace(
             n_vocab=258, n_ctx_train=4096, rope=SimpleNamespace(n_ctx_original=4096)
         )
-        self.engine = SimpleNamespace(first_steps=1, shares_prefill=True)
+        self.engine = SimpleNamespace(
+            first_steps=1, shares_prefill=True, decode=self._decode_together
+        )
         self.decoder = SimpleNamespace(weights=SimpleNamespace(bytes_a_step=lambda n_rows: 3000))
         self.tokenizer = ByteTokenizer()
+        self.config = SimpleNamespace(sparse_from=0)
+        self.method: Any = SimpleNamespace(options=lambda: {"budget": "5%"})
         self.tokens: list[int] = []
         self.checkpoint: Checkpoint | None = None
-        self.sparse_from, self.attention = 0, None
-        self.timings = SimpleNamespace(
-            load_s=0.5,
-            prefill_s=0.0,
-            prefill_tokens=0,
-            decode_s=0.0,
-            decode_tokens=0,
-            cached_tokens=0,
-            ttft_s=0.0,
-            reset=lambda: None,
-        )
+        self.sparse_from = 0
+        self.timings = Timings(load_s=0.5)
         self.counts = {"rows_total": 0, "rows_scored": 0, "rows_attended": 0, "bytes_moved": 0}
-        self.ledger = SimpleNamespace(as_dict=self.ledger_dict)
         self.caches: list[Any] = [FakeCache(self.counts)]
         self.prompts: list[list[int]] = []  # what each generation began with
         self.prefilled: list[int] = []  # how many ids each prefill computed
+        self.n_begun = 0  # prefills, those that were interrupted among them
         self.decoded: list[int] = []
         self.on_token: Callable[[int], None] = lambda n: None
         self.on_prefill: Callable[[], None] = lambda: None
-        self.prefixes = None
         self.methods: list[Any] = []  # those that were changed to
-        self.closed = 0
         self.can_rewind_within = True
         self.rewinds: list[int] = []
+        self._answer: list[int] = []  # the rest of the text that is generated
+        self._n_handed_out, self._goes_on = 0, False
 
-    state = Sequence.state
+    def sequence(self) -> FakeModel:
+        return self
 
-    def take_settings(self, _session: Any, sampling: Any, seed: int | None, _: Any) -> None:
+    @property
+    def is_full(self) -> bool:
+        return len(self.tokens) >= self.n_ctx
+
+    def take_settings(self, _model: Any, sampling: Any, seed: int | None, _: Any) -> Any:
         """In place of ``new_sampler``."""
         self.sampling, self.seed = dict(sampling.explicit), seed
+        return self.sample
 
-    def change_method(self, method: Any, *_: Any) -> None:
+    def attention_of(self, method: Any, *_: Any) -> Any:
+        return SimpleNamespace(method=method)
+
+    def change_method(self, attention: Any) -> None:
         """Takes over what is there, unless the method is h2o."""
-        self.methods.append(method)
-        if method.name == "h2o":
+        self.methods.append(attention.method)
+        if attention.method.name == "h2o":
             self.reset()
 
     def reset(self) -> None:
         self.tokens, self.checkpoint = [], None
 
-    def ledger_dict(self) -> dict[str, int]:
+    def ledger(self) -> dict[str, int]:
         return {**self.counts, "bytes_host": 10, "bytes_device": 0, "index_bytes": 1}
 
-    def method_options(self) -> dict[str, Any]:
-        return {"budget": "5%"}
-
-    def prefill(self, ids: Ids[int], progress: Any = None) -> None:
+    def prefill(self, ids: Ids[int], progress: Any = None, *, rows: Any = None) -> None:
         assert len(ids) and len(self.tokens) + len(ids) <= self.n_ctx
+        self.n_begun += 1
         self.on_prefill()
         if progress is not None:
             progress(len(ids) // 2, len(ids))
@@ -160,6 +162,22 @@ class FakeSession:
         self.timings.decode_s += 0.1
         self.counts["rows_total"] += len(self.tokens)
         self.counts["rows_attended"] += 1
+        self._goes_on = True
+
+    def _decode_together(self, sequences: Any, rows: Any, samples: Any = ()) -> Any:
+        for sequence, (token,) in zip(sequences, rows, strict=True):
+            sequence.decode(token)
+        return [[np.zeros(0)] for _ in rows]
+
+    def sample(self, _logits: Any, tokens: Ids[int]) -> int:
+        """The next token of the text. A text begins where nothing was decoded just now."""
+        if not self._goes_on:
+            self.prompts.append(list(tokens))
+            self._answer, self._n_handed_out = self.tokenizer.encode(self.script.pop(0)), 0
+        self._goes_on = False
+        self.on_token(self._n_handed_out)
+        self._n_handed_out += 1
+        return self._answer[self._n_handed_out - 1]
 
     def rewind(self, n: int) -> None:
         self.rewinds.append(n)
@@ -168,35 +186,18 @@ class FakeSession:
         if self.checkpoint is not None and self.checkpoint.n > len(self.tokens):
             self.checkpoint = None
 
-    def generate(
-        self, ids: Ids[int], sample: Any, n_predict: int, progress: Any = None
-    ) -> Iterator[int]:
-        self.prompts.append([*self.tokens, *ids])
-        if ids or self.checkpoint is None or self.checkpoint.n != len(self.tokens):
-            self.prefill(ids, progress)
-        answer = self.tokenizer.encode(self.script.pop(0))
-        try:
-            for n, token in enumerate(answer[: None if n_predict < 0 else n_predict]):
-                self.on_token(n)
-                yield token
-                if n + 1 == n_predict or len(self.tokens) == self.n_ctx:
-                    return
-                self.decode(token)
-        finally:
-            self.closed += 1
-
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
-    """A fake sequence in place of what ``run`` and ``chat`` would open."""
-    sequence = FakeSession()
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
+    """A fake model in place of what ``run`` and ``chat`` would open."""
+    model = FakeModel()
     for module in (run_module, chat_module):
-        monkeypatch.setattr(module, "open_session", lambda options: sequence)
+        monkeypatch.setattr(module, "open_model", lambda options: model)
     for module in (run_module, chat_module, chat_commands):
-        monkeypatch.setattr(module, "use_prefixes", lambda *arguments: None)
-    monkeypatch.setattr(run_module, "new_sampler", lambda *arguments: None)
-    monkeypatch.setattr(chat_conversation, "new_sampler", sequence.take_settings)
-    return sequence
+        monkeypatch.setattr(module, "open_prompt_rows", lambda *arguments: None)
+    monkeypatch.setattr(run_module, "new_sampler", lambda *arguments: model.sample)
+    monkeypatch.setattr(chat_conversation, "new_sampler", model.take_settings)
+    return model
 
 
 class Result(NamedTuple):

@@ -30,35 +30,34 @@ BANDWIDTH = 6.2e6  # bytes a second; the fake model has 3000 bytes and reads 100
 
 
 @pytest.fixture
-def sessions(monkeypatch: pytest.MonkeyPatch, fake: Any) -> list[Any]:
-    """The fake sessions that bench opens; each knows its method and its configuration."""
+def models(monkeypatch: pytest.MonkeyPatch, fake: Any) -> list[Any]:
+    """The fake models that bench opens; each knows its method and its configuration."""
     opened: list[Any] = []
     tensor = SimpleNamespace(n_elements=1000, n_bytes=500, type=SimpleNamespace(name="Q4_1"))
 
     def load(path: Path, method: Any, config: Any) -> Any:
-        sequence = type(fake)(n_ctx=config.ctx_size)
-        sequence.model.gguf.tensors = {"a": tensor}
-        sequence.metadata["general.size_label"] = "1K"
-        sequence.method, sequence.model.config = method, config
-        sequence.method_options = method.options
-        sequence.counts["bytes_read"] = 0
-        decode = sequence.decode
+        model = type(fake)(n_ctx=config.ctx_size)
+        model.gguf.tensors = {"a": tensor}
+        model.metadata["general.size_label"] = "1K"
+        model.method, model.config = method, config
+        model.counts["bytes_read"] = 0
+        decode = model.decode
 
         def decode_reading(token: int) -> None:
             decode(token)
-            sequence.counts["bytes_read"] += 100
+            model.counts["bytes_read"] += 100
 
-        sequence.decode = decode_reading
-        opened.append(sequence)
-        return sequence
+        model.decode = decode_reading
+        opened.append(model)
+        return model
 
-    monkeypatch.setattr(bench, "open_sequence", load)
+    monkeypatch.setattr(bench, "load_model", load)
     monkeypatch.setattr(bench, "find_model", lambda name: Path("fake.gguf"))
     monkeypatch.setattr(bench, "measure_bandwidth", lambda n_threads: BANDWIDTH)
     return opened
 
 
-def test_json_fields_and_order(sessions: list[Any], invoke: Invoke) -> None:
+def test_json_fields_and_order(models: list[Any], invoke: Invoke) -> None:
     arguments = ["-p", "8", "-n", "4", "-r", "2", "--method", "topk", "--budget", "5%"]
     result = invoke("bench", *arguments, "-O", "json")
     assert result.code == 0, result.err
@@ -78,7 +77,7 @@ def test_json_fields_and_order(sessions: list[Any], invoke: Invoke) -> None:
     assert prompt["ledger"]["rows_attended"] == 0
 
 
-def test_order_of_tests_and_labels(sessions: list[Any], invoke: Invoke) -> None:
+def test_order_of_tests_and_labels(models: list[Any], invoke: Invoke) -> None:
     arguments = ["-p", "8,16", "-n", "4", "-pg", "8,4", "-d", "0,32", "--method", "full,topk"]
     result = invoke("bench", *arguments, "-r", "1")
     table = [line for line in result.out.splitlines() if line.startswith("|")]
@@ -90,8 +89,8 @@ def test_order_of_tests_and_labels(sessions: list[Any], invoke: Invoke) -> None:
     assert [row[-3] for row in rows] == ["full"] * 8 + ["topk 5%"] * 8
     assert all(re.fullmatch(r"\d+\.\d\d ± \d+\.\d\d", row[-1]) for row in rows)
     assert len({len(line) for line in table}) == 1
-    assert len(sessions) == 2
-    assert sessions[0].n_ctx == 32 + 16 + 1
+    assert len(models) == 2
+    assert models[0].n_ctx == 32 + 16 + 1
 
 
 @pytest.mark.parametrize("n_last", [1, 3])
@@ -115,11 +114,12 @@ def test_depth_of_what_is_timed(
     ids = list(range(fake.n_ctx))
     for _ in range(3):
         n_before = len(fake.decoded)
-        bench.go_to_depth(fake, ids, test, n_last)
+        for token in bench.prefill_to_depth(fake, ids, test, n_last):
+            fake.decode(token)
         assert len(fake.decoded) - n_before == (n_last if test == BenchTest(0, 4, 200) else 0)
         assert fake.tokens == ids[:before]
         n_prefilled, n_decoded = len(fake.prefilled), len(fake.decoded)
-        bench.time_once(fake, ids, test)
+        bench.time_once(fake, [fake], [ids], test)
         assert fake.prefilled[n_prefilled:] == ([test.n_prompt] if test.n_prompt else [])
         assert len(fake.decoded) - n_decoded == test.n_gen
     if test.n_depth == 200 and can_rewind_within:
@@ -127,15 +127,15 @@ def test_depth_of_what_is_timed(
 
 
 def test_a_run_ahead_of_each_test_is_not_timed(
-    sessions: list[Any], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+    models: list[Any], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ["bench", "-p", "8", "-n", "20", "-d", "0,40", "-r", "2", "-O", "json"]
     timed: list[tuple[int, int, int]] = []
     real = bench.time_once
 
-    def time_once(sequence: Any, ids: Any, test: BenchTest) -> int:
-        timed.append((test.n_prompt, test.n_gen, len(sequence.tokens)))
-        return real(sequence, ids, test)
+    def time_once(model: Any, sequences: Any, ids: Any, test: BenchTest) -> int:
+        timed.append((test.n_prompt, test.n_gen, len(sequences[0].tokens)))
+        return real(model, sequences, ids, test)
 
     monkeypatch.setattr(bench, "time_once", time_once)
     warm = json.loads(invoke(*arguments).out)
@@ -154,11 +154,11 @@ def test_a_run_ahead_of_each_test_is_not_timed(
         assert [row["ledger"]["rows_attended"] for row in rows] == [0, 40, 0, 40]
 
 
-def test_options_go_to_the_methods_that_have_them(sessions: list[Any], invoke: Invoke) -> None:
+def test_options_go_to_the_methods_that_have_them(models: list[Any], invoke: Invoke) -> None:
     arguments = ["bench", "-p", "4", "-n", "0", "-r", "1", "--method", "full,topk,streaming"]
     result = invoke(*arguments, "-o", "sinks=2", "--budget", "7", "--dense-layers", "none")
     assert result.code == 0, result.err
-    full, topk, streaming = (sequence.method.options() for sequence in sessions)
+    full, topk, streaming = (sequence.method.options() for sequence in models)
     assert "budget" not in full and full["dense_layers"] == ()
     assert topk["budget"] == streaming["budget"] == "7"
     assert streaming["sinks"] == 2
@@ -170,18 +170,18 @@ def test_options_go_to_the_methods_that_have_them(sessions: list[Any], invoke: I
     assert result.code == 2 and "streaming" in result.err
 
 
-def test_cache_types(sessions: list[Any], invoke: Invoke) -> None:
+def test_cache_types(models: list[Any], invoke: Invoke) -> None:
     arguments = ["bench", "-p", "4", "-n", "0", "-r", "1", "--method", "full,topk"]
     result = invoke(*arguments, "-ctk", "q8_0", "--cache-type-v", "f16", "-O", "json")
     rows = json.loads(result.out)
     assert [(row["type_k"], row["type_v"]) for row in rows] == 2 * [("q8_0", "f16")]
-    assert [s.method.options()["cache_type_k"] for s in sessions] == ["q8_0", "q8_0"]
+    assert [s.method.options()["cache_type_k"] for s in models] == ["q8_0", "q8_0"]
     table = invoke(*arguments, "-ctk", "q8_0").out
     assert " type_k " in table and " q8_0 " in table and "type_v" not in table
     assert "type_k" not in invoke(*arguments).out
 
 
-def test_roofline_of_tests_that_decode(sessions: list[Any], invoke: Invoke) -> None:
+def test_roofline_of_tests_that_decode(models: list[Any], invoke: Invoke) -> None:
     arguments = ["bench", "-p", "8", "-n", "4", "-pg", "8,4", "-d", "0,32", "-r", "3"]
     result = invoke(*arguments, "--method", "full,topk")
     lines = [line for line in result.out.splitlines() if line and not line.startswith("|")]
@@ -198,7 +198,7 @@ def test_roofline_of_tests_that_decode(sessions: list[Any], invoke: Invoke) -> N
     assert gen["fraction"] == pytest.approx(gen["avg_ts"] / 2000)
 
 
-def test_csv_and_json_lines(sessions: list[Any], invoke: Invoke) -> None:
+def test_csv_and_json_lines(models: list[Any], invoke: Invoke) -> None:
     arguments = ["bench", "-p", "4", "-n", "4", "-r", "1", "--method", "topk"]
     header, *rows = list(csv.reader(io.StringIO(invoke(*arguments, "-O", "csv").out)))
     assert header == [n for n in LLAMA_BENCH_ORDER if not n.startswith("samples")] + OURS
@@ -209,14 +209,14 @@ def test_csv_and_json_lines(sessions: list[Any], invoke: Invoke) -> None:
 
 
 def test_json_is_complete_after_an_error(
-    sessions: list[Any], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+    models: list[Any], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = bench.time_once
 
-    def fail_at_decode(sequence: Any, ids: Any, test: BenchTest) -> int:
+    def fail_at_decode(model: Any, sequences: Any, ids: Any, test: BenchTest) -> int:
         if test.n_gen:
             raise MemoryError
-        return real(sequence, ids, test)
+        return real(model, sequences, ids, test)
 
     monkeypatch.setattr(bench, "time_once", fail_at_decode)
     result = invoke("bench", "-p", "4", "-n", "4", "-O", "json")
@@ -224,10 +224,10 @@ def test_json_is_complete_after_an_error(
     assert len(json.loads(result.out)) == 1
 
 
-def test_seed_makes_the_tokens(sessions: list[Any], invoke: Invoke) -> None:
+def test_seed_makes_the_tokens(models: list[Any], invoke: Invoke) -> None:
     for seed in ([], [], ["--seed", "7"]):
         invoke("bench", "-p", "0", "-n", "32", "-r", "1", *seed)
-    first, second, third = (sequence.decoded for sequence in sessions)
+    first, second, third = (sequence.decoded for sequence in models)
     assert first == second != third
     assert all(0 <= token < 258 for token in first)
 
@@ -243,11 +243,11 @@ def test_mean_of_rates() -> None:
     assert (columns["size"], columns["params"]) == ("3.00 GiB", "2.50 B")
 
 
-def test_order_of_batches_and_their_rates(sessions: list[Any], invoke: Invoke) -> None:
+def test_order_of_batches_and_their_rates(models: list[Any], invoke: Invoke) -> None:
     arguments = ["-p", "8", "-n", "4", "-pg", "8,4", "-b", "1,3", "-d", "32"]
     tests = []
 
-    def run_tests(sequence: Any, given: Any, *_: Any, **__: Any) -> Any:
+    def run_tests(model: Any, given: Any, *_: Any, **__: Any) -> Any:
         tests.extend(given)
         return ((test, [10**9], {}) for test in given)
 
@@ -263,6 +263,6 @@ def test_order_of_batches_and_their_rates(sessions: list[Any], invoke: Invoke) -
 
 
 @pytest.mark.parametrize("value", ["0", "1,0", "x", "-1", ""])
-def test_a_batch_has_sequences(value: str, sessions: list[Any], invoke: Invoke) -> None:
+def test_a_batch_has_sequences(value: str, models: list[Any], invoke: Invoke) -> None:
     result = invoke("bench", f"--batch={value}")
-    assert result.code == 2 and "batch" in result.err and not sessions
+    assert result.code == 2 and "batch" in result.err and not models

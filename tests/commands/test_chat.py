@@ -66,7 +66,7 @@ def test_regenerate_behind_an_interrupted_prompt(fake: Any, invoke: Invoke) -> N
     """The end of the first prompt is no checkpoint any more: its last 64 tokens are read again."""
 
     def interrupt() -> None:
-        if len(fake.prompts) == 2:
+        if fake.n_begun == 2:
             os.kill(os.getpid(), signal.SIGINT)
             fake.checkpoint = None
 
@@ -122,14 +122,14 @@ def test_interrupt_keeps_the_partial_answer(fake: Any, invoke: Invoke) -> None:
 
 def test_interrupt_during_prefill_takes_the_message_back(fake: Any, invoke: Invoke) -> None:
     def interrupt() -> None:
-        if len(fake.prompts) == 1:
+        if fake.n_begun == 1:
             os.kill(os.getpid(), signal.SIGINT)
 
     fake.on_prefill = interrupt
     fake.script = ["two<eos>"]
     result = invoke("chat", stdin=lines("A", "B"))
     assert (result.code, result.out) == (0, "two\n")
-    assert prompts_of(fake)[1] == "[user]B\n[assistant]"
+    assert prompts_of(fake) == ["[user]B\n[assistant]"]
 
 
 def test_full_context_before_and_during_an_answer(fake: Any, invoke: Invoke) -> None:

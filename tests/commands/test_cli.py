@@ -130,7 +130,7 @@ def test_failures_are_one_line_with_exit_code_1(
     def fail(options: object) -> None:
         raise error
 
-    monkeypatch.setattr(run_module, "open_session", fail)
+    monkeypatch.setattr(run_module, "open_model", fail)
     for arguments in ((*verbose, "run", "-p", "x"), ("run", "-p", "x", *verbose)):
         result = invoke(*arguments)
         assert result.code == 1 and result.out == ""
@@ -144,7 +144,7 @@ def test_ctrl_c_exits_with_130(invoke: Callable[..., Any], monkeypatch: pytest.M
     def interrupt(options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_module, "open_session", interrupt)
+    monkeypatch.setattr(run_module, "open_model", interrupt)
     result = invoke("run", "-p", "x")
     assert (result.code, result.out, result.err) == (130, "", "")
 

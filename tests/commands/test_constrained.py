@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 
 from sparsekv_cli.commands import run as run_module
 from sparsekv_cli.commands.answer import stream_answer
-from sparsekv_cli.commands.options import ModelOptions, open_session
+from sparsekv_cli.commands.options import ModelOptions, open_model
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.generation.conversation import encode_messages
+from sparsekv_cli.generation.generation import Generation
 from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
 from sparsekv_cli.sampling.grammar import read_grammar
 
@@ -137,7 +139,7 @@ def test_thinking_comes_first(tiny_model: Callable[..., Path], invoke: Invoke) -
 def test_refused_before_the_model_is_loaded(
     arguments: list[str], expected: str, code: int, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "open_session", lambda options: pytest.fail("opened"))
+    monkeypatch.setattr(run_module, "open_model", lambda options: pytest.fail("opened"))
     for command in (["run", "-p", "Hi"], ["chat"]):
         result = invoke(*command, *arguments)
         assert result.code == code and result.err.startswith(f"error: {expected}"), result.err
@@ -161,21 +163,21 @@ def test_without_llguidance(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(("schema", "question"), [(PERSON, "Who?"), (POINTS, "Where?")])
 def test_a_model_that_was_trained(schema: Any, question: str, default_model: Path) -> None:
     """Answers at temperature 1 fit the schema, and none is as long as it could be."""
-    sequence = open_session(ModelOptions(str(default_model), SessionConfig(ctx_size=1024), None))
+    model = open_model(ModelOptions(str(default_model), SessionConfig(ctx_size=1024), None))
     constraint = new_constraint(
-        sequence,
+        model,
         SamplingOptions({}, grammar=read_grammar("json-schema", json.dumps(schema))),
         None,
     )
-    template = sequence.model.gguf.metadata["tokenizer.chat_template"]
-    ids = encode_messages(
-        sequence.model.tokenizer, template, [{"role": "user", "content": question}]
-    )
+    template = model.gguf.metadata["tokenizer.chat_template"]
+    ids = encode_messages(model.tokenizer, template, [{"role": "user", "content": question}])
     everything = SamplingOptions({"temp": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0})
     for seed in range(5):
-        sequence.reset()
-        sample = new_sampler(sequence, everything, seed, constraint)
-        answer = stream_answer(sequence, ids, sample, 600, (), lambda text: None, constraint)
+        sample, sequence = new_sampler(model, everything, seed, constraint), model.sequence()
+        begin = partial(
+            Generation, model.tokenizer, sequence, sample, n_predict=600, constraint=constraint
+        )
+        answer = stream_answer(sequence, ids, begin)
         assert answer.stop_reason == "eos"
         jsonschema.validate(json.loads(answer.text), schema)
-    sequence.model.gguf.close()
+    model.gguf.close()

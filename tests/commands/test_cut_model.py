@@ -18,10 +18,11 @@ pytestmark = pytest.mark.slow
 # Cuts the file FILE at MOMENT of the command that follows.
 PROGRAM = """
 import os, sys, time
-from sparsekv_cli import sequence
+from sparsekv_cli import model
 from sparsekv_cli.cli import main
 from sparsekv_cli.commands.bench_report import JsonReport
 from sparsekv_cli.models.decoder import Decoder
+from sparsekv_cli.models.forward import Progress
 
 moment, file, *arguments = sys.argv[1:]
 seen = []
@@ -38,27 +39,26 @@ def cut_ahead_of(owner, name, is_now=lambda: True):
     setattr(owner, name, cutting)
 
 if moment == "load":
-    cut_ahead_of(sequence, "read_weights")
+    cut_ahead_of(model, "read_weights")
 elif moment == "prefill":
-    cut_ahead_of(Decoder, "forward")
+    cut_ahead_of(Decoder, "forward_steps")
 elif moment == "decode":
     cut_ahead_of(Decoder, "decode_batch", lambda: seen.count("decode_batch") == 4)
 elif moment == "row":
     cut_ahead_of(JsonReport, "row", lambda: False)
     cut_ahead_of(Decoder, "decode_batch", lambda: "row" in seen)
 elif moment == "bar":
-    forward = Decoder.forward
+    steps = Decoder.forward_steps
 
-    def showing(self, ids, n_past, caches, progress=None, **keywords):
-        if progress is None:  # of loading kernels, ahead of the prompt
-            return forward(self, ids, n_past, caches, **keywords)
-        progress(1, 9)
-        time.sleep(0.4)
-        progress(2, 9)
-        os.truncate(file, 0)
-        return forward(self, ids, n_past, caches, **keywords)
+    def showing(self, ids, n_past, caches, **keywords):
+        if "on_rows" in keywords:  # the prompt; kernels that are loaded have none
+            yield Progress(1, 9, False)
+            time.sleep(0.4)
+            yield Progress(2, 9, False)
+            os.truncate(file, 0)
+        return (yield from steps(self, ids, n_past, caches, **keywords))
 
-    Decoder.forward = showing
+    Decoder.forward_steps = showing
 main(arguments)
 """
 FAST = ["-t", "1", "--repack", "off", "--prefill-dtype", "f32"]

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparsekv_cli.batch import Batch
 from sparsekv_cli.commands.jsonl_tasks import Task, read_task
-from sparsekv_cli.commands.options import ModelOptions, open_session
+from sparsekv_cli.commands.options import ModelOptions, open_model
 from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.engine import HostEngine
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.sequence import Sequence
 
@@ -136,15 +136,15 @@ def test_an_interrupt_keeps_what_is_done(
     model: str, prompts: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[int] = []
-    decode = Batch.decode_next
+    decode = HostEngine.decode
 
-    def interrupted(self: Batch, tokens: Any, samples: Any) -> Any:
-        steps.append(len(tokens))
+    def interrupted(self: HostEngine, sequences: Any, rows: Any, samples: Any) -> Any:
+        steps.append(len(rows))
         if len(steps) == 6:  # after the five of the first line
             raise KeyboardInterrupt
-        return decode(self, tokens, samples)
+        return decode(self, sequences, rows, samples)
 
-    monkeypatch.setattr(Batch, "decode_next", interrupted)
+    monkeypatch.setattr(HostEngine, "decode", interrupted)
     result = run(invoke, model, "-f", str(prompts))
     assert result.code == 130 and [answer["line"] for answer in objects(result.out)] == [1]
 
@@ -246,22 +246,24 @@ def test_log_probabilities(model: str, invoke: Invoke) -> None:
     answer = json.loads(single.out)
     entries = answer["logprobs"]
     assert [entry["id"] for entry in entries] == answer["tokens"] and len(entries) == 3
-    sequence = open_session(ModelOptions(model, SessionConfig(prefill_dtype="f32"), None))
-    logits = sequence.prefill(sequence.model.tokenizer.encode("hello", add_eos=False)).astype(
-        np.float64
+    opened = open_model(ModelOptions(model, SessionConfig(prefill_dtype="f32"), None))
+    logits = (
+        opened.sequence()
+        .prefill(opened.tokenizer.encode("hello", add_eos=False))
+        .astype(np.float64)
     )
     expected = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
     first = entries[0]
     assert first["logprob"] == pytest.approx(expected.max(), abs=1e-4)
     assert [each["id"] for each in first["top"]] == np.argsort(-expected)[:2].tolist()
     assert first["top"][0] == {key: value for key, value in first.items() if key != "top"}
-    assert first["bytes"] == list(sequence.model.tokenizer.token_bytes(first["id"]))
+    assert first["bytes"] == list(opened.tokenizer.token_bytes(first["id"]))
     line = {"prompt": "hello", "logprobs": 2, "raw": True, "temp": 0, "n_predict": 3}
     lines = run(invoke, model, stdin=json.dumps(line).encode())
     (together,) = objects(lines.out)
     assert [entry["id"] for entry in together["logprobs"]] == answer["tokens"]
     assert together["logprobs"][2]["logprob"] == pytest.approx(entries[2]["logprob"], abs=1e-4)
-    sequence.model.gguf.close()
+    opened.gguf.close()
 
 
 def test_special_tokens_are_written(fake: Any, invoke: Invoke) -> None:

@@ -130,7 +130,7 @@ def test_json(fake: Any, invoke: Invoke) -> None:
             "load_s": 0.5,
             "prefill_s": 0.5,
             "prefill_tps": 4.0,
-            "ttft_s": 0.0,
+            "ttft_s": pytest.approx(0, abs=1),  # the fake sequence takes no time
             "decode_s": pytest.approx(0.3),
             "decode_tps": pytest.approx(10.0),
         },
@@ -167,7 +167,6 @@ def test_how_an_answer_ends(
     result = json.loads(invoke("run", "-p", "x", "--json", *arguments).out)
     assert (result["text"], result["stop_reason"]) == (text, reason)
     assert result["generated_tokens"] == len(result["tokens"]) == n_tokens
-    assert fake.closed == 1
     fake.tokens.clear()
     assert invoke("run", "-p", "x", *arguments).out == text
 
@@ -303,9 +302,7 @@ def test_verbose_tells_how_long_recalls_were_waited_for():
     ledger = {"rows_total": 10, "rows_scored": 5, "rows_attended": 2, "bytes_host": 0,
               "bytes_device": 0, "pages_recalled": 7, "us_waited": 1500, "heads_corrected": 1,
               "heads_stepped": 4}  # fmt: skip
-    sequence = SimpleNamespace(
-        ledger=SimpleNamespace(as_dict=lambda: ledger), tokens=[1], n_ctx=8, sparse_from=6144
-    )
+    sequence = SimpleNamespace(ledger=lambda: ledger, tokens=[1], n_ctx=8, sparse_from=6144)
     line = ledger_line(sequence, "freekv")
     assert ", sparse from 6144 tokens on, " in line
     assert line.endswith("7 pages recalled (1.5 ms waited), 1 of 4 heads corrected")

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,8 @@ import pytest
 from split_models import split_model
 from tiny_models import make_model
 
-from sparsekv_cli.commands import chat as chat_module
 from sparsekv_cli.commands import chat_conversation
-from sparsekv_cli.commands import run as run_module
-from sparsekv_cli.commands.options import open_session
+from sparsekv_cli.model import Model
 
 Invoke = Callable[..., Any]
 TEMPLATE = (
@@ -40,17 +38,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def sessions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The sessions that ``chat`` and ``run`` open."""
-    opened: list[Any] = []
+def sequences(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The sequences that ``chat`` and ``run`` begin."""
+    begun: list[Any] = []
+    begin = Model.sequence
 
-    def remember(options: Any) -> Any:
-        opened.append(open_session(options))
-        return opened[-1]
+    def remember(model: Model) -> Any:
+        begun.append(begin(model))
+        return begun[-1]
 
-    monkeypatch.setattr(chat_module, "open_session", remember)
-    monkeypatch.setattr(run_module, "open_session", remember)
-    yield opened
+    monkeypatch.setattr(Model, "sequence", remember)
+    return begun
 
 
 def run_json(invoke: Invoke, model: str, *arguments: str) -> dict[str, Any]:
@@ -126,7 +124,7 @@ def test_text_is_the_streamed_text(model: str, invoke: Invoke) -> None:
 
 
 def test_chat_continues_as_a_new_run_would(
-    model: str, invoke: Invoke, sessions: list[Any], monkeypatch: pytest.MonkeyPatch
+    model: str, invoke: Invoke, sequences: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefilled: list[int] = []
     real = chat_conversation.stream_answer
@@ -140,7 +138,7 @@ def test_chat_continues_as_a_new_run_would(
     result = invoke("chat", *options, stdin=b"One\nTwo\n")
     assert result.code == 0, result.err
     first = run_json(invoke, model, "-p", "One", "-n", "6", "-sys", LONG)
-    (chat, run) = sessions
+    (chat, run) = sequences
     n_prompt = first["prompt_tokens"]
     assert prefilled[0] == n_prompt > 100
     # A random model's answer has other ids when it is read again, so that the cache is cut there.

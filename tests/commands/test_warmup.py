@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tiny_models import make_model
 
-from sparsekv_cli import sequence, warmup
+from sparsekv_cli import warmup
 from sparsekv_cli.commands import warmup as warmup_command
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.jit import ahead, kernel_cache
@@ -26,6 +26,7 @@ from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE, FORMATS
 from sparsekv_cli.cpu.weights.integer import activation_planes
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import METHODS, build_method
+from sparsekv_cli.model import load_model
 from sparsekv_cli.models.decoder import cpu_prefill_dtype
 from sparsekv_cli.models.weights import Linear
 
@@ -116,13 +117,13 @@ def test_an_unfinished_step_is_taken_again(
     assert not list(markers.glob("*"))
 
 
-def test_a_session_after_it_says_nothing(markers: Path, model: Path, invoke: Invoke) -> None:
+def test_a_model_after_it_says_nothing(markers: Path, model: Path, invoke: Invoke) -> None:
     """The real thing, with the kernels from the disk cache of the machine."""
     said: list[tuple[Any, ...]] = []
     config = SessionConfig(ctx_size=80, threads=1)
 
     def load(method: str) -> None:
-        loaded = sequence.open_sequence(
+        loaded = load_model(
             model, build_method(method, {}), config, lambda *report: said.append(report)
         )
         loaded.gguf.close()
@@ -169,8 +170,8 @@ def test_a_model_that_is_named_must_exist(
     assert result.code == 1 and "neither-this" in result.err
 
 
-def test_a_session_compiles_what_its_method_uses_of_others(markers: Path, model: Path) -> None:
-    loaded = sequence.open_sequence(model, build_method("lfps", {}), SessionConfig(threads=1))
+def test_a_model_compiles_what_its_method_uses_of_others(markers: Path, model: Path) -> None:
+    loaded = load_model(model, build_method("lfps", {}), SessionConfig(threads=1))
     loaded.gguf.close()
     done = [path.name for path in markers.iterdir()]
     for used in ("LFPS", "Quest"):
@@ -181,7 +182,7 @@ def test_a_session_compiles_what_its_method_uses_of_others(markers: Path, model:
 def test_a_trial_reaches_the_sparse_kernels(model: Path, name: str) -> None:
     """Both of them: rows are left out, or the step would end in the dense kernels."""
     method = build_method(name, {})
-    loaded = sequence.open_sequence(model, method, SessionConfig(threads=1))
+    loaded = load_model(model, method, SessionConfig(threads=1))
     specs = loaded.prepare(method)
     caches = warmup.trial_caches(method, specs)
     loaded.decoder.forward(list(range(warmup.N_PROMPT)), 0, caches)
@@ -219,12 +220,12 @@ from pathlib import Path
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.jit.kernel_cache import KernelCache
 from sparsekv_cli.methods import build_method
-from opened import open_sequence
+from sparsekv_cli.model import load_model
 
 model, name, dtype, n_prompt = sys.argv[1:]
 options = {} if name == "full" else {"budget": "8"}
 config = SessionConfig(threads=1, prefill_dtype=dtype)
-sequence = open_sequence(Path(model), build_method(name, options), config)
+sequence = load_model(Path(model), build_method(name, options), config).sequence()
 loaded, load = [], KernelCache.load_overload
 
 def note(self, *arguments):

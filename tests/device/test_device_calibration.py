@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from opened import open_sequence
 from tiny_models import make_model
 
 from sparsekv_cli.calibration.faedkv import without
@@ -12,6 +11,7 @@ from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.calibration.trials import Trial, Window, unchanged
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
+from sparsekv_cli.model import load_model
 
 
 def test_trials_give_what_they_give_on_the_cpu(tmp_path):
@@ -24,7 +24,7 @@ def test_trials_give_what_they_give_on_the_cpu(tmp_path):
     found = []
     for device in ("cpu", "cuda"):
         config = SessionConfig(threads=1, device=device, prefill_dtype="f32", chunk=50)
-        decoder = open_sequence(path, build_method("full", {}), config).decoder
+        decoder = load_model(path, build_method("full", {}), config).decoder
         run = CalibrationRun(decoder.layer_specs(), ids, decoder.forward, lambda share: None)
         dims = np.tile(np.arange(8, dtype=np.int32), (run.specs[0].n_head_kv, 1))
         window = Window(run, ids, 20, slice(10, 90))

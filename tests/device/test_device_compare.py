@@ -7,7 +7,6 @@ import weakref
 
 import numpy as np
 import pytest
-from opened import open_sequence
 from tiny_models import make_model
 
 from sparsekv_cli.config import SessionConfig
@@ -16,40 +15,40 @@ from sparsekv_cli.evaluation import prefill
 from sparsekv_cli.evaluation.compare import compare, parse_methods
 from sparsekv_cli.evaluation.report.contents import contents
 from sparsekv_cli.methods import build_method
+from sparsekv_cli.model import load_model
 
 IDS = [int(token) for token in np.random.default_rng(0).integers(3, 270, 84)]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny") / "m.gguf"
+def path(tmp_path_factory):
     sizes = {"n_layer": 2, "n_embd": 32, "n_ff": 32, "n_vocab": 270, "head_dim": 32, "n_ctx": 512}
-    return make_model(path, wtype="F32", **sizes)
+    return make_model(tmp_path_factory.mktemp("tiny") / "m.gguf", wtype="F32", **sizes)
 
 
-def session_on(model, device):
+def model_on(path, device):
     config = SessionConfig(threads=1, device=device, prefill_dtype="f32", chunk=64)
-    return open_sequence(model, build_method("full", {}), config)
+    return load_model(path, build_method("full", {}), config)
 
 
-def test_figures_are_those_of_the_cpu(model, monkeypatch):
+def test_figures_are_those_of_the_cpu(path, monkeypatch):
     """And no method's caches are there any more when the next one's are made."""
     monkeypatch.setattr(prefill, "N_TRIAL", 10)
     monkeypatch.setattr(prefill, "N_TRIAL_STEPS", 1)
     methods = parse_methods("topk,lfps", {"budget": "24", "dense_layers": "0"})
-    sessions = [session_on(model, where) for where in ("cpu", "cuda")]
+    models = [model_on(path, where) for where in ("cpu", "cuda")]
     caches: list[weakref.ref] = []
     full_ones = []
-    real = sessions[1].engine.layer
+    real = models[1].engine.layer
 
     def kept(cache):
         full_ones.append(sum(ref() is not None and ref().n > 20 for ref in caches))
         caches.append(weakref.ref(cache))
         return cache
 
-    monkeypatch.setattr(sessions[1].engine, "layer", lambda *given: kept(real(*given)))
-    host, device = (compare(sequence, methods, IDS[:80], 3, IDS[80:]) for sequence in sessions)
-    assert len(caches) == 2 * (3 * 3 + 1) and max(full_ones) == 0
+    monkeypatch.setattr(models[1].engine, "layer", lambda *given: kept(real(*given)))
+    host, device = (compare(model, methods, IDS[:80], 3, IDS[80:]) for model in models)
+    assert len(caches) == 2 * 3 * 3 and max(full_ones) == 0
     assert [row.name for row in device] == ["full", "topk", "lfps"]
     for expected, found in zip(host, device, strict=True):
         # The interpreter's differ by some 1e-6 of each; a GPU's sums are in another order.
@@ -65,10 +64,10 @@ def test_figures_are_those_of_the_cpu(model, monkeypatch):
     json.dumps(contents(80, 3, device, [], {}))
 
 
-def test_what_cannot_run_is_refused_first(model):
-    sequence = session_on(model, "cuda")
+def test_what_cannot_run_is_refused_first(path):
+    model = model_on(path, "cuda")
     steps = []
-    sequence.model.decoder.forward = lambda *_, **__: steps.append(1)
+    model.decoder.forward_steps = lambda *_, **__: steps.append(1)
     with pytest.raises(SparseKVError, match="caches on a GPU are f16"):
-        compare(sequence, parse_methods("topk,quest:cache_type_k=q8_0"), IDS[:80], 4)
+        compare(model, parse_methods("topk,quest:cache_type_k=q8_0"), IDS[:80], 4)
     assert not steps

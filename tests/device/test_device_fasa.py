@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from side_by_side import GEOMETRIES, SideBySide, assert_sessions_agree, watch
+from side_by_side import GEOMETRIES, SideBySide, assert_devices_agree, watch
 from sweeps import sweep
 
 from sparsekv_cli.cache.spec import Budget
@@ -111,7 +111,7 @@ def test_memory_of_the_variants(device):
     assert memory.host == 2 * 3 * (48 + 64) * m.device._host.capacity
 
 
-def test_sessions_agree(tmp_path, monkeypatch):
+def test_host_and_device_agree(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     options = {"dense_layers": "0", "variant": "m", "budget": "30"}
-    assert_sessions_agree(tmp_path, "fasa", options, n_prompt=60, n_steps=1)
+    assert_devices_agree(tmp_path, "fasa", options, n_prompt=60, n_steps=1)

@@ -235,20 +235,20 @@ def test_a_step_under_one_key_allocates_nothing_that_stays():
     assert prepare(cache, cache.n + 1, 400) != keys[0]
 
 
-def test_a_session_on_the_device_counts_what_one_on_the_host_does(tmp_path):
+def test_a_sequence_on_the_device_counts_what_one_on_the_host_does(tmp_path):
     path = make_model(
         tmp_path / "m.gguf", wtype="F32", n_embd=64, n_ff=64, n_vocab=259, head_dim=32
     )
     prompt = [int(token) for token in np.random.default_rng(0).integers(3, 259, 60)]
-    sessions = []
+    sequences = []
     for device in ("cpu", "cuda"):
         config = SessionConfig(threads=1, device=device, prefill_dtype="f32")
-        sessions.append(open_sequence(path, FreeKV(**SMALL), config))
-    expected, actual = (sequence.prefill(prompt) for sequence in sessions)
+        sequences.append(open_sequence(path, FreeKV(**SMALL), config))
+    expected, actual = (sequence.prefill(prompt) for sequence in sequences)
     for _ in range(2):
         np.testing.assert_allclose(actual, expected, atol=4e-3)
-        expected, actual = (sequence.decode(int(expected.argmax())) for sequence in sessions)
-    host, device = (sequence.ledger() for sequence in sessions)
+        expected, actual = (sequence.decode(int(expected.argmax())) for sequence in sequences)
+    host, device = (sequence.ledger() for sequence in sequences)
     own = {"bytes_host", "bytes_device", "index_bytes", "us_waited"}
     assert {k: host[k] for k in host.keys() - own} == {k: device[k] for k in device.keys() - own}
     assert device["pages_recalled"] > 0 and device["bytes_host"] > 0

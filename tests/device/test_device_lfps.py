@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from side_by_side import assert_sessions_agree
+from side_by_side import assert_devices_agree
 from sweeps import sweep
 
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
@@ -134,14 +134,14 @@ def test_sinks_are_not_attended_to_twice(device):
         np.testing.assert_allclose(found, expected, atol=3e-3)
 
 
-def test_sessions_whose_dense_layer_chooses_pages(tmp_path, monkeypatch):
+def test_sequences_whose_dense_layer_chooses_pages(tmp_path, monkeypatch):
     """It crosses over to pages in the steps, on the host behind a device as on the host alone."""
     pages = Quest(page=8, budget=Budget(tokens=24))
     monkeypatch.setattr("sparsekv_cli.methods.lfps.PAGES", pages)
     options = {"budget": "20", "dense_layers": "0", "dense_rows": "63"}
-    assert_sessions_agree(tmp_path, "lfps", options, 60, 5, kv="host")
+    assert_devices_agree(tmp_path, "lfps", options, 60, 5, kv="host")
 
 
-def test_sessions(tmp_path):
+def test_sequences(tmp_path):
     options = {"budget": "24", "epsilon": "0.3", "dense_layers": "0"}
-    assert_sessions_agree(tmp_path, "lfps", options, 60, 2)
+    assert_devices_agree(tmp_path, "lfps", options, 60, 2)

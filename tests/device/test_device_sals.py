@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from opened import open_sequence
-from side_by_side import GEOMETRIES, SideBySide, assert_sessions_agree, watch
+from side_by_side import GEOMETRIES, SideBySide, assert_devices_agree, watch
 from sweeps import sweep
 from tiny_models import make_model
 
@@ -116,11 +116,11 @@ def test_back_to_the_end_of_the_prompt(n_prompt, device):
     np.testing.assert_array_equal(again, first[:6])
 
 
-def test_sessions_agree(tmp_path, monkeypatch):
+def test_host_and_device_agree(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     options = {"dense_layers": "0", "sinks": "4", "window": "16", "budget": "30"}
     # Where they swap a row of a tiny model, its logits move by some hundredths.
-    assert_sessions_agree(tmp_path, "sals", options, n_prompt=60, n_steps=1, atol=0.2)
+    assert_devices_agree(tmp_path, "sals", options, n_prompt=60, n_steps=1, atol=0.2)
 
 
 def test_sequences_share_the_bases_of_a_layer(tmp_path, monkeypatch):

@@ -12,28 +12,29 @@ import pytest
 import torch
 from fake_cuda import FakeCuda
 from memory_ranges import Ranges
-from opened import generated, open_sequence
+from opened import decode_together, generated, open_sequence
 from tiny_models import make_model
 
-from sparsekv_cli import engine
-from sparsekv_cli.batch import Batch
+from sparsekv_cli import machine
 from sparsekv_cli.cache.spec import AttnInput
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.device.host import N_BUFFERS, Buffer, HostCache, HostWorker
 from sparsekv_cli.device.methods.full import DeviceDense
 from sparsekv_cli.device.step import StepBuffers
+from sparsekv_cli.engine import HostEngine
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.sampling.chain import make_sampler
 from sparsekv_cli.sampling.params import SamplingParams
 from sparsekv_cli.sampling.plain import PlainSampler
+from sparsekv_cli.sequence import ledger_of
 
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, 400, 300)]
 SIZES = {"n_embd": 64, "n_ff": 64, "n_vocab": 400, "head_dim": 32}  # the interpreter is slow
 LIMIT = 6e-4  # of logits: f32 sums in another order, keys that round to the next f16
 
 
-def sessions(path, method, **options):
+def on_host_and_device(path, method, **options):
     """One on the CPU, one on the device, both with f32 prefill."""
     both = []
     for device in ("cpu", "cuda"):
@@ -51,7 +52,7 @@ def sessions(path, method, **options):
 @pytest.mark.parametrize("method", ["full", "lfps", "snapkv", "h2o"])
 def test_host_caches_are_filled_as_on_the_cpu(tmp_path, method):
     path = make_model(tmp_path / "m.gguf", wtype="F32", **SIZES)
-    expected, actual = sessions(path, method, kv="host")
+    expected, actual = on_host_and_device(path, method, kv="host")
     for part in (PROMPT[:50], PROMPT[50:60]):
         a, b = expected.prefill(part), actual.prefill(part)
         np.testing.assert_allclose(b, a, atol=2e-3)
@@ -109,13 +110,13 @@ def test_a_copy_to_the_host_waits_for_the_reader_of_its_buffer(device, monkeypat
 @pytest.mark.parametrize(("method", "kv"), [("full", "device"), ("full", "host"), ("lfps", "host")])
 def test_decode(tmp_path, method, kv):
     path = make_model(tmp_path / "m.gguf", wtype="F32", **SIZES)
-    expected, actual = sessions(path, method, kv=kv)
+    expected, actual = on_host_and_device(path, method, kv=kv)
     a, b = (sequence.prefill(PROMPT[:90]) for sequence in (expected, actual))
     for _ in range(2):
         np.testing.assert_allclose(b, a, atol=4e-3)
         token = int(a.argmax())
         a, b = (sequence.decode(token) for sequence in (expected, actual))
-    assert expected.ledger.as_dict()["rows_attended"] == actual.ledger.as_dict()["rows_attended"]
+    assert expected.ledger()["rows_attended"] == actual.ledger()["rows_attended"]
 
 
 @pytest.mark.parametrize("kv", ["device", "host"])
@@ -124,7 +125,7 @@ def test_architectures(tmp_path, arch, kv):
     """Scales, scaled queries, partial rotation and layers without any."""
     sizes = {**SIZES, "n_head": 2, "n_head_kv": 1, "n_layer": 4 if arch == "smollm3" else 2}
     path = make_model(tmp_path / "m.gguf", arch=arch, wtype="F32", n_ctx=512, **sizes)
-    expected, actual = sessions(path, "full", kv=kv)
+    expected, actual = on_host_and_device(path, "full", kv=kv)
     a, b = (sequence.prefill(PROMPT[:110]) for sequence in (expected, actual))
     for _ in range(2):
         np.testing.assert_allclose(b, a, atol=4e-3)
@@ -141,16 +142,16 @@ def test_what_has_no_kernels_is_refused_or_runs_on_the_cpu(tmp_path, arch, what,
     config = SessionConfig(device="cuda")
     with pytest.raises(SparseKVError, match=f"{arch} with {what} does not run on a GPU; use --de"):
         open_sequence(path, build_method("full", {}), config)
-    monkeypatch.setattr(engine, "may_have_device", lambda: True)
+    monkeypatch.setattr(machine, "may_have_device", lambda: True)
     sequence = open_sequence(path, build_method("full", {}), SessionConfig(device="auto"))
-    assert isinstance(sequence.engine, engine.HostEngine)
+    assert isinstance(sequence.engine, HostEngine)
     assert sequence.engine.note == f"the GPU is not used: {what} run on the CPU"
 
 
 @pytest.mark.parametrize("method", ["full", "lfps"])
 def test_a_sequence_that_is_forgotten_leaves_no_cache_behind(tmp_path, method):
     path = make_model(tmp_path / "m.gguf", wtype="F32", **SIZES)
-    _, sequence = sessions(path, method)
+    _, sequence = on_host_and_device(path, method)
     sequence.prefill(PROMPT[:90])
     sequence.decode(5)
     caches = [weakref.ref(cache) for cache in sequence.caches]
@@ -159,25 +160,25 @@ def test_a_sequence_that_is_forgotten_leaves_no_cache_behind(tmp_path, method):
     assert [cache() for cache in caches] == [None] * len(caches)
 
 
-def test_calibration_and_batch_on_the_device(tmp_path, monkeypatch):
+def test_calibration_and_two_sequences_on_the_device(tmp_path, monkeypatch):
     """A method that is calibrated through the device's prefill, and two sequences at once."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = make_model(tmp_path / "m.gguf", n_ctx=512, **SIZES)
     config = SessionConfig(threads=1, device="cuda", prefill_dtype="f32")
     method = build_method("fasa", {"budget": "24", "dense_layers": "0"})
     sequence = open_sequence(path, method, config)
-    batch = Batch(sequence, 2)
-    for i, n in enumerate((40, 60)):
-        batch.use(i).prefill(PROMPT[:n])
-    together = batch.decode([5, 6])
-    ledger = batch.ledger(2)
+    both = [sequence, sequence.another()]
+    for each, n in zip(both, (40, 60), strict=True):
+        each.prefill(PROMPT[:n])
+    together = decode_together(both, [5, 6])
+    ledger = ledger_of([cache for each in both for cache in each.caches])
     assert ledger["bytes_device"] > 0 and ledger["sparse_rows_attended"] == 2 * 4 * 24
     sequence = open_sequence(path, method, config)
     sequence.prefill(PROMPT[:60])
     np.testing.assert_allclose(sequence.decode(6), together[1], atol=1e-4)
 
 
-def test_a_batch_is_decoded_in_common_launches(tmp_path, monkeypatch):
+def test_sequences_are_decoded_in_common_launches(tmp_path, monkeypatch):
     """Once a layer, for sequences of any lengths; one that comes to them later joins them."""
     path = make_model(tmp_path / "m.gguf", n_ctx=512, wtype="F32", **SIZES)
     sequence = open_sequence(
@@ -188,7 +189,6 @@ def test_a_batch_is_decoded_in_common_launches(tmp_path, monkeypatch):
         sequence.reset()
         sequence.prefill(PROMPT[i : i + n])
         expected.append([sequence.decode(5), sequence.decode(7)])
-    sequence.reset()
     launched, decode = [], DeviceDense.decode
 
     def watched(cache, x, out):
@@ -196,12 +196,12 @@ def test_a_batch_is_decoded_in_common_launches(tmp_path, monkeypatch):
         return decode(cache, x, out)
 
     monkeypatch.setattr(DeviceDense, "decode", watched)
-    batch = Batch(sequence, 3)
-    for i, n in enumerate(lengths):
-        batch.use(i).prefill(PROMPT[i : i + n])
-    two = batch.decode([5, 5])
-    batch.use(2).decode(5)
-    three = batch.decode([7, 7, 7])
+    sequences = [sequence.another() for _ in lengths]
+    for i, (each, n) in enumerate(zip(sequences, lengths, strict=True)):
+        each.prefill(PROMPT[i : i + n])
+    two = decode_together(sequences[:2], [5, 5])
+    sequences[2].decode(5)
+    three = decode_together(sequences, [7, 7, 7])
     n_layer = sequence.model.hparams.n_layer
     assert launched == [2] * n_layer + [1] * n_layer + [3] * n_layer
     np.testing.assert_allclose(two, [rows[0] for rows in expected[:2]], atol=1e-4)
@@ -231,9 +231,9 @@ def test_a_step_is_planned_where_the_last_plan_does_not_hold(tiny_model, monkeyp
     assert planned == [61, 62, 67]
 
 
-def test_a_session_draws_on_the_device_what_the_host_draws(tmp_path, monkeypatch):
+def test_a_sequence_draws_on_the_device_what_the_host_draws(tmp_path, monkeypatch):
     path = make_model(tmp_path / "m.gguf", wtype="F32", n_layer=1, **SIZES)
-    _, sequence = sessions(path, "full")
+    _, sequence = on_host_and_device(path, "full")
     answers = []
     for on_device in (False, True):
         sampler = make_sampler(SamplingParams(seed=7, temp=1.5))

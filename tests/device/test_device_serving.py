@@ -1,4 +1,4 @@
-"""Several sequences of a sequence on the device: of several methods, and what each draws."""
+"""Several sequences on the device: of several methods, and what each draws."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from opened import generated, open_sequence
+from opened import decode_together, generated
 
-from sparsekv_cli.batch import Batch
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.device.step import StepBuffers
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.methods import build_method
+from sparsekv_cli.model import Model, load_model
 from sparsekv_cli.sampling.chain import make_sampler
 from sparsekv_cli.sampling.params import SamplingParams
-from sparsekv_cli.sequence import Sequence
-from sparsekv_cli.serve.jobs import Finished, Job, NewToken, Wish
+from sparsekv_cli.serve.jobs import Finished, Job, NewToken, Request
 from sparsekv_cli.serve.scheduler import Scheduler
 
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, 400, 120)]
@@ -34,47 +33,44 @@ PAIRS = (
 
 
 @pytest.fixture
-def open_session(tiny_model) -> Callable[[int], Sequence]:
-    """Opens a sequence on a model of so many layers."""
+def open_model(tiny_model) -> Callable[[int], Model]:
+    """Opens a model of so many layers."""
     config = SessionConfig(threads=1, device="cuda", prefill_dtype="f32", ctx_size=256)
     full = build_method("full", {})
-    return lambda n_layer: open_sequence(
+    return lambda n_layer: load_model(
         tiny_model(wtype="F32", n_layer=n_layer, **SIZES), full, config
     )
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_sequences_of_several_methods(pair, open_session):
+def test_sequences_of_several_methods(pair, open_model):
     """As each alone."""
     *methods, n_layer = pair
-    sequence, states, expected = open_session(n_layer), [], []
+    model, sequences, expected = open_model(n_layer), [], []
     for (name, options), n in zip(methods, (60, 75), strict=True):
-        sequence.attention = sequence.model.attention_of(build_method(name, options), 0)
-        sequence.reset()
+        sequence = model.sequence(model.attention_of(build_method(name, options), 0))
         sequence.prefill(PROMPT[:n])
         expected.append(sequence.decode(5))
         sequence.rewind(n)
-        states.append(sequence.state)
-    logits = sequence.decode_batch([5, 5], states[::-1])
+        sequences.append(sequence)
+    logits = decode_together(sequences[::-1], [5, 5])
     np.testing.assert_allclose(logits, expected[::-1], atol=1e-4)
-    assert [[cache.n for cache in state.caches] for state in states] == [
+    assert [[cache.n for cache in each.caches] for each in sequences] == [
         [61] * n_layer, [76] * n_layer
     ]  # fmt: skip
 
 
-def test_a_batch_draws_what_its_sequences_draw_alone(open_session, monkeypatch):
+def test_sequences_draw_together_what_each_draws_alone(open_model, monkeypatch):
     """By their own settings and seeds; some on the host, and again behind a step that failed."""
-    sequence = open_session(1)
+    model = open_model(1)
     params = SamplingParams(seed=7, temp=1.5), SamplingParams(seed=8, top_k=0, top_p=0.8)
     prompts, alone = (PROMPT[:20], PROMPT[30:80]), []
     for prompt, each in zip(prompts, params, strict=True):
-        sequence.reset()
-        alone.append(list(generated(sequence, prompt, make_sampler(each).sample, 4)))
-    sequence.reset()
-    batch, samplers = Batch(sequence, 2), [make_sampler(each) for each in params]
+        alone.append(list(generated(model.sequence(), prompt, make_sampler(each).sample, 4)))
+    sequences, samplers = [model.sequence() for _ in prompts], [make_sampler(p) for p in params]
     found = []
-    for i, prompt in enumerate(prompts):
-        found.append([samplers[i](batch.use(i).prefill(prompt), [])])
+    for sequence, prompt, sample in zip(sequences, prompts, samplers, strict=True):
+        found.append([sample(sequence.prefill(prompt), [])])
     outcomes = StepBuffers.outcomes
 
     def fail(*args):
@@ -83,16 +79,17 @@ def test_a_batch_draws_what_its_sequences_draw_alone(open_session, monkeypatch):
 
     for step in range(3):
         samples = [samplers[0], samplers[1] if step != 1 else samplers[1].sample]
+        rows = [tokens[-1:] for tokens in found]
         if step == 2:
             monkeypatch.setattr(StepBuffers, "outcomes", fail)
             with pytest.raises(MemoryError):
-                batch.decode_next([tokens[-1] for tokens in found], samples)
-        given = batch.decode_next([tokens[-1] for tokens in found], samples)
+                model.engine.decode(sequences, rows, samples)
+        given = [each for (each,) in model.engine.decode(sequences, rows, samples)]
         assert [isinstance(each, int) for each in given] == [True, step != 1]
         for tokens, sample, each in zip(found, samples, given, strict=True):
             tokens.append(each if isinstance(each, int) else sample(each, []))
     assert found == alone
-    buffers = sequence.model.decoder._buffers
+    buffers = model.decoder._buffers
     buffers._host_chosen[:] = torch.tensor([[3.0, 1.0], [0.0, np.nan]])
     damaged, token = buffers.outcomes([1, 0], [True, True])
     assert token == 3
@@ -100,12 +97,12 @@ def test_a_batch_draws_what_its_sequences_draw_alone(open_session, monkeypatch):
         samplers[0](damaged, [])
 
 
-def test_serve_draws_where_the_logits_are(open_session, monkeypatch):
+def test_serve_draws_where_the_logits_are(open_model, monkeypatch):
     """An answer that joins when another has ended needs them on the host, for its logprobs."""
-    sequence = open_session(1)
-    wishes = [
-        Wish(PROMPT[20 * i : 30 + 25 * i], sequence.method, 0, n, SamplingOptions(options), seed=i,
-             logprobs=1 if i == 2 else None, n_bins=4 * i)
+    model = open_model(1)
+    requests = [
+        Request(PROMPT[20 * i : 30 + 25 * i], model.method, 0, n, SamplingOptions(options), seed=i,
+                logprobs=1 if i == 2 else None, n_bins=4 * i)
         for i, (n, options) in enumerate([(3, {"temp": 1.5}), (5, {"top_k": 9}), (2, {})])
     ]  # fmt: skip
     outcomes, seen = StepBuffers.outcomes, set()
@@ -117,9 +114,9 @@ def test_serve_draws_where_the_logits_are(open_session, monkeypatch):
     monkeypatch.setattr(StepBuffers, "outcomes", watched)
 
     def texts(n_parallel: int) -> list[str]:
-        events = [[] for _ in wishes]
-        jobs = [Job(w, each.append, 60.0) for w, each in zip(wishes, events, strict=True)]
-        scheduler = Scheduler(sequence, n_parallel=n_parallel, n_queue=8, kv_bytes=1 << 30)
+        events = [[] for _ in requests]
+        jobs = [Job(r, each.append, 60.0) for r, each in zip(requests, events, strict=True)]
+        scheduler = Scheduler(model, n_parallel=n_parallel, n_queue=8, kv_bytes=1 << 30)
         scheduler.submit(jobs)
         scheduler.start()
         scheduler.stop()
@@ -127,9 +124,10 @@ def test_serve_draws_where_the_logits_are(open_session, monkeypatch):
         return ["".join(e.text for e in each if isinstance(e, NewToken | Finished))
                 for each in events]  # fmt: skip
 
-    sequence.engine.chooses_tokens = False
-    alone = texts(1)
+    decode = model.engine.decode
+    with monkeypatch.context() as patched:  # no step is told how its tokens are chosen
+        patched.setattr(model.engine, "decode", lambda sequences, rows, _: decode(sequences, rows))
+        alone = texts(1)
     assert not seen and all(alone)
-    sequence.engine.chooses_tokens = True
     assert texts(2) == alone
     assert seen >= {(True, True), (True, False)}

@@ -21,7 +21,7 @@ def sequence(tiny_model):
     opened = open_sequence(model, build_method("full", {}), config)
     opened.prefill(list(range(3, 40)))
     yield opened
-    opened.gguf.close()
+    opened.model.gguf.close()
 
 
 def test_steps_are_counted_while_the_device_works(sequence, monkeypatch):

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 from gguf.quants import dequantize
-from opened import open_sequence
 from tiny_models import make_model
 
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.weights.formats import FORMATS
 from sparsekv_cli.kernels.weights.packed import PACKABLE
 from sparsekv_cli.methods import build_method
+from sparsekv_cli.model import load_model
 
 torch = pytest.importorskip("torch")
 
@@ -23,7 +23,7 @@ IDS = [1, 262, 280, 17, 310, 99, 266, 4, 401, 267]
 
 def weights_of(path):
     config = SessionConfig(threads=1, prefill_dtype="f32")
-    return open_sequence(path, build_method("full", {}, budget=None), config).decoder.weights
+    return load_model(path, build_method("full", {}, budget=None), config).decoder.weights
 
 
 @pytest.mark.parametrize("name", sorted(set(FORMATS) - set(PACKABLE)))
@@ -46,7 +46,7 @@ def test_such_a_model_gives_the_logits_of_the_cpu(name, tmp_path):
     logits = []
     for device in ("cpu", "cuda"):
         config = SessionConfig(threads=1, device=device, prefill_dtype="f32", chunk=32)
-        sequence = open_sequence(path, build_method("full", {}, budget=None), config)
+        sequence = load_model(path, build_method("full", {}, budget=None), config).sequence()
         logits.append(np.stack([sequence.prefill(IDS), sequence.decode(7)]))
     expected, found = logits
     assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()  # weights of 8 bits

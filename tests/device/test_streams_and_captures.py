@@ -66,13 +66,13 @@ def test_steps_and_captures(method, engine, plain):
 def test_tokens_are_chosen_in_the_captures(method, engine, plain):
     """Those that the host's chain draws from the logits, which stay on the device."""
     host, on_device = (make_sampler(SamplingParams(seed=1, temp=2.0)) for _ in range(2))
-    sequence, caches, cuda = engine.sequence, engine.caches(method), engine.cuda
+    decoder, caches, cuda = engine.model.decoder, engine.caches(method), engine.cuda
     engine.prefill(caches)
-    found_logits = sequence.model.decoder._buffers._host_logits.numpy()
+    found_logits = decoder._buffers._host_logits.numpy()
     found_logits[:] = np.nan
     for i, (logits,) in enumerate(plain[method][1:]):
         n = N_PROMPT + i
-        (chosen,) = sequence.model.decoder.choose_batch([on_device], [5 + n], [n], [caches])
+        (chosen,) = decoder.choose_batch([on_device], [5 + n], [n], [caches])
         assert chosen == host(logits, [])
     assert not cuda.found
     assert np.isnan(found_logits).all()
@@ -87,7 +87,7 @@ def test_sequences_that_come_and_go(method, engine, plain):
 
 def test_a_prompt_behind_a_step_that_was_broken_off(engine, monkeypatch):
     """What the step has begun beside is done before it is read, and nothing of it is left."""
-    decoder, logits = engine.sequence.model.decoder, []
+    decoder, logits = engine.model.decoder, []
     for breaks in (False, True):
         caches = engine.caches("freekv")
         engine.prefill(caches)

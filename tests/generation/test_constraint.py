@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ import pytest
 from tiny_vocabularies import CONTROL, USER_DEFINED, bpe_metadata
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.generation.answer import Answer, AnswerBuilder
+from sparsekv_cli.generation.answer import Answer
 from sparsekv_cli.generation.conversation import encode_messages
+from sparsekv_cli.generation.generation import Generation
 from sparsekv_cli.generation.sampler import MakeConstraint, SamplingOptions, constraint_maker
 from sparsekv_cli.models.chat.thinking import CHANNEL_MARKS, MARKERS, thinking_of
 from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from sparsekv_cli.sampling.grammar import read_grammar
+from sparsekv_cli.sequence import Checkpoint
 
 FOLDER = Path(__file__).parents[1] / "data" / "templates"
 TEMPLATES = {path.stem: path.read_text("utf-8") for path in sorted(FOLDER.glob("*.jinja"))}
@@ -73,15 +76,24 @@ def answered(
     constraint = maker(kind)(sampling, thinking, think)
     assert constraint is not None
     prompt = prompt_of(template, kind, think)
-    builder = AnswerBuilder(
-        tokenizer, (), lambda text: None, constraint, thinking=thinking, prompt=prompt
+    generation = Generation(
+        tokenizer, ended(prompt, n), unused, constraint=constraint, thinking=thinking
     )
-    constraint.restart(prompt, n)
     wants = tokenizer.encode(wanted, add_bos=False, add_eos=False)
     for token in chosen(constraint, wants, tokenizer, n):
-        if builder.push(token):
+        if generation.push(token):
             break
-    return builder.finish()
+    return generation.finish()
+
+
+def ended(prompt: Sequence[int], n: int) -> Any:
+    """A sequence that ends with a prefill of ``prompt``, with room for n tokens."""
+    at = Checkpoint(len(prompt), np.zeros(1, np.float32))
+    return SimpleNamespace(tokens=list(prompt), n_ctx=len(prompt) + n, checkpoint=at)
+
+
+def unused(logits: np.ndarray, tokens: Sequence[int]) -> int:
+    raise AssertionError("the tokens are given")
 
 
 def chosen(constraint: Any, wants: Sequence[int], tokenizer: Tokenizer, n: int) -> Any:

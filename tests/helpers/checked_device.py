@@ -19,7 +19,6 @@ import pytest
 import torch
 from fake_cuda import FakeCuda, as_one
 from memory_ranges import EMPTY, Ranges
-from opened import open_sequence
 from tiny_models import make_model
 
 from sparsekv_cli.cache.layer import LayerCache
@@ -37,7 +36,7 @@ from sparsekv_cli.kernels import clock
 from sparsekv_cli.kernels.freekv import pages as page_cache
 from sparsekv_cli.kernels.weights import matmul, matvec
 from sparsekv_cli.methods import build_method
-from sparsekv_cli.sequence import Sequence
+from sparsekv_cli.model import Model, load_model
 
 SHAPE = {"n_layer": 2, "n_ctx": 512, "n_embd": 64, "n_ff": 64, "n_vocab": 259, "n_head": 2,
          "n_head_kv": 1, "head_dim": 32, "wtype": "F32"}  # fmt: skip
@@ -63,14 +62,14 @@ LENGTHS = N_PROMPT, N_PROMPT - 9  # of sequences that decode together
 class Checked:
     """One engine, and the caches of the method that decodes."""
 
-    sequence: Sequence
+    model: Model
     cuda: FakeCuda | None
 
     def caches(self, name: str) -> list[LayerCache]:
         """New caches of a method in METHODS."""
         kind, options = METHODS[name]
         method = build_method(kind, options, dense_layers=None if kind == "full" else "none")
-        decoder, engine = self.sequence.model.decoder, self.sequence.engine
+        decoder, engine = self.model.decoder, self.model.engine
         rng, size = np.random.default_rng(5), SHAPE["n_head_kv"] * SHAPE["head_dim"]
         ranks = [rng.permutation(SHAPE["head_dim"] // 2) for _ in range(SHAPE["n_head_kv"])]
         vectors = np.linalg.qr(rng.standard_normal((size, size)))[0].astype(np.float32)
@@ -87,18 +86,18 @@ class Checked:
         ids = np.random.default_rng(0).integers(3, SHAPE["n_vocab"], n).tolist()
         for cache in caches:
             cache.reserve(n + 64)
-        self.sequence.model.decoder.prepare(n)
-        return self.sequence.model.decoder.forward(ids, 0, caches)
+        self.model.decoder.prepare(n)
+        return self.model.decoder.forward(ids, 0, caches)
 
     def step(self, batch: Ids[Ids[LayerCache]]) -> np.ndarray:
         """Logits of a step of sequences together: f32 (B, n_vocab)."""
         lengths = [caches[0].n for caches in batch]
         tokens = [5 + n for n in lengths]
-        return self.sequence.model.decoder.decode_batch(tokens, lengths, batch)
+        return self.model.decoder.decode_batch(tokens, lengths, batch)
 
     def decode(self, caches: Ids[LayerCache], n: int, n_steps: int = N_STEPS) -> np.ndarray:
         """Logits of steps behind n rows: f32 (n_steps, n_vocab)."""
-        decoder = self.sequence.model.decoder
+        decoder = self.model.decoder
         return np.stack([decoder.decode(5 + n + i, n + i, caches) for i in range(n_steps)])
 
 
@@ -165,12 +164,12 @@ def checked(path: Path, cuda: FakeCuda | None) -> Iterator[Checked]:
         patch.setattr(matvec, "_tiling", lambda *_: (64, 1))
         config = SessionConfig(threads=1, device="cuda", prefill_dtype="f32", chunk=32)
         if cuda is None:
-            yield Checked(open_sequence(path, build_method("full", {}), config), None)
+            yield Checked(load_model(path, build_method("full", {}), config), None)
             return
         with cuda:
             declare(patch, cuda)
             patch.setattr(found_devices, "find_cuda", lambda _: torch.device("cuda"))
-            yield Checked(open_sequence(path, build_method("full", {}), config), cuda)
+            yield Checked(load_model(path, build_method("full", {}), config), cuda)
 
 
 def write_model(folder: Path, **options: Any) -> Path:

@@ -1,4 +1,4 @@
-"""Sessions that keep prompts in a folder of a test, and what they say about it."""
+"""Sequences that keep prompts in a folder of a test, and what they say about it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from opened import OpenSequence
 
 from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.prefix.folder import PrefixFolder
 from sparsekv_cli.prefix.prefixes import Prefixes, Root
-from sparsekv_cli.sequence import Sequence
 
 LIMIT = 1 << 30  # bytes
 N_SMALL_LAYERS = 2
@@ -51,8 +51,8 @@ def small_layers(n: int = 0) -> list[DenseCache]:
     return caches
 
 
-def keeping(sequence: Sequence, folder: Path, limit: int = LIMIT) -> list[str]:
-    """Lets ``session`` keep its prompts in ``folder``; returns the lines that it will say."""
+def keeping(sequence: OpenSequence, folder: Path, limit: int = LIMIT) -> list[str]:
+    """Lets ``sequence`` keep its prompts in ``folder``; returns the lines that it will say."""
     said: list[str] = []
     method = sequence.method
     types = method.cache_type_k, method.cache_type_v
@@ -69,7 +69,7 @@ def keeping(sequence: Sequence, folder: Path, limit: int = LIMIT) -> list[str]:
     return said
 
 
-def keep(sequence: Sequence, ids: list[int]) -> np.ndarray:
+def keep(sequence: OpenSequence, ids: list[int]) -> np.ndarray:
     """Prefills ``ids`` and keeps their rows; the logits after them."""
     assert sequence.rows is not None
     logits = sequence.prefill(ids)

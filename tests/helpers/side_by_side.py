@@ -149,7 +149,7 @@ def _widened(x: np.ndarray) -> np.ndarray:
     return wide
 
 
-def assert_sessions_agree(
+def assert_devices_agree(
     folder: Path,
     method: str,
     options: dict[str, str],
@@ -164,21 +164,21 @@ def assert_sessions_agree(
         folder / "m.gguf", n_ctx=512, n_embd=64, n_ff=64, n_vocab=400, head_dim=32, wtype="F32"
     )
     prompt = [int(token) for token in np.random.default_rng(0).integers(3, 400, n_prompt + 40)]
-    sessions = [
+    sequences = [
         open_sequence(
             path, build_method(method, options),
             SessionConfig(threads=1, device=device, prefill_dtype="f32", chunk=64, kv=kv),
         )
         for device in ("cpu", "cuda")
     ]  # fmt: skip
-    logits = [sequence.prefill(prompt[:n_prompt]) for sequence in sessions]
+    logits = [sequence.prefill(prompt[:n_prompt]) for sequence in sequences]
     for step in range(n_steps + 1):
         if step == n_steps:
-            logits = [sequence.prefill(prompt[n_prompt:]) for sequence in sessions]
+            logits = [sequence.prefill(prompt[n_prompt:]) for sequence in sequences]
         np.testing.assert_allclose(logits[1], logits[0], atol=atol)
         token = int(logits[0].argmax())
-        logits = [sequence.decode(token) for sequence in sessions]
+        logits = [sequence.decode(token) for sequence in sequences]
     np.testing.assert_allclose(logits[1], logits[0], atol=atol)
-    host, device = (sequence.ledger() for sequence in sessions)
+    host, device = (sequence.ledger() for sequence in sequences)
     assert host["sparse_rows_attended"] == device["sparse_rows_attended"] > 0
     assert device["bytes_device"] > 0

@@ -1,4 +1,4 @@
-"""Sessions on a tiny model whose heads are like those of real ones, for tests of every method."""
+"""Sequences on a tiny model whose heads are like those of real ones, for tests of every method."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from opened import open_sequence
+from opened import OpenSequence, open_sequence
 
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
@@ -34,7 +34,7 @@ def open_tiny(
     ctx_size: int = 0,
     sparse_from: int = 0,
     shape: Mapping[str, Any] = SHAPE,
-) -> Sequence:
+) -> OpenSequence:
     """A sequence with one thread and f32 prefill; a method's name and options as on the command
     line (``full`` has no budget), ``types`` of K and V, the model's ``shape``.
     """

@@ -42,7 +42,7 @@ def test_pages_of_dense_layers_read_the_rows_as_they_are(types, sequence_of, mon
     np.testing.assert_array_equal(*logits)
     text = tokens(6, 1)
     np.testing.assert_array_equal(decoded(paged, text), decoded(quest, text))
-    counts = paged.ledger.as_dict()
+    counts = paged.ledger()
     assert 0 < counts["sparse_rows_attended"] < 0.6 * counts["sparse_rows_total"]
 
 
@@ -88,14 +88,14 @@ def test_selecting_every_row_equals_dense(name, budget, types, sequence_of, monk
 def test_types_change_the_answer_a_little(name, sequence_of):
     """Each type by itself, and both; less than leaving out most rows does."""
     half = ("f16", "f16")
-    sessions = [
+    sequences = [
         sequence_of(name, budget="100%", dense_layers="none", types=types)
         for types in (half, *TYPES)
     ]
-    sessions.append(sequence_of("streaming", budget="10", dense_layers="none"))
-    for sequence in sessions:
+    sequences.append(sequence_of("streaming", budget="10", dense_layers="none"))
+    for sequence in sequences:
         sequence.prefill(tokens(80))
-    exact, *others = (decoded(sequence, tokens(20, 1)) for sequence in sessions)
+    exact, *others = (decoded(sequence, tokens(20, 1)) for sequence in sequences)
     *errors, of_streaming = (np.abs(other - exact).mean() for other in others)
     for error, types in zip(errors, TYPES, strict=True):
         share = 0.8 if "q4_0" in types else 0.2

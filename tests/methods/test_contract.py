@@ -1,6 +1,6 @@
 """What every registered method promises, whatever it does. A new one is tested here by itself.
 
-Whole sessions on tiny models; test_rewinds.py has what holds when a sequence goes back, and
+Whole sequences on tiny models; test_rewinds.py has what holds when a sequence goes back, and
 test_limits.py goes layer by layer.
 """
 
@@ -44,7 +44,7 @@ def test_a_budget_of_the_context_changes_no_bit(name, budget, sequence_of):
         prompt, text = tokens(n_prompt, seed), tokens(n_steps, seed + 1)
         np.testing.assert_array_equal(full.prefill(prompt), sparse.prefill(prompt))
         np.testing.assert_array_equal(decoded(full, text), decoded(sparse, text))
-    counts = sparse.ledger.as_dict()
+    counts = sparse.ledger()
     assert counts["sparse_rows_attended"] == counts["sparse_rows_total"] > 0
 
 
@@ -55,7 +55,7 @@ def test_all_layers_dense_is_full(name, layers, sequence_of):
     for sequence in (full, sparse):
         sequence.prefill(tokens(60))
     np.testing.assert_array_equal(decoded(full, tokens(5, 1)), decoded(sparse, tokens(5, 1)))
-    assert sparse.ledger.as_dict().get("sparse_rows_total", 0) == 0
+    assert sparse.ledger().get("sparse_rows_total", 0) == 0
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -80,7 +80,7 @@ def test_a_small_budget_changes_the_answer_and_is_counted(name, sequence_of):
     for sequence in (full, sparse):
         sequence.prefill(tokens(300))
     assert np.abs(decoded(full, tokens(20, 1)) - decoded(sparse, tokens(20, 1))).max() > 1e-3
-    counts, whole = sparse.ledger.as_dict(), full.ledger.as_dict()
+    counts, whole = sparse.ledger(), full.ledger()
     assert counts["rows_total"] == counts["sparse_rows_total"] == whole["rows_total"]
     assert 0 < counts["sparse_rows_attended"] < 0.7 * counts["sparse_rows_total"]
     assert counts["bytes_read"] > 0
@@ -221,6 +221,6 @@ def test_odd_shapes(name, shape, sequence_of):
         answers.append(decoded(small, tokens(30, 1)))
     assert np.isfinite(answers[0]).all()
     np.testing.assert_array_equal(*answers)
-    counts = small.ledger.as_dict()
+    counts = small.ledger()
     if name != "full":
         assert 0 < counts["sparse_rows_attended"] < 0.9 * counts["sparse_rows_total"]

@@ -36,7 +36,7 @@ def test_the_depths_of_three_models(name):
 
 
 @pytest.mark.parametrize("name", DEPTHS)
-def test_a_session_is_dense_up_to_its_depth(name, sequence_of):
+def test_a_sequence_is_dense_up_to_its_depth(name, sequence_of):
     """It has the bits of ``full`` in all steps to 100 rows, and no longer in the next one."""
     sparse = sequence_of(name, budget="12", sparse_from=100)
     full = sequence_of("full")
@@ -50,7 +50,7 @@ def test_a_session_is_dense_up_to_its_depth(name, sequence_of):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_depth_of_a_session(name, sequence_of):
+def test_the_depth_of_a_sequence(name, sequence_of):
     """Methods that drop rows, or are dense anyway, have none."""
     sequence = sequence_of(name, budget="12", sparse_from=-1)
     work = build_method(name, {}).work_of_a_head

@@ -1,4 +1,4 @@
-"""FreeKV's two tiers of memory, the thread that works ahead, sessions, options."""
+"""FreeKV's two tiers of memory, the thread that works ahead, sequences, options."""
 
 from __future__ import annotations
 
@@ -265,18 +265,18 @@ def test_a_failure_ahead_is_raised_and_loses_nothing(monkeypatch):
         assert cache.n == n + 1
 
 
-# --- sessions -------------------------------------------------------------------------------------
+# --- sequences ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def opened(sequence_of):
-    """Opens sessions whose layers all attend to 48 rows, but for what the options say."""
+    """Opens sequences whose layers all attend to 48 rows, but for what the options say."""
     common = {"budget": "48", "dense_layers": "none"}
     return lambda **options: sequence_of("freekv", common | options)
 
 
 @pytest.mark.parametrize("overlap", ["false", "true"])
-def test_a_rewound_session_equals_a_fresh_one(overlap, opened):
+def test_a_rewound_sequence_equals_a_fresh_one(overlap, opened):
     prompt, question, answer = tokens(8 * CHUNK), tokens(7, 1), tokens(40, 2)
     used = opened(overlap=overlap)
     for keep in (8 * CHUNK, 5 * CHUNK, 2 * CHUNK, 0):

@@ -1,4 +1,4 @@
-"""LFPS in whole sessions: how it starts, its dense layers, its ledger."""
+"""LFPS in whole sequences: how it starts, its dense layers, its ledger."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def test_dense_layers_of_lfps_choose_pages_when_the_context_is_long(sequence_of,
         sequence.prefill(tokens(60))
     text = tokens(10, 1)
     np.testing.assert_array_equal(decoded(paged, text), decoded(full, text))
-    assert paged.ledger.as_dict().get("sparse_rows_total", 0) == 0
+    assert paged.ledger().get("sparse_rows_total", 0) == 0
     for sequence in (paged, quest):
         sequence.rewind(0)
         sequence.prefill(tokens(90))
     np.testing.assert_array_equal(decoded(paged, text), decoded(quest, text))
-    counts = paged.ledger.as_dict()
+    counts = paged.ledger()
     assert 0 < counts["sparse_rows_attended"] < counts["sparse_rows_total"] / 2
     for sequence in (paged, full):
         sequence.rewind(0)

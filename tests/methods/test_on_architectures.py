@@ -1,4 +1,4 @@
-"""Every method on every architecture beyond the first three: whole sessions on tiny models.
+"""Every method on every architecture beyond the first three: whole sequences on tiny models.
 
 Layers without RoPE, partial rotation, queries scaled by position, other attention scales, experts,
 windows, softcaps and sinks.
@@ -57,7 +57,7 @@ def pairs(names) -> list:
 
 
 def open_pair(sequence_of, name: str, case: str, budget: str, options=None):
-    """Sessions of ``full`` and of the method with this budget, both prefilled."""
+    """Sequences of ``full`` and of the method with this budget, both prefilled."""
     full = sequence_of("full", shape=shape(case))
     sparse = sequence_of(name, options, budget=budget, dense_layers="none", shape=shape(case))
     prompt = tokens(N_PROMPT)
@@ -75,7 +75,7 @@ def test_a_budget_of_the_context_changes_no_bit_and_a_small_one_is_counted(name,
     _, small = open_pair(sequence_of, name, case, "10")
     answers = decoded(small, text)
     assert np.isfinite(answers).all() and np.abs(answers - exact).max() > 1e-4
-    counts = small.ledger.as_dict()
+    counts = small.ledger()
     assert 0 < counts["sparse_rows_attended"] < 0.9 * counts["sparse_rows_total"]
     small.rewind(N_PROMPT)
     np.testing.assert_array_equal(answers, decoded(small, text))
@@ -128,7 +128,7 @@ def test_the_sparse_path_over_all_rows_is_full(name, case, sequence_of, tiny_mod
             continue
         _, counts = cache.attended
         assert set(counts.tolist()) == {n}
-    sparse.gguf.close()
+    sparse.model.gguf.close()
 
 
 @pytest.mark.parametrize(("name", "case"), pairs(sorted(NEARER)))

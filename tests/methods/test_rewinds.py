@@ -79,13 +79,13 @@ def test_an_answer_again_has_the_same_bits(case, budget, sequence_of):
 @pytest.mark.parametrize("case", CASES)
 def test_a_turn_behind_an_answer_again_is_as_behind_the_first(case, sequence_of):
     name, options = CASES[case]
-    sessions = [sequence_of(name, options, budget="12") for _ in range(2)]
+    sequences = [sequence_of(name, options, budget="12") for _ in range(2)]
     prompt, answer, question = tokens(9 * CHUNK), tokens(150, 1), tokens(40, 2)
-    for sequence in sessions:
+    for sequence in sequences:
         turn(sequence, prompt, answer)
-    answer_again(sessions[0], tokens(155, 3))
-    answer_again(sessions[0], answer)
-    again, first = (turn(sequence, question, tokens(20, 4)) for sequence in sessions)
+    answer_again(sequences[0], tokens(155, 3))
+    answer_again(sequences[0], answer)
+    again, first = (turn(sequence, question, tokens(20, 4)) for sequence in sequences)
     np.testing.assert_array_equal(again, first)
 
 
@@ -119,10 +119,10 @@ def test_turns_equal_one_forward(sequence_of):
     [(name, keep) for name in METHODS for keep in (*KEPT, 20 * CHUNK + 140, 20 * CHUNK, 0)]
     + [(case, keep) for case in CASES if case not in METHODS for keep in KEPT],
 )
-def test_a_rewound_session_equals_a_fresh_one(case, keep, sequence_of):
+def test_a_rewound_sequence_equals_a_fresh_one(case, keep, sequence_of):
     """Into an answer, to its beginning, into the prompt, and to nothing; then another turn.
 
-    A sequence that goes back further than it is told to has the same bits, too, once it has read the
+    A sequence that goes back further than it is told to has the same bits, too. First it reads the
     tokens that are missing.
     """
     name, options = CASES[case]
@@ -227,15 +227,15 @@ def test_an_interrupted_first_step_can_be_taken_again(name, sequence_of, monkeyp
 
 
 def answered(sequence_of, name: str) -> list[Sequence]:
-    """Two sessions with a prompt and an answer."""
-    sessions = [sequence_of(name, budget="12") for _ in range(2)]
-    for sequence in sessions:
+    """Two sequences with a prompt and an answer."""
+    sequences = [sequence_of(name, budget="12") for _ in range(2)]
+    for sequence in sequences:
         turn(sequence, tokens(3 * CHUNK), tokens(10, 2))
-    return sessions
+    return sequences
 
 
 def goes_on_like(sequence: Sequence, other: Sequence, before: Ids[int], name: str) -> None:
-    """``session`` has the tokens of before, or fewer if it may forget, and answers as ``other``."""
+    """``sequence`` has the tokens of before, or fewer if it may forget. It answers as ``other``."""
     kept = len(sequence.tokens)
     if kept < len(before):
         assert name in FORGETFUL and kept in (0, 3 * CHUNK)

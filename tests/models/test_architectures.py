@@ -155,14 +155,14 @@ def test_short_prompts_take_decodes_products_for_experts(dtype, repack, tmp_path
     path = make_model(tmp_path / "model.gguf", **QUANTISED_CASES["qwen2moe_Q8_0"])
     sequence, exact = open_model(path, prefill_dtype=dtype, repack=repack), open_model(path)
     least = sequence.model.decoder.least_many
-    assert exact.decoder.least_many == 1 and 17 < least <= len(IDS)
+    assert exact.model.decoder.least_many == 1 and 17 < least <= len(IDS)
     for n in (least - 1, least):
         sequence.reset(), exact.reset()
         found, expected = (each.prefill(IDS[:n], all_logits=True) for each in (sequence, exact))
         errors = [nmse(a, b) for a, b in zip(expected, found, strict=True)]
         assert np.median(errors) < 2e-3
         assert sequence.model.decoder._has_few_an_expert == (n < least)
-    sequence.model.gguf.close(), exact.gguf.close()
+    sequence.model.gguf.close(), exact.model.gguf.close()
 
 
 @pytest.mark.parametrize("name", ["qwen2moe_Q8_0", "qwen3moe_Q8_0"])

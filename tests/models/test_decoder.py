@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from opened import open_sequence
+from opened import OpenSequence, open_sequence
 from reference_decoder import kl_divergences, log_softmax, nmse, reference_logits
 from reference_records import (
     REFERENCE_CASES,
@@ -35,7 +35,9 @@ from sparsekv_cli.sequence import Sequence
 N_DECODED = 64  # positions of the default model that go through the fused path
 
 
-def open_model(path, *, prefill_dtype="f32", threads=1, chunk=512, activations="16") -> Sequence:
+def open_model(
+    path, *, prefill_dtype="f32", threads=1, chunk=512, activations="16"
+) -> OpenSequence:
     config = SessionConfig(
         prefill_dtype=prefill_dtype, threads=threads, chunk=chunk, activations=activations
     )
@@ -256,17 +258,17 @@ class DefaultModel:
 
     def __init__(self, path: Path) -> None:
         self.ids = smollm2_tokens().tolist()
-        self.session = open_model(path)
-        self.forward = self.session.prefill(self.ids, all_logits=True)
-        self.session.rewind(len(self.ids) - N_DECODED)
-        self.decoded = np.stack([self.session.decode(t) for t in self.ids[-N_DECODED:]])
+        self.sequence = open_model(path)
+        self.forward = self.sequence.prefill(self.ids, all_logits=True)
+        self.sequence.rewind(len(self.ids) - N_DECODED)
+        self.decoded = np.stack([self.sequence.decode(t) for t in self.ids[-N_DECODED:]])
 
 
 @pytest.fixture(scope="module")
 def smollm2(default_model):
     model = DefaultModel(default_model)
     yield model
-    model.session.model.gguf.close()
+    model.sequence.model.gguf.close()
 
 
 def test_default_model_agrees_with_llama_cpp(smollm2):
@@ -295,7 +297,7 @@ def test_default_model_decodes_what_it_prefills(smollm2):
 def test_repeated_text_is_predicted(smollm2):
     """A wrong rotary pairing still writes fluent text, but cannot copy from far back."""
     text = smollm2.ids[1:181]
-    sequence = smollm2.session
+    sequence = smollm2.sequence
     sequence.reset()
     logits = sequence.prefill([smollm2.ids[0], *text, *text], all_logits=True)
     surprise = -np.take_along_axis(log_softmax(logits[:-1]), np.array([*text, *text])[:, None], 1)
@@ -311,7 +313,7 @@ def test_prefill_of_eight_bits_stays_close(smollm2, dtype):
     if dtype == "int8" and not tiles_int8.is_available():
         pytest.skip("needs byte products (AVX2)")
     ids = smollm2.ids[:256]
-    sequence = open_model(smollm2.session.model.gguf.path, prefill_dtype=dtype, threads=2)
+    sequence = open_model(smollm2.sequence.model.gguf.path, prefill_dtype=dtype, threads=2)
     logits = sequence.prefill(ids, all_logits=True)
     expected = smollm2.forward[: len(ids)]
     assert np.mean(list(kl_divergences(expected, logits))) < 1e-2
@@ -322,7 +324,7 @@ def test_prefill_of_eight_bits_stays_close(smollm2, dtype):
 
 def test_decode_of_eight_bits_stays_close(smollm2):
     """KLD of llama.cpp's own .003 (AVX2 alone: .0032), nine in ten of the f32 path's choices."""
-    sequence = open_model(smollm2.session.model.gguf.path, activations="8", threads=2)
+    sequence = open_model(smollm2.sequence.model.gguf.path, activations="8", threads=2)
     decoded = decode_all(sequence, smollm2.ids[:129])[1:]
     expected = smollm2.forward[1:129]
     divergence = np.mean(list(kl_divergences(expected, decoded)))

@@ -35,22 +35,22 @@ def open_model(path, choice: str):
 def test_decode_is_the_same_but_for_rounding(wtype, tmp_path):
     path = tmp_path / "tiny.gguf"
     make_model(path, wtype=wtype)
-    sessions = [open_model(path, choice) for choice in ("off", "on")]
-    packed = sessions[1].decoder._decode_weights
+    sequences = [open_model(path, choice) for choice in ("off", "on")]
+    packed = sequences[1].model.decoder._decode_weights
     linears = [linear for layer in packed.layers for linear in layer.linears()]
     assert any(linear.repacked for linear in linears)
     for linear in [*linears, packed.output]:
         assert linear.repacked == interleaved.can_repack(linear.code, linear.n_rows)
     assert not packed.token_embd.repacked  # its rows are read one by one
-    first = [sequence.prefill(IDS) for sequence in sessions]
+    first = [sequence.prefill(IDS) for sequence in sequences]
     np.testing.assert_array_equal(*first)
     for token in IDS:
-        plain, repacked_ = (sequence.decode(token) for sequence in sessions)
+        plain, repacked_ = (sequence.decode(token) for sequence in sequences)
         np.testing.assert_allclose(repacked_, plain, atol=2e-4 * np.abs(plain).max())
         # Rounding flips some elements of a row to the next f16, which is not to add up.
-        for from_, to in zip(*(sequence.caches for sequence in sessions), strict=True):
+        for from_, to in zip(*(sequence.caches for sequence in sequences), strict=True):
             to.store.k[:], to.store.v[:] = from_.store.k, from_.store.v
-    for sequence, before in zip(sessions, first, strict=True):
+    for sequence, before in zip(sequences, first, strict=True):
         sequence.rewind(0)
         again = sequence.prefill(IDS)  # from pages that were released
         np.testing.assert_array_equal(before, again)
@@ -59,7 +59,7 @@ def test_decode_is_the_same_but_for_rounding(wtype, tmp_path):
 def test_auto_repacks_what_is_small_beside_the_memory(tmp_path, monkeypatch):
     path = tmp_path / "tiny.gguf"
     make_model(path, wtype="Q4_1")
-    weights = open_model(path, "off").decoder.weights
+    weights = open_model(path, "off").model.decoder.weights
     for memory, wanted in (
         (None, True),
         (4 * weights.n_bytes, True),

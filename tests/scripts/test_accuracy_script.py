@@ -7,7 +7,6 @@ import sys
 
 import numpy as np
 import pytest
-from opened import open_sequence
 from scripts_as_modules import load_script
 from tiny_models import make_model
 
@@ -16,6 +15,7 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation import needles
 from sparsekv_cli.evaluation.compare import build_spec, parse_methods
 from sparsekv_cli.methods import build_method
+from sparsekv_cli.model import load_model
 
 LENGTH, STEPS = 150, 6
 CONFIG = SessionConfig(threads=1, prefill_dtype="f32", chunk=64)
@@ -26,7 +26,7 @@ lines = sys.modules["accuracy_lines"]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def path(tmp_path_factory):
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     return make_model(
         tmp_path_factory.mktemp("tiny") / "model.gguf", n_layer=3, chat_template=template
@@ -34,19 +34,19 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def sequence(model):
-    return open_sequence(model, build_method("full", {}), CONFIG)
+def model(path):
+    return load_model(path, build_method("full", {}), CONFIG)
 
 
 def random_ids(n):
     return np.random.RandomState(0).randint(3, 512, n).tolist()
 
 
-def test_measured_figures_of_dense_exact_and_recent_rows(sequence):
+def test_measured_figures_of_dense_exact_and_recent_rows(model):
     names = ["full", "topk:budget=100%", "topk:budget=20%;recent=1", "streaming:budget=20%"]
     methods = {name: build_spec(name) for name in names}
     results = {name: accuracy.Result() for name in names}
-    accuracy.measure_text(sequence, methods, random_ids(LENGTH + STEPS), LENGTH, STEPS, results)
+    accuracy.measure_text(model, methods, random_ids(LENGTH + STEPS), LENGTH, STEPS, results)
     full, everything, best, recent = (results[name].summary() for name in names)
     assert full["kld"] == 0 and full["top1"] == 1 and full["mass"] is None
     assert everything["kld"] == 0 and everything["mass"] == 1 and everything["overlap"] is None
@@ -57,7 +57,7 @@ def test_measured_figures_of_dense_exact_and_recent_rows(sequence):
     assert recent["mass"] < best["mass"] < 1 and best["kld"] > 0
 
 
-def test_texts_are_measured_apart_and_together(sequence):
+def test_texts_are_measured_apart_and_together(model):
     """Two texts: figures of each, and of both that are their mean."""
     methods = {name: build_spec(name) for name in ("full", "streaming:budget=20%")}
     both = {name: accuracy.Result() for name in methods}
@@ -65,7 +65,7 @@ def test_texts_are_measured_apart_and_together(sequence):
     for seed in (0, 1):
         ids = np.random.RandomState(seed).randint(3, 512, LENGTH + STEPS).tolist()
         results = {name: accuracy.Result() for name in methods}
-        accuracy.measure_text(sequence, methods, ids, LENGTH, STEPS, results)
+        accuracy.measure_text(model, methods, ids, LENGTH, STEPS, results)
         apart.append(results["streaming:budget=20%"].summary())
         for name, result in results.items():
             both[name].add_text(result)
@@ -167,7 +167,7 @@ def test_texts_and_needles_are_long_enough_and_distinct():
         accuracy.needle_prompt(first, "one\n\ntwo", 1200, len)
 
 
-def test_a_question_that_is_decoded_comes_behind_the_prefill(sequence, monkeypatch):
+def test_a_question_that_is_decoded_comes_behind_the_prefill(model, monkeypatch):
     """The same tokens in the same order; only the text is prefilled, for ``full`` no difference."""
     text = "\n\n".join(f"the sand and the thing {i} in an inn" for i in range(20))
     prompt, question = f"{text}\n\nthe inn in the sand?", "the inn in the sand?"
@@ -175,27 +175,27 @@ def test_a_question_that_is_decoded_comes_behind_the_prefill(sequence, monkeypat
     prefilled: list[list[int]] = []
     prefill_each = needles.prefill_each
 
-    def prefill(sequence, methods, ids, **others):
+    def prefill(model, methods, ids, **others):
         prefilled.append(list(ids))
-        return prefill_each(sequence, methods, ids, **others)
+        return prefill_each(model, methods, ids, **others)
 
     monkeypatch.setattr(needles, "prefill_each", prefill)
     answers: list[list[str]] = [[], []]
     for decoded, log in zip(("", question), answers, strict=True):
         monkeypatch.setattr(accuracy, "log", log.append)
         results = {name: accuracy.Result() for name in methods}
-        accuracy.measure_needle(sequence, methods, prompt, "in", results, decoded)
+        accuracy.measure_needle(model, methods, prompt, "in", results, decoded)
         assert all(len(result.found) == 1 for result in results.values())
     whole, first = prefilled
     assert first == whole[: len(first)] and 3 <= len(whole) - len(first) < 20
-    assert sequence.model.tokenizer.decode(whole[len(first) :]).strip() == question
+    assert model.tokenizer.decode(whole[len(first) :]).strip() == question
     assert answers[0][0] == answers[1][0]
 
 
-def test_command_line(model, tmp_path, capsys):
+def test_command_line(path, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"the sand and the thing {i} in an inn" for i in range(90)))
-    common = ["-m", str(model), "--text-file", str(text), "--threads", "1", "--texts", "1"]
+    common = ["-m", str(path), "--text-file", str(text), "--threads", "1", "--texts", "1"]
     common += ["--steps", "3", "--needles", "1", "--methods", "streaming"]
     code = accuracy.main([*common, "--lengths", "400", "--json", str(tmp_path / "out.json")])
     assert code == 0 and "| streaming | 400 |" in capsys.readouterr().out

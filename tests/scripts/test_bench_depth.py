@@ -6,13 +6,13 @@ import json
 
 import numpy as np
 import pytest
-from opened import open_sequence
 from scripts_as_modules import load_script
 from tiny_models import make_model
 
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.layer import tiles_int8
 from sparsekv_cli.methods import build_method
+from sparsekv_cli.model import load_model
 
 
 @pytest.fixture(scope="module")
@@ -21,20 +21,22 @@ def script():
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def path(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("tiny") / "model.gguf", wtype="Q4_0", n_ctx=512)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "int8"])
-def test_caches_hold_the_rows_of_a_prefill_again_and_again(script, model, dtype):
+def test_caches_hold_the_rows_of_a_prefill_again_and_again(script, path, dtype):
     if dtype == "int8" and not tiles_int8.is_available():
         pytest.skip("needs byte products (AVX2)")
-    sequence = open_sequence(model, build_method("full", {}), SessionConfig(prefill_dtype=dtype))
-    recorded = script.record(sequence, 100)
-    caches = script.caches_at(sequence, sequence.method, recorded, 250)
-    ids = sequence.model.tokenizer.encode(script.TEXT.read_text("utf-8"), parse_special=False)[:100]
+    model = load_model(path, build_method("full", {}), SessionConfig(prefill_dtype=dtype))
+    recorded = script.record(model, 100)
+    deep = script.sequence_at(model, model.method, recorded, 250)
+    assert len(deep.tokens) == 250
+    ids = model.tokenizer.encode(script.TEXT.read_text("utf-8"), parse_special=False)[:100]
+    sequence = model.sequence()
     sequence.prefill(ids)
-    for laid, prefilled in zip(caches, sequence.caches, strict=True):
+    for laid, prefilled in zip(deep.caches, sequence.caches, strict=True):
         assert laid.n == 250
         for found, once in ((laid.store.k, prefilled.store.k), (laid.store.v, prefilled.store.v)):
             # The rotation is torch's, the prefill's maybe another: a last bit of an f16 may differ.
@@ -45,9 +47,9 @@ def test_caches_hold_the_rows_of_a_prefill_again_and_again(script, model, dtype)
         assert not np.allclose(laid.store.k[:, 100:200], laid.store.k[:, :100], atol=0.1)
 
 
-def test_figures(script, model, tmp_path):
+def test_figures(script, path, tmp_path):
     told = tmp_path / "told.json"
-    arguments = ["-m", str(model), "--methods", "full,lfps", "--depths", "150,300", "--tokens", "3"]
+    arguments = ["-m", str(path), "--methods", "full,lfps", "--depths", "150,300", "--tokens", "3"]
     arguments += ["--budget", "32", "--rows", "100", "--json", str(told)]
     assert script.main(arguments) == 0
     rows = json.loads(told.read_text("utf-8"))

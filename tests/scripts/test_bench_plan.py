@@ -6,12 +6,12 @@ import json
 
 import numpy as np
 import pytest
-from opened import open_sequence
 from scripts_as_modules import load_script
 from tiny_models import make_model
 
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
+from sparsekv_cli.model import load_model
 from sparsekv_cli.planning import kept, measure
 
 
@@ -42,11 +42,12 @@ def test_predictions_beside_measurements(tmp_path, briefly, capsys):
 
 def test_rows_are_laid_end_to_end(tmp_path):
     script, path = load_script("bench/plan"), make_model(tmp_path / "model.gguf")
-    sequence = open_sequence(path, build_method("full", {}), SessionConfig())
-    recorded = script.record(sequence, 100)
-    caches = script.laid_out(sequence, sequence.method, recorded, 250, 1)
-    sequence.prefill(script.random_ids(sequence, 100))
-    for laid, prefilled in zip(caches, sequence.caches, strict=True):
+    model = load_model(path, build_method("full", {}), SessionConfig())
+    recorded, ids = script.record(model, 100), script.random_ids(model, 250)
+    deep, sequence = script.laid_out(model, model.method, recorded, ids, 1), model.sequence()
+    assert deep.tokens == ids
+    sequence.prefill(script.random_ids(model, 100))
+    for laid, prefilled in zip(deep.caches, sequence.caches, strict=True):
         assert laid.n == 250
         np.testing.assert_array_equal(laid.store.k[:, :100], prefilled.store.k[:, :100])
         np.testing.assert_array_equal(laid.store.v[:, 200:250], prefilled.store.v[:, :50])

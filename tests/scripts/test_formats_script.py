@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.quants import quantize
-from opened import open_sequence
 from reference_decoder import ReferenceModel, log_softmax, model_logits, reference_logits
 from scripts_as_modules import load_script
 from tiny_models import make_model
@@ -21,6 +20,7 @@ from tiny_models import make_model
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
+from sparsekv_cli.model import load_model
 
 formats = load_script("accuracy/formats")
 wider = sys.modules["formats_wider"]
@@ -69,7 +69,7 @@ def test_this_program_opens_it_in_f16(model, tmp_path):
     path = tmp_path / "wide.gguf"
     wider.widen(model, path, 256)
     config = SessionConfig(threads=1, prefill_dtype="f32")
-    sequence = open_sequence(path, build_method("full", {}), config)
+    sequence = load_model(path, build_method("full", {}), config).sequence()
     expected = reference_logits(model, IDS)
     assert np.abs(sequence.prefill(IDS) - expected[-1]).max() < formats.LARGEST * expected.std()
     formats.check_same(model, path, IDS)
@@ -118,12 +118,11 @@ def test_verdicts():
 
 def test_questions_are_answered_one_by_one(model):
     """A program that answers with the value; and how few tokens it has to read."""
-    sequence = open_sequence(model, build_method("full", {}), SessionConfig(threads=1))
-    questions = formats.make_questions(sequence, 3)
+    opened = load_model(model, build_method("full", {}), SessionConfig(threads=1))
+    questions, tokenizer = formats.make_questions(opened, 3), opened.tokenizer
     assert len({q.value for q in questions}) == 3
-    decode = sequence.model.tokenizer.decode
     for question in questions:
-        text = decode(question.ids, skip_special=True)
+        text = tokenizer.decode(question.ids, skip_special=True)
         assert question.value in text and text.endswith("in one sentence.")
     read, answers = [], []
 
@@ -131,32 +130,33 @@ def test_questions_are_answered_one_by_one(model):
         read.append((len(ids), n_past))
         if len(ids) > 1:
             value = next(q.value for q in questions if q.ids[-len(ids) :] == list(ids))
-            answers[:] = sequence.model.tokenizer.encode(value, add_bos=False, add_eos=False)
-            answers.append(min(sequence.model.tokenizer.eog_ids))
+            answers[:] = tokenizer.encode(value, add_bos=False, add_eos=False)
+            answers.append(min(tokenizer.eog_ids))
         logits = np.zeros((1, 512), np.float32)
         logits[0, answers.pop(0)] = 1
         return logits
 
-    assert formats.count_found(evaluate, questions, sequence) == 3
+    assert formats.count_found(evaluate, questions, tokenizer) == 3
     long = [n for n in read if n[0] > 1]
     shared = formats.common(questions[0].ids, questions[1].ids)
     assert long[0] == (len(questions[0].ids), 0) and long[1][1] == shared
     wrong = [q._replace(value="no") for q in questions]
-    assert formats.count_found(evaluate, wrong, sequence) == 0
+    assert formats.count_found(evaluate, wrong, tokenizer) == 0
 
 
 def test_ours_answers_alike_with_what_is_there(model):
     """A question behind another one's text: the logits of reading it whole."""
-    sequence = open_sequence(model, build_method("full", {}),
-                           SessionConfig(threads=1, prefill_dtype="f32"))  # fmt: skip
+    config = SessionConfig(threads=1, prefill_dtype="f32")
+    opened = load_model(model, build_method("full", {}), config)
+    sequence = opened.sequence()
     evaluate = formats.ours(sequence)
     whole = evaluate(IDS, 0, 1)
     evaluate([1, 2, 3], 20, 1)
     assert np.allclose(evaluate(IDS[20:], 20, 1), whole, atol=1e-2)
     sequence.rewind(len(IDS) - 1)
     assert np.allclose(evaluate(IDS[-1:], len(IDS) - 1, 1), whole, atol=1e-2)
-    last = formats.decode_last(sequence, IDS, 5)
-    assert np.allclose(last, formats.prefill_last(sequence, IDS, 5), atol=1e-2)
+    last = formats.decode_last(opened, IDS, 5)
+    assert np.allclose(last, formats.prefill_last(opened, IDS, 5), atol=1e-2)
     assert last.shape == (5, 512)
 
 

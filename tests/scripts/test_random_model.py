@@ -9,12 +9,12 @@ import sys
 import numpy as np
 import pytest
 from gguf import GGUFReader
-from opened import open_sequence
 from scripts_as_modules import load_script
 from tiny_architectures import Experts
 
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
+from sparsekv_cli.model import load_model
 
 script = load_script("random_model")
 SMALL = {"n_embd": 256, "n_head": 8, "n_head_kv": 2, "n_ff": 512, "n_vocab": 512, "n_ctx": 256}
@@ -74,7 +74,7 @@ def test_4b_at_a_small_size(small, tmp_path, monkeypatch):
     assert found["blk.1.ffn_gate_inp.weight"].tensor_type.name == "F32"
     assert found["blk.1.ffn_down_exps.weight"].tensor_type.name == "Q4_K"
     assert found["blk.3.ffn_down_exps.weight"].tensor_type.name == "Q6_K"
-    sequence = open_sequence(path, build_method("full", {}), SessionConfig(threads=1))
+    sequence = load_model(path, build_method("full", {}), SessionConfig(threads=1)).sequence()
     logits = sequence.prefill([1, 2, 3])
     assert np.isfinite(logits).all() and np.isfinite(sequence.decode(4)).all()
 
@@ -92,7 +92,7 @@ def test_8b_at_a_small_size(small, tmp_path, capsys):
     assert "rope_freqs.weight" in found
     first, last = (found[f"blk.{i}.ffn_up.weight"].data for i in (0, 31))
     assert np.array_equal(first, last)
-    sequence = open_sequence(path, build_method("full", {}), SessionConfig(threads=1))
+    sequence = load_model(path, build_method("full", {}), SessionConfig(threads=1)).sequence()
     logits = sequence.prefill([1, 2, 3])
     assert np.isfinite(logits).all() and np.isfinite(sequence.decode(4)).all()
 

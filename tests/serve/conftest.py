@@ -55,11 +55,11 @@ def serve(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
         **options: Any,
     ) -> Running:
         shape = {**SHAPE, "chat_template": template, "wtype": "Q8_0"}
-        sequence = open_tiny(tiny_model, "full", ctx_size=ctx_size, shape=shape)
+        model = open_tiny(tiny_model, "full", ctx_size=ctx_size, shape=shape).model
         given = {"n_parallel": 4, "n_queue": 8, "kv_bytes": 1 << 28, **options}
-        scheduler = Scheduler(sequence, **given)
+        scheduler = Scheduler(model, **given)
         limits, log = RequestLimits(tokens, seconds, body_bytes), []
-        service = Service(sequence, scheduler, limits, {}, SamplingOptions({"temp": 0.0}))
+        service = Service(model, scheduler, limits, {}, SamplingOptions({"temp": 0.0}))
         config = uvicorn.Config(
             make_app(service, access or Access(), log.append),
             port=0,
@@ -79,7 +79,7 @@ def serve(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
             thread.join()
             scheduler.stop()
             service.grammars.close()
-            sequence.model.gguf.close()
+            model.gguf.close()
 
         stops.append(stop)
         return Running(f"http://127.0.0.1:{socket.getsockname()[1]}", service, log)

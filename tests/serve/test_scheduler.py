@@ -14,9 +14,9 @@ from tiny_sequences import open_tiny, tokens
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.methods import build_method
+from sparsekv_cli.model import Model
 from sparsekv_cli.prefix.folder import PrefixFolder
 from sparsekv_cli.prefix.prefixes import Prefixes, Root
-from sparsekv_cli.sequence import Sequence
 from sparsekv_cli.serve.jobs import (
     Compiling,
     Event,
@@ -26,9 +26,9 @@ from sparsekv_cli.serve.jobs import (
     NewToken,
     PromptProgress,
     QueueFullError,
+    Request,
     StoppingError,
     TooLargeError,
-    Wish,
     bins_of,
 )
 from sparsekv_cli.serve.rows import IndexSizes, held_bytes, sequence_bytes
@@ -47,8 +47,8 @@ class Asked:
         self.began, self.ended = threading.Event(), threading.Event()
         seconds = options.pop("seconds", 60.0)
         method = options.pop("method", FULL)
-        wish = Wish(ids, method, 0, n, GREEDY, **options)
-        self.job = Job(wish, self._tell, seconds)
+        request = Request(ids, method, 0, n, GREEDY, **options)
+        self.job = Job(request, self._tell, seconds)
         scheduler.submit([self.job])
 
     def _tell(self, event: Event) -> None:
@@ -69,26 +69,30 @@ class Asked:
 
 
 @pytest.fixture(scope="module")
-def sequence(tiny_model: Callable[..., Any]) -> Iterator[Sequence]:
-    sequence = open_tiny(tiny_model, "full", ctx_size=1024)
-    yield sequence
-    sequence.model.gguf.close()
+def model(tiny_model: Callable[..., Any]) -> Iterator[Model]:
+    model = open_tiny(tiny_model, "full", ctx_size=1024).model
+    yield model
+    model.gguf.close()
 
 
 @pytest.fixture
-def start(sequence: Sequence) -> Iterator[Callable[..., Scheduler]]:
+def start(model: Model) -> Iterator[Callable[..., Scheduler]]:
     started: list[Scheduler] = []
 
     def open_scheduler(**options: Any) -> Scheduler:
         given = {"n_parallel": 4, "n_queue": 2000, "kv_bytes": 1 << 30, **options}
-        started.append(Scheduler(sequence, **given))
+        started.append(Scheduler(model, **given))
         started[-1].start()
         return started[-1]
 
     yield open_scheduler
     for scheduler in started:
         scheduler.stop()
-    sequence.rows = None
+
+
+def bytes_of_rows(scheduler: Scheduler, n: int) -> int:
+    """Bytes of the rows of n tokens."""
+    return sequence_bytes(FULL, scheduler.model.decoder.layer_specs(), n)
 
 
 @pytest.mark.slow
@@ -104,7 +108,7 @@ def test_a_thousand_requests_with_aborts(start: Callable[..., Scheduler]) -> Non
         wanted.append(Asked(alone, ids, n, method=method).text)
         alone._parked.clear()
     alone.stop()
-    kv_bytes = 6 * sequence_bytes(alone.session.attention, 100)
+    kv_bytes = 6 * bytes_of_rows(alone, 100)
     scheduler = start(kv_bytes=kv_bytes)
     asked, n_aborted, most = [], 0, 0
     for i in range(1000):
@@ -126,7 +130,7 @@ def test_a_thousand_requests_with_aborts(start: Callable[..., Scheduler]) -> Non
     assert scheduler.stats.n_answers == 1000 - n_aborted > 500 and n_aborted > 50
     assert scheduler.stats.n_failed == 0 and most <= kv_bytes
     assert (scheduler.n_waiting, scheduler.n_running) == (0, 0)
-    assert all(job.state is None for job in (each.job for _, each in asked))
+    assert all(job.generation is None for job in (each.job for _, each in asked))
 
 
 def test_others_decode_while_a_prompt_is_prefilled(start: Callable[..., Scheduler]) -> None:
@@ -171,30 +175,32 @@ def test_a_prompt_is_aborted_while_it_is_prefilled(start: Callable[..., Schedule
 
 
 def test_memory_is_set_aside_ahead_of_a_prefill(start: Callable[..., Scheduler]) -> None:
-    sequence = start().session
-    most = sequence_bytes(sequence.attention, 120)
+    most = bytes_of_rows(start(), 120)
     scheduler = start(kv_bytes=most)
     with pytest.raises(TooLargeError, match="start the server with more --kv-memory"):
         Asked(scheduler, tokens(100), 200)
     asked = [Asked(scheduler, tokens(80 + i, i), 20) for i in range(4)]
     assert all(each.text for each in asked)  # one after the other
     assert scheduler.n_parked == 1  # there is room for one only
-    state = next(iter(scheduler._donors()))
-    assert held_bytes(state.caches) <= sequence_bytes(state.attention, 103)
+    kept = next(iter(scheduler._donors()))
+    assert held_bytes(kept.caches) <= bytes_of_rows(scheduler, 103)
 
 
 def test_the_index_of_a_method_is_set_aside(start: Callable[..., Scheduler]) -> None:
     quest = build_method("quest", {}, budget="64")
     scheduler = start(kv_bytes=1 << 24)
-    wish = Wish(tokens(600), quest, 0, 6, GREEDY)
-    rows, first = scheduler.bytes_of(wish)
+    request = Request(tokens(600), quest, 0, 6, GREEDY)
+    rows, first = scheduler.bytes_of(request)
     assert rows == first
     assert Asked(scheduler, tokens(600), method=quest).text
-    _, after = scheduler.bytes_of(wish)
-    index = sum(cache.memory().index for state in scheduler._donors() for cache in state.caches)
+    _, after = scheduler.bytes_of(request)
+    index = sum(cache.memory().index for each in scheduler._donors() for cache in each.caches)
     assert index > 0 and after == rows + int(index * 606 / 600)
     sizes = IndexSizes()
-    assert sizes.bytes_of(quest, 100) == 0 and start(kv_bytes=rows).bytes_of(wish) == (rows, rows)
+    assert sizes.bytes_of(quest, 100) == 0 and start(kv_bytes=rows).bytes_of(request) == (
+        rows,
+        rows,
+    )
 
 
 def test_a_method_that_is_compiled(
@@ -205,12 +211,13 @@ def test_a_method_that_is_compiled(
     running = Asked(scheduler, tokens(30), 200)
     assert running.began.wait(60)
 
-    def attention_of(method: Any, dense_rows: int, tell: Any) -> Any:
-        tell("decode", 0, 1)
-        return type(sequence).attention_of(sequence, method, dense_rows)
+    of_model = Model.attention_of
 
-    sequence = scheduler.session
-    monkeypatch.setattr(sequence, "attention_of", attention_of)
+    def attention_of(model: Model, method: Any, sparse_from: int, tell: Any) -> Any:
+        tell("decode", 0, 1)
+        return of_model(model, method, sparse_from)
+
+    monkeypatch.setattr(Model, "attention_of", attention_of)
     lfps = build_method("lfps", {}, budget="64")
     assert Asked(scheduler, tokens(40), method=lfps).text and running.text
     assert Compiling("lfps") in running.events
@@ -221,14 +228,14 @@ def test_a_failure_hurts_nobody_else(
 ) -> None:
     scheduler = start()
     alone = Asked(scheduler, tokens(25, 2), 12).text
-    decode = scheduler.session.model.decoder.decode_batch
+    decode = scheduler.model.decoder.decode_batch
 
     def fails(ids: Any, positions: Any, caches: Any) -> np.ndarray:
         if 61 in positions:  # behind one more step of the second prompt
             raise MemoryError
         return decode(ids, positions, caches)
 
-    monkeypatch.setattr(scheduler.session.model.decoder, "decode_batch", fails)
+    monkeypatch.setattr(scheduler.model.decoder, "decode_batch", fails)
     good, bad = (Asked(scheduler, tokens(n, 2), 12) for n in (25, 60))
     assert good.text == alone
     assert isinstance(bad.end, Failed) and isinstance(bad.end.error, MemoryError)
@@ -244,8 +251,8 @@ def test_a_beginning_is_shared_in_memory_and_on_disk(
     prompt, other = tokens(700), [*tokens(600), *tokens(60, 5)]
 
     def disk_of(wanted: Any) -> Prefixes:
-        sequence, types = scheduler.session, (wanted.cache_type_k, wanted.cache_type_v)
-        root = Root(sequence.model.gguf, sequence.model.decoder, types=types)
+        model, types = scheduler.model, (wanted.cache_type_k, wanted.cache_type_v)
+        root = Root(model.gguf, model.decoder, types=types)
         folder = PrefixFolder(tmp_path / "prefixes", 1 << 30, lambda text: None)
         return Prefixes(folder, "tiny", root, types, wanted.n_queried or 0, lambda text: None)
 

@@ -243,9 +243,9 @@ def test_a_call_that_is_asked_for(name: str, names: tuple[str, ...]) -> None:
     kind = format_of(template)
     forced = forced_call(kind, template, dict.fromkeys(names, PARAMETERS))
     tokenizer = load_tokenizer(bpe_metadata())
-    sequence: Any = SimpleNamespace(tokenizer=tokenizer)
+    model: Any = SimpleNamespace(tokenizer=tokenizer)
     constraint = new_constraint(
-        sequence, SamplingOptions({}, grammar=read_grammar("tool_choice", forced.lark)), None
+        model, SamplingOptions({}, grammar=read_grammar("tool_choice", forced.lark)), None
     )
     assert constraint is not None
     key = "parameters" if kind == LLAMA3 else "arguments"

@@ -158,10 +158,10 @@ def test_a_step_runs_where_the_pool_cannot(tmp_path):
         "ctypes.CDLL = real\n"
         "from sparsekv_cli.config import SessionConfig\n"
         "from sparsekv_cli.methods import build_method\n"
-        "from opened import open_sequence
+        "from opened import open_sequence\n"
         "config = SessionConfig(threads=2, prefill_dtype='f32')\n"
-        "session = open_sequence(Path(sys.argv[1]), build_method('full', {}), config)\n"
-        "session.prefill([1, 2, 3])\n"
+        "sequence = open_sequence(Path(sys.argv[1]), build_method('full', {}), config)\n"
+        "sequence.prefill([1, 2, 3])\n"
         "assert np.isfinite(sequence.decode(4)).all()\n"
     )
     done = subprocess.run(
@@ -179,7 +179,7 @@ def test_many_more_threads_than_cores_end_and_agree_with_one(tmp_path):
         "import numpy as np\n"
         "from sparsekv_cli.config import SessionConfig\n"
         "from sparsekv_cli.methods import build_method\n"
-        "from opened import open_sequence
+        "from opened import open_sequence\n"
         "for name in ('full', 'lfps', 'quest'):\n"
         "    options = {} if name == 'full' else {'budget': '64'}\n"
         "    method, logits = build_method(name, options), []\n"
