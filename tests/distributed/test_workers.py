@@ -11,7 +11,6 @@ import calibrated_method
 import numpy as np
 import pytest
 from fake_ray import FakeRay
-from opened import open_sequence
 from tiny_models import make_model
 
 from sparsekv_cli.config import SessionConfig
@@ -21,6 +20,7 @@ from sparsekv_cli.distributed.settings import Room, room_of, settings_of
 from sparsekv_cli.distributed.workers import Workers
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
+from sparsekv_cli.model import load_model
 
 
 def open_squares(settings: Any) -> Callable[[int], int]:
@@ -112,24 +112,25 @@ def test_addresses(address: str, words: str, monkeypatch: pytest.MonkeyPatch) ->
         check_address(address)
 
 
-def test_a_session_is_opened_as_it_was_here(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_opened_as_it_was_here(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left to a machine; a calibration is sent, and not made again."""
     path = make_model(tmp_path / "model.gguf", n_layer=3, n_ctx=400, wtype="Q8_0")
     fake = calibrated_method.install(monkeypatch)
     method = build_method("fake", {})
-    sequence = open_sequence(path, method, SessionConfig(sparse_from=-1))
-    settings = pickle.loads(pickle.dumps(settings_of(sequence, method)))
+    model = load_model(path, method, SessionConfig(sparse_from=-1))
+    settings = pickle.loads(pickle.dumps(settings_of(model, method)))
     config = settings.config
     assert config.threads >= 1 and config.sparse_from >= 0 and config.device == "cpu"
     assert "auto" not in (config.prefill_dtype, config.activations, config.repack)
     path.with_name("model.calibration.npz").unlink()
     other = settings.open()
-    assert len(fake.runs) == 1 and other.sparse_from == sequence.sparse_from
+    assert len(fake.runs) == 1 and other.sparse_from == model.sparse_from
     ids = list(range(3, 60))
-    np.testing.assert_array_equal(sequence.prefill(ids), other.prefill(ids))
-    np.testing.assert_array_equal(sequence.decode(5), other.decode(5))
-    one, two = room_of(sequence, 1), room_of(sequence, 3)
-    assert one.n_cpus == sequence.model.n_threads and one.n_gpus == 0
+    here, there = model.sequence(), other.sequence()
+    np.testing.assert_array_equal(here.prefill(ids), there.prefill(ids))
+    np.testing.assert_array_equal(here.decode(5), there.decode(5))
+    one, two = room_of(model, 1), room_of(model, 3)
+    assert one.n_cpus == model.n_threads and one.n_gpus == 0
     assert two.n_bytes - one.n_bytes == 2 * 400 * 3 * 2 * 2 * (64 + 64)  # rows, layers, heads
     for wrong, words in (
         (replace(settings, path=tmp_path / "none.gguf"), "every node needs the model at that path"),

@@ -26,10 +26,11 @@ from sparsekv_cli.evaluation.compare import (
     split_steps,
 )
 from sparsekv_cli.evaluation.observer import Measured, Observer, compare_rows, log_softmax
-from sparsekv_cli.evaluation.prefill import batches, exact_keys, prefill_all, resume
+from sparsekv_cli.evaluation.prefill import batches, exact_keys, prefill_all
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models import decoder
+from sparsekv_cli.sequence import Sequence
 
 LENGTH, STEPS = 150, 6
 CONFIG = SessionConfig(threads=1, prefill_dtype="f32", chunk=64, ctx_size=400)
@@ -88,17 +89,16 @@ def test_all_means_every_method(monkeypatch):
 # --- the prefill ----------------------------------------------------------------------------------
 
 
-def test_shared_prefill_decodes_as_a_session_of_its_own(model, sequence):
+def test_shared_prefill_decodes_as_a_prefill_of_its_own(model, sequence):
     ids = random_ids(LENGTH + STEPS)
     names = ["full", "lfps:budget=20%", "streaming:budget=10%"]
     methods = [build_spec(name) for name in names]
-    prefill = prefill_all(sequence, methods, ids[:LENGTH])
-    for method, layers in zip(methods, prefill.caches, strict=True):
+    prefill = prefill_all(sequence.model, methods, ids[:LENGTH])
+    for method, shared in zip(methods, prefill.sequences, strict=True):
         own = open_sequence(model, method, CONFIG)
         np.testing.assert_array_equal(own.prefill(ids[:LENGTH]), prefill.logits)
-        resume(sequence, ids[:LENGTH], layers)
         for token in ids[LENGTH:]:
-            np.testing.assert_array_equal(own.decode(token), sequence.decode(token))
+            np.testing.assert_array_equal(own.decode(token), shared.decode(token))
 
 
 def test_dense_attention_is_computed_once(sequence, monkeypatch):
@@ -110,7 +110,7 @@ def test_dense_attention_is_computed_once(sequence, monkeypatch):
 
     monkeypatch.setattr(decoder, "attend_causal", count)
     methods = [build_spec(name) for name in ("full", "topk", "lfps", "full")]
-    prefill_all(sequence, methods, random_ids(LENGTH))
+    prefill_all(sequence.model, methods, random_ids(LENGTH))
     assert calls == [layer for layer in range(3) for _ in range(0, LENGTH, 64)]
 
 
@@ -127,20 +127,20 @@ def test_a_method_pays_for_its_own_index_only(sequence, monkeypatch):
     methods = [build_spec(f"{name}:dense_layers=0") for name in ("full", "topk", "streaming")]
     names = {type(m.layer(sequence.model.decoder.layer_specs()[1])).__name__ for m in methods}
     assert {"_TopKCache", "_StreamingCache"} < names
-    assert prefill_all(sequence, methods, random_ids(80)).seconds == [0.0, 2.0, 20.0]
+    assert prefill_all(sequence.model, methods, random_ids(80)).seconds == [0.0, 2.0, 20.0]
 
 
 def test_batches_hold_what_memory_allows(sequence):
     methods = parse_methods("topk,lfps,streaming,topk:budget=64,topk:budget=65")
     a_method = 100 * 3 * 2 * 2 * (64 + 64)  # rows, layers, heads, bytes, K and V
-    assert [list(b) for b in batches(sequence, methods, 100, None)] == [list(methods)]
-    assert [list(b) for b in batches(sequence, methods, 100, 3 * a_method)] == [
+    assert [list(b) for b in batches(sequence.model, methods, 100, None)] == [list(methods)]
+    assert [list(b) for b in batches(sequence.model, methods, 100, 3 * a_method)] == [
         ["full", "topk", "lfps"],
         ["full", "streaming", "topk:budget=64"],
         ["full", "topk:budget=65"],
     ]
-    assert len(list(batches(sequence, methods, 100, 1))) == 5
-    assert [list(b) for b in batches(sequence, parse_methods("full"), 100, 1)] == [["full"]]
+    assert len(list(batches(sequence.model, methods, 100, 1))) == 5
+    assert [list(b) for b in batches(sequence.model, parse_methods("full"), 100, 1)] == [["full"]]
 
 
 # --- what is watched ------------------------------------------------------------------------------
@@ -187,13 +187,14 @@ def test_an_observer_keeps_the_exact_keys(sequence):
     """Those of a method that stores all keys are the oracle's, row by row, over many steps."""
     ids = random_ids(LENGTH + 100)
     method = build_spec("topk:budget=20%;dense_layers=none")
-    _, caches, _ = prefill_all(sequence, [build_spec("full"), method], ids[:LENGTH])
-    keys = exact_keys(caches[0], LENGTH)
-    observers = [Observer(c, k, Measured()) for c, k in zip(caches[1], keys, strict=True)]
-    resume(sequence, ids[:LENGTH], observers)
+    together = prefill_all(sequence.model, [build_spec("full"), method], ids[:LENGTH])
+    full, watched = together.sequences
+    keys, caches = exact_keys(full.caches, LENGTH), watched.caches
+    observers = [Observer(c, k, Measured()) for c, k in zip(caches, keys, strict=True)]
+    watched.caches = observers
     for token in ids[LENGTH:]:
-        sequence.decode(token)
-    for observer, k, cache in zip(observers, keys, caches[1], strict=True):
+        watched.decode(token)
+    for observer, k, cache in zip(observers, keys, caches, strict=True):
         assert k.shape[1] == LENGTH and observer.n == len(ids)
         seen = np.concatenate([k, observer._tail[:, : observer._n_tail]], axis=1)
         np.testing.assert_array_equal(seen, cache.store.k[:, : cache.store.n])
@@ -232,21 +233,19 @@ class ForgetfulCache(LayerCache):
 def measure(sequence, method, length=LENGTH, steps=STEPS, watched=None):
     ids = random_ids(length + steps)
     full = build_spec("full")
-    _, caches, _ = prefill_all(sequence, [full, method], ids[:length])
-    keys = exact_keys(caches[0], length)
+    sequences = prefill_all(sequence.model, [full, method], ids[:length]).sequences
+    keys = exact_keys(sequences[0].caches, length)
     reference: list[np.ndarray] = []
     results = [Measured(), Measured()]
     watched = range(steps) if watched is None else watched
-    for layers, result in zip(caches, results, strict=True):
+    for each, result in zip(sequences, results, strict=True):
 
         def see(logits, result=result):
             if result is results[0]:
                 reference.append(logits)
             result.add_step(reference[len(result.kld)], logits)
 
-        decode_tokens(
-            sequence, ids[:length], layers, ids[length:], result, keys, watched, see
-        )  # fmt: skip
+        decode_tokens(each, ids[length:], result, keys, watched, see)
     return results[1], keys
 
 
@@ -308,7 +307,7 @@ def test_figures_of_dense_exact_and_recent_rows(sequence):
     names = "topk:budget=100%,topk:budget=20%;recent=1,streaming:budget=20%,lfps"
     progress: list[tuple[int, int]] = []
     rows = compare(
-        sequence, parse_methods(names), random_ids(LENGTH), 8, random_ids(8)[::-1], None,
+        sequence.model, parse_methods(names), random_ids(LENGTH), 8, random_ids(8)[::-1], None,
         lambda *done: progress.append(done),
     )  # fmt: skip
     full, everything, best, recent, lfps = rows
@@ -331,24 +330,21 @@ def test_figures_of_dense_exact_and_recent_rows(sequence):
     for row in rows:
         assert row.decode_tps > 0 and row.ttft_s > 0
     assert progress == [(i + 1, 40) for i in range(40)]
-    assert sequence.tokens == [] and all(cache.n == 0 for cache in sequence.caches)
 
 
-def test_the_continuation_is_what_full_would_write(sequence):
+def test_the_continuation_is_what_full_would_write(sequence, monkeypatch):
     """And never a token that would end the text."""
     prompt = random_ids(60)
     seen: list[int] = []
-    real = sequence.decode
+    real = Sequence.decode
 
-    def remember(token):
+    def remember(each, token):
         seen.append(token)
-        return real(token)
+        return real(each, token)
 
-    sequence.decode = remember
-    try:
-        rows = compare(sequence, parse_methods("topk"), prompt, 8)
-    finally:
-        del sequence.decode
+    with monkeypatch.context() as patch:
+        patch.setattr(Sequence, "decode", remember)
+        rows = compare(sequence.model, parse_methods("topk"), prompt, 8)
     assert len(seen) == 16 and seen[:8] == seen[8:]
     sequence.reset()
     banned = list(sequence.model.tokenizer.eog_ids)
@@ -374,7 +370,7 @@ def test_greedy_tokens_skip_what_is_banned():
 
 def test_what_does_not_fit_the_context(sequence):
     with pytest.raises(SparseKVError, match="395 tokens and 8 steps do not fit the context of 400"):
-        compare(sequence, parse_methods("topk"), random_ids(395), 8)
+        compare(sequence.model, parse_methods("topk"), random_ids(395), 8)
 
 
 def test_calibrated_methods_are_compared_too(model, sequence, monkeypatch):
@@ -384,7 +380,7 @@ def test_calibrated_methods_are_compared_too(model, sequence, monkeypatch):
     for method in methods.values():
         sequence.model.prepare(method, None, lambda *report: reports.append(report))
     assert len(fake.runs) == 1 and reports[-1][1] == 1.0
-    _, sparse, everything = compare(sequence, methods, random_ids(LENGTH), 8)
+    _, sparse, everything = compare(sequence.model, methods, random_ids(LENGTH), 8)
     assert everything.kld_mean == 0 < sparse.kld_mean
     assert 0 < sparse.attn_mass_recall < 1
     model.with_name("model.calibration.npz").unlink()
@@ -392,5 +388,6 @@ def test_calibrated_methods_are_compared_too(model, sequence, monkeypatch):
 
 def test_memory_is_taken_after_decoding(sequence, monkeypatch):
     monkeypatch.setattr(ForgetfulCache, "memory", lambda self: Memory(1, 20, 300))
-    row = compare(sequence, {"full": build_spec("full"), "x": Forgetful()}, random_ids(80), 4)[1]
+    methods = {"full": build_spec("full"), "x": Forgetful()}
+    row = compare(sequence.model, methods, random_ids(80), 4)[1]
     assert (row.bytes_host, row.bytes_device, row.index_bytes) == (3, 60, 900)

@@ -53,7 +53,7 @@ def chunks(sequence):
 
 def scored(sequence, ways, chunks, records, base=""):
     for i in range(len(chunks.tokens)):
-        records.add_all(scores.score_chunk(sequence, ways, chunks.chunk(i), base))
+        records.add_all(scores.score_chunk(sequence.model, ways, chunks.chunk(i), base))
     return records
 
 
@@ -154,7 +154,7 @@ def base(sequence, chunks, tmp_path_factory):
     path = tmp_path_factory.mktemp("base") / "base"
     with write_kld_file(path, chunks.tokens, 511) as writer:
         for chunk in map(chunks.chunk, range(2)):
-            scores.score_chunk(sequence, {"prefill": None}, chunk, see=writer.add)
+            scores.score_chunk(sequence.model, {"prefill": None}, chunk, see=writer.add)
     return path
 
 
@@ -163,7 +163,7 @@ def test_a_file_and_full_are_the_same_base(sequence, chunks, base):
     assert data[:20] == b"_logits_" + struct.pack("<3i", N_CTX, 511, 2)
     assert len(data) == 20 + 4 * 2 * N_CTX + 2 * 2 * 20 * 516
     opened = KLDFile(base)
-    of_file = chunked.chunks_of(sequence, opened)
+    of_file = chunked.chunks_of(sequence.model, opened)
     assert (of_file.tokens == chunks.tokens).all() and of_file.bos == BOS_ID
     ways = parse_methods(TOPK)
     by_file, by_full = (
@@ -178,7 +178,7 @@ def test_a_file_and_full_are_the_same_base(sequence, chunks, base):
     assert by_full[TOPK].kld.mean() > 1e-3
     other = open_sequence(make_model(base.parent / "other.gguf"), build_method("full", {}), CONFIG)
     with pytest.raises(SparseKVError, match="vocabulary of 511, the model has one of 512"):
-        chunked.chunks_of(other, opened)
+        chunked.chunks_of(other.model, opened)
 
 
 def test_a_file_of_llama_perplexity(tmp_path):
@@ -186,7 +186,7 @@ def test_a_file_of_llama_perplexity(tmp_path):
     opened = KLDFile(DATA / "llama_perplexity.base")
     path = make_model(tmp_path / "m.gguf", n_vocab=270)
     sequence = open_sequence(path, build_method("full", {}), CONFIG)
-    chunks = chunked.chunks_of(sequence, opened)
+    chunks = chunked.chunks_of(sequence.model, opened)
     text = "a quick brown fox jumps over the lazy dog"
     of_text = chunked.split_chunks(sequence.model.tokenizer, text, 8, 2)
     assert (chunks.tokens == of_text.tokens).all() and chunks.n_scored == 3
@@ -198,7 +198,7 @@ def test_a_file_of_llama_perplexity(tmp_path):
     assert abs(told["Mean KLD"].value) < 1e-3 and told["Same top p"].value == 1
     rows: list = []
     scores.score_chunk(
-        sequence, ways, chunks.chunk(1), see=lambda logits: rows.append(encode(logits))
+        sequence.model, ways, chunks.chunk(1), see=lambda logits: rows.append(encode(logits))
     )
     ours, theirs = (decode(each, 270) for each in (np.concatenate(rows), opened.rows(1)))
     assert ours == pytest.approx(theirs, abs=0.05)

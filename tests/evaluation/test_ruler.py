@@ -212,14 +212,14 @@ def test_answers(sequence, monkeypatch):
     )
     settings = parse_methods("full,streaming:budget=8;dense_layers=none")
     plan = RulerPlan(["niah_single_1"], [500], 2, seed=42, n_answer=12)
-    by_prefill = list(answer_all(sequence, settings, plan, encode, ()))
+    by_prefill = list(answer_all(sequence.model, settings, plan, encode, ()))
     prompts = [make_prompt("niah_single_1", 500, i, 42, 12, encode) for i in range(2)]
     assert forwards == [len(prompt.ids) for prompt in prompts]
     keys = {key_of(by_prefill[0][0]), *map(key_of, by_prefill[1])}
-    again = list(answer_all(sequence, settings, plan, encode, keys))
+    again = list(answer_all(sequence.model, settings, plan, encode, keys))
     assert [len(new) for new in again] == [1, 0] and again[0] == by_prefill[0][1:]
     decoding = RulerPlan(["niah_single_1"], [500], 2, 42, question_by_decode=True, n_answer=12)
-    by_decode = list(answer_all(sequence, settings, decoding, encode, ()))
+    by_decode = list(answer_all(sequence.model, settings, decoding, encode, ()))
     assert forwards[-2:] == [prompt.n_context for prompt in prompts]
     for number, prompt in enumerate(prompts):
         for i, (name, method) in enumerate(settings.items()):
@@ -246,13 +246,13 @@ def test_an_answer_ends_when_it_holds_everything(sequence, monkeypatch):
         return sequence.model.tokenizer.encode(f"{text}\n{answer}", parse_special=False)
 
     settings, plan = parse_methods("full"), RulerPlan(["niah_single_1"], [500], 1, 42, n_answer=12)
-    ((whole,),) = answer_all(sequence, settings, plan, encode, ())
+    ((whole,),) = answer_all(sequence.model, settings, plan, encode, ())
     prompt = make_prompt("niah_single_1", 500, 0, 42, 12, encode)
     start = whole["answer"][: len(whole["answer"]) // 2]
     easy = prompt._replace(sample=prompt.sample._replace(references=[start]))
     monkeypatch.setattr(
         "sparsekv_cli.evaluation.ruler.answers.make_prompt", lambda *arguments: easy
     )
-    ((told,),) = answer_all(sequence, settings, plan, encode, ())
+    ((told,),) = answer_all(sequence.model, settings, plan, encode, ())
     assert told["score"] == 1 > whole["score"] and start in told["answer"]
     assert len(told["answer"]) < len(whole["answer"])
