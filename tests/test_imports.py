@@ -130,7 +130,8 @@ def test_only_a_device_s_code_imports_torch():
 
 
 @pytest.mark.parametrize(
-    "module", ["sparsekv_cli.cli", "sparsekv_cli.commands.run", "sparsekv_cli.commands.chat"]
+    "module",
+    ["sparsekv_cli.cli", "sparsekv_cli.commands.run.run", "sparsekv_cli.commands.chat.chat"],
 )
 def test_the_command_line_starts_without_heavy_imports(module):
     heavy = ("torch", "numba", "llvmlite", "tokenizers", "sentencepiece")
