@@ -62,6 +62,7 @@ COMMANDS = {
         "sparsekv_cli.commands.warmup",
         "Compile all kernels now, so that later runs start at once.",
     ),
+    "doctor": ("sparsekv_cli.commands.doctor", "Show what a bug report needs."),
     "completion": (
         "sparsekv_cli.commands.completion",
         "Print the completion script of a shell.",

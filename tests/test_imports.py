@@ -38,11 +38,13 @@ ALLOWED: dict[str, set[str]] = {
     | {"session", "warmup"},
     "serve": {"cache", "generation", "methods", "models", "prefix", "sampling", "sequence"}
     | {"session"},
+    "doctor": {"device", "evaluation", "models"},
     "commands": {
         "batch",
         "cache",
         "calibration",
         "distributed",
+        "doctor",
         "evaluation",
         "generation",
         "methods",
@@ -53,7 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 # The empty name is sparsekv_cli/__init__.py.
-ANYONE = {"", "config", "errors", "files", "memory", "option"}
+ANYONE = {"", "config", "errors", "files", "gpu", "memory", "option"}
 ALLOWED |= {name: set() for name in ANYONE}
 
 
