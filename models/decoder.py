@@ -162,7 +162,9 @@ class Decoder(Forward):
         for i, layer_caches in enumerate(zip(*caches, strict=True)):
             is_state, attended = self.hparams.layers[i].state is not None, []
             for b, (cache, row) in enumerate(zip(layer_caches, step.inputs[i], strict=False)):
-                x: Any = StateInput._make(row) if is_state else AttnInput._make((*row, positions[b]))
+                x: Any = (
+                    StateInput._make(row) if is_state else AttnInput._make((*row, positions[b]))
+                )
                 out = cache.decode(x)
                 cache.learn()
                 goes_on = b + 1 < n_rows and layer_caches[b + 1] is cache

@@ -12,7 +12,8 @@ from sparsekv_cli import warmup
 from sparsekv_cli.calibration.calibrations import Calibrations, OnCalibrate
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.engine import DecoderEngine
-from sparsekv_cli.machine import may_have_device, open_engine
+from sparsekv_cli.gpu import may_have_device
+from sparsekv_cli.machine import open_engine
 from sparsekv_cli.methods import depth
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.architectures import architecture_of

@@ -20,7 +20,7 @@ PROGRAM = """
 import os, sys, time
 from sparsekv_cli import model
 from sparsekv_cli.cli import main
-from sparsekv_cli.commands.bench_report import JsonReport
+from sparsekv_cli.commands.bench.report import JsonReport
 from sparsekv_cli.models.decoder import Decoder
 from sparsekv_cli.models.forward import Progress
 

@@ -1,4 +1,4 @@
-"""A chat template that a reader follows at a glance, and what is said to a fake sequence with it."""
+"""A chat template that a reader follows at a glance, and what is said to a fake model with it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,109 @@
+"""``--method auto``: the option's own ones, and how a command comes to its method."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import click
+
+from sparsekv_cli.commands.options.model import Invocation, ModelOptions
+from sparsekv_cli.commands.shared.progress import (
+    CalibrationProgress,
+    CompileProgress,
+    MeasureProgress,
+)
+from sparsekv_cli.commands.shared.terminal import say
+from sparsekv_cli.errors import SparseKVError
+
+if TYPE_CHECKING:
+    from sparsekv_cli.calibration.calibrations import CalibrationText
+    from sparsekv_cli.calibration.sidecar import Entry
+    from sparsekv_cli.model import Model
+    from sparsekv_cli.planning.auto import Losses, MethodChoice
+
+DEFAULT_DEPTH = 8192  # tokens that a conversation is taken to have where -c does not say
+
+
+def settle(
+    model: Model, options: ModelOptions, depth: int | None = None
+) -> tuple[Model, ModelOptions]:
+    """With ``auto``: chooses the model's default method. Returns the model and its options.
+
+    depth: tokens of the context that the method is chosen for. None takes those of -c, or
+    DEFAULT_DEPTH.
+    """
+    if not options.is_auto:
+        return model, options
+    depth = min(model.n_ctx, depth or model.config.ctx_size or DEFAULT_DEPTH)
+    choice = _choose(model, options.max_loss, depth)
+    if model.config.sparse_from < 0:
+        model = replace(model, config=replace(model.config, sparse_from=choice.dense_rows))
+    with CompileProgress() as compiling, CalibrationProgress() as calibrating:
+        attention = model.attention_of(choice.chosen.method, None, compiling, calibrating)
+    if click.get_current_context().ensure_object(Invocation).verbose:
+        say(choice.why)
+        say(f"the same choice: {choice.repeat}")
+    chosen = choice.as_dict()
+    return model.using(attention), replace(
+        options, method=chosen["name"], method_options=chosen["options"], choice=chosen
+    )
+
+
+def _choose(model: Model, max_loss: float, depth: int) -> MethodChoice:
+    from sparsekv_cli.planning import auto
+    from sparsekv_cli.planning.kept import speeds_of
+    from sparsekv_cli.planning.plan import Forecast
+
+    if not model.engine.shares_prefill:
+        raise SparseKVError(
+            "--method auto chooses by speeds of the CPU: take --device cpu, or name a method"
+        )
+    if depth < auto.LEAST_TEXT:
+        return auto.too_short(depth, max_loss)
+    methods, losses = auto.candidates(model), auto.kept_losses(model)
+    lacking = methods if losses is None else losses.lacks(methods)
+    if losses is None or len(lacking) == len(methods):
+        from sparsekv_cli.calibration.calibrations import built_in_text
+
+        say("measuring what methods lose with this model (once)")
+        losses, entry = measure_losses(model, built_in_text(), auto.N_TEXT)
+        say(f"kept in {keep_losses(model, entry)}")
+    elif lacking:
+        say(
+            f"auto: {len(lacking)} of {len(methods)} methods and budgets are left out, which were "
+            f"not measured on {losses.date}: sparsekv-cli calibrate --method auto measures all"
+        )
+    methods = auto.worth_forecasting(methods, losses, max_loss)
+    with CompileProgress() as compiling, MeasureProgress() as progress:
+        speeds = speeds_of(
+            model.gguf, model.config, methods,
+            is_quick=True, on_measure=progress, on_compile=compiling,
+        )  # fmt: skip
+    forecast = Forecast(model.gguf, speeds, dense_rows=0)
+    return auto.choose(forecast, methods, losses, depth, max_loss)
+
+
+def measure_losses(model: Model, text: CalibrationText, n_tokens: int) -> tuple[Losses, Entry]:
+    """What all methods lose that the model can run; those with a calibration if it has one."""
+    from sparsekv_cli.planning import auto
+
+    methods = auto.candidates(model)
+    with CompileProgress() as compiling, CalibrationProgress() as calibrating:
+        for method in methods:
+            model.prepare(method, compiling, calibrating)
+    with CalibrationProgress() as progress:
+        return auto.measure_losses(
+            model, methods, text, n_tokens,
+            lambda done, total: progress(auto.AUTO, done / total, ""),
+        )  # fmt: skip
+
+
+def keep_losses(model: Model, entry: Entry) -> str:
+    """Puts losses into the model's sidecar; where that is."""
+    from sparsekv_cli.calibration.sidecar import write_entry
+    from sparsekv_cli.planning.auto import AUTO
+
+    place = model.calibrations.place_to_write()
+    write_entry(place, AUTO, model.calibrations.identity, entry)
+    return str(place)

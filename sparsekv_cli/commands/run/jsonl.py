@@ -1,0 +1,233 @@
+"""``run --jsonl``: many prompts, one a line, and as many answers, some decoded together."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparsekv_cli.commands.run.tasks import Task, read_task
+from sparsekv_cli.commands.shared.answer import full_context_line
+from sparsekv_cli.commands.shared.terminal import one_line, say
+from sparsekv_cli.errors import LostModelError, SparseKVError
+from sparsekv_cli.generation.conversation import model_thinking, prompt_ids
+from sparsekv_cli.generation.generation import Generation, step
+from sparsekv_cli.generation.logprobs import LogProbs
+from sparsekv_cli.generation.sampler import constraint_maker, new_sampler
+
+if TYPE_CHECKING:
+    from sparsekv_cli.generation.constraint import AnswerConstraint
+    from sparsekv_cli.generation.sampler import MakeConstraint
+    from sparsekv_cli.model import Model
+    from sparsekv_cli.prefix.prompt_rows import PromptRows
+
+
+class Output:
+    """Where answers go, in the order of their lines, however they are done."""
+
+    def __init__(self, write: Callable[[str], object], tell: Callable[[str], object] = say) -> None:
+        """tell: gets remarks about lines, which are no answers."""
+        self.n_failed = self.n_answered = 0
+        self.tell = tell
+        self._write = write
+        self._waiting: dict[int, str] = {}
+        self._order: deque[int] = deque()
+
+    def expect(self, number: int) -> None:
+        """The next line that there will be an answer to."""
+        self._order.append(number)
+
+    def put(self, number: int, result: dict[str, Any]) -> None:
+        """The answer to a line that was expected."""
+        self.n_answered += "error" not in result
+        self._waiting[number] = json.dumps(result) + "\n"
+        while self._order and self._order[0] in self._waiting:
+            self._write(self._waiting.pop(self._order.popleft()))
+
+    def fail(self, number: int, task_id: Any, reason: str) -> None:
+        """A line that has no answer, and why."""
+        self.n_failed += 1
+        self.tell(f"error: line {number}: {one_line(reason)}")
+        self.put(number, with_id(number, task_id, {"error": one_line(reason)}))
+
+
+def with_id(number: int, task_id: Any, result: Mapping[str, Any]) -> dict[str, Any]:
+    """What is written for a line: its number, its id if it has one, the result."""
+    head = {"line": number} if task_id is None else {"line": number, "id": task_id}
+    return {**head, **result}
+
+
+@dataclass
+class Line:
+    """A line whose answer is generated."""
+
+    number: int
+    task: Task
+    n_prompt: int  # tokens
+    generation: Generation
+
+    def result(self, line: str | None, tell: Callable[[str], object]) -> dict[str, Any]:
+        """What is written when it is done. line: what is told about an answer that is cut."""
+        answer = self.generation.finish()
+        if line is not None:
+            tell(f"line {self.number}: {line}")
+        result = {
+            "text": answer.text,
+            "thinking": answer.thinking,
+            "prompt_tokens": self.n_prompt,
+            "generated_tokens": len(answer.tokens),
+            "tokens": answer.tokens,
+            "stop_reason": answer.stop_reason,
+        }
+        if self.generation.logprobs is not None:
+            result["logprobs"] = self.generation.logprobs.of(answer)
+        return with_id(self.number, self.task.id, result)
+
+
+class LineAnswers:
+    """Answers lines, up to ``n_parallel`` at a time, whose decode steps are one."""
+
+    def __init__(
+        self, model: Model, n_parallel: int, output: Output, rows: PromptRows | None
+    ) -> None:
+        """rows: finds and keeps the rows of prompts."""
+        from sparsekv_cli.sequence import Timings  # which imports numba
+
+        self.timings = Timings(load_s=model.load_s)
+        self._model, self._n_parallel = model, n_parallel
+        self._output, self._rows = output, rows
+        self._make_constraint: MakeConstraint | None = None
+        self._active: list[Line] = []
+
+    def run(self, lines: Iterable[tuple[int, bytes]], defaults: Task) -> None:
+        """Answers every line. lines: their numbers and texts."""
+        tasks = self._tasks(lines, defaults)
+        while True:
+            while len(self._active) < self._n_parallel:
+                following = next(tasks, None)
+                if following is None:
+                    break
+                self._start(*following)
+            if not self._active:
+                return
+            for line in list(self._active):
+                self._choose(line)
+            self._step()
+
+    def _tasks(
+        self, lines: Iterable[tuple[int, bytes]], defaults: Task
+    ) -> Iterator[tuple[int, Task]]:
+        """The lines that ask for something; the others are reported."""
+        for number, line in lines:
+            if not line.strip():
+                continue
+            self._output.expect(number)
+            try:
+                task = read_task(line, defaults)
+            except SparseKVError as error:
+                self._output.fail(number, None, str(error))
+                continue
+            yield number, task
+
+    def _start(self, number: int, task: Task) -> None:
+        """Prefills the prompt of a task, or reports why that cannot be."""
+        model = self._model
+        try:
+            ids = prompt_ids(
+                model,
+                task.prompt,
+                task.system,
+                raw=task.raw,
+                parse_special=task.parse_special,
+                think=task.think,
+                continues=bool(task.continue_final_message),
+                add_generation_prompt=task.add_generation_prompt is not False,
+            )
+            constraint = self._constraint(task)
+            sample = new_sampler(model, task.sampling, task.seed, constraint)
+            if task.logprobs is not None:
+                sample = LogProbs(sample, task.logprobs, model.tokenizer)
+            sequence = model.sequence()
+            sequence.prefill(ids, rows=self._rows)
+            if self._rows is not None:
+                self._rows.finish()
+            is_whole = not task.thinks or task.special or task.inline_thinking
+            generation = Generation(
+                model.tokenizer,
+                sequence,
+                sample,
+                n_predict=task.n_predict,
+                stops=task.stop,
+                constraint=constraint,
+                special=task.special,
+                thinking=None if is_whole else model_thinking(model),
+            )
+        except LostModelError:
+            raise
+        except SparseKVError as error:
+            self._output.fail(number, task.id, str(error))
+            return
+        self.timings.add(sequence.timings)
+        self._active.append(Line(number, task, len(ids), generation))
+
+    def _constraint(self, task: Task) -> AnswerConstraint | None:
+        if self._make_constraint is None:
+            self._make_constraint = constraint_maker(self._model.tokenizer)
+        thinking = model_thinking(self._model) if task.thinks else None
+        return self._make_constraint(task.sampling, thinking, task.think)
+
+    def _choose(self, line: Line) -> None:
+        """Chooses the next token of an answer. An answer that is done is written and leaves."""
+        generation = line.generation
+        try:
+            if not generation.choose():
+                return
+        except SparseKVError as error:
+            self._output.fail(line.number, line.task.id, str(error))
+        else:
+            is_cut = full_context_line(
+                self._model, generation.sequence, generation.answer, line.task.n_predict
+            )
+            self._output.put(line.number, line.result(is_cut, self._output.tell))
+        self._active.remove(line)
+
+    def _step(self) -> None:
+        """Decodes the tokens that were chosen."""
+        if self._active:
+            started = time.perf_counter()
+            step(self._model.engine, [line.generation for line in self._active])
+            self.timings.decode_s += time.perf_counter() - started
+            self.timings.decode_tokens += len(self._active)
+
+
+def resume(path: Path) -> int:
+    """The number of the last line that a file of answers has one to, 0 if there is no such file.
+
+    A pipe or device has none. Half a line at its end is cut off. Raises SparseKVError for a file of
+    something else.
+    """
+    if not path.is_file():
+        return 0
+    data = path.read_bytes()
+    lines = data.splitlines(keepends=True)
+    n_whole, last = 0, 0
+    for line in lines:
+        if not line.endswith(b"\n"):
+            break
+        try:
+            number = json.loads(line)["line"]
+            if not isinstance(number, int) or number <= last:
+                raise ValueError
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise SparseKVError(
+                f"{path}: holds something else than the answers of run --jsonl: name another file"
+            ) from None
+        n_whole, last = n_whole + len(line), number
+    if n_whole < len(data):
+        os.truncate(path, n_whole)
+    return last

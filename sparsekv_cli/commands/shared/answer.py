@@ -1,0 +1,227 @@
+"""Streaming one answer: token ids in, text out, until it ends, is stopped or is interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Ids
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from sparsekv_cli.commands.shared.progress import PrefillProgress
+from sparsekv_cli.generation.answer import STOP_INTERRUPT, STOP_LENGTH, Answer
+from sparsekv_cli.generation.generation import Generation, step
+
+if TYPE_CHECKING:
+    from sparsekv_cli.model import Model
+    from sparsekv_cli.prefix.prompt_rows import PromptRows
+    from sparsekv_cli.sequence import Sequence, Timings
+
+# Tokens that are prefilled again after the cache was cut: a method begins its index with the last
+# queries of a prefill (32 by default). None are where the last prefill ended.
+N_REFRESH = 64
+
+# Called with an answer's tokens: the ids to prefill and go on from, or None.
+MakeRoom = Callable[[Ids[int]], Ids[int] | None]
+
+# So few tokens are prefilled again ahead of as many new ones where prompts are kept on disk, which
+# finds and keeps whole ones only.
+N_WHOLE = 512
+
+
+class Interrupt:
+    """Ctrl-C as a question: the first sets ``requested``, the second raises KeyboardInterrupt.
+
+    Stopping between two tokens leaves the KV cache whole, which an exception in the middle of a
+    layer would not.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[Interrupt]:
+        """Handles SIGINT while the block runs (in the main thread; elsewhere nothing changes)."""
+        try:
+            previous = signal.signal(signal.SIGINT, self._handle)
+        except ValueError:
+            yield self
+            return
+        try:
+            yield self
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+
+class PrefillInterrupted(Exception):
+    """Ctrl-C between two chunks of a prefill."""
+
+
+def stream_answer(
+    sequence: Sequence,
+    ids: Ids[int],
+    begin: Callable[[], Generation],
+    *,
+    rows: PromptRows | None = None,
+    make_room: MakeRoom | None = None,
+) -> Answer:
+    """Prefills ``ids`` after what the sequence holds, then generates until the answer is done.
+
+    Without ``ids`` the sequence ends with its last prefill. begin: makes the generation when the
+    prompt is prefilled. rows: finds and keeps the rows of prompts. make_room: asked for the ids to
+    go on from when the context is full; None ends the answer. Raises PrefillInterrupted when Ctrl-C
+    comes before the first token. The sequence then holds what it held before. It holds nothing if a
+    method that drops rows for good (snapkv, h2o) had done so in some layer by then.
+    """
+    started = time.perf_counter()
+    with Interrupt().watch() as interrupt, PrefillProgress() as bar, _keeping_prompt(rows):
+        _prefill(sequence, ids, rows, interrupt, bar)
+        generation = begin()
+        answer = generation.answer
+        is_done = generation.choose()
+        sequence.timings.ttft_s = time.perf_counter() - started
+        while True:
+            if interrupt.requested and (not is_done or answer.stop_reason == STOP_LENGTH):
+                answer.stop_reason = STOP_INTERRUPT
+                break
+            if not is_done:
+                step(sequence.engine, [generation])
+            elif make_room is not None and generation.is_cut:
+                going_on = make_room(answer.tokens)
+                if going_on is None:
+                    break
+                try:
+                    _prefill(sequence, going_on, None, interrupt, bar)
+                except PrefillInterrupted:
+                    answer.stop_reason = STOP_INTERRUPT
+                    break
+                generation.resume()
+            else:
+                break
+            is_done = generation.choose()
+    return generation.finish()
+
+
+def _prefill(
+    sequence: Sequence,
+    ids: Ids[int],
+    rows: PromptRows | None,
+    interrupt: Interrupt,
+    bar: PrefillProgress,
+) -> None:
+    """Prefills ``ids``, if there are any. Raises PrefillInterrupted between two chunks."""
+
+    def progress(done: int, total: int) -> None:
+        if interrupt.requested and done < total:
+            raise PrefillInterrupted
+        bar(done, total)
+
+    at = sequence.checkpoint
+    if len(ids) or at is None or at.n != len(sequence.tokens):
+        sequence.prefill(ids, progress, rows=rows)
+
+
+@contextlib.contextmanager
+def _keeping_prompt(rows: PromptRows | None) -> Iterator[None]:
+    """Keeps the prompt's rows on disk when the answer is out."""
+    try:
+        yield
+    finally:
+        if rows is not None:
+            rows.finish()
+
+
+def common_prefix(left: Ids[int], right: Ids[int]) -> int:
+    """How many ids two sequences have in common at their beginning."""
+    n_common = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        n_common += 1
+    return n_common
+
+
+def keep_common(sequence: Sequence, ids: Ids[int], *, has_disk: bool = False) -> Ids[int]:
+    """Keeps what the sequence has of ``ids``; returns the others, which are to be prefilled.
+
+    None are left if its last prefill ended where ``ids`` end. has_disk: long prompts that are
+    mostly new begin anew, because the disk keeps whole prompts.
+    """
+    n_common, at = common_prefix(ids, sequence.tokens), sequence.checkpoint
+    if has_disk and n_common < N_WHOLE <= len(ids) - n_common:
+        sequence.rewind(0)
+        return ids
+    if n_common < len(sequence.tokens) or n_common == len(ids):
+        again = 0 if at is not None and at.n == n_common == len(ids) else N_REFRESH
+        sequence.rewind(min(n_common, max(0, len(ids) - again)))
+    return ids[len(sequence.tokens) :]
+
+
+def speed(count: int, seconds: float) -> float:
+    """Tokens a second; 0.0 when nothing was timed."""
+    return count / seconds if seconds > 0 else 0.0
+
+
+def is_cut_by_context(sequence: Sequence, answer: Answer, n_predict: int) -> bool:
+    """Whether an answer ended because no more tokens fit."""
+    is_short = answer.stop_reason == STOP_LENGTH and len(answer.tokens) != n_predict
+    return is_short and sequence.is_full
+
+
+def full_context_line(
+    model: Model, sequence: Sequence, answer: Answer, n_predict: int
+) -> str | None:
+    """One line with the numbers, if the context has cut the answer."""
+    if not is_cut_by_context(sequence, answer, n_predict):
+        return None
+    n_prompt = len(sequence.tokens) - len(answer.tokens) + 1
+    return (
+        f"the answer is cut, the context of {sequence.n_ctx} tokens is full: {n_prompt} of the "
+        f"prompt and {len(answer.tokens)} of the answer; raise --ctx-size (the model was trained "
+        f"for {model.hparams.n_ctx_train})"
+    )
+
+
+def timing_line(timings: Timings) -> str:
+    """One line about what was computed."""
+    parts = []
+    if timings.prefill_tokens:
+        rate = speed(timings.prefill_tokens, timings.prefill_s)
+        parts.append(f"prefill {timings.prefill_tokens} tokens, {rate:.1f} t/s")
+    if timings.cached_tokens:
+        parts.append(f"{timings.cached_tokens} tokens from the prefix cache")
+    if timings.decode_tokens:
+        rate = speed(timings.decode_tokens, timings.decode_s)
+        parts.append(f"decode {timings.decode_tokens} tokens, {rate:.1f} t/s")
+    return " | ".join(parts) or "nothing was computed"
+
+
+def ledger_line(sequence: Sequence, method: str) -> str:
+    """One line about the KV rows that decoding touched and the memory they take."""
+    ledger = sequence.ledger()
+    total = ledger["rows_total"] or 1
+    text = (
+        f"{method}: {len(sequence.tokens)} of {sequence.n_ctx} tokens in the cache, "
+        f"{100 * ledger['rows_scored'] / total:.1f}% of rows scored, "
+        f"{100 * ledger['rows_attended'] / total:.1f}% attended, "
+        f"{ledger['bytes_host'] / 2**20:.1f} MiB host"
+    )
+    for kind in (name.removeprefix("bytes_host_") for name in ledger if "bytes_host_" in name):
+        text += f" ({ledger[f'bytes_host_{kind}'] / 2**20:.1f} in {kind} layers)"
+    if sequence.sparse_from:
+        text += f", sparse from {sequence.sparse_from} tokens on"
+    if ledger["bytes_device"]:
+        text += f", {ledger['bytes_device'] / 2**20:.1f} MiB device"
+    if "pages_recalled" in ledger:
+        text += (
+            f", {ledger['pages_recalled']} pages recalled ({ledger['us_waited'] / 1000:.1f} ms "
+            f"waited), {ledger['heads_corrected']} of {ledger['heads_stepped']} heads corrected"
+        )
+    return text
