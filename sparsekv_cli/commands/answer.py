@@ -144,28 +144,20 @@ def _keeping_prompt(session: Session) -> Iterator[None]:
             session.prefixes.finish()
 
 
-def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many ids two sequences have in common at their beginning."""
-    n_common = 0
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            break
-        n_common += 1
-    return n_common
-
-
 def keep_common(session: Session, ids: Sequence[int]) -> Sequence[int]:
     """Keeps what the session has of ``ids``; returns the others, which are to be prefilled.
 
     None are left if its last prefill ended where ``ids`` end.
     """
-    n_common, at = common_prefix(ids, session.tokens), session.checkpoint
-    if session.prefixes is not None and n_common < N_WHOLE <= len(ids) - n_common:
+    from sparsekv_cli.prefix.prefixes import n_common
+
+    n, at = n_common(ids, session.tokens), session.checkpoint
+    if session.prefixes is not None and n < N_WHOLE <= len(ids) - n:
         session.rewind(0)
         return ids
-    if n_common < len(session.tokens) or n_common == len(ids):
-        again = 0 if at is not None and at.n == n_common == len(ids) else N_REFRESH
-        session.rewind(min(n_common, max(0, len(ids) - again)))
+    if n < len(session.tokens) or n == len(ids):
+        again = 0 if at is not None and at.n == n == len(ids) else N_REFRESH
+        session.rewind(min(n, max(0, len(ids) - again)))
     return ids[len(session.tokens) :]
 
 
