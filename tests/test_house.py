@@ -15,6 +15,7 @@ from source_tree import FOLDERS, MODULES, PACKAGE, imports, root
 from sparsekv_cli.methods import METHODS
 
 HERE = Path(__file__).resolve().parent
+FIXTURES = HERE.parent / "fixtures"
 # A folder of cpu/ and kernels/ is a method's, or holds what several methods call.
 SHARED = {"jit", "weights", "attention", "layer", "experts", "recurrent", "eviction"}
 # Folders of many alike things, one file each.
@@ -48,9 +49,30 @@ def test_a_folder_has_at_most_twelve_files(folder):
 
 
 def test_a_file_has_at_most_400_lines():
-    files = [module.path for module in MODULES.values()] + list(HERE.rglob("*.py"))
+    files = [module.path for module in MODULES.values()] + [
+        *HERE.rglob("*.py"),
+        *FIXTURES.rglob("*.py"),
+    ]
     lines = {path: path.read_text(encoding="utf-8").count("\n") for path in files}
     assert not {path: n for path, n in lines.items() if n > 400}
+
+
+def test_what_scripts_and_tests_share_needs_neither():
+    """Scripts import no helper of tests, and fixtures only each other."""
+    scripts = {path.stem for path in (HERE.parent / "scripts").rglob("*") if path.is_file()}
+    helpers = {path.stem for path in HERE.rglob("*.py")}
+    shared = {path.stem for path in FIXTURES.rglob("*.py")}
+    assert shared and not shared & (scripts | helpers)
+    for folder, others in ((FIXTURES, scripts | helpers), (HERE.parent / "scripts", helpers)):
+        for path in filter(is_python, folder.rglob("*")):
+            for name, line in imports(ast.parse(path.read_text("utf-8"))):
+                assert name.partition(".")[0] not in others, f"{path}:{line} imports {name}"
+
+
+def is_python(path: Path) -> bool:
+    return path.is_file() and (
+        path.suffix == ".py" or (not path.suffix and "python" in path.open().readline())
+    )
 
 
 def package_of(name: str) -> str:
