@@ -21,8 +21,8 @@ from click.shell_completion import CompletionItem
 
 from sparsekv_cli import __version__
 from sparsekv_cli.commands.completion import answer_shell
-from sparsekv_cli.commands.options import Invocation, verbose_option
-from sparsekv_cli.commands.terminal import one_line, say
+from sparsekv_cli.commands.options.model import Invocation, verbose_option
+from sparsekv_cli.commands.shared.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.option import did_you_mean
 
@@ -30,21 +30,30 @@ PROGRAM = "sparsekv-cli"
 
 # Name -> (module that holds `command`, short help). In the order that --help shows.
 COMMANDS = {
-    "run": ("sparsekv_cli.commands.run", "Complete one prompt; made for pipelines."),
-    "chat": ("sparsekv_cli.commands.chat", "Talk to a model; the KV cache is kept across turns."),
+    "run": ("sparsekv_cli.commands.run.run", "Complete one prompt; made for pipelines."),
+    "chat": (
+        "sparsekv_cli.commands.chat.chat",
+        "Talk to a model; the KV cache is kept across turns.",
+    ),
     "serve": (
         "sparsekv_cli.commands.serve",
         "Serve OpenAI's and Anthropic's protocols, and a page.",
     ),
-    "bench": ("sparsekv_cli.commands.bench", "Measure prefill and decode speed at any depth."),
-    "compare": ("sparsekv_cli.commands.compare", "Compare methods on one prompt."),
-    "eval": ("sparsekv_cli.commands.eval", "Measure what methods lose: perplexity, KLD, RULER."),
+    "bench": (
+        "sparsekv_cli.commands.bench.bench",
+        "Measure prefill and decode speed at any depth.",
+    ),
+    "compare": ("sparsekv_cli.commands.compare.compare", "Compare methods on one prompt."),
+    "eval": (
+        "sparsekv_cli.commands.eval.group",
+        "Measure what methods lose: perplexity, KLD, RULER.",
+    ),
     "plan": ("sparsekv_cli.commands.plan", "Forecast memory and speed of every method."),
     "calibrate": (
         "sparsekv_cli.commands.calibrate",
         "Measure what some methods must know about a model.",
     ),
-    "inspect": ("sparsekv_cli.commands.inspect", "Show what a GGUF file holds."),
+    "inspect": ("sparsekv_cli.commands.inspect.inspect", "Show what a GGUF file holds."),
     "tokenize": ("sparsekv_cli.commands.tokenize", "Turn text into token ids."),
     "methods": ("sparsekv_cli.commands.methods", "List the KV-cache methods and their options."),
     "models": ("sparsekv_cli.commands.models", "List the models that -m takes by name."),
@@ -53,6 +62,7 @@ COMMANDS = {
         "sparsekv_cli.commands.warmup",
         "Compile all kernels now, so that later runs start at once.",
     ),
+    "doctor": ("sparsekv_cli.commands.doctor", "Show what a bug report needs."),
     "completion": (
         "sparsekv_cli.commands.completion",
         "Print the completion script of a shell.",

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sparsekv_cli import warmup
@@ -15,6 +11,7 @@ from sparsekv_cli.cache.row_sizes import check_memory, fitting_context, token_by
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.gpu import lacking_packages, may_have_device
 from sparsekv_cli.memory import available_memory
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.architectures import Architecture
@@ -67,22 +64,6 @@ class HostEngine:
         warmup.load_kernels(self.decoder, method, specs)
 
 
-GPU_PACKAGES = ("torch", "triton")
-GPU_COMMAND = "pip install 'sparsekv-cli[gpu]'"
-GPU_FILES = ("nvidia*", "nvhost*", "dxg", "kfd")  # in /dev: NVIDIA's, its boards', WSL's, AMD's
-
-
-def may_have_device() -> bool:
-    """Whether there is a GPU's driver; without one torch, slow to import, is not asked."""
-    if any(found for name in GPU_FILES for found in Path("/dev").glob(name)):
-        return True
-    try:
-        ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    except OSError:
-        return False
-    return True
-
-
 def find_device(name: str) -> tuple[Any, str]:
     """The GPU for ``auto``, ``cpu`` or ``cuda``, a torch.device or None, and a note for the user.
 
@@ -90,9 +71,8 @@ def find_device(name: str) -> tuple[Any, str]:
     """
     if name == "cpu" or (name == "auto" and not may_have_device()):
         return None, ""
-    missing = [package for package in GPU_PACKAGES if find_spec(package) is None]
-    if missing:
-        lacks = f"{' and '.join(missing)} not installed: {GPU_COMMAND}"
+    lacks = lacking_packages()
+    if lacks:
         if name == "cuda":
             raise SparseKVError(f"--device cuda: {lacks}")
         return None, f"the GPU is not used, {lacks}"

@@ -71,8 +71,25 @@ def _free_on_linux() -> int | None:
     return _counts(PROC / "meminfo", 1024).get("MemAvailable")
 
 
-def _free_in_groups() -> Iterator[int | None]:
+def container_limit() -> int | None:
+    """Bytes that the control groups of the process allow it; None if they allow all there is."""
+    least = min((most for most, _, _ in _groups()), default=None)
+    physical = physical_memory()
+    return None if least is None or (physical is not None and least >= physical) else least
+
+
+def _free_in_groups() -> Iterator[int]:
     """What each control group of the process leaves, from its own up to the root."""
+    for most, taken, droppable in _groups():
+        if taken is not None:
+            yield most - taken + droppable
+
+
+def _groups() -> Iterator[tuple[int, int | None, int]]:
+    """The control groups of the process that have a limit, from its own up to the root.
+
+    Bytes that a group allows, bytes that it uses, and of those what can be dropped.
+    """
     try:
         lines = (PROC / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -86,9 +103,10 @@ def _free_in_groups() -> Iterator[int | None]:
             root = GROUPS / controller
             own = root / path.lstrip("/")
             for folder in (own, *own.parents):
-                most, taken = (_number_in(folder / name) for name in (limit, used))
-                if most is not None and taken is not None:
-                    yield most - taken + _counts(folder / "memory.stat").get(cache, 0)
+                most = _number_in(folder / limit)
+                if most is not None:
+                    droppable = _counts(folder / "memory.stat").get(cache, 0)
+                    yield most, _number_in(folder / used), droppable
                 if folder == root:
                     break
 

@@ -18,8 +18,9 @@ from sparsekv_cli.cache.layer import reserve
 from sparsekv_cli.cache.spec import STATE, LayerSpec
 from sparsekv_cli.calibration import calibrations
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.engine import may_have_device, open_engine
+from sparsekv_cli.engine import open_engine
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.gpu import may_have_device
 from sparsekv_cli.memory import release_code
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.methods.depth import dense_up_to, sparse_from

@@ -23,7 +23,7 @@ from sparsekv_cli.methods import METHODS, method_class
 
 ROOT = FOLDER.parent
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 UPSTREAM = {"docs/gguf.md"}  # ggml's
 DATA = sorted((ROOT / "docs" / "data").glob("*.json"))

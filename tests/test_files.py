@@ -14,8 +14,8 @@ from sidecars import entry, identity_of
 from tiny_models import make_model
 
 from sparsekv_cli.calibration.sidecar import write_entry
-from sparsekv_cli.commands import compare_report
-from sparsekv_cli.commands.jsonl import resume
+from sparsekv_cli.commands.compare import report as compare_report
+from sparsekv_cli.commands.run.jsonl import resume
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.perplexity.kld_file import write_kld_file
 from sparsekv_cli.evaluation.perplexity.records import PerplexityRecords

@@ -19,7 +19,7 @@ FIXTURES = HERE.parent / "fixtures"
 # A folder of cpu/ and kernels/ is a method's, or holds what several methods call.
 SHARED = {"jit", "weights", "attention", "layer", "experts", "recurrent", "eviction"}
 # Folders of many alike things, one file each.
-ONE_FILE_EACH = {"sparsekv_cli/methods", "sparsekv_cli/commands", "models/architectures"}
+ONE_FILE_EACH = {"sparsekv_cli/methods", "models/architectures"}
 
 
 def names_in(folder: str) -> set[str]:

@@ -38,11 +38,13 @@ ALLOWED: dict[str, set[str]] = {
     | {"session", "warmup"},
     "serve": {"cache", "generation", "methods", "models", "prefix", "sampling", "sequence"}
     | {"session"},
+    "doctor": {"device", "evaluation", "models"},
     "commands": {
         "batch",
         "cache",
         "calibration",
         "distributed",
+        "doctor",
         "evaluation",
         "generation",
         "methods",
@@ -53,7 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 # The empty name is sparsekv_cli/__init__.py.
-ANYONE = {"", "config", "errors", "files", "memory", "option"}
+ANYONE = {"", "config", "errors", "files", "gpu", "memory", "option"}
 ALLOWED |= {name: set() for name in ANYONE}
 
 
@@ -130,7 +132,8 @@ def test_only_a_device_s_code_imports_torch():
 
 
 @pytest.mark.parametrize(
-    "module", ["sparsekv_cli.cli", "sparsekv_cli.commands.run", "sparsekv_cli.commands.chat"]
+    "module",
+    ["sparsekv_cli.cli", "sparsekv_cli.commands.run.run", "sparsekv_cli.commands.chat.chat"],
 )
 def test_the_command_line_starts_without_heavy_imports(module):
     heavy = ("torch", "numba", "llvmlite", "tokenizers", "sentencepiece")

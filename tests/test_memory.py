@@ -46,11 +46,15 @@ def test_available_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (groups / "in" / "job" / "memory.max").write_text("max\n")
     (groups / "in" / "job" / "memory.current").write_text("5000\n")
     assert memory.available_memory() == 7000 << 10
+    assert memory.container_limit() is None
+    (groups / "in" / "memory.max").write_text(f"{1 << 63}\n")  # more than there is: no limit
+    assert memory.container_limit() is None
     (groups / "in" / "memory.max").write_text("6000000\n")
     (groups / "in" / "memory.current").write_text("5000000\n")
     (groups / "in" / "memory.stat").write_text("anon 7\ninactive_file 300000\n")
     assert memory.available_memory() == 1300000
     assert default_limit() == 650000  # of serve: half
+    assert memory.container_limit() == 6000000
     (groups / "memory").mkdir()
     (groups / "memory" / "memory.limit_in_bytes").write_text("2000\n")
     (groups / "memory" / "memory.usage_in_bytes").write_text("3000\n")

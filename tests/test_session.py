@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import make_model
 
-from sparsekv_cli import engine
+from sparsekv_cli import engine, gpu
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.config import SessionConfig
@@ -103,7 +103,7 @@ def test_decode_beyond_the_context(session):
 def test_a_gpu_without_its_packages(model, missing, monkeypatch):
     """auto goes on with the CPU and says so; cuda names the command."""
     monkeypatch.setattr(engine, "may_have_device", lambda: True)
-    monkeypatch.setattr(engine, "find_spec", lambda name: None if name in missing else name)
+    monkeypatch.setattr(gpu, "find_spec", lambda name: None if name in missing else name)
     method, words = build_method("full", {}), f"{' and '.join(missing)} not installed: pip install"
     opened = load_session(model, method, SessionConfig(device="auto"))
     assert isinstance(opened.engine, engine.HostEngine) and words in opened.engine.note

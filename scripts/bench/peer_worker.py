@@ -49,9 +49,9 @@ class Ours:
     """sparsekv-cli with one method: what ``sparsekv-cli bench`` does, call by call."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        from sparsekv_cli.commands import bench
-        from sparsekv_cli.commands.bench_report import BenchTest
-        from sparsekv_cli.commands.options import load_session
+        from sparsekv_cli.commands.bench import bench
+        from sparsekv_cli.commands.bench.report import BenchTest
+        from sparsekv_cli.commands.options.model import load_session
         from sparsekv_cli.config import SessionConfig
         from sparsekv_cli.methods import build_method
 

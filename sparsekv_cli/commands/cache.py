@@ -10,10 +10,10 @@ from typing import Any
 
 import click
 
-from sparsekv_cli.commands.options import verbose_option
-from sparsekv_cli.commands.prefix_options import DIRECTORY_OPTION
-from sparsekv_cli.commands.tables import print_table
-from sparsekv_cli.commands.terminal import one_line, say
+from sparsekv_cli.commands.options.model import verbose_option
+from sparsekv_cli.commands.options.prefix import DIRECTORY_OPTION
+from sparsekv_cli.commands.shared.tables import print_table
+from sparsekv_cli.commands.shared.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.prefix.blocks import SUFFIX, DamagedError, own_hash
 from sparsekv_cli.prefix.folder import PrefixFolder, check_folder, default_prefix_folder

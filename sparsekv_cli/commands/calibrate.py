@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sparsekv_cli.commands import completers
-from sparsekv_cli.commands.completers import files
-from sparsekv_cli.commands.help import GroupedCommand
-from sparsekv_cli.commands.method_choice import measure_losses
-from sparsekv_cli.commands.options import (
+from sparsekv_cli.commands.options import completers
+from sparsekv_cli.commands.options.completers import files
+from sparsekv_cli.commands.options.help_page import GroupedCommand
+from sparsekv_cli.commands.options.method_choice import measure_losses
+from sparsekv_cli.commands.options.model import (
     MACHINE_OPTIONS,
     MODEL_OPTION,
     apply_options,
@@ -23,9 +23,9 @@ from sparsekv_cli.commands.options import (
     load_session,
     verbose_option,
 )
-from sparsekv_cli.commands.progress import CalibrationProgress
-from sparsekv_cli.commands.prompt import read_prompt
-from sparsekv_cli.commands.terminal import say, write_text
+from sparsekv_cli.commands.shared.progress import CalibrationProgress
+from sparsekv_cli.commands.shared.prompt import read_prompt
+from sparsekv_cli.commands.shared.terminal import say, write_text
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.option import did_you_mean
 

@@ -7,7 +7,7 @@ import os
 import click
 from click.shell_completion import get_completion_class, shell_complete
 
-from sparsekv_cli.commands.options import verbose_option
+from sparsekv_cli.commands.options.model import verbose_option
 
 VARIABLE = "_SPARSEKV_CLI_COMPLETE"  # by which the shell asks, in click's protocol
 SHELLS = ("bash", "zsh", "fish")

@@ -7,8 +7,8 @@ import inspect
 import click
 
 from sparsekv_cli import __version__
-from sparsekv_cli.commands.help import grouped_options
-from sparsekv_cli.commands.options import verbose_option
+from sparsekv_cli.commands.options.help_page import grouped_options
+from sparsekv_cli.commands.options.model import verbose_option
 
 
 @click.command(short_help="Print the manual page.")

@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from sparsekv_cli.commands import completers
-from sparsekv_cli.commands.options import verbose_option
-from sparsekv_cli.commands.tables import print_pairs, print_table
-from sparsekv_cli.commands.terminal import write_text
+from sparsekv_cli.commands.options import completers
+from sparsekv_cli.commands.options.model import verbose_option
+from sparsekv_cli.commands.shared.tables import print_pairs, print_table
+from sparsekv_cli.commands.shared.terminal import write_text
 from sparsekv_cli.option import Allowed, did_you_mean
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sparsekv_cli.commands.options import verbose_option
-from sparsekv_cli.commands.tables import count, print_table, size
-from sparsekv_cli.commands.terminal import say, write_text
+from sparsekv_cli.commands.options.model import verbose_option
+from sparsekv_cli.commands.shared.tables import count, print_table, size
+from sparsekv_cli.commands.shared.terminal import say, write_text
 from sparsekv_cli.errors import SparseKVError
 
 if TYPE_CHECKING:

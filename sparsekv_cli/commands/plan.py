@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 
 import click
 
-from sparsekv_cli.commands import completers
-from sparsekv_cli.commands.bench import build_for_bench
-from sparsekv_cli.commands.garbage import collecting_no_garbage
-from sparsekv_cli.commands.help import GroupedCommand
-from sparsekv_cli.commands.options import (
+from sparsekv_cli.commands.bench.bench import build_for_bench
+from sparsekv_cli.commands.options import completers
+from sparsekv_cli.commands.options.help_page import GroupedCommand
+from sparsekv_cli.commands.options.model import (
     CONTEXT_OPTION,
     ModelOptions,
     check_sparse_from,
     find_model,
     model_options,
 )
-from sparsekv_cli.commands.progress import CompileProgress, MeasureProgress
-from sparsekv_cli.commands.tables import print_pairs, print_table, size
-from sparsekv_cli.commands.terminal import say, write_text
+from sparsekv_cli.commands.shared.garbage import collecting_no_garbage
+from sparsekv_cli.commands.shared.progress import CompileProgress, MeasureProgress
+from sparsekv_cli.commands.shared.tables import print_pairs, print_table, size
+from sparsekv_cli.commands.shared.terminal import say, write_text
 
 if TYPE_CHECKING:
     from sparsekv_cli.planning.plan import Plan, PlannedMethod

@@ -11,12 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sparsekv_cli.commands.method_choice import settle
-from sparsekv_cli.commands.numbers import FiniteRange
-from sparsekv_cli.commands.options import ModelOptions, build_method, model_options, open_session
-from sparsekv_cli.commands.prefix_options import PrefixOptions, prefix_options, prefixes_maker
-from sparsekv_cli.commands.sampling_options import sampling_options
-from sparsekv_cli.commands.terminal import one_line, say
+from sparsekv_cli.commands.options.method_choice import settle
+from sparsekv_cli.commands.options.model import (
+    ModelOptions,
+    build_method,
+    model_options,
+    open_session,
+)
+from sparsekv_cli.commands.options.numbers import FiniteRange
+from sparsekv_cli.commands.options.prefix import PrefixOptions, prefix_options, prefixes_maker
+from sparsekv_cli.commands.options.sampling import sampling_options
+from sparsekv_cli.commands.shared.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.sampler import SamplingOptions
 
@@ -138,7 +143,7 @@ def command(
 
 def prepare_methods(session: Session, methods: Sequence[Method]) -> None:
     """Compiles and calibrates methods, so that no request has to wait for that."""
-    from sparsekv_cli.commands import progress
+    from sparsekv_cli.commands.shared import progress
 
     with progress.CompileProgress() as compiling, progress.CalibrationProgress() as calibrating:
         for method in methods:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import click
 
-from sparsekv_cli.commands.completers import files
-from sparsekv_cli.commands.options import MODEL_OPTION, find_model, verbose_option
-from sparsekv_cli.commands.prompt import check_utf8, decode_utf8, read_stdin
-from sparsekv_cli.commands.tables import print_table
-from sparsekv_cli.commands.terminal import write_text
+from sparsekv_cli.commands.options.completers import files
+from sparsekv_cli.commands.options.model import MODEL_OPTION, find_model, verbose_option
+from sparsekv_cli.commands.shared.prompt import check_utf8, decode_utf8, read_stdin
+from sparsekv_cli.commands.shared.tables import print_table
+from sparsekv_cli.commands.shared.terminal import write_text
 
 
 @click.command("tokenize")

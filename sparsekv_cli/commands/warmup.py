@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from sparsekv_cli.commands.options import MODEL_OPTION, find_model, verbose_option
-from sparsekv_cli.commands.progress import CalibrationProgress, CompileProgress
-from sparsekv_cli.commands.terminal import say
+from sparsekv_cli.commands.options.model import MODEL_OPTION, find_model, verbose_option
+from sparsekv_cli.commands.shared.progress import CalibrationProgress, CompileProgress
+from sparsekv_cli.commands.shared.terminal import say
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import Method

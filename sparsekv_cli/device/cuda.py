@@ -30,6 +30,21 @@ def find_cuda(name: str) -> torch.device | None:
     )
 
 
+def describe_devices() -> tuple[str | None, list[dict[str, Any]]]:
+    """The CUDA version that torch was built for, None of a build for the CPU; the devices."""
+    if not torch.cuda.is_available():
+        return torch.version.cuda, []
+    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return torch.version.cuda, [
+        {
+            "name": each.name,
+            "memory_bytes": each.total_memory,
+            "capability": f"{each.major}.{each.minor}",
+        }
+        for each in devices
+    ]
+
+
 def report_compiling(report: Callable[[str, int, int], None]) -> None:
     """From now on tells ``report`` the name of each kernel that Triton has to compile.
 

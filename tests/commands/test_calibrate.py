@@ -14,7 +14,7 @@ import pytest
 from tiny_models import make_model
 
 from sparsekv_cli.calibration import calibrations
-from sparsekv_cli.commands import progress
+from sparsekv_cli.commands.shared import progress
 from sparsekv_cli.methods import METHODS, calibrated_methods
 
 Invoke = Callable[..., Any]

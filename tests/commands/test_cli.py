@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from sparsekv_cli import __version__, cli
-from sparsekv_cli.commands import run as run_module
-from sparsekv_cli.commands.terminal import one_line
+from sparsekv_cli.commands.run import run as run_module
+from sparsekv_cli.commands.shared.terminal import one_line
 from sparsekv_cli.errors import SparseKVError
 
 PROGRAM = [sys.executable, "-m", "sparsekv_cli"]

@@ -20,7 +20,7 @@ PROGRAM = """
 import os, sys, time
 from sparsekv_cli import session
 from sparsekv_cli.cli import main
-from sparsekv_cli.commands.bench_report import JsonReport
+from sparsekv_cli.commands.bench.report import JsonReport
 from sparsekv_cli.models.decoder import Decoder
 
 moment, file, *arguments = sys.argv[1:]

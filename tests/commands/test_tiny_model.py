@@ -19,10 +19,10 @@ import pytest
 from split_models import split_model
 from tiny_models import make_model
 
-from sparsekv_cli.commands import chat as chat_module
-from sparsekv_cli.commands import chat_conversation
-from sparsekv_cli.commands import run as run_module
-from sparsekv_cli.commands.options import open_session
+from sparsekv_cli.commands.chat import chat as chat_module
+from sparsekv_cli.commands.chat import conversation as chat_conversation
+from sparsekv_cli.commands.options.model import open_session
+from sparsekv_cli.commands.run import run as run_module
 
 Invoke = Callable[..., Any]
 TEMPLATE = (

@@ -16,7 +16,7 @@ from sparsekv_cli import methods
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.calibration.calibrations import Calibrations
 from sparsekv_cli.commands import warmup
-from sparsekv_cli.commands.progress import CompileProgress
+from sparsekv_cli.commands.shared.progress import CompileProgress
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.device.batching import Planner
 from sparsekv_cli.session import Session, load_session

@@ -1,0 +1,397 @@
+"""``sparsekv-cli bench``: prefill and decode speed at any depth, in llama-bench's shape."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sparsekv_cli.commands.bench.report import REPORTS, BenchModel, BenchResult, BenchTest
+from sparsekv_cli.commands.options import completers
+from sparsekv_cli.commands.options.help_page import GroupedCommand
+from sparsekv_cli.commands.options.method_choice import settle
+from sparsekv_cli.commands.options.model import (
+    ModelOptions,
+    build_method,
+    check_sparse_from,
+    find_model,
+    load_session,
+    model_options,
+    number_list,
+)
+from sparsekv_cli.commands.shared.answer import N_REFRESH, keep_common
+from sparsekv_cli.commands.shared.progress import PrefillProgress
+from sparsekv_cli.commands.shared.terminal import write_text
+from sparsekv_cli.evaluation.roofline import Roofline, decode_roofline, measure_bandwidth
+
+if TYPE_CHECKING:
+    from sparsekv_cli.batch import Batch
+    from sparsekv_cli.methods.base import Method
+    from sparsekv_cli.models.gguf.file import GGUFFile
+    from sparsekv_cli.session import Session
+
+AUTO = "auto"
+DEFAULT_SEED = 0
+WARM_UP_TOKENS = 3  # decoded by a run that is not timed
+# Counters of the ledger that say how much there is now; the others add up over steps.
+LEDGER_STATES = frozenset({"bytes_host", "bytes_device", "index_bytes"})
+
+
+def _pairs(
+    _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
+) -> list[tuple[int, int]]:
+    pairs = []
+    for value in values:
+        prompt, comma, gen = value.partition(",")
+        if not (comma and prompt.isdecimal() and gen.isdecimal() and int(prompt) and int(gen)):
+            raise click.BadParameter(f"{value!r} is not PROMPT,GEN with two numbers above 0")
+        pairs.append((int(prompt), int(gen)))
+    return pairs
+
+
+def _names(_context: click.Context, _parameter: click.Parameter, value: str) -> list[str]:
+    names = [name.strip() for name in value.split(",")]
+    if not all(names):
+        raise click.BadParameter(f"{value!r} has an empty name")
+    return names
+
+
+def _at_least_one(context: click.Context, parameter: click.Parameter, value: str) -> list[int]:
+    numbers = number_list(context, parameter, value)
+    if not all(numbers):
+        raise click.BadParameter(f"{value!r}: every number must be 1 or more")
+    return numbers
+
+
+@click.command(cls=GroupedCommand, short_help="Measure prefill and decode speed at any depth.")
+@click.option(
+    "-p",
+    "--n-prompt",
+    "n_prompts",
+    metavar="LIST",
+    default="512",
+    callback=number_list,
+    help="Prefill this many tokens; 0 leaves the test out. [default: 512]",
+)
+@click.option(
+    "-n",
+    "--n-gen",
+    "n_gens",
+    metavar="LIST",
+    default="128",
+    callback=number_list,
+    help="Decode this many tokens; 0 leaves the test out. [default: 128]",
+)
+@click.option(
+    "-pg",
+    "pairs",
+    metavar="PROMPT,GEN",
+    multiple=True,
+    callback=_pairs,
+    help="Prefill and decode, timed together; repeatable.",
+)
+@click.option(
+    "-d",
+    "--n-depth",
+    "n_depths",
+    metavar="LIST",
+    default="0",
+    callback=number_list,
+    help="Tokens in the KV cache before the test begins (not timed). [default: 0]",
+)
+@click.option(
+    "-b",
+    "--batch",
+    "n_seqs",
+    metavar="LIST",
+    default="1",
+    callback=_at_least_one,
+    help="Sequences that decode together, each with a cache of its own of that depth; t/s counts "
+    "the tokens of all. Tests of prefill alone take one. [default: 1]",
+)
+@click.option(
+    "--method",
+    "methods",
+    metavar="LIST",
+    shell_complete=completers.methods,
+    default="full",
+    callback=_names,
+    help="KV-cache methods, with commas between. [default: full]",
+)
+@click.option(
+    "-r",
+    "--repetitions",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=5,
+    help="Times each test is run. [default: 5]",
+)
+@click.option(
+    "-O",
+    "--output",
+    type=click.Choice(list(REPORTS)),
+    default="md",
+    help="Format on stdout. [default: md]",
+)
+@click.option(
+    "--no-warmup",
+    is_flag=True,
+    help="Leave out the run ahead of each test that is not timed.",
+)
+@model_options(bench=True)
+@click.pass_context
+def command(
+    context: click.Context,
+    options: ModelOptions,
+    n_prompts: list[int],
+    n_gens: list[int],
+    pairs: list[tuple[int, int]],
+    n_depths: list[int],
+    n_seqs: list[int],
+    methods: list[str],
+    repetitions: int,
+    output: str,
+    no_warmup: bool,
+) -> None:
+    """Measure the speed of prefill (pp) and decode (tg), in llama-bench's shape.
+
+    Tokens are random, with a fixed seed. Loading, filling the cache up to the depth and a short run
+    ahead of each test are not timed. An option given with -o goes to those of the methods that have
+    it. The method auto is chosen for the largest test, and shown by its name. What memory allows
+    (the roofline) is told for tests that only decode.
+    """
+    shapes = [(n, 0, 1) for n in n_prompts if n]
+    shapes += [(0, n, seqs) for n in n_gens if n for seqs in n_seqs]
+    shapes += [(prompt, gen, seqs) for prompt, gen in pairs for seqs in n_seqs]
+    tests = [BenchTest(prompt, gen, depth, n) for depth in n_depths for prompt, gen, n in shapes]
+    if not tests:
+        raise click.UsageError("nothing to measure: -p and -n are 0 and there is no -pg", context)
+    built = [
+        (name, build_for_bench("full" if name == AUTO else name, methods, options))
+        for name in methods
+    ]
+    check_sparse_from(options.config, [method for _, method in built])
+    path = find_model(options.model)
+    config = replace(options.config, ctx_size=context_size(tests))
+    seed = DEFAULT_SEED if options.seed is None else options.seed
+    report = REPORTS[output](write_text)
+    bandwidth: float | None = None
+    try:
+        for name, method in built:
+            session = load_session(path, method, config)
+            if name == AUTO:  # for the largest test
+                name = settle(session, replace(options, method=AUTO), config.ctx_size).method
+            model = describe_model(session, config.chunk)
+            if bandwidth is None and any(decodes_only(test) for test in tests):
+                bandwidth = measure_bandwidth(session.n_threads)
+            for test, samples, ledger in run_tests(
+                session, tests, repetitions, seed, warm_up=not no_warmup
+            ):
+                report.row(
+                    BenchResult(
+                        model=model,
+                        test=test,
+                        method=name,
+                        method_options=session.method_options(),
+                        budget=str(session.method_options().get("budget", "")) or None,
+                        samples_ns=samples,
+                        ledger=ledger,
+                        roofline=roofline_of(session, test, repetitions, ledger, bandwidth),
+                        sparse_from=session.sparse_from,
+                    )
+                )
+            del session  # its memory goes before the next method's is taken
+            gc.unfreeze()
+            gc.collect()
+    finally:
+        report.close()
+
+
+def context_size(tests: Sequence[BenchTest]) -> int:
+    """Tokens that the largest test leaves in the cache, and one more for decoding at depth 0."""
+    return max(test.n_depth + test.n_tokens for test in tests) + 1
+
+
+def build_for_bench(name: str, names: Sequence[str], options: ModelOptions) -> Method:
+    """Method ``name`` with those of the options, ``--budget`` among them, that it has.
+
+    Raises click.UsageError for an option that none of ``names`` has.
+    """
+    from sparsekv_cli.methods import describe_methods
+
+    known = {
+        method["name"]: {option["name"] for option in method["options"]}
+        for method in describe_methods()
+    }
+    known_somewhere = {key for other in names for key in known.get(other, ())}
+
+    def concerns(key: str) -> bool:
+        return key in known.get(name, ()) or key not in known_somewhere
+
+    return build_method(
+        name,
+        {key: value for key, value in options.method_options.items() if concerns(key)},
+        {key: value for key, value in options.named.items() if concerns(key)},
+    )
+
+
+def run_tests(
+    session: Session,
+    tests: Sequence[BenchTest],
+    repetitions: int,
+    seed: int,
+    *,
+    warm_up: bool = True,
+) -> Iterator[tuple[BenchTest, list[int], dict[str, Any]]]:
+    """Runs every test; yields it with its nanoseconds and the ledger of its timed parts.
+
+    warm_up: begin each test with a run of its kind that does not count.
+    """
+    import numpy as np
+
+    from sparsekv_cli.batch import Batch
+
+    most = max(test.n_seqs for test in tests)
+    generator = np.random.default_rng(seed)
+    ids = generator.integers(0, session.hparams.n_vocab, size=(most, session.n_ctx)).tolist()
+    batch = Batch(session, most)
+    for test in tests:
+        samples: list[int] = []
+        ledger: dict[str, Any] = {}
+        if warm_up:
+            run_once(batch, ids, replace(test, n_gen=min(test.n_gen, WARM_UP_TOKENS)))
+        for _ in range(repetitions):
+            nanoseconds, before = run_once(batch, ids, test)
+            samples.append(nanoseconds)
+            ledger = add_ledger(ledger, before, batch.ledger(test.n_seqs))
+        yield test, samples, ledger
+
+
+def run_once(
+    batch: Batch, ids: Sequence[Sequence[int]], test: BenchTest
+) -> tuple[int, dict[str, Any]]:
+    """One repetition: its nanoseconds, and the ledger from which they begin."""
+    n_last = batch.session.engine.first_steps
+    if test.n_seqs == 1:
+        go_to_depth(batch.use(0), ids[0], test, n_last)
+        before = batch.ledger(1)
+        return time_once(batch.session, ids[0], test), before
+    left = [prefill_to_depth(batch.use(i), ids[i], test, n_last) for i in range(test.n_seqs)]
+    for tokens in zip(*left, strict=True):
+        batch.decode(tokens)
+    before = batch.ledger(test.n_seqs)
+    return time_batch(batch, ids, test), before
+
+
+def go_to_depth(session: Session, ids: Sequence[int], test: BenchTest, n_last: int = 1) -> None:
+    """Fills the cache up to the test's depth by a prefill, which rebuilds the method's indexes.
+
+    Of a test that only decodes, the last n_last tokens are decoded, so that work done once in the
+    first decode steps is not timed. At depth 0 it starts from one token, because a method sees a
+    prefill ahead of its first decode.
+    """
+    for token in prefill_to_depth(session, ids, test, n_last):
+        session.decode(token)
+
+
+def prefill_to_depth(
+    session: Session, ids: Sequence[int], test: BenchTest, n_last: int
+) -> Sequence[int]:
+    """``go_to_depth`` without the tokens that are to be decoded, which it returns."""
+    n_decoded = min(n_last, test.n_depth - 1) if decodes_only(test) and test.n_depth > 1 else 0
+    n_prefill = max(test.n_depth - n_decoded, int(decodes_only(test)))
+    missing = keep_common(session, ids[:n_prefill])
+    if 0 < len(missing) < N_REFRESH:
+        session.rewind(max(0, n_prefill - N_REFRESH))
+        missing = ids[len(session.tokens) : n_prefill]
+    if missing:
+        with PrefillProgress(f"depth {test.n_depth}") as bar:
+            session.prefill(missing, progress=bar)
+    return ids[n_prefill : n_prefill + n_decoded]
+
+
+def time_once(session: Session, ids: Sequence[int], test: BenchTest) -> int:
+    """Nanoseconds of one repetition, from the depth at which the session is."""
+    start = len(session.tokens)
+    prompt = ids[start : start + test.n_prompt]
+    generated = ids[start + test.n_prompt : start + test.n_tokens]
+    begin = time.perf_counter_ns()
+    if prompt:
+        session.prefill(prompt)
+    for token in generated:
+        session.decode(token)
+    return time.perf_counter_ns() - begin
+
+
+def time_batch(batch: Batch, ids: Sequence[Sequence[int]], test: BenchTest) -> int:
+    """``time_once`` of the first n_seqs sequences: each one's prefill, then all decode together."""
+    start = len(batch.use(0).tokens)
+    first = start + test.n_prompt
+    generated = [row[first : first + test.n_gen] for row in ids[: test.n_seqs]]
+    begin = time.perf_counter_ns()
+    if test.n_prompt:
+        for i in range(test.n_seqs):
+            batch.use(i).prefill(ids[i][start:first])
+    for tokens in zip(*generated, strict=True):
+        batch.decode(tokens)
+    return time.perf_counter_ns() - begin
+
+
+def add_ledger(
+    total: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``total`` and what was counted between ``before`` and ``after``; states as they are now."""
+    return {
+        key: value if key in LEDGER_STATES else total.get(key, 0) + value - before.get(key, 0)
+        for key, value in after.items()
+    }
+
+
+def decodes_only(test: BenchTest) -> bool:
+    return test.n_prompt == 0
+
+
+def roofline_of(
+    session: Session,
+    test: BenchTest,
+    repetitions: int,
+    ledger: Mapping[str, Any],
+    bandwidth: float | None,
+) -> Roofline | None:
+    """What bounds a test that only decodes; its ledger is that of all repetitions.
+
+    Sequences that decode together read the weights once for all of them; of experts, those that
+    any of them chooses.
+    """
+    if bandwidth is None or not decodes_only(test):
+        return None
+    weight_bytes = session.decoder.weights.bytes_a_step(test.n_seqs) // test.n_seqs
+    return decode_roofline(weight_bytes, ledger, repetitions * test.n_gen * test.n_seqs, bandwidth)
+
+
+def describe_model(session: Session, n_batch: int) -> BenchModel:
+    """The fields of a row that belong to the model and the machine."""
+    file = session.gguf
+    n_params = sum(tensor.n_elements for tensor in file.tensors.values())
+    return BenchModel(
+        path=file.path,
+        type=model_type(file, n_params),
+        size=sum(tensor.n_bytes for tensor in file.tensors.values()),
+        n_params=n_params,
+        n_threads=session.n_threads,
+        n_batch=n_batch,
+    )
+
+
+def model_type(file: GGUFFile, n_params: int) -> str:
+    """Such as ``llama 135M Q4_1``: architecture, size, and the type of most of the weights."""
+    from sparsekv_cli.models.sources.listing import weight_type
+
+    size = file.metadata.get("general.size_label")
+    if not isinstance(size, str):
+        size = f"{n_params / 1e9:.1f}B" if n_params >= 1e9 else f"{n_params / 1e6:.0f}M"
+    return f"{file.metadata['general.architecture']} {size} {weight_type(file)}"

@@ -1,0 +1,142 @@
+"""``sparsekv-cli chat``: a conversation; the KV cache of what was said is kept between turns."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+
+import click
+
+from sparsekv_cli.commands.chat.commands import Chat, enter, respond, send
+from sparsekv_cli.commands.chat.conversation import ChatSettings, Conversation
+from sparsekv_cli.commands.options.help_page import GroupedCommand
+from sparsekv_cli.commands.options.method_choice import settle
+from sparsekv_cli.commands.options.model import (
+    Invocation,
+    ModelOptions,
+    model_options,
+    open_session,
+)
+from sparsekv_cli.commands.options.prefix import PrefixOptions, prefix_options, use_prefixes
+from sparsekv_cli.commands.options.sampling import check_think_budget, sampling_options, stop_option
+from sparsekv_cli.commands.shared.prompt import check_utf8, parse_special_option, think_option
+from sparsekv_cli.commands.shared.terminal import one_line, say
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.generation.conversation import thinking_switch
+from sparsekv_cli.generation.sampler import SamplingOptions
+
+
+@click.command(cls=GroupedCommand, short_help="Talk to a model; the KV cache is kept across turns.")
+@click.option("-p", "--prompt", metavar="TEXT", help="The first message.")
+@click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="System message.")
+@click.option(
+    "-n",
+    "--n-predict",
+    metavar="N",
+    type=click.IntRange(min=-1),
+    default=-1,
+    help="Most tokens of one answer; -1: until it ends or the context is full. [default: -1]",
+)
+@stop_option
+@parse_special_option
+@think_option
+@click.option(
+    "--drop-thinking",
+    is_flag=True,
+    help="Leave what the model thought out of later prompts; what follows it is then read again.",
+)
+@click.option(
+    "--context-shift",
+    is_flag=True,
+    help="When the context is full, drop the oldest turns and read the others again; without it "
+    "the answer ends and the chat says so.",
+)
+@click.option(
+    "--keep",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=0,
+    help="With --context-shift: turns that begin within the first N tokens stay, as the system "
+    "message always does; 1: the first turn. [default: 0]",
+)
+@click.option("--stats", is_flag=True, help="Speed and KV rows on stderr after every answer.")
+@model_options()
+@prefix_options
+@sampling_options
+@click.pass_context
+def command(
+    context: click.Context,
+    options: ModelOptions,
+    prefix: PrefixOptions,
+    sampling: SamplingOptions,
+    prompt: str | None,
+    system: str | None,
+    n_predict: int,
+    stop: tuple[str, ...],
+    parse_special: bool,
+    think: bool | None,
+    drop_thinking: bool,
+    context_shift: bool,
+    keep: int,
+    stats: bool,
+) -> None:
+    """Talk to a model.
+
+    /help lists the commands. When stdin is no terminal, every line of it is a message (or a
+    command) and the answers go to stdout, a line break after each. A model without a chat template
+    gets ChatML.
+    """
+    check_think_budget(context, sampling, think)
+    if keep and not context_shift:
+        raise click.UsageError("--keep needs --context-shift", context)
+    prompt, system = (
+        None if text is None else check_utf8(text, f"the text given with {source}")
+        for text, source in ((prompt, "-p"), (system, "-sys"))
+    )
+    session = open_session(options)
+    options = settle(session, options)
+    use_prefixes(session, prefix)
+    settings = ChatSettings(
+        sampling,
+        seed=options.seed,
+        n_predict=n_predict,
+        stop=stop,
+        parse_special=parse_special,
+        think=think,
+        drop_thinking=drop_thinking,
+        context_shift=context_shift,
+        keep=keep,
+    )
+    conversation = Conversation(session, settings, system)
+    thinking_switch(conversation.template, think)
+    shows_stats = stats or context.ensure_object(Invocation).verbose
+    chat = Chat(conversation, options, prefix, shows_stats)
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        say(f"{options.method} attention, {session.n_ctx} tokens of context; /help for help")
+    if prompt is not None:
+        respond(chat, lambda: send(chat, prompt))
+    for entry in typed(chat) if is_terminal else lines():
+        if not enter(chat, entry):
+            break
+
+
+def typed(chat: Chat) -> Iterator[str]:
+    """What is typed at a terminal, until Ctrl-D."""
+    from sparsekv_cli.commands.chat.prompt import entries  # slow to import
+
+    for entry in entries(chat):
+        try:
+            yield check_utf8(entry, "what was typed")
+        except SparseKVError as error:
+            say(f"error: {one_line(str(error))}")
+
+
+def lines() -> Iterable[str]:
+    """What is piped to stdin, line by line. SparseKVError if it is not UTF-8."""
+    for number, line in enumerate(getattr(sys.stdin, "buffer", sys.stdin), start=1):
+        try:
+            text = line.decode("utf-8") if isinstance(line, bytes) else line
+        except UnicodeDecodeError:
+            raise SparseKVError(f"line {number} of stdin is not UTF-8") from None
+        yield text.rstrip("\r\n")

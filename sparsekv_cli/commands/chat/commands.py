@@ -1,0 +1,261 @@
+"""What a user of ``chat`` enters: a message, or one of the commands in the table below."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import click
+
+from sparsekv_cli.commands.chat.conversation import Conversation
+from sparsekv_cli.commands.chat.files import load_messages, read_text, save_messages
+from sparsekv_cli.commands.chat.settings import change_setting, show_settings
+from sparsekv_cli.commands.options.model import ModelOptions, build_method
+from sparsekv_cli.commands.options.prefix import PrefixOptions, use_prefixes
+from sparsekv_cli.commands.shared import progress
+from sparsekv_cli.commands.shared.answer import PrefillInterrupted, ledger_line, timing_line
+from sparsekv_cli.commands.shared.terminal import one_line, say, write_text
+from sparsekv_cli.errors import LostModelError, SparseKVError
+from sparsekv_cli.generation.answer import STOP_INTERRUPT, Answer
+from sparsekv_cli.option import did_you_mean, options_of
+
+# "/word" alone or before other words; a path such as /etc/hosts is something to say.
+COMMAND = re.compile(r"/(\w+)(?:\s+(.*))?", re.DOTALL)
+NARROW = 70  # columns below which a command's help has a line of its own
+LEAVING = ("exit", "quit")
+KEYS = (
+    "Enter sends; a backslash at the end of a line, or Alt-Enter, begins another line, and a "
+    'message between """ and """ may have many. Tab completes, Ctrl-R searches what was entered, '
+    "Ctrl-X Ctrl-E opens $EDITOR. Ctrl-C stops an answer or clears the line; on an empty line it "
+    "leaves, as Ctrl-D does."
+)
+
+
+@dataclass
+class Chat:
+    """A conversation, and how its program was started.
+
+    shows_stats: after every answer. read: texts that come before the next message. draft: what the
+    user finds in the next line, to be edited.
+    """
+
+    conversation: Conversation
+    options: ModelOptions
+    prefix: PrefixOptions
+    shows_stats: bool = False
+    method: str = ""
+    read: list[str] = field(default_factory=list)
+    draft: str = ""
+
+    def __post_init__(self) -> None:
+        self.method = self.options.method
+
+
+@dataclass(frozen=True)
+class ChatCommand:
+    """takes: what stands behind the name, in brackets if it may be missing; empty: nothing."""
+
+    takes: str
+    help: str
+    run: Callable[[Chat, str], None]
+
+
+def enter(chat: Chat, text: str) -> bool:
+    """What a user has entered; whether the chat goes on.
+
+    What cannot be done becomes a line, and the chat goes on. Not without the model: LostModelError
+    is passed on.
+    """
+    found = COMMAND.fullmatch(text.strip())
+    if found is None:
+        if text.strip():
+            respond(chat, lambda: send(chat, text))
+        return True
+    name, argument = found[1], (found[2] or "").strip()
+    if name in LEAVING:
+        return False
+    try:
+        if name not in COMMANDS:
+            close = did_you_mean(name, [*COMMANDS, *LEAVING]).replace("mean ", "mean /")
+            raise SparseKVError(f"/{name}: no such command{close}; /help lists them")
+        command = COMMANDS[name]
+        if argument and not command.takes:
+            raise SparseKVError(f"/{name} takes nothing behind it, found {argument!r}")
+        if not argument and command.takes and not command.takes.startswith("["):
+            raise SparseKVError(f"/{name} {command.takes}: {command.takes} is missing")
+        command.run(chat, argument)
+    except LostModelError:
+        raise
+    except SparseKVError as error:
+        say(f"error: {one_line(str(error))}")
+    except click.UsageError as error:
+        say(f"error: {one_line(error.format_message())}")
+    except KeyboardInterrupt:
+        say("stopped")
+    return True
+
+
+def send(chat: Chat, text: str) -> Answer:
+    """The answer to a message, ahead of which come the texts that were read."""
+    answer = chat.conversation.send("\n\n".join([*chat.read, text]))
+    chat.read = []
+    return answer
+
+
+def respond(chat: Chat, generate: Callable[[], Answer]) -> None:
+    """Streams one answer; what cannot be answered becomes a line, as ``enter`` has it."""
+    conversation = chat.conversation
+    try:
+        answer = generate()
+    except LostModelError:
+        raise
+    except SparseKVError as error:
+        say(f"error: {one_line(str(error))}")
+        return
+    except PrefillInterrupted:
+        say("stopped before the answer began; the message is taken back")
+        return
+    if not answer.text.endswith("\n") and (answer.text or not answer.thinking):
+        write_text("\n")
+    if answer.stop_reason == STOP_INTERRUPT:
+        say("stopped")
+    elif (line := conversation.full_context_line(answer)) is not None:
+        say(line)
+    if chat.shows_stats:
+        _stats(chat, "")
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def _help(chat: Chat, _argument: str) -> None:
+    width = max(30, min(100, shutil.get_terminal_size().columns - 1))
+    usages = {name: f"/{name} {each.takes}".rstrip() for name, each in COMMANDS.items()}
+    column = 4 if width < NARROW else 2 + max(map(len, usages.values()))
+    lines = []
+    for name, usage in usages.items():
+        help = textwrap.wrap(COMMANDS[name].help, width - column)
+        if width < NARROW:
+            lines.append(usage)
+        else:
+            lines.append(f"{usage:<{column}}{help.pop(0)}")
+        lines += [" " * column + line for line in help]
+    say("\n".join([*lines, "", *textwrap.wrap(KEYS, width)]))
+
+
+def _clear(chat: Chat, _argument: str) -> None:
+    chat.conversation.clear()
+    chat.read = []
+    say("the conversation is forgotten")
+
+
+def _regenerate(chat: Chat, _argument: str) -> None:
+    respond(chat, chat.conversation.regenerate)
+
+
+def _undo(chat: Chat, _argument: str) -> None:
+    if chat.read:
+        chat.read.pop()
+        say("the text that was read last is taken back")
+        return
+    chat.draft = chat.conversation.undo()
+    say(f"taken back: {_short(chat.draft)}")
+
+
+def _short(text: str) -> str:
+    line = one_line(text)
+    return line if len(line) <= 60 else f"{line[:57]}..."
+
+
+def _system(chat: Chat, argument: str) -> None:
+    conversation = chat.conversation
+    if not argument:
+        say(conversation.system or "there is no system message")
+        return
+    conversation.set_system(None if argument == '""' else argument)
+    done = "gone" if argument == '""' else "set"
+    again = "; the conversation is read again" if conversation.n_used else ""
+    say(f"the system message is {done}{again}")
+
+
+def _set(chat: Chat, argument: str) -> None:
+    say(
+        change_setting(chat.conversation, argument)
+        if argument
+        else show_settings(chat.conversation)
+    )
+
+
+def _read(chat: Chat, argument: str) -> None:
+    text = read_text(argument)
+    chat.read.append(text)
+    say(f"{argument}: {len(text)} characters, which come before your next message")
+
+
+def _save(chat: Chat, argument: str) -> None:
+    messages = chat.conversation.messages
+    if not messages:
+        raise SparseKVError("there is nothing to save")
+    save_messages(argument, messages)
+    say(f"{argument}: {len(messages)} messages are saved")
+
+
+def _load(chat: Chat, argument: str) -> None:
+    messages = load_messages(argument)
+    chat.conversation.replace(messages)
+    last = "" if messages[-1]["role"] == "assistant" else "; /regen answers the last one"
+    n_used, n_ctx = chat.conversation.n_used, chat.conversation.session.n_ctx
+    say(f"{argument}: {len(messages)} messages, {n_used} of {n_ctx} tokens{last}")
+
+
+def _stats(chat: Chat, _argument: str) -> None:
+    session = chat.conversation.session
+    say(timing_line(session))
+    say(ledger_line(session, chat.method))
+
+
+def _method(chat: Chat, argument: str) -> None:
+    session, options = chat.conversation.session, chat.options
+    name, *pairs = argument.split()
+    given = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise SparseKVError(f"/method {name} {pair}: expected KEY=VALUE")
+        given[key] = value
+    if name == options.method:
+        given = {**options.method_options, **given}
+    known = options_of(type(build_method(name, {})))
+    named = {key: text for key, text in options.named.items() if key in known and key not in given}
+    method = build_method(name, given, named)
+    with progress.CompileProgress() as compiling, progress.CalibrationProgress() as calibrating:
+        session.change_method(method, compiling, calibrating)
+    chat.method = name
+    session.prefixes = None
+    use_prefixes(session, chat.prefix)
+    what = f"{name} attention"
+    if chat.conversation.n_used:
+        rows = "its rows are kept" if session.tokens else "it is read again with your next message"
+        what += f"; the conversation goes on: {rows}"
+    say(what)
+
+
+COMMANDS: dict[str, ChatCommand] = {
+    "help": ChatCommand("", "what can be entered", _help),
+    "clear": ChatCommand("", "forget the conversation, but not the system message", _clear),
+    "regen": ChatCommand("", "answer the last message again", _regenerate),
+    "undo": ChatCommand("", "take your last message back, or the text that was read last", _undo),
+    "system": ChatCommand("[TEXT]", 'set the system message, "" for none; alone: show it', _system),
+    "set": ChatCommand(
+        "[NAME [VALUE]]", "samplers, n_predict, stop, think, ctx ...; alone: show all", _set
+    ),
+    "read": ChatCommand("FILE", "put a text file before your next message", _read),
+    "save": ChatCommand("FILE", "write the conversation to a JSON file", _save),
+    "load": ChatCommand("FILE", "go on with a conversation that was saved", _load),
+    "stats": ChatCommand("", "speed and KV rows of the last answer", _stats),
+    "method": ChatCommand("NAME [KEY=VALUE ...]", "go on with another KV-cache method", _method),
+    "exit": ChatCommand("", "leave (also /quit)", lambda chat, argument: None),
+}

@@ -1,0 +1,234 @@
+"""The conversation of ``chat``: its messages, and a session whose KV cache holds them."""
+
+from __future__ import annotations
+
+import bisect
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sparsekv_cli.commands.shared.answer import is_cut_by_context, keep_common, stream_answer
+from sparsekv_cli.commands.shared.terminal import ShownAnswer, say, write_text
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.generation.answer import Answer
+from sparsekv_cli.generation.conversation import (
+    CHATML_END,
+    chat_template,
+    encode_messages,
+    model_thinking,
+)
+from sparsekv_cli.generation.sampler import SamplingOptions, constraint_maker, new_sampler
+from sparsekv_cli.models.chat.thinking import without_thinking
+
+if TYPE_CHECKING:
+    from sparsekv_cli.session import Sample, Session
+
+Messages = list[dict[str, str]]
+CHOICES = (
+    "/clear forgets the conversation, /undo takes the last message back, '/set context_shift on' "
+    "drops the oldest ones, '/set ctx N' makes a larger context (at the start: -c N)"
+)
+
+
+@dataclass
+class ChatSettings:
+    """What ``/set`` changes.
+
+    seed: None takes a random one. n_predict: most tokens of an answer, -1: all that fit. stop:
+    texts that end an answer. think: whether the model is to think first, None: as its template has
+    it. drop_thinking: what was thought is no part of later prompts. context_shift: whether the
+    oldest turns go when the context is full; keep: tokens at the start whose turns stay.
+    """
+
+    sampling: SamplingOptions
+    seed: int | None = None
+    n_predict: int = -1
+    stop: tuple[str, ...] = ()
+    parse_special: bool = False
+    think: bool | None = None
+    drop_thinking: bool = False
+    context_shift: bool = False
+    keep: int = 0
+
+
+class Conversation:
+    """The messages so far, and a session whose KV cache holds as much of them as it can.
+
+    Of an answer, a message has all that was written, thinking included.
+    """
+
+    def __init__(self, session: Session, settings: ChatSettings, system: str | None) -> None:
+        self.session = session
+        self.settings = settings
+        self.template = chat_template(session.gguf.metadata)
+        self.thinking = model_thinking(session)
+        self.messages: Messages = []
+        self._make_constraint = constraint_maker(session.tokenizer)
+        self.n_used = 0  # tokens of the context that the conversation takes
+        self.renew_sampler()
+        self.set_system(system)
+
+    def renew_sampler(self) -> None:
+        """Makes the sampler that the settings describe."""
+        settings = self.settings
+        self._constraint = self._make_constraint(settings.sampling, self.thinking, settings.think)
+        self._sample: Sample = new_sampler(
+            self.session, settings.sampling, settings.seed, self._constraint
+        )
+
+    @property
+    def system(self) -> str | None:
+        """The system message, if there is one."""
+        is_there = bool(self.messages) and self.messages[0]["role"] == "system"
+        return self.messages[0]["content"] if is_there else None
+
+    def set_system(self, text: str | None) -> None:
+        """Replaces the system message; what was said stays."""
+        said = self.messages[self.system is not None :]
+        opening = [] if text is None else [{"role": "system", "content": text}]
+        self.replace([*opening, *said])
+
+    def clear(self) -> None:
+        """Forgets everything but the system message."""
+        self.replace(self.messages[: self.system is not None])
+
+    def undo(self) -> str:
+        """Takes the last message of the user back, with its answer; its text."""
+        starts = _turns(self.messages)
+        if not starts:
+            raise SparseKVError("there is no message to take back")
+        text = self.messages[starts[-1]]["content"]
+        self.replace(self.messages[: starts[-1]])
+        return text
+
+    def replace(self, messages: Messages) -> None:
+        """Goes on with other messages; SparseKVError if the template does not take them."""
+        self.n_used = len(self.encode(messages)) if _turns(messages) else 0
+        self.messages = messages
+
+    def encode(self, messages: Messages) -> list[int]:
+        """The ids of a conversation that the model is to go on with."""
+        if self.settings.drop_thinking or (self.thinking and self.thinking.is_dropped):
+            messages = [self._without_thinking(message) for message in messages]
+        return encode_messages(
+            self.session.tokenizer,
+            self.template,
+            messages,
+            parse_special=self.settings.parse_special,
+            think=self.settings.think,
+        )
+
+    def _without_thinking(self, message: dict[str, str]) -> dict[str, str]:
+        if message["role"] != "assistant":
+            return message
+        return {**message, "content": without_thinking(self.thinking, message["content"])}
+
+    def send(self, text: str) -> Answer:
+        """The answer to a new message. If there is none, the message is taken back."""
+        return self._answer([*self.messages, {"role": "user", "content": text}])
+
+    def regenerate(self) -> Answer:
+        """Another answer to the last message, in place of the one that it may have."""
+        if not _turns(self.messages):
+            raise SparseKVError("there is no answer to generate again")
+        is_answered = self.messages[-1]["role"] == "assistant"
+        return self._answer(self.messages[:-1] if is_answered else self.messages)
+
+    def _answer(self, messages: Messages) -> Answer:
+        session, settings = self.session, self.settings
+        ids = self.encode(messages)
+        if len(ids) >= session.n_ctx:
+            messages, ids = self._shortened(messages, len(ids), 1)
+        session.timings.reset()
+        shown = ShownAnswer(
+            sys.stdout if sys.stdout.isatty() else sys.stderr,
+            self.thinking[:2] if self.thinking is not None else ("", ""),
+        )
+
+        def make_room(tokens: Sequence[int]) -> Sequence[int] | None:
+            nonlocal messages
+            if not settings.context_shift:
+                return None
+            try:
+                messages, ids = self._shortened(messages, session.n_ctx, len(tokens) + 1)
+            except SparseKVError:  # the turn alone is too long: the answer ends
+                return None
+            return keep_common(session, [*ids, *tokens])
+
+        stops = settings.stop if self.template else (*settings.stop, CHATML_END)
+        answer = stream_answer(
+            session,
+            keep_common(session, ids),
+            self._sample,
+            settings.n_predict,
+            stops,
+            shown.write,
+            self._constraint,
+            thinking=self.thinking,
+            write_thinking=shown.think,
+            make_room=make_room,
+        )
+        shown.end_thinking()
+        self.messages = [*messages, {"role": "assistant", "content": answer.written}]
+        self.n_used = len(session.tokens)
+        return answer
+
+    def full_context_line(self, answer: Answer) -> str | None:
+        """One line with the choices, if the context has cut the answer."""
+        if not is_cut_by_context(self.session, answer, self.settings.n_predict):
+            return None
+        n_ctx = self.session.n_ctx
+        return f"the answer is cut, the context is full ({n_ctx} of {n_ctx} tokens): {CHOICES}"
+
+    def _shortened(self, messages: Messages, n: int, n_more: int) -> tuple[Messages, list[int]]:
+        """A conversation without its oldest turns, and its ids.
+
+        They take half of the context if that can be. n: tokens that it takes whole. n_more: those
+        that come behind it and have to fit. SparseKVError, with the numbers, where turns may not
+        go, or too few of them.
+        """
+        n_ctx, settings = self.session.n_ctx, self.settings
+        takes = f"the conversation takes {n} tokens, the context holds {n_ctx}"
+        if not settings.context_shift:
+            raise SparseKVError(f"{takes}: {CHOICES}")
+        starts = _turns(messages)
+        n_kept = sum(self._starts_within(messages, start, settings.keep) for start in starts)
+        n_droppable = max(0, len(starts) - 1 - n_kept)
+
+        def without(n_dropped: int) -> Messages:
+            until = starts[n_kept] if n_dropped else 0
+            return messages[:until] + messages[starts[n_kept + n_dropped] if n_dropped else 0 :]
+
+        def fits(n_dropped: int) -> bool:
+            return len(self.encode(without(n_dropped))) + n_more <= n_ctx // 2
+
+        counts = range(1, n_droppable + 1)
+        n_dropped = min(n_droppable, 1 + bisect.bisect_left(counts, True, key=fits))
+        shorter = without(n_dropped)
+        ids = self.encode(shorter)
+        if not n_dropped or len(ids) + n_more > n_ctx:
+            kept = f" and the first {n_kept} turns, which --keep holds," if n_kept else ""
+            raise SparseKVError(
+                f"{takes}; the last message alone{kept} takes {len(ids)} with {n_more - 1} of the "
+                "answer: shorten it, '/set ctx N' makes a larger context (at the start: -c N)"
+            )
+        turns = "turn is" if n_dropped == 1 else "turns are"
+        if n_more > 1 and sys.stdout.isatty():
+            write_text("\n")  # the answer is half out
+        say(
+            f"context shift: the oldest {n_dropped} {turns} dropped, {len(ids)} tokens are left "
+            f"of {n}; they are read again"
+        )
+        return shorter, ids
+
+    def _starts_within(self, messages: Messages, start: int, n: int) -> bool:
+        """Whether a turn, by its place in ``messages``, begins within the first n tokens."""
+        if n == 0 or not any(message["role"] == "user" for message in messages[:start]):
+            return n > 0
+        return len(self.encode(messages[:start])) < n
+
+
+def _turns(messages: Messages) -> list[int]:
+    """Where the user's messages are."""
+    return [i for i, message in enumerate(messages) if message["role"] == "user"]

@@ -1,0 +1,77 @@
+"""Files of ``chat``: conversations that are saved and loaded, and texts to send."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sparsekv_cli.commands.shared.prompt import decode_file
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.files import replace_file
+
+ROLES = ("system", "user", "assistant")
+
+
+def read_text(name: str) -> str:
+    """A text file without its last line break; SparseKVError if it cannot be read or is empty."""
+    text = decode_file(_read(name), name).removesuffix("\n")
+    if not text.strip():
+        raise SparseKVError(f"{name}: holds no text")
+    return text
+
+
+def save_messages(name: str, messages: list[dict[str, str]]) -> None:
+    """Writes a conversation, whole or not at all; a file of something else is left alone."""
+    path = Path(name).expanduser()
+    if path.exists():
+        try:
+            load_messages(name)
+        except SparseKVError:
+            raise SparseKVError(
+                f"{name}: is there and no conversation: choose another name"
+            ) from None
+    text = json.dumps({"messages": messages}, ensure_ascii=False, indent=1) + "\n"
+    try:
+        replace_file(path, text.encode())
+    except OSError as error:
+        raise SparseKVError(f"{name}: {error.strerror}") from None
+
+
+def load_messages(name: str) -> list[dict[str, str]]:
+    """A saved conversation; SparseKVError that says what is wrong with the file."""
+    from sparsekv_cli.generation.fields import read_json  # which imports pydantic
+
+    try:
+        value = read_json(_read(name))
+    except SparseKVError as error:
+        raise SparseKVError(f"{name}: {error}") from None
+    messages = value.get("messages") if isinstance(value, dict) else value
+    if not isinstance(messages, list) or not messages:
+        raise SparseKVError(f'{name}: expected {{"messages": [...]}} with one message at least')
+    return [_message(name, i, message, messages) for i, message in enumerate(messages)]
+
+
+def _message(name: str, i: int, message: Any, messages: list[Any]) -> dict[str, str]:
+    """A message that may stand there: the system's first, then the user and the model in turn."""
+    place = f"{name}: message {i + 1}"
+    if not isinstance(message, dict) or not all(
+        isinstance(message.get(key), str) for key in ("role", "content")
+    ):
+        raise SparseKVError(f"{place}: expected an object with the texts 'role' and 'content'")
+    role = message["role"]
+    if role not in ROLES:
+        raise SparseKVError(f"{place}: role {role!r}: expected {', '.join(ROLES)}")
+    n_ahead = i - (messages[0]["role"] == "system")
+    expected = "system" if n_ahead < 0 else ("user", "assistant")[n_ahead % 2]
+    if role != expected:
+        raise SparseKVError(f"{place}: role {role!r}: expected {expected!r} there")
+    return {"role": role, "content": message["content"]}
+
+
+def _read(name: str) -> bytes:
+    try:
+        return Path(name).expanduser().read_bytes()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise SparseKVError(f"{name}: {reason}") from None

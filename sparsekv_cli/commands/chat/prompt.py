@@ -1,0 +1,247 @@
+"""The line that a user of ``chat`` edits at a terminal, by prompt_toolkit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.application import get_app
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.formatted_text import StyleAndTextTuples
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output import create_output
+from prompt_toolkit.styles import Style
+
+from sparsekv_cli.commands.chat.commands import COMMANDS, LEAVING, Chat
+from sparsekv_cli.commands.chat.settings import SETTINGS
+from sparsekv_cli.commands.shared.terminal import say
+from sparsekv_cli.files import replace_file
+from sparsekv_cli.methods import METHODS, method_class
+from sparsekv_cli.option import allowed_values, options_of
+
+QUOTES = '"""'
+LEAST_PASTE = 2000  # characters of a paste for which a few words stand in the line
+MOST_REMEMBERED = 1 << 14  # characters of an entry in the history on disk
+MOST_HISTORY = 1 << 20  # bytes of the file, of which the last half stays
+STYLE = Style.from_dict({"bottom-toolbar": "noreverse", "bottom-toolbar.text": "noreverse"})
+
+
+def entries(chat: Chat) -> Iterator[str]:
+    """What the user enters, until Ctrl-D. KeyboardInterrupt for Ctrl-C on an empty line."""
+    # The answers go to stdout; if that is no terminal, the line is edited on stderr.
+    output = None if sys.stdout.isatty() else create_output(stdout=sys.stderr)
+    pastes = Pastes()
+    session: PromptSession[str] = PromptSession(
+        "> ",
+        multiline=True,
+        prompt_continuation=". ",
+        history=open_history(pastes),
+        completer=ChatCompleter(),
+        complete_while_typing=True,
+        key_bindings=key_bindings(pastes),
+        bottom_toolbar=lambda: toolbar(chat, get_app().output.get_size().columns),
+        style=STYLE,
+        reserve_space_for_menu=4,
+        enable_open_in_editor=True,
+        enable_suspend=True,
+        output=output,
+    )
+    while True:
+        pastes.clear()
+        draft, chat.draft = chat.draft, ""
+        try:
+            text = session.prompt(default=pastes.take(draft))
+        except EOFError:
+            return
+        yield pastes.put_in(message_of(text))
+
+
+def toolbar(chat: Chat, width: int) -> StyleAndTextTuples:
+    """The method and how full the context is, as far as they fit."""
+    conversation = chat.conversation
+    n_used, n_ctx = conversation.n_used, conversation.session.n_ctx
+    parts = [f"{n_used} of {n_ctx} tokens", chat.method]
+    if chat.read:
+        parts.append(f"files read: {len(chat.read)}")
+    parts.append("/help")
+    while len(parts) > 1 and len(" | ".join(parts)) > width:
+        parts.pop()
+    return [("class:bottom-toolbar.text", " | ".join(parts)[:width])]
+
+
+def is_complete(text: str) -> bool:
+    """Whether Enter sends: no quotes are open and no backslash stands at the end."""
+    if text.lstrip().startswith(QUOTES):
+        rest = text.strip()[len(QUOTES) :]
+        return rest.endswith(QUOTES)
+    return not text.endswith("\\")
+
+
+def message_of(text: str) -> str:
+    """What was entered, without the marks of several lines."""
+    stripped = text.strip()
+    if stripped.startswith(QUOTES):
+        inner = stripped[len(QUOTES) : -len(QUOTES)]
+        return inner.removeprefix("\n").removesuffix("\n")
+    return text.replace("\\\n", "\n")
+
+
+class Pastes(dict[str, str]):
+    """Long texts that were pasted, by what stands for each in the line, which stays short."""
+
+    def take(self, text: str) -> str:
+        """What is to be put into the line for a text."""
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+        if len(text) < LEAST_PASTE:
+            return text
+        n_lines = text.count("\n") + 1
+        mark = f"[paste {len(self) + 1}: {len(text)} characters, {n_lines} lines]"
+        self[mark] = text
+        return mark
+
+    def put_in(self, text: str) -> str:
+        """A line with the texts themselves."""
+        for mark, pasted in self.items():
+            text = text.replace(mark, pasted)
+        return text
+
+
+def key_bindings(pastes: Pastes) -> KeyBindings:
+    """Enter, Alt-Enter, Ctrl-C and pasting; the others are prompt_toolkit's."""
+    bindings = KeyBindings()
+
+    @bindings.add("<bracketed-paste>")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text(pastes.take(event.data))
+
+    @bindings.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if is_complete(buffer.text):
+            buffer.validate_and_handle()
+        else:
+            buffer.cursor_position = len(buffer.text)
+            buffer.insert_text("\n")
+
+    @bindings.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @bindings.add("c-c")
+    def _(event: KeyPressEvent) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt())
+
+    return bindings
+
+
+class ChatCompleter(Completer):
+    """Completes commands, and what stands behind them: names, values and paths."""
+
+    def __init__(self) -> None:
+        self._paths = PathCompleter(expanduser=True)
+
+    def get_completions(
+        self, document: Document, complete_event: CompleteEvent
+    ) -> Iterable[Completion]:
+        text = document.text_before_cursor
+        if not text.startswith("/") or "\n" in text:
+            return
+        command, space, rest = text.partition(" ")
+        if not space:
+            names = [f"/{name}" for name in (*COMMANDS, *LEAVING[1:])]
+            yield from _matching(names, command, lambda name: _help_of(name[1:]))
+        elif command in ("/read", "/save", "/load"):
+            yield from self._paths.get_completions(Document(rest.lstrip()), complete_event)
+        elif command == "/set":
+            name, space, value = rest.partition(" ")
+            if not space:
+                yield from _matching(SETTINGS, name, lambda name: SETTINGS[name].help)
+            elif name in SETTINGS:
+                yield from _matching(SETTINGS[name].values, value.lstrip())
+        elif command == "/method":
+            yield from self._complete_method(rest)
+
+    def _complete_method(self, rest: str) -> Iterable[Completion]:
+        name, *pairs = rest.split(" ")
+        if not pairs:
+            yield from _matching(METHODS, name, lambda name: method_class(name).description)
+        elif name in METHODS:
+            options = options_of(method_class(name))
+            key, equals, value = pairs[-1].partition("=")
+            if not equals:
+                keys = [f"{key}=" for key in options]
+                yield from _matching(keys, key, lambda key: options[key[:-1]].metadata["help"])
+            elif key in options:
+                yield from _matching([*map(str, allowed_values(options[key]).choices)], value)
+
+
+def _help_of(name: str) -> str:
+    return COMMANDS[name].help if name in COMMANDS else ""
+
+
+def _matching(
+    words: Iterable[str], start: str, help: Callable[[str], str] = lambda word: ""
+) -> Iterator[Completion]:
+    """Completions of ``start`` among ``words``."""
+    for word in words:
+        if word.startswith(start):
+            yield Completion(word, -len(start), display_meta=help(word))
+
+
+class _SharedHistory(FileHistory):
+    """A history on disk without long entries."""
+
+    def __init__(self, path: Path, pastes: Pastes) -> None:
+        super().__init__(str(path))
+        self._pastes = pastes
+
+    def append_string(self, string: str) -> None:
+        string = self._pastes.put_in(string)
+        if len(string) <= MOST_REMEMBERED:
+            super().append_string(string)
+
+    def store_string(self, string: str) -> None:
+        with contextlib.suppress(OSError):
+            super().store_string(string)
+
+
+def history_file() -> Path | None:
+    """Where the history is kept; None without a home folder."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    try:
+        home = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
+    except RuntimeError:
+        return None
+    return home / "sparsekv-cli" / "chat_history"
+
+
+def open_history(pastes: Pastes) -> History:
+    """What was entered, in earlier processes, too, where nobody else can read it."""
+    path = history_file()
+    if path is None:
+        return InMemoryHistory()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_APPEND, 0o600))
+        if path.stat().st_size > MOST_HISTORY:
+            _cut(path)
+    except OSError as error:
+        say(f"warning: what is entered is not remembered: {path}: {error.strerror}")
+        return InMemoryHistory()
+    return _SharedHistory(path, pastes)
+
+
+def _cut(path: Path) -> None:
+    """Drops the older half of the history, up to the beginning of an entry."""
+    data = path.read_bytes()[-MOST_HISTORY // 2 :]
+    start = data.find(b"\n\n# ") + 1  # an entry: an empty line, its time behind #, its text
+    replace_file(path, data[start:])

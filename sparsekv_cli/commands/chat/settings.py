@@ -1,0 +1,247 @@
+"""``/set`` in ``chat``: what can be set in the middle of a conversation, by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sparsekv_cli.commands.chat.conversation import Conversation
+from sparsekv_cli.commands.options.sampling import NUMBERS
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.generation.conversation import thinking_switch
+from sparsekv_cli.option import TRUTH, did_you_mean, parse_number_or_word
+from sparsekv_cli.sampling.params import (
+    MAX_SEED,
+    SAMPLER_ORDER,
+    SamplingParams,
+    params_from_metadata,
+)
+
+DEFAULT = "default"
+SWITCH_WORDS = {"on": True, "off": False, **TRUTH}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One name of ``/set``.
+
+    show: its value as text. change: takes a value as text; ValueError or SparseKVError for one that
+    cannot be. values: words that it takes, for completion.
+    """
+
+    help: str
+    show: Callable[[Conversation], str]
+    change: Callable[[Conversation, str], None]
+    values: Sequence[str] = ()
+
+
+def show_settings(conversation: Conversation) -> str:
+    """All settings, one a line."""
+    width = max(map(len, SETTINGS))
+    return "\n".join(f"{name:<{width}}  {one.show(conversation)}" for name, one in SETTINGS.items())
+
+
+def change_setting(conversation: Conversation, text: str) -> str:
+    """Sets ``NAME VALUE``; the setting as it is then. SparseKVError for what cannot be."""
+    name, _, value = text.partition(" ")
+    name = name.replace("-", "_")
+    if name not in SETTINGS:
+        close = did_you_mean(name, SETTINGS)
+        raise SparseKVError(f"/set {name}: no such setting{close}; they are {', '.join(SETTINGS)}")
+    if value.strip():
+        try:
+            SETTINGS[name].change(conversation, value.strip())
+        except ValueError as error:
+            raise SparseKVError(f"/set {error}") from None
+    return f"{name} {SETTINGS[name].show(conversation)}"
+
+
+def _whole(name: str, text: str, least: int, most: int | None = None) -> int:
+    """``text`` as a whole number; ValueError unless it is one within the bounds."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least or (most is not None and value > most):
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name} = {text!r}: must be a whole number {bounds}")
+    return value
+
+
+def _switch(name: str, text: str) -> bool:
+    if text.lower() not in SWITCH_WORDS:
+        raise ValueError(f"{name} = {text!r}: must be on or off")
+    return SWITCH_WORDS[text.lower()]
+
+
+def _texts(name: str, text: str) -> tuple[str, ...]:
+    """One text as it stands, or a JSON text, or a JSON list of texts."""
+    values: Any = text
+    if text[0] in '["':
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError):
+            raise ValueError(f"{name} = {text!r}: is no JSON") from None
+    values = [values] if isinstance(values, str) else values
+    if not all(isinstance(value, str) and value for value in values):
+        raise ValueError(f'{name} = {text!r}: must be texts that are not empty, as in ["a"]')
+    return tuple(values)
+
+
+def _params(conversation: Conversation) -> SamplingParams:
+    settings = conversation.settings
+    return params_from_metadata(conversation.session.gguf.metadata, settings.sampling.explicit)
+
+
+def _change_sampling(conversation: Conversation, name: str, value: Any) -> None:
+    """value: of a field of SamplingParams; None: its default again."""
+    settings = conversation.settings
+    explicit = {key: old for key, old in settings.sampling.explicit.items() if key != name}
+    if value is not None:
+        explicit[name] = value
+        SamplingParams(**explicit)
+    settings.sampling = replace(settings.sampling, explicit=explicit)
+    conversation.renew_sampler()
+
+
+def _number(name: str) -> Setting:
+    """A number that SamplingParams declares."""
+
+    def change(conversation: Conversation, text: str) -> None:
+        value = None if text == DEFAULT else parse_number_or_word(NUMBERS[name], text)
+        _change_sampling(conversation, name, value)
+
+    help = NUMBERS[name].metadata["help"]
+    return Setting(help, lambda c: f"{getattr(_params(c), name):g}", change, (DEFAULT,))
+
+
+def _change_samplers(conversation: Conversation, text: str) -> None:
+    names = tuple(each.strip() for each in text.split(";") if each.strip())
+    _change_sampling(conversation, "samplers", None if text == DEFAULT else names)
+
+
+def _change_seed(conversation: Conversation, text: str) -> None:
+    seed = _whole("seed", text, -1, MAX_SEED)
+    conversation.settings.seed = None if seed == -1 else seed
+    conversation.renew_sampler()
+
+
+def _changing(name: str, parse: Callable[[str, str], Any]) -> Callable[[Conversation, str], None]:
+    """Sets a field of ChatSettings that needs nothing else."""
+
+    def change(conversation: Conversation, text: str) -> None:
+        setattr(conversation.settings, name, parse(name, text))
+        conversation.replace(conversation.messages)
+
+    return change
+
+
+def _switched(name: str, help: str) -> Setting:
+    """A field of ChatSettings that is on or off."""
+
+    def show(conversation: Conversation) -> str:
+        return "on" if getattr(conversation.settings, name) else "off"
+
+    return Setting(help, show, _changing(name, _switch), ("on", "off"))
+
+
+def _change_think(conversation: Conversation, text: str) -> None:
+    think = None if text == DEFAULT else _switch("think", text)
+    thinking_switch(conversation.template, think)
+    _changing("think", lambda _name, _text: think)(conversation, text)
+    conversation.renew_sampler()
+
+
+def _change_think_budget(conversation: Conversation, text: str) -> None:
+    settings, before = conversation.settings, conversation.settings.sampling
+    budget = None if text == DEFAULT else _whole("think_budget", text, 0)
+    settings.sampling = replace(before, think_budget=budget)
+    try:
+        conversation.renew_sampler()
+    except SparseKVError:
+        settings.sampling = before
+        raise
+
+
+def _show_think_budget(conversation: Conversation) -> str:
+    budget = conversation.settings.sampling.think_budget
+    return DEFAULT if budget is None else str(budget)
+
+
+def _show_think(conversation: Conversation) -> str:
+    think = conversation.settings.think
+    return DEFAULT if think is None else "on" if think else "off"
+
+
+def _change_context(conversation: Conversation, text: str) -> None:
+    session, n = conversation.session, _whole("ctx", text, 0)
+    n = n or session.hparams.n_ctx_train
+    if not session.engine.shares_prefill:
+        raise SparseKVError("/set ctx: on a GPU the context has its size from the start: -c N")
+    n_short = session.hparams.rope.n_ctx_original
+    if "rope_factors_long.weight" in session.gguf.tensors and (n > n_short) != (
+        session.n_ctx > n_short
+    ):
+        raise SparseKVError(
+            f"/set ctx {n}: this model (LongRoPE) computes otherwise for more than {n_short} "
+            f"tokens; start again with -c {n}"
+        )
+    if n <= conversation.n_used:
+        raise SparseKVError(
+            f"/set ctx {n}: the conversation takes {conversation.n_used} tokens; take more, or "
+            "/clear it first"
+        )
+    if n < len(session.tokens):
+        session.reset()
+    session.n_ctx = n
+
+
+SETTINGS: dict[str, Setting] = {
+    **{name: _number(name) for name in NUMBERS},
+    "samplers": Setting(
+        "the chain, with semicolons between",
+        lambda c: ";".join(_params(c).samplers),
+        _change_samplers,
+        (DEFAULT, *SAMPLER_ORDER),
+    ),
+    "seed": Setting(
+        "of every answer's draws; -1: a random one",
+        lambda c: "-1" if c.settings.seed is None else str(c.settings.seed),
+        _change_seed,
+    ),
+    "n_predict": Setting(
+        "most tokens of an answer; -1: until it ends",
+        lambda c: str(c.settings.n_predict),
+        _changing("n_predict", lambda name, text: _whole(name, text, -1)),
+    ),
+    "stop": Setting(
+        'texts that end an answer: one, or a JSON list such as ["a", "\\n"]',
+        lambda c: json.dumps(c.settings.stop, ensure_ascii=False),
+        _changing("stop", _texts),
+        ("[]",),
+    ),
+    "parse_special": _switched("parse_special", "control tokens in messages are parsed"),
+    "think": Setting(
+        "whether the model thinks first", _show_think, _change_think, ("on", "off", DEFAULT)
+    ),
+    "think_budget": Setting(
+        "most tokens that are thought ahead of an answer",
+        _show_think_budget,
+        _change_think_budget,
+        (DEFAULT,),
+    ),
+    "drop_thinking": _switched("drop_thinking", "what was thought is no part of later prompts"),
+    "ctx": Setting(
+        "most tokens of the context; 0: the model's",
+        lambda c: str(c.session.n_ctx),
+        _change_context,
+    ),
+    "context_shift": _switched("context_shift", "a full context drops the oldest turns"),
+    "keep": Setting(
+        "tokens at the start whose turns stay then",
+        lambda c: str(c.settings.keep),
+        _changing("keep", lambda name, text: _whole(name, text, 0)),
+    ),
+}

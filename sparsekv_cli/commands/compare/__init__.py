@@ -1,0 +1,1 @@
+"""``compare``: methods on one prompt."""

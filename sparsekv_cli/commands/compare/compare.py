@@ -1,0 +1,208 @@
+"""``compare``: several methods on one prompt: distance to dense attention, memory and speed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import click
+
+from sparsekv_cli.commands.compare.report import about, check_outputs, print_table, write_reports
+from sparsekv_cli.commands.options import completers
+from sparsekv_cli.commands.options.completers import files
+from sparsekv_cli.commands.options.help_page import GroupedCommand
+from sparsekv_cli.commands.options.model import (
+    CONTEXT_OPTION,
+    ModelOptions,
+    find_model,
+    load_session,
+    model_options,
+    number_list,
+    warn_of_long_context,
+)
+from sparsekv_cli.commands.shared.progress import (
+    CalibrationProgress,
+    CompileProgress,
+    PrefillProgress,
+)
+from sparsekv_cli.commands.shared.prompt import read_prompt
+from sparsekv_cli.commands.shared.terminal import write_text
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.generation.conversation import chat_template, encode_messages, messages_of
+
+if TYPE_CHECKING:
+    from sparsekv_cli.methods.base import Method
+    from sparsekv_cli.session import Session
+
+DEFAULT_STEPS = 64
+LEAST_NEEDLE = 128  # tokens of a prompt with a fact, a question and some document
+
+
+def needle_lengths(context: click.Context, parameter: click.Parameter, value: str) -> Sequence[int]:
+    """Callback of --needles: lengths, none if it is not given."""
+    lengths = number_list(context, parameter, value) if value else []
+    if lengths and min(lengths) < LEAST_NEEDLE:
+        raise click.BadParameter(f"{min(lengths)} tokens are too few: {LEAST_NEEDLE} or more")
+    return lengths
+
+
+@click.command(cls=GroupedCommand, short_help="Compare methods on one prompt.")
+@click.option("-p", "--prompt", metavar="TEXT", help="The prompt; after a piped text, if any.")
+@click.option(
+    "-f",
+    "--file",
+    metavar="FILE",
+    shell_complete=files,
+    help="Read the prompt from FILE; - is stdin.",
+)
+@click.option("--raw", is_flag=True, help="No chat template; control tokens are parsed.")
+@click.option(
+    "--methods",
+    metavar="LIST",
+    shell_complete=completers.methods,
+    default="full,topk,lfps",
+    help="Methods with commas between, each with its own options if it has any, as in "
+    "lfps:preset=paper;budget=10%; 'all' is every method. [default: full,topk,lfps]",
+)
+@click.option(
+    "--sweep",
+    "sweeps",
+    metavar="OPTION=LIST",
+    multiple=True,
+    help="Each method once with each value of an option, as in budget=1%,2%,5%,10%; repeatable.",
+)
+@click.option(
+    "--steps",
+    "n_steps",
+    metavar="N",
+    type=click.IntRange(min=4),
+    help=f"Tokens that every method decodes. [default: {DEFAULT_STEPS}]",
+)
+@click.option(
+    "--continuation",
+    metavar="FILE",
+    help="Decode this text, instead of what the full model would write.",
+)
+@click.option(
+    "--needles",
+    metavar="LIST",
+    default="",
+    callback=needle_lengths,
+    help="Also plant a fact at five depths in so many tokens of the document, as in 1024,2048, "
+    "and ask every method for it.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+@click.option(
+    "--html", metavar="FILE", shell_complete=files, help="Write a report, one page, to FILE."
+)
+@click.option("--png", metavar="FILE", shell_complete=files, help="Write its pictures to FILE.")
+@CONTEXT_OPTION
+@model_options(bench=True, sparse_from=False)
+def command(
+    options: ModelOptions,
+    prompt: str | None,
+    file: str | None,
+    raw: bool,
+    methods: str,
+    sweeps: Sequence[str],
+    n_steps: int | None,
+    continuation: str | None,
+    needles: Sequence[int],
+    as_json: bool,
+    html: str | None,
+    png: str | None,
+) -> None:
+    """Prefill a prompt once, then let every method decode the same tokens.
+
+    KLD and top-1 compare a method's predictions with those of dense attention. Mass is the share of
+    the exact softmax that falls on the rows a method attends to, 'of' what exact top-k of as many
+    rows would have, overlap the share of these rows that exact top-k would take; all are measured
+    on the layers that choose rows, in the first half of the steps. Speed is measured in the second
+    half. Attended and scored are rows a head, layer and step. Below each figure stands its 95%
+    bootstrap interval over the tokens; methods that differ by noise are named below the table.
+    A method's options, such as --budget, hold for every method that has them and does not state its
+    own. The first row, full, is the reference and always has its cache in f16; what a cache type
+    costs by itself, full:cache_type_k=q8_0;cache_type_v=q8_0 tells. The prompt is read with f16,
+    too, and only stored in the type.
+
+    This runs on the CPU. With --device cuda each method has a prefill of its own there, after a
+    short trial.
+    """
+    config = options.config
+    if config.device == "auto":
+        config = replace(config, device="cpu")
+    chosen = parse(methods, options, sweeps)
+    check_outputs(html, png)
+    text = read_prompt(prompt, file)
+    following = None if continuation is None else read_prompt(None, continuation)
+    path = find_model(options.model)
+    compiling = CompileProgress()
+    session = load_session(path, chosen["full"], config, compiling)
+    warn_of_long_context(session)
+    from sparsekv_cli.evaluation.compare import compare
+    from sparsekv_cli.evaluation.needles import find_needles, plant_needles
+    from sparsekv_cli.evaluation.report.contents import contents
+
+    ids = prompt_ids(session, text, raw)
+    tokens = None
+    if following is not None:
+        tokens = session.tokenizer.encode(
+            following, add_bos=False, add_eos=False, parse_special=False
+        )
+    steps = count_steps(n_steps, tokens)
+    prompts = plant_needles(session, text, needles, partial(prompt_ids, session, raw=raw))
+    with compiling, CalibrationProgress() as calibrating:
+        for method in chosen.values():
+            session.prepare(method, compiling, calibrating)
+    with PrefillProgress() as prefilling, PrefillProgress("decode") as decoding:
+        rows = compare(session, chosen, ids, steps, tokens, prefilling, decoding)
+    with PrefillProgress("needles", "prompts") as planting:
+        planted = list(find_needles(session, chosen, prompts, planting))
+    found = contents(len(ids), steps, rows, planted, about(session))
+    write_reports(found, html, png)
+    if as_json:
+        write_text(json.dumps(found, indent=2) + "\n")
+    else:
+        print_table(found)
+
+
+def parse(text: str, options: ModelOptions, sweeps: Sequence[str] = ()) -> dict[str, Method]:
+    """The methods by their text; a usage error says what is wrong."""
+    from sparsekv_cli.evaluation.compare import parse_methods
+    from sparsekv_cli.evaluation.sweep import parse_sweep
+
+    common = dict(options.method_options)
+    for key, value in options.named.items():
+        if value is not None:
+            if key in common:
+                raise click.UsageError(f"{key} is given twice, as an option and with -o")
+            common[key] = value
+    try:
+        return parse_methods(text, common, [parse_sweep(sweep) for sweep in sweeps])
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def prompt_ids(session: Session, text: str, raw: bool) -> list[int]:
+    """The ids of the prompt, in the model's chat template if it has one."""
+    template = chat_template(session.gguf.metadata)
+    if raw or template is None:
+        return session.tokenizer.encode(text, add_eos=False, parse_special=True)
+    return encode_messages(session.tokenizer, template, messages_of(None, text))
+
+
+def count_steps(n_steps: int | None, continuation: Sequence[int] | None) -> int:
+    """The steps asked for, or as many of the default as the continuation has tokens for."""
+    from sparsekv_cli.evaluation.compare import LEAST_STEPS
+
+    if continuation is None:
+        return n_steps or DEFAULT_STEPS
+    wanted = n_steps or LEAST_STEPS
+    if len(continuation) < wanted:
+        raise SparseKVError(
+            f"the continuation has {len(continuation)} tokens, too few for {wanted} steps"
+        )
+    return n_steps or min(DEFAULT_STEPS, len(continuation))

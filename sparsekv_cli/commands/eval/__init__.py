@@ -1,0 +1,1 @@
+"""``eval``: perplexity, KLD and RULER."""

@@ -1,0 +1,146 @@
+"""What ``eval perplexity`` and ``eval kld`` share: options, and chunks that are scored anywhere."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import numpy as np
+
+from sparsekv_cli.commands.options.completers import files
+from sparsekv_cli.commands.options.model import apply_options
+from sparsekv_cli.commands.shared.progress import PrefillProgress
+
+if TYPE_CHECKING:
+    from sparsekv_cli.evaluation.perplexity.chunks import Chunks
+    from sparsekv_cli.evaluation.perplexity.kld_file import KLDWriter
+    from sparsekv_cli.evaluation.perplexity.records import PerplexityRecords
+    from sparsekv_cli.evaluation.perplexity.scores import Ways
+    from sparsekv_cli.session import Session
+
+DEFAULT_CONTEXT = 512
+SCORED_BY = (
+    "Decode the scored tokens with this method, in the syntax of 'compare --methods'; repeatable. "
+)
+TEXT_OPTIONS: list[Callable[[Any], Any]] = [
+    click.option(
+        "-f",
+        "--file",
+        metavar="FILE",
+        shell_complete=files,
+        help="The text; - is stdin.",
+    ),
+    click.option(
+        "-c",
+        "--ctx-size",
+        "n_ctx",
+        metavar="N",
+        type=click.IntRange(min=4),
+        help=f"Tokens of a chunk, of which the second half is scored. [default: {DEFAULT_CONTEXT}]",
+    ),
+    click.option(
+        "--chunks",
+        "n_chunks",
+        metavar="N",
+        type=click.IntRange(min=1),
+        help="Chunks to score at most. [default: all]",
+    ),
+]
+RUN_OPTIONS: list[Callable[[Any], Any]] = [
+    click.option(
+        "--jsonl",
+        "path",
+        metavar="FILE",
+        type=click.Path(dir_okay=False, path_type=Path),
+        shell_complete=files,
+        help="Keep a line a chunk and method there, and skip those that it has.",
+    ),
+    click.option(
+        "--ray",
+        metavar="ADDRESS|auto",
+        help="Score the chunks on the nodes of a Ray cluster (docs/distributed.md).",
+    ),
+]
+
+
+def text_options(function: Any) -> Any:
+    """``-f``, ``-c`` and ``--chunks``."""
+    return apply_options(function, TEXT_OPTIONS)
+
+
+def run_options(function: Any) -> Any:
+    """``--jsonl`` and ``--ray``."""
+    return apply_options(function, RUN_OPTIONS)
+
+
+def digest(text: str) -> str:
+    """32 hex digits of a text."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def score(
+    session: Session,
+    ways: Ways,
+    chunks: Chunks,
+    records: PerplexityRecords,
+    *,
+    base: str = "",
+    opened: AbstractContextManager[KLDWriter] | None = None,
+    ray: str | None = None,
+) -> None:
+    """Adds to ``records`` those of all chunks that it lacks, on a cluster if one is named.
+
+    base: as ``score_chunk`` has it. opened: a file for the log-probabilities of all chunks.
+    """
+    from sparsekv_cli.commands.eval.ray import ChunkPart, score_on_cluster
+    from sparsekv_cli.evaluation.perplexity.scores import score_chunk
+
+    parts: list[ChunkPart] = []
+    for i in range(len(chunks.tokens)):
+        if missing := records.missing(ways, i):
+            parts.append((i, {base: ways[base], **missing} if base else missing))
+    n_done, n_all = 0, sum(len(some) for _, some in parts) * chunks.n_scored
+
+    def count(n: int) -> None:
+        nonlocal n_done
+        n_done += n
+        progress(n_done, n_all)
+
+    with PrefillProgress("score") as progress, opened or nullcontext() as writer:
+        if ray is not None:
+            keeps = writer is not None
+            for new, rows in score_on_cluster(ray, session, ways, chunks, parts, base, keeps):
+                if writer is not None:
+                    writer.add_rows(rows)
+                count(len(new) * chunks.n_scored)
+                records.add_all(new)
+            return
+
+        def see(logits: np.ndarray) -> None:
+            count(len(logits))
+            if writer is not None:
+                writer.add(logits)
+
+        for i, some in parts:
+            records.add_all(score_chunk(session, some, chunks.chunk(i), base, see))
+
+
+def sizes(chunks: Chunks) -> dict[str, int]:
+    """For ``--json``."""
+    n_chunk, n_ctx = chunks.tokens.shape
+    return {"n_ctx": n_ctx, "n_chunks": n_chunk}
+
+
+def title(chunks: Chunks) -> str:
+    """Of a table."""
+    n_chunk, n_ctx = chunks.tokens.shape
+    return f"{n_chunk} chunks of {n_ctx} tokens, {chunks.n_scored} scored in each"
+
+
+def shown(value: float | None, form: str) -> str:
+    """A figure of a table, which not all ways have."""
+    return "-" if value is None else format(value, form)

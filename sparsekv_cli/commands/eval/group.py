@@ -1,0 +1,21 @@
+"""``sparsekv-cli eval``: perplexity and KLD as llama-perplexity has them, and RULER's tasks."""
+
+from __future__ import annotations
+
+import click
+
+from sparsekv_cli.commands.eval.kld import kld
+from sparsekv_cli.commands.eval.perplexity import perplexity
+from sparsekv_cli.commands.eval.ruler import ruler
+from sparsekv_cli.commands.options.model import verbose_option
+
+
+@click.group(short_help="Measure what methods lose: perplexity, KLD, RULER.")
+@verbose_option
+def command() -> None:
+    """Measure what methods lose, on a text or on RULER's tasks."""
+
+
+command.add_command(perplexity)
+command.add_command(kld)
+command.add_command(ruler)

@@ -1,0 +1,111 @@
+"""What the sub-commands of ``eval`` share: methods, the session, and progress."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sparsekv_cli.commands.compare.compare import parse
+from sparsekv_cli.commands.options import completers
+from sparsekv_cli.commands.options.model import (
+    ModelOptions,
+    build_method,
+    find_model,
+    load_session,
+    warn_of_long_context,
+)
+from sparsekv_cli.commands.shared.progress import CalibrationProgress, CompileProgress
+from sparsekv_cli.commands.shared.prompt import read_prompt
+from sparsekv_cli.commands.shared.terminal import write_text
+
+if TYPE_CHECKING:
+    from sparsekv_cli.methods.base import Method
+    from sparsekv_cli.session import Session
+
+
+JSON_OPTION = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object instead of a table."
+)
+
+
+def methods_option(help_text: str) -> Callable[[Any], Any]:
+    """``--method``, which may be repeated."""
+    return click.option(
+        "--method",
+        "methods",
+        metavar="NAME[:OPTIONS]",
+        multiple=True,
+        shell_complete=completers.methods,
+        help=help_text,
+    )
+
+
+def read_text(file: str | None) -> str:
+    """The text of ``-f``, or what is piped."""
+    if file is None and sys.stdin.isatty():
+        raise click.UsageError("no text: give -f FILE, or pipe one to stdin")
+    return read_prompt(None, file)
+
+
+def chosen_ways(
+    specs: Sequence[str], options: ModelOptions, default: str
+) -> dict[str, Method | None]:
+    """``chosen_methods``, or ``default``, which stands for none; then no option may be for one."""
+    if specs:
+        return dict(chosen_methods(specs, options))
+    chosen_methods(["full"], options)
+    return {default: None}
+
+
+def chosen_methods(specs: Sequence[str], options: ModelOptions) -> dict[str, Method]:
+    """The methods by their text, in compare's syntax; ``full`` only where it is named."""
+    found = parse(",".join(specs), options)
+    if not {"full", "all"} & {part.strip() for spec in specs for part in spec.split(",")}:
+        del found["full"]
+    return found
+
+
+def open_eval(options: ModelOptions, methods: Sequence[Method | None], n_ctx: int) -> Session:
+    """A session of ``full`` in which all methods are calibrated and compiled.
+
+    It is on the CPU, if the user names no device.
+    """
+    config = replace(options.config, ctx_size=n_ctx)
+    if config.device == "auto":
+        config = replace(config, device="cpu")
+    compiling = CompileProgress()
+    session = load_session(find_model(options.model), build_method("full", {}), config, compiling)
+    warn_of_long_context(session)
+    with compiling, CalibrationProgress() as calibrating:
+        for method in methods:
+            if method is not None:
+                session.prepare(method, compiling, calibrating)
+    return session
+
+
+def configuration_of(session: Session, **others: Any) -> dict[str, Any]:
+    """What the records of a file have in common: the model, ``others``, and how it computes."""
+    return {
+        "model": session.gguf.path.name,
+        "model_hash": session.calibrations.identity.model_hash,
+        **others,
+        "device": session.config.device,
+        "prefill_dtype": session.config.prefill_dtype,
+        "activations": session.config.activations,
+    }
+
+
+def described(name: str, method: Method | None) -> dict[str, Any]:
+    """``name`` and ``options``, as in the JSON of all commands."""
+    if method is None:
+        return {"spec": name, "name": name, "options": {}}
+    return {"spec": name, "name": method.name, "options": method.options()}
+
+
+def write_json(told: dict[str, Any]) -> None:
+    write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n")

@@ -1,0 +1,122 @@
+"""``eval perplexity``: perplexity of a text by llama-perplexity's algorithm, with any method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from sparsekv_cli.commands.eval.chunks import (
+    DEFAULT_CONTEXT,
+    SCORED_BY,
+    digest,
+    run_options,
+    score,
+    shown,
+    sizes,
+    text_options,
+    title,
+)
+from sparsekv_cli.commands.eval.options import (
+    JSON_OPTION,
+    chosen_ways,
+    configuration_of,
+    described,
+    methods_option,
+    open_eval,
+    read_text,
+    write_json,
+)
+from sparsekv_cli.commands.options.completers import files
+from sparsekv_cli.commands.options.help_page import GroupedCommand
+from sparsekv_cli.commands.options.model import ModelOptions, model_options
+from sparsekv_cli.commands.shared.tables import print_table
+
+
+@click.command(cls=GroupedCommand, short_help="Perplexity of a text.")
+@methods_option(SCORED_BY + "[default: none; chunks are prefilled]")
+@text_options
+@click.option(
+    "--kl-divergence-base",
+    "base",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    shell_complete=files,
+    help="Write the log-probabilities there, for 'eval kld' and llama-perplexity.",
+)
+@run_options
+@JSON_OPTION
+@model_options(bench=True, sparse_from=False, seed=False)
+def perplexity(
+    options: ModelOptions,
+    file: str | None,
+    methods: Sequence[str],
+    n_ctx: int | None,
+    n_chunks: int | None,
+    base: Path | None,
+    path: Path | None,
+    ray: str | None,
+    as_json: bool,
+) -> None:
+    """Perplexity of a text by llama-perplexity's algorithm.
+
+    The text is cut into chunks, and the second half of each is scored. Without a method a chunk is
+    prefilled, as llama-perplexity does; with one the first half is prefilled and the method decodes
+    the second token by token. Attended are rows a head, layer and step.
+    """
+    from sparsekv_cli.distributed.cluster import check_address
+    from sparsekv_cli.evaluation.perplexity.chunks import split_chunks
+    from sparsekv_cli.evaluation.perplexity.kld import Perplexity
+    from sparsekv_cli.evaluation.perplexity.kld_file import write_kld_file
+    from sparsekv_cli.evaluation.perplexity.records import PerplexityRecords
+    from sparsekv_cli.evaluation.perplexity.scores import PREFILL
+
+    text = read_text(file)
+    ways = chosen_ways(methods, options, PREFILL)
+    if base is not None and len(ways) > 1:
+        raise click.UsageError("--kl-divergence-base takes one method's log-probabilities")
+    if base is not None and path is not None:
+        raise click.UsageError("--kl-divergence-base is written in one go: leave --jsonl out")
+    if ray is not None:
+        check_address(ray)
+    size = n_ctx or DEFAULT_CONTEXT
+    session = open_eval(options, list(ways.values()), size)
+    chunks = split_chunks(session.tokenizer, text, size, n_chunks)
+    records = PerplexityRecords(
+        path, configuration_of(session, text_sha256=digest(text), n_ctx=size)
+    )
+    n_vocab = session.hparams.n_vocab
+    opened = None if base is None else write_kld_file(base, chunks.tokens, n_vocab)
+    score(session, ways, chunks, records, opened=opened, ray=ray)
+    rows = []
+    for way, method in ways.items():
+        n = len(chunks.tokens)
+        found = Perplexity(**records.scores(method, n))
+        rows.append(
+            {
+                **described(way, method),
+                "ppl": found.value,
+                "ppl_stderr": found.stderr,
+                "n_tokens": len(found.nll),
+                "rows_attended_mean": records.rows(method, n).mean,
+            }
+        )
+    if as_json:
+        first = {key: rows[0][key] for key in ("ppl", "ppl_stderr", "n_tokens")}
+        write_json({**first, **sizes(chunks), "methods": rows})
+    else:
+        print_table(
+            title(chunks),
+            ("method", "PPL", "+/-", "tokens", "attended"),
+            [
+                (
+                    row["spec"],
+                    f"{row['ppl']:.4f}",
+                    f"{row['ppl_stderr']:.5f}",
+                    row["n_tokens"],
+                    shown(row["rows_attended_mean"], ".0f"),
+                )
+                for row in rows
+            ],
+        )

@@ -1,0 +1,124 @@
+"""``eval --ray``: samples and chunks are answered by sessions on the nodes of a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparsekv_cli.commands.eval.encode import encoder
+from sparsekv_cli.commands.options.model import build_method
+from sparsekv_cli.commands.shared.terminal import say
+from sparsekv_cli.distributed.settings import SessionSettings, room_of, settings_of
+from sparsekv_cli.evaluation.perplexity.chunks import Chunk, Chunks
+from sparsekv_cli.evaluation.perplexity.kld_file import encode
+from sparsekv_cli.evaluation.perplexity.scores import Ways, score_chunk
+from sparsekv_cli.evaluation.ruler.answers import RulerPoint, answer_sample, missing_settings
+from sparsekv_cli.evaluation.ruler.records import Key
+from sparsekv_cli.evaluation.ruler.samples import RulerPlan
+from sparsekv_cli.methods.base import Method
+
+if TYPE_CHECKING:
+    from sparsekv_cli.session import Session
+
+SEQUENCES = 2  # full, which leads a prefill, and a method at a time at least
+
+
+@dataclass(frozen=True)
+class RulerSettings:
+    """What every node answers samples with; methods by their text."""
+
+    session: SessionSettings
+    methods: Mapping[str, Method]
+    plan: RulerPlan
+    raw: bool
+
+
+SampleShard = tuple[RulerPoint, list[str]]  # a sample, and the methods that are to answer it
+
+
+def open_ruler(settings: RulerSettings) -> Callable[[SampleShard], list[dict[str, Any]]]:
+    """Opens a session on a node; what it returns answers a sample."""
+    session = settings.session.open(settings.methods.values())
+    encode = encoder(session, settings.raw)
+
+    def answer(shard: SampleShard) -> list[dict[str, Any]]:
+        sample, specs = shard
+        missing = {spec: settings.methods[spec] for spec in specs}
+        return answer_sample(session, missing, settings.plan, sample, encode)
+
+    return answer
+
+
+def answer_on_cluster(
+    address: str,
+    session: Session,
+    methods: Mapping[str, Method],
+    plan: RulerPlan,
+    raw: bool,
+    done: Collection[Key],
+) -> Iterator[list[dict[str, Any]]]:
+    """As ``answer_all`` of ruler/answers.py, on a cluster; session: opened here with ``full``."""
+    from sparsekv_cli.distributed.workers import workers_at
+
+    sent = settings_of(session, build_method("full", {}), methods.values())
+    settings = RulerSettings(sent, methods, plan, raw)
+    shards = [(point, list(missing_settings(methods, point, done))) for point in plan.samples()]
+    room = room_of(session, SEQUENCES)
+    with workers_at(address, room, open_ruler, settings, say) as workers:
+        found = workers.map([shard for shard in shards if shard[1]])
+        for _, specs in shards:
+            yield next(found) if specs else []
+        say(workers.summary())
+
+
+@dataclass(frozen=True)
+class ChunkSettings:
+    """What every node scores chunks with. keeps_rows: what is scored comes back, too."""
+
+    session: SessionSettings
+    ways: Ways
+    base: str
+    keeps_rows: bool
+
+
+ChunkPart = tuple[int, Ways]  # a chunk's number, and the ways in which it is to be scored
+ScoredChunk = tuple[list[dict[str, Any]], np.ndarray]  # its records, and rows of a file, if kept
+
+
+def open_chunks(settings: ChunkSettings) -> Callable[[tuple[Chunk, list[str]]], ScoredChunk]:
+    """Opens a session on a node; what it returns scores a chunk in the ways of these names."""
+    session = settings.session.open(method for method in settings.ways.values() if method)
+
+    def score(shard: tuple[Chunk, list[str]]) -> ScoredChunk:
+        chunk, names = shard
+        ways = {way: settings.ways[way] for way in names}
+        rows: list[np.ndarray] = []
+        see = (lambda logits: rows.append(encode(logits))) if settings.keeps_rows else None
+        records = score_chunk(session, ways, chunk, settings.base, see)
+        return records, np.concatenate(rows) if rows else np.zeros(0, np.uint16)
+
+    return score
+
+
+def score_on_cluster(
+    address: str,
+    session: Session,
+    ways: Ways,
+    chunks: Chunks,
+    parts: Sequence[ChunkPart],
+    base: str,
+    keeps_rows: bool,
+) -> Iterator[ScoredChunk]:
+    """``score_chunk`` of each part, on a cluster; session: opened here with ``full``."""
+    from sparsekv_cli.distributed.workers import workers_at
+
+    methods = [method for method in ways.values() if method is not None]
+    sent = settings_of(session, build_method("full", {}), methods)
+    settings = ChunkSettings(sent, ways, base, keeps_rows)
+    room = room_of(session, SEQUENCES)
+    with workers_at(address, room, open_chunks, settings, say) as workers:
+        yield from workers.map((chunks.chunk(i), list(some)) for i, some in parts)
+        say(workers.summary())

@@ -1,0 +1,1 @@
+"""``inspect``: what a file holds."""

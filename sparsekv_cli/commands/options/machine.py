@@ -1,0 +1,29 @@
+"""The options of SessionConfig on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from sparsekv_cli.commands.options.numbers import FiniteRange
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.option import MAX_WHOLE, allowed_values, options_of
+
+
+def session_option(name: str) -> Callable[[Any], Any]:
+    """The click option of an option that SessionConfig declares."""
+    declared = options_of(SessionConfig)[name]
+    allowed, default = allowed_values(declared), declared.default
+    kind: Any = click.Choice(allowed.choices)
+    if not allowed.choices:
+        is_whole = isinstance(default, int)
+        least = allowed.at_least
+        kind = click.IntRange(least, MAX_WHOLE) if is_whole else FiniteRange(min=least)
+    shown = default if isinstance(default, str) else f"{default:g}"
+    return click.option(
+        *(declared.metadata["flags"] or ("--" + name.replace("_", "-"),)), name, type=kind,
+        default=default, metavar=declared.metadata["metavar"],
+        help=f"{declared.metadata['help']} [default: {shown}]",
+    )  # fmt: skip

@@ -1,0 +1,337 @@
+"""Options that several commands share, and the frozen values they are gathered into."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from sparsekv_cli.commands.options import completers
+from sparsekv_cli.commands.options.machine import session_option
+from sparsekv_cli.commands.options.numbers import FiniteRange
+from sparsekv_cli.commands.shared.garbage import collecting_no_garbage
+from sparsekv_cli.commands.shared.terminal import explain_faults, say
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.option import MAX_WHOLE, options_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sparsekv_cli.commands.shared.progress import CompileProgress
+    from sparsekv_cli.methods.base import Method
+    from sparsekv_cli.session import Session
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass
+class Invocation:
+    """What one command line sets for the whole process (click's context object)."""
+
+    verbose: bool = False
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The model, the method and the machine, as the user named them."""
+
+    model: str | None
+    config: SessionConfig
+    seed: int | None
+    method: str = "full"
+    method_options: Mapping[str, str] = field(default_factory=dict)
+    budget: str | None = None
+    dense_layers: str | None = None
+    cache_type_k: str | None = None
+    cache_type_v: str | None = None
+    max_loss: float = 0.0
+    choice: Mapping[str, Any] | None = None  # what ``auto`` chose, and why (planning/auto.py)
+
+    @property
+    def is_auto(self) -> bool:
+        return self.method == "auto"
+
+    @property
+    def named(self) -> dict[str, str | None]:
+        """The options of methods that have a name of their own on the command line."""
+        keys = ("budget", "dense_layers", "cache_type_k", "cache_type_v")
+        return {key: getattr(self, key) for key in keys}
+
+
+def verbose_option(function: Function) -> Function:
+    """``-v``: tracebacks, and more on stderr; the same before and after the command's name."""
+
+    def remember(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
+        if value:
+            context.ensure_object(Invocation).verbose = True
+
+    return click.option(
+        "-v",
+        "--verbose",
+        is_flag=True,
+        expose_value=False,
+        is_eager=True,
+        callback=remember,
+        help="Say more on stderr; show the traceback of an error.",
+    )(function)
+
+
+def _key_values(
+    _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[str, str]:
+    pairs = {}
+    for value in values:
+        key, equals, text = value.partition("=")
+        if not equals or not key:
+            raise click.BadParameter(f"{value!r} is not KEY=VALUE")
+        if key in pairs:
+            raise click.BadParameter(f"{key} is given twice")
+        pairs[key] = text
+    return pairs
+
+
+def number_list(_context: click.Context, _parameter: click.Parameter, value: str) -> list[int]:
+    """Callback of an option that takes numbers with commas between."""
+    numbers = [part.strip() for part in value.split(",")]
+    if not all(number.isdecimal() for number in numbers):
+        raise click.BadParameter(f"{value!r} is not a list of whole numbers such as 0,8192")
+    return [int(number) for number in numbers]
+
+
+def apply_options(function: Function, options: list[Callable[[Any], Any]]) -> Function:
+    """``function`` with click options, in the order in which ``--help`` is to show them."""
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+SESSION = set(options_of(SessionConfig)) - {"calibration", "chunk", "sparse_from"}
+Q4_KEYS_FIT = 32768  # tokens up to which keys in q4_0 are recommended
+
+MODEL_OPTION = click.option(
+    "-m",
+    "--model",
+    metavar="FILE|NAME",
+    shell_complete=completers.models,
+    help="GGUF file (any part of a split one), a name that 'sparsekv-cli models' lists, or "
+    "OWNER/REPO[:QUANT] of the Hugging Face hub. [env: SPARSEKV_MODEL]",
+)
+
+MACHINE_OPTIONS = [session_option(name) for name in ("threads", "device", "prefill_dtype")]
+CPU_AND_GPU_OPTIONS = ("repack", "activations", "kv", "gpu_weights", "vram_limit")
+
+MODEL_OPTIONS: list[Callable[[Any], Any]] = [
+    MODEL_OPTION,
+    *MACHINE_OPTIONS,
+    *map(session_option, CPU_AND_GPU_OPTIONS),
+    click.option(
+        "-o",
+        "--method-opt",
+        "method_options",
+        metavar="KEY=VALUE",
+        multiple=True,
+        callback=_key_values,
+        shell_complete=completers.method_options,
+        help="An option of the method; repeatable. See 'sparsekv-cli methods'.",
+    ),
+    click.option(
+        "--budget",
+        metavar="N|P%",
+        help="Tokens attended a step: a number, or a share of the context.",
+    ),
+    click.option(
+        "--dense-layers",
+        metavar="LIST",
+        help="Layers that attend to everything, such as 0,1 or none; lfps: see its dense_rows.",
+    ),
+    click.option(
+        "-ctk",
+        "--cache-type-k",
+        metavar="TYPE",
+        help="Type of K in the cache: f16, q8_0, q5_1 or q4_0. [default: f16]",
+    ),
+    click.option(
+        "-ctv",
+        "--cache-type-v",
+        metavar="TYPE",
+        help="Type of V in the cache, which bears fewer bits than K. [default: f16]",
+    ),
+    click.option(
+        "--calibration",
+        metavar="FILE",
+        shell_complete=completers.files,
+        help="Calibration of the method to use, written by 'calibrate --output FILE'.",
+    ),
+]
+
+SEED_OPTION = click.option(
+    "-s",
+    "--seed",
+    metavar="N",
+    type=click.IntRange(-1, 2**64 - 1),
+    default=-1,
+    help="Seed of every random choice; -1 takes a random one. [default: -1]",
+)
+
+CONTEXT_OPTION = session_option("ctx_size")
+
+SPARSE_FROM_OPTION = click.option(
+    "--sparse-from",
+    metavar="N",
+    type=click.IntRange(0, MAX_WHOLE),
+    help="Tokens up to which a method that keeps all rows attends to all of them; 0: it is sparse "
+    "at once. [default: where that pays, by the model's shape]",
+)
+
+METHOD_OPTION = click.option(
+    "--method",
+    metavar="NAME",
+    default="full",
+    shell_complete=completers.methods,
+    help="KV-cache method (see 'sparsekv-cli methods'), or auto: the fastest that loses at most "
+    "--max-loss. [default: full]",
+)
+
+MAX_LOSS_OPTION = click.option(
+    "--max-loss",
+    metavar="KLD",
+    type=FiniteRange(min=0),
+    default=0.1,
+    help="What --method auto may lose: mean KLD to dense attention. [default: 0.1]",
+)
+
+
+def model_options(
+    *, bench: bool = False, sparse_from: bool = True, seed: bool = True, auto: bool = True
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Adds the options of every command that runs a model; passes them as ``options``.
+
+    bench: leave out ``-c`` and ``--method``, because the command works both out by itself.
+    sparse_from: whether methods wait until they pay; otherwise they are sparse at once. seed:
+    whether there is ``--seed``. auto: whether the method may be left to the program.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def gather(**values: Any) -> Any:
+            return function(options=_gather_model_options(values), **values)
+
+        own = [] if bench else [CONTEXT_OPTION, METHOD_OPTION, session_option("checkpoints")]
+        own += [SPARSE_FROM_OPTION] if sparse_from else []
+        own += [MAX_LOSS_OPTION] if sparse_from and auto else []
+        own += MODEL_OPTIONS[1:] + ([SEED_OPTION] if seed else [])
+        return apply_options(gather, [MODEL_OPTION, *own, verbose_option])
+
+    return decorate
+
+
+def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
+    """Takes the options above out of ``values``."""
+    seed, sparse_from = values.pop("seed", -1), values.pop("sparse_from", 0)
+    return ModelOptions(
+        model=values.pop("model"),
+        config=SessionConfig(
+            **{name: values.pop(name) for name in set(values) & SESSION},
+            calibration=values.pop("calibration") or "",
+            sparse_from=-1 if sparse_from is None else sparse_from,
+        ),
+        seed=None if seed == -1 else seed,
+        method=values.pop("method", "full"),
+        method_options=values.pop("method_options"),
+        budget=values.pop("budget"),
+        dense_layers=values.pop("dense_layers"),
+        cache_type_k=values.pop("cache_type_k"),
+        cache_type_v=values.pop("cache_type_v"),
+        max_loss=values.pop("max_loss", 0.0),
+    )
+
+
+def build_method(
+    name: str, options: Mapping[str, str], named: Mapping[str, str | None] | None = None
+) -> Method:
+    """The method, or a usage error that lists what there is; named: as ``ModelOptions.named``."""
+    explain_faults()
+    from sparsekv_cli import methods
+
+    try:
+        return methods.build_method(name, options, **(named or {}))
+    except ValueError as error:
+        raise click.UsageError(str(error), click.get_current_context(silent=True)) from None
+
+
+def find_model(name: str | None) -> Path:
+    """The path of the model that ``-m`` (or the environment) names."""
+    from sparsekv_cli.models.sources.locate import resolve_model
+
+    path = resolve_model(name, say)
+    explain_faults(path)
+    return path
+
+
+def open_session(options: ModelOptions) -> Session:
+    """Checks the method first, then loads the model; with ``auto`` it has ``full`` at first.
+
+    click.UsageError for a method or an option that does not exist, SparseKVError for a bad model.
+    """
+    name = options.method
+    if options.is_auto:
+        name, given = "full", [*options.method_options, *filter(options.named.get, options.named)]
+        if given:
+            raise click.UsageError(
+                f"--method auto chooses a method with its options: leave {given[0]} out, or name "
+                "a method"
+            )
+    with collecting_no_garbage():
+        method = build_method(name, options.method_options, options.named)
+    if not options.is_auto:
+        check_sparse_from(options.config, [method])
+    session = load_session(find_model(options.model), method, options.config)
+    warn_of_long_context(session)
+    return session
+
+
+def check_sparse_from(config: SessionConfig, methods: Sequence[Method]) -> None:
+    """Raises click.UsageError for a depth that the user states and none of ``methods`` has."""
+    if config.sparse_from > 0 and not any(method.work_of_a_head for method in methods):
+        names = " and ".join(dict.fromkeys(method.name for method in methods))
+        raise click.UsageError(f"--sparse-from is for methods that choose among rows, not {names}")
+
+
+def warn_of_long_context(session: Session) -> None:
+    """Says that the context is longer than the model, or the type of its keys, was made for."""
+    asked, n_ctx, fit = session.config.ctx_size, session.n_ctx, session.hparams.n_ctx_fit
+    if asked > fit:
+        say(
+            f"warning: -c {asked} is more than the {fit} tokens that the model was trained for: "
+            "what it writes beyond them may make no sense"
+        )
+    if session.method.cache_type_k == "q4_0" and n_ctx > Q4_KEYS_FIT:
+        say(
+            f"warning: keys in q4_0 lose more as the context grows: for more than {Q4_KEYS_FIT} "
+            f"tokens ({n_ctx} fit) take --cache-type-k q8_0"
+        )
+
+
+def load_session(
+    path: Path, method: Method, config: SessionConfig, compiling: CompileProgress | None = None
+) -> Session:
+    """A loaded model; imports numba, so it comes after all that can be refused before.
+
+    compiling: told what is compiled, by a command that goes on to compile more.
+    """
+    from sparsekv_cli.commands.shared import progress
+
+    with (
+        collecting_no_garbage(),
+        compiling or progress.CompileProgress() as compiling,
+        progress.CalibrationProgress() as calibrating,
+    ):
+        from sparsekv_cli import session
+
+        loaded = session.load_session(path, method, config, compiling, calibrating)
+    if loaded.engine.note:
+        click.echo(loaded.engine.note, err=True)
+    return loaded

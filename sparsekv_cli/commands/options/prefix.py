@@ -1,0 +1,182 @@
+"""Options of the prefix cache on disk, for the commands that use it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sparsekv_cli.commands.options.model import Invocation, apply_options
+from sparsekv_cli.commands.options.numbers import FiniteRange
+from sparsekv_cli.commands.shared.terminal import one_line, say
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.option import TRUTH
+
+if TYPE_CHECKING:
+    from sparsekv_cli.methods.base import Method
+    from sparsekv_cli.prefix.prefixes import Prefixes
+    from sparsekv_cli.session import Session
+
+SWITCH = "SPARSEKV_NO_CACHE"
+
+DIRECTORY_OPTION = click.option(
+    "--cache-dir",
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder of prompts that are kept. [default: sparsekv-cli/prefixes in the user's cache]",
+)
+
+OPTIONS: list[Callable[[Any], Any]] = [
+    DIRECTORY_OPTION,
+    click.option(
+        "--cache-limit",
+        metavar="GIB",
+        type=FiniteRange(min=0, min_open=True),
+        default=2.0,
+        help="Most that the folder takes; what was not used for longest goes. [default: 2]",
+    ),
+    click.option(
+        "--no-cache",
+        is_flag=True,
+        help=f"Neither keep the prompt's rows on disk nor look for them there. [env: {SWITCH}=1]",
+    ),
+    click.option(
+        "--session",
+        metavar="FILE",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="Look for the prompt's rows in FILE, which is made if it is missing, and not in the "
+        "folder; also those of other machines and methods.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class PrefixOptions:
+    """directory: None is the user's; limit: GiB; session: a file in place of the folder."""
+
+    directory: Path | None
+    limit: float
+    is_off: bool
+    session: Path | None
+
+
+def prefix_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options above; passes them as ``prefix``."""
+
+    @functools.wraps(function)
+    def gather(**values: Any) -> Any:
+        from sparsekv_cli.prefix.folder import check_folder
+
+        directory, limit = values.pop("cache_dir"), values.pop("cache_limit")
+        is_off = values.pop("no_cache") or is_switched_off()
+        session = values.pop("session")
+        if session is not None:
+            check_session_file(session)
+            is_off = False  # it was asked for
+        elif directory is not None and not is_off:
+            check_folder(directory)
+        return function(prefix=PrefixOptions(directory, limit, is_off, session), **values)
+
+    return apply_options(gather, OPTIONS)
+
+
+def check_session_file(path: Path) -> None:
+    """SparseKVError for a file of another kind, or in no folder."""
+    from sparsekv_cli.files import naming, open_regular
+    from sparsekv_cli.prefix.blocks import MAGIC
+
+    if not path.parent.is_dir():
+        raise SparseKVError(f"--session {path}: there is no folder {path.parent}")
+    if path.exists():
+        with naming(f"--session {path}"), open_regular(path) as file:
+            start = file.read(len(MAGIC))
+        if start and start != MAGIC:
+            raise SparseKVError(
+                f"--session {path}: is no file of this program's, or of another version, and is "
+                "left as it is; choose another name"
+            )
+
+
+def is_switched_off() -> bool:
+    """Whether the environment says so; click.UsageError for a value that is no answer."""
+    value = os.environ.get(SWITCH, "").strip().lower()
+    if value and value not in TRUTH:
+        raise click.UsageError(f"{SWITCH} is {value!r} in the environment: set it to 1 or 0")
+    return bool(value) and TRUTH[value]
+
+
+def use_prefixes(session: Session, options: PrefixOptions) -> None:
+    """Lets the session find and keep prompts on disk, unless that is off or cannot be."""
+    from sparsekv_cli.prefix.prefixes import Root
+    from sparsekv_cli.prefix.session_file import SessionFile
+
+    if options.session is None:
+        session.prefixes = prefixes_maker(session, options)(session.method)
+        return
+    method = session.method
+    reason, n_queried = _reason_against(session, method), method.n_queried
+    if not reason and session.hparams.other_layers:
+        reason = f"{session.hparams.other_layers} do not keep the rows of all tokens"
+    if reason or n_queried is None:
+        raise SparseKVError(
+            f"--session: {reason}; leave it out, or take another method, device or model"
+        )
+    root = Root(session.gguf, session.decoder)
+    if root.known() is None:
+        size = f"{session.gguf.size / 2**30:.1f} GiB"
+        _warn(f"--session: the {size} of the model are read once, to know which model it is")
+        session.gguf.content.wait()
+    types, name = (method.cache_type_k, method.cache_type_v), session.gguf.path.name
+    session.prefixes = SessionFile(options.session, name, root, types, n_queried, _warn, _teller())
+
+
+def prefixes_maker(session: Session, options: PrefixOptions) -> Callable[[Method], Prefixes | None]:
+    """What gives the prompts on disk for a method; None where that is off or cannot be."""
+    from sparsekv_cli.prefix.folder import PrefixFolder, default_prefix_folder
+    from sparsekv_cli.prefix.prefixes import Prefixes, Root
+
+    tell = _teller()
+    directory = options.directory or default_prefix_folder()
+
+    def make(method: Method) -> Prefixes | None:
+        if options.is_off:
+            return None
+        reason, n_queried = _reason_against(session, method), method.n_queried
+        if directory is None:
+            reason = "there is no home folder and no XDG_CACHE_HOME"
+        if reason or n_queried is None or directory is None:
+            tell(f"prefix cache: off, {reason}")
+            return None
+        types = method.cache_type_k, method.cache_type_v
+        products = [session.decoder.prefill_dtype, session.decoder.rows_dtype]
+        root = Root(session.gguf, session.decoder, types=types, products=products)
+        root.known()  # which begins to read the model
+        folder = PrefixFolder(directory, int(options.limit * 2**30), _warn)
+        name = session.gguf.path.name
+        is_bounded = bool(session.hparams.other_layers)
+        return Prefixes(folder, name, root, types, n_queried, tell, is_bounded)
+
+    return make
+
+
+def _reason_against(session: Session, method: Method) -> str:
+    """Why prompts cannot be kept on disk with this model and method; empty if they can."""
+    if not session.engine.shares_prefill:
+        return "rows on a GPU are not kept on disk yet"
+    return f"{method.name} needs the queries of all tokens" if method.n_queried is None else ""
+
+
+def _warn(text: str) -> None:
+    say(one_line(text))
+
+
+def _teller() -> Callable[[str], None]:
+    """Says a line under -v; nobody hears it on another machine, where no command runs."""
+    context = click.get_current_context(silent=True)
+    verbose = context is not None and context.ensure_object(Invocation).verbose
+    return _warn if verbose else lambda text: None

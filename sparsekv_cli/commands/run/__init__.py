@@ -1,0 +1,1 @@
+"""``run``: one completion, or a file of them."""

@@ -1,0 +1,79 @@
+"""The models that ``-m`` finds by name, told from their headers alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.sources.folder import models_by_name
+from sparsekv_cli.models.sources.hub import cached_models
+from sparsekv_cli.models.sources.locate import PACKAGED_MODELS, packaged_model
+
+MOST_READ = 8  # headers; a large vocabulary takes a tenth of a second
+
+Named = Iterator[tuple[str, Path]]
+
+
+def _in_folder() -> Named:
+    yield from sorted(models_by_name().items())
+
+
+def _in_hub_cache() -> Named:
+    for model in cached_models():
+        yield model.name, model.path
+
+
+def _in_packages() -> Named:
+    for name in PACKAGED_MODELS:
+        try:
+            yield name, packaged_model(name)
+        except SparseKVError:  # it is not installed
+            continue
+
+
+#: Where -> its models; the words of ``sparsekv-cli models``.
+SOURCES: dict[str, Callable[[], Named]] = {
+    "folder": _in_folder,
+    "hub cache": _in_hub_cache,
+    "package": _in_packages,
+}
+
+
+def models(problems: list[str]) -> list[dict[str, Any]]:
+    """Every model: name, where, path, architecture, bytes, problem.
+
+    Only the first MOST_READ headers are read. Of the other models architecture and bytes are None.
+    """
+    found = []
+    for where, list_models in SOURCES.items():
+        try:
+            found += [(name, where, path) for name, path in list_models()]
+        except (OSError, RuntimeError, SparseKVError) as error:  # RuntimeError: no home folder
+            problems.append(f"models of the {where}: {error}")
+    read = [_read(*model) for model in found[:MOST_READ]]
+    read += [_described(*model) for model in itertools.islice(found, MOST_READ, None)]
+    problems += [f"model {model['name']}: {model['problem']}" for model in read if model["problem"]]
+    return read
+
+
+def _read(name: str, where: str, path: Path) -> dict[str, Any]:
+    from sparsekv_cli.models.gguf.file import check_whole_model, open_gguf
+
+    model = _described(name, where, path)
+    try:
+        with open_gguf(path, vocab_only_ok=True) as file:
+            architecture = file.metadata.get("general.architecture")
+            model["architecture"] = architecture if isinstance(architecture, str) else None
+            model["file_bytes"] = file.size
+            check_whole_model(file)
+    except (OSError, SparseKVError) as error:
+        model["problem"] = str(error).removeprefix(f"{path}: ")
+    return model
+
+
+def _described(name: str, where: str, path: Path) -> dict[str, Any]:
+    model: dict[str, Any] = {"name": name, "where": where, "path": str(path)}
+    return model | {"architecture": None, "file_bytes": None, "problem": None}

@@ -1,0 +1,38 @@
+"""The report of ``doctor``: its sections, each of which survives what the others do not.
+
+A section that fails is None in the report, and the reason is among the problems.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sparsekv_cli import __version__
+from sparsekv_cli.doctor import folders, machine, models
+
+#: Name -> what makes the section. It gets the list of problems and adds its own.
+SECTIONS: dict[str, Callable[[list[str]], Any]] = {
+    "python": machine.python,
+    "packages": machine.packages,
+    "cpu": machine.cpu,
+    "cpu_features": machine.cpu_features,
+    "memory": machine.memory,
+    "gpu": machine.gpu,
+    "folders": folders.folders,
+    "models": models.models,
+    "environment": machine.environment,
+}
+
+
+def examine() -> dict[str, Any]:
+    """The version, all sections by name, and ``problems``, a list of lines."""
+    report: dict[str, Any] = {"version": __version__}
+    problems: list[str] = []
+    for name, section in SECTIONS.items():
+        try:
+            report[name] = section(problems)
+        except Exception as error:  # whatever a broken library raises; the others are still told
+            report[name] = None
+            problems.append(f"{name}: {type(error).__name__}: {error}")
+    return report | {"problems": problems}

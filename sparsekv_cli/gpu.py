@@ -1,0 +1,32 @@
+"""Whether this machine may have a GPU, and the packages that using it needs.
+
+Nothing heavy is imported here: torch takes seconds, and most machines need no answer from it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+GPU_PACKAGES = ("torch", "triton")
+GPU_COMMAND = "pip install 'sparsekv-cli[gpu]'"
+GPU_FILES = ("nvidia*", "nvhost*", "dxg", "kfd")  # in /dev: NVIDIA's, its boards', WSL's, AMD's
+
+
+def may_have_device() -> bool:
+    """Whether there is a GPU's driver; without one torch, slow to import, is not asked."""
+    if any(found for name in GPU_FILES for found in Path("/dev").glob(name)):
+        return True
+    try:
+        ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def lacking_packages() -> str:
+    """Which packages a GPU needs and are not installed, with the command; empty if none."""
+    missing = [package for package in GPU_PACKAGES if find_spec(package) is None]
+    return f"{' and '.join(missing)} not installed: {GPU_COMMAND}" if missing else ""

@@ -1,0 +1,268 @@
+"""``bench``: which tests run, what is timed, and llama-bench's shape of the output."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sparsekv_cli.commands.bench import bench
+from sparsekv_cli.commands.bench.report import BenchModel, BenchResult, BenchTest
+
+Invoke = Callable[..., Any]
+LLAMA_BENCH_TEXT = """
+build_commit build_number cpu_info gpu_info backends model_filename model_type model_size
+model_n_params n_batch n_ubatch n_threads type_k type_v n_gpu_layers n_prompt n_gen n_depth
+test_time avg_ns stddev_ns avg_ts stddev_ts samples_ns samples_ts
+"""
+LLAMA_BENCH_ORDER = LLAMA_BENCH_TEXT.split()
+OURS = ["method", "method_options", "budget", "ledger"]
+ROOFLINE = ["roofline_bytes", "bandwidth", "bound_ts", "fraction"]
+OURS += [*ROOFLINE, "n_seqs", "sparse_from"]
+BANDWIDTH = 6.2e6  # bytes a second; the fake model has 3000 bytes and reads 100 of KV a token
+
+
+@pytest.fixture
+def sessions(monkeypatch: pytest.MonkeyPatch, fake: Any) -> list[Any]:
+    """The fake sessions that bench opens; each knows its method and its configuration."""
+    opened: list[Any] = []
+    tensor = SimpleNamespace(n_elements=1000, n_bytes=500, type=SimpleNamespace(name="Q4_1"))
+
+    def load(path: Path, method: Any, config: Any) -> Any:
+        session = type(fake)(n_ctx=config.ctx_size)
+        session.gguf.tensors = {"a": tensor}
+        session.metadata["general.size_label"] = "1K"
+        session.method, session.config = method, config
+        session.method_options = method.options
+        session.counts["bytes_read"] = 0
+        decode = session.decode
+
+        def decode_reading(token: int) -> None:
+            decode(token)
+            session.counts["bytes_read"] += 100
+
+        session.decode = decode_reading
+        opened.append(session)
+        return session
+
+    monkeypatch.setattr(bench, "load_session", load)
+    monkeypatch.setattr(bench, "find_model", lambda name: Path("fake.gguf"))
+    monkeypatch.setattr(bench, "measure_bandwidth", lambda n_threads: BANDWIDTH)
+    return opened
+
+
+def test_json_fields_and_order(sessions: list[Any], invoke: Invoke) -> None:
+    arguments = ["-p", "8", "-n", "4", "-r", "2", "--method", "topk", "--budget", "5%"]
+    result = invoke("bench", *arguments, "-O", "json")
+    assert result.code == 0, result.err
+    rows = json.loads(result.out)
+    assert [list(row) for row in rows] == [LLAMA_BENCH_ORDER + OURS] * 2
+    assert [(row["n_prompt"], row["n_gen"]) for row in rows] == [(8, 0), (0, 4)]
+    prompt, gen = rows
+    assert gen["model_type"] == "llama 1K Q4_1"
+    assert (gen["model_size"], gen["model_n_params"], gen["n_threads"]) == (500, 1000, 2)
+    assert len(gen["samples_ns"]) == len(gen["samples_ts"]) == 2
+    assert gen["samples_ts"][0] == pytest.approx(4e9 / gen["samples_ns"][0])
+    assert gen["avg_ts"] == pytest.approx(sum(gen["samples_ts"]) / 2)
+    assert gen["method"] == "topk" and gen["budget"] == "5%"
+    assert gen["method_options"]["recent"] == 16
+    # Only the timed steps are counted: 4 rows attended a repetition, none in the prefill.
+    assert gen["ledger"]["rows_attended"] == 8 and gen["ledger"]["bytes_host"] == 10
+    assert prompt["ledger"]["rows_attended"] == 0
+
+
+def test_order_of_tests_and_labels(sessions: list[Any], invoke: Invoke) -> None:
+    arguments = ["-p", "8,16", "-n", "4", "-pg", "8,4", "-d", "0,32", "--method", "full,topk"]
+    result = invoke("bench", *arguments, "-r", "1")
+    table = [line for line in result.out.splitlines() if line.startswith("|")]
+    header, rule, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    assert header[-3:] == ["method", "test", "t/s"] and set("".join(rule)) == {"-", ":"}
+    labels = ["pp8", "pp16", "tg4", "pp8+tg4"]
+    labels += [f"{label} @ d32" for label in labels]
+    assert [row[-2] for row in rows] == labels * 2
+    assert [row[-3] for row in rows] == ["full"] * 8 + ["topk 5%"] * 8
+    assert all(re.fullmatch(r"\d+\.\d\d ± \d+\.\d\d", row[-1]) for row in rows)
+    assert len({len(line) for line in table}) == 1
+    assert len(sessions) == 2
+    assert sessions[0].n_ctx == 32 + 16 + 1
+
+
+@pytest.mark.parametrize("n_last", [1, 3])
+@pytest.mark.parametrize("can_rewind_within", [True, False])
+@pytest.mark.parametrize(
+    ("test", "before"),
+    [
+        (BenchTest(8, 0, 0), 0),
+        (BenchTest(0, 4, 0), 1),
+        (BenchTest(8, 0, 200), 200),
+        (BenchTest(0, 4, 200), 200),
+        (BenchTest(8, 4, 200), 200),
+        (BenchTest(0, 4, 1), 1),
+    ],
+)
+def test_depth_of_what_is_timed(
+    test: BenchTest, before: int, can_rewind_within: bool, n_last: int, fake: Any
+) -> None:
+    fake.n_ctx = bench.context_size([test])
+    fake.can_rewind_within = can_rewind_within
+    ids = list(range(fake.n_ctx))
+    for _ in range(3):
+        n_before = len(fake.decoded)
+        bench.go_to_depth(fake, ids, test, n_last)
+        assert len(fake.decoded) - n_before == (n_last if test == BenchTest(0, 4, 200) else 0)
+        assert fake.tokens == ids[:before]
+        n_prefilled, n_decoded = len(fake.prefilled), len(fake.decoded)
+        bench.time_once(fake, ids, test)
+        assert fake.prefilled[n_prefilled:] == ([test.n_prompt] if test.n_prompt else [])
+        assert len(fake.decoded) - n_decoded == test.n_gen
+    if test.n_depth == 200 and can_rewind_within:
+        assert all(n <= 64 for n in fake.prefilled[1:])
+
+
+def test_a_run_ahead_of_each_test_is_not_timed(
+    sessions: list[Any], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["bench", "-p", "8", "-n", "20", "-d", "0,40", "-r", "2", "-O", "json"]
+    timed: list[tuple[int, int, int]] = []
+    real = bench.time_once
+
+    def time_once(session: Any, ids: Any, test: BenchTest) -> int:
+        timed.append((test.n_prompt, test.n_gen, len(session.tokens)))
+        return real(session, ids, test)
+
+    monkeypatch.setattr(bench, "time_once", time_once)
+    warm = json.loads(invoke(*arguments).out)
+    kinds = {(8, 0): (0, 40), (0, 20): (1, 40)}  # and the tokens in the cache ahead of each
+    assert timed == [
+        run
+        for at in (0, 1)
+        for (prompt, gen), depths in kinds.items()
+        for run in [(prompt, min(gen, 3), depths[at]), *2 * [(prompt, gen, depths[at])]]
+    ]
+    n_warm = len(timed)
+    cold = json.loads(invoke(*arguments, "--no-warmup").out)
+    assert len(timed) - n_warm == 8
+    for rows in (warm, cold):
+        assert [len(row["samples_ns"]) for row in rows] == [2] * 4
+        assert [row["ledger"]["rows_attended"] for row in rows] == [0, 40, 0, 40]
+
+
+def test_options_go_to_the_methods_that_have_them(sessions: list[Any], invoke: Invoke) -> None:
+    arguments = ["bench", "-p", "4", "-n", "0", "-r", "1", "--method", "full,topk,streaming"]
+    result = invoke(*arguments, "-o", "sinks=2", "--budget", "7", "--dense-layers", "none")
+    assert result.code == 0, result.err
+    full, topk, streaming = (session.method.options() for session in sessions)
+    assert "budget" not in full and full["dense_layers"] == ()
+    assert topk["budget"] == streaming["budget"] == "7"
+    assert streaming["sinks"] == 2
+    result = invoke(*arguments, "-o", "nonsense=2")
+    assert result.code == 2 and "nonsense" in result.err and result.out == ""
+    result = invoke("bench", "--method", "full", "--budget", "5%")
+    assert result.code == 2 and "budget" in result.err
+    result = invoke("bench", "--method", "full,nonsense")
+    assert result.code == 2 and "streaming" in result.err
+
+
+def test_cache_types(sessions: list[Any], invoke: Invoke) -> None:
+    arguments = ["bench", "-p", "4", "-n", "0", "-r", "1", "--method", "full,topk"]
+    result = invoke(*arguments, "-ctk", "q8_0", "--cache-type-v", "f16", "-O", "json")
+    rows = json.loads(result.out)
+    assert [(row["type_k"], row["type_v"]) for row in rows] == 2 * [("q8_0", "f16")]
+    assert [s.method.options()["cache_type_k"] for s in sessions] == ["q8_0", "q8_0"]
+    table = invoke(*arguments, "-ctk", "q8_0").out
+    assert " type_k " in table and " q8_0 " in table and "type_v" not in table
+    assert "type_k" not in invoke(*arguments).out
+
+
+def test_roofline_of_tests_that_decode(sessions: list[Any], invoke: Invoke) -> None:
+    arguments = ["bench", "-p", "8", "-n", "4", "-pg", "8,4", "-d", "0,32", "-r", "3"]
+    result = invoke(*arguments, "--method", "full,topk")
+    lines = [line for line in result.out.splitlines() if line and not line.startswith("|")]
+    what = "0.0 MB weights + 0.0 MB KV a token, 0.0 GB/s measured, bound 2000 t/s, reached"
+    assert [line.rpartition(" ")[0] for line in lines] == [
+        f"roofline {test} {method}: {what}"
+        for method in ("full", "topk")
+        for test in ("tg4", "tg4 @ d32")
+    ]
+    prompt, gen, both = json.loads(invoke(*arguments[:7], "-r", "3", "-O", "json").out)
+    for row in (prompt, both):
+        assert [row[name] for name in ROOFLINE] == [None] * 4
+    assert (gen["roofline_bytes"], gen["bandwidth"], gen["bound_ts"]) == (3100, BANDWIDTH, 2000)
+    assert gen["fraction"] == pytest.approx(gen["avg_ts"] / 2000)
+
+
+def test_csv_and_json_lines(sessions: list[Any], invoke: Invoke) -> None:
+    arguments = ["bench", "-p", "4", "-n", "4", "-r", "1", "--method", "topk"]
+    header, *rows = list(csv.reader(io.StringIO(invoke(*arguments, "-O", "csv").out)))
+    assert header == [n for n in LLAMA_BENCH_ORDER if not n.startswith("samples")] + OURS
+    assert len(rows) == 2 and all(len(row) == len(header) for row in rows)
+    assert json.loads(rows[1][header.index("ledger")])["rows_attended"] == 4
+    lines = invoke(*arguments, "-O", "jsonl").out.splitlines()
+    assert [json.loads(line)["n_gen"] for line in lines] == [0, 4]
+
+
+def test_json_is_complete_after_an_error(
+    sessions: list[Any], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = bench.time_once
+
+    def fail_at_decode(session: Any, ids: Any, test: BenchTest) -> int:
+        if test.n_gen:
+            raise MemoryError
+        return real(session, ids, test)
+
+    monkeypatch.setattr(bench, "time_once", fail_at_decode)
+    result = invoke("bench", "-p", "4", "-n", "4", "-O", "json")
+    assert result.code == 1 and "out of memory" in result.err
+    assert len(json.loads(result.out)) == 1
+
+
+def test_seed_makes_the_tokens(sessions: list[Any], invoke: Invoke) -> None:
+    for seed in ([], [], ["--seed", "7"]):
+        invoke("bench", "-p", "0", "-n", "32", "-r", "1", *seed)
+    first, second, third = (session.decoded for session in sessions)
+    assert first == second != third
+    assert all(0 <= token < 258 for token in first)
+
+
+def test_mean_of_rates() -> None:
+    model = BenchModel(Path("x.gguf"), "llama 2B F16", 3 << 30, 2_500_000_000, 4, 512)
+    result = BenchResult(model, BenchTest(0, 10, 0), "full", {}, None, [10**9, 5 * 10**8], {})
+    fields = result.fields()
+    assert fields["avg_ts"] == pytest.approx(15.0) and fields["avg_ns"] == 750_000_000
+    assert fields["stddev_ts"] == pytest.approx(7.0710678)
+    columns = result.columns()
+    assert columns["t/s"] == "15.00 ± 7.07"
+    assert (columns["size"], columns["params"]) == ("3.00 GiB", "2.50 B")
+
+
+def test_order_of_batches_and_their_rates(sessions: list[Any], invoke: Invoke) -> None:
+    arguments = ["-p", "8", "-n", "4", "-pg", "8,4", "-b", "1,3", "-d", "32"]
+    tests = []
+
+    def run_tests(session: Any, given: Any, *_: Any, **__: Any) -> Any:
+        tests.extend(given)
+        return ((test, [10**9], {}) for test in given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "run_tests", run_tests)
+        rows = json.loads(invoke("bench", *arguments, "-O", "json").out)
+    labels = ["pp8", "tg4", "tg4 b3", "pp8+tg4", "pp8+tg4 b3"]
+    assert [test.label for test in tests] == [f"{label} @ d32" for label in labels]
+    assert [row["n_seqs"] for row in rows] == [1, 1, 3, 1, 3]
+    assert [row["avg_ts"] for row in rows] == [8, 4, 12, 12, 36]
+    # A token's share of 3000 bytes of weights; nothing was counted as read of K and V.
+    assert [row["roofline_bytes"] for row in rows] == [None, 3000, 1000, None, None]
+
+
+@pytest.mark.parametrize("value", ["0", "1,0", "x", "-1", ""])
+def test_a_batch_has_sequences(value: str, sessions: list[Any], invoke: Invoke) -> None:
+    result = invoke("bench", f"--batch={value}")
+    assert result.code == 2 and "batch" in result.err and not sessions

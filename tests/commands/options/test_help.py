@@ -1,0 +1,38 @@
+"""Help pages: options in groups, each once, on pages of any width."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+
+import click
+import pytest
+
+from sparsekv_cli.cli import COMMANDS
+from sparsekv_cli.commands.options.help_page import COMMON, GROUPS, OWN, GroupedCommand
+
+LOADED = {name: import_module(module).command for name, (module, _) in COMMANDS.items()}
+GROUPED = [name for name, command in LOADED.items() if isinstance(command, GroupedCommand)]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("width", [60, 100])
+def test_every_option_once(name: str, width: int) -> None:
+    context = click.Context(
+        LOADED[name], info_name=name, terminal_width=width, help_option_names=["-h", "--help"]
+    )
+    page = LOADED[name].get_help(context)
+    assert all(len(line) <= width for line in page.splitlines() if "[" not in line)
+    for option in LOADED[name].get_params(context):
+        lines = re.findall(rf"^  (?:-\S+, )*{re.escape(option.opts[0])}(?=[, \n])", page, re.M)
+        assert len(lines) == 1, option.opts
+    assert page.index(f"{COMMON}:") < page.index("Method:" if "Method:" in page else "Device:")
+    assert not re.search(r"\dx|x>", page)
+
+
+def test_groups_name_what_there_is() -> None:
+    known = {each.name for command in LOADED.values() for each in command.params}
+    named = [name for names in GROUPS.values() for name in names if name not in (OWN, "help")]
+    assert len(named) == len(set(named))
+    assert set(named) <= known
+    assert GROUPED[:3] == ["run", "chat", "bench"]
