@@ -214,12 +214,6 @@ def test_a_figure_that_is_not_in_the_data_is_found():
     assert shown == ["3", "0.5", "8192", "2.5"]
 
 
-def test_architecture_lists_every_file():
-    files = load_script("docs/files.py")
-    page = files.PAGE.read_text("utf-8")
-    assert files.START in page and page == files.rewritten(page), "run scripts/docs/files.py"
-
-
 def test_the_tables_of_the_gpus_page_are_those_of_its_data(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "docs"))
     import gpu_page
