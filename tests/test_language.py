@@ -25,7 +25,8 @@ def blocks(page: str) -> Iterator[str]:
     after_item = False
     for line in [*page.splitlines(), ""]:
         is_item = bool(ITEM.match(line))
-        is_code = line.startswith("    ") and not is_item and not block and not after_item
+        indent = len(line) - len(line.lstrip())
+        is_code = not block and not is_item and indent >= (6 if after_item else 4)
         ends = not line.strip() or line.startswith(("|", "#")) or is_item or is_code
         if ends and block:
             yield " ".join(block)
