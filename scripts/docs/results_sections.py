@@ -142,10 +142,15 @@ SECTIONS = (
     Section(
         "deep",
         "Decode beyond the trained context",
-        "The model is trained on 8192 tokens: speed only.",
+        "The model is trained on 8192 tokens, so this shows speed only.",
         SPEED,
     ),
-    Section("deep_others", "The other methods beyond the trained context", "As above.", SPEED),
+    Section(
+        "deep_others",
+        "The other methods beyond the trained context",
+        "The table is like the one above.",
+        SPEED,
+    ),
     Section(
         "prefill",
         "Prefill",
@@ -159,31 +164,39 @@ SECTIONS = (
     Section(
         "accuracy",
         "Accuracy",
-        "KLD(full || method) and top-1 agreement over texts that each method continues with "
-        "their own tokens, and facts hidden in a prompt (needles) that the answer names.",
+        "The texts continue with their own tokens, and each method predicts these. The table has "
+        "KLD(full || method) and top-1 agreement. Needles are facts hidden in a prompt that the "
+        "answer must name.",
         ACCURACY,
     ),
-    Section("accuracy_all", "Accuracy by length, and of presets", "As above.", ACCURACY),
+    Section(
+        "accuracy_all",
+        "Accuracy by length, and of presets",
+        "The table is like the one above.",
+        ACCURACY,
+    ),
     Section(
         "accuracy_rows",
         "Accuracy at 512 rows",
-        "As above, where every method attends to as many rows.",
+        "The table is like the one above. Every method attends to the same number of rows.",
         ACCURACY,
     ),
     Section(
         "budgets",
         "Methods and budgets by length",
-        "RULER: the mean of a few samples of needle tasks, those that a model of this size can do "
-        "at all, in per cent, with Wilson's interval of 95%; all methods have the same samples. "
-        "KLD(full || method), top-1, rows attended a head and layer, and speed after a text of "
-        "nearly the length. Every method is sparse from the first row.",
+        "RULER is the mean of a few samples of needle tasks, in per cent, with Wilson's interval "
+        "of 95%. The tasks are those that a model of this size can do at all. All methods have the"
+        " same samples. The table also has KLD(full || method), top-1, and the rows attended a "
+        "head and layer. Speed is measured after a text of nearly the length. Every method is "
+        "sparse from the first row.",
         (),
         by_length,
     ),
     Section(
         "cache_types",
         "Types of K and V",
-        "As above; all are compared with `full` and f16, so a method's own distance is in it.",
+        "The measures are those of accuracy. Everything is compared with `full` and f16, so a "
+        "method's own distance is in its figures.",
         (
             Column("method", name),
             Column("K", text("k")),
@@ -194,8 +207,9 @@ SECTIONS = (
     Section(
         "perplexity",
         "Perplexity",
-        "By llama-perplexity's algorithm, of chunks of 512 tokens of our own texts: llama.cpp, our "
-        "prefill, and our decode with `full`. KLD and top-1 are to llama.cpp's log-probabilities.",
+        "The algorithm is llama-perplexity's, on chunks of 512 tokens of our own texts. The table "
+        "has llama.cpp, our prefill, and our decode with `full`. KLD and top-1 are relative to "
+        "llama.cpp's log-probabilities.",
         (
             Column("program", text("program")),
             Column("perplexity", figure("ppl", 3)),
@@ -207,10 +221,11 @@ SECTIONS = (
     Section(
         "formats",
         "Weight formats",
-        "The model made wider with zeros, so that its rows fit every format, and quantised by "
-        "llama.cpp: perplexity on our texts, KLD to the F16 file (what a format costs) and to the "
-        "same file (what a program's arithmetic costs), both from a plain f32 decoder, and facts "
-        "found in a text (needles); of llama.cpp, our prefill and our decode.",
+        "The model is made wider with zeros, so that its rows fit every format, and llama.cpp "
+        "quantised it. The table has perplexity on our texts, and facts found in a text (needles)."
+        " KLD to the F16 file is what a format costs. KLD to the same file is what a program's "
+        "arithmetic costs. A plain f32 decoder is the reference of both. The columns are of "
+        "llama.cpp, our prefill and our decode.",
         (
             Column("format", text("format")),
             Column("MB", figure("mb", 0)),
@@ -235,8 +250,8 @@ SECTIONS = (
     Section(
         "start",
         "Start",
-        "From the command to the first byte of its answer to ten tokens: with an empty kernel "
-        "cache, and with the kernels there.",
+        "The prompt has ten tokens. The time is from the command to the first byte of its answer. "
+        "It is measured with an empty kernel cache, and with the kernels there.",
         (
             Column("method", name),
             Column("empty cache, s", figure("cold_s", 1)),
@@ -248,7 +263,8 @@ SECTIONS = (
     Section(
         "memory",
         "Memory",
-        "A document is read and 16 tokens are answered: the most memory that the process had.",
+        "The command reads a document and answers with 16 tokens. The table has the peak memory of"
+        " the process.",
         (
             Column("method", name),
             Column("prompt tokens", text("prompt_tokens")),
@@ -260,28 +276,29 @@ SECTIONS = (
     Section(
         "peer",
         "Against llama.cpp and ik_llama.cpp",
-        "The programs in the same run, taking turns, on the same threads; llama.cpp as "
-        "llama-cpp-python has it, ik_llama.cpp as its llama-bench, with flash attention and an f16 "
-        "cache. The ratio is that to the faster of them (of memory: to the smaller).",
+        "The programs take turns in the same run, on the same threads. llama.cpp is that of "
+        "llama-cpp-python, and ik_llama.cpp is its llama-bench. Both use flash attention and an "
+        "f16 cache. The ratio is to the faster of them (for memory: to the smaller).",
         AGAINST_PEERS,
     ),
     Section(
         "peer_larger",
         "Larger models against llama.cpp and ik_llama.cpp",
-        "As above, with random weights: they show speed only.",
+        "The table is like the one above. The weights are random, so it shows speed only.",
         (Column("model", lambda row: f"`{row['model']}`"), *AGAINST_PEERS),
     ),
     Section(
         "peer_types",
         "Other weight types against llama.cpp and ik_llama.cpp",
-        "As above, in the shape of Llama-3.2-1B.",
+        "The table is like the one above. The models have the shape of Llama-3.2-1B.",
         (Column("model", lambda row: f"`{row['model']}`"), *AGAINST_PEERS),
     ),
     Section(
         "caches",
         "What caches hold",
-        "After a long prompt: by the method's formula, as the cache says, and as the "
-        "process' memory falls when it is dropped.",
+        "The sizes are those after a long prompt. The first is the method's formula, and the "
+        "second is what the cache reports. The third is how much the process' memory falls when "
+        "the cache is dropped.",
         (
             Column("method", name),
             Column("formula, MB", figure("formula_mb", 1)),
@@ -293,13 +310,13 @@ SECTIONS = (
     Section(
         "shape",
         "A model of 1B",
-        "Random weights in the shape of Llama-3.2-1B, Q4_K_M.",
+        "The weights are random, in the shape of Llama-3.2-1B, Q4_K_M.",
         (Column("method", name), Column("prompt", text("n_prompt")), *SPEED[1:]),
     ),
     Section(
         "several",
         "Several sequences at once",
-        "Tokens of all sequences together.",
+        "The figures are tokens of all sequences together.",
         (Column("method", name), Column("sequences", text("n_seqs")), *SPEED[1:5]),
     ),
     Section(
@@ -311,7 +328,8 @@ SECTIONS = (
     Section(
         "far",
         "What depth costs",
-        "The keys and values of a text laid end to end up to a depth, 512 rows a head, one thread.",
+        "The cache holds the keys and values of a text laid end to end up to a depth. The budget "
+        "is 512 rows a head, on one thread.",
         (
             Column("method", name),
             Column("depth", text("depth")),
@@ -326,7 +344,7 @@ SECTIONS = (
     Section(
         "calibration",
         "Calibration",
-        "Once a model, kept in a sidecar file.",
+        "A calibration is done once a model, and a sidecar file keeps it.",
         (Column("method", name), Column("seconds", figure("seconds", 0))),
     ),
 )
