@@ -19,10 +19,11 @@ BUSY = 0.5  # cores in other programs' hands that a page speaks of
 
 INTRO = """# Benchmarks
 
-`scripts/results` wrote this page from the files in [data](data); each section names its commands,
+`scripts/results` wrote this page from the files in [data](data). Each section names its commands,
 machine, commit and date. Figures of different sections may be of different machines or commits. The
-model is SmolLM2-135M-Instruct (Q4_1) with default options, if nothing else is said, and no prompt
-comes from disk (`SPARSEKV_NO_CACHE=1`). Speed is in tokens a second, medians of several runs.
+model is SmolLM2-135M-Instruct (Q4_1) with default options, unless a section says otherwise. No
+prompt comes from disk (`SPARSEKV_NO_CACHE=1`). Speed is in tokens a second. It is the median of
+several runs.
 """
 
 
@@ -156,10 +157,10 @@ def results(data: Data) -> str:
     columns = "".join(f" | tokens/s at {d} = at {d}:text" for d in depths)
     columns = f"method = method:code{columns} | MB at {held} = cache_mb | KLD = kld:3"
     lines = [
-        f"SmolLM2-135M (Q4_1), {where['cores']} cores of {where['cpu']}. Every method chooses",
-        "from the first row (`--sparse-from 0`; by default it attends to all of them as long as",
-        "that is faster). Tokens a second by rows in the cache (in brackets: times `full`), size",
-        f"of the cache, and distance to `full` after {length} tokens: KLD, top-1, needles found of "
+        f"SmolLM2-135M (Q4_1) on {where['cores']} cores of {where['cpu']}. Every method is sparse",
+        "from the first row (`--sparse-from 0`). By default it attends to all rows while that is",
+        "faster. Speed is by rows in the cache, and in brackets how many times as fast as `full`.",
+        f"KLD and top-1 are relative to `full` after {length} tokens. Needles are facts found of "
         f"{data['accuracy']['rows'][0]['needles_of']}.",
         "",
         table(rows, columns + " | top-1 = top1:2 | needles = needles:0"),
@@ -173,17 +174,17 @@ def remarks(data: Data) -> Iterable[str]:
     """Lines below README's table."""
     if "prefill" in data:
         pairs = [(r["n_prompt"], three(r["tokens_per_s"])) for r in data["prefill"]["rows"]]
-        yield "Prefill: " + ", ".join(f"{s} tokens/s of a prompt of {n}" for n, s in pairs) + "."
+        yield "Prefill: " + ", ".join(f"{s} tokens/s for {n} tokens" for n, s in pairs) + "."
     if "start" in data:
         for row in data["start"]["rows"]:
             yield (
-                f"First token with `{row['method']}`: {row['warm_s']:.2f} s, the very first time "
-                f"{row['cold_s']:.0f} s (kernels are compiled)."
+                f"First token with `{row['method']}`: {row['warm_s']:.2f} s. The first time it "
+                f"takes {row['cold_s']:.0f} s, because kernels are compiled."
             )
     if "memory" in data:
         rows = [r for r in data["memory"]["rows"] if r["method"] in ("full", "lfps")]
         peaks = [f"{three(r['peak_mb'])} MB with `{r['method']}`" for r in rows]
-        yield f"Most memory, with a prompt of {rows[0]['prompt_tokens']}: {', '.join(peaks)}."
+        yield f"Peak memory with {rows[0]['prompt_tokens']} prompt tokens: {', '.join(peaks)}."
     if "peer" in data:
         ratios = [(r["test"], r["ratio"]) for r in data["peer"]["rows"] if r["unit"] == "t/s"]
         wanted = ("pp512", "tg32 @ d8192, full", "tg32 @ d8192, lfps", "tg32 @ d32768, lfps")
@@ -191,8 +192,8 @@ def remarks(data: Data) -> Iterable[str]:
         found = [f"{test} {ratio:.1f}" for test, ratio in of_test.items()]
         if found:
             names = [p for p in PEERS if any(f"{p} median" in r for r in data["peer"]["rows"])]
-            of = "the faster of " if len(names) > 1 else "the speed of "
-            yield f"Times {of}{' and '.join(names)}: {'; '.join(found)}."
+            of = "the faster of " if len(names) > 1 else ""
+            yield f"Times as fast as {of}{' and '.join(names)}:\n  {'; '.join(found)}."
 
 
 def with_part(page: str, name: str, data: Data) -> str:
