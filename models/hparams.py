@@ -119,6 +119,10 @@ class HParams:
     def n_layer(self) -> int:
         return len(self.layers)
 
+    def kv_bytes(self, n: int) -> int:
+        """Bytes of K and V of n tokens in f16, states included."""
+        return sum(layer.kv_bytes(n) for layer in self.layers)
+
     @cached_property
     def sources(self) -> frozenset[int]:
         """The layers whose rows others read."""

@@ -67,7 +67,6 @@ COMMANDS = {
         "sparsekv_cli.commands.completion",
         "Print the completion script of a shell.",
     ),
-    "man": ("sparsekv_cli.commands.man", "Print the manual page."),
 }
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
+import secrets
 import stat
-import tempfile
+import time
 from collections.abc import Iterator
-from io import FileIO
+from io import BufferedWriter, FileIO
 from pathlib import Path
 
 from sparsekv_cli.errors import SparseKVError
 
 WRITABLE_BY_OTHERS = 0o022
+DAY = 86400  # seconds
 
 
 def user_cache(name: str) -> Path | None:
@@ -47,15 +50,35 @@ def is_private(status: os.stat_result) -> bool:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Replaces a file as a whole, or leaves it as it is. Only the user may read it. OSError."""
-    descriptor, temporary = tempfile.mkstemp(".tmp", f".{path.name}.", path.parent)
+    with replacing(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, mode: int = 0o600) -> Iterator[BufferedWriter]:
+    """A new file that replaces ``path`` at the end of the block. OSError.
+
+    If the block fails, ``path`` stays as it is. The umask changes ``mode``.
+    """
+    _remove_leftovers(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(descriptor, "wb") as file:
-            file.write(data)
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            yield file
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Removes the temporary files of ``path`` that no process has written to for a day."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.tmp")
+    with contextlib.suppress(OSError):
+        for found in filter(lambda each: name.fullmatch(each.name), os.scandir(path.parent)):
+            if found.is_file(follow_symlinks=False) and time.time() - found.stat().st_mtime > DAY:
+                os.unlink(found.path)
 
 
 @contextlib.contextmanager

@@ -77,13 +77,16 @@ def option(
     below: float | None = None,
     multiple_of: int | None = None,
     flags: tuple[str, ...] = (),
+    metavar: str | None = None,
 ) -> Any:
     """A dataclass field that is an option; its type is that of its default.
 
     flags: its spellings on the command line, where that is not the name with two dashes before it.
+    metavar: what its value is called there.
     """
     allowed = Allowed(tuple(choices), at_least, above, at_most, below, multiple_of)
-    return field(default=default, metadata={"help": help, "allowed": allowed, "flags": flags})
+    told = {"help": help, "allowed": allowed, "flags": flags, "metavar": metavar}
+    return field(default=default, metadata=told)
 
 
 def options_of(owner: Any) -> dict[str, Field[Any]]:

@@ -29,9 +29,7 @@ UPSTREAM = {"docs/gguf.md"}  # ggml's
 DATA = sorted((ROOT / "docs" / "data").glob("*.json"))
 
 results = load_script("docs/results.py")
-pages, plots, elsewhere = (
-    sys.modules[f"results_{name}"] for name in ("pages", "plots", "elsewhere")
-)
+pages, plots = (sys.modules[f"results_{name}"] for name in ("pages", "plots"))
 
 
 def without_code(text: str) -> str:
@@ -155,11 +153,12 @@ def test_pages_are_made_of_the_data():
     page = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
     assert page == pages.benchmarks(data), "run scripts/results --pages"
     readme = README.read_text("utf-8")
-    written = elsewhere.between(readme, "results", pages.results(data))
+    written = pages.between(readme, "results", pages.results(data))
     assert readme == written, "run scripts/results --pages"
-    for part, name in elsewhere.PAGES.items():
-        page = (ROOT / "docs" / name).read_text("utf-8")
-        assert page == elsewhere.with_part(page, part, data, pages.provenance), "the same"
+    for name, part in results.PARTS.items():
+        if part.page.endswith(".md"):
+            page = (ROOT / "docs" / part.page).read_text("utf-8")
+            assert page == pages.with_part(page, name, data), "run scripts/results --pages"
     drawn = {p.name for p in (ROOT / "docs").glob("*.svg")} - {"timelines.svg"}
     assert drawn == plots.drawn_from(data)
     shown = (ROOT / "docs" / "terminal.svg").read_text("utf-8").replace("&#160;", " ")
@@ -191,11 +190,11 @@ def test_figures_are_in_the_data():
     """Each table of benchmarks.md holds figures of its own part, README's results of all parts."""
     data = pages.read(ROOT / "docs" / "data")
     text = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
-    for section in pages.SECTIONS:
-        if section.part in data:
-            part = text.partition(f"## {section.title}\n")[2].partition("\n## ")[0]
-            rows = [line for line in part.splitlines() if line.startswith("| ")]
-            figures = list(numbers(data[section.part]["rows"]))
+    for name, part in results.PARTS.items():
+        if name in data and not part.page:
+            section = text.partition(f"## {part.title}\n")[2].partition("\n## ")[0]
+            rows = [line for line in section.splitlines() if line.startswith("| ")]
+            figures = list(numbers(data[name]["rows"]))
             shown = shown_numbers("\n".join(rows))
             assert shown and [s for s in shown if not is_in(s, figures)] == []
     body = README.read_text("utf-8").partition("<!-- results -->")[2].partition("<!-- /")[0]
@@ -212,12 +211,6 @@ def test_a_figure_that_is_not_in_the_data_is_found():
         "| `x1` | 3 (0.5) |\nSmolLM2-135M (Q4_1) reads 8192. d32 has 2.5 GB, 2.5GHz"
     )
     assert shown == ["3", "0.5", "8192", "2.5"]
-
-
-def test_architecture_lists_every_file():
-    files = load_script("docs/files.py")
-    page = files.PAGE.read_text("utf-8")
-    assert files.START in page and page == files.rewritten(page), "run scripts/docs/files.py"
 
 
 def test_the_tables_of_the_gpus_page_are_those_of_its_data(monkeypatch):

@@ -19,7 +19,7 @@ from sparsekv_cli.commands.run.jsonl import resume
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.perplexity.kld_file import write_kld_file
 from sparsekv_cli.evaluation.perplexity.records import PerplexityRecords
-from sparsekv_cli.files import AppendedFile, open_regular, replace_file
+from sparsekv_cli.files import AppendedFile, open_regular, replace_file, replacing
 
 FULL = Path("/dev/full")
 
@@ -98,3 +98,17 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     for path in (tmp_path / "pipe", tmp_path, Path(os.devnull)):
         with pytest.raises(OSError, match="is no regular file"):
             open_regular(path)
+
+
+def test_what_a_killed_process_left_is_removed_after_a_day(tmp_path: Path) -> None:
+    old = [".a.0123abcd.tmp", ".a.0123abcd.tmp.tmp", ".a.thesis.tmp", ".ab.0123abcd.tmp", "a.tmp"]
+    for name in [*old, ".a.0123abce.tmp"]:
+        (tmp_path / name).write_bytes(b"x")
+    for name in old:
+        os.utime(tmp_path / name, (0, 0))
+    replace_file(tmp_path / "a", b"new")
+    assert set(os.listdir(tmp_path)) == {"a", ".a.0123abce.tmp", *old[1:]}
+    with pytest.raises(ZeroDivisionError), replacing(tmp_path / "a", 0o666) as file:
+        file.write(b"half")
+        raise ZeroDivisionError
+    assert (tmp_path / "a").read_bytes() == b"new" and len(os.listdir(tmp_path)) == len(old) + 1

@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from graphlib import TopologicalSorter
+from pathlib import Path
 
 from source_tree import MODULES, PACKAGE, imports, root
 
 from sparsekv_cli.methods import METHODS
 
+HERE = Path(__file__).resolve().parent
+FIXTURES = HERE.parent / "fixtures"
 # A folder of cpu/ and kernels/ is a method's, or holds what several methods call.
 SHARED = {"jit", "weights", "attention", "layer", "experts", "recurrent", "eviction"}
 
@@ -30,6 +33,24 @@ def test_a_method_has_one_name_everywhere():
         assert packages <= set(METHODS) | SHARED, folder
     for name in names_in("sparsekv_cli/device/methods"):
         assert name.partition("_")[0] in METHODS, name
+
+
+def test_what_scripts_and_tests_share_needs_neither():
+    """Scripts import no helper of tests, and fixtures only each other."""
+    scripts = {path.stem for path in (HERE.parent / "scripts").rglob("*") if path.is_file()}
+    helpers = {path.stem for path in HERE.rglob("*.py")}
+    shared = {path.stem for path in FIXTURES.rglob("*.py")}
+    assert shared and not shared & (scripts | helpers)
+    for folder, others in ((FIXTURES, scripts | helpers), (HERE.parent / "scripts", helpers)):
+        for path in filter(is_python, folder.rglob("*")):
+            for name, line in imports(ast.parse(path.read_text("utf-8"))):
+                assert name.partition(".")[0] not in others, f"{path}:{line} imports {name}"
+
+
+def is_python(path: Path) -> bool:
+    return path.is_file() and (
+        path.suffix == ".py" or (not path.suffix and "python" in path.open().readline())
+    )
 
 
 def package_of(name: str) -> str:

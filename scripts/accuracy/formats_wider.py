@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fixtures" / "models"))
 
 import numpy as np
 from gguf import GGUFReader, GGUFWriter, LlamaFileType

@@ -9,7 +9,7 @@
 
 A part is a file docs/data/PART.json with its figures, its commands, the machine, the commit and the
 date. From these files come docs/benchmarks.md, the pictures in docs/ and README's results. --size
-changes one of the sizes in results_parts.py.
+changes one of the sizes in results.toml.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import results_pages
-from results_parts import PARTS, TINY, Sizes
+from results_rows import PARTS, SIZES, TINY, Sizes
 from results_runner import ROOT, UNFINISHED, PartError, Runner
 
 MEASURED = ("cpu", "kernels", "models", "sparsekv_cli", "scripts/bench", "scripts/accuracy")
@@ -116,13 +115,13 @@ def measure(name: str, sizes: Sizes, path: Path, about: dict[str, Any], ik: str)
 def measure_parts(names: Sequence[str], sizes: Sizes, data: Path, again: bool, ik: str) -> int:
     """1 when a part failed; the others are measured nevertheless."""
     status = 0
-    about = {"machine": machine(), "commit": commit(), "sizes": asdict(sizes)}
+    about = {"machine": machine(), "commit": commit(), "sizes": sizes}
     begin = time.perf_counter()
     left = [n for n in names if again or not is_there(data / f"{n}.json", about)]
     for name in sorted(set(names) - set(left)):
         log(f"{name}: there for this commit")
-    if left and sizes.prepare:
-        Runner().cli("warmup", "-m", sizes.model)
+    if left and sizes["prepare"]:
+        Runner().cli("warmup", "-m", sizes["model"])
         log(f"kernels and calibrations: {time.perf_counter() - begin:.0f} s")
     for name in left:
         if PARTS[name].missing:
@@ -140,9 +139,9 @@ def measure_parts(names: Sequence[str], sizes: Sizes, data: Path, again: bool, i
 def size_of(text: str) -> tuple[str, Any]:
     """``steps=16`` -> ("steps", 16)."""
     name, _, value = text.partition("=")
-    default = asdict(Sizes()).get(name)
+    default = SIZES.get(name)
     if default is None:
-        raise argparse.ArgumentTypeError(f"{name!r}: choose from {', '.join(asdict(Sizes()))}")
+        raise argparse.ArgumentTypeError(f"{name!r}: choose from {', '.join(SIZES)}")
     return name, type(default)(value)
 
 
@@ -155,21 +154,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument("--all", action="store_true", help="every part")
     what.add_argument("--only", metavar="PART,...", help=", ".join(PARTS))
     what.add_argument("--pages", action="store_true", help="write the pages only")
-    parser.add_argument("-m", "--model", default=Sizes.model, help="GGUF file or packaged model")
+    parser.add_argument("-m", "--model", default=SIZES["model"], help="GGUF file or packaged model")
     parser.add_argument("--ik", default="", metavar="FILE", help="llama-bench of ik_llama.cpp")
     parser.add_argument("--again", action="store_true", help="parts of this commit, too")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs")
     parser.add_argument("--size", action="append", default=[], type=size_of, metavar="NAME=VALUE",
-        help="one of the sizes of results_parts.py (repeatable)")  # fmt: skip
+        help="one of the sizes of results.toml (repeatable)")  # fmt: skip
     parser.add_argument("--into", type=Path, default=ROOT, help="where docs/ and README.md lie")
     options = parser.parse_args(arguments)
-    names = [name for name, part in PARTS.items() if part.quick or options.all]
+    names = [name for name, part in PARTS.items() if part.quick]
+    names += [name for name in PARTS if options.all and name not in names]
     if options.only:
         names = options.only.split(",")
         unknown = [name for name in names if name not in PARTS]
         if unknown:
             parser.error(f"unknown part {unknown[0]!r}: choose from {', '.join(PARTS)}")
-    sizes = replace(TINY if options.tiny else Sizes(), model=options.model, **dict(options.size))
+    sizes = (TINY if options.tiny else SIZES) | {"model": options.model} | dict(options.size)
     status = 0
     try:
         if not options.pages:

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md, README's results and the pictures, from the files in docs/data.
+"""docs/benchmarks.md, README's results and the tables of other pages, from the files in docs/data.
 
 The same data give the same pages, byte for byte: a test makes them again and compares.
 """
@@ -10,21 +10,80 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import results_elsewhere
 import results_plots
-from results_peers import PEERS
-from results_sections import SECTIONS, Column, Row, figure, name, table, three
+from results_rows import PARTS, PEERS, TABLE, Part
 
+Row = Mapping[str, Any]
 Data = Mapping[str, Mapping[str, Any]]  # by part: what its file holds
 BUSY = 0.5  # cores in other programs' hands that a page speaks of
 
 INTRO = """# Benchmarks
 
-`scripts/results` wrote this page from the files in [data](data); each section names its commands,
+`scripts/results` wrote this page from the files in [data](data). Each section names its commands,
 machine, commit and date. Figures of different sections may be of different machines or commits. The
-model is SmolLM2-135M-Instruct (Q4_1) with default options, if nothing else is said, and no prompt
-comes from disk (`SPARSEKV_NO_CACHE=1`). Speed is in tokens a second, medians of several runs.
+model is SmolLM2-135M-Instruct (Q4_1) with default options, unless a section says otherwise. No
+prompt comes from disk (`SPARSEKV_NO_CACHE=1`). Speed is in tokens a second. It is the median of
+several runs.
 """
+
+
+def three(value: float | None) -> str:
+    """Three figures, as many as such a measurement has."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def span(row: Row, key: str) -> str:
+    """A median and, of several, the range in brackets; empty if there is none."""
+    if f"{key}_s" not in row:
+        return ""
+    median, least, most = (row[f"{key}_{x}"] for x in ("s", "least_s", "most_s"))
+    spread = f" ({least:.2f} to {most:.2f})" if row[f"{key}_n"] > 1 else ""
+    return f"{median:.2f}{spread}"
+
+
+def cell(row: Row, key: str, shown: str) -> str:
+    """A cell of a table; ``shown`` is a FORMAT of results.toml."""
+    value = row.get(key)
+    if shown.isdecimal():
+        return "" if value is None else f"{value:.{shown}f}"
+    if shown == "code":
+        return f"`{value}`"
+    if shown == "range":
+        return f"{three(row['least'])} to {three(row['most'])}"
+    if shown == "seconds":
+        return span(row, key)
+    if shown == "versions":  # as code: they are no figures
+        names = (f"{peer} version" for peer in PEERS)
+        return ", ".join(f"`{row[name]}`" for name in names if row.get(name))
+    if shown.startswith("of "):
+        return f"{value} of {row[shown[3:]]}" if key in row else ""
+    return str(row[key]) if shown == "text" else three(value)
+
+
+def table(rows: Iterable[Row], columns: str) -> str:
+    """A Markdown table, of ``columns`` as in results.toml; all but the first are figures."""
+    for name, group in TABLE["columns"].items():
+        columns = columns.replace(f"@{name}", group)
+    if "@" in columns:
+        return table(rows, columns)
+    heads = [column.strip().rpartition(" = ") for column in columns.split("|")]
+    keys = [told.partition(":") for _, _, told in heads]
+    lines = ["| " + " | ".join(title for title, _, _ in heads) + " |"]
+    lines.append("|---" + "|---:" * (len(heads) - 1) + "|")
+    for row in rows:
+        lines.append(f"| {' | '.join(cell(row, key, shown) for key, _, shown in keys)} |")
+    return "\n".join(lines)
+
+
+def body(part: Part, rows: list[Row]) -> str:
+    """A part's table, or its tables."""
+    if not part.split:
+        return table(rows, part.columns)
+    values = sorted({row[part.split] for row in rows})
+    tables = ((v, [row for row in rows if row[part.split] == v]) for v in values)
+    return "\n\n".join(f"### {v} tokens\n\n{table(of, part.columns)}" for v, of in tables)
 
 
 def by_method(data: Data, *parts: str) -> dict[str, dict[int, Row]]:
@@ -71,12 +130,12 @@ def benchmarks(data: Data) -> str:
     pictures = {"speed.svg": "Speed by depth", "accuracy.svg": "Accuracy against speed"}
     drawn = results_plots.drawn_from(data)
     parts += [f"![{title}]({file})\n" for file, title in pictures.items() if file in drawn]
-    for section in SECTIONS:
-        if section.part in data:
-            told = data[section.part]
-            parts.append(f"## {section.title}\n")
-            parts += [f"{section.about}\n"] * bool(section.about)
-            parts.append(section.body(told["rows"]) + "\n")
+    for name, part in PARTS.items():
+        if name in data and not part.page:
+            told = data[name]
+            parts.append(f"## {part.title}\n")
+            parts += [f"{part.about}\n"] * bool(part.about)
+            parts.append(body(part, told["rows"]) + "\n")
             parts.append(provenance(told) + "\n")
     return "\n".join(parts)
 
@@ -92,25 +151,19 @@ def results(data: Data) -> str:
     where = told["machine"]
     held = max(row["depth"] for row in told["rows"])
     rows = [{"method": m, "speeds": speeds[m], **distances.get(m, {})} for m in speeds]
-    columns = [Column("method", name)]
-    for d in depths:
-        columns.append(
-            Column(f"tokens/s at {d}", lambda row, d=d: speed_cell(row["speeds"].get(d)))
-        )
-    columns += [
-        Column(f"MB at {held}", lambda row: three(row["speeds"][held]["cache_mb"])),
-        Column("KLD", figure("kld", 3)),
-        Column("top-1", figure("top1", 2)),
-        Column("needles", figure("needles", 0)),
-    ]
+    for row in rows:
+        row |= {f"at {d}": speed_cell(row["speeds"].get(d)) for d in depths}
+        row["cache_mb"] = row["speeds"][held]["cache_mb"]
+    columns = "".join(f" | tokens/s at {d} = at {d}:text" for d in depths)
+    columns = f"method = method:code{columns} | MB at {held} = cache_mb | KLD = kld:3"
     lines = [
-        f"SmolLM2-135M (Q4_1), {where['cores']} cores of {where['cpu']}. Every method chooses",
-        "from the first row (`--sparse-from 0`; by default it attends to all of them as long as",
-        "that is faster). Tokens a second by rows in the cache (in brackets: times `full`), size",
-        f"of the cache, and distance to `full` after {length} tokens: KLD, top-1, needles found of "
+        f"SmolLM2-135M (Q4_1) on {where['cores']} cores of {where['cpu']}. Every method is sparse",
+        "from the first row (`--sparse-from 0`). By default it attends to all rows while that is",
+        "faster. Speed is by rows in the cache, and in brackets how many times as fast as `full`.",
+        f"KLD and top-1 are relative to `full` after {length} tokens. Needles are facts found of "
         f"{data['accuracy']['rows'][0]['needles_of']}.",
         "",
-        table(rows, columns),
+        table(rows, columns + " | top-1 = top1:2 | needles = needles:0"),
         "",
         *(f"- {line}" for line in remarks(data)),
     ]
@@ -121,17 +174,17 @@ def remarks(data: Data) -> Iterable[str]:
     """Lines below README's table."""
     if "prefill" in data:
         pairs = [(r["n_prompt"], three(r["tokens_per_s"])) for r in data["prefill"]["rows"]]
-        yield "Prefill: " + ", ".join(f"{s} tokens/s of a prompt of {n}" for n, s in pairs) + "."
+        yield "Prefill: " + ", ".join(f"{s} tokens/s for {n} tokens" for n, s in pairs) + "."
     if "start" in data:
         for row in data["start"]["rows"]:
             yield (
-                f"First token with `{row['method']}`: {row['warm_s']:.2f} s, the very first time "
-                f"{row['cold_s']:.0f} s (kernels are compiled)."
+                f"First token with `{row['method']}`: {row['warm_s']:.2f} s. The first time it "
+                f"takes {row['cold_s']:.0f} s, because kernels are compiled."
             )
     if "memory" in data:
         rows = [r for r in data["memory"]["rows"] if r["method"] in ("full", "lfps")]
         peaks = [f"{three(r['peak_mb'])} MB with `{r['method']}`" for r in rows]
-        yield f"Most memory, with a prompt of {rows[0]['prompt_tokens']}: {', '.join(peaks)}."
+        yield f"Peak memory with {rows[0]['prompt_tokens']} prompt tokens: {', '.join(peaks)}."
     if "peer" in data:
         ratios = [(r["test"], r["ratio"]) for r in data["peer"]["rows"] if r["unit"] == "t/s"]
         wanted = ("pp512", "tg32 @ d8192, full", "tg32 @ d8192, lfps", "tg32 @ d32768, lfps")
@@ -139,8 +192,26 @@ def remarks(data: Data) -> Iterable[str]:
         found = [f"{test} {ratio:.1f}" for test, ratio in of_test.items()]
         if found:
             names = [p for p in PEERS if any(f"{p} median" in r for r in data["peer"]["rows"])]
-            of = "the faster of " if len(names) > 1 else "the speed of "
-            yield f"Times {of}{' and '.join(names)}: {'; '.join(found)}."
+            of = "the faster of " if len(names) > 1 else ""
+            yield f"Times as fast as {of}{' and '.join(names)}:\n  {'; '.join(found)}."
+
+
+def with_part(page: str, name: str, data: Data) -> str:
+    """A page with a part's table, and with what it was until that is measured."""
+    if name not in data:
+        return page
+    told = data[name]
+    return between(page, name, f"{body(PARTS[name], told['rows'])}\n\n{provenance(told)}")
+
+
+def between(page: str, marker: str, body: str) -> str:
+    """A page with ``body`` between the markers of that name. ValueError when it has none."""
+    begin, end = f"<!-- {marker} -->", f"<!-- /{marker} -->"
+    before, found, rest = page.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not (found and ended):
+        raise ValueError(f"the page has no {begin} and {end} for the results to go between")
+    return f"{before}{begin}\n{body}\n{end}{after}"
 
 
 def write(root: Path) -> None:
@@ -152,8 +223,10 @@ def write(root: Path) -> None:
         (docs / file).write_text(picture, encoding="utf-8")
     readme = root / "README.md"
     if readme.is_file() and {"decode", "accuracy"} <= data.keys():
-        page = readme.read_text(encoding="utf-8")
-        readme.write_text(
-            results_elsewhere.between(page, "results", results(data)), encoding="utf-8"
-        )
-    results_elsewhere.write(docs, data, provenance)
+        page = between(readme.read_text(encoding="utf-8"), "results", results(data))
+        readme.write_text(page, encoding="utf-8")
+    for name, part in PARTS.items():
+        file = docs / part.page
+        if part.page.endswith(".md") and file.is_file():
+            page = with_part(file.read_text(encoding="utf-8"), name, data)
+            file.write_text(page, encoding="utf-8")

@@ -30,7 +30,7 @@ from sparsekv_cli.models.gguf.file import open_gguf
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.weights import Weights, read_weights
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fixtures" / "models"))
 
 from tiny_models import make_model
 

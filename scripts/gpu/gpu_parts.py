@@ -26,7 +26,7 @@ from gpu_weights import FORMATS, weight_rows
 from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.jit.threads import physical_cores
-from sparsekv_cli.device.engine import DeviceEngine, device_cache, kv_bytes
+from sparsekv_cli.device.engine import DeviceEngine, device_cache
 from sparsekv_cli.evaluation.compare import build_spec
 from sparsekv_cli.evaluation.observer import Measured
 from sparsekv_cli.model import Model, load_model
@@ -244,7 +244,7 @@ class Bench:
         self, model: RandomModel, engine: DeviceEngine, spec: str, n: int, kv: str, n_batch: int = 1
     ) -> Iterator[Row]:
         """Steps of n_batch sequences that choose their tokens greedily, as generation does."""
-        if kv == "auto" and not self._fits(1.4 * n_batch * kv_bytes(model.hparams, n)):
+        if kv == "auto" and not self._fits(1.4 * n_batch * model.hparams.kv_bytes(n)):
             return
         # The first steps are compiled, captured, and replayed once.
         n_first, n_steps = (0, 1) if self.tiny else (3, 16)
@@ -316,7 +316,7 @@ class Bench:
         yield {
             "method": spec, "context": n, "device": held["bytes_device"] / 1e6,
             "host": held["bytes_host"] / 1e6, "index": held["index_bytes"] / 1e6,
-            "device of full": held["bytes_device"] / kv_bytes(model.hparams, n + 4),
+            "device of full": held["bytes_device"] / model.hparams.kv_bytes(n + 4),
         }  # fmt: skip
 
 

@@ -40,13 +40,15 @@ def token_bytes(layers: Iterable[Sizes], cache_type_k: str, cache_type_v: str) -
 
     Rows that several layers read count once.
     """
-    k, v = CACHE_TYPES[cache_type_k], CACHE_TYPES[cache_type_v]
-    return sum(
-        each.n_head_kv
-        * (rows.row_bytes(k, padded(each.head_dim)) + rows.row_bytes(v, padded(each.value_dim)))
-        for each in layers
-        if each.kind == FULL and each.source < 0
-    )
+    owners = (each for each in layers if each.kind == FULL and each.source < 0)
+    return sum(layer_bytes(each, cache_type_k, cache_type_v) for each in owners)
+
+
+def layer_bytes(layer: Sizes, cache_type_k: str, cache_type_v: str) -> int:
+    """Bytes of one token's K and V in one layer."""
+    k = rows.row_bytes(CACHE_TYPES[cache_type_k], padded(layer.head_dim))
+    v = rows.row_bytes(CACHE_TYPES[cache_type_v], padded(layer.value_dim))
+    return layer.n_head_kv * (k + v)
 
 
 def fitting_context(n_bytes: int, bytes_a_token: int) -> int:

@@ -33,6 +33,7 @@ from sparsekv_cli.calibration.sidecar import (
 )
 from sparsekv_cli.cpu.jit.threads import blas_threads
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.files import user_cache
 from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.models.hparams import HParams
 
@@ -110,12 +111,11 @@ class Calibrations:
         return identify(self._file, self._hparams)
 
     def places(self) -> tuple[Path, Path]:
-        """Beside the model; in the user's cache directory."""
+        """Next to the model; in the user's cache, or the same place again if there is none."""
         path = Path(self._file.path)
-        base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        folder = Path(base) / "sparsekv-cli" / "calibration"
         beside = path.with_name(f"{path.stem}{SUFFIX}")
-        return beside, folder / f"{self.identity.model_hash}.npz"
+        folder = user_cache("calibration")
+        return beside, folder / f"{self.identity.model_hash}.npz" if folder else beside
 
     def place_to_write(self) -> Path:
         """Beside the model, unless that folder cannot be written or belongs to pip or the hub."""

@@ -24,7 +24,7 @@ import numpy as np
 from sparsekv_cli import __version__
 from sparsekv_cli.calibration.run import CalibrationArray
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.files import naming, open_regular
+from sparsekv_cli.files import naming, open_regular, replacing
 from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.models.hparams import HParams
 
@@ -148,16 +148,10 @@ def write_entry(path: Path, method: str, identity: ModelIdentity, entry: Entry) 
     arrays: dict[str, Any] = {
         f"{m}.{name}": array for m, each in entries.items() for name, array in each.tensors.items()
     }
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "wb") as file:
-                np.savez(file, about=np.array(json.dumps(about)), **arrays)
-            os.replace(temporary, path)
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+        with replacing(path, 0o666) as file:  # other users of the model use its calibration, too
+            np.savez(file, about=np.array(json.dumps(about)), **arrays)
 
 
 @contextlib.contextmanager

@@ -162,7 +162,7 @@ def open_device_engine(
     on_host, note = config.kv == "host", ""
     if room is not None:
         fixed = resident_bytes(weights, mode) + scratch_bytes(hparams, chunk)
-        cache = 0 if on_host or device_cache(method) is None else kv_bytes(hparams, n_ctx)
+        cache = 0 if on_host or device_cache(method) is None else hparams.kv_bytes(n_ctx)
         parts = f"weights ({mode}) and scratch {fixed / GIB:.1f} GiB"
         if fixed > room:
             raise SparseKVError(
@@ -193,11 +193,6 @@ def free_bytes(device: torch.device, limit: float) -> int | None:
         return int(limit * GIB) or None
     free = int(torch.cuda.mem_get_info(device)[0] * (1 - SPARE))
     return min(free, int(limit * GIB)) if limit else free
-
-
-def kv_bytes(hparams: HParams, n_ctx: int) -> int:
-    """K and V of n_ctx tokens in f16."""
-    return sum(layer.kv_bytes(n_ctx) for layer in hparams.layers)
 
 
 def scratch_bytes(hparams: HParams, chunk: int) -> int:

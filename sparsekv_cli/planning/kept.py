@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from sparsekv_cli.calibration.run import CALIBRATION
 from sparsekv_cli.calibration.sidecar import Entry
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.files import open_regular
+from sparsekv_cli.files import open_regular, replace_file, user_cache
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.gguf.file import GGUFFile
@@ -34,12 +33,6 @@ N_PASSES = 3
 OnMeasure = Callable[[str, int, int], None]  # what is measured now, how many are done, of how many
 # Metadata that decide nothing of a step's time.
 NAMES = ("general.", "tokenizer.")
-
-
-def default_speeds_folder() -> Path:
-    """Where speeds are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "sparsekv-cli" / "speeds"
 
 
 def shape_key(file: GGUFFile, config: SessionConfig, machine: str, n_threads: int) -> str:
@@ -80,13 +73,7 @@ def read_speeds(path: Path) -> Speeds | None:
 def write_speeds(path: Path, speeds: Speeds) -> None:
     """Replaces the file as a whole. OSError if it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(speeds.as_dict(), indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    replace_file(path, (json.dumps(speeds.as_dict(), indent=1) + "\n").encode())
 
 
 def why_not(method: Method, file: GGUFFile, hparams: HParams) -> str:
@@ -140,7 +127,9 @@ def speeds_of(
     from sparsekv_cli.planning.measure import Measurement
 
     hparams, machine = read_hparams(file), cpu_name()
-    folder = default_speeds_folder()
+    folder = user_cache("speeds")
+    if folder is None:
+        raise SparseKVError("speeds cannot be kept: there is no home folder and no XDG_CACHE_HOME")
     path = folder / f"{shape_key(file, config, machine, config.threads or physical_cores())}.json"
     wanted = {method_key(each): each for each in (build_method("full", {}), *methods)}
     entries = {

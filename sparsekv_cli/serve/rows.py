@@ -16,11 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 
-import numpy as np
-
 from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.row_sizes import layer_bytes
 from sparsekv_cli.cache.spec import FULL, LayerSpec
-from sparsekv_cli.cache.store import CACHE_TYPES, RowType
 from sparsekv_cli.memory import available_memory
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.prefix.prefixes import LEAST, STEP, Prefixes, n_common
@@ -178,10 +176,8 @@ def sequence_bytes(method: Method, specs: Ids[LayerSpec], n: int) -> int:
     total = 0
     n = int((n + N_HEADROOM) * GROWTH)
     for spec in specs:
-        k = RowType(CACHE_TYPES[method.cache_type_k], spec.head_dim)
-        v = RowType(CACHE_TYPES[method.cache_type_v], spec.value_dim)
-        row = sum(each.n_items * np.dtype(each.dtype).itemsize for each in (k, v))
-        total += spec.n_head_kv * row * (min(n, spec.window) if spec.window else n)
+        row = layer_bytes(spec, method.cache_type_k, method.cache_type_v)
+        total += row * (min(n, spec.window) if spec.window else n)
     return total
 
 

@@ -1,9 +1,7 @@
-"""What a shell is offered, and the manual page."""
+"""What a shell is offered."""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,17 +59,3 @@ def test_models(
 def test_scripts(shell: str, invoke: Invoke) -> None:
     script = invoke("completion", shell).out
     assert VARIABLE in script and "sparsekv-cli" in script
-
-
-def test_man_page(invoke: Invoke) -> None:
-    page = invoke("man").out
-    assert "\\-\\-dynatemp\\-exp N" in page and '.SS "sparsekv\\-cli cache clear"' in page
-    if shutil.which("groff"):
-        done = subprocess.run(
-            ["groff", "-man", "-Tascii", "-ww", "-P-cbou"],
-            input=page,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0 and done.stderr == ""
-        assert all(f"sparsekv-cli {name}" in done.stdout for name in COMMANDS)

@@ -21,7 +21,7 @@ def header(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "DEPTHS", (256, 512))
     monkeypatch.setattr(measure, "QUICK_DEPTHS", (256, 512))
     monkeypatch.setattr(measure, "measure_bandwidth", lambda n_threads: 1e10)
-    monkeypatch.setattr(kept, "default_speeds_folder", lambda: tmp_path / "speeds")
+    monkeypatch.setattr(kept, "user_cache", tmp_path.joinpath)
     path = make_model(tmp_path / "whole.gguf", n_layer=3)
     with open_gguf(path) as file:
         end = file.parts[0].data_offset

@@ -1,4 +1,4 @@
-"""What a GPU would object to, without one: see tests/helpers/fake_cuda.py.
+"""What a GPU would object to, without one: see fixtures/device/fake_cuda.py.
 
 Every method decodes on one engine, one after another: a step as it is, its capture, replays. Memory
 that streams and the host share is used in an order, captures do nothing that CUDA refuses, capture

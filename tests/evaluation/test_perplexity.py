@@ -182,7 +182,7 @@ def test_a_file_and_full_are_the_same_base(sequence, chunks, base):
 
 
 def test_a_file_of_llama_perplexity(tmp_path):
-    """Of llama.cpp's program: a model of tests/helpers, chunks of 8 tokens, as the data says."""
+    """Of llama.cpp's program: a model of fixtures/models, chunks of 8 tokens, as the data says."""
     opened = KLDFile(DATA / "llama_perplexity.base")
     path = make_model(tmp_path / "m.gguf", n_vocab=270)
     sequence = open_sequence(path, build_method("full", {}), CONFIG)

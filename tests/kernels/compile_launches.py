@@ -4,8 +4,7 @@ Run as a program: NAME... The launchers are called as they are, on CPU tensors; 
 do is replaced by Triton's own warm-up, told by a driver that a GPU of each capability is present,
 so that types, alignment and options are specialised as in a real launch. One JSON line a kernel and
 capability: module (its NAME), kernel, capability, registers a thread, bytes of stack and local
-memory, shared bytes, and what scripts/gpu/gpu_ptx.py reads; for a module that fails, a line with
-its error.
+memory, shared bytes, and what kernel_ptx.py reads; for a module that fails, a line with its error.
 
 All launches are compiled for sm_80. sm_90 takes about as many registers (from 40 on at most a
 quarter more), and its own instructions where matrices are multiplied. So it gets the first launch
@@ -26,7 +25,7 @@ from typing import Any
 
 import triton
 from gpu_compile import AbsentGpu
-from gpu_ptx import read_ptx
+from kernel_ptx import read_ptx
 from triton.runtime.driver import driver
 
 CAPABILITIES = (80, 90)

@@ -102,8 +102,10 @@ def test_loads_of_single_elements_are_found(compiled):
 
 
 def python_path() -> str:
-    """For the child: launches_NAME.py, helpers, gpu_ptx.py, and what this process was given."""
-    folders = [str(HERE), str(HERE.parent / "helpers"), str(HERE.parents[1] / "scripts" / "gpu")]
+    """For the child: launches_NAME.py, what they import, and what this process was given."""
+    root = HERE.parents[1]
+    shared = [root / "fixtures" / "models", root / "scripts" / "gpu"]
+    folders = [str(folder) for folder in (HERE, HERE.parent / "helpers", *shared)]
     return os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 

@@ -127,7 +127,7 @@ def model(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "QUICK_DEPTHS", (512, 1024))
     monkeypatch.setattr(measure, "N_STEPS", 2)
     monkeypatch.setattr(measure, "measure_bandwidth", lambda n_threads: 1e10)
-    monkeypatch.setattr(kept, "default_speeds_folder", lambda: tmp_path / "speeds")
+    monkeypatch.setattr(kept, "user_cache", tmp_path.joinpath)
     monkeypatch.setattr(auto, "N_TEXT", 1100)
     monkeypatch.setattr(auto, "candidates", lambda sequence: [FEW, SNAPKV])
     monkeypatch.setattr(auto, "GAIN", 0.0)  # a tiny model's speeds say nothing

@@ -127,7 +127,7 @@ def briefly(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "QUICK_DEPTHS", (300, 600))
     monkeypatch.setattr(measure, "N_STEPS", 2)
     monkeypatch.setattr(measure, "measure_bandwidth", lambda n_threads: 1e10)
-    monkeypatch.setattr(kept, "default_speeds_folder", lambda: tmp_path / "speeds")
+    monkeypatch.setattr(kept, "user_cache", tmp_path.joinpath)
     return tmp_path / "speeds"
 
 

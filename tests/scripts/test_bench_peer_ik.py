@@ -15,8 +15,8 @@ from scripts_as_modules import load_script
 from tiny_models import make_model
 
 script = load_script("bench/peer")
-parts = load_script("docs/results_parts.py")
-peers = sys.modules["results_peers"]
+pages = load_script("docs/results_pages.py")
+parts = sys.modules["results_rows"]
 table, ik = sys.modules["peer_table"], sys.modules["peer_ik"]
 
 # What the real one prints around its figures; SPEED is (n_prompt, n_gen, depth, repack) -> t/s.
@@ -210,11 +210,9 @@ def test_rows_of_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(parts.Runner, "script", script_)
     run = parts.Runner(ik="/some/where/llama-bench")
-    rows = peers.peer(run, parts.TINY)
+    rows = parts.PARTS["peer"].measure(run, parts.TINY)
     assert rows[0]["ik_llama.cpp median"] == 2.0 and rows[0]["ik_llama.cpp version"] == "abc"
     assert "llama.cpp median" not in rows[0] and rows[1]["sparsekv-cli max"] == 3.0
     assert run.commands[0].endswith("--memory 64 --ik llama-bench")
-    sections = load_script("docs/results_sections.py")
-    (section,) = [each for each in sections.SECTIONS if each.part == "peer"]
-    shown = sections.table(rows, section.columns).splitlines()[2]
+    shown = pages.body(parts.PARTS["peer"], rows).splitlines()[2]
     assert shown == "| pp512 | 2 | 1 | 3 |  |  |  | 2 | 1 | 3 | t/s | 1.00 | `abc` |"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,15 @@ from scripts_as_modules import load_script
 from tiny_models import make_model
 
 results = load_script("docs/results.py")
-pages, parts, plots, sections, elsewhere = (
-    sys.modules[f"results_{name}"] for name in ("pages", "parts", "plots", "sections", "elsewhere")
-)
+pages, parts = (sys.modules[f"results_{name}"] for name in ("pages", "rows"))
+
+
+class FakePart(parts.Part):
+    """A part whose rows need no run. make: makes them."""
+
+    def __init__(self, make, needs=""):
+        super().__init__(quick=True, needs=needs)
+        object.__setattr__(self, "measure", make)
 
 
 def rows_of_decode(run, sizes):
@@ -41,9 +46,7 @@ def rows_of_accuracy(run, sizes):
 def root(tmp_path, monkeypatch):
     """A folder with a README, and two parts that are measured at once."""
     fakes = {"decode": rows_of_decode, "accuracy": rows_of_accuracy}
-    monkeypatch.setattr(
-        results, "PARTS", {name: parts.Part(measure, quick=True) for name, measure in fakes.items()}
-    )
+    monkeypatch.setattr(results, "PARTS", {name: FakePart(make) for name, make in fakes.items()})
     monkeypatch.setattr(results, "commit", lambda: "a" * 40)
     (tmp_path / "README.md").write_text("# x\n\n<!-- results -->\nold\n<!-- /results -->\nend\n")
     return tmp_path
@@ -57,7 +60,7 @@ def test_pages_of_what_was_measured(root):
     assert measure(root, "--quick") == 0
     told = json.loads((root / "docs" / "data" / "decode.json").read_text("utf-8"))
     assert told["commit"] == "a" * 40 and told["commands"] == ["sparsekv-cli bench"]
-    assert told["machine"]["cores"] >= 1 and told["sizes"]["texts"] == parts.TINY.texts
+    assert told["machine"]["cores"] >= 1 and told["sizes"] == {**parts.TINY}
     readme = (root / "README.md").read_text("utf-8")
     assert "| `lfps` | 130 (2.6) | 130 (2.6) | 195 | 0.072 | 0.84 | 7 |" in readme
     assert "| `full` | 50 | 50 | 195 | 0.000 | 1.00 | 7 |" in readme
@@ -87,8 +90,8 @@ def test_a_part_that_fails_costs_the_others_nothing(root, monkeypatch, capsys):
     def broken(run, sizes):
         run.cli("run", "-m", str(root / "none.gguf"), "-p", "x")
 
-    failing = {"broken": parts.Part(broken, quick=True), **results.PARTS}
-    failing["absent"] = parts.Part(rows_of_decode, quick=True, needs="no_such_library")
+    failing = {"broken": FakePart(broken), **results.PARTS}
+    failing["absent"] = FakePart(rows_of_decode, needs="no_such_library")
     monkeypatch.setattr(results, "PARTS", failing)
     assert measure(root, "--quick") == 1
     said = capsys.readouterr().err
@@ -103,31 +106,53 @@ def test_usage(root, capsys):
     assert stopped.value.code == 2 and "nonsense" in capsys.readouterr().err
     (root / "README.md").write_text("no markers")
     with pytest.raises(ValueError, match="has no <!-- results -->"):
-        elsewhere.between("no markers", "results", "")
+        pages.between("no markers", "results", "")
 
 
-def test_every_part_has_a_section():
-    own_pages = set(elsewhere.PAGES)
-    assert own_pages == set(elsewhere.COLUMNS)
-    in_benchmarks = {section.part for section in sections.SECTIONS}
-    assert in_benchmarks | own_pages | {"terminal"} == set(parts.PARTS)
-    for part, page in elsewhere.PAGES.items():
-        assert f"<!-- {part} -->" in (parts.ROOT / "docs" / page).read_text("utf-8")
+def test_every_part_has_a_place():
+    for name, part in parts.PARTS.items():
+        assert bool(part.title) != bool(part.page) and (part.run or part.rows), name
+        assert bool(part.columns) != (name == "terminal"), name
+        if part.page:
+            text = (parts.ROOT / "docs" / part.page).read_text("utf-8")
+            assert part.page.endswith(".svg") or f"<!-- {name} -->" in text
+    assert set(parts.OWN) == {part.rows for part in parts.PARTS.values() if part.rows}
+
+
+@pytest.mark.parametrize("name", parts.PARTS)
+def test_every_run_names_sizes_that_exist(name):
+    run = parts.PARTS[name].run
+    for line in [run] if isinstance(run, str) else run:
+        program, *words = parts.filled(line, {**parts.SIZES, "model": "a file.gguf"})
+        assert program == "bench" or (parts.ROOT / "scripts" / program).is_file()
+        assert "" not in words and not any("{" in word for word in words)
+
+
+def test_cells():
+    row = {"a": 0.5, "b": 3, "versions": 1, "llama.cpp version": "x", "least": 1.0, "most": 2.0}
+    row |= {"c_s": 1.5, "c_least_s": 1.0, "c_most_s": 2.0, "c_n": 3}
+    columns = "a = a:2 | b, `s` = b:code | c = c:seconds | d = a:range | e = none:1 | f = b:of a"
+    assert pages.table([row], columns + " | g = x:versions").splitlines()[0::2] == [
+        "| a | b, `s` | c | d | e | f | g |",
+        "| 0.50 | `3` | 1.50 (1.00 to 2.00) | 1 to 2 |  | 3 of 0.5 | `x` |",
+    ]
 
 
 @pytest.mark.slow
 def test_bench_as_rows(tmp_path):
     """The real commands on a tiny model."""
     model = make_model(tmp_path / "model.gguf", n_layer=3)
-    run, sizes = parts.Runner(), replace(parts.TINY, model=str(model))
-    rows = parts.decode(run, sizes)
+    run, sizes = parts.Runner(), {**parts.TINY, "model": str(model)}
+    rows = parts.PARTS["decode"].measure(run, sizes)
     assert [(row["method"], row["depth"]) for row in rows] == [
         (method, depth) for method in ("full", "streaming", "lfps") for depth in (0, 64)
     ]
     assert all(row["tokens_per_s"] > 0 and row["cache_mb"] > 0 for row in rows)
     assert [row["of_full"] for row in rows[:2]] == [1, 1]
     assert run.commands[0].startswith(f"sparsekv-cli bench -m {model} -p 0 -n 2 -d 0,64 ")
-    (near,) = [row for row in parts.accuracy(run, sizes) if row["method"] == "streaming"]
+    (near,) = [
+        row for row in parts.PARTS["accuracy"].measure(run, sizes) if row["method"] == "streaming"
+    ]
     assert near["tokens"] == 100 and near["kld_least"] <= near["kld"] <= near["kld_most"]
     done = run.cli("inspect", str(model), "--json")
     assert done.peak_bytes > 10 << 20 and json.loads(done.stdout)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from scripts_as_modules import load_script
 
 results = load_script("docs/results.py")
-budgets, parts, sections = (
-    sys.modules[f"results_{name}"] for name in ("budgets", "parts", "sections")
-)
-SIZES = replace(
-    parts.Sizes(), methods="full,topk,lfps", budget_shares="2%,5%", budget_lengths="100,200"
-)
+pages, parts = (sys.modules[f"results_{name}"] for name in ("pages", "rows"))
+SIZES = {
+    **parts.SIZES, "methods": "full,topk,lfps", "budget_shares": "2%,5%",
+    "budget_lengths": "100,200",
+}  # fmt: skip
 SPECS = ["full", "topk:budget=2%", "topk:budget=5%", "lfps:budget=2%", "lfps:budget=5%"]
 
 
@@ -76,9 +74,9 @@ def test_cells_and_what_is_kept_of_a_stopped_run(tmp_path):
     assert (cell["tokens_per_s"], cell["of_full"]) == (50.0, 5.0)
     assert cell["compared_tokens"] == pytest.approx(2 * rows[0]["compared_tokens"], abs=2)
     other = FakeRunner(tmp_path / "kept")
-    parts.PARTS["budgets"].measure(other, replace(SIZES, budget_steps=8))
+    parts.PARTS["budgets"].measure(other, {**SIZES, "budget_steps": 8})
     assert other.ran.count("compare") == 2
-    shown = sections.by_length(rows)
+    shown = pages.body(parts.PARTS["budgets"], rows)
     assert shown.count("| method | RULER |") == 2 and "### 200 tokens" in shown
     assert "| `lfps:budget=5%` | 38 | 15 | 66 | 0.250 | 0.75 | 66 | 50 | 5.00 |" in shown
 

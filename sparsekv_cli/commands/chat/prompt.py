@@ -21,6 +21,7 @@ from prompt_toolkit.styles import Style
 from sparsekv_cli.commands.chat.commands import COMMANDS, LEAVING, Chat
 from sparsekv_cli.commands.chat.settings import SETTINGS
 from sparsekv_cli.commands.shared.terminal import say
+from sparsekv_cli.files import replace_file
 from sparsekv_cli.methods import METHODS, method_class
 from sparsekv_cli.option import allowed_values, options_of
 
@@ -243,8 +244,4 @@ def _cut(path: Path) -> None:
     """Drops the older half of the history, up to the beginning of an entry."""
     data = path.read_bytes()[-MOST_HISTORY // 2 :]
     start = data.find(b"\n\n# ") + 1  # an entry: an empty line, its time behind #, its text
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    handle = os.open(new, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-    with open(handle, "wb") as file:
-        file.write(data[start:])
-    os.replace(new, path)
+    replace_file(path, data[start:])

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from sparsekv_cli.commands.options import completers
-from sparsekv_cli.commands.options.machine import CHECKPOINTS_OPTION, GPU_OPTIONS, choice_of
+from sparsekv_cli.commands.options.machine import session_option
 from sparsekv_cli.commands.options.numbers import FiniteRange
 from sparsekv_cli.commands.shared.garbage import collecting_no_garbage
 from sparsekv_cli.commands.shared.terminal import explain_faults, say
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.option import MAX_WHOLE
+from sparsekv_cli.option import MAX_WHOLE, options_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,6 +108,7 @@ def apply_options(function: Function, options: list[Callable[[Any], Any]]) -> Fu
     return function
 
 
+SESSION = set(options_of(SessionConfig)) - {"calibration", "chunk", "sparse_from"}
 Q4_KEYS_FIT = 32768  # tokens up to which keys in q4_0 are recommended
 
 MODEL_OPTION = click.option(
@@ -119,48 +120,13 @@ MODEL_OPTION = click.option(
     "OWNER/REPO[:QUANT] of the Hugging Face hub. [env: SPARSEKV_MODEL]",
 )
 
-MACHINE_OPTIONS: list[Callable[[Any], Any]] = [
-    click.option(
-        "-t",
-        "--threads",
-        metavar="N",
-        type=click.IntRange(0, MAX_WHOLE),
-        default=0,
-        help="Threads; 0 takes the physical cores. [default: 0]",
-    ),
-    click.option(
-        "--device",
-        type=choice_of("device"),
-        default="auto",
-        help="Where to compute. [default: auto]",
-    ),
-    click.option(
-        "--prefill-dtype",
-        type=choice_of("prefill_dtype"),
-        default="auto",
-        help="Products of the prefill; auto is int8 on a CPU (integer sums over inputs rounded to "
-        "8 bits), bf16 on a GPU and on a CPU with AMX. [default: auto]",
-    ),
-]
+MACHINE_OPTIONS = [session_option(name) for name in ("threads", "device", "prefill_dtype")]
+CPU_AND_GPU_OPTIONS = ("repack", "activations", "kv", "gpu_weights", "vram_limit")
 
 MODEL_OPTIONS: list[Callable[[Any], Any]] = [
     MODEL_OPTION,
     *MACHINE_OPTIONS,
-    click.option(
-        "--repack",
-        type=choice_of("repack"),
-        default="auto",
-        help="Decode on the CPU from a copy of the weights in a faster layout; auto: if "
-        "the weights take at most a quarter of the memory. [default: auto]",
-    ),
-    click.option(
-        "--activations",
-        type=choice_of("activations"),
-        default="auto",
-        help="Bits to which decode on the CPU rounds what it multiplies with quantised weights; "
-        "auto: 8 where that is faster (AVX2 without AVX-512 VNNI), otherwise 16. [default: auto]",
-    ),
-    *GPU_OPTIONS,
+    *map(session_option, CPU_AND_GPU_OPTIONS),
     click.option(
         "-o",
         "--method-opt",
@@ -210,14 +176,7 @@ SEED_OPTION = click.option(
     help="Seed of every random choice; -1 takes a random one. [default: -1]",
 )
 
-CONTEXT_OPTION = click.option(
-    "-c",
-    "--ctx-size",
-    metavar="N",
-    type=click.IntRange(0, MAX_WHOLE),
-    default=0,
-    help="Most tokens the KV cache may hold; 0 takes the model's. [default: 0]",
-)
+CONTEXT_OPTION = session_option("ctx_size")
 
 SPARSE_FROM_OPTION = click.option(
     "--sparse-from",
@@ -260,7 +219,7 @@ def model_options(
         def gather(**values: Any) -> Any:
             return function(options=_gather_model_options(values), **values)
 
-        own = [] if bench else [CONTEXT_OPTION, METHOD_OPTION, CHECKPOINTS_OPTION]
+        own = [] if bench else [CONTEXT_OPTION, METHOD_OPTION, session_option("checkpoints")]
         own += [SPARSE_FROM_OPTION] if sparse_from else []
         own += [MAX_LOSS_OPTION] if sparse_from and auto else []
         own += MODEL_OPTIONS[1:] + ([SEED_OPTION] if seed else [])
@@ -275,17 +234,8 @@ def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
     return ModelOptions(
         model=values.pop("model"),
         config=SessionConfig(
-            ctx_size=values.pop("ctx_size", 0),
-            threads=values.pop("threads"),
-            device=values.pop("device"),
-            prefill_dtype=values.pop("prefill_dtype"),
+            **{name: values.pop(name) for name in set(values) & SESSION},
             calibration=values.pop("calibration") or "",
-            kv=values.pop("kv"),
-            gpu_weights=values.pop("gpu_weights"),
-            repack=values.pop("repack"),
-            activations=values.pop("activations"),
-            vram_limit=values.pop("vram_limit"),
-            checkpoints=values.pop("checkpoints", SessionConfig.checkpoints),
             sparse_from=-1 if sparse_from is None else sparse_from,
         ),
         seed=None if seed == -1 else seed,

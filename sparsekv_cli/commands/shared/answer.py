@@ -138,29 +138,21 @@ def _keeping_prompt(rows: PromptRows | None) -> Iterator[None]:
             rows.finish()
 
 
-def common_prefix(left: Ids[int], right: Ids[int]) -> int:
-    """How many ids two sequences have in common at their beginning."""
-    n_common = 0
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            break
-        n_common += 1
-    return n_common
-
-
 def keep_common(sequence: Sequence, ids: Ids[int], *, has_disk: bool = False) -> Ids[int]:
     """Keeps what the sequence has of ``ids``; returns the others, which are to be prefilled.
 
     None are left if its last prefill ended where ``ids`` end. has_disk: long prompts that are
     mostly new begin anew, because the disk keeps whole prompts.
     """
-    n_common, at = common_prefix(ids, sequence.tokens), sequence.checkpoint
-    if has_disk and n_common < N_WHOLE <= len(ids) - n_common:
+    from sparsekv_cli.prefix.prefixes import n_common
+
+    n, at = n_common(ids, sequence.tokens), sequence.checkpoint
+    if has_disk and n < N_WHOLE <= len(ids) - n:
         sequence.rewind(0)
         return ids
-    if n_common < len(sequence.tokens) or n_common == len(ids):
-        again = 0 if at is not None and at.n == n_common == len(ids) else N_REFRESH
-        sequence.rewind(min(n_common, max(0, len(ids) - again)))
+    if n < len(sequence.tokens) or n == len(ids):
+        again = 0 if at is not None and at.n == n == len(ids) else N_REFRESH
+        sequence.rewind(min(n, max(0, len(ids) - again)))
     return ids[len(sequence.tokens) :]
 
 

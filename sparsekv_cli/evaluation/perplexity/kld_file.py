@@ -8,15 +8,15 @@ log_softmax). Log-probabilities of more than 16 below the best are cut there.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from io import BufferedWriter
 from pathlib import Path
 
 import numpy as np
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.files import naming
+from sparsekv_cli.files import naming, replacing
 
 MAGIC = b"_logits_"
 HEADER = np.dtype([("magic", "S8"), ("n_ctx", "<i4"), ("n_vocab", "<i4"), ("n_chunk", "<i4")])
@@ -107,7 +107,7 @@ class KLDFile:
 class KLDWriter:
     """Writes rows behind a header; ``write_kld_file`` opens it. SparseKVError names ``path``."""
 
-    def __init__(self, file: int, path: Path) -> None:
+    def __init__(self, file: BufferedWriter, path: Path) -> None:
         self._file, self._path = file, path
 
     def add(self, logits: np.ndarray) -> None:
@@ -119,28 +119,19 @@ class KLDWriter:
         self.write(rows.astype("<u2", copy=False).tobytes())
 
     def write(self, data: bytes) -> None:
-        rest = memoryview(data)
         with naming(self._path):
-            while rest:
-                rest = rest[os.write(self._file, rest) :]
+            self._file.write(data)
+            self._file.flush()
 
 
 @contextmanager
 def write_kld_file(path: Path, tokens: np.ndarray, n_vocab: int) -> Iterator[KLDWriter]:
     """A file of the chunks ``tokens`` (n_chunk, n_ctx); it has its name once it is whole."""
-    part = path.with_name(path.name + ".part")
     n_chunk, n_ctx = tokens.shape
     header = np.array([(MAGIC, n_ctx, n_vocab, n_chunk)], HEADER)
-    with naming(path):
-        file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        try:
-            writer = KLDWriter(file, path)
-            writer.write(header.tobytes() + tokens.astype("<i4").tobytes())
-            yield writer
-        finally:
-            os.close(file)
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    with ExitStack() as stack:
+        with naming(path):
+            file = stack.enter_context(replacing(path, 0o666))
+        writer = KLDWriter(file, path)
+        writer.write(header.tobytes() + tokens.astype("<i4").tobytes())
+        yield writer
