@@ -13,7 +13,9 @@ from sparsekv_cli.cache.store import padded
 from sparsekv_cli.methods.base import Method
 
 
-def make_cache(method: Method, geometry: Geometry, n_threads: int = 1, layer: int = 2) -> LayerCache:
+def make_cache(
+    method: Method, geometry: Geometry, n_threads: int = 1, layer: int = 2
+) -> LayerCache:
     """A sparse layer's cache that keeps what it attended to."""
     g = geometry
     spec = LayerSpec(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from layer_rows import Rows
+from layer_rows import Geometry, Rows
 from naive_pair import TIE, Pair
 
-from sparsekv_cli.cache.spec import N_SINKS
+from sparsekv_cli.cache.spec import N_SINKS, Budget
 from sparsekv_cli.cache.store import padded
+from sparsekv_cli.methods.lfps import LFPS
 from sparsekv_cli.methods.naive.base import Choice
 from sparsekv_cli.methods.naive.lfps import N_LOCAL, NaiveLFPS
 
@@ -80,7 +83,10 @@ class LFPSPair(Pair):
             self.seen["mixed"] += int((teams.any(1) & ~teams.all(1)).sum())
         most = np.array([naive.rho(h, -np.inf) for h in range(naive.n_head)])
         margin = min(choice.margin for choice in choices)
-        if self.seen["ties"] == ties and min(margin, np.abs(most - self.method.epsilon).min()) > TIE[0]:
+        if (
+            self.seen["ties"] == ties
+            and min(margin, np.abs(most - self.method.epsilon).min()) > TIE[0]
+        ):
             self.check_counts(found, int((most > self.method.epsilon).sum()), choices)
             self.seen["counted"] += 1
 
@@ -133,3 +139,27 @@ class LFPSPair(Pair):
             for block in range(-(-n // BLOCK)):
                 entries = table[:, BLOCK * block : min(n, BLOCK * (block + 1))]
                 assert (bounds[:, block] >= entries.max(1)).all()
+
+
+N_STEPS = 300
+BASE = {"scored_by": "group", "candidates": 0, "a": 0.2, "horizon": 0}
+
+
+def make_method(budget: int, **options: Any) -> LFPS:
+    return LFPS(budget=Budget(tokens=budget), **(BASE | options))
+
+
+def followed(
+    geometry: Geometry, n_prefill: int, method: LFPS, seed: int = 1, n_steps: int = N_STEPS
+) -> LFPSPair:
+    """A pair behind a prefill and n_steps steps; its tables agree before and after."""
+    pair = LFPSPair(method, geometry, seed)
+    pair.prefill(n_prefill)
+    pair.compare_tables()
+    capacities = pair.cache._tables.ver.shape[1], pair.cache.store.capacity
+    pair.decode(n_steps)
+    pair.compare_tables()
+    if n_steps == N_STEPS:  # both have grown on the way
+        assert pair.cache._tables.ver.shape[1] > capacities[0]
+        assert pair.cache.store.capacity > capacities[1]
+    return pair

@@ -65,9 +65,9 @@ class NaiveFreeKV(Naive):
             if before is not None and method.correct:  # step 7
                 heads = range(g * self.group, (g + 1) * self.group)
                 turned = np.mean([cosine(self.q[h], before[h]) for h in heads])
-                self.corrected[g] = -1 < method.tau and (method.tau > 1 or turned < method.tau)
+                self.corrected[g] = method.tau > -1 and (method.tau > 1 or turned < method.tau)
                 q = self.q if self.corrected[g] else before
-            pages, pooled = self.choose_pages(g, q, window)
+            pages, pooled = self.choose_pages(g, q, window, n)
             scores = np.full(window * p, NEVER)
             scores.reshape(window, p)[pages] = pooled[:, None]
             scores[: self.n_sink * p] = FORCED
@@ -78,12 +78,12 @@ class NaiveFreeKV(Naive):
             choices.append(Choice(np.sort(np.concatenate(rows)), scores))
         return choices
 
-    def choose_pages(self, g: int, q: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
-        """Step 4: the pages of kv head g that are candidates, and their pooled scores."""
+    def choose_pages(self, g: int, q: np.ndarray, window: int, n: int) -> tuple:
+        """Step 4: candidate pages of kv head g in a step of n rows, and their pooled scores."""
         hi, lo = self.summary(g, window)
         pages, n_group, n_visited = np.arange(self.n_sink, window), window // GROUPED, 0
         if self.method.groups:  # step 9
-            n_visited = 2 * self.n_best(self.n)
+            n_visited = 2 * self.n_best(n)
         if n_visited and n_group > 2 * n_visited:
             of_groups = self.pooled(g, q, *self.of_groups(hi, lo, n_group))
             visited = np.argsort(-of_groups, kind="stable")[:n_visited]
