@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from faedkv_layer import EVERY_BIN, calibration, uniform
+from faedkv_layer import EVERY_BIN, uniform
+from layer_calibration import of_frequencies
 from opened import open_sequence
 from tiny_sequences import SHAPE, tokens
 
@@ -120,7 +121,7 @@ def test_every_bin_answers_like_full(sequence):
     """docs/methods.md: r = 1 has a KLD below 1e-5; in f32, since f16 coefficients round."""
     specs = [
         replace(spec, calibration={name: array[spec.layer] for name, array in tensors.items()})
-        for tensors in [calibration(3)]
+        for tensors in [of_frequencies(3)]
         for spec in sequence.model.decoder.layer_specs()
     ]
     ids, following = tokens(400, 3), tokens(80, 4)

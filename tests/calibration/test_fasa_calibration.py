@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fasa_layer import GEOMETRIES, Layer, half, prefill, row_input
+from layer_rows import GEOMETRIES, Geometry, Stream, half
+from layer_stream import decode, make_cache, prefill
 from opened import OpenSequence, generated, open_sequence
 from tiny_sequences import N_HEAD, N_KV, N_LAYER, SHAPE, decoded, greedy, tokens
 
@@ -187,33 +188,31 @@ def test_a_layer_has_the_chunks_that_its_calibration_says():
     """A row of budgets that gives this layer half of the chunks where all have a quarter."""
     budgets = np.ones((len(SHARES), 2), np.float32)
     budgets[:4], budgets[4] = 0.1, (0.2, 0.9)
-    layer = Layer(GEOMETRIES[1], budget=Budget(tokens=40))
-    spec = replace(layer.spec, calibration={**layer.spec.calibration, "tip_budget": budgets})
+    usual = make_cache(FASA(budget=Budget(tokens=40)), GEOMETRIES[1])
+    spec = replace(usual.spec, calibration={**usual.spec.calibration, "tip_budget": budgets})
     assert FASA().dominant_dims(spec)[1] == 32
     assert FASA(allocation="uniform").dominant_dims(spec)[1] == 16
     assert build_method("fasa", {"preset": "paper"}).allocation == "uniform"
     cache = FASA(budget=Budget(tokens=40)).layer(spec)
-    prefill(cache, *layer.rows(90))
-    assert cache.store.split().shape[2] == 32 and layer.cache.store.dims.shape == (3, 64)
+    prefill(cache, Stream(GEOMETRIES[1]).rows(90))
+    assert cache.store.split().shape[2] == 32 and usual.store.dims.shape == (3, 64)
 
 
-@pytest.mark.parametrize("geometry", [GEOMETRIES[1], GEOMETRIES[4]], ids=str)
+@pytest.mark.parametrize("geometry", [GEOMETRIES[1], Geometry(6, 2, 80, n_rot=20)], ids=str)
 def test_rows_of_a_trial_attend_as_a_step_does(geometry, monkeypatch):
     """What a share of the chunks is judged by is the method's own attention."""
     n_chosen = 40
     monkeypatch.setattr(fasa, "N_CHOSEN", n_chosen)
-    layer = Layer(geometry, budget=Budget(tokens=n_chosen), n_tip=4, metric="var")
-    dims, n_dom = layer.method.dominant_dims(layer.spec)
-    _, k, v = layer.prefill(90)
-    new = layer.rows(7)
-    outs = [
-        layer.cache.decode(row_input(*(x[:, i] for x in new), 90 + i))[:, : geometry.d].copy()
-        for i in range(7)
-    ]
-    store = DenseCache(layer.spec).store
-    for rows in ((k, v), new[1:]):
-        store.append(*rows)
-    out = fasa._attend_best(dims[:, :n_dom], 4, 16)(new[0], store, layer.spec)
+    method = FASA(budget=Budget(tokens=n_chosen), n_tip=4, metric="var")
+    cache, stream = make_cache(method, geometry), Stream(geometry)
+    dims, n_dom = method.dominant_dims(cache.spec)
+    prompt, new = stream.rows(90), stream.rows(7)
+    prefill(cache, prompt)
+    outs = [decode(cache, new, i).copy() for i in range(7)]
+    store = DenseCache(cache.spec).store
+    for rows in (prompt, new):
+        store.append(*rows[1:3])
+    out = fasa._attend_best(dims[:, :n_dom], 4, 16)(new[0], store, cache.spec)
     assert out.shape == (geometry.n_head, 7, geometry.d)
     np.testing.assert_allclose(out, np.stack(outs, axis=1), atol=1e-3)
 

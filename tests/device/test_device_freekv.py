@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from layer_stream import Geometry, Stream, attended_rows
+from layer_rows import Geometry, Stream
+from layer_stream import attended_rows
 from layer_stream import decode as decode_on_host
 from layer_stream import make_cache as make_on_host
 from layer_stream import prefill as prefill_on_host

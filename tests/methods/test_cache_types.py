@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from chunks import attend_chunk
-from layer_stream import GEOMETRIES, Stream, decode, make_cache, prefill
+from layer_rows import GEOMETRIES, Stream
+from layer_stream import decode, make_cache, prefill
 from sweeps import sweep
 from tiny_sequences import N_LAYER, decoded, tokens
 

@@ -1,22 +1,16 @@
-"""FAEDKV against its literal twin, its limits, turns, memory, ledger and calibration."""
+"""FAEDKV and its naive form, its limiting cases, shares, memory, ledger and calibration."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 from chunks import attend_chunk
-from faedkv_layer import (
-    EVERY_BIN,
-    GEOMETRIES,
-    N_STEPS,
-    calibration,
-    follow,
-    make_cache,
-    make_twin,
-    spec_of,
-    uniform,
-)
-from layer_stream import Geometry, Stream, decode, prefill
+from faedkv_layer import EVERY_BIN, uniform
+from layer_calibration import of_frequencies
+from layer_rows import GEOMETRIES as COMMON
+from layer_rows import Geometry, Stream
+from layer_stream import decode, make_cache, prefill
+from naive_pair import Pair
 from sweeps import crossed, sweep
 
 from sparsekv_cli.cache.layer import DenseCache
@@ -26,28 +20,49 @@ from sparsekv_cli.cpu.faedkv import frequencies
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.faedkv import FAEDKV
 
-# --- against the twin -----------------------------------------------------------------------------
+GEOMETRIES = [Geometry(4, 4, 64), *COMMON[1:]]
+
+
+class FAEDKVPair(Pair):
+    """Also holds numbers of exact rows against each other. Additive rows are f32.
+
+    exact: the numbers that occurred.
+    """
+
+    def __init__(self, method: FAEDKV, geometry: Geometry) -> None:
+        super().__init__(method, geometry)
+        self.exact: set[int] = set()
+
+    def prefill(self, n: int, chunk: int = 64):
+        # Old tokens come back as f16.
+        self.tolerance = 2e-3 if self.naive.segments else 2e-5
+        rows = super().prefill(n, chunk)
+        self.tolerance = 2e-3 if self.method.update == "block" else 2e-5
+        return rows
+
+    def compare(self, choices) -> None:
+        super().compare(choices)
+        n_exact = self.naive.n - self.naive.first_exact + self.method.sinks
+        assert self.cache.store.n == n_exact
+        self.exact.add(n_exact)
+
+
+# --- against the naive form -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("update", ["block", "additive"])
 @pytest.mark.parametrize(("geometry", "n_prefill"), crossed(GEOMETRIES, [40, 150, 700]), ids=str)
-def test_faedkv_equals_its_twin(geometry, update, n_prefill):
+def test_faedkv_equals_its_naive_form(geometry, update, n_prefill):
     """Past the borders of aging, of blocks, and of an additive basis."""
-    method = uniform(0.25, update, block=48)
-    cache, twin, stream = (
-        make_cache(method, geometry),
-        make_twin(method, geometry),
-        Stream(geometry),
-    )
-    rows = stream.rows(n_prefill)
-    np.testing.assert_allclose(prefill(cache, rows), twin.prefill(*rows), atol=2e-5)
-    seen = follow(cache, twin, stream, N_STEPS)
-    assert cache.spectrum is not None
+    pair = FAEDKVPair(uniform(0.25, update, block=48), geometry)
+    pair.prefill(n_prefill)
+    pair.decode(300)
+    cache, method, segments = pair.cache, pair.method, pair.naive.segments
     first, n_waiting = method.sinks + method.recent, 48 if update == "block" else 8
-    assert set(range(first, first + n_waiting)) <= seen
-    assert max(seen) < first + n_waiting or n_prefill == 40  # it grows up to there first
-    assert cache.spectrum.n_segments == len(twin.segments) >= 5
-    lengths = [segment.length for segment in twin.segments]
+    assert set(range(first, first + n_waiting)) <= pair.exact
+    assert max(pair.exact) < first + n_waiting or n_prefill == 40  # it grows up to there first
+    assert cache.spectrum.n_segments == len(segments) >= 5
+    lengths = [segment.length for segment in segments]
     is_long = n_prefill == 700 and update == "additive"
     assert (max(lengths) > 512) == is_long and lengths.count(48) >= 4
 
@@ -55,33 +70,19 @@ def test_faedkv_equals_its_twin(geometry, update, n_prefill):
 @pytest.mark.parametrize("update", ["block", "additive"])
 @pytest.mark.parametrize("share", [0.001, 0.03, 0.6, 0.99999])
 def test_other_shares(share, update):
-    geometry, method = Geometry(6, 2, 64), uniform(share, update, block=32, sinks=3, recent=20)
-    cache, twin, stream = (
-        make_cache(method, geometry),
-        make_twin(method, geometry),
-        Stream(geometry),
-    )
-    rows = stream.rows(620)
-    prefill(cache, rows)
-    twin.prefill(*rows)
-    follow(cache, twin, stream, 80)
+    pair = FAEDKVPair(uniform(share, update, block=32, sinks=3, recent=20), Geometry(6, 2, 64))
+    pair.prefill(620)
+    pair.decode(80)
 
 
 @pytest.mark.parametrize("update", ["block", "additive"])
 def test_later_turns(update):
     """A turn attends to what is left of the old tokens; its own tokens age from exact rows."""
-    geometry, method = Geometry(6, 2, 64), uniform(0.3, update, block=32)
-    cache, twin, stream = (
-        make_cache(method, geometry),
-        make_twin(method, geometry),
-        Stream(geometry),
-    )
+    pair = FAEDKVPair(uniform(0.3, update, block=32), Geometry(6, 2, 64))
     for n_new in (200, 1, 30, 700, 90):
-        rows = stream.rows(n_new)
-        limit = 2e-3 if twin.segments else 2e-5  # old tokens come back as f16
-        np.testing.assert_allclose(prefill(cache, rows), twin.prefill(*rows), atol=limit)
-        follow(cache, twin, stream, 20)
-    assert any(s.length > 512 for s in twin.segments) == (update == "additive")
+        pair.prefill(n_new)
+        pair.decode(20)
+    assert any(s.length > 512 for s in pair.naive.segments) == (update == "additive")
 
 
 def test_a_turn_does_not_transform_old_tokens_again():
@@ -101,7 +102,7 @@ def test_threads_change_nothing_but_rounding():
     geometry = Geometry(9, 3, 64)
     outs = []
     for n_threads in (1, 2):
-        stream, cache = Stream(geometry), make_cache(uniform(0.25), geometry, n_threads=n_threads)
+        stream, cache = Stream(geometry), make_cache(uniform(0.25), geometry, n_threads)
         prefill(cache, stream.rows(1900))
         outs.append(np.stack([decode(cache, stream.rows(1)).copy() for _ in range(10)]))
     np.testing.assert_allclose(*outs, atol=1e-5)
@@ -113,7 +114,7 @@ def test_threads_change_nothing_but_rounding():
 def both(method: FAEDKV, geometry: Geometry, n_prefill: int, n_steps: int):
     """Outputs of the method and of dense attention, and the method's cache."""
     stream, cache = Stream(geometry, 5), make_cache(method, geometry)
-    dense = DenseCache(spec_of(geometry))
+    dense = DenseCache(cache.spec)
     rows = stream.rows(n_prefill)
     outs = [prefill(cache, rows)], [prefill(dense, rows)]
     for _ in range(n_steps):
@@ -335,7 +336,7 @@ def test_importance_chooses_the_ranking():
         cache = make_cache(uniform(0.25, importance=name), geometry)
         prefill(cache, rows)
         kept.append(cache.spectrum.basis.bins)
-        expected = frequencies.kept_bins(128, 0.25, calibration()[f"imp_{name}"][2])
+        expected = frequencies.kept_bins(128, 0.25, of_frequencies()[f"imp_{name}"][2])
         np.testing.assert_array_equal(kept[-1], expected)
     assert kept[0].tolist() != kept[1].tolist()
 

@@ -9,19 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from freekv_follow import (
-    GEOMETRIES,
-    PLAIN,
-    SMALL,
-    Geometry,
-    Stream,
-    follow,
-    make_cache,
-    reconcile,
-    run_both,
-)
-from freekv_twin import FreeKVTwin, TwinOptions
+from freekv_pair import GEOMETRIES, PLAIN, SMALL, FreeKVPair, followed
+from layer_rows import Geometry, TurningStream
 from layer_stream import decode as decode_row
+from layer_stream import make_cache as make_layer
 from layer_stream import prefill
 from opened import generated
 from sweeps import sweep
@@ -35,6 +26,15 @@ from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.freekv import FreeKV
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def make_cache(case, **options):
+    """A cache of FreeKV for a (geometry, length of its prompt)."""
+    return make_layer(FreeKV(**options), case[0])
+
+
+def stream_of(case, seed):
+    return TurningStream(case[0], seed)
 
 
 # --- the plan of a step ---------------------------------------------------------------------------
@@ -77,8 +77,8 @@ def test_the_window_never_moves_back():
 
 
 def test_memory_is_as_the_formula_says():
-    geometry, p, n_ring, k = Geometry(8, 2, 80, 600, 48), 16, 3, (144 - 16 - 32) // 16
-    cache, stream = make_cache(geometry, **SMALL), Stream(geometry, 1)
+    case, p, n_ring, k = (Geometry(8, 2, 80, 48), 600), 16, 3, (144 - 16 - 32) // 16
+    cache, stream = make_cache(case, **SMALL), stream_of(case, 1)
     cache.reserve(640)
     prefill(cache, stream.rows(600))
     memory, unit = cache.memory(), p * 2 * (80 + 48)
@@ -97,11 +97,11 @@ def test_memory_is_as_the_formula_says():
 
 
 def test_counters_of_a_run():
-    cache, twin, seen = run_both(PLAIN, n_steps=100, overlap="true")
-    counts, n_best = cache.counters(), twin.n_best(0)
+    pair = followed(*PLAIN, n_steps=100, overlap="true")
+    counts, n_best, seen = pair.cache.counters(), pair.naive.n_best(301), pair.seen
     chosen = counts["pages_hit"] + counts["pages_recalled"]
     n_choices = chosen / n_best
-    assert chosen % n_best == 0 and seen["steps"] < n_choices <= seen["steps"] + 3 + (
+    assert chosen % n_best == 0 and seen["lists"] < n_choices <= seen["lists"] + 3 + (
         seen["corrected"] + 3 * seen["borders"]
     )
     assert counts["pages_recalled"] < 0.5 * chosen
@@ -121,23 +121,23 @@ def test_counters_of_a_run():
 def test_a_larger_cache_saves_recalls(overlap):
     recalled = []
     for cache_pages in (1.0, 1.5, 2.0, 4.0):
-        cache, _, _ = run_both(PLAIN, n_steps=100, cache_pages=cache_pages, overlap=overlap)
-        recalled.append(cache.counters()["pages_recalled"])
+        pair = followed(*PLAIN, n_steps=100, cache_pages=cache_pages, overlap=overlap)
+        recalled.append(pair.cache.counters()["pages_recalled"])
     assert recalled == sorted(recalled, reverse=True) and recalled[-1] < 0.7 * recalled[0]
 
 
-@pytest.mark.parametrize("geometry", sweep(GEOMETRIES, fast=1), ids=str)
-def test_rows_come_back_bit_for_bit(geometry):
+@pytest.mark.parametrize("case", sweep(GEOMETRIES, fast=1), ids=str)
+def test_rows_come_back_bit_for_bit(case):
     """Decode, then a second turn: its prefill sees every row as a KVStore would have it."""
-    cache = make_cache(geometry, **(SMALL | {"budget": Budget(tokens=100), "overlap": "true"}))
-    plain, stream = KVStore(cache.spec), Stream(geometry, 5)
+    cache = make_cache(case, **(SMALL | {"budget": Budget(tokens=100), "overlap": "true"}))
+    plain, stream = KVStore(cache.spec), stream_of(case, 5)
 
     def keep(rows) -> list[np.ndarray]:
         q, k, v = rows
         plain.append(k, v)
         return q
 
-    rows = stream.rows(geometry.n_prefill)
+    rows = stream.rows(case[1])
     prefill(cache, rows)
     keep(rows)
     for n_new in (90, 3, 33):
@@ -162,7 +162,11 @@ def joined(rows, more):
 
 def test_a_later_turn_starts_again():
     """After a second prefill the cache equals one that was prefilled with everything."""
-    stream, used, fresh = Stream(PLAIN, 4), make_cache(PLAIN, **SMALL), make_cache(PLAIN, **SMALL)
+    stream, used, fresh = (
+        stream_of(PLAIN, 4),
+        make_cache(PLAIN, **SMALL),
+        make_cache(PLAIN, **SMALL),
+    )
     rows = stream.rows(300)
     prefill(used, rows)
     for _ in range(40):
@@ -180,29 +184,14 @@ def test_a_later_turn_starts_again():
 @pytest.mark.parametrize("kept", [339, 320, 301, 250, 120, 40, 1])
 def test_decode_after_truncate(kept):
     """The rows stay; the first query chooses for itself, and then all is as ever."""
-    stream, cache = Stream(PLAIN, 6), make_cache(PLAIN, overlap="true", **SMALL)
-    rows = stream.rows(300)
-    prefill(cache, rows)
-    for _ in range(40):
-        row = stream.rows(1)
-        decode_row(cache, row)
-        rows = joined(rows, row)
-    assert cache.truncate(400) == 340 and cache._cache is not None, "nothing to forget"
-    assert cache.truncate(kept) == kept == cache.n
-    if kept < 144:
-        for _ in range(60):
-            assert np.isfinite(decode_row(cache, stream.rows(1))).all()
-        return
-    twin = FreeKVTwin(TwinOptions(lambda n: 144, sinks=16, window=32, page=16, tau=0.8), 9, 3)
-    row = stream.rows(1)
-    twin.start(row[0][:, 0], *(x[:, :kept] for x in rows[1:]))  # as if the query had not turned
-    choices = twin.choose(*(x[:, 0] for x in row))
-    out = decode_row(cache, row)
-    assert cache.attended is not None
-    for g, choice in enumerate(choices):
-        reconcile(twin, choice, cache.attended[0][g, : cache.attended[1][g]])
-    np.testing.assert_allclose(out, twin.finish(choices), atol=2e-4)
-    assert follow(cache, twin, stream, 60)["left out"] == 180
+    pair = FreeKVPair(FreeKV(**(SMALL | {"overlap": "true"})), PLAIN[0], 6)
+    pair.prefill(300)
+    pair.decode(40)
+    assert pair.cache.truncate(400) == 340 and pair.cache._cache is not None, "nothing to forget"
+    pair.truncate(kept)
+    before = pair.seen["left out"]
+    pair.decode(61)
+    assert pair.seen["left out"] - before == 3 * {120: 22, 40: 0, 1: 0}.get(kept, 61)
 
 
 # --- the thread that works ahead ------------------------------------------------------------------
@@ -216,7 +205,7 @@ def test_the_thread_ends_with_its_method():
     gc.collect()
     before = set(threads_ahead())
     method = FreeKV(overlap="true", **SMALL)
-    stream = Stream(PLAIN, 0)
+    stream = stream_of(PLAIN, 0)
     prompt = stream.rows(300)
     for _ in range(3):  # three sequences, as after sequence.reset()
         caches = [method.layer(replace(make_cache(PLAIN).spec, layer=i)) for i in (1, 2, 3)]
@@ -246,7 +235,7 @@ def test_overlap_auto_wants_a_core_for_itself(monkeypatch):
 def test_a_failure_ahead_is_raised_and_loses_nothing(monkeypatch):
     """The step that finds it can be taken again; a page that was leaving the window then leaves."""
     cache, other = make_cache(PLAIN, overlap="true", **SMALL), make_cache(PLAIN, **SMALL)
-    stream = Stream(PLAIN, 0)
+    stream = stream_of(PLAIN, 0)
     prompt = stream.rows(300)
     for each in (cache, other):
         prefill(each, prompt)

@@ -1,165 +1,83 @@
-"""H2O against a literal twin: sums, what is dropped, decode, further turns; memory, the ledger."""
+"""H2O and its naive form: sums, what is dropped, decode, further turns; memory, the ledger."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from layer_stream import (
-    GEOMETRIES,
-    Geometry,
-    Stream,
-    attended_rows,
-    decode,
-    make_cache,
-    prefill,
-    softmax,
-)
+from layer_rows import GEOMETRIES, Geometry, Rows
+from layer_stream import attended_rows, decode, prefill
+from naive_pair import Pair
 from sweeps import sweep
 
 from sparsekv_cli.cache.spec import N_SINKS, Budget
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.h2o import H2O
 
-TIE = 1e-5  # sums in f32 against f64, relative
+PLAIN = Geometry(6, 2, 64)
 
 
-class H2OTwin:
-    """A dict from position to [key, value, attention received] a kv head."""
+class H2OPair(Pair):
+    """Also holds against each other what rows are left, and the attention that they received."""
 
-    def __init__(self, method: H2O, geometry: Geometry) -> None:
-        self.method, self.geometry, self.n = method, geometry, 0
-        self.group = geometry.n_head // geometry.n_head_kv
-        self.held: list[dict] = [{} for _ in range(geometry.n_head_kv)]
+    def prefill(self, n: int, chunk: int = 64) -> Rows:
+        rows = super().prefill(n, chunk)
+        self.compare_sums()
+        return rows
 
-    def add(self, rows, i: int) -> None:
-        for kv, held in enumerate(self.held):
-            held[self.n] = [*(x[kv, i].astype(float) for x in rows[1:]), 0.0]
-        self.n += 1
-
-    def step(self, q: np.ndarray, counts: bool) -> np.ndarray:
-        """Attention of q (H, d) over all held rows; they collect it if it counts."""
-        out = []
-        for h, query in enumerate(q):
-            rows = list(self.held[h // self.group].values())
-            keys, values = (np.stack([row[i] for row in rows]) for i in (0, 1))
-            weights = softmax(keys @ query.astype(float) / np.sqrt(len(query)))
-            out.append(weights @ values)
-            for row, weight in zip(rows, weights, strict=True):
-                row[2] += weight * counts
-        return np.stack(out)
-
-    def prefill(self, rows) -> np.ndarray:
-        n_row, window = rows[0].shape[1], self.method.window
-        outs = []
-        for i in range(n_row):
-            self.add(rows, i)
-            outs.append(self.step(rows[0][:, i], not window or i >= n_row - window))
-        return np.stack(outs, axis=1)
-
-    def drop(self, actual: list[list[int]]) -> tuple[int, int]:
-        """Drops rows until the limit is met; the cache's choice decides a tie. (dropped, ties)"""
-        budget = self.method.budget.rows(self.n + 1)
-        n_recent = max(1, budget // 2)
-        dropped, ties = 0, 0
-        for held, got in zip(self.held, actual, strict=True):
-            assert len(got) == len(set(got))
-            while len(held) > N_SINKS + budget - 1:
-                free = [p for p in held if N_SINKS <= p < self.n + 1 - n_recent]
-                least = min(free, key=lambda p, held=held: (held[p][2], p))
-                if least in got:
-                    limit = held[least][2] * (1 + TIE)
-                    least = next(p for p in free if p not in got and held[p][2] <= limit)
-                    ties += 1
-                del held[least]
-                dropped += 1
-            assert set(got) == set(held)
-        return dropped, ties
+    def compare_sums(self) -> None:
+        cache, naive, n, d = self.cache, self.naive, self.cache.store.n, self.geometry.d
+        for g, positions in enumerate(cache.positions()):
+            assert set(positions.tolist()) == set(naive.held[g].tolist())
+            expected = naive.f[g, positions]
+            np.testing.assert_allclose(cache._mass[g, :n], expected, rtol=2e-5, atol=1e-6)
+            np.testing.assert_array_equal(cache.store.k[g, :n, :d], naive.k[g, positions])
+            np.testing.assert_array_equal(cache.store.v[g, :n, :d], naive.v[g, positions])
 
 
-def compare_sums(cache, twin: H2OTwin) -> None:
-    n = cache.store.n
-    for kv, held in enumerate(twin.held):
-        expected = [held[p][2] for p in cache.positions()[kv].tolist()]
-        np.testing.assert_allclose(cache._mass[kv, :n], expected, rtol=2e-5, atol=1e-6)
-        for i, rows in enumerate((cache.store.k, cache.store.v)):
-            stored = [held[p][i] for p in cache.positions()[kv].tolist()]
-            np.testing.assert_array_equal(rows[kv, :n, : twin.geometry.d], stored)
-
-
-def prefill_both(cache, twin: H2OTwin, rows) -> tuple[int, int]:
-    out = prefill(cache, rows)
-    np.testing.assert_allclose(out, twin.prefill(rows), atol=1e-4)
-    result = twin.drop(cache.positions().tolist())
-    compare_sums(cache, twin)
-    assert cache.n == twin.n
-    return result
-
-
-def follow(cache, twin: H2OTwin, stream: Stream, n_steps: int) -> tuple[int, int]:
-    dropped, ties = 0, 0
-    for _ in range(n_steps):
-        row = stream.rows(1)
-        out = decode(cache, row)
-        twin.add(row, 0)
-        if twin.n > len(twin.held[0]):
-            assert [sorted(rows) for rows in attended_rows(cache)] == [
-                sorted(held) for held in twin.held
-            ]
-        np.testing.assert_allclose(out, twin.step(row[0][:, 0], True), atol=1e-4)
-        now = twin.drop(cache.positions().tolist())
-        dropped, ties = dropped + now[0], ties + now[1]
-    compare_sums(cache, twin)
-    return dropped, ties
-
-
-def start(geometry: Geometry, n_threads: int = 1, **options):
-    method = H2O(**({"budget": Budget(tokens=40)} | options))
-    cache = make_cache(method, geometry, n_threads)
-    return cache, H2OTwin(method, geometry), Stream(geometry)
+def start(geometry: Geometry = PLAIN, n_threads: int = 1, **options) -> H2OPair:
+    return H2OPair(H2O(**({"budget": Budget(tokens=40)} | options)), geometry, 0, n_threads)
 
 
 @pytest.mark.parametrize("geometry", sweep(GEOMETRIES, fast=1), ids=str)
 @pytest.mark.parametrize("options", [{}, {"window": 16}], ids=str)
-def test_h2o_equals_its_twin(geometry, options):
+def test_sums_and_rows_over_three_turns(geometry, options):
     """A prompt, a generation longer than it, and two more turns."""
-    cache, twin, stream = start(geometry, **options)
-    n_kv = geometry.n_head_kv
-    assert prefill_both(cache, twin, stream.rows(250))[0] == n_kv * (250 - 43)
-    dropped, ties = follow(cache, twin, stream, 300)
-    assert dropped == n_kv * 300 and ties <= 3
-    for n_new in (1, 90):
-        prefill_both(cache, twin, stream.rows(n_new))
-        assert follow(cache, twin, stream, 30)[0] == n_kv * 30
-    assert cache.store.n == 43
+    pair = start(geometry, **options)
+    for n_new, n_steps in ((250, 300), (1, 30), (90, 30)):
+        pair.prefill(n_new)
+        assert pair.decode(n_steps)["ties"] <= 3
+        pair.compare_sums()
+        assert pair.cache.store.n == 43
 
 
 @pytest.mark.parametrize("n_prompt", [1, 5, 42, 43, 44, 45])
 @pytest.mark.parametrize("n_threads", [1, 2])
 def test_around_the_first_row_that_is_too_many(n_prompt, n_threads):
-    cache, twin, stream = start(Geometry(6, 2, 64), n_threads)
-    prefill_both(cache, twin, stream.rows(n_prompt))
-    follow(cache, twin, stream, 60)
-    assert cache.store.n == 43 and cache.n == n_prompt + 60
+    pair = start(n_threads=n_threads)
+    pair.prefill(n_prompt)
+    pair.decode(60)
+    assert pair.cache.store.n == 43 and pair.cache.n == n_prompt + 60
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3])
 def test_tiny_budgets(budget):
-    cache, twin, stream = start(Geometry(6, 2, 64), budget=Budget(tokens=budget))
-    prefill_both(cache, twin, stream.rows(9))
-    follow(cache, twin, stream, 20)
-    assert all(len(rows) == budget + N_SINKS for rows in attended_rows(cache))
+    pair = start(budget=Budget(tokens=budget))
+    pair.prefill(9)
+    pair.decode(20)
+    assert all(len(rows) == budget + N_SINKS for rows in attended_rows(pair.cache))
 
 
 def test_a_share_grows_with_the_sequence():
-    cache, twin, stream = start(Geometry(6, 2, 64), budget=Budget(share=0.2))
-    prefill_both(cache, twin, stream.rows(100))
-    assert cache.store.n == 20 + N_SINKS - 1
-    follow(cache, twin, stream, 100)
-    assert cache.store.n == 40 + N_SINKS - 1
+    pair = start(budget=Budget(share=0.2))
+    pair.prefill(100)
+    assert pair.cache.store.n == 20 + N_SINKS - 1
+    pair.decode(100)
+    assert pair.cache.store.n == 40 + N_SINKS - 1
 
 
 def test_memory_is_that_of_the_budget():
-    cache, _, stream = start(Geometry(6, 2, 64))
+    pair = start()
+    cache, stream = pair.cache, pair.stream
     cache.reserve(3000)
     prefill(cache, stream.rows(2000))
     row_bytes = 2 * 2 * 64 * 2
@@ -177,15 +95,16 @@ def test_memory_is_that_of_the_budget():
 
 
 def test_only_a_prefill_that_is_not_finished_can_be_cut():
-    cache, twin, stream = start(Geometry(6, 2, 64))
-    prefill_both(cache, twin, stream.rows(150))
-    follow(cache, twin, stream, 20)
+    pair = start()
+    cache = pair.cache
+    pair.prefill(150)
+    pair.decode(20)
     finish, cache.finish_prefill = cache.finish_prefill, lambda: None
-    prefill(cache, stream.rows(100))
+    prefill(cache, pair.stream.rows(100))
     assert cache.n == 270 and cache.truncate(170) == 170 == cache.n
     cache.finish_prefill = finish
-    follow(cache, twin, stream, 20)
-    prefill_both(cache, twin, stream.rows(30))
+    pair.decode(20)
+    pair.prefill(30)
     assert cache.truncate(219) == 0 and cache.truncate(220) == 220
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from layer_stream import GEOMETRIES, Geometry, Rows, Stream, attended_rows, decode, prefill
+from layer_rows import GEOMETRIES, Geometry, Rows, Stream
+from layer_stream import attended_rows, decode, prefill
 from sweeps import sweep
 
 from sparsekv_cli.cache.layer import DenseCache, LayerCache
@@ -187,7 +188,7 @@ def test_leaving_out_nobodys_row_equals_dense(case, geometry):
 @pytest.mark.parametrize("geometry", sweep(GEOMETRIES, fast=1), ids=str)
 @pytest.mark.parametrize("options", [{}, {"summary": "meanstd"}, {"page": 7}], ids=str)
 def test_every_page_of_quest_equals_dense(options, geometry, monkeypatch):
-    """Its pages in their order, gathered; freekv's are in test_freekv_twin.py."""
+    """Its pages in their order, gathered; freekv's are in test_freekv_steps.py."""
     method = Quest(budget=AllBut(floor=0), **options)
     cache, rows = cache_of(method, geometry), rows_of(geometry, NOBODYS_ROW)
     monkeypatch.setattr(type(cache), "selects_all", lambda self, n: False)
@@ -201,7 +202,7 @@ def test_every_method_is_here():
     elsewhere = {
         "full": "is dense attention",
         "quest": "by pages, above",
-        "freekv": "test_freekv_twin.py",
+        "freekv": "test_freekv_steps.py",
         "lfps": "tests/cpu/lfps/test_history.py",
         "faedkv": "test_faedkv.py, every bin",
     }

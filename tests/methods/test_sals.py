@@ -1,86 +1,70 @@
-"""SALS against its literal twin, its limiting cases, its memory, turns and rewinds."""
+"""SALS and its naive form, its limiting cases, its memory, turns and rewinds."""
 
 from __future__ import annotations
 
 import tracemalloc
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from chunks import attend_chunk
-from sals_layer import (
-    N_STEPS,
-    TOLERANCE,
-    Layer,
-    Stream,
-    decode,
-    follow,
-    follow_latents,
-    make_cache,
-    make_spec,
-    make_twin,
-    prefill,
-    stored,
-)
-from sals_twin import SALSTwin, attention, softmax
+from layer_rows import Geometry, LowRankStream
+from layer_stream import chunk_input, decode, prefill
+from layer_stream import make_cache as make_layer
+from naive_pair import TOLERANCE
+from sals_pair import SALSPair, stored
 from sweeps import sweep
 
-from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.cache.spec import AttnInput, Budget
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.sals.values import head_bytes
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
-from sparsekv_cli.methods.sals import SALS, UNDO, SALSCache
+from sparsekv_cli.methods.naive.base import rotate, softmax
+from sparsekv_cli.methods.naive.sals import NaiveSALS
+from sparsekv_cli.methods.sals import SALS, UNDO
 
-
-@dataclass(frozen=True)
-class Case:
-    layer: Layer
-    n_prefill: int
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        given = "-".join(f"{k}={v}" for k, v in self.options.items())
-        return f"{self.layer}-n{self.n_prefill}-{given}"
-
-
+Case = tuple[Geometry, int, dict[str, Any]]  # a layer, rows of its prompt, options
 PAPER = {"basis": "pca", "score": "paper", "exact_sinks": False}
-CASES = [
-    Case(Layer(), 60),  # nothing is compressed at first
-    Case(Layer(8, 2, 80, 80), 520, {"budget": Budget(tokens=30)}),  # beyond a chunk of scores
-    Case(Layer(8, 1, 128, 128), 130, {"bits": 2, "rank": 24}),
-    Case(Layer(4, 4, 64, 48, 1.25), 90, {"rank": 50, "score_rank": 17}),
-    Case(Layer(), 200, PAPER),
-    Case(Layer(6, 2), 100, {"exact_sinks": False, "sinks": 5, "window": 20, "bits": 16}),
-    Case(Layer(3, 3), 30, {"sinks": 0, "window": 1, "budget": Budget(tokens=1)}),
-]
+PLAIN = Geometry(9, 3, 64, n_rot=64)
+CASES: list[Case] = [
+    (PLAIN, 60, {}),  # nothing is compressed at first
+    (Geometry(8, 2, 80, n_rot=80), 520, {"budget": Budget(tokens=30)}),  # beyond a chunk of scores
+    (Geometry(8, 1, 128, n_rot=128), 130, {"bits": 2, "rank": 24}),
+    (Geometry(4, 4, 64, n_rot=48, rope_scale=1.25), 90, {"rank": 50, "score_rank": 17}),
+    (PLAIN, 200, PAPER),
+    (Geometry(6, 2, 64, n_rot=64), 100,
+     {"exact_sinks": False, "sinks": 5, "window": 20, "bits": 16}),
+    (Geometry(3, 3, 64, n_rot=64), 30, {"sinks": 0, "window": 1, "budget": Budget(tokens=1)}),
+]  # fmt: skip
+N_STEPS = 150  # of each turn
 
 
-@pytest.mark.parametrize("case", sweep(CASES, fast=1), ids=str)
-def test_fast_equals_twin(case):
+def make_method(**options: Any) -> SALS:
+    return SALS(**({"budget": Budget(tokens=40)} | options))
+
+
+def make_cache(geometry: Geometry = PLAIN, n_threads: int = 1, **options: Any) -> Any:
+    return make_layer(make_method(**options), geometry, n_threads)
+
+
+@pytest.mark.parametrize("case", sweep([[each] for each in CASES], fast=1), ids=str)
+def test_sals_equals_its_naive_form(case):
     """Through the first compression, tiles of 16, chunks of 512, a second turn."""
-    cache = make_cache(case.layer, **case.options)
-    twin = make_twin(cache, case.layer, cache.method)
-    stream = Stream(case.layer)
-    rows = stream.rows(case.n_prefill)
-    out = prefill(cache, rows)
-    np.testing.assert_allclose(out, twin.prefill(*rows[:3]), atol=TOLERANCE)
-    follow_latents(cache, twin)
-    seen = follow(cache, twin, stream, N_STEPS // 2)
-
-    rows = stream.rows(37)
-    out = prefill(cache, rows, cache.n, chunk=20)
-    np.testing.assert_allclose(out, twin.prefill(*rows[:3]), atol=TOLERANCE)
-    n_new = follow_latents(cache, twin)
-    assert n_new == 37 or seen["sparse"] == 0
-    more = follow(cache, twin, stream, N_STEPS - N_STEPS // 2)
-
-    assert cache.n == case.n_prefill + 37 + N_STEPS
-    assert more["dense"] == 0 and more["encoded"] == more["left_out"] == N_STEPS - N_STEPS // 2
-    if case is CASES[0]:
-        assert seen["dense"] > 0 and seen["sparse"] > 0, "no step around the first compression"
+    geometry, n_prefill, options = case[0]
+    pair = SALSPair(make_method(**options), geometry)
+    pair.prefill(n_prefill)
+    is_sparse = pair.decode(N_STEPS)["sparse"]
+    n_encoded = pair.seen["encoded"]
+    pair.prefill(37)
+    assert pair.seen["encoded"] == n_encoded + 37 or not is_sparse
+    seen, n_encoded = pair.decode(N_STEPS), pair.seen["encoded"]
+    assert pair.cache.n == n_prefill + 37 + 2 * N_STEPS
+    assert seen["sparse"] == is_sparse + N_STEPS and seen["left out"] >= N_STEPS
+    assert n_encoded == pair.cache.n - pair.method.window - pair.naive.first
+    if n_prefill == 60:
+        assert 0 < is_sparse < N_STEPS, "no step around the first compression"
 
 
 @pytest.mark.parametrize("preset", ["tuned", "paper"])
@@ -88,80 +72,73 @@ def test_threads_change_no_bit(preset):
     outs = []
     for n_threads in (1, 2):
         options = PAPER if preset == "paper" else {}
-        cache, stream = make_cache(Layer(), n_threads, **options), Stream(Layer())
+        cache, stream = make_cache(PLAIN, n_threads, **options), LowRankStream(PLAIN)
         prefill(cache, stream.rows(700))
-        outs.append(np.stack([decode(cache, stream.next()) for _ in range(30)]))
+        outs.append(np.stack([decode(cache, stream.rows(1)).copy() for _ in range(30)]))
     np.testing.assert_array_equal(*outs)
 
 
 # --- limiting cases -------------------------------------------------------------------------------
 
 
-def dense_cache(layer: Layer) -> DenseCache:
-    return DenseCache(make_spec(layer))
-
-
-WHOLE_LAYERS = [Layer(), Layer(8, 1, 80, 80), Layer(4, 4, 64, 48, 1.25)]
+WHOLE_LAYERS = [
+    PLAIN,
+    Geometry(8, 1, 80, n_rot=80),
+    Geometry(4, 4, 64, n_rot=48, rope_scale=1.25),
+]
 HALF_STEP = 2.0**-11 / np.sqrt(3)  # of f16: the largest standard deviation of relative rounding
 
 
-def rounding(twin: SALSTwin, q: np.ndarray, full: np.ndarray) -> np.ndarray:
+def rounding(naive: NaiveSALS, full: np.ndarray) -> np.ndarray:
     """Standard deviation (H, d_v) of what latents of 16 bits and f16 keys do to ``full``.
 
     To first order: each column of a latent errs by itself, relative to the largest one, and each
     dim of a key, relative to its size; the errors shift scores, and shifted scores exchange weight
     between values.
     """
-    keys, values = np.stack(twin.k, 1), np.stack(twin.v, 1)  # (G, n, d)
+    keys, values, q, spec = naive.k, naive.v, naive.q, naive.spec
     n_head, d = q.shape
-    shift = np.zeros((n_head, twin.n))  # of scores, standard deviation
-    for i, latent in enumerate(twin.latents):
-        p = twin.first + i
-        turned = twin.rotate(q, -p, twin.rope_scale)
+    shift = np.zeros((n_head, naive.n))  # of scores, standard deviation
+    for i, latent in enumerate(naive.latents):
+        p = naive.first + i
+        turned = rotate(q[:, None], np.array([-p]), spec.theta, spec.rope_scale)[:, 0]
         for h in range(n_head):
-            g = h * twin.n_kv // n_head
-            by_column = twin.decoder[g * d : (g + 1) * d].T @ turned[h]
+            g = h // naive.group
+            by_column = naive.d[g * d : (g + 1) * d].T @ turned[h]
             by_column *= np.abs(latent).max() / (127 * 256) / np.sqrt(12)
             by_dim = HALF_STEP * q[h] * keys[g, p]
             shift[h, p] = np.sqrt((by_column**2).sum() + (by_dim**2).sum())
     out = np.empty_like(full)
     for h in range(n_head):
-        g = h * twin.n_kv // n_head
-        weights = softmax(keys[g] @ q[h] / np.sqrt(d)) * shift[h] / np.sqrt(d)
+        g = h // naive.group
+        weights = softmax(naive.scores(h, q, keys)) * shift[h] / np.sqrt(d)
         out[h] = np.sqrt((weights**2) @ (values[g] - full[h]) ** 2)
     return out
 
 
-def errors_of_everything(layer: Layer, rank: int, basis: str) -> tuple[np.ndarray, np.ndarray]:
+def errors_of_everything(layer: Geometry, rank: int, basis: str) -> tuple[np.ndarray, np.ndarray]:
     """40 steps with all rows attended and values in f16: (steps, H, d_v) each.
 
-    What the step differs by from the twin, which has the same latents; and what it differs by from
-    attention over the keys that the latents were made of, in standard deviations of rounding.
+    What the step differs by from the naive form, which has the same latents; and what it differs by
+    from attention over the keys that the latents were made of, in standard deviations of rounding.
     """
     options = {"rank": rank, "score_rank": rank, "bits": 16, "budget": Budget(tokens=10**6)}
-    cache = make_cache(layer, basis=basis, **options)
-    twin = make_twin(cache, layer, cache.method)
-    stream = Stream(layer)
-    rows = stream.rows(150)
-    prefill(cache, rows)
-    for t in range(150):
-        twin.add(rows[1][:, t], rows[2][:, t])
-    twin.compressed = True
-    follow_latents(cache, twin)
-    to_twin, to_full = [], []
+    pair = SALSPair(make_method(basis=basis, **options), layer)
+    naive, to_naive, to_full = pair.naive, [], []
+    pair.prefill(150)
     for _ in range(40):
-        token = stream.next()
-        q, k, v, _, _ = token
-        out = decode(cache, token)
-        twin.add(k, v)
-        follow_latents(cache, twin)
-        chosen = twin.first + np.arange(len(twin.latents))
-        to_twin.append(out - twin.attend(q, chosen))
-        full = attention(q, np.stack(twin.k, 1), np.stack(twin.v, 1))
-        to_full.append((out - full) / (rounding(twin, q, full) + 1e-6))
-    assert cache.attended is not None and cache.attended[0].shape[1] == 190
-    assert len(twin.latents) == 190 - 16 - 64
-    return np.array(to_twin), np.array(to_full)
+        rows = pair.stream.rows(1)
+        out = decode(pair.cache, rows)
+        choices = naive.choose(chunk_input(rows, naive.n))
+        pair.settle()
+        to_naive.append(out - naive.attend(choices))
+        full = np.stack([
+            softmax(naive.scores(h, naive.q, naive.k)) @ naive.v[h // naive.group]
+            for h in range(naive.n_head)
+        ])  # fmt: skip
+        to_full.append((out - full) / (rounding(naive, full) + 1e-6))
+    assert pair.cache.attended[0].shape[1] == 190 and len(naive.latents) == 190 - 16 - 64
+    return np.array(to_naive), np.array(to_full)
 
 
 @pytest.mark.parametrize("layer", sweep(WHOLE_LAYERS), ids=str)
@@ -172,9 +149,10 @@ def test_everything_kept_and_attended_equals_full(layer, basis, monkeypatch):
     How much that is depends on the eigenvectors, of which LAPACK has other ones on another machine;
     so it is held against what rounding does to these, not against a number.
     """
-    monkeypatch.setattr(SALS, "covers", lambda self, n: False)
-    to_twin, to_full = errors_of_everything(layer, layer.n_kv * layer.d, basis)
-    assert np.abs(to_twin).max() < TOLERANCE
+    for form in (SALS, NaiveSALS):
+        monkeypatch.setattr(form, "covers", lambda self, n: False)
+    to_naive, to_full = errors_of_everything(layer, layer.n_head_kv * layer.d, basis)
+    assert np.abs(to_naive).max() < TOLERANCE["sals"]
     assert np.sqrt(np.mean(to_full**2)) < 1 and np.abs(to_full).max() < 6
 
 
@@ -182,9 +160,10 @@ def test_everything_kept_and_attended_equals_full(layer, basis, monkeypatch):
 @pytest.mark.parametrize("basis", ["diag", "pca"])
 def test_a_missing_column_is_more_than_rounding(layer, basis, monkeypatch):
     """The smallest of all columns left out: the bound of the test above notices."""
-    monkeypatch.setattr(SALS, "covers", lambda self, n: False)
-    to_twin, to_full = errors_of_everything(layer, layer.n_kv * layer.d - 1, basis)
-    assert np.abs(to_twin).max() < TOLERANCE
+    for form in (SALS, NaiveSALS):
+        monkeypatch.setattr(form, "covers", lambda self, n: False)
+    to_naive, to_full = errors_of_everything(layer, layer.n_head_kv * layer.d - 1, basis)
+    assert np.abs(to_naive).max() < TOLERANCE["sals"]
     assert np.sqrt(np.mean(to_full**2)) > 2 and np.abs(to_full).max() > 12
 
 
@@ -197,15 +176,14 @@ def test_resident_bytes(bits, rank, row_bytes):
 
     Of the exact ones there is a copy, so that the sequence can go back to the end of the prompt.
     """
-    layer, n = Layer(), 8192
+    n = 8192
     rng = np.random.default_rng(0)
-    calibrated = make_spec(layer)
-
+    calibrated = make_cache().spec
     x = rng.standard_normal((3, 1024, 64)).astype(np.float32)
     method = SALS(bits=bits, rank=rank)
-    stream = Stream(layer)
+    stream = LowRankStream(PLAIN)
     stream.position = n
-    token = stream.next()
+    token = stream.rows(1)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     cache = method.layer(calibrated)
@@ -231,12 +209,11 @@ def test_resident_bytes(bits, rank, row_bytes):
 
 
 def test_memory_grows_by_the_row():
-    layer = Layer()
-    cache, stream = make_cache(layer), Stream(layer)
+    cache, stream = make_cache(), LowRankStream(PLAIN)
     prefill(cache, stream.rows(200))
     sizes = []
     for _ in range(1200):
-        decode(cache, stream.next())
+        decode(cache, stream.rows(1))
         sizes.append(cache.memory().host)
     assert len(set(sizes)) < 8, "grows in steps"
     capacity = 17 / 16 * (cache.n - 80) + 280
@@ -246,19 +223,14 @@ def test_memory_grows_by_the_row():
 # --- turns and rewinds ----------------------------------------------------------------------------
 
 
-def snapshot(cache: SALSCache) -> tuple[np.ndarray, np.ndarray]:
-    return stored(cache)
-
-
 def test_a_later_prefill_keeps_the_latents():
     """A short one, a long one, and one that is interrupted."""
-    layer = Layer()
-    cache, stream = make_cache(layer), Stream(layer)
+    cache, stream = make_cache(), LowRankStream(PLAIN)
     prefill(cache, stream.rows(300))
     for n_new in (3, 200):
-        before = snapshot(cache)
-        prefill(cache, stream.rows(n_new), cache.n)
-        after = snapshot(cache)
+        before = stored(cache)
+        prefill(cache, stream.rows(n_new))
+        after = stored(cache)
         assert len(after[0]) == len(before[0]) + n_new == cache.n - 16 - 64
         for old, new in zip(before, after, strict=True):
             np.testing.assert_array_equal(new[: len(old)], old)
@@ -268,9 +240,8 @@ def test_a_later_prefill_keeps_the_latents():
 
 @pytest.mark.parametrize("n_chunks", [1, 2])
 def test_an_interrupted_prefill_changes_nothing(n_chunks):
-    layer = Layer()
-    caches = [make_cache(layer) for _ in range(2)]
-    stream = Stream(layer)
+    caches = [make_cache() for _ in range(2)]
+    stream = LowRankStream(PLAIN)
     rows = stream.rows(300)
     for cache in caches:
         prefill(cache, rows)
@@ -281,21 +252,20 @@ def test_an_interrupted_prefill_changes_nothing(n_chunks):
     assert cache.n == 300 + 64 * n_chunks
     assert cache.truncate(300) == 300 == cache.n
     for _ in range(5):
-        token = stream.next()
+        token = stream.rows(1)
         np.testing.assert_array_equal(decode(cache, token), decode(other, token))
     turn = stream.rows(20)
-    np.testing.assert_array_equal(prefill(cache, turn, cache.n), prefill(other, turn, other.n))
+    np.testing.assert_array_equal(prefill(cache, turn), prefill(other, turn))
 
 
 @pytest.mark.parametrize("back", [1, 7, UNDO])
 def test_rewinding_a_little_is_exact(back):
     """Whatever was decoded in between, the same tokens give the same bits again."""
-    layer = Layer()
-    cache, stream = make_cache(layer), Stream(layer)
+    cache, stream = make_cache(), LowRankStream(PLAIN)
     prefill(cache, stream.rows(300))
     for _ in range(20):
-        decode(cache, stream.next())
-    tokens = [stream.next() for _ in range(back + 30)]
+        decode(cache, stream.rows(1))
+    tokens = [stream.rows(1) for _ in range(back + 30)]
     first = [decode(cache, token) for token in tokens[:back]]
     assert cache.truncate(320) == 320 == cache.n
     again = [decode(cache, token) for token in tokens[:back]]
@@ -306,12 +276,11 @@ def test_rewinding_a_little_is_exact(back):
 @pytest.mark.parametrize("n_prompt", [300, 130, 90])
 def test_rewinding_to_the_end_of_the_prompt_is_exact(n_prompt):
     """Of a long one; and of shorter ones, whose rows stay exact until an answer comes."""
-    layer = Layer()
-    cache, stream = make_cache(layer), Stream(layer)
+    cache, stream = make_cache(), LowRankStream(PLAIN)
     assert cache.method.covers(120) and not cache.method.covers(121)
     prefill(cache, stream.rows(n_prompt))
     before = cache.memory()
-    tokens = [stream.next() for _ in range(200)]
+    tokens = [stream.rows(1) for _ in range(200)]
     first = [decode(cache, token) for token in tokens]
     for n_steps in (200, 100):
         assert cache.truncate(n_prompt) == n_prompt == cache.n
@@ -320,21 +289,20 @@ def test_rewinding_to_the_end_of_the_prompt_is_exact(n_prompt):
     cache.truncate(n_prompt)
     if n_prompt < 120:
         assert cache.memory().host < before.host
-    prefill(cache, stream.rows(10), n_prompt)
+    prefill(cache, stream.rows(10))
     assert cache.n == n_prompt + 10
 
 
 @pytest.mark.parametrize("keep", [583, 400, 310, 299, 16, 1])
 def test_where_exact_rows_are_gone_a_rewind_changes_nothing(keep):
-    layer = Layer()
-    cache, other = make_cache(layer), make_cache(layer)
-    streams = [Stream(layer) for _ in range(2)]
+    cache, other = make_cache(), make_cache()
+    streams = [LowRankStream(PLAIN) for _ in range(2)]
     for each, stream in zip((cache, other), streams, strict=True):
         prefill(each, stream.rows(300))
         for _ in range(300):
-            decode(each, stream.next())
+            decode(each, stream.rows(1))
     assert cache.truncate(keep) == 0 and cache.n == 600
-    tokens = [stream.next() for stream in streams]
+    tokens = [stream.rows(1) for stream in streams]
     np.testing.assert_array_equal(decode(cache, tokens[0]), decode(other, tokens[1]))
     assert cache.truncate(601 - UNDO) == 601 - UNDO
 
@@ -343,11 +311,10 @@ def test_where_exact_rows_are_gone_a_rewind_changes_nothing(keep):
 
 
 def test_ledger():
-    layer = Layer()
-    cache, stream = make_cache(layer), Stream(layer)
+    cache, stream = make_cache(), LowRankStream(PLAIN)
     prefill(cache, stream.rows(300))
     for _ in range(10):
-        decode(cache, stream.next())
+        decode(cache, stream.rows(1))
     counts = cache.counters()
     lengths = range(301, 311)
     assert counts["rows_total"] == 9 * sum(lengths)
@@ -360,9 +327,9 @@ def test_ledger():
 
 
 def test_ledger_of_the_papers_scores():
-    cache, stream = make_cache(Layer(), **PAPER), Stream(Layer())
+    cache, stream = make_cache(**PAPER), LowRankStream(PLAIN)
     prefill(cache, stream.rows(300))
-    decode(cache, stream.next())
+    decode(cache, stream.rows(1))
     assert cache.counters()["rows_scored"] == 301 - 64  # one set of scores a layer
     assert cache.counters()["rows_attended"] == 9 * (16 + 40 + 64)
 
@@ -383,11 +350,11 @@ def test_bad_options(option, value):
 def test_score_rank_beyond_the_rank():
     with pytest.raises(ValueError, match="score_rank = 30: must be at most the rank"):
         build_method("sals", {"rank": "24", "score_rank": "30"})
-    cache = make_cache(Layer(), rank=1000, score_rank=999)
+    cache = make_cache(rank=1000, score_rank=999)
     assert (cache._rank, cache._score_rank) == (192, 192)
 
 
 def test_a_layer_without_calibration_is_refused():
-    spec = replace(make_spec(Layer()), calibration={})
+    spec = replace(make_cache().spec, calibration={})
     with pytest.raises(SparseKVError, match="no calibration"):
         SALS().layer(spec)

@@ -1,0 +1,15 @@
+"""The naive form of every method: numpy, f64, to be read beside the paper. Tests use it only."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from sparsekv_cli.cache.spec import LayerSpec
+from sparsekv_cli.methods.base import Method
+from sparsekv_cli.methods.naive.base import Naive
+
+
+def naive_form(method: Method, spec: LayerSpec) -> Naive:
+    """The naive form of ``method`` for one sparse layer of one sequence."""
+    module = import_module(f"{__name__}.{method.name}")
+    return getattr(module, f"Naive{type(method).__name__}")(method, spec)

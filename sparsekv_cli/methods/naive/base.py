@@ -1,0 +1,169 @@
+"""What the naive forms share: the rows of one layer, the softmax, the two halves of a step.
+
+Letters: H query heads, G kv heads, n rows (tokens), d head size, d_v value size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparsekv_cli.cache.spec import AttnInput, LayerSpec
+
+FORCED, NEVER = np.inf, -np.inf  # scores of rows that are always, or cannot be, attended
+
+
+@dataclass
+class Choice:
+    """What a query head, a kv head or the whole layer attends to in a step.
+
+    rows: positions, ascending.
+    scores: f64 (n,), what the rows were chosen by.
+    margin: the least relative distance of a value from a threshold that it was compared with.
+    """
+
+    rows: np.ndarray
+    scores: np.ndarray
+    margin: float = np.inf
+
+
+class Naive:
+    """One layer of one sequence. A method writes ``covers`` and ``select``, or more.
+
+    A step is ``choose`` and then ``attend``, so that a test can change a choice in between.
+    """
+
+    method: Any
+
+    def __init__(self, method: Any, spec: LayerSpec) -> None:
+        self.method, self.spec = method, spec
+        self.n_head, self.n_kv, self.group = spec.n_head, spec.n_head_kv, spec.group
+        self.scale, self.softcap = float(spec.scale), float(spec.softcap)
+        self.sinks = spec.sinks if len(spec.sinks) else np.full(spec.n_head, -np.inf)  # (H,)
+        self.k = np.empty((spec.n_head_kv, 0, spec.head_dim))  # (G, n, d), rotated
+        self.v = np.empty((spec.n_head_kv, 0, spec.value_dim))  # (G, n, d_v)
+        self.q = np.empty((spec.n_head, spec.head_dim))  # (H, d) of the step
+
+    @property
+    def n(self) -> int:
+        return self.k.shape[1]
+
+    def covers(self, n: int) -> bool:
+        """Whether a step of n rows attends to all of them."""
+        raise NotImplementedError
+
+    def select(self) -> list[Choice]:
+        """The choices of a step that is not covered: one a query head, one a kv head, or one."""
+        raise NotImplementedError
+
+    def append(self, x: AttnInput) -> None:
+        """Adds the T rows of x, as f16 holds them."""
+        self.k = np.concatenate([self.k, half(x.k[..., : self.spec.head_dim])], axis=1)
+        self.v = np.concatenate([self.v, half(x.v[..., : self.spec.value_dim])], axis=1)
+
+    def prefill(self, x: AttnInput) -> np.ndarray:
+        """Adds T rows; their causal attention f64 (H, T, d_v) over all rows that are kept."""
+        n_past, q = self.n, x.q[..., : self.spec.head_dim].astype(np.float64)
+        self.append(x)
+        k, v = self.view()
+        out = np.empty((self.n_head, q.shape[1], v.shape[2]))
+        for t in range(q.shape[1]):
+            for h in range(self.n_head):
+                kept = self.kept(h // self.group)
+                rows = kept[kept <= n_past + t]
+                weights = self.weights(h, self.scores(h, q[:, t], k, rows))
+                self.receive(h, rows, weights, q.shape[1] - t)
+                out[h, t] = weights @ v[h // self.group, rows]
+        self.finish_prefill(q)
+        return out
+
+    def choose(self, x: AttnInput) -> list[Choice]:
+        """Adds the row of a step; what it attends to."""
+        self.append(x)
+        self.q = x.q[:, 0, : self.spec.head_dim].astype(np.float64)
+        if self.covers(self.n):
+            return [Choice(np.arange(self.n), np.full(self.n, FORCED))]
+        return self.select()
+
+    def attend(self, choices: list[Choice]) -> np.ndarray:
+        """Attention f64 (H, d_v) over the chosen rows; then what the method learns from it."""
+        k, v = self.view()
+        out = np.empty((self.n_head, v.shape[2]))
+        for h in range(self.n_head):
+            rows = choices[h * len(choices) // self.n_head].rows
+            weights = self.weights(h, self.scores(h, self.q, k, rows))
+            self.receive(h, rows, weights, 1)
+            out[h] = weights @ v[h // self.group, rows]
+        self.finish_step(choices)
+        return out
+
+    def decode(self, x: AttnInput) -> tuple[np.ndarray, list[Choice]]:
+        """A step: its attention f64 (H, d_v), and what it attended to."""
+        choices = self.choose(x)
+        return self.attend(choices), choices
+
+    def truncate(self, n: int) -> None:
+        """Goes back to n rows. It must be a length to which the method's cache can go back."""
+        self.k, self.v = self.k[:, :n], self.v[:, :n]
+
+    # What some methods change ---------------------------------------------------------------------
+
+    def view(self) -> tuple[np.ndarray, np.ndarray]:
+        """K (G, n, d) and V (G, n, d_v) as they are attended to."""
+        return self.k, self.v
+
+    def kept(self, g: int) -> np.ndarray:
+        """Positions of the rows that kv head g still has."""
+        return np.arange(self.n)
+
+    def receive(self, h: int, rows: np.ndarray, weights: np.ndarray, n_left: int) -> None:
+        """Head h has attended to rows; n_left: rows of this input from its own on."""
+
+    def finish_prefill(self, q: np.ndarray) -> None:
+        """The end of a prefill, whose queries are q (H, T, d)."""
+
+    def finish_step(self, choices: list[Choice]) -> None:
+        """The end of a step."""
+
+    # Formulas -------------------------------------------------------------------------------------
+
+    def scores(self, h: int, q: np.ndarray, k: np.ndarray, rows: Any = slice(None)) -> np.ndarray:
+        """Scaled, capped scores of head h of q (H, d) with rows of k (G, n, d)."""
+        return self.capped(k[h // self.group, rows] @ q[h] * self.scale)
+
+    def capped(self, scores: np.ndarray) -> np.ndarray:
+        return self.softcap * np.tanh(scores / self.softcap) if self.softcap else scores
+
+    def weights(self, h: int, scores: np.ndarray) -> np.ndarray:
+        """Softmax of head h's scores; a sink of the head takes its part of the sum."""
+        peak = max(scores.max(), self.sinks[h])
+        weights = np.exp(scores - peak)
+        return weights / (weights.sum() + np.exp(self.sinks[h] - peak))
+
+
+def half(x: np.ndarray) -> np.ndarray:
+    """x as f16 holds it."""
+    return x.astype(np.float16).astype(np.float64)
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    weights = np.exp(scores - scores.max())
+    return weights / weights.sum()
+
+
+def best(scores: np.ndarray, forced: np.ndarray, count: int) -> Choice:
+    """The rows ``forced`` and the ``count`` others that have the largest scores (n,)."""
+    scores = scores.copy()
+    scores[forced] = FORCED
+    order = np.argsort(-scores, kind="stable")
+    return Choice(np.sort(order[: len(forced) + count]), scores)
+
+
+def rotate(x: np.ndarray, positions: np.ndarray, theta: np.ndarray, scale: float) -> np.ndarray:
+    """RoPE: x (..., n, d) turned to positions (n,); pairs are (i, i + n_rot/2)."""
+    c = len(theta)
+    turn = scale * np.exp(1j * np.multiply.outer(positions, theta))  # (n, n_rot/2)
+    pairs = (x[..., :c] + 1j * x[..., c : 2 * c]) * turn
+    return np.concatenate([pairs.real, pairs.imag, x[..., 2 * c :]], axis=-1)

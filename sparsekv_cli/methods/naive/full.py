@@ -1,0 +1,17 @@
+"""Dense attention, naively: o = softmax(q K' / sqrt d) V (Vaswani et al., arXiv:1706.03762).
+
+| paper | here |
+|---|---|
+| section 3.2.1, eq 1, of the newest token | Naive.attend over all rows |
+"""
+
+from __future__ import annotations
+
+from sparsekv_cli.methods.naive.base import Naive
+
+
+class NaiveFull(Naive):
+    """Every step attends to every row."""
+
+    def covers(self, n: int) -> bool:
+        return True

@@ -1,0 +1,79 @@
+"""H2O, naively (Zhang et al., arXiv:2306.14048).
+
+| paper | here |
+|---|---|
+| section 4, F_score: attention accumulated | NaiveH2O.receive |
+| Algorithm 1, lines 4 to 8: the row to drop | NaiveH2O.drop |
+| section 5, half heavy hitters and half recent rows | NaiveH2O.drop |
+
+All rows stay in K and V; ``held`` says which of them a kv head still has.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sparsekv_cli.cache.spec import N_SINKS, AttnInput
+from sparsekv_cli.methods.naive.base import FORCED, NEVER, Choice, Naive, best
+
+if TYPE_CHECKING:
+    from sparsekv_cli.methods.h2o import H2O
+
+
+class NaiveH2O(Naive):
+    """A list of positions a kv head, and the attention F that each row has received."""
+
+    method: H2O
+
+    def append(self, x: AttnInput) -> None:
+        n_past = self.n
+        super().append(x)
+        if not n_past:
+            self.held = [np.empty(0, int)] * self.n_kv
+            self.f, self.ranked = np.empty((self.n_kv, 0)), np.empty((self.n_kv, 0))
+        self.held = [np.append(held, np.arange(n_past, self.n)) for held in self.held]
+        new = np.zeros((self.n_kv, self.n - n_past))
+        self.f = np.append(self.f, new, axis=1)  # (G, n)
+        self.ranked = np.append(self.ranked, new + FORCED, axis=1)  # F when rows were dropped last
+
+    def kept(self, g: int) -> np.ndarray:
+        return self.held[g]
+
+    def covers(self, n: int) -> bool:
+        return len(self.held[0]) == n
+
+    def select(self) -> list[Choice]:
+        return [Choice(*each) for each in zip(self.held, self.ranked, strict=True)]
+
+    def receive(self, h: int, rows: np.ndarray, weights: np.ndarray, n_left: int) -> None:
+        if not self.method.window or n_left <= self.method.window:
+            self.f[h // self.group, rows] += weights
+
+    def finish_prefill(self, q: np.ndarray) -> None:
+        self.drop()
+        self.start = self.n, list(self.held), self.f.copy(), self.ranked.copy()
+
+    def finish_step(self, choices: list[Choice]) -> None:
+        if len(choices) == self.n_kv:
+            self.held = [choice.rows for choice in choices]
+        self.drop()
+
+    def drop(self) -> None:
+        """Leaves a place in the budget for the next row; half of the budget is of recent rows."""
+        n = self.n + 1  # the next step's rows
+        budget = self.method.budget.rows(n)
+        limit, recent = N_SINKS + budget - 1, n - max(1, budget // 2)
+        for g, held in enumerate(self.held):
+            if len(held) > limit:
+                f = np.full(self.n, NEVER)
+                f[held] = self.f[g, held]
+                forced = held[(held < N_SINKS) | (held >= recent)]
+                choice = best(f, forced, limit - len(forced))
+                self.held[g], self.ranked[g] = choice.rows, choice.scores
+
+    def truncate(self, n: int) -> None:
+        super().truncate(n)
+        _, held, f, ranked = self.start  # n is its first entry
+        self.held, self.f, self.ranked = list(held), f.copy(), ranked.copy()

@@ -1,0 +1,220 @@
+"""LFPS, naively ("Learn from the Past", Yao and Wang, arXiv:2506.15704).
+
+| paper | here |
+|---|---|
+| eq 4, initial tables from the last s prefill queries | NaiveLFPS.start |
+| eq 5, 6, high-sparsity test (sink, global, local mass) | NaiveLFPS.rho, log_global |
+| eq 7, 8, candidates C0 above tau = a mean / kappa | NaiveLFPS.threshold, near |
+| eq 9, expansion by {-1, 0, 1, 2} to C1 | NaiveLFPS.near |
+| Algorithm 1 line 10, top-k of C1 by exact q . k | NaiveLFPS.select |
+| eq 10, decay and update of the tables | NaiveLFPS.finish_step |
+
+Whole tables decay in every step. The scout is left out.
+Letters: ver by position (vertical pattern), dist by distance (slash pattern), tau thresholds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sparsekv_cli.cache.spec import N_SINKS, AttnInput, LayerSpec
+from sparsekv_cli.methods.naive.base import FORCED, NEVER, Choice, Naive, best, softmax
+
+if TYPE_CHECKING:
+    from sparsekv_cli.methods.lfps import LFPS
+
+N_LOCAL = 6
+GROUP_ROWS = 8192  # beyond so many the heads of a kv group share their candidates
+
+
+class NaiveLFPS(Naive):
+    """Two tables a query head, (H, n) each."""
+
+    method: LFPS
+
+    def __init__(self, method: LFPS, spec: LayerSpec) -> None:
+        if method.scout:
+            raise ValueError("the naive form of lfps has no scout")
+        super().__init__(method, spec)
+        self.known: dict[int, np.ndarray] = {}  # queries (H, d) that tables can start from
+        self.has_tables = False
+
+    def covers(self, n: int) -> bool:
+        return n <= N_SINKS + self.method.budget.rows(n)
+
+    def finish_prefill(self, q: np.ndarray) -> None:
+        last = range(max(0, q.shape[1] - self.method.window), q.shape[1])
+        self.known = {self.n - q.shape[1] + t: q[:, t] for t in last}
+        self.has_tables = False
+
+    def choose(self, x: AttnInput) -> list[Choice]:
+        self.bypassed = np.zeros(self.n_head, bool)
+        if not self.has_tables and not self.covers(self.n + 1):
+            self.start_from_known()
+        return super().choose(x)
+
+    def start_from_known(self) -> None:
+        """Starts the tables if the query of the last row is known."""
+        queries: list[np.ndarray] = []  # from the last row back
+        while self.n - 1 - len(queries) in self.known and len(queries) < self.method.window:
+            queries.append(self.known[self.n - 1 - len(queries)])
+        if queries and self.n > N_SINKS + 1:
+            self.start(self.n, queries)
+
+    def start(self, n: int, queries: list[np.ndarray]) -> None:
+        """Steps 2 and 3: tables and constants of n rows."""
+        c, k = 1 / (2 * len(queries) * (1 - self.method.decay)), self.k[:, N_SINKS:n]
+        self.ver, self.dist = np.zeros((2, self.n_head, n))
+        for h in range(self.n_head):
+            for j, q in enumerate(queries):
+                rows = np.arange(N_SINKS, n - j)
+                if len(rows):
+                    w = softmax(self.scores(h, q, self.k, rows))
+                    self.ver[h, rows] += c * w
+                    self.dist[h, n - 1 - j - rows] += c * w
+        self.mean_k, self.mean_v = k.mean(1), self.v[:, N_SINKS:n].mean(1)
+        centred = k - self.mean_k[:, None]
+        self.covariance = np.einsum("gni,gnj->gij", centred, centred) / k.shape[1]
+        q = queries[0]
+        var = [np.var(k[h // self.group] @ q[h] * self.scale) for h in range(self.n_head)]
+        self.sigma2 = np.array(var) / (q**2).sum(1)
+        self.raised = np.ones(self.n_head)
+        self.has_tables = True
+
+    def select(self) -> list[Choice]:
+        n, k, epsilon = self.n, self.method.budget.rows(self.n), self.method.epsilon
+        if not self.has_tables:  # no query is known but that of this step
+            self.start(n, [self.q])
+        grow = ((0, 0), (0, n - self.ver.shape[1]))
+        self.ver, self.dist = np.pad(self.ver, grow), np.pad(self.dist, grow)  # step 10
+        self.s = np.stack([self.scores(h, self.q, self.k) for h in range(self.n_head)])
+        self.wg = np.array([self.log_global(h) for h in range(self.n_head)])
+        rho = np.array([self.rho(h, self.wg[h]) for h in range(self.n_head)])
+        self.bypassed = rho > epsilon
+        n_recent = max(1, min(self.method.recent, k // 2))
+        forced = np.r_[:N_SINKS, n - n_recent : n]
+        choices = []
+        by_group = self.shares(n)
+        for h in range(self.n_head):
+            team = range(h - h % self.group, h - h % self.group + self.group) if by_group else [h]
+            if h == team[0]:
+                c1, margin = self.candidates(team, n_recent, k)
+            if self.bypassed[h]:
+                scores = np.full(n, NEVER)
+                scores[np.r_[:N_SINKS, max(N_SINKS, n - 1 - N_LOCAL) : n]] = FORCED
+                choices.append(Choice(np.flatnonzero(scores == FORCED), scores))
+            else:  # step 8
+                scores = np.full(n, NEVER)
+                scores[c1] = self.s[h, c1]
+                n_others = len(np.setdiff1d(c1, forced))
+                choices.append(best(scores, forced, min(k - n_recent, n_others)))
+                choices[-1].margin = margin
+            choices[-1].margin = min(choices[-1].margin, abs(rho[h] - epsilon))
+        return choices
+
+    def shares(self, n: int) -> bool:
+        scored_by = self.method.scored_by
+        return n > GROUP_ROWS if scored_by == "auto" else scored_by == "group"
+
+    def rho(self, h: int, log_wg: float) -> float:
+        """Step 4: ws / (ws + wg + wl); log_wg: ln of the mass of all rows but sinks."""
+        s, sink, n = self.s[h], self.sinks[h], self.n
+        peak = max(s.max(), log_wg, sink)
+        ws = np.exp(s[:N_SINKS] - peak).sum() + np.exp(sink - peak)
+        wl = np.exp(s[max(N_SINKS, n - 1 - N_LOCAL) : n - 1] - peak).sum()
+        return ws / (ws + np.exp(log_wg - peak) + wl)
+
+    def log_global(self, h: int) -> float:
+        """ln wg = ln of nn times the mean of e^score, for scores that are normal."""
+        q, g = self.q[h], h // self.group
+        if self.method.sigma == "cov":
+            variance = q @ self.covariance[g] @ q * self.scale**2
+        else:
+            variance = q @ q * self.sigma2[h]
+        mean = q @ self.mean_k[g] * self.scale
+        if not self.softcap:
+            return np.log(self.n - N_SINKS) + mean + variance / 2
+        z = np.arange(-10, 10, 0.01)
+        density = 0.01 * np.exp(-z * z / 2) / np.sqrt(2 * np.pi)
+        e = density @ np.exp(self.capped(mean + z * np.sqrt(variance)))
+        return np.log(self.n - N_SINKS) + np.log(e)
+
+    def candidates(self, team: range | list[int], n_recent: int, k: int) -> tuple:
+        """C1 of the heads of a team that are not bypassed; thresholds rise if it is too large."""
+        n, limit, most = self.n, self.n, self.method.candidates
+        active = [h for h in team if not self.bypassed[h]]
+        if most:
+            limit = max(most * (1 + self.shares(n)), 2 * k)
+        factor, margin = self.raised[team[0]], np.inf
+        while active:
+            c1 = np.zeros(n, bool)
+            c1[n - n_recent :] = True
+            for h in active:
+                rows, nearest = self.near(h, factor)
+                c1 |= rows
+                margin = min(margin, nearest)
+            if c1.sum() <= limit:
+                falls = c1.sum() < 0.7 * limit
+                self.raised[list(team)] = max(1.0, factor / 1.25) if falls else factor
+                return np.flatnonzero(c1), margin
+            factor *= 1.25
+        return np.empty(0, int), margin
+
+    def near(self, h: int, factor: float) -> tuple[np.ndarray, float]:
+        """Steps 6 and 7: which rows are in C0 or next to it; how near a comparison was."""
+        n = self.n
+        rows = np.arange(N_SINKS, n)
+        tables = np.stack([self.ver[h, rows], self.dist[h, n - 1 - rows]])  # (2, nn)
+        tau = np.array([[factor * self.threshold(x)] for x in tables])
+        c0, c1 = np.zeros((2, n), bool)
+        c0[rows] = (tables > tau).any(0)
+        mean = tables.mean(1, keepdims=True)
+        above = np.zeros(n, bool)
+        above[rows] = (tables > mean).any(0) if self.method.expand == "filtered" else True
+        c1 |= c0
+        for step in (-1, 1, 2):
+            there = np.roll(c0, step)
+            there[: max(step, N_SINKS)] = False
+            if step < 0:
+                there[step:] = False
+            c1 |= there & above
+        borders = [tau, mean] if self.method.expand == "filtered" else [tau]
+        return c1, min(np.abs(tables / border - 1).min() for border in borders)
+
+    def threshold(self, x: np.ndarray) -> float:
+        """Step 5: tau = a mu / kappa of the entries x of a table."""
+        n, centred = len(x), x - x.mean()
+        m2, m4 = (centred**2).sum(), (centred**4).sum()
+        is_flat = m2 <= 1e-12 * (x**2).sum()
+        kappa = 1 / n if is_flat else np.clip(m4 / m2**2, 1 / n, 1)
+        others = min(self.group - 1, 2) if self.shares(self.n) else 0
+        a = self.method.a * (1 + 0.855 * others)
+        return a * x.sum() / min(n, self.method.horizon or n) / kappa
+
+    def attend(self, choices: list[Choice]) -> np.ndarray:
+        out = super().attend(choices)
+        for h in np.flatnonzero(self.bypassed):  # the mean value has the mass of all other rows
+            s, g = self.s[h, choices[h].rows], h // self.group
+            values = np.vstack([self.v[g, choices[h].rows], self.mean_v[g]])
+            out[h] = self.weights(h, np.append(s, self.wg[h])) @ values
+        return out
+
+    def finish_step(self, choices: list[Choice]) -> None:
+        if self.covers(self.n):
+            self.known[self.n - 1], self.has_tables = self.q, False
+            return
+        for h, choice in enumerate(choices):
+            if not self.bypassed[h]:
+                c2 = choice.rows[choice.rows >= N_SINKS]
+                delta = softmax(self.s[h, c2]) - 1 / (2 * len(c2))
+                self.ver[h] *= self.method.decay
+                self.dist[h] *= self.method.decay
+                self.ver[h, c2] += delta
+                self.dist[h, self.n - 1 - c2] += delta
+
+    def truncate(self, n: int) -> None:
+        self.known = {i: q for i, q in self.known.items() if i < n}
+        self.has_tables = self.has_tables and n == self.n
+        super().truncate(n)

@@ -1,0 +1,57 @@
+"""Quest, naively (Tang et al., arXiv:2406.10774).
+
+| paper | here |
+|---|---|
+| 3.3 min and max of a page's keys | NaiveQuest.page_score |
+| 3.3 criticality of a page, sum_c max(q_c min_c, q_c max_c) | NaiveQuest.page_score |
+| 3.4 top-k pages, then attention over their rows | NaiveQuest.select |
+
+The summaries of all pages are made anew in every step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sparsekv_cli.cache.spec import N_SINKS
+from sparsekv_cli.methods.naive.base import FORCED, Choice, Naive, half
+
+if TYPE_CHECKING:
+    from sparsekv_cli.methods.quest import Quest
+
+
+class NaiveQuest(Naive):
+    """Whole pages a kv head, sinks, and the page of the current token."""
+
+    method: Quest
+
+    def covers(self, n: int) -> bool:
+        return n <= N_SINKS + self.method.budget.rows(n)
+
+    def select(self) -> list[Choice]:
+        n, p, budget = self.n, self.method.page, self.method.budget.rows(self.n)
+        n_page = (n - 1) // p  # whole pages ahead of that of the current token
+        n_best = min(n_page, max(0, budget - (n - n_page * p)) // p)
+        choices = []
+        for g in range(self.n_kv):
+            pages = np.array([self.page_score(g, j) for j in range(n_page)])
+            chosen = np.sort(np.argsort(-pages, kind="stable")[:n_best])
+            scores = np.append(np.repeat(pages, p), np.full(n - n_page * p, FORCED))
+            scores[:N_SINKS] = FORCED
+            rows = [np.arange(N_SINKS), np.arange(n_page * p, n)]
+            rows += [np.arange(j * p, (j + 1) * p) for j in chosen]
+            choices.append(Choice(np.unique(np.concatenate(rows)), scores))
+        return choices
+
+    def page_score(self, g: int, j: int) -> float:
+        """The largest score of page j for a query head of kv head g."""
+        p, q = self.method.page, self.q[g * self.group : (g + 1) * self.group]
+        keys = self.k[g, max(j * p, N_SINKS) : (j + 1) * p]
+        if self.method.summary == "minmax":
+            hi, lo = keys.max(0), keys.min(0)
+        else:
+            hi, lo = keys.mean(0) + keys.std(0), keys.mean(0) - keys.std(0)
+        hi, lo = half(hi), half(lo)
+        return self.scale * np.maximum(q * hi, q * lo).sum(1).max()
