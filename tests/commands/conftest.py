@@ -16,8 +16,8 @@ import pytest
 from sparsekv_cli.cache.spec import FULL
 from sparsekv_cli.cli import main
 from sparsekv_cli.commands.chat import chat as chat_module
-from sparsekv_cli.commands.chat.chat import commands as chat_commands
-from sparsekv_cli.commands.chat.chat import conversation as chat_conversation
+from sparsekv_cli.commands.chat import commands as chat_commands
+from sparsekv_cli.commands.chat import conversation as chat_conversation
 from sparsekv_cli.commands.run import run as run_module
 from sparsekv_cli.sequence import Checkpoint, Timings
 

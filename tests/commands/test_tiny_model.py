@@ -19,7 +19,7 @@ import pytest
 from split_models import split_model
 from tiny_models import make_model
 
-from sparsekv_cli.commands.chat.chat import conversation as chat_conversation
+from sparsekv_cli.commands.chat import conversation as chat_conversation
 from sparsekv_cli.model import Model
 
 Invoke = Callable[..., Any]

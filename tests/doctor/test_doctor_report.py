@@ -18,8 +18,8 @@ from sparsekv_cli.calibration.calibrations import Calibrations
 from sparsekv_cli.cpu.jit.store import default_folder
 from sparsekv_cli.device import cuda
 from sparsekv_cli.doctor import folders, machine, models, report
+from sparsekv_cli.files import user_cache
 from sparsekv_cli.models.sources import locate
-from sparsekv_cli.planning.kept import default_speeds_folder
 from sparsekv_cli.prefix.folder import default_prefix_folder
 
 NEEDS_RIGHTS = pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
@@ -70,7 +70,7 @@ def test_folders_are_those_that_the_program_uses(home: Path) -> None:
     found = by_name(folders.folders([]))
     assert found["prefixes"]["path"] == str(default_prefix_folder())
     assert found["kernels"]["path"] == str(default_folder())
-    assert found["speeds"]["path"] == str(default_speeds_folder())
+    assert found["speeds"]["path"] == str(user_cache("speeds"))
     file = SimpleNamespace(path=home / "model.gguf")
     store = Calibrations(file, None, None, None, None)  # type: ignore[arg-type]
     store.identity = SimpleNamespace(model_hash="0")  # type: ignore[assignment]
