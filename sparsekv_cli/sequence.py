@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Generator
+from collections.abc import Callable, Container, Generator, Mapping
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -13,14 +13,27 @@ from sparsekv_cli.cache.layer import LayerCache, total_counters
 from sparsekv_cli.cache.spec import FULL, LayerSpec
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.forward import OnProgress, Progress, drain
-from sparsekv_cli.prefix.prompt_rows import PromptRows
+from sparsekv_cli.prefix.prompt_rows import PromptRows, n_common
 from sparsekv_cli.sampling.plain import Outcome
 
 # Chooses a token by logits f32 (n_vocab,) and the sequence's tokens.
 Sample = Callable[[np.ndarray, Ids[int]], int]
 
 LEDGER_ROWS = ("rows_total", "rows_scored", "rows_attended")
+# What a ledger says of the memory now. Its other entries count what was done.
+LEDGER_STATES = frozenset({"bytes_host", "bytes_device", "index_bytes"})
 N_HEADROOM = 512  # rows that a prefill makes room for after its own, so that an answer fits
+# Tokens that are prefilled again after the cache was cut: a method begins its index with the last
+# queries of a prefill (32 by default). None are where the last prefill ended.
+N_REFRESH = 64
+# So few tokens are prefilled again ahead of as many new ones where prompts are kept on disk, which
+# finds and keeps whole ones only.
+N_WHOLE = 512
+
+
+def speed(n: int, seconds: float) -> float:
+    """Tokens a second; 0.0 when nothing was timed."""
+    return n / seconds if seconds > 0 else 0.0
 
 
 class Checkpoint(NamedTuple):
@@ -53,6 +66,17 @@ class Timings:
     def reset(self) -> None:
         self.prefill_s = self.decode_s = self.ttft_s = 0.0
         self.prefill_tokens = self.decode_tokens = self.cached_tokens = 0
+
+    def as_dict(self) -> dict[str, float]:
+        """The timings of an answer, in the words of the JSON contract."""
+        return {
+            "load_s": self.load_s,
+            "prefill_s": self.prefill_s,
+            "prefill_tps": speed(self.prefill_tokens, self.prefill_s),
+            "ttft_s": self.ttft_s,
+            "decode_s": self.decode_s,
+            "decode_tps": speed(self.decode_tokens, self.decode_s),
+        }
 
     def add(self, other: Timings) -> None:
         """Adds the work of another sequence. The load time and ``ttft_s`` stay."""
@@ -175,6 +199,21 @@ class Sequence:
                 return
         self.reset()
 
+    def keep_common(self, ids: Ids[int], *, has_disk: bool = False) -> Ids[int]:
+        """Keeps what the sequence has of ``ids``. Returns the rest, which is to be prefilled.
+
+        Nothing is left if the last prefill ended where ``ids`` end. has_disk: long prompts that are
+        mostly new begin anew, because the disk keeps whole prompts.
+        """
+        n, at = n_common(ids, self.tokens), self.checkpoint
+        if has_disk and n < N_WHOLE <= len(ids) - n:
+            self.rewind(0)
+            return ids
+        if n < len(self.tokens) or n == len(ids):
+            again = 0 if at is not None and at.n == n == len(ids) else N_REFRESH
+            self.rewind(min(n, max(0, len(ids) - again)))
+        return ids[len(self.tokens) :]
+
     def change_method(self, attention: Attention) -> None:
         """Goes on with another method, and with the same tokens if their rows can be taken over.
 
@@ -224,6 +263,16 @@ def ledger_of(caches: Ids[LayerCache]) -> dict[str, int]:
     result["index_bytes"] = sum(m.index for m in memory)
     result.update((name, int(count)) for name, count in sorted(counts.items()))
     return result
+
+
+def ledger_since(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    """The ledger ``now`` without the counts of ``before``; the memory is that of now."""
+    return {
+        name: n
+        if name in LEDGER_STATES or name.startswith("bytes_host_")
+        else n - before.get(name, 0)
+        for name, n in now.items()
+    }
 
 
 def hand_over(

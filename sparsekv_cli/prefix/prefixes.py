@@ -14,8 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sparsekv_cli import __version__
 from sparsekv_cli.cache.layer import BoundedCache, LayerCache
 from sparsekv_cli.files import open_regular
@@ -33,7 +31,7 @@ from sparsekv_cli.prefix.blocks import (
 )
 from sparsekv_cli.prefix.folder import PrefixFolder
 from sparsekv_cli.prefix.pieces import block_layers, converted, empty_piece, row_types
-from sparsekv_cli.prefix.prompt_rows import Found
+from sparsekv_cli.prefix.prompt_rows import Found, n_common
 from sparsekv_cli.prefix.rows_writer import RowsWriter
 from sparsekv_cli.prefix.snapshots import (
     SnapshotWriter,
@@ -340,13 +338,6 @@ class Prefixes:
         self.abandon()
         reason = error.strerror or type(error).__name__
         self.folder.warn(f"warning: the prompt is not kept: {self._place}: {reason}")
-
-
-def n_common(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many ids two sequences have in common at their beginning."""
-    n = min(len(left), len(right))
-    different = np.flatnonzero(np.asarray(left[:n]) != np.asarray(right[:n]))
-    return int(different[0]) if len(different) else n
 
 
 def _end(header: BlockHeader) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.prefix.blocks import BlockHeader
 
@@ -39,3 +41,10 @@ class PromptRows(Protocol):
 
     def finish(self) -> None:
         """The answer is out."""
+
+
+def n_common(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many ids two sequences have in common at their beginning."""
+    n = min(len(left), len(right))
+    different = np.flatnonzero(np.asarray(left[:n]) != np.asarray(right[:n]))
+    return int(different[0]) if len(different) else n

@@ -12,8 +12,8 @@ from pathlib import Path
 from sparsekv_cli.files import open_regular
 from sparsekv_cli.prefix.blocks import BlockHeader, DamagedError, read_header
 from sparsekv_cli.prefix.folder import PrefixFolder
-from sparsekv_cli.prefix.prefixes import LEAST, STEP, Prefixes, Root, n_common
-from sparsekv_cli.prefix.prompt_rows import Found
+from sparsekv_cli.prefix.prefixes import LEAST, STEP, Prefixes, Root
+from sparsekv_cli.prefix.prompt_rows import Found, n_common
 
 
 class SessionFile(Prefixes):

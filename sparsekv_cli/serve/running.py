@@ -13,12 +13,10 @@ from sparsekv_cli.generation.generation import Generation, step
 from sparsekv_cli.generation.logprobs import LogProbs
 from sparsekv_cli.generation.sampler import new_sampler
 from sparsekv_cli.model import Model
-from sparsekv_cli.sequence import Sequence
+from sparsekv_cli.sequence import Sequence, ledger_since
 from sparsekv_cli.serve.jobs import Failed, Finished, Job, NewToken, bins_of
 
 N_KEPT = 10_000  # times that wait for the next look of the metrics
-# What a ledger says of the memory; the rest counts what was done.
-LEDGER_BYTES = {"bytes_host", "bytes_device", "index_bytes"}
 
 
 @dataclass
@@ -158,9 +156,8 @@ class Running:
         logprobs = [] if generation.logprobs is None else generation.logprobs.of(answer)
         n_told = job.n_told
         text, thinking, _ = job.told()
-        now, ledger = time.monotonic(), generation.sequence.ledger()
-        for name in ledger.keys() - LEDGER_BYTES:  # another answer may have used the caches before
-            ledger[name] -= job.counted.get(name, 0)
+        # Another answer may have used the caches before.
+        now, ledger = time.monotonic(), ledger_since(generation.sequence.ledger(), job.counted)
         timings = {
             "queue_s": job.first_token - job.created - job.prefill_s,
             "prefill_s": job.prefill_s,

@@ -19,7 +19,7 @@ from sparsekv_cli.commands.chat import chat as chat_module
 from sparsekv_cli.commands.chat import commands as chat_commands
 from sparsekv_cli.commands.chat import conversation as chat_conversation
 from sparsekv_cli.commands.run import run as run_module
-from sparsekv_cli.sequence import Checkpoint, Timings
+from sparsekv_cli.sequence import Checkpoint, Sequence, Timings
 
 EOS_ID, BOS_ID = 256, 257
 
@@ -114,6 +114,8 @@ class FakeModel:
         self.rewinds: list[int] = []
         self._answer: list[int] = []  # the rest of the text that is generated
         self._n_handed_out, self._goes_on = 0, False
+
+    keep_common = Sequence.keep_common
 
     def sequence(self) -> FakeModel:
         return self

@@ -24,7 +24,6 @@ from sparsekv_cli.commands.options.model import (
     model_options,
     number_list,
 )
-from sparsekv_cli.commands.shared.answer import N_REFRESH, keep_common
 from sparsekv_cli.commands.shared.progress import PrefillProgress
 from sparsekv_cli.commands.shared.terminal import write_text
 from sparsekv_cli.evaluation.roofline import Roofline, decode_roofline, measure_bandwidth
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 AUTO = "auto"
 DEFAULT_SEED = 0
 WARM_UP_TOKENS = 3  # decoded by a run that is not timed
-# Counters of the ledger that say how much there is now; the others add up over steps.
-LEDGER_STATES = frozenset({"bytes_host", "bytes_device", "index_bytes"})
 
 
 def _pairs(
@@ -305,7 +302,9 @@ def prefill_to_depth(
     """
     n_decoded = min(n_last, test.n_depth - 1) if decodes_only(test) and test.n_depth > 1 else 0
     n_prefill = max(test.n_depth - n_decoded, int(decodes_only(test)))
-    missing = keep_common(sequence, ids[:n_prefill])
+    from sparsekv_cli.sequence import N_REFRESH
+
+    missing = sequence.keep_common(ids[:n_prefill])
     if 0 < len(missing) < N_REFRESH:
         sequence.rewind(max(0, n_prefill - N_REFRESH))
         missing = ids[len(sequence.tokens) : n_prefill]
@@ -333,6 +332,8 @@ def add_ledger(
     total: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, Any]:
     """``total`` and what was counted between ``before`` and ``after``; states as they are now."""
+    from sparsekv_cli.sequence import LEDGER_STATES
+
     return {
         key: value if key in LEDGER_STATES else total.get(key, 0) + value - before.get(key, 0)
         for key, value in after.items()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from sparsekv_cli.commands.shared.answer import is_cut_by_context, keep_common, stream_answer
+from sparsekv_cli.commands.shared.answer import is_cut_by_context, stream_answer
 from sparsekv_cli.commands.shared.terminal import ShownAnswer, say, write_text
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.answer import Answer
@@ -166,7 +166,7 @@ class Conversation:
                 messages, ids = self._shortened(messages, sequence.n_ctx, len(tokens) + 1)
             except SparseKVError:  # the turn alone is too long: the answer ends
                 return None
-            return keep_common(sequence, [*ids, *tokens], has_disk=self.rows is not None)
+            return sequence.keep_common([*ids, *tokens], has_disk=self.rows is not None)
 
         stops = settings.stop if self.template else (*settings.stop, CHATML_END)
         begin = partial(
@@ -181,7 +181,7 @@ class Conversation:
             write=shown.write,
             write_thinking=shown.think,
         )
-        missing = keep_common(sequence, ids, has_disk=self.rows is not None)
+        missing = sequence.keep_common(ids, has_disk=self.rows is not None)
         answer = stream_answer(sequence, missing, begin, rows=self.rows, make_room=make_room)
         shown.end_thinking()
         self.messages = [*messages, {"role": "assistant", "content": answer.written}]

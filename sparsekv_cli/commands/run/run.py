@@ -29,7 +29,6 @@ from sparsekv_cli.commands.shared.answer import (
     PrefillInterrupted,
     full_context_line,
     ledger_line,
-    speed,
     stream_answer,
     timing_line,
 )
@@ -286,23 +285,15 @@ def _answer_lines(
 
 def result(sequence: Sequence, ids: list[int], answer: Answer, method: str) -> dict[str, Any]:
     """The object that ``--json`` prints."""
-    timings = sequence.timings
     return {
         "text": answer.text,
         "thinking": answer.thinking,
         "prompt_tokens": len(ids),
-        "cached_tokens": timings.cached_tokens,
+        "cached_tokens": sequence.timings.cached_tokens,
         "generated_tokens": len(answer.tokens),
         "tokens": [int(token) for token in answer.tokens],
         "stop_reason": answer.stop_reason,
-        "timings": {
-            "load_s": timings.load_s,
-            "prefill_s": timings.prefill_s,
-            "prefill_tps": speed(timings.prefill_tokens, timings.prefill_s),
-            "ttft_s": timings.ttft_s,
-            "decode_s": timings.decode_s,
-            "decode_tps": speed(timings.decode_tokens, timings.decode_s),
-        },
+        "timings": sequence.timings.as_dict(),
         "method": {
             "name": method,
             "options": sequence.method.options(),

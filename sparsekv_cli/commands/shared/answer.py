@@ -19,16 +19,8 @@ if TYPE_CHECKING:
     from sparsekv_cli.prefix.prompt_rows import PromptRows
     from sparsekv_cli.sequence import Sequence, Timings
 
-# Tokens that are prefilled again after the cache was cut: a method begins its index with the last
-# queries of a prefill (32 by default). None are where the last prefill ended.
-N_REFRESH = 64
-
 # Called with an answer's tokens: the ids to prefill and go on from, or None.
 MakeRoom = Callable[[Ids[int]], Ids[int] | None]
-
-# So few tokens are prefilled again ahead of as many new ones where prompts are kept on disk, which
-# finds and keeps whole ones only.
-N_WHOLE = 512
 
 
 class Interrupt:
@@ -138,29 +130,6 @@ def _keeping_prompt(rows: PromptRows | None) -> Iterator[None]:
             rows.finish()
 
 
-def keep_common(sequence: Sequence, ids: Ids[int], *, has_disk: bool = False) -> Ids[int]:
-    """Keeps what the sequence has of ``ids``; returns the others, which are to be prefilled.
-
-    None are left if its last prefill ended where ``ids`` end. has_disk: long prompts that are
-    mostly new begin anew, because the disk keeps whole prompts.
-    """
-    from sparsekv_cli.prefix.prefixes import n_common
-
-    n, at = n_common(ids, sequence.tokens), sequence.checkpoint
-    if has_disk and n < N_WHOLE <= len(ids) - n:
-        sequence.rewind(0)
-        return ids
-    if n < len(sequence.tokens) or n == len(ids):
-        again = 0 if at is not None and at.n == n == len(ids) else N_REFRESH
-        sequence.rewind(min(n, max(0, len(ids) - again)))
-    return ids[len(sequence.tokens) :]
-
-
-def speed(count: int, seconds: float) -> float:
-    """Tokens a second; 0.0 when nothing was timed."""
-    return count / seconds if seconds > 0 else 0.0
-
-
 def is_cut_by_context(sequence: Sequence, answer: Answer, n_predict: int) -> bool:
     """Whether an answer ended because no more tokens fit."""
     is_short = answer.stop_reason == STOP_LENGTH and len(answer.tokens) != n_predict
@@ -183,6 +152,8 @@ def full_context_line(
 
 def timing_line(timings: Timings) -> str:
     """One line about what was computed."""
+    from sparsekv_cli.sequence import speed
+
     parts = []
     if timings.prefill_tokens:
         rate = speed(timings.prefill_tokens, timings.prefill_s)
