@@ -14,6 +14,9 @@ from sparsekv_cli.commands.options.model import verbose_option
 from sparsekv_cli.commands.shared.tables import print_pairs, print_table, size
 from sparsekv_cli.commands.shared.terminal import write_text
 
+FOLDER = ("name", "path", "files", "size", "writable")
+MODEL = ("name", "where", "architecture", "size")
+
 
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
@@ -49,13 +52,14 @@ def show(report: Mapping[str, Any]) -> None:
     )
     packages = report["packages"] or {}
     _table("packages", (), [(name, found or "not installed") for name, found in packages.items()])
-    columns = ("name", "path", "files", "size", "can be written")
-    _table("folders", columns, [_folder(folder) for folder in report["folders"] or ()])
-    columns = ("name", "where", "architecture", "size")
-    _table("models", columns, [_model(model) for model in report["models"] or ()])
+    _table("folders", FOLDER, [_folder(folder) for folder in report["folders"] or ()])
+    _table("models", MODEL, [_model(model) for model in report["models"] or ()])
     variables = report["environment"] or {}
     _table("environment", (), [(name, _at_home(value)) for name, value in variables.items()])
-    _table("problems", (), [(_at_home(problem),) for problem in report["problems"] or ["none"]])
+    problems = [(str(i), _at_home(text)) for i, text in enumerate(report["problems"], 1)]
+    _table("problems", (), problems)
+    if not problems:
+        write_text("no problems\n")
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

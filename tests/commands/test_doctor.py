@@ -49,6 +49,8 @@ def test_text(home: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> No
     assert "[red]\\x1b[2J" in result.out and "\x1b" not in result.out
     assert "is empty; a GGUF model was expected" in lines[-1]
     assert "~/hub" in result.out and str(home) not in result.out
+    (folder / "[red]\x1b[2J.gguf").unlink()
+    assert invoke("doctor").out.splitlines()[-1] == "no problems"
 
 
 def test_sections_that_fail_are_unknown(

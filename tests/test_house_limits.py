@@ -1,0 +1,145 @@
+"""The sizes of the house: lines, files in a folder, parameters; names and circles in it.
+
+The numbers and the exceptions stand in tests/data/limits.toml. An exception that is none any more
+fails too, so that the lists only become shorter.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+from source_tree import FOLDERS, root
+from test_imports import ALLOWED
+
+from sparsekv_cli import __version__
+
+LIMITS = tomllib.loads((root() / "tests/data/limits.toml").read_text("utf-8"))
+MOST, EXCEPTIONS = LIMITS["most"], LIMITS["exceptions"]
+PYTHON = "#!/usr/bin/env python"
+# Decorators of functions that numba or Triton compiles.
+KERNEL = re.compile(r"(njit|jit|triton\.jit|intrinsic|cfunc|vectorize)\b")
+
+
+def files_of(*folders: str) -> list[Path]:
+    """Source files: Python's, and programs without a suffix."""
+    return [
+        path
+        for folder in folders
+        for path in sorted((root() / folder).rglob("*"))
+        if path.is_file() and path.suffix in (".py", "") and "__pycache__" not in path.parts
+    ]
+
+
+PARTS = {
+    "program": files_of(*FOLDERS.values()),
+    "scripts": files_of("scripts"),
+    "tests": files_of("tests", "fixtures"),
+}
+FILES = [path for files in PARTS.values() for path in files]
+TEXTS = {path: path.read_text("utf-8") for path in FILES}
+TREES = {
+    path: ast.parse(text)
+    for path, text in TEXTS.items()
+    if path.suffix == ".py" or text.startswith(PYTHON)
+}
+
+
+def shown(path: Path) -> str:
+    return path.relative_to(root()).as_posix()
+
+
+def n_lines(path: Path) -> int:
+    return TEXTS[path].count("\n")
+
+
+def too_many_files() -> Iterator[str]:
+    counts = Counter(path.parent for path in FILES if path.stem not in ("__init__", "__main__"))
+    alike = LIMITS["one_file_each"]["folders"]
+    for folder, count in counts.items():
+        if count > MOST["files_in_a_folder"] and shown(folder) not in alike:
+            yield shown(folder)
+
+
+def too_long() -> Iterator[str]:
+    yield from (shown(path) for path in FILES if n_lines(path) > MOST["lines_in_a_file"])
+
+
+def too_many_parameters() -> Iterator[str]:
+    """Functions that are no kernel, by file and name."""
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                arguments = node.args
+                count = len(arguments.posonlyargs + arguments.args + arguments.kwonlyargs)
+                is_kernel = any(KERNEL.match(ast.unparse(each)) for each in node.decorator_list)
+                if count > MOST["parameters"] and not is_kernel:
+                    yield f"{shown(path)}: {node.name}"
+
+
+def named_after_a_builtin() -> Iterator[str]:
+    for path in FILES:
+        module = path.parent if path.stem == "__init__" else path.with_suffix("")
+        if module.name in dir(builtins):
+            yield shown(module)
+
+
+def arrows_of_modules() -> Iterator[str]:
+    """Names in the table of arrows that are no folders; the empty one is the package itself."""
+    folders = [root() / "sparsekv_cli", *(root() / folder for folder in FOLDERS.values())]
+    inner = {path.parent.name for folder in folders for path in folder.glob("*/__init__.py")}
+    yield from (name for name in ALLOWED if name and name not in {*inner, *FOLDERS})
+
+
+@pytest.mark.parametrize(
+    ("kind", "find"),
+    [
+        ("folders", too_many_files),
+        ("files", too_long),
+        ("functions", too_many_parameters),
+        ("builtins", named_after_a_builtin),
+        ("arrows", arrows_of_modules),
+    ],
+)
+def test_nothing_but_the_known_exceptions(kind: str, find: Callable[[], Iterator[str]]) -> None:
+    assert sorted(find()) == sorted(EXCEPTIONS[kind])
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_lines(part: str) -> None:
+    total = sum(map(n_lines, PARTS[part]))
+    assert len(PARTS[part]) > 10 and total <= LIMITS["lines"][part]
+
+
+def test_scripts_import_each_other_in_no_circle() -> None:
+    """They import by plain names; ``if TYPE_CHECKING`` counts too."""
+    scripts = {path.stem: path for path in PARTS["scripts"] if path in TREES}
+    arrows: dict[str, set[str]] = {}
+    for name, path in scripts.items():
+        for node in ast.walk(TREES[path]):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            arrows.setdefault(name, set()).update(scripts.keys() & set(names) - {name})
+    assert sum(map(len, arrows.values())) > 10
+    for known in EXCEPTIONS["circles"]:
+        start, _, end = known.partition(" -> ")
+        arrows[start].remove(end)
+    list(TopologicalSorter(arrows).static_order())  # or a CycleError, which shows it
+
+
+def test_the_citation_has_the_version() -> None:
+    citation = (root() / "CITATION.cff").read_text("utf-8")
+    assert re.findall(r"^version: (.*)$", citation, re.MULTILINE) == [__version__]
+
+
+def test_the_workflow_runs_what_people_run() -> None:
+    workflow = (root() / ".github/workflows/test.yml").read_text("utf-8")
+    assert re.findall(r"run: (.*)", workflow) == [".ci/run"]
+    assert "exec scripts/test\n" in (root() / ".ci/run").read_text("utf-8")
