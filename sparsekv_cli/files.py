@@ -75,8 +75,8 @@ def replacing(path: Path, mode: int = 0o600) -> Iterator[BufferedWriter]:
 def _remove_leftovers(path: Path) -> None:
     """Removes the temporary files of ``path`` that no process has written to for a day."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.tmp")
-    with contextlib.suppress(OSError):
-        for found in filter(lambda each: name.fullmatch(each.name), os.scandir(path.parent)):
+    with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
+        for found in filter(lambda each: name.fullmatch(each.name), entries):
             if found.is_file(follow_symlinks=False) and time.time() - found.stat().st_mtime > DAY:
                 os.unlink(found.path)
 

@@ -41,7 +41,7 @@ def files_of(*folders: str) -> list[Path]:
 PARTS = {
     "program": files_of(*FOLDERS.values()),
     "scripts": files_of("scripts"),
-    "tests": files_of("tests"),
+    "tests": files_of("tests", "fixtures"),
 }
 FILES = [path for files in PARTS.values() for path in files]
 TEXTS = {path: path.read_text("utf-8") for path in FILES}

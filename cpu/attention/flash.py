@@ -20,11 +20,6 @@ def larger(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
-def soften_ref(scores, cap):
-    """cap tanh(scores / cap); infinities stay, for they are hidden or wrong."""
-    return np.where(np.isinf(scores), scores, cap * np.tanh(scores / cap))
-
-
 def soften_rows(
     b: ir.IRBuilder,
     scores: ir.Value,

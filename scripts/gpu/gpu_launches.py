@@ -18,37 +18,12 @@ from sparsekv_cli.device.graphs import Steps
 from sparsekv_cli.device.streams import SideStream
 
 # Operations that launch nothing: views, and memory that is only taken.
-QUIET = frozenset(
-    [
-        "alias",
-        "as_strided",
-        "detach",
-        "diagonal",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "expand",
-        "lift_fresh",
-        "new_empty",
-        "new_empty_strided",
-        "permute",
-        "reshape",
-        "select",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "squeeze",
-        "t",
-        "transpose",
-        "unbind",
-        "unfold",
-        "unsqueeze",
-        "view",
-        "_reshape_alias",
-        "_unsafe_view",
-        "_local_scalar_dense",
-    ]
-)
+QUIET = {
+    "alias", "as_strided", "detach", "diagonal", "empty", "empty_like", "empty_strided",
+    "expand", "lift_fresh", "new_empty", "new_empty_strided", "permute", "reshape", "select",
+    "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold",
+    "unsqueeze", "view", "_reshape_alias", "_unsafe_view", "_local_scalar_dense",
+}  # fmt: skip
 
 
 class Launch(NamedTuple):

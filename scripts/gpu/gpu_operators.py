@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from gpu_models import fill, random_calibration
-from gpu_references import attend_ref, best_rows_ref, dominant_scores_ref, page_rows_ref
+from gpu_references import attend_ref, best_rows_ref, page_rows_ref
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -183,7 +183,7 @@ class OperatorRows:
         yield Operator(
             "fasa-c", self.fasa, scan + chosen,
             lambda: self.best(
-                dominant_scores_ref(self.q, self.dom[..., : self.n_rows], self.dom_dims)
+                chunks.score_chunks_ref(self.q, self.dom_dims, self.dom[..., : self.n_rows])
             ),
         )  # fmt: skip
         scan = units * (self.n_rows // PAGE) * 4 * d

@@ -41,13 +41,6 @@ def best_rows_ref(scores: torch.Tensor, budget: int, n_first: int, n_last: int) 
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(2, best, True)
 
 
-def dominant_scores_ref(q: torch.Tensor, dom: torch.Tensor, dims: torch.Tensor) -> torch.Tensor:
-    """q (B, H, d), dom f16 (B, G, C, n), dims int32 (G, C) -> f32 (B, H, n)."""
-    grouped = q.float().unflatten(1, (dom.shape[1], -1))
-    wide = dims.long()[None, :, None].expand(*grouped.shape[:3], -1)
-    return (grouped.gather(3, wide) @ dom.float()).flatten(1, 2)
-
-
 def page_rows_ref(
     q: torch.Tensor,
     hi: torch.Tensor,

@@ -96,19 +96,6 @@ class GpuReport:
         return not self.errors
 
 
-def merge(paths: Sequence[Path]) -> dict[str, Any]:
-    """The files of several reports as one: lists are joined, the rest is the first one's."""
-    merged: dict[str, Any] = {}
-    for path in paths:
-        if path.exists():
-            for key, value in json.loads(path.read_text(encoding="utf-8")).items():
-                if isinstance(value, list):
-                    merged.setdefault(key, []).extend(value)
-                else:
-                    merged.setdefault(key, value)
-    return merged
-
-
 def line_of(cells: Sequence[object]) -> str:
     """A line of a Markdown table; numbers with three digits."""
 

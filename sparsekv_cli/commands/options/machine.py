@@ -16,11 +16,12 @@ def session_option(name: str) -> Callable[[Any], Any]:
     """The click option of an option that SessionConfig declares."""
     declared = options_of(SessionConfig)[name]
     allowed, default = allowed_values(declared), declared.default
-    kind: Any = click.Choice(allowed.choices)
-    if not allowed.choices:
-        is_whole = isinstance(default, int)
-        least = allowed.at_least
-        kind = click.IntRange(least, MAX_WHOLE) if is_whole else FiniteRange(min=least)
+    least = allowed.at_least
+    kind: Any = FiniteRange(min=least)
+    if allowed.choices:
+        kind = click.Choice(allowed.choices)
+    elif isinstance(default, int):
+        kind = click.IntRange(None if least is None else int(least), MAX_WHOLE)
     shown = default if isinstance(default, str) else f"{default:g}"
     return click.option(
         *(declared.metadata["flags"] or ("--" + name.replace("_", "-"),)), name, type=kind,

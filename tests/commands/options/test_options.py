@@ -1,4 +1,4 @@
-"""Values that mean nothing; and the garbage collector is off while a model is loaded."""
+"""Values that mean nothing, options of the session, and garbage while a model is loaded."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import gc
 import subprocess
 import sys
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from sparsekv_cli.cli import cli
 from sparsekv_cli.commands.shared.garbage import collecting_no_garbage
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.option import options_of
 
 
 def test_collector_is_off_within_and_on_after() -> None:
@@ -49,3 +52,18 @@ def test_triton_does_not_complain_at_the_end() -> None:
 def test_a_value_without_a_meaning_is_refused(arguments: tuple[str, ...]) -> None:
     result = CliRunner().invoke(cli, [*arguments, "-m", "none.gguf"])
     assert result.exit_code == 2 and arguments[-1] in result.output
+
+
+def test_run_has_every_option_of_a_session() -> None:
+    """Each with its default, and the number that is below its bound is refused."""
+    command = cli.get_command(click.Context(cli), "run")
+    assert command is not None
+    declared = {each.name: each for each in command.params}
+    for name, option in options_of(SessionConfig).items():
+        if name in ("chunk", "calibration", "sparse_from"):  # not there, or None: not given
+            continue
+        assert declared[name].default == option.default, name
+        if not option.metadata["allowed"].choices:
+            spelling = declared[name].opts[-1]
+            result = CliRunner().invoke(cli, ["run", spelling, "-1", "-m", "none.gguf"])
+            assert result.exit_code == 2 and spelling in result.output, name

@@ -30,21 +30,6 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
-TOOL_TURNS = [
-    USER,
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {
-                "type": "function",
-                "id": "abcdef123",
-                "function": {"name": "get_weather", "arguments": {"city": "Köln"}},
-            }
-        ],
-    },
-    {"role": "tool", "content": '{"temperature": 3}', "tool_call_id": "abcdef123"},
-]
 LOOP, END = "{% for i in range(100000) %}", "{% endfor %}"
 
 
