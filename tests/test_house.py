@@ -18,7 +18,12 @@ HERE = Path(__file__).resolve().parent
 # A folder of cpu/ and kernels/ is a method's, or holds what several methods call.
 SHARED = {"jit", "weights", "attention", "layer", "experts", "recurrent", "eviction"}
 # Folders of many alike things, one file each.
-ONE_FILE_EACH = {"sparsekv_cli/methods", "sparsekv_cli/commands", "models/architectures"}
+ONE_FILE_EACH = {
+    "sparsekv_cli/methods",
+    "sparsekv_cli/methods/naive",
+    "sparsekv_cli/commands",
+    "models/architectures",
+}
 
 
 def names_in(folder: str) -> set[str]:
@@ -29,8 +34,11 @@ def names_in(folder: str) -> set[str]:
 
 
 def test_a_method_has_one_name_everywhere():
-    """The command line's is its path in methods/, cpu/, kernels/ and device/methods/."""
-    assert names_in("sparsekv_cli/methods") - {"base", "depth"} == set(METHODS)
+    """The command line's is its path in methods/, methods/naive/, cpu/, kernels/ and
+    device/methods/.
+    """
+    assert names_in("sparsekv_cli/methods") - {"base", "depth", "naive"} == set(METHODS)
+    assert names_in("sparsekv_cli/methods/naive") - {"base"} == set(METHODS)
     assert all(entry.partition(":")[0] == name for name, entry in METHODS.items())
     for folder in ("cpu", "kernels"):
         packages = {path.parent.name for path in (root() / folder).glob("*/__init__.py")}
