@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from layer_rows import Geometry, Rows
+from layer_rows import Case, Geometry, Rows
 from naive_pair import Pair
 
 from sparsekv_cli.cache.spec import Budget
@@ -118,11 +118,11 @@ class FreeKVPair(Pair):
 
 N_STEPS = 300
 GEOMETRIES = [
-    (Geometry(4, 4, 64), 250),
-    (Geometry(9, 3, 64), 300),
-    (Geometry(8, 2, 80), 271),
-    (Geometry(8, 1, 128), 320),
-    (Geometry(6, 2, 72, 40), 263),  # rows are padded, values are of another size
+    Case(Geometry(4, 4, 64), 250),
+    Case(Geometry(9, 3, 64), 300),
+    Case(Geometry(8, 2, 80), 271),
+    Case(Geometry(8, 1, 128), 320),
+    Case(Geometry(6, 2, 72, 40), 263),  # rows are padded, values are of another size
 ]
 PLAIN = GEOMETRIES[1]
 SMALL: dict[str, Any] = {
