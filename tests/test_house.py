@@ -25,8 +25,11 @@ def names_in(folder: str) -> set[str]:
 
 
 def test_a_method_has_one_name_everywhere():
-    """The command line's is its path in methods/, cpu/, kernels/ and device/methods/."""
-    assert names_in("sparsekv_cli/methods") - {"base", "depth"} == set(METHODS)
+    """The command line's is its path in methods/, methods/naive/, cpu/, kernels/ and
+    device/methods/.
+    """
+    assert names_in("sparsekv_cli/methods") - {"base", "depth", "naive"} == set(METHODS)
+    assert names_in("sparsekv_cli/methods/naive") - {"base"} == set(METHODS)
     assert all(entry.partition(":")[0] == name for name, entry in METHODS.items())
     for folder in ("cpu", "kernels"):
         packages = {path.parent.name for path in (root() / folder).glob("*/__init__.py")}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from layer_rows import Geometry, Rows
+from layer_rows import Case, Geometry, Rows
 from naive_pair import Pair
 
 from sparsekv_cli.cache.spec import Budget
@@ -83,12 +83,12 @@ class FreeKVPair(Pair):
             return
         naive, n = self.naive, self.naive.n
         n_page = naive.first_pages(n)[1] - naive.n_sink
-        self.seen["borders"] += naive.first_pages(n + 1)[1] > naive.first_pages(n)[1]
+        self.seen["borders"] += naive.first_pages(n + 1)[1] - naive.first_pages(n)[1]
         self.seen["corrected"] += int(naive.corrected.sum())
         for g, choice in enumerate(choices):
             scores = choice.scores[choice.rows]
             pages = np.unique(choice.rows[scores != FORCED] // self.method.page)
-            self.grouped |= np.isfinite(choice.scores).sum() < n_page * self.method.page
+            self.grouped |= bool(np.isfinite(choice.scores).sum() < n_page * self.method.page)
             by_previous = self.method.speculate and not naive.corrected[g]
             self.take(g, pages, n - 1 if by_previous else n, n)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,6 +43,16 @@ class Geometry:
 
 
 GEOMETRIES = [Geometry(2, 2, 64), Geometry(9, 3, 64), Geometry(8, 2, 80), Geometry(8, 1, 128)]
+
+
+class Case(NamedTuple):
+    """A layer, and how many rows its prompt has."""
+
+    geometry: Geometry
+    n_prefill: int
+
+    def __str__(self) -> str:
+        return f"{self.geometry}-n{self.n_prefill}"
 
 
 class Stream:

@@ -79,7 +79,7 @@ class Pair:
         self.seen["sparse"] += 1
         for choice, rows, count in zip(choices, idx, counts, strict=True):
             self.seen["lists"] += 1
-            self.seen["left out"] += count < self.naive.n
+            self.seen["left out"] += int(count < self.naive.n)
             got = np.sort(rows[:count])
             assert (np.diff(got) > 0).all(), "a row is attended twice"
             if not np.array_equal(got, choice.rows):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from freekv_pair import GEOMETRIES, PLAIN, SMALL, FreeKVPair, followed
-from layer_rows import Geometry, TurningStream
+from layer_rows import Case, Geometry, TurningStream
 from layer_stream import decode as decode_row
 from layer_stream import make_cache as make_layer
 from layer_stream import prefill
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_cache(case, **options):
-    """A cache of FreeKV for a (geometry, length of its prompt)."""
+    """A cache of FreeKV for the layer of a case."""
     return make_layer(FreeKV(**options), case[0])
 
 
@@ -77,7 +77,7 @@ def test_the_window_never_moves_back():
 
 
 def test_memory_is_as_the_formula_says():
-    case, p, n_ring, k = (Geometry(8, 2, 80, 48), 600), 16, 3, (144 - 16 - 32) // 16
+    case, p, n_ring, k = Case(Geometry(8, 2, 80, 48), 600), 16, 3, (144 - 16 - 32) // 16
     cache, stream = make_cache(case, **SMALL), stream_of(case, 1)
     cache.reserve(640)
     prefill(cache, stream.rows(600))

@@ -8,7 +8,7 @@ import numba
 import numpy as np
 import pytest
 from freekv_pair import GEOMETRIES, N_STEPS, PLAIN, SMALL, FreeKVPair, followed
-from layer_rows import Geometry, TurningStream
+from layer_rows import Case, Geometry, TurningStream
 from layer_stream import decode, make_cache, prefill
 from sweeps import crossed, sweep
 
@@ -91,16 +91,16 @@ def test_all_threads():
 # --- limiting cases -------------------------------------------------------------------------------
 
 
-def outputs(case: tuple[Geometry, int], n_threads: int = 1, **options: Any) -> np.ndarray:
+def outputs(case: Case, n_threads: int = 1, **options: Any) -> np.ndarray:
     """The outputs of 80 tokens after a prefill, f32 (80, H, d_v)."""
     return run(make_cache(FreeKV(**(SMALL | options)), case[0], n_threads), case)
 
 
-def dense_outputs(case: tuple[Geometry, int]) -> np.ndarray:
+def dense_outputs(case: Case) -> np.ndarray:
     return run(make_cache(Full(), case[0]), case)
 
 
-def run(cache: LayerCache, case: tuple[Geometry, int]) -> np.ndarray:
+def run(cache: LayerCache, case: Case) -> np.ndarray:
     geometry, n_prefill = case
     stream = TurningStream(geometry, 3)
     prefill(cache, stream.rows(n_prefill))

@@ -8,7 +8,7 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
-from layer_rows import Geometry, HistoryStream, half
+from layer_rows import Case, Geometry, HistoryStream, half
 from layer_stream import attended_rows, decode, make_cache, prefill
 from lfps_pair import N_STEPS, LFPSPair, followed, make_method
 from sweeps import crossed
@@ -18,12 +18,12 @@ from sparsekv_cli.cpu.lfps import step as lfps_chain
 from sparsekv_cli.methods import lfps
 
 CASES = [
-    (Geometry(4, 4, 64), 150),
-    (Geometry(9, 3, 64), 250),
-    (Geometry(8, 2, 80), 191),
-    (Geometry(8, 1, 128), 320),
+    Case(Geometry(4, 4, 64), 150),
+    Case(Geometry(9, 3, 64), 250),
+    Case(Geometry(8, 2, 80), 191),
+    Case(Geometry(8, 1, 128), 320),
 ]
-CAPPED = Geometry(8, 2, 64, softcap=10.0, has_sinks=True), 191
+CAPPED = Case(Geometry(8, 2, 64, softcap=10.0, has_sinks=True), 191)
 VARIANTS: dict[str, dict[str, Any]] = {
     "tuned": {},
     "alone": {"scored_by": "head"},
@@ -139,7 +139,7 @@ def test_a_limit_that_an_i32_just_holds(scored_by):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("case", [*CASES[1:], (Geometry(3, 1, 64), 1500)], ids=str)
+@pytest.mark.parametrize("case", [*CASES[1:], Case(Geometry(3, 1, 64), 1500)], ids=str)
 def test_any_number_of_threads(case, others):
     """Whole teams a thread, teams that threads share, and more threads than there are to take."""
     geometry, n_prefill = case

@@ -25,10 +25,9 @@ from sparsekv_cli.methods.naive.base import rotate, softmax
 from sparsekv_cli.methods.naive.sals import NaiveSALS
 from sparsekv_cli.methods.sals import SALS, UNDO
 
-Case = tuple[Geometry, int, dict[str, Any]]  # a layer, rows of its prompt, options
 PAPER = {"basis": "pca", "score": "paper", "exact_sinks": False}
 PLAIN = Geometry(9, 3, 64, n_rot=64)
-CASES: list[Case] = [
+CASES: list[tuple[Geometry, int, dict[str, Any]]] = [  # of a prompt of so many rows
     (PLAIN, 60, {}),  # nothing is compressed at first
     (Geometry(8, 2, 80, n_rot=80), 520, {"budget": Budget(tokens=30)}),  # beyond a chunk of scores
     (Geometry(8, 1, 128, n_rot=128), 130, {"bits": 2, "rank": 24}),
@@ -49,10 +48,9 @@ def make_cache(geometry: Geometry = PLAIN, n_threads: int = 1, **options: Any) -
     return make_layer(make_method(**options), geometry, n_threads)
 
 
-@pytest.mark.parametrize("case", sweep([[each] for each in CASES], fast=1), ids=str)
-def test_sals_equals_its_naive_form(case):
+@pytest.mark.parametrize(("geometry", "n_prefill", "options"), sweep(CASES, fast=1), ids=str)
+def test_sals_equals_its_naive_form(geometry, n_prefill, options):
     """Through the first compression, tiles of 16, chunks of 512, a second turn."""
-    geometry, n_prefill, options = case[0]
     pair = SALSPair(make_method(**options), geometry)
     pair.prefill(n_prefill)
     is_sparse = pair.decode(N_STEPS)["sparse"]

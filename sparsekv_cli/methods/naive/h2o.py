@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sparsekv_cli.cache.spec import N_SINKS, AttnInput
+from sparsekv_cli.cache.spec import N_SINKS, AttnInput, LayerSpec
 from sparsekv_cli.methods.naive.base import FORCED, NEVER, Choice, Naive, best
 
 if TYPE_CHECKING:
@@ -27,16 +27,20 @@ class NaiveH2O(Naive):
 
     method: H2O
 
+    def __init__(self, method: H2O, spec: LayerSpec) -> None:
+        super().__init__(method, spec)
+        self.held = [np.empty(0, int)] * self.n_kv
+        self.f = np.empty((self.n_kv, 0))  # (G, n)
+        self.ranked = np.empty((self.n_kv, 0))  # F when rows were dropped last
+        self.start = 0, list(self.held), self.f, self.ranked  # the end of the last prefill
+
     def append(self, x: AttnInput) -> None:
         n_past = self.n
         super().append(x)
-        if not n_past:
-            self.held = [np.empty(0, int)] * self.n_kv
-            self.f, self.ranked = np.empty((self.n_kv, 0)), np.empty((self.n_kv, 0))
         self.held = [np.append(held, np.arange(n_past, self.n)) for held in self.held]
         new = np.zeros((self.n_kv, self.n - n_past))
-        self.f = np.append(self.f, new, axis=1)  # (G, n)
-        self.ranked = np.append(self.ranked, new + FORCED, axis=1)  # F when rows were dropped last
+        self.f = np.append(self.f, new, axis=1)
+        self.ranked = np.append(self.ranked, new + FORCED, axis=1)
 
     def kept(self, g: int) -> np.ndarray:
         return self.held[g]
@@ -75,5 +79,6 @@ class NaiveH2O(Naive):
 
     def truncate(self, n: int) -> None:
         super().truncate(n)
-        _, held, f, ranked = self.start  # n is its first entry
+        start, held, f, ranked = self.start
+        assert n == start, "summed attention cannot be taken back"
         self.held, self.f, self.ranked = list(held), f.copy(), ranked.copy()

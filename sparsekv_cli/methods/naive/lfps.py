@@ -95,26 +95,25 @@ class NaiveLFPS(Naive):
         self.bypassed = rho > epsilon
         n_recent = max(1, min(self.method.recent, k // 2))
         forced = np.r_[:N_SINKS, n - n_recent : n]
+        size = self.group if self.shares(n) else 1  # heads that share their candidates
         choices = []
-        by_group = self.shares(n)
         for h in range(self.n_head):
-            team = range(h - h % self.group, h - h % self.group + self.group) if by_group else [h]
-            if h == team[0]:
-                c1, margin = self.candidates(team, n_recent, k)
+            if h % size == 0:
+                c1, margin = self.candidates(range(h, h + size), n_recent, k)
+            scores = np.full(n, NEVER)
             if self.bypassed[h]:
-                scores = np.full(n, NEVER)
                 scores[np.r_[:N_SINKS, max(N_SINKS, n - 1 - N_LOCAL) : n]] = FORCED
-                choices.append(Choice(np.flatnonzero(scores == FORCED), scores))
+                choice = Choice(np.flatnonzero(scores == FORCED), scores)
             else:  # step 8
-                scores = np.full(n, NEVER)
                 scores[c1] = self.s[h, c1]
-                n_others = len(np.setdiff1d(c1, forced))
-                choices.append(best(scores, forced, min(k - n_recent, n_others)))
-                choices[-1].margin = margin
-            choices[-1].margin = min(choices[-1].margin, abs(rho[h] - epsilon))
+                choice = best(scores, forced, min(k - n_recent, len(np.setdiff1d(c1, forced))))
+                choice.margin = margin
+            choice.margin = min(choice.margin, abs(rho[h] - epsilon))
+            choices.append(choice)
         return choices
 
     def shares(self, n: int) -> bool:
+        """Whether the heads of a kv group score each other's candidates."""
         scored_by = self.method.scored_by
         return n > GROUP_ROWS if scored_by == "auto" else scored_by == "group"
 
@@ -141,7 +140,7 @@ class NaiveLFPS(Naive):
         e = density @ np.exp(self.capped(mean + z * np.sqrt(variance)))
         return np.log(self.n - N_SINKS) + np.log(e)
 
-    def candidates(self, team: range | list[int], n_recent: int, k: int) -> tuple:
+    def candidates(self, team: range, n_recent: int, k: int) -> tuple[np.ndarray, float]:
         """C1 of the heads of a team that are not bypassed; thresholds rise if it is too large."""
         n, limit, most = self.n, self.n, self.method.candidates
         active = [h for h in team if not self.bypassed[h]]
@@ -164,24 +163,19 @@ class NaiveLFPS(Naive):
 
     def near(self, h: int, factor: float) -> tuple[np.ndarray, float]:
         """Steps 6 and 7: which rows are in C0 or next to it; how near a comparison was."""
-        n = self.n
-        rows = np.arange(N_SINKS, n)
-        tables = np.stack([self.ver[h, rows], self.dist[h, n - 1 - rows]])  # (2, nn)
-        tau = np.array([[factor * self.threshold(x)] for x in tables])
-        c0, c1 = np.zeros((2, n), bool)
-        c0[rows] = (tables > tau).any(0)
+        rows = np.arange(N_SINKS, self.n)
+        tables = np.stack([self.ver[h, rows], self.dist[h, self.n - 1 - rows]])  # (2, nn)
+        tau = factor * np.array([[self.threshold(x)] for x in tables])
         mean = tables.mean(1, keepdims=True)
-        above = np.zeros(n, bool)
-        above[rows] = (tables > mean).any(0) if self.method.expand == "filtered" else True
-        c1 |= c0
-        for step in (-1, 1, 2):
-            there = np.roll(c0, step)
-            there[: max(step, N_SINKS)] = False
-            if step < 0:
-                there[step:] = False
-            c1 |= there & above
-        borders = [tau, mean] if self.method.expand == "filtered" else [tau]
-        return c1, min(np.abs(tables / border - 1).min() for border in borders)
+        c0 = (tables > tau).any(0)
+        wide = np.pad(c0, 2)
+        beside = wide[3:-1] | wide[1:-3] | wide[:-4]  # offsets -1, 1 and 2
+        borders = [tau]
+        if self.method.expand == "filtered":
+            beside &= (tables > mean).any(0)
+            borders.append(mean)
+        margin = min(np.abs(tables / border - 1).min() for border in borders)
+        return np.append(np.zeros(N_SINKS, bool), c0 | beside), margin
 
     def threshold(self, x: np.ndarray) -> float:
         """Step 5: tau = a mu / kappa of the entries x of a table."""

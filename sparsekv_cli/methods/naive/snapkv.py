@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sparsekv_cli.cache.spec import N_SINKS, AttnInput
+from sparsekv_cli.cache.spec import N_SINKS, AttnInput, LayerSpec
 from sparsekv_cli.methods.naive.base import FORCED, NEVER, Choice, Naive, best
 
 if TYPE_CHECKING:
@@ -27,13 +27,15 @@ class NaiveSnapKV(Naive):
 
     method: SnapKV
 
+    def __init__(self, method: SnapKV, spec: LayerSpec) -> None:
+        super().__init__(method, spec)
+        self.held = [np.empty(0, int)] * self.n_kv
+        self.pooled = [np.empty(0)] * self.n_kv  # scores (n,) of the last choice
+
     def append(self, x: AttnInput) -> None:
         n_past = self.n
         super().append(x)
         new, n_new = np.arange(n_past, self.n), self.n - n_past
-        if not n_past:
-            self.held = [np.empty(0, int)] * self.n_kv
-            self.pooled = [np.empty(0)] * self.n_kv  # of the last choice
         self.held = [np.append(held, new) for held in self.held]
         self.pooled = [np.append(pooled, np.full(n_new, FORCED)) for pooled in self.pooled]
         self.received = np.zeros((self.n_kv, self.n))

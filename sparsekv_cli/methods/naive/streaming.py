@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sparsekv_cli.cache.spec import AttnInput
+from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.methods.naive.base import FORCED, NEVER, Choice, Naive, rotate
 
 if TYPE_CHECKING:
@@ -26,10 +26,14 @@ class NaiveStreaming(Naive):
 
     method: Streaming
 
+    def __init__(self, method: Streaming, spec: LayerSpec) -> None:
+        super().__init__(method, spec)
+        self.k_nope = self.k  # (G, n, d), ahead of RoPE
+
     def append(self, x: AttnInput) -> None:
         d = self.spec.head_dim
         k_nope = x.k_nope[..., :d].astype(np.float64)
-        self.k_nope = np.concatenate([self.k_nope, k_nope], axis=1) if self.n else k_nope
+        self.k_nope = np.concatenate([self.k_nope, k_nope], axis=1)
         self.q_nope = x.q_nope[:, -1, :d].astype(np.float64)  # (H, d)
         super().append(x)
 
