@@ -5,11 +5,12 @@ A kernel that is called through its address is compiled by itself, once, whateve
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import from_dtype, types
 from numba.extending import intrinsic
 from numpy.typing import DTypeLike
 
@@ -71,6 +72,25 @@ def _pointer_to(element: Any, llvm_type: ir.Type) -> Any:
         return types.CPointer(element)(types.int64), codegen
 
     return pointer
+
+
+def record_pointer(dtype: np.dtype) -> Any:
+    """Numba code: an address as ``carray`` takes it, of records of a structured dtype."""
+    element = from_dtype(dtype)
+
+    @intrinsic
+    def pointer(typingctx, at):
+        def codegen(context, builder, signature, args):
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(element)(types.int64), codegen
+
+    return pointer
+
+
+def addresses_of(arrays: Iterable[np.ndarray]) -> tuple[int, ...]:
+    """The addresses of arrays, in their order; the caller keeps the arrays alive."""
+    return tuple(address(array) for array in arrays)
 
 
 float_pointer = _pointer_to(types.float32, F32)

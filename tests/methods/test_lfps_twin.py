@@ -22,7 +22,6 @@ from lfps_follow import (
 from lfps_twin import SINKS, LFPSTwin, TwinOptions
 from sweeps import crossed
 
-from sparsekv_cli.cpu.lfps import step as lfps_chain
 from sparsekv_cli.methods import lfps
 
 GEOMETRIES = [
@@ -55,7 +54,7 @@ def test_lfps_equals_its_twin(geometry, variant):
     assert seen["ties"] <= 2 and seen["counted"] >= 0.9 * N_STEPS
     if twin.heads_a_team > 1:
         assert seen["mixed"] > 50, "some heads of a group bypassed, others not"
-    assert cache._step.words.view(np.float64)[lfps_chain.A] == pytest.approx(
+    assert cache._step.record["rules"]["a"] == pytest.approx(
         options.a * (0.145 + 0.855 * min(twin.heads_a_team, 3)), rel=1e-12
     )
     counters = cache.counters()
