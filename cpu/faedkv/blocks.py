@@ -18,6 +18,8 @@ are f16, scaled to its range by a gain a block.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit, prange
 
@@ -39,8 +41,8 @@ from sparsekv_cli.cpu.attention.tile import (
     tile_scores,
     tile_values,
 )
-from sparsekv_cli.cpu.faedkv.attention import MEAN
-from sparsekv_cli.cpu.faedkv.spectrum import FourierBasis, Mark, is_single
+from sparsekv_cli.cpu.faedkv.frequencies import FourierBasis, is_single
+from sparsekv_cli.cpu.faedkv.spectrum import Mark
 from sparsekv_cli.cpu.jit.llvm import LANES, next_task
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
@@ -276,7 +278,7 @@ class BlockSpectrum:
         self.n_tokens = 0
         matrix, n_waves = centred_waves(basis.n, basis.bins)
         self._matrix, self._n_waves = matrix.astype(np.float32), np.array(n_waves)
-        columns = 0 if basis.kind == MEAN else basis.n // 4
+        columns = 0 if basis.is_mean else basis.n // 4
         self._waves = self._matrix[:, :columns].copy()
         self._inverse = np.ones((2, 0), np.float32)  # 1 / gain of K and V, a column a block
         self.k, self.v = (np.zeros((n_head_kv, 0, w), np.float16) for w in (width, width_v))
@@ -348,29 +350,33 @@ class BlockSpectrum:
         return out[0], out[1]
 
     def mark(self) -> Mark:
-        return Mark(self.n_tokens, self.n_rows, 0, None)
+        return Mark(self.n_tokens)
 
     def go_back(self, mark: Mark) -> None:
         """Takes back what came after ``mark``."""
         self.n_tokens = mark.n_tokens
 
+    def copied_bytes(self, mark: Mark) -> int:
+        """None: blocks do not change."""
+        return 0
+
     def attend(
         self,
         q: np.ndarray,
-        exact: np.ndarray,
-        n: int,
+        store: Any,
         scale: np.float32,
         softcap: np.float32,
         sinks: np.ndarray,
         n_threads: int,
     ) -> np.ndarray:
-        """Attention f32 (H, d_v) of q f32 (H, d) over n exact rows and all blocks.
+        """Attention f32 (H, d_v) of q f32 (H, d) over the exact rows of a KVStore and all blocks.
 
         softcap, sinks: see ``attend_blocks``.
         """
         out = np.empty((len(q), self.v.shape[2]), np.float32)
         attend_blocks(
-            q, exact, n, self._layout, self._n_kv, self.n_segments, self.basis.n_rows, self.basis.n,
-            self._inverse, self._waves, self._n_waves, scale, softcap, sinks, out, n_threads,
+            q, store.layout, store.n, self._layout, self._n_kv, self.n_segments, self.basis.n_rows,
+            self.basis.n, self._inverse, self._waves, self._n_waves, scale, softcap, sinks, out,
+            n_threads,
         )  # fmt: skip
         return out
