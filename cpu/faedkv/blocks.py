@@ -18,8 +18,10 @@ are f16, scaled to its range by a gain a block.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from numba import njit, prange
+from numba import carray, njit, prange
 
 from sparsekv_cli.cpu.attention.decode import BLOCK as ATTENDED_AT_ONCE
 from sparsekv_cli.cpu.attention.decode import (
@@ -39,13 +41,41 @@ from sparsekv_cli.cpu.attention.tile import (
     tile_scores,
     tile_values,
 )
-from sparsekv_cli.cpu.faedkv.attention import MEAN
-from sparsekv_cli.cpu.faedkv.spectrum import FourierBasis, Mark, is_single
+from sparsekv_cli.cpu.faedkv.frequencies import FourierBasis, is_single
+from sparsekv_cli.cpu.faedkv.spectrum import Mark
 from sparsekv_cli.cpu.jit.llvm import LANES, next_task
-from sparsekv_cli.cpu.jit.pointers import on_lines
+from sparsekv_cli.cpu.jit.pointers import address, float_pointer, on_lines, record_pointer
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.sals.vectors import multiply, scale_lanes
 
+# What attention over one layer's blocks finds by name. Addresses are of contiguous arrays.
+BLOCKS = np.dtype(
+    [
+        ("exact", np.int64, 8),  # layout of the exact rows, see attention/rows.py
+        ("layout", np.int64, 8),  # of the coefficient rows
+        ("n_waves", np.int64, 4),  # of each part of ``centred_waves``
+        *(
+            (name, np.int64)
+            for name in (
+                "n_exact",
+                *("n_head", "n_kv", "d", "d_v"),
+                "n_block",  # whole blocks
+                "n_rows",  # coefficient rows of a block
+                "length",  # tokens of a block
+                "waves",  # f32 (n_rows, quarter)
+                "quarter",  # length / 4, or 0 where blocks keep their mean only
+                "inverse",  # f32 (2, capacity): what takes the gains of K and V back
+                "capacity",  # blocks
+                "sinks",  # f32 (n_sinks,): scores without values; n_sinks is n_head or 0
+                "n_sinks",
+                "n_threads",
+            )
+        ),
+        ("scale", np.float32),
+        ("softcap", np.float32),  # 0 for none
+    ]
+)
+_blocks_pointer = record_pointer(BLOCKS)
 MEANS_AT_ONCE = 256  # blocks, where each has one score
 ONE_THREAD_BELOW = 256  # rows under which threads cost more than they save
 LINE = 4 * LANES  # bytes of one number of each block of a group
@@ -155,12 +185,19 @@ def _weigh_blocks(z, n_block, waves, n_waves, from_k, from_v, softcap, x):
 
 
 @njit(cache=True, nogil=True)
-def _attend_exact(q, layout, n, g, softcap, sinks, peak, mass, acc):
-    """Softmax state of kv head g's query heads over n exact rows.
+def _record(at):
+    """The record of ``BLOCKS`` at an address."""
+    return carray(_blocks_pointer(at), 1)[0]
 
-    q f32 (heads, d) scaled; softcap: 0 for none; sinks f32 (heads,): scores without values that it
-    begins with, or empty. State: peak, mass f32 (heads,), acc f32 (heads, d_v).
+
+@njit(cache=True, nogil=True)
+def _attend_exact(this, q, g, sinks, peak, mass, acc):
+    """Softmax state of kv head g's query heads over the exact rows.
+
+    this: a record of ``BLOCKS``. q f32 (heads, d) scaled; sinks f32 (heads,): scores without values
+    that it begins with, or empty. State: peak, mass f32 (heads,), acc f32 (heads, d_v).
     """
+    layout = this.exact
     buffer = np.empty((TILE, ATTENDED_AT_ONCE + PAD), np.float32)
     begin_softmax(sinks, peak, mass)
     acc[:] = 0
@@ -168,22 +205,22 @@ def _attend_exact(q, layout, n, g, softcap, sinks, peak, mass, acc):
         end = min(h + TILE, len(q))
         attend_tile(
             q[h:end], layout[K] + g * layout[K_HEAD], layout[V] + g * layout[V_HEAD], layout[K_ROW],
-            layout[V_ROW], 0, 0, n, softcap, peak[h:end], mass[h:end], acc[h:end], buffer,
+            layout[V_ROW], 0, 0, this.n_exact, this.softcap, peak[h:end], mass[h:end], acc[h:end],
+            buffer,
         )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)
-def _attend_group(
-    q, layout, g, first, n_block, n_rows, length, waves, n_waves, from_k, from_v, softcap, peak,
-    mass, acc, z, x,
-):  # fmt: skip
+def _attend_group(this, q, g, first, n_block, peak, mass, acc, z, x):
     """Softmax state of kv head g's query heads over ``n_block`` blocks from ``first`` on.
 
-    layout: of the coefficient rows. z f32 (TILE, >= rows + PAD), x: scratch. See ``_attend_exact``,
-    ``_weigh_blocks``.
+    z f32 (TILE, >= rows + PAD), x: scratch. See ``_attend_exact``, ``_weigh_blocks``.
     """
-    d, d_v = q.shape[1], acc.shape[1]
-    is_mean = waves.shape[1] == 0
+    layout, n_rows, d, d_v = this.layout, this.n_rows, q.shape[1], acc.shape[1]
+    waves = carray(float_pointer(this.waves), (n_rows, this.quarter))
+    inverse = carray(float_pointer(this.inverse), (2, this.capacity))
+    from_k, from_v = inverse[0, first:], inverse[1, first:]
+    is_mean = this.quarter == 0
     count = n_block if is_mean else n_rows * LANES
     k = layout[K] + g * layout[K_HEAD] + first * n_rows * layout[K_ROW]
     v = layout[V] + g * layout[V_HEAD] + first * n_rows * layout[V_ROW]
@@ -195,9 +232,11 @@ def _attend_group(
         )
         for t in range(tile):
             if is_mean:
-                state = _weigh_means(z[t], n_block, length, from_k, from_v, softcap)
+                state = _weigh_means(z[t], n_block, this.length, from_k, from_v, this.softcap)
             else:
-                state = _weigh_blocks(z[t], n_block, waves, n_waves, from_k, from_v, softcap, x)
+                state = _weigh_blocks(
+                    z[t], n_block, waves, this.n_waves, from_k, from_v, this.softcap, x
+                )
             peak[h + t], mass[h + t] = state
         tile_values(
             tile, 0, z.ctypes.data, z.shape[1], v, layout[V_ROW], 0, count, d_v, acc[h:].ctypes.data
@@ -205,63 +244,53 @@ def _attend_group(
 
 
 @njit(cache=True, nogil=True)
-def _take_tasks(
-    counter, q, exact, n_exact, layout, n_kv, n_block, n_rows, length, inverse, waves, n_waves,
-    softcap, sinks, at_once, peak, mass, acc
-):  # fmt: skip
-    """Takes tasks of a kv head: its exact rows, or ``at_once`` of its blocks."""
-    group = len(q) // n_kv
-    z = np.empty((TILE, at_once * n_rows + PAD), np.float32)
-    x = np.empty(at_once * length + PAD, np.float32)
+def _take_tasks(counter, at, q, at_once, peak, mass, acc):
+    """Takes tasks of a kv head: its exact rows, or ``at_once`` of its blocks. q f32 (H, d) scaled.
+
+    at: the address of the record. peak, mass f32 (parts, H), acc f32 (parts, H, d_v).
+    """
+    this = _record(at)
+    n_kv, group = this.n_kv, len(q) // this.n_kv
+    sinks = carray(float_pointer(this.sinks), this.n_sinks)
+    z = np.empty((TILE, at_once * this.n_rows + PAD), np.float32)
+    x = np.empty(at_once * this.length + PAD, np.float32)
     task = next_task(counter)
     while task < n_kv * len(peak):
         part, g = task // n_kv, task % n_kv
         heads = slice(g * group, (g + 1) * group)
+        state = peak[part, heads], mass[part, heads], acc[part, heads]
         if part == 0:
-            _attend_exact(
-                q[heads], exact, n_exact, g, softcap, sinks[heads], peak[0, heads], mass[0, heads],
-                acc[0, heads],
-            )  # fmt: skip
+            _attend_exact(this, q[heads], g, sinks[heads], *state)
         else:
             first = (part - 1) * at_once
             _attend_group(
-                q[heads], layout, g, first, min(at_once, n_block - first), n_rows, length, waves,
-                n_waves, inverse[0, first:], inverse[1, first:], softcap, peak[part, heads],
-                mass[part, heads], acc[part, heads], z, x,
-            )  # fmt: skip
+                this, q[heads], g, first, min(at_once, this.n_block - first), *state, z, x
+            )
         task = next_task(counter)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def attend_blocks(
-    q, exact, n_exact, layout, n_kv, n_block, n_rows, length, inverse, waves, n_waves, scale,
-    softcap, sinks, out, n_threads,
-):  # fmt: skip
-    """Attention of one token over exact rows and ``n_block`` blocks of ``length`` tokens.
+def attend_blocks(at, q, out):
+    """Attention of one token over exact rows and blocks.
 
-    q f32 (H, d); exact, layout: of the exact rows and of the coefficient rows, which are f16, see
-    attention/rows.py; n_rows of these a block. inverse f32 (2, blocks): what takes the gains of K
-    and V back. waves f32 (n_rows, length / 4), without columns where blocks keep their mean only;
-    n_waves int64 (4,): of each part of ``centred_waves``. softcap: 0 for none; sinks f32 (H,):
-    scores without values, or empty. out f32 (H, d_v).
+    Addresses: of a record of ``BLOCKS``, of q f32 (H, d), and of out f32 (H, d_v).
     """
-    n_head = q.shape[0]
-    at_once = LANES if waves.shape[1] else MEANS_AT_ONCE
-    n_part = 1 + (n_block + at_once - 1) // at_once
+    this = _record(at)
+    n_head, d_v, n_threads = this.n_head, this.d_v, this.n_threads
+    at_once = LANES if this.quarter else MEANS_AT_ONCE
+    n_part = 1 + (this.n_block + at_once - 1) // at_once
     peak = np.empty((n_part, n_head), np.float32)
     mass = np.empty((n_part, n_head), np.float32)
-    acc = np.empty((n_part, n_head, out.shape[1]), np.float32)
-    scaled = scaled_copy(q, scale)
+    acc = np.empty((n_part, n_head, d_v), np.float32)
+    scaled = scaled_copy(carray(float_pointer(q), (n_head, this.d)), this.scale)
     counter = np.zeros(1, np.int64)
-    if n_exact + n_block * n_rows < ONE_THREAD_BELOW:
+    if this.n_exact + this.n_block * this.n_rows < ONE_THREAD_BELOW:
         n_threads = 1
     for _thread in prange(n_threads):
-        _take_tasks(
-            counter, scaled, exact, n_exact, layout, n_kv, n_block, n_rows, length, inverse, waves,
-            n_waves, softcap, sinks, at_once, peak, mass, acc,
-        )  # fmt: skip
+        _take_tasks(counter, at, scaled, at_once, peak, mass, acc)
+    attended = carray(float_pointer(out), (n_head, d_v))
     for h in range(n_head):
-        merge_pieces(peak[:, h], mass[:, h], acc[:, h], out[h])
+        merge_pieces(peak[:, h], mass[:, h], acc[:, h], attended[h])
 
 
 class BlockSpectrum:
@@ -272,12 +301,18 @@ class BlockSpectrum:
     """
 
     def __init__(self, n_head_kv: int, width: int, width_v: int, basis: FourierBasis) -> None:
-        self.basis, self._n_kv = basis, n_head_kv
+        self.basis = basis
         self.n_tokens = 0
         matrix, n_waves = centred_waves(basis.n, basis.bins)
-        self._matrix, self._n_waves = matrix.astype(np.float32), np.array(n_waves)
-        columns = 0 if basis.kind == MEAN else basis.n // 4
+        self._matrix = matrix.astype(np.float32)
+        columns = 0 if basis.is_mean else basis.n // 4
         self._waves = self._matrix[:, :columns].copy()
+        self._record = record = np.zeros((), BLOCKS)
+        self._at = address(record)  # asked once: numpy describes all fields each time
+        record["n_kv"], record["d"], record["d_v"] = n_head_kv, width, width_v
+        record["n_rows"], record["length"] = basis.n_rows, basis.n
+        record["waves"], record["quarter"] = address(self._waves), columns
+        record["n_waves"] = n_waves
         self._inverse = np.ones((2, 0), np.float32)  # 1 / gain of K and V, a column a block
         self.k, self.v = (np.zeros((n_head_kv, 0, w), np.float16) for w in (width, width_v))
 
@@ -317,7 +352,9 @@ class BlockSpectrum:
         self.k, self.v = grown
         inverse = np.ones((2, n_group * LANES), np.float32)
         inverse[:, :capacity] = self._inverse
-        self._inverse, self._layout = inverse, layout_of(self.k, self.v)
+        self._inverse, record = inverse, self._record
+        record["layout"] = layout_of(self.k, self.v)
+        record["inverse"], record["capacity"] = address(inverse), inverse.shape[1]
 
     def append(self, k: np.ndarray, v: np.ndarray) -> None:
         """New blocks of tokens k f32 (G, m, d), v f32 (G, m, d_v)."""
@@ -348,29 +385,35 @@ class BlockSpectrum:
         return out[0], out[1]
 
     def mark(self) -> Mark:
-        return Mark(self.n_tokens, self.n_rows, 0, None)
+        return Mark(self.n_tokens)
 
     def go_back(self, mark: Mark) -> None:
         """Takes back what came after ``mark``."""
         self.n_tokens = mark.n_tokens
 
+    def copied_bytes(self, mark: Mark) -> int:
+        """None: blocks do not change."""
+        return 0
+
     def attend(
         self,
         q: np.ndarray,
-        exact: np.ndarray,
-        n: int,
+        store: Any,
         scale: np.float32,
         softcap: np.float32,
         sinks: np.ndarray,
         n_threads: int,
     ) -> np.ndarray:
-        """Attention f32 (H, d_v) of q f32 (H, d) over n exact rows and all blocks.
+        """Attention f32 (H, d_v) of q f32 (H, d) over the exact rows of a KVStore and all blocks.
 
-        softcap, sinks: see ``attend_blocks``.
+        softcap: 0 for none; sinks f32 (H,): scores without values, or empty.
         """
-        out = np.empty((len(q), self.v.shape[2]), np.float32)
-        attend_blocks(
-            q, exact, n, self._layout, self._n_kv, self.n_segments, self.basis.n_rows, self.basis.n,
-            self._inverse, self._waves, self._n_waves, scale, softcap, sinks, out, n_threads,
-        )  # fmt: skip
+        assert q.flags.c_contiguous and sinks.flags.c_contiguous
+        out, record = np.empty((len(q), self.v.shape[2]), np.float32), self._record
+        record["exact"], record["n_exact"] = store.layout, store.n
+        record["n_head"], record["n_block"] = len(q), self.n_segments
+        record["scale"], record["softcap"] = scale, softcap
+        record["sinks"], record["n_sinks"] = address(sinks), len(sinks)
+        record["n_threads"] = n_threads
+        attend_blocks(self._at, address(q), address(out))
         return out

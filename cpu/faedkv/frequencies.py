@@ -30,10 +30,31 @@ def kept_bins(n: int, share: float, importance: np.ndarray) -> np.ndarray:
     return np.sort(np.concatenate(kept))
 
 
-def runs(bins: np.ndarray) -> np.ndarray:
-    """Ascending bins as (first, number) pairs of neighbours: int64 (runs, 2)."""
-    starts = np.flatnonzero(np.diff(bins, prepend=-2) != 1)
-    return np.stack([bins[starts], np.diff(starts, append=len(bins))], axis=1).astype(np.int64)
+def is_single(n: int, bins: np.ndarray) -> np.ndarray:
+    """Whether a bin has one wave only: the mean, and the highest one of an even length."""
+    return (bins == 0) | (2 * bins == n)
+
+
+class FourierBasis:
+    """The bins that are kept of a DFT over n tokens."""
+
+    def __init__(self, n: int, bins: np.ndarray) -> None:
+        self.n, self.bins = n, bins.astype(np.int64)
+        self.is_single = is_single(n, self.bins)
+        self.n_rows = 2 * len(bins) - int(self.is_single.sum())  # cosine and sine waves
+        self.is_mean = self.bins.tolist() == [0]
+
+
+def length_above(n: int) -> int:
+    """The smallest n or more that has no prime factor above 5, as FFTs like it."""
+    while True:
+        rest = n
+        for prime in (2, 3, 5):
+            while rest % prime == 0:
+                rest //= prime
+        if rest == 1:
+            return n
+        n += 1
 
 
 def without_bins(x: np.ndarray, dropped: np.ndarray) -> np.ndarray:

@@ -1,241 +1,161 @@
-"""The transformed tokens of one layer: coefficient rows and the table of their segments.
+"""FAEDKV's tokens in bases that they are added to (``update=additive``), in numpy.
 
-Segments follow each other in time; tokens can be added to the last one.
+A segment is a run of tokens whose K and V were transformed along the tokens by a DFT of N points
+and cut to a few bins. No key and no value is reconstructed: z = X_K . q on the kept bins, scores
+are the inverse DFT of z, and P, the DFT of the softmax weights, weighs the bins of V. Bins are
+complex64; all else is in f64.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
-from sparsekv_cli.cpu.faedkv import attention as kernels
-from sparsekv_cli.cpu.faedkv import fft, frequencies
-from sparsekv_cli.cpu.jit.pointers import on_lines
-
-DIRECT_BELOW = 512  # tokens of a segment under which a product with its waves is cheaper than FFTs
+from sparsekv_cli.cpu.faedkv.frequencies import FourierBasis
+from sparsekv_cli.cpu.jit.threads import blas_threads
 
 
-def waves(n: int, bins: np.ndarray) -> np.ndarray:
-    """The basis of kept bins: f64 (rows, n), orthonormal; angles are reduced in integers."""
-    return waves_at(n, bins, np.arange(n))
+def turns_at(n: int, bins: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """e^(-2 pi i k j / n) complex128 (bins, tokens); the angles are reduced in integers."""
+    return np.exp(-2j * np.pi / n * (np.multiply.outer(bins, at) % n))
 
 
-def waves_at(n: int, bins: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Columns ``at`` of ``waves``: what tokens with these numbers add to the coefficients."""
-    turns = np.multiply.outer(bins, at) % n
-    cos, sin = _circle(n)
-    single = is_single(n, bins)
-    norm = np.sqrt(np.where(single, 1, 2) / n)[:, None]
-    return np.concatenate([norm * cos[turns], -(norm * sin[turns])[~single]])
+class Segment(NamedTuple):
+    """``filled`` tokens in a basis of N points. The arrays never change."""
 
+    basis: FourierBasis
+    filled: int
+    k: np.ndarray  # X_K complex64 (G, bins, d)
+    v: np.ndarray  # X_V complex64 (G, bins, d_v)
 
-@lru_cache(maxsize=16)
-def _circle(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cosine and sine of n angles around the circle, f64."""
-    angles = 2 * np.pi * np.arange(n) / n
-    return np.cos(angles), np.sin(angles)
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
 
+    @property
+    def size(self) -> int:
+        """Points that a sum over the bins is divided by: a mean is that of the tokens there are."""
+        return self.filled if self.basis.is_mean else self.basis.n
 
-def is_single(n: int, bins: np.ndarray) -> np.ndarray:
-    """Whether a bin has one wave only: the mean, and the highest one of an even length."""
-    return (bins == 0) | (2 * bins == n)
+    def with_tokens(self, k: np.ndarray, v: np.ndarray) -> Segment:
+        """X[k] += x_n e^(-2 pi i k n / N) (docs/methods.md, step 3) for f32 (G, m, d), (G, m, d_v).
 
+        They take the places behind the tokens that are there.
+        """
+        m, basis = k.shape[1], self.basis
+        turns = turns_at(basis.n, basis.bins, self.filled + np.arange(m))
+        sums = [old + turns @ x for old, x in ((self.k, k), (self.v, v))]
+        return Segment(basis, self.filled + m, *(each.astype(np.complex64) for each in sums))
 
-@njit(cache=True, nogil=True, fastmath=kernels.FAST)
-def project(weights, x, out, first):
-    """out[g, first + i] += sum over j of weights[i, j] x[g, j]
+    def inverse(self, z: np.ndarray) -> np.ndarray:
+        """The tokens f64 (G, filled, any) of which z complex (G, bins, any) are the bins."""
+        n = self.basis.n
+        spectrum = np.zeros((len(z), n // 2 + 1, z.shape[2]), np.complex128)
+        spectrum[:, self.basis.bins] = z * (n / self.size)
+        return np.fft.irfft(spectrum, n=n, axis=1)[:, : self.filled]
 
-    weights f32 (rows, m); x f32 (G, m, d); out f32 (G, >= first + rows, >= d).
-    """
-    for g in range(x.shape[0]):
-        rows, tokens = out[g], x[g]
-        for i in range(weights.shape[0]):
-            for j in range(x.shape[1]):
-                part = weights[i, j]
-                for c in range(x.shape[2]):
-                    rows[first + i, c] += part * tokens[j, c]
-
-
-class FourierBasis:
-    """The waves (kept bins) of a segment of up to n tokens."""
-
-    def __init__(self, n: int, bins: np.ndarray) -> None:
-        self.n, self.bins = n, bins.astype(np.int64)
-        self.runs = frequencies.runs(self.bins)
-        self.n_rows = 2 * len(bins) - int(is_single(n, self.bins).sum())
-        self.plan = None
-        self.matrix = np.zeros((0, n), np.float32)
-        self.kind = kernels.MEAN if self.bins.tolist() == [0] else kernels.DIRECT
-        if n < DIRECT_BELOW:
-            self.matrix = waves(n, self.bins).astype(np.float32)
-        elif self.kind != kernels.MEAN:
-            self.kind, self.plan = kernels.FFT, fft.make_plan(n)
-
-    def table_row(self, filled: int, first: int) -> list[int]:
-        """This basis as a row of the table in cpu/faedkv/attention.py; it holds addresses."""
-        numbers = twiddles = 0
-        if self.plan is not None:
-            numbers, twiddles = (_address(a) for a in (self.plan.numbers, self.plan.twiddles))
-        runs = _address(self.runs), len(self.runs)
-        return [self.kind, self.n, filled, first, len(self.bins), *runs, numbers, twiddles]
-
-    def coefficients(self, x: np.ndarray) -> np.ndarray:
-        """x f32 (G, m, d), m <= n -> f32 (G, n_rows, d)."""
-        if len(self.matrix):
-            out = np.zeros((len(x), self.n_rows, x.shape[2]), np.float32)
-            project(self.matrix[:, : x.shape[1]].copy(), x, out, 0)
-            return out
-        if self.kind == kernels.MEAN:
-            return x.sum(1, keepdims=True, dtype=np.float32) * np.float32(self.n**-0.5)
-        spectrum = np.fft.rfft(x, n=self.n, axis=1)[:, self.bins]
-        single = is_single(self.n, self.bins)
-        spectrum *= np.sqrt(np.where(single, 1, 2) / self.n)[:, None]
-        return np.concatenate([spectrum.real, spectrum.imag[:, ~single]], axis=1)
-
-    def tokens(self, rows: np.ndarray, filled: int) -> np.ndarray:
-        """The tokens that the coefficients f32 (G, n_rows, d) stand for: (G, filled, d)."""
-        if self.kind == kernels.MEAN:
-            return np.repeat(rows * np.float32(self.n**0.5 / filled), filled, axis=1)
-        if self.kind == kernels.DIRECT:
-            return np.einsum("ij,gid->gjd", self.matrix[:, :filled], rows)
-        n_bin, keep = self.n // 2 + 1, len(self.bins)
-        single = is_single(self.n, self.bins)
-        spectrum = np.zeros((len(rows), n_bin, rows.shape[2]), np.complex64)
-        spectrum[:, self.bins] = rows[:, :keep]
-        spectrum[:, self.bins[~single]] += 1j * rows[:, keep:]
-        spectrum[:, self.bins] *= np.sqrt(self.n / np.where(single, 1, 2))[:, None]
-        return np.fft.irfft(spectrum, n=self.n, axis=1)[:, :filled]
+    def weighted(self, weights: np.ndarray) -> np.ndarray:
+        """weights f64 (G, heads, filled) times the values: f64 (G, heads, d_v)."""
+        basis = self.basis
+        bins = np.fft.rfft(weights, n=basis.n)[..., basis.bins]
+        bins *= np.where(basis.is_single, 1, 2)  # the others have a mirror image
+        return (bins.conj() @ self.v).real / self.size
 
 
 class Mark(NamedTuple):
     """What a spectrum was at some moment, so that it can go back."""
 
     n_tokens: int
-    n_rows: int
-    n_segments: int
-    # The rows of the last segment of K and V, and how many tokens it held; None: no segments.
-    last: tuple[np.ndarray, np.ndarray, int] | None
+    segments: tuple[Segment, ...] = ()
 
 
 class Spectrum:
-    """Coefficient rows of K and V, f32 (G, capacity, width), and the table of segments."""
+    """The segments of one layer, in the order of their tokens. block: the basis of short ones."""
 
     def __init__(self, n_head_kv: int, width: int, width_v: int, block: FourierBasis) -> None:
         self.block = block
-        self.k = np.zeros((n_head_kv, 0, width), np.float32)
-        self.v = np.zeros((n_head_kv, 0, width_v), np.float32)
-        self.n_rows = 0
-        self.n_tokens = 0
-        self.bases: list[FourierBasis] = []
-        self.table = np.zeros((0, kernels.N_COLUMNS), np.int64)
+        self.segments: tuple[Segment, ...] = ()
+        self.row_bytes = 4 * (width + width_v)  # of K and V in one kv head: a bin has two rows
 
     @property
     def n_segments(self) -> int:
-        return len(self.table)
+        return len(self.segments)
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(segment.filled for segment in self.segments)
+
+    @property
+    def n_rows(self) -> int:
+        return sum(segment.basis.n_rows for segment in self.segments)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the coefficients; plans are shared by the layers and not counted."""
-        return self.k.nbytes + self.v.nbytes + self.block.matrix.nbytes + self.table.nbytes
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row of K and V in one kv head."""
-        return self.k.strides[1] + self.v.strides[1]
+        return sum(segment.nbytes for segment in self.segments)
 
     @property
     def room(self) -> int:
         """Tokens that can be added to the last segment."""
-        if not len(self.table):
-            return 0
-        return int(self.table[-1, kernels.LENGTH] - self.table[-1, kernels.FILLED])
-
-    def reserve(self, n: int) -> None:
-        """Room for n rows; if it has to grow, at least an eighth more."""
-        capacity = self.k.shape[1]
-        if n <= capacity:
-            return
-        capacity = max(n, capacity + capacity // 8 + 32 if capacity else 0)
-        for name in ("k", "v"):
-            old = getattr(self, name)
-            new = on_lines((old.shape[0], capacity, old.shape[2]), np.float32, zeros=True)
-            new[:, : self.n_rows] = old[:, : self.n_rows]
-            setattr(self, name, new)
+        return self.segments[-1].basis.n - self.segments[-1].filled if self.segments else 0
 
     def append(self, k: np.ndarray, v: np.ndarray, basis: FourierBasis) -> None:
-        """A new segment of tokens k f32 (G, m, d), v f32 (G, m, d_v), m <= basis.n."""
-        first, n_new = self.n_rows, basis.n_rows
-        self.reserve(first + n_new)
-        for target, x in ((self.k, k), (self.v, v)):
-            target[:, first : first + n_new, : x.shape[2]] = basis.coefficients(x)
-        self.n_rows += n_new
-        self.n_tokens += k.shape[1]
-        self.bases.append(basis)
-        self.table = np.vstack([self.table, basis.table_row(k.shape[1], first)])
+        """A new segment of tokens k f32 (G, m, d), v f32 (G, m, d_v), m <= basis.n (eq 4)."""
+        wide = (x.astype(np.float64) for x in (k, v))
+        spectra = [np.fft.rfft(x, n=basis.n, axis=1)[:, basis.bins] for x in wide]
+        arrays = [spectrum.astype(np.complex64) for spectrum in spectra]
+        self.segments += (Segment(basis, k.shape[1], *arrays),)
 
     def add(self, k: np.ndarray, v: np.ndarray) -> None:
-        """Adds tokens to the last segment (docs/methods.md, step 3): f32 (G, m, d), m <= room."""
+        """Adds tokens to the last segment: f32 (G, m, d), m <= room."""
         assert k.shape[1] <= self.room
-        basis, row = self.bases[-1], self.table[-1]
-        at = np.arange(row[kernels.FILLED], row[kernels.FILLED] + k.shape[1])
-        weights = waves_at(basis.n, basis.bins, at).astype(np.float32)
-        for target, x in ((self.k, k), (self.v, v)):
-            project(weights, x, target, int(row[kernels.FIRST]))
-        row[kernels.FILLED] += k.shape[1]
-        self.n_tokens += k.shape[1]
+        self.segments = (*self.segments[:-1], self.segments[-1].with_tokens(k, v))
 
     def mark(self) -> Mark:
-        last = None
-        if len(self.table):
-            row = self.table[-1]
-            rows = slice(int(row[kernels.FIRST]), self.n_rows)
-            last = self.k[:, rows].copy(), self.v[:, rows].copy(), int(row[kernels.FILLED])
-        return Mark(self.n_tokens, self.n_rows, len(self.table), last)
+        return Mark(self.n_tokens, self.segments)
 
     def go_back(self, mark: Mark) -> None:
         """Takes back what came after ``mark``."""
-        self.n_tokens, self.n_rows, n, last = mark
-        self.bases, self.table = self.bases[:n], self.table[:n].copy()
-        if last is not None:
-            k, v, self.table[-1, kernels.FILLED] = last
-            rows = slice(int(self.table[-1, kernels.FIRST]), self.n_rows)
-            self.k[:, rows], self.v[:, rows] = k, v
+        self.segments = mark.segments
+
+    def copied_bytes(self, mark: Mark) -> int:
+        """Bytes of the segments of ``mark`` to which tokens were added since."""
+        held = {id(segment) for segment in self.segments}
+        return sum(segment.nbytes for segment in mark.segments if id(segment) not in held)
 
     def tokens(self) -> tuple[np.ndarray, np.ndarray]:
         """All tokens back in the time domain, lossy: f32 (G, n_tokens, width) of K and of V."""
-        out = []
-        for array in (self.k, self.v):
-            parts = []
-            for basis, row in zip(self.bases, self.table, strict=True):
-                rows = array[:, row[kernels.FIRST] : row[kernels.FIRST] + basis.n_rows]
-                parts.append(basis.tokens(rows, int(row[kernels.FILLED])))
-            out.append(np.concatenate(parts, axis=1))
-        return out[0], out[1]
+        parts = zip(*((s.inverse(s.k), s.inverse(s.v)) for s in self.segments), strict=True)
+        k, v = (np.concatenate(part, axis=1).astype(np.float32) for part in parts)
+        return k, v
 
     def attend(
         self,
         q: np.ndarray,
-        exact: np.ndarray,
-        n: int,
+        store: Any,
         scale: np.float32,
         softcap: np.float32,
         sinks: np.ndarray,
         n_threads: int,
     ) -> np.ndarray:
-        """Attention f32 (H, d_v) of q f32 (H, d) over n exact rows (layout) and all segments.
+        """Attention f32 (H, d_v) of q f32 (H, d) over the exact rows of a KVStore and all segments.
 
-        softcap, sinks: see ``attend_spectrum``.
+        softcap: 0 for none; sinks f32 (H,): scores without values, or empty.
         """
-        out = np.empty((len(q), self.v.shape[2]), np.float32)
-        kernels.attend_spectrum(
-            q, exact, n, self.k, self.v, self.n_rows, self.table, self.block.matrix, scale, softcap,
-            sinks, out, n_threads,
-        )  # fmt: skip
-        return out
-
-
-def _address(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]
+        exact_k, exact_v = (rows[:, : store.n].astype(np.float64) for rows in (store.k, store.v))
+        q_kv = (np.float64(scale) * q).reshape(len(exact_k), -1, q.shape[1])  # (G, heads, d)
+        q_columns = q_kv.swapaxes(1, 2)
+        with blas_threads(n_threads):
+            parts = [exact_k @ q_columns, *(s.inverse(s.k @ q_columns) for s in self.segments)]
+            scores = np.concatenate(parts, axis=1).swapaxes(1, 2)  # (G, heads, n)
+            if softcap:
+                scores = softcap * np.tanh(scores / softcap)
+            sink = sinks.reshape(*q_kv.shape[:2], 1) if len(sinks) else -np.inf
+            peak = np.maximum(scores.max(-1, keepdims=True), sink)
+            weights = np.exp(scores - peak)
+            out, at = weights[..., : store.n] @ exact_v, store.n
+            for segment in self.segments:
+                out += segment.weighted(weights[..., at : at + segment.filled])
+                at += segment.filled
+        out /= weights.sum(-1, keepdims=True) + np.exp(sink - peak)
+        return out.reshape(len(q), -1).astype(np.float32)

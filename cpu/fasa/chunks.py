@@ -1,7 +1,8 @@
-"""FASA's decode step: scan the dominant chunks of all keys, then gather the rest of the best ones.
+"""FASA's scores by the dominant chunks of all keys, and the rows that a head chooses by them.
 
 K of a layer lies in two parts (fasa/split.py), so that the scan reads the dominant dims only. f16
-are passed as u16, whose bits the vector code reads.
+are passed as u16, whose bits the vector code reads. fasa/step.py has the step of which this is a
+part.
 """
 
 from __future__ import annotations
@@ -12,9 +13,7 @@ from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.decode import TILE, n_key_splits
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
-from sparsekv_cli.cpu.attention.store import store_halves
 from sparsekv_cli.cpu.attention.tile import NEGATIVE_INFINITY
-from sparsekv_cli.cpu.fasa.attend import attend_split_rows
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import F32, I64, LANES, const, load, next_task, splat
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
@@ -23,22 +22,6 @@ BLOCK = LANES  # tokens of a block of Kdom
 AT_ONCE = 32  # blocks that all query heads of a group score while they are in the L1 cache
 AHEAD_SCAN = 4096  # bytes between a block that is scanned and what is fetched meanwhile
 AHEAD_LISTED = 2  # blocks between a block of a list and the one that is fetched meanwhile
-
-
-@njit(cache=True, nogil=True)
-def append_split_row(k_new, v_new, position, dims, dom, rest, v):
-    """Writes one token's K and V, f32 (G, d padded to 16), as f16 at ``position``."""
-    n_dom, d = dom.shape[2], dims.shape[1]
-    halves = np.empty(k_new.shape[1], np.uint16)
-    for head in range(k_new.shape[0]):
-        store_halves(k_new[head].ctypes.data, halves.ctypes.data, k_new.shape[1])
-        for c in range(n_dom):
-            dom[head, position // BLOCK, c, position % BLOCK] = halves[dims[head, c]]
-        for c in range(d - n_dom):
-            rest[head, position, c] = halves[dims[head, n_dom + c]]
-        for c in range(d - n_dom, rest.shape[2]):
-            rest[head, position, c] = 0
-        store_halves(v_new[head].ctypes.data, v[head, position].ctypes.data, v_new.shape[1])
 
 
 # --- token importance: q . k over the dominant dims -----------------------------------------------
@@ -135,7 +118,7 @@ def _maxima_any(tile, q, dom, n_dom, n_block, best, best_stride):
 
 
 @njit(cache=True, nogil=True)
-def _score_pieces(counter, q, dom, n_split, best):
+def score_pieces(counter, q, dom, n_split, best):
     """Takes (kv head, part of the blocks) tasks until there are none; see ``score_chunks``."""
     n_kv_head, n_block = dom.shape[0], best.shape[1]
     group = q.shape[0] // n_kv_head
@@ -164,7 +147,7 @@ def score_chunks(q, dom, n, best, n_threads):
     n_split = n_key_splits(n, dom.shape[0], n_threads)
     counter = np.zeros(1, np.int64)
     for _thread in prange(n_threads):
-        _score_pieces(counter, q, dom, n_split, best)
+        score_pieces(counter, q, dom, n_split, best)
 
 
 def score_chunks_ref(q, dom):
@@ -280,67 +263,3 @@ def count_distinct(rows, n_list, n):
                 total += not seen[rows[i, j]]
                 seen[rows[i, j]] = True
     return total
-
-
-# --- a decode step --------------------------------------------------------------------------------
-
-
-@njit(cache=True, nogil=True)
-def _split_queries(q, dims, q_dom, q_rest):
-    """q f32 (H, d) -> the dominant dims (H, n_dom) and the others (H, d_rest padded)."""
-    group = q.shape[0] // dims.shape[0]
-    n_dom = q_dom.shape[1]
-    for h in range(q.shape[0]):
-        order = dims[h // group]
-        for c in range(n_dom):
-            q_dom[h, c] = q[h, order[c]]
-        for c in range(q_rest.shape[1]):
-            q_rest[h, c] = q[h, order[n_dom + c]] if n_dom + c < order.shape[0] else 0
-
-
-@njit(cache=True, nogil=True)
-def _attend_heads(
-    counter, q_dom, q_rest, dom, rest, v, n, best, n_sinks, n_recent, scale, softcap, sinks, rows,
-    out,
-):  # fmt: skip
-    """Takes query heads until there are none: each chooses its rows and attends to them."""
-    n_head = q_rest.shape[0]
-    group = n_head // rest.shape[0]
-    scores = np.empty(rows.shape[1], np.float32)
-    h = next_task(counter)
-    while h < n_head:
-        kv = h // group
-        choose_rows(q_dom[h], dom[kv], best[h], n, n_sinks, n_recent, rows[h], scores)
-        sink = sinks[h] if len(sinks) else NEGATIVE_INFINITY
-        attend_split_rows(q_rest[h], rest[kv], v[kv], rows[h], scores, scale, softcap, sink, out[h])
-        h = next_task(counter)
-
-
-@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def fasa_step(
-    q, k_new, v_new, n, dims, dom, rest, v, scale, softcap, sinks, n_sinks, n_recent, rows, out,
-    n_threads,
-):  # fmt: skip
-    """One decode step of a layer: adds a token as row n - 1, scores all, attends to the best.
-
-    q f32 (H, d), k_new f32 (G, d), v_new f32 (G, d_v), all padded to 16. dims, dom, rest as in
-    ``split_keys``, v u16 (G, >= n, d_v). softcap: 0 for none; sinks f32 (H,): scores without
-    values, or empty. n_sinks, n_recent: the rows that every head attends to, of the k that it may;
-    fewer than n. rows int32 (H, k): filled with the rows attended, ascending;
-    out f32 (H, d_v).
-    """
-    append_split_row(k_new, v_new, n - 1, dims, dom, rest, v)
-    n_head = q.shape[0]
-    q_dom = np.empty((n_head, dom.shape[2]), np.float32)
-    q_rest = np.empty((n_head, rest.shape[2]), np.float32)
-    _split_queries(q, dims, q_dom, q_rest)
-    best = np.empty((n_head, (n + BLOCK - 1) // BLOCK), np.float32)
-    n_split = n_key_splits(n, dom.shape[0], n_threads)
-    pieces, heads = np.zeros(1, np.int64), np.zeros(1, np.int64)
-    for _thread in prange(n_threads):
-        _score_pieces(pieces, q_dom, dom, n_split, best)
-    for _thread in prange(n_threads):
-        _attend_heads(
-            heads, q_dom, q_rest, dom, rest, v, n, best, n_sinks, n_recent, scale, softcap, sinks,
-            rows, out,
-        )  # fmt: skip

@@ -1,4 +1,6 @@
-"""FreeKV's step on the host: pages leave the window for a pool, and chosen ones come back.
+"""FreeKV's pages on the host: they leave the window for a pool, and chosen ones come back.
+
+freekv/step.py has the step of which these are parts.
 
 A layer's K and V lie in pages of p rows on two tiers (arrays: freekv/pages.py). Attention reads
 resident pages, NHD (page, p, kv head, d): the sinks' pages, a ring of window pages, and slots, an
@@ -10,17 +12,13 @@ tiers convert. f16 rows are passed as uint64, four elements in one, because numb
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
-from sparsekv_cli.cpu.attention.decode import BLOCK, TILE, attend_tile, begin_softmax, scaled_copy
-from sparsekv_cli.cpu.attention.store import store_halves
-from sparsekv_cli.cpu.attention.tile import PAD
+from sparsekv_cli.cpu.attention.decode import TILE, attend_tile, begin_softmax, scaled_copy
 from sparsekv_cli.cpu.freekv.choice import choose_pages, choose_pages_by_groups
 from sparsekv_cli.cpu.freekv.pages import (
-    ATTENDED,
     BEST,
     CLOCK,
-    CORRECTED,
     END,
     GROUPED,
     HIT,
@@ -29,11 +27,8 @@ from sparsekv_cli.cpu.freekv.pages import (
     QUERY,
     RECALLED,
     SCORED,
-    STEPPED,
     group_summaries,
 )
-from sparsekv_cli.cpu.jit.llvm import next_task
-from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.quest.pages import page_summaries
 
 VISITED = 2  # groups whose pages are scored, in pages that are chosen
@@ -128,7 +123,7 @@ def recall_pages(pages, g, n_chosen, n_sink, first_slot):
 
 
 @njit(cache=True, nogil=True)
-def _select(pages, g, queries, query, end, n_best, scale, softcap, n_sink, first_slot):
+def select_pages(pages, g, queries, query, end, n_best, scale, softcap, n_sink, first_slot):
     """Chooses and recalls kv head g's pages. queries f32 (group, d), current at ``query`` rows.
 
     Groups are used where they leave out half of the pages.
@@ -150,28 +145,6 @@ def _select(pages, g, queries, query, end, n_best, scale, softcap, n_sink, first
     state[N_CHOSEN], state[QUERY], state[END], state[BEST] = n_chosen, query, end, n_best
     if end - n_sink > n_best:
         pages.statistics[g, SCORED] += n_scored
-
-
-@njit(cache=True, nogil=True)
-def recall_ahead(
-    pages, previous, n, window, offloaded, n_best, scale, softcap, n_sink, n_ring, meanstd
-):
-    """Speculative retrieval for a step of n rows with the query of the step before.
-
-    previous f32 (H, d), current at n - 1 rows. The window starts at page ``window``; the pages
-    offloaded..window - 1 go to the pool first. Kv heads that chose with that query already are
-    skipped.
-    """
-    offload_pages(pages, offloaded, window, n_sink, n_ring, meanstd)
-    n_kv_head = pages.state.shape[0]
-    group = previous.shape[0] // n_kv_head
-    for g in range(n_kv_head):
-        state = pages.state[g]
-        if state[QUERY] != n - 1 or state[END] != window or state[BEST] != n_best:
-            _select(
-                pages, g, previous[g * group : (g + 1) * group], n - 1, window, n_best, scale,
-                softcap, n_sink, n_sink + n_ring,
-            )  # fmt: skip
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
@@ -198,7 +171,7 @@ def mean_cosine_ref(q, previous):
 
 
 @njit(cache=True, nogil=True)
-def _resident_rows(pages, g, n, window, n_sink, n_ring, rows, positions):
+def resident_rows(pages, g, n, window, n_sink, n_ring, rows, positions):
     """Numbers of the resident rows, in order of their positions; returns how many.
 
     They are those of the sinks, the chosen pages and the window. rows int32. positions: filled with
@@ -229,7 +202,7 @@ def _resident_rows(pages, g, n, window, n_sink, n_ring, rows, positions):
 
 
 @njit(cache=True, nogil=True)
-def _attend_head(pages, g, q, rows, count, scale, softcap, sinks, scores, out):
+def attend_head(pages, g, q, rows, count, scale, softcap, sinks, scores, out):
     """Attention of a kv head's queries f32 (group, d) over resident rows -> f32 (group, d_v)."""
     n_kv_head, width = pages.k.shape[2:]
     width_v = pages.v.shape[3]
@@ -249,69 +222,3 @@ def _attend_head(pages, g, q, rows, count, scale, softcap, sinks, scores, out):
             factor = np.float32(1) / mass[h]
             for c in range(out.shape[1]):
                 out[t + h, c] = acc[h, c] * factor
-
-
-@njit(cache=True, nogil=True)
-def _step_heads(
-    counter, pages, q, previous, k_new, v_new, n, window, n_best, tau, current, scale, softcap,
-    sinks, n_sink, n_ring, attended, counts, out,
-):  # fmt: skip
-    """Takes kv heads until there are none; see ``recall_step``."""
-    page, n_kv_head, width = pages.k.shape[1:]
-    width_v = pages.v.shape[3]
-    group = q.shape[0] // n_kv_head
-    scores = np.empty((TILE, BLOCK + PAD), np.float32)
-    rows = np.empty((n_sink + n_best) * page + n - window * page, np.int32)
-    resident = n_sink + ((n - 1) // page) % n_ring
-    row = (resident * page + (n - 1) % page) * n_kv_head
-    k_row = np.int64(pages.k.ctypes.data) + row * 8 * width
-    v_row = np.int64(pages.v.ctypes.data) + row * 8 * width_v
-    g = next_task(counter)
-    while g < n_kv_head:
-        state, statistics = pages.state[g], pages.statistics[g]
-        store_halves(k_new[g].ctypes.data, k_row + g * 8 * width, 4 * width)
-        store_halves(v_new[g].ctypes.data, v_row + g * 8 * width_v, 4 * width_v)
-        first, last = g * group, (g + 1) * group
-        corrected = not current and mean_cosine(q[first:last], previous[first:last]) < tau
-        if current or corrected:
-            _select(
-                pages, g, q[first:last], n, window, n_best, scale, softcap, n_sink, n_sink + n_ring
-            )
-        elif state[QUERY] != n - 1 or state[END] != window or state[BEST] != n_best:
-            _select(
-                pages, g, previous[first:last], n - 1, window, n_best, scale, softcap, n_sink,
-                n_sink + n_ring,
-            )  # fmt: skip
-        count = _resident_rows(pages, g, n, window, n_sink, n_ring, rows, attended[g])
-        counts[g] = count
-        _attend_head(
-            pages, g, q[first:last], rows, count, scale, softcap, sinks[first:last], scores,
-            out[first:last],
-        )  # fmt: skip
-        statistics[CORRECTED] += corrected
-        statistics[STEPPED] += 1
-        statistics[ATTENDED] += count
-        g = next_task(counter)
-
-
-@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def recall_step(
-    pages, q, previous, k_new, v_new, n, window, offloaded, n_best, tau, current, scale, softcap,
-    sinks, n_sink, n_ring, meanstd, attended, counts, out, n_threads,
-):  # fmt: skip
-    """One decode step of a layer over n rows, the new one included.
-
-    q, previous f32 (H, d), k_new (G, d), v_new (G, d_v), padded. Attends to the sinks' pages, at
-    most n_best chosen pages and the rows from page ``window`` on; the pages offloaded..window - 1
-    leave the window first. A kv head chooses with q if ``current``, or if its queries' mean cosine
-    is below tau; otherwise with ``previous``, unless ``recall_ahead`` did so. softcap: 0 for none;
-    sinks f32 (H,), or empty: they are in the attention's softmax, not in that over pages. attended
-    int32 (G, m): rows attended to, not filled if m = 0; counts int64 (G,). out f32 (H, d_v).
-    """
-    offload_pages(pages, offloaded, window, n_sink, n_ring, meanstd)
-    counter = np.zeros(1, np.int64)
-    for _thread in prange(n_threads):
-        _step_heads(
-            counter, pages, q, previous, k_new, v_new, n, window, n_best, tau, current, scale,
-            softcap, sinks, n_sink, n_ring, attended, counts, out,
-        )  # fmt: skip

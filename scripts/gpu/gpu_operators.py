@@ -25,6 +25,7 @@ from sparsekv_cli.kernels.attention.scores import score_rows
 from sparsekv_cli.kernels.fasa import chunks
 from sparsekv_cli.kernels.quest import pages
 from sparsekv_cli.kernels.quest.rows import page_rows
+from sparsekv_cli.kernels.quest.scores import largest_scores
 
 BUDGET = 512  # rows that the methods attend to
 N_TIP = 16  # FASA: dominant chunks of 64
@@ -160,8 +161,8 @@ class OperatorRows:
 
     def quest(self) -> torch.Tensor:
         n_page = self.hi.shape[2]
-        pooled = pages.pool_pages(
-            self.q, self.hi, self.lo, self.n, self.budget, n_page, PAGE, self.scale, softmax=False
+        pooled = largest_scores(
+            self.q, self.hi, self.lo, self.n, self.budget, n_page, PAGE, self.scale
         )
         chosen, sizes = select.select_largest(
             pooled.scores, pooled.n_page, n_page, pooled.n_best, BUDGET // PAGE

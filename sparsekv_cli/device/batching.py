@@ -21,7 +21,7 @@ import torch
 
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.device.cache import UNLIMITED, DeviceCache
-from sparsekv_cli.device.methods.lfps import HostLFPS
+from sparsekv_cli.device.host import HostCache
 
 SHORT = 4096  # rows for which there is room in every sequence of a batch
 
@@ -152,7 +152,7 @@ def _plan_step(
                 n, n_max = pos + 1, cache.bound(longest)
                 key = cache.plan(n, n_max)
                 n_more = min(n_more, cache.holds_until(n, n_max) - n)
-            elif isinstance(cache, HostLFPS):
+            elif isinstance(cache, HostCache):
                 cache.plan()
                 n_more = min(n_more, UNLIMITED if cache.is_planned else 0)
             keys.append(key)

@@ -169,6 +169,14 @@ class HostCache(LayerCache):
         self._worker.wait()
         return as_tensor(attended.result()).to(self._worker.device)
 
+    def plan(self) -> None:
+        """What the cache has to put on the device ahead of a step; most have nothing."""
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether ``plan`` has nothing more to do."""
+        return True
+
     def finish_prefill(self) -> None:
         self._rows = None
         self._worker.submit(self.cache.finish_prefill)

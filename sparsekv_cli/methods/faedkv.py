@@ -6,17 +6,18 @@ frequencies a layer keeps, and how many.
 
 | paper | here |
 |---|---|
-| eq 4, DFT of the middle segment | FourierBasis.coefficients (cpu/faedkv/spectrum.py) |
+| eq 4, DFT of the middle segment | BlockSpectrum.append (cpu/faedkv/blocks.py) |
 | section 3.2, eq 6, 7: importance of chunks | study_frequencies (calibration/faedkv.py) |
 | section 4.2.1, the chunks B* that are kept | kept_bins (cpu/faedkv/frequencies.py) |
 | eq 9, 12, IWDFT update of aged tokens | Spectrum.append, Spectrum.add (cpu/faedkv/spectrum.py) |
-| eq 5, 11, 13, sparse IDFT and attention | attend_spectrum (cpu/faedkv/attention.py) |
+| eq 5, 11, 13, sparse IDFT and attention | attend_blocks (blocks.py), Spectrum.attend |
 
 Departures; docs/methods.md has their reasons and figures:
 (1) Eq 9 as printed reverses time and puts new tokens on the indices of old ones.
     ``update=additive`` adds X[k] += x_n e^(-2 pi i k n / N) in a basis of fixed length N, in f32,
-    eight tokens at a time, and begins a new basis when one is full. ``update=block`` (default)
-    keeps aged tokens exact until a block of them is transformed at once, in f16.
+    eight tokens at a time, and begins a new basis when one is full; it is slow, in numpy.
+    ``update=block`` (default) keeps aged tokens exact until a block of them is transformed at
+    once, in f16.
 (2) Eq 13's second K~ is V~.
 (3) rfft bins, so that conjugate pairs stay together, in N_CHUNKS chunks.
 (4) ``importance=kld`` ranks chunks by what leaving them out does to the distribution.
@@ -42,14 +43,16 @@ from sparsekv_cli.cache.store import KVStore, padded
 from sparsekv_cli.calibration.allocation import layer_share
 from sparsekv_cli.calibration.faedkv import arrays_of_frequencies, study_frequencies
 from sparsekv_cli.calibration.run import CALIBRATION, CalibrationArray, CalibrationRun
-from sparsekv_cli.cpu.faedkv import fft, frequencies
+from sparsekv_cli.cpu.faedkv import frequencies
 from sparsekv_cli.cpu.faedkv.blocks import BlockSpectrum
-from sparsekv_cli.cpu.faedkv.spectrum import DIRECT_BELOW, FourierBasis, Mark, Spectrum
+from sparsekv_cli.cpu.faedkv.frequencies import FourierBasis
+from sparsekv_cli.cpu.faedkv.spectrum import Mark, Spectrum
 from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.option import option
 
 SINKS, RECENT = 10, 50  # paper, section 5.1
 MOST = 1 << 20  # of exact rows
+LONG = 512  # tokens from which on an additive basis is as long as they are, and a block longer
 AGED_TOGETHER = 8  # tokens of an additive update: coefficients are read and written once for all
 
 
@@ -230,7 +233,8 @@ class FAEDKVCache(LayerCache):
         while left := n_aged - taken:
             length, count = 0, min(left, spectrum.room)
             if not count:
-                length = block if left < DIRECT_BELOW else fft.length_above(left + block)
+                long = frequencies.length_above(left + block)
+                length = block if left < LONG else long
                 count = min(left, length)
             k, v = _floats(rows, first + taken, count)
             if length:
@@ -270,7 +274,7 @@ class FAEDKVCache(LayerCache):
         if spectrum is None:
             return self.attend_all(x.q)
         out = spectrum.attend(
-            x.q[:, 0], store.layout, store.n, spec.scale, spec.softcap, spec.sinks, spec.n_threads
+            x.q[:, 0], store, spec.scale, spec.softcap, spec.sinks, spec.n_threads
         )
         rows = spec.n_head * (store.n + spectrum.n_rows)
         n_bytes = spec.n_head_kv * (
@@ -305,11 +309,11 @@ class FAEDKVCache(LayerCache):
         self._start = self._start._replace(rows=None, mark=None)
 
     def memory(self) -> Memory:
-        index = 0 if self.spectrum is None else self.spectrum.nbytes
+        spectrum, mark = self.spectrum, self._start.mark
+        index = 0 if spectrum is None else spectrum.nbytes
         stores = self.store, self._whole, self._start.rows
         rows = sum(store.nbytes for store in stores if store is not None)
-        mark = self._start.mark
-        copied = sum(rows.nbytes for rows in mark.last[:2]) if mark and mark.last else 0
+        copied = spectrum.copied_bytes(mark) if spectrum is not None and mark is not None else 0
         return Memory(host=rows + index + copied)
 
     def counters(self) -> Mapping[str, int]:

@@ -38,6 +38,7 @@ from sparsekv_cli.calibration.allocation import layer_count
 from sparsekv_cli.calibration.fasa import METRICS, SHARES, arrays_of_chunks, study_chunks
 from sparsekv_cli.calibration.run import CALIBRATION, CalibrationArray, CalibrationRun
 from sparsekv_cli.cpu.fasa import chunks, dominance
+from sparsekv_cli.cpu.fasa.step import FASAStep
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.option import option
@@ -129,6 +130,9 @@ class FASACache(LayerCache):
         super().__init__(spec)
         self.method = method
         self.store = SplitStore(spec, *method.dominant_dims(spec))
+        self._step = FASAStep(
+            spec.n_head, self.store.dims, spec.scale, spec.softcap, spec.sinks, spec.n_threads
+        )
 
     def extend(self, x: AttnInput) -> Any:
         self.store.join()
@@ -139,7 +143,7 @@ class FASACache(LayerCache):
             self.store.split()
 
     def decode(self, x: AttnInput) -> np.ndarray:
-        store, spec, q = self.store, self.spec, x.q[:, 0]
+        store, spec = self.store, self.spec
         n = store.n + 1
         n_fac = self.method.budget.rows(n)
         if self.method.covers(n):
@@ -148,17 +152,15 @@ class FASACache(LayerCache):
             return self.attend_all(x.q)
         store.reserve(n)
         dom = store.split()
-        n_sinks, n_recent = self.method.forced(n_fac)
+        forced = self.method.forced(n_fac)
         rows = np.empty((spec.n_head, n_fac), np.int32)
         out = np.empty((spec.n_head, store.v.shape[2]), np.float32)
-        chunks.fasa_step(
-            q, x.k[:, 0], x.v[:, 0], n, store.dims, dom, *store.halves, spec.scale, spec.softcap,
-            spec.sinks, n_sinks, n_recent, rows, out, spec.n_threads,
-        )  # fmt: skip
+        self._step.use_rows(dom, *store.halves)
+        self._step.run(x.q, x.k, x.v, n, forced, rows, out)
         store.n = n
         self.attended = rows, np.full(spec.n_head, n_fac)
         row_bytes = 2 * (store.k.shape[2] + store.v.shape[2])  # of Krest and V
-        n_again = spec.n_head * chunks.n_blocks_opened(n, n_sinks, n_recent, n_fac)
+        n_again = spec.n_head * chunks.n_blocks_opened(n, *forced, n_fac)
         n_scored = spec.n_head_kv * n + n_again * chunks.BLOCK  # rows of Kdom
         n_bytes = 2 * dom.shape[2] * n_scored + rows.size * row_bytes
         self.ledger.step(spec.n_head * n, spec.n_head * n, rows.size, n_bytes, True)

@@ -8,7 +8,7 @@ before, its kv head chooses again, with the query itself. All other pages lie in
 |---|---|
 | 3.2 page summaries (min-max pooled keys), page scores | cpu/quest/pages.py |
 | 3.2 group-consistent selection, mean of softmax(P) | cpu/freekv/choice.py choose_pages |
-| 3.2 speculative retrieval for the next step | cpu/freekv/recall.py recall_ahead, on a thread |
+| 3.2 speculative retrieval for the next step | cpu/freekv/step.py recall_ahead, on a thread |
 | 3.3 query-based identification, C_i < tau; head-wise correction | mean_cosine, recall_step |
 | 4.2 hybrid layouts, NHD and HND; offloading | cpu/freekv/pages.py, offload_pages |
 | 4.2 streamed recall | recall_pages |
@@ -43,7 +43,6 @@ import numpy as np
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.store import KVStore, padded
-from sparsekv_cli.cpu.freekv import recall
 from sparsekv_cli.cpu.freekv.pages import (
     ATTENDED,
     CORRECTED,
@@ -55,6 +54,7 @@ from sparsekv_cli.cpu.freekv.pages import (
     STEPPED,
     PageCache,
 )
+from sparsekv_cli.cpu.freekv.step import FreeKVStep
 from sparsekv_cli.cpu.jit.floats import as_f32
 from sparsekv_cli.cpu.jit.threads import physical_cores
 from sparsekv_cli.methods.base import DENSE_HELP, Method
@@ -183,6 +183,9 @@ class FreeKVCache(LayerCache):
         self._previous = np.zeros((spec.n_head, padded(spec.head_dim)), np.float32)
         self._previous_n = 0  # rows in context when that query was the current one
         self._statistics = np.zeros((spec.n_head_kv, N_STATISTICS), np.int64)
+        self._step = FreeKVStep(
+            spec.n_head, spec.scale, spec.softcap, spec.sinks, method.threshold, spec.n_threads
+        )
         self._waited = 0  # ns that steps have waited for the thread that chooses ahead
 
     @property
@@ -253,11 +256,8 @@ class FreeKVCache(LayerCache):
         counts = np.empty(spec.n_head_kv, np.int64)
         out = np.empty((spec.n_head, padded(spec.value_dim)), np.float32)
         current = not method.speculate or self._previous_n != n - 1
-        recall.recall_step(
-            cache.pages, q, self._previous, x.k[:, 0], x.v[:, 0], n, plan.window, cache.offloaded,
-            plan.n_best, method.threshold, current, spec.scale, spec.softcap, spec.sinks,
-            cache.n_sink, cache.n_ring, cache.meanstd, attended, counts, out, spec.n_threads,
-        )  # fmt: skip
+        self._step.at(cache, n, plan.window, plan.n_best)
+        self._step.run(x.q, self._previous, x.k, x.v, current, attended, counts, out)
         cache.offloaded, cache.n = plan.window, n
         self._remember(q, n)
         if self.records_attended:
@@ -286,11 +286,8 @@ class FreeKVCache(LayerCache):
         if plan is None:
             return
         cache.make_room(plan.window, self.method.slots(plan))
-        choose = partial(
-            recall.recall_ahead, cache.pages, self._previous, n, plan.window, cache.offloaded,
-            plan.n_best, self.spec.scale, self.spec.softcap, cache.n_sink, cache.n_ring,
-            cache.meanstd,
-        )  # fmt: skip
+        self._step.at(cache, n, plan.window, plan.n_best)
+        choose = partial(self._step.ahead, self._previous)
         if background:
             self._ahead = self.method.worker.submit(choose), plan.window
         else:

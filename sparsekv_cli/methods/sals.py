@@ -43,7 +43,8 @@ from sparsekv_cli.calibration.allocation import layer_count
 from sparsekv_cli.calibration.run import CALIBRATION, CalibrationArray, CalibrationRun
 from sparsekv_cli.calibration.sals import BASES, SHARES, arrays_of_keys, study_keys
 from sparsekv_cli.cpu.attention import decode as attention
-from sparsekv_cli.cpu.sals import latent, queries, step
+from sparsekv_cli.cpu.sals import latent, queries
+from sparsekv_cli.cpu.sals.step import SALSStep
 from sparsekv_cli.cpu.sals.values import BITS
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import DENSE_HELP, Method
@@ -179,6 +180,10 @@ class SALSCache(LayerCache):
         blocks = self._blocks.decode, self._blocks.scales
         matrices = self._basis.encode, self._basis.decode, *blocks
         self._basis_bytes = sum(matrix.nbytes for matrix in matrices)
+        self._step = SALSStep(
+            spec.n_head, self._basis, self._blocks, spec.scale, spec.softcap, spec.sinks,
+            method.score == "brope", spec.n_threads,
+        )  # fmt: skip
         self._first = method.sinks if method.exact_sinks else 0
         self._sinks = np.arange(self._first, dtype=np.int32)
         self._ring = method.window + UNDO
@@ -290,19 +295,14 @@ class SALSCache(LayerCache):
         exact_rows = np.concatenate([self._sinks, self._slots_of(start, n)])
         n_front = min(method.sinks - first, n_latent)
         n_back = max(0, start - max(first, n - method.window))
-        n_critical = method.budget.rows(n)
-        chosen = np.empty(min(n_latent, n_front + n_back + n_critical), np.int32)
+        chosen = np.empty(min(n_latent, n_front + n_back + method.budget.rows(n)), np.int32)
         if len(self._kept) < len(chosen):
             self._rows, self._kept = KVStore(spec), np.full(len(chosen) + SPARE, -1, np.int32)
             self._rows.reserve(len(self._kept))
         out = np.empty((spec.n_head, exact.v.shape[2]), np.float32)
-        by_head = method.score == "brope"
-        n_new = step.sals_step(
-            x.q[:, 0], x.q_nope[:, 0], spec.scale, spec.softcap, spec.sinks, self._pointers(exact),
-            exact_rows, leaving, self._basis, self._blocks, latents.table, n_latent, n_front,
-            n_back, n_critical, by_head, chosen, self._pointers(self._rows), self._kept, out,
-            spec.n_threads,
-        )  # fmt: skip
+        self._step.use_latents(latents.table, leaving, n_latent)
+        self._step.use_rows(exact.layout, exact_rows, self._rows.layout)
+        n_new = self._step.run(x.q, x.q_nope, n_front, n_back, chosen, self._kept, out)
         latents.n, self._n = n_latent, n
         if self.records_attended:
             rows = np.concatenate([self._sinks, first + chosen, np.arange(start, n)])
@@ -310,7 +310,7 @@ class SALSCache(LayerCache):
         n_bytes = n_latent * latents.scored_bytes + n_new * latents.row_bytes
         n_attended = len(exact_rows) + len(chosen)
         n_bytes += n_attended * spec.n_head_kv * exact.row_bytes + self._basis_bytes
-        scored = n_latent * (spec.n_head if by_head else 1)
+        scored = n_latent * (spec.n_head if method.score == "brope" else 1)
         self.ledger.step(spec.n_head * n, scored, spec.n_head * n_attended, n_bytes, True)
         self.ledger.counts["rows_reconstructed"] += n_new
         return out

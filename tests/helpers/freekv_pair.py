@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from layer_rows import Case, Geometry, Rows
@@ -117,15 +117,6 @@ class FreeKVPair(Pair):
 
 
 N_STEPS = 300
-
-
-class Case(NamedTuple):
-    """A layer and how many rows its prompt has."""
-
-    geometry: Geometry
-    n: int
-
-
 GEOMETRIES = [
     Case(Geometry(4, 4, 64), 250),
     Case(Geometry(9, 3, 64), 300),

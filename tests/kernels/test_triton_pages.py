@@ -11,7 +11,9 @@ from sparsekv_cli.cpu.freekv.choice import choose_pages_ref
 from sparsekv_cli.cpu.quest.pages import page_scores_ref, page_summaries_ref, select_pages_ref
 from sparsekv_cli.kernels.attention import select
 from sparsekv_cli.kernels.attention.decode import NewRow
+from sparsekv_cli.kernels.freekv.scores import softmax_scores
 from sparsekv_cli.kernels.quest import pages, rows
+from sparsekv_cli.kernels.quest.scores import largest_scores, pooled_pages
 
 GEOMETRIES = [(1, 1, 64), (9, 3, 64), (4, 1, 80), (8, 1, 128)]
 
@@ -58,10 +60,9 @@ def test_steps_summarise_the_pages_that_they_complete(meanstd, device):
     for n in range(1, 18):
         lengths = [n, max(1, n - 5)]
         new = torch.stack([rows[b, :, n_rows - 1] for b, n_rows in enumerate(lengths)])
-        pages.pool_pages(
-            new, *stepped, ints(lengths, device), ints([8, 8], device), 5, 4, 1.0, softmax=False,
-            new=NewRow(new, new), into=(k, v), meanstd=meanstd, n_sinks=3,
-        )  # fmt: skip
+        pages.append_row(
+            NewRow(new, new), k, v, *stepped, ints(lengths, device), 4, meanstd, n_sinks=3
+        )
     for whole, grown in zip(at_once, stepped, strict=True):
         assert (whole[0] == grown[0]).all()
         assert (whole[1, :, :3] == grown[1, :, :3]).all() and (grown[1, :, 3:] == 7).all()
@@ -99,11 +100,9 @@ def test_pooled_by_the_largest_score(n_head, n_kv_head, d, sizes, device):
     q, hi, lo = scored(n_head, n_kv_head, d, sizes, page, device)
     budget = ints([60 + b for b in range(len(sizes))], device)
     n_page_max = max(sizes) // page + 5
-    out = pages.pooled_pages(len(sizes), n_kv_head, n_page_max, q.device)
+    out = pooled_pages(len(sizes), n_kv_head, n_page_max, q.device)
     out.scores.fill_(7)
-    pages.pool_pages(
-        q, hi, lo, ints(sizes, device), budget, n_page_max, page, scale, softmax=False, out=out
-    )
+    largest_scores(q, hi, lo, ints(sizes, device), budget, n_page_max, page, scale, out)
     for b, n in enumerate(sizes):
         n_page = (n - 1) // page
         assert out.n_page[b] == n_page
@@ -124,9 +123,9 @@ def test_pooled_by_softmax(n_head, n_kv_head, d, sizes, device):
     page, scale, first, recent = 4, d**-0.5, 2, 11
     q, hi, lo = scored(n_head, n_kv_head, d, sizes, page, device)
     n_page_max = max(sizes) // page + 5
-    out = pages.pool_pages(
+    out = softmax_scores(
         q, hi, lo, ints(sizes, device), ints([20] * len(sizes), device), n_page_max, page, scale,
-        softmax=True, first=first, recent=recent, reserved=first * page + recent, least=1,
+        first=first, recent=recent, reserved=first * page + recent, least=1,
     )  # fmt: skip
     group = n_head // n_kv_head
     for b, n in enumerate(sizes):
@@ -144,17 +143,20 @@ def test_pooled_by_softmax(n_head, n_kv_head, d, sizes, device):
 def test_how_many_pages_are_taken(budget, least, device):
     q, hi, lo = scored(2, 1, 64, [40], 4, device)
     args = q, hi, lo, ints([40], device), ints([budget], device), 16, 4, 1.0
-    out = pages.pool_pages(*args, softmax=False, recent=3, least=least)
+    out = largest_scores(*args)
+    assert out.n_page == 9 and out.n_best == max(0, (budget - 4) // 4)
+    out = softmax_scores(*args, first=0, recent=3, reserved=4, least=least)
     assert out.n_page == 9 and out.n_best == max(least, (budget - 4) // 4)
-    out = pages.pool_pages(*args, softmax=False, recent=3, reserved=11, least=least)
+    out = softmax_scores(*args, first=0, recent=3, reserved=11, least=least)
     assert out.n_best == max(least, (budget - 11) // 4)
 
 
 def test_no_candidates(device):
     q, hi, lo = scored(2, 1, 64, [40], 4, device)
-    args = q, hi, lo, ints([5], device), ints([20], device), 16, 4, 1.0
-    for softmax in (False, True):
-        assert pages.pool_pages(*args, softmax=softmax, first=3, recent=2).n_page == 0
+    for n in (3, 5):
+        args = q, hi, lo, ints([n], device), ints([20], device), 16, 4, 1.0
+        assert softmax_scores(*args, first=3, recent=2, reserved=14).n_page == 0
+        assert largest_scores(*args).n_page == (n - 1) // 4
 
 
 @pytest.mark.parametrize(("n_head", "n_kv_head"), [(2, 2), (6, 2)])

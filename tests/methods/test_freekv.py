@@ -246,7 +246,7 @@ def test_a_failure_ahead_is_raised_and_loses_nothing(monkeypatch):
     for n in range(300, 360):
         row = stream.rows(1)
         with monkeypatch.context() as patch:
-            patch.setattr("sparsekv_cli.cpu.freekv.recall.recall_ahead", fail)
+            patch.setattr("sparsekv_cli.cpu.freekv.step.recall_ahead", fail)
             out = decode_row(cache, row).copy()
         np.testing.assert_array_equal(out, decode_row(other, row))
         with pytest.raises(MemoryError, match="no memory"):

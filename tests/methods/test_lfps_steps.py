@@ -14,7 +14,6 @@ from lfps_pair import N_STEPS, LFPSPair, followed, make_method
 from sweeps import crossed
 
 from sparsekv_cli.cache.spec import N_SINKS
-from sparsekv_cli.cpu.lfps import step as lfps_chain
 from sparsekv_cli.methods import lfps
 
 CASES = [
@@ -51,7 +50,7 @@ def test_lfps_equals_its_naive_form(case, variant):
     if method.scored_by == "group" and naive.group > 1:
         assert seen["mixed"] > 50, "some heads of a group bypassed, others not"
         factor = 0.145 + 0.855 * min(naive.group, 3)
-    a = pair.cache._step.words.view(np.float64)[lfps_chain.A]
+    a = pair.cache._step.record["rules"]["a"]
     assert a == pytest.approx(method.a * factor, rel=1e-12)
     counters = pair.cache.counters()
     assert counters["heads_bypassed"] == seen["bypassed"]

@@ -33,10 +33,10 @@ from sparsekv_cli.device.methods.freekv_pages import DevicePages, Workspace, res
 from sparsekv_cli.device.streams import SideStream
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention import select
-from sparsekv_cli.kernels.freekv import correction, recall
+from sparsekv_cli.kernels.freekv import correction, recall, scores
 from sparsekv_cli.kernels.freekv import pages as page_cache
 from sparsekv_cli.kernels.freekv.pages import Layout, PageTensors
-from sparsekv_cli.kernels.quest import pages
+from sparsekv_cli.kernels.quest.scores import pooled_pages
 from sparsekv_cli.methods.freekv import FreeKV, PagePlan
 
 
@@ -186,8 +186,8 @@ class DeviceFreeKV(DeviceCache):
         self._work = Workspace(
             wanted=numbers(),
             query=torch.zeros(n, spec.n_head, spec.head_dim, device=device),
-            pooled=pages.pooled_pages(n, n_kv, n_page, device),
-            scores=pages.page_scratch(n, spec.n_head, n_kv, spec.head_dim, n_page, device),
+            pooled=pooled_pages(n, n_kv, n_page, device),
+            scores=scores.page_scratch(n, spec.n_head, n_kv, spec.head_dim, n_page, device),
             selection=select.select_scratch(n * n_kv, n_page, m, device),
             fresh=numbers(m),
             sizes=numbers(),
@@ -328,9 +328,9 @@ class DeviceFreeKV(DeviceCache):
         assert self._pages is not None
         work = self._work
         n_page, m = work.pooled.scores.shape[2], arrays.chosen.shape[2]
-        pages.pool_pages(
+        scores.softmax_scores(
             query, arrays.hi, arrays.lo, n, budget, n_page, self.method.page,
-            float(self.spec.scale), softmax=True, first=self._pages.layout.n_sink, recent=recent,
+            float(self.spec.scale), first=self._pages.layout.n_sink, recent=recent,
             reserved=reserved, least=1, wanted=work.wanted, out=work.pooled, scratch=work.scores,
         )  # fmt: skip
         select.select_largest(

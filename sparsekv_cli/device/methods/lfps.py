@@ -61,7 +61,6 @@ class HostLFPS(HostCache):
 
     @property
     def is_planned(self) -> bool:
-        """Whether ``plan`` has nothing more to do."""
         return self._copied
 
     def add_sinks(self, q: torch.Tensor, others: Attended, out: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from sparsekv_cli.cache.spec import N_SINKS, LayerSpec, Memory
 from sparsekv_cli.device.cache import DeviceInput, DeviceSelecting
 from sparsekv_cli.kernels.attention import select
 from sparsekv_cli.kernels.attention.decode import NewRow
-from sparsekv_cli.kernels.quest import pages
+from sparsekv_cli.kernels.quest import pages, scores
 from sparsekv_cli.kernels.quest.rows import page_rows
 
 
@@ -83,13 +83,13 @@ class DeviceQuest(DeviceSelecting):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         page, step = self.method.page, x.step
         hi, lo = index
-        pooled = pages.pool_pages(
-            x.q, hi, lo, step.n, step.budget, hi.shape[2], page, float(self.spec.scale),
-            softmax=False, new=NewRow(x.k, x.v), into=(k, v), meanstd=self._meanstd,
-            n_sinks=N_SINKS,
-        )  # fmt: skip
+        n_page, scale = hi.shape[2], float(self.spec.scale)
+        pages.append_row(
+            NewRow(x.k, x.v), k, v, hi, lo, step.n, page, self._meanstd, n_sinks=N_SINKS
+        )
+        pooled = scores.largest_scores(x.q, hi, lo, step.n, step.budget, n_page, page, scale)
         chosen, sizes = select.select_largest(
-            pooled.scores, pooled.n_page, hi.shape[2], pooled.n_best, self._k_max
+            pooled.scores, pooled.n_page, n_page, pooled.n_best, self._k_max
         )
         return page_rows(chosen, sizes, step.n, page, N_SINKS)
 

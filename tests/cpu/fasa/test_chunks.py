@@ -10,6 +10,7 @@ from sparsekv_cli.cpu.attention.decode import attend_rows_ref
 from sparsekv_cli.cpu.fasa import attend, chunks
 from sparsekv_cli.cpu.fasa.chunks import BLOCK
 from sparsekv_cli.cpu.fasa.split import split_keys
+from sparsekv_cli.cpu.fasa.step import FASAStep, append_split_row
 
 SIZES = [1, 15, 16, 17, 63, 64, 65, 257, 1100]
 # query heads, kv heads, d, dominant dims: GQA groups of 1, 3, 4, 5 and 8; whole and partial vectors
@@ -59,7 +60,7 @@ def test_appended_rows_are_what_a_split_of_them_gives(n_head, n_kv, d, n_dom):
     v_new = (k_new[..., ::-1] + 0.1).astype(np.float32)
     split.dom[:] = split.rest[:] = 0x7E00
     for i in range(50):
-        chunks.append_split_row(
+        append_split_row(
             k_new[i], v_new[i], i, split.dims, split.dom, split.rest, split.v.view(np.uint16)
         )
     whole.k[:, :50] = k_new.swapaxes(0, 1)
@@ -216,10 +217,10 @@ def test_fasa_step(n_head, n_kv, d, n_dom, n, n_fac, n_threads):
     rows, out = np.full((n_head, k), -7, np.int32), np.full((n_head, padded(d)), np.nan, np.float32)
     softcap, has_sinks = (0, False) if n % 2 else (1.5, True)
     sinks = np.linspace(-3, 9, n_head if has_sinks else 0, dtype=np.float32)
-    chunks.fasa_step(
-        q, k_new, v_new, n, split.dims, split.dom, split.rest, split.v.view(np.uint16),
-        np.float32(d**-0.5), np.float32(softcap), sinks, n_sinks, n_recent, rows, out, n_threads,
-    )  # fmt: skip
+    step = FASAStep(n_head, split.dims, np.float32(d**-0.5), np.float32(softcap), sinks, n_threads)
+    step.use_rows(split.dom, split.rest, split.v.view(np.uint16))
+    new = (np.ascontiguousarray(x[:, None]) for x in (q, k_new, v_new))
+    step.run(*new, n, (n_sinks, n_recent), rows, out)
     keys, values = split.k[:, :n].copy(), split.v[:, :n]
     keys[:, n - 1] = k_new
     np.testing.assert_array_equal(values[:, n - 1], v_new.astype(np.float16))
@@ -241,9 +242,8 @@ def test_huge_scores_stay_finite():
     split_keys(split.k.view(np.uint16), 300, split.dims, split.dom, split.rest)
     q = np.full((2, 64), 300, np.float32)
     rows, out = np.zeros((2, 32), np.int32), np.zeros((2, 64), np.float32)
-    chunks.fasa_step(
-        q, np.zeros((1, 64), np.float32), np.zeros((1, 64), np.float32), 301, split.dims,
-        split.dom, split.rest, split.v.view(np.uint16), np.float32(1), np.float32(0), NO_SINKS, 4,
-        16, rows, out, 1,
-    )  # fmt: skip
+    step = FASAStep(2, split.dims, np.float32(1), np.float32(0), NO_SINKS, 1)
+    step.use_rows(split.dom, split.rest, split.v.view(np.uint16))
+    none = np.zeros((1, 1, 64), np.float32)
+    step.run(q[:, None], none, none, 301, (4, 16), rows, out)
     np.testing.assert_allclose(out, np.tile(split.v[0, 100], (2, 1)).astype(np.float32), atol=1e-6)

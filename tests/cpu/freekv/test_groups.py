@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from freekv_pages import half, make_cache
 
+from sparsekv_cli.cache.spec import NO_SINKS
 from sparsekv_cli.cpu.freekv import choice, recall
 from sparsekv_cli.cpu.freekv.pages import GROUPED, SCORED, group_summaries_ref
+from sparsekv_cli.cpu.freekv.step import FreeKVStep
 from sparsekv_cli.cpu.quest.pages import page_summaries_ref
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -80,10 +82,9 @@ def test_steps_use_groups_where_they_leave_out_half():
     previous = np.random.default_rng(3).standard_normal((n_kv, d)).astype(np.float32)
     for best, few in ((n_best, True), (16, False)):
         cache.pages.statistics[:] = 0
-        recall.recall_ahead(
-            cache.pages, previous, cache.n + 1, end, end, best, np.float32(0.125), np.float32(0),
-            cache.n_sink, cache.n_ring, True,
-        )  # fmt: skip
+        step = FreeKVStep(n_kv, np.float32(0.125), np.float32(0), NO_SINKS, 0.9, 1)
+        step.at(cache, cache.n + 1, end, best)
+        step.ahead(previous)
         scored = cache.pages.statistics[:, SCORED]
         most = end // GROUPED + (2 * best + 1) * GROUPED
         assert (scored <= most).all() if few else (scored == end).all()

@@ -12,11 +12,13 @@ from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.cpu.attention.decode import attend_rows_ref
 from sparsekv_cli.cpu.freekv import choice, recall
 from sparsekv_cli.cpu.freekv.pages import (
+    CORRECTED,
     HIT,
     OFFLOADED,
     RECALLED,
     SCORED,
 )
+from sparsekv_cli.cpu.freekv.step import FreeKVStep
 from sparsekv_cli.cpu.quest.pages import page_summaries_ref
 
 NO_CAP = np.float32(0)
@@ -232,26 +234,26 @@ class Step:
         self.n, self.n_best, self.scale = n + 1, n_best, np.float32(d**-0.5)
         self.window = max(1, (n + 1 - window) // 16)
 
+    def step(self, tau=0.0, n_threads=1):
+        step = FreeKVStep(len(self.q), self.scale, self.softcap, self.sinks, tau, n_threads)
+        step.at(self.cache, self.n, self.window, self.n_best)
+        return step
+
     def run(self, tau=0.0, current=False, n_threads=1):
         """(out, rows attended a kv head)."""
         cache, n_kv_head = self.cache, len(self.k)
         width = (cache.n_sink + self.n_best) * 16 + self.n - self.window * 16
         attended, counts = np.empty((n_kv_head, width), np.int32), np.empty(n_kv_head, np.int64)
         out = np.empty_like(self.q)
-        recall.recall_step(
-            cache.pages, self.q, self.previous, self.k, self.v, self.n, self.window,
-            cache.offloaded, self.n_best, tau, current, self.scale, self.softcap, self.sinks,
-            cache.n_sink, cache.n_ring, cache.meanstd, attended, counts, out, n_threads,
-        )  # fmt: skip
+        step = self.step(tau, n_threads)
+        new = (np.ascontiguousarray(x[:, None]) for x in (self.k, self.v))
+        step.run(self.q[:, None], self.previous, *new, current, attended, counts, out)
         cache.offloaded = self.window
         return out, [rows[:count] for rows, count in zip(attended, counts, strict=True)]
 
     def ahead(self):
         cache = self.cache
-        recall.recall_ahead(
-            cache.pages, self.previous, self.n, self.window, cache.offloaded, self.n_best,
-            self.scale, self.softcap, cache.n_sink, cache.n_ring, cache.meanstd,
-        )  # fmt: skip
+        self.step().ahead(self.previous)
         cache.offloaded = self.window
 
     def keys_and_values(self):
@@ -317,6 +319,6 @@ def test_only_heads_that_turned_choose_again():
     for g, expected in enumerate((by_previous[0], by_current[1], by_previous[2], by_current[3])):
         np.testing.assert_array_equal(rows[g], expected)
     assert not np.array_equal(by_previous[1], by_current[1])
-    assert step.cache.pages.statistics[:, recall.CORRECTED].tolist() == [0, 1, 0, 1]
-    assert plain.cache.pages.statistics[:, recall.CORRECTED].sum() == 0
-    assert turned.cache.pages.statistics[:, recall.CORRECTED].sum() == 0
+    assert step.cache.pages.statistics[:, CORRECTED].tolist() == [0, 1, 0, 1]
+    assert plain.cache.pages.statistics[:, CORRECTED].sum() == 0
+    assert turned.cache.pages.statistics[:, CORRECTED].sum() == 0
