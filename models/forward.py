@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,33 @@ OnRows = Callable[[int, LayerCache], None]
 Product = Callable[[Any], Any]
 Part = dict[tuple[int, int], AttnInput]  # by layer and position: rows that further layers read
 ROWS_AT_ONCE = 4096  # of a prompt, through all layers; dequantising takes 1 to 2 % of their time
+
+
+@dataclass
+class Copies:
+    """Copies of some rows that join a forward pass at a layer each.
+
+    A first pass over the rows, without copies, records their residual stream. In a later pass a
+    copy begins ahead of its layer, with what the stream was there.
+
+    streams: the residual stream ahead of each layer, (T, n_embd).
+    joining: how many copies join ahead of each layer; empty in the first pass.
+    """
+
+    streams: list[Any] = field(default_factory=list)
+    joining: Sequence[int] = ()
+
+    def begin(self, x: Any) -> Any:
+        """The rows ahead of the first layer, of the embeddings x."""
+        return x[:0] if self.joining else x
+
+    def ahead(self, i: int, x: Any, rows: Rows) -> Any:
+        """The rows that go through layer i, of x, which are those of the layer before."""
+        if not self.joining:
+            self.streams.append(rows.join([x]))
+            return x
+        n_new = self.joining[i]
+        return rows.join([x, *[self.streams[i]] * n_new]) if n_new else x
 
 
 class Forward(ABC):
@@ -81,8 +109,8 @@ class Forward(ABC):
         """Called when the last row has gone through layer i."""
 
     @abstractmethod
-    def output(self, normed: Any) -> np.ndarray:
-        """f32 (T, n_embd) -> f32 (T, n_vocab)."""
+    def output(self, normed: Any, vocabulary: np.ndarray | None) -> np.ndarray:
+        """f32 (T, n_embd) -> f32 (T, n_vocab), or only the logits of the tokens ``vocabulary``."""
 
     def cap(self, logits: np.ndarray) -> np.ndarray:
         """The logits with the model's softcap, in place."""
@@ -156,6 +184,8 @@ class Forward(ABC):
         attend: ChunkAttention | None = None,
         on_rows: OnRows | None = None,
         between_layers: Callable[[], None] | None = None,
+        copies: Copies | None = None,
+        vocabulary: np.ndarray | None = None,
     ) -> np.ndarray:
         """Dense forward of T rows from position ``pos`` on: logits f32 (n_vocab,), or (T, n_vocab).
 
@@ -165,6 +195,9 @@ class Forward(ABC):
         long prompt goes through the layers in parts of ROWS_AT_ONCE rows, so that its residual
         stream never exists as a whole; not if a cache cannot (``can_prefill_in_parts``) or all
         logits are wanted.
+
+        copies: with all logits only; the rows that join are copies of those that it has, and ids
+        are the ids of all copies. vocabulary: the tokens whose logits are wanted, int64; None: all.
         """
         n, n_layer = len(ids), self.hparams.n_layer
         self.prepare(n)
@@ -177,7 +210,12 @@ class Forward(ABC):
             if len(x) > self.chunk:  # many rows of the table, which the layers do not need
                 self.weights.file.release(self.weights.token_embd.data)
             inputs, part = self.begin_part(ids[first : first + size], x, pos + first), Part()
+            if copies is not None:
+                assert all_logits
+                x = copies.begin(x)
             for i, cache in enumerate(caches):
+                if copies is not None:
+                    x = copies.ahead(i, x, self.rows)
                 before = first * n_layer + i * len(x)  # rows times layers
                 for done in self._forward_layer(
                     i, x, pos + first, cache, attend or self.attend, inputs, part
@@ -193,7 +231,7 @@ class Forward(ABC):
                     self.prepare(n)
             normed = self.rows.last_norm(x if all_logits else x[-1:], self.output_norm)
             del x  # before the next part comes
-        logits = self.cap(self.output(normed))
+        logits = self.cap(self.output(normed, vocabulary))
         return logits if all_logits else logits[0]
 
     def _forward_layer(
@@ -207,6 +245,8 @@ class Forward(ABC):
         part: Part,
     ) -> Iterator[int]:
         """One layer over x f32 (T, n_embd), updated in place; yields how many rows are done."""
+        if not len(x):  # copies join later
+            return
         products = self.products(i)
         for start in range(0, len(x), self.chunk):
             stop = min(len(x), start + self.chunk)

@@ -34,10 +34,3 @@ def runs(bins: np.ndarray) -> np.ndarray:
     """Ascending bins as (first, number) pairs of neighbours: int64 (runs, 2)."""
     starts = np.flatnonzero(np.diff(bins, prepend=-2) != 1)
     return np.stack([bins[starts], np.diff(starts, append=len(bins))], axis=1).astype(np.int64)
-
-
-def without_bins(x: np.ndarray, dropped: np.ndarray) -> np.ndarray:
-    """x f32 (G, n, d) with some bins of its spectrum along n set to 0 (eq 6, then eq 5)."""
-    spectrum = np.fft.rfft(x, axis=1)
-    spectrum[:, dropped] = 0
-    return np.fft.irfft(spectrum, n=x.shape[1], axis=1).astype(np.float32)

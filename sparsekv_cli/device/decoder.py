@@ -30,7 +30,7 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.kernels.attention.decode import Attended
 from sparsekv_cli.kernels.layer import decode as kernels
 from sparsekv_cli.models.architectures import Architecture
-from sparsekv_cli.models.forward import Forward, OnRows, Product, Progress
+from sparsekv_cli.models.forward import Copies, Forward, OnRows, Product, Progress
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.rope import RopeTable, RopeTables
 from sparsekv_cli.models.weights import Weights
@@ -113,6 +113,8 @@ class DeviceDecoder(Forward):
         attend: ChunkAttention | None = None,
         on_rows: OnRows | None = None,
         between_layers: Callable[[], None] | None = None,
+        copies: Copies | None = None,
+        vocabulary: np.ndarray | None = None,
     ) -> np.ndarray:
         """As Forward.forward; returns when every cache has its rows, those on the host too."""
         self._planner.forget()
@@ -120,7 +122,7 @@ class DeviceDecoder(Forward):
         logits = super().forward(
             ids, pos, mine, progress=progress, all_logits=all_logits,
             attend=attend and (lambda cache, x: cache.attend(attend, x)), on_rows=on_rows,
-            between_layers=between_layers,
+            between_layers=between_layers, copies=copies, vocabulary=vocabulary,
         )  # fmt: skip
         for cache in mine:
             if isinstance(cache, HostCache):
@@ -141,10 +143,13 @@ class DeviceDecoder(Forward):
     def end_layer(self, i: int) -> None:
         """Nothing to do: the weights stay on the device."""
 
-    def output(self, normed: torch.Tensor) -> np.ndarray:
+    def output(self, normed: torch.Tensor, vocabulary: np.ndarray | None) -> np.ndarray:
         step = 64  # rows at a time: a vocabulary is wide
-        parts = [self._on_device.output.apply(part).cpu() for part in normed.float().split(step)]
-        return torch.cat(parts).numpy()
+        tokens: Any = slice(None)
+        if vocabulary is not None:
+            tokens = torch.from_numpy(vocabulary).to(self.device)
+        head, rows = self._on_device.output, normed.float().split(step)
+        return torch.cat([head.apply(part)[:, tokens].cpu() for part in rows]).numpy()
 
     def plan_for(self, n_rows: int) -> None:
         """From now on steps launch what they do among so many rows at least, as a warm-up does."""
