@@ -209,15 +209,17 @@ class Decoder(Forward):
         mixtures = [layer.experts for layer in self.hparams.layers if layer.experts is not None]
         return max((1 + few * m.n_expert // m.n_expert_used for m in mixtures), default=0)
 
-    def output(self, normed: Any) -> np.ndarray:
+    def output(self, normed: Any, vocabulary: np.ndarray | None) -> np.ndarray:
         """The output head; few rows are multiplied with the quantised weights."""
         self._products.clear()  # the layers are done, and the peak of a long prompt is now
         give_back_memory()
         head, rows = self.weights.output, np.ascontiguousarray(normed)
         step = 8192  # vocabulary rows at a time
-        out = np.empty((len(rows), head.n_rows), np.float32)
-        for start in range(0, head.n_rows, step):
-            part = head.data[start : start + step]
+        data = head.data if vocabulary is None else np.ascontiguousarray(head.data[vocabulary])
+        n_tokens = head.n_rows if vocabulary is None else len(vocabulary)
+        out = np.empty((len(rows), n_tokens), np.float32)
+        for start in range(0, n_tokens, step):
+            part = data[start : start + step]
             to = out[:, start : start + step]
             if len(rows) <= 4:
                 to[:] = dot.matvec(head.code, part, head.n_columns, rows, self.n_threads)
@@ -225,7 +227,7 @@ class Decoder(Forward):
                 weight = dot.dequantize(head.code, part, head.n_columns)
                 with blas_threads(self.n_threads):
                     np.matmul(rows, weight.T, out=to)
-            if self._decode_weights.output.repacked:  # which is what decode reads
+            if self._decode_weights.output.repacked and vocabulary is None:  # decode reads those
                 self.weights.file.release(part)
         return out
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +49,33 @@ def drain(
                 return end.value
             if progress is not None and not at.ends_layer:
                 progress(at.done, at.total)
+
+
+@dataclass
+class Copies:
+    """Copies of some rows that join a forward pass at a layer each.
+
+    A first pass over the rows, without copies, records their residual stream. In a later pass a
+    copy begins ahead of its layer, with what the stream was there.
+
+    streams: the residual stream ahead of each layer, (T, n_embd).
+    joining: how many copies join ahead of each layer; empty in the first pass.
+    """
+
+    streams: list[Any] = field(default_factory=list)
+    joining: Sequence[int] = ()
+
+    def begin(self, x: Any) -> Any:
+        """The rows ahead of the first layer, of the embeddings x."""
+        return x[:0] if self.joining else x
+
+    def ahead(self, i: int, x: Any, rows: Rows) -> Any:
+        """The rows that go through layer i, of x, which are those of the layer before."""
+        if not self.joining:
+            self.streams.append(rows.join([x]))
+            return x
+        n_new = self.joining[i]
+        return rows.join([x, *[self.streams[i]] * n_new]) if n_new else x
 
 
 class Forward(ABC):
@@ -104,8 +132,8 @@ class Forward(ABC):
         """Called when the last row has gone through layer i."""
 
     @abstractmethod
-    def output(self, normed: Any) -> np.ndarray:
-        """f32 (T, n_embd) -> f32 (T, n_vocab)."""
+    def output(self, normed: Any, vocabulary: np.ndarray | None) -> np.ndarray:
+        """f32 (T, n_embd) -> f32 (T, n_vocab), or only the logits of the tokens ``vocabulary``."""
 
     def cap(self, logits: np.ndarray) -> np.ndarray:
         """The logits with the model's softcap, in place."""
@@ -177,9 +205,14 @@ class Forward(ABC):
         progress: OnProgress | None = None,
         all_logits: bool = False,
         attend: ChunkAttention | None = None,
+        copies: Copies | None = None,
+        vocabulary: np.ndarray | None = None,
     ) -> np.ndarray:
         """Runs ``forward_steps`` to its end and returns the logits."""
-        steps = self.forward_steps(ids, pos, caches, all_logits=all_logits, attend=attend)
+        steps = self.forward_steps(
+            ids, pos, caches,
+            all_logits=all_logits, attend=attend, copies=copies, vocabulary=vocabulary,
+        )  # fmt: skip
         return drain(steps, progress)
 
     def forward_steps(
@@ -191,6 +224,8 @@ class Forward(ABC):
         all_logits: bool = False,
         attend: ChunkAttention | None = None,
         on_rows: OnRows | None = None,
+        copies: Copies | None = None,
+        vocabulary: np.ndarray | None = None,
     ) -> Generator[Progress, None, np.ndarray]:
         """Dense forward pass of T rows from position ``pos`` on. Yields after chunks and layers.
 
@@ -200,6 +235,9 @@ class Forward(ABC):
         each layer and its cache, which has all rows. A long prompt goes through the layers in parts
         of ROWS_AT_ONCE rows, so that its residual stream never exists as a whole. It goes as a
         whole if a cache needs that (``can_prefill_in_parts``) or all logits are wanted.
+        copies: with all logits only. The rows that join are copies of those that it has, and ids
+        are the ids of all copies. vocabulary: the tokens whose logits are wanted, int64; None takes
+        all.
         """
         n, n_layer = len(ids), self.hparams.n_layer
         self.prepare(n)
@@ -212,7 +250,12 @@ class Forward(ABC):
             if len(x) > self.chunk:  # many rows of the table, which the layers do not need
                 self.weights.file.release(self.weights.token_embd.data)
             inputs, part = self.begin_part(ids[first : first + size], x, pos + first), Part()
+            if copies is not None:
+                assert all_logits
+                x = copies.begin(x)
             for i, cache in enumerate(caches):
+                if copies is not None:
+                    x = copies.ahead(i, x, self.rows)
                 before = first * n_layer + i * len(x)  # rows times layers
                 for done in self._forward_layer(
                     i, x, pos + first, cache, attend or self.attend, inputs, part
@@ -226,7 +269,7 @@ class Forward(ABC):
                 self.prepare(n)  # another forward pass may have prepared for its own rows
             normed = self.rows.last_norm(x if all_logits else x[-1:], self.output_norm)
             del x  # before the next part comes
-        logits = self.cap(self.output(normed))
+        logits = self.cap(self.output(normed, vocabulary))
         return logits if all_logits else logits[0]
 
     def _forward_layer(
@@ -240,6 +283,8 @@ class Forward(ABC):
         part: Part,
     ) -> Iterator[int]:
         """One layer over x f32 (T, n_embd), updated in place; yields how many rows are done."""
+        if not len(x):  # copies join later
+            return
         products = self.products(i)
         for start in range(0, len(x), self.chunk):
             stop = min(len(x), start + self.chunk)

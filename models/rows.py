@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +30,9 @@ class Rows(Protocol):
 
     def stream(self, x: np.ndarray) -> Any:
         """Embeddings f32 (T, n_embd) as the residual stream; the same memory."""
+
+    def join(self, parts: Sequence[Any]) -> Any:
+        """Residual streams as one, with memory of its own."""
 
     def norm(self, x: Any, weight: np.ndarray) -> Any:
         """RMS norm of x in the compute type."""
@@ -77,6 +81,9 @@ class FusedRows:
 
     def stream(self, x: np.ndarray) -> np.ndarray:
         return x
+
+    def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate(parts)
 
     def norm(self, x: np.ndarray, weight: np.ndarray) -> Any:
         out = self._new(*x.shape)

@@ -55,10 +55,3 @@ def length_above(n: int) -> int:
         if rest == 1:
             return n
         n += 1
-
-
-def without_bins(x: np.ndarray, dropped: np.ndarray) -> np.ndarray:
-    """x f32 (G, n, d) with some bins of its spectrum along n set to 0 (eq 6, then eq 5)."""
-    spectrum = np.fft.rfft(x, axis=1)
-    spectrum[:, dropped] = 0
-    return np.fft.irfft(spectrum, n=x.shape[1], axis=1).astype(np.float32)

@@ -14,11 +14,11 @@ from dataclasses import replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
+from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.calibration.run import CALIBRATION, Calibrated, CalibrationArray, CalibrationRun
 from sparsekv_cli.calibration.sidecar import (
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS = 4096
 # Rows of all forward passes times weights; and rows that even the largest model takes.
-PRODUCTS, LEAST_ROWS = 5.5e12, 3600
+PRODUCTS, LEAST_ROWS = 4.5e12, 3600
 BUILT_IN = "built-in"  # name of the text that comes with the program
 MIN_TOKENS = 256  # below, statistics of keys and queries say little
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")  # belong to pip, not to us
@@ -79,7 +79,7 @@ def affordable_rows(file: GGUFFile, hparams: HParams) -> int:
     n_weights = sum(
         info.n_elements * (share if len(info.shape) > 2 else 1.0)
         for name, info in file.tensors.items()
-        if name.startswith("blk.") or name == "output.weight"
+        if name.startswith("blk.")
     )
     return max(LEAST_ROWS, int(PRODUCTS / n_weights))
 
@@ -245,15 +245,10 @@ class Calibrations:
         decoder = self._decoder
 
         def forward(
-            ids: Sequence[int],
-            pos: int,
-            caches: Sequence[LayerCache],
-            *,
-            all_logits: bool = False,
-            attend: ChunkAttention | None = None,
+            ids: Sequence[int], pos: int, caches: Sequence[LayerCache], **options: Any
         ) -> np.ndarray:
             self._file.check_intact()
-            return decoder.forward(ids, pos, caches, all_logits=all_logits, attend=attend)
+            return decoder.forward(ids, pos, caches, **options)
 
         def progress(share: float) -> None:
             if report is not None:
@@ -263,7 +258,7 @@ class Calibrations:
         n_rows = affordable_rows(self._file, self._hparams)
         n_rows = n_rows * max(n_tokens, DEFAULT_TOKENS) // DEFAULT_TOKENS
         run = CalibrationRun(decoder.layer_specs(), ids, forward, progress, n_rows)
-        with blas_threads(decoder.n_threads):
+        with blas_threads(1):  # small products: threads of BLAS wait for longer than they work
             tensors = method.calibrate(run)
         check_tensors(name, tensors, self._hparams.n_layer)
         digest = hashlib.sha256(text.text.encode()).hexdigest()

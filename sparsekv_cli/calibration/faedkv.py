@@ -10,17 +10,25 @@ from sparsekv_cli.cache.kinds import full_layers
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.calibration import allocation
 from sparsekv_cli.calibration.run import CalibrationArray, CalibrationRun, budgets_array
-from sparsekv_cli.calibration.trials import Change, Trial, middle_rows, windows_of
+from sparsekv_cli.calibration.study import Study, middle_rows
+from sparsekv_cli.calibration.trials import Change, Trial
 from sparsekv_cli.cpu.faedkv import frequencies
+from sparsekv_cli.cpu.faedkv.spectrum import waves
 from sparsekv_cli.errors import SparseKVError
 
 
 def without(dropped: np.ndarray) -> Change:
-    """K and V without these bins of their spectrum along the rows, int64."""
+    """K and V without these bins of their spectrum along the rows, int64 (eq 6, then eq 5)."""
 
     def change(k: np.ndarray, v: np.ndarray) -> None:
+        n = k.shape[1]
+        kept = np.setdiff1d(np.arange(n // 2 + 1), dropped)
+        has_few = len(kept) < len(dropped)
+        part = waves(n, kept if has_few else dropped).astype(np.float32)  # the smaller one
         for rows in (k, v):
-            rows[:] = frequencies.without_bins(rows.astype(np.float32), dropped)
+            x = rows.astype(np.float32)
+            of_part = part.T @ (part @ x)
+            rows[:] = of_part if has_few else x - of_part
 
     return change
 
@@ -52,31 +60,22 @@ def study_frequencies(run: CalibrationRun, n_sinks: int, n_recent: int) -> dict[
     if n < 2 * frequencies.N_CHUNKS:
         raise SparseKVError(f"calibration of faedkv: a text of {len(run.ids)} tokens is too short")
     levels, borders = allocation.LEVELS[:-1], frequencies.chunk_borders(n // 2 + 1)
-    n_trials = len(layers) * (frequencies.N_CHUNKS + len(levels))
-    windows = windows_of(run, middle, n_recent, n_trials, run.n_rows)
-    n_done = 0
-
-    def advance(count: int) -> None:
-        nonlocal n_done
-        n_done += count
-        run.progress(n_done / (n_trials * len(windows)))
-
+    study = Study(run, n_sinks, n_recent, layers * (frequencies.N_CHUNKS + len(levels)))
     chunks = [np.arange(*borders[c : c + 2]) for c in range(frequencies.N_CHUNKS)]
-    trials = [Trial(layer, without(chunk)) for layer in layers for chunk in chunks]
-    scored = [window.score(trials, advance) for window in windows]
-    kld = np.mean([klds for klds, _ in scored], axis=0).reshape(len(layers), -1)
-    rises = [nlls - window.nll for window, (_, nlls) in zip(windows, scored, strict=True)]
+    changes = [without(chunk) for chunk in chunks]
+    trials = [Trial(layer, change) for layer in layers for change in changes]
+    losses, rises = study.score(trials)
+    kld = losses.reshape(len(layers), -1)
     trials = [
         Trial(layer, without(np.setdiff1d(np.arange(n // 2 + 1), kept)))
         for layer, klds in zip(layers, kld, strict=True)
         for kept in (frequencies.kept_bins(n, level, klds) for level in levels)
     ]
     layer_kld = np.zeros((len(layers), len(allocation.LEVELS)))  # nothing is lost at the last level
-    klds = [window.score(trials, advance)[0] for window in windows]
-    layer_kld[:, :-1] = np.mean(klds, axis=0).reshape(len(layers), -1)
+    layer_kld[:, :-1] = study.score(trials)[0].reshape(len(layers), -1)
     found = {
         "imp_kld": kld,
-        "imp_ppl": np.expm1(np.mean(rises, axis=0)).reshape(len(layers), -1),
+        "imp_ppl": np.expm1(rises).reshape(len(layers), -1),
         "layer_kld": layer_kld,
         "layer_budget": allocation.budgets_of_levels(layer_kld),
     }

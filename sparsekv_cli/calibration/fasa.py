@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from sparsekv_cli.cache.kinds import full_layers
-from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.calibration.run import CalibrationArray, CalibrationRun, budgets_array
-from sparsekv_cli.calibration.trials import Attend, Trial, middle_rows, study_shares, unchanged
+from sparsekv_cli.calibration.study import Study, TextCache, study_shares
+from sparsekv_cli.calibration.trials import Attend, Trial, unchanged
 from sparsekv_cli.cpu.fasa import dominance
 from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 
@@ -37,11 +37,13 @@ def study_chunks(
     """What each chunk is worth, and what a layer loses with a share of them.
 
     tip_kld f32 (L, shares): KLD(full || one layer that attends to the best N_CHOSEN rows by its
-    first chunks, var); tip_budget f32 (L, shares, 2); see ``trials.study_shares``. The others:
+    first chunks, var); tip_budget f32 (L, shares, 2); see ``study_shares``. The others:
     see ``rank_all``. n_sinks, n_recent: rows that are always attended.
     """
-    tensors = rank_all(run, n_query, top_k)
-    middle = middle_rows(len(run.ids), n_sinks, n_recent)
+    specs = [spec for spec in run.specs if not is_dense(spec)]
+    layers = [spec.layer for spec in specs for _ in SHARES[:-1]]
+    study = Study(run, n_sinks, n_recent, layers, len(run.statistics_ids))
+    tensors = rank_all(study, n_query, top_k)
 
     def choose(spec: LayerSpec, share: float) -> Trial:
         n_chunk = spec.n_chunk
@@ -50,12 +52,7 @@ def study_chunks(
         dims = dims[:, : 2 * max(1, round(share * n_chunk))]
         return Trial(spec.layer, unchanged, _attend_best(dims, n_sinks, n_recent))
 
-    def progress(share: float) -> None:
-        run.progress(run.statistics_share + (1 - run.statistics_share) * share)
-
-    tensors["tip_kld"], tensors["tip_budget"] = study_shares(
-        run, is_dense, choose, SHARES, middle, n_recent, progress
-    )
+    tensors["tip_kld"], tensors["tip_budget"] = study_shares(study, specs, choose, SHARES)
     return tensors
 
 
@@ -111,15 +108,15 @@ def _attend_best(dims: np.ndarray, n_sinks: int, n_recent: int) -> Attend:
     return attend
 
 
-def rank_all(run: CalibrationRun, n_query: int, top_k: int) -> dict[str, np.ndarray]:
+def rank_all(study: Study, n_query: int, top_k: int) -> dict[str, np.ndarray]:
     """Both metrics of every chunk, and each kv head's chunks by rank, the best first.
 
     n_query: how many queries of the text judge; top_k: K of CA. score_var, score_ca f32 (L, H, C);
     dom_var, dom_ca u8 (L, G, C), C as LayerSpec.n_chunk. Layers with fewer heads or chunks than
     others end in zeros.
     """
-    specs = run.specs
-    positions = dominance.query_positions(len(run.statistics_ids), n_query)
+    specs = study.run.specs
+    positions = dominance.query_positions(len(study.run.statistics_ids), n_query)
     n_head, n_kv, n_chunk = _most(specs)
     tensors = {}
     for metric in METRICS:
@@ -131,16 +128,13 @@ def rank_all(run: CalibrationRun, n_query: int, top_k: int) -> dict[str, np.ndar
             rank = dominance.rank_chunks(score, spec.n_head_kv)
             tensors[f"score_{metric}"][spec.layer, : spec.n_head, : spec.n_chunk] = score
             tensors[f"dom_{metric}"][spec.layer, : spec.n_head_kv, : spec.n_chunk] = rank
-        run.progress(run.statistics_share * (spec.layer + 1) / len(specs))
 
-    run.forward(
-        run.statistics_ids, 0, run.caches(lambda spec: _JudgingCache(spec, positions, top_k, keep))
-    )
+    study.pass_over_text(lambda spec: _JudgingCache(spec, positions, top_k, keep))
     return tensors
 
 
-class _JudgingCache(LayerCache):
-    """Judges a layer's chunks at the end of the calibration's prefill, and then drops its rows."""
+class _JudgingCache(TextCache):
+    """Judges a layer's chunks at the end of the calibration's prefill."""
 
     def __init__(
         self,
@@ -167,8 +161,6 @@ class _JudgingCache(LayerCache):
             for q, t in zip(self._queries, self._positions, strict=True)
         ]
         means = [np.mean(values, axis=0) for values in zip(*judged, strict=True)]
-        self.store, self._queries = KVStore(spec), []
+        self._queries = []
+        super().finish_prefill()
         self._keep(spec, dict(zip(METRICS, means, strict=True)))
-
-    def decode(self, x: AttnInput) -> np.ndarray:
-        raise AssertionError("a calibration only prefills")

@@ -9,13 +9,12 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from sparsekv_cli.cache.kinds import CACHES
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import LayerSpec
+from sparsekv_cli.models.forward import Copies, Progress
 
 CALIBRATION = "calibration"  # ``needs`` of methods that read a sidecar
-STATISTICS_SHARE = 0.2  # of a calibration's time: for a pass over the text, ahead of trials
-MOST_STATISTICS = 0.4  # of its rows that this pass may take
+MOST_STATISTICS = 0.4  # of a calibration's rows, for a pass over the text ahead of trials
 LEAST_TEXT = 1024  # tokens of the text that it takes at least
 
 
@@ -58,8 +57,11 @@ class CalibrationForward(Protocol):
         pos: int,
         caches: Sequence[LayerCache],
         *,
+        progress: Progress | None = None,
         all_logits: bool = False,
         attend: ChunkAttention | None = None,
+        copies: Copies | None = None,
+        vocabulary: np.ndarray | None = None,
     ) -> np.ndarray: ...
 
 
@@ -70,7 +72,7 @@ class CalibrationRun:
     specs: one a layer, ``calibration`` empty. ids: the text. forward: as ``Forward.forward``
     (models/forward.py), through one LayerCache a layer; the method may pass caches of its own that
     keep what they need. progress: called with the share that is done, 0 to 1. n_rows: about as many
-    as all forward passes together may take.
+    rows as may go through all layers, in all forward passes together.
     """
 
     specs: Sequence[LayerSpec]
@@ -83,15 +85,6 @@ class CalibrationRun:
     def statistics_ids(self) -> Sequence[int]:
         """The beginning of the text, for a pass ahead of trials."""
         return self.ids[: max(LEAST_TEXT, int(MOST_STATISTICS * self.n_rows))]
-
-    @property
-    def statistics_share(self) -> float:
-        """Of the time, that this pass takes."""
-        return max(STATISTICS_SHARE, min(1.0, len(self.statistics_ids) / self.n_rows))
-
-    def caches(self, make: Callable[[LayerSpec], LayerCache]) -> list[LayerCache]:
-        """One cache a layer: ``make``'s of full layers, those of their kinds of the others."""
-        return [CACHES.get(spec.kind, make)(spec) for spec in self.specs]
 
 
 class Calibrated(Protocol):

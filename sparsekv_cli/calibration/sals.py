@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from sparsekv_cli.cache.kinds import full_layers
-from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
-from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.calibration.run import CalibrationArray, CalibrationRun, budgets_array
-from sparsekv_cli.calibration.trials import Change, Trial, middle_rows, study_shares
+from sparsekv_cli.calibration.study import Study, TextCache, study_shares
+from sparsekv_cli.calibration.trials import Change, Trial
 from sparsekv_cli.cpu.jit.floats import as_f32
 from sparsekv_cli.cpu.sals import latent
 
@@ -35,20 +34,17 @@ def study_keys(
     ``allocation.budgets_of_levels``. Layers that are dense by default are not cut; their share is
     the mean.
     """
-    tensors = study_directions(run)
-    middle = middle_rows(len(run.ids), n_sinks, n_recent)
+    specs = [spec for spec in run.specs if not is_dense(spec)]
+    layers = [spec.layer for spec in specs for _ in SHARES[:-1]]
+    study = Study(run, n_sinks, n_recent, layers, len(run.statistics_ids))
+    tensors = study_directions(study)
 
     def cut(spec: LayerSpec, share: float) -> Trial:
-        return Trial(spec.layer, _cut(spec, tensors, middle, share))
-
-    def progress(share: float) -> None:
-        run.progress(run.statistics_share + (1 - run.statistics_share) * share)
+        return Trial(spec.layer, _cut(spec, tensors, study.middle, share))
 
     # Half of the columns are as good as all: there the KLD is little more than that of rounding
     # (0.0002 in bf16), which no column takes away.
-    tensors["rank_kld"], tensors["rank_budget"] = study_shares(
-        run, is_dense, cut, SHARES, middle, n_recent, progress
-    )
+    tensors["rank_kld"], tensors["rank_budget"] = study_shares(study, specs, cut, SHARES)
     return tensors
 
 
@@ -84,17 +80,18 @@ def _cut(spec: LayerSpec, tensors: dict[str, np.ndarray], middle: slice, share: 
     return change
 
 
-def study_directions(run: CalibrationRun) -> dict[str, np.ndarray]:
+def study_directions(study: Study) -> dict[str, np.ndarray]:
     """Both bases of every layer.
 
     weights f32 (L, G d): w, kv-head-major. vectors_diag, vectors_pca f32 (L, G d, G d): U of W C W
     and of C, columns by falling eigenvalue, all of them, so that any rank is a prefix;
     eigenvalues_* f32 (L, G d). E = w U and D = U / w; for pca w = 1.
     """
-    width = max(spec.n_head_kv * spec.head_dim for spec in full_layers(run.specs))
-    tensors = {"weights": np.zeros((len(run.specs), width), np.float32)}
+    specs = study.run.specs
+    width = max(spec.n_head_kv * spec.head_dim for spec in full_layers(specs))
+    tensors = {"weights": np.zeros((len(specs), width), np.float32)}
     for basis in BASES:
-        shape = (len(run.specs), width, width)
+        shape = (len(specs), width, width)
         tensors[f"vectors_{basis}"] = np.zeros(shape, np.float32)
         tensors[f"eigenvalues_{basis}"] = np.zeros(shape[:2], np.float32)
 
@@ -105,14 +102,13 @@ def study_directions(run: CalibrationRun) -> dict[str, np.ndarray]:
             values, vectors = np.linalg.eigh(w[:, None] * covariance * w)
             tensors[f"eigenvalues_{basis}"][spec.layer, :size] = values[::-1]
             tensors[f"vectors_{basis}"][spec.layer, :size, :size] = vectors[:, ::-1]
-        run.progress(run.statistics_share * (spec.layer + 1) / spec.n_layer)
 
-    run.forward(run.statistics_ids, 0, run.caches(lambda spec: _StatisticsCache(spec, keep)))
+    study.pass_over_text(lambda spec: _StatisticsCache(spec, keep))
     return tensors
 
 
-class _StatisticsCache(LayerCache):
-    """Sums up a layer's keys and queries during the calibration's prefill, and drops its rows."""
+class _StatisticsCache(TextCache):
+    """Sums up a layer's keys and queries during the calibration's prefill."""
 
     def __init__(
         self,
@@ -135,7 +131,7 @@ class _StatisticsCache(LayerCache):
 
     def finish_prefill(self) -> None:
         spec, n = self.spec, self.store.n
-        self.store = KVStore(spec)
+        super().finish_prefill()
         energy, half = self._energy / (n * spec.group), len(spec.theta)
         pairs = (energy[:, :half] + energy[:, half : 2 * half]) / 2 * spec.rope_scale**4
         energy[:, : 2 * half] = np.tile(pairs, 2)
@@ -144,6 +140,3 @@ class _StatisticsCache(LayerCache):
         weights = np.maximum(weights, 1e-4 * weights.max() + 1e-30)
         weights /= np.exp(np.log(weights).mean())
         self._keep(spec, self._products / n, weights)
-
-    def decode(self, x: AttnInput) -> np.ndarray:
-        raise AssertionError("a calibration only prefills")

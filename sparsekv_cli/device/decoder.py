@@ -30,7 +30,7 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.kernels.attention.decode import Attended
 from sparsekv_cli.kernels.layer import decode as kernels
 from sparsekv_cli.models.architectures import Architecture
-from sparsekv_cli.models.forward import Forward, OnRows, Product, Progress
+from sparsekv_cli.models.forward import Copies, Forward, OnRows, Product, Progress
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.rope import RopeTable, RopeTables
 from sparsekv_cli.models.weights import Weights
@@ -111,6 +111,8 @@ class DeviceDecoder(Forward):
         all_logits: bool = False,
         attend: ChunkAttention | None = None,
         on_rows: OnRows | None = None,
+        copies: Copies | None = None,
+        vocabulary: np.ndarray | None = None,
     ) -> Generator[Progress, None, np.ndarray]:
         """As Forward.forward_steps. At its end every cache has its rows, also those on the host."""
         self._planner.forget()
@@ -118,6 +120,7 @@ class DeviceDecoder(Forward):
         logits = yield from super().forward_steps(
             ids, pos, mine, all_logits=all_logits,
             attend=attend and (lambda cache, x: cache.attend(attend, x)), on_rows=on_rows,
+            copies=copies, vocabulary=vocabulary,
         )  # fmt: skip
         for cache in mine:
             if isinstance(cache, HostCache):
@@ -138,10 +141,13 @@ class DeviceDecoder(Forward):
     def end_layer(self, i: int) -> None:
         """Nothing to do: the weights stay on the device."""
 
-    def output(self, normed: torch.Tensor) -> np.ndarray:
+    def output(self, normed: torch.Tensor, vocabulary: np.ndarray | None) -> np.ndarray:
         step = 64  # rows at a time: a vocabulary is wide
-        parts = [self._on_device.output.apply(part).cpu() for part in normed.float().split(step)]
-        return torch.cat(parts).numpy()
+        tokens: Any = slice(None)
+        if vocabulary is not None:
+            tokens = torch.from_numpy(vocabulary).to(self.device)
+        head, rows = self._on_device.output, normed.float().split(step)
+        return torch.cat([head.apply(part)[:, tokens].cpu() for part in rows]).numpy()
 
     def plan_for(self, n_rows: int) -> None:
         """From now on steps launch what they do among so many rows at least, as a warm-up does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,9 @@ class TorchRows:
 
     def stream(self, x: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(x)
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(parts))
 
     def norm(self, x: torch.Tensor, weight: np.ndarray) -> torch.Tensor:
         return rms_norm(x, weight, self._hparams.norm_eps).to(self._dtype)

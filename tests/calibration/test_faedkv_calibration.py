@@ -16,9 +16,9 @@ from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.calibration.faedkv import without
 from sparsekv_cli.calibration.run import CalibrationRun
-from sparsekv_cli.calibration.trials import Trial, Window, _window, unchanged
+from sparsekv_cli.calibration.study import _window
+from sparsekv_cli.calibration.trials import Trial, Window, unchanged
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.cpu.faedkv import frequencies
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.faedkv import FAEDKV
 
@@ -39,10 +39,32 @@ def run_of(sequence, ids, progress=lambda share: None) -> CalibrationRun:
     )  # fmt: skip
 
 
+def without_bins(x, dropped):
+    """x (G, n, d) with some bins of its DFT along n set to 0: f32."""
+    n = x.shape[1]
+    dft = np.exp(-2j * np.pi * np.outer(np.arange(n), np.arange(n)) / n)
+    spectrum = dft @ x.astype(np.float64)
+    spectrum[:, np.concatenate([dropped, -dropped % n])] = 0
+    return (np.einsum("kn,gkd->gnd", dft.conj(), spectrum).real / n).astype(np.float32)
+
+
+@pytest.mark.parametrize("n", [45, 64])
+def test_a_change_leaves_bins_out(n):
+    k, v = np.random.default_rng(0).standard_normal((2, 2, n, 3)).astype(np.float32)
+    for dropped in ([0, 3, 4, n // 2], [], np.arange(2, n // 2), np.arange(n // 2 + 1)):
+        dropped = np.array(dropped, np.int64)
+        expected = [without_bins(rows, dropped) for rows in (k, v)]
+        changed = k.copy(), v.copy()
+        without(dropped)(*changed)
+        np.testing.assert_allclose(changed, expected, atol=1e-5)
+
+
 def test_a_trial_equals_one_by_itself(sequence):
     """Eleven copies of 30 rows in chunks of 100 against one forward on changed K and V."""
     run, middle = run_of(sequence, tokens(231)), slice(10, 150)
-    window = Window(run, run.ids, 30, middle)
+    caches = [DenseCache(spec) for spec in run.specs]
+    run.forward(run.ids[:200], 0, caches)
+    window = Window(run, run.ids, 30, middle, caches)
     changes = [(0, np.empty(0, np.int64)), (-1, np.arange(71))]
     changes += [(layer, np.arange(a, 71, 2)) for layer in range(3) for a in (0, 1, 40)]
     trials = [Trial(layer, without(dropped)) for layer, dropped in changes]
@@ -58,9 +80,7 @@ def test_a_trial_equals_one_by_itself(sequence):
         run.forward(run.ids[:200], 0, caches)
         if layer >= 0:
             for array in (caches[layer].store.k, caches[layer].store.v):
-                array[:, middle] = frequencies.without_bins(
-                    array[:, middle].astype(np.float32), dropped
-                )
+                array[:, middle] = without_bins(array[:, middle], dropped)
         logits = run.forward(run.ids[200:230], 200, caches, all_logits=True)
         return torch.from_numpy(logits).log_softmax(-1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from tiny_models import make_model
 
+from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.calibration.faedkv import without
 from sparsekv_cli.calibration.fasa import _attend_best
 from sparsekv_cli.calibration.run import CalibrationRun
@@ -27,7 +28,9 @@ def test_trials_give_what_they_give_on_the_cpu(tmp_path):
         decoder = load_model(path, build_method("full", {}), config).decoder
         run = CalibrationRun(decoder.layer_specs(), ids, decoder.forward, lambda share: None)
         dims = np.tile(np.arange(8, dtype=np.int32), (run.specs[0].n_head_kv, 1))
-        window = Window(run, ids, 20, slice(10, 90))
+        caches = [DenseCache(spec) for spec in run.specs]
+        run.forward(ids[:110], 0, caches)
+        window = Window(run, ids, 20, slice(10, 90), caches)
         trials = [Trial(layer, without(np.arange(3, 30))) for layer in range(2)]
         trials += [Trial(1, unchanged, _attend_best(dims, 4, 8)), Trial(-1, unchanged)]
         found.append(window.score(trials))

@@ -53,17 +53,6 @@ def test_kept_bins_are_the_most_important_chunks(n, share):
         left -= set(chunk)
 
 
-def test_without_bins_equals_a_dft():
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((2, 45, 3)).astype(np.float32)
-    dropped = np.array([0, 3, 4, 22])
-    dft = np.exp(-2j * np.pi * np.outer(np.arange(45), np.arange(45)) / 45)
-    spectrum = dft @ x
-    spectrum[:, np.concatenate([dropped, -dropped % 45])] = 0
-    expected = np.einsum("kn,gkd->gnd", dft.conj(), spectrum) / 45
-    np.testing.assert_allclose(frequencies.without_bins(x, dropped), expected.real, atol=1e-5)
-
-
 def test_lengths():
     for n in (256, 300, 511, 1999, 2048):
         lengths = [m for m in range(n, 4 * n) if 30**20 % m == 0]

@@ -1,0 +1,168 @@
+"""A calibration's course: a pass over the text, windows of it, trials, and how far it has come.
+
+What is counted are rows that go through all layers: a row of a trial joins a pass at the trial's
+layer, and counts as the share of the layers that it goes through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from sparsekv_cli.cache.layer import DenseCache, LayerCache
+from sparsekv_cli.cache.spec import FULL, STATE, AttnInput, LayerSpec
+from sparsekv_cli.cache.state import StateCache
+from sparsekv_cli.calibration import allocation
+from sparsekv_cli.calibration.run import CalibrationRun
+from sparsekv_cli.calibration.trials import Trial, Window, depth
+
+N_PREFIX, N_SCORED, N_WINDOWS = 1024, 48, 2  # rows of a window; windows
+LEAST_SCORED = 6  # rows of a window of a large model, for which there is little time
+
+
+def middle_rows(n_ids: int, n_sinks: int, n_recent: int) -> slice:
+    """The rows of a window's prefix that trials change, in a text of n_ids tokens."""
+    n_scored = min(N_SCORED, n_ids // 4)
+    return slice(n_sinks, min(N_PREFIX, n_ids - n_scored - 1) - n_recent)
+
+
+class TextCache(LayerCache):
+    """A layer's cache in a pass over the text. At its end only the rows of a prefix stay."""
+
+    def finish_prefill(self) -> None:
+        self.store = self.store.copy(min(self.store.n, N_PREFIX))
+
+    def decode(self, x: AttnInput) -> np.ndarray:
+        raise AssertionError("a calibration only prefills")
+
+
+class Study:
+    """One calibration: how many rows it takes, and the windows that score its trials.
+
+    middle: the rows of a window's prefix that trials change. n_scored: rows that a trial scores in
+    a window. starts: where the windows begin in the text. n_rows: the work of all passes.
+    """
+
+    def __init__(
+        self,
+        run: CalibrationRun,
+        n_sinks: int,
+        n_recent: int,
+        layers: Sequence[int],
+        n_text: int = 0,
+    ) -> None:
+        """n_sinks, n_recent: rows of a prefix that no trial changes. layers: each trial's layer.
+
+        n_text: rows of ``pass_over_text``; the first window takes its prefix from them.
+        """
+        self.run = run
+        n_ids, depths = len(run.ids), sum(depth(layer, run.specs) for layer in layers)
+        self.middle = middle_rows(n_ids, n_sinks, n_recent)
+        self.n_prefix = self.middle.stop + n_recent
+        self.n_scored = min(N_SCORED, n_ids // 4)
+        n_windows = N_WINDOWS if n_ids > self.n_prefix + self.n_scored + 1 else 1
+        if self._rows(n_text, n_windows, depths) > run.n_rows:
+            n_windows, left = 1, run.n_rows - self._rows(n_text, 1, 0)
+            n_affordable = int(left / (2 * (depths + 1))) * 2  # half continue, half repeat
+            self.n_scored = min(self.n_scored, max(LEAST_SCORED, n_affordable))
+        last = n_ids - self.n_prefix - self.n_scored - 1
+        self.starts = np.linspace(0, last, n_windows).astype(int).tolist() if layers else []
+        self.n_rows = self._rows(n_text, len(self.starts), depths)
+        self._n_text, self._done = n_text, 0.0
+        self._kept: Sequence[LayerCache] = ()
+        self._windows: list[Window] = []
+
+    def _rows(self, n_text: int, n_windows: int, depths: float) -> float:
+        """Rows of all passes with so many windows."""
+        n_prefixes = n_windows - (1 if n_text and n_windows else 0)
+        return n_text + n_prefixes * self.n_prefix + n_windows * (depths + 1) * self.n_scored
+
+    def pass_over_text(self, make: Callable[[LayerSpec], LayerCache]) -> None:
+        """A forward pass over the beginning of the text; make: the TextCache of a full layer."""
+        self._kept = self._prefilled(self.run.ids[: self._n_text], make)
+
+    def score(self, trials: Sequence[Trial]) -> tuple[np.ndarray, np.ndarray]:
+        """KLD(full || trial), and how much the negative log-likelihood rises: f64 (trials,) each.
+
+        See Window.score; means over the windows.
+        """
+        windows = self._windows or self._new_windows()
+        scored = [window.score(trials, self._advance) for window in windows]
+        rises = [nlls - window.nll for window, (_, nlls) in zip(windows, scored, strict=True)]
+        return np.mean([klds for klds, _ in scored], axis=0), np.mean(rises, axis=0)
+
+    def _new_windows(self) -> list[Window]:
+        ids, n_scored = self.run.ids, self.n_scored
+        for start in self.starts:
+            rows = _window(ids[start:], self.n_prefix, n_scored, self.middle)
+            caches = self._kept if start == 0 else ()
+            if not caches:
+                caches = self._prefilled(rows[: self.n_prefix], DenseCache)
+            self._windows.append(Window(self.run, rows, n_scored, self.middle, caches))
+            self._advance(n_scored)
+        return self._windows
+
+    def _prefilled(
+        self, ids: Sequence[int], make: Callable[[LayerSpec], LayerCache]
+    ) -> list[LayerCache]:
+        """Caches after a pass over ids, with the rows of the prefix."""
+        caches = [self._cache(spec, make) for spec in self.run.specs]
+        done = self._done
+
+        def follow(n_done: int, n: int) -> None:
+            self._advance(done + n_done - self._done)
+
+        self.run.forward(ids, 0, caches, progress=follow)
+        for cache in caches:
+            assert cache.truncate(self.n_prefix) == self.n_prefix
+        return caches
+
+    def _cache(self, spec: LayerSpec, make: Callable[[LayerSpec], LayerCache]) -> LayerCache:
+        if spec.kind == STATE:
+            cache: LayerCache = StateCache(spec)
+            cache.mark([self.n_prefix])
+            return cache
+        return (make if spec.kind == FULL else DenseCache)(spec)
+
+    def _advance(self, n_rows: float) -> None:
+        """Tells the progress after so many rows more."""
+        self._done += n_rows
+        self.run.progress(min(1.0, self._done / self.n_rows))
+
+
+def study_shares(
+    study: Study,
+    specs: Sequence[LayerSpec],
+    trial_of: Callable[[LayerSpec, float], Trial],
+    shares: Sequence[float],
+) -> tuple[np.ndarray, np.ndarray]:
+    """What ``shares`` of something cost in each layer, and how a budget of it is shared out.
+
+    specs: the layers that have trials; the share of the others is the mean. trial_of: the trial of
+    one layer with a share. Returns KLD(full || trial) f32 (L, shares), and f32 (L, shares, 2) as
+    ``allocation.budgets_of_levels`` has it. The last share, 1, gets the KLD of the one before it:
+    what is left there is rounding, which no share takes away.
+    """
+    n_layer = len(study.run.specs)
+    kld = np.zeros((n_layer, len(shares)))
+    budgets = np.tile(allocation.even_budgets(shares), (n_layer, 1, 1))
+    if specs:
+        klds, _ = study.score([trial_of(spec, share) for spec in specs for share in shares[:-1]])
+        layers = [spec.layer for spec in specs]
+        kld[layers, :-1] = klds.reshape(len(specs), -1)
+        kld[layers, -1] = kld[layers, -2]
+        budgets[layers] = allocation.budgets_of_levels(kld[layers], shares)
+    return kld.astype(np.float32), budgets.astype(np.float32)
+
+
+def _window(ids: Sequence[int], n_prefix: int, n_scored: int, middle: slice) -> list[int]:
+    """A prefix, n_scored rows and the token that follows.
+
+    Half of the rows continue the text. The others repeat a passage from the prefix, which needs
+    exact recall; plain text hardly does, so that layers that only recall would seem useless.
+    """
+    n_repeated = n_scored // 2
+    first = middle.start + (middle.stop - middle.start) // 3
+    passage = ids[first : first + n_repeated + 1]
+    return [*ids[: n_prefix + n_scored - n_repeated], *passage]
