@@ -55,3 +55,14 @@ def length_above(n: int) -> int:
         if rest == 1:
             return n
         n += 1
+
+
+def waves(n: int, bins: np.ndarray) -> np.ndarray:
+    """The waves of kept bins over n tokens: f64 (rows, n), orthonormal rows.
+
+    Cosines come first, then the sines of the bins that have one.
+    """
+    turns = np.multiply.outer(bins, np.arange(n)) % n  # in integers, so that angles stay small
+    angles, single = 2 * np.pi / n * turns, is_single(n, bins)
+    norm = np.sqrt(np.where(single, 1, 2) / n)[:, None]
+    return np.concatenate([norm * np.cos(angles), -(norm * np.sin(angles))[~single]])

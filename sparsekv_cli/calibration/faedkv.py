@@ -13,7 +13,7 @@ from sparsekv_cli.calibration.run import CalibrationArray, CalibrationRun, budge
 from sparsekv_cli.calibration.study import Study, middle_rows
 from sparsekv_cli.calibration.trials import Change, Trial
 from sparsekv_cli.cpu.faedkv import frequencies
-from sparsekv_cli.cpu.faedkv.spectrum import waves
+from sparsekv_cli.cpu.faedkv.frequencies import waves
 from sparsekv_cli.errors import SparseKVError
 
 
