@@ -83,19 +83,22 @@ class Pair:
             got = np.sort(rows[:count])
             assert (np.diff(got) > 0).all(), "a row is attended twice"
             if not np.array_equal(got, choice.rows):
-                self.check_tie(choice, np.setxor1d(got, choice.rows))
+                self.check_tie(choice, got)
                 choice.rows = got
                 self.seen["ties"] += 1
 
-    def check_tie(self, choice: Choice, other: np.ndarray) -> None:
-        """AssertionError if the rows ``other`` are not near the border of the choice."""
-        scores = choice.scores[other]
+    def check_tie(self, choice: Choice, got: np.ndarray) -> None:
+        """AssertionError if the rows that differ are not as many, and near the border."""
+        gone, come = np.setdiff1d(choice.rows, got), np.setdiff1d(got, choice.rows)
+        other = np.append(gone, come)
+        scores, page = choice.scores[other], getattr(self.method, "page", 1)
         assert (scores != FORCED).all(), f"rows {other}: some are always attended"
         finite = choice.scores[np.isfinite(choice.scores)]
         chosen = choice.scores[choice.rows]
         cut = chosen[np.isfinite(chosen)].min(initial=np.inf)
         limit = self.near[0] * abs(cut) + self.near[1] * np.abs(finite).max(initial=0)
         is_near = np.isfinite(scores).all() and (np.abs(scores - cut) <= limit).all()
+        is_near = is_near and len(np.unique(gone // page)) == len(np.unique(come // page))
         assert is_near or choice.margin < TIE[0], f"rows {other} of {self.naive.n} are no tie"
 
 

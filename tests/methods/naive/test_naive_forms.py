@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from layer_rows import Geometry
+from layer_stream import chunk_input
 from naive_pair import pair_of
 
 from sparsekv_cli.methods import METHODS, build_method
@@ -104,6 +106,20 @@ def test_a_method_equals_its_naive_form(name, budget, options, geometry):
     elif name != "full":
         assert (seen["left out"] > 0.9 * seen["lists"] > 0) == (budget != ALL)
         assert (seen["sparse"] == seen["steps"]) == (budget != ALL)
+
+
+def test_a_tie_is_one_row_for_one_of_nearly_its_score():
+    pair = pair_of(build_method("topk", {}, budget="40"), GEOMETRIES[0])
+    pair.prefill(150)
+    choice = pair.naive.choose(chunk_input(pair.stream.rows(1), 150))[0]
+    ranked = np.argsort(-choice.scores)
+    last, next_, worst = ranked[43], ranked[44], ranked[-1]
+    without = np.setdiff1d(choice.rows, last)
+    for got in (without, np.append(choice.rows, next_), np.append(without, worst)):
+        with pytest.raises(AssertionError, match="are no tie"):
+            pair.check_tie(choice, got)
+    choice.scores[next_] = choice.scores[last] * (1 + 1e-7)
+    pair.check_tie(choice, np.append(without, next_))
 
 
 def test_every_method_is_here_with_budgets_of_both_kinds():
