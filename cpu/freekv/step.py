@@ -5,6 +5,9 @@ Arguments are a record of ``FREEKV`` and addresses: passing an array costs half 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 from numba import carray, njit, prange
 
@@ -246,10 +249,10 @@ class FreeKVStep:
         record["n"], record["window"], record["offloaded"] = n, window, cache.offloaded
         record["n_best"] = n_best
 
-    def ahead(self, previous: np.ndarray) -> None:
-        """``recall_ahead`` with the query f32 (H, d) of the step before."""
+    def ahead(self, previous: np.ndarray) -> Callable[[], None]:
+        """A call of ``recall_ahead`` with the query f32 (H, d) of the step before."""
         assert previous.flags.c_contiguous
-        recall_ahead(self._at, address(previous))
+        return partial(recall_ahead, self._at, address(previous))
 
     def run(
         self, q: np.ndarray, previous: np.ndarray, k: np.ndarray, v: np.ndarray, current: bool,

@@ -38,8 +38,9 @@ def address(array: np.ndarray) -> int:
 
     numpy's own ways to ask for it take ten times as long (3 to 5 us, numpy 2.4).
     """
+    writable: Any = array
     try:
-        return addressof(c_char.from_buffer(array))
+        return addressof(c_char.from_buffer(writable))
     except (TypeError, ValueError):  # read-only, empty, or not contiguous
         return int(array.__array_interface__["data"][0])
 

@@ -97,6 +97,18 @@ def _pool_softmax_kernel(
         tl.store(out_ptr + b * stride_ob + g * stride_og + j, pooled, mask=j < n_page)
 
 
+class Candidates(NamedTuple):
+    """The pages first..(n - recent) // page - 1; max(least, (budget - reserved) // page) are taken.
+
+    reserved: rows attended beside.
+    """
+
+    first: int
+    recent: int
+    reserved: int
+    least: int = 0
+
+
 class PageScratch(NamedTuple):
     """What the first launch of ``softmax_scores`` leaves for the second one: S splits."""
 
@@ -123,21 +135,15 @@ def softmax_scores(
     n_page_max: int,
     page: int,
     scale: float,
-    *,
-    first: int,
-    recent: int,
-    reserved: int,
-    least: int = 0,
+    candidates: Candidates,
     wanted: torch.Tensor | None = None,
     out: PooledPages | None = None,
     scratch: PageScratch | None = None,
 ) -> PooledPages:
     """The mean of the group's softmax over the candidates, and how many are to be taken.
 
-    q, hi, lo, n, budget, out: see ``largest_scores``. Candidates are first..(n - recent) // page -
-    1, n_page_max of them at most; max(least, (budget - reserved) // page) are to be taken.
-    reserved: rows attended beside. wanted int32 (B, G), if given: the kv heads that choose; scores
-    of others are not written.
+    q, hi, lo, n, budget, out: see ``largest_scores``. There are n_page_max candidates at most.
+    wanted int32 (B, G), if given: the kv heads that choose; scores of others are not written.
     """
     n_batch, n_head, d = q.shape
     n_kv_head, device = hi.shape[1], q.device
@@ -155,8 +161,8 @@ def softmax_scores(
     check("scratch.mass", mass, torch.float32, (n_split, n_batch, n_head), device)
     group = n_head // n_kv_head
     _head_scores_kernel[(n_split, n_batch * n_kv_head)](
-        q, hi, lo, n, budget, wanted, scores, peak, mass, out.n_page, out.n_best, scale, first,
-        recent, reserved, least, n_kv_head, n_split, *hi.stride()[:3], *scores.stride()[:2],
+        q, hi, lo, n, budget, wanted, scores, peak, mass, out.n_page, out.n_best, scale,
+        *candidates, n_kv_head, n_split, *hi.stride()[:3], *scores.stride()[:2],
         PAGE=page, GROUP=group, TILE_H=max(TILE, triton.next_power_of_2(group)), D=d,
         BLOCK_D=_width(d, d), BLOCK_N=block, SOME=wanted is not None, num_warps=4, num_stages=3,
     )  # fmt: skip

@@ -35,7 +35,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -287,7 +287,7 @@ class FreeKVCache(LayerCache):
             return
         cache.make_room(plan.window, self.method.slots(plan))
         self._step.at(cache, n, plan.window, plan.n_best)
-        choose = partial(self._step.ahead, self._previous)
+        choose = self._step.ahead(self._previous)
         if background:
             self._ahead = self.method.worker.submit(choose), plan.window
         else:

@@ -20,7 +20,8 @@ def launches() -> Iterator[Callable[[], object]]:
     ):
         hi = torch.empty(2, n_kv, 8192, d, dtype=torch.float16)
         q = torch.empty(2, n_head, d)
-        score = partial(scores.softmax_scores, q, hi, hi, n, n, 8192, page, 1.0, reserved=80)
-        yield partial(score, first=4, recent=64, wanted=torch.zeros(2, n_kv, dtype=torch.int32))
+        score = partial(scores.softmax_scores, q, hi, hi, n, n, 8192, page, 1.0)
+        wanted = torch.zeros(2, n_kv, dtype=torch.int32)
+        yield partial(score, scores.Candidates(4, 64, 80), wanted)
         if n_kv == 8:
-            yield partial(score, first=0, recent=1)
+            yield partial(score, scores.Candidates(0, 1, 80))

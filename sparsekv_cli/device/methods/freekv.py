@@ -328,10 +328,10 @@ class DeviceFreeKV(DeviceCache):
         assert self._pages is not None
         work = self._work
         n_page, m = work.pooled.scores.shape[2], arrays.chosen.shape[2]
+        candidates = scores.Candidates(self._pages.layout.n_sink, recent, reserved, least=1)
         scores.softmax_scores(
             query, arrays.hi, arrays.lo, n, budget, n_page, self.method.page,
-            float(self.spec.scale), first=self._pages.layout.n_sink, recent=recent,
-            reserved=reserved, least=1, wanted=work.wanted, out=work.pooled, scratch=work.scores,
+            float(self.spec.scale), candidates, work.wanted, work.pooled, work.scores,
         )  # fmt: skip
         select.select_largest(
             work.pooled.scores, work.pooled.n_page, n_page, work.pooled.n_best, m,

@@ -11,8 +11,10 @@ from sparsekv_cli.device.cache import DeviceStore
 from sparsekv_cli.kernels.attention import select
 from sparsekv_cli.kernels.freekv import pages as page_cache
 from sparsekv_cli.kernels.freekv.pages import Layout, PageTensors
+from sparsekv_cli.kernels.freekv.scores import PageScratch
 from sparsekv_cli.kernels.pinned import zeros_on_host
 from sparsekv_cli.kernels.quest import pages
+from sparsekv_cli.kernels.quest.scores import PooledPages
 
 COPIED = 1 << 26  # bytes of a store that go to the host at a time
 
@@ -22,8 +24,8 @@ class Workspace(NamedTuple):
 
     wanted: torch.Tensor  # int32 (B, G): see correction.enter_row
     query: torch.Tensor  # f32 (B, H, d)
-    pooled: pages.PooledPages
-    scores: pages.PageScratch
+    pooled: PooledPages
+    scores: PageScratch
     selection: select.SelectScratch
     fresh: torch.Tensor  # int32 (B, G, m): candidates chosen
     sizes: torch.Tensor  # int32 (B, G)

@@ -84,7 +84,7 @@ def test_steps_use_groups_where_they_leave_out_half():
         cache.pages.statistics[:] = 0
         step = FreeKVStep(n_kv, np.float32(0.125), np.float32(0), NO_SINKS, 0.9, 1)
         step.at(cache, cache.n + 1, end, best)
-        step.ahead(previous)
+        step.ahead(previous)()
         scored = cache.pages.statistics[:, SCORED]
         most = end // GROUPED + (2 * best + 1) * GROUPED
         assert (scored <= most).all() if few else (scored == end).all()

@@ -253,7 +253,7 @@ class Step:
 
     def ahead(self):
         cache = self.cache
-        self.step().ahead(self.previous)
+        self.step().ahead(self.previous)()
         cache.offloaded = self.window
 
     def keys_and_values(self):
