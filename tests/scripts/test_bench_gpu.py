@@ -69,13 +69,13 @@ def test_a_part_runs(part, tmp_path):
         assert all(row.get("ms", 1) > 0 for row in rows)
 
 
-def test_a_part_that_fails_costs_the_others_nothing(tmp_path):
-    missing = str(tmp_path / "no.gguf")
-    figures, done = run(
-        tmp_path, "--only", "logits,memory", "-m", missing, "--match", "full", status=1
-    )
+def test_a_part_that_fails_costs_the_others_nothing(tmp_path, capsys):
+    missing, path = str(tmp_path / "no.gguf"), tmp_path / "figures.json"
+    arguments = ["--only", "logits,memory", "-m", missing, "--match", "full"]
+    assert load_script("gpu/bench").main(["--tiny", "--json", str(path), *arguments]) == 1
+    figures = json.loads(path.read_text(encoding="utf-8"))
     assert len(figures["errors"]) == 1 and "no.gguf" in figures["errors"][0]
-    assert "error: logits, full: " in done.stderr
+    assert "error: logits, full: " in capsys.readouterr().err
     assert [row["method"] for row in figures["memory"]] == ["full"]
 
 
