@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from sparsekv_cli.models.decoder import Decoder
 
 DEFAULT_TOKENS = 4096
-# Rows of all forward passes times weights; and rows that even the largest model takes.
-PRODUCTS, LEAST_ROWS = 4.5e12, 3600
+# Rows through all layers times weights of the layers; and rows that even the largest model takes.
+PRODUCTS, LEAST_ROWS = 3e12, 3600
 BUILT_IN = "built-in"  # name of the text that comes with the program
 MIN_TOKENS = 256  # below, statistics of keys and queries say little
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")  # belong to pip, not to us

@@ -11,7 +11,7 @@ import numpy as np
 
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import LayerSpec
-from sparsekv_cli.models.forward import Copies, Progress
+from sparsekv_cli.models.forward import Copies, OnProgress
 
 CALIBRATION = "calibration"  # ``needs`` of methods that read a sidecar
 MOST_STATISTICS = 0.4  # of a calibration's rows, for a pass over the text ahead of trials
@@ -57,7 +57,7 @@ class CalibrationForward(Protocol):
         pos: int,
         caches: Sequence[LayerCache],
         *,
-        progress: Progress | None = None,
+        progress: OnProgress | None = None,
         all_logits: bool = False,
         attend: ChunkAttention | None = None,
         copies: Copies | None = None,

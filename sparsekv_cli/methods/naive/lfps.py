@@ -192,7 +192,7 @@ class NaiveLFPS(Naive):
         for h in np.flatnonzero(self.bypassed):  # the mean value has the mass of all other rows
             s, g = self.s[h, choices[h].rows], h // self.group
             values = np.vstack([self.v[g, choices[h].rows], self.mean_v[g]])
-            out[h] = self.weights(h, np.append(s, self.wg[h])) @ values
+            out[h] = self.weights(int(h), np.append(s, self.wg[h])) @ values
         return out
 
     def finish_step(self, choices: list[Choice]) -> None:
