@@ -50,6 +50,7 @@ ALLOWED: dict[str, set[str]] = {
         "serve",
         "warmup",
     },
+    "library": {"generation", "methods", "model", "models", "sequence"},
     "doctor": {"device", "evaluation", "models"},
     "cli": {"commands"},
     "__main__": {"cli"},

@@ -164,3 +164,15 @@ def invoke_run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
         return json.loads(told.out)
 
     return run
+
+
+def test_the_notebook_runs(default_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every cell of docs/python.ipynb, in order, on the default model."""
+    path = Path(__file__).resolve().parents[1] / "docs" / "python.ipynb"
+    cells = json.loads(path.read_text("utf-8"))["cells"]
+    names: dict[str, Any] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert names["sparse"].ledger["rows_attended"] < names["full"].ledger["rows_attended"]
+    assert capsys.readouterr().out
