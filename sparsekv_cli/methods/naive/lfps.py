@@ -189,7 +189,8 @@ class NaiveLFPS(Naive):
 
     def attend(self, choices: list[Choice]) -> np.ndarray:
         out = super().attend(choices)
-        for h in np.flatnonzero(self.bypassed):  # the mean value has the mass of all other rows
+        # The mean value has the mass of all rows that a bypassed head leaves out.
+        for h in np.flatnonzero(self.bypassed).tolist():
             s, g = self.s[h, choices[h].rows], h // self.group
             values = np.vstack([self.v[g, choices[h].rows], self.mean_v[g]])
             out[h] = self.weights(int(h), np.append(s, self.wg[h])) @ values
