@@ -156,6 +156,8 @@ class DecoderEngine(ABC):
                     f"raise --ctx-size (the model was trained for {hparams.n_ctx_train})"
                 )
         for new in rows:
+            if not len(new):
+                raise ValueError("a sequence without new tokens: give at least one")
             low, high = min(new), max(new)
             if low < 0 or high >= hparams.n_vocab:
                 bad = low if low < 0 else high

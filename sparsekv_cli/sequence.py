@@ -129,7 +129,7 @@ class Engine(Protocol):
         """
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Sequence:
     """One sequence of a model. Positions are absolute."""
 

@@ -6,7 +6,7 @@ lie power sums S1..S4 (f64) for the thresholds of eq 8, and an upper bound of ea
 entries; a write raises it, a scan of the block makes it exact.
 
 A step reads the bounds, the blocks that hold a candidate, and the candidates (lfps/search.py), but
-not the whole context. tests/helpers/lfps_twin.py is the literal reference of a step.
+not the whole context. sparsekv_cli/methods/naive/lfps.py is the naive form of a step.
 """
 
 from __future__ import annotations
