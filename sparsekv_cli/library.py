@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, overload
+from weakref import WeakSet
 
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
@@ -52,7 +53,7 @@ class Reply:
         return self.text
 
 
-@dataclass
+@dataclass(eq=False)
 class Stream(Iterator[str]):
     """The pieces of an answer, as strings. ``reply`` is the whole answer after the last piece."""
 
@@ -113,6 +114,7 @@ class LanguageModel:
         self._make_constraint = constraint_maker(model.tokenizer)
         self._is_free = threading.Lock()
         self._is_open = True
+        self._streams: WeakSet[Stream] = WeakSet()
 
     @property
     def n_ctx(self) -> int:
@@ -131,8 +133,10 @@ class LanguageModel:
         self.close()
 
     def close(self) -> None:
-        """Closes the model's file and frees the memory of its rows."""
+        """Ends streams, closes the model's file and frees the memory of its rows."""
         self._is_open = False
+        for stream in list(self._streams):
+            stream.close()
         self._sequence.reset()
         self._model.gguf.close()
 
@@ -190,6 +194,7 @@ class LanguageModel:
     ) -> Reply | Stream:
         call = _Call.of(given)
         pieces = Stream(self._pieces(ids, call, self._attention_of(call), is_chat=is_chat))
+        self._streams.add(pieces)
         if stream:
             return pieces
         for _ in pieces:

@@ -141,6 +141,9 @@ def test_tokens_and_the_end(path: Path) -> None:
         assert model.detokenize(ids[1:]).strip() == "some words"
         assert len(model.tokenize("<|im_end|>")) > 1
         assert model.tokenize("<|im_end|>", parse_special=True) == [2]
+        stream = model.generate("a", stream=True)
+        next(stream)
+    assert list(stream) == [] and stream.reply is None  # it has ended with the model
     with pytest.raises(SparseKVError, match="the model is closed"):
         model.generate("a")
     with pytest.raises(SparseKVError, match="no-such-model"):

@@ -219,6 +219,7 @@ class FreeKVStep:
         n_threads: int,
     ) -> None:  # fmt: skip
         assert sinks.flags.c_contiguous
+        self._sinks = sinks  # kept alive, as the record has its address only
         self._record = record = np.zeros((), FREEKV)
         self._at = address(record)  # asked once: numpy describes all fields each time
         self._pages: HostPages | None = None  # those whose addresses the record has
@@ -250,9 +251,15 @@ class FreeKVStep:
         record["n_best"] = n_best
 
     def ahead(self, previous: np.ndarray) -> Callable[[], None]:
-        """A call of ``recall_ahead`` with the query f32 (H, d) of the step before."""
+        """A call of ``recall_ahead`` with the query f32 (H, d) of the step before.
+
+        It keeps its arrays alive: a thread may run it after the cache is gone.
+        """
         assert previous.flags.c_contiguous
-        return partial(recall_ahead, self._at, address(previous))
+        return partial(FreeKVStep._ahead, self, previous)
+
+    def _ahead(self, previous: np.ndarray) -> None:
+        recall_ahead(self._at, address(previous))
 
     def run(
         self, q: np.ndarray, previous: np.ndarray, k: np.ndarray, v: np.ndarray, current: bool,

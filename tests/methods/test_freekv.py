@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -222,6 +223,25 @@ def test_the_thread_ends_with_its_method():
     for thread in started:
         thread.join(timeout=10)
         assert not thread.is_alive()
+
+
+def test_a_recall_ahead_outlives_its_cache():
+    """What the second thread reads and writes is there until it is done."""
+    method = FreeKV(overlap="true", **SMALL)
+    cache, stream = make_layer(method, PLAIN[0]), stream_of(PLAIN, 7)
+    prefill(cache, stream.rows(PLAIN[1]))
+    decode_row(cache, stream.rows(1))
+    cache.learn()
+    goes_on = threading.Event()
+    method.worker.submit(goes_on.wait)  # the thread is busy, so that the next recall waits
+    decode_row(cache, stream.rows(1))
+    cache.learn()
+    arrays = [weakref.ref(cache._previous), weakref.ref(cache._step._record)]
+    arrays += [weakref.ref(array) for array in cache._cache.pages]
+    (recall, _), cache = cache._ahead, None
+    assert not recall.done() and all(each() is not None for each in arrays)
+    goes_on.set()
+    recall.result(60)
 
 
 def test_overlap_auto_wants_a_core_for_itself(monkeypatch):
