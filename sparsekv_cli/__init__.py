@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from sparsekv_cli.library import LanguageModel, Reply, Stream, load
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["LanguageModel", "Reply", "Stream", "load"]
+
+LIBRARY = ("LanguageModel", "Reply", "Stream", "load")
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the library when it is used: commands that need no model start without it."""
-    if name not in __all__:
+    """Imports the library when it is used; __init__.pyi has its types."""
+    if name not in LIBRARY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from sparsekv_cli import library
-
-    return getattr(library, name)
+    return getattr(import_module("sparsekv_cli.library"), name)

@@ -11,7 +11,7 @@ import torch
 from opened import generated, open_sequence
 from tiny_models import make_model
 
-from sparsekv_cli import machine
+from sparsekv_cli import gpu, machine
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.config import SessionConfig
@@ -104,7 +104,7 @@ def test_decode_beyond_the_context(sequence):
 def test_a_gpu_without_its_packages(model, missing, monkeypatch):
     """auto goes on with the CPU and says so; cuda names the command."""
     monkeypatch.setattr(machine, "may_have_device", lambda: True)
-    monkeypatch.setattr(machine, "find_spec", lambda name: None if name in missing else name)
+    monkeypatch.setattr(gpu, "find_spec", lambda name: None if name in missing else name)
     method, words = build_method("full", {}), f"{' and '.join(missing)} not installed: pip install"
     opened = open_sequence(model, method, SessionConfig(device="auto"))
     assert isinstance(opened.engine, HostEngine) and words in opened.engine.note

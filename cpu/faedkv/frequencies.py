@@ -66,3 +66,23 @@ def waves(n: int, bins: np.ndarray) -> np.ndarray:
     angles, single = 2 * np.pi / n * turns, is_single(n, bins)
     norm = np.sqrt(np.where(single, 1, 2) / n)[:, None]
     return np.concatenate([norm * np.cos(angles), -(norm * np.sin(angles))[~single]])
+
+
+def centred_waves(n: int, bins: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """The waves of the kept bins around the middle of n tokens, f64 (rows, n), in four parts.
+
+    They are an orthonormal basis of what ``waves`` spans. Parts, with the number of waves of each:
+    even waves of even and of odd bins, odd waves of odd and of even bins. In the second quarter of
+    the tokens, read backwards, the first and third part are what they are in the first, the others
+    have the other sign.
+    """
+    angles = np.pi / n * (np.multiply.outer(bins, 2 * np.arange(n) + 1) % (2 * n))
+    norm = np.sqrt(np.where(is_single(n, bins), 1, 2) / n)[:, None]
+    even, odd = bins % 2 == 0, bins % 2 == 1
+    has_cosine, has_sine = 2 * bins != n, bins != 0
+    cosines, sines = norm * np.cos(angles), norm * np.sin(angles)
+    parts = [
+        cosines[has_cosine & even], cosines[has_cosine & odd], sines[has_sine & odd],
+        sines[has_sine & even],
+    ]  # fmt: skip
+    return np.concatenate(parts), [len(part) for part in parts]

@@ -97,7 +97,7 @@ def _pool_softmax_kernel(
         tl.store(out_ptr + b * stride_ob + g * stride_og + j, pooled, mask=j < n_page)
 
 
-class Candidates(NamedTuple):
+class PageCandidates(NamedTuple):
     """The pages first..(n - recent) // page - 1; max(least, (budget - reserved) // page) are taken.
 
     reserved: rows attended beside.
@@ -135,7 +135,7 @@ def softmax_scores(
     n_page_max: int,
     page: int,
     scale: float,
-    candidates: Candidates,
+    candidates: PageCandidates,
     wanted: torch.Tensor | None = None,
     out: PooledPages | None = None,
     scratch: PageScratch | None = None,

@@ -22,6 +22,6 @@ def launches() -> Iterator[Callable[[], object]]:
         q = torch.empty(2, n_head, d)
         score = partial(scores.softmax_scores, q, hi, hi, n, n, 8192, page, 1.0)
         wanted = torch.zeros(2, n_kv, dtype=torch.int32)
-        yield partial(score, scores.Candidates(4, 64, 80), wanted)
+        yield partial(score, scores.PageCandidates(4, 64, 80), wanted)
         if n_kv == 8:
-            yield partial(score, scores.Candidates(0, 1, 80))
+            yield partial(score, scores.PageCandidates(0, 1, 80))

@@ -11,7 +11,7 @@ from sparsekv_cli.cpu.freekv.choice import choose_pages_ref
 from sparsekv_cli.cpu.quest.pages import page_scores_ref, page_summaries_ref, select_pages_ref
 from sparsekv_cli.kernels.attention import select
 from sparsekv_cli.kernels.attention.decode import NewRow
-from sparsekv_cli.kernels.freekv.scores import Candidates, softmax_scores
+from sparsekv_cli.kernels.freekv.scores import PageCandidates, softmax_scores
 from sparsekv_cli.kernels.quest import pages, rows
 from sparsekv_cli.kernels.quest.scores import largest_scores, pooled_pages
 
@@ -125,7 +125,7 @@ def test_pooled_by_softmax(n_head, n_kv_head, d, sizes, device):
     n_page_max = max(sizes) // page + 5
     out = softmax_scores(
         q, hi, lo, ints(sizes, device), ints([20] * len(sizes), device), n_page_max, page, scale,
-        Candidates(first, recent, first * page + recent, least=1),
+        PageCandidates(first, recent, first * page + recent, least=1),
     )  # fmt: skip
     group = n_head // n_kv_head
     for b, n in enumerate(sizes):
@@ -145,9 +145,9 @@ def test_how_many_pages_are_taken(budget, least, device):
     args = q, hi, lo, ints([40], device), ints([budget], device), 16, 4, 1.0
     out = largest_scores(*args)
     assert out.n_page == 9 and out.n_best == max(0, (budget - 4) // 4)
-    out = softmax_scores(*args, Candidates(0, 3, 4, least))
+    out = softmax_scores(*args, PageCandidates(0, 3, 4, least))
     assert out.n_page == 9 and out.n_best == max(least, (budget - 4) // 4)
-    out = softmax_scores(*args, Candidates(0, 3, 11, least))
+    out = softmax_scores(*args, PageCandidates(0, 3, 11, least))
     assert out.n_best == max(least, (budget - 11) // 4)
 
 
@@ -155,7 +155,7 @@ def test_no_candidates(device):
     q, hi, lo = scored(2, 1, 64, [40], 4, device)
     for n in (3, 5):
         args = q, hi, lo, ints([n], device), ints([20], device), 16, 4, 1.0
-        assert softmax_scores(*args, Candidates(3, 2, 14)).n_page == 0
+        assert softmax_scores(*args, PageCandidates(3, 2, 14)).n_page == 0
         assert largest_scores(*args).n_page == (n - 1) // 4
 
 

@@ -328,7 +328,7 @@ class DeviceFreeKV(DeviceCache):
         assert self._pages is not None
         work = self._work
         n_page, m = work.pooled.scores.shape[2], arrays.chosen.shape[2]
-        candidates = scores.Candidates(self._pages.layout.n_sink, recent, reserved, least=1)
+        candidates = scores.PageCandidates(self._pages.layout.n_sink, recent, reserved, least=1)
         scores.softmax_scores(
             query, arrays.hi, arrays.lo, n, budget, n_page, self.method.page,
             float(self.spec.scale), candidates, work.wanted, work.pooled, work.scores,

@@ -31,7 +31,7 @@ ONE_BASIS_FROM = 512  # tokens that get a basis of their own length
 
 
 @dataclass
-class Segment:
+class NaiveSegment:
     """Tokens first to first + filled, in a basis of ``length`` tokens."""
 
     first: int
@@ -47,9 +47,9 @@ class NaiveFAEDKV(Naive):
     def __init__(self, method: FAEDKV, spec: LayerSpec) -> None:
         super().__init__(method, spec)
         self.importance = spec.calibration[f"imp_{method.importance}"]
-        self.segments: list[Segment] = []
+        self.segments: list[NaiveSegment] = []
         self.share = self.of_layer(method.budget.share or 0.0)  # r; 0: not known yet
-        self.start: tuple[int, list[Segment], float] = (0, [], self.share)
+        self.start: tuple[int, list[NaiveSegment], float] = (0, [], self.share)
         self.filtered_rows: dict[tuple[int, int], np.ndarray] = {}
 
     def of_layer(self, share: float) -> float:
@@ -86,18 +86,18 @@ class NaiveFAEDKV(Naive):
                 return
             self.share = self.of_layer(o.budget.tokens / aged)
         while self.share < 1 and aged >= (o.block if is_block else 1):
-            last = self.segments[-1] if self.segments else Segment(0, 0, 0)
+            last = self.segments[-1] if self.segments else NaiveSegment(0, 0, 0)
             if not is_block and last.filled < last.length:
                 count = min(aged, last.length - last.filled)
                 last.filled += count
             elif is_block or aged < ONE_BASIS_FROM:
                 count = min(aged, o.block)
-                self.segments.append(Segment(self.first_exact, count, o.block))
+                self.segments.append(NaiveSegment(self.first_exact, count, o.block))
             else:
                 count, length = aged, aged + o.block
                 while not is_good(length):
                     length += 1
-                self.segments.append(Segment(self.first_exact, count, length))
+                self.segments.append(NaiveSegment(self.first_exact, count, length))
             aged -= count
 
     def view(self) -> tuple[np.ndarray, np.ndarray]:

@@ -11,8 +11,7 @@ import pytest
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.attention.decode import attend_dense_ref
 from sparsekv_cli.cpu.faedkv import frequencies
-from sparsekv_cli.cpu.faedkv.blocks import centred_waves
-from sparsekv_cli.cpu.faedkv.frequencies import FourierBasis
+from sparsekv_cli.cpu.faedkv.frequencies import FourierBasis, centred_waves
 from sparsekv_cli.cpu.faedkv.spectrum import Spectrum, turns_at
 
 LOW_FIRST = -np.arange(
