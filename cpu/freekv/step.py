@@ -256,10 +256,10 @@ class FreeKVStep:
         It keeps its arrays alive: a thread may run it after the cache is gone.
         """
         assert previous.flags.c_contiguous
-        return partial(FreeKVStep._ahead, self, previous)
+        return partial(self._ahead, recall_ahead, previous)
 
-    def _ahead(self, previous: np.ndarray) -> None:
-        recall_ahead(self._at, address(previous))
+    def _ahead(self, recall: Callable[[int, int], None], previous: np.ndarray) -> None:
+        recall(self._at, address(previous))
 
     def run(
         self, q: np.ndarray, previous: np.ndarray, k: np.ndarray, v: np.ndarray, current: bool,
