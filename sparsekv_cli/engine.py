@@ -96,6 +96,8 @@ class DecoderEngine(ABC):
         if any(spec.kind == STATE for spec in sequence.attention.specs):
             sequence.mark_messages(ids, self._ends())
         sequence.checkpoint = None  # layers that are done with these rows forget where they were
+        if n - found.n > self.decoder.chunk:  # rows that take much memory, and long
+            release_code()
         try:
             n_room, n_loaded = min(sequence.n_ctx, n_past + n + N_HEADROOM), 0
             reserve(sequence.caches, n_room, is_checked=self.shares_prefill)
@@ -141,8 +143,6 @@ class DecoderEngine(ABC):
     def _prepare(self, n_rows: int) -> None:
         """Compiles and loads what a prefill of ``n_rows`` rows needs."""
         self.decoder.prepare(n_rows)
-        if n_rows > self.decoder.chunk:  # rows that take much memory, and long
-            release_code()
 
     def _check(self, sequences: Ids[Sequence], rows: Ids[Ids[int]]) -> None:
         """Raises SparseKVError for rows that do not fit, and for a file that has changed."""

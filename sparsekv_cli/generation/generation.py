@@ -39,6 +39,7 @@ class Generation:
         constraint: AnswerConstraint | None = None,
         special: bool = False,
         thinking: Thinking | None = None,
+        logprobs: int | None = None,
         write: Callable[[str], None] = _ignore,
         write_thinking: Callable[[str], None] = _ignore,
     ) -> None:
@@ -47,10 +48,13 @@ class Generation:
         n_predict: the most tokens; a negative number takes as many as fit. stops: texts before
         which the answer ends. constraint: ends the answer where nothing can follow. special:
         control tokens are part of the text. thinking: the markers of what ``write_thinking`` gets.
+        logprobs: how many of the most likely tokens are remembered at each; None remembers nothing.
         write: gets the text as soon as it is certain.
         """
         self.sequence, self.sample = sequence, sample
-        self.logprobs = sample if isinstance(sample, LogProbs) else None
+        self.logprobs: LogProbs | None = None
+        if logprobs is not None:
+            self.sample = self.logprobs = LogProbs(sample, logprobs, tokenizer)
         self.token = -1  # the token that was chosen last
         self.answer = Answer("", [], STOP_LENGTH)
         self._n_predict = n_predict
@@ -79,9 +83,7 @@ class Generation:
     @property
     def is_cut(self) -> bool:
         """Whether the answer has ended because the context is full."""
-        answer = self.answer
-        is_short = len(answer.tokens) != self._n_predict
-        return answer.stop_reason == STOP_LENGTH and is_short and self.sequence.is_full
+        return is_cut_by_context(self.sequence, self.answer, self._n_predict)
 
     def resume(self) -> None:
         """Goes on from the end of the sequence's last prefill."""
@@ -149,6 +151,12 @@ class Generation:
         if text:
             self.answer.text += text
             self._write(text)
+
+
+def is_cut_by_context(sequence: Sequence, answer: Answer, n_predict: int) -> bool:
+    """Whether an answer of at most ``n_predict`` tokens ended because no more of them fit."""
+    is_short = answer.stop_reason == STOP_LENGTH and len(answer.tokens) != n_predict
+    return is_short and sequence.is_full
 
 
 def step(engine: Engine, generations: Ids[Generation]) -> None:

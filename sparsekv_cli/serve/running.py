@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from sparsekv_cli.errors import LostModelError
 from sparsekv_cli.generation.generation import Generation, step
-from sparsekv_cli.generation.logprobs import LogProbs
 from sparsekv_cli.generation.sampler import new_sampler
 from sparsekv_cli.model import Model
 from sparsekv_cli.sequence import Sequence, ledger_since
@@ -64,8 +63,6 @@ class Running:
         """
         request, model = job.request, self._model
         sample = new_sampler(model, request.sampling, request.seed, request.constraint)
-        if request.logprobs is not None:
-            sample = LogProbs(sample, request.logprobs, model.tokenizer)
         job.generation = Generation(
             model.tokenizer,
             sequence,
@@ -74,6 +71,7 @@ class Running:
             stops=request.stops,
             constraint=request.constraint,
             special=request.special,
+            logprobs=request.logprobs,
             thinking=request.thinking,
             write=job.write,
             write_thinking=job.write_thinking,

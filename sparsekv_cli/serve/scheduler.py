@@ -57,7 +57,6 @@ class Prefilling:
 
     job: Job
     sequence: Sequence
-    n_kept: int  # tokens of the prompt that the sequence had already
     steps: Generator[Progress, None, Any]
     rows: SharedRows | None  # finds and keeps the prompt's rows
     started: float
@@ -291,8 +290,12 @@ class Scheduler:
             rows.use(attention.method)
         job.n_cached = n_kept = len(sequence.tokens)
         steps = engine.prefill(sequence, ids[n_kept:], rows=rows)
-        self._prefilling.append(Prefilling(job, sequence, n_kept, steps, rows, started))
+        now = Prefilling(job, sequence, steps, rows, started)
         self._starting = []
+        if n_kept and n_kept == len(ids):  # a parked sequence ends with the prompt
+            self._run(now)
+        else:
+            self._prefilling.append(now)
 
     def _sequence_for(self, attention: Attention, ids: Ids[int]) -> Sequence:
         """A parked sequence that begins as ``ids`` do, or a new one."""
@@ -311,7 +314,7 @@ class Scheduler:
             now = self._prefilling[-1]
             job = now.job
             try:
-                at = self._next_step(now)
+                at = next(now.steps, None)
             except LostModelError:
                 raise
             except Exception as error:
@@ -326,13 +329,6 @@ class Scheduler:
                 self._let_shorter_go_first(len(job.request.ids))
             elif self._has_turn(now, at):
                 return
-
-    def _next_step(self, now: Prefilling) -> Progress | None:
-        """A step of a prefill; None: it has ended."""
-        at = now.sequence.checkpoint
-        if now.n_kept == len(now.job.request.ids) and at is not None and at.n == now.n_kept:
-            return None
-        return next(now.steps, None)
 
     def _run(self, now: Prefilling) -> None:
         """A job whose prompt is prefilled runs."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from sparsekv_cli.commands.shared.answer import is_cut_by_context, stream_answer
+from sparsekv_cli.commands.shared.answer import stream_answer
 from sparsekv_cli.commands.shared.terminal import ShownAnswer, say, write_text
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.answer import Answer
@@ -19,7 +19,7 @@ from sparsekv_cli.generation.conversation import (
     encode_messages,
     model_thinking,
 )
-from sparsekv_cli.generation.generation import Generation
+from sparsekv_cli.generation.generation import Generation, is_cut_by_context
 from sparsekv_cli.generation.sampler import SamplingOptions, constraint_maker, new_sampler
 from sparsekv_cli.models.chat.thinking import without_thinking
 

@@ -17,7 +17,6 @@ from sparsekv_cli.commands.shared.terminal import one_line, say
 from sparsekv_cli.errors import LostModelError, SparseKVError
 from sparsekv_cli.generation.conversation import model_thinking, prompt_ids
 from sparsekv_cli.generation.generation import Generation, step
-from sparsekv_cli.generation.logprobs import LogProbs
 from sparsekv_cli.generation.sampler import constraint_maker, new_sampler
 
 if TYPE_CHECKING:
@@ -150,8 +149,6 @@ class LineAnswers:
             )
             constraint = self._constraint(task)
             sample = new_sampler(model, task.sampling, task.seed, constraint)
-            if task.logprobs is not None:
-                sample = LogProbs(sample, task.logprobs, model.tokenizer)
             sequence = model.sequence()
             sequence.prefill(ids, rows=self._rows)
             if self._rows is not None:
@@ -165,6 +162,7 @@ class LineAnswers:
                 stops=task.stop,
                 constraint=constraint,
                 special=task.special,
+                logprobs=task.logprobs,
                 thinking=None if is_whole else model_thinking(model),
             )
         except LostModelError:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from sparsekv_cli.commands.shared.progress import PrefillProgress
 from sparsekv_cli.generation.answer import STOP_INTERRUPT, STOP_LENGTH, Answer
-from sparsekv_cli.generation.generation import Generation, step
+from sparsekv_cli.generation.generation import Generation, is_cut_by_context, step
 
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model
@@ -128,12 +128,6 @@ def _keeping_prompt(rows: PromptRows | None) -> Iterator[None]:
     finally:
         if rows is not None:
             rows.finish()
-
-
-def is_cut_by_context(sequence: Sequence, answer: Answer, n_predict: int) -> bool:
-    """Whether an answer ended because no more tokens fit."""
-    is_short = answer.stop_reason == STOP_LENGTH and len(answer.tokens) != n_predict
-    return is_short and sequence.is_full
 
 
 def full_context_line(
