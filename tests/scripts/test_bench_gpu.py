@@ -41,7 +41,8 @@ def run_here(folder: Path, *arguments: str) -> dict[str, Any]:
 def test_memory(tmp_path, capsys):
     figures = run_here(tmp_path, "--only", "memory")
     rows = {row["method"]: row for row in figures["memory"]}
-    assert rows["full"]["device of full"] == rows["fasa"]["device of full"] == 1
+    # A cache makes room for a multiple of 256 rows: 512 here, for a context of 304.
+    assert rows["full"]["device of full"] == rows["fasa"]["device of full"] == 512 / 304
     assert rows["fasa"]["index"] > 0
     # FASA-M leaves V and all of K but its 16 dominant dims of 32 to the host.
     assert rows["fasa:variant=m"]["device of full"] < 0.3 and rows["fasa:variant=m"]["host"] > 0
