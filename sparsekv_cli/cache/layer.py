@@ -139,7 +139,7 @@ class DenseCache(LayerCache):
 
 
 class SelectingCache(LayerCache):
-    """Adds a row, selects rows, attends to them; a method writes ``select`` and ``selects_all``."""
+    """Adds a row, selects rows, attends to them; a method writes ``select`` and ``is_dense_at``."""
 
     can_prefill_in_parts = True
     queries_read = 0
@@ -148,7 +148,7 @@ class SelectingCache(LayerCache):
         store, spec = self.store, self.spec
         store.append_row(x.k, x.v)
         q, n = x.q[:, 0], store.n
-        if self.selects_all(n):
+        if self.is_dense_at(n):
             return self.attend_all(x.q)
         idx, counts, scored = self.select(q, n)
         self.attended = (idx, counts)
@@ -158,7 +158,7 @@ class SelectingCache(LayerCache):
         return attend_rows(q, store, idx, counts, spec)
 
     @abstractmethod
-    def selects_all(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         """Whether the budget covers a context of n rows, so that attention is dense."""
 
     @abstractmethod

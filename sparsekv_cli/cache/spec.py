@@ -120,7 +120,7 @@ class Budget:
 
     floor, ceiling: least and most rows of a share. Default budgets have them, so that short chats
     stay coherent and the work of a step stops growing with the context. A share that the user
-    states has none. covers: contexts up to so many rows are attended to as a whole
+    states has none. sparse_from: the rows up to which a step attends to all of them
     (methods/depth.py).
     """
 
@@ -128,7 +128,7 @@ class Budget:
     share: float | None = None
     floor: int = 1
     ceiling: int = 1 << 62
-    covers: int = 0
+    sparse_from: int = 0
 
     @staticmethod
     def parse(text: str) -> Budget:
@@ -153,7 +153,7 @@ class Budget:
 
     def rows(self, n: int) -> int:
         """Rows of a context of n that may be attended, at least 1."""
-        if 0 < n <= self.covers:
+        if 0 < n <= self.sparse_from:
             return n
         if self.tokens is not None:
             return self.tokens

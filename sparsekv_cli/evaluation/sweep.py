@@ -9,8 +9,9 @@ from sparsekv_cli.option import did_you_mean, options_of
 
 
 def option_names(spec: str) -> list[str]:
-    """The options that the method of ``spec`` has."""
-    return list(options_of(method_class(spec.partition(":")[0])))
+    """Returns the options that the method of ``spec`` takes, also by their old names."""
+    method = method_class(spec.partition(":")[0])
+    return [*options_of(method), *method.renamed]
 
 
 def parse_sweep(text: str) -> tuple[str, list[str]]:

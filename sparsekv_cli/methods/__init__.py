@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import Field
 from importlib import import_module
@@ -50,9 +51,11 @@ def build_method(
     cache_type_k: str | None = None,
     cache_type_v: str | None = None,
 ) -> Method:
-    """A method from command-line text; ValueError names what is wrong and lists the options.
+    """Returns a method from command-line text.
 
-    ``preset`` is applied first, so that other options change it.
+    ``preset`` is applied first, so that other options change it. An option may have its old name: a
+    FutureWarning says the name that it has now. Raises ValueError, which says what is wrong and
+    lists the options.
     """
     cls = method_class(name)
     given = dict(options)
@@ -67,6 +70,12 @@ def build_method(
             if key in given:
                 raise ValueError(f"{key} is given twice, as an option and with -o")
             given[key] = value
+    for old in given.keys() & cls.renamed.keys():
+        new = cls.renamed[old]
+        if new in given:
+            raise ValueError(f"{new} is given twice, once by its old name {old}")
+        given[new] = given.pop(old)
+        warnings.warn(f"option {old} of {name} is now called {new}", FutureWarning, stacklevel=2)
     known = options_of(cls)
     for key in given:
         if key not in known:

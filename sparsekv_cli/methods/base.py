@@ -44,6 +44,7 @@ class Method(ABC):
     work_of_a_head: ClassVar[int] = 0
     # Values of options by the name of a preset; what the user sets changes them.
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    renamed: ClassVar[dict[str, str]] = {}  # old names of options, and their names now
 
     dense_layers: tuple[int, ...] = option((0, 1), DENSE_HELP)
     cache_type_k: str = option("f16", _CACHE_TYPE_HELP.format("K"), choices=CACHE_TYPES)

@@ -28,6 +28,6 @@ def sparse_from(method: Method, specs: Iterable[LayerSpec]) -> int:
     return method.work_of_a_head * max((spec.group for spec in full_layers(specs)), default=0)
 
 
-def dense_up_to(method: Any, n: int) -> Method:
-    """``method``, which must have such a depth, with a budget that covers contexts of n rows."""
-    return replace(method, budget=replace(method.budget, covers=n))
+def with_sparse_from(method: Any, n: int) -> Method:
+    """Returns ``method``, which must have such a depth, with a budget of all rows up to n."""
+    return replace(method, budget=replace(method.budget, sparse_from=n))

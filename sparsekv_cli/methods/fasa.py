@@ -84,7 +84,7 @@ class FASA(Method):
     )
     variant: str = option("c", "m: a device leaves V and most of K to its host", choices=("c", "m"))
 
-    def covers(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         """Whether the budget covers a context of n rows."""
         return n <= self.budget.rows(n)
 
@@ -139,14 +139,14 @@ class FASACache(LayerCache):
         return super().extend(x)
 
     def finish_prefill(self) -> None:
-        if not self.method.covers(self.store.n + 1):
+        if not self.method.is_dense_at(self.store.n + 1):
             self.store.split()
 
     def decode(self, x: AttnInput) -> np.ndarray:
         store, spec = self.store, self.spec
         n = store.n + 1
         n_fac = self.method.budget.rows(n)
-        if self.method.covers(n):
+        if self.method.is_dense_at(n):
             store.join()  # it was split if a rewind has made the context as short as this
             store.append_row(x.k, x.v)
             return self.attend_all(x.q)

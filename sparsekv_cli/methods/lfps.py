@@ -20,7 +20,7 @@ Departures; docs/methods.md has their reasons and figures:
     score comes from the covariance of the keys.
 (4) At most ``candidates`` rows are scored a head; where more pass, the thresholds are raised.
 (5) a is .3, the paper's .2.
-(6) Layer 0 is dense; beyond ``dense_rows`` rows it attends to 1024 rows in pages, as Quest does.
+(6) Layer 0 is dense; beyond ``pages_from`` rows it attends to 1024 rows in pages, as Quest does.
 (7) The budget is at most 256 rows.
 (8) The mean of eq 8 is over at most ``horizon`` entries.
 (9) Beyond 8192 rows the heads of a kv group score each other's candidates (``scored_by``).
@@ -56,7 +56,7 @@ from sparsekv_cli.option import option
 ALL = np.float32(1e30)  # a log-sum-exp beside which no other rows count
 NO_HORIZON = 1 << 62
 MOST = 10**9  # of factors and shares
-PAGES = Quest(page=32, budget=Budget(tokens=1024))  # of dense layers beyond ``dense_rows``
+PAGES = Quest(page=32, budget=Budget(tokens=1024))  # of dense layers beyond ``pages_from``
 BUDGET = replace(DEFAULT_BUDGET, ceiling=256)
 GROUP_ROWS = 8192  # beyond so many a kv group scores its heads' candidates together
 SHARED = 0.855, 2  # what each other head that shares candidates adds to the factor of a; most such
@@ -69,11 +69,12 @@ class LFPS(Method):
     paper: ClassVar[str] = "arXiv:2506.15704"
     description: ClassVar[str] = "candidates from tables of past attention (vertical and slash)"
     work_of_a_head: ClassVar[int] = 1280
+    renamed: ClassVar[dict[str, str]] = {"dense_rows": "pages_from"}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},
         "paper": {
             "budget": DEFAULT_BUDGET,
-            "dense_rows": 0,
+            "pages_from": 0,
             "scored_by": "head",
             "expand": "filtered",
             "recent": 8,
@@ -87,7 +88,7 @@ class LFPS(Method):
     }
 
     dense_layers: tuple[int, ...] = option((0,), DENSE_HELP)
-    dense_rows: int = option(
+    pages_from: int = option(
         4096, "rows beyond which dense layers on the host choose pages; 0 = never", at_least=0
     )
     preset: str = option("tuned", "other options change it", choices=tuple(presets))
@@ -132,10 +133,10 @@ class LFPS(Method):
         return LFPSCache(spec, self)
 
     def dense_layer(self, spec: LayerSpec) -> LayerCache:
-        if not self.dense_rows:
+        if not self.pages_from:
             return super().dense_layer(spec)
         pages = replace(PAGES, budget=self.budget.at_least(PAGES.budget.rows(1)))
-        return DenseThenPages(spec, pages, self.dense_rows)
+        return DenseThenPages(spec, pages, self.pages_from)
 
     def used(self) -> Sequence[Method]:
         return (PAGES,)
@@ -144,20 +145,20 @@ class LFPS(Method):
 class DenseThenPages(QuestCache, DenseCache):
     """A dense layer: it attends to all rows while that is cheaper than choosing pages."""
 
-    def __init__(self, spec: LayerSpec, pages: Quest, dense_rows: int) -> None:
+    def __init__(self, spec: LayerSpec, pages: Quest, pages_from: int) -> None:
         super().__init__(spec, pages)
-        self._dense_rows = dense_rows
+        self._pages_from = pages_from
         self.attends_to_some = False
 
-    def selects_all(self, n: int) -> bool:
-        return n <= self._dense_rows or super().selects_all(n)
+    def is_dense_at(self, n: int) -> bool:
+        return n <= self._pages_from or super().is_dense_at(n)
 
     def finish_prefill(self) -> None:
         super().finish_prefill()
-        self.attends_to_some = not self.selects_all(self.store.n + 1)
+        self.attends_to_some = not self.is_dense_at(self.store.n + 1)
 
     def decode(self, x: AttnInput) -> np.ndarray:
-        if not self.selects_all(self.store.n + 1):
+        if not self.is_dense_at(self.store.n + 1):
             return super().decode(x)
         return DenseCache.decode(self, x)
 
@@ -249,7 +250,7 @@ class LFPSCache(LayerCache):
     def finish_prefill(self) -> None:
         """Fills the tables (eq 4) and the constants of eq 6 from the last queries and all rows."""
         self._queries.finish_prefill(self.store.n)
-        if not self._covers(self.store.n + 1):
+        if not self._is_dense_at(self.store.n + 1):
             self._start()
 
     def _start(self) -> None:
@@ -292,14 +293,14 @@ class LFPSCache(LayerCache):
         codes.code(lambda i, j: keys.rotated(keys.read(store.k[:, i:j])), store.n)
         self._step.use_scout(codes, self.method.scout)
 
-    def _covers(self, n: int) -> bool:
+    def _is_dense_at(self, n: int) -> bool:
         """Whether the budget covers a context of n rows, so that attention is dense."""
         return self.method.budget.rows(n) + N_SINKS >= n
 
     def decode(self, x: AttnInput) -> np.ndarray:
         store, spec = self.store, self.spec
         n = store.n + 1
-        if self._covers(n):
+        if self._is_dense_at(n):
             store.append_row(x.k, x.v)
             self._queries.record(x.q, n)
             self.lse[:] = ALL

@@ -68,7 +68,7 @@ class QuestCache(SelectingCache):
         self._hi, self._lo = np.empty(shape, np.uint16), np.empty(shape, np.uint16)
 
     def finish_prefill(self) -> None:
-        if not self.selects_all(self.store.n + 1):
+        if not self.is_dense_at(self.store.n + 1):
             self._summarise((self.store.n - 1) // self.method.page)
 
     def _summarise(self, n_page: int) -> None:
@@ -99,7 +99,7 @@ class QuestCache(SelectingCache):
             grown.append(new)
         self._hi, self._lo = grown
 
-    def selects_all(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         return self.method.budget.rows(n) + N_SINKS >= n
 
     def select(self, q: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:

@@ -126,7 +126,7 @@ class SALS(Method):
     def sparse_layer(self, spec: LayerSpec) -> LayerCache:
         return SALSCache(spec, self)
 
-    def covers(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         """Whether budget, sinks and window cover a context of n rows."""
         return n <= self.sinks + self.window + self.budget.rows(n)
 
@@ -219,7 +219,7 @@ class SALSCache(LayerCache):
         return super().extend(x)
 
     def finish_prefill(self) -> None:
-        if self._latents is not None or not self.method.covers(self.store.n):
+        if self._latents is not None or not self.method.is_dense_at(self.store.n):
             self._compress()
         self._start = _Start(self.n)
         if self._latents is not None:
@@ -274,7 +274,7 @@ class SALSCache(LayerCache):
 
     def decode(self, x: AttnInput) -> np.ndarray:
         if self._latents is None:
-            if self.method.covers(self.store.n + 1):
+            if self.method.is_dense_at(self.store.n + 1):
                 return self._decode_dense(x)
             if self._start.n_latent is None:
                 self._start = self._start._replace(rows=self.store.copy(self._start.n))
@@ -333,7 +333,7 @@ class SALSCache(LayerCache):
             self._restart(start.rows)
             return n
         exact_from = max(n - self.method.window, first)
-        if self.method.covers(n) or self._ring_from > exact_from:
+        if self.method.is_dense_at(n) or self._ring_from > exact_from:
             return 0
         if n < start.n:
             self._start = NO_START

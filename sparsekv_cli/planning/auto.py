@@ -98,10 +98,10 @@ class Rated:
 
 @dataclass(frozen=True)
 class MethodChoice:
-    """The method for a context of n tokens. dense_rows: rows up to which it attends to all."""
+    """The method for a context of n tokens. sparse_from: rows up to which it attends to all."""
 
     chosen: Rated
-    dense_rows: int
+    sparse_from: int
     full_tps: float
     n: int
     max_loss: float
@@ -113,7 +113,7 @@ class MethodChoice:
         """The options that make the same choice again."""
         method = self.chosen.method
         options = "".join(f" -o {key}={text}" for key, text in stated_options(method).items())
-        wait = f" --sparse-from {self.dense_rows}" if method.work_of_a_head else ""
+        wait = f" --sparse-from {self.sparse_from}" if method.work_of_a_head else ""
         return f"--method {method.name}{options}{wait}"
 
     @property
@@ -233,12 +233,12 @@ def choose(
     ]
     rated.sort(key=lambda each: -each.tps)
     allowed = [each for each in rated if each.kld <= max_loss and each.tps > GAIN * dense.tps]
-    chosen, dense_rows = dense, 0
+    chosen, sparse_from = dense, 0
     if allowed:
         chosen = allowed[0]
         pays = forecast.pays_from(chosen.method) or 0
-        dense_rows = max(0, min(n, pays) - 1)
-    return MethodChoice(chosen, dense_rows, dense.tps, n, max_loss, rated, losses)
+        sparse_from = max(0, min(n, pays) - 1)
+    return MethodChoice(chosen, sparse_from, dense.tps, n, max_loss, rated, losses)
 
 
 def too_short(n: int, max_loss: float) -> MethodChoice:

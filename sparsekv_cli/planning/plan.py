@@ -87,9 +87,9 @@ class Plan:
 class Forecast:
     """Seconds and bytes of a model's steps with any of the methods that were measured."""
 
-    def __init__(self, file: GGUFFile, speeds: Speeds, dense_rows: int = -1) -> None:
-        """dense_rows: as SessionConfig has ``sparse_from``."""
-        self.speeds, self._dense_rows = speeds, dense_rows
+    def __init__(self, file: GGUFFile, speeds: Speeds, sparse_from: int = -1) -> None:
+        """sparse_from: as SessionConfig has ``sparse_from``."""
+        self.speeds, self._sparse_from = speeds, sparse_from
         self.hparams, _, weights = read_stand_in(file)
         self._step_bytes = weights.bytes_a_step(1)
         tied = weights.output is weights.token_embd
@@ -100,8 +100,8 @@ class Forecast:
         """Rows up to which a sequence attends to all of them."""
         if not method.work_of_a_head:
             return 0
-        if self._dense_rows >= 0:
-            return self._dense_rows
+        if self._sparse_from >= 0:
+            return self._sparse_from
         full: Sequence[Any] = [layer for layer in self.hparams.layers if layer.kind == FULL]
         return method.work_of_a_head * max(
             (layer.n_head // layer.n_head_kv for layer in full), default=0
@@ -178,10 +178,10 @@ def _last(most: int, holds: Callable[[int], bool]) -> int:
 
 
 def make_plan(
-    file: GGUFFile, speeds: Speeds, methods: Sequence[Method], n_ctx: int, dense_rows: int = -1
+    file: GGUFFile, speeds: Speeds, methods: Sequence[Method], n_ctx: int, sparse_from: int = -1
 ) -> Plan:
     """The plan of ``methods`` at a context of n_ctx tokens."""
-    forecast = Forecast(file, speeds, dense_rows)
+    forecast = Forecast(file, speeds, sparse_from)
     available, layers = available_memory(), forecast.hparams.layers
     return Plan(
         model=str(file.path),

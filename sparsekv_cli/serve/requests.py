@@ -119,6 +119,7 @@ class Service:
         """Raises RequestError for an option beyond the context: some take memory for each row."""
         declared = options_of(method)
         for name in names:
+            name = method.renamed.get(name, name)
             value = getattr(method, name, None)
             if isinstance(value, int | float) and name in declared:
                 default: Any = declared[name].default

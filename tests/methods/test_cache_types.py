@@ -36,7 +36,7 @@ def test_pages_of_dense_layers_read_the_rows_as_they_are(types, sequence_of, mon
     """Dense layers of LFPS that choose pages give what Quest gives."""
     monkeypatch.setattr(lfps, "PAGES", Quest(budget=Budget(tokens=40)))
     paged = sequence_of(
-        "lfps", {"dense_rows": "70"}, budget="5", dense_layers="0,1,2,3", types=types
+        "lfps", {"pages_from": "70"}, budget="5", dense_layers="0,1,2,3", types=types
     )
     quest = sequence_of("quest", budget="40", dense_layers="none", types=types)
     logits = [sequence.prefill(tokens(90)) for sequence in (paged, quest)]
@@ -79,7 +79,7 @@ def test_selecting_every_row_equals_dense(name, budget, types, sequence_of, monk
         return out
 
     monkeypatch.setattr(cache_type, "decode", compare)
-    monkeypatch.setattr(cache_type, "selects_all", lambda self, n: False)
+    monkeypatch.setattr(cache_type, "is_dense_at", lambda self, n: False)
     sparse.prefill(tokens(80))
     decoded(sparse, tokens(20, 1))
     assert len(errors) == 20 * N_LAYER and max(errors) < 1e-5

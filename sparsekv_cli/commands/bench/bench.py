@@ -222,12 +222,10 @@ def build_for_bench(name: str, names: Ids[str], options: ModelOptions) -> Method
 
     Raises click.UsageError for an option that none of ``names`` has.
     """
-    from sparsekv_cli.methods import describe_methods
+    from sparsekv_cli.evaluation.sweep import option_names
+    from sparsekv_cli.methods import METHODS
 
-    known = {
-        method["name"]: {option["name"] for option in method["options"]}
-        for method in describe_methods()
-    }
+    known = {each: option_names(each) for each in METHODS}
     known_somewhere = {key for other in names for key in known.get(other, ())}
 
     def concerns(key: str) -> bool:

@@ -145,7 +145,7 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
     click.option(
         "--dense-layers",
         metavar="LIST",
-        help="Layers that attend to everything, such as 0,1 or none; lfps: see its dense_rows.",
+        help="Layers that attend to everything, such as 0,1 or none; lfps: see its pages_from.",
     ),
     click.option(
         "-ctk",

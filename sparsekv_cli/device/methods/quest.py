@@ -29,7 +29,7 @@ class DeviceQuest(DeviceSelecting):
         return torch.zeros(shape, dtype=torch.float16, device=self.store.k.device)
 
     def finish_prefill(self) -> None:
-        if not self.selects_all(self.store.n + 1):
+        if not self.is_dense_at(self.store.n + 1):
             self._summarise(self.store.n)
 
     def _summarise(self, n: int) -> None:
@@ -60,7 +60,7 @@ class DeviceQuest(DeviceSelecting):
     def budget_rows(self, n: int) -> int:
         return self.method.budget.rows(n)
 
-    def selects_all(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         return self.budget_rows(n) + N_SINKS >= n
 
     def plan_selection(self, n: int, n_max: int) -> Hashable:

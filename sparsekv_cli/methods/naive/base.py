@@ -30,7 +30,7 @@ class Choice:
 
 
 class Naive:
-    """One layer of one sequence. A method writes ``covers`` and ``select``, or more.
+    """One layer of one sequence. A method writes ``is_dense_at`` and ``select``, or more.
 
     A step is ``choose`` and then ``attend``, so that a test can change a choice in between.
     """
@@ -50,7 +50,7 @@ class Naive:
     def n(self) -> int:
         return self.k.shape[1]
 
-    def covers(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         """Whether a step of n rows attends to all of them."""
         raise NotImplementedError
 
@@ -83,7 +83,7 @@ class Naive:
         """Adds the row of a step; what it attends to."""
         self.append(x)
         self.q = x.q[:, 0, : self.spec.head_dim].astype(np.float64)
-        if self.covers(self.n):
+        if self.is_dense_at(self.n):
             return [Choice(np.arange(self.n), np.full(self.n, FORCED))]
         return self.select()
 

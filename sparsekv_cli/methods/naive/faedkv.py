@@ -57,7 +57,7 @@ class NaiveFAEDKV(Naive):
             return share
         return layer_share(share, self.spec.calibration["layer_budget"])
 
-    def covers(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         return True
 
     def choose(self, x: AttnInput) -> list[Choice]:

@@ -46,7 +46,7 @@ class NaiveFreeKV(Naive):
         n_sink = min(-(-self.method.sinks // p), max(1, budget // (4 * p)))
         return self.n_sink or n_sink, (n - self.recent(n)) // p
 
-    def covers(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         n_sink, window = self.first_pages(n)
         return self.method.budget.rows(n) >= n or window <= n_sink
 
@@ -122,7 +122,7 @@ class NaiveFreeKV(Naive):
 
     def finish_step(self, choices: list[Choice]) -> None:
         self.previous = self.q
-        if self.covers(self.n):
+        if self.is_dense_at(self.n):
             self.n_sink = 0
 
     def truncate(self, n: int) -> None:

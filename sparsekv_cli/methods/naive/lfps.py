@@ -41,7 +41,7 @@ class NaiveLFPS(Naive):
         self.known: dict[int, np.ndarray] = {}  # queries (H, d) that tables can start from
         self.has_tables = False
 
-    def covers(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         return n <= N_SINKS + self.method.budget.rows(n)
 
     def finish_prefill(self, q: np.ndarray) -> None:
@@ -51,7 +51,7 @@ class NaiveLFPS(Naive):
 
     def choose(self, x: AttnInput) -> list[Choice]:
         self.bypassed = np.zeros(self.n_head, bool)
-        if not self.has_tables and not self.covers(self.n + 1):
+        if not self.has_tables and not self.is_dense_at(self.n + 1):
             self.start_from_known()
         return super().choose(x)
 
@@ -197,7 +197,7 @@ class NaiveLFPS(Naive):
         return out
 
     def finish_step(self, choices: list[Choice]) -> None:
-        if self.covers(self.n):
+        if self.is_dense_at(self.n):
             self.known[self.n - 1], self.has_tables = self.q, False
             return
         for h, choice in enumerate(choices):

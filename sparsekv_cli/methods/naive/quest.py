@@ -27,7 +27,7 @@ class NaiveQuest(Naive):
 
     method: Quest
 
-    def covers(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         return n <= N_SINKS + self.method.budget.rows(n)
 
     def select(self) -> list[Choice]:

@@ -43,7 +43,7 @@ class NaiveSALS(Naive):
         self.values: list[np.ndarray] = []
         self.compressed, self.start = False, (0, False, 0)
 
-    def covers(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         return not self.compressed and n <= (
             self.method.sinks + self.method.window + self.method.budget.rows(n)
         )
@@ -133,7 +133,7 @@ class NaiveSALS(Naive):
         return total
 
     def finish_prefill(self, q: np.ndarray) -> None:
-        if not self.covers(self.n):
+        if not self.is_dense_at(self.n):
             self.compress()
         self.start = self.n, self.compressed, len(self.latents)
 

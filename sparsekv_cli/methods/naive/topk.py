@@ -25,7 +25,7 @@ class NaiveTopK(Naive):
 
     method: TopK
 
-    def covers(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         return n <= N_SINKS + self.method.budget.rows(n)
 
     def select(self) -> list[Choice]:
