@@ -25,6 +25,7 @@ from sparsekv_cli.cpu.layer.activation import ACTIVATIONS
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.architectures import Architecture
+from sparsekv_cli.models.chunk_steps import ChunkSteps, FusedBF16ChunkSteps, FusedChunkSteps
 from sparsekv_cli.models.decode_step import DecodeStep
 from sparsekv_cli.models.experts import prefill_experts
 from sparsekv_cli.models.forward import Forward, Product
@@ -39,7 +40,6 @@ from sparsekv_cli.models.matmul import (
 )
 from sparsekv_cli.models.repack import repack_weights, wants_repacking
 from sparsekv_cli.models.rope import RopeTable, RopeTables
-from sparsekv_cli.models.rows import FusedBF16Rows, FusedRows, Rows
 from sparsekv_cli.models.weights import ExpertWeights, Weights
 
 # Up to so many rows a prompt in bf16, or in int8 with formats that are dequantised, is computed in
@@ -129,15 +129,15 @@ class Decoder(Forward):
         self._step = self._new_step(1)
 
     @cached_property
-    def _few(self) -> tuple[Rows, Any]:
+    def _few(self) -> tuple[ChunkSteps, Any]:
         """The steps between a prefill's products, and the products, for few rows."""
-        return FusedRows(*self._model, self.n_threads), FewRowsProducts(self.n_threads)
+        return FusedChunkSteps(*self._model, self.n_threads), FewRowsProducts(self.n_threads)
 
     @cached_property
-    def _many(self) -> tuple[Rows, Any]:
+    def _many(self) -> tuple[ChunkSteps, Any]:
         """The same for any number of rows."""
         is_bf16 = self.rows_dtype == "bf16"
-        rows = (FusedBF16Rows if is_bf16 else FusedRows)(*self._model, self.n_threads)
+        rows = (FusedBF16ChunkSteps if is_bf16 else FusedChunkSteps)(*self._model, self.n_threads)
         products = (BF16Products if is_bf16 else F32Products)(self.n_threads)
         return rows, IntegerProducts(products) if self.prefill_dtype == "int8" else products
 
@@ -166,7 +166,7 @@ class Decoder(Forward):
                     StateInput._make(row) if is_state else AttnInput._make((*row, positions[b]))
                 )
                 out = cache.decode(x)
-                cache.learn()
+                cache.end_step()
                 goes_on = b + 1 < n_rows and layer_caches[b + 1] is cache
                 attended.append(out.copy() if goes_on else out)
             step.finish(i, np.concatenate(attended) if n_rows > 1 else attended[0], n_rows)

@@ -18,7 +18,7 @@ from sparsekv_cli.cpu.jit.pointers import address, on_lines
 from sparsekv_cli.cpu.layer import decode as fused
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.cpu.weights.integer import BLOCK, quantized_stride
-from sparsekv_cli.models.rows import Rows
+from sparsekv_cli.models.chunk_steps import ChunkSteps
 from sparsekv_cli.models.weights import ExpertWeights, LayerWeights, Linear, Weights
 
 
@@ -43,7 +43,7 @@ def prefill_experts(
     ffn_norm: np.ndarray,
     x: np.ndarray,
     products: StackProducts,
-    rows: Rows,
+    rows: ChunkSteps,
     n_threads: int,
 ) -> np.ndarray:
     """The output f32 (T, n_embd) of a chunk x, f32 too.

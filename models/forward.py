@@ -17,9 +17,9 @@ import numpy as np
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import FULL, NO_SINKS, AttnInput, LayerSpec, StateInput
 from sparsekv_cli.cpu.weights import dot
+from sparsekv_cli.models.chunk_steps import ChunkSteps
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.rope import RopeTables
-from sparsekv_cli.models.rows import Rows
 from sparsekv_cli.models.weights import Weights
 
 OnProgress = Callable[[int, int], None]  # called with the rows that are done, and all rows
@@ -69,7 +69,7 @@ class Copies:
         """The rows ahead of the first layer, of the embeddings x."""
         return x[:0] if self.joining else x
 
-    def ahead(self, i: int, x: Any, rows: Rows) -> Any:
+    def ahead(self, i: int, x: Any, rows: ChunkSteps) -> Any:
         """The rows that go through layer i, of x, which are those of the layer before."""
         if not self.joining:
             self.streams.append(rows.join([x]))
@@ -94,7 +94,7 @@ class Forward(ABC):
     chunk: int
     prefill_dtype: str
     rows_dtype: str
-    rows: Rows
+    rows: ChunkSteps
     layers: Sequence[Any]
     output_norm: Any
 

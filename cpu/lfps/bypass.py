@@ -89,7 +89,7 @@ def bypass(
 
     near: scores of the sinks (4), then of the keys first_local..n-1. sink: the score without a
     value, or -inf. v: address of rows of v_kind, v_row bytes apart. lse: f32 (1,) if the sinks are
-    left out of the output (see ``LFPSStep.leave_sinks``), else (0,). Returns whether the head was
+    left out of the output (see ``LFPSStep.exclude_sinks``), else (0,). Returns whether the head was
     bypassed.
     """
     mean_k, mean_v = constants.mean_k[kv_head], constants.mean_v[kv_head]

@@ -1,12 +1,12 @@
-"""LFPS' scout: rows that history cannot know, found by codes of all keys.
+"""LFPS' scout finds rows that history cannot know, by codes of all keys.
 
 A key's code is its part along the few directions that matter most to scores, a byte each. A step
-scores the codes of a slice of all rows; slices take turns from step to step. The best row of each
-part of the slice becomes a candidate, and what it is worth is its exact score's to say.
+scores the codes of a slice of all rows; each step takes the next slice. The best row of each part
+of the slice becomes a candidate. Its exact score then decides.
 
-Codes lie in parts of 128 rows, (8, words, 16, 4), as attention/bytes.py takes them: eight tiles of
-sixteen rows, a word is four directions. The sinks, which are attended to anyway, have the code of
-the row behind them.
+Codes lie in parts of 128 rows, (8, words, 16, 4), as attention/byte_scores.py takes them: eight
+tiles of sixteen rows. A word is four directions. The sinks are attended to anyway. They have the
+code of the row after them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
-from sparsekv_cli.cpu.attention import bytes as rows_of_bytes
-from sparsekv_cli.cpu.attention.bytes import LINE, ZERO
+from sparsekv_cli.cpu.attention import byte_scores
+from sparsekv_cli.cpu.attention.byte_scores import LINE, ZERO
 from sparsekv_cli.cpu.attention.rows import F16
 from sparsekv_cli.cpu.attention.tile import PAD, tile_scores
 from sparsekv_cli.cpu.jit import llvm
@@ -157,7 +157,7 @@ def _best_of_part(typingctx, query, part, n_words):
         lanes = llvm.ir.Constant(VI, list(range(LANES)))
         for first in range(0, PART // LANES, _TILES):
             tiles = [b.add(part, b.mul(tile_bytes, I64(first + i))) for i in range(_TILES)]
-            (sums,) = rows_of_bytes.emit_products(b, [I32(0)], query, I64(0), 4, tiles, n_words)
+            (sums,) = byte_scores.emit_products(b, [I32(0)], query, I64(0), 4, tiles, n_words)
             for i, total in enumerate(sums):
                 place = b.add(lanes, const(I32, LANES * (first + i)))
                 key = b.or_(b.shl(total, const(I32, _ROW_BITS)), place)

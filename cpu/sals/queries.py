@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from sparsekv_cli.cpu.attention import bytes as rows
+from sparsekv_cli.cpu.attention import byte_scores
 from sparsekv_cli.cpu.attention.flash import larger
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, VF, VI, const, load
@@ -114,7 +114,7 @@ def _round_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scales = np.maximum(np.abs(x).max(-1), TINY) / LARGEST
     whole = np.rint(np.ascontiguousarray(x) / scales[..., None]).astype(np.int8)
     whole = np.pad(whole, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 4)])
-    offsets = -rows.ZERO * whole.sum(-1, dtype=np.int32, keepdims=True)
+    offsets = -byte_scores.ZERO * whole.sum(-1, dtype=np.int32, keepdims=True)
     return np.concatenate([whole.view(np.int32), offsets], axis=-1), scales.astype(np.float32)
 
 
@@ -138,10 +138,10 @@ def _pack_turned(typingctx, turned, n_words, tile):
         turned, n_words, tile = args
 
         def word(w, carried):
-            at = b.add(turned, b.mul(w, I64(4 * rows.LINE)))
-            columns = [_rounded(b, load(b, VF, at, rows.LINE * i)) for i in range(4)]
+            at = b.add(turned, b.mul(w, I64(4 * byte_scores.LINE)))
+            columns = [_rounded(b, load(b, VF, at, byte_scores.LINE * i)) for i in range(4)]
             lanes = b.xor(_packed(b, columns), const(I32, 0x80808080 - (1 << 32)))
-            llvm.store(b, lanes, b.add(tile, b.mul(w, I64(rows.LINE))))
+            llvm.store(b, lanes, b.add(tile, b.mul(w, I64(byte_scores.LINE))))
             return []
 
         llvm.loop(b, I64(0), n_words, 1, [], word)
@@ -164,12 +164,12 @@ def _project(typingctx, n_rows, words, n_words, scales, unit, tile, out):
 
         def emit(n):
             starts = [load(b, I32, b.add(last, b.mul(row, I64(m)))) for m in range(n)]
-            products = rows.emit_products(b, starts, words, row, 4, [tile], n_words)
+            products = byte_scores.emit_products(b, starts, words, row, 4, [tile], n_words)
             for m, (dot,) in enumerate(products):
                 factor = llvm.splat(b, b.fmul(unit, load(b, F32, scales, 4 * m)))
-                llvm.store(b, b.fmul(b.sitofp(dot, VF), factor), out, rows.LINE * m)
+                llvm.store(b, b.fmul(b.sitofp(dot, VF), factor), out, byte_scores.LINE * m)
 
-        rows.for_each_number(b, n_rows, emit)
+        byte_scores.for_each_number(b, n_rows, emit)
         return context.get_dummy_value()
 
     i64 = types.int64
@@ -210,7 +210,7 @@ def _round_queries(typingctx, projected, count, words, n_words, factors):
             return [total]
 
         total = llvm.loop(b, I64(0), n_words, 1, [const(I32, 0)], word)[0]
-        offset = b.mul(total, const(I32, -rows.ZERO))
+        offset = b.mul(total, const(I32, -byte_scores.ZERO))
         llvm.store(b, offset, b.add(words, b.mul(n_words, I64(4 * LANES))))
         return context.get_dummy_value()
 
@@ -271,9 +271,9 @@ def block_queries(q, units, first, n_kv, basis, words, factors):
         for c in range(2 * n_pairs, n_dims):
             turned[c] = q[h, basis.dims[c]] / unit
         _pack_turned(turned.ctypes.data, n_words, tile.ctypes.data)
-        for r in range(0, r_star, rows.MAX_QUERIES):
+        for r in range(0, r_star, byte_scores.MAX_QUERIES):
             _project(
-                min(rows.MAX_QUERIES, r_star - r), basis.decode[g, r].ctypes.data, n_words,
+                min(byte_scores.MAX_QUERIES, r_star - r), basis.decode[g, r].ctypes.data, n_words,
                 basis.scales[g, r:].ctypes.data, unit, tile.ctypes.data, projected[r].ctypes.data,
             )  # fmt: skip
         _round_queries(

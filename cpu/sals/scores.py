@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
-from sparsekv_cli.cpu.attention import bytes as rows
+from sparsekv_cli.cpu.attention import byte_scores
 from sparsekv_cli.cpu.attention.flash import LOG2_E, larger
 from sparsekv_cli.cpu.attention.tile import exp_in_place, soften
 from sparsekv_cli.cpu.jit import llvm
@@ -59,10 +59,10 @@ def _score_pair(
     def codegen(context, b, signature, args):
         kind = signature.args[0].literal_value
         _, n_heads, words, row, n_words, factors, bias, tiles, out, out_row, add = args
-        size = b.mul(b.add(n_words, I64(1)), I64(rows.LINE))
+        size = b.mul(b.add(n_words, I64(1)), I64(byte_scores.LINE))
         pair = [tiles, b.add(tiles, size)]
         offset = b.mul(n_words, I64(4 * LANES))
-        scales = [load(b, VF, b.add(tile, b.sub(size, I64(rows.LINE)))) for tile in pair]
+        scales = [load(b, VF, b.add(tile, b.sub(size, I64(byte_scores.LINE)))) for tile in pair]
         has_old = b.icmp_signed("!=", add, I64(0))
 
         def weights(m, dots):
@@ -82,7 +82,7 @@ def _score_pair(
             ]
             zero = const(F32, 0.0)
             totals = [b.select(has_old, load(b, VF, out, 4 * LANES * i), zero) for i in range(2)]
-            products = rows.emit_products(b, starts, words, row, 4 * LANES, pair, n_words)
+            products = byte_scores.emit_products(b, starts, words, row, 4 * LANES, pair, n_words)
             for m, dots in enumerate(products):
                 place = b.add(out, b.mul(out_row, I64(m)))
                 if kind == SCORES:
@@ -101,7 +101,7 @@ def _score_pair(
                 for i, total in enumerate(totals):
                     llvm.store(b, total, out, 4 * LANES * i)
 
-        rows.for_each_number(b, n_heads, emit)
+        byte_scores.for_each_number(b, n_heads, emit)
         return context.get_dummy_value()
 
     return types.void(made, *[types.int64] * 10), codegen
@@ -118,9 +118,9 @@ def _of_pair(made, words, factors, bias, latents, at, out, out_row):
     lane, span = 4 * (at % SPAN // ROPE_BLOCK), at // SPAN
     word, factor = words[span].ctypes.data + lane, factors[span].ctypes.data + lane
     tiles = latents.score + at // LANES * tile_bytes(n_words)
-    for h in range(0, n_head, rows.MAX_QUERIES):
+    for h in range(0, n_head, byte_scores.MAX_QUERIES):
         _score_pair(
-            made, min(rows.MAX_QUERIES, n_head - h), word + h * words.strides[1],
+            made, min(byte_scores.MAX_QUERIES, n_head - h), word + h * words.strides[1],
             words.strides[1], n_words, factor + h * factors.strides[1], bias + 4 * h, tiles,
             out + h * out_row, out_row, h,
         )  # fmt: skip
@@ -149,18 +149,18 @@ def capped_weights(words, factors, bias, softcap, latents, at, weights):
     scores_of_pair(words, factors, latents, at, weights)
     for h in range(len(bias)):
         address = weights[h].ctypes.data
-        soften(address, rows.PAIR, softcap)
+        soften(address, byte_scores.PAIR, softcap)
         log_sum = (BIAS - bias[h]) / (LOG2_E * ONE_POWER)
-        for j in range(rows.PAIR):
+        for j in range(byte_scores.PAIR):
             weights[h, j] = min(weights[h, j] - log_sum, MOST)
-        exp_in_place(address, rows.PAIR, np.float32(0))
+        exp_in_place(address, byte_scores.PAIR, np.float32(0))
 
 
 @njit(cache=True, nogil=True)
 def _pair_to_sample(block, stop):
     """The first of the 32 latents that stand for a block, which ends at ``stop`` or before."""
-    sampled = block + SAMPLED * rows.PAIR
-    return sampled if sampled + rows.PAIR <= stop else block
+    sampled = block + SAMPLED * byte_scores.PAIR
+    return sampled if sampled + byte_scores.PAIR <= stop else block
 
 
 @njit(cache=True, nogil=True)
@@ -182,23 +182,23 @@ def sample_span(span, words, factors, latents, n_latent, softcap, peak, mass):
     """
     start, stop = span * SPAN, min(n_latent, (span + 1) * SPAN)
     n_head, n_scored = words.shape[1], 0
-    part = np.empty((n_head, rows.PAIR), np.float32)
-    sums = np.zeros((n_head, rows.PAIR), np.float32)
+    part = np.empty((n_head, byte_scores.PAIR), np.float32)
+    sums = np.zeros((n_head, byte_scores.PAIR), np.float32)
     bias = np.empty(n_head, np.float32)
     for block in range(start, stop, ROPE_BLOCK):
         at = _pair_to_sample(block, stop)
-        count = min(rows.PAIR, stop - at)
+        count = min(byte_scores.PAIR, stop - at)
         if n_scored == 0:
             scores_of_pair(words, factors, latents, at, part)
             for h in range(n_head):
                 if softcap:
-                    soften(part[h].ctypes.data, rows.PAIR, softcap)
+                    soften(part[h].ctypes.data, byte_scores.PAIR, softcap)
                 peak[h] = part[h, :count].max()
                 bias[h] = BIAS - peak[h] * (LOG2_E * ONE_POWER)
         n_scored += count
         if softcap:
             capped_weights(words, factors, bias, softcap, latents, at, part)
-        elif count < rows.PAIR:
+        elif count < byte_scores.PAIR:
             part[:] = 0
             _add_weights_of_pair(words, factors, bias, latents, at, part)
         else:
@@ -231,8 +231,8 @@ def importance(start, stop, words, factors, bias, softcap, latents, out):
     and scores are wanted. words, factors, softcap: as in ``sample_span``.
     """
     size = tile_bytes(words.shape[2] - 1)
-    weights = np.empty((max(1, len(bias)), rows.PAIR), np.float32)
-    for at in range(start, stop, rows.PAIR):
+    weights = np.empty((max(1, len(bias)), byte_scores.PAIR), np.float32)
+    for at in range(start, stop, byte_scores.PAIR):
         if len(bias) and not softcap:
             prefetch_lines(latents.score + (at // LANES + 2 * AHEAD) * size, 2 * size)
             place = out[at - start :].ctypes.data
@@ -242,7 +242,7 @@ def importance(start, stop, words, factors, bias, softcap, latents, out):
             capped_weights(words, factors, bias, softcap, latents, at, weights)
         else:
             scores_of_pair(words, factors, latents, at, weights)
-        total = out[at - start : at - start + rows.PAIR]
+        total = out[at - start : at - start + byte_scores.PAIR]
         total[:] = weights[0]
         for h in range(1, len(bias)):
             total += weights[h]

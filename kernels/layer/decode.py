@@ -2,7 +2,7 @@
 
 ``rms_norm``: residual sum and RMS norm. ``split_heads``: biases, q/k norm and rotation of what the
 projections gave. ``silu_multiply``: silu(gate) * up. All in f32; the formulas, and the reference,
-are those of TorchRows (sparsekv_cli/device/prefill.py).
+are those of TorchChunkSteps (sparsekv_cli/device/prefill.py).
 """
 
 from __future__ import annotations

@@ -75,10 +75,11 @@ class LayerCache(ABC):
         Caches on a device take and return what device/cache.py says.
         """
 
-    def learn(self) -> None:  # noqa: B027 - most methods have nothing to do here
-        """Called after each ``decode``, when its output has left: what the step tells later ones.
+    def end_step(self) -> None:  # noqa: B027 - most methods have nothing to do here
+        """Updates the index by the last step.
 
-        Nobody waits for it, as long as it takes less time than what follows on a device.
+        It is called after each ``decode``, when the output has left. On a device it costs no time
+        as long as the device's next work takes longer.
         """
 
     def attend_all(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sparsekv_cli.commands.options.method_choice import settle
+from sparsekv_cli.commands.options.method_choice import choose_method
 from sparsekv_cli.commands.options.model import (
     ModelOptions,
     build_method,
@@ -124,7 +124,7 @@ def command(
 
     prepared = [build_method(name, {}, {}) for name in prepare.split(",") if name]
     model = open_model(options)
-    model, options = settle(model, options)
+    model, options = choose_method(model, options)
     prepare_methods(model, prepared)
     scheduler = Scheduler(
         model,

@@ -203,30 +203,30 @@ class LFPSCache(LayerCache):
             spec.n_threads,
         )  # fmt: skip
         self._scout = scout.Scout(n_kv, width) if method.scout else None
-        self.lse = np.empty(0, np.float32)  # see ``leave_sinks``
-        self._learns_later = False
-        self._to_learn = 0  # rows behind the step that is still to be learnt from; 0: none
+        self.lse = np.empty(0, np.float32)  # see ``exclude_sinks``
+        self._updates_later = False
+        self._n_pending = 0  # rows after the step whose update is still to be done; 0: none
         self._marked = 0  # rows of the step whose candidates are marked already; 0: none
 
-    def leave_sinks(self) -> None:
+    def exclude_sinks(self) -> None:
         """From now on ``decode`` leaves the sinks out of its output; a device attends to them.
 
         ``lse`` f32 (H,) is then the log of the sum of exponentials of the scores that the output
         includes. After a dense step, whose output includes the sinks, it is ALL.
         """
         self.lse = np.empty(self.spec.n_head, np.float32)
-        self._step.leave_sinks(self.lse)
+        self._step.exclude_sinks(self.lse)
 
-    def learn_later(self) -> None:
-        """From now on ``decode`` leaves eq 10 to ``learn``, and eq 7 and 8 of the next step."""
-        self._learns_later = True
-        self._step.learn_later()
+    def update_later(self) -> None:
+        """From now on ``decode`` leaves eq 10 to ``end_step``, and eq 7 and 8 of the next step."""
+        self._updates_later = True
+        self._step.update_later()
 
-    def learn(self) -> None:
-        n, self._to_learn = self._to_learn, 0
+    def end_step(self) -> None:
+        n, self._n_pending = self._n_pending, 0
         if not n:
             return
-        self._step.learn()
+        self._step.update_tables()
         self._n_indexed = n
         self._prepare(n + 1, self.method.budget.rows(n + 1))
         self._step.mark()
@@ -305,7 +305,7 @@ class LFPSCache(LayerCache):
             self._queries.record(x.q, n)
             self.lse[:] = ALL
             return self.attend_all(x.q)
-        if self._n_indexed != store.n:  # behind dense steps, or a rewind
+        if self._n_indexed != store.n:  # after dense steps, or a rewind
             self._start()
         if self._n_indexed != store.n:  # then from this row's query, and all rows, this one too
             store.append_row(x.k, x.v)
@@ -318,15 +318,15 @@ class LFPSCache(LayerCache):
             attended = np.empty((spec.n_head, width), np.int32)
             self.attended = (attended, np.zeros(spec.n_head, np.int64))
             self._step.trace(*self.attended)
-        self._n_indexed = self._marked = self._to_learn = 0  # should the step be interrupted
+        self._n_indexed = self._marked = self._n_pending = 0  # should the step be interrupted
         try:
             keys, values = store.k_type, store.v_type
             self._step.run(keys.rotated(x.q), keys.rotated(x.k), values.rotated(x.v), out)
         finally:
             self._step.untrace()
         store.n = n
-        if self._learns_later:
-            self._to_learn = n
+        if self._updates_later:
+            self._n_pending = n
         else:
             self._n_indexed = n
         return store.v_type.rotated(out)
@@ -352,8 +352,8 @@ class LFPSCache(LayerCache):
 
     def truncate(self, n: int) -> int:
         self._queries.truncate(n)
-        if n < max(self._n_indexed, self._to_learn):  # steps have changed the tables
-            self._n_indexed = self._marked = self._to_learn = 0
+        if n < max(self._n_indexed, self._n_pending):  # steps have changed the tables
+            self._n_indexed = self._marked = self._n_pending = 0
         for moments in self._moments:
             if n < N_SINKS + moments.n[0]:  # of rows that are gone
                 moments.n[0] = 0

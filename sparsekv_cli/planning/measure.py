@@ -50,7 +50,7 @@ KEY_SPREAD = 0.2
 PROBED: Mapping[str, Mapping[str, Any]] = {"h2o": {"window": 32}}
 
 
-class _Rows(NamedTuple):
+class _Inputs(NamedTuple):
     """Rows of one layer's shape: q, k, v of which a prompt's are taken, and of N_QUERIES steps."""
 
     prompt: tuple[np.ndarray, ...]  # (heads, N_ROWS, d)
@@ -60,7 +60,7 @@ class _Rows(NamedTuple):
 class TimedLayer:
     """A full layer's cache in a decoder: it is given random rows, and its steps are timed."""
 
-    def __init__(self, cache: LayerCache, rows: _Rows) -> None:
+    def __init__(self, cache: LayerCache, rows: _Inputs) -> None:
         self.cache, self.rows, self.seconds = cache, rows, list[float]()
 
     def decode(self, x: AttnInput) -> np.ndarray:
@@ -72,8 +72,8 @@ class TimedLayer:
         self.seconds.append(time.perf_counter() - started)
         return out
 
-    def learn(self) -> None:
-        self.cache.learn()
+    def end_step(self) -> None:
+        self.cache.end_step()
 
 
 class Measurement:
@@ -113,7 +113,7 @@ class Measurement:
         self._on_compile = on_compile
         self.specs = self.decoder.layer_specs()
         self._rng = np.random.default_rng(SEED)
-        self._rows: dict[tuple[int, ...], _Rows] = {}
+        self._rows: dict[tuple[int, ...], _Inputs] = {}
         self._pos = 0
         first, second = self._depths[:2]
         self._pace_depth = second if self._has_room(second) else first
@@ -317,13 +317,13 @@ class Measurement:
         self.decoder.decode(0, self._pos, caches)
         self._pos += 1
 
-    def _rows_of(self, spec: LayerSpec) -> _Rows:
+    def _rows_of(self, spec: LayerSpec) -> _Inputs:
         shape = spec.n_head, spec.n_head_kv, spec.head_dim, spec.value_dim
         if shape not in self._rows:
             self._rows[shape] = self._new_rows(spec)
         return self._rows[shape]
 
-    def _new_rows(self, spec: LayerSpec) -> _Rows:
+    def _new_rows(self, spec: LayerSpec) -> _Inputs:
         """Normal rows; of steps, a common half and one of their own."""
         heads = (spec.n_head, spec.head_dim), (spec.n_head_kv, spec.head_dim)
         sizes = (*heads, (spec.n_head_kv, spec.value_dim))
@@ -338,7 +338,7 @@ class Measurement:
                 row[:, 0, :d] = (rows[:, 0] + rows[:, 1 + i]) * np.float32(0.5**0.5)
                 step.append(row)
             steps.append(tuple(step))
-        return _Rows(prompt, steps)
+        return _Inputs(prompt, steps)
 
 
 def _typical(seconds: Sequence[float]) -> float:

@@ -82,7 +82,7 @@ class Pair:
         device = self.apart._k.device
         self.apart.plan()
         out = torch.from_numpy(self.apart.decode(x)[:, : self.d_v].copy())
-        self.apart.learn()
+        self.apart.end_step()
         seen = Attended(out[None].to(device), torch.from_numpy(self.apart.lse)[None].to(device))
         found = torch.full_like(seen.out, torch.nan)
         self.apart.add_sinks(

@@ -54,7 +54,7 @@ class AllButSinks(Budget):
         return n - N_SINKS
 
 
-class AllRows(Budget):
+class AllOfContext(Budget):
     """Every row; the first of Quest's pages takes the sinks' rows into account."""
 
     def rows(self, n: int) -> int:
@@ -63,7 +63,8 @@ class AllRows(Budget):
 
 @pytest.mark.parametrize("types", [("f16", "f16"), *TYPES])
 @pytest.mark.parametrize(
-    ("name", "budget"), [("topk", AllButSinks), ("streaming", AllButSinks), ("quest", AllRows)]
+    ("name", "budget"),
+    [("topk", AllButSinks), ("streaming", AllButSinks), ("quest", AllOfContext)],
 )
 def test_selecting_every_row_equals_dense(name, budget, types, sequence_of, monkeypatch):
     """The sparse path itself, layer by layer; LFPS' is in tests/cpu/lfps/test_history.py."""

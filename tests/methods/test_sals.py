@@ -128,7 +128,7 @@ def errors_of_everything(layer: Geometry, rank: int, basis: str) -> tuple[np.nda
         rows = pair.stream.rows(1)
         out = decode(pair.cache, rows)
         choices = naive.choose(chunk_input(rows, naive.n))
-        pair.settle()
+        pair.check_stored()
         to_naive.append(out - naive.attend(choices))
         full = np.stack([
             softmax(naive.scores(h, naive.q, naive.k)) @ naive.v[h // naive.group]

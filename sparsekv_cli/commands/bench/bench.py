@@ -14,7 +14,7 @@ import click
 from sparsekv_cli.commands.bench.report import REPORTS, BenchModel, BenchResult, BenchTest
 from sparsekv_cli.commands.options import completers
 from sparsekv_cli.commands.options.help_page import GroupedCommand
-from sparsekv_cli.commands.options.method_choice import settle
+from sparsekv_cli.commands.options.method_choice import choose_method
 from sparsekv_cli.commands.options.model import (
     ModelOptions,
     build_method,
@@ -183,7 +183,7 @@ def command(
             model = load_model(path, method, config)
             if name == AUTO:  # for the largest test
                 auto = replace(options, method=AUTO)
-                model, chosen = settle(model, auto, config.ctx_size)
+                model, chosen = choose_method(model, auto, config.ctx_size)
                 name = chosen.method
             described = describe_model(model, config.chunk)
             if bandwidth is None and any(decodes_only(test) for test in tests):

@@ -10,7 +10,7 @@ import click
 from sparsekv_cli.commands.chat.commands import Chat, enter, respond, send
 from sparsekv_cli.commands.chat.conversation import ChatSettings, Conversation
 from sparsekv_cli.commands.options.help_page import GroupedCommand
-from sparsekv_cli.commands.options.method_choice import settle
+from sparsekv_cli.commands.options.method_choice import choose_method
 from sparsekv_cli.commands.options.model import Invocation, ModelOptions, model_options, open_model
 from sparsekv_cli.commands.options.prefix import PrefixOptions, open_prompt_rows, prefix_options
 from sparsekv_cli.commands.options.sampling import check_think_budget, sampling_options, stop_option
@@ -89,7 +89,7 @@ def command(
         for text, source in ((prompt, "-p"), (system, "-sys"))
     )
     model = open_model(options)
-    model, options = settle(model, options)
+    model, options = choose_method(model, options)
     settings = ChatSettings(
         sampling,
         seed=options.seed,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DEFAULT_DEPTH = 8192  # tokens that a conversation is taken to have where -c does not say
 
 
-def settle(
+def choose_method(
     model: Model, options: ModelOptions, depth: int | None = None
 ) -> tuple[Model, ModelOptions]:
     """With ``auto``: chooses the model's default method. Returns the model and its options.

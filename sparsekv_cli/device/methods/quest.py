@@ -12,7 +12,7 @@ from sparsekv_cli.device.cache import DeviceInput, DeviceSelecting
 from sparsekv_cli.kernels.attention import select
 from sparsekv_cli.kernels.attention.decode import NewRow
 from sparsekv_cli.kernels.quest import pages, scores
-from sparsekv_cli.kernels.quest.rows import page_rows
+from sparsekv_cli.kernels.quest.page_rows import page_rows
 
 
 class DeviceQuest(DeviceSelecting):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from numba import njit, types
-from quantized_rows import random_rows
+from quantized_weights import random_rows
 from sweeps import sweep
 
 from sparsekv_cli.cpu.jit import llvm
